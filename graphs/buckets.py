@@ -1,0 +1,61 @@
+"""Buckets: the (batch, rows, speculative tokens) sizes for which a step is made, and how one is chosen.
+
+A bucket fixes every shape of a step. The ladder holds them all, largest first, the order in which graphs are
+captured into one pool. It knows nothing about what a step computes.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from lowlat.errors import ConfigError
+
+__all__ = ["Bucket", "BucketLadder"]
+
+
+@dataclass(frozen=True, order=True)
+class Bucket:
+    """B slots of T rows, drafting S levels deep."""
+
+    batch: int
+    rows: int
+    num_speculative_tokens: int
+
+    def __str__(self) -> str:
+        return f"batch {self.batch}, {self.rows} rows, S = {self.num_speculative_tokens}"
+
+
+class BucketLadder:
+    """All buckets of one runtime, largest first.
+
+    batches   batch sizes, each at least 1
+    rows_of   for each S that may be chosen, the rows T that a slot verifies (1 for S = 0)
+    """
+
+    def __init__(self, batches: Iterable[int], rows_of: dict[int, int]) -> None:
+        self.batches = tuple(sorted(set(batches)))
+        if not self.batches or self.batches[0] < 1:
+            raise ConfigError(f"bucket batches must be at least 1, got {list(self.batches)}")
+        if 0 not in rows_of or rows_of[0] != 1:
+            raise ConfigError("the ladder needs the baseline: S = 0 with one row")
+        self.rows_of = dict(sorted(rows_of.items()))
+        self.buckets = tuple(
+            sorted(
+                (Bucket(b, t, s) for b in self.batches for s, t in self.rows_of.items()),
+                key=lambda bucket: (bucket.batch * bucket.rows, bucket.batch, bucket.rows),
+                reverse=True,
+            )
+        )
+
+    def choose(self, num_active: int, num_speculative_tokens: int) -> Bucket:
+        """The smallest bucket for `num_active` slots at the depth asked for.
+
+        Raises ConfigError when no batch is large enough or the depth has no bucket.
+        """
+        if num_speculative_tokens not in self.rows_of:
+            raise ConfigError(
+                f"num_speculative_tokens {num_speculative_tokens} has no bucket; the ladder has {sorted(self.rows_of)}"
+            )
+        for batch in self.batches:
+            if batch >= num_active:
+                return Bucket(batch, self.rows_of[num_speculative_tokens], num_speculative_tokens)
+        raise ConfigError(f"{num_active} active slots exceed the largest bucket, {self.batches[-1]} (max_batch)")

@@ -1,0 +1,93 @@
+"""Named static buffers: allocated once, at one address for ever, each with shape, dtype and role.
+
+A step reads and writes nothing but such buffers, so that a captured graph owns every address it holds. This
+module knows neither what the buffers mean nor who reads them.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+
+from lowlat.errors import ConfigError
+
+__all__ = ["BufferSet", "BufferSpec", "Role"]
+
+
+class Role(StrEnum):
+    """Who owns a buffer's content, and for how long it lives."""
+
+    STATE = "state"  # outlives a step; one address and the largest strides for all buckets
+    SCRATCH = "scratch"  # written before it is read within one step; belongs to one bucket
+    CONSTANT = "constant"  # written once, when it is allocated
+    COMMAND = "command"  # written by the host, read by the step
+    PUBLICATION = "publication"  # written by the step, read by the host
+
+
+@dataclass(frozen=True)
+class BufferSpec:
+    """One buffer: its name, shape, dtype and role."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    role: Role
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the buffer takes."""
+        count = 1
+        for extent in self.shape:
+            count *= extent
+        return count * self.dtype.itemsize
+
+
+class BufferSet(Mapping[str, torch.Tensor]):
+    """Buffers allocated from their specs, by name; addresses never change.
+
+    `initial` gives the content of constants; all other buffers start at zero. Raises ConfigError when two
+    specs of one name differ, when a constant has no content, or when its content has another shape or dtype.
+    """
+
+    def __init__(
+        self,
+        specs: Iterable[BufferSpec],
+        device: torch.device,
+        initial: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        self.specs: dict[str, BufferSpec] = {}
+        self._tensors: dict[str, torch.Tensor] = {}
+        contents = initial or {}
+        for spec in specs:
+            known = self.specs.get(spec.name)
+            if known is None:
+                self.specs[spec.name] = spec
+                self._tensors[spec.name] = _allocate(spec, device, contents.get(spec.name))
+            elif known != spec:
+                raise ConfigError(f"buffer {spec.name}: declared as {known} and as {spec}")
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def num_bytes(self, role: Role | None = None) -> int:
+        """Bytes of all buffers, or of those with one role."""
+        return sum(spec.num_bytes for spec in self.specs.values() if role in (None, spec.role))
+
+
+def _allocate(spec: BufferSpec, device: torch.device, content: torch.Tensor | None) -> torch.Tensor:
+    if spec.role is not Role.CONSTANT:
+        return torch.zeros(spec.shape, dtype=spec.dtype, device=device)
+    if content is None:
+        raise ConfigError(f"buffer {spec.name}: a constant needs its content")
+    if tuple(content.shape) != spec.shape or content.dtype != spec.dtype:
+        raise ConfigError(
+            f"buffer {spec.name}: expected {spec.dtype} {list(spec.shape)}, found {content.dtype} {list(content.shape)}"
+        )
+    return content.to(device).contiguous()

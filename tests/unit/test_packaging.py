@@ -1,0 +1,284 @@
+"""What is installed: wheel and sdist built from a copy of the tree, the names they own, how to get there."""
+
+import ast
+import importlib.util
+import json
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from importlib.metadata import packages_distributions
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+FOLDERS = ("graphs", "kernels", "ipc")
+PACKAGES = ("lowlat", *FOLDERS)
+
+TRY_COMMAND = (
+    "python3 -m venv .venv && .venv/bin/pip install -c constraints.txt -e . && .venv/bin/lowlat demo"
+)
+TEST_COMMAND = (
+    "python3 -m venv .venv && .venv/bin/pip install -c constraints.txt -e '.[test]' && .venv/bin/pytest"
+)
+
+# declared for what it does to others: torch warns at import where NumPy is missing
+NEED_NO_IMPORT = {"numpy"}
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    """Run a command and return its output; fail the test with all of it otherwise."""
+    done = subprocess.run(
+        [str(part) for part in command], cwd=cwd, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    assert done.returncode == 0, f"{command} ended with {done.returncode}:\n{done.stdout}"
+    return done.stdout
+
+
+def build(source: Path, out: Path, *options: str) -> None:
+    """Build distributions of `source` into `out`, offline, with this environment's setuptools."""
+    run(sys.executable, "-m", "build", "--no-isolation", *options, "--outdir", out, ".", cwd=source)
+
+
+@pytest.fixture(scope="module")
+def settings(repository: Path) -> dict[str, Any]:
+    """pyproject.toml."""
+    return tomllib.loads((repository / "pyproject.toml").read_text())
+
+
+@pytest.fixture(scope="module")
+def clone(repository: Path, tree_files: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the tree as git would lay it: links stay links, nothing ignored comes along."""
+    root = tmp_path_factory.mktemp("clone")
+    for name in tree_files:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(repository / name, root / name, follow_symlinks=False)
+    if not (root / "README.md").exists():
+        (root / "README.md").write_text("absent from the tree\n")
+    return root
+
+
+@pytest.fixture(scope="module")
+def wheel(clone: Path) -> Path:
+    """The wheel built straight from the tree."""
+    build(clone, clone / "direct", "--wheel")
+    (path,) = (clone / "direct").glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def expected_files(repository: Path, tree_files: list[Path]) -> set[str]:
+    """What the wheel must hold: every file of the four folders, modules and data."""
+    inside = [name for name in tree_files if name.parts[0] in PACKAGES]
+    files = [name for name in inside if not (repository / name).is_symlink()]
+    return {str(name if name.parts[0] == "lowlat" else "lowlat" / name) for name in files}
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel installed in a folder beside a foreign distribution called `kernels`."""
+    root = tmp_path_factory.mktemp("installed")
+    fake = root / "fake"
+    (fake / "kernels").mkdir(parents=True)
+    (fake / "kernels" / "__init__.py").write_text("OWNER = 'the fake kernels'\n")
+    (fake / "pyproject.toml").write_text(
+        '[build-system]\nrequires = ["setuptools>=77"]\nbuild-backend = "setuptools.build_meta"\n'
+        '[project]\nname = "kernels"\nversion = "9.9"\n[tool.setuptools]\npackages = ["kernels"]\n'
+    )
+    build(fake, fake / "dist", "--wheel")
+    (foreign,) = (fake / "dist").glob("*.whl")
+    site = root / "site"
+    pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", site)
+    run(*pip, foreign, wheel, cwd=root)
+    return site
+
+
+def run_installed(site: Path, code: str, cwd: Path) -> dict[str, Any]:
+    """Run code with `site` first on sys.path, outside the checkout, and return the JSON it prints last."""
+    prelude = f"import sys, json; sys.path.insert(0, {str(site)!r})\n"
+    lines = run(sys.executable, "-I", "-c", prelude + code, cwd=cwd).splitlines()
+    result: dict[str, Any] = json.loads(lines[-1])
+    return result
+
+
+def test_wheel_holds_every_module_and_all_data_under_lowlat(wheel: Path, expected_files: set[str]) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    tops = {name.split("/")[0] for name in names}
+    assert tops == {"lowlat", wheel.name.split("-py3")[0] + ".dist-info"}
+    assert len(names) == len(set(names))
+    held = {name for name in names if name.startswith("lowlat/")}
+    assert held == expected_files, (
+        f"missing: {sorted(expected_files - held)} (a folder without __init__.py, or data that package-data "
+        f"does not name); unexpected: {sorted(held - expected_files)}"
+    )
+    metadata = [name for name in names if ".dist-info/" in name]
+    assert any(name.endswith("licenses/LICENSE") for name in metadata)
+    assert any(name.endswith("entry_points.txt") for name in metadata)
+
+
+def test_sdist_builds_the_same_wheel(clone: Path, wheel: Path) -> None:
+    build(clone, clone / "through-sdist")  # without an option: the sdist, then the wheel from the sdist
+    (other,) = (clone / "through-sdist").glob("*.whl")
+    direct, through = zipfile.ZipFile(wheel), zipfile.ZipFile(other)
+    assert set(direct.namelist()) == set(through.namelist())
+    for name in direct.namelist():
+        if name.startswith("lowlat/"):
+            assert direct.read(name) == through.read(name), name
+
+
+def test_wheel_leaves_foreign_kernels_alone(installed: Path, tmp_path: Path) -> None:
+    code = """
+import kernels, lowlat, lowlat.graphs, lowlat.ipc, lowlat.kernels
+files = {m.__name__: m.__file__ for m in (kernels, lowlat, lowlat.graphs, lowlat.ipc, lowlat.kernels)}
+print(json.dumps({"owner": kernels.OWNER, "files": files, "version": lowlat.__version__}))
+"""
+    seen = run_installed(installed, code, tmp_path)
+    assert seen["owner"] == "the fake kernels"
+    assert seen["files"].pop("kernels") == str(installed / "kernels" / "__init__.py")
+    for module, file in seen["files"].items():
+        assert file == str(installed.joinpath(*module.split("."), "__init__.py"))
+    assert (installed / f"lowlat-{seen['version']}.dist-info").is_dir()
+
+
+def test_bare_names_are_not_ours_under_pytest(repository: Path) -> None:
+    for folder in FOLDERS:
+        spec = importlib.util.find_spec(folder)
+        places = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or [])]
+        ours = str(repository / folder)
+        assert not any(place and place.startswith(ours) for place in places), (
+            f"{folder} is the checkout's folder"
+        )
+
+
+def test_ipc_imports_nothing_heavy_and_fast(installed: Path, tmp_path: Path) -> None:
+    code = """
+import time
+begin = time.perf_counter()
+import lowlat.ipc
+seconds = time.perf_counter() - begin
+loaded = {name.split(".")[0] for name in sys.modules}
+heavy = sorted(loaded & {"torch", "numba", "numpy", "cuda", "transformers"})
+print(json.dumps({"heavy": heavy, "seconds": seconds, "names": lowlat.ipc.__all__}))
+"""
+    runs = [run_installed(installed, code, tmp_path) for _ in range(3)]
+    assert all(seen["heavy"] == [] for seen in runs)
+    assert min(seen["seconds"] for seen in runs) < 0.2
+
+
+def test_links_stand_at_the_four_folders(repository: Path) -> None:
+    for folder in FOLDERS:
+        link = repository / "lowlat" / folder
+        assert link.is_symlink(), f"{link} must be a committed link to ../{folder}"
+        assert os.readlink(link) == f"../{folder}"
+
+
+def test_every_folder_with_modules_is_a_package(tree_files: list[Path]) -> None:
+    modules = [name for name in tree_files if name.parts[0] in PACKAGES and name.suffix == ".py"]
+    lacking = {str(name.parent) for name in modules if name.parent / "__init__.py" not in modules}
+    assert not lacking, f"no __init__.py, so not installed: {sorted(lacking)}"
+
+
+def requirements(lines: list[str]) -> dict[str, Requirement]:
+    """Requirement lines by canonical name."""
+    parsed = [Requirement(line) for line in lines]
+    return {canonicalize_name(requirement.name): requirement for requirement in parsed}
+
+
+def third_party_imports(tree: ast.Module) -> Iterator[tuple[str, bool]]:
+    """Every top-level name that a module imports from outside, and whether at module level."""
+    at_module_level = {id(node) for node in tree.body}
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names = [node.module or ""]
+        for name in names:
+            top = name.split(".")[0]
+            if top not in sys.stdlib_module_names and top != "lowlat":
+                yield top, id(node) in at_module_level
+
+
+def test_dependencies_are_those_that_are_imported(
+    repository: Path, tree_files: list[Path], settings: dict[str, Any]
+) -> None:
+    base = set(requirements(settings["project"]["dependencies"]))
+    extra = base | set(requirements(settings["project"]["optional-dependencies"]["train"]))
+    owners = packages_distributions()
+    used: set[str] = set()
+    for name in tree_files:
+        if name.parts[0] not in PACKAGES or name.suffix != ".py":
+            continue
+        training = name.parts[:2] == ("lowlat", "train")
+        for top, at_module_level in third_party_imports(ast.parse((repository / name).read_text())):
+            distributions = {canonicalize_name(owner) for owner in owners.get(top, [top])}
+            allowed = extra if training or not at_module_level else base
+            assert distributions & allowed, (
+                f"{name} imports {top}, which pyproject.toml does not declare for it"
+            )
+            used |= distributions
+    unused = base - used - NEED_NO_IMPORT
+    assert not unused, f"declared in pyproject.toml and imported nowhere: {sorted(unused)}"
+
+
+def test_constraints_pin_every_dependency_at_the_installed_version(
+    repository: Path, settings: dict[str, Any]
+) -> None:
+    text = (repository / "constraints.txt").read_text()
+    lines = [line.split("#")[0].strip() for line in text.splitlines()]
+    pins = requirements([line for line in lines if line])
+    assert str(pins["torch"].specifier) == "==2.13.0"
+    assert str(pins["cuda-toolkit"].specifier) == "==13.0.*"
+    extras = settings["project"]["optional-dependencies"]
+    declared = requirements([*settings["project"]["dependencies"], *extras["test"], *extras["train"]])
+    for name, requirement in declared.items():
+        assert name in pins, f"constraints.txt does not pin {name}"
+        (pin,) = pins[name].specifier
+        assert pin.operator == "=="
+        assert requirement.specifier.contains(pin.version), f"{pins[name]} is outside {requirement}"
+
+
+def test_type_checker_covers_every_folder(tree_files: list[Path], settings: dict[str, Any]) -> None:
+    folders = {name.parts[0] for name in tree_files if name.suffix == ".py"} - set(
+        FOLDERS
+    )  # reached by the links
+    assert set(settings["tool"]["mypy"]["files"]) == folders
+
+
+def test_readme_and_ci_give_the_same_commands(repository: Path) -> None:
+    ci = repository / ".ci" / "run"
+    assert ci.stat().st_mode & stat.S_IXUSR
+    install, test = TEST_COMMAND.rsplit(" && ", 1)
+    commands = [line.strip() for line in ci.read_text().splitlines()]
+    assert install in commands, f".ci/run must install with: {install}"
+    assert commands[-1] == test, f".ci/run must end with: {test}"
+    readme = repository / "README.md"
+    assert readme.exists(), "README.md is absent: it must give the two commands that this file names"
+    lines = [re.sub(r"^\s*(\$ )?", "", line).rstrip() for line in readme.read_text().splitlines()]
+    for command in (TRY_COMMAND, TEST_COMMAND):
+        assert command in lines, f"README.md must have this line of its own: {command}"
+
+
+@pytest.mark.network
+def test_a_stranger_gets_the_cuda_build(clone: Path, tmp_path: Path) -> None:
+    """Resolve from the public index alone, without this machine's settings: downloads some 2.8 GB."""
+    environment = {key: value for key, value in os.environ.items() if key != "PIP_FIND_LINKS"}
+    environment |= {"PIP_CONFIG_FILE": os.devnull, "PIP_EXTRA_INDEX_URL": "", "PIP_NO_CACHE_DIR": "1"}
+    report = tmp_path / "report.json"
+    command = ["pip", "install", "--ignore-installed", "--dry-run", "--report", str(report)]
+    command += ["-c", "constraints.txt", "-e", "."]
+    subprocess.run([sys.executable, "-m", *command], cwd=clone, env=environment, check=True)
+    found = {
+        item["metadata"]["name"]: item["metadata"]["version"]
+        for item in json.loads(report.read_text())["install"]
+    }
+    assert found["torch"] == "2.13.0"
+    assert found["cuda-toolkit"].startswith("13.0.")
