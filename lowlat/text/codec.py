@@ -1,0 +1,248 @@
+"""A model's tokenizer and chat template, loaded from its directory and bounded; text to token ids and back.
+
+It knows no model: whether ids fit the model's vocabulary is checked elsewhere.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from lowlat.errors import ConfigError, RequestError
+from lowlat.text.chat import ChatTemplates
+from lowlat.text.files import read_bytes, read_json, read_text
+from lowlat.text.streams import Streams, TokenStream
+
+__all__ = ["TextCodec"]
+
+MAX_TOKENIZER_BYTES = 256 << 20  # the largest in the field are near 35 MB
+MAX_CONFIG_BYTES = 16 << 20
+MAX_TEMPLATE_BYTES = 256 << 10  # the largest in the field are near 30 kB
+MAX_TEXT_CHARACTERS = 16 << 20
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class TextCodec:
+    """Encodes and decodes one model's text. Calls are safe from several threads.
+
+    fingerprint     SHA-256 of tokenizer.json, hexadecimal: equal fingerprints mean equal token ids
+    special_tokens  "bos_token", "eos_token", ... -> their text, as the model's files name them
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        fingerprint: str = "",
+        special_tokens: Mapping[str, str] | None = None,
+        add_bos: bool | None = None,
+        add_eos: bool | None = None,
+        templates: Mapping[str, str] | None = None,
+    ) -> None:
+        tokenizer.no_truncation()  # a file may ask for it, and prompts would lose their end in silence
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self._streams = Streams(tokenizer)
+        self.fingerprint = fingerprint
+        self.special_tokens = dict(special_tokens or {})
+        self._add_bos = self._edge("bos_token", add_bos)
+        self._add_eos = self._edge("eos_token", add_eos)
+        self._chat = ChatTemplates(templates) if templates else None
+
+    @classmethod
+    def load(cls, directory: str | Path) -> "TextCodec | None":
+        """Load tokenizer.json and what stands beside it; None without that file.
+
+        Read as well: tokenizer_config.json (special tokens, add_bos_token, add_eos_token, chat_template),
+        special_tokens_map.json, chat_template.jinja (before tokenizer_config.json's template).
+        Raises ConfigError naming the file that is damaged, too large or unfit.
+        """
+        directory = Path(directory)
+        path = directory / "tokenizer.json"
+        data = read_bytes(path, MAX_TOKENIZER_BYTES)
+        if data is None:
+            return None
+        config_path = directory / "tokenizer_config.json"
+        config = read_json(config_path, MAX_CONFIG_BYTES)
+        named = read_json(directory / "special_tokens_map.json", MAX_CONFIG_BYTES)
+        templates = _templates(directory, config)
+        with _naming(path):
+            return cls(
+                _build(data),
+                fingerprint=hashlib.sha256(data).hexdigest(),
+                special_tokens=_special_tokens({**named, **config}),
+                add_bos=_flag(config_path, config, "add_bos_token"),
+                add_eos=_flag(config_path, config, "add_eos_token"),
+                templates=templates,
+            )
+
+    def _edge(self, name: str, wanted: bool | None) -> tuple[bool, int] | None:
+        """Return whether a token must or must not stand at a prompt's end, and its id; None: as encoded."""
+        text = self.special_tokens.get(name)
+        token = None if text is None else self._tokenizer.token_to_id(text)
+        if wanted and token is None:
+            raise ConfigError(f"add_{name} is true, but {name} {text!r} is not in the vocabulary")
+        return None if wanted is None or token is None else (wanted, token)
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of tokens, added ones included; a model's vocabulary may be padded beyond it."""
+        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `apply_chat_template` can work."""
+        return self._chat is not None
+
+    def token_id(self, token: str) -> int | None:
+        """Return a token's id, None when the vocabulary has no such token."""
+        return self._tokenizer.token_to_id(token)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return a text's token ids; special tokens spelled out in it become those tokens.
+
+        add_special_tokens  what tokenizer.json puts around a text, corrected by add_bos_token and
+                            add_eos_token
+        Raises RequestError for what is not text, not Unicode, or longer than 16 Mi characters.
+        """
+        if not isinstance(text, str):
+            raise RequestError(f"text must be a string, got {type(text).__name__}")
+        if len(text) > MAX_TEXT_CHARACTERS:
+            raise RequestError(f"text has {len(text)} characters; at most {MAX_TEXT_CHARACTERS}")
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise RequestError(f"text is not Unicode: a lone surrogate at character {error.start}") from error
+        ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        if not add_special_tokens or (self._add_bos is None and self._add_eos is None):
+            return ids
+        bare = self._tokenizer.encode(text, add_special_tokens=False).ids
+        if self._add_bos is not None:
+            wanted, token = self._add_bos
+            found = ids[:1] == [token]
+            if wanted and not found:
+                ids = [token, *ids]
+            elif found and not wanted and ids[1 : 1 + len(bare)] == bare:  # not one that the text spells
+                ids = ids[1:]
+        if self._add_eos is not None:
+            wanted, token = self._add_eos
+            found = ids[-1:] == [token]
+            if wanted and not found:
+                ids = [*ids, token]
+            elif found and not wanted and ids[len(ids) - 1 - len(bare) : -1] == bare:
+                ids = ids[:-1]
+        return ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of token ids; ids outside the vocabulary have none.
+
+        Spaces are not cleaned up afterwards (`clean_up_tokenization_spaces` would change what the model
+        said). Raises RequestError for what is no id.
+        """
+        try:
+            return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        except (OverflowError, TypeError) as error:
+            raise RequestError(f"token ids must be integers from 0 to {(1 << 32) - 1}") from error
+
+    def open_stream(self, *, skip_special_tokens: bool = True) -> TokenStream:
+        """Start decoding one request's ids as they come; `IncrementalDetokenizer` is the way to use it."""
+        return self._streams.open(skip_special_tokens=skip_special_tokens)
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
+        """Write messages as the model's chat template does; encode it with `add_special_tokens=False`.
+
+        messages   mappings such as {"role": "user", "content": "..."}; JSON values only
+        variables  what else the template may use (tools, documents, enable_thinking, ...)
+        The template runs in a process of its own, with limits. Raises RequestError without a template, or
+        when it refuses the messages; ConfigError when the template is at fault.
+        """
+        if self._chat is None:
+            raise RequestError("the model has no chat template (chat_template.jinja or chat_template)")
+        if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
+            raise RequestError(f"messages must be a list, got {type(messages).__name__}")
+        for index, message in enumerate(messages):
+            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+                raise RequestError(f"messages[{index}] must be a mapping with a role")
+        names = self._chat.names
+        name = "tool_use" if variables.get("tools") and "tool_use" in names else "default"
+        if name not in names:
+            raise RequestError(f"the model has no default chat template, only {', '.join(names)}")
+        values = {"tools": None, "documents": None, **self.special_tokens, **variables}
+        values["messages"] = [dict(message) for message in messages]
+        values["add_generation_prompt"] = add_generation_prompt
+        return self._chat.render(name, values)
+
+    def close(self) -> None:
+        """End the chat template's process; a later use starts it again."""
+        if self._chat is not None:
+            self._chat.close()
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Name the file in every ConfigError that does not name one yet."""
+    try:
+        yield
+    except ConfigError as error:
+        if str(path.parent) in str(error):
+            raise
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def _build(data: bytes) -> Tokenizer:
+    """Build a tokenizer from tokenizer.json; the library raises bare Exceptions, and panics on some files."""
+    try:
+        return Tokenizer.from_str(data.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"is not UTF-8: byte {error.start}") from error
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise ConfigError(f"is no tokenizer: {error!s:.200}") from error
+        raise
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the named special tokens' text; an entry is a string or an object with a content."""
+    found = {}
+    for name in SPECIAL_TOKENS:
+        entry = config.get(name)
+        text = entry.get("content") if isinstance(entry, dict) else entry
+        if isinstance(text, str):
+            found[name] = text
+    return found
+
+
+def _flag(path: Path, config: Mapping[str, Any], name: str) -> bool | None:
+    value = config.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise ConfigError(f"{path}: {name} must be true or false, got {value!r:.80}")
+    return value
+
+
+def _templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the chat templates by name: chat_template.jinja, else tokenizer_config.json's entry."""
+    path = directory / "chat_template.jinja"
+    source = read_text(path, MAX_TEMPLATE_BYTES)
+    if source is not None:
+        return {"default": source}
+    path = directory / "tokenizer_config.json"
+    entry = config.get("chat_template")
+    if entry is None:
+        return {}
+    named = [{"name": "default", "template": entry}] if isinstance(entry, str) else entry
+    if not isinstance(named, list):
+        raise ConfigError(f"{path}: chat_template must be a string or a list, found {type(entry).__name__}")
+    templates = {}
+    for item in named:
+        name, text = (item.get("name"), item.get("template")) if isinstance(item, dict) else (None, None)
+        if not isinstance(name, str) or not isinstance(text, str):
+            raise ConfigError(f"{path}: an entry of chat_template must have a name and a template")
+        if len(text) > MAX_TEMPLATE_BYTES:
+            raise ConfigError(f"{path}: chat_template {name!r} is larger than {MAX_TEMPLATE_BYTES} characters")
+        templates[name] = text
+    return templates

@@ -1,0 +1,98 @@
+"""One request's text, step by step: certain text goes out at once, stop strings end it.
+
+It knows the tokenizer only through `TextCodec.open_stream`, and nothing of requests or steps.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lowlat.errors import RequestError
+from lowlat.text.codec import TextCodec
+from lowlat.text.stops import StopMatcher
+
+__all__ = ["IncrementalDetokenizer", "TextDelta"]
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """What one push made certain.
+
+    text             to be output; joined over all pushes and `finish`, the decoding of all ids used
+    stopped          the stop string that ended the text, or None
+    num_tokens_used  of the ids pushed: all, or up to and with the one that completed the stop string
+    """
+
+    text: str
+    stopped: str | None
+    num_tokens_used: int
+
+
+class IncrementalDetokenizer:
+    """Decodes a request's token ids as they come, however many at a time.
+
+    The joined text equals `codec.decode` of all ids at once. Held back are an incomplete character (U+FFFD
+    only at `finish`), a run of byte-fallback tokens until another token ends it, and text that could begin a
+    stop string. The stop string completed first wins, the longest of those completed by the same character;
+    the text is cut before it.
+
+    prefix_ids          tokens before the first one, such as the prompt: then a leading space that the
+                        tokenizer strips at the start of a text is kept. Text that the prefix already made
+                        certain is not output; a character that it left incomplete is
+    stop_enabled_after  tokens before which no stop string may match: a match lies wholly in the text that
+                        later tokens make certain
+    Time: amortised O(1) a token and a character of text. Raises RequestError for an empty stop string.
+    """
+
+    def __init__(
+        self,
+        codec: TextCodec,
+        *,
+        stop: Sequence[str] = (),
+        skip_special_tokens: bool = True,
+        prefix_ids: Sequence[int] = (),
+        stop_enabled_after: int = 0,
+    ) -> None:
+        if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop):
+            raise RequestError(f"stop must be a sequence of non-empty strings, got {stop!r:.80}")
+        self._stream = codec.open_stream(skip_special_tokens=skip_special_tokens)
+        if prefix_ids:
+            self._stream.prime(prefix_ids)
+        self._matcher = StopMatcher(stop) if stop else None
+        self._stop_enabled_after = stop_enabled_after
+        self._num_tokens = 0
+        self._finished = False
+        self.stopped: str | None = None
+
+    def push(self, token_ids: Sequence[int]) -> TextDelta:
+        """Take new tokens; after a stop string they are ignored. Raises RuntimeError after `finish`."""
+        if self._finished:
+            raise RuntimeError("push after finish")
+        if self.stopped is not None:
+            return TextDelta("", self.stopped, 0)
+        pieces = []
+        for used, token_id in enumerate(token_ids, 1):
+            self._num_tokens += 1
+            text = self._stream.push(token_id)
+            if text:
+                pieces.append(self._match(text))
+                if self.stopped is not None:
+                    return TextDelta("".join(pieces), self.stopped, used)
+        return TextDelta("".join(pieces), None, len(token_ids))
+
+    def finish(self) -> str:
+        """Return what was held back; no token follows. `stopped` names a stop string found only here."""
+        if self._finished or self.stopped is not None:
+            self._finished = True
+            return ""
+        self._finished = True
+        text = self._match(self._stream.finish())
+        if self.stopped is None and self._matcher is not None:
+            text += self._matcher.finish()
+        return text
+
+    def _match(self, text: str) -> str:
+        """Pass text through the stop strings, if they may match already."""
+        if self._matcher is None or self._num_tokens <= self._stop_enabled_after:
+            return text
+        certain, self.stopped = self._matcher.feed(text)
+        return certain
