@@ -1,0 +1,347 @@
+"""Admission, prefill order and slots, against what every request must be given."""
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from lowlat.errors import CapacityError, ConfigError, RequestError
+from lowlat.graphs import Bucket, BucketLadder
+from lowlat.kvcache import InvariantError, KVCache
+from lowlat.scheduler import MAX_PASSED_OVER, Phase, PrefillChunk, ScheduledRequest, Scheduler, StepPlan
+
+BLOCK, CHUNK = 2, 4
+LADDER = BucketLadder([1, 2, 4], {0: 1, 3: 4})
+
+
+def make(
+    *, num_blocks: int = 257, max_batch: int = 4, max_queue: int = 8, head: bool = True, reuse: bool = True
+) -> Scheduler:
+    cache = KVCache(num_blocks, BLOCK, CHUNK, reuse=reuse, share_decoded=False, namespace=b"")
+    return Scheduler(LADDER, cache, max_batch, max_queue, CHUNK, has_head=head)
+
+
+def request(name: str, prompt: int | tuple[int, ...], extra: int = 4) -> ScheduledRequest:
+    tokens = tuple(range(prompt)) if isinstance(prompt, int) else prompt
+    return ScheduledRequest(name, tokens, len(tokens) + extra)
+
+
+def step(scheduler: Scheduler) -> StepPlan:
+    plan = scheduler.plan()
+    if plan.prefill is not None:
+        scheduler.prefill_done(plan.prefill)
+    scheduler.invariants()
+    return plan
+
+
+def chunks(scheduler: Scheduler, name: str) -> list[tuple[int, int, int, bool]]:
+    """Run until the request joins; its chunks."""
+    found = []
+    for _ in range(100):
+        plan = step(scheduler)
+        if plan.prefill is not None and plan.prefill.request_id == name:
+            chunk = plan.prefill
+            found.append((chunk.start, chunk.num_target_tokens, chunk.num_head_tokens, chunk.last))
+        if name in plan.joins:
+            return found
+    raise TimeoutError(name)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "with_head", "without"),
+    [
+        (1, [], []),
+        (2, [(0, 1, 2, True)], [(0, 1, 0, True)]),
+        (4, [(0, 3, 4, True)], [(0, 3, 0, True)]),
+        (5, [(0, 4, 4, False), (4, 0, 1, True)], [(0, 4, 0, True)]),
+        (6, [(0, 4, 4, False), (4, 1, 2, True)], [(0, 4, 0, False), (4, 1, 0, True)]),
+        (9, [(0, 4, 4, False), (4, 4, 4, False), (8, 0, 1, True)], [(0, 4, 0, False), (4, 4, 0, True)]),
+    ],
+)
+def test_chunks_cover_target_and_head(
+    num_tokens: int, with_head: list[tuple[int, int, int, bool]], without: list[tuple[int, int, int, bool]]
+) -> None:
+    for head, expected in ((True, with_head), (False, without)):
+        scheduler = make(head=head)
+        scheduler.enqueue(request("a", num_tokens))
+        assert chunks(scheduler, "a") == expected
+        assert scheduler.phase("a") is Phase.DECODING
+
+
+def test_a_cached_prefix_is_skipped_and_its_last_block_named() -> None:
+    for head, expected in ((True, [(8, 0, 1, True)]), (False, [])):
+        scheduler = make(head=head)
+        scheduler.enqueue(request("a", 9))
+        chunks(scheduler, "a")
+        scheduler.finished("a")
+        scheduler.enqueue(request("b", 9))
+        plan = scheduler.plan()
+        assert plan.admitted[0].num_cached_tokens == 8 and plan.joins == ("b",)
+        if plan.prefill is None:
+            assert expected == []
+            continue
+        assert plan.prefill == PrefillChunk("b", 0, 8, 0, 1, True, plan.admitted[0].table[3])
+        assert scheduler.phase("b") is Phase.PREFILLING
+        scheduler.prefill_done(plan.prefill)
+        assert scheduler.phase("b") is Phase.DECODING
+
+
+def test_one_chunk_a_step_fewest_left_first() -> None:
+    scheduler = make(reuse=False)
+    for name, size in (("long", 40), ("short", 6), ("one", 1), ("also", 6), ("waits", 2)):
+        scheduler.enqueue(request(name, size))
+    plans = [step(scheduler) for _ in range(4)]
+    assert [admission.slot for admission in plans[0].admitted] == [0, 1, 2, 3]
+    assert plans[0].joins == ("one",) and scheduler.num_queued == 1
+    assert [plan.prefill.request_id for plan in plans if plan.prefill] == ["short", "short", "also", "also"]
+    assert [plan.joins for plan in plans[1:]] == [("short",), (), ("also",)]
+    scheduler.finished("short")
+    plan = step(scheduler)
+    assert [(a.request_id, a.slot) for a in plan.admitted] == [("waits", 1)] and plan.joins == ("waits",)
+
+
+def test_a_long_prompt_is_passed_over_a_bounded_number_of_times() -> None:
+    scheduler = make(max_batch=2, reuse=False)
+    scheduler.enqueue(request("long", 40))
+    starts = []
+    for number in range(3 * MAX_PASSED_OVER + 3):
+        scheduler.enqueue(request(f"s{number}", 2))
+        plan = step(scheduler)
+        if plan.prefill is not None and plan.prefill.request_id == "long":
+            starts.append(number)
+        for name in plan.joins:
+            scheduler.finished(name)
+    assert starts and starts[0] <= MAX_PASSED_OVER
+    assert max(b - a for a, b in zip(starts, starts[1:], strict=False)) <= MAX_PASSED_OVER + 1
+
+
+def test_first_come_first_served_even_past_a_large_head() -> None:
+    scheduler = make(num_blocks=21)
+    scheduler.enqueue(request("a", 2, extra=20))
+    step(scheduler)
+    scheduler.enqueue(request("large", 2, extra=20))
+    scheduler.enqueue(request("small", 1))
+    assert not step(scheduler).admitted
+    scheduler.finished("a")
+    assert [admission.request_id for admission in step(scheduler).admitted] == ["large", "small"]
+
+
+def test_a_full_queue_names_the_limit_and_the_knob() -> None:
+    scheduler = make(max_batch=1, max_queue=1)
+    scheduler.enqueue(request("a", 1))
+    scheduler.enqueue(request("b", 1))
+    with pytest.raises(CapacityError, match=r"2 requests wait.*limit is 1 \(max_queue\)"):
+        scheduler.enqueue(request("c", 1))
+    step(scheduler)
+    with pytest.raises(CapacityError):
+        scheduler.enqueue(request("c", 1))
+    scheduler.finished("a")
+    scheduler.enqueue(request("c", 1))
+
+
+def test_no_queue_still_takes_what_a_free_slot_can() -> None:
+    scheduler = make(max_batch=1, max_queue=0)
+    scheduler.enqueue(request("a", 1))
+    with pytest.raises(CapacityError):
+        scheduler.enqueue(request("b", 1))
+
+
+def test_refuses_what_cannot_be_served_by_name() -> None:
+    scheduler = make(num_blocks=9)
+    with pytest.raises(RequestError, match="empty prompt"):
+        scheduler.enqueue(request("a", 0))
+    with pytest.raises(RequestError, match="leaves no token"):
+        scheduler.enqueue(request("a", 3, extra=0))
+    with pytest.raises(RequestError, match=r"needs 9 KV blocks.*pool has 8 \(kv_blocks\)"):
+        scheduler.enqueue(request("a", 2, extra=11))
+    scheduler.enqueue(request("a", 1))
+    with pytest.raises(RequestError, match="exists already"):
+        scheduler.enqueue(request("a", 1))
+    for call in (scheduler.cancel, scheduler.finished, scheduler.phase, scheduler.slot):
+        with pytest.raises(RequestError, match="unknown or has ended"):
+            call("nobody")
+    with pytest.raises(RequestError, match="it is queued"):
+        scheduler.finished("a")
+    with pytest.raises(ConfigError, match="max_batch"):
+        make(max_batch=5)
+    with pytest.raises(ConfigError, match="prefill_chunk"):
+        Scheduler(LADDER, scheduler.kvcache, 1, 1, 8)
+
+
+def test_cancel_tells_the_phase_and_frees_everything() -> None:
+    scheduler = make(max_batch=1, reuse=False)
+    scheduler.enqueue(request("a", 9))
+    assert scheduler.cancel("a") is Phase.QUEUED
+    scheduler.enqueue(request("a", 9))
+    plan = scheduler.plan()
+    assert plan.prefill is not None
+    assert scheduler.cancel("a") is Phase.PREFILLING  # before its chunk was reported
+    with pytest.raises(InvariantError, match="not planned"):
+        scheduler.prefill_done(plan.prefill)
+    scheduler.enqueue(request("a", 1))
+    step(scheduler)
+    assert scheduler.slot("a") == 0
+    assert scheduler.cancel("a", poisoned=True) is Phase.DECODING
+    with pytest.raises(RequestError):
+        scheduler.cancel("a")
+    assert not scheduler.busy and not scheduler.plan()
+    assert scheduler.kvcache.stats().num_used == 0 and scheduler.kvcache.stats().num_to_clear > 0
+
+
+def test_a_chunk_must_be_reported_before_the_next_plan() -> None:
+    scheduler = make()
+    scheduler.enqueue(request("a", 9))
+    plan = scheduler.plan()
+    with pytest.raises(InvariantError, match="not reported"):
+        scheduler.plan()
+    assert plan.prefill is not None
+    scheduler.prefill_done(plan.prefill)
+    with pytest.raises(InvariantError, match="not planned"):
+        scheduler.prefill_done(plan.prefill)
+
+
+def test_a_refused_head_asks_again_only_when_something_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = make(num_blocks=21)
+    scheduler.enqueue(request("a", 1, extra=20))
+    step(scheduler)
+    scheduler.enqueue(request("b", 1, extra=20))
+    asked = []
+    admit = scheduler.kvcache.admit
+
+    def counted(name: str, tokens: tuple[int, ...], total: int, extra: int) -> object:
+        asked.append(name)
+        return admit(name, tokens, total, extra)
+
+    monkeypatch.setattr(scheduler.kvcache, "admit", counted)
+    for _ in range(5):
+        step(scheduler)
+    assert asked == ["b"]
+    scheduler.finished("a")
+    step(scheduler)
+    assert asked == ["b", "b"] and scheduler.phase("b") is Phase.DECODING
+
+
+def test_the_smallest_bucket_for_what_decodes() -> None:
+    scheduler = make()
+    found = []
+    for number in range(4):
+        scheduler.enqueue(request(f"r{number}", 1))
+        step(scheduler)
+        found.append((scheduler.choose_bucket(3), scheduler.choose_bucket(0)))
+    assert found == [(Bucket(b, 4, 3), Bucket(b, 1, 0)) for b in (1, 2, 4, 4)]
+    with pytest.raises(ConfigError, match="no bucket"):
+        scheduler.choose_bucket(5)
+
+
+@dataclass
+class Expected:
+    tokens: tuple[int, ...]
+    target: list[int] | None = None  # positions covered; None while queued
+    head: list[int] | None = None
+    joined: bool = False
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    @initialize(
+        head=st.booleans(),
+        max_batch=st.integers(1, 4),
+        max_queue=st.integers(0, 5),
+        num_blocks=st.integers(14, 60),
+    )
+    def start(self, head: bool, max_batch: int, max_queue: int, num_blocks: int) -> None:
+        self.scheduler = make(num_blocks=num_blocks, max_batch=max_batch, max_queue=max_queue, head=head)
+        self.requests: dict[str, Expected] = {}  # in order of arrival
+        self.count = 0
+
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=14), extra=st.integers(1, 6))
+    def enqueue(self, tokens: list[int], extra: int) -> None:
+        waiting = sum(e.target is None for e in self.requests.values())
+        free = self.scheduler.max_batch - (len(self.requests) - waiting)
+        name, self.count = f"r{self.count}", self.count + 1
+        if -(-(len(tokens) + extra + 4) // BLOCK) > self.scheduler.kvcache.capacity:
+            with pytest.raises(RequestError):
+                self.scheduler.enqueue(request(name, tuple(tokens), extra))
+        elif waiting >= self.scheduler.max_queue + free:
+            with pytest.raises(CapacityError):
+                self.scheduler.enqueue(request(name, tuple(tokens), extra))
+        else:
+            self.scheduler.enqueue(request(name, tuple(tokens), extra))
+            self.requests[name] = Expected(tuple(tokens))
+
+    @rule()
+    def step(self) -> None:
+        waiting = [name for name, e in self.requests.items() if e.target is None]
+        num_left = self.scheduler.num_prefilling
+        plan = self.scheduler.plan()
+        names = [admission.request_id for admission in plan.admitted]
+        assert names == waiting[: len(names)]
+        for admission in plan.admitted:
+            expected, cached = self.requests[admission.request_id], admission.num_cached_tokens
+            expected.target, expected.head = list(range(cached)), list(range(cached))
+        chunk = plan.prefill
+        assert chunk is not None or num_left == 0
+        if chunk is not None:
+            expected = self.requests[chunk.request_id]
+            assert expected.target is not None and expected.head is not None and not expected.joined
+            assert chunk.start % CHUNK == 0 and chunk.num_target_tokens + chunk.num_head_tokens > 0
+            expected.target += range(chunk.start, chunk.start + chunk.num_target_tokens)
+            expected.head += range(chunk.start, chunk.start + chunk.num_head_tokens)
+            self.scheduler.prefill_done(chunk)
+        for name in plan.joins:
+            expected, size = self.requests[name], len(self.requests[name].tokens)
+            assert not expected.joined
+            expected.joined = True
+            assert expected.target == list(range(size - 1))
+            if self.scheduler.has_head and size > 1:
+                assert expected.head == list(range(size))
+
+    @precondition(lambda self: any(e.joined for e in self.requests.values()))
+    @rule(data=st.data(), poisoned=st.booleans())
+    def finish(self, data: st.DataObject, poisoned: bool) -> None:
+        name = data.draw(st.sampled_from([n for n, e in self.requests.items() if e.joined]))
+        self.scheduler.finished(name, poisoned=poisoned)
+        del self.requests[name]
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(list(self.requests)))
+        expected = self.requests.pop(name)
+        phase = Phase.DECODING if expected.joined else Phase.PREFILLING
+        assert self.scheduler.cancel(name) is (Phase.QUEUED if expected.target is None else phase)
+
+    @rule()
+    def clear(self) -> None:
+        self.scheduler.kvcache.take_blocks_to_clear()
+
+    @invariant()
+    def consistent(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        self.scheduler.invariants()
+        joined = sum(expected.joined for expected in self.requests.values())
+        assert self.scheduler.num_active == joined
+        assert self.scheduler.num_queued == sum(e.target is None for e in self.requests.values())
+        assert self.scheduler.choose_bucket(0).batch == next(b for b in LADDER.batches if b >= joined)
+
+    def teardown(self) -> None:
+        """Whatever was accepted is served in bounded time."""
+        if not hasattr(self, "scheduler"):
+            return
+        for _ in range(200):
+            for name in [n for n, e in self.requests.items() if e.joined]:
+                self.scheduler.finished(name)
+                del self.requests[name]
+            self.scheduler.kvcache.take_blocks_to_clear()
+            if not self.requests:
+                break
+            self.step()
+        assert not self.scheduler.busy
+        self.scheduler.invariants()
+        assert self.scheduler.kvcache.stats().num_used == 0
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
