@@ -1,0 +1,72 @@
+"""The executable specification: every operation of a step by its torch meaning, on any device.
+
+`OPERATIONS` maps an operation's kind to its function. Operations write into the arrays they are handed and keep
+a row's bits independent of its company, see `rows` and `linear`.
+"""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from lowlat.kernels.reference import (
+    accept,
+    attention,
+    draft_topk,
+    elementwise,
+    experts,
+    head_rows,
+    kv,
+    linear,
+    logprobs,
+    publish,
+    rope,
+    sample,
+    slots,
+)
+
+__all__ = ["OPERATIONS"]
+
+_FUNCTIONS: tuple[Callable[..., None], ...] = (
+    accept.accept,
+    accept.accept_simulated,
+    accept.commit,
+    accept.truncate,
+    attention.attention,
+    attention.prefill_attention,
+    draft_topk.draft_topk,
+    elementwise.add,
+    elementwise.cast,
+    elementwise.concat_norms,
+    elementwise.embed,
+    elementwise.qk_norm,
+    elementwise.rms_norm,
+    elementwise.silu_mul,
+    elementwise.split_norms,
+    experts.experts_down,
+    experts.experts_gate_up,
+    experts.router,
+    head_rows.assign_drafts,
+    head_rows.gather_features,
+    head_rows.gather_level,
+    head_rows.head_prefill_rows,
+    head_rows.head_rows,
+    head_rows.join_features,
+    head_rows.store_boundary,
+    head_rows.take_last,
+    head_rows.tree_masks,
+    kv.kv_compact,
+    kv.kv_write,
+    kv.prefill_kv_write,
+    linear.linear,
+    logprobs.logprobs,
+    publish.publish,
+    rope.rope,
+    sample.finite,
+    sample.sample,
+    slots.apply_commands,
+    slots.gather_rows,
+    slots.list_active_slots,
+)
+
+OPERATIONS: Mapping[str, Callable[..., None]] = MappingProxyType(
+    {function.__name__: function for function in _FUNCTIONS}
+)

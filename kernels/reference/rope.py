@@ -1,0 +1,40 @@
+"""Rotary embedding: a fused product is split into queries, keys and values, the first two rotated."""
+
+import torch
+
+__all__ = ["rope"]
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    low, high = x.chunk(2, dim=-1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
+
+
+def rope(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    q: torch.Tensor | None = None,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+) -> None:
+    """Rotate queries and keys by their positions, halves of a head paired (Hugging Face's order).
+
+    qkv        [M, (H + 2G) * D]  float32; only the parts that are asked for need be there, in this order
+    positions  [M] or [B, T]      int32, below C; dead rows hold 0
+    cos, sin   [C, D / 2]         float32
+    q          [M, H, D]          out, compute dtype
+    k, v       [M, G, D]          out, compute dtype
+    """
+    at = positions.reshape(-1).long()
+    c, s = cos[at][:, None], sin[at][:, None]
+    start = 0
+    for part, rotated in ((q, True), (k, True), (v, False)):
+        if part is None:
+            continue
+        width = part.shape[1] * part.shape[2]
+        values = qkv[:, start : start + width].reshape(part.shape)
+        part.copy_(_rotate(values, c, s) if rotated else values)
+        start += width

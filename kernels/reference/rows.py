@@ -1,0 +1,35 @@
+"""How the reference keeps a row's bits independent of its company.
+
+Torch's vectorised transcendental functions and reductions treat the tail of a tensor differently from its body,
+so a row's bits could depend on how many rows surround it. Here such functions see one row at a time, always of
+the same shape; plain additions, multiplications and comparisons are exact at any shape. A chunk of prefill has
+one fixed shape and is processed whole.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+__all__ = ["map_rows"]
+
+
+def map_rows(
+    function: Callable[[torch.Tensor], torch.Tensor],
+    rows: torch.Tensor,
+    row_live: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """Write function(rows[i]) to out[i] for each live row, zero to the dead.
+
+    rows      [M, ...]  input
+    row_live  [M]       uint8; None: all rows at once (a chunk of fixed shape)
+    out       [M, ...]  out, converted to its dtype
+    """
+    if row_live is None:
+        out.copy_(function(rows))
+        return
+    for index, live in enumerate(row_live.reshape(-1).tolist()):
+        if live:
+            out[index].copy_(function(rows[index]))
+        else:
+            out[index].zero_()
