@@ -1,0 +1,74 @@
+"""Which device and executor a runtime gets, and why: said aloud, never guessed silently."""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lowlat.errors import ConfigError
+
+__all__ = ["DeviceChoice", "choose_device", "nvidia_card_present"]
+
+OLDEST_CAPABILITY = (8, 0)
+
+
+@dataclass(frozen=True)
+class DeviceChoice:
+    """The chosen device and executor; `reason` is one sentence; `loud` asks for a warning."""
+
+    device: torch.device
+    executor: str
+    reason: str
+    loud: bool = False
+
+
+def nvidia_card_present() -> bool:
+    """Whether this machine shows an NVIDIA card, usable or not."""
+    return Path("/proc/driver/nvidia/gpus").is_dir() or shutil.which("nvidia-smi") is not None
+
+
+def choose_device(device: str, executor: str) -> DeviceChoice:
+    """Resolve the options `device` and `executor`.
+
+    Raises ConfigError for an unknown or unusable device, and for an executor that this version cannot run.
+    """
+    if executor in ("eager", "graph"):
+        raise ConfigError(f"executor {executor!r} is not available in this version; use 'reference' or 'auto'")
+    if device == "cpu":
+        return DeviceChoice(torch.device("cpu"), "reference", "the CPU was asked for")
+    if device == "auto":
+        return _choose_automatically()
+    name, _, index = device.partition(":")
+    if name != "cuda" or (index and not index.isdigit()):
+        raise ConfigError(f"device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got {device!r}")
+    problem = _cuda_problem(int(index or 0))
+    if problem:
+        raise ConfigError(f"device {device!r} cannot be used: {problem}")
+    return DeviceChoice(torch.device("cuda", int(index or 0)), "reference", f"{device} was asked for")
+
+
+def _choose_automatically() -> DeviceChoice:
+    cpu = torch.device("cpu")
+    if not nvidia_card_present():
+        return DeviceChoice(cpu, "reference", "no NVIDIA card is present")
+    problem = _cuda_problem(0)
+    if problem:
+        return DeviceChoice(cpu, "reference", f"an NVIDIA card is present but cannot be used: {problem}", loud=True)
+    return DeviceChoice(
+        torch.device("cuda", 0), "reference", "a usable NVIDIA card is present; torch operations run on it"
+    )
+
+
+def _cuda_problem(index: int) -> str | None:
+    """Why a CUDA device cannot be used, or None."""
+    if torch.version.cuda is None:
+        return f"this torch {torch.__version__} is built without CUDA; install a CUDA build of torch"
+    if not torch.cuda.is_available():
+        return f"torch {torch.__version__} (CUDA {torch.version.cuda}) finds no working driver; see nvidia-smi"
+    if index >= torch.cuda.device_count():
+        return f"there are {torch.cuda.device_count()} devices, numbered from 0"
+    capability = torch.cuda.get_device_capability(index)
+    if capability < OLDEST_CAPABILITY:
+        return f"compute capability {capability[0]}.{capability[1]} is below 8.0"
+    return None

@@ -1,0 +1,53 @@
+"""One Program, several ways to run it: what every executor offers, and which one a device gets.
+
+The reference executor runs each operation by its torch meaning, on any device; the eager and graph executors are
+for GPUs and lower the same programs to kernels.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from lowlat.graphs import Bucket, BufferSet
+from lowlat.program import Op, Program
+
+__all__ = ["Executor", "OpHook"]
+
+OpHook = Callable[[Op, Mapping[str, torch.Tensor]], None]
+
+
+class Executor(Protocol):
+    """Owns every buffer and weight of a runtime's programs, and runs them.
+
+    `state` holds the buffers that outlive a step, the host's commands and the publications among them; the host
+    writes and reads only those two roles while steps run.
+    """
+
+    name: str
+    device: torch.device
+    state: BufferSet
+
+    def step(self, bucket: Bucket) -> None:
+        """Run one step in the bucket; its publication is in the ring when this returns or later."""
+
+    def prefill(self) -> None:
+        """Run the prefill program over the chunk that the host has written."""
+
+    def clear_blocks(self, blocks: Sequence[int]) -> None:
+        """Zero KV blocks that a failed request may have filled with NaN."""
+
+    def synchronize(self) -> None:
+        """Wait until all that was started is done."""
+
+    def scratch(self, bucket: Bucket) -> BufferSet:
+        """The scratch buffers of a bucket, for debugging and comparison."""
+
+    def program(self, bucket: Bucket) -> Program:
+        """The program of a bucket."""
+
+    def set_hook(self, hook: OpHook | None) -> None:
+        """Call `hook(op, arguments)` after every operation; None: no hook, and no cost."""
+
+    def close(self) -> None:
+        """Release buffers and weights."""

@@ -1,0 +1,149 @@
+"""From options to a ready executor: checkpoint, head, ladder, programs, buffers. Nothing half-loaded stays behind."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from lowlat.checkpoint import LoadedHead, LoadedTarget, load_head, load_target
+from lowlat.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig
+from lowlat.devices import DeviceChoice, choose_device
+from lowlat.errors import ConfigError
+from lowlat.executors import Executor
+from lowlat.executors.reference import ReferenceExecutor
+from lowlat.graphs import BucketLadder
+from lowlat.memory import check_fits, memory_need
+from lowlat.prefill import build_prefill
+from lowlat.state import StepGeometry
+from lowlat.step import build_step
+from lowlat.tree import TreeTopology
+
+__all__ = ["Loaded", "load", "make_geometry", "make_topologies"]
+
+logger = logging.getLogger("lowlat")
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Everything that a Runtime drives; `speculation_error` says why a head that was asked for is not in use."""
+
+    target: LoadedTarget
+    head: LoadedHead | None
+    geometry: StepGeometry
+    ladder: BucketLadder
+    topologies: dict[int, TreeTopology]
+    executor: Executor
+    choice: DeviceChoice
+    speculation_error: str | None
+
+
+def load(
+    model: str | Path,
+    speculative: SpeculativeConfig | None,
+    options: RuntimeConfig,
+    progress: Progress | None = None,
+) -> Loaded:
+    """Load a target and, where asked for, its head; allocate everything.
+
+    Raises ConfigError; for a head that cannot be used only if `speculative.strict`, otherwise it is one warning
+    and the baseline.
+    """
+    choice = choose_device(options.device, options.executor)
+    if choice.loud:
+        logger.warning("running on %s: %s", choice.device, choice.reason)
+    else:
+        logger.info("running on %s: %s", choice.device, choice.reason)
+    target = load_target(model, dtype=options.dtype, progress=progress)
+    if options.max_context > target.config.max_position:
+        raise ConfigError(
+            f"max_context {options.max_context} exceeds the model's max_position_embeddings "
+            f"{target.config.max_position} ({target.directory / 'config.json'})"
+        )
+    head, topologies, error = _load_speculation(target, speculative)
+    geometry = make_geometry(target, head, topologies, options, speculative)
+    ladder = BucketLadder(_batches(options.max_batch), {s: t.num_nodes for s, t in topologies.items()})
+    programs = {bucket: build_step(geometry, bucket, topologies[bucket.num_speculative_tokens])
+                for bucket in ladder.buckets}  # fmt: skip
+    weights = dict(target.weights)
+    if head is not None:
+        weights.update(head.weights)
+    prefill = build_prefill(geometry)
+    check_fits(memory_need((*programs.values(), prefill), weights, choice.device), choice.device)
+    executor = ReferenceExecutor(programs, prefill, weights, choice.device)
+    return Loaded(target, head, geometry, ladder, topologies, executor, choice, error)
+
+
+def _load_speculation(
+    target: LoadedTarget, speculative: SpeculativeConfig | None
+) -> tuple[LoadedHead | None, dict[int, TreeTopology], str | None]:
+    baseline = {0: TreeTopology.chain(0)}
+    if speculative is None or not speculative.enabled:
+        return None, baseline, None
+    topologies = make_topologies(speculative)
+    try:
+        head = load_head(speculative.model, target.config, capture_layers=speculative.capture_layers)
+    except ConfigError as error:
+        if speculative.strict:
+            raise
+        logger.warning("speculation is off, decoding goes on without it: %s", error)
+        return None, baseline, str(error)
+    return head, topologies, None
+
+
+def make_topologies(speculative: SpeculativeConfig) -> dict[int, TreeTopology]:
+    """What each depth S drafts: chains of every depth, or the baseline and the tree. Raises ConfigError."""
+    if speculative.tree is None:
+        limit = speculative.max_decoding_tokens
+        if limit is not None and limit < speculative.num_speculative_tokens + 1:
+            raise ConfigError(
+                f"max_decoding_tokens {limit} is below num_speculative_tokens + 1 = "
+                f"{speculative.num_speculative_tokens + 1}"
+            )
+        return {s: TreeTopology.chain(s) for s in range(MAX_SPECULATIVE_TOKENS + 1)}
+    tree = TreeTopology.load(
+        speculative.tree,
+        max_path_len=speculative.max_path_len,
+        max_decoding_tokens=speculative.max_decoding_tokens,
+        max_non_leaves_per_layer=speculative.max_non_leaves_per_layer,
+    )
+    if tree.depth != speculative.num_speculative_tokens:
+        raise ConfigError(
+            f"the tree is {tree.depth} deep but num_speculative_tokens is {speculative.num_speculative_tokens}; "
+            "set it to the tree's depth"
+        )
+    return {0: TreeTopology.chain(0), tree.depth: tree}
+
+
+def make_geometry(
+    target: LoadedTarget,
+    head: LoadedHead | None,
+    topologies: dict[int, TreeTopology],
+    options: RuntimeConfig,
+    speculative: SpeculativeConfig | None,
+) -> StepGeometry:
+    """The shapes of all programs; the pool defaults to max_batch requests of the largest size."""
+    max_rows = max(topology.num_nodes for topology in topologies.values())
+    worst = -(-(options.max_context + max_rows) // options.block_size)
+    num_blocks = options.kv_blocks if options.kv_blocks is not None else options.max_batch * worst + 1
+    simulated = head is not None and speculative is not None
+    return StepGeometry(
+        config=target.config,
+        head=None if head is None else head.config,
+        max_batch=options.max_batch,
+        max_context=options.max_context,
+        max_rows=max_rows,
+        num_paths=max(len(topology.paths) for topology in topologies.values()),
+        path_width=max(len(path) for topology in topologies.values() for path in topology.paths),
+        block_size=options.block_size,
+        num_blocks=num_blocks,
+        prefill_chunk=options.prefill_chunk,
+        draft_window=speculative.draft_window if simulated and speculative else None,
+        simulated_accept_length=speculative.simulated_accept_length if simulated and speculative else None,
+        simulated_seed=speculative.simulated_seed if simulated and speculative else 0,
+    )
+
+
+def _batches(max_batch: int) -> list[int]:
+    """1, 2, 4, 8 up to the largest, which is always there."""
+    return sorted({size for size in (1, 2, 4, 8) if size < max_batch} | {max_batch})

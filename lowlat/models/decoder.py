@@ -1,0 +1,114 @@
+"""The target's decoder, from its geometry: Llama, Qwen3 and gpt-oss differ by fields of ModelConfig alone."""
+
+from dataclasses import replace
+
+import torch
+
+from lowlat.geometry import ModelConfig
+from lowlat.graphs import BufferSpec, Role
+from lowlat.models.layers import TORCH_DTYPES, Emitter, Rows
+from lowlat.program import ProgramBuilder, Stage
+
+__all__ = ["emit_decoder", "emit_lm_head", "kv_specs"]
+
+
+def kv_specs(config: ModelConfig, num_blocks: int, block_size: int) -> list[BufferSpec]:
+    """The target's KV cache: for each layer k and v, [P, G, block, D] in the compute dtype."""
+    shape = (num_blocks, config.num_kv_heads, block_size, config.head_dim)
+    dtype = TORCH_DTYPES[config.dtype]
+    return [
+        BufferSpec(f"{part}_cache.{layer}", shape, dtype, Role.STATE)
+        for layer in range(config.num_layers)
+        for part in ("k", "v")
+    ]
+
+
+def emit_decoder(
+    builder: ProgramBuilder,
+    config: ModelConfig,
+    rows: Rows,
+    tokens: str,
+    tables: tuple[str, str],
+    stage: Stage,
+    num_layers: int | None = None,
+) -> list[str]:
+    """Append the layers' operations; return the residual stream at boundaries 0 to L, as buffer names.
+
+    tokens  [M] int32; tables: cos and sin, [C, D / 2] float32. The KV cache must be declared. `num_layers`
+    stops early, where nobody needs the rest.
+    """
+    emitter = Emitter(builder, rows, TORCH_DTYPES[config.dtype], stage)
+    boundaries = [emitter.embed(tokens, "embed.weight", config.hidden_size, "residual.0")]
+    for layer in range(config.num_layers if num_layers is None else num_layers):
+        attended = _emit_attention(emitter, config, layer, boundaries[-1], tables)
+        middle = emitter.add(boundaries[-1], attended, "residual.middle")
+        normed = emitter.norm(middle, f"layers.{layer}.ffn_norm.weight", config.rms_norm_eps, "normed")
+        if config.experts is None:
+            inner, width = config.intermediate_size, config.hidden_size
+            output = emitter.gated_ffn(normed, f"layers.{layer}", inner, width, bias=config.mlp_bias)
+        else:
+            output = _emit_experts(emitter, config, layer, normed)
+        boundaries.append(emitter.add(middle, output, f"residual.{layer + 1}"))
+    return boundaries
+
+
+def _emit_attention(emitter: Emitter, config: ModelConfig, layer: int, residual: str, tables: tuple[str, str]) -> str:
+    name, eps = f"layers.{layer}", config.rms_norm_eps
+    normed = emitter.norm(residual, f"{name}.attn_norm.weight", eps, "normed")
+    width = config.query_size + 2 * config.kv_size
+    product = emitter.linear(normed, f"{name}.qkv", width, "qkv", bias=config.qkv_bias)
+    heads = (config.num_heads, config.num_kv_heads)
+    if config.qk_norm:
+        product = emitter.qk_norm(product, name, heads, config.head_dim, eps)
+    parts = emitter.rotate(product, {"q": heads[0], "k": heads[1], "v": heads[1]}, config.head_dim, tables)
+    caches = (f"k_cache.{layer}", f"v_cache.{layer}")
+    emitter.kv_write(parts["k"], parts["v"], caches)
+    attended = emitter.attention(
+        parts["q"],
+        caches,
+        config.query_size,
+        sinks=f"{name}.sinks" if config.sinks else None,
+        scale=config.head_dim**-0.5,
+        window=config.windows[layer],
+    )
+    return emitter.linear(attended, f"{name}.o", config.hidden_size, "output", bias=config.output_bias)
+
+
+def _emit_experts(emitter: Emitter, config: ModelConfig, layer: int, normed: str) -> str:
+    experts = config.experts
+    if experts is None:
+        raise ValueError("a dense model has no experts")
+    name, count, chosen = f"layers.{layer}", emitter.rows.count, experts.num_experts_per_token
+    ids = emitter.scratch("expert_ids", count, chosen, dtype=torch.int32)
+    shares = emitter.scratch("expert_weights", count, chosen, dtype=torch.float32)
+    emitter.emit(
+        "router",
+        {"x": normed, **emitter.live()},
+        {"expert_ids": ids, "expert_weights": shares},
+        weights={"weight": f"{name}.router.weight", "bias": f"{name}.router.bias"},
+    )
+    parts = ("blocks", "scales") if experts.mxfp4 else ("weight",)
+    activated = emitter.scratch("activated", count, chosen, config.intermediate_size)
+    emitter.emit(
+        "experts_gate_up",
+        {"x": normed, "expert_ids": ids},
+        {"out": activated},
+        weights={part: f"{name}.experts.gate_up.{part}" for part in (*parts, "bias")},
+        limit=experts.swiglu_limit,
+        alpha=experts.swiglu_alpha,
+    )
+    output = emitter.scratch("down", count, config.hidden_size, dtype=torch.float32)
+    emitter.emit(
+        "experts_down",
+        {"activated": activated, "expert_ids": ids, "expert_weights": shares},
+        {"out": output},
+        weights={part: f"{name}.experts.down.{part}" for part in (*parts, "bias")},
+    )
+    return output
+
+
+def emit_lm_head(builder: ProgramBuilder, config: ModelConfig, rows: Rows, residual: str, stage: Stage) -> str:
+    """Final norm and LM head: float32 logits [M, V], returned by buffer name."""
+    emitter = Emitter(builder, replace(rows, prefix="target."), TORCH_DTYPES[config.dtype], stage)
+    normed = emitter.norm(residual, "norm.weight", config.rms_norm_eps, "final")
+    return emitter.linear(normed, "lm_head", config.vocab_size, "logits")

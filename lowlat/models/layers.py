@@ -1,0 +1,127 @@
+"""What decoders and heads share: the rows a program runs over, and the projections around attention.
+
+Products give float32; whoever consumes one rounds it once, to the dtype of the buffer it writes.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from lowlat.program import ProgramBuilder, Stage
+
+__all__ = ["Emitter", "Rows"]
+
+TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows that operations run over, by buffer name.
+
+    prefix     prepended to every scratch name, so that stages do not share buffers by accident
+    count      M, rows in all
+    live       [M] uint8, or None for a chunk of prefill, which is processed whole
+    positions  [M] int32, for RoPE
+    attention  buffers of the attention's rows: slots, dense_lens, row_masks; or chunk, for prefill
+    write      buffers of the KV write: row_live, slots, write_lens, offsets, block_table; or chunk, for prefill
+    """
+
+    prefix: str
+    count: int
+    live: str | None
+    positions: str
+    attention: dict[str, str]
+    write: dict[str, str]
+
+
+@dataclass
+class Emitter:
+    """Appends operations over one set of rows to a program, in one compute dtype."""
+
+    builder: ProgramBuilder
+    rows: Rows
+    dtype: torch.dtype
+    stage: Stage
+
+    def live(self) -> dict[str, str]:
+        """The row_live argument, where rows may be dead."""
+        return {} if self.rows.live is None else {"row_live": self.rows.live}
+
+    def scratch(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> str:
+        """A scratch buffer of these rows."""
+        return self.builder.scratch(f"{self.rows.prefix}{name}", shape, dtype or self.dtype)
+
+    def emit(self, kind: str, reads: dict[str, str], writes: dict[str, str], **options: object) -> None:
+        """Append one operation in the current stage."""
+        self.builder.emit(kind, self.stage, reads=reads, writes=writes, **options)  # type: ignore[arg-type]
+
+    def embed(self, tokens: str, weight: str, width: int, name: str) -> str:
+        """Embedding rows, [M, width]."""
+        out = self.scratch(name, self.rows.count, width)
+        self.emit("embed", {"tokens": tokens}, {"out": out}, weights={"weight": weight})
+        return out
+
+    def norm(self, x: str, weight: str, eps: float, name: str) -> str:
+        """RMS norm, the width kept."""
+        out = self.scratch(name, *self.builder.spec(x).shape)
+        self.emit("rms_norm", {"x": x, **self.live()}, {"out": out}, weights={"weight": weight}, eps=eps)
+        return out
+
+    def linear(self, x: str, weight: str, width: int, name: str, *, bias: bool = False) -> str:
+        """A product in float32, [M, width]; the bias is the weight's sibling."""
+        out = self.scratch(name, self.rows.count, width, dtype=torch.float32)
+        weights = {"weight": f"{weight}.weight"} | ({"bias": f"{weight}.bias"} if bias else {})
+        block = 8 if self.rows.live is not None else self.rows.count
+        self.emit("linear", {"x": x}, {"out": out}, weights=weights, row_block=block)
+        return out
+
+    def add(self, a: str, b: str, name: str) -> str:
+        """A residual sum, rounded to the compute dtype."""
+        out = self.scratch(name, *self.builder.spec(a).shape)
+        self.emit("add", {"a": a, "b": b}, {"out": out})
+        return out
+
+    def rotate(self, product: str, heads: dict[str, int], head_dim: int, tables: tuple[str, str]) -> dict[str, str]:
+        """Split a product into q, k, v (those named in `heads`) and rotate; rounded to the compute dtype."""
+        outs = {part: self.scratch(part, self.rows.count, count, head_dim) for part, count in heads.items()}
+        reads = {"qkv": product, "positions": self.rows.positions, "cos": tables[0], "sin": tables[1]}
+        self.emit("rope", reads, outs)
+        return outs
+
+    def qk_norm(self, product: str, weight: str, heads: tuple[int, int], head_dim: int, eps: float) -> str:
+        """Norm of the query and key heads of a product, in float32."""
+        out = self.scratch("qk_normed", *self.builder.spec(product).shape, dtype=torch.float32)
+        self.emit(
+            "qk_norm",
+            {"qkv": product, **self.live()},
+            {"out": out},
+            weights={"q_weight": f"{weight}.q_norm.weight", "k_weight": f"{weight}.k_norm.weight"},
+            num_heads=heads[0],
+            num_kv_heads=heads[1],
+            head_dim=head_dim,
+            eps=eps,
+        )
+        return out
+
+    def kv_write(self, k: str, v: str, caches: tuple[str, str]) -> None:
+        """Store keys and values of the live rows."""
+        kind = "kv_write" if self.rows.live is not None else "prefill_kv_write"
+        self.emit(kind, {"k": k, "v": v, **self.rows.write}, {"k_cache": caches[0], "v_cache": caches[1]})
+
+    def attention(
+        self, q: str, caches: tuple[str, str], width: int, *, sinks: str | None = None, **params: object
+    ) -> str:
+        """Attention of these rows over the cache, [M, width]."""
+        out = self.scratch("attention", self.rows.count, width)
+        reads = {"q": q, "k_cache": caches[0], "v_cache": caches[1], **self.rows.attention, **self.live()}
+        kind = "attention" if self.rows.live is not None else "prefill_attention"
+        weights = {} if sinks is None else {"sinks": sinks}
+        self.emit(kind, reads, {"out": out}, weights=weights, **params)
+        return out
+
+    def gated_ffn(self, x: str, weight: str, inner: int, width: int, *, bias: bool = False) -> str:
+        """Down(silu(gate) * up), float32 [M, width]."""
+        product = self.linear(x, f"{weight}.gate_up", 2 * inner, "gate_up", bias=bias)
+        activated = self.scratch("activated", self.rows.count, inner)
+        self.emit("silu_mul", {"gate_up": product, **self.live()}, {"out": activated})
+        return self.linear(activated, f"{weight}.down", width, "down", bias=bias)

@@ -1,0 +1,61 @@
+"""One chunk of prefill as a Program: the target over a chunk's tokens, and the head's rows for them.
+
+Chunks start at multiples of their fixed size and are padded to it, so a chunk's bits depend on its prefix alone and
+complete chunks can be shared. The last prompt token is left to the first step, as its root.
+"""
+
+from lowlat.models.decoder import emit_decoder
+from lowlat.models.eagle3 import Eagle3Emitter
+from lowlat.models.layers import Emitter, Rows
+from lowlat.program import Program, ProgramBuilder, Stage
+from lowlat.state import StepGeometry, declare_tables, state_specs
+
+__all__ = ["build_prefill"]
+
+
+def build_prefill(geometry: StepGeometry) -> Program:
+    """The Program of one chunk; the host writes `prefill_*` before it runs."""
+    builder = ProgramBuilder("prefill")
+    for spec in state_specs(geometry):
+        builder.declare(spec)
+    tables = declare_tables(builder, geometry)
+    size, stage = geometry.prefill_chunk, Stage.PREFILL
+    common = {"block_table": "prefill_table", "chunk": "prefill_chunk"}
+    rows = Rows("prefill.", size, None, "prefill_positions", common, _write("prefill_live"))
+    boundaries = emit_decoder(builder, geometry.config, rows, "prefill_tokens", tables["target"], stage)
+    if geometry.head is not None:
+        _emit_head(builder, geometry, boundaries, tables["head"], common)
+    return builder.build()
+
+
+def _write(live: str) -> dict[str, str]:
+    return {"row_live": live, "block_table": "prefill_table", "chunk": "prefill_chunk"}
+
+
+def _emit_head(
+    builder: ProgramBuilder,
+    geometry: StepGeometry,
+    boundaries: list[str],
+    tables: tuple[str, str],
+    common: dict[str, str],
+) -> None:
+    head = geometry.head
+    if head is None:
+        return
+    size = geometry.prefill_chunk
+    rows = Rows("prefill.head.", size, None, "prefill_head_positions", common, _write("prefill_head_live"))
+    emitter = Emitter(builder, rows, geometry.dtype, Stage.PREFILL)
+    eagle = Eagle3Emitter(geometry.config, head, tables, geometry.draft_window)
+    features = emitter.scratch("features", size, len(head.capture_boundaries) * head.target_hidden_size)
+    sources = {f"source{k}": boundaries[boundary] for k, boundary in enumerate(head.capture_boundaries)}
+    emitter.emit("join_features", sources, {"out": features})
+    hidden = eagle.emit_fc(emitter, features)
+    shifted = emitter.scratch("shifted", size, head.hidden_size)
+    emitter.emit(
+        "head_prefill_rows",
+        {"hidden": hidden, **common},
+        {"block_features": "block_features", "shifted": shifted},
+        block_size=geometry.block_size,
+    )
+    both, _ = eagle.emit_input(emitter, "prefill_tokens", shifted)
+    eagle.emit_kv(emitter, both)

@@ -1,0 +1,145 @@
+"""The decode step as data: operations in order, on named buffers whose dtypes fix the rounding points.
+
+A Program says what a step means, not how it is run. Executors lower it: the reference runs each operation by
+its torch meaning, the others cover runs of operations with kernels. This module knows no operation's meaning.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from types import MappingProxyType
+
+import torch
+
+from lowlat.errors import ConfigError
+from lowlat.graphs import BufferSpec, Role
+
+__all__ = ["Op", "Program", "ProgramBuilder", "Stage"]
+
+Param = int | float | bool | str | None
+
+
+class Stage(StrEnum):
+    """The stages of a step, in order; an NVTX range each."""
+
+    PREFILL = "PREFILL"
+    ACTIVE_SLOTS = "ACTIVE_SLOTS"
+    BASE_DECODE_STEP = "BASE_DECODE_STEP"
+    EAGLE_ACCEPT = "EAGLE_ACCEPT"
+    EAGLE_TAIL_COMMIT = "EAGLE_TAIL_COMMIT"
+    EAGLE_DRAFT_FC = "EAGLE_DRAFT_FC"
+    EAGLE_DRAFT_ATTENTION_FMHA = "EAGLE_DRAFT_ATTENTION_FMHA"
+    EAGLE_DRAFT_FFN = "EAGLE_DRAFT_FFN"
+    EAGLE_DRAFT_LM_HEAD = "EAGLE_DRAFT_LM_HEAD"
+    EAGLE_TREE_MASKS = "EAGLE_TREE_MASKS"
+    PUBLISH = "PUBLISH"
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operation: its kind, its stage, and which buffers and weights its arguments are.
+
+    kind     the name of the operation in `lowlat.kernels.reference.OPERATIONS`
+    reads    argument name -> buffer it reads
+    writes   argument name -> buffer it writes; a buffer of role STATE may be in both by being updated
+    weights  argument name -> canonical weight name
+    params   argument name -> host constant
+    """
+
+    kind: str
+    stage: Stage
+    reads: Mapping[str, str]
+    writes: Mapping[str, str]
+    weights: Mapping[str, str]
+    params: Mapping[str, Param]
+
+    def __str__(self) -> str:
+        return f"{self.kind}({', '.join(self.reads.values())}) -> {', '.join(self.writes.values())}"
+
+
+@dataclass(frozen=True)
+class Program:
+    """A named, ordered list of operations with the buffers they use and the contents of its constants."""
+
+    name: str
+    ops: tuple[Op, ...]
+    buffers: Mapping[str, BufferSpec]
+    constants: Mapping[str, torch.Tensor]
+
+    def specs(self, *roles: Role) -> Iterator[BufferSpec]:
+        """The buffers with one of the roles."""
+        return (spec for spec in self.buffers.values() if spec.role in roles)
+
+    def weight_names(self) -> set[str]:
+        """Every canonical weight that the program reads."""
+        return {name for op in self.ops for name in op.weights.values()}
+
+    def validate(self) -> None:
+        """Check that every buffer is declared, and that scratch is written before it is read.
+
+        Raises ConfigError naming the operation and the buffer.
+        """
+        written: set[str] = set()
+        for index, op in enumerate(self.ops):
+            for name in (*op.reads.values(), *op.writes.values()):
+                if name not in self.buffers:
+                    raise ConfigError(f"{self.name}: op {index} {op.kind} uses undeclared buffer {name}")
+            for name in op.reads.values():
+                if self.buffers[name].role is Role.SCRATCH and name not in written:
+                    raise ConfigError(f"{self.name}: op {index} {op.kind} reads {name} before it is written")
+            for name in op.writes.values():
+                if self.buffers[name].role in (Role.CONSTANT, Role.COMMAND):
+                    raise ConfigError(f"{self.name}: op {index} {op.kind} writes {name}, which it may not")
+            written.update(op.writes.values())
+
+
+@dataclass
+class ProgramBuilder:
+    """Collects buffers and operations in order; `build` checks and freezes them."""
+
+    name: str
+    _ops: list[Op] = field(default_factory=list)
+    _buffers: dict[str, BufferSpec] = field(default_factory=dict)
+    _constants: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def declare(self, spec: BufferSpec) -> str:
+        """Add a buffer; declaring the same one again is harmless, another of its name raises ConfigError."""
+        known = self._buffers.setdefault(spec.name, spec)
+        if known != spec:
+            raise ConfigError(f"{self.name}: buffer {spec.name} declared as {known} and as {spec}")
+        return spec.name
+
+    def scratch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> str:
+        """Declare a scratch buffer and return its name."""
+        return self.declare(BufferSpec(name, shape, dtype, Role.SCRATCH))
+
+    def constant(self, name: str, content: torch.Tensor) -> str:
+        """Declare a constant with its content and return its name."""
+        self._constants[name] = content
+        return self.declare(BufferSpec(name, tuple(content.shape), content.dtype, Role.CONSTANT))
+
+    def spec(self, name: str) -> BufferSpec:
+        """The declaration of a buffer."""
+        return self._buffers[name]
+
+    def emit(
+        self,
+        kind: str,
+        stage: Stage,
+        *,
+        reads: Mapping[str, str],
+        writes: Mapping[str, str],
+        weights: Mapping[str, str] | None = None,
+        **params: Param,
+    ) -> None:
+        """Append one operation."""
+        frozen = (MappingProxyType(dict(part)) for part in (reads, writes, weights or {}, params))
+        self._ops.append(Op(kind, stage, *frozen))  # type: ignore[arg-type]
+
+    def build(self) -> Program:
+        """Check and freeze the program. Raises ConfigError, see `Program.validate`."""
+        program = Program(
+            self.name, tuple(self._ops), MappingProxyType(self._buffers), MappingProxyType(self._constants)
+        )
+        program.validate()
+        return program

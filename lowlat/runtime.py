@@ -1,0 +1,289 @@
+"""The runtime: load once, submit requests, step until they end. Owns the weights, the buffers, the KV pool.
+
+One step does at most one chunk of prefill and one decode step for every active slot. Not safe for use by several
+threads: one thread owns a runtime.
+"""
+
+import hashlib
+import itertools
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from lowlat.config import RuntimeConfig, SpeculativeConfig, options_from
+from lowlat.errors import LowlatError, RequestError
+from lowlat.kvcache import KVCache
+from lowlat.loading import Loaded, load
+from lowlat.mailbox import Mailbox, SlotPublication
+from lowlat.metrics import MetricsBook, RequestMetrics
+from lowlat.request import SamplingParams, StepOutput
+from lowlat.scheduler import Phase, PrefillChunk, ScheduledRequest, Scheduler
+from lowlat.session import Session
+from lowlat.text import TextCodec
+from lowlat.trace import Tracer
+
+__all__ = ["Runtime"]
+
+MAX_STOPS = 32  # per slot, the model's own end tokens included
+
+
+class Runtime:
+    """Decodes requests against one target, with EAGLE3 speculation where a head is loaded.
+
+    Use `Runtime.load`; as a context manager it closes itself. `codec` is the tokenizer (None without one),
+    `device_choice` says where it runs and why, `speculation_error` why a head that was asked for is not used.
+    """
+
+    def __init__(self, loaded: Loaded, config: RuntimeConfig, speculative: SpeculativeConfig | None) -> None:
+        self.config = config
+        self.model_config = loaded.target.config
+        self.ladder = loaded.ladder
+        self.executor = loaded.executor
+        self.device_choice = loaded.choice
+        self.speculation_error = loaded.speculation_error
+        self.head_config = None if loaded.head is None else loaded.head.config
+        self.codec = TextCodec.load(loaded.target.directory)
+        geometry = loaded.geometry
+        self.geometry = geometry
+        self.num_speculative_tokens = 0
+        if speculative is not None and loaded.head is not None:
+            self.num_speculative_tokens = speculative.num_speculative_tokens
+        self.simulated = geometry.simulated_accept_length is not None
+        self.kvcache = KVCache(
+            geometry.num_blocks,
+            geometry.block_size,
+            geometry.prefill_chunk,
+            reuse=config.prefix_reuse,
+            share_decoded=config.share_decoded,
+            namespace=_namespace(loaded),
+        )
+        self.scheduler = Scheduler(
+            self.ladder,
+            self.kvcache,
+            config.max_batch,
+            config.max_queue,
+            geometry.prefill_chunk,
+            has_head=loaded.head is not None,
+            num_overprovision=geometry.max_rows,
+        )
+        self._mailbox = Mailbox(self.executor.state, geometry.max_rows - 1)
+        self._tracer = Tracer.from_config(config.traces)
+        self._book = MetricsBook()
+        self._sessions: dict[str, Session] = {}
+        self._slots: dict[int, Session] = {}
+        self._pending: list[StepOutput] = []
+        self._ids = itertools.count()
+        self._closed = False
+
+    @classmethod
+    def load(
+        cls,
+        model: str | Path,
+        speculative: SpeculativeConfig | None = None,
+        *,
+        progress: Callable[[int, int], None] | None = None,
+        **options: Any,
+    ) -> Self:
+        """Load a Hugging Face directory and, where asked for, an EAGLE3 head.
+
+        progress   called with bytes read and bytes in all
+        options    fields of RuntimeConfig: max_batch, max_context, dtype, device, ...
+        Raises ConfigError for anything wrong with the directory, the head (under strict) or an option.
+        """
+        config = options_from(options)
+        return cls(load(model, speculative, config, progress), config, speculative)
+
+    def submit(
+        self, prompt: Sequence[int] | str, params: SamplingParams | None = None, *, request_id: str | None = None
+    ) -> str:
+        """Queue a request and return its id.
+
+        prompt   token ids [n], n >= 1, or text (needs a tokenizer)
+        Raises RequestError for a prompt or parameter that cannot be served, CapacityError when the queue is full.
+        """
+        self._check_open()
+        params = SamplingParams() if params is None else params
+        prompt_ids = self._encode(prompt)
+        self._check_limits(prompt_ids, params)
+        name = request_id if request_id is not None else f"request-{next(self._ids)}"
+        if name in self._book:
+            raise RequestError(f"request id {name!r:.80} was used by a request that has ended")
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        stop_ids = self._stop_ids(params)
+        session = Session(name, prompt_ids, params, seed, stop_ids, self.codec, simulated=self.simulated)
+        total = len(prompt_ids) + params.max_tokens
+        self.scheduler.enqueue(ScheduledRequest(name, prompt_ids, total))
+        self._sessions[name] = session
+        return name
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything left to step for."""
+        return bool(self._pending) or self.scheduler.busy
+
+    def step(self, num_speculative_tokens: int | None = None) -> list[StepOutput]:
+        """Admit, run at most one prefill chunk, and one decode step for every active slot.
+
+        num_speculative_tokens   depth S of this step; None: the configured one. Without a head it is 0.
+        Returns what each request gained, ends included. Raises ConfigError for a depth without a bucket.
+        """
+        self._check_open()
+        depth = self._depth(num_speculative_tokens)
+        outputs, self._pending = self._pending, []
+        plan = self.scheduler.plan()
+        for admission in plan.admitted:
+            session = self._sessions[admission.request_id]
+            session.place(admission.slot, admission.table, admission.num_cached_tokens)
+            self._slots[admission.slot] = session
+        if plan.prefill is not None:
+            self._prefill(plan.prefill)
+        for name in plan.joins:
+            self._join(self._sessions[name])
+        if self.scheduler.num_active:
+            outputs.extend(self._decode(depth))
+        return outputs
+
+    def cancel(self, request_id: str) -> None:
+        """End a request; its last output says "cancelled". Raises RequestError for an unknown or ended one."""
+        self._check_open()
+        session = self._sessions.get(request_id)
+        if session is None:
+            raise RequestError(f"request {request_id!r} is unknown or has ended")
+        phase = self._leave(session)
+        if phase is Phase.DECODING:
+            self._mailbox.cancel(session.slot)
+        self._pending.append(session.output((), "cancelled"))
+        self._end(session)
+
+    def metrics(self, request_id: str) -> RequestMetrics:
+        """Figures of a live request or of one of the last thousand ended. Raises RequestError for others."""
+        session = self._sessions.get(request_id)
+        return self._book.get(request_id) if session is None else session.metrics()
+
+    def summary(self) -> dict[str, Any]:
+        """Totals since the load, as JSON; `eagle_speculation` is there only if speculation ran."""
+        for session in self._sessions.values():
+            self._book.update(session.metrics())
+        return {
+            **self._book.totals().to_dict(),
+            "kv": asdict(self.kvcache.stats()),
+            "device": str(self.device_choice.device),
+        }
+
+    def close(self) -> None:
+        """Drop requests, buffers and weights; harmless when repeated."""
+        if self._closed:
+            return
+        self._closed = True
+        self._sessions.clear()
+        self._slots.clear()
+        self.executor.close()
+        if self.codec is not None:
+            self.codec.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise LowlatError("the runtime is closed")
+
+    def _depth(self, asked: int | None) -> int:
+        depth = self.num_speculative_tokens if asked is None else asked
+        if asked is None and self.head_config is None:
+            return 0
+        self.ladder.choose(1, depth)  # refuses a depth that has no bucket
+        return depth
+
+    def _encode(self, prompt: Sequence[int] | str) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            if self.codec is None:
+                raise RequestError("a text prompt needs tokenizer.json in the model directory; give token ids")
+            return tuple(self.codec.encode(prompt))
+        vocab = self.model_config.vocab_size
+        for place, token in enumerate(prompt):
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
+                raise RequestError(f"prompt token {place} is {token!r}; ids are integers from 0 to {vocab - 1}")
+        return tuple(prompt)
+
+    def _check_limits(self, prompt: tuple[int, ...], params: SamplingParams) -> None:
+        if not prompt:
+            raise RequestError("the prompt is empty; it needs at least one token")
+        if len(prompt) + params.max_tokens > self.config.max_context:
+            raise RequestError(
+                f"prompt of {len(prompt)} tokens and max_tokens {params.max_tokens} exceed "
+                f"{self.config.max_context} (max_context)"
+            )
+        if params.stop and self.codec is None:
+            raise RequestError("stop strings need tokenizer.json in the model directory; use stop_token_ids")
+        vocab = self.model_config.vocab_size
+        for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias or {})):
+            for token in ids:
+                if token >= vocab:
+                    raise RequestError(f"{name}: {token} is not a token id; the vocabulary has {vocab}")
+
+    def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
+        own = () if params.ignore_eos else self.model_config.eos_token_ids
+        return tuple(dict.fromkeys((*params.stop_token_ids, *own)))[:MAX_STOPS]
+
+    def _prefill(self, chunk: PrefillChunk) -> None:
+        session = self._sessions[chunk.request_id]
+        tokens = session.prompt[chunk.start : chunk.start + self.geometry.prefill_chunk]
+        self._mailbox.write_chunk(tokens, chunk.start, session.table, chunk.num_target_tokens, chunk.num_head_tokens)
+        self.executor.prefill()
+        self.scheduler.prefill_done(chunk)
+
+    def _join(self, session: Session) -> None:
+        max_length = len(session.prompt) + session.params.max_tokens
+        self._mailbox.join(
+            session.slot, session.prompt, session.table, max_length, session.params, session.seed, session.stop_ids
+        )
+        session.joined()
+
+    def _decode(self, depth: int) -> list[StepOutput]:
+        bucket = self.scheduler.choose_bucket(depth)
+        self.executor.step(bucket)
+        outputs: list[StepOutput] = []
+        for publications in self._mailbox.publications():
+            if self._tracer is not None:
+                self._tracer.step(bucket, publications, self.executor, self.kvcache)
+            outputs.extend(self._apply(publication) for publication in publications)
+        return outputs
+
+    def _apply(self, publication: SlotPublication) -> StepOutput:
+        session = self._slots[publication.slot]
+        output = session.take(publication)
+        if output.finish_reason is not None:
+            if publication.finish_reason is None:
+                self._mailbox.cancel(session.slot)  # a stop string: the device does not know yet
+            self._leave(session, poisoned=output.finish_reason == "error")
+            self._end(session)
+        return output
+
+    def _leave(self, session: Session, *, poisoned: bool = False) -> Phase:
+        committed, written = session.committed, session.num_written
+        phase = self.scheduler.cancel(session.request_id, committed, num_written=written, poisoned=poisoned)
+        if phase is not Phase.QUEUED:
+            del self._slots[session.slot]
+        blocks = self.kvcache.take_blocks_to_clear()
+        if blocks:
+            self.executor.clear_blocks(blocks)
+        return phase
+
+    def _end(self, session: Session) -> None:
+        del self._sessions[session.request_id]
+        self._book.update(session.metrics())
+
+
+def _namespace(loaded: Loaded) -> bytes:
+    """What must agree for KV to be shared: target, head, dtype."""
+    parts = (loaded.target.directory, loaded.target.config, loaded.head and loaded.head.config)
+    return hashlib.sha256(repr(parts).encode()).digest()

@@ -1,0 +1,191 @@
+"""The runtime's options: every bound from both sides, every wrong type, and messages that name the option."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lowlat import config as module
+from lowlat.config import RuntimeConfig, SpeculativeConfig, TraceConfig, options_from
+from lowlat.errors import ConfigError
+
+SPECULATIVE_BOUNDS = {
+    "num_speculative_tokens": (0, 7),
+    "max_path_len": (1, 8),
+    "max_decoding_tokens": (1, 64),
+    "max_non_leaves_per_layer": (1, 64),
+    "draft_window": (1, 1 << 20),
+    "simulated_seed": (0, (1 << 63) - 1),
+}
+RUNTIME_BOUNDS = {
+    "max_batch": (1, 8),
+    "max_context": (2, 1 << 20),
+    "block_size": (1, 1024),
+    "prefill_chunk": (1, 1 << 16),
+    "kv_blocks": (2, (1 << 31) - 1),
+    "max_queue": (0, 1 << 20),
+}
+NO_INT: list[Any] = [True, False, 1.0, "1", [1], math.nan]
+
+
+def speculative(**options: Any) -> SpeculativeConfig:
+    return SpeculativeConfig(**{"model": "head", **options})
+
+
+def runtime(**options: Any) -> RuntimeConfig:
+    if set(options) <= {"prefill_chunk"}:
+        options["block_size"] = 1  # a chunk is a multiple of it
+    return RuntimeConfig(**{"prefill_chunk": options.get("block_size", 32), **options})
+
+
+def test_every_option_is_covered_here() -> None:
+    others = {"model", "method", "capture_layers", "tree", "enabled", "strict", "simulated_accept_length"}
+    assert {item.name for item in dataclasses.fields(SpeculativeConfig)} == {*SPECULATIVE_BOUNDS, *others}
+    others = {"dtype", "device", "executor", "prefix_reuse", "share_decoded", "traces"}
+    assert {item.name for item in dataclasses.fields(RuntimeConfig)} == {*RUNTIME_BOUNDS, *others}
+    assert all(hasattr(module, name) for name in module.__all__)
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "low", "high"),
+    [(speculative, name, *bounds) for name, bounds in SPECULATIVE_BOUNDS.items()]
+    + [(runtime, name, *bounds) for name, bounds in RUNTIME_BOUNDS.items()],
+)
+def test_integer_bounds(make: Any, name: str, low: int, high: int) -> None:
+    for value in (low, high):
+        assert getattr(make(**{name: value}), name) == value
+    for value in (low - 1, high + 1):
+        with pytest.raises(ConfigError, match=f"^{name} must be from {low} to {high}, got {value}$"):
+            make(**{name: value})
+    with pytest.raises(ConfigError, match=f"^{name} must be from {low} to {high}, got an integer of 33220 bits"):
+        make(**{name: 10**10_000})
+    for wrong in NO_INT:
+        with pytest.raises(ConfigError) as caught:
+            make(**{name: wrong})
+        assert str(caught.value) == f"{name} must be an integer, got {wrong!r}"
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [(speculative, "enabled"), (speculative, "strict"), (runtime, "prefix_reuse"), (runtime, "share_decoded")]
+    + [(TraceConfig, name) for name in ("step", "accept", "kv", "tree")],
+)
+def test_switches_are_bools(make: Any, name: str) -> None:
+    for value in (True, False):
+        assert getattr(make(**{name: value}), name) is value
+    for wrong in (0, 1, "true", None):
+        with pytest.raises(ConfigError, match=f"^{name} must be true or false, got {wrong!r}$"):
+            make(**{name: wrong})
+
+
+@pytest.mark.parametrize("model", ["", None, 5, b"head"])
+def test_the_head_is_a_path(model: Any) -> None:
+    assert SpeculativeConfig(Path("head")).model == Path("head")
+    with pytest.raises(ConfigError, match=r"^model must be the path of a head's directory, got "):
+        SpeculativeConfig(model)
+
+
+@pytest.mark.parametrize("method", ["eagle", "EAGLE3", "", None, 3])
+def test_the_method_is_eagle3(method: Any) -> None:
+    with pytest.raises(ConfigError, match=f"^method must be 'eagle3', got {method!r}$"):
+        speculative(method=method)
+
+
+def test_capture_layers() -> None:
+    assert speculative(capture_layers=[2, 16, 29]).capture_layers == (2, 16, 29)
+    assert speculative(capture_layers=(0, 1 << 16)).capture_layers == (0, 1 << 16)
+    for wrong in (5, "123", {1, 2}):
+        with pytest.raises(ConfigError, match=r"^capture_layers must be a list of boundaries, got "):
+            speculative(capture_layers=wrong)
+    for layer in (-1, (1 << 16) + 1, True, 1.5, None):
+        with pytest.raises(ConfigError, match=f"^capture_layers must be .*got {layer}$"):
+            speculative(capture_layers=(1, layer))
+
+
+def test_simulated_accept_length() -> None:
+    for value in (1, 1.0, 2.5, 4.0, None):
+        assert speculative(simulated_accept_length=value).simulated_accept_length == value
+    for value in (0.99, 4.01, math.nan, math.inf, -math.inf, 0):
+        match = r"^simulated_accept_length must be from 1 to num_speculative_tokens \+ 1 = 4, got "
+        with pytest.raises(ConfigError, match=f"{match}{value}$"):
+            speculative(simulated_accept_length=value)
+    for wrong in (True, "2", [2]):
+        with pytest.raises(ConfigError, match=r"^simulated_accept_length must be a number, got "):
+            speculative(simulated_accept_length=wrong)
+    assert speculative(num_speculative_tokens=0, simulated_accept_length=1.0).num_speculative_tokens == 0
+    with pytest.raises(ConfigError, match=r"= 1, got 2"):
+        speculative(num_speculative_tokens=0, simulated_accept_length=2)
+
+
+@pytest.mark.parametrize(("name", "choices"), [
+    ("dtype", ("auto", "bfloat16", "float32")),
+    ("executor", ("auto", "reference", "eager", "graph")),
+])  # fmt: skip
+def test_choices(name: str, choices: tuple[str, ...]) -> None:
+    for value in choices:
+        assert getattr(runtime(**{name: value}), name) == value
+    for wrong in ("float16", "", None, 5, ["auto"]):
+        with pytest.raises(ConfigError, match=f"^{name} must be 'auto', .* or '{choices[-1]}', got ") as caught:
+            runtime(**{name: wrong})
+        assert str(caught.value).endswith(f"got {wrong!r}")
+
+
+def test_prefill_chunk_is_a_multiple_of_block_size() -> None:
+    assert RuntimeConfig(block_size=16, prefill_chunk=48).prefill_chunk == 48
+    with pytest.raises(ConfigError, match=r"^prefill_chunk must be a multiple of block_size 16, got 40$"):
+        RuntimeConfig(block_size=16, prefill_chunk=40)
+
+
+def test_device_and_traces_have_their_types() -> None:
+    for wrong in (None, 0, b"cpu"):
+        with pytest.raises(ConfigError, match=r"^device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got "):
+            runtime(device=wrong)
+    for traces in (None, True, {"step": True}):
+        with pytest.raises(ConfigError, match=r"^traces must be a TraceConfig, got "):
+            runtime(traces=traces)
+
+
+def test_unknown_options_are_refused_by_name() -> None:
+    assert options_from({"max_batch": 2}) == RuntimeConfig(max_batch=2)
+    assert options_from({}) == RuntimeConfig()
+    with pytest.raises(ConfigError, match=r"^unknown option 'max_bach'; the options are .*max_batch"):
+        options_from({"max_batch": 2, "max_bach": 2})
+    with pytest.raises(ConfigError, match=r"^max_batch must be from 1 to 8, got 9$"):
+        options_from({"max_batch": 9})
+
+
+def test_configs_are_frozen() -> None:
+    for made, name in ((RuntimeConfig(), "max_batch"), (speculative(), "tree"), (TraceConfig(), "kv")):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(made, name, 1)
+
+
+ANYTHING = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.lists(st.integers()))
+
+
+SPECULATIVE_NAMES = sorted({item.name for item in dataclasses.fields(SpeculativeConfig)} - {"tree"})
+RUNTIME_NAMES = [item.name for item in dataclasses.fields(RuntimeConfig)]
+
+
+def check_taken_or_refused(make: Callable[..., Any], options: dict[str, Any]) -> None:
+    try:
+        config = make(**options)
+    except ConfigError as error:
+        assert any(name in str(error) for name in options)
+    else:
+        assert dataclasses.replace(config) == config
+
+
+@given(options=st.dictionaries(st.sampled_from(SPECULATIVE_NAMES), ANYTHING))
+def test_any_speculative_options_are_taken_or_refused(options: dict[str, Any]) -> None:
+    check_taken_or_refused(speculative, options)
+
+
+@given(options=st.dictionaries(st.sampled_from(RUNTIME_NAMES), ANYTHING))
+def test_any_runtime_options_are_taken_or_refused(options: dict[str, Any]) -> None:
+    check_taken_or_refused(RuntimeConfig, options)
