@@ -1,5 +1,6 @@
 """KV bookkeeping against a naive model that knows the content of every block."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -8,7 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lowlat.errors import ConfigError, LowlatError, RequestError
-from lowlat.kvcache import Allocation, InvariantError, KVCache
+from lowlat.kvcache import Allocation, InvariantError, KVCache, _Entry
+from lowlat.prefix_index import CachedChunk
 
 BLOCK, CHUNK, OVERPROVISION = 2, 4, 3
 
@@ -134,6 +136,46 @@ def test_a_parent_dropped_under_a_user_takes_the_chain_with_it() -> None:
     assert cache.stats().num_free == 21  # nothing unreachable stays
 
 
+def test_a_chunk_never_outlives_what_leads_to_it() -> None:
+    cache = make(num_blocks=25)
+    admit(cache, "a", [1] * 9)
+    admit(cache, "b", [1] * 9)
+    cache.mark_prefilled("a", 4)  # the first chunk is a's
+    cache.mark_prefilled("b", 8)  # the second is b's
+    cache.release("a")
+    cache.release("b")  # the first, unused for longer, must yet go after the second
+    cache.invariants()
+    admit(cache, "c", [2], extra=2 * (cache.stats().num_free + 1) - OVERPROVISION)
+    cache.invariants()
+    assert cache.stats().num_evictable == 2
+    assert cache._lookup([1] * 9)[1] != []
+
+
+def test_a_chunk_whose_parent_went_is_not_listed() -> None:
+    cache = make(num_blocks=22)
+    admit(cache, "a", [1] * 9)
+    admit(cache, "b", [1] * 9)
+    cache.mark_prefilled("a", 4)
+    cache.mark_prefilled("b", 4)
+    cache.release("a")
+    admit(cache, "c", [2], extra=cache.stats().num_free * BLOCK - OVERPROVISION)  # evicts the first chunk
+    cache.mark_prefilled("b", 8)
+    assert len(cache._index) == 0
+
+
+def test_who_read_poisoned_kv_never_lists_what_it_made_of_it() -> None:
+    cache = make()
+    admit(cache, "a", PROMPT)
+    cache.mark_prefilled("a", 4)
+    admit(cache, "b", PROMPT)
+    cache.release("a", poisoned=True)
+    admit(cache, "c", PROMPT)
+    cache.mark_prefilled("c", 4)  # sound, and again the parent of b's next chunk
+    cache.mark_prefilled("b", 8)
+    cache.invariants()
+    assert admit(cache, "d", PROMPT).num_cached_tokens == 4
+
+
 def test_none_when_it_does_not_fit_and_a_refusal_changes_nothing() -> None:
     cache = make(num_blocks=11)
     run(cache, "a", [1] * 9, extra=0)
@@ -232,23 +274,41 @@ def test_refuses_a_broken_protocol() -> None:
         cache.release("a", PROMPT + [0] * 90)
 
 
-def test_invariants_name_what_is_wrong() -> None:
-    def broken(message: str, breakage: str) -> None:
-        cache = make(num_blocks=17)
-        run(cache, "a", PROMPT)
-        admit(cache, "b", PROMPT)
-        exec(breakage, {"cache": cache, "entry": cache._entries["b"], "chunk": next(iter(cache._index))})  # noqa: S102
-        with pytest.raises(InvariantError, match=message):
-            cache.invariants()
+def _swap(table: list[int]) -> None:
+    table[0], table[1] = table[1], table[0]
 
-    broken("has 0 states", "cache._free.pop()")
-    broken("has 2 states", "cache._free.append(cache._free[0])")
-    broken("null block", "entry.table[-1] = 0")
-    broken("reserved 9 blocks", "entry.table.pop()")
-    broken("2 users, 1 tables", "chunk.num_users += 1")
-    broken("not at its place", "entry.table[0], entry.table[1] = entry.table[1], entry.table[0]")
-    broken("digest that is not its own", "chunk.digest = b'x'")
-    broken("free but not cleared", "cache._dirty.add(cache._free[0])")
+
+@pytest.mark.parametrize(
+    ("message", "breakage"),
+    [
+        ("has 0 states", lambda cache, entry, chunk: cache._free.pop()),
+        ("has 2 states", lambda cache, entry, chunk: cache._free.append(cache._free[0])),
+        ("null block", lambda cache, entry, chunk: entry.table.__setitem__(-1, 0)),
+        ("reserved 9 blocks", lambda cache, entry, chunk: entry.table.pop()),
+        ("2 users, 1 tables", lambda cache, entry, chunk: setattr(chunk, "num_users", 2)),
+        ("not at its place", lambda cache, entry, chunk: _swap(entry.table)),
+        ("digest that is not its own", lambda cache, entry, chunk: setattr(chunk, "digest", b"x")),
+        ("free but not cleared", lambda cache, entry, chunk: cache._dirty.add(cache._free[0])),
+    ],
+)
+def test_invariants_name_what_is_wrong(
+    message: str, breakage: Callable[[KVCache, _Entry, CachedChunk], object]
+) -> None:
+    cache = make(num_blocks=17)
+    run(cache, "a", PROMPT)
+    admit(cache, "b", PROMPT)
+    cache.invariants()
+    breakage(cache, cache._entries["b"], next(iter(cache._index)))
+    with pytest.raises(InvariantError, match=message):
+        cache.invariants()
+
+
+PROMPTS = st.builds(  # prefixes collide often
+    lambda base, length, tail: [*base[:length], *tail],
+    st.sampled_from([[0] * 13, [0] * 4 + [1] * 9, [1] * 13]),
+    st.integers(0, 13),
+    st.lists(st.integers(0, 1), min_size=1, max_size=2),
+)
 
 
 @dataclass
@@ -278,7 +338,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         request.wrote.add(block)
         self.content[block, position % BLOCK] = tuple(request.tokens[: position + 1])
 
-    @rule(prompt=st.lists(st.integers(0, 1), min_size=1, max_size=14), extra=st.integers(1, 8))
+    @rule(prompt=PROMPTS, extra=st.integers(1, 8))
     def admit(self, prompt: list[int], extra: int) -> None:
         total = -(-(len(prompt) + extra + OVERPROVISION) // BLOCK)
         used = {block for request in self.live.values() for block in request.table}
@@ -330,7 +390,8 @@ class KVCacheMachine(RuleBasedStateMachine):
     @rule(data=st.data(), tell=st.booleans())
     def release(self, data: st.DataObject, tell: bool) -> None:
         name = data.draw(st.sampled_from(sorted(self.live)))
-        self.cache.release(name, self.live.pop(name).tokens if tell else None)
+        request = self.live.pop(name)
+        self.cache.release(name, request.tokens if tell else None)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -372,4 +433,4 @@ class KVCacheMachine(RuleBasedStateMachine):
 
 
 TestKVCacheMachine = KVCacheMachine.TestCase
-TestKVCacheMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestKVCacheMachine.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)

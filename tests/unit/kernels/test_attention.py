@@ -181,11 +181,7 @@ def test_prefill_equals_the_formula(
     keys, values = (gather(cache, table[0], start + count) for cache in (k_cache, v_cache))
     for row in range(0, count, 7):
         p = start + row
-        seen = [
-            j
-            for j in range(first, p + 1)
-            if window is None or j > p - window or first <= j < first + keep_first
-        ]
+        seen = [j for j in range(first, p + 1) if window is None or j > p - window or first <= j < first + keep_first]
         if seen:
             expected = naive(q[row], keys, values, seen, sinks)
             assert torch.allclose(out[row].double(), expected, atol=2e-6, rtol=1e-5)
@@ -210,9 +206,7 @@ def test_writes_and_compaction_reach_the_right_places() -> None:
     assert not caches[0][table[0, 2]].any()  # the dead row wrote nothing
     assert not caches[0][0].any()
     nodes = torch.tensor([[0, 2, -1], [0, -1, -1]], dtype=torch.int32)
-    kv_compact(
-        nodes, torch.tensor([2, 1], dtype=torch.int32), lens, table, slots, k_cache=caches[0], v_cache=caches[1]
-    )
+    kv_compact(nodes, torch.tensor([2, 1], dtype=torch.int32), lens, table, slots, k_cache=caches[0], v_cache=caches[1])
     assert torch.equal(caches[0][table[1, 0], :, 3], k[2])
     assert torch.equal(caches[0][table[0, 1], :, 2], k[3])
 

@@ -1,0 +1,178 @@
+"""Real acceptance of a target and its head on held-out prompts, by domain, greedy and sampled, with both speeds.
+
+    python bench/acceptance.py --out bench/results/cpu/bundled.json
+
+Decodes every prompt at S = 0 and at S, compares the tokens, and writes rows with the commit, the machine and the
+conditions. Nothing is simulated. Prompts whose greedy text repeats itself are also left out in rows of their own,
+since a small model's loops are easy to draft.
+"""
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowlat import Runtime, SamplingParams, SpeculativeConfig, SpeculativeDecodingStats, __version__
+
+DEMO = Path(__file__).parent.parent / "lowlat" / "demo"
+LOOP = 8  # a text loops when some run of 8 tokens stands in it more than twice
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and write one JSON file."""
+    options = _options(arguments)
+    domains = json.loads(options.prompts.read_text(encoding="utf-8"))
+    rows = []
+    for temperature in options.temperature:
+        rows += _measure(options, domains, temperature)
+    result = {
+        "conditions": {
+            "commit": _commit(),
+            "lowlat": __version__,
+            "torch": torch.__version__,
+            "machine": f"{_processor()}, {torch.get_num_threads()} threads",
+            "target": options.target.name,
+            "head": options.head.name,
+            "batch": 1,
+            "max_tokens": options.max_tokens,
+            "num_speculative_tokens": options.num_speculative_tokens,
+            "simulated": "nothing: trained weights, real prompts, real acceptance",
+        },
+        "rows": rows,
+    }
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    for row in rows:
+        print(json.dumps(row))
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", type=Path, default=DEMO / "target")
+    parser.add_argument("--head", type=Path, default=DEMO / "head")
+    parser.add_argument("--prompts", type=Path, default=DEMO / "prompts.json", help="JSON: domain -> prompts")
+    parser.add_argument("--chat", action="store_true", help="wrap each prompt with the model's chat template")
+    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 0.7])
+    parser.add_argument("--limit", type=int, default=20, help="prompts a domain")
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--num-speculative-tokens", type=int, default=3)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--out", type=Path, required=True)
+    return parser.parse_args(arguments)
+
+
+def _measure(options: argparse.Namespace, domains: dict[str, Any], temperature: float) -> list[dict[str, Any]]:
+    head = SpeculativeConfig(model=options.head, num_speculative_tokens=options.num_speculative_tokens, strict=True)
+    rows, every, straight = [], _Sum(), _Sum()
+    with Runtime.load(
+        options.target, head, max_batch=1, max_context=1024, device=options.device, prefix_reuse=False
+    ) as runtime:
+        for domain, prompts in _listed(domains).items():
+            own = _Sum()
+            for prompt in prompts[: options.limit]:
+                text = _wrap(runtime, prompt) if options.chat else prompt
+                one = _decode_both(runtime, text, options, temperature)
+                for total in (own, every) if one.loops else (own, every, straight):
+                    total.add(one)
+            rows.append(own.row(domain, temperature))
+            print(json.dumps(rows[-1]), file=sys.stderr)
+    return [every.row("all", temperature), straight.row("all, not looping", temperature), *rows]
+
+
+def _listed(domains: dict[str, Any] | list[str]) -> dict[str, list[str]]:
+    return {"all": domains} if isinstance(domains, list) else dict(domains)
+
+
+def _wrap(runtime: Runtime, prompt: str) -> list[int]:
+    if runtime.codec is None:
+        raise SystemExit("--chat needs a tokenizer")
+    text = runtime.codec.apply_chat_template([{"role": "user", "content": prompt}])
+    return runtime.codec.encode(text, add_special_tokens=False)
+
+
+class _Sum:
+    """Figures added up over prompts."""
+
+    def __init__(self) -> None:
+        self.prompts = self.tokens = 0
+        self.seconds = self.baseline_seconds = 0.0
+        self.identical = True
+        self.loops = False
+        self.stats = SpeculativeDecodingStats()
+
+    def add(self, other: "_Sum") -> None:
+        self.prompts += other.prompts
+        self.tokens += other.tokens
+        self.seconds += other.seconds
+        self.baseline_seconds += other.baseline_seconds
+        self.identical &= other.identical
+        self.stats.merge(other.stats)
+
+    def row(self, domain: str, temperature: float) -> dict[str, Any]:
+        stats = self.stats.to_dict()
+        return {
+            "domain": domain,
+            "temperature": temperature,
+            "prompts": self.prompts,
+            "tokens": self.tokens,
+            "identical": self.identical,
+            "mean_acceptance_length": round(stats["mean_acceptance_length"], 3),
+            "acceptance_by_position": [round(share, 3) for share in stats["acceptance_by_position"][:3]],
+            "tokens_per_s": round(self.tokens / self.seconds, 1) if self.seconds else 0.0,
+            "baseline_tokens_per_s": round(self.tokens / self.baseline_seconds, 1) if self.baseline_seconds else 0.0,
+        }
+
+
+def _decode_both(runtime: Runtime, prompt: str | list[int], options: argparse.Namespace, temperature: float) -> _Sum:
+    params = SamplingParams(max_tokens=options.max_tokens, temperature=temperature, seed=1)
+    one = _Sum()
+    baseline, one.baseline_seconds, _ = _decode(runtime, prompt, params, 0)
+    tokens, one.seconds, stats = _decode(runtime, prompt, params, options.num_speculative_tokens)
+    one.prompts, one.tokens = 1, len(tokens)
+    one.identical = tokens == baseline
+    one.loops = _loops(tokens)
+    if stats is not None:
+        one.stats.merge(stats)
+    return one
+
+
+def _decode(
+    runtime: Runtime, prompt: str | list[int], params: SamplingParams, depth: int
+) -> tuple[list[int], float, SpeculativeDecodingStats | None]:
+    name = runtime.submit(prompt, params)
+    tokens: list[int] = []
+    start = time.perf_counter()
+    while runtime.busy:
+        for output in runtime.step(depth):
+            tokens.extend(output.token_ids)
+    return tokens, time.perf_counter() - start, runtime.metrics(name).speculation
+
+
+def _loops(tokens: list[int]) -> bool:
+    runs = [tuple(tokens[k : k + LOOP]) for k in range(len(tokens) - LOOP + 1)]
+    return any(runs.count(run) > 2 for run in set(runs))
+
+
+def _commit() -> str:
+    answer = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False, cwd=DEMO
+    )
+    return answer.stdout.strip() or "unknown"
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.machine()
+
+
+if __name__ == "__main__":
+    main()
