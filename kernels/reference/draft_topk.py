@@ -1,6 +1,9 @@
-"""The draft's likeliest tokens by rank, as target ids."""
+"""The head's proposals: the likeliest draft ids of a row, as target ids."""
 
 import torch
+
+from lowlat.errors import ShapeError
+from lowlat.kernels.reference.shapes import check_shape, live_rows
 
 __all__ = ["draft_topk"]
 
@@ -13,21 +16,23 @@ def draft_topk(
     out: torch.Tensor,
     k: int,
 ) -> None:
-    """The k largest logits of each live row, ties to the lowest draft id.
+    """Take the k largest logits of each row, the lowest draft id first among equals, and name their target ids.
 
-    logits           [R, Vd]  float32
-    draft_to_target  [Vd]     int32  target id of each draft id
-    row_live         [R]      uint8; None: all
-    out              [R, k]   int32  out: target ids by rank; -1 where dead, or where a logit is NaN
-    Ranks past the draft vocabulary are -1.
+    logits           [R, Vd]      float32
+    draft_to_target  [Vd]         int32    target id of each draft id
+    row_live         [R] or [..]  uint8    R entries; None: all live
+    out              [R, k]       int32    out: by rank; -1 in a dead row and in one that holds a NaN
+    Time: one sort a row. Captured: yes. Raises ShapeError for k outside 1..Vd or shapes that do not fit.
+    Source: EAGLE-3, arXiv 2503.01840, section 3; greedy proposals, so that sample-and-match is exact.
     """
+    rows, width = logits.shape
+    if not 1 <= k <= width:
+        raise ShapeError(f"k must be from 1 to the draft vocabulary {width}, got {k}")
+    check_shape("out", out, rows, k)
+    check_shape("draft_to_target", draft_to_target, width)
     out.fill_(-1)
-    count = min(k, logits.shape[1])
-    if count == 1:
-        best = (logits == logits.amax(-1, keepdim=True)).to(torch.uint8).argmax(-1, keepdim=True)
-    else:
-        best = torch.sort(logits, dim=-1, descending=True, stable=True)[1][:, :count]
-    good = ~torch.isnan(logits).any(-1)
-    if row_live is not None:
-        good &= row_live.reshape(-1) != 0
-    out[:, :count] = torch.where(good[:, None], draft_to_target[best], -1)
+    for index, alive in enumerate(live_rows(row_live, rows)):
+        row = logits[index]
+        if alive and not bool(row.isnan().any()):
+            order = torch.argsort(row, descending=True, stable=True)[:k]
+            out[index] = draft_to_target[order]

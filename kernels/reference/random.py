@@ -1,56 +1,64 @@
-"""Counter-based random numbers: a function of (seed, position, token id, stream), whoever asks and whenever.
+"""Random numbers that are a pure function of (seed, position, stream, token): nothing is advanced or stored.
 
-Source: Philox4x32-10, Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+So a token's draw is the same in any bucket, with or without speculation, on any device: the integers are exact
+everywhere. Source: Salmon, Moraes, Dror, Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011: Philox
+4x32 with 10 rounds.
 """
 
 import torch
 
-__all__ = ["gumbel", "philox4x32", "uniforms"]
+__all__ = ["gumbel", "philox", "uniforms"]
 
-MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-WEYL = (0x9E3779B9, 0xBB67AE85)
-ROUNDS = 10
 WORD = 0xFFFFFFFF
-LARGEST = 1.0 - 2.0**-24  # a uniform that rounds to one would have an infinite logarithm
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+ROUNDS = 10
+LANES = 4
+LARGEST = 1.0 - 2.0**-24  # the largest float32 below one
 
 
-def _multiply(factor: int, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """High and low words of a 32 by 32 bit product, without leaving int64's positive half."""
-    low = factor * (value & 0xFFFF)
-    high = factor * (value >> 16) + (low >> 16)
-    return high >> 16, ((high & 0xFFFF) << 16) | (low & 0xFFFF)
+def philox(counter: torch.Tensor, key: tuple[int, int]) -> torch.Tensor:
+    """Philox4x32-10: four 32-bit words for each counter.
 
-
-def philox4x32(
-    counter: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], key: tuple[int, int]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Ten rounds over counters of four 32-bit words each ([n] int64) with one key; gives four words, [n] int64."""
-    a, b, c, d = counter
-    first, second = key
+    counter  [n, 4]  int64  words 0..2**32 - 1
+    key      two words
+    Returns [n, 4] int64, words 0..2**32 - 1. Products are taken modulo 2**64, as int64 does.
+    """
+    c0, c1, c2, c3 = counter.unbind(-1)
+    k0, k1 = key
     for _ in range(ROUNDS):
-        high0, low0 = _multiply(MULTIPLIERS[0], a)
-        high1, low1 = _multiply(MULTIPLIERS[1], c)
-        a, b, c, d = high1 ^ b ^ first, low1, high0 ^ d ^ second, low0
-        first, second = (first + WEYL[0]) & WORD, (second + WEYL[1]) & WORD
-    return a, b, c, d
+        first, second = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
+        c0, c1, c2, c3 = (
+            ((second >> 32) & WORD) ^ c1 ^ k0,
+            second & WORD,
+            ((first >> 32) & WORD) ^ c3 ^ k1,
+            first & WORD,
+        )
+        k0, k1 = (k0 + KEY_STEPS[0]) & WORD, (k1 + KEY_STEPS[1]) & WORD
+    return torch.stack((c0, c1, c2, c3), -1)
 
 
 def uniforms(seed: int, position: int, count: int, device: torch.device, *, stream: int = 0) -> torch.Tensor:
-    """Uniform numbers for token ids 0 to count - 1 at an absolute position, [count] float32 in (0, 1).
+    """One number in (0, 1) for each token at an absolute position.
 
-    The counter is (id // 4, position, stream, 0), the key the seed's two words; id % 4 picks the word r, and
-    u = (r + 0.5) / 2^32. Small values keep their full relative precision.
+    seed      key: the low 64 bits of it
+    position  counter word 0; word 1 is token // 4, word 2 the stream, word 3 zero; the lane is token % 4
+    Returns [count] float32 on `device`: (2 r + 1) rounded to float32, times 2**-33, at most 1 - 2**-24.
+    The rounding is to nearest even, once, so every device has the same bits.
     """
-    index = torch.arange(-(-count // 4), dtype=torch.int64, device=device)
-    fill = [torch.full_like(index, word) for word in (position & WORD, stream & WORD, 0)]
-    words = philox4x32((index, fill[0], fill[1], fill[2]), (seed & WORD, (seed >> 32) & WORD))
-    numbers = torch.stack(words, dim=1).reshape(-1)[:count]
-    return ((numbers.double() + 0.5) * 2.0**-32).float().clamp(max=LARGEST)
+    groups = -(-count // LANES)
+    counter = torch.zeros(groups, LANES, dtype=torch.int64, device=device)
+    counter[:, 0] = position & WORD
+    counter[:, 1] = torch.arange(groups, device=device)
+    counter[:, 2] = stream & WORD
+    words = philox(counter, (seed & WORD, (seed >> 32) & WORD)).reshape(-1)[:count]
+    return ((2 * words + 1).float() * 2.0**-33).clamp(max=LARGEST)
 
 
-def gumbel(seed: int, position: int, count: int, device: torch.device) -> torch.Tensor:
-    """Gumbel noise for token ids 0 to count - 1 at an absolute position, [count] float32.
+def gumbel(seed: int, position: int, count: int, device: torch.device, *, stream: int = 0) -> torch.Tensor:
+    """Standard Gumbel noise for each token at an absolute position: [count] float32 on `device`.
 
-    -log(-log(1 - u)): the large values, which decide, come from small u and are precise.
+    -log(-log1p(-u)): the large values, which decide draws, come from small u, where float32 is finest; so the
+    noise reaches 22.9 upwards and -2.9 downwards, and the likeliest of logits + noise is a draw from softmax.
     """
-    return -torch.log(-torch.log1p(-uniforms(seed, position, count, device)))
+    return -torch.log(-torch.log1p(-uniforms(seed, position, count, device, stream=stream)))

@@ -1,4 +1,8 @@
-"""Columns of a slot's record, shared by the host that writes it and the operations that read it."""
+"""The columns of a slot's record: what the host writes once when a request joins, and every operation reads.
+
+`slot_ints` [max B, NUM_INTS] int64 and `slot_floats` [max B, NUM_FLOATS] float32 hold one row a slot. This module
+is numbers only, so that kernels, operations and the host agree on them.
+"""
 
 __all__ = [
     "DRAFT_LIMIT",
@@ -22,11 +26,27 @@ __all__ = [
     "TOP_P",
 ]
 
-# int64
-LENGTH, MAX_LENGTH, PROMPT_LENGTH, MIN_TOKENS, TOP_K, SEED, DRAFT_LIMIT, NUM_LOGPROBS, NUM_INTS = range(9)
+# slot_ints
+LENGTH = 0  # committed tokens when the request joins
+MAX_LENGTH = 1  # prompt and output tokens at most
+PROMPT_LENGTH = 2
+MIN_TOKENS = 3  # output tokens before a stop id may be drawn
+TOP_K = 4  # 0 keeps all
+SEED = 5  # 64 bits
+DRAFT_LIMIT = 6  # drafts verified in a step at most
+NUM_LOGPROBS = 7  # alternatives; -1: no logprobs at all, 0: the drawn token's alone
+NUM_INTS = 8
 
-# float32
-TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY, NUM_FLOATS = range(7)
+# slot_floats
+TEMPERATURE = 0  # 0 is greedy
+TOP_P = 1  # 1 keeps all
+MIN_P = 2  # 0 keeps all
+REPETITION = 3  # 1 changes nothing
+PRESENCE = 4
+FREQUENCY = 5
+NUM_FLOATS = 6
 
-# fixed capacities: the model's end tokens and the request's stops share MAX_STOPS
-MAX_STOPS, MAX_BIASES, MAX_LOGPROBS = 32, 300, 20
+# capacities of the lists beside the record
+MAX_STOPS = 32
+MAX_BIASES = 300
+MAX_LOGPROBS = 20
