@@ -1,7 +1,7 @@
 """A mixture of experts as gpt-oss has it: router, clamped SwiGLU, and the weighted sum by rank.
 
-Weights come plain, [E, out, in], or as MXFP4 blocks and scales of the same rows; the rows of gate_up alternate
-gate, up, as in the checkpoints. Each expert that any row chose is expanded once a call.
+Weights come plain, [E, out, in], or as MXFP4 blocks and scales of the same rows; gate_up has all
+gate rows, then all up rows. Each expert that any row chose is expanded once a call.
 Source: gpt-oss model card, arXiv 2508.10925, section 2, and the reference implementation's SwiGLU.
 """
 
@@ -112,7 +112,7 @@ def experts_gate_up(
 
     x           [M, N]               compute dtype
     expert_ids  [M, K]               int32  -1 dead
-    bias        [E, 2I]              rows alternate gate, up
+    bias        [E, 2I]              all gate rows, then all up rows
     weight      [E, 2I, N]           plain weights, or
     blocks      [E, 2I, N / 32, 16]  uint8, and
     scales      [E, 2I, N / 32]      uint8: MXFP4
@@ -131,8 +131,8 @@ def experts_gate_up(
     for pair, expert in enumerate(expert_ids.reshape(-1).tolist()):
         if expert < 0:
             continue
-        gate = products[pair, 0::2].contiguous().clamp(max=limit)
-        up = products[pair, 1::2].clamp(-limit, limit)
+        gate, up = products[pair].chunk(2)
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         flat[pair] = (up + 1.0) * (gate * torch.sigmoid(gate * alpha))
 
 

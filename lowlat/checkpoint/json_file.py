@@ -1,0 +1,92 @@
+"""JSON files from model directories, read as untrusted input: bounded in size and depth, no duplicate keys.
+
+It knows nothing of what the keys mean.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, NoReturn
+
+from lowlat.errors import ConfigError
+
+__all__ = ["parse_object", "read_object", "shown"]
+
+MAX_DEPTH = 32
+MAX_CONFIG_BYTES = 16 << 20
+SHOWN_CHARACTERS = 80
+
+
+class _DuplicateKeyError(ValueError):
+    """An object names one key twice; the text is the key."""
+
+
+def shown(value: object) -> str:
+    """The value as an error message shows it, cut to a readable length."""
+    text = repr(value)
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in values:
+            raise _DuplicateKeyError(key)
+        values[key] = value
+    return values
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"the number {name}")
+
+
+def _check_depth(value: Any, label: str) -> None:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        deeper: list[Any] = []
+        for item in level:
+            if isinstance(item, dict):
+                deeper.extend(item.values())
+            elif isinstance(item, list):
+                deeper.extend(item)
+        if not deeper:
+            return
+        level = deeper
+    raise ConfigError(f"{label}: nested deeper than {MAX_DEPTH} levels")
+
+
+def parse_object(data: bytes, label: str) -> dict[str, Any]:
+    """Decode one JSON object; label names the source in messages.
+
+    Raises ConfigError for anything that is not UTF-8, not JSON, not an object, holds NaN, Infinity, a duplicate
+    key or more than 32 levels.
+    """
+    try:
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse_constant)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{label}: not UTF-8 at byte {error.start}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{label}: nested deeper than {MAX_DEPTH} levels") from error
+    except _DuplicateKeyError as error:
+        raise ConfigError(f"{label}: the key {shown(error.args[0])} stands twice in one object") from error
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{label}: not JSON at line {error.lineno} column {error.colno}") from error
+    except ValueError as error:  # NaN, Infinity, or an integer of thousands of digits
+        raise ConfigError(f"{label}: a number that cannot be used") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{label}: expected a JSON object, found {type(value).__name__}")
+    _check_depth(value, label)
+    return value
+
+
+def read_object(path: Path, *, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
+    """Read and decode a JSON object from a regular file of at most max_bytes. Raises ConfigError."""
+    try:
+        if not path.is_file():
+            raise ConfigError(f"{path}: no such file")
+        size = path.stat().st_size
+        if size > max_bytes:
+            raise ConfigError(f"{path}: {size} bytes, more than the {max_bytes} a file of its kind may have")
+        data = path.read_bytes()
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the path
+        raise ConfigError(f"{path}: cannot be read") from error
+    return parse_object(data, str(path))

@@ -1,0 +1,199 @@
+"""Safetensors directories, read as untrusted input: one file or shards with an index, headers checked first.
+
+It knows names, dtypes, shapes and bytes, and nothing of models. No other weight format is read: pickles run code.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from lowlat.checkpoint.json_file import parse_object, read_object, shown
+from lowlat.errors import ConfigError
+
+__all__ = ["Checkpoint", "TensorEntry", "check_finite"]
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+MAX_HEADER_BYTES = 100 << 20
+MAX_DIMENSIONS = 8
+MAX_EXTENT = 1 << 40
+SCANNED_ELEMENTS = 1 << 24  # of one piece of the scan for NaN, to bound its temporary
+
+# dtypes of the format -> torch's, for those that lowlat reads
+DTYPES = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
+FLOAT_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Where a tensor lies, as its file's header says: checked against the file's size."""
+
+    name: str
+    file: Path
+    dtype: str  # the format's name, "BF16"
+    shape: tuple[int, ...]
+    num_bytes: int
+
+
+def check_finite(tensor: torch.Tensor, label: str) -> None:
+    """Raise ConfigError naming the first element that is NaN or infinite; no copy of the tensor is made."""
+    flat = tensor.reshape(-1)
+    for start in range(0, flat.numel(), SCANNED_ELEMENTS):
+        finite = torch.isfinite(flat[start : start + SCANNED_ELEMENTS])
+        if not bool(finite.all()):
+            at = start + int((~finite).nonzero()[0])
+            raise ConfigError(
+                f"{label}: expected finite values, found {float(flat[at])} at element {at} of {flat.numel()}"
+            )
+
+
+def _non_negative(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_EXTENT
+
+
+def _entry(name: str, value: Any, file: Path) -> tuple[TensorEntry, int]:
+    """The entry and the offset at which its bytes begin."""
+    label = f"{file}: header of tensor {shown(name)}"
+    if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
+        raise ConfigError(f"{label}: expected dtype, shape and data_offsets, found {shown(value)}")
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise ConfigError(f"{label}: dtype {shown(dtype)} is not one of {', '.join(DTYPES)}")
+    if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS or not all(map(_non_negative, shape)):
+        raise ConfigError(f"{label}: shape {shown(shape)} is not a list of at most {MAX_DIMENSIONS} sizes")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_non_negative, offsets)):
+        raise ConfigError(f"{label}: data_offsets {shown(offsets)} is not a pair of offsets")
+    num_bytes = DTYPES[dtype].itemsize
+    for size in shape:
+        num_bytes *= size
+    if offsets[1] - offsets[0] != num_bytes:
+        raise ConfigError(
+            f"{label}: expected {num_bytes} bytes for {dtype} {shown(shape)}, found data_offsets {offsets}"
+        )
+    return TensorEntry(name, file, dtype, tuple(shape), num_bytes), offsets[0]
+
+
+def read_header(file: Path) -> dict[str, TensorEntry]:
+    """Every tensor that a safetensors file declares, in file order, its byte ranges checked to tile the file.
+
+    Raises ConfigError for a file that is short, a header length that lies, a header that is not JSON, duplicate
+    keys, unknown dtypes, ranges that overlap, leave gaps, or disagree with the shapes.
+    """
+    try:
+        if not file.is_file():
+            raise ConfigError(f"{file}: no such file")
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            prefix = stream.read(8)
+            length = int.from_bytes(prefix, "little")
+            if len(prefix) < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+                raise ConfigError(
+                    f"{file}: expected a header of at most {max(0, min(size - 8, MAX_HEADER_BYTES))} bytes in a file "
+                    f"of {size}, found the length {length}: not safetensors, or truncated"
+                )
+            data = stream.read(length)
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read") from error
+    header = parse_object(data, f"{file}: header")
+    header.pop("__metadata__", None)
+    entries = [_entry(name, value, file) for name, value in header.items()]
+    entries.sort(key=lambda item: (item[1], item[0].num_bytes))
+    end = 0
+    for entry, begin in entries:
+        if begin != end:
+            raise ConfigError(f"{file}: tensor {shown(entry.name)} begins at byte {begin}, expected {end}")
+        end = begin + entry.num_bytes
+    if end != size - 8 - length:
+        raise ConfigError(
+            f"{file}: the header declares {end} bytes of tensors, found {size - 8 - length}: truncated or padded"
+        )
+    return {entry.name: entry for entry, _ in entries}
+
+
+class Checkpoint:
+    """The tensors of a model directory by name, and the reading of one at a time.
+
+    A directory has either model.safetensors, which wins as it does in transformers, or
+    model.safetensors.index.json with shards beside it. Shards may be symbolic links, as in the hub's cache, but
+    the index may only name files, not paths.
+    """
+
+    def __init__(self, directory: Path, entries: Mapping[str, TensorEntry]) -> None:
+        self.directory = directory
+        self.entries = MappingProxyType(dict(entries))
+
+    @classmethod
+    def open(cls, directory: Path) -> "Checkpoint":
+        """Read and check all headers; no tensor is read. Raises ConfigError."""
+        single, index = directory / SINGLE_FILE, directory / INDEX_FILE
+        if single.exists():
+            return cls(directory, read_header(single))
+        if index.exists():
+            return cls(directory, _read_index(index))
+        other = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in directory.glob(pattern))
+        hint = f" (found {other[0]}: pickles are never read, convert it to safetensors)" if other else ""
+        raise ConfigError(f"{directory}: expected {SINGLE_FILE} or {INDEX_FILE}, found neither{hint}")
+
+    def main_dtype(self) -> tuple[str, str]:
+        """The dtype of the largest floating-point tensor, and where it was seen."""
+        floats = [entry for entry in self.entries.values() if entry.dtype in FLOAT_NAMES]
+        if not floats:
+            raise ConfigError(f"{self.directory}: expected floating-point tensors, found none")
+        largest = max(floats, key=lambda entry: entry.num_bytes)
+        return FLOAT_NAMES[largest.dtype], str(largest.file)
+
+    def read(self, names: list[str]) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
+        """Tensors in the order of names, each as stored, on the CPU; a file stays open over consecutive names.
+
+        Raises ConfigError when a file changed since its header was read.
+        """
+        at = 0
+        while at < len(names):
+            file = self.entries[names[at]].file
+            try:
+                # pread: under mmap a file that is truncated while it is read kills the process
+                with safe_open(file, framework="pt", backend="pread") as stream:
+                    while at < len(names) and self.entries[names[at]].file == file:
+                        entry = self.entries[names[at]]
+                        tensor = stream.get_tensor(entry.name)
+                        if tuple(tensor.shape) != entry.shape or tensor.dtype != DTYPES[entry.dtype]:
+                            raise ConfigError(f"{file}: tensor {entry.name!r} changed while it was read")
+                        yield entry, tensor
+                        at += 1
+            except (OSError, SafetensorError) as error:
+                raise ConfigError(f"{file}: tensor {names[at]!r} cannot be read") from error
+
+
+def _read_index(index: Path) -> dict[str, TensorEntry]:
+    weight_map = read_object(index, max_bytes=MAX_HEADER_BYTES).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ConfigError(f"{index}: weight_map must be an object that names tensors, found {shown(weight_map)}")
+    files: dict[str, dict[str, TensorEntry]] = {}
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or not file.endswith(".safetensors") or set(file) & set("/\\\0"):
+            raise ConfigError(
+                f"{index}: tensor {shown(name)} must name a .safetensors file in the same directory, "
+                f"found {shown(file)}"
+            )
+        if file not in files:
+            files[file] = read_header(index.parent / file)
+        if name not in files[file]:
+            raise ConfigError(f"{index}: tensor {shown(name)} is not in {file}, where the index puts it")
+    for file, entries in files.items():
+        for name in entries:
+            if weight_map.get(name) != file:
+                raise ConfigError(f"{index}: {file} holds tensor {shown(name)}, which the index does not put there")
+    return {name: files[file][name] for name, file in weight_map.items()}

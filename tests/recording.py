@@ -1,0 +1,94 @@
+"""Running requests to their end, and what every step computed for them, by request."""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from lowlat import Runtime, SamplingParams
+from lowlat.errors import RequestError
+from lowlat.program import Op
+from lowlat.scheduler import Phase
+
+__all__ = ["Recorder", "check_invariants", "run_all", "run_one"]
+
+Depth = int | Callable[[int], int] | None  # S of every step, or by the number of the step
+
+
+def check_invariants(runtime: Runtime) -> None:
+    """The books of blocks and slots balance."""
+    runtime.kvcache.invariants()
+    runtime.scheduler.invariants()
+
+
+def run_all(runtime: Runtime, depth: Depth = None, limit: int = 3000) -> dict[str, list[int]]:
+    """Step until nothing is left; the tokens of every request that was given any."""
+    tokens: dict[str, list[int]] = defaultdict(list)
+    for number in range(limit):
+        if not runtime.busy:
+            break
+        for output in runtime.step(depth(number) if callable(depth) else depth):
+            tokens[output.request_id] += output.token_ids
+    assert not runtime.busy, f"still busy after {limit} steps"
+    check_invariants(runtime)
+    return dict(tokens)
+
+
+def run_one(runtime: Runtime, prompt: Sequence[int], params: SamplingParams, depth: Depth = None) -> list[int]:
+    """The tokens of one request, alone."""
+    name = runtime.submit(prompt, params)
+    return run_all(runtime, depth)[name]
+
+
+class Recorder:
+    """The target's logits for every token that a tracked request was given, [V] by the token's index.
+
+    `num_accepted` counts their accepted drafts, `num_moved` those that were not first children all the way.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._logits = torch.empty(0)
+        self.logits: dict[str, dict[int, torch.Tensor]] = defaultdict(dict)
+        self.tracked: set[str] = set()
+        self.num_accepted = 0
+        self.num_moved = 0
+        runtime.executor.set_hook(self._after)
+
+    def submit(self, prompt: Sequence[int], params: SamplingParams) -> str:
+        """Submit and track a request."""
+        name: str = self._runtime.submit(prompt, params)
+        self.tracked.add(name)
+        return name
+
+    def stop(self) -> None:
+        """Take the hook off."""
+        self._runtime.executor.set_hook(None)
+
+    def _after(self, op: Op, arguments: Mapping[str, torch.Tensor]) -> None:
+        for argument, name in op.writes.items():
+            if name == "target.logits":
+                self._logits = arguments[argument]
+        if op.kind == "publish":
+            self._publish(arguments)
+
+    def _publish(self, arguments: Mapping[str, torch.Tensor]) -> None:
+        names = {self._slot(name): name for name in self.tracked}
+        nodes = arguments["accepted_nodes"]
+        logits = self._logits.view(nodes.shape[0], -1, self._logits.shape[-1])
+        for index, slot in enumerate(arguments["slots"].tolist()):
+            if slot < 0 or slot not in names:
+                continue
+            count, length = int(arguments["commit_lens"][index]), int(arguments["lengths"][slot])
+            for place, node in enumerate(nodes[index, :count].tolist()):
+                self.logits[names[slot]][length - count + place] = logits[index, node].clone()
+                self.num_accepted += place > 0
+                self.num_moved += node != place
+
+    def _slot(self, name: str) -> int | None:
+        """The slot in which a request decodes, if it does."""
+        try:
+            decodes = self._runtime.scheduler.phase(name) is Phase.DECODING
+        except RequestError:
+            return None
+        return self._runtime.scheduler.slot(name) if decodes else None

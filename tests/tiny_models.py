@@ -1,0 +1,308 @@
+"""Small random checkpoints: targets made by transformers' own classes, and EAGLE3 heads to go with them.
+
+Targets are float32 and written by `save_pretrained`, so their files and their logits are transformers' own.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+from transformers.utils.logging import disable_progress_bar
+
+__all__ = [
+    "FAMILIES",
+    "PairPaths",
+    "copying_head",
+    "make_pair",
+    "make_target",
+    "mxfp4_target",
+    "random_head",
+    "residual_streams",
+    "transformers_logits",
+]
+
+FAMILIES: dict[str, tuple[Any, Any]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "gpt_oss": (GptOssConfig, GptOssForCausalLM),
+}
+COMMON: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "attn_implementation": "eager",
+}
+GPT_OSS: dict[str, Any] = {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 16,
+    "swiglu_limit": 2.0,  # low enough to clamp on random weights
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 16.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 32,
+    },
+}
+
+
+def make_target(directory: Path, family: str, *, seed: int = 0, gain: float = 0.8, **options: Any) -> Any:
+    """Write a random target to `directory` and return it as transformers' model, float32.
+
+    gain     scales what the layers add to the residual stream: with a low one the next token depends mostly on
+             the last
+    options  fields of transformers' config; "legacy_config": True rewrites config.json in the older spelling
+    """
+    legacy = options.pop("legacy_config", False)
+    make_config, make_model = FAMILIES[family]
+    fields = {**COMMON, **(GPT_OSS if family == "gpt_oss" else {}), **options}
+    disable_progress_bar()
+    torch.manual_seed(seed)
+    model = make_model(make_config(**fields)).float().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(_random_values(name, parameter, gain))
+    model.requires_grad_(False)
+    model.save_pretrained(directory)
+    if legacy:
+        _rewrite_config(directory / "config.json")
+    return model
+
+
+def _random_values(name: str, like: torch.Tensor, gain: float) -> torch.Tensor:
+    noise: torch.Tensor = torch.randn_like(like)
+    if "norm" in name:
+        return 1 + 0.2 * noise
+    if name.endswith("sinks"):
+        return noise
+    if name.endswith("bias"):
+        return 0.3 * gain * noise
+    if "embed_tokens" in name:
+        return noise
+    if "lm_head" in name:
+        return 3 * noise / like.shape[-1] ** 0.5
+    if "experts" in name:  # [E, in, out]
+        return gain * noise / like.shape[1] ** 0.5
+    return gain * noise / like.shape[-1] ** 0.5
+
+
+def _rewrite_config(path: Path) -> None:
+    """From `rope_parameters` and `dtype` to `rope_theta`, `rope_scaling` and `torch_dtype`."""
+    fields = json.loads(path.read_text())
+    rope = fields.pop("rope_parameters")
+    fields["torch_dtype"] = fields.pop("dtype")
+    fields["rope_theta"] = rope.pop("rope_theta")
+    fields["rope_scaling"] = rope if rope.get("rope_type", "default") != "default" else None
+    path.write_text(json.dumps(fields))
+
+
+def mxfp4_target(directory: Path, *, seed: int = 0, **options: Any) -> Any:
+    """A gpt-oss target whose experts are stored as MXFP4 blocks and scales; hidden and inner size: of 32s."""
+    model = make_target(directory, "gpt_oss", seed=seed, **{"hidden_size": 64, "intermediate_size": 32, **options})
+    tensors = load_file(directory / "model.safetensors")
+    generator = torch.Generator().manual_seed(seed)
+    for layer, block in enumerate(model.model.layers):
+        for part in ("gate_up_proj", "down_proj"):
+            parameter = getattr(block.mlp.experts, part)  # [E, in, out]
+            experts, inner, outer = parameter.shape
+            shape = (experts, outer, inner // 32, 16)
+            blocks = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+            scales = torch.randint(122, 126, shape[:3], dtype=torch.uint8, generator=generator)
+            parameter.copy_(convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
+            name = f"model.layers.{layer}.mlp.experts.{part}"
+            del tensors[name]
+            tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = blocks, scales
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    path = directory / "config.json"
+    fields = json.loads(path.read_text())
+    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    fields["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+    path.write_text(json.dumps(fields))
+    return model
+
+
+@torch.no_grad()
+def transformers_logits(model: Any, tokens: list[int]) -> torch.Tensor:
+    """Logits [n, V] after every token, one forward pass without a cache."""
+    logits: torch.Tensor = model(torch.tensor([tokens]), use_cache=False).logits[0]
+    return logits
+
+
+def residual_streams(model: Any, tokens: list[int]) -> list[torch.Tensor]:
+    """The input of every layer and the output of the last, [n, N] each, by hooks on transformers' layers."""
+    streams: list[torch.Tensor] = []
+
+    def before(_module: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        streams.append((arguments[0] if arguments else keywords["hidden_states"])[0].clone())
+
+    handles = [layer.register_forward_pre_hook(before, with_kwargs=True) for layer in model.model.layers]
+    handles.append(model.model.norm.register_forward_pre_hook(before, with_kwargs=True))
+    transformers_logits(model, tokens)
+    for handle in handles:
+        handle.remove()
+    return streams
+
+
+def random_head(directory: Path, target: Any, *, seed: int = 0, **flags: Any) -> tuple[dict[str, Any], Any]:
+    """Write a random EAGLE3 head in the speculators' layout; return its config.json and its tensors.
+
+    flags  norm_before_fc, fc_norm, norm_output, norm_before_residual, qk_norm (a Qwen3 layer), attention_bias,
+           mlp_bias, own_embedding, own_lm_head (True), draft_vocab_size, captures, and geometry: hidden_size,
+           num_attention_heads, num_key_value_heads, head_dim, intermediate_size, rope_theta
+    """
+    config = head_config(target, **flags)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {
+        name: _random_head_values(name, shape, generator) for name, shape in _head_shapes(config, flags).items()
+    }
+    vocab, draft_vocab = target.config.vocab_size, config["draft_vocab_size"]
+    if draft_vocab < vocab:
+        kept = torch.randperm(vocab, generator=generator)[:draft_vocab].sort().values
+        tensors["d2t"] = kept - torch.arange(draft_vocab)
+        tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, kept, True)
+    write_head(directory, config, tensors)
+    return config, tensors
+
+
+def head_config(target: Any, **flags: Any) -> dict[str, Any]:
+    """config.json of a head in the speculators' layout."""
+    config = target.config
+    layer = {
+        "model_type": "qwen3" if flags.get("qk_norm") else "llama",
+        "hidden_size": flags.get("hidden_size", config.hidden_size),
+        "intermediate_size": flags.get("intermediate_size", 40),
+        "num_hidden_layers": 1,
+        "num_attention_heads": flags.get("num_attention_heads", 4),
+        "num_key_value_heads": flags.get("num_key_value_heads", 2),
+        "head_dim": flags.get("head_dim", 8),
+        "hidden_act": "silu",
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": flags.get("rope_theta", 10000.0),
+        "attention_bias": flags.get("attention_bias", False),
+        "mlp_bias": flags.get("mlp_bias", False),
+    }
+    switches = ("norm_before_fc", "fc_norm", "norm_output", "norm_before_residual")
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "draft_vocab_size": flags.get("draft_vocab_size", config.vocab_size),
+        "target_hidden_size": config.hidden_size,
+        "eagle_aux_hidden_state_layer_ids": list(flags.get("captures", (0, 2, config.num_hidden_layers))),
+        "transformer_layer_config": layer,
+        **{name: bool(flags.get(name)) for name in switches},
+        "dtype": "float32",
+    }
+
+
+def _head_shapes(config: dict[str, Any], flags: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    layer = config["transformer_layer_config"]
+    width, inner, target = layer["hidden_size"], layer["intermediate_size"], config["target_hidden_size"]
+    count = len(config["eagle_aux_hidden_state_layer_ids"])
+    queries = layer["num_attention_heads"] * layer["head_dim"]
+    keys = layer["num_key_value_heads"] * layer["head_dim"]
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (width, count * target), "norm.weight": (width,)}
+    for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
+        shapes[f"layers.0.{name}.weight"] = (width,)
+    for name, rows, columns, biased in (
+        ("self_attn.q_proj", queries, 2 * width, "attention_bias"),
+        ("self_attn.k_proj", keys, 2 * width, "attention_bias"),
+        ("self_attn.v_proj", keys, 2 * width, "attention_bias"),
+        ("self_attn.o_proj", width, queries, "output_bias" if flags.get("qk_norm") else "attention_bias"),
+        ("mlp.gate_proj", inner, width, "mlp_bias"),
+        ("mlp.up_proj", inner, width, "mlp_bias"),
+        ("mlp.down_proj", width, inner, "mlp_bias"),
+    ):
+        shapes[f"layers.0.{name}.weight"] = (rows, columns)
+        if layer.get(biased):
+            shapes[f"layers.0.{name}.bias"] = (rows,)
+    if flags.get("qk_norm"):
+        shapes["layers.0.self_attn.q_norm.weight"] = (layer["head_dim"],)
+        shapes["layers.0.self_attn.k_norm.weight"] = (layer["head_dim"],)
+    if flags.get("norm_before_fc"):
+        shapes["input_norm.weight"] = (count * target,)
+    if flags.get("fc_norm"):
+        shapes.update({f"fc_norm.{k}.weight": (target,) for k in range(count)})
+    if flags.get("own_embedding"):
+        shapes["embed_tokens.weight"] = (layer["vocab_size"], width)
+    if flags.get("own_lm_head", True):
+        shapes["lm_head.weight"] = (config["draft_vocab_size"], width)
+    return shapes
+
+
+def _random_head_values(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    noise = torch.randn(shape, generator=generator)
+    if "norm" in name:
+        return 1 + 0.2 * noise
+    if name.endswith("bias"):
+        return 0.3 * noise
+    if "embed_tokens" in name:
+        return noise
+    return (3 if "lm_head" in name else 1) * noise / shape[-1] ** 0.5
+
+
+def copying_head(directory: Path, target: Any, *, draft_vocab_size: int | None = None, seed: int = 0) -> None:
+    """Write a head that answers what the target's embedding, final norm and LM head alone would answer.
+
+    Its one wide attention head looks at its own row; so over a target made with a low gain, a good part of its
+    drafts is accepted, and a good part is not.
+    """
+    width, vocab = target.config.hidden_size, target.config.vocab_size
+    shape = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": width, "norm_before_residual": True}
+    config, tensors = random_head(directory, target, seed=seed, draft_vocab_size=draft_vocab_size or vocab, **shape)
+    left = torch.cat((torch.eye(width), torch.zeros(width, width)), dim=1)
+    for part, gain in (("q", 1.5), ("k", 1.5), ("v", 1.0)):
+        tensors[f"layers.0.self_attn.{part}_proj.weight"] = gain * left
+    tensors["layers.0.self_attn.o_proj.weight"] = torch.eye(width)
+    tensors["layers.0.input_layernorm.weight"] = torch.ones(width)
+    tensors["layers.0.hidden_norm.weight"] = torch.full((width,), 0.1)
+    tensors["layers.0.mlp.down_proj.weight"] *= 0.1
+    tensors["norm.weight"] = target.model.norm.weight.clone()
+    kept = torch.arange(vocab)[tensors["t2d"]] if "t2d" in tensors else torch.arange(vocab)
+    tensors["lm_head.weight"] = target.lm_head.weight[kept].clone()
+    write_head(directory, config, tensors)
+
+
+def write_head(directory: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """Write config.json and model.safetensors."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+@dataclass(frozen=True)
+class PairPaths:
+    """Where a target and its head lie."""
+
+    target: Path
+    head: Path
+
+
+def make_pair(directory: Path, family: str, *, gain: float = 0.45) -> PairPaths:
+    """A small target and a head of which it accepts a good part; some tokens of the target cannot be drafted."""
+    paths = PairPaths(directory / "target", directory / "head")
+    copying_head(paths.head, make_target(paths.target, family, gain=gain, num_hidden_layers=2), draft_vocab_size=80)
+    return paths
