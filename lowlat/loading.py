@@ -88,6 +88,8 @@ def _load_speculation(
             raise
         logger.warning("speculation is off, decoding goes on without it: %s", error)
         return None, baseline, str(error)
+    for note in head.notes:
+        logger.info("head %s: %s", head.directory, note)
     return head, topologies, None
 
 

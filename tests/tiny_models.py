@@ -4,6 +4,7 @@ Targets are float32 and written by `save_pretrained`, so their files and their l
 """
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,10 +103,10 @@ def _random_values(name: str, like: torch.Tensor, gain: float) -> torch.Tensor:
     if "embed_tokens" in name:
         return noise
     if "lm_head" in name:
-        return 3 * noise / like.shape[-1] ** 0.5
+        return 3 * noise / math.sqrt(like.shape[-1])
     if "experts" in name:  # [E, in, out]
-        return gain * noise / like.shape[1] ** 0.5
-    return gain * noise / like.shape[-1] ** 0.5
+        return gain * noise / math.sqrt(like.shape[1])
+    return gain * noise / math.sqrt(like.shape[-1])
 
 
 def _rewrite_config(path: Path) -> None:
@@ -174,9 +175,7 @@ def random_head(directory: Path, target: Any, *, seed: int = 0, **flags: Any) ->
     """
     config = head_config(target, **flags)
     generator = torch.Generator().manual_seed(seed)
-    tensors = {
-        name: _random_head_values(name, shape, generator) for name, shape in _head_shapes(config, flags).items()
-    }
+    tensors = {name: _random_head_values(name, shape, generator) for name, shape in _head_shapes(config, flags).items()}
     vocab, draft_vocab = target.config.vocab_size, config["draft_vocab_size"]
     if draft_vocab < vocab:
         kept = torch.randperm(vocab, generator=generator)[:draft_vocab].sort().values
@@ -261,7 +260,7 @@ def _random_head_values(name: str, shape: tuple[int, ...], generator: torch.Gene
         return 0.3 * noise
     if "embed_tokens" in name:
         return noise
-    return (3 if "lm_head" in name else 1) * noise / shape[-1] ** 0.5
+    return (3 if "lm_head" in name else 1) * noise / math.sqrt(shape[-1])
 
 
 def copying_head(directory: Path, target: Any, *, draft_vocab_size: int | None = None, seed: int = 0) -> None:

@@ -1,0 +1,293 @@
+"""The same seed gives the same tokens, from logits of the same bits, however and beside whomever a request runs."""
+
+import contextlib
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from recording import Depth, Recorder, run_all
+from tiny_models import FAMILIES, PairPaths, make_pair
+
+import lowlat
+from lowlat import Runtime, SamplingParams, SpeculativeConfig
+from lowlat.errors import RequestError
+
+MAX_TOKENS = 28
+OPTIONS: dict[str, Any] = {"max_batch": 4, "max_context": 96, "block_size": 4, "prefill_chunk": 8} | {
+    "device": "cpu",
+    "dtype": "float32",
+}
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "sampled": {"temperature": 1.0},
+    "filtered": {"temperature": 0.9, "top_k": 30, "top_p": 0.9, "min_p": 0.02},
+    "penalised": (
+        {"temperature": 0.8, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.4}
+        | {"logit_bias": {3: 2.0, 11: -5.0}}
+    ),
+}
+TREES: dict[str, tuple[tuple[int, ...], ...]] = {
+    "chain-as-tree": ((0,), (0, 0), (0, 0, 0)),
+    "wide": tuple((rank,) for rank in range(6)),
+    "bushy": ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 0, 1)),
+    "deep": (*((0,) * depth for depth in range(1, 8)), (1,), (1, 0), (1, 0, 0), (0, 1), (0, 1, 0), (0, 0, 0, 1)),
+}
+Trace = tuple[list[int], dict[int, torch.Tensor]]
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PairPaths]:
+    """A target and a head of every family."""
+    return {family: make_pair(tmp_path_factory.mktemp(family), family) for family in FAMILIES}
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    """A random prompt."""
+    return torch.randint(0, 97, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def params(mode: str, seed: int = 7, max_tokens: int = MAX_TOKENS, **others: Any) -> SamplingParams:
+    """Sampling parameters of a mode."""
+    return SamplingParams(seed=seed, max_tokens=max_tokens, **MODES[mode], **others)
+
+
+def load(pair: PairPaths, depth: int = 7, *, tree: Any = None, **options: Any) -> Runtime:
+    """A runtime that speculates; a head that does not load is an error."""
+    config = SpeculativeConfig(model=pair.head, num_speculative_tokens=depth, tree=tree, strict=True)
+    return Runtime.load(pair.target, config, **{**OPTIONS, **options})
+
+
+def traced(runtime: Runtime, prompt: list[int], sampling: SamplingParams, depth: Depth = None) -> Trace:
+    """One request alone: its tokens and the logits that each was drawn from."""
+    recorder = Recorder(runtime)
+    name = recorder.submit(prompt, sampling)
+    tokens = run_all(runtime, depth)[name]
+    recorder.stop()
+    return tokens, recorder.logits[name]
+
+
+def baseline(pair: PairPaths, prompt: list[int], sampling: SamplingParams) -> Trace:
+    """The same without a head and without prefix reuse."""
+    with Runtime.load(pair.target, **{**OPTIONS, "prefix_reuse": False}) as runtime:
+        return traced(runtime, prompt, sampling)
+
+
+def assert_same(found: Trace, expected: Trace) -> None:
+    """The same tokens from the same bits."""
+    assert found[0] == expected[0]
+    assert found[1].keys() == expected[1].keys()
+    different = [index for index, row in expected[1].items() if not torch.equal(found[1][index], row)]
+    assert not different, f"other bits for the tokens at {different}"
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_depth_changes_anything(family: str, mode: str, pairs: dict[str, PairPaths]) -> None:
+    prompt, sampling = prompt_of(19), params(mode)
+    expected = baseline(pairs[family], prompt, sampling)
+    with load(pairs[family]) as runtime:
+        for depth in range(8):
+            assert_same(traced(runtime, prompt, sampling, depth), expected)
+        speculation = runtime.summary()["eagle_speculation"]
+    assert 0 < speculation["total_accepted_tokens"] < speculation["total_draft_tokens"]
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+@pytest.mark.parametrize("mode", ["greedy", "sampled"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_depth_that_changes_at_each_step_changes_nothing(
+    family: str, mode: str, reuse: bool, pairs: dict[str, PairPaths]
+) -> None:
+    prompt, sampling = prompt_of(9, seed=1), params(mode)
+    expected = baseline(pairs[family], prompt, sampling)
+    with load(pairs[family], prefix_reuse=reuse) as runtime:
+        for seed in range(3):
+            depths = random.Random(seed).choices(range(8), k=200)
+            assert_same(traced(runtime, prompt, sampling, depths.__getitem__), expected)
+
+
+@pytest.mark.parametrize("mode", ["greedy", "sampled"])
+@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_tree_changes_anything(family: str, name: str, mode: str, pairs: dict[str, PairPaths]) -> None:
+    prompt, sampling = prompt_of(13, seed=2), params(mode)
+    expected = baseline(pairs[family], prompt, sampling)
+    depth = max(map(len, TREES[name]))
+    with load(pairs[family], depth, tree=TREES[name]) as runtime:
+        assert_same(traced(runtime, prompt, sampling), expected)
+        assert_same(traced(runtime, prompt, sampling, lambda number: depth * (number % 3 > 0)), expected)
+
+
+def test_trees_accept_what_chains_cannot(pairs: dict[str, PairPaths]) -> None:
+    """Else the tests of trees would never have moved a node's KV."""
+    moved = 0
+    for name in ("wide", "bushy"):
+        with load(pairs["llama"], max(map(len, TREES[name])), tree=TREES[name]) as runtime:
+            recorder = Recorder(runtime)
+            recorder.submit(prompt_of(13, seed=2), params("sampled"))
+            run_all(runtime)
+            moved += recorder.num_moved
+    assert moved > 3
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_random_trees_change_nothing(family: str, shared: bool, pairs: dict[str, PairPaths]) -> None:
+    prompt, sampling = prompt_of(17, seed=3), params("sampled", seed=11)
+    expected = baseline(pairs[family], prompt, sampling)
+    for seed in range(3):
+        generator = random.Random(seed)
+        paths: list[tuple[int, ...]] = [()]
+        while len(paths) < 20:
+            parent = generator.choice([path for path in paths if len(path) < 5])
+            rank = sum(len(path) == len(parent) + 1 and path[: len(parent)] == parent for path in paths)
+            paths.append((*parent, rank))
+        depth = max(map(len, paths))
+        with load(pairs[family], depth, tree=paths[1:], prefix_reuse=shared) as runtime:
+            assert_same(traced(runtime, prompt, sampling), expected)
+
+
+class Crowd:
+    """Neighbours that come and go around the requests that are watched."""
+
+    def __init__(self, runtime: Runtime, seed: int) -> None:
+        self.runtime, self.random = runtime, random.Random(seed)
+        self.names: list[str] = []
+
+    def stir(self) -> None:
+        """Now and then a neighbour is submitted, now and then one is cancelled."""
+        if self.random.random() < 0.35 and self.runtime.scheduler.num_queued < 4:
+            prompt = prompt_of(self.random.randrange(1, 40), seed=self.random.randrange(6))
+            mode = self.random.choice(list(MODES))
+            limit = self.random.choice([None, 0, 2])
+            sampling = params(mode, self.random.randrange(99), self.random.randrange(1, 40), max_draft_tokens=limit)
+            self.names.append(self.runtime.submit(prompt, sampling))
+        if self.random.random() < 0.2 and self.names:
+            self._cancel(self.names.pop(self.random.randrange(len(self.names))))
+
+    def leave(self) -> None:
+        """All go."""
+        while self.names:
+            self._cancel(self.names.pop())
+
+    def _cancel(self, name: str) -> None:
+        with contextlib.suppress(RequestError):  # it may have ended
+            self.runtime.cancel(name)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("tree", [None, "bushy"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_neighbour_changes_anything(family: str, tree: str | None, seed: int, pairs: dict[str, PairPaths]) -> None:
+    pair, modes = pairs[family], list(MODES)
+    wanted = [(prompt_of(5 + 9 * k, seed=k), params(modes[k], seed=k)) for k in range(4)]
+    expected = [baseline(pair, *request) for request in wanted]
+    depth = 3 if tree else 7
+    with load(pair, depth, tree=TREES[tree] if tree else None, max_queue=16) as runtime:
+        crowd, recorder = Crowd(runtime, seed), Recorder(runtime)
+        names: list[str] = []
+        tokens: dict[str, list[int]] = {}
+        for number in range(400):
+            crowd.stir()
+            if number % 9 == 4 and len(names) < len(wanted):
+                names.append(recorder.submit(*wanted[len(names)]))
+            for output in runtime.step(crowd.random.choice([0, depth]) if number % 2 else None):
+                tokens.setdefault(output.request_id, []).extend(output.token_ids)
+            runtime.scheduler.invariants()
+            if len(names) == len(wanted) and all(len(tokens.get(name, ())) == MAX_TOKENS for name in names):
+                break
+        for name, trace in zip(names, expected, strict=True):
+            assert_same((tokens[name], recorder.logits[name]), trace)
+        crowd.leave()
+        run_all(runtime)
+        assert runtime.kvcache.stats().num_used == 0
+
+
+@pytest.mark.parametrize("mode", ["greedy", "sampled"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_reused_prefix_changes_nothing(family: str, mode: str, pairs: dict[str, PairPaths]) -> None:
+    """The second of two equal prompts, and one that shares the first half, find chunks in the cache."""
+    pair, sampling = pairs[family], params(mode, max_tokens=10)
+    prompt = prompt_of(33)
+    other = prompt[:20] + prompt_of(12, seed=8)
+    with load(pair, 4) as runtime:
+        for request, cached in ((prompt, 0), (prompt, 32), (other, 16), (prompt[:8], 0), (prompt[:9], 8)):
+            name = runtime.submit(request, sampling)
+            run_all(runtime)
+            assert runtime.metrics(name).cached_prompt_tokens == cached
+            assert_same(traced(runtime, request, sampling), baseline(pair, request, sampling))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_crowded_pool_changes_nothing(family: str, pairs: dict[str, PairPaths]) -> None:
+    """Room for two requests only: cached chunks are evicted, requests wait, blocks change hands."""
+    pair, sampling = pairs[family], params("sampled")
+    prompts = [prompt_of(20 + k, seed=k % 3) for k in range(6)]
+    expected = [baseline(pair, prompt, sampling)[0] for prompt in prompts]
+    with load(pair, 3, kv_blocks=36) as runtime:
+        names = [runtime.submit(prompt, sampling) for prompt in prompts]
+        tokens = run_all(runtime)
+    assert [tokens[name] for name in names] == expected
+
+
+@pytest.mark.parametrize("length", [1, 8, 9])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_loses_nothing(family: str, length: int, pairs: dict[str, PairPaths]) -> None:
+    """Prompts of one token, of a chunk, of one more; products add in float32 and round once, in every bucket."""
+    prompt, sampling = prompt_of(length, seed=length), params("sampled")
+    with Runtime.load(pairs[family].target, **{**OPTIONS, "dtype": "bfloat16"}) as runtime:
+        expected = traced(runtime, prompt, sampling)
+    for depth, tree in ((7, None), (3, TREES["bushy"])):
+        with load(pairs[family], depth, tree=tree, dtype="bfloat16") as runtime:
+            assert_same(traced(runtime, prompt, sampling), expected)
+
+
+@pytest.mark.parametrize("tree", [None, "bushy"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_long_contexts_lose_nothing(family: str, tree: str | None, pairs: dict[str, PairPaths]) -> None:
+    """Past the first tile of keys, and over its end: rows that see the same keys add them in the same order."""
+    prompt, sampling = prompt_of(247, seed=5), params("sampled")
+    options: dict[str, Any] = {"max_context": 300, "block_size": 16, "prefill_chunk": 64}
+    with Runtime.load(pairs[family].target, **{**OPTIONS, **options}) as runtime:
+        expected = traced(runtime, prompt, sampling)
+    with load(pairs[family], 3, tree=TREES[tree] if tree else None, **options) as runtime:
+        for _ in range(2):
+            assert_same(traced(runtime, prompt, sampling), expected)
+
+
+def test_other_seeds_give_other_tokens(pairs: dict[str, PairPaths]) -> None:
+    prompt = prompt_of(10)
+    traces = [baseline(pairs["llama"], prompt, params("sampled", seed))[0] for seed in range(4)]
+    assert len({tuple(tokens) for tokens in traces}) == 4
+
+
+@pytest.fixture(scope="module")
+def bundled() -> Iterator[PairPaths]:
+    """The pair that comes with lowlat."""
+    folder = Path(lowlat.__file__).parent / "demo"
+    pair = PairPaths(folder / "target", folder / "head")
+    if not all((path / "config.json").is_file() for path in (pair.target, pair.head)):
+        pytest.skip("this checkout has no bundled models")
+    yield pair
+
+
+@pytest.mark.parametrize("tree", [None, "bushy"])
+@pytest.mark.parametrize("mode", ["greedy", "sampled"])
+def test_the_bundled_pair_loses_nothing(mode: str, tree: str | None, bundled: PairPaths) -> None:
+    options = {"dtype": "auto", "block_size": 32, "prefill_chunk": 128}
+    sampling = params(mode, max_tokens=16)
+    with Runtime.load(bundled.target, **{**OPTIONS, **options}) as runtime:
+        prompts = [list(range(300, 300 + length)) for length in (5, 30)]
+        expected = [traced(runtime, prompt, sampling) for prompt in prompts]
+    depth = 3 if tree else 7
+    with load(bundled, depth, tree=TREES[tree] if tree else None, **options) as runtime:
+        for asked in (depth,) if tree else (1, 7):
+            assert_same(traced(runtime, prompts[1], sampling, asked), expected[1])
+        recorder = Recorder(runtime)
+        names = [recorder.submit(prompt, sampling) for prompt in prompts]
+        tokens = run_all(runtime, lambda number: depth * (number % 4 < 3))
+        for name, trace in zip(names, expected, strict=True):
+            assert_same((tokens[name], recorder.logits[name]), trace)

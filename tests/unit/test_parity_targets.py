@@ -1,0 +1,157 @@
+"""Targets against transformers, in float32: the same logits over prefill and decode, the same greedy tokens."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from recording import Recorder, run_all
+from tiny_models import make_target, mxfp4_target, residual_streams, transformers_logits
+
+from lowlat import Runtime, SamplingParams
+from lowlat.program import Op
+
+TOLERANCE = 1e-4  # of a row's largest logit
+OPTIONS: dict[str, Any] = {"max_batch": 2, "max_context": 183, "block_size": 8, "prefill_chunk": 32} | {
+    "device": "cpu",
+    "dtype": "float32",
+}
+LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0} | {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32} | {
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One odd shape; `prompt` tokens are prefilled and `completion` tokens decoded."""
+
+    family: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    prompt: int = 71
+    completion: int = 48
+    make: Callable[..., Any] = make_target
+
+
+CASES = {
+    "llama": Case("llama"),
+    "llama-legacy-config": Case("llama", {"legacy_config": True, "rope_parameters": LLAMA3_ROPE}),
+    "llama-wide-heads": Case("llama", {"head_dim": 24}),
+    "llama-one-kv-head": Case("llama", {"num_key_value_heads": 1, "vocab_size": 131}),
+    "llama-own-kv-heads": Case("llama", {"num_key_value_heads": 4}),
+    "llama-tied": Case("llama", {"tie_word_embeddings": True}),
+    "llama-biases": Case("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-llama3-rope": Case("llama", {"rope_parameters": LLAMA3_ROPE}),
+    "llama-yarn": Case("llama", {"rope_parameters": YARN_ROPE, "max_position_embeddings": 192}),
+    "llama-one-token-prompt": Case("llama", prompt=1),
+    "llama-whole-chunks": Case("llama", prompt=65),
+    "llama-past-tiles": Case("llama", {"max_position_embeddings": 1024}, prompt=545),
+    "qwen3": Case("qwen3"),
+    "qwen3-wide-heads": Case("qwen3", {"head_dim": 20, "num_attention_heads": 3, "num_key_value_heads": 1}),
+    "qwen3-tied-biased": Case("qwen3", {"tie_word_embeddings": True, "attention_bias": True}),
+    "gpt_oss": Case("gpt_oss"),
+    "gpt_oss-past-yarn": Case("gpt_oss", prompt=135),
+    "gpt_oss-window-128": Case("gpt_oss", {"sliding_window": 128, "num_hidden_layers": 2}, prompt=140),
+    "gpt_oss-wide-heads": Case("gpt_oss", {"head_dim": 16, "num_attention_heads": 6, "num_key_value_heads": 1}),
+    "gpt_oss-all-experts": Case("gpt_oss", {"num_local_experts": 3, "num_experts_per_tok": 3}),
+    "gpt_oss-mxfp4": Case("gpt_oss", make=mxfp4_target),
+}
+
+
+def build(case: Case, directory: Path, seed: int) -> Any:
+    """Write the case's target; transformers' model of it."""
+    if case.make is mxfp4_target:
+        return mxfp4_target(directory, seed=seed, **case.options)
+    return make_target(directory, case.family, seed=seed, **case.options)
+
+
+def prompt_of(length: int, vocab: int, seed: int) -> list[int]:
+    """A random prompt."""
+    generator = torch.Generator().manual_seed(1000 + seed)
+    return torch.randint(0, vocab, (length,), generator=generator).tolist()
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Every row within the tolerance of the row's largest logit."""
+    scale = expected.abs().amax(-1, keepdim=True)
+    worst = ((found - expected).abs() / scale).max()
+    assert worst < TOLERANCE, f"relative difference {worst:.2e}"
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("name", CASES)
+def test_logits_and_greedy_tokens_equal_those_of_transformers(name: str, seed: int, tmp_path: Path) -> None:
+    case = CASES[name]
+    model = build(case, tmp_path, seed)
+    prompt = prompt_of(case.prompt, model.config.vocab_size, seed)
+    context = max(OPTIONS["max_context"], case.prompt + case.completion)
+    with Runtime.load(tmp_path, **{**OPTIONS, "max_context": context}) as runtime:
+        recorder = Recorder(runtime)
+        request = recorder.submit(prompt, SamplingParams(max_tokens=case.completion))
+        completion = run_all(runtime)[request]
+    assert len(completion) == case.completion
+    expected = transformers_logits(model, prompt + completion)
+    # by induction this is greedy decoding: each token is what transformers chooses after all those before it
+    assert completion == expected[case.prompt - 1 : -1].argmax(-1).tolist()
+    found = torch.stack([recorder.logits[request][case.prompt + k] for k in range(case.completion)])
+    assert_close(found, expected[case.prompt - 1 : -1])
+
+
+@pytest.mark.parametrize("name", ["llama-biases", "llama-llama3-rope", "qwen3", "gpt_oss", "gpt_oss-mxfp4"])
+def test_prefill_gives_the_residual_streams_of_transformers(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    model = build(case, tmp_path, seed=2)
+    prompt = prompt_of(101, model.config.vocab_size, seed=2)
+    chunks: dict[int, list[torch.Tensor]] = {b: [] for b in range(model.config.num_hidden_layers + 1)}
+
+    def keep(op: Op, arguments: Mapping[str, torch.Tensor]) -> None:
+        for argument, buffer in op.writes.items():
+            prefix, _, boundary = buffer.rpartition(".")
+            if prefix == "prefill.residual" and boundary.isdigit():
+                chunks[int(boundary)].append(arguments[argument].clone())
+
+    with Runtime.load(tmp_path, **OPTIONS) as runtime:
+        runtime.executor.set_hook(keep)
+        runtime.submit(prompt, SamplingParams(max_tokens=1))
+        run_all(runtime)
+    expected = residual_streams(model, prompt[:-1])
+    assert len(expected) == len(chunks)
+    for boundary, stream in enumerate(expected):
+        found = torch.cat(chunks[boundary])[:100]
+        assert_close(found, stream)
+    final = torch.cat(chunks[len(chunks) - 1])[:100]
+    with torch.no_grad():
+        assert_close(model.lm_head(model.model.norm(final)), transformers_logits(model, prompt[:-1]))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_oss"])
+def test_neighbours_in_one_batch_equal_transformers_too(family: str, tmp_path: Path) -> None:
+    model = make_target(tmp_path, family, seed=3)
+    prompts = [prompt_of(length, model.config.vocab_size, length) for length in (3, 40, 90)]
+    with Runtime.load(tmp_path, **{**OPTIONS, "max_batch": 3}) as runtime:
+        names = [runtime.submit(prompt, SamplingParams(max_tokens=24)) for prompt in prompts]
+        completions = run_all(runtime)
+    for name, prompt in zip(names, prompts, strict=True):
+        chosen = transformers_logits(model, prompt + completions[name])[len(prompt) - 1 : -1].argmax(-1)
+        assert completions[name] == chosen.tolist()
+
+
+def test_the_window_and_yarn_matter_in_these_cases(tmp_path: Path) -> None:
+    """Else the parity above would say nothing about them."""
+    model = make_target(tmp_path, "gpt_oss", seed=0)
+    tokens = prompt_of(120, 97, 0)
+    expected = transformers_logits(model, tokens)
+    layers = [layer.self_attn for layer in model.model.layers]
+    changed = make_target(tmp_path / "wide", "gpt_oss", seed=0, sliding_window=128)
+    assert (transformers_logits(changed, tokens) - expected)[-1].abs().max() > 0.01
+    assert any(layer.sliding_window for layer in layers)
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    plain = make_target(tmp_path / "plain", "gpt_oss", seed=0, rope_parameters=rope)
+    assert (transformers_logits(plain, tokens) - expected)[-1].abs().max() > 0.01
