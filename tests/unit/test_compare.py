@@ -1,0 +1,195 @@
+"""`lowlat compare`: it passes where lowlat is right, and names the stage from which on it is not."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from safetensors.torch import load_file, save_file
+from tiny_models import FAMILIES, make_target, mxfp4_target, random_head
+
+from lowlat.cli.compare import command
+from lowlat.comparison import Recording, common_rows, differences, load_recording, record, save_recording
+from lowlat.errors import ConfigError, RequestError
+
+HEADS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "eagle-3.1": {"fc_norm": True, "norm_output": True},
+    "norms": {"norm_before_fc": True, "norm_before_residual": True},
+    "d2t-other-width": {"draft_vocab_size": 33, "hidden_size": 20, "own_embedding": True},
+    "qk-norm-biased": {"qk_norm": True, "attention_bias": True, "mlp_bias": True},
+    "target-lm-head": {"own_lm_head": False},
+    "repeated-captures": {"captures": (3, 3, 3)},
+}
+
+
+def compare(*arguments: object) -> Result:
+    """Run the command."""
+    return CliRunner().invoke(command, [str(argument) for argument in arguments], catch_exceptions=False)
+
+
+def report_of(result: Result) -> dict[str, Any]:
+    """Its JSON."""
+    report: dict[str, Any] = json.loads(result.stdout.strip().splitlines()[-1])
+    return report
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[Path, Path]:
+    """A target and a head."""
+    random_head(tmp_path / "head", make_target(tmp_path / "target", "llama"), norm_output=True)
+    return tmp_path / "target", tmp_path / "head"
+
+
+def change(directory: Path, name: str) -> None:
+    """Add noise to one stored tensor."""
+    tensors = load_file(directory / "model.safetensors")
+    tensors[name] += torch.randn_like(tensors[name])
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "mxfp4"])
+def test_every_stage_of_a_target_agrees_with_transformers(family: str, tmp_path: Path) -> None:
+    if family == "mxfp4":
+        mxfp4_target(tmp_path)
+    else:
+        make_target(tmp_path, family)
+    result = compare(tmp_path, "--json", "--against", "transformers", "--num-tokens", 6)
+    report = report_of(result)
+    assert result.exit_code == 0
+    assert report["passed"] and report["greedy_identical"]
+    names = [stage["stage"] for stage in report["stages"]]
+    assert names == [*(f"target.residual.{b}" for b in range(4)), "target.final_norm", "target.logits"]
+    assert [stage["num_rows"] for stage in report["stages"]] == [53] * 4 + [6] * 2
+    assert all(stage["cosine"] > 0.999999 and stage["max_difference"] < 1e-3 for stage in report["stages"])
+    assert report["stages"][-1]["top_k_overlap"] > 0.99
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_every_stage_of_a_head_agrees_with_plain_torch(name: str, tmp_path: Path) -> None:
+    random_head(tmp_path / "head", make_target(tmp_path / "target", "qwen3"), **HEADS[name])
+    result = compare(tmp_path / "target", "--head", tmp_path / "head", "--json", "--num-tokens", 5)
+    report = report_of(result)
+    assert result.exit_code == 0, report
+    levels = [f"head.{level}.{stage}" for level in range(3) for stage in ("attention", "ffn", "logits")]
+    stages = {stage["stage"]: stage for stage in report["stages"] if stage["stage"].startswith("head.")}
+    assert list(stages) == ["head.fc", *levels]
+    assert all(stage["cosine"] > 0.999999 for stage in stages.values())
+    assert stages["head.2.logits"]["top_k_overlap"] > 0.99
+
+
+def test_bfloat16_is_compared_in_bfloat16(pair: tuple[Path, Path]) -> None:
+    arguments = (pair[0], "--head", pair[1], "--dtype", "bfloat16", "--json", "--num-tokens", 4)
+    report = report_of(compare(*arguments, "--min-cosine", 0.99))
+    assert report["passed"]
+    assert report["stages"][1]["max_difference"] > 1e-4
+    assert compare(*arguments, "--min-cosine", 1.0).exit_code == 1
+
+
+def test_saved_tensors_name_the_first_layer_that_changed(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    target, head = pair
+    saved = tmp_path / "saved"
+    assert compare(target, "--head", head, "--save", saved, "--token-ids", "5,9,3, 8").exit_code == 0
+    same = report_of(compare(target, "--head", head, "--against", saved, "--json"))
+    assert same["passed"] and same["greedy_identical"]
+    assert all(stage["max_difference"] == 0 for stage in same["stages"])
+    change(target, "model.layers.1.mlp.down_proj.weight")
+    result = compare(target, "--head", head, "--against", saved, "--json")
+    assert result.exit_code == 1
+    failed = [stage["stage"] for stage in report_of(result)["stages"] if not stage["passed"]]
+    assert failed[:2] == ["target.residual.2", "target.residual.3"]
+    assert "target.residual.1" not in failed
+
+
+def test_a_recording_shows_a_flag_of_the_head_that_changed(pair: tuple[Path, Path]) -> None:
+    """Without the normed feedback the first drafts are right and the second are not."""
+    target, head = pair
+    expected = record(target, head, [5, 9, 3, 8])
+    config = json.loads((head / "config.json").read_text())
+    config["norm_output"] = False
+    (head / "config.json").write_text(json.dumps(config))
+    found = record(target, head, [5, 9, 3, 8])
+    furthest = {
+        name: float((rows[0] - expected.stages[name][0]).abs().max())
+        for name, rows in found.stages.items()
+        if name.startswith("head.")
+    }
+    assert furthest["head.0.logits"] == 0
+    assert furthest["head.1.logits"] > 1e-3
+
+
+def test_the_table_shows_the_stages_and_the_verdict(pair: tuple[Path, Path]) -> None:
+    result = compare(pair[0], "--num-tokens", 3, "--token-ids", "1 2 3")
+    assert result.exit_code == 0
+    assert "target.residual.3" in result.stdout
+    assert "passed: the same greedy tokens" in result.stdout
+
+
+def test_a_missing_transformers_is_named(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ConfigError, match=r"pip install 'transformers.*--against DIR"):
+        compare(pair[0], "--num-tokens", 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--prompt", "x", "--token-ids", "1"), "not both"),
+        (("--token-ids", "1,x"), "not an integer"),
+        (("--min-cosine", "2"), "-1.0<=x<=1.0"),
+    ],
+)
+def test_wrong_options_are_refused(pair: tuple[Path, Path], arguments: tuple[str, ...], message: str) -> None:
+    result = compare(pair[0], *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_a_prompt_that_cannot_be_served_is_refused(pair: tuple[Path, Path]) -> None:
+    with pytest.raises(RequestError, match="97"):
+        compare(pair[0], "--token-ids", "1,97")
+    with pytest.raises(RequestError, match=r"tokenizer\.json"):
+        compare(pair[0], "--prompt", "hello")
+
+
+def test_a_damaged_recording_is_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--save DIR"):
+        load_recording(tmp_path)
+    (tmp_path / "recording.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0rubbish!")
+    with pytest.raises(ConfigError, match="not a recording"):
+        load_recording(tmp_path)
+    save_file({"tokens": torch.zeros(3, dtype=torch.int64)}, tmp_path / "recording.safetensors")
+    with pytest.raises(ConfigError, match="not a recording"):
+        load_recording(tmp_path)
+
+
+def recording_of(tokens: tuple[int, ...], rows: torch.Tensor) -> Recording:
+    """A recording of a prompt of two tokens and no head."""
+    return Recording(tokens, 2, (), (), {"target.residual.0": rows, "target.logits": rows[1:].clone()})
+
+
+def test_rows_that_rest_on_other_tokens_are_not_compared(tmp_path: Path) -> None:
+    rows = torch.randn(4, 6)
+    ours, theirs = recording_of((1, 2, 3, 4, 5), rows), recording_of((1, 2, 3, 9, 5), rows + 1)
+    save_recording(theirs, tmp_path)
+    found, expected = common_rows(ours, load_recording(tmp_path))
+    assert found.tokens == expected.tokens == (1, 2, 3)
+    assert [len(found.stages[name]) for name in found.stages] == [3, 2]
+    with pytest.raises(ConfigError, match="different prompts"):
+        common_rows(ours, recording_of((1, 7, 3, 4, 5), rows))
+
+
+def test_differences_are_what_they_say() -> None:
+    rows = torch.tensor([[1.0, 0.0, 2.0], [0.0, 3.0, 4.0]])
+    other = torch.tensor([[1.0, 0.5, 2.0], [0.0, 4.0, 3.0]])
+    (difference,) = differences({"target.logits": rows, "only ours": rows}, {"target.logits": other})
+    assert difference.num_rows == 2
+    assert difference.max_difference == 1.0
+    assert difference.mean_difference == pytest.approx(2.5 / 6)
+    assert difference.cosine == pytest.approx(24 / 25)
+    assert difference.top_k_overlap == 1.0
+    with pytest.raises(ConfigError, match=r"expected shape \[1, 3\], found \[2, 3\]"):
+        differences({"x": rows}, {"x": other[:1]})
