@@ -18,7 +18,7 @@ from lowlat.state import StepGeometry
 from lowlat.step import build_step
 from lowlat.tree import TreeTopology
 
-__all__ = ["Loaded", "load", "make_geometry", "make_topologies"]
+__all__ = ["Loaded", "bucket_batches", "load", "make_geometry", "make_topologies"]
 
 logger = logging.getLogger("lowlat")
 Progress = Callable[[int, int], None]
@@ -62,7 +62,7 @@ def load(
         )
     head, topologies, error = _load_speculation(target, speculative)
     geometry = make_geometry(target, head, topologies, options, speculative)
-    ladder = BucketLadder(_batches(options.max_batch), {s: t.num_nodes for s, t in topologies.items()})
+    ladder = BucketLadder(bucket_batches(options.max_batch), {s: t.num_nodes for s, t in topologies.items()})
     programs = {bucket: build_step(geometry, bucket, topologies[bucket.num_speculative_tokens])
                 for bucket in ladder.buckets}  # fmt: skip
     weights = dict(target.weights)
@@ -146,6 +146,6 @@ def make_geometry(
     )
 
 
-def _batches(max_batch: int) -> list[int]:
+def bucket_batches(max_batch: int) -> list[int]:
     """1, 2, 4, 8 up to the largest, which is always there."""
     return sorted({size for size in (1, 2, 4, 8) if size < max_batch} | {max_batch})

@@ -20,7 +20,7 @@ from lowlat.checkpoint.fields import Fields
 from lowlat.errors import ConfigError
 from lowlat.geometry import HeadLayout
 
-__all__ = ["capture_boundaries"]
+__all__ = ["capture_boundaries", "default_boundaries"]
 
 IDS_KEY = "eagle_aux_hidden_state_layer_ids"
 MAX_FEATURES = 16
@@ -39,6 +39,11 @@ def _check(label: str, ids: tuple[int, ...], num_layers: int, num_features: int)
             )
 
 
+def default_boundaries(num_layers: int) -> tuple[int, int, int] | None:
+    """Where a head reads that names no layers; None below 7 layers, where the three are not different streams."""
+    return (2, num_layers // 2, num_layers - 3) if num_layers >= 7 else None
+
+
 def _from_config(
     fields: Fields, eagle: Fields | None, layout: HeadLayout, num_layers: int
 ) -> tuple[str, tuple[int, ...]]:
@@ -55,12 +60,13 @@ def _from_config(
                 ids = tuple(layer + 1 for layer in ids) if outputs and max(ids) < num_layers else ids
             found.append((f"{place.label}: {key}", ids))
     if not found:
-        if num_layers < 7:  # below, the three are not three different streams
+        default = default_boundaries(num_layers)
+        if default is None:
             raise ConfigError(
                 f"{fields.label}: {IDS_KEY} is missing, and its default (2, N / 2, N - 3) needs a target of 7 layers "
                 f"or more, found {num_layers}; {OVERRIDE}"
             )
-        return f"{fields.label}: the default {IDS_KEY}", (2, num_layers // 2, num_layers - 3)
+        return f"{fields.label}: the default {IDS_KEY}", default
     for label, ids in found[1:]:
         if ids != found[0][1]:
             raise ConfigError(

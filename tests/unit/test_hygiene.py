@@ -21,18 +21,12 @@ TRAIN_ONLY = {"gguf", "matplotlib", "transformers"}  # the extra `train`; may be
 
 # Code hidden in data, by the dotted name that a reference resolves to; a name stands for all below it.
 FORBIDDEN = {
-    **dict.fromkeys(
-        ("pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"), "pickle"
-    ),
+    **dict.fromkeys(("pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"), "pickle"),
     **dict.fromkeys(
         ("eval", "exec", "compile", "builtins.eval", "builtins.exec", "builtins.compile"), "code from text"
     ),
-    **dict.fromkeys(
-        ("torch.load", "torch.hub", "torch.package", "torch.jit.load", "torch.serialization"), "pickle"
-    ),
-    **dict.fromkeys(
-        ("yaml.load", "yaml.load_all", "yaml.full_load", "yaml.unsafe_load"), "not yaml.safe_load"
-    ),
+    **dict.fromkeys(("torch.load", "torch.hub", "torch.package", "torch.jit.load", "torch.serialization"), "pickle"),
+    **dict.fromkeys(("yaml.load", "yaml.load_all", "yaml.full_load", "yaml.unsafe_load"), "not yaml.safe_load"),
     **dict.fromkeys(("yaml.unsafe_load_all", "yaml.full_load_all"), "not yaml.safe_load"),
     **dict.fromkeys(("jinja2.Environment", "jinja2.environment"), "no sandbox"),
     **dict.fromkeys(("jinja2.nativetypes", "jinja2.sandbox.SandboxedEnvironment"), "mutable or no sandbox"),
@@ -249,9 +243,7 @@ def test_scanner_lets_the_harmless_pass(source: str) -> None:
 
 
 def test_nothing_runs_code_out_of_data(modules: list[Module]) -> None:
-    found = [
-        f"{module.path}:{danger}" for module in modules for danger in dangers(module.tree, module.package)
-    ]
+    found = [f"{module.path}:{danger}" for module in modules for danger in dangers(module.tree, module.package)]
     assert not found, "\n".join(found)
 
 
@@ -339,9 +331,7 @@ def faults_of_all(module: Module) -> Iterator[str]:
 
 
 def test_all_of_every_public_module_resolves(modules: list[Module]) -> None:
-    public = [
-        module for module in modules if not any(part.startswith("_") for part in module.name.split("."))
-    ]
+    public = [module for module in modules if not any(part.startswith("_") for part in module.name.split("."))]
     wrong = [fault for module in public for fault in faults_of_all(module)]
     assert not wrong, "\n".join(wrong)
 

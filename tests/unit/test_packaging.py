@@ -23,12 +23,8 @@ from packaging.utils import canonicalize_name
 FOLDERS = ("graphs", "kernels", "ipc")
 PACKAGES = ("lowlat", *FOLDERS)
 
-TRY_COMMAND = (
-    "python3 -m venv .venv && .venv/bin/pip install -c constraints.txt -e . && .venv/bin/lowlat demo"
-)
-TEST_COMMAND = (
-    "python3 -m venv .venv && .venv/bin/pip install -c constraints.txt -e '.[test]' && .venv/bin/pytest"
-)
+TRY_COMMAND = "python3 -m venv .venv && .venv/bin/pip install -c constraints.txt -e . && .venv/bin/lowlat demo"
+TEST_COMMAND = "python3 -m venv .venv && .venv/bin/pip install -c constraints.txt -e '.[test]' && .venv/bin/pytest"
 
 # declared for what it does to others: torch warns at import where NumPy is missing
 NEED_NO_IMPORT = {"numpy"}
@@ -153,9 +149,7 @@ def test_bare_names_are_not_ours_under_pytest(repository: Path) -> None:
         spec = importlib.util.find_spec(folder)
         places = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or [])]
         ours = str(repository / folder)
-        assert not any(place and place.startswith(ours) for place in places), (
-            f"{folder} is the checkout's folder"
-        )
+        assert not any(place and place.startswith(ours) for place in places), f"{folder} is the checkout's folder"
 
 
 def test_ipc_imports_nothing_heavy_and_fast(installed: Path, tmp_path: Path) -> None:
@@ -221,17 +215,13 @@ def test_dependencies_are_those_that_are_imported(
         for top, at_module_level in third_party_imports(ast.parse((repository / name).read_text())):
             distributions = {canonicalize_name(owner) for owner in owners.get(top, [top])}
             allowed = extra if training or not at_module_level else base
-            assert distributions & allowed, (
-                f"{name} imports {top}, which pyproject.toml does not declare for it"
-            )
+            assert distributions & allowed, f"{name} imports {top}, which pyproject.toml does not declare for it"
             used |= distributions
     unused = base - used - NEED_NO_IMPORT
     assert not unused, f"declared in pyproject.toml and imported nowhere: {sorted(unused)}"
 
 
-def test_constraints_pin_every_dependency_at_the_installed_version(
-    repository: Path, settings: dict[str, Any]
-) -> None:
+def test_constraints_pin_every_dependency_at_the_installed_version(repository: Path, settings: dict[str, Any]) -> None:
     text = (repository / "constraints.txt").read_text()
     lines = [line.split("#")[0].strip() for line in text.splitlines()]
     pins = requirements([line for line in lines if line])
@@ -247,9 +237,7 @@ def test_constraints_pin_every_dependency_at_the_installed_version(
 
 
 def test_type_checker_covers_every_folder(tree_files: list[Path], settings: dict[str, Any]) -> None:
-    folders = {name.parts[0] for name in tree_files if name.suffix == ".py"} - set(
-        FOLDERS
-    )  # reached by the links
+    folders = {name.parts[0] for name in tree_files if name.suffix == ".py"} - set(FOLDERS)  # reached by the links
     assert set(settings["tool"]["mypy"]["files"]) == folders
 
 
@@ -277,8 +265,7 @@ def test_a_stranger_gets_the_cuda_build(clone: Path, tmp_path: Path) -> None:
     command += ["-c", "constraints.txt", "-e", "."]
     subprocess.run([sys.executable, "-m", *command], cwd=clone, env=environment, check=True)
     found = {
-        item["metadata"]["name"]: item["metadata"]["version"]
-        for item in json.loads(report.read_text())["install"]
+        item["metadata"]["name"]: item["metadata"]["version"] for item in json.loads(report.read_text())["install"]
     }
     assert found["torch"] == "2.13.0"
     assert found["cuda-toolkit"].startswith("13.0.")

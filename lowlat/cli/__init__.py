@@ -1,0 +1,85 @@
+"""The command line: `lowlat COMMAND`. A command's module is imported when the command runs, and not before.
+
+Exit codes: 0 well; 1 a failure, or a check that did not hold; 2 a wrong option, model directory or request; 130
+interrupted. Errors are one line on stderr; `--debug` shows the traceback as well.
+"""
+
+import sys
+from importlib import import_module
+from typing import Any
+
+import click
+
+from lowlat import __version__
+from lowlat.errors import ConfigError, LowlatError, RequestError
+
+__all__ = ["COMMANDS", "LazyGroup", "cli", "main"]
+
+# name -> (module, which holds a click command of the name `command`; what `lowlat --help` says of it)
+COMMANDS = {
+    "demo": ("lowlat.cli.demo", "Speculate on the bundled model, and check it against plain decoding."),
+    "generate": ("lowlat.cli.generate", "Continue a prompt, or answer one, with any model directory."),
+    "inspect": ("lowlat.cli.inspect", "Show a model's, a head's or a tree's geometry, memory and buffers."),
+    "compare": ("lowlat.cli.compare", "Compare target and head, stage by stage, with another implementation."),
+    "doctor": ("lowlat.cli.doctor", "Check this machine, and that a head and its target fit together."),
+}
+INTERRUPTED = 130
+
+
+class LazyGroup(click.Group):
+    """A group that imports a command when it is asked for, and turns errors into messages and exit codes."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The names, in the order of COMMANDS."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import one command's module; None for an unknown name."""
+        if cmd_name not in COMMANDS:
+            return None
+        command = import_module(COMMANDS[cmd_name][0]).command
+        return command if isinstance(command, click.Command) else None
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the table of commands without importing any."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; what it raises ends as a line on stderr and an exit code."""
+        from lowlat.cli.console import log_to_stderr
+
+        try:
+            with log_to_stderr():
+                return super().invoke(ctx)
+        except (click.ClickException, click.exceptions.Exit, BrokenPipeError):
+            raise
+        except (KeyboardInterrupt, click.Abort):
+            click.echo("interrupted", err=True)
+            ctx.exit(INTERRUPTED)
+        except Exception as error:
+            if ctx.params["debug"]:
+                raise
+            click.echo(f"error: {_described(error)}", err=True)
+            ctx.exit(2 if isinstance(error, (ConfigError, RequestError)) else 1)
+
+
+def _described(error: Exception) -> str:
+    if isinstance(error, LowlatError):
+        return str(error)
+    return f"{type(error).__name__}: {error} (not expected; `lowlat --debug ...` shows where)"
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="lowlat")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+def cli(debug: bool) -> None:
+    """Large language models decoded at the lowest latency one GPU host can give."""
+
+
+def main() -> None:
+    """Run the command line; the entry point `lowlat`."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal's encoding may lack what a model writes
+    cli(prog_name="lowlat")

@@ -1,0 +1,137 @@
+"""What commands write: results on stdout, everything else on stderr; colours and bars on a terminal only.
+
+It knows neither models nor commands. rich is imported when a table or a bar is drawn.
+"""
+
+import json
+import logging
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import click
+
+__all__ = ["format_bytes", "loading_bar", "log_to_stderr", "print_json", "print_table", "progress_bar", "stream_text"]
+
+Update = Callable[[int, int], None]  # done, total
+PIPE_WIDTH = 1000  # a table is never cut where there is no terminal
+
+
+class _StderrHandler(logging.Handler):
+    """Writes the package's log to stderr; outside the traces a line that was written is not repeated."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self._written: set[str] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one record as a line."""
+        line = record.getMessage()
+        if record.levelno >= logging.WARNING:
+            line = f"{record.levelname.lower()}: {line}"
+        if record.name != "lowlat.trace":
+            if line in self._written:
+                return
+            self._written.add(line)
+        print(line, file=sys.stderr)  # not click.echo: a bar that is being drawn makes room for sys.stderr only
+
+
+@contextmanager
+def log_to_stderr() -> Iterator[None]:
+    """Show the package's log on stderr as long as the context lasts."""
+    logger, handler = logging.getLogger("lowlat"), _StderrHandler()
+    level, propagates = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = propagates
+
+
+def print_json(value: object) -> None:
+    """Write one JSON object as one line of ASCII on stdout. Raises ValueError for NaN and infinities."""
+    click.echo(json.dumps(value, allow_nan=False))
+
+
+def stream_text(text: str, **style: Any) -> None:
+    """Write text on stdout at once; on a terminal with a style (see `click.style`), without control characters.
+
+    What a model writes is not trusted with a terminal's escape sequences; a pipe or file gets it unchanged.
+    """
+    if sys.stdout.isatty():
+        safe = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+        text = click.style(safe, **style) if style else safe
+    click.echo(text, nl=False, color=True)  # True: leave the text's own bytes alone
+    sys.stdout.flush()
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Write a table on stdout: columns of numbers to the right; on a pipe in full, without styles."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD)
+    for index, name in enumerate(columns):
+        cells = [row[index] for row in rows]
+        numeric = bool(cells) and all(isinstance(cell, (int, float)) for cell in cells)
+        table.add_column(name, justify="right" if numeric else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(_shown(cell)) for cell in row))
+    width = None if sys.stdout.isatty() else PIPE_WIDTH
+    console = Console(file=sys.stdout, highlight=False, width=width)
+    console.print(Text(title, style="bold"))
+    console.print(table)
+
+
+def _shown(cell: object) -> str:
+    if isinstance(cell, bool):
+        return "yes" if cell else "no"
+    if isinstance(cell, float):
+        return f"{cell:.2f}"
+    return f"{cell:,}" if isinstance(cell, int) else str(cell)
+
+
+def format_bytes(count: int) -> str:
+    """Bytes in the largest binary unit that leaves a whole part: 1536 is `1.50 KiB`."""
+    if count < 1024:
+        return f"{count} B"
+    value = count / 1024
+    for unit in ("KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.2f} {unit}"
+        value /= 1024
+    return f"{value:.2f} GiB"
+
+
+@contextmanager
+def progress_bar(description: str, *, as_bytes: bool = False) -> Iterator[Update | None]:
+    """A bar on stderr that vanishes at the end; gives its update(done, total), or None without a terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    count = DownloadColumn(binary_units=True) if as_bytes else MofNCompleteColumn()
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), count, TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(description, total=None)
+
+        def update(done: int, total: int) -> None:
+            progress.update(task, completed=done, total=total)
+
+        yield update
+
+
+@contextmanager
+def loading_bar(description: str) -> Iterator[Update | None]:
+    """A bar in bytes, for the progress callback of `Runtime.load`."""
+    with progress_bar(description, as_bytes=True) as update:
+        yield update

@@ -1,0 +1,110 @@
+"""Loading a runtime and running one request in it, with bars on the terminal: what demo, generate and doctor share."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lowlat.checkpoint import read_model_config
+from lowlat.cli.console import loading_bar, progress_bar
+from lowlat.config import RuntimeConfig, SpeculativeConfig
+from lowlat.devices import leave_a_core
+from lowlat.errors import RequestError
+from lowlat.metrics import RequestMetrics
+from lowlat.request import SamplingParams, StepOutput, TokenLogprobs
+from lowlat.runtime import Runtime
+from lowlat.text import TextCodec
+
+__all__ = ["Generation", "chat_ids", "default_context", "load_runtime", "run_request"]
+
+LONG_PREFILL_CHUNKS = 4  # a shorter prompt is done before a bar could be read
+
+
+@dataclass
+class Generation:
+    """What one request brought; `text` is None without a tokenizer."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    error: str | None = None
+    simulated: bool = False
+    metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(""))
+
+    def add(self, output: StepOutput) -> None:
+        """Append one step's output."""
+        self.token_ids.extend(output.token_ids)
+        if output.text is not None:
+            self.text = (self.text or "") + output.text
+        self.logprobs.extend(output.logprobs or ())
+        self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
+        self.error, self.simulated = output.error, output.simulated
+
+
+def default_context(model: Path, wanted: int | None) -> int:
+    """The context asked for, or the usual one where the model has room for it. Raises ConfigError."""
+    if wanted is not None:
+        return wanted
+    return min(RuntimeConfig.max_context, read_model_config(model).max_position)
+
+
+def load_runtime(
+    model: Path, speculative: SpeculativeConfig | None, max_context: int | None, **options: Any
+) -> Runtime:
+    """Load a runtime behind a bar of its bytes. Raises ConfigError."""
+    leave_a_core()
+    context = default_context(model, max_context)
+    with loading_bar(f"loading {model.name}") as update:
+        return Runtime.load(model, speculative, progress=update, max_context=context, **options)
+
+
+def chat_ids(codec: TextCodec | None, user: str, system: str | None = None) -> list[int]:
+    """Token ids of a user's message in the model's chat template. Raises RequestError where there is none."""
+    if codec is None:
+        raise RequestError("a chat needs tokenizer.json in the model directory; give token ids")
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    messages.append({"role": "user", "content": user})
+    return codec.encode(codec.apply_chat_template(messages), add_special_tokens=False)
+
+
+def run_request(
+    runtime: Runtime,
+    prompt: Sequence[int] | str,
+    params: SamplingParams,
+    on_output: Callable[[StepOutput], None] | None = None,
+) -> Generation:
+    """Run one request to its end, handing on what each step brings; a long prefill has a bar."""
+    name = runtime.submit(prompt, params)
+    generation = Generation()
+    for output in _prefill(runtime, runtime.metrics(name).prompt_tokens):
+        _take(output, generation, on_output)
+    while runtime.busy:
+        for output in runtime.step():
+            _take(output, generation, on_output)
+    generation.metrics = runtime.metrics(name)
+    return generation
+
+
+def _take(output: StepOutput, generation: Generation, on_output: Callable[[StepOutput], None] | None) -> None:
+    generation.add(output)
+    if on_output is not None:
+        on_output(output)
+
+
+def _prefill(runtime: Runtime, num_tokens: int) -> list[StepOutput]:
+    """Step until the first output of a runtime's only request, one chunk a step."""
+    chunk = runtime.geometry.prefill_chunk
+    if num_tokens <= LONG_PREFILL_CHUNKS * chunk:
+        return []
+    with progress_bar("prefill") as update:
+        done = 0
+        while runtime.busy:
+            outputs = runtime.step()
+            if outputs:
+                return outputs
+            done = min(done + chunk, num_tokens)
+            if update is not None:
+                update(done, num_tokens)
+    return []

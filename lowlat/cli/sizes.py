@@ -1,0 +1,119 @@
+"""What a model, a head and a runtime of them will take, by part, from their configs alone: no weight is read."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowlat.checkpoint import LoadedHead, LoadedTarget, read_head_config, read_model_config, weight_plan
+from lowlat.config import RuntimeConfig, SpeculativeConfig
+from lowlat.graphs import Bucket, BufferSpec
+from lowlat.loading import bucket_batches, make_geometry, make_topologies
+from lowlat.memory import memory_need
+from lowlat.prefill import build_prefill
+from lowlat.program import Program
+from lowlat.state import StepGeometry
+from lowlat.step import build_step
+from lowlat.tree import TreeTopology
+
+__all__ = ["Plan", "buffer_dict", "kv_bytes_per_token", "parts_of", "plan_runtime"]
+
+WeightPlan = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+PART_OF = {  # the last name but the tensor's own: `layers.3.qkv.weight` is qkv
+    **dict.fromkeys(("embed",), "embedding"),
+    **dict.fromkeys(("qkv", "q", "kv", "o", "q_norm", "k_norm", "sinks"), "attention"),
+    **dict.fromkeys(("gate_up", "down"), "ffn"),
+    **dict.fromkeys(("router", "experts"), "experts"),
+    **dict.fromkeys(("attn_norm", "ffn_norm", "norm", "embed_norm", "hidden_norm", "input_norm", "fc_norm"), "norms"),
+    **dict.fromkeys(("fc",), "fc"),
+    **dict.fromkeys(("lm_head",), "lm_head"),
+    **dict.fromkeys(("draft_to_target",), "draft_map"),
+}
+
+
+def parts_of(plan: WeightPlan) -> dict[str, dict[str, int]]:
+    """Parameters and bytes by part, and in all; MXFP4 blocks hold two parameters a byte, scales and maps none."""
+    parts: dict[str, dict[str, int]] = {}
+    for name, (shape, dtype) in plan.items():
+        count = 1
+        for extent in shape:
+            count *= extent
+        parameters = count if dtype.is_floating_point else 2 * count if name.endswith(".blocks") else 0
+        for part in (_part(name), "total"):
+            entry = parts.setdefault(part, {"parameters": 0, "bytes": 0})
+            entry["parameters"] += parameters
+            entry["bytes"] += count * dtype.itemsize
+    parts["total"] = parts.pop("total")
+    return parts
+
+
+def _part(name: str) -> str:
+    pieces = [piece for piece in name.split(".") if not piece.isdecimal() and piece not in ("layers", "head")]
+    return PART_OF.get(pieces[0], pieces[0])
+
+
+def kv_bytes_per_token(specs: Iterable[BufferSpec], block_size: int) -> int:
+    """Bytes that one more token takes in the caches among these buffers, [P, G, block, D] each."""
+    return sum(spec.num_bytes // (spec.shape[0] * block_size) for spec in specs if "_cache" in spec.name)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A runtime's shapes and programs, with weights that have shapes and no content."""
+
+    geometry: StepGeometry
+    topologies: Mapping[int, TreeTopology]
+    weights: Mapping[str, torch.Tensor]
+
+    def program(self, batch: int, num_speculative_tokens: int) -> Program:
+        """The step's program in one bucket."""
+        topology = self.topologies[num_speculative_tokens]
+        return build_step(self.geometry, Bucket(batch, topology.num_nodes, num_speculative_tokens), topology)
+
+    def memory(self, max_batch: int, device: torch.device) -> dict[str, int]:
+        """Bytes at load, by part: the loaded weights, and what the executor allocates beside them."""
+        programs = [self.program(batch, depth) for batch in bucket_batches(max_batch) for depth in self.topologies]
+        need = memory_need((*programs, build_prefill(self.geometry)), self.weights, device)
+        loaded = sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in self.weights.values()}.values())
+        return {
+            "loaded_weights_bytes": loaded,
+            "executor_weights_bytes": need.weights_bytes,
+            "kv_bytes": need.kv_bytes,
+            "state_bytes": need.state_bytes,
+            "scratch_bytes": need.scratch_bytes,
+            "total_bytes": loaded + need.total_bytes,
+        }
+
+
+def plan_runtime(target: Path, options: RuntimeConfig, speculative: SpeculativeConfig | None) -> Plan:
+    """The plan of `Runtime.load` with these options. Raises ConfigError."""
+    config = read_model_config(target, dtype=options.dtype)
+    weights = _without_content(weight_plan(config))
+    if config.tie_embeddings:
+        weights["lm_head.weight"] = weights["embed.weight"]
+    loaded_target = LoadedTarget(config, {}, target)
+    head, topologies = None, {0: TreeTopology.chain(0)}
+    if speculative is not None:
+        head_config = read_head_config(speculative.model, config, capture_layers=speculative.capture_layers)
+        head = LoadedHead(head_config, {}, Path(speculative.model), ())
+        topologies = make_topologies(speculative)
+        weights.update(_without_content(weight_plan(head_config, dtype=config.dtype)))
+    geometry = make_geometry(loaded_target, head, topologies, options, speculative)
+    return Plan(geometry, topologies, weights)
+
+
+def _without_content(plan: WeightPlan) -> dict[str, torch.Tensor]:
+    return {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in plan.items()}
+
+
+def buffer_dict(spec: BufferSpec) -> dict[str, Any]:
+    """One buffer as JSON values."""
+    return {
+        "name": spec.name,
+        "shape": list(spec.shape),
+        "dtype": str(spec.dtype).removeprefix("torch."),
+        "role": spec.role.value,
+        "bytes": spec.num_bytes,
+    }
