@@ -217,7 +217,7 @@ def _config(sizes: HeadSizes) -> dict[str, Any]:
 
 
 def save_head(head: Eagle3Head, directory: str | Path) -> None:
-    """Write config.json and model.safetensors (bf16), names as published; d2t and t2d only if ids are left out."""
+    """Write config.json and model.safetensors (bf16), names as published; d2t, t2d only if ids are left out."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}

@@ -15,10 +15,21 @@ __all__ = ["thin"]
 
 
 def thin(log: list[dict[str, Any]], limit: int = 60) -> list[dict[str, Any]]:
-    """Return at most about `limit` entries: means of equal runs of the loss, and the first and last as they are."""
-    size = max(1, len(log) // limit)
-    groups = [log[begin : begin + size] for begin in range(0, len(log), size)]
-    return [{**group[-1], "loss": round(sum(entry["loss"] for entry in group) / len(group), 4)} for group in groups]
+    """Return at most `limit` entries of step, tokens and loss, each the mean of a run of entries by steps covered."""
+    size = -(-len(log) // limit)
+    begins = range(0, max(1, len(log) - size + 1), size)  # what is left over joins the last run
+    thinned = []
+    for begin in begins:
+        end = len(log) if begin == begins[-1] else begin + size
+        group, total, covered = log[begin:end], 0.0, 0
+        previous = log[begin - 1]["step"] if begin else 0
+        for entry in group:
+            total += entry["loss"] * (entry["step"] - previous)
+            covered += entry["step"] - previous
+            previous = entry["step"]
+        last = group[-1]
+        thinned.append({"step": last["step"], "tokens": last["tokens"], "loss": round(total / max(1, covered), 4)})
+    return thinned
 
 
 def main() -> None:

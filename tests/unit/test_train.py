@@ -62,7 +62,9 @@ def sequential_drafts(
             out[:, i + half] = x[:, i + half] * math.cos(angle) + x[:, i] * math.sin(angle)
         return out
 
-    keys, values, drafts = [], [], []
+    keys: list[Tensor] = []
+    values: list[Tensor] = []
+    drafts: list[int] = []
 
     def row(token: int, hidden: Any, position: int) -> Any:
         both = torch.cat(
@@ -83,7 +85,7 @@ def sequential_drafts(
         i = int((w["lm_head.weight"] @ norm(h2, "norm.weight")).argmax())
         return h2, i + int(head.d2t[i])
 
-    hidden = None
+    hidden, draft = torch.zeros(0), -1
     for j in range(root):
         hidden, draft = row(int(tokens[j + 1]), w["fc.weight"] @ features[j], j)
     drafts.append(draft)
@@ -266,3 +268,14 @@ def test_questions_come_from_the_text() -> None:
     questions = make_questions(documents, 30)
     assert len(questions) == len(set(questions)) == 30
     assert any("dog" in question for question in questions)
+
+
+def test_a_thinned_log_keeps_its_mean() -> None:
+    from lowlat.train.plot import thin
+
+    log = [{"step": 10 * (i + 1), "tokens": i, "loss": float(i)} for i in range(7)] + [
+        {"step": 71, "tokens": 9, "loss": 99.0}
+    ]
+    short = thin(log, 3)
+    assert [entry["step"] for entry in short] == [30, 71] and short[0]["loss"] == 1.0
+    assert short[1]["loss"] == pytest.approx((10 * (3 + 4 + 5 + 6) + 99) / 41, abs=1e-4)
