@@ -118,12 +118,6 @@ class Mailbox:
         self._written += 1
         self._state["command_tail"].fill_(self._written)
 
-    @property
-    def full(self) -> bool:
-        """Whether the command ring has no room before the next step takes what is in it."""
-        taken = int(self._state["command_head"])
-        return self._written - taken >= self._state["command_ring"].shape[0] - 1
-
     def write_chunk(
         self, tokens: Sequence[int], start: int, table: Sequence[int], num_target: int, num_head: int
     ) -> None:

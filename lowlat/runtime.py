@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from lowlat.config import RuntimeConfig, SpeculativeConfig, options_from
 from lowlat.errors import LowlatError, RequestError
+from lowlat.kernels.reference.slot_record import MAX_STOPS
 from lowlat.kvcache import KVCache
 from lowlat.loading import Loaded, load
 from lowlat.mailbox import Mailbox, SlotPublication
@@ -26,8 +27,6 @@ from lowlat.text import TextCodec
 from lowlat.trace import Tracer
 
 __all__ = ["Runtime"]
-
-MAX_STOPS = 32  # per slot, the model's own end tokens included
 
 
 class Runtime:
@@ -108,7 +107,7 @@ class Runtime:
         params = SamplingParams() if params is None else params
         prompt_ids = self._encode(prompt)
         self._check_limits(prompt_ids, params)
-        name = request_id if request_id is not None else f"request-{next(self._ids)}"
+        name = self._new_id() if request_id is None else request_id
         if name in self._book:
             raise RequestError(f"request id {name!r:.80} was used by a request that has ended")
         seed = secrets.randbits(63) if params.seed is None else params.seed
@@ -196,6 +195,10 @@ class Runtime:
         if self._closed:
             raise LowlatError("the runtime is closed")
 
+    def _new_id(self) -> str:
+        names = (f"request-{number}" for number in self._ids)
+        return next(name for name in names if name not in self._book and name not in self._sessions)
+
     def _depth(self, asked: int | None) -> int:
         depth = self.num_speculative_tokens if asked is None else asked
         if asked is None and self.head_config is None:
@@ -232,7 +235,13 @@ class Runtime:
 
     def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
         own = () if params.ignore_eos else self.model_config.eos_token_ids
-        return tuple(dict.fromkeys((*params.stop_token_ids, *own)))[:MAX_STOPS]
+        stop_ids = tuple(dict.fromkeys((*params.stop_token_ids, *own)))
+        if len(stop_ids) > MAX_STOPS:
+            raise RequestError(
+                f"{len(stop_ids)} stop tokens, the model's own {len(own)} included, exceed {MAX_STOPS}; "
+                "give fewer stop_token_ids, or ignore_eos"
+            )
+        return stop_ids
 
     def _prefill(self, chunk: PrefillChunk) -> None:
         session = self._sessions[chunk.request_id]

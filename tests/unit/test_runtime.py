@@ -187,6 +187,31 @@ def test_a_prefix_is_reused_and_changes_nothing() -> None:
         assert same[0] == same[1]  # the head's KV too: the very same drafts were accepted
 
 
+def test_what_decoding_wrote_is_shared_only_when_asked_for() -> None:
+    prompt = list(range(300, 340))
+    cached = {}
+    for share in (False, True):
+        options: dict[str, Any] = {"prefill_chunk": 32, "block_size": 16, "share_decoded": share}
+        with Runtime.load(TARGET, HEAD, max_batch=1, max_context=256, **options) as runtime:
+            answer = tokens_of(run(runtime, prompt, SamplingParams(max_tokens=80, ignore_eos=True)))
+            name = runtime.submit([*prompt, *answer], SamplingParams(max_tokens=24, ignore_eos=True))
+            while runtime.busy:
+                runtime.step()
+            runtime.scheduler.invariants()
+            cached[share] = runtime.metrics(name).cached_prompt_tokens
+            stats = runtime.metrics(name).speculation
+            assert stats is not None
+            assert stats.total_accepted_tokens > 0  # the head's rows came along
+    assert cached == {False: 32, True: 96}
+
+
+def test_given_ids_do_not_meet_made_ones() -> None:
+    with Runtime.load(TARGET, max_batch=1, max_context=64) as runtime:
+        few = SamplingParams(max_tokens=1)
+        names = [runtime.submit([1, 2], few, request_id="request-0"), runtime.submit([1, 2], few)]
+        assert len(set(names)) == 2
+
+
 def test_simulated_acceptance_is_marked_everywhere() -> None:
     config = SpeculativeConfig(
         model=DEMO / "head", num_speculative_tokens=3, simulated_accept_length=2.5, simulated_seed=1

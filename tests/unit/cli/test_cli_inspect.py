@@ -1,0 +1,163 @@
+"""`lowlat inspect`: what is forecast is what is stored and allocated."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from cli_calls import answer, lowlat, refusal
+from safetensors.torch import load_file
+from tiny_models import PairPaths, make_target, random_head
+
+from lowlat import Runtime, SpeculativeConfig
+from lowlat.checkpoint import load_head, load_target
+from lowlat.cli.sizes import parts_of
+from lowlat.graphs import BufferSet, Role
+
+
+def test_inspect_model_counts_what_is_stored(pair: PairPaths) -> None:
+    found = answer("inspect", "model", pair.target, "--context", 100, "--batch", 2, "--json")
+    tensors = load_file(pair.target / "model.safetensors")
+    assert found["parts"]["total"]["parameters"] == sum(tensor.numel() for tensor in tensors.values())
+    assert found["parts"]["total"]["bytes"] == sum(tensor.nbytes for tensor in tensors.values())
+    assert found["parts"]["embedding"] == {"parameters": 97 * 32, "bytes": 4 * 97 * 32}
+    assert found["parts"]["ffn"]["parameters"] == 2 * 3 * 32 * 48
+    assert found["parts"]["attention"]["parameters"] == 2 * (2 * 32 * 32 + 2 * 16 * 32)
+    assert found["geometry"]["hidden_size"] == 32 and found["geometry"]["dtype"] == "float32"
+    assert found["default_capture_boundaries"] is None
+    assert found["kv"]["bytes_per_token"] == 2 * 2 * 2 * 8 * 4  # k and v, layers, KV heads, head size, float32
+    blocks = 2 * -(-(100 + 1) // 32) + 1
+    assert found["kv"]["num_blocks"] == blocks
+    assert found["kv"]["bytes"] == blocks * 32 * found["kv"]["bytes_per_token"]
+
+
+@pytest.mark.parametrize("with_head", [False, True])
+def test_inspect_model_forecasts_what_a_runtime_allocates(pair: PairPaths, with_head: bool) -> None:
+    extra = ("--head", pair.head, "-S", 2) if with_head else ()
+    found = answer("inspect", "model", pair.target, *extra, "--context", 100, "--batch", 3, "--buffers", "--json")
+    speculative = SpeculativeConfig(model=pair.head, num_speculative_tokens=2) if with_head else None
+    with Runtime.load(pair.target, speculative, max_batch=3, max_context=100) as runtime:
+        state = runtime.executor.state
+        caches = sum(spec.num_bytes for name, spec in state.specs.items() if "_cache" in name)
+        assert found["memory"]["kv_bytes"] == found["kv"]["bytes"] == caches
+        bucket = runtime.ladder.choose(3, 2 if with_head else 0)
+        program = runtime.executor.program(bucket)
+        assert found["bucket"] == program.name
+        scratch: dict[str, BufferSet] = {str(each): runtime.executor.scratch(each) for each in runtime.ladder.buckets}
+        listed = {buffer["name"]: buffer for buffer in found["buffers"]}
+        assert set(listed) == set(program.buffers)
+        for name, spec in program.buffers.items():
+            assert listed[name]["shape"] == list(spec.shape) and listed[name]["bytes"] == spec.num_bytes
+            assert f"torch.{listed[name]['dtype']}" == str(spec.dtype) and listed[name]["role"] == spec.role.value
+        own = sum(buffers.num_bytes(Role.SCRATCH) for buffers in scratch.values())
+        assert own <= found["memory"]["scratch_bytes"]  # and prefill's
+    parts = ("loaded_weights", "executor_weights", "kv", "state", "scratch")
+    assert found["memory"]["total_bytes"] == sum(found["memory"][f"{part}_bytes"] for part in parts)
+    weights = load_target(pair.target).weights | (
+        load_head(pair.head, runtime.model_config).weights if with_head else {}
+    )
+    unique = {tensor.data_ptr(): tensor.nbytes for tensor in weights.values()}
+    assert found["memory"]["loaded_weights_bytes"] == sum(unique.values())
+
+
+def test_inspect_model_refuses_what_load_refuses(pair: PairPaths) -> None:
+    assert "max_context 513 exceeds" in refusal("inspect", "model", pair.target, "--context", 513)
+    assert "max_batch must be from 1 to 8" in refusal("inspect", "model", pair.target, "--batch", 9)
+    assert "-S needs --head" in refusal("inspect", "model", pair.target, "-S", 3)
+
+
+def test_mxfp4_blocks_hold_two_parameters_a_byte() -> None:
+    plan = {
+        "layers.0.experts.down.blocks": ((4, 64, 2, 16), torch.uint8),
+        "layers.0.experts.down.scales": ((4, 64, 2), torch.uint8),
+        "layers.0.router.weight": ((4, 64), torch.bfloat16),
+    }
+    parts = parts_of(plan)
+    assert parts["experts"] == {"parameters": 4 * 64 * 64 + 4 * 64, "bytes": 4 * 64 * 34 + 2 * 4 * 64}
+    assert parts["total"] == parts["experts"]
+
+
+@pytest.mark.parametrize(
+    ("override", "boundaries", "meaning"),
+    [((), [0, 2, 2], "boundaries: id k"), (("--capture-layers", "1,1,2"), [1, 1, 2], "--capture-layers")],
+)
+def test_inspect_head_names_convention_and_vocabulary(
+    pair: PairPaths, override: tuple[str, ...], boundaries: list[int], meaning: str
+) -> None:
+    found = answer("inspect", "head", pair.head, "--target", pair.target, *override, "--json")
+    assert found["layout"] == "speculators"
+    assert found["capture"]["boundaries"] == boundaries
+    assert meaning in found["capture"]["convention"]
+    assert found["capture"]["ids"] == [0, 2, 2] and found["capture"]["target_layers"] == 2
+    assert found["draft_vocabulary"]["draft_ids"] == 80 and found["draft_vocabulary"]["target_ids"] == 97
+    assert found["draft_vocabulary"]["map"] == "d2t"
+    tensors = load_file(pair.head / "model.safetensors")
+    stored = sum(tensor.numel() for name, tensor in tensors.items() if name not in ("d2t", "t2d"))
+    assert found["parts"]["total"]["parameters"] == stored
+    assert found["flags"]["norm_before_residual"] is True and found["flags"]["norm_output"] is False
+
+
+def test_inspect_head_sees_layers_outputs(pair: PairPaths, tmp_path: Path) -> None:
+    random_head(tmp_path, make_target(tmp_path / "target", "llama"), captures=(0, 1, 2))
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["speculators_model_type"], config["eagle_aux_hidden_state_layer_ids"]
+    config |= config.pop("transformer_layer_config") | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = answer("inspect", "head", tmp_path, "--target", tmp_path / "target", "--json")
+    assert found["layout"] == "modelopt"
+    assert found["capture"]["ids"] == [0, 1, 2] and found["capture"]["boundaries"] == [1, 2, 3]
+    assert found["capture"]["convention"] == "layers' outputs: id k is boundary k + 1"
+
+
+def test_inspect_tree_gives_nodes_masks_and_shapes(pair: PairPaths, tmp_path: Path) -> None:
+    tree = tmp_path / "tree.json"
+    tree.write_text("[[0], [1], [0, 0]]")
+    found = answer("inspect", "tree", tree, "--batch", 2, "--target", pair.target, "--head", pair.head, "--json")
+    assert (found["num_nodes"], found["depth"], found["max_non_leaves_per_layer"]) == (4, 2, 1)
+    assert [node["mask"] for node in found["nodes"]] == ["0x1", "0x3", "0x5", "0xb"]
+    assert found["paths"] == [[0, 2], [0, 1, 3]]
+    assert found["levels"] == [[{"node": 0, "children": [1, 2]}], [{"node": 1, "children": [3]}]]
+    shapes = {buffer["name"]: buffer["shape"] for buffer in found["buffers"]}
+    assert shapes["row_masks"] == [2, 4] and shapes["tree_paths"] == [2, 2, 3] and shapes["accepted_lens"] == [2]
+    assert len(shapes) == 16
+
+
+def test_what_if_recommends_limits_and_names_its_assumptions(tmp_path: Path) -> None:
+    assumed = answer("inspect", "tree", "--what-if", "--json")["what_if"]
+    assert assumed["acceptance_from"].startswith("assumed")
+    table = tmp_path / "table.json"
+    table.write_text("[[0.6, 0.3], [0.5, 0.1]]")
+    common = ("inspect", "tree", "--what-if", "--acceptance", table, "--json")
+    found = answer(*common, "--budgets", "1,3,5")["what_if"]
+    assert [plan["mean_acceptance_length"] for plan in found["plans"]] == pytest.approx([1.0, 1.9, 2.35])
+    assert found["recommended"]["choices"] == [[0], [1], [0, 0], [1, 0]]
+    limits = ("max_path_len", "max_decoding_tokens", "max_non_leaves_per_layer")
+    assert [found["recommended"][name] for name in limits] == [3, 5, 2]
+    timed = answer(*common, "--budgets", "1,3,5", "--step-times-us", "100,110,200")["what_if"]
+    assert timed["recommended"]["budget"] == 3
+    assert "given" not in timed["acceptance_from"] and timed["acceptance_from"] == str(table)
+    table.write_text('{"acceptance": 1}')
+    assert "expected a list for each depth" in refusal(*common)
+    table.write_text("[[0.9, 0.3]]")
+    assert "adds up to 1.2" in refusal(*common)
+
+
+@pytest.mark.parametrize("part", ["model", "head", "tree"])
+def test_inspect_prints_tables_too(pair: PairPaths, part: str) -> None:
+    arguments: dict[str, tuple[object, ...]] = {
+        "model": (pair.target, "--head", pair.head, "--buffers"),
+        "head": (pair.head, "--target", pair.target),
+        "tree": ("--chain", 3, "--target", pair.target, "--head", pair.head, "--what-if"),
+    }
+    words = {
+        "model": ("k_cache.0", "executor weights"),
+        "head": ("norm_before_residual", "speculators"),
+        "tree": ("0xf",),
+    }
+    result = lowlat("inspect", part, *arguments[part])
+    assert result.exit_code == 0
+    assert all(word in result.stdout for word in words[part])
+    assert "\x1b" not in result.stdout
