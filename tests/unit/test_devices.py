@@ -1,0 +1,85 @@
+"""Which device is chosen, and that a card which cannot be used is said aloud."""
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+import lowlat
+from lowlat import ConfigError, Runtime, devices
+from lowlat.devices import choose_device, leave_a_core
+
+TARGET = Path(lowlat.__file__).parent / "demo" / "target"
+
+
+def present(monkeypatch: pytest.MonkeyPatch, *, card: bool, cuda: str | None, available: bool) -> None:
+    monkeypatch.setattr(devices, "nvidia_card_present", lambda: card)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+
+
+def test_no_card_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    present(monkeypatch, card=False, cuda="13.0", available=False)
+    choice = choose_device("auto", "auto")
+    assert (choice.device.type, choice.loud, choice.reason) == ("cpu", False, "no NVIDIA card is present")
+
+
+@pytest.mark.parametrize(
+    ("cuda", "available", "reason"),
+    [(None, False, "built without CUDA"), ("13.0", False, "finds no working driver")],
+)
+def test_an_unusable_card_is_loud(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    cuda: str | None,
+    available: bool,
+    reason: str,
+) -> None:
+    present(monkeypatch, card=True, cuda=cuda, available=available)
+    choice = choose_device("auto", "auto")
+    assert choice.device.type == "cpu"
+    assert choice.loud
+    assert reason in choice.reason
+    with caplog.at_level(logging.WARNING, logger="lowlat"):
+        Runtime.load(TARGET, max_batch=1, max_context=64).close()
+    assert "an NVIDIA card is present but cannot be used" in caplog.text
+    with pytest.raises(ConfigError, match=reason):
+        choose_device("cuda", "auto")
+
+
+@pytest.mark.parametrize(
+    ("capability", "device", "expected"), [((7, 5), "cpu", "7.5 is below 8.0"), ((9, 0), "cuda", "usable NVIDIA card")]
+)
+def test_capability_decides(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], device: str, expected: str
+) -> None:
+    present(monkeypatch, card=True, cuda="13.0", available=True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _index: capability)
+    choice = choose_device("auto", "auto")
+    assert choice.device.type == device
+    assert expected in choice.reason
+    assert choice.loud == (device == "cpu")
+
+
+def test_devices_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    present(monkeypatch, card=True, cuda="13.0", available=True)
+    with pytest.raises(ConfigError, match="there are 1 devices"):
+        choose_device("cuda:3", "auto")
+    for name in ("gpu", "cuda:x", ""):
+        with pytest.raises(ConfigError, match="device must be"):
+            choose_device(name, "auto")
+
+
+def test_a_core_is_left_unless_the_environment_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_num_threads()
+    try:
+        monkeypatch.setattr("os.sched_getaffinity", lambda _process: set(range(5)))
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        assert leave_a_core() == 4
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        torch.set_num_threads(2)
+        assert leave_a_core() == 2
+    finally:
+        torch.set_num_threads(before)
