@@ -116,6 +116,14 @@ class KVCache:
         """Blocks of a request's worst case."""
         return -(-(max_total_tokens + num_overprovision) // self.block_size)
 
+    def check_size(self, request_id: str, num_blocks: int) -> None:
+        """Raise RequestError where a worst case is larger than the whole pool: it would wait for ever."""
+        if num_blocks > self.capacity:
+            raise RequestError(
+                f"request {request_id} needs {num_blocks} KV blocks of {self.block_size} positions; "
+                f"the pool has {self.capacity} (kv_blocks)"
+            )
+
     def admit(
         self, request_id: str, prompt_token_ids: Sequence[int], max_total_tokens: int, num_overprovision: int
     ) -> Allocation | None:
@@ -242,11 +250,7 @@ class KVCache:
             raise RequestError(f"request {request_id} has an empty prompt")
         if max_total < len(prompt):
             raise RequestError(f"request {request_id}: max_total_tokens {max_total} is below its {len(prompt)} tokens")
-        if num_needed > self.capacity:
-            raise RequestError(
-                f"request {request_id} needs {num_needed} KV blocks of {self.block_size} positions; "
-                f"the pool has {self.capacity} (kv_blocks)"
-            )
+        self.check_size(request_id, num_needed)
 
     def _num_evictable(self) -> int:
         return self._index.num_unused * (self.prefill_chunk // self.block_size)

@@ -70,10 +70,6 @@ class Program:
         """The buffers with one of the roles."""
         return (spec for spec in self.buffers.values() if spec.role in roles)
 
-    def weight_names(self) -> set[str]:
-        """Every canonical weight that the program reads."""
-        return {name for op in self.ops for name in op.weights.values()}
-
     def validate(self) -> None:
         """Check that every buffer is declared, and that scratch is written before it is read.
 

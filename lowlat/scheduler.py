@@ -196,11 +196,7 @@ class Scheduler:
                 f"of {num_tokens}"
             )
         needed = self.kvcache.num_blocks_for(request.max_total_tokens, self.num_overprovision)
-        if needed > self.kvcache.capacity:
-            raise RequestError(
-                f"request {name} needs {needed} KV blocks of {self.kvcache.block_size} positions; "
-                f"the pool has {self.kvcache.capacity} (kv_blocks)"
-            )
+        self.kvcache.check_size(name, needed)
         if len(self._queue) >= self.max_queue + self._slots.count(None):
             raise CapacityError(
                 f"{len(self._queue)} requests wait already, all {self.max_batch} slots counted; "

@@ -4,6 +4,7 @@ It lists buffers; what they mean is told by the operations that read and write t
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -61,6 +62,16 @@ class StepGeometry:
     def num_positions(self) -> int:
         """Positions that RoPE's tables cover: a padded last chunk, or a step's overhang."""
         return self.max_context + max(self.prefill_chunk, self.max_rows)
+
+    @cached_property
+    def tables(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """RoPE's cos and sin of the target and the head, [C, D / 2] float32, made once for all programs."""
+        target = (self.config.rope, self.config.head_dim)
+        tables = {"target": rope_tables(*target, self.num_positions)}
+        if self.head is not None:
+            own = (self.head.rope, self.head.head_dim)
+            tables["head"] = tables["target"] if own == target else rope_tables(*own, self.num_positions)
+        return tables
 
 
 def state_specs(geometry: StepGeometry) -> list[BufferSpec]:
@@ -133,14 +144,10 @@ def _kv_state(geometry: StepGeometry) -> list[BufferSpec]:
 
 def declare_tables(builder: ProgramBuilder, geometry: StepGeometry) -> dict[str, tuple[str, str]]:
     """RoPE tables of the target and the head as constants, [C, D / 2] float32; equal ones are one."""
-    owners = {"target": (geometry.config.rope, geometry.config.head_dim)}
-    if geometry.head is not None:
-        owners["head"] = (geometry.head.rope, geometry.head.head_dim)
     names: dict[str, tuple[str, str]] = {}
-    known: dict[object, tuple[str, str]] = {}
-    for owner, key in owners.items():
-        if key not in known:
-            cos, sin = rope_tables(*key, geometry.num_positions)
-            known[key] = (builder.constant(f"{owner}.cos", cos), builder.constant(f"{owner}.sin", sin))
-        names[owner] = known[key]
+    known: dict[int, tuple[str, str]] = {}
+    for owner, (cos, sin) in geometry.tables.items():
+        if id(cos) not in known:
+            known[id(cos)] = (builder.constant(f"{owner}.cos", cos), builder.constant(f"{owner}.sin", sin))
+        names[owner] = known[id(cos)]
     return names

@@ -67,7 +67,7 @@ class ReferenceExecutor:
         self._weights = _place(weights, device)
         every = (*programs.values(), prefill)
         self.state = BufferSet((spec for program in every for spec in program.specs(*STATE_ROLES)), device)
-        self._constants: dict[tuple[str, tuple[int, ...]], list[torch.Tensor]] = {}
+        self._constants: dict[tuple[str, tuple[int, ...]], list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._scratch: dict[Bucket, BufferSet] = {}
         self._bound: dict[Bucket, tuple[Bound, ...]] = {}
         self._hook: OpHook | None = None
@@ -85,11 +85,12 @@ class ReferenceExecutor:
     def _shared(self, name: str, content: torch.Tensor) -> torch.Tensor:
         """One copy of equal constants: RoPE's tables are the same in every bucket."""
         known = self._constants.setdefault((name, tuple(content.shape)), [])
-        for tensor in known:
-            if tensor is content or torch.equal(tensor.cpu(), content):
-                return tensor
-        known.append(content.to(self.device).contiguous())
-        return known[-1]
+        for source, placed in known:
+            if source is content or torch.equal(source, content):
+                return placed
+        placed = content.to(self.device).contiguous()
+        known.append((content, placed))
+        return placed
 
     @torch.inference_mode()
     def step(self, bucket: Bucket) -> None:
