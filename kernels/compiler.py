@@ -1,0 +1,129 @@
+"""From a Kernel to machine code for one compute capability, with what it uses; kept on disk between runs.
+
+It needs no GPU: NVVM makes PTX, nvJitLink makes the cubin and reports registers, stack and shared memory.
+"""
+
+import hashlib
+import json
+import os
+import re
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+
+from lowlat.errors import DeviceError
+from lowlat.kernels.kernel import Kernel
+from lowlat.kernels.numba_cuda import compile_ptx
+
+__all__ = ["CompiledKernel", "compile_kernel", "link", "source_digest"]
+
+
+@dataclass(frozen=True)
+class CompiledKernel:
+    """Machine code and what it uses.
+
+    entry        the name of the entry in `code`
+    code         a cubin; or PTX, where the driver links
+    registers    a thread; 0 where the driver links
+    stack_bytes  a thread: spills and arrays in local memory
+    shared_bytes static
+    """
+
+    entry: str
+    code: bytes
+    registers: int
+    stack_bytes: int
+    shared_bytes: int
+
+    @property
+    def is_cubin(self) -> bool:
+        """Whether `code` is machine code."""
+        return self.code.startswith(b"\x7fELF")
+
+
+@cache
+def source_digest() -> str:
+    """A digest of everything that decides what a kernel compiles to: our sources and the compilers' versions."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    for package in ("numba-cuda", "numba", "llvmlite", "cuda-bindings", "nvidia-nvvm", "nvidia-nvjitlink"):
+        try:
+            digest.update(f"{package} {version(package)}".encode())
+        except ModuleNotFoundError:
+            digest.update(f"{package} unknown".encode())
+    return digest.hexdigest()
+
+
+def compile_kernel(kernel: Kernel, capability: tuple[int, int], cache_directory: Path | None = None) -> CompiledKernel:
+    """Compile, or take from `cache_directory` what an earlier run compiled from the same sources.
+
+    Raises DeviceError when the linker refuses the PTX, with its log.
+    """
+    if cache_directory is None:
+        return _compile(kernel, capability)
+    key = hashlib.sha256(repr((source_digest(), kernel.name, capability)).encode()).hexdigest()
+    path = cache_directory / f"{key}.cubin"
+    known = _read(path)
+    if known is not None:
+        return known
+    compiled = _compile(kernel, capability)
+    _write(path, compiled)
+    return compiled
+
+
+def _compile(kernel: Kernel, capability: tuple[int, int]) -> CompiledKernel:
+    bounds = (kernel.threads, kernel.min_blocks)
+    ptx, entry = compile_ptx(kernel.function, kernel.signature, capability, bounds)
+    if not kernel.linked:
+        return CompiledKernel(entry, ptx.encode(), 0, 0, 0)
+    return link(ptx, entry, capability, kernel.name)
+
+
+def link(ptx: str, entry: str, capability: tuple[int, int], name: str) -> CompiledKernel:
+    """Assemble PTX to a cubin. Raises DeviceError with the assembler's log."""
+    from cuda.bindings import nvjitlink
+
+    options = [f"-arch=sm_{capability[0]}{capability[1]}", "-verbose", "-O3"]
+    handle = nvjitlink.create(len(options), options)
+    try:
+        source = ptx.encode()
+        nvjitlink.add_data(handle, nvjitlink.InputType.PTX, source, len(source), f"{name}.ptx")
+        nvjitlink.complete(handle)
+        code = bytearray(nvjitlink.get_linked_cubin_size(handle))
+        nvjitlink.get_linked_cubin(handle, code)
+        log = bytearray(nvjitlink.get_info_log_size(handle))
+        nvjitlink.get_info_log(handle, log)
+    except nvjitlink.nvJitLinkError as error:
+        problem = bytearray(nvjitlink.get_error_log_size(handle))
+        nvjitlink.get_error_log(handle, problem)
+        raise DeviceError(f"kernel {name} does not link: {problem.decode(errors='replace')}") from error
+    finally:
+        nvjitlink.destroy(handle)
+    used = re.search(r"used (\d+) registers.*?(\d+) stack(?:, (\d+) bytes smem)?", log.decode(errors="replace"))
+    if used is None:
+        raise DeviceError(f"kernel {name}: the linker's log tells no registers: {log.decode(errors='replace')}")
+    registers, stack, shared = (int(part or 0) for part in used.groups())
+    return CompiledKernel(entry, bytes(code), registers, stack, shared)
+
+
+def _read(path: Path) -> CompiledKernel | None:
+    try:
+        header, code = path.read_bytes().split(b"\n", 1)
+        return CompiledKernel(code=code, **json.loads(header))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _write(path: Path, compiled: CompiledKernel) -> None:
+    """Atomically: another process may be doing the same. A cache that cannot be written is only slower."""
+    fields = asdict(compiled)
+    code = fields.pop("code")
+    partial = path.with_suffix(f".{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_bytes(json.dumps(fields).encode() + b"\n" + code)
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)

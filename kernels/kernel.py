@@ -1,0 +1,61 @@
+"""What a kernel is before it is compiled, and what one launch of it needs; nothing here touches a device.
+
+A kernel's module makes `Kernel`s (a Python function specialised by constants) and `KernelCall`s (a kernel, a grid
+and its arguments). An executor compiles, launches or captures them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["Argument", "Kernel", "KernelCall", "Workspace"]
+
+Argument = torch.Tensor | int | float
+# name, shape, dtype -> memory that a lowering owns and calls share, zero at first; kernels leave counters at zero
+Workspace = Callable[[str, tuple[int, ...], torch.dtype], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel specialised by constants.
+
+    name          with the constants, unique: it names the kernel in profiles and in the cache of compiled code
+    function      the Python function; its first act is `wait_for_previous_kernel`, but for prefetches of weights
+    signature     Numba types of its parameters: arrays for tensors, or int64 for a tensor's address
+    threads       threads a block, fixed
+    min_blocks    blocks that must fit on a multiprocessor: caps the registers
+    shared_bytes  dynamic shared memory a block, beside what it declares itself
+    linked        False: the driver links it when it is loaded (it calls a function of the driver's)
+    """
+
+    name: str
+    function: Callable[..., None]
+    signature: tuple[Any, ...]
+    threads: int
+    min_blocks: int = 1
+    shared_bytes: int = 0
+    linked: bool = True
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+
+@dataclass(frozen=True)
+class KernelCall:
+    """One launch: tensors are passed as arrays or by address, as the kernel's signature says.
+
+    dependent  may start before the kernel before it ends (programmatic dependent launch, capability 9.0 on)
+    """
+
+    kernel: Kernel
+    grid: tuple[int, int, int]
+    arguments: tuple[Argument, ...]
+    dependent: bool = True
+
+    def __post_init__(self) -> None:
+        if len(self.arguments) != len(self.kernel.signature):
+            raise ValueError(
+                f"{self.kernel.name} takes {len(self.kernel.signature)} arguments, got {len(self.arguments)}"
+            )

@@ -1,0 +1,224 @@
+"""Every PTX instruction that kernels use by name, as functions of Numba kernels; all inline assembly is here.
+
+Addresses are int64 (global) or uint32 (shared); bf16 values are their bits. Under Numba's simulator the few that
+integer kernels use have Python meanings, and the others are absent.
+"""
+
+from typing import Any
+
+from llvmlite import ir
+
+from lowlat.kernels.numba_cuda import SIMULATED, cuda, intrinsic, types
+
+__all__ = [
+    "add_rn",
+    "array_address",
+    "atomic_add_gpu",
+    "bf16_bits",
+    "bf16_pair",
+    "copies_commit",
+    "copies_wait",
+    "copy_async_16",
+    "copy_async_16_or_zero",
+    "exp2_approx",
+    "fma_rn",
+    "fence_gpu",
+    "fence_system",
+    "let_next_kernel_start",
+    "load_acquire_gpu",
+    "load_acquire_system",
+    "load_global_128",
+    "load_global_f32",
+    "load_global_i32",
+    "load_global_i64",
+    "load_global_nc_128",
+    "load_global_u16",
+    "load_global_u8",
+    "load_shared_128",
+    "load_shared_f32",
+    "load_shared_matrix_x4",
+    "load_shared_matrix_x4_transposed",
+    "load_volatile_i64",
+    "mma_bf16",
+    "mul_rn",
+    "set_graph_condition",
+    "shared_address",
+    "store_global_128",
+    "store_global_f32",
+    "store_global_i32",
+    "store_global_u16",
+    "store_global_u32",
+    "store_release_gpu",
+    "store_release_system",
+    "store_shared_128",
+    "store_shared_f32",
+    "store_shared_u16",
+    "store_shared_u32",
+    "wait_for_previous_kernel",
+]
+
+i32, i64, u16, u32, u64, f32 = types.int32, types.int64, types.uint16, types.uint32, types.uint64, types.float32
+_IR = {
+    i32: ir.IntType(32),
+    u32: ir.IntType(32),
+    u16: ir.IntType(16),
+    i64: ir.IntType(64),
+    u64: ir.IntType(64),
+    f32: ir.FloatType(),
+}
+_LETTER = {i32: "r", u32: "r", u16: "h", i64: "l", u64: "l", f32: "f"}
+
+
+def _instruction(text: str, returns: Any, arguments: tuple[Any, ...], *, pure: bool = False) -> Any:
+    """An intrinsic for one statement of PTX.
+
+    text      operands as $0, $1, ..: results first, then arguments
+    returns   a type, a tuple of equal types as (type, count), or None
+    pure      may be moved and merged: no memory, no effect
+    """
+    kind, count = returns if isinstance(returns, tuple) else (returns, 0 if returns is None else 1)
+    result = types.void if count == 0 else kind if count == 1 else types.UniTuple(kind, count)
+    signature = result(*arguments)
+    outputs = [f"={_LETTER[kind]}"] * count if count else []
+    constraints = ",".join([*outputs, *(_LETTER[a] for a in arguments), *([] if pure else ["~{memory}"])])
+    values = [_IR[a] for a in arguments]
+    returned = (
+        ir.VoidType() if count == 0 else _IR[kind] if count == 1 else ir.LiteralStructType([_IR[kind]] * count)
+    )
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        function = ir.FunctionType(returned, values)
+        call = builder.call(ir.InlineAsm(function, text, constraints, side_effect=not pure), args)
+        if count == 0:
+            return context.get_dummy_value()
+        if count == 1:
+            return call
+        parts = [builder.extract_value(call, k) for k in range(count)]
+        return context.make_tuple(builder, signature.return_type, parts)
+
+    return _typed(signature, codegen, len(arguments))
+
+
+def _typed(signature: Any, codegen: Any, count: int) -> Any:
+    """Numba wants a function of exactly as many parameters as the intrinsic has."""
+    if count == 0:
+        return intrinsic(lambda context: (signature, codegen))
+    if count == 1:
+        return intrinsic(lambda context, a: (signature, codegen))
+    if count == 2:
+        return intrinsic(lambda context, a, b: (signature, codegen))
+    if count == 3:
+        return intrinsic(lambda context, a, b, c: (signature, codegen))
+    if count == 5:
+        return intrinsic(lambda context, a, b, c, d, e: (signature, codegen))
+    if count == 10:
+        return intrinsic(lambda context, a, b, c, d, e, f, g, h, i, j: (signature, codegen))
+    raise ValueError(f"no intrinsic of {count} arguments")
+
+
+# dependent launch: a kernel may start before the one before it ends, and must wait before it touches its results
+wait_for_previous_kernel = _instruction("griddepcontrol.wait;", None, ())
+let_next_kernel_start = _instruction("griddepcontrol.launch_dependents;", None, ())
+
+# global memory; the nc form is for data that no kernel of the step writes (weights), and is kept out of L1
+load_global_nc_128 = _instruction(
+    "ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {$0,$1,$2,$3}, [$4];", (u32, 4), (i64,)
+)
+load_global_128 = _instruction("ld.global.v4.u32 {$0,$1,$2,$3}, [$4];", (u32, 4), (i64,))
+load_global_f32 = _instruction("ld.global.f32 $0, [$1];", f32, (i64,))
+load_global_i32 = _instruction("ld.global.s32 $0, [$1];", i32, (i64,))
+load_global_i64 = _instruction("ld.global.s64 $0, [$1];", i64, (i64,))
+load_global_u16 = _instruction("{ .reg .u16 t; ld.global.u16 t, [$1]; cvt.u32.u16 $0, t; }", u32, (i64,))
+load_global_u8 = _instruction("{ .reg .u16 t; ld.global.u8 t, [$1]; cvt.u32.u16 $0, t; }", u32, (i64,))
+load_volatile_i64 = _instruction("ld.volatile.global.s64 $0, [$1];", i64, (i64,))
+store_global_128 = _instruction("st.global.v4.u32 [$0], {$1,$2,$3,$4};", None, (i64, u32, u32, u32, u32))
+store_global_f32 = _instruction("st.global.f32 [$0], $1;", None, (i64, f32))
+store_global_i32 = _instruction("st.global.s32 [$0], $1;", None, (i64, i32))
+store_global_u32 = _instruction("st.global.u32 [$0], $1;", None, (i64, u32))
+store_global_u16 = _instruction("{ .reg .u16 t; cvt.u16.u32 t, $1; st.global.u16 [$0], t; }", None, (i64, u32))
+
+# shared memory
+load_shared_128 = _instruction("ld.shared.v4.u32 {$0,$1,$2,$3}, [$4];", (u32, 4), (u32,))
+load_shared_f32 = _instruction("ld.shared.f32 $0, [$1];", f32, (u32,))
+store_shared_128 = _instruction("st.shared.v4.u32 [$0], {$1,$2,$3,$4};", None, (u32, u32, u32, u32, u32))
+store_shared_f32 = _instruction("st.shared.f32 [$0], $1;", None, (u32, f32))
+store_shared_u32 = _instruction("st.shared.u32 [$0], $1;", None, (u32, u32))
+store_shared_u16 = _instruction("{ .reg .u16 t; cvt.u16.u32 t, $1; st.shared.u16 [$0], t; }", None, (u32, u32))
+load_shared_matrix_x4 = _instruction(
+    "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0,$1,$2,$3}, [$4];", (u32, 4), (u32,)
+)
+load_shared_matrix_x4_transposed = _instruction(
+    "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0,$1,$2,$3}, [$4];", (u32, 4), (u32,)
+)
+
+# asynchronous copies from global to shared memory, 16 bytes past L1; the second form writes zeros where bytes is 0
+copy_async_16 = _instruction("cp.async.cg.shared.global.L2::128B [$0], [$1], 16;", None, (u32, i64))
+copy_async_16_or_zero = _instruction(
+    "cp.async.cg.shared.global.L2::128B [$0], [$1], 16, $2;", None, (u32, i64, u32)
+)
+copies_commit = _instruction("cp.async.commit_group;", None, ())
+
+
+def copies_wait(pending: int) -> Any:
+    """An intrinsic that waits until at most `pending` groups of copies are under way; made outside the kernel."""
+    return _instruction(f"cp.async.wait_group {pending};", None, ())
+
+
+# arithmetic whose rounding is spelled out: the compiler may not contract it
+mul_rn = _instruction("mul.rn.f32 $0, $1, $2;", f32, (f32, f32), pure=True)
+add_rn = _instruction("add.rn.f32 $0, $1, $2;", f32, (f32, f32), pure=True)
+fma_rn = _instruction("fma.rn.f32 $0, $1, $2, $3;", f32, (f32, f32, f32), pure=True)
+exp2_approx = _instruction("ex2.approx.f32 $0, $1;", f32, (f32,), pure=True)
+bf16_bits = _instruction("{ .reg .b16 t; cvt.rn.bf16.f32 t, $1; cvt.u32.u16 $0, t; }", u32, (f32,), pure=True)
+bf16_pair = _instruction("cvt.rn.bf16x2.f32 $0, $2, $1;", u32, (f32, f32), pure=True)  # the first in the low half
+# D = A B + C for one warp: A 16x16 bf16 row-major, B 16x8 bf16 column-major, C and D 16x8 float32
+mma_bf16 = _instruction(
+    "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0,$1,$2,$3}, {$8,$9,$10,$11}, {$12,$13}, {$4,$5,$6,$7};",
+    (f32, 4),
+    (f32, f32, f32, f32, u32, u32, u32, u32, u32, u32),
+    pure=True,
+)
+
+# order between blocks and with the host
+atomic_add_gpu = _instruction("atom.acq_rel.gpu.global.add.u32 $0, [$1], $2;", u32, (i64, u32))
+load_acquire_gpu = _instruction("ld.acquire.gpu.global.u32 $0, [$1];", u32, (i64,))
+store_release_gpu = _instruction("st.release.gpu.global.u32 [$0], $1;", None, (i64, u32))
+load_acquire_system = _instruction("ld.acquire.sys.global.s64 $0, [$1];", i64, (i64,))
+store_release_system = _instruction("st.release.sys.global.s64 [$0], $1;", None, (i64, i64))
+fence_gpu = _instruction("fence.acq_rel.gpu;", None, ())
+fence_system = _instruction("fence.acq_rel.sys;", None, ())
+
+
+@intrinsic
+def shared_address(context: Any, array: Any) -> Any:
+    """The 32-bit address in shared space of a shared array."""
+    signature = u32(array)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        text = "{ .reg .u64 t; cvta.to.shared.u64 t, $1; cvt.u32.u64 $0, t; }"
+        function = ir.FunctionType(_IR[u32], [_IR[i64]])
+        return builder.call(ir.InlineAsm(function, text, "=r,l"), [builder.ptrtoint(data, _IR[i64])])
+
+    return signature, codegen
+
+
+@intrinsic
+def array_address(context: Any, array: Any) -> Any:
+    """The global address of an array's first element."""
+    signature = i64(array)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        return builder.ptrtoint(data, _IR[i64])
+
+    return signature, codegen
+
+
+# Resolved by the driver when it loads the PTX: such kernels are not linked ahead.
+set_graph_condition = (
+    None if SIMULATED else cuda.declare_device("cudaGraphSetConditional", "void(uint64,uint32)", abi="c")
+)
+
+if SIMULATED:
+    from lowlat.kernels.simulated_ptx import *  # noqa: F403

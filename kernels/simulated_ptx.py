@@ -1,0 +1,129 @@
+"""What the scalar instructions of `ptx` mean in Python, for Numba's simulator: loads, stores, order, rounding."""
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+__all__ = [
+    "add_rn",
+    "array_address",
+    "atomic_add_gpu",
+    "bf16_bits",
+    "bf16_pair",
+    "exp2_approx",
+    "fence_gpu",
+    "fence_system",
+    "fma_rn",
+    "let_next_kernel_start",
+    "load_acquire_gpu",
+    "load_acquire_system",
+    "load_global_128",
+    "load_global_f32",
+    "load_global_i32",
+    "load_global_i64",
+    "load_global_nc_128",
+    "load_global_u16",
+    "load_global_u8",
+    "load_volatile_i64",
+    "mul_rn",
+    "store_global_128",
+    "store_global_f32",
+    "store_global_i32",
+    "store_global_u16",
+    "store_global_u32",
+    "store_release_gpu",
+    "store_release_system",
+    "wait_for_previous_kernel",
+]
+
+
+def _nothing() -> None:
+    return None
+
+
+wait_for_previous_kernel = let_next_kernel_start = fence_gpu = fence_system = _nothing
+
+
+def _load(kind: Any) -> Callable[[int], Any]:
+    return lambda address: kind.from_address(int(address)).value
+
+
+def _store(kind: Any) -> Callable[[int, Any], None]:
+    def store(address: int, value: Any) -> None:
+        kind.from_address(int(address)).value = value.item() if isinstance(value, np.generic) else value
+
+    return store
+
+
+load_global_f32 = _load(ctypes.c_float)
+load_global_i32 = _load(ctypes.c_int32)
+load_global_i64 = load_volatile_i64 = load_acquire_system = _load(ctypes.c_int64)
+load_global_u16, load_global_u8 = _load(ctypes.c_uint16), _load(ctypes.c_uint8)
+load_acquire_gpu = _load(ctypes.c_uint32)
+store_global_f32 = _store(ctypes.c_float)
+store_global_i32 = _store(ctypes.c_int32)
+store_global_u16 = _store(ctypes.c_uint16)
+store_global_u32 = store_release_gpu = _store(ctypes.c_uint32)
+store_release_system = _store(ctypes.c_int64)
+
+
+def load_global_128(address: int) -> tuple[int, int, int, int]:
+    """Four words."""
+    a, b, c, d = (load_acquire_gpu(address + 4 * k) for k in range(4))
+    return a, b, c, d
+
+
+load_global_nc_128 = load_global_128
+
+
+def store_global_128(address: int, a: int, b: int, c: int, d: int) -> None:
+    """Four words."""
+    for place, word in enumerate((a, b, c, d)):
+        store_global_u32(address + 4 * place, word)
+
+
+def atomic_add_gpu(address: int, value: int) -> int:
+    """The value before."""
+    before = load_acquire_gpu(address)
+    store_global_u32(address, before + value)
+    return int(before)
+
+
+def add_rn(a: float, b: float) -> np.float32:
+    """One rounding."""
+    return np.float32(a) + np.float32(b)
+
+
+def mul_rn(a: float, b: float) -> np.float32:
+    """One rounding."""
+    return np.float32(a) * np.float32(b)
+
+
+def fma_rn(a: float, b: float, c: float) -> np.float32:
+    """One rounding: the product of two float32 is exact in float64."""
+    return np.float32(np.float64(a) * np.float64(b) + np.float64(c))
+
+
+def exp2_approx(x: float) -> np.float32:
+    """2 to the x."""
+    return np.float32(np.exp2(np.float32(x)))
+
+
+def bf16_bits(x: float) -> np.uint32:
+    """The nearest bf16, ties to even; NaN stays NaN."""
+    bits = int(np.float32(x).view(np.uint32))
+    if np.isnan(x):
+        return np.uint32(0x7FFF)
+    return np.uint32((bits + 0x7FFF + (bits >> 16 & 1)) >> 16 & 0xFFFF)
+
+
+def bf16_pair(low: float, high: float) -> np.uint32:
+    """Two of them in one word."""
+    return np.uint32(int(bf16_bits(low)) | int(bf16_bits(high)) << 16)
+
+
+def array_address(array: Any) -> int:
+    """The address of the first element."""
+    return int(getattr(array, "_ary", array).ctypes.data)

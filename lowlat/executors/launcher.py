@@ -1,0 +1,133 @@
+"""From kernel calls to launches on one device: compile, load, raise the shared memory limit, marshal arguments."""
+
+import ctypes
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowlat.errors import DeviceError, ShapeError
+from lowlat.graphs.launch import Launch
+from lowlat.kernels.compiler import compile_kernel
+from lowlat.kernels.kernel import Argument, Kernel, KernelCall
+
+__all__ = ["Launcher", "default_cache_directory"]
+
+HOPPER = (9, 0)
+_SCALARS: dict[str, Any] = {
+    "int32": ctypes.c_int32,
+    "uint32": ctypes.c_uint32,
+    "int64": ctypes.c_int64,
+    "uint64": ctypes.c_uint64,
+    "float32": ctypes.c_float,
+}
+
+
+def default_cache_directory() -> Path:
+    """Where compiled kernels are kept: LOWLAT_KERNEL_CACHE, else below the user's cache directory."""
+    own = os.environ.get("LOWLAT_KERNEL_CACHE", "")
+    if own:
+        return Path(own)
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if base else Path.home() / ".cache") / "lowlat" / "kernels"
+
+
+class Launcher:
+    """Prepares launches for one CUDA device; every kernel is compiled and loaded once."""
+
+    def __init__(self, device: torch.device, cache_directory: Path | None = None) -> None:
+        from cuda.core import Device
+
+        self.device = device
+        self.capability: tuple[int, int] = torch.cuda.get_device_capability(device)
+        self._cache = default_cache_directory() if cache_directory is None else cache_directory
+        self._core = Device(device.index or 0)
+        torch.cuda.init()
+        torch.cuda.current_stream(device)
+        self._core.set_current()
+        self._loaded: dict[str, Any] = {}
+
+    def prepare(self, call: KernelCall) -> Launch:
+        """Compile and load what the call needs. Raises DeviceError or ShapeError."""
+        from cuda.core import LaunchConfig
+
+        kernel = call.kernel
+        config = LaunchConfig(
+            grid=call.grid,
+            block=kernel.threads,
+            shmem_size=kernel.shared_bytes,
+            programmatic_stream_serialization=call.dependent and self.capability >= HOPPER,
+        )
+        return Launch(kernel.name, self._load(kernel), config, marshal(call))
+
+    def stream(self) -> Any:
+        """The cuda.core stream around torch's current one."""
+        from cuda.core import Stream
+
+        return Stream.from_handle(torch.cuda.current_stream(self.device).cuda_stream)
+
+    def run(self, *calls: KernelCall) -> None:
+        """Launch at once on torch's current stream, in order."""
+        stream = self.stream()
+        for call in calls:
+            self.prepare(call).issue(stream)
+
+    def _load(self, kernel: Kernel) -> Any:
+        from cuda.core import ObjectCode
+
+        known = self._loaded.get(kernel.name)
+        if known is None:
+            compiled = compile_kernel(kernel, self.capability, self._cache)
+            make = ObjectCode.from_cubin if compiled.is_cubin else ObjectCode.from_ptx
+            known = make(compiled.code, name=kernel.name).get_kernel(compiled.entry)
+            if kernel.shared_bytes > 48 * 1024:
+                self._allow_shared_memory(known, kernel)
+            self._loaded[kernel.name] = known
+        return known
+
+    def _allow_shared_memory(self, loaded: Any, kernel: Kernel) -> None:
+        from cuda.bindings import driver
+
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        (status,) = driver.cuKernelSetAttribute(
+            attribute, kernel.shared_bytes, driver.CUkernel(int(loaded.handle)), self._core.device_id
+        )
+        if status != driver.CUresult.CUDA_SUCCESS:
+            raise DeviceError(
+                f"kernel {kernel.name} needs {kernel.shared_bytes} bytes of shared memory a block, which "
+                f"{self.device} refuses: {status.name}"
+            )
+
+
+def marshal(call: KernelCall) -> tuple[Any, ...]:
+    """The kernel's parameters: an array is (0, 0, elements, itemsize, address, extents, strides), as Numba has it."""
+    values: list[Any] = []
+    for kind, argument in zip(call.kernel.signature, call.arguments, strict=True):
+        values.extend(_marshal_one(call.kernel.name, kind, argument))
+    return tuple(values)
+
+
+def _marshal_one(name: str, kind: Any, argument: Argument) -> list[Any]:
+    integer = ctypes.c_int64
+    if not isinstance(argument, torch.Tensor):
+        return [_SCALARS[kind.name](argument)]
+    if not argument.is_contiguous():
+        raise ShapeError(f"kernel {name}: a tensor of shape {list(argument.shape)} is not contiguous")
+    if not hasattr(kind, "ndim"):
+        return [integer(argument.data_ptr())]
+    size = argument.element_size()
+    if kind.ndim != argument.dim() or kind.dtype.bitwidth != 8 * size:
+        raise ShapeError(
+            f"kernel {name}: {kind} does not take a tensor of {argument.dtype} and shape {list(argument.shape)}"
+        )
+    strides = [stride * size for stride in argument.stride()]
+    return [
+        ctypes.c_void_p(0),
+        ctypes.c_void_p(0),
+        integer(argument.numel()),
+        integer(size),
+        ctypes.c_void_p(argument.data_ptr()),
+        *(integer(extent) for extent in argument.shape),
+        *(integer(stride) for stride in strides),
+    ]
