@@ -10,11 +10,26 @@ from typing import Any
 
 import torch
 
-__all__ = ["Argument", "Kernel", "KernelCall", "Workspace"]
+__all__ = ["H200", "Argument", "Card", "Kernel", "KernelCall", "Workspace"]
 
 Argument = torch.Tensor | int | float
 # name, shape, dtype -> memory that a lowering owns and calls share, zero at first; kernels leave counters at zero
 Workspace = Callable[[str, tuple[int, ...], torch.dtype], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Card:
+    """What of a device decides how kernels are cut.
+
+    shared_bytes  shared memory that one block may have
+    """
+
+    num_multiprocessors: int
+    shared_bytes: int
+    capability: tuple[int, int]
+
+
+H200 = Card(132, 227 * 1024, (9, 0))
 
 
 @dataclass(frozen=True)

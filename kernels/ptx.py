@@ -16,18 +16,23 @@ __all__ = [
     "atomic_add_gpu",
     "bf16_bits",
     "bf16_pair",
+    "bits_of_float",
     "copies_commit",
     "copies_wait",
     "copy_async_16",
     "copy_async_16_or_zero",
     "exp2_approx",
+    "div_rn",
     "fma_rn",
     "fence_gpu",
     "fence_system",
+    "float_of_bits",
     "let_next_kernel_start",
     "load_acquire_gpu",
     "load_acquire_system",
     "load_global_128",
+    "load_global_64",
+    "load_global_bf16",
     "load_global_f32",
     "load_global_i32",
     "load_global_i64",
@@ -38,23 +43,32 @@ __all__ = [
     "load_shared_f32",
     "load_shared_matrix_x4",
     "load_shared_matrix_x4_transposed",
+    "load_shared_tiles",
     "load_volatile_i64",
     "mma_bf16",
+    "mma_bf16_tiles",
     "mul_rn",
     "set_graph_condition",
     "shared_address",
     "store_global_128",
+    "store_global_64",
     "store_global_f32",
     "store_global_i32",
+    "store_global_i64",
     "store_global_u16",
     "store_global_u32",
+    "store_global_u8",
     "store_release_gpu",
     "store_release_system",
     "store_shared_128",
     "store_shared_f32",
+    "store_shared_tiles",
     "store_shared_u16",
     "store_shared_u32",
     "wait_for_previous_kernel",
+    "warp_max",
+    "warp_sum",
+    "zeros",
 ]
 
 i32, i64, u16, u32, u64, f32 = types.int32, types.int64, types.uint16, types.uint32, types.uint64, types.float32
@@ -69,12 +83,15 @@ _IR = {
 _LETTER = {i32: "r", u32: "r", u16: "h", i64: "l", u64: "l", f32: "f"}
 
 
-def _instruction(text: str, returns: Any, arguments: tuple[Any, ...], *, pure: bool = False) -> Any:
+def _instruction(
+    text: str, returns: Any, arguments: tuple[Any, ...], *, pure: bool = False, together: bool = False
+) -> Any:
     """An intrinsic for one statement of PTX.
 
     text      operands as $0, $1, ..: results first, then arguments
     returns   a type, a tuple of equal types as (type, count), or None
     pure      may be moved and merged: no memory, no effect
+    together  all lanes of a warp execute it at once: the compiler may not copy it into branches
     """
     kind, count = returns if isinstance(returns, tuple) else (returns, 0 if returns is None else 1)
     result = types.void if count == 0 else kind if count == 1 else types.UniTuple(kind, count)
@@ -88,7 +105,8 @@ def _instruction(text: str, returns: Any, arguments: tuple[Any, ...], *, pure: b
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         function = ir.FunctionType(returned, values)
-        call = builder.call(ir.InlineAsm(function, text, constraints, side_effect=not pure), args)
+        attributes = ("convergent",) if together else ()
+        call = builder.call(ir.InlineAsm(function, text, constraints, side_effect=not pure), args, attrs=attributes)
         if count == 0:
             return context.get_dummy_value()
         if count == 1:
@@ -125,15 +143,22 @@ load_global_nc_128 = _instruction(
     "ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {$0,$1,$2,$3}, [$4];", (u32, 4), (i64,)
 )
 load_global_128 = _instruction("ld.global.v4.u32 {$0,$1,$2,$3}, [$4];", (u32, 4), (i64,))
+load_global_64 = _instruction("ld.global.v2.u32 {$0,$1}, [$2];", (u32, 2), (i64,))
 load_global_f32 = _instruction("ld.global.f32 $0, [$1];", f32, (i64,))
 load_global_i32 = _instruction("ld.global.s32 $0, [$1];", i32, (i64,))
 load_global_i64 = _instruction("ld.global.s64 $0, [$1];", i64, (i64,))
 load_global_u16 = _instruction("{ .reg .u16 t; ld.global.u16 t, [$1]; cvt.u32.u16 $0, t; }", u32, (i64,))
 load_global_u8 = _instruction("{ .reg .u16 t; ld.global.u8 t, [$1]; cvt.u32.u16 $0, t; }", u32, (i64,))
+load_global_bf16 = _instruction(
+    "{ .reg .u16 t; .reg .u32 u; ld.global.u16 t, [$1]; cvt.u32.u16 u, t; shl.b32 u, u, 16; mov.b32 $0, u; }", f32, (i64,)
+)
 load_volatile_i64 = _instruction("ld.volatile.global.s64 $0, [$1];", i64, (i64,))
 store_global_128 = _instruction("st.global.v4.u32 [$0], {$1,$2,$3,$4};", None, (i64, u32, u32, u32, u32))
+store_global_64 = _instruction("st.global.v2.u32 [$0], {$1,$2};", None, (i64, u32, u32))
 store_global_f32 = _instruction("st.global.f32 [$0], $1;", None, (i64, f32))
 store_global_i32 = _instruction("st.global.s32 [$0], $1;", None, (i64, i32))
+store_global_i64 = _instruction("st.global.s64 [$0], $1;", None, (i64, i64))
+store_global_u8 = _instruction("{ .reg .u16 t; cvt.u16.u32 t, $1; st.global.u8 [$0], t; }", None, (i64, u32))
 store_global_u32 = _instruction("st.global.u32 [$0], $1;", None, (i64, u32))
 store_global_u16 = _instruction("{ .reg .u16 t; cvt.u16.u32 t, $1; st.global.u16 [$0], t; }", None, (i64, u32))
 
@@ -167,17 +192,117 @@ def copies_wait(pending: int) -> Any:
 # arithmetic whose rounding is spelled out: the compiler may not contract it
 mul_rn = _instruction("mul.rn.f32 $0, $1, $2;", f32, (f32, f32), pure=True)
 add_rn = _instruction("add.rn.f32 $0, $1, $2;", f32, (f32, f32), pure=True)
+div_rn = _instruction("div.rn.f32 $0, $1, $2;", f32, (f32, f32), pure=True)
 fma_rn = _instruction("fma.rn.f32 $0, $1, $2, $3;", f32, (f32, f32, f32), pure=True)
 exp2_approx = _instruction("ex2.approx.f32 $0, $1;", f32, (f32,), pure=True)
 bf16_bits = _instruction("{ .reg .b16 t; cvt.rn.bf16.f32 t, $1; cvt.u32.u16 $0, t; }", u32, (f32,), pure=True)
 bf16_pair = _instruction("cvt.rn.bf16x2.f32 $0, $2, $1;", u32, (f32, f32), pure=True)  # the first in the low half
+float_of_bits = _instruction("mov.b32 $0, $1;", f32, (u32,), pure=True)
+bits_of_float = _instruction("mov.b32 $0, $1;", u32, (f32,), pure=True)
+# over all 32 lanes of a warp, the same in each
+warp_max = _instruction("redux.sync.max.u32 $0, $1, 0xffffffff;", u32, (u32,), together=True)
+warp_sum = _instruction("redux.sync.add.u32 $0, $1, 0xffffffff;", u32, (u32,), together=True)
 # D = A B + C for one warp: A 16x16 bf16 row-major, B 16x8 bf16 column-major, C and D 16x8 float32
+MMA_BF16 = (
+    "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0,$1,$2,$3}, {$8,$9,$10,$11}, {$12,$13}, {$4,$5,$6,$7};"
+)
 mma_bf16 = _instruction(
-    "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0,$1,$2,$3}, {$8,$9,$10,$11}, {$12,$13}, {$4,$5,$6,$7};",
+    MMA_BF16,
     (f32, 4),
     (f32, f32, f32, f32, u32, u32, u32, u32, u32, u32),
     pure=True,
 )
+
+
+
+def load_shared_tiles(count: int, stride: int) -> Any:
+    """An intrinsic: 16 bytes at each of `count` shared addresses `stride` apart, as a tuple of 4 * count words."""
+
+    @intrinsic
+    def load(context: Any, address: Any) -> Any:
+        signature = types.UniTuple(u32, 4 * count)(u32)
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            words = []
+            struct = ir.LiteralStructType([_IR[u32]] * 4)
+            for tile in range(count):
+                text = f"ld.shared.v4.u32 {{$0,$1,$2,$3}}, [$4+{tile * stride}];"
+                function = ir.FunctionType(struct, [_IR[u32]])
+                assembly = ir.InlineAsm(function, text, "=r,=r,=r,=r,r,~{memory}", side_effect=True)
+                call = builder.call(assembly, args)
+                words += [builder.extract_value(call, k) for k in range(4)]
+            return context.make_tuple(builder, signature.return_type, words)
+
+        return signature, codegen
+
+    return load
+
+
+def mma_bf16_tiles(total: int, first: int, count: int, word: int) -> Any:
+    """An intrinsic: one A fragment by `count` B fragments, words `word` and `word + 1` of each tile's four.
+
+    It takes accumulators as a tuple of 4 * total float32, the four words of A and the tuple of B's words, and returns
+    the accumulators with tiles `first` to `first + count - 1` renewed.
+    """
+
+    @intrinsic
+    def multiply(context: Any, accumulators: Any, a0: Any, a1: Any, a2: Any, a3: Any, words: Any) -> Any:
+        kinds = types.UniTuple(f32, 4 * total)
+        signature = kinds(kinds, u32, u32, u32, u32, types.UniTuple(u32, 4 * count))
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            operands = [_IR[f32]] * 4 + [_IR[u32]] * 6
+            function = ir.FunctionType(ir.LiteralStructType([_IR[f32]] * 4), operands)
+            constraints = "=f,=f,=f,=f,f,f,f,f,r,r,r,r,r,r"
+            assembly = ir.InlineAsm(function, MMA_BF16, constraints, side_effect=False)
+            results = [builder.extract_value(args[0], k) for k in range(4 * total)]
+            for tile in range(count):
+                at = 4 * (first + tile)
+                column = [builder.extract_value(args[5], 4 * tile + word + k) for k in range(2)]
+                call = builder.call(assembly, [*results[at : at + 4], *args[1:5], *column])
+                results[at : at + 4] = [builder.extract_value(call, k) for k in range(4)]
+            return context.make_tuple(builder, signature.return_type, results)
+
+        return signature, codegen
+
+    return multiply
+
+
+def store_shared_tiles(count: int, offsets: tuple[int, int, int, int], stride: int) -> Any:
+    """An intrinsic: store a tuple of 4 * count float32 to shared memory, the four of a tile at byte `offsets`."""
+
+    @intrinsic
+    def store(context: Any, address: Any, accumulators: Any) -> Any:
+        signature = types.void(u32, types.UniTuple(f32, 4 * count))
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            function = ir.FunctionType(ir.VoidType(), [_IR[u32], _IR[f32]])
+            for tile in range(count):
+                for part, offset in enumerate(offsets):
+                    text = f"st.shared.f32 [$0+{tile * stride + offset}], $1;"
+                    assembly = ir.InlineAsm(function, text, "r,f,~{memory}", side_effect=True)
+                    builder.call(assembly, [args[0], builder.extract_value(args[1], 4 * tile + part)])
+            return context.get_dummy_value()
+
+        return signature, codegen
+
+    return store
+
+
+def zeros(count: int) -> Any:
+    """An intrinsic: a tuple of `count` float32 zeros."""
+
+    @intrinsic
+    def make(context: Any) -> Any:
+        signature = types.UniTuple(f32, count)()
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return context.make_tuple(builder, signature.return_type, [ir.Constant(_IR[f32], 0.0)] * count)
+
+        return signature, codegen
+
+    return make
+
 
 # order between blocks and with the host
 atomic_add_gpu = _instruction("atom.acq_rel.gpu.global.add.u32 $0, [$1], $2;", u32, (i64, u32))

@@ -15,11 +15,13 @@ __all__ = [
     "exp2_approx",
     "fence_gpu",
     "fence_system",
+    "float_of_bits",
     "fma_rn",
     "let_next_kernel_start",
     "load_acquire_gpu",
     "load_acquire_system",
     "load_global_128",
+    "load_global_64",
     "load_global_f32",
     "load_global_i32",
     "load_global_i64",
@@ -29,10 +31,13 @@ __all__ = [
     "load_volatile_i64",
     "mul_rn",
     "store_global_128",
+    "store_global_64",
     "store_global_f32",
     "store_global_i32",
+    "store_global_i64",
     "store_global_u16",
     "store_global_u32",
+    "store_global_u8",
     "store_release_gpu",
     "store_release_system",
     "wait_for_previous_kernel",
@@ -66,6 +71,7 @@ store_global_f32 = _store(ctypes.c_float)
 store_global_i32 = _store(ctypes.c_int32)
 store_global_u16 = _store(ctypes.c_uint16)
 store_global_u32 = store_release_gpu = _store(ctypes.c_uint32)
+store_global_u8, store_global_i64 = _store(ctypes.c_uint8), _store(ctypes.c_int64)
 store_release_system = _store(ctypes.c_int64)
 
 
@@ -76,6 +82,17 @@ def load_global_128(address: int) -> tuple[int, int, int, int]:
 
 
 load_global_nc_128 = load_global_128
+
+
+def load_global_64(address: int) -> tuple[int, int]:
+    """Two words."""
+    return load_acquire_gpu(address), load_acquire_gpu(address + 4)
+
+
+def store_global_64(address: int, a: int, b: int) -> None:
+    """Two words."""
+    store_global_u32(address, a)
+    store_global_u32(address + 4, b)
 
 
 def store_global_128(address: int, a: int, b: int, c: int, d: int) -> None:
@@ -122,6 +139,11 @@ def bf16_bits(x: float) -> np.uint32:
 def bf16_pair(low: float, high: float) -> np.uint32:
     """Two of them in one word."""
     return np.uint32(int(bf16_bits(low)) | int(bf16_bits(high)) << 16)
+
+
+def float_of_bits(bits: int) -> np.float32:
+    """The float32 with these bits."""
+    return np.uint32(bits).view(np.float32)
 
 
 def array_address(array: Any) -> int:

@@ -1,0 +1,86 @@
+"""The thin matrix product against torch in float64, and a row's bits in any company."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from lowlat.executors.launcher import Launcher
+from lowlat.kernels.kernel import H200
+from lowlat.kernels.packing import gate_up_order, pack
+from lowlat.kernels.thin_matmul import MAX_ROWS, MatmulPlan, plan_matmul, thin_matmul
+
+pytestmark = pytest.mark.gpu
+
+SHAPES = ((256, 320), (6144, 4096), (320, 896), (97, 200), (4096, 14336), (48, 32))
+ROWS = (1, 3, 8, 9, 17, 40, 64, 70)
+
+
+@pytest.fixture(scope="module")
+def launcher() -> Launcher:
+    """One launcher for all tests."""
+    return Launcher(torch.device("cuda", 0))
+
+
+def _random(*shape: int, scale: float = 1.0) -> torch.Tensor:
+    return (torch.randn(*shape, device="cuda") * scale).bfloat16()
+
+
+def _error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.double() - want).norm() / want.norm())
+
+
+@pytest.mark.parametrize(("width", "depth"), SHAPES)
+def test_product_matches_torch(launcher: Launcher, width: int, depth: int) -> None:
+    """Every number of rows, with and without a bias, in float32."""
+    weight, bias = _random(width, depth, scale=depth**-0.5), _random(width)
+    packed = pack(weight)
+    for rows in ROWS:
+        x = _random(rows, depth)
+        for offset in (None, bias):
+            out = torch.full((rows, width), torch.nan, device="cuda")
+            launcher.run(*thin_matmul(x=x, weight=packed, out=out, bias=offset))
+            want = x.double() @ weight.double().t() + (0 if offset is None else offset.double())
+            assert _error(out, want) < 1e-5
+
+
+@pytest.mark.parametrize(("width", "depth"), [(256, 320), (4096, 4096)])
+def test_residual_and_activation(launcher: Launcher, width: int, depth: int) -> None:
+    """Fused parts equal the same parts apart; dead rows give zeros after the activation."""
+    weight = _random(width, depth, scale=depth**-0.5)
+    plain, gated = pack(weight), pack(weight, gate_up_order(width // 2))
+    for rows in ROWS[1:]:
+        x, live = _random(rows, depth), torch.ones(rows, dtype=torch.uint8, device="cuda")
+        live[rows // 2] = 0
+        product = x.double() @ weight.double().t()
+        residual = _random(rows, width)
+        out = torch.full((rows, width), torch.nan, device="cuda", dtype=torch.bfloat16)
+        launcher.run(*thin_matmul(x=x, weight=plain, out=out, residual=residual))
+        assert _error(out, residual.double() + product) < 4e-3
+        act = torch.full((rows, width // 2), torch.nan, device="cuda", dtype=torch.bfloat16)
+        launcher.run(*thin_matmul(x=x, weight=gated, out=act, row_live=live, silu=True))
+        gate, up = product.chunk(2, dim=-1)
+        assert _error(act, torch.nn.functional.silu(gate) * up * live[:, None]) < 4e-3
+        assert not act[rows // 2].any()
+
+
+@pytest.mark.parametrize(("width", "depth"), [(256, 320), (4096, 4096), (512, 14336)])
+def test_a_row_has_the_same_bits_in_any_company(launcher: Launcher, width: int, depth: int) -> None:
+    """Alone, among others that hold NaN, at any place, and however the product is cut."""
+    weight = pack(_random(width, depth, scale=depth**-0.5))
+    row = _random(1, depth)
+    alone = torch.empty(1, width, device="cuda")
+    launcher.run(*thin_matmul(x=row, weight=weight, out=alone))
+    for rows in ROWS[1:]:
+        x = torch.full((rows, depth), torch.nan, device="cuda", dtype=torch.bfloat16)
+        place = int(torch.randint(rows, (1,)))
+        x[place] = row
+        plans: list[MatmulPlan | None] = [None]
+        if rows <= MAX_ROWS:
+            default = plan_matmul(rows, width, H200)
+            plans += [dataclasses.replace(default, weight_tiles=1, stages=1)]
+            plans += [dataclasses.replace(default, num_blocks=7)]
+        for plan in plans:
+            out = torch.empty(rows, width, device="cuda")
+            launcher.run(*thin_matmul(x=x, weight=weight, out=out, plan=plan))
+            assert torch.equal(out[place], alone[0])
