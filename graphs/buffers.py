@@ -4,7 +4,7 @@ A step reads and writes nothing but such buffers, so that a captured graph owns 
 module knows neither what the buffers mean nor who reads them.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -12,7 +12,9 @@ import torch
 
 from lowlat.errors import ConfigError
 
-__all__ = ["BufferSet", "BufferSpec", "Role"]
+__all__ = ["BufferSet", "BufferSpec", "Role", "aligned_bytes"]
+
+ALIGNMENT = 256
 
 
 class Role(StrEnum):
@@ -46,8 +48,10 @@ class BufferSpec:
 class BufferSet(Mapping[str, torch.Tensor]):
     """Buffers allocated from their specs, by name; addresses never change.
 
-    `initial` gives the content of constants; all other buffers start at zero. Raises ConfigError when two
-    specs of one name differ, when a constant has no content, or when its content has another shape or dtype.
+    `initial` gives the content of constants; all other buffers start at zero. Buffers named in `pinned` lie in host
+    memory that the device reads and writes at the same address. Scratch may lie in an `arena` of bytes that several
+    sets share, since none of it outlives a step. Raises ConfigError when two specs of one name differ, when a constant
+    has no content, when its content has another shape or dtype, or when the arena is too small.
     """
 
     def __init__(
@@ -55,17 +59,30 @@ class BufferSet(Mapping[str, torch.Tensor]):
         specs: Iterable[BufferSpec],
         device: torch.device,
         initial: Mapping[str, torch.Tensor] | None = None,
+        *,
+        pinned: Collection[str] = (),
+        arena: torch.Tensor | None = None,
     ) -> None:
         self.specs: dict[str, BufferSpec] = {}
         self._tensors: dict[str, torch.Tensor] = {}
+        self._arena, self._used = arena, 0
         contents = initial or {}
         for spec in specs:
             known = self.specs.get(spec.name)
             if known is None:
                 self.specs[spec.name] = spec
-                self._tensors[spec.name] = _allocate(spec, device, contents.get(spec.name))
+                if arena is not None and spec.role is Role.SCRATCH:
+                    self._tensors[spec.name] = self._carve(spec, arena)
+                else:
+                    self._tensors[spec.name] = _allocate(spec, device, contents.get(spec.name), spec.name in pinned)
             elif known != spec:
                 raise ConfigError(f"buffer {spec.name}: declared as {known} and as {spec}")
+
+    def _carve(self, spec: BufferSpec, arena: torch.Tensor) -> torch.Tensor:
+        start, self._used = self._used, self._used + aligned_bytes(spec)
+        if self._used > arena.numel():
+            raise ConfigError(f"buffer {spec.name}: the arena of {arena.numel()} bytes is too small")
+        return arena[start : start + spec.num_bytes].view(spec.dtype).view(spec.shape)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._tensors[name]
@@ -81,8 +98,15 @@ class BufferSet(Mapping[str, torch.Tensor]):
         return sum(spec.num_bytes for spec in self.specs.values() if role in (None, spec.role))
 
 
-def _allocate(spec: BufferSpec, device: torch.device, content: torch.Tensor | None) -> torch.Tensor:
+def aligned_bytes(spec: BufferSpec) -> int:
+    """Bytes that a buffer takes of an arena: the next one starts at a multiple of ALIGNMENT."""
+    return -(-spec.num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def _allocate(spec: BufferSpec, device: torch.device, content: torch.Tensor | None, pinned: bool) -> torch.Tensor:
     if spec.role is not Role.CONSTANT:
+        if pinned:
+            return torch.zeros(spec.shape, dtype=spec.dtype, pin_memory=True)
         return torch.zeros(spec.shape, dtype=spec.dtype, device=device)
     if content is None:
         raise ConfigError(f"buffer {spec.name}: a constant needs its content")

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.metadata import version
@@ -16,7 +17,9 @@ from lowlat.errors import DeviceError
 from lowlat.kernels.kernel import Kernel
 from lowlat.kernels.numba_cuda import compile_ptx
 
-__all__ = ["CompiledKernel", "compile_kernel", "link", "source_digest"]
+__all__ = ["CompiledKernel", "compile_ahead", "compile_kernel", "link", "source_digest"]
+
+WORTH_FORKING = 4  # kernels
 
 
 @dataclass(frozen=True)
@@ -63,14 +66,45 @@ def compile_kernel(kernel: Kernel, capability: tuple[int, int], cache_directory:
     """
     if cache_directory is None:
         return _compile(kernel, capability)
-    key = hashlib.sha256(repr((source_digest(), kernel.name, capability)).encode()).hexdigest()
-    path = cache_directory / f"{key}.cubin"
+    path = _path(kernel, capability, cache_directory)
     known = _read(path)
     if known is not None:
         return known
     compiled = _compile(kernel, capability)
     _write(path, compiled)
     return compiled
+
+
+def compile_ahead(
+    kernels: Iterable[Kernel], capability: tuple[int, int], cache_directory: Path, workers: int | None = None
+) -> int:
+    """Compile what the cache lacks in forked processes, which touch no device; returns how many it lacked.
+
+    workers  None: one for each core. A process that fails leaves its kernels to `compile_kernel`, which then tells why.
+    """
+    unique = {kernel.name: kernel for kernel in kernels}.values()
+    missing = [kernel for kernel in unique if not _path(kernel, capability, cache_directory).exists()]
+    count = min(len(os.sched_getaffinity(0)) if workers is None else workers, len(missing))
+    if len(missing) < WORTH_FORKING or count < 2:
+        return len(missing)
+    children = []
+    for worker in range(count):
+        child = os.fork()
+        if child == 0:
+            try:
+                for kernel in missing[worker::count]:
+                    compile_kernel(kernel, capability, cache_directory)
+            finally:
+                os._exit(0)  # no clean-up of the parent's threads, files and device
+        children.append(child)
+    for child in children:
+        os.waitpid(child, 0)
+    return len(missing)
+
+
+def _path(kernel: Kernel, capability: tuple[int, int], cache_directory: Path) -> Path:
+    key = hashlib.sha256(repr((source_digest(), kernel.name, capability)).encode()).hexdigest()
+    return cache_directory / f"{key}.cubin"
 
 
 def _compile(kernel: Kernel, capability: tuple[int, int]) -> CompiledKernel:

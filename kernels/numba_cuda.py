@@ -12,7 +12,7 @@ from typing import Any
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from numba import config, cuda, float32, int32, int64, uint32, uint64
+    from numba import config, cuda, float32, float64, int32, int64, uint32, uint64
     from numba.cuda import types
     from numba.cuda.extending import intrinsic
 
@@ -22,6 +22,7 @@ __all__ = [
     "cuda",
     "device_function",
     "float32",
+    "float64",
     "int32",
     "int64",
     "intrinsic",

@@ -10,7 +10,7 @@ import torch
 
 from lowlat.errors import ShapeError
 
-__all__ = ["PackedMatrix", "gate_up_order", "pack", "rope_order", "unpack"]
+__all__ = ["PackedMatrix", "gate_up_order", "gather_rows", "pack", "rope_order", "unpack"]
 
 TILE_ROWS = 16
 TILE_COLUMNS = 64
@@ -90,3 +90,11 @@ def rope_order(num_rotated_heads: int, num_plain_heads: int, head_dim: int) -> t
     starts = torch.arange(num_rotated_heads)[:, None] * head_dim
     plain = torch.arange(num_rotated_heads * head_dim, (num_rotated_heads + num_plain_heads) * head_dim)
     return torch.cat(((starts + head).reshape(-1), plain))
+
+
+def gather_rows(packed: PackedMatrix, indices: torch.Tensor) -> torch.Tensor:
+    """Rows [n, K] of a packed matrix that has no order of its own; indices [n] int64 below N."""
+    height, width, _ = packed.tiles.shape
+    tiles = packed.tiles.view(height, width, 2, 2, 8, 4, 8)
+    rows = tiles[indices // TILE_ROWS, :, indices % TILE_ROWS // 8, :, indices % 8]
+    return rows.reshape(indices.shape[0], width * TILE_COLUMNS)[:, : packed.columns]

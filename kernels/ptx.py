@@ -50,6 +50,7 @@ __all__ = [
     "mul_rn",
     "set_graph_condition",
     "shared_address",
+    "stay_here",
     "store_global_128",
     "store_global_64",
     "store_global_f32",
@@ -61,6 +62,7 @@ __all__ = [
     "store_release_gpu",
     "store_release_system",
     "store_shared_128",
+    "store_shared_64",
     "store_shared_f32",
     "store_shared_tiles",
     "store_shared_u16",
@@ -166,6 +168,7 @@ store_global_u16 = _instruction("{ .reg .u16 t; cvt.u16.u32 t, $1; st.global.u16
 load_shared_128 = _instruction("ld.shared.v4.u32 {$0,$1,$2,$3}, [$4];", (u32, 4), (u32,))
 load_shared_f32 = _instruction("ld.shared.f32 $0, [$1];", f32, (u32,))
 store_shared_128 = _instruction("st.shared.v4.u32 [$0], {$1,$2,$3,$4};", None, (u32, u32, u32, u32, u32))
+store_shared_64 = _instruction("st.shared.v2.u32 [$0], {$1,$2};", None, (u32, u32, u32))
 store_shared_f32 = _instruction("st.shared.f32 [$0], $1;", None, (u32, f32))
 store_shared_u32 = _instruction("st.shared.u32 [$0], $1;", None, (u32, u32))
 store_shared_u16 = _instruction("{ .reg .u16 t; cvt.u16.u32 t, $1; st.shared.u16 [$0], t; }", None, (u32, u32))
@@ -199,6 +202,8 @@ bf16_bits = _instruction("{ .reg .b16 t; cvt.rn.bf16.f32 t, $1; cvt.u32.u16 $0, 
 bf16_pair = _instruction("cvt.rn.bf16x2.f32 $0, $2, $1;", u32, (f32, f32), pure=True)  # the first in the low half
 float_of_bits = _instruction("mov.b32 $0, $1;", f32, (u32,), pure=True)
 bits_of_float = _instruction("mov.b32 $0, $1;", u32, (f32,), pure=True)
+# the same number, where it stands: what is computed from it is not moved out of a loop, to wait in registers
+stay_here = _instruction("mov.b32 $0, $1;", i32, (i32,))
 # over all 32 lanes of a warp, the same in each
 warp_max = _instruction("redux.sync.max.u32 $0, $1, 0xffffffff;", u32, (u32,), together=True)
 warp_sum = _instruction("redux.sync.add.u32 $0, $1, 0xffffffff;", u32, (u32,), together=True)

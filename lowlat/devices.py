@@ -12,6 +12,7 @@ from lowlat.errors import ConfigError
 __all__ = ["DeviceChoice", "choose_device", "leave_a_core", "nvidia_card_present"]
 
 OLDEST_CAPABILITY = (8, 0)
+EXECUTORS = ("auto", "reference", "eager", "graph")
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,11 @@ class DeviceChoice:
     reason: str
     loud: bool = False
 
+    @property
+    def has_kernels(self) -> bool:
+        """Whether the executor runs kernels of its own."""
+        return self.executor != "reference"
+
 
 def nvidia_card_present() -> bool:
     """Whether this machine shows an NVIDIA card, usable or not."""
@@ -32,21 +38,28 @@ def nvidia_card_present() -> bool:
 def choose_device(device: str, executor: str) -> DeviceChoice:
     """Resolve the options `device` and `executor`.
 
-    Raises ConfigError for an unknown or unusable device, and for an executor that this version cannot run.
+    Raises ConfigError for an unknown or unusable device, and for an executor that it cannot have.
     """
-    if executor in ("eager", "graph"):
-        raise ConfigError(f"executor {executor!r} is not available in this version; use 'reference' or 'auto'")
+    if executor not in EXECUTORS:
+        raise ConfigError(f"executor must be one of {', '.join(EXECUTORS)}, got {executor!r}")
     if device == "cpu":
+        _refuse_kernels(executor, "the CPU was asked for")
         return DeviceChoice(torch.device("cpu"), "reference", "the CPU was asked for")
     if device == "auto":
-        return _choose_automatically()
+        return _choose_automatically(executor)
     name, _, index = device.partition(":")
     if name != "cuda" or (index and not index.isdigit()):
         raise ConfigError(f"device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got {device!r}")
     problem = _cuda_problem(int(index or 0))
     if problem:
         raise ConfigError(f"device {device!r} cannot be used: {problem}")
-    return DeviceChoice(torch.device("cuda", int(index or 0)), "reference", f"{device} was asked for")
+    chosen = "graph" if executor == "auto" else executor
+    return DeviceChoice(torch.device("cuda", int(index or 0)), chosen, f"{device} was asked for")
+
+
+def _refuse_kernels(executor: str, why: str) -> None:
+    if executor in ("eager", "graph"):
+        raise ConfigError(f"executor {executor!r} needs an NVIDIA card, and {why}; use 'reference' or 'auto'")
 
 
 def leave_a_core() -> int:
@@ -60,16 +73,17 @@ def leave_a_core() -> int:
     return torch.get_num_threads()
 
 
-def _choose_automatically() -> DeviceChoice:
+def _choose_automatically(executor: str) -> DeviceChoice:
     cpu = torch.device("cpu")
     if not nvidia_card_present():
+        _refuse_kernels(executor, "no NVIDIA card is present")
         return DeviceChoice(cpu, "reference", "no NVIDIA card is present")
     problem = _cuda_problem(0)
     if problem:
+        _refuse_kernels(executor, f"the one that is present cannot be used: {problem}")
         return DeviceChoice(cpu, "reference", f"an NVIDIA card is present but cannot be used: {problem}", loud=True)
-    return DeviceChoice(
-        torch.device("cuda", 0), "reference", "a usable NVIDIA card is present; torch operations run on it"
-    )
+    chosen = "graph" if executor == "auto" else executor
+    return DeviceChoice(torch.device("cuda", 0), chosen, "a usable NVIDIA card is present")
 
 
 def _cuda_problem(index: int) -> str | None:

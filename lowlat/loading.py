@@ -10,7 +10,7 @@ from lowlat.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConf
 from lowlat.devices import DeviceChoice, choose_device
 from lowlat.errors import ConfigError
 from lowlat.executors import Executor
-from lowlat.executors.reference import ReferenceExecutor
+from lowlat.executors.make import make_executor, settle_executor
 from lowlat.graphs import BucketLadder
 from lowlat.memory import check_fits, memory_need
 from lowlat.prefill import build_prefill
@@ -43,8 +43,11 @@ def load(
     speculative: SpeculativeConfig | None,
     options: RuntimeConfig,
     progress: Progress | None = None,
+    captured: Progress | None = None,
 ) -> Loaded:
-    """Load a target and, where asked for, its head; allocate everything.
+    """Load a target and, where asked for, its head; allocate everything, compile and capture what runs on a GPU.
+
+    progress   called with bytes read and bytes in all; captured with buckets captured and buckets in all
 
     Raises ConfigError; for a head that cannot be used only if `speculative.strict`, otherwise it is one warning
     and the baseline.
@@ -69,8 +72,12 @@ def load(
     if head is not None:
         weights.update(head.weights)
     prefill = build_prefill(geometry)
-    check_fits(memory_need((*programs.values(), prefill), weights, choice.device), choice.device)
-    executor = ReferenceExecutor(programs, prefill, weights, choice.device)
+    choice = settle_executor(choice, options.executor, target.config, None if head is None else head.config)
+    if choice.loud:
+        logger.warning("running on %s: %s", choice.device, choice.reason)
+    need = memory_need((*programs.values(), prefill), weights, choice.device, share_scratch=choice.has_kernels)
+    check_fits(need, choice.device)
+    executor = make_executor(choice, programs, prefill, weights, captured)
     return Loaded(target, head, geometry, ladder, topologies, executor, choice, error)
 
 

@@ -28,24 +28,36 @@ class MemoryNeed:
         return sum(asdict(self).values())
 
 
-def memory_need(programs: Iterable[Program], weights: Mapping[str, torch.Tensor], device: torch.device) -> MemoryNeed:
-    """Add up the buffers of all programs and the weights that the executor keeps beside the loaded ones."""
+def memory_need(
+    programs: Iterable[Program],
+    weights: Mapping[str, torch.Tensor],
+    device: torch.device,
+    *,
+    share_scratch: bool = False,
+) -> MemoryNeed:
+    """Add up the buffers of all programs and the weights that the executor keeps beside the loaded ones.
+
+    share_scratch  programs run one at a time in the memory of the largest one's scratch
+    """
     kv: dict[str, int] = {}
     state: dict[str, int] = {}
-    scratch = 0
+    parts = []
     for program in programs:
+        scratch = 0
         for spec in program.buffers.values():
             if spec.role is Role.SCRATCH:
                 scratch += spec.num_bytes
             else:
                 (kv if "_cache" in spec.name else state)[spec.name] = spec.num_bytes
+        parts.append(scratch)
     unique = {id(tensor): tensor for tensor in weights.values()}.values()
     size = sum(
         tensor.numel() * (4 if device.type == "cpu" and tensor.is_floating_point() else tensor.element_size())
         for tensor in unique
         if device.type != "cpu" or tensor.dtype in (torch.bfloat16, torch.float16)
     )
-    return MemoryNeed(size, sum(kv.values()), sum(state.values()), scratch)
+    total = max(parts, default=0) if share_scratch else sum(parts)
+    return MemoryNeed(size, sum(kv.values()), sum(state.values()), total)
 
 
 def available_bytes(device: torch.device) -> int | None:

@@ -75,6 +75,7 @@ class Runtime:
         self._slots: dict[int, Session] = {}
         self._pending: list[StepOutput] = []
         self._ids = itertools.count()
+        self._num_steps = 0
         self._closed = False
 
     @classmethod
@@ -84,16 +85,18 @@ class Runtime:
         speculative: SpeculativeConfig | None = None,
         *,
         progress: Callable[[int, int], None] | None = None,
+        captured: Callable[[int, int], None] | None = None,
         **options: Any,
     ) -> Self:
         """Load a Hugging Face directory and, where asked for, an EAGLE3 head.
 
         progress   called with bytes read and bytes in all
+        captured   called with graphs captured and graphs in all, where the executor captures
         options    fields of RuntimeConfig: max_batch, max_context, dtype, device, ...
         Raises ConfigError for anything wrong with the directory, the head (under strict) or an option.
         """
         config = options_from(options)
-        return cls(load(model, speculative, config, progress), config, speculative)
+        return cls(load(model, speculative, config, progress, captured), config, speculative)
 
     def submit(
         self, prompt: Sequence[int] | str, params: SamplingParams | None = None, *, request_id: str | None = None
@@ -260,6 +263,8 @@ class Runtime:
     def _decode(self, depth: int) -> list[StepOutput]:
         bucket = self.scheduler.choose_bucket(depth)
         self.executor.step(bucket)
+        self._num_steps += 1
+        self.executor.wait_published(self._num_steps)
         outputs: list[StepOutput] = []
         for publications in self._mailbox.publications():
             if self._tracer is not None:

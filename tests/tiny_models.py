@@ -300,8 +300,9 @@ class PairPaths:
     head: Path
 
 
-def make_pair(directory: Path, family: str, *, gain: float = 0.45) -> PairPaths:
+def make_pair(directory: Path, family: str, *, gain: float = 0.45, **options: Any) -> PairPaths:
     """A small target and a head of which it accepts a good part; some tokens of the target cannot be drafted."""
     paths = PairPaths(directory / "target", directory / "head")
-    copying_head(paths.head, make_target(paths.target, family, gain=gain, num_hidden_layers=2), draft_vocab_size=80)
+    target = make_target(paths.target, family, gain=gain, **{"num_hidden_layers": 2, **options})
+    copying_head(paths.head, target, draft_vocab_size=80)
     return paths

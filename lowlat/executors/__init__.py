@@ -29,7 +29,10 @@ class Executor(Protocol):
     state: BufferSet
 
     def step(self, bucket: Bucket) -> None:
-        """Run one step in the bucket; its publication is in the ring when this returns or later."""
+        """Start one step in the bucket; its publication is in the ring when this returns or later."""
+
+    def wait_published(self, count: int) -> None:
+        """Return when `count` steps in all have been published. Raises DeviceError when the device has failed."""
 
     def prefill(self) -> None:
         """Run the prefill program over the chunk that the host has written."""

@@ -1,7 +1,8 @@
-"""From kernel calls to launches on one device: compile, load, raise the shared memory limit, marshal arguments."""
+"""From kernel calls to launches on one device: compile, load, raise the shared memory limit, lay out the parameters."""
 
 import ctypes
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,8 @@ import torch
 
 from lowlat.errors import DeviceError, ShapeError
 from lowlat.graphs.launch import Launch
-from lowlat.kernels.compiler import compile_kernel
-from lowlat.kernels.kernel import Argument, Kernel, KernelCall
+from lowlat.kernels.compiler import compile_ahead, compile_kernel
+from lowlat.kernels.kernel import Argument, Card, Kernel, KernelCall
 
 __all__ = ["Launcher", "default_cache_directory"]
 
@@ -41,6 +42,8 @@ class Launcher:
 
         self.device = device
         self.capability: tuple[int, int] = torch.cuda.get_device_capability(device)
+        facts = torch.cuda.get_device_properties(device)
+        self.card = Card(facts.multi_processor_count, facts.shared_memory_per_block_optin, self.capability)
         self._cache = default_cache_directory() if cache_directory is None else cache_directory
         self._core = Device(device.index or 0)
         torch.cuda.init()
@@ -59,7 +62,11 @@ class Launcher:
             shmem_size=kernel.shared_bytes,
             programmatic_stream_serialization=call.dependent and self.capability >= HOPPER,
         )
-        return Launch(kernel.name, self._load(kernel), config, marshal(call))
+        return Launch(kernel.name, self._load(kernel), config, parameters_of(call))
+
+    def compile_ahead(self, calls: Iterable[KernelCall]) -> int:
+        """Compile what the cache lacks, on all cores; returns how many kernels it lacked."""
+        return compile_ahead((call.kernel for call in calls), self.capability, self._cache)
 
     def stream(self) -> Any:
         """The cuda.core stream around torch's current one."""
@@ -100,15 +107,15 @@ class Launcher:
             )
 
 
-def marshal(call: KernelCall) -> tuple[Any, ...]:
+def parameters_of(call: KernelCall) -> tuple[Any, ...]:
     """The kernel's parameters: an array is (0, 0, elements, itemsize, address, extents, strides), as Numba has it."""
     values: list[Any] = []
     for kind, argument in zip(call.kernel.signature, call.arguments, strict=True):
-        values.extend(_marshal_one(call.kernel.name, kind, argument))
+        values.extend(_parameter(call.kernel.name, kind, argument))
     return tuple(values)
 
 
-def _marshal_one(name: str, kind: Any, argument: Argument) -> list[Any]:
+def _parameter(name: str, kind: Any, argument: Argument) -> list[Any]:
     integer = ctypes.c_int64
     if not isinstance(argument, torch.Tensor):
         return [_SCALARS[kind.name](argument)]

@@ -97,6 +97,9 @@ class ReferenceExecutor:
         """Run one step; the publication is in the ring when this returns."""
         self._run(self._bound[bucket])
 
+    def wait_published(self, count: int) -> None:
+        """A step is published when it returns."""
+
     @torch.inference_mode()
     def prefill(self) -> None:
         """Run the prefill program over the chunk that the host has written."""

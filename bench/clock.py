@@ -1,0 +1,99 @@
+"""Times of asynchronous work, one figure a replay: by device events on a GPU, by the host's clock elsewhere.
+
+Variants that are compared are run in turns of a few replays, so that they see the same clocks and the same heat.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+__all__ = ["Timed", "own_stream", "percentile", "round_robin", "time_replays", "time_waited"]
+
+LEAD = 2  # replays before the timed ones of a turn, so that the device is never waiting for the host
+
+
+@dataclass
+class Timed:
+    """Something that can be replayed, and the ms that its replays took.
+
+    reset  called before each turn
+    """
+
+    name: str
+    replay: Callable[[], None]
+    reset: Callable[[], None] = lambda: None
+    ms: list[float] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        """The median of all replays, ms."""
+        return percentile(self.ms, 50)
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The smallest value that at least `percent` of the values do not exceed. Raises ValueError for no values."""
+    if not values:
+        raise ValueError("no percentile of no values")
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
+
+
+def time_replays(replay: Callable[[], None], count: int, device: torch.device, lead: int = LEAD) -> list[float]:
+    """Milliseconds of each of `count` replays, queued one behind the other after `lead` untimed ones."""
+    for _ in range(lead):
+        replay()
+    if device.type != "cuda":
+        marks = [time.perf_counter()]
+        for _ in range(count):
+            replay()
+            marks.append(time.perf_counter())
+        return [1e3 * (after - before) for before, after in pairwise(marks)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    events[0].record()
+    for event in events[1:]:
+        replay()
+        event.record()
+    events[-1].synchronize()
+    return [before.elapsed_time(after) for before, after in pairwise(events)]
+
+
+def own_stream(device: torch.device) -> AbstractContextManager[Any]:
+    """A stream of its own for what is measured, where there is a GPU: the default one waits for others."""
+    return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
+
+
+def time_waited(entry: Timed, count: int, turn: int, device: torch.device) -> list[float]:
+    """Milliseconds by the host's clock from launching a replay to having waited for it, of `count` replays."""
+    found = []
+    for index in range(count):
+        if index % turn == 0:
+            entry.reset()
+            entry.replay()
+            _wait(device)
+        start = time.perf_counter()
+        entry.replay()
+        _wait(device)
+        found.append(1e3 * (time.perf_counter() - start))
+    return found
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def round_robin(entries: Sequence[Timed], replays: int, turn: int, device: torch.device) -> None:
+    """Give each entry `replays` timed replays, in turns of at most `turn`, and keep the times in the entries."""
+    done = 0
+    while done < replays:
+        count = min(turn, replays - done)
+        for entry in entries:
+            entry.reset()
+            entry.ms += time_replays(entry.replay, count, device)
+        done += count

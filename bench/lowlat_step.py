@@ -1,0 +1,137 @@
+"""Our step for the dense benchmark: the graph executor on a geometry without a checkpoint, put into the middle of a
+long context with random keys and values. Acceptance is imposed where the step drafts.
+"""
+
+from collections.abc import Mapping
+
+import torch
+
+from bench.dense_cases import Case, DenseGeometry
+from lowlat.executors.graph import GraphExecutor
+from lowlat.geometry import HeadConfig, ModelConfig, RopeConfig
+from lowlat.graphs import Bucket
+from lowlat.kernels.reference.slot_record import DRAFT_LIMIT, MAX_LENGTH, NUM_LOGPROBS, REPETITION, TOP_P
+from lowlat.prefill import build_prefill
+from lowlat.state import StepGeometry
+from lowlat.step import build_step
+from lowlat.tree import TreeTopology
+
+__all__ = ["GraphStep", "make_step", "step_geometry"]
+
+ROOM = 1024  # tokens past the case's context that replays between resets may add
+BLOCK_SIZE = 32
+
+
+def make_step(
+    geometry: DenseGeometry, case: Case, weights: Mapping[str, torch.Tensor], device: torch.device
+) -> "GraphStep":
+    """A `StepFactory`."""
+    return GraphStep(geometry, case, weights, device)
+
+
+def step_geometry(geometry: DenseGeometry, case: Case) -> StepGeometry:
+    """The shapes of one case's programs; a head is loaded only where the case drafts."""
+    rope = RopeConfig(theta=geometry.rope_theta)
+    depth = case.num_speculative_tokens
+    shared = {
+        "hidden_size": geometry.hidden_size,
+        "intermediate_size": geometry.intermediate_size,
+        "num_heads": geometry.num_heads,
+        "num_kv_heads": geometry.num_kv_heads,
+        "head_dim": geometry.head_dim,
+        "vocab_size": geometry.vocab_size,
+        "max_position": case.context + ROOM,
+        "rms_norm_eps": geometry.rms_norm_eps,
+        "rope": rope,
+    }
+    config = ModelConfig(
+        family="llama",
+        num_layers=geometry.num_layers,
+        tie_embeddings=False,
+        qkv_bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        sinks=False,
+        windows=(None,) * geometry.num_layers,
+        experts=None,
+        dtype="bfloat16",
+        **shared,  # type: ignore[arg-type]
+    )
+    head = HeadConfig(
+        layout="specforge",
+        target_hidden_size=geometry.hidden_size,
+        draft_vocab_size=geometry.draft_vocab_size,
+        capture_boundaries=geometry.capture_boundaries,
+        **shared,  # type: ignore[arg-type]
+    )
+    return StepGeometry(
+        config=config,
+        head=head if depth else None,
+        max_batch=case.batch,
+        max_context=case.context + ROOM,
+        max_rows=case.rows,
+        num_paths=1,
+        path_width=case.rows,
+        block_size=BLOCK_SIZE,
+        num_blocks=case.batch * -(-(case.context + ROOM + case.rows) // BLOCK_SIZE) + 1,
+        prefill_chunk=128,
+        simulated_accept_length=case.accept_length,
+    )
+
+
+class GraphStep:
+    """One bucket's graph, with every slot active at the case's context."""
+
+    def __init__(
+        self, geometry: DenseGeometry, case: Case, weights: Mapping[str, torch.Tensor], device: torch.device
+    ) -> None:
+        self.name = "lowlat"
+        self.case = case
+        shapes = step_geometry(geometry, case)
+        depth = case.num_speculative_tokens
+        self.bucket = Bucket(case.batch, case.rows, depth)
+        program = build_step(shapes, self.bucket, TreeTopology.chain(depth))
+        used = {name: weights[name] for name in weights if depth or not name.startswith("head.")}
+        self.executor = GraphExecutor({self.bucket: program}, build_prefill(shapes), used, device)
+        self.num_launches = self.executor.num_kernels(self.bucket)
+        self._fill(shapes)
+
+    def _fill(self, shapes: StepGeometry) -> None:
+        state, batch = self.executor.state, self.case.batch
+        for name, tensor in state.items():
+            if "_cache" in name:
+                tensor.normal_()
+        width = state["block_table"].shape[1]
+        blocks = 1 + torch.randperm(shapes.num_blocks - 1)[: batch * width].view(batch, width)
+        state["block_table"].copy_(blocks)
+        state["tokens"].random_(shapes.config.vocab_size)
+        state["slot_ints"].zero_()
+        state["slot_ints"][:, MAX_LENGTH] = shapes.max_context
+        state["slot_ints"][:, DRAFT_LIMIT] = shapes.max_rows - 1
+        state["slot_ints"][:, NUM_LOGPROBS] = -1
+        state["slot_floats"].zero_()
+        state["slot_floats"][:, TOP_P] = 1.0
+        state["slot_floats"][:, REPETITION] = 1.0
+        state["stop_ids"].fill_(-1)
+        state["bias_ids"].fill_(-1)
+        self.reset()
+        torch.cuda.synchronize(self.executor.device)
+        for _ in range(2):  # the first step has no drafts yet
+            self.executor.step(self.bucket)
+        self.executor.synchronize()
+
+    def replay(self) -> None:
+        """Launch one step on torch's current stream."""
+        stream = self.executor.launcher.stream()
+        self.executor.graph(self.bucket).launch(stream)
+
+    def reset(self) -> None:
+        """Put every slot's length back to the case's context; drafts stay as they are."""
+        state = self.executor.state
+        state["lengths"].fill_(self.case.context)
+        state["active"].fill_(1)
+
+    def close(self) -> None:
+        """Release the graph and its memory."""
+        self.executor.close()

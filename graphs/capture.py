@@ -1,0 +1,76 @@
+"""Capturing launches into a CUDA graph, and the audit of what was captured. It knows no kernel by name."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lowlat.errors import DeviceError
+from lowlat.graphs.launch import Launch
+
+__all__ = ["CapturedGraph", "audit", "capture", "capture_loop"]
+
+KERNEL, CONDITIONAL = "KernelNode", "WhileNode"
+
+
+@dataclass
+class CapturedGraph:
+    """An instantiated graph; `num_kernels` counts its kernel nodes, a loop's body included once."""
+
+    graph: Any
+    num_kernels: int
+
+    def launch(self, stream: Any) -> None:
+        """Replay on a cuda.core Stream, asynchronously."""
+        self.graph.launch(stream)
+
+    def close(self) -> None:
+        """Release the graph."""
+        self.graph.close()
+
+
+def capture(stream: Any, launches: Sequence[Launch]) -> CapturedGraph:
+    """Capture launches in order. Raises DeviceError where the graph holds anything but those kernels."""
+    builder = stream.create_graph_builder().begin_building("relaxed")
+    for launch in launches:
+        launch.issue(builder)
+    builder.end_building()
+    audit(_kinds(builder.graph_definition), len(launches))
+    graph = builder.complete()
+    graph.upload(stream)
+    return CapturedGraph(graph, len(launches))
+
+
+def capture_loop(stream: Any, body: Callable[[int], Iterable[Launch]]) -> CapturedGraph:
+    """Capture a WHILE node around the launches that `body` gives for its condition's handle.
+
+    One of the body's kernels must set the condition. Raises DeviceError where the graph holds anything else.
+    """
+    builder = stream.create_graph_builder().begin_building("relaxed")
+    condition = builder.create_condition(default_value=1)
+    loop = builder.while_loop(condition)
+    loop.begin_building("relaxed")
+    count = 0
+    for launch in body(int(condition.handle)):
+        launch.issue(loop)
+        count += 1
+    loop.end_building()
+    builder.end_building()
+    kinds = _kinds(builder.graph_definition)
+    if kinds != [CONDITIONAL]:
+        raise DeviceError(f"a device loop must be one conditional node, the capture holds {kinds}")
+    graph = builder.complete()
+    graph.upload(stream)
+    return CapturedGraph(graph, count)
+
+
+def audit(kinds: Sequence[str], expected: int) -> None:
+    """Check that a capture holds `expected` kernels and nothing else: no copy, allocation, host call or event."""
+    others = sorted({kind for kind in kinds if kind != KERNEL})
+    if others or len(kinds) != expected:
+        raise DeviceError(
+            f"a captured step must hold {expected} kernels, it holds {len(kinds)} nodes, others: {others}"
+        )
+
+
+def _kinds(definition: Any) -> list[str]:
+    return [type(node).__name__ for node in definition.nodes()]

@@ -1,0 +1,205 @@
+"""Which work a launch of the attention kernel has, listed on the device; and the cursor that walks through it.
+
+Positions are cut into splits of 256 and tiles of 64, at fixed places. An item is a slot, a key-value head, a few
+tiles of 16 query rows and a split. Items are counted from the slots' lengths alone, so that the first copies may
+start before the tree's masks are known. Nothing here touches keys, values or queries.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from lowlat.kernels import ptx
+from lowlat.kernels.numba_cuda import cuda, device_function, int32, int64, uint32
+
+__all__ = ["AttentionShape", "advance", "enter_item", "make_plan_functions", "query_row"]
+
+SPLIT_SHIFT, TILE_SHIFT = 8, 6  # 256 and 64 positions
+SPLIT, TILE = 1 << SPLIT_SHIFT, 1 << TILE_SHIFT
+TILES_A_SPLIT = SPLIT // TILE
+FAR = 1 << 30
+
+# Fields of a slot's part of the plan, in shared memory
+ITEMS, DENSE, KEEP_SPLITS, WINDOW_SPLIT, NUM_SPLITS, SLOT, ALIVE, TREE, END_MAX, END_MIN = range(10)
+PLAN_STRIDE = 16
+# Fields of the cursor, in registers
+ITEM, ENTRY, HEAD, ROW_TILE, POSITION_TILE, LAST_TILE, PASS, FRESH, BLOCK = range(9)
+CURSOR_FIELDS = 9
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """The constants of a specialisation.
+
+    group      query heads of one key-value head
+    block      positions of a block of the cache
+    row_tiles  tiles of 16 query rows that share one reading of keys and values
+    stages     tiles of positions under way in each block
+    sinks      whether there are any
+    early      whether the plan may be read before the kernel before this one ends
+    """
+
+    head_dim: int
+    group: int
+    kv_heads: int
+    block: int
+    first: int
+    window: int | None
+    keep_first: int
+    row_tiles: int
+    stages: int
+    sinks: bool
+    early: bool
+
+    @property
+    def name(self) -> str:
+        """All constants."""
+        flags = "".join(letter for letter, on in (("s", self.sinks), ("e", self.early)) if on)
+        window = "all" if self.window is None else f"{self.window}w{self.keep_first}"
+        return (
+            f"attention_{self.head_dim}x{self.group}x{self.kv_heads}_b{self.block}_{window}_f{self.first}_"
+            f"{self.row_tiles}x{self.stages}{flags}"
+        )
+
+
+@device_function
+def query_row(row_tile: Any, row: Any, group: Any) -> Any:
+    """The slot's tree row, and the head within its group, of row `row` of a tile of 16."""
+    place = uint32(row_tile) * uint32(16) + uint32(row)
+    node = uint32(place // uint32(group))
+    return node, uint32(place - node * uint32(group))
+
+
+def make_plan_functions(shape: AttentionShape) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """`read_rows` and `plan_slots`, for all threads of a block, with barriers around them.
+
+    read_rows   the position after each row's own, 0 for dead rows; and what a slot's rows have in common
+    plan_slots  how many items each slot has, and which splits
+    """
+    first, early = shape.first, shape.early
+    windowed, window, keep_first = shape.window is not None, shape.window or 0, shape.keep_first
+    group, kv_heads, tile_rows = shape.group, shape.kv_heads, 16 * shape.row_tiles
+
+    @device_function
+    def read_rows(
+        plan: Any, row_ends: Any, slots: Any, dense_lens: Any, row_live: Any, row_masks: Any, batch: Any, rows: Any
+    ) -> None:
+        thread = int32(cuda.threadIdx.x)
+        if thread < batch:
+            plan[thread * PLAN_STRIDE + ALIVE] = 0
+            plan[thread * PLAN_STRIDE + TREE] = 0
+            plan[thread * PLAN_STRIDE + END_MAX] = 0
+            plan[thread * PLAN_STRIDE + END_MIN] = FAR
+        cuda.syncthreads()
+        index = thread
+        while index < batch * rows:
+            entry = int64(uint32(index) // uint32(rows))
+            slot = ptx.load_global_i32(slots + entry * 4)
+            dense = ptx.load_global_i32(dense_lens + entry * 4)
+            live = ptx.load_global_u8(row_live + int64(index))
+            mask = ptx.load_global_i64(row_masks + int64(index) * 8)
+            end = int32(0)
+            if slot >= 0 and live != 0:
+                end = int32(dense + cuda.popc(mask))
+                at = entry * PLAN_STRIDE
+                cuda.atomic.max(plan, at + ALIVE, int32(1))
+                cuda.atomic.max(plan, at + END_MAX, end)
+                cuda.atomic.min(plan, at + END_MIN, end)
+                if mask & (mask + 1):  # not the lowest bits alone: no chain
+                    cuda.atomic.max(plan, at + TREE, int32(1))
+            row_ends[index] = end
+            index += int32(cuda.blockDim.x)
+        cuda.syncthreads()
+
+    @device_function
+    def plan_slots(plan: Any, slots: Any, dense_lens: Any, batch: Any, rows: Any) -> None:
+        entry = int32(cuda.threadIdx.x)
+        if entry < batch:
+            at = entry * PLAN_STRIDE
+            slot = ptx.load_global_i32(slots + int64(entry) * 4)
+            dense = max(ptx.load_global_i32(dense_lens + int64(entry) * 4), int32(0))
+            alive = slot >= 0
+            if not early:
+                alive = alive and plan[at + ALIVE] != 0
+            splits = ((dense + rows - 1) >> SPLIT_SHIFT) + 1
+            start, keep = int64(first), int64(0)
+            if windowed:
+                start = max(start, dense - window)
+            start = min(start >> SPLIT_SHIFT, splits - 1)
+            if windowed and keep_first > 0:
+                keep = min((first + keep_first + SPLIT - 1) >> SPLIT_SHIFT, start)
+            tiles = (rows * group + tile_rows - 1) // tile_rows
+            plan[at + ITEMS] = int32((splits - start + keep) * kv_heads * tiles if alive else 0)
+            plan[at + DENSE], plan[at + SLOT] = dense, slot
+            plan[at + KEEP_SPLITS], plan[at + WINDOW_SPLIT] = int32(keep), int32(start)
+            plan[at + NUM_SPLITS] = int32(splits)
+        cuda.syncthreads()
+
+    return read_rows, plan_slots
+
+
+def enter_item(shape: AttentionShape) -> Callable[..., Any]:
+    """A function that sets the cursor to the start of an item; past the last, its entry becomes -1."""
+    first, windowed, window, keep_end = (
+        shape.first,
+        shape.window is not None,
+        shape.window or 0,
+        shape.first + shape.keep_first,
+    )
+    group, kv_heads, tile_rows = shape.group, shape.kv_heads, 16 * shape.row_tiles
+
+    @device_function
+    def enter(cursor: Any, plan: Any, item: Any, batch: Any, rows: Any) -> None:
+        cursor[ITEM] = int32(item)
+        rest, entry = int32(item), int32(0)
+        while entry < batch and rest >= plan[entry * PLAN_STRIDE + ITEMS]:
+            rest = int32(rest - plan[entry * PLAN_STRIDE + ITEMS])
+            entry = int32(entry + 1)
+        if entry >= batch:
+            cursor[ENTRY] = int32(-1)
+            return
+        at = entry * PLAN_STRIDE
+        tiles = uint32((rows * group + tile_rows - 1) // tile_rows)
+        outer = uint32(uint32(rest) // tiles)
+        number = uint32(outer // uint32(kv_heads))
+        keep, start = plan[at + KEEP_SPLITS], plan[at + WINDOW_SPLIT]
+        split = int32(number)
+        if split >= keep:
+            split = int32(split - keep + start)
+        dense = plan[at + DENSE]
+        low = int64(split) * TILES_A_SPLIT
+        high = min(low + TILES_A_SPLIT - 1, (dense + rows - 1) >> TILE_SHIFT)
+        if windowed:
+            if split < start:
+                high = min(high, (keep_end - 1) >> TILE_SHIFT)
+            elif keep_end <= (low << TILE_SHIFT) or keep_end == first:
+                low = max(low, min((dense - window) >> TILE_SHIFT, high))
+        cursor[ENTRY], cursor[HEAD] = entry, int32(outer - number * uint32(kv_heads))
+        cursor[ROW_TILE] = int32(uint32(rest) - outer * tiles)
+        cursor[POSITION_TILE], cursor[LAST_TILE] = int32(low), int32(high)
+        cursor[PASS], cursor[FRESH] = int32(-1), int32(1)
+
+    return enter
+
+
+def advance(shape: AttentionShape) -> Callable[..., Any]:
+    """A function that moves the cursor on and returns whether the step it leaves was its item's last.
+
+    `passing` says that the step it leaves is of one row of a tree, `last_pass` which is the last such row.
+    """
+    enter = enter_item(shape)
+
+    @device_function
+    def move_on(cursor: Any, plan: Any, passing: Any, last_pass: Any, batch: Any, rows: Any) -> Any:
+        cursor[FRESH] = int32(0)
+        if passing and cursor[PASS] < last_pass:
+            cursor[PASS] = int32(cursor[PASS] + 1)
+            return False
+        cursor[PASS] = int32(-1)
+        if cursor[POSITION_TILE] < cursor[LAST_TILE]:
+            cursor[POSITION_TILE] = int32(cursor[POSITION_TILE] + 1)
+            return False
+        enter(cursor, plan, cursor[ITEM] + int32(cuda.gridDim.x), batch, rows)
+        return True
+
+    return move_on

@@ -1,0 +1,104 @@
+"""Weights as the kernels read them: matrices packed, vectors as they are, each tensor placed once.
+
+Whoever lowers a program asks for a weight in a form; the form decides how it is stored, and a weight has one form for
+its whole life. Prefill asks for a matrix back, one at a time.
+"""
+
+from collections.abc import Mapping
+
+import torch
+
+from lowlat.errors import ConfigError
+from lowlat.kernels.packing import PackedMatrix, gate_up_order, pack, unpack
+
+__all__ = ["DeviceWeights"]
+
+GATE_UP = "gate_up.weight"
+
+
+class DeviceWeights:
+    """Canonical weights on one device.
+
+    source   canonical name -> tensor, on any device; two names of one tensor share its copy
+    matrices names that products read: they are packed, the others are placed as they are
+    Raises ConfigError for a weight whose dtype the kernels do not read.
+    """
+
+    def __init__(self, source: Mapping[str, torch.Tensor], matrices: set[str], device: torch.device) -> None:
+        self.device = device
+        self._packed: dict[str, PackedMatrix] = {}
+        self._plain: dict[str, torch.Tensor] = {}
+        packed_ids = {id(source[name]) for name in matrices if name in source}
+        placed: dict[int, torch.Tensor | PackedMatrix] = {}
+        for name, tensor in source.items():
+            _check_dtype(name, tensor)
+            known = placed.get(id(tensor))
+            if known is None:
+                moved = tensor.to(device)
+                known = pack(moved, _order(name, tensor)) if id(tensor) in packed_ids else moved.contiguous()
+                placed[id(tensor)] = known
+            if isinstance(known, PackedMatrix):
+                self._packed[name] = known
+            else:
+                self._plain[name] = known
+        self._orders: dict[str, torch.Tensor] = {}
+
+    def matrix(self, name: str) -> PackedMatrix:
+        """A packed matrix. Raises ConfigError for a weight that is missing or was not packed."""
+        if name not in self._packed:
+            raise ConfigError(f"weight {name} is missing, or no product reads it")
+        return self._packed[name]
+
+    def table(self, name: str) -> torch.Tensor | PackedMatrix:
+        """An embedding: row-major, or packed where a product reads it too."""
+        packed = self._packed.get(name)
+        return self.vector(name) if packed is None else packed
+
+    def vector(self, name: str) -> torch.Tensor:
+        """Anything that is not packed. Raises ConfigError for a weight that is missing."""
+        if name not in self._plain:
+            raise ConfigError(f"weight {name} is missing")
+        return self._plain[name]
+
+    def bias(self, name: str) -> torch.Tensor:
+        """A bias in the order of its packed matrix, [N] bf16."""
+        matrix = self._packed[f"{name.removesuffix('.bias')}.weight"]
+        if matrix.order is None:
+            return self.vector(name)
+        if name not in self._orders:
+            self._orders[name] = self.vector(name)[matrix.order.to(self.device)].contiguous()
+        return self._orders[name]
+
+    def restored(self, name: str) -> torch.Tensor:
+        """A weight as the checkpoint has it; a packed one is unpacked into new memory."""
+        packed = self._packed.get(name)
+        return self.vector(name) if packed is None else unpack(packed)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Every tensor that a launch may point into."""
+        return [*(matrix.tiles for matrix in self._packed.values()), *self._plain.values(), *self._orders.values()]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on the device, each tensor once."""
+        unique = {tensor.data_ptr(): tensor for tensor in self.tensors()}.values()
+        return sum(tensor.numel() * tensor.element_size() for tensor in unique)
+
+    def clear(self) -> None:
+        """Drop every tensor."""
+        self._packed.clear()
+        self._plain.clear()
+        self._orders.clear()
+
+
+def _order(name: str, tensor: torch.Tensor) -> torch.Tensor | None:
+    return gate_up_order(tensor.shape[0] // 2) if name.endswith(GATE_UP) else None
+
+
+def _check_dtype(name: str, tensor: torch.Tensor) -> None:
+    if tensor.is_floating_point() and tensor.dtype not in (torch.bfloat16, torch.float32):
+        raise ConfigError(f"weight {name} is {tensor.dtype}; the kernels read bfloat16")
+    if tensor.dim() > 1 and tensor.dtype == torch.float32:
+        raise ConfigError(
+            f"weight {name} is float32; the kernels read bfloat16: load with dtype='bfloat16', or executor='reference'"
+        )

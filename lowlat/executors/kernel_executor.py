@@ -1,0 +1,170 @@
+"""What the eager and the graph executor share: buffers, weights, lowered programs, prefill, the wait for the ring.
+
+Everything a step touches is allocated here, before the first step: state on the device, the host's commands and the
+publications in pinned memory, one arena of scratch for all buckets, workspaces.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from lowlat.errors import ConfigError, DeviceError
+from lowlat.executors import OpHook
+from lowlat.executors.device_weights import DeviceWeights
+from lowlat.executors.launcher import Launcher
+from lowlat.executors.lowering import Group, Lowering, lower
+from lowlat.executors.prefill import TorchPrefill
+from lowlat.executors.rules import RULES
+from lowlat.executors.workspace import SharedWorkspace
+from lowlat.graphs import Bucket, BufferSet, Role, aligned_bytes
+from lowlat.graphs.launch import Launch
+from lowlat.program import Program
+
+__all__ = ["KernelExecutor"]
+
+STATE_ROLES = (Role.STATE, Role.COMMAND, Role.PUBLICATION)
+# what torch's prefill reads on the device; the rest of the commands are read by the host's side of it, or by kernels
+DEVICE_COMMANDS = ("prefill_tokens", "prefill_positions", "prefill_head_positions")
+POLLS_BETWEEN_CHECKS = 4096
+
+
+class KernelExecutor:
+    """Lowers programs to kernels; the two executors differ in how a step is issued.
+
+    programs  the step's programs by bucket, the largest first
+    prefill   the prefill program
+    weights   canonical weights, on any device
+    """
+
+    name = "kernels"
+
+    def __init__(
+        self,
+        programs: Mapping[Bucket, Program],
+        prefill: Program,
+        weights: Mapping[str, torch.Tensor],
+        device: torch.device,
+        *,
+        cache_directory: Path | None = None,
+    ) -> None:
+        self.device = device
+        self._programs = dict(programs)
+        self.launcher = Launcher(device, cache_directory)
+        self.stream = torch.cuda.Stream(device)
+        every = (*programs.values(), prefill)
+        self._weights = DeviceWeights(weights, _matrices(every), device)
+        specs = [spec for program in every for spec in program.specs(*STATE_ROLES)]
+        pinned = {s.name for s in specs if s.role in (Role.COMMAND, Role.PUBLICATION) and s.name not in DEVICE_COMMANDS}
+        with torch.cuda.stream(self.stream):
+            self.state = BufferSet(specs, device, pinned=pinned)
+            size = max(sum(aligned_bytes(spec) for spec in program.specs(Role.SCRATCH)) for program in every)
+            self._arena = torch.zeros(size, dtype=torch.uint8, device=device)
+            self.workspace = SharedWorkspace(device)
+            self._constants: dict[tuple[str, tuple[int, ...]], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+            self._scratch = {bucket: self._allocate(program) for bucket, program in programs.items()}
+            self._groups = {bucket: self._lower(bucket) for bucket in programs}
+            self.launcher.compile_ahead(
+                call for groups in self._groups.values() for group in groups for call in group.calls
+            )
+            buffers = {**self.state, **self._allocate(prefill)}
+            self._prefill = TorchPrefill(prefill, buffers, self._weights)
+        self._ring_head = self.state["ring_head"].numpy()
+        self.synchronize()
+
+    def _allocate(self, program: Program) -> BufferSet:
+        constants = {name: self._shared(name, content) for name, content in program.constants.items()}
+        specs = program.specs(Role.SCRATCH, Role.CONSTANT)
+        return BufferSet(specs, self.device, constants, arena=self._arena)
+
+    def _shared(self, name: str, content: torch.Tensor) -> torch.Tensor:
+        """One copy of equal constants."""
+        known = self._constants.setdefault((name, tuple(content.shape)), [])
+        for source, placed in known:
+            if source is content or torch.equal(source, content):
+                return placed
+        known.append((content, content.to(self.device).contiguous()))
+        return known[-1][1]
+
+    def _lower(self, bucket: Bucket) -> tuple[Group, ...]:
+        buffers = {**self.state, **self._scratch[bucket]}
+        program = self._programs[bucket]
+        return lower(Lowering(program, buffers, self._weights, self.launcher.card, self.workspace), RULES)
+
+    def prepare(self, bucket: Bucket) -> list[tuple[Group, list[Launch]]]:
+        """The groups of a bucket's step with their launches, compiled and loaded."""
+        return [(group, [self.launcher.prepare(call) for call in group.calls]) for group in self._groups[bucket]]
+
+    def groups(self, bucket: Bucket) -> tuple[Group, ...]:
+        """How a bucket's step is covered by kernels."""
+        return self._groups[bucket]
+
+    def owned(self) -> list[torch.Tensor]:
+        """Every tensor that a launch may point into."""
+        constants = [placed for known in self._constants.values() for _, placed in known]
+        return [*self.state.values(), self._arena, *self.workspace.tensors(), *constants, *self._weights.tensors()]
+
+    def prefill(self) -> None:
+        """Run the prefill program over the chunk that the host has written."""
+        with torch.cuda.stream(self.stream):
+            self._prefill.run()
+        self.stream.synchronize()  # the host may write the next chunk's arguments now
+
+    def wait_published(self, count: int) -> None:
+        """Return when `count` steps have been published. Raises DeviceError when the device has failed."""
+        head, polls = self._ring_head, 0
+        while head[0] < count:
+            polls += 1
+            if polls % POLLS_BETWEEN_CHECKS == 0:
+                self._check(count)
+
+    def _check(self, count: int) -> None:
+        try:
+            idle = self.stream.query()
+        except RuntimeError as error:
+            raise DeviceError(f"the device {self.device} failed: {error}") from error
+        if idle and self._ring_head[0] < count:
+            raise DeviceError(f"the device is idle and has published {int(self._ring_head[0])} of {count} steps")
+
+    @torch.inference_mode()
+    def clear_blocks(self, blocks: Sequence[int]) -> None:
+        """Zero KV blocks, the features at their ends included."""
+        with torch.cuda.stream(self.stream):
+            index = torch.tensor(list(blocks), dtype=torch.long, device=self.device)
+            for name, tensor in self.state.items():
+                if "_cache" in name or name == "block_features":
+                    tensor[index] = 0
+
+    def synchronize(self) -> None:
+        """Wait until all that was started is done. Raises DeviceError when the device has failed."""
+        try:
+            self.stream.synchronize()
+        except RuntimeError as error:
+            raise DeviceError(f"the device {self.device} failed: {error}") from error
+
+    def scratch(self, bucket: Bucket) -> BufferSet:
+        """The scratch buffers and constants of a bucket; buckets share the memory of their scratch."""
+        return self._scratch[bucket]
+
+    def program(self, bucket: Bucket) -> Program:
+        """The program of a bucket."""
+        return self._programs[bucket]
+
+    def set_hook(self, hook: OpHook | None) -> None:
+        """Only the eager executor has hooks. Raises ConfigError for any."""
+        if hook is not None:
+            raise ConfigError(f"executor {self.name!r} runs no hooks between operations; use 'eager' or 'reference'")
+
+    def close(self) -> None:
+        """Drop every reference to buffers and weights."""
+        self.synchronize()
+        self._groups.clear()
+        self._scratch.clear()
+        self._constants.clear()
+        self.workspace.clear()
+        self._weights.clear()
+
+
+def _matrices(programs: Sequence[Program]) -> set[str]:
+    """Weights that products read."""
+    return {op.weights["weight"] for program in programs for op in program.ops if op.kind == "linear"}

@@ -1,0 +1,67 @@
+"""Which executor a runtime really gets, and making it: kernels where they cover the model, torch where they do not."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+
+from lowlat.devices import DeviceChoice
+from lowlat.errors import ConfigError
+from lowlat.executors import Executor
+from lowlat.executors.reference import ReferenceExecutor
+from lowlat.geometry import HeadConfig, ModelConfig
+from lowlat.graphs import Bucket
+from lowlat.program import Program
+
+__all__ = ["make_executor", "settle_executor", "uncovered"]
+
+HEAD_SIZES = (64, 128)
+
+
+def uncovered(config: ModelConfig, head: HeadConfig | None) -> str | None:
+    """Why the kernels cannot run a model; None where they can."""
+    if config.dtype != "bfloat16":
+        return f"the kernels compute in bfloat16 and dtype is {config.dtype}"
+    if config.experts is not None:
+        return "there are no kernels for mixtures of experts yet"
+    for owner, size in (("target", config.head_dim), ("head", config.head_dim if head is None else head.head_dim)):
+        if size not in HEAD_SIZES:
+            return f"the kernels take heads of 64 or 128 dimensions and the {owner}'s have {size}"
+    return None
+
+
+def settle_executor(choice: DeviceChoice, asked: str, config: ModelConfig, head: HeadConfig | None) -> DeviceChoice:
+    """The choice for this model: with `asked` "auto", torch's operations where the kernels do not cover it.
+
+    Raises ConfigError where kernels were asked for by name and do not cover it.
+    """
+    problem = uncovered(config, head) if choice.has_kernels else None
+    if problem is None:
+        return choice
+    if asked != "auto":
+        raise ConfigError(f"executor {asked!r} cannot run this model: {problem}; use 'reference' or 'auto'")
+    reason = f"{choice.reason}; torch's operations run on it, slowly: {problem}"
+    return replace(choice, executor="reference", reason=reason, loud=True)
+
+
+def make_executor(
+    choice: DeviceChoice,
+    programs: Mapping[Bucket, Program],
+    prefill: Program,
+    weights: Mapping[str, torch.Tensor],
+    captured: Callable[[int, int], None] | None = None,
+) -> Executor:
+    """Allocate, compile and capture. `captured` is called with buckets captured and buckets in all."""
+    if choice.executor == "reference":
+        return ReferenceExecutor(programs, prefill, weights, choice.device)
+    if choice.executor == "eager":
+        from lowlat.executors.eager import EagerExecutor
+
+        return EagerExecutor(programs, prefill, weights, choice.device)
+    from lowlat.executors.graph import GraphExecutor
+
+    def progress(_: Bucket, done: int, total: int) -> None:
+        if captured is not None:
+            captured(done, total)
+
+    return GraphExecutor(programs, prefill, weights, choice.device, progress=progress)

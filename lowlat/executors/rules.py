@@ -1,0 +1,231 @@
+"""Which runs of a decode step's operations become which kernels: the rules that `lowering` walks by.
+
+Each rule starts at the operation it is named after. What is fused here, and why, is told in kernels/README.md.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from lowlat.errors import ConfigError
+from lowlat.executors.lowering import Covered, Lowering, Rule
+from lowlat.executors.step_rules import STEP_RULES
+from lowlat.kernels.attention import attention
+from lowlat.kernels.draft_topk import draft_topk
+from lowlat.kernels.elementwise import add, cast, silu_mul
+from lowlat.kernels.embed import embed, embed_norm
+from lowlat.kernels.head_input import concat_norms, head_input, level_input
+from lowlat.kernels.norm import rms_norm, split_norms
+from lowlat.kernels.rotate import rotate
+from lowlat.kernels.thin_matmul import thin_matmul
+from lowlat.program import Stage
+
+__all__ = ["RULES"]
+
+
+def _linear(lowering: Lowering, start: int) -> Covered:
+    """A product, with the activation, the residual sum or the rounding that follows it."""
+    ops = lowering.program.ops
+    op = ops[start]
+    product = op.writes["out"]
+    options = {
+        "x": lowering.buffers[op.reads["x"]],
+        "weight": lowering.weights.matrix(op.weights["weight"]),
+        "bias": lowering.weights.bias(op.weights["bias"]) if "bias" in op.weights else None,
+        "card": lowering.card,
+    }
+    following = ops[start + 1] if start + 1 < len(ops) else None
+    if following is not None and product in following.reads.values() and lowering.dies(product, start + 1):
+        out = lowering.buffers.get(following.writes.get("out", ""))
+        if following.kind == "silu_mul":
+            live = following.reads.get("row_live")
+            options["row_live"] = None if live is None else lowering.buffers[live]
+            return Covered(2, thin_matmul(**options, silu=True, out=out), [product])
+        if following.kind == "add" and following.reads["b"] == product:
+            residual = lowering.buffers[following.reads["a"]]
+            return Covered(2, thin_matmul(**options, residual=residual, out=out), [product])
+        if following.kind == "cast":
+            return Covered(2, thin_matmul(**options, out=out), [product])
+    return Covered(1, thin_matmul(**options, out=lowering.buffers[product]))
+
+
+def _embed(lowering: Lowering, start: int) -> Covered:
+    """Embedding rows, with the norm or the head's input that takes them."""
+    ops = lowering.program.ops
+    op, following = ops[start], ops[start + 1]
+    arguments = lowering.arguments(start)
+    table = lowering.weights.table(op.weights["weight"])
+    if following.kind == "concat_norms" and following.reads["embedded"] == op.writes["out"]:
+        return _head_input(lowering, start, start + 1, stored=None)
+    if following.kind == "rms_norm" and following.reads["x"] == op.writes["out"]:
+        norm = lowering.arguments(start + 1)
+        calls = embed_norm(
+            arguments["tokens"],
+            table,
+            lowering.weights.vector(following.weights["weight"]),
+            norm.get("row_live"),
+            out=arguments["out"],
+            normed=norm["out"],
+            eps=norm["eps"],
+        )
+        return Covered(2, calls)
+    return Covered(1, embed(arguments["tokens"], table, out=arguments["out"]))
+
+
+def _head_input(lowering: Lowering, embedding: int, norms: int, *, stored: int | None) -> Covered:
+    ops = lowering.program.ops
+    arguments = lowering.arguments(norms)
+    extra = {}
+    if stored is not None:
+        boundary = lowering.arguments(stored)
+        names = ("positions", "block_table", "slots", "block_features", "block_size")
+        extra = {name: boundary[name] for name in names}
+    embedded = ops[embedding].writes["out"]
+    if not lowering.dies(embedded, norms):
+        return Covered(
+            1, embed(**lowering.arguments(embedding), weight=lowering.weights.table(ops[embedding].weights["weight"]))
+        )
+    calls = head_input(
+        lowering.buffers[ops[embedding].reads["tokens"]],
+        lowering.weights.table(ops[embedding].weights["weight"]),
+        arguments["hidden"],
+        lowering.weights.vector(ops[norms].weights["embed_weight"]),
+        lowering.weights.vector(ops[norms].weights["hidden_weight"]),
+        arguments.get("row_live"),
+        out=arguments["out"],
+        normed_hidden=arguments["normed_hidden"],
+        eps=arguments["eps"],
+        **extra,
+    )
+    first = embedding if stored is None else stored
+    return Covered(norms + 1 - first, calls, [embedded])
+
+
+def _store_boundary(lowering: Lowering, start: int) -> Covered:
+    """The features of block ends and the head's input, in one."""
+    if not lowering.kinds(start, "store_boundary", "embed", "concat_norms"):
+        return _unsupported(lowering, start)
+    return _head_input(lowering, start + 1, start + 2, stored=start)
+
+
+def _gather_level(lowering: Lowering, start: int) -> Covered:
+    """A deeper level's rows and the head's input made of them."""
+    if not lowering.kinds(start, "gather_level", "embed", "concat_norms"):
+        return _unsupported(lowering, start)
+    ops = lowering.program.ops
+    norms = ops[start + 2]
+    arguments = {**lowering.arguments(start + 2), **lowering.arguments(start)}
+    embedded = arguments.pop("embedded")
+    calls = level_input(
+        **arguments,
+        weight=lowering.weights.table(ops[start + 1].weights["weight"]),
+        embed_weight=lowering.weights.vector(norms.weights["embed_weight"]),
+        hidden_weight=lowering.weights.vector(norms.weights["hidden_weight"]),
+    )
+    del embedded
+    return Covered(3, calls, [ops[start + 1].writes["out"]])
+
+
+def _rms_norm(lowering: Lowering, start: int) -> Covered:
+    weight = lowering.weights.vector(lowering.program.ops[start].weights["weight"])
+    return Covered(1, rms_norm(**lowering.arguments(start), weight=weight))
+
+
+def _split_norms(lowering: Lowering, start: int) -> Covered:
+    names = lowering.program.ops[start].weights
+    weights = {name: lowering.weights.vector(weight) for name, weight in names.items()}
+    return Covered(1, split_norms(**lowering.arguments(start), **weights))
+
+
+def _concat_norms(lowering: Lowering, start: int) -> Covered:
+    names = lowering.program.ops[start].weights
+    weights = {name: lowering.weights.vector(weight) for name, weight in names.items()}
+    return Covered(1, concat_norms(**lowering.arguments(start), **weights))
+
+
+def _rotate(lowering: Lowering, start: int) -> Covered:
+    """Norms of heads where the model has them, rotation, and the write to the cache."""
+    ops = lowering.program.ops
+    rope, hidden = start, []
+    options = {}
+    if ops[start].kind == "qk_norm":
+        rope = start + 1
+        if ops[rope].kind != "rope" or not lowering.dies(ops[start].writes["out"], rope):
+            return _unsupported(lowering, start)
+        norm = lowering.arguments(start)
+        options = {"qkv": norm["qkv"], "eps": norm["eps"], "row_live": norm.get("row_live")}
+        options["q_weight"] = lowering.weights.vector(ops[start].weights["q_weight"]) if norm["num_heads"] else None
+        options["k_weight"] = lowering.weights.vector(ops[start].weights["k_weight"]) if norm["num_kv_heads"] else None
+        hidden.append(ops[start].writes["out"])
+    arguments = {**lowering.arguments(rope), **options}
+    last = rope
+    write = ops[rope + 1] if rope + 1 < len(ops) else None
+    if write is not None and write.kind == "kv_write" and write.reads["k"] == ops[rope].writes.get("k"):
+        parts = [write.reads["k"], write.reads["v"]]
+        if all(lowering.dies(part, rope + 1) for part in parts):
+            last = rope + 1
+            arguments.update(lowering.arguments(last))
+            del arguments["k"], arguments["v"]
+            hidden += parts
+    return Covered(last + 1 - start, rotate(**arguments), hidden)
+
+
+def _attention(lowering: Lowering, start: int) -> Covered:
+    op = lowering.program.ops[start]
+    arguments = lowering.arguments(start)
+    sinks = lowering.weights.vector(op.weights["sinks"]) if "sinks" in op.weights else None
+    calls = attention(
+        **arguments,
+        sinks=sinks,
+        workspace=lowering.workspace,
+        num_blocks=2 * lowering.card.num_multiprocessors,
+        early_metadata=op.stage is Stage.BASE_DECODE_STEP,
+    )
+    return Covered(1, calls)
+
+
+def _draft_topk(lowering: Lowering, start: int) -> Covered:
+    ops = lowering.program.ops
+    arguments = lowering.arguments(start)
+    arguments["draft_to_target"] = lowering.weights.vector(ops[start].weights["draft_to_target"])
+    if not lowering.kinds(start, "draft_topk", "assign_drafts"):
+        return Covered(1, draft_topk(**arguments, workspace=lowering.workspace))
+    children = {name: value for name, value in lowering.arguments(start + 1).items() if name != "top_tokens"}
+    return Covered(2, draft_topk(**arguments, **children, workspace=lowering.workspace))
+
+
+def _add(lowering: Lowering, start: int) -> Covered:
+    return Covered(1, add(**lowering.arguments(start)))
+
+
+def _cast(lowering: Lowering, start: int) -> Covered:
+    return Covered(1, cast(**lowering.arguments(start)))
+
+
+def _silu_mul(lowering: Lowering, start: int) -> Covered:
+    return Covered(1, silu_mul(**lowering.arguments(start)))
+
+
+def _unsupported(lowering: Lowering, start: int) -> Covered:
+    op = lowering.program.ops[start]
+    raise ConfigError(f"{lowering.program.name}: operation {op} stands where no kernel covers it")
+
+
+RULES: Mapping[str, Rule] = MappingProxyType(
+    {
+        **STEP_RULES,
+        "add": _add,
+        "attention": _attention,
+        "cast": _cast,
+        "concat_norms": _concat_norms,
+        "draft_topk": _draft_topk,
+        "embed": _embed,
+        "gather_level": _gather_level,
+        "linear": _linear,
+        "qk_norm": _rotate,
+        "rms_norm": _rms_norm,
+        "rope": _rotate,
+        "silu_mul": _silu_mul,
+        "split_norms": _split_norms,
+        "store_boundary": _store_boundary,
+    }
+)

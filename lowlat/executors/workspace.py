@@ -1,0 +1,42 @@
+"""Memory that a lowering owns and nobody else knows: partial results, counters, tables of addresses."""
+
+import torch
+
+__all__ = ["SharedWorkspace"]
+
+
+class SharedWorkspace:
+    """Hands out zeroed memory by name; calls that use one name run one after the other and share it.
+
+    Addresses never change once handed out: a larger request than any before gets new memory, so the largest bucket
+    should ask first.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._held: dict[tuple[str, torch.dtype], list[torch.Tensor]] = {}
+
+    def __call__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Memory of a shape and dtype; zero when it is first made."""
+        count = 1
+        for extent in shape:
+            count *= extent
+        held = self._held.setdefault((name, dtype), [])
+        for known in held:
+            if known.numel() >= count:
+                return known[:count].view(shape)
+        held.append(torch.zeros(count, dtype=dtype, device=self._device))
+        return held[-1].view(shape)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Everything handed out."""
+        return [tensor for held in self._held.values() for tensor in held]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of everything handed out."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors())
+
+    def clear(self) -> None:
+        """Drop everything."""
+        self._held.clear()

@@ -1,0 +1,116 @@
+"""Random runs for acceptance, truncation, commit and the head's rows."""
+
+import random
+
+import torch
+from kernel_cases import Arrays, Bench, poisoned, random_topology
+
+from lowlat.kernels import accept as kernels
+from lowlat.kernels.kernel import KernelCall
+from lowlat.kernels.reference.accept import accept, accept_simulated, commit, truncate
+from lowlat.kernels.reference.head_rows import head_rows
+from lowlat.kernels.reference.slot_record import MAX_LENGTH, NUM_INTS
+
+__all__ = ["check_accept"]
+
+STOPS, CONTEXT, VOCABULARY = 6, 40, 30
+ACCEPT_READS = ("target_tokens", "draft_tokens", "paths", "slots")
+ACCEPT_OUTS = ("accepted_tokens", "accepted_nodes", "accepted_lens", "best_path")
+TRUNCATE_READS = ("finite", "lengths", "slot_ints", "stop_ids")
+TRUNCATE_OUTS = ("commit_lens", "finish")
+STATE = ("tokens", "lengths", "active", "output_counts", "num_drafts")
+COMMIT_OUTS = ("draft_live", "head_lens")
+HEAD_OUTS = ("tokens", "positions", "row_live", "write_lens", "live_positions")
+
+
+def check_accept(bench: Bench, seed: int, *, batch: int, parts: bool, head: bool, mean: float | None) -> Arrays:
+    """One random acceptance and commit against the reference, in one launch or in parts; what the reference gives."""
+    source = random.Random(seed)
+    torch.manual_seed(seed)
+    arrays = _arrays(source, batch)
+
+    def reference(found: Arrays) -> None:
+        reads = {name: found[name] for name in ACCEPT_READS}
+        outs = {name: found[name] for name in ACCEPT_OUTS}
+        if mean is None:
+            accept(**reads, **outs)
+        else:
+            accept_simulated(**reads, lengths=found["lengths"], **outs, mean_length=mean, seed=seed * 7919)
+        names = (*ACCEPT_OUTS[:3], *TRUNCATE_READS, "slots", *TRUNCATE_OUTS)
+        truncate(**{name: found[name] for name in names})
+        names = ("accepted_tokens", *TRUNCATE_OUTS, "slots", *STATE, *COMMIT_OUTS)
+        commit(**{name: found[name] for name in names})
+        if head:
+            names = ("accepted_tokens", "commit_lens", "draft_live", "dense_lens")
+            head_rows(**{name: found[name] for name in names}, **_head(found))
+
+    def calls(found: Arrays) -> list[KernelCall]:
+        simulated = {} if mean is None else {"mean_length": mean, "seed": seed * 7919}
+        rows = {"head_rows": _head(found), "dense_lens": found["dense_lens"]} if head else {}
+        first = {name: found[name] for name in (*ACCEPT_READS, *ACCEPT_OUTS, *TRUNCATE_READS, *TRUNCATE_OUTS)}
+        last = {name: found[name] for name in (*STATE, *COMMIT_OUTS)}
+        if not parts:
+            return kernels.accept_and_commit(**{**first, **last}, **simulated, **rows)  # type: ignore[arg-type]
+        run = {name: found[name] for name in ("accepted_tokens", *TRUNCATE_OUTS, "slots")}
+        return [*kernels.accept(**first, **simulated), *kernels.commit(**run, **last, **rows)]  # type: ignore[arg-type]
+
+    return bench.compare(arrays, reference, calls)
+
+
+def _head(arrays: Arrays) -> Arrays:
+    return {name: arrays[f"head.{name}"] for name in HEAD_OUTS}
+
+
+def _arrays(source: random.Random, batch: int) -> Arrays:
+    max_batch = batch + source.randint(0, 2)
+    topologies = [random_topology(source, 14, 6) for _ in range(batch)]
+    rows = max(topology.num_nodes for topology in topologies)
+    width = max(topology.depth for topology in topologies) + 1 + source.randint(0, 1)
+    num_paths = max(len(topology.paths) for topology in topologies) + source.randint(0, 1)
+    slots = torch.tensor(source.sample(range(max_batch), batch), dtype=torch.int32)
+    for index in range(batch):
+        if source.random() < 0.15:
+            slots[index] = -1
+    targets = torch.randint(0, 4, (batch, rows), dtype=torch.int32)
+    drafts = torch.randint(0, 4, (batch, rows), dtype=torch.int32)
+    paths = torch.full((batch, num_paths, width), -1, dtype=torch.int32)
+    for index, topology in enumerate(topologies):
+        live = source.randint(1, topology.num_nodes)
+        targets[index, live:] = drafts[index, live:] = -1
+        paths[index, :, 0] = 0
+        if source.random() < 0.5:  # the whole of one path is right
+            right = source.choice(topology.paths)
+            for parent, node in zip(right, right[1:], strict=False):
+                if node < live:
+                    drafts[index, node] = targets[index, parent]
+        for number, path in enumerate(topology.paths):
+            known = [node for node in path if node < live]
+            paths[index, number, : len(known)] = torch.tensor(known, dtype=torch.int32)
+        if slots[index] < 0:
+            paths[index] = targets[index] = drafts[index] = -1
+    lengths = torch.randint(1, CONTEXT - 12, (max_batch,), dtype=torch.int32)
+    ints = torch.randint(-(2**60), 2**60, (max_batch, NUM_INTS))
+    ints[:, MAX_LENGTH] = lengths + torch.randint(1, 12, (max_batch,))
+    finite = (torch.rand(batch, rows) < 0.95).to(torch.uint8)
+    stop_ids = torch.full((max_batch, STOPS), -1, dtype=torch.int32)
+    for slot in range(max_batch):
+        stop_ids[slot, : source.randint(0, 2)] = source.randint(0, 9)
+    arrays = {
+        **dict(target_tokens=targets, draft_tokens=drafts, paths=paths, slots=slots, finite=finite, lengths=lengths),
+        **dict(slot_ints=ints, stop_ids=stop_ids),
+        "dense_lens": torch.where(slots >= 0, lengths[slots.clamp(min=0).long()] - 1, 0).int(),
+        "tokens": torch.randint(0, VOCABULARY, (max_batch, CONTEXT), dtype=torch.int32),
+        "active": torch.ones(max_batch, dtype=torch.int32),
+        "output_counts": torch.randint(0, 5, (max_batch, VOCABULARY), dtype=torch.int32),
+        "num_drafts": torch.randint(0, 5, (max_batch,), dtype=torch.int32),
+        "draft_live": poisoned(batch, dtype=torch.uint8),
+        "head.tokens": poisoned(batch, rows),
+        "head.positions": poisoned(batch, rows),
+        "head.row_live": poisoned(batch, rows, dtype=torch.uint8),
+        "head.live_positions": poisoned(batch, 1),
+    }
+    for name in ("accepted_tokens", "accepted_nodes"):
+        arrays[name] = poisoned(batch, rows)
+    for name in ("accepted_lens", "best_path", "commit_lens", "finish", "head_lens", "head.write_lens"):
+        arrays[name] = poisoned(batch)
+    return arrays

@@ -1,0 +1,107 @@
+"""Random states and commands for the start of a step."""
+
+import random
+
+import torch
+from kernel_cases import Arrays, Bench, poisoned, random_topology
+
+from lowlat.kernels.begin_step import begin_step
+from lowlat.kernels.reference.slot_record import DRAFT_LIMIT, LENGTH, MAX_LENGTH, NUM_FLOATS, NUM_INTS
+from lowlat.kernels.reference.slots import (
+    CANCEL,
+    COMMAND_WIDTH,
+    JOIN,
+    SET_DRAFT_LIMIT,
+    apply_commands,
+    gather_rows,
+    list_active_slots,
+)
+
+__all__ = ["check_begin_step"]
+
+RING, TABLE, STOPS, BIASES = 8, 7, 5, 9
+STATE = ("ints", "floats", "tokens", "table", "stop_ids", "bias_ids", "bias_values")
+JOINED = ("slot_ints", "slot_floats", "tokens", "block_table", "stop_ids", "bias_ids", "bias_values")
+COUNTED = ("lengths", "active", "num_drafts", "prompt_seen", "output_counts")
+OUTS = ("row_tokens", "row_positions", "row_live", "row_masks", "paths", "dense_lens", "num_verified", "verified_depth")
+
+
+def check_begin_step(bench: Bench, seed: int, *, batch: int, max_batch: int, num_commands: int, context: int) -> None:
+    """One random step against the reference."""
+    source = random.Random(seed)
+    torch.manual_seed(seed)
+    arrays = _arrays(source, batch, max_batch, num_commands, context)
+    arrays["staged_tokens"] = _same_tail(arrays, max_batch)
+    bench.compare(arrays, _reference, lambda found: begin_step(**found))
+
+
+def _same_tail(arrays: Arrays, max_batch: int) -> torch.Tensor:
+    """Past a prompt's end what is staged equals the state: the kernel does not copy it, the reference does."""
+    staged = arrays["staged_tokens"].clone()
+    for slot in range(max_batch):
+        length = int(arrays["staged_ints"][slot, LENGTH])
+        staged[slot, length:] = arrays["tokens"][slot, length:]
+    return staged
+
+
+def _reference(arrays: Arrays) -> None:
+    staged = {f"staged_{name}": arrays[f"staged_{name}"] for name in STATE}
+    updated = {name: arrays[name] for name in ("command_head", *JOINED, *COUNTED)}
+    apply_commands(arrays["command_ring"], arrays["command_tail"], **staged, **updated)
+    list_active_slots(arrays["active"], slots=arrays["slots"])
+    names = ("slots", "lengths", "tokens", "drafts", "num_drafts", "tree_masks", "tree_paths", "slot_ints")
+    gather_rows(**{name: arrays[name] for name in names}, **{name: arrays[name] for name in OUTS})
+
+
+def _arrays(source: random.Random, batch: int, max_batch: int, num_commands: int, context: int) -> Arrays:
+    topologies = [random_topology(source, 12, 5) for _ in range(max_batch)]
+    max_rows = max(topology.num_nodes for topology in topologies) + source.randint(0, 2)
+    num_paths = max(len(topology.paths) for topology in topologies) + source.randint(0, 2)
+    width = max(topology.depth for topology in topologies) + 1 + source.randint(0, 1)
+    rows = source.randint(1, max_rows)
+    vocabulary = 40
+    arrays: Arrays = {}
+    for prefix in ("staged_", ""):
+        names = [f"staged_{name}" for name in STATE] if prefix else list(JOINED)
+        ints = torch.randint(-(2**60), 2**60, (max_batch, NUM_INTS))
+        ints[:, DRAFT_LIMIT] = torch.randint(0, 14, (max_batch,))
+        ints[:, LENGTH] = torch.randint(1, context - 2, (max_batch,))
+        ints[:, MAX_LENGTH] = ints[:, LENGTH] + torch.randint(0, 8, (max_batch,))
+        shapes = ((max_batch, TABLE), (max_batch, STOPS), (max_batch, BIASES))
+        parts = [ints, torch.randn(max_batch, NUM_FLOATS)]
+        parts.append(torch.randint(0, vocabulary, (max_batch, context), dtype=torch.int32))
+        parts += [torch.randint(-1, 99, shape, dtype=torch.int32) for shape in shapes]
+        arrays.update(zip(names, [*parts, torch.randn(max_batch, BIASES)], strict=True))
+    arrays["lengths"] = (arrays["slot_ints"][:, MAX_LENGTH] - torch.randint(0, 9, (max_batch,))).clamp(min=1).int()
+    arrays["lengths"].clamp_(max=context)
+    arrays["active"] = torch.randint(0, 2, (max_batch,), dtype=torch.int32)
+    arrays["prompt_seen"] = torch.randint(0, 2, (max_batch, vocabulary), dtype=torch.uint8)
+    arrays["output_counts"] = torch.randint(0, 9, (max_batch, vocabulary), dtype=torch.int32)
+    drafts = torch.randint(0, vocabulary, (max_batch, max_rows), dtype=torch.int32)
+    masks = torch.zeros(max_batch, max_rows, dtype=torch.int64)
+    paths = torch.full((max_batch, num_paths, width), -1, dtype=torch.int32)
+    counts = torch.zeros(max_batch, dtype=torch.int32)
+    for slot, topology in enumerate(topologies):
+        if source.random() < 0.2:  # as at first
+            paths[slot] = 0
+            continue
+        counts[slot] = source.randint(0, topology.num_nodes - 1)
+        masks[slot, : topology.num_nodes] = torch.tensor(topology.packed_masks)
+        for number, path in enumerate(topology.paths):
+            paths[slot, number, : len(path)] = torch.tensor(path, dtype=torch.int32)
+    arrays.update(drafts=drafts, num_drafts=counts, tree_masks=masks, tree_paths=paths)
+    head = source.randint(0, 100)
+    ring = torch.randint(-5, 5, (RING, COMMAND_WIDTH))
+    for index in range(head, head + num_commands):
+        opcode = source.choice((JOIN, CANCEL, SET_DRAFT_LIMIT, 9))
+        ring[index % RING] = torch.tensor([opcode, source.randrange(max_batch), source.randint(0, 7), 0])
+    arrays.update(
+        command_ring=ring, command_head=torch.tensor([head]), command_tail=torch.tensor([head + num_commands])
+    )
+    arrays["slots"] = poisoned(batch)
+    for name in OUTS[:2]:
+        arrays[name] = poisoned(batch, rows)
+    arrays.update(row_live=poisoned(batch, rows, dtype=torch.uint8), row_masks=poisoned(batch, rows, dtype=torch.int64))
+    arrays["paths"] = poisoned(batch, num_paths, width)
+    arrays.update({name: poisoned(batch) for name in OUTS[5:]})
+    return arrays

@@ -1,0 +1,39 @@
+"""cast, add and silu_mul on a card, against the reference on the CPU."""
+
+import pytest
+import torch
+from row_cases import Lab, check_elementwise, poison, same_bits
+
+from lowlat.executors.launcher import Launcher
+from lowlat.kernels.elementwise import silu_mul
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def lab() -> Lab:
+    device = torch.device("cuda", 0)
+    return Lab(device, Launcher(device).run)
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 8), (3, 1032), (5, 14336), (64, 2880)])
+def test_against_the_reference(lab: Lab, rows: int, width: int) -> None:
+    check_elementwise(lab, rows, width)
+
+
+def test_extreme_gates(lab: Lab) -> None:
+    gates = torch.tensor([0.0, -0.0, 1e-30, -87.0, -89.0, -1e4, 88.0, 1e30, float("inf"), -torch.inf, torch.nan])
+    gate_up = torch.zeros(1, 32)
+    gate_up[0, :11], gate_up[0, 16:] = gates, 2.0
+    found = lab.launch(silu_mul, {"out": poison(1, 16)}, gate_up=gate_up)["out"].float().cpu()[0, :11]
+    expected = (gates.double() * torch.sigmoid(gates.double()) * 2).float()
+    assert torch.equal(found.isnan(), torch.isnan(gates) | (gates == -torch.inf))
+    torch.testing.assert_close(found[:9], expected[:9], rtol=1e-2, atol=1e-35)
+
+
+def test_a_row_alone_has_the_same_bits(lab: Lab) -> None:
+    gate_up = torch.randn(9, 2 * 2880) * 4
+    together = lab.launch(silu_mul, {"out": poison(9, 2880)}, gate_up=gate_up)["out"]
+    for row in (0, 4, 8):
+        alone = lab.launch(silu_mul, {"out": poison(1, 2880)}, gate_up=gate_up[row : row + 1])["out"]
+        assert same_bits(alone[0], together[row])

@@ -1,0 +1,20 @@
+"""Embedding rows on a card, from both layouts, and with their norm."""
+
+import pytest
+import torch
+from row_cases import Lab, check_embeddings
+
+from lowlat.executors.launcher import Launcher
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def lab() -> Lab:
+    device = torch.device("cuda", 0)
+    return Lab(device, Launcher(device).run)
+
+
+@pytest.mark.parametrize(("rows", "width"), [(2, 8), (4, 72), (7, 2880), (64, 4096), (3, 4104), (4, 8192), (2, 20000)])
+def test_against_the_reference(lab: Lab, rows: int, width: int) -> None:
+    check_embeddings(lab, rows, width, 1003)

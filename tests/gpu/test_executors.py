@@ -1,0 +1,217 @@
+"""The eager and the graph executor against the reference and against each other, on small models and the bundled pair."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lockstep import Lockstep
+from recording import Recorder, check_invariants, run_all
+from tiny_models import PairPaths, make_pair
+
+from lowlat import Runtime, SamplingParams, SpeculativeConfig
+from lowlat.checkpoint import load_head, load_target
+from lowlat.executors.eager import EagerExecutor
+
+pytestmark = pytest.mark.gpu
+
+DEMO = Path(__file__).parents[2] / "lowlat" / "demo"
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 64}
+OPTIONS: dict[str, Any] = {"max_batch": 4, "max_context": 160, "block_size": 16, "prefill_chunk": 32, "device": "cuda"}
+TREE = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (1, 0, 0))
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "sampled": {"temperature": 1.0},
+    "filtered": {"temperature": 0.9, "top_k": 30, "top_p": 0.9, "min_p": 0.02, "logprobs": 4},
+    "penalised": (
+        {"temperature": 0.8, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.4}
+        | {"logit_bias": {3: 2.0, 11: -5.0}, "min_tokens": 5, "stop_token_ids": (5, 7)}
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PairPaths]:
+    """Pairs by name: two small random ones and the bundled one."""
+    made = {family: make_pair(tmp_path_factory.mktemp(family), family, **SIZES) for family in ("llama", "qwen3")}
+    return {**made, "demo": PairPaths(DEMO / "target", DEMO / "head")}
+
+
+def load(pair: PairPaths, executor: str, *, tree: Any = None, depth: int = 7, **options: Any) -> Runtime:
+    """A runtime that speculates, in bfloat16."""
+    config = SpeculativeConfig(model=pair.head, num_speculative_tokens=depth, tree=tree, strict=True)
+    return Runtime.load(pair.target, config, **{**OPTIONS, "dtype": "bfloat16", "executor": executor, **options})
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    """A random prompt."""
+    return torch.randint(0, 97, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def params(mode: str, seed: int = 7, max_tokens: int = 40) -> SamplingParams:
+    """Sampling parameters of a mode; the model's own stop tokens are ignored."""
+    return SamplingParams(seed=seed, max_tokens=max_tokens, ignore_eos=True, **MODES[mode])
+
+
+def canonical_weights(pair: PairPaths) -> dict[str, torch.Tensor]:
+    """What the checkpoints hold, on the device."""
+    target = load_target(pair.target, dtype="bfloat16")
+    head = load_head(pair.head, target.config)
+    return {name: tensor.cuda() for name, tensor in {**target.weights, **head.weights}.items()}
+
+
+@pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "demo"])
+def test_every_group_does_what_its_operations_mean(name: str, tree: Any, pairs: dict[str, PairPaths]) -> None:
+    depth = 3
+    with load(pairs[name], "eager", tree=tree, depth=depth) as runtime:
+        executor = runtime.executor
+        assert isinstance(executor, EagerExecutor)
+        lockstep = Lockstep(executor, canonical_weights(pairs[name]))
+        step = executor.step
+
+        def stepped(bucket: Any) -> None:
+            lockstep.begin(bucket)
+            step(bucket)
+
+        executor.step = stepped  # type: ignore[method-assign]
+        for number, mode in enumerate(MODES):
+            runtime.submit(prompt_of(20 + 13 * number, number), params(mode, max_tokens=12))
+        run_all(runtime, lambda number: (depth, 0, depth)[number % 3])
+        assert not lockstep.problems, "\n".join(lockstep.problems[:20])
+        assert sum(lockstep.compared.values()) > 500
+
+
+def traced(runtime: Runtime, prompt: list[int], sampling: SamplingParams, depth: Any = None) -> Any:
+    """One request alone: its tokens and the logits that each was drawn from."""
+    recorder = Recorder(runtime)
+    name = recorder.submit(prompt, sampling)
+    tokens = run_all(runtime, depth)[name]
+    recorder.stop()
+    return tokens, recorder.logits[name]
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    """The same tokens from the same bits."""
+    assert found[0] == expected[0]
+    different = [index for index, row in expected[1].items() if not torch.equal(found[1][index], row)]
+    assert not different, f"other bits for the tokens at {different}"
+
+
+@pytest.mark.parametrize("mode", ["greedy", "sampled", "penalised"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "demo"])
+def test_no_depth_neighbour_or_slot_changes_a_bit(name: str, mode: str, pairs: dict[str, PairPaths]) -> None:
+    prompt, sampling = prompt_of(45), params(mode)
+    with Runtime.load(pairs[name].target, **OPTIONS, dtype="bfloat16", executor="eager", prefix_reuse=False) as runtime:
+        expected = traced(runtime, prompt, sampling)
+    with load(pairs[name], "eager") as runtime:
+        for depth in range(8):
+            assert_same(traced(runtime, prompt, sampling, depth), expected)
+        for seed in range(2):
+            rng = random.Random(seed)
+            recorder = Recorder(runtime)
+            before = rng.randrange(3)
+            for other in range(before):
+                runtime.submit(prompt_of(rng.randrange(1, 60), other), params("sampled", other, rng.randrange(1, 30)))
+            tracked = recorder.submit(prompt, sampling)
+            for other in range(3 - before):
+                runtime.submit(
+                    prompt_of(rng.randrange(1, 60), 9 + other), params("greedy", other, rng.randrange(1, 30))
+                )
+            tokens = run_all(runtime, rng.choices(range(8), k=400).__getitem__)[tracked]
+            recorder.stop()
+            assert_same((tokens, recorder.logits[tracked]), expected)
+    with load(pairs[name], "eager", tree=TREE, depth=3) as runtime:
+        assert_same(traced(runtime, prompt, sampling), expected)
+        assert_same(traced(runtime, prompt, sampling, lambda number: 3 * (number % 3 > 0)), expected)
+
+
+@pytest.fixture(scope="module")
+def graph_runtimes(pairs: dict[str, PairPaths]) -> Iterator[dict[str, Runtime]]:
+    """Graph runtimes by name, captured once."""
+    runtimes = {name: load(pair, "graph") for name, pair in pairs.items()}
+    yield runtimes
+    for runtime in runtimes.values():
+        runtime.close()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "demo"])
+def test_replay_equals_eager_bit_for_bit(name: str, pairs: dict[str, PairPaths]) -> None:
+    """The same requests at the same depths: the same tokens, and the same bits in every buffer that outlives a step."""
+    depths = random.Random(3).choices(range(8), k=400)
+
+    def run(runtime: Runtime) -> tuple[dict[str, list[int]], dict[str, torch.Tensor]]:
+        names = [
+            runtime.submit(prompt_of(9 + 20 * number, 40 + number), params(mode)) for number, mode in enumerate(MODES)
+        ]
+        tokens = run_all(runtime, depths.__getitem__)
+        return {str(k): tokens[each] for k, each in enumerate(names)}, {
+            key: tensor.cpu().clone() for key, tensor in runtime.executor.state.items()
+        }
+
+    with load(pairs[name], "graph") as graph_runtime:
+        graph = run(graph_runtime)
+    with load(pairs[name], "eager") as eager_runtime:
+        eager = run(eager_runtime)
+    assert graph[0] == eager[0]
+    skipped = ("staged", "prefill", "command")
+    different = [
+        key
+        for key, tensor in eager[1].items()
+        if not key.startswith(skipped) and not torch.equal(tensor.view(torch.uint8), graph[1][key].view(torch.uint8))
+    ]
+    assert not different
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["llama", "qwen3", "demo"])
+def test_graph_tokens_are_the_reference_s_but_for_near_ties(
+    name: str, mode: str, pairs: dict[str, PairPaths], graph_runtimes: dict[str, Runtime]
+) -> None:
+    """Against torch's operations on the same card: most requests agree whole; the graph agrees with itself always."""
+    prompts = [prompt_of(5 + 11 * number, 70 + number) for number in range(8)]
+    runtime = graph_runtimes[name]
+
+    def tokens_of(each: Runtime, depth: int) -> list[list[int]]:
+        names = [each.submit(prompt, params(mode, number)) for number, prompt in enumerate(prompts)]
+        tokens = run_all(each, depth)
+        return [tokens[request] for request in names]
+
+    found = tokens_of(runtime, 0)
+    assert tokens_of(runtime, 3) == found
+    assert tokens_of(runtime, 7) == found
+    with load(pairs[name], "reference") as reference:
+        expected = tokens_of(reference, 3)
+    agreed = [
+        sum(a == b for a, b in zip(x, y, strict=False)) / max(len(y), 1) for x, y in zip(found, expected, strict=True)
+    ]
+    assert sum(share == 1.0 for share in agreed) >= 4, agreed
+
+
+def test_ten_thousand_random_orders(pairs: dict[str, PairPaths], graph_runtimes: dict[str, Runtime]) -> None:
+    """Submit, step and cancel in any order: the books balance, every request ends once, alone or not."""
+    runtime, rng = graph_runtimes["llama"], random.Random(11)
+    live: set[str] = set()
+    ended: set[str] = set()
+    for number in range(10_000):
+        action = rng.random()
+        if action < 0.2 and len(live) < 12:
+            mode = rng.choice(list(MODES))
+            live.add(
+                runtime.submit(prompt_of(rng.randrange(1, 80), number), params(mode, number, rng.randrange(1, 40)))
+            )
+        elif action < 0.25 and live:
+            runtime.cancel(rng.choice(sorted(live)))
+        else:
+            for output in runtime.step(rng.randrange(8)):
+                assert output.request_id in live
+                if output.finish_reason is not None:
+                    assert output.finish_reason != "error"
+                    live.discard(output.request_id)
+                    ended.add(output.request_id)
+        if number % 50 == 0:
+            check_invariants(runtime)
+    run_all(runtime)
+    assert len(ended) > 500

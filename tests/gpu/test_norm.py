@@ -1,0 +1,66 @@
+"""Norms on a card: the reference's values, the promised order bit for bit, and a row's bits in any company."""
+
+import pytest
+import torch
+from row_cases import EPS, Lab, check_add_norm, check_norms, check_split_norms, poison, same_bits, weights
+
+from lowlat.executors.launcher import Launcher
+from lowlat.kernels.norm import MAX_WIDTH, add_norm, rms_norm, split_norms
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def lab() -> Lab:
+    device = torch.device("cuda", 0)
+    return Lab(device, Launcher(device).run)
+
+
+@pytest.mark.parametrize("width", [8, 264, 2880, 4096, 4104, 5120, 8192, 12296, MAX_WIDTH])
+def test_norms_against_the_reference(lab: Lab, width: int) -> None:
+    check_norms(lab, 5, width)
+
+
+@pytest.mark.parametrize(("parts", "width"), [(1, 64), (3, 2880), (3, 4096), (6, 5120)])
+def test_split_norms_against_the_reference(lab: Lab, parts: int, width: int) -> None:
+    check_split_norms(lab, 4, parts, width)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [8, 2880, 4096, 5120, 16384])
+def test_sums_against_the_reference(lab: Lab, width: int, dtype: torch.dtype) -> None:
+    check_add_norm(lab, 4, width, dtype)
+
+
+@pytest.mark.parametrize("width", [2880, 5120])
+def test_a_row_has_the_same_bits_in_any_company(lab: Lab, width: int) -> None:
+    x, b, weight = torch.randn(9, width).bfloat16(), torch.randn(9, width), weights(width)
+    together = lab.launch(rms_norm, {"out": poison(9, width)}, x=x, weight=weight, eps=EPS)["out"]
+    outs = {"total": poison(9, width), "out": poison(9, width)}
+    sums = lab.launch(add_norm, outs, a=x, b=b, weight=weight, eps=EPS)
+    for row in (0, 3, 8):
+        only = slice(row, row + 1)
+        alone = lab.launch(rms_norm, {"out": poison(1, width)}, x=x[only], weight=weight, eps=EPS)["out"]
+        assert same_bits(alone[0], together[row])
+        outs = {"total": poison(1, width), "out": poison(1, width)}
+        alone_sums = lab.launch(add_norm, outs, a=x[only], b=b[only], weight=weight, eps=EPS)
+        assert all(same_bits(alone_sums[key][0], sums[key][row]) for key in outs)
+        again = lab.launch(rms_norm, {"out": poison(1, width)}, x=sums["total"][row : row + 1], weight=weight, eps=EPS)
+        assert same_bits(again["out"][0], sums["out"][row])
+
+
+def test_a_part_has_the_bits_of_a_row(lab: Lab) -> None:
+    x, weight = torch.randn(3, 3 * 2880).bfloat16(), weights(2880)
+    named = {f"weight{part}": weight for part in range(3)}
+    split = lab.launch(split_norms, {"out": poison(3, 3 * 2880)}, x=x, eps=EPS, **named)["out"]
+    whole = lab.launch(rms_norm, {"out": poison(9, 2880)}, x=x.reshape(9, 2880), weight=weight, eps=EPS)["out"]
+    assert same_bits(split.reshape(9, 2880), whole)
+
+
+def test_zeros_infinities_and_nan_stay_in_their_rows(lab: Lab) -> None:
+    x = torch.randn(4, 4096).bfloat16()
+    x[0], x[1, 5], x[2, 7] = 0, torch.inf, torch.nan
+    found = lab.launch(rms_norm, {"out": poison(4, 4096)}, x=x, weight=weights(4096), eps=EPS)["out"]
+    assert not bool(found[0].any())
+    assert bool(found[1, 5].isnan()) and bool(found[2].isnan().all())
+    assert bool(found[3].isfinite().all())

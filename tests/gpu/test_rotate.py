@@ -1,0 +1,42 @@
+"""RoPE on a card with the norm of heads before it and the KV write behind it."""
+
+import pytest
+import torch
+from row_cases import Lab, check_rotate, poison, same_bits, weights
+
+from lowlat.executors.launcher import Launcher
+from lowlat.kernels.rotate import rotate
+
+pytestmark = pytest.mark.gpu
+
+HEADS = [(32, 8, 128), (64, 8, 64), (4, 2, 256), (6, 2, 40), (3, 1, 8), (32, 0, 128), (0, 8, 128)]
+
+
+@pytest.fixture(scope="module")
+def lab() -> Lab:
+    device = torch.device("cuda", 0)
+    return Lab(device, Launcher(device).run)
+
+
+@pytest.mark.parametrize("eps", [None, 1e-6])
+@pytest.mark.parametrize("heads", HEADS)
+def test_against_the_reference(lab: Lab, heads: tuple[int, int, int], eps: float | None) -> None:
+    check_rotate(lab, heads, eps, batch=3, rows=4, block=12)
+    check_rotate(lab, heads, eps, batch=1, rows=1, block=32)
+
+
+def test_a_row_has_the_same_bits_in_any_company(lab: Lab) -> None:
+    count, dim = 7, 128
+    qkv, angles = torch.randn(count, 12 * dim), torch.rand(64, dim // 2) * 6
+    tables = {"cos": angles.cos(), "sin": angles.sin(), "q_weight": weights(dim), "k_weight": weights(dim)}
+    positions = torch.randint(0, 64, (count,)).int()
+
+    def run(rows: slice) -> dict[str, torch.Tensor]:
+        some = qkv[rows].shape[0]
+        outs = {"q": poison(some, 8, dim), "k": poison(some, 2, dim), "v": poison(some, 2, dim)}
+        return lab.launch(rotate, outs, qkv=qkv[rows], positions=positions[rows], **tables, eps=1e-6)
+
+    together = run(slice(None))
+    for row in (0, 3, 6):
+        alone = run(slice(row, row + 1))
+        assert all(same_bits(alone[key][0], together[key][row]) for key in alone)

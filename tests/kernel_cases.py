@@ -1,0 +1,92 @@
+"""How a kernel is compared with its reference, on a card or in Numba's simulator: the same cases for both."""
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lowlat.kernels.kernel import KernelCall
+from lowlat.kernels.numba_cuda import cuda
+from lowlat.tree import TreeTopology
+
+__all__ = ["Bench", "poisoned", "random_topology", "simulate"]
+
+Arrays = dict[str, torch.Tensor]
+HOST = ("command_ring", "command_tail", "staged_", "ring_records", "ring_tokens", "ring_logprob", "ring_head", "stop")
+
+
+def simulate(*calls: KernelCall) -> None:
+    """Run calls in the simulator, on the memory of CPU tensors."""
+    for call in calls:
+        kernel, arguments = call.kernel, []
+        for kind, argument in zip(call.kernel.signature, call.arguments, strict=True):
+            is_array = hasattr(kind, "ndim")
+            if isinstance(argument, torch.Tensor):
+                assert argument.is_contiguous()
+                arguments.append(argument.numpy() if is_array else argument.data_ptr())
+            else:
+                arguments.append(argument)
+        cuda.jit(kernel.function)[call.grid, kernel.threads](*arguments)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where kernels run: on a device, through `run`."""
+
+    device: torch.device
+    run: Callable[..., None]
+
+    def place(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy for the kernel: what the host shares with it in pinned memory, the rest on the device."""
+        if self.device.type == "cpu":
+            return tensor.clone()
+        return tensor.clone().pin_memory() if name.startswith(HOST) else tensor.to(self.device)
+
+    def compare(
+        self,
+        arrays: Mapping[str, torch.Tensor],
+        reference: Callable[[Arrays], None],
+        calls: Callable[[Arrays], Sequence[KernelCall]],
+    ) -> Arrays:
+        """Run both on copies of the arrays: all must end equal, bit for bit. Returns what they are then."""
+        expected = {name: tensor.clone() for name, tensor in arrays.items()}
+        found = {name: self.place(name, tensor) for name, tensor in arrays.items()}
+        reference(expected)
+        self.run(*calls(found))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        for name, tensor in expected.items():
+            same = torch.equal(bits(found[name].cpu()), bits(tensor))
+            assert same, f"{name}: found {found[name].tolist()}, expected {tensor.tolist()}"
+        return expected
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Floats as integers, so that NaN equals itself."""
+    kinds = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
+    return tensor.view(kinds[tensor.dtype]) if tensor.dtype in kinds else tensor
+
+
+def poisoned(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    """An array of a value that nothing writes."""
+    if dtype.is_floating_point:
+        return torch.full(shape, torch.nan, dtype=dtype)
+    return torch.full(shape, 177 if dtype is torch.uint8 else -77, dtype=dtype)
+
+
+def random_topology(source: random.Random, max_nodes: int, max_depth: int) -> TreeTopology:
+    """A chain in half of the cases, else a random tree."""
+    depth = source.randint(0, max_depth)
+    if source.random() < 0.5:
+        return TreeTopology.chain(min(depth, max_nodes - 1))
+    paths: list[tuple[int, ...]] = [()]
+    children: dict[tuple[int, ...], int] = {}
+    for _ in range(source.randint(0, max_nodes - 1)):
+        parent = source.choice(paths)
+        if len(parent) >= max_depth:
+            continue
+        child = (*parent, children.get(parent, 0))
+        children[parent] = child[-1] + 1
+        paths.append(child)
+    return TreeTopology.from_choices(sorted(paths[1:], key=lambda path: (len(path), path)))

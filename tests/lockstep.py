@@ -1,0 +1,88 @@
+"""Two executors in lockstep: after every fused group of the eager one, the reference runs the group's operations on
+what the buffers held before it, and every buffer that is live afterwards is compared.
+"""
+
+from collections.abc import Mapping
+
+import torch
+
+from lowlat.executors.eager import EagerExecutor
+from lowlat.executors.lowering import Group
+from lowlat.executors.reference import bind
+from lowlat.graphs import Bucket
+from lowlat.program import Op, Program
+
+__all__ = ["TOLERANCES", "Lockstep"]
+
+TOLERANCES = {torch.bfloat16: 1e-2, torch.float32: 2e-5}  # norm-wise
+LOGPROBS = 1e-5  # absolute
+
+
+class Lockstep:
+    """Hooks into an eager executor; `compared` counts buffers, `problems` names those that differ.
+
+    weights  canonical, as the checkpoint has them, on the executor's device
+    """
+
+    def __init__(self, executor: EagerExecutor, weights: Mapping[str, torch.Tensor]) -> None:
+        self.executor, self.weights = executor, weights
+        self.compared: dict[str, int] = {}
+        self.problems: list[str] = []
+        self._before: dict[str, torch.Tensor] = {}
+        self._groups: list[Group] = []
+        self._place, self._seen = 0, 0
+        executor.set_hook(self._after)
+
+    def begin(self, bucket: Bucket) -> None:
+        """To be called before a step in a bucket."""
+        self._bucket = bucket
+        self._groups = list(self.executor.groups(bucket))
+        self._place = self._seen = 0
+        self._before = {name: tensor.clone() for name, tensor in self._live().items()}
+
+    def _live(self) -> Mapping[str, torch.Tensor]:
+        return {**self.executor.state, **self.executor.scratch(self._bucket)}
+
+    def _after(self, op: Op, arguments: Mapping[str, torch.Tensor]) -> None:
+        group = self._groups[self._place]
+        self._seen += 1
+        if self._seen < len(group.ops):
+            return
+        self._place, self._seen = self._place + 1, 0
+        self._compare(group)
+
+    def _compare(self, group: Group) -> None:
+        program = self.executor.program(self._bucket)
+        part = Program(program.name, group.ops, program.buffers, program.constants)
+        with torch.inference_mode():
+            for _, function, values in bind(part, self._before, self.weights):
+                function(**values)
+        live = self._live()
+        kinds = "+".join(op.kind for op in group.ops)
+        for name in group.written:
+            problem = self._difference(name, self._before[name], live[name])
+            self.compared[kinds] = self.compared.get(kinds, 0) + 1
+            if problem:
+                self.problems.append(f"{program.name} {kinds}: {name} {problem}")
+        for op in group.ops:
+            for name in op.writes.values():
+                self._before[name].copy_(live[name])
+
+    def _difference(self, name: str, want: torch.Tensor, got: torch.Tensor) -> str:
+        if name == "tokens":  # a request's tokens past its length are nobody's
+            columns = torch.arange(want.shape[1], device=want.device)
+            known = columns < self._live()["lengths"][:, None]
+            want, got = torch.where(known, want, 0), torch.where(known, got, 0)
+        if not want.is_floating_point():
+            wrong = int((want != got).sum())
+            return f"{wrong} of {want.numel()} differ" if wrong else ""
+        want, got = want.double(), got.double()
+        if not torch.equal(want.isfinite(), got.isfinite()):
+            return "is finite elsewhere"
+        want, got = want.nan_to_num(0, 0, 0), got.nan_to_num(0, 0, 0)
+        if "logprob" in name:
+            worst = float((want - got).abs().max())
+            return f"is off by {worst:.2e}" if worst > LOGPROBS * 10 else ""
+        error = float((got - want).norm() / want.norm().clamp(min=1e-20))
+        limit = TOLERANCES[self.executor.program(self._bucket).buffers[name].dtype]
+        return f"is off by {error:.2e}" if error > limit else ""

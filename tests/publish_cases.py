@@ -1,0 +1,105 @@
+"""Random ends of a step: what is drafted, and what goes into the ring."""
+
+import random
+
+import torch
+from kernel_cases import Arrays, Bench, poisoned, random_topology
+
+from lowlat.kernels import publish as kernels
+from lowlat.kernels.kernel import KernelCall
+from lowlat.kernels.reference.head_rows import assign_drafts, tree_masks
+from lowlat.kernels.reference.publish import RECORD_WIDTH, publish
+
+__all__ = ["check_publish"]
+
+RING, COLUMNS = 4, 5
+READS = (
+    *("slots", "commit_lens", "accepted_lens", "accepted_tokens", "accepted_nodes", "finish", "num_verified"),
+    *("verified_depth", "lengths", "logprob_values", "logprob_ids"),
+)
+RINGS = ("ring_records", "ring_tokens", "ring_logprob_values", "ring_logprob_ids", "ring_head")
+DRAFT_READS = ("draft_nodes", "draft_live", "topology_masks", "topology_paths")
+DRAFTS = ("drafts", "num_drafts", "tree_masks", "tree_paths")
+ASSIGNED = ("top_tokens", "children", "child_rows", "child_ranks")
+
+
+def check_publish(bench: Bench, seed: int, *, drafting: bool, assigning: bool = False, batch: int = 3) -> Arrays:
+    """Against the reference: the ring alone, or after the drafts, or after the last level's tokens too."""
+    source = random.Random(seed)
+    torch.manual_seed(seed)
+    arrays = _arrays(source, batch)
+
+    def reference(found: Arrays) -> None:
+        if assigning:
+            assign_drafts(**{name: found[name] for name in ASSIGNED}, draft_nodes=found["draft_nodes"])
+        if drafting:
+            tree_masks(**{name: found[name] for name in (*DRAFT_READS, "slots", *DRAFTS)})
+        publish(**{name: found[name] for name in (*READS, *RINGS)})
+        found["ring_count"] += 1
+
+    def calls(found: Arrays) -> list[KernelCall]:
+        publication = {name: found[name] for name in (*READS, *RINGS, "ring_count")}
+        if not drafting:
+            return kernels.publish(**publication)  # type: ignore[arg-type]
+        assignment = tuple(found[name] for name in ASSIGNED) if assigning else None
+        drafted = {name: found[name] for name in (*DRAFT_READS, *DRAFTS)}
+        return kernels.finish_step(**drafted, publication=publication, assignment=assignment)  # type: ignore[arg-type]
+
+    return bench.compare(arrays, reference, calls)
+
+
+def _arrays(source: random.Random, batch: int) -> Arrays:
+    topology = random_topology(source, 10, 4)
+    rows, max_batch, max_rows = (
+        topology.num_nodes,
+        batch + source.randint(0, 2),
+        topology.num_nodes + source.randint(0, 2),
+    )
+    slots = torch.tensor(source.sample(range(max_batch), batch), dtype=torch.int32)
+    slots[torch.rand(batch) < 0.25] = -1
+    accepted = torch.randint(1, rows + 1, (batch,), dtype=torch.int32)
+    accepted[slots < 0] = 0
+    commits = torch.minimum(accepted, torch.randint(0, rows + 1, (batch,), dtype=torch.int32))
+    nodes = torch.stack([torch.randperm(rows) for _ in range(batch)]).int()
+    nodes[torch.arange(rows) >= accepted[:, None]] = -1
+    width, num_paths = topology.depth + 1, len(topology.paths)
+    paths = [[*path, *[-1] * (width - len(path))] for path in topology.paths]
+    head = source.randint(0, 99)
+    level = topology.levels[-1] if topology.levels else ()
+    children = [child for branch in level for child in branch.children]
+    ranks = max((topology.ranks[child] for child in children), default=0) + 1
+    drafted = torch.randint(-1 if source.random() < 0.5 else 0, 9, (batch, rows), dtype=torch.int32)
+    lists = (children, [row for row, branch in enumerate(level) for _ in branch.children])
+    values = torch.randn(batch, rows, COLUMNS)
+    values[0, 0, 0] = torch.nan
+    arrays: Arrays = {
+        "slots": slots,
+        "commit_lens": commits,
+        "accepted_lens": accepted,
+        "accepted_tokens": torch.randint(0, 99, (batch, rows), dtype=torch.int32),
+        "accepted_nodes": nodes,
+        "lengths": torch.randint(0, 99, (max_batch,), dtype=torch.int32),
+        "logprob_values": values,
+        "logprob_ids": torch.randint(-1, 99, (batch, rows, COLUMNS), dtype=torch.int32),
+        "ring_head": torch.tensor([head]),
+        "ring_count": torch.tensor([head]),
+        "ring_records": poisoned(RING, max_batch, RECORD_WIDTH),
+        "ring_tokens": poisoned(RING, max_batch, max_rows),
+        "ring_logprob_values": poisoned(RING, max_batch, max_rows, COLUMNS, dtype=torch.float32),
+        "ring_logprob_ids": poisoned(RING, max_batch, max_rows, COLUMNS),
+        "draft_nodes": drafted,
+        "draft_live": (torch.rand(batch) < 0.7).to(torch.uint8) * (slots >= 0).to(torch.uint8),
+        "topology_masks": torch.tensor(topology.packed_masks),
+        "topology_paths": torch.tensor(paths, dtype=torch.int32),
+        "drafts": poisoned(max_batch, max_rows),
+        "num_drafts": poisoned(max_batch),
+        "tree_masks": poisoned(max_batch, max_rows, dtype=torch.int64),
+        "tree_paths": poisoned(max_batch, num_paths + source.randint(0, 1), width + source.randint(0, 1)),
+        "top_tokens": torch.randint(0, 9, (batch * max(len(level), 1), ranks), dtype=torch.int32),
+        "children": torch.tensor(lists[0], dtype=torch.int32),
+        "child_rows": torch.tensor(lists[1], dtype=torch.int32),
+        "child_ranks": torch.tensor([topology.ranks[child] for child in children], dtype=torch.int32),
+    }
+    arrays.update({name: torch.randint(0, 9, (batch,), dtype=torch.int32) for name in ("finish", "num_verified")})
+    arrays["verified_depth"] = torch.randint(0, 9, (batch,), dtype=torch.int32)
+    return arrays

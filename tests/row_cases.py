@@ -1,0 +1,184 @@
+"""Random rows for what is gathered, moved and laid out around the head."""
+
+import random
+
+import torch
+from kernel_cases import Arrays, Bench, poisoned, random_topology
+
+from lowlat.kernels import draft_level, head_rows, reference
+from lowlat.kernels.kernel import KernelCall
+from lowlat.kernels.kv_compact import kv_compact
+from lowlat.tree import TreeTopology
+
+__all__ = ["check_boundary", "check_compaction", "check_features", "check_last", "check_level"]
+
+BLOCK, TABLE = 4, 9
+LEVEL_OUTS = ("hidden", "tokens", "row_live", "positions", "row_masks")
+
+
+def bf16(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape).bfloat16()
+
+
+def check_compaction(bench: Bench, seed: int, *, layers: int, dtype: torch.dtype = torch.bfloat16) -> None:
+    """All layers' rows of a random tree move."""
+    source = random.Random(seed)
+    torch.manual_seed(seed)
+    batch, heads, size = 3, 2, 16
+    rows = 12
+    topology = random_topology(source, rows, 7)
+    nodes = torch.full((batch, rows), -1, dtype=torch.int32)
+    counts = torch.zeros(batch, dtype=torch.int32)
+    for index in range(batch):
+        path = source.choice(topology.paths)
+        nodes[index, : len(path)] = torch.tensor(path)
+        counts[index] = source.randint(0, len(path))
+    blocks = torch.randperm(batch * TABLE) + 1
+    arrays: Arrays = {
+        "accepted_nodes": nodes,
+        "commit_lens": counts,
+        "dense_lens": torch.randint(0, BLOCK * TABLE - rows, (batch,), dtype=torch.int32),
+        "block_table": blocks.reshape(batch, TABLE).int(),
+        "slots": torch.tensor([2, -1, 0] if seed % 2 else [1, 2, 0], dtype=torch.int32),
+    }
+    shape = (batch * TABLE + 1, heads, BLOCK, size)
+    for layer in range(layers):
+        arrays.update({f"{part}.{layer}": torch.randn(shape).to(dtype) for part in ("k", "v")})
+
+    def common(found: Arrays) -> Arrays:
+        names = ("accepted_nodes", "commit_lens", "dense_lens", "block_table", "slots")
+        return {name: found[name] for name in names}
+
+    def reference_(found: Arrays) -> None:
+        for layer in range(layers):
+            caches = {"k_cache": found[f"k.{layer}"], "v_cache": found[f"v.{layer}"]}
+            reference.OPERATIONS["kv_compact"](**common(found), **caches)
+
+    def calls(found: Arrays) -> list[KernelCall]:
+        caches = {f"{part}_caches": [found[f"{part}.{layer}"] for layer in range(layers)] for part in ("k", "v")}
+        memory: Arrays = {}
+
+        def workspace(name: str, shape: tuple[int, ...], kind: torch.dtype) -> torch.Tensor:
+            return memory.setdefault(name, torch.zeros(shape, dtype=kind, device=bench.device))
+
+        made = kv_compact(**common(found), **caches, workspace=workspace)  # type: ignore[arg-type]
+        KEPT.append(memory)
+        return made
+
+    bench.compare(arrays, reference_, calls)
+
+
+KEPT: list[Arrays] = []  # workspaces live as long as their calls
+
+
+def check_features(bench: Bench, seed: int, *, width: int, num_sources: int) -> None:
+    """Features of accepted rows."""
+    torch.manual_seed(seed)
+    batch, rows = 3, 5
+    arrays = {f"source{number}": bf16(batch * rows, width) for number in range(num_sources)}
+    arrays["accepted_nodes"] = torch.randint(-1, rows, (batch, rows), dtype=torch.int32)
+    arrays["out"] = poisoned(batch * rows, num_sources * width, dtype=torch.bfloat16)
+    operation = reference.OPERATIONS["gather_features"]
+    bench.compare(arrays, lambda found: operation(**found), lambda found: head_rows.gather_features(**found))
+
+
+def check_last(bench: Bench, seed: int, *, widths: tuple[int, ...]) -> None:
+    """The last committed rows of one or two tensors."""
+    torch.manual_seed(seed)
+    batch, rows = 4, 3
+    arrays = {"commit_lens": torch.randint(0, rows + 1, (batch,), dtype=torch.int32)}
+    for number, width in enumerate(widths):
+        arrays[f"x{number}"] = bf16(batch * rows, width)
+        arrays[f"out{number}"] = poisoned(batch, width, dtype=torch.bfloat16)
+
+    def reference_(found: Arrays) -> None:
+        for number in range(len(widths)):
+            operation = reference.OPERATIONS["take_last"]
+            operation(found[f"x{number}"], found["commit_lens"], out=found[f"out{number}"])
+
+    def calls(found: Arrays) -> list[KernelCall]:
+        pairs = [(found[f"x{number}"], found[f"out{number}"]) for number in range(len(widths))]
+        return head_rows.take_last(pairs, found["commit_lens"])
+
+    bench.compare(arrays, reference_, calls)
+
+
+def check_boundary(bench: Bench, seed: int, *, width: int) -> None:
+    """Features at block ends."""
+    torch.manual_seed(seed)
+    batch, rows = 3, 6
+    first = torch.randint(0, BLOCK * TABLE - rows, (batch, 1), dtype=torch.int32)
+    arrays = {
+        "hidden": bf16(batch * rows, width),
+        "positions": first + torch.arange(rows, dtype=torch.int32),
+        "row_live": torch.randint(0, 2, (batch, rows), dtype=torch.uint8),
+        "block_table": (torch.randperm(batch * TABLE) + 1).reshape(batch, TABLE).int(),
+        "slots": torch.tensor([2, 0, -1], dtype=torch.int32),
+        "block_features": poisoned(batch * TABLE + 1, width, dtype=torch.bfloat16),
+    }
+    arrays["row_live"][2] = 0
+    operation = reference.OPERATIONS["store_boundary"]
+    bench.compare(
+        arrays,
+        lambda found: operation(**found, block_size=BLOCK),
+        lambda found: head_rows.store_boundary(**found, block_size=BLOCK),
+    )
+
+
+def check_level(bench: Bench, seed: int, *, width: int, together: bool) -> None:
+    """A level's children get tokens, and the next level's rows are laid out."""
+    source = random.Random(seed)
+    torch.manual_seed(seed)
+    batch, topology = 3, TreeTopology.chain(3)
+    while seed % 2 and (topology.depth < 3 or topology.is_chain):
+        topology = random_topology(source, 14, 5)
+    depth = source.randint(1, topology.depth - 1)
+    above, level = topology.levels[depth - 1], topology.levels[depth]
+    ranks = topology.max_rank_by_level[depth - 1] + 1
+    children = [child for branch in above for child in branch.children]
+    parents = [branch.node for branch in above]
+    nodes = [branch.node for branch in level]
+    ordinals = [topology.non_leaf_ordinal[node] for node in nodes]
+    top_tokens = torch.randint(-1, 90, (batch * len(above), ranks), dtype=torch.int32)
+    lists = {
+        "children": children,
+        "child_rows": [row for row, branch in enumerate(above) for _ in branch.children],
+        "child_ranks": [topology.ranks[child] for child in children],
+        "nodes": nodes,
+        "parent_rows": [parents.index(topology.parents[node]) for node in nodes],
+    }
+    arrays: Arrays = {name: torch.tensor(values, dtype=torch.int32) for name, values in lists.items()}
+    arrays.update(
+        top_tokens=top_tokens,
+        draft_nodes=poisoned(batch, topology.num_nodes),
+        feedback=bf16(batch * len(above), width),
+        draft_live=torch.tensor([1, 0, 1], dtype=torch.uint8),
+        head_lens=torch.randint(2, 99, (batch,), dtype=torch.int32),
+        masks=torch.tensor([topology.draft_masks[ordinal] for ordinal in ordinals]),
+        hidden=poisoned(batch * len(nodes), width, dtype=torch.bfloat16),
+        tokens=poisoned(batch, len(nodes)),
+        row_live=poisoned(batch, len(nodes), dtype=torch.uint8),
+        positions=poisoned(batch, len(nodes)),
+        row_masks=poisoned(batch, len(nodes), dtype=torch.int64),
+    )
+    assigned = ("top_tokens", "children", "child_rows", "child_ranks")
+    gathered = ("feedback", "draft_nodes", "draft_live", "head_lens", "nodes", "parent_rows", "masks", *LEVEL_OUTS)
+
+    def split(found: Arrays) -> tuple[Arrays, Arrays]:
+        return {name: found[name] for name in assigned}, {name: found[name] for name in gathered}
+
+    def reference_(found: Arrays) -> None:
+        first, second = split(found)
+        reference.OPERATIONS["assign_drafts"](**first, draft_nodes=found["draft_nodes"])
+        reference.OPERATIONS["gather_level"](**second, depth=depth)
+
+    def calls(found: Arrays) -> list[KernelCall]:
+        first, second = split(found)
+        if together:
+            return draft_level.next_level(**first, **second, depth=depth)
+        return [
+            *draft_level.assign_drafts(**first, draft_nodes=found["draft_nodes"]),
+            *draft_level.gather_level(**second, depth=depth),
+        ]
+
+    bench.compare(arrays, reference_, calls)

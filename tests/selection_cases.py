@@ -1,0 +1,81 @@
+"""What the tests of kernels that choose tokens share: memory for calls, and near-ties of the reference's draw."""
+
+import math
+
+import torch
+from unit.kernels.sampling import World
+
+from lowlat.kernels.reference.random import gumbel
+from lowlat.kernels.reference.sample import keep, penalise
+from lowlat.kernels.reference.slot_record import (
+    FREQUENCY,
+    MIN_P,
+    MIN_TOKENS,
+    PRESENCE,
+    PROMPT_LENGTH,
+    REPETITION,
+    SEED,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+)
+
+__all__ = ["Memory", "draw_scores", "state_of"]
+
+
+class Memory:
+    """A workspace: zero at first, kept by name."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    def __call__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        if name not in self.tensors:
+            self.tensors[name] = torch.zeros(shape, dtype=dtype, device=self.device)
+        return self.tensors[name]
+
+    def at_rest(self) -> bool:
+        """Whether counters and tables are zero, as the next call needs them."""
+        return all(
+            not bool(tensor.any()) for name, tensor in self.tensors.items() if "counters" in name or "masses" in name
+        )
+
+
+def state_of(world: World) -> tuple[torch.Tensor, ...]:
+    """The state's arrays in the order of `sample`'s arguments, on the CPU."""
+    return (
+        world.lengths,
+        world.ints,
+        world.floats,
+        world.prompt_seen,
+        world.output_counts,
+        world.bias_ids,
+        world.bias_values,
+        world.stop_ids,
+    )
+
+
+def draw_scores(world: World, logits: torch.Tensor, slot: int, tokens: list[int], mask: int) -> torch.Tensor:
+    """What the reference compares at a node, [V] float32, minus infinity where a token may not be drawn."""
+    floats, ints = world.floats[slot], world.ints[slot].tolist()
+    counts = world.output_counts[slot].clone()
+    for bit in range(1, len(tokens)):
+        if mask >> bit & 1:
+            counts[tokens[bit]] += 1
+    parameters = floats[[REPETITION, PRESENCE, FREQUENCY]]
+    row = penalise(logits, world.prompt_seen[slot], counts, *parameters)
+    for column, token in enumerate(world.bias_ids[slot].tolist()):
+        if 0 <= token < row.numel():
+            row[token] += world.bias_values[slot, column]
+    largest_float = torch.finfo(torch.float32).max
+    row = row.clamp(-largest_float, largest_float)
+    position = int(world.lengths[slot]) + mask.bit_count() - 1
+    if position - ints[PROMPT_LENGTH] < ints[MIN_TOKENS]:
+        stops = world.stop_ids[slot].long()
+        row[stops[(stops >= 0) & (stops < row.numel())]] = -math.inf
+    if float(floats[TEMPERATURE]) == 0.0:
+        return row
+    scaled = (row - row.max()) / floats[TEMPERATURE]
+    kept = keep(scaled, ints[TOP_K], float(floats[TOP_P]), float(floats[MIN_P]))
+    return torch.where(kept, scaled + gumbel(ints[SEED], position, row.numel(), row.device), -math.inf)

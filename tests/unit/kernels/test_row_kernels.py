@@ -1,0 +1,143 @@
+"""The row-wise kernels without a card: what they compile to, what they refuse, and what the simulator can run."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lowlat.errors import ShapeError
+from lowlat.kernels import elementwise, embed, head_input, norm, rotate
+from lowlat.kernels.compiler import compile_kernel
+from lowlat.kernels.kernel import Kernel
+from lowlat.kernels.numba_cuda import compile_ptx
+from lowlat.kernels.packing import pack
+
+BF16 = torch.bfloat16
+KERNELS = [kernel for module in (elementwise, embed, head_input, norm, rotate) for kernel in module.examples()]
+
+
+def name_of(kernel: Kernel) -> str:
+    return kernel.name
+
+
+def tensor(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def ints(*shape: int) -> torch.Tensor:
+    return tensor(*shape, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=name_of)
+def test_registers_stack_and_wide_loads(kernel: Kernel) -> None:
+    compiled = compile_kernel(kernel, (9, 0))
+    assert compiled.stack_bytes == 0
+    assert compiled.registers <= 64  # two blocks of 512 threads on a multiprocessor, and room for the next kernel's
+    ptx, _ = compile_ptx(kernel.function, kernel.signature, (9, 0), (kernel.threads, 1))
+    assert ".local" not in ptx
+    assert "ld.global.v4" in ptx or "ld.global.nc.L1::no_allocate.L2::128B.v4" in ptx
+    before, after = ptx.split("griddepcontrol.wait;")
+    assert "st.global" not in before
+    assert "griddepcontrol.launch_dependents;" in after
+
+
+def test_names_tell_specialisations_apart() -> None:
+    assert len({kernel.name for kernel in KERNELS}) == len(KERNELS)
+
+
+def test_one_launch_each() -> None:
+    x, weight = tensor(3, 64), tensor(64)
+    assert len(norm.rms_norm(x, weight, out=x, eps=1e-5)) == 1
+    assert (
+        len(norm.split_norms(tensor(3, 192), out=tensor(3, 192), eps=1e-5, **{f"weight{k}": weight for k in range(3)}))
+        == 1
+    )
+    assert len(embed.embed(ints(3), tensor(9, 64), out=x)) == 1
+    (call,) = rotate.rotate(
+        tensor(3, 6 * 16, dtype=torch.float32),
+        ints(3),
+        tensor(9, 8, dtype=torch.float32),
+        tensor(9, 8, dtype=torch.float32),
+        q=tensor(3, 2, 16),
+        k=tensor(3, 2, 16),
+        v=tensor(3, 2, 16),
+    )
+    assert call.grid == (3, 2, 1)
+
+
+def test_norms_refuse_what_does_not_fit() -> None:
+    x, weight = tensor(3, 64), tensor(64)
+    with pytest.raises(ShapeError, match="multiple of 8"):
+        norm.rms_norm(tensor(3, 63), tensor(63), out=tensor(3, 63), eps=1e-5)
+    with pytest.raises(ShapeError, match="at most"):
+        norm.check_width(norm.MAX_WIDTH + 8)
+    with pytest.raises(ShapeError, match="row_live"):
+        norm.rms_norm(x, weight, torch.zeros(2, dtype=torch.uint8), out=x, eps=1e-5)
+    with pytest.raises(ShapeError, match="weight0"):
+        norm.rms_norm(x, tensor(65), out=x, eps=1e-5)
+    with pytest.raises(ShapeError, match="total"):
+        norm.add_norm(x, x, weight, total=tensor(2, 64), out=x, eps=1e-5)
+
+
+def test_dtypes_are_checked() -> None:
+    x, wide = tensor(3, 64), tensor(3, 64, dtype=torch.float32)
+    with pytest.raises(ShapeError, match="x must be"):
+        norm.rms_norm(wide, tensor(64), out=x, eps=1e-5)
+    with pytest.raises(ShapeError, match="tokens must be"):
+        embed.embed(torch.zeros(3, dtype=torch.int64), tensor(9, 64), out=x)
+    with pytest.raises(ShapeError, match="out must be"):
+        elementwise.cast(x, out=wide)
+    with pytest.raises(ShapeError, match="gate_up must be"):
+        elementwise.silu_mul(tensor(3, 128), out=x)
+
+
+def test_embeddings_refuse_what_does_not_fit() -> None:
+    out = tensor(3, 64)
+    with pytest.raises(ShapeError, match="weight"):
+        embed.embed(ints(3), tensor(9, 32), out=out)
+    with pytest.raises(ShapeError, match="columns"):
+        embed.embed(ints(3), pack(tensor(16, 32)), out=out)
+    with pytest.raises(ShapeError, match="order"):
+        embed.embed(ints(3), pack(tensor(16, 64), torch.arange(16)), out=out)
+    with pytest.raises(ShapeError, match="block_features"):
+        head_input.head_input(
+            ints(3),
+            tensor(9, 64),
+            out,
+            tensor(64),
+            tensor(64),
+            out=tensor(3, 128),
+            normed_hidden=out,
+            block_features=tensor(4, 64),
+            eps=1e-5,
+        )
+
+
+def test_rotate_refuses_what_does_not_go_together() -> None:
+    table, cache = tensor(9, 8, dtype=torch.float32), tensor(5, 2, 4, 16)
+    qkv, k = tensor(3, 4 * 16, dtype=torch.float32), tensor(3, 2, 16)
+    positions = ints(3)
+    with pytest.raises(ShapeError, match="nothing to rotate"):
+        rotate.rotate(qkv, positions, table, table)
+    with pytest.raises(ShapeError, match="partner"):
+        rotate.rotate(qkv, positions, table, table, k=k)
+    with pytest.raises(ShapeError, match="not to both"):
+        rotate.rotate(qkv, positions, table, table, k=k, v=k, k_cache=cache, v_cache=cache)
+    with pytest.raises(ShapeError, match="a KV write needs"):
+        rotate.rotate(qkv, positions, table, table, k_cache=cache, v_cache=cache)
+    with pytest.raises(ShapeError, match="k_weight"):
+        rotate.rotate(qkv, positions, table, table, k=k, v=k, eps=1e-6)
+    with pytest.raises(ShapeError, match="head_dim"):
+        rotate.rotate(qkv, positions, table, table, q=tensor(3, 2, 12))
+
+
+@pytest.mark.timeout(600)
+def test_results_in_the_simulator(repository: Path) -> None:
+    environment = {**os.environ, "NUMBA_ENABLE_CUDASIM": "1", "PYTHONPATH": str(repository / "tests")}
+    script = Path(__file__).with_name("row_kernels_simulated.py")
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert "all passed" in done.stdout

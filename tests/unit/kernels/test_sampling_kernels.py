@@ -1,0 +1,150 @@
+"""The kernels that choose tokens, without a GPU: what they compile to, how they are called, what they refuse."""
+
+from typing import Any
+
+import pytest
+import torch
+from selection_cases import Memory, draw_scores, state_of
+from unit.kernels.sampling import World
+
+from lowlat.errors import ShapeError
+from lowlat.kernels import argmax as argmax_kernels
+from lowlat.kernels import draft_topk as draft_kernels
+from lowlat.kernels import logprobs as logprob_kernels
+from lowlat.kernels import sample as sample_kernels
+from lowlat.kernels.compiler import compile_kernel
+from lowlat.kernels.kernel import Kernel
+from lowlat.kernels.numba_cuda import compile_ptx
+from lowlat.kernels.reference.slot_record import MAX_LOGPROBS, NUM_INTS
+
+MODULES = (argmax_kernels, draft_kernels, logprob_kernels, sample_kernels)
+KERNELS = [kernel for module in MODULES for kernel in module.examples()]
+REGISTERS = 128  # two blocks of 256 threads and more fit on a multiprocessor
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_resources(kernel: Kernel) -> None:
+    compiled = compile_kernel(kernel, (9, 0))
+    assert compiled.stack_bytes == 0
+    assert 0 < compiled.registers <= REGISTERS
+    assert compiled.shared_bytes <= 48 * 1024
+
+
+@pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if "_97" not in kernel.name], ids=lambda k: k.name)
+def test_wide_rows_are_copied_by_16_bytes_and_divided_exactly(kernel: Kernel) -> None:
+    ptx, _ = compile_ptx(kernel.function, kernel.signature, (9, 0), (kernel.threads, kernel.min_blocks))
+    assert ptx.count("cp.async.cg.shared.global") >= 4
+    assert "ld.shared.v4.u32" in ptx
+    assert "approx.f32" not in ptx.replace("ex2.approx.ftz.f32", "").replace("ex2.approx.f32", "")
+    assert "div.full" not in ptx
+
+
+def ints(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+def test_argmax_calls_and_refusals() -> None:
+    memory, logits = Memory("cpu"), torch.zeros(6, 9000)
+    (call,) = argmax_kernels.argmax(logits, out=ints(6), workspace=memory)
+    assert call.grid == (3, 6, 1)
+    for options, match in (
+        ({"out": ints(5)}, "out must"),
+        ({"row_live": torch.ones(5, dtype=torch.uint8)}, "row_live must"),
+        ({"names": ints(8)}, "names must"),
+        ({"assign": (ints(3), ints(2), ints(3), ints(2, 4))}, "child_rows must"),
+        ({"assign": (ints(3), ints(3), ints(2), ints(2, 4))}, "child_ranks must"),
+        ({"assign": (ints(3), ints(3), ints(3), ints(4, 4))}, "logits must"),
+        ({"logits": torch.zeros(6, 64 * 4096 + 1)}, "columns"),
+    ):
+        arguments: dict[str, Any] = {"logits": logits, "out": ints(6), "workspace": memory, **options}
+        with pytest.raises(ShapeError, match=match):
+            argmax_kernels.argmax(**arguments)
+
+
+@pytest.mark.parametrize("k", [1, 4])
+def test_draft_topk_calls_and_refusals(k: int) -> None:
+    memory, logits = Memory("cpu"), torch.zeros(6, 300)
+    tree = {"children": ints(3), "child_rows": ints(3), "child_ranks": ints(3), "draft_nodes": ints(2, 5)}
+    good: dict[str, Any] = {"logits": logits, "draft_to_target": ints(300), "out": ints(6, k), "k": k, **tree}
+    (call,) = draft_kernels.draft_topk(**good, workspace=memory)
+    assert call.grid == (1, 6, 1)
+    assert call.kernel.name.startswith("argmax" if k == 1 else "draft_topk")
+    for options, match in (
+        ({"k": 0}, "k must"),
+        ({"k": 65}, "k must"),
+        ({"k": k + 1}, "out must"),
+        ({"draft_to_target": ints(299)}, "draft_to_target must"),
+        ({"row_live": torch.ones(5, dtype=torch.uint8)}, "row_live must"),
+        ({"child_rows": ints(2)}, "child_rows must"),
+        ({"child_ranks": ints(4)}, "child_ranks must"),
+        ({"draft_nodes": ints(4, 5)}, "logits must"),
+    ):
+        with pytest.raises(ShapeError, match=match):
+            draft_kernels.draft_topk(**{**good, **options}, workspace=memory)
+
+
+def test_logprobs_calls_and_refusals() -> None:
+    memory, columns = Memory("cpu"), MAX_LOGPROBS + 1
+    good: dict[str, Any] = {
+        "logits": torch.zeros(6, 5000),
+        "row_live": torch.ones(2, 3, dtype=torch.uint8),
+        "target_tokens": ints(2, 3),
+        "slots": ints(2),
+        "slot_ints": torch.zeros(4, NUM_INTS, dtype=torch.int64),
+        "logprob_values": torch.zeros(2, 3, columns),
+        "logprob_ids": ints(2, 3, columns),
+    }
+    (call,) = logprob_kernels.logprobs(**good, workspace=memory)
+    assert call.grid == (2, 6, 1)
+    for name, wrong in (
+        ("logits", torch.zeros(5, 5000)),
+        ("row_live", torch.ones(5, dtype=torch.uint8)),
+        ("slots", ints(3)),
+        ("slot_ints", torch.zeros(4, 3, dtype=torch.int64)),
+        ("logprob_values", torch.zeros(2, 3, 5)),
+        ("logprob_ids", ints(2, 2, columns)),
+    ):
+        with pytest.raises(ShapeError, match=f"{name} must"):
+            logprob_kernels.logprobs(**{**good, name: wrong}, workspace=memory)
+
+
+def test_sample_calls_and_refusals() -> None:
+    memory, world = Memory("cpu"), World(5000, 3)
+    names = (
+        "lengths",
+        "slot_ints",
+        "slot_floats",
+        "prompt_seen",
+        "output_counts",
+        "bias_ids",
+        "bias_values",
+        "stop_ids",
+    )
+    good: dict[str, Any] = {
+        "logits": torch.zeros(4, 5000),
+        "row_live": torch.ones(2, 2, dtype=torch.uint8),
+        "row_tokens": ints(2, 2),
+        "row_masks": torch.ones(2, 2, dtype=torch.int64),
+        "slots": ints(2),
+        **dict(zip(names, state_of(world), strict=True)),
+        "target_tokens": ints(2, 2),
+        "finite": torch.zeros(2, 2, dtype=torch.uint8),
+    }
+    calls = sample_kernels.sample(**good, workspace=memory)
+    assert [call.grid for call in calls] == [(2, 4, 1)] * 2
+    for name, array in good.items():
+        if name not in ("lengths", "target_tokens"):
+            with pytest.raises(ShapeError, match=f"{name} must"):
+                sample_kernels.sample(**{**good, name: array[:1]}, workspace=memory)
+
+
+def test_near_ties_are_judged_by_the_reference_s_own_scores() -> None:
+    world = World(50, 1)
+    world.set(0, temperature=0.8, seed=4, top_p=0.9, repetition=1.2, frequency=0.3, min_tokens=9, length=12)
+    world.stop_ids[0, 0] = 3
+    world.bias(0, {7: 2.0})
+    world.output_counts.random_(0, 2)
+    logits, masks, tokens = torch.randn(3, 50) * 3, [1, 3, 7], [0, 5, 5]
+    drawn = world.draw(logits, [0], [tokens], [masks])[0]
+    scores = [draw_scores(world, logits[node], 0, tokens, masks[node]) for node in range(3)]
+    assert [int(score.argmax()) for score in scores] == drawn
