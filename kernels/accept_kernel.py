@@ -9,7 +9,7 @@ from typing import Any
 
 from lowlat.kernels import ptx
 from lowlat.kernels.kernel import Kernel
-from lowlat.kernels.memory import byte_at, int_at, long_at, set_byte, set_int
+from lowlat.kernels.memory import byte_at, int_at, long_at, set_byte, set_int, turns
 from lowlat.kernels.numba_cuda import cuda, device_function, int32, int64, types, uint32, uint64
 from lowlat.kernels.philox import philox, uniform
 from lowlat.kernels.reference.accept import FINISH_ERROR, FINISH_LENGTH, FINISH_STOP, SIMULATION_STREAM
@@ -90,10 +90,10 @@ def _event(row: Any, node: Any, token: Any, room: Any, num_stops: Any, finite: A
 @device_function
 def _load(thread: Any, threads: Any, count: Any, base: Any, target: Any) -> None:
     """int32 values into shared memory."""
-    place = thread
-    while place < count:
-        target[place] = int_at(base, place)
-        place += threads
+    for turn in range(turns(count, threads)):
+        place = thread + turn * threads
+        if place < count:
+            target[place] = int_at(base, place)
 
 
 @device_function
@@ -146,11 +146,11 @@ def _load_inputs(thread: Any, threads: Any, index: Any, slot: Any, sizes: Any, a
 def _walk_all(thread: Any, threads: Any, num_paths: Any, width: Any, simulated: Any, shared: Any) -> None:
     """The longest path, the first of equals: its length above the bits of its number, in best[0]."""
     targets, drafts, _flags, nodes, _stops, best = shared
-    path = thread
-    while path < num_paths:
-        count = _walk(path, width, simulated, nodes, targets, drafts)
-        cuda.atomic.max(best, 0, int32(count * MAX_PATHS + (MAX_PATHS - 1 - path)))
-        path += threads
+    for turn in range(turns(num_paths, threads)):
+        path = thread + turn * threads
+        if path < num_paths:
+            count = _walk(path, width, simulated, nodes, targets, drafts)
+            cuda.atomic.max(best, 0, int32(count * MAX_PATHS + (MAX_PATHS - 1 - path)))
 
 
 @device_function

@@ -173,7 +173,8 @@ def _capacity(shape: AttentionShape, rows: int, positions: int) -> tuple[int, in
 def _make(shape: AttentionShape) -> Kernel:
     pipeline = shape.stages * (TILE_BYTES[shape.head_dim] + WARPS * DESCRIPTOR_WORDS * 4)
     signature = (*(types.int64,) * 13, *(types.int32,) * 5, types.float32)
-    return Kernel(shape.name, _kernel(shape), signature, WARPS * 32, 2, pipeline + ALIGNMENT)
+    min_blocks = 2 if shape.row_tiles == 2 else 3  # by registers, so that blocks of other kernels fit beside
+    return Kernel(shape.name, _kernel(shape), signature, WARPS * 32, min_blocks, pipeline + ALIGNMENT)
 
 
 def _kernel(shape: AttentionShape) -> Callable[..., None]:

@@ -29,6 +29,7 @@ __all__ = ["GROUP_SHIFT", "LOG2_E", "TABLE_FLOATS", "WARPS", "make_ending"]
 WARPS, THREADS = 4, 128
 GROUP_SHIFT = 3  # 8 splits a group
 PARTS = 1 << GROUP_SHIFT
+AT_ONCE = 4  # parts whose loads are under way together
 LOG2_E = math.log2(math.e)
 MINUS_INFINITY = -math.inf
 FACTORS, NORMS, PEAKS = 0, 16 * PARTS, 32 * PARTS  # of the table that a combining block shares
@@ -283,19 +284,21 @@ def _make_combine(shape: AttentionShape, emit: Callable[..., Any]) -> Callable[.
         start = int32(0)
         while start < parts:
             weigh_parts(table, sums, first, parts, start, count, parked)
-            for unit in range(units):
-                number = uint32(thread + uint32(unit * THREADS))
-                row, piece = int64(number >> uint32(piece_shift)), int64(number & uint32(pieces - 1))
-                source = partials + min(row, int64(count) - 1) * row_bytes + piece * 16
-                for part in range(PARTS):
-                    place = int64(first + min(start + part, parts - 1)) * int64(parked)
-                    words = ptx.load_global_128(source + place * row_bytes)
-                    factor = table[FACTORS + row * PARTS + part]
-                    norms[unit] = ptx.fma_rn(table[NORMS + row * PARTS + part], factor, norms[unit])
-                    for k in range(4):
-                        o[unit * 4 + k] = ptx.fma_rn(ptx.float_of_bits(words[k]), factor, o[unit * 4 + k])
-                if unit & 1:
-                    cuda.syncwarp()  # no more loads under way than there are registers for
+            part, stop = int32(0), ptx.stay_here(int32(min(parts - start, PARTS)))
+            while part < stop:
+                for unit in range(units):
+                    number = uint32(thread + uint32(unit * THREADS))
+                    row, piece = int64(number >> uint32(piece_shift)), int64(number & uint32(pieces - 1))
+                    source = partials + min(row, int64(count) - 1) * row_bytes + piece * 16
+                    for k in range(AT_ONCE):
+                        place = int64(first + min(start + part + k, parts - 1)) * int64(parked)
+                        words = ptx.load_global_128(source + place * row_bytes)
+                        at = row * PARTS + part + k
+                        factor = table[FACTORS + at]
+                        norms[unit] = ptx.fma_rn(table[NORMS + at], factor, norms[unit])
+                        for c in range(4):
+                            o[unit * 4 + c] = ptx.fma_rn(ptx.float_of_bits(words[c]), factor, o[unit * 4 + c])
+                part = int32(part + AT_ONCE)
             start = int32(start + PARTS)
         for unit in range(units):
             number = uint32(thread + uint32(unit * THREADS))

@@ -106,11 +106,9 @@ def _make_load_queries(shape: AttentionShape) -> Callable[..., Any]:
                 ends[part] = row_ends[row]
                 place = (row * kv_heads + int64(head)) * group + int64(member)
                 address = q + place * row_bytes + int64(lane & uint32(3)) * 16
-                for chunk in range(chunks):
-                    at = (part * chunks + chunk) * 4
-                    queries[at], queries[at + 1], queries[at + 2], queries[at + 3] = ptx.load_global_128(
-                        address + chunk * 64
-                    )
+                for word in range(4 * chunks):  # one by one: the products want them in registers side by side
+                    offset = (word >> 2) * 64 + (word & 3) * 4
+                    queries[part * 4 * chunks + word] = uint32(ptx.load_global_i32(address + offset))
 
     return load_queries
 
@@ -218,10 +216,9 @@ def _make_weigh(shape: AttentionShape) -> Callable[..., Any]:
 
 
 @device_function
-def _not_finite(word: Any) -> Any:
-    """Whether one of a word's two bf16 is infinite or NaN."""
-    low, high = word & uint32(0x7F80), word & uint32(0x7F800000)
-    return low == uint32(0x7F80) or high == uint32(0x7F800000)
+def _exponent_carries(word: Any) -> Any:
+    """Bits 15 and 31 tell which of a word's two bf16 are infinite or NaN; the other bits mean nothing."""
+    return uint32((word & uint32(0x7F807F80)) + uint32(0x00800080))
 
 
 def _make_drop(shape: AttentionShape) -> Callable[..., Any]:
@@ -240,8 +237,8 @@ def _make_drop(shape: AttentionShape) -> Callable[..., Any]:
         base, broken = uint32(stage + uint32(16 * pitch) + lane * uint32(16)), uint32(0)
         for read in range(reads):
             a, b, c, d = ptx.load_shared_128(base + uint32(read * 512))
-            bad = _not_finite(a) or _not_finite(b) or _not_finite(c) or _not_finite(d)
-            votes = uint32(cuda.ballot_sync(FULL_WARP, bad))
+            carries = _exponent_carries(a) | _exponent_carries(b) | _exponent_carries(c) | _exponent_carries(d)
+            votes = uint32(cuda.ballot_sync(FULL_WARP, carries & uint32(0x80008000) != 0))
             for row in range(rows_a_read):
                 if (votes >> uint32(row * pieces)) & uint32((1 << pieces) - 1):
                     broken |= uint32(1 << (read * rows_a_read + row))

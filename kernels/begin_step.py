@@ -13,7 +13,7 @@ import torch
 from lowlat.errors import ShapeError
 from lowlat.kernels import ptx
 from lowlat.kernels.kernel import Kernel, KernelCall
-from lowlat.kernels.memory import int_at, long_at, set_byte, set_int, set_long
+from lowlat.kernels.memory import int_at, long_at, set_byte, set_int, set_long, turns
 from lowlat.kernels.numba_cuda import cuda, device_function, int32, int64, types, uint64
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.reference.slot_record import DRAFT_LIMIT, LENGTH, MAX_LENGTH, NUM_FLOATS, NUM_INTS
@@ -90,10 +90,9 @@ def begin_step(
     Time: one block; two trips over memory, and a few microseconds for each slot that joins.
     Raises ShapeError for shapes that do not fit.
     """
-    sizes = _Sizes(
-        *(*row_tokens.shape, *tree_paths.shape[1:], *drafts.shape, tokens.shape[1], prompt_seen.shape[1]),
-        *(block_table.shape[1], stop_ids.shape[1], bias_ids.shape[1], command_ring.shape[0]),
-    )
+    widths = (array.shape[1] for array in (tokens, prompt_seen, block_table, stop_ids, bias_ids))
+    extents: list[int] = [*row_tokens.shape, *tree_paths.shape[1:], *drafts.shape, *widths, command_ring.shape[0]]
+    sizes = _Sizes(*extents)
     staged = (staged_ints, staged_floats, staged_tokens, staged_table, staged_stop_ids, staged_bias_ids)
     state = (slot_ints, slot_floats, tokens, block_table, stop_ids, bias_ids)
     for source, target in zip((*staged, staged_bias_values), (*state, bias_values), strict=True):
@@ -316,17 +315,17 @@ def _lay_out(thread: Any, plan: Any, state: Any, shared: Any, row_arrays: Any, p
     index, lane, slot = thread >> 5, thread & 31, int64(-1)
     if index < batch:
         slot = _find(index, max_batch, record)
-        row = lane
-        while row < rows:
-            _lay_out_row(index, row, slot, (rows, max_rows, context), shared, row_arrays)
-            row += 32
+        for turn in range(turns(rows, 32)):
+            row = lane + turn * 32
+            if row < rows:
+                _lay_out_row(index, row, slot, (rows, max_rows, context), shared, row_arrays)
     cuda.syncthreads()
     if index < batch:
         live = alive[index]
-        path = lane
-        while path < num_paths:
-            _lay_out_path(path, index, slot, num_paths, width, live, path_arrays)
-            path += 32
+        for turn in range(turns(num_paths, 32)):
+            path = lane + turn * 32
+            if path < num_paths:
+                _lay_out_path(path, index, slot, num_paths, width, live, path_arrays)
         if lane == 0:
             set_int(slots, index, slot)
             set_int(dense_lens, index, record[slot * RECORD + COMMITTED] - 1 if slot >= 0 else int64(0))

@@ -136,8 +136,8 @@ def make_find_bound(chunks: int) -> Any:
             for word in range(thread, TALLY_WORDS, THREADS):
                 tally[word] = uint32(0)
             cuda.syncthreads()
-            for part in range(CHUNK // THREADS):
-                bits = chunk[part * THREADS + thread]
+            for place in range(thread, CHUNK, THREADS):
+                bits = chunk[place]
                 magnitude = uint32(bits & uint32(MAGNITUDE))
                 low, high = uint32(0), uint32(0)
                 if uint32(magnitude >> uint32(shift + digits)) == prefix:

@@ -13,12 +13,14 @@ from lowlat.kernels.kernel import Kernel, KernelCall
 from lowlat.kernels.memory import (
     byte_at,
     copy_row,
+    divide,
     int_at,
     long_at,
     set_byte,
     set_int,
     set_long,
     threads_for,
+    turns,
     wide_count,
 )
 from lowlat.kernels.numba_cuda import cuda, device_function, int32, int64, types
@@ -160,21 +162,21 @@ def _make_gather(
         ptx.let_next_kernel_start()
         chosen = cuda.shared.array(shape=1, dtype=int32)
         row, thread = int64(cuda.blockIdx.x), int64(cuda.threadIdx.x)
-        index, place = row // width, row % width
+        index, place = divide(row, width)
         node, parent = int_at(nodes, place), int_at(parent_rows, place)
         if thread == 0:
             chosen[0] = int_at(draft_nodes, index * rows + node)
         if assigns:
             cuda.syncthreads()
-            child = thread
-            while child < num_children:
-                token = _child_token(index, child, above_assigned, ranks, top_tokens, child_rows, child_ranks)
-                target = int_at(children, child)
-                if target == node:
-                    chosen[0] = token
-                if place == 0:
-                    set_int(draft_nodes, index * rows + target, token)
-                child += threads
+            for turn in range(turns(num_children, threads)):
+                child = thread + turn * threads
+                if child < num_children:
+                    token = _child_token(index, child, above_assigned, ranks, top_tokens, child_rows, child_ranks)
+                    target = int_at(children, child)
+                    if target == node:
+                        chosen[0] = token
+                    if place == 0:
+                        set_int(draft_nodes, index * rows + target, token)
         copy_row(
             thread, threads, count, feedback + (index * above + parent) * (count * 16), hidden + row * (count * 16)
         )

@@ -11,8 +11,8 @@ import torch
 
 from lowlat.errors import ShapeError
 from lowlat.kernels import ptx
-from lowlat.kernels.kernel import Kernel, KernelCall
-from lowlat.kernels.memory import byte_at, copy_row, int_at, threads_for, wide_count, zero_row
+from lowlat.kernels.kernel import Argument, Kernel, KernelCall
+from lowlat.kernels.memory import byte_at, copy_row, divide, int_at, threads_for, wide_count, zero_row
 from lowlat.kernels.numba_cuda import cuda, int64, types
 from lowlat.kernels.reference.shapes import check_shape
 
@@ -38,7 +38,7 @@ def gather_features(accepted_nodes: torch.Tensor, *, out: torch.Tensor, **source
         check_shape("source", source, batch * rows, given[0].shape[1])
     check_shape("out", out, batch * rows, len(given) * given[0].shape[1])
     kernel = _make_gather(rows, len(given), wide_count("source0", given[0]))
-    padded = (*given, *[0] * (MAX_SOURCES - len(given)))
+    padded: list[Argument] = [*given, *[0] * (MAX_SOURCES - len(given))]
     return [KernelCall(kernel, (batch * rows, len(given), 1), (accepted_nodes, *padded, out))]
 
 
@@ -62,7 +62,8 @@ def _make_gather(rows: int, num_sources: int, count: int) -> Kernel:
             source = source4
         target = out + (row * num_sources + number) * (count * 16)
         if node >= 0:
-            copy_row(thread, threads, count, source + (row // rows * rows + node) * (count * 16), target)
+            index, _ = divide(row, rows)
+            copy_row(thread, threads, count, source + (index * rows + node) * (count * 16), target)
         else:
             zero_row(thread, threads, count, target)
 
@@ -140,9 +141,11 @@ def _make_store(rows: int, count: int, table_width: int, block: int) -> Kernel:
         ptx.wait_for_previous_kernel()
         ptx.let_next_kernel_start()
         row = int64(cuda.blockIdx.x)
-        position, live, slot = int_at(positions, row), byte_at(row_live, row), int_at(slots, row // rows)
-        if live != 0 and slot >= 0 and (position + 1) % block == 0:
-            number = int_at(block_table, slot * table_width + position // block)
+        index, _ = divide(row, rows)
+        position, live, slot = int_at(positions, row), byte_at(row_live, row), int_at(slots, index)
+        number, offset = divide(position, block)
+        if live != 0 and slot >= 0 and offset == block - 1:
+            number = int_at(block_table, slot * table_width + number)
             source, target = hidden + row * (count * 16), block_features + number * (count * 16)
             copy_row(int64(cuda.threadIdx.x), threads, count, source, target)
 

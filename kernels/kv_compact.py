@@ -12,7 +12,7 @@ import torch
 from lowlat.errors import ShapeError
 from lowlat.kernels import ptx
 from lowlat.kernels.kernel import Kernel, KernelCall, Workspace
-from lowlat.kernels.memory import int_at, long_at, threads_for, wide_count
+from lowlat.kernels.memory import divide, int_at, long_at, threads_for, wide_count
 from lowlat.kernels.numba_cuda import cuda, device_function, int64, types
 from lowlat.kernels.reference.shapes import check_shape
 
@@ -62,8 +62,8 @@ def kv_compact(
 def _row_address(position: Any, head: Any, part: Any, sizes: Any, table: Any, cache_: Any) -> Any:
     """Where a thread's part of the row at a position lies."""
     num_heads, block, parts = sizes
-    number = int_at(table, position // block)
-    return cache_ + (((number * num_heads + head) * block + position % block) * parts + part) * 16
+    number, offset = divide(position, block)
+    return cache_ + (((int_at(table, number) * num_heads + head) * block + offset) * parts + part) * 16
 
 
 @device_function
@@ -120,7 +120,7 @@ def _make(rows: int, num_heads: int, block: int, parts: int, table_width: int) -
         table = block_table + max(slot, int64(0)) * (table_width * 4)
         unit = int64(cuda.threadIdx.x)
         while slot >= 0 and unit < num_parts:
-            head, part = unit // parts, unit % parts
+            head, part = divide(unit, parts)
             place = int64(1)  # the root never moves
             while place < count:
                 n0, n1 = _place(place, count, nodes), _place(place + 1, count, nodes)

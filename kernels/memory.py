@@ -15,12 +15,14 @@ __all__ = [
     "WIDE",
     "byte_at",
     "copy_row",
+    "divide",
     "int_at",
     "long_at",
     "set_byte",
     "set_int",
     "set_long",
     "threads_for",
+    "turns",
     "wide_count",
     "zero_row",
 ]
@@ -79,23 +81,40 @@ def threads_for(count: int) -> int:
 
 
 @device_function
+def divide(value: Any, divisor: Any) -> Any:
+    """Quotient and remainder of what is not negative and below 2**32: by a constant, one product and one difference."""
+    quotient = int64(uint32(value) // uint32(divisor))
+    return quotient, int64(value) - quotient * divisor
+
+
+@device_function
+def turns(count: Any, threads: Any) -> Any:
+    """How often all threads together must take one of `count` things each: of constants a constant.
+
+    A loop whose number of turns is known costs nothing where it is one; else the compiler unrolls it fourfold.
+    """
+    return int64(uint32(count + threads - 1) // uint32(threads))
+
+
+@device_function
 def copy_row(thread: Any, threads: Any, count: Any, source: Any, target: Any) -> None:
     """Copy `count` wide elements, two loads at a time: a load after a store would wait for it."""
-    place = thread
-    while place < count:
-        second = place + threads
-        a0, a1, a2, a3 = ptx.load_global_128(source + place * 16)
-        b0, b1, b2, b3 = ptx.load_global_128(source + min(second, int64(count - 1)) * 16)
-        ptx.store_global_128(target + place * 16, a0, a1, a2, a3)
-        if second < count:
-            ptx.store_global_128(target + second * 16, b0, b1, b2, b3)
-        place += threads * 2
+    for turn in range(turns(count, threads * 2)):
+        place = thread + turn * (threads * 2)
+        if place < count:
+            second = place + threads
+            a0, a1, a2, a3 = ptx.load_global_128(source + place * 16)
+            b0, b1, b2, b3 = ptx.load_global_128(source + min(second, int64(count - 1)) * 16)
+            ptx.store_global_128(target + place * 16, a0, a1, a2, a3)
+            if second < count:
+                ptx.store_global_128(target + second * 16, b0, b1, b2, b3)
 
 
 @device_function
 def zero_row(thread: Any, threads: Any, count: Any, target: Any) -> None:
     """Store zeros to `count` wide elements."""
-    place, zero = thread, uint32(0)
-    while place < count:
-        ptx.store_global_128(target + place * 16, zero, zero, zero, zero)
-        place += threads
+    zero = uint32(0)
+    for turn in range(turns(count, threads)):
+        place = thread + turn * threads
+        if place < count:
+            ptx.store_global_128(target + place * 16, zero, zero, zero, zero)

@@ -346,7 +346,7 @@ def array_address(context: Any, array: Any) -> Any:
 
 
 # Resolved by the driver when it loads the PTX: such kernels are not linked ahead.
-set_graph_condition = (
+set_graph_condition: Any = (
     None if SIMULATED else cuda.declare_device("cudaGraphSetConditional", "void(uint64,uint32)", abi="c")
 )
 

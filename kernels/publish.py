@@ -81,6 +81,7 @@ def publish(
     rings = (ring_records, ring_tokens, ring_logprob_values, ring_logprob_ids, ring_head)
     control: tuple[Argument, ...] = (0, 0, 0, 0)
     if loop is not None:
+        check_shape("active", loop.active, max_batch)
         control = (loop.active, loop.loop_budget, loop.stop_flag, loop.condition)
     first = (*reads, lengths, logprob_values, logprob_ids, ring_count, *rings)
     nothing = [0] * (NUM_ARGUMENTS - len(first) - len(control))

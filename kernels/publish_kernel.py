@@ -10,7 +10,7 @@ from typing import Any
 
 from lowlat.kernels import ptx
 from lowlat.kernels.kernel import Kernel
-from lowlat.kernels.memory import byte_at, int_at, long_at, set_int, set_long
+from lowlat.kernels.memory import byte_at, divide, int_at, long_at, set_int, set_long, turns
 from lowlat.kernels.numba_cuda import cuda, device_function, int32, int64, types, uint32
 from lowlat.kernels.reference.publish import (
     ACCEPTED,
@@ -76,41 +76,42 @@ def _load_record(index: Any, addresses: Any, record: Any) -> None:
 @device_function
 def _load_rows(thread: Any, threads: Any, count: Any, sources: Any, targets: Any) -> None:
     """Tokens and nodes of the accepted rows."""
-    place = thread
-    while place < count:
-        token, node = int_at(sources[0], place), int_at(sources[1], place)
-        targets[0][place] = token
-        targets[1][place] = node
-        place += threads
+    for turn in range(turns(count, threads)):
+        place = thread + turn * threads
+        if place < count:
+            token, node = int_at(sources[0], place), int_at(sources[1], place)
+            targets[0][place] = token
+            targets[1][place] = node
 
 
 @device_function
 def _write_records(thread: Any, threads: Any, batch: Any, max_batch: Any, record: Any, target: Any) -> None:
     """The entry's records; of a pad the slot alone."""
-    place = thread
-    while place < max_batch * RECORD_WIDTH:
-        index, column = place // RECORD_WIDTH, place % RECORD_WIDTH
-        slot = int64(-1)
-        if index < batch:
-            slot = int64(record[index * RECORD_WIDTH + SLOT])
-        if column == SLOT:
-            set_int(target, place, slot)
-        elif slot >= 0:
-            set_int(target, place, int64(record[place]))
-        place += threads
+    for turn in range(turns(max_batch * RECORD_WIDTH, threads)):
+        place = thread + turn * threads
+        if place < max_batch * RECORD_WIDTH:
+            index, column = divide(place, RECORD_WIDTH)
+            slot = int64(-1)
+            if index < batch:
+                slot = int64(record[index * RECORD_WIDTH + SLOT])
+            if column == SLOT:
+                set_int(target, place, slot)
+            elif slot >= 0:
+                set_int(target, place, int64(record[place]))
 
 
 @device_function
 def _write_tokens(thread: Any, threads: Any, sizes: Any, record: Any, tokens: Any, target: Any) -> None:
     """The committed tokens, -1 after them."""
     batch, rows, max_batch, max_rows, _columns = sizes
-    place = thread
-    while place < max_batch * max_rows:
-        index, row, token = place // max_rows, place % max_rows, int64(-1)
-        if index < batch and row < rows and row < record[index * RECORD_WIDTH + COMMITTED]:
-            token = int64(tokens[index * rows + row])
-        set_int(target, place, token)
-        place += threads
+    for turn in range(turns(max_batch * max_rows, threads)):
+        place = thread + turn * threads
+        if place < max_batch * max_rows:
+            index, row = divide(place, max_rows)
+            token = int64(-1)
+            if index < batch and row < rows and row < record[index * RECORD_WIDTH + COMMITTED]:
+                token = int64(tokens[index * rows + row])
+            set_int(target, place, token)
 
 
 @device_function
@@ -119,25 +120,26 @@ def _write_logprobs(
 ) -> None:
     """The committed tokens' logprobs; ids of -1 after them, where the values stay as they are."""
     batch, rows, max_batch, max_rows, columns = sizes
-    place = thread
-    while place < max_batch * max_rows * columns:
-        flat, column = place // columns, place % columns
-        index, row, known = flat // max_rows, flat % max_rows, int64(-1)
-        if index < batch and row < rows and row < record[index * RECORD_WIDTH + COMMITTED]:
-            source = (index * rows + nodes[index * rows + row]) * columns + column
-            value, known = int_at(sources[0], source), int_at(sources[1], source)  # the value's bits
-            set_int(values, place, value)
-        set_int(ids, place, known)
-        place += threads
+    for turn in range(turns(max_batch * max_rows * columns, threads)):
+        place = thread + turn * threads
+        if place < max_batch * max_rows * columns:
+            flat, column = divide(place, columns)
+            index, row = divide(flat, max_rows)
+            known = int64(-1)
+            if index < batch and row < rows and row < record[index * RECORD_WIDTH + COMMITTED]:
+                source = (index * rows + nodes[index * rows + row]) * columns + column
+                value, known = int_at(sources[0], source), int_at(sources[1], source)  # the value's bits
+                set_int(values, place, value)
+            set_int(ids, place, known)
 
 
 @device_function
 def _load_drafts(thread: Any, threads: Any, batch: Any, rows: Any, source: Any, drafted: Any, ends: Any) -> None:
     """The drafted nodes, and no end of any slot's drafts yet."""
-    place = thread
-    while place < batch * rows:
-        drafted[place] = int_at(source, place)
-        place += threads
+    for turn in range(turns(batch * rows, threads)):
+        place = thread + turn * threads
+        if place < batch * rows:
+            drafted[place] = int_at(source, place)
     if thread < batch:
         ends[thread] = rows
 
@@ -147,14 +149,14 @@ def _assign(thread: Any, threads: Any, sizes: Any, assignment: Any, drafted: Any
     """The last level's children get their tokens."""
     batch, rows, children, above, ranks = sizes
     top_tokens, child_nodes, child_rows, child_ranks = assignment
-    place = thread
-    while place < batch * children:
-        index, child = place // children, place % children
-        row, rank, node = int_at(child_rows, child), int_at(child_ranks, child), int_at(child_nodes, child)
-        token = int_at(top_tokens, (index * above + row) * ranks + rank)
-        drafted[index * rows + node] = token
-        set_int(draft_nodes, index * rows + node, token)
-        place += threads
+    for turn in range(turns(batch * children, threads)):
+        place = thread + turn * threads
+        if place < batch * children:
+            index, child = divide(place, children)
+            row, rank, node = int_at(child_rows, child), int_at(child_ranks, child), int_at(child_nodes, child)
+            token = int_at(top_tokens, (index * above + row) * ranks + rank)
+            drafted[index * rows + node] = token
+            set_int(draft_nodes, index * rows + node, token)
 
 
 @device_function
@@ -162,33 +164,34 @@ def _write_drafts(thread: Any, threads: Any, sizes: Any, going: Any, drafted: An
     """The next step's drafts and masks; the first failed draft of each slot, in `ends`."""
     batch, rows, _max_batch, max_rows, _columns = sizes
     topology_masks, drafts, tree_masks = addresses
-    place = thread
-    while place < batch * rows:
-        index, row = place // rows, place % rows
-        slot, node = int64(going[index]), int64(drafted[place])
-        if slot >= 0:
-            mask = long_at(topology_masks, row)
-            set_int(drafts, slot * max_rows + row, node)
-            set_long(tree_masks, slot * max_rows + row, mask)
-            if row > 0 and node < 0:
-                cuda.atomic.min(ends, index, int32(row))
-        place += threads
+    for turn in range(turns(batch * rows, threads)):
+        place = thread + turn * threads
+        if place < batch * rows:
+            index, row = divide(place, rows)
+            slot, node = int64(going[index]), int64(drafted[place])
+            if slot >= 0:
+                mask = long_at(topology_masks, row)
+                set_int(drafts, slot * max_rows + row, node)
+                set_long(tree_masks, slot * max_rows + row, mask)
+                if row > 0 and node < 0:
+                    cuda.atomic.min(ends, index, int32(row))
 
 
 @device_function
 def _write_paths(thread: Any, threads: Any, batch: Any, sizes: Any, going: Any, source: Any, target: Any) -> None:
     """The next step's paths; -1 past the topology's."""
     num_paths, width, known_paths, known_width = sizes
-    place = thread
-    while place < batch * num_paths * width:
-        index, cell = place // (num_paths * width), place % (num_paths * width)
-        path, column, node = cell // width, cell % width, int64(-1)
-        slot = int64(going[index])
-        if slot >= 0:
-            if path < known_paths and column < known_width:
-                node = int_at(source, path * known_width + column)
-            set_int(target, slot * num_paths * width + cell, node)
-        place += threads
+    for turn in range(turns(batch * num_paths * width, threads)):
+        place = thread + turn * threads
+        if place < batch * num_paths * width:
+            index, cell = divide(place, num_paths * width)
+            path, column = divide(cell, width)
+            node = int64(-1)
+            slot = int64(going[index])
+            if slot >= 0:
+                if path < known_paths and column < known_width:
+                    node = int_at(source, path * known_width + column)
+                set_int(target, slot * num_paths * width + cell, node)
 
 
 @device_function

@@ -335,7 +335,7 @@ def _make_draw(width: int, rows: int) -> Kernel:
 
     arrays = (types.int64, types.int64, LONGS, INTS, *STATE, INTS)
     signature = (*arrays, FLOATS, types.int64, types.int64, LONGS_3D)
-    return Kernel(f"sample_draw_{width}_{rows}", draw_kernel, signature, THREADS)
+    return Kernel(f"sample_draw_{width}_{rows}", draw_kernel, signature, THREADS, min_blocks=2)
 
 
 def examples() -> list[Kernel]:

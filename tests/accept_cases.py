@@ -1,9 +1,10 @@
 """Random runs for acceptance, truncation, commit and the head's rows."""
 
 import random
+from itertools import pairwise
 
 import torch
-from kernel_cases import Arrays, Bench, poisoned, random_topology
+from kernel_cases import SAME_SHAPES, Arrays, Bench, poisoned, random_topology
 
 from lowlat.kernels import accept as kernels
 from lowlat.kernels.kernel import KernelCall
@@ -25,9 +26,8 @@ HEAD_OUTS = ("tokens", "positions", "row_live", "write_lens", "live_positions")
 
 def check_accept(bench: Bench, seed: int, *, batch: int, parts: bool, head: bool, mean: float | None) -> Arrays:
     """One random acceptance and commit against the reference, in one launch or in parts; what the reference gives."""
-    source = random.Random(seed)
     torch.manual_seed(seed)
-    arrays = _arrays(source, batch)
+    arrays = _arrays(random.Random(seed // SAME_SHAPES), random.Random(seed), batch)
 
     def reference(found: Arrays) -> None:
         reads = {name: found[name] for name in ACCEPT_READS}
@@ -36,7 +36,7 @@ def check_accept(bench: Bench, seed: int, *, batch: int, parts: bool, head: bool
             accept(**reads, **outs)
         else:
             accept_simulated(**reads, lengths=found["lengths"], **outs, mean_length=mean, seed=seed * 7919)
-        names = (*ACCEPT_OUTS[:3], *TRUNCATE_READS, "slots", *TRUNCATE_OUTS)
+        names: tuple[str, ...] = (*ACCEPT_OUTS[:3], *TRUNCATE_READS, "slots", *TRUNCATE_OUTS)
         truncate(**{name: found[name] for name in names})
         names = ("accepted_tokens", *TRUNCATE_OUTS, "slots", *STATE, *COMMIT_OUTS)
         commit(**{name: found[name] for name in names})
@@ -61,12 +61,12 @@ def _head(arrays: Arrays) -> Arrays:
     return {name: arrays[f"head.{name}"] for name in HEAD_OUTS}
 
 
-def _arrays(source: random.Random, batch: int) -> Arrays:
-    max_batch = batch + source.randint(0, 2)
-    topologies = [random_topology(source, 14, 6) for _ in range(batch)]
+def _arrays(shapes: random.Random, source: random.Random, batch: int) -> Arrays:
+    max_batch = batch + shapes.randint(0, 2)
+    topologies = [random_topology(shapes, 14, 6) for _ in range(batch)]
     rows = max(topology.num_nodes for topology in topologies)
-    width = max(topology.depth for topology in topologies) + 1 + source.randint(0, 1)
-    num_paths = max(len(topology.paths) for topology in topologies) + source.randint(0, 1)
+    width = max(topology.depth for topology in topologies) + 1 + shapes.randint(0, 1)
+    num_paths = max(len(topology.paths) for topology in topologies) + shapes.randint(0, 1)
     slots = torch.tensor(source.sample(range(max_batch), batch), dtype=torch.int32)
     for index in range(batch):
         if source.random() < 0.15:
@@ -80,7 +80,7 @@ def _arrays(source: random.Random, batch: int) -> Arrays:
         paths[index, :, 0] = 0
         if source.random() < 0.5:  # the whole of one path is right
             right = source.choice(topology.paths)
-            for parent, node in zip(right, right[1:], strict=False):
+            for parent, node in pairwise(right):
                 if node < live:
                     drafts[index, node] = targets[index, parent]
         for number, path in enumerate(topology.paths):
@@ -96,8 +96,14 @@ def _arrays(source: random.Random, batch: int) -> Arrays:
     for slot in range(max_batch):
         stop_ids[slot, : source.randint(0, 2)] = source.randint(0, 9)
     arrays = {
-        **dict(target_tokens=targets, draft_tokens=drafts, paths=paths, slots=slots, finite=finite, lengths=lengths),
-        **dict(slot_ints=ints, stop_ids=stop_ids),
+        "target_tokens": targets,
+        "draft_tokens": drafts,
+        "paths": paths,
+        "slots": slots,
+        "finite": finite,
+        "lengths": lengths,
+        "slot_ints": ints,
+        "stop_ids": stop_ids,
         "dense_lens": torch.where(slots >= 0, lengths[slots.clamp(min=0).long()] - 1, 0).int(),
         "tokens": torch.randint(0, VOCABULARY, (max_batch, CONTEXT), dtype=torch.int32),
         "active": torch.ones(max_batch, dtype=torch.int32),

@@ -3,7 +3,7 @@
 import random
 
 import torch
-from kernel_cases import Arrays, Bench, poisoned, random_topology
+from kernel_cases import SAME_SHAPES, Arrays, Bench, poisoned, random_topology
 
 from lowlat.kernels.begin_step import begin_step
 from lowlat.kernels.reference.slot_record import DRAFT_LIMIT, LENGTH, MAX_LENGTH, NUM_FLOATS, NUM_INTS
@@ -28,9 +28,9 @@ OUTS = ("row_tokens", "row_positions", "row_live", "row_masks", "paths", "dense_
 
 def check_begin_step(bench: Bench, seed: int, *, batch: int, max_batch: int, num_commands: int, context: int) -> None:
     """One random step against the reference."""
-    source = random.Random(seed)
     torch.manual_seed(seed)
-    arrays = _arrays(source, batch, max_batch, num_commands, context)
+    shapes, source = random.Random(seed // SAME_SHAPES), random.Random(seed)
+    arrays = _arrays(shapes, source, batch, max_batch, num_commands, context)
     arrays["staged_tokens"] = _same_tail(arrays, max_batch)
     bench.compare(arrays, _reference, lambda found: begin_step(**found))
 
@@ -53,12 +53,14 @@ def _reference(arrays: Arrays) -> None:
     gather_rows(**{name: arrays[name] for name in names}, **{name: arrays[name] for name in OUTS})
 
 
-def _arrays(source: random.Random, batch: int, max_batch: int, num_commands: int, context: int) -> Arrays:
-    topologies = [random_topology(source, 12, 5) for _ in range(max_batch)]
-    max_rows = max(topology.num_nodes for topology in topologies) + source.randint(0, 2)
-    num_paths = max(len(topology.paths) for topology in topologies) + source.randint(0, 2)
-    width = max(topology.depth for topology in topologies) + 1 + source.randint(0, 1)
-    rows = source.randint(1, max_rows)
+def _arrays(
+    shapes: random.Random, source: random.Random, batch: int, max_batch: int, num_commands: int, context: int
+) -> Arrays:
+    topologies = [random_topology(shapes, 12, 5) for _ in range(max_batch)]
+    max_rows = max(topology.num_nodes for topology in topologies) + shapes.randint(0, 2)
+    num_paths = max(len(topology.paths) for topology in topologies) + shapes.randint(0, 2)
+    width = max(topology.depth for topology in topologies) + 1 + shapes.randint(0, 1)
+    rows = shapes.randint(1, max_rows)
     vocabulary = 40
     arrays: Arrays = {}
     for prefix in ("staged_", ""):
@@ -67,10 +69,10 @@ def _arrays(source: random.Random, batch: int, max_batch: int, num_commands: int
         ints[:, DRAFT_LIMIT] = torch.randint(0, 14, (max_batch,))
         ints[:, LENGTH] = torch.randint(1, context - 2, (max_batch,))
         ints[:, MAX_LENGTH] = ints[:, LENGTH] + torch.randint(0, 8, (max_batch,))
-        shapes = ((max_batch, TABLE), (max_batch, STOPS), (max_batch, BIASES))
+        widths = (TABLE, STOPS, BIASES)
         parts = [ints, torch.randn(max_batch, NUM_FLOATS)]
         parts.append(torch.randint(0, vocabulary, (max_batch, context), dtype=torch.int32))
-        parts += [torch.randint(-1, 99, shape, dtype=torch.int32) for shape in shapes]
+        parts += [torch.randint(-1, 99, (max_batch, width), dtype=torch.int32) for width in widths]
         arrays.update(zip(names, [*parts, torch.randn(max_batch, BIASES)], strict=True))
     arrays["lengths"] = (arrays["slot_ints"][:, MAX_LENGTH] - torch.randint(0, 9, (max_batch,))).clamp(min=1).int()
     arrays["lengths"].clamp_(max=context)

@@ -10,8 +10,9 @@ from lowlat.kernels.kernel import KernelCall
 from lowlat.kernels.numba_cuda import cuda
 from lowlat.tree import TreeTopology
 
-__all__ = ["Bench", "poisoned", "random_topology", "simulate"]
+__all__ = ["SAME_SHAPES", "Bench", "poisoned", "random_topology", "simulate"]
 
+SAME_SHAPES = 10  # so many consecutive seeds give arrays of the same shapes: one compilation
 Arrays = dict[str, torch.Tensor]
 HOST = ("command_ring", "command_tail", "staged_", "ring_records", "ring_tokens", "ring_logprob", "ring_head", "stop")
 
@@ -19,7 +20,8 @@ HOST = ("command_ring", "command_tail", "staged_", "ring_records", "ring_tokens"
 def simulate(*calls: KernelCall) -> None:
     """Run calls in the simulator, on the memory of CPU tensors."""
     for call in calls:
-        kernel, arguments = call.kernel, []
+        kernel = call.kernel
+        arguments: list[object] = []
         for kind, argument in zip(call.kernel.signature, call.arguments, strict=True):
             is_array = hasattr(kind, "ndim")
             if isinstance(argument, torch.Tensor):

@@ -3,10 +3,11 @@
 import random
 
 import torch
-from kernel_cases import Arrays, Bench, poisoned, random_topology
+from kernel_cases import SAME_SHAPES, Arrays, Bench, poisoned, random_topology
 
 from lowlat.kernels import publish as kernels
 from lowlat.kernels.kernel import KernelCall
+from lowlat.kernels.publish import LoopControl
 from lowlat.kernels.reference.head_rows import assign_drafts, tree_masks
 from lowlat.kernels.reference.publish import RECORD_WIDTH, publish
 
@@ -23,11 +24,17 @@ DRAFTS = ("drafts", "num_drafts", "tree_masks", "tree_paths")
 ASSIGNED = ("top_tokens", "children", "child_rows", "child_ranks")
 
 
-def check_publish(bench: Bench, seed: int, *, drafting: bool, assigning: bool = False, batch: int = 3) -> Arrays:
+def check_publish(
+    bench: Bench, seed: int, *, drafting: bool, assigning: bool = False, batch: int = 3, loop: LoopControl | None = None
+) -> Arrays:
     """Against the reference: the ring alone, or after the drafts, or after the last level's tokens too."""
-    source = random.Random(seed)
     torch.manual_seed(seed)
-    arrays = _arrays(source, batch)
+    arrays = _arrays(
+        random.Random(seed // SAME_SHAPES),
+        random.Random(seed),
+        batch,
+        batch + 1 if loop is None else loop.active.shape[0],
+    )
 
     def reference(found: Arrays) -> None:
         if assigning:
@@ -40,21 +47,17 @@ def check_publish(bench: Bench, seed: int, *, drafting: bool, assigning: bool = 
     def calls(found: Arrays) -> list[KernelCall]:
         publication = {name: found[name] for name in (*READS, *RINGS, "ring_count")}
         if not drafting:
-            return kernels.publish(**publication)  # type: ignore[arg-type]
+            return kernels.publish(**publication, loop=loop)
         assignment = tuple(found[name] for name in ASSIGNED) if assigning else None
         drafted = {name: found[name] for name in (*DRAFT_READS, *DRAFTS)}
-        return kernels.finish_step(**drafted, publication=publication, assignment=assignment)  # type: ignore[arg-type]
+        return kernels.finish_step(**drafted, publication=publication, assignment=assignment, loop=loop)  # type: ignore[arg-type]
 
     return bench.compare(arrays, reference, calls)
 
 
-def _arrays(source: random.Random, batch: int) -> Arrays:
-    topology = random_topology(source, 10, 4)
-    rows, max_batch, max_rows = (
-        topology.num_nodes,
-        batch + source.randint(0, 2),
-        topology.num_nodes + source.randint(0, 2),
-    )
+def _arrays(shapes: random.Random, source: random.Random, batch: int, max_batch: int) -> Arrays:
+    topology = random_topology(shapes, 10, 4)
+    rows, max_rows = topology.num_nodes, topology.num_nodes + shapes.randint(0, 2)
     slots = torch.tensor(source.sample(range(max_batch), batch), dtype=torch.int32)
     slots[torch.rand(batch) < 0.25] = -1
     accepted = torch.randint(1, rows + 1, (batch,), dtype=torch.int32)
@@ -94,7 +97,7 @@ def _arrays(source: random.Random, batch: int) -> Arrays:
         "drafts": poisoned(max_batch, max_rows),
         "num_drafts": poisoned(max_batch),
         "tree_masks": poisoned(max_batch, max_rows, dtype=torch.int64),
-        "tree_paths": poisoned(max_batch, num_paths + source.randint(0, 1), width + source.randint(0, 1)),
+        "tree_paths": poisoned(max_batch, num_paths + shapes.randint(0, 1), width + shapes.randint(0, 1)),
         "top_tokens": torch.randint(0, 9, (batch * max(len(level), 1), ranks), dtype=torch.int32),
         "children": torch.tensor(lists[0], dtype=torch.int32),
         "child_rows": torch.tensor(lists[1], dtype=torch.int32),

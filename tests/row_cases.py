@@ -178,7 +178,7 @@ def check_level(bench: Bench, seed: int, *, width: int, together: bool) -> None:
             return draft_level.next_level(**first, **second, depth=depth)
         return [
             *draft_level.assign_drafts(**first, draft_nodes=found["draft_nodes"]),
-            *draft_level.gather_level(**second, depth=depth),
+            *draft_level.gather_level(**second, depth=depth),  # type: ignore[arg-type]
         ]
 
     bench.compare(arrays, reference_, calls)

@@ -130,11 +130,11 @@ def _parameter(name: str, kind: Any, argument: Argument) -> list[Any]:
         )
     strides = [stride * size for stride in argument.stride()]
     return [
-        ctypes.c_void_p(0),
-        ctypes.c_void_p(0),
+        integer(0),
+        integer(0),
         integer(argument.numel()),
         integer(size),
-        ctypes.c_void_p(argument.data_ptr()),
+        integer(argument.data_ptr()),
         *(integer(extent) for extent in argument.shape),
         *(integer(stride) for stride in strides),
     ]

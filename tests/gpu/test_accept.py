@@ -10,10 +10,15 @@ from lowlat.executors.launcher import Launcher
 pytestmark = pytest.mark.gpu
 
 
+@pytest.fixture(scope="module")
+def bench() -> Bench:
+    device = torch.device("cuda", 0)
+    return Bench(device, Launcher(device).run)
+
+
 @pytest.mark.parametrize("parts", [False, True])
 @pytest.mark.parametrize("mean", [None, 2.6])
-def test_against_the_reference(mean: float | None, parts: bool) -> None:
-    device = torch.device("cuda", 0)
-    bench = Bench(device, Launcher(device).run)
-    for seed in range(10):
-        check_accept(bench, seed, batch=1 + seed % 4, parts=parts, head=seed % 3 > 0, mean=mean)
+@pytest.mark.parametrize("group", [1, 2, 5])
+def test_against_the_reference(bench: Bench, group: int, mean: float | None, parts: bool) -> None:
+    for seed in range(10 * group, 10 * group + 10):
+        check_accept(bench, seed, batch=4, parts=parts, head=group != 2, mean=mean)

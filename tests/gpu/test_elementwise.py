@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from row_cases import Lab, check_elementwise, poison, same_bits
+from rowwise_cases import Lab, check_elementwise, poison, same_bits
 
 from lowlat.executors.launcher import Launcher
 from lowlat.kernels.elementwise import silu_mul

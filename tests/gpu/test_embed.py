@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from row_cases import Lab, check_embeddings
+from rowwise_cases import Lab, check_embeddings
 
 from lowlat.executors.launcher import Launcher
 

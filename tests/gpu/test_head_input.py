@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from row_cases import EPS, Lab, canonical_norm, check_head_input, check_level_input, poison, same_bits, weights
+from rowwise_cases import EPS, Lab, canonical_norm, check_head_input, check_level_input, poison, same_bits, weights
 
 from lowlat.executors.launcher import Launcher
 from lowlat.kernels.head_input import concat_norms, head_input

@@ -2,7 +2,17 @@
 
 import pytest
 import torch
-from row_cases import EPS, Lab, check_add_norm, check_norms, check_split_norms, poison, same_bits, weights
+from rowwise_cases import (
+    EPS,
+    Lab,
+    check_add_norm,
+    check_norms,
+    check_order,
+    check_split_norms,
+    poison,
+    same_bits,
+    weights,
+)
 
 from lowlat.executors.launcher import Launcher
 from lowlat.kernels.norm import MAX_WIDTH, add_norm, rms_norm, split_norms
@@ -19,6 +29,12 @@ def lab() -> Lab:
 @pytest.mark.parametrize("width", [8, 264, 2880, 4096, 4104, 5120, 8192, 12296, MAX_WIDTH])
 def test_norms_against_the_reference(lab: Lab, width: int) -> None:
     check_norms(lab, 5, width)
+
+
+@pytest.mark.parametrize("width", [2880, 4096, 8192])
+def test_the_promised_order(lab: Lab, width: int) -> None:
+    check_order(lab, width)
+    check_order(lab, width)
 
 
 @pytest.mark.parametrize(("parts", "width"), [(1, 64), (3, 2880), (3, 4096), (6, 5120)])

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from row_cases import Lab, check_rotate, poison, same_bits, weights
+from rowwise_cases import Lab, check_rotate, poison, same_bits, weights
 
 from lowlat.executors.launcher import Launcher
 from lowlat.kernels.rotate import rotate

@@ -26,7 +26,9 @@ OPTIONS: list[dict[str, float]] = [
     {"temperature": 1e-38, "seed": 11, "top_p": 0.5},
     {"temperature": 100.0, "seed": 12, "top_p": 0.99, "top_k": 3, "min_tokens": 100},
 ]
-VOCABULARIES = (5, 97, 4096, 4104, 32001, 128256, 201088)
+SMALL, LARGE = (5, 97, 4096, 4104, 32001), (128256, 201088)
+CASES = [(vocabulary, kind) for vocabulary in SMALL for kind in ("smooth", "ties", "peaked", "flat")]
+CASES += [(vocabulary, "smooth") for vocabulary in LARGE]
 NEAR = 1e-4
 
 
@@ -84,8 +86,7 @@ class Nodes:
         return {name: array.cpu() for name, array in out.items()}
 
 
-@pytest.mark.parametrize("kind", ["smooth", "ties", "peaked", "flat"])
-@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+@pytest.mark.parametrize(("vocabulary", "kind"), CASES)
 def test_tokens_of_the_reference(launcher: Launcher, vocabulary: int, kind: str) -> None:
     world = make_world(vocabulary)
     slots = [*range(len(OPTIONS)), -1]
@@ -143,6 +144,6 @@ def test_everything_banned_gives_token_zero(launcher: Launcher) -> None:
 
 def test_a_large_tree(launcher: Launcher) -> None:
     world = make_world(32000)
-    nodes = Nodes(torch.randn(64 * 4, 32000) * 3, [0, 2, 3, 6])
+    nodes = Nodes(torch.randn(64 * 2, 32000) * 3, [0, 3])
     found, expected = nodes.kernel(world, launcher), nodes.reference(world)
     assert int((found["target_tokens"] != expected["target_tokens"]).sum()) <= 1

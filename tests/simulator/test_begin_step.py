@@ -10,8 +10,8 @@ from lowlat.kernels import begin_step
 BENCH = Bench(torch.device("cpu"), simulate)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(24))
 def test_against_the_reference(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = 1 + seed % 3
     monkeypatch.setattr(begin_step, "THREADS", 96)
-    check_begin_step(BENCH, seed, batch=batch, max_batch=batch + seed % 2, num_commands=seed % 5, context=30)
+    check_begin_step(BENCH, seed * 7, batch=batch, max_batch=batch + seed % 2, num_commands=seed % 5, context=30)

@@ -7,7 +7,7 @@ in which whole warps take part, and these kernels use no others.
 import threading
 from typing import Any
 
-import row_cases as cases
+import rowwise_cases as cases
 import torch
 from numba.cuda.simulator import kernelapi
 
@@ -57,6 +57,7 @@ def main() -> None:
     cases.check_elementwise(lab, 3, 24)
     cases.check_norms(lab, 2, 24)
     cases.check_norms(lab, 1, 4096 + 40)
+    cases.check_order(lab, 2880)
     cases.check_split_norms(lab, 1, 5, 16)
     cases.check_add_norm(lab, 2, 4096 + 8, torch.float32)
     cases.check_add_norm(lab, 2, 24, torch.bfloat16)

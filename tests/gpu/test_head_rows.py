@@ -1,0 +1,30 @@
+"""The rows around the head on a card."""
+
+import pytest
+import torch
+from kernel_cases import Bench
+from row_cases import check_boundary, check_features, check_last
+
+from lowlat.executors.launcher import Launcher
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def bench() -> Bench:
+    device = torch.device("cuda", 0)
+    return Bench(device, Launcher(device).run)
+
+
+@pytest.mark.parametrize("width", [8, 2880, 16384])
+def test_against_the_reference(bench: Bench, width: int) -> None:
+    for seed in range(3):
+        check_features(bench, seed, width=width, num_sources=3)
+        check_last(bench, seed, widths=(2 * width, width))
+        check_boundary(bench, seed, width=width)
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_any_number_of_sources(bench: Bench, count: int) -> None:
+    check_features(bench, 7, width=64, num_sources=count)
+    check_last(bench, 7, widths=(64,))

@@ -1,0 +1,315 @@
+"""The row-wise kernels against the reference: the same cases for a card and for Numba's simulator.
+
+Inputs are random, outputs poisoned. The reference runs on the CPU.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lowlat.kernels import elementwise, embed, head_input, norm, rotate
+from lowlat.kernels.kernel import KernelCall
+from lowlat.kernels.packing import pack
+from lowlat.kernels.reference import OPERATIONS
+
+BF16 = torch.bfloat16
+EPS = 1e-5
+Arrays = dict[str, torch.Tensor]
+
+
+def poison(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    """What nobody wrote."""
+    return torch.full(shape, float("nan") if dtype.is_floating_point else 77, dtype=dtype)
+
+
+def flags(rows: int) -> torch.Tensor:
+    """row_live: some live, some dead."""
+    return (torch.arange(rows) % 3 != 1).to(torch.uint8)
+
+
+def weights(width: int) -> torch.Tensor:
+    """A norm's weight."""
+    return (torch.rand(width) + 0.5).to(BF16)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two bf16 tensors agree in every bit."""
+    return torch.equal(a.cpu().view(torch.int16), b.cpu().view(torch.int16))
+
+
+def check(name: str, found: Arrays, expected: Arrays) -> None:
+    """Integers exactly; bf16 by the norm of the difference, and no element far off; NaN where NaN is expected."""
+    for key, got in found.items():
+        label, want, got = f"{name}: {key}", expected[key], got.cpu()
+        if not got.is_floating_point():
+            assert torch.equal(got, want), f"{label} is {got.tolist()}, not {want.tolist()}"
+            continue
+        mine, theirs = got.double(), want.double()
+        assert torch.equal(mine.isnan(), theirs.isnan()), f"{label} has NaN in other places"
+        mine, theirs = mine.nan_to_num(), theirs.nan_to_num()
+        far = (mine - theirs).abs() > 0.01 * theirs.abs() + 1e-3
+        error = float((mine - theirs).norm())
+        assert not bool(far.any()), f"{label}: {int(far.sum())} elements far off"
+        assert error <= 4e-3 * float(theirs.norm()) + 1e-9, f"{label}: off by {error}"
+
+
+def total_of_squares(x: torch.Tensor, offsets: tuple[int, ...] = (16, 8, 4, 2, 1)) -> torch.Tensor:
+    """The sum of squares of bf16 rows [M, N] in the order that `norm_math` promises, or with another butterfly."""
+    rows, width = x.shape
+    padded = torch.nn.functional.pad(x, (0, -width % 4096)).float().view(rows, -1, 512, 8)
+    totals = torch.zeros(rows, 512)
+    for chunk in padded.unbind(1):
+        for value in chunk.unbind(-1):
+            totals = (value.double().square() + totals.double()).float()
+    lanes = totals.view(rows, 16, 32)
+    for offset in offsets:
+        lanes = lanes + lanes[:, :, torch.arange(32) ^ offset]
+    total = lanes[:, 0, 0]
+    for warp in range(1, 16):
+        total = total + lanes[:, warp, 0]
+    return total
+
+
+def canonical_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """The norm of bf16 rows [M, N] with every step rounded as `norm_math` promises, in torch on the CPU."""
+    mean = total_of_squares(x) / torch.tensor(float(x.shape[1]))
+    inverse = torch.ones(x.shape[0]) / torch.sqrt(mean + torch.tensor(eps))
+    return (x.float() * inverse[:, None] * weight.float()).to(BF16)
+
+
+@dataclass(frozen=True)
+class Lab:
+    """Where kernels run: on a device, through `run`."""
+
+    device: torch.device
+    run: Callable[..., None]
+
+    def place(self, value: Any) -> Any:
+        """A copy on the device, where it is a tensor."""
+        return value.to(self.device, copy=True) if isinstance(value, torch.Tensor) else value
+
+    def launch(self, builder: Callable[..., list[KernelCall]], outs: Arrays, **options: Any) -> Arrays:
+        """Run a builder on copies of all arguments; returns what it made of `outs`."""
+        found = {key: self.place(tensor) for key, tensor in outs.items()}
+        placed = {key: self.place(value) for key, value in options.items()}
+        self.run(*builder(**placed, **found))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return found
+
+    def both(self, name: str, builder: Callable[..., list[KernelCall]], outs: Arrays, **options: Any) -> Arrays:
+        """A builder against the operation of the same arguments."""
+        expected = {key: tensor.clone() for key, tensor in outs.items()}
+        OPERATIONS[name](**options, **expected)
+        found = self.launch(builder, outs, **options)
+        check(name, found, expected)
+        return found
+
+
+def check_elementwise(lab: Lab, rows: int, width: int) -> None:
+    """cast, add, silu_mul; the first two bit for bit."""
+    x, a = torch.randn(rows, width) * 30, (torch.randn(rows, width) * 30).to(BF16)
+    found = lab.both("cast", elementwise.cast, {"out": poison(rows, width)}, x=x)
+    assert same_bits(found["out"], x.to(BF16))
+    found = lab.both("add", elementwise.add, {"out": poison(rows, width)}, a=a, b=x)
+    assert same_bits(found["out"], (a.float() + x).to(BF16))
+    lab.both("add", elementwise.add, {"out": poison(rows, width)}, a=a, b=a * 3)
+    gate_up = torch.randn(rows, 2 * width) * 5
+    for live in (None, flags(rows)):
+        lab.both("silu_mul", elementwise.silu_mul, {"out": poison(rows, width)}, gate_up=gate_up, row_live=live)
+
+
+def check_norms(lab: Lab, rows: int, width: int) -> None:
+    """rms_norm in its promised order, whatever the scale of a row."""
+    x, weight = (torch.randn(rows, width) * torch.logspace(-3, 3, rows)[:, None]).to(BF16), weights(width)
+    live, normed = flags(rows), canonical_norm(x, weight, EPS)
+    outs = {"out": poison(rows, width)}
+    found = lab.both("rms_norm", norm.rms_norm, outs, x=x, weight=weight, row_live=live, eps=EPS)["out"]
+    assert same_bits(found, torch.where(live[:, None] != 0, normed, 0))
+    assert same_bits(lab.launch(norm.rms_norm, outs, x=x, weight=weight, eps=EPS)["out"], normed)
+
+
+def check_order(lab: Lab, width: int) -> None:
+    """The promised order shows where eps takes nearly all of the mean away: an ulp of the sum then moves every bit."""
+    x = torch.randn(1, width).to(BF16)
+    while torch.equal(total_of_squares(x), total_of_squares(x, (1, 2, 4, 8, 16))):
+        x = torch.randn(1, width).to(BF16)
+    mean = total_of_squares(x) / torch.tensor(float(width))
+    eps = -float(mean * torch.tensor(1 - 2.0**-20))
+    weight, outs = weights(width), {"out": poison(1, width)}
+    found = lab.launch(norm.rms_norm, outs, x=x, weight=weight, eps=eps)["out"]
+    assert same_bits(found, canonical_norm(x, weight, eps))
+
+
+def check_split_norms(lab: Lab, rows: int, parts: int, width: int) -> None:
+    """More parts than one launch takes, too."""
+    named = {f"weight{part}": weights(width) for part in range(parts)}
+    x, outs = torch.randn(rows, parts * width).to(BF16), {"out": poison(rows, parts * width)}
+    lab.both("split_norms", norm.split_norms, outs, x=x, row_live=flags(rows), eps=EPS, **named)
+
+
+def check_add_norm(lab: Lab, rows: int, width: int, dtype: torch.dtype) -> None:
+    """A residual sum bit for bit, and its norm."""
+    a, b = torch.randn(rows, width).to(BF16), torch.randn(rows, width).to(dtype)
+    weight, live = weights(width), flags(rows)
+    outs = {"total": poison(rows, width), "out": poison(rows, width)}
+    expected = {key: tensor.clone() for key, tensor in outs.items()}
+    OPERATIONS["add"](a, b, out=expected["total"])
+    OPERATIONS["rms_norm"](expected["total"], weight, live, out=expected["out"], eps=EPS)
+    found = lab.launch(norm.add_norm, outs, a=a, b=b, weight=weight, row_live=live, eps=EPS)
+    check("add_norm", found, expected)
+    assert same_bits(found["total"], expected["total"])
+    normed = canonical_norm(expected["total"], weight, EPS)
+    assert same_bits(found["out"], torch.where(live[:, None] != 0, normed, 0))
+
+
+def check_embeddings(lab: Lab, rows: int, width: int, vocabulary: int) -> None:
+    """Both layouts, dead rows, the norm behind."""
+    table, tokens = torch.randn(vocabulary, width).to(BF16), torch.randint(-1, vocabulary, (1, rows)).int()
+    tokens[0, 0], tokens[0, -1] = vocabulary - 1, -1
+    weight, live = weights(width), flags(rows)
+    expected = {"out": poison(rows, width), "normed": poison(rows, width)}
+    outs = {key: tensor.clone() for key, tensor in expected.items()}
+    OPERATIONS["embed"](tokens, table, out=expected["out"])
+    OPERATIONS["rms_norm"](expected["out"], weight, live, out=expected["normed"], eps=EPS)
+    normed = torch.where(live[:, None] != 0, canonical_norm(expected["out"], weight, EPS), 0)
+    on_device: torch.Tensor = lab.place(table)
+    for layout in (on_device, pack(on_device)):
+        found = lab.launch(
+            embed.embed_norm, outs, tokens=tokens, weight=layout, norm_weight=weight, row_live=live, eps=EPS
+        )
+        check("embed_norm", found, expected)
+        assert same_bits(found["out"], expected["out"])
+        assert same_bits(found["normed"], normed)
+        alone = lab.launch(embed.embed, {"out": outs["out"]}, tokens=tokens, weight=layout)
+        assert same_bits(alone["out"], expected["out"])
+
+
+def check_head_input(lab: Lab, batch: int, rows: int, width: int, *, packed: bool, block: int = 12) -> None:
+    """Embedding and norms of a head's rows, with the kept block ends."""
+    count, vocabulary, blocks = batch * rows, 20, 6
+    table, hidden = torch.randn(vocabulary, width).to(BF16), torch.randn(count, width).to(BF16)
+    live = (torch.arange(rows)[None] < torch.randint(1, rows + 1, (batch, 1))).to(torch.uint8)
+    live[-1] = 1
+    tokens = torch.where(live != 0, torch.randint(0, vocabulary, (batch, rows)), -1).int()
+    options: dict[str, Any] = {
+        "hidden": hidden,
+        "row_live": live,
+        "embed_weight": weights(width),
+        "hidden_weight": weights(width),
+        "eps": EPS,
+    }
+    outs = {"out": poison(count, 2 * width), "normed_hidden": poison(count, width)}
+    embedded = poison(count, width)
+    OPERATIONS["embed"](tokens, table, out=embedded)
+    lab.both("concat_norms", head_input.concat_norms, outs, embedded=embedded, **options)
+    expected = {key: tensor.clone() for key, tensor in outs.items()}
+    OPERATIONS["concat_norms"](embedded, **options, **expected)
+    starts = torch.randint(0, (blocks - 1) * block, (batch, 1))
+    starts[-1] = 2 * block - rows  # the last row ends a block
+    stored = {
+        "positions": torch.where(live != 0, starts + torch.arange(rows), 0).int(),
+        "block_table": (torch.randperm((batch + 1) * blocks) + 1).reshape(batch + 1, blocks).int(),
+        "slots": torch.randperm(batch + 1)[:batch].int(),
+    }
+    kept = expected["block_features"] = poison((batch + 1) * blocks + 1, width)
+    outs["block_features"] = kept.clone()
+    OPERATIONS["store_boundary"](hidden, row_live=live, **stored, block_features=kept, block_size=block)
+    assert not bool(kept.isnan().all())
+    layout = pack(lab.place(table)) if packed else table
+    found = lab.launch(head_input.head_input, outs, tokens=tokens, weight=layout, **options, **stored, block_size=block)
+    check("head_input", found, expected)
+    del outs["block_features"]
+    found = lab.launch(head_input.head_input, outs, tokens=tokens, weight=layout, **options)
+    check("head_input without boundaries", found, expected)
+
+
+def check_level_input(lab: Lab, batch: int, wide: int, above: int, width: int, *, packed: bool) -> None:
+    """A deeper level of the tree: failed drafts, dead slots, masks of many bits."""
+    depth, vocabulary, num_nodes = 2, 20, 2 * wide + 2
+    table, embed_weight, hidden_weight = torch.randn(vocabulary, width).to(BF16), weights(width), weights(width)
+    reads = {
+        "feedback": torch.randn(batch * above, width).to(BF16),
+        "draft_nodes": torch.randint(-1, vocabulary, (batch, num_nodes)).int(),
+        "draft_live": flags(batch),
+        "head_lens": torch.randint(3, 1000, (batch,)).int(),
+        "nodes": torch.randperm(num_nodes - 1)[:wide].int() + 1,
+        "parent_rows": torch.randint(0, above, (wide,)).int(),
+        "masks": torch.randint(1, 1 << 62, (wide,)),
+    }
+    level = {
+        "hidden": poison(batch * wide, width),
+        "tokens": poison(batch, wide, dtype=torch.int32),
+        "row_live": poison(batch, wide, dtype=torch.uint8),
+        "positions": poison(batch, wide, dtype=torch.int32),
+        "row_masks": poison(batch, wide, dtype=torch.int64),
+    }
+    halves = {"out": poison(batch * wide, 2 * width), "normed_hidden": poison(batch * wide, width)}
+    outs = {key: tensor.clone() for key, tensor in (level | halves).items()}
+    OPERATIONS["gather_level"](**reads, **level, depth=depth)
+    embedded = poison(batch * wide, width)
+    OPERATIONS["embed"](level["tokens"], table, out=embedded)
+    norms: dict[str, Any] = {"embed_weight": embed_weight, "hidden_weight": hidden_weight, "eps": EPS}
+    OPERATIONS["concat_norms"](embedded, level["hidden"], row_live=level["row_live"], **norms, **halves)
+    layout = pack(lab.place(table)) if packed else table
+    found = lab.launch(head_input.level_input, outs, **reads, weight=layout, **norms, depth=depth)
+    check("level_input", found, level | halves)
+    assert same_bits(found["hidden"], level["hidden"])
+
+
+def check_rotate(
+    lab: Lab, heads: tuple[int, int, int], eps: float | None, *, batch: int = 2, rows: int = 2, block: int = 12
+) -> None:
+    """Queries, KV heads and their size; buffers, then caches. Without a norm bit for bit."""
+    queries, groups, dim = heads
+    count, contexts, live = batch * rows, 64, flags(batch * rows).view(batch, rows)
+    live[-1] = 1
+    if batch > 2:
+        live[1] = 0  # a slot that pads
+    qkv, angles = torch.randn(count, (queries + 2 * groups) * dim), torch.rand(contexts, dim // 2) * 6
+    options: dict[str, Any] = {
+        "positions": torch.where(live != 0, torch.randint(0, contexts, (batch, rows)), 0).int(),
+        "cos": angles.cos(),
+        "sin": angles.sin(),
+    }
+    norms = {"q_weight": weights(dim), "k_weight": weights(dim), "row_live": live}
+    outs = {"q": poison(count, queries, dim)} if queries else {}
+    if groups:
+        outs |= {"k": poison(count, groups, dim), "v": poison(count, groups, dim)}
+    expected = {key: tensor.clone() for key, tensor in outs.items()}
+    product = qkv
+    if eps is not None:
+        product = torch.empty_like(qkv)
+        sizes: dict[str, Any] = {"num_heads": queries, "num_kv_heads": groups, "head_dim": dim, "eps": eps}
+        OPERATIONS["qk_norm"](qkv, **norms, out=product, **sizes)
+    OPERATIONS["rope"](product, **options, **expected)
+    found = lab.launch(rotate.rotate, outs, qkv=qkv, **options, **norms, eps=eps)
+    check(f"rotate {heads}", found, expected)
+    assert eps is not None or all(same_bits(found[key], expected[key]) for key in outs)
+    if groups:
+        outs.pop("k"), outs.pop("v")
+        check_write(lab, outs, found, block, qkv=qkv, **options, **norms, eps=eps)
+
+
+def check_write(lab: Lab, outs: Arrays, found: Arrays, block: int, **options: Any) -> None:
+    """Keys and values in the caches have the bits that they have in buffers; nothing else is written."""
+    live, table_width = options["row_live"], 6
+    batch, rows = live.shape
+    slots = torch.randperm(batch + 1)[:batch]
+    write = {
+        "block_table": torch.randperm((batch + 1) * table_width).reshape(batch + 1, table_width).int(),
+        "slots": torch.where(live.sum(1) == 0, -1, slots).int(),
+        "write_lens": torch.randint(0, (table_width - 1) * block - rows, (batch,)).int(),
+        "offsets": torch.randperm(rows + 2)[:rows].int(),
+    }
+    _, groups, dim = found["k"].shape
+    caches = {name: poison((batch + 1) * table_width, groups, block, dim) for name in ("k_cache", "v_cache")}
+    expected = {key: tensor.clone() for key, tensor in caches.items()}
+    OPERATIONS["kv_write"](found["k"].cpu(), found["v"].cpu(), row_live=live, **write, **expected)
+    written = lab.launch(rotate.rotate, outs | caches, **options, **write)
+    for key in caches:
+        assert same_bits(written[key].nan_to_num(7), expected[key].nan_to_num(7)), key
+    if outs:
+        assert same_bits(written["q"], found["q"])
