@@ -19,7 +19,14 @@ from typing import Any
 
 import torch
 
-from lowlat import Runtime, SamplingParams, SpeculativeConfig, SpeculativeDecodingStats, __version__
+from lowlat import (
+    RequestMetrics,
+    Runtime,
+    SamplingParams,
+    SpeculativeConfig,
+    SpeculativeDecodingStats,
+    __version__,
+)
 
 DEMO = Path(__file__).parent.parent / "lowlat" / "demo"
 LOOP = 8  # a text loops when some run of 8 tokens stands in it more than twice
@@ -34,10 +41,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows += _measure(options, domains, temperature)
     result = {
         "conditions": {
-            "commit": _commit(),
+            "commit": options.commit or _commit(),
             "lowlat": __version__,
             "torch": torch.__version__,
             "machine": f"{_processor()}, {torch.get_num_threads()} threads",
+            "runs_on": sorted({row.pop("runs_on") for row in rows if "runs_on" in row}),
             "target": options.target.name,
             "head": options.head.name,
             "batch": 1,
@@ -64,6 +72,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--num-speculative-tokens", type=int, default=3)
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--commit", default="", help="what is measured, where there is no git checkout to ask")
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args(arguments)
 
@@ -83,7 +92,19 @@ def _measure(options: argparse.Namespace, domains: dict[str, Any], temperature: 
                     total.add(one)
             rows.append(own.row(domain, temperature))
             print(json.dumps(rows[-1]), file=sys.stderr)
+        rows[-1]["runs_on"] = _runs_on(runtime)
     return [every.row("all", temperature), straight.row("all, not looping", temperature), *rows]
+
+
+def _runs_on(runtime: Runtime) -> str:
+    """The device, its driver and the executor."""
+    device = runtime.device_choice.device
+    if device.type != "cuda":
+        return f"{device}, {runtime.device_choice.executor} executor"
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    driver = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split("\n")[0]
+    name = torch.cuda.get_device_name(device)
+    return f"{name}, driver {driver}, CUDA {torch.version.cuda}, {runtime.device_choice.executor} executor"
 
 
 def _listed(domains: dict[str, Any] | list[str]) -> dict[str, list[str]]:
@@ -103,7 +124,8 @@ class _Sum:
 
     def __init__(self) -> None:
         self.prompts = self.tokens = 0
-        self.seconds = self.baseline_seconds = 0.0
+        self.seconds = self.baseline_seconds = 0.0  # from submission to the end
+        self.decode_seconds = self.baseline_decode_seconds = 0.0  # without prefill
         self.identical = True
         self.loops = False
         self.stats = SpeculativeDecodingStats()
@@ -113,6 +135,8 @@ class _Sum:
         self.tokens += other.tokens
         self.seconds += other.seconds
         self.baseline_seconds += other.baseline_seconds
+        self.decode_seconds += other.decode_seconds
+        self.baseline_decode_seconds += other.baseline_decode_seconds
         self.identical &= other.identical
         self.stats.merge(other.stats)
 
@@ -128,32 +152,37 @@ class _Sum:
             "acceptance_by_position": [round(share, 3) for share in stats["acceptance_by_position"][:3]],
             "tokens_per_s": round(self.tokens / self.seconds, 1) if self.seconds else 0.0,
             "baseline_tokens_per_s": round(self.tokens / self.baseline_seconds, 1) if self.baseline_seconds else 0.0,
+            "decode_tokens_per_s": round(self.tokens / self.decode_seconds, 1) if self.decode_seconds else 0.0,
+            "baseline_decode_tokens_per_s": (
+                round(self.tokens / self.baseline_decode_seconds, 1) if self.baseline_decode_seconds else 0.0
+            ),
         }
 
 
 def _decode_both(runtime: Runtime, prompt: str | list[int], options: argparse.Namespace, temperature: float) -> _Sum:
     params = SamplingParams(max_tokens=options.max_tokens, temperature=temperature, seed=1)
     one = _Sum()
-    baseline, one.baseline_seconds, _ = _decode(runtime, prompt, params, 0)
-    tokens, one.seconds, stats = _decode(runtime, prompt, params, options.num_speculative_tokens)
+    baseline, one.baseline_seconds, before = _decode(runtime, prompt, params, 0)
+    tokens, one.seconds, after = _decode(runtime, prompt, params, options.num_speculative_tokens)
+    one.baseline_decode_seconds, one.decode_seconds = before.decode_s or 0.0, after.decode_s or 0.0
     one.prompts, one.tokens = 1, len(tokens)
     one.identical = tokens == baseline
     one.loops = _loops(tokens)
-    if stats is not None:
-        one.stats.merge(stats)
+    if after.speculation is not None:
+        one.stats.merge(after.speculation)
     return one
 
 
 def _decode(
     runtime: Runtime, prompt: str | list[int], params: SamplingParams, depth: int
-) -> tuple[list[int], float, SpeculativeDecodingStats | None]:
+) -> tuple[list[int], float, RequestMetrics]:
     name = runtime.submit(prompt, params)
     tokens: list[int] = []
     start = time.perf_counter()
     while runtime.busy:
         for output in runtime.step(depth):
             tokens.extend(output.token_ids)
-    return tokens, time.perf_counter() - start, runtime.metrics(name).speculation
+    return tokens, time.perf_counter() - start, runtime.metrics(name)
 
 
 def _loops(tokens: list[int]) -> bool:

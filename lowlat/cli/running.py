@@ -1,12 +1,13 @@
 """Loading a runtime and running one request in it, with bars on the terminal: what demo, generate and doctor share."""
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lowlat.checkpoint import read_model_config
-from lowlat.cli.console import loading_bar, progress_bar
+from lowlat.cli.console import Update, loading_bar, progress_bar
 from lowlat.config import RuntimeConfig, SpeculativeConfig
 from lowlat.devices import leave_a_core
 from lowlat.errors import RequestError
@@ -53,11 +54,21 @@ def default_context(model: Path, wanted: int | None) -> int:
 def load_runtime(
     model: Path, speculative: SpeculativeConfig | None, max_context: int | None, **options: Any
 ) -> Runtime:
-    """Load a runtime behind a bar of its bytes. Raises ConfigError."""
+    """Load a runtime behind a bar of its bytes and, on a GPU, one of its graphs. Raises ConfigError."""
     leave_a_core()
     context = default_context(model, max_context)
-    with loading_bar(f"loading {model.name}") as update:
-        return Runtime.load(model, speculative, progress=update, max_context=context, **options)
+    with ExitStack() as bars:
+        update = bars.enter_context(loading_bar(f"loading {model.name}"))
+        graphs: list[Update | None] = []
+
+        def captured(done: int, total: int) -> None:
+            if not graphs:  # the first bar makes room for the second
+                bars.close()
+                graphs.append(bars.enter_context(progress_bar("capturing graphs")))
+            if graphs[0] is not None:
+                graphs[0](done, total)
+
+        return Runtime.load(model, speculative, progress=update, captured=captured, max_context=context, **options)
 
 
 def chat_ids(codec: TextCodec | None, user: str, system: str | None = None) -> list[int]:

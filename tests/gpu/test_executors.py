@@ -1,4 +1,4 @@
-"""The eager and the graph executor against the reference and against each other, on small models and the bundled pair."""
+"""The eager and the graph executor against the reference and each other, on small models and the bundled pair."""
 
 import random
 from collections.abc import Iterator
@@ -167,27 +167,36 @@ def test_replay_equals_eager_bit_for_bit(name: str, pairs: dict[str, PairPaths])
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["llama", "qwen3", "demo"])
-def test_graph_tokens_are_the_reference_s_but_for_near_ties(
-    name: str, mode: str, pairs: dict[str, PairPaths], graph_runtimes: dict[str, Runtime]
-) -> None:
-    """Against torch's operations on the same card: most requests agree whole; the graph agrees with itself always."""
+def test_a_graph_s_tokens_do_not_depend_on_the_depth(name: str, mode: str, graph_runtimes: dict[str, Runtime]) -> None:
+    """Eight requests at once, the same tokens at every depth."""
     prompts = [prompt_of(5 + 11 * number, 70 + number) for number in range(8)]
     runtime = graph_runtimes[name]
 
-    def tokens_of(each: Runtime, depth: int) -> list[list[int]]:
-        names = [each.submit(prompt, params(mode, number)) for number, prompt in enumerate(prompts)]
-        tokens = run_all(each, depth)
+    def tokens_of(depth: int) -> list[list[int]]:
+        names = [runtime.submit(prompt, params(mode, number)) for number, prompt in enumerate(prompts)]
+        tokens = run_all(runtime, depth)
         return [tokens[request] for request in names]
 
-    found = tokens_of(runtime, 0)
-    assert tokens_of(runtime, 3) == found
-    assert tokens_of(runtime, 7) == found
+    found = tokens_of(0)
+    assert all(tokens_of(depth) == found for depth in (1, 3, 7))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "demo"])
+def test_greedy_tokens_are_the_reference_s_but_for_near_ties(
+    name: str, pairs: dict[str, PairPaths], graph_runtimes: dict[str, Runtime]
+) -> None:
+    """Against torch's operations on the same card: where a request first departs, two logits were all but equal."""
     with load(pairs[name], "reference") as reference:
-        expected = tokens_of(reference, 3)
-    agreed = [
-        sum(a == b for a, b in zip(x, y, strict=False)) / max(len(y), 1) for x, y in zip(found, expected, strict=True)
-    ]
-    assert sum(share == 1.0 for share in agreed) >= 4, agreed
+        for number in range(6):
+            prompt = prompt_of(5 + 11 * number, 70 + number)
+            request = graph_runtimes[name].submit(prompt, params("greedy"))
+            found = run_all(graph_runtimes[name], 3)[request]
+            expected, logits = traced(reference, prompt, params("greedy"), 3)
+            for place, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+                if mine != theirs:
+                    row = logits[len(prompt) + place].float()
+                    assert row[theirs] - row[mine] < 0.05 * (row.max() - row.mean()), (number, place)
+                    break
 
 
 def test_ten_thousand_random_orders(pairs: dict[str, PairPaths], graph_runtimes: dict[str, Runtime]) -> None:
