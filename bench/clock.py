@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from lowlat.profiling_wall import event_times
+
 __all__ = ["Timed", "own_stream", "percentile", "round_robin", "time_replays", "time_waited"]
 
 LEAD = 2  # replays before the timed ones of a turn, so that the device is never waiting for the host
@@ -54,13 +56,7 @@ def time_replays(replay: Callable[[], None], count: int, device: torch.device, l
             replay()
             marks.append(time.perf_counter())
         return [1e3 * (after - before) for before, after in pairwise(marks)]
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-    events[0].record()
-    for event in events[1:]:
-        replay()
-        event.record()
-    events[-1].synchronize()
-    return [before.elapsed_time(after) for before, after in pairwise(events)]
+    return event_times(replay, count)
 
 
 def own_stream(device: torch.device) -> AbstractContextManager[Any]:

@@ -9,7 +9,8 @@ from lowlat.graphs.launch import Launch
 
 __all__ = ["CapturedGraph", "audit", "capture", "capture_loop"]
 
-KERNEL, CONDITIONAL = "KernelNode", "WhileNode"
+KERNEL = "KernelNode"
+CONDITIONAL = ("WhileNode", "ConditionalNode")  # drivers before CUDA 13.2 do not tell which conditional node it is
 
 
 @dataclass
@@ -20,8 +21,11 @@ class CapturedGraph:
     num_kernels: int
 
     def launch(self, stream: Any) -> None:
-        """Replay on a cuda.core Stream, asynchronously."""
-        self.graph.launch(stream)
+        """Replay on a cuda.core Stream, asynchronously. Raises DeviceError when the device has failed."""
+        try:
+            self.graph.launch(stream)
+        except Exception as error:  # cuda.core's own has no public name
+            raise DeviceError(f"a captured step cannot be launched: {error}") from error
 
     def close(self) -> None:
         """Release the graph."""
@@ -55,8 +59,9 @@ def capture_loop(stream: Any, body: Callable[[int], Iterable[Launch]]) -> Captur
         count += 1
     loop.end_building()
     builder.end_building()
+    audit(_kinds(loop.graph_definition), count)
     kinds = _kinds(builder.graph_definition)
-    if kinds != [CONDITIONAL]:
+    if len(kinds) != 1 or kinds[0] not in CONDITIONAL:
         raise DeviceError(f"a device loop must be one conditional node, the capture holds {kinds}")
     graph = builder.complete()
     graph.upload(stream)

@@ -1,11 +1,11 @@
-"""Attention of a step's rows over the paged cache, in one launch: split, computed and combined where it ends.
+"""Attention of a step's rows over the paged cache, in two launches: over splits of the positions, and their sum.
 
 A grid of fixed size walks items (slot, key-value head, query rows, 256 positions), listed on the device. Each of a
 block's four warps owns 16 of a tile's 64 positions and feeds itself through its own pipeline of copies, which runs on
-across items; the block meets only at an item's end. The last block to finish combines. A row's bits depend on its own
-positions alone: see `attention_tile` for how masked positions leave no trace, and `attention_merge` for the merges.
-Tiles with positions of the tree run once for each of its rows, over the row's own ancestors in order; a chain's rows
-share them. It knows nothing of requests, and of drafts only their masks.
+across items; the block meets only at an item's end, and parks the split's sums for `attention_combine`. A row's bits
+depend on its own positions alone: see `attention_tile` for how masked positions leave no trace. Tiles with positions
+of the tree run once for each of its rows, over the row's own ancestors in order; a chain's rows share them. It knows
+nothing of requests, and of drafts only their masks.
 """
 
 from collections.abc import Callable
@@ -16,14 +16,20 @@ import torch
 
 from lowlat.errors import ShapeError
 from lowlat.kernels import ptx
-from lowlat.kernels.attention_copy import DESCRIPTOR_WORDS, LAST_STEP, NO_ITEM, make_copy_functions
-from lowlat.kernels.attention_merge import GROUP_SHIFT, LOG2_E, TABLE_FLOATS, WARPS, make_ending
+from lowlat.kernels.attention_combine import combine_splits
+from lowlat.kernels.attention_copy import DESCRIPTOR_WORDS, make_is_early, make_issue, make_lane_offset, make_look_up
+from lowlat.kernels.attention_merge import LOG2_E, THREADS, WARPS, make_merge
 from lowlat.kernels.attention_plan import (
     CURSOR_FIELDS,
-    ENTRY,
     ITEMS,
+    KEEP_SPLITS,
+    LAST_STEP,
+    NO_ITEM,
+    NUM_SPLITS,
+    PLACE,
     PLAN_STRIDE,
     SPLIT,
+    WINDOW_SPLIT,
     AttentionShape,
     enter_item,
     make_plan_functions,
@@ -63,6 +69,7 @@ def attention(
     early_metadata: bool = False,
     num_blocks: int = 264,
     stages: int | None = None,
+    tail: int | None = None,
 ) -> list[KernelCall]:
     """Each row attends to its slot's dense prefix and to its own ancestors in the tree.
 
@@ -75,10 +82,11 @@ def attention(
     row_masks         [B, R]               int64  bit a: sees node a, stored at dense + a, itself included
     sinks             [H]                  float32 or None
     out               [B * R, H * D]       bf16, out; dead rows zero
-    workspace         sums of splits, and counters
+    workspace         sums of splits
     early_metadata    slots, dense_lens, block_table and the dense prefix were written before the kernel before this one
     num_blocks        blocks of the grid; two fit on a multiprocessor
     stages            tiles of 64 positions under way in a block
+    tail              the most ancestors that a row may have; None: R
     The window and `keep_first` mean what they mean in the reference. Time: `attention_bytes` over the bandwidth and
     some 4 us. Captured: yes. Raises ShapeError for shapes that do not fit.
     """
@@ -97,26 +105,35 @@ def attention(
         check_shape("sinks", sinks, heads)
     _check_dtypes(q=q, k_cache=k_cache, v_cache=v_cache, out=out)
     group = heads // kv_heads
-    row_tiles = 2 if head_dim == 64 and rows * group > 16 else 1
+    row_tiles = 2 if head_dim == 64 and rows * group > 16 else 1  # 128 has no registers for two
     shape = AttentionShape(
         head_dim, group, kv_heads, block, first, window, keep_first if window is not None else 0, row_tiles,
         stages or STAGES[head_dim], sinks is not None, early_metadata,
     )  # fmt: skip
-    splits, groups = _capacity(shape, rows, block_table.shape[1] * block)
+    tail = rows if tail is None else tail
+    splits = _capacity(shape, tail, block_table.shape[1] * block)
     tiles = -(-rows * group // (16 * row_tiles))
-    owners = batch * kv_heads * tiles
-    parked = owners * row_tiles * (splits + groups) * min(16, rows * group)
-    partials = workspace(f"attention.partials.{parked}x{head_dim}", (parked, head_dim), torch.float32)
-    sums = workspace(f"attention.sums.{parked}", (parked, 2), torch.float32)
-    counters = workspace(f"attention.counters.{owners}x{groups}", (owners, groups + 1), torch.int32)
-    tensors = (q, k_cache, v_cache, block_table, slots, dense_lens, row_live, row_masks, 0 if sinks is None else sinks)
-    scalars = (batch, rows, block_table.shape[1], splits, groups, scale * LOG2_E)
-    arguments = (*tensors, out, partials, sums, counters, *scalars)
-    return [KernelCall(_make(shape), (num_blocks, 1, 1), arguments)]
+    parts = batch * kv_heads * tiles * row_tiles * splits * min(16, rows * group)
+    partials = workspace("attention.partials", (parts, head_dim), torch.float32)
+    sums = workspace("attention.sums", (parts, 2), torch.float32)
+    processed = workspace("attention.processed", (batch, 3), torch.int32)
+    tensors = (q, k_cache, v_cache, block_table, slots, dense_lens, row_live, row_masks, partials, sums, processed)
+    scalars = (batch, rows, tail, block_table.shape[1], splits, scale * LOG2_E)
+    first_half = KernelCall(_make(shape), (num_blocks, 1, 1), (*tensors, *scalars))
+    second_half = combine_splits(
+        shape, partials, sums, processed, row_live=row_live, sinks=sinks, out=out, rows=rows, capacity=splits
+    )
+    return [first_half, second_half]
 
 
 def attention_bytes(
-    dense_lens: list[int], *, kv_heads: int, head_dim: int, first: int = 0, window: int | None = None, keep_first: int = 0
+    dense_lens: list[int],
+    *,
+    kv_heads: int,
+    head_dim: int,
+    first: int = 0,
+    window: int | None = None,
+    keep_first: int = 0,
 ) -> int:
     """Bytes of keys and values that a launch must read, in bf16, for slots of these lengths; drafts are neglected."""
     total = 0
@@ -159,47 +176,46 @@ def _check_dtypes(**tensors: torch.Tensor) -> None:
             raise ShapeError(f"attention: {name} must be bfloat16, got {tensor.dtype}")
 
 
-def _capacity(shape: AttentionShape, rows: int, positions: int) -> tuple[int, int]:
-    """The most splits and groups of splits that a slot can have."""
-    splits = -(-positions // SPLIT)
-    groups = -(-splits // (1 << GROUP_SHIFT))
+def _capacity(shape: AttentionShape, tail: int, positions: int) -> int:
+    """The most splits that a slot can have."""
+    splits = -(-(positions + tail) // SPLIT)
     if shape.window is not None:
         kept = -(-(shape.first + shape.keep_first) // SPLIT)
-        splits = min(splits, kept + -(-(shape.window + rows) // SPLIT) + 1)
-    return splits, min(splits, groups)
+        splits = min(splits, kept + -(-(shape.window + tail) // SPLIT) + 1)
+    return splits
 
 
 @cache
 def _make(shape: AttentionShape) -> Kernel:
     pipeline = shape.stages * (TILE_BYTES[shape.head_dim] + WARPS * DESCRIPTOR_WORDS * 4)
-    signature = (*(types.int64,) * 13, *(types.int32,) * 5, types.float32)
-    min_blocks = 2 if shape.row_tiles == 2 else 3  # by registers, so that blocks of other kernels fit beside
-    return Kernel(shape.name, _kernel(shape), signature, WARPS * 32, min_blocks, pipeline + ALIGNMENT)
+    signature = (*(types.int64,) * 11, *(types.int32,) * 5, types.float32)
+    # by registers: 3 leaves room beside two blocks for another kernel's, where nothing spills for it on 9.0 and later
+    min_blocks = 3 if shape.head_dim == 128 and shape.window is None else 2
+    return Kernel(shape.name, _kernel(shape), signature, THREADS, min_blocks, pipeline + ALIGNMENT)
 
 
 def _kernel(shape: AttentionShape) -> Callable[..., None]:
     stages, early = shape.stages, shape.early
     stage_bytes = TILE_BYTES[shape.head_dim] // WARPS
     rings, ring_bytes = stages * WARPS * stage_bytes, stages * DESCRIPTOR_WORDS * 4
-    num_totals, num_queries, halves = shape.row_tiles * shape.head_dim // 2, shape.row_tiles * shape.head_dim // 4, 2 * shape.row_tiles
+    halves = 2 * shape.row_tiles
+    num_totals, num_queries = halves * shape.head_dim // 4, halves * shape.head_dim // 8
     read_rows, plan_slots = make_plan_functions(shape)
-    lane_offset, is_early, look_up, issue = make_copy_functions(shape)
-    enter, attend, clear = enter_item(shape), make_attend(shape), _make_clear(shape)
-    (merge, settle), forget = make_ending(shape), make_forget(shape)
+    lane_offset, is_early, look_up, issue = (
+        make(shape) for make in (make_lane_offset, make_is_early, make_look_up, make_issue)
+    )
+    enter, attend = enter_item(shape), make_attend(shape)
+    merge, forget = make_merge(shape), make_forget(shape)
     wait_for_copies = ptx.copies_wait(stages - 1)
 
     def attention(
         q: Any, k_cache: Any, v_cache: Any, table: Any, slots: Any, dense_lens: Any, row_live: Any, row_masks: Any,
-        sinks: Any, out: Any, partials: Any, sums: Any, counters: Any, batch: Any, rows: Any, width: Any, splits: Any,
-        groups: Any, scale: Any,
+        partials: Any, sums: Any, processed: Any, batch: Any, rows: Any, tail: Any, width: Any, splits: Any, scale: Any,
     ) -> None:  # fmt: skip
         plan, row_ends = cuda.shared.array(PLAN_INTS, int32), cuda.shared.array(MAX_ROWS, int32)
-        shared_norms, parts = cuda.shared.array(NORM_FLOATS, float32), cuda.shared.array(TABLE_FLOATS, float32)
-        flag, cursor = cuda.shared.array(1, int32), cuda.local.array(CURSOR_FIELDS, int32)
+        shared_norms, cursor = cuda.shared.array(NORM_FLOATS, float32), cuda.local.array(CURSOR_FIELDS, int32)
         totals, queries = cuda.local.array(num_totals, float32), cuda.local.array(num_queries, uint32)
-        peaks, norms, ends = (
-            cuda.local.array(halves, float32), cuda.local.array(halves, float32), cuda.local.array(halves, int32)
-        )  # fmt: skip
+        peaks, norms = cuda.local.array(halves, float32), cuda.local.array(halves, float32)
         ptx.let_next_kernel_start()
         lane, warp = uint32(cuda.threadIdx.x) & uint32(31), uint32(cuda.threadIdx.x) >> uint32(5)
         base = ptx.shared_address(cuda.shared.array(shape=0, dtype=float32))
@@ -210,37 +226,34 @@ def _kernel(shape: AttentionShape) -> Callable[..., None]:
         if waited:
             ptx.wait_for_previous_kernel()
             read_rows(plan, row_ends, slots, dense_lens, row_live, row_masks, batch, rows)
-        plan_slots(plan, slots, dense_lens, batch, rows)
+        plan_slots(plan, slots, dense_lens, batch, rows, tail)
         enter(cursor, plan, int32(cuda.blockIdx.x), batch, rows)
         look_up(cursor, plan, table, width, warp)
-        forget(totals, queries, peaks, norms, ends)
+        forget(totals, queries, peaks, norms)
         stage, filled = uint32(0), 0
-        words = (uint32(0), uint32(0), uint32(0), uint32(0))
         while True:
             here, descriptor = uint32(base + stage * uint32(WARPS * stage_bytes)), uint32(ring + stage * uint32(16))
             full = filled >= stages
-            if not waited and (full or cursor[ENTRY] < 0 or not is_early(cursor, plan, rows)):
+            if not waited and (full or cursor[PLACE] == NO_ITEM or not is_early(cursor, plan)):
                 ptx.wait_for_previous_kernel()
                 read_rows(plan, row_ends, slots, dense_lens, row_live, row_masks, batch, rows)
                 waited = True
-            ending = False
             if full:
                 wait_for_copies()
                 cuda.syncwarp()
                 words = ptx.load_shared_128(descriptor)
-                if words[0] == uint32(NO_ITEM):
+                if int32(words[0]) == NO_ITEM:
                     break
                 attend(
-                    totals, queries, peaks, norms, ends, q, row_ends, plan, words, uint32(here + mine), rows, scale,
+                    totals, queries, peaks, norms, q, row_ends, plan, words, uint32(here + mine), rows, scale,
                     warp, lane,
                 )  # fmt: skip
                 cuda.syncwarp()
-                ending = words[0] & uint32(LAST_STEP) != 0
-                if ending:
+                if words[0] & uint32(LAST_STEP):
                     merge(
-                        totals, peaks, norms, plan, words, here, shared_norms, warp, lane, partials, sums, splits,
-                        groups, rows, row_ends, sinks, out,
-                    )  # fmt: skip
+                        totals, peaks, norms, plan, words, here, shared_norms, warp, lane, partials, sums, splits, rows
+                    )
+                    forget(totals, queries, peaks, norms)
             else:
                 filled += 1
             issue(
@@ -250,28 +263,18 @@ def _kernel(shape: AttentionShape) -> Callable[..., None]:
             ptx.copies_commit()
             look_up(cursor, plan, table, width, warp)
             stage = uint32(stage + uint32(1)) if stage + 1 < stages else uint32(0)
-            if ending:
-                settle(
-                    parts, flag, plan, words, counters, partials, sums, splits, groups, rows, row_ends, sinks, out
-                )  # fmt: skip
-                forget(totals, queries, peaks, norms, ends)
-        clear(plan, out, batch, rows)
+        if cuda.blockIdx.x == 0:
+            tell(plan, processed, batch)
 
     return attention
 
 
-def _make_clear(shape: AttentionShape) -> Callable[..., Any]:
-    """Zero the results of slots without work; the grid shares it."""
-    pieces = shape.group * shape.kv_heads * shape.head_dim // 8
-
-    @device_function
-    def clear(plan: Any, out: Any, batch: Any, rows: Any) -> None:
-        for entry in range(batch):
-            if plan[entry * PLAN_STRIDE + ITEMS] == 0:
-                start = int64(entry) * int64(rows) * pieces
-                piece = int64(cuda.blockIdx.x) * int64(cuda.blockDim.x) + int64(cuda.threadIdx.x)
-                while piece < int64(rows) * pieces:
-                    ptx.store_global_128(out + (start + piece) * 16, uint32(0), uint32(0), uint32(0), uint32(0))
-                    piece += int64(cuda.gridDim.x) * int64(cuda.blockDim.x)
-
-    return clear
+@device_function
+def tell(plan: Any, processed: Any, batch: Any) -> None:
+    """What there is to combine: splits kept at the start, the first of the others, all; nothing of an idle slot."""
+    entry = int64(cuda.threadIdx.x)
+    if entry < batch:
+        at, busy = entry * PLAN_STRIDE, plan[entry * PLAN_STRIDE + ITEMS] != 0
+        ptx.store_global_i32(processed + entry * 12, plan[at + KEEP_SPLITS] if busy else int32(0))
+        ptx.store_global_i32(processed + entry * 12 + 4, plan[at + WINDOW_SPLIT] if busy else int32(0))
+        ptx.store_global_i32(processed + entry * 12 + 8, plan[at + NUM_SPLITS] if busy else int32(0))

@@ -1,43 +1,43 @@
 """Copies of one tile's keys and values to shared memory: the rows of one warp, through that warp's own pipeline.
 
 A warp owns 16 of a tile's 64 positions. Its stage holds their keys, then their values, as rows of 2 D bytes whose
-16-byte pieces are permuted by `row_swizzle`, so that neither 16-byte reads of keys nor transposed matrix reads of values
-meet bank conflicts. A stage's descriptor tells the reader what was copied.
+16-byte pieces are permuted by `row_swizzle`, so that neither 16-byte reads of keys nor transposed matrix reads of
+values meet bank conflicts. A stage's descriptor tells the reader what was copied.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 from lowlat.kernels import ptx
 from lowlat.kernels.attention_plan import (
     ALIVE,
+    ALL_VISIBLE,
+    ALONE,
     BLOCK,
     DENSE,
     END_MAX,
     END_MIN,
-    ENTRY,
-    FRESH,
-    HEAD,
+    LAST,
+    LAST_STEP,
+    NO_ITEM,
     PASS,
+    PLACE,
     PLAN_STRIDE,
     POSITION_TILE,
-    ROW_TILE,
     SLOT,
     TILE,
     TREE,
     AttentionShape,
     advance,
+    entry_of,
+    head_of,
+    row_tile_of,
 )
 from lowlat.kernels.numba_cuda import cuda, device_function, int32, int64, uint32, uint64
 
-__all__ = ["DESCRIPTOR_WORDS", "make_copy_functions", "row_swizzle"]
+__all__ = ["DESCRIPTOR_WORDS", "make_is_early", "make_issue", "make_lane_offset", "make_look_up", "row_swizzle"]
 
 FULL_WARP = 0xFFFFFFFF
-DESCRIPTOR_WORDS = 4
-# Bits of a descriptor's first word: 0 to 7 the entry, 12 to 19 the row tile, 20 on the head
-FIRST_STEP, LAST_STEP, ALL_VISIBLE, ALONE = 1 << 8, 1 << 9, 1 << 10, 1 << 11
-ROW_TILE_SHIFT, HEAD_SHIFT = 12, 20
-NO_ITEM = 0xFFFFFFFF
+DESCRIPTOR_WORDS = 4  # place and flags, tile of positions, row of the tree
 
 
 @device_function
@@ -60,7 +60,7 @@ def _ordinal_bit(mask: Any, ordinal: Any) -> Any:
     return place
 
 
-def _make_row_of_cache(shape: AttentionShape) -> Callable[..., Any]:
+def _make_row_of_cache(shape: AttentionShape) -> Any:
     """Which row of the cache holds a position, for a query row alone or for all; -1: nobody sees it."""
     first, keep_end = shape.first, shape.first + shape.keep_first
     windowed, window = shape.window is not None, shape.window or 0
@@ -69,9 +69,17 @@ def _make_row_of_cache(shape: AttentionShape) -> Callable[..., Any]:
 
     @device_function
     def row_of_cache(
-        cursor: Any, plan: Any, row_ends: Any, position: Any, alone: Any, row_masks: Any, table: Any, rows: Any, width: Any
+        cursor: Any,
+        plan: Any,
+        row_ends: Any,
+        position: Any,
+        alone: Any,
+        row_masks: Any,
+        table: Any,
+        rows: Any,
+        width: Any,
     ) -> Any:
-        entry = cursor[ENTRY]
+        entry = entry_of(cursor[PLACE])
         at = entry * PLAN_STRIDE
         dense, end, start = plan[at + DENSE], plan[at + END_MAX], plan[at + END_MIN] - window
         if alone >= 0:
@@ -88,12 +96,12 @@ def _make_row_of_cache(shape: AttentionShape) -> Callable[..., Any]:
             stored = int32(dense + _ordinal_bit(mask, position - dense))
         index = int64(plan[at + SLOT]) * int64(width) + int64(stored >> block_shift)
         page = ptx.load_global_i32(table + index * 4)
-        return int32((page * kv_heads + cursor[HEAD]) * block + (stored & (block - 1)))
+        return int32((page * kv_heads + head_of(cursor[PLACE])) * block + (stored & (block - 1)))
 
     return row_of_cache
 
 
-def _make_copy_rows(shape: AttentionShape) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def _make_copy_rows(shape: AttentionShape) -> tuple[Any, Any]:
     """`copy_run`: 16 rows that follow each other; `copy_rows`: 16 rows anywhere, row i from lane i, -1 for zeros."""
     pitch = 2 * shape.head_dim
     pieces = pitch // 16  # of a row
@@ -115,7 +123,7 @@ def _make_copy_rows(shape: AttentionShape) -> tuple[Callable[..., Any], Callable
     def copy_rows(target: Any, k_cache: Any, v_cache: Any, row: Any, lane: Any) -> None:
         piece = int64(lane & uint32(pieces - 1)) * 16
         for copy in range(copies):
-            mine = cuda.shfl_sync(FULL_WARP, row, copy * rows_a_copy + (lane >> uint32(piece_shift)))
+            mine = cuda.shfl_sync(FULL_WARP, row, int32(uint32(copy * rows_a_copy) + (lane >> uint32(piece_shift))))
             size = uint32(16) if mine >= 0 else uint32(0)
             offset = int64(max(mine, int32(0))) * pitch + piece
             swizzled = (target ^ uint32((((copy * rows_a_copy) >> 1) & 3) << 4)) + uint32(copy * 512)
@@ -125,20 +133,8 @@ def _make_copy_rows(shape: AttentionShape) -> tuple[Callable[..., Any], Callable
     return copy_run, copy_rows
 
 
-def make_copy_functions(shape: AttentionShape) -> tuple[Callable[..., Any], ...]:
-    """`lane_offset`, `is_early`, `look_up` and `issue`, by the cursor.
-
-    lane_offset  where a lane's first piece goes in its warp's stage
-    is_early  whether a step's tile holds only positions of earlier steps that some row is bound to see
-    look_up   read the step's entry of the block table ahead of its use
-    issue     copy the step's rows, describe them, move the cursor on
-    """
-    first, keep_end = shape.first, shape.first + shape.keep_first
-    windowed, window = shape.window is not None, shape.window or 0
-    group, tile_rows, block = shape.group, 16 * shape.row_tiles, shape.block
-    kv_heads, block_shift = shape.kv_heads, block.bit_length() - 1
-    row_of_cache, (copy_run, copy_rows), move_on = _make_row_of_cache(shape), _make_copy_rows(shape), advance(shape)
-
+def make_lane_offset(shape: AttentionShape) -> Any:
+    """A function: where a lane's first piece goes in its warp's stage."""
     pieces = shape.head_dim // 8
     piece_shift, pitch = pieces.bit_length() - 1, 2 * shape.head_dim
 
@@ -147,60 +143,82 @@ def make_copy_functions(shape: AttentionShape) -> tuple[Callable[..., Any], ...]
         row, piece = lane >> uint32(piece_shift), lane & uint32(pieces - 1)
         return uint32(row * uint32(pitch) + ((piece ^ row_swizzle(row)) << uint32(4)))
 
+    return lane_offset
+
+
+def make_is_early(shape: AttentionShape) -> Any:
+    """A function: whether the cursor's tile holds only positions of earlier steps, each seen by all live rows."""
+    first, keep_end = shape.first, shape.first + shape.keep_first
+    windowed, window = shape.window is not None, shape.window or 0
+
     @device_function
-    def is_early(cursor: Any, plan: Any, rows: Any) -> Any:
-        start, rows = cursor[POSITION_TILE] * TILE, ptx.stay_here(rows)
-        dense = plan[cursor[ENTRY] * PLAN_STRIDE + DENSE]
+    def is_early(cursor: Any, plan: Any) -> Any:
+        start, at = cursor[POSITION_TILE] * TILE, entry_of(cursor[PLACE]) * PLAN_STRIDE
+        dense = plan[at + DENSE]
         early = start >= first and start + TILE <= dense
         if windowed:
-            early = early and (start >= dense + rows - window or start + TILE <= keep_end)
+            early = early and (start > plan[at + LAST] - window or start + TILE <= keep_end)
         return early
+
+    return is_early
+
+
+def make_look_up(shape: AttentionShape) -> Any:
+    """A function that reads the cursor's entry of the block table, ahead of its use."""
+    block_shift = shape.block.bit_length() - 1
 
     @device_function
     def look_up(cursor: Any, plan: Any, table: Any, width: Any, warp: Any) -> None:
         width = ptx.stay_here(width)
-        if cursor[ENTRY] >= 0:
+        if cursor[PLACE] != NO_ITEM:
             position = cursor[POSITION_TILE] * TILE + int32(warp) * 16
             page = min(position >> block_shift, width - 1)
-            index = int64(plan[cursor[ENTRY] * PLAN_STRIDE + SLOT]) * int64(width) + page
+            index = int64(plan[entry_of(cursor[PLACE]) * PLAN_STRIDE + SLOT]) * int64(width) + page
             cursor[BLOCK] = ptx.load_global_i32(table + index * 4)
+
+    return look_up
+
+
+def make_issue(shape: AttentionShape) -> Any:
+    """A function that starts the copies of the cursor's step, describes them and moves the cursor on."""
+    group, tile_rows, block, kv_heads = shape.group, 16 * shape.row_tiles, shape.block, shape.kv_heads
+    row_of_cache, (copy_run, copy_rows) = _make_row_of_cache(shape), _make_copy_rows(shape)
+    move_on, is_early = advance(shape), make_is_early(shape)
 
     @device_function
     def issue(
         cursor: Any, plan: Any, row_ends: Any, target: Any, descriptor: Any, k_cache: Any, v_cache: Any, table: Any,
         row_masks: Any, batch: Any, rows: Any, width: Any, warp: Any, lane: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         batch, rows, width = ptx.stay_here(batch), ptx.stay_here(rows), ptx.stay_here(width)
-        entry = cursor[ENTRY]
-        if entry < 0:
-            ptx.store_shared_u32(descriptor, uint32(NO_ITEM))
+        place = uint32(cursor[PLACE])
+        if cursor[PLACE] == NO_ITEM:
+            ptx.store_shared_u32(descriptor, place)
             return
-        tile, flags = cursor[POSITION_TILE], uint32(FIRST_STEP if cursor[FRESH] != 0 else 0)
+        tile, at = cursor[POSITION_TILE], entry_of(place) * PLAN_STRIDE
         passing, last_pass, alone = False, int32(0), int32(-1)
         position = int32(tile * TILE + int32(warp) * 16)
-        if is_early(cursor, plan, rows):
-            flags |= uint32(ALL_VISIBLE)
-            inside = (cursor[BLOCK] * kv_heads + cursor[HEAD]) * block + (position & (block - 1))
+        if is_early(cursor, plan):
+            place = uint32(place | uint32(ALL_VISIBLE))
+            inside = (cursor[BLOCK] * kv_heads + head_of(place)) * block + (position & (block - 1))
             copy_run(target, k_cache, v_cache, inside, lane)
         else:
-            at = entry * PLAN_STRIDE
             passing = plan[at + TREE] != 0 and tile * TILE + TILE > plan[at + DENSE]
             if passing:
-                low = uint32(cursor[ROW_TILE]) * uint32(tile_rows)
+                low = uint32(row_tile_of(place) * tile_rows)
                 last_pass = int32(min(uint32(low + uint32(tile_rows - 1)) // uint32(group), uint32(rows - 1)))
                 if cursor[PASS] < 0:
                     cursor[PASS] = int32(low // uint32(group))
                 alone = cursor[PASS]
-                flags |= uint32(ALONE)
+                place = uint32(place | uint32(ALONE))
             source = int32(-1)
             if lane < 16 and plan[at + ALIVE] != 0:
                 source = row_of_cache(
                     cursor, plan, row_ends, position + int32(lane), alone, row_masks, table, rows, width
                 )
             copy_rows(target, k_cache, v_cache, source, lane)
-        place = uint32(entry) | uint32(cursor[ROW_TILE] << ROW_TILE_SHIFT) | uint32(cursor[HEAD] << HEAD_SHIFT)
         if move_on(cursor, plan, passing, last_pass, batch, rows):
-            flags |= uint32(LAST_STEP)
-        ptx.store_shared_128(descriptor, uint32(place | flags), uint32(tile), uint32(alone), uint32(0))
+            place = uint32(place | uint32(LAST_STEP))
+        ptx.store_shared_128(descriptor, place, uint32(tile), uint32(alone), uint32(0))
 
-    return lane_offset, is_early, look_up, issue
+    return issue

@@ -5,14 +5,22 @@ tiles of 16 query rows and a split. Items are counted from the slots' lengths al
 start before the tree's masks are known. Nothing here touches keys, values or queries.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from lowlat.kernels import ptx
 from lowlat.kernels.numba_cuda import cuda, device_function, int32, int64, uint32
 
-__all__ = ["AttentionShape", "advance", "enter_item", "make_plan_functions", "query_row"]
+__all__ = [
+    "AttentionShape",
+    "advance",
+    "enter_item",
+    "entry_of",
+    "head_of",
+    "make_plan_functions",
+    "query_row",
+    "row_tile_of",
+]
 
 SPLIT_SHIFT, TILE_SHIFT = 8, 6  # 256 and 64 positions
 SPLIT, TILE = 1 << SPLIT_SHIFT, 1 << TILE_SHIFT
@@ -20,11 +28,15 @@ TILES_A_SPLIT = SPLIT // TILE
 FAR = 1 << 30
 
 # Fields of a slot's part of the plan, in shared memory
-ITEMS, DENSE, KEEP_SPLITS, WINDOW_SPLIT, NUM_SPLITS, SLOT, ALIVE, TREE, END_MAX, END_MIN = range(10)
+ITEMS, DENSE, KEEP_SPLITS, WINDOW_SPLIT, NUM_SPLITS, SLOT, ALIVE, TREE, END_MAX, END_MIN, LAST = range(11)
 PLAN_STRIDE = 16
 # Fields of the cursor, in registers
-ITEM, ENTRY, HEAD, ROW_TILE, POSITION_TILE, LAST_TILE, PASS, FRESH, BLOCK = range(9)
-CURSOR_FIELDS = 9
+ITEM, PLACE, POSITION_TILE, LAST_TILE, PASS, BLOCK = range(6)
+CURSOR_FIELDS = 6
+# A place: bits 0 to 7 the entry among the slots, 8 to 11 flags, 12 to 19 the row tile, 20 to 31 the head
+FIRST_STEP, LAST_STEP, ALL_VISIBLE, ALONE = 1 << 8, 1 << 9, 1 << 10, 1 << 11
+ROW_TILE_SHIFT, HEAD_SHIFT = 12, 20
+NO_ITEM = -1
 
 
 @dataclass(frozen=True)
@@ -63,6 +75,24 @@ class AttentionShape:
 
 
 @device_function
+def entry_of(place: Any) -> Any:
+    """The entry among the step's slots."""
+    return int32(uint32(place) & uint32(255))
+
+
+@device_function
+def row_tile_of(place: Any) -> Any:
+    """Which of the item's query rows, in units of the rows of an item."""
+    return int32((uint32(place) >> uint32(ROW_TILE_SHIFT)) & uint32(255))
+
+
+@device_function
+def head_of(place: Any) -> Any:
+    """The key-value head."""
+    return int32(uint32(place) >> uint32(HEAD_SHIFT))
+
+
+@device_function
 def query_row(row_tile: Any, row: Any, group: Any) -> Any:
     """The slot's tree row, and the head within its group, of row `row` of a tile of 16."""
     place = uint32(row_tile) * uint32(16) + uint32(row)
@@ -70,7 +100,7 @@ def query_row(row_tile: Any, row: Any, group: Any) -> Any:
     return node, uint32(place - node * uint32(group))
 
 
-def make_plan_functions(shape: AttentionShape) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def make_plan_functions(shape: AttentionShape) -> tuple[Any, Any]:
     """`read_rows` and `plan_slots`, for all threads of a block, with barriers around them.
 
     read_rows   the position after each row's own, 0 for dead rows; and what a slot's rows have in common
@@ -112,7 +142,7 @@ def make_plan_functions(shape: AttentionShape) -> tuple[Callable[..., Any], Call
         cuda.syncthreads()
 
     @device_function
-    def plan_slots(plan: Any, slots: Any, dense_lens: Any, batch: Any, rows: Any) -> None:
+    def plan_slots(plan: Any, slots: Any, dense_lens: Any, batch: Any, rows: Any, tail: Any) -> None:
         entry = int32(cuda.threadIdx.x)
         if entry < batch:
             at = entry * PLAN_STRIDE
@@ -121,7 +151,9 @@ def make_plan_functions(shape: AttentionShape) -> tuple[Callable[..., Any], Call
             alive = slot >= 0
             if not early:
                 alive = alive and plan[at + ALIVE] != 0
-            splits = ((dense + rows - 1) >> SPLIT_SHIFT) + 1
+            last = dense + tail - 1
+            splits = (last >> SPLIT_SHIFT) + 1
+            plan[at + LAST] = int32(last)
             start, keep = int64(first), int64(0)
             if windowed:
                 start = max(start, dense - window)
@@ -138,8 +170,8 @@ def make_plan_functions(shape: AttentionShape) -> tuple[Callable[..., Any], Call
     return read_rows, plan_slots
 
 
-def enter_item(shape: AttentionShape) -> Callable[..., Any]:
-    """A function that sets the cursor to the start of an item; past the last, its entry becomes -1."""
+def enter_item(shape: AttentionShape) -> Any:
+    """A function that sets the cursor to the start of an item; past the last, its place becomes NO_ITEM."""
     first, windowed, window, keep_end = (
         shape.first,
         shape.window is not None,
@@ -156,7 +188,7 @@ def enter_item(shape: AttentionShape) -> Callable[..., Any]:
             rest = int32(rest - plan[entry * PLAN_STRIDE + ITEMS])
             entry = int32(entry + 1)
         if entry >= batch:
-            cursor[ENTRY] = int32(-1)
+            cursor[PLACE] = int32(NO_ITEM)
             return
         at = entry * PLAN_STRIDE
         tiles = uint32((rows * group + tile_rows - 1) // tile_rows)
@@ -168,21 +200,22 @@ def enter_item(shape: AttentionShape) -> Callable[..., Any]:
             split = int32(split - keep + start)
         dense = plan[at + DENSE]
         low = int64(split) * TILES_A_SPLIT
-        high = min(low + TILES_A_SPLIT - 1, (dense + rows - 1) >> TILE_SHIFT)
+        high = min(low + TILES_A_SPLIT - 1, plan[at + LAST] >> TILE_SHIFT)
         if windowed:
             if split < start:
                 high = min(high, (keep_end - 1) >> TILE_SHIFT)
             elif keep_end <= (low << TILE_SHIFT) or keep_end == first:
                 low = max(low, min((dense - window) >> TILE_SHIFT, high))
-        cursor[ENTRY], cursor[HEAD] = entry, int32(outer - number * uint32(kv_heads))
-        cursor[ROW_TILE] = int32(uint32(rest) - outer * tiles)
-        cursor[POSITION_TILE], cursor[LAST_TILE] = int32(low), int32(high)
-        cursor[PASS], cursor[FRESH] = int32(-1), int32(1)
+        head, row_tile = outer - number * uint32(kv_heads), uint32(rest) - outer * tiles
+        cursor[PLACE] = int32(
+            uint32(entry) | uint32(FIRST_STEP) | (head << uint32(HEAD_SHIFT)) | (row_tile << uint32(ROW_TILE_SHIFT))
+        )
+        cursor[POSITION_TILE], cursor[LAST_TILE], cursor[PASS] = int32(low), int32(high), int32(-1)
 
     return enter
 
 
-def advance(shape: AttentionShape) -> Callable[..., Any]:
+def advance(shape: AttentionShape) -> Any:
     """A function that moves the cursor on and returns whether the step it leaves was its item's last.
 
     `passing` says that the step it leaves is of one row of a tree, `last_pass` which is the last such row.
@@ -191,7 +224,7 @@ def advance(shape: AttentionShape) -> Callable[..., Any]:
 
     @device_function
     def move_on(cursor: Any, plan: Any, passing: Any, last_pass: Any, batch: Any, rows: Any) -> Any:
-        cursor[FRESH] = int32(0)
+        cursor[PLACE] = int32(cursor[PLACE] & ~FIRST_STEP)
         if passing and cursor[PASS] < last_pass:
             cursor[PASS] = int32(cursor[PASS] + 1)
             return False
@@ -199,7 +232,7 @@ def advance(shape: AttentionShape) -> Callable[..., Any]:
         if cursor[POSITION_TILE] < cursor[LAST_TILE]:
             cursor[POSITION_TILE] = int32(cursor[POSITION_TILE] + 1)
             return False
-        enter(cursor, plan, cursor[ITEM] + int32(cuda.gridDim.x), batch, rows)
+        enter(cursor, plan, int32(cursor[ITEM] + int32(cuda.gridDim.x)), batch, rows)
         return True
 
     return move_on

@@ -7,20 +7,24 @@ Both operands of a product have their inner index permuted alike, so that a lane
 """
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 from lowlat.kernels import ptx
-from lowlat.kernels.attention_copy import (
+from lowlat.kernels.attention_copy import FULL_WARP, row_swizzle
+from lowlat.kernels.attention_plan import (
     ALL_VISIBLE,
     ALONE,
+    DENSE,
+    END_MAX,
     FIRST_STEP,
-    FULL_WARP,
-    HEAD_SHIFT,
-    ROW_TILE_SHIFT,
-    row_swizzle,
+    PLAN_STRIDE,
+    TILE,
+    AttentionShape,
+    entry_of,
+    head_of,
+    query_row,
+    row_tile_of,
 )
-from lowlat.kernels.attention_plan import DENSE, END_MAX, PLAN_STRIDE, TILE, AttentionShape, query_row
 from lowlat.kernels.numba_cuda import cuda, device_function, float32, int32, int64, uint32
 
 __all__ = ["make_attend", "make_forget"]
@@ -29,23 +33,27 @@ NAN_BITS = 0x7FC00000
 MINUS_INFINITY = -math.inf
 
 
-def make_forget(shape: AttentionShape) -> Callable[..., Any]:
+def make_forget(shape: AttentionShape) -> Any:
     """The function that clears an item's registers; where it ends, so that they are free between items."""
-    num_totals, num_queries, halves = shape.row_tiles * shape.head_dim // 2, shape.row_tiles * shape.head_dim // 4, 2 * shape.row_tiles
+    num_totals, num_queries, halves = (
+        shape.row_tiles * shape.head_dim // 2,
+        shape.row_tiles * shape.head_dim // 4,
+        2 * shape.row_tiles,
+    )
 
     @device_function
-    def forget(totals: Any, queries: Any, peaks: Any, norms: Any, ends: Any) -> None:
+    def forget(totals: Any, queries: Any, peaks: Any, norms: Any) -> None:
         for k in range(num_totals):
             totals[k] = float32(0)
         for k in range(num_queries):
             queries[k] = uint32(0)
         for part in range(halves):
-            peaks[part], norms[part], ends[part] = float32(MINUS_INFINITY), float32(0), int32(0)
+            peaks[part], norms[part] = float32(MINUS_INFINITY), float32(0)
 
     return forget
 
 
-def make_attend(shape: AttentionShape) -> Callable[..., Any]:
+def make_attend(shape: AttentionShape) -> Any:
     """The function that adds one step's tile, described by `words`, to a warp's sums; an item's first loads queries."""
     load_queries, (add_scores, add_values) = _make_load_queries(shape), _make_products(shape)
     hide, weigh, drop_broken = _make_hide(shape), _make_weigh(shape), _make_drop(shape)
@@ -54,13 +62,12 @@ def make_attend(shape: AttentionShape) -> Callable[..., Any]:
 
     @device_function
     def attend(
-        totals: Any, queries: Any, peaks: Any, norms: Any, ends: Any, q: Any, row_ends: Any, plan: Any, words: Any,
+        totals: Any, queries: Any, peaks: Any, norms: Any, q: Any, row_ends: Any, plan: Any, words: Any,
         stage: Any, rows: Any, scale: Any, warp: Any, lane: Any,
     ) -> None:  # fmt: skip
-        entry, row_tile = int32(words[0] & uint32(255)), (words[0] >> uint32(ROW_TILE_SHIFT)) & uint32(255)
-        row_tile = uint32(row_tile * uint32(row_tiles))
+        entry, row_tile = entry_of(words[0]), int32(row_tile_of(words[0]) * row_tiles)
         if words[0] & uint32(FIRST_STEP):
-            load_queries(queries, ends, q, row_ends, entry, words[0] >> uint32(HEAD_SHIFT), row_tile, rows, lane)
+            load_queries(queries, q, entry, head_of(words[0]), row_tile, rows, lane)
         start, alone = int32(int32(words[1]) * TILE), int32(words[2])
         all_visible, is_alone = words[0] & uint32(ALL_VISIBLE) != 0, words[0] & uint32(ALONE) != 0
         if not all_visible:
@@ -79,31 +86,30 @@ def make_attend(shape: AttentionShape) -> Callable[..., Any]:
             broken = uint32(0)
             if start + TILE > plan[entry * PLAN_STRIDE + DENSE]:
                 broken = drop_broken(stage, lane)
-            hide(scores, ends, int32(start + int32(warp) * 16), is_alone, alone, row_tile, broken, lane)
+            hide(
+                scores, row_ends, int32(entry * rows), rows, int32(start + int32(warp) * 16), is_alone, alone, row_tile,
+                broken, lane,
+            )  # fmt: skip
         weigh(scores, weights, factors, peaks, norms)
         add_values(totals, weights, factors, stage, lane)
 
     return attend
 
 
-def _make_load_queries(shape: AttentionShape) -> Callable[..., Any]:
-    """Query fragments of the item's row tiles, and each row's end; rows past the last are zero and see nothing."""
+def _make_load_queries(shape: AttentionShape) -> Any:
+    """Query fragments of the item's row tiles; rows past the last are zero."""
     group, kv_heads, row_tiles = shape.group, shape.kv_heads, shape.row_tiles
     chunks, row_bytes = shape.head_dim // 32, 2 * shape.head_dim
 
     @device_function
-    def load_queries(
-        queries: Any, ends: Any, q: Any, row_ends: Any, entry: Any, head: Any, row_tile: Any, rows: Any, lane: Any
-    ) -> None:
+    def load_queries(queries: Any, q: Any, entry: Any, head: Any, row_tile: Any, rows: Any, lane: Any) -> None:
         rows, lane = ptx.stay_here(rows), uint32(ptx.stay_here(int32(lane)))
         for part in range(2 * row_tiles):
             node, member = query_row(row_tile, uint32(part * 8) + (lane >> uint32(2)), group)
             for word in range(4 * chunks):
                 queries[part * 4 * chunks + word] = uint32(0)
-            ends[part] = int32(0)
             if int64(node) < int64(rows):
                 row = int64(entry) * int64(rows) + int64(node)
-                ends[part] = row_ends[row]
                 place = (row * kv_heads + int64(head)) * group + int64(member)
                 address = q + place * row_bytes + int64(lane & uint32(3)) * 16
                 for word in range(4 * chunks):  # one by one: the products want them in registers side by side
@@ -113,7 +119,7 @@ def _make_load_queries(shape: AttentionShape) -> Callable[..., Any]:
     return load_queries
 
 
-def _make_products(shape: AttentionShape) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def _make_products(shape: AttentionShape) -> tuple[Any, Any]:
     """Scores of two groups of 8 positions; and sums times their factors plus weights times values."""
     chunks, pitch, row_tiles = shape.head_dim // 32, 2 * shape.head_dim, shape.row_tiles
     pairs, sums = shape.head_dim // 16, shape.head_dim // 2
@@ -158,21 +164,22 @@ def _make_products(shape: AttentionShape) -> tuple[Callable[..., Any], Callable[
     return add_scores, add_values
 
 
-def _make_hide(shape: AttentionShape) -> Callable[..., Any]:
+def _make_hide(shape: AttentionShape) -> Any:
     """Select minus infinity where a row may not look, and NaN where it looks at a value that is not finite."""
     group, row_tiles, first = shape.group, shape.row_tiles, shape.first
     windowed, window, keep_end = shape.window is not None, shape.window or 0, shape.first + shape.keep_first
 
     @device_function
     def hide(
-        scores: Any, ends: Any, position: Any, is_alone: Any, alone: Any, row_tile: Any, broken: Any, lane: Any
-    ) -> None:
+        scores: Any, row_ends: Any, first_row: Any, rows: Any, position: Any, is_alone: Any, alone: Any, row_tile: Any,
+        broken: Any, lane: Any,
+    ) -> None:  # fmt: skip
         lane = uint32(ptx.stay_here(int32(lane)))
         for part in range(2 * row_tiles):
             node, _ = query_row(row_tile, uint32(part * 8) + (lane >> uint32(2)), group)
-            end = ends[part]
-            if is_alone and int32(node) != alone:
-                end = int32(0)
+            end = int32(0)
+            if int32(node) < rows and not (is_alone and int32(node) != alone):
+                end = row_ends[first_row + int32(node)]
             for element in range(4):
                 place = int32((element >> 1) * 8 + int32(lane & uint32(3)) * 2 + (element & 1))
                 at = int32(position + place)
@@ -188,7 +195,7 @@ def _make_hide(shape: AttentionShape) -> Callable[..., Any]:
     return hide
 
 
-def _make_weigh(shape: AttentionShape) -> Callable[..., Any]:
+def _make_weigh(shape: AttentionShape) -> Any:
     """From scores to weights and factors; renews the peaks and the sums of weights, which are each lane's own."""
     row_tiles = shape.row_tiles
 
@@ -221,7 +228,7 @@ def _exponent_carries(word: Any) -> Any:
     return uint32((word & uint32(0x7F807F80)) + uint32(0x00800080))
 
 
-def _make_drop(shape: AttentionShape) -> Callable[..., Any]:
+def _make_drop(shape: AttentionShape) -> Any:
     """Zero the value rows that are not finite, and return a bit for each.
 
     Weight 0 times infinity would reach rows that do not see the position: a draft may not break the rows before it.

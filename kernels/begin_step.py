@@ -26,6 +26,7 @@ ACTIVE, COMMITTED, DRAFTED, DEEPEST, RECORD = 0, 1, 2, 3, 4  # columns of a slot
 OPCODE, SLOT, VALUE, COMMAND = 0, 1, 2, 3  # of a command
 WAITING = 64  # commands fetched at a time
 WAITING_WORDS = WAITING * COMMAND
+MAX_NODES = 10240  # of all paths: 40 KiB of shared memory
 
 
 @dataclass(frozen=True)
@@ -103,8 +104,9 @@ def begin_step(
         check_shape("slots, dense_lens, num_verified and verified_depth", array, sizes.batch)
     for array in (row_positions, row_live, row_masks):
         check_shape("row_positions, row_live and row_masks", array, sizes.batch, sizes.rows)
-    if sizes.max_batch > THREADS or 32 * sizes.batch > THREADS or sizes.rows > 64:
-        raise ShapeError(f"begin_step takes at most {THREADS // 32} slots of 64 rows, got {sizes}")
+    num_nodes = sizes.batch * sizes.num_paths * sizes.width
+    if sizes.max_batch > THREADS or 32 * sizes.batch > THREADS or sizes.rows > 64 or num_nodes > MAX_NODES:
+        raise ShapeError(f"begin_step takes at most {THREADS // 32} slots of 64 rows, {MAX_NODES} in paths: {sizes}")
     check_shape("command_ring", command_ring, sizes.ring, COMMAND_WIDTH)
     check_shape("paths", paths, sizes.batch, *tree_paths.shape[1:])
     check_shape("output_counts", output_counts, *prompt_seen.shape)
@@ -119,7 +121,7 @@ def begin_step(
 def _load_slots(thread: Any, batch: Any, max_batch: Any, rows: Any, state: Any, shared: Any) -> None:
     """What decides the rows of each slot, into shared memory; all loads before all stores, or they would queue."""
     lengths, active, num_drafts, slot_ints = state
-    record, alive, depths = shared
+    record, alive, depths, _nodes = shared
     if thread < batch:
         alive[thread] = 0
         depths[thread] = 0
@@ -149,7 +151,7 @@ def _find(index: Any, max_batch: Any, record: Any) -> Any:
 def _lay_out_row(index: Any, row: Any, slot: Any, sizes: Any, shared: Any, arrays: Any) -> None:
     """One row: its token, position, liveness and mask; counted among the entry's live rows."""
     rows, max_rows, context = sizes
-    record, alive, depths = shared
+    record, alive, depths, _nodes = shared
     tokens, drafts, tree_masks, row_tokens, row_positions, row_live, row_masks = arrays
     token, position, live, mask = int64(-1), int64(0), int64(0), int64(0)
     if slot >= 0 and row <= record[slot * RECORD + DRAFTED]:
@@ -173,28 +175,31 @@ def _lay_out_row(index: Any, row: Any, slot: Any, sizes: Any, shared: Any, array
 
 
 @device_function
-def _lay_out_path(path: Any, index: Any, slot: Any, num_paths: Any, width: Any, live: Any, arrays: Any) -> None:
+def _keep_paths(index: Any, lane: Any, slot: Any, count: Any, early: Any, source: Any, nodes: Any) -> None:
+    """An entry's paths into shared memory, by a warp; `early` is what the first turn has loaded already."""
+    if lane < count:
+        nodes[index * count + lane] = early
+    for turn in range(1, turns(count, 32)):
+        place = lane + turn * 32
+        if slot >= 0 and place < count:
+            nodes[index * count + place] = int_at(source, slot * count + place)
+
+
+@device_function
+def _lay_out_path(first: Any, slot: Any, width: Any, live: Any, nodes: Any, out: Any) -> None:
     """One path up to its first dead node, and the root in any case.
 
-    live  the bits of the entry's live rows
-    First only loads, which overlap; then loads that hit L1, and stores.
+    first  where the path begins, in shared memory and in the output
+    live   the bits of the entry's live rows
     """
-    known, out = arrays
-    source, target, end = (slot * num_paths + path) * width, (index * num_paths + path) * width, int64(0)
-    if slot >= 0:
-        end = int64(width)
-        for place in range(width):
-            node = int_at(known, source + place)
-            dead = node < 0 or node > 63 or (live >> max(min(node, int64(63)), int64(0))) & 1 == 0
-            if dead or (place > 0 and node == 0):
-                end = min(end, int64(place))
+    going = slot >= 0
     for place in range(width):
-        node = int64(-1)
-        if place < end:
-            node = int_at(known, source + place)
+        node = int64(nodes[first + place])
+        going = going and node >= 0 and node < 64 and (live >> (node & 63)) & 1 == 1 and (place == 0 or node != 0)
+        known = node if going else int64(-1)
         if place == 0 and slot >= 0:
-            node = int64(0)
-        set_int(out, target + place, node)
+            known = int64(0)
+        set_int(out, first + place, known)
 
 
 @device_function
@@ -308,24 +313,29 @@ def _apply(
 def _lay_out(thread: Any, plan: Any, state: Any, shared: Any, row_arrays: Any, path_arrays: Any, outs: Any) -> None:
     """List the active slots and lay out their rows and paths: a warp an entry."""
     batch, rows, num_paths, width, max_batch, max_rows, context = plan
-    record, alive, depths = shared
+    record, alive, depths, nodes = shared
+    tree_paths, paths = path_arrays
     slots, dense_lens, num_verified, verified_depth = outs
     _load_slots(thread, batch, max_batch, rows, state, shared)
     cuda.syncthreads()
     index, lane, slot = thread >> 5, thread & 31, int64(-1)
     if index < batch:
         slot = _find(index, max_batch, record)
+        count, early = num_paths * width, int64(-1)
+        if slot >= 0:
+            early = int_at(tree_paths, slot * count + min(lane, int64(count - 1)))
         for turn in range(turns(rows, 32)):
             row = lane + turn * 32
             if row < rows:
                 _lay_out_row(index, row, slot, (rows, max_rows, context), shared, row_arrays)
+        _keep_paths(index, lane, slot, count, early, tree_paths, nodes)
     cuda.syncthreads()
     if index < batch:
         live = alive[index]
         for turn in range(turns(num_paths, 32)):
             path = lane + turn * 32
             if path < num_paths:
-                _lay_out_path(path, index, slot, num_paths, width, live, path_arrays)
+                _lay_out_path((index * num_paths + path) * width, slot, width, live, nodes, paths)
         if lane == 0:
             set_int(slots, index, slot)
             set_int(dense_lens, index, record[slot * RECORD + COMMITTED] - 1 if slot >= 0 else int64(0))
@@ -336,7 +346,7 @@ def _lay_out(thread: Any, plan: Any, state: Any, shared: Any, row_arrays: Any, p
 @cache
 def _make(threads: int, sizes: _Sizes) -> Kernel:
     plan, extents, ring = astuple(sizes)[:7], astuple(sizes)[6:11], sizes.ring
-    batch, num_records = sizes.batch, sizes.max_batch * RECORD
+    batch, num_records, num_nodes = sizes.batch, sizes.max_batch * RECORD, sizes.batch * sizes.num_paths * sizes.width
 
     def kernel(
         command_ring: Any,
@@ -379,12 +389,13 @@ def _make(threads: int, sizes: _Sizes) -> Kernel:
         record = cuda.shared.array(shape=num_records, dtype=int64)
         alive = cuda.shared.array(shape=batch, dtype=int64)
         depths = cuda.shared.array(shape=batch, dtype=int32)
+        nodes = cuda.shared.array(shape=num_nodes, dtype=int32)
         words = cuda.shared.array(shape=WAITING_WORDS, dtype=int64)
         thread = int64(cuda.threadIdx.x)
         head, tail = int64(0), int64(0)
         if thread == 0:
             tail, head = ptx.load_volatile_i64(command_tail), long_at(command_head, 0)
-        state, shared = (lengths, active, num_drafts, slot_ints), (record, alive, depths)
+        state, shared = (lengths, active, num_drafts, slot_ints), (record, alive, depths, nodes)
         row_arrays = (tokens, drafts, tree_masks, row_tokens, row_positions, row_live, row_masks)
         outs = (slots, dense_lens, num_verified, verified_depth)
         _lay_out(thread, plan, state, shared, row_arrays, (tree_paths, paths), outs)

@@ -24,6 +24,7 @@ LIMB_BITS = 20  # a mass is two limbs: sums of 2048 of either fit 32 bits
 LIMB_MASK = (1 << LIMB_BITS) - 1
 COPIES = 2  # half a block each
 TALLY_WORDS = COPIES * 2 * BINS
+PARTS = CHUNK // THREADS
 COMMON_DIGITS = 4  # digits added up by whole warps before lanes go their own ways
 MAGNITUDE = 0x7FFFFFFF
 
@@ -133,11 +134,11 @@ def make_find_bound(chunks: int) -> Any:
         for step in range(PASSES):
             digits = 8 if step < PASSES - 1 else 7
             shift = 23 - 8 * step if step < PASSES - 1 else 0
-            for word in range(thread, TALLY_WORDS, THREADS):
-                tally[word] = uint32(0)
+            for part in range(TALLY_WORDS // THREADS):
+                tally[part * THREADS + thread] = uint32(0)
             cuda.syncthreads()
-            for place in range(thread, CHUNK, THREADS):
-                bits = chunk[place]
+            for part in range(cuda.blockDim.x // (THREADS // PARTS)):  # not a constant: copies would cost registers
+                bits = chunk[part * THREADS + thread]
                 magnitude = uint32(bits & uint32(MAGNITUDE))
                 low, high = uint32(0), uint32(0)
                 if uint32(magnitude >> uint32(shift + digits)) == prefix:

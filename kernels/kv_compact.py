@@ -59,11 +59,16 @@ def kv_compact(
 
 
 @device_function
-def _row_address(position: Any, head: Any, part: Any, sizes: Any, table: Any, cache_: Any) -> Any:
-    """Where a thread's part of the row at a position lies."""
+def _row(position: Any, head: Any, part: Any, sizes: Any, table: Any) -> Any:
+    """Where a thread's part of the row at a position lies in a cache, in bytes."""
     num_heads, block, parts = sizes
     number, offset = divide(position, block)
-    return cache_ + (((int_at(table, number) * num_heads + head) * block + offset) * parts + part) * 16
+    return (((int_at(table, number) * num_heads + head) * block + offset) * parts + part) * 16
+
+
+@device_function
+def _store(address: Any, row: Any) -> None:
+    ptx.store_global_128(address, row[0], row[1], row[2], row[3])
 
 
 @device_function
@@ -74,32 +79,31 @@ def _place(place: Any, count: Any, nodes: Any) -> Any:
 
 
 @device_function
-def _load(position: Any, head: Any, part: Any, sizes: Any, table: Any, cache_: Any) -> Any:
-    return ptx.load_global_128(_row_address(position, head, part, sizes, table, cache_))
-
-
-@device_function
-def _store(row: Any, position: Any, head: Any, part: Any, sizes: Any, table: Any, cache_: Any) -> None:
-    ptx.store_global_128(_row_address(position, head, part, sizes, table, cache_), row[0], row[1], row[2], row[3])
-
-
-@device_function
 def _move_four(base: Any, place: Any, moving: Any, head: Any, part: Any, sizes: Any, table: Any, cache_: Any) -> None:
-    """Four rows at once: sources never lie below their places, so all loads may come before the stores."""
+    """Four rows at once: sources never lie below their places, so all loads may come before the stores.
+
+    A row that stays stands in for the root's: loaded, not stored.
+    """
     n0, n1, n2, n3 = moving
     moves0, moves1, moves2, moves3 = n0 != place, n1 != place + 1, n2 != place + 2, n3 != place + 3
-    first = _load(base + (n0 if moves0 else int64(0)), head, part, sizes, table, cache_)
-    second = _load(base + (n1 if moves1 else int64(0)), head, part, sizes, table, cache_)
-    third = _load(base + (n2 if moves2 else int64(0)), head, part, sizes, table, cache_)
-    fourth = _load(base + (n3 if moves3 else int64(0)), head, part, sizes, table, cache_)
+    p0, p1 = place if moves0 else int64(0), place + 1 if moves1 else int64(0)
+    p2, p3 = place + 2 if moves2 else int64(0), place + 3 if moves3 else int64(0)
+    s0 = _row(base + (n0 if moves0 else int64(0)), head, part, sizes, table)
+    s1 = _row(base + (n1 if moves1 else int64(0)), head, part, sizes, table)
+    s2 = _row(base + (n2 if moves2 else int64(0)), head, part, sizes, table)
+    s3 = _row(base + (n3 if moves3 else int64(0)), head, part, sizes, table)
+    t0, t1 = _row(base + p0, head, part, sizes, table), _row(base + p1, head, part, sizes, table)
+    t2, t3 = _row(base + p2, head, part, sizes, table), _row(base + p3, head, part, sizes, table)
+    first, second = ptx.load_global_128(cache_ + s0), ptx.load_global_128(cache_ + s1)
+    third, fourth = ptx.load_global_128(cache_ + s2), ptx.load_global_128(cache_ + s3)
     if moves0:
-        _store(first, base + place, head, part, sizes, table, cache_)
+        _store(cache_ + t0, first)
     if moves1:
-        _store(second, base + place + 1, head, part, sizes, table, cache_)
+        _store(cache_ + t1, second)
     if moves2:
-        _store(third, base + place + 2, head, part, sizes, table, cache_)
+        _store(cache_ + t2, third)
     if moves3:
-        _store(fourth, base + place + 3, head, part, sizes, table, cache_)
+        _store(cache_ + t3, fourth)
 
 
 @cache

@@ -26,7 +26,7 @@ from lowlat.kernels.reference.slot_record import (
     PROMPT_LENGTH,
     REPETITION,
 )
-from lowlat.kernels.select import CHUNK, GROUPS, MINUS_INFINITY, STRIDE, THREADS, copies_wait_all, make_stage
+from lowlat.kernels.select import CHUNK, MINUS_INFINITY, STRIDE, THREADS, copies_wait_all, make_stage
 
 __all__ = ["draw_position", "make_apply_history"]
 
@@ -162,11 +162,10 @@ def make_apply_history(width: int, rows: int) -> Any:
                 value = add_rn(float_of_bits(chunk[place]), bias_values[slot, column])
                 chunk[place] = bits_of_float(value)
         cuda.syncthreads()
-        for group in range(GROUPS):
-            for part in range(4):
-                place = group * STRIDE + 4 * thread + part
-                if first + place < width:
-                    chunk[place] = bits_of_float(_clamped(float_of_bits(chunk[place])))
+        for part in range(CHUNK // THREADS):
+            place = part * THREADS + thread
+            if first + place < width:
+                chunk[place] = bits_of_float(_clamped(float_of_bits(chunk[place])))
         cuda.syncthreads()
         if banning and thread < MAX_STOPS:
             place = stop_ids[slot, thread] - first

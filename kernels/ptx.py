@@ -273,12 +273,12 @@ def mma_bf16_tiles(total: int, first: int, count: int, word: int) -> Any:
     return multiply
 
 
-def store_shared_tiles(count: int, offsets: tuple[int, int, int, int], stride: int) -> Any:
-    """An intrinsic: store a tuple of 4 * count float32 to shared memory, the four of a tile at byte `offsets`."""
+def store_shared_tiles(total: int, first: int, count: int, offsets: tuple[int, int, int, int], stride: int) -> Any:
+    """An intrinsic: store tiles `first` to `first + count - 1` of 4 * total float32, a tile's four at byte `offsets`."""
 
     @intrinsic
     def store(context: Any, address: Any, accumulators: Any) -> Any:
-        signature = types.void(u32, types.UniTuple(f32, 4 * count))
+        signature = types.void(u32, types.UniTuple(f32, 4 * total))
 
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             function = ir.FunctionType(ir.VoidType(), [_IR[u32], _IR[f32]])
@@ -286,7 +286,7 @@ def store_shared_tiles(count: int, offsets: tuple[int, int, int, int], stride: i
                 for part, offset in enumerate(offsets):
                     text = f"st.shared.f32 [$0+{tile * stride + offset}], $1;"
                     assembly = ir.InlineAsm(function, text, "r,f,~{memory}", side_effect=True)
-                    builder.call(assembly, [args[0], builder.extract_value(args[1], 4 * tile + part)])
+                    builder.call(assembly, [args[0], builder.extract_value(args[1], 4 * (first + tile) + part)])
             return context.get_dummy_value()
 
         return signature, codegen

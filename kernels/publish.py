@@ -15,7 +15,7 @@ from lowlat.kernels.publish_kernel import NUM_ARGUMENTS, PublishPlan, publish_ke
 from lowlat.kernels.reference.publish import RECORD_WIDTH
 from lowlat.kernels.reference.shapes import check_shape
 
-__all__ = ["LoopControl", "examples", "finish_step", "publish"]
+__all__ = ["LoopControl", "examples", "finish_step", "for_condition", "publish"]
 
 THREADS = 512
 MAX_ROWS = 2048  # of all slots: three words of shared memory each
@@ -134,6 +134,16 @@ def finish_step(
     drafting = (draft_nodes, draft_live, topology_masks, topology_paths, drafts, num_drafts, tree_masks, tree_paths)
     arguments = (*call.arguments[:17], *drafting, *(assignment or (0, 0, 0, 0)), *call.arguments[-4:])
     return [KernelCall(publish_kernel(plan), (1, 1, 1), arguments)]
+
+
+def for_condition(call: KernelCall, condition: int) -> KernelCall:
+    """The same call deciding by another WHILE node's condition; the call itself where it does not decide.
+
+    condition  the node's handle, which is known only while its graph is captured
+    """
+    if call.kernel.linked:
+        return call
+    return replace(call, arguments=(*call.arguments[:-1], condition))
 
 
 def examples() -> list[Kernel]:

@@ -26,6 +26,7 @@ from lowlat.kernels.reference.publish import (
 __all__ = ["NUM_ARGUMENTS", "PublishPlan", "publish_kernel"]
 
 NUM_ARGUMENTS = 33
+SIGNATURE = (*[types.int64] * (NUM_ARGUMENTS - 1), types.uint64)
 
 
 @dataclass(frozen=True)
@@ -145,10 +146,10 @@ def _load_drafts(thread: Any, threads: Any, batch: Any, rows: Any, source: Any, 
 
 
 @device_function
-def _assign(thread: Any, threads: Any, sizes: Any, assignment: Any, drafted: Any, draft_nodes: Any) -> None:
+def _assign(thread: Any, threads: Any, sizes: Any, top_tokens: Any, lists: Any, drafted: Any, draft_nodes: Any) -> None:
     """The last level's children get their tokens."""
     batch, rows, children, above, ranks = sizes
-    top_tokens, child_nodes, child_rows, child_ranks = assignment
+    child_nodes, child_rows, child_ranks = lists
     for turn in range(turns(batch * children, threads)):
         place = thread + turn * threads
         if place < batch * children:
@@ -303,8 +304,8 @@ def publish_kernel(plan: PublishPlan) -> Kernel:
             _load_drafts(thread, threads, batch, rows, draft_nodes, drafted, ends)
         cuda.syncthreads()
         if assigning:
-            assignment = (top_tokens, child_nodes, child_rows, child_ranks)
-            _assign(thread, threads, (batch, rows, children, above, ranks), assignment, drafted, draft_nodes)
+            lists = (child_nodes, child_rows, child_ranks)
+            _assign(thread, threads, (batch, rows, children, above, ranks), top_tokens, lists, drafted, draft_nodes)
             cuda.syncthreads()
         rings = (ring_records, ring_tokens, ring_logprob_values, ring_logprob_ids)
         sizes, sources = (batch, rows, max_batch, max_rows, columns), (logprob_values, logprob_ids)
@@ -322,5 +323,4 @@ def publish_kernel(plan: PublishPlan) -> Kernel:
                 _repeat(condition, loop_budget, state)
 
     name = "publish_" + "_".join(str(part) for part in astuple(plan))
-    signature = (*[types.int64] * (NUM_ARGUMENTS - 1), types.uint64)
-    return Kernel(name, kernel, signature, threads, linked=not looping)
+    return Kernel(name, kernel, SIGNATURE, threads, linked=not looping)

@@ -26,7 +26,6 @@ from lowlat.kernels.ptx import (
     load_shared_128,
     shared_address,
     store_global_u32,
-    store_shared_128,
     wait_for_previous_kernel,
 )
 from lowlat.kernels.reference.shapes import check_shape
@@ -218,16 +217,12 @@ def _make_choose(width: int, rows: int) -> Kernel:
 
 
 @device_function
-def _scale(staged: Any, largest: Any, temperature: Any) -> None:
-    """Turn the logits that a thread owns into (logit - largest) / temperature, each operation rounded by itself."""
-    for group in range(GROUPS):
-        at = uint32(staged + 4 * int64(group * STRIDE + 4 * cuda.threadIdx.x))
-        words = load_shared_128(at)
-        a = bits_of_float(div_rn(add_rn(float_of_bits(words[0]), -largest), temperature))
-        b = bits_of_float(div_rn(add_rn(float_of_bits(words[1]), -largest), temperature))
-        c = bits_of_float(div_rn(add_rn(float_of_bits(words[2]), -largest), temperature))
-        d = bits_of_float(div_rn(add_rn(float_of_bits(words[3]), -largest), temperature))
-        store_shared_128(at, a, b, c, d)
+def _scale(chunk: Any, largest: Any, temperature: Any) -> None:
+    """Turn a chunk's logits, which all threads see, into (logit - largest) / temperature, each operation rounded."""
+    for part in range(CHUNK // THREADS):
+        place = part * THREADS + cuda.threadIdx.x
+        below = add_rn(float_of_bits(chunk[place]), -largest)
+        chunk[place] = bits_of_float(div_rn(below, temperature))
 
 
 @device_function
@@ -244,7 +239,7 @@ def _own_draw(staged: Any, first: Any, bound: Any, min_p: Any, seed: Any, positi
     """The best pair of logits and noise among the tokens that a thread owns."""
     key, low = uint32(0), uint32(0)
     low_seed, high_seed = uint32(seed & 0xFFFFFFFF), uint32((seed >> 32) & 0xFFFFFFFF)
-    for group in range(GROUPS):
+    for group in range(cuda.blockDim.x // (THREADS // GROUPS)):  # not a constant: copies would cost registers
         place = int64(group * STRIDE + 4 * cuda.threadIdx.x)
         a, b, c, d = load_shared_128(uint32(staged + 4 * place))
         index = first + place
@@ -314,7 +309,7 @@ def _make_draw(width: int, rows: int) -> Kernel:
             bias_values,
             stop_ids,
         )
-        _scale(base, likeliest, slot_floats[slot, TEMPERATURE])
+        _scale(staged, likeliest, slot_floats[slot, TEMPERATURE])
         counter = counters + row * (4 * COUNTERS)
         bound, tables = uint32(FINITE), int64(0)
         top_k, top_p = slot_ints[slot, TOP_K], slot_floats[slot, TOP_P]

@@ -42,7 +42,7 @@ class MatmulPlan:
     row_tiles     tiles of 8 rows: 1, 2, 4 or 8
     weight_tiles  tiles of 16 weight rows that a warp multiplies at once: 1, 2 or 4
     stages        k steps under way in each warp
-    buffers       areas of partial sums: with two, a tile's end needs one barrier instead of two
+    buffers       areas of partial sums of one tile: with two, a tile's end needs one barrier instead of two
     num_blocks    blocks of the grid
     """
 
@@ -59,8 +59,8 @@ class MatmulPlan:
 
     @property
     def sum_bytes(self) -> int:
-        """One warp's partial sums."""
-        return self.weight_tiles * self.row_tiles * SUM_BYTES
+        """One warp's partial sums of one weight tile."""
+        return self.row_tiles * SUM_BYTES
 
     @property
     def shared_bytes(self) -> int:
@@ -87,18 +87,24 @@ _PLANS = {
     (1, 2): (4, 2),
     (2, 1): (4, 2),
     (2, 2): (3, 2),
+    (2, 4): (2, 1),
     (4, 1): (3, 1),
-    (4, 2): (2, 1),
+    (4, 2): (2, 2),
+    (4, 4): (2, 1),
     (8, 1): (2, 1),
-    (8, 2): (1, 1),
+    (8, 2): (1, 2),
+    (8, 4): (1, 1),
 }
 
 
 def plan_matmul(rows: int, width: int, card: Card) -> MatmulPlan:
-    """The plan for M rows by [N, K]: one block a multiprocessor, tiles in pairs unless that leaves many idle."""
+    """The plan for M rows by [N, K]: one block a multiprocessor, as many tiles at once as keep most of them busy.
+
+    Raises ShapeError for a card whose blocks have too little shared memory.
+    """
     row_tiles = next(tiles for tiles in (1, 2, 4, 8) if 8 * tiles >= rows)
-    pairs = _busy(width, 2, card) >= _busy(width, 1, card) - 0.02
-    for weight_tiles in (2, 1) if pairs else (1,):
+    known = sorted((_cost(row_tiles, tiles, width, card), tiles) for rows_, tiles in _PLANS if rows_ == row_tiles)
+    for _, weight_tiles in known:
         most, buffers = _PLANS[row_tiles, weight_tiles]
         num_blocks = min(-(-width // (16 * weight_tiles)), card.num_multiprocessors)
         for stages in range(most, 0, -1):
@@ -108,10 +114,12 @@ def plan_matmul(rows: int, width: int, card: Card) -> MatmulPlan:
     raise ShapeError(f"{rows} rows do not fit the {card.shared_bytes} bytes of shared memory that a block may have")
 
 
-def _busy(width: int, weight_tiles: int, card: Card) -> float:
-    """The share of the multiprocessors' turns that have a tile to work on."""
+def _cost(row_tiles: int, weight_tiles: int, width: int, card: Card) -> float:
+    """Time beside a stream of the weights alone, as measured on an H200: rows that are read again for every group of
+    tiles cost near half of what weights do, and multiprocessors without a group in the last turn are lost."""
     groups = -(-width // (16 * weight_tiles))
-    return groups / (-(-groups // card.num_multiprocessors) * card.num_multiprocessors)
+    busy = groups / (-(-groups // card.num_multiprocessors) * card.num_multiprocessors)
+    return (1 + 0.45 * row_tiles * ROWS_BYTES / (weight_tiles * STEP_BYTES)) / busy
 
 
 def thin_matmul(
@@ -177,8 +185,13 @@ def _kernel(shape: _Shape, plan: MatmulPlan) -> Callable[..., None]:
     stages, stage_bytes, sum_bytes = plan.stages, plan.stage_bytes, plan.sum_bytes
     sums_at, two_buffers, num_sums = WARPS * stages * stage_bytes, plan.buffers == 2, plan.weight_tiles * plan.row_tiles
     issue_weights, issue_rows = _issue_weights(shape, plan), _issue_rows(shape, plan)
-    multiply, finish_tile = _multiply(plan), _finish_tile(shape, plan)
-    store_sums = ptx.store_shared_tiles(num_sums, (0, PAD * 4, 32, PAD * 4 + 32), SUM_BYTES)
+    multiply, finish_tile, row_tiles = _multiply(plan), _finish_tile(shape, plan), plan.row_tiles
+    places = [min(part, plan.weight_tiles - 1) * row_tiles for part in range(4)]
+    offsets = (0, PAD * 4, 32, PAD * 4 + 32)
+    store0, store1, store2, store3 = (
+        ptx.store_shared_tiles(num_sums, place, row_tiles, offsets, SUM_BYTES) for place in places
+    )
+    weight_tiles = plan.weight_tiles
     wait, zeros = ptx.copies_wait(stages - 1), ptx.zeros(4 * num_sums)
 
     def thin_matmul(weight: Any, x: Any, row_live: Any, bias: Any, residual: Any, out: Any, count: Any) -> None:
@@ -222,14 +235,23 @@ def _kernel(shape: _Shape, plan: MatmulPlan) -> Callable[..., None]:
                 if here == end:
                     here = mine
                 step += WARPS
-            area = totals + parity * uint32(WARPS * sum_bytes)
-            store_sums(area + warp * uint32(sum_bytes) + corner * uint32(4), sums)
-            cuda.syncthreads()
-            finish_tile(area, tile, row_live, bias, residual, out, count)
-            if two_buffers:
-                parity = uint32(1) - parity
-            else:
+            for part in range(weight_tiles):
+                area = totals + parity * uint32(WARPS * sum_bytes)
+                place = area + warp * uint32(sum_bytes) + corner * uint32(4)
+                if part == 0:
+                    store0(place, sums)
+                elif part == 1:
+                    store1(place, sums)
+                elif part == 2:
+                    store2(place, sums)
+                else:
+                    store3(place, sums)
                 cuda.syncthreads()
+                finish_tile(area, tile * weight_tiles + part, row_live, bias, residual, out, count)
+                if two_buffers:
+                    parity = uint32(1) - parity
+                else:
+                    cuda.syncthreads()
             tile += blocks
 
     return thin_matmul
@@ -317,14 +339,14 @@ def _multiply(plan: MatmulPlan) -> Any:
 def _finish_tile(shape: _Shape, plan: MatmulPlan) -> Any:
     """Add the warps' sums in order, then bias, residual or activation, and store what exists."""
     width, epilogue = shape.width, shape.epilogue
-    padded_rows, weight_tiles, sum_bytes = 8 * plan.row_tiles, plan.weight_tiles, plan.sum_bytes
+    padded_rows, sum_bytes = 8 * plan.row_tiles, plan.sum_bytes
     has_bias, live, silu, add = shape.bias, shape.live, epilogue == SILU, epilogue == ADD
     wide = epilogue == FLOAT32
     columns = 8 if silu else 16
-    outputs, out_width = weight_tiles * padded_rows * columns, width // 2 if silu else width
+    outputs, out_width = padded_rows * columns, width // 2 if silu else width
 
-    def total_of(area: Any, part: Any, row: Any, column: Any) -> Any:
-        place = area + ((part * uint32(padded_rows) + row) * uint32(PAD) + column) * uint32(4)
+    def total_of(area: Any, row: Any, column: Any) -> Any:
+        place = area + (row * uint32(PAD) + column) * uint32(4)
         total = ptx.load_shared_f32(place)
         for warp in range(1, WARPS):
             total = ptx.add_rn(total, ptx.load_shared_f32(place + uint32(warp * sum_bytes)))
@@ -335,17 +357,16 @@ def _finish_tile(shape: _Shape, plan: MatmulPlan) -> Any:
     def finish_tile(area: Any, tile: Any, row_live: Any, bias: Any, residual: Any, out: Any, count: Any) -> None:
         for index in range(uint32(cuda.threadIdx.x), uint32(outputs), uint32(THREADS)):
             column = index % uint32(columns)
-            row = index // uint32(columns) % uint32(padded_rows)
-            part = index // uint32(columns * padded_rows)
-            first = (tile * weight_tiles + int64(part)) * 16
+            row = index // uint32(columns)
+            first = tile * 16
             place = first + int64(column)
             if int64(row) < count and place < width:
                 at = int64(row) * out_width + first // (16 // columns) + int64(column)
-                value = total_of(area, part, row, column)
+                value = total_of(area, row, column)
                 if has_bias:
                     value = ptx.add_rn(value, ptx.load_global_bf16(bias + place * 2))
                 if silu:
-                    up = total_of(area, part, row, column + uint32(8))
+                    up = total_of(area, row, column + uint32(8))
                     if has_bias:
                         up = ptx.add_rn(up, ptx.load_global_bf16(bias + place * 2 + 16))
                     value = silu_times(value, up)

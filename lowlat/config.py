@@ -123,6 +123,8 @@ class RuntimeConfig:
     prefix_reuse    share the KV of complete prefill chunks between requests with equal prefixes
     share_decoded   also share what decoding wrote: a later request's bits may then differ from a cold start
     max_queue       requests that may wait for a slot; more are refused with CapacityError
+    device_loop     let the GPU repeat steps by itself while nobody joins or leaves: step times then do not depend on
+                    what the host does. Needs executor "graph"; loading captures every bucket twice
     traces          debug traces
     """
 
@@ -137,6 +139,7 @@ class RuntimeConfig:
     prefix_reuse: bool = True
     share_decoded: bool = False
     max_queue: int = 256
+    device_loop: bool = False
     traces: TraceConfig = TraceConfig()
 
     def __post_init__(self) -> None:
@@ -151,7 +154,7 @@ class RuntimeConfig:
         if self.kv_blocks is not None:
             check_int("kv_blocks", self.kv_blocks, 2, (1 << 31) - 1)
         check_int("max_queue", self.max_queue, 0, 1 << 20)
-        check_bools(self, "prefix_reuse", "share_decoded")
+        check_bools(self, "prefix_reuse", "share_decoded", "device_loop")
         if not isinstance(self.device, str):
             raise ConfigError(f"device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got {self.device!r:.80}")
         if not isinstance(self.traces, TraceConfig):

@@ -77,7 +77,7 @@ def load(
         logger.warning("running on %s: %s", choice.device, choice.reason)
     need = memory_need((*programs.values(), prefill), weights, choice.device, share_scratch=choice.has_kernels)
     check_fits(need, choice.device)
-    executor = make_executor(choice, programs, prefill, weights, captured)
+    executor = make_executor(choice, programs, prefill, weights, captured, device_loop=options.device_loop)
     return Loaded(target, head, geometry, ladder, topologies, executor, choice, error)
 
 

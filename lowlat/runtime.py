@@ -1,7 +1,9 @@
 """The runtime: load once, submit requests, step until they end. Owns the weights, the buffers, the KV pool.
 
-One step does at most one chunk of prefill and one decode step for every active slot. Not safe for use by several
-threads: one thread owns a runtime.
+One step does at most one chunk of prefill and one decode step for every active slot. While nobody joins or leaves, the
+next step is launched before the last one's outputs are made, or the device repeats steps by itself; that changes no
+token: what a step does to a slot depends on nothing that the host does in between, and what is published for a slot
+that the host has given up is dropped. Not safe for use by several threads: one thread owns a runtime.
 """
 
 import hashlib
@@ -14,11 +16,14 @@ from types import TracebackType
 from typing import Any, Self
 
 from lowlat.config import RuntimeConfig, SpeculativeConfig, options_from
-from lowlat.errors import LowlatError, RequestError
+from lowlat.errors import ConfigError, LowlatError, RequestError
+from lowlat.executors import LoopingExecutor
+from lowlat.graphs import Bucket
 from lowlat.kernels.reference.slot_record import MAX_STOPS
 from lowlat.kvcache import KVCache
+from lowlat.launches import Launches
 from lowlat.loading import Loaded, load
-from lowlat.mailbox import Mailbox, SlotPublication
+from lowlat.mailbox import Entry, Mailbox, SlotPublication
 from lowlat.metrics import MetricsBook, RequestMetrics
 from lowlat.request import SamplingParams, StepOutput
 from lowlat.scheduler import Phase, PrefillChunk, ScheduledRequest, Scheduler
@@ -69,13 +74,13 @@ class Runtime:
             num_overprovision=geometry.max_rows,
         )
         self._mailbox = Mailbox(self.executor.state, geometry.max_rows - 1)
+        self._launches = Launches(self.executor, self._mailbox, self._loop())
         self._tracer = Tracer.from_config(config.traces)
         self._book = MetricsBook()
         self._sessions: dict[str, Session] = {}
         self._slots: dict[int, Session] = {}
         self._pending: list[StepOutput] = []
         self._ids = itertools.count()
-        self._num_steps = 0
         self._closed = False
 
     @classmethod
@@ -119,6 +124,7 @@ class Runtime:
         total = len(prompt_ids) + params.max_tokens
         self.scheduler.enqueue(ScheduledRequest(name, prompt_ids, total))
         self._sessions[name] = session
+        self._stop_outdated()
         return name
 
     @property
@@ -129,12 +135,24 @@ class Runtime:
     def step(self, num_speculative_tokens: int | None = None) -> list[StepOutput]:
         """Admit, run at most one prefill chunk, and one decode step for every active slot.
 
-        num_speculative_tokens   depth S of this step; None: the configured one. Without a head it is 0.
-        Returns what each request gained, ends included. Raises ConfigError for a depth without a bucket.
+        num_speculative_tokens   depth S of this step; None: the configured one. Without a head it is 0. Only steps of
+                                 the configured depth are run ahead of the caller
+        Returns what each request gained, ends included; steps that ran meanwhile are in it, too, so a request may be
+        there several times, in order. Where such steps are all that it returns, nobody was admitted yet.
+        Raises ConfigError for a depth without a bucket, DeviceError when the device has failed.
         """
         self._check_open()
         depth = self._depth(num_speculative_tokens)
+        ahead = num_speculative_tokens is None and self.executor.asynchronous and self._tracer is None
         outputs, self._pending = self._pending, []
+        if not self.scheduler.busy:
+            return outputs
+        num_ended = len(outputs)
+        while self._launches.under_way:
+            outputs.extend(self._go_on(depth, ahead))
+            if ahead and len(outputs) > num_ended:
+                return outputs
+        # Nothing is under way from here on: whoever joins now is in no step that was launched before.
         plan = self.scheduler.plan()
         for admission in plan.admitted:
             session = self._sessions[admission.request_id]
@@ -145,7 +163,8 @@ class Runtime:
         for name in plan.joins:
             self._join(self._sessions[name])
         if self.scheduler.num_active:
-            outputs.extend(self._decode(depth))
+            self._launch(self.scheduler.choose_bucket(depth), ahead)
+            outputs.extend(self._take(self._launches.wait(), depth, ahead))
         return outputs
 
     def cancel(self, request_id: str) -> None:
@@ -159,6 +178,7 @@ class Runtime:
             self._mailbox.cancel(session.slot)
         self._pending.append(session.output((), "cancelled"))
         self._end(session)
+        self._stop_outdated()
 
     def metrics(self, request_id: str) -> RequestMetrics:
         """Figures of a live request or of one of the last thousand ended. Raises RequestError for others."""
@@ -182,6 +202,7 @@ class Runtime:
         self._closed = True
         self._sessions.clear()
         self._slots.clear()
+        self._launches.stop()
         self.executor.close()
         if self.codec is not None:
             self.codec.close()
@@ -193,6 +214,13 @@ class Runtime:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _loop(self) -> LoopingExecutor | None:
+        if not self.config.device_loop:
+            return None
+        if not isinstance(self.executor, LoopingExecutor):
+            raise ConfigError(f"device_loop needs executor 'graph', and this runtime has {self.executor.name!r}")
+        return self.executor
 
     def _check_open(self) -> None:
         if self._closed:
@@ -258,19 +286,58 @@ class Runtime:
         self._mailbox.join(
             session.slot, session.prompt, session.table, max_length, session.params, session.seed, session.stop_ids
         )
-        session.joined()
+        session.joined(self._mailbox.num_seen)
 
-    def _decode(self, depth: int) -> list[StepOutput]:
-        bucket = self.scheduler.choose_bucket(depth)
-        self.executor.step(bucket)
-        self._num_steps += 1
-        self.executor.wait_published(self._num_steps)
+    def _launch(self, bucket: Bucket, ahead: bool) -> None:
+        self._launches.start(bucket, may_loop=ahead and not self.scheduler.has_work)
+
+    def _go_on(self, depth: int, ahead: bool) -> list[StepOutput]:
+        """Outputs of steps that were launched before: the next, or all of them where others are wanted from now on."""
+        entries = self._launches.wait() if ahead and self._fits(depth) else self._launches.drain()
+        return self._take(entries, depth, ahead)
+
+    def _take(self, entries: Sequence[Entry], depth: int, ahead: bool) -> list[StepOutput]:
+        """Outputs of entries; where the step after them is certain, it is launched first."""
+        if ahead and not self._launches.under_way:
+            self._launch_ahead(entries, depth)
+        bucket = self._launches.bucket
         outputs: list[StepOutput] = []
-        for publications in self._mailbox.publications():
-            if self._tracer is not None:
+        for entry in entries:
+            publications = [p for p in self._mailbox.read(entry) if self._is_live(p.slot, entry.number)]
+            if self._tracer is not None and bucket is not None:
                 self._tracer.step(bucket, publications, self.executor, self.kvcache)
-            outputs.extend(self._apply(publication) for publication in publications)
+            outputs.extend([self._apply(publication) for publication in publications])
+        self._stop_outdated()
         return outputs
+
+    def _launch_ahead(self, entries: Sequence[Entry], depth: int) -> None:
+        """Launch the next step if its plan is known before the entries' outputs are made.
+
+        A stop string that they hold is not known yet: the step then runs for that slot, too, and its share is dropped.
+        """
+        scheduler = self.scheduler
+        num_ended = sum(self._is_live(slot, entry.number) for entry in entries for slot in entry.ended)
+        num_left = scheduler.num_active - num_ended
+        if num_left and not scheduler.has_work and not (num_ended and scheduler.num_queued):
+            self._launch(self.ladder.choose(num_left, depth), ahead=True)
+
+    def _is_live(self, slot: int, entry: int) -> bool:
+        """Whether an entry is about the session in a slot: not about one before it, nor about one that has ended."""
+        session = self._slots.get(slot)
+        return session is not None and entry >= session.first_entry
+
+    def _fits(self, depth: int) -> bool:
+        """Whether one more step like the last is what is wanted now."""
+        scheduler = self.scheduler
+        if scheduler.has_work or not scheduler.num_active:
+            return False
+        return scheduler.choose_bucket(depth) == self._launches.bucket
+
+    def _stop_outdated(self) -> None:
+        """Ask a loop to end where something else is wanted now; the next `step` takes what it published."""
+        launches = self._launches
+        if launches.looping and launches.bucket and not self._fits(launches.bucket.num_speculative_tokens):
+            launches.stop()
 
     def _apply(self, publication: SlotPublication) -> StepOutput:
         session = self._slots[publication.slot]
@@ -283,12 +350,15 @@ class Runtime:
         return output
 
     def _leave(self, session: Session, *, poisoned: bool = False) -> Phase:
+        # Steps under way may still write to its blocks. Others get them only in a later prefill or step, and all of
+        # these run on one stream, one after the other; what is shared lies before the positions that are written.
         committed, written = session.committed, session.num_written
         phase = self.scheduler.cancel(session.request_id, committed, num_written=written, poisoned=poisoned)
         if phase is not Phase.QUEUED:
             del self._slots[session.slot]
         blocks = self.kvcache.take_blocks_to_clear()
         if blocks:
+            self._launches.stop()  # a loop would have to end first
             self.executor.clear_blocks(blocks)
         return phase
 

@@ -169,6 +169,15 @@ class Scheduler:
         """Whether any request has not ended."""
         return bool(self._requests)
 
+    @property
+    def has_work(self) -> bool:
+        """Whether `plan` may have anything to do now: a chunk to prefill, or a slot for the head of the queue."""
+        if any(slot is not None and slot.phase is Phase.PREFILLING for slot in self._slots):
+            return True
+        if not self._queue or None not in self._slots:
+            return False
+        return self._refused != (self._queue[0], self.kvcache.generation)
+
     def phase(self, request_id: str) -> Phase:
         """Where a request is. Raises RequestError for one that is unknown or has ended."""
         slot = self._find(request_id)

@@ -15,7 +15,11 @@ __all__ = ["Session"]
 
 
 class Session:
-    """A live request. `committed` holds prompt and completion; `num_written` bounds the KV certainly written."""
+    """A live request.
+
+    `committed` holds prompt and completion, `num_written` bounds the KV certainly written, and `first_entry` is the
+    first entry of the ring that can be about it.
+    """
 
     def __init__(
         self,
@@ -37,6 +41,7 @@ class Session:
         self.table: Sequence[int] = ()
         self.committed = list(prompt)
         self.num_written = 0  # positions before the last step's: that step may not have extended the head's KV
+        self.first_entry = 0
         self.simulated = simulated
         self.finish_reason: FinishReason | None = None
         self._num_steps = 0
@@ -58,8 +63,9 @@ class Session:
         self.slot, self.table, self._num_cached = slot, table, num_cached
         self._placed = time.monotonic()
 
-    def joined(self) -> None:
-        """Its prompt is prefilled; it takes part in the next step."""
+    def joined(self, first_entry: int) -> None:
+        """Its prompt is prefilled; it takes part in the next step, which will write this entry."""
+        self.first_entry = first_entry
         self._joined = time.monotonic()
 
     def metrics(self) -> RequestMetrics:

@@ -14,7 +14,7 @@ __all__ = ["SAME_SHAPES", "Bench", "poisoned", "random_topology", "simulate"]
 
 SAME_SHAPES = 10  # so many consecutive seeds give arrays of the same shapes: one compilation
 Arrays = dict[str, torch.Tensor]
-HOST = ("command_ring", "command_tail", "staged_", "ring_records", "ring_tokens", "ring_logprob", "ring_head", "stop")
+HOST = ("command_ring", "command_tail", "staged_", "ring_records", "ring_tokens", "ring_logprob", "ring_head")
 
 
 def simulate(*calls: KernelCall) -> None:

@@ -5,14 +5,14 @@ for GPUs and lower the same programs to kernels.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
 from lowlat.graphs import Bucket, BufferSet
 from lowlat.program import Op, Program
 
-__all__ = ["Executor", "OpHook"]
+__all__ = ["Executor", "LoopingExecutor", "OpHook"]
 
 OpHook = Callable[[Op, Mapping[str, torch.Tensor]], None]
 
@@ -21,10 +21,12 @@ class Executor(Protocol):
     """Owns every buffer and weight of a runtime's programs, and runs them.
 
     `state` holds the buffers that outlive a step, the host's commands and the publications among them; the host
-    writes and reads only those two roles while steps run.
+    writes and reads only those two roles while steps run. `asynchronous` says whether `step` returns before the step
+    has run, so that the next one may be launched while the host still reads this one's publication.
     """
 
     name: str
+    asynchronous: bool
     device: torch.device
     state: BufferSet
 
@@ -54,3 +56,23 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Release buffers and weights."""
+
+
+@runtime_checkable
+class LoopingExecutor(Executor, Protocol):
+    """An executor whose device repeats steps by itself, publishing each as `step` does."""
+
+    def start_loop(self, bucket: Bucket, budget: int) -> None:
+        """Start at most `budget` steps in the bucket, 1 at least; fewer when no slot is active any more.
+
+        The ring must have room for all of them. No step and no loop may be under way.
+        """
+
+    def stop_loop(self) -> None:
+        """Ask the loop to end after the step that runs, or the one after it; returns at once."""
+
+    def wait_loop(self, count: int) -> bool:
+        """Return True when `count` steps in all have been published, False when the loop has ended before.
+
+        Raises DeviceError when the device has failed.
+        """

@@ -1,6 +1,7 @@
 """The eager executor: kernels launched one by one, an NVTX range a stage. For debugging and profiling."""
 
 from collections.abc import Mapping
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -10,7 +11,7 @@ from lowlat.executors.kernel_executor import KernelExecutor
 from lowlat.executors.lowering import Group
 from lowlat.graphs import Bucket
 from lowlat.graphs.launch import Launch
-from lowlat.program import Program, Stage
+from lowlat.program import Program
 
 __all__ = ["EagerExecutor"]
 
@@ -38,21 +39,16 @@ class EagerExecutor(KernelExecutor):
         prepared = self._prepared.get(bucket)
         if prepared is None:
             prepared = self._prepared[bucket] = self.prepare(bucket)
-        stage: Stage | None = None
         with torch.cuda.stream(self.stream):
             stream = self.launcher.stream()
-            for group, launches in prepared:
-                if group.stage is not stage:
-                    if stage is not None:
-                        torch.cuda.nvtx.range_pop()
-                    stage = group.stage
-                    torch.cuda.nvtx.range_push(str(stage))
-                for launch in launches:
-                    launch.issue(stream)
-                if self._hook is not None:
-                    self.synchronize()
-                    self._call_hook(self._hook, bucket, group)
-            torch.cuda.nvtx.range_pop()
+            for stage, run in groupby(prepared, key=lambda entry: entry[0].stage):
+                with torch.cuda.nvtx.range(str(stage)):
+                    for group, launches in run:
+                        for launch in launches:
+                            launch.issue(stream)
+                        if self._hook is not None:
+                            self.synchronize()
+                            self._call_hook(self._hook, bucket, group)
 
     def _call_hook(self, hook: OpHook, bucket: Bucket, group: Group) -> None:
         buffers = {**self.state, **self._scratch[bucket]}

@@ -1,30 +1,40 @@
-"""The graph executor: every bucket's launches captured into a CUDA graph at the start, replayed for each step."""
+"""The graph executor: every bucket's launches captured into a CUDA graph at the start, replayed for each step.
 
-from collections.abc import Callable, Mapping
+Where it is asked to, it also captures each bucket as a loop: a WHILE node whose body is the step.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
-from lowlat.errors import DeviceError
-from lowlat.executors.kernel_executor import KernelExecutor
+from lowlat.errors import ConfigError, DeviceError
+from lowlat.executors.kernel_executor import POLLS_BETWEEN_CHECKS, KernelExecutor
+from lowlat.executors.lowering import Group
 from lowlat.graphs import Bucket
-from lowlat.graphs.capture import CapturedGraph, capture
+from lowlat.graphs.capture import CapturedGraph, capture, capture_loop
+from lowlat.graphs.launch import Launch
 from lowlat.kernels.kernel import KernelCall
+from lowlat.kernels.publish import LoopControl, for_condition
 from lowlat.program import Program
 
 __all__ = ["CaptureProgress", "GraphExecutor"]
 
 CaptureProgress = Callable[[Bucket, int, int], None]
+POLLS_WHILE_STOPPING = 64  # a loop that was stopped ends within two steps
+NO_CONDITION = 0  # stands for the handle of a condition that is made only while its graph is captured
 
 
 class GraphExecutor(KernelExecutor):
     """Captures every bucket, the largest first; after that nothing is allocated, compiled or synchronised.
 
+    looping   capture every bucket as a loop, too; see `lowlat.executors.LoopingExecutor`
     progress  called with the bucket just captured, buckets done and buckets in all
     Raises DeviceError for a capture that holds anything but the step's kernels, or an address that nobody owns.
     """
 
     name = "graph"
+    asynchronous = True
 
     def __init__(
         self,
@@ -33,46 +43,105 @@ class GraphExecutor(KernelExecutor):
         weights: Mapping[str, torch.Tensor],
         device: torch.device,
         *,
+        looping: bool = False,
         cache_directory: Path | None = None,
         progress: CaptureProgress | None = None,
     ) -> None:
         super().__init__(programs, prefill, weights, device, cache_directory=cache_directory)
         self._graphs: dict[Bucket, CapturedGraph] = {}
+        self._loops: dict[Bucket, CapturedGraph] = {}
         with torch.cuda.stream(self.stream):
             self._core_stream = self.launcher.stream()
+            self._loop_budget = torch.zeros(1, dtype=torch.int64, device=device)
+            self._stop_flag = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+            bodies = {bucket: self._lower(bucket, self._control()) for bucket in programs} if looping else {}
+            self.launcher.compile_ahead(call for groups in bodies.values() for call in _calls(groups))
             for number, bucket in enumerate(programs):
                 self._graphs[bucket] = self._capture(bucket)
+                if looping:
+                    self._loops[bucket] = self._capture_loop(bodies[bucket])
                 if progress is not None:
                     progress(bucket, number + 1, len(programs))
+        self._stop = self._stop_flag.numpy()
         self.synchronize()
 
+    def _control(self) -> LoopControl:
+        return LoopControl(NO_CONDITION, self.state["active"], self._loop_budget, self._stop_flag)
+
     def _capture(self, bucket: Bucket) -> CapturedGraph:
-        owned = _Addresses(self.owned())
-        for group in self.groups(bucket):
-            for call in group.calls:
-                owned.check(call)
+        self._check_addresses(self.groups(bucket))
         launches = [launch for _, launches in self.prepare(bucket) for launch in launches]
         return capture(self._core_stream, launches)
+
+    def _capture_loop(self, groups: Sequence[Group]) -> CapturedGraph:
+        """Capture a body that was lowered and compiled before: lowering may copy, which a capture would record."""
+        self._check_addresses(groups)
+        prepared = [(call, self.launcher.prepare(call)) for call in _calls(groups)]
+
+        def body(condition: int) -> Iterator[Launch]:
+            for call, launch in prepared:
+                bound = for_condition(call, condition)
+                yield launch if bound is call else self.launcher.prepare(bound)
+
+        return capture_loop(self._core_stream, body)
+
+    def _check_addresses(self, groups: Sequence[Group]) -> None:
+        owned = _Addresses([*self.owned(), self._loop_budget, self._stop_flag])
+        for call in _calls(groups):
+            owned.check(call)
 
     def step(self, bucket: Bucket) -> None:
         """Replay a bucket's graph; its publication comes later, see `wait_published`."""
         self._graphs[bucket].launch(self._core_stream)
 
+    def start_loop(self, bucket: Bucket, budget: int) -> None:
+        """Start at most `budget` steps on the device. Raises ConfigError where no loops were captured."""
+        loop = self._loops.get(bucket)
+        if loop is None or budget < 1:
+            raise ConfigError(f"no loop of {budget} steps can be started for {bucket}; see device_loop")
+        self._stop[0] = 0  # the last loop has read it: its last step was seen
+        with torch.cuda.stream(self.stream):
+            self._loop_budget.fill_(budget)  # on the stream: the last loop writes its own after it has published
+        loop.launch(self._core_stream)
+
+    def stop_loop(self) -> None:
+        """Ask the loop to end; returns at once."""
+        self._stop[0] = 1
+
+    def wait_loop(self, count: int) -> bool:
+        """Return True when `count` steps have been published, False when the loop has ended before."""
+        head, polls = self._ring_head, 0
+        while head[0] < count:
+            polls += 1
+            if polls % (POLLS_WHILE_STOPPING if self._stop[0] else POLLS_BETWEEN_CHECKS) == 0 and self.idle():
+                return bool(head[0] >= count)
+        return True
+
     def graph(self, bucket: Bucket) -> CapturedGraph:
         """A bucket's graph."""
         return self._graphs[bucket]
+
+    def loop(self, bucket: Bucket) -> CapturedGraph:
+        """A bucket's loop. Raises KeyError where none was captured."""
+        return self._loops[bucket]
 
     def num_kernels(self, bucket: Bucket) -> int:
         """Kernel nodes of a bucket's graph."""
         return self._graphs[bucket].num_kernels
 
     def close(self) -> None:
-        """Release the graphs, then buffers and weights."""
+        """Stop a loop, release the graphs, then buffers and weights."""
+        self.stop_loop()
         self.synchronize()
-        for graph in self._graphs.values():
+        for graph in (*self._graphs.values(), *self._loops.values()):
             graph.close()
         self._graphs.clear()
+        self._loops.clear()
         super().close()
+
+
+def _calls(groups: Sequence[Group]) -> Iterator[KernelCall]:
+    return (call for group in groups for call in group.calls)
 
 
 class _Addresses:

@@ -19,6 +19,7 @@ from lowlat.executors.rules import RULES
 from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import Bucket, BufferSet, Role, aligned_bytes
 from lowlat.graphs.launch import Launch
+from lowlat.kernels.publish import LoopControl
 from lowlat.program import Program
 
 __all__ = ["KernelExecutor"]
@@ -38,6 +39,7 @@ class KernelExecutor:
     """
 
     name = "kernels"
+    asynchronous = False
 
     def __init__(
         self,
@@ -86,10 +88,10 @@ class KernelExecutor:
         known.append((content, content.to(self.device).contiguous()))
         return known[-1][1]
 
-    def _lower(self, bucket: Bucket) -> tuple[Group, ...]:
+    def _lower(self, bucket: Bucket, loop: LoopControl | None = None) -> tuple[Group, ...]:
         buffers = {**self.state, **self._scratch[bucket]}
         program = self._programs[bucket]
-        return lower(Lowering(program, buffers, self._weights, self.launcher.card, self.workspace), RULES)
+        return lower(Lowering(program, buffers, self._weights, self.launcher.card, self.workspace, loop), RULES)
 
     def prepare(self, bucket: Bucket) -> list[tuple[Group, list[Launch]]]:
         """The groups of a bucket's step with their launches, compiled and loaded."""
@@ -118,12 +120,15 @@ class KernelExecutor:
             if polls % POLLS_BETWEEN_CHECKS == 0:
                 self._check(count)
 
-    def _check(self, count: int) -> None:
+    def idle(self) -> bool:
+        """Whether all that was started is done. Raises DeviceError when the device has failed."""
         try:
-            idle = self.stream.query()
+            return bool(self.stream.query())
         except RuntimeError as error:
             raise DeviceError(f"the device {self.device} failed: {error}") from error
-        if idle and self._ring_head[0] < count:
+
+    def _check(self, count: int) -> None:
+        if self.idle() and self._ring_head[0] < count:
             raise DeviceError(f"the device is idle and has published {int(self._ring_head[0])} of {count} steps")
 
     @torch.inference_mode()

@@ -50,8 +50,17 @@ def make_executor(
     prefill: Program,
     weights: Mapping[str, torch.Tensor],
     captured: Callable[[int, int], None] | None = None,
+    *,
+    device_loop: bool = False,
 ) -> Executor:
-    """Allocate, compile and capture. `captured` is called with buckets captured and buckets in all."""
+    """Allocate, compile and capture. `captured` is called with buckets captured and buckets in all.
+
+    Raises ConfigError for a device loop where steps are not captured.
+    """
+    if device_loop and choice.executor != "graph":
+        raise ConfigError(
+            f"device_loop needs executor 'graph', and this runtime has {choice.executor!r}: {choice.reason}"
+        )
     if choice.executor == "reference":
         return ReferenceExecutor(programs, prefill, weights, choice.device)
     if choice.executor == "eager":
@@ -64,4 +73,4 @@ def make_executor(
         if captured is not None:
             captured(done, total)
 
-    return GraphExecutor(programs, prefill, weights, choice.device, progress=progress)
+    return GraphExecutor(programs, prefill, weights, choice.device, looping=device_loop, progress=progress)

@@ -54,6 +54,7 @@ class ReferenceExecutor:
     """
 
     name = "reference"
+    asynchronous = False
 
     def __init__(
         self,

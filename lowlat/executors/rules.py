@@ -179,6 +179,7 @@ def _attention(lowering: Lowering, start: int) -> Covered:
         workspace=lowering.workspace,
         num_blocks=2 * lowering.card.num_multiprocessors,
         early_metadata=op.stage is Stage.BASE_DECODE_STEP,
+        tail=lowering.program.buffers["row_tokens"].shape[1],  # no row has more ancestors than a slot has rows
     )
     return Covered(1, calls)
 

@@ -46,7 +46,7 @@ def runtime(**options: Any) -> RuntimeConfig:
 def test_every_option_is_covered_here() -> None:
     others = {"model", "method", "capture_layers", "tree", "enabled", "strict", "simulated_accept_length"}
     assert {item.name for item in dataclasses.fields(SpeculativeConfig)} == {*SPECULATIVE_BOUNDS, *others}
-    others = {"dtype", "device", "executor", "prefix_reuse", "share_decoded", "traces"}
+    others = {"dtype", "device", "executor", "prefix_reuse", "share_decoded", "device_loop", "traces"}
     assert {item.name for item in dataclasses.fields(RuntimeConfig)} == {*RUNTIME_BOUNDS, *others}
     assert all(hasattr(module, name) for name in module.__all__)
 
@@ -73,6 +73,7 @@ def test_integer_bounds(make: Any, name: str, low: int, high: int) -> None:
 @pytest.mark.parametrize(
     ("make", "name"),
     [(speculative, "enabled"), (speculative, "strict"), (runtime, "prefix_reuse"), (runtime, "share_decoded")]
+    + [(runtime, "device_loop")]
     + [(TraceConfig, name) for name in ("step", "accept", "kv", "tree")],
 )
 def test_switches_are_bools(make: Any, name: str) -> None:

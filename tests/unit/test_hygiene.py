@@ -2,6 +2,8 @@
 
 import ast
 import importlib
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,13 @@ PACKAGES = ("lowlat", *FOLDERS)
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 80
 TRAIN_ONLY = {"gguf", "matplotlib", "transformers"}  # the extra `train`; may be absent where tests run
+# who may import the GPU's libraries: a port to another compiler or launcher touches these files alone
+IMPORTERS = {
+    "numba": {"kernels/numba_cuda.py"},
+    "llvmlite": {"kernels/ptx.py"},
+    "cuda": {"kernels/compiler.py", "graphs/launch.py", "lowlat/executors/launcher.py"},
+}
+LAZILY = {"cuda"}  # inside functions: the modules around them are imported where there is no driver
 
 # Code hidden in data, by the dotted name that a reference resolves to; a name stands for all below it.
 FORBIDDEN = {
@@ -190,6 +199,26 @@ def layering_faults(module: Module) -> Iterator[str]:
             yield f"{module.path}:{line}: {module.folder} may not know {name}"
 
 
+def gpu_import_faults(module: Module) -> Iterator[str]:
+    """Every import of a GPU library where it does not belong, or at module level where it must be lazy."""
+    names = bindings(module.tree, module.package)
+    at_module_level = {id(node) for node in module.tree.body}
+    for node in ast.walk(module.tree):
+        found: list[str] = []
+        if isinstance(node, ast.Import):
+            found = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            found = [node.module or ""]
+        elif isinstance(node, ast.Call):
+            found = imported_by_call(node, names)
+        for top in {name.split(".")[0] for name in found} & IMPORTERS.keys():
+            place = f"{module.path}:{getattr(node, 'lineno', 0)}"
+            if module.path.as_posix() not in IMPORTERS[top]:
+                yield f"{place}: {top} is imported only in {', '.join(sorted(IMPORTERS[top]))}"
+            elif top in LAZILY and id(node) in at_module_level:
+                yield f"{place}: {top} is imported inside functions only"
+
+
 @pytest.mark.parametrize(
     "source",
     [
@@ -276,6 +305,37 @@ def test_layering_check_sees_what_it_must(path: str, source: str, clean: bool) -
 def test_dependencies_point_one_way(modules: list[Module]) -> None:
     faults = [fault for module in modules for fault in layering_faults(module)]
     assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "clean"),
+    [
+        ("kernels/numba_cuda.py", "from numba import cuda", True),
+        ("kernels/norm.py", "from lowlat.kernels.numba_cuda import cuda", True),
+        ("kernels/norm.py", "from numba import cuda", False),
+        ("kernels/norm.py", "def f():\n    import numba.cuda", False),
+        ("kernels/norm.py", "import importlib\nimportlib.import_module('numba.cuda')", False),
+        ("kernels/numba_cuda.py", "from llvmlite import ir", False),
+        ("graphs/launch.py", "def f():\n    from cuda.core import launch", True),
+        ("graphs/launch.py", "from cuda.core import launch", False),
+        ("graphs/capture.py", "def f():\n    from cuda.core import Device", False),
+        ("lowlat/runtime.py", "import torch\ntorch.cuda.init()", True),
+    ],
+)
+def test_gpu_import_check_sees_what_it_must(path: str, source: str, clean: bool) -> None:
+    module = Module(Path(path), source, ast.parse(source))
+    assert (not list(gpu_import_faults(module))) == clean
+
+
+def test_gpu_libraries_are_imported_where_they_belong(modules: list[Module]) -> None:
+    faults = [fault for module in modules for fault in gpu_import_faults(module)]
+    assert not faults, "\n".join(faults)
+
+
+def test_a_machine_without_a_gpu_loads_no_compiler() -> None:
+    code = "import sys, lowlat.runtime, lowlat.cli, lowlat.executors.make; print({'numba', 'llvmlite'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, "set()"), done.stdout + done.stderr
 
 
 def test_files_and_functions_are_short(modules: list[Module]) -> None:

@@ -26,8 +26,9 @@ PACKAGES = ("lowlat", *FOLDERS)
 TRY_COMMAND = "python3 -m venv .venv && .venv/bin/pip install -c constraints.txt -e . && .venv/bin/lowlat demo"
 TEST_COMMAND = "python3 -m venv .venv && .venv/bin/pip install -c constraints.txt -e '.[test]' && .venv/bin/pytest"
 
-# declared for what it does to others: torch warns at import where NumPy is missing
-NEED_NO_IMPORT = {"numpy"}
+# declared for what they do to others: torch warns at import where NumPy is missing; numba-cuda puts itself in the place
+# of `numba.cuda`, and it and cuda-bindings load the compilers by name
+NEED_NO_IMPORT = {"numpy", "numba-cuda", "nvidia-cuda-nvrtc", "nvidia-nvjitlink", "nvidia-nvvm"}
 
 
 def run(*command: str | Path, cwd: Path) -> str:
@@ -227,6 +228,8 @@ def test_constraints_pin_every_dependency_at_the_installed_version(repository: P
     pins = requirements([line for line in lines if line])
     assert str(pins["torch"].specifier) == "==2.13.0"
     assert str(pins["cuda-toolkit"].specifier) == "==13.0.*"
+    for compiler in ("nvidia-cuda-nvrtc", "nvidia-nvjitlink", "nvidia-nvvm"):
+        assert str(pins[compiler].specifier).startswith("==13.0."), f"{compiler} is of another CUDA than torch"
     extras = settings["project"]["optional-dependencies"]
     declared = requirements([*settings["project"]["dependencies"], *extras["test"], *extras["train"]])
     for name, requirement in declared.items():
@@ -269,3 +272,4 @@ def test_a_stranger_gets_the_cuda_build(clone: Path, tmp_path: Path) -> None:
     }
     assert found["torch"] == "2.13.0"
     assert found["cuda-toolkit"].startswith("13.0.")
+    assert found["numba-cuda"] == "0.30.4"

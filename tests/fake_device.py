@@ -1,0 +1,171 @@
+"""A device that does its work later: the reference executor behind a queue, with loops as the kernels make them.
+
+Work is done when somebody waits for it, or at random before. It checks what a runtime must keep to: no entry of the
+ring is written over before it was read, and prefill and loops start when nothing else is under way.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowlat import Runtime, RuntimeConfig, SpeculativeConfig
+from lowlat.errors import DeviceError
+from lowlat.executors import OpHook
+from lowlat.executors.reference import ReferenceExecutor
+from lowlat.graphs import Bucket, BufferSet
+from lowlat.kernels.reference.publish import SLOT
+from lowlat.loading import load
+from lowlat.program import Program
+
+__all__ = ["FakeDevice", "load_fake"]
+
+
+class FakeDevice:
+    """An executor, see `lowlat.executors`; `log` holds what was asked of it and what it did, in order.
+
+    lead     steps that a loop may run at most before the host has asked for them, each time it looks
+    fail_at  the step that fails, counted from 0
+    """
+
+    name = "fake"
+    asynchronous = True
+
+    def __init__(self, inner: Any, *, seed: int = 0, lead: int = 0, fail_at: int | None = None) -> None:
+        assert isinstance(inner, ReferenceExecutor)
+        self.inner, self.device, self.state = inner, inner.device, inner.state
+        self.lead, self.fail_at = lead, fail_at
+        self.log: list[tuple[Any, ...]] = []
+        self.num_read: Callable[[], int] = lambda: 0
+        self.published: list[list[int]] = []  # the slots of each entry
+        self._random = random.Random(seed)
+        self._steps: list[Bucket] = []  # launched one by one and not done
+        self._loop: Bucket | None = None
+        self._budget = 0
+        self._stop = False
+
+    @property
+    def idle(self) -> bool:
+        """Whether all work is done."""
+        return not self._steps and self._loop is None
+
+    @property
+    def head(self) -> int:
+        """Steps done."""
+        return int(self.state["ring_head"])
+
+    def _run(self, bucket: Bucket) -> None:
+        if self.head == self.fail_at:
+            raise DeviceError("the device failed")
+        entry = self.head
+        self.inner.step(bucket)
+        records = self.state["ring_records"]
+        assert self.head - self.num_read() <= records.shape[0], "an entry was written over before it was read"
+        slots = records[entry % records.shape[0], :, SLOT].tolist()
+        self.published.append([slot for slot in slots if slot >= 0])
+        self.log.append(("ran", bucket))
+
+    def _iterate(self) -> None:
+        """One run of the loop's body; the flag is looked at before the entry is published."""
+        assert self._loop is not None
+        stop = self._stop
+        self._run(self._loop)
+        self._budget -= 1
+        if stop or self._budget == 0 or not int(self.state["active"].sum()):
+            self._loop = None
+
+    def _work(self) -> None:
+        """Do something if there is anything to do."""
+        if self._steps:
+            self._run(self._steps.pop(0))
+        elif self._loop is not None:
+            self._iterate()
+
+    def _hurry(self) -> None:
+        for _ in range(self._random.randint(0, self.lead)):
+            self._work()
+
+    def step(self, bucket: Bucket) -> None:
+        assert self._loop is None
+        self.log.append(("step", bucket))
+        self._steps.append(bucket)
+        self._hurry()
+
+    def start_loop(self, bucket: Bucket, budget: int) -> None:
+        assert self.idle
+        assert budget >= 1
+        self.log.append(("loop", bucket, budget))
+        self._loop, self._budget, self._stop = bucket, budget, False
+        self._hurry()
+
+    def stop_loop(self) -> None:
+        self.log.append(("stop",))
+        self._stop = True
+
+    def wait_published(self, count: int) -> None:
+        while self.head < count:
+            if self.idle:
+                raise DeviceError(f"the device is idle and has published {self.head} of {count} steps")
+            self._work()
+
+    def wait_loop(self, count: int) -> bool:
+        while self.head < count and self._loop is not None:
+            self._iterate()
+        self._hurry()
+        return self.head >= count
+
+    def prefill(self) -> None:
+        assert self.idle
+        self.log.append(("prefill",))
+        self.inner.prefill()
+
+    def clear_blocks(self, blocks: Sequence[int]) -> None:
+        while not self.idle:
+            self._work()
+        self.log.append(("clear", *blocks))
+        self.inner.clear_blocks(blocks)
+
+    def synchronize(self) -> None:
+        while not self.idle:
+            self._work()
+
+    def scratch(self, bucket: Bucket) -> BufferSet:
+        return self.inner.scratch(bucket)
+
+    def program(self, bucket: Bucket) -> Program:
+        return self.inner.program(bucket)
+
+    def set_hook(self, hook: OpHook | None) -> None:
+        self.inner.set_hook(hook)
+
+    def close(self) -> None:
+        self.log.append(("close",))
+        self.inner.close()
+
+    def count(self, kind: str) -> int:
+        """How often something stands in the log."""
+        return sum(entry[0] == kind for entry in self.log)
+
+
+def load_fake(
+    target: Path,
+    speculative: SpeculativeConfig | None,
+    *,
+    device_loop: bool,
+    seed: int = 0,
+    lead: int = 0,
+    fail_at: int | None = None,
+    **options: Any,
+) -> tuple[Runtime, FakeDevice]:
+    """A runtime on a fake device, and the device."""
+    config = RuntimeConfig(device="cpu", **options)
+    loaded = load(target, speculative, config)
+    device = FakeDevice(loaded.executor, seed=seed, lead=lead, fail_at=fail_at)
+    runtime = Runtime(replace(loaded, executor=device), replace(config, device_loop=device_loop), speculative)
+    mailbox = runtime._mailbox
+    device.num_read = lambda: mailbox.num_seen - mailbox.num_unread
+    assert isinstance(device.state["ring_head"], torch.Tensor)
+    return runtime, device

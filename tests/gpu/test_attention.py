@@ -1,0 +1,272 @@
+"""Attention over the paged cache against the reference, and its promise: a row's bits are its own."""
+
+import itertools
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from lowlat.executors.launcher import Launcher
+from lowlat.kernels.attention import attention
+from lowlat.kernels.reference.attention import attention as reference
+
+pytestmark = pytest.mark.gpu
+
+TOLERANCE = 5e-3  # weights and results are rounded to bf16
+DENSE = (0, 1, 15, 16, 63, 64, 65, 255, 256, 257, 2049, 9000)
+ROWS = (1, 2, 4, 8, 16, 63)
+GROUPS = (1, 3, 4, 5, 8)
+
+
+class Bench:
+    """Launches with one workspace for all calls, as a step has it; floats in it start as NaN."""
+
+    def __init__(self) -> None:
+        self.launcher = Launcher(torch.device("cuda", 0))
+        self.memory: dict[tuple[str, tuple[int, ...], torch.dtype], torch.Tensor] = {}
+
+    def workspace(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Integers are zero at first, the rest is poison."""
+        key = name, shape, dtype
+        if key not in self.memory:
+            fill = math.nan if dtype.is_floating_point else 0
+            self.memory[key] = torch.full(shape, fill, dtype=dtype, device="cuda")
+        return self.memory[key]
+
+    def run(self, case: "Case", **options: Any) -> torch.Tensor:
+        """The kernel's result."""
+        out = torch.full_like(case.q.reshape(case.q.shape[0], -1), math.nan)
+        arguments = {**case.arguments(), **case.options, **options}
+        self.launcher.run(*attention(**arguments, out=out, workspace=self.workspace))
+        return out
+
+
+class Case:
+    """Slots of random lengths in a pool that is NaN but for what they have written."""
+
+    def __init__(
+        self,
+        lengths: list[int],
+        masks: list[list[int]],
+        *,
+        head_dim: int,
+        group: int,
+        kv_heads: int = 2,
+        block: int = 32,
+        slots: list[int] | None = None,
+        live: list[int] | None = None,
+        **options: Any,
+    ) -> None:
+        batch, rows = len(lengths), len(masks[0])
+        self.options: dict[str, Any] = {"scale": head_dim**-0.5, **options}
+        count = max(2, batch)
+        width = -(-(max(lengths) + 64) // block)
+        order = torch.randperm(count * width, device="cuda") + 1
+        self.table = order.reshape(count, width).int()
+        shape = (count * width + 1, kv_heads, block, head_dim)
+        self.caches = [torch.full(shape, math.nan, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+        self.slots = list(range(batch)) if slots is None else slots
+        self.lengths, self.masks = lengths, masks
+        first = options.get("first", 0)
+        for slot, length, row_masks in zip(self.slots, lengths, masks, strict=True):
+            end = length + max(mask.bit_length() for mask in row_masks)
+            if slot >= 0 and end > first:
+                self.store(slot, torch.arange(first, end, device="cuda"))
+        self.q = random_bf16(batch * rows, kv_heads * group, head_dim)
+        self.live = torch.tensor([1] * (batch * rows) if live is None else live, dtype=torch.uint8, device="cuda")
+
+    def store(self, slot: int, positions: torch.Tensor, scale: float = 1.0) -> None:
+        """Write random keys and values at positions of a slot."""
+        block = self.caches[0].shape[2]
+        blocks = self.table[slot, positions // block].long()
+        for cache in self.caches:
+            cache[blocks, :, positions % block] = random_bf16(len(positions), cache.shape[1], cache.shape[3]) * scale
+
+    def move(self, slot: int, sources: list[int], targets: list[int]) -> None:
+        """Copy keys and values between positions of a slot, all read before any is written."""
+        block = self.caches[0].shape[2]
+        old, new = (torch.tensor(part, device="cuda") for part in (sources, targets))
+        for cache in self.caches:
+            kept = cache[self.table[slot, old // block].long(), :, old % block].clone()
+            cache[self.table[slot, new // block].long(), :, new % block] = kept
+
+    def arguments(self) -> dict[str, Any]:
+        """What reference and kernel both take."""
+        signed = [[mask - (1 << 64) if mask >> 63 else mask for mask in row] for row in self.masks]
+        return {
+            "q": self.q,
+            "k_cache": self.caches[0],
+            "v_cache": self.caches[1],
+            "block_table": self.table,
+            "slots": torch.tensor(self.slots, dtype=torch.int32, device="cuda"),
+            "dense_lens": torch.tensor(self.lengths, dtype=torch.int32, device="cuda"),
+            "row_live": self.live,
+            "row_masks": torch.tensor(signed, dtype=torch.int64, device="cuda"),
+        }
+
+    def expected(self) -> torch.Tensor:
+        """The reference's result."""
+        out = torch.full_like(self.q.reshape(self.q.shape[0], -1), math.nan)
+        reference(**self.arguments(), **self.options, out=out)
+        return out
+
+
+@pytest.fixture(scope="module")
+def bench() -> Bench:
+    return Bench()
+
+
+def random_bf16(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda").bfloat16()
+
+
+def chain(rows: int) -> list[int]:
+    return [(1 << row + 1) - 1 for row in range(rows)]
+
+
+def tree(rows: int, seed: int) -> list[int]:
+    """Node r hangs from a random earlier node."""
+    generator = random.Random(seed)
+    masks = [1]
+    for node in range(1, rows):
+        masks.append(masks[generator.randrange(node)] | 1 << node)
+    return masks
+
+
+def check(got: torch.Tensor, want: torch.Tensor) -> None:
+    assert torch.isfinite(got).all()
+    difference = (got.float() - want.float()).norm()
+    assert difference <= TOLERANCE * want.float().norm(), (difference / want.float().norm()).item()
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.view(torch.int16), b.view(torch.int16))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+def test_equals_the_reference(bench: Bench, head_dim: int, shape: str) -> None:
+    """All lengths at once, as slots of ragged batches, for all groups and numbers of rows by turns."""
+    for index, (rows, lengths) in enumerate(itertools.product(ROWS, (DENSE[:6], DENSE[6:]))):
+        group = GROUPS[index % len(GROUPS)]
+        masks = [chain(rows) if shape == "chain" else tree(rows, seed) for seed in range(len(lengths))]
+        case = Case(list(lengths), masks, head_dim=head_dim, group=group, block=(16, 32, 64, 128, 256)[index % 5])
+        want = case.expected()
+        check(bench.run(case), want)
+        check(bench.run(case, num_blocks=7, early_metadata=True), want)
+
+
+@pytest.mark.parametrize(("head_dim", "group"), [(64, 8), (128, 4), (128, 3)])
+@pytest.mark.parametrize("window", [1, 64, 128, 300, 2100])
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+def test_windows_sinks_and_kept_positions(bench: Bench, head_dim: int, group: int, window: int, shape: str) -> None:
+    for rows, keep, first, sinks in ((1, 0, 0, True), (4, 4, 1, False), (7, 600, 0, True), (5, 0, 1, True)):
+        lengths = [1 + first, 64, 255, 2049, 5000]
+        masks = [chain(rows) if shape == "chain" else tree(rows, seed) for seed in range(len(lengths))]
+        heads = torch.randn(2 * group, device="cuda") if sinks else None
+        case = Case(
+            lengths, masks, head_dim=head_dim, group=group, window=window, keep_first=keep, first=first, sinks=heads
+        )
+        want = case.expected()
+        check(bench.run(case), want)
+        check(bench.run(case, early_metadata=True, num_blocks=20), want)
+
+
+def test_no_ancestors_and_first(bench: Bench) -> None:
+    """The head's first level: one row, at the last dense position; index 0 was never written."""
+    case = Case([2, 64, 300, 2500], [[0]] * 4, head_dim=128, group=4, first=1)
+    check(bench.run(case), case.expected())
+    nothing = Case([1, 0], [[0]] * 2, head_dim=128, group=4, first=1)
+    assert not bench.run(nothing).any()
+
+
+def test_dead_rows_and_pads_are_zero(bench: Bench) -> None:
+    live = [1, 0, 1, 0, 1, 1, 1, 1, 0, 0, 0, 0, 0, 1, 1, 0]
+    case = Case([300, 70, 40, 2300], [chain(4)] * 4, head_dim=128, group=4, slots=[2, -1, 0, 3], live=live)
+    want = case.expected()
+    for early in (False, True):
+        got = bench.run(case, early_metadata=early)
+        check(got, want)
+        assert not got[want.abs().sum(1) == 0].any()
+        assert not got[4:12].any()
+
+
+def test_extreme_scores(bench: Bench) -> None:
+    """Scores of thousands, of both signs: no overflow, and one key takes all."""
+    case = Case([700], [chain(4)], head_dim=128, group=4)
+    case.q *= 300
+    check(bench.run(case), case.expected())
+
+
+@pytest.mark.parametrize(("head_dim", "group"), [(64, 8), (128, 4), (128, 3)])
+@pytest.mark.parametrize("dense", [1, 60, 63, 64, 127, 252, 255, 256, 2044, 2047, 2048, 6143])
+@pytest.mark.parametrize("option", ["plain", "window", "sinks"])
+def test_rows_of_a_chain_have_the_bits_of_rows_alone(
+    bench: Bench, head_dim: int, group: int, dense: int, option: str
+) -> None:
+    """Row r of a chain is the baseline's row at length dense + r; a tree holds the same rows among others."""
+    options: dict[str, Any] = {}
+    if option == "window":
+        options = {"window": 100, "keep_first": 3}
+    elif option == "sinks":
+        options = {"sinks": torch.randn(2 * group, device="cuda")}
+    rows = 9
+    case = Case([dense], [chain(rows)], head_dim=head_dim, group=group, slots=[1], **options)
+    together = bench.run(case)
+    q = case.q
+    for row in range(rows):
+        case.q, case.lengths, case.masks = q[row : row + 1], [dense + row], [[1]]
+        case.live = torch.ones(1, dtype=torch.uint8, device="cuda")
+        assert same(bench.run(case)[0], together[row]), row
+        assert same(bench.run(case, num_blocks=3, early_metadata=True)[0], together[row]), row
+    # node 2 i is the chain's i-th; nodes between them are siblings, one of them infinite
+    nodes = 2 * rows
+    case.move(1, [dense + row for row in range(rows)], [dense + 2 * row for row in range(rows)])
+    for row in range(rows):
+        scale = math.inf if row == 2 else 1.0
+        case.store(1, torch.tensor([dense + 2 * row + 1], device="cuda"), scale=scale)
+    case.lengths = [dense]
+    case.masks = [[sum(4**k for k in range(node // 2 + 1)) | 1 << node for node in range(nodes)]]
+    case.q, case.live = random_bf16(nodes, *q.shape[1:]), torch.ones(nodes, dtype=torch.uint8, device="cuda")
+    case.q[0::2] = q
+    assert same(bench.run(case)[0::2], together)
+
+
+def test_a_broken_draft_leaves_the_rows_before_it(bench: Bench) -> None:
+    for shape in (chain(4), [1, 3, 5, 9]):
+        case = Case([200], [shape], head_dim=128, group=4)
+        before = bench.run(case)
+        block = case.caches[1].shape[2]
+        page = int(case.table[0, 202 // block])
+        case.caches[1][page, :, 202 % block] = math.inf
+        after = bench.run(case)
+        assert same(after[:2], before[:2])
+        assert not torch.isfinite(after[2]).any()
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_bits_do_not_depend_on_the_company(bench: Bench, head_dim: int) -> None:
+    """The same slot alone, in another batch, at another entry, with more rows, with another grid and pipeline."""
+    lengths, rows = [2047, 130, 4500, 64], 4
+    case = Case(lengths, [chain(rows)] * 4, head_dim=head_dim, group=4)
+    whole = bench.run(case)
+    assert same(bench.run(case), whole)
+    for blocks, stages in ((1, 2), (13, 2), (264, 1)):
+        assert same(bench.run(case, num_blocks=blocks, stages=stages), whole)
+    q, live = case.q.reshape(4, rows, *case.q.shape[1:]), torch.ones(64, dtype=torch.uint8, device="cuda")
+    for entries in ([2], [3, 0], [1, 3, 2, 0]):
+        case.slots, case.lengths, case.masks = entries, [lengths[k] for k in entries], [chain(rows)] * len(entries)
+        case.q, case.live = q[entries].reshape(-1, *q.shape[2:]).contiguous(), live[: rows * len(entries)]
+        got = bench.run(case).reshape(len(entries), rows, -1)
+        assert same(got, whole.reshape(4, rows, -1)[entries])
+    more = 7
+    case.slots, case.lengths, case.masks = [0, 1, 2, 3], lengths, [chain(more)] * 4
+    case.q = random_bf16(4, more, *q.shape[2:])
+    case.live = torch.tensor([1, 1, 1, 1, 0, 0, 0] * 4, dtype=torch.uint8, device="cuda")
+    case.q[:, :rows] = q
+    case.q = case.q.reshape(-1, *q.shape[2:])
+    got = bench.run(case).reshape(4, more, -1)
+    assert same(got[:, :rows], whole.reshape(4, rows, -1))
+    assert not got[:, rows:].any()

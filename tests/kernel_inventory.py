@@ -1,0 +1,96 @@
+"""All kernels that modules give as examples, found by walking the modules, and what their names must tell apart."""
+
+import ast
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any
+
+import lowlat.kernels
+from lowlat.kernels.kernel import H200, Card, Kernel
+
+__all__ = ["CARDS", "examples", "factories", "family", "fingerprint", "modules", "offers_calls"]
+
+# a card of each capability for which kernels must compile: A100, H200, B200, RTX 5090
+CARDS = {
+    card.capability: card
+    for card in (Card(108, 163 * 1024, (8, 0)), H200, Card(148, 227 * 1024, (10, 0)), Card(170, 99 * 1024, (12, 0)))
+}
+
+
+def modules() -> dict[str, Any]:
+    """Every module of `lowlat.kernels`, the references left out, by its own name."""
+    found = (entry.name for entry in pkgutil.iter_modules(lowlat.kernels.__path__) if not entry.ispkg)
+    return {name: importlib.import_module(f"lowlat.kernels.{name}") for name in sorted(found)}
+
+
+def examples(card: Card = H200) -> Iterator[tuple[str, Kernel]]:
+    """(module, kernel) for every example; a module whose plans depend on the card is asked for this card's."""
+    for name, module in modules().items():
+        if hasattr(module, "examples"):
+            takes_card = "card" in inspect.signature(module.examples).parameters
+            for kernel in module.examples(card) if takes_card else module.examples():
+                yield name, kernel
+
+
+def offers_calls(module: Any) -> list[str]:
+    """Public functions of a module that return kernel calls, by their annotation."""
+    tree = ast.parse(Path(module.__file__).read_text())
+    functions = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name[0] != "_")
+    return [f.name for f in functions if f.returns is not None and "KernelCall" in ast.unparse(f.returns)]
+
+
+def factories(module: Any) -> list[str]:
+    """Functions of a module that make a Kernel, cached ones: one for each kind of kernel."""
+    made = []
+    for node in ast.parse(Path(module.__file__).read_text()).body:
+        if isinstance(node, ast.FunctionDef):
+            calls = (each.func for each in ast.walk(node) if isinstance(each, ast.Call))
+            if any(isinstance(call, ast.Name) and call.id == "Kernel" for call in calls):
+                made.append(node.name)
+    return made
+
+
+def family(kernel: Kernel) -> str:
+    """What a kernel is without its constants: where its function was made."""
+    return f"{kernel.function.__module__}.{kernel.function.__qualname__}"
+
+
+def fingerprint(kernel: Kernel) -> tuple[Any, ...]:
+    """Everything that decides what a kernel compiles to: its code, the constants it closes over, what it calls."""
+    sizes = (kernel.threads, kernel.min_blocks, kernel.shared_bytes, kernel.linked)
+    return (str(kernel.signature), *sizes, _meaning(kernel.function, set()))
+
+
+def _meaning(value: Any, seen: set[int]) -> Any:
+    """A value that two closures share exactly when they compile to the same."""
+    function = _python_function(value)
+    if function is None:
+        if isinstance(value, tuple | list):
+            return tuple(_meaning(each, seen) for each in value)
+        if isinstance(value, bool | int | float | str) or value is None:
+            return (type(value).__name__, value)
+        return str(value)
+    if id(function) in seen:
+        return function.__qualname__
+    seen = seen | {id(function)}
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    return (function.__qualname__, function.__code__.co_code, _constants(function.__code__)) + tuple(
+        (name, _meaning(cell.cell_contents, seen)) for name, cell in cells
+    )
+
+
+def _constants(code: CodeType) -> tuple[str, ...]:
+    return tuple(repr(value) for value in code.co_consts if not isinstance(value, CodeType))
+
+
+def _python_function(value: Any) -> Callable[..., Any] | None:
+    """The function behind a device function or an intrinsic, or a plain one."""
+    for name in ("py_func", "_defn"):
+        inner = getattr(value, name, None)
+        if isinstance(inner, FunctionType):
+            return inner
+    return value if isinstance(value, FunctionType) else None

@@ -1,0 +1,67 @@
+"""A profile without a card: a runtime on the CPU whose steps are covered by kernels that nobody launches, and events
+as a profiler would have recorded them.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from lowlat import Runtime
+from lowlat.checkpoint import load_head, load_target
+from lowlat.executors.device_weights import DeviceWeights
+from lowlat.executors.lowering import Group, Lowering, lower
+from lowlat.executors.rules import RULES
+from lowlat.executors.workspace import SharedWorkspace
+from lowlat.graphs import Bucket
+from lowlat.kernels.kernel import H200
+from lowlat.profiling import Record
+from lowlat.profiling_times import CallSite, KernelEvent
+
+__all__ = ["CPU", "cover", "record_of", "recorded"]
+
+CPU = torch.device("cpu")
+
+
+def cover(runtime: Runtime, target: Path, head: Path | None) -> Callable[[Bucket], tuple[Group, ...]]:
+    """How the kernels would cover the runtime's steps, by bucket; the weights are read again from the directories."""
+    loaded = load_target(target, dtype="bfloat16")
+    weights = dict(loaded.weights)
+    if head is not None:
+        weights.update(load_head(head, loaded.config).weights)
+    executor = runtime.executor
+
+    def groups(bucket: Bucket) -> tuple[Group, ...]:
+        program = executor.program(bucket)
+        matrices = {op.weights["weight"] for op in program.ops if op.kind == "linear"}
+        placed = DeviceWeights(weights, matrices, CPU)
+        buffers = {**executor.state, **executor.scratch(bucket)}
+        return lower(Lowering(program, buffers, placed, H200, SharedWorkspace(CPU)), RULES)
+
+    return groups
+
+
+def recorded(
+    sites: Sequence[CallSite], steps: int, *, each_us: float = 10.0, early_us: float = 4.0, gap_us: float = 25.0
+) -> list[KernelEvent]:
+    """Steps of kernels that add `each_us` each and start `early_us` before the one before has ended."""
+    events, front = [], 1000.0
+    for step in range(steps):
+        front += gap_us if step else 0.0
+        for place, site in enumerate(sites):
+            start = front - (early_us if place else 0.0)
+            front += each_us
+            events.append(KernelEvent(f"lowlat::kernels::{site.source}::{site.kernel}", start, front))
+    return events
+
+
+def record_of(groups: Callable[[Bucket], Sequence[Group]], bucket: Bucket, num_steps: int) -> Record:
+    """A `Record` that runs its function and answers with `num_steps` steps of the bucket."""
+
+    def record(run: Callable[[], None], device: torch.device) -> list[KernelEvent]:
+        run()
+        calls = [(group.stage, call.kernel) for group in groups(bucket) for call in group.calls]
+        sites = [CallSite(s, k.name, k.function.__module__.rpartition(".")[2]) for s, k in calls]
+        return recorded(sites, num_steps)
+
+    return record

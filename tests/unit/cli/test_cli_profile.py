@@ -1,0 +1,125 @@
+"""`lowlat profile` on the command line: refusals, and tables, JSON and trace of a recording that is made up."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_calls import answer, lowlat, refusal
+from profiling_cases import CPU, cover, record_of
+
+from lowlat import Runtime, profiling
+from lowlat.cli import running
+from lowlat.cli.options import bundled
+from lowlat.devices import DeviceChoice
+
+SMALL = ("profile", "--context", 20, "--steps", 2)
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A card that is not there: the steps run on the CPU, their kernels are recorded as if they had been launched."""
+    monkeypatch.setattr(profiling, "choose_card", lambda device, executor: DeviceChoice(CPU, executor, "a test"))
+    monkeypatch.setattr(profiling, "card_wall", lambda device: 4500.0)
+    monkeypatch.setattr(profiling, "card_name", lambda device: "A Card")
+    seen: dict[str, Any] = {}
+    load = running.load_runtime
+
+    def load_on_cpu(model: Path, speculative: Any, max_context: int, **options: Any) -> Runtime:
+        seen.update(options, max_context=max_context, speculative=speculative)
+        runtime = load(model, speculative, max_context, max_batch=options["max_batch"], device="cpu")
+        groups = cover(runtime, model, None if speculative is None else Path(speculative.model))
+        bucket = runtime.ladder.choose(options["max_batch"], runtime.num_speculative_tokens)
+        seen["num_launches"] = sum(len(group.calls) for group in groups(bucket))
+        monkeypatch.setattr(runtime.executor, "groups", groups, raising=False)
+        monkeypatch.setattr(profiling, "record_kernels", record_of(groups, bucket, profiling.LEAD + 2))
+        return runtime
+
+    monkeypatch.setattr(running, "load_runtime", load_on_cpu)
+    return seen
+
+
+def test_without_a_card_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lowlat.devices.nvidia_card_present", lambda: False)
+    assert "lowlat profile needs an NVIDIA card, and there is none to use: no NVIDIA card" in refusal("profile")
+    assert "lowlat profile needs an NVIDIA card" in refusal("profile", "--device", "cpu", "--executor", "eager")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--device", "tpu"], "device must be 'auto'"),
+        (["--executor", "reference"], "'reference' is not one of 'graph', 'eager'"),
+        (["--batch", "9"], "9 is not in the range 1<=x<=8"),
+        (["--context", "0"], "0 is not in the range"),
+        (["--steps", "0"], "0 is not in the range"),
+        ([str(bundled("target")), "-S", "2"], "--num-speculative-tokens needs --head DIR"),
+        (["-S", "8"], "num_speculative_tokens must be from 0 to 7"),
+    ],
+)
+def test_wrong_options_are_refused_by_name(arguments: list[str], message: str) -> None:
+    assert message in refusal("profile", *arguments)
+
+
+def test_tables_show_stages_kernels_and_idle_time(card: dict[str, Any]) -> None:
+    shown = lowlat(*SMALL)
+    assert shown.exit_code == 0, shown.output
+    lines = shown.stdout.splitlines()
+    title = lines[0]
+    assert title.startswith("target on A Card, graph executor: batch 1, 4 rows, S = 3, context ")
+    assert title.endswith("means over 2 steps")
+    stages = [line.split()[0] for line in lines if line.split() and line.split()[0].isupper()]
+    order = ["BASE_DECODE_STEP", "EAGLE_ACCEPT", "EAGLE_TAIL_COMMIT", "EAGLE_DRAFT_FC"]
+    assert stages[0] == "ACTIVE_SLOTS"
+    assert stages[1:5] == order
+    assert stages[-2:] == ["EAGLE_TREE_MASKS", "PUBLISH"]
+    (publish,) = (line for line in lines if line.split()[:1] == ["PUBLISH"])
+    assert publish.rstrip().endswith("done by kernels of EAGLE_TREE_MASKS")
+    total = next(line for line in lines if "the step" in line)
+    assert f"{10.0 * card['num_launches']:.1f}" in total
+    assert "thin_matmul_silu" in shown.stdout
+    assert "wall: 4500 GB/s" in shown.stdout
+    assert lines[-1].startswith("idle: no kernel ran for ")
+    assert (card["executor"], card["dtype"], card["max_batch"]) == ("graph", "auto", 1)
+
+
+def test_json_is_the_whole_profile(card: dict[str, Any]) -> None:
+    found = answer(*SMALL, "--batch", 2, "-S", 1, "--executor", "eager", "--json")
+    assert (found["model"], found["card"], found["executor"]) == ("target", "A Card", "eager")
+    assert (found["batch"], found["rows"], found["num_speculative_tokens"]) == (2, 2, 1)
+    assert (found["wall_gb_per_s"], found["num_steps"]) == (4500.0, 2)
+    assert len(found["contexts"]) == 2 and min(found["contexts"]) > 20
+    assert sum(row["time_us"] or 0 for row in found["stages"]) == pytest.approx(found["step_us"])
+    assert sum(row["num_launches"] for row in found["kernels"]) == found["num_launches"] == card["num_launches"]
+    assert found["idle"]["between_us"] == pytest.approx(25.0)
+    assert card["max_batch"] == 2 and card["speculative"].num_speculative_tokens == 1
+
+
+def test_trace_is_written(card: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    shown = lowlat(*SMALL, bundled("target"), "--trace", path)
+    assert shown.exit_code == 0, shown.output
+    assert "trace of 2 steps in" in shown.stderr
+    events = json.loads(path.read_text())["traceEvents"]
+    assert sum(event["ph"] == "X" and event["cat"] == "kernel" for event in events) == 2 * card["num_launches"]
+    assert "S = 0" in next(e["args"]["name"] for e in events if e["name"] == "process_name")
+    assert card["speculative"] is None
+
+
+def test_trace_without_a_directory_is_refused_before_anything_runs(card: dict[str, Any], tmp_path: Path) -> None:
+    assert "there is no directory" in refusal(*SMALL, "--trace", tmp_path / "no" / "trace.json")
+    assert "max_batch" not in card
+
+
+def test_a_long_context_is_shortened_and_said(card: dict[str, Any]) -> None:
+    shown = lowlat("profile", "--context", 5000, "--steps", 2, "--json")
+    assert shown.exit_code == 0, shown.output
+    assert "not 5000: the model has 2048 positions" in shown.stderr
+    assert card["max_context"] == 2048
+    assert 1800 < json.loads(shown.stdout)["contexts"][0] < 2048
+
+
+def test_a_recording_that_is_not_whole_is_an_error(card: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    sites_of = profiling.call_sites
+    monkeypatch.setattr(profiling, "call_sites", lambda *arguments: sites_of(*arguments)[:-1])
+    assert "which are not whole steps of" in refusal(*SMALL, code=1)

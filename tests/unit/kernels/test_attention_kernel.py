@@ -1,0 +1,133 @@
+"""The attention kernel without a GPU: what it compiles to, what its builder hands over and what it refuses."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lowlat.errors import ShapeError
+from lowlat.kernels.attention import attention, attention_bytes, examples
+from lowlat.kernels.compiler import compile_kernel
+from lowlat.kernels.kernel import KernelCall
+
+CAPABILITIES = [(8, 0), (9, 0), (10, 0), (12, 0)]
+H200_SHARED_BYTES, RESERVED_BYTES = 228 * 1024, 1024
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("compiled")
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda value: f"sm_{value[0]}{value[1]}")
+@pytest.mark.parametrize("number", range(len(examples())))
+def test_compiles_into_registers(number: int, capability: tuple[int, int], cache: Path) -> None:
+    kernel = examples()[number]
+    compiled = compile_kernel(kernel, capability, cache)
+    assert compiled.is_cubin
+    # 8.0 keeps some scalars of the walk there, outside the products: its assembler copies accumulators
+    assert compiled.stack_bytes <= (256 if capability == (8, 0) else 0)
+    assert compiled.registers * kernel.threads * kernel.min_blocks <= 65536
+
+
+def test_two_blocks_fit_on_a_multiprocessor(cache: Path) -> None:
+    for kernel in examples():
+        block = kernel.shared_bytes + compile_kernel(kernel, (9, 0), cache).shared_bytes + RESERVED_BYTES
+        assert 2 * block <= H200_SHARED_BYTES
+
+
+def test_names_tell_specialisations_apart() -> None:
+    assert len({kernel.name for kernel in examples()}) == len(examples())
+
+
+def workspace(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def call(
+    batch: int = 2,
+    rows: int = 4,
+    group: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 128,
+    block: int = 32,
+    dtype: torch.dtype = torch.bfloat16,
+    change: dict[str, Any] | None = None,
+) -> list[KernelCall]:
+    heads, count = group * kv_heads, batch * rows
+    arguments: dict[str, Any] = {
+        "q": torch.zeros(count, heads, head_dim, dtype=dtype),
+        "k_cache": torch.zeros(9, kv_heads, block, head_dim, dtype=dtype),
+        "v_cache": torch.zeros(9, kv_heads, block, head_dim, dtype=dtype),
+        "block_table": torch.zeros(batch, 40, dtype=torch.int32),
+        "slots": torch.zeros(batch, dtype=torch.int32),
+        "dense_lens": torch.zeros(batch, dtype=torch.int32),
+        "row_live": torch.ones(count, dtype=torch.uint8),
+        "row_masks": torch.ones(batch, rows, dtype=torch.int64),
+        "out": torch.zeros(count, heads * head_dim, dtype=dtype),
+        "scale": head_dim**-0.5,
+        "workspace": workspace,
+    }
+    return attention(**(arguments | (change or {})))
+
+
+def test_the_grid_does_not_depend_on_the_lengths() -> None:
+    longer = call(change={"dense_lens": torch.full((2,), 1000, dtype=torch.int32)})
+    assert [made.grid for made in call()] == [made.grid for made in longer]
+    assert call()[0].grid == (264, 1, 1)
+    assert call(change={"num_blocks": 96})[0].grid == (96, 1, 1)
+
+
+def test_buckets_share_a_kernel() -> None:
+    """The same machine code for all numbers of slots and, where one tile of query rows is enough, of rows."""
+    assert call(batch=1, rows=1)[0].kernel is call(batch=4, rows=4)[0].kernel
+    assert call(rows=4, head_dim=64)[0].kernel is not call(rows=5, head_dim=64)[0].kernel
+    assert call(change={"window": 8})[0].kernel is not call()[0].kernel
+    assert call(change={"keep_first": 3})[0].kernel is call()[0].kernel  # without a window it means nothing
+
+
+def test_the_workspace_grows_with_the_capacity_and_not_under_a_window() -> None:
+    def parts(window: int | None, blocks: int) -> int:
+        made: list[torch.Size] = []
+
+        def keep(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            made.append(torch.Size(shape))
+            return torch.zeros(shape, dtype=dtype)
+
+        call(change={"workspace": keep, "window": window, "block_table": torch.zeros(2, blocks, dtype=torch.int32)})
+        return max(shape.numel() for shape in made)
+
+    one_split = 2 * 2 * 16 * 128  # slots, heads, rows and columns
+    assert parts(None, 4096 // 32) >= 16 * one_split
+    assert parts(None, 8192 // 32) >= 32 * one_split
+    assert parts(100, 4096 // 32) == parts(100, 8192 // 32) < 8 * one_split
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"head_dim": 96}, "head size"),
+        ({"block": 48}, "power of two"),
+        ({"block": 8}, "power of two"),
+        ({"rows": 65}, "rows a slot"),
+        ({"batch": 17}, "slots"),
+        ({"batch": 16, "rows": 64}, "rows in all"),
+        ({"dtype": torch.float32}, "bfloat16"),
+        ({"change": {"slots": torch.zeros(3, dtype=torch.int32)}}, "slots"),
+        ({"change": {"sinks": torch.zeros(3)}}, "sinks"),
+        ({"change": {"out": torch.zeros(8, 1023, dtype=torch.bfloat16)}}, "out"),
+    ],
+)
+def test_what_does_not_fit_is_refused(sizes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ShapeError, match=message):
+        call(**sizes)
+
+
+def test_bytes_count_what_is_visible() -> None:
+    assert attention_bytes([8192], kv_heads=8, head_dim=128) == 8192 * 8 * 128 * 4
+    assert attention_bytes([8192, 100], kv_heads=8, head_dim=64, window=128) == 228 * 8 * 64 * 4
+    assert attention_bytes([1000], kv_heads=1, head_dim=64, first=1, window=100, keep_first=7) == 107 * 64 * 4
+    assert attention_bytes([50], kv_heads=1, head_dim=64, window=100, keep_first=7) == 50 * 64 * 4
+    assert math.isclose(attention_bytes([16384] * 4, kv_heads=8, head_dim=128) / 1e6, 268.435456)

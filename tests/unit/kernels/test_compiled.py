@@ -1,0 +1,155 @@
+"""Every kernel compiles without a GPU for every capability: no local memory, no more registers or shared memory than a
+card has, wide accesses and tensor cores where they count, and only the instructions that were meant.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kernel_inventory import CARDS, examples, factories, family, fingerprint, modules, offers_calls
+
+from lowlat.kernels import compiler
+from lowlat.kernels.compiler import CompiledKernel, compile_ahead, compile_kernel
+from lowlat.kernels.kernel import Kernel
+
+HOPPER = (9, 0)
+REGISTERS = 65536  # of a multiprocessor, of every capability from 8.0 on
+REGISTERS_A_THREAD = 255
+RESERVED_BYTES = 1024  # of shared memory, by the system; the linker counts them where a kernel's memory is dynamic
+EXAMPLES = {capability: list(examples(card)) for capability, card in CARDS.items()}
+CASES = [
+    pytest.param(capability, kernel, id=f"{capability[0]}.{capability[1]}-{kernel.name}")
+    for capability, made in EXAMPLES.items()
+    for _, kernel in made
+]
+WIDE = re.compile(r"(ld|st)\.(global|shared)[.\w:]*\.v4|cp\.async\.cg")
+# what moves a few words at a time: slots, tokens, counters; or rows of a width that 16 bytes do not divide
+NARROW = re.compile(r"accept|begin_step|publish|assign_drafts|\w+_97_")
+PRODUCTS = re.compile(r"thin_matmul|attention_\d")
+# double precision is rare on most cards; here it turns exact integers into thresholds, some a row
+DOUBLES = re.compile(r"sample_draw")
+
+
+class Compiled:
+    """Examples compiled for a capability at first use, with their PTX, in as many processes as there are cores."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._made: dict[tuple[int, int], dict[str, tuple[CompiledKernel, str]]] = {}
+
+    def of(self, capability: tuple[int, int], kernel: Kernel) -> tuple[CompiledKernel, str]:
+        if capability not in self._made:
+            self._made[capability] = self._compile(capability)
+        return self._made[capability][kernel.name]
+
+    def _compile(self, capability: tuple[int, int]) -> dict[str, tuple[CompiledKernel, str]]:
+        kernels = [kernel for _, kernel in EXAMPLES[capability]]
+        directory = self._directory / f"{capability[0]}{capability[1]}"
+        directory.mkdir()
+        to_ptx = compiler.compile_ptx
+
+        def recorded(function: Any, *rest: Any) -> tuple[str, str]:
+            ptx, entry = to_ptx(function, *rest)
+            (directory / f"{id(function)}.ptx").write_text(ptx)
+            return ptx, entry
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(compiler, "compile_ptx", recorded)
+            assert compile_ahead(kernels, capability, directory) == len(kernels)
+            return {
+                kernel.name: (
+                    compile_kernel(kernel, capability, directory),
+                    (directory / f"{id(kernel.function)}.ptx").read_text(),
+                )
+                for kernel in kernels
+            }
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compiled]:
+    yield Compiled(tmp_path_factory.mktemp("compiled"))
+
+
+@pytest.mark.parametrize(("capability", "kernel"), CASES)
+@pytest.mark.timeout(900)
+def test_a_kernel_fits_its_card(capability: tuple[int, int], kernel: Kernel, compiled: Compiled) -> None:
+    made, ptx = compiled.of(capability, kernel)
+    assert ".local" not in ptx
+    if not kernel.linked:
+        assert made.code.decode() == ptx
+        return
+    assert made.is_cubin
+    assert made.stack_bytes == 0
+    assert 0 < made.registers <= REGISTERS_A_THREAD
+    assert kernel.threads * made.registers * kernel.min_blocks <= REGISTERS
+    static = made.shared_bytes - (RESERVED_BYTES if kernel.shared_bytes else 0)
+    assert kernel.shared_bytes + max(static, 0) <= CARDS[capability].shared_bytes
+
+
+def opcodes(ptx: str) -> set[str]:
+    """The instructions of a kernel, without their operands and predicates."""
+    statements = re.split(r"[;{}\n]", ptx)
+    found = (re.match(r"\s*(?:@!?%p\d+\s+)?([a-z][\w.:]*)", statement) for statement in statements)
+    return {match.group(1) for match in found if match}
+
+
+@pytest.mark.parametrize(("capability", "kernel"), CASES)
+def test_a_kernel_has_the_instructions_that_were_meant(
+    capability: tuple[int, int], kernel: Kernel, compiled: Compiled
+) -> None:
+    _, ptx = compiled.of(capability, kernel)
+    used = opcodes(ptx)
+    assert ptx.count(".entry") == 1
+    assert f".target sm_{capability[0]}{capability[1]}\n" in ptx
+    assert ("griddepcontrol.wait" in used) == (capability >= HOPPER)
+    assert capability >= HOPPER or "griddepcontrol" not in ptx
+    if not NARROW.match(kernel.name):
+        assert any(WIDE.match(each) for each in used), "no access of 16 bytes"
+    if PRODUCTS.match(kernel.name):
+        assert "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32" in used
+        assert any(each.startswith("cp.async.cg.shared.global") for each in used)  # of 16 bytes: it knows no others
+    doubles = {each for each in used if ".f64" in each}
+    assert not doubles or DOUBLES.match(kernel.name), f"integers of mixed signs become doubles: {doubles}"
+    # fast-math: everything but the one approximation that has its meaning in the reference too
+    approximations = {each for each in used if ".approx" in each or ".full" in each}
+    assert approximations <= {"ex2.approx.f32", "ex2.approx.ftz.f32"}
+    assert any(each.startswith("call") for each in used) == (not kernel.linked), "a function that was not inlined"
+
+
+def test_streams_are_read_past_the_first_cache(compiled: Compiled) -> None:
+    for _, kernel in EXAMPLES[HOPPER]:
+        if kernel.name.startswith("stream_read"):
+            _, ptx = compiled.of(HOPPER, kernel)
+            assert "ld.global.nc.L1::no_allocate.L2::128B.v4.u32" in ptx
+
+
+def test_no_module_with_kernels_is_forgotten() -> None:
+    makers = defaultdict(set)
+    for _, kernel in EXAMPLES[HOPPER]:
+        makers[kernel.function.__module__.rpartition(".")[2]].add(kernel)
+    for name, module in modules().items():
+        if name != "kernel" and offers_calls(module):
+            assert hasattr(module, "examples"), f"{name} offers {offers_calls(module)} and has no examples()"
+            assert list(module.examples()), f"{name}.examples() is empty"
+        kinds = {family(kernel) for kernel in makers[name]}
+        assert len(kinds) >= len(factories(module)), f"{name} makes {factories(module)}, its examples are {kinds}"
+
+
+def test_a_name_stands_for_one_specialisation() -> None:
+    for capability, made in EXAMPLES.items():
+        names: dict[str, Any] = {}
+        for _, kernel in made:
+            known = names.setdefault(kernel.name, fingerprint(kernel))
+            assert known == fingerprint(kernel), f"two kernels are called {kernel.name} for {capability}"
+        assert len(names) == len(made), "the same example twice"
+
+
+def test_fingerprints_see_constants_in_whatever_a_kernel_calls() -> None:
+    prints = {fingerprint(kernel) for made in EXAMPLES.values() for _, kernel in made}
+    names = {kernel.name for made in EXAMPLES.values() for _, kernel in made}
+    assert len(prints) >= len(names)
+    for _, kernel in EXAMPLES[HOPPER]:
+        assert fingerprint(kernel) == fingerprint(kernel)

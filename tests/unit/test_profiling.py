@@ -1,0 +1,434 @@
+"""`lowlat profile` without a card: attribution of overlapping kernels, sums, traces, bytes, the wall, NVTX ranges."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from profiling_cases import CPU, cover, record_of, recorded
+
+from lowlat import Runtime, SpeculativeConfig, profiling, profiling_wall
+from lowlat.cli.options import bundled
+from lowlat.errors import ConfigError, LowlatError
+from lowlat.executors.eager import EagerExecutor
+from lowlat.executors.lowering import Group
+from lowlat.graphs import Bucket
+from lowlat.profiling_report import summarise
+from lowlat.profiling_times import CallSite, KernelEvent, StepTimes, attribute, idle_time
+from lowlat.profiling_trace import make_trace, write_trace
+from lowlat.program import Stage
+
+BASE, ACCEPT, COMMIT, PUBLISH = (
+    *(Stage.BASE_DECODE_STEP, Stage.EAGLE_ACCEPT),
+    *(Stage.EAGLE_TAIL_COMMIT, Stage.PUBLISH),
+)
+SITES = (
+    CallSite(BASE, "product_a", "product", 4000.0),
+    CallSite(BASE, "product_b", "product", 2000.0),
+    CallSite(ACCEPT, "accept", "accept", also=(COMMIT,)),
+    CallSite(PUBLISH, "publish", "publish"),
+)
+
+
+def events_of(*spans: tuple[float, float]) -> list[KernelEvent]:
+    """Kernels of SITES in turn, by start and end."""
+    return [
+        KernelEvent(f"lowlat::kernels::{SITES[place % 4].source}", start, end)
+        for place, (start, end) in enumerate(spans)
+    ]
+
+
+# two steps: a dependent kernel starts inside the one before, one ends before an earlier one, two gaps
+SPANS = ((100, 110), (104, 108), (105, 130), (132, 135), (150, 160), (155, 190), (160, 200), (200, 201))
+
+
+def times_of(step: StepTimes) -> list[float]:
+    return [call.time_us for call in step.calls]
+
+
+def test_a_call_takes_what_it_adds_to_the_latest_end() -> None:
+    first, second = attribute(events_of(*SPANS), SITES)
+    assert times_of(first) == [10, 0, 20, 5]
+    assert times_of(second) == [10, 30, 10, 1]
+    assert (first.begin_us, first.end_us, first.time_us) == (100, 135, 35)
+    assert (second.begin_us, second.end_us, second.time_us) == (150, 201, 51)
+    assert [call.site for call in first.calls] == list(SITES)
+
+
+def test_order_of_the_recording_does_not_matter_and_first_steps_are_left_out() -> None:
+    events = events_of(*SPANS)
+    assert attribute(events[::-1], SITES, skip=1) == attribute(events, SITES)[1:]
+    with pytest.raises(LowlatError, match="recorded 2 steps, of which the first 2 do not count"):
+        attribute(events, SITES, skip=2)
+
+
+def test_a_step_that_starts_inside_the_one_before_takes_only_what_it_adds() -> None:
+    spans = [*SPANS[:3], (132, 140), (138, 145), *SPANS[5:]]
+    _, second = attribute(events_of(*spans), SITES)
+    assert second.begin_us == 140
+    assert times_of(second)[0] == 5
+
+
+@pytest.mark.parametrize("count", [0, 1, 7])
+def test_what_is_not_whole_steps_is_refused(count: int) -> None:
+    with pytest.raises(LowlatError, match=f"recorded {count} kernels, which are not whole steps of 4 launches"):
+        attribute(events_of(*SPANS)[:count], SITES)
+    with pytest.raises(LowlatError, match="not whole steps of 0 launches"):
+        attribute(events_of(*SPANS), ())
+
+
+def test_a_kernel_in_another_s_place_is_refused() -> None:
+    events = events_of(*SPANS)
+    events[2] = KernelEvent("lowlat::kernels::embed", 105, 130)
+    with pytest.raises(LowlatError, match="kernel number 2 of a step is lowlat::kernels::embed, where accept"):
+        attribute(events, SITES)
+
+
+def test_idle_time_is_where_no_kernel_runs() -> None:
+    idle = idle_time(attribute(events_of(*SPANS), SITES))
+    assert (idle.span_us, idle.idle_us, idle.between_us) == (101, 2 + 15, 15)
+    assert idle.share == pytest.approx(17 / 101)
+    packed = idle_time(attribute(events_of((0, 10), (10, 11), (10, 20), (15, 30)), SITES))
+    assert (packed.span_us, packed.idle_us, packed.share) == (30, 0, 0)
+
+
+def test_summary_adds_up_and_keeps_the_order_of_stages() -> None:
+    summary = summarise(attribute(events_of(*SPANS), SITES), wall_gb_per_s=0.5)
+    assert [row.stage for row in summary.stages] == [BASE, ACCEPT, COMMIT, PUBLISH]
+    assert [row.time_us for row in summary.stages] == [25, 15, None, 3]
+    assert [row.num_launches for row in summary.stages] == [2, 1, 0, 1]
+    assert [row.within for row in summary.stages] == [None, None, ACCEPT, None]
+    assert sum(row.time_us or 0 for row in summary.stages) == summary.step_us == 43
+    assert sum(row.share or 0 for row in summary.stages) == pytest.approx(1)
+    assert (summary.min_step_us, summary.max_step_us, summary.num_steps, summary.num_launches) == (35, 51, 2, 4)
+    base = summary.stages[0]
+    assert base.moved_bytes == summary.moved_bytes == 6000
+    assert base.gb_per_s == pytest.approx(6000 / 25e-6 / 1e9)
+    assert base.share_of_wall == pytest.approx(0.24 / 0.5)
+    assert summary.share_of_wall == pytest.approx(6000 / 43e-6 / 1e9 / 0.5)
+    assert summary.stages[1].gb_per_s is None
+
+
+def test_kernels_come_by_what_they_take_with_their_own_durations() -> None:
+    summary = summarise(attribute(events_of(*SPANS), SITES), wall_gb_per_s=None)
+    assert [(row.kernel, row.time_us) for row in summary.kernels] == [
+        *(("product_b", 15), ("accept", 15), ("product_a", 10), ("publish", 3))
+    ]
+    assert summary.kernels[0].duration_us == (4 + 35) / 2
+    assert all(row.share_of_wall is None for row in summary.kernels)
+    assert all(row.share_of_wall is None for row in summary.stages)
+    values = json.loads(json.dumps(summary.to_dict(), allow_nan=False))
+    assert values["idle"]["share"] == pytest.approx(17 / 101)
+    assert values["stages"][2]["within"] == "EAGLE_ACCEPT"
+
+
+def slices(trace: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """A trace's slices by the name of their track."""
+    names = {e["tid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in names.values()}
+    for event in trace["traceEvents"]:
+        if event["ph"] == "X":
+            found[names[event["tid"]]].append(event)
+    return found
+
+
+def test_trace_has_tracks_of_steps_stages_and_kernels(tmp_path: Path) -> None:
+    steps = attribute(events_of(*SPANS), SITES)
+    path = tmp_path / "trace.json"
+    write_trace(path, steps, "a title")
+    tracks = slices(json.loads(path.read_text()))
+    assert [(each["name"], each["ts"], each["dur"]) for each in tracks["steps"]] == [
+        ("step 0", 0.0, 35.0),
+        ("step 1", 50.0, 51.0),
+    ]
+    stages = [(each["name"], each["ts"], each["dur"]) for each in tracks["stages"]]
+    assert stages[:3] == [(str(BASE), 0.0, 10.0), (str(ACCEPT), 10.0, 20.0), (str(PUBLISH), 30.0, 5.0)]
+    assert tracks["stages"][1]["args"]["covers_also"] == ["EAGLE_TAIL_COMMIT"]
+    kernels = [each for name, track in tracks.items() if name.startswith("kernels") for each in track]
+    assert sorted((each["ts"], each["dur"]) for each in kernels) == sorted((s - 100.0, float(e - s)) for s, e in SPANS)
+    assert {each["args"]["stage"] for each in kernels} == {str(BASE), str(ACCEPT), str(PUBLISH)}
+
+
+def test_slices_of_a_track_never_cross() -> None:
+    generator = torch.Generator().manual_seed(3)
+    starts = (torch.rand(400, generator=generator) * 3 + 0.001).cumsum(0).tolist()
+    lasts = (torch.rand(400, generator=generator) * 9).tolist()
+    spans = [(start, start + last) for start, last in zip(starts, lasts, strict=True)]
+    tracks = slices(make_trace(attribute(events_of(*spans), SITES), ""))
+    assert len(tracks) > 4
+    for name, track in tracks.items():
+        ends = [round(1e3 * (each["ts"] + each["dur"])) for each in track]
+        begins = [round(1e3 * each["ts"]) for each in track]
+        assert all(end <= begin for end, begin in zip(ends, begins[1:], strict=False)), name
+
+
+def test_trace_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="the trace cannot be written"):
+        write_trace(tmp_path / "no" / "trace.json", attribute(events_of(*SPANS), SITES), "")
+
+
+class FakeEvent(SimpleNamespace):
+    """An event as torch's profiler gives it."""
+
+    def __init__(self, name: str, device: str = "CUDA", index: int = 0) -> None:
+        super().__init__(
+            name=name,
+            device_type=SimpleNamespace(name=device),
+            device_index=index,
+            time_range=SimpleNamespace(start=1.5, end=2.5),
+        )
+
+
+def test_only_this_package_s_kernels_of_this_device_count() -> None:
+    mangled = "_ZN6lowlat7kernels5embed11_make_embed12_3clocals_3e5embedB2v1B92cw51"
+    events = [
+        *(FakeEvent(mangled), FakeEvent("lowlat::kernels::sample::_make_draw"), FakeEvent("Memcpy HtoD")),
+        *(FakeEvent("at::native::fill"), FakeEvent(mangled, "CPU"), FakeEvent(mangled, index=1)),
+    ]
+    found = profiling.own_kernels(events, 0)
+    assert [event.name for event in found] == [mangled, "lowlat::kernels::sample::_make_draw"]
+    assert (found[0].start_us, found[0].end_us) == (1.5, 2.5)
+
+
+Covered = tuple[Runtime, Callable[[Bucket], tuple[Group, ...]]]
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Iterator[Covered]:
+    """The bundled pair on the CPU, and how kernels would cover its steps."""
+    config = SpeculativeConfig(model=bundled("head"), num_speculative_tokens=2)
+    with Runtime.load(bundled("target"), config, max_batch=2, max_context=256, device="cpu") as runtime:
+        yield runtime, cover(runtime, bundled("target"), bundled("head"))
+
+
+@pytest.fixture
+def covered(loaded: Covered) -> Iterator[Covered]:
+    """The same, left without requests."""
+    yield loaded
+    while loaded[0].busy:
+        loaded[0].step()
+
+
+def test_bytes_are_those_of_weights_and_caches(
+    covered: Covered,
+) -> None:
+    runtime, groups = covered
+    config, head = runtime.model_config, runtime.head_config
+    assert head is not None
+    bucket = runtime.scheduler.ladder.choose(2, 2)
+    lengths = (101, 41)
+    sites = profiling.call_sites(groups(bucket), runtime.executor.state, [lengths])
+    rows = {row.stage: row for row in summarise(attribute(recorded(sites, 1), sites), 1.0).stages}
+    hidden, kv_size = config.hidden_size, config.num_kv_heads * config.head_dim
+    layer = hidden * (hidden + 2 * kv_size) + hidden * hidden + 3 * hidden * config.intermediate_size
+    weights = 2 * (config.num_layers * layer + config.vocab_size * hidden)
+    caches = config.num_layers * (100 + 40) * 2 * kv_size * 2
+    assert rows[Stage.BASE_DECODE_STEP].moved_bytes == weights + caches
+    assert rows[Stage.EAGLE_DRAFT_FC].moved_bytes == 2 * hidden * len(head.capture_boundaries) * hidden
+    assert rows[Stage.EAGLE_DRAFT_FFN].moved_bytes == 2 * 2 * 3 * hidden * head.intermediate_size
+    assert rows[Stage.EAGLE_DRAFT_LM_HEAD].moved_bytes == 2 * 2 * hidden * head.draft_vocab_size
+    head_kv = head.num_kv_heads * head.head_dim
+    attention = 2 * hidden * (head.num_heads * head.head_dim + 2 * head_kv) + head.num_heads * head.head_dim * hidden
+    dense = (99 + 39) * 2 * head_kv * 2  # the head's first position is never attended to
+    assert rows[Stage.EAGLE_DRAFT_ATTENTION_FMHA].moved_bytes == 2 * (2 * attention + dense)
+    assert rows[Stage.EAGLE_TAIL_COMMIT].within is Stage.EAGLE_ACCEPT
+    assert rows[Stage.PUBLISH].within is Stage.EAGLE_TREE_MASKS
+    assert list(rows) == [stage for stage in Stage if stage is not Stage.PREFILL]
+
+
+def test_steps_are_those_that_were_recorded(covered: Covered, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime, groups = covered
+    monkeypatch.setattr(runtime.executor, "groups", groups, raising=False)
+    bucket = runtime.scheduler.ladder.choose(2, 2)
+    room = profiling.find_room(150, 256, batch=2, num_speculative_tokens=2, num_steps=3, prefill_chunk=128)
+    assert room.max_context <= 256
+    prompts = profiling.random_prompts(runtime.model_config.vocab_size, 2, room.prompt_length)
+    assert prompts[0] != prompts[1]
+    updates: list[tuple[int, int]] = []
+    lengths = profiling.start_decoding(runtime, prompts, room.max_tokens, lambda *done: updates.append(done))
+    assert updates[-1][0] <= updates[-1][1]
+    assert runtime.scheduler.num_active == 2
+    profile = profiling.profile_steps(runtime, lengths, 3, 4500.0, record_of(groups, bucket, profiling.LEAD + 3))
+    assert profile.bucket == bucket
+    assert (len(profile.steps), profile.summary.num_steps) == (3, 3)
+    assert profile.host_us > 0
+    for name, before in zip(lengths, profile.contexts, strict=True):
+        assert room.prompt_length < before < lengths[name]
+        assert runtime.metrics(name).completion_tokens == lengths[name] - room.prompt_length
+    values = json.loads(json.dumps(profile.to_dict(), allow_nan=False))
+    assert values["step_us"] == pytest.approx(10.0 * values["num_launches"])
+
+
+def test_a_request_that_ends_is_an_error(covered: Covered) -> None:
+    runtime, groups = covered
+    lengths = profiling.start_decoding(runtime, profiling.random_prompts(90, 1, 5), 8)
+    with pytest.raises(LowlatError, match=r"ended early \(length\): no error"):
+        profiling.profile_steps(runtime, lengths, 9, None, record_of(groups, Bucket(1, 3, 2), 1))
+    with pytest.raises(LowlatError, match="ended early"):
+        profiling.start_decoding(runtime, profiling.random_prompts(90, 2, 140), 1)
+
+
+def test_room_is_what_the_model_has() -> None:
+    sizes = {"batch": 4, "num_speculative_tokens": 3, "num_steps": 10, "prefill_chunk": 128}
+    roomy = profiling.find_room(8192, 131072, **sizes)
+    assert roomy.prompt_length == 8192
+    assert roomy.max_tokens > 4 * 64 + 4 * (profiling.WARM_UP + profiling.LEAD + 20)
+    tight = profiling.find_room(2048, 2048, **sizes)
+    assert tight.max_context == 2048
+    assert tight.prompt_length < 2048
+    with pytest.raises(ConfigError, match="the model has 100 positions"):
+        profiling.find_room(64, 100, **sizes)
+
+
+def test_without_a_card_there_is_no_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lowlat.devices.nvidia_card_present", lambda: False)
+    with pytest.raises(ConfigError, match=r"lowlat profile needs an NVIDIA card, .*: no NVIDIA card is present"):
+        profiling.choose_card("auto", "graph")
+    with pytest.raises(ConfigError, match=r"lowlat profile needs an NVIDIA card, .*: the CPU was asked for"):
+        profiling.choose_card("cpu", "graph")
+    with pytest.raises(ConfigError, match="device must be"):
+        profiling.choose_card("tpu", "graph")
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda", "cuda:0"])
+@pytest.mark.parametrize("executor", ["graph", "eager"])
+def test_with_a_card_it_is_that_card(device: str, executor: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lowlat.devices.nvidia_card_present", lambda: True)
+    monkeypatch.setattr("lowlat.devices._cuda_problem", lambda _index: None)
+    choice = profiling.choose_card(device, executor)
+    assert (choice.device, choice.has_kernels) == (torch.device("cuda", 0), True)
+
+
+class FakeLauncher:
+    """Does what `stream_read` means, or a word less."""
+
+    missed = 0
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def stream(self) -> None:
+        return None
+
+    def run(self, call: Any) -> None:
+        source, _, out = call.arguments
+        out.zero_()
+        out[0] = profiling_wall.exclusive_or(source.view(torch.int32)) ^ self.missed
+
+    def prepare(self, call: Any) -> Any:
+        return SimpleNamespace(issue=lambda _stream: self.run(call))
+
+
+@pytest.fixture
+def fake_launcher(monkeypatch: pytest.MonkeyPatch) -> type[FakeLauncher]:
+    """A device that reads 2 MiB in 2 us at best."""
+    found = type("Found", (FakeLauncher,), {})
+    monkeypatch.setattr("lowlat.executors.launcher.Launcher", found)
+    facts = SimpleNamespace(multi_processor_count=2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: facts)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (9 << 20, 80 << 30))
+    turns = iter(range(1000))
+    monkeypatch.setattr(profiling_wall, "event_times", lambda issue, count: [0.002 + 0.001 * (next(turns) % 6)] * count)
+    return found
+
+
+def test_wall_is_the_fastest_way_to_read(fake_launcher: type[FakeLauncher]) -> None:
+    wall = profiling_wall.measure_wall(CPU, replays=12)
+    assert wall.read_bytes == 2 << 20
+    assert wall.gb_per_s == max(wall.ways.values()) == pytest.approx((2 << 20) / 2e-6 / 1e9)
+    assert len(wall.ways) == len(profiling_wall.WAYS)
+
+
+def test_a_way_that_misses_a_word_is_an_error(fake_launcher: type[FakeLauncher]) -> None:
+    fake_launcher.missed = 1
+    with pytest.raises(ArithmeticError, match="did not read every word once"):
+        profiling_wall.measure_wall(CPU, read_bytes=1 << 16)
+
+
+class Ranges:
+    """What was pushed, popped and launched, in order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[str] = []
+        self.open: list[str] = []
+        monkeypatch.setattr(torch.cuda.nvtx, "range_push", self._push)
+        monkeypatch.setattr(torch.cuda.nvtx, "range_pop", self._pop)
+        monkeypatch.setattr(torch.cuda, "stream", lambda _stream: nullcontext())
+
+    def _push(self, name: str) -> None:
+        self.log.append(name)
+        self.open.append(name)
+
+    def _pop(self) -> None:
+        self.log.append("pop")
+        self.open.pop()
+
+
+def eager(groups: tuple[Group, ...], launch: Callable[[str, str], None]) -> EagerExecutor:
+    """An eager executor of these groups whose launches call `launch` with their stage and their kernel."""
+    executor = EagerExecutor.__new__(EagerExecutor)
+    executor.stream, executor._hook = SimpleNamespace(), None  # type: ignore[assignment]
+    executor._prepared = {}
+    executor.launcher = SimpleNamespace(stream=lambda: None)  # type: ignore[assignment]
+
+    def prepare(_bucket: Bucket) -> Any:
+        return [
+            (
+                group,
+                [
+                    SimpleNamespace(issue=lambda _stream, call=call, group=group: launch(group.stage, call.kernel.name))
+                    for call in group.calls
+                ],
+            )
+            for group in groups
+        ]
+
+    executor.prepare = prepare  # type: ignore[assignment,method-assign]
+    return executor
+
+
+def test_nvtx_ranges_are_the_stages_in_order(covered: Covered, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime, cover_groups = covered
+    bucket = runtime.scheduler.ladder.choose(1, 2)
+    groups = cover_groups(bucket)
+    ranges, launched = Ranges(monkeypatch), []
+
+    def launch(stage: str, kernel: str) -> None:
+        assert ranges.open == [str(stage)]
+        launched.append(kernel)
+
+    eager(groups, launch).step(bucket)
+    assert launched == [call.kernel.name for group in groups for call in group.calls]
+    names = ranges.log[::2]
+    assert ranges.log[1::2] == ["pop"] * len(names)
+    assert not ranges.open
+    assert all(before != after for before, after in pairwise(names))
+    expected = [str(stage) for stage in Stage if stage in {group.stage for group in groups}]
+    assert list(dict.fromkeys(names)) == expected
+
+
+@pytest.mark.parametrize("failing", [0, 5, 60, -1])
+def test_nvtx_ranges_balance_when_a_launch_fails(
+    failing: int, covered: Covered, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime, cover_groups = covered
+    bucket = runtime.scheduler.ladder.choose(1, 2)
+    groups = cover_groups(bucket)
+    ranges, count = Ranges(monkeypatch), 0
+    last = sum(len(group.calls) for group in groups) - 1
+
+    def launch(_stage: str, _kernel: str) -> None:
+        nonlocal count
+        count += 1
+        if count - 1 == (failing if failing >= 0 else last):
+            raise RuntimeError("out of resources")
+
+    with pytest.raises(RuntimeError, match="out of resources"):
+        eager(groups, launch).step(bucket)
+    assert not ranges.open
+    assert ranges.log.count("pop") == len(ranges.log) // 2
