@@ -31,6 +31,7 @@ UNROLL = 8  # splits whose loads are under way together in a class
 MAX_SPLITS = 1024
 LOG2_E = math.log2(math.e)
 MINUS_INFINITY = -math.inf
+EVERY_LANE = 0xFFFFFFFF
 
 
 def combine_splits(
@@ -105,10 +106,13 @@ def _kernel(shape: AttentionShape) -> Callable[..., None]:
             factors[mine * MAX_SPLITS + part] = peak
             norms[mine * MAX_SPLITS + part] = ptx.load_global_f32(sums + (base + int64(part) * pitch) * 8 + 4)
             largest = max(largest, peak)
-        exchanged[thread] = largest
+        for distance in (16, 8, 4, 2, 1):
+            largest = max(largest, cuda.shfl_xor_sync(EVERY_LANE, largest, distance))
+        if thread & 31 == 0:
+            exchanged[thread >> 5] = largest
         cuda.syncthreads()
-        for other in range(row_threads):
-            largest = max(largest, exchanged[mine * row_threads + other])
+        for warp in range(row_threads // 32):
+            largest = max(largest, exchanged[mine * (row_threads // 32) + warp])
         shift = float32(0) if largest == float32(MINUS_INFINITY) else -largest
         for part in range(inner, parts, row_threads):
             at = mine * MAX_SPLITS + part

@@ -9,7 +9,7 @@ kernel before this one has ended. The rows' own k steps travel beside the weight
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cache
 from typing import Any
 
@@ -17,120 +17,69 @@ import torch
 
 from lowlat.errors import ShapeError
 from lowlat.kernels import ptx
-from lowlat.kernels.activation import silu_times
-from lowlat.kernels.kernel import H200, Card, Kernel, KernelCall
+from lowlat.kernels.kernel import H200, Argument, Card, Kernel, KernelCall
 from lowlat.kernels.numba_cuda import cuda, device_function, float32, int64, types, uint32
 from lowlat.kernels.packing import PackedMatrix
 from lowlat.kernels.reference.shapes import check_shape
+from lowlat.kernels.thin_matmul_ending import make_finish_rotated, make_finish_tile
+from lowlat.kernels.thin_matmul_plan import (
+    ADD,
+    BFLOAT16,
+    FLOAT32,
+    MAX_ROWS,
+    PAD,
+    ROTATE,
+    ROWS_BYTES,
+    SILU,
+    STEP_BYTES,
+    SUM_BYTES,
+    THREADS,
+    WARPS,
+    HeadsShape,
+    MatmulPlan,
+    MatmulShape,
+    plan_matmul,
+)
 
-__all__ = ["MAX_ROWS", "MatmulPlan", "examples", "plan_matmul", "thin_matmul"]
+NUM_ROTATION = 10  # arguments of a kernel that only ROTATE uses
 
-WARPS = 8
-THREADS = WARPS * 32
-STEP_BYTES = 2048  # 16 weight rows by 64 columns
-ROWS_BYTES = 1024  # 8 rows by 64 columns
-MAX_ROWS = 64
-PAD = 20  # floats from one row of partial sums to the next: no bank conflicts
-SUM_BYTES = 8 * PAD * 4  # 8 rows of partial sums
-FLOAT32, BFLOAT16, ADD, SILU = "float32", "bfloat16", "add", "silu"
-
-
-@dataclass(frozen=True)
-class MatmulPlan:
-    """How a product is cut: none of it changes any bit of the result.
-
-    row_tiles     tiles of 8 rows: 1, 2, 4 or 8
-    weight_tiles  tiles of 16 weight rows that a warp multiplies at once: 1, 2 or 4
-    stages        k steps under way in each warp
-    buffers       areas of partial sums of one tile: with two, a tile's end needs one barrier instead of two
-    num_blocks    blocks of the grid
-    """
-
-    row_tiles: int
-    weight_tiles: int
-    stages: int
-    buffers: int
-    num_blocks: int
-
-    @property
-    def stage_bytes(self) -> int:
-        """One warp's copy of one k step."""
-        return self.weight_tiles * STEP_BYTES + self.row_tiles * ROWS_BYTES
-
-    @property
-    def sum_bytes(self) -> int:
-        """One warp's partial sums of one weight tile."""
-        return self.row_tiles * SUM_BYTES
-
-    @property
-    def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block."""
-        return WARPS * (self.stages * self.stage_bytes + self.buffers * self.sum_bytes)
+__all__ = ["MAX_ROWS", "MatmulPlan", "Rotation", "examples", "plan_matmul", "thin_matmul"]
 
 
 @dataclass(frozen=True)
-class _Shape:
-    width: int  # N of the weight
-    depth: int  # K
-    epilogue: str
-    bias: bool
-    live: bool
+class Rotation:
+    """Rotation of a product's queries and keys, and the write of keys and values to the cache.
 
-    @property
-    def steps(self) -> int:
-        return -(-self.depth // 64)
-
-
-# (row tiles, weight tiles) -> stages, areas of sums; README.md beside this file tells what was tried
-_PLANS = {
-    (1, 1): (6, 2),
-    (1, 2): (4, 2),
-    (2, 1): (4, 2),
-    (2, 2): (3, 2),
-    (2, 4): (2, 1),
-    (4, 1): (3, 1),
-    (4, 2): (2, 2),
-    (4, 4): (2, 1),
-    (8, 1): (2, 1),
-    (8, 2): (1, 2),
-    (8, 4): (1, 1),
-}
-
-
-def plan_matmul(rows: int, width: int, card: Card) -> MatmulPlan:
-    """The plan for M rows by [N, K]: one block a multiprocessor, as many tiles at once as keep most of them busy.
-
-    Raises ShapeError for a card whose blocks have too little shared memory.
+    positions            [M]              int32, below C
+    cos, sin             [C, D / 2]       float32
+    row_live             [M]              uint8: dead rows write no keys and values
+    k_cache, v_cache     [P, G, block, D] bf16, updated; None: queries alone
+    block_table, slots, write_lens, offsets  as `kv_write` of the reference has them
     """
-    row_tiles = next(tiles for tiles in (1, 2, 4, 8) if 8 * tiles >= rows)
-    known = sorted((_cost(row_tiles, tiles, width, card), tiles) for rows_, tiles in _PLANS if rows_ == row_tiles)
-    for _, weight_tiles in known:
-        most, buffers = _PLANS[row_tiles, weight_tiles]
-        num_blocks = min(-(-width // (16 * weight_tiles)), card.num_multiprocessors)
-        for stages in range(most, 0, -1):
-            plan = MatmulPlan(row_tiles, weight_tiles, stages, buffers if stages == most else 1, num_blocks)
-            if plan.shared_bytes <= card.shared_bytes:
-                return plan
-    raise ShapeError(f"{rows} rows do not fit the {card.shared_bytes} bytes of shared memory that a block may have")
 
-
-def _cost(row_tiles: int, weight_tiles: int, width: int, card: Card) -> float:
-    """Time beside a stream of the weights alone, as measured on an H200: rows that are read again for every group of
-    tiles cost near half of what weights do, and multiprocessors without a group in the last turn are lost."""
-    groups = -(-width // (16 * weight_tiles))
-    busy = groups / (-(-groups // card.num_multiprocessors) * card.num_multiprocessors)
-    return (1 + 0.45 * row_tiles * ROWS_BYTES / (weight_tiles * STEP_BYTES)) / busy
+    positions: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+    row_live: torch.Tensor | None = None
+    k_cache: torch.Tensor | None = None
+    v_cache: torch.Tensor | None = None
+    block_table: torch.Tensor | None = None
+    slots: torch.Tensor | None = None
+    write_lens: torch.Tensor | None = None
+    offsets: torch.Tensor | None = None
 
 
 def thin_matmul(
     *,
     x: torch.Tensor,
     weight: PackedMatrix,
-    out: torch.Tensor,
+    out: torch.Tensor | None,
     bias: torch.Tensor | None = None,
     row_live: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     silu: bool = False,
+    rotation: Rotation | None = None,
+    head_dim: int = 0,
     card: Card = H200,
     plan: MatmulPlan | None = None,
 ) -> list[KernelCall]:
@@ -141,7 +90,9 @@ def thin_matmul(
     bias         [N]     bf16, in the weight's order
     row_live     [M]     uint8; with silu, dead rows give zeros
     residual     [M, N]  bf16: out is the rounded sum of it and the product
-    out          [M, N]  float32 or bf16; with silu [M, N / 2] bf16: silu(gate) * up
+    out          [M, N]  float32 or bf16; with silu [M, N / 2] bf16: silu(gate) * up; with rotation the queries
+                         [M, H, D] bf16, or None where there are none
+    rotation     the product is of queries, keys and values of `head_dim`, in the order of `rope_order`
     card         what it runs on
     plan         how to cut it; None: `plan_matmul`'s
     Time: the weight's bytes over the memory's bandwidth. Captured: yes.
@@ -149,43 +100,75 @@ def thin_matmul(
     """
     count, depth = x.shape
     check_shape("x", x, count, weight.columns)
-    check_shape("out", out, count, weight.rows // 2 if silu else weight.rows)
     if depth % 8:
         raise ShapeError(f"a product's depth must be a multiple of 8, got {depth}")
-    epilogue = SILU if silu else ADD if residual is not None else FLOAT32 if out.dtype == torch.float32 else BFLOAT16
+    if rotation is not None:
+        shape = MatmulShape(
+            weight.rows, depth, ROTATE, bias is not None, False, _heads(weight, rotation, out, head_dim)
+        )
+        row_live = rotation.row_live
+    elif out is None:
+        raise ShapeError("a product without rotation needs `out`")
+    else:
+        check_shape("out", out, count, weight.rows // 2 if silu else weight.rows)
+        wide = FLOAT32 if out.dtype == torch.float32 else BFLOAT16
+        epilogue = SILU if silu else ADD if residual is not None else wide
+        shape = MatmulShape(weight.rows, depth, epilogue, bias is not None, silu and row_live is not None)
     calls = []
     for start in range(0, count, MAX_ROWS):
         part = slice(start, min(start + MAX_ROWS, count))
         rows = part.stop - start
-        shape = _Shape(weight.rows, depth, epilogue, bias is not None, silu and row_live is not None)
         chosen = plan or plan_matmul(rows, weight.rows, card)
-        optional = (
-            None if row_live is None else row_live.reshape(-1)[part],
-            bias,
-            None if residual is None else residual[part],
-        )
-        arguments = (weight.tiles, x[part], *(0 if tensor is None else tensor for tensor in optional), out[part], rows)
-        calls.append(KernelCall(_make(shape, chosen), (chosen.num_blocks, 1, 1), arguments))
+        live = None if row_live is None else row_live.reshape(-1)[part]
+        optional = (live, bias, None if residual is None else residual[part], None if out is None else out[part])
+        arguments: tuple[Argument, ...] = (weight.tiles, x[part], *(0 if each is None else each for each in optional))
+        turned = (0,) * NUM_ROTATION if rotation is None else _rotation_arguments(rotation, part)
+        calls.append(KernelCall(_make(shape, chosen), (chosen.num_blocks, 1, 1), (*arguments, rows, *turned)))
     return calls
 
 
+def _heads(weight: PackedMatrix, rotation: Rotation, out: torch.Tensor | None, head_dim: int) -> HeadsShape:
+    queries = 0 if out is None else out.shape[1]
+    if rotation.k_cache is None or rotation.block_table is None or rotation.offsets is None:
+        groups, block, width, rows = 0, 0, 0, 1
+    else:
+        groups, block = rotation.k_cache.shape[1:3]
+        width, rows = rotation.block_table.shape[1], rotation.offsets.shape[0]
+    if weight.rows != (queries + 2 * groups) * head_dim:
+        raise ShapeError(
+            f"a weight of {weight.rows} rows does not hold {queries} queries and {groups} keys and values of {head_dim}"
+        )
+    return HeadsShape(queries, groups, head_dim, rows, block, width)
+
+
+def _rotation_arguments(rotation: Rotation, part: slice) -> tuple[Argument, ...]:
+    tables = (rotation.positions.reshape(-1)[part], rotation.cos, rotation.sin)
+    caches = (rotation.k_cache, rotation.v_cache, rotation.block_table)
+    rows = (rotation.slots, rotation.write_lens, rotation.offsets)
+    return (*tables, *(0 if each is None else each for each in (*caches, *rows)), part.start)
+
+
 @cache
-def _make(shape: _Shape, plan: MatmulPlan) -> Kernel:
+def _make(shape: MatmulShape, plan: MatmulPlan) -> Kernel:
     flags = "".join(letter for letter, on in (("b", shape.bias), ("l", shape.live)) if on)
+    heads = "" if shape.heads is None else "_" + "x".join(map(str, astuple(shape.heads)))
     name = (
-        f"thin_matmul_{shape.epilogue}_{shape.width}x{shape.depth}_{flags}_"
+        f"thin_matmul_{shape.epilogue}{heads}_{shape.width}x{shape.depth}_{flags}_"
         f"{plan.row_tiles}x{plan.weight_tiles}x{plan.stages}x{plan.buffers}"
     )
     min_blocks = 2 if 2 * plan.shared_bytes <= 220 * 1024 else 1
-    return Kernel(name, _kernel(shape, plan), (types.int64,) * 7, THREADS, min_blocks, plan.shared_bytes)
+    return Kernel(
+        name, _kernel(shape, plan), (types.int64,) * (7 + NUM_ROTATION), THREADS, min_blocks, plan.shared_bytes
+    )
 
 
-def _kernel(shape: _Shape, plan: MatmulPlan) -> Callable[..., None]:
+def _kernel(shape: MatmulShape, plan: MatmulPlan) -> Callable[..., None]:
     tiles, steps = -(-shape.width // (16 * plan.weight_tiles)), shape.steps
     stages, stage_bytes, sum_bytes = plan.stages, plan.stage_bytes, plan.sum_bytes
     sums_at, two_buffers, num_sums = WARPS * stages * stage_bytes, plan.buffers == 2, plan.weight_tiles * plan.row_tiles
     issue_weights, issue_rows = _issue_weights(shape, plan), _issue_rows(shape, plan)
-    multiply, finish_tile, row_tiles = _multiply(plan), _finish_tile(shape, plan), plan.row_tiles
+    multiply, row_tiles = _multiply(plan), plan.row_tiles
+    finish_tile = (make_finish_rotated if shape.epilogue == ROTATE else make_finish_tile)(shape, plan)
     places = [min(part, plan.weight_tiles - 1) * row_tiles for part in range(4)]
     offsets = (0, PAD * 4, 32, PAD * 4 + 32)
     store0, store1, store2, store3 = (
@@ -194,7 +177,11 @@ def _kernel(shape: _Shape, plan: MatmulPlan) -> Callable[..., None]:
     weight_tiles = plan.weight_tiles
     wait, zeros = ptx.copies_wait(stages - 1), ptx.zeros(4 * num_sums)
 
-    def thin_matmul(weight: Any, x: Any, row_live: Any, bias: Any, residual: Any, out: Any, count: Any) -> None:
+    def thin_matmul(
+        weight: Any, x: Any, row_live: Any, bias: Any, residual: Any, out: Any, count: Any, positions: Any,
+        cosines: Any, sines: Any, k_cache: Any, v_cache: Any, table: Any, slots: Any, write_lens: Any, offsets: Any,
+        first_row: Any,
+    ) -> None:  # fmt: skip
         base = ptx.shared_address(cuda.shared.array(shape=0, dtype=float32))
         lane, warp = uint32(cuda.threadIdx.x) & uint32(31), uint32(cuda.threadIdx.x) >> uint32(5)
         mine = base + warp * uint32(stages * stage_bytes) + lane * uint32(16)
@@ -247,7 +234,10 @@ def _kernel(shape: _Shape, plan: MatmulPlan) -> Callable[..., None]:
                 else:
                     store3(place, sums)
                 cuda.syncthreads()
-                finish_tile(area, tile * weight_tiles + part, row_live, bias, residual, out, count)
+                rotation = (
+                    positions, cosines, sines, k_cache, v_cache, table, slots, write_lens, offsets, first_row
+                )  # fmt: skip
+                finish_tile(area, tile * weight_tiles + part, row_live, bias, residual, out, count, rotation)
                 if two_buffers:
                     parity = uint32(1) - parity
                 else:
@@ -257,7 +247,7 @@ def _kernel(shape: _Shape, plan: MatmulPlan) -> Callable[..., None]:
     return thin_matmul
 
 
-def _issue_weights(shape: _Shape, plan: MatmulPlan) -> Any:
+def _issue_weights(shape: MatmulShape, plan: MatmulPlan) -> Any:
     """Copy a lane's own bytes of one k step of a group of weight tiles to its place in shared memory."""
     weight_tiles, tile_bytes = plan.weight_tiles, shape.steps * STEP_BYTES
     last = -(-shape.width // 16) - 1
@@ -273,7 +263,7 @@ def _issue_weights(shape: _Shape, plan: MatmulPlan) -> Any:
     return device_function(issue)
 
 
-def _issue_rows(shape: _Shape, plan: MatmulPlan) -> Any:
+def _issue_rows(shape: MatmulShape, plan: MatmulPlan) -> Any:
     """Copy a lane's own bytes of the rows' k step.
 
     Lanes of rows that do not exist copy nothing and feed rubbish to columns of the product that nobody reads.
@@ -336,54 +326,8 @@ def _multiply(plan: MatmulPlan) -> Any:
     return device_function(multiply)
 
 
-def _finish_tile(shape: _Shape, plan: MatmulPlan) -> Any:
-    """Add the warps' sums in order, then bias, residual or activation, and store what exists."""
-    width, epilogue = shape.width, shape.epilogue
-    padded_rows, sum_bytes = 8 * plan.row_tiles, plan.sum_bytes
-    has_bias, live, silu, add = shape.bias, shape.live, epilogue == SILU, epilogue == ADD
-    wide = epilogue == FLOAT32
-    columns = 8 if silu else 16
-    outputs, out_width = padded_rows * columns, width // 2 if silu else width
-
-    def total_of(area: Any, row: Any, column: Any) -> Any:
-        place = area + (row * uint32(PAD) + column) * uint32(4)
-        total = ptx.load_shared_f32(place)
-        for warp in range(1, WARPS):
-            total = ptx.add_rn(total, ptx.load_shared_f32(place + uint32(warp * sum_bytes)))
-        return total
-
-    total_of = device_function(total_of)
-
-    def finish_tile(area: Any, tile: Any, row_live: Any, bias: Any, residual: Any, out: Any, count: Any) -> None:
-        for index in range(uint32(cuda.threadIdx.x), uint32(outputs), uint32(THREADS)):
-            column = index % uint32(columns)
-            row = index // uint32(columns)
-            first = tile * 16
-            place = first + int64(column)
-            if int64(row) < count and place < width:
-                at = int64(row) * out_width + first // (16 // columns) + int64(column)
-                value = total_of(area, row, column)
-                if has_bias:
-                    value = ptx.add_rn(value, ptx.load_global_bf16(bias + place * 2))
-                if silu:
-                    up = total_of(area, row, column + uint32(8))
-                    if has_bias:
-                        up = ptx.add_rn(up, ptx.load_global_bf16(bias + place * 2 + 16))
-                    value = silu_times(value, up)
-                    if live and ptx.load_global_u8(row_live + int64(row)) == uint32(0):
-                        value = float32(0)
-                if add:
-                    value = ptx.add_rn(value, ptx.load_global_bf16(residual + at * 2))
-                if wide:
-                    ptx.store_global_f32(out + at * 4, value)
-                else:
-                    ptx.store_global_u16(out + at * 2, ptx.bf16_bits(value))
-
-    return device_function(finish_tile)
-
-
-def examples() -> list[Kernel]:
-    """Representative specialisations: products of Llama-3.1-8B, few and many rows, all epilogues, odd shapes."""
+def examples(card: Card = H200) -> list[Kernel]:
+    """Representative specialisations, as a card has them: products of Llama-3.1-8B, all epilogues, odd shapes."""
     made = []
     for rows, width, depth, epilogue in (
         (1, 6144, 4096, FLOAT32),
@@ -394,6 +338,7 @@ def examples() -> list[Kernel]:
         (64, 4096, 14336, ADD),
         (3, 97, 200, BFLOAT16),
     ):
-        shape = _Shape(width, depth, epilogue, bias=width == 97, live=epilogue == SILU)
-        made.append(_make(shape, plan_matmul(rows, width, H200)))
-    return made
+        shape = MatmulShape(width, depth, epilogue, bias=width == 97, live=epilogue == SILU)
+        made.append(_make(shape, plan_matmul(rows, width, card)))
+    rotated = MatmulShape(6144, 4096, ROTATE, False, False, HeadsShape(32, 8, 128, 4, 32, 289))
+    return [*made, _make(rotated, plan_matmul(4, 6144, card))]

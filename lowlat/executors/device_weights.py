@@ -9,11 +9,9 @@ from collections.abc import Mapping
 import torch
 
 from lowlat.errors import ConfigError
-from lowlat.kernels.packing import PackedMatrix, gate_up_order, pack, unpack
+from lowlat.kernels.packing import PackedMatrix, pack, unpack
 
 __all__ = ["DeviceWeights"]
-
-GATE_UP = "gate_up.weight"
 
 
 class DeviceWeights:
@@ -21,10 +19,17 @@ class DeviceWeights:
 
     source   canonical name -> tensor, on any device; two names of one tensor share its copy
     matrices names that products read: they are packed, the others are placed as they are
+    orders   orders of the rows of packed matrices, by name; a matrix without one keeps its own
     Raises ConfigError for a weight whose dtype the kernels do not read.
     """
 
-    def __init__(self, source: Mapping[str, torch.Tensor], matrices: set[str], device: torch.device) -> None:
+    def __init__(
+        self,
+        source: Mapping[str, torch.Tensor],
+        matrices: set[str],
+        device: torch.device,
+        orders: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
         self.device = device
         self._packed: dict[str, PackedMatrix] = {}
         self._plain: dict[str, torch.Tensor] = {}
@@ -35,7 +40,7 @@ class DeviceWeights:
             known = placed.get(id(tensor))
             if known is None:
                 moved = tensor.to(device)
-                known = pack(moved, _order(name, tensor)) if id(tensor) in packed_ids else moved.contiguous()
+                known = pack(moved, (orders or {}).get(name)) if id(tensor) in packed_ids else moved.contiguous()
                 placed[id(tensor)] = known
             if isinstance(known, PackedMatrix):
                 self._packed[name] = known
@@ -89,10 +94,6 @@ class DeviceWeights:
         self._packed.clear()
         self._plain.clear()
         self._orders.clear()
-
-
-def _order(name: str, tensor: torch.Tensor) -> torch.Tensor | None:
-    return gate_up_order(tensor.shape[0] // 2) if name.endswith(GATE_UP) else None
 
 
 def _check_dtype(name: str, tensor: torch.Tensor) -> None:

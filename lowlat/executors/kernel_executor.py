@@ -14,6 +14,7 @@ from lowlat.executors import OpHook
 from lowlat.executors.device_weights import DeviceWeights
 from lowlat.executors.launcher import Launcher
 from lowlat.executors.lowering import Group, Lowering, lower
+from lowlat.executors.orders import weight_orders
 from lowlat.executors.prefill import TorchPrefill
 from lowlat.executors.rules import RULES
 from lowlat.executors.workspace import SharedWorkspace
@@ -55,7 +56,7 @@ class KernelExecutor:
         self.launcher = Launcher(device, cache_directory)
         self.stream = torch.cuda.Stream(device)
         every = (*programs.values(), prefill)
-        self._weights = DeviceWeights(weights, _matrices(every), device)
+        self._weights = DeviceWeights(weights, _matrices(every), device, weight_orders(programs.values()))
         specs = [spec for program in every for spec in program.specs(*STATE_ROLES)]
         pinned = {s.name for s in specs if s.role in (Role.COMMAND, Role.PUBLICATION) and s.name not in DEVICE_COMMANDS}
         with torch.cuda.stream(self.stream):

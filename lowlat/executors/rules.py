@@ -5,9 +5,11 @@ Each rule starts at the operation it is named after. What is fused here, and why
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 from lowlat.errors import ConfigError
 from lowlat.executors.lowering import Covered, Lowering, Rule
+from lowlat.executors.orders import is_rotated
 from lowlat.executors.step_rules import STEP_RULES
 from lowlat.kernels.attention import attention
 from lowlat.kernels.draft_topk import draft_topk
@@ -16,10 +18,12 @@ from lowlat.kernels.embed import embed, embed_norm
 from lowlat.kernels.head_input import concat_norms, head_input, level_input
 from lowlat.kernels.norm import rms_norm, split_norms
 from lowlat.kernels.rotate import rotate
-from lowlat.kernels.thin_matmul import thin_matmul
+from lowlat.kernels.thin_matmul import Rotation, thin_matmul
 from lowlat.program import Stage
 
 __all__ = ["RULES"]
+
+ROOMY = 110 * 1024  # bytes of shared memory a block that attention's three stages need
 
 
 def _linear(lowering: Lowering, start: int) -> Covered:
@@ -27,12 +31,14 @@ def _linear(lowering: Lowering, start: int) -> Covered:
     ops = lowering.program.ops
     op = ops[start]
     product = op.writes["out"]
-    options = {
+    options: dict[str, Any] = {
         "x": lowering.buffers[op.reads["x"]],
         "weight": lowering.weights.matrix(op.weights["weight"]),
         "bias": lowering.weights.bias(op.weights["bias"]) if "bias" in op.weights else None,
         "card": lowering.card,
     }
+    if is_rotated(ops, start, lowering.program):
+        return _rotated(lowering, start, options)
     following = ops[start + 1] if start + 1 < len(ops) else None
     if following is not None and product in following.reads.values() and lowering.dies(product, start + 1):
         out = lowering.buffers.get(following.writes.get("out", ""))
@@ -46,6 +52,26 @@ def _linear(lowering: Lowering, start: int) -> Covered:
         if following.kind == "cast":
             return Covered(2, thin_matmul(**options, out=out), [product])
     return Covered(1, thin_matmul(**options, out=lowering.buffers[product]))
+
+
+def _rotated(lowering: Lowering, start: int, options: dict[str, Any]) -> Covered:
+    """A product of queries, keys and values, their rotation and the write to the cache."""
+    ops = lowering.program.ops
+    rope = ops[start + 1]
+    last = start + 2 if "k" in rope.writes else start + 1
+    hidden = [ops[start].writes["out"], *(rope.writes[part] for part in ("k", "v") if part in rope.writes)]
+    alive = [name for name in hidden if not lowering.dies(name, last)]
+    if alive:
+        raise ConfigError(f"{lowering.program.name}: {alive} are read after their rotation, which no kernel covers")
+    arguments = {**lowering.arguments(start + 1), **(lowering.arguments(last) if last > start + 1 else {})}
+    names = (
+        *("positions", "cos", "sin", "row_live", "k_cache", "v_cache"),
+        *("block_table", "slots", "write_lens", "offsets"),
+    )
+    rotation = Rotation(**{name: arguments[name] for name in names if name in arguments})
+    head_dim = lowering.program.buffers[next(iter(rope.writes.values()))].shape[2]
+    calls = thin_matmul(**options, out=arguments.get("q"), rotation=rotation, head_dim=head_dim)
+    return Covered(last + 1 - start, calls, hidden)
 
 
 def _embed(lowering: Lowering, start: int) -> Covered:
@@ -178,6 +204,7 @@ def _attention(lowering: Lowering, start: int) -> Covered:
         sinks=sinks,
         workspace=lowering.workspace,
         num_blocks=2 * lowering.card.num_multiprocessors,
+        stages=None if lowering.card.shared_bytes >= ROOMY else 2,
         early_metadata=op.stage is Stage.BASE_DECODE_STEP,
         tail=lowering.program.buffers["row_tokens"].shape[1],  # no row has more ancestors than a slot has rows
     )

@@ -1,19 +1,27 @@
 """Steps that run ahead of the host, one or a loop of them, on a fake device: the same tokens, nothing else launched."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fake_device import FakeDevice, load_fake
-from recording import check_invariants, run_all
+from recording import check_invariants, run_all, run_one
 from tiny_models import PairPaths, make_pair
 
 import lowlat
-from lowlat import ConfigError, Runtime, SamplingParams, SpeculativeConfig, TraceConfig
+from lowlat import ConfigError, Runtime, RuntimeConfig, SamplingParams, SpeculativeConfig, TraceConfig
 from lowlat.errors import DeviceError
+from lowlat.executors.device_weights import DeviceWeights
+from lowlat.executors.lowering import Lowering, lower
+from lowlat.executors.rules import RULES
+from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import Bucket
+from lowlat.kernels.kernel import H200, KernelCall
+from lowlat.kernels.publish import LoopControl, for_condition
+from lowlat.loading import Loaded, load
 from lowlat.request import StepOutput
 from lowlat.state import RING_ENTRIES
 
@@ -33,7 +41,7 @@ MODES: list[dict[str, Any]] = [
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> PairPaths:
     """A small target and a head."""
-    return make_pair(tmp_path_factory.mktemp("llama"), "llama")
+    return make_pair(tmp_path_factory.mktemp("llama"), "llama", hidden_size=64, intermediate_size=64, head_dim=64)
 
 
 @pytest.fixture
@@ -53,11 +61,11 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return [rng.randrange(97) for _ in range(length)]
 
 
-def alone(pair: PairPaths, prompt: list[int], params: SamplingParams) -> list[int]:
-    """A request's tokens from the plain reference executor, without speculation."""
-    with Runtime.load(pair.target, device="cpu", **OPTIONS) as runtime:
-        name = runtime.submit(prompt, params)
-        return run_all(runtime)[name]
+@pytest.fixture(scope="module")
+def reference(pair: PairPaths) -> Iterator[Runtime]:
+    """The plain reference executor, without speculation."""
+    with Runtime.load(pair.target, device="cpu", **{**OPTIONS, "max_batch": 1}) as runtime:
+        yield runtime
 
 
 def steps_until(runtime: Runtime, wanted: Callable[[list[StepOutput]], bool]) -> list[StepOutput]:
@@ -127,7 +135,7 @@ class Script:
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(("device_loop", "lead"), WAYS)
 def test_any_order_gives_the_tokens_of_each_request_alone(
-    device_loop: bool, lead: int, seed: int, pair: PairPaths, make: Make
+    device_loop: bool, lead: int, seed: int, reference: Runtime, make: Make
 ) -> None:
     runtime, device = make(device_loop=device_loop, lead=lead, seed=seed)
     with runtime:
@@ -137,7 +145,7 @@ def test_any_order_gives_the_tokens_of_each_request_alone(
         assert runtime.kvcache.stats().num_used == 0
         assert (device.count("loop") > 0) == device_loop
     for number, (prompt, params) in enumerate(script.requests):
-        expected = alone(pair, prompt, params)
+        expected = run_one(reference, prompt, params)
         if reasons[number] == "cancelled":
             assert number in cancelled
             assert tokens[number].pop() == -1
@@ -417,6 +425,35 @@ def test_traces_see_one_step_at_a_time(make: Make) -> None:
 def test_loops_need_a_device_that_has_them(pair: PairPaths) -> None:
     with pytest.raises(ConfigError, match="device_loop needs executor 'graph', and this runtime has 'reference'"):
         Runtime.load(pair.target, device="cpu", device_loop=True, **OPTIONS)
+
+
+def calls_of(loaded: Loaded, bucket: Bucket, loop: LoopControl | None) -> list[KernelCall]:
+    """A bucket's kernel calls, lowered over the reference's buffers."""
+    executor, cpu = loaded.executor, torch.device("cpu")
+    program = executor.program(bucket)
+    matrices = {op.weights["weight"] for op in program.ops if op.kind == "linear"}
+    weights = {**loaded.target.weights, **(loaded.head.weights if loaded.head else {})}
+    buffers = {**executor.state, **executor.scratch(bucket)}
+    held = DeviceWeights(weights, matrices, cpu)
+    lowering = Lowering(program, buffers, held, H200, SharedWorkspace(cpu), loop)
+    return [call for group in lower(lowering, RULES) for call in group.calls]
+
+
+@pytest.mark.parametrize("depth", [0, DEPTH])
+def test_a_loop_s_body_is_the_step_with_another_end(depth: int, pair: PairPaths) -> None:
+    config = SpeculativeConfig(model=pair.head, num_speculative_tokens=DEPTH, strict=True)
+    sizes: dict[str, Any] = {**OPTIONS, "dtype": "bfloat16", "block_size": 16, "prefill_chunk": 16}
+    loaded = load(pair.target, config, RuntimeConfig(device="cpu", **sizes))
+    bucket, word = loaded.ladder.choose(1, depth), torch.zeros(1, dtype=torch.int64)
+    step = calls_of(loaded, bucket, None)
+    body = calls_of(loaded, bucket, LoopControl(7, loaded.executor.state["active"], word, word))
+    assert [call.kernel for call in body[:-1]] == [call.kernel for call in step[:-1]]
+    assert all(call.kernel.linked for call in step)
+    assert [call.kernel.linked for call in body] == [True] * (len(body) - 1) + [False]
+    assert all(for_condition(call, 9) is call for call in body[:-1])
+    bound = for_condition(body[-1], 9)
+    assert (bound.kernel, body[-1].arguments[-1]) == (body[-1].kernel, 7)
+    assert bound.arguments == (*body[-1].arguments[:-1], 9)
 
 
 def test_closing_stops_a_loop(make: Make) -> None:

@@ -1,0 +1,142 @@
+"""How a thin matrix product is cut, and the constants that its parts share. It knows no kernel."""
+
+from dataclasses import dataclass
+
+from lowlat.errors import ShapeError
+from lowlat.kernels.kernel import Card
+
+__all__ = [
+    "ADD",
+    "BFLOAT16",
+    "FLOAT32",
+    "MAX_ROWS",
+    "PAD",
+    "ROTATE",
+    "ROWS_BYTES",
+    "SILU",
+    "STEP_BYTES",
+    "SUM_BYTES",
+    "THREADS",
+    "WARPS",
+    "HeadsShape",
+    "MatmulPlan",
+    "MatmulShape",
+    "plan_matmul",
+]
+
+WARPS = 8
+THREADS = WARPS * 32
+STEP_BYTES = 2048  # 16 weight rows by 64 columns
+ROWS_BYTES = 1024  # 8 rows by 64 columns
+MAX_ROWS = 64
+PAD = 20  # floats from one row of partial sums to the next: no bank conflicts
+SUM_BYTES = 8 * PAD * 4  # 8 rows of partial sums
+FLOAT32, BFLOAT16, ADD, SILU, ROTATE = "float32", "bfloat16", "add", "silu", "rotate"
+
+
+@dataclass(frozen=True)
+class MatmulPlan:
+    """How a product is cut: none of it changes any bit of the result.
+
+    row_tiles     tiles of 8 rows: 1, 2, 4 or 8
+    weight_tiles  tiles of 16 weight rows that a warp multiplies at once: 1, 2 or 4
+    stages        k steps under way in each warp
+    buffers       areas of partial sums of one tile: with two, a tile's end needs one barrier instead of two
+    num_blocks    blocks of the grid
+    """
+
+    row_tiles: int
+    weight_tiles: int
+    stages: int
+    buffers: int
+    num_blocks: int
+
+    @property
+    def stage_bytes(self) -> int:
+        """One warp's copy of one k step."""
+        return self.weight_tiles * STEP_BYTES + self.row_tiles * ROWS_BYTES
+
+    @property
+    def sum_bytes(self) -> int:
+        """One warp's partial sums of one weight tile."""
+        return self.row_tiles * SUM_BYTES
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        return WARPS * (self.stages * self.stage_bytes + self.buffers * self.sum_bytes)
+
+
+@dataclass(frozen=True)
+class HeadsShape:
+    """What a product of queries, keys and values is made of, and where keys and values go.
+
+    rows         rows a slot, for the write to the cache
+    block_size   positions a block of the cache; 0: queries alone
+    table_width  blocks of a slot's table
+    """
+
+    queries: int
+    groups: int
+    dim: int
+    rows: int
+    block_size: int
+    table_width: int
+
+
+@dataclass(frozen=True)
+class MatmulShape:
+    """A weight [width, depth] and what follows its product; `heads` with ROTATE alone."""
+
+    width: int
+    depth: int
+    epilogue: str
+    bias: bool
+    live: bool
+    heads: HeadsShape | None = None
+
+    @property
+    def steps(self) -> int:
+        """Steps of 64 columns."""
+        return -(-self.depth // 64)
+
+
+# (row tiles, weight tiles) -> stages, areas of sums; README.md beside this file tells what was tried
+_PLANS = {
+    (1, 1): (6, 2),
+    (1, 2): (4, 2),
+    (2, 1): (4, 2),
+    (2, 2): (3, 2),
+    (2, 4): (2, 1),
+    (4, 1): (3, 1),
+    (4, 2): (2, 2),
+    (4, 4): (2, 1),
+    (8, 1): (2, 1),
+    (8, 2): (1, 2),
+    (8, 4): (1, 1),
+}
+
+
+def plan_matmul(rows: int, width: int, card: Card) -> MatmulPlan:
+    """The plan for M rows by [N, K]: one block a multiprocessor, as many tiles at once as keep most of them busy.
+
+    Raises ShapeError for a card whose blocks have too little shared memory.
+    """
+    row_tiles = next(tiles for tiles in (1, 2, 4, 8) if 8 * tiles >= rows)
+    known = sorted((_cost(row_tiles, tiles, width, card), tiles) for rows_, tiles in _PLANS if rows_ == row_tiles)
+    for _, weight_tiles in known:
+        most, buffers = _PLANS[row_tiles, weight_tiles]
+        num_blocks = min(-(-width // (16 * weight_tiles)), card.num_multiprocessors)
+        for stages in range(most, 0, -1):
+            plan = MatmulPlan(row_tiles, weight_tiles, stages, buffers if stages == most else 1, num_blocks)
+            if plan.shared_bytes <= card.shared_bytes:
+                return plan
+    raise ShapeError(f"{rows} rows do not fit the {card.shared_bytes} bytes of shared memory that a block may have")
+
+
+def _cost(row_tiles: int, weight_tiles: int, width: int, card: Card) -> float:
+    """Time beside a stream of the weights alone, as measured on an H200: rows that are read again for every group of
+    tiles cost near half of what weights do, and multiprocessors without a group in the last turn are lost."""
+    groups = -(-width // (16 * weight_tiles))
+    busy = groups / (-(-groups // card.num_multiprocessors) * card.num_multiprocessors)
+    return (1 + 0.45 * row_tiles * ROWS_BYTES / (weight_tiles * STEP_BYTES)) / busy

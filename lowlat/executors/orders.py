@@ -1,0 +1,50 @@
+"""In which order the rows of packed weights lie, so that a product's ending finds what belongs together in one tile."""
+
+from collections.abc import Iterable
+
+import torch
+
+from lowlat.kernels.packing import TILE_ROWS, gate_up_order, rope_order
+from lowlat.program import Op, Program
+
+__all__ = ["is_rotated", "weight_orders"]
+
+
+def is_rotated(ops: tuple[Op, ...], start: int, program: Program) -> bool:
+    """Whether the product at `start` is of queries, keys and values that are rotated, and written, right behind it.
+
+    Queries alone, keys and values alone, or all three; no norm of the heads in between; a head size of whole tiles.
+    """
+    if start + 1 >= len(ops) or ops[start + 1].kind != "rope":
+        return False
+    rope = ops[start + 1]
+    sizes = {program.buffers[name].shape[2] for name in rope.writes.values()}
+    if rope.reads["qkv"] != ops[start].writes["out"] or any(size % TILE_ROWS for size in sizes):
+        return False
+    if "k" not in rope.writes:
+        return "v" not in rope.writes
+    write = ops[start + 2] if start + 2 < len(ops) else None
+    return write is not None and write.kind == "kv_write" and write.reads["k"] == rope.writes["k"]
+
+
+def weight_orders(programs: Iterable[Program]) -> dict[str, torch.Tensor]:
+    """Orders by weight name, for the programs of a step."""
+    orders: dict[str, torch.Tensor] = {}
+    for program in programs:
+        for start, op in enumerate(program.ops):
+            if op.kind != "linear" or op.weights["weight"] in orders:
+                continue
+            following = program.ops[start + 1] if start + 1 < len(program.ops) else None
+            if following is not None and following.kind == "silu_mul":
+                width = program.buffers[op.writes["out"]].shape[1] // 2
+                orders[op.weights["weight"]] = gate_up_order(width)
+            elif is_rotated(program.ops, start, program):
+                orders[op.weights["weight"]] = _heads_order(program, program.ops[start + 1])
+    return orders
+
+
+def _heads_order(program: Program, rope: Op) -> torch.Tensor:
+    shapes = {part: program.buffers[name].shape for part, name in rope.writes.items()}
+    counts = {part: shapes[part][1] if part in shapes else 0 for part in ("q", "k", "v")}
+    head_dim = next(iter(shapes.values()))[2]
+    return rope_order(counts["q"] + counts["k"], counts["v"], head_dim)

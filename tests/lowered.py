@@ -1,0 +1,95 @@
+"""Programs lowered to kernel calls on CPU tensors: nothing is compiled, launched or captured."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowlat.checkpoint import LoadedHead, LoadedTarget, load_head, load_target
+from lowlat.config import RuntimeConfig, SpeculativeConfig
+from lowlat.executors.device_weights import DeviceWeights
+from lowlat.executors.kernel_executor import STATE_ROLES
+from lowlat.executors.lowering import Group, Lowering, lower
+from lowlat.executors.orders import weight_orders
+from lowlat.executors.rules import RULES
+from lowlat.executors.workspace import SharedWorkspace
+from lowlat.graphs import Bucket, BufferSet, Role
+from lowlat.kernels.kernel import H200, Card, KernelCall
+from lowlat.loading import make_geometry, make_topologies
+from lowlat.prefill import build_prefill
+from lowlat.program import Program
+from lowlat.step import build_step
+from lowlat.tree import TreeTopology
+
+__all__ = ["Lowered", "Pair"]
+
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Lowered:
+    """A step's program, the memory it was lowered on, and the groups it became."""
+
+    program: Program
+    buffers: Mapping[str, torch.Tensor]
+    weights: DeviceWeights
+    workspace: SharedWorkspace
+    groups: tuple[Group, ...]
+
+    @property
+    def calls(self) -> list[KernelCall]:
+        """Every call, in order."""
+        return [call for group in self.groups for call in group.calls]
+
+    def owned(self) -> list[torch.Tensor]:
+        """All memory that a call may point into."""
+        return [*self.buffers.values(), *self.workspace.tensors(), *self.weights.tensors()]
+
+
+class Pair:
+    """A target and perhaps its head, read from files, with the programs of any bucket."""
+
+    def __init__(self, target: Path, head: Path | None = None, *, dtype: str = "bfloat16", **speculation: Any) -> None:
+        self.target: LoadedTarget = load_target(target, dtype=dtype)
+        self.head: LoadedHead | None = None if head is None else load_head(head, self.target.config)
+        self.config: SpeculativeConfig | None = None
+        self.topologies = {0: TreeTopology.chain(0)}
+        if head is not None:
+            self.config = SpeculativeConfig(model=head, **{"num_speculative_tokens": 7, **speculation})
+            self.topologies = make_topologies(self.config)
+
+    @cached_property
+    def geometry(self) -> Any:
+        """The shapes of all programs."""
+        options = RuntimeConfig(max_batch=8, max_context=256, block_size=16, prefill_chunk=32)
+        return make_geometry(self.target, self.head, self.topologies, options, self.config)
+
+    def program(self, depth: int, batch: int) -> Program:
+        """The program of a bucket."""
+        topology = self.topologies[depth]
+        return build_step(self.geometry, Bucket(batch, topology.num_nodes, depth), topology)
+
+    @cached_property
+    def source(self) -> dict[str, torch.Tensor]:
+        """Canonical weights."""
+        return {**self.target.weights, **({} if self.head is None else self.head.weights)}
+
+    @cached_property
+    def weights(self) -> DeviceWeights:
+        """The weights of all programs, packed."""
+        programs = [self.program(depth, 1) for depth in self.topologies]
+        ops = [op for program in (*programs, build_prefill(self.geometry)) for op in program.ops]
+        matrices = {op.weights["weight"] for op in ops if op.kind == "linear"}
+        return DeviceWeights(self.source, matrices, CPU, weight_orders(programs))
+
+    def lower(self, depth: int, batch: int, card: Card = H200) -> Lowered:
+        """A bucket's program, lowered; every buffer has memory of its own."""
+        program = self.program(depth, batch)
+        specs = list(program.specs(*STATE_ROLES, Role.SCRATCH, Role.CONSTANT))
+        buffers = BufferSet(specs, CPU, program.constants)
+        workspace = SharedWorkspace(CPU)
+        groups = lower(Lowering(program, buffers, self.weights, card, workspace), RULES)
+        return Lowered(program, buffers, self.weights, workspace, groups)

@@ -1,0 +1,259 @@
+"""Lowering without a GPU: every operation is covered once and in order, by calls that reach exactly what it names."""
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kernel_inventory import CARDS, examples, family, fingerprint
+from lowered import Lowered, Pair
+from tiny_models import make_pair, make_target, random_head
+
+from lowlat.errors import ConfigError
+from lowlat.executors.launcher import parameters_of
+from lowlat.executors.lowering import Covered, Group, Lowering, lower
+from lowlat.graphs import Role
+from lowlat.kernels.kernel import H200, KernelCall
+from lowlat.program import Op, Program, Stage
+
+DEMO = Path(__file__).parents[2] / "lowlat" / "demo"
+SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 64}
+TREE = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (1, 0, 0))
+BATCHES = (1, 2, 4, 8)
+HEADS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "norm_before_fc": {"norm_before_fc": True},
+    "fc_norm": {"fc_norm": True},
+    "norm_output": {"norm_output": True},
+    "norm_before_residual": {"norm_before_residual": True},
+    "qk_norm": {"qk_norm": True},
+    "attention_bias": {"attention_bias": True},
+    "mlp_bias": {"mlp_bias": True},
+    "own_embedding": {"own_embedding": True},
+    "small_vocabulary": {"draft_vocab_size": 40},
+    "target_s_lm_head": {"own_lm_head": False},
+    "one_capture": {"captures": (1,)},
+    "everything": {
+        name: True
+        for name in ("norm_before_fc", "fc_norm", "norm_output", "qk_norm", "attention_bias", "mlp_bias", "own_embedding")
+    },
+}
+TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "qwen3": ("qwen3", {}),
+    "tied": ("llama", {"tie_word_embeddings": True}),
+    "biased": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "one_group": ("qwen3", {"num_key_value_heads": 1}),
+}
+# operations that write a part of their buffer and leave the rest
+PARTIAL = {"assign_drafts"}
+# what calls reach through tables of addresses, made when the program was lowered
+BY_ADDRESS = {"kv_compact"}
+# what a step's kernels read of operations and need not: the host's side of it, or a constant in the kernel itself
+KINDS = {"uint8": torch.uint8, "int32": torch.int32, "int64": torch.int64, "float32": torch.float32}
+
+
+@pytest.fixture(scope="module")
+def lowered(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Lowered]:
+    """Lower a bucket of a pair by name; pairs and lowered programs are made once."""
+    pairs: dict[Any, Pair] = {}
+    made: dict[Any, Lowered] = {}
+
+    def pair_of(name: str, tree: bool, **speculation: Any) -> Pair:
+        key = (name, tree, *speculation.items())
+        if key not in pairs:
+            options = {"num_speculative_tokens": 3, "tree": TREE} if tree else {}
+            paths = _paths(name, tmp_path_factory)
+            pairs[key] = Pair(*paths, **{**options, **speculation})
+        return pairs[key]
+
+    def get(name: str, depth: int, batch: int, tree: bool = False, card: Any = H200, **speculation: Any) -> Lowered:
+        key = (name, depth, batch, tree, card, *speculation.items())
+        if key not in made:
+            made[key] = pair_of(name, tree, **speculation).lower(depth, batch, card)
+        return made[key]
+
+    return get
+
+
+_files: dict[str, tuple[Path, Path | None]] = {}
+
+
+def _paths(name: str, factory: pytest.TempPathFactory) -> tuple[Path, Path | None]:
+    if name not in _files:
+        _files[name] = _write(name, factory.mktemp(name))
+    return _files[name]
+
+
+def _write(name: str, directory: Path) -> tuple[Path, Path | None]:
+    """The files of a pair: the bundled one, a target with a head that copies it, or one with a random head."""
+    if name == "demo":
+        return DEMO / "target", DEMO / "head"
+    kind, _, flags = name.partition("+")
+    family_name, options = TARGETS[kind]
+    if flags == "alone":
+        make_target(directory / "target", family_name, num_hidden_layers=2, **SIZES, **options)
+        return directory / "target", None
+    if not flags:
+        paths = make_pair(directory, family_name, **SIZES, **options)
+        return paths.target, paths.head
+    target = make_target(directory / "target", family_name, num_hidden_layers=2, **SIZES, **options)
+    shape = {"hidden_size": 64, "head_dim": 64, "intermediate_size": 96, "captures": (0, 1, 2)}
+    random_head(directory / "head", target, **{**shape, **HEADS[flags]})
+    return directory / "target", directory / "head"
+
+
+CHAINS = [(name, depth, batch, False) for name in ("llama", "qwen3") for depth in range(8) for batch in BATCHES]
+CASES: list[tuple[str, int, int, bool]] = [
+    *CHAINS,
+    *(("demo", depth, batch, False) for depth, batch in ((0, 1), (3, 1), (3, 4), (7, 8))),
+    *((name, depth, batch, True) for name in ("llama", "qwen3", "demo") for depth, batch in ((0, 1), (3, 2), (3, 8))),
+    *((name, depth, 2, False) for name in ("tied", "biased", "one_group") for depth in (0, 3)),
+    *((f"llama+{flags}", depth, 2, False) for flags in HEADS for depth in (0, 1, 3)),
+    *((f"qwen3+{flags}", 3, 4, True) for flags in HEADS),
+    ("tied+target_s_lm_head", 3, 2, False),
+    ("biased+everything", 3, 2, True),
+    *(("llama+alone", 0, batch, False) for batch in BATCHES),
+]
+
+
+@pytest.fixture(params=CASES, ids=lambda case: f"{case[0]}-S{case[1]}-B{case[2]}{'-tree' if case[3] else ''}")
+def step(request: pytest.FixtureRequest, lowered: Callable[..., Lowered]) -> Lowered:
+    """One bucket's program, lowered."""
+    return lowered(*request.param)
+
+
+def test_every_operation_is_covered_once_and_in_order(step: Lowered) -> None:
+    covered = [op for group in step.groups for op in group.ops]
+    assert len(covered) == len(step.program.ops)
+    assert all(a is b for a, b in zip(covered, step.program.ops, strict=True))
+    for group in step.groups:
+        assert group.calls
+        assert group.ops[0].stage is group.stage
+
+
+def read_later(program: Program, name: str, after: int) -> Op | None:
+    """The operation past `after` that reads what a buffer holds there, if any: looked for forwards, one by one."""
+    for op in program.ops[after + 1 :]:
+        if name in op.reads.values():
+            return op
+        if name in op.writes.values() and op.kind not in PARTIAL:
+            return None
+    return None
+
+
+def test_what_is_hidden_is_never_read_again(step: Lowered) -> None:
+    place = -1
+    for group in step.groups:
+        place += len(group.ops)
+        written = {name for op in group.ops for name in op.writes.values()}
+        assert group.hidden <= written
+        for name in group.hidden:
+            assert step.program.buffers[name].role is Role.SCRATCH
+            reader = read_later(step.program, name, place)
+            assert reader is None, f"{name} is hidden by {[op.kind for op in group.ops]} and read by {reader}"
+        assert set(group.written) == written - group.hidden
+
+
+def span(tensor: torch.Tensor) -> tuple[int, int]:
+    start = tensor.data_ptr()
+    return start, start + tensor.numel() * tensor.element_size()
+
+
+def reached(calls: tuple[KernelCall, ...], tensor: torch.Tensor) -> bool:
+    """Whether an argument of the calls overlaps the tensor."""
+    low, high = span(tensor)
+    spans = (span(a) for call in calls for a in call.arguments if isinstance(a, torch.Tensor) and a.numel())
+    return any(start < high and low < end for start, end in spans)
+
+
+def test_calls_reach_what_their_operations_name_and_nothing_hidden(step: Lowered) -> None:
+    for group in step.groups:
+        kinds = [op.kind for op in group.ops]
+        made: set[str] = set()
+        for op in group.ops:
+            if op.kind in BY_ADDRESS:
+                continue
+            for name in {*op.reads.values(), *op.writes.values()} - group.hidden - made:
+                if step.program.buffers[name].role is not Role.CONSTANT:
+                    assert reached(group.calls, step.buffers[name]), f"{kinds}: no call takes {name}"
+            made |= set(op.writes.values()) & group.hidden
+        for name in group.hidden:
+            assert not reached(group.calls, step.buffers[name]), f"{kinds}: a call takes {name}, which is hidden"
+
+
+def test_every_tensor_of_a_call_is_somebody_s(step: Lowered) -> None:
+    owned = sorted(span(tensor) for tensor in step.owned() if tensor.numel())
+    for call in step.calls:
+        for number, argument in enumerate(call.arguments):
+            if isinstance(argument, torch.Tensor) and argument.numel():
+                start, end = span(argument)
+                assert any(low <= start and end <= high for low, high in owned), (call.kernel.name, number)
+
+
+def test_arguments_fit_their_parameters(step: Lowered) -> None:
+    for call in step.calls:
+        kernel = call.kernel
+        assert len(inspect.signature(kernel.function).parameters) == len(kernel.signature), kernel.name
+        widths = [5 + 2 * kind.ndim if hasattr(kind, "ndim") else 1 for kind in kernel.signature]
+        assert len(parameters_of(call)) == sum(widths)
+        for kind, argument in zip(kernel.signature, call.arguments, strict=True):
+            if hasattr(kind, "ndim"):
+                assert isinstance(argument, torch.Tensor), kernel.name
+                expected = torch.bfloat16 if str(kind.dtype) == "uint16" else KINDS[str(kind.dtype)]
+                assert argument.dtype == expected, (kernel.name, kind)
+            elif isinstance(argument, torch.Tensor):
+                assert str(kind) == "int64", f"{kernel.name}: an address in {kind}"
+                assert argument.is_contiguous()
+        assert all(size >= 1 for size in call.grid)
+        assert call.grid[1] <= 65535
+        assert call.grid[2] <= 65535
+
+
+def test_a_step_starts_after_the_last_one_and_its_rows_after_its_start(step: Lowered) -> None:
+    """Later kernels may read slots and lengths before they wait: they must start after the kernel that lists them."""
+    waiting = [number for number, call in enumerate(step.calls) if not call.dependent]
+    begin = len(step.groups[0].calls)
+    assert waiting == [0, begin]
+    assert [op.kind for op in step.groups[0].ops] == ["apply_commands", "list_active_slots", "gather_rows"]
+
+
+def test_counters_of_one_name_are_one_memory(step: Lowered, lowered: Callable[..., Lowered]) -> None:
+    for tensor in step.workspace.tensors():
+        assert not tensor.any()  # lowering launches nothing
+
+
+def kernels_of(lowered: Callable[..., Lowered]) -> Iterator[Any]:
+    for case in CASES:
+        for call in lowered(*case).calls:
+            yield call.kernel
+
+
+def test_a_kernel_s_name_stands_for_one_specialisation(lowered: Callable[..., Lowered]) -> None:
+    names: dict[str, Any] = {}
+    seen: dict[int, str] = {}
+    for kernel in kernels_of(lowered):
+        if id(kernel) not in seen:
+            seen[id(kernel)] = kernel.name
+            known = names.setdefault(kernel.name, fingerprint(kernel))
+            assert known == fingerprint(kernel), kernel.name
+    assert len(names) > 100
+
+
+def test_every_kind_of_kernel_has_an_example_that_is_compiled(lowered: Callable[..., Lowered]) -> None:
+    known = {family(kernel) for _, kernel in examples()}
+    used = {family(kernel) for kernel in kernels_of(lowered)}
+    assert used <= known, f"no module's examples() holds {used - known}"
+
+
+LAYER_CALLS = {
+    "llama": ["thin_matmul", "attention", "attention_combine", "thin_matmul", "norms", "thin_matmul", "thin_matmul", "norms"],
+    "qwen3": [],
+}
+
+
+def shapes_of(groups: tuple[Group, ...], stage: Stage) -> list[str]:
+    return [call.kernel.name for group in groups if group.stage is stage for call in group.calls]
