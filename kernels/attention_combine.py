@@ -18,7 +18,7 @@ import torch
 
 from lowlat.errors import ShapeError
 from lowlat.kernels import ptx
-from lowlat.kernels.attention_plan import SPLIT, AttentionShape
+from lowlat.kernels.attention_plan import AttentionShape
 from lowlat.kernels.kernel import Kernel, KernelCall
 from lowlat.kernels.numba_cuda import cuda, device_function, float32, int32, int64, types, uint32
 
@@ -55,7 +55,7 @@ def combine_splits(
     """
     count = out.numel() // shape.head_dim
     if capacity > MAX_SPLITS:
-        raise ShapeError(f"attention: a context of {capacity * SPLIT} positions exceeds {MAX_SPLITS * SPLIT}")
+        raise ShapeError(f"attention: a context of {capacity * shape.split} positions exceeds {MAX_SPLITS * shape.split}")
     rows_a_block = THREADS // (CLASSES * shape.head_dim // 4)
     grid = -(-count // rows_a_block)
     tensors = (partials, sums, processed, row_live, 0 if sinks is None else sinks, out)

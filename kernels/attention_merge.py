@@ -12,7 +12,6 @@ from lowlat.kernels.attention_copy import FULL_WARP
 from lowlat.kernels.attention_plan import (
     KEEP_SPLITS,
     PLAN_STRIDE,
-    SPLIT_SHIFT,
     TILE_SHIFT,
     WINDOW_SPLIT,
     AttentionShape,
@@ -44,6 +43,7 @@ def make_merge(shape: AttentionShape) -> Any:
     """
     write_totals, merge_warps = _make_write(shape), _make_merge_warps(shape)
     kv_heads, group, row_tiles, stage_bytes = shape.kv_heads, shape.group, shape.row_tiles, 64 * shape.head_dim
+    split_shift = shape.split_shift - TILE_SHIFT
 
     @device_function
     def merge(
@@ -54,7 +54,7 @@ def make_merge(shape: AttentionShape) -> Any:
         entry, head, row_tile = entry_of(words[0]), head_of(words[0]), row_tile_of(words[0])
         tiles = (rows * group + 16 * row_tiles - 1) // (16 * row_tiles)
         owner = int32((entry * kv_heads + head) * tiles + row_tile)
-        at, split = entry * PLAN_STRIDE, int32(words[1] >> uint32(SPLIT_SHIFT - TILE_SHIFT))
+        at, split = entry * PLAN_STRIDE, int32(words[1] >> uint32(split_shift))
         keep = plan[at + KEEP_SPLITS]
         part = split if split < keep else int32(split - plan[at + WINDOW_SPLIT] + keep)
         for tile in range(row_tiles):

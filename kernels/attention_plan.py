@@ -1,6 +1,6 @@
 """Which work a launch of the attention kernel has, listed on the device; and the cursor that walks through it.
 
-Positions are cut into splits of 256 and tiles of 64, at fixed places. An item is a slot, a key-value head, a few
+Positions are cut into splits of 256 or 512 and tiles of 64, at fixed places. An item is a slot, a key-value head, a few
 tiles of 16 query rows and a split. Items are counted from the slots' lengths alone, so that the first copies may
 start before the tree's masks are known. Nothing here touches keys, values or queries.
 """
@@ -22,9 +22,8 @@ __all__ = [
     "row_tile_of",
 ]
 
-SPLIT_SHIFT, TILE_SHIFT = 8, 6  # 256 and 64 positions
-SPLIT, TILE = 1 << SPLIT_SHIFT, 1 << TILE_SHIFT
-TILES_A_SPLIT = SPLIT // TILE
+TILE_SHIFT = 6  # 64 positions
+TILE = 1 << TILE_SHIFT
 FAR = 1 << 30
 
 # Fields of a slot's part of the plan, in shared memory
@@ -49,6 +48,7 @@ class AttentionShape:
     stages     tiles of positions under way in each block
     sinks      whether there are any
     early      whether the plan may be read before the kernel before this one ends
+    split      positions of a split
     """
 
     head_dim: int
@@ -62,6 +62,12 @@ class AttentionShape:
     stages: int
     sinks: bool
     early: bool
+    split: int = 256
+
+    @property
+    def split_shift(self) -> int:
+        """Its logarithm."""
+        return self.split.bit_length() - 1
 
     @property
     def name(self) -> str:
@@ -70,7 +76,7 @@ class AttentionShape:
         window = "all" if self.window is None else f"{self.window}w{self.keep_first}"
         return (
             f"attention_{self.head_dim}x{self.group}x{self.kv_heads}_b{self.block}_{window}_f{self.first}_"
-            f"{self.row_tiles}x{self.stages}{flags}"
+            f"{self.row_tiles}x{self.stages}x{self.split}{flags}"
         )
 
 
@@ -109,6 +115,7 @@ def make_plan_functions(shape: AttentionShape) -> tuple[Any, Any]:
     first, early = shape.first, shape.early
     windowed, window, keep_first = shape.window is not None, shape.window or 0, shape.keep_first
     group, kv_heads, tile_rows = shape.group, shape.kv_heads, 16 * shape.row_tiles
+    split_size, split_shift = shape.split, shape.split_shift
 
     @device_function
     def read_rows(
@@ -152,14 +159,14 @@ def make_plan_functions(shape: AttentionShape) -> tuple[Any, Any]:
             if not early:
                 alive = alive and plan[at + ALIVE] != 0
             last = dense + tail - 1
-            splits = (last >> SPLIT_SHIFT) + 1
+            splits = (last >> split_shift) + 1
             plan[at + LAST] = int32(last)
             start, keep = int64(first), int64(0)
             if windowed:
                 start = max(start, dense - window)
-            start = min(start >> SPLIT_SHIFT, splits - 1)
+            start = min(start >> split_shift, splits - 1)
             if windowed and keep_first > 0:
-                keep = min((first + keep_first + SPLIT - 1) >> SPLIT_SHIFT, start)
+                keep = min((first + keep_first + split_size - 1) >> split_shift, start)
             tiles = (rows * group + tile_rows - 1) // tile_rows
             plan[at + ITEMS] = int32((splits - start + keep) * kv_heads * tiles if alive else 0)
             plan[at + DENSE], plan[at + SLOT] = dense, slot
@@ -179,6 +186,7 @@ def enter_item(shape: AttentionShape) -> Any:
         shape.first + shape.keep_first,
     )
     group, kv_heads, tile_rows = shape.group, shape.kv_heads, 16 * shape.row_tiles
+    tiles_a_split = shape.split // TILE
 
     @device_function
     def enter(cursor: Any, plan: Any, item: Any, batch: Any, rows: Any) -> None:
@@ -199,8 +207,8 @@ def enter_item(shape: AttentionShape) -> Any:
         if split >= keep:
             split = int32(split - keep + start)
         dense = plan[at + DENSE]
-        low = int64(split) * TILES_A_SPLIT
-        high = min(low + TILES_A_SPLIT - 1, plan[at + LAST] >> TILE_SHIFT)
+        low = int64(split) * tiles_a_split
+        high = min(low + tiles_a_split - 1, plan[at + LAST] >> TILE_SHIFT)
         if windowed:
             if split < start:
                 high = min(high, (keep_end - 1) >> TILE_SHIFT)

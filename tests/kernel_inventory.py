@@ -78,9 +78,8 @@ def _meaning(value: Any, seen: set[int]) -> Any:
         return function.__qualname__
     seen = seen | {id(function)}
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    return (function.__qualname__, function.__code__.co_code, _constants(function.__code__)) + tuple(
-        (name, _meaning(cell.cell_contents, seen)) for name, cell in cells
-    )
+    inner = tuple((name, _meaning(cell.cell_contents, seen)) for name, cell in cells)
+    return (function.__qualname__, function.__code__.co_code, _constants(function.__code__), inner)
 
 
 def _constants(code: CodeType) -> tuple[str, ...]:

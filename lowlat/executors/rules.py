@@ -11,7 +11,7 @@ from lowlat.errors import ConfigError
 from lowlat.executors.lowering import Covered, Lowering, Rule
 from lowlat.executors.orders import is_rotated
 from lowlat.executors.step_rules import STEP_RULES
-from lowlat.kernels.attention import attention
+from lowlat.kernels.attention import attention, choose_split
 from lowlat.kernels.draft_topk import draft_topk
 from lowlat.kernels.elementwise import add, cast, silu_mul
 from lowlat.kernels.embed import embed, embed_norm
@@ -199,8 +199,10 @@ def _attention(lowering: Lowering, start: int) -> Covered:
     op = lowering.program.ops[start]
     arguments = lowering.arguments(start)
     sinks = lowering.weights.vector(op.weights["sinks"]) if "sinks" in op.weights else None
+    max_batch, max_context = lowering.program.buffers["tokens"].shape
     calls = attention(
         **arguments,
+        split=choose_split(max_batch, max_context, arguments["k_cache"].shape[1]),
         sinks=sinks,
         workspace=lowering.workspace,
         num_blocks=2 * lowering.card.num_multiprocessors,

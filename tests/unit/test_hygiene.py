@@ -333,7 +333,9 @@ def test_gpu_libraries_are_imported_where_they_belong(modules: list[Module]) -> 
 
 
 def test_a_machine_without_a_gpu_loads_no_compiler() -> None:
-    code = "import sys, lowlat.runtime, lowlat.cli, lowlat.executors.make; print({'numba', 'llvmlite'} & set(sys.modules))"
+    code = (
+        "import sys, lowlat.runtime, lowlat.cli, lowlat.executors.make; print({'numba', 'llvmlite'} & set(sys.modules))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stdout.strip()) == (0, "set()"), done.stdout + done.stderr
 

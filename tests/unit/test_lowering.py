@@ -1,8 +1,9 @@
 """Lowering without a GPU: every operation is covered once and in order, by calls that reach exactly what it names."""
 
 import inspect
-from collections import Counter
+import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,14 @@ from lowered import Lowered, Pair
 from tiny_models import make_pair, make_target, random_head
 
 from lowlat.errors import ConfigError
+from lowlat.executors.device_weights import DeviceWeights
 from lowlat.executors.launcher import parameters_of
-from lowlat.executors.lowering import Covered, Group, Lowering, lower
-from lowlat.graphs import Role
+from lowlat.executors.lowering import Covered, Lowering, lower
+from lowlat.executors.rules import RULES
+from lowlat.executors.workspace import SharedWorkspace
+from lowlat.graphs import BufferSet, BufferSpec, Role
 from lowlat.kernels.kernel import H200, KernelCall
-from lowlat.program import Op, Program, Stage
+from lowlat.program import Op, Program, ProgramBuilder, Stage
 
 DEMO = Path(__file__).parents[2] / "lowlat" / "demo"
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 64}
@@ -36,10 +40,9 @@ HEADS: dict[str, dict[str, Any]] = {
     "small_vocabulary": {"draft_vocab_size": 40},
     "target_s_lm_head": {"own_lm_head": False},
     "one_capture": {"captures": (1,)},
-    "everything": {
-        name: True
-        for name in ("norm_before_fc", "fc_norm", "norm_output", "qk_norm", "attention_bias", "mlp_bias", "own_embedding")
-    },
+    "everything": dict.fromkeys(
+        ("norm_before_fc", "fc_norm", "norm_output", "qk_norm", "attention_bias", "mlp_bias", "own_embedding"), True
+    ),
 }
 TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -52,7 +55,6 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
 PARTIAL = {"assign_drafts"}
 # what calls reach through tables of addresses, made when the program was lowered
 BY_ADDRESS = {"kv_compact"}
-# what a step's kernels read of operations and need not: the host's side of it, or a constant in the kernel itself
 KINDS = {"uint8": torch.uint8, "int32": torch.int32, "int64": torch.int64, "float32": torch.float32}
 
 
@@ -221,9 +223,16 @@ def test_a_step_starts_after_the_last_one_and_its_rows_after_its_start(step: Low
     assert [op.kind for op in step.groups[0].ops] == ["apply_commands", "list_active_slots", "gather_rows"]
 
 
-def test_counters_of_one_name_are_one_memory(step: Lowered, lowered: Callable[..., Lowered]) -> None:
-    for tensor in step.workspace.tensors():
-        assert not tensor.any()  # lowering launches nothing
+def test_tables_of_addresses_point_at_the_caches(lowered: Callable[..., Lowered]) -> None:
+    step = lowered("llama", 3, 2, True)
+    (group,) = (group for group in step.groups if any(op.kind in BY_ADDRESS for op in group.ops))
+    caches = [name for op in group.ops if op.kind in BY_ADDRESS for name in op.writes.values()]
+    addresses = {step.buffers[name].data_ptr() for name in caches}
+    assert len(addresses) == 4  # keys and values of two layers
+    tables = [tensor.tolist() for tensor in step.workspace.tensors() if tensor.dtype == torch.int64]
+    assert addresses in [set(table) for table in tables]
+    others = [tensor for tensor in step.workspace.tensors() if set(tensor.flatten().tolist()) != addresses]
+    assert not any(tensor.any() for tensor in others)  # counters start at zero: lowering launches nothing
 
 
 def kernels_of(lowered: Callable[..., Lowered]) -> Iterator[Any]:
@@ -249,11 +258,140 @@ def test_every_kind_of_kernel_has_an_example_that_is_compiled(lowered: Callable[
     assert used <= known, f"no module's examples() holds {used - known}"
 
 
-LAYER_CALLS = {
-    "llama": ["thin_matmul", "attention", "attention_combine", "thin_matmul", "norms", "thin_matmul", "thin_matmul", "norms"],
-    "qwen3": [],
-}
+# kernels of attention and of what follows it, in a layer and in a level drafted from the one before
+AFTER = ("attention", "attention_combine", "thin_matmul_add", "norms", "thin_matmul_silu", "thin_matmul_add", "norms")
+LAYER = {"llama": ["thin_matmul_rotate", *AFTER], "qwen3": ["thin_matmul_float32", "rotate", *AFTER]}
+LEVEL = ["level_input", "thin_matmul_rotate", "thin_matmul_rotate", *AFTER, "thin_matmul_float32", "argmax"]
+AROUND = ["begin_step", "sample_choose", "sample_draw", "logprobs", "accept"]
+AROUND += ["gather_features", "thin_matmul_bfloat16", "head_input", "publish"]
 
 
-def shapes_of(groups: tuple[Group, ...], stage: Stage) -> list[str]:
-    return [call.kernel.name for group in groups if group.stage is stage for call in group.calls]
+def kinds_of(step: Lowered, *stages: Stage) -> list[str]:
+    """The kernels of some stages, by the part of their names before the sizes."""
+    names = (call.kernel.name for group in step.groups if group.stage in stages for call in group.calls)
+    return [re.split(r"_\d|_[a-z]\d", name)[0] for name in names]
+
+
+@pytest.mark.parametrize("name", LAYER)
+@pytest.mark.parametrize("batch", [1, 8])
+def test_kernels_of_a_layer_and_of_a_level(name: str, batch: int, lowered: Callable[..., Lowered]) -> None:
+    """Every kernel more costs a microsecond a layer: the number is pinned."""
+    for depth in (0, 7):
+        target = kinds_of(lowered(name, depth, batch), Stage.BASE_DECODE_STEP)
+        assert target == ["embed_norm", *LAYER[name], *LAYER[name], "thin_matmul_float32"]
+    drafting = [stage for stage in Stage if stage.startswith("EAGLE_DRAFT_") and stage is not Stage.EAGLE_DRAFT_FC]
+    shallow, deep = (kinds_of(lowered(name, depth, batch), *drafting) for depth in (1, 7))
+    assert deep == [*shallow, *6 * LEVEL]
+    around = [stage for stage in Stage if stage not in (*drafting, Stage.BASE_DECODE_STEP)]
+    for depth in (0, 1, 7):
+        assert kinds_of(lowered(name, depth, batch), *around) == AROUND
+
+
+def test_no_row_count_has_other_kernels_but_products_and_attention(lowered: Callable[..., Lowered]) -> None:
+    """What decides bits must not depend on the bucket: plans of products and of attention may, and change none."""
+    for name in LAYER:
+        kinds = {batch: kinds_of(lowered(name, 3, batch), *Stage) for batch in BATCHES}
+        assert all(each == kinds[1] for each in kinds.values())
+
+
+@pytest.mark.parametrize("capability", CARDS, ids=lambda capability: f"{capability[0]}.{capability[1]}")
+@pytest.mark.parametrize("name", ["llama", "demo"])
+def test_every_card_gets_kernels_that_fit_it(
+    name: str, capability: tuple[int, int], lowered: Callable[..., Lowered]
+) -> None:
+    card = CARDS[capability]
+    for depth in (0, 7):
+        for call in lowered(name, depth, 8, card=card).calls:
+            assert call.kernel.shared_bytes <= card.shared_bytes, call.kernel.name
+
+
+@pytest.mark.parametrize(
+    "speculation",
+    [{"simulated_accept_length": 2.5, "simulated_seed": 3}, {"draft_window": 64}],
+    ids=["simulated", "window"],
+)
+def test_options_of_speculation_are_lowered_too(speculation: dict[str, Any], lowered: Callable[..., Lowered]) -> None:
+    step, plain = lowered("llama", 3, 2, **speculation), lowered("llama", 3, 2)
+    test_every_operation_is_covered_once_and_in_order(step)
+    test_calls_reach_what_their_operations_name_and_nothing_hidden(step)
+    assert {call.kernel.name for call in step.calls} != {call.kernel.name for call in plain.calls}
+
+
+def small_program(then: str) -> Program:
+    """A product, the sum that takes it, and another reader of it, or a later product in its place."""
+    builder = ProgramBuilder("small")
+    for name in ("x", "residual"):
+        builder.declare(BufferSpec(name, (2, 64), torch.bfloat16, Role.STATE))
+    for name, dtype in (("product", torch.float32), ("out", torch.bfloat16), ("rounded", torch.bfloat16)):
+        builder.scratch(name, (2, 64), dtype)
+    linear = {"reads": {"x": "x"}, "writes": {"out": "product"}, "weights": {"weight": "w.weight"}, "row_block": 8}
+    builder.emit("linear", Stage.BASE_DECODE_STEP, **linear)  # type: ignore[arg-type]
+    builder.emit("add", Stage.BASE_DECODE_STEP, reads={"a": "residual", "b": "product"}, writes={"out": "out"})
+    if then == "overwritten":
+        builder.emit("linear", Stage.BASE_DECODE_STEP, **linear)  # type: ignore[arg-type]
+    builder.emit("cast", Stage.BASE_DECODE_STEP, reads={"x": "product"}, writes={"out": "rounded"})
+    return builder.build()
+
+
+@pytest.mark.parametrize(("then", "hidden"), [("read", False), ("overwritten", True)])
+def test_a_product_is_fused_away_only_where_nobody_needs_it(then: str, hidden: bool) -> None:
+    program = small_program(then)
+    step = lowered_alone(program)
+    assert [op for group in step.groups for op in group.ops] == list(program.ops)
+    assert (step.groups[0].hidden == {"product"}) == hidden
+    test_what_is_hidden_is_never_read_again(step)
+    test_calls_reach_what_their_operations_name_and_nothing_hidden(step)
+
+
+def lowered_alone(program: Program, rules: Any = RULES) -> Lowered:
+    """A program without files: one square weight."""
+    cpu = torch.device("cpu")
+    buffers = BufferSet(program.specs(*Role), cpu, program.constants)
+    weights = DeviceWeights({"w.weight": torch.zeros(64, 64, dtype=torch.bfloat16)}, {"w.weight"}, cpu)
+    workspace = SharedWorkspace(cpu)
+    groups = lower(Lowering(program, buffers, weights, H200, workspace), rules)
+    return Lowered(program, buffers, weights, workspace, groups)
+
+
+def test_the_properties_above_see_a_rule_that_hides_too_much() -> None:
+    def greedy(lowering: Lowering, start: int) -> Covered:
+        covered = RULES["linear"](lowering, start)
+        return Covered(1, covered.calls, ["product"])
+
+    step = lowered_alone(small_program("read"), {**RULES, "linear": greedy})
+    with pytest.raises(AssertionError, match="is hidden by"):
+        test_what_is_hidden_is_never_read_again(step)
+    with pytest.raises(AssertionError, match="which is hidden"):
+        test_calls_reach_what_their_operations_name_and_nothing_hidden(step)
+
+
+def without(program: Program, kind: str) -> Program:
+    """The program, the first operation of a kind left out."""
+    place = next(number for number, op in enumerate(program.ops) if op.kind == kind)
+    return replace(program, ops=program.ops[:place] + program.ops[place + 1 :])
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("list_active_slots", r"kernels cover \['apply_commands', 'list_active_slots', 'gather_rows'\] together"),
+        ("sample", r"kernels cover \['finite', 'sample'\] together, the program has \['finite', 'logprobs'\]"),
+        ("truncate", r"kernels cover \['accept', 'truncate'\] together"),
+        ("rope", "operation qk_norm.* stands where no kernel covers it"),
+        ("publish", r"kernels cover \['tree_masks', 'publish'\] together"),
+        ("concat_norms", "operation store_boundary.* stands where no kernel covers it"),
+    ],
+)
+def test_programs_that_no_kernels_cover_are_refused_by_name(
+    kind: str, message: str, lowered: Callable[..., Lowered]
+) -> None:
+    step = lowered("qwen3", 3, 2)
+    lowering = Lowering(without(step.program, kind), step.buffers, step.weights, H200, step.workspace)
+    with pytest.raises(ConfigError, match=message):
+        lower(lowering, RULES)
+
+
+def test_an_operation_without_a_rule_is_refused_by_name() -> None:
+    rules = {kind: rule for kind, rule in RULES.items() if kind != "cast"}
+    with pytest.raises(ConfigError, match="small: operation cast has no kernel; use executor='reference'"):
+        lowered_alone(small_program("read"), rules)

@@ -1,0 +1,66 @@
+"""Which executor a model gets: kernels where they cover it; torch's operations, or a refusal by name, elsewhere."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lowlat
+from lowlat.checkpoint import load_head, load_target
+from lowlat.devices import DeviceChoice
+from lowlat.errors import ConfigError
+from lowlat.executors.make import settle_executor, uncovered
+from lowlat.geometry import ExpertsConfig, HeadConfig, ModelConfig
+
+DEMO = Path(lowlat.__file__).parent / "demo"
+EXPERTS = ExpertsConfig(4, 2, 7.0, 1.7, mxfp4=True)
+CARD = DeviceChoice(torch.device("cuda", 0), "graph", "a usable NVIDIA card is present")
+
+
+@pytest.fixture(scope="module")
+def known() -> tuple[ModelConfig, HeadConfig]:
+    """The bundled pair's geometry, which the kernels cover."""
+    target = load_target(DEMO / "target", dtype="bfloat16")
+    return target.config, load_head(DEMO / "head", target.config).config
+
+
+def changed(
+    known: tuple[ModelConfig, HeadConfig], target: dict[str, Any], head: dict[str, Any] | None
+) -> tuple[ModelConfig, HeadConfig | None]:
+    return replace(known[0], **target), None if head is None else replace(known[1], **head)
+
+
+@pytest.mark.parametrize(
+    ("target", "head", "problem"),
+    [
+        ({"dtype": "float32"}, {}, "the kernels compute in bfloat16 and dtype is float32"),
+        ({"experts": EXPERTS}, None, "no kernels for mixtures of experts"),
+        ({"head_dim": 8}, None, "the target's have 8"),
+        ({"head_dim": 8}, {}, "heads of 64 or 128 dimensions and the target's have 8"),
+        ({}, {"head_dim": 96}, "the head's have 96"),
+    ],
+)
+def test_what_the_kernels_do_not_run_is_named_with_the_way_out(
+    target: dict[str, Any], head: dict[str, Any] | None, problem: str, known: tuple[ModelConfig, HeadConfig]
+) -> None:
+    config, head_config = changed(known, target, head)
+    assert problem in (uncovered(config, head_config) or "")
+    for asked in ("graph", "eager"):
+        with pytest.raises(ConfigError, match=f"executor '{asked}' cannot run.*{problem}.*use 'reference' or 'auto'"):
+            settle_executor(replace(CARD, executor=asked), asked, config, head_config)
+    settled = settle_executor(CARD, "auto", config, head_config)
+    assert (settled.executor, settled.loud, settled.device) == ("reference", True, CARD.device)
+    assert problem in settled.reason
+    reference = replace(CARD, executor="reference")
+    assert settle_executor(reference, "reference", config, head_config) is reference
+
+
+@pytest.mark.parametrize("head", [None, {}, {"head_dim": 128}])
+def test_what_the_kernels_run_stays_with_them(
+    head: dict[str, Any] | None, known: tuple[ModelConfig, HeadConfig]
+) -> None:
+    config, head_config = changed(known, {}, head)
+    assert uncovered(config, head_config) is None
+    assert settle_executor(CARD, "auto", config, head_config) is CARD
