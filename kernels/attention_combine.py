@@ -55,7 +55,8 @@ def combine_splits(
     """
     count = out.numel() // shape.head_dim
     if capacity > MAX_SPLITS:
-        raise ShapeError(f"attention: a context of {capacity * shape.split} positions exceeds {MAX_SPLITS * shape.split}")
+        limit = MAX_SPLITS * shape.split
+        raise ShapeError(f"attention: a context of {capacity * shape.split} positions exceeds {limit}")
     rows_a_block = THREADS // (CLASSES * shape.head_dim // 4)
     grid = -(-count // rows_a_block)
     tensors = (partials, sums, processed, row_live, 0 if sinks is None else sinks, out)
