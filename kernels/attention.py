@@ -34,11 +34,11 @@ from lowlat.kernels.attention_plan import (
     make_plan_functions,
 )
 from lowlat.kernels.attention_tile import make_attend, make_forget
-from lowlat.kernels.kernel import Kernel, KernelCall, Workspace
+from lowlat.kernels.kernel import H200, Card, Kernel, KernelCall, Workspace
 from lowlat.kernels.numba_cuda import cuda, device_function, float32, int32, int64, types, uint32
 from lowlat.kernels.reference.shapes import check_shape
 
-__all__ = ["attention", "attention_bytes", "choose_split", "examples"]
+__all__ = ["attention", "attention_bytes", "choose_split", "examples", "num_stages"]
 
 MANY_ITEMS = 1024
 
@@ -47,6 +47,7 @@ PLAN_INTS = MAX_BATCH * PLAN_STRIDE
 NORM_FLOATS = WARPS * 32
 TILE_BYTES = {64: 16 * 1024, 128: 32 * 1024}  # keys and values of 64 positions
 STAGES = {64: 4, 128: 3}
+ROOMY = 110 * 1024  # bytes of shared memory a block that these stages need
 ALIGNMENT = 128  # of the stages: pieces of rows are permuted within 128 bytes
 
 
@@ -156,13 +157,19 @@ def attention_bytes(
     return total * kv_heads * head_dim * 4
 
 
-def examples() -> list[Kernel]:
-    """Representative specialisations: Llama, gpt-oss with and without a window, a head with a window."""
+def num_stages(head_dim: int, card: Card) -> int:
+    """Tiles of 64 positions under way in a block: as many as its shared memory holds beside the plan."""
+    return STAGES[head_dim] if card.shared_bytes >= ROOMY else 2
+
+
+def examples(card: Card = H200) -> list[Kernel]:
+    """Specialisations, as a card has them: Llama, gpt-oss with and without a window, a head with a window."""
+    wide, narrow = num_stages(128, card), num_stages(64, card)
     return [
-        _make(AttentionShape(128, 4, 8, 32, 0, None, 0, 1, 3, False, True)),
-        _make(AttentionShape(64, 8, 8, 32, 0, None, 0, 2, 4, True, True)),
-        _make(AttentionShape(64, 8, 8, 32, 0, 128, 0, 1, 4, True, True)),
-        _make(AttentionShape(128, 3, 2, 16, 1, 512, 4, 1, 3, False, False)),
+        _make(AttentionShape(128, 4, 8, 32, 0, None, 0, 1, wide, False, True)),
+        _make(AttentionShape(64, 8, 8, 32, 0, None, 0, 2, narrow, True, True)),
+        _make(AttentionShape(64, 8, 8, 32, 0, 128, 0, 1, narrow, True, True)),
+        _make(AttentionShape(128, 3, 2, 16, 1, 512, 4, 1, wide, False, False)),
     ]
 
 

@@ -168,7 +168,7 @@ def load_part(source: Any, step: Any, first: Any, last: Any, turn: Any) -> Any:
     return ptx.load_global_128(source + int64(part) * step)
 
 
-def _make_locate(shape: AttentionShape) -> Callable[..., Any]:
+def _make_locate(shape: AttentionShape) -> Any:
     """Where a query row's first part lies, in rows of the partial sums."""
     group, kv_heads, row_tiles = shape.group, shape.kv_heads, shape.row_tiles
 
@@ -187,7 +187,7 @@ def _make_locate(shape: AttentionShape) -> Callable[..., Any]:
     return locate
 
 
-def _make_finish(shape: AttentionShape) -> Callable[..., Any]:
+def _make_finish(shape: AttentionShape) -> Any:
     """Add the classes in order, the sink, divide, and store four columns of a row."""
     head_dim, has_sinks = shape.head_dim, shape.sinks
     lanes = head_dim // 4

@@ -3,10 +3,12 @@
 It needs no GPU: NVVM makes PTX, nvJitLink makes the cubin and reports registers, stack and shared memory.
 """
 
+import contextlib
 import hashlib
 import json
 import os
 import re
+import warnings
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -49,7 +51,7 @@ class CompiledKernel:
 def source_digest() -> str:
     """A digest of everything that decides what a kernel compiles to: our sources and the compilers' versions."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in sorted(Path(__file__).parent.rglob("*.py")):  # the references too: kernels take constants from them
         digest.update(path.read_bytes())
     for package in ("numba-cuda", "numba", "llvmlite", "cuda-bindings", "nvidia-nvvm", "nvidia-nvjitlink"):
         try:
@@ -83,13 +85,15 @@ def compile_ahead(
     workers  None: one for each core. A process that fails leaves its kernels to `compile_kernel`, which then tells why.
     """
     unique = {kernel.name: kernel for kernel in kernels}.values()
-    missing = [kernel for kernel in unique if not _path(kernel, capability, cache_directory).exists()]
+    missing = [kernel for kernel in unique if not os.path.exists(_path(kernel, capability, cache_directory))]
     count = min(len(os.sched_getaffinity(0)) if workers is None else workers, len(missing))
     if len(missing) < WORTH_FORKING or count < 2:
         return len(missing)
     children = []
     for worker in range(count):
-        child = os.fork()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads: the child needs none
+            child = os.fork()
         if child == 0:
             try:
                 for kernel in missing[worker::count]:
@@ -143,10 +147,14 @@ def link(ptx: str, entry: str, capability: tuple[int, int], name: str) -> Compil
 
 
 def _read(path: Path) -> CompiledKernel | None:
+    """What a file holds; None where there is none, or not the whole of what was written."""
     try:
         header, code = path.read_bytes().split(b"\n", 1)
-        return CompiledKernel(code=code, **json.loads(header))
-    except (OSError, ValueError, TypeError):
+        fields = json.loads(header)
+        if fields.pop("digest") != hashlib.sha256(code).hexdigest():
+            return None
+        return CompiledKernel(code=code, **fields)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
 
 
@@ -154,10 +162,12 @@ def _write(path: Path, compiled: CompiledKernel) -> None:
     """Atomically: another process may be doing the same. A cache that cannot be written is only slower."""
     fields = asdict(compiled)
     code = fields.pop("code")
+    fields["digest"] = hashlib.sha256(code).hexdigest()
     partial = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial.write_bytes(json.dumps(fields).encode() + b"\n" + code)
         partial.replace(path)
     except OSError:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink()

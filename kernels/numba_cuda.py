@@ -13,8 +13,7 @@ from typing import Any
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from numba import config, cuda, float32, float64, int32, int64, uint32, uint64
-    from numba.cuda import types
-    from numba.cuda.extending import intrinsic
+    from numba.cuda import extending, types
 
 __all__ = [
     "SIMULATED",
@@ -39,6 +38,11 @@ _compiling = threading.Lock()  # Numba's compiler is not re-entrant, and the dev
 def device_function(function: Callable[..., Any]) -> Any:
     """A function that kernels call; it is inlined where the compiler sees fit."""
     return cuda.jit(device=True)(function)
+
+
+def intrinsic(function: Callable[..., Any]) -> Any:
+    """A function of a typing context that gives a signature and the code to generate, made callable from kernels."""
+    return extending.intrinsic(function)
 
 
 class _Capability:

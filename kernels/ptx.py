@@ -21,24 +21,24 @@ __all__ = [
     "copies_wait",
     "copy_async_16",
     "copy_async_16_or_zero",
-    "exp2_approx",
     "div_rn",
-    "fma_rn",
+    "exp2_approx",
     "fence_gpu",
     "fence_system",
     "float_of_bits",
+    "fma_rn",
     "let_next_kernel_start",
     "load_acquire_gpu",
     "load_acquire_system",
-    "load_global_128",
     "load_global_64",
+    "load_global_128",
     "load_global_bf16",
     "load_global_f32",
     "load_global_i32",
     "load_global_i64",
     "load_global_nc_128",
-    "load_global_u16",
     "load_global_u8",
+    "load_global_u16",
     "load_shared_128",
     "load_shared_f32",
     "load_shared_matrix_x4",
@@ -51,18 +51,18 @@ __all__ = [
     "set_graph_condition",
     "shared_address",
     "stay_here",
-    "store_global_128",
     "store_global_64",
+    "store_global_128",
     "store_global_f32",
     "store_global_i32",
     "store_global_i64",
+    "store_global_u8",
     "store_global_u16",
     "store_global_u32",
-    "store_global_u8",
     "store_release_gpu",
     "store_release_system",
-    "store_shared_128",
     "store_shared_64",
+    "store_shared_128",
     "store_shared_f32",
     "store_shared_tiles",
     "store_shared_u16",
@@ -101,9 +101,7 @@ def _instruction(
     outputs = [f"={_LETTER[kind]}"] * count if count else []
     constraints = ",".join([*outputs, *(_LETTER[a] for a in arguments), *([] if pure else ["~{memory}"])])
     values = [_IR[a] for a in arguments]
-    returned = (
-        ir.VoidType() if count == 0 else _IR[kind] if count == 1 else ir.LiteralStructType([_IR[kind]] * count)
-    )
+    returned = ir.VoidType() if count == 0 else _IR[kind] if count == 1 else ir.LiteralStructType([_IR[kind]] * count)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         function = ir.FunctionType(returned, values)
@@ -141,9 +139,7 @@ wait_for_previous_kernel = _instruction("griddepcontrol.wait;", None, ())
 let_next_kernel_start = _instruction("griddepcontrol.launch_dependents;", None, ())
 
 # global memory; the nc form is for data that no kernel of the step writes (weights), and is kept out of L1
-load_global_nc_128 = _instruction(
-    "ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {$0,$1,$2,$3}, [$4];", (u32, 4), (i64,)
-)
+load_global_nc_128 = _instruction("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {$0,$1,$2,$3}, [$4];", (u32, 4), (i64,))
 load_global_128 = _instruction("ld.global.v4.u32 {$0,$1,$2,$3}, [$4];", (u32, 4), (i64,))
 load_global_64 = _instruction("ld.global.v2.u32 {$0,$1}, [$2];", (u32, 2), (i64,))
 load_global_f32 = _instruction("ld.global.f32 $0, [$1];", f32, (i64,))
@@ -152,7 +148,9 @@ load_global_i64 = _instruction("ld.global.s64 $0, [$1];", i64, (i64,))
 load_global_u16 = _instruction("{ .reg .u16 t; ld.global.u16 t, [$1]; cvt.u32.u16 $0, t; }", u32, (i64,))
 load_global_u8 = _instruction("{ .reg .u16 t; ld.global.u8 t, [$1]; cvt.u32.u16 $0, t; }", u32, (i64,))
 load_global_bf16 = _instruction(
-    "{ .reg .u16 t; .reg .u32 u; ld.global.u16 t, [$1]; cvt.u32.u16 u, t; shl.b32 u, u, 16; mov.b32 $0, u; }", f32, (i64,)
+    "{ .reg .u16 t; .reg .u32 u; ld.global.u16 t, [$1]; cvt.u32.u16 u, t; shl.b32 u, u, 16; mov.b32 $0, u; }",
+    f32,
+    (i64,),
 )
 load_volatile_i64 = _instruction("ld.volatile.global.s64 $0, [$1];", i64, (i64,))
 store_global_128 = _instruction("st.global.v4.u32 [$0], {$1,$2,$3,$4};", None, (i64, u32, u32, u32, u32))
@@ -172,18 +170,14 @@ store_shared_64 = _instruction("st.shared.v2.u32 [$0], {$1,$2};", None, (u32, u3
 store_shared_f32 = _instruction("st.shared.f32 [$0], $1;", None, (u32, f32))
 store_shared_u32 = _instruction("st.shared.u32 [$0], $1;", None, (u32, u32))
 store_shared_u16 = _instruction("{ .reg .u16 t; cvt.u16.u32 t, $1; st.shared.u16 [$0], t; }", None, (u32, u32))
-load_shared_matrix_x4 = _instruction(
-    "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0,$1,$2,$3}, [$4];", (u32, 4), (u32,)
-)
+load_shared_matrix_x4 = _instruction("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0,$1,$2,$3}, [$4];", (u32, 4), (u32,))
 load_shared_matrix_x4_transposed = _instruction(
     "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0,$1,$2,$3}, [$4];", (u32, 4), (u32,)
 )
 
 # asynchronous copies from global to shared memory, 16 bytes past L1; the second form writes zeros where bytes is 0
 copy_async_16 = _instruction("cp.async.cg.shared.global.L2::128B [$0], [$1], 16;", None, (u32, i64))
-copy_async_16_or_zero = _instruction(
-    "cp.async.cg.shared.global.L2::128B [$0], [$1], 16, $2;", None, (u32, i64, u32)
-)
+copy_async_16_or_zero = _instruction("cp.async.cg.shared.global.L2::128B [$0], [$1], 16, $2;", None, (u32, i64, u32))
 copies_commit = _instruction("cp.async.commit_group;", None, ())
 
 
@@ -217,7 +211,6 @@ mma_bf16 = _instruction(
     (f32, f32, f32, f32, u32, u32, u32, u32, u32, u32),
     pure=True,
 )
-
 
 
 def load_shared_tiles(count: int, stride: int) -> Any:
@@ -274,7 +267,7 @@ def mma_bf16_tiles(total: int, first: int, count: int, word: int) -> Any:
 
 
 def store_shared_tiles(total: int, first: int, count: int, offsets: tuple[int, int, int, int], stride: int) -> Any:
-    """An intrinsic: store tiles `first` to `first + count - 1` of 4 * total float32, a tile's four at byte `offsets`."""
+    """An intrinsic: store tiles `first` to `first + count - 1` of `total`, a tile's four float32 at byte `offsets`."""
 
     @intrinsic
     def store(context: Any, address: Any, accumulators: Any) -> Any:

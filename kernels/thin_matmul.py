@@ -39,6 +39,7 @@ from lowlat.kernels.thin_matmul_plan import (
     MatmulPlan,
     MatmulShape,
     plan_matmul,
+    rows_at_once,
 )
 
 NUM_ROTATION = 10  # arguments of a kernel that only ROTATE uses
@@ -83,7 +84,7 @@ def thin_matmul(
     card: Card = H200,
     plan: MatmulPlan | None = None,
 ) -> list[KernelCall]:
-    """x @ weight.T and what follows, in one launch for each 64 rows.
+    """x @ weight.T and what follows, in one launch for each 64 rows, or `rows_at_once` of the card.
 
     x            [M, K]  bf16
     weight       [N, K]  packed; with silu in the order of `gate_up_order`
@@ -115,8 +116,9 @@ def thin_matmul(
         epilogue = SILU if silu else ADD if residual is not None else wide
         shape = MatmulShape(weight.rows, depth, epilogue, bias is not None, silu and row_live is not None)
     calls = []
-    for start in range(0, count, MAX_ROWS):
-        part = slice(start, min(start + MAX_ROWS, count))
+    most = MAX_ROWS if plan else rows_at_once(card)
+    for start in range(0, count, most):
+        part = slice(start, min(start + most, count))
         rows = part.stop - start
         chosen = plan or plan_matmul(rows, weight.rows, card)
         live = None if row_live is None else row_live.reshape(-1)[part]
@@ -167,14 +169,13 @@ def _kernel(shape: MatmulShape, plan: MatmulPlan) -> Callable[..., None]:
     stages, stage_bytes, sum_bytes = plan.stages, plan.stage_bytes, plan.sum_bytes
     sums_at, two_buffers, num_sums = WARPS * stages * stage_bytes, plan.buffers == 2, plan.weight_tiles * plan.row_tiles
     issue_weights, issue_rows = _issue_weights(shape, plan), _issue_rows(shape, plan)
-    multiply, row_tiles = _multiply(plan), plan.row_tiles
+    multiply, row_tiles, weight_tiles = _multiply(plan), plan.row_tiles, plan.weight_tiles
     finish_tile = (make_finish_rotated if shape.epilogue == ROTATE else make_finish_tile)(shape, plan)
     places = [min(part, plan.weight_tiles - 1) * row_tiles for part in range(4)]
     offsets = (0, PAD * 4, 32, PAD * 4 + 32)
     store0, store1, store2, store3 = (
         ptx.store_shared_tiles(num_sums, place, row_tiles, offsets, SUM_BYTES) for place in places
     )
-    weight_tiles = plan.weight_tiles
     wait, zeros = ptx.copies_wait(stages - 1), ptx.zeros(4 * num_sums)
 
     def thin_matmul(
@@ -234,9 +235,7 @@ def _kernel(shape: MatmulShape, plan: MatmulPlan) -> Callable[..., None]:
                 else:
                     store3(place, sums)
                 cuda.syncthreads()
-                rotation = (
-                    positions, cosines, sines, k_cache, v_cache, table, slots, write_lens, offsets, first_row
-                )  # fmt: skip
+                rotation = (positions, cosines, sines, k_cache, v_cache, table, slots, write_lens, offsets, first_row)
                 finish_tile(area, tile * weight_tiles + part, row_live, bias, residual, out, count, rotation)
                 if two_buffers:
                     parity = uint32(1) - parity
@@ -339,6 +338,6 @@ def examples(card: Card = H200) -> list[Kernel]:
         (3, 97, 200, BFLOAT16),
     ):
         shape = MatmulShape(width, depth, epilogue, bias=width == 97, live=epilogue == SILU)
-        made.append(_make(shape, plan_matmul(rows, width, card)))
+        made.append(_make(shape, plan_matmul(min(rows, rows_at_once(card)), width, card)))
     rotated = MatmulShape(6144, 4096, ROTATE, False, False, HeadsShape(32, 8, 128, 4, 32, 289))
     return [*made, _make(rotated, plan_matmul(4, 6144, card))]

@@ -22,6 +22,7 @@ __all__ = [
     "MatmulPlan",
     "MatmulShape",
     "plan_matmul",
+    "rows_at_once",
 ]
 
 WARPS = 8
@@ -115,6 +116,12 @@ _PLANS = {
     (8, 2): (1, 2),
     (8, 4): (1, 1),
 }
+
+
+def rows_at_once(card: Card) -> int:
+    """The most rows of one launch: 64, or fewer where a block has too little shared memory for them."""
+    fitting = (tiles for tiles in (8, 4, 2) if MatmulPlan(tiles, 1, 1, 1, 1).shared_bytes <= card.shared_bytes)
+    return 8 * next(fitting, 1)
 
 
 def plan_matmul(rows: int, width: int, card: Card) -> MatmulPlan:

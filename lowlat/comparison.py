@@ -140,7 +140,7 @@ def record(
     speculative = None
     if head is not None:
         speculative = SpeculativeConfig(model=head, num_speculative_tokens=num_speculative_tokens, strict=True)
-    options = {"max_batch": 1, "dtype": dtype, "device": device, "prefix_reuse": False}
+    options: dict[str, Any] = {"max_batch": 1, "dtype": dtype, "device": device, "prefix_reuse": False}
     context = _context(target, prompt, num_tokens)
     with Runtime.load(target, speculative, progress=progress, max_context=context, **options) as runtime:
         tokens = runtime.codec.encode(prompt) if isinstance(prompt, str) and runtime.codec else prompt

@@ -28,11 +28,12 @@ def modules() -> dict[str, Any]:
 
 
 def examples(card: Card = H200) -> Iterator[tuple[str, Kernel]]:
-    """(module, kernel) for every example; a module whose plans depend on the card is asked for this card's."""
+    """(module, kernel) for every example, each once; a module whose plans depend on the card gives this card's."""
     for name, module in modules().items():
         if hasattr(module, "examples"):
             takes_card = "card" in inspect.signature(module.examples).parameters
-            for kernel in module.examples(card) if takes_card else module.examples():
+            made = module.examples(card) if takes_card else module.examples()
+            for kernel in {id(kernel): kernel for kernel in made}.values():
                 yield name, kernel
 
 

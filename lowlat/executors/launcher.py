@@ -42,7 +42,7 @@ class Launcher:
 
         self.device = device
         self.capability: tuple[int, int] = torch.cuda.get_device_capability(device)
-        facts = torch.cuda.get_device_properties(device)
+        facts: Any = torch.cuda.get_device_properties(device)
         self.card = Card(facts.multi_processor_count, facts.shared_memory_per_block_optin, self.capability)
         self._cache = default_cache_directory() if cache_directory is None else cache_directory
         self._core = Device(device.index or 0)

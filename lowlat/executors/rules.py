@@ -11,7 +11,7 @@ from lowlat.errors import ConfigError
 from lowlat.executors.lowering import Covered, Lowering, Rule
 from lowlat.executors.orders import is_rotated
 from lowlat.executors.step_rules import STEP_RULES
-from lowlat.kernels.attention import attention, choose_split
+from lowlat.kernels.attention import attention, choose_split, num_stages
 from lowlat.kernels.draft_topk import draft_topk
 from lowlat.kernels.elementwise import add, cast, silu_mul
 from lowlat.kernels.embed import embed, embed_norm
@@ -22,8 +22,6 @@ from lowlat.kernels.thin_matmul import Rotation, thin_matmul
 from lowlat.program import Stage
 
 __all__ = ["RULES"]
-
-ROOMY = 110 * 1024  # bytes of shared memory a block that attention's three stages need
 
 
 def _linear(lowering: Lowering, start: int) -> Covered:
@@ -158,13 +156,13 @@ def _rms_norm(lowering: Lowering, start: int) -> Covered:
 
 def _split_norms(lowering: Lowering, start: int) -> Covered:
     names = lowering.program.ops[start].weights
-    weights = {name: lowering.weights.vector(weight) for name, weight in names.items()}
+    weights: dict[str, Any] = {name: lowering.weights.vector(weight) for name, weight in names.items()}
     return Covered(1, split_norms(**lowering.arguments(start), **weights))
 
 
 def _concat_norms(lowering: Lowering, start: int) -> Covered:
     names = lowering.program.ops[start].weights
-    weights = {name: lowering.weights.vector(weight) for name, weight in names.items()}
+    weights: dict[str, Any] = {name: lowering.weights.vector(weight) for name, weight in names.items()}
     return Covered(1, concat_norms(**lowering.arguments(start), **weights))
 
 
@@ -206,7 +204,7 @@ def _attention(lowering: Lowering, start: int) -> Covered:
         sinks=sinks,
         workspace=lowering.workspace,
         num_blocks=2 * lowering.card.num_multiprocessors,
-        stages=None if lowering.card.shared_bytes >= ROOMY else 2,
+        stages=num_stages(lowering.buffers[op.reads["q"]].shape[2], lowering.card),
         early_metadata=op.stage is Stage.BASE_DECODE_STEP,
         tail=lowering.program.buffers["row_tokens"].shape[1],  # no row has more ancestors than a slot has rows
     )

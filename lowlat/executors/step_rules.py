@@ -57,9 +57,9 @@ def _accept(lowering: Lowering, start: int) -> Covered:
     calls = accept_and_commit(**arguments)
     if compacted:
         shared = ("accepted_nodes", "commit_lens", "dense_lens", "block_table", "slots")
+        own: dict[str, Any] = {name: compacted[0][name] for name in shared}
         caches = {f"{part}_caches": [each[f"{part}_cache"] for each in compacted] for part in ("k", "v")}
-        own = {name: compacted[0][name] for name in shared}
-        calls = [*calls, *kv_compact(**own, **caches, workspace=lowering.workspace)]
+        calls = [*calls, *kv_compact(**{**own, **caches}, workspace=lowering.workspace)]
     return Covered(at + 1 - start, calls)
 
 

@@ -204,15 +204,18 @@ def test_ten_thousand_random_orders(pairs: dict[str, PairPaths], graph_runtimes:
     runtime, rng = graph_runtimes["llama"], random.Random(11)
     live: set[str] = set()
     ended: set[str] = set()
+    cancelled: set[str] = set()  # they end with the next step's output
     for number in range(10_000):
         action = rng.random()
         if action < 0.2 and len(live) < 12:
             mode = rng.choice(list(MODES))
             live.add(
-                runtime.submit(prompt_of(rng.randrange(1, 80), number), params(mode, number, rng.randrange(1, 40)))
+                runtime.submit(prompt_of(rng.randrange(1, 80), number), params(mode, number, rng.randrange(5, 40)))
             )
-        elif action < 0.25 and live:
-            runtime.cancel(rng.choice(sorted(live)))
+        elif action < 0.25 and live - cancelled:
+            name = rng.choice(sorted(live - cancelled))
+            runtime.cancel(name)
+            cancelled.add(name)
         else:
             for output in runtime.step(rng.randrange(8)):
                 assert output.request_id in live

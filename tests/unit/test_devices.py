@@ -63,6 +63,42 @@ def test_capability_decides(
     assert choice.loud == (device == "cpu")
 
 
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_a_usable_card_gets_the_graph_executor_unless_another_is_named(
+    monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    present(monkeypatch, card=True, cuda="13.0", available=True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _index: (9, 0))
+    for asked, given in (("auto", "graph"), ("graph", "graph"), ("eager", "eager"), ("reference", "reference")):
+        choice = choose_device(device, asked)
+        assert (choice.device.type, choice.executor, choice.loud) == ("cuda", given, False)
+        assert choice.has_kernels == (given != "reference")
+
+
+@pytest.mark.parametrize("executor", ["eager", "graph"])
+def test_kernels_without_a_usable_card_are_refused_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, executor: str
+) -> None:
+    refusal = f"executor '{executor}' needs an NVIDIA card, and .*%s.*; use 'reference' or 'auto'"
+    present(monkeypatch, card=False, cuda="13.0", available=False)
+    with pytest.raises(ConfigError, match=refusal % "no NVIDIA card is present"):
+        choose_device("auto", executor)
+    with pytest.raises(ConfigError, match=refusal % "the CPU was asked for"):
+        choose_device("cpu", executor)
+    with pytest.raises(ConfigError, match=refusal % "the CPU was asked for"):
+        Runtime.load(TARGET, device="cpu", executor=executor, max_batch=1, max_context=64)
+    present(monkeypatch, card=True, cuda="13.0", available=True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _index: (7, 5))
+    with pytest.raises(ConfigError, match=refusal % "compute capability 7.5 is below 8.0"):
+        choose_device("auto", executor)
+    assert choose_device("auto", "reference").executor == "reference"
+
+
+def test_an_executor_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ConfigError, match="executor must be one of auto, reference, eager, graph, got 'cuda'"):
+        choose_device("auto", "cuda")
+
+
 def test_devices_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     present(monkeypatch, card=True, cuda="13.0", available=True)
     with pytest.raises(ConfigError, match="there are 1 devices"):

@@ -1,0 +1,200 @@
+"""The compiler of kernels: what it keeps on disk, what it does when it cannot, and what it says when it fails."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowlat.errors import DeviceError
+from lowlat.kernels import compiler
+from lowlat.kernels.compiler import CompiledKernel, compile_ahead, compile_kernel, link, source_digest
+from lowlat.kernels.kernel import Kernel
+from lowlat.kernels.numba_cuda import compile_ptx, cuda, types
+
+HOPPER = (9, 0)
+
+
+def make(constant: int) -> Kernel:
+    """A small kernel."""
+
+    def add(out: Any) -> None:
+        out[cuda.threadIdx.x] = out[cuda.threadIdx.x] + constant
+
+    return Kernel(f"add_{constant}", add, (types.Array(types.int32, 1, "C"),), 32)
+
+
+def make_broken() -> Kernel:
+    """A kernel that Numba refuses."""
+
+    def broken(out: Any) -> None:
+        out[0] = no_such_name  # type: ignore[name-defined]  # noqa: F821
+
+    return Kernel("broken", broken, (types.Array(types.int32, 1, "C"),), 32)
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kernels that were compiled in this process, by their functions' names."""
+    names: list[str] = []
+
+    def counting(function: Any, *rest: Any) -> tuple[str, str]:
+        names.append(function.__name__)
+        return compile_ptx(function, *rest)
+
+    monkeypatch.setattr(compiler, "compile_ptx", counting)
+    return names
+
+
+def test_a_kernel_is_compiled_once(tmp_path: Path, counted: list[str]) -> None:
+    first = compile_kernel(make(1), HOPPER, tmp_path / "deep" / "cache")
+    assert compile_kernel(make(1), HOPPER, tmp_path / "deep" / "cache") == first
+    assert counted == ["add"]
+    assert first.is_cubin
+    assert first.stack_bytes == 0
+    assert 0 < first.registers < 32
+    assert first.entry.encode() in first.code
+    for other in ((make(2), HOPPER), (make(1), (8, 0))):
+        assert compile_kernel(*other, tmp_path / "deep" / "cache") != first
+    assert len(counted) == 3
+    assert len(list((tmp_path / "deep" / "cache").iterdir())) == 3  # nothing half-written stays
+
+
+def test_other_sources_and_other_compilers_are_another_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The references' sources count: kernels take the layout of records from them."""
+    (tmp_path / "reference").mkdir()
+    files = [tmp_path / "compiler.py", tmp_path / "reference" / "slot_record.py"]
+    for path in files:
+        path.write_text("1")
+    monkeypatch.setattr(compiler, "__file__", str(files[0]))
+    digests = {source_digest.__wrapped__()}
+    for path in files:
+        path.write_text("2")
+        digests.add(source_digest.__wrapped__())
+    monkeypatch.setattr(compiler, "version", lambda package: f"{package} of another kind")
+    digests.add(source_digest.__wrapped__())
+    assert len(digests) == 4
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: b"",
+        lambda data: data[:40],
+        lambda data: data[:-100],
+        lambda data: data[:-100] + bytes(100),
+        lambda data: b"null\n" + data.split(b"\n", 1)[1],
+        lambda data: b"[1, 2]\n" + data.split(b"\n", 1)[1],
+        lambda data: json.dumps({"entry": "add"}).encode() + b"\n" + data.split(b"\n", 1)[1],
+        lambda data: os.urandom(len(data)),
+    ],
+)
+def test_a_damaged_file_is_compiled_again(damage: Any, tmp_path: Path, counted: list[str]) -> None:
+    first = compile_kernel(make(1), HOPPER, tmp_path)
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(damage(path.read_bytes()))
+    again = compile_kernel(make(1), HOPPER, tmp_path)
+    assert len(counted) == 2
+    assert (again.is_cubin, again.registers) == (True, first.registers)
+    assert again.entry.encode() in again.code  # each compilation has a name of its own
+    assert compile_kernel(make(1), HOPPER, tmp_path) == again
+    assert len(counted) == 2
+
+
+def test_a_cache_that_cannot_be_written_is_only_slower(
+    tmp_path: Path, counted: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("no directory")
+    for directory in (blocked, blocked / "below"):
+        assert compile_kernel(make(1), HOPPER, directory).is_cubin
+    assert blocked.read_text() == "no directory"
+
+    def full(self: Path, target: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    assert compile_kernel(make(1), HOPPER, tmp_path / "full").is_cubin
+    assert list((tmp_path / "full").iterdir()) == []
+    assert len(counted) == 3
+
+    def forbidden(self: Path) -> bytes:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_bytes", forbidden)
+    monkeypatch.setattr(compiler, "source_digest", lambda: "known")
+    assert compile_kernel(make(1), HOPPER, tmp_path / "full").is_cubin
+
+
+def test_without_a_cache_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert compile_kernel(make(1), HOPPER).is_cubin
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_the_driver_links_stays_ptx(tmp_path: Path) -> None:
+    known = make(1)
+    kernel = Kernel("add_1_ptx", known.function, known.signature, 32, linked=False)
+    for _ in range(2):
+        compiled = compile_kernel(kernel, HOPPER, tmp_path)
+        assert not compiled.is_cubin
+        assert (compiled.registers, compiled.stack_bytes, compiled.shared_bytes) == (0, 0, 0)
+        assert f".entry {compiled.entry}(" in compiled.code.decode()
+        assert ".target sm_90" in compiled.code.decode()
+
+
+def test_many_kernels_are_compiled_by_other_processes(tmp_path: Path, counted: list[str]) -> None:
+    kernels = [make(constant) for constant in range(6)]
+    assert compile_ahead([*kernels, *kernels], HOPPER, tmp_path, workers=2) == 6
+    assert counted == []
+    assert len(list(tmp_path.iterdir())) == 6
+    assert compile_ahead(kernels, HOPPER, tmp_path) == 0
+    codes = {compile_kernel(kernel, HOPPER, tmp_path).code for kernel in kernels}
+    assert len(codes) == 6
+    assert counted == []
+
+
+@pytest.mark.parametrize(("count", "workers"), [(3, 2), (6, 1)])
+def test_few_kernels_or_one_core_are_not_worth_a_process(
+    count: int, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fork", lambda: pytest.fail("a process was started"))
+    assert compile_ahead([make(k) for k in range(count)], HOPPER, tmp_path, workers) == count
+    assert list(tmp_path.iterdir()) == []  # each is compiled when it is needed
+
+
+def test_a_process_that_fails_leaves_the_telling_to_this_one(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    kernels = [make_broken(), *(make(constant) for constant in range(5))]
+    assert compile_ahead(kernels, HOPPER, tmp_path, workers=2) == 6
+    done = len(list(tmp_path.iterdir()))
+    assert 3 <= done <= 5  # the other process made its half
+    with pytest.raises(Exception, match="no_such_name"):
+        compile_kernel(kernels[0], HOPPER, tmp_path)
+    assert len(list(tmp_path.iterdir())) == done
+    assert all(compile_kernel(kernel, HOPPER, tmp_path).is_cubin for kernel in kernels[1:])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda ptx: ptx.replace("ret;", "no_such_instruction;"), "kernel spoilt does not link: .*no_such_instruction"),
+        (lambda ptx: ptx.replace(".target sm_90", ".target sm_999"), "kernel spoilt does not link"),
+        (lambda ptx: "", "kernel spoilt"),
+    ],
+)
+def test_the_assembler_s_words_are_passed_on(spoil: Any, message: str) -> None:
+    kernel = make(1)
+    ptx, entry = compile_ptx(kernel.function, kernel.signature, HOPPER)
+    assert isinstance(link(ptx, entry, HOPPER, "whole"), CompiledKernel)
+    with pytest.raises(DeviceError, match=f"(?s){message}"):
+        link(spoil(ptx), entry, HOPPER, "spoilt")
+
+
+def test_launch_bounds_and_capability_reach_the_ptx() -> None:
+    kernel = make(1)
+    ptx, entry = compile_ptx(kernel.function, kernel.signature, (12, 0), (96, 3))
+    assert ".target sm_120" in ptx
+    assert ".maxntid 96" in ptx
+    assert ".minnctapersm 3" in ptx
+    assert f".entry {entry}(" in ptx
