@@ -29,7 +29,7 @@ def make_step(
     return GraphStep(geometry, case, weights, device)
 
 
-def step_geometry(geometry: DenseGeometry, case: Case) -> StepGeometry:
+def step_geometry(geometry: DenseGeometry, case: Case, topology: TreeTopology) -> StepGeometry:
     """The shapes of one case's programs; a head is loaded only where the case drafts."""
     rope = RopeConfig(theta=geometry.rope_theta)
     depth = case.num_speculative_tokens
@@ -70,28 +70,34 @@ def step_geometry(geometry: DenseGeometry, case: Case) -> StepGeometry:
         head=head if depth else None,
         max_batch=case.batch,
         max_context=case.context + ROOM,
-        max_rows=case.rows,
-        num_paths=1,
-        path_width=case.rows,
+        max_rows=topology.num_nodes,
+        num_paths=len(topology.paths),
+        path_width=max(len(path) for path in topology.paths),
         block_size=BLOCK_SIZE,
-        num_blocks=case.batch * -(-(case.context + ROOM + case.rows) // BLOCK_SIZE) + 1,
+        num_blocks=case.batch * -(-(case.context + ROOM + topology.num_nodes) // BLOCK_SIZE) + 1,
         prefill_chunk=128,
         simulated_accept_length=case.accept_length,
     )
 
 
 class GraphStep:
-    """One bucket's graph, with every slot active at the case's context."""
+    """One bucket's graph, with every slot active at the case's context; it drafts `topology`, or a chain."""
 
     def __init__(
-        self, geometry: DenseGeometry, case: Case, weights: Mapping[str, torch.Tensor], device: torch.device
+        self,
+        geometry: DenseGeometry,
+        case: Case,
+        weights: Mapping[str, torch.Tensor],
+        device: torch.device,
+        topology: TreeTopology | None = None,
     ) -> None:
         self.name = "lowlat"
         self.case = case
-        shapes = step_geometry(geometry, case)
         depth = case.num_speculative_tokens
-        self.bucket = Bucket(case.batch, case.rows, depth)
-        program = build_step(shapes, self.bucket, TreeTopology.chain(depth))
+        drafted = TreeTopology.chain(depth) if topology is None else topology
+        shapes = step_geometry(geometry, case, drafted)
+        self.bucket = Bucket(case.batch, drafted.num_nodes, depth)
+        program = build_step(shapes, self.bucket, drafted)
         used = {name: weights[name] for name in weights if depth or not name.startswith("head.")}
         self.executor = GraphExecutor({self.bucket: program}, build_prefill(shapes), used, device)
         self.num_launches = self.executor.num_kernels(self.bucket)
