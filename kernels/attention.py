@@ -159,7 +159,7 @@ def attention_bytes(
 
 def num_stages(head_dim: int, card: Card) -> int:
     """Tiles of 64 positions under way in a block: as many as its shared memory holds beside the plan."""
-    return STAGES[head_dim] if card.shared_bytes >= ROOMY else 2
+    return STAGES.get(head_dim, 2) if card.shared_bytes >= ROOMY else 2
 
 
 def examples(card: Card = H200) -> list[Kernel]:

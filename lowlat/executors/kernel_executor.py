@@ -4,7 +4,8 @@ Everything a step touches is allocated here, before the first step: state on the
 publications in pinned memory, one arena of scratch for all buckets, workspaces.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -109,9 +110,9 @@ class KernelExecutor:
 
     def prefill(self) -> None:
         """Run the prefill program over the chunk that the host has written."""
-        with torch.cuda.stream(self.stream):
+        with self._failures(), torch.cuda.stream(self.stream):
             self._prefill.run()
-        self.stream.synchronize()  # the host may write the next chunk's arguments now
+            self.stream.synchronize()  # the host may write the next chunk's arguments now
 
     def wait_published(self, count: int) -> None:
         """Return when `count` steps have been published. Raises DeviceError when the device has failed."""
@@ -123,8 +124,14 @@ class KernelExecutor:
 
     def idle(self) -> bool:
         """Whether all that was started is done. Raises DeviceError when the device has failed."""
-        try:
+        with self._failures():
             return bool(self.stream.query())
+
+    @contextmanager
+    def _failures(self) -> Iterator[None]:
+        """Turn torch's report of a failed device into a DeviceError: its context is lost, nothing can be retried."""
+        try:
+            yield
         except RuntimeError as error:
             raise DeviceError(f"the device {self.device} failed: {error}") from error
 
@@ -135,7 +142,7 @@ class KernelExecutor:
     @torch.inference_mode()
     def clear_blocks(self, blocks: Sequence[int]) -> None:
         """Zero KV blocks, the features at their ends included."""
-        with torch.cuda.stream(self.stream):
+        with self._failures(), torch.cuda.stream(self.stream):
             index = torch.tensor(list(blocks), dtype=torch.long, device=self.device)
             for name, tensor in self.state.items():
                 if "_cache" in name or name == "block_features":
@@ -143,10 +150,8 @@ class KernelExecutor:
 
     def synchronize(self) -> None:
         """Wait until all that was started is done. Raises DeviceError when the device has failed."""
-        try:
+        with self._failures():
             self.stream.synchronize()
-        except RuntimeError as error:
-            raise DeviceError(f"the device {self.device} failed: {error}") from error
 
     def scratch(self, bucket: Bucket) -> BufferSet:
         """The scratch buffers and constants of a bucket; buckets share the memory of their scratch."""

@@ -15,7 +15,10 @@ from lowlat.program import Program
 
 __all__ = ["make_executor", "settle_executor", "uncovered"]
 
+# what the kernels refuse by ShapeError; repeated here, where a machine without a GPU loads no kernel
 HEAD_SIZES = (64, 128)
+WIDTHS_OF, MAX_WIDTH = 8, 65536
+MAX_VOCABULARY = 262144
 
 
 def uncovered(config: ModelConfig, head: HeadConfig | None) -> str | None:
@@ -24,9 +27,22 @@ def uncovered(config: ModelConfig, head: HeadConfig | None) -> str | None:
         return f"the kernels compute in bfloat16 and dtype is {config.dtype}"
     if config.experts is not None:
         return "there are no kernels for mixtures of experts yet"
-    for owner, size in (("target", config.head_dim), ("head", config.head_dim if head is None else head.head_dim)):
-        if size not in HEAD_SIZES:
-            return f"the kernels take heads of 64 or 128 dimensions and the {owner}'s have {size}"
+    for owner, part in (("target", config), ("head", head)):
+        problem = None if part is None else _uncovered_sizes(part)
+        if problem is not None:
+            return f"the kernels take {problem[0]} and the {owner}'s {problem[1]}"
+    return None
+
+
+def _uncovered_sizes(part: ModelConfig | HeadConfig) -> tuple[str, str] | None:
+    """What the kernels take, and what a target or a head has instead."""
+    if part.head_dim not in HEAD_SIZES:
+        return "heads of 64 or 128 dimensions", f"have {part.head_dim}"
+    if part.vocab_size > MAX_VOCABULARY:
+        return f"vocabularies of at most {MAX_VOCABULARY}", f"has {part.vocab_size}"
+    for name, size in (("hidden size", part.hidden_size), ("FFN's width", part.intermediate_size)):
+        if size % WIDTHS_OF or size > MAX_WIDTH:
+            return f"multiples of {WIDTHS_OF} up to {MAX_WIDTH} as widths", f"{name} is {size}"
     return None
 
 

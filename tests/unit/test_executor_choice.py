@@ -10,9 +10,13 @@ import torch
 import lowlat
 from lowlat.checkpoint import load_head, load_target
 from lowlat.devices import DeviceChoice
-from lowlat.errors import ConfigError
+from lowlat.errors import ConfigError, ShapeError
 from lowlat.executors.make import settle_executor, uncovered
+from lowlat.executors.workspace import SharedWorkspace
 from lowlat.geometry import ExpertsConfig, HeadConfig, ModelConfig
+from lowlat.kernels.argmax import argmax
+from lowlat.kernels.norm import check_width
+from lowlat.kernels.packing import gate_up_order
 
 DEMO = Path(lowlat.__file__).parent / "demo"
 EXPERTS = ExpertsConfig(4, 2, 7.0, 1.7, mxfp4=True)
@@ -40,6 +44,10 @@ def changed(
         ({"head_dim": 8}, None, "the target's have 8"),
         ({"head_dim": 8}, {}, "heads of 64 or 128 dimensions and the target's have 8"),
         ({}, {"head_dim": 96}, "the head's have 96"),
+        ({"hidden_size": 60}, {}, "multiples of 8 up to 65536 as widths and the target's hidden size is 60"),
+        ({"intermediate_size": 65544}, {}, "the target's FFN's width is 65544"),
+        ({}, {"intermediate_size": 100}, "the head's FFN's width is 100"),
+        ({"vocab_size": 262145}, None, "vocabularies of at most 262144 and the target's has 262145"),
     ],
 )
 def test_what_the_kernels_do_not_run_is_named_with_the_way_out(
@@ -64,3 +72,17 @@ def test_what_the_kernels_run_stays_with_them(
     config, head_config = changed(known, {}, head)
     assert uncovered(config, head_config) is None
     assert settle_executor(CARD, "auto", config, head_config) is CARD
+
+
+def test_the_limits_are_those_of_the_kernels(known: tuple[ModelConfig, HeadConfig]) -> None:
+    logits, ids = torch.zeros(1, 262144), torch.zeros(1, dtype=torch.int32)
+    workspace = SharedWorkspace(torch.device("cpu"))
+    assert argmax(logits, out=ids, workspace=workspace)
+    with pytest.raises(ShapeError, match="262144"):
+        argmax(torch.zeros(1, 262145), out=ids, workspace=workspace)
+    check_width(65536)
+    for width in (65544, 60):
+        with pytest.raises(ShapeError, match=r"multiple of 8 elements, at most 65536"):
+            check_width(width)
+    with pytest.raises(ShapeError, match="multiple of 8"):
+        gate_up_order(100)
