@@ -37,6 +37,7 @@ from bench.dense_cases import (
     DenseGeometry,
     StepFactory,
     StepUnderTest,
+    conditions_path,
     make_weights,
     step_bytes,
 )
@@ -199,20 +200,19 @@ def _write(
     options: argparse.Namespace, geometry: DenseGeometry, walls: Sequence[Wall], rows: list[dict[str, Any]]
 ) -> None:
     wall = max(measured.gb_per_s for measured in walls)
-    result = {
-        "conditions": {
-            "model": {**asdict(geometry), "weights": "random, bfloat16"},
-            "baseline": "torch's operations in one torch.cuda.CUDAGraph; its lengths stay fixed, every draft counts as "
-            "accepted, and it neither samples, commits nor publishes",
-            "simulated": "weights, caches and the number of accepted drafts; times do not depend on the values",
-            "turn": options.turn,
-            "dry_run": options.dry_run,
-            "walls": [asdict(measured) for measured in walls],
-        },
-        "rows": [_beside_wall(row, wall) for row in rows],
+    conditions = {
+        "model": {**asdict(geometry), "weights": "random, bfloat16"},
+        "baseline": "torch's operations in one torch.cuda.CUDAGraph; its lengths stay fixed, every draft counts as "
+        "accepted, and it neither samples, commits nor publishes",
+        "simulated": "weights, caches and the number of accepted drafts; times do not depend on the values",
+        "turn": options.turn,
+        "dry_run": options.dry_run,
+        "walls": [asdict(measured) for measured in walls],
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    beside = [_beside_wall(row, wall) for row in rows]
+    for path, content in ((options.out, beside), (conditions_path(options.out), conditions)):
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def _wall(options: argparse.Namespace, device: torch.device) -> Wall:

@@ -3,9 +3,11 @@
 It knows no device: `bench.dense` runs the cases, `bench.torch_step` and the executors are what is run.
 """
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
@@ -20,7 +22,9 @@ __all__ = [
     "DenseGeometry",
     "StepFactory",
     "StepUnderTest",
+    "conditions_path",
     "make_weights",
+    "read_results",
     "step_bytes",
 ]
 
@@ -185,3 +189,14 @@ def make_weights(
     chosen = torch.randperm(geometry.vocab_size, generator=generator, device=device)[: geometry.draft_vocab_size]
     weights["head.draft_to_target"] = chosen.sort().values.to(torch.int32)
     return weights
+
+
+def conditions_path(results: Path) -> Path:
+    """Where the conditions lie that all rows of a results file share."""
+    return results.with_suffix(".conditions.json")
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    """The rows of a results file, and their conditions."""
+    conditions = json.loads(conditions_path(path).read_text(encoding="utf-8"))
+    return {"conditions": conditions, "rows": json.loads(path.read_text(encoding="utf-8"))}

@@ -6,10 +6,11 @@ It measures nothing. The picture needs matplotlib (the extra `train`); `--no-plo
 """
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from bench.dense_cases import read_results
 
 __all__ = ["caption", "draw", "main", "table"]
 
@@ -27,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=None, help="files to write, without their endings")
     parser.add_argument("--no-plot", action="store_true")
     options = parser.parse_args(arguments)
-    result = json.loads(options.results.read_text(encoding="utf-8"))
+    result = read_results(options.results)
     stem = options.out or options.results.with_suffix("")
     text = f"{table(result['rows'])}\n\n{caption(result)}\n"
     stem.with_suffix(".md").write_text(text, encoding="utf-8")

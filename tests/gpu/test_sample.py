@@ -58,7 +58,8 @@ class Nodes:
         self.logits, self.slots = logits, torch.tensor(slots, dtype=torch.int32)
         self.live = torch.tensor(live or [[int(slot >= 0)] * rows for slot in slots], dtype=torch.uint8)
         self.tokens = torch.arange(rows, dtype=torch.int32).repeat(batch, 1) % min(3, logits.shape[1])
-        self.masks = torch.tensor([[1, *(1 | 2 | 1 << node for node in range(1, rows))]] * batch)
+        bits = [1, *(1 | 2 | 1 << node for node in range(1, rows))]
+        self.masks = torch.tensor([[mask - (mask >> 63 << 64) for mask in bits]] * batch)
 
     def outputs(self) -> dict[str, torch.Tensor]:
         shape = self.tokens.shape
