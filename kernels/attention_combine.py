@@ -131,16 +131,8 @@ def _kernel(shape: AttentionShape) -> Callable[..., None]:
             while split < high:
                 first, last = int32(split + offset), int32(high - 1 + offset)
                 at = mine * MAX_SPLITS
-                w0 = load_part(source, step, first, last, 0)
-                w1 = load_part(source, step, first, last, 1)
-                w2 = load_part(source, step, first, last, 2)
-                w3 = load_part(source, step, first, last, 3)
-                w4 = load_part(source, step, first, last, 4)
-                w5 = load_part(source, step, first, last, 5)
-                w6 = load_part(source, step, first, last, 6)
-                w7 = load_part(source, step, first, last, 7)
-                k = int32(0)
-                for words in (w0, w1, w2, w3, w4, w5, w6, w7):
+                k, loaded = int32(0), load_parts(source, step, first, last)
+                for words in loaded:
                     part = int32(first + k)
                     factor = factors[at + part] if part <= last else float32(0)
                     norm = ptx.fma_rn(norms[at + min(part, last)], factor, norm)
@@ -159,6 +151,21 @@ def _kernel(shape: AttentionShape) -> Callable[..., None]:
             finish(exchanged, thread, largest, live, number, head, lane, sinks, out)
 
     return combine
+
+
+@device_function
+def load_parts(source: Any, step: Any, first: Any, last: Any) -> Any:
+    """The next UNROLL parts of a class, all loads under way at once."""
+    return (
+        load_part(source, step, first, last, 0),
+        load_part(source, step, first, last, 1),
+        load_part(source, step, first, last, 2),
+        load_part(source, step, first, last, 3),
+        load_part(source, step, first, last, 4),
+        load_part(source, step, first, last, 5),
+        load_part(source, step, first, last, 6),
+        load_part(source, step, first, last, 7),
+    )
 
 
 @device_function

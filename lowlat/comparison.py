@@ -140,7 +140,9 @@ def record(
     speculative = None
     if head is not None:
         speculative = SpeculativeConfig(model=head, num_speculative_tokens=num_speculative_tokens, strict=True)
-    options: dict[str, Any] = {"max_batch": 1, "dtype": dtype, "device": device, "prefix_reuse": False}
+    # every buffer is wanted, also those that kernels keep to themselves
+    options: dict[str, Any] = {"max_batch": 1, "dtype": dtype, "device": device, "executor": "reference"}
+    options["prefix_reuse"] = False
     context = _context(target, prompt, num_tokens)
     with Runtime.load(target, speculative, progress=progress, max_context=context, **options) as runtime:
         tokens = runtime.codec.encode(prompt) if isinstance(prompt, str) and runtime.codec else prompt

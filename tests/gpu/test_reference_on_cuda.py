@@ -20,7 +20,9 @@ def held_out(count: int) -> list[str]:
 
 
 def decode(device: str, depth: int, params: SamplingParams, prompts: list[str]) -> list[list[int]]:
-    with Runtime.load(DEMO / "target", HEAD, device=device, max_batch=4, max_context=512) as runtime:
+    with Runtime.load(
+        DEMO / "target", HEAD, device=device, executor="reference", max_batch=4, max_context=512
+    ) as runtime:
         ids = [runtime.submit(prompt, params) for prompt in prompts]
         tokens: dict[str, list[int]] = {name: [] for name in ids}
         while runtime.busy:
@@ -43,7 +45,9 @@ def test_speculation_changes_no_token(temperature: float) -> None:
 def test_logits_agree_with_the_cpu() -> None:
     logits = {}
     for device in ("cpu", "cuda"):
-        with Runtime.load(DEMO / "target", HEAD, device=device, max_batch=1, max_context=256) as runtime:
+        with Runtime.load(
+            DEMO / "target", HEAD, device=device, executor="reference", max_batch=1, max_context=256
+        ) as runtime:
             assert runtime.device_choice.device.type == device
             runtime.submit(held_out(1)[0], SamplingParams(max_tokens=1))
             while runtime.busy:
@@ -57,5 +61,6 @@ def test_logits_agree_with_the_cpu() -> None:
 def test_auto_takes_the_card() -> None:
     with Runtime.load(DEMO / "target", max_batch=1, max_context=256) as runtime:
         assert runtime.device_choice.device.type == "cuda"
+        assert runtime.device_choice.executor == "graph"
         assert "usable NVIDIA card" in runtime.device_choice.reason
         assert torch.cuda.memory_allocated() > 0
