@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 import re
-import warnings
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -17,7 +16,7 @@ from pathlib import Path
 
 from lowlat.errors import DeviceError
 from lowlat.kernels.kernel import Kernel
-from lowlat.kernels.numba_cuda import compile_ptx
+from lowlat.kernels.numba_cuda import compile_ptx, fork_compiler
 
 __all__ = ["CompiledKernel", "compile_ahead", "compile_kernel", "link", "source_digest"]
 
@@ -91,9 +90,7 @@ def compile_ahead(
         return len(missing)
     children = []
     for worker in range(count):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads: the child needs none
-            child = os.fork()
+        child = fork_compiler()
         if child == 0:
             try:
                 for kernel in missing[worker::count]:

@@ -4,6 +4,7 @@ It knows no kernel. `NUMBA_ENABLE_CUDASIM=1` gives Numba's simulator instead, wh
 """
 
 import contextlib
+import os
 import re
 import threading
 import warnings
@@ -22,6 +23,7 @@ __all__ = [
     "device_function",
     "float32",
     "float64",
+    "fork_compiler",
     "int32",
     "int64",
     "intrinsic",
@@ -61,6 +63,13 @@ def _pretend_device(capability: tuple[int, int]) -> Iterator[None]:
         yield
     finally:
         dispatcher.get_current_device = known
+
+
+def fork_compiler() -> int:
+    """os.fork, while no other thread compiles: a child could never take the lock that such a thread holds."""
+    with _compiling, warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads: the child needs none
+        return os.fork()
 
 
 def compile_ptx(

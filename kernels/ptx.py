@@ -23,13 +23,11 @@ __all__ = [
     "copy_async_16_or_zero",
     "div_rn",
     "exp2_approx",
-    "fence_gpu",
     "fence_system",
     "float_of_bits",
     "fma_rn",
     "let_next_kernel_start",
     "load_acquire_gpu",
-    "load_acquire_system",
     "load_global_64",
     "load_global_128",
     "load_global_bf16",
@@ -38,10 +36,8 @@ __all__ = [
     "load_global_i64",
     "load_global_nc_128",
     "load_global_u8",
-    "load_global_u16",
     "load_shared_128",
     "load_shared_f32",
-    "load_shared_matrix_x4",
     "load_shared_matrix_x4_transposed",
     "load_shared_tiles",
     "load_volatile_i64",
@@ -59,13 +55,10 @@ __all__ = [
     "store_global_u8",
     "store_global_u16",
     "store_global_u32",
-    "store_release_gpu",
     "store_release_system",
     "store_shared_64",
     "store_shared_128",
-    "store_shared_f32",
     "store_shared_tiles",
-    "store_shared_u16",
     "store_shared_u32",
     "wait_for_previous_kernel",
     "warp_max",
@@ -145,7 +138,6 @@ load_global_64 = _instruction("ld.global.v2.u32 {$0,$1}, [$2];", (u32, 2), (i64,
 load_global_f32 = _instruction("ld.global.f32 $0, [$1];", f32, (i64,))
 load_global_i32 = _instruction("ld.global.s32 $0, [$1];", i32, (i64,))
 load_global_i64 = _instruction("ld.global.s64 $0, [$1];", i64, (i64,))
-load_global_u16 = _instruction("{ .reg .u16 t; ld.global.u16 t, [$1]; cvt.u32.u16 $0, t; }", u32, (i64,))
 load_global_u8 = _instruction("{ .reg .u16 t; ld.global.u8 t, [$1]; cvt.u32.u16 $0, t; }", u32, (i64,))
 load_global_bf16 = _instruction(
     "{ .reg .u16 t; .reg .u32 u; ld.global.u16 t, [$1]; cvt.u32.u16 u, t; shl.b32 u, u, 16; mov.b32 $0, u; }",
@@ -167,10 +159,7 @@ load_shared_128 = _instruction("ld.shared.v4.u32 {$0,$1,$2,$3}, [$4];", (u32, 4)
 load_shared_f32 = _instruction("ld.shared.f32 $0, [$1];", f32, (u32,))
 store_shared_128 = _instruction("st.shared.v4.u32 [$0], {$1,$2,$3,$4};", None, (u32, u32, u32, u32, u32))
 store_shared_64 = _instruction("st.shared.v2.u32 [$0], {$1,$2};", None, (u32, u32, u32))
-store_shared_f32 = _instruction("st.shared.f32 [$0], $1;", None, (u32, f32))
 store_shared_u32 = _instruction("st.shared.u32 [$0], $1;", None, (u32, u32))
-store_shared_u16 = _instruction("{ .reg .u16 t; cvt.u16.u32 t, $1; st.shared.u16 [$0], t; }", None, (u32, u32))
-load_shared_matrix_x4 = _instruction("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0,$1,$2,$3}, [$4];", (u32, 4), (u32,))
 load_shared_matrix_x4_transposed = _instruction(
     "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0,$1,$2,$3}, [$4];", (u32, 4), (u32,)
 )
@@ -305,10 +294,7 @@ def zeros(count: int) -> Any:
 # order between blocks and with the host
 atomic_add_gpu = _instruction("atom.acq_rel.gpu.global.add.u32 $0, [$1], $2;", u32, (i64, u32))
 load_acquire_gpu = _instruction("ld.acquire.gpu.global.u32 $0, [$1];", u32, (i64,))
-store_release_gpu = _instruction("st.release.gpu.global.u32 [$0], $1;", None, (i64, u32))
-load_acquire_system = _instruction("ld.acquire.sys.global.s64 $0, [$1];", i64, (i64,))
 store_release_system = _instruction("st.release.sys.global.s64 [$0], $1;", None, (i64, i64))
-fence_gpu = _instruction("fence.acq_rel.gpu;", None, ())
 fence_system = _instruction("fence.acq_rel.sys;", None, ())
 
 

@@ -13,13 +13,11 @@ __all__ = [
     "bf16_bits",
     "bf16_pair",
     "exp2_approx",
-    "fence_gpu",
     "fence_system",
     "float_of_bits",
     "fma_rn",
     "let_next_kernel_start",
     "load_acquire_gpu",
-    "load_acquire_system",
     "load_global_64",
     "load_global_128",
     "load_global_f32",
@@ -27,7 +25,6 @@ __all__ = [
     "load_global_i64",
     "load_global_nc_128",
     "load_global_u8",
-    "load_global_u16",
     "load_volatile_i64",
     "mul_rn",
     "store_global_64",
@@ -38,7 +35,6 @@ __all__ = [
     "store_global_u8",
     "store_global_u16",
     "store_global_u32",
-    "store_release_gpu",
     "store_release_system",
     "wait_for_previous_kernel",
 ]
@@ -48,7 +44,7 @@ def _nothing() -> None:
     return None
 
 
-wait_for_previous_kernel = let_next_kernel_start = fence_gpu = fence_system = _nothing
+wait_for_previous_kernel = let_next_kernel_start = fence_system = _nothing
 
 
 def _load(kind: Any) -> Callable[[int], Any]:
@@ -64,13 +60,13 @@ def _store(kind: Any) -> Callable[[int, Any], None]:
 
 load_global_f32 = _load(ctypes.c_float)
 load_global_i32 = _load(ctypes.c_int32)
-load_global_i64 = load_volatile_i64 = load_acquire_system = _load(ctypes.c_int64)
-load_global_u16, load_global_u8 = _load(ctypes.c_uint16), _load(ctypes.c_uint8)
+load_global_i64 = load_volatile_i64 = _load(ctypes.c_int64)
+load_global_u8 = _load(ctypes.c_uint8)
 load_acquire_gpu = _load(ctypes.c_uint32)
 store_global_f32 = _store(ctypes.c_float)
 store_global_i32 = _store(ctypes.c_int32)
 store_global_u16 = _store(ctypes.c_uint16)
-store_global_u32 = store_release_gpu = _store(ctypes.c_uint32)
+store_global_u32 = _store(ctypes.c_uint32)
 store_global_u8, store_global_i64 = _store(ctypes.c_uint8), _store(ctypes.c_int64)
 store_release_system = _store(ctypes.c_int64)
 

@@ -72,7 +72,8 @@ def load(
     if head is not None:
         weights.update(head.weights)
     prefill = build_prefill(geometry)
-    choice = settle_executor(choice, options.executor, target.config, None if head is None else head.config)
+    head_config = None if head is None else head.config
+    choice = settle_executor(choice, options.executor, target.config, head_config, options.block_size)
     if choice.loud:
         logger.warning("running on %s: %s", choice.device, choice.reason)
     need = memory_need((*programs.values(), prefill), weights, choice.device, share_scratch=choice.has_kernels)

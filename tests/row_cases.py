@@ -5,15 +5,13 @@ import random
 import torch
 from kernel_cases import Arrays, Bench, poisoned, random_topology
 
-from lowlat.kernels import draft_level, head_rows, reference
+from lowlat.kernels import head_rows, reference
 from lowlat.kernels.kernel import KernelCall
 from lowlat.kernels.kv_compact import kv_compact
-from lowlat.tree import TreeTopology
 
-__all__ = ["check_boundary", "check_compaction", "check_features", "check_last", "check_level"]
+__all__ = ["check_boundary", "check_compaction", "check_features", "check_last"]
 
 BLOCK, TABLE = 4, 9
-LEVEL_OUTS = ("hidden", "tokens", "row_live", "positions", "row_masks")
 
 
 def bf16(*shape: int) -> torch.Tensor:
@@ -123,62 +121,3 @@ def check_boundary(bench: Bench, seed: int, *, width: int) -> None:
         lambda found: operation(**found, block_size=BLOCK),
         lambda found: head_rows.store_boundary(**found, block_size=BLOCK),
     )
-
-
-def check_level(bench: Bench, seed: int, *, width: int, together: bool) -> None:
-    """A level's children get tokens, and the next level's rows are laid out."""
-    source = random.Random(seed)
-    torch.manual_seed(seed)
-    batch, topology = 3, TreeTopology.chain(3)
-    while seed % 2 and (topology.depth < 3 or topology.is_chain):
-        topology = random_topology(source, 14, 5)
-    depth = source.randint(1, topology.depth - 1)
-    above, level = topology.levels[depth - 1], topology.levels[depth]
-    ranks = topology.max_rank_by_level[depth - 1] + 1
-    children = [child for branch in above for child in branch.children]
-    parents = [branch.node for branch in above]
-    nodes = [branch.node for branch in level]
-    ordinals = [topology.non_leaf_ordinal[node] for node in nodes]
-    top_tokens = torch.randint(-1, 90, (batch * len(above), ranks), dtype=torch.int32)
-    lists = {
-        "children": children,
-        "child_rows": [row for row, branch in enumerate(above) for _ in branch.children],
-        "child_ranks": [topology.ranks[child] for child in children],
-        "nodes": nodes,
-        "parent_rows": [parents.index(topology.parents[node]) for node in nodes],
-    }
-    arrays: Arrays = {name: torch.tensor(values, dtype=torch.int32) for name, values in lists.items()}
-    arrays.update(
-        top_tokens=top_tokens,
-        draft_nodes=poisoned(batch, topology.num_nodes),
-        feedback=bf16(batch * len(above), width),
-        draft_live=torch.tensor([1, 0, 1], dtype=torch.uint8),
-        head_lens=torch.randint(2, 99, (batch,), dtype=torch.int32),
-        masks=torch.tensor([topology.draft_masks[ordinal] for ordinal in ordinals]),
-        hidden=poisoned(batch * len(nodes), width, dtype=torch.bfloat16),
-        tokens=poisoned(batch, len(nodes)),
-        row_live=poisoned(batch, len(nodes), dtype=torch.uint8),
-        positions=poisoned(batch, len(nodes)),
-        row_masks=poisoned(batch, len(nodes), dtype=torch.int64),
-    )
-    assigned = ("top_tokens", "children", "child_rows", "child_ranks")
-    gathered = ("feedback", "draft_nodes", "draft_live", "head_lens", "nodes", "parent_rows", "masks", *LEVEL_OUTS)
-
-    def split(found: Arrays) -> tuple[Arrays, Arrays]:
-        return {name: found[name] for name in assigned}, {name: found[name] for name in gathered}
-
-    def reference_(found: Arrays) -> None:
-        first, second = split(found)
-        reference.OPERATIONS["assign_drafts"](**first, draft_nodes=found["draft_nodes"])
-        reference.OPERATIONS["gather_level"](**second, depth=depth)
-
-    def calls(found: Arrays) -> list[KernelCall]:
-        first, second = split(found)
-        if together:
-            return draft_level.next_level(**first, **second, depth=depth)
-        return [
-            *draft_level.assign_drafts(**first, draft_nodes=found["draft_nodes"]),
-            *draft_level.gather_level(**second, depth=depth),  # type: ignore[arg-type]
-        ]
-
-    bench.compare(arrays, reference_, calls)

@@ -66,8 +66,8 @@ class DeviceWeights:
         return self._plain[name]
 
     def bias(self, name: str) -> torch.Tensor:
-        """A bias in the order of its packed matrix, [N] bf16."""
-        matrix = self._packed[f"{name.removesuffix('.bias')}.weight"]
+        """A bias in the order of its packed matrix, [N] bf16. Raises ConfigError as `matrix` and `vector` do."""
+        matrix = self.matrix(f"{name.removesuffix('.bias')}.weight")
         if matrix.order is None:
             return self.vector(name)
         if name not in self._orders:

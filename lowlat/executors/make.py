@@ -17,12 +17,15 @@ __all__ = ["make_executor", "settle_executor", "uncovered"]
 
 # what the kernels refuse by ShapeError; repeated here, where a machine without a GPU loads no kernel
 HEAD_SIZES = (64, 128)
+BLOCK_SIZES = (16, 32, 64, 128, 256)
 WIDTHS_OF, MAX_WIDTH = 8, 65536
 MAX_VOCABULARY = 262144
 
 
-def uncovered(config: ModelConfig, head: HeadConfig | None) -> str | None:
-    """Why the kernels cannot run a model; None where they can."""
+def uncovered(config: ModelConfig, head: HeadConfig | None, block_size: int = 32) -> str | None:
+    """Why the kernels cannot run a model with KV blocks of that size; None where they can."""
+    if block_size not in BLOCK_SIZES:
+        return f"the kernels take KV blocks of {BLOCK_SIZES} positions and block_size is {block_size}"
     if config.dtype != "bfloat16":
         return f"the kernels compute in bfloat16 and dtype is {config.dtype}"
     if config.experts is not None:
@@ -46,12 +49,14 @@ def _uncovered_sizes(part: ModelConfig | HeadConfig) -> tuple[str, str] | None:
     return None
 
 
-def settle_executor(choice: DeviceChoice, asked: str, config: ModelConfig, head: HeadConfig | None) -> DeviceChoice:
+def settle_executor(
+    choice: DeviceChoice, asked: str, config: ModelConfig, head: HeadConfig | None, block_size: int = 32
+) -> DeviceChoice:
     """The choice for this model: with `asked` "auto", torch's operations where the kernels do not cover it.
 
     Raises ConfigError where kernels were asked for by name and do not cover it.
     """
-    problem = uncovered(config, head) if choice.has_kernels else None
+    problem = uncovered(config, head, block_size) if choice.has_kernels else None
     if problem is None:
         return choice
     if asked != "auto":

@@ -16,7 +16,7 @@ from lowlat.kernels.draft_topk import draft_topk
 from lowlat.kernels.elementwise import add, cast, silu_mul
 from lowlat.kernels.embed import embed, embed_norm
 from lowlat.kernels.head_input import concat_norms, head_input, level_input
-from lowlat.kernels.norm import rms_norm, split_norms
+from lowlat.kernels.norm import add_norm, rms_norm, split_norms
 from lowlat.kernels.rotate import rotate
 from lowlat.kernels.thin_matmul import Rotation, thin_matmul
 from lowlat.program import Stage
@@ -222,7 +222,23 @@ def _draft_topk(lowering: Lowering, start: int) -> Covered:
 
 
 def _add(lowering: Lowering, start: int) -> Covered:
-    return Covered(1, add(**lowering.arguments(start)))
+    """A sum that no product makes, with the norm that follows it."""
+    ops = lowering.program.ops
+    arguments = lowering.arguments(start)
+    following = ops[start + 1] if start + 1 < len(ops) else None
+    if following is None or following.kind != "rms_norm" or following.reads["x"] != ops[start].writes["out"]:
+        return Covered(1, add(**arguments))
+    norm = lowering.arguments(start + 1)
+    calls = add_norm(
+        arguments["a"],
+        arguments["b"],
+        lowering.weights.vector(following.weights["weight"]),
+        norm.get("row_live"),
+        total=arguments["out"],
+        out=norm["out"],
+        eps=norm["eps"],
+    )
+    return Covered(2, calls)
 
 
 def _cast(lowering: Lowering, start: int) -> Covered:

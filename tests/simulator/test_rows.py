@@ -3,7 +3,7 @@
 import pytest
 import torch
 from kernel_cases import Bench, simulate
-from row_cases import check_boundary, check_compaction, check_features, check_last, check_level
+from row_cases import check_boundary, check_compaction, check_features, check_last
 
 BENCH = Bench(torch.device("cpu"), simulate)
 
@@ -19,9 +19,3 @@ def test_features_last_rows_and_boundaries() -> None:
     check_last(BENCH, 3, widths=(16, 8))
     check_last(BENCH, 4, widths=(8,))
     check_boundary(BENCH, 5, width=16)
-
-
-@pytest.mark.parametrize("together", [False, True])
-@pytest.mark.parametrize("seed", range(6))
-def test_levels(seed: int, together: bool) -> None:
-    check_level(BENCH, seed, width=16, together=together)

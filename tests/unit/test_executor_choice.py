@@ -86,3 +86,11 @@ def test_the_limits_are_those_of_the_kernels(known: tuple[ModelConfig, HeadConfi
             check_width(width)
     with pytest.raises(ShapeError, match="multiple of 8"):
         gate_up_order(100)
+
+
+@pytest.mark.parametrize("size", [8, 24, 512])
+def test_kv_blocks_that_the_kernels_do_not_take_are_named(size: int, known: tuple[ModelConfig, HeadConfig]) -> None:
+    with pytest.raises(ConfigError, match=f"block_size is {size}"):
+        settle_executor(replace(CARD, executor="graph"), "graph", *known, size)
+    settled = settle_executor(CARD, "auto", *known, size)
+    assert (settled.executor, settled.loud) == ("reference", True)
