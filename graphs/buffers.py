@@ -65,7 +65,7 @@ class BufferSet(Mapping[str, torch.Tensor]):
     ) -> None:
         self.specs: dict[str, BufferSpec] = {}
         self._tensors: dict[str, torch.Tensor] = {}
-        self._arena, self._used = arena, 0
+        self._used = 0
         contents = initial or {}
         for spec in specs:
             known = self.specs.get(spec.name)

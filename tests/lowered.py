@@ -10,8 +10,8 @@ import torch
 
 from lowlat.checkpoint import LoadedHead, LoadedTarget, load_head, load_target
 from lowlat.config import RuntimeConfig, SpeculativeConfig
+from lowlat.executors.allocation import STATE_ROLES
 from lowlat.executors.device_weights import DeviceWeights
-from lowlat.executors.kernel_executor import STATE_ROLES
 from lowlat.executors.lowering import Group, Lowering, lower
 from lowlat.executors.orders import weight_orders
 from lowlat.executors.rules import RULES

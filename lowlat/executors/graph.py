@@ -3,7 +3,8 @@
 Where it is asked to, it also captures each bucket as a loop: a WHILE node whose body is the step.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -56,6 +57,7 @@ class GraphExecutor(KernelExecutor):
             self._stop_flag = torch.zeros(1, dtype=torch.int64, pin_memory=True)
             bodies = {bucket: self._lower(bucket, self._control()) for bucket in programs} if looping else {}
             self.launcher.compile_ahead(call for groups in bodies.values() for call in _calls(groups))
+            self._check_addresses([*(self.groups(bucket) for bucket in programs), *bodies.values()])
             for number, bucket in enumerate(programs):
                 self._graphs[bucket] = self._capture(bucket)
                 if looping:
@@ -69,13 +71,11 @@ class GraphExecutor(KernelExecutor):
         return LoopControl(NO_CONDITION, self.state["active"], self._loop_budget, self._stop_flag)
 
     def _capture(self, bucket: Bucket) -> CapturedGraph:
-        self._check_addresses(self.groups(bucket))
         launches = [launch for _, launches in self.prepare(bucket) for launch in launches]
         return capture(self._core_stream, launches)
 
     def _capture_loop(self, groups: Sequence[Group]) -> CapturedGraph:
         """Capture a body that was lowered and compiled before: lowering may copy, which a capture would record."""
-        self._check_addresses(groups)
         prepared = [(call, self.launcher.prepare(call)) for call in _calls(groups)]
 
         def body(condition: int) -> Iterator[Launch]:
@@ -85,10 +85,11 @@ class GraphExecutor(KernelExecutor):
 
         return capture_loop(self._core_stream, body)
 
-    def _check_addresses(self, groups: Sequence[Group]) -> None:
+    def _check_addresses(self, bodies: Iterable[Sequence[Group]]) -> None:
         owned = _Addresses([*self.owned(), self._loop_budget, self._stop_flag])
-        for call in _calls(groups):
-            owned.check(call)
+        for groups in bodies:
+            for call in _calls(groups):
+                owned.check(call)
 
     def step(self, bucket: Bucket) -> None:
         """Replay a bucket's graph; its publication comes later, see `wait_published`."""
@@ -149,7 +150,12 @@ class _Addresses:
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         spans = ((tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()) for tensor in tensors)
-        self._spans = sorted(span for span in spans if span[0] != span[1])
+        self._starts: list[int] = []
+        self._ends: list[int] = []  # ascending too: a span that lies within another is left out
+        for start, end in sorted(spans, key=lambda span: (span[0], -span[1])):
+            if start < end and (not self._ends or end > self._ends[-1]):
+                self._starts.append(start)
+                self._ends.append(end)
 
     def check(self, call: KernelCall) -> None:
         """Raise DeviceError for a call that points elsewhere."""
@@ -157,5 +163,6 @@ class _Addresses:
             if isinstance(argument, torch.Tensor) and argument.numel():
                 start = argument.data_ptr()
                 end = start + argument.numel() * argument.element_size()
-                if not any(low <= start and end <= high for low, high in self._spans):
+                place = bisect_right(self._starts, start) - 1
+                if place < 0 or end > self._ends[place]:
                     raise DeviceError(f"kernel {call.kernel.name}: argument {number} lies in memory that nobody owns")

@@ -12,6 +12,7 @@ import torch
 
 from lowlat.errors import ConfigError, DeviceError
 from lowlat.executors import OpHook
+from lowlat.executors.allocation import STATE_ROLES, SharedConstants, clear_blocks
 from lowlat.executors.device_weights import DeviceWeights
 from lowlat.executors.launcher import Launcher
 from lowlat.executors.lowering import Group, Lowering, lower
@@ -26,7 +27,6 @@ from lowlat.program import Program
 
 __all__ = ["KernelExecutor"]
 
-STATE_ROLES = (Role.STATE, Role.COMMAND, Role.PUBLICATION)
 # what torch's prefill reads on the device; the rest of the commands are read by the host's side of it, or by kernels
 DEVICE_COMMANDS = ("prefill_tokens", "prefill_positions", "prefill_head_positions")
 POLLS_BETWEEN_CHECKS = 4096
@@ -65,7 +65,7 @@ class KernelExecutor:
             size = max(sum(aligned_bytes(spec) for spec in program.specs(Role.SCRATCH)) for program in every)
             self._arena = torch.zeros(size, dtype=torch.uint8, device=device)
             self.workspace = SharedWorkspace(device)
-            self._constants: dict[tuple[str, tuple[int, ...]], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+            self._constants = SharedConstants(device)
             self._scratch = {bucket: self._allocate(program) for bucket, program in programs.items()}
             self._groups = {bucket: self._lower(bucket) for bucket in programs}
             self.launcher.compile_ahead(
@@ -77,18 +77,8 @@ class KernelExecutor:
         self.synchronize()
 
     def _allocate(self, program: Program) -> BufferSet:
-        constants = {name: self._shared(name, content) for name, content in program.constants.items()}
         specs = program.specs(Role.SCRATCH, Role.CONSTANT)
-        return BufferSet(specs, self.device, constants, arena=self._arena)
-
-    def _shared(self, name: str, content: torch.Tensor) -> torch.Tensor:
-        """One copy of equal constants."""
-        known = self._constants.setdefault((name, tuple(content.shape)), [])
-        for source, placed in known:
-            if source is content or torch.equal(source, content):
-                return placed
-        known.append((content, content.to(self.device).contiguous()))
-        return known[-1][1]
+        return BufferSet(specs, self.device, self._constants.place(program.constants), arena=self._arena)
 
     def _lower(self, bucket: Bucket, loop: LoopControl | None = None) -> tuple[Group, ...]:
         buffers = {**self.state, **self._scratch[bucket]}
@@ -105,8 +95,8 @@ class KernelExecutor:
 
     def owned(self) -> list[torch.Tensor]:
         """Every tensor that a launch may point into."""
-        constants = [placed for known in self._constants.values() for _, placed in known]
-        return [*self.state.values(), self._arena, *self.workspace.tensors(), *constants, *self._weights.tensors()]
+        allocated = [*self.state.values(), self._arena, *self._constants.tensors()]
+        return [*allocated, *self.workspace.tensors(), *self._weights.tensors()]
 
     def prefill(self) -> None:
         """Run the prefill program over the chunk that the host has written."""
@@ -143,10 +133,7 @@ class KernelExecutor:
     def clear_blocks(self, blocks: Sequence[int]) -> None:
         """Zero KV blocks, the features at their ends included."""
         with self._failures(), torch.cuda.stream(self.stream):
-            index = torch.tensor(list(blocks), dtype=torch.long, device=self.device)
-            for name, tensor in self.state.items():
-                if "_cache" in name or name == "block_features":
-                    tensor[index] = 0
+            clear_blocks(self.state, blocks, self.device)
 
     def synchronize(self) -> None:
         """Wait until all that was started is done. Raises DeviceError when the device has failed."""
@@ -172,6 +159,7 @@ class KernelExecutor:
         self._groups.clear()
         self._scratch.clear()
         self._constants.clear()
+        self._prefill.clear()
         self.workspace.clear()
         self._weights.clear()
 

@@ -56,6 +56,15 @@ class Lowering:
         ops = self.program.ops[start : start + len(kinds)]
         return tuple(op.kind for op in ops) == kinds
 
+    def following(self, start: int) -> Op | None:
+        """The operation after one, if any."""
+        ops = self.program.ops
+        return ops[start + 1] if start + 1 < len(ops) else None
+
+    def vectors(self, index: int) -> dict[str, Any]:
+        """The weights of an operation that reads nothing but vectors, by argument name."""
+        return {name: self.weights.vector(weight) for name, weight in self.program.ops[index].weights.items()}
+
     def arguments(self, *indices: int) -> dict[str, Any]:
         """The buffers and constants of operations by argument name, weights left out; later operations win."""
         merged: dict[str, Any] = {}

@@ -8,10 +8,9 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from lowlat.errors import ConfigError
 from lowlat.executors.device_weights import DeviceWeights
+from lowlat.executors.reference import arguments_of, meaning_of
 from lowlat.kernels.packing import PackedMatrix, gather_rows
-from lowlat.kernels.reference import OPERATIONS
 from lowlat.program import Op, Program
 
 __all__ = ["TorchPrefill"]
@@ -22,40 +21,38 @@ class TorchPrefill:
 
     def __init__(self, program: Program, buffers: Mapping[str, torch.Tensor], weights: DeviceWeights) -> None:
         self._weights = weights
-        self._bound: list[tuple[Callable[..., None], dict[str, object], Op]] = []
+        self._bound: list[tuple[Callable[..., None], dict[str, object]]] = []
         for op in program.ops:
-            function = OPERATIONS.get(op.kind)
-            if function is None:
-                raise ConfigError(f"{program.name}: operation {op.kind} has no reference")
-            arguments: dict[str, object] = {name: buffers[buffer] for name, buffer in op.reads.items()}
-            arguments.update((name, buffers[buffer]) for name, buffer in op.writes.items())
-            arguments.update(op.params)
-            self._bound.append((self._own(op, function), arguments, op))
+            own, arguments = self._own(op), arguments_of(op, buffers)
+            if own is None:
+                own = meaning_of(program, op)
+                arguments.update((name, weights.vector(weight)) for name, weight in op.weights.items())
+            self._bound.append((own, arguments))
 
     @torch.inference_mode()
     def run(self) -> None:
         """One chunk, on torch's current stream."""
-        for function, arguments, op in self._bound:
-            if op.kind in ("linear", "embed"):
-                function(**arguments)
-            else:
-                weights = {name: self._weights.restored(weight) for name, weight in op.weights.items()}
-                function(**arguments, **weights)
+        for function, arguments in self._bound:
+            function(**arguments)
 
-    def _own(self, op: Op, function: Callable[..., None]) -> Callable[..., None]:
+    def clear(self) -> None:
+        """Drop every reference to buffers and weights."""
+        self._bound.clear()
+
+    def _own(self, op: Op) -> Callable[..., None] | None:
         if op.kind == "linear":
             return lambda x, out, row_block: self._linear(op, x, out)
         if op.kind == "embed":
             return lambda tokens, out: self._embed(op, tokens, out)
         if op.kind == "prefill_attention" and not op.weights:
             return prefill_attention
-        return function
+        return None
 
     def _linear(self, op: Op, x: torch.Tensor, out: torch.Tensor) -> None:
         weight = self._weights.restored(op.weights["weight"])
         torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)
         if "bias" in op.weights:
-            out += self._weights.restored(op.weights["bias"]).float()
+            out += self._weights.vector(op.weights["bias"]).float()
 
     def _embed(self, op: Op, tokens: torch.Tensor, out: torch.Tensor) -> None:
         table = self._weights.table(op.weights["weight"])
@@ -94,19 +91,18 @@ def prefill_attention(
         visible &= (at[None] > mine[:, None] - window) | (at[None] < first + keep_first)
     visible |= at[None] == mine[:, None]  # a row that sees nothing would be NaN; it is a row that nobody reads
     written = ((at < start + count) & (at >= first))[:, None]
-    keys, values = (_gather(cache, block_table[0], end, written) for cache in (k_cache, v_cache))
+    blocks = torch.zeros(-(-end // k_cache.shape[2]), dtype=torch.long)  # of a missing one nothing was written
+    known = min(blocks.numel(), block_table.shape[1])
+    blocks[:known] = block_table[0, :known]
+    blocks = blocks.to(q.device)
+    keys, values = (_gather(cache, blocks, end, written) for cache in (k_cache, v_cache))
     attended = torch.nn.functional.scaled_dot_product_attention(
         q.transpose(0, 1)[None], keys[None], values[None], attn_mask=visible[None, None], scale=scale, enable_gqa=True
     )
     out.copy_(attended[0].transpose(0, 1).reshape(size, -1))
 
 
-def _gather(cache: torch.Tensor, table: torch.Tensor, end: int, written: torch.Tensor) -> torch.Tensor:
-    """Positions [0, end) of a slot, [G, end, D], zero where nothing was written; missing blocks are zero too."""
-    block = cache.shape[2]
-    count = -(-end // block)
-    blocks = torch.zeros(count, dtype=torch.long)
-    known = min(count, table.shape[0])
-    blocks[:known] = table[:known].long()
-    rows = cache[blocks.to(cache.device)].transpose(0, 1).reshape(cache.shape[1], -1, cache.shape[3])[:, :end]
+def _gather(cache: torch.Tensor, blocks: torch.Tensor, end: int, written: torch.Tensor) -> torch.Tensor:
+    """Positions [0, end) of the blocks of a slot, [G, end, D], zero where nothing was written."""
+    rows = cache[blocks].transpose(0, 1).reshape(cache.shape[1], -1, cache.shape[3])[:, :end]
     return torch.where(written, rows, 0)

@@ -11,13 +11,13 @@ import torch
 
 from lowlat.errors import ConfigError
 from lowlat.executors import OpHook
+from lowlat.executors.allocation import STATE_ROLES, SharedConstants, clear_blocks
 from lowlat.graphs import Bucket, BufferSet, Role
 from lowlat.kernels.reference import OPERATIONS
 from lowlat.program import Op, Program
 
-__all__ = ["ReferenceExecutor", "bind"]
+__all__ = ["ReferenceExecutor", "arguments_of", "bind", "meaning_of"]
 
-STATE_ROLES = (Role.STATE, Role.COMMAND, Role.PUBLICATION)
 Bound = tuple[Op, Callable[..., None], dict[str, object]]
 
 
@@ -27,18 +27,27 @@ def bind(
     """Resolve every operation's arguments once. Raises ConfigError for a missing weight or operation."""
     bound = []
     for op in program.ops:
-        function = OPERATIONS.get(op.kind)
-        if function is None:
-            raise ConfigError(f"{program.name}: operation {op.kind} has no reference")
-        arguments: dict[str, object] = {name: buffers[buffer] for name, buffer in op.reads.items()}
-        arguments.update((name, buffers[buffer]) for name, buffer in op.writes.items())
+        function, arguments = meaning_of(program, op), arguments_of(op, buffers)
         for name, weight in op.weights.items():
             if weight not in weights:
                 raise ConfigError(f"{program.name}: operation {op.kind} needs weight {weight}, which is missing")
             arguments[name] = weights[weight]
-        arguments.update(op.params)
         bound.append((op, function, arguments))
     return tuple(bound)
+
+
+def meaning_of(program: Program, op: Op) -> Callable[..., None]:
+    """An operation's reference. Raises ConfigError for one that has none."""
+    function = OPERATIONS.get(op.kind)
+    if function is None:
+        raise ConfigError(f"{program.name}: operation {op.kind} has no reference")
+    return function
+
+
+def arguments_of(op: Op, buffers: Mapping[str, torch.Tensor]) -> dict[str, object]:
+    """What an operation is called with, by argument name: buffers and parameters, weights left out."""
+    named = (*op.reads.items(), *op.writes.items())
+    return {**{name: buffers[buffer] for name, buffer in named}, **op.params}
 
 
 class _View(dict[str, torch.Tensor]):
@@ -68,7 +77,7 @@ class ReferenceExecutor:
         self._weights = _place(weights, device)
         every = (*programs.values(), prefill)
         self.state = BufferSet((spec for program in every for spec in program.specs(*STATE_ROLES)), device)
-        self._constants: dict[tuple[str, tuple[int, ...]], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._constants = SharedConstants(device)
         self._scratch: dict[Bucket, BufferSet] = {}
         self._bound: dict[Bucket, tuple[Bound, ...]] = {}
         self._hook: OpHook | None = None
@@ -77,21 +86,11 @@ class ReferenceExecutor:
         _, self._prefill = self._allocate(prefill)
 
     def _allocate(self, program: Program) -> tuple[BufferSet, tuple[Bound, ...]]:
-        constants = {name: self._shared(name, content) for name, content in program.constants.items()}
-        own = BufferSet(program.specs(Role.SCRATCH, Role.CONSTANT), self.device, constants)
+        specs = program.specs(Role.SCRATCH, Role.CONSTANT)
+        own = BufferSet(specs, self.device, self._constants.place(program.constants))
         view = _View(self.state)
         view.update(own)
         return own, bind(program, view, self._weights)
-
-    def _shared(self, name: str, content: torch.Tensor) -> torch.Tensor:
-        """One copy of equal constants: RoPE's tables are the same in every bucket."""
-        known = self._constants.setdefault((name, tuple(content.shape)), [])
-        for source, placed in known:
-            if source is content or torch.equal(source, content):
-                return placed
-        placed = content.to(self.device).contiguous()
-        known.append((content, placed))
-        return placed
 
     @torch.inference_mode()
     def step(self, bucket: Bucket) -> None:
@@ -119,10 +118,7 @@ class ReferenceExecutor:
     @torch.inference_mode()
     def clear_blocks(self, blocks: Sequence[int]) -> None:
         """Zero KV blocks, the features at their ends included."""
-        index = torch.tensor(list(blocks), dtype=torch.long, device=self.device)
-        for name, tensor in self.state.items():
-            if "_cache" in name or name == "block_features":
-                tensor[index] = 0
+        clear_blocks(self.state, blocks, self.device)
 
     def synchronize(self) -> None:
         """Wait for the device, where there is one."""

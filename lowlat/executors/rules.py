@@ -3,7 +3,7 @@
 Each rule starts at the operation it is named after. What is fused here, and why, is told in kernels/README.md.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -16,6 +16,7 @@ from lowlat.kernels.draft_topk import draft_topk
 from lowlat.kernels.elementwise import add, cast, silu_mul
 from lowlat.kernels.embed import embed, embed_norm
 from lowlat.kernels.head_input import concat_norms, head_input, level_input
+from lowlat.kernels.kernel import KernelCall
 from lowlat.kernels.norm import add_norm, rms_norm, split_norms
 from lowlat.kernels.rotate import rotate
 from lowlat.kernels.thin_matmul import Rotation, thin_matmul
@@ -37,7 +38,7 @@ def _linear(lowering: Lowering, start: int) -> Covered:
     }
     if is_rotated(ops, start, lowering.program):
         return _rotated(lowering, start, options)
-    following = ops[start + 1] if start + 1 < len(ops) else None
+    following = lowering.following(start)
     if following is not None and product in following.reads.values() and lowering.dies(product, start + 1):
         out = lowering.buffers.get(following.writes.get("out", ""))
         if following.kind == "silu_mul":
@@ -75,12 +76,12 @@ def _rotated(lowering: Lowering, start: int, options: dict[str, Any]) -> Covered
 def _embed(lowering: Lowering, start: int) -> Covered:
     """Embedding rows, with the norm or the head's input that takes them."""
     ops = lowering.program.ops
-    op, following = ops[start], ops[start + 1]
+    op, following = ops[start], lowering.following(start)
     arguments = lowering.arguments(start)
     table = lowering.weights.table(op.weights["weight"])
-    if following.kind == "concat_norms" and following.reads["embedded"] == op.writes["out"]:
-        return _head_input(lowering, start, start + 1, stored=None)
-    if following.kind == "rms_norm" and following.reads["x"] == op.writes["out"]:
+    if _makes_head_input(lowering, start):
+        return _head_input(lowering, start, stored=None)
+    if following is not None and following.kind == "rms_norm" and following.reads["x"] == op.writes["out"]:
         norm = lowering.arguments(start + 1)
         calls = embed_norm(
             arguments["tokens"],
@@ -95,75 +96,60 @@ def _embed(lowering: Lowering, start: int) -> Covered:
     return Covered(1, embed(arguments["tokens"], table, out=arguments["out"]))
 
 
-def _head_input(lowering: Lowering, embedding: int, norms: int, *, stored: int | None) -> Covered:
-    ops = lowering.program.ops
+def _makes_head_input(lowering: Lowering, embedding: int) -> bool:
+    """Whether an embedding is read by the head's norms after it, and by nothing else."""
+    norms = lowering.following(embedding)
+    embedded = lowering.program.ops[embedding].writes["out"]
+    if norms is None or norms.kind != "concat_norms" or norms.reads["embedded"] != embedded:
+        return False
+    return lowering.dies(embedded, embedding + 1)
+
+
+def _head_input(lowering: Lowering, embedding: int, *, stored: int | None) -> Covered:
+    ops, norms = lowering.program.ops, embedding + 1
     arguments = lowering.arguments(norms)
     extra = {}
     if stored is not None:
         boundary = lowering.arguments(stored)
         names = ("positions", "block_table", "slots", "block_features", "block_size")
         extra = {name: boundary[name] for name in names}
-    embedded = ops[embedding].writes["out"]
-    if not lowering.dies(embedded, norms):
-        return Covered(
-            1, embed(**lowering.arguments(embedding), weight=lowering.weights.table(ops[embedding].weights["weight"]))
-        )
     calls = head_input(
         lowering.buffers[ops[embedding].reads["tokens"]],
         lowering.weights.table(ops[embedding].weights["weight"]),
         arguments["hidden"],
-        lowering.weights.vector(ops[norms].weights["embed_weight"]),
-        lowering.weights.vector(ops[norms].weights["hidden_weight"]),
-        arguments.get("row_live"),
+        row_live=arguments.get("row_live"),
         out=arguments["out"],
         normed_hidden=arguments["normed_hidden"],
         eps=arguments["eps"],
+        **lowering.vectors(norms),
         **extra,
     )
     first = embedding if stored is None else stored
-    return Covered(norms + 1 - first, calls, [embedded])
+    return Covered(norms + 1 - first, calls, [ops[embedding].writes["out"]])
 
 
 def _store_boundary(lowering: Lowering, start: int) -> Covered:
     """The features of block ends and the head's input, in one."""
-    if not lowering.kinds(start, "store_boundary", "embed", "concat_norms"):
+    if not lowering.kinds(start, "store_boundary", "embed") or not _makes_head_input(lowering, start + 1):
         return _unsupported(lowering, start)
-    return _head_input(lowering, start + 1, start + 2, stored=start)
+    return _head_input(lowering, start + 1, stored=start)
 
 
 def _gather_level(lowering: Lowering, start: int) -> Covered:
     """A deeper level's rows and the head's input made of them."""
-    if not lowering.kinds(start, "gather_level", "embed", "concat_norms"):
+    if not lowering.kinds(start, "gather_level", "embed") or not _makes_head_input(lowering, start + 1):
         return _unsupported(lowering, start)
-    ops = lowering.program.ops
-    norms = ops[start + 2]
-    arguments = {**lowering.arguments(start + 2), **lowering.arguments(start)}
-    embedded = arguments.pop("embedded")
-    calls = level_input(
-        **arguments,
-        weight=lowering.weights.table(ops[start + 1].weights["weight"]),
-        embed_weight=lowering.weights.vector(norms.weights["embed_weight"]),
-        hidden_weight=lowering.weights.vector(norms.weights["hidden_weight"]),
-    )
-    del embedded
-    return Covered(3, calls, [ops[start + 1].writes["out"]])
+    embedding = lowering.program.ops[start + 1]
+    arguments = lowering.arguments(start + 2, start)
+    del arguments["embedded"]
+    table = lowering.weights.table(embedding.weights["weight"])
+    calls = level_input(**arguments, weight=table, **lowering.vectors(start + 2))
+    return Covered(3, calls, [embedding.writes["out"]])
 
 
-def _rms_norm(lowering: Lowering, start: int) -> Covered:
-    weight = lowering.weights.vector(lowering.program.ops[start].weights["weight"])
-    return Covered(1, rms_norm(**lowering.arguments(start), weight=weight))
-
-
-def _split_norms(lowering: Lowering, start: int) -> Covered:
-    names = lowering.program.ops[start].weights
-    weights: dict[str, Any] = {name: lowering.weights.vector(weight) for name, weight in names.items()}
-    return Covered(1, split_norms(**lowering.arguments(start), **weights))
-
-
-def _concat_norms(lowering: Lowering, start: int) -> Covered:
-    names = lowering.program.ops[start].weights
-    weights: dict[str, Any] = {name: lowering.weights.vector(weight) for name, weight in names.items()}
-    return Covered(1, concat_norms(**lowering.arguments(start), **weights))
+def _alone(build: Callable[..., Sequence[KernelCall]]) -> Rule:
+    """The rule of an operation whose kernel takes what its reference takes, and nothing of what follows it."""
+    return lambda lowering, start: Covered(1, build(**lowering.arguments(start), **lowering.vectors(start)))
 
 
 def _rotate(lowering: Lowering, start: int) -> Covered:
@@ -182,7 +168,7 @@ def _rotate(lowering: Lowering, start: int) -> Covered:
         hidden.append(ops[start].writes["out"])
     arguments = {**lowering.arguments(rope), **options}
     last = rope
-    write = ops[rope + 1] if rope + 1 < len(ops) else None
+    write = lowering.following(rope)
     if write is not None and write.kind == "kv_write" and write.reads["k"] == ops[rope].writes.get("k"):
         parts = [write.reads["k"], write.reads["v"]]
         if all(lowering.dies(part, rope + 1) for part in parts):
@@ -225,7 +211,7 @@ def _add(lowering: Lowering, start: int) -> Covered:
     """A sum that no product makes, with the norm that follows it."""
     ops = lowering.program.ops
     arguments = lowering.arguments(start)
-    following = ops[start + 1] if start + 1 < len(ops) else None
+    following = lowering.following(start)
     if following is None or following.kind != "rms_norm" or following.reads["x"] != ops[start].writes["out"]:
         return Covered(1, add(**arguments))
     norm = lowering.arguments(start + 1)
@@ -241,14 +227,6 @@ def _add(lowering: Lowering, start: int) -> Covered:
     return Covered(2, calls)
 
 
-def _cast(lowering: Lowering, start: int) -> Covered:
-    return Covered(1, cast(**lowering.arguments(start)))
-
-
-def _silu_mul(lowering: Lowering, start: int) -> Covered:
-    return Covered(1, silu_mul(**lowering.arguments(start)))
-
-
 def _unsupported(lowering: Lowering, start: int) -> Covered:
     op = lowering.program.ops[start]
     raise ConfigError(f"{lowering.program.name}: operation {op} stands where no kernel covers it")
@@ -259,17 +237,17 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         **STEP_RULES,
         "add": _add,
         "attention": _attention,
-        "cast": _cast,
-        "concat_norms": _concat_norms,
+        "cast": _alone(cast),
+        "concat_norms": _alone(concat_norms),
         "draft_topk": _draft_topk,
         "embed": _embed,
         "gather_level": _gather_level,
         "linear": _linear,
         "qk_norm": _rotate,
-        "rms_norm": _rms_norm,
+        "rms_norm": _alone(rms_norm),
         "rope": _rotate,
-        "silu_mul": _silu_mul,
-        "split_norms": _split_norms,
+        "silu_mul": _alone(silu_mul),
+        "split_norms": _alone(split_norms),
         "store_boundary": _store_boundary,
     }
 )

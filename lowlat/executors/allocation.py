@@ -1,0 +1,47 @@
+"""What every executor allocates by the same rule: the state of all programs, constants kept once, blocks cleared."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from lowlat.graphs import Role
+
+__all__ = ["STATE_ROLES", "SharedConstants", "clear_blocks"]
+
+STATE_ROLES = (Role.STATE, Role.COMMAND, Role.PUBLICATION)  # one address for all buckets
+
+
+class SharedConstants:
+    """Programs' constants on one device, one copy of equal ones: RoPE's tables are the same in every bucket."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._known: dict[tuple[str, tuple[int, ...]], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+
+    def place(self, contents: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Constants by name, on the device and contiguous."""
+        return {name: self._place(name, content) for name, content in contents.items()}
+
+    def _place(self, name: str, content: torch.Tensor) -> torch.Tensor:
+        known = self._known.setdefault((name, tuple(content.shape)), [])
+        for source, placed in known:
+            if source is content or torch.equal(source, content):
+                return placed
+        known.append((content, content.to(self._device).contiguous()))
+        return known[-1][1]
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Every copy."""
+        return [placed for known in self._known.values() for _, placed in known]
+
+    def clear(self) -> None:
+        """Drop every copy."""
+        self._known.clear()
+
+
+def clear_blocks(state: Mapping[str, torch.Tensor], blocks: Sequence[int], device: torch.device) -> None:
+    """Zero KV blocks, the features at their ends included, on torch's current stream."""
+    index = torch.tensor(list(blocks), dtype=torch.long, device=device)
+    for name, tensor in state.items():
+        if "_cache" in name or name == "block_features":
+            tensor[index] = 0
