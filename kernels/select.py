@@ -41,6 +41,7 @@ __all__ = [
     "STRIDE",
     "THREADS",
     "WARPS",
+    "best_partial",
     "better",
     "block_best",
     "copies_wait_all",
@@ -235,6 +236,19 @@ def greater(key: Any, low: Any, other_key: Any, other_low: Any) -> Any:
 
 
 @device_function
+def best_partial(partials: Any, chunks: Any) -> Any:
+    """The best of a row's pairs, one a chunk, in every lane; partials: address of [chunks, 2] uint32. For a warp."""
+    lane = cuda.threadIdx.x & 31
+    key, low = uint32(0), uint32(0)
+    if lane < chunks:
+        key, low = load_global_64(partials + 8 * int64(lane))
+    if lane + 32 < chunks:
+        its_key, its_low = load_global_64(partials + 8 * int64(lane + 32))
+        key, low = greater(key, low, its_key, its_low)
+    return warp_best(key, low)
+
+
+@device_function
 def row_best(key: Any, low: Any, pairs: Any, partials: Any, counter: Any, chunk: Any, chunks: Any) -> Any:
     """The best pair of a row from each thread's: (whether this block finishes the row, key, low).
 
@@ -251,11 +265,5 @@ def row_best(key: Any, low: Any, pairs: Any, partials: Any, counter: Any, chunk:
             store_global_64(partials + 8 * int64(chunk), key, low)
         last = is_last(counter, chunks)
         if last:
-            key, low = uint32(0), uint32(0)
-            if lane < chunks:
-                key, low = load_global_64(partials + 8 * int64(lane))
-            if lane + 32 < chunks:
-                its_key, its_low = load_global_64(partials + 8 * int64(lane + 32))
-                key, low = greater(key, low, its_key, its_low)
-            key, low = warp_best(key, low)
+            key, low = best_partial(partials, chunks)
     return last, key, low
