@@ -1,7 +1,7 @@
 """Capturing launches into a CUDA graph, and the audit of what was captured. It knows no kernel by name."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,7 +80,8 @@ def _building(stream: Any) -> Iterator[Any]:
     try:
         yield builder
     except Exception as error:
-        builder.close()
+        with suppress(Exception):  # an invalid capture says so once more when it is ended
+            builder.close()
         if isinstance(error, LowlatError):
             raise
         raise DeviceError(f"a step cannot be captured: {error}") from error  # cuda.core's own has no public name

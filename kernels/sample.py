@@ -166,6 +166,7 @@ def _make_choose(width: int, rows: int) -> Kernel:
         stop_ids: Any,
         largest: Any,
     ) -> None:
+        let_next_kernel_start()
         staged = cuda.shared.array(CHUNK, types.uint32, alignment=16)
         pairs = cuda.shared.array(PAIRS, types.uint32)
         base = shared_address(staged)
@@ -176,7 +177,6 @@ def _make_choose(width: int, rows: int) -> Kernel:
         slot = max(slot, 0)
         wishes = read_wishes(slot, mask, lengths, slot_ints, slot_floats, bias_ids, stop_ids)
         wait_for_previous_kernel()
-        let_next_kernel_start()
         if not live:
             return
         stage(base, logits + row * (4 * width), first, uint32(MINUS_INFINITY))
@@ -204,7 +204,10 @@ def _make_choose(width: int, rows: int) -> Kernel:
             store_global_64(largest + 8 * (row * chunks + chunk), key, low)
 
     signature = (types.int64, BYTES, types.int64, LONGS, INTS, *STATE, types.int64)
-    return Kernel(f"sample_choose_{width}_{rows}", choose_kernel, signature, THREADS)
+    # five blocks on a multiprocessor: a tree of 40 rows then takes two waves, not three
+    return Kernel(
+        f"sample_choose_{width}_{rows}", choose_kernel, signature, THREADS, min_blocks=5 if width % 4 == 0 else 1
+    )
 
 
 @device_function
@@ -286,6 +289,7 @@ def _make_draw(width: int, rows: int) -> Kernel:
         counters: Any,
         masses: Any,
     ) -> None:
+        let_next_kernel_start()
         staged = cuda.shared.array(CHUNK, types.uint32, alignment=16)
         tally = cuda.shared.array(TALLY_WORDS, types.uint32)
         sums = cuda.shared.array(SUMS, types.int64)
@@ -303,7 +307,6 @@ def _make_draw(width: int, rows: int) -> Kernel:
         position = draw_position(lengths[slot], mask)
         wishes = read_wishes(slot, mask, lengths, slot_ints, slot_floats, bias_ids, stop_ids)
         wait_for_previous_kernel()
-        let_next_kernel_start()
         if not live:
             if thread == 0:
                 target_tokens[row], finite[row] = -1, 0
