@@ -36,8 +36,9 @@ def experts_sum(
     row_live: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     eps: float = 0.0,
+    early: bool = False,
 ) -> list[KernelCall]:
-    """total = residual + the sum over ranks of share * (partial + bias of the expert), and the norm of what was rounded.
+    """total = residual + the sum over ranks of share * (partial + the expert's bias), and the norm of what was rounded.
 
     residual        [M, N]     bf16
     partials        [M, k, N]  float32  the experts' products, without bias or share; of a dead rank: never looked at
@@ -48,6 +49,8 @@ def experts_sum(
     norm_weight     [N]        bf16; None: no norm
     row_live        [M]        uint8, of the norm; None: all rows are live; dead ones have a sum but norm zero
     out             [M, N]     bf16  out: the norm, with norm_weight alone
+    early           residual, ids and shares are older than any kernel that may still run when this one starts: all but
+                    the products is read before it waits
     One launch. Raises ShapeError for shapes that do not fit, k above 8, and as `rms_norm` does.
     """
     rows, width = residual.shape
@@ -66,115 +69,120 @@ def experts_sum(
     if (norm_weight is None) != (out is None):
         raise ShapeError("experts_sum: a norm needs both norm_weight and out")
     check_row_live(row_live, rows)
-    inputs = (residual, partials, expert_ids, expert_weights, bias)
+    arguments = (residual, partials, expert_ids, expert_weights, bias, total)
     if norm_weight is None or out is None:
-        return [KernelCall(_make_sum(width, chosen), (rows, 1, 1), (*inputs, total))]
+        return [KernelCall(_make(width, chosen, early, None), (rows, 1, 1), (*arguments, 0, 0, 0))]
     check_shape("norm_weight", norm_weight, width)
     check_shape("out", out, rows, width)
     live = 0 if row_live is None else row_live
-    kernel = _make_sum_norm(width, chosen, eps)
-    return [KernelCall(kernel, (rows, 1, 1), (*inputs, total, norm_weight, live, out))]
+    return [KernelCall(_make(width, chosen, early, eps), (rows, 1, 1), (*arguments, norm_weight, live, out))]
 
 
 @cache
-def _make_sum(width: int, chosen: int) -> Kernel:
-    add_experts = _make_add_experts(width, chosen)
+def _make(width: int, chosen: int, early: bool, eps: float | None) -> Kernel:
+    """Grid (M,); eps None: no norm."""
+    load_old, add_new = _make_load_old(width, chosen), _make_add_new(width, chosen)
+    num_biases, norms = 4 * chosen, eps is not None
+    used_eps = eps or 0.0
 
-    def experts_sum(residual: Any, partials: Any, ids: Any, shares: Any, bias: Any, total: Any) -> None:
-        ptx.wait_for_previous_kernel()
-        ptx.let_next_kernel_start()
-        row, chunk = int64(cuda.blockIdx.x), uint32(cuda.threadIdx.x)
-        while chunk < uint32(width // 8):
-            add_experts(residual, partials, ids, shares, bias, total, row, chunk)
-            chunk = uint32(chunk + uint32(THREADS))
-
-    return Kernel(f"experts_sum_n{width}_k{chosen}", experts_sum, (types.int64,) * 6, THREADS)
-
-
-@cache
-def _make_sum_norm(width: int, chosen: int, eps: float) -> Kernel:
-    add_experts = _make_add_experts(width, chosen)
-
-    def experts_sum_norm(
+    def experts_sum(
         residual: Any, partials: Any, ids: Any, shares: Any, bias: Any, total: Any, weight: Any, row_live: Any, out: Any
     ) -> None:
         sums = cuda.shared.array(shape=WARPS, dtype=float32)
+        old, biases = cuda.local.array(4, uint32), cuda.local.array(num_biases, uint32)
+        known, parts = cuda.local.array(chosen, int64), cuda.local.array(chosen, float32)
         thread, row = uint32(cuda.threadIdx.x), int64(cuda.blockIdx.x)
-        weights = load_first_weights(weight, width)
-        ptx.wait_for_previous_kernel()
+        weights = (uint32(0), uint32(0), uint32(0), uint32(0))
+        if norms:
+            weights = load_first_weights(weight, width)
+        if not early:
+            ptx.wait_for_previous_kernel()
+        if thread < uint32(width // 8):
+            load_old(old, known, parts, biases, residual, ids, shares, bias, row, thread)
+        if early:
+            ptx.wait_for_previous_kernel()
         ptx.let_next_kernel_start()
         offset = row * int64(width * 2)
-        live = is_live(row_live, row)
+        live = norms and is_live(row_live, row)
         first = (uint32(0), uint32(0), uint32(0), uint32(0))
         chunk = thread
         while chunk < uint32(width // 8):
-            words = add_experts(residual, partials, ids, shares, bias, total, row, chunk)
+            words = add_new(old, known, parts, biases, partials, row, chunk)
+            place = total + offset + int64(chunk) * int64(16)
+            ptx.store_global_128(place, words[0], words[1], words[2], words[3])
             if chunk == thread:
                 first = words
             chunk = uint32(chunk + uint32(THREADS))
-        finish_norm(first, weights, total + offset, False, weight, out + offset, int64(0), live, sums, width, eps)
+            if chunk < uint32(width // 8):
+                load_old(old, known, parts, biases, residual, ids, shares, bias, row, chunk)
+        if norms:
+            source, target = total + offset, out + offset
+            finish_norm(first, weights, source, False, weight, target, int64(0), live, sums, width, used_eps)
 
-    name = f"experts_sum_norm_n{width}_k{chosen}_eps{eps!r}"
-    return Kernel(name, experts_sum_norm, (types.int64,) * 9, THREADS)
+    name = f"experts_sum_n{width}_k{chosen}{'_early' if early else ''}{'' if eps is None else f'_eps{eps!r}'}"
+    return Kernel(name, experts_sum, (types.int64,) * 9, THREADS)
 
 
-def _make_add_experts(width: int, chosen: int) -> Any:
-    """A function: 8 columns of a row's sum, stored, as four words; loads of TOGETHER ranks run side by side."""
-    num_values, num_biases = 8 * TOGETHER, 4 * TOGETHER
+def _make_load_old(width: int, chosen: int) -> Any:
+    @device_function
+    def load_old(
+        old: Any, known: Any, parts: Any, biases: Any, residual: Any, ids: Any, shares: Any, bias: Any, row: Any,
+        chunk: Any,
+    ) -> None:  # fmt: skip
+        """Everything of 8 columns but the products: the residual, each rank's expert, share and bias."""
+        for rank in range(chosen):
+            at = (row * int64(chosen) + int64(rank)) * int64(4)
+            known[rank], parts[rank] = int64(ptx.load_global_i32(ids + at)), ptx.load_global_f32(shares + at)
+        offset = int64(chunk) * int64(16)
+        old[0], old[1], old[2], old[3] = ptx.load_global_128(residual + row * int64(2 * width) + offset)
+        for rank in range(chosen):
+            place = bias + max(known[rank], int64(0)) * int64(2 * width) + offset
+            at = 4 * rank
+            biases[at], biases[at + 1], biases[at + 2], biases[at + 3] = ptx.load_global_nc_128(place)
+
+    return load_old
+
+
+def _make_add_new(width: int, chosen: int) -> Any:
+    num_values = 8 * TOGETHER
 
     @device_function
-    def add_experts(
-        residual: Any, partials: Any, ids: Any, shares: Any, bias: Any, total: Any, row: Any, chunk: Any
-    ) -> Any:
+    def add_new(old: Any, known: Any, parts: Any, biases: Any, partials: Any, row: Any, chunk: Any) -> Any:
+        """8 columns of the residual sum, as four words; the products of TOGETHER ranks are loaded side by side."""
         sums, values = cuda.local.array(8, float32), cuda.local.array(num_values, float32)
-        biases, known = cuda.local.array(num_biases, uint32), cuda.local.array(TOGETHER, int64)
-        parts = cuda.local.array(TOGETHER, float32)
-        offset = row * int64(2 * width) + int64(chunk) * int64(16)
-        x = chunk_values(residual + row * int64(2 * width), chunk, False)
         for k in range(8):
             sums[k] = float32(0)
         for start in range(0, chosen, TOGETHER):
             for rank in range(TOGETHER):
                 if start + rank < chosen:
-                    at = row * int64(chosen) + int64(start + rank)
-                    known[rank] = int64(ptx.load_global_i32(ids + at * int64(4)))
-                    parts[rank] = ptx.load_global_f32(shares + at * int64(4))
-                    loaded = chunk_values(partials + at * int64(4 * width), chunk, True)
+                    source = partials + (row * int64(chosen) + int64(start + rank)) * int64(4 * width)
+                    loaded = chunk_values(source, chunk, True)
                     for k in range(8):
                         values[8 * rank + k] = loaded[k]
             for rank in range(TOGETHER):
                 if start + rank < chosen:
-                    place = max(known[rank], int64(0)) * int64(2 * width) + int64(chunk) * int64(16)
-                    a, b, c, d = ptx.load_global_nc_128(bias + place)
-                    biases[4 * rank], biases[4 * rank + 1] = a, b
-                    biases[4 * rank + 2], biases[4 * rank + 3] = c, d
-            for rank in range(TOGETHER):
-                if start + rank < chosen:
                     for k in range(8):
-                        word = biases[4 * rank + (k >> 1)]
+                        word = biases[4 * (start + rank) + (k >> 1)]
                         own = high_value(word) if k & 1 else low_value(word)
-                        part = ptx.mul_rn(parts[rank], ptx.add_rn(values[8 * rank + k], own))
-                        if known[rank] < int64(0):
+                        part = ptx.mul_rn(parts[start + rank], ptx.add_rn(values[8 * rank + k], own))
+                        if known[start + rank] < int64(0):
                             part = float32(0)
                         sums[k] = ptx.add_rn(sums[k], part)
-        words = (
-            ptx.bf16_pair(ptx.add_rn(x[0], sums[0]), ptx.add_rn(x[1], sums[1])),
-            ptx.bf16_pair(ptx.add_rn(x[2], sums[2]), ptx.add_rn(x[3], sums[3])),
-            ptx.bf16_pair(ptx.add_rn(x[4], sums[4]), ptx.add_rn(x[5], sums[5])),
-            ptx.bf16_pair(ptx.add_rn(x[6], sums[6]), ptx.add_rn(x[7], sums[7])),
+        return (
+            ptx.bf16_pair(ptx.add_rn(low_value(old[0]), sums[0]), ptx.add_rn(high_value(old[0]), sums[1])),
+            ptx.bf16_pair(ptx.add_rn(low_value(old[1]), sums[2]), ptx.add_rn(high_value(old[1]), sums[3])),
+            ptx.bf16_pair(ptx.add_rn(low_value(old[2]), sums[4]), ptx.add_rn(high_value(old[2]), sums[5])),
+            ptx.bf16_pair(ptx.add_rn(low_value(old[3]), sums[6]), ptx.add_rn(high_value(old[3]), sums[7])),
         )
-        ptx.store_global_128(total + offset, words[0], words[1], words[2], words[3])
-        return words
 
-    return add_experts
+    return add_new
 
 
 def examples() -> list[Kernel]:
-    """Specialisations that stand for all: gpt-oss, and eight ranks of wide rows."""
+    """Specialisations that stand for all: gpt-oss, alone and with its norm, and eight ranks of wide rows."""
     return [
-        _make_sum(2880, 4),
-        _make_sum(64, 2),
-        _make_sum_norm(2880, 4, 1e-5),
-        _make_sum_norm(64, 3, 1e-5),
-        _make_sum_norm(5120, 8, 1e-6),
+        _make(2880, 4, False, None),
+        _make(2880, 4, True, 1e-5),
+        _make(64, 3, False, 1e-5),
+        _make(5120, 8, True, 1e-6),
     ]

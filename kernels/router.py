@@ -2,8 +2,8 @@
 
 A block has four experts and a few rows. It fetches its experts' weights before the kernel before it has ended, norms
 its rows in the order of `norm_math`, and multiplies: four warps share an expert, each with a quarter of the columns, so
-a logit's order of accumulation depends on the width alone. The last block to arrive for some rows chooses for them: what
-it waits for is a few floats, not a stream of copies. It knows nothing of what the experts compute.
+a logit's order of accumulation depends on the width alone. The last block to arrive for some rows chooses for them:
+what it waits for is a few floats, not a stream of copies. It knows nothing of what the experts compute.
 """
 
 import math
@@ -67,8 +67,8 @@ def router(
     expert_weights  [M, k]  float32  out: sum to 1; 0 in dead rows
     workspace       logits, and a counter for some rows each
     Logits are float32. A NaN among them counts as the largest, and makes the row's shares NaN. One launch; time: a few
-    trips to memory. Raises ShapeError for shapes that do not fit, E above MAX_EXPERTS, k above MAX_CHOSEN, and N that is
-    no multiple of 8 or above MAX_WIDTH.
+    trips to memory. Raises ShapeError for shapes that do not fit, E above MAX_EXPERTS, k above MAX_CHOSEN, and N that
+    is no multiple of 8 or above MAX_WIDTH.
     """
     rows, width = x.shape
     experts, chosen = weight.shape[0], expert_ids.shape[1]
@@ -211,7 +211,7 @@ def _make_keep_norm(width: int) -> Any:
 
     @device_function
     def keep_norm(target: Any, weight: Any) -> None:
-        """Start copies of a thread's chunks of the norm's weight to shared memory, where it waits for them by itself."""
+        """Start copies of a thread's chunks of the norm's weight to shared memory, for this thread alone."""
         for part in range(own):
             chunk = uint32(uint32(cuda.threadIdx.x) + uint32(part * THREADS))
             if chunk < uint32(width // 8):

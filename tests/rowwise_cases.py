@@ -263,9 +263,12 @@ def check_experts_sum(lab: Lab, rows: int, width: int, chosen: int) -> None:
     found = lab.launch(experts_sum.experts_sum, {"total": poison(rows, width)}, **options)
     assert same_bits(found["total"], total)
     outs, weight = {"total": poison(rows, width), "out": poison(rows, width)}, weights(width)
-    found = lab.launch(experts_sum.experts_sum, outs, **options, norm_weight=weight, row_live=live, eps=EPS)
-    assert same_bits(found["total"], total)
-    assert same_bits(found["out"], torch.where(live[:, None] != 0, canonical_norm(total, weight, EPS), 0))
+    normed = torch.where(live[:, None] != 0, canonical_norm(total, weight, EPS), 0)
+    norm_options = {"norm_weight": weight, "row_live": live, "eps": EPS}
+    for early in (False, True):
+        found = lab.launch(experts_sum.experts_sum, outs, **options, **norm_options, early=early)
+        assert same_bits(found["total"], total)
+        assert same_bits(found["out"], normed)
 
 
 def check_embeddings(lab: Lab, rows: int, width: int, vocabulary: int) -> None:
