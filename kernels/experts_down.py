@@ -15,7 +15,7 @@ from lowlat.kernels.experts_list import make_pair_of
 from lowlat.kernels.experts_plan import DOWN, ExpertPlan, ExpertShape, plan_experts, rows_a_launch
 from lowlat.kernels.experts_product import Ending, make_product, make_total
 from lowlat.kernels.kernel import H200, Card, Kernel, KernelCall
-from lowlat.kernels.numba_cuda import device_function, float32, int64, uint32
+from lowlat.kernels.numba_cuda import device_function, int64, uint32
 from lowlat.kernels.reference.shapes import check_shape
 
 __all__ = ["examples", "experts_down"]
@@ -66,7 +66,7 @@ def _make(shape: ExpertShape, plan: ExpertPlan) -> Kernel:
 
     @device_function
     def begin(_lists: Any, _bias: Any, _unit: Any, _tile: Any, _value: Any) -> Any:
-        return float32(0), float32(0)
+        return uint32(0), uint32(0)
 
     @device_function
     def finish(

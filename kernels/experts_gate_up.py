@@ -74,15 +74,15 @@ def _make(shape: ExpertShape, plan: ExpertPlan) -> Kernel:
     @device_function
     def begin(lists: Any, bias: Any, unit: Any, tile: Any, value: Any) -> Any:
         at = bias + (expert_of(lists, unit) * rows + int64(tile) * 16 + int64(value)) * 2
-        return ptx.load_global_bf16(at), ptx.load_global_bf16(at + 16)
+        return ptx.load_global_u16(at), ptx.load_global_u16(at + 16)
 
     @device_function
     def finish(
         lists: Any, area: Any, out: Any, unit: Any, tile: Any, place: Any, value: Any, first: Any, second: Any,
         limit: Any, alpha: Any,
     ) -> None:  # fmt: skip
-        gate = ptx.add_rn(total_of(area, place, value), first)
-        up = ptx.add_rn(total_of(area, place, value + uint32(8)), second)
+        gate = ptx.add_rn(total_of(area, place, value), ptx.float_of_bits(first << uint32(16)))
+        up = ptx.add_rn(total_of(area, place, value + uint32(8)), ptx.float_of_bits(second << uint32(16)))
         pair = pair_of(lists, unit, place)
         at = int64(pair) * width + int64(tile) * 8 + int64(value)
         ptx.store_global_u16(out + at * 2, ptx.bf16_bits(_clamped_swiglu(gate, up, limit, alpha)))

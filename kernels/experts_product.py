@@ -30,7 +30,7 @@ class Ending:
     """What becomes of a product, as device functions.
 
     width   values of a pair that a tile's end gives: 8 or 16
-    begin   of a tile: load what its end needs, two float32, for the thread of a pair's value
+    begin   of a tile: load what its end needs, two uint32 that nothing waits for, for the thread of a pair's value
     finish  a pair's value of a tile
     clear   at a block's end: what dead pairs get
     """
@@ -61,11 +61,12 @@ def _kernel(shape: ExpertShape, plan: ExpertPlan, ending: Ending) -> Callable[..
     inputs_at = warps * stages * stage_bytes
     sums_at = inputs_at + plan.input_bytes(shape)
     lists_at = sums_at + 2 * warps * sum_bytes
-    span = -(-columns * width // 32) * 32  # threads of a tile's end: other ones each time
-    last_start = plan.threads - span
+    span, threads = -(-columns * width // 32) * 32, plan.threads  # threads of a tile's end: other ones each time
+    turns, rest = steps // warps, steps % warps
     list_units, members_of, start = make_list_units(plan), make_members_of(plan), make_start(shape, plan)
     copy_step, load_inputs = make_copy_step(shape, plan), make_load_inputs(shape, plan)
     multiply, store_sums = make_multiply(shape, plan), _make_store_sums(plan)
+    place_of_sums = _place_of_sums
     begin, finish, clear = ending.begin, ending.finish, ending.clear
     wait, ids_are_old = ptx.copies_wait(stages - 1), shape.kind == DOWN
 
@@ -74,79 +75,89 @@ def _kernel(shape: ExpertShape, plan: ExpertPlan, ending: Ending) -> Callable[..
     ) -> None:
         base = ptx.shared_address(cuda.shared.array(shape=0, dtype=float32))
         thread = uint32(cuda.threadIdx.x)
-        lane, warp, lists = thread & uint32(31), thread >> uint32(5), base + uint32(lists_at)
+        lane, warp, lists = uint32(thread & uint32(31)), uint32(thread >> uint32(5)), uint32(base + uint32(lists_at))
         if not ids_are_old:
             ptx.wait_for_previous_kernel()
         ptx.let_next_kernel_start()
         units = list_units(lists, ids, count, thread)
         block, blocks = uint32(cuda.blockIdx.x), uint32(cuda.gridDim.x)
-        tile = uint32(block * (units * uint32(tiles)) // blocks)
-        last = uint32((block + uint32(1)) * (units * uint32(tiles)) // blocks)
-        mine = base + warp * uint32(stages * stage_bytes) + lane * uint32(16)
-        to_scales = uint32(CODE_BYTES) - lane * uint32(12)  # from a lane's words to its scales
+        tile = uint32(uint32(block * uint32(units * uint32(tiles))) // blocks)
+        last = uint32(uint32(uint32(block + uint32(1)) * uint32(units * uint32(tiles))) // blocks)
+        mine = uint32(base + warp * uint32(stages * stage_bytes) + lane * uint32(16))
+        end = uint32(mine + uint32(stages * stage_bytes))
+        to_scales = uint32(uint32(CODE_BYTES) - lane * uint32(12))  # from a lane's words to its scales
         cursor, fixed = start(lists, weight, scales, tile, last, thread)
-        end = mine + uint32(stages * stage_bytes)
         here = mine
-        while here < end:
+        while here != end:
             cursor = copy_step(lists, here, to_scales, cursor, fixed)
             ptx.copies_commit()
-            here += uint32(stage_bytes)
+            here = uint32(here + uint32(stage_bytes))
         if ids_are_old:
             ptx.wait_for_previous_kernel()
-        inputs = base + uint32(inputs_at)
-        mine_inputs = inputs + ((lane >> uint32(2)) % uint32(columns)) * uint32(64) + (lane & uint32(3)) * uint32(16)
-        unit = tile // uint32(tiles)
-        inner = tile - unit * uint32(tiles)
-        members, here, worker, parity = uint32(0), mine, thread, uint32(0)
-        fresh = True
+        inputs, here = uint32(base + uint32(inputs_at)), mine
+        mine_inputs = uint32(inputs + warp * uint32(columns * 128) + (lane & uint32(3)) * uint32(16))
+        mine_inputs = uint32(mine_inputs + ((lane >> uint32(2)) % uint32(columns)) * uint32(64))
+        area = uint32(base + uint32(sums_at))
+        mine_sums = uint32(area + warp * uint32(sum_bytes) + place_of_sums(lane))
+        other_area = uint32(warps * sum_bytes)  # from the one area of sums to the other
+        unit = uint32(tile // uint32(tiles))
+        inner = uint32(tile - unit * uint32(tiles))
+        members, worker, fresh = uint32(0), thread, True
         while tile < last:
             if fresh:
                 members = members_of(lists, unit)
                 load_inputs(lists, inputs, x, unit, thread)
                 cuda.syncthreads()
-            value, place = worker % uint32(width), worker // uint32(width)
-            works = place < members and worker < uint32(span)
-            first, second = float32(0), float32(0)
-            if works:
+            value, place = uint32(worker % uint32(width)), uint32(worker // uint32(width))
+            first, second = uint32(0), uint32(0)
+            if place < members:
                 first, second = begin(lists, bias, unit, inner, value)
             c0, c1, c2, c3 = float32(0), float32(0), float32(0), float32(0)
-            step, at = warp, mine_inputs + warp * uint32(columns * 128)
-            while step < uint32(steps):
+            at = mine_inputs
+            for _turn in range(turns):
                 wait()
                 c0, c1, c2, c3 = multiply(c0, c1, c2, c3, here, to_scales, at)
                 cursor = copy_step(lists, here, to_scales, cursor, fixed)
                 ptx.copies_commit()
-                here += uint32(stage_bytes)
-                if here == end:
-                    here = mine
-                step += uint32(warps)
-                at += uint32(warps * columns * 128)
-            area = base + uint32(sums_at) + parity * uint32(warps * sum_bytes)
-            store_sums(area + warp * uint32(sum_bytes), lane, c0, c1, c2, c3)
+                here = uint32(here + uint32(stage_bytes))
+                here = mine if here == end else here
+                at = uint32(at + uint32(warps * columns * 128))
+            if warp < uint32(rest):
+                wait()
+                c0, c1, c2, c3 = multiply(c0, c1, c2, c3, here, to_scales, at)
+                cursor = copy_step(lists, here, to_scales, cursor, fixed)
+                ptx.copies_commit()
+                here = uint32(here + uint32(stage_bytes))
+                here = mine if here == end else here
+            store_sums(mine_sums, lane, c0, c1, c2, c3)
             cuda.syncthreads()
-            if works:
+            if place < members:
                 finish(lists, area, out, unit, inner, place, value, first, second, limit, alpha)
-            parity = uint32(1) - parity
-            worker = worker - uint32(span) if worker >= uint32(span) else worker + uint32(last_start)
-            tile += uint32(1)
-            inner += uint32(1)
+            area, mine_sums = uint32(area + other_area), uint32(mine_sums + other_area)
+            other_area = uint32(uint32(0) - other_area)
+            worker = uint32(uint32(worker + uint32(span)) % uint32(threads))
+            tile, inner = uint32(tile + uint32(1)), uint32(inner + uint32(1))
             fresh = inner == uint32(tiles)
             if fresh:
-                inner, unit = uint32(0), unit + uint32(1)
+                inner, unit = uint32(0), uint32(unit + uint32(1))
         clear(lists, out, count, thread)
 
     return experts_product
 
 
+@device_function
+def _place_of_sums(lane: Any) -> Any:
+    """Where in a warp's area a lane's first sum belongs: [pair][16 rows]."""
+    return uint32((lane & uint32(3)) * uint32(2 * PAD * 4) + (lane >> uint32(2)) * uint32(4))
+
+
 def _make_store_sums(plan: ExpertPlan) -> Any:
-    """A function: a warp's sums of a tile to its area, [pair][16 rows], of the columns that pairs may have."""
+    """A function: a lane's sums of a tile to their places, of the columns that pairs may have."""
     columns = plan.columns
 
     @device_function
-    def store_sums(area: Any, lane: Any, c0: Any, c1: Any, c2: Any, c3: Any) -> None:
-        column = (lane & uint32(3)) * uint32(2)
-        place = area + (column * uint32(PAD) + (lane >> uint32(2))) * uint32(4)
-        if column < uint32(columns):
+    def store_sums(place: Any, lane: Any, c0: Any, c1: Any, c2: Any, c3: Any) -> None:
+        if (lane & uint32(3)) * uint32(2) < uint32(columns):
             ptx.store_shared_f32(place, c0)
             ptx.store_shared_f32(place + uint32(32), c2)
             if columns > 1:

@@ -38,6 +38,7 @@ __all__ = [
     "load_global_i64",
     "load_global_nc_128",
     "load_global_u8",
+    "load_global_u16",
     "load_shared_128",
     "load_shared_f32",
     "load_shared_matrix_x4_transposed",
@@ -143,6 +144,7 @@ load_global_f32 = _instruction("ld.global.f32 $0, [$1];", f32, (i64,))
 load_global_i32 = _instruction("ld.global.s32 $0, [$1];", i32, (i64,))
 load_global_i64 = _instruction("ld.global.s64 $0, [$1];", i64, (i64,))
 load_global_u8 = _instruction("{ .reg .u16 t; ld.global.u8 t, [$1]; cvt.u32.u16 $0, t; }", u32, (i64,))
+load_global_u16 = _instruction("{ .reg .u16 t; ld.global.u16 t, [$1]; cvt.u32.u16 $0, t; }", u32, (i64,))
 load_global_bf16 = _instruction(
     "{ .reg .u16 t; .reg .u32 u; ld.global.u16 t, [$1]; cvt.u32.u16 u, t; shl.b32 u, u, 16; mov.b32 $0, u; }",
     f32,
