@@ -26,13 +26,13 @@ def make_start(shape: ExpertShape, plan: ExpertPlan) -> Any:
 
     @device_function
     def start(lists: Any, weight: Any, scales: Any, first: Any, last: Any, thread: Any) -> Any:
-        lane, warp = thread & uint32(31), thread >> uint32(5)
+        lane, warp = uint32(thread & uint32(31)), uint32(thread >> uint32(5))
         lane_words = weight + int64(warp) * step_bytes + int64(lane) * 16
         lane_scales = scales + int64(warp) * SCALE_BYTES + int64(lane >> uint32(2)) * 4
-        unit = first // uint32(tiles)
-        inner, left, rest, number = first - unit * uint32(tiles), uint32(0), int64(0), int64(0)
+        unit = uint32(first // uint32(tiles))
+        inner, left, rest, number = uint32(first - unit * uint32(tiles)), uint32(0), int64(0), int64(0)
         if first < last and warp < uint32(steps):
-            left, rest = last - first, int64((uint32(steps - 1) - warp) // uint32(warps))
+            left, rest = uint32(last - first), int64(uint32(uint32(steps - 1) - warp) // uint32(warps))
             number = expert_of(lists, unit) * tiles + int64(inner)
         words = lane_words + number * (steps * step_bytes)
         powers = lane_scales + number * (steps * SCALE_BYTES)
@@ -97,10 +97,12 @@ def make_load_inputs(shape: ExpertShape, plan: ExpertPlan) -> Any:
 
     @device_function
     def load_inputs(lists: Any, area: Any, x: Any, unit: Any, thread: Any) -> None:
-        for index in range(thread, members_of(lists, unit) * uint32(pieces), uint32(threads)):
-            column = index // uint32(pieces)
+        count, index = uint32(members_of(lists, unit) * uint32(pieces)), thread
+        while index < count:
+            column = uint32(index // uint32(pieces))
             piece = uint32(index - column * uint32(pieces))
-            row = pair_of(lists, unit, column) // uint32(ranks)
+            index = uint32(index + uint32(threads))
+            row = uint32(pair_of(lists, unit, column) // uint32(ranks))
             a, b, c, d = uint32(0), uint32(0), uint32(0), uint32(0)
             if piece < uint32(depth // 8):
                 a, b, c, d = ptx.load_global_128(x + (int64(row) * depth + int64(piece) * 8) * 2)

@@ -39,8 +39,8 @@ def make_list_units(plan: ExpertPlan) -> Any:
                 if ptx.load_shared_u32(area + other * uint32(4)) == uint32(mine):
                     place = (unit * uint32(columns) + members) * uint32(4)
                     ptx.store_shared_u32(area + uint32(pairs_at) + place, other)
-                    members += uint32(1)
-                other += uint32(1)
+                    members = uint32(members + uint32(1))
+                other = uint32(other + uint32(1))
             word = uint32(mine) | (members << uint32(24))
             ptx.store_shared_u32(area + uint32(units_at) + unit * uint32(4), word)
         cuda.syncthreads()
@@ -52,14 +52,15 @@ def make_list_units(plan: ExpertPlan) -> Any:
 @device_function
 def _sum_before(area: Any, end: Any, value: Any) -> Any:
     """How many of the first `end` words at `area` equal `value`."""
-    total = uint32(0)
-    for start in range(uint32(0), end, uint32(4)):
+    total, start = uint32(0), uint32(0)
+    while start < end:
         a, b, c, d = ptx.load_shared_128(area + start * uint32(4))
-        left = end - start
-        total += uint32(1) if a == value else uint32(0)
-        total += uint32(1) if b == value and left > uint32(1) else uint32(0)
-        total += uint32(1) if c == value and left > uint32(2) else uint32(0)
-        total += uint32(1) if d == value and left > uint32(3) else uint32(0)
+        left = uint32(end - start)
+        total = uint32(total + (uint32(1) if a == value else uint32(0)))
+        total = uint32(total + (uint32(1) if b == value and left > uint32(1) else uint32(0)))
+        total = uint32(total + (uint32(1) if c == value and left > uint32(2) else uint32(0)))
+        total = uint32(total + (uint32(1) if d == value and left > uint32(3) else uint32(0)))
+        start = uint32(start + uint32(4))
     return total
 
 
@@ -80,7 +81,7 @@ def make_members_of(plan: ExpertPlan) -> Any:
 
     @device_function
     def members_of(area: Any, unit: Any) -> Any:
-        return ptx.load_shared_u32(area + uint32(units_at) + unit * uint32(4)) >> uint32(24)
+        return uint32(ptx.load_shared_u32(area + uint32(units_at) + unit * uint32(4)) >> uint32(24))
 
     return members_of
 
