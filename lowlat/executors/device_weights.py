@@ -1,7 +1,7 @@
 """Weights as the kernels read them: matrices packed, vectors as they are, each tensor placed once.
 
 Whoever lowers a program asks for a weight in a form; the form decides how it is stored, and a weight has one form for
-its whole life. Prefill asks for a matrix back, one at a time.
+its whole life. Prefill asks for a matrix back, one at a time; of a mixture's experts, one expert at a time.
 """
 
 from collections.abc import Mapping
@@ -9,7 +9,9 @@ from collections.abc import Mapping
 import torch
 
 from lowlat.errors import ConfigError
+from lowlat.kernels.expert_packing import PackedExperts, allocate_experts, pack_expert_into
 from lowlat.kernels.packing import PackedMatrix, pack, unpack
+from lowlat.kernels.reference.mxfp4 import BLOCK
 
 __all__ = ["DeviceWeights"]
 
@@ -17,25 +19,35 @@ __all__ = ["DeviceWeights"]
 class DeviceWeights:
     """Canonical weights on one device.
 
-    source   canonical name -> tensor, on any device; two names of one tensor share its copy
+    source   canonical name -> tensor, on any device; two names of one tensor share its copy; experts that are packed
+             already stand under the name of their product
     matrices names that products read: they are packed, the others are placed as they are
     orders   orders of the rows of packed matrices, by name; a matrix without one keeps its own
+    experts  names of a mixture's products -> the weights that hold their matrices, as `orders.expert_parts` has them
     Raises ConfigError for a weight whose dtype the kernels do not read.
     """
 
     def __init__(
         self,
-        source: Mapping[str, torch.Tensor],
+        source: Mapping[str, torch.Tensor | PackedExperts],
         matrices: set[str],
         device: torch.device,
         orders: Mapping[str, torch.Tensor] | None = None,
+        experts: Mapping[str, Mapping[str, str]] | None = None,
     ) -> None:
         self.device = device
         self._packed: dict[str, PackedMatrix] = {}
         self._plain: dict[str, torch.Tensor] = {}
+        self._experts = {
+            name: _place_experts(name, source, parts, device, (orders or {}).get(name))
+            for name, parts in (experts or {}).items()
+        }
+        taken = {weight for parts in (experts or {}).values() for weight in parts.values()}
         packed_ids = {id(source[name]) for name in matrices if name in source}
         placed: dict[int, torch.Tensor | PackedMatrix] = {}
         for name, tensor in source.items():
+            if name in taken or isinstance(tensor, PackedExperts):
+                continue
             _check_dtype(name, tensor)
             known = placed.get(id(tensor))
             if known is None:
@@ -74,6 +86,22 @@ class DeviceWeights:
             self._orders[name] = self.vector(name)[matrix.order.to(self.device)].contiguous()
         return self._orders[name]
 
+    def experts(self, name: str) -> PackedExperts:
+        """The experts of a product. Raises ConfigError for a product whose experts were not packed."""
+        if name not in self._experts:
+            raise ConfigError(f"experts {name} are missing, or no product reads them")
+        return self._experts[name]
+
+    def experts_bias(self, name: str) -> torch.Tensor:
+        """The biases of a product's experts in the order of its packed matrices, [E, N] bf16."""
+        bias = f"{name}.bias"
+        order = self.experts(name).order
+        if order is None:
+            return self.vector(bias)
+        if bias not in self._orders:
+            self._orders[bias] = self.vector(bias)[:, order.to(self.device)].contiguous()
+        return self._orders[bias]
+
     def restored(self, name: str) -> torch.Tensor:
         """A weight as the checkpoint has it; a packed one is unpacked into new memory."""
         packed = self._packed.get(name)
@@ -81,7 +109,9 @@ class DeviceWeights:
 
     def tensors(self) -> list[torch.Tensor]:
         """Every tensor that a launch may point into."""
-        return [*(matrix.tiles for matrix in self._packed.values()), *self._plain.values(), *self._orders.values()]
+        experts = [part for each in self._experts.values() for part in (each.words, each.scales) if part is not None]
+        tiles = [matrix.tiles for matrix in self._packed.values()]
+        return [*tiles, *experts, *self._plain.values(), *self._orders.values()]
 
     @property
     def num_bytes(self) -> int:
@@ -92,8 +122,42 @@ class DeviceWeights:
     def clear(self) -> None:
         """Drop every tensor."""
         self._packed.clear()
+        self._experts.clear()
         self._plain.clear()
         self._orders.clear()
+
+
+def _place_experts(
+    name: str,
+    source: Mapping[str, torch.Tensor | PackedExperts],
+    parts: Mapping[str, str],
+    device: torch.device,
+    order: torch.Tensor | None,
+) -> PackedExperts:
+    """Pack one expert after the other to its place on the device: there is never a second copy of all of them."""
+    ready = source.get(name)
+    if isinstance(ready, PackedExperts):
+        return ready
+    tensors = {}
+    for argument, weight in parts.items():
+        tensor = source.get(weight)
+        if not isinstance(tensor, torch.Tensor):
+            raise ConfigError(f"weight {weight} is missing")
+        _check_dtype(weight, tensor)
+        tensors[argument] = tensor
+    quantised = "scales" in tensors
+    count, rows, columns = tensors["scales" if quantised else "weight"].shape
+    packed = allocate_experts(
+        num_experts=count,
+        rows=rows,
+        columns=columns * (BLOCK if quantised else 1),
+        quantised=quantised,
+        order=order,
+        device=device,
+    )
+    for index in range(count):
+        pack_expert_into(packed, index, **{argument: tensor[index] for argument, tensor in tensors.items()})
+    return packed
 
 
 def _check_dtype(name: str, tensor: torch.Tensor) -> None:
