@@ -34,9 +34,7 @@ CASES = ((1, 4), (4, 4), (4, 16), (16, 4), (16, 40), (64, 110))  # rows, distinc
 
 def _experts(rows: int, num_experts: int, quantised: bool, device: torch.device) -> PackedExperts:
     """Random codes; the order of rows is of no matter here."""
-    packed = allocate_experts(
-        num_experts=num_experts, rows=rows, columns=HIDDEN, quantised=quantised, device=device
-    )
+    packed = allocate_experts(num_experts=num_experts, rows=rows, columns=HIDDEN, quantised=quantised, device=device)
     if packed.scales is None:
         packed.words.normal_()
     else:

@@ -54,7 +54,13 @@ def run_down(
 @pytest.mark.parametrize("late", [True, False])
 @pytest.mark.parametrize(
     ("kind", "rows", "ranks", "quantised"),
-    [("random", 1, 2, True), ("dead", 5, 2, True), ("shared", 11, 1, True), ("none", 2, 2, True), ("apart", 3, 2, False)],
+    [
+        ("random", 1, 2, True),
+        ("dead", 5, 2, True),
+        ("shared", 11, 1, True),
+        ("none", 2, 2, True),
+        ("apart", 3, 2, False),
+    ],
 )
 def test_gate_up_is_the_reference_s(late: bool, kind: str, rows: int, ranks: int, quantised: bool) -> None:
     """Of 5 steps' columns two warps take three and two; 11 rows of one expert are three units, of 4 pairs each."""
