@@ -21,7 +21,7 @@ class Experts:
     matrices  what the reference takes: weight, or blocks and scales
     """
 
-    matrices: dict[str, torch.Tensor]
+    matrices: dict[str, Any]
     packed: PackedExperts
     bias: torch.Tensor
     order: torch.Tensor | None

@@ -9,9 +9,15 @@ from typing import Any
 import pytest
 import torch
 from expert_cases import ALPHA, LIMIT, Experts, choices, make_experts, want_down, want_gate_up
+from kernel_inventory import CARDS
 from kernel_walk import Walker, walkable
 
-from lowlat.kernels.kernel import Card
+from lowlat.errors import ShapeError
+from lowlat.kernels.expert_packing import PackedExperts, pack_experts
+from lowlat.kernels.experts_down import experts_down
+from lowlat.kernels.experts_gate_up import experts_gate_up
+from lowlat.kernels.experts_plan import DOWN, GATE_UP, ExpertShape, plan_experts, rows_a_launch
+from lowlat.kernels.kernel import H200, Card
 
 NAMES = ("plan", "list", "multiply", "copy", "product", "gate_up", "down")
 SMALL = Card(3, 100 * 1024, (9, 0))
@@ -128,7 +134,49 @@ def test_extremes_neither_overflow_nor_vanish(scale: int, size: float) -> None:
     torch.testing.assert_close(got, want, rtol=1e-5, atol=0)
 
 
-def _packed(experts: Experts) -> Any:
-    from lowlat.kernels.expert_packing import pack_experts
+@pytest.mark.parametrize("rows", [1, 2, 4, 8, 16, 64])
+@pytest.mark.parametrize("card", CARDS.values(), ids=str)
+@pytest.mark.parametrize("quantised", [True, False])
+def test_plans_fit_their_card(rows: int, card: Card, quantised: bool) -> None:
+    """And list all pairs, and finish a tile with the threads they have; on an H200 two kernels share a processor."""
+    for kind, width in ((GATE_UP, 5760), (DOWN, 2880)):
+        shape = ExpertShape(kind, width, 2880, 4, quantised)
+        plan = plan_experts(rows, shape, card)
+        assert plan.shared_bytes(shape) <= card.shared_bytes
+        assert plan.capacity >= rows * 4 and plan.threads >= max(plan.capacity, plan.columns * 16)
+        assert plan.num_blocks == card.num_multiprocessors
+        if quantised and rows <= 8 and card == H200:
+            assert plan.columns == rows
+            assert 2 * plan.shared_bytes(shape) <= card.shared_bytes
 
+
+def test_depths_that_fill_a_block_get_fewer_pairs_a_unit() -> None:
+    wide = ExpertShape(DOWN, 4096, 14336, 2, False)
+    assert plan_experts(8, wide, H200).columns < 8
+    with pytest.raises(ShapeError, match="a product of 200000 columns does not fit"):
+        plan_experts(1, ExpertShape(DOWN, 16, 200000, 2, False), H200)
+    with pytest.raises(ShapeError, match="300 experts a row; at most 256"):
+        rows_a_launch(300)
+    with pytest.raises(ShapeError, match="2 warps list at most 64 pairs"):
+        plan_experts(64, wide, H200, warps=2)
+
+
+def test_arrays_that_do_not_fit_are_refused() -> None:
+    experts = make_experts(2, 32, 64, quantised=True, gated=True)
+    x, ids = torch.zeros(3, 64).bfloat16(), torch.zeros(3, 2, dtype=torch.int32)
+    fine = {"x": x, "expert_ids": ids, "weight": experts.packed, "bias": experts.bias, "limit": 7.0, "alpha": 1.7}
+    fine["out"] = torch.zeros(3, 2, 16).bfloat16()
+    assert len(experts_gate_up(**fine)) == 1  # type: ignore[arg-type]
+    for name, wrong in (("x", x[:, :32]), ("bias", experts.bias[:1]), ("out", fine["out"][:2])):  # type: ignore[index]
+        with pytest.raises(ShapeError, match=f"{name} must have shape"):
+            experts_gate_up(**(fine | {name: wrong}))  # type: ignore[arg-type]
+    whole = {"activated": torch.zeros(3, 2, 64).bfloat16(), "expert_ids": ids, "weight": experts.packed}
+    whole["out"] = torch.zeros(3, 2, 32)
+    assert len(experts_down(**whole)) == 1  # type: ignore[arg-type]
+    for name in ("activated", "out"):
+        with pytest.raises(ShapeError, match=f"{name} must have shape"):
+            experts_down(**(whole | {name: whole[name][:1]}))  # type: ignore[arg-type, index]
+
+
+def _packed(experts: Experts) -> PackedExperts:
     return pack_experts(**experts.matrices)
