@@ -11,7 +11,8 @@ import torch
 from lowlat.checkpoint.decoder import TORCH_DTYPES
 from lowlat.checkpoint.head_config import parse_head
 from lowlat.checkpoint.head_tensors import HeadTensors
-from lowlat.checkpoint.recipes import Piece, Progress, Recipe, assemble
+from lowlat.checkpoint.recipes import Piece, Progress, Recipe, check_recipes
+from lowlat.checkpoint.stored import Group, StoredWeights
 from lowlat.errors import ConfigError
 from lowlat.geometry import HeadConfig, ModelConfig
 
@@ -143,6 +144,7 @@ def load_head(
     draft_map = _draft_map(config, tensors)
     ignored = tensors.ignored() | {tensors.stored[name] for name in ("d2t", "t2d") if name in tensors}
     recipes = [_stored(recipe, tensors) for recipe in head_recipes(config, TORCH_DTYPES[name])]
-    weights = assemble(tensors.checkpoint, recipes, ignored=ignored, progress=progress)
+    check_recipes(tensors.checkpoint, recipes, ignored)
+    weights = StoredWeights(tensors.checkpoint, [Group((recipe,)) for recipe in recipes], progress=progress).loaded()
     weights[DRAFT_MAP] = draft_map
     return LoadedHead(config, weights, directory, notes)

@@ -10,6 +10,7 @@ import torch
 
 from lowlat.errors import ConfigError
 from lowlat.kernels.packing import PackedMatrix, pack, unpack
+from lowlat.weights import streamed
 
 __all__ = ["DeviceWeights"]
 
@@ -33,19 +34,15 @@ class DeviceWeights:
         self.device = device
         self._packed: dict[str, PackedMatrix] = {}
         self._plain: dict[str, torch.Tensor] = {}
-        packed_ids = {id(source[name]) for name in matrices if name in source}
-        placed: dict[int, torch.Tensor | PackedMatrix] = {}
-        for name, tensor in source.items():
-            _check_dtype(name, tensor)
-            known = placed.get(id(tensor))
-            if known is None:
+        with streamed(source, device) as stream:
+            for names, tensor in stream:
+                _check_dtype(names[0], tensor)
                 moved = tensor.to(device)
-                known = pack(moved, (orders or {}).get(name)) if id(tensor) in packed_ids else moved.contiguous()
-                placed[id(tensor)] = known
-            if isinstance(known, PackedMatrix):
-                self._packed[name] = known
-            else:
-                self._plain[name] = known
+                if matrices.isdisjoint(names):
+                    self._plain.update(dict.fromkeys(names, moved.contiguous()))
+                else:
+                    order = next((orders[name] for name in names if name in orders), None) if orders else None
+                    self._packed.update(dict.fromkeys(names, pack(moved, order)))
         self._orders: dict[str, torch.Tensor] = {}
 
     def matrix(self, name: str) -> PackedMatrix:

@@ -51,13 +51,15 @@ def test_inspect_model_forecasts_what_a_runtime_allocates(pair: PairPaths, with_
             assert f"torch.{listed[name]['dtype']}" == str(spec.dtype) and listed[name]["role"] == spec.role.value
         own = sum(buffers.num_bytes(Role.SCRATCH) for buffers in scratch.values())
         assert own <= found["memory"]["scratch_bytes"]  # and prefill's
-    parts = ("loaded_weights", "executor_weights", "kv", "state", "scratch")
+    parts = ("weights", "kv", "state", "scratch")
     assert found["memory"]["total_bytes"] == sum(found["memory"][f"{part}_bytes"] for part in parts)
+    load = found["memory"]["host_load_bytes"]
+    assert found["memory"]["host_peak_bytes"] == found["memory"]["total_bytes"] + load and load > 0  # on a CPU
     weights = load_target(pair.target).weights | (
         load_head(pair.head, runtime.model_config).weights if with_head else {}
     )
     unique = {tensor.data_ptr(): tensor.nbytes for tensor in weights.values()}
-    assert found["memory"]["loaded_weights_bytes"] == sum(unique.values())
+    assert found["memory"]["weights_bytes"] == sum(unique.values())  # float32, as stored
 
 
 def test_inspect_model_refuses_what_load_refuses(pair: PairPaths) -> None:
@@ -153,7 +155,7 @@ def test_inspect_prints_tables_too(pair: PairPaths, part: str) -> None:
         "tree": ("--chain", 3, "--target", pair.target, "--head", pair.head, "--what-if"),
     }
     words = {
-        "model": ("k_cache.0", "executor weights"),
+        "model": ("k_cache.0", "host peak"),
         "head": ("norm_before_residual", "speculators"),
         "tree": ("0xf",),
     }
