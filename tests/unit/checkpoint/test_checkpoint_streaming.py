@@ -187,13 +187,12 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
         total += sum(tensor.nbytes for tensor in tensors.values())
 
     for layer in range(LAYERS):
-        own = {f"self_attn.{part}_proj": (WIDTH, WIDTH) for part in "qkvo"}
+        own: dict[str, tuple[int, ...]] = {f"self_attn.{part}_proj": (WIDTH, WIDTH) for part in "qkvo"}
         own |= {"mlp.gate_proj": (2 * WIDTH, WIDTH), "mlp.up_proj": (2 * WIDTH, WIDTH)}
         own["mlp.down_proj"] = (WIDTH, 2 * WIDTH)
-        norms = {"input_layernorm": (WIDTH,), "post_attention_layernorm": (WIDTH,)}
-        shapes = {f"model.layers.{layer}.{name}.weight": shape for name, shape in (own | norms).items()}
-        write(f"model-{layer}.safetensors", shapes)
-    outer = {"model.embed_tokens.weight": (VOCAB, WIDTH), "lm_head.weight": (VOCAB, WIDTH)}
+        own |= {"input_layernorm": (WIDTH,), "post_attention_layernorm": (WIDTH,)}
+        write(f"model-{layer}.safetensors", {f"model.layers.{layer}.{name}.weight": own[name] for name in own})
+    outer: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, WIDTH), "lm_head.weight": (VOCAB, WIDTH)}
     write("model-outer.safetensors", outer | {"model.norm.weight": (WIDTH,)})
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     return directory, total
