@@ -7,7 +7,7 @@ model larger than the host's memory reaches a device. It knows neither files nor
 import mmap
 from abc import abstractmethod
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 
 import torch
 
@@ -111,13 +111,21 @@ def _arena(size: int, device: torch.device) -> Iterator[torch.Tensor]:
     A pinned copy is several times as fast as one that the driver stages. Where the system refuses, it is pageable.
     """
     memory = mmap.mmap(-1, size)  # given back to the system at the end, which torch's pinned allocator does not do
-    memory.madvise(mmap.MADV_HUGEPAGE)
+    with suppress(OSError):  # a system without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
     arena = torch.frombuffer(memory, dtype=torch.uint8)
-    runtime = torch.cuda.cudart() if device.type == "cuda" else None
-    pinned = runtime is not None and int(runtime.cudaHostRegister(arena.data_ptr(), size, 0)) == 0
+    pinned = device.type == "cuda" and _pin(arena, device)
     try:
         yield arena
     finally:
-        if runtime is not None and pinned:
+        if pinned:
             torch.cuda.synchronize(device)
-            runtime.cudaHostUnregister(arena.data_ptr())
+            torch.cuda.cudart().cudaHostUnregister(arena.data_ptr())
+
+
+def _pin(arena: torch.Tensor, device: torch.device) -> bool:
+    if int(torch.cuda.cudart().cudaHostRegister(arena.data_ptr(), arena.numel(), 0)) == 0:
+        return True
+    with suppress(RuntimeError):  # the next launch reports the refusal as if it were its own: this one takes it
+        torch.zeros(1, device=device)
+    return False
