@@ -44,9 +44,11 @@ def test_a_stream_brings_what_loading_brings(
 ) -> None:
     whole = load_target(directory, dtype=dtype).weights
     monkeypatch.setattr(stored, "CHUNK_BYTES", chunk)  # a row at a time, some rows, all of them
+    monkeypatch.setattr(stored, "MIN_AHEAD_BYTES", 0)  # room for two: every place is used many times
     weights = open_target(directory, dtype=dtype).weights
     seen: dict[str, torch.Tensor] = {}
     arena = torch.full((weights.arena_bytes,), 0xAA, dtype=torch.uint8)
+    assert weights.arena_bytes < sum(4096 + tensor.nbytes for tensor in whole.values())
     begin, end = arena.data_ptr(), arena.data_ptr() + arena.numel()
     for names, tensor in weights.stream(arena):
         assert begin <= tensor.data_ptr() and tensor.data_ptr() + tensor.nbytes <= end
@@ -73,6 +75,22 @@ def test_names_of_one_tensor_come_together(tmp_path: Path) -> None:
     assert stream.matrix("lm_head.weight") is stream.table("embed.weight")
     for name, tensor in whole.items():
         assert torch.equal(stream.restored(name), tensor), name
+
+
+def test_blocks_are_still_there_when_their_scales_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored, "MIN_AHEAD_BYTES", 0)
+    mxfp4_target(tmp_path)
+    whole = load_target(tmp_path).weights
+    weights = open_target(tmp_path).weights
+    previous: tuple[str, torch.Tensor] | None = None
+    pairs = 0
+    for (name, *_), tensor in weights.stream(torch.empty(weights.arena_bytes, dtype=torch.uint8)):
+        if name.endswith(".scales"):
+            assert previous is not None and previous[0] == name.replace("scales", "blocks")
+            assert torch.equal(previous[1], whole[previous[0]]) and torch.equal(tensor, whole[name])
+            pairs += 1
+        previous = name, tensor
+    assert pairs == sum(name.endswith(".scales") for name in whole) > 0
 
 
 def test_joined_weights_are_one_mapping(tmp_path: Path) -> None:
