@@ -1,5 +1,6 @@
 """What a runtime will allocate, by part, and whether it fits: refused at start, with the numbers and the knobs."""
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -7,8 +8,10 @@ from pathlib import Path
 import torch
 
 from lowlat.errors import ConfigError
+from lowlat.executors.orders import EXPERT_PRODUCTS
 from lowlat.graphs import Role
 from lowlat.kernels.packing import TILE_COLUMNS, TILE_ROWS
+from lowlat.kernels.reference.mxfp4 import BLOCK
 from lowlat.program import Program
 
 __all__ = ["MemoryNeed", "available_bytes", "check_fits", "memory_need"]
@@ -63,6 +66,9 @@ def memory_need(
                 (kv if "_cache" in spec.name else state)[spec.name] = spec.num_bytes
         parts.append(scratch)
         matrices |= {op.weights["weight"] for op in program.ops if op.kind == "linear"}
+        for op in program.ops:
+            if op.kind in EXPERT_PRODUCTS:
+                matrices |= {weight for argument, weight in op.weights.items() if argument != "bias"}
     expand = device.type == "cpu" and not has_kernels
     tiled = {id(weights[name]) for name in matrices if name in weights} if has_kernels else set()
     unique = {id(tensor): tensor for tensor in weights.values()}
@@ -72,12 +78,17 @@ def memory_need(
 
 
 def _kept_bytes(tensor: torch.Tensor, *, expand: bool, tiled: bool) -> int:
-    """What an executor keeps of a weight: float32 on a CPU; a matrix that a kernel multiplies by, in whole tiles."""
+    """What an executor keeps of a weight: float32 on a CPU; matrices that kernels multiply by, in whole tiles.
+
+    Those are [N, K], of experts [E, N, K], in MXFP4 [E, N, K / 32, 16] and [E, N, K / 32].
+    """
     itemsize = 4 if expand and tensor.is_floating_point() else tensor.element_size()
-    if not tiled or tensor.dim() != 2:
+    if not tiled:
         return tensor.numel() * itemsize
-    rows, columns = tensor.shape
-    return -(-rows // TILE_ROWS) * TILE_ROWS * -(-columns // TILE_COLUMNS) * TILE_COLUMNS * itemsize
+    outer, (rows, columns, *inner) = ((1,), tensor.shape) if tensor.dim() == 2 else (tensor.shape[:1], tensor.shape[1:])
+    width = TILE_COLUMNS if tensor.is_floating_point() else TILE_COLUMNS // BLOCK
+    padded = -(-rows // TILE_ROWS) * TILE_ROWS * -(-columns // width) * width
+    return math.prod((*outer, padded, *inner)) * itemsize
 
 
 def available_bytes(device: torch.device) -> int | None:

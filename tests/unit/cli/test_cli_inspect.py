@@ -77,6 +77,13 @@ def test_inspect_model_plans_for_a_card_that_is_not_here() -> None:
     assert "must be 'auto', 'cpu', 'cuda'" in refusal("inspect", "model", "--device", "cuda:x")
 
 
+def test_inspect_model_counts_packed_experts(tmp_path: Path) -> None:
+    mxfp4_target(tmp_path, hidden_size=96, intermediate_size=160, head_dim=64)
+    found = answer("inspect", "model", tmp_path, "--device", "cuda", "--dtype", "bfloat16", "--json")
+    assert found["executor"] == "graph"
+    assert found["memory"]["weights_bytes"] == Pair(tmp_path).weights.num_bytes
+
+
 def test_inspect_model_knows_gpt_oss(tmp_path: Path) -> None:
     mxfp4_target(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
