@@ -46,7 +46,8 @@ MAX_PROMPT_BYTES = 64 << 20
 def command(model: Path | None, **values: Any) -> None:
     """Continue a prompt with MODEL, a Hugging Face directory; without one, with the bundled model and its head.
 
-    Text streams to stdout as it is decided; without a tokenizer, token ids do.
+    Text streams to stdout as it is decided; without a tokenizer, token ids do. With --chat, of a model that answers in
+    Harmony's channels a terminal shows the final one as it is and the others dim, a pipe gets the final one alone.
     """
     prompt: str | Sequence[int] = _read_prompt(values)
     if values["logprobs"] is not None and not values["json_output"]:
@@ -55,7 +56,9 @@ def command(model: Path | None, **values: Any) -> None:
     traces = trace_config(values["trace"])
     speculative = speculative_config(values, bundled("head") if model is None else None)
 
+    from lowlat.cli.channels import ChannelWriter, channel_dicts
     from lowlat.cli.running import chat_ids, load_runtime, run_request
+    from lowlat.text import HarmonyParser
 
     options = {name: values[name] for name in ("device", "dtype", "executor")}
     directory = bundled("target") if model is None else model
@@ -63,11 +66,19 @@ def command(model: Path | None, **values: Any) -> None:
     with load_runtime(directory, speculative, context, max_batch=1, traces=traces, **options) as runtime:
         if values["chat"]:
             prompt = chat_ids(runtime.codec, str(prompt), values["system"])
-        generation = run_request(runtime, prompt, params, None if values["json_output"] else _write)
+        # a stop string may end within a token: its text is known, the channel's without it is not
+        channels = values["chat"] and not params.stop and HarmonyParser.speaks(runtime.codec)
+        writer = ChannelWriter(runtime.codec) if channels and runtime.codec is not None else None
+        generation = run_request(runtime, prompt, params, None if values["json_output"] else writer or _write)
         if values["json_output"]:
-            print_json(_result(runtime, generation))
+            result = _result(runtime, generation)
+            if channels:
+                result["channels"] = channel_dicts(runtime.codec, generation.token_ids)
+            print_json(result)
         else:
             click.echo()
+            if writer is not None and not writer.answered:
+                click.echo("no final channel came before the end; --json shows all that was written", err=True)
             click.echo(_closing_line(generation), err=True)
     if generation.error is not None:
         raise LowlatError(f"the request failed: {generation.error}")

@@ -12,6 +12,7 @@ from lowlat.errors import ConfigError
 from lowlat.kernels.expert_packing import PackedExperts, allocate_experts, pack_expert_into
 from lowlat.kernels.packing import PackedMatrix, pack, unpack
 from lowlat.kernels.reference.mxfp4 import BLOCK
+from lowlat.weights import WeightSource, streamed
 
 __all__ = ["DeviceWeights"]
 
@@ -38,26 +39,21 @@ class DeviceWeights:
         self.device = device
         self._packed: dict[str, PackedMatrix] = {}
         self._plain: dict[str, torch.Tensor] = {}
-        self._experts = {
-            name: _place_experts(name, source, parts, device, (orders or {}).get(name))
-            for name, parts in (experts or {}).items()
-        }
-        taken = {weight for parts in (experts or {}).values() for weight in parts.values()}
-        packed_ids = {id(source[name]) for name in matrices if name in source}
-        placed: dict[int, torch.Tensor | PackedMatrix] = {}
-        for name, tensor in source.items():
-            if name in taken or isinstance(tensor, PackedExperts):
-                continue
-            _check_dtype(name, tensor)
-            known = placed.get(id(tensor))
-            if known is None:
+        ready = {} if isinstance(source, WeightSource) else source
+        self._experts = {name: part for name, part in ready.items() if isinstance(part, PackedExperts)}
+        waiting = _Waiting(experts or {}, orders or {}, device)
+        with streamed(_tensors(source), device) as stream:
+            for names, tensor in stream:
+                _check_dtype(names[0], tensor)
+                if waiting.take(names[0], tensor, self._experts):
+                    continue
                 moved = tensor.to(device)
-                known = pack(moved, (orders or {}).get(name)) if id(tensor) in packed_ids else moved.contiguous()
-                placed[id(tensor)] = known
-            if isinstance(known, PackedMatrix):
-                self._packed[name] = known
-            else:
-                self._plain[name] = known
+                if matrices.isdisjoint(names):
+                    self._plain.update(dict.fromkeys(names, moved.contiguous()))
+                else:
+                    order = next((orders[name] for name in names if name in orders), None) if orders else None
+                    self._packed.update(dict.fromkeys(names, pack(moved, order)))
+        waiting.check(self._experts)
         self._orders: dict[str, torch.Tensor] = {}
 
     def matrix(self, name: str) -> PackedMatrix:
@@ -127,24 +123,50 @@ class DeviceWeights:
         self._orders.clear()
 
 
-def _place_experts(
-    name: str,
-    source: Mapping[str, torch.Tensor | PackedExperts],
-    parts: Mapping[str, str],
-    device: torch.device,
-    order: torch.Tensor | None,
+def _tensors(source: Mapping[str, torch.Tensor | PackedExperts]) -> Mapping[str, torch.Tensor]:
+    """What is not packed already; a source that reads files has nothing else."""
+    if isinstance(source, WeightSource):
+        return source
+    return {name: part for name, part in source.items() if isinstance(part, torch.Tensor)}
+
+
+class _Waiting:
+    """Parts of experts' matrices until those of a product are together, which are then packed at once."""
+
+    def __init__(
+        self, experts: Mapping[str, Mapping[str, str]], orders: Mapping[str, torch.Tensor], device: torch.device
+    ) -> None:
+        self._parts = experts
+        self._owner = {weight: (name, part) for name, parts in experts.items() for part, weight in parts.items()}
+        self._orders = orders
+        self._device = device
+        self._found: dict[str, dict[str, torch.Tensor]] = {}
+
+    def take(self, weight: str, tensor: torch.Tensor, packed: dict[str, PackedExperts]) -> bool:
+        """Whether a weight is a part of experts; the last of its product's puts these among the packed."""
+        if weight not in self._owner:
+            return False
+        name, part = self._owner[weight]
+        if name in packed:
+            return True
+        found = self._found.setdefault(name, {})
+        found[part] = tensor
+        if len(found) == len(self._parts[name]):
+            packed[name] = _pack_experts(self._found.pop(name), self._device, self._orders.get(name))
+        return True
+
+    def check(self, packed: Mapping[str, PackedExperts]) -> None:
+        """Raise ConfigError for the first part that never came."""
+        for name, parts in self._parts.items():
+            missing = [weight for part, weight in parts.items() if part not in self._found.get(name, {})]
+            if name not in packed and missing:
+                raise ConfigError(f"weight {missing[0]} is missing")
+
+
+def _pack_experts(
+    tensors: Mapping[str, torch.Tensor], device: torch.device, order: torch.Tensor | None
 ) -> PackedExperts:
     """Pack one expert after the other to its place on the device: there is never a second copy of all of them."""
-    ready = source.get(name)
-    if isinstance(ready, PackedExperts):
-        return ready
-    tensors = {}
-    for argument, weight in parts.items():
-        tensor = source.get(weight)
-        if not isinstance(tensor, torch.Tensor):
-            raise ConfigError(f"weight {weight} is missing")
-        _check_dtype(weight, tensor)
-        tensors[argument] = tensor
     quantised = "scales" in tensors
     count, rows, columns = tensors["scales" if quantised else "weight"].shape
     packed = allocate_experts(
