@@ -192,7 +192,8 @@ def load(pair: PairPaths) -> Runtime:
 
 def submit(runtime: Runtime, seed: int = 3, max_tokens: int = 60) -> str:
     params = SamplingParams(seed=seed, temperature=0.8, max_tokens=max_tokens, ignore_eos=True)
-    return runtime.submit([5, 11, 7, seed], params)
+    name: str = runtime.submit([5, 11, 7, seed], params)
+    return name
 
 
 @contextmanager
