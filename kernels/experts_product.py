@@ -46,12 +46,11 @@ def make_product(shape: ExpertShape, plan: ExpertPlan, ending: Ending) -> Kernel
     quantised = "mxfp4" if shape.quantised else "bf16"
     name = (
         f"experts_{shape.kind}_{shape.rows}x{shape.columns}x{shape.ranks}_{quantised}_"
-        f"{plan.columns}x{plan.capacity}x{plan.warps}x{plan.stages}x{plan.blocks}"
+        f"{plan.columns}x{plan.capacity}x{plan.warps}x{plan.stages}x{plan.blocks}x{plan.min_blocks}"
     )
     signature = (*(types.int64,) * 7, types.float32, types.float32)
-    # of the registers a plan's blocks take half, so that the next kernel's blocks fit beside them
     return Kernel(
-        name, _kernel(shape, plan, ending), signature, plan.threads, 2 * plan.blocks, plan.shared_bytes(shape)
+        name, _kernel(shape, plan, ending), signature, plan.threads, plan.min_blocks, plan.shared_bytes(shape)
     )
 
 
