@@ -69,6 +69,7 @@ class ExpertPlan:
     warps       of a block: warp w takes the steps w, w + warps, .. of every tile
     stages      steps under way in each warp
     blocks      that share a multiprocessor
+    min_blocks  that must fit on a multiprocessor: twice as many where the next kernel's are to fit beside these
     num_blocks  of the grid
     """
 
@@ -77,6 +78,7 @@ class ExpertPlan:
     warps: int
     stages: int
     blocks: int
+    min_blocks: int
     num_blocks: int
 
     @property
@@ -140,17 +142,16 @@ def plan_experts(
     columns = 1
     while columns < min(rows, MAX_COLUMNS, warps * 2):  # a thread for each of a tile's 16 values of each pair
         columns *= 2
-    # of inputs that fill a block, a unit holds fewer; rather the whole of a block than fewer pairs a unit
+    half = card.shared_bytes // 2 - SYSTEM_BYTES
+    num_blocks = min(rows * shape.ranks * shape.tiles, card.num_multiprocessors * blocks)
+    # where inputs fill a block, a unit holds fewer pairs; but rather the whole of a block than fewer pairs
     while columns:
-        for room in (card.shared_bytes // 2 - SYSTEM_BYTES, card.shared_bytes):
+        for room, least, shared in ((half, min(4, most), 2), (card.shared_bytes, 1, 1)):
             for count in tried:
-                plan = ExpertPlan(columns, capacity, warps, count, blocks, 1)
-                if plan.shared_bytes(shape) * blocks + SYSTEM_BYTES * (blocks - 1) <= room and (
-                    count >= min(4, most) or room == card.shared_bytes or stages is not None
-                ):
-                    tasks = rows * shape.ranks * shape.tiles
-                    num_blocks = min(tasks, card.num_multiprocessors * blocks)
-                    return ExpertPlan(columns, capacity, warps, count, blocks, num_blocks)
+                plan = ExpertPlan(columns, capacity, warps, count, blocks, shared * blocks, num_blocks)
+                used = plan.shared_bytes(shape) * blocks + SYSTEM_BYTES * (blocks - 1)
+                if used <= room and (count >= least or stages is not None):
+                    return plan
         columns //= 2
     raise ShapeError(
         f"a product of {shape.columns} columns does not fit the {card.shared_bytes} bytes of shared memory that a "

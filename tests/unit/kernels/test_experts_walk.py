@@ -175,7 +175,7 @@ def test_arrays_that_do_not_fit_are_refused() -> None:
     assert len(experts_down(**whole)) == 1  # type: ignore[arg-type]
     for name in ("activated", "out"):
         with pytest.raises(ShapeError, match=f"{name} must have shape"):
-            experts_down(**(whole | {name: whole[name][:1]}))  # type: ignore[arg-type, index]
+            experts_down(**(whole | {name: whole[name][:1]}))  # type: ignore[index]
 
 
 def _packed(experts: Experts) -> PackedExperts:
