@@ -28,7 +28,7 @@ from lowlat.kernels.reference.slot_record import (
 )
 from lowlat.kernels.select import CHUNK, MINUS_INFINITY, STRIDE, THREADS, copies_wait_all, make_stage
 
-__all__ = ["draw_position", "make_apply_history", "read_wishes"]
+__all__ = ["draw_position", "make_apply_history", "read_wishes", "touches"]
 
 LARGEST = 3.4028234663852886e38  # the largest float32
 MAX_NODES = 64  # bits of a mask
@@ -131,13 +131,24 @@ def read_wishes(
     return penalties, near, far, stop, banning
 
 
+@device_function
+def touches(wishes: Any, first: Any) -> Any:
+    """Whether what `read_wishes` gave changes any number of the chunk from `first` on; all threads must come here."""
+    # conditions are put together by &, every index is valid in every thread: no branch before the barrier
+    penalties, near, far, stop, banning = wishes
+    plain = (penalties[0] == 1.0) & (penalties[1] == 0.0) & (penalties[2] == 0.0)
+    named = _inside(near - first) | _inside(far - first) | (banning & _inside(stop - first))
+    return cuda.syncthreads_or(int32(0) if plain & (not named) else int32(1)) != 0
+
+
 @functools.cache
 def make_apply_history(width: int, rows: int) -> Any:
     """A device function that applies a slot's penalties, biases and bans to a chunk; specialised by V and T.
 
     Its arguments: the chunk as a shared array of bits, complete for the thread that owns each; the first index; the
     slot and what `read_wishes` gave for it; the row's tokens and its mask; then the state as `sample` has it,
-    prompt_seen and output_counts by address. All threads must come here; they see the whole chunk when they return.
+    prompt_seen and output_counts by address. Where `touches` says no, it would change nothing. All threads must come
+    here; they see the whole chunk when they return.
     """
     add_penalties = _make_add_penalties(width, rows)
 
@@ -155,15 +166,10 @@ def make_apply_history(width: int, rows: int) -> Any:
         bias_values: Any,
         stop_ids: Any,
     ) -> None:
-        # conditions are put together by &, every index is valid in every thread: no branch before the barrier
         thread = cuda.threadIdx.x
-        penalties, near, far, stop, banning = wishes
-        plain = (penalties[0] == 1.0) & (penalties[1] == 0.0) & (penalties[2] == 0.0)
-        named = _inside(near - first) | _inside(far - first) | (banning & _inside(stop - first))
-        touched = cuda.syncthreads_or(int32(1) if named else int32(0)) != 0
-        if plain and not touched:
-            return
-        if not plain:
+        penalties, _near, _far, _stop, banning = wishes
+        cuda.syncthreads()
+        if penalties[0] != 1.0 or penalties[1] != 0.0 or penalties[2] != 0.0:
             seen, counts = prompt_seen + slot * width, output_counts + slot * (4 * width)
             add_penalties(chunk, first, tokens, mask, seen, counts, penalties)
         for column in range(thread, MAX_BIASES, THREADS):

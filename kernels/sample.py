@@ -15,7 +15,7 @@ import torch
 
 from lowlat.kernels.cutoff import BINS, PASSES, TALLY_WORDS, clear_masses, make_find_bound, odds
 from lowlat.kernels.kernel import Kernel, KernelCall, Workspace
-from lowlat.kernels.logit_history import draw_position, make_apply_history, read_wishes
+from lowlat.kernels.logit_history import draw_position, make_apply_history, read_wishes, touches
 from lowlat.kernels.numba_cuda import cuda, device_function, float32, int32, int64, types, uint32
 from lowlat.kernels.philox import philox, uniform
 from lowlat.kernels.ptx import (
@@ -58,11 +58,14 @@ from lowlat.kernels.select import (
     copies_wait_all,
     count_chunks,
     index_of_low,
+    load_words,
+    make_own_words,
     make_stage,
-    own_best,
-    own_broken,
     row_best,
+    store_words,
     value_of_key,
+    words_best,
+    words_broken,
 )
 
 __all__ = ["examples", "sample"]
@@ -148,7 +151,7 @@ def sample(
 def _make_choose(width: int, rows: int) -> Kernel:
     """The first launch, specialised by V and T."""
     chunks = count_chunks("logits", width)
-    stage, apply_history = make_stage(width), make_apply_history(width, rows)
+    own_words, apply_history = make_own_words(width), make_apply_history(width, rows)
 
     def choose_kernel(
         logits: Any,
@@ -179,24 +182,16 @@ def _make_choose(width: int, rows: int) -> Kernel:
         wait_for_previous_kernel()
         if not live:
             return
-        stage(base, logits + row * (4 * width), first, uint32(MINUS_INFINITY))
-        copies_wait_all()
-        broken = own_broken(base, first, width, uint32(FINITE))
-        tokens = row_tokens + index * (4 * rows)
-        apply_history(
-            staged,
-            first,
-            slot,
-            wishes,
-            tokens,
-            mask,
-            prompt_seen,
-            output_counts,
-            bias_ids,
-            bias_values,
-            stop_ids,
-        )
-        key, low = own_best(base, first)
+        words = own_words(logits + row * (4 * width), first, uint32(MINUS_INFINITY))
+        broken = words_broken(words, first, width, uint32(FINITE))
+        if touches(wishes, first):
+            store_words(base, words)
+            tokens = row_tokens + index * (4 * rows)
+            apply_history(
+                staged, first, slot, wishes, tokens, mask, prompt_seen, output_counts, bias_ids, bias_values, stop_ids
+            )
+            words = load_words(base)
+        key, low = words_best(words, first)
         if broken:
             key = uint32(BROKEN)
         key, low = block_best(key, low, pairs)
@@ -323,20 +318,11 @@ def _make_draw(width: int, rows: int) -> Kernel:
         copies_wait_all()
         if settled:
             return
-        tokens = row_tokens + index * (4 * rows)
-        apply_history(
-            staged,
-            first,
-            slot,
-            wishes,
-            tokens,
-            mask,
-            prompt_seen,
-            output_counts,
-            bias_ids,
-            bias_values,
-            stop_ids,
-        )
+        if touches(wishes, first):
+            tokens = row_tokens + index * (4 * rows)
+            apply_history(
+                staged, first, slot, wishes, tokens, mask, prompt_seen, output_counts, bias_ids, bias_values, stop_ids
+            )
         _scale(staged, value_of_key(key), temperature)
         counter = counters + row * (4 * COUNTERS)
         bound, tables = uint32(FINITE), int64(0)
