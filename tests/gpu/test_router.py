@@ -26,7 +26,7 @@ def lab() -> Lab:
     return Lab(device, Launcher(device).run)
 
 
-@pytest.mark.parametrize(("width", "experts", "chosen"), [(2880, 128, 4), (2880, 32, 4), (8, 3, 1), (8192, 256, 8)])
+@pytest.mark.parametrize(("width", "experts", "chosen"), [(2880, 128, 4), (2880, 32, 4), (8, 3, 1), (6144, 256, 8)])
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 17, 64])
 def test_the_router_against_the_reference(lab: Lab, rows: int, width: int, experts: int, chosen: int) -> None:
     check_router(lab, rows, width, experts, chosen)
