@@ -1,7 +1,7 @@
 """What travels to a block's shared memory: the weights of its run of tiles, one step after the other, and inputs.
 
-A warp's cursor is a tuple: the addresses of the lane's next words and scales, the unit, the tile in it and the step
-that they belong to, and how many tiles of the run are left.
+A warp's cursor is a tuple: the number of its next step among the steps of all tiles of all experts, the unit, the tile
+in it and the step in that, and how many tiles of the run are left.
 """
 
 from typing import Any
@@ -16,28 +16,21 @@ __all__ = ["make_copy_step", "make_load_inputs", "make_start"]
 
 
 def make_start(shape: ExpertShape, plan: ExpertPlan) -> Any:
-    """A function: a warp's cursor at tile `first` of all units' tiles, to go on to `last`; and what it needs to move.
-
-    The latter: the addresses of the lane's words and scales in the first tile of all, its warp, and the ways from the
-    warp's last step of a tile to its first of the next.
-    """
-    tiles, steps, warps, step_bytes = shape.tiles, shape.steps, plan.warps, shape.step_bytes
+    """A function: a warp's cursor at tile `first` of all units' tiles, to go on to `last`; and what it needs to move:
+    the addresses of the lane's words and scales in the first step of all, and its warp."""
+    tiles, steps = shape.tiles, shape.steps
     expert_of = make_expert_of(plan)
 
     @device_function
     def start(lists: Any, weight: Any, scales: Any, first: Any, last: Any, thread: Any) -> Any:
         lane, warp = uint32(thread & uint32(31)), uint32(thread >> uint32(5))
-        lane_words = weight + int64(warp) * step_bytes + int64(lane) * 16
-        lane_scales = scales + int64(warp) * SCALE_BYTES + int64(lane >> uint32(2)) * 4
         unit = uint32(first // uint32(tiles))
-        inner, left, rest, number = uint32(first - unit * uint32(tiles)), uint32(0), int64(0), int64(0)
+        inner, left, number = uint32(first - unit * uint32(tiles)), uint32(0), uint32(0)
         if first < last and warp < uint32(steps):
-            left, rest = uint32(last - first), int64(uint32(uint32(steps - 1) - warp) // uint32(warps))
-            number = expert_of(lists, unit) * tiles + int64(inner)
-        words = lane_words + number * (steps * step_bytes)
-        powers = lane_scales + number * (steps * SCALE_BYTES)
-        on = steps * step_bytes - rest * (warps * step_bytes), steps * SCALE_BYTES - rest * (warps * SCALE_BYTES)
-        return (words, powers, unit, inner, warp, left), (lane_words, lane_scales, warp, on[0], on[1])
+            left = uint32(last - first)
+            number = uint32((expert_of(lists, unit) * uint32(tiles) + inner) * uint32(steps) + warp)
+        fixed = weight + int64(lane) * 16, scales + int64(lane >> uint32(2)) * 4, warp
+        return (number, unit, inner, warp, left), fixed
 
     return start
 
@@ -49,23 +42,21 @@ def make_copy_step(shape: ExpertShape, plan: ExpertPlan) -> Any:
 
     @device_function
     def copy_step(lists: Any, here: Any, to_scales: Any, cursor: Any, fixed: Any) -> Any:
-        words, powers, unit, inner, step, left = cursor
-        lane_words, lane_scales, warp, words_on, powers_on = fixed
+        number, unit, inner, step, left = cursor
+        words, powers, warp = fixed
         if left > uint32(0):
-            issue(here, to_scales, words, powers)
-            step = uint32(step + uint32(warps))
-            if step < uint32(steps):
-                words, powers = words + warps * step_bytes, powers + warps * SCALE_BYTES
+            issue(here, to_scales, words + int64(number) * step_bytes, powers + int64(number) * SCALE_BYTES)
+            on = uint32(step + uint32(warps))
+            if on < uint32(steps):
+                number, step = uint32(number + uint32(warps)), on
             else:
-                step, left, inner = warp, uint32(left - uint32(1)), uint32(inner + uint32(1))
-                words, powers = words + words_on, powers + powers_on
+                number, step = uint32(number - step + uint32(steps) + warp), warp
+                left, inner = uint32(left - uint32(1)), uint32(inner + uint32(1))
                 if inner == uint32(tiles):
                     inner, unit = uint32(0), uint32(unit + uint32(1))
                     if left > uint32(0):
-                        number = expert_of(lists, unit) * tiles
-                        words = lane_words + number * (steps * step_bytes)
-                        powers = lane_scales + number * (steps * SCALE_BYTES)
-        return words, powers, unit, inner, step, left
+                        number = uint32(expert_of(lists, unit) * uint32(tiles * steps) + warp)
+        return number, unit, inner, step, left
 
     return copy_step
 

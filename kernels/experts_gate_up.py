@@ -73,7 +73,7 @@ def _make(shape: ExpertShape, plan: ExpertPlan) -> Kernel:
 
     @device_function
     def begin(lists: Any, bias: Any, unit: Any, tile: Any, value: Any) -> Any:
-        at = bias + (expert_of(lists, unit) * rows + int64(tile) * 16 + int64(value)) * 2
+        at = bias + (int64(expert_of(lists, unit)) * rows + int64(tile) * 16 + int64(value)) * 2
         return ptx.load_global_u16(at), ptx.load_global_u16(at + 16)
 
     @device_function

@@ -70,7 +70,7 @@ def make_expert_of(plan: ExpertPlan) -> Any:
 
     @device_function
     def expert_of(area: Any, unit: Any) -> Any:
-        return int64(ptx.load_shared_u32(area + uint32(units_at) + unit * uint32(4)) & uint32(0xFFFFFF))
+        return uint32(ptx.load_shared_u32(area + uint32(units_at) + unit * uint32(4)) & uint32(0xFFFFFF))
 
     return expert_of
 

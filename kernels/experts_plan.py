@@ -138,7 +138,7 @@ def plan_experts(
     most = MOST_STAGES[shape.quantised] * WARPS // (warps * blocks)
     tried = [stages] if stages is not None else range(most, 0, -1)
     columns = 1
-    while columns < min(rows, MAX_COLUMNS):
+    while columns < min(rows, MAX_COLUMNS, warps * 2):  # a thread for each of a tile's 16 values of each pair
         columns *= 2
     # of inputs that fill a block, a unit holds fewer; rather the whole of a block than fewer pairs a unit
     while columns:

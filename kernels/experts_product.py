@@ -65,10 +65,9 @@ def _kernel(shape: ExpertShape, plan: ExpertPlan, ending: Ending) -> Callable[..
     turns, rest = steps // warps, steps % warps
     list_units, members_of, start = make_list_units(plan), make_members_of(plan), make_start(shape, plan)
     copy_step, load_inputs = make_copy_step(shape, plan), make_load_inputs(shape, plan)
-    multiply, store_sums = make_multiply(shape, plan), _make_store_sums(plan)
-    place_of_sums = _place_of_sums
+    turn, store_sums, place_of_sums = _make_turn(shape, plan), _make_store_sums(plan), _place_of_sums
     begin, finish, clear = ending.begin, ending.finish, ending.clear
-    wait, ids_are_old = ptx.copies_wait(stages - 1), shape.kind == DOWN
+    ids_are_old = shape.kind == DOWN
 
     def experts_product(
         weight: Any, scales: Any, x: Any, ids: Any, bias: Any, out: Any, count: Any, limit: Any, alpha: Any
@@ -114,19 +113,12 @@ def _kernel(shape: ExpertShape, plan: ExpertPlan, ending: Ending) -> Callable[..
                 first, second = begin(lists, bias, unit, inner, value)
             c0, c1, c2, c3 = float32(0), float32(0), float32(0), float32(0)
             at = mine_inputs
-            for _turn in range(turns):
-                wait()
-                c0, c1, c2, c3 = multiply(c0, c1, c2, c3, here, to_scales, at)
-                cursor = copy_step(lists, here, to_scales, cursor, fixed)
-                ptx.copies_commit()
+            for _ in range(turns):
+                (c0, c1, c2, c3), cursor = turn(c0, c1, c2, c3, lists, here, to_scales, at, cursor, fixed)
                 here = uint32(here + uint32(stage_bytes))
-                here = mine if here == end else here
-                at = uint32(at + uint32(warps * columns * 128))
+                here, at = mine if here == end else here, uint32(at + uint32(warps * columns * 128))
             if warp < uint32(rest):
-                wait()
-                c0, c1, c2, c3 = multiply(c0, c1, c2, c3, here, to_scales, at)
-                cursor = copy_step(lists, here, to_scales, cursor, fixed)
-                ptx.copies_commit()
+                (c0, c1, c2, c3), cursor = turn(c0, c1, c2, c3, lists, here, to_scales, at, cursor, fixed)
                 here = uint32(here + uint32(stage_bytes))
                 here = mine if here == end else here
             store_sums(mine_sums, lane, c0, c1, c2, c3)
@@ -143,6 +135,27 @@ def _kernel(shape: ExpertShape, plan: ExpertPlan, ending: Ending) -> Callable[..
         clear(lists, out, count, thread)
 
     return experts_product
+
+
+def _make_turn(shape: ExpertShape, plan: ExpertPlan) -> Any:
+    """A function: wait for a step, add it to a warp's sums, and copy the one at the cursor to its place."""
+    wait, multiply, copy_step = (
+        ptx.copies_wait(plan.stages - 1),
+        make_multiply(shape, plan),
+        make_copy_step(shape, plan),
+    )
+
+    @device_function
+    def turn(
+        c0: Any, c1: Any, c2: Any, c3: Any, lists: Any, here: Any, to_scales: Any, at: Any, cursor: Any, fixed: Any
+    ) -> Any:
+        wait()
+        sums = multiply(c0, c1, c2, c3, here, to_scales, at)
+        cursor = copy_step(lists, here, to_scales, cursor, fixed)
+        ptx.copies_commit()
+        return sums, cursor
+
+    return turn
 
 
 @device_function

@@ -30,7 +30,7 @@ CASES = [
 WIDE = re.compile(r"(ld|st)\.(global|shared)[.\w:]*\.v4|cp\.async\.cg")
 # what moves a few words at a time: slots, tokens, counters; or rows of a width that 16 bytes do not divide
 NARROW = re.compile(r"accept|begin_step|publish|assign_drafts|\w+_97_")
-PRODUCTS = re.compile(r"thin_matmul|attention_\d")
+PRODUCTS = re.compile(r"thin_matmul|attention_\d|experts_")
 # 8.0 lacks registers for attention's tiles: some hundred bytes a thread, once an item
 SPILLS, SPILLED_BYTES = re.compile(r"attention_\d"), 256
 # double precision is rare on most cards; here it turns exact integers into thresholds, some a row
