@@ -118,20 +118,19 @@ def attention(
         stages or STAGES[head_dim], sinks is not None, early_metadata, split, is_whole(window, keep_first),
     )  # fmt: skip
     tail = rows if tail is None else tail
+    given = (q, k_cache, v_cache, block_table, slots, dense_lens, row_live, row_masks)
+    numbers = (batch, rows, tail, block_table.shape[1])
     if shape.whole:
-        given = (q, k_cache, v_cache, block_table, slots, dense_lens, row_live, row_masks)
-        results = (0 if sinks is None else sinks, out, 0)
-        scalars = (batch, rows, tail, block_table.shape[1], 0, scale * LOG2_E)
-        return [KernelCall(_make(shape), (num_blocks, 1, 1), (*given, *results, *scalars))]
+        results = (0 if sinks is None else sinks, out, 0, *numbers, 0, scale * LOG2_E)
+        return [KernelCall(_make(shape), (num_blocks, 1, 1), (*given, *results))]
     splits = _capacity(shape, tail, block_table.shape[1] * block)
     tiles = -(-rows * group // (16 * row_tiles))
     parts = batch * kv_heads * tiles * row_tiles * splits * min(16, rows * group)
     partials = workspace("attention.partials", (parts, head_dim), torch.float32)
     sums = workspace("attention.sums", (parts, 2), torch.float32)
     processed = workspace("attention.processed", (batch, 3), torch.int32)
-    tensors = (q, k_cache, v_cache, block_table, slots, dense_lens, row_live, row_masks, partials, sums, processed)
-    numbers = (batch, rows, tail, block_table.shape[1], splits, scale * LOG2_E)
-    first_half = KernelCall(_make(shape), (num_blocks, 1, 1), (*tensors, *numbers))
+    results = (partials, sums, processed, *numbers, splits, scale * LOG2_E)
+    first_half = KernelCall(_make(shape), (num_blocks, 1, 1), (*given, *results))
     second_half = combine_splits(
         shape, partials, sums, processed, row_live=row_live, sinks=sinks, out=out, rows=rows, capacity=splits
     )
