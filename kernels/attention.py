@@ -93,8 +93,8 @@ def attention(
     stages            tiles of 64 positions under way in a block
     tail              the most ancestors that a row may have; None: R
     split             positions of a split, 256 or 512: a row's bits depend on it; see `choose_split`
-    With a short window (`is_whole`) there is one launch and no workspace. The window and `keep_first` mean what they mean in the reference. Time: `attention_bytes` over the bandwidth and
-    some 4 us. Captured: yes. Raises ShapeError for shapes that do not fit.
+    With a short window (`is_whole`) there is one launch and no workspace. The window and `keep_first` mean what they
+    mean in the reference. Time: `attention_bytes` over the bandwidth and some 4 us. Captured: yes. Raises ShapeError.
     """
     batch, rows = row_masks.shape
     heads, head_dim = q.shape[1:]
