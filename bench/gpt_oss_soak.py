@@ -32,7 +32,8 @@ def soak(model: OssModel, case: OssCase, weights: Weights, device: torch.device,
                 if number % CHECKED == 0 or number == count:
                     torch.cuda.synchronize(device)
                     scratch = step.executor.scratch(step.bucket)
-                    problems += check_state(step.executor.state, scratch["finite"], case, number)
+                    sound = (scratch["finite"] != 0) | (scratch["row_live"] == 0)
+                    problems += check_state(step.executor.state, sound, case, number)
             done, passes = done + count, passes + 1
             tokens, lengths = step.executor.state["tokens"], step.executor.state["lengths"].tolist()
             committed += sum(length - case.step.context for length in lengths)
@@ -48,8 +49,8 @@ def soak(model: OssModel, case: OssCase, weights: Weights, device: torch.device,
     return {"steps": done, "passes": passes, "tokens_a_step": round(committed / done, 3), "problems": problems[:10]}
 
 
-def check_state(state: Any, finite: torch.Tensor, case: OssCase, steps: int) -> list[str]:
-    """What is wrong after so many steps from the case's context on."""
+def check_state(state: Any, sound: torch.Tensor, case: OssCase, steps: int) -> list[str]:
+    """What is wrong after so many steps from the case's context on; `sound` tells of rows: dead, or finite logits."""
     problems = []
     rows, context = case.step.rows, case.step.context
     for slot, length in enumerate(state["lengths"].tolist()):
@@ -60,6 +61,6 @@ def check_state(state: Any, finite: torch.Tensor, case: OssCase, steps: int) -> 
     accepted = state["num_drafts"].tolist()
     if any(not 0 <= count <= rows - 1 for count in accepted):
         problems.append(f"{accepted} drafts after {steps} steps, {rows - 1} at most")
-    if not bool(finite.all()):
+    if not bool(sound.all()):
         problems.append(f"logits are not finite after {steps} steps")
     return problems

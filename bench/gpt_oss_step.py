@@ -122,6 +122,7 @@ class OssStep(ExecutorStep):
         """The experts that the rows of each layer chose, counted over one step that is launched kernel by kernel."""
         executor, counts = self.executor, []
         ids = executor.scratch(self.bucket)["expert_ids"]
+        torch.cuda.synchronize(executor.device)  # replays may be under way on another stream
         with torch.cuda.stream(executor.stream):
             stream = executor.launcher.stream()
             for group, launches in executor.prepare(self.bucket):

@@ -93,9 +93,8 @@ def attention(
     stages            tiles of 64 positions under way in a block
     tail              the most ancestors that a row may have; None: R
     split             positions of a split, 256 or 512: a row's bits depend on it; see `choose_split`
-    With a short window (see `is_whole`) there is one launch, and neither splits nor workspace.
-    The window and `keep_first` mean what they mean in the reference. Time: `attention_bytes` over the bandwidth and
-    some 4 us. Captured: yes. Raises ShapeError for shapes that do not fit.
+    With a short window (`is_whole`) there is one launch and no workspace. The window and `keep_first` mean what they
+    mean in the reference. Time: `attention_bytes` over the bandwidth and some 4 us. Captured: yes. Raises ShapeError.
     """
     batch, rows = row_masks.shape
     heads, head_dim = q.shape[1:]
@@ -104,8 +103,8 @@ def attention(
     check_shape("q", q, batch * rows, heads, head_dim)
     for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache)):
         check_shape(name, tensor, k_cache.shape[0], kv_heads, block, head_dim)
-    check_shape("slots", slots, batch)
-    check_shape("dense_lens", dense_lens, batch)
+    for name, tensor in (("slots", slots), ("dense_lens", dense_lens)):
+        check_shape(name, tensor, batch)
     check_shape("row_live", row_live.reshape(-1), batch * rows)
     check_shape("out", out, batch * rows, heads * head_dim)
     if sinks is not None:
@@ -117,21 +116,19 @@ def attention(
         head_dim, group, kv_heads, block, first, window, keep_first if window is not None else 0, row_tiles,
         stages or STAGES[head_dim], sinks is not None, early_metadata, split, is_whole(window, keep_first),
     )  # fmt: skip
-    tail = rows if tail is None else tail
+    given = (q, k_cache, v_cache, block_table, slots, dense_lens, row_live, row_masks)
+    numbers = (batch, rows, tail or rows, block_table.shape[1])
     if shape.whole:
-        given = (q, k_cache, v_cache, block_table, slots, dense_lens, row_live, row_masks)
-        results = (0 if sinks is None else sinks, out, 0)
-        scalars = (batch, rows, tail, block_table.shape[1], 0, scale * LOG2_E)
-        return [KernelCall(_make(shape), (num_blocks, 1, 1), (*given, *results, *scalars))]
-    splits = _capacity(shape, tail, block_table.shape[1] * block)
-    tiles = -(-rows * group // (16 * row_tiles))
-    parts = batch * kv_heads * tiles * row_tiles * splits * min(16, rows * group)
+        ends = (0 if sinks is None else sinks, out, 0)
+        return [KernelCall(_make(shape), (num_blocks, 1, 1), (*given, *ends, *numbers, 0, scale * LOG2_E))]
+    splits = _capacity(shape, tail or rows, block_table.shape[1] * block)
+    tiles = -(-rows * group // (16 * row_tiles)) * row_tiles
+    parts = batch * kv_heads * tiles * splits * min(16, rows * group)
     partials = workspace("attention.partials", (parts, head_dim), torch.float32)
     sums = workspace("attention.sums", (parts, 2), torch.float32)
     processed = workspace("attention.processed", (batch, 3), torch.int32)
-    tensors = (q, k_cache, v_cache, block_table, slots, dense_lens, row_live, row_masks, partials, sums, processed)
-    numbers = (batch, rows, tail, block_table.shape[1], splits, scale * LOG2_E)
-    first_half = KernelCall(_make(shape), (num_blocks, 1, 1), (*tensors, *numbers))
+    parked = (partials, sums, processed)
+    first_half = KernelCall(_make(shape), (num_blocks, 1, 1), (*given, *parked, *numbers, splits, scale * LOG2_E))
     second_half = combine_splits(
         shape, partials, sums, processed, row_live=row_live, sinks=sinks, out=out, rows=rows, capacity=splits
     )

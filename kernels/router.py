@@ -33,7 +33,7 @@ from lowlat.kernels.select import copies_wait_all, is_last
 
 __all__ = ["MAX_CHOSEN", "MAX_EXPERTS", "MAX_WIDTH", "examples", "router"]
 
-MAX_EXPERTS, MAX_CHOSEN, MAX_WIDTH = 256, 8, 8192
+MAX_EXPERTS, MAX_CHOSEN, MAX_WIDTH = 256, 8, 6144
 EXPERTS = 4  # of a block
 QUARTERS = WARPS // EXPERTS  # warps that share an expert
 EVERY_LANE = 0xFFFFFFFF
@@ -98,7 +98,13 @@ def router(
     live = 0 if row_live is None else row_live
     inputs = (x, norm_weight, live, weight, bias)
     outputs = (normed, expert_ids, expert_weights, logits, counters)
-    return [KernelCall(_make(width, experts, chosen, held, eps), grid, (*inputs, *outputs, rows))]
+    kernel = _make(width, experts, chosen, held, _min_blocks(width, held, card), eps)
+    return [KernelCall(kernel, grid, (*inputs, *outputs, rows))]
+
+
+def _min_blocks(width: int, held: int, card: Card) -> int:
+    """By registers: two where nothing spills for it, so that a block fits beside those of the product before it."""
+    return 2 if held < 4 and width <= CHUNK * THREADS and card.capability == H200.capability else 1
 
 
 def _rows_at_once(rows: int, width: int) -> int:
@@ -107,7 +113,7 @@ def _rows_at_once(rows: int, width: int) -> int:
 
 
 @cache
-def _make(width: int, experts: int, chosen: int, held: int, eps: float) -> Kernel:
+def _make(width: int, experts: int, chosen: int, held: int, min_blocks: int, eps: float) -> Kernel:
     """Grid (blocks of EXPERTS experts, groups of rows)."""
     load_weights, keep_norm = _make_load_weights(width, experts), _make_keep_norm(width)
     load_rows = _make_load_rows(width, held)
@@ -175,8 +181,8 @@ def _make(width: int, experts: int, chosen: int, held: int, eps: float) -> Kerne
             first = int32(first + int32(cuda.gridDim.y) * int32(held))
 
     signature = (*(types.int64,) * 10, types.int32)
-    name = f"router_n{width}_e{experts}_k{chosen}_r{held}_eps{eps!r}"
-    return Kernel(name, router, signature, THREADS, 2 if held < 4 and own == 1 else 1)
+    name = f"router_n{width}_e{experts}_k{chosen}_r{held}x{min_blocks}_eps{eps!r}"
+    return Kernel(name, router, signature, THREADS, min_blocks)
 
 
 def _steps(width: int) -> int:
@@ -385,13 +391,13 @@ def _make_choose(experts: int, chosen: int) -> Any:
     return choose
 
 
-def examples() -> list[Kernel]:
-    """Specialisations that stand for all: gpt-oss of both sizes with 1, 2 and 4 rows at once, and the largest."""
+def examples(card: Card = H200) -> list[Kernel]:
+    """Specialisations, as a card has them: gpt-oss of both sizes with 1, 2 and 4 rows at once, the largest, a small."""
+    shapes = (
+        *((2880, 128, 4, 1), (2880, 128, 4, 2), (2880, 128, 4, 4), (2880, 32, 4, 4)),
+        *((MAX_WIDTH, MAX_EXPERTS, MAX_CHOSEN, 1), (64, 5, 2, 4)),
+    )
     return [
-        _make(2880, 128, 4, 1, 1e-5),
-        _make(2880, 128, 4, 2, 1e-5),
-        _make(2880, 128, 4, 4, 1e-5),
-        _make(2880, 32, 4, 4, 1e-5),
-        _make(MAX_WIDTH, MAX_EXPERTS, MAX_CHOSEN, 1, 1e-5),
-        _make(64, 5, 2, 4, 1e-6),
+        _make(width, experts, chosen, held, _min_blocks(width, held, card), 1e-5)
+        for width, experts, chosen, held in shapes
     ]

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -78,7 +79,8 @@ def _experts_down(lowering: Lowering, start: int) -> Covered:
         out=partials,
         card=lowering.card,
     )
-    norm, count = {}, 2
+    norm: dict[str, Any] = {}
+    count = 2
     after = lowering.following(start + 1)
     if after is not None and after.kind == "rms_norm" and after.reads["x"] == following.writes["out"]:
         normed = lowering.arguments(start + 2)

@@ -46,7 +46,7 @@ def changed(
             {},
             "at most 8 experts a token and the target's tokens choose 9",
         ),
-        ({"experts": EXPERTS, "hidden_size": 8224}, None, "a hidden size of at most 8192 where experts are chosen"),
+        ({"experts": EXPERTS, "hidden_size": 6176}, None, "a hidden size of at most 6144 where experts are chosen"),
         ({"experts": EXPERTS, "intermediate_size": 72}, {}, "multiples of 32 as widths of MXFP4"),
         ({"head_dim": 8}, None, "the target's have 8"),
         ({"head_dim": 8}, {}, "heads of 64 or 128 dimensions and the target's have 8"),

@@ -66,7 +66,7 @@ def test_the_choice_of_a_chunk_is_the_reference_s() -> None:
     torch.manual_seed(5)
     x, weight, bias = torch.randn(19, 64).to(BF16), torch.randn(9, 64).to(BF16), torch.randn(9).to(BF16)
     weight[7], bias[7] = weight[2], bias[2]
-    found = {"expert_ids": torch.zeros(19, 4, dtype=torch.int32), "expert_weights": torch.zeros(19, 4)}
+    found: dict[str, Any] = {"expert_ids": torch.zeros(19, 4, dtype=torch.int32), "expert_weights": torch.zeros(19, 4)}
     expected = {name: tensor.clone() for name, tensor in found.items()}
     prefill_router(x, weight, bias, **found)
     reference.router(x, weight, bias, **expected)
