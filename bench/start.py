@@ -209,7 +209,9 @@ def _run(options: argparse.Namespace, cache: str) -> dict[str, Any]:
     own = ["--device", options.device, "--max-batch", options.max_batch, "--max-context", options.max_context]
     command = [sys.executable, "-m", "bench.start", "--directory", options.directory, *own, "--start", time.time()]
     environment = {**os.environ, "LOWLAT_KERNEL_CACHE": cache}
-    found = subprocess.run(map(str, command), env=environment, capture_output=True, text=True, check=False)
+    found = subprocess.run(
+        [str(part) for part in command], env=environment, capture_output=True, text=True, check=False
+    )
     if found.returncode:
         sys.stderr.write(found.stderr)
         found.check_returncode()
