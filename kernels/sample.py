@@ -81,10 +81,11 @@ INTS_2D = types.Array(types.int32, 2, "C")
 LONGS = types.Array(types.int64, 1, "C")
 LONGS_2D = types.Array(types.int64, 2, "C")
 LONGS_3D = types.Array(types.int64, 3, "C")
-FLOATS = types.Array(types.float32, 1, "C")
 FLOATS_2D = types.Array(types.float32, 2, "C")
 # lengths, slot_ints, slot_floats, prompt_seen, output_counts, bias_ids, bias_values, stop_ids
 STATE = (INTS, LONGS_2D, FLOATS_2D, types.int64, types.int64, INTS_2D, FLOATS_2D, INTS_2D)
+ROW = (types.int64, BYTES, types.int64, LONGS, INTS, *STATE, types.int64)  # logits to the row's largest
+CHOSEN = (INTS, BYTES, types.int64, types.int64, LONGS_3D)  # target_tokens to masses
 
 
 def sample(
@@ -183,8 +184,9 @@ def _make_choose(width: int, rows: int) -> Kernel:
         if not live:
             return
         words = own_words(logits + row * (4 * width), first, uint32(MINUS_INFINITY))
+        touched = touches(wishes, first)  # while the words are on their way
         broken = words_broken(words, first, width, uint32(FINITE))
-        if touches(wishes, first):
+        if touched:
             store_words(base, words)
             tokens = row_tokens + index * (4 * rows)
             apply_history(
@@ -198,11 +200,8 @@ def _make_choose(width: int, rows: int) -> Kernel:
         if cuda.threadIdx.x == 0:
             store_global_64(largest + 8 * (row * chunks + chunk), key, low)
 
-    signature = (types.int64, BYTES, types.int64, LONGS, INTS, *STATE, types.int64)
     # five blocks on a multiprocessor: a tree of 40 rows then takes two waves, not three
-    return Kernel(
-        f"sample_choose_{width}_{rows}", choose_kernel, signature, THREADS, min_blocks=5 if width % 4 == 0 else 1
-    )
+    return Kernel(f"sample_choose_{width}_{rows}", choose_kernel, ROW, THREADS, min_blocks=5 if width % 4 == 0 else 1)
 
 
 @device_function
@@ -258,10 +257,30 @@ def _own_draw(staged: Any, first: Any, bound: Any, min_p: Any, seed: Any, positi
 
 
 @functools.cache
+def _make_find_bounds(width: int) -> Any:
+    """A device function: the bound of what top_k and top_p leave of a row, and how many tables of masses it used."""
+    find_bound = make_find_bound(count_chunks("logits", width))
+
+    @device_function
+    def find_bounds(
+        staged: Any, top_k: Any, top_p: Any, masses: Any, row: Any, barrier: Any, tally: Any, sums: Any
+    ) -> Any:
+        bound, tables = uint32(FINITE), int64(0)
+        for by_mass in (False, True):
+            if (by_mass and top_p < 1.0) or (not by_mass and 0 < top_k < width):
+                found = find_bound(staged, bound, by_mass, top_k, top_p, masses, row, tables, barrier, tally, sums)
+                bound = min(bound, found)
+                tables += PASSES
+        return bound, tables
+
+    return find_bounds
+
+
+@functools.cache
 def _make_draw(width: int, rows: int) -> Kernel:
     """The second launch, specialised by V and T."""
     chunks = count_chunks("logits", width)
-    stage, apply_history, find_bound = make_stage(width), make_apply_history(width, rows), make_find_bound(chunks)
+    stage, apply_history, find_bounds = make_stage(width), make_apply_history(width, rows), _make_find_bounds(width)
 
     def draw_kernel(
         logits: Any,
@@ -325,14 +344,9 @@ def _make_draw(width: int, rows: int) -> Kernel:
             )
         _scale(staged, value_of_key(key), temperature)
         counter = counters + row * (4 * COUNTERS)
-        bound, tables = uint32(FINITE), int64(0)
         top_k, top_p = slot_ints[slot, TOP_K], slot_floats[slot, TOP_P]
         cuda.syncthreads()
-        for by_mass in (False, True):
-            if (by_mass and top_p < 1.0) or (not by_mass and 0 < top_k < width):
-                found = find_bound(staged, bound, by_mass, top_k, top_p, masses, row, tables, counter + 4, tally, sums)
-                bound = min(bound, found)
-                tables += PASSES
+        bound, tables = find_bounds(staged, top_k, top_p, masses, row, counter + 4, tally, sums)
         key, low = _own_draw(base, first, bound, slot_floats[slot, MIN_P], slot_ints[slot, SEED], position)
         last, key, low = row_best(key, low, pairs, drawn + row * (8 * chunks), counter, chunk, chunks)
         if last:
@@ -341,11 +355,7 @@ def _make_draw(width: int, rows: int) -> Kernel:
                 store_global_u32(counter + 4, uint32(0))
                 target_tokens[row] = int32(index_of_low(low))
 
-    signature = (
-        *(types.int64, BYTES, types.int64, LONGS, INTS, *STATE, types.int64),
-        *(INTS, BYTES, types.int64, types.int64, LONGS_3D),
-    )
-    return Kernel(f"sample_draw_{width}_{rows}", draw_kernel, signature, THREADS, min_blocks=2)
+    return Kernel(f"sample_draw_{width}_{rows}", draw_kernel, (*ROW, *CHOSEN), THREADS, min_blocks=2)
 
 
 def examples() -> list[Kernel]:
