@@ -6,7 +6,7 @@ Penalties, biases and bans, in the order and with the roundings of `kernels.refe
 import functools
 from typing import Any
 
-from lowlat.kernels.numba_cuda import cuda, device_function, float32, int32, int64, types, uint32
+from lowlat.kernels.numba_cuda import cuda, device_function, float32, int64, types, uint32
 from lowlat.kernels.ptx import (
     add_rn,
     bits_of_float,
@@ -132,13 +132,22 @@ def read_wishes(
 
 
 @device_function
-def touches(wishes: Any, first: Any) -> Any:
-    """Whether what `read_wishes` gave changes any number of the chunk from `first` on; all threads must come here."""
-    # conditions are put together by &, every index is valid in every thread: no branch before the barrier
+def touches(wishes: Any, first: Any, flag: Any) -> Any:
+    """Whether what `read_wishes` gave changes any number of the chunk from `first` on; all threads must come here.
+
+    flag  [1] uint32, shared memory that nobody else uses. (A barrier that votes would do without it, but the code that
+          is made of one here, between stores that depend on it, ends as an illegal instruction on an H200.)
+    """
     penalties, near, far, stop, banning = wishes
     plain = (penalties[0] == 1.0) & (penalties[1] == 0.0) & (penalties[2] == 0.0)
     named = _inside(near - first) | _inside(far - first) | (banning & _inside(stop - first))
-    return cuda.syncthreads_or(int32(0) if plain & (not named) else int32(1)) != 0
+    if cuda.threadIdx.x == 0:
+        flag[0] = uint32(0)
+    cuda.syncthreads()
+    if named or (cuda.threadIdx.x == 0 and not plain):
+        cuda.atomic.max(flag, 0, uint32(1))
+    cuda.syncthreads()
+    return flag[0] != uint32(0)
 
 
 @functools.cache

@@ -172,7 +172,7 @@ def _make_choose(width: int, rows: int) -> Kernel:
     ) -> None:
         let_next_kernel_start()
         staged = cuda.shared.array(CHUNK, types.uint32, alignment=16)
-        pairs = cuda.shared.array(PAIRS, types.uint32)
+        pairs, flag = cuda.shared.array(PAIRS, types.uint32), cuda.shared.array(1, types.uint32)
         base = shared_address(staged)
         chunk, row = int64(cuda.blockIdx.x), int64(cuda.blockIdx.y)
         first, index = chunk * CHUNK, row // rows
@@ -180,11 +180,11 @@ def _make_choose(width: int, rows: int) -> Kernel:
         live = (slot >= 0) & (row_live[row] != 0)
         slot = max(slot, 0)
         wishes = read_wishes(slot, mask, lengths, slot_ints, slot_floats, bias_ids, stop_ids)
+        touched = touches(wishes, first, flag)
         wait_for_previous_kernel()
         if not live:
             return
         words = own_words(logits + row * (4 * width), first, uint32(MINUS_INFINITY))
-        touched = touches(wishes, first)  # while the words are on their way
         broken = words_broken(words, first, width, uint32(FINITE))
         if touched:
             store_words(base, words)
@@ -307,7 +307,7 @@ def _make_draw(width: int, rows: int) -> Kernel:
         staged = cuda.shared.array(CHUNK, types.uint32, alignment=16)
         tally = cuda.shared.array(TALLY_WORDS, types.uint32)
         sums = cuda.shared.array(SUMS, types.int64)
-        pairs = cuda.shared.array(PAIRS, types.uint32)
+        pairs, flag = cuda.shared.array(PAIRS, types.uint32), cuda.shared.array(1, types.uint32)
         base = shared_address(staged)
         chunk, row, thread = int64(cuda.blockIdx.x), int64(cuda.blockIdx.y), cuda.threadIdx.x
         first, index = chunk * CHUNK, row // rows
@@ -320,6 +320,7 @@ def _make_draw(width: int, rows: int) -> Kernel:
             return
         position = draw_position(lengths[slot], mask)
         wishes = read_wishes(slot, mask, lengths, slot_ints, slot_floats, bias_ids, stop_ids)
+        touched = touches(wishes, first, flag)
         wait_for_previous_kernel()
         if not live:
             if thread == 0:
@@ -337,7 +338,7 @@ def _make_draw(width: int, rows: int) -> Kernel:
         copies_wait_all()
         if settled:
             return
-        if touches(wishes, first):
+        if touched:
             tokens = row_tokens + index * (4 * rows)
             apply_history(
                 staged, first, slot, wishes, tokens, mask, prompt_seen, output_counts, bias_ids, bias_values, stop_ids
