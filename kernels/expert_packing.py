@@ -27,8 +27,8 @@ __all__ = [
     "unpack_expert",
 ]
 
-# A scale is stored as the exponent that a block's sum wants, which comes times 2**-63: see `experts_multiply`. So 191 is
-# the greatest; it stands for 2**64.
+# A scale is stored as the exponent that a block's sum wants, which comes times 2**-63: see `experts_multiply`. So the
+# greatest is 191, for 2**64.
 SCALE_OFFSET = 63
 MIN_SCALE, MAX_SCALE, NEUTRAL_SCALE = 1, 254 - SCALE_OFFSET, 127
 # A half-word holds four codes, the same places in both halves. Of each code: where its bits lie, from the lowest bit

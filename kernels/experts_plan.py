@@ -179,6 +179,8 @@ def plan_experts(
     half, bulk = card.shared_bytes // 2 - SYSTEM_BYTES, card.capability >= (9, 0)
     num_blocks = min(rows * shape.ranks * shape.tiles, card.num_multiprocessors * blocks)
     tried = [(2, half, 2), (2, card.shared_bytes, 1), (1, half, 2), (1, card.shared_bytes, 1)]
+    if card.capability < (9, 0):  # no kernel starts beside the one before it
+        tried = [each for each in tried if each[2] == 1]
     # where inputs fill a block, a unit holds fewer pairs; but rather short pipelines than fewer pairs
     while columns:
         for least, (count, room, shared) in itertools.product((ENOUGH_STAGES, 1), tried):

@@ -207,9 +207,9 @@ def _make_multiplying(shape: ExpertShape, plan: ExpertPlan) -> Any:
     """A function of the warps that multiply: a warp's steps of all tiles of a run, their sums left to who finishes."""
     steps, warps, columns, stages, both = shape.steps, plan.warps, plan.columns, plan.stages, plan.tiles == 2
     stage_ratio, area_bytes = plan.stage_bytes(shape) // BARRIER_BYTES, plan.area_bytes
-    turns = -(-shape.steps // plan.warps)
+    turns, turn_bytes, input_bytes = -(-steps // warps), warps * columns * 128, plan.input_bytes(shape)
     inputs_at = stages * plan.stage_bytes(shape)
-    sums_at, tile_sums = inputs_at + plan.input_bytes(shape), plan.warps * plan.sum_bytes
+    sums_at, tile_sums = inputs_at + input_bytes, plan.warps * plan.sum_bytes
     tile_bytes, scales_at = plan.warps * shape.step_bytes, plan.tiles * plan.warps * shape.step_bytes
     step_bytes, sum_bytes, even, all_of_them = shape.step_bytes, plan.sum_bytes, steps % warps == 0, plan.warps * 32
     ring_end = area_barriers = stages * BARRIER_BYTES
@@ -225,6 +225,7 @@ def _make_multiplying(shape: ExpertShape, plan: ExpertPlan) -> Any:
         inputs = uint32(base + uint32(inputs_at))
         mine_inputs = uint32(inputs + warp * uint32(columns * 128) + (lane & uint32(3)) * uint32(16))
         mine_inputs = uint32(mine_inputs + ((lane >> uint32(2)) % uint32(columns)) * uint32(64))
+        inputs_end, no_more = uint32(mine_inputs + uint32(turns * turn_bytes)), uint32(inputs + uint32(input_bytes))
         mine = uint32(base + warp * uint32(step_bytes) + lane * uint32(16))
         mine_scales = uint32(base + uint32(scales_at) + warp * uint32(SCALE_BYTES) + (lane >> uint32(2)) * uint32(4))
         to_scales = uint32(mine_scales - mine)
@@ -240,9 +241,9 @@ def _make_multiplying(shape: ExpertShape, plan: ExpertPlan) -> Any:
                 sync()
             zero, at = float32(0), mine_inputs
             top, low = (zero, zero, zero, zero), (zero, zero, zero, zero)
-            for turn in range(turns):
+            while at != inputs_end:
                 wait(barrier, parity)
-                if even or uint32(warp + uint32(turn * warps)) < uint32(steps):
+                if even or at < no_more:
                     here, values = uint32(to_mine + barrier * uint32(stage_ratio)), load(at)
                     scales = uint32(here + to_scales)
                     top = multiply(top, here, scales, values)
@@ -250,7 +251,7 @@ def _make_multiplying(shape: ExpertShape, plan: ExpertPlan) -> Any:
                         other, others = uint32(here + uint32(other_tile)), uint32(scales + uint32(other_scales))
                         low = multiply(low, other, others, values)
                 _arrive(uint32(barrier + uint32(FREE)), lane)
-                at = uint32(at + uint32(warps * columns * 128))
+                at = uint32(at + uint32(turn_bytes))
                 barrier = uint32(barrier + uint32(BARRIER_BYTES))
                 if barrier == uint32(barriers + uint32(ring_end)):
                     barrier, parity = barriers, uint32(parity ^ uint32(1))
