@@ -1,7 +1,7 @@
 """Times of the experts' two products inside a graph, over experts that have left the L2, and of ways to cut them.
 
     python -m bench.experts --out /tmp/experts.json
-    python -m bench.experts --warps 8 16 --stages 3 5 7 --blocks 1 2
+    python -m bench.experts --tiles 1 2 --stages 2 4 6 --warps 9 15
 
 gpt-oss-120b's sizes. Every copy in the graph reads other experts. A pair of launches, as a step has them, is timed
 beside each product alone, because the second one's first weights travel while the first one ends.
@@ -20,7 +20,7 @@ from bench.micro import Entry, time_entries
 from bench.wall import measure_wall
 from lowlat.errors import ShapeError
 from lowlat.executors.launcher import Launcher
-from lowlat.kernels.expert_packing import PackedExperts, allocate_experts
+from lowlat.kernels.expert_packing import SCALE_OFFSET, PackedExperts, allocate_experts
 from lowlat.kernels.experts_down import experts_down
 from lowlat.kernels.experts_gate_up import experts_gate_up
 from lowlat.kernels.experts_plan import DOWN, GATE_UP, ExpertPlan, ExpertShape, plan_experts
@@ -39,7 +39,7 @@ def _experts(rows: int, num_experts: int, quantised: bool, device: torch.device)
         packed.words.normal_()
     else:
         packed.words.random_(-(2**31), 2**31 - 1)
-        packed.scales.random_(112, 122)
+        packed.scales.random_(112 + SCALE_OFFSET, 122 + SCALE_OFFSET)
     return packed
 
 
@@ -109,8 +109,9 @@ def _both(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Time every cut that is asked for, print a row each, and write them where that is asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--warps", type=int, nargs="*", default=[], help="of a block: 8, 15 or 16; changes bits")
-    parser.add_argument("--stages", type=int, nargs="*", default=[], help="steps under way in a warp")
+    parser.add_argument("--warps", type=int, nargs="*", default=[], help="that multiply: 9 or 15; changes bits")
+    parser.add_argument("--tiles", type=int, nargs="*", default=[], help="walked at once: 1 or 2")
+    parser.add_argument("--stages", type=int, nargs="*", default=[], help="of a pipeline")
     parser.add_argument("--blocks", type=int, nargs="*", default=[], help="that share a multiprocessor")
     parser.add_argument("--experts", type=int, default=128)
     parser.add_argument("--bf16", action="store_true", help="plain weights; take fewer experts")
@@ -119,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args(arguments)
-    ways = {"warps": options.warps, "stages": options.stages, "blocks": options.blocks}
+    ways = {"warps": options.warps, "tiles": options.tiles, "stages": options.stages, "blocks": options.blocks}
     given = {name: values for name, values in ways.items() if values}
     cuts = [dict(zip(given, values, strict=True)) for values in itertools.product(*given.values())]
     device = torch.device(options.device)

@@ -12,7 +12,7 @@ import torch
 from bench.gpt_oss_cases import IMPOSED, OssCase, OssModel, expert_bytes, head_config, model_config
 from bench.lowlat_step import BLOCK_SIZE, ROOM, ExecutorStep
 from lowlat.checkpoint.plan import weight_plan
-from lowlat.kernels.expert_packing import PackedExperts, allocate_experts
+from lowlat.kernels.expert_packing import SCALE_OFFSET, PackedExperts, allocate_experts
 from lowlat.kernels.packing import gate_up_order
 from lowlat.profiling import LEAD, call_sites, record_kernels
 from lowlat.profiling_report import Summary, summarise
@@ -77,7 +77,7 @@ def _layer_experts(
         )
         packed.words.random_(-(1 << 31), 1 << 31, generator=generator)
         if packed.scales is not None:
-            packed.scales.random_(*SCALES, generator=generator)
+            packed.scales.random_(*(scale + SCALE_OFFSET for scale in SCALES), generator=generator)
         yield f"layers.{layer}.experts.{part}", packed
 
 

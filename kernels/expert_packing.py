@@ -17,6 +17,7 @@ from lowlat.kernels.reference.shapes import check_shape
 
 __all__ = [
     "MAX_SCALE",
+    "SCALE_OFFSET",
     "PackedExperts",
     "allocate_experts",
     "pack_codes",
@@ -26,7 +27,10 @@ __all__ = [
     "unpack_expert",
 ]
 
-MIN_SCALE, MAX_SCALE, NEUTRAL_SCALE = 1, 252, 127
+# A scale is stored as the exponent that a block's sum wants, which comes times 2**-63: see `experts_multiply`. So the
+# greatest is 191, for 2**64.
+SCALE_OFFSET = 63
+MIN_SCALE, MAX_SCALE, NEUTRAL_SCALE = 1, 254 - SCALE_OFFSET, 127
 # A half-word holds four codes, the same places in both halves. Of each code: where its bits lie, from the lowest bit
 # of its magnitude to its sign. The first three come to bits 6, 7, 8 and 15 by one shift to the left, the last one by
 # a product with a number of three bits: see `experts_decode`.
@@ -39,7 +43,8 @@ class PackedExperts:
     """The packed matrices of all experts of one product.
 
     words        [E, ceil(N / 16), ceil(K / 64), 128] int32: codes; or [.., 1024] bf16 without scales
-    scales       [E, ceil(N / 16), ceil(K / 64), 32] uint8: of 8 rows two blocks, and of the rows 8 below; or None
+    scales       [E, ceil(N / 16), ceil(K / 64), 32] uint8: of 8 rows two blocks, and of the rows 8 below;
+                 a scale s is stored as s + SCALE_OFFSET; or None
     num_experts  E
     rows         N, before padding
     columns      K, before padding
@@ -100,7 +105,7 @@ def pack_expert_into(
     index   of the expert
     weight  [N, K]           bf16, or
     blocks  [N, K / 32, 16]  uint8  two codes a byte, the earlier in the low nibble, and
-    scales  [N, K / 32]      uint8  1 to 252; another one only where all 32 numbers are zero
+    scales  [N, K / 32]      uint8  1 to 191; another one only where all 32 numbers are zero
     Raises ShapeError for what does not fit, ConfigError for other scales.
     """
     if not 0 <= index < packed.num_experts:
@@ -119,10 +124,10 @@ def pack_expert_into(
     if packed.order is not None:
         order = packed.order.to(packed.words.device)
         blocks, scales = blocks[order], scales[order]
-    scales = _checked_scales(blocks, scales, index)
+    scales = _checked_scales(blocks, scales, index) + SCALE_OFFSET
     extra_rows, extra_blocks = -packed.rows % TILE_ROWS, packed.columns // BLOCK % 2
     blocks = torch.nn.functional.pad(blocks, (0, 0, 0, extra_blocks, 0, extra_rows))
-    scales = torch.nn.functional.pad(scales, (0, extra_blocks, 0, extra_rows), value=NEUTRAL_SCALE)
+    scales = torch.nn.functional.pad(scales, (0, extra_blocks, 0, extra_rows), value=NEUTRAL_SCALE + SCALE_OFFSET)
     height, width = packed.words.shape[1:3]
     # tile, row half, group, step, block, quad, 4 bytes -> tile, step, group, quad, row half, block
     lanes = blocks.reshape(height, 2, 8, width, 2, 4, 4).permute(0, 3, 2, 5, 1, 4, 6)
@@ -176,7 +181,7 @@ def unpack_expert(packed: PackedExperts, expert: int) -> torch.Tensor:
     lanes = unpack_codes(packed.words[expert].reshape(height, width, 8, 4, 2, 2))
     blocks = lanes.permute(0, 4, 2, 1, 5, 3, 6).reshape(height * TILE_ROWS, width * 2, BLOCK // 2)
     scales = packed.scales[expert].reshape(height, width, 8, 2, 2).permute(0, 3, 2, 1, 4)
-    scales = scales.reshape(height * TILE_ROWS, width * 2)
+    scales = scales.reshape(height * TILE_ROWS, width * 2) - SCALE_OFFSET
     matrix = dequantise(blocks, scales, torch.bfloat16)[: packed.rows, : packed.columns]
     if packed.order is None:
         return matrix.contiguous()
@@ -217,6 +222,6 @@ def _checked_scales(blocks: torch.Tensor, scales: torch.Tensor, index: int) -> t
     if bool(used.any()):
         raise ConfigError(
             f"expert {index}: scale {int(scales[used][0])} of an MXFP4 block; kernels take {MIN_SCALE} to {MAX_SCALE}, "
-            "as bf16 holds them"
+            "as one product in float32 applies them"
         )
     return torch.where(strange, NEUTRAL_SCALE, scales).to(torch.uint8)

@@ -15,11 +15,54 @@ __all__ = ["make_chosen", "make_expert_of", "make_list_units", "make_members_of"
 
 def make_list_units(plan: ExpertPlan) -> Any:
     """A function of all threads: list the units of `count` ids at `area`; returns how many there are."""
+    return _make_list_few(plan) if plan.capacity <= 32 else _make_list_many(plan)
+
+
+def _make_list_few(plan: ExpertPlan) -> Any:
+    """At most a pair a lane: the first warp compares them among its lanes; one barrier."""
     capacity, columns = plan.capacity, plan.columns
     leaders_at, units_at, pairs_at = 4 * capacity, 8 * capacity, 12 * capacity
 
     @device_function
-    def list_units(area: Any, ids: Any, count: Any, thread: Any) -> Any:
+    def list_few(area: Any, ids: Any, count: Any, thread: Any) -> Any:
+        if thread < uint32(32):
+            mine = int32(-1)
+            if int64(thread) < count:
+                mine = int32(ptx.load_acquire_gpu(ids + int64(thread) * 4))
+            same = ptx.lanes_of_same(uint32(mine))
+            earlier = uint32(uint32(uint32(1) << thread) - uint32(1))
+            before, leads = ptx.count_bits(uint32(same & earlier)), uint32(0)
+            if mine >= int32(0) and before % uint32(columns) == uint32(0):
+                leads = uint32(1)
+            leaders = ptx.ballot(leads)
+            if thread < uint32(capacity):
+                ptx.store_shared_u32(area + thread * uint32(4), uint32(mine))
+            if thread == uint32(0):
+                ptx.store_shared_u32(area + uint32(leaders_at), ptx.count_bits(leaders))
+            if leads == uint32(1):
+                unit, rest = ptx.count_bits(uint32(leaders & earlier)), uint32(same & ~earlier)
+                members = uint32(0)
+                for column in range(columns):
+                    if rest != uint32(0):
+                        lower = uint32(rest & uint32(uint32(0) - rest))
+                        place = area + uint32(pairs_at) + (unit * uint32(columns) + uint32(column)) * uint32(4)
+                        ptx.store_shared_u32(place, ptx.count_bits(uint32(lower - uint32(1))))
+                        rest, members = uint32(rest ^ lower), uint32(members + uint32(1))
+                word = uint32(mine) | (members << uint32(24))
+                ptx.store_shared_u32(area + uint32(units_at) + unit * uint32(4), word)
+        cuda.syncthreads()
+        return ptx.load_shared_u32(area + uint32(leaders_at))
+
+    return list_few
+
+
+def _make_list_many(plan: ExpertPlan) -> Any:
+    """A pair a thread, compared with all others in shared memory; three barriers."""
+    capacity, columns = plan.capacity, plan.columns
+    leaders_at, units_at, pairs_at = 4 * capacity, 8 * capacity, 12 * capacity
+
+    @device_function
+    def list_many(area: Any, ids: Any, count: Any, thread: Any) -> Any:
         mine, leads = int32(-1), uint32(0)
         if thread < uint32(capacity):
             if int64(thread) < count:
@@ -46,7 +89,7 @@ def make_list_units(plan: ExpertPlan) -> Any:
         cuda.syncthreads()
         return units
 
-    return list_units
+    return list_many
 
 
 @device_function

@@ -2,17 +2,17 @@
 
 MXFP4: a code's sign and its three bits of magnitude, put at bits 15 and 8 to 6 of a bf16, are its value times 2**-126;
 the lowest magnitudes are subnormal there, and mma reads those exactly. Inputs come times 2**63 (exact for magnitudes
-below 2**64), so that products keep all bits for inputs from 2**-62 on; a block's sum of 32 times 2**63 is the sum
-itself, and times the block's power of two it joins the sums. No power of two in between rounds anything.
+below 2**64), so that products keep all bits for inputs from 2**-62 on. A block's sum of 32 is 2**-63 of what it stands
+for: packed scales are 63 above their meaning, and one multiply-add brings it to its size and joins it to the sums.
 """
 
 from typing import Any
 
 from lowlat.kernels import ptx
-from lowlat.kernels.experts_plan import CODE_BYTES, ExpertPlan, ExpertShape
+from lowlat.kernels.experts_plan import ExpertPlan, ExpertShape
 from lowlat.kernels.numba_cuda import device_function, float32, uint32
 
-__all__ = ["TWO_TO_63", "decode", "make_multiply", "scaled"]
+__all__ = ["TWO_TO_63", "decode", "make_load", "make_multiply", "scaled"]
 
 TWO_TO_63 = 0x5F005F00  # twice, in bf16
 MINUS_ZEROS = 0x80008000
@@ -50,44 +50,54 @@ def _block(w: Any, v: Any, x0: Any, x1: Any, x2: Any, x3: Any) -> Any:
     return ptx.mma_bf16(d0, d1, d2, d3, a2, b2, a3, b3, x2, x3)
 
 
-@device_function
-def _add(total: Any, part: Any, power: Any) -> Any:
-    return ptx.fma_rn(ptx.mul_rn(part, float32(2.0**63)), power, total)
-
-
-def make_multiply(shape: ExpertShape, plan: ExpertPlan) -> Any:
-    """A function: add one step to a warp's four sums.
-
-    It takes the sums, the address of the lane's weights, how far from there the lane's scales are, and the address of
-    the lane's inputs.
-    """
+def make_load(plan: ExpertPlan) -> Any:
+    """A function: what a lane needs of a step's inputs, eight words, from its place among them."""
     half = plan.columns * 64
 
     @device_function
-    def multiply_codes(c0: Any, c1: Any, c2: Any, c3: Any, here: Any, to_scales: Any, inputs: Any) -> Any:
-        # of a row the blocks 0 and 1, of the row 8 below the blocks 0 and 1
-        w0, w1, w2, w3 = ptx.load_shared_128(here)
-        powers = ptx.load_shared_u32(here + to_scales)
+    def load(inputs: Any) -> Any:
         x0, x1, x2, x3 = ptx.load_shared_128(inputs)
         x4, x5, x6, x7 = ptx.load_shared_128(inputs + uint32(half))
-        d0, d1, d2, d3 = _block(w0, w2, x0, x1, x2, x3)
-        e0, e1, e2, e3 = _block(w1, w3, x4, x5, x6, x7)
+        return x0, x1, x2, x3, x4, x5, x6, x7
+
+    return load
+
+
+def make_multiply(shape: ExpertShape) -> Any:
+    """A function: add a step of one tile to a warp's four sums.
+
+    It takes the sums, the addresses of the lane's words and of its scales, and its inputs.
+    """
+
+    @device_function
+    def multiply_codes(sums: Any, words: Any, scales: Any, x: Any) -> Any:
+        c0, c1, c2, c3 = sums
+        # of a row the blocks 0 and 1, of the row 8 below the blocks 0 and 1
+        w0, w1, w2, w3 = ptx.load_shared_128(words)
+        powers = ptx.load_shared_u32(scales)
+        d0, d1, d2, d3 = _block(w0, w2, x[0], x[1], x[2], x[3])
+        e0, e1, e2, e3 = _block(w1, w3, x[4], x[5], x[6], x[7])
         top0 = ptx.float_of_bits((powers << uint32(23)) & uint32(EXPONENT))
         top1 = ptx.float_of_bits((powers << uint32(15)) & uint32(EXPONENT))
         low0 = ptx.float_of_bits((powers << uint32(7)) & uint32(EXPONENT))
         low1 = ptx.float_of_bits((powers >> uint32(1)) & uint32(EXPONENT))
-        c0, c1 = _add(_add(c0, d0, top0), e0, top1), _add(_add(c1, d1, top0), e1, top1)
-        c2, c3 = _add(_add(c2, d2, low0), e2, low1), _add(_add(c3, d3, low0), e3, low1)
-        return c0, c1, c2, c3
+        c0, c1 = ptx.fma_rn(d0, top0, c0), ptx.fma_rn(d1, top0, c1)
+        c2, c3 = ptx.fma_rn(d2, low0, c2), ptx.fma_rn(d3, low0, c3)
+        c0, c1 = ptx.fma_rn(e0, top1, c0), ptx.fma_rn(e1, top1, c1)
+        return c0, c1, ptx.fma_rn(e2, low1, c2), ptx.fma_rn(e3, low1, c3)
 
     @device_function
-    def multiply_numbers(c0: Any, c1: Any, c2: Any, c3: Any, here: Any, _to_scales: Any, inputs: Any) -> Any:
+    def multiply_numbers(sums: Any, words: Any, _scales: Any, x: Any) -> Any:
+        c0, c1, c2, c3 = sums
         for part in range(2):
-            x0, x1, x2, x3 = ptx.load_shared_128(inputs + uint32(part * half))
-            a0, a1, a2, a3 = ptx.load_shared_128(here + uint32(part * CODE_BYTES))
-            b0, b1, b2, b3 = ptx.load_shared_128(here + uint32(part * CODE_BYTES + 1024))
-            c0, c1, c2, c3 = ptx.mma_bf16(c0, c1, c2, c3, a0, b0, a1, b1, x0, x1)
-            c0, c1, c2, c3 = ptx.mma_bf16(c0, c1, c2, c3, a2, b2, a3, b3, x2, x3)
+            a0, a1, a2, a3 = ptx.load_shared_128(words + uint32(part * 512))
+            b0, b1, b2, b3 = ptx.load_shared_128(words + uint32(part * 512 + 1024))
+            if part == 0:
+                c0, c1, c2, c3 = ptx.mma_bf16(c0, c1, c2, c3, a0, b0, a1, b1, x[0], x[1])
+                c0, c1, c2, c3 = ptx.mma_bf16(c0, c1, c2, c3, a2, b2, a3, b3, x[2], x[3])
+            else:
+                c0, c1, c2, c3 = ptx.mma_bf16(c0, c1, c2, c3, a0, b0, a1, b1, x[4], x[5])
+                c0, c1, c2, c3 = ptx.mma_bf16(c0, c1, c2, c3, a2, b2, a3, b3, x[6], x[7])
         return c0, c1, c2, c3
 
     return multiply_codes if shape.quantised else multiply_numbers

@@ -1,11 +1,14 @@
 """How the products of a mixture of experts are cut, and the constants that their parts share. It knows no kernel."""
 
+import itertools
 from dataclasses import dataclass
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.kernel import Card
 
 __all__ = [
+    "AREAS",
+    "BARRIER_BYTES",
     "CODE_BYTES",
     "DOWN",
     "GATE_UP",
@@ -16,6 +19,7 @@ __all__ = [
     "ExpertShape",
     "plan_experts",
     "rows_a_launch",
+    "warps_of",
 ]
 
 GATE_UP, DOWN = "gate_up", "down"
@@ -23,9 +27,16 @@ CODE_BYTES, SCALE_BYTES = 512, 32  # of a tile of 16 rows by 64 columns in MXFP4
 BF16_BYTES = 2048  # of the same tile in bf16
 MAX_PAIRS = 256  # of a row and a rank, in one launch: each has a thread while they are listed
 MAX_COLUMNS = 8  # of a tile of mma
-PAD = 20  # floats from one pair's partial sums to the next one's: no bank conflicts
-WARPS = 16
-MOST_STAGES = {True: 7, False: 3}  # by quantised; README.md beside this file tells what was tried
+PAD = 20  # floats from one pair's partial sums to the next one's
+MOST_WARPS = (
+    15  # that multiply; with those beside them 17: 56 registers a thread where two blocks share a multiprocessor
+)
+LEAST_WARPS = 6
+OTHER_WARPS = 2  # one fetches, one finishes
+MOST_STAGES = 6
+ENOUGH_STAGES = 4
+AREAS = 2  # of sums: one is added up while the other fills
+BARRIER_BYTES = 16  # two barriers: of what is there, and of what is free
 SYSTEM_BYTES = 1024  # of shared memory, a block
 
 
@@ -66,25 +77,29 @@ class ExpertPlan:
 
     columns     pairs that one reading of an expert's weights serves: 1, 2, 4 or 8
     capacity    pairs that a block can list: a multiple of 4
-    warps       of a block: warp w takes the steps w, w + warps, .. of every tile
-    stages      steps under way in each warp
+    warps       that multiply: warp w takes the steps w, w + warps, .. of every tile
+    tiles       walked at once: 1 or 2
+    stages      under way: of `tiles` tiles one step for each warp
     blocks      that share a multiprocessor
     min_blocks  that must fit on a multiprocessor: twice as many where the next kernel's are to fit beside these
     num_blocks  of the grid
+    bulk        one thread starts the copy of a whole stage, which a card must be able to; else a warp copies
     """
 
     columns: int
     capacity: int
     warps: int
+    tiles: int
     stages: int
     blocks: int
     min_blocks: int
     num_blocks: int
+    bulk: bool
 
     @property
     def threads(self) -> int:
         """Threads of a block."""
-        return self.warps * 32
+        return (self.warps + OTHER_WARPS) * 32
 
     @property
     def sum_bytes(self) -> int:
@@ -92,13 +107,23 @@ class ExpertPlan:
         return self.columns * PAD * 4
 
     @property
+    def area_bytes(self) -> int:
+        """All warps' partial sums of the tiles that are walked at once."""
+        return self.tiles * self.warps * self.sum_bytes
+
+    @property
     def list_bytes(self) -> int:
         """The lists of pairs: ids, leaders, units, and each unit's pairs."""
         return self.capacity * 4 * (3 + self.columns)
 
+    @property
+    def barrier_bytes(self) -> int:
+        """Of the stages and of the areas of sums."""
+        return (self.stages + AREAS) * BARRIER_BYTES
+
     def stage_bytes(self, shape: ExpertShape) -> int:
-        """One warp's copy of one step: every lane its own bytes, so scales are there four times."""
-        return CODE_BYTES + 4 * SCALE_BYTES if shape.quantised else BF16_BYTES
+        """One stage: the words of each tile, then the scales of each."""
+        return self.tiles * self.warps * (shape.step_bytes + (SCALE_BYTES if shape.quantised else 0))
 
     def input_bytes(self, shape: ExpertShape) -> int:
         """The inputs of one unit."""
@@ -106,8 +131,8 @@ class ExpertPlan:
 
     def shared_bytes(self, shape: ExpertShape) -> int:
         """Dynamic shared memory of a block."""
-        copies = self.warps * (self.stages * self.stage_bytes(shape) + 2 * self.sum_bytes)
-        return copies + self.input_bytes(shape) + self.list_bytes
+        copies = self.stages * self.stage_bytes(shape) + AREAS * self.area_bytes
+        return copies + self.input_bytes(shape) + self.list_bytes + self.barrier_bytes
 
 
 def rows_a_launch(ranks: int, limit: int = 64) -> int:
@@ -117,40 +142,53 @@ def rows_a_launch(ranks: int, limit: int = 64) -> int:
     return min(limit, MAX_PAIRS // ranks)
 
 
+def warps_of(steps: int) -> int:
+    """The warps that multiply: so many that none has a step more than others, if that is possible."""
+    return max(LEAST_WARPS, -(-steps // -(-steps // MOST_WARPS)))
+
+
 def plan_experts(
     rows: int,
     shape: ExpertShape,
     card: Card,
     *,
-    warps: int = WARPS,
+    warps: int | None = None,
+    tiles: int | None = None,
     stages: int | None = None,
     blocks: int = 1,
 ) -> ExpertPlan:
     """The plan for M rows: a block that leaves half of a multiprocessor to the next kernel, where that is possible.
 
     rows    M, at most `rows_a_launch`
-    stages  None: as many as fit into half of a block's greatest shared memory, and at most so many as pay
+    warps   None: `warps_of` the steps; another number gives other bits
+    tiles   None: two if they fit
+    stages  None: as many as fit, and at most so many as pay
     Raises ShapeError for a card whose blocks have too little shared memory, or threads that cannot list the pairs.
     """
     capacity = 4
     while capacity < rows * shape.ranks:
         capacity *= 2
-    if capacity > min(MAX_PAIRS, warps * 32):
-        raise ShapeError(f"{rows} rows of {shape.ranks} experts; {warps} warps list at most {warps * 32} pairs")
-    most = MOST_STAGES[shape.quantised] * WARPS // (warps * blocks)
-    tried = [stages] if stages is not None else range(most, 0, -1)
+    if warps is None:
+        warps = warps_of(shape.steps)
+    threads = (warps + OTHER_WARPS) * 32
+    if capacity > min(MAX_PAIRS, threads):
+        raise ShapeError(f"{rows} rows of {shape.ranks} experts; {warps} warps list at most {threads} pairs")
     columns = 1
-    while columns < min(rows, MAX_COLUMNS, warps * 2):  # a thread for each of a tile's 16 values of each pair
+    while columns < min(rows, MAX_COLUMNS):
         columns *= 2
-    half = card.shared_bytes // 2 - SYSTEM_BYTES
+    half, bulk = card.shared_bytes // 2 - SYSTEM_BYTES, card.capability >= (9, 0)
     num_blocks = min(rows * shape.ranks * shape.tiles, card.num_multiprocessors * blocks)
-    # where inputs fill a block, a unit holds fewer pairs; but rather the whole of a block than fewer pairs
+    tried = [(2, half, 2), (2, card.shared_bytes, 1), (1, half, 2), (1, card.shared_bytes, 1)]
+    if card.capability < (9, 0):  # no kernel starts beside the one before it
+        tried = [each for each in tried if each[2] == 1]
+    # where inputs fill a block, a unit holds fewer pairs; but rather short pipelines than fewer pairs
     while columns:
-        for room, least, shared in ((half, min(4, most), 2), (card.shared_bytes, 1, 1)):
-            for count in tried:
-                plan = ExpertPlan(columns, capacity, warps, count, blocks, shared * blocks, num_blocks)
-                used = plan.shared_bytes(shape) * blocks + SYSTEM_BYTES * (blocks - 1)
-                if used <= room and (count >= least or stages is not None):
+        for least, (count, room, shared) in itertools.product((ENOUGH_STAGES, 1), tried):
+            if tiles not in (None, count):
+                continue
+            for depth in range(MOST_STAGES, least - 1, -1) if stages is None else (stages,):
+                plan = ExpertPlan(columns, capacity, warps, count, depth, blocks, shared * blocks, num_blocks, bulk)
+                if plan.shared_bytes(shape) * blocks + SYSTEM_BYTES * (blocks - 1) <= room:
                     return plan
         columns //= 2
     raise ShapeError(

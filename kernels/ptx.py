@@ -14,6 +14,13 @@ __all__ = [
     "add_rn",
     "array_address",
     "atomic_add_gpu",
+    "ballot",
+    "barrier_arrive",
+    "barrier_arrive_with_copies",
+    "barrier_expect",
+    "barrier_init",
+    "barrier_is_over",
+    "barrier_is_over_soon",
     "bf16_bits",
     "bf16_pair",
     "bits_of_float",
@@ -22,12 +29,16 @@ __all__ = [
     "copy_async_4",
     "copy_async_16",
     "copy_async_16_or_zero",
+    "copy_bulk",
+    "count_bits",
     "div_rn",
     "exp2_approx",
+    "fence_bulk",
     "fence_system",
     "float_of_bits",
     "fma_bf16_pair",
     "fma_rn",
+    "lanes_of_same",
     "let_next_kernel_start",
     "load_acquire_gpu",
     "load_global_64",
@@ -65,6 +76,8 @@ __all__ = [
     "store_shared_f32",
     "store_shared_tiles",
     "store_shared_u32",
+    "sync_threads",
+    "sync_warp",
     "wait_for_previous_kernel",
     "warp_max",
     "warp_sum",
@@ -125,6 +138,8 @@ def _typed(signature: Any, codegen: Any, count: int) -> Any:
         return intrinsic(lambda context, a, b: (signature, codegen))
     if count == 3:
         return intrinsic(lambda context, a, b, c: (signature, codegen))
+    if count == 4:
+        return intrinsic(lambda context, a, b, c, d: (signature, codegen))
     if count == 5:
         return intrinsic(lambda context, a, b, c, d, e: (signature, codegen))
     if count == 10:
@@ -178,6 +193,43 @@ copy_async_16_or_zero = _instruction("cp.async.cg.shared.global.L2::128B [$0], [
 # 4 bytes, by way of L1: what all four lanes of a group need
 copy_async_4 = _instruction("cp.async.ca.shared.global [$0], [$1], 4;", None, (u32, i64))
 copies_commit = _instruction("cp.async.commit_group;", None, ())
+
+
+# barriers of arrivals in shared memory, 8 bytes each: a phase ends when as many arrivals as `init` said have come, and
+# all bytes that were announced. Whoever waits gives the parity of the phase; of a new barrier phase 1 counts as over.
+barrier_init = _instruction("mbarrier.init.shared.b64 [$0], $1;", None, (u32, u32))
+barrier_arrive = _instruction("{ .reg .b64 t; mbarrier.arrive.shared.b64 t, [$0]; }", None, (u32,))
+barrier_is_over = _instruction(
+    "{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [$1], $2; selp.u32 $0, 1, 0, p; }", u32, (u32, u32)
+)
+# from 9.0 on; it sleeps a while before it says no
+barrier_is_over_soon = _instruction(
+    "{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [$1], $2; selp.u32 $0, 1, 0, p; }", u32, (u32, u32)
+)
+# an arrival that comes when all copies of this thread so far have
+barrier_arrive_with_copies = _instruction("cp.async.mbarrier.arrive.noinc.shared.b64 [$0];", None, (u32,))
+# from 9.0 on: an arrival that announces bytes; and a copy of a multiple of 16 bytes that one thread starts
+barrier_expect = _instruction("{ .reg .b64 t; mbarrier.arrive.expect_tx.shared.b64 t, [$0], $1; }", None, (u32, u32))
+copy_bulk = _instruction(
+    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];",
+    None,
+    (u32, i64, u32, u32),
+)
+# new barriers are seen by bulk copies
+fence_bulk = _instruction("fence.proxy.async.shared::cta;", None, ())
+
+# among the lanes of a warp
+sync_warp = _instruction("bar.warp.sync 0xffffffff;", None, (), together=True)
+ballot = _instruction(
+    "{ .reg .pred p; setp.ne.u32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff; }", u32, (u32,), together=True
+)
+lanes_of_same = _instruction("match.any.sync.b32 $0, $1, 0xffffffff;", u32, (u32,), together=True)
+count_bits = _instruction("popc.b32 $0, $1;", u32, (u32,), pure=True)
+
+
+def sync_threads(barrier: int, count: int) -> Any:
+    """An intrinsic that waits for `count` threads of a block at one of 16 barriers; 0 is `syncthreads`' own."""
+    return _instruction(f"bar.sync {barrier}, {count};", None, (), together=True)
 
 
 def copies_wait(pending: int) -> Any:

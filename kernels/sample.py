@@ -338,6 +338,7 @@ def _make_draw(width: int, rows: int) -> Kernel:
         copies_wait_all()
         if settled:
             return
+        cuda.syncthreads()  # all see what the others copied
         if touched:
             tokens = row_tokens + index * (4 * rows)
             apply_history(

@@ -18,13 +18,26 @@ import torch
 
 __all__ = ["Walker", "walkable"]
 
-PATIENCE_S = 60
+PATIENCE_S = 60.0
 MASK = 0xFFFFFFFF
 
 
 def _signed(value: int) -> int:
     value &= MASK
     return value - (1 << 32) if value >> 31 else value
+
+
+class _Arrivals:
+    """A barrier of arrivals in shared memory: phases end when all have arrived, and all bytes that were announced."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.arrived, self.phase, self.expected = count, 0, 0, 0
+        self.under_way: list[Callable[[], None]] = []
+
+    def step(self) -> None:
+        assert self.arrived <= self.count, "more arrivals than a phase has"
+        if self.arrived == self.count and self.expected == 0:
+            self.arrived, self.phase = 0, self.phase + 1
 
 
 class Walker:
@@ -60,6 +73,9 @@ class Walker:
         self._shared = np.full(shared, 255, np.uint8)
         self._all = threading.Barrier(threads, timeout=PATIENCE_S)
         self._warps = [threading.Barrier(32, timeout=PATIENCE_S) for _ in range(threads // 32)]
+        self._named: dict[tuple[int, int], threading.Barrier] = {}
+        self._arrivals: dict[int, _Arrivals] = {}
+        self._changed, self._failed = threading.Condition(), False
         self._votes = [0] * threads
         self._operands: list[Any] = [None] * threads
         failures: list[BaseException] = []
@@ -75,9 +91,11 @@ class Walker:
                 assert not own.open and not any(own.groups), "copies under way at a kernel's end"
             except BaseException as error:
                 failures.append(error)
-                self._all.abort()
-                for warp in self._warps:
-                    warp.abort()
+                with self._changed:
+                    self._failed = True
+                    self._changed.notify_all()
+                for barrier in (self._all, *self._warps, *self._named.values()):
+                    barrier.abort()
 
         workers = [threading.Thread(target=one, args=(thread,)) for thread in range(threads)]
         for worker in workers:
@@ -124,6 +142,95 @@ class Walker:
                     target[:] = origin
 
         return wait
+
+    def _sync_some(self, barrier: int, count: int) -> Callable[[], None]:
+        def sync() -> None:
+            with self._changed:
+                known = self._named.setdefault((barrier, count), threading.Barrier(count, timeout=PATIENCE_S))
+            known.wait()
+
+        return sync
+
+    def _begin(self, address: int, count: int) -> None:
+        self._near(address, 8)
+        self._arrivals[int(address)] = _Arrivals(int(count))
+
+    def _arrive(self, address: int, expected: int = 0) -> None:
+        with self._changed:
+            barrier = self._arrivals[int(address)]
+            barrier.arrived, barrier.expected = barrier.arrived + 1, barrier.expected + int(expected)
+            barrier.step()
+            self._changed.notify_all()
+
+    def _land(self, barrier: _Arrivals, arrive: Callable[[], None]) -> None:
+        """Something arrives at a barrier by itself: when somebody waits for it, or at once."""
+        with self._changed:
+            barrier.under_way.append(arrive)
+            if not self.late:
+                self._deliver(barrier)
+            self._changed.notify_all()
+
+    def _deliver(self, barrier: _Arrivals) -> None:
+        while barrier.under_way:
+            barrier.under_way.pop(0)()
+        barrier.step()
+
+    def _copy_bulk(self, place: int, source: int, num_bytes: int, address: int) -> None:
+        assert num_bytes % 16 == 0 and place % 16 == 0 and source % 16 == 0
+        barrier = self._arrivals[int(address)]
+        for offset in range(0, int(num_bytes), 16):
+            self._copy(16)(int(place) + offset, int(source) + offset)
+        copies, self._own.open = self._own.open, []
+
+        def arrive() -> None:
+            for target, origin in copies:
+                target[:] = origin
+            barrier.expected -= int(num_bytes)
+
+        self._land(barrier, arrive)
+
+    def _arrive_with_copies(self, address: int) -> None:
+        barrier = self._arrivals[int(address)]
+        copies, self._own.open = self._own.open, []
+
+        def arrive() -> None:
+            for target, origin in copies:
+                target[:] = origin
+            barrier.arrived += 1
+
+        self._land(barrier, arrive)
+
+    def _is_over(self, address: int, parity: int) -> int:
+        """Whether a phase is over; it waits for that, so that nobody has to ask twice."""
+        with self._changed:
+            barrier = self._arrivals[int(address)]
+
+            def over() -> bool:
+                self._deliver(barrier)
+                return self._failed or barrier.phase % 2 != int(parity)
+
+            assert self._changed.wait_for(over, PATIENCE_S), f"nobody comes to the barrier at {address}"
+            self._changed.notify_all()
+            if self._failed:
+                raise threading.BrokenBarrierError
+            return 1
+
+    def _exchange(self, value: int) -> list[int]:
+        """The values of all lanes of a warp."""
+        thread = self._own.thread
+        barrier, first = self._warps[thread // 32], thread // 32 * 32
+        self._operands[thread] = int(value) & MASK
+        barrier.wait()
+        values = [int(each) for each in self._operands[first : first + 32]]
+        barrier.wait()
+        return values
+
+    def _same(self, value: int) -> int:
+        values = self._exchange(value)
+        return sum(1 << lane for lane, each in enumerate(values) if each == int(value) & MASK)
+
+    def _sync_warp(self) -> None:
+        self._warps[self._own.thread // 32].wait()
 
     def _count(self, vote: int) -> int:
         self._votes[self._own.thread] = int(vote)
@@ -213,6 +320,19 @@ class Walker:
             "copy_async_4": self._copy(4),
             "copies_commit": self._commit,
             "copies_wait": self._wait_for,
+            "barrier_init": self._begin,
+            "barrier_arrive": self._arrive,
+            "barrier_expect": self._arrive,
+            "barrier_arrive_with_copies": self._arrive_with_copies,
+            "barrier_is_over": self._is_over,
+            "barrier_is_over_soon": self._is_over,
+            "copy_bulk": self._copy_bulk,
+            "fence_bulk": lambda: None,
+            "sync_threads": self._sync_some,
+            "sync_warp": self._sync_warp,
+            "lanes_of_same": self._same,
+            "ballot": lambda vote: sum(1 << lane for lane, each in enumerate(self._exchange(vote)) if each),
+            "count_bits": lambda word: (int(word) & MASK).bit_count(),
             "mma_bf16": self._mma,
             "fma_bf16_pair": _fma_pair,
             "float_of_bits": lambda bits: np.uint32(bits & MASK).view(np.float32),

@@ -20,11 +20,11 @@ __all__ = ["normalise_scales", "parse", "recipes"]
 MXFP4_BLOCK = 32  # weights that share a scale
 MAX_EXPERTS = 4096
 
-# A scale s stands for 2**(s - 127). From 2 to 252 every product with an FP4 value (0.5 to 6) is a normal bfloat16
-# number: below, it is subnormal, and kernels that build the exponent from bits differ; above, 6 * 2**(s - 127)
-# overflows; 255 is NaN.
+# A scale s stands for 2**(s - 127). From 2 on every product with an FP4 value (0.5 to 6) is a normal bfloat16 number:
+# below, it is subnormal, and kernels that build the exponent from bits differ. The kernels keep s + 63 in a byte that is
+# an exponent: up to 191, for 2**64, that is a number. 255 is NaN.
 LOWEST_SCALE = 2
-HIGHEST_SCALE = 252
+HIGHEST_SCALE = 191
 UNIT_SCALE = 127
 MAGNITUDE_BITS = 0x77  # both nibbles without their signs
 
@@ -159,8 +159,8 @@ def normalise_scales(label: str, blocks: torch.Tensor, scales: torch.Tensor) -> 
     """Refuse MXFP4 scales outside what kernels compute exactly; give all-zero blocks a scale inside it.
 
     blocks  [E, rows, K / 32, 16]  uint8  two codes a byte, the low nibble first
-    scales  [E, rows, K / 32]      uint8  in and out: blocks of zeros outside 2..252 get 127, their value unchanged
-    label names file and tensor. Raises ConfigError for the first scale that is NaN (255), or outside 2..252 with
+    scales  [E, rows, K / 32]      uint8  in and out: blocks of zeros outside 2..191 get 127, their value unchanged
+    label names file and tensor. Raises ConfigError for the first scale that is NaN (255), or outside 2..191 with
     codes that are not zero.
     """
     low, high = torch.aminmax(scales)

@@ -10,6 +10,7 @@ from lowlat.errors import ConfigError, ShapeError
 from lowlat.kernels import experts_multiply
 from lowlat.kernels.expert_packing import (
     MAX_SCALE,
+    SCALE_OFFSET,
     PackedExperts,
     allocate_experts,
     pack_codes,
@@ -83,7 +84,7 @@ def test_a_lane_finds_its_codes(row: int, column: int) -> None:
     pair = unpack_codes(packed.words[tuple(place)])[column % 8 // 2]
     assert half and int(pair) == 5 << 4 * (column % 2)
     assert packed.scales is not None
-    (at,) = (packed.scales == 99).nonzero().tolist()
+    (at,) = (packed.scales == 99 + SCALE_OFFSET).nonzero().tolist()
     assert at == [0, row // 16, column // 64, row % 8 * 4 + word]
 
 
@@ -110,20 +111,20 @@ def test_decoding_is_exact_for_all_codes_and_scales() -> None:
             want = magnitudes[codes[:, 2 * pair + half]].double()
             assert torch.equal(value * 2.0**126, want)
             assert torch.equal(torch.signbit(value), torch.signbit(want))
-            for scale in range(1, MAX_SCALE + 1):  # times 2**63 twice and the power of two, as the kernel multiplies
-                power = torch.tensor(scale << 23, dtype=torch.int32).view(torch.float32)
-                product = ((value.float() * 2.0**63) * 2.0**63) * power
+            for scale in range(1, MAX_SCALE + 1):  # the input times 2**63, the stored power of two
+                power = torch.tensor((scale + SCALE_OFFSET) << 23, dtype=torch.int32).view(torch.float32)
+                product = (value.float() * 2.0**63) * power
                 assert torch.equal(product.double(), want * 2.0 ** (scale - 127))
 
 
 def test_scales_out_of_range_are_refused_but_for_zeros() -> None:
-    for scale in (0, 253, 254, 255):
+    for scale in (0, 192, 252, 255):
         blocks = torch.full((1, 16, 1, 16), 0x80, dtype=torch.uint8)  # zeros, every other one negative
         scales = torch.full((1, 16, 1), scale, dtype=torch.uint8)
         got = unpack_expert(pack_experts(blocks=blocks, scales=scales), 0)
         assert not got.any()
         blocks[0, 3, 0, 7] = 1
-        with pytest.raises(ConfigError, match=f"expert 0: scale {scale} of an MXFP4 block; kernels take 1 to 252"):
+        with pytest.raises(ConfigError, match=f"expert 0: scale {scale} of an MXFP4 block; kernels take 1 to 191"):
             pack_experts(blocks=blocks, scales=scales)
 
 
