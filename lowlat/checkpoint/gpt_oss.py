@@ -21,8 +21,8 @@ MXFP4_BLOCK = 32  # weights that share a scale
 MAX_EXPERTS = 4096
 
 # A scale s stands for 2**(s - 127). From 2 on every product with an FP4 value (0.5 to 6) is a normal bfloat16 number:
-# below, it is subnormal, and kernels that build the exponent from bits differ. The kernels keep s + 63 in a byte that is
-# an exponent: up to 191, for 2**64, that is a number. 255 is NaN.
+# below, it is subnormal, and kernels that build the exponent from bits differ. The kernels keep s + 63 in a byte that
+# is an exponent: up to 191, for 2**64, that is a number. 255 is NaN.
 LOWEST_SCALE = 2
 HIGHEST_SCALE = 191
 UNIT_SCALE = 127
