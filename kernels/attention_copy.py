@@ -114,10 +114,10 @@ def _make_copy_rows(shape: AttentionShape) -> tuple[Any, Any]:
         offset = int64(row) * pitch + int64(lane) * 16
         for copy in range(copies):
             swizzled = (target ^ uint32((((copy * rows_a_copy) >> 1) & 3) << 4)) + uint32(copy * 512)
-            ptx.copy_async_16(swizzled, k_cache + offset + copy * 512)
+            ptx.copy_async_16_once(swizzled, k_cache + offset + copy * 512)
         for copy in range(copies):
             swizzled = (target ^ uint32((((copy * rows_a_copy) >> 1) & 3) << 4)) + uint32(copy * 512 + values_at)
-            ptx.copy_async_16(swizzled, v_cache + offset + copy * 512)
+            ptx.copy_async_16_once(swizzled, v_cache + offset + copy * 512)
 
     @device_function
     def copy_rows(target: Any, k_cache: Any, v_cache: Any, row: Any, lane: Any) -> None:

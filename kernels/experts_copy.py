@@ -34,10 +34,10 @@ def make_fetch(shape: ExpertShape, plan: ExpertPlan) -> Any:
                 if uint32(tile) < together:
                     at = int64(number) + int64(tile * steps)
                     to_words = uint32(place + uint32(tile * warps * step_bytes))
-                    ptx.copy_bulk(to_words, weight + at * step_bytes, uint32(count * uint32(step_bytes)), barrier)
+                    ptx.copy_bulk_once(to_words, weight + at * step_bytes, uint32(count * uint32(step_bytes)), barrier)
                     if quantised:
                         to_scales = uint32(place + uint32(scales_at + tile * warps * SCALE_BYTES))
-                        ptx.copy_bulk(
+                        ptx.copy_bulk_once(
                             to_scales, scales + at * SCALE_BYTES, uint32(count * uint32(SCALE_BYTES)), barrier
                         )
 
@@ -62,7 +62,7 @@ def make_fetch(shape: ExpertShape, plan: ExpertPlan) -> Any:
 def _copy(place: Any, source: Any, num_bytes: Any, lane: Any) -> None:
     at = uint32(lane * uint32(16))
     while at < num_bytes:
-        ptx.copy_async_16(uint32(place + at), source + int64(at))
+        ptx.copy_async_16_once(uint32(place + at), source + int64(at))
         at = uint32(at + uint32(512))
 
 

@@ -28,8 +28,9 @@ __all__ = [
     "copies_wait",
     "copy_async_4",
     "copy_async_16",
+    "copy_async_16_once",
     "copy_async_16_or_zero",
-    "copy_bulk",
+    "copy_bulk_once",
     "count_bits",
     "div_rn",
     "exp2_approx",
@@ -190,6 +191,11 @@ load_shared_matrix_x4_transposed = _instruction(
 # asynchronous copies from global to shared memory, 16 bytes past L1; the second form writes zeros where bytes is 0
 copy_async_16 = _instruction("cp.async.cg.shared.global.L2::128B [$0], [$1], 16;", None, (u32, i64))
 copy_async_16_or_zero = _instruction("cp.async.cg.shared.global.L2::128B [$0], [$1], 16, $2;", None, (u32, i64, u32))
+# what a step reads once makes room in the L2 first: what it reads again, code and rows, stays there
+_ONCE = "{ .reg .b64 policy; createpolicy.fractional.L2::evict_first.b64 policy, 1.0; "
+copy_async_16_once = _instruction(
+    _ONCE + "cp.async.cg.shared.global.L2::cache_hint.L2::128B [$0], [$1], 16, policy; }", None, (u32, i64)
+)
 # 4 bytes, by way of L1: what all four lanes of a group need
 copy_async_4 = _instruction("cp.async.ca.shared.global [$0], [$1], 4;", None, (u32, i64))
 copies_commit = _instruction("cp.async.commit_group;", None, ())
@@ -210,8 +216,10 @@ barrier_is_over_soon = _instruction(
 barrier_arrive_with_copies = _instruction("cp.async.mbarrier.arrive.noinc.shared.b64 [$0];", None, (u32,))
 # from 9.0 on: an arrival that announces bytes; and a copy of a multiple of 16 bytes that one thread starts
 barrier_expect = _instruction("{ .reg .b64 t; mbarrier.arrive.expect_tx.shared.b64 t, [$0], $1; }", None, (u32, u32))
-copy_bulk = _instruction(
-    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];",
+copy_bulk_once = _instruction(
+    _ONCE
+    + "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [$0], [$1], $2, [$3], "
+    "policy; }",
     None,
     (u32, i64, u32, u32),
 )

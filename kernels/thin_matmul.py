@@ -257,7 +257,7 @@ def _issue_weights(shape: MatmulShape, plan: MatmulPlan) -> Any:
             number = min(tile * weight_tiles + part, int64(last))
             source = weight + number * tile_bytes + step * STEP_BYTES + int64(lane) * 16
             for quarter in range(4):
-                ptx.copy_async_16(place + uint32(part * STEP_BYTES + quarter * 512), source + quarter * 512)
+                ptx.copy_async_16_once(place + uint32(part * STEP_BYTES + quarter * 512), source + quarter * 512)
 
     return device_function(issue)
 

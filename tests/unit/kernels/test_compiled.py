@@ -33,7 +33,7 @@ NARROW = re.compile(r"accept|begin_step|publish|assign_drafts|\w+_97_")
 PRODUCTS = re.compile(r"thin_matmul|attention_\d|experts_(gate_up|down)")
 # 8.0 lacks registers for attention's tiles and for the widest router's weights: some hundred bytes a thread, once
 SPILLS, SPILLED_BYTES = re.compile(r"attention_\d|router_n6144"), 256
-BULK = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+BULK = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
 # double precision is rare on most cards; here it turns exact integers into thresholds, some a row
 DOUBLES = re.compile(r"sample_draw")
 
