@@ -175,10 +175,9 @@ def _make_choose(width: int, rows: int) -> Kernel:
         pairs, flag = cuda.shared.array(PAIRS, types.uint32), cuda.shared.array(1, types.uint32)
         base = shared_address(staged)
         chunk, row = int64(cuda.blockIdx.x), int64(cuda.blockIdx.y)
-        first, index = chunk * CHUNK, row // rows
-        slot, mask = int64(slots[index]), row_masks[row]
-        live = (slot >= 0) & (row_live[row] != 0)
-        slot = max(slot, 0)
+        first, index, mask = chunk * CHUNK, row // rows, row_masks[row]
+        live = (slots[index] >= 0) & (row_live[row] != 0)
+        slot = max(int64(slots[index]), 0)
         wishes = read_wishes(slot, mask, lengths, slot_ints, slot_floats, bias_ids, stop_ids)
         touched = touches(wishes, first, flag)
         wait_for_previous_kernel()
@@ -310,10 +309,9 @@ def _make_draw(width: int, rows: int) -> Kernel:
         pairs, flag = cuda.shared.array(PAIRS, types.uint32), cuda.shared.array(1, types.uint32)
         base = shared_address(staged)
         chunk, row, thread = int64(cuda.blockIdx.x), int64(cuda.blockIdx.y), cuda.threadIdx.x
-        first, index = chunk * CHUNK, row // rows
-        slot, mask = int64(slots[index]), row_masks[row]
-        live = (slot >= 0) & (row_live[row] != 0)
-        slot = max(slot, 0)
+        first, index, mask = chunk * CHUNK, row // rows, row_masks[row]
+        live = (slots[index] >= 0) & (row_live[row] != 0)
+        slot = max(int64(slots[index]), 0)
         temperature = slot_floats[slot, TEMPERATURE]
         drawing = live & (temperature != 0.0)
         if not drawing and chunk != 0:
