@@ -45,6 +45,8 @@ from bench.wall import Wall, measure_wall
 
 __all__ = ["StandIn", "main", "measure_case"]
 
+PROFILED_STEPS = 10
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure every case and write the rows after each; returns 1 if a case failed."""
@@ -134,6 +136,7 @@ def measure_case(
     row |= {"executor": None if step is None else step.name, **mine}
     row["launches"] = None if step is None else step.num_launches
     row["device_loop_ms_p50"] = _device_loop(step, options)
+    row["idle_share"] = _idle_share(step)
     row |= {f"torch_graph_{name}": value for name, value in theirs.items()}
     return row | (_torch_fields(baseline) if baseline is not None else {})
 
@@ -142,6 +145,12 @@ def _device_loop(step: StepUnderTest | None, options: argparse.Namespace) -> flo
     """The median step of a loop on the device, where ours offers one."""
     measure = getattr(step, "measure_device_loop", None)
     return None if measure is None else round(percentile(measure(options.replays), 50), 4)
+
+
+def _idle_share(step: StepUnderTest | None) -> float | None:
+    """The share of some steps in which no kernel ran, where ours can be profiled."""
+    profile = getattr(step, "profile", None)
+    return None if profile is None else round(profile(PROFILED_STEPS, 1.0).idle.share, 4)
 
 
 def _torch_fields(baseline: TorchStep) -> dict[str, Any]:

@@ -42,7 +42,7 @@ from bench.gpt_oss_cases import (
 )
 from bench.gpt_oss_report import show_kernels, write_report
 from bench.gpt_oss_soak import soak
-from bench.gpt_oss_step import Weights, make_step, make_weights
+from bench.gpt_oss_step import Weights, make_step, make_weights, with_experts
 from bench.wall import Wall, measure_wall
 
 __all__ = ["beside_wall", "main", "measure_case"]
@@ -146,7 +146,7 @@ def measure_case(
         distinct = step.distinct_experts()
         row |= {"launches": step.num_launches, "distinct_experts": round(fmean(distinct), 3)}
         row |= {"distinct_experts_a_layer": distinct, "bytes": step_bytes(model, case, fmean(distinct))}
-        summary = step.profile(PROFILED_STEPS, gb_per_s, distinct)
+        summary = step.profile(PROFILED_STEPS, gb_per_s, with_experts(step.sites(), model, distinct))
         row |= {"idle_share": round(summary.idle.share, 4), "profiled_step_us": round(summary.step_us, 1)}
         if options.profile:
             show_kernels(case.name, summary)

@@ -14,9 +14,7 @@ from bench.lowlat_step import BLOCK_SIZE, ROOM, ExecutorStep
 from lowlat.checkpoint.plan import weight_plan
 from lowlat.kernels.expert_packing import SCALE_OFFSET, PackedExperts, allocate_experts
 from lowlat.kernels.packing import gate_up_order
-from lowlat.profiling import LEAD, call_sites, record_kernels
-from lowlat.profiling_report import Summary, summarise
-from lowlat.profiling_times import CallSite, attribute
+from lowlat.profiling_times import CallSite
 from lowlat.state import StepGeometry
 from lowlat.tree import TreeTopology
 
@@ -133,22 +131,6 @@ class OssStep(ExecutorStep):
                     counts.append(len(set(ids.flatten().tolist()) - {-1}))
             executor.stream.synchronize()
         return counts
-
-    def profile(self, num_steps: int, wall_gb_per_s: float, distinct_experts: Sequence[int]) -> Summary:
-        """Record steps and sum them up by kernel; `distinct_experts` of every layer tell what its products read."""
-        self.reset()
-        executor = self.executor
-
-        def run() -> None:
-            for _ in range(LEAD + num_steps):
-                self.replay()
-
-        events = record_kernels(run, executor.device)
-        lengths = [self.case.context] * self.case.batch
-        sites = with_experts(
-            call_sites(executor.groups(self.bucket), executor.state, [lengths]), self.model, distinct_experts
-        )
-        return summarise(attribute(events, sites, skip=LEAD), wall_gb_per_s)
 
 
 def with_experts(sites: Sequence[CallSite], model: OssModel, distinct_experts: Sequence[int]) -> list[CallSite]:

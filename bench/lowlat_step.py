@@ -2,7 +2,7 @@
 long context with random keys and values. Acceptance is imposed where the step drafts.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -13,6 +13,9 @@ from lowlat.graphs import Bucket
 from lowlat.kernels.expert_packing import PackedExperts
 from lowlat.kernels.reference.slot_record import DRAFT_LIMIT, MAX_LENGTH, NUM_LOGPROBS, REPETITION, TOP_P
 from lowlat.prefill import build_prefill
+from lowlat.profiling import LEAD, call_sites, record_kernels
+from lowlat.profiling_report import Summary, summarise
+from lowlat.profiling_times import CallSite, attribute
 from lowlat.state import StepGeometry
 from lowlat.step import build_step
 from lowlat.tree import TreeTopology
@@ -140,6 +143,22 @@ class ExecutorStep:
         state = self.executor.state
         state["lengths"].fill_(self.case.context)
         state["active"].fill_(1)
+
+    def sites(self) -> Sequence[CallSite]:
+        """The launches of a step at the case's context, with the bytes that each must read."""
+        lengths = [self.case.context] * self.case.batch
+        return call_sites(self.executor.groups(self.bucket), self.executor.state, [lengths])
+
+    def profile(self, num_steps: int, wall_gb_per_s: float, sites: Sequence[CallSite] | None = None) -> Summary:
+        """Record steps and sum them up by kernel; sites: None takes `sites()`."""
+        self.reset()
+
+        def run() -> None:
+            for _ in range(LEAD + num_steps):
+                self.replay()
+
+        events = record_kernels(run, self.executor.device)
+        return summarise(attribute(events, self.sites() if sites is None else sites, skip=LEAD), wall_gb_per_s)
 
     def close(self) -> None:
         """Release the graph and its memory."""
