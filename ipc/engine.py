@@ -79,7 +79,7 @@ class Engine(Protocol):
         """Take a request. Raises RequestError, CapacityError."""
 
     def cancel(self, request_id: str) -> None:
-        """End a request; its last output, of the next step, says "cancelled". Raises RequestError for an unknown one."""
+        """End a request; the next step's output of it says "cancelled". Raises RequestError for an unknown one."""
 
     @property
     def busy(self) -> bool:
