@@ -8,6 +8,8 @@ A client is a DEALER, the server a ROUTER. A message is one frame, or two where 
 Headers of control messages are msgpack maps by field name; fields left out have their defaults. Those of TOKENS, END,
 CANCEL and CREDIT are msgpack arrays, fields in order. Integers are signed 64-bit, strings UTF-8, times in the unit of
 their suffix. The server refuses unknown fields; a client must ignore them, and ignore kinds that it does not know.
+Headers of a client's messages have at most 4096 bytes; SUBMIT's 262144 beside its texts, and where any values may stand
+(template_options, tool_calls) they are JSON's, at most 10,000 of them, nested 32 deep.
 
     client          byte                          server          byte
     HELLO           0x01  first, once             WELCOME         0x81  answers HELLO
@@ -46,12 +48,48 @@ wrong ("$.sampling.top_p"), `retry_after_ms` stands with `busy`. After `Limits.m
 server says BYE with the reason `dropped` and forgets the peer.
 """
 
-from typing import Annotated, Any, Literal
+import math
+import re
+import sys
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, Protocol
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Raw, Struct
+from msgspec.msgpack import Decoder, Encoder
+
+from lowlat.ipc.messages import (
+    HEADERS,
+    VERSION,
+    Bye,
+    Cancel,
+    Code,
+    Credit,
+    Drain,
+    End,
+    Error,
+    FinishReason,
+    Health,
+    Hello,
+    Kind,
+    Message,
+    Pong,
+    Sampling,
+    ServerLimits,
+    Stats,
+    StatsReply,
+    Submit,
+    TokenLogprob,
+    Tokens,
+    Welcome,
+)
 
 __all__ = [
+    "MAX_CONTROL_BYTES",
+    "MAX_DEPTH",
+    "MAX_FREE_VALUES",
+    "MAX_STRUCTURE_BYTES",
     "VERSION",
     "Bye",
     "Cancel",
@@ -74,263 +112,216 @@ __all__ = [
     "TokenLogprob",
     "Tokens",
     "Welcome",
+    "WireError",
+    "decode_client",
+    "decode_server",
+    "encode",
+    "pack_tokens",
+    "unpack_tokens",
 ]
 
-VERSION = 1
-
-Int32 = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
-Number = Annotated[int, Meta(ge=0, le=(1 << 62))]
-TokenId = Int32
-FinishReason = Literal["stop", "length", "cancelled", "error"]
-Code = Literal[
-    "malformed",  # not a message of this format: kind, header or body
-    "version",  # no version in common
-    "unexpected",  # a right message at a wrong time: before HELLO, a number used before
-    "invalid",  # the request asks for what cannot be served
-    "busy",  # the queue is full, or this client's share of it; see retry_after_ms
-    "draining",  # the server takes no new requests
-    "forbidden",  # this peer may not ask for that
-    "not_finite",  # the model's logits had NaN or infinity for this request
-    "deadline",  # deadline_ms passed
-    "slow_consumer",  # no credit for too long
-    "shutdown",  # the server ends
-    "device",  # the device failed; the server ends
-    "stalled",  # a step hangs; the server ends
-    "internal",  # the server's fault; its log says more
-]
+MAX_CONTROL_BYTES = 4096
+MAX_STRUCTURE_BYTES = 1 << 18  # small values decode to much more than their bytes: 8 MiB of empty maps fill 700 MB
+MAX_FREE_VALUES = 10_000
+MAX_DEPTH = 32
+_MAX_REASON = 300
+_PLAIN = (str, bool, int, float, type(None))
 
 
-class Kind:
-    """The first byte of a message."""
+class _TextSizes(Struct):
+    """A chat message of which only the texts' extent is wanted."""
 
-    HELLO = 0x01
-    SUBMIT = 0x02
-    CANCEL = 0x03
-    CREDIT = 0x04
-    STATS = 0x05
-    HEALTH = 0x06
-    DRAIN = 0x07
-    WELCOME = 0x81
-    TOKENS = 0x82
-    END = 0x83
-    ERROR = 0x84
-    STATS_REPLY = 0x85
-    PONG = 0x86
-    BYE = 0x87
+    content: Raw = Raw()
+    thinking: Raw = Raw()
 
 
-class Hello(Struct, forbid_unknown_fields=True):
-    """The first message of a client: versions it speaks, and a name for logs and statistics."""
+class _SubmitSizes(Struct):
+    """A SUBMIT of which only the texts' extent is wanted: nothing in it is built, so nothing grows."""
 
-    min_version: Number = VERSION
-    max_version: Number = VERSION
-    name: Annotated[str, Meta(max_length=64)] = ""
-
-
-class ServerLimits(Struct):
-    """What a client must know of the server's limits; the rest stays the server's own business."""
-
-    max_message_bytes: int
-    max_prompt_tokens: int
-    max_context: int
-    max_requests_per_client: int
-    max_credit: int
-    slow_consumer_s: float
-    heartbeat_interval_s: float
+    text: Raw = Raw()
+    messages: Annotated[list[_TextSizes], Meta(max_length=4096)] | None = None
 
 
-class Welcome(Struct):
-    """The server's answer to HELLO.
+class _Numbered(Struct):
+    """A broken SUBMIT of which only the number is wanted."""
 
-    tokenizer is the SHA-256 of tokenizer.json, hexadecimal, or "" for a model that has none: then only token ids are
-    taken and no text is given.
-    """
-
-    version: int
-    epoch: str
-    server: str
-    model: str
-    tokenizer: str
-    vocab_size: int
-    has_chat_template: bool
-    num_speculative_tokens: int
-    limits: ServerLimits
+    number: Annotated[int, Meta(ge=0, le=(1 << 62))]
 
 
-class Sampling(Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """How tokens are chosen and when the request ends; meanings and ranges are those of lowlat.SamplingParams."""
+class Frame(Protocol):
+    """What is wanted of a zmq.Frame."""
 
-    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = 0.0
-    top_k: Int32 = 0
-    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
-    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
-    repetition_penalty: Annotated[float, Meta(gt=0.0, le=10.0)] = 1.0
-    presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
-    frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
-    logit_bias: Annotated[dict[TokenId, Annotated[float, Meta(ge=-100.0, le=100.0)]], Meta(max_length=300)] | None = (
-        None
-    )
-    seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None = None
-    stop_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=16)] = ()
-    stop: Annotated[tuple[Annotated[str, Meta(min_length=1, max_length=1024)], ...], Meta(max_length=16)] = ()
-    max_tokens: Annotated[int, Meta(ge=1, le=(1 << 31) - 1)] = 128
-    min_tokens: Int32 = 0
-    ignore_eos: bool = False
-    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    max_draft_tokens: Annotated[int, Meta(ge=0, le=63)] | None = None
+    @property
+    def buffer(self) -> Any: ...
 
 
-class Message(Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """One message of a chat; which fields beyond role and content matter is the template's business."""
-
-    role: Annotated[str, Meta(min_length=1, max_length=64)]
-    content: str | None = None
-    name: Annotated[str, Meta(max_length=256)] | None = None
-    thinking: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-    tool_call_id: Annotated[str, Meta(max_length=256)] | None = None
-
-
-class Submit(Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """A request. Exactly one of text, messages and the body is there; template_options go with messages alone."""
-
-    number: Number
-    credit: Annotated[int, Meta(ge=1, le=(1 << 31) - 1)]
-    sampling: Sampling = Sampling()
-    text: str | None = None
-    messages: Annotated[list[Message], Meta(min_length=1, max_length=4096)] | None = None
-    template_options: dict[str, Any] | None = None
-    deadline_ms: Annotated[int, Meta(ge=1, le=(1 << 40))] | None = None
-
-
-class Cancel(Struct, array_like=True, forbid_unknown_fields=True, gc=False):
-    """End a request of this connection."""
-
-    number: Number
-
-
-class Credit(Struct, array_like=True, forbid_unknown_fields=True, gc=False):
-    """Grant a request so many more tokens."""
-
-    number: Number
-    tokens: Annotated[int, Meta(ge=1, le=(1 << 31) - 1)]
-
-
-class Stats(Struct, forbid_unknown_fields=True):
-    """Ask for figures."""
-
-
-class Health(Struct, forbid_unknown_fields=True):
-    """Ask for a PONG."""
-
-    nonce: Number = 0
-
-
-class Drain(Struct, forbid_unknown_fields=True):
-    """Ask the server to take no more requests, to finish for at most so long, and to end."""
-
-    deadline_s: Annotated[float, Meta(ge=0.0, le=3600.0)] = 10.0
-
-
-class TokenLogprob(Struct, array_like=True, gc=False):
-    """A token's logarithmic probability and its likeliest alternatives, likeliest first."""
-
-    token_id: int
-    logprob: float
-    top: list[tuple[int, float]]
-
-
-class Tokens(Struct, array_like=True, gc=False):
-    """What a step, or several, brought to a request: token ids as packed int32, and the text that is certain now.
-
-    text is None without a tokenizer; a chunk may have text and no token (what was held back), or tokens and no text.
-    simulated marks imposed acceptance: the text means nothing.
-    """
-
-    number: int
-    sequence: int
-    token_ids: bytes
-    text: str | None = None
-    logprobs: list[TokenLogprob] | None = None
-    simulated: bool = False
-
-
-class End(Struct, array_like=True):
-    """The end of a request. metrics holds its timings and, where speculation ran, `eagle_speculation`."""
-
-    number: int
-    sequence: int
-    num_tokens: int
-    finish_reason: FinishReason
-    stop_reason: str | int | None = None
-    code: str | None = None
-    message: str | None = None
-    metrics: dict[str, Any] = {}
-
-
-class Error(Struct, omit_defaults=True):
-    """What is wrong, with a request that it ends, or with the connection."""
-
-    code: str
-    message: str
-    number: int | None = None
-    field: str | None = None
-    retry_after_ms: int | None = None
-
-
-class StatsReply(Struct):
-    """A snapshot of figures; `stats` is a map whose keys the server's version defines."""
-
-    stats: dict[str, Any]
-
-
-class Pong(Struct):
-    """state is "serving" or "draining"; last_step_age_s is 0.0 while nothing runs."""
-
-    nonce: int
-    state: str
-    last_step_age_s: float
-    num_running: int
-    num_waiting: int
-
-
-class Bye(Struct):
-    """The server ends, or drops this peer: the reason is one of the codes, or "dropped"."""
-
-    reason: str
-    message: str = ""
-
-
-HEADERS: dict[int, type[Struct]] = {
-    Kind.HELLO: Hello,
-    Kind.SUBMIT: Submit,
-    Kind.CANCEL: Cancel,
-    Kind.CREDIT: Credit,
-    Kind.STATS: Stats,
-    Kind.HEALTH: Health,
-    Kind.DRAIN: Drain,
-    Kind.WELCOME: Welcome,
-    Kind.TOKENS: Tokens,
-    Kind.END: End,
-    Kind.ERROR: Error,
-    Kind.STATS_REPLY: StatsReply,
-    Kind.PONG: Pong,
-    Kind.BYE: Bye,
-}
-_KINDS = {header: kind for kind, header in HEADERS.items()}
-_FROM_CLIENT = {kind: msgspec.msgpack.Decoder(header) for kind, header in HEADERS.items() if kind < 0x80}
-_FROM_SERVER = {kind: msgspec.msgpack.Decoder(header) for kind, header in HEADERS.items() if kind >= 0x80}
-_ENCODER = msgspec.msgpack.Encoder()
+_PREFIXES = {header: bytes((kind,)) for kind, header in HEADERS.items()}
+_FROM_CLIENT = {kind: Decoder(header) for kind, header in HEADERS.items() if kind < 0x80}
+_FROM_SERVER = {kind: Decoder(header) for kind, header in HEADERS.items() if kind >= 0x80}
+_SIZES = Decoder(_SubmitSizes)
+_NUMBERED = Decoder(_Numbered)
+_ENCODER = Encoder()
+# msgspec lets the errors of text and of nesting through as they are
+_UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class WireError(Exception):
-    """A message that is not of this format; `field` is the path of what is wrong, where there is one."""
+    """A message that is not of this format.
 
-    def __init__(self, message: str, field: str | None = None) -> None:
+    field    the path of what is wrong, where there is one: "$.sampling.top_p", "$.body"
+    number   of the SUBMIT that is wrong, where it can still be read
+    """
+
+    def __init__(self, message: str, field: str | None = None, number: int | None = None) -> None:
         super().__init__(message)
         self.field = field
+        self.number = number
 
 
 def encode(header: Struct) -> bytes:
-    """The first frame of a message."""
-    return bytes((_KINDS[type(header)],)) + _ENCODER.encode(header)
+    """The first frame of a message. Raises TypeError, OverflowError, RecursionError for values without an encoding."""
+    return _PREFIXES[type(header)] + _ENCODER.encode(header)
+
+
+def decode_client(frames: Sequence[bytes | Frame]) -> tuple[Struct, bytes]:
+    """A client's message, checked, and its body (b"" without one): the server's side.
+
+    Time and memory are bounded by the frames' own sizes. Raises WireError, and nothing else, for any bytes.
+    """
+    if not 1 <= len(frames) <= 2:
+        raise WireError(f"a message has 1 frame or 2, got {len(frames)}")
+    view = _view(frames[0])
+    decoder = _FROM_CLIENT.get(view[0]) if len(view) else None
+    if decoder is None:
+        raise WireError(f"unknown kind {view[0]:#04x}" if len(view) else "the first frame is empty")
+    kind, data = view[0], view[1:]
+    if kind != Kind.SUBMIT:
+        if len(frames) > 1:
+            raise WireError("only SUBMIT has a body", "$.body")
+        if len(data) > MAX_CONTROL_BYTES:
+            raise WireError(f"the header has {len(data)} bytes, more than {MAX_CONTROL_BYTES}")
+        return _decode(decoder, data), b""
+    body = bytes(_view(frames[1])) if len(frames) > 1 else None
+    try:
+        if len(data) > MAX_STRUCTURE_BYTES:
+            _check_structure(data)
+        submit = _decode(decoder, data)
+        _check_submit(submit, body)
+    except WireError as error:
+        error.number = _number(data)
+        raise
+    return submit, body or b""
+
+
+def decode_server(frame: bytes | Frame) -> Struct | None:
+    """A server's message, for clients; None for a kind that this version does not know. Raises WireError."""
+    view = _view(frame)
+    if not len(view):
+        raise WireError("the frame is empty")
+    decoder = _FROM_SERVER.get(view[0])
+    return None if decoder is None else _decode(decoder, view[1:])
+
+
+def pack_tokens(token_ids: Iterable[int]) -> bytes:
+    """Token ids as little-endian int32. Raises TypeError for what is no integer, OverflowError for one out of range."""
+    packed = array("i", token_ids)
+    if sys.byteorder != "little":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_tokens(packed: bytes) -> tuple[int, ...]:
+    """Token ids of little-endian int32. Raises WireError for a length that is no multiple of 4."""
+    if len(packed) % 4:
+        raise WireError(f"{len(packed)} bytes of token ids are no multiple of 4", "$.body")
+    token_ids = array("i", packed)
+    if sys.byteorder != "little":
+        token_ids.byteswap()
+    return tuple(token_ids)
+
+
+def _view(frame: bytes | Frame) -> memoryview:
+    return memoryview(frame if isinstance(frame, bytes) else frame.buffer)
+
+
+def _decode(decoder: Decoder[Any], data: memoryview) -> Any:
+    try:
+        return decoder.decode(data)
+    except _UNDECODABLE as error:
+        raise _wire_error(error) from None
+
+
+_AT = re.compile(r" - at (`key` in )?`(\$[^`]{0,200})`$")
+_NAMED = re.compile(r"(?:unknown field|missing required field) `([^`]{1,64})`")
+
+
+def _wire_error(error: Exception) -> WireError:
+    """The decoder's own words, bounded, and the path in them: it can hold names that the peer chose."""
+    if isinstance(error, RecursionError):
+        return WireError("values are nested too deep")
+    if isinstance(error, UnicodeDecodeError):
+        return WireError(f"a string is not UTF-8: {error.reason}")
+    reason = str(error)
+    at = _AT.search(reason[-300:])
+    field = None if at is None else at[2]
+    named = _NAMED.search(reason)
+    if named is not None:
+        field = f"{field or '$'}.{named[1]}"
+    return WireError(reason[:_MAX_REASON], field)
+
+
+def _number(data: memoryview) -> int | None:
+    try:
+        return _NUMBERED.decode(data).number
+    except _UNDECODABLE:
+        return None
+
+
+def _check_structure(data: memoryview) -> None:
+    """Refuse a long SUBMIT of which too much is not text, before any of it is built."""
+    sizes = _decode(_SIZES, data)
+    texts = _extent(sizes.text)
+    texts += sum(_extent(message.content) + _extent(message.thinking) for message in sizes.messages or ())
+    if len(data) - texts > MAX_STRUCTURE_BYTES:
+        raise WireError(f"{len(data) - texts} bytes of the header are not text, more than {MAX_STRUCTURE_BYTES}")
+
+
+def _extent(value: Raw) -> int:
+    return memoryview(value).nbytes
+
+
+def _check_submit(submit: Submit, body: bytes | None) -> None:
+    """Refuse what the types cannot say: one prompt, whole tokens, plain values where any may stand."""
+    if (submit.text is not None) + (submit.messages is not None) + (body is not None) != 1:
+        raise WireError("a request has exactly one of text, messages and a body of token ids", "$")
+    if body is not None and (not body or len(body) % 4):
+        raise WireError(f"the body has {len(body)} bytes; token ids are int32, at least one", "$.body")
+    if submit.template_options is not None:
+        if submit.messages is None:
+            raise WireError("template_options stand with messages alone", "$.template_options")
+        _check_plain(submit.template_options, "$.template_options")
+    for place, message in enumerate(submit.messages or ()):
+        if message.tool_calls is not None:
+            _check_plain(message.tool_calls, f"$.messages[{place}].tool_calls")
+
+
+def _check_plain(value: object, field: str) -> None:
+    """Refuse what JSON cannot say (bytes, times, keys that are no strings), and what is too much or too deep."""
+    level: list[object] = [value]
+    num_values = depth = 0
+    while level:
+        num_values += len(level)
+        depth += 1
+        if num_values > MAX_FREE_VALUES or depth > MAX_DEPTH:
+            raise WireError(f"more than {MAX_FREE_VALUES} values, or nested deeper than {MAX_DEPTH}", field)
+        below: list[object] = []
+        for item in level:
+            if isinstance(item, dict):
+                if not all(isinstance(key, str) for key in item):
+                    raise WireError("keys must be strings", field)
+                below.extend(item.values())
+            elif isinstance(item, list):
+                below.extend(item)
+            elif not isinstance(item, _PLAIN) or (isinstance(item, float) and not math.isfinite(item)):
+                raise WireError(f"{type(item).__name__} and what is not finite are no JSON values", field)
+        level = below
