@@ -130,7 +130,7 @@ class Sampling(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
     seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None = None
     stop_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=16)] = ()
     stop: Annotated[tuple[Annotated[str, Meta(min_length=1, max_length=1024)], ...], Meta(max_length=16)] = ()
-    max_tokens: Annotated[int, Meta(ge=1, le=(1 << 31) - 1)] = 128
+    max_tokens: Annotated[int, Meta(ge=1, le=(1 << 31) - 1)] = 256
     min_tokens: Int32 = 0
     ignore_eos: bool = False
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
