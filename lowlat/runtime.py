@@ -46,6 +46,7 @@ class Runtime:
 
     def __init__(self, loaded: Loaded, config: RuntimeConfig, speculative: SpeculativeConfig | None) -> None:
         self.config = config
+        self.directory = loaded.target.directory
         self.model_config = loaded.target.config
         self.ladder = loaded.ladder
         self.executor = loaded.executor

@@ -75,8 +75,8 @@ class KernelExecutor:
             buffers = {**self.state, **self._allocate(prefill)}
             self._prefill = TorchPrefill(prefill, buffers, self._weights)
         self._ring_head = self.state["ring_head"].numpy()
-        # polling no file takes 0.2 us and gives up the GIL for as long, which a thread that serves others' sockets needs
-        # while this one waits for the card; sleep(0) takes 75 us, and sched_yield can give the core away
+        # Polling no file takes 0.2 us and gives up the GIL for as long, which a thread that serves sockets needs while
+        # this one waits for the card; sleep(0) takes 75 us, and sched_yield can give the core away.
         self._let_others_run = select.poll().poll
         self.synchronize()
 
