@@ -1,0 +1,166 @@
+"""The thread that owns the sockets: it never waits on anything but its poll, and nobody waits for it."""
+
+import logging
+import threading
+from collections.abc import Callable
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from lowlat.ipc.server.events import DrainAsked, EngineFigures, Event, Failed, Prepared, Refused, Step
+from lowlat.ipc.server.logs import describe
+from lowlat.ipc.server.peers import Peers
+from lowlat.ipc.server.requests import Requests
+from lowlat.ipc.server.service import Service
+from lowlat.ipc.server.timers import Timers
+from lowlat.ipc.server.wake import Inbox
+from lowlat.ipc.wire import Bye
+
+__all__ = ["IoThread"]
+
+MAX_MESSAGES_A_TURN = 64  # then tokens go out before more is read
+MAX_FRAMES = 3  # one more than any message has: the rest of a longer one is read and not kept
+WATCH_EVERY_S = 1.0
+
+
+class IoThread(threading.Thread):
+    """Reads what clients say, sends what the engine brings, and ends the server.
+
+    check      called once a second; a text says why the server must end
+    on_end     called when the last message has been handed to ZeroMQ
+    exit_code  0 after a drain, 1 after a failure; read it when the thread has ended
+    """
+
+    def __init__(
+        self,
+        router: "zmq.Socket[bytes]",
+        inbox: Inbox[Event],
+        timers: Timers,
+        peers: Peers,
+        requests: Requests,
+        service: Service,
+        log: logging.Logger,
+        *,
+        check: Callable[[], str | None],
+        on_end: Callable[[], None],
+        linger_s: float,
+    ) -> None:
+        super().__init__(name="lowlat-io", daemon=True)
+        self._router = router
+        self._monitor = router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._inbox = inbox
+        self._timers = timers
+        self._peers = peers
+        self._requests = requests
+        self._service = service
+        self._log = log
+        self._check = check
+        self._on_end = on_end
+        self._linger_s = linger_s
+        self._ended = False
+        self._reason = "shutdown"
+        self._words = "the server ends"
+        self.exit_code = 0
+        self._handlers: dict[type[object], Callable[..., None]] = {
+            Step: requests.step,
+            Prepared: requests.prepared,
+            Refused: requests.refused,
+            EngineFigures: self._figures,
+            Failed: self._failed,
+            DrainAsked: self._drain,
+        }
+
+    def run(self) -> None:
+        try:
+            self._timers.after(WATCH_EVERY_S, self._watch)
+            self._loop()
+        except Exception as error:
+            self._log.critical("the I/O thread failed: %s", describe(error))
+            self._fail("internal", "the server failed; its log says more")
+        finally:
+            self._say_bye()
+            self._monitor_close()
+            self._router.close(linger=int(self._linger_s * 1000))
+            self._on_end()
+
+    def _loop(self) -> None:
+        router, inbox, timers, requests = self._router, self._inbox, self._timers, self._requests
+        wake = inbox.descriptor
+        wanted = [(router, zmq.POLLIN), (self._monitor, zmq.POLLIN), (wake, zmq.POLLIN)]
+        poll = zmq.zmq_poll
+        while not self._ended:
+            while (event := inbox.take()) is not None:
+                self._handlers[type(event)](event)
+            requests.flush()
+            timers.run()
+            if self._ended or (requests.draining and requests.idle):
+                return
+            if not inbox.sleep():
+                continue
+            ready = dict(poll(wanted, timers.timeout_ms()))
+            inbox.awake(wake in ready)
+            if router in ready:
+                self._receive()
+            if self._monitor in ready:
+                self._disconnected()
+
+    def _receive(self) -> None:
+        router, service = self._router, self._service
+        for _ in range(MAX_MESSAGES_A_TURN):
+            try:
+                routing_id = router.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            frame = router.recv(copy=False)
+            frames = [frame]
+            while frame.more:
+                frame = router.recv(copy=False)
+                if len(frames) < MAX_FRAMES:
+                    frames.append(frame)
+            service.receive(routing_id, frames)
+
+    def _disconnected(self) -> None:
+        while self._monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            self._peers.closed(int(recv_monitor_message(self._monitor)["value"]))
+
+    def _watch(self) -> None:
+        problem = self._check()
+        if problem is not None:
+            self._log.critical("%s", problem)
+            self._fail("internal", "the server ends")
+        self._timers.after(WATCH_EVERY_S, self._watch)
+
+    def _figures(self, event: EngineFigures) -> None:
+        self._requests.engine_figures = event.figures
+
+    def _failed(self, event: Failed) -> None:
+        self._fail(event.code, event.message)
+
+    def _fail(self, code: str, words: str) -> None:
+        self.exit_code = 1
+        self._reason, self._words = code, words
+        self._ended = True
+
+    def _drain(self, event: DrainAsked) -> None:
+        if not self._requests.draining:
+            self._log.info(
+                "draining", extra={"deadline_s": event.deadline_s, "num_running": self._requests.num_running}
+            )
+        self._requests.draining = True
+        self._timers.after(event.deadline_s, self._drained)
+
+    def _drained(self) -> None:
+        self._ended = True
+
+    def _say_bye(self) -> None:
+        try:
+            self._requests.end_all(self._reason, self._words)
+            for peer in self._peers:
+                if peer.greeted:
+                    self._peers.send(peer, Bye(self._reason, self._words))
+        except Exception as error:
+            self._log.error("the last messages failed: %s", describe(error))
+
+    def _monitor_close(self) -> None:
+        self._router.disable_monitor()
+        self._monitor.close(linger=0)
