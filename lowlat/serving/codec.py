@@ -13,10 +13,23 @@ __all__ = ["ServingCodec"]
 
 
 class ServingCodec:
-    """Encodes for `lowlat.ipc.engine.Codec`; the TextCodec stays its owner's to close."""
+    """Encodes for `lowlat.ipc.engine.Codec`; the TextCodec stays its owner's to close.
 
-    def __init__(self, codec: TextCodec) -> None:
-        self._codec = codec
+    A server has it before the model is loaded: `bind` then says which codec, or that the model has none.
+    """
+
+    def __init__(self, codec: TextCodec | None = None) -> None:
+        self._bound = codec
+
+    def bind(self, codec: TextCodec | None) -> None:
+        """Encode by this codec from now on."""
+        self._bound = codec
+
+    @property
+    def _codec(self) -> TextCodec:
+        if self._bound is None:
+            raise RequestError("this server's model has no tokenizer; send token ids")
+        return self._bound
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a plain prompt, with what the tokenizer puts around a text. Raises RequestError."""

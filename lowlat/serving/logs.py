@@ -7,6 +7,7 @@ beyond the queue are dropped and counted. Prompts and tokens are not to be logge
 import json
 import logging
 import os
+import sys
 import threading
 import time
 from collections import deque
@@ -100,6 +101,7 @@ class ServingHandler(logging.Handler):
     def __init__(self, descriptor: int = 2, max_lines: int = MAX_LINES) -> None:
         super().__init__(logging.INFO)
         self._descriptor = descriptor
+        self._is_terminal = descriptor == 2 and sys.stderr.isatty()
         self._lines: deque[bytes] = deque()
         self._max_lines = max_lines
         self._num_dropped = 0
@@ -150,16 +152,23 @@ class ServingHandler(logging.Handler):
             self._wake.wait()
             self._wake.clear()
             while self._lines:
-                view = memoryview(self._lines.popleft())
                 try:
-                    while view:
-                        view = view[os.write(self._descriptor, view) :]
-                except BlockingIOError:
-                    time.sleep(0.05)  # somebody made the terminal's file non-blocking
+                    self._put(self._lines.popleft())
                 except OSError:
                     return  # nobody will ever read it
             if self._closing:
                 return
+
+    def _put(self, line: bytes) -> None:
+        if self._is_terminal:
+            print(line.decode(), end="", file=sys.stderr, flush=True)  # a bar that is being drawn makes room
+            return
+        view = memoryview(line)
+        while view:
+            try:
+                view = view[os.write(self._descriptor, view) :]
+            except BlockingIOError:
+                time.sleep(0.05)  # somebody made the file non-blocking
 
 
 @contextmanager
