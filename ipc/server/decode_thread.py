@@ -3,7 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 from lowlat.errors import CapacityError, DeviceError, RequestError
 from lowlat.ipc.engine import Engine, EngineOutput
@@ -24,6 +24,7 @@ from lowlat.ipc.server.watchdog import StepClock
 __all__ = ["DecodeThread"]
 
 FIGURES_EVERY_S = 1.0
+FIGURES_AT_REST_S = 0.05
 
 
 class DecodeThread(threading.Thread):
@@ -77,7 +78,7 @@ class DecodeThread(threading.Thread):
                 clock.begin()
             else:
                 clock.rest()
-                command = commands.get()
+                command = self._rest()
                 clock.begin()
                 self._obey(command)
             while not commands.empty():
@@ -90,9 +91,17 @@ class DecodeThread(threading.Thread):
             clock.end()
             if outputs:
                 self._publish(outputs)
-            if clock.completed >= next_figures or not engine.busy:
+            if clock.completed >= next_figures:
                 self._post_figures()
                 next_figures = clock.completed + FIGURES_EVERY_S
+
+    def _rest(self) -> Command:
+        """The next command, when it comes; the figures of the last step first, once its outputs are on their way."""
+        try:
+            return self._commands.get(timeout=FIGURES_AT_REST_S)
+        except Empty:
+            self._post_figures()
+            return self._commands.get()
 
     def _publish(self, outputs: Sequence[EngineOutput]) -> None:
         metrics = {}
@@ -125,7 +134,7 @@ class DecodeThread(threading.Thread):
             self._joined = True
 
     def _post_figures(self) -> None:
-        self.post(EngineFigures({**self.engine.stats(), "step_ms": self._clock.all.to_dict()}))
+        self.post(EngineFigures(self.engine.stats()))
 
     def _fail(self, code: str, what: str, error: Exception) -> None:
         # A DeviceError's text is lowlat's own; others' may hold anything.

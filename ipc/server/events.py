@@ -1,8 +1,9 @@
-"""What the threads of a server tell one another."""
+"""What the threads of a server tell one another, in structs because these cost next to nothing to make."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from lowlat.ipc.engine import EngineOutput
 from lowlat.ipc.server.streams import Stream
@@ -24,16 +25,14 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(Struct, frozen=True):
     """To the I/O thread: what a step brought, and the figures of the requests that it ended."""
 
     outputs: Sequence[EngineOutput]
     metrics: Mapping[str, Mapping[str, Any]]
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
+class Refused(Struct, frozen=True):
     """To the I/O thread: the engine did not take a request."""
 
     request_id: str
@@ -41,8 +40,7 @@ class Refused:
     message: str
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
+class Prepared(Struct, frozen=True):
     """To the I/O thread: a request has its token ids and is sound; or code and message say why not."""
 
     stream: Stream
@@ -51,23 +49,20 @@ class Prepared:
     message: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class EngineFigures:
+class EngineFigures(Struct, frozen=True):
     """To the I/O thread: the engine's own figures, about once a second."""
 
     figures: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
+class Failed(Struct, frozen=True):
     """To the I/O thread: the server cannot go on; code is what clients are told."""
 
     code: str
     message: str
 
 
-@dataclass(frozen=True, slots=True)
-class DrainAsked:
+class DrainAsked(Struct, frozen=True):
     """To the I/O thread: take nothing more, finish for so long, and end."""
 
     deadline_s: float
@@ -76,8 +71,7 @@ class DrainAsked:
 Event = Step | Refused | Prepared | EngineFigures | Failed | DrainAsked
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeSubmit:
+class DecodeSubmit(Struct, frozen=True):
     """To the decode thread: a request for the engine."""
 
     request_id: str
@@ -85,23 +79,20 @@ class DecodeSubmit:
     sampling: Sampling
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeCancel:
+class DecodeCancel(Struct, frozen=True):
     """To the decode thread: end a request."""
 
     request_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeStop:
+class DecodeStop(Struct, frozen=True):
     """To the decode thread: close the engine and end."""
 
 
 Command = DecodeSubmit | DecodeCancel | DecodeStop
 
 
-@dataclass(frozen=True, slots=True)
-class Prepare:
+class Prepare(Struct, frozen=True):
     """To the text thread: make token ids of a request, and check it."""
 
     stream: Stream

@@ -86,8 +86,9 @@ class IoThread(threading.Thread):
     def _loop(self) -> None:
         router, inbox, timers, requests = self._router, self._inbox, self._timers, self._requests
         wake = inbox.descriptor
-        wanted = [(router, zmq.POLLIN), (self._monitor, zmq.POLLIN), (wake, zmq.POLLIN)]
-        poll = zmq.zmq_poll
+        poller = zmq.Poller()
+        for readable in (router, self._monitor, wake):
+            poller.register(readable, zmq.POLLIN)
         while not self._ended:
             while (event := inbox.take()) is not None:
                 self._handlers[type(event)](event)
@@ -97,7 +98,7 @@ class IoThread(threading.Thread):
                 return
             if not inbox.sleep():
                 continue
-            ready = dict(poll(wanted, timers.timeout_ms()))
+            ready = dict(poller.poll(timers.timeout_ms()))
             inbox.awake(wake in ready)
             if router in ready:
                 self._receive()
@@ -120,7 +121,7 @@ class IoThread(threading.Thread):
             service.receive(routing_id, frames)
 
     def _disconnected(self) -> None:
-        while self._monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        while self._monitor.poll(0):
             self._peers.closed(int(recv_monitor_message(self._monitor)["value"]))
 
     def _watch(self) -> None:

@@ -3,7 +3,7 @@
 ROUTER names a connection by a routing id and tells nobody when it ends. A disconnect shows itself in three ways: a
 send fails with EHOSTUNREACH (ROUTER_MANDATORY); the socket's monitor reports the descriptor that was closed, and the
 peers that came through it are tried by a PONG that nobody asked for; a message arrives under the routing id of a
-known peer from another descriptor or process. It knows no request.
+known peer from another process, or HELLO from another descriptor. It knows no request.
 """
 
 import errno
@@ -108,14 +108,23 @@ class Peers:
 
     def find(self, routing_id: bytes, frame: zmq.Frame) -> tuple[Peer, bool]:
         """The peer that a frame is from, and whether it is new."""
-        address, descriptor = str(frame.get("Peer-Address")), int(frame.get("__fd"))
+        address = frame.get("Peer-Address")
         peer = self._peers.get(routing_id)
         if peer is not None:
-            if peer.descriptor == descriptor and peer.address == address:
+            if peer.address == address:
                 return peer, False
-            self._forget(peer)  # the routing id has come to another connection, so this one has ended
-        peer = self._peers[routing_id] = Peer(routing_id, address, descriptor)
+            self._forget(peer)  # the routing id has come to another process, so this peer's connection has ended
+        peer = self._peers[routing_id] = Peer(routing_id, str(address), int(frame.get("__fd")))
         return peer, True
+
+    def renew(self, peer: Peer, frame: zmq.Frame) -> Peer:
+        """The peer that says HELLO: another one, if the same process has connected anew under the same routing id."""
+        descriptor = int(frame.get("__fd"))
+        if descriptor == peer.descriptor:
+            return peer
+        self._forget(peer)
+        renewed = self._peers[peer.routing_id] = Peer(peer.routing_id, peer.address, descriptor)
+        return renewed
 
     def send(self, peer: Peer, message: Struct) -> bool:
         """Send, or keep for later when the peer's queue is full; False when the peer is gone."""

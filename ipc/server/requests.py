@@ -14,6 +14,7 @@ from lowlat.ipc.server.prepare import MAX_INLINE_BYTES, TextThread, prepare
 from lowlat.ipc.server.statistics import Statistics
 from lowlat.ipc.server.streams import Phase, Stream
 from lowlat.ipc.server.timers import Timers
+from lowlat.ipc.server.watchdog import StepClock
 from lowlat.ipc.wire import Error, FinishReason, Submit
 
 __all__ = ["Requests"]
@@ -36,6 +37,7 @@ class Requests:
         limits: Limits,
         timers: Timers,
         statistics: Statistics,
+        clock: StepClock,
         log: logging.Logger,
         *,
         epoch: str,
@@ -48,6 +50,7 @@ class Requests:
         self._limits = limits
         self._timers = timers
         self._statistics = statistics
+        self._clock = clock
         self._log = log
         self._decode = decode
         self._text_thread = text_thread
@@ -202,6 +205,7 @@ class Requests:
             "num_waiting": self.num_waiting,
             "max_queue": self._limits.max_queue,
             **self._statistics.to_dict(now),
+            "step_ms": self._clock.all.to_dict(),
             "engine": dict(self.engine_figures),
         }
 
@@ -226,11 +230,11 @@ class Requests:
             stream = self._queue.pop()
             self._prompt_bytes -= stream.num_bytes
             stream.phase = Phase.RUNNING
-            stream.handed = time.monotonic()
-            self._statistics.queued.record(stream.handed - stream.arrived)
             self._inside[stream.request_id] = stream
             self._decode(DecodeSubmit(stream.request_id, stream.prompt, stream.sampling))
             stream.prompt = ()
+            stream.handed = time.monotonic()
+            self._statistics.queued.record(stream.handed - stream.arrived)
 
     def _pump(self, stream: Stream) -> None:
         """Send what may be sent; then its END, if that was all."""
@@ -264,8 +268,12 @@ class Requests:
         reason = final.finish_reason
         if reason == "error":
             self._end(stream, "error", code="not_finite", message=final.error)
-        elif reason == "stop" or reason == "length" or reason == "cancelled":
-            self._end(stream, reason, stop_reason=final.stop_reason)
+        elif reason == "stop":
+            self._end(stream, "stop", stop_reason=final.stop_reason)
+        elif reason == "length":
+            self._end(stream, "length")
+        elif reason == "cancelled":
+            self._end(stream, "cancelled")
         else:
             self._log.error("the engine gave an unknown finish reason", extra={"reason": reason})
             self._end(stream, "error", code="internal", message="the engine ended it for an unknown reason")

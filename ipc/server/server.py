@@ -12,7 +12,6 @@ from typing import Self
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-import lowlat
 from lowlat.errors import ConfigError, LowlatError
 from lowlat.ipc.endpoint import EndpointLock, parse_endpoint, prepare_socket
 from lowlat.ipc.engine import Codec, Engine
@@ -45,6 +44,7 @@ class Server:
     endpoint    ipc:///a/path.sock, or tcp://host:port; after `start`, `endpoint` says which port `*` became
     allow_uids  users admitted over ipc:// beside the server's own
     curve       keys for tcp://; needed off loopback
+    name        what clients are told the server is: program and version
     Raises ConfigError for an endpoint that cannot be served.
     """
 
@@ -57,6 +57,7 @@ class Server:
         *,
         allow_uids: Iterable[int] = (),
         curve: Curve | None = None,
+        name: str = "lowlat",
         log: logging.Logger | None = None,
     ) -> None:
         self._where = parse_endpoint(endpoint)
@@ -64,6 +65,7 @@ class Server:
         self.limits = Limits() if limits is None else limits
         self.epoch = secrets.token_hex(16)
         self._codec = codec
+        self._name = name
         self._allow_uids = frozenset(allow_uids)
         self._curve = curve
         self._log = logging.getLogger("lowlat.server") if log is None else log
@@ -124,7 +126,7 @@ class Server:
         return self.exit_code or 0
 
     def drain(self, deadline_s: float | None = None) -> None:
-        """Take no more requests, finish what runs for at most so long (None: the limit drain_s), and end. Any thread."""
+        """Take no more requests, finish what runs for at most so long (None: drain_s), and end. Any thread."""
         self._inbox.put(DrainAsked(self.limits.drain_s if deadline_s is None else deadline_s))
 
     def close(self) -> None:
@@ -178,6 +180,7 @@ class Server:
             limits,
             timers,
             statistics,
+            self._clock,
             log,
             epoch=self.epoch,
             decode=self._decode.put,
@@ -193,7 +196,7 @@ class Server:
             statistics,
             log,
             epoch=self.epoch,
-            version=lowlat.__version__,
+            name=self._name,
             local=self._where.scheme == "ipc",
             allow_uids=self._allow_uids,
             step_age=self._clock.age_s,

@@ -57,7 +57,7 @@ class Service:
         log: logging.Logger,
         *,
         epoch: str,
-        version: str,
+        name: str,
         local: bool,
         allow_uids: frozenset[int],
         step_age: Callable[[], float],
@@ -73,7 +73,7 @@ class Service:
         self._uids = allow_uids | {self._own_uid}
         self._step_age = step_age
         self._drain = drain
-        self._welcome = _welcome(info, limits, epoch, version)
+        self._welcome = _welcome(info, limits, epoch, name)
         self._handlers: dict[type[Struct], Callable[[Peer, Any], None]] = {
             Hello: self._hello,
             Cancel: self._cancel,
@@ -101,6 +101,8 @@ class Service:
         except WireError as error:
             self._malformed(peer, error)
             return
+        if type(header) is Hello and not is_new:
+            peer = self._peers.renew(peer, frames[0])
         try:
             self._dispatch(peer, header, body)
         except Exception as error:
@@ -200,11 +202,11 @@ class Service:
             self._peers.drop(peer, "dropped", message)
 
 
-def _welcome(info: EngineInfo, limits: Limits, epoch: str, version: str) -> Welcome:
+def _welcome(info: EngineInfo, limits: Limits, epoch: str, name: str) -> Welcome:
     return Welcome(
         version=VERSION,
         epoch=epoch,
-        server=f"lowlat {version}",
+        server=name,
         model=info.model,
         tokenizer=info.tokenizer,
         vocab_size=info.vocab_size,
