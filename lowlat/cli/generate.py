@@ -51,14 +51,13 @@ MAX_PROMPT_BYTES = 64 << 20
 )
 @click.option("--curve-keys", type=DIRECTORY, metavar="DIR", help=CURVE_HELP + " Needs --connect.")
 @as_json
-@click.pass_context
-def command(ctx: click.Context, model: Path | None, **values: Any) -> None:
+def command(model: Path | None, **values: Any) -> None:
     """Continue a prompt with MODEL, a Hugging Face directory; without one, with the bundled model and its head.
 
     Text streams to stdout as it is decided; without a tokenizer, token ids do.
     """
     if values["connect"] is not None:
-        _refuse_the_servers_own(ctx)
+        _refuse_the_servers_own(click.get_current_context())
     elif values["curve_keys"] is not None:
         raise click.UsageError("--curve-keys needs --connect")
     prompt: str | Sequence[int] = _read_prompt(values)
