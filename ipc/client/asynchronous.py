@@ -74,8 +74,6 @@ class AsyncLink:
         """Wait until there is something to take; False when the deadline (monotonic) has passed."""
         self.connection.attend(time.monotonic())
         while not waiter.ready and self.connection.failure is None:
-            if waiter in self._waiting:
-                raise LowlatError("another task reads this request; give each its own")
             future = self._waiting[waiter] = self.loop.create_future()
             timer = None if deadline is None else self.loop.call_later(deadline - time.monotonic(), _resolve, future)
             if self._timer is None:
@@ -147,6 +145,7 @@ class AsyncGeneration:
         self._deadline: float | None = None
         self._link: AsyncLink | None = None
         self._stream: Stream | None = None
+        self._reading = False
         self._done = False
 
     def __aiter__(self) -> Self:
@@ -155,11 +154,16 @@ class AsyncGeneration:
     async def __anext__(self) -> Chunk:
         if self._done:
             raise StopAsyncIteration
+        if self._reading:
+            raise LowlatError("another task reads this request; give each its own")
+        self._reading = True
         try:
             chunk = await self._next()
         except BaseException:
             self._leave()
             raise
+        finally:
+            self._reading = False
         if chunk is None:
             self._done = True
             raise StopAsyncIteration

@@ -44,6 +44,8 @@ class Generation:
         if self._done:
             raise StopIteration
         self._client.check_process()
+        if self._reading:
+            raise LowlatError("another thread reads this request; give each its own")
         try:
             chunk = self._next()
         except BaseException:
@@ -87,8 +89,6 @@ class Generation:
         link, stream = self._link, self._stream
         with link as connection:
             if not stream.ready:
-                if self._reading:
-                    raise LowlatError("another thread reads this request; give each its own")
                 self._reading = True
                 try:
                     in_time = link.wait(stream, self._deadline)
