@@ -41,17 +41,20 @@ class Endpoint:
 
 
 def default_endpoint(environ: Mapping[str, str] = os.environ) -> str:
-    """LOWLAT_ENDPOINT, else lowlat/default.sock in XDG_RUNTIME_DIR, else in the user's cache directory."""
+    """LOWLAT_ENDPOINT, else lowlat/default.sock in XDG_RUNTIME_DIR, else lowlat/run/default.sock in the user's cache.
+
+    The cache holds other things of lowlat's, too, and may be open to others: there the socket has its own folder.
+    """
     chosen = environ.get("LOWLAT_ENDPOINT")
     if chosen:
         return chosen
     runtime = environ.get("XDG_RUNTIME_DIR")
     if runtime and Path(runtime).is_absolute():
-        folder = Path(runtime)
+        folder = Path(runtime) / "lowlat"
     else:
         cache = environ.get("XDG_CACHE_HOME")
-        folder = Path(cache) if cache and Path(cache).is_absolute() else Path.home() / ".cache"
-    return f"ipc://{folder / 'lowlat' / 'default.sock'}"
+        folder = (Path(cache) if cache and Path(cache).is_absolute() else Path.home() / ".cache") / "lowlat" / "run"
+    return f"ipc://{folder / 'default.sock'}"
 
 
 def parse_endpoint(url: str) -> Endpoint:

@@ -6,12 +6,16 @@ torch is imported in that thread, when the endpoint is already this server's: so
 import json
 import os
 import shlex
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+import lowlat
 from lowlat.cli.console import print_json
 from lowlat.ipc.endpoint import default_endpoint
 from lowlat.ipc.engine import EngineInfo
@@ -46,9 +50,9 @@ def serve(settings: ServeConfig, bundled_target: Path, bundled_head: Path, *, js
         settings.limits(),
         allow_uids=settings["allow_uid"],
         curve=curve,
+        name=f"lowlat {lowlat.__version__}",
     )
-    with serving_log(settings["log_format"]):
-        server.start()
+    with serving_log(settings["log_format"]), _drained_by_signals(server):
         facts = {"event": "ready", "endpoint": server.endpoint, "pid": os.getpid(), **loading.facts}
         if json_output:
             print_json(facts)
@@ -56,6 +60,23 @@ def serve(settings: ServeConfig, bundled_target: Path, bundled_head: Path, *, js
             click.echo(_how_to_reach(facts, settings["curve_keys"]))
         sys.stdout.flush()
         return server.run()
+
+
+@contextmanager
+def _drained_by_signals(server: Server) -> Iterator[None]:
+    """Start the server, and from then on let signals drain it: whoever reads that it is ready may end it at once.
+
+    While it loads, Ctrl-C and SIGTERM do what they do to any process.
+    """
+    server.start()
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = {number: signal.signal(number, lambda *_: server.drain()) for number in numbers}
+    try:
+        yield
+    finally:
+        server.close()
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class _Loading:

@@ -155,8 +155,8 @@ def _kv(kv: dict[str, Any]) -> "RenderableType":
     used, total = kv["num_used"], max(kv["num_blocks"], 1)
     hits = kv["hit_tokens"] / kv["query_tokens"] if kv["query_tokens"] else 0.0
     return Text(
-        f"KV        {_bar(used / total)} {used}/{total} blocks in use, {kv['num_evictable']} hold reusable prefixes; "
-        f"{hits:.0%} of prompt tokens were reused"
+        f"KV        {_bar(used / total)} {used}/{total} blocks, {kv['num_evictable']} reusable; "
+        f"{hits:.0%} of prompt tokens reused"
     )
 
 

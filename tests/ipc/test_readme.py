@@ -40,10 +40,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
         yield started
 
 
-def run(command: list[str], server: Serving, **options: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command, env=server.environment, capture_output=True, text=True, timeout=60, check=False, **options
-    )
+def run(
+    command: list[str], environment: dict[str, str], folder: Path | None = None
+) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
 
 
 def test_there_is_something_to_run() -> None:
@@ -52,7 +52,7 @@ def test_there_is_something_to_run() -> None:
 
 @pytest.mark.parametrize("number", range(len(PYTHON)))
 def test_python_examples_run(server: Serving, number: int) -> None:
-    done = run([sys.executable, "-W", "error", "-c", PYTHON[number]], server)
+    done = run([sys.executable, "-W", "error", "-c", PYTHON[number]], server.environment)
     assert done.returncode == 0 and not done.stderr, done.stderr
     assert len(done.stdout) > 20, done.stdout
     if "max_tokens=10**6" in PYTHON[number]:
@@ -62,7 +62,7 @@ def test_python_examples_run(server: Serving, number: int) -> None:
 @pytest.mark.parametrize("line", [line for line in SHELL if "serve" not in line and "tcp" not in line])
 def test_shell_examples_run(server: Serving, line: str) -> None:
     lowlat = f"{shlex.quote(sys.executable)} -m lowlat.cli"
-    done = run(["sh", "-c", re.sub(r"\blowlat\b", lowlat, line)], server)
+    done = run(["sh", "-c", re.sub(r"\blowlat\b", lowlat, line)], server.environment)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.strip()) > 20
 
@@ -71,8 +71,8 @@ def test_serving_over_tcp_with_curve_keys_runs(tmp_path: Path) -> None:
     made, started, asked = [line for line in SHELL if "keys" in line]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     lowlat = [sys.executable, "-m", "lowlat.cli"]
-    done = subprocess.run([*lowlat, *shlex.split(made)[1:]], cwd=tmp_path, env=environment, timeout=60, check=True)
-    assert done.returncode == 0
+    done = run([*lowlat, *shlex.split(made)[1:]], environment, tmp_path)
+    assert done.returncode == 0, done.stderr
     assert {oct(path.stat().st_mode & 0o077) for path in (tmp_path / "keys").rglob("*")} == {"0o0"}
     arguments = started.replace("0.0.0.0:5577", "0.0.0.0:*")
     with serving(tmp_path, shlex.split(arguments)[2:]) as server:
@@ -82,10 +82,10 @@ def test_serving_over_tcp_with_curve_keys_runs(tmp_path: Path) -> None:
         client.mkdir(parents=True)
         for name in ("server.key", "client.key_secret"):  # what the client's folder needs, and no more
             (tmp_path / "keys" / name).rename(client / name)
-        options = {"cwd": client.parent, "env": environment, "timeout": 60, "capture_output": True, "text": True}
-        answered = subprocess.run([*lowlat, *shlex.split(local)[1:], "--max-tokens", "4"], check=False, **options)
+        answered = run([*lowlat, *shlex.split(local)[1:], "--max-tokens", "4"], environment, client.parent)
         assert answered.returncode == 0 and answered.stdout.strip(), answered.stderr
-        without = subprocess.run([*lowlat, *shlex.split(local.replace("--curve-keys keys", ""))[1:]], **options)
+        bare = local.replace("--curve-keys keys", "")
+        without = run([*lowlat, *shlex.split(bare)[1:]], environment, client.parent)
         assert without.returncode == 1 and not without.stdout, without.stderr
 
 

@@ -130,8 +130,7 @@ def test_the_bundled_models_text_is_the_decoding_of_its_ids(
     endpoint, codec = bundled_server
     prompt = "The President shall — naïve 日本"
     with Client(endpoint, window=window) as client:
-        options = {"temperature": temperature, "seed": 5, "max_tokens": 96, "ignore_eos": True}
-        chunks = list(client.generate(prompt, **options))
+        chunks = list(client.generate(prompt, temperature=temperature, seed=5, max_tokens=96, ignore_eos=True))
     ids, text = gathered(chunks)
     assert len(ids) == 96 and max(len(chunk.token_ids) for chunk in chunks) > 1
     # with its prompt before it, for a first word's space is the prompt's to keep

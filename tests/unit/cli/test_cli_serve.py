@@ -25,9 +25,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def ask(server: Serving, prompt: str = "a", **options: object) -> str:
+def ask(server: Serving, prompt: str = "a") -> str:
     with Client(server.endpoint) as client:
-        return "".join(chunk.text for chunk in client.generate(prompt, max_tokens=4, **options))
+        return "".join(chunk.text for chunk in client.generate(prompt, max_tokens=4))
 
 
 def run(folder: Path, *arguments: object, code: int | None = None) -> "subprocess.CompletedProcess[str]":
@@ -71,6 +71,20 @@ def test_a_live_endpoint_is_refused_and_a_dead_ones_socket_is_taken_over(folder:
     with serving(folder, common) as server:
         assert ask(server)
     assert not Path(server.endpoint.removeprefix("ipc://")).exists()
+
+
+def test_a_cache_that_others_may_read_is_no_obstacle(folder: Path, talker: Path) -> None:
+    (folder / "lowlat").mkdir(mode=0o755)
+    environment = serving_environment(folder)
+    del environment["XDG_RUNTIME_DIR"]
+    command = [sys.executable, "-m", "lowlat.cli", "serve", "--json", "--model", str(talker), "--max-context", "64"]
+    with subprocess.Popen(
+        command, env={**environment, "XDG_CACHE_HOME": str(folder)}, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline())["endpoint"] == f"ipc://{folder}/lowlat/run/default.sock"
+        process.terminate()
+        assert process.wait(30) == 0
 
 
 def test_ready_lines_can_be_copied(folder: Path, talker: Path) -> None:
@@ -167,7 +181,7 @@ def test_keys_are_the_owners_alone_and_are_not_overwritten(folder: Path) -> None
     curve = server_curve(folder / "keys")
     assert curve.clients == folder / "keys" / "clients"
     keys = client_curve(folder / "keys")
-    assert keys.public_key in (folder / "keys" / "clients" / "client.key").read_text()
+    assert str(keys.public_key) in (folder / "keys" / "clients" / "client.key").read_text()
     curve.certificate.chmod(0o644)
     with pytest.raises(ConfigError, match="is open to others"):
         server_curve(folder / "keys")
