@@ -135,7 +135,12 @@ class ScriptedServer:
 
     def send(self, *frames: bytes, to: int = -1) -> None:
         """Send messages of one frame each to a client, the last that came if no other is named."""
-        self._todo.put(lambda: [self._send(self.identities[to], frame) for frame in frames] and None)
+
+        def action() -> None:
+            for frame in frames:
+                self._send(self.identities[to], frame)
+
+        self._todo.put(action)
 
     def wait_for(self, kind: type, count: int = 1, timeout_s: float = 5.0) -> list[Any]:
         """The messages of a kind, once there are so many."""

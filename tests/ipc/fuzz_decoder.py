@@ -146,7 +146,7 @@ def versions() -> dict[str, str]:
 
 def child(options: list[str]) -> None:
     """Hand over to libFuzzer; lowlat's own modules are instrumented, msgspec's C code is not."""
-    import atheris  # type: ignore[import-not-found]
+    import atheris  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
     for name in ("lowlat.ipc.wire", "lowlat.ipc.messages"):
         sys.modules.pop(name, None)

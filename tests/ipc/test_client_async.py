@@ -179,7 +179,7 @@ def test_two_tasks_may_not_read_one_stream(server: ScriptedServer) -> None:
     async def main() -> None:
         async with AsyncClient(server.url) as client:
             generation = client.generate("a")
-            task = asyncio.ensure_future(anext(generation))  # type: ignore[arg-type]
+            task = asyncio.ensure_future(anext(generation))
             await asyncio.sleep(0.05)
             with pytest.raises(LowlatError, match="another task reads"):
                 await anext(generation)

@@ -7,7 +7,7 @@ import pytest
 from scripted_server import LIMITS, welcome
 
 from lowlat.errors import Busy, ConfigError, LowlatError, RequestError, ServerGone, StreamError
-from lowlat.ipc.client.protocol import HEARTBEAT_INTERVAL_S, SILENCE_S, Connection, Stream
+from lowlat.ipc.client.protocol import HEARTBEAT_INTERVAL_S, SILENCE_S, Connection, Reply, Stream
 from lowlat.ipc.client.request import make_request
 from lowlat.ipc.wire import (
     Bye,
@@ -194,13 +194,14 @@ def test_a_lost_connection_ends_everything_with_what_came() -> None:
     connection = connected()
     stream = submitted(connection)
     connection.receive(tokens(stream, 0, 5, text="a"), 0.0)
-    questions = [connection.health(), connection.stats()]
+    questions: list[Reply[Any]] = [connection.health(), connection.stats()]
     connection.fail("the connection was lost")
     assert connection.take(stream) is not None
     with pytest.raises(ServerGone, match="after 1 tokens: the connection was lost") as caught:
         connection.take(stream)
     assert (caught.value.token_ids, caught.value.text) == ((5,), "a")
-    for reply in [*questions, connection.health(), connection.stats(), connection.drain(1.0)]:
+    replies: list[Reply[Any]] = [*questions, connection.health(), connection.stats(), connection.drain(1.0)]
+    for reply in replies:
         with pytest.raises(ServerGone):
             reply.take()
     with pytest.raises(ServerGone):
@@ -355,7 +356,7 @@ def test_requests_that_have_no_encoding_or_no_room_are_refused() -> None:
         ([{"role": "user"}], {"a": 1 << 70}, "no encoding"),
     ):
         with pytest.raises(RequestError, match=message):
-            connection.submit(make_request(prompt, {}, template_options=options))  # type: ignore[arg-type]
+            connection.submit(make_request(prompt, {}, template_options=options))
     assert connection.num_streams == 0
     assert sent(connection) == []
 

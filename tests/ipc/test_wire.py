@@ -218,7 +218,7 @@ def test_a_long_text_passes_and_a_heap_of_small_values_does_not() -> None:
     assert isinstance(submit, Submit)
     assert submit.messages is not None
     assert submit.messages[2].content == text
-    heap = {"a": [{}] * (1 << 20)}
+    heap: dict[str, Any] = {"a": [{}] * (1 << 20)}
     with pytest.raises(WireError, match="are not text, more than 262144") as caught:
         decode_client([encode(Submit(number=9, credit=1, messages=[Message("user", "a")], template_options=heap))])
     assert caught.value.number == 9

@@ -9,7 +9,7 @@ where it raises anything but WireError.
 import json
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -109,10 +109,10 @@ def systematic() -> Iterator[dict[str, Any]]:
         if "messages" not in extra:
             header["text"] = "a"
         yield case(f"inside-{place}", [b"\x02" + pack(header)], field)
-    for kind, fields in GOOD.items():
-        yield case(f"unknown-field-{kind}", [bytes((kind,)) + pack({**fields, "extra": 1})], "$.extra")
-        yield case(f"array-for-map-{kind}", [bytes((kind,)) + pack(list(fields.values()))], None)
-        yield case(f"trailing-{kind}", [bytes((kind,)) + pack(fields) + b"\xc0"], None)
+    for kind, good in GOOD.items():
+        yield case(f"unknown-field-{kind}", [bytes((kind,)) + pack({**good, "extra": 1})], "$.extra")
+        yield case(f"array-for-map-{kind}", [bytes((kind,)) + pack(list(good.values()))], None)
+        yield case(f"trailing-{kind}", [bytes((kind,)) + pack(good) + b"\xc0"], None)
         yield case(f"nothing-{kind}", [bytes((kind,))], None)
     for name in ("number", "credit"):
         header = {key: value for key, value in GOOD[0x02].items() if key != name}
@@ -192,11 +192,17 @@ def written() -> Iterator[dict[str, Any]]:
         yield entry(f"nested-text-{name}", [[(head + pack("text")).hex(), [opener, depth], "c0"]], text_field)
         yield entry(f"nested-top-{name}", [["02", [opener, depth], "c0"]], "any", number=None)
         yield entry(f"nested-control-{name}", [["06", [opener, depth], "c0"]], "any", number=None)
-    deep = [options.hex(), "81a161", ["91", 40], "c0"]
+    deep: list[Part] = [options.hex(), "81a161", ["91", 40], "c0"]
     yield entry("nested-40", [deep], "$.template_options", number=1)
     yield entry("heap-of-maps", [[options.hex(), "81a161", "dd00800000", ["80", 8 << 20]]], None, number=1)
     first = b"\x02\x85" + options[2:]
-    twice = [first.hex(), "81a161", "dd00400000", ["80", 4 << 20], (pack("template_options") + b"\x80").hex()]
+    twice: list[Part] = [
+        first.hex(),
+        "81a161",
+        "dd00400000",
+        ["80", 4 << 20],
+        (pack("template_options") + b"\x80").hex(),
+    ]
     yield entry("heap-of-maps-behind-a-second-field", [twice], None, number=1)
     yield entry("long-control", [["05", ["80", 5000]]], None, number=None)
     for place, raw in enumerate(
@@ -247,7 +253,9 @@ def case(name: str, frames: list[bytes], field: str | None) -> dict[str, Any]:
     return entry(name, [[frame.hex()] for frame in frames], field, number="any")
 
 
-def entry(name: str, frames: list[list[Part]], field: str | None, number: int | str | None = "any") -> dict[str, Any]:
+def entry(
+    name: str, frames: Sequence[Sequence[Part]], field: str | None, number: int | str | None = "any"
+) -> dict[str, Any]:
     return {"name": name, "frames": frames, "code": "malformed", "field": field, "number": number}
 
 
