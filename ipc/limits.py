@@ -13,6 +13,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "max_queue": (0, 1 << 20),
     "max_credit": (1, (1 << 31) - 1),
     "max_bad_messages": (1, 1 << 16),
+    "max_messages_per_s": (10, 1 << 30),
     "high_water_mark": (1, 1 << 20),
     "slow_consumer_s": (0.01, 3600.0),
     "heartbeat_interval_s": (0.05, 60.0),
@@ -34,6 +35,7 @@ class Limits:
     max_queue                requests of all clients that wait for a slot; beyond it `busy`
     max_credit               tokens that a request may be granted at once
     max_bad_messages         wrong messages before a peer is dropped
+    max_messages_per_s       messages of one client, over a second; one that sends more is dropped
     high_water_mark          messages queued to one peer inside ZeroMQ
     slow_consumer_s          how long tokens may wait for credit before the stream is ended
     heartbeat_interval_s     between ZeroMQ's heartbeats, both ways
@@ -51,6 +53,7 @@ class Limits:
     max_queue: int = 256
     max_credit: int = 1 << 20
     max_bad_messages: int = 8
+    max_messages_per_s: int = 10_000
     high_water_mark: int = 4096
     slow_consumer_s: float = 30.0
     heartbeat_interval_s: float = 1.0

@@ -27,6 +27,7 @@ class IoThread(threading.Thread):
     """Reads what clients say, sends what the engine brings, and ends the server.
 
     check      called once a second; a text says why the server must end
+    spins      poll without waiting while requests run: saves the wake, costs a core
     on_end     called when the last message has been handed to ZeroMQ
     exit_code  0 after a drain, 1 after a failure; read it when the thread has ended
     """
@@ -44,6 +45,7 @@ class IoThread(threading.Thread):
         check: Callable[[], str | None],
         on_end: Callable[[], None],
         linger_s: float,
+        spins: bool,
     ) -> None:
         super().__init__(name="lowlat-io", daemon=True)
         self._router = router
@@ -57,6 +59,7 @@ class IoThread(threading.Thread):
         self._check = check
         self._on_end = on_end
         self._linger_s = linger_s
+        self._spins = spins
         self._ended = False
         self._reason = "shutdown"
         self._words = "the server ends"
@@ -96,18 +99,23 @@ class IoThread(threading.Thread):
             timers.run()
             if self._ended or (requests.draining and requests.idle):
                 return
-            if not inbox.sleep():
+            if self._spins and requests.num_running:
+                ready = dict(poller.poll(0))  # the inbox is looked at in every turn; nobody has to wake anybody
+            elif inbox.sleep():
+                ready = dict(poller.poll(timers.timeout_ms()))
+                inbox.awake(wake in ready)
+            else:
                 continue
-            ready = dict(poller.poll(timers.timeout_ms()))
-            inbox.awake(wake in ready)
+            if self._monitor in ready:
+                self._disconnected()  # first: a new connection's messages may be in the router already
             if router in ready:
                 self._receive()
-            if self._monitor in ready:
-                self._disconnected()
 
     def _receive(self) -> None:
         router, service = self._router, self._service
         for _ in range(MAX_MESSAGES_A_TURN):
+            if self._inbox.waiting:
+                return  # a step's tokens go before anything that clients say
             try:
                 routing_id = router.recv(zmq.NOBLOCK)
             except zmq.Again:

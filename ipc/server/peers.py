@@ -33,6 +33,7 @@ class Peer:
 
     greeted   HELLO came, in a version that is spoken
     dropped   said BYE to; nothing it sends is read any more
+    suspect   a connection with its descriptor has ended a moment ago
     unsent    messages that ZeroMQ's queue to it had no room for, in order
     """
 
@@ -47,9 +48,12 @@ class Peer:
         "last_number",
         "name",
         "num_bad_messages",
+        "num_messages",
         "routing_id",
         "streams",
+        "suspect",
         "unsent",
+        "window_end",
     )
 
     def __init__(self, routing_id: bytes, address: str, descriptor: int) -> None:
@@ -61,7 +65,10 @@ class Peer:
         self.greeted = False
         self.dropped = False
         self.gone = False
+        self.suspect = False
         self.num_bad_messages = 0
+        self.num_messages = 0
+        self.window_end = time.monotonic() + 1.0
         self.last_number = -1
         self.streams: dict[int, Stream] = {}
         self.unsent: deque[bytes] = deque()
@@ -71,6 +78,17 @@ class Peer:
     def blocked(self) -> bool:
         """Whether ZeroMQ's queue to it is full."""
         return bool(self.unsent)
+
+    def floods(self, limit: int) -> bool:
+        """Count a message; whether there were more than so many in this second."""
+        self.num_messages += 1
+        if self.num_messages <= limit:
+            return False
+        now = time.monotonic()
+        late = now > self.window_end
+        if late:
+            self.num_messages, self.window_end = 0, now + 1.0
+        return not late
 
 
 class Peers:
@@ -120,7 +138,7 @@ class Peers:
     def renew(self, peer: Peer, frame: zmq.Frame) -> Peer:
         """The peer that says HELLO: another one, if the same process has connected anew under the same routing id."""
         descriptor = int(frame.get("__fd"))
-        if descriptor == peer.descriptor:
+        if descriptor == peer.descriptor and not (peer.greeted and peer.suspect):
             return peer
         self._forget(peer)
         renewed = self._peers[peer.routing_id] = Peer(peer.routing_id, peer.address, descriptor)
@@ -165,14 +183,18 @@ class Peers:
 
     def closed(self, descriptor: int) -> None:
         """The monitor says that a connection with this descriptor has ended: find out whose."""
+        for peer in self._peers.values():
+            if peer.descriptor == descriptor:
+                peer.suspect = True
         for seconds in PROBE_AFTER_S:
-            self._timers.after(seconds, self._probe, descriptor)
+            self._timers.after(seconds, self._probe, descriptor, seconds == PROBE_AFTER_S[-1])
 
-    def _probe(self, descriptor: int) -> None:
+    def _probe(self, descriptor: int, last: bool) -> None:
         suspects = [peer for peer in self._peers.values() if peer.descriptor == descriptor]
         if suspects:
             self._socket.getsockopt(zmq.EVENTS)  # makes the socket take note of ended pipes
         for peer in suspects:
+            peer.suspect = peer.suspect and not last
             try:
                 self._socket.send(peer.routing_id, zmq.SNDMORE | zmq.NOBLOCK)
                 self._socket.send(encode(Pong(0, "serving", 0.0, 0, 0)), zmq.NOBLOCK)

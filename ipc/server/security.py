@@ -73,15 +73,20 @@ def disconnect(descriptor: int, credentials: Credentials) -> bool:
     if credentials.pid is None:
         return False
     try:
-        duplicate = socket.socket(fileno=os.dup(descriptor))
+        duplicate = os.dup(descriptor)
     except OSError:
         return False
-    with duplicate:
+    try:
+        connection = socket.socket(fileno=duplicate)
+    except OSError:
+        os.close(duplicate)  # a file or a pipe by now
+        return False
+    with connection:
         try:
-            pid, uid, _ = _UCRED.unpack(duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+            pid, uid, _ = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
             if (pid, uid) != (credentials.pid, credentials.uid):
                 return False
-            duplicate.shutdown(socket.SHUT_RDWR)
+            connection.shutdown(socket.SHUT_RDWR)
         except OSError:
             return False
     return True

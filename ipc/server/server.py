@@ -1,5 +1,6 @@
 """A server's life: endpoint, threads, signals, drain, end. What it says to clients is in the modules beside it."""
 
+import gc
 import logging
 import os
 import secrets
@@ -116,6 +117,10 @@ class Server:
         try:
             if self._io is None:
                 self.start()
+            if is_main:
+                # What is loaded lives as long as the server: no collection need look at it again.
+                gc.collect()
+                gc.freeze()
             self._attention.wait()
             if is_main and self._failed:
                 self._leave_process()
@@ -213,6 +218,7 @@ class Server:
             check=self._check,
             on_end=self._attention.set,
             linger_s=limits.linger_s,
+            spins=engine.info.spins,
         )
         for thread in (self._text, self._io, self._watchdog):
             thread.start()

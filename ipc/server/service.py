@@ -1,9 +1,9 @@
 """What a server answers: every message of a client has one method here; requests are born and end in `Requests`."""
 
 import logging
-import os
 import time
 from collections.abc import Callable
+from os import geteuid
 from typing import Any
 
 import zmq
@@ -69,7 +69,7 @@ class Service:
         self._statistics = statistics
         self._log = log
         self._local = local
-        self._own_uid = os.geteuid()
+        self._own_uid = geteuid()
         self._uids = allow_uids | {self._own_uid}
         self._step_age = step_age
         self._drain = drain
@@ -87,6 +87,9 @@ class Service:
         """Take one message and answer it; what is wrong with it is answered, too."""
         peer, is_new = self._peers.find(routing_id, frames[0])
         if peer.dropped:
+            return
+        if peer.floods(self._limits.max_messages_per_s):
+            self._drop(peer, f"more than {self._limits.max_messages_per_s} messages in a second (max_messages_per_s)")
             return
         if is_new and self._local and peer.credentials.uid not in self._uids:
             self._log.warning(
@@ -197,9 +200,12 @@ class Service:
         self._log.warning("a wrong message", extra={"code": code, "field": field, "peer_pid": peer.credentials.pid})
         self._peers.send(peer, Error(code, message, number=number, field=field))
         if peer.num_bad_messages >= self._limits.max_bad_messages:
-            self._statistics.num_dropped_peers += 1
-            message = f"{peer.num_bad_messages} wrong messages (max_bad_messages)"
-            self._peers.drop(peer, "dropped", message)
+            self._drop(peer, f"{peer.num_bad_messages} wrong messages (max_bad_messages)")
+
+    def _drop(self, peer: Peer, message: str) -> None:
+        self._statistics.num_dropped_peers += 1
+        self._log.warning("dropped a client", extra={"reason": message, "peer_pid": peer.credentials.pid})
+        self._peers.drop(peer, "dropped", message)
 
 
 def _welcome(info: EngineInfo, limits: Limits, epoch: str, name: str) -> Welcome:

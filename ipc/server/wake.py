@@ -35,6 +35,11 @@ class Inbox(Generic[Item]):
         except IndexError:
             return None
 
+    @property
+    def waiting(self) -> bool:
+        """Whether there is something to take."""
+        return bool(self._items)
+
     def sleep(self) -> bool:
         """Before polling: whether there is nothing to take. A put after this wakes the poll."""
         self._asleep = True
