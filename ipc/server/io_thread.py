@@ -114,12 +114,7 @@ class IoThread(threading.Thread):
     def _receive(self) -> None:
         router, service = self._router, self._service
         for _ in range(MAX_MESSAGES_A_TURN):
-            if self._inbox.waiting:
-                return  # a step's tokens go before anything that clients say
-            try:
-                routing_id = router.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
+            routing_id = router.recv(zmq.NOBLOCK)
             frame = router.recv(copy=False)
             frames = [frame]
             while frame.more:
@@ -127,6 +122,10 @@ class IoThread(threading.Thread):
                 if len(frames) < MAX_FRAMES:
                     frames.append(frame)
             service.receive(routing_id, frames)
+            # A step's tokens go before anything that clients say; and to ask is cheaper than an exception, while the
+            # decode thread waits for the GIL with what has just been submitted.
+            if self._inbox.waiting or not int(router.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                return
 
     def _disconnected(self) -> None:
         while self._monitor.poll(0):
