@@ -11,11 +11,8 @@ geometry and a stand-in for ours: its figures mean nothing. Run it from the root
 """
 
 import argparse
-import gc
 import importlib
 import json
-import platform
-import subprocess
 import sys
 import time
 import traceback
@@ -26,7 +23,8 @@ from typing import Any
 
 import torch
 
-from bench.clock import Timed, own_stream, percentile, round_robin, time_waited
+from bench.clock import Timed, own_stream, percentile, round_robin
+from bench.conditions import SUMMARY, release, stamps_of, summary_of
 from bench.dense_cases import (
     ALL_CASES,
     CASES,
@@ -47,8 +45,6 @@ from bench.wall import Wall, measure_wall
 
 __all__ = ["StandIn", "main", "measure_case"]
 
-WAITED_REPLAYS = 100
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure every case and write the rows after each; returns 1 if a case failed."""
@@ -60,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _measure_all(options: argparse.Namespace, device: torch.device) -> int:
     geometry, cases, ours = _choose_work(options)
-    stamps = _stamps(options, device)
+    stamps = {"replays": options.replays, **stamps_of(device, options.commit)}
     wall = _wall(options, device)
     weights = make_weights(geometry, device)
     rows: list[dict[str, Any]] = []
@@ -75,9 +71,9 @@ def _measure_all(options: argparse.Namespace, device: torch.device) -> int:
         rows.append(row)
         _write(options, geometry, [wall], rows)
         print(json.dumps(_beside_wall(row, wall.gb_per_s)), flush=True)
-        _release(device)
+        release(device)
     del weights
-    _release(device)
+    release(device)
     _write(options, geometry, [wall, _wall(options, device)], rows)
     return int(any("error" in row for row in rows))
 
@@ -133,22 +129,13 @@ def measure_case(
         baseline.capture(options.glue)
         entries.append(Timed("torch", baseline.replay, baseline.reset))
     round_robin(entries, options.replays, options.turn, device)
-    times = {entry.name: _summary(entry, options, device) for entry in entries}
+    times = {entry.name: summary_of(entry, options.replays, options.turn, device) for entry in entries}
     mine, theirs = times.get("ours", dict.fromkeys(SUMMARY)), times.get("torch", dict.fromkeys(SUMMARY))
     row |= {"executor": None if step is None else step.name, **mine}
     row["launches"] = None if step is None else step.num_launches
     row["device_loop_ms_p50"] = _device_loop(step, options)
     row |= {f"torch_graph_{name}": value for name, value in theirs.items()}
     return row | (_torch_fields(baseline) if baseline is not None else {})
-
-
-SUMMARY = ("ms_p50", "ms_p99", "ms_least", "host_ms_p50", "host_ms_p99")
-
-
-def _summary(entry: Timed, options: argparse.Namespace, device: torch.device) -> dict[str, float]:
-    waited = time_waited(entry, min(WAITED_REPLAYS, options.replays), options.turn, device)
-    values = (entry.median, percentile(entry.ms, 99), min(entry.ms), percentile(waited, 50), percentile(waited, 99))
-    return {name: round(value, 4) for name, value in zip(SUMMARY, values, strict=True)}
 
 
 def _device_loop(step: StepUnderTest | None, options: argparse.Namespace) -> float | None:
@@ -196,6 +183,10 @@ def _beside_wall(row: dict[str, Any], gb_per_s: float) -> dict[str, Any]:
     return row | more
 
 
+def _wall(options: argparse.Namespace, device: torch.device) -> Wall:
+    return Wall(100.0, 0, 0, {}) if options.dry_run else measure_wall(device)
+
+
 def _write(
     options: argparse.Namespace, geometry: DenseGeometry, walls: Sequence[Wall], rows: list[dict[str, Any]]
 ) -> None:
@@ -213,40 +204,6 @@ def _write(
     beside = [_beside_wall(row, wall) for row in rows]
     for path, content in ((options.out, beside), (conditions_path(options.out), conditions)):
         path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-
-
-def _wall(options: argparse.Namespace, device: torch.device) -> Wall:
-    return Wall(100.0, 0, 0, {}) if options.dry_run else measure_wall(device)
-
-
-def _stamps(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    cuda = device.type == "cuda"
-    return {
-        "replays": options.replays,
-        "commit": options.commit or _output("git", "rev-parse", "--short", "HEAD") or "unknown",
-        "card": torch.cuda.get_device_name(device) if cuda else platform.machine(),
-        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if cuda else "",
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda or "",
-    }
-
-
-def _output(*command: str) -> str:
-    """The first line that a command prints; empty where it fails or is not there."""
-    try:
-        answer = subprocess.run(
-            command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent, timeout=30
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return answer.stdout.strip().partition("\n")[0] if answer.returncode == 0 else ""
-
-
-def _release(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
 
 
 class StandIn:

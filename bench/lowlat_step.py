@@ -10,13 +10,14 @@ from bench.dense_cases import Case, DenseGeometry
 from lowlat.executors.graph import GraphExecutor
 from lowlat.geometry import HeadConfig, ModelConfig, RopeConfig
 from lowlat.graphs import Bucket
+from lowlat.kernels.expert_packing import PackedExperts
 from lowlat.kernels.reference.slot_record import DRAFT_LIMIT, MAX_LENGTH, NUM_LOGPROBS, REPETITION, TOP_P
 from lowlat.prefill import build_prefill
 from lowlat.state import StepGeometry
 from lowlat.step import build_step
 from lowlat.tree import TreeTopology
 
-__all__ = ["GraphStep", "make_step", "step_geometry"]
+__all__ = ["BLOCK_SIZE", "ROOM", "ExecutorStep", "GraphStep", "make_step", "step_geometry"]
 
 ROOM = 1024  # tokens past the case's context that replays between resets may add
 BLOCK_SIZE = 32
@@ -80,25 +81,27 @@ def step_geometry(geometry: DenseGeometry, case: Case, topology: TreeTopology) -
     )
 
 
-class GraphStep:
-    """One bucket's graph, with every slot active at the case's context; it drafts `topology`, or a chain."""
+class ExecutorStep:
+    """One bucket's graph, with every slot active at the case's context; its `close` releases the graph.
+
+    shapes   of the runtime's programs
+    weights  canonical, or packed experts, as the executor takes them
+    drafted  what the step drafts
+    """
 
     def __init__(
         self,
-        geometry: DenseGeometry,
+        shapes: StepGeometry,
         case: Case,
-        weights: Mapping[str, torch.Tensor],
+        weights: Mapping[str, torch.Tensor | PackedExperts],
         device: torch.device,
-        topology: TreeTopology | None = None,
+        drafted: TreeTopology,
     ) -> None:
         self.name = "lowlat"
         self.case = case
-        depth = case.num_speculative_tokens
-        drafted = TreeTopology.chain(depth) if topology is None else topology
-        shapes = step_geometry(geometry, case, drafted)
-        self.bucket = Bucket(case.batch, drafted.num_nodes, depth)
+        self.bucket = Bucket(case.batch, drafted.num_nodes, drafted.depth)
         program = build_step(shapes, self.bucket, drafted)
-        used = {name: weights[name] for name in weights if depth or not name.startswith("head.")}
+        used = {name: weights[name] for name in weights if drafted.depth or not name.startswith("head.")}
         self.executor = GraphExecutor({self.bucket: program}, build_prefill(shapes), used, device)
         self.num_launches = self.executor.num_kernels(self.bucket)
         self._fill(shapes)
@@ -141,3 +144,18 @@ class GraphStep:
     def close(self) -> None:
         """Release the graph and its memory."""
         self.executor.close()
+
+
+class GraphStep(ExecutorStep):
+    """The step of a dense geometry; it drafts `topology`, or a chain."""
+
+    def __init__(
+        self,
+        geometry: DenseGeometry,
+        case: Case,
+        weights: Mapping[str, torch.Tensor],
+        device: torch.device,
+        topology: TreeTopology | None = None,
+    ) -> None:
+        drafted = TreeTopology.chain(case.num_speculative_tokens) if topology is None else topology
+        super().__init__(step_geometry(geometry, case, drafted), case, weights, device, drafted)

@@ -1,10 +1,11 @@
 """Capturing launches into a CUDA graph, and the audit of what was captured. It knows no kernel by name."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from lowlat.errors import DeviceError
+from lowlat.errors import DeviceError, LowlatError
 from lowlat.graphs.launch import Launch
 
 __all__ = ["CapturedGraph", "audit", "capture", "capture_loop"]
@@ -33,13 +34,17 @@ class CapturedGraph:
 
 
 def capture(stream: Any, launches: Sequence[Launch]) -> CapturedGraph:
-    """Capture launches in order. Raises DeviceError where the graph holds anything but those kernels."""
-    builder = stream.create_graph_builder().begin_building("relaxed")
-    for launch in launches:
-        launch.issue(builder)
-    builder.end_building()
-    audit(_kinds(builder.graph_definition), len(launches))
-    graph = builder.complete()
+    """Capture launches in order.
+
+    Raises DeviceError where the graph holds anything but those kernels, or the driver refuses what is captured; the
+    stream is as before.
+    """
+    with _building(stream) as builder:
+        for launch in launches:
+            launch.issue(builder)
+        builder.end_building()
+        audit(_kinds(builder.graph_definition), len(launches))
+        graph = builder.complete()
     graph.upload(stream)
     return CapturedGraph(graph, len(launches))
 
@@ -47,25 +52,39 @@ def capture(stream: Any, launches: Sequence[Launch]) -> CapturedGraph:
 def capture_loop(stream: Any, body: Callable[[int], Iterable[Launch]]) -> CapturedGraph:
     """Capture a WHILE node around the launches that `body` gives for its condition's handle.
 
-    One of the body's kernels must set the condition. Raises DeviceError where the graph holds anything else.
+    One of the body's kernels must set the condition. Raises DeviceError as `capture` does.
     """
-    builder = stream.create_graph_builder().begin_building("relaxed")
-    condition = builder.create_condition(default_value=1)
-    loop = builder.while_loop(condition)
-    loop.begin_building("relaxed")
-    count = 0
-    for launch in body(int(condition.handle)):
-        launch.issue(loop)
-        count += 1
-    loop.end_building()
-    builder.end_building()
-    audit(_kinds(loop.graph_definition), count)
-    kinds = _kinds(builder.graph_definition)
-    if len(kinds) != 1 or kinds[0] not in CONDITIONAL:
-        raise DeviceError(f"a device loop must be one conditional node, the capture holds {kinds}")
-    graph = builder.complete()
+    with _building(stream) as builder:
+        condition = builder.create_condition(default_value=1)
+        loop = builder.while_loop(condition)
+        loop.begin_building("relaxed")
+        count = 0
+        for launch in body(int(condition.handle)):
+            launch.issue(loop)
+            count += 1
+        loop.end_building()
+        builder.end_building()
+        audit(_kinds(loop.graph_definition), count)
+        kinds = _kinds(builder.graph_definition)
+        if len(kinds) != 1 or kinds[0] not in CONDITIONAL:
+            raise DeviceError(f"a device loop must be one conditional node, the capture holds {kinds}")
+        graph = builder.complete()
     graph.upload(stream)
     return CapturedGraph(graph, count)
+
+
+@contextmanager
+def _building(stream: Any) -> Iterator[Any]:
+    """A graph builder on a stream, which leaves the stream usable when building fails."""
+    builder = stream.create_graph_builder().begin_building("relaxed")
+    try:
+        yield builder
+    except Exception as error:
+        with suppress(Exception):  # an invalid capture says so once more when it is ended
+            builder.close()
+        if isinstance(error, LowlatError):
+            raise
+        raise DeviceError(f"a step cannot be captured: {error}") from error  # cuda.core's own has no public name
 
 
 def audit(kinds: Sequence[str], expected: int) -> None:

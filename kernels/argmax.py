@@ -10,7 +10,7 @@ import torch
 
 from lowlat.kernels.kernel import Kernel, KernelCall, Workspace
 from lowlat.kernels.numba_cuda import cuda, int32, int64, types, uint32
-from lowlat.kernels.ptx import let_next_kernel_start, shared_address, wait_for_previous_kernel
+from lowlat.kernels.ptx import let_next_kernel_start, wait_for_previous_kernel
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.select import (
     BROKEN,
@@ -19,13 +19,12 @@ from lowlat.kernels.select import (
     MINUS_INFINITY,
     THREADS,
     WARPS,
-    copies_wait_all,
     count_chunks,
     index_of_low,
-    make_stage,
-    own_best,
-    own_broken,
+    make_own_words,
     row_best,
+    words_best,
+    words_broken,
 )
 
 __all__ = ["argmax", "examples"]
@@ -100,7 +99,7 @@ def _flat_live(row_live: torch.Tensor | None, rows: int) -> torch.Tensor | None:
 def _make(width: int, per_slot: int, nodes: int, masked: bool, named: bool) -> Kernel:
     """Specialised by V, the rows of a slot, the children to assign, and which arguments count."""
     chunks = count_chunks("logits", width)
-    stage = make_stage(width)
+    own_words = make_own_words(width)
 
     def argmax_kernel(
         logits: Any,
@@ -115,18 +114,15 @@ def _make(width: int, per_slot: int, nodes: int, masked: bool, named: bool) -> K
     ) -> None:
         wait_for_previous_kernel()
         let_next_kernel_start()
-        staged = cuda.shared.array(CHUNK, types.uint32, alignment=16)
         pairs = cuda.shared.array(PAIRS, types.uint32)
-        base = shared_address(staged)
         chunk, row = int64(cuda.blockIdx.x), int64(cuda.blockIdx.y)
         first = chunk * CHUNK
         key, low = uint32(0), uint32(0)
-        stage(base, logits + row * (4 * width), first, uint32(MINUS_INFINITY))  # before it is known whether it lives
-        live = not masked or row_live[row] != 0
-        copies_wait_all()
-        if live:
-            key, low = own_best(base, first)
-            if own_broken(base, first, width, uint32(INFINITY)):
+        # before it is known whether it lives
+        words = own_words(logits + row * (4 * width), first, uint32(MINUS_INFINITY))
+        if not masked or row_live[row] != 0:
+            key, low = words_best(words, first)
+            if words_broken(words, first, width, uint32(INFINITY)):
                 key = uint32(BROKEN)
         last, key, low = row_best(key, low, pairs, partials + row * (8 * chunks), counters + row * 4, chunk, chunks)
         if last:

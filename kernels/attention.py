@@ -1,4 +1,5 @@
-"""Attention of a step's rows over the paged cache, in two launches: over splits of the positions, and their sum.
+"""Attention of a step's rows over the paged cache, in two launches: over splits of the positions, and their sum. Short
+windows need no splits, and one launch.
 
 A grid of fixed size walks items (slot, key-value head, query rows, 256 positions), listed on the device. Each of a
 block's four warps owns 16 of a tile's 64 positions and feeds itself through its own pipeline of copies, which runs on
@@ -41,6 +42,7 @@ from lowlat.kernels.reference.shapes import check_shape
 __all__ = ["attention", "attention_bytes", "choose_split", "examples", "num_stages"]
 
 MANY_ITEMS = 1024
+WHOLE_WINDOW = 256
 
 MAX_BATCH, MAX_TREE, MAX_ROWS = 16, 64, 512
 PLAN_INTS = MAX_BATCH * PLAN_STRIDE
@@ -91,8 +93,8 @@ def attention(
     stages            tiles of 64 positions under way in a block
     tail              the most ancestors that a row may have; None: R
     split             positions of a split, 256 or 512: a row's bits depend on it; see `choose_split`
-    The window and `keep_first` mean what they mean in the reference. Time: `attention_bytes` over the bandwidth and
-    some 4 us. Captured: yes. Raises ShapeError for shapes that do not fit.
+    With a short window (`is_whole`) there is one launch and no workspace. The window and `keep_first` mean what they
+    mean in the reference. Time: `attention_bytes` over the bandwidth and some 4 us. Captured: yes. Raises ShapeError.
     """
     batch, rows = row_masks.shape
     heads, head_dim = q.shape[1:]
@@ -101,8 +103,8 @@ def attention(
     check_shape("q", q, batch * rows, heads, head_dim)
     for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache)):
         check_shape(name, tensor, k_cache.shape[0], kv_heads, block, head_dim)
-    check_shape("slots", slots, batch)
-    check_shape("dense_lens", dense_lens, batch)
+    for name, tensor in (("slots", slots), ("dense_lens", dense_lens)):
+        check_shape(name, tensor, batch)
     check_shape("row_live", row_live.reshape(-1), batch * rows)
     check_shape("out", out, batch * rows, heads * head_dim)
     if sinks is not None:
@@ -112,22 +114,33 @@ def attention(
     row_tiles = 2 if head_dim == 64 and rows * group > 16 else 1  # 128 has no registers for two
     shape = AttentionShape(
         head_dim, group, kv_heads, block, first, window, keep_first if window is not None else 0, row_tiles,
-        stages or STAGES[head_dim], sinks is not None, early_metadata, split,
+        stages or STAGES[head_dim], sinks is not None, early_metadata, split, is_whole(window, keep_first),
     )  # fmt: skip
-    tail = rows if tail is None else tail
-    splits = _capacity(shape, tail, block_table.shape[1] * block)
-    tiles = -(-rows * group // (16 * row_tiles))
-    parts = batch * kv_heads * tiles * row_tiles * splits * min(16, rows * group)
+    given = (q, k_cache, v_cache, block_table, slots, dense_lens, row_live, row_masks)
+    numbers = (batch, rows, tail or rows, block_table.shape[1])
+    if shape.whole:
+        ends = (0 if sinks is None else sinks, out, 0)
+        return [KernelCall(_make(shape), (num_blocks, 1, 1), (*given, *ends, *numbers, 0, scale * LOG2_E))]
+    splits = _capacity(shape, tail or rows, block_table.shape[1] * block)
+    tiles = -(-rows * group // (16 * row_tiles)) * row_tiles
+    parts = batch * kv_heads * tiles * splits * min(16, rows * group)
     partials = workspace("attention.partials", (parts, head_dim), torch.float32)
     sums = workspace("attention.sums", (parts, 2), torch.float32)
     processed = workspace("attention.processed", (batch, 3), torch.int32)
-    tensors = (q, k_cache, v_cache, block_table, slots, dense_lens, row_live, row_masks, partials, sums, processed)
-    scalars = (batch, rows, tail, block_table.shape[1], splits, scale * LOG2_E)
-    first_half = KernelCall(_make(shape), (num_blocks, 1, 1), (*tensors, *scalars))
+    parked = (partials, sums, processed)
+    first_half = KernelCall(_make(shape), (num_blocks, 1, 1), (*given, *parked, *numbers, splits, scale * LOG2_E))
     second_half = combine_splits(
         shape, partials, sums, processed, row_live=row_live, sinks=sinks, out=out, rows=rows, capacity=splits
     )
     return [first_half, second_half]
+
+
+def is_whole(window: int | None, keep_first: int) -> bool:
+    """Whether a block takes all positions of its rows: a window of few tiles, and none kept at the start besides.
+
+    It decides bits, and depends on nothing but the layer.
+    """
+    return window is not None and window <= WHOLE_WINDOW and not keep_first
 
 
 def choose_split(max_batch: int, max_context: int, kv_heads: int) -> int:
@@ -168,7 +181,9 @@ def examples(card: Card = H200) -> list[Kernel]:
     return [
         _make(AttentionShape(128, 4, 8, 32, 0, None, 0, 1, wide, False, True)),
         _make(AttentionShape(64, 8, 8, 32, 0, None, 0, 2, narrow, True, True)),
-        _make(AttentionShape(64, 8, 8, 32, 0, 128, 0, 1, narrow, True, True)),
+        _make(AttentionShape(64, 8, 8, 32, 0, 128, 0, 1, narrow, True, True, 256, True)),
+        _make(AttentionShape(64, 8, 8, 32, 0, 128, 0, 2, narrow, True, True, 512, True)),
+        _make(AttentionShape(128, 4, 2, 16, 1, 100, 0, 1, wide, False, False, 256, True)),
         _make(AttentionShape(128, 3, 2, 16, 1, 512, 4, 1, wide, False, False)),
     ]
 
@@ -214,7 +229,8 @@ def _make(shape: AttentionShape) -> Kernel:
 
 
 def _kernel(shape: AttentionShape) -> Callable[..., None]:
-    stages, early = shape.stages, shape.early
+    stages, early, whole = shape.stages, shape.early, shape.whole
+    row_bytes = 2 * shape.head_dim * shape.group * shape.kv_heads
     stage_bytes = TILE_BYTES[shape.head_dim] // WARPS
     rings, ring_bytes = stages * WARPS * stage_bytes, stages * DESCRIPTOR_WORDS * 4
     halves = 2 * shape.row_tiles
@@ -270,8 +286,9 @@ def _kernel(shape: AttentionShape) -> Callable[..., None]:
                 cuda.syncwarp()
                 if words[0] & uint32(LAST_STEP):
                     merge(
-                        totals, peaks, norms, plan, words, here, shared_norms, warp, lane, partials, sums, splits, rows
-                    )
+                        totals, peaks, norms, plan, words, here, shared_norms, warp, lane, partials, sums, splits, rows,
+                        row_ends,
+                    )  # fmt: skip
                     forget(totals, queries, peaks, norms)
             else:
                 filled += 1
@@ -282,10 +299,26 @@ def _kernel(shape: AttentionShape) -> Callable[..., None]:
             ptx.copies_commit()
             look_up(cursor, plan, table, width, warp)
             stage = uint32(stage + uint32(1)) if stage + 1 < stages else uint32(0)
-        if cuda.blockIdx.x == 0:
+        if whole:
+            clear_dead(row_ends, sums, int32(batch * rows), row_bytes)
+        elif cuda.blockIdx.x == 0:
             tell(plan, processed, batch)
 
     return attention
+
+
+@device_function
+def clear_dead(row_ends: Any, out: Any, count: Any, row_bytes: Any) -> None:
+    """Zero the results of rows that are dead or see nothing, each by one block."""
+    row = int32(cuda.blockIdx.x)
+    while row < count:
+        if row_ends[row] == 0:
+            offset = int64(cuda.threadIdx.x) * 16
+            while offset < row_bytes:
+                zero = uint32(0)
+                ptx.store_global_128(out + int64(row) * row_bytes + offset, zero, zero, zero, zero)
+                offset += THREADS * 16
+        row = int32(row + int32(cuda.gridDim.x))
 
 
 @device_function

@@ -49,6 +49,7 @@ class AttentionShape:
     sinks      whether there are any
     early      whether the plan may be read before the kernel before this one ends
     split      positions of a split
+    whole      an item has all positions of its rows, and writes their results itself: short windows without others
     """
 
     head_dim: int
@@ -63,6 +64,7 @@ class AttentionShape:
     sinks: bool
     early: bool
     split: int = 256
+    whole: bool = False
 
     @property
     def split_shift(self) -> int:
@@ -72,7 +74,7 @@ class AttentionShape:
     @property
     def name(self) -> str:
         """All constants."""
-        flags = "".join(letter for letter, on in (("s", self.sinks), ("e", self.early)) if on)
+        flags = "".join(letter for letter, on in (("s", self.sinks), ("e", self.early), ("w", self.whole)) if on)
         window = "all" if self.window is None else f"{self.window}w{self.keep_first}"
         return (
             f"attention_{self.head_dim}x{self.group}x{self.kv_heads}_b{self.block}_{window}_f{self.first}_"
@@ -115,7 +117,7 @@ def make_plan_functions(shape: AttentionShape) -> tuple[Any, Any]:
     first, early = shape.first, shape.early
     windowed, window, keep_first = shape.window is not None, shape.window or 0, shape.keep_first
     group, kv_heads, tile_rows = shape.group, shape.kv_heads, 16 * shape.row_tiles
-    split_size, split_shift = shape.split, shape.split_shift
+    split_size, split_shift, whole = shape.split, shape.split_shift, shape.whole
 
     @device_function
     def read_rows(
@@ -167,6 +169,8 @@ def make_plan_functions(shape: AttentionShape) -> tuple[Any, Any]:
             start = min(start >> split_shift, splits - 1)
             if windowed and keep_first > 0:
                 keep = min((first + keep_first + split_size - 1) >> split_shift, start)
+            if whole:
+                splits, start = int64(1), int64(0)
             tiles = (rows * group + tile_rows - 1) // tile_rows
             plan[at + ITEMS] = int32((splits - start + keep) * kv_heads * tiles if alive else 0)
             plan[at + DENSE], plan[at + SLOT] = dense, slot
@@ -186,7 +190,7 @@ def enter_item(shape: AttentionShape) -> Any:
         shape.first + shape.keep_first,
     )
     group, kv_heads, tile_rows = shape.group, shape.kv_heads, 16 * shape.row_tiles
-    tiles_a_split = shape.split // TILE
+    tiles_a_split, whole = shape.split // TILE, shape.whole
 
     @device_function
     def enter(cursor: Any, plan: Any, item: Any, batch: Any, rows: Any) -> None:
@@ -209,7 +213,10 @@ def enter_item(shape: AttentionShape) -> Any:
         dense = plan[at + DENSE]
         low = int64(split) * tiles_a_split
         high = min(low + tiles_a_split - 1, plan[at + LAST] >> TILE_SHIFT)
-        if windowed:
+        if whole:
+            high = int64(plan[at + LAST] >> TILE_SHIFT)
+            low = min(int64(max(int32(first), int32(dense - window)) >> TILE_SHIFT), high)
+        elif windowed:
             if split < start:
                 high = min(high, (keep_end - 1) >> TILE_SHIFT)
             elif keep_end <= (low << TILE_SHIFT) or keep_end == first:

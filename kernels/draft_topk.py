@@ -26,8 +26,9 @@ from lowlat.kernels.select import (
     copies_wait_all,
     count_chunks,
     index_of_low,
+    load_words,
     make_stage,
-    own_broken,
+    words_broken,
 )
 
 __all__ = ["MAX_RANKS", "draft_topk", "examples"]
@@ -136,7 +137,7 @@ def _make(width: int, k: int, per_slot: int, nodes: int, masked: bool) -> Kernel
         live = not masked or row_live[row] != 0
         copies_wait_all()
         if live:
-            bad = own_broken(base, first, width, uint32(INFINITY))
+            bad = words_broken(load_words(base), first, width, uint32(INFINITY))
             broken = cuda.syncthreads_or(int32(1) if bad else int32(0)) != 0
             block_ranks(base, first, k, k, memory[CHUNK:], ranked)
             if broken and thread == 0:

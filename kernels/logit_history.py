@@ -28,7 +28,7 @@ from lowlat.kernels.reference.slot_record import (
 )
 from lowlat.kernels.select import CHUNK, MINUS_INFINITY, STRIDE, THREADS, copies_wait_all, make_stage
 
-__all__ = ["draw_position", "make_apply_history"]
+__all__ = ["draw_position", "make_apply_history", "read_wishes", "touches"]
 
 LARGEST = 3.4028234663852886e38  # the largest float32
 MAX_NODES = 64  # bits of a mask
@@ -114,13 +114,41 @@ def _make_add_penalties(width: int, rows: int) -> Any:
     return add_penalties
 
 
+@device_function
+def read_wishes(
+    slot: Any, mask: Any, lengths: Any, slot_ints: Any, slot_floats: Any, bias_ids: Any, stop_ids: Any
+) -> Any:
+    """What `apply_history` must know of a slot: penalties, the thread's bias and stop ids, whether stops are banned.
+
+    No load waits for another, and none for the logits: a step's first kernel settles all of it.
+    """
+    thread = cuda.threadIdx.x
+    near, far = bias_ids[slot, thread], bias_ids[slot, min(thread + THREADS, MAX_BIASES - 1)]
+    stop = stop_ids[slot, thread & (MAX_STOPS - 1)]
+    drawn = draw_position(lengths[slot], mask) - slot_ints[slot, PROMPT_LENGTH]
+    banning = drawn < slot_ints[slot, MIN_TOKENS]
+    penalties = slot_floats[slot, REPETITION], slot_floats[slot, PRESENCE], slot_floats[slot, FREQUENCY]
+    return penalties, near, far, stop, banning
+
+
+@device_function
+def touches(wishes: Any, first: Any) -> Any:
+    """Whether what `read_wishes` gave changes any number of the chunk from `first` on; all threads must come here."""
+    # conditions are put together by &, every index is valid in every thread: no branch before the barrier
+    penalties, near, far, stop, banning = wishes
+    plain = (penalties[0] == 1.0) & (penalties[1] == 0.0) & (penalties[2] == 0.0)
+    named = _inside(near - first) | _inside(far - first) | (banning & _inside(stop - first))
+    return cuda.syncthreads_or(int32(0) if plain & (not named) else int32(1)) != 0
+
+
 @functools.cache
 def make_apply_history(width: int, rows: int) -> Any:
     """A device function that applies a slot's penalties, biases and bans to a chunk; specialised by V and T.
 
     Its arguments: the chunk as a shared array of bits, complete for the thread that owns each; the first index; the
-    slot; the row's tokens and its mask; then the state as `sample` has it, prompt_seen and output_counts by address.
-    All threads must come here; they see the whole chunk when they return.
+    slot and what `read_wishes` gave for it; the row's tokens and its mask; then the state as `sample` has it,
+    prompt_seen and output_counts by address. Where `touches` says no, it would change nothing. All threads must come
+    here; they see the whole chunk when they return.
     """
     add_penalties = _make_add_penalties(width, rows)
 
@@ -129,33 +157,21 @@ def make_apply_history(width: int, rows: int) -> Any:
         chunk: Any,
         first: Any,
         slot: Any,
+        wishes: Any,
         tokens: Any,
         mask: Any,
-        lengths: Any,
-        slot_ints: Any,
-        slot_floats: Any,
         prompt_seen: Any,
         output_counts: Any,
         bias_ids: Any,
         bias_values: Any,
         stop_ids: Any,
     ) -> None:
-        # no load waits for another: conditions are put together by &, every index is valid in every thread
         thread = cuda.threadIdx.x
-        repetition, presence = slot_floats[slot, REPETITION], slot_floats[slot, PRESENCE]
-        frequency = slot_floats[slot, FREQUENCY]
-        near, far = bias_ids[slot, thread], bias_ids[slot, min(thread + THREADS, MAX_BIASES - 1)]
-        stop = stop_ids[slot, thread & (MAX_STOPS - 1)]
-        drawn = draw_position(lengths[slot], mask) - slot_ints[slot, PROMPT_LENGTH]
-        banning = drawn < slot_ints[slot, MIN_TOKENS]
-        plain = (repetition == 1.0) & (presence == 0.0) & (frequency == 0.0)
-        named = _inside(near - first) | _inside(far - first) | (banning & _inside(stop - first))
-        touched = cuda.syncthreads_or(int32(1) if named else int32(0)) != 0
-        if plain and not touched:
-            return
-        if not plain:
+        penalties, _near, _far, _stop, banning = wishes
+        cuda.syncthreads()
+        if penalties[0] != 1.0 or penalties[1] != 0.0 or penalties[2] != 0.0:
             seen, counts = prompt_seen + slot * width, output_counts + slot * (4 * width)
-            add_penalties(chunk, first, tokens, mask, seen, counts, (repetition, presence, frequency))
+            add_penalties(chunk, first, tokens, mask, seen, counts, penalties)
         for column in range(thread, MAX_BIASES, THREADS):
             place = bias_ids[slot, column] - first
             if 0 <= place < CHUNK and first + place < width:

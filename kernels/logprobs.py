@@ -39,9 +39,10 @@ from lowlat.kernels.select import (
     copies_wait_all,
     count_chunks,
     index_of_low,
+    load_words,
     make_stage,
-    own_broken,
     value_of_key,
+    words_broken,
 )
 
 __all__ = ["examples", "logprobs"]
@@ -195,7 +196,7 @@ def _make(width: int, rows: int) -> Kernel:
         if wanted >= 0:
             stage(base, source, first, uint32(MINUS_INFINITY))
             copies_wait_all()
-            bad = own_broken(base, first, width, uint32(FINITE))
+            bad = words_broken(load_words(base), first, width, uint32(FINITE))
             broken = cuda.syncthreads_or(int32(1) if bad else int32(0)) != 0
             ranks = max(wanted, int64(1))
             block_ranks(base, first, MAX_LOGPROBS, ranks, memory[CHUNK:], ranked)

@@ -19,12 +19,14 @@ __all__ = [
     "bits_of_float",
     "copies_commit",
     "copies_wait",
+    "copy_async_4",
     "copy_async_16",
     "copy_async_16_or_zero",
     "div_rn",
     "exp2_approx",
     "fence_system",
     "float_of_bits",
+    "fma_bf16_pair",
     "fma_rn",
     "let_next_kernel_start",
     "load_acquire_gpu",
@@ -36,10 +38,12 @@ __all__ = [
     "load_global_i64",
     "load_global_nc_128",
     "load_global_u8",
+    "load_global_u16",
     "load_shared_128",
     "load_shared_f32",
     "load_shared_matrix_x4_transposed",
     "load_shared_tiles",
+    "load_shared_u32",
     "load_volatile_i64",
     "mma_bf16",
     "mma_bf16_tiles",
@@ -58,6 +62,7 @@ __all__ = [
     "store_release_system",
     "store_shared_64",
     "store_shared_128",
+    "store_shared_f32",
     "store_shared_tiles",
     "store_shared_u32",
     "wait_for_previous_kernel",
@@ -139,6 +144,7 @@ load_global_f32 = _instruction("ld.global.f32 $0, [$1];", f32, (i64,))
 load_global_i32 = _instruction("ld.global.s32 $0, [$1];", i32, (i64,))
 load_global_i64 = _instruction("ld.global.s64 $0, [$1];", i64, (i64,))
 load_global_u8 = _instruction("{ .reg .u16 t; ld.global.u8 t, [$1]; cvt.u32.u16 $0, t; }", u32, (i64,))
+load_global_u16 = _instruction("{ .reg .u16 t; ld.global.u16 t, [$1]; cvt.u32.u16 $0, t; }", u32, (i64,))
 load_global_bf16 = _instruction(
     "{ .reg .u16 t; .reg .u32 u; ld.global.u16 t, [$1]; cvt.u32.u16 u, t; shl.b32 u, u, 16; mov.b32 $0, u; }",
     f32,
@@ -156,9 +162,11 @@ store_global_u16 = _instruction("{ .reg .u16 t; cvt.u16.u32 t, $1; st.global.u16
 
 # shared memory
 load_shared_128 = _instruction("ld.shared.v4.u32 {$0,$1,$2,$3}, [$4];", (u32, 4), (u32,))
+load_shared_u32 = _instruction("ld.shared.u32 $0, [$1];", u32, (u32,))
 load_shared_f32 = _instruction("ld.shared.f32 $0, [$1];", f32, (u32,))
 store_shared_128 = _instruction("st.shared.v4.u32 [$0], {$1,$2,$3,$4};", None, (u32, u32, u32, u32, u32))
 store_shared_64 = _instruction("st.shared.v2.u32 [$0], {$1,$2};", None, (u32, u32, u32))
+store_shared_f32 = _instruction("st.shared.f32 [$0], $1;", None, (u32, f32))
 store_shared_u32 = _instruction("st.shared.u32 [$0], $1;", None, (u32, u32))
 load_shared_matrix_x4_transposed = _instruction(
     "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0,$1,$2,$3}, [$4];", (u32, 4), (u32,)
@@ -167,6 +175,8 @@ load_shared_matrix_x4_transposed = _instruction(
 # asynchronous copies from global to shared memory, 16 bytes past L1; the second form writes zeros where bytes is 0
 copy_async_16 = _instruction("cp.async.cg.shared.global.L2::128B [$0], [$1], 16;", None, (u32, i64))
 copy_async_16_or_zero = _instruction("cp.async.cg.shared.global.L2::128B [$0], [$1], 16, $2;", None, (u32, i64, u32))
+# 4 bytes, by way of L1: what all four lanes of a group need
+copy_async_4 = _instruction("cp.async.ca.shared.global [$0], [$1], 4;", None, (u32, i64))
 copies_commit = _instruction("cp.async.commit_group;", None, ())
 
 
@@ -182,6 +192,7 @@ div_rn = _instruction("div.rn.f32 $0, $1, $2;", f32, (f32, f32), pure=True)
 fma_rn = _instruction("fma.rn.f32 $0, $1, $2, $3;", f32, (f32, f32, f32), pure=True)
 exp2_approx = _instruction("ex2.approx.f32 $0, $1;", f32, (f32,), pure=True)
 bf16_bits = _instruction("{ .reg .b16 t; cvt.rn.bf16.f32 t, $1; cvt.u32.u16 $0, t; }", u32, (f32,), pure=True)
+fma_bf16_pair = _instruction("fma.rn.bf16x2 $0, $1, $2, $3;", u32, (u32, u32, u32), pure=True)
 bf16_pair = _instruction("cvt.rn.bf16x2.f32 $0, $2, $1;", u32, (f32, f32), pure=True)  # the first in the low half
 float_of_bits = _instruction("mov.b32 $0, $1;", f32, (u32,), pure=True)
 bits_of_float = _instruction("mov.b32 $0, $1;", u32, (f32,), pure=True)

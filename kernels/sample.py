@@ -1,9 +1,10 @@
 """The target's draw at every live node, and whether its logits are finite, in two launches of one block a chunk.
 
-The first processes each chunk and finds the row's largest: it ends greedy rows. The second leaves at once where the
-first ended; elsewhere it processes the chunk again, finds the bounds of top_k and top_p where they are set, adds
-noise, and finds the largest. Order and roundings are those of `kernels.reference.sample`. A draw depends on nothing
-but its own row, its slot's state and its position.
+The first processes each chunk and finds its largest. The second finds the row's among them, which ends a greedy row
+in its first block, and its other blocks leave at once; elsewhere it processes the chunk again, finds the bounds of
+top_k and top_p where they are set, adds noise, and finds the largest. Order and roundings are those of
+`kernels.reference.sample`. A draw depends on nothing but its own row, its slot's state and its position. What the
+step's first kernel settled (slots and their state) is read before the kernel before this one has ended.
 """
 
 import functools
@@ -14,7 +15,7 @@ import torch
 
 from lowlat.kernels.cutoff import BINS, PASSES, TALLY_WORDS, clear_masses, make_find_bound, odds
 from lowlat.kernels.kernel import Kernel, KernelCall, Workspace
-from lowlat.kernels.logit_history import draw_position, make_apply_history
+from lowlat.kernels.logit_history import draw_position, make_apply_history, read_wishes, touches
 from lowlat.kernels.numba_cuda import cuda, device_function, float32, int32, int64, types, uint32
 from lowlat.kernels.philox import philox, uniform
 from lowlat.kernels.ptx import (
@@ -25,6 +26,7 @@ from lowlat.kernels.ptx import (
     let_next_kernel_start,
     load_shared_128,
     shared_address,
+    store_global_64,
     store_global_u32,
     wait_for_previous_kernel,
 )
@@ -46,18 +48,24 @@ from lowlat.kernels.select import (
     FINITE,
     GROUPS,
     MINUS_INFINITY,
+    MINUS_INFINITY_KEY,
     STRIDE,
     THREADS,
     WARPS,
+    best_partial,
     better,
+    block_best,
     copies_wait_all,
     count_chunks,
     index_of_low,
+    load_words,
+    make_own_words,
     make_stage,
-    own_best,
-    own_broken,
     row_best,
+    store_words,
     value_of_key,
+    words_best,
+    words_broken,
 )
 
 __all__ = ["examples", "sample"]
@@ -66,7 +74,7 @@ PAIRS = 2 * WARPS
 SUMS = WARPS + 2
 MAGNITUDE = 0x7FFFFFFF
 TABLES = 2 * PASSES  # top_k's and top_p's
-COUNTERS = 3  # the first launch's arrivals, the second's, and its barrier
+COUNTERS = 2  # arrivals of a row's blocks, and their barrier
 BYTES = types.Array(types.uint8, 1, "C")
 INTS = types.Array(types.int32, 1, "C")
 INTS_2D = types.Array(types.int32, 2, "C")
@@ -126,17 +134,16 @@ def sample(
         check_shape(name, array, slot_count, columns)
     chunks = count_chunks("logits", width)
     state = (lengths, slot_ints, slot_floats, prompt_seen, output_counts, bias_ids, bias_values, stop_ids)
-    row = (logits, row_tokens, row_masks.reshape(-1), slots, *state, target_tokens.reshape(-1))
-    scratch = (
-        workspace(f"sample.largest.{count}", (count,), torch.float32),
-        workspace(f"sample.partials.{count}.{chunks}", (count, chunks, 2), torch.int32),
-        workspace(f"sample.counters.{count}", (count, COUNTERS), torch.int32),
-    )
+    largest = workspace(f"sample.largest.{count}.{chunks}", (count, chunks, 2), torch.int32)
+    drawn = workspace(f"sample.drawn.{count}.{chunks}", (count, chunks, 2), torch.int32)
+    counters = workspace(f"sample.counters.{count}", (count, COUNTERS), torch.int32)
     masses = workspace(f"sample.masses.{count}", (count, TABLES, BINS), torch.int64)
+    row = (logits, live, row_tokens, row_masks.reshape(-1), slots, *state, largest)
+    chosen = (target_tokens.reshape(-1), finite.reshape(-1))
     grid = (chunks, count, 1)
     return [
-        KernelCall(_make_choose(width, rows), grid, (*row, *scratch, live, finite.reshape(-1))),
-        KernelCall(_make_draw(width, rows), grid, (*row, *scratch, masses)),
+        KernelCall(_make_choose(width, rows), grid, row),
+        KernelCall(_make_draw(width, rows), grid, (*row, *chosen, drawn, counters, masses)),
     ]
 
 
@@ -144,10 +151,11 @@ def sample(
 def _make_choose(width: int, rows: int) -> Kernel:
     """The first launch, specialised by V and T."""
     chunks = count_chunks("logits", width)
-    stage, apply_history = make_stage(width), make_apply_history(width, rows)
+    own_words, apply_history = make_own_words(width), make_apply_history(width, rows)
 
     def choose_kernel(
         logits: Any,
+        row_live: Any,
         row_tokens: Any,
         row_masks: Any,
         slots: Any,
@@ -159,61 +167,57 @@ def _make_choose(width: int, rows: int) -> Kernel:
         bias_ids: Any,
         bias_values: Any,
         stop_ids: Any,
-        target_tokens: Any,
         largest: Any,
-        partials: Any,
-        counters: Any,
-        row_live: Any,
-        finite: Any,
     ) -> None:
-        wait_for_previous_kernel()
         let_next_kernel_start()
         staged = cuda.shared.array(CHUNK, types.uint32, alignment=16)
         pairs = cuda.shared.array(PAIRS, types.uint32)
         base = shared_address(staged)
-        chunk, row, thread = int64(cuda.blockIdx.x), int64(cuda.blockIdx.y), cuda.threadIdx.x
+        chunk, row = int64(cuda.blockIdx.x), int64(cuda.blockIdx.y)
         first, index = chunk * CHUNK, row // rows
-        stage(base, logits + row * (4 * width), first, uint32(MINUS_INFINITY))  # before it is known whether it lives
-        slot, flag = int64(slots[index]), row_live[row]
-        live = (slot >= 0) & (flag != 0)
-        copies_wait_all()
+        slot, mask = int64(slots[index]), row_masks[row]
+        live = (slot >= 0) & (row_live[row] != 0)
+        slot = max(slot, 0)
+        wishes = read_wishes(slot, mask, lengths, slot_ints, slot_floats, bias_ids, stop_ids)
+        wait_for_previous_kernel()
         if not live:
-            if chunk == 0 and thread == 0:
-                target_tokens[row], finite[row], largest[row] = -1, 0, -math.inf
             return
-        broken = own_broken(base, first, width, uint32(FINITE))
-        apply_history(
-            staged,
-            first,
-            slot,
-            row_tokens + index * (4 * rows),
-            row_masks[row],
-            lengths,
-            slot_ints,
-            slot_floats,
-            prompt_seen,
-            output_counts,
-            bias_ids,
-            bias_values,
-            stop_ids,
-        )
-        key, low = own_best(base, first)
+        words = own_words(logits + row * (4 * width), first, uint32(MINUS_INFINITY))
+        broken = words_broken(words, first, width, uint32(FINITE))
+        if touches(wishes, first):
+            store_words(base, words)
+            tokens = row_tokens + index * (4 * rows)
+            apply_history(
+                staged, first, slot, wishes, tokens, mask, prompt_seen, output_counts, bias_ids, bias_values, stop_ids
+            )
+            words = load_words(base)
+        key, low = words_best(words, first)
         if broken:
             key = uint32(BROKEN)
-        counter = counters + row * (4 * COUNTERS)
-        last, key, low = row_best(key, low, pairs, partials + row * (8 * chunks), counter, chunk, chunks)
-        if last and thread == 0:
-            token, value = int32(index_of_low(low)), float32(-math.inf)
-            if key == uint32(BROKEN):
-                token = int32(0)
-            elif slot_floats[slot, TEMPERATURE] != 0.0:
-                value = value_of_key(key)
-            target_tokens[row], largest[row] = token, value
-            finite[row] = 0 if key == uint32(BROKEN) else 1
+        key, low = block_best(key, low, pairs)
+        if cuda.threadIdx.x == 0:
+            store_global_64(largest + 8 * (row * chunks + chunk), key, low)
 
-    arrays = (types.int64, types.int64, LONGS, INTS, *STATE, INTS)
-    signature = (*arrays, FLOATS, types.int64, types.int64, BYTES, BYTES)
-    return Kernel(f"sample_choose_{width}_{rows}", choose_kernel, signature, THREADS)
+    signature = (types.int64, BYTES, types.int64, LONGS, INTS, *STATE, types.int64)
+    # five blocks on a multiprocessor: a tree of 40 rows then takes two waves, not three
+    return Kernel(
+        f"sample_choose_{width}_{rows}", choose_kernel, signature, THREADS, min_blocks=5 if width % 4 == 0 else 1
+    )
+
+
+@device_function
+def _whole_best(partials: Any, chunks: Any, pairs: Any) -> Any:
+    """The best pair of a row from those of its chunks, the same in every thread of the block.
+
+    partials  address of the row's [chunks, 2] uint32; pairs: as in `block_best`
+    """
+    thread = cuda.threadIdx.x
+    if thread < 32:
+        key, low = best_partial(partials, chunks)
+        if thread == 0:
+            pairs[0], pairs[1] = key, low
+    cuda.syncthreads()
+    return pairs[0], pairs[1]
 
 
 @device_function
@@ -261,6 +265,7 @@ def _make_draw(width: int, rows: int) -> Kernel:
 
     def draw_kernel(
         logits: Any,
+        row_live: Any,
         row_tokens: Any,
         row_masks: Any,
         slots: Any,
@@ -272,13 +277,13 @@ def _make_draw(width: int, rows: int) -> Kernel:
         bias_ids: Any,
         bias_values: Any,
         stop_ids: Any,
-        target_tokens: Any,
         largest: Any,
-        partials: Any,
+        target_tokens: Any,
+        finite: Any,
+        drawn: Any,
         counters: Any,
         masses: Any,
     ) -> None:
-        wait_for_previous_kernel()
         let_next_kernel_start()
         staged = cuda.shared.array(CHUNK, types.uint32, alignment=16)
         tally = cuda.shared.array(TALLY_WORDS, types.uint32)
@@ -287,49 +292,59 @@ def _make_draw(width: int, rows: int) -> Kernel:
         base = shared_address(staged)
         chunk, row, thread = int64(cuda.blockIdx.x), int64(cuda.blockIdx.y), cuda.threadIdx.x
         first, index = chunk * CHUNK, row // rows
-        likeliest = largest[row]
-        if likeliest == -math.inf:
-            return
-        stage(base, logits + row * (4 * width), first, uint32(MINUS_INFINITY))
         slot, mask = int64(slots[index]), row_masks[row]
+        live = (slot >= 0) & (row_live[row] != 0)
+        slot = max(slot, 0)
+        temperature = slot_floats[slot, TEMPERATURE]
+        drawing = live & (temperature != 0.0)
+        if not drawing and chunk != 0:
+            return
         position = draw_position(lengths[slot], mask)
+        wishes = read_wishes(slot, mask, lengths, slot_ints, slot_floats, bias_ids, stop_ids)
+        wait_for_previous_kernel()
+        if not live:
+            if thread == 0:
+                target_tokens[row], finite[row] = -1, 0
+            return
+        if drawing:
+            stage(base, logits + row * (4 * width), first, uint32(MINUS_INFINITY))
+        key, low = _whole_best(largest + row * (8 * chunks), chunks, pairs)
+        broken = key == uint32(BROKEN)
+        settled = broken or not drawing or key == uint32(MINUS_INFINITY_KEY)  # or every token is banned
+        if chunk == 0 and thread == 0:
+            finite[row] = 0 if broken else 1
+            if settled:
+                target_tokens[row] = 0 if broken else int32(index_of_low(low))
         copies_wait_all()
-        apply_history(
-            staged,
-            first,
-            slot,
-            row_tokens + index * (4 * rows),
-            mask,
-            lengths,
-            slot_ints,
-            slot_floats,
-            prompt_seen,
-            output_counts,
-            bias_ids,
-            bias_values,
-            stop_ids,
-        )
-        _scale(staged, likeliest, slot_floats[slot, TEMPERATURE])
+        if settled:
+            return
+        if touches(wishes, first):
+            tokens = row_tokens + index * (4 * rows)
+            apply_history(
+                staged, first, slot, wishes, tokens, mask, prompt_seen, output_counts, bias_ids, bias_values, stop_ids
+            )
+        _scale(staged, value_of_key(key), temperature)
         counter = counters + row * (4 * COUNTERS)
         bound, tables = uint32(FINITE), int64(0)
         top_k, top_p = slot_ints[slot, TOP_K], slot_floats[slot, TOP_P]
         cuda.syncthreads()
         for by_mass in (False, True):
             if (by_mass and top_p < 1.0) or (not by_mass and 0 < top_k < width):
-                found = find_bound(staged, bound, by_mass, top_k, top_p, masses, row, tables, counter + 8, tally, sums)
+                found = find_bound(staged, bound, by_mass, top_k, top_p, masses, row, tables, counter + 4, tally, sums)
                 bound = min(bound, found)
                 tables += PASSES
         key, low = _own_draw(base, first, bound, slot_floats[slot, MIN_P], slot_ints[slot, SEED], position)
-        mine = partials + row * (8 * chunks)
-        last, key, low = row_best(key, low, pairs, mine, counter + 4, chunk, chunks)
+        last, key, low = row_best(key, low, pairs, drawn + row * (8 * chunks), counter, chunk, chunks)
         if last:
             clear_masses(masses, row, tables)
             if thread == 0:
-                store_global_u32(counter + 8, uint32(0))
+                store_global_u32(counter + 4, uint32(0))
                 target_tokens[row] = int32(index_of_low(low))
 
-    arrays = (types.int64, types.int64, LONGS, INTS, *STATE, INTS)
-    signature = (*arrays, FLOATS, types.int64, types.int64, LONGS_3D)
+    signature = (
+        *(types.int64, BYTES, types.int64, LONGS, INTS, *STATE, types.int64),
+        *(INTS, BYTES, types.int64, types.int64, LONGS_3D),
+    )
     return Kernel(f"sample_draw_{width}_{rows}", draw_kernel, signature, THREADS, min_blocks=2)
 
 

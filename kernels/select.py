@@ -19,6 +19,7 @@ from lowlat.kernels.ptx import (
     copy_async_16,
     float_of_bits,
     load_global_64,
+    load_global_128,
     load_global_i32,
     load_shared_128,
     store_global_64,
@@ -41,6 +42,7 @@ __all__ = [
     "STRIDE",
     "THREADS",
     "WARPS",
+    "best_partial",
     "better",
     "block_best",
     "copies_wait_all",
@@ -48,13 +50,16 @@ __all__ = [
     "greater",
     "index_of_low",
     "is_last",
+    "load_words",
+    "make_own_words",
     "make_stage",
     "order_key",
-    "own_best",
-    "own_broken",
     "row_best",
+    "store_words",
     "value_of_key",
     "warp_best",
+    "words_best",
+    "words_broken",
 ]
 
 THREADS = 256
@@ -145,38 +150,103 @@ def better(key: Any, low: Any, bits: Any, index: Any) -> Any:
     return key, low
 
 
+@functools.cache
+def make_own_words(width: int) -> Any:
+    """A device function: the 16 words of a chunk that a thread owns, from memory, `pad` past the row's end.
+
+    Its arguments: address of the row, first index of the chunk, pad (uint32). Loads are 16 bytes wide where rows of
+    `width` words are aligned to that.
+    """
+    wide = width % 4 == 0
+
+    @device_function
+    def own_four(row: Any, index: Any, pad: Any) -> Any:
+        if wide:
+            if index < width:
+                return load_global_128(row + 4 * index)
+            return pad, pad, pad, pad
+        a = uint32(load_global_i32(row + 4 * index)) if index < width else pad
+        b = uint32(load_global_i32(row + 4 * (index + 1))) if index + 1 < width else pad
+        c = uint32(load_global_i32(row + 4 * (index + 2))) if index + 2 < width else pad
+        d = uint32(load_global_i32(row + 4 * (index + 3))) if index + 3 < width else pad
+        return a, b, c, d
+
+    @device_function
+    def own_words(row: Any, first: Any, pad: Any) -> Any:
+        index = first + int64(4 * cuda.threadIdx.x)
+        return (
+            own_four(row, index, pad),
+            own_four(row, index + STRIDE, pad),
+            own_four(row, index + 2 * STRIDE, pad),
+            own_four(row, index + 3 * STRIDE, pad),
+        )
+
+    return own_words
+
+
 @device_function
-def own_best(staged: Any, first: Any) -> Any:
+def load_words(staged: Any) -> Any:
+    """The words of a chunk at a shared address that a thread owns, in fours."""
+    place = uint32(staged + 16 * uint32(cuda.threadIdx.x))
+    return (
+        load_shared_128(place),
+        load_shared_128(uint32(place + uint32(4 * STRIDE))),
+        load_shared_128(uint32(place + uint32(8 * STRIDE))),
+        load_shared_128(uint32(place + uint32(12 * STRIDE))),
+    )
+
+
+@device_function
+def _store_four(place: Any, four: Any) -> None:
+    store_shared_128(place, four[0], four[1], four[2], four[3])
+
+
+@device_function
+def store_words(staged: Any, words: Any) -> None:
+    """Put the words that a thread owns into a chunk at a shared address; a barrier shows them to the others."""
+    place = uint32(staged + 16 * uint32(cuda.threadIdx.x))
+    _store_four(place, words[0])
+    _store_four(uint32(place + uint32(4 * STRIDE)), words[1])
+    _store_four(uint32(place + uint32(8 * STRIDE)), words[2])
+    _store_four(uint32(place + uint32(12 * STRIDE)), words[3])
+
+
+@device_function
+def _best_of_four(key: Any, low: Any, four: Any, index: Any) -> Any:
+    key, low = better(key, low, four[0], index)
+    key, low = better(key, low, four[1], index + 1)
+    key, low = better(key, low, four[2], index + 2)
+    return better(key, low, four[3], index + 3)
+
+
+@device_function
+def words_best(words: Any, first: Any) -> Any:
     """The best pair among the words that a thread owns.
 
-    staged  shared address of the chunk
-    first   index of its first number; pads must be minus infinity, which loses to the number before it
+    first  index of the chunk's first number; pads must be minus infinity, which loses to the number before it
     """
-    key, low = uint32(0), uint32(0)
-    for group in range(GROUPS):
-        place = int64(group * STRIDE + 4 * cuda.threadIdx.x)
-        a, b, c, d = load_shared_128(uint32(staged + 4 * place))
-        index = first + place
-        key, low = better(key, low, a, index)
-        key, low = better(key, low, b, index + 1)
-        key, low = better(key, low, c, index + 2)
-        key, low = better(key, low, d, index + 3)
-    return key, low
+    index = first + int64(4 * cuda.threadIdx.x)
+    key, low = _best_of_four(uint32(0), uint32(0), words[0], index)
+    key, low = _best_of_four(key, low, words[1], index + STRIDE)
+    key, low = _best_of_four(key, low, words[2], index + 2 * STRIDE)
+    return _best_of_four(key, low, words[3], index + 3 * STRIDE)
 
 
 @device_function
-def own_broken(staged: Any, first: Any, width: Any, largest: Any) -> Any:
+def _worst_of_four(four: Any, index: Any, width: Any) -> Any:
+    worst = uint32(four[0] & uint32(MAGNITUDE)) if index < width else uint32(0)
+    worst = max(worst, uint32(four[1] & uint32(MAGNITUDE)) if index + 1 < width else uint32(0))
+    worst = max(worst, uint32(four[2] & uint32(MAGNITUDE)) if index + 2 < width else uint32(0))
+    return max(worst, uint32(four[3] & uint32(MAGNITUDE)) if index + 3 < width else uint32(0))
+
+
+@device_function
+def words_broken(words: Any, first: Any, width: Any, largest: Any) -> Any:
     """Whether a magnitude above `largest` (bits) is among the words of the row that a thread owns; pads are none."""
-    worst = uint32(0)
-    for group in range(GROUPS):
-        place = int64(group * STRIDE + 4 * cuda.threadIdx.x)
-        words = load_shared_128(uint32(staged + 4 * place))
-        index = first + place
-        worst = max(worst, uint32(words[0] & uint32(MAGNITUDE)) if index < width else uint32(0))
-        worst = max(worst, uint32(words[1] & uint32(MAGNITUDE)) if index + 1 < width else uint32(0))
-        worst = max(worst, uint32(words[2] & uint32(MAGNITUDE)) if index + 2 < width else uint32(0))
-        worst = max(worst, uint32(words[3] & uint32(MAGNITUDE)) if index + 3 < width else uint32(0))
-    return worst > largest
+    index = first + int64(4 * cuda.threadIdx.x)
+    worst = max(_worst_of_four(words[0], index, width), _worst_of_four(words[1], index + STRIDE, width))
+    worst = max(worst, _worst_of_four(words[2], index + 2 * STRIDE, width))
+    return max(worst, _worst_of_four(words[3], index + 3 * STRIDE, width)) > largest
 
 
 @device_function
@@ -235,6 +305,19 @@ def greater(key: Any, low: Any, other_key: Any, other_low: Any) -> Any:
 
 
 @device_function
+def best_partial(partials: Any, chunks: Any) -> Any:
+    """The best of a row's pairs, one a chunk, in every lane; partials: address of [chunks, 2] uint32. For a warp."""
+    lane = cuda.threadIdx.x & 31
+    key, low = uint32(0), uint32(0)
+    if lane < chunks:
+        key, low = load_global_64(partials + 8 * int64(lane))
+    if lane + 32 < chunks:
+        its_key, its_low = load_global_64(partials + 8 * int64(lane + 32))
+        key, low = greater(key, low, its_key, its_low)
+    return warp_best(key, low)
+
+
+@device_function
 def row_best(key: Any, low: Any, pairs: Any, partials: Any, counter: Any, chunk: Any, chunks: Any) -> Any:
     """The best pair of a row from each thread's: (whether this block finishes the row, key, low).
 
@@ -251,11 +334,5 @@ def row_best(key: Any, low: Any, pairs: Any, partials: Any, counter: Any, chunk:
             store_global_64(partials + 8 * int64(chunk), key, low)
         last = is_last(counter, chunks)
         if last:
-            key, low = uint32(0), uint32(0)
-            if lane < chunks:
-                key, low = load_global_64(partials + 8 * int64(lane))
-            if lane + 32 < chunks:
-                its_key, its_low = load_global_64(partials + 8 * int64(lane + 32))
-                key, low = greater(key, low, its_key, its_low)
-            key, low = warp_best(key, low)
+            key, low = best_partial(partials, chunks)
     return last, key, low

@@ -1,11 +1,17 @@
-"""From options to a ready executor: checkpoint, head, ladder, programs, buffers. Nothing half-loaded stays behind."""
+"""From options to a ready executor: checkpoint, head, ladder, programs, buffers. Nothing half-loaded stays behind.
+
+A target's weights go from its files to their final place one at a time, while the executor is made. A head is read
+whole before: one that is damaged must be known in time to go on without it.
+"""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lowlat.checkpoint import LoadedHead, LoadedTarget, load_head, load_target
+import torch
+
+from lowlat.checkpoint import LoadedHead, LoadedTarget, StoredTarget, load_head, open_target
 from lowlat.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig
 from lowlat.devices import DeviceChoice, choose_device
 from lowlat.errors import ConfigError
@@ -17,6 +23,7 @@ from lowlat.prefill import build_prefill
 from lowlat.state import StepGeometry
 from lowlat.step import build_step
 from lowlat.tree import TreeTopology
+from lowlat.weights import JoinedWeights
 
 __all__ = ["Loaded", "bucket_batches", "load", "make_geometry", "make_topologies"]
 
@@ -28,7 +35,7 @@ Progress = Callable[[int, int], None]
 class Loaded:
     """Everything that a Runtime drives; `speculation_error` says why a head that was asked for is not in use."""
 
-    target: LoadedTarget
+    target: StoredTarget
     head: LoadedHead | None
     geometry: StepGeometry
     ladder: BucketLadder
@@ -57,7 +64,7 @@ def load(
         logger.warning("running on %s: %s", choice.device, choice.reason)
     else:
         logger.info("running on %s: %s", choice.device, choice.reason)
-    target = load_target(model, dtype=options.dtype, progress=progress)
+    target = open_target(model, dtype=options.dtype, progress=progress)
     if options.max_context > target.config.max_position:
         raise ConfigError(
             f"max_context {options.max_context} exceeds the model's max_position_embeddings "
@@ -68,22 +75,27 @@ def load(
     ladder = BucketLadder(bucket_batches(options.max_batch), {s: t.num_nodes for s, t in topologies.items()})
     programs = {bucket: build_step(geometry, bucket, topologies[bucket.num_speculative_tokens])
                 for bucket in ladder.buckets}  # fmt: skip
-    weights = dict(target.weights)
-    if head is not None:
-        weights.update(head.weights)
+    own: Mapping[str, torch.Tensor] = {} if head is None else head.weights
+    weights = JoinedWeights(target.weights, own)
     prefill = build_prefill(geometry)
     head_config = None if head is None else head.config
     choice = settle_executor(choice, options.executor, target.config, head_config, options.block_size)
     if choice.loud:
         logger.warning("running on %s: %s", choice.device, choice.reason)
-    need = memory_need((*programs.values(), prefill), weights, choice.device, share_scratch=choice.has_kernels)
+    need = memory_need(
+        (*programs.values(), prefill),
+        weights.shapes(),
+        choice.device,
+        has_kernels=choice.has_kernels,
+        host_load_bytes=weights.arena_bytes,
+    )
     check_fits(need, choice.device)
     executor = make_executor(choice, programs, prefill, weights, captured, device_loop=options.device_loop)
     return Loaded(target, head, geometry, ladder, topologies, executor, choice, error)
 
 
 def _load_speculation(
-    target: LoadedTarget, speculative: SpeculativeConfig | None
+    target: StoredTarget, speculative: SpeculativeConfig | None
 ) -> tuple[LoadedHead | None, dict[int, TreeTopology], str | None]:
     baseline = {0: TreeTopology.chain(0)}
     if speculative is None or not speculative.enabled:
@@ -126,7 +138,7 @@ def make_topologies(speculative: SpeculativeConfig) -> dict[int, TreeTopology]:
 
 
 def make_geometry(
-    target: LoadedTarget,
+    target: LoadedTarget | StoredTarget,
     head: LoadedHead | None,
     topologies: dict[int, TreeTopology],
     options: RuntimeConfig,

@@ -1,5 +1,6 @@
 """What a runtime will allocate, by part, and whether it fits: refused at start, with the numbers and the knobs."""
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -7,7 +8,10 @@ from pathlib import Path
 import torch
 
 from lowlat.errors import ConfigError
+from lowlat.executors.orders import EXPERT_PRODUCTS
 from lowlat.graphs import Role
+from lowlat.kernels.packing import TILE_COLUMNS, TILE_ROWS
+from lowlat.kernels.reference.mxfp4 import BLOCK
 from lowlat.program import Program
 
 __all__ = ["MemoryNeed", "available_bytes", "check_fits", "memory_need"]
@@ -15,17 +19,25 @@ __all__ = ["MemoryNeed", "available_bytes", "check_fits", "memory_need"]
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """Bytes by part; `weights_bytes` is what the executor's own copy takes (float32 on a CPU)."""
+    """Bytes on the device by part, the weights as the executor keeps them; and of the host's memory while loading.
+
+    host_load_bytes  what weights in files pass through, beside Python and its libraries; on a CPU it comes on top
+    """
 
     weights_bytes: int
     kv_bytes: int
     state_bytes: int
     scratch_bytes: int
+    host_load_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
-        """All parts."""
-        return sum(asdict(self).values())
+        """All parts on the device."""
+        return sum(self.parts().values())
+
+    def parts(self) -> dict[str, int]:
+        """The parts on the device, by name."""
+        return {name: value for name, value in asdict(self).items() if name != "host_load_bytes"}
 
 
 def memory_need(
@@ -33,15 +45,18 @@ def memory_need(
     weights: Mapping[str, torch.Tensor],
     device: torch.device,
     *,
-    share_scratch: bool = False,
+    has_kernels: bool = False,
+    host_load_bytes: int = 0,
 ) -> MemoryNeed:
-    """Add up the buffers of all programs and the weights that the executor keeps beside the loaded ones.
+    """Add up the buffers of all programs and the weights as the executor keeps them.
 
-    share_scratch  programs run one at a time in the memory of the largest one's scratch
+    weights      canonical weights, or tensors without content in their place
+    has_kernels  programs run one at a time in the memory of the largest one's scratch, and matrices lie in tiles
     """
     kv: dict[str, int] = {}
     state: dict[str, int] = {}
     parts = []
+    matrices: set[str] = set()
     for program in programs:
         scratch = 0
         for spec in program.buffers.values():
@@ -50,14 +65,30 @@ def memory_need(
             else:
                 (kv if "_cache" in spec.name else state)[spec.name] = spec.num_bytes
         parts.append(scratch)
-    unique = {id(tensor): tensor for tensor in weights.values()}.values()
-    size = sum(
-        tensor.numel() * (4 if device.type == "cpu" and tensor.is_floating_point() else tensor.element_size())
-        for tensor in unique
-        if device.type != "cpu" or tensor.dtype in (torch.bfloat16, torch.float16)
-    )
-    total = max(parts, default=0) if share_scratch else sum(parts)
-    return MemoryNeed(size, sum(kv.values()), sum(state.values()), total)
+        matrices |= {op.weights["weight"] for op in program.ops if op.kind == "linear"}
+        for op in program.ops:
+            if op.kind in EXPERT_PRODUCTS:
+                matrices |= {weight for argument, weight in op.weights.items() if argument != "bias"}
+    expand = device.type == "cpu" and not has_kernels
+    tiled = {id(weights[name]) for name in matrices if name in weights} if has_kernels else set()
+    unique = {id(tensor): tensor for tensor in weights.values()}
+    size = sum(_kept_bytes(tensor, expand=expand, tiled=key in tiled) for key, tensor in unique.items())
+    total = max(parts, default=0) if has_kernels else sum(parts)
+    return MemoryNeed(size, sum(kv.values()), sum(state.values()), total, host_load_bytes)
+
+
+def _kept_bytes(tensor: torch.Tensor, *, expand: bool, tiled: bool) -> int:
+    """What an executor keeps of a weight: float32 on a CPU; matrices that kernels multiply by, in whole tiles.
+
+    Those are [N, K], of experts [E, N, K], in MXFP4 [E, N, K / 32, 16] and [E, N, K / 32].
+    """
+    itemsize = 4 if expand and tensor.is_floating_point() else tensor.element_size()
+    if not tiled:
+        return tensor.numel() * itemsize
+    outer, (rows, columns, *inner) = ((1,), tensor.shape) if tensor.dim() == 2 else (tensor.shape[:1], tensor.shape[1:])
+    width = TILE_COLUMNS if tensor.is_floating_point() else TILE_COLUMNS // BLOCK
+    padded = -(-rows // TILE_ROWS) * TILE_ROWS * -(-columns // width) * width
+    return math.prod((*outer, padded, *inner)) * itemsize
 
 
 def available_bytes(device: torch.device) -> int | None:
@@ -74,11 +105,18 @@ def available_bytes(device: torch.device) -> int | None:
 
 
 def check_fits(need: MemoryNeed, device: torch.device) -> None:
-    """Raise ConfigError where more is needed than is free."""
-    free = available_bytes(device)
-    if free is not None and need.total_bytes > free:
-        parts = ", ".join(f"{name.removesuffix('_bytes')} {value / 2**30:.2f}" for name, value in asdict(need).items())
+    """Raise ConfigError where more is needed than is free, on the device or on the host while loading."""
+    host = torch.device("cpu")
+    on_host = need.host_load_bytes + (need.total_bytes if device.type == "cpu" else 0)
+    for place, total, during in ((device, need.total_bytes, ""), (host, on_host, ", loading included")):
+        free = available_bytes(place)
+        if free is None or total <= free:
+            continue
+        parts = {**need.parts()} if place == device else {}
+        if place == host:
+            parts["host_load_bytes"] = need.host_load_bytes
+        shown = ", ".join(f"{name.removesuffix('_bytes')} {value / 2**30:.2f}" for name, value in parts.items())
         raise ConfigError(
-            f"{need.total_bytes / 2**30:.2f} GiB are needed on {device} ({parts}) and {free / 2**30:.2f} GiB are "
+            f"{total / 2**30:.2f} GiB are needed on {place}{during} ({shown}) and {free / 2**30:.2f} GiB are "
             "free: lower max_batch, max_context or kv_blocks, or take a smaller model"
         )

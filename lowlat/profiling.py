@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from lowlat.executors.lowering import Group
 
 __all__ = [
+    "LEAD",
     "Profile",
     "Record",
     "Room",

@@ -13,7 +13,7 @@ from lowlat.config import RuntimeConfig, SpeculativeConfig
 from lowlat.executors.allocation import STATE_ROLES
 from lowlat.executors.device_weights import DeviceWeights
 from lowlat.executors.lowering import Group, Lowering, lower
-from lowlat.executors.orders import weight_orders
+from lowlat.executors.orders import expert_parts, weight_orders
 from lowlat.executors.rules import RULES
 from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import Bucket, BufferSet, Role
@@ -83,7 +83,7 @@ class Pair:
         programs = [self.program(depth, 1) for depth in self.topologies]
         ops = [op for program in (*programs, build_prefill(self.geometry)) for op in program.ops]
         matrices = {op.weights["weight"] for op in ops if op.kind == "linear"}
-        return DeviceWeights(self.source, matrices, CPU, weight_orders(programs))
+        return DeviceWeights(self.source, matrices, CPU, weight_orders(programs), expert_parts(programs))
 
     def lower(self, depth: int, batch: int, card: Card = H200) -> Lowered:
         """A bucket's program, lowered; every buffer has memory of its own."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lowlat.kernels import elementwise, embed, head_input, norm, rotate
+from lowlat.kernels import elementwise, embed, experts_sum, head_input, norm, rotate, router
 from lowlat.kernels.kernel import KernelCall
 from lowlat.kernels.packing import pack
 from lowlat.kernels.reference import OPERATIONS
@@ -164,6 +164,111 @@ def check_add_norm(lab: Lab, rows: int, width: int, dtype: torch.dtype) -> None:
     assert same_bits(found["total"], expected["total"])
     normed = canonical_norm(expected["total"], weight, EPS)
     assert same_bits(found["out"], torch.where(live[:, None] != 0, normed, 0))
+
+
+def route(lab: Lab, options: Arrays, chosen: int) -> Arrays:
+    """The router's three results; counters are zero before and after, logits poisoned."""
+    rows, width = options["x"].shape
+    outs = {
+        "normed": poison(rows, width),
+        "expert_ids": poison(rows, chosen, dtype=torch.int32),
+        "expert_weights": poison(rows, chosen, dtype=torch.float32),
+    }
+    memory: Arrays = {}
+
+    def workspace(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        memory[name] = torch.full(shape, float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=lab.device)
+        return memory[name]
+
+    found = lab.launch(router.router, outs, **options, eps=EPS, workspace=workspace)
+    assert not bool(memory["router.counters"].any())
+    return found
+
+
+def router_inputs(rows: int, width: int, experts: int) -> Arrays:
+    """Random rows, some dead, and a router two of whose experts are alike where it has as many."""
+    weight, bias = (torch.randn(experts, width) / width**0.5 * 3).to(BF16), torch.randn(experts).to(BF16)
+    weight[-1], bias[-1] = weight[experts // 2], bias[experts // 2]
+    x = (torch.randn(rows, width) * torch.logspace(-2, 2, rows)[:, None]).to(BF16)
+    norm_weight = weights(width)
+    return {"x": x, "norm_weight": norm_weight, "weight": weight, "bias": bias, "row_live": flags(rows)}
+
+
+def check_router(lab: Lab, rows: int, width: int, experts: int, chosen: int) -> None:
+    """The norm bit for bit; the choice where no two logits all but tie, or are equal; the shares."""
+    options = router_inputs(rows, width, experts)
+    normed, live = canonical_norm(options["x"], options["norm_weight"], EPS), options["row_live"]
+    normed = torch.where(live[:, None] != 0, normed, 0)
+    found = {key: tensor.cpu() for key, tensor in route(lab, options, chosen).items()}
+    assert same_bits(found["normed"], normed)
+    ids, shares = poison(rows, chosen, dtype=torch.int32), poison(rows, chosen, dtype=torch.float32)
+    OPERATIONS["router"](
+        normed, options["weight"].float(), options["bias"].float(), live, expert_ids=ids, expert_weights=shares
+    )
+    assert torch.equal(found["expert_ids"] < 0, live[:, None].expand(rows, chosen) == 0)
+    assert bool((found["expert_weights"][live == 0] == 0).all())
+    logits = normed.double() @ options["weight"].double().t() + options["bias"].double()
+    for row in live.nonzero()[:, 0].tolist():
+        mine, theirs = found["expert_ids"][row].tolist(), ids[row].tolist()
+        assert len(set(mine)) == chosen
+        for rank, (one, other) in enumerate(zip(mine, theirs, strict=True)):
+            gap = float((logits[row, one] - logits[row, other]).abs())
+            assert one == other or 0 < gap < 1e-4, f"row {row} rank {rank}: {one}, not {other}, {gap} apart"
+        want = torch.softmax(logits[row, mine], 0)
+        assert torch.allclose(found["expert_weights"][row].double(), want, rtol=1e-4, atol=1e-7)
+        twins = [place for place in mine if place in (experts // 2, experts - 1)]
+        assert twins in ([], [experts // 2], [experts // 2, experts - 1])
+
+
+def check_router_extremes(lab: Lab, width: int) -> None:
+    """Equal logits go to the lowest ids, zeros of both signs are equal, NaN and infinities stay in their rows."""
+    options = router_inputs(4, width, 9)
+    options["row_live"] = torch.ones(4, dtype=torch.uint8)
+    options["weight"][:] = 0
+    options["bias"][:] = torch.tensor([-1.0, 0.0, -0.0, 2.0, 0.0, -0.0, 0.0, -3.0, 0.0])
+    options["x"][1, 3] = torch.nan
+    found = {key: tensor.cpu() for key, tensor in route(lab, options, 4).items()}
+    assert found["expert_ids"][[0, 2, 3]].tolist() == [[3, 1, 2, 4]] * 3
+    assert found["expert_ids"][1].tolist() == [0, 1, 2, 3]
+    assert bool(found["expert_weights"][1].isnan().all())
+    options["bias"][2], options["bias"][5] = torch.inf, -torch.inf
+    found = {key: tensor.cpu() for key, tensor in route(lab, options, 8).items()}
+    assert found["expert_ids"][0].tolist() == [2, 3, 1, 4, 6, 8, 0, 7]
+    options["bias"][2] = -torch.inf
+    found = {key: tensor.cpu() for key, tensor in route(lab, options, 8).items()}
+    assert found["expert_ids"][0].tolist() == [3, 1, 4, 6, 8, 0, 7, 2]
+    assert found["expert_weights"][0, 7] == 0
+
+
+def check_experts_sum(lab: Lab, rows: int, width: int, chosen: int) -> None:
+    """The sum bit for bit, dead rows and ranks included, and its norm in the promised order."""
+    experts, live = chosen + 3, flags(rows)
+    ids = torch.stack([torch.randperm(experts)[:chosen] for _ in range(rows)]).int()
+    ids[live == 0] = -1
+    partials = torch.randn(rows, chosen, width) * 3
+    partials[live == 0] = torch.nan  # nobody wrote them
+    options: dict[str, Any] = {
+        "residual": torch.randn(rows, width).to(BF16),
+        "partials": partials,
+        "expert_ids": ids,
+        "expert_weights": torch.where(ids >= 0, torch.rand(rows, chosen), 0),
+        "bias": torch.randn(experts, width).to(BF16),
+    }
+    down = torch.zeros(rows, width)
+    for rank in range(chosen):
+        known = ids[:, rank].clamp(min=0).long()
+        part = options["expert_weights"][:, rank, None] * (partials[:, rank] + options["bias"][known].float())
+        down += torch.where(ids[:, rank, None] >= 0, part, 0)
+    total = (options["residual"].float() + down).to(BF16)
+    found = lab.launch(experts_sum.experts_sum, {"total": poison(rows, width)}, **options)
+    assert same_bits(found["total"], total)
+    outs, weight = {"total": poison(rows, width), "out": poison(rows, width)}, weights(width)
+    normed = torch.where(live[:, None] != 0, canonical_norm(total, weight, EPS), 0)
+    norm_options = {"norm_weight": weight, "row_live": live, "eps": EPS}
+    for early in (False, True):
+        found = lab.launch(experts_sum.experts_sum, outs, **options, **norm_options, early=early)
+        assert same_bits(found["total"], total)
+        assert same_bits(found["out"], normed)
 
 
 def check_embeddings(lab: Lab, rows: int, width: int, vocabulary: int) -> None:

@@ -12,13 +12,15 @@ kernels.
 from lowlat.checkpoint.head import LoadedHead, load_head
 from lowlat.checkpoint.head_config import read_head_config
 from lowlat.checkpoint.plan import weight_plan
-from lowlat.checkpoint.target import LoadedTarget, load_target, read_model_config
+from lowlat.checkpoint.target import LoadedTarget, StoredTarget, load_target, open_target, read_model_config
 
 __all__ = [
     "LoadedHead",
     "LoadedTarget",
+    "StoredTarget",
     "load_head",
     "load_target",
+    "open_target",
     "read_head_config",
     "read_model_config",
     "weight_plan",

@@ -163,9 +163,10 @@ def normalise_scales(label: str, blocks: torch.Tensor, scales: torch.Tensor) -> 
     label names file and tensor. Raises ConfigError for the first scale that is NaN (255), or outside 2..252 with
     codes that are not zero.
     """
-    outside = (scales < LOWEST_SCALE) | (scales > HIGHEST_SCALE)
-    if not bool(outside.any()):
+    low, high = torch.aminmax(scales)
+    if int(low) >= LOWEST_SCALE and int(high) <= HIGHEST_SCALE:
         return
+    outside = (scales < LOWEST_SCALE) | (scales > HIGHEST_SCALE)
     live = ((blocks[outside] & MAGNITUDE_BITS) != 0).any(dim=-1)
     refused = live | (scales[outside] == 255)
     if bool(refused.any()):

@@ -11,11 +11,12 @@ import torch
 from lowlat.checkpoint.decoder import TORCH_DTYPES
 from lowlat.checkpoint.head_config import parse_head
 from lowlat.checkpoint.head_tensors import HeadTensors
-from lowlat.checkpoint.recipes import Piece, Progress, Recipe, assemble
+from lowlat.checkpoint.recipes import Piece, Progress, Recipe, check_recipes
+from lowlat.checkpoint.stored import Group, StoredWeights
 from lowlat.errors import ConfigError
 from lowlat.geometry import HeadConfig, ModelConfig
 
-__all__ = ["LoadedHead", "head_recipes", "load_head"]
+__all__ = ["LoadedHead", "head_recipes", "load_head", "read_draft_map"]
 
 DRAFT_MAP = "head.draft_to_target"
 
@@ -96,14 +97,22 @@ def _vocabulary_tensor(tensors: HeadTensors, name: str, dtypes: tuple[str, ...],
     return found
 
 
-def _draft_map(config: HeadConfig, tensors: HeadTensors) -> torch.Tensor:
-    """Target ids of the draft ids, [Vd] int32: index plus stored offset, strictly increasing, below V."""
-    draft = torch.arange(config.draft_vocab_size, dtype=torch.int64)
+def read_draft_map(tensors: HeadTensors, draft_vocab_size: int, vocab_size: int) -> torch.Tensor:
+    """Target ids of the draft ids, [Vd] int32: index plus stored offset, strictly increasing, below V.
+
+    Raises ConfigError.
+    """
+    draft = torch.arange(draft_vocab_size, dtype=torch.int64)
     if "d2t" not in tensors:
+        if draft_vocab_size != vocab_size:
+            raise ConfigError(
+                f"{tensors.checkpoint.directory}: tensor 'd2t' is missing; {draft_vocab_size} draft ids cannot be "
+                f"mapped to the target's {vocab_size}"
+            )
         return draft.to(torch.int32)
     file = tensors.entry("d2t", 1).file
-    offsets = _vocabulary_tensor(tensors, "d2t", ("I64", "I32"), config.draft_vocab_size).to(torch.int64)
-    room = config.vocab_size - config.draft_vocab_size  # ascending ids leave no more
+    offsets = _vocabulary_tensor(tensors, "d2t", ("I64", "I32"), draft_vocab_size).to(torch.int64)
+    room = vocab_size - draft_vocab_size  # ascending ids leave no more
     ids = draft + offsets
     wrong = (offsets < 0) | (offsets > room)
     wrong[1:] |= ids[1:] <= ids[:-1]
@@ -111,10 +120,10 @@ def _draft_map(config: HeadConfig, tensors: HeadTensors) -> torch.Tensor:
         at = int(wrong.nonzero()[0])
         raise ConfigError(
             f"{file}: tensor 'd2t': expected offsets whose target ids, index + offset, ascend from 0 to "
-            f"{config.vocab_size - 1}, found offset {int(offsets[at])} at {at}"
+            f"{vocab_size - 1}, found offset {int(offsets[at])} at {at}"
         )
     if "t2d" in tensors:
-        mask = _vocabulary_tensor(tensors, "t2d", ("BOOL", "U8"), config.vocab_size).to(torch.bool)
+        mask = _vocabulary_tensor(tensors, "t2d", ("BOOL", "U8"), vocab_size).to(torch.bool)
         if not torch.equal(mask.nonzero().reshape(-1), ids):
             raise ConfigError(f"{file}: tensors 'd2t' and 't2d' name different target ids")
     return ids.to(torch.int32)
@@ -140,9 +149,10 @@ def load_head(
     if name not in TORCH_DTYPES:
         raise ConfigError(f"dtype must be 'bfloat16' or 'float32', got {name!r}")
     config, tensors, notes = parse_head(directory, target, capture_layers)
-    draft_map = _draft_map(config, tensors)
+    draft_map = read_draft_map(tensors, config.draft_vocab_size, config.vocab_size)
     ignored = tensors.ignored() | {tensors.stored[name] for name in ("d2t", "t2d") if name in tensors}
     recipes = [_stored(recipe, tensors) for recipe in head_recipes(config, TORCH_DTYPES[name])]
-    weights = assemble(tensors.checkpoint, recipes, ignored=ignored, progress=progress)
+    check_recipes(tensors.checkpoint, recipes, ignored)
+    weights = StoredWeights(tensors.checkpoint, [Group((recipe,)) for recipe in recipes], progress=progress).loaded()
     weights[DRAFT_MAP] = draft_map
     return LoadedHead(config, weights, directory, notes)

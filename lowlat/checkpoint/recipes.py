@@ -1,8 +1,10 @@
 """From checkpoint tensors to canonical weights: recipes, checked as a whole before the first byte is read.
 
-A recipe says which stored tensors make one weight, and how. It knows neither configs nor families.
+A recipe says which stored tensors make one weight, and how; rows of a stored tensor can be placed without the rest of
+it. It knows neither configs nor families, and it reads nothing: that is `stored`'s.
 """
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -13,7 +15,7 @@ from lowlat.checkpoint.json_file import shown
 from lowlat.checkpoint.tensors import DTYPES, FLOAT_NAMES, Checkpoint, TensorEntry, check_finite
 from lowlat.errors import ConfigError
 
-__all__ = ["Arrange", "Piece", "Progress", "Recipe", "assemble"]
+__all__ = ["Arrange", "Piece", "Progress", "Recipe", "check_recipes", "check_values", "place_rows", "placed_rows"]
 
 Arrange = Literal["rows", "deinterleave", "transpose", "transpose_deinterleave"]
 Progress = Callable[[int, int], None]
@@ -54,13 +56,22 @@ class Recipe:
             return first
         return (first[0], first[2], first[1])
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the canonical weight."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
     def stored_dtypes(self) -> tuple[str, ...]:
         """The dtypes that the pieces may be stored in."""
         return FLOATS if self.dtype.is_floating_point else ("U8",)
 
 
-def _check(checkpoint: Checkpoint, recipes: Sequence[Recipe], ignored: Collection[str]) -> None:
-    """Missing, ill-shaped, ill-typed and surplus tensors, each named with its file."""
+def check_recipes(checkpoint: Checkpoint, recipes: Sequence[Recipe], ignored: Collection[str] = ()) -> None:
+    """Compare recipes with headers: what is missing, ill-shaped, ill-typed or surplus is refused, with its file.
+
+    ignored names stored tensors that are not read; every other tensor without a recipe is surplus. Raises ConfigError
+    naming file, tensor, expected and found.
+    """
     wanted: set[str] = set()
     for recipe in recipes:
         for piece in recipe.pieces:
@@ -88,55 +99,34 @@ def _check(checkpoint: Checkpoint, recipes: Sequence[Recipe], ignored: Collectio
         )
 
 
-def _place(recipe: Recipe, out: torch.Tensor, offset: int, stored: torch.Tensor) -> None:
-    """Copy one stored piece to its place in the canonical weight, converting it."""
+def placed_rows(recipe: Recipe, out: torch.Tensor, offset: int, first: int, count: int) -> torch.Tensor:
+    """Where rows [first, first + count) of a stored tensor go in the canonical weight, contiguous.
+
+    offset  rows of the pieces before this one; the other arrangements have one piece, whose first dimension they keep
+    """
+    start = offset + first if recipe.arrange == "rows" else first
+    return out[start : start + count]
+
+
+def place_rows(recipe: Recipe, placed: torch.Tensor, stored: torch.Tensor) -> None:
+    """Copy rows of a stored piece to their place (see `placed_rows`), arranging and converting them."""
     if recipe.arrange == "rows":
-        out[offset : offset + stored.shape[0]].copy_(stored)
+        placed.copy_(stored)
         return
     source = stored.transpose(1, 2) if recipe.arrange.startswith("transpose") else stored
     if recipe.arrange == "transpose":
-        out.copy_(source)
+        placed.copy_(source)
         return
-    half = out.shape[1] // 2
-    out[:, :half].copy_(source[:, 0::2])
-    out[:, half:].copy_(source[:, 1::2])
+    half = placed.shape[1] // 2
+    placed[:, :half].copy_(source[:, 0::2])
+    placed[:, half:].copy_(source[:, 1::2])
 
 
-def _check_values(recipe: Recipe, entry: TensorEntry, values: torch.Tensor) -> None:
-    """NaN, infinity, and finite values that the compute dtype cannot hold."""
-    if not values.is_floating_point():
+def check_values(recipe: Recipe, entry: TensorEntry, placed: torch.Tensor, first: int) -> None:
+    """Refuse NaN, infinity, and finite values that the compute dtype cannot hold; first is that of `placed_rows`."""
+    if not recipe.dtype.is_floating_point:
         return
     note = "" if DTYPES[entry.dtype] == recipe.dtype else f" (stored as {entry.dtype}, read as {recipe.dtype})"
-    check_finite(values, f"{entry.file}: tensor {entry.name!r}{note}")
-
-
-def assemble(
-    checkpoint: Checkpoint,
-    recipes: Sequence[Recipe],
-    *,
-    ignored: Collection[str] = (),
-    progress: Progress | None = None,
-) -> dict[str, torch.Tensor]:
-    """Make every canonical weight, one stored tensor in memory at a time beside the results.
-
-    ignored names stored tensors that are not read; every other tensor without a recipe is refused. progress is
-    called with (bytes done, bytes in all) after each stored tensor. Returns contiguous CPU tensors by canonical
-    name. Raises ConfigError naming file, tensor, expected and found.
-    """
-    _check(checkpoint, recipes, ignored)
-    total = sum(checkpoint.entries[piece.name].num_bytes for recipe in recipes for piece in recipe.pieces)
-    done = 0
-    weights: dict[str, torch.Tensor] = {}
-    for recipe in recipes:
-        out = torch.empty(recipe.shape, dtype=recipe.dtype)
-        offset = 0
-        for entry, stored in checkpoint.read([piece.name for piece in recipe.pieces]):
-            _place(recipe, out, offset, stored)
-            placed = out[offset : offset + stored.shape[0]] if recipe.arrange == "rows" else out
-            _check_values(recipe, entry, placed)
-            offset += stored.shape[0]
-            done += entry.num_bytes
-            if progress is not None:
-                progress(done, total)
-        weights[recipe.weight] = out
-    return weights
+    row = math.prod(entry.shape[1:])
+    label = f"{entry.file}: tensor {entry.name!r}{note}"
+    check_finite(placed, label, first=first * row, total=math.prod(entry.shape))

@@ -5,6 +5,7 @@ It knows which families there are; what each needs is in the family's module.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,12 +14,23 @@ from lowlat.checkpoint import gpt_oss, llama, qwen3
 from lowlat.checkpoint.fields import Fields
 from lowlat.checkpoint.hf_config import read_config, resolve_dtype
 from lowlat.checkpoint.json_file import shown
-from lowlat.checkpoint.recipes import Progress, Recipe, assemble
-from lowlat.checkpoint.tensors import Checkpoint
+from lowlat.checkpoint.recipes import Progress, Recipe, check_recipes
+from lowlat.checkpoint.stored import Group, StoredWeights
+from lowlat.checkpoint.tensors import DTYPES, Checkpoint, OpenFiles, TensorEntry
 from lowlat.errors import ConfigError
 from lowlat.geometry import ComputeDtype, ModelConfig
 
-__all__ = ["LoadedTarget", "load_target", "read_model_config", "target_recipes"]
+__all__ = [
+    "LoadedTarget",
+    "StoredTarget",
+    "load_target",
+    "open_target",
+    "read_model_config",
+    "target_groups",
+    "target_recipes",
+]
+
+COMPARED_BYTES = 8 << 20
 
 Parse = Callable[[Fields, Path, ComputeDtype], ModelConfig]
 FAMILIES: Mapping[str, tuple[Parse, Callable[[ModelConfig], list[Recipe]]]] = {
@@ -34,6 +46,15 @@ class LoadedTarget:
 
     config: ModelConfig
     weights: dict[str, torch.Tensor]
+    directory: Path
+
+
+@dataclass(frozen=True)
+class StoredTarget:
+    """A target's geometry, and its weights in their files, read when they are asked for."""
+
+    config: ModelConfig
+    weights: StoredWeights
     directory: Path
 
 
@@ -67,42 +88,89 @@ def _ignored(config: ModelConfig, checkpoint: Checkpoint) -> set[str]:
     return ignored & set(checkpoint.entries)
 
 
-def _check_tied_copy(checkpoint: Checkpoint, embedding: torch.Tensor) -> None:
-    for entry, stored in checkpoint.read(["lm_head.weight"]):
-        if not torch.equal(stored.to(embedding.dtype), embedding):
-            raise ConfigError(
-                f"{entry.file}: tensor 'lm_head.weight' differs from the embedding, though config.json says that "
-                f"they are tied (tie_word_embeddings)"
-            )
+def _check_tied_copy(checkpoint: Checkpoint, weights: Mapping[str, torch.Tensor]) -> None:
+    embedding = weights["embed.weight"]
+    entry = checkpoint.entries["lm_head.weight"]
+    if entry.shape != tuple(embedding.shape) or not _same_rows(entry, embedding):
+        raise ConfigError(
+            f"{entry.file}: tensor 'lm_head.weight' differs from the embedding, though config.json says that "
+            f"they are tied (tie_word_embeddings)"
+        )
 
 
-def _normalise_scales(config: ModelConfig, checkpoint: Checkpoint, weights: dict[str, torch.Tensor]) -> None:
-    for layer in range(config.num_layers):
-        for part in ("gate_up", "down"):
-            entry = checkpoint.entries[f"model.layers.{layer}.mlp.experts.{part}_proj_scales"]
-            name = f"layers.{layer}.experts.{part}"
-            label = f"{entry.file}: tensor {entry.name!r}"
-            gpt_oss.normalise_scales(label, weights[f"{name}.blocks"], weights[f"{name}.scales"])
+def _same_rows(entry: TensorEntry, embedding: torch.Tensor) -> bool:
+    """Compare a stored table with one in memory, a few rows at a time."""
+    step = max(1, COMPARED_BYTES // entry.row_bytes)
+    with OpenFiles() as files:
+        for first in range(0, entry.shape[0], step):
+            known = embedding[first : first + step]
+            stored = torch.empty(known.shape, dtype=DTYPES[entry.dtype])
+            files.read(entry, stored, first=first)
+            if not torch.equal(stored.to(known.dtype), known):
+                return False
+    return True
 
 
-def load_target(directory: str | Path, *, dtype: str = "auto", progress: Progress | None = None) -> LoadedTarget:
-    """Load a target: geometry, and weights by canonical name, in the compute dtype, on the CPU.
+def _normalise_scales(label: str, name: str, weights: Mapping[str, torch.Tensor]) -> None:
+    gpt_oss.normalise_scales(label, weights[f"{name}.blocks"], weights[f"{name}.scales"])
 
-    progress is called with (bytes done, bytes in all) after each stored tensor. MXFP4 experts stay blocks and
-    scales in either dtype; sinks are float32. With tied embeddings lm_head.weight is the very tensor of
-    embed.weight. Everything is checked against the headers before the first tensor is read. Time: one pass
-    over the files; memory: the weights and one stored tensor. Raises ConfigError naming file, tensor, expected
-    and found.
+
+def target_groups(config: ModelConfig, checkpoint: Checkpoint | None = None) -> list[Group]:
+    """What is read and checked together: MXFP4 blocks with their scales, all else alone; checked against headers.
+
+    Without a checkpoint nothing is checked, and the groups tell sizes alone. Raises ConfigError.
+    """
+    recipes = target_recipes(config)
+    if checkpoint is not None:
+        check_recipes(checkpoint, recipes, _ignored(config, checkpoint))
+    entries: Mapping[str, TensorEntry] = {} if checkpoint is None else checkpoint.entries
+    by_name = {recipe.weight: recipe for recipe in recipes}
+    groups = []
+    for weight, recipe in by_name.items():
+        name, _, kind = weight.rpartition(".")
+        if kind == "scales":
+            continue
+        if kind == "blocks":
+            scales = by_name[f"{name}.scales"]
+            stored = scales.pieces[0].name
+            label = f"{entries[stored].file}: tensor {stored!r}" if stored in entries else stored
+            groups.append(Group((recipe, scales), partial(_normalise_scales, label, name)))
+        elif (
+            weight == "embed.weight"
+            and checkpoint is not None
+            and config.tie_embeddings
+            and "lm_head.weight" in entries
+        ):
+            groups.append(Group((recipe,), partial(_check_tied_copy, checkpoint)))
+        else:
+            groups.append(Group((recipe,)))
+    return groups
+
+
+def open_target(directory: str | Path, *, dtype: str = "auto", progress: Progress | None = None) -> StoredTarget:
+    """Check a target's config and the headers of its weights, and read none of them yet.
+
+    progress is called with (bytes read, bytes in all) as the weights are streamed. MXFP4 experts stay blocks and
+    scales in either dtype; sinks are float32. With tied embeddings lm_head.weight is a second name of embed.weight.
+    Raises ConfigError naming file, tensor, expected and found; values (NaN, scales) are checked as they are read.
     """
     directory = Path(directory)
     config = read_model_config(directory, dtype=dtype)
     checkpoint = Checkpoint.open(directory)
-    ignored = _ignored(config, checkpoint)
-    weights = assemble(checkpoint, target_recipes(config), ignored=ignored, progress=progress)
-    if config.tie_embeddings:
-        if "lm_head.weight" in ignored:
-            _check_tied_copy(checkpoint, weights["embed.weight"])
-        weights["lm_head.weight"] = weights["embed.weight"]
-    if config.experts is not None and config.experts.mxfp4:
-        _normalise_scales(config, checkpoint, weights)
-    return LoadedTarget(config, weights, directory)
+    weights = StoredWeights(
+        checkpoint,
+        target_groups(config, checkpoint),
+        aliases={"lm_head.weight": "embed.weight"} if config.tie_embeddings else None,
+        progress=progress,
+    )
+    return StoredTarget(config, weights, directory)
+
+
+def load_target(directory: str | Path, *, dtype: str = "auto", progress: Progress | None = None) -> LoadedTarget:
+    """Load a target whole: what `open_target` gives, with all weights in memory on the CPU.
+
+    With tied embeddings lm_head.weight is the very tensor of embed.weight. Time: one pass over the files; memory: the
+    weights and a few pieces of some megabytes. Raises ConfigError naming file, tensor, expected and found.
+    """
+    target = open_target(directory, dtype=dtype, progress=progress)
+    return LoadedTarget(target.config, target.weights.loaded(), target.directory)

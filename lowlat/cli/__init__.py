@@ -23,6 +23,7 @@ COMMANDS = {
     "chat": ("lowlat.cli.chat", "Talk with a running server."),
     "top": ("lowlat.cli.top", "Watch a running server: slots, queue, speed, acceptance."),
     "inspect": ("lowlat.cli.inspect", "Show a model's, a head's or a tree's geometry, memory and buffers."),
+    "head": ("lowlat.cli.head", "Make a head that drafts fewer ids of one that drafts more."),
     "compare": ("lowlat.cli.compare", "Compare target and head, stage by stage, with another implementation."),
     "profile": ("lowlat.cli.profile", "Show where a decode step's time goes on an NVIDIA card."),
     "doctor": ("lowlat.cli.doctor", "Check this machine, and that a head and its target fit together."),

@@ -54,7 +54,8 @@ MAX_PROMPT_BYTES = 64 << 20
 def command(model: Path | None, **values: Any) -> None:
     """Continue a prompt with MODEL, a Hugging Face directory; without one, with the bundled model and its head.
 
-    Text streams to stdout as it is decided; without a tokenizer, token ids do.
+    Text streams to stdout as it is decided; without a tokenizer, token ids do. With --chat, of a model that answers in
+    Harmony's channels a terminal shows the final one as it is and the others dim, a pipe gets the final one alone.
     """
     if values["connect"] is not None:
         _refuse_the_servers_own(click.get_current_context())
@@ -82,7 +83,9 @@ def _run_here(
     traces = trace_config(values["trace"])
     speculative = speculative_config(values, bundled("head") if model is None else None)
 
+    from lowlat.cli.channels import ChannelWriter, channel_dicts
     from lowlat.cli.running import chat_ids, load_runtime, run_request
+    from lowlat.text import HarmonyParser
 
     options = {name: values[name] for name in ("device", "dtype", "executor")}
     directory = bundled("target") if model is None else model
@@ -90,7 +93,14 @@ def _run_here(
     with load_runtime(directory, speculative, context, max_batch=1, traces=traces, **options) as runtime:
         if values["chat"]:
             prompt = chat_ids(runtime.codec, str(prompt), values["system"])
-        generation = run_request(runtime, prompt, params, write)
+        # a stop string may end within a token: its text is known, the channel's without it is not
+        channels = values["chat"] and not params.stop and HarmonyParser.speaks(runtime.codec)
+        writer = ChannelWriter(runtime.codec) if channels and runtime.codec is not None else None
+        generation = run_request(runtime, prompt, params, None if values["json_output"] else writer or write)
+        if channels:
+            generation.channels = channel_dicts(runtime.codec, generation.token_ids)
+        if writer is not None and not writer.answered and not values["json_output"]:
+            click.echo("\nno final channel came before the end; --json shows all that was written", err=True)
         _show(generation, values, str(runtime.device_choice.device), runtime.speculation_error)
 
 

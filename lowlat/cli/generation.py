@@ -36,6 +36,7 @@ class Generation:
     text      None without a tokenizer
     metrics   its figures as JSON values
     record    the same as the runtime keeps it, where that is this process's own
+    channels  the messages of an answer that is written in channels
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -47,6 +48,7 @@ class Generation:
     simulated: bool = False
     metrics: dict[str, Any] = field(default_factory=dict)
     record: RequestMetrics = field(default_factory=lambda: RequestMetrics(""))
+    channels: list[dict[str, Any]] | None = None
 
     def add(self, output: Output) -> None:
         """Append what came."""
@@ -72,6 +74,8 @@ class Generation:
                 {"token_id": entry.token_id, "logprob": entry.logprob, "top": [list(pair) for pair in entry.top]}
                 for entry in self.logprobs
             ]
+        if self.channels is not None:
+            result["channels"] = self.channels
         if speculation_error is not None:
             result["speculation_error"] = speculation_error
         if self.simulated:

@@ -94,7 +94,14 @@ def _print_model(report: dict[str, Any]) -> None:
     ]
     print_table("KV cache", ("what", "count"), rows)
     rows = [[name.removesuffix("_bytes").replace("_", " "), format_bytes(count)] for name, count in memory.items()]
-    print_table(f"memory needed at load, on {report['device']}", ("part", "size"), rows)
+    print_table(f"memory needed on {report['device']}, executor {report['executor']}", ("part", "size"), rows)
+    click.echo(f"{report['device']}: {report['device_reason']}")
+    files = report["files"]
+    if files is None:
+        click.echo("weights: no files are there; all figures are the config's")
+    else:
+        size = format_bytes(files["bytes"])
+        click.echo(f"weights: {size} in {files['count']} files, {files['tensors']} tensors, as the config asks for")
     default = report["default_capture_boundaries"]
     click.echo(f"capture boundaries of a head that names none: {default or 'none, the target has too few layers'}")
     if "buffers" in report:

@@ -4,17 +4,22 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lowlat.checkpoint import read_model_config, weight_plan
 from lowlat.checkpoint.fields import Fields
 from lowlat.checkpoint.head_capture import IDS_KEY, default_boundaries
 from lowlat.checkpoint.head_config import parse_head
 from lowlat.checkpoint.hf_config import read_config
+from lowlat.checkpoint.target import target_groups
+from lowlat.checkpoint.tensors import INDEX_FILE, SINGLE_FILE, Checkpoint
 from lowlat.cli.running import default_context
 from lowlat.cli.sizes import Plan, buffer_dict, kv_bytes_per_token, parts_of, plan_runtime
 from lowlat.config import RuntimeConfig, SpeculativeConfig, options_from
-from lowlat.devices import choose_device
+from lowlat.devices import DeviceChoice, choose_device
 from lowlat.errors import ConfigError
-from lowlat.geometry import HeadConfig
+from lowlat.executors.make import settle_executor
+from lowlat.geometry import HeadConfig, ModelConfig
 from lowlat.program import Program
 
 __all__ = ["head_report", "model_report"]
@@ -28,9 +33,9 @@ def model_report(
     options  of RuntimeConfig; max_context may be None for the usual one
     """
     runtime = options_from({**options, "max_context": default_context(directory, options["max_context"])})
-    device = choose_device(runtime.device, runtime.executor).device
     plan = plan_runtime(directory, runtime, speculative)
     config, head = plan.geometry.config, plan.geometry.head
+    choice = settle_executor(_planned_device(runtime), runtime.executor, config, head, runtime.block_size)
     if runtime.max_context > config.max_position:
         raise ConfigError(
             f"max_context {runtime.max_context} exceeds the model's max_position_embeddings {config.max_position}"
@@ -39,12 +44,15 @@ def model_report(
     program = plan.program(runtime.max_batch, depth)
     report: dict[str, Any] = {
         "directory": str(directory),
-        "device": str(device),
+        "device": str(choice.device),
+        "executor": choice.executor,
+        "device_reason": choice.reason,
+        "files": _files(directory, config),
         "geometry": _plain(asdict(config)),
         "parts": parts_of(weight_plan(config)),
         "default_capture_boundaries": default_boundaries(config.num_layers),
         "kv": _kv(plan, program, runtime),
-        "memory": plan.memory(runtime.max_batch, device),
+        "memory": plan.memory(runtime.max_batch, choice),
     }
     if head is not None:
         report["head_parts"] = parts_of(weight_plan(head, dtype=config.dtype))
@@ -52,6 +60,35 @@ def model_report(
         report["bucket"] = program.name
         report["buffers"] = [buffer_dict(spec) for spec in program.buffers.values()]
     return report
+
+
+def _planned_device(options: RuntimeConfig) -> DeviceChoice:
+    """The device that a runtime here would get; one that is named need not be here, nothing is allocated for a plan."""
+    try:
+        return choose_device(options.device, options.executor)
+    except ConfigError as error:
+        name, _, index = options.device.partition(":")
+        if name != "cuda" or (index and not index.isdigit()):
+            raise
+        executor = "graph" if options.executor == "auto" else options.executor
+        return DeviceChoice(torch.device("cuda", int(index or 0)), executor, f"planned alone: {error}")
+
+
+def _files(directory: Path, config: ModelConfig) -> dict[str, int] | None:
+    """The weights' files, their headers compared with the config; None where there are none yet.
+
+    Raises ConfigError for what a runtime would refuse before it reads a weight.
+    """
+    if not any((directory / name).exists() for name in (SINGLE_FILE, INDEX_FILE)):
+        return None
+    checkpoint = Checkpoint.open(directory)
+    target_groups(config, checkpoint)
+    entries = checkpoint.entries.values()
+    return {
+        "count": len({entry.file for entry in entries}),
+        "tensors": len(entries),
+        "bytes": sum(entry.num_bytes for entry in entries),
+    }
 
 
 def _kv(plan: Plan, program: Program, options: RuntimeConfig) -> dict[str, int]:

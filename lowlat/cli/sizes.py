@@ -8,7 +8,10 @@ from typing import Any
 import torch
 
 from lowlat.checkpoint import LoadedHead, LoadedTarget, read_head_config, read_model_config, weight_plan
+from lowlat.checkpoint.stored import ahead_bytes
+from lowlat.checkpoint.target import target_groups
 from lowlat.config import RuntimeConfig, SpeculativeConfig
+from lowlat.devices import DeviceChoice
 from lowlat.graphs import Bucket, BufferSpec
 from lowlat.loading import bucket_batches, make_geometry, make_topologies
 from lowlat.memory import memory_need
@@ -66,24 +69,31 @@ class Plan:
     geometry: StepGeometry
     topologies: Mapping[int, TreeTopology]
     weights: Mapping[str, torch.Tensor]
+    read_ahead_bytes: int
 
     def program(self, batch: int, num_speculative_tokens: int) -> Program:
         """The step's program in one bucket."""
         topology = self.topologies[num_speculative_tokens]
         return build_step(self.geometry, Bucket(batch, topology.num_nodes, num_speculative_tokens), topology)
 
-    def memory(self, max_batch: int, device: torch.device) -> dict[str, int]:
-        """Bytes at load, by part: the loaded weights, and what the executor allocates beside them."""
+    def memory(self, max_batch: int, choice: DeviceChoice) -> dict[str, int]:
+        """Bytes on the device by part and in all, and the most that the host holds, Python and libraries left out."""
         programs = [self.program(batch, depth) for batch in bucket_batches(max_batch) for depth in self.topologies]
-        need = memory_need((*programs, build_prefill(self.geometry)), self.weights, device)
-        loaded = sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in self.weights.values()}.values())
+        every = (*programs, build_prefill(self.geometry))
+        head = sum(tensor.nbytes for name, tensor in self.weights.items() if name.startswith("head."))
+        need = memory_need(
+            every,
+            self.weights,
+            choice.device,
+            has_kernels=choice.has_kernels,
+            host_load_bytes=self.read_ahead_bytes + head,
+        )
+        on_host = need.total_bytes if choice.device.type == "cpu" else 0
         return {
-            "loaded_weights_bytes": loaded,
-            "executor_weights_bytes": need.weights_bytes,
-            "kv_bytes": need.kv_bytes,
-            "state_bytes": need.state_bytes,
-            "scratch_bytes": need.scratch_bytes,
-            "total_bytes": loaded + need.total_bytes,
+            **need.parts(),
+            "total_bytes": need.total_bytes,
+            "host_load_bytes": need.host_load_bytes,
+            "host_peak_bytes": need.host_load_bytes + on_host,
         }
 
 
@@ -101,7 +111,7 @@ def plan_runtime(target: Path, options: RuntimeConfig, speculative: SpeculativeC
         topologies = make_topologies(speculative)
         weights.update(_without_content(weight_plan(head_config, dtype=config.dtype)))
     geometry = make_geometry(loaded_target, head, topologies, options, speculative)
-    return Plan(geometry, topologies, weights)
+    return Plan(geometry, topologies, weights, ahead_bytes(target_groups(config)))
 
 
 def _without_content(plan: WeightPlan) -> dict[str, torch.Tensor]:

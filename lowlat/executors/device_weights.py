@@ -1,7 +1,7 @@
 """Weights as the kernels read them: matrices packed, vectors as they are, each tensor placed once.
 
 Whoever lowers a program asks for a weight in a form; the form decides how it is stored, and a weight has one form for
-its whole life. Prefill asks for a matrix back, one at a time.
+its whole life. Prefill asks for a matrix back, one at a time; of a mixture's experts, one expert at a time.
 """
 
 from collections.abc import Mapping
@@ -9,7 +9,10 @@ from collections.abc import Mapping
 import torch
 
 from lowlat.errors import ConfigError
+from lowlat.kernels.expert_packing import PackedExperts, allocate_experts, pack_expert_into
 from lowlat.kernels.packing import PackedMatrix, pack, unpack
+from lowlat.kernels.reference.mxfp4 import BLOCK
+from lowlat.weights import WeightSource, streamed
 
 __all__ = ["DeviceWeights"]
 
@@ -17,35 +20,40 @@ __all__ = ["DeviceWeights"]
 class DeviceWeights:
     """Canonical weights on one device.
 
-    source   canonical name -> tensor, on any device; two names of one tensor share its copy
+    source   canonical name -> tensor, on any device; two names of one tensor share its copy; experts that are packed
+             already stand under the name of their product
     matrices names that products read: they are packed, the others are placed as they are
     orders   orders of the rows of packed matrices, by name; a matrix without one keeps its own
+    experts  names of a mixture's products -> the weights that hold their matrices, as `orders.expert_parts` has them
     Raises ConfigError for a weight whose dtype the kernels do not read.
     """
 
     def __init__(
         self,
-        source: Mapping[str, torch.Tensor],
+        source: Mapping[str, torch.Tensor | PackedExperts],
         matrices: set[str],
         device: torch.device,
         orders: Mapping[str, torch.Tensor] | None = None,
+        experts: Mapping[str, Mapping[str, str]] | None = None,
     ) -> None:
         self.device = device
         self._packed: dict[str, PackedMatrix] = {}
         self._plain: dict[str, torch.Tensor] = {}
-        packed_ids = {id(source[name]) for name in matrices if name in source}
-        placed: dict[int, torch.Tensor | PackedMatrix] = {}
-        for name, tensor in source.items():
-            _check_dtype(name, tensor)
-            known = placed.get(id(tensor))
-            if known is None:
+        ready = {} if isinstance(source, WeightSource) else source
+        self._experts = {name: part for name, part in ready.items() if isinstance(part, PackedExperts)}
+        waiting = _Waiting(experts or {}, orders or {}, device)
+        with streamed(_tensors(source), device) as stream:
+            for names, tensor in stream:
+                _check_dtype(names[0], tensor)
+                if waiting.take(names[0], tensor, self._experts):
+                    continue
                 moved = tensor.to(device)
-                known = pack(moved, (orders or {}).get(name)) if id(tensor) in packed_ids else moved.contiguous()
-                placed[id(tensor)] = known
-            if isinstance(known, PackedMatrix):
-                self._packed[name] = known
-            else:
-                self._plain[name] = known
+                if matrices.isdisjoint(names):
+                    self._plain.update(dict.fromkeys(names, moved.contiguous()))
+                else:
+                    order = next((orders[name] for name in names if name in orders), None) if orders else None
+                    self._packed.update(dict.fromkeys(names, pack(moved, order)))
+        waiting.check(self._experts)
         self._orders: dict[str, torch.Tensor] = {}
 
     def matrix(self, name: str) -> PackedMatrix:
@@ -74,6 +82,22 @@ class DeviceWeights:
             self._orders[name] = self.vector(name)[matrix.order.to(self.device)].contiguous()
         return self._orders[name]
 
+    def experts(self, name: str) -> PackedExperts:
+        """The experts of a product. Raises ConfigError for a product whose experts were not packed."""
+        if name not in self._experts:
+            raise ConfigError(f"experts {name} are missing, or no product reads them")
+        return self._experts[name]
+
+    def experts_bias(self, name: str) -> torch.Tensor:
+        """The biases of a product's experts in the order of its packed matrices, [E, N] bf16."""
+        bias = f"{name}.bias"
+        order = self.experts(name).order
+        if order is None:
+            return self.vector(bias)
+        if bias not in self._orders:
+            self._orders[bias] = self.vector(bias)[:, order.to(self.device)].contiguous()
+        return self._orders[bias]
+
     def restored(self, name: str) -> torch.Tensor:
         """A weight as the checkpoint has it; a packed one is unpacked into new memory."""
         packed = self._packed.get(name)
@@ -81,7 +105,9 @@ class DeviceWeights:
 
     def tensors(self) -> list[torch.Tensor]:
         """Every tensor that a launch may point into."""
-        return [*(matrix.tiles for matrix in self._packed.values()), *self._plain.values(), *self._orders.values()]
+        experts = [part for each in self._experts.values() for part in (each.words, each.scales) if part is not None]
+        tiles = [matrix.tiles for matrix in self._packed.values()]
+        return [*tiles, *experts, *self._plain.values(), *self._orders.values()]
 
     @property
     def num_bytes(self) -> int:
@@ -92,8 +118,68 @@ class DeviceWeights:
     def clear(self) -> None:
         """Drop every tensor."""
         self._packed.clear()
+        self._experts.clear()
         self._plain.clear()
         self._orders.clear()
+
+
+def _tensors(source: Mapping[str, torch.Tensor | PackedExperts]) -> Mapping[str, torch.Tensor]:
+    """What is not packed already; a source that reads files has nothing else."""
+    if isinstance(source, WeightSource):
+        return source
+    return {name: part for name, part in source.items() if isinstance(part, torch.Tensor)}
+
+
+class _Waiting:
+    """Parts of experts' matrices until those of a product are together, which are then packed at once."""
+
+    def __init__(
+        self, experts: Mapping[str, Mapping[str, str]], orders: Mapping[str, torch.Tensor], device: torch.device
+    ) -> None:
+        self._parts = experts
+        self._owner = {weight: (name, part) for name, parts in experts.items() for part, weight in parts.items()}
+        self._orders = orders
+        self._device = device
+        self._found: dict[str, dict[str, torch.Tensor]] = {}
+
+    def take(self, weight: str, tensor: torch.Tensor, packed: dict[str, PackedExperts]) -> bool:
+        """Whether a weight is a part of experts; the last of its product's puts these among the packed."""
+        if weight not in self._owner:
+            return False
+        name, part = self._owner[weight]
+        if name in packed:
+            return True
+        found = self._found.setdefault(name, {})
+        found[part] = tensor
+        if len(found) == len(self._parts[name]):
+            packed[name] = _pack_experts(self._found.pop(name), self._device, self._orders.get(name))
+        return True
+
+    def check(self, packed: Mapping[str, PackedExperts]) -> None:
+        """Raise ConfigError for the first part that never came."""
+        for name, parts in self._parts.items():
+            missing = [weight for part, weight in parts.items() if part not in self._found.get(name, {})]
+            if name not in packed and missing:
+                raise ConfigError(f"weight {missing[0]} is missing")
+
+
+def _pack_experts(
+    tensors: Mapping[str, torch.Tensor], device: torch.device, order: torch.Tensor | None
+) -> PackedExperts:
+    """Pack one expert after the other to its place on the device: there is never a second copy of all of them."""
+    quantised = "scales" in tensors
+    count, rows, columns = tensors["scales" if quantised else "weight"].shape
+    packed = allocate_experts(
+        num_experts=count,
+        rows=rows,
+        columns=columns * (BLOCK if quantised else 1),
+        quantised=quantised,
+        order=order,
+        device=device,
+    )
+    for index in range(count):
+        pack_expert_into(packed, index, **{argument: tensor[index] for argument, tensor in tensors.items()})
+    return packed
 
 
 def _check_dtype(name: str, tensor: torch.Tensor) -> None:

@@ -15,6 +15,7 @@ from lowlat.executors.lowering import Group
 from lowlat.graphs import Bucket
 from lowlat.graphs.capture import CapturedGraph, capture, capture_loop
 from lowlat.graphs.launch import Launch
+from lowlat.kernels.expert_packing import PackedExperts
 from lowlat.kernels.kernel import KernelCall
 from lowlat.kernels.publish import LoopControl, for_condition
 from lowlat.program import Program
@@ -41,7 +42,7 @@ class GraphExecutor(KernelExecutor):
         self,
         programs: Mapping[Bucket, Program],
         prefill: Program,
-        weights: Mapping[str, torch.Tensor],
+        weights: Mapping[str, torch.Tensor | PackedExperts],
         device: torch.device,
         *,
         looping: bool = False,

@@ -17,12 +17,13 @@ from lowlat.executors.allocation import STATE_ROLES, SharedConstants, clear_bloc
 from lowlat.executors.device_weights import DeviceWeights
 from lowlat.executors.launcher import Launcher
 from lowlat.executors.lowering import Group, Lowering, lower
-from lowlat.executors.orders import weight_orders
+from lowlat.executors.orders import expert_parts, weight_orders
 from lowlat.executors.prefill import TorchPrefill
 from lowlat.executors.rules import RULES
 from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import Bucket, BufferSet, Role, aligned_bytes
 from lowlat.graphs.launch import Launch
+from lowlat.kernels.expert_packing import PackedExperts
 from lowlat.kernels.publish import LoopControl
 from lowlat.program import Program
 
@@ -38,7 +39,7 @@ class KernelExecutor:
 
     programs  the step's programs by bucket, the largest first
     prefill   the prefill program
-    weights   canonical weights, on any device
+    weights   canonical weights, on any device; experts may be packed already, see `DeviceWeights`
     """
 
     name = "kernels"
@@ -48,7 +49,7 @@ class KernelExecutor:
         self,
         programs: Mapping[Bucket, Program],
         prefill: Program,
-        weights: Mapping[str, torch.Tensor],
+        weights: Mapping[str, torch.Tensor | PackedExperts],
         device: torch.device,
         *,
         cache_directory: Path | None = None,
@@ -58,7 +59,8 @@ class KernelExecutor:
         self.launcher = Launcher(device, cache_directory)
         self.stream = torch.cuda.Stream(device)
         every = (*programs.values(), prefill)
-        self._weights = DeviceWeights(weights, _matrices(every), device, weight_orders(programs.values()))
+        orders, experts = weight_orders(programs.values()), expert_parts(programs.values())
+        self._weights = DeviceWeights(weights, _matrices(every), device, orders, experts)
         specs = [spec for program in every for spec in program.specs(*STATE_ROLES)]
         pinned = {s.name for s in specs if s.role in (Role.COMMAND, Role.PUBLICATION) and s.name not in DEVICE_COMMANDS}
         with torch.cuda.stream(self.stream):

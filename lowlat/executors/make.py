@@ -9,7 +9,7 @@ from lowlat.devices import DeviceChoice
 from lowlat.errors import ConfigError
 from lowlat.executors import Executor
 from lowlat.executors.reference import ReferenceExecutor
-from lowlat.geometry import HeadConfig, ModelConfig
+from lowlat.geometry import ExpertsConfig, HeadConfig, ModelConfig
 from lowlat.graphs import Bucket
 from lowlat.program import Program
 
@@ -20,6 +20,7 @@ HEAD_SIZES = (64, 128)
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 WIDTHS_OF, MAX_WIDTH = 8, 65536
 MAX_VOCABULARY = 262144
+MAX_EXPERTS, MAX_CHOSEN, MAX_ROUTED_WIDTH, MXFP4_BLOCK = 256, 8, 6144, 32
 
 
 def uncovered(config: ModelConfig, head: HeadConfig | None, block_size: int = 32) -> str | None:
@@ -28,8 +29,9 @@ def uncovered(config: ModelConfig, head: HeadConfig | None, block_size: int = 32
         return f"the kernels take KV blocks of {BLOCK_SIZES} positions and block_size is {block_size}"
     if config.dtype != "bfloat16":
         return f"the kernels compute in bfloat16 and dtype is {config.dtype}"
-    if config.experts is not None:
-        return "there are no kernels for mixtures of experts yet"
+    problem = None if config.experts is None else _uncovered_experts(config, config.experts)
+    if problem is not None:
+        return f"the kernels take {problem[0]} and the target's {problem[1]}"
     for owner, part in (("target", config), ("head", head)):
         problem = None if part is None else _uncovered_sizes(part)
         if problem is not None:
@@ -46,6 +48,20 @@ def _uncovered_sizes(part: ModelConfig | HeadConfig) -> tuple[str, str] | None:
     for name, size in (("hidden size", part.hidden_size), ("FFN's width", part.intermediate_size)):
         if size % WIDTHS_OF or size > MAX_WIDTH:
             return f"multiples of {WIDTHS_OF} up to {MAX_WIDTH} as widths", f"{name} is {size}"
+    return None
+
+
+def _uncovered_experts(config: ModelConfig, experts: ExpertsConfig) -> tuple[str, str] | None:
+    """What the kernels take of a mixture, and what this one has instead."""
+    if experts.num_experts > MAX_EXPERTS:
+        return f"at most {MAX_EXPERTS} experts", f"layers have {experts.num_experts}"
+    if experts.num_experts_per_token > MAX_CHOSEN:
+        return f"at most {MAX_CHOSEN} experts a token", f"tokens choose {experts.num_experts_per_token}"
+    if config.hidden_size > MAX_ROUTED_WIDTH:
+        return f"a hidden size of at most {MAX_ROUTED_WIDTH} where experts are chosen", f"is {config.hidden_size}"
+    for name, size in (("hidden size", config.hidden_size), ("FFN's width", config.intermediate_size)):
+        if experts.mxfp4 and size % MXFP4_BLOCK:
+            return f"multiples of {MXFP4_BLOCK} as widths of MXFP4", f"{name} is {size}"
     return None
 
 

@@ -1,4 +1,5 @@
-"""In which order the rows of packed weights lie, so that a product's ending finds what belongs together in one tile."""
+"""In which order the rows of packed weights lie, so that a product's ending finds what belongs together in one tile;
+and which weights make up the matrices of a mixture's experts."""
 
 from collections.abc import Iterable
 
@@ -7,7 +8,9 @@ import torch
 from lowlat.kernels.packing import TILE_ROWS, gate_up_order, rope_order
 from lowlat.program import Op, Program
 
-__all__ = ["is_rotated", "weight_orders"]
+__all__ = ["EXPERT_PRODUCTS", "expert_parts", "experts_name", "is_rotated", "weight_orders"]
+
+EXPERT_PRODUCTS = ("experts_gate_up", "experts_down")
 
 
 def is_rotated(ops: tuple[Op, ...], start: int, program: Program) -> bool:
@@ -27,11 +30,29 @@ def is_rotated(ops: tuple[Op, ...], start: int, program: Program) -> bool:
     return write is not None and write.kind == "kv_write" and write.reads["k"] == rope.writes["k"]
 
 
+def experts_name(op: Op) -> str:
+    """What the matrices of an experts' product are called together: their bias is a sibling of this name."""
+    return op.weights["bias"].removesuffix(".bias")
+
+
+def expert_parts(programs: Iterable[Program]) -> dict[str, dict[str, str]]:
+    """The weights that hold experts' matrices, weight or blocks and scales, by argument name, for each product."""
+    found: dict[str, dict[str, str]] = {}
+    for program in programs:
+        for op in program.ops:
+            if op.kind in EXPERT_PRODUCTS:
+                parts = {argument: weight for argument, weight in op.weights.items() if argument != "bias"}
+                found.setdefault(experts_name(op), parts)
+    return found
+
+
 def weight_orders(programs: Iterable[Program]) -> dict[str, torch.Tensor]:
-    """Orders by weight name, for the programs of a step."""
+    """Orders by weight name, or by the name of an experts' product, for the programs of a step."""
     orders: dict[str, torch.Tensor] = {}
     for program in programs:
         for start, op in enumerate(program.ops):
+            if op.kind == "experts_gate_up" and experts_name(op) not in orders:
+                orders[experts_name(op)] = gate_up_order(program.buffers[op.writes["out"]].shape[2])
             if op.kind != "linear" or op.weights["weight"] in orders:
                 continue
             following = program.ops[start + 1] if start + 1 < len(program.ops) else None

@@ -1,14 +1,18 @@
 """Prefill on a GPU by torch: arithmetic, not bandwidth, so the matrix libraries do it.
 
-It runs the prefill program's operations by their references, with three of its own: products unpack one matrix at a
-time, embeddings are gathered from a packed table where that is the only copy, and attention is torch's fused one.
+It runs the prefill program's operations by their references, with some of its own: products unpack one matrix at a
+time, embeddings are gathered from a packed table where that is the only copy, attention is torch's fused one, and a
+mixture's rows go to its experts together.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 
 from lowlat.executors.device_weights import DeviceWeights
+from lowlat.executors.orders import EXPERT_PRODUCTS, experts_name
+from lowlat.executors.prefill_experts import prefill_experts_down, prefill_experts_gate_up, prefill_router
 from lowlat.executors.reference import arguments_of, meaning_of
 from lowlat.kernels.packing import PackedMatrix, gather_rows
 from lowlat.program import Op, Program
@@ -44,8 +48,16 @@ class TorchPrefill:
             return lambda x, out, row_block: self._linear(op, x, out)
         if op.kind == "embed":
             return lambda tokens, out: self._embed(op, tokens, out)
-        if op.kind == "prefill_attention" and not op.weights:
-            return prefill_attention
+        if op.kind == "prefill_attention":
+            sinks = self._weights.vector(op.weights["sinks"]) if "sinks" in op.weights else None
+            return partial(prefill_attention, sinks=sinks)
+        if op.kind == "router":
+            weights = {name: self._weights.vector(weight) for name, weight in op.weights.items()}
+            return partial(prefill_router, **weights)
+        if op.kind in EXPERT_PRODUCTS:
+            experts = self._weights.experts(experts_name(op))
+            product = prefill_experts_down if op.kind == "experts_down" else prefill_experts_gate_up
+            return partial(product, experts=experts, bias=self._weights.vector(op.weights["bias"]))
         return None
 
     def _linear(self, op: Op, x: torch.Tensor, out: torch.Tensor) -> None:
@@ -69,40 +81,77 @@ def prefill_attention(
     block_table: torch.Tensor,
     chunk: torch.Tensor,
     *,
+    sinks: torch.Tensor | None = None,
     out: torch.Tensor,
     scale: float,
     first: int = 0,
     window: int | None = None,
     keep_first: int = 0,
 ) -> None:
-    """What `lowlat.kernels.reference.attention.prefill_attention` means, without sinks, by torch's fused attention.
+    """What `lowlat.kernels.reference.attention.prefill_attention` means, by torch's fused attention.
 
     q     [c, H, D]  bf16; chunk [2] and block_table [1, C / block] lie in host memory
     out   [c, H * D]  out; rows past the live ones are rubbish that nobody reads
-    Keys are taken for the whole of [0, start + c): the shape depends on the chunk's start alone.
+    Keys are taken for the whole of [0, start + c), or of what the chunk's windows reach: the shape depends on the
+    chunk's start alone.
     """
-    size = q.shape[0]
+    size, block = q.shape[0], k_cache.shape[2]
     start, count = chunk.tolist()
-    end = start + size
-    at = torch.arange(end, device=q.device)
+    end, low = start + size, 0
+    if window is not None and not keep_first:
+        low = max(0, start + 1 - window) // block * block
+    at = torch.arange(low, end, device=q.device)
     mine = torch.arange(start, end, device=q.device)
     visible = (at[None] <= mine[:, None]) & (at[None] >= first)
     if window is not None:
         visible &= (at[None] > mine[:, None] - window) | (at[None] < first + keep_first)
     visible |= at[None] == mine[:, None]  # a row that sees nothing would be NaN; it is a row that nobody reads
     written = ((at < start + count) & (at >= first))[:, None]
-    blocks = torch.zeros(-(-end // k_cache.shape[2]), dtype=torch.long)  # of a missing one nothing was written
+    blocks = torch.zeros(-(-end // block), dtype=torch.long)  # of a missing one nothing was written
     known = min(blocks.numel(), block_table.shape[1])
     blocks[:known] = block_table[0, :known]
-    blocks = blocks.to(q.device)
-    keys, values = (_gather(cache, blocks, end, written) for cache in (k_cache, v_cache))
+    blocks = blocks[low // block :].to(q.device)
+    keys, values = (_gather(cache, blocks, end - low, written) for cache in (k_cache, v_cache))
+    queries = q.transpose(0, 1)
+    if sinks is not None:
+        queries, keys, values, visible = _with_sinks(queries, keys, values, visible, sinks, scale)
     attended = torch.nn.functional.scaled_dot_product_attention(
-        q.transpose(0, 1)[None], keys[None], values[None], attn_mask=visible[None, None], scale=scale, enable_gqa=True
+        queries[None], keys[None], values[None], attn_mask=visible[None, None], scale=scale, enable_gqa=True
     )
-    out.copy_(attended[0].transpose(0, 1).reshape(size, -1))
+    out.copy_(attended[0, :, :, : q.shape[2]].transpose(0, 1).reshape(size, -1))
 
 
-def _gather(cache: torch.Tensor, blocks: torch.Tensor, end: int, written: torch.Tensor) -> torch.Tensor:
-    """Positions [0, end) of the blocks of a slot, [G, end, D], zero where nothing was written."""
-    rows = cache[blocks].transpose(0, 1).reshape(cache.shape[1], -1, cache.shape[3])[:, :end]
+SINK_PAD = 8  # dimensions that sinks take of every head: what fused attention takes is a multiple of 8
+
+
+def _with_sinks(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    visible: torch.Tensor,
+    sinks: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One position more, of value zero, whose score is each head's sink, by dimensions more that only it has.
+
+    queries [H, c, D], keys and values [G, n, D], visible [c, n], sinks [H]: D becomes D + SINK_PAD, n becomes n + 8.
+    A sink is the sum of two bf16, and so is as exact as a score.
+    """
+    heads, size, _ = queries.shape
+    asked = sinks.float()[:, None] / scale
+    coarse = asked.to(queries.dtype)
+    fine = (asked - coarse.float()).to(queries.dtype)
+    more = torch.nn.functional.pad(torch.cat((coarse, fine), 1), (0, SINK_PAD - 2))
+    queries = torch.cat((queries, more[:, None].expand(heads, size, SINK_PAD)), 2)
+    keys = torch.nn.functional.pad(keys, (0, SINK_PAD, 0, SINK_PAD))  # positions in eights: masks want them aligned
+    keys[:, -SINK_PAD, -SINK_PAD : 2 - SINK_PAD] = 1
+    values = torch.nn.functional.pad(values, (0, SINK_PAD, 0, SINK_PAD))
+    visible = torch.nn.functional.pad(visible, (0, SINK_PAD))
+    visible[:, -SINK_PAD] = True
+    return queries, keys, values, visible
+
+
+def _gather(cache: torch.Tensor, blocks: torch.Tensor, count: int, written: torch.Tensor) -> torch.Tensor:
+    """The first `count` positions of blocks of a slot, [G, count, D], zero where nothing was written."""
+    rows = cache[blocks].transpose(0, 1).reshape(cache.shape[1], -1, cache.shape[3])[:, :count]
     return torch.where(written, rows, 0)

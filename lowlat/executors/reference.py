@@ -15,6 +15,7 @@ from lowlat.executors.allocation import STATE_ROLES, SharedConstants, clear_bloc
 from lowlat.graphs import Bucket, BufferSet, Role
 from lowlat.kernels.reference import OPERATIONS
 from lowlat.program import Op, Program
+from lowlat.weights import streamed
 
 __all__ = ["ReferenceExecutor", "arguments_of", "bind", "meaning_of"]
 
@@ -148,11 +149,10 @@ class ReferenceExecutor:
 
 def _place(weights: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
     """Weights on the device; on a CPU floating ones as float32. A tensor that has two names is kept once."""
-    placed: dict[int, torch.Tensor] = {}
     result = {}
-    for name, tensor in weights.items():
-        if id(tensor) not in placed:
+    with streamed(weights, device) as stream:
+        for names, tensor in stream:
             expand = device.type == "cpu" and tensor.is_floating_point()
-            placed[id(tensor)] = (tensor.float() if expand else tensor).to(device)
-        result[name] = placed[id(tensor)]
+            placed = (tensor.float() if expand else tensor).to(device)
+            result.update(dict.fromkeys(names, placed))
     return result

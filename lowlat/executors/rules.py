@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from lowlat.errors import ConfigError
+from lowlat.executors.expert_rules import EXPERT_RULES
 from lowlat.executors.lowering import Covered, Lowering, Rule
 from lowlat.executors.orders import is_rotated
 from lowlat.executors.step_rules import STEP_RULES
@@ -17,7 +18,7 @@ from lowlat.kernels.elementwise import add, cast, silu_mul
 from lowlat.kernels.embed import embed, embed_norm
 from lowlat.kernels.head_input import concat_norms, head_input, level_input
 from lowlat.kernels.kernel import KernelCall
-from lowlat.kernels.norm import add_norm, rms_norm, split_norms
+from lowlat.kernels.norm import add_norm, split_norms
 from lowlat.kernels.rotate import rotate
 from lowlat.kernels.thin_matmul import Rotation, thin_matmul
 from lowlat.program import Stage
@@ -235,6 +236,7 @@ def _unsupported(lowering: Lowering, start: int) -> Covered:
 RULES: Mapping[str, Rule] = MappingProxyType(
     {
         **STEP_RULES,
+        **EXPERT_RULES,
         "add": _add,
         "attention": _attention,
         "cast": _alone(cast),
@@ -244,7 +246,6 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "gather_level": _gather_level,
         "linear": _linear,
         "qk_norm": _rotate,
-        "rms_norm": _alone(rms_norm),
         "rope": _rotate,
         "silu_mul": _alone(silu_mul),
         "split_norms": _alone(split_norms),

@@ -2,5 +2,13 @@
 
 from lowlat.text.codec import TextCodec
 from lowlat.text.detokenizer import IncrementalDetokenizer, TextDelta
+from lowlat.text.harmony import ChannelText, HarmonyParser, parse_channels
 
-__all__ = ["IncrementalDetokenizer", "TextCodec", "TextDelta"]
+__all__ = [
+    "ChannelText",
+    "HarmonyParser",
+    "IncrementalDetokenizer",
+    "TextCodec",
+    "TextDelta",
+    "parse_channels",
+]

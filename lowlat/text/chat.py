@@ -68,6 +68,11 @@ class ChatTemplates:
         """The templates' names, in the order of the model's files."""
         return tuple(self._templates)
 
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The templates as written, in the same order."""
+        return tuple(self._templates.values())
+
     def render(self, name: str, variables: Mapping[str, Any]) -> str:
         """Render one template.
 

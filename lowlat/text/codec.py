@@ -97,6 +97,21 @@ class TextCodec:
         """Whether `apply_chat_template` can work."""
         return self._chat is not None
 
+    def added_tokens(self) -> dict[int, str]:
+        """Ids of the special tokens, and their text."""
+        decoder = self._tokenizer.get_added_tokens_decoder()
+        return {number: token.content for number, token in decoder.items() if token.special}
+
+    def template_tokens(self) -> tuple[int, ...]:
+        """Ids of the special tokens that the chat templates spell, ascending; none without templates."""
+        sources = () if self._chat is None else self._chat.sources
+        named = {self.special_tokens[name] for name in self.special_tokens if any(name in text for text in sources)}
+        return tuple(
+            number
+            for number, text in sorted(self.added_tokens().items())
+            if text in named or any(text in source for source in sources)
+        )
+
     def token_id(self, token: str) -> int | None:
         """Return a token's id, None when the vocabulary has no such token."""
         return self._tokenizer.token_to_id(token)

@@ -174,6 +174,39 @@ def test_windows_sinks_and_kept_positions(bench: Bench, head_dim: int, group: in
         check(bench.run(case, early_metadata=True, num_blocks=20), want)
 
 
+@pytest.mark.parametrize("window", [None, 16, 128, 256, 300])
+@pytest.mark.parametrize("sink", [1e4, -1e4, 0.0])
+def test_extreme_sinks_at_every_edge(bench: Bench, window: int | None, sink: float) -> None:
+    """Windows that begin and end around tiles and splits; a large sink takes all, a small one nothing."""
+    lengths = [126, 127, 128, 191, 192, 255, 256, 257, 383, 384, 511, 640]
+    heads = torch.full((16,), sink, device="cuda")
+    for rows, masks in ((4, chain(4)), (7, tree(7, 5))):
+        case = Case(lengths, [masks] * len(lengths), head_dim=64, group=8, window=window, sinks=heads)
+        got = bench.run(case, early_metadata=True)
+        if sink > 0:
+            assert not got.any()
+        else:
+            check(got, case.expected())
+        assert got.shape[0] == rows * len(lengths)
+
+
+def test_a_short_window_takes_one_launch_and_reads_nothing_before_it(bench: Bench) -> None:
+    """Keys and values before the window's first tile are NaN by the pool's poison: they leave no trace."""
+    options: dict[str, Any] = {"head_dim": 64, "group": 8, "window": 128, "sinks": torch.randn(16, device="cuda")}
+    case = Case([1000, 130, 64], [chain(4)] * 3, live=[1, 1, 1, 0] + [0] * 4 + [1] * 4, slots=[1, -1, 0], **options)
+    want = case.expected()
+    positions = torch.arange(0, (1000 - 128) // 64 * 64, device="cuda")
+    blocks = case.table[1, positions // 32].long()
+    for cache in case.caches:
+        cache[blocks, :, positions % 32] = math.nan
+    out = torch.full((12, 16 * 64), math.nan, dtype=torch.bfloat16, device="cuda")
+    calls = attention(**case.arguments(), **case.options, out=out, workspace=bench.workspace)
+    assert len(calls) == 1
+    bench.launcher.run(*calls)
+    check(out, want)
+    assert not out[3:8].any()
+
+
 def test_no_ancestors_and_first(bench: Bench) -> None:
     """The head's first level: one row, at the last dense position; index 0 was never written."""
     case = Case([2, 64, 300, 2500], [[0]] * 4, head_dim=128, group=4, first=1)
@@ -202,7 +235,7 @@ def test_extreme_scores(bench: Bench) -> None:
 
 @pytest.mark.parametrize(("head_dim", "group"), [(64, 8), (128, 4), (128, 3)])
 @pytest.mark.parametrize("dense", [1, 60, 63, 64, 127, 252, 255, 256, 2044, 2047, 2048, 6143])
-@pytest.mark.parametrize("option", ["plain", "window", "sinks"])
+@pytest.mark.parametrize("option", ["plain", "window", "sinks", "short window", "long window"])
 def test_rows_of_a_chain_have_the_bits_of_rows_alone(
     bench: Bench, head_dim: int, group: int, dense: int, option: str
 ) -> None:
@@ -212,6 +245,8 @@ def test_rows_of_a_chain_have_the_bits_of_rows_alone(
         options = {"window": 100, "keep_first": 3}
     elif option == "sinks":
         options = {"sinks": torch.randn(2 * group, device="cuda")}
+    elif option != "plain":
+        options = {"window": 128 if option == "short window" else 300, "sinks": torch.randn(2 * group, device="cuda")}
     rows = 9
     case = Case([dense], [chain(rows)], head_dim=head_dim, group=group, slots=[1], **options)
     together = bench.run(case)

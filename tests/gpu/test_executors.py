@@ -9,7 +9,8 @@ import pytest
 import torch
 from lockstep import Lockstep
 from recording import Recorder, check_invariants, run_all
-from tiny_models import PairPaths, make_pair
+from safetensors.torch import load_file, save_file
+from tiny_models import PairPaths, copying_head, make_pair, mxfp4_target
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.checkpoint import load_head, load_target
@@ -21,6 +22,7 @@ DEMO = Path(__file__).parents[2] / "lowlat" / "demo"
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 64}
 OPTIONS: dict[str, Any] = {"max_batch": 4, "max_context": 160, "block_size": 16, "prefill_chunk": 32, "device": "cuda"}
 TREE = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (1, 0, 0))
+NAMES = ["llama", "qwen3", "gpt_oss", "mxfp4", "alike", "demo"]
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "sampled": {"temperature": 1.0},
@@ -34,9 +36,29 @@ MODES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PairPaths]:
-    """Pairs by name: two small random ones and the bundled one."""
+    """Pairs by name: small random ones, of them three mixtures of experts, and the bundled one."""
     made = {family: make_pair(tmp_path_factory.mktemp(family), family, **SIZES) for family in ("llama", "qwen3")}
+    plain = {"num_local_experts": 5, "num_experts_per_tok": 3}
+    made["gpt_oss"] = make_pair(tmp_path_factory.mktemp("gpt_oss"), "gpt_oss", **SIZES, **plain)
+    made |= {name: mixture(tmp_path_factory.mktemp(name), alike=name == "alike") for name in ("mxfp4", "alike")}
     return {**made, "demo": PairPaths(DEMO / "target", DEMO / "head")}
+
+
+def mixture(directory: Path, *, alike: bool) -> PairPaths:
+    """Experts in MXFP4, 8 query heads of one key-value head, a window that crosses tiles; all rows may choose alike."""
+    paths = PairPaths(directory / "target", directory / "head")
+    shape = {"num_local_experts": 9, "num_experts_per_tok": 4, "sliding_window": 70, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 2}
+    target = mxfp4_target(paths.target, gain=0.45, **SIZES, **shape, **heads)
+    copying_head(paths.head, target, draft_vocab_size=80)
+    if alike:
+        file = paths.target / "model.safetensors"
+        tensors = load_file(file)
+        for name in tensors:
+            if name.endswith("router.weight"):
+                tensors[name] = torch.zeros_like(tensors[name])
+        save_file(tensors, file, metadata={"format": "pt"})
+    return paths
 
 
 def load(pair: PairPaths, executor: str, *, tree: Any = None, depth: int = 7, **options: Any) -> Runtime:
@@ -63,7 +85,7 @@ def canonical_weights(pair: PairPaths) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
-@pytest.mark.parametrize("name", ["llama", "qwen3", "demo"])
+@pytest.mark.parametrize("name", NAMES)
 def test_every_group_does_what_its_operations_mean(name: str, tree: Any, pairs: dict[str, PairPaths]) -> None:
     depth = 3
     with load(pairs[name], "eager", tree=tree, depth=depth) as runtime:
@@ -101,7 +123,7 @@ def assert_same(found: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("mode", ["greedy", "sampled", "penalised"])
-@pytest.mark.parametrize("name", ["llama", "qwen3", "demo"])
+@pytest.mark.parametrize("name", NAMES)
 def test_no_depth_neighbour_or_slot_changes_a_bit(name: str, mode: str, pairs: dict[str, PairPaths]) -> None:
     prompt, sampling = prompt_of(45), params(mode)
     with Runtime.load(pairs[name].target, **OPTIONS, dtype="bfloat16", executor="eager", prefix_reuse=False) as runtime:
@@ -137,7 +159,7 @@ def graph_runtimes(pairs: dict[str, PairPaths]) -> Iterator[dict[str, Runtime]]:
         runtime.close()
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "demo"])
+@pytest.mark.parametrize("name", NAMES)
 def test_replay_equals_eager_bit_for_bit(name: str, pairs: dict[str, PairPaths]) -> None:
     """The same requests at the same depths: the same tokens, and the same bits in every buffer that outlives a step."""
     depths = random.Random(3).choices(range(8), k=400)
@@ -166,7 +188,7 @@ def test_replay_equals_eager_bit_for_bit(name: str, pairs: dict[str, PairPaths])
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["llama", "qwen3", "demo"])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_graph_s_tokens_do_not_depend_on_the_depth(name: str, mode: str, graph_runtimes: dict[str, Runtime]) -> None:
     """Eight requests at once, the same tokens at every depth."""
     prompts = [prompt_of(5 + 11 * number, 70 + number) for number in range(8)]
@@ -181,7 +203,7 @@ def test_a_graph_s_tokens_do_not_depend_on_the_depth(name: str, mode: str, graph
     assert all(tokens_of(depth) == found for depth in (1, 3, 7))
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "demo"])
+@pytest.mark.parametrize("name", NAMES)
 def test_greedy_tokens_are_the_reference_s_but_for_near_ties(
     name: str, pairs: dict[str, PairPaths], graph_runtimes: dict[str, Runtime]
 ) -> None:

@@ -1,32 +1,19 @@
 """The dense benchmark's bytes, its torch baseline against transformers and the paper's head, its run and its report."""
 
-import importlib
 import json
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from benches import bench
 from paper_head import PaperHead
 from tiny_models import make_target, random_head, residual_streams, transformers_logits
 from transformers import DynamicCache
 
 from lowlat.errors import ShapeError
 
-ROOT = Path(__file__).resolve().parents[2]
 GIGA = 1e9
-
-
-def bench(name: str) -> Any:
-    """A module of bench/, which lies beside the packages and is run from the checkout with `python -m`."""
-    if "bench" not in sys.modules:
-        package = ModuleType("bench")
-        package.__path__ = [str(ROOT / "bench")]
-        sys.modules["bench"] = package
-    return importlib.import_module(f"bench.{name}")
-
 
 cases, clock, steps, ways = (bench(name) for name in ("dense_cases", "clock", "torch_step", "torch_attention"))
 

@@ -40,7 +40,14 @@ def changed(
     ("target", "head", "problem"),
     [
         ({"dtype": "float32"}, {}, "the kernels compute in bfloat16 and dtype is float32"),
-        ({"experts": EXPERTS}, None, "no kernels for mixtures of experts"),
+        ({"experts": replace(EXPERTS, num_experts=257)}, None, "at most 256 experts and the target's layers have 257"),
+        (
+            {"experts": replace(EXPERTS, num_experts=32, num_experts_per_token=9)},
+            {},
+            "at most 8 experts a token and the target's tokens choose 9",
+        ),
+        ({"experts": EXPERTS, "hidden_size": 6176}, None, "a hidden size of at most 6144 where experts are chosen"),
+        ({"experts": EXPERTS, "intermediate_size": 72}, {}, "multiples of 32 as widths of MXFP4"),
         ({"head_dim": 8}, None, "the target's have 8"),
         ({"head_dim": 8}, {}, "heads of 64 or 128 dimensions and the target's have 8"),
         ({}, {"head_dim": 96}, "the head's have 96"),

@@ -4,6 +4,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from kernel_inventory import CARDS, examples, family, fingerprint
 from lowered import Lowered, Pair
-from tiny_models import make_pair, make_target, random_head
+from tiny_models import make_pair, make_target, mxfp4_target, random_head
 
 from lowlat.errors import ConfigError
 from lowlat.executors.device_weights import DeviceWeights
@@ -21,6 +22,7 @@ from lowlat.executors.rules import RULES
 from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import BufferSet, BufferSpec, Role
 from lowlat.kernels.kernel import H200, KernelCall
+from lowlat.kernels.packing import gate_up_order
 from lowlat.program import Op, Program, ProgramBuilder, Stage
 
 DEMO = Path(__file__).parents[2] / "lowlat" / "demo"
@@ -50,6 +52,8 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "tied": ("llama", {"tie_word_embeddings": True}),
     "biased": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "one_group": ("qwen3", {"num_key_value_heads": 1}),
+    "gpt_oss": ("gpt_oss", {"num_local_experts": 6, "num_experts_per_tok": 3}),
+    "gpt_oss_mxfp4": ("gpt_oss", {"num_local_experts": 37, "num_experts_per_tok": 4, "sliding_window": 300}),
 }
 # operations that write a part of their buffer and leave the rest
 PARTIAL = {"assign_drafts"}
@@ -96,18 +100,20 @@ def _write(name: str, directory: Path) -> tuple[Path, Path | None]:
         return DEMO / "target", DEMO / "head"
     kind, _, flags = name.partition("+")
     family_name, options = TARGETS[kind]
+    make = mxfp4_target if kind.endswith("mxfp4") else partial(make_target, family=family_name)
     if flags == "alone":
-        make_target(directory / "target", family_name, num_hidden_layers=2, **SIZES, **options)
+        make(directory / "target", num_hidden_layers=2, **SIZES, **options)
         return directory / "target", None
     if not flags:
         paths = make_pair(directory, family_name, **SIZES, **options)
         return paths.target, paths.head
-    target = make_target(directory / "target", family_name, num_hidden_layers=2, **SIZES, **options)
+    target = make(directory / "target", num_hidden_layers=2, **SIZES, **options)
     shape = {"hidden_size": 64, "head_dim": 64, "intermediate_size": 96, "captures": (0, 1, 2)}
     random_head(directory / "head", target, **{**shape, **HEADS[flags]})
     return directory / "target", directory / "head"
 
 
+MIXTURES = ("gpt_oss", "gpt_oss_mxfp4")
 CHAINS = [(name, depth, batch, False) for name in ("llama", "qwen3") for depth in range(8) for batch in BATCHES]
 CASES: list[tuple[str, int, int, bool]] = [
     *CHAINS,
@@ -119,6 +125,9 @@ CASES: list[tuple[str, int, int, bool]] = [
     ("tied+target_s_lm_head", 3, 2, False),
     ("biased+everything", 3, 2, True),
     *(("llama+alone", 0, batch, False) for batch in BATCHES),
+    *((f"{name}+alone", 0, batch, False) for name in MIXTURES for batch in BATCHES),
+    *((f"{name}+plain", depth, batch, False) for name in MIXTURES for depth, batch in ((1, 2), (3, 1), (7, 8))),
+    *((f"{name}+norm_output", 3, batch, True) for name in MIXTURES for batch in (2, 8)),
 ]
 
 
@@ -287,6 +296,39 @@ def test_kernels_of_a_layer_and_of_a_level(name: str, batch: int, lowered: Calla
         assert kinds_of(lowered(name, depth, batch), *around) == AROUND
 
 
+# of a mixture's layer; a short window needs no second launch for its attention
+MIXTURE_HEAD, MIXTURE_TAIL = (
+    ["thin_matmul_rotate", "attention"],
+    [
+        *("thin_matmul_add", "router", "experts_gate_up", "experts_down", "experts_sum"),
+    ],
+)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize(("depth", "batch"), [(0, 1), (0, 8), (7, 8)])
+def test_kernels_of_a_mixture_s_layers(name: str, depth: int, batch: int, lowered: Callable[..., Lowered]) -> None:
+    """Windows first, then all positions: 7 launches and 8; windows of more than a few tiles have 8 too."""
+    kinds = kinds_of(lowered(f"{name}+{'plain' if depth else 'alone'}", depth, batch), Stage.BASE_DECODE_STEP)
+    short = [*MIXTURE_HEAD, *MIXTURE_TAIL] if name == "gpt_oss" else [*MIXTURE_HEAD, "attention_combine", *MIXTURE_TAIL]
+    full = [*MIXTURE_HEAD, "attention_combine", *MIXTURE_TAIL]
+    assert kinds == ["embed_norm", *short, *full, "thin_matmul_float32"]
+
+
+def test_experts_are_packed_and_their_parts_are_not_kept(lowered: Callable[..., Lowered]) -> None:
+    for name in MIXTURES:
+        step = lowered(f"{name}+alone", 0, 1)
+        for part in ("gate_up", "down"):
+            packed = step.weights.experts(f"layers.1.experts.{part}")
+            assert (packed.scales is not None) == name.endswith("mxfp4")
+            assert packed.order is None or part == "gate_up"
+            for missing in ("weight", "blocks", "scales"):
+                with pytest.raises(ConfigError, match="is missing"):
+                    step.weights.vector(f"layers.1.experts.{part}.{missing}")
+        bias, order = step.weights.experts_bias("layers.1.experts.gate_up"), gate_up_order(96)
+        assert torch.equal(bias, step.weights.vector("layers.1.experts.gate_up.bias")[:, order])
+
+
 def test_no_row_count_has_other_kernels_but_products_and_attention(lowered: Callable[..., Lowered]) -> None:
     """What decides bits must not depend on the bucket: plans of products and of attention may, and change none."""
     for name in LAYER:
@@ -380,12 +422,14 @@ def without(program: Program, kind: str) -> Program:
         ("rope", "operation qk_norm.* stands where no kernel covers it"),
         ("publish", r"kernels cover \['tree_masks', 'publish'\] together"),
         ("concat_norms", "operation store_boundary.* stands where no kernel covers it"),
+        ("experts_gate_up", "operation experts_down.* stands where no kernel covers it"),
     ],
 )
 def test_programs_that_no_kernels_cover_are_refused_by_name(
     kind: str, message: str, lowered: Callable[..., Lowered]
 ) -> None:
-    step = lowered("qwen3", 3, 2)
+    mixture = kind == "experts_gate_up"
+    step = lowered("gpt_oss+alone", 0, 2) if mixture else lowered("qwen3", 3, 2)
     lowering = Lowering(without(step.program, kind), step.buffers, step.weights, H200, step.workspace)
     with pytest.raises(ConfigError, match=message):
         lower(lowering, RULES)

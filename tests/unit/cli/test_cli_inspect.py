@@ -6,13 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 from cli_calls import answer, lowlat, refusal
-from safetensors.torch import load_file
-from tiny_models import PairPaths, make_target, random_head
+from lowered import Pair
+from safetensors.torch import load_file, save_file
+from tiny_models import PairPaths, make_target, mxfp4_target, random_head
 
 from lowlat import Runtime, SpeculativeConfig
-from lowlat.checkpoint import load_head, load_target
+from lowlat.checkpoint import load_head, load_target, open_target
+from lowlat.cli.options import bundled
 from lowlat.cli.sizes import parts_of
 from lowlat.graphs import BufferSet, Role
+
+MEGABYTE = 1 << 20
 
 
 def test_inspect_model_counts_what_is_stored(pair: PairPaths) -> None:
@@ -51,13 +55,52 @@ def test_inspect_model_forecasts_what_a_runtime_allocates(pair: PairPaths, with_
             assert f"torch.{listed[name]['dtype']}" == str(spec.dtype) and listed[name]["role"] == spec.role.value
         own = sum(buffers.num_bytes(Role.SCRATCH) for buffers in scratch.values())
         assert own <= found["memory"]["scratch_bytes"]  # and prefill's
-    parts = ("loaded_weights", "executor_weights", "kv", "state", "scratch")
+    parts = ("weights", "kv", "state", "scratch")
     assert found["memory"]["total_bytes"] == sum(found["memory"][f"{part}_bytes"] for part in parts)
+    load = found["memory"]["host_load_bytes"]
+    assert found["memory"]["host_peak_bytes"] == found["memory"]["total_bytes"] + load and load > 0  # on a CPU
     weights = load_target(pair.target).weights | (
         load_head(pair.head, runtime.model_config).weights if with_head else {}
     )
     unique = {tensor.data_ptr(): tensor.nbytes for tensor in weights.values()}
-    assert found["memory"]["loaded_weights_bytes"] == sum(unique.values())
+    assert found["memory"]["weights_bytes"] == sum(unique.values())  # float32, as stored
+
+
+def test_inspect_model_plans_for_a_card_that_is_not_here() -> None:
+    found = answer("inspect", "model", "--device", "cuda", "--head", bundled("head"), "--json")
+    assert (found["device"], found["executor"]) == ("cuda:0", "graph")
+    held = Pair(bundled("target"), bundled("head")).weights  # packed, padded, the tied table once
+    assert found["memory"]["weights_bytes"] == held.num_bytes
+    head = sum(tensor.nbytes for tensor in load_file(bundled("head") / "model.safetensors").values())
+    load = found["memory"]["host_load_bytes"]
+    assert head < load == found["memory"]["host_peak_bytes"] < head + found["files"]["bytes"] + MEGABYTE
+    assert "must be 'auto', 'cpu', 'cuda'" in refusal("inspect", "model", "--device", "cuda:x")
+
+
+def test_inspect_model_counts_packed_experts(tmp_path: Path) -> None:
+    mxfp4_target(tmp_path, hidden_size=96, intermediate_size=160, head_dim=64)
+    found = answer("inspect", "model", tmp_path, "--device", "cuda", "--dtype", "bfloat16", "--json")
+    assert found["executor"] == "graph"
+    assert found["memory"]["weights_bytes"] == Pair(tmp_path).weights.num_bytes
+
+
+def test_inspect_model_knows_gpt_oss(tmp_path: Path) -> None:
+    mxfp4_target(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    found = answer("inspect", "model", tmp_path, "--device", "cuda:1", "--dtype", "bfloat16", "--json")
+    weights = open_target(tmp_path, dtype="bfloat16").weights
+    assert found["device"] == "cuda:1"
+    assert found["memory"]["weights_bytes"] >= sum(tensor.nbytes for tensor in weights.shapes().values())
+    assert found["memory"]["host_load_bytes"] == weights.arena_bytes
+    stored = sum(tensor.nbytes for tensor in tensors.values())
+    assert found["files"] == {"count": 1, "tensors": len(tensors), "bytes": stored}
+    blocks = sum(tensor.nbytes for name, tensor in tensors.items() if name.endswith("_blocks"))
+    assert found["parts"]["experts"]["parameters"] > 2 * blocks
+    (tmp_path / "model.safetensors").unlink()
+    assert answer("inspect", "model", tmp_path, "--dtype", "bfloat16", "--json")["files"] is None
+    save_file({**tensors, "model.layers.0.mlp.router.bias": torch.ones(3)}, tmp_path / "model.safetensors")
+    message = refusal("inspect", "model", tmp_path)
+    assert "'model.layers.0.mlp.router.bias': expected shape [4], found [3]" in message
 
 
 def test_inspect_model_refuses_what_load_refuses(pair: PairPaths) -> None:
@@ -153,7 +196,7 @@ def test_inspect_prints_tables_too(pair: PairPaths, part: str) -> None:
         "tree": ("--chain", 3, "--target", pair.target, "--head", pair.head, "--what-if"),
     }
     words = {
-        "model": ("k_cache.0", "executor weights"),
+        "model": ("k_cache.0", "host peak"),
         "head": ("norm_before_residual", "speculators"),
         "tree": ("0xf",),
     }

@@ -4,19 +4,24 @@ The simulator knows no shuffles. Here the threads of a warp meet at a barrier an
 in which whole warps take part, and these kernels use no others.
 """
 
+import ctypes
+import sys
 import threading
 from typing import Any
 
+import numpy as np
 import rowwise_cases as cases
 import torch
 from numba.cuda.simulator import kernelapi
+from numba.np import numpy_support
 
+from lowlat.kernels import ptx, router
 from lowlat.kernels.kernel import KernelCall
 from lowlat.kernels.numba_cuda import SIMULATED, cuda
 
 
 class Warps:
-    """Butterfly shuffles of the simulator's threads; blocks run one after the other."""
+    """Exchanges between the simulator's threads of a warp; blocks run one after the other."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -25,14 +30,84 @@ class Warps:
 
     def exchange(self, mask: int, value: Any, offset: int) -> Any:
         """The value of the lane whose number differs by exclusive or."""
+        return self._all(value)[int(threading.current_thread().threadIdx.x) & 31 ^ int(offset)]  # type: ignore[attr-defined]
+
+    def from_lane(self, mask: int, value: Any, lane: int) -> Any:
+        """The value of one lane."""
+        return self._all(value)[int(lane)]
+
+    def largest(self, value: Any) -> Any:
+        """The largest value of all lanes."""
+        return np.uint32(max(int(each) for each in self._all(value)))
+
+    def _all(self, value: Any) -> list[Any]:
         thread = int(threading.current_thread().threadIdx.x)  # type: ignore[attr-defined]
         with self._lock:
             barrier = self._barriers.setdefault(thread >> 5, threading.Barrier(32))
         self._values[thread] = value
         barrier.wait()
-        other = self._values[thread ^ int(offset)]
+        values = [self._values[thread & ~31 | lane] for lane in range(32)]
         barrier.wait()
-        return other
+        return values
+
+
+class SharedMemory:
+    """Shared arrays by 32-bit addresses: each gets a stretch of them."""
+
+    STRETCH = 1 << 20
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._bases: list[int] = []
+
+    def address(self, array: Any) -> Any:
+        """The address of an array's first element."""
+        base = ptx.array_address(array)
+        with self._lock:
+            if base not in self._bases:
+                self._bases.append(base)
+            return np.uint32((self._bases.index(base) + 1) * self.STRETCH)
+
+    def _place(self, address: Any) -> int:
+        return self._bases[int(address) // self.STRETCH - 1] + int(address) % self.STRETCH
+
+    def load(self, address: Any) -> Any:
+        """Four words."""
+        return ptx.load_global_128(self._place(address))
+
+    def store(self, address: Any, *words: Any) -> None:
+        """Four words."""
+        ptx.store_global_128(self._place(address), *words)
+
+    def copy(self, target: Any, source: Any) -> None:
+        """A copy that is done at once."""
+        ctypes.memmove(self._place(target), int(source), 16)
+
+
+def shared_array(block: Any, shape: Any, dtype: Any, alignment: int = 16) -> Any:
+    """A block's shared array, one a line of the kernel; the simulator's own refuses an alignment."""
+    kind = numpy_support.as_dtype(dtype)
+    return block._allocations.setdefault(sys._getframe(1).f_lineno, np.empty(shape, kind))
+
+
+def bf16_value(address: Any) -> Any:
+    """A bf16 as float32."""
+    return np.uint32(ctypes.c_uint16.from_address(int(address)).value << 16).view(np.float32)
+
+
+def simulate_router() -> None:
+    """Give the simulator what only the router uses of warps and shared memory."""
+    warps, memory = Warps(), SharedMemory()
+    kernelapi.FakeCUDAModule.shfl_xor_sync = warps.exchange
+    kernelapi.FakeCUDAModule.shfl_sync = warps.from_lane
+    kernelapi.FakeCUDAModule.syncwarp = lambda *_: warps.largest(0)
+    ptx.warp_max, ptx.shared_address = warps.largest, memory.address
+    ptx.load_shared_128, ptx.store_shared_128, ptx.copy_async_16 = memory.load, memory.store, memory.copy
+    ptx.load_global_bf16, ptx.copies_commit = bf16_value, lambda: None
+    ptx.bits_of_float = lambda value: np.float32(value).view(np.uint32)
+    ptx.div_rn = lambda a, b: np.float32(a) / np.float32(b)
+    kernelapi.FakeCUDAShared.array = shared_array
+    vars(router)["copies_wait_all"] = lambda: None
 
 
 def simulate(*calls: KernelCall) -> None:
@@ -52,7 +127,7 @@ def main() -> None:
     if not SIMULATED:
         raise SystemExit("set NUMBA_ENABLE_CUDASIM=1")
     torch.manual_seed(3)
-    kernelapi.FakeCUDAModule.shfl_xor_sync = Warps().exchange
+    simulate_router()
     lab = cases.Lab(torch.device("cpu"), simulate)
     cases.check_elementwise(lab, 3, 24)
     cases.check_norms(lab, 2, 24)
@@ -61,6 +136,11 @@ def main() -> None:
     cases.check_split_norms(lab, 1, 5, 16)
     cases.check_add_norm(lab, 2, 4096 + 8, torch.float32)
     cases.check_add_norm(lab, 2, 24, torch.bfloat16)
+    cases.check_router(lab, 5, 264, 6, 3)
+    cases.check_router(lab, 1, 4096 + 72, 7, 4)
+    cases.check_router_extremes(lab, 64)
+    cases.check_experts_sum(lab, 4, 40, 4)
+    cases.check_experts_sum(lab, 1, 4096 + 24, 6)
     cases.check_embeddings(lab, 3, 72, 37)
     cases.check_embeddings(lab, 2, 4096 + 72, 18)
     cases.check_head_input(lab, 2, 2, 24, packed=False)

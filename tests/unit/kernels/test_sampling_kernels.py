@@ -31,10 +31,10 @@ def test_resources(kernel: Kernel) -> None:
 
 
 @pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if "_97" not in kernel.name], ids=lambda k: k.name)
-def test_wide_rows_are_copied_by_16_bytes_and_divided_exactly(kernel: Kernel) -> None:
+def test_wide_rows_are_read_by_16_bytes_and_divided_exactly(kernel: Kernel) -> None:
     ptx, _ = compile_ptx(kernel.function, kernel.signature, (9, 0), (kernel.threads, kernel.min_blocks))
-    assert ptx.count("cp.async.cg.shared.global") >= 4
-    assert "ld.shared.v4.u32" in ptx
+    copied = ptx.count("cp.async.cg.shared.global") >= 4 and "ld.shared.v4.u32" in ptx
+    assert copied or ptx.count("ld.global.v4.u32") >= 4  # each thread's own words
     assert "approx.f32" not in ptx.replace("ex2.approx.ftz.f32", "").replace("ex2.approx.f32", "")
     assert "div.full" not in ptx
 

@@ -1,0 +1,54 @@
+"""What rows of every benchmark of a step share: which machine and commit they stand for, and their times' summary."""
+
+import gc
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.clock import Timed, percentile, time_waited
+
+__all__ = ["SUMMARY", "release", "stamps_of", "summary_of"]
+
+WAITED_REPLAYS = 100
+SUMMARY = ("ms_p50", "ms_p99", "ms_least", "host_ms_p50", "host_ms_p99")
+
+
+def summary_of(entry: Timed, replays: int, turn: int, device: torch.device) -> dict[str, float]:
+    """An entry's times by the names of SUMMARY, ms; the host's are measured here, in turns of `turn` replays."""
+    waited = time_waited(entry, min(WAITED_REPLAYS, replays), turn, device)
+    values = (entry.median, percentile(entry.ms, 99), min(entry.ms), percentile(waited, 50), percentile(waited, 99))
+    return {name: round(value, 4) for name, value in zip(SUMMARY, values, strict=True)}
+
+
+def stamps_of(device: torch.device, commit: str = "") -> dict[str, Any]:
+    """Commit, card and versions; `commit` where there is no git checkout to ask."""
+    cuda = device.type == "cuda"
+    return {
+        "commit": commit or _output("git", "rev-parse", "--short", "HEAD") or "unknown",
+        "card": torch.cuda.get_device_name(device) if cuda else platform.machine(),
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if cuda else "",
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda or "",
+    }
+
+
+def _output(*command: str) -> str:
+    """The first line that a command prints; empty where it fails or is not there."""
+    try:
+        answer = subprocess.run(
+            command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent, timeout=30
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return answer.stdout.strip().partition("\n")[0] if answer.returncode == 0 else ""
+
+
+def release(device: torch.device) -> None:
+    """Give unused memory back to the device."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()

@@ -1,0 +1,143 @@
+"""Times of the experts' two products inside a graph, over experts that have left the L2, and of ways to cut them.
+
+    python -m bench.experts --out /tmp/experts.json
+    python -m bench.experts --warps 8 16 --stages 3 5 7 --blocks 1 2
+
+gpt-oss-120b's sizes. Every copy in the graph reads other experts. A pair of launches, as a step has them, is timed
+beside each product alone, because the second one's first weights travel while the first one ends.
+"""
+
+import argparse
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from bench.clock import own_stream
+from bench.micro import Entry, time_entries
+from bench.wall import measure_wall
+from lowlat.errors import ShapeError
+from lowlat.executors.launcher import Launcher
+from lowlat.kernels.expert_packing import PackedExperts, allocate_experts
+from lowlat.kernels.experts_down import experts_down
+from lowlat.kernels.experts_gate_up import experts_gate_up
+from lowlat.kernels.experts_plan import DOWN, GATE_UP, ExpertPlan, ExpertShape, plan_experts
+from lowlat.kernels.kernel import KernelCall
+
+__all__ = ["entries", "main"]
+
+HIDDEN, RANKS, COPIES = 2880, 4, 24
+CASES = ((1, 4), (4, 4), (4, 16), (16, 4), (16, 40), (64, 110))  # rows, distinct experts
+
+
+def _experts(rows: int, num_experts: int, quantised: bool, device: torch.device) -> PackedExperts:
+    """Random codes; the order of rows is of no matter here."""
+    packed = allocate_experts(num_experts=num_experts, rows=rows, columns=HIDDEN, quantised=quantised, device=device)
+    if packed.scales is None:
+        packed.words.normal_()
+    else:
+        packed.words.random_(-(2**31), 2**31 - 1)
+        packed.scales.random_(112, 122)
+    return packed
+
+
+def _ids(rows: int, distinct: int, num_experts: int, copy: int, device: torch.device) -> torch.Tensor:
+    """Expert ids [M, R] of so many distinct experts, other ones in the next copy."""
+    chosen = (torch.arange(distinct) + copy * distinct) % num_experts
+    order = torch.cat([torch.randperm(distinct) for _ in range(-(-rows * RANKS // distinct) + 1)])[: rows * RANKS]
+    if distinct < 2 * RANKS:  # no expert twice in a row
+        order = torch.cat([torch.randperm(distinct)[:RANKS] for _ in range(rows)])
+    return chosen[order].view(rows, RANKS).int().to(device)
+
+
+def entries(launcher: Launcher, num_experts: int, quantised: bool, cuts: Sequence[dict[str, int]]) -> list[Entry]:
+    """One entry a case, a cut and a product, and one for both products behind each other."""
+    device = launcher.device
+    up, down = (_experts(rows, num_experts, quantised, device) for rows in (2 * HIDDEN, HIDDEN))
+    bias = torch.randn(num_experts, 2 * HIDDEN, device=device).bfloat16()
+    made = []
+    for (rows, distinct), cut in itertools.product(CASES, cuts):
+        if distinct > num_experts:
+            continue
+        label = f"{rows} rows, {distinct} experts" + "".join(f", {name} {value}" for name, value in cut.items())
+        x = torch.randn(rows, HIDDEN, device=device).bfloat16()
+        ids = [_ids(rows, distinct, num_experts, copy, device) for copy in range(COPIES)]
+        activated = torch.randn(rows, RANKS, HIDDEN, device=device).bfloat16()
+        out = torch.empty(rows, RANKS, HIDDEN, device=device)
+        plans: dict[str, ExpertPlan] = {}
+        try:
+            for kind, width in ((GATE_UP, 2 * HIDDEN), (DOWN, HIDDEN)):
+                shape = ExpertShape(kind, width, HIDDEN, RANKS, quantised)
+                plans[kind] = plan_experts(rows, shape, launcher.card, **cut)
+        except ShapeError as error:
+            print(f"{label}: {error}")
+            continue
+
+        def first(
+            copy: int, x: torch.Tensor = x, ids: list[torch.Tensor] = ids, activated: torch.Tensor = activated,
+            plan: ExpertPlan = plans[GATE_UP],
+        ) -> list[KernelCall]:  # fmt: skip
+            return experts_gate_up(
+                x=x, expert_ids=ids[copy], weight=up, bias=bias, out=activated, limit=7.0, alpha=1.702,
+                card=launcher.card, plan=plan,
+            )  # fmt: skip
+
+        def second(
+            copy: int, activated: torch.Tensor = activated, ids: list[torch.Tensor] = ids, out: torch.Tensor = out,
+            plan: ExpertPlan = plans[DOWN],
+        ) -> list[KernelCall]:  # fmt: skip
+            return experts_down(
+                activated=activated, expert_ids=ids[copy], weight=down, out=out, card=launcher.card, plan=plan
+            )
+
+        used = min(distinct, rows * RANKS)
+        moved = used * up.num_bytes // num_experts, used * down.num_bytes // num_experts
+        made.append(Entry(f"gate_up: {label}", first, COPIES, moved[0]))
+        made.append(Entry(f"down: {label}", second, COPIES, moved[1]))
+        made.append(Entry(f"both: {label}", _both(first, second), COPIES, sum(moved)))
+    return made
+
+
+def _both(
+    first: Callable[[int], list[KernelCall]], second: Callable[[int], list[KernelCall]]
+) -> Callable[[int], list[KernelCall]]:
+    return lambda copy: [*first(copy), *second(copy)]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Time every cut that is asked for, print a row each, and write them where that is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--warps", type=int, nargs="*", default=[], help="of a block: 8, 15 or 16; changes bits")
+    parser.add_argument("--stages", type=int, nargs="*", default=[], help="steps under way in a warp")
+    parser.add_argument("--blocks", type=int, nargs="*", default=[], help="that share a multiprocessor")
+    parser.add_argument("--experts", type=int, default=128)
+    parser.add_argument("--bf16", action="store_true", help="plain weights; take fewer experts")
+    parser.add_argument("--replays", type=int, default=50)
+    parser.add_argument("--only", default="", help="a part of the name")
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--out", type=Path, default=None)
+    options = parser.parse_args(arguments)
+    ways = {"warps": options.warps, "stages": options.stages, "blocks": options.blocks}
+    given = {name: values for name, values in ways.items() if values}
+    cuts = [dict(zip(given, values, strict=True)) for values in itertools.product(*given.values())]
+    device = torch.device(options.device)
+    with own_stream(device):
+        launcher = Launcher(device)
+        made = entries(launcher, options.experts, not options.bf16, cuts)
+        torch.cuda.synchronize(device)
+        wall = measure_wall(device).gb_per_s
+        chosen = [entry for entry in made if options.only in entry.name]
+        launcher.compile_ahead(call for entry in chosen for call in entry.calls(0))
+        rows = time_entries(launcher, chosen, options.replays, wall)
+    for row in rows:
+        print(json.dumps(row))
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        result = {"card": torch.cuda.get_device_name(device), "wall_gb_per_s": wall, "rows": rows}
+        options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""What the gpt-oss benchmark measures: geometries, cases, the bytes that a step must move, and what bounds a speed-up.
+
+It knows no device. A mixture's bytes depend on how many distinct experts a layer's rows chose: they are counted, not
+assumed (`bench.gpt_oss_step`).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bench.dense_cases import Case
+from lowlat.geometry import ExpertsConfig, HeadConfig, ModelConfig, RopeConfig
+
+__all__ = [
+    "ACCEPT_LENGTHS",
+    "CASES",
+    "MODELS",
+    "SMALL",
+    "SMALL_CASES",
+    "OssCase",
+    "bound_speedup",
+    "expected_experts",
+    "expert_bytes",
+    "head_config",
+    "model_config",
+    "step_bytes",
+]
+
+ACCEPT_LENGTHS = (2.3, 2.7, 3.0)  # tokens a step, bonus included: what published heads reach at three drafts, and above
+DRAFT_VOCABULARY = 32000
+IMPOSED = 3.0  # the accept length that runs: a step's time does not depend on it
+
+
+@dataclass(frozen=True)
+class OssModel:
+    """A size of gpt-oss, and its head."""
+
+    name: str
+    num_layers: int
+    num_experts: int
+    hidden_size: int = 2880
+    intermediate_size: int = 2880
+    num_experts_per_token: int = 4
+    num_heads: int = 64
+    num_kv_heads: int = 8
+    head_dim: int = 64
+    vocab_size: int = 201088
+    window: int = 128
+    head_intermediate_size: int = 17280
+
+
+MODELS = {
+    "120b": OssModel("gpt-oss-120b", 36, 128),
+    "20b": OssModel("gpt-oss-20b", 24, 32),
+}
+SMALL = OssModel("small", 4, 8, 128, 64, 2, 8, 2, 64, 512, 32, 192)  # widths of whole tiles: random codes have no pads
+
+
+@dataclass(frozen=True)
+class OssCase:
+    """One measured step of a model; `alike`: all rows of a layer choose the same experts."""
+
+    model: str
+    step: Case
+    alike: bool = False
+    draft_vocab_size: int = DRAFT_VOCABULARY
+
+    @property
+    def name(self) -> str:
+        """For instance `120b, 1 x 32K, S=3, experts alike`."""
+        vocabulary = "" if self.draft_vocab_size == DRAFT_VOCABULARY else f", draft vocabulary {self.draft_vocab_size}"
+        drafting = vocabulary if self.step.num_speculative_tokens else ""
+        return f"{self.model}, {self.step.name}{', experts alike' if self.alike else ''}{drafting}"
+
+
+CASES = (
+    OssCase("120b", Case(1, 4096, 0)),
+    OssCase("120b", Case(1, 32768, 0)),
+    OssCase("120b", Case(1, 32768, 3)),
+    OssCase("120b", Case(1, 32768, 3), alike=True),
+    OssCase("120b", Case(4, 16384, 0)),
+    OssCase("120b", Case(4, 16384, 3)),
+    OssCase("20b", Case(1, 32768, 0)),
+)
+SMALL_CASES = (
+    OssCase("small", Case(1, 320, 0)),
+    OssCase("small", Case(2, 192, 3), draft_vocab_size=160),
+    OssCase("small", Case(2, 192, 3), alike=True, draft_vocab_size=160),
+)
+
+
+def model_config(model: OssModel, max_position: int) -> ModelConfig:
+    """The target's geometry, as a checkpoint's config.json would give it."""
+    rope = RopeConfig(
+        theta=150000.0, kind="yarn", factor=32.0, original_max_position=4096, truncate=False,
+        attention_factor=1.3465735902799727,
+    )  # fmt: skip
+    return ModelConfig(
+        family="gpt_oss",
+        hidden_size=model.hidden_size,
+        intermediate_size=model.intermediate_size,
+        num_layers=model.num_layers,
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        vocab_size=model.vocab_size,
+        max_position=max_position,
+        rms_norm_eps=1e-5,
+        rope=rope,
+        tie_embeddings=False,
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        qk_norm=False,
+        sinks=True,
+        windows=tuple(None if layer % 2 else model.window for layer in range(model.num_layers)),
+        experts=ExpertsConfig(model.num_experts, model.num_experts_per_token, 7.0, 1.702, mxfp4=True),
+        dtype="bfloat16",
+    )
+
+
+def head_config(model: OssModel, draft_vocab_size: int, max_position: int) -> HeadConfig:
+    """A Llama-like EAGLE3 head with the target's width and heads."""
+    layers = model.num_layers
+    return HeadConfig(
+        layout="specforge",
+        hidden_size=model.hidden_size,
+        target_hidden_size=model.hidden_size,
+        intermediate_size=model.head_intermediate_size,
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        vocab_size=model.vocab_size,
+        draft_vocab_size=draft_vocab_size,
+        max_position=max_position,
+        rms_norm_eps=1e-5,
+        rope=RopeConfig(theta=150000.0),
+        capture_boundaries=(1, layers // 2, layers - 1),
+    )
+
+
+def expert_bytes(model: OssModel) -> int:
+    """Bytes of one expert of one layer: 17 for 32 weights."""
+    return 3 * model.intermediate_size * model.hidden_size // 32 * 17
+
+
+def step_bytes(model: OssModel, case: OssCase, distinct_experts: float) -> int:
+    """Bytes that one step must read: every weight that it uses, once each use, and the KV cache.
+
+        a layer = qkv + o + router + distinct * expert + B * min(C, window) * 2 * G * D
+        S > 0:  fc + S * (qkv over 2N columns + o + gate + up + down + draft lm_head) + S * B * C * 2 * G * D
+
+    distinct_experts  of a layer, mean
+    Left out, below 0.1 %: embedding rows, norms, biases, activations, what the step itself writes.
+    """
+    step, hidden = case.step, model.hidden_size
+    queries, kv = model.num_heads * model.head_dim, 2 * model.num_kv_heads * model.head_dim
+    attention = (queries + kv) * hidden + hidden * queries
+    elements = model.num_layers * (attention + model.num_experts * hidden) + model.vocab_size * hidden
+    windows = model_config(model, step.context).windows
+    elements += step.batch * kv * sum(min(step.context, window or step.context) for window in windows)
+    depth = step.num_speculative_tokens
+    if depth:
+        layer = (queries + kv) * 2 * hidden + hidden * queries + 3 * model.head_intermediate_size * hidden
+        elements += 3 * hidden * hidden
+        elements += depth * (layer + case.draft_vocab_size * hidden + step.batch * step.context * kv)
+    return 2 * elements + round(model.num_layers * distinct_experts * expert_bytes(model))
+
+
+def expected_experts(model: OssModel, rows: int) -> float:
+    """Distinct experts of a layer where every row draws its own at random."""
+    return model.num_experts * (1 - (1 - model.num_experts_per_token / model.num_experts) ** rows)
+
+
+def bound_speedup(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
+    """What speculation can gain at most, by accept length: the floors' ratio to S = 0 at the same place.
+
+    None at S = 0, and where that was not measured.
+    """
+    if not row["num_speculative_tokens"]:
+        return None
+    names = ("model", "batch", "context")
+    for other in rows:
+        same = all(other[name] == row[name] for name in names)
+        if same and not other["num_speculative_tokens"] and other.get("floor_ms"):
+            return {str(length): round(length * other["floor_ms"] / row["floor_ms"], 4) for length in ACCEPT_LENGTHS}
+    return None

@@ -1,0 +1,66 @@
+"""Many steps of one long context, over and over: what must hold for each, and the same tokens in every pass."""
+
+from typing import Any
+
+import torch
+
+from bench.gpt_oss_cases import OssCase, OssModel
+from bench.gpt_oss_step import OssStep, Weights
+from bench.lowlat_step import ROOM
+
+__all__ = ["check_state", "soak"]
+
+CHECKED = 64  # steps between looks at the state
+
+
+def soak(model: OssModel, case: OssCase, weights: Weights, device: torch.device, num_steps: int) -> dict[str, Any]:
+    """Run `num_steps` steps from the case's context on, back to it whenever the room behind is used up.
+
+    Acceptance is real: drafts of the pass before are verified in the next one, and may not change a token. Returns the
+    steps and passes that were run, tokens a step, and the problems found, at most ten.
+    """
+    step = OssStep(model, case, weights, device, simulated=None)
+    problems: list[str] = []
+    done = passes = committed = 0
+    first: torch.Tensor | None = None
+    try:
+        while done < num_steps and len(problems) < 10:
+            step.reset()
+            count = min(num_steps - done, (ROOM - 2 * case.step.rows) // case.step.rows)
+            for number in range(1, count + 1):
+                step.replay()
+                if number % CHECKED == 0 or number == count:
+                    torch.cuda.synchronize(device)
+                    scratch = step.executor.scratch(step.bucket)
+                    sound = (scratch["finite"] != 0) | (scratch["row_live"] == 0)
+                    problems += check_state(step.executor.state, sound, case, number)
+            done, passes = done + count, passes + 1
+            tokens, lengths = step.executor.state["tokens"], step.executor.state["lengths"].tolist()
+            committed += sum(length - case.step.context for length in lengths)
+            known = tokens[:, case.step.context : min(lengths)].cpu()
+            if first is not None:
+                common = min(first.shape[1], known.shape[1])
+                if not torch.equal(first[:, :common], known[:, :common]):
+                    problems.append(f"pass {passes} gave other tokens than the passes before")
+            if first is None or known.shape[1] > first.shape[1]:
+                first = known
+    finally:
+        step.close()
+    return {"steps": done, "passes": passes, "tokens_a_step": round(committed / done, 3), "problems": problems[:10]}
+
+
+def check_state(state: Any, sound: torch.Tensor, case: OssCase, steps: int) -> list[str]:
+    """What is wrong after so many steps from the case's context on; `sound` tells of rows: dead, or finite logits."""
+    problems = []
+    rows, context = case.step.rows, case.step.context
+    for slot, length in enumerate(state["lengths"].tolist()):
+        if not context + steps <= length <= context + steps * rows:
+            problems.append(f"slot {slot} has {length} tokens {steps} steps after {context}")
+    if not bool((state["active"] == 1).all()):
+        problems.append(f"a slot has ended after {steps} steps: {state['active'].tolist()}")
+    accepted = state["num_drafts"].tolist()
+    if any(not 0 <= count <= rows - 1 for count in accepted):
+        problems.append(f"{accepted} drafts after {steps} steps, {rows - 1} at most")
+    if not bool(sound.all()):
+        problems.append(f"logits are not finite after {steps} steps")
+    return problems

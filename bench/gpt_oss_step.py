@@ -1,0 +1,171 @@
+"""Our step of a gpt-oss with random weights that are made on the device, experts in their packed form from the start.
+
+63 GB are neither carried nor loaded: codes are random bits, all of which are numbers, and scales keep activations at
+their size. No two experts are alike, so the L2 helps no more than it does with real ones.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from bench.gpt_oss_cases import IMPOSED, OssCase, OssModel, expert_bytes, head_config, model_config
+from bench.lowlat_step import BLOCK_SIZE, ROOM, ExecutorStep
+from lowlat.checkpoint.plan import weight_plan
+from lowlat.kernels.expert_packing import PackedExperts, allocate_experts
+from lowlat.kernels.packing import gate_up_order
+from lowlat.profiling import LEAD, call_sites, record_kernels
+from lowlat.profiling_report import Summary, summarise
+from lowlat.profiling_times import CallSite, attribute
+from lowlat.state import StepGeometry
+from lowlat.tree import TreeTopology
+
+__all__ = ["OssStep", "Weights", "make_step", "make_weights", "shapes_of", "with_experts"]
+
+SCALES = (119, 121)  # 2 ** -8 and 2 ** -7: uniform codes have deviation 2.9, and 2880 columns want 1 / 54
+Weights = dict[str, torch.Tensor | PackedExperts]
+
+
+def make_weights(
+    model: OssModel, device: torch.device, *, alike: bool, draft_vocab_size: int, seed: int = 0
+) -> Weights:
+    """Random weights of a target and its head, by canonical names, matrices row-major, experts packed.
+
+    alike  routers ignore their rows: a layer's bias alone chooses, another choice in each layer
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+    config = model_config(model, ROOM)
+    head = head_config(model, draft_vocab_size, ROOM)
+    weights: Weights = {}
+    for name, (shape, dtype) in {**weight_plan(config), **weight_plan(head)}.items():
+        if name.endswith(("blocks", "scales")):
+            continue
+        if dtype == torch.int32:
+            chosen = torch.randperm(model.vocab_size, generator=generator, device=device)[: shape[0]]
+            weights[name] = chosen.sort().values.to(torch.int32)
+            continue
+        tensor = torch.empty(shape, dtype=dtype, device=device)
+        weights[name] = tensor.normal_(*_spread(name, shape, alike), generator=generator)
+    for layer in range(model.num_layers):
+        weights.update(_layer_experts(model, layer, device, generator))
+    return weights
+
+
+def _spread(name: str, shape: tuple[int, ...], alike: bool) -> tuple[float, float]:
+    """Mean and deviation of a weight, so that activations keep their size and routers spread their rows."""
+    if "router" in name:
+        if alike:
+            return 0.0, float(name.endswith("bias"))
+        return 0.0, 0.0 if name.endswith("bias") else shape[-1] ** -0.5
+    if "norm" in name:
+        return 1.0, 0.1
+    if name.endswith("bias"):
+        return 0.0, 0.02
+    if name.endswith(("sinks", "embed.weight")):
+        return 0.0, 1.0
+    return 0.0, shape[-1] ** -0.5
+
+
+def _layer_experts(
+    model: OssModel, layer: int, device: torch.device, generator: torch.Generator
+) -> Iterator[tuple[str, PackedExperts]]:
+    hidden, inner = model.hidden_size, model.intermediate_size
+    shapes = {"gate_up": (2 * inner, hidden, gate_up_order(inner)), "down": (hidden, inner, None)}
+    for part, (rows, columns, order) in shapes.items():
+        packed = allocate_experts(
+            num_experts=model.num_experts, rows=rows, columns=columns, quantised=True, order=order, device=device
+        )
+        packed.words.random_(-(1 << 31), 1 << 31, generator=generator)
+        if packed.scales is not None:
+            packed.scales.random_(*SCALES, generator=generator)
+        yield f"layers.{layer}.experts.{part}", packed
+
+
+def shapes_of(
+    model: OssModel, case: OssCase, drafted: TreeTopology, *, room: int = ROOM, simulated: float | None = IMPOSED
+) -> StepGeometry:
+    """The shapes of a case's programs; a head is loaded only where the case drafts, and acceptance imposed."""
+    step, context = case.step, case.step.context + room
+    drafts = step.num_speculative_tokens > 0
+    return StepGeometry(
+        config=model_config(model, context),
+        head=head_config(model, case.draft_vocab_size, context) if drafts else None,
+        max_batch=step.batch,
+        max_context=context,
+        max_rows=drafted.num_nodes,
+        num_paths=len(drafted.paths),
+        path_width=max(len(path) for path in drafted.paths),
+        block_size=BLOCK_SIZE,
+        num_blocks=step.batch * -(-(context + drafted.num_nodes) // BLOCK_SIZE) + 1,
+        prefill_chunk=128,
+        simulated_accept_length=simulated if drafts else None,
+    )
+
+
+class OssStep(ExecutorStep):
+    """One bucket's graph of a case."""
+
+    def __init__(
+        self,
+        model: OssModel,
+        case: OssCase,
+        weights: Weights,
+        device: torch.device,
+        *,
+        simulated: float | None = IMPOSED,
+    ) -> None:
+        drafted = TreeTopology.chain(case.step.num_speculative_tokens)
+        self.model = model
+        super().__init__(shapes_of(model, case, drafted, simulated=simulated), case.step, weights, device, drafted)
+
+    def distinct_experts(self) -> list[int]:
+        """The experts that the rows of each layer chose, counted over one step that is launched kernel by kernel."""
+        executor, counts = self.executor, []
+        ids = executor.scratch(self.bucket)["expert_ids"]
+        torch.cuda.synchronize(executor.device)  # replays may be under way on another stream
+        with torch.cuda.stream(executor.stream):
+            stream = executor.launcher.stream()
+            for group, launches in executor.prepare(self.bucket):
+                for launch in launches:
+                    launch.issue(stream)
+                if any(op.kind == "router" for op in group.ops):
+                    executor.stream.synchronize()
+                    counts.append(len(set(ids.flatten().tolist()) - {-1}))
+            executor.stream.synchronize()
+        return counts
+
+    def profile(self, num_steps: int, wall_gb_per_s: float, distinct_experts: Sequence[int]) -> Summary:
+        """Record steps and sum them up by kernel; `distinct_experts` of every layer tell what its products read."""
+        self.reset()
+        executor = self.executor
+
+        def run() -> None:
+            for _ in range(LEAD + num_steps):
+                self.replay()
+
+        events = record_kernels(run, executor.device)
+        lengths = [self.case.context] * self.case.batch
+        sites = with_experts(
+            call_sites(executor.groups(self.bucket), executor.state, [lengths]), self.model, distinct_experts
+        )
+        return summarise(attribute(events, sites, skip=LEAD), wall_gb_per_s)
+
+
+def with_experts(sites: Sequence[CallSite], model: OssModel, distinct_experts: Sequence[int]) -> list[CallSite]:
+    """The sites of a step, with the bytes of the experts that their layers chose: two parts of three in gate_up."""
+    shares = {"experts_gate_up": 2 / 3, "experts_down": 1 / 3}
+    seen = dict.fromkeys(shares, 0)
+    found = []
+    for site in sites:
+        kind = next((kind for kind in shares if site.kernel.startswith(kind)), None)
+        if kind is not None:
+            moved = distinct_experts[seen[kind]] * expert_bytes(model) * shares[kind]
+            seen[kind] += 1
+            site = replace(site, moved_bytes=moved)
+        found.append(site)
+    return found
+
+
+def make_step(model: OssModel, case: OssCase, weights: Weights, device: torch.device) -> OssStep:
+    """The step of a case, ready to be replayed."""
+    return OssStep(model, case, weights, device)

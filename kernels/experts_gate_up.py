@@ -1,0 +1,130 @@
+"""Gate and up products of the experts that rows chose, and the clamped SwiGLU, in one launch.
+
+It knows nothing of who chose the experts: `experts_product` tells how weights are read.
+"""
+
+import math
+from functools import cache
+from typing import Any
+
+import torch
+
+from lowlat.errors import ShapeError
+from lowlat.kernels import ptx
+from lowlat.kernels.expert_packing import PackedExperts
+from lowlat.kernels.experts_list import make_chosen, make_expert_of, make_pair_of
+from lowlat.kernels.experts_plan import GATE_UP, ExpertPlan, ExpertShape, plan_experts, rows_a_launch
+from lowlat.kernels.experts_product import Ending, make_product, make_total
+from lowlat.kernels.kernel import H200, Card, Kernel, KernelCall
+from lowlat.kernels.numba_cuda import cuda, device_function, float32, int64, uint32
+from lowlat.kernels.reference.shapes import check_shape
+
+__all__ = ["examples", "experts_gate_up"]
+
+
+def experts_gate_up(
+    *,
+    x: torch.Tensor,
+    expert_ids: torch.Tensor,
+    weight: PackedExperts,
+    bias: torch.Tensor,
+    out: torch.Tensor,
+    limit: float,
+    alpha: float,
+    card: Card = H200,
+    plan: ExpertPlan | None = None,
+) -> list[KernelCall]:
+    """Gate and up products of the chosen experts and the clamped SwiGLU, in one launch for each 64 rows.
+
+    x           [M, K]       bf16; with MXFP4 magnitudes below 2**64
+    expert_ids  [M, R]       int32: no expert twice in a row; -1 dead
+    weight      [E, 2I, K]   packed in the order of `gate_up_order`
+    bias        [E, 2I]      bf16, in the weight's order
+    out         [M, R, I]    bf16, out: (up + 1) * gate * sigmoid(alpha * gate), the gate at most `limit`, up within
+                             +-`limit`; in float32, rounded once; zero where dead
+    card        what it runs on
+    plan        how to cut it; None: `plan_experts`'
+    It lets the next kernel start only when the kernel before it has ended: what was written before it is settled then.
+    Time: the distinct experts' bytes over the memory's bandwidth. Captured: yes.
+    Raises ShapeError for shapes that do not fit.
+    """
+    rows, ranks = expert_ids.shape
+    check_shape("x", x, rows, weight.columns)
+    check_shape("bias", bias, weight.num_experts, weight.rows)
+    check_shape("out", out, rows, ranks, weight.rows // 2)
+    if weight.rows % 16 or weight.columns % 8:
+        raise ShapeError(f"a gate_up matrix must be of multiples of 16 and 8, got {weight.rows} by {weight.columns}")
+    shape = ExpertShape(GATE_UP, weight.rows, weight.columns, ranks, weight.scales is not None)
+    calls, most = [], rows_a_launch(ranks)
+    for begin in range(0, rows, most):
+        part = slice(begin, min(begin + most, rows))
+        count = part.stop - begin
+        chosen = plan or plan_experts(count, shape, card)
+        scales = 0 if weight.scales is None else weight.scales
+        arguments = (weight.words, scales, x[part], expert_ids[part], bias, out[part], count * ranks, limit, alpha)
+        calls.append(KernelCall(_make(shape, chosen), (chosen.num_blocks, 1, 1), arguments))
+    return calls
+
+
+@cache
+def _make(shape: ExpertShape, plan: ExpertPlan) -> Kernel:
+    rows, expert_of, pair_of, total_of = shape.rows, make_expert_of(plan), make_pair_of(plan), make_total(plan)
+    width = rows // 2
+
+    @device_function
+    def begin(lists: Any, bias: Any, unit: Any, tile: Any, value: Any) -> Any:
+        at = bias + (int64(expert_of(lists, unit)) * rows + int64(tile) * 16 + int64(value)) * 2
+        return ptx.load_global_u16(at), ptx.load_global_u16(at + 16)
+
+    @device_function
+    def finish(
+        lists: Any, area: Any, out: Any, unit: Any, tile: Any, place: Any, value: Any, first: Any, second: Any,
+        limit: Any, alpha: Any,
+    ) -> None:  # fmt: skip
+        gate = ptx.add_rn(total_of(area, place, value), ptx.float_of_bits(first << uint32(16)))
+        up = ptx.add_rn(total_of(area, place, value + uint32(8)), ptx.float_of_bits(second << uint32(16)))
+        pair = pair_of(lists, unit, place)
+        at = int64(pair) * width + int64(tile) * 8 + int64(value)
+        ptx.store_global_u16(out + at * 2, ptx.bf16_bits(_clamped_swiglu(gate, up, limit, alpha)))
+
+    return make_product(shape, plan, Ending(8, begin, finish, _make_clear(shape, plan)))
+
+
+@device_function
+def _clamped_swiglu(gate: Any, up: Any, limit: Any, alpha: Any) -> Any:
+    """In float32, every product and sum rounded once; comparisons keep NaN."""
+    gate = limit if gate > limit else gate
+    up = limit if up > limit else up
+    up = -limit if up < -limit else up
+    share = ptx.div_rn(float32(1), ptx.add_rn(float32(1), math.exp(-ptx.mul_rn(gate, alpha))))
+    return ptx.mul_rn(ptx.add_rn(up, float32(1)), ptx.mul_rn(gate, share))
+
+
+def _make_clear(shape: ExpertShape, plan: ExpertPlan) -> Any:
+    """A function: zeros for the dead pairs, each from one block."""
+    threads, pieces, chosen = plan.threads, shape.rows // 16, make_chosen()
+
+    @device_function
+    def clear(lists: Any, out: Any, count: Any, thread: Any) -> None:
+        zero = uint32(0)
+        for pair in range(uint32(cuda.blockIdx.x), uint32(count), uint32(cuda.gridDim.x)):
+            if not chosen(lists, pair):
+                for piece in range(thread, uint32(pieces), uint32(threads)):
+                    at = int64(pair) * pieces + int64(piece)
+                    ptx.store_global_128(out + at * 16, zero, zero, zero, zero)
+
+    return clear
+
+
+def examples(card: Card = H200) -> list[Kernel]:
+    """Representative specialisations, as a card has them: gpt-oss in MXFP4 and bf16, 1 to 64 rows, an odd shape."""
+    made = []
+    for rows, shape in (
+        (1, ExpertShape(GATE_UP, 5760, 2880, 4, True)),
+        (4, ExpertShape(GATE_UP, 5760, 2880, 4, True)),
+        (64, ExpertShape(GATE_UP, 5760, 2880, 4, True)),
+        (4, ExpertShape(GATE_UP, 5760, 2880, 4, False)),
+        (3, ExpertShape(GATE_UP, 192, 160, 2, True)),
+    ):
+        made.append(_make(shape, plan_experts(rows, shape, card)))
+    return made

@@ -1,0 +1,107 @@
+"""The list of a step's distinct experts and of who chose them, made by every block for itself.
+
+A unit is an expert and up to `columns` pairs of a row and a rank that chose it: so many as one tile of mma takes.
+Units come in the order of their first pairs; the list is the same in every block.
+"""
+
+from typing import Any
+
+from lowlat.kernels import ptx
+from lowlat.kernels.experts_plan import ExpertPlan
+from lowlat.kernels.numba_cuda import cuda, device_function, int32, int64, uint32
+
+__all__ = ["make_chosen", "make_expert_of", "make_list_units", "make_members_of", "make_pair_of"]
+
+
+def make_list_units(plan: ExpertPlan) -> Any:
+    """A function of all threads: list the units of `count` ids at `area`; returns how many there are."""
+    capacity, columns = plan.capacity, plan.columns
+    leaders_at, units_at, pairs_at = 4 * capacity, 8 * capacity, 12 * capacity
+
+    @device_function
+    def list_units(area: Any, ids: Any, count: Any, thread: Any) -> Any:
+        mine, leads = int32(-1), uint32(0)
+        if thread < uint32(capacity):
+            if int64(thread) < count:
+                mine = int32(ptx.load_acquire_gpu(ids + int64(thread) * 4))
+            ptx.store_shared_u32(area + thread * uint32(4), uint32(mine))
+        cuda.syncthreads()
+        if mine >= int32(0):
+            before = _sum_before(area, thread, uint32(mine))
+            leads = uint32(1) if before % uint32(columns) == uint32(0) else uint32(0)
+        if thread < uint32(capacity):
+            ptx.store_shared_u32(area + uint32(leaders_at) + thread * uint32(4), leads)
+        units = uint32(cuda.syncthreads_count(leads))
+        if leads == uint32(1):
+            unit = _sum_before(area + uint32(leaders_at), thread, uint32(1))
+            members, other = uint32(0), thread
+            while other < uint32(capacity) and members < uint32(columns):
+                if ptx.load_shared_u32(area + other * uint32(4)) == uint32(mine):
+                    place = (unit * uint32(columns) + members) * uint32(4)
+                    ptx.store_shared_u32(area + uint32(pairs_at) + place, other)
+                    members = uint32(members + uint32(1))
+                other = uint32(other + uint32(1))
+            word = uint32(mine) | (members << uint32(24))
+            ptx.store_shared_u32(area + uint32(units_at) + unit * uint32(4), word)
+        cuda.syncthreads()
+        return units
+
+    return list_units
+
+
+@device_function
+def _sum_before(area: Any, end: Any, value: Any) -> Any:
+    """How many of the first `end` words at `area` equal `value`."""
+    total, start = uint32(0), uint32(0)
+    while start < end:
+        a, b, c, d = ptx.load_shared_128(area + start * uint32(4))
+        left = uint32(end - start)
+        total = uint32(total + (uint32(1) if a == value else uint32(0)))
+        total = uint32(total + (uint32(1) if b == value and left > uint32(1) else uint32(0)))
+        total = uint32(total + (uint32(1) if c == value and left > uint32(2) else uint32(0)))
+        total = uint32(total + (uint32(1) if d == value and left > uint32(3) else uint32(0)))
+        start = uint32(start + uint32(4))
+    return total
+
+
+def make_expert_of(plan: ExpertPlan) -> Any:
+    """A function: a unit's expert."""
+    units_at = 8 * plan.capacity
+
+    @device_function
+    def expert_of(area: Any, unit: Any) -> Any:
+        return uint32(ptx.load_shared_u32(area + uint32(units_at) + unit * uint32(4)) & uint32(0xFFFFFF))
+
+    return expert_of
+
+
+def make_members_of(plan: ExpertPlan) -> Any:
+    """A function: how many pairs a unit has."""
+    units_at = 8 * plan.capacity
+
+    @device_function
+    def members_of(area: Any, unit: Any) -> Any:
+        return uint32(ptx.load_shared_u32(area + uint32(units_at) + unit * uint32(4)) >> uint32(24))
+
+    return members_of
+
+
+def make_pair_of(plan: ExpertPlan) -> Any:
+    """A function: the pair (row * ranks + rank) in a column of a unit."""
+    columns, pairs_at = plan.columns, 12 * plan.capacity
+
+    @device_function
+    def pair_of(area: Any, unit: Any, column: Any) -> Any:
+        return ptx.load_shared_u32(area + uint32(pairs_at) + (unit * uint32(columns) + column) * uint32(4))
+
+    return pair_of
+
+
+def make_chosen() -> Any:
+    """A function: whether a pair is live."""
+
+    @device_function
+    def chosen(area: Any, pair: Any) -> Any:
+        return int32(ptx.load_shared_u32(area + pair * uint32(4))) >= int32(0)
+
+    return chosen

@@ -1,0 +1,93 @@
+"""One step of an expert's product for one warp: 16 weight rows by 64 columns times up to eight inputs.
+
+MXFP4: a code's sign and its three bits of magnitude, put at bits 15 and 8 to 6 of a bf16, are its value times 2**-126;
+the lowest magnitudes are subnormal there, and mma reads those exactly. Inputs come times 2**63 (exact for magnitudes
+below 2**64), so that products keep all bits for inputs from 2**-62 on; a block's sum of 32 times 2**63 is the sum
+itself, and times the block's power of two it joins the sums. No power of two in between rounds anything.
+"""
+
+from typing import Any
+
+from lowlat.kernels import ptx
+from lowlat.kernels.experts_plan import CODE_BYTES, ExpertPlan, ExpertShape
+from lowlat.kernels.numba_cuda import device_function, float32, uint32
+
+__all__ = ["TWO_TO_63", "decode", "make_multiply", "scaled"]
+
+TWO_TO_63 = 0x5F005F00  # twice, in bf16
+MINUS_ZEROS = 0x80008000
+CODE = 0x81C081C0  # where a code's bits belong, in both halves
+LAST_PAIR = 0x6C006C00  # where the fourth code of a half-word lies: bits 13, 14, 10 and the sign in 11
+# shifted down by 7 these are bits 6, 7, 3 and 4: they stay, and bits 3 and 4 come to 8 and 15 as well. No two of the
+# product's terms meet, in neither half: nothing is carried.
+SPREAD = 1 | 1 << 5 | 1 << 11
+EXPONENT = 0x7F800000
+
+
+@device_function
+def decode(word: Any) -> Any:
+    """The four pairs of bf16, times 2**-126, of a word of eight codes."""
+    first = word & uint32(CODE)
+    second = (word << uint32(3)) & uint32(CODE)
+    third = (word << uint32(6)) & uint32(CODE)
+    last = (((word & uint32(LAST_PAIR)) >> uint32(7)) * uint32(SPREAD)) & uint32(CODE)
+    return first, second, third, last
+
+
+@device_function
+def scaled(word: Any) -> Any:
+    """A pair of bf16 times 2**63."""
+    return ptx.fma_bf16_pair(word, uint32(TWO_TO_63), uint32(MINUS_ZEROS))
+
+
+@device_function
+def _block(w: Any, v: Any, x0: Any, x1: Any, x2: Any, x3: Any) -> Any:
+    """The product of 32 columns: w the codes of a row, v of the row 8 below; times 2**-63."""
+    zero = float32(0)
+    a0, a1, a2, a3 = decode(w)
+    b0, b1, b2, b3 = decode(v)
+    d0, d1, d2, d3 = ptx.mma_bf16(zero, zero, zero, zero, a0, b0, a1, b1, x0, x1)
+    return ptx.mma_bf16(d0, d1, d2, d3, a2, b2, a3, b3, x2, x3)
+
+
+@device_function
+def _add(total: Any, part: Any, power: Any) -> Any:
+    return ptx.fma_rn(ptx.mul_rn(part, float32(2.0**63)), power, total)
+
+
+def make_multiply(shape: ExpertShape, plan: ExpertPlan) -> Any:
+    """A function: add one step to a warp's four sums.
+
+    It takes the sums, the address of the lane's weights, how far from there the lane's scales are, and the address of
+    the lane's inputs.
+    """
+    half = plan.columns * 64
+
+    @device_function
+    def multiply_codes(c0: Any, c1: Any, c2: Any, c3: Any, here: Any, to_scales: Any, inputs: Any) -> Any:
+        # of a row the blocks 0 and 1, of the row 8 below the blocks 0 and 1
+        w0, w1, w2, w3 = ptx.load_shared_128(here)
+        powers = ptx.load_shared_u32(here + to_scales)
+        x0, x1, x2, x3 = ptx.load_shared_128(inputs)
+        x4, x5, x6, x7 = ptx.load_shared_128(inputs + uint32(half))
+        d0, d1, d2, d3 = _block(w0, w2, x0, x1, x2, x3)
+        e0, e1, e2, e3 = _block(w1, w3, x4, x5, x6, x7)
+        top0 = ptx.float_of_bits((powers << uint32(23)) & uint32(EXPONENT))
+        top1 = ptx.float_of_bits((powers << uint32(15)) & uint32(EXPONENT))
+        low0 = ptx.float_of_bits((powers << uint32(7)) & uint32(EXPONENT))
+        low1 = ptx.float_of_bits((powers >> uint32(1)) & uint32(EXPONENT))
+        c0, c1 = _add(_add(c0, d0, top0), e0, top1), _add(_add(c1, d1, top0), e1, top1)
+        c2, c3 = _add(_add(c2, d2, low0), e2, low1), _add(_add(c3, d3, low0), e3, low1)
+        return c0, c1, c2, c3
+
+    @device_function
+    def multiply_numbers(c0: Any, c1: Any, c2: Any, c3: Any, here: Any, _to_scales: Any, inputs: Any) -> Any:
+        for part in range(2):
+            x0, x1, x2, x3 = ptx.load_shared_128(inputs + uint32(part * half))
+            a0, a1, a2, a3 = ptx.load_shared_128(here + uint32(part * CODE_BYTES))
+            b0, b1, b2, b3 = ptx.load_shared_128(here + uint32(part * CODE_BYTES + 1024))
+            c0, c1, c2, c3 = ptx.mma_bf16(c0, c1, c2, c3, a0, b0, a1, b1, x0, x1)
+            c0, c1, c2, c3 = ptx.mma_bf16(c0, c1, c2, c3, a2, b2, a3, b3, x2, x3)
+        return c0, c1, c2, c3
+
+    return multiply_codes if shape.quantised else multiply_numbers

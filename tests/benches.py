@@ -1,0 +1,20 @@
+"""Modules of bench/, which lies beside the packages and is run from the checkout with `python -m`."""
+
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+__all__ = ["bench"]
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def bench(name: str) -> Any:
+    """A module of bench/ by its name there."""
+    if "bench" not in sys.modules:
+        package = ModuleType("bench")
+        package.__path__ = [str(ROOT / "bench")]
+        sys.modules["bench"] = package
+    return importlib.import_module(f"bench.{name}")

@@ -1,0 +1,89 @@
+"""Random experts in MXFP4 or bf16, rows that choose them in particular ways, and what the reference makes of them."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lowlat.kernels.expert_packing import PackedExperts, pack_experts
+from lowlat.kernels.packing import gate_up_order
+from lowlat.kernels.reference import experts as reference
+
+__all__ = ["ALPHA", "LIMIT", "Experts", "choices", "make_experts", "want_down", "want_gate_up"]
+
+LIMIT, ALPHA = 7.0, 1.702
+
+
+@dataclass
+class Experts:
+    """Matrices of one product, plain and packed.
+
+    matrices  what the reference takes: weight, or blocks and scales
+    """
+
+    matrices: dict[str, Any]
+    packed: PackedExperts
+    bias: torch.Tensor
+    order: torch.Tensor | None
+
+
+def make_experts(
+    num_experts: int, rows: int, columns: int, *, quantised: bool, gated: bool, device: str = "cpu",
+    scales: tuple[int, int] = (112, 122), seed: int | None = None,
+) -> Experts:  # fmt: skip
+    """E matrices [rows, columns] whose products with inputs about one stay about one, for common sizes."""
+    generator = torch.Generator(device)
+    if seed is None:
+        generator.seed()
+    else:
+        generator.manual_seed(seed)
+    kinds: dict[str, Any] = {"device": device, "generator": generator}
+    if quantised:
+        shape = (num_experts, rows, columns // 32)
+        matrices = {
+            "blocks": torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, **kinds),
+            "scales": torch.randint(scales[0], scales[1] + 1, shape, dtype=torch.uint8, **kinds),
+        }
+    else:
+        weight = torch.randn(num_experts, rows, columns, **kinds) * columns**-0.5
+        matrices = {"weight": weight.bfloat16()}
+    bias = torch.randn(num_experts, rows, **kinds).bfloat16()
+    order = gate_up_order(rows // 2) if gated else None
+    return Experts(matrices, pack_experts(**matrices, order=order), bias, order)
+
+
+def choices(kind: str, rows: int, ranks: int, num_experts: int, device: str = "cpu") -> torch.Tensor:
+    """Expert ids [M, R] int32: "random", "shared" (all rows choose the same), "dead" (most rows), "none" or "apart"
+    (as many different experts as there are)."""
+    ids = torch.stack([torch.randperm(num_experts)[:ranks] for _ in range(rows)]).int()
+    if kind == "shared":
+        ids = ids[:1].expand(rows, -1).clone()
+        ids = torch.stack([row[torch.randperm(ranks)] for row in ids])
+    elif kind == "apart":
+        ids = (torch.arange(rows * ranks) % num_experts).view(rows, ranks).int()
+    elif kind == "dead":
+        ids[torch.arange(rows) % 3 != 1] = -1
+    elif kind == "none":
+        ids[:] = -1
+    return ids.to(device)
+
+
+def want_gate_up(experts: Experts, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """The reference's activations [M, R, I]."""
+    out = torch.empty(*ids.shape, experts.packed.rows // 2, dtype=x.dtype, device=x.device)
+    reference.experts_gate_up(x, ids, experts.bias, **experts.matrices, out=out, limit=LIMIT, alpha=ALPHA)
+    return out
+
+
+def want_down(experts: Experts, activated: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """The reference's partial products [M, R, N] float32, without bias and shares; zero for dead pairs."""
+    rows, ranks = ids.shape
+    parts = []
+    for rank in range(ranks):
+        out = torch.empty(rows, experts.packed.rows, device=activated.device)
+        reference.experts_down(
+            activated[:, rank : rank + 1].contiguous(), ids[:, rank : rank + 1].contiguous(),
+            torch.ones(rows, 1, device=activated.device), torch.zeros_like(experts.bias), **experts.matrices, out=out,
+        )  # fmt: skip
+        parts.append(out)
+    return torch.stack(parts, 1)

@@ -1,0 +1,274 @@
+"""A kernel's Python function run as it stands, one host thread a CUDA thread, over the bytes of tensors.
+
+Unlike Numba's simulator it knows asynchronous copies, tensor cores and dynamic shared memory. Every access is checked
+against the tensors that were handed over and the shared memory that was asked for; shared memory holds NaN at first.
+Copies arrive as late as they may, or as early as they can.
+"""
+
+import importlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["Walker", "walkable"]
+
+PATIENCE_S = 60
+MASK = 0xFFFFFFFF
+
+
+def _signed(value: int) -> int:
+    value &= MASK
+    return value - (1 << 32) if value >> 31 else value
+
+
+class Walker:
+    """What stands for `cuda` and `ptx`, and runs kernels.
+
+    late  copies arrive when they are waited for, else when they are issued
+    """
+
+    def __init__(self, late: bool = True) -> None:
+        self.late = late
+        self._own = threading.local()
+        self._ranges: list[tuple[int, Any]] = []
+        self.bytes_copied = 0
+
+    def run(self, call: Any) -> None:
+        """Run all blocks of a KernelCall, one after the other; tensors are passed by address."""
+        self._ranges = []
+        values: list[Any] = []
+        for argument in call.arguments:
+            if isinstance(argument, torch.Tensor):
+                flat = argument.view(torch.uint8).reshape(-1).numpy()
+                self._ranges.append((argument.data_ptr(), flat))
+                values.append(argument.data_ptr())
+            else:
+                values.append(np.float32(argument) if isinstance(argument, float) else argument)
+        kernel, blocks = call.kernel, call.grid[0]
+        for block in range(blocks):
+            self._run_block(kernel.function, values, block, blocks, kernel.threads, kernel.shared_bytes)
+
+    def _run_block(
+        self, function: Callable[..., None], values: list[Any], block: int, blocks: int, threads: int, shared: int
+    ) -> None:
+        self._shared = np.full(shared, 255, np.uint8)
+        self._all = threading.Barrier(threads, timeout=PATIENCE_S)
+        self._warps = [threading.Barrier(32, timeout=PATIENCE_S) for _ in range(threads // 32)]
+        self._votes = [0] * threads
+        self._operands: list[Any] = [None] * threads
+        failures: list[BaseException] = []
+
+        def one(thread: int) -> None:
+            own = self._own
+            own.thread, own.block, own.blocks, own.waited = thread, block, blocks, False
+            own.groups, own.open = [], []
+            try:
+                with np.errstate(all="ignore"):
+                    function(*values)
+                assert own.waited, "a thread never waited for the kernel before"
+                assert not own.open and not any(own.groups), "copies under way at a kernel's end"
+            except BaseException as error:
+                failures.append(error)
+                self._all.abort()
+                for warp in self._warps:
+                    warp.abort()
+
+        workers = [threading.Thread(target=one, args=(thread,)) for thread in range(threads)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        for error in failures:
+            if not isinstance(error, threading.BrokenBarrierError):
+                raise error
+        assert not failures
+
+    def _at(self, address: int, size: int) -> Any:
+        assert address % size == 0, "a misaligned address"
+        for start, flat in self._ranges:
+            if start <= address and address + size <= start + flat.size:
+                return flat[address - start : address - start + size]
+        raise AssertionError(f"{size} bytes at {address:#x} belong to no tensor")
+
+    def _near(self, address: int, size: int) -> Any:
+        assert address % size == 0 and 0 <= address <= self._shared.size - size, f"shared address {address}"
+        return self._shared[address : address + size]
+
+    def _copy(self, size: int) -> Callable[[int, int], None]:
+        def copy(place: int, source: int) -> None:
+            target, origin = self._near(place, size), self._at(source, size)
+            self.bytes_copied += size
+            if self.late:
+                target[:] = 255
+                self._own.open.append((target, origin))
+            else:
+                target[:] = origin
+
+        return copy
+
+    def _commit(self) -> None:
+        self._own.groups.append(self._own.open)
+        self._own.open = []
+
+    def _wait_for(self, pending: int) -> Callable[[], None]:
+        def wait() -> None:
+            groups = self._own.groups
+            while len(groups) > pending:
+                for target, origin in groups.pop(0):
+                    target[:] = origin
+
+        return wait
+
+    def _count(self, vote: int) -> int:
+        self._votes[self._own.thread] = int(vote)
+        self._all.wait()
+        total = sum(self._votes)
+        self._all.wait()
+        return total
+
+    def _mma(self, *operands: Any) -> tuple[Any, ...]:
+        """The fragments of mma.m16n8k16 as the PTX manual has them."""
+        thread = self._own.thread
+        barrier, first = self._warps[thread // 32], thread // 32 * 32
+        self._operands[thread] = operands
+        barrier.wait()
+        group, quad = thread % 32 // 4, thread % 4
+        found = []
+        for part in range(4):
+            row, column = group + 8 * (part // 2), quad * 2 + part % 2
+            total = float(operands[part])
+            for k in range(16):
+                a_lane = first + row % 8 * 4 + k % 8 // 2
+                a = self._operands[a_lane][4 + row // 8 + 2 * (k // 8)]
+                b = self._operands[first + column * 4 + k % 8 // 2][8 + k // 8]
+                total += _half(a, k % 2) * _half(b, k % 2)
+            found.append(np.float32(total))
+        barrier.wait()
+        return tuple(found)
+
+    def cuda(self) -> Any:
+        """What stands for Numba's `cuda`."""
+        own = self._own
+
+        class Index:
+            def __init__(self, name: str) -> None:
+                self.name = name
+
+            @property
+            def x(self) -> int:
+                return int(getattr(own, self.name))
+
+        return SimpleNamespace(
+            threadIdx=Index("thread"),
+            blockIdx=Index("block"),
+            gridDim=Index("blocks"),
+            syncthreads=lambda: (self._all.wait(), None)[1],
+            syncthreads_count=self._count,
+            shared=SimpleNamespace(array=lambda shape, dtype: None),
+        )
+
+    def _waited(self) -> None:
+        self._own.waited = True
+
+    def ptx(self) -> ModuleType:
+        """What stands for the module `ptx`: the instructions that walked kernels use."""
+        made = ModuleType("lowlat.kernels.ptx")
+        near, at = self._near, self._at
+
+        def load(where: Any, kind: Any, size: int) -> Any:
+            return lambda address: where(int(address), size).view(kind)
+
+        def store(where: Any, kind: Any, size: int) -> Any:
+            def put(address: int, *values: Any) -> None:
+                where(int(address), size).view(kind)[:] = values
+
+            return put
+
+        def words(where: Any) -> Any:
+            return lambda address: tuple(int(word) for word in where(int(address), 16).view(np.uint32))
+
+        functions = {
+            "shared_address": lambda array: 0,
+            "wait_for_previous_kernel": self._waited,
+            "let_next_kernel_start": lambda: None,
+            "load_acquire_gpu": lambda address: int(load(at, np.uint32, 4)(address)[0]),
+            "load_shared_u32": lambda address: int(load(near, np.uint32, 4)(address)[0]),
+            "load_shared_f32": lambda address: load(near, np.float32, 4)(address)[0],
+            "load_shared_128": words(near),
+            "load_global_128": words(at),
+            "load_global_u16": lambda address: int(load(at, np.uint16, 2)(address)[0]),
+            "store_shared_u32": store(near, np.uint32, 4),
+            "store_shared_f32": store(near, np.float32, 4),
+            "store_shared_128": store(near, np.uint32, 16),
+            "store_global_128": store(at, np.uint32, 16),
+            "store_global_f32": store(at, np.float32, 4),
+            "store_global_u16": store(at, np.uint16, 2),
+            "copy_async_16": self._copy(16),
+            "copy_async_4": self._copy(4),
+            "copies_commit": self._commit,
+            "copies_wait": self._wait_for,
+            "mma_bf16": self._mma,
+            "fma_bf16_pair": _fma_pair,
+            "float_of_bits": lambda bits: np.uint32(bits & MASK).view(np.float32),
+            "bf16_bits": _bf16_bits,
+            "mul_rn": lambda a, b: np.float32(a) * np.float32(b),
+            "add_rn": lambda a, b: np.float32(a) + np.float32(b),
+            "div_rn": lambda a, b: np.float32(a) / np.float32(b),
+            "fma_rn": lambda a, b, c: np.float32(float(a) * float(b) + float(c)),
+        }
+        for name, function in functions.items():
+            setattr(made, name, function)
+        return made
+
+
+def _half(word: int, which: int) -> float:
+    return float(np.uint32((word >> (16 * which) & 0xFFFF) << 16).view(np.float32))
+
+
+def _bf16_bits(value: Any) -> int:
+    return int(torch.tensor(float(value)).bfloat16().view(torch.int16)) & 0xFFFF
+
+
+def _fma_pair(a: int, b: int, c: int) -> int:
+    halves = (_bf16_bits(np.float32(_half(a, k) * _half(b, k) + _half(c, k))) for k in range(2))
+    low, high = halves
+    return low | high << 16
+
+
+@contextmanager
+def walkable(walker: Walker, *names: str) -> Iterator[list[ModuleType]]:
+    """Modules of `lowlat.kernels` imported anew, with the walker in the place of Numba and of `ptx`."""
+    package = importlib.import_module("lowlat.kernels")
+    known = importlib.import_module("lowlat.kernels.numba_cuda")
+    fake: Any = ModuleType("lowlat.kernels.numba_cuda")
+    fake.cuda, fake.types, fake.device_function = walker.cuda(), known.types, lambda function: function
+    fake.uint32, fake.int32 = lambda value: int(value) & MASK, lambda value: _signed(int(value))
+    fake.int64, fake.float32 = int, np.float32
+    replaced = {"lowlat.kernels.numba_cuda": fake, "lowlat.kernels.ptx": walker.ptx()}
+    full = [f"lowlat.kernels.{name}" for name in names]
+    kept = {name: sys.modules.get(name) for name in (*replaced, *full)}
+    attributes = {name: getattr(package, name, None) for name in (*names, "ptx", "numba_cuda")}
+    try:
+        for name in full:
+            sys.modules.pop(name, None)
+        for name, module in replaced.items():
+            sys.modules[name] = module
+            setattr(package, name.rpartition(".")[2], module)
+        yield [importlib.import_module(name) for name in full]
+    finally:
+        for name, old in kept.items():
+            if old is None:
+                sys.modules.pop(name, None)
+            else:
+                sys.modules[name] = old
+        for name, value in attributes.items():
+            if value is not None:
+                setattr(package, name, value)
+            elif hasattr(package, name):
+                delattr(package, name)

@@ -1,0 +1,182 @@
+"""The experts' kernels themselves, walked thread by thread on a CPU: what they compute, copy, wait for and leave alone.
+
+Small sizes; the walker checks every address, and copies arrive both as late and as early as they can.
+"""
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from expert_cases import ALPHA, LIMIT, Experts, choices, make_experts, want_down, want_gate_up
+from kernel_inventory import CARDS
+from kernel_walk import Walker, walkable
+
+from lowlat.errors import ShapeError
+from lowlat.kernels.expert_packing import PackedExperts, pack_experts
+from lowlat.kernels.experts_down import experts_down
+from lowlat.kernels.experts_gate_up import experts_gate_up
+from lowlat.kernels.experts_plan import DOWN, GATE_UP, ExpertShape, plan_experts, rows_a_launch
+from lowlat.kernels.kernel import H200, Card
+
+NAMES = ("plan", "list", "multiply", "copy", "product", "gate_up", "down")
+SMALL = Card(3, 100 * 1024, (9, 0))
+
+
+def walked(walker: Walker) -> Any:
+    return walkable(walker, *(f"experts_{name}" for name in NAMES))
+
+
+def run_gate_up(
+    walker: Walker, modules: list[ModuleType], experts: Experts, x: torch.Tensor, ids: torch.Tensor, **changes: int
+) -> torch.Tensor:
+    plan, gate_up = modules[0], modules[5]
+    packed = experts.packed
+    shape = plan.ExpertShape(plan.GATE_UP, packed.rows, packed.columns, ids.shape[1], packed.scales is not None)
+    chosen = plan.plan_experts(x.shape[0], shape, SMALL, **({"warps": 2, "stages": 2} | changes))
+    out = torch.full((*ids.shape, packed.rows // 2), torch.nan, dtype=torch.bfloat16)
+    calls = gate_up.experts_gate_up(
+        x=x, expert_ids=ids, weight=packed, bias=experts.bias[:, experts.order].contiguous(), out=out,
+        limit=LIMIT, alpha=ALPHA, plan=chosen,
+    )  # fmt: skip
+    for call in calls:
+        walker.run(call)
+    return out
+
+
+def run_down(
+    walker: Walker, modules: list[ModuleType], experts: Experts, activated: torch.Tensor, ids: torch.Tensor, **more: int
+) -> torch.Tensor:
+    plan, down = modules[0], modules[6]
+    packed = experts.packed
+    shape = plan.ExpertShape(plan.DOWN, packed.rows, packed.columns, ids.shape[1], packed.scales is not None)
+    chosen = plan.plan_experts(ids.shape[0], shape, SMALL, **({"warps": 2, "stages": 2} | more))
+    out = torch.full((*ids.shape, packed.rows), torch.nan)
+    for call in down.experts_down(activated=activated, expert_ids=ids, weight=packed, out=out, plan=chosen):
+        walker.run(call)
+    return out
+
+
+@pytest.mark.parametrize("late", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "rows", "ranks", "quantised"),
+    [
+        ("random", 1, 2, True),
+        ("dead", 5, 2, True),
+        ("shared", 11, 1, True),
+        ("none", 2, 2, True),
+        ("apart", 3, 2, False),
+    ],
+)
+def test_gate_up_is_the_reference_s(late: bool, kind: str, rows: int, ranks: int, quantised: bool) -> None:
+    """Of 5 steps' columns two warps take three and two; 11 rows of one expert are three units, of 4 pairs each."""
+    experts = make_experts(5, 48, 288, quantised=quantised, gated=True)
+    x, ids = torch.randn(rows, 288).bfloat16(), choices(kind, rows, ranks, 5)
+    walker = Walker(late)
+    with walked(walker) as modules:
+        got = run_gate_up(walker, modules, experts, x, ids)
+    want = want_gate_up(experts, x, ids)
+    assert not got[ids < 0].any()
+    torch.testing.assert_close(got, want, rtol=2**-7, atol=1e-6)
+    units = {int(each): -(-int((ids == each).sum()) // 4) for each in ids[ids >= 0].unique()}
+    step = 32 * 16 + 32 * 4 if quantised else 2048  # scales go to all four lanes of a group
+    assert walker.bytes_copied == sum(units.values()) * 3 * 5 * step
+
+
+@pytest.mark.parametrize("late", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "rows", "quantised", "width", "depth"),
+    [("random", 3, True, 40, 160), ("dead", 4, True, 16, 64), ("shared", 9, True, 24, 96), ("apart", 2, False, 33, 72)],
+)
+def test_down_is_the_reference_s(late: bool, kind: str, rows: int, quantised: bool, width: int, depth: int) -> None:
+    experts = make_experts(4, width, depth, quantised=quantised, gated=False)
+    ids = choices(kind, rows, 2, 4)
+    activated = torch.randn(rows, 2, depth).bfloat16()
+    activated[ids < 0] = torch.nan
+    walker = Walker(late)
+    with walked(walker) as modules:
+        got = run_down(walker, modules, experts, activated, ids)
+    want = want_down(experts, torch.nan_to_num(activated), ids)
+    live = ids >= 0
+    assert got[~live].isnan().all()
+    torch.testing.assert_close(got[live], want[live], rtol=1e-5, atol=1e-5)
+
+
+def test_a_pair_has_the_same_bits_in_any_company() -> None:
+    experts = make_experts(4, 32, 224, quantised=True, gated=False)
+    row = torch.randn(1, 2, 224).bfloat16()
+    ids = torch.tensor([[2, 1]], dtype=torch.int32)
+    walker = Walker()
+    with walked(walker) as modules:
+        alone = run_down(walker, modules, experts, row, ids)
+        for rows, kind, changes in ((9, "shared", {}), (4, "random", {"stages": 3}), (3, "dead", {"stages": 1})):
+            others = choices(kind, rows, 2, 4)
+            activated = torch.full((rows, 2, 224), torch.nan).bfloat16()
+            place = int(torch.randint(rows, (1,)))
+            others[place], activated[place] = ids[0], row[0]
+            got = run_down(walker, modules, experts, activated, others, **changes)
+            assert torch.equal(got[place], alone[0])
+
+
+@pytest.mark.parametrize(("scale", "size"), [(1, 1.0), (2, 2.0**60), (252, 2.0**-8), (127, 2.0**60), (252, 2.0**-61)])
+def test_extremes_neither_overflow_nor_vanish(scale: int, size: float) -> None:
+    """Sums stay normal numbers of float32 in the reference; nothing on the way there is lost."""
+    experts = make_experts(1, 16, 64, quantised=True, gated=False, scales=(scale, scale))
+    activated = (torch.rand(1, 1, 64) + 1).bfloat16() * size
+    experts.matrices["blocks"] &= 0x77  # no cancellation: all positive
+    ids = torch.zeros(1, 1, dtype=torch.int32)
+    experts = Experts(experts.matrices, _packed(experts), experts.bias, None)
+    walker = Walker()
+    with walked(walker) as modules:
+        got = run_down(walker, modules, experts, activated, ids)
+    want = want_down(experts, activated, ids)
+    assert want.isfinite().all() and bool((want.abs() > 2.0**-126).all())
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 8, 16, 64])
+@pytest.mark.parametrize("card", CARDS.values(), ids=str)
+@pytest.mark.parametrize("quantised", [True, False])
+def test_plans_fit_their_card(rows: int, card: Card, quantised: bool) -> None:
+    """And list all pairs, and finish a tile with the threads they have; on an H200 two kernels share a processor."""
+    for kind, width in ((GATE_UP, 5760), (DOWN, 2880)):
+        shape = ExpertShape(kind, width, 2880, 4, quantised)
+        plan = plan_experts(rows, shape, card)
+        assert plan.shared_bytes(shape) <= card.shared_bytes
+        assert plan.capacity >= rows * 4 and plan.threads >= max(plan.capacity, plan.columns * 16)
+        assert plan.num_blocks == card.num_multiprocessors
+        if quantised and rows <= 8 and card == H200:
+            assert plan.columns == rows
+            assert 2 * plan.shared_bytes(shape) <= card.shared_bytes
+
+
+def test_depths_that_fill_a_block_get_fewer_pairs_a_unit() -> None:
+    wide = ExpertShape(DOWN, 4096, 14336, 2, False)
+    assert plan_experts(8, wide, H200).columns < 8
+    with pytest.raises(ShapeError, match="a product of 200000 columns does not fit"):
+        plan_experts(1, ExpertShape(DOWN, 16, 200000, 2, False), H200)
+    with pytest.raises(ShapeError, match="300 experts a row; at most 256"):
+        rows_a_launch(300)
+    with pytest.raises(ShapeError, match="2 warps list at most 64 pairs"):
+        plan_experts(64, wide, H200, warps=2)
+
+
+def test_arrays_that_do_not_fit_are_refused() -> None:
+    experts = make_experts(2, 32, 64, quantised=True, gated=True)
+    x, ids = torch.zeros(3, 64).bfloat16(), torch.zeros(3, 2, dtype=torch.int32)
+    fine = {"x": x, "expert_ids": ids, "weight": experts.packed, "bias": experts.bias, "limit": 7.0, "alpha": 1.7}
+    fine["out"] = torch.zeros(3, 2, 16).bfloat16()
+    assert len(experts_gate_up(**fine)) == 1  # type: ignore[arg-type]
+    for name, wrong in (("x", x[:, :32]), ("bias", experts.bias[:1]), ("out", fine["out"][:2])):  # type: ignore[index]
+        with pytest.raises(ShapeError, match=f"{name} must have shape"):
+            experts_gate_up(**(fine | {name: wrong}))  # type: ignore[arg-type]
+    whole = {"activated": torch.zeros(3, 2, 64).bfloat16(), "expert_ids": ids, "weight": experts.packed}
+    whole["out"] = torch.zeros(3, 2, 32)
+    assert len(experts_down(**whole)) == 1  # type: ignore[arg-type]
+    for name in ("activated", "out"):
+        with pytest.raises(ShapeError, match=f"{name} must have shape"):
+            experts_down(**(whole | {name: whole[name][:1]}))  # type: ignore[index]
+
+
+def _packed(experts: Experts) -> PackedExperts:
+    return pack_experts(**experts.matrices)

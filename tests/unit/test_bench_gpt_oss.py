@@ -1,0 +1,203 @@
+"""The gpt-oss benchmark without a card: bytes and floors, rows and report, weights, the checks of a soak."""
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+import torch
+from lowered import Lowered
+
+from lowlat.executors.allocation import STATE_ROLES
+from lowlat.executors.device_weights import DeviceWeights
+from lowlat.executors.lowering import Lowering, lower
+from lowlat.executors.orders import expert_parts, weight_orders
+from lowlat.executors.rules import RULES
+from lowlat.executors.workspace import SharedWorkspace
+from lowlat.graphs import Bucket, BufferSet, Role
+from lowlat.kernels.expert_packing import unpack_expert
+from lowlat.kernels.kernel import H200
+from lowlat.profiling_report import Summary, summarise
+from lowlat.profiling_times import CallSite, KernelEvent, attribute
+from lowlat.program import Stage
+from lowlat.step import build_step
+from lowlat.tree import TreeTopology
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def bench_is_importable(repository: Path) -> Iterator[None]:
+    """`bench` is no part of the package: it is run from a checkout."""
+    sys.path.insert(0, str(repository))
+    yield
+    sys.path.remove(str(repository))
+
+
+def test_bytes_are_those_of_the_parts() -> None:
+    """Against the sums of the canonical weights themselves, of every kind once."""
+    from bench.dense_cases import Case
+    from bench.gpt_oss_cases import MODELS, OssCase, expert_bytes, head_config, model_config, step_bytes
+    from lowlat.checkpoint.plan import weight_plan
+
+    for name, model in MODELS.items():
+        plan = weight_plan(model_config(model, 4096))
+        sizes = {weight: torch.empty(shape, dtype=dtype, device="meta") for weight, (shape, dtype) in plan.items()}
+        bytes_of = {weight: tensor.numel() * tensor.element_size() for weight, tensor in sizes.items()}
+        experts = sum(size for weight, size in bytes_of.items() if weight.endswith(("blocks", "scales")))
+        assert experts == model.num_layers * model.num_experts * expert_bytes(model)
+        matrices = sum(
+            size for weight, size in bytes_of.items() if sizes[weight].dim() == 2 and weight.endswith("weight")
+        )
+        matrices -= bytes_of["embed.weight"]
+        base = OssCase(name, Case(1, 4096, 0))
+        kv = 2 * model.num_kv_heads * model.head_dim * 2 * (model.num_layers // 2) * (4096 + 128)
+        assert step_bytes(model, base, 0) == matrices + kv
+        assert step_bytes(model, base, model.num_experts) == matrices + kv + experts
+        head = weight_plan(head_config(model, 32000, 4096))
+        reads = {"head.fc.weight": 1}
+        drafted = sum(
+            reads.get(weight, 3) * 2 * shape[0] * shape[1] for weight, (shape, _) in head.items() if len(shape) == 2
+        )
+        drafted += 3 * 4096 * 2 * model.num_kv_heads * model.head_dim * 2
+        speculating = replace(base, step=Case(1, 4096, 3))
+        assert step_bytes(model, speculating, 0) == matrices + kv + drafted
+
+
+def test_bounds_are_ratios_of_floors_at_the_same_place() -> None:
+    from bench.gpt_oss_cases import MODELS, bound_speedup, expected_experts
+
+    base = {"model": "a", "batch": 1, "context": 8, "num_speculative_tokens": 0, "floor_ms": 2.0}
+    row = {**base, "num_speculative_tokens": 3, "floor_ms": 4.0}
+    assert bound_speedup(row, [row, base]) == {"2.3": 1.15, "2.7": 1.35, "3.0": 1.5}
+    assert bound_speedup(base, [row, base]) is None
+    assert bound_speedup(row, [row, {**base, "context": 9}]) is None
+    assert expected_experts(MODELS["120b"], 1) == pytest.approx(4)
+    assert expected_experts(MODELS["120b"], 4) == pytest.approx(15.27, abs=0.01)
+
+
+def lowered_case(case: Any, alike: bool) -> Lowered:
+    """The step of a small case, lowered on the CPU with the benchmark's own weights."""
+    from bench.gpt_oss_cases import SMALL
+    from bench.gpt_oss_step import make_weights, shapes_of
+
+    depth = case.step.num_speculative_tokens
+    drafted = TreeTopology.chain(depth)
+    program = build_step(shapes_of(SMALL, case, drafted), Bucket(case.step.batch, depth + 1, depth), drafted)
+    source = make_weights(SMALL, CPU, alike=alike, draft_vocab_size=case.draft_vocab_size)
+    matrices = {op.weights["weight"] for op in program.ops if op.kind == "linear"}
+    held = DeviceWeights(source, matrices, CPU, weight_orders([program]), expert_parts([program]))
+    buffers = BufferSet(list(program.specs(*STATE_ROLES, Role.SCRATCH, Role.CONSTANT)), CPU, program.constants)
+    workspace = SharedWorkspace(CPU)
+    groups = lower(Lowering(program, buffers, held, H200, workspace), RULES)
+    return Lowered(program, buffers, held, workspace, groups)
+
+
+def test_weights_made_in_place_are_what_the_step_reads() -> None:
+    from bench.gpt_oss_cases import SMALL, SMALL_CASES
+
+    for case in SMALL_CASES:
+        step = lowered_case(case, case.alike)
+        owned = {tensor.data_ptr() for tensor in step.owned()}
+        packed = step.weights.experts("layers.1.experts.gate_up")
+        assert packed.words.data_ptr() in owned
+        matrix = unpack_expert(packed, 3)
+        assert tuple(matrix.shape) == (2 * SMALL.intermediate_size, SMALL.hidden_size)
+        assert bool(matrix.isfinite().all())
+        assert float(matrix.float().std()) == pytest.approx(1 / 54, rel=0.1)  # of 2.9 times 2 ** -8 or 2 ** -7
+        assert not torch.equal(matrix, unpack_expert(packed, 4))
+        routers = [step.weights.vector(f"layers.{layer}.router.weight") for layer in range(SMALL.num_layers)]
+        assert all(bool(router.any()) != case.alike for router in routers)
+
+
+def test_experts_bytes_reach_their_launches() -> None:
+    from bench.gpt_oss_cases import SMALL, SMALL_CASES, expert_bytes
+    from bench.gpt_oss_step import with_experts
+    from lowlat.profiling import call_sites
+
+    step = lowered_case(SMALL_CASES[1], alike=False)
+    sites = with_experts(call_sites(step.groups, step.buffers, [[192, 192]]), SMALL, [3, 5, 2, 4])
+    moved = [site.moved_bytes for site in sites if site.kernel.startswith(("experts_gate_up", "experts_down"))]
+    assert sum(moved) == pytest.approx(14 * expert_bytes(SMALL))
+    assert moved[2] == pytest.approx(5 * expert_bytes(SMALL) * 2 / 3)
+
+
+class StandIn:
+    """In place of the step: the benchmark's own flow, with made-up kernels."""
+
+    def __init__(self, model: Any, case: Any, *_: Any) -> None:
+        if case.step.context == 320:
+            raise ValueError("this case fails")
+        self.model, self.case = model, case
+        self.name, self.num_launches, self.closed = "stand-in", 2, False
+
+    def replay(self) -> None:
+        torch.mm(torch.ones(8, 8), torch.ones(8, 8))
+
+    def reset(self) -> None:
+        assert not self.closed
+
+    def distinct_experts(self) -> list[int]:
+        return [2, 3, 4, 3]
+
+    def profile(self, num_steps: int, wall: float, distinct: list[int]) -> Summary:
+        assert distinct == [2, 3, 4, 3]
+        sites = [CallSite(Stage.BASE_DECODE_STEP, name) for name in ("experts_gate_up_x", "router_x")]
+        events = [KernelEvent("", 10.0 * k, 10.0 * k + 8) for k in range(2 * num_steps)]
+        return summarise(attribute(events, sites), wall)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_the_flow_from_cases_to_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from bench import gpt_oss
+    from bench.wall import Wall
+
+    monkeypatch.setattr(gpt_oss, "make_step", StandIn)
+    monkeypatch.setattr(gpt_oss, "measure_wall", lambda *_: Wall(100.0, 0, 0, {}))
+    out = tmp_path / "results" / "oss.json"
+    arguments = ["--out", str(out), "--small", "--device", "cpu", "--replays", "4", "--turn", "2", "--profile"]
+    assert gpt_oss.main([*arguments, "--no-plot"]) == 1
+    rows = json.loads(out.read_text())
+    assert "this case fails" in rows[0]["error"]
+    for row in rows[1:]:
+        assert row["distinct_experts"] == fmean([2, 3, 4, 3])
+        assert row["floor_ms"] == pytest.approx(row["bytes"] / 1e8, rel=1e-3, abs=1e-4)
+        assert row["launches"] == 2
+        assert row["idle_share"] == pytest.approx(0.2, abs=0.01)
+        assert row["tokens_per_s_is_simulated"]
+        ratio = row["tokens_per_s"]["3.0"] / row["tokens_per_s"]["2.3"]
+        assert ratio == pytest.approx(3 / 2.3, rel=1e-2)
+        assert row["bound_speedup"] is None  # S = 0 failed
+    text = out.with_suffix(".md").read_text()
+    assert "small, 2 x 192, S=3, experts alike" in text and "(sim.)" in text
+    assert "experts_gate_up_x" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        gpt_oss.main(["--out", str(out), "--small", "--case", "unknown"])
+
+
+def test_a_soak_sees_what_is_wrong() -> None:
+    from bench.gpt_oss_cases import SMALL_CASES
+    from bench.gpt_oss_soak import check_state
+
+    case = SMALL_CASES[1]
+    state = {
+        "lengths": torch.tensor([192 + 10, 192 + 40]),
+        "active": torch.tensor([1, 1]),
+        "num_drafts": torch.tensor([3, 0]),
+    }
+    fine = torch.ones(2, 4, dtype=torch.uint8)
+    assert check_state(state, fine, case, 10) == []
+    assert "slot 0 has 202 tokens 11 steps" in check_state(state, fine, case, 11)[0]
+    assert "slot 1 has 232 tokens 9 steps" in check_state(state, fine, case, 9)[0]
+    assert "not finite" in check_state(state, fine * 0, case, 10)[0]
+    state["active"][1] = 0
+    state["num_drafts"][0] = 4
+    assert len(check_state(state, fine, case, 10)) == 2

@@ -1,0 +1,101 @@
+"""Prefill's own operations, which a card runs, on the CPU against what they mean."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from lowlat.executors.prefill import prefill_attention
+from lowlat.executors.prefill_experts import prefill_experts_down, prefill_experts_gate_up, prefill_router
+from lowlat.kernels.expert_packing import PackedExperts, pack_experts
+from lowlat.kernels.packing import gate_up_order
+from lowlat.kernels.reference import attention as attention_reference
+from lowlat.kernels.reference import experts as reference
+from lowlat.kernels.reference.mxfp4 import quantise
+
+BF16 = torch.bfloat16
+NAN = float("nan")
+
+
+def close(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
+    difference = (found.double() - expected.double()).norm()
+    return bool(difference <= tolerance * expected.double().norm())
+
+
+def random_experts(rows: int, columns: int, quantised: bool, order: torch.Tensor | None) -> tuple[Any, PackedExperts]:
+    """Seven experts: their canonical weights, as the reference takes them, and packed."""
+    matrices = (torch.randn(7, rows, columns) / columns**0.5).to(BF16)
+    if not quantised:
+        return {"weight": matrices}, pack_experts(weight=matrices, order=order)
+    blocks, scales = quantise(matrices)
+    return {"blocks": blocks, "scales": scales}, pack_experts(blocks=blocks, scales=scales, order=order)
+
+
+def choices(kind: str, rows: int) -> torch.Tensor:
+    """Two of seven experts a row: at random, all rows alike, or one expert in every row."""
+    if kind == "alike":
+        return torch.tensor([[5, 2]] * rows, dtype=torch.int32)
+    if kind == "one":
+        return torch.tensor([[3, row % 3] for row in range(rows)], dtype=torch.int32)
+    return torch.stack([torch.randperm(7)[:2] for _ in range(rows)]).int()
+
+
+@pytest.mark.parametrize("quantised", [False, True], ids=["bf16", "mxfp4"])
+@pytest.mark.parametrize("kind", ["random", "alike", "one"])
+def test_experts_of_a_chunk_are_the_reference_s(kind: str, quantised: bool) -> None:
+    torch.manual_seed(4)
+    rows, width, inner = 21, 96, 64
+    ids, shares = choices(kind, rows), torch.softmax(torch.randn(rows, 2), 1)
+    x = torch.randn(rows, width).to(BF16)
+    weights, packed = random_experts(2 * inner, width, quantised, gate_up_order(inner))
+    bias = torch.randn(7, 2 * inner).to(BF16)
+    found, expected = torch.full((2, rows, 2, inner), NAN, dtype=BF16)
+    limits: dict[str, Any] = {"limit": 1.5, "alpha": 1.702}
+    reference.experts_gate_up(x, ids, bias, **weights, out=expected, **limits)
+    prefill_experts_gate_up(x, ids, experts=packed, bias=bias, out=found, **limits)
+    assert close(found, expected, 2e-3)
+    weights, packed = random_experts(width, inner, quantised, None)
+    bias = torch.randn(7, width).to(BF16)
+    found, wanted = torch.full((2, rows, width), NAN)
+    reference.experts_down(expected, ids, shares, bias, **weights, out=wanted)
+    prefill_experts_down(expected, ids, shares, experts=packed, bias=bias, out=found)
+    assert close(found, wanted, 1e-5)
+
+
+def test_the_choice_of_a_chunk_is_the_reference_s() -> None:
+    torch.manual_seed(5)
+    x, weight, bias = torch.randn(19, 64).to(BF16), torch.randn(9, 64).to(BF16), torch.randn(9).to(BF16)
+    weight[7], bias[7] = weight[2], bias[2]
+    found: dict[str, Any] = {"expert_ids": torch.zeros(19, 4, dtype=torch.int32), "expert_weights": torch.zeros(19, 4)}
+    expected = {name: tensor.clone() for name, tensor in found.items()}
+    prefill_router(x, weight, bias, **found)
+    reference.router(x, weight, bias, **expected)
+    assert torch.equal(found["expert_ids"], expected["expert_ids"])
+    assert close(found["expert_weights"], expected["expert_weights"], 1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 1, 16, 40])
+@pytest.mark.parametrize("sinks", ["none", "random", "large", "small"])
+@pytest.mark.parametrize("start", [0, 32, 96])
+def test_attention_of_a_chunk_is_the_reference_s(window: int | None, sinks: str, start: int) -> None:
+    torch.manual_seed(6)
+    size, heads, groups, dim, block = 32, 8, 2, 64, 16
+    values = {"none": None, "random": torch.randn(heads) * 3, "large": torch.full((heads,), 1e4)}
+    chosen = values.get(sinks, torch.full((heads,), -1e4))
+    caches = [torch.randn(12, groups, block, dim).to(BF16) for _ in range(2)]
+    options: dict[str, Any] = {
+        "block_table": torch.randperm(12)[:8].int()[None],
+        "chunk": torch.tensor([start, size - 3], dtype=torch.int32),
+        "sinks": chosen,
+        "scale": dim**-0.5,
+        "window": window,
+    }
+    q = torch.randn(size, heads, dim).to(BF16)
+    found, expected = torch.full((2, size, heads * dim), NAN, dtype=BF16)
+    attention_reference.prefill_attention(q, *caches, **options, out=expected)
+    prefill_attention(q, *caches, **options, out=found)
+    live = slice(0, size - 3)
+    assert bool(found[live].isfinite().all())
+    assert close(found[live], expected[live], 8e-3)
+    if sinks == "large":
+        assert not bool(found[live].any())
