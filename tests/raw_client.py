@@ -15,9 +15,11 @@ from lowlat.ipc.wire import (
     Credit,
     End,
     Error,
+    Health,
     Hello,
     Pong,
     Sampling,
+    StatsReply,
     Submit,
     Tokens,
     Welcome,
@@ -26,6 +28,7 @@ from lowlat.ipc.wire import (
     pack_tokens,
     unpack_tokens,
 )
+from lowlat.ipc.wire import Stats as AskStats
 
 __all__ = ["Completion", "RawClient", "raw_client", "zmtp_peer"]
 
@@ -138,10 +141,18 @@ class RawClient:
             assert self._note(message), message
 
     def pong(self) -> Pong:
-        from lowlat.ipc.wire import Health
-
         self.say(Health(77))
-        return self.hear(Pong)
+        while (pong := self.hear(Pong)).nonce != 77:
+            pass  # the server asks whether somebody is there
+        return pong
+
+    def stats(self) -> dict[str, Any]:
+        """The server's figures."""
+        self.say(AskStats())
+        while isinstance(answer := self._next_control(TIMEOUT_S), Pong):
+            pass
+        assert isinstance(answer, StatsReply), answer
+        return answer.stats
 
     def close(self) -> None:
         self.socket.close()

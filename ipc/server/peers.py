@@ -8,7 +8,7 @@ known peer from another process, or HELLO from another descriptor. It knows no r
 
 import errno
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 
 import zmq
@@ -18,7 +18,7 @@ from lowlat.ipc.limits import Limits
 from lowlat.ipc.server.security import Credentials, disconnect
 from lowlat.ipc.server.streams import Stream
 from lowlat.ipc.server.timers import Timers
-from lowlat.ipc.wire import Bye, Pong, encode
+from lowlat.ipc.wire import Bye, Kind, Pong, encode
 
 __all__ = ["Peer", "Peers"]
 
@@ -26,6 +26,8 @@ PROBE_AFTER_S = (0.0, 0.005, 0.05, 0.5)  # a monitor's event can come before the
 RETRY_S = 0.005
 DISCONNECT_AFTER_S = 0.2  # time for BYE to leave
 MAX_UNSENT_CONTROL = 256
+MAX_ENDED = 256
+HELLO = bytes((Kind.HELLO,))
 
 
 class Peer:
@@ -112,6 +114,7 @@ class Peers:
         self._on_gone = on_gone
         self._on_unblock = on_unblock
         self._peers: dict[bytes, Peer] = {}
+        self._ended: OrderedDict[bytes, tuple[str, int]] = OrderedDict()  # the latest: address and descriptor
 
     def __len__(self) -> int:
         return len(self._peers)
@@ -124,15 +127,26 @@ class Peers:
         """Peers that have said HELLO and are not dropped."""
         return sum(peer.greeted and not peer.dropped for peer in self._peers.values())
 
-    def find(self, routing_id: bytes, frame: zmq.Frame) -> tuple[Peer, bool]:
-        """The peer that a frame is from, and whether it is new."""
-        address = frame.get("Peer-Address")
+    def find(self, routing_id: bytes, frame: zmq.Frame) -> tuple[Peer | None, bool]:
+        """The peer that a frame is from, and whether it is new; None where nobody is there to be answered.
+
+        A client may have written and gone before the server's side of its connection was set up: then the kernel
+        knows no address, and the frame has no properties. And what a connection brought before it ended can still
+        come when its end is known: only HELLO may begin another.
+        """
+        try:
+            address = frame.get("Peer-Address")
+        except zmq.ZMQError:
+            return None, True
         peer = self._peers.get(routing_id)
         if peer is not None:
             if peer.address == address:
                 return peer, False
             self._forget(peer)  # the routing id has come to another process, so this peer's connection has ended
-        peer = self._peers[routing_id] = Peer(routing_id, str(address), int(frame.get("__fd")))
+        descriptor = int(frame.get("__fd"))
+        if self._ended.get(routing_id) == (address, descriptor) and frame.bytes[:1] != HELLO:
+            return None, True
+        peer = self._peers[routing_id] = Peer(routing_id, str(address), descriptor)
         return peer, True
 
     def renew(self, peer: Peer, frame: zmq.Frame) -> Peer:
@@ -173,7 +187,8 @@ class Peers:
         """Say BYE to a peer, hear it no more, and end its connection where that can be done."""
         if peer.gone or peer.dropped:
             return
-        self.send(peer, Bye(reason, message))
+        if not peer.blocked:  # or there is no room for it
+            self.send(peer, Bye(reason, message))
         if peer.gone:
             return
         peer.dropped = True
@@ -232,6 +247,10 @@ class Peers:
         peer.unsent.clear()
         if self._peers.get(peer.routing_id) is peer:
             del self._peers[peer.routing_id]
+        self._ended[peer.routing_id] = (peer.address, peer.descriptor)
+        self._ended.move_to_end(peer.routing_id)
+        if len(self._ended) > MAX_ENDED:
+            self._ended.popitem(last=False)
         if not peer.dropped:
             self._on_gone(peer)
 

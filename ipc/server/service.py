@@ -86,7 +86,7 @@ class Service:
     def receive(self, routing_id: bytes, frames: list[zmq.Frame]) -> None:
         """Take one message and answer it; what is wrong with it is answered, too."""
         peer, is_new = self._peers.find(routing_id, frames[0])
-        if peer.dropped:
+        if peer is None or peer.dropped:
             return
         if peer.floods(self._limits.max_messages_per_s):
             self._drop(peer, f"more than {self._limits.max_messages_per_s} messages in a second (max_messages_per_s)")

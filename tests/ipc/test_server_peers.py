@@ -1,19 +1,15 @@
 """Connections of one server: strangers, liars, floods, deaths, and that nobody else notices."""
 
 import os
-import signal
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 import pytest
 import zmq
 from fake_engine import FakeEngine, expected_tokens
 from raw_client import RawClient, zmtp_peer
-from served import Serve, Served, eventually
+from served import Serve, eventually
 
 from lowlat.ipc.server import service
 from lowlat.ipc.server.security import Credentials, disconnect
@@ -26,46 +22,16 @@ from lowlat.ipc.wire import (
     Hello,
     Pong,
     Sampling,
-    StatsReply,
     Submit,
     Welcome,
     decode_server,
     encode,
     pack_tokens,
 )
-from lowlat.ipc.wire import Stats as AskStats
-
-CHILD = """
-import sys, time, zmq
-from lowlat.ipc.wire import Hello, Sampling, Submit, encode, pack_tokens
-socket = zmq.Context().socket(zmq.DEALER)
-socket.connect(sys.argv[1])
-socket.send(encode(Hello()))
-socket.recv()
-for number in range(int(sys.argv[2])):
-    socket.send_multipart([encode(Submit(number, 1 << 20, Sampling(max_tokens=4000))), pack_tokens([number + 1])])
-socket.recv()
-print("running", flush=True)
-time.sleep(60)
-"""
-
-
-@contextmanager
-def child(served: Served, num_requests: int) -> Iterator["subprocess.Popen[str]"]:
-    """A client in another process, with requests that run."""
-    command = [sys.executable, "-c", CHILD, served.server.endpoint, str(num_requests)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "running\n"
-            yield process
-        finally:
-            process.kill()
 
 
 def num_clients(client: RawClient) -> int:
-    client.say(AskStats())
-    return int(client.hear(StatsReply).stats["num_clients"])
+    return int(client.stats()["num_clients"])
 
 
 @pytest.mark.parametrize(
@@ -170,47 +136,6 @@ def test_a_message_of_many_frames_is_not_kept(serve: Serve) -> None:
     assert client.pong().state == "serving"
 
 
-def test_a_killed_client_frees_its_slots_within_two_steps(serve: Serve) -> None:
-    served = serve(FakeEngine(0.05, max_running=2))
-    good = served.client()
-    other = good.submit(1, [77], max_tokens=25)
-    with child(served, 3) as process:  # one runs beside the other, two wait
-        process.kill()
-        process.wait()
-        steps = served.engine.num_steps
-        eventually(lambda: bool(served.engine.cancelled_at))
-        assert served.engine.num_steps - steps <= 2
-    good.finish(other)
-    assert other.token_ids == expected_tokens([77], 25)
-    eventually(lambda: not served.engine.busy)
-    pong = good.pong()
-    assert (pong.num_running, pong.num_waiting) == (0, 0)
-    assert num_clients(good) == 1
-
-
-def test_a_stopped_client_is_given_up_after_the_heartbeats(serve: Serve) -> None:
-    served = serve(FakeEngine(0.01), heartbeat_interval_s=0.1, heartbeat_timeout_s=0.4)
-    good = served.client()
-    with child(served, 1) as process:
-        process.send_signal(signal.SIGSTOP)
-        stopped = time.monotonic()
-        eventually(lambda: bool(served.engine.cancelled_at))
-        assert time.monotonic() - stopped < 2.0
-    assert num_clients(good) == 1
-
-
-def test_a_client_that_does_not_read_hurts_nobody_and_is_dropped(serve: Serve) -> None:
-    served = serve(FakeEngine(0.0005, max_running=8), high_water_mark=5, slow_consumer_s=0.5, max_message_bytes=1 << 20)
-    deaf, good = served.client(rcvhwm=1, rcvbuf=4096), served.client()
-    lost = [deaf.submit(number, [number + 1], max_tokens=4000, logprobs=0) for number in range(6)]
-    other = good.submit(1, [99], max_tokens=500)
-    good.finish(other)
-    assert other.token_ids == expected_tokens([99], 500)
-    eventually(lambda: not served.engine.busy, 10.0)
-    eventually(lambda: num_clients(good) == 1, 10.0)
-    assert all(one.end is None for one in lost)
-
-
 def test_a_flood_is_dropped(serve: Serve) -> None:
     served = serve(max_messages_per_s=100)
     flood, good = served.client(), served.client()
@@ -232,7 +157,7 @@ def test_a_steady_client_below_the_rate_is_no_flood(serve: Serve) -> None:
     client = serve(max_messages_per_s=50).client()
     for _ in range(120):
         client.pong()
-        time.sleep(0.02)
+        time.sleep(0.025)
 
 
 def test_a_peer_cannot_lie_about_its_user(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
