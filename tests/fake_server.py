@@ -15,6 +15,7 @@ from lowlat.ipc.server import Server
 def main() -> int:
     endpoint, options = sys.argv[1], json.loads(sys.argv[2])
     faulthandler.enable()
+    sys.setswitchinterval(0.0005)  # as `lowlat serve` does
     engine = options.get("engine", {})
     faults = {int(token): fault for token, fault in engine.pop("faults", {}).items()}
     with ExitStack() as stack:

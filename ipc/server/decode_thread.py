@@ -3,7 +3,6 @@
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from queue import Empty, SimpleQueue
 
 from lowlat.errors import CapacityError, DeviceError, RequestError
 from lowlat.ipc.engine import Engine, EngineOutput
@@ -19,6 +18,7 @@ from lowlat.ipc.server.events import (
     Step,
 )
 from lowlat.ipc.server.logs import describe
+from lowlat.ipc.server.wake import Inbox
 from lowlat.ipc.server.watchdog import StepClock
 
 __all__ = ["DecodeThread"]
@@ -39,7 +39,7 @@ class DecodeThread(threading.Thread):
         self._make_engine = make_engine
         self._clock = clock
         self._log = log
-        self._commands: SimpleQueue[Command] = SimpleQueue()
+        self._commands: Inbox[Command] = Inbox()
         self._num_running = 0
         self._joined = False
         self._stopping = False
@@ -51,6 +51,10 @@ class DecodeThread(threading.Thread):
     def put(self, command: Command) -> None:
         """Hand over a command; it is obeyed before the next step."""
         self._commands.put(command)
+
+    def close(self) -> None:
+        """Give back what wakes it, once it has ended."""
+        self._commands.close()
 
     def run(self) -> None:
         try:
@@ -78,11 +82,11 @@ class DecodeThread(threading.Thread):
                 clock.begin()
             else:
                 clock.rest()
-                command = self._rest()
+                resting = self._rest()
                 clock.begin()
+                self._obey(resting)
+            while (command := commands.take()) is not None:
                 self._obey(command)
-            while not commands.empty():
-                self._obey(commands.get())
             if self._stopping or not engine.busy:
                 continue
             clock.step(self._num_running, self._joined)
@@ -97,11 +101,12 @@ class DecodeThread(threading.Thread):
 
     def _rest(self) -> Command:
         """The next command, when it comes; the figures of the last step first, once its outputs are on their way."""
-        try:
-            return self._commands.get(timeout=FIGURES_AT_REST_S)
-        except Empty:
+        command = self._commands.wait(FIGURES_AT_REST_S)
+        if command is None:
             self._post_figures()
-            return self._commands.get()
+        while command is None:
+            command = self._commands.wait()
+        return command
 
     def _publish(self, outputs: Sequence[EngineOutput]) -> None:
         metrics = {}

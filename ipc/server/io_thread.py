@@ -1,11 +1,11 @@
 """The thread that owns the sockets: it never waits on anything but its poll, and nobody waits for it."""
 
 import logging
+import struct
 import threading
 from collections.abc import Callable
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from lowlat.ipc.server.events import DrainAsked, EngineFigures, Event, Failed, Prepared, Refused, Step
 from lowlat.ipc.server.logs import describe
@@ -21,6 +21,7 @@ __all__ = ["IoThread"]
 MAX_MESSAGES_A_TURN = 64  # then tokens go out before more is read
 MAX_FRAMES = 3  # one more than any message has: the rest of a longer one is read and not kept
 WATCH_EVERY_S = 1.0
+_EVENT = struct.Struct("=Hi")  # a monitor's event, and its descriptor
 
 
 class IoThread(threading.Thread):
@@ -128,8 +129,11 @@ class IoThread(threading.Thread):
                 return
 
     def _disconnected(self) -> None:
-        while self._monitor.poll(0):
-            self._peers.closed(int(recv_monitor_message(self._monitor)["value"]))
+        for _ in range(MAX_MESSAGES_A_TURN):  # connections may come and go faster than they can be noted
+            if not int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                return
+            _, descriptor = _EVENT.unpack(self._monitor.recv_multipart(zmq.NOBLOCK)[0])
+            self._peers.closed(descriptor)
 
     def _watch(self) -> None:
         problem = self._check()

@@ -26,7 +26,7 @@ PROBE_AFTER_S = (0.0, 0.005, 0.05, 0.5)  # a monitor's event can come before the
 RETRY_S = 0.005
 DISCONNECT_AFTER_S = 0.2  # time for BYE to leave
 MAX_UNSENT_CONTROL = 256
-MAX_ENDED = 256
+MAX_ENDED = 4096
 HELLO = bytes((Kind.HELLO,))
 
 

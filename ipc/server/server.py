@@ -35,6 +35,7 @@ __all__ = ["Server"]
 FATAL_S = 0.9  # from a failure to the process's end, at most
 JOIN_S = 5.0
 EXIT_FATAL = 1
+MAX_UNREAD = 128  # messages of a client that lie here: the rest of a flood stays with whoever sends it
 
 
 class Server:
@@ -156,6 +157,8 @@ class Server:
             self._context.term()  # waits for the last messages, at most linger_s
         if self._lock is not None:
             self._lock.release()
+        if not self._decode.is_alive():
+            self._decode.close()
         self._inbox.close()
         self._attention.set()
 
@@ -234,6 +237,7 @@ class Server:
             heartbeat_timeout_s=limits.heartbeat_timeout_s,
         )
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        router.setsockopt(zmq.RCVHWM, min(limits.high_water_mark, MAX_UNREAD))
         if self._curve is not None:
             self._authenticator = self._curve.protect(context, router)
         if self._where.host and ":" in self._where.host:

@@ -1,6 +1,7 @@
 """How other threads hand something to the thread that owns the sockets, and wake it, without waiting for it."""
 
 import os
+import select
 from collections import deque
 from typing import Generic, TypeVar
 
@@ -14,12 +15,18 @@ class Inbox(Generic[Item]):
 
     Any thread puts; one thread takes. The reader says `sleep` before it polls the descriptor and `awake` after: only
     then does a put cost a system call. What is put is bounded by the putters: a step's outputs, a request's ends.
+
+    A put that wakes lets go of the GIL in its system call, and the reader takes it: a lock's release, or a queue of
+    Python's, keeps it, and the reader would wait until the putter has nothing left to do (63 us against 13 where that
+    is 50 us of work).
     """
 
     def __init__(self) -> None:
         self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._items: deque[Item] = deque()
         self._asleep = False
+        self._poll = select.poll()
+        self._poll.register(self.descriptor, select.POLLIN)
 
     def put(self, item: Item) -> None:
         """Append, and wake the reader if it sleeps."""
@@ -53,6 +60,17 @@ class Inbox(Generic[Item]):
         self._asleep = False
         if signalled:
             os.eventfd_read(self.descriptor)
+
+    def wait(self, timeout_s: float | None = None) -> Item | None:
+        """The oldest, when it comes; None when the time has passed."""
+        while (item := self.take()) is None:
+            if not self.sleep():
+                continue
+            signalled = bool(self._poll.poll(None if timeout_s is None else timeout_s * 1000.0))
+            self.awake(signalled)
+            if timeout_s is not None and not signalled:
+                return self.take()
+        return item
 
     def close(self) -> None:
         """Give the descriptor back; what is put from now on is never taken."""

@@ -1,15 +1,10 @@
 """A server's end, by every way there is: drained, terminated, killed, failed, hung, robbed."""
 
-import json
 import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,152 +12,21 @@ import pytest
 import zmq
 import zmq.auth
 from fake_engine import FakeEngine, expected_tokens
-from raw_client import RawClient, raw_client
-from served import Serve, eventually
+from fake_process import fake_process
+from raw_client import raw_client
+from served import Serve
 
 from lowlat.errors import ConfigError, LowlatError
 from lowlat.ipc.limits import Limits
 from lowlat.ipc.server import Curve, Server
-from lowlat.ipc.wire import Bye, Drain, Error, Hello, Welcome
-
-SCRIPT = Path(__file__).with_name("fake_server.py")
-
-
-@contextmanager
-def process(folder: Path, stderr: Any = subprocess.DEVNULL, **options: Any) -> Iterator["subprocess.Popen[str]"]:
-    """A server in a process of its own, ready; killed at the end if it still runs."""
-    command = [sys.executable, str(SCRIPT), f"ipc://{folder}/s.sock", json.dumps(options)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True) as running:
-        try:
-            assert running.stdout is not None
-            assert running.stdout.readline()
-            yield running
-        finally:
-            running.kill()
-
-
-def hear_bye(client: RawClient) -> Bye:
-    """BYE comes last, after the ends of all requests."""
-    bye = client.hear(Bye)
-    assert client.is_quiet(0.05)
-    return bye
-
-
-def test_sigterm_lets_running_requests_finish(tmp_path: Path) -> None:
-    with process(tmp_path, engine={"step_s": 0.01}) as server, raw_client(f"ipc://{tmp_path}/s.sock") as client:
-        done = client.submit(1, max_tokens=40)
-        client.wait_tokens(done, 2)
-        server.send_signal(signal.SIGTERM)
-        eventually(lambda: client.pong().state == "draining")
-        refused = client.submit(2)
-        client.finish(refused, done)
-        assert refused.error is not None
-        assert refused.error.code == "draining"
-        assert done.token_ids == expected_tokens([1, 2, 3], 40)
-        assert hear_bye(client).reason == "shutdown"
-        assert server.wait(5) == 0
-    assert not (tmp_path / "s.sock").exists()
-
-
-def test_sigterm_ends_what_is_left_at_the_deadline(tmp_path: Path) -> None:
-    options = {"engine": {"step_s": 0.01}, "limits": {"drain_s": 0.3}}
-    with process(tmp_path, **options) as server, raw_client(f"ipc://{tmp_path}/s.sock") as client:
-        done = client.submit(1, max_tokens=4000)
-        client.wait_tokens(done, 2)
-        started = time.monotonic()
-        server.send_signal(signal.SIGTERM)
-        client.finish(done)
-        assert 0.2 < time.monotonic() - started < 1.5
-        assert done.end is not None
-        assert (done.end.finish_reason, done.end.code) == ("error", "shutdown")
-        assert hear_bye(client).reason == "shutdown"
-        assert server.wait(5) == 0
-
-
-def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
-    with process(tmp_path, engine={"step_s": 0.01}) as server, raw_client(f"ipc://{tmp_path}/s.sock") as client:
-        done = client.submit(1, max_tokens=4000)
-        client.wait_tokens(done, 2)
-        server.send_signal(signal.SIGINT)
-        eventually(lambda: client.pong().state == "draining")
-        server.send_signal(signal.SIGINT)
-        client.finish(done)
-        assert done.end is not None
-        assert done.end.code == "shutdown"
-        assert server.wait(5) == 0
-
-
-def test_a_device_error_tells_everybody_and_ends_the_process_within_a_second(tmp_path: Path) -> None:
-    engine = {"step_s": 0.01, "faults": {"9": "device"}, "max_running": 2}
-    with (
-        process(tmp_path, engine=engine) as server,
-        raw_client(f"ipc://{tmp_path}/s.sock") as client,
-        raw_client(f"ipc://{tmp_path}/s.sock") as idle,
-    ):
-        done = [client.submit(number, [token], max_tokens=4000) for number, token in enumerate((8, 9, 7))]
-        client.finish(*done)
-        failed = time.monotonic()
-        for one in done:
-            assert one.end is not None
-            assert (one.end.finish_reason, one.end.code) == ("error", "device")
-        assert hear_bye(client).reason == "device"
-        assert idle.hear(Bye).reason == "device"
-        assert server.wait(5) == 1
-        assert time.monotonic() - failed < 1.3
-    with process(tmp_path), raw_client(f"ipc://{tmp_path}/s.sock") as client:  # and the next one can serve
-        client.finish(client.submit(1, max_tokens=2))
-
-
-def test_a_hung_step_is_noticed_told_dumped_and_ends_the_process(tmp_path: Path) -> None:
-    options = {
-        "engine": {"step_s": 0.002, "faults": {"9": "hang"}, "fault_step": 40},
-        "limits": {"watchdog_min_s": 0.4},
-    }
-    log = tmp_path / "stderr"
-    with (
-        log.open("w") as stderr,
-        process(tmp_path, stderr, **options) as server,
-        raw_client(f"ipc://{tmp_path}/s.sock") as client,
-    ):
-        done = client.submit(1, [9], max_tokens=4000)
-        client.wait_tokens(done, 39)
-        hung = time.monotonic()
-        time.sleep(0.2)
-        assert client.pong().last_step_age_s > 0.15  # health is not "it answers"
-        client.finish(done)
-        assert done.end is not None
-        assert (done.end.finish_reason, done.end.code) == ("error", "stalled")
-        assert hear_bye(client).reason == "stalled"
-        assert server.wait(5) == 1
-        assert 0.4 < time.monotonic() - hung < 3.0
-    written = log.read_text()
-    assert "_advance" in written  # the stack of the thread that hangs
-    assert "watchdog_factor" in written
-
-
-def test_a_bug_of_the_engine_ends_the_server_and_its_text_stays_inside(tmp_path: Path) -> None:
-    log = tmp_path / "stderr"
-    with (
-        log.open("w") as stderr,
-        process(tmp_path, stderr, engine={"faults": {"9": "crash"}}) as server,
-        raw_client(f"ipc://{tmp_path}/s.sock") as client,
-    ):
-        done = client.submit(1, [9], max_tokens=10)
-        client.finish(done)
-        assert done.end is not None
-        assert done.end.code == "internal"
-        assert "secret" not in str(done.end.message)
-        assert hear_bye(client).reason == "internal"
-        assert server.wait(5) == 1
-    assert "ValueError at" in log.read_text()
-    assert "secret" not in log.read_text()
+from lowlat.ipc.wire import Bye, Drain, Error, Hello
 
 
 def test_an_unread_log_stalls_nobody(tmp_path: Path) -> None:
     options = {"engine": {"step_s": 0.001}, "limits": {"max_bad_messages": 60_000}, "log": "json"}
     endpoint = f"ipc://{tmp_path}/s.sock"
     with (
-        process(tmp_path, subprocess.PIPE, **options) as server,
+        fake_process(tmp_path, subprocess.PIPE, **options) as server,
         raw_client(endpoint) as bad,
         raw_client(endpoint) as good,
     ):
@@ -201,24 +65,9 @@ def test_a_failure_returns_a_code_where_the_process_is_not_the_servers(serve: Se
     assert codes == [1]
 
 
-def test_kill_and_restart_on_the_same_endpoint(tmp_path: Path) -> None:
-    epochs = set()
-    endpoint = f"ipc://{tmp_path}/s.sock"
-    with raw_client(endpoint, greet=False) as client:
-        for _ in range(3):
-            with process(tmp_path, engine={"step_s": 0.01}) as server:
-                client.say(Hello())
-                epochs.add(client.hear(Welcome).epoch)
-                client.wait_tokens(client.submit(1, max_tokens=4000), 2)
-                server.kill()
-                server.wait(5)
-                client.completions.clear()
-    assert len(epochs) == 3
-
-
 def test_a_live_endpoint_cannot_be_taken(tmp_path: Path) -> None:
     endpoint = f"ipc://{tmp_path}/s.sock"
-    with process(tmp_path) as server:
+    with fake_process(tmp_path) as server:
         second = Server(FakeEngine(), None, endpoint)
         with pytest.raises(ConfigError, match=f"process {server.pid}, holds"):
             second.start()
