@@ -237,7 +237,7 @@ class Client:
             if self._links:
                 link = self._links[0]
                 with link as connection:
-                    link.check()
+                    link.check_news()
                 if connection.failure is None:
                     return link
                 self._links.clear()

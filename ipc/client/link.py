@@ -34,9 +34,11 @@ class Link:
         self._shut = False
         self._asleep = False  # the leader polls, and nobody has woken it yet
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._poll = select.poll()
+        self._poll = select.poll()  # the leader's, who polls it without the lock
+        self._news = select.poll()
         for descriptor in (sockets.dealer_fd, sockets.monitor_fd, self._wake):
             self._poll.register(descriptor, select.POLLIN)
+            self._news.register(descriptor, select.POLLIN)
 
     def __enter__(self) -> Connection:
         self._lock.acquire()
@@ -64,6 +66,11 @@ class Link:
         finally:
             if self.connection.failure is not None:
                 self._wake_all()
+
+    def check_news(self) -> None:
+        """Under the lock: check, if anything has happened: whatever happens makes a descriptor readable."""
+        if self.connection.failure is None and self._news.poll(0):
+            self.check()
 
     def check(self) -> None:
         """Under the lock: take what has come, then see whether the connection is lost."""

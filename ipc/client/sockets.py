@@ -8,7 +8,7 @@ import struct
 from dataclasses import dataclass, field
 
 import zmq
-from zmq import POLLIN, Again
+from zmq import Again
 
 from lowlat.errors import ConfigError
 from lowlat.ipc.client.protocol import HEARTBEAT_INTERVAL_S
@@ -26,6 +26,10 @@ _EVENTS = (
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 _EVENT = struct.Struct("=HI")
+# Bare numbers: enum's own arithmetic takes microseconds in a process that has just woken.
+_POLLIN = int(zmq.POLLIN)
+_NOBLOCK = int(zmq.NOBLOCK)
+_MORE_NOBLOCK = int(zmq.SNDMORE | zmq.NOBLOCK)
 
 
 @dataclass(frozen=True)
@@ -101,18 +105,17 @@ class Sockets:
 
     def receive(self) -> bytes:
         """The first frame of the next message; this version's messages have no other."""
-        frame = self._dealer.recv(zmq.NOBLOCK)
+        frame = self._dealer.recv(_NOBLOCK)
         while self._dealer.getsockopt(zmq.RCVMORE):
-            self._dealer.recv(zmq.NOBLOCK)
+            self._dealer.recv(_NOBLOCK)
         return frame
 
     def send(self, frames: tuple[bytes, ...]) -> bool:
         """Send a message; False when the queue is full."""
         try:
-            if len(frames) == 1:
-                self._dealer.send(frames[0], zmq.NOBLOCK)
-            else:
-                self._dealer.send_multipart(frames, zmq.NOBLOCK)
+            for frame in frames[:-1]:
+                self._dealer.send(frame, _MORE_NOBLOCK)  # what is full refuses the first frame, never a later one
+            self._dealer.send(frames[-1], _NOBLOCK)
         except Again:
             return False
         return True
@@ -134,4 +137,4 @@ class Sockets:
 
 
 def _has_message(socket: "zmq.Socket[bytes]") -> bool:
-    return bool(int(socket.getsockopt(zmq.EVENTS)) & POLLIN)
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & _POLLIN)

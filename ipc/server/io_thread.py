@@ -21,6 +21,8 @@ __all__ = ["IoThread"]
 MAX_MESSAGES_A_TURN = 64  # then tokens go out before more is read
 MAX_FRAMES = 3  # one more than any message has: the rest of a longer one is read and not kept
 WATCH_EVERY_S = 1.0
+_POLLIN = int(zmq.POLLIN)  # bare numbers: enum's own arithmetic takes microseconds in a process that has just woken
+_NOBLOCK = int(zmq.NOBLOCK)
 _EVENT = struct.Struct("=Hi")  # a monitor's event, and its descriptor
 
 
@@ -115,7 +117,7 @@ class IoThread(threading.Thread):
     def _receive(self) -> None:
         router, service = self._router, self._service
         for _ in range(MAX_MESSAGES_A_TURN):
-            routing_id = router.recv(zmq.NOBLOCK)
+            routing_id = router.recv(_NOBLOCK)
             frame = router.recv(copy=False)
             frames = [frame]
             while frame.more:
@@ -125,7 +127,7 @@ class IoThread(threading.Thread):
             service.receive(routing_id, frames)
             # A step's tokens go before anything that clients say; and to ask is cheaper than an exception, while the
             # decode thread waits for the GIL with what has just been submitted.
-            if self._inbox.waiting or not int(router.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            if self._inbox.waiting or not int(router.getsockopt(zmq.EVENTS)) & _POLLIN:
                 return
 
     def _disconnected(self) -> None:

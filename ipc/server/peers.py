@@ -26,6 +26,9 @@ PROBE_AFTER_S = (0.0, 0.005, 0.05, 0.5)  # a monitor's event can come before the
 RETRY_S = 0.005
 DISCONNECT_AFTER_S = 0.2  # time for BYE to leave
 MAX_UNSENT_CONTROL = 256
+# Bare numbers: enum's own arithmetic takes microseconds in a process that has just woken.
+_NOBLOCK = int(zmq.NOBLOCK)
+_MORE_NOBLOCK = int(zmq.SNDMORE | zmq.NOBLOCK)
 MAX_ENDED = 4096
 HELLO = bytes((Kind.HELLO,))
 
@@ -165,8 +168,8 @@ class Peers:
         frame = encode(message)
         if not peer.unsent:
             try:
-                self._socket.send(peer.routing_id, zmq.SNDMORE | zmq.NOBLOCK)
-                self._socket.send(frame, zmq.NOBLOCK)
+                self._socket.send(peer.routing_id, _MORE_NOBLOCK)
+                self._socket.send(frame, _NOBLOCK)
             except zmq.Again:
                 peer.blocked_since = time.monotonic()
                 peer.unsent.append(frame)
@@ -211,8 +214,8 @@ class Peers:
         for peer in suspects:
             peer.suspect = peer.suspect and not last
             try:
-                self._socket.send(peer.routing_id, zmq.SNDMORE | zmq.NOBLOCK)
-                self._socket.send(encode(Pong(0, "serving", 0.0, 0, 0)), zmq.NOBLOCK)
+                self._socket.send(peer.routing_id, _MORE_NOBLOCK)
+                self._socket.send(encode(Pong(0, "serving", 0.0, 0, 0)), _NOBLOCK)
             except zmq.Again:
                 continue
             except zmq.ZMQError as error:
@@ -225,8 +228,8 @@ class Peers:
             return
         try:
             while peer.unsent:
-                self._socket.send(peer.routing_id, zmq.SNDMORE | zmq.NOBLOCK)
-                self._socket.send(peer.unsent[0], zmq.NOBLOCK)
+                self._socket.send(peer.routing_id, _MORE_NOBLOCK)
+                self._socket.send(peer.unsent[0], _NOBLOCK)
                 peer.unsent.popleft()
                 peer.blocked_since = time.monotonic()
         except zmq.Again:
