@@ -18,6 +18,7 @@ from lowlat.ipc.wire import Message, Sampling
 __all__ = ["FakeCodec", "FakeEngine", "FakeOutput", "expected_text", "expected_tokens"]
 
 VOCAB_SIZE = 1000
+MAX_REMEMBERED = 200  # requests that have ended: a server of it may run for long
 
 
 @dataclass(frozen=True)
@@ -162,6 +163,7 @@ class FakeEngine:
         tokens = expected_tokens(prompt, sampling.max_tokens, sampling.seed)
         self._running[request_id] = _Request(tuple(prompt), sampling, tokens)
         self.order.append(request_id)
+        del self.order[:-MAX_REMEMBERED]
         self.max_seen_running = max(self.max_seen_running, len(self._running))
 
     def cancel(self, request_id: str) -> None:
@@ -170,6 +172,8 @@ class FakeEngine:
         if request is None:
             raise RequestError(f"request {request_id!r} is unknown or has ended")
         self.cancelled_at[request_id] = request.num_steps
+        if len(self.cancelled_at) > MAX_REMEMBERED:
+            self.cancelled_at.pop(next(iter(self.cancelled_at)))
         self._end(request_id, request)
         self._pending.append(FakeOutput(request_id, (), "cancelled", text="" if self.text else None))
 
@@ -241,6 +245,8 @@ class FakeEngine:
         )
 
     def _end(self, request_id: str, request: _Request) -> None:
+        if len(self._ended) >= MAX_REMEMBERED:
+            self._ended.pop(next(iter(self._ended)))
         self._ended[request_id] = {
             "prompt_tokens": len(request.prompt),
             "completion_tokens": request.num_sent,

@@ -3,8 +3,9 @@
 import socket
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import zmq
@@ -30,7 +31,7 @@ from lowlat.ipc.wire import (
 )
 from lowlat.ipc.wire import Stats as AskStats
 
-__all__ = ["Completion", "RawClient", "raw_client", "zmtp_peer"]
+__all__ = ["Completion", "RawClient", "raw_client", "zmtp_bytes", "zmtp_peer"]
 
 Wanted = TypeVar("Wanted", bound=Struct)
 TIMEOUT_S = 10.0
@@ -142,23 +143,20 @@ class RawClient:
 
     def pong(self) -> Pong:
         self.say(Health(77))
-        while (pong := self.hear(Pong)).nonce != 77:
-            pass  # the server asks whether somebody is there
-        return pong
+        return self.hear(Pong)
 
     def stats(self) -> dict[str, Any]:
         """The server's figures."""
         self.say(AskStats())
-        while isinstance(answer := self._next_control(TIMEOUT_S), Pong):
-            pass
-        assert isinstance(answer, StatsReply), answer
-        return answer.stats
+        return self.hear(StatsReply).stats
 
     def close(self) -> None:
         self.socket.close()
         self.context.term()
 
     def _note(self, message: Struct) -> bool:
+        if isinstance(message, Pong) and message.nonce == 0:
+            return True  # the server asks whether somebody is there
         number = getattr(message, "number", None)
         if isinstance(message, Tokens | End | Error) and number in self.completions:
             self.completions[number].take(message)
@@ -182,21 +180,31 @@ def raw_client(endpoint: str, *, greet: bool = True, **options: Any) -> Iterator
         client.close()
 
 
+GREETING = b"\xff" + b"\0" * 8 + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + b"\0" * 32
+
+
 def zmtp_peer(path: str, properties: dict[bytes, bytes], messages: Sequence[Sequence[bytes]]) -> socket.socket:
     """A peer that speaks ZMTP by hand, and so can say of itself what libzmq would not."""
     connection = socket.socket(socket.AF_UNIX)
     connection.settimeout(TIMEOUT_S)
     connection.connect(path)
-    connection.sendall(b"\xff" + b"\0" * 8 + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + b"\0" * 32)
+    said = zmtp_bytes(messages, properties)
+    connection.sendall(said[: len(GREETING)])
     greeting = b""
-    while len(greeting) < 64:
-        greeting += connection.recv(64 - len(greeting))
+    while len(greeting) < len(GREETING):
+        greeting += connection.recv(len(GREETING) - len(greeting))
+    connection.sendall(said[len(GREETING) :])
+    return connection
+
+
+def zmtp_bytes(messages: Sequence[Sequence[bytes]], properties: Mapping[bytes, bytes] = MappingProxyType({})) -> bytes:
+    """All that such a peer says: greeting, READY, messages."""
     ready = b"\x05READY"
     for name, value in {b"Socket-Type": b"DEALER", **properties}.items():
         ready += bytes((len(name),)) + name + struct.pack(">I", len(value)) + value
-    connection.sendall(bytes((4, len(ready))) + ready)
+    said = GREETING + bytes((4, len(ready))) + ready
     for frames in messages:
         for place, frame in enumerate(frames):
             more = place < len(frames) - 1
-            connection.sendall(bytes((2 | more,)) + struct.pack(">Q", len(frame)) + frame)
-    return connection
+            said += bytes((2 | more,)) + struct.pack(">Q", len(frame)) + frame
+    return said

@@ -251,6 +251,6 @@ def test_a_probe_of_the_living_is_ignored_by_a_client(serve: Serve) -> None:
     descriptor = next(iter(served.server._io._peers)).descriptor  # type: ignore[union-attr]
     served.server._io._peers.closed(descriptor)  # type: ignore[union-attr]
     client.say(Health(3))
-    nonces = {client.hear(Pong).nonce for _ in range(2)}
-    assert nonces == {0, 3}
+    answers = [client.receive() for _ in range(2)]
+    assert {answer.nonce for answer in answers if isinstance(answer, Pong)} == {0, 3}
     assert decode_server(encode(Pong(0, "serving", 0.0, 0, 0))) is not None
