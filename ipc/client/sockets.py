@@ -91,6 +91,7 @@ class Sockets:
                 curve.apply(self._dealer)
             self._monitor: zmq.Socket[bytes] = self._dealer.get_monitor_socket(_EVENTS)
             self._monitor.setsockopt(zmq.LINGER, 0)
+            _has_message(self._monitor)  # only who has looked once is told by the descriptor
             self._dealer.connect(endpoint.url)
         except BaseException:
             self._context.destroy(linger=0)
