@@ -1,6 +1,6 @@
 """Servers and clients killed (SIGKILL) at random moments: what survives is whole and right, and nothing is left behind.
 
-python kill_soak.py --servers 60 --clients 60 --model-clients 20 --json FILE
+python kill_soak.py --servers 60 --clients 120 --model-clients 20 --json FILE
 
 servers        this process's clients, a blocking and an asyncio one, live on: each stream ends by ServerGone with a
                prefix of its tokens, and the next server on the same path serves them
@@ -279,7 +279,7 @@ PARTS: dict[str, Callable[[Path, int, random.Random], dict[str, Any]]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    for part, default in zip(PARTS, (60, 60, 20), strict=True):
+    for part, default in zip(PARTS, (60, 120, 20), strict=True):
         parser.add_argument(f"--{part.replace('_', '-')}", type=int, default=default)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", default=os.devnull)

@@ -29,7 +29,7 @@ MAX_UNSENT_CONTROL = 256
 # Bare numbers: enum's own arithmetic takes microseconds in a process that has just woken.
 _NOBLOCK = int(zmq.NOBLOCK)
 _MORE_NOBLOCK = int(zmq.SNDMORE | zmq.NOBLOCK)
-MAX_ENDED = 4096
+MAX_ENDED = 512  # with what RCVHWM lets wait of each, more than a client can leave behind at a time
 HELLO = bytes((Kind.HELLO,))
 
 

@@ -1,6 +1,6 @@
 """What a slow, a killed and a malicious client cost the others: their inter-token p99, with and without them.
 
-python bad_clients_soak.py --rounds 5 --json FILE. Steps take 20 ms. Rounds with and without the bad ones alternate in
+python bad_clients.py --rounds 5 --json FILE. Steps take 20 ms. Rounds with and without the bad ones alternate in
 one server, which begins anew with neither; the good streams hold their slots all the time.
 
 slow       reads a chunk of its four streams every 100 ms, with a window of 4 tokens; another reads nothing at all
