@@ -133,9 +133,9 @@ class Peers:
     def find(self, routing_id: bytes, frame: zmq.Frame) -> tuple[Peer | None, bool]:
         """The peer that a frame is from, and whether it is new; None where nobody is there to be answered.
 
-        A client may have written and gone before the server's side of its connection was set up: then the kernel
-        knows no address, and the frame has no properties. And what a connection brought before it ended can still
-        come when its end is known: only HELLO may begin another.
+        libzmq also speaks ZMTP 1 and 2, as which bytes by chance may pass; their frames have no properties, and so
+        nobody knows whose they are. And what a connection brought before it ended can still come when its end is
+        known: only HELLO may begin another.
         """
         try:
             address = frame.get("Peer-Address")

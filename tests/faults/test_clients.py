@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
@@ -50,7 +51,7 @@ def client_process(endpoint: str, num_requests: int, max_tokens: int = 4000) -> 
             process.kill()
 
 
-def greeted_and_gone(path: str) -> None:
+def greet_and_go(path: str) -> None:
     """Say HELLO by hand, without waiting for any answer, and go."""
     connection = socket.socket(socket.AF_UNIX)
     with connection:
@@ -100,7 +101,7 @@ def test_a_client_that_does_not_read_hurts_nobody_and_is_dropped(serve: Serve) -
 
 
 PROMPTS = ([11, 12, 13], [21, 22, 23, 24], [31])
-SAMPLING = {"max_tokens": 24, "temperature": 0.8, "ignore_eos": True}
+SAMPLING: dict[str, Any] = {"max_tokens": 16, "temperature": 0.8, "ignore_eos": True}
 
 
 def test_a_killed_client_leaves_no_block_and_the_neighbours_their_tokens(tmp_path: Path) -> None:
@@ -134,7 +135,8 @@ def test_a_cancel_frees_within_two_steps_and_changes_nobody_elses_tokens(tmp_pat
         raw_client(server.endpoint) as other,
     ):
         engine.before_step = lambda _: time.sleep(0.005)
-        first = one.submit(7, PROMPTS[0], seed=5, **SAMPLING)
+        long = {"max_tokens": 200} if how in ("running", "twice") else {}
+        first = one.submit(7, PROMPTS[0], seed=5, **{**SAMPLING, **long})
         second = other.submit(7, PROMPTS[1], seed=5, **SAMPLING)
         queued = other.submit(8, PROMPTS[2], seed=5, **SAMPLING)
         one.wait_tokens(first, 3)
@@ -159,7 +161,8 @@ def test_a_cancel_frees_within_two_steps_and_changes_nobody_elses_tokens(tmp_pat
             assert engine.trace["end", engine.order[0]] - steps <= 3  # the one under way, and two
         one.finish(first)
         other.finish(second, queued)
-        assert first.token_ids == expected[0][: len(first.token_ids)]
+        num_known = len(expected[0])
+        assert first.token_ids[:num_known] == expected[0][: len(first.token_ids)]
         assert second.token_ids == expected[1]
         assert queued.token_ids == (() if how == "queued" else expected[2])
         if how in ("queued", "foreign", "ended"):
@@ -177,7 +180,7 @@ def test_a_slow_client_is_paused_then_ended_and_the_others_go_on(tmp_path: Path)
         got = list(next(stream).token_ids)
         with raw_client(endpoint) as watching:
             eventually(lambda: watching.stats()["ends"].get("slow_consumer") == 1)
-            assert watching.pong().num_running == 0  # the slot is free
+            eventually(lambda: watching.pong().num_running == 0)  # the slot is free
         found = [token for chunk in quick.generate([6], max_tokens=100) for token in chunk.token_ids]
         assert tuple(found) == expected_tokens([6], 100)
         with pytest.raises(StreamError, match="slow_consumer_s") as caught:
@@ -212,12 +215,30 @@ def test_who_is_gone_before_the_server_notices_is_nobody(tmp_path: Path) -> None
     with fake_process(tmp_path) as server, raw_client(f"ipc://{tmp_path}/s.sock") as good:
         for _ in range(3):
             server.send_signal(signal.SIGSTOP)
-            gone = [greeted_and_gone(str(tmp_path / "s.sock")) for _ in range(20)]
+            for _ in range(20):
+                greet_and_go(str(tmp_path / "s.sock"))
             server.send_signal(signal.SIGCONT)
             assert good.pong().state == "serving"
-        assert len(gone) == 20
         eventually(lambda: good.stats()["num_clients"] == 1)
         assert server.poll() is None
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_peers_of_older_versions_of_zmtp_are_not_heard(serve: Serve, version: int) -> None:
+    served = serve()
+    good = served.client()
+    hello = encode(Hello())
+    if version == 1:  # an identity's frame, then the message: each its length, its flags, its bytes
+        said = b"\x01\x00" + bytes((len(hello) + 1, 0)) + hello
+    else:  # signature, revision 1, DEALER, an empty identity, then the message
+        said = b"\xff" + b"\0" * 8 + b"\x7f\x01\x05" + b"\0\0" + bytes((0, len(hello))) + hello
+    for _ in range(3):
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(served.server.endpoint.removeprefix("ipc://"))
+            connection.sendall(said)
+            time.sleep(0.02)
+            assert good.pong().state == "serving"
+    assert good.stats()["num_clients"] == 1
 
 
 def test_the_rest_of_a_flood_costs_no_answers(serve: Serve) -> None:

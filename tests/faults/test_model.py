@@ -54,8 +54,8 @@ def test_not_finite_fails_that_request_by_position_and_its_neighbours_are_identi
 
 
 def test_kv_blocks_cannot_run_out_in_a_step(tmp_path: Path) -> None:
-    runtime = load_bundled(max_batch=3, max_context=128, kv_blocks=6, block_size=16, prefill_chunk=16)
-    sampling = {**SAMPLING, "max_tokens": 40}  # three blocks of the five, speculation included: one at a time
+    runtime = load_bundled(max_batch=3, max_context=128, kv_blocks=6, block_size=8, prefill_chunk=8)
+    sampling = {**SAMPLING, "max_tokens": 20}  # four blocks of the five, speculation included: one at a time
     expected = [alone(runtime, [number + 1, 5], **sampling) for number in range(4)]
     with served_model(tmp_path, runtime) as (server, _), raw_client(server.endpoint) as client:
         done = [client.submit(number, [number + 1, 5], **sampling) for number in range(4)]
