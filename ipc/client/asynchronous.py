@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import select
 import threading
 import time
 import weakref
@@ -33,6 +34,9 @@ class AsyncLink:
         self._waiting: dict[Waiter, asyncio.Future[None]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._shut = False
+        self._news = select.poll()
+        for descriptor in (sockets.dealer_fd, sockets.monitor_fd):
+            self._news.register(descriptor, select.POLLIN)
         loop.add_reader(sockets.dealer_fd, self.pump)
         loop.add_reader(sockets.monitor_fd, self.check)
 
@@ -49,6 +53,11 @@ class AsyncLink:
                 return
             else:
                 self._wake(connection.receive(sockets.receive(), time.monotonic()))
+
+    def check_news(self) -> None:
+        """Check, if anything has happened: whatever happens makes a descriptor readable."""
+        if not self._shut and self._news.poll(0):
+            self.check()
 
     def check(self) -> None:
         """Take what has come, then see whether the connection is lost."""
@@ -314,7 +323,12 @@ class AsyncClient:
         """The connection, made anew where it was lost."""
         self.check_process()
         loop = asyncio.get_running_loop()
-        if self._links and self._links[0].loop is not loop:
+        if self._links and self._links[0].loop is loop and not self._closed:
+            link = self._links[0]
+            link.check_news()
+            if link.connection.failure is None:
+                return link
+        elif self._links and self._links[0].loop is not loop:
             if not self._links[0].loop.is_closed():
                 raise LowlatError("the client belongs to another event loop that still lives; make one for each")
             self._links.pop().fail("its event loop has ended")

@@ -2,10 +2,10 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from msgspec import Struct
 
 from lowlat.errors import RequestError
 from lowlat.ipc.messages import Message, Sampling, Submit
@@ -18,8 +18,7 @@ _OPTIONS = tuple(field.name for field in msgspec.structs.fields(Sampling))
 _MAX_DEADLINE_S = (1 << 40) / 1000.0
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(Struct, frozen=True):
     """A checked request, but for its number and credit, which belong to a connection."""
 
     sampling: Sampling
@@ -66,6 +65,8 @@ def make_request(
     body: bytes | None = None
     if isinstance(prompt, str):
         text = prompt
+    elif isinstance(prompt, (list, tuple)) and prompt and type(prompt[0]) is int:
+        body = _pack(prompt)
     else:
         entries = _entries(prompt)
         if isinstance(entries[0], Mapping):
@@ -91,7 +92,7 @@ def _entries(prompt: object) -> list[Any]:
     return entries
 
 
-def _pack(token_ids: list[Any]) -> bytes:
+def _pack(token_ids: Sequence[Any]) -> bytes:
     try:
         packed = pack_tokens(token_ids)
         lowest = min(token_ids)

@@ -39,9 +39,12 @@ class Settings:
     def unreachable(self, failure: LowlatError | None) -> ServerGone:
         """What to raise when the time to connect is over; failure is what the last attempt ended by."""
         why = "" if failure is None else f" ({failure})"
+        keys = ""
+        if self.endpoint.scheme == "tcp" and self.curve is None:
+            keys = "; one that has CURVE keys answers nobody without: give curve=ClientCurve(...), or --curve-keys"
         return ServerGone(
             f"no lowlat server answers at {self.endpoint} within {self.connect_timeout_s:g} s "
-            f"(connect_timeout_s){why}; `lowlat serve` starts one",
+            f"(connect_timeout_s){why}; `lowlat serve` starts one{keys}",
             code="gone",
         )
 

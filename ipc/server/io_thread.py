@@ -30,7 +30,9 @@ class IoThread(threading.Thread):
     """Reads what clients say, sends what the engine brings, and ends the server.
 
     check      called once a second; a text says why the server must end
-    spins      poll without waiting while requests run: saves the wake, costs a core
+    spins      poll without waiting while requests run. Off but where somebody has measured that it helps: with a
+               step that sleeps, on two cores, later tokens came at most 15 us earlier, and the first up to 2 ms later,
+               since a thread that spins takes the GIL back before the decode thread has woken
     on_end     called when the last message has been handed to ZeroMQ
     exit_code  0 after a drain, 1 after a failure; read it when the thread has ended
     """

@@ -1,6 +1,5 @@
 """A Runtime as the server's Engine: parameters converted, figures as JSON. It knows nothing of clients or sockets."""
 
-import os
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,8 +10,6 @@ from lowlat.request import SamplingParams, StepOutput
 from lowlat.runtime import Runtime
 
 __all__ = ["RuntimeEngine", "sampling_params"]
-
-MIN_CORES_TO_SPIN = 4  # the decode thread and the I/O thread each take one whole
 
 
 def sampling_params(sampling: Sampling) -> SamplingParams:
@@ -39,7 +36,6 @@ class RuntimeEngine:
             tokenizer="" if codec is None else codec.fingerprint,
             has_chat_template=codec is not None and codec.has_chat_template,
             num_speculative_tokens=runtime.num_speculative_tokens,
-            spins=runtime.device_choice.has_kernels and len(os.sched_getaffinity(0)) >= MIN_CORES_TO_SPIN,
         )
 
     def validate(self, prompt: Sequence[int], sampling: Sampling) -> None:

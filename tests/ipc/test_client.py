@@ -9,11 +9,13 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import zmq
 from scripted_server import LIMITS, ScriptedServer, expected_text, expected_tokens, ipc_url, welcome
 
 from lowlat.errors import Busy, ConfigError, LowlatError, RequestError, ServerGone, StreamError
@@ -209,9 +211,24 @@ def test_no_server_and_what_the_message_says(tmp_path: Path) -> None:
     with pytest.raises(ServerGone, match=r"no lowlat server answers at ipc://.* within 0\.2 s .*`lowlat serve`"):
         client.generate("a")
     assert time.perf_counter() - begin < 2.0
+    assert "CURVE" not in no_server_error(client)
     with pytest.raises(LowlatError, match="closed"):
         client.close()
         client.health()
+
+
+def no_server_error(client: Client) -> str:
+    with pytest.raises(ServerGone) as caught:
+        client.health()
+    return str(caught.value)
+
+
+def test_who_has_no_keys_is_told_of_them() -> None:
+    with closing(Client("tcp://127.0.0.1:9", connect_timeout_s=0.1)) as client:
+        assert "curve=ClientCurve" in no_server_error(client)
+    curve = ClientCurve(zmq.curve_keypair()[0].decode())
+    with closing(Client("tcp://127.0.0.1:9", connect_timeout_s=0.1, curve=curve)) as client:
+        assert "curve=ClientCurve" not in no_server_error(client)
 
 
 def test_a_server_that_starts_a_little_later_is_waited_for(tmp_path: Path) -> None:
