@@ -1,8 +1,52 @@
-"""Bytes and sockets: the place of the wire format, the server and the clients.
+"""Bytes and sockets: the wire format, the server and the clients.
 
-Nothing is served yet: this version decodes in the caller's own process, through `lowlat.Runtime`, and this
-folder holds no code. It is installed all the same, so that its name and its rule stand from the start: it
-knows nothing about models, and importing it loads neither torch, nor NumPy, nor Numba.
+It knows nothing about models, and importing it loads neither torch, nor NumPy, nor Numba. The public names are
+resolved on first use, so that a client pays for no server, and none pays for asyncio unasked.
 """
 
-__all__: list[str] = []
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lowlat.errors import Busy, CapacityError, ConfigError, LowlatError, RequestError, ServerGone, StreamError
+    from lowlat.ipc.client.asynchronous import AsyncClient
+    from lowlat.ipc.client.blocking import Client
+    from lowlat.ipc.client.chunk import Chunk
+    from lowlat.ipc.client.sockets import ClientCurve
+    from lowlat.ipc.limits import Limits
+    from lowlat.ipc.server import Server
+
+__all__ = [
+    "AsyncClient",
+    "Busy",
+    "CapacityError",
+    "Chunk",
+    "Client",
+    "ClientCurve",
+    "ConfigError",
+    "Limits",
+    "LowlatError",
+    "RequestError",
+    "Server",
+    "ServerGone",
+    "StreamError",
+]
+
+_HOMES = {
+    "AsyncClient": "lowlat.ipc.client.asynchronous",
+    "Chunk": "lowlat.ipc.client.chunk",
+    "Client": "lowlat.ipc.client.blocking",
+    "ClientCurve": "lowlat.ipc.client.sockets",
+    "Limits": "lowlat.ipc.limits",
+    "Server": "lowlat.ipc.server",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'lowlat.ipc' has no attribute {name!r}")
+    return getattr(import_module(_HOMES.get(name, "lowlat.errors")), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import Any
 
 _HOMES = {
+    "Busy": "lowlat.errors",
     "CapacityError": "lowlat.errors",
     "ConfigError": "lowlat.errors",
     "DeviceError": "lowlat.errors",
@@ -16,9 +17,11 @@ _HOMES = {
     "Runtime": "lowlat.runtime",
     "RuntimeConfig": "lowlat.config",
     "SamplingParams": "lowlat.request",
+    "ServerGone": "lowlat.errors",
     "SpeculativeConfig": "lowlat.config",
     "SpeculativeDecodingStats": "lowlat.metrics",
     "StepOutput": "lowlat.request",
+    "StreamError": "lowlat.errors",
     "TokenLogprobs": "lowlat.request",
     "TraceConfig": "lowlat.config",
 }

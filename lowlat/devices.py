@@ -9,7 +9,7 @@ import torch
 
 from lowlat.errors import ConfigError
 
-__all__ = ["DeviceChoice", "choose_device", "leave_a_core", "nvidia_card_present"]
+__all__ = ["DeviceChoice", "choose_device", "leave_a_core", "make_current", "nvidia_card_present"]
 
 OLDEST_CAPABILITY = (8, 0)
 EXECUTORS = ("auto", "reference", "eager", "graph")
@@ -71,6 +71,14 @@ def leave_a_core() -> int:
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - 1))
     return torch.get_num_threads()
+
+
+def make_current(device: torch.device) -> None:
+    """Make a device the calling thread's own: launches need a CUDA context, and that is current in a thread."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.zeros(1, device=device)  # an allocation and a launch: set_device alone may put the context off
+        torch.cuda.synchronize(device)
 
 
 def _choose_automatically(executor: str) -> DeviceChoice:

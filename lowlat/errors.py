@@ -2,15 +2,29 @@
 
 LowlatError
 ├── ConfigError      the model directory, the head or an option is wrong; nothing was loaded
+│   └── ShapeError   arrays do not have the shapes that a bucket fixes
 ├── RequestError     one request is wrong; that request alone fails
 ├── CapacityError    the request is right but there is no room for it now; try later
+│   └── Busy         a server says so, and when to try again
+├── StreamError      a request to a server broke off; what had come of it is kept
+│   └── ServerGone   because the server ended, was killed, is silent, or was never there
 └── DeviceError      the device failed; the process cannot go on
 
 A message names the value, the limit it broke and the knob that moves the limit. This module imports nothing,
 so that every folder may use it.
 """
 
-__all__ = ["CapacityError", "ConfigError", "DeviceError", "LowlatError", "RequestError", "ShapeError"]
+__all__ = [
+    "Busy",
+    "CapacityError",
+    "ConfigError",
+    "DeviceError",
+    "LowlatError",
+    "RequestError",
+    "ServerGone",
+    "ShapeError",
+    "StreamError",
+]
 
 
 class LowlatError(Exception):
@@ -31,6 +45,33 @@ class RequestError(LowlatError):
 
 class CapacityError(LowlatError):
     """The request is valid but the queue is full now; it may be sent again later."""
+
+
+class Busy(CapacityError):
+    """The server has no room for the request; it expects some after `retry_after_s`, or does not know (None)."""
+
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class StreamError(LowlatError):
+    """A request ended otherwise than by its own means; it cannot be resumed.
+
+    token_ids   all tokens that came before
+    text        and their text, as far as it came
+    code        why: the wire's code ("not_finite", "slow_consumer", ...), "timeout" or "lost"
+    """
+
+    def __init__(self, message: str, *, token_ids: tuple[int, ...] = (), text: str = "", code: str = "") -> None:
+        super().__init__(message)
+        self.token_ids = token_ids
+        self.text = text
+        self.code = code
+
+
+class ServerGone(StreamError):
+    """The server ended, was killed, is silent, or was never there; the next call connects anew."""
 
 
 class DeviceError(LowlatError):

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from lowlat.config import RuntimeConfig, SpeculativeConfig, options_from
+from lowlat.devices import make_current
 from lowlat.errors import ConfigError, LowlatError, RequestError
 from lowlat.executors import LoopingExecutor
 from lowlat.graphs import Bucket
@@ -26,6 +27,7 @@ from lowlat.loading import Loaded, load
 from lowlat.mailbox import Entry, Mailbox, SlotPublication
 from lowlat.metrics import MetricsBook, RequestMetrics
 from lowlat.request import SamplingParams, StepOutput
+from lowlat.request_checks import RequestChecks
 from lowlat.scheduler import Phase, PrefillChunk, ScheduledRequest, Scheduler
 from lowlat.session import Session
 from lowlat.text import TextCodec
@@ -38,11 +40,13 @@ class Runtime:
     """Decodes requests against one target, with EAGLE3 speculation where a head is loaded.
 
     Use `Runtime.load`; as a context manager it closes itself. `codec` is the tokenizer (None without one),
-    `device_choice` says where it runs and why, `speculation_error` why a head that was asked for is not used.
+    `device_choice` says where it runs and why, `speculation_error` why a head that was asked for is not used, `checks`
+    refuses requests and may be asked by any thread.
     """
 
     def __init__(self, loaded: Loaded, config: RuntimeConfig, speculative: SpeculativeConfig | None) -> None:
         self.config = config
+        self.directory = loaded.target.directory
         self.model_config = loaded.target.config
         self.ladder = loaded.ladder
         self.executor = loaded.executor
@@ -72,6 +76,15 @@ class Runtime:
             geometry.prefill_chunk,
             has_head=loaded.head is not None,
             num_overprovision=geometry.max_rows,
+        )
+        self.checks = RequestChecks(
+            max_context=config.max_context,
+            vocab_size=loaded.target.config.vocab_size,
+            eos_token_ids=loaded.target.config.eos_token_ids,
+            has_text=self.codec is not None,
+            max_stop_ids=MAX_STOPS,
+            max_total_tokens=self.kvcache.capacity * geometry.block_size - geometry.max_rows,
+            block_size=geometry.block_size,
         )
         self._mailbox = Mailbox(self.executor.state, geometry.max_rows - 1)
         self._launches = Launches(self.executor, self._mailbox, self._loop())
@@ -113,13 +126,12 @@ class Runtime:
         """
         self._check_open()
         params = SamplingParams() if params is None else params
-        prompt_ids = self._encode(prompt)
-        self._check_limits(prompt_ids, params)
+        prompt_ids = self.checks.check(self._encode(prompt), params)
         name = self._new_id() if request_id is None else request_id
         if name in self._book:
             raise RequestError(f"request id {name!r:.80} was used by a request that has ended")
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        stop_ids = self._stop_ids(params)
+        stop_ids = self.checks.stop_ids(params)
         session = Session(name, prompt_ids, params, seed, stop_ids, self.codec, simulated=self.simulated)
         total = len(prompt_ids) + params.max_tokens
         self.scheduler.enqueue(ScheduledRequest(name, prompt_ids, total))
@@ -195,6 +207,24 @@ class Runtime:
             "device": str(self.device_choice.device),
         }
 
+    def slots(self) -> list[dict[str, Any]]:
+        """The requests that have a slot, by slot, as JSON: phase, tokens of prompt and completion, and their bound."""
+        return [
+            {
+                "slot": slot,
+                "request_id": session.request_id,
+                "phase": str(self.scheduler.phase(session.request_id)),
+                "prompt_tokens": len(session.prompt),
+                "completion_tokens": len(session.committed) - len(session.prompt),
+                "max_tokens": session.params.max_tokens,
+            }
+            for slot, session in sorted(self._slots.items())
+        ]
+
+    def adopt_thread(self) -> None:
+        """Hand the runtime to the calling thread; the one before must be done with it. A CUDA context is a thread's."""
+        make_current(self.device_choice.device)
+
     def close(self) -> None:
         """Drop requests, buffers and weights; harmless when repeated."""
         if self._closed:
@@ -237,42 +267,12 @@ class Runtime:
         self.ladder.choose(1, depth)  # refuses a depth that has no bucket
         return depth
 
-    def _encode(self, prompt: Sequence[int] | str) -> tuple[int, ...]:
-        if isinstance(prompt, str):
-            if self.codec is None:
-                raise RequestError("a text prompt needs tokenizer.json in the model directory; give token ids")
-            return tuple(self.codec.encode(prompt))
-        vocab = self.model_config.vocab_size
-        for place, token in enumerate(prompt):
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
-                raise RequestError(f"prompt token {place} is {token!r}; ids are integers from 0 to {vocab - 1}")
-        return tuple(prompt)
-
-    def _check_limits(self, prompt: tuple[int, ...], params: SamplingParams) -> None:
-        if not prompt:
-            raise RequestError("the prompt is empty; it needs at least one token")
-        if len(prompt) + params.max_tokens > self.config.max_context:
-            raise RequestError(
-                f"prompt of {len(prompt)} tokens and max_tokens {params.max_tokens} exceed "
-                f"{self.config.max_context} (max_context)"
-            )
-        if params.stop and self.codec is None:
-            raise RequestError("stop strings need tokenizer.json in the model directory; use stop_token_ids")
-        vocab = self.model_config.vocab_size
-        for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias or {})):
-            for token in ids:
-                if token >= vocab:
-                    raise RequestError(f"{name}: {token} is not a token id; the vocabulary has {vocab}")
-
-    def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        own = () if params.ignore_eos else self.model_config.eos_token_ids
-        stop_ids = tuple(dict.fromkeys((*params.stop_token_ids, *own)))
-        if len(stop_ids) > MAX_STOPS:
-            raise RequestError(
-                f"{len(stop_ids)} stop tokens, the model's own {len(own)} included, exceed {MAX_STOPS}; "
-                "give fewer stop_token_ids, or ignore_eos"
-            )
-        return stop_ids
+    def _encode(self, prompt: Sequence[int] | str) -> Sequence[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        if self.codec is None:
+            raise RequestError("a text prompt needs tokenizer.json in the model directory; give token ids")
+        return self.codec.encode(prompt)
 
     def _prefill(self, chunk: PrefillChunk) -> None:
         session = self._sessions[chunk.request_id]

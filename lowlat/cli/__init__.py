@@ -19,6 +19,9 @@ __all__ = ["COMMANDS", "LazyGroup", "cli", "main"]
 COMMANDS = {
     "demo": ("lowlat.cli.demo", "Speculate on the bundled model, and check it against plain decoding."),
     "generate": ("lowlat.cli.generate", "Continue a prompt, or answer one, with any model directory."),
+    "serve": ("lowlat.cli.serve", "Serve a model to other processes, until it is ended."),
+    "chat": ("lowlat.cli.chat", "Talk with a running server."),
+    "top": ("lowlat.cli.top", "Watch a running server: slots, queue, speed, acceptance."),
     "inspect": ("lowlat.cli.inspect", "Show a model's, a head's or a tree's geometry, memory and buffers."),
     "head": ("lowlat.cli.head", "Make a head that drafts fewer ids of one that drafts more."),
     "compare": ("lowlat.cli.compare", "Compare target and head, stage by stage, with another implementation."),

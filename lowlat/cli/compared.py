@@ -44,7 +44,7 @@ class Row:
     @property
     def mean_acceptance_length(self) -> float:
         """Tokens a drafted step, bonus included; 0.0 where nothing was drafted."""
-        stats = self.speculated.metrics.speculation
+        stats = self.speculated.record.speculation
         return 0.0 if stats is None else stats.mean_acceptance_length
 
     def to_dict(self) -> dict[str, Any]:
@@ -53,8 +53,8 @@ class Row:
             "domain": self.question.domain,
             "num_tokens": len(self.speculated.token_ids),
             "finish_reason": self.speculated.finish_reason,
-            "tokens_per_s": self.speculated.metrics.tokens_per_s,
-            "baseline_tokens_per_s": self.baseline.metrics.tokens_per_s,
+            "tokens_per_s": self.speculated.record.tokens_per_s,
+            "baseline_tokens_per_s": self.baseline.record.tokens_per_s,
             "mean_acceptance_length": self.mean_acceptance_length,
             "identical": self.identical,
         }
@@ -95,8 +95,8 @@ class Comparison:
         """Acceptance over all prompts."""
         total = SpeculativeDecodingStats()
         for row in self.rows:
-            if row.speculated.metrics.speculation is not None:
-                total.merge(row.speculated.metrics.speculation)
+            if row.speculated.record.speculation is not None:
+                total.merge(row.speculated.record.speculation)
         return total
 
     def to_dict(self) -> dict[str, Any]:
@@ -170,5 +170,5 @@ def _warm_up(runtime: Runtime, params: SamplingParams) -> None:
 
 
 def _rate(runs: Sequence[Generation]) -> float:
-    seconds = sum(run.metrics.decode_s or 0.0 for run in runs)
-    return sum(run.metrics.completion_tokens for run in runs) / seconds if seconds else 0.0
+    seconds = sum(run.record.decode_s or 0.0 for run in runs)
+    return sum(run.record.completion_tokens for run in runs) / seconds if seconds else 0.0

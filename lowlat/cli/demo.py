@@ -108,8 +108,8 @@ def _print(comparison: "Comparison") -> None:
         [
             row.question.domain,
             len(row.speculated.token_ids),
-            row.speculated.metrics.tokens_per_s,
-            row.baseline.metrics.tokens_per_s,
+            row.speculated.record.tokens_per_s,
+            row.baseline.record.tokens_per_s,
             row.mean_acceptance_length,
             row.identical,
         ]

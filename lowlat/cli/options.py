@@ -14,6 +14,7 @@ from lowlat.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConf
 from lowlat.request import MAX_LOGPROBS, SamplingParams
 
 __all__ = [
+    "CURVE_HELP",
     "DIRECTORY",
     "IntegerList",
     "as_json",
@@ -22,6 +23,7 @@ __all__ = [
     "runtime_options",
     "sampling_options",
     "sampling_params",
+    "sampling_values",
     "speculation_options",
     "speculative_config",
     "trace_config",
@@ -30,6 +32,7 @@ __all__ = [
 F = TypeVar("F", bound=Callable[..., Any])
 DIRECTORY = click.Path(path_type=Path)  # a missing one is the loader's to refuse, with its own message
 MAX_DIGITS = 20
+CURVE_HELP = "Folder with server.key and client.key_secret, for tcp://."
 
 
 class IntegerList(click.ParamType[tuple[int, ...]]):
@@ -96,10 +99,15 @@ def sampling_options(function: F) -> F:
 
 def sampling_params(values: Mapping[str, Any]) -> SamplingParams:
     """Build SamplingParams from the options that were given. Raises RequestError."""
+    return SamplingParams.from_options(sampling_values(values))
+
+
+def sampling_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of SamplingParams among the options that were given, in their own types."""
     given = {name: values[name] for name in SamplingParams.__dataclass_fields__ if values.get(name) not in (None, ())}
     if "logit_bias" in given:
         given["logit_bias"] = parse_biases(given["logit_bias"])
-    return SamplingParams.from_options(given)
+    return given
 
 
 def parse_biases(entries: Sequence[str]) -> dict[int, float]:

@@ -2,46 +2,22 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lowlat.checkpoint import read_model_config
 from lowlat.cli.console import Update, loading_bar, progress_bar
+from lowlat.cli.generation import Generation
 from lowlat.config import RuntimeConfig, SpeculativeConfig
 from lowlat.devices import leave_a_core
 from lowlat.errors import RequestError
-from lowlat.metrics import RequestMetrics
-from lowlat.request import SamplingParams, StepOutput, TokenLogprobs
+from lowlat.request import SamplingParams, StepOutput
 from lowlat.runtime import Runtime
 from lowlat.text import TextCodec
 
 __all__ = ["Generation", "chat_ids", "default_context", "load_runtime", "run_request"]
 
 LONG_PREFILL_CHUNKS = 4  # a shorter prompt is done before a bar could be read
-
-
-@dataclass
-class Generation:
-    """What one request brought; `text` is None without a tokenizer."""
-
-    token_ids: list[int] = field(default_factory=list)
-    text: str | None = None
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    error: str | None = None
-    simulated: bool = False
-    metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(""))
-
-    def add(self, output: StepOutput) -> None:
-        """Append one step's output."""
-        self.token_ids.extend(output.token_ids)
-        if output.text is not None:
-            self.text = (self.text or "") + output.text
-        self.logprobs.extend(output.logprobs or ())
-        self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
-        self.error, self.simulated = output.error, output.simulated
 
 
 def default_context(model: Path, wanted: int | None) -> int:
@@ -94,12 +70,14 @@ def run_request(
     while runtime.busy:
         for output in runtime.step():
             _take(output, generation, on_output)
-    generation.metrics = runtime.metrics(name)
+    generation.record = runtime.metrics(name)
+    generation.metrics = generation.record.to_dict()
     return generation
 
 
 def _take(output: StepOutput, generation: Generation, on_output: Callable[[StepOutput], None] | None) -> None:
     generation.add(output)
+    generation.error = output.error
     if on_output is not None:
         on_output(output)
 

@@ -146,11 +146,11 @@ def _figures(runs: Sequence[Generation], draft_s: float | None) -> dict[str, Any
     for run in runs:
         if run.error is not None:
             raise LowlatError(f"a prompt failed: {run.error}")
-        if run.metrics.speculation is not None:
-            stats.merge(run.metrics.speculation)
-    seconds = sum(run.metrics.decode_s or 0.0 for run in runs)
-    steps = sum(run.metrics.num_steps for run in runs)
-    completion = sum(run.metrics.completion_tokens for run in runs)
+        if run.record.speculation is not None:
+            stats.merge(run.record.speculation)
+    seconds = sum(run.record.decode_s or 0.0 for run in runs)
+    steps = sum(run.record.num_steps for run in runs)
+    completion = sum(run.record.completion_tokens for run in runs)
     return {
         "mean_acceptance_length": stats.mean_acceptance_length,
         "mean_acceptance_rate": stats.mean_acceptance_rate,

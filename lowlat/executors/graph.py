@@ -112,8 +112,9 @@ class GraphExecutor(KernelExecutor):
 
     def wait_loop(self, count: int) -> bool:
         """Return True when `count` steps have been published, False when the loop has ended before."""
-        head, polls = self._ring_head, 0
+        head, polls, let_others_run = self._ring_head, 0, self._let_others_run
         while head[0] < count:
+            let_others_run(0)
             polls += 1
             if polls % (POLLS_WHILE_STOPPING if self._stop[0] else POLLS_BETWEEN_CHECKS) == 0 and self.idle():
                 return bool(head[0] >= count)

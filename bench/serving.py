@@ -1,0 +1,272 @@
+"""What serving adds to a token: clients over ipc beside the engine alone, in turns, with a step of constant time.
+
+    python -m pytest bench/test_serving.py --serving-out bench/results/cpu/serving.json
+    python -m bench.serving bench/results/cpu/serving.json
+
+The first measures, the second prints the table. The server is another process; its engine sleeps for a step, without
+the GIL, as a device's step does. A round asks for a few tokens in every way, in an order by chance: of the
+engine alone, in this process; through the blocking client; through the asyncio client; and a bare ROUTER echoes a
+message. Each way is asked several times in a row, or once: then the server has been at rest for a while, and its caches
+are cold. It knows no model.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from statistics import quantiles
+from typing import Any
+
+import zmq
+from fake_engine import FakeEngine
+
+from lowlat.ipc import AsyncClient, Client
+from lowlat.ipc.wire import Sampling
+
+__all__ = ["MAX_STREAMS", "Case", "bare_echo", "conditions", "main", "served", "table"]
+
+MAX_STREAMS = 16
+PROMPT = tuple(range(16))
+ECHO = """
+import sys, zmq
+router = zmq.Context().socket(zmq.ROUTER)
+router.bind(sys.argv[1])
+print(flush=True)
+while True:
+    router.send_multipart(router.recv_multipart())
+"""
+SERVER = Path(__file__).parents[1] / "tests" / "fake_server.py"
+BARE_BYTES = 48
+
+Times = list[list[float]]
+"""For each stream, us: to the first token, then between tokens."""
+
+
+@contextmanager
+def _process(*command: str) -> Iterator[None]:
+    """A process that prints a line when it is ready; ended with the context."""
+    with subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        try:
+            assert process.stdout is not None
+            if not process.stdout.readline():
+                raise RuntimeError(f"{command[0]:.80} ended before it was ready: {process.wait()}")
+            yield
+        finally:
+            process.terminate()
+
+
+@contextmanager
+def served(folder: Path, step_s: float, *, spins: bool = False) -> Iterator[str]:
+    """A server of a FakeEngine in another process; its endpoint."""
+    endpoint = f"ipc://{folder}/s.sock"
+    engine = {"step_s": step_s, "max_running": MAX_STREAMS, "text": True, "spins": spins}
+    with _process(str(SERVER), endpoint, json.dumps({"engine": engine})):
+        yield endpoint
+
+
+@contextmanager
+def bare_echo(folder: Path) -> Iterator[Callable[[], float]]:
+    """A function that sends a message to a bare ROUTER in another process and back: us."""
+    endpoint = f"ipc://{folder}/e.sock"
+    with _process("-c", ECHO, endpoint), zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.connect(endpoint)
+
+        def echo() -> float:
+            begin = time.perf_counter()
+            dealer.send(bytes(BARE_BYTES))
+            dealer.recv()
+            return (time.perf_counter() - begin) * 1e6
+
+        yield echo
+
+
+def _gaps(begin: float, seen: Sequence[float]) -> list[float]:
+    return [(after - before) * 1e6 for before, after in zip([begin, *seen], seen, strict=False)]
+
+
+class Case:
+    """One step time and number of streams, with all ways to ask; used as a context manager.
+
+    in_a_row   how often a way is asked before another has its turn
+    """
+
+    def __init__(
+        self, folder: Path, endpoint: str, step_s: float, num_streams: int, in_a_row: int, num_tokens: int
+    ) -> None:
+        self.step_s = step_s
+        self.num_streams = num_streams
+        self.in_a_row = in_a_row
+        self.num_tokens = num_tokens
+        self._folder = folder
+        self._endpoint = endpoint
+        self._engine = FakeEngine(step_s, max_running=MAX_STREAMS, text=True)
+        self._num_asked = 0
+        self._stack = ExitStack()
+        self._random = random.Random(0)
+        self._ways: list[tuple[str, Callable[[], Times]]] = []
+        self.clear()
+
+    def __enter__(self) -> "Case":
+        enter = self._stack.enter_context
+        self._client = enter(Client(self._endpoint))
+        self._pool = enter(ThreadPoolExecutor(self.num_streams))
+        self._runner = enter(asyncio.Runner())
+        self._async_client = AsyncClient(self._endpoint)
+        self._runner.run(self._async_client.connect())
+        self._stack.callback(lambda: self._runner.run(self._async_client.close()))
+        echo = enter(bare_echo(self._folder))
+        self._ways = [
+            ("engine", self._alone),
+            ("blocking", self._blocking),
+            ("asyncio", lambda: self._runner.run(self._asyncio())),
+            ("bare", lambda: [[echo()]]),
+        ]
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    def clear(self) -> None:
+        """Forget what was measured, as after rounds to warm up."""
+        self.times: dict[str, list[Times]] = {"engine": [], "blocking": [], "asyncio": [], "bare": []}
+
+    def round(self) -> None:
+        """Ask in every way, in an order by chance: whoever comes after another finds the server's caches warm."""
+        for name, way in self._random.sample(self._ways, len(self._ways)):
+            self.times[name] += [way() for _ in range(self.in_a_row)]
+
+    def row(self) -> dict[str, Any]:
+        """What was measured, us: p50 and p99 of each way, and of what the clients add, round by round."""
+        times = self.times
+        row: dict[str, Any] = {
+            "step_ms": self.step_s * 1e3,
+            "streams": self.num_streams,
+            "tokens": self.num_tokens,
+            "in_a_row": self.in_a_row,
+            "requests": len(times["engine"]) * self.num_streams,
+            "bare_round_trip_us": _summary([times_[0][0] for times_ in times["bare"]]),
+        }
+        first, later = _split(times["engine"])
+        row["engine"] = {"first_us": _summary(first), "later_us": _summary(later)}
+        for name in ("blocking", "asyncio"):
+            own_first, own_later = _split(times[name])
+            row[name] = {
+                "first_us": _summary(own_first),
+                "later_us": _summary(own_later),
+                "first_added_us": _summary([own - alone for own, alone in zip(own_first, first, strict=True)]),
+                "later_added_us": _summary([own - alone for own, alone in zip(own_later, later, strict=True)]),
+            }
+        return row
+
+    def _alone(self) -> Times:
+        engine, seen, begins = self._engine, {}, {}
+        for _ in range(self.num_streams):
+            self._num_asked += 1
+            name = str(self._num_asked)
+            begins[name], seen[name] = time.perf_counter(), list[float]()
+            engine.submit(name, PROMPT, Sampling(max_tokens=self.num_tokens))
+        while engine.busy:
+            for output in engine.step():
+                seen[output.request_id].append(time.perf_counter())
+        return [_gaps(begins[name], seen[name]) for name in seen]
+
+    def _blocking(self) -> Times:
+        if self.num_streams == 1:
+            return [self._ask_blocking(None)]
+        barrier = threading.Barrier(self.num_streams)
+        return list(self._pool.map(self._ask_blocking, [barrier] * self.num_streams))
+
+    def _ask_blocking(self, barrier: threading.Barrier | None) -> list[float]:
+        if barrier is not None:
+            barrier.wait()
+        begin = time.perf_counter()
+        seen = [
+            time.perf_counter()
+            for chunk in self._client.generate(PROMPT, max_tokens=self.num_tokens)
+            for _ in chunk.token_ids
+        ]
+        return _gaps(begin, seen)
+
+    async def _asyncio(self) -> Times:
+        return await asyncio.gather(*(self._ask_asyncio() for _ in range(self.num_streams)))
+
+    async def _ask_asyncio(self) -> list[float]:
+        begin = time.perf_counter()
+        seen = []
+        async for chunk in self._async_client.generate(PROMPT, max_tokens=self.num_tokens):
+            seen += [time.perf_counter() for _ in chunk.token_ids]
+        return _gaps(begin, seen)
+
+
+def _split(rounds: Sequence[Times]) -> tuple[list[float], list[float]]:
+    """First and later times of all streams and rounds, in an order that is the same for each way."""
+    streams = [stream for times in rounds for stream in times]
+    return [stream[0] for stream in streams], [gap for stream in streams for gap in stream[1:]]
+
+
+def _summary(values: Sequence[float]) -> dict[str, float]:
+    percentiles = quantiles(values, n=100, method="inclusive")
+    return {"p50": round(percentiles[49], 1), "p99": round(percentiles[98], 1)}
+
+
+def conditions() -> dict[str, Any]:
+    """Commit, machine and versions, and how busy the machine is."""
+    folder = Path(__file__).parent
+    asked = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False, cwd=folder
+    )
+    models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    return {
+        "commit": asked.stdout.strip() or "unknown",
+        "cpu": models[0].partition(":")[2].strip() if models else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "pyzmq": zmq.pyzmq_version(),
+        "libzmq": zmq.zmq_version(),
+        "load_average": [round(load, 2) for load in os.getloadavg()],
+    }
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Rows as a table of Markdown."""
+    lines = [
+        "| step | streams | in a row | client | first token | adds | later token | adds | bare round trip |",
+        "|---:|---:|---:|---|---:|---:|---:|---:|---:|",
+    ]
+    for row in rows:
+        for client in ("engine", "blocking", "asyncio"):
+            own = row[client]
+            cells = [f"{row['step_ms']:g} ms", f"{row['streams']}", f"{row['in_a_row']}"]
+            cells.append("engine alone" if client == "engine" else client)
+            for which in ("first", "later"):
+                cells.append(_cell(own[f"{which}_us"]))
+                cells.append("-" if client == "engine" else _cell(own[f"{which}_added_us"]))
+            cells.append(_cell(row["bare_round_trip_us"]) if client == "engine" else "")
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _cell(summary: dict[str, float]) -> str:
+    return f"{summary['p50']:.0f} / {summary['p99']:.0f}"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the table of a result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("result", type=Path)
+    print(table(json.loads(parser.parse_args(arguments).result.read_text())["rows"]))
+
+
+if __name__ == "__main__":
+    main()

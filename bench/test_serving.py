@@ -1,0 +1,78 @@
+"""First and later tokens over ipc beside the engine alone; `bench/serving.py` says how.
+
+The limit of the first token holds where the machine has nothing else to do: on a busy one it is reported alone.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pytest_benchmark.fixture import BenchmarkFixture
+
+from bench.serving import Case, conditions, served
+
+WARMUP = 3
+FIRST_US, LATER_US = 300.0, 150.0
+QUIET = os.getloadavg()[0] < 0.3  # before this suite adds to it
+TOKENS = 5
+ROUNDS = {  # (step, s; streams; in a row): rounds
+    (0.002, 1, 10): 40,
+    (0.002, 1, 1): 300,
+    (0.002, 4, 1): 60,
+    (0.002, 16, 1): 60,
+    (0.020, 1, 10): 6,
+    (0.020, 1, 1): 60,
+    (0.020, 4, 1): 20,
+    (0.020, 16, 1): 20,
+}
+
+
+@pytest.fixture(scope="module")
+def rows(request: pytest.FixtureRequest) -> Iterator[list[dict[str, Any]]]:
+    """What was measured; written where --serving-out says, with how busy the machine was before and after."""
+    result = conditions()
+    measured: list[dict[str, Any]] = []
+    yield measured
+    out: Path | None = request.config.getoption("--serving-out")
+    if out is not None and measured:
+        result["load_average_after"] = conditions()["load_average"]
+        result["rows"] = measured
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+@pytest.fixture(scope="module", params=[0.002, 0.020], ids=["2ms", "20ms"])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, float]]:
+    folder = tmp_path_factory.mktemp("s")
+    folder.chmod(0o700)
+    with served(folder, request.param) as endpoint:
+        yield endpoint, request.param
+
+
+@pytest.mark.parametrize(("num_streams", "in_a_row"), [(1, 10), (1, 1), (4, 1), (16, 1)])
+def test_what_serving_adds(
+    server: tuple[str, float],
+    num_streams: int,
+    in_a_row: int,
+    rows: list[dict[str, Any]],
+    benchmark: BenchmarkFixture,
+    tmp_path: Path,
+) -> None:
+    endpoint, step_s = server
+    with Case(tmp_path, endpoint, step_s, num_streams, in_a_row, TOKENS) as case:
+        for _ in range(WARMUP):
+            case.round()
+        case.clear()
+        benchmark.pedantic(  # type: ignore[no-untyped-call]
+            case.round, rounds=ROUNDS[step_s, num_streams, in_a_row]
+        )
+        row = case.row()
+    rows.append(row)
+    benchmark.extra_info.update(row)
+    if num_streams == 1:
+        assert row["blocking"]["later_added_us"]["p50"] <= LATER_US
+        if in_a_row > 1 and QUIET:
+            assert row["blocking"]["first_added_us"]["p50"] <= FIRST_US

@@ -1,0 +1,21 @@
+"""Clients of a lowlat server: a blocking one and one for asyncio, over one core that knows no sockets."""
+
+from typing import TYPE_CHECKING, Any
+
+from lowlat.ipc.client.blocking import Client, Generation
+from lowlat.ipc.client.chunk import Chunk
+from lowlat.ipc.client.sockets import ClientCurve
+
+if TYPE_CHECKING:
+    from lowlat.ipc.client.asynchronous import AsyncClient, AsyncGeneration
+
+__all__ = ["AsyncClient", "AsyncGeneration", "Chunk", "Client", "ClientCurve", "Generation"]
+
+
+def __getattr__(name: str) -> Any:
+    """asyncio is loaded for those who want it."""
+    if name in ("AsyncClient", "AsyncGeneration"):
+        from lowlat.ipc.client import asynchronous
+
+        return getattr(asynchronous, name)
+    raise AttributeError(f"module 'lowlat.ipc.client' has no attribute {name!r}")

@@ -1,0 +1,401 @@
+"""One connection as a client sees it, without any input or output: what to send, what a message means, what is lost.
+
+Whoever drives it sends what stands in `outgoing`, hands in every frame that comes, calls `tick` in time while somebody
+waits, and `fail` when the connection breaks. It knows no socket, no clock, no thread: its driver sees to it that one
+thread at a time is inside.
+
+A request's tokens come as fast as its reader takes them: the first grant is the window, and what was taken is granted
+again by halves of it. So at most a window of tokens, and one step's more, waits unread in a client.
+"""
+
+from collections import deque
+from typing import Any, Generic, TypeVar
+
+from lowlat.errors import Busy, ConfigError, LowlatError, RequestError, ServerGone, StreamError
+from lowlat.ipc.client.chunk import Chunk
+from lowlat.ipc.client.request import Request
+from lowlat.ipc.messages import (
+    VERSION,
+    Bye,
+    Cancel,
+    Credit,
+    Drain,
+    End,
+    Error,
+    Health,
+    Hello,
+    Pong,
+    Stats,
+    StatsReply,
+    Tokens,
+    Welcome,
+)
+from lowlat.ipc.wire import WireError, decode_server, encode, unpack_tokens
+
+__all__ = ["DEFAULT_WINDOW", "HEARTBEAT_INTERVAL_S", "SILENCE_S", "Connection", "Reply", "Stream", "Waiter"]
+
+DEFAULT_WINDOW = 1024
+HEARTBEAT_INTERVAL_S = 1.0
+SILENCE_S = 4.0  # with the interval, a silent server is known within 5 s
+_ENDING = frozenset({"draining", "shutdown", "device", "stalled"})  # codes by which the server itself ends
+_REFUSED = frozenset({"malformed", "unexpected", "invalid", "forbidden"})
+
+Value = TypeVar("Value")
+
+
+class Waiter:
+    """Something that a caller can wait for; `failure` is what it gets in place of it."""
+
+    __slots__ = ("failure",)
+
+    def __init__(self) -> None:
+        self.failure: LowlatError | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is something to take, if only the failure."""
+        raise NotImplementedError
+
+
+class Reply(Waiter, Generic[Value]):
+    """The answer to a question."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value: Value | None = None
+
+    @property
+    def ready(self) -> bool:
+        return self.value is not None or self.failure is not None
+
+    def take(self) -> Value:
+        """The answer. Raises the failure."""
+        if self.failure is not None:
+            raise self.failure
+        if self.value is None:
+            raise LowlatError("the answer has not come yet")
+        return self.value
+
+
+class Stream(Waiter):
+    """A request under way: chunks that came and were not taken, and all tokens and text that came at all."""
+
+    __slots__ = ("_sequence", "_texts", "_token_ids", "_untold", "chunks", "ended", "number", "window")
+
+    def __init__(self, number: int, window: int) -> None:
+        super().__init__()
+        self.number = number
+        self.window = window
+        self.chunks: deque[Chunk] = deque()
+        self.ended = False
+        self._sequence = 0
+        self._untold = 0  # tokens taken and not yet granted again
+        self._token_ids: list[int] = []
+        self._texts: list[str] = []
+
+    @property
+    def ready(self) -> bool:
+        return bool(self.chunks) or self.ended
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """All that came."""
+        return tuple(self._token_ids)
+
+    @property
+    def text(self) -> str:
+        """The text of all that came."""
+        return "".join(self._texts)
+
+    def take(self) -> Chunk | None:
+        """The next chunk; None after the last. Raises the failure when all that came before it is taken."""
+        if self.chunks:
+            chunk = self.chunks.popleft()
+            self._untold += len(chunk.token_ids)
+            return chunk
+        failure, self.failure = self.failure, None
+        if failure is not None:
+            raise failure
+        if not self.ended:
+            raise LowlatError(f"request {self.number} has nothing to take yet")
+        return None
+
+    def grant(self) -> int:
+        """Tokens to grant now: 0 until half the window was taken."""
+        if self.ended or self._untold * 2 < self.window:
+            return 0
+        granted, self._untold = self._untold, 0
+        return granted
+
+    def tokens(self, message: Tokens) -> None:
+        """Take a TOKENS. Raises WireError, StreamError for a gap."""
+        token_ids = unpack_tokens(message.token_ids)
+        self._follows(message.sequence)
+        self._token_ids.extend(token_ids)
+        text = message.text or ""
+        if text:
+            self._texts.append(text)
+        logprobs = None if message.logprobs is None else tuple(message.logprobs)
+        self.chunks.append(Chunk(token_ids, text, logprobs=logprobs, simulated=message.simulated))
+
+    def end(self, message: End) -> None:
+        """Take an END. Raises StreamError when something before it is missing."""
+        self._follows(message.sequence)
+        if message.num_tokens != len(self._token_ids):
+            raise self.broken(
+                f"the server sent {message.num_tokens} tokens and {len(self._token_ids)} came", code="lost"
+            )
+        if message.finish_reason == "error" or message.code not in (None, "deadline"):
+            code = message.code or "internal"
+            raise self.broken(message.message or f"the server ended it: {code}", code=code)
+        last = Chunk(
+            finish_reason=message.finish_reason,
+            stop_reason=message.stop_reason,
+            metrics=message.metrics,
+            code=message.code,
+        )
+        self.chunks.append(last)
+        self.ended = True
+
+    def broken(self, reason: str, code: str, kind: type[StreamError] | None = None) -> StreamError:
+        """An error that holds what came so far."""
+        if kind is None:
+            kind = ServerGone if code in _ENDING else StreamError
+        message = f"request {self.number}, after {len(self._token_ids)} tokens: {reason}"
+        return kind(message, token_ids=self.token_ids, text=self.text, code=code)
+
+    def fail(self, error: LowlatError) -> None:
+        """End it by an error."""
+        self.failure = error
+        self.ended = True
+
+    def _follows(self, sequence: int) -> None:
+        if sequence != self._sequence:
+            raise self.broken(
+                f"message {self._sequence} should have come and message {sequence} did; what lies between is lost",
+                code="lost",
+            )
+        self._sequence += 1
+
+
+class Connection:
+    """What is under way on one connection, from HELLO to its end.
+
+    outgoing   messages to send, in order, each a tuple of frames
+    welcome    the server's answer to HELLO, None before it
+    failure    why nothing can come any more; a connection never recovers
+    """
+
+    def __init__(self, endpoint: str, name: str, window: int, now: float) -> None:
+        self.endpoint = endpoint
+        self.outgoing: deque[tuple[bytes, ...]] = deque()
+        self.welcome: Welcome | None = None
+        self.failure: LowlatError | None = None
+        self.greeting: Reply[Welcome] = Reply()
+        self._window = window
+        self._streams: dict[int, Stream] = {}
+        self._num_submitted = 0
+        self._num_asked = 0
+        self._healths: dict[int, Reply[Pong]] = {}
+        self._stats: deque[Reply[dict[str, Any]]] = deque()
+        self._draining: Reply[Pong] | None = None
+        self._heard = self._attended = self._probed = now
+        self._send(Hello(min_version=VERSION, max_version=VERSION, name=name))
+
+    @property
+    def num_streams(self) -> int:
+        """Requests that have not ended."""
+        return len(self._streams)
+
+    def submit(self, request: Request) -> Stream:
+        """Send a request. Raises RequestError for one too long; the failure of a broken connection."""
+        if self.failure is not None:
+            raise self.failure
+        if self.welcome is None:
+            raise LowlatError("the server has not answered HELLO yet")
+        limits = self.welcome.limits
+        window = min(self._window, limits.max_credit)
+        frames = request.frames(self._num_submitted, window, limits.max_message_bytes)
+        stream = Stream(self._num_submitted, window)
+        self._num_submitted += 1
+        self._streams[stream.number] = stream
+        self.outgoing.append(frames)
+        return stream
+
+    def take(self, stream: Stream) -> Chunk | None:
+        """The stream's next chunk, whose room is granted to the server again; see Stream.take."""
+        chunk = stream.take()
+        granted = stream.grant()
+        if granted:
+            self._send(Credit(stream.number, granted))
+        return chunk
+
+    def cancel(self, number: int) -> None:
+        """Ask for the end of a request; the stream ends by its END."""
+        if number in self._streams:
+            self._send(Cancel(number))
+
+    def abandon(self, number: int) -> Stream | None:
+        """Cancel a request that nobody reads any more; whatever still comes of it is dropped. Returns its stream."""
+        self.cancel(number)
+        stream = self._streams.pop(number, None)
+        if stream is not None:
+            stream.ended = True
+        return stream
+
+    def health(self) -> Reply[Pong]:
+        """Ask for a PONG."""
+        reply: Reply[Pong] = Reply()
+        if self.failure is not None:
+            reply.failure = self.failure
+            return reply
+        self._num_asked += 1
+        self._healths[self._num_asked] = reply
+        self._send(Health(self._num_asked))
+        return reply
+
+    def stats(self) -> Reply[dict[str, Any]]:
+        """Ask for figures."""
+        reply: Reply[dict[str, Any]] = Reply()
+        if self.failure is not None:
+            reply.failure = self.failure
+            return reply
+        self._stats.append(reply)
+        self._send(Stats())
+        return reply
+
+    def drain(self, deadline_s: float) -> Reply[Pong]:
+        """Ask the server to finish and end; the PONG that follows says that it took it."""
+        if self.failure is None:
+            self._send(Drain(deadline_s))
+        self._draining = self.health()
+        return self._draining
+
+    def attend(self, now: float) -> None:
+        """Somebody begins to wait: silence while nobody listened says nothing."""
+        if now - self._attended > HEARTBEAT_INTERVAL_S:
+            self._heard = self._probed = now
+        self._attended = now
+
+    def tick(self, now: float) -> float:
+        """Ask a silent server for a sign of life, or give it up; returns the seconds until the next tick is due."""
+        self._attended = now
+        if self.failure is not None or self.welcome is None:
+            return HEARTBEAT_INTERVAL_S
+        silence = now - self._heard
+        if silence >= SILENCE_S:
+            self.fail(f"nothing came from the server for {silence:.1f} s")
+        elif now - max(self._heard, self._probed) >= HEARTBEAT_INTERVAL_S:
+            self._probed = now
+            self._send(Health(0))
+        return max(0.0, max(self._heard, self._probed) + HEARTBEAT_INTERVAL_S - now)
+
+    def receive(self, frame: bytes, now: float) -> Waiter | None:
+        """Take a message of the server; returns whoever it is for. After a failure everybody has something."""
+        self._heard = now
+        try:
+            message = decode_server(frame)
+            if isinstance(message, Tokens | End):
+                return self._stream_message(message)
+            return self._control(message)
+        except WireError as error:
+            self.fail(f"the server sent what is not of the wire's format: {error}")
+            return None
+
+    def fail(self, reason: str, error: LowlatError | None = None) -> None:
+        """The connection is lost, or was refused by the error: everything under way ends by it."""
+        if self.failure is not None:
+            return
+        self.failure = error or ServerGone(f"{self.endpoint}: {reason}", code="gone")
+        for stream in self._streams.values():
+            stream.fail(stream.broken(reason, "gone", ServerGone))
+        replies: list[Reply[Any]] = [self.greeting, *self._healths.values(), *self._stats]
+        for reply in replies:
+            if not reply.ready:
+                reply.failure = self.failure
+        self._streams.clear()
+        self._healths.clear()
+        self._stats.clear()
+        self.outgoing.clear()
+
+    def _send(self, header: Any) -> None:
+        self.outgoing.append((encode(header),))
+
+    def _stream_message(self, message: Tokens | End) -> Stream | None:
+        stream = self._streams.get(message.number)
+        if stream is None:
+            return None  # it was abandoned; the two crossed
+        try:
+            if isinstance(message, Tokens):
+                stream.tokens(message)
+                return stream
+            stream.end(message)
+        except StreamError as error:
+            stream.fail(error)
+            if isinstance(message, Tokens):
+                self.cancel(stream.number)
+        del self._streams[stream.number]
+        return stream
+
+    def _control(self, message: object) -> Waiter | None:
+        if isinstance(message, Welcome):
+            return self._welcomed(message)
+        if isinstance(message, Pong):
+            reply = self._healths.pop(message.nonce, None)
+            if reply is not None:
+                reply.value = message
+            return reply
+        if isinstance(message, StatsReply):
+            if not self._stats:
+                return None
+            answered = self._stats.popleft()
+            answered.value = message.stats
+            return answered
+        if isinstance(message, Error):
+            return self._error(message)
+        if isinstance(message, Bye):
+            if self._draining is not None and not self._draining.ready and message.reason == "shutdown":
+                self._draining.value = Pong(0, "draining", 0.0, 0, 0)  # it had nothing to finish
+            said = f": {message.message}" if message.message else ""
+            self.fail(f"the server said goodbye ({message.reason}){said}")
+        return None  # a kind that this version does not know
+
+    def _welcomed(self, message: Welcome) -> Waiter | None:
+        if self.welcome is not None:
+            self.fail("the server was replaced by another")
+        elif message.version != VERSION:
+            text = f"the server at {self.endpoint} speaks version {message.version} and this client {VERSION}"
+            self.fail(text, ConfigError(text))
+        else:
+            self.welcome = self.greeting.value = message
+        return self.greeting
+
+    def _error(self, message: Error) -> Waiter | None:
+        if message.number is not None:
+            stream = self._streams.pop(message.number, None)
+            if stream is not None:
+                stream.fail(_exception(message, stream))
+            return stream
+        if message.code == "forbidden" and self._draining is not None and not self._draining.ready:
+            self._draining.failure = _exception(message, None)
+            return self._draining
+        error = _exception(message, None)
+        self.fail(f"the server refused a message: {error}", error)
+        return None
+
+
+def _exception(message: Error, stream: Stream | None) -> LowlatError:
+    where = f" (at {message.field})" if message.field else ""
+    text = f"{message.message}{where}"
+    if message.code == "busy":
+        retry_after_s = None if message.retry_after_ms is None else message.retry_after_ms / 1000.0
+        return Busy(text, retry_after_s)
+    if message.code == "version":
+        return ConfigError(text)
+    if message.code in _REFUSED:
+        return RequestError(text)
+    if stream is not None:
+        return stream.broken(text, message.code)
+    return (ServerGone if message.code in _ENDING else StreamError)(text, code=message.code)

@@ -1,0 +1,157 @@
+"""From a caller's prompt and options to a SUBMIT: everything that can be refused without a server is refused here."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from lowlat.errors import RequestError
+from lowlat.ipc.messages import Message, Sampling, Submit
+from lowlat.ipc.wire import MAX_STRUCTURE_BYTES, encode, pack_tokens
+
+__all__ = ["Prompt", "Request", "make_request"]
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+_OPTIONS = tuple(field.name for field in msgspec.structs.fields(Sampling))
+_MAX_DEADLINE_S = (1 << 40) / 1000.0
+
+
+class Request(Struct, frozen=True):
+    """A checked request, but for its number and credit, which belong to a connection."""
+
+    sampling: Sampling
+    text: str | None
+    messages: list[Message] | None
+    body: bytes | None
+    template_options: dict[str, Any] | None
+    deadline_ms: int | None
+
+    def frames(self, number: int, credit: int, max_message_bytes: int) -> tuple[bytes, ...]:
+        """SUBMIT. Raises RequestError for one that the server's limit does not let through."""
+        submit = Submit(
+            number=number,
+            credit=credit,
+            sampling=self.sampling,
+            text=self.text,
+            messages=self.messages,
+            template_options=self.template_options,
+            deadline_ms=self.deadline_ms,
+        )
+        try:
+            header = encode(submit)
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise RequestError(f"the request has no encoding: {error}") from error
+        frames = (header,) if self.body is None else (header, self.body)
+        size = max(map(len, frames))
+        if size > max_message_bytes:
+            raise RequestError(
+                f"the request has {size} bytes and the server takes {max_message_bytes} (max_message_bytes)"
+            )
+        return frames
+
+
+def make_request(
+    prompt: Prompt,
+    sampling: Mapping[str, Any],
+    *,
+    deadline_s: float | None = None,
+    template_options: Mapping[str, Any] | None = None,
+) -> Request:
+    """Check a prompt (text, token ids, or chat messages) and the options by name. Raises RequestError."""
+    text: str | None = None
+    messages: list[Message] | None = None
+    body: bytes | None = None
+    if isinstance(prompt, str):
+        text = prompt
+    elif isinstance(prompt, (list, tuple)) and prompt and type(prompt[0]) is int:
+        body = _pack(prompt)
+    else:
+        entries = _entries(prompt)
+        if isinstance(entries[0], Mapping):
+            messages = _messages(entries)
+        else:
+            body = _pack(entries)
+    options = None
+    if template_options is not None:
+        if messages is None:
+            raise RequestError("template_options are for chat messages; this prompt has no template")
+        if not isinstance(template_options, Mapping):
+            raise RequestError(f"template_options must be a mapping, got {type(template_options).__name__}")
+        options = dict(template_options)
+    return Request(_sampling(sampling), text, messages, body, options, _deadline_ms(deadline_s))
+
+
+def _entries(prompt: object) -> list[Any]:
+    if isinstance(prompt, (bytes, bytearray, Mapping)) or not isinstance(prompt, Iterable):
+        raise RequestError(f"a prompt is text, token ids or chat messages, got {type(prompt).__name__}")
+    entries = list(prompt)
+    if not entries:
+        raise RequestError("the prompt is empty; it needs at least one token or message")
+    return entries
+
+
+def _pack(token_ids: Sequence[Any]) -> bytes:
+    try:
+        packed = pack_tokens(token_ids)
+        lowest = min(token_ids)
+    except (TypeError, OverflowError) as error:
+        place = next((i for i, token in enumerate(token_ids) if not _is_int32(token)), 0)
+        raise RequestError(f"prompt token {place} is {token_ids[place]!r:.80}; ids are 32-bit integers") from error
+    if lowest < 0:
+        raise RequestError(f"prompt token {token_ids.index(lowest)} is {lowest}; ids are not negative")
+    return packed
+
+
+def _is_int32(token: object) -> bool:
+    try:
+        pack_tokens([token])  # type: ignore[list-item]
+    except (TypeError, OverflowError):
+        return False
+    return True
+
+
+def _messages(entries: list[Any]) -> list[Message]:
+    plain = [dict(entry) if isinstance(entry, Mapping) else entry for entry in entries]
+    try:
+        messages = msgspec.convert(plain, list[Message])
+        structure = len(msgspec.msgpack.encode(messages)) - sum(
+            len((message.content or "").encode()) + len((message.thinking or "").encode()) for message in messages
+        )
+    except (msgspec.ValidationError, TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise RequestError(f"chat messages: {error}") from error
+    if structure > MAX_STRUCTURE_BYTES:
+        raise RequestError(f"chat messages have {structure} bytes beside their texts; at most {MAX_STRUCTURE_BYTES}")
+    return messages
+
+
+def _sampling(given: Mapping[str, Any]) -> Sampling:
+    for name in given:
+        if name not in _OPTIONS:
+            raise RequestError(f"unknown option {name!r}; known: {', '.join(sorted(_OPTIONS))}")
+    options = dict(given)
+    if isinstance(options.get("stop"), str):
+        options["stop"] = (options["stop"],)
+    if isinstance(options.get("logit_bias"), Mapping):
+        options["logit_bias"] = dict(options["logit_bias"])
+    for name in ("stop", "stop_token_ids"):
+        if isinstance(options.get(name), (set, frozenset)):
+            options[name] = sorted(options[name])
+    try:
+        return msgspec.convert(options, Sampling)
+    except (msgspec.ValidationError, TypeError) as error:
+        reason, _, path = str(error).partition(" - at ")
+        name = path.strip("`").removeprefix("$.") or "sampling"
+        value = options.get(name.split("[")[0].split(".")[0])
+        raise RequestError(f"{name}: {reason}, got {value!r:.80}") from error
+
+
+def _deadline_ms(deadline_s: float | None) -> int | None:
+    if deadline_s is None:
+        return None
+    if isinstance(deadline_s, bool) or not isinstance(deadline_s, (int, float)) or not math.isfinite(deadline_s):
+        raise RequestError(f"deadline_s must be a number of seconds, got {deadline_s!r:.80}")
+    if not 0.0 < deadline_s <= _MAX_DEADLINE_S:
+        raise RequestError(f"deadline_s must be above 0 and at most {_MAX_DEADLINE_S:g}, got {deadline_s!r:.80}")
+    return max(1, round(deadline_s * 1000.0))

@@ -1,0 +1,210 @@
+"""Where a server is reached: the default endpoint, what an endpoint may look like, the lock beside a socket file.
+
+libzmq lets a second server bind a live ipc:// path, and steals it silently; so a server holds a lock file first, and
+watches that the socket file stays its own. Who may connect is a question of the folder's mode, the file's mode, and
+of the peer's uid, which the server checks. It knows no message.
+"""
+
+import fcntl
+import ipaddress
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import zmq
+
+from lowlat.errors import ConfigError
+
+__all__ = ["Endpoint", "EndpointLock", "default_endpoint", "parse_endpoint", "prepare_socket"]
+
+MAX_PATH_BYTES = 107  # of sockaddr_un, without its final zero
+LOCK_SUFFIX = ".lock"
+HANDSHAKE_TIMEOUT_MS = 5000
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A checked endpoint: `path` for ipc://, `host` and `port` for tcp://; `loopback` when no other machine sees it."""
+
+    url: str
+    scheme: Literal["ipc", "tcp"]
+    path: Path | None = None
+    host: str = ""
+    port: str = ""
+    loopback: bool = True
+
+    def __str__(self) -> str:
+        return self.url
+
+
+def default_endpoint(environ: Mapping[str, str] = os.environ) -> str:
+    """LOWLAT_ENDPOINT, else lowlat/default.sock in XDG_RUNTIME_DIR, else lowlat/run/default.sock in the user's cache.
+
+    The cache holds other things of lowlat's, too, and may be open to others: there the socket has its own folder.
+    """
+    chosen = environ.get("LOWLAT_ENDPOINT")
+    if chosen:
+        return chosen
+    runtime = environ.get("XDG_RUNTIME_DIR")
+    if runtime and Path(runtime).is_absolute():
+        folder = Path(runtime) / "lowlat"
+    else:
+        cache = environ.get("XDG_CACHE_HOME")
+        folder = (Path(cache) if cache and Path(cache).is_absolute() else Path.home() / ".cache") / "lowlat" / "run"
+    return f"ipc://{folder / 'default.sock'}"
+
+
+def parse_endpoint(url: str) -> Endpoint:
+    """Take an endpoint apart. Raises ConfigError for a transport, a path or an address that is not served."""
+    scheme, separator, address = url.partition("://")
+    if separator and scheme == "ipc":
+        return _parse_ipc(url, address)
+    if separator and scheme == "tcp":
+        return _parse_tcp(url, address)
+    raise ConfigError(f"endpoint {url!r:.200} must be ipc:///a/path.sock or tcp://host:port")
+
+
+def _parse_ipc(url: str, address: str) -> Endpoint:
+    if address.startswith("@"):
+        raise ConfigError(f"endpoint {url!r:.200} is an abstract name, which has no permissions; give a path")
+    path = Path(address)
+    if not path.is_absolute() or address.endswith("/") or "\0" in address:
+        raise ConfigError(f"endpoint {url!r:.200} needs an absolute path of a file")
+    size = len(os.fsencode(address))
+    if size > MAX_PATH_BYTES:
+        raise ConfigError(
+            f"the path of {url!r:.200} has {size} bytes and a socket's may have {MAX_PATH_BYTES}; choose a shorter one"
+        )
+    return Endpoint(url, "ipc", path=path)
+
+
+def _parse_tcp(url: str, address: str) -> Endpoint:
+    host, separator, port = address.rpartition(":")
+    number = int(port) if port.isascii() and port.isdigit() and len(port) <= 5 else -1
+    if not separator or not host or not (port == "*" or 1 <= number <= 65535):
+        raise ConfigError(f"endpoint {url!r:.200} must be tcp://host:port with a port from 1 to 65535")
+    name = host.strip("[]")
+    try:
+        loopback = ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        loopback = name == "localhost"  # any other name may mean any other machine
+    return Endpoint(url, "tcp", host=name, port=port, loopback=loopback)
+
+
+def prepare_socket(
+    socket: "zmq.Socket[bytes]",
+    *,
+    max_message_bytes: int,
+    high_water_mark: int,
+    heartbeat_interval_s: float,
+    heartbeat_timeout_s: float,
+) -> None:
+    """Set what both sides must bound before they bind or connect: sizes, queues, heartbeats, lingering."""
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
+    socket.setsockopt(zmq.SNDHWM, high_water_mark)
+    socket.setsockopt(zmq.RCVHWM, high_water_mark)
+    timeout_ms = int(heartbeat_timeout_s * 1000)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, int(heartbeat_interval_s * 1000))
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, timeout_ms)
+    socket.setsockopt(zmq.HEARTBEAT_TTL, timeout_ms)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT_MS)
+
+
+class EndpointLock:
+    """A server's hold on the path of an ipc:// endpoint: the folder checked, the lock file taken, its own inode known.
+
+    shared   users other than this one are let in: the folder may be open to them, and the socket file is
+    Raises ConfigError when another server holds the path (with its pid), or the folder is not this user's alone.
+    """
+
+    def __init__(self, path: Path, *, shared: bool = False) -> None:
+        self.path = path
+        self.shared = shared
+        self._inode: tuple[int, int] | None = None
+        self._prepare_folder()
+        self._descriptor = self._take()
+        try:
+            self._remove_stale()
+        except BaseException:
+            self.release()
+            raise
+
+    def bind(self, socket: "zmq.Socket[bytes]", url: str) -> None:
+        """Bind a socket to the path, with the mode that fits, and remember whose file it is."""
+        before = os.umask(0o177)
+        try:
+            socket.bind(url)
+        finally:
+            os.umask(before)
+        if self.shared:
+            self.path.chmod(0o666)  # the uid check of every message decides
+        found = self.path.lstat()
+        self._inode = (found.st_dev, found.st_ino)
+
+    def state(self) -> Literal["own", "missing", "stolen"]:
+        """Whether the socket file is still the one that was bound."""
+        try:
+            found = self.path.lstat()
+        except OSError:
+            return "missing"
+        return "own" if (found.st_dev, found.st_ino) == self._inode else "stolen"
+
+    def release(self) -> None:
+        """Remove the socket file if it is the own one, and let go of the lock; harmless when repeated."""
+        if self._descriptor < 0:
+            return
+        if self._inode is not None and self.state() == "own":
+            self.path.unlink(missing_ok=True)
+        # The lock file stays: to unlink it would let two servers lock two files of the same name.
+        os.ftruncate(self._descriptor, 0)
+        os.close(self._descriptor)
+        self._descriptor = -1
+
+    def _prepare_folder(self) -> None:
+        folder = self.path.parent
+        for missing in reversed([part for part in (folder, *folder.parents) if not part.exists()]):
+            missing.mkdir(mode=0o700, exist_ok=True)
+        found = folder.stat()
+        if not stat.S_ISDIR(found.st_mode):
+            raise ConfigError(f"{folder} is not a directory; the endpoint's socket file lies in one")
+        if found.st_uid != os.geteuid():
+            raise ConfigError(
+                f"{folder} belongs to uid {found.st_uid}, and the server runs as {os.geteuid()}; "
+                "choose an endpoint in a directory of your own"
+            )
+        forbidden = 0o022 if self.shared else 0o077
+        if found.st_mode & forbidden:
+            allowed = "not be writable by others" if self.shared else "be open to its owner alone (mode 0700)"
+            raise ConfigError(f"{folder} has mode {stat.S_IMODE(found.st_mode):04o} and must {allowed}")
+
+    def _take(self) -> int:
+        lock = self.path.with_name(self.path.name + LOCK_SUFFIX)
+        try:
+            descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise ConfigError(f"cannot open the lock file {lock}: {error.strerror}") from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            owner = os.pread(descriptor, 32, 0).strip().decode("ascii", "replace") or "unknown"
+            os.close(descriptor)
+            raise ConfigError(
+                f"another server, process {owner}, holds {self.path}; end it or choose another endpoint"
+            ) from None
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, b"%d\n" % os.getpid(), 0)
+        return descriptor
+
+    def _remove_stale(self) -> None:
+        """A socket file that a dead server left is removed; anything else in its place is not ours to remove."""
+        try:
+            found = self.path.lstat()
+        except FileNotFoundError:
+            return
+        if not stat.S_ISSOCK(found.st_mode):
+            raise ConfigError(f"{self.path} exists and is not a socket; choose another endpoint")
+        self.path.unlink()

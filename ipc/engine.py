@@ -1,0 +1,109 @@
+"""What the server needs of whoever decodes and of whoever knows the text, as Protocols: it knows no model.
+
+An engine is driven by the decode thread alone, but for `validate`, which any thread may call. A codec is called from
+the text thread.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from lowlat.ipc.wire import Message, Sampling
+
+__all__ = ["Codec", "Engine", "EngineInfo", "EngineOutput"]
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """What clients are told of the model, and what the server plans by.
+
+    max_running   requests that decode together: the server hands over no more at once
+    max_context   tokens of prompt and completion, at most
+    tokenizer     SHA-256 of tokenizer.json, hexadecimal; "" without one
+    spins         the I/O thread polls without waiting while requests run: off unless it measurably helps, for the
+                  spinning thread and the decode thread share the GIL
+    """
+
+    model: str
+    vocab_size: int
+    max_running: int
+    max_context: int
+    tokenizer: str = ""
+    has_chat_template: bool = False
+    num_speculative_tokens: int = 0
+    spins: bool = False
+
+
+class TokenLogprobs(Protocol):
+    """One token's logarithmic probability; the fields are those of `wire.TokenLogprob`."""
+
+    @property
+    def token_id(self) -> int: ...
+    @property
+    def logprob(self) -> float: ...
+    @property
+    def top(self) -> Sequence[tuple[int, float]]: ...
+
+
+class EngineOutput(Protocol):
+    """What a step brought to one request; a request may be in a step's outputs several times, in order."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+    @property
+    def finish_reason(self) -> str | None: ...
+    @property
+    def text(self) -> str | None: ...
+    @property
+    def stop_reason(self) -> str | int | None: ...
+    @property
+    def logprobs(self) -> Sequence[TokenLogprobs] | None: ...
+    @property
+    def error(self) -> str | None: ...
+    @property
+    def simulated(self) -> bool: ...
+
+
+class Engine(Protocol):
+    """Decodes requests, one step at a time."""
+
+    @property
+    def info(self) -> EngineInfo:
+        """Constant while the engine lives."""
+
+    def validate(self, prompt: Sequence[int], sampling: Sampling) -> None:
+        """Refuse what can never be served. Any thread. Raises RequestError naming value, limit and knob."""
+
+    def submit(self, request_id: str, prompt: Sequence[int], sampling: Sampling) -> None:
+        """Take a request. Raises RequestError, CapacityError."""
+
+    def cancel(self, request_id: str) -> None:
+        """End a request; the next step's output of it says "cancelled". Raises RequestError for an unknown one."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything left to step for."""
+
+    def step(self) -> Sequence[EngineOutput]:
+        """One decode step for every running request. Raises DeviceError when the device has failed."""
+
+    def metrics(self, request_id: str) -> Mapping[str, Any]:
+        """Figures of a live request, or of one that ended lately, as JSON values."""
+
+    def stats(self) -> Mapping[str, Any]:
+        """Totals, slots and KV use, as JSON values; the decode thread calls it, about once a second."""
+
+    def close(self) -> None:
+        """Give everything back."""
+
+
+class Codec(Protocol):
+    """Text to token ids; the engine itself gives text for ids. Raises RequestError for what cannot be encoded."""
+
+    def encode(self, text: str) -> Sequence[int]:
+        """Token ids of a plain prompt."""
+
+    def encode_chat(self, messages: Sequence[Message], options: Mapping[str, Any]) -> Sequence[int]:
+        """Token ids of a chat through the model's template."""

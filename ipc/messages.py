@@ -1,0 +1,276 @@
+"""The messages of wire format 1, one struct each; what they mean, and how they travel, is said in wire.py.
+
+Structs of a client's messages carry their bounds, so that decoding is checking.
+"""
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+
+__all__ = [
+    "HEADERS",
+    "VERSION",
+    "Bye",
+    "Cancel",
+    "Code",
+    "Credit",
+    "Drain",
+    "End",
+    "Error",
+    "FinishReason",
+    "Health",
+    "Hello",
+    "Kind",
+    "Message",
+    "Pong",
+    "Sampling",
+    "ServerLimits",
+    "Stats",
+    "StatsReply",
+    "Submit",
+    "TokenLogprob",
+    "Tokens",
+    "Welcome",
+]
+
+VERSION = 1
+
+Int32 = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
+Number = Annotated[int, Meta(ge=0, le=(1 << 62))]
+TokenId = Int32
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+Code = Literal[
+    "malformed",  # not a message of this format: kind, header or body
+    "version",  # no version in common
+    "unexpected",  # a right message at a wrong time: before HELLO, a number used before
+    "invalid",  # the request asks for what cannot be served
+    "busy",  # the queue is full, or this client's share of it; see retry_after_ms
+    "draining",  # the server takes no new requests
+    "forbidden",  # this peer may not ask for that
+    "not_finite",  # the model's logits had NaN or infinity for this request
+    "deadline",  # deadline_ms passed
+    "slow_consumer",  # no credit for too long
+    "shutdown",  # the server ends
+    "device",  # the device failed; the server ends
+    "stalled",  # a step hangs; the server ends
+    "internal",  # the server's fault; its log says more
+]
+
+
+class Kind:
+    """The first byte of a message."""
+
+    HELLO = 0x01
+    SUBMIT = 0x02
+    CANCEL = 0x03
+    CREDIT = 0x04
+    STATS = 0x05
+    HEALTH = 0x06
+    DRAIN = 0x07
+    WELCOME = 0x81
+    TOKENS = 0x82
+    END = 0x83
+    ERROR = 0x84
+    STATS_REPLY = 0x85
+    PONG = 0x86
+    BYE = 0x87
+
+
+class Hello(Struct, forbid_unknown_fields=True):
+    """The first message of a client: versions it speaks, and a name for logs and statistics."""
+
+    min_version: Number = VERSION
+    max_version: Number = VERSION
+    name: Annotated[str, Meta(max_length=64)] = ""
+
+
+class ServerLimits(Struct):
+    """What a client must know of the server's limits; the rest stays the server's own business."""
+
+    max_message_bytes: int
+    max_prompt_tokens: int
+    max_context: int
+    max_requests_per_client: int
+    max_credit: int
+    slow_consumer_s: float
+    heartbeat_interval_s: float
+
+
+class Welcome(Struct):
+    """The server's answer to HELLO.
+
+    tokenizer is the SHA-256 of tokenizer.json, hexadecimal, or "" for a model that has none: then only token ids are
+    taken and no text is given.
+    """
+
+    version: int
+    epoch: str
+    server: str
+    model: str
+    tokenizer: str
+    vocab_size: int
+    has_chat_template: bool
+    num_speculative_tokens: int
+    limits: ServerLimits
+
+
+class Sampling(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How tokens are chosen and when the request ends; meanings and ranges are those of lowlat.SamplingParams."""
+
+    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = 0.0
+    top_k: Int32 = 0
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0.0, le=10.0)] = 1.0
+    presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
+    frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
+    logit_bias: Annotated[dict[TokenId, Annotated[float, Meta(ge=-100.0, le=100.0)]], Meta(max_length=300)] | None = (
+        None
+    )
+    seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None = None
+    stop_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=16)] = ()
+    stop: Annotated[tuple[Annotated[str, Meta(min_length=1, max_length=1024)], ...], Meta(max_length=16)] = ()
+    max_tokens: Annotated[int, Meta(ge=1, le=(1 << 31) - 1)] = 256
+    min_tokens: Int32 = 0
+    ignore_eos: bool = False
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    max_draft_tokens: Annotated[int, Meta(ge=0, le=63)] | None = None
+
+
+class Message(Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """One message of a chat; which fields beyond role and content matter is the template's business."""
+
+    role: Annotated[str, Meta(min_length=1, max_length=64)]
+    content: str | None = None
+    name: Annotated[str, Meta(max_length=256)] | None = None
+    thinking: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: Annotated[str, Meta(max_length=256)] | None = None
+
+
+class Submit(Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """A request. Exactly one of text, messages and the body is there; template_options go with messages alone."""
+
+    number: Number
+    credit: Annotated[int, Meta(ge=1, le=(1 << 31) - 1)]
+    sampling: Sampling = Sampling()
+    text: str | None = None
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=4096)] | None = None
+    template_options: dict[str, Any] | None = None
+    deadline_ms: Annotated[int, Meta(ge=1, le=(1 << 40))] | None = None
+
+
+class Cancel(Struct, array_like=True, forbid_unknown_fields=True, gc=False):
+    """End a request of this connection."""
+
+    number: Number
+
+
+class Credit(Struct, array_like=True, forbid_unknown_fields=True, gc=False):
+    """Grant a request so many more tokens."""
+
+    number: Number
+    tokens: Annotated[int, Meta(ge=1, le=(1 << 31) - 1)]
+
+
+class Stats(Struct, forbid_unknown_fields=True):
+    """Ask for figures."""
+
+
+class Health(Struct, forbid_unknown_fields=True):
+    """Ask for a PONG."""
+
+    nonce: Number = 0
+
+
+class Drain(Struct, forbid_unknown_fields=True):
+    """Ask the server to take no more requests, to finish for at most so long, and to end."""
+
+    deadline_s: Annotated[float, Meta(ge=0.0, le=3600.0)] = 10.0
+
+
+class TokenLogprob(Struct, array_like=True, gc=False):
+    """A token's logarithmic probability and its likeliest alternatives, likeliest first."""
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+class Tokens(Struct, array_like=True, gc=False):
+    """What a step, or several, brought to a request: token ids as packed int32, and the text that is certain now.
+
+    text is None without a tokenizer; a chunk may have text and no token (what was held back), or tokens and no text.
+    simulated marks imposed acceptance: the text means nothing.
+    """
+
+    number: int
+    sequence: int
+    token_ids: bytes
+    text: str | None = None
+    logprobs: list[TokenLogprob] | None = None
+    simulated: bool = False
+
+
+class End(Struct, array_like=True):
+    """The end of a request. metrics holds its timings and, where speculation ran, `eagle_speculation`."""
+
+    number: int
+    sequence: int
+    num_tokens: int
+    finish_reason: FinishReason
+    stop_reason: str | int | None = None
+    code: str | None = None
+    message: str | None = None
+    metrics: dict[str, Any] = {}
+
+
+class Error(Struct, omit_defaults=True):
+    """What is wrong, with a request that it ends, or with the connection."""
+
+    code: str
+    message: str
+    number: int | None = None
+    field: str | None = None
+    retry_after_ms: int | None = None
+
+
+class StatsReply(Struct):
+    """A snapshot of figures; `stats` is a map whose keys the server's version defines."""
+
+    stats: dict[str, Any]
+
+
+class Pong(Struct):
+    """state is "serving" or "draining"; last_step_age_s is 0.0 while nothing runs."""
+
+    nonce: int
+    state: str
+    last_step_age_s: float
+    num_running: int
+    num_waiting: int
+
+
+class Bye(Struct):
+    """The server ends, or drops this peer: the reason is one of the codes, or "dropped"."""
+
+    reason: str
+    message: str = ""
+
+
+HEADERS: dict[int, type[Struct]] = {
+    Kind.HELLO: Hello,
+    Kind.SUBMIT: Submit,
+    Kind.CANCEL: Cancel,
+    Kind.CREDIT: Credit,
+    Kind.STATS: Stats,
+    Kind.HEALTH: Health,
+    Kind.DRAIN: Drain,
+    Kind.WELCOME: Welcome,
+    Kind.TOKENS: Tokens,
+    Kind.END: End,
+    Kind.ERROR: Error,
+    Kind.STATS_REPLY: StatsReply,
+    Kind.PONG: Pong,
+    Kind.BYE: Bye,
+}

@@ -1,0 +1,6 @@
+"""The server: takes requests over ZeroMQ, has them decoded, and streams what they bring; it knows no model."""
+
+from lowlat.ipc.server.security import Curve
+from lowlat.ipc.server.server import Server
+
+__all__ = ["Curve", "Server"]

@@ -1,0 +1,69 @@
+"""Requests become token ids and are checked: in the text thread, or at once where that takes microseconds."""
+
+import logging
+import threading
+from collections.abc import Sequence
+from queue import SimpleQueue
+
+from lowlat.errors import RequestError
+from lowlat.ipc.engine import Codec, Engine
+from lowlat.ipc.server.events import Post, Prepare, Prepared
+from lowlat.ipc.server.logs import describe
+from lowlat.ipc.wire import Submit, unpack_tokens
+
+__all__ = ["MAX_INLINE_BYTES", "TextThread", "prepare"]
+
+MAX_INLINE_BYTES = 4 * 256  # a prompt of ids up to this is checked in microseconds: two changes of thread cost more
+
+
+def prepare(job: Prepare, engine: Engine, codec: Codec | None, log: logging.Logger) -> Prepared:
+    """Token ids of a request, or the reason why it cannot be served; never an exception."""
+    try:
+        prompt = _encode(job.submit, job.body, codec)
+        engine.validate(prompt, job.submit.sampling)
+    except RequestError as error:
+        return Prepared(job.stream, code="invalid", message=str(error))
+    except Exception as error:
+        log.error("preparing a request failed: %s", describe(error), extra={"event": "prepare_failed"})
+        return Prepared(job.stream, code="internal", message="the server failed on this request; its log says more")
+    return Prepared(job.stream, prompt)
+
+
+def _encode(submit: Submit, body: bytes, codec: Codec | None) -> Sequence[int]:
+    if submit.text is None and submit.messages is None:
+        return unpack_tokens(body)
+    if codec is None:
+        raise RequestError("this server's model has no tokenizer; send token ids")
+    if submit.text is not None:
+        return codec.encode(submit.text)
+    return codec.encode_chat(submit.messages or (), submit.template_options or {})
+
+
+class TextThread(threading.Thread):
+    """Runs templates and tokenizers, so that neither sockets nor steps wait for them.
+
+    Its queue holds what the I/O thread admitted, which bounds it.
+    """
+
+    def __init__(self, engine: Engine, codec: Codec | None, post: Post, log: logging.Logger) -> None:
+        super().__init__(name="lowlat-text", daemon=True)
+        self._engine = engine
+        self._codec = codec
+        self._post = post
+        self._log = log
+        self._jobs: SimpleQueue[Prepare | None] = SimpleQueue()
+
+    def put(self, job: Prepare) -> None:
+        """Queue a request; its Prepared comes to the I/O thread."""
+        self._jobs.put(job)
+
+    def stop(self) -> None:
+        """End after what is queued."""
+        self._jobs.put(None)
+
+    def run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            if job.stream.over:
+                self._post(Prepared(job.stream))
+            else:
+                self._post(prepare(job, self._engine, self._codec, self._log))

@@ -1,0 +1,301 @@
+"""A server's life: endpoint, threads, signals, drain, end. What it says to clients is in the modules beside it."""
+
+import gc
+import logging
+import os
+import secrets
+import signal
+import threading
+from collections.abc import Callable, Iterable
+from types import FrameType, TracebackType
+from typing import Self
+
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from lowlat.errors import ConfigError, LowlatError
+from lowlat.ipc.endpoint import EndpointLock, parse_endpoint, prepare_socket
+from lowlat.ipc.engine import Codec, Engine
+from lowlat.ipc.limits import Limits
+from lowlat.ipc.server.decode_thread import DecodeThread
+from lowlat.ipc.server.events import DecodeStop, DrainAsked, Event, Failed
+from lowlat.ipc.server.io_thread import IoThread
+from lowlat.ipc.server.peers import Peers
+from lowlat.ipc.server.prepare import TextThread
+from lowlat.ipc.server.requests import Requests
+from lowlat.ipc.server.security import Curve
+from lowlat.ipc.server.service import Service
+from lowlat.ipc.server.statistics import Statistics
+from lowlat.ipc.server.timers import Timers
+from lowlat.ipc.server.wake import Inbox
+from lowlat.ipc.server.watchdog import StepClock, Watchdog
+
+__all__ = ["Server"]
+
+FATAL_S = 0.9  # from a failure to the process's end, at most
+JOIN_S = 5.0
+EXIT_FATAL = 1
+MAX_UNREAD = 128  # messages of a client that lie here: the rest of a flood stays with whoever sends it
+
+
+class Server:
+    """Serves an engine on an endpoint.
+
+    engine      an Engine, or a function that makes one in the decode thread, where it will be used
+    codec       text and chats to token ids; None: only token ids are served
+    endpoint    ipc:///a/path.sock, or tcp://host:port; after `start`, `endpoint` says which port `*` became
+    allow_uids  users admitted over ipc:// beside the server's own
+    curve       keys for tcp://; needed off loopback
+    name        what clients are told the server is: program and version
+    Raises ConfigError for an endpoint that cannot be served.
+    """
+
+    def __init__(
+        self,
+        engine: Engine | Callable[[], Engine],
+        codec: Codec | None,
+        endpoint: str,
+        limits: Limits | None = None,
+        *,
+        allow_uids: Iterable[int] = (),
+        curve: Curve | None = None,
+        name: str = "lowlat",
+        log: logging.Logger | None = None,
+    ) -> None:
+        self._where = parse_endpoint(endpoint)
+        self.endpoint = endpoint
+        self.limits = Limits() if limits is None else limits
+        self.epoch = secrets.token_hex(16)
+        self._codec = codec
+        self._name = name
+        self._allow_uids = frozenset(allow_uids)
+        self._curve = curve
+        self._log = logging.getLogger("lowlat.server") if log is None else log
+        if self._where.scheme == "tcp" and not self._where.loopback and curve is None:
+            raise ConfigError(f"endpoint {endpoint!r:.200} can be reached by other machines and needs CURVE keys")
+        if self._where.scheme == "ipc" and curve is not None:
+            raise ConfigError("CURVE is for tcp:// endpoints; over ipc:// the kernel says who a client is")
+        self._clock = StepClock(self.limits)
+        self._inbox: Inbox[Event] = Inbox()
+        self._decode = DecodeThread(_maker(engine), self._clock, self._log)
+        self._decode.post = self._post
+        self._watchdog = Watchdog(self._clock, self.limits, self._stalled)
+        self._lock: EndpointLock | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._authenticator: ThreadAuthenticator | None = None
+        self._text: TextThread | None = None
+        self._io: IoThread | None = None
+        self._attention = threading.Event()  # the end is near: whoever runs the server should look
+        self._failed = False
+        self._num_signals = 0
+        self._closed = False
+        self.exit_code: int | None = None
+
+    def start(self) -> None:
+        """Take the endpoint, make the engine, serve. Raises ConfigError, and what making the engine raises."""
+        if self._closed or self._decode.ident is not None:
+            raise LowlatError("a server starts once")
+        try:
+            if self._where.path is not None:
+                self._lock = EndpointLock(self._where.path, shared=bool(self._allow_uids))
+            self._decode.start()
+            self._decode.ready.wait()
+            if self._decode.error is not None:
+                raise self._decode.error
+            self._serve()
+        except BaseException:
+            self.close()
+            raise
+
+    def run(self) -> int:
+        """Serve until drained or failed, and return the exit code.
+
+        In the main thread SIGTERM and SIGINT drain (a second one ends at once), and a failure ends the process within
+        a second, even where a device's thread hangs.
+        """
+        is_main = threading.current_thread() is threading.main_thread()
+        before = {number: signal.signal(number, self._signalled) for number in _SIGNALS} if is_main else {}
+        try:
+            if self._io is None:
+                self.start()
+            if is_main:
+                # What is loaded lives as long as the server: no collection need look at it again.
+                gc.collect()
+                gc.freeze()
+            self._attention.wait()
+            if is_main and self._failed:
+                self._leave_process()
+            self.close()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        return self.exit_code or 0
+
+    def drain(self, deadline_s: float | None = None) -> None:
+        """Take no more requests, finish what runs for at most so long (None: drain_s), and end. Any thread."""
+        self._inbox.put(DrainAsked(self.limits.drain_s if deadline_s is None else deadline_s))
+
+    def close(self) -> None:
+        """End at once and give everything back; harmless when repeated. After a hung step some of it stays."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._io is not None:
+            self.drain(0.0)
+            self._io.join()
+            self.exit_code = self._io.exit_code
+        self._watchdog.stop()
+        if self._text is not None:
+            self._text.stop()
+        self._decode.put(DecodeStop())
+        for thread in (self._text, self._decode, self._watchdog):
+            if thread is not None and thread.ident is not None:
+                thread.join(JOIN_S)
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        if self._context is not None:
+            self._context.term()  # waits for the last messages, at most linger_s
+        if self._lock is not None:
+            self._lock.release()
+        if not self._decode.is_alive():
+            self._decode.close()
+        self._inbox.close()
+        self._attention.set()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _serve(self) -> None:
+        context = self._context = zmq.Context()
+        router = context.socket(zmq.ROUTER)
+        try:
+            self._bind(context, router)
+        except BaseException:
+            router.close(linger=0)
+            raise
+        engine, limits, log = self._decode.engine, self.limits, self._log
+        timers, statistics = Timers(), Statistics()
+        self._text = TextThread(engine, self._codec, self._inbox.put, log)
+        requests = Requests(
+            engine,
+            self._codec,
+            limits,
+            timers,
+            statistics,
+            self._clock,
+            log,
+            epoch=self.epoch,
+            decode=self._decode.put,
+            text_thread=self._text,
+        )
+        peers = Peers(router, limits, timers, requests.peer_gone, requests.peer_unblocked)
+        requests.peers = peers
+        service = Service(
+            engine.info,
+            limits,
+            peers,
+            requests,
+            statistics,
+            log,
+            epoch=self.epoch,
+            name=self._name,
+            local=self._where.scheme == "ipc",
+            allow_uids=self._allow_uids,
+            step_age=self._clock.age_s,
+            drain=self.drain,
+        )
+        self._io = IoThread(
+            router,
+            self._inbox,
+            timers,
+            peers,
+            requests,
+            service,
+            log,
+            check=self._check,
+            on_end=self._attention.set,
+            linger_s=limits.linger_s,
+            spins=engine.info.spins,
+        )
+        for thread in (self._text, self._io, self._watchdog):
+            thread.start()
+        log.info("serving", extra={"endpoint": self.endpoint, "model": engine.info.model, "server_pid": os.getpid()})
+
+    def _bind(self, context: "zmq.Context[zmq.Socket[bytes]]", router: "zmq.Socket[bytes]") -> None:
+        limits = self.limits
+        prepare_socket(
+            router,
+            max_message_bytes=limits.max_message_bytes,
+            high_water_mark=limits.high_water_mark,
+            heartbeat_interval_s=limits.heartbeat_interval_s,
+            heartbeat_timeout_s=limits.heartbeat_timeout_s,
+        )
+        router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        router.setsockopt(zmq.RCVHWM, min(limits.high_water_mark, MAX_UNREAD))
+        if self._curve is not None:
+            self._authenticator = self._curve.protect(context, router)
+        if self._where.host and ":" in self._where.host:
+            router.setsockopt(zmq.IPV6, 1)
+        try:
+            if self._lock is not None:
+                self._lock.bind(router, self.endpoint)
+            else:
+                router.bind(self.endpoint)
+        except zmq.ZMQError as error:
+            raise ConfigError(f"cannot listen on {self.endpoint!r:.200}: {error.strerror}") from error
+        self.endpoint = router.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def _check(self) -> str | None:
+        if self._lock is not None and (state := self._lock.state()) != "own":
+            return f"the socket file of {self.endpoint} is {state}: nobody can reach this server any more"
+        return None
+
+    def _post(self, event: Event) -> None:
+        if isinstance(event, Failed):
+            self._failed = True
+        self._inbox.put(event)
+        if self._failed:
+            self._attention.set()  # even if the I/O thread should be what hangs
+
+    def _stalled(self, words: str) -> None:
+        self._post(Failed("stalled", "a step hangs; the server ends"))
+        self._log.critical("%s", words)
+
+    def _signalled(self, number: int, frame: FrameType | None) -> None:
+        self._num_signals += 1
+        if self._io is None:
+            raise SystemExit(128 + number)  # not serving yet: what is being loaded is dropped
+        self.drain(None if self._num_signals == 1 else 0.0)
+
+    def _leave_process(self) -> None:
+        """End the process although threads may hang: a device's own clean-up must not keep a dead server alive."""
+        last_words = threading.Thread(target=self._last_words, daemon=True)
+        last_words.start()
+        last_words.join(FATAL_S)
+        os._exit(EXIT_FATAL)
+
+    def _last_words(self) -> None:
+        if self._io is not None:
+            self._io.join()
+        if self._context is not None and self._authenticator is None:
+            self._context.term()  # waits for the last messages, at most linger_s
+        if self._lock is not None:
+            self._lock.release()
+        if self._clock.started:
+            self._watchdog.dumped.wait()
+        logging.shutdown()
+
+
+def _maker(engine: Engine | Callable[[], Engine]) -> Callable[[], Engine]:
+    if callable(engine):
+        return engine
+    return lambda: engine
+
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)

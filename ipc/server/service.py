@@ -1,0 +1,230 @@
+"""What a server answers: every message of a client has one method here; requests are born and end in `Requests`."""
+
+import logging
+import time
+from collections.abc import Callable
+from os import geteuid
+from typing import Any
+
+import zmq
+from msgspec import Struct
+
+from lowlat.ipc.engine import EngineInfo
+from lowlat.ipc.limits import Limits
+from lowlat.ipc.server.logs import describe
+from lowlat.ipc.server.peers import Peer, Peers
+from lowlat.ipc.server.requests import Requests
+from lowlat.ipc.server.statistics import Statistics
+from lowlat.ipc.wire import (
+    VERSION,
+    Cancel,
+    Credit,
+    Drain,
+    Error,
+    Health,
+    Hello,
+    Pong,
+    ServerLimits,
+    Stats,
+    StatsReply,
+    Submit,
+    Welcome,
+    WireError,
+    decode_client,
+)
+
+__all__ = ["Service"]
+
+BUSY_RETRY_MS = 1000
+
+
+class Service:
+    """Reads the messages of peers and answers them; the I/O thread's own.
+
+    local       the endpoint is ipc://, so that the kernel names each peer's user
+    allow_uids  users that are let in beside the server's own
+    step_age    seconds since the last completed step while requests run, else 0.0
+    drain       asks the server to end
+    """
+
+    def __init__(
+        self,
+        info: EngineInfo,
+        limits: Limits,
+        peers: Peers,
+        requests: Requests,
+        statistics: Statistics,
+        log: logging.Logger,
+        *,
+        epoch: str,
+        name: str,
+        local: bool,
+        allow_uids: frozenset[int],
+        step_age: Callable[[], float],
+        drain: Callable[[float], None],
+    ) -> None:
+        self._limits = limits
+        self._peers = peers
+        self._requests = requests
+        self._statistics = statistics
+        self._log = log
+        self._local = local
+        self._own_uid = geteuid()
+        self._uids = allow_uids | {self._own_uid}
+        self._step_age = step_age
+        self._drain = drain
+        self._welcome = _welcome(info, limits, epoch, name)
+        self._handlers: dict[type[Struct], Callable[[Peer, Any], None]] = {
+            Hello: self._hello,
+            Cancel: self._cancel,
+            Credit: self._credit,
+            Stats: self._stats,
+            Health: self._health,
+            Drain: self._drain_asked,
+        }
+
+    def receive(self, routing_id: bytes, frames: list[zmq.Frame]) -> None:
+        """Take one message and answer it; what is wrong with it is answered, too."""
+        peer, is_new = self._peers.find(routing_id, frames[0])
+        if peer is None or peer.dropped:
+            return
+        if peer.floods(self._limits.max_messages_per_s):
+            self._drop(peer, f"more than {self._limits.max_messages_per_s} messages in a second (max_messages_per_s)")
+            return
+        if is_new and self._local and peer.credentials.uid not in self._uids:
+            self._log.warning(
+                "refused a client of another user",
+                extra={"uid": peer.credentials.uid, "peer_pid": peer.credentials.pid},
+            )
+            self._peers.send(peer, Error("forbidden", f"the server does not serve uid {peer.credentials.uid}"))
+            self._peers.drop(peer, "forbidden", "ask for --allow-uid")
+            return
+        try:
+            header, body = decode_client(frames)
+        except WireError as error:
+            self._malformed(peer, error)
+            return
+        if type(header) is Hello and not is_new:
+            peer = self._peers.renew(peer, frames[0])
+        try:
+            self._dispatch(peer, header, body)
+        except Exception as error:
+            self._log.error("a message was not handled: %s", describe(error), extra={"kind": type(header).__name__})
+            self._wrong(peer, "internal", "the server failed on this message; its log says more")
+
+    def _dispatch(self, peer: Peer, header: Struct, body: bytes) -> None:
+        if not peer.greeted and type(header) is not Hello:
+            self._wrong(peer, "unexpected", "HELLO comes first")
+        elif type(header) is Submit:
+            self._submit(peer, header, body)
+        else:
+            self._handlers[type(header)](peer, header)
+
+    def _hello(self, peer: Peer, hello: Hello) -> None:
+        if peer.greeted:
+            self._wrong(peer, "unexpected", "HELLO comes once")
+            return
+        if not hello.min_version <= VERSION <= hello.max_version:
+            message = f"versions {hello.min_version} to {hello.max_version} and the server's {VERSION} do not meet"
+            self._wrong(peer, "version", message)
+            return
+        if self._peers.num_greeted >= self._limits.max_clients:
+            message = f"{self._limits.max_clients} clients (max_clients) are connected"
+            self._peers.send(peer, Error("busy", message, retry_after_ms=BUSY_RETRY_MS))
+            self._peers.drop(peer, "busy", message)
+            return
+        peer.greeted, peer.name = True, hello.name
+        self._peers.send(peer, self._welcome)
+
+    def _submit(self, peer: Peer, submit: Submit, body: bytes) -> None:
+        if submit.number <= peer.last_number:
+            # without a number: one that names it would seem to end the request that has it
+            message = f"number {submit.number} is not above {peer.last_number}, the last of this connection"
+            self._wrong(peer, "unexpected", message, field="$.number")
+            return
+        peer.last_number = submit.number
+        self._requests.submit(peer, submit, body)
+
+    def _cancel(self, peer: Peer, cancel: Cancel) -> None:
+        if cancel.number > peer.last_number:
+            self._wrong(peer, "unexpected", f"number {cancel.number} was not used in this connection")
+        elif (stream := peer.streams.get(cancel.number)) is not None:
+            self._requests.cancel(stream)
+
+    def _credit(self, peer: Peer, credit: Credit) -> None:
+        if credit.number > peer.last_number:
+            self._wrong(peer, "unexpected", f"number {credit.number} was not used in this connection")
+            return
+        stream = peer.streams.get(credit.number)
+        if stream is None:
+            return
+        if stream.balance + credit.tokens > self._limits.max_credit:
+            message = (
+                f"a grant of {credit.tokens} tokens beside {stream.balance} that are left "
+                f"exceeds {self._limits.max_credit} (max_credit)"
+            )
+            self._wrong(peer, "invalid", message)
+            return
+        self._requests.credit(stream, credit.tokens)
+
+    def _health(self, peer: Peer, health: Health) -> None:
+        requests = self._requests
+        state = "draining" if requests.draining else "serving"
+        self._peers.send(peer, Pong(health.nonce, state, self._step_age(), requests.num_running, requests.num_waiting))
+
+    def _stats(self, peer: Peer, stats: Stats) -> None:
+        self._peers.send(peer, StatsReply(self._requests.figures(time.monotonic())))
+
+    def _drain_asked(self, peer: Peer, drain: Drain) -> None:
+        if peer.credentials.uid != self._own_uid:
+            self._wrong(peer, "forbidden", "only clients of the server's own user, over ipc://, may end it")
+            return
+        self._log.info("a client asks to drain", extra={"peer_pid": peer.credentials.pid})
+        self._drain(drain.deadline_s)
+
+    def _malformed(self, peer: Peer, error: WireError) -> None:
+        number = error.number
+        if number is not None:
+            if number > peer.last_number and peer.greeted:
+                peer.last_number = number
+            else:
+                number = None
+        self._wrong(peer, "malformed", str(error), field=error.field, number=number)
+
+    def _wrong(
+        self, peer: Peer, code: str, message: str, *, field: str | None = None, number: int | None = None
+    ) -> None:
+        """Answer a wrong message; after too many the peer is dropped."""
+        peer.num_bad_messages += 1
+        self._statistics.num_bad_messages += 1
+        self._log.warning("a wrong message", extra={"code": code, "field": field, "peer_pid": peer.credentials.pid})
+        self._peers.send(peer, Error(code, message, number=number, field=field))
+        if peer.num_bad_messages >= self._limits.max_bad_messages:
+            self._drop(peer, f"{peer.num_bad_messages} wrong messages (max_bad_messages)")
+
+    def _drop(self, peer: Peer, message: str) -> None:
+        self._statistics.num_dropped_peers += 1
+        self._log.warning("dropped a client", extra={"reason": message, "peer_pid": peer.credentials.pid})
+        self._peers.drop(peer, "dropped", message)
+
+
+def _welcome(info: EngineInfo, limits: Limits, epoch: str, name: str) -> Welcome:
+    return Welcome(
+        version=VERSION,
+        epoch=epoch,
+        server=name,
+        model=info.model,
+        tokenizer=info.tokenizer,
+        vocab_size=info.vocab_size,
+        has_chat_template=info.has_chat_template,
+        num_speculative_tokens=info.num_speculative_tokens,
+        limits=ServerLimits(
+            max_message_bytes=limits.max_message_bytes,
+            max_prompt_tokens=info.max_context - 1,
+            max_context=info.max_context,
+            max_requests_per_client=limits.max_requests_per_client,
+            max_credit=limits.max_credit,
+            slow_consumer_s=limits.slow_consumer_s,
+            heartbeat_interval_s=limits.heartbeat_interval_s,
+        ),
+    )

@@ -1,0 +1,148 @@
+"""One request on its way: what was asked, what may be sent, what waits for credit. It knows no socket."""
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from lowlat.ipc.engine import EngineOutput
+from lowlat.ipc.wire import End, FinishReason, Submit, TokenLogprob, Tokens, pack_tokens
+
+if TYPE_CHECKING:
+    from lowlat.ipc.server.peers import Peer
+
+__all__ = ["Phase", "Stream"]
+
+MAX_TOKENS_PER_MESSAGE = 4096
+
+
+class Phase(Enum):
+    """How far a request has come."""
+
+    PREPARING = "preparing"  # the text thread makes token ids of it and checks it
+    WAITING = "waiting"  # for a slot
+    RUNNING = "running"  # inside the engine
+    DECODED = "decoded"  # the engine is done with it; tokens may wait for credit
+    OVER = "over"  # END or ERROR went out, or nobody is there to read it
+
+
+class Stream:
+    """A request of a peer.
+
+    balance   tokens that may be sent; negative by less than a step
+    waiting   outputs that were not sent, in order
+    final     the output that ended it in the engine
+    """
+
+    __slots__ = (
+        "arrived",
+        "balance",
+        "cancelled",
+        "final",
+        "first",
+        "handed",
+        "last",
+        "metrics",
+        "num_bytes",
+        "num_sent",
+        "number",
+        "peer",
+        "phase",
+        "prompt",
+        "request_id",
+        "sampling",
+        "sequence",
+        "starving",
+        "waiting",
+    )
+
+    def __init__(self, peer: "Peer", submit: Submit, request_id: str, num_bytes: int) -> None:
+        self.peer = peer
+        self.number = submit.number
+        self.request_id = request_id
+        self.sampling = submit.sampling
+        self.num_bytes = num_bytes
+        self.prompt: Sequence[int] = ()
+        self.phase = Phase.PREPARING
+        self.balance = submit.credit
+        self.sequence = 0
+        self.num_sent = 0
+        self.waiting: deque[EngineOutput] = deque()
+        self.starving = 0  # counts the times it ran out of credit; odd while it is out
+        self.cancelled = False
+        self.final: EngineOutput | None = None
+        self.metrics: Mapping[str, Any] = {}
+        self.arrived = time.monotonic()
+        self.handed = 0.0
+        self.first = 0.0
+        self.last = 0.0
+
+    @property
+    def over(self) -> bool:
+        """Whether its last message is out."""
+        return self.phase is Phase.OVER
+
+    def next_message(self) -> tuple[Tokens, int] | None:
+        """What waits and may be sent, as one message, and its number of tokens; None without credit or outputs.
+
+        Text without tokens needs no credit, so that an end is never held up by it.
+        """
+        waiting = self.waiting
+        if not waiting or (self.balance <= 0 and waiting[0].token_ids):
+            return None
+        output = waiting.popleft()
+        token_ids, text, logprobs = output.token_ids, output.text, output.logprobs
+        simulated = output.simulated
+        self.balance -= len(token_ids)
+        if waiting:
+            ids, texts, all_logprobs = list(token_ids), [text], list(logprobs or ())
+            while waiting and len(ids) < MAX_TOKENS_PER_MESSAGE:
+                output = waiting[0]
+                if output.token_ids and self.balance <= 0:
+                    break
+                waiting.popleft()
+                self.balance -= len(output.token_ids)
+                ids.extend(output.token_ids)
+                texts.append(output.text)
+                all_logprobs.extend(output.logprobs or ())
+                simulated = simulated or output.simulated
+            token_ids, logprobs = ids, all_logprobs
+            text = None if all(part is None for part in texts) else "".join(part or "" for part in texts)
+        message = Tokens(
+            self.number,
+            self.sequence,
+            pack_tokens(token_ids),
+            text,
+            [TokenLogprob(one.token_id, one.logprob, list(one.top)) for one in logprobs] if logprobs else None,
+            simulated,
+        )
+        self.sequence += 1
+        num_tokens = len(token_ids)
+        self.num_sent += num_tokens
+        return message, num_tokens
+
+    def end_message(
+        self,
+        finish_reason: FinishReason,
+        *,
+        stop_reason: str | int | None = None,
+        code: str | None = None,
+        message: str | None = None,
+    ) -> End:
+        """Its END, with the engine's figures and the server's own times, in seconds from the SUBMIT's arrival."""
+        times = {
+            "queued_s": self.handed - self.arrived if self.handed else None,
+            "time_to_first_token_s": self.first - self.arrived if self.first else None,
+            "total_s": time.monotonic() - self.arrived,
+        }
+        return End(
+            number=self.number,
+            sequence=self.sequence,
+            num_tokens=self.num_sent,
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+            code=code,
+            message=message,
+            metrics={**self.metrics, "server": times},
+        )

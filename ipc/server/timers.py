@@ -1,0 +1,34 @@
+"""Things to do at a later time, for the I/O thread."""
+
+import heapq
+import itertools
+import time
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["Timers"]
+
+
+class Timers:
+    """Calls by time. What became pointless until then is the callee's to see: nothing is taken back."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._ties = itertools.count()
+
+    def after(self, seconds: float, call: Callable[..., None], *arguments: Any) -> None:
+        """Call so many seconds from now."""
+        heapq.heappush(self._heap, (time.monotonic() + seconds, next(self._ties), call, arguments))
+
+    def run(self) -> None:
+        """Call what is due."""
+        heap = self._heap
+        while heap and heap[0][0] <= time.monotonic():
+            _, _, call, arguments = heapq.heappop(heap)
+            call(*arguments)
+
+    def timeout_ms(self) -> int:
+        """How long a poll may wait for the next, rounded up; -1 without one."""
+        if not self._heap:
+            return -1
+        return max(0, int((self._heap[0][0] - time.monotonic()) * 1000) + 1)

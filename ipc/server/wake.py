@@ -1,0 +1,78 @@
+"""How other threads hand something to the thread that owns the sockets, and wake it, without waiting for it."""
+
+import os
+import select
+from collections import deque
+from typing import Generic, TypeVar
+
+__all__ = ["Inbox"]
+
+Item = TypeVar("Item")
+
+
+class Inbox(Generic[Item]):
+    """A queue with a descriptor that becomes readable when something comes while its reader sleeps.
+
+    Any thread puts; one thread takes. The reader says `sleep` before it polls the descriptor and `awake` after: only
+    then does a put cost a system call. What is put is bounded by the putters: a step's outputs, a request's ends.
+
+    A put that wakes lets go of the GIL in its system call, and the reader takes it: a lock's release, or a queue of
+    Python's, keeps it, and the reader would wait until the putter has nothing left to do (63 us against 13 where that
+    is 50 us of work).
+    """
+
+    def __init__(self) -> None:
+        self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._items: deque[Item] = deque()
+        self._asleep = False
+        self._poll = select.poll()
+        self._poll.register(self.descriptor, select.POLLIN)
+
+    def put(self, item: Item) -> None:
+        """Append, and wake the reader if it sleeps."""
+        self._items.append(item)
+        if self._asleep:
+            self._asleep = False
+            os.eventfd_write(self.descriptor, 1)
+
+    def take(self) -> Item | None:
+        """The oldest, or None."""
+        try:
+            return self._items.popleft()
+        except IndexError:
+            return None
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there is something to take."""
+        return bool(self._items)
+
+    def sleep(self) -> bool:
+        """Before polling: whether there is nothing to take. A put after this wakes the poll."""
+        self._asleep = True
+        if self._items:
+            self._asleep = False
+            return False
+        return True
+
+    def awake(self, signalled: bool) -> None:
+        """After polling; signalled says whether the descriptor was readable."""
+        self._asleep = False
+        if signalled:
+            os.eventfd_read(self.descriptor)
+
+    def wait(self, timeout_s: float | None = None) -> Item | None:
+        """The oldest, when it comes; None when the time has passed."""
+        while (item := self.take()) is None:
+            if not self.sleep():
+                continue
+            signalled = bool(self._poll.poll(None if timeout_s is None else timeout_s * 1000.0))
+            self.awake(signalled)
+            if timeout_s is not None and not signalled:
+                return self.take()
+        return item
+
+    def close(self) -> None:
+        """Give the descriptor back; what is put from now on is never taken."""
+        self._asleep = False
+        os.close(self.descriptor)

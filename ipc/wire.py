@@ -1,0 +1,327 @@
+"""Wire format, version 1: what lowlat's server and its clients say to each other over ZeroMQ.
+
+A client is a DEALER, the server a ROUTER. A message is one frame, or two where the second is named here as its body:
+
+    frame 1   a byte that names the kind, then a msgpack value: the header
+    frame 2   SUBMIT alone, and only for a prompt of token ids: the ids as little-endian int32, packed
+
+Headers of control messages are msgpack maps by field name; fields left out have their defaults. Those of TOKENS, END,
+CANCEL and CREDIT are msgpack arrays, fields in order. Integers are signed 64-bit, strings UTF-8, times in the unit of
+their suffix. The server refuses unknown fields; a client must ignore them, and ignore kinds that it does not know.
+Headers of a client's messages have at most 4096 bytes; SUBMIT's 262144 beside its texts, and where any values may stand
+(template_options, tool_calls) they are JSON's, at most 10,000 of them, nested 32 deep.
+
+    client          byte                          server          byte
+    HELLO           0x01  first, once             WELCOME         0x81  answers HELLO
+    SUBMIT          0x02                          TOKENS          0x82
+    CANCEL          0x03                          END             0x83
+    CREDIT          0x04                          ERROR           0x84
+    STATS           0x05                          STATS           0x85  answers STATS
+    HEALTH          0x06                          PONG            0x86  answers HEALTH
+    DRAIN           0x07                          BYE             0x87  last; nothing follows it
+
+HELLO carries the versions that the client speaks; WELCOME answers with the one in use, the limits, the model, the hash
+of its tokenizer.json, and the server's epoch, which no other start of any server has. A client that sees another epoch
+than before talks to another process: whatever it had under way is lost.
+
+SUBMIT carries a number, unique and growing within the connection, by which all later messages name the request, and
+the prompt in one of three forms: `text`, `messages` for the model's chat template, or token ids as the body. It is
+answered by TOKENS, as often as there is something to say, and one END; or by one ERROR that names it, and nothing
+else. TOKENS and END of a request are numbered by `sequence` from 0 without a gap; END repeats how many tokens were
+sent: so a client can prove that nothing was lost, doubled or reordered. Texts of all TOKENS, joined, are the text of
+the completion.
+
+A server sends as many tokens as it was granted: `credit` of SUBMIT, and what CREDIT adds to it. It sends a chunk while
+the balance is positive, so a step's tokens may overdraw it by less than a step. Without credit the tokens wait in the
+server; a stream that stays without credit for `slow_consumer_s` while tokens wait ends with the code `slow_consumer`.
+
+CANCEL ends a request: END follows with finish_reason "cancelled". It is ignored for one that has ended, for the two
+may cross. `deadline_ms` counts from the arrival of SUBMIT; a request past it ends as "cancelled" with the code
+`deadline`.
+
+HEALTH asks for PONG; its nonce comes back. PONG says how old the last completed step is while requests run: a server
+that answers and does not step is not well. STATS asks for a snapshot of figures. DRAIN asks the server to finish what
+runs and to end; only clients of the server's own user may. A server that ends says BYE.
+
+An ERROR without a number is about the connection. Its `code` is stable, `field` is the path of the field that is
+wrong ("$.sampling.top_p"), `retry_after_ms` stands with `busy`. After `Limits.max_bad_messages` wrong messages the
+server says BYE with the reason `dropped` and forgets the peer.
+"""
+
+import math
+import re
+import sys
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, Protocol
+
+import msgspec
+from msgspec import Meta, Raw, Struct
+from msgspec.msgpack import Decoder, Encoder
+
+from lowlat.ipc.messages import (
+    HEADERS,
+    VERSION,
+    Bye,
+    Cancel,
+    Code,
+    Credit,
+    Drain,
+    End,
+    Error,
+    FinishReason,
+    Health,
+    Hello,
+    Kind,
+    Message,
+    Pong,
+    Sampling,
+    ServerLimits,
+    Stats,
+    StatsReply,
+    Submit,
+    TokenLogprob,
+    Tokens,
+    Welcome,
+)
+
+__all__ = [
+    "MAX_CONTROL_BYTES",
+    "MAX_DEPTH",
+    "MAX_FREE_VALUES",
+    "MAX_STRUCTURE_BYTES",
+    "VERSION",
+    "Bye",
+    "Cancel",
+    "Code",
+    "Credit",
+    "Drain",
+    "End",
+    "Error",
+    "FinishReason",
+    "Health",
+    "Hello",
+    "Kind",
+    "Message",
+    "Pong",
+    "Sampling",
+    "ServerLimits",
+    "Stats",
+    "StatsReply",
+    "Submit",
+    "TokenLogprob",
+    "Tokens",
+    "Welcome",
+    "WireError",
+    "decode_client",
+    "decode_server",
+    "encode",
+    "pack_tokens",
+    "unpack_tokens",
+]
+
+MAX_CONTROL_BYTES = 4096
+MAX_STRUCTURE_BYTES = 1 << 18  # small values decode to much more than their bytes: 8 MiB of empty maps fill 700 MB
+MAX_FREE_VALUES = 10_000
+MAX_DEPTH = 32
+_MAX_REASON = 300
+_PLAIN = (str, bool, int, float, type(None))
+
+
+class _TextSizes(Struct):
+    """A chat message of which only the texts' extent is wanted."""
+
+    content: Raw = Raw()
+    thinking: Raw = Raw()
+
+
+class _SubmitSizes(Struct):
+    """A SUBMIT of which only the texts' extent is wanted: nothing in it is built, so nothing grows."""
+
+    text: Raw = Raw()
+    messages: Annotated[list[_TextSizes], Meta(max_length=4096)] | None = None
+
+
+class _Numbered(Struct):
+    """A broken SUBMIT of which only the number is wanted."""
+
+    number: Annotated[int, Meta(ge=0, le=(1 << 62))]
+
+
+class Frame(Protocol):
+    """What is wanted of a zmq.Frame."""
+
+    @property
+    def buffer(self) -> Any: ...
+
+
+_PREFIXES = {header: bytes((kind,)) for kind, header in HEADERS.items()}
+_FROM_CLIENT = {kind: Decoder(header) for kind, header in HEADERS.items() if kind < 0x80}
+_FROM_SERVER = {kind: Decoder(header) for kind, header in HEADERS.items() if kind >= 0x80}
+_SIZES = Decoder(_SubmitSizes)
+_NUMBERED = Decoder(_Numbered)
+_ENCODER = Encoder()
+# msgspec lets the errors of text and of nesting through as they are
+_UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+
+class WireError(Exception):
+    """A message that is not of this format.
+
+    field    the path of what is wrong, where there is one: "$.sampling.top_p", "$.body"
+    number   of the SUBMIT that is wrong, where it can still be read
+    """
+
+    def __init__(self, message: str, field: str | None = None, number: int | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+        self.number = number
+
+
+def encode(header: Struct) -> bytes:
+    """The first frame of a message. Raises TypeError, OverflowError, RecursionError for values without an encoding."""
+    return _PREFIXES[type(header)] + _ENCODER.encode(header)
+
+
+def decode_client(frames: Sequence[bytes | Frame]) -> tuple[Struct, bytes]:
+    """A client's message, checked, and its body (b"" without one): the server's side.
+
+    Time and memory are bounded by the frames' own sizes. Raises WireError, and nothing else, for any bytes.
+    """
+    if not 1 <= len(frames) <= 2:
+        raise WireError(f"a message has 1 frame or 2, got {len(frames)}")
+    view = _view(frames[0])
+    decoder = _FROM_CLIENT.get(view[0]) if len(view) else None
+    if decoder is None:
+        raise WireError(f"unknown kind {view[0]:#04x}" if len(view) else "the first frame is empty")
+    kind, data = view[0], view[1:]
+    if kind != Kind.SUBMIT:
+        if len(frames) > 1:
+            raise WireError("only SUBMIT has a body", "$.body")
+        if len(data) > MAX_CONTROL_BYTES:
+            raise WireError(f"the header has {len(data)} bytes, more than {MAX_CONTROL_BYTES}")
+        return _decode(decoder, data), b""
+    body = bytes(_view(frames[1])) if len(frames) > 1 else None
+    try:
+        if len(data) > MAX_STRUCTURE_BYTES:
+            _check_structure(data)
+        submit = _decode(decoder, data)
+        _check_submit(submit, body)
+    except WireError as error:
+        error.number = _number(data)
+        raise
+    return submit, body or b""
+
+
+def decode_server(frame: bytes | Frame) -> Struct | None:
+    """A server's message, for clients; None for a kind that this version does not know. Raises WireError."""
+    view = _view(frame)
+    if not len(view):
+        raise WireError("the frame is empty")
+    decoder = _FROM_SERVER.get(view[0])
+    return None if decoder is None else _decode(decoder, view[1:])
+
+
+def pack_tokens(token_ids: Iterable[int]) -> bytes:
+    """Token ids as little-endian int32. Raises TypeError for what is no integer, OverflowError for one out of range."""
+    packed = array("i", token_ids)
+    if sys.byteorder != "little":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_tokens(packed: bytes) -> tuple[int, ...]:
+    """Token ids of little-endian int32. Raises WireError for a length that is no multiple of 4."""
+    if len(packed) % 4:
+        raise WireError(f"{len(packed)} bytes of token ids are no multiple of 4", "$.body")
+    token_ids = array("i", packed)
+    if sys.byteorder != "little":
+        token_ids.byteswap()
+    return tuple(token_ids)
+
+
+def _view(frame: bytes | Frame) -> memoryview:
+    return memoryview(frame if isinstance(frame, bytes) else frame.buffer)
+
+
+def _decode(decoder: Decoder[Any], data: memoryview) -> Any:
+    try:
+        return decoder.decode(data)
+    except _UNDECODABLE as error:
+        raise _wire_error(error) from None
+
+
+_AT = re.compile(r" - at (`key` in )?`(\$[^`]{0,200})`$")
+_NAMED = re.compile(r"(?:unknown field|missing required field) `([^`]{1,64})`")
+
+
+def _wire_error(error: Exception) -> WireError:
+    """The decoder's own words, bounded, and the path in them: it can hold names that the peer chose."""
+    if isinstance(error, RecursionError):
+        return WireError("values are nested too deep")
+    if isinstance(error, UnicodeDecodeError):
+        return WireError(f"a string is not UTF-8: {error.reason}")
+    reason = str(error)
+    at = _AT.search(reason[-300:])
+    field = None if at is None else at[2]
+    named = _NAMED.search(reason)
+    if named is not None:
+        field = f"{field or '$'}.{named[1]}"
+    return WireError(reason[:_MAX_REASON], field)
+
+
+def _number(data: memoryview) -> int | None:
+    try:
+        return _NUMBERED.decode(data).number
+    except _UNDECODABLE:
+        return None
+
+
+def _check_structure(data: memoryview) -> None:
+    """Refuse a long SUBMIT of which too much is not text, before any of it is built."""
+    sizes = _decode(_SIZES, data)
+    texts = _extent(sizes.text)
+    texts += sum(_extent(message.content) + _extent(message.thinking) for message in sizes.messages or ())
+    if len(data) - texts > MAX_STRUCTURE_BYTES:
+        raise WireError(f"{len(data) - texts} bytes of the header are not text, more than {MAX_STRUCTURE_BYTES}")
+
+
+def _extent(value: Raw) -> int:
+    return memoryview(value).nbytes
+
+
+def _check_submit(submit: Submit, body: bytes | None) -> None:
+    """Refuse what the types cannot say: one prompt, whole tokens, plain values where any may stand."""
+    if (submit.text is not None) + (submit.messages is not None) + (body is not None) != 1:
+        raise WireError("a request has exactly one of text, messages and a body of token ids", "$")
+    if body is not None and (not body or len(body) % 4):
+        raise WireError(f"the body has {len(body)} bytes; token ids are int32, at least one", "$.body")
+    if submit.template_options is not None:
+        if submit.messages is None:
+            raise WireError("template_options stand with messages alone", "$.template_options")
+        _check_plain(submit.template_options, "$.template_options")
+    for place, message in enumerate(submit.messages or ()):
+        if message.tool_calls is not None:
+            _check_plain(message.tool_calls, f"$.messages[{place}].tool_calls")
+
+
+def _check_plain(value: object, field: str) -> None:
+    """Refuse what JSON cannot say (bytes, times, keys that are no strings), and what is too much or too deep."""
+    level: list[object] = [value]
+    num_values = depth = 0
+    while level:
+        num_values += len(level)
+        depth += 1
+        if num_values > MAX_FREE_VALUES or depth > MAX_DEPTH:
+            raise WireError(f"more than {MAX_FREE_VALUES} values, or nested deeper than {MAX_DEPTH}", field)
+        below: list[object] = []
+        for item in level:
+            if isinstance(item, dict):
+                if not all(isinstance(key, str) for key in item):
+                    raise WireError("keys must be strings", field)
+                below.extend(item.values())
+            elif isinstance(item, list):
+                below.extend(item)
+            elif not isinstance(item, _PLAIN) or (isinstance(item, float) and not math.isfinite(item)):
+                raise WireError(f"{type(item).__name__} and what is not finite are no JSON values", field)
+        level = below

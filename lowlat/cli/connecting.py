@@ -1,0 +1,97 @@
+"""A client for commands: the options that name a server, a connection, one request on it."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from lowlat.cli.generation import Generation, Output
+from lowlat.cli.options import CURVE_HELP, DIRECTORY
+from lowlat.errors import StreamError
+from lowlat.ipc import Chunk, Client
+from lowlat.ipc.engine import TokenLogprobs
+
+__all__ = ["Asked", "connected", "server_options"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def server_options(function: F) -> F:
+    """Add --endpoint and --curve-keys."""
+    function = click.option("--curve-keys", type=DIRECTORY, metavar="DIR", help=CURVE_HELP)(function)
+    help_text = "Where the server listens.  [default: LOWLAT_ENDPOINT, or your own default socket]"
+    return click.option("--endpoint", metavar="ENDPOINT", help=help_text)(function)
+
+
+@contextmanager
+def connected(endpoint: str | None, curve_keys: Path | None, name: str) -> Iterator[Client]:
+    """A connected client; "" and None mean the default endpoint. Raises ServerGone where none answers."""
+    curve = None
+    if curve_keys is not None:
+        from lowlat.serving.curve_keys import client_curve
+
+        curve = client_curve(curve_keys)
+    client = Client(endpoint or None, name=name, curve=curve)
+    try:
+        client.connect()
+        yield client
+    finally:
+        client.close()
+
+
+@dataclass(frozen=True)
+class _Output:
+    """A chunk as a step's output: without a tokenizer there is no text, not an empty one."""
+
+    chunk: Chunk
+    text: str | None
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.chunk.token_ids
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.chunk.finish_reason
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        return self.chunk.stop_reason
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprobs, ...] | None:
+        return self.chunk.logprobs
+
+    @property
+    def simulated(self) -> bool:
+        return self.chunk.simulated
+
+
+class Asked:
+    """One request to the server; `generation` is what has come of it, also where it was interrupted."""
+
+    def __init__(self, client: Client, prompt: Any, sampling: Mapping[str, Any]) -> None:
+        self.generation = Generation()
+        self._has_text = bool(client.server.tokenizer)
+        self._chunks = client.generate(prompt, **sampling)
+
+    def run(self, on_output: Callable[[Output], None] | None = None) -> Generation:
+        """Take it to its end, handing on what comes; one that breaks off is kept, with `error`.
+
+        Raises RequestError, Busy for a request that was not taken.
+        """
+        generation = self.generation
+        try:
+            with self._chunks as chunks:
+                for chunk in chunks:
+                    output = _Output(chunk, chunk.text if self._has_text else None)
+                    generation.add(output)
+                    generation.metrics = chunk.metrics or {}
+                    if on_output is not None:
+                        on_output(output)
+        except StreamError as error:
+            generation.finish_reason, generation.error = "error", str(error)
+        return generation

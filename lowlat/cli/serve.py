@@ -1,0 +1,111 @@
+"""`lowlat serve`: a model behind an endpoint, until somebody ends it; settings by options, environment or a file."""
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from lowlat.cli.console import print_json
+from lowlat.cli.options import DIRECTORY, IntegerList, bundled
+from lowlat.serving.config import SETTINGS, ServeConfig, Setting, unknown_variables
+
+__all__ = ["command"]
+
+logger = logging.getLogger("lowlat.serving")
+GROUPS = {
+    "server": "Server",
+    "model": "Model",
+    "speculation": "Speculation",
+    "runtime": "Runtime",
+    "limits": "Limits",
+}
+
+
+class _Grouped(click.Command):
+    """A command whose help lists the settings by group."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write a section for each group of settings, and one for the rest."""
+        sections: dict[str, list[tuple[str, str]]] = {title: [] for title in ("Options", *GROUPS.values())}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            setting = SETTINGS.get(parameter.name or "")
+            if record is not None:
+                sections["Options" if setting is None else GROUPS[setting.group]].append(record)
+        for title, records in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
+
+
+def _option(setting: Setting) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A setting's option; one that is not given is None, so that the environment or the file may speak."""
+    text = setting.help
+    if setting.default not in (None, ()):
+        shown = str(setting.default).lower() if isinstance(setting.default, bool) else setting.default
+        text += f"  [default: {shown}]"
+    if setting.kind == "bool":
+        return click.option(f"{setting.option}/--no-{setting.option[2:]}", default=None, help=text)
+    kinds: dict[str, Any] = {"int": int, "float": float, "path": DIRECTORY, "ints": IntegerList(), "str": str}
+    kind = click.Choice(setting.choices) if setting.choices else kinds[setting.kind]
+    metavar = {"int": "N", "float": "X", "path": "PATH", "ints": "N,N", "str": "TEXT"}[setting.kind]
+    short = ["-S"] if setting.name == "num_speculative_tokens" else []
+    return click.option(*short, setting.option, type=kind, metavar=None if setting.choices else metavar, help=text)
+
+
+def _settings(function: Callable[..., Any]) -> Callable[..., Any]:
+    for setting in reversed(SETTINGS.values()):
+        function = _option(setting)(function)
+    return function
+
+
+@click.command("serve", cls=_Grouped)
+@click.option("--config", type=DIRECTORY, metavar="FILE", help="Settings from a TOML file: name = value.")
+@click.option("--show-config", is_flag=True, help="Print every setting, as such a file, and end.")
+@click.option("--make-curve-keys", type=DIRECTORY, metavar="DIR", help="Write keys for tcp:// to a folder, and end.")
+@click.option("--json", "json_output", is_flag=True, help="Say that the server is ready as one JSON object.")
+@_settings
+def command(
+    config: Path | None, show_config: bool, make_curve_keys: Path | None, json_output: bool, **options: Any
+) -> None:
+    """Serve a model to other processes of this machine; without options, the bundled model and its head.
+
+    Every setting can be given as an option, as LOWLAT_NAME in the environment, or as `name = value` in a TOML file;
+    the former wins over the latter. SIGTERM or Ctrl-C ends the server when running requests have ended, or --drain-s
+    have passed; a second one ends it at once.
+    """
+    if make_curve_keys is not None:
+        _make_keys(make_curve_keys, json_output)
+        return
+    settings = ServeConfig.gather(options, os.environ, config)
+    for name in unknown_variables(os.environ):
+        logger.warning("%s in the environment is no setting; `lowlat serve --show-config` lists them", name)
+    if show_config:
+        if json_output:
+            print_json({"settings": settings.to_dict(), "sources": dict(settings.sources)})
+        else:
+            click.echo(settings.to_toml())
+        return
+
+    from lowlat.cli.serving import serve
+
+    code = serve(settings, bundled("target"), bundled("head"), json_output=json_output)
+    if code:
+        raise click.exceptions.Exit(code)
+
+
+def _make_keys(directory: Path, json_output: bool) -> None:
+    from lowlat.serving.curve_keys import make_curve_keys
+
+    files = make_curve_keys(directory)
+    if json_output:
+        print_json({"files": [str(file) for file in files]})
+        return
+    click.echo("\n".join(str(file) for file in files))
+    click.echo(
+        f"Serve with `--endpoint tcp://ADDRESS:PORT --curve-keys {directory}`. A client needs a folder of its own with "
+        "server.key and client.key_secret; for more clients put their public keys into clients/.",
+        err=True,
+    )

@@ -1,0 +1,151 @@
+"""Running a server for `lowlat serve`: load behind bars in the decode thread, say how to reach it, serve to the end.
+
+torch is imported in that thread, when the endpoint is already this server's: so a taken endpoint is refused at once.
+"""
+
+import json
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+import lowlat
+from lowlat.cli.console import print_json
+from lowlat.ipc.endpoint import default_endpoint
+from lowlat.ipc.engine import EngineInfo
+from lowlat.ipc.server import Server
+from lowlat.serving.codec import ServingCodec
+from lowlat.serving.config import ServeConfig
+from lowlat.serving.logs import serving_log
+
+if TYPE_CHECKING:
+    from lowlat.runtime import Runtime
+    from lowlat.serving.engine import RuntimeEngine
+
+__all__ = ["serve"]
+
+BUNDLED_NAME = "lowlat-demo"
+SWITCH_INTERVAL_S = 0.0005  # a thread that has work waits no longer for one that computes; Python's own is 5 ms
+
+
+def serve(settings: ServeConfig, bundled_target: Path, bundled_head: Path, *, json_output: bool) -> int:
+    """Serve until drained or failed; returns the exit code. Raises ConfigError before anybody could connect."""
+    loading = _Loading(settings, bundled_target, bundled_head)
+    curve = None
+    if settings["curve_keys"] is not None:
+        from lowlat.serving.curve_keys import server_curve
+
+        curve = server_curve(settings["curve_keys"])
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    server = Server(
+        loading.make_engine,
+        loading.codec,
+        settings["endpoint"],
+        settings.limits(),
+        allow_uids=settings["allow_uid"],
+        curve=curve,
+        name=f"lowlat {lowlat.__version__}",
+    )
+    with serving_log(settings["log_format"]), _drained_by_signals(server):
+        facts = {"event": "ready", "endpoint": server.endpoint, "pid": os.getpid(), **loading.facts}
+        if json_output:
+            print_json(facts)
+        else:
+            click.echo(_how_to_reach(facts, settings["curve_keys"]))
+        sys.stdout.flush()
+        return server.run()
+
+
+@contextmanager
+def _drained_by_signals(server: Server) -> Iterator[None]:
+    """Start the server, and from then on let signals drain it: whoever reads that it is ready may end it at once.
+
+    While it loads, Ctrl-C and SIGTERM do what they do to any process.
+    """
+    server.start()
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = {number: signal.signal(number, lambda *_: server.drain()) for number in numbers}
+    try:
+        yield
+    finally:
+        server.close()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _Loading:
+    """What becomes known when the model is loaded: facts for the ready line, and the codec that the server has."""
+
+    def __init__(self, settings: ServeConfig, bundled_target: Path, bundled_head: Path) -> None:
+        self._settings = settings
+        self._directory = settings["model"] or bundled_target
+        self._speculative = settings.speculation(bundled_head)
+        self.codec = ServingCodec()
+        self.facts: dict[str, Any] = {}
+
+    def make_engine(self) -> "RuntimeEngine":
+        """Load; called in the thread that will decode."""
+        from lowlat.cli.running import load_runtime
+        from lowlat.serving.engine import RuntimeEngine
+
+        settings = self._settings
+        runtime = load_runtime(
+            self._directory, self._speculative, settings["max_context"], **settings.runtime_options()
+        )
+        self.codec.bind(runtime.codec)
+        name = settings["name"] or (BUNDLED_NAME if settings["model"] is None else None)
+        engine = RuntimeEngine(runtime, name)
+        self.facts = _facts(engine.info, runtime)
+        return engine
+
+
+def _facts(info: EngineInfo, runtime: "Runtime") -> dict[str, Any]:
+    return {
+        "model": info.model,
+        "directory": str(runtime.directory),
+        "device": str(runtime.device_choice.device),
+        "executor": runtime.executor.name,
+        "max_batch": info.max_running,
+        "max_context": info.max_context,
+        "num_speculative_tokens": info.num_speculative_tokens,
+        "speculation_error": runtime.speculation_error,
+        "has_tokenizer": bool(info.tokenizer),
+        "has_chat_template": info.has_chat_template,
+    }
+
+
+def _how_to_reach(facts: dict[str, Any], curve_keys: Path | None) -> str:
+    """Lines to copy: one of Python, one for the shell."""
+    endpoint = facts["endpoint"]
+    own = "" if endpoint == default_endpoint() else endpoint
+    python = json.dumps(own) if own else ""
+    shell = f" {shlex.quote(own)}" if own else ""
+    prompt = '"The President shall"' if facts["has_tokenizer"] else "[1, 2, 3]"
+    asked = '--prompt "The President shall"' if facts["has_tokenizer"] else "--token-ids 1,2,3"
+    text = "c.text" if facts["has_tokenizer"] else "c.token_ids"
+    depth = facts["num_speculative_tokens"]
+    speculation = f"{depth} draft tokens a step" if depth else "no speculation"
+    lines = [
+        f"{facts['model']} on {facts['device']}: {facts['max_batch']} requests at once, "
+        f"{facts['max_context']} tokens each, {speculation}",
+        f"  endpoint  {endpoint}",
+    ]
+    if curve_keys is None:
+        lines.append(
+            f'  python    from lowlat.ipc import Client; [print({text}, end="", flush=True) '
+            f"for c in Client({python}).generate({prompt})]"
+        )
+        keys = ""
+    else:
+        keys = " --curve-keys DIR"
+    lines.append(f"  shell     lowlat generate --connect{shell}{keys} {asked}")
+    if facts["has_tokenizer"]:
+        lines.append(f"            lowlat chat{' --endpoint' + shell if own else ''}{keys}")
+    lines.append("Ctrl-C ends it.")
+    return "\n".join(lines)

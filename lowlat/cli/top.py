@@ -1,0 +1,186 @@
+"""`lowlat top`: a running server's figures, once a second: slots, queue, speed, times, acceptance, KV use."""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from lowlat.cli.connecting import connected, server_options
+from lowlat.cli.options import as_json
+from lowlat.errors import ServerGone
+from lowlat.ipc import Client
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+__all__ = ["command"]
+
+BAR = 24
+TIMES = {
+    "time_to_first_token_ms": "first token",
+    "inter_token_ms": "between tokens",
+    "queued_ms": "queued",
+    "duration_ms": "whole request",
+    "step_ms": "one step",
+}
+
+
+@click.command("top")
+@server_options
+@click.option(
+    "--interval", type=click.FloatRange(0.1, 3600.0), default=1.0, show_default=True, metavar="S", help="Seconds."
+)
+@click.option("--once", is_flag=True, help="Show one snapshot and end; so it is without a terminal, unless --json.")
+@as_json
+def command(endpoint: str | None, curve_keys: Path | None, interval: float, once: bool, json_output: bool) -> None:
+    """Watch a running server: slots, queue, tokens a second, times, acceptance by position, use of the KV cache.
+
+    Ctrl-C ends it. With --json every snapshot is one line.
+    """
+    with connected(endpoint, curve_keys, "lowlat top") as client:
+        if json_output:
+            _print_lines(client, interval, once)
+        elif once or not sys.stdout.isatty():
+            _print_once(client)
+        else:
+            _watch(client, interval)
+
+
+def _print_lines(client: Client, interval: float, once: bool) -> None:
+    while True:
+        click.echo(json.dumps({"endpoint": client.endpoint, **client.stats()}))
+        sys.stdout.flush()
+        if once:
+            return
+        time.sleep(interval)
+
+
+def _print_once(client: Client) -> None:
+    from rich.console import Console
+
+    width = None if sys.stdout.isatty() else 100
+    Console(file=sys.stdout, width=width, highlight=False).print(render(client.stats(), client.endpoint))
+
+
+def _watch(client: Client, interval: float) -> None:
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    with Live(console=Console(), screen=True, auto_refresh=False) as live:
+        try:
+            while True:
+                try:
+                    shown = render(client.stats(), client.endpoint)
+                except ServerGone as error:  # it may come back: the next question connects anew
+                    shown = Text(f"{error}\n\nwaiting for a server; Ctrl-C ends this", style="red")
+                live.update(shown, refresh=True)
+                time.sleep(interval)
+        except KeyboardInterrupt:
+            return
+
+
+def render(stats: dict[str, Any], endpoint: str) -> "RenderableType":
+    """A snapshot as a few tables; what the server does not say is left out."""
+    from rich.console import Group
+    from rich.text import Text
+
+    engine = stats.get("engine", {})
+    speed = f"{stats.get('tokens_per_s', 0.0):,.1f} tokens/s"
+    head = (
+        f"{stats.get('model', '')} on {engine.get('device', '?')}, {stats.get('state', '?')} for "
+        f"{_duration(stats.get('uptime_s', 0.0))} at {endpoint}"
+    )
+    counts = (
+        f"{speed}   running {stats.get('num_running', 0)}/{stats.get('num_slots', 0)}   "
+        f"waiting {stats.get('num_waiting', 0)}/{stats.get('max_queue', 0)}   clients {stats.get('num_clients', 0)}   "
+        f"requests {stats.get('num_requests', 0):,}   tokens {stats.get('num_tokens', 0):,}"
+    )
+    parts: list[RenderableType] = [Text(head, style="bold"), Text(counts)]
+    ends = {**stats.get("ends", {}), **{f"refused: {code}": n for code, n in stats.get("refusals", {}).items()}}
+    if ends:
+        parts.append(Text("ended     " + ", ".join(f"{name} {count:,}" for name, count in ends.items())))
+    parts += [_slots(stats, engine), _times(stats, engine)]
+    kv = engine.get("kv")
+    if kv:
+        parts.append(_kv(kv))
+    speculation = engine.get("eagle_speculation")
+    if speculation:
+        parts.append(_acceptance(speculation))
+    return Group(*parts)
+
+
+def _slots(stats: dict[str, Any], engine: dict[str, Any]) -> "RenderableType":
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, title="slots", title_justify="left", title_style="bold")
+    for name in ("slot", "phase", "prompt", "generated", "at most", ""):
+        table.add_column(name, justify="left" if name in ("phase", "") else "right")
+    by_slot = {slot["slot"]: slot for slot in engine.get("slots", ())}
+    for number in range(stats.get("num_slots", 0)):
+        slot = by_slot.get(number)
+        if slot is None:
+            table.add_row(str(number), "free")
+            continue
+        done, most = slot["completion_tokens"], slot["max_tokens"]
+        table.add_row(
+            *(str(number), slot["phase"], str(slot["prompt_tokens"]), str(done), str(most)), _bar(done / max(most, 1))
+        )
+    return table
+
+
+def _times(stats: dict[str, Any], engine: dict[str, Any]) -> "RenderableType":
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, title="times, ms", title_justify="left", title_style="bold")
+    table.add_column("")
+    for name in ("p50", "p90", "p99", "max", "count"):
+        table.add_column(name, justify="right")
+    for name, title in TIMES.items():
+        figures = stats.get(name, engine.get(name))
+        if figures and figures["count"]:
+            cells = [f"{figures[column]:,.2f}" for column in ("p50", "p90", "p99", "max")]
+            table.add_row(title, *cells, f"{figures['count']:,}")
+    return table
+
+
+def _kv(kv: dict[str, Any]) -> "RenderableType":
+    from rich.text import Text
+
+    used, total = kv["num_used"], max(kv["num_blocks"], 1)
+    hits = kv["hit_tokens"] / kv["query_tokens"] if kv["query_tokens"] else 0.0
+    return Text(
+        f"KV        {_bar(used / total)} {used}/{total} blocks, {kv['num_evictable']} reusable; "
+        f"{hits:.0%} of prompt tokens reused"
+    )
+
+
+def _acceptance(speculation: dict[str, Any]) -> "RenderableType":
+    from rich.text import Text
+
+    lines = [
+        f"accepted  {speculation['mean_acceptance_length']:.2f} tokens a drafted step, "
+        f"{speculation['mean_acceptance_rate']:.0%} of draft tokens" + (" (simulated)" * speculation["simulated"])
+    ]
+    for depth, (share, drafted) in enumerate(
+        zip(speculation["acceptance_by_position"], speculation["drafted_by_position"], strict=True), 1
+    ):
+        if drafted:
+            lines.append(f"  draft {depth} {_bar(share)} {share:4.0%}")
+    return Text("\n".join(lines))
+
+
+def _bar(share: float) -> str:
+    filled = round(min(max(share, 0.0), 1.0) * BAR)
+    return "\N{FULL BLOCK}" * filled + "\N{LIGHT SHADE}" * (BAR - filled)
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"

@@ -1,0 +1,55 @@
+"""A model's text codec as the server's Codec: prompts and chats to token ids. It knows no runtime."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from lowlat.errors import ConfigError, RequestError
+from lowlat.ipc.wire import Message
+from lowlat.text import TextCodec
+
+__all__ = ["ServingCodec"]
+
+
+class ServingCodec:
+    """Encodes for `lowlat.ipc.engine.Codec`; the TextCodec stays its owner's to close.
+
+    A server has it before the model is loaded: `bind` then says which codec, or that the model has none.
+    """
+
+    def __init__(self, codec: TextCodec | None = None) -> None:
+        self._bound = codec
+
+    def bind(self, codec: TextCodec | None) -> None:
+        """Encode by this codec from now on."""
+        self._bound = codec
+
+    @property
+    def _codec(self) -> TextCodec:
+        if self._bound is None:
+            raise RequestError("this server's model has no tokenizer; send token ids")
+        return self._bound
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a plain prompt, with what the tokenizer puts around a text. Raises RequestError."""
+        return self._codec.encode(text)
+
+    def encode_chat(self, messages: Sequence[Message], options: Mapping[str, Any]) -> list[int]:
+        """Token ids of a chat as the model's template writes it.
+
+        options   what else the template may use: tools, documents, enable_thinking, add_generation_prompt, ...
+        Raises RequestError without a template, and when it fails on these messages.
+        """
+        # a field left out is absent for the template, too: None would be written as a word
+        values = [msgspec.to_builtins(message) for message in messages]
+        for name in ("self", "messages"):
+            if name in options:
+                raise RequestError(f"template_options may not hold {name!r}")
+        if not isinstance(options.get("add_generation_prompt", True), bool):
+            raise RequestError("template_options: add_generation_prompt must be true or false")
+        try:
+            text = self._codec.apply_chat_template(values, **options)
+        except ConfigError as error:  # the template uses too much, which is about this request: others go on
+            raise RequestError(str(error)) from error
+        return self._codec.encode(text, add_special_tokens=False)

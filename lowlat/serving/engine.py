@@ -1,0 +1,91 @@
+"""A Runtime as the server's Engine: parameters converted, figures as JSON. It knows nothing of clients or sockets."""
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lowlat.ipc.engine import EngineInfo
+from lowlat.ipc.wire import Sampling
+from lowlat.request import SamplingParams, StepOutput
+from lowlat.runtime import Runtime
+
+__all__ = ["RuntimeEngine", "sampling_params"]
+
+
+def sampling_params(sampling: Sampling) -> SamplingParams:
+    """A request's sampling as the runtime's record; the fields have the same names. Raises RequestError."""
+    return SamplingParams(**{name: getattr(sampling, name) for name in Sampling.__struct_fields__})
+
+
+class RuntimeEngine:
+    """Drives a Runtime for `lowlat.ipc.engine.Engine`; what it takes it also closes.
+
+    name   what clients are told the model is called; None: its directory's name
+    The first call from another thread than the last hands the runtime to that thread.
+    """
+
+    def __init__(self, runtime: Runtime, name: str | None = None) -> None:
+        self._runtime = runtime
+        self._owner = threading.get_ident()
+        codec = runtime.codec
+        self.info = EngineInfo(
+            model=runtime.directory.name if name is None else name,
+            vocab_size=runtime.model_config.vocab_size,
+            max_running=runtime.config.max_batch,
+            max_context=runtime.config.max_context,
+            tokenizer="" if codec is None else codec.fingerprint,
+            has_chat_template=codec is not None and codec.has_chat_template,
+            num_speculative_tokens=runtime.num_speculative_tokens,
+        )
+
+    def validate(self, prompt: Sequence[int], sampling: Sampling) -> None:
+        """Refuse what can never be served; any thread may ask. Raises RequestError."""
+        self._runtime.checks.check(prompt, sampling_params(sampling))
+
+    def submit(self, request_id: str, prompt: Sequence[int], sampling: Sampling) -> None:
+        """Take a request. Raises RequestError, CapacityError."""
+        self._adopt()
+        self._runtime.submit(prompt, sampling_params(sampling), request_id=request_id)
+
+    def cancel(self, request_id: str) -> None:
+        """End a request; the next step's output of it says so. Raises RequestError for an unknown one."""
+        self._adopt()
+        self._runtime.cancel(request_id)
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything left to step for."""
+        return self._runtime.busy
+
+    def step(self) -> list[StepOutput]:
+        """One decode step for every running request. Raises DeviceError when the device has failed."""
+        self._adopt()
+        return self._runtime.step()
+
+    def metrics(self, request_id: str) -> Mapping[str, Any]:
+        """Figures of a request, `eagle_speculation` among them where speculation ran. Raises RequestError."""
+        return self._runtime.metrics(request_id).to_dict()
+
+    def stats(self) -> Mapping[str, Any]:
+        """Totals since the load, KV use, and who has a slot.
+
+        `runtime.summary()` with max_slots, slots (`Runtime.slots`), num_queued: requests handed over that wait for a
+        slot or for KV blocks.
+        """
+        runtime = self._runtime
+        return {
+            **runtime.summary(),
+            "max_slots": runtime.config.max_batch,
+            "slots": runtime.slots(),
+            "num_queued": runtime.scheduler.num_queued,
+        }
+
+    def close(self) -> None:
+        """Give device and memory back."""
+        self._adopt()
+        self._runtime.close()
+
+    def _adopt(self) -> None:
+        if self._owner != threading.get_ident():
+            self._owner = threading.get_ident()
+            self._runtime.adopt_thread()

@@ -1,0 +1,254 @@
+"""An engine without a model: constant step time, tokens that a prompt and a seed determine, faults on demand.
+
+A step sleeps, as a device's step does: the GIL is free meanwhile. It imports no torch, so that a server with it starts
+in a moment.
+"""
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lowlat.errors import CapacityError, DeviceError, RequestError
+from lowlat.ipc.engine import EngineInfo
+from lowlat.ipc.wire import Message, Sampling
+
+__all__ = ["FakeCodec", "FakeEngine", "FakeOutput", "expected_text", "expected_tokens"]
+
+VOCAB_SIZE = 1000
+MAX_REMEMBERED = 200  # requests that have ended: a server of it may run for long
+
+
+@dataclass(frozen=True)
+class FakeLogprobs:
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class FakeOutput:
+    """What lowlat.StepOutput has."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None = None
+    text: str | None = None
+    stop_reason: str | int | None = None
+    logprobs: tuple[FakeLogprobs, ...] | None = None
+    error: str | None = None
+    simulated: bool = False
+
+
+@dataclass
+class _Request:
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    tokens: tuple[int, ...]
+    num_sent: int = 0
+    num_steps: int = 0
+    submitted: float = field(default_factory=time.monotonic)
+
+
+def expected_tokens(prompt: Sequence[int], max_tokens: int, seed: int | None = None) -> tuple[int, ...]:
+    """The tokens that a FakeEngine gives for this prompt."""
+    key = hashlib.sha256(repr((tuple(prompt), seed)).encode()).digest()
+    state = int.from_bytes(key[:8], "little") | 1
+    tokens = []
+    for _ in range(max_tokens):
+        state = (state * 6364136223846793005 + 1442695040888963407) % (1 << 64)
+        tokens.append((state >> 33) % VOCAB_SIZE)
+    return tuple(tokens)
+
+
+def expected_text(tokens: Sequence[int]) -> str:
+    """The text of tokens: a word each."""
+    return "".join(f"t{token} " for token in tokens)
+
+
+class FakeCodec:
+    """Bytes as token ids; `delay_s` makes encoding slow, `fails` makes it raise."""
+
+    def __init__(self, delay_s: float = 0.0, fails: Exception | None = None) -> None:
+        self.delay_s = delay_s
+        self.fails = fails
+
+    def encode(self, text: str) -> list[int]:
+        if self.fails is not None:
+            raise self.fails
+        if self.delay_s:
+            time.sleep(self.delay_s)
+        if not text:
+            raise RequestError("the text is empty")
+        return list(text.encode())
+
+    def encode_chat(self, messages: Sequence[Message], options: Mapping[str, Any]) -> list[int]:
+        if options.get("fail"):
+            raise RequestError("the template does not know the option 'fail'")
+        return self.encode("".join(f"<{message.role}>{message.content or ''}" for message in messages))
+
+
+class FakeEngine:
+    """An Engine.
+
+    step_s           a step's time, constant, without the GIL
+    tokens_per_step  tokens a step brings to each request, as speculation would
+    text             outputs have text
+    faults           request prompts whose first token is a key fail so: "nan", "device", "hang", "crash", at step
+                     `fault_step` of the request
+    on_step          called in every step, before it sleeps
+    """
+
+    def __init__(
+        self,
+        step_s: float = 0.0,
+        *,
+        tokens_per_step: int = 1,
+        max_running: int = 4,
+        max_context: int = 4096,
+        text: bool = False,
+        tokenizer: str = "",
+        spins: bool = False,
+        faults: Mapping[int, str] | None = None,
+        fault_step: int = 3,
+        close_error: Exception | None = None,
+        on_step: Callable[[], None] | None = None,
+    ) -> None:
+        self.info = EngineInfo(
+            model="fake",
+            vocab_size=VOCAB_SIZE,
+            max_running=max_running,
+            max_context=max_context,
+            tokenizer=tokenizer,
+            has_chat_template=bool(tokenizer),
+            spins=spins,
+        )
+        self.step_s = step_s
+        self.tokens_per_step = tokens_per_step
+        self.text = text
+        self.faults = dict(faults or {})
+        self.fault_step = fault_step
+        self.close_error = close_error
+        self.on_step = on_step
+        self.unhang = threading.Event()
+        self.closed = False
+        self.threads: set[int] = set()  # who called anything but validate
+        self.num_steps = 0
+        self.max_seen_running = 0
+        self.cancelled_at: dict[str, int] = {}  # request id -> steps done when cancel came
+        self.order: list[str] = []
+        self._running: dict[str, _Request] = {}
+        self._ended: dict[str, dict[str, Any]] = {}
+        self._pending: list[FakeOutput] = []
+
+    def validate(self, prompt: Sequence[int], sampling: Sampling) -> None:
+        for place, token in enumerate(prompt):
+            if not 0 <= token < VOCAB_SIZE:
+                raise RequestError(f"prompt token {place} is {token}; ids are integers from 0 to {VOCAB_SIZE - 1}")
+        if len(prompt) + sampling.max_tokens > self.info.max_context:
+            raise RequestError(
+                f"prompt of {len(prompt)} tokens and max_tokens {sampling.max_tokens} exceed "
+                f"{self.info.max_context} (max_context)"
+            )
+
+    def submit(self, request_id: str, prompt: Sequence[int], sampling: Sampling) -> None:
+        self.threads.add(threading.get_ident())
+        fault = self.faults.get(prompt[0])
+        if fault == "refuse":
+            raise RequestError("the fake engine refuses this prompt")
+        if fault == "full":
+            raise CapacityError("the fake engine is full")
+        tokens = expected_tokens(prompt, sampling.max_tokens, sampling.seed)
+        self._running[request_id] = _Request(tuple(prompt), sampling, tokens)
+        self.order.append(request_id)
+        del self.order[:-MAX_REMEMBERED]
+        self.max_seen_running = max(self.max_seen_running, len(self._running))
+
+    def cancel(self, request_id: str) -> None:
+        self.threads.add(threading.get_ident())
+        request = self._running.pop(request_id, None)
+        if request is None:
+            raise RequestError(f"request {request_id!r} is unknown or has ended")
+        self.cancelled_at[request_id] = request.num_steps
+        if len(self.cancelled_at) > MAX_REMEMBERED:
+            self.cancelled_at.pop(next(iter(self.cancelled_at)))
+        self._end(request_id, request)
+        self._pending.append(FakeOutput(request_id, (), "cancelled", text="" if self.text else None))
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._running or self._pending)
+
+    def step(self) -> list[FakeOutput]:
+        self.threads.add(threading.get_ident())
+        outputs, self._pending = self._pending, []
+        if not self._running:
+            return outputs
+        if self.on_step is not None:
+            self.on_step()
+        if self.step_s:
+            time.sleep(self.step_s)
+        self.num_steps += 1
+        for request_id, request in list(self._running.items()):
+            request.num_steps += 1
+            outputs.append(self._advance(request_id, request))
+        return outputs
+
+    def metrics(self, request_id: str) -> dict[str, Any]:
+        return self._ended[request_id]
+
+    def stats(self) -> dict[str, Any]:
+        return {
+            "num_steps": self.num_steps,
+            "kv": {"num_blocks": 100, "num_free": 100 - len(self._running)},
+            "eagle_speculation": {"num_drafts": self.num_steps, "fraction_accepted_ge2": 0.5},
+        }
+
+    def close(self) -> None:
+        self.closed = True
+        if self.close_error is not None:
+            raise self.close_error
+
+    def _advance(self, request_id: str, request: _Request) -> FakeOutput:
+        fault = self.faults.get(request.prompt[0]) if request.num_steps == self.fault_step else None
+        if fault == "device":
+            raise DeviceError("the fake device failed")
+        if fault == "crash":
+            raise ValueError("a secret of the prompt")
+        if fault == "hang":
+            self.unhang.wait()
+        if fault == "nan":
+            self._end(request_id, self._running.pop(request_id))
+            return FakeOutput(request_id, (), "error", error=f"logits at position {request.num_sent} are not finite")
+        tokens = request.tokens[request.num_sent : request.num_sent + self.tokens_per_step]
+        stop = next((place for place, token in enumerate(tokens) if token in request.sampling.stop_token_ids), None)
+        reason: str | None = None
+        if stop is not None:
+            tokens, reason = tokens[: stop + 1], "stop"
+        request.num_sent += len(tokens)
+        if reason is None and request.num_sent == len(request.tokens):
+            reason = "length"
+        if reason is not None:
+            self._end(request_id, self._running.pop(request_id))
+        logprobs = None
+        if request.sampling.logprobs is not None:
+            logprobs = tuple(FakeLogprobs(token, -0.5, ((token, -0.5),)) for token in tokens)
+        return FakeOutput(
+            request_id,
+            tokens,
+            reason,
+            text=expected_text(tokens) if self.text else None,
+            stop_reason=tokens[-1] if reason == "stop" else None,
+            logprobs=logprobs,
+        )
+
+    def _end(self, request_id: str, request: _Request) -> None:
+        if len(self._ended) >= MAX_REMEMBERED:
+            self._ended.pop(next(iter(self._ended)))
+        self._ended[request_id] = {
+            "prompt_tokens": len(request.prompt),
+            "completion_tokens": request.num_sent,
+            "num_steps": request.num_steps,
+        }

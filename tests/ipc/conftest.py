@@ -1,0 +1,5 @@
+"""What tests over sockets share."""
+
+from socket_fixtures import no_leaks, serve
+
+__all__ = ["no_leaks", "serve"]

@@ -1,0 +1,398 @@
+"""The blocking client against a scripted server: threads, forks, signals, ends, and what is left behind."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from scripted_server import LIMITS, ScriptedServer, expected_text, expected_tokens, ipc_url, welcome
+
+from lowlat.errors import Busy, ConfigError, LowlatError, RequestError, ServerGone, StreamError
+from lowlat.ipc import Chunk, Client, ClientCurve
+from lowlat.ipc.client import protocol
+from lowlat.ipc.wire import Cancel, Credit, End, Error, Health, Hello, Submit, Tokens, encode, pack_tokens
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ScriptedServer]:
+    with ScriptedServer(ipc_url(tmp_path)) as running:
+        yield running
+
+
+def ids_of(chunks: list[Chunk]) -> tuple[int, ...]:
+    return tuple(token for chunk in chunks for token in chunk.token_ids)
+
+
+def quiet(server: ScriptedServer, identity: bytes, message: Any, body: bytes) -> list[bytes]:
+    """A handler that never answers."""
+    return []
+
+
+def test_text_and_tokens_come_whole_and_the_last_chunk_has_figures(server: ScriptedServer) -> None:
+    with Client(server.url, name="test") as client:
+        assert client.server.server == "scripted"
+        chunks = list(client.generate([1, 2, 3], max_tokens=3000, logprobs=1))
+        assert ids_of(chunks) == expected_tokens((1, 2, 3), 3000)
+        assert "".join(chunk.text for chunk in chunks) == expected_text(ids_of(chunks))
+        assert [chunk.finish_reason for chunk in chunks[-2:]] == [None, "length"]
+        assert chunks[-1].metrics == {"completion_tokens": 3000}
+        assert chunks[0].logprobs is not None
+        assert chunks[0].logprobs[0].top == [(chunks[0].token_ids[0], -0.5)]
+        assert ids_of(list(client.generate("abc", max_tokens=2))) == expected_tokens((3,), 2)
+        assert client.health().state == "serving"
+        assert client.stats() == {"slots": 4}
+    assert server.wait_for(Hello)[0].name == "test"
+
+
+def test_unknown_options_are_refused_before_anything_is_sent(server: ScriptedServer) -> None:
+    with Client(server.url) as client:
+        for options in ({"beams": 2}, {"top_p": 3.0}, {"timeout_s": -1.0}, {"deadline_s": 0.0}):
+            with pytest.raises(RequestError):
+                client.generate("a", **options)
+        client.health()
+    assert not [message for message in server.received if isinstance(message, Submit)]
+
+
+def test_many_threads_share_one_client(server: ScriptedServer) -> None:
+    with Client(server.url, window=64) as client:
+
+        def one(number: int) -> tuple[int, ...]:
+            return ids_of(list(client.generate([number], max_tokens=400)))
+
+        with ThreadPoolExecutor(8) as pool:
+            results = list(pool.map(one, range(32)))
+            healths = list(pool.map(lambda _: client.health().nonce, range(32)))
+    assert results == [expected_tokens((number,), 400) for number in range(32)]
+    assert len(set(healths)) == 32
+
+
+def test_a_thread_that_waits_does_not_hold_up_another(server: ScriptedServer) -> None:
+    server.handlers[Submit] = lambda s, i, message, b: [] if message.text == "wait" else None
+    with Client(server.url) as client:
+        waiting = client.generate("wait")
+        failures: list[BaseException] = []
+
+        def wait() -> None:
+            try:
+                next(waiting)
+            except BaseException as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        time.sleep(0.05)
+        begin = time.perf_counter()
+        assert len(list(client.generate("go", max_tokens=50))) == 51
+        assert time.perf_counter() - begin < 1.0
+        with pytest.raises(LowlatError, match="another thread reads"):
+            next(waiting)
+        client.close()
+        thread.join(5.0)
+        assert not thread.is_alive()
+    assert isinstance(failures[0], LowlatError)
+
+
+@pytest.mark.parametrize("how", ["break", "close", "with", "del", "collect"])
+def test_leaving_early_cancels(server: ScriptedServer, how: str) -> None:
+    with Client(server.url, window=16) as client:
+        generation = client.generate("a", max_tokens=1000)
+        next(generation)
+        if how == "break":
+            del generation
+            for _ in client.generate("a", max_tokens=1000):
+                break
+        elif how == "close":
+            generation.close()
+            generation.close()
+            assert list(generation) == []
+        elif how == "with":
+            with generation:
+                pass
+        elif how == "del":
+            del generation
+        else:
+            cycle: list[Any] = [generation]
+            cycle.append(cycle)
+            del generation, cycle
+            gc.collect()
+        server.wait_for(Cancel)
+        assert len(list(client.generate("b", max_tokens=5))) == 6
+
+
+def test_cancel_ends_by_a_chunk(server: ScriptedServer) -> None:
+    with Client(server.url, window=16) as client:
+        generation = client.generate("a", max_tokens=1000)
+        next(generation)
+        generation.cancel()
+        chunks = list(generation)
+        assert chunks[-1].finish_reason == "cancelled"
+        assert 15 <= len(ids_of(chunks)) <= 32
+
+
+def test_a_consumer_that_stops_reading_is_sent_no_more_than_its_window(server: ScriptedServer) -> None:
+    with Client(server.url, window=100) as client:
+        generation = client.generate("a", max_tokens=5000)
+        next(generation)
+        client.health()  # whatever the server could send has come by now
+        (running,) = server.running.values()
+        assert running.sent == 100
+        assert not [message for message in server.received if isinstance(message, Credit)]
+        assert len(ids_of(list(generation))) == 4999
+
+
+def test_a_killed_server_is_noticed_and_the_next_call_connects_anew(tmp_path: Path) -> None:
+    with ScriptedServer(ipc_url(tmp_path)) as first, Client(first.url, window=4) as client:
+        generation = client.generate("a", max_tokens=100)
+        got = [next(generation) for _ in range(2)]
+        first.handlers[Credit] = quiet
+        first.stop()
+        begin = time.perf_counter()
+        with pytest.raises(ServerGone) as caught:
+            got += generation
+        assert time.perf_counter() - begin < 1.0  # by the connection's end, before any heartbeat
+        assert caught.value.token_ids == ids_of(got)
+        assert caught.value.text == "".join(chunk.text for chunk in got)
+        assert list(generation) == []
+        with ScriptedServer(first.url):
+            assert len(list(client.generate("b", max_tokens=5))) == 6
+
+
+def test_a_server_that_was_replaced_while_nobody_waited(tmp_path: Path) -> None:
+    with ScriptedServer(ipc_url(tmp_path)) as first, Client(first.url) as client:
+        client.health()
+        first.stop()
+        time.sleep(0.05)
+        with ScriptedServer(first.url):
+            assert len(list(client.generate("b", max_tokens=5))) == 6
+
+
+def test_a_silent_server_is_gone_within_five_seconds(server: ScriptedServer) -> None:
+    server.handlers = {Submit: quiet, Health: quiet}
+    with Client(server.url) as client:
+        begin = time.perf_counter()
+        with pytest.raises(ServerGone, match="nothing came from the server"):
+            list(client.generate("a"))
+        assert 3.0 < time.perf_counter() - begin < 5.0
+    assert len(server.wait_for(Health)) >= 2
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenth of the usual heartbeats: what happens after seconds of silence happens soon."""
+    monkeypatch.setattr(protocol, "HEARTBEAT_INTERVAL_S", protocol.HEARTBEAT_INTERVAL_S / 10)
+    monkeypatch.setattr(protocol, "SILENCE_S", protocol.SILENCE_S / 10)
+
+
+def test_a_slow_server_is_not_gone(server: ScriptedServer, soon: None) -> None:
+    server.handlers = {Submit: quiet}
+    with Client(server.url) as client:
+        begin = time.perf_counter()
+        with pytest.raises(StreamError, match="timeout_s") as caught:
+            list(client.generate("a", timeout_s=0.9))
+        assert time.perf_counter() - begin > 0.85 > 2 * protocol.SILENCE_S
+        assert caught.value.code == "timeout"
+        server.wait_for(Cancel)
+
+
+def test_no_server_and_what_the_message_says(tmp_path: Path) -> None:
+    client = Client(ipc_url(tmp_path), connect_timeout_s=0.2)
+    begin = time.perf_counter()
+    with pytest.raises(ServerGone, match=r"no lowlat server answers at ipc://.* within 0\.2 s .*`lowlat serve`"):
+        client.generate("a")
+    assert time.perf_counter() - begin < 2.0
+    assert "CURVE" not in no_server_error(client)
+    with pytest.raises(LowlatError, match="closed"):
+        client.close()
+        client.health()
+
+
+def no_server_error(client: Client) -> str:
+    with pytest.raises(ServerGone) as caught:
+        client.health()
+    return str(caught.value)
+
+
+def test_who_has_no_keys_is_told_of_them() -> None:
+    with closing(Client("tcp://127.0.0.1:9", connect_timeout_s=0.1)) as client:
+        assert "curve=ClientCurve" in no_server_error(client)
+    curve = ClientCurve(zmq.curve_keypair()[0].decode())
+    with closing(Client("tcp://127.0.0.1:9", connect_timeout_s=0.1, curve=curve)) as client:
+        assert "curve=ClientCurve" not in no_server_error(client)
+
+
+def test_a_server_that_starts_a_little_later_is_waited_for(tmp_path: Path) -> None:
+    client = Client(ipc_url(tmp_path))
+    servers: list[ScriptedServer] = []
+    timer = threading.Timer(0.3, lambda: servers.append(ScriptedServer(ipc_url(tmp_path))))
+    timer.start()
+    try:
+        assert len(list(client.generate("a", max_tokens=3))) == 4
+    finally:
+        client.close()
+        timer.join()
+        for late in servers:
+            late.stop()
+
+
+def test_refusals_at_the_door(server: ScriptedServer) -> None:
+    for code, kind in (("busy", Busy), ("version", ConfigError), ("forbidden", RequestError)):
+        answer = encode(Error(code, "no", retry_after_ms=1500))
+        server.handlers[Hello] = lambda s, i, m, b, answer=answer: [answer]  # type: ignore[misc]
+        with pytest.raises(kind) as caught, Client(server.url):
+            pass
+        if isinstance(caught.value, Busy):
+            assert caught.value.retry_after_s == 1.5
+
+
+def test_busy_refuses_one_request(server: ScriptedServer) -> None:
+    server.handlers[Submit] = lambda s, i, message, b: (
+        [encode(Error("busy", "the queue is full", number=message.number, retry_after_ms=20))]
+        if message.text == "no"
+        else None
+    )
+    with Client(server.url) as client:
+        with pytest.raises(Busy, match="queue is full"):
+            list(client.generate("no"))
+        assert len(list(client.generate("yes", max_tokens=2))) == 3
+
+
+def test_a_gap_says_what_was_lost(server: ScriptedServer) -> None:
+    server.handlers[Submit] = lambda s, i, message, b: [
+        encode(Tokens(message.number, 0, pack_tokens([7]), "x")),
+        encode(Tokens(message.number, 2, pack_tokens([9]), "z")),
+        encode(End(message.number, 3, 3, "length")),
+    ]
+    with Client(server.url) as client:
+        generation = client.generate("a")
+        assert next(generation).token_ids == (7,)
+        with pytest.raises(StreamError, match="message 1 should have come and message 2 did") as caught:
+            next(generation)
+        assert caught.value.token_ids == (7,)
+
+
+def test_too_long_for_the_server_is_refused_here(server: ScriptedServer) -> None:
+    small = encode(welcome(limits=msgspec.structs.replace(LIMITS, max_message_bytes=2000)))
+    server.handlers[Hello] = lambda s, i, m, b: [small]
+    with Client(server.url) as client:
+        with pytest.raises(RequestError, match="max_message_bytes"):
+            client.generate([1] * 600)
+        assert len(list(client.generate([1] * 400, max_tokens=1))) == 2
+
+
+def test_a_fork_says_so_and_the_parent_goes_on(server: ScriptedServer) -> None:
+    with Client(server.url, window=16) as client:
+        generation = client.generate("a", max_tokens=200)
+        first = next(generation)
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            said = []
+            for call in (client.health, lambda: next(generation), lambda: client.generate("b"), generation.cancel):
+                try:
+                    call()
+                except LowlatError as error:
+                    said.append("fork" in str(error))
+            client.close()
+            generation.close()
+            os.write(write, repr(said).encode())
+            os._exit(0)
+        os.close(write)
+        with os.fdopen(read, "rb") as pipe:
+            assert pipe.read() == b"[True, True, True, True]"
+        assert os.waitpid(child, 0)[1] == 0
+        assert len([first, *generation]) == 201
+        assert not [message for message in server.received if isinstance(message, Cancel)]
+
+
+def test_ctrl_c_leaves_the_client_usable(server: ScriptedServer) -> None:
+    server.handlers[Submit] = lambda s, i, message, b: [] if message.text == "wait" else None
+    with Client(server.url) as client:
+        for _ in range(3):
+            timer = threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGINT])
+            timer.start()
+            with pytest.raises(KeyboardInterrupt):
+                next(client.generate("wait"))
+            timer.join()
+            assert len(list(client.generate("go", max_tokens=20))) == 21
+    assert len(server.wait_for(Cancel, 3)) == 3
+    assert len(server.wait_for(Hello)) == 1  # the same connection all the time
+
+
+@pytest.mark.parametrize("left", ["client", "stream", "thread"])
+def test_an_unclosed_client_does_not_keep_the_interpreter_alive(server: ScriptedServer, left: str) -> None:
+    code = f"""
+import sys, threading
+from lowlat.ipc import Client
+client = Client({server.url!r}, window=8)
+stream = client.generate("a", max_tokens=1000)
+next(stream)
+if {left!r} == "thread":
+    def read():
+        for _ in client.generate("wait", max_tokens=10): pass
+    threading.Thread(target=read, daemon=True).start()
+if {left!r} == "client":
+    stream.close()
+print("done", flush=True)
+"""
+    server.handlers[Submit] = lambda s, i, message, b: [] if message.text == "wait" else None
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=20)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+
+
+def test_descriptors_are_given_back(server: ScriptedServer) -> None:
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    with Client(server.url) as client:
+        client.health()
+    gc.collect()
+    before = descriptors()
+    for _ in range(10):
+        with Client(server.url) as client:
+            list(client.generate("a", max_tokens=2))
+        unclosed = Client(server.url)
+        unclosed.health()
+        del unclosed
+    end = time.monotonic() + 5.0
+    while descriptors() > before + 10 and time.monotonic() < end:  # the server gives up its ends a little later
+        time.sleep(0.01)
+    assert descriptors() <= before + 10
+
+
+def test_curve_and_its_options() -> None:
+    with pytest.raises(ConfigError, match="needs CURVE"):
+        Client("tcp://192.0.2.1:5555").generate("a")
+    with pytest.raises(ConfigError, match="40 characters"):
+        ClientCurve("short")
+    with pytest.raises(ConfigError, match="both public_key and secret_key"):
+        ClientCurve("a" * 40, public_key="b" * 40)
+    assert "s" * 40 not in repr(ClientCurve("a" * 40, "p" * 40, "s" * 40))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"endpoint": "http://x"},
+        {"endpoint": "ipc://@abstract"},
+        {"endpoint": "ipc:///" + "x" * 200},
+        {"window": 0},
+        {"window": 1.5},
+        {"name": "n" * 65},
+        {"connect_timeout_s": 0.0},
+        {"connect_timeout_s": "soon"},
+    ],
+)
+def test_options_that_cannot_be(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        Client(**options)

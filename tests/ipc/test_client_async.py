@@ -1,0 +1,231 @@
+"""The asyncio client against a scripted server: streams at once, cancellation, ends, loops."""
+
+import asyncio
+import gc
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripted_server import ScriptedServer, expected_text, expected_tokens, ipc_url
+
+from lowlat.errors import Busy, LowlatError, RequestError, ServerGone, StreamError
+from lowlat.ipc import AsyncClient, Chunk
+from lowlat.ipc.client import protocol
+from lowlat.ipc.client.asynchronous import AsyncGeneration
+from lowlat.ipc.wire import Cancel, Credit, Error, Health, Hello, Submit
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ScriptedServer]:
+    with ScriptedServer(ipc_url(tmp_path)) as running:
+        yield running
+
+
+def quiet(server: ScriptedServer, identity: bytes, message: Any, body: bytes) -> list[bytes]:
+    return []
+
+
+async def all_of(generation: AsyncGeneration) -> list[Chunk]:
+    return [chunk async for chunk in generation]
+
+
+def ids_of(chunks: list[Chunk]) -> tuple[int, ...]:
+    return tuple(token for chunk in chunks for token in chunk.token_ids)
+
+
+def test_several_streams_at_once(server: ScriptedServer) -> None:
+    async def main() -> None:
+        async with AsyncClient(server.url, name="a", window=64) as client:
+            assert client.server.server == "scripted"
+            results = await asyncio.gather(*(all_of(client.generate([n], max_tokens=500)) for n in range(16)))
+            for number, chunks in enumerate(results):
+                assert ids_of(chunks) == expected_tokens((number,), 500)
+                assert "".join(chunk.text for chunk in chunks) == expected_text(ids_of(chunks))
+                assert chunks[-1].finish_reason == "length"
+            assert (await client.health()).state == "serving"
+            assert await client.stats() == {"slots": 4}
+
+    asyncio.run(main())
+    assert len(server.wait_for(Hello)) == 1
+
+
+def test_a_tasks_cancellation_cancels_its_request(server: ScriptedServer) -> None:
+    server.handlers[Submit] = lambda s, i, message, b: [] if message.text == "wait" else None
+
+    async def main() -> None:
+        async with AsyncClient(server.url) as client:
+            task = asyncio.ensure_future(all_of(client.generate("wait")))
+            await asyncio.sleep(0.05)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(all_of(client.generate("wait")), 0.05)
+            assert len(await all_of(client.generate("go", max_tokens=5))) == 6
+
+    asyncio.run(main())
+    assert len(server.wait_for(Cancel, 2)) == 2
+
+
+@pytest.mark.parametrize("how", ["break", "aclose", "with", "collect"])
+def test_leaving_early_cancels(server: ScriptedServer, how: str) -> None:
+    async def main() -> None:
+        async with AsyncClient(server.url, window=16) as client:
+            if how == "break":
+                async for _ in client.generate("a", max_tokens=100):
+                    break
+            elif how == "with":
+                async with client.generate("a", max_tokens=100) as generation:
+                    await anext(generation)
+            else:
+                generation = client.generate("a", max_tokens=100)
+                await anext(generation)
+                if how == "aclose":
+                    await generation.aclose()
+                    assert await all_of(generation) == []
+                del generation
+                gc.collect()
+            await asyncio.sleep(0.01)
+            await client.health()
+
+    asyncio.run(main())
+    server.wait_for(Cancel)
+
+
+def test_cancel_ends_by_a_chunk_and_unread_tokens_stay_at_the_server(server: ScriptedServer) -> None:
+    async def main() -> None:
+        async with AsyncClient(server.url, window=16) as client:
+            generation = client.generate("a", max_tokens=1000)
+            await anext(generation)
+            await client.health()
+            assert [running.sent for running in server.running.values()] == [16]
+            assert not [message for message in server.received if isinstance(message, Credit)]
+            await generation.cancel()
+            assert (await all_of(generation))[-1].finish_reason == "cancelled"
+            unsent = client.generate("b")
+            await unsent.cancel()
+            assert await all_of(unsent) == []
+
+    asyncio.run(main())
+
+
+def test_a_killed_server_is_noticed_and_the_next_call_connects_anew(tmp_path: Path) -> None:
+    async def main() -> None:
+        with ScriptedServer(ipc_url(tmp_path)) as first:
+            client = AsyncClient(first.url, window=4)
+            generation = client.generate("a", max_tokens=100)
+            got = [await anext(generation)]
+            first.handlers[Credit] = quiet
+            first.stop()
+            begin = time.perf_counter()
+            with pytest.raises(ServerGone) as caught:
+                async for chunk in generation:
+                    got.append(chunk)
+            assert time.perf_counter() - begin < 1.0  # by the connection's end, before any heartbeat
+            assert caught.value.token_ids == ids_of(got)
+            with ScriptedServer(first.url):
+                assert len(await all_of(client.generate("b", max_tokens=5))) == 6
+                await client.close()
+                with pytest.raises(LowlatError, match="closed"):
+                    await client.health()
+
+    asyncio.run(main())
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenth of the usual heartbeats: what happens after seconds of silence happens soon."""
+    monkeypatch.setattr(protocol, "HEARTBEAT_INTERVAL_S", protocol.HEARTBEAT_INTERVAL_S / 10)
+    monkeypatch.setattr(protocol, "SILENCE_S", protocol.SILENCE_S / 10)
+
+
+def test_a_silent_server_is_gone_and_a_timeout_is_ones_own(server: ScriptedServer, soon: None) -> None:
+    async def main() -> None:
+        async with AsyncClient(server.url) as client:
+            server.handlers = {Submit: quiet}
+            with pytest.raises(StreamError, match="timeout_s") as caught:
+                await all_of(client.generate("a", timeout_s=0.1))
+            assert caught.value.code == "timeout"
+            server.handlers = {Submit: quiet, Health: quiet}
+            begin = time.perf_counter()
+            with pytest.raises(ServerGone, match="nothing came"):
+                await all_of(client.generate("a"))
+            assert 0.3 < time.perf_counter() - begin < 0.5 + 0.5  # the scaled time, and what a busy machine adds
+            with pytest.raises(ServerGone, match="no answer within"):
+                await client.health(timeout_s=0.05)
+
+    asyncio.run(main())
+
+
+def test_refusals(server: ScriptedServer, tmp_path: Path) -> None:
+    server.handlers[Submit] = lambda s, i, message, b: [encode_busy(message.number)]
+
+    async def main() -> None:
+        async with AsyncClient(server.url) as client:
+            with pytest.raises(Busy):
+                await all_of(client.generate("a"))
+            with pytest.raises(RequestError, match="unknown option"):
+                client.generate("a", beams=2)
+        nobody = AsyncClient(ipc_url(tmp_path, "nobody"), connect_timeout_s=0.1)
+        with pytest.raises(LowlatError, match="not connected yet"):
+            _ = nobody.server
+        with pytest.raises(ServerGone, match="no lowlat server answers"):
+            await nobody.connect()
+
+    asyncio.run(main())
+
+
+def encode_busy(number: int) -> bytes:
+    from lowlat.ipc.wire import encode
+
+    return encode(Error("busy", "full", number=number))
+
+
+def test_two_tasks_may_not_read_one_stream(server: ScriptedServer) -> None:
+    server.handlers[Submit] = quiet
+
+    async def main() -> None:
+        async with AsyncClient(server.url) as client:
+            generation = client.generate("a")
+            task = asyncio.ensure_future(anext(generation))
+            await asyncio.sleep(0.05)
+            with pytest.raises(LowlatError, match="another task reads"):
+                await anext(generation)
+            await asyncio.sleep(0.01)
+            assert not task.done()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+    asyncio.run(main())
+
+
+def test_a_client_outlives_its_loop_but_serves_one_at_a_time(server: ScriptedServer) -> None:
+    client = AsyncClient(server.url)
+
+    async def main() -> int:
+        return len(await all_of(client.generate("a", max_tokens=3)))
+
+    assert asyncio.run(main()) == 4
+    assert asyncio.run(main()) == 4
+    other = asyncio.new_event_loop()
+    try:
+        assert other.run_until_complete(main()) == 4
+        with pytest.raises(LowlatError, match="another event loop"):
+            asyncio.run(main())
+        other.run_until_complete(client.close())
+    finally:
+        other.close()
+
+
+def test_an_unclosed_client_is_collected(server: ScriptedServer) -> None:
+    async def main() -> None:
+        client = AsyncClient(server.url)
+        await client.health()
+        del client
+        gc.collect()
+
+    asyncio.run(main())
+    gc.collect()

@@ -1,0 +1,108 @@
+"""Every example of serving in the READMEs runs, against a real server of the bundled model."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from serving_process import Serving, serving
+
+from lowlat.cli import COMMANDS
+from lowlat.ipc.wire import Cancel, Credit, End, Hello, Sampling, Submit, Tokens, encode, pack_tokens
+from lowlat.serving.config import SETTINGS
+
+README = Path(__file__).resolve().parents[2] / "README.md"
+SECTION = "## From other processes"
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def section() -> str:
+    return README.read_text().split(SECTION)[1].split("\n## ")[0]
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return [body for found, body in BLOCK.findall(text) if found == language]
+
+
+PAGE = README.parent / "ipc" / "README.md"
+PYTHON = [*blocks(section(), "python"), *blocks(PAGE.read_text(), "python")]
+SHELL = [line for block in blocks(section(), "") for line in block.splitlines() if line]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    with serving(tmp_path_factory.mktemp("run")) as started:
+        yield started
+
+
+def run(
+    command: list[str], environment: dict[str, str], folder: Path | None = None
+) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_there_is_something_to_run() -> None:
+    assert len(PYTHON) == 4 and len(SHELL) == 7
+
+
+@pytest.mark.parametrize("number", range(len(PYTHON)))
+def test_python_examples_run(server: Serving, number: int) -> None:
+    done = run([sys.executable, "-W", "error", "-c", PYTHON[number]], server.environment)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert len(done.stdout) > 20, done.stdout
+    if "max_tokens=10**6" in PYTHON[number]:
+        assert "refused: prompt of 3 tokens and max_tokens 1000000 exceed 2048 (max_context)" in done.stdout
+
+
+@pytest.mark.parametrize("line", [line for line in SHELL if "serve" not in line and "tcp" not in line])
+def test_shell_examples_run(server: Serving, line: str) -> None:
+    lowlat = f"{shlex.quote(sys.executable)} -m lowlat.cli"
+    done = run(["sh", "-c", re.sub(r"\blowlat\b", lowlat, line)], server.environment)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.strip()) > 20
+
+
+def test_serving_over_tcp_with_curve_keys_runs(tmp_path: Path) -> None:
+    made, started, asked = [line for line in SHELL if "keys" in line]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    lowlat = [sys.executable, "-m", "lowlat.cli"]
+    done = run([*lowlat, *shlex.split(made)[1:]], environment, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert {oct(path.stat().st_mode & 0o077) for path in (tmp_path / "keys").rglob("*")} == {"0o0"}
+    arguments = started.replace("0.0.0.0:5577", "0.0.0.0:*")
+    with serving(tmp_path, shlex.split(arguments)[2:]) as server:
+        port = server.ready["endpoint"].rpartition(":")[2]
+        local = asked.replace("192.0.2.7:5577", f"127.0.0.1:{port}")
+        client = tmp_path / "client" / "keys"
+        client.mkdir(parents=True)
+        for name in ("server.key", "client.key_secret"):  # what the client's folder needs, and no more
+            (tmp_path / "keys" / name).rename(client / name)
+        answered = run([*lowlat, *shlex.split(local)[1:], "--max-tokens", "4"], environment, client.parent)
+        assert answered.returncode == 0 and answered.stdout.strip(), answered.stderr
+        bare = local.replace("--curve-keys keys", "")
+        without = run([*lowlat, *shlex.split(bare)[1:]], environment, client.parent)
+        assert without.returncode == 1 and not without.stdout, without.stderr
+
+
+def test_the_settings_shown_exist(tmp_path: Path) -> None:
+    (example,) = blocks(section(), "toml")
+    assert set(tomllib.loads(example)) <= set(SETTINGS)
+    assert {"serve", "chat", "top", "generate"} <= set(COMMANDS)
+
+
+def test_the_pages_bytes_are_the_codecs_own() -> None:
+    rows = dict(re.findall(r"^\| (.*?) \| `([0-9a-f ]+)` \|$", PAGE.read_text(), re.MULTILINE))
+    expected = [
+        Hello(name="mine"),
+        Submit(number=0, credit=1024, text="Hi", sampling=Sampling(max_tokens=8)),
+        Tokens(0, 0, pack_tokens([72, 105]), "Hi"),
+        Credit(0, 512),
+        Cancel(0),
+        End(0, 1, 2, "length"),
+    ]
+    assert [bytes.fromhex(row) for row in rows.values()] == [encode(message) for message in expected]

@@ -1,0 +1,256 @@
+"""Connections of one server: strangers, liars, floods, deaths, and that nobody else notices."""
+
+import os
+import socket
+import time
+from contextlib import suppress
+
+import pytest
+import zmq
+from fake_engine import FakeEngine, expected_tokens
+from raw_client import RawClient, zmtp_peer
+from served import Serve, eventually
+
+from lowlat.ipc.server import service
+from lowlat.ipc.server.security import Credentials, disconnect
+from lowlat.ipc.wire import (
+    Bye,
+    Credit,
+    Drain,
+    Error,
+    Health,
+    Hello,
+    Pong,
+    Sampling,
+    Submit,
+    Welcome,
+    decode_server,
+    encode,
+    pack_tokens,
+)
+
+
+def num_clients(client: RawClient) -> int:
+    return int(client.stats()["num_clients"])
+
+
+@pytest.mark.parametrize(
+    ("frames", "code", "field"),
+    [
+        ((b"",), "malformed", None),
+        ((b"\x7f",), "malformed", None),
+        ((b"\x06\xc1",), "malformed", None),
+        ((encode(Health()), b"x"), "malformed", "$.body"),
+        ((encode(Health()), b"x", b"y"), "malformed", None),
+        ((b"\x06\x81\xa5other\x01",), "malformed", "$.other"),
+        ((encode(Hello()),), "unexpected", None),
+        ((encode(Credit(99, 1)),), "unexpected", None),
+    ],
+)
+def test_a_wrong_message_is_answered_and_too_many_drop_the_peer(
+    serve: Serve, frames: tuple[bytes, ...], code: str, field: str | None
+) -> None:
+    served = serve(max_bad_messages=3)
+    bad, good = served.client(), served.client()
+    running = good.submit(1, max_tokens=50)
+    lost = bad.submit(1, [8], max_tokens=4000)
+    for _ in range(3):
+        bad.say_raw(*frames)
+        error = bad.hear(Error)
+        assert (error.code, error.field, error.number) == (code, field, None)
+    assert bad.hear(Bye).reason == "dropped"
+    good.finish(running)
+    assert running.token_ids == expected_tokens([1, 2, 3], 50)
+    eventually(lambda: not served.engine.busy)  # what the dropped one had under way is given up
+    assert lost.end is None
+    assert num_clients(good) == 1
+
+
+def test_a_broken_submit_with_a_number_is_an_error_of_that_request(serve: Serve) -> None:
+    client = serve().client()
+    client.say_raw(b"\x02\x82\xa6number\x07\xa6credit\x00", pack_tokens([1]))
+    error = client.hear(Error)
+    assert (error.code, error.number, error.field) == ("malformed", 7, "$.credit")
+    running = client.submit(8, max_tokens=20)
+    client.say_raw(b"\x02\x82\xa6number\x08\xa6credit\x00", pack_tokens([1]))
+    error = client.hear(Error)
+    assert (error.code, error.number) == ("malformed", None)  # it must not seem to end the running one
+    client.finish(running)
+    assert running.end is not None
+
+
+def test_a_dropped_peer_is_disconnected_and_may_come_again(serve: Serve) -> None:
+    served = serve(max_bad_messages=1)
+    client = served.client()
+    monitor = client.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    client.say_raw(b"\xff")
+    assert client.hear(Error).code == "malformed"
+    assert client.hear(Bye).reason == "dropped"
+    assert monitor.poll(3000)
+    client.socket.disable_monitor()
+    monitor.close()
+    client.say(Hello())
+    client.hear(Welcome)
+
+
+def test_hello_comes_first(serve: Serve) -> None:
+    client = serve().client(greet=False)
+    client.say(Submit(1, 10, Sampling()), pack_tokens([1]))
+    error = client.hear(Error)
+    assert (error.code, error.number) == ("unexpected", None)
+    client.say(Hello(min_version=2, max_version=9))
+    assert client.hear(Error).code == "version"
+    client.say(Hello())
+    assert client.hear(Welcome).version == 1
+
+
+def test_more_clients_than_allowed_are_refused(serve: Serve) -> None:
+    served = serve(max_clients=1)
+    first = served.client()
+    second = served.client(greet=False)
+    second.say(Hello())
+    assert second.hear(Error).code == "busy"
+    assert second.hear(Bye).reason == "busy"
+    assert isinstance(first.pong(), Pong)
+    first.close()
+    time.sleep(0.1)
+    assert served.client().pong().state == "serving"
+
+
+def test_a_frame_over_the_limit_disconnects_and_the_rest_goes_on(serve: Serve) -> None:
+    served = serve(max_message_bytes=4096)
+    large, good = served.client(), served.client()
+    running = large.submit(1, max_tokens=4000)
+    other = good.submit(1, [8], max_tokens=50)
+    large.wait_tokens(running, 1)
+    large.say_raw(b"\x06" + bytes(10_000))
+    good.finish(other)
+    eventually(lambda: not served.engine.busy)
+    assert num_clients(good) == 1
+
+
+def test_a_message_of_many_frames_is_not_kept(serve: Serve) -> None:
+    client = serve(max_bad_messages=2).client()
+    client.say_raw(*[b"\x06"] * 10_000)
+    assert client.hear(Error).code == "malformed"
+    assert client.pong().state == "serving"
+
+
+def test_a_flood_is_dropped(serve: Serve) -> None:
+    served = serve(max_messages_per_s=100)
+    flood, good = served.client(), served.client()
+    other = good.submit(1, max_tokens=50)
+    for _ in range(150):
+        flood.say(Health(1))
+    for _ in range(200):
+        message = flood.receive()
+        if isinstance(message, Bye):
+            break
+        assert isinstance(message, Pong)
+    assert isinstance(message, Bye)
+    assert "max_messages_per_s" in message.message
+    good.finish(other)
+    assert other.token_ids == expected_tokens([1, 2, 3], 50)
+
+
+def test_a_steady_client_below_the_rate_is_no_flood(serve: Serve) -> None:
+    client = serve(max_messages_per_s=50).client()
+    for _ in range(120):
+        client.pong()
+        time.sleep(0.025)
+
+
+def test_a_peer_cannot_lie_about_its_user(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = os.geteuid()
+    monkeypatch.setattr(service, "geteuid", lambda: own + 1)  # so this process is a stranger
+    served = serve()
+    path = served.server.endpoint.removeprefix("ipc://")
+    address = f"localhost:{own + 1}:0:1".encode()
+    with zmtp_peer(path, {b"Peer-Address": address, b"User-Id": b"x"}, [[encode(Hello())]]) as connection:
+        received = b""
+        while b"shutdown" not in received and (part := connection.recv(4096)):
+            received += part
+    assert b"forbidden" in received
+    assert b"epoch" not in received
+
+
+def test_other_users_are_refused_unless_they_are_allowed(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = os.geteuid()
+    monkeypatch.setattr(service, "geteuid", lambda: own + 1)
+    served = serve()
+    stranger = served.client(greet=False)
+    stranger.say(Hello())
+    assert stranger.hear(Error).code == "forbidden"
+    assert stranger.hear(Bye).reason == "forbidden"
+    served.server.close()
+    admitted = serve(allow_uids=[own]).client()
+    assert admitted.pong().state == "serving"
+    admitted.say(Drain(0.0))
+    assert admitted.hear(Error).code == "forbidden"  # let in, but the server is not theirs to end
+
+
+def test_requests_stay_with_their_connection_and_not_with_a_routing_id(serve: Serve) -> None:
+    served = serve(FakeEngine(0.01))
+    first = served.client(routing_id=b"mine")
+    running = first.submit(5, max_tokens=4000)
+    first.wait_tokens(running, 1)
+    first.close()
+    second = served.client(greet=False, routing_id=b"mine")
+    second.say(Hello())
+    second.hear(Welcome)
+    with suppress(TimeoutError):
+        while True:  # nothing of the first one's request: at most the server asks whether somebody is there
+            assert isinstance(second.receive(0.2), Pong)
+    eventually(lambda: not served.engine.busy)
+    done = second.submit(5, [8], max_tokens=5)
+    second.finish(done)
+    assert done.token_ids == expected_tokens([8], 5)
+
+
+def test_connections_that_come_and_go_leave_nothing(serve: Serve) -> None:
+    served = serve(FakeEngine(0.001))
+    good = served.client()
+    for number in range(30):
+        with zmtp_peer(served.server.endpoint.removeprefix("ipc://"), {}, [[encode(Hello())]]):
+            pass
+        with socket.socket(socket.AF_UNIX) as connection:  # not even ZMTP
+            connection.connect(served.server.endpoint.removeprefix("ipc://"))
+            connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        client = RawClient(served.server.endpoint)
+        client.submit(number, max_tokens=4000)
+        client.close()
+    eventually(lambda: num_clients(good) == 1 and not served.engine.busy)
+
+
+def test_credentials() -> None:
+    assert Credentials.of("localhost:1000:100:42") == Credentials(uid=1000, pid=42)
+    for address in ("127.0.0.1", "", "localhost:a:b:c", "::1", "localhost:1:2"):
+        assert Credentials.of(address) == Credentials()
+
+
+def test_only_the_peers_own_connection_is_ended() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    with ours, theirs:
+        assert not disconnect(ours.fileno(), Credentials(uid=os.geteuid(), pid=os.getpid() + 1))
+        assert not disconnect(ours.fileno(), Credentials())
+        theirs.sendall(b"still there")
+        assert ours.recv(100) == b"still there"
+        assert disconnect(ours.fileno(), Credentials(uid=os.geteuid(), pid=os.getpid()))
+        assert theirs.recv(100) == b""
+    read, write = os.pipe()
+    try:
+        assert not disconnect(read, Credentials(uid=os.geteuid(), pid=os.getpid()))
+    finally:
+        os.close(read)
+        os.close(write)
+
+
+def test_a_probe_of_the_living_is_ignored_by_a_client(serve: Serve) -> None:
+    served = serve()
+    client = served.client()
+    descriptor = next(iter(served.server._io._peers)).descriptor  # type: ignore[union-attr]
+    served.server._io._peers.closed(descriptor)  # type: ignore[union-attr]
+    client.say(Health(3))
+    answers = [client.receive() for _ in range(2)]
+    assert {answer.nonce for answer in answers if isinstance(answer, Pong)} == {0, 3}
+    assert decode_server(encode(Pong(0, "serving", 0.0, 0, 0))) is not None

@@ -1,0 +1,224 @@
+"""The codec: what is said comes back, golden frames stay readable, defaults are the runtime's own."""
+
+import json
+import math
+import sys
+from array import array
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lowlat.errors import RequestError
+from lowlat.ipc import wire
+from lowlat.ipc.messages import HEADERS
+from lowlat.ipc.wire import (
+    Cancel,
+    Credit,
+    Health,
+    Hello,
+    Kind,
+    Message,
+    Sampling,
+    Stats,
+    Submit,
+    Tokens,
+    WireError,
+    decode_client,
+    decode_server,
+    encode,
+    pack_tokens,
+    unpack_tokens,
+)
+from lowlat.request import SamplingParams
+
+GOLDEN = Path(__file__).parent / "golden" / "v1.json"
+NAMES = {header.__name__: kind for kind, header in HEADERS.items()}
+
+
+def golden() -> list[dict[str, Any]]:
+    entries: list[dict[str, Any]] = json.loads(GOLDEN.read_text())
+    return entries
+
+
+@pytest.mark.parametrize("entry", golden(), ids=lambda entry: entry["name"])
+def test_golden_frames_are_read_as_ever(entry: dict[str, Any]) -> None:
+    frames = [bytes.fromhex(frame) for frame in entry["frames"]]
+    kind = frames[0][0]
+    message: msgspec.Struct | None
+    if kind < 0x80:
+        message, body = decode_client(frames)
+        assert body == (frames[1] if len(frames) > 1 else b"")
+    else:
+        message = decode_server(frames[0])
+    assert type(message).__name__ == entry["message"]
+    assert message is not None
+    seen = json.loads(msgspec.json.encode(fields_of(message)))
+    for name, value in entry["fields"].items():  # later versions may add fields; those of v1 keep their meaning
+        assert seen[name] == value, name
+
+
+def fields_of(message: msgspec.Struct) -> dict[str, Any]:
+    """A struct's fields by name, also where it travels as an array."""
+    return {
+        name: fields_of(value) if isinstance(value, msgspec.Struct) else value
+        for name, value in msgspec.structs.asdict(message).items()
+    }
+
+
+def test_golden_frames_cover_every_kind() -> None:
+    assert {entry["message"] for entry in golden()} == set(NAMES)
+
+
+def test_golden_frames_are_what_is_written_today() -> None:
+    for entry in golden():
+        if entry["canonical"]:
+            frame = bytes.fromhex(entry["frames"][0])
+            message = decode_client([bytes.fromhex(f) for f in entry["frames"]])[0] if frame[0] < 0x80 else None
+            again = encode(message or decode_server(frame))  # type: ignore[arg-type]
+            assert again == frame, entry["name"]
+
+
+def test_kinds_are_those_of_the_page() -> None:
+    page = wire.__doc__ or ""
+    for name, kind in vars(Kind).items():
+        if not name.startswith("_"):
+            shown = "STATS" if name == "STATS_REPLY" else name
+            assert f"0x{kind:02x}" in page.lower(), name
+            assert shown in page, name
+    assert len(page.splitlines()) <= 72, "the format is one page"
+
+
+def test_sampling_is_the_runtimes_own() -> None:
+    ours = {field.name: field for field in msgspec.structs.fields(Sampling)}
+    theirs = SamplingParams()
+    assert set(ours) == set(SamplingParams.__dataclass_fields__)
+    for name, field in ours.items():
+        assert field.default == getattr(theirs, name), name
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("temperature", (-0.1, 0.0, 100.0, 100.1, math.nan, math.inf)),
+        ("top_k", (-1, 0, (1 << 31) - 1, 1 << 31)),
+        ("top_p", (0.0, 0.001, 1.0, 1.001)),
+        ("min_p", (-0.1, 0.0, 1.0, 1.1)),
+        ("repetition_penalty", (0.0, 0.1, 10.0, 10.1)),
+        ("presence_penalty", (-2.1, -2.0, 2.0, 2.1)),
+        ("frequency_penalty", (-2.1, -2.0, 2.0, 2.1)),
+        ("seed", (-1, 0, (1 << 63) - 1, 1 << 63)),
+        ("max_tokens", (0, 1, (1 << 31) - 1, 1 << 31)),
+        ("min_tokens", (-1, 0, 1)),
+        ("logprobs", (-1, 0, 20, 21)),
+        ("max_draft_tokens", (-1, 0, 63, 64)),
+        ("stop", (("",), ("a" * 1024,), ("a" * 1025,), ("a",) * 16, ("a",) * 17)),
+        ("stop_token_ids", ((-1,), (0,), (1,) * 16, (1,) * 17)),
+        ("logit_bias", ({5: 100.0}, {5: 100.5}, {-1: 0.0}, dict.fromkeys(range(301), 0.0))),
+    ],
+)
+def test_ranges_are_the_runtimes_own(name: str, values: tuple[Any, ...]) -> None:
+    for value in values:
+        try:
+            SamplingParams(**{name: value})
+            good = True
+        except RequestError:
+            good = False
+        frame = b"\x02" + msgspec.msgpack.encode({"number": 1, "credit": 1, "text": "", "sampling": {name: value}})
+        try:
+            submit, _ = decode_client([frame])
+            assert isinstance(submit, Submit)
+            seen = getattr(submit.sampling, name)
+            assert good, f"{name}={value!r} passes on the wire alone"
+            assert seen == value
+        except WireError as error:
+            assert not good, f"{name}={value!r} is refused on the wire alone: {error}"
+            assert error.field is not None
+            assert error.field.startswith(f"$.sampling.{name}")
+            assert error.number == 1
+
+
+@given(st.lists(st.integers(0, (1 << 31) - 1), max_size=50))
+def test_tokens_come_back(ids: list[int]) -> None:
+    packed = pack_tokens(ids)
+    assert packed == b"".join(token.to_bytes(4, "little") for token in ids)
+    assert unpack_tokens(packed) == tuple(ids)
+
+
+def test_tokens_are_little_endian_on_every_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    swapped = array("i", [1, 2])
+    swapped.byteswap()
+    monkeypatch.setattr(sys, "byteorder", "big" if sys.byteorder == "little" else "little")
+    assert pack_tokens([1, 2]) == swapped.tobytes()
+    assert unpack_tokens(swapped.tobytes()) == (1, 2)
+
+
+@pytest.mark.parametrize("packed", [b"1", b"12345", b"123"])
+def test_broken_tokens_are_refused(packed: bytes) -> None:
+    with pytest.raises(WireError, match="multiple of 4"):
+        unpack_tokens(packed)
+
+
+@pytest.mark.parametrize("wrong", [[1 << 31], [-(1 << 31) - 1], ["1"], [1.5], [None]])
+def test_what_is_no_int32_is_not_packed(wrong: list[Any]) -> None:
+    with pytest.raises((OverflowError, TypeError)):
+        pack_tokens(wrong)
+
+
+def test_frames_of_zmq_and_bytes_are_the_same() -> None:
+    header, body = encode(Submit(number=3, credit=9)), pack_tokens([1, 2, 3])
+    assert decode_client([zmq.Frame(header), zmq.Frame(body)]) == decode_client([header, body])
+    reply = encode(Tokens(3, 0, body, "x"))
+    assert decode_server(zmq.Frame(reply)) == decode_server(reply) == Tokens(3, 0, body, "x")
+
+
+@pytest.mark.parametrize(
+    ("message", "body"),
+    [
+        (Hello(name="ä"), b""),
+        (Submit(number=0, credit=1, text="", sampling=Sampling(stop=("a",), logit_bias={3: 1.0})), b""),
+        (Submit(number=1 << 62, credit=1), b"\x00\x01\x02\x03"),
+        (Submit(number=5, credit=1, messages=[Message("user", "hi")], template_options={"a": [1, None, 1.5]}), b""),
+        (Cancel(7), b""),
+        (Credit(7, 100), b""),
+        (Health(5), b""),
+        (Stats(), b""),
+    ],
+)
+def test_messages_come_back(message: msgspec.Struct, body: bytes) -> None:
+    frames = [encode(message), body] if body else [encode(message)]
+    assert decode_client(frames) == (message, body)
+
+
+def test_clients_ignore_what_they_do_not_know() -> None:
+    frame = b"\x86" + msgspec.msgpack.encode(
+        {"nonce": 1, "state": "serving", "last_step_age_s": 0.5, "num_running": 1, "num_waiting": 0, "mood": "good"}
+    )
+    pong = decode_server(frame)
+    assert isinstance(pong, wire.Pong)
+    assert pong.last_step_age_s == 0.5
+    longer = b"\x82" + msgspec.msgpack.encode([1, 0, b"", None, None, False, "a field of version 2"])
+    assert decode_server(longer) == Tokens(1, 0, b"")
+    assert decode_server(b"\xf0anything") is None
+
+
+@pytest.mark.parametrize("frame", [b"", b"\x82", b"\x82\x90", b"\x83\xc0", b"\x81" + b"\x91" * 100_000])
+def test_a_servers_broken_frames_are_refused(frame: bytes) -> None:
+    with pytest.raises(WireError):
+        decode_server(frame)
+
+
+def test_a_long_text_passes_and_a_heap_of_small_values_does_not() -> None:
+    text = "ü" * (1 << 20)
+    submit, _ = decode_client([encode(Submit(number=1, credit=1, messages=[Message("user", text)] * 3))])
+    assert isinstance(submit, Submit)
+    assert submit.messages is not None
+    assert submit.messages[2].content == text
+    heap: dict[str, Any] = {"a": [{}] * (1 << 20)}
+    with pytest.raises(WireError, match="are not text, more than 262144") as caught:
+        decode_client([encode(Submit(number=9, credit=1, messages=[Message("user", "a")], template_options=heap))])
+    assert caught.value.number == 9

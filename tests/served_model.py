@@ -1,0 +1,79 @@
+"""The bundled model on the reference executor behind a server in the tests' own process."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lowlat import Runtime, SamplingParams, SpeculativeConfig
+from lowlat.ipc.limits import Limits
+from lowlat.ipc.server import Server
+from lowlat.request import StepOutput
+from lowlat.serving.engine import RuntimeEngine
+
+__all__ = ["HEAD", "TARGET", "ServedModel", "alone", "load_bundled", "served_model"]
+
+TARGET = Path(__file__).parents[1] / "lowlat" / "demo" / "target"
+HEAD = TARGET.with_name("head")
+
+
+def load_bundled(**options: Any) -> Runtime:
+    """The bundled target and head, three draft tokens a step."""
+    options = {"max_batch": 3, "max_context": 256, "device": "cpu", **options}
+    return Runtime.load(TARGET, SpeculativeConfig(model=HEAD, num_speculative_tokens=3, strict=True), **options)
+
+
+def alone(runtime: Runtime, prompt: Sequence[int], **sampling: Any) -> tuple[int, ...]:
+    """The tokens of a request that has the runtime to itself."""
+    runtime.submit(prompt, SamplingParams(**sampling))
+    tokens: list[int] = []
+    while runtime.busy:
+        tokens.extend(token for output in runtime.step() for token in output.token_ids)
+    return tuple(tokens)
+
+
+class ServedModel(RuntimeEngine):
+    """A RuntimeEngine that counts its steps, and can do something before one, in the decode thread.
+
+    trace   ("cancel", id) and ("end", id) with the number of steps done by then
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        super().__init__(runtime)
+        self.runtime = runtime
+        self.num_steps = 0
+        self.trace: dict[tuple[str, str], int] = {}
+        self.order: list[str] = []
+        self.before_step: Callable[[ServedModel], None] | None = None
+
+    def submit(self, request_id: str, prompt: Sequence[int], sampling: Any) -> None:
+        """Take a request, and note when."""
+        super().submit(request_id, prompt, sampling)
+        self.order.append(request_id)
+
+    def cancel(self, request_id: str) -> None:
+        """End a request, and note when."""
+        super().cancel(request_id)
+        self.trace["cancel", request_id] = self.num_steps
+
+    def step(self) -> list[StepOutput]:
+        """Step, after whatever is to be done before."""
+        if self.before_step is not None:
+            self.before_step(self)
+        outputs = super().step()
+        self.num_steps += 1
+        for output in outputs:
+            if output.finish_reason is not None:
+                self.trace["end", output.request_id] = self.num_steps
+        return outputs
+
+
+@contextmanager
+def served_model(folder: Path, runtime: Runtime, **limits: Any) -> Iterator[tuple[Server, ServedModel]]:
+    """A server of this runtime; afterwards the runtime is closed and its books must balance."""
+    engine = ServedModel(runtime)
+    with Server(engine, None, f"ipc://{folder}/m.sock", Limits(**limits)) as server:
+        yield server, engine
+    runtime.kvcache.invariants()
+    assert runtime.kvcache.stats().num_used == 0
+    assert not runtime.slots()

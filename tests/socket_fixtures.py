@@ -1,0 +1,77 @@
+"""Fixtures of tests over sockets: nothing may leak, and a server in this process is a line."""
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from served import Maker, Serve, Served, serve_in
+
+from lowlat.ipc.limits import Limits
+
+__all__ = ["no_leaks", "serve"]
+
+SETTLE_S = 5.0
+
+
+def _open_descriptors() -> dict[str, str]:
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found[name] = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            continue  # the descriptor of this very listing
+    return {name: target for name, target in found.items() if not target.startswith("/proc/")}
+
+
+def _context_threads() -> int:
+    """ZeroMQ's own threads, two for each context that has had a socket; one without shows as descriptors."""
+    found = 0
+    for task in os.listdir("/proc/self/task"):
+        try:
+            found += Path(f"/proc/self/task/{task}/comm").read_text().startswith("ZMQbg/")
+        except OSError:
+            continue  # a thread that ended meanwhile
+    return found
+
+
+def _threads() -> set[str]:
+    return {thread.name for thread in threading.enumerate()}
+
+
+@pytest.fixture(autouse=True)
+def no_leaks() -> Iterator[None]:
+    """Fail a test that leaves a ZeroMQ context, a thread or a descriptor behind."""
+    descriptors, contexts, threads = _open_descriptors(), _context_threads(), _threads()
+    yield
+    end = time.monotonic() + SETTLE_S
+    while True:
+        leaked: dict[str, Any] = {
+            "descriptors": {k: v for k, v in _open_descriptors().items() if descriptors.get(k) != v},
+            "threads of contexts": max(0, _context_threads() - contexts),
+            "threads": _threads() - threads,
+        }
+        if not any(leaked.values()):
+            return
+        if time.monotonic() > end:
+            pytest.fail(f"left behind: {leaked}")
+        time.sleep(0.02)
+        gc.collect()
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Serve]:
+    """Start servers: serve(engine=..., codec=..., max_queue=..., ...); fields of Limits by name."""
+    with ExitStack() as stack:
+
+        def start(engine: Maker = None, codec: Any = None, **options: Any) -> Served:
+            names = set(Limits.__dataclass_fields__) & options.keys()
+            limits = Limits(**{name: options.pop(name) for name in names})
+            return stack.enter_context(serve_in(tmp_path, engine, codec, limits, options))
+
+        yield start

@@ -1,0 +1,260 @@
+"""Commands that ask a server: the same answers as in process, conversations that remember, figures on one page."""
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_calls import answer, lowlat, refusal
+from click.testing import CliRunner, Result
+from tiny_models import PairPaths
+
+from lowlat.cli import chat as chat_module
+from lowlat.cli import cli
+from lowlat.errors import ServerGone
+from lowlat.ipc import Server
+from lowlat.runtime import Runtime
+from lowlat.serving.codec import ServingCodec
+from lowlat.serving.engine import RuntimeEngine
+
+
+def served(folder: Path, model: Path, **options: Any) -> Server:
+    folder.chmod(0o700)
+    codec = ServingCodec()
+
+    def make_engine() -> RuntimeEngine:
+        runtime = Runtime.load(model, max_batch=2, max_context=128, **options)
+        codec.bind(runtime.codec)
+        return RuntimeEngine(runtime, "a model")
+
+    return Server(make_engine, codec, f"ipc://{folder / 's'}")
+
+
+@pytest.fixture
+def endpoint(talker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A server of a model with a chat template, where the default endpoint leads."""
+    with served(tmp_path, talker) as server:
+        monkeypatch.setenv("LOWLAT_ENDPOINT", server.endpoint)
+        yield server.endpoint
+
+
+@pytest.fixture
+def wordless(pair: PairPaths, tmp_path: Path) -> Iterator[str]:
+    """A server of a model without a tokenizer."""
+    with served(tmp_path, pair.target) as server:
+        yield server.endpoint
+
+
+def chatted(lines: str, *arguments: object) -> Result:
+    result = CliRunner().invoke(cli, ["chat", *map(str, arguments)], input=lines)
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+SAMPLING = ("--max-tokens", 12, "--temperature", 0.9, "--seed", 3, "--logprobs", 2, "--logit-bias", "7=1.5", "--json")
+CHAT = ("--chat", "--prompt", "hello", "--system", "be kind", *SAMPLING)
+
+
+def without_times(found: dict[str, Any]) -> dict[str, Any]:
+    metrics = {
+        name: value
+        for name, value in found["metrics"].items()
+        if not name.endswith("_s") and name not in ("request_id", "server")
+    }
+    return {**found, "metrics": metrics}
+
+
+@pytest.mark.parametrize("prompt", [("--prompt", "naïve fox", *SAMPLING), CHAT, ("--token-ids", "5,6,7", *SAMPLING)])
+def test_a_server_answers_as_the_process_itself_does(endpoint: str, talker: Path, prompt: tuple[object, ...]) -> None:
+    here = answer("generate", talker, "--max-context", 128, *prompt)
+    for connect in (["--connect"], ["--connect", endpoint]):
+        there = answer("generate", *connect, *prompt)
+        assert list(there) == list(here) and "request_id" in there["metrics"]
+        assert without_times(there) == without_times(here)
+
+
+def test_streamed_text_is_the_same(endpoint: str, talker: Path) -> None:
+    common = ("--prompt", "the quick", "--max-tokens", 20)
+    result = lowlat("generate", "--connect", endpoint, *common)
+    assert result.stdout == lowlat("generate", talker, *common).stdout
+    assert "20 tokens, " in result.stderr and "finish: length" in result.stderr
+
+
+def test_a_model_without_a_tokenizer_gives_token_ids(wordless: str, pair: PairPaths) -> None:
+    common = ("--token-ids", "5,6,7", "--max-tokens", 6)
+    assert lowlat("generate", "--connect", wordless, *common).stdout == lowlat("generate", pair.target, *common).stdout
+    assert answer("generate", "--connect", wordless, *common, "--json")["text"] is None
+    assert "has no tokenizer; send token ids" in refusal("generate", "--connect", wordless, "--prompt", "x")
+    assert "has no tokenizer" in refusal("chat", "--endpoint", wordless)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (("--head", "x"), "--head is settled where the server is started"),
+        (("--device", "cpu"), "--device is settled"),
+        (("--max-context", 8), "--max-context is settled"),
+        (("--trace", "step"), "--trace is settled"),
+        (("-S", 2), "--num-speculative-tokens is settled"),
+        (("--strict",), "--strict is settled"),
+        (("--temperature", -1), "temperature must be from 0.0 to 100.0"),
+        (("--max-tokens", 1000), "exceed 128 (max_context)"),
+    ],
+)
+def test_what_a_server_cannot_be_asked_is_refused(endpoint: str, option: tuple[object, ...], message: str) -> None:
+    assert message in refusal("generate", "--connect", endpoint, "--prompt", "x", *option)
+
+
+def test_a_model_is_refused_beside_connect(endpoint: str, talker: Path) -> None:
+    assert "MODEL is settled" in refusal("generate", talker, "--connect", endpoint, "--prompt", "x")
+    assert "--curve-keys needs --connect" in refusal("generate", "--curve-keys", "x", "--prompt", "x")
+    assert "server.key" in refusal("generate", "--connect", endpoint, "--curve-keys", "/nowhere", "--prompt", "x")
+
+
+def test_where_no_server_answers_the_message_says_what_to_do(tmp_path: Path) -> None:
+    from lowlat.ipc import Client
+
+    with pytest.raises(ServerGone, match="`lowlat serve` starts one"):
+        Client(f"ipc://{tmp_path / 'none'}", connect_timeout_s=0.1).connect()
+    assert "must be ipc://" in refusal("top", "--endpoint", "nonsense")
+
+
+def test_a_chat_remembers_what_was_said(endpoint: str, talker: Path) -> None:
+    result = chatted("hello\n\nand then?\n", "--max-tokens", 6, "--system", "be kind")
+    assert result.exit_code == 0, result.output
+    first = answer(
+        "generate", talker, "--chat", "--prompt", "hello", "--system", "be kind", "--max-tokens", 6, "--json"
+    )
+    said = f"[system] be kind\n[user] hello\n[assistant] {first['text']}\n[user] and then?\n> "
+    from text_tokenizers import byte_level
+
+    ids = byte_level().encode(said, add_special_tokens=False).ids
+    second = answer("generate", talker, "--token-ids", ",".join(map(str, ids)), "--max-tokens", 6, "--json")
+    assert result.stdout == f"{first['text']}\n{second['text']}\n"
+    assert result.stderr == ""
+
+
+def test_a_plain_chat_continues_each_line_alone(endpoint: str, talker: Path) -> None:
+    result = chatted("the quick\nthe quick\n", "--plain", "--max-tokens", 6)
+    once = lowlat("generate", talker, "--prompt", "the quick", "--max-tokens", 6).stdout
+    assert result.stdout == 2 * once
+    assert "leave out --plain" in refusal("chat", "--plain", "--system", "x")
+    assert "--logprobs is for" in refusal("chat", "--logprobs", 1)
+
+
+def test_a_conversation_that_grew_too_long_ends_without_a_terminal(endpoint: str) -> None:
+    result = chatted("hello " * 60 + "\nnever\n", "--max-tokens", 6)
+    assert result.exit_code == 2 and "exceed 128 (max_context)" in result.stderr
+
+
+def test_on_a_terminal_commands_work_and_errors_do_not_end_the_chat(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from lowlat.ipc import Client
+
+    lines = ["/help", "hello", "/retry", "hello " * 60, "/nonsense", "/clear", "/retry", "a\nb", "/quit", "never"]
+    monkeypatch.setattr(chat_module, "_lines", lambda on_terminal: iter(lines))
+    with Client(endpoint) as client:
+        chat = chat_module._Chat(client, {"max_tokens": 4}, None, plain=False)
+        chat._on_terminal = True
+        chat.run()
+        assert [message["content"] for message in chat._messages][:1] == ["a\nb"] and len(chat._messages) == 2
+    shown = capsys.readouterr()
+    hello, again, _ = shown.out.split("\n", 2)
+    assert hello == again  # greedy, and the same conversation
+    assert "/retry          answer" in shown.err and "/clear forgets the conversation" in shown.err
+    assert "/nonsense cannot be done now" in shown.err and "/retry cannot be done now" in shown.err
+
+
+def test_ctrl_c_ends_an_answer_and_not_the_chat(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from lowlat.ipc import Client
+
+    monkeypatch.setattr(chat_module, "_lines", lambda on_terminal: iter(["hello", "again"]))
+    num_interrupts = 0
+
+    def write(output: Any) -> None:
+        nonlocal num_interrupts
+        if not num_interrupts and output.token_ids:
+            num_interrupts += 1
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(chat_module, "_write", write)
+    with Client(endpoint) as client:
+        chat = chat_module._Chat(client, {"max_tokens": 8}, None, plain=False)
+        chat._on_terminal = True
+        chat.run()
+        assert [message["role"] for message in chat._messages] == ["user", "assistant"] * 2
+        assert client.health().num_running == 0
+    assert "[cancelled]" in capsys.readouterr().err
+
+
+def test_top_shows_a_snapshot_as_a_page_and_as_json(endpoint: str) -> None:
+    answer("generate", "--connect", endpoint, "--prompt", "the quick", "--max-tokens", 6, "--json")
+    found = answer("top", "--once", "--json")
+    assert found["endpoint"] == endpoint and found["num_requests"] == 1 and found["ends"] == {"length": 1}
+    assert found["inter_token_ms"]["count"] == 5
+    deadline = time.monotonic() + 10.0
+    while answer("top", "--once", "--json")["engine"]["kv"]["num_used"]:  # the engine's own figures come a moment later
+        assert time.monotonic() < deadline
+    result = lowlat("top")
+    assert result.exit_code == 0
+    for part in (
+        "a model on cpu, serving",
+        "tokens/s",
+        "0/2",
+        "free",
+        "first token",
+        "between tokens",
+        "length 1",
+        "KV",
+    ):
+        assert part in result.stdout, result.stdout
+
+
+def test_top_shows_slots_and_acceptance(capsys: pytest.CaptureFixture[str]) -> None:
+    from rich.console import Console
+
+    from lowlat.cli.top import render
+
+    times = {"count": 9, "p50": 1.5, "p90": 2.5, "p99": 3.5, "max": 1234.0}
+    slot = {"slot": 1, "phase": "decoding", "prompt_tokens": 7, "completion_tokens": 50, "max_tokens": 100}
+    speculation = {
+        "mean_acceptance_length": 2.5,
+        "mean_acceptance_rate": 0.5,
+        "simulated": True,
+        "acceptance_by_position": [0.8, 0.4, 0.0],
+        "drafted_by_position": [10, 10, 0],
+    }
+    engine = {"device": "cuda:0", "slots": [slot], "eagle_speculation": speculation}
+    stats = {"model": "m", "num_slots": 2, "uptime_s": 3700.0, "inter_token_ms": times, "engine": engine}
+    Console(width=100).print(render({**stats, "refusals": {"busy": 3}}, "ipc:///x"))
+    shown = capsys.readouterr().out
+    for part in (
+        "1 h 1 min",
+        "decoding",
+        "50",
+        "1,234.00",
+        "refused: busy 3",
+        "2.50 tokens",
+        "(simulated)",
+        " 80%",
+        " 40%",
+    ):
+        assert part in shown, shown
+    assert "draft 3" not in shown
+    Console(width=100).print(render({}, "ipc:///x"))  # a server of another version may say less
+
+
+def test_commands_that_ask_a_server_load_neither_torch_nor_numpy() -> None:
+    import subprocess
+
+    code = (
+        "import sys; import lowlat.cli.chat, lowlat.cli.top, lowlat.cli.serve, lowlat.cli.connecting\n"
+        "import lowlat.cli.generate; print(sorted({'torch', 'numpy', 'numba'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "[]\n"

@@ -1,0 +1,139 @@
+"""Settings of `lowlat serve`: one name everywhere, one order of precedence, nothing unknown let through."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lowlat.config import RuntimeConfig, SpeculativeConfig
+from lowlat.errors import ConfigError
+from lowlat.ipc.limits import Limits
+from lowlat.serving.config import SETTINGS, ServeConfig, unknown_variables
+
+ENDPOINT = {"XDG_RUNTIME_DIR": "/run/user/7"}
+
+
+def gather(file: Path | None = None, environment: dict[str, str] | None = None, **options: object) -> ServeConfig:
+    return ServeConfig.gather(options, {**ENDPOINT, **(environment or {})}, file)
+
+
+def test_defaults_are_the_records_own() -> None:
+    config = gather()
+    assert config.limits() == Limits()
+    assert RuntimeConfig(**config.runtime_options()) == RuntimeConfig()
+    assert config.speculation(Path("/h")) == SpeculativeConfig(model=Path("/h"))
+    assert config["endpoint"] == "ipc:///run/user/7/lowlat/default.sock"
+    assert set(config.sources.values()) == {"default"}
+
+
+def test_every_limit_and_option_of_a_runtime_and_of_speculation_can_be_set() -> None:
+    assert {field.name for field in dataclasses.fields(Limits)} <= set(SETTINGS)
+    assert all(setting.help for setting in SETTINGS.values())
+    # the server has a queue of its own, traces would log tokens
+    assert {f.name for f in dataclasses.fields(RuntimeConfig)} - set(SETTINGS) - {"max_queue", "traces"} == set()
+    # --head names the model of SpeculativeConfig, and -S 0 is how to switch it off
+    unset = {f.name for f in dataclasses.fields(SpeculativeConfig)} - set(SETTINGS)
+    assert unset == {"method", "enabled"}
+
+
+def test_options_win_over_the_environment_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "serve.toml"
+    file.write_text('max_queue = 1\nmax_clients = 2\nmax_batch = 3\nmodel = "here"\nprefix_reuse = false\n')
+    config = gather(file, {"LOWLAT_MAX_QUEUE": "10", "LOWLAT_MAX_CLIENTS": "20", "LOWLAT_DRAIN_S": ""}, max_queue=100)
+    assert config.limits() == Limits(max_queue=100, max_clients=20)
+    assert config["max_batch"] == 3 and config["prefix_reuse"] is False
+    assert config["model"] == tmp_path / "here"  # beside the file, wherever the server is started
+    assert [config.sources[name] for name in ("max_queue", "max_clients", "max_batch", "drain_s")] == [
+        "option",
+        "environment",
+        str(file),
+        "default",
+    ]
+
+
+def test_the_environment_speaks_every_kind() -> None:
+    config = gather(
+        environment={
+            "LOWLAT_ENDPOINT": "ipc:///x/y.sock",
+            "LOWLAT_ALLOW_UID": "1000, 1001",
+            "LOWLAT_STRICT": "Yes",
+            "LOWLAT_DRAIN_S": "3",
+            "LOWLAT_CAPTURE_LAYERS": "2,18,33",
+        }
+    )
+    assert config["endpoint"] == "ipc:///x/y.sock" and config["allow_uid"] == (1000, 1001)
+    assert config.limits().drain_s == 3.0
+    speculative = config.speculation(Path("/h"))
+    assert speculative is not None and speculative.strict and speculative.capture_layers == (2, 18, 33)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max_quue = 1", "unknown setting 'max_quue'"),
+        ("[limits]\nmax_queue = 1", "unknown setting 'limits'"),
+        ("max_queue = 1.5", "max_queue must be an integer, got 1.5"),
+        ("max_queue = true", "max_queue must be an integer, got True"),
+        ("strict = 1", "strict must be true or false, got 1"),
+        ("endpoint = 1", "endpoint must be a string, got 1"),
+        ('log_format = "xml"', "log_format must be one of text, json, got 'xml'"),
+        ('allow_uid = ["root"]', "allow_uid must be a list of integers"),
+        ("max_queue = ", "is no TOML"),
+    ],
+)
+def test_a_file_is_refused_by_its_name_and_the_settings(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "serve.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        gather(file)
+    assert message in str(refused.value) and str(file) in str(refused.value)
+
+
+def test_values_out_of_range_name_themselves() -> None:
+    with pytest.raises(ConfigError, match="max_queue must be from 0"):
+        gather(max_queue=-1)
+    with pytest.raises(ConfigError, match="max_batch must be from 1 to 8"):
+        gather(max_batch=9)
+    with pytest.raises(ConfigError, match="num_speculative_tokens must be from 0 to 7"):
+        gather(num_speculative_tokens=8)
+    with pytest.raises(ConfigError, match="LOWLAT_MAX_QUEUE must be an integer, got 'many'"):
+        gather(environment={"LOWLAT_MAX_QUEUE": "many"})
+    with pytest.raises(ConfigError, match=r"must be ipc:///a/path\.sock or tcp://host:port"):
+        gather(endpoint="udp://x")
+    with pytest.raises(ConfigError, match=r"draft_window \(option\) needs a head"):
+        gather(model=Path("/m"), draft_window=64)
+
+
+def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        gather(tmp_path / "absent")
+    with pytest.raises(ConfigError, match="is not a file"):
+        gather(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="is not a file"):
+        gather(tmp_path / "pipe")
+
+
+def test_what_is_shown_can_be_read_back(tmp_path: Path) -> None:
+    config = gather(model=Path('/a "b"\\c\n'), head=Path("/h"), allow_uid=(5, 6), drain_s=2.5, strict=True)
+    file = tmp_path / "shown.toml"
+    file.write_text(config.to_toml())
+    assert gather(file).values == config.values
+
+
+def test_slips_in_the_environment_are_found() -> None:
+    assert unknown_variables(
+        {"LOWLAT_MAX_QUUE": "1", "LOWLAT_MODEL": "x", "PATH": "y", "LOWLAT_KERNEL_CACHE": "z"}
+    ) == ["LOWLAT_MAX_QUUE"]
+
+
+def test_configuration_needs_neither_torch_nor_numpy() -> None:
+    code = (
+        "import sys; from lowlat.serving.config import ServeConfig; import lowlat.serving.logs\n"
+        "ServeConfig.gather({}, {}); print(sorted({'torch', 'numpy', 'numba'} & set(sys.modules)))"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert shown.stdout == "[]\n"
