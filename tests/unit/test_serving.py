@@ -83,7 +83,9 @@ def test_bounds_stand_in_the_wires_own_types() -> None:
 @pytest.fixture(scope="module")
 def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("talker")
-    make_target(directory, "llama", vocab_size=byte_level().get_vocab_size(), num_hidden_layers=2, eos_token_id=list(range(40, 57)))
+    stops = list(range(40, 57))
+    vocabulary = byte_level().get_vocab_size()
+    make_target(directory, "llama", vocab_size=vocabulary, num_hidden_layers=2, eos_token_id=stops)
     return write_directory(directory, byte_level(), chat_template=TEMPLATE)
 
 
