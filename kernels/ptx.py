@@ -219,8 +219,7 @@ barrier_arrive_with_copies = _instruction("cp.async.mbarrier.arrive.noinc.shared
 # from 9.0 on: an arrival that announces bytes; and a copy of a multiple of 16 bytes that one thread starts
 barrier_expect = _instruction("{ .reg .b64 t; mbarrier.arrive.expect_tx.shared.b64 t, [$0], $1; }", None, (u32, u32))
 copy_bulk_once = _instruction(
-    _ONCE
-    + "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [$0], [$1], $2, [$3], "
+    _ONCE + "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [$0], [$1], $2, [$3], "
     "policy; }",
     None,
     (u32, i64, u32, u32),
