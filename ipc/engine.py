@@ -20,8 +20,8 @@ class EngineInfo:
     max_running   requests that decode together: the server hands over no more at once
     max_context   tokens of prompt and completion, at most
     tokenizer     SHA-256 of tokenizer.json, hexadecimal; "" without one
-    spins         the I/O thread polls without waiting while requests run: off unless it measurably helps, for the
-                  spinning thread and the decode thread share the GIL
+    spins         the I/O thread polls without waiting while requests run: for engines that were measured to gain
+                  by it, since the two threads share the GIL
     """
 
     model: str
