@@ -45,7 +45,7 @@ def serving(folder: Path, arguments: Sequence[object] = ()) -> Iterator[Serving]
     """Run a server until the context ends; it must then end well, by SIGTERM, unless it has ended already."""
     environment = serving_environment(folder)
     log = folder / "serve.log"
-    command = [sys.executable, "-m", "lowlat.cli", "serve", "--json", *map(str, arguments)]
+    command = [sys.executable, "-P", "-m", "lowlat.cli", "serve", "--json", *map(str, arguments)]
     with (
         log.open("wb") as errors,
         subprocess.Popen(

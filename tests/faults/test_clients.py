@@ -250,4 +250,6 @@ def test_the_rest_of_a_flood_costs_no_answers(serve: Serve) -> None:
             flood.say(Stats() if number % 2 else Hello())
         flood.close()
     eventually(lambda: good.stats()["num_clients"] == 1)
-    assert good.stats()["num_bad_messages"] <= 20 * 8  # HELLO twice is wrong, and nobody is asked for it twice
+    # 5,000 messages are wrong. A dropped peer's last ones may come before its connection is known to have ended, and make
+    # it a peer once more: some three of them in all were seen to.
+    assert good.stats()["num_bad_messages"] <= 2 * 20 * 8

@@ -70,7 +70,7 @@ def test_shell_examples_run(server: Serving, line: str) -> None:
 def test_serving_over_tcp_with_curve_keys_runs(tmp_path: Path) -> None:
     made, started, asked = [line for line in SHELL if "keys" in line]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    lowlat = [sys.executable, "-m", "lowlat.cli"]
+    lowlat = [sys.executable, "-P", "-m", "lowlat.cli"]
     done = run([*lowlat, *shlex.split(made)[1:]], environment, tmp_path)
     assert done.returncode == 0, done.stderr
     assert {oct(path.stat().st_mode & 0o077) for path in (tmp_path / "keys").rglob("*")} == {"0o0"}

@@ -32,7 +32,7 @@ def ask(server: Serving, prompt: str = "a") -> str:
 
 def run(folder: Path, *arguments: object, code: int | None = None) -> "subprocess.CompletedProcess[str]":
     done = subprocess.run(
-        [sys.executable, "-m", "lowlat.cli", *map(str, arguments)],
+        [sys.executable, "-P", "-m", "lowlat.cli", *map(str, arguments)],
         env=serving_environment(folder),
         cwd=folder,
         capture_output=True,
@@ -77,7 +77,18 @@ def test_a_cache_that_others_may_read_is_no_obstacle(folder: Path, talker: Path)
     (folder / "lowlat").mkdir(mode=0o755)
     environment = serving_environment(folder)
     del environment["XDG_RUNTIME_DIR"]
-    command = [sys.executable, "-m", "lowlat.cli", "serve", "--json", "--model", str(talker), "--max-context", "64"]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "lowlat.cli",
+        "serve",
+        "--json",
+        "--model",
+        str(talker),
+        "--max-context",
+        "64",
+    ]
     with subprocess.Popen(
         command, env={**environment, "XDG_CACHE_HOME": str(folder)}, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -89,7 +100,7 @@ def test_a_cache_that_others_may_read_is_no_obstacle(folder: Path, talker: Path)
 
 def test_ready_lines_can_be_copied(folder: Path, talker: Path) -> None:
     endpoint = f"ipc://{folder}/it's.sock"
-    command = [sys.executable, "-m", "lowlat.cli", "serve", "--model", str(talker), "--max-context", "512"]
+    command = [sys.executable, "-P", "-m", "lowlat.cli", "serve", "--model", str(talker), "--max-context", "512"]
     with subprocess.Popen(
         [*command, "--endpoint", endpoint],
         env=serving_environment(folder),
