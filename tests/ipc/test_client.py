@@ -323,6 +323,15 @@ def test_a_fork_says_so_and_the_parent_goes_on(server: ScriptedServer) -> None:
     assert not [message for message in server.received if isinstance(message, Cancel)]
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt, also in a process that was started to ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_leaves_the_client_usable(server: ScriptedServer) -> None:
     server.handlers[Submit] = lambda s, i, message, b: [] if message.text == "wait" else None
     with Client(server.url) as client:
