@@ -9,14 +9,13 @@ beside each product alone, because the second one's first weights travel while t
 
 import argparse
 import itertools
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
 from bench.clock import own_stream
-from bench.micro import Entry, time_entries
+from bench.micro import Entry, time_entries, write_rows
 from bench.wall import measure_wall
 from lowlat.errors import ShapeError
 from lowlat.executors.launcher import Launcher
@@ -132,12 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         chosen = [entry for entry in made if options.only in entry.name]
         launcher.compile_ahead(call for entry in chosen for call in entry.calls(0))
         rows = time_entries(launcher, chosen, options.replays, wall)
-    for row in rows:
-        print(json.dumps(row))
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        result = {"card": torch.cuda.get_device_name(device), "wall_gb_per_s": wall, "rows": rows}
-        options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_rows(rows, options.out, device, wall)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lowlat.executors.launcher import Launcher
     from lowlat.kernels.kernel import KernelCall
 
-__all__ = ["Entry", "describe", "main", "time_entries"]
+__all__ = ["Entry", "describe", "main", "time_entries", "write_rows"]
 
 TURN = 10
 
@@ -105,6 +105,16 @@ def _capture(launcher: "Launcher", entry: Entry) -> Callable[[], None]:
     return replay
 
 
+def write_rows(rows: Sequence[dict[str, Any]], out: Path | None, device: torch.device, wall_gb_per_s: float) -> None:
+    """Print the rows, and write them with the card and its wall where that is asked for."""
+    for row in rows:
+        print(json.dumps(row))
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        result = {"card": torch.cuda.get_device_name(device), "wall_gb_per_s": wall_gb_per_s, "rows": rows}
+        out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Time what a module offers, print the rows, and write them where that is asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -125,12 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             entries += getattr(importlib.import_module(module), function)(launcher)
         wall = measure_wall(device).gb_per_s
         rows = time_entries(launcher, [e for e in entries if options.only in e.name], options.replays, wall)
-    for row in rows:
-        print(json.dumps(row))
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        result = {"card": torch.cuda.get_device_name(device), "wall_gb_per_s": wall, "rows": rows}
-        options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_rows(rows, options.out, device, wall)
 
 
 if __name__ == "__main__":

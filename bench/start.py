@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from bench.conditions import stamps_of
 from bench.dense_cases import LLAMA_8B, TINY, DenseGeometry, make_weights
 
 __all__ = ["main", "start_once", "write_checkpoint"]
@@ -200,7 +201,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.out is not None:
         size = sum(path.stat().st_size for path in options.directory.rglob("*.safetensors"))
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        conditions = {**_conditions(options), "geometry": geometry.name, "checkpoint_bytes": size, **loading}
+        stamps = stamps_of(torch.device(options.device), options.commit)
+        conditions = {
+            **stamps,
+            "cores": os.cpu_count(),
+            "simulated": "weights",
+            "geometry": geometry.name,
+            "checkpoint_bytes": size,
+            **loading,
+        }
         options.out.write_text(json.dumps({**conditions, "rows": rows}, indent=1) + "\n", encoding="utf-8")
 
 
@@ -217,13 +226,6 @@ def _run(options: argparse.Namespace, cache: str) -> dict[str, Any]:
         found.check_returncode()
     result: dict[str, Any] = json.loads(found.stdout.splitlines()[-1])
     return result
-
-
-def _conditions(options: argparse.Namespace) -> dict[str, Any]:
-    conditions = {"commit": options.commit, "torch": torch.__version__, "cores": os.cpu_count(), "simulated": "weights"}
-    if options.device.startswith("cuda"):
-        conditions["card"] = torch.cuda.get_device_name()
-    return conditions
 
 
 if __name__ == "__main__":

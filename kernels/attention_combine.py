@@ -18,6 +18,7 @@ import torch
 
 from lowlat.errors import ShapeError
 from lowlat.kernels import ptx
+from lowlat.kernels.attention_merge import join_sink
 from lowlat.kernels.attention_plan import AttentionShape
 from lowlat.kernels.kernel import Kernel, KernelCall
 from lowlat.kernels.numba_cuda import cuda, device_function, float32, int32, int64, types, uint32
@@ -29,7 +30,6 @@ THREADS = 128
 EXCHANGED = 5 * THREADS
 UNROLL = 8  # splits whose loads are under way together in a class
 MAX_SPLITS = 1024
-LOG2_E = math.log2(math.e)
 MINUS_INFINITY = -math.inf
 EVERY_LANE = 0xFFFFFFFF
 
@@ -211,11 +211,7 @@ def _make_finish(shape: AttentionShape) -> Any:
             totals[part] = total
         factor, norm = float32(1), totals[4]
         if has_sinks:
-            sink = ptx.mul_rn(ptx.load_global_f32(sinks + int64(head) * 4), float32(LOG2_E))
-            peak = max(largest, sink)
-            shift = float32(0) if peak == float32(MINUS_INFINITY) else -peak
-            factor = ptx.exp2_approx(ptx.add_rn(largest, shift))
-            norm = ptx.fma_rn(norm, factor, ptx.exp2_approx(ptx.add_rn(sink, shift)))
+            factor, norm = join_sink(largest, norm, sinks, head)
         elif norm == float32(0):
             norm = float32(1)
         for part in range(4):  # adding 0 makes -0 and 0 one

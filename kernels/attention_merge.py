@@ -21,7 +21,7 @@ from lowlat.kernels.attention_plan import (
 )
 from lowlat.kernels.numba_cuda import cuda, device_function, float32, int32, int64, uint32
 
-__all__ = ["LOG2_E", "THREADS", "WARPS", "make_merge"]
+__all__ = ["LOG2_E", "THREADS", "WARPS", "join_sink", "make_merge"]
 
 WARPS, THREADS = 4, 128
 LOG2_E = math.log2(math.e)
@@ -33,6 +33,15 @@ def _factor(peak: Any, largest: Any) -> Any:
     """The power of two of a peak's distance from the largest; 0 where the part saw nothing."""
     shift = float32(0) if largest == float32(MINUS_INFINITY) else -largest
     return ptx.exp2_approx(ptx.add_rn(peak, shift))
+
+
+@device_function
+def join_sink(largest: Any, norm: Any, sinks: Any, head: Any) -> Any:
+    """A row's norm with the sink of its head, and the factor of its sums; sinks: address of [H] float32."""
+    sink = ptx.mul_rn(ptx.load_global_f32(sinks + int64(head) * 4), float32(LOG2_E))
+    peak = max(largest, sink)
+    factor = _factor(largest, peak)
+    return factor, ptx.fma_rn(norm, factor, _factor(sink, peak))
 
 
 def make_merge(shape: AttentionShape) -> Any:
@@ -175,11 +184,7 @@ def _make_finish_rows(shape: AttentionShape) -> Any:
                 largest, norm = add_warps(o, factors, shared_norms, stage, row, piece)
                 head, factor = int32(kv_head) * group + int32(query - node * uint32(group)), float32(1)
                 if has_sinks:
-                    sink = ptx.mul_rn(ptx.load_global_f32(sinks + int64(head) * 4), float32(LOG2_E))
-                    peak = max(largest, sink)
-                    shift = float32(0) if peak == float32(MINUS_INFINITY) else -peak
-                    factor = ptx.exp2_approx(ptx.add_rn(largest, shift))
-                    norm = ptx.fma_rn(norm, factor, ptx.exp2_approx(ptx.add_rn(sink, shift)))
+                    factor, norm = join_sink(largest, norm, sinks, head)
                 elif norm == float32(0):
                     norm = float32(1)
                 for k in range(4):  # adding 0 makes -0 and 0 one

@@ -12,7 +12,7 @@ from lowlat.errors import ShapeError
 from lowlat.kernels import ptx
 from lowlat.kernels.expert_packing import PackedExperts
 from lowlat.kernels.experts_list import make_pair_of
-from lowlat.kernels.experts_plan import DOWN, ExpertPlan, ExpertShape, plan_experts, rows_a_launch
+from lowlat.kernels.experts_plan import DOWN, ExpertPlan, ExpertShape, launches_of, plan_experts
 from lowlat.kernels.experts_product import Ending, make_product, make_total
 from lowlat.kernels.kernel import H200, Card, Kernel, KernelCall
 from lowlat.kernels.numba_cuda import device_function, int64, uint32
@@ -49,13 +49,10 @@ def experts_down(
     if weight.columns % 8:
         raise ShapeError(f"a down matrix's columns must be a multiple of 8, got {weight.columns}")
     shape = ExpertShape(DOWN, weight.rows, weight.columns, ranks, weight.scales is not None)
-    calls, most = [], rows_a_launch(ranks)
-    for begin in range(0, rows, most):
-        part = slice(begin, min(begin + most, rows))
-        count = part.stop - begin
-        chosen = plan or plan_experts(count, shape, card)
-        scales = 0 if weight.scales is None else weight.scales
-        arguments = (weight.words, scales, activated[part], expert_ids[part], 0, out[part], count * ranks, 0.0, 0.0)
+    scales = 0 if weight.scales is None else weight.scales
+    calls = []
+    for part, pairs, chosen in launches_of(rows, shape, card, plan):
+        arguments = (weight.words, scales, activated[part], expert_ids[part], 0, out[part], pairs, 0.0, 0.0)
         calls.append(KernelCall(_make(shape, chosen), (chosen.num_blocks, 1, 1), arguments))
     return calls
 

@@ -13,7 +13,7 @@ from lowlat.errors import ShapeError
 from lowlat.kernels import ptx
 from lowlat.kernels.expert_packing import PackedExperts
 from lowlat.kernels.experts_list import make_chosen, make_expert_of, make_pair_of
-from lowlat.kernels.experts_plan import GATE_UP, ExpertPlan, ExpertShape, plan_experts, rows_a_launch
+from lowlat.kernels.experts_plan import GATE_UP, ExpertPlan, ExpertShape, launches_of, plan_experts
 from lowlat.kernels.experts_product import Ending, make_product, make_total
 from lowlat.kernels.kernel import H200, Card, Kernel, KernelCall
 from lowlat.kernels.numba_cuda import cuda, device_function, float32, int64, uint32
@@ -55,13 +55,10 @@ def experts_gate_up(
     if weight.rows % 16 or weight.columns % 8:
         raise ShapeError(f"a gate_up matrix must be of multiples of 16 and 8, got {weight.rows} by {weight.columns}")
     shape = ExpertShape(GATE_UP, weight.rows, weight.columns, ranks, weight.scales is not None)
-    calls, most = [], rows_a_launch(ranks)
-    for begin in range(0, rows, most):
-        part = slice(begin, min(begin + most, rows))
-        count = part.stop - begin
-        chosen = plan or plan_experts(count, shape, card)
-        scales = 0 if weight.scales is None else weight.scales
-        arguments = (weight.words, scales, x[part], expert_ids[part], bias, out[part], count * ranks, limit, alpha)
+    scales = 0 if weight.scales is None else weight.scales
+    calls = []
+    for part, pairs, chosen in launches_of(rows, shape, card, plan):
+        arguments = (weight.words, scales, x[part], expert_ids[part], bias, out[part], pairs, limit, alpha)
         calls.append(KernelCall(_make(shape, chosen), (chosen.num_blocks, 1, 1), arguments))
     return calls
 

@@ -1,6 +1,7 @@
 """How the products of a mixture of experts are cut, and the constants that their parts share. It knows no kernel."""
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lowlat.errors import ShapeError
@@ -17,6 +18,7 @@ __all__ = [
     "SCALE_BYTES",
     "ExpertPlan",
     "ExpertShape",
+    "launches_of",
     "plan_experts",
     "rows_a_launch",
     "warps_of",
@@ -195,3 +197,17 @@ def plan_experts(
         f"a product of {shape.columns} columns does not fit the {card.shared_bytes} bytes of shared memory that a "
         "block may have"
     )
+
+
+def launches_of(
+    rows: int, shape: ExpertShape, card: Card, plan: ExpertPlan | None
+) -> Iterator[tuple[slice, int, ExpertPlan]]:
+    """The launches of a product over M rows: which rows, how many pairs they are, and their plan (None: the usual one).
+
+    Raises ShapeError as `rows_a_launch` and `plan_experts` do.
+    """
+    most = rows_a_launch(shape.ranks)
+    for begin in range(0, rows, most):
+        part = slice(begin, min(begin + most, rows))
+        count = part.stop - begin
+        yield part, count * shape.ranks, plan or plan_experts(count, shape, card)

@@ -8,6 +8,7 @@ A request's tokens come as fast as its reader takes them: the first grant is the
 again by halves of it. So at most a window of tokens, and one step's more, waits unread in a client.
 """
 
+from abc import ABC, abstractmethod
 from collections import deque
 from typing import Any, Generic, TypeVar
 
@@ -43,7 +44,7 @@ _REFUSED = frozenset({"malformed", "unexpected", "invalid", "forbidden"})
 Value = TypeVar("Value")
 
 
-class Waiter:
+class Waiter(ABC):
     """Something that a caller can wait for; `failure` is what it gets in place of it."""
 
     __slots__ = ("failure",)
@@ -52,9 +53,9 @@ class Waiter:
         self.failure: LowlatError | None = None
 
     @property
+    @abstractmethod
     def ready(self) -> bool:
         """Whether there is something to take, if only the failure."""
-        raise NotImplementedError
 
 
 class Reply(Waiter, Generic[Value]):
