@@ -8,8 +8,11 @@ A client is a DEALER, the server a ROUTER. A message is one frame, or two where 
 Headers of control messages are msgpack maps by field name; fields left out have their defaults. Those of TOKENS, END,
 CANCEL and CREDIT are msgpack arrays, fields in order. Integers are signed 64-bit, strings UTF-8, times in the unit of
 their suffix. The server refuses unknown fields; a client must ignore them, and ignore kinds that it does not know.
-Headers of a client's messages have at most 4096 bytes; SUBMIT's 262144 beside its texts, and where any values may stand
-(template_options, tool_calls) they are JSON's, at most 10,000 of them, nested 32 deep.
+
+Headers of a client's messages have at most 4096 bytes; SUBMIT's 2 MiB, a text or a chat included, and at most 16384
+values, keys counted: so no frame keeps the server's other threads from running for more than about 2 ms. Longer prompts
+travel as token ids. Where any values may stand (template_options, tool_calls) they are JSON's, at most 10,000 of them,
+nested 32 deep.
 
     client          byte                          server          byte
     HELLO           0x01  first, once             WELCOME         0x81  answers HELLO
@@ -56,7 +59,7 @@ from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Protocol
 
 import msgspec
-from msgspec import Meta, Raw, Struct
+from msgspec import Meta, Struct
 from msgspec.msgpack import Decoder, Encoder
 
 from lowlat.ipc.messages import (
@@ -84,12 +87,14 @@ from lowlat.ipc.messages import (
     Tokens,
     Welcome,
 )
+from lowlat.ipc.structure import count_values
 
 __all__ = [
     "MAX_CONTROL_BYTES",
     "MAX_DEPTH",
     "MAX_FREE_VALUES",
-    "MAX_STRUCTURE_BYTES",
+    "MAX_SUBMIT_BYTES",
+    "MAX_VALUES",
     "VERSION",
     "Bye",
     "Cancel",
@@ -113,6 +118,7 @@ __all__ = [
     "Tokens",
     "Welcome",
     "WireError",
+    "check_submit_size",
     "decode_client",
     "decode_server",
     "encode",
@@ -121,25 +127,12 @@ __all__ = [
 ]
 
 MAX_CONTROL_BYTES = 4096
-MAX_STRUCTURE_BYTES = 1 << 18  # small values decode to much more than their bytes: 8 MiB of empty maps fill 700 MB
+MAX_SUBMIT_BYTES = 1 << 21  # of whatever characters, msgspec makes a string of them in 2 ms, with the GIL; 8 MiB in 20
+MAX_VALUES = 1 << 14  # msgspec builds them in 1 ms; a header of as many bytes cannot hold more
 MAX_FREE_VALUES = 10_000
 MAX_DEPTH = 32
 _MAX_REASON = 300
 _PLAIN = (str, bool, int, float, type(None))
-
-
-class _TextSizes(Struct):
-    """A chat message of which only the texts' extent is wanted."""
-
-    content: Raw = Raw()
-    thinking: Raw = Raw()
-
-
-class _SubmitSizes(Struct):
-    """A SUBMIT of which only the texts' extent is wanted: nothing in it is built, so nothing grows."""
-
-    text: Raw = Raw()
-    messages: Annotated[list[_TextSizes], Meta(max_length=4096)] | None = None
 
 
 class _Numbered(Struct):
@@ -158,8 +151,10 @@ class Frame(Protocol):
 _PREFIXES = {header: bytes((kind,)) for kind, header in HEADERS.items()}
 _FROM_CLIENT = {kind: Decoder(header) for kind, header in HEADERS.items() if kind < 0x80}
 _FROM_SERVER = {kind: Decoder(header) for kind, header in HEADERS.items() if kind >= 0x80}
-_SIZES = Decoder(_SubmitSizes)
 _NUMBERED = Decoder(_Numbered)
+_NUMBER = Decoder(Annotated[int, Meta(ge=0, le=(1 << 62))])
+_NUMBER_BYTES = 9  # the longest integer
+_NUMBER_KEY = msgspec.msgpack.encode("number")
 _ENCODER = Encoder()
 # msgspec lets the errors of text and of nesting through as they are
 _UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
@@ -186,7 +181,8 @@ def encode(header: Struct) -> bytes:
 def decode_client(frames: Sequence[bytes | Frame]) -> tuple[Struct, bytes]:
     """A client's message, checked, and its body (b"" without one): the server's side.
 
-    Time and memory are bounded by the frames' own sizes. Raises WireError, and nothing else, for any bytes.
+    The decoder works for 2 ms at most, which it spends with the GIL; what would take longer it is not given. Raises
+    WireError, and nothing else, for any bytes.
     """
     if not 1 <= len(frames) <= 2:
         raise WireError(f"a message has 1 frame or 2, got {len(frames)}")
@@ -201,16 +197,33 @@ def decode_client(frames: Sequence[bytes | Frame]) -> tuple[Struct, bytes]:
         if len(data) > MAX_CONTROL_BYTES:
             raise WireError(f"the header has {len(data)} bytes, more than {MAX_CONTROL_BYTES}")
         return _decode(decoder, data), b""
+    check_submit_size(data)
     body = bytes(_view(frames[1])) if len(frames) > 1 else None
     try:
-        if len(data) > MAX_STRUCTURE_BYTES:
-            _check_structure(data)
         submit = _decode(decoder, data)
         _check_submit(submit, body)
     except WireError as error:
         error.number = _number(data)
         raise
     return submit, body or b""
+
+
+def check_submit_size(header: bytes | memoryview) -> None:
+    """Refuse a SUBMIT's header that would take long to decode, before the decoder sees it. Raises WireError.
+
+    header  uint8 [n]; what follows the byte that names the kind
+    """
+    data = memoryview(header)
+    if len(data) <= MAX_VALUES:
+        return
+    num_values, place = count_values(data, MAX_VALUES, _NUMBER_KEY)
+    if len(data) > MAX_SUBMIT_BYTES:
+        reason = f"the header has {len(data)} bytes, more than {MAX_SUBMIT_BYTES}; send a longer prompt as token ids"
+    elif num_values > MAX_VALUES:
+        reason = f"the header holds more than {MAX_VALUES} values, keys counted"
+    else:
+        return
+    raise WireError(reason, number=None if place is None else _plain_number(data[place]))
 
 
 def decode_server(frame: bytes | Frame) -> Struct | None:
@@ -271,23 +284,18 @@ def _wire_error(error: Exception) -> WireError:
 
 
 def _number(data: memoryview) -> int | None:
+    """Of a SUBMIT whose size was checked."""
     try:
         return _NUMBERED.decode(data).number
     except _UNDECODABLE:
         return None
 
 
-def _check_structure(data: memoryview) -> None:
-    """Refuse a long SUBMIT of which too much is not text, before any of it is built."""
-    sizes = _decode(_SIZES, data)
-    texts = _extent(sizes.text)
-    texts += sum(_extent(message.content) + _extent(message.thinking) for message in sizes.messages or ())
-    if len(data) - texts > MAX_STRUCTURE_BYTES:
-        raise WireError(f"{len(data) - texts} bytes of the header are not text, more than {MAX_STRUCTURE_BYTES}")
-
-
-def _extent(value: Raw) -> int:
-    return memoryview(value).nbytes
+def _plain_number(value: memoryview) -> int | None:
+    try:
+        return _NUMBER.decode(value[:_NUMBER_BYTES])
+    except _UNDECODABLE:
+        return None
 
 
 def _check_submit(submit: Submit, body: bytes | None) -> None:

@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from lowlat.errors import RequestError
 from lowlat.ipc.messages import Message, Sampling, Submit
-from lowlat.ipc.wire import MAX_STRUCTURE_BYTES, encode, pack_tokens
+from lowlat.ipc.wire import WireError, check_submit_size, encode, pack_tokens
 
 __all__ = ["Prompt", "Request", "make_request"]
 
@@ -41,6 +41,9 @@ class Request(Struct, frozen=True):
         )
         try:
             header = encode(submit)
+            check_submit_size(memoryview(header)[1:])
+        except WireError as error:
+            raise RequestError(f"the request is too long: {error}") from error
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise RequestError(f"the request has no encoding: {error}") from error
         frames = (header,) if self.body is None else (header, self.body)
@@ -115,15 +118,9 @@ def _is_int32(token: object) -> bool:
 def _messages(entries: list[Any]) -> list[Message]:
     plain = [dict(entry) if isinstance(entry, Mapping) else entry for entry in entries]
     try:
-        messages = msgspec.convert(plain, list[Message])
-        structure = len(msgspec.msgpack.encode(messages)) - sum(
-            len((message.content or "").encode()) + len((message.thinking or "").encode()) for message in messages
-        )
+        return msgspec.convert(plain, list[Message])
     except (msgspec.ValidationError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise RequestError(f"chat messages: {error}") from error
-    if structure > MAX_STRUCTURE_BYTES:
-        raise RequestError(f"chat messages have {structure} bytes beside their texts; at most {MAX_STRUCTURE_BYTES}")
-    return messages
 
 
 def _sampling(given: Mapping[str, Any]) -> Sampling:

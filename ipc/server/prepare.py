@@ -19,7 +19,7 @@ MAX_INLINE_BYTES = 4 * 256  # a prompt of ids up to this is checked in microseco
 def prepare(job: Prepare, engine: Engine, codec: Codec | None, log: logging.Logger) -> Prepared:
     """Token ids of a request, or the reason why it cannot be served; never an exception."""
     try:
-        prompt = _encode(job.submit, job.body, codec)
+        prompt = _encode(job.submit, job.body, codec, engine.info.max_context)
         engine.validate(prompt, job.submit.sampling)
     except RequestError as error:
         return Prepared(job.stream, code="invalid", message=str(error))
@@ -29,8 +29,13 @@ def prepare(job: Prepare, engine: Engine, codec: Codec | None, log: logging.Logg
     return Prepared(job.stream, prompt)
 
 
-def _encode(submit: Submit, body: bytes, codec: Codec | None) -> Sequence[int]:
+def _encode(submit: Submit, body: bytes, codec: Codec | None, max_context: int) -> Sequence[int]:
     if submit.text is None and submit.messages is None:
+        if len(body) // 4 >= max_context:  # before it becomes numbers, which takes the GIL for long
+            raise RequestError(
+                f"prompt of {len(body) // 4} tokens and max_tokens {submit.sampling.max_tokens} exceed "
+                f"{max_context} (max_context)"
+            )
         return unpack_tokens(body)
     if codec is None:
         raise RequestError("this server's model has no tokenizer; send token ids")

@@ -4,6 +4,7 @@ import json
 import math
 import sys
 from array import array
+from datetime import UTC
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from lowlat.errors import RequestError
 from lowlat.ipc import wire
 from lowlat.ipc.messages import HEADERS
+from lowlat.ipc.structure import count_values
 from lowlat.ipc.wire import (
     Cancel,
     Credit,
@@ -213,12 +215,63 @@ def test_a_servers_broken_frames_are_refused(frame: bytes) -> None:
 
 
 def test_a_long_text_passes_and_a_heap_of_small_values_does_not() -> None:
-    text = "ü" * (1 << 20)
+    text = "ü" * (1 << 18)
     submit, _ = decode_client([encode(Submit(number=1, credit=1, messages=[Message("user", text)] * 3))])
     assert isinstance(submit, Submit)
     assert submit.messages is not None
     assert submit.messages[2].content == text
     heap: dict[str, Any] = {"a": [{}] * (1 << 20)}
-    with pytest.raises(WireError, match="are not text, more than 262144") as caught:
+    with pytest.raises(WireError, match="more than 16384 values") as caught:
         decode_client([encode(Submit(number=9, credit=1, messages=[Message("user", "a")], template_options=heap))])
     assert caught.value.number == 9
+    with pytest.raises(WireError, match=r"3145[0-9]* bytes, more than 2097152; send a longer prompt") as caught:
+        decode_client([b"\x02" + msgspec.msgpack.encode({"text": "a" * (3 << 20), "credit": 1, "number": 1 << 62})])
+    assert caught.value.number == 1 << 62
+
+
+def test_a_number_out_of_its_range_is_no_number() -> None:
+    for number in (-1, "1", [1], {"number": 5}, None, 1 << 63):
+        with pytest.raises(WireError) as caught:
+            decode_client([b"\x02" + msgspec.msgpack.encode({"number": number, "text": "a" * (3 << 20)})])
+        assert caught.value.number is None
+
+
+def num_values(value: object) -> int:
+    """A value, keys, and all that is inside, by what the decoder made of it."""
+    if isinstance(value, dict):
+        return 1 + sum(num_values(part) for pair in value.items() for part in pair)
+    return 1 + sum(map(num_values, value)) if isinstance(value, list) else 1
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.floats() | st.text() | st.binary()
+    | st.integers(0, 70_000).map(lambda size: "a" * size) | st.integers(0, 70_000).map(bytes)
+    | st.datetimes(timezones=st.just(UTC)),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner) | st.integers(0, 70_000).map(lambda n: [0] * n),
+    max_leaves=20,
+)  # fmt: skip
+
+
+@given(st.dictionaries(st.text(max_size=3), VALUES), VALUES)
+def test_values_are_counted_as_the_decoder_finds_them(before: dict[str, Any], number: Any) -> None:
+    header = {**before, "number": number, "after": before}
+    data = memoryview(msgspec.msgpack.encode(header))
+    counted, place = count_values(data, 1 << 20, msgspec.msgpack.encode("number"))
+    assert counted == num_values(header)
+    assert place is not None and data[place] == msgspec.msgpack.encode(number)
+    fewer, _ = count_values(data, counted - 1, b"")
+    assert fewer > counted - 1
+
+
+@given(st.binary(max_size=300), st.integers(0, 50))
+def test_any_bytes_are_counted_in_bounded_turns(data: bytes, max_values: int) -> None:
+    reads = 0
+
+    class Read(bytes):
+        def __getitem__(self, place: Any) -> Any:
+            nonlocal reads
+            reads += isinstance(place, int)
+            return super().__getitem__(place)
+
+    count_values(Read(data), max_values, b"")  # type: ignore[arg-type]
+    assert reads <= max_values

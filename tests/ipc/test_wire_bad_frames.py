@@ -5,12 +5,16 @@ import subprocess
 import sys
 import time
 import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.msgpack import encode as pack
 
-from lowlat.ipc.wire import WireError, decode_client
+from lowlat.ipc import wire
+from lowlat.ipc.structure import count_values
+from lowlat.ipc.wire import MAX_SUBMIT_BYTES, MAX_VALUES, Message, Submit, WireError, decode_client, encode
 
 FOLDER = Path(__file__).parent / "bad_frames"
 TABLE: list[dict[str, Any]] = json.loads((FOLDER / "v1.json").read_text())
@@ -46,13 +50,88 @@ def test_refusing_takes_no_memory_and_no_time() -> None:
             decode_client(frames)
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-        # values of at most 256 KiB of structure are built before they are counted; beyond that, nothing is
-        assert peak < (20 << 20 if size <= 1 << 19 else 1 << 20), f"{entry['name']}: {peak} bytes for {size}"
+        # at most MAX_VALUES values are built before they are looked at; of more, none
+        assert peak < 4 << 20, f"{entry['name']}: {peak} bytes for {size}"
         begin = time.perf_counter()
         with pytest.raises(WireError):
             decode_client(frames)
         longest = max(longest, time.perf_counter() - begin)
     assert longest < 0.25
+
+
+def worst_frames() -> Iterator[tuple[str, list[bytes]]]:
+    """The slowest that the limits let through, and what is just over them, of every shape that costs a decoder time."""
+    head = b"\x02\x85" + pack("number") + b"\x01" + pack("credit") + b"\x01" + pack("messages") + pack([{"role": "u"}])
+    options = head + pack("sampling") + b"\x80" + pack("template_options") + b"\x81\xa1a"
+    shapes = {
+        "maps": b"\x80",
+        "arrays": b"\x90",
+        "pairs": b"\x92\x01\x01",
+        "strings": b"\xa1a",
+        "numbers": b"\xcb" + bytes(8),
+    }
+    for name, unit in shapes.items():
+        for size in (MAX_VALUES // 2, MAX_VALUES - len(options), MAX_VALUES, 1 << 20):
+            number = size // len(unit)
+            yield f"{name}-{size}", [options + b"\xdd" + number.to_bytes(4, "big") + unit * number]
+    for depth in (40, 900, MAX_VALUES // 4, MAX_VALUES, 1 << 20):
+        yield f"deep-arrays-{depth}", [options + b"\x91" * depth + b"\x01"]
+        yield f"deep-maps-{depth}", [options + b"\x81\xa1a" * depth + b"\x01"]
+    few = MAX_VALUES // 2 - 30
+    for size in (2, 100):
+        keys = pack({f"{place:0{size}}": None for place in range(few)})
+        yield f"keys-of-{size}", [options + keys]
+    for name, text in (("plain", "a"), ("wide-last", "a"), ("narrow", "aé"), ("broad", "中"), ("widest", "a😀")):
+        for size in (MAX_SUBMIT_BYTES - 100, MAX_SUBMIT_BYTES + 100, 8 << 20):
+            whole = text * (size // len(text.encode()) - 2) + ("😀" if name == "wide-last" else "")
+            yield f"text-{name}-{size}", [encode(Submit(number=1, credit=1, text=whole))]
+        many = [Message("user", text * (MAX_SUBMIT_BYTES // 2000 // len(text.encode())))] * 1900
+        yield f"messages-{name}", [encode(Submit(number=1, credit=1, messages=many))]
+    yield (
+        "broken-text",
+        [
+            b"\x02"
+            + pack({"number": 1, "credit": 1})[:-1]
+            + b"\xdb"
+            + (2 << 20).to_bytes(4, "big")
+            + b"\xff" * (2 << 20)
+        ],
+    )
+    yield "control", [b"\x06" + b"\x80" * 4096]
+
+
+def test_no_frame_gives_a_decoder_more_than_two_milliseconds_of_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a decoder is given is counted, for times depend on the machine; those of the slowest are bounded loosely."""
+    given: list[memoryview] = []
+
+    class Recorded:
+        def __init__(self, decoder: Any) -> None:
+            self._decoder = decoder
+
+        def decode(self, data: memoryview) -> Any:
+            given.append(data)
+            return self._decoder.decode(data)
+
+    for name in ("_NUMBERED", "_NUMBER"):
+        monkeypatch.setattr(wire, name, Recorded(getattr(wire, name)))
+    decoders = {kind: Recorded(decoder) for kind, decoder in wire._FROM_CLIENT.items()}
+    monkeypatch.setattr(wire, "_FROM_CLIENT", decoders)
+    table = ((entry["name"], [frame(parts) for parts in entry["frames"]]) for entry in TABLE)
+    num_refused_unread, slowest = 0, 0.0
+    for name, frames in (*worst_frames(), *table):
+        given.clear()
+        begin = time.perf_counter()
+        try:
+            decode_client(frames)
+        except WireError:
+            unread = all(len(data) <= 9 for data in given)
+            num_refused_unread += unread and sum(map(len, frames)) > MAX_VALUES
+        slowest = max(slowest, time.perf_counter() - begin)
+        for data in given:
+            assert len(data) <= MAX_SUBMIT_BYTES, name
+            assert count_values(data, MAX_VALUES, b"")[0] <= MAX_VALUES or len(data) <= MAX_VALUES, name
+    assert num_refused_unread > 20
+    assert slowest < 0.1
 
 
 def test_the_table_is_what_its_script_writes(tmp_path: Path) -> None:
