@@ -4,5 +4,19 @@
 """
 
 import os
+from collections.abc import Iterator
 
-collect_ignore_glob = [] if os.environ.get("NUMBA_ENABLE_CUDASIM") == "1" else ["test_*.py"]
+import pytest
+
+SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
+collect_ignore_glob = [] if SIMULATED else ["test_*.py"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fast_barriers() -> Iterator[None]:
+    """Blocks run as tests/simulated_blocks.py says."""
+    from simulated_blocks import meet_at_barriers  # it imports the simulator
+
+    undo = meet_at_barriers()
+    yield
+    undo()

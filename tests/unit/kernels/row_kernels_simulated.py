@@ -14,6 +14,7 @@ import rowwise_cases as cases
 import torch
 from numba.cuda.simulator import kernelapi
 from numba.np import numpy_support
+from simulated_blocks import Meeting, meet_at_barriers
 
 from lowlat.kernels import ptx, router
 from lowlat.kernels.kernel import KernelCall
@@ -25,7 +26,7 @@ class Warps:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._barriers: dict[int, threading.Barrier] = {}
+        self._barriers: dict[int, Meeting] = {}
         self._values: dict[int, Any] = {}
 
     def exchange(self, mask: int, value: Any, offset: int) -> Any:
@@ -43,7 +44,7 @@ class Warps:
     def _all(self, value: Any) -> list[Any]:
         thread = int(threading.current_thread().threadIdx.x)  # type: ignore[attr-defined]
         with self._lock:
-            barrier = self._barriers.setdefault(thread >> 5, threading.Barrier(32))
+            barrier = self._barriers.setdefault(thread >> 5, Meeting(32))
         self._values[thread] = value
         barrier.wait()
         values = [self._values[thread & ~31 | lane] for lane in range(32)]
@@ -127,6 +128,8 @@ def main() -> None:
     if not SIMULATED:
         raise SystemExit("set NUMBA_ENABLE_CUDASIM=1")
     torch.manual_seed(3)
+    torch.set_num_threads(1)
+    meet_at_barriers()
     simulate_router()
     lab = cases.Lab(torch.device("cpu"), simulate)
     cases.check_elementwise(lab, 3, 24)

@@ -4,24 +4,19 @@ card has, wide accesses and tensor cores where they count, and only the instruct
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from kernel_inventory import CARDS, examples, factories, family, fingerprint, modules, offers_calls
+from compiled_examples import EXAMPLES, Compiled
+from kernel_inventory import CARDS, factories, family, fingerprint, modules, offers_calls
 
-from lowlat.kernels import compiler
-from lowlat.kernels.compiler import CompiledKernel, compile_ahead, compile_kernel
 from lowlat.kernels.kernel import Kernel
-from lowlat.kernels.numba_cuda import compile_ptx
 
 HOPPER = (9, 0)
 REGISTERS = 65536  # of a multiprocessor, of every capability from 8.0 on
 REGISTERS_A_THREAD = 255
 # of shared memory, by the system, beside what a block may have; for 9.0 the linker counts them as the kernel's
 RESERVED_BYTES = {(8, 0): 0, (9, 0): 1024, (10, 0): 0, (12, 0): 0}
-EXAMPLES = {capability: list(examples(card)) for capability, card in CARDS.items()}
 CASES = [
     pytest.param(capability, kernel, id=f"{capability[0]}.{capability[1]}-{kernel.name}")
     for capability, made in EXAMPLES.items()
@@ -36,45 +31,6 @@ SPILLS, SPILLED_BYTES = re.compile(r"attention_\d|router_n6144"), 256
 BULK = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
 # double precision is rare on most cards; here it turns exact integers into thresholds, some a row
 DOUBLES = re.compile(r"sample_draw")
-
-
-class Compiled:
-    """Examples compiled for a capability at first use, with their PTX, in as many processes as there are cores."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._made: dict[tuple[int, int], dict[str, tuple[CompiledKernel, str]]] = {}
-
-    def of(self, capability: tuple[int, int], kernel: Kernel) -> tuple[CompiledKernel, str]:
-        if capability not in self._made:
-            self._made[capability] = self._compile(capability)
-        return self._made[capability][kernel.name]
-
-    def _compile(self, capability: tuple[int, int]) -> dict[str, tuple[CompiledKernel, str]]:
-        kernels = [kernel for _, kernel in EXAMPLES[capability]]
-        directory = self._directory / f"{capability[0]}{capability[1]}"
-        directory.mkdir(exist_ok=True)
-
-        def recorded(function: Any, *rest: Any) -> tuple[str, str]:
-            ptx, entry = compile_ptx(function, *rest)
-            (directory / f"{id(function)}.ptx").write_text(ptx)
-            return ptx, entry
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(compiler, "compile_ptx", recorded)
-            assert compile_ahead(kernels, capability, directory) == len(kernels)
-            return {
-                kernel.name: (
-                    compile_kernel(kernel, capability, directory),
-                    (directory / f"{id(kernel.function)}.ptx").read_text(),
-                )
-                for kernel in kernels
-            }
-
-
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compiled]:
-    yield Compiled(tmp_path_factory.mktemp("compiled"))
 
 
 @pytest.mark.parametrize(("capability", "kernel"), CASES)

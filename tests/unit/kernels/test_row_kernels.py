@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from compiled_examples import Compiled
 
 from lowlat.errors import ShapeError
 from lowlat.kernels import elementwise, embed, head_input, norm, rotate
-from lowlat.kernels.compiler import compile_kernel
 from lowlat.kernels.kernel import Kernel
-from lowlat.kernels.numba_cuda import compile_ptx
 from lowlat.kernels.packing import pack
 
 BF16 = torch.bfloat16
@@ -32,11 +31,11 @@ def ints(*shape: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=name_of)
-def test_registers_stack_and_wide_loads(kernel: Kernel) -> None:
-    compiled = compile_kernel(kernel, (9, 0))
-    assert compiled.stack_bytes == 0
-    assert compiled.registers <= 64  # two blocks of 512 threads on a multiprocessor, and room for the next kernel's
-    ptx, _ = compile_ptx(kernel.function, kernel.signature, (9, 0), (kernel.threads, 1))
+@pytest.mark.timeout(900)
+def test_registers_stack_and_wide_loads(kernel: Kernel, compiled: Compiled) -> None:
+    made, ptx = compiled.of((9, 0), kernel)
+    assert made.stack_bytes == 0
+    assert made.registers <= 64  # two blocks of 512 threads on a multiprocessor, and room for the next kernel's
     assert ".local" not in ptx
     assert "ld.global.v4" in ptx or "ld.global.nc.L1::no_allocate.L2::128B.v4" in ptx
     before, after = ptx.split("griddepcontrol.wait;")

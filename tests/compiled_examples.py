@@ -1,0 +1,80 @@
+"""Every example of a kernel, compiled once for all capabilities, with its PTX; tests share them.
+
+A process that has compiled a kernel for one capability knows the types in its functions, and compiles it for the next
+in a third of the time: what it makes differs in the names of symbols alone. So kernels are shared out between processes
+by the module that made them, and each process compiles its own for every capability.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kernel_inventory import CARDS, examples
+
+from lowlat.kernels import compiler
+from lowlat.kernels.compiler import CompiledKernel, compile_kernel
+from lowlat.kernels.kernel import Kernel
+from lowlat.kernels.numba_cuda import compile_ptx, fork_compiler
+
+__all__ = ["EXAMPLES", "Compiled"]
+
+Capability = tuple[int, int]
+EXAMPLES = {capability: list(examples(card)) for capability, card in CARDS.items()}
+
+
+class Compiled:
+    """Examples, compiled at first use in as many processes as there are cores."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._made: dict[Capability, dict[str, tuple[CompiledKernel, str]]] = {}
+
+    def of(self, capability: Capability, kernel: Kernel) -> tuple[CompiledKernel, str]:
+        """A kernel and its PTX."""
+        if not self._made:
+            self._compile()
+        return self._made[capability][kernel.name]
+
+    def _compile(self) -> None:
+        modules: dict[str, list[tuple[Capability, Kernel]]] = {}
+        for capability, made in EXAMPLES.items():
+            for module, kernel in made:
+                modules.setdefault(module, []).append((capability, kernel))
+        children = []
+        for _ in os.sched_getaffinity(0):
+            child = fork_compiler()
+            if child == 0:
+                status = 1
+                try:
+                    for module, kernels in modules.items():
+                        if self._claim(module):
+                            for capability, kernel in kernels:
+                                self._of(capability, kernel)
+                    status = 0
+                finally:
+                    os._exit(status)
+            children.append(child)
+        for child in children:
+            os.waitpid(child, 0)  # one that failed leaves its kernels to this process, which then tells why
+        for capability, made in EXAMPLES.items():
+            self._made[capability] = {kernel.name: self._of(capability, kernel) for _, kernel in made}
+
+    def _claim(self, module: str) -> bool:
+        try:
+            os.close(os.open(self._directory / f"{module}.claimed", os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return False
+        return True
+
+    def _of(self, capability: Capability, kernel: Kernel) -> tuple[CompiledKernel, str]:
+        path = self._directory / f"{kernel.name}-{capability[0]}{capability[1]}.ptx"
+
+        def recorded(function: Any, *rest: Any) -> tuple[str, str]:
+            ptx, entry = compile_ptx(function, *rest)
+            path.write_text(ptx)
+            return ptx, entry
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(compiler, "compile_ptx", recorded)
+            return compile_kernel(kernel, capability, self._directory), path.read_text()
