@@ -1,8 +1,11 @@
-"""What every test shares: no network, two threads, what markers need, and the list of the tree's files."""
+"""What every test shares: no network, one thread, what markers need, whose turn it is, the list of the tree's files."""
 
+import fcntl
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 # before anything imports the libraries that read them
@@ -42,6 +45,44 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for marker, reason in reasons.items():
             if item.get_closest_marker(marker) is not None:
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@contextmanager
+def _locked(path: Path, how: int) -> Iterator[None]:
+    with path.open("a") as file:
+        fcntl.flock(file, how)
+        yield
+
+
+@pytest.fixture(scope="module")
+def turn_of_module(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path | None]:
+    """Where the locks are by which workers take turns; None for a module that runs alone, or without workers.
+
+    A module marked `alone` waits until no other worker runs a test, and holds them up until it is through: its times
+    say something only where nobody computes beside it.
+    """
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        yield None
+        return
+    folder = tmp_path_factory.getbasetemp().parent
+    if request.node.get_closest_marker("alone") is None:
+        yield folder
+        return
+    # with the gate nobody else begins, and with the other nobody is left
+    with _locked(folder / "gate", fcntl.LOCK_EX), _locked(folder / "running", fcntl.LOCK_EX):
+        yield None
+
+
+@pytest.fixture(autouse=True)
+def turn(turn_of_module: Path | None) -> Iterator[None]:
+    """Run beside other workers' tests, and when nobody is or wants to be alone."""
+    if turn_of_module is None:
+        yield
+        return
+    with ExitStack() as running:
+        with _locked(turn_of_module / "gate", fcntl.LOCK_EX):
+            running.enter_context(_locked(turn_of_module / "running", fcntl.LOCK_SH))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -22,6 +22,8 @@ from lowlat.errors import StreamError
 from lowlat.ipc import Client
 from lowlat.ipc.wire import Error, Hello, Stats, encode
 
+pytestmark = pytest.mark.alone
+
 CHILD = """
 import sys, time, zmq
 from lowlat.ipc.wire import Hello, Sampling, Submit, encode, pack_tokens

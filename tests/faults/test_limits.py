@@ -17,6 +17,8 @@ from lowlat.errors import Busy
 from lowlat.ipc import Client
 from lowlat.ipc.wire import Error
 
+pytestmark = pytest.mark.alone
+
 # what SUBMIT says, the code, the field's path where the wire knows it, and words that must stand in the message
 REFUSALS: list[tuple[dict[str, Any], list[int], str, str | None, tuple[str, ...]]] = [
     ({"max_tokens": 250}, [1] * 10, "invalid", None, ("10", "250", "256", "max_context")),

@@ -23,6 +23,8 @@ from lowlat.ipc import Chunk, Client, ClientCurve
 from lowlat.ipc.client import protocol
 from lowlat.ipc.wire import Cancel, Credit, End, Error, Health, Hello, Submit, Tokens, encode, pack_tokens
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ScriptedServer]:

@@ -16,6 +16,8 @@ from lowlat.ipc.client import protocol
 from lowlat.ipc.client.asynchronous import AsyncGeneration
 from lowlat.ipc.wire import Cancel, Credit, Error, Health, Hello, Submit
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ScriptedServer]:

@@ -13,6 +13,8 @@ from lowlat.errors import RequestError
 from lowlat.ipc.wire import Error, Message, Sampling, StatsReply, Submit, Welcome, encode, pack_tokens
 from lowlat.ipc.wire import Stats as AskStats
 
+pytestmark = pytest.mark.alone
+
 
 def test_tokens_come_whole_and_in_order(serve: Serve) -> None:
     served = serve(FakeEngine(0.001, tokens_per_step=3, text=True, tokenizer="abc"), FakeCodec(), name="lowlat 9")

@@ -24,7 +24,10 @@ FOLDERS = ("graphs", "kernels", "ipc")
 PACKAGES = ("lowlat", *FOLDERS)
 
 TRY_COMMAND = "python3 -m venv .venv && .venv/bin/pip install -c constraints.txt -e . && .venv/bin/lowlat demo"
-TEST_COMMAND = "python3 -m venv .venv && .venv/bin/pip install -c constraints.txt -e '.[test]' && .venv/bin/pytest"
+TEST_COMMAND = (
+    "python3 -m venv .venv && .venv/bin/pip install -c constraints.txt -e '.[test]' "
+    "&& .venv/bin/pytest -n 2 --dist loadfile"
+)
 
 # declared for what they do to others: torch warns at import where NumPy is missing; numba-cuda puts itself in the place
 # of `numba.cuda`, and it and cuda-bindings load the compilers by name
