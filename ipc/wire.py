@@ -152,7 +152,7 @@ _PREFIXES = {header: bytes((kind,)) for kind, header in HEADERS.items()}
 _FROM_CLIENT = {kind: Decoder(header) for kind, header in HEADERS.items() if kind < 0x80}
 _FROM_SERVER = {kind: Decoder(header) for kind, header in HEADERS.items() if kind >= 0x80}
 _NUMBERED = Decoder(_Numbered)
-_NUMBER = Decoder(Annotated[int, Meta(ge=0, le=(1 << 62))])
+_NUMBER: Decoder[int] = Decoder(Annotated[int, Meta(ge=0, le=(1 << 62))])
 _NUMBER_BYTES = 9  # the longest integer
 _NUMBER_KEY = msgspec.msgpack.encode("number")
 _ENCODER = Encoder()

@@ -5,6 +5,7 @@ in a third of the time: what it makes differs in the names of symbols alone. So 
 by the module that made them, and each process compiles its own for every capability.
 """
 
+import fcntl
 import os
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,10 @@ EXAMPLES = {capability: list(examples(card)) for capability, card in CARDS.items
 
 
 class Compiled:
-    """Examples, compiled at first use in as many processes as there are cores."""
+    """Examples, compiled at first use in as many processes as there are cores.
+
+    directory   may be shared with other workers: whoever comes first compiles for all
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -37,6 +41,16 @@ class Compiled:
         return self._made[capability][kernel.name]
 
     def _compile(self) -> None:
+        self._directory.mkdir(exist_ok=True)
+        with (self._directory / "lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (self._directory / "done").exists():
+                self._compile_all()
+                (self._directory / "done").touch()
+        for capability, made in EXAMPLES.items():
+            self._made[capability] = {kernel.name: self._of(capability, kernel) for _, kernel in made}
+
+    def _compile_all(self) -> None:
         modules: dict[str, list[tuple[Capability, Kernel]]] = {}
         for capability, made in EXAMPLES.items():
             for module, kernel in made:
@@ -56,9 +70,7 @@ class Compiled:
                     os._exit(status)
             children.append(child)
         for child in children:
-            os.waitpid(child, 0)  # one that failed leaves its kernels to this process, which then tells why
-        for capability, made in EXAMPLES.items():
-            self._made[capability] = {kernel.name: self._of(capability, kernel) for _, kernel in made}
+            os.waitpid(child, 0)  # one that failed leaves its kernels to `_of`, which then tells why
 
     def _claim(self, module: str) -> bool:
         try:

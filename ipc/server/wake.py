@@ -14,9 +14,7 @@ class Inbox(Generic[Item]):
     """A queue with a descriptor that becomes readable when something comes while its reader sleeps.
 
     Any thread puts; one thread takes. The reader says `sleep` before it polls the descriptor and `awake` after: only
-    then does a put cost a system call. A signal is taken off the descriptor before the next sleep, not on waking: that
-    system call would let go of the GIL, for which others wait. What is put is bounded by the putters: a step's outputs,
-    a request's ends.
+    then does a put cost a system call. What is put is bounded by the putters: a step's outputs, a request's ends.
 
     A put that wakes lets go of the GIL in its system call, and the reader takes it: a lock's release, or a queue of
     Python's, keeps it, and the reader would wait until the putter has nothing left to do (63 us against 13 where that
@@ -27,7 +25,6 @@ class Inbox(Generic[Item]):
         self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._items: deque[Item] = deque()
         self._asleep = False
-        self._signalled = False  # the descriptor is to be read: before the next sleep, when nobody waits for it
         self._poll = select.poll()
         self._poll.register(self.descriptor, select.POLLIN)
 
@@ -52,9 +49,6 @@ class Inbox(Generic[Item]):
 
     def sleep(self) -> bool:
         """Before polling: whether there is nothing to take. A put after this wakes the poll."""
-        if self._signalled:
-            self._signalled = False
-            os.eventfd_read(self.descriptor)
         self._asleep = True
         if self._items:
             self._asleep = False
@@ -64,7 +58,8 @@ class Inbox(Generic[Item]):
     def awake(self, signalled: bool) -> None:
         """After polling; signalled says whether the descriptor was readable."""
         self._asleep = False
-        self._signalled |= signalled
+        if signalled:
+            os.eventfd_read(self.descriptor)
 
     def wait(self, timeout_s: float | None = None) -> Item | None:
         """The oldest, when it comes; None when the time has passed."""

@@ -41,10 +41,11 @@ class StepClock:
         """What kind of step it is."""
         self._kind = (num_running, joining)
 
-    def end(self, ended: float) -> None:
-        """The step has ended, at this time."""
-        seconds = ended - self.started
-        self.started, self.completed = 0.0, ended
+    def end(self) -> None:
+        """The step has ended."""
+        now = time.monotonic()
+        seconds = now - self.started
+        self.started, self.completed = 0.0, now
         histogram = self._kinds.get(self._kind)
         if histogram is None:
             histogram = self._kinds[self._kind] = Histogram()
