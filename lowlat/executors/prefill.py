@@ -2,7 +2,7 @@
 
 It runs the prefill program's operations by their references, with some of its own: products unpack one matrix at a
 time, embeddings are gathered from a packed table where that is the only copy, attention is torch's fused one, and a
-mixture's rows go to its experts together.
+mixture's rows go to its experts together, whose matrices a kernel expands.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,8 +11,10 @@ from functools import partial
 import torch
 
 from lowlat.executors.device_weights import DeviceWeights
+from lowlat.executors.expansion import expanded_size
+from lowlat.executors.launcher import Launcher
 from lowlat.executors.orders import EXPERT_PRODUCTS, experts_name
-from lowlat.executors.prefill_experts import prefill_experts_down, prefill_experts_gate_up, prefill_router
+from lowlat.executors.prefill_experts import ChunkExperts, expand_by_kernel, expand_by_torch, product
 from lowlat.executors.reference import arguments_of, meaning_of
 from lowlat.kernels.packing import PackedMatrix, gather_rows
 from lowlat.program import Op, Program
@@ -21,10 +23,23 @@ __all__ = ["TorchPrefill"]
 
 
 class TorchPrefill:
-    """Runs one chunk over buffers that the host has filled; matrices are unpacked as they are needed."""
+    """Runs one chunk over buffers that the host has filled; matrices are unpacked as they are needed.
 
-    def __init__(self, program: Program, buffers: Mapping[str, torch.Tensor], weights: DeviceWeights) -> None:
+    room      bf16, at least as `expanded_size` has it: for experts' expanded matrices; None: made here
+    launcher  expands experts by a kernel; None: torch does
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        buffers: Mapping[str, torch.Tensor],
+        weights: DeviceWeights,
+        *,
+        room: torch.Tensor | None = None,
+        launcher: Launcher | None = None,
+    ) -> None:
         self._weights = weights
+        self._chunk = self._experts_of(program, room, launcher)
         self._bound: list[tuple[Callable[..., None], dict[str, object]]] = []
         for op in program.ops:
             own, arguments = self._own(op), arguments_of(op, buffers)
@@ -42,6 +57,21 @@ class TorchPrefill:
     def clear(self) -> None:
         """Drop every reference to buffers and weights."""
         self._bound.clear()
+        self._chunk = None
+
+    def _experts_of(
+        self, program: Program, room: torch.Tensor | None, launcher: Launcher | None
+    ) -> ChunkExperts | None:
+        names = [experts_name(op) for op in program.ops if op.kind in EXPERT_PRODUCTS]
+        if not names:
+            return None
+        products = {name: self._weights.experts(name) for name in names}
+        size, device = expanded_size(program, self._weights.vector), self._weights.device
+        if room is None:
+            room = torch.empty(size.elements, dtype=torch.bfloat16, device=device)
+        ids = torch.zeros(products[names[0]].num_experts, dtype=torch.int32, device=device)
+        expand = expand_by_torch if launcher is None else expand_by_kernel(launcher, products, ids)
+        return ChunkExperts(size, room, ids, expand)
 
     def _own(self, op: Op) -> Callable[..., None] | None:
         if op.kind == "linear":
@@ -51,18 +81,21 @@ class TorchPrefill:
         if op.kind == "prefill_attention":
             sinks = self._weights.vector(op.weights["sinks"]) if "sinks" in op.weights else None
             return partial(prefill_attention, sinks=sinks)
+        return None if self._chunk is None else self._own_of_experts(op, self._chunk)
+
+    def _own_of_experts(self, op: Op, chunk: ChunkExperts) -> Callable[..., None] | None:
         if op.kind == "router":
             weights = {name: self._weights.vector(weight) for name, weight in op.weights.items()}
-            return partial(prefill_router, **weights)
+            return partial(chunk.router, **weights)
         if op.kind in EXPERT_PRODUCTS:
             experts = self._weights.experts(experts_name(op))
-            product = prefill_experts_down if op.kind == "experts_down" else prefill_experts_gate_up
-            return partial(product, experts=experts, bias=self._weights.vector(op.weights["bias"]))
+            own = chunk.down if op.kind == "experts_down" else chunk.gate_up
+            return partial(own, experts=experts, bias=self._weights.vector(op.weights["bias"]))
         return None
 
     def _linear(self, op: Op, x: torch.Tensor, out: torch.Tensor) -> None:
         weight = self._weights.restored(op.weights["weight"])
-        torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)
+        product(x, weight, out)
         if "bias" in op.weights:
             out += self._weights.vector(op.weights["bias"]).float()
 

@@ -1,17 +1,23 @@
 """Prefill's own operations, which a card runs, on the CPU against what they mean."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lowered import Pair
+from prefill_cases import NAMES, chunk_differences, make_named
+from tiny_models import mxfp4_target
 
+from lowlat.executors.expansion import Expansion, expanded_size
 from lowlat.executors.prefill import prefill_attention
-from lowlat.executors.prefill_experts import prefill_experts_down, prefill_experts_gate_up, prefill_router
+from lowlat.executors.prefill_experts import ChunkExperts, expand_by_torch
 from lowlat.kernels.expert_packing import PackedExperts, pack_experts
 from lowlat.kernels.packing import gate_up_order
 from lowlat.kernels.reference import attention as attention_reference
 from lowlat.kernels.reference import experts as reference
 from lowlat.kernels.reference.mxfp4 import quantise
+from lowlat.prefill import build_prefill
 
 BF16 = torch.bfloat16
 NAN = float("nan")
@@ -40,11 +46,20 @@ def choices(kind: str, rows: int) -> torch.Tensor:
     return torch.stack([torch.randperm(7)[:2] for _ in range(rows)]).int()
 
 
+def chunk_of(num_experts: int, elements: int, together: int) -> ChunkExperts:
+    """Room for so many experts at once, full of NaN."""
+    size = Expansion(together, together * elements)
+    room = torch.full((size.elements,), NAN, dtype=BF16)
+    return ChunkExperts(size, room, torch.zeros(num_experts, dtype=torch.int32), expand_by_torch)
+
+
 @pytest.mark.parametrize("quantised", [False, True], ids=["bf16", "mxfp4"])
 @pytest.mark.parametrize("kind", ["random", "alike", "one"])
-def test_experts_of_a_chunk_are_the_reference_s(kind: str, quantised: bool) -> None:
+@pytest.mark.parametrize("together", [1, 3, 7])
+def test_experts_of_a_chunk_are_the_reference_s(kind: str, quantised: bool, together: int) -> None:
     torch.manual_seed(4)
-    rows, width, inner = 21, 96, 64
+    rows, width, inner = 67, 96, 64
+    chunk = chunk_of(7, 2 * inner * width, together)
     ids, shares = choices(kind, rows), torch.softmax(torch.randn(rows, 2), 1)
     x = torch.randn(rows, width).to(BF16)
     weights, packed = random_experts(2 * inner, width, quantised, gate_up_order(inner))
@@ -52,13 +67,14 @@ def test_experts_of_a_chunk_are_the_reference_s(kind: str, quantised: bool) -> N
     found, expected = torch.full((2, rows, 2, inner), NAN, dtype=BF16)
     limits: dict[str, Any] = {"limit": 1.5, "alpha": 1.702}
     reference.experts_gate_up(x, ids, bias, **weights, out=expected, **limits)
-    prefill_experts_gate_up(x, ids, experts=packed, bias=bias, out=found, **limits)
+    chunk.choose(ids)
+    chunk.gate_up(x, ids, experts=packed, bias=bias, out=found, **limits)
     assert close(found, expected, 2e-3)
     weights, packed = random_experts(width, inner, quantised, None)
     bias = torch.randn(7, width).to(BF16)
     found, wanted = torch.full((2, rows, width), NAN)
     reference.experts_down(expected, ids, shares, bias, **weights, out=wanted)
-    prefill_experts_down(expected, ids, shares, experts=packed, bias=bias, out=found)
+    chunk.down(expected, ids, shares, experts=packed, bias=bias, out=found)
     assert close(found, wanted, 1e-5)
 
 
@@ -68,7 +84,7 @@ def test_the_choice_of_a_chunk_is_the_reference_s() -> None:
     weight[7], bias[7] = weight[2], bias[2]
     found: dict[str, Any] = {"expert_ids": torch.zeros(19, 4, dtype=torch.int32), "expert_weights": torch.zeros(19, 4)}
     expected = {name: tensor.clone() for name, tensor in found.items()}
-    prefill_router(x, weight, bias, **found)
+    chunk_of(9, 1, 1).router(x, weight, bias, **found)
     reference.router(x, weight, bias, **expected)
     assert torch.equal(found["expert_ids"], expected["expert_ids"])
     assert close(found["expert_weights"], expected["expert_weights"], 1e-5)
@@ -99,3 +115,22 @@ def test_attention_of_a_chunk_is_the_reference_s(window: int | None, sinks: str,
     assert close(found[live], expected[live], 8e-3)
     if sinks == "large":
         assert not bool(found[live].any())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_chunk_is_the_reference_s(name: str, tmp_path: Path) -> None:
+    """The whole prefill program, experts from packed matrices: what it leaves in caches and features."""
+    torch.manual_seed(7)
+    found = chunk_differences(make_named(name, tmp_path), torch.device("cpu"))
+    assert len(found) > 4
+    for buffer, differences in found.items():
+        assert float(differences.max()) < 4e-2, buffer
+
+
+def test_the_room_for_experts_is_bounded_and_that_of_their_largest_product(tmp_path: Path) -> None:
+    mxfp4_target(tmp_path, num_local_experts=9, num_experts_per_tok=4, hidden_size=64, intermediate_size=96)
+    pair = Pair(tmp_path)
+    program = build_prefill(pair.geometry)
+    size = expanded_size(program, pair.source.__getitem__)
+    assert (size.count, size.elements) == (9, 9 * 192 * 64)
+    assert expanded_size(pair.program(0, 1), pair.source.__getitem__).num_bytes == 0  # a step expands none
