@@ -185,6 +185,47 @@ def test_the_flow_from_cases_to_report(
         gpt_oss.main(["--out", str(out), "--small", "--case", "unknown"])
 
 
+def test_prefill_of_a_small_shape_is_measured(tmp_path: Path) -> None:
+    """On the CPU, where torch expands the experts: in a room for all eight, then for one."""
+    from bench import prefill
+    from bench.gpt_oss_cases import SMALL
+
+    out = tmp_path / "results" / "prefill.json"
+    arguments = ["--small", "--device", "cpu", "--layers", "2", "--chunk", "32", "64", "--replays", "2"]
+    assert prefill.main([*arguments, "--room", "1", "--commit", "abc", "--out", str(out)]) == 0
+    rows = json.loads(out.read_text())
+    assert [row["name"] for row in rows] == [f"small, 2 of 4 layers, chunk of {chunk} at 0" for chunk in (32, 64)]
+    for row in rows:
+        assert row["all_layers_ms_in_proportion"] == pytest.approx(2 * row["ms_p50"], rel=1e-2)
+        assert row["experts_together"] == SMALL.num_experts == row["distinct_experts_of_the_last_layer"]
+        assert row["room_bytes"] == 2 * SMALL.num_experts * 2 * SMALL.intermediate_size * SMALL.hidden_size
+        assert row["commit"] == "abc"
+    with pytest.raises(SystemExit):
+        prefill.main([*arguments, "--chunk", "33"])
+
+
+def test_the_plan_counts_the_room_for_expanded_experts() -> None:
+    """Eight gate_up matrices of 120b, once, beside prefill's scratch; nothing where torch's operations run."""
+    from bench.dense_cases import Case
+    from bench.gpt_oss_cases import MODELS, OssCase, model_config
+    from bench.gpt_oss_step import shapes_of
+    from lowlat.checkpoint.plan import weight_plan
+    from lowlat.memory import memory_need
+    from lowlat.prefill import build_prefill
+
+    model = MODELS["120b"]
+    plan = weight_plan(model_config(model, 4096))
+    weights = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in plan.items()}
+    shapes = shapes_of(model, OssCase("120b", Case(1, 4096, 0)), TreeTopology.chain(0))
+    prefill, step = build_prefill(shapes), build_step(shapes, Bucket(1, 1, 0), TreeTopology.chain(0))
+    scratch = sum(spec.num_bytes for spec in prefill.specs(Role.SCRATCH))
+    room = 8 * 2 * 2 * model.intermediate_size * model.hidden_size
+    assert room <= 256 << 20
+    need = memory_need((step, prefill), weights, CPU, has_kernels=True)
+    assert need.scratch_bytes == scratch + room
+    assert memory_need((prefill,), weights, CPU).scratch_bytes == scratch
+
+
 def test_a_soak_sees_what_is_wrong() -> None:
     from bench.gpt_oss_cases import SMALL_CASES
     from bench.gpt_oss_soak import check_state
