@@ -2,6 +2,7 @@
 
     python -m bench.gpt_oss --out bench/results/h200/gpt_oss.json
     python -m bench.gpt_oss --out /tmp/oss.json --case "120b, 1 x 32K, S=0" --profile
+    python -m bench.gpt_oss --out /tmp/oss.json --case "120b, 1 x 32K, S=3" --case "120b, 1 x 32K, S=3, full head"
     python -m bench.gpt_oss --soak 10000 --context 65536
     python -m bench.gpt_oss --out /tmp/oss.json --small
 
@@ -32,6 +33,7 @@ from bench.gpt_oss_cases import (
     ACCEPT_LENGTHS,
     CASES,
     MODELS,
+    MORE_CASES,
     SMALL,
     SMALL_CASES,
     OssCase,
@@ -76,7 +78,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.out is None and not options.soak:
         parser.error("--out is needed, but for --soak")
-    known = {case.name for case in (SMALL_CASES if options.small else CASES)}
+    known = {case.name for case in (SMALL_CASES if options.small else (*CASES, *MORE_CASES))}
     if set(options.case) - known:
         parser.error(f"no case {sorted(set(options.case) - known)}; there are {sorted(known)}")
     return options
@@ -93,9 +95,8 @@ def _soak(options: argparse.Namespace, device: torch.device) -> int:
 
 def _measure_all(options: argparse.Namespace, device: torch.device) -> int:
     models = {"small": SMALL} if options.small else MODELS
-    cases = [
-        case for case in (SMALL_CASES if options.small else CASES) if not options.case or case.name in options.case
-    ]
+    every = SMALL_CASES if options.small else (*CASES, *MORE_CASES) if options.case else CASES
+    cases = [case for case in every if not options.case or case.name in options.case]
     stamps = {"replays": options.replays, **stamps_of(device, options.commit)}
     walls, rows = [measure_wall(device)], []
     made: tuple[Any, ...] = ()

@@ -80,15 +80,16 @@ def test_bounds_are_ratios_of_floors_at_the_same_place() -> None:
     assert expected_experts(MODELS["120b"], 4) == pytest.approx(15.27, abs=0.01)
 
 
-def lowered_case(case: Any, alike: bool) -> Lowered:
+def lowered_case(case: Any, alike: bool, vocab_size: int = 512) -> Lowered:
     """The step of a small case, lowered on the CPU with the benchmark's own weights."""
     from bench.gpt_oss_cases import SMALL
     from bench.gpt_oss_step import make_weights, shapes_of
 
+    small = replace(SMALL, vocab_size=vocab_size)
     depth = case.step.num_speculative_tokens
     drafted = TreeTopology.chain(depth)
-    program = build_step(shapes_of(SMALL, case, drafted), Bucket(case.step.batch, depth + 1, depth), drafted)
-    source = make_weights(SMALL, CPU, alike=alike, draft_vocab_size=case.draft_vocab_size)
+    program = build_step(shapes_of(small, case, drafted), Bucket(case.step.batch, depth + 1, depth), drafted)
+    source = make_weights(small, CPU, alike=alike, draft_vocab_size=case.draft_vocab_size)
     matrices = {op.weights["weight"] for op in program.ops if op.kind == "linear"}
     held = DeviceWeights(source, matrices, CPU, weight_orders([program]), expert_parts([program]))
     buffers = BufferSet(list(program.specs(*STATE_ROLES, Role.SCRATCH, Role.CONSTANT)), CPU, program.constants)
@@ -112,6 +113,32 @@ def test_weights_made_in_place_are_what_the_step_reads() -> None:
         assert not torch.equal(matrix, unpack_expert(packed, 4))
         routers = [step.weights.vector(f"layers.{layer}.router.weight") for layer in range(SMALL.num_layers)]
         assert all(bool(router.any()) != case.alike for router in routers)
+
+
+def test_a_full_head_s_step_is_covered_at_its_real_vocabulary() -> None:
+    """Of every draft step a product of 201088 ids and one choice among them; the case is run where it is asked for."""
+    from bench.gpt_oss_cases import CASES, FULL_VOCABULARY, MORE_CASES, step_bytes
+
+    names = [case.name for case in MORE_CASES]
+    assert names == ["120b, 1 x 32K, S=3, full head"] and MORE_CASES[0] not in CASES
+    listed = next(case for case in CASES if case.step == MORE_CASES[0].step and not case.alike)
+    more = step_bytes(_model("120b"), MORE_CASES[0], 15) - step_bytes(_model("120b"), listed, 15)
+    assert more == 3 * (FULL_VOCABULARY - 32000) * 2880 * 2
+    case = replace(MORE_CASES[0], model="small", step=replace(MORE_CASES[0].step, context=192))
+    step = lowered_case(case, alike=False, vocab_size=FULL_VOCABULARY)
+    drafting = [group for group in step.groups if group.stage is Stage.EAGLE_DRAFT_LM_HEAD]
+    kernels = [call.kernel.name for group in drafting for call in group.calls]
+    assert sum(name.startswith(f"argmax_{FULL_VOCABULARY}_") for name in kernels) == 3
+    logits = [tensor for name, tensor in step.buffers.items() if name.endswith("logits")]
+    assert all(tensor.shape[-1] == FULL_VOCABULARY for tensor in logits)
+    assert all(call.kernel.shared_bytes <= H200.shared_bytes for call in step.calls)
+    assert step.workspace.num_bytes < 32 << 20
+
+
+def _model(name: str) -> Any:
+    from bench.gpt_oss_cases import MODELS
+
+    return MODELS[name]
 
 
 def test_experts_bytes_reach_their_launches() -> None:
