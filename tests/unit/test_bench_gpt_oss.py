@@ -271,3 +271,55 @@ def test_a_soak_sees_what_is_wrong() -> None:
     state["active"][1] = 0
     state["num_drafts"][0] = 4
     assert len(check_state(state, fine, case, 10)) == 2
+
+
+class SoakedStep:
+    """In place of the step: a token a replay, the same in every pass but for the one that `strange` names."""
+
+    strange = 0
+
+    def __init__(self, model: Any, case: Any, *_: Any, **__: Any) -> None:
+        self.case, self.bucket, self.passes = case, None, 0
+        self.state = {
+            "tokens": torch.zeros(1, case.step.context + 2048, dtype=torch.int32),
+            "lengths": torch.tensor([0]), "active": torch.tensor([1]), "num_drafts": torch.tensor([1]),
+        }  # fmt: skip
+        self.executor = self
+
+    def scratch(self, bucket: Any) -> dict[str, torch.Tensor]:
+        return {"finite": torch.ones(4), "row_live": torch.ones(4)}
+
+    def reset(self) -> None:
+        self.passes += 1
+        self.state["lengths"].fill_(self.case.step.context)
+
+    def replay(self) -> None:
+        length = int(self.state["lengths"])
+        self.state["tokens"][0, length] = length * 7 + (self.passes == self.strange)
+        self.state["lengths"] += 1
+
+    def close(self) -> None:
+        self.case = None
+
+
+@pytest.mark.parametrize("strange", [0, 2])
+def test_a_soak_s_rows_are_written_after_each_pass(
+    strange: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from bench import gpt_oss, gpt_oss_soak
+
+    monkeypatch.setattr(gpt_oss_soak, "OssStep", SoakedStep)
+    monkeypatch.setattr(SoakedStep, "strange", strange)
+    out = tmp_path / "results" / "soak.json"
+    arguments = ["--small", "--device", "cpu", "--soak", "600", "--context", "192", "320", "--out", str(out)]
+    assert gpt_oss.main([*arguments, "--commit", "abc"]) == int(strange > 0)
+    rows = json.loads(out.read_text())
+    names = [f"small, 1 x {context}, S=3, draft vocabulary 512" for context in (192, 320)]
+    assert [row["case"] for row in rows] == names
+    for row in rows:
+        assert (row["steps"], row["asked_steps"], row["passes"], row["commit"]) == (600, 600, 3, "abc")
+        assert row["tokens_a_step"] == 1.0 and row["weights_in_s"] >= 0 and row["run_in_s"] >= 0
+        wanted = ["pass 2 gave other tokens than the passes before"] if strange else []
+        assert row["problems"] == wanted
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    assert [line["steps"] for line in lines] == [254, 508, 600] * 2
