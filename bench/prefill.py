@@ -1,15 +1,18 @@
 """Times of one chunk's prefill of gpt-oss's shape on random weights, by few layers, and of the expansion alone.
 
-    python -m bench.prefill --layers 4 --chunk 512 2048 --commit C --out /tmp/prefill.json
+    python -m bench.prefill --layers 4 --chunk 128 512 2048 --commit C --out /tmp/prefill.json
     python -m bench.prefill --layers 4 --chunk 512 --room 34 134 266 --out /tmp/prefill.json
+    python -m bench.prefill --layers 4 --chunk 128 256 512 --few 0 512 --out /tmp/prefill.json
     python -m bench.prefill --small --device cpu --chunk 64 --out /tmp/prefill.json
 
 A row has the time of the layers that were run, by the host's clock from the first launch to the end of the last, since
 prefill is not captured; what all layers would take is that time in proportion, and says so. `--room` is the workspace
-for matrices that are expanded together, MiB: small ones may stay in the L2 until their product reads them.
+for matrices that are expanded together, MiB: small ones may stay in the L2 until their product reads them. Chunks of
+at most `--few` rows take the step's products over packed matrices instead: 0 expands them always.
 """
 
 import argparse
+import itertools
 import json
 import time
 from collections.abc import Iterator, Sequence
@@ -63,8 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if launcher is not None:
             rows += expansions(launcher, weights, options.replays)
         for chunk in options.chunk:
-            for mebibytes in options.room:
-                with room_of(mebibytes):
+            for mebibytes, few in itertools.product(options.room, options.few):
+                with ways(mebibytes, few):
                     row = measure_chunk(model, chunk, options.start, weights, device, launcher, options.replays)
                 rows.append({**_described(whole, model, chunk, options.start, row), **row})
                 release(device)
@@ -81,9 +84,10 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=sorted(MODELS), default="120b")
     parser.add_argument("--layers", type=int, default=4, help="that are made and run, of the model's")
-    parser.add_argument("--chunk", type=int, nargs="+", default=[512, 2048], help="tokens, multiples of 32")
+    parser.add_argument("--chunk", type=int, nargs="+", default=[128, 512, 2048], help="tokens, multiples of 32")
     parser.add_argument("--start", type=int, default=0, help="the chunk's first position, a multiple of 32")
     parser.add_argument("--room", type=int, nargs="+", default=[expansion.WORKSPACE_BYTES >> 20], help="MiB")
+    parser.add_argument("--few", type=int, nargs="+", default=[expansion.FEW_ROWS], help="rows, see above")
     parser.add_argument("--replays", type=int, default=20)
     parser.add_argument("--small", action="store_true", help="a tiny geometry, to try everything")
     parser.add_argument("--commit", default="", help="what is measured, where there is no git checkout to ask")
@@ -98,14 +102,14 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 @contextmanager
-def room_of(mebibytes: int) -> Iterator[None]:
-    """Let experts that are expanded together have this much memory."""
-    before = expansion.WORKSPACE_BYTES
-    expansion.WORKSPACE_BYTES = mebibytes << 20
+def ways(mebibytes: int, few: int) -> Iterator[None]:
+    """Let experts that are expanded together have this much memory, and chunks of few rows expand none."""
+    before = expansion.WORKSPACE_BYTES, expansion.FEW_ROWS
+    expansion.WORKSPACE_BYTES, expansion.FEW_ROWS = mebibytes << 20, few
     try:
         yield
     finally:
-        expansion.WORKSPACE_BYTES = before
+        expansion.WORKSPACE_BYTES, expansion.FEW_ROWS = before
 
 
 def measure_chunk(
@@ -118,7 +122,7 @@ def measure_chunk(
     replays: int,
 ) -> dict[str, Any]:
     """Times of one whole chunk behind `start` random keys and values, ms."""
-    prefill, buffers, size = _make(model, chunk, start, weights, device, launcher)
+    prefill, buffers, way = _make(model, chunk, start, weights, device, launcher)
     times = []
     for number in range(LEAD + replays):
         begin = time.perf_counter()
@@ -134,14 +138,13 @@ def measure_chunk(
         "ms_p99": round(percentile(times, 99), 3),
         "ms_least": round(min(times), 3),
         "distinct_experts_of_the_last_layer": distinct,
-        "experts_together": size.count,
-        "room_bytes": size.num_bytes,
+        **way,
     }
 
 
 def _make(
     model: OssModel, chunk: int, start: int, weights: Weights, device: torch.device, launcher: Launcher | None
-) -> tuple[TorchPrefill, BufferSet, expansion.Expansion]:
+) -> tuple[TorchPrefill, BufferSet, dict[str, Any]]:
     chain = TreeTopology.chain(0)
     shapes = shapes_of(model, OssCase("", Case(1, start + chunk, 0)), chain, room=BLOCK_SIZE)
     shapes = replace(shapes, prefill_chunk=chunk, num_blocks=(start + 2 * chunk) // BLOCK_SIZE + 2)
@@ -150,8 +153,12 @@ def _make(
     held = DeviceWeights(weights, matrices, device, weight_orders(steps), expert_parts(steps))
     buffers = _buffers(program, device)
     _fill(buffers, model.vocab_size, chunk, start)
-    size = expansion.expanded_size(program, held.vector)
-    return TorchPrefill(program, buffers, held, launcher=launcher), buffers, size
+    size, way = expansion.expanded_size(program, held.vector), "expanded"
+    room, together = size.num_bytes, size.count
+    if launcher is not None and expansion.has_few_rows(program):
+        room, together, way = expansion.room_bytes(program, held.vector), 0, "step's products"
+    described = {"way": way, "experts_together": together, "room_bytes": room}
+    return TorchPrefill(program, buffers, held, launcher=launcher), buffers, described
 
 
 def _buffers(program: Program, device: torch.device) -> BufferSet:

@@ -1,4 +1,4 @@
-"""One chunk of prefill by torch beside the reference: whole programs, and a mixture's products alone."""
+"""One chunk of prefill by torch and its kernels beside the reference: whole programs of small models."""
 
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,8 @@ def chunk_differences(pair: Pair, device: torch.device, launcher: Launcher | Non
     expected = BufferSet(specs, torch.device("cpu"), program.constants)
     for buffers in (found, expected):
         _fill(buffers, pair.target.config.vocab_size)
-    prefill = TorchPrefill(program, found, pair.weights_on(device), launcher=launcher)
+    weights = pair.weights if device.type == "cpu" else pair.weights_on(device)
+    prefill = TorchPrefill(program, found, weights, launcher=launcher)
     prefill.run()
     prefill.clear()
     with torch.inference_mode():

@@ -1,4 +1,8 @@
-"""How much room prefill wants for experts' matrices that are expanded together. It knows no kernel."""
+"""Which way prefill takes through experts, and how much room it wants for that beside its scratch. It knows no kernel.
+
+Chunks of few rows take the step's products, which read packed matrices, once for each 64 rows; larger ones expand
+matrices, some at a time, for products of torch.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,8 +12,9 @@ import torch
 from lowlat.executors.orders import EXPERT_PRODUCTS
 from lowlat.program import Program, Stage
 
-__all__ = ["Expansion", "expanded_size"]
+__all__ = ["Expansion", "expanded_size", "has_few_rows", "room_bytes"]
 
+FEW_ROWS = 384  # README.md of the kernels reckons where expanding costs less
 WORKSPACE_BYTES = 256 << 20  # eight matrices of gpt-oss-120b's gate_up
 INPUTS = {"experts_gate_up": "x", "experts_down": "activated"}
 
@@ -46,3 +51,24 @@ def expanded_size(program: Program, weight: Callable[[str], torch.Tensor]) -> Ex
     num_experts, largest = max(count for count, _ in shapes), max(size for _, size in shapes)
     count = min(num_experts, max(1, WORKSPACE_BYTES // (2 * largest)))
     return Expansion(count, count * largest)
+
+
+def has_few_rows(program: Program) -> bool:
+    """Whether a prefill program's experts are left to the step's products."""
+    rows = [program.buffers[op.reads["expert_ids"]].shape[0] for op in program.ops if op.kind in EXPERT_PRODUCTS]
+    return max(rows, default=0) <= FEW_ROWS
+
+
+def room_bytes(program: Program, weight: Callable[[str], torch.Tensor]) -> int:
+    """Bytes that a prefill program's experts want on a card: of expanded matrices, or of a chunk's products by rank.
+
+    weight  as `expanded_size` takes it
+    """
+    if not has_few_rows(program):
+        return expanded_size(program, weight).num_bytes
+    sizes = [0]
+    for op in program.ops:
+        if op.kind == "experts_down" and op.stage is Stage.PREFILL:
+            rows, ranks = program.buffers[op.reads["expert_ids"]].shape
+            sizes.append(4 * rows * ranks * program.buffers[op.writes["out"]].shape[-1])
+    return max(sizes)

@@ -15,7 +15,7 @@ from lowlat.errors import ConfigError, DeviceError
 from lowlat.executors import OpHook
 from lowlat.executors.allocation import STATE_ROLES, SharedConstants, clear_blocks
 from lowlat.executors.device_weights import DeviceWeights
-from lowlat.executors.expansion import expanded_size
+from lowlat.executors.expansion import room_bytes
 from lowlat.executors.launcher import Launcher
 from lowlat.executors.lowering import Group, Lowering, lower
 from lowlat.executors.orders import expert_parts, weight_orders
@@ -67,8 +67,8 @@ class KernelExecutor:
         with torch.cuda.stream(self.stream):
             self.state = BufferSet(specs, device, pinned=pinned)
             sizes = [sum(aligned_bytes(spec) for spec in program.specs(Role.SCRATCH)) for program in every]
-            expanded = expanded_size(prefill, self._weights.vector)
-            self._arena = torch.zeros(max(*sizes, sizes[-1] + expanded.num_bytes), dtype=torch.uint8, device=device)
+            extra = room_bytes(prefill, self._weights.vector)
+            self._arena = torch.zeros(max(*sizes, sizes[-1] + extra), dtype=torch.uint8, device=device)
             self.workspace = SharedWorkspace(device)
             self._constants = SharedConstants(device)
             self._scratch = {bucket: self._allocate(program) for bucket, program in programs.items()}
@@ -77,7 +77,7 @@ class KernelExecutor:
                 call for groups in self._groups.values() for group in groups for call in group.calls
             )
             buffers = {**self.state, **self._allocate(prefill)}
-            room = self._arena[sizes[-1] : sizes[-1] + expanded.num_bytes].view(torch.bfloat16)
+            room = self._arena[sizes[-1] : sizes[-1] + extra]
             self._prefill = TorchPrefill(prefill, buffers, self._weights, room=room, launcher=self.launcher)
         self._ring_head = self.state["ring_head"].numpy()
         # Polling no file takes 0.2 us and gives up the GIL for as long, which a thread that serves sockets needs while

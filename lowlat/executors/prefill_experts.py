@@ -19,7 +19,7 @@ from lowlat.graphs.launch import Launch
 from lowlat.kernels.expand_expert import expand_experts
 from lowlat.kernels.expert_packing import PackedExperts, unpack_expert
 
-__all__ = ["ChunkExperts", "expand_by_kernel", "expand_by_torch", "product"]
+__all__ = ["ChunkExperts", "add_by_rank", "choose_experts", "expand_by_kernel", "expand_by_torch", "product"]
 
 CAPACITY_STEP = 16  # pairs of an expert are padded to a multiple: fewer shapes to choose products for
 
@@ -101,6 +101,23 @@ class _Choice:
     padded: torch.Tensor
 
 
+def choose_experts(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *, expert_ids: torch.Tensor, expert_weights: torch.Tensor
+) -> None:
+    """The choice of a whole chunk, no row of which is dead: see `reference.experts.router`."""
+    logits = product(x, weight) + bias.float()
+    chosen = torch.argsort(logits, dim=-1, descending=True, stable=True)[:, : expert_ids.shape[1]]
+    expert_ids.copy_(chosen)
+    expert_weights.copy_(torch.softmax(logits.gather(1, chosen), -1))
+
+
+def add_by_rank(by_rank: torch.Tensor, expert_weights: torch.Tensor, out: torch.Tensor) -> None:
+    """Products [M, R, N] float32, each times its share [M, R], added from the first rank to the last: out [M, N]."""
+    out.zero_()
+    for rank in range(by_rank.shape[1]):
+        out += expert_weights[:, rank, None] * by_rank[:, rank]
+
+
 class ChunkExperts:
     """The mixtures of one chunk, layer by layer: the choice, then its two products.
 
@@ -126,11 +143,8 @@ class ChunkExperts:
         expert_ids: torch.Tensor,
         expert_weights: torch.Tensor,
     ) -> None:
-        """The choice of a whole chunk, no row of which is dead: see `reference.experts.router`."""
-        logits = product(x, weight) + bias.float()
-        chosen = torch.argsort(logits, dim=-1, descending=True, stable=True)[:, : expert_ids.shape[1]]
-        expert_ids.copy_(chosen)
-        expert_weights.copy_(torch.softmax(logits.gather(1, chosen), -1))
+        """`choose_experts`, and how the pairs are grouped for the products to come."""
+        choose_experts(x, weight, bias, expert_ids=expert_ids, expert_weights=expert_weights)
         self.choose(expert_ids)
 
     def choose(self, expert_ids: torch.Tensor) -> None:
@@ -194,10 +208,7 @@ class ChunkExperts:
         by_pair = torch.empty(rows * count, experts.rows, dtype=torch.float32, device=out.device)
         for pairs, products in self._products(activated.view(rows * count, -1), 1, experts, bias):
             by_pair.index_copy_(0, pairs, products)
-        by_rank = by_pair.view(rows, count, -1)
-        out.zero_()
-        for rank in range(count):
-            out += expert_weights[:, rank, None] * by_rank[:, rank]
+        add_by_rank(by_pair.view(rows, count, -1), expert_weights, out)
 
     def _products(
         self, inputs: torch.Tensor, pairs_a_row: int, experts: PackedExperts, bias: torch.Tensor

@@ -231,8 +231,9 @@ def test_prefill_of_a_small_shape_is_measured(tmp_path: Path) -> None:
         prefill.main([*arguments, "--chunk", "33"])
 
 
-def test_the_plan_counts_the_room_for_expanded_experts() -> None:
-    """Eight gate_up matrices of 120b, once, beside prefill's scratch; nothing where torch's operations run."""
+@pytest.mark.parametrize("chunk", [128, 384, 512, 2048])
+def test_the_plan_counts_the_room_for_a_chunk_s_experts(chunk: int) -> None:
+    """Eight gate_up matrices of 120b, or of few rows their products; nothing where torch's operations run."""
     from bench.dense_cases import Case
     from bench.gpt_oss_cases import MODELS, OssCase, model_config
     from bench.gpt_oss_step import shapes_of
@@ -244,10 +245,13 @@ def test_the_plan_counts_the_room_for_expanded_experts() -> None:
     plan = weight_plan(model_config(model, 4096))
     weights = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in plan.items()}
     shapes = shapes_of(model, OssCase("120b", Case(1, 4096, 0)), TreeTopology.chain(0))
+    shapes = replace(shapes, prefill_chunk=chunk)
     prefill, step = build_prefill(shapes), build_step(shapes, Bucket(1, 1, 0), TreeTopology.chain(0))
     scratch = sum(spec.num_bytes for spec in prefill.specs(Role.SCRATCH))
     room = 8 * 2 * 2 * model.intermediate_size * model.hidden_size
     assert room <= 256 << 20
+    if chunk <= 384:
+        room = 4 * chunk * 4 * model.hidden_size
     need = memory_need((step, prefill), weights, CPU, has_kernels=True)
     assert need.scratch_bytes == scratch + room
     assert memory_need((prefill,), weights, CPU).scratch_bytes == scratch

@@ -1,6 +1,8 @@
 """Prefill's own operations, which a card runs, on the CPU against what they mean."""
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,10 +11,11 @@ from lowered import Pair
 from prefill_cases import NAMES, chunk_differences, make_named
 from tiny_models import mxfp4_target
 
-from lowlat.executors.expansion import Expansion, expanded_size
+from lowlat.executors.expansion import Expansion, expanded_size, has_few_rows, room_bytes
 from lowlat.executors.prefill import prefill_attention
 from lowlat.executors.prefill_experts import ChunkExperts, expand_by_torch
-from lowlat.kernels.expert_packing import PackedExperts, pack_experts
+from lowlat.kernels.expert_packing import PackedExperts, pack_experts, unpack_expert
+from lowlat.kernels.kernel import H200
 from lowlat.kernels.packing import gate_up_order
 from lowlat.kernels.reference import attention as attention_reference
 from lowlat.kernels.reference import experts as reference
@@ -134,3 +137,58 @@ def test_the_room_for_experts_is_bounded_and_that_of_their_largest_product(tmp_p
     size = expanded_size(program, pair.source.__getitem__)
     assert (size.count, size.elements) == (9, 9 * 192 * 64)
     assert expanded_size(pair.program(0, 1), pair.source.__getitem__).num_bytes == 0  # a step expands none
+
+
+class StandInLauncher:
+    """In place of a launcher: its launches do by the reference what the step's products mean."""
+
+    card = H200
+
+    def __init__(self, pair: Pair) -> None:
+        self._pair, self.compiled = pair, 0
+        self.kernels: list[str] = []
+
+    def compile_ahead(self, calls: Any) -> int:
+        self.compiled += len(list(calls))
+        return 0
+
+    def stream(self) -> str:
+        return "stream"
+
+    def prepare(self, call: Any) -> Any:
+        self.kernels.append(call.kernel.name)
+
+        def issue(stream: str) -> None:
+            assert stream == "stream"
+            words, _, inputs, ids, bias, out, pairs, limit, alpha = call.arguments
+            assert ids.numel() == pairs
+            matrices, order = self._matrices(words)
+            if not isinstance(bias, torch.Tensor):
+                for rank in range(ids.shape[1]):
+                    rows = torch.einsum("mni,mi->mn", matrices[ids[:, rank].long()].float(), inputs[:, rank].float())
+                    out[:, rank] = rows
+                return
+            own = torch.empty_like(bias)
+            own[:, order] = bias
+            reference.experts_gate_up(inputs, ids, own, weight=matrices, out=out, limit=limit, alpha=alpha)
+
+        return SimpleNamespace(issue=issue)
+
+    def _matrices(self, words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        layers = range(self._pair.target.config.num_layers)
+        names = [f"layers.{layer}.experts.{part}" for layer in layers for part in ("gate_up", "down")]
+        packed = next(each for each in map(self._pair.weights.experts, names) if each.words is words)
+        return torch.stack([unpack_expert(packed, expert) for expert in range(packed.num_experts)]), packed.order
+
+
+def test_few_rows_take_the_step_s_products(tmp_path: Path) -> None:
+    """What stands for the launches reads what they were given; 96 rows of four experts are two launches a product."""
+    torch.manual_seed(7)
+    pair = make_named("mxfp4", tmp_path)
+    pair.geometry = replace(pair.geometry, prefill_chunk=96)
+    launcher: Any = StandInLauncher(pair)
+    for buffer, differences in chunk_differences(pair, torch.device("cpu"), launcher).items():
+        assert float(differences.max()) < 4e-2, buffer
+    assert launcher.compiled == len(launcher.kernels) == 2 * 2 * pair.target.config.num_layers
+    program = build_prefill(pair.geometry)
+    assert has_few_rows(program) and room_bytes(program, pair.source.__getitem__) == 96 * 4 * 64 * 4
