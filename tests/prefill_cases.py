@@ -18,7 +18,7 @@ __all__ = ["NAMES", "chunk_differences", "make_named"]
 
 NAMES = ("llama", "gpt_oss", "mxfp4")
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 64}
-ON_HOST = {"prefill_table", "prefill_chunk"}
+ON_HOST = {"prefill_table", "prefill_chunk", "prefill_live", "prefill_head_live"}  # as the executors have them
 
 
 def make_named(name: str, directory: Path) -> Pair:

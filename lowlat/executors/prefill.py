@@ -83,8 +83,9 @@ class TorchPrefill:
             return
         products = {name: self._weights.experts(name) for name in names}
         ids = torch.zeros(products[names[0]].num_experts, dtype=torch.int32, device=device)
-        expand = expand_by_torch if launcher is None else expand_by_kernel(launcher, products, ids)
-        self._chunk = ChunkExperts(size, room.view(torch.bfloat16), ids, expand)
+        matrices = room.view(torch.bfloat16)
+        expand = expand_by_torch if launcher is None else expand_by_kernel(launcher, products, ids, matrices)
+        self._chunk = ChunkExperts(size, matrices, ids, expand)
 
     def _own(self, op: Op, arguments: Mapping[str, object]) -> Callable[..., None] | None:
         if op.kind == "linear":

@@ -33,11 +33,14 @@ def expand_by_torch(experts: PackedExperts, ids: torch.Tensor, out: torch.Tensor
         out[place] = unpack_expert(experts, expert)
 
 
-def expand_by_kernel(launcher: Launcher, products: Mapping[str, PackedExperts], ids: torch.Tensor) -> Expand:
+def expand_by_kernel(
+    launcher: Launcher, products: Mapping[str, PackedExperts], ids: torch.Tensor, room: torch.Tensor
+) -> Expand:
     """An `Expand` of one launch, on torch's current stream; kernels are compiled and loaded here.
 
     products  all that will be expanded
     ids       [E] int32; what is asked for later are parts of it: launches are kept by their place in it
+    room      bf16, for one matrix at least; it is not written here
     Raises ShapeError for matrices that the kernel does not take.
     """
     orders: dict[int, torch.Tensor | None] = {}
@@ -56,8 +59,8 @@ def expand_by_kernel(launcher: Launcher, products: Mapping[str, PackedExperts], 
     for experts in products.values():
         order = experts.order
         orders[experts.words.data_ptr()] = None if order is None else order.to(launcher.device, torch.int32)
-        out = torch.empty(1, experts.rows, experts.columns, dtype=torch.bfloat16, device=launcher.device)
-        calls.append(call(experts, ids[:1], out))
+        matrix = room[: experts.rows * experts.columns].view(1, experts.rows, experts.columns)
+        calls.append(call(experts, ids[:1], matrix))
     launcher.compile_ahead(calls)
     for each in calls:
         launcher.prepare(each)

@@ -57,7 +57,7 @@ def test_products_of_a_chunk_are_the_reference_s(
     room = torch.full((size.elements,), torch.nan, dtype=torch.bfloat16, device=DEVICE)
     ids = torch.zeros(count, dtype=torch.int32, device=DEVICE)
     products = {"up": up.packed, "down": down.packed}
-    expand = expand_by_kernel(launcher, products, ids) if by_kernel else expand_by_torch
+    expand = expand_by_kernel(launcher, products, ids, room) if by_kernel else expand_by_torch
     chunk = ChunkExperts(size, room, ids, expand)
     limits: dict[str, Any] = {"limit": LIMIT, "alpha": ALPHA}
     for _ in range(3):

@@ -13,7 +13,7 @@ from tiny_models import mxfp4_target
 
 from lowlat.executors.expansion import Expansion, expanded_size, has_few_rows, room_bytes
 from lowlat.executors.prefill import prefill_attention
-from lowlat.executors.prefill_experts import ChunkExperts, expand_by_torch
+from lowlat.executors.prefill_experts import ChunkExperts, expand_by_kernel, expand_by_torch
 from lowlat.kernels.expert_packing import PackedExperts, pack_experts, unpack_expert
 from lowlat.kernels.kernel import H200
 from lowlat.kernels.packing import gate_up_order
@@ -192,3 +192,33 @@ def test_few_rows_take_the_step_s_products(tmp_path: Path) -> None:
     assert launcher.compiled == len(launcher.kernels) == 2 * 2 * pair.target.config.num_layers
     program = build_prefill(pair.geometry)
     assert has_few_rows(program) and room_bytes(program, pair.source.__getitem__) == 96 * 4 * 64 * 4
+
+
+def test_launches_of_an_expansion_are_made_once_for_each_part_of_the_list() -> None:
+    """The kernel is asked for the experts in a part of the list, with the packed rows' order, into the room."""
+    _, packed = random_experts(32, 64, True, gate_up_order(16))
+    issued: list[tuple[str, list[int], int]] = []
+
+    def prepare(call: Any) -> Any:
+        words, scales, order, ids, out = call.arguments
+        assert words is packed.words and scales is packed.scales
+        assert torch.equal(order, gate_up_order(16).int())
+        assert call.grid == (len(ids), 1, 1)  # two tiles, of eight a block
+
+        def issue(stream: str) -> None:
+            issued.append((stream, ids.tolist(), out.data_ptr()))
+
+        prepared.append(call)
+        return SimpleNamespace(issue=issue)
+
+    prepared: list[Any] = []
+    launcher: Any = SimpleNamespace(
+        device=torch.device("cpu"), prepare=prepare, compile_ahead=len, stream=lambda: "stream"
+    )
+    ids, room = torch.arange(6, -1, -1, dtype=torch.int32), torch.zeros(3 * 32 * 64, dtype=BF16)
+    expand = expand_by_kernel(launcher, {"up": packed}, ids, room)
+    assert len(prepared) == 1 and not issued
+    for part in (slice(0, 3), slice(3, 5), slice(0, 3)):
+        expand(packed, ids[part], room[: 32 * 64 * (part.stop - part.start)].view(-1, 32, 64))
+    assert [each[1] for each in issued] == [[6, 5, 4], [3, 2], [6, 5, 4]]
+    assert {each[2] for each in issued} == {room.data_ptr()} and len(prepared) == 3
