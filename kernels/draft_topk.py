@@ -166,4 +166,5 @@ def _make(width: int, k: int, per_slot: int, nodes: int, masked: bool) -> Kernel
 
 def examples() -> list[Kernel]:
     """Specialisations for CI to compile: trees over a small, a full and an unaligned vocabulary."""
-    return [_make(32000, 10, 8, 25, True), _make(201088, 64, 1, 0, True), _make(97, 3, 2, 4, False)]
+    trees = [_make(width, 10, 8, 25, True) for width in (32000, 201088)]
+    return [*trees, _make(201088, 64, 1, 0, True), _make(97, 3, 2, 4, False)]
