@@ -2,14 +2,15 @@
 
     python -m bench.gpt_oss --out bench/results/h200/gpt_oss.json
     python -m bench.gpt_oss --out /tmp/oss.json --case "120b, 1 x 32K, S=0" --profile
-    python -m bench.gpt_oss --soak 10000 --context 65536
+    python -m bench.gpt_oss --out /tmp/oss.json --case "120b, 1 x 32K, S=3" --case "120b, 1 x 32K, S=3, full head"
+    python -m bench.gpt_oss --soak 2000 --context 32768 65536 --out bench/results/h200/gpt_oss_soak.json
     python -m bench.gpt_oss --out /tmp/oss.json --small
 
 Weights are made on the device. Routers spread rows evenly, or let all rows of a layer choose alike; how many experts a
 layer's rows really chose is counted and stands in each row. Acceptance is imposed where steps drafts; tokens/s at other
 accept lengths follow from the same times. `--small` runs all of it on a tiny geometry, whose figures mean little.
 `--soak` repeats a step and checks what must hold: lengths, flags, and that every pass over the same context gives the
-same tokens. Run it from the root of a checkout.
+same tokens; its rows are written after each pass over the room behind the context. Run it from the root of a checkout.
 """
 
 import argparse
@@ -32,6 +33,7 @@ from bench.gpt_oss_cases import (
     ACCEPT_LENGTHS,
     CASES,
     MODELS,
+    MORE_CASES,
     SMALL,
     SMALL_CASES,
     OssCase,
@@ -60,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="JSON file to write; a table and a picture are written beside it")
+    parser.add_argument("--out", type=Path, help="JSON file to write; cases have a table and a picture beside it")
     parser.add_argument("--case", action="append", default=[], help="a case's name; may repeat")
     parser.add_argument("--replays", type=int, default=300)
     parser.add_argument("--turn", type=int, default=20, help="replays between resets")
@@ -68,7 +70,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--no-plot", action="store_true")
     parser.add_argument("--small", action="store_true", help="a tiny geometry, to try everything")
     parser.add_argument("--soak", type=int, default=0, metavar="N", help="run N steps with checks; measure nothing")
-    parser.add_argument("--context", type=int, default=32768, help="of --soak")
+    parser.add_argument("--context", type=int, nargs="+", default=[32768], help="of --soak: one or more, in turn")
     parser.add_argument("--drafts", type=int, default=3, help="of --soak: S")
     parser.add_argument("--model", choices=sorted(MODELS), default="120b", help="of --soak")
     parser.add_argument("--commit", default="", help="what is measured, where there is no git checkout to ask")
@@ -76,26 +78,39 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.out is None and not options.soak:
         parser.error("--out is needed, but for --soak")
-    known = {case.name for case in (SMALL_CASES if options.small else CASES)}
+    known = {case.name for case in (SMALL_CASES if options.small else (*CASES, *MORE_CASES))}
     if set(options.case) - known:
         parser.error(f"no case {sorted(set(options.case) - known)}; there are {sorted(known)}")
     return options
 
 
 def _soak(options: argparse.Namespace, device: torch.device) -> int:
+    """One row a context, of the same weights; written after each pass, so that an end halfway leaves what was seen."""
     model, name = (SMALL, "small") if options.small else (MODELS[options.model], options.model)
-    case = OssCase(name, Case(1, options.context, options.drafts), draft_vocab_size=min(32000, model.vocab_size))
-    weights = make_weights(model, device, alike=False, draft_vocab_size=case.draft_vocab_size)
-    found = soak(model, case, weights, device, options.soak)
-    print(json.dumps({"case": case.name, **found, **stamps_of(device, options.commit)}), flush=True)
-    return int(bool(found["problems"]))
+    stamps, start = stamps_of(device, options.commit), time.perf_counter()
+    vocabulary = min(32000, model.vocab_size)
+    weights = make_weights(model, device, alike=False, draft_vocab_size=vocabulary)
+    loaded = {"weights_in_s": round(time.perf_counter() - start, 1)}
+    rows: list[dict[str, Any]] = []
+    for context in options.context:
+        case = OssCase(name, Case(1, context, options.drafts), draft_vocab_size=vocabulary)
+        rows.append({"case": case.name, "asked_steps": options.soak, **loaded, **stamps})
+
+        def progress(found: dict[str, Any]) -> None:
+            rows[-1] |= found
+            print(json.dumps({"case": rows[-1]["case"], **found}), flush=True)
+            if options.out is not None:
+                _write_json(options.out, rows)
+
+        soak(model, case, weights, device, options.soak, progress)
+        release(device)
+    return int(any(row["problems"] for row in rows))
 
 
 def _measure_all(options: argparse.Namespace, device: torch.device) -> int:
     models = {"small": SMALL} if options.small else MODELS
-    cases = [
-        case for case in (SMALL_CASES if options.small else CASES) if not options.case or case.name in options.case
-    ]
+    every = SMALL_CASES if options.small else (*CASES, *MORE_CASES) if options.case else CASES
+    cases = [case for case in every if not options.case or case.name in options.case]
     stamps = {"replays": options.replays, **stamps_of(device, options.commit)}
     walls, rows = [measure_wall(device)], []
     made: tuple[Any, ...] = ()
@@ -201,9 +216,13 @@ def _write(
         "small": options.small,
         "walls": [asdict(measured) for measured in walls],
     }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
     for path, content in ((options.out, beside), (conditions_path(options.out), conditions)):
-        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        _write_json(path, content)
+
+
+def _write_json(path: Path, content: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,9 @@ from lowlat.geometry import ExpertsConfig, HeadConfig, ModelConfig, RopeConfig
 __all__ = [
     "ACCEPT_LENGTHS",
     "CASES",
+    "FULL_VOCABULARY",
     "MODELS",
+    "MORE_CASES",
     "SMALL",
     "SMALL_CASES",
     "OssCase",
@@ -28,6 +30,7 @@ __all__ = [
 
 ACCEPT_LENGTHS = (2.3, 2.7, 3.0)  # tokens a step, bonus included: what published heads reach at three drafts, and above
 DRAFT_VOCABULARY = 32000
+FULL_VOCABULARY = 201088  # the target's: such a head may draft every id
 IMPOSED = 3.0  # the accept length that runs: a step's time does not depend on it
 
 
@@ -44,7 +47,7 @@ class OssModel:
     num_heads: int = 64
     num_kv_heads: int = 8
     head_dim: int = 64
-    vocab_size: int = 201088
+    vocab_size: int = FULL_VOCABULARY
     window: int = 128
     head_intermediate_size: int = 17280
 
@@ -67,8 +70,9 @@ class OssCase:
 
     @property
     def name(self) -> str:
-        """For instance `120b, 1 x 32K, S=3, experts alike`."""
-        vocabulary = "" if self.draft_vocab_size == DRAFT_VOCABULARY else f", draft vocabulary {self.draft_vocab_size}"
+        """For instance `120b, 1 x 32K, S=3, experts alike`, or `.., full head`."""
+        known = {DRAFT_VOCABULARY: "", FULL_VOCABULARY: ", full head"}
+        vocabulary = known.get(self.draft_vocab_size, f", draft vocabulary {self.draft_vocab_size}")
         drafting = vocabulary if self.step.num_speculative_tokens else ""
         return f"{self.model}, {self.step.name}{', experts alike' if self.alike else ''}{drafting}"
 
@@ -82,6 +86,7 @@ CASES = (
     OssCase("120b", Case(4, 16384, 3)),
     OssCase("20b", Case(1, 32768, 0)),
 )
+MORE_CASES = (OssCase("120b", Case(1, 32768, 3), draft_vocab_size=FULL_VOCABULARY),)  # run where asked for by name
 SMALL_CASES = (
     OssCase("small", Case(1, 320, 0)),
     OssCase("small", Case(2, 192, 3), draft_vocab_size=160),

@@ -1,5 +1,7 @@
 """Many steps of one long context, over and over: what must hold for each, and the same tokens in every pass."""
 
+import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,16 +15,29 @@ __all__ = ["check_state", "soak"]
 CHECKED = 64  # steps between looks at the state
 
 
-def soak(model: OssModel, case: OssCase, weights: Weights, device: torch.device, num_steps: int) -> dict[str, Any]:
+def soak(
+    model: OssModel,
+    case: OssCase,
+    weights: Weights,
+    device: torch.device,
+    num_steps: int,
+    progress: Callable[[dict[str, Any]], None] = lambda row: None,
+) -> dict[str, Any]:
     """Run `num_steps` steps from the case's context on, back to it whenever the room behind is used up.
 
     Acceptance is real: drafts of the pass before are verified in the next one, and may not change a token. Returns the
-    steps and passes that were run, tokens a step, and the problems found, at most ten.
+    steps and passes that were run, tokens a step, seconds to make the step and to run it, and the problems found, at
+    most ten.
+
+    progress  is given the same of what was run so far, after each pass
     """
+    start = time.perf_counter()
     step = OssStep(model, case, weights, device, simulated=None)
+    ready = time.perf_counter()
     problems: list[str] = []
     done = passes = committed = 0
     first: torch.Tensor | None = None
+    row: dict[str, Any] = {}
     try:
         while done < num_steps and len(problems) < 10:
             step.reset()
@@ -30,23 +45,28 @@ def soak(model: OssModel, case: OssCase, weights: Weights, device: torch.device,
             for number in range(1, count + 1):
                 step.replay()
                 if number % CHECKED == 0 or number == count:
-                    torch.cuda.synchronize(device)
+                    if device.type == "cuda":
+                        torch.cuda.synchronize(device)
                     scratch = step.executor.scratch(step.bucket)
                     sound = (scratch["finite"] != 0) | (scratch["row_live"] == 0)
                     problems += check_state(step.executor.state, sound, case, number)
             done, passes = done + count, passes + 1
             tokens, lengths = step.executor.state["tokens"], step.executor.state["lengths"].tolist()
             committed += sum(length - case.step.context for length in lengths)
-            known = tokens[:, case.step.context : min(lengths)].cpu()
+            known = tokens[:, case.step.context : min(lengths)].cpu().clone()
             if first is not None:
                 common = min(first.shape[1], known.shape[1])
                 if not torch.equal(first[:, :common], known[:, :common]):
                     problems.append(f"pass {passes} gave other tokens than the passes before")
             if first is None or known.shape[1] > first.shape[1]:
                 first = known
+            row = {"steps": done, "passes": passes, "tokens_a_step": round(committed / done, 3)}
+            row |= {"made_in_s": round(ready - start, 1), "run_in_s": round(time.perf_counter() - ready, 1)}
+            row["problems"] = problems[:10]
+            progress(row)
     finally:
         step.close()
-    return {"steps": done, "passes": passes, "tokens_a_step": round(committed / done, 3), "problems": problems[:10]}
+    return row
 
 
 def check_state(state: Any, sound: torch.Tensor, case: OssCase, steps: int) -> list[str]:

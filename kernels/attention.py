@@ -22,14 +22,10 @@ from lowlat.kernels.attention_copy import DESCRIPTOR_WORDS, make_is_early, make_
 from lowlat.kernels.attention_merge import LOG2_E, THREADS, WARPS, make_merge
 from lowlat.kernels.attention_plan import (
     CURSOR_FIELDS,
-    ITEMS,
-    KEEP_SPLITS,
     LAST_STEP,
     NO_ITEM,
-    NUM_SPLITS,
     PLACE,
     PLAN_STRIDE,
-    WINDOW_SPLIT,
     AttentionShape,
     enter_item,
     make_plan_functions,
@@ -119,19 +115,19 @@ def attention(
     given = (q, k_cache, v_cache, block_table, slots, dense_lens, row_live, row_masks)
     numbers = (batch, rows, tail or rows, block_table.shape[1])
     if shape.whole:
-        ends = (0 if sinks is None else sinks, out, 0)
+        ends = (0 if sinks is None else sinks, out)
         return [KernelCall(_make(shape), (num_blocks, 1, 1), (*given, *ends, *numbers, 0, scale * LOG2_E))]
     splits = _capacity(shape, tail or rows, block_table.shape[1] * block)
     tiles = -(-rows * group // (16 * row_tiles)) * row_tiles
     parts = batch * kv_heads * tiles * splits * min(16, rows * group)
     partials = workspace("attention.partials", (parts, head_dim), torch.float32)
     sums = workspace("attention.sums", (parts, 2), torch.float32)
-    processed = workspace("attention.processed", (batch, 3), torch.int32)
-    parked = (partials, sums, processed)
-    first_half = KernelCall(_make(shape), (num_blocks, 1, 1), (*given, *parked, *numbers, splits, scale * LOG2_E))
+    ends = (partials, sums)
+    first_half = KernelCall(_make(shape), (num_blocks, 1, 1), (*given, *ends, *numbers, splits, scale * LOG2_E))
     second_half = combine_splits(
-        shape, partials, sums, processed, row_live=row_live, sinks=sinks, out=out, rows=rows, capacity=splits
-    )
+        shape, partials, sums, slots=slots, dense_lens=dense_lens, row_live=row_live, sinks=sinks, out=out, rows=rows,
+        tail=tail or rows, capacity=splits,
+    )  # fmt: skip
     return [first_half, second_half]
 
 
@@ -222,10 +218,11 @@ def _capacity(shape: AttentionShape, tail: int, positions: int) -> int:
 @cache
 def _make(shape: AttentionShape) -> Kernel:
     pipeline = shape.stages * (TILE_BYTES[shape.head_dim] + WARPS * DESCRIPTOR_WORDS * 4)
-    signature = (*(types.int64,) * 11, *(types.int32,) * 5, types.float32)
+    signature = (*(types.int64,) * 10, *(types.int32,) * 5, types.float32)
     # by registers: 3 leaves room beside two blocks for another kernel's, where nothing spills for it on 9.0 and later
     min_blocks = 3 if shape.head_dim == 128 and shape.window is None else 2
-    return Kernel(shape.name, _kernel(shape), signature, THREADS, min_blocks, pipeline + ALIGNMENT)
+    most = 0 if shape.whole else 2  # what a grid is made for; a window's few busy blocks have room anywhere
+    return Kernel(shape.name, _kernel(shape), signature, THREADS, min_blocks, pipeline + ALIGNMENT, most_blocks=most)
 
 
 def _kernel(shape: AttentionShape) -> Callable[..., None]:
@@ -245,7 +242,7 @@ def _kernel(shape: AttentionShape) -> Callable[..., None]:
 
     def attention(
         q: Any, k_cache: Any, v_cache: Any, table: Any, slots: Any, dense_lens: Any, row_live: Any, row_masks: Any,
-        partials: Any, sums: Any, processed: Any, batch: Any, rows: Any, tail: Any, width: Any, splits: Any, scale: Any,
+        partials: Any, sums: Any, batch: Any, rows: Any, tail: Any, width: Any, splits: Any, scale: Any,
     ) -> None:  # fmt: skip
         plan, row_ends = cuda.shared.array(PLAN_INTS, int32), cuda.shared.array(MAX_ROWS, int32)
         shared_norms, cursor = cuda.shared.array(NORM_FLOATS, float32), cuda.local.array(CURSOR_FIELDS, int32)
@@ -263,6 +260,8 @@ def _kernel(shape: AttentionShape) -> Callable[..., None]:
             read_rows(plan, row_ends, slots, dense_lens, row_live, row_masks, batch, rows)
         plan_slots(plan, slots, dense_lens, batch, rows, tail)
         enter(cursor, plan, int32(cuda.blockIdx.x), batch, rows)
+        if early and cursor[PLACE] == NO_ITEM and int32(cuda.blockIdx.x) >= (max(batch * rows, 1) if whole else 1):
+            return  # without waiting, which block 0 does for all; a block of a short window's dead row has to clear it
         look_up(cursor, plan, table, width, warp)
         forget(totals, queries, peaks, norms)
         stage, filled = uint32(0), 0
@@ -301,8 +300,6 @@ def _kernel(shape: AttentionShape) -> Callable[..., None]:
             stage = uint32(stage + uint32(1)) if stage + 1 < stages else uint32(0)
         if whole:
             clear_dead(row_ends, sums, int32(batch * rows), row_bytes)
-        elif cuda.blockIdx.x == 0:
-            tell(plan, processed, batch)
 
     return attention
 
@@ -319,14 +316,3 @@ def clear_dead(row_ends: Any, out: Any, count: Any, row_bytes: Any) -> None:
                 ptx.store_global_128(out + int64(row) * row_bytes + offset, zero, zero, zero, zero)
                 offset += THREADS * 16
         row = int32(row + int32(cuda.gridDim.x))
-
-
-@device_function
-def tell(plan: Any, processed: Any, batch: Any) -> None:
-    """What there is to combine: splits kept at the start, the first of the others, all; nothing of an idle slot."""
-    entry = int64(cuda.threadIdx.x)
-    if entry < batch:
-        at, busy = entry * PLAN_STRIDE, plan[entry * PLAN_STRIDE + ITEMS] != 0
-        ptx.store_global_i32(processed + entry * 12, plan[at + KEEP_SPLITS] if busy else int32(0))
-        ptx.store_global_i32(processed + entry * 12 + 4, plan[at + WINDOW_SPLIT] if busy else int32(0))
-        ptx.store_global_i32(processed + entry * 12 + 8, plan[at + NUM_SPLITS] if busy else int32(0))

@@ -19,7 +19,7 @@ import torch
 from lowlat.errors import ShapeError
 from lowlat.kernels import ptx
 from lowlat.kernels.attention_merge import join_sink
-from lowlat.kernels.attention_plan import AttentionShape
+from lowlat.kernels.attention_plan import AttentionShape, make_count_splits
 from lowlat.kernels.kernel import Kernel, KernelCall
 from lowlat.kernels.numba_cuda import cuda, device_function, float32, int32, int64, types, uint32
 
@@ -38,20 +38,22 @@ def combine_splits(
     shape: AttentionShape,
     partials: torch.Tensor,
     sums: torch.Tensor,
-    processed: torch.Tensor,
     *,
+    slots: torch.Tensor,
+    dense_lens: torch.Tensor,
     row_live: torch.Tensor,
     sinks: torch.Tensor | None,
     out: torch.Tensor,
     rows: int,
+    tail: int,
     capacity: int,
 ) -> KernelCall:
     """Combine what the first launch left.
 
-    partials   [owners, row tiles, capacity, parked, D]  float32  weighted values of each split
-    sums       [owners, row tiles, capacity, parked, 2]  float32  peak (times log2 e) and sum of weights
-    processed  [B, 3]  int32  splits kept at the start, the first of the others, splits in all; none: (0, 0, 0)
+    partials  [owners, row tiles, capacity, parked, D]  float32  weighted values of each split
+    sums      [owners, row tiles, capacity, parked, 2]  float32  peak (times log2 e) and sum of weights
     An owner is (slot, key-value head, item's tile of query rows); parked is 16, or all query rows where they are fewer.
+    The splits that a slot has follow from its dense length and `tail`, as in the first launch.
     """
     count = out.numel() // shape.head_dim
     if capacity > MAX_SPLITS:
@@ -59,16 +61,14 @@ def combine_splits(
         raise ShapeError(f"attention: a context of {capacity * shape.split} positions exceeds {limit}")
     rows_a_block = THREADS // (CLASSES * shape.head_dim // 4)
     grid = -(-count // rows_a_block)
-    tensors = (partials, sums, processed, row_live, 0 if sinks is None else sinks, out)
-    return KernelCall(_make(shape), (grid, 1, 1), (*tensors, count, rows, capacity))
+    tensors = (partials, sums, slots, dense_lens, row_live, 0 if sinks is None else sinks, out)
+    return KernelCall(_make(shape), (grid, 1, 1), (*tensors, count, rows, tail, capacity))
 
 
 @cache
 def _make(shape: AttentionShape) -> Kernel:
-    kinds = (*(types.int64,) * 6, *(types.int32,) * 3)
-    sinks = "s" if shape.sinks else ""
-    name = f"attention_combine_{shape.head_dim}x{shape.group}x{shape.kv_heads}_{shape.row_tiles}{sinks}"
-    return Kernel(name, _kernel(shape), kinds, THREADS)
+    kinds = (*(types.int64,) * 7, *(types.int32,) * 4)
+    return Kernel(shape.name.replace("attention", "attention_combine"), _kernel(shape), kinds, THREADS)
 
 
 def _kernel(shape: AttentionShape) -> Callable[..., None]:
@@ -77,16 +77,18 @@ def _kernel(shape: AttentionShape) -> Callable[..., None]:
     row_threads = CLASSES * lanes
     rows_a_block, row_bytes = THREADS // row_threads, 4 * head_dim
     locate, finish = _make_locate(shape), _make_finish(shape)
+    early, has_sinks, count_splits = shape.early, shape.sinks, make_count_splits(shape)
     floats = rows_a_block * MAX_SPLITS
 
     def combine(
-        partials: Any, sums: Any, processed: Any, row_live: Any, sinks: Any, out: Any, count: Any, rows: Any,
-        capacity: Any,
+        partials: Any, sums: Any, slots: Any, dense_lens: Any, row_live: Any, sinks: Any, out: Any, count: Any,
+        rows: Any, tail: Any, capacity: Any,
     ) -> None:  # fmt: skip
         factors, norms = cuda.shared.array(floats, float32), cuda.shared.array(floats, float32)
         exchanged = cuda.shared.array(EXCHANGED, float32)
         ptx.let_next_kernel_start()
-        ptx.wait_for_previous_kernel()
+        if not early:
+            ptx.wait_for_previous_kernel()
         thread = int32(cuda.threadIdx.x)
         mine = int32(uint32(thread) // uint32(row_threads))
         inner = int32(thread - mine * row_threads)
@@ -94,18 +96,27 @@ def _kernel(shape: AttentionShape) -> Callable[..., None]:
         row, head = int32(uint32(number) // uint32(heads)), int32(uint32(number) % uint32(heads))
         entry = int32(uint32(row) // uint32(rows))
         base, pitch = locate(row, head, rows, capacity)
-        step = pitch * row_bytes
-        keep = ptx.load_global_i32(processed + int64(entry) * 12)
-        start = ptx.load_global_i32(processed + int64(entry) * 12 + 4)
-        splits = ptx.load_global_i32(processed + int64(entry) * 12 + 8)
-        live = ptx.load_global_u8(row_live + int64(row)) != uint32(0)
+        step, at, sink = pitch * row_bytes, mine * MAX_SPLITS, float32(0)
+        if has_sinks:
+            sink = ptx.load_global_f32(sinks + int64(head) * 4)
+        dense = max(ptx.load_global_i32(dense_lens + int64(entry) * 4), int32(0))
+        keep, start, splits = count_splits(dense, tail)
         parts = int32(keep + splits - start)
+        if ptx.load_global_i32(slots + int64(entry) * 4) < 0:
+            parts = int32(0)
+        member, lane = int32(uint32(inner) // uint32(lanes)), int32(uint32(inner) % uint32(lanes))
+        source, last = partials + base * row_bytes + int64(lane) * 16, max(int32(parts - 1), int32(0))
+        split = int32(start + ((member - start) & (CLASSES - 1)))
+        if early:
+            ptx.wait_for_previous_kernel()
+        live = ptx.load_global_u8(row_live + int64(row)) != uint32(0)
         live = live and parts > 0
+        loaded = load_parts(source, step, int32(split + keep - start), last)  # on their way while factors are found
         largest = float32(MINUS_INFINITY)
         for part in range(inner, parts, row_threads):
             peak = ptx.load_global_f32(sums + (base + int64(part) * pitch) * 8)
-            factors[mine * MAX_SPLITS + part] = peak
-            norms[mine * MAX_SPLITS + part] = ptx.load_global_f32(sums + (base + int64(part) * pitch) * 8 + 4)
+            factors[at + part] = peak
+            norms[at + part] = ptx.load_global_f32(sums + (base + int64(part) * pitch) * 8 + 4)
             largest = max(largest, peak)
         for distance in (16, 8, 4, 2, 1):
             largest = max(largest, cuda.shfl_xor_sync(EVERY_LANE, largest, distance))
@@ -116,41 +127,46 @@ def _kernel(shape: AttentionShape) -> Callable[..., None]:
             largest = max(largest, exchanged[mine * (row_threads // 32) + warp])
         shift = float32(0) if largest == float32(MINUS_INFINITY) else -largest
         for part in range(inner, parts, row_threads):
-            at = mine * MAX_SPLITS + part
-            factors[at] = ptx.exp2_approx(ptx.add_rn(factors[at], shift))
+            factors[at + part] = ptx.exp2_approx(ptx.add_rn(factors[at + part], shift))
         cuda.syncthreads()
-        member, lane = int32(uint32(inner) // uint32(lanes)), int32(uint32(inner) % uint32(lanes))
-        source = partials + base * row_bytes + int64(lane) * 16
-        a, b, c, d, norm = float32(0), float32(0), float32(0), float32(0), float32(0)
         # split s is part s of those kept at the start, and part s - start + keep of the others: a class goes by s
-        for stretch in range(2):
-            low = int32(0) if stretch == 0 else start
-            high = keep if stretch == 0 else splits
-            offset = int32(0) if stretch == 0 else int32(keep - start)
-            split = int32(low + ((member - low) & (CLASSES - 1)))
-            while split < high:
-                first, last = int32(split + offset), int32(high - 1 + offset)
-                at = mine * MAX_SPLITS
-                k, loaded = int32(0), load_parts(source, step, first, last)
-                for words in loaded:
-                    part = int32(first + k)
-                    factor = factors[at + part] if part <= last else float32(0)
-                    norm = ptx.fma_rn(norms[at + min(part, last)], factor, norm)
-                    a = ptx.fma_rn(ptx.float_of_bits(words[0]), factor, a)
-                    b = ptx.fma_rn(ptx.float_of_bits(words[1]), factor, b)
-                    c = ptx.fma_rn(ptx.float_of_bits(words[2]), factor, c)
-                    d = ptx.fma_rn(ptx.float_of_bits(words[3]), factor, d)
-                    k = int32(k + CLASSES)
-                split = int32(split + UNROLL * CLASSES)
+        totals, kept = (float32(0), float32(0), float32(0), float32(0), float32(0)), member
+        while kept < keep:
+            first = load_parts(source, step, kept, int32(keep - 1))
+            totals = add_parts(totals, first, factors, norms, at, kept, int32(keep - 1))
+            kept = int32(kept + UNROLL * CLASSES)
+        while split < splits and parts > 0:
+            part = int32(split + keep - start)
+            split = int32(split + UNROLL * CLASSES)
+            following = load_parts(source, step, int32(part + UNROLL * CLASSES), last)
+            totals = add_parts(totals, loaded, factors, norms, at, part, last)
+            loaded = following
+        a, b, c, d, norm = totals
         cuda.syncthreads()
         exchanged[thread], exchanged[THREADS + thread] = a, b
         exchanged[2 * THREADS + thread], exchanged[3 * THREADS + thread] = c, d
         exchanged[4 * THREADS + thread] = norm
         cuda.syncthreads()
         if member == 0 and int32(int32(cuda.blockIdx.x) * rows_a_block + mine) < count:
-            finish(exchanged, thread, largest, live, number, head, lane, sinks, out)
+            finish(exchanged, thread, largest, live, number, lane, sink, out)
 
     return combine
+
+
+@device_function
+def add_parts(totals: Any, loaded: Any, factors: Any, norms: Any, at: Any, first: Any, last: Any) -> Any:
+    """The sums of a class with its next UNROLL parts, in order; the factors and norms of a row are at `at`."""
+    a, b, c, d, norm = totals
+    part = int32(first)
+    for words in loaded:
+        factor = factors[at + part] if part <= last else float32(0)
+        norm = ptx.fma_rn(norms[at + min(part, last)], factor, norm)
+        a = ptx.fma_rn(ptx.float_of_bits(words[0]), factor, a)
+        b = ptx.fma_rn(ptx.float_of_bits(words[1]), factor, b)
+        c = ptx.fma_rn(ptx.float_of_bits(words[2]), factor, c)
+        d = ptx.fma_rn(ptx.float_of_bits(words[3]), factor, d)
+        part = int32(part + CLASSES)
+    return a, b, c, d, norm
 
 
 @device_function
@@ -201,7 +217,7 @@ def _make_finish(shape: AttentionShape) -> Any:
 
     @device_function
     def finish(
-        exchanged: Any, thread: Any, largest: Any, live: Any, number: Any, head: Any, lane: Any, sinks: Any, out: Any
+        exchanged: Any, thread: Any, largest: Any, live: Any, number: Any, lane: Any, sink: Any, out: Any
     ) -> None:
         totals = cuda.local.array(5, float32)
         for part in range(5):
@@ -211,7 +227,7 @@ def _make_finish(shape: AttentionShape) -> Any:
             totals[part] = total
         factor, norm = float32(1), totals[4]
         if has_sinks:
-            factor, norm = join_sink(largest, norm, sinks, head)
+            factor, norm = join_sink(largest, norm, sink)
         elif norm == float32(0):
             norm = float32(1)
         for part in range(4):  # adding 0 makes -0 and 0 one

@@ -36,9 +36,9 @@ def _factor(peak: Any, largest: Any) -> Any:
 
 
 @device_function
-def join_sink(largest: Any, norm: Any, sinks: Any, head: Any) -> Any:
-    """A row's norm with the sink of its head, and the factor of its sums; sinks: address of [H] float32."""
-    sink = ptx.mul_rn(ptx.load_global_f32(sinks + int64(head) * 4), float32(LOG2_E))
+def join_sink(largest: Any, norm: Any, sink: Any) -> Any:
+    """A row's norm with its head's sink, and the factor of its sums."""
+    sink = ptx.mul_rn(sink, float32(LOG2_E))
     peak = max(largest, sink)
     factor = _factor(largest, peak)
     return factor, ptx.fma_rn(norm, factor, _factor(sink, peak))
@@ -184,7 +184,7 @@ def _make_finish_rows(shape: AttentionShape) -> Any:
                 largest, norm = add_warps(o, factors, shared_norms, stage, row, piece)
                 head, factor = int32(kv_head) * group + int32(query - node * uint32(group)), float32(1)
                 if has_sinks:
-                    factor, norm = join_sink(largest, norm, sinks, head)
+                    factor, norm = join_sink(largest, norm, ptx.load_global_f32(sinks + int64(head) * 4))
                 elif norm == float32(0):
                     norm = float32(1)
                 for k in range(4):  # adding 0 makes -0 and 0 one

@@ -17,6 +17,7 @@ __all__ = [
     "enter_item",
     "entry_of",
     "head_of",
+    "make_count_splits",
     "make_plan_functions",
     "query_row",
     "row_tile_of",
@@ -108,16 +109,36 @@ def query_row(row_tile: Any, row: Any, group: Any) -> Any:
     return node, uint32(place - node * uint32(group))
 
 
+def make_count_splits(shape: AttentionShape) -> Any:
+    """A function of a slot's dense length and its rows' most ancestors: splits that are processed at the start, the
+    first of the others, splits in all."""
+    first, split_size, split_shift, whole = shape.first, shape.split, shape.split_shift, shape.whole
+    windowed, window, keep_first = shape.window is not None, shape.window or 0, shape.keep_first
+
+    @device_function
+    def count_splits(dense: Any, tail: Any) -> Any:
+        splits = (int64(dense + tail - 1) >> split_shift) + 1
+        start, keep = int64(first), int64(0)
+        if windowed:
+            start = max(start, int64(dense - window))
+        start = min(start >> split_shift, splits - 1)
+        if windowed and keep_first > 0:
+            keep = min(int64((first + keep_first + split_size - 1) >> split_shift), start)
+        if whole:
+            splits, start = int64(1), int64(0)
+        return int32(keep), int32(start), int32(splits)
+
+    return count_splits
+
+
 def make_plan_functions(shape: AttentionShape) -> tuple[Any, Any]:
     """`read_rows` and `plan_slots`, for all threads of a block, with barriers around them.
 
     read_rows   the position after each row's own, 0 for dead rows; and what a slot's rows have in common
     plan_slots  how many items each slot has, and which splits
     """
-    first, early = shape.first, shape.early
-    windowed, window, keep_first = shape.window is not None, shape.window or 0, shape.keep_first
+    early, count_splits = shape.early, make_count_splits(shape)
     group, kv_heads, tile_rows = shape.group, shape.kv_heads, 16 * shape.row_tiles
-    split_size, split_shift, whole = shape.split, shape.split_shift, shape.whole
 
     @device_function
     def read_rows(
@@ -160,22 +181,12 @@ def make_plan_functions(shape: AttentionShape) -> tuple[Any, Any]:
             alive = slot >= 0
             if not early:
                 alive = alive and plan[at + ALIVE] != 0
-            last = dense + tail - 1
-            splits = (last >> split_shift) + 1
-            plan[at + LAST] = int32(last)
-            start, keep = int64(first), int64(0)
-            if windowed:
-                start = max(start, dense - window)
-            start = min(start >> split_shift, splits - 1)
-            if windowed and keep_first > 0:
-                keep = min((first + keep_first + split_size - 1) >> split_shift, start)
-            if whole:
-                splits, start = int64(1), int64(0)
+            plan[at + LAST] = int32(dense + tail - 1)
+            keep, start, splits = count_splits(dense, tail)
             tiles = (rows * group + tile_rows - 1) // tile_rows
             plan[at + ITEMS] = int32((splits - start + keep) * kv_heads * tiles if alive else 0)
             plan[at + DENSE], plan[at + SLOT] = dense, slot
-            plan[at + KEEP_SPLITS], plan[at + WINDOW_SPLIT] = int32(keep), int32(start)
-            plan[at + NUM_SPLITS] = int32(splits)
+            plan[at + KEEP_SPLITS], plan[at + WINDOW_SPLIT], plan[at + NUM_SPLITS] = keep, start, splits
         cuda.syncthreads()
 
     return read_rows, plan_slots

@@ -13,7 +13,7 @@ from lowlat.errors import ShapeError
 from lowlat.kernels.argmax import argmax
 from lowlat.kernels.kernel import Kernel, KernelCall, Workspace
 from lowlat.kernels.numba_cuda import cuda, int32, int64, types, uint32
-from lowlat.kernels.ptx import let_next_kernel_start, shared_address, wait_for_previous_kernel
+from lowlat.kernels.ptx import let_next_kernel_start, shared_address, sync_warp, wait_for_previous_kernel
 from lowlat.kernels.ranking import block_ranks, row_ranks
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.select import (
@@ -138,6 +138,7 @@ def _make(width: int, k: int, per_slot: int, nodes: int, masked: bool) -> Kernel
         copies_wait_all()
         if live:
             bad = words_broken(load_words(base), first, width, uint32(INFINITY))
+            sync_warp()  # the barrier that counts wants whole warps
             broken = cuda.syncthreads_or(int32(1) if bad else int32(0)) != 0
             block_ranks(base, first, k, k, memory[CHUNK:], ranked)
             if broken and thread == 0:
@@ -165,4 +166,5 @@ def _make(width: int, k: int, per_slot: int, nodes: int, masked: bool) -> Kernel
 
 def examples() -> list[Kernel]:
     """Specialisations for CI to compile: trees over a small, a full and an unaligned vocabulary."""
-    return [_make(32000, 10, 8, 25, True), _make(201088, 64, 1, 0, True), _make(97, 3, 2, 4, False)]
+    trees = [_make(width, 10, 8, 25, True) for width in (32000, 201088)]
+    return [*trees, _make(201088, 64, 1, 0, True), _make(97, 3, 2, 4, False)]

@@ -74,6 +74,7 @@ def _make_list_many(plan: ExpertPlan) -> Any:
             leads = uint32(1) if before % uint32(columns) == uint32(0) else uint32(0)
         if thread < uint32(capacity):
             ptx.store_shared_u32(area + uint32(leaders_at) + thread * uint32(4), leads)
+        ptx.sync_warp()  # the barrier that counts wants whole warps
         units = uint32(cuda.syncthreads_count(leads))
         if leads == uint32(1):
             unit = _sum_before(area + uint32(leaders_at), thread, uint32(1))

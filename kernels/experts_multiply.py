@@ -12,7 +12,7 @@ from lowlat.kernels import ptx
 from lowlat.kernels.experts_plan import ExpertPlan, ExpertShape
 from lowlat.kernels.numba_cuda import device_function, float32, uint32
 
-__all__ = ["TWO_TO_63", "decode", "make_load", "make_multiply", "scaled"]
+__all__ = ["MINUS_ZEROS", "TWO_TO_63", "decode", "make_load", "make_multiply", "scaled"]
 
 TWO_TO_63 = 0x5F005F00  # twice, in bf16
 MINUS_ZEROS = 0x80008000

@@ -37,6 +37,7 @@ LEAST_WARPS = 6
 OTHER_WARPS = 2  # one fetches, one finishes
 MOST_STAGES = 3  # more of them leave the next kernel less room, and gain nothing: README.md has the figures
 ENOUGH_STAGES = 3
+MOST_SPARE = 4  # blocks that a down product leaves out: there the next kernel starts, which has a block a row
 AREAS = 2  # of sums: one is added up while the other fills
 BARRIER_BYTES = 16  # two barriers: of what is there, and of what is free
 SYSTEM_BYTES = 1024  # of shared memory, a block
@@ -83,7 +84,6 @@ class ExpertPlan:
     tiles       walked at once: 1 or 2
     stages      under way: of `tiles` tiles one step for each warp
     blocks      that share a multiprocessor
-    min_blocks  that must fit on a multiprocessor: twice as many where the next kernel's are to fit beside these
     num_blocks  of the grid
     bulk        one thread starts the copy of a whole stage, which a card must be able to; else a warp copies
     """
@@ -94,7 +94,6 @@ class ExpertPlan:
     tiles: int
     stages: int
     blocks: int
-    min_blocks: int
     num_blocks: int
     bulk: bool
 
@@ -157,14 +156,15 @@ def plan_experts(
     warps: int | None = None,
     tiles: int | None = None,
     stages: int | None = None,
-    blocks: int = 1,
+    blocks: int | None = None,
 ) -> ExpertPlan:
-    """The plan for M rows: a block that leaves half of a multiprocessor to the next kernel, where that is possible.
+    """The plan for M rows: two blocks a multiprocessor where that is possible, and two tiles at once.
 
     rows    M, at most `rows_a_launch`
     warps   None: `warps_of` the steps; another number gives other bits
     tiles   None: two if they fit
     stages  None: as many as fit, and at most so many as pay
+    blocks  a multiprocessor; None: two if they fit
     Raises ShapeError for a card whose blocks have too little shared memory, or threads that cannot list the pairs.
     """
     capacity = 4
@@ -178,19 +178,17 @@ def plan_experts(
     columns = 1
     while columns < min(rows, MAX_COLUMNS):
         columns *= 2
-    half, bulk = card.shared_bytes // 2 - SYSTEM_BYTES, card.capability >= (9, 0)
-    num_blocks = min(rows * shape.ranks * shape.tiles, card.num_multiprocessors * blocks)
-    tried = [(2, half, 2), (2, card.shared_bytes, 1), (1, half, 2), (1, card.shared_bytes, 1)]
-    if card.capability < (9, 0):  # no kernel starts beside the one before it
-        tried = [each for each in tried if each[2] == 1]
+    bulk, spare = card.capability >= (9, 0), min(rows, MOST_SPARE) if shape.kind == DOWN else 0
     # where inputs fill a block, a unit holds fewer pairs; but rather short pipelines than fewer pairs
     while columns:
-        for least, (count, room, shared) in itertools.product((ENOUGH_STAGES, 1), tried):
-            if tiles not in (None, count):
+        for least, (shared, count) in itertools.product((ENOUGH_STAGES, 1), ((2, 2), (2, 1), (1, 2), (1, 1))):
+            if tiles not in (None, count) or blocks not in (None, shared):
                 continue
+            most = card.num_multiprocessors * shared - (spare if shared == 2 else 0)
+            num_blocks = min(rows * shape.ranks * shape.tiles, most)
             for depth in range(MOST_STAGES, least - 1, -1) if stages is None else (stages,):
-                plan = ExpertPlan(columns, capacity, warps, count, depth, blocks, shared * blocks, num_blocks, bulk)
-                if plan.shared_bytes(shape) * blocks + SYSTEM_BYTES * (blocks - 1) <= room:
+                plan = ExpertPlan(columns, capacity, warps, count, depth, shared, num_blocks, bulk)
+                if plan.shared_bytes(shape) * shared + SYSTEM_BYTES * (shared - 1) <= card.shared_bytes:
                     return plan
         columns //= 2
     raise ShapeError(

@@ -50,13 +50,11 @@ def make_product(shape: ExpertShape, plan: ExpertPlan, ending: Ending) -> Kernel
     quantised = "mxfp4" if shape.quantised else "bf16"
     name = (
         f"experts_{shape.kind}_{shape.rows}x{shape.columns}x{shape.ranks}_{quantised}_"
-        f"{plan.columns}x{plan.capacity}x{plan.warps}x{plan.tiles}x{plan.stages}x{plan.blocks}x{plan.min_blocks}"
+        f"{plan.columns}x{plan.capacity}x{plan.warps}x{plan.tiles}x{plan.stages}x{plan.blocks}"
         f"{'' if plan.bulk else '_by_lanes'}"
     )
     signature = (*(types.int64,) * 7, types.float32, types.float32)
-    return Kernel(
-        name, _kernel(shape, plan, ending), signature, plan.threads, plan.min_blocks, plan.shared_bytes(shape)
-    )
+    return Kernel(name, _kernel(shape, plan, ending), signature, plan.threads, plan.blocks, plan.shared_bytes(shape))
 
 
 def _kernel(shape: ExpertShape, plan: ExpertPlan, ending: Ending) -> Callable[..., None]:

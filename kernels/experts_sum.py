@@ -88,6 +88,7 @@ def _make(width: int, chosen: int, early: bool, eps: float | None) -> Kernel:
     def experts_sum(
         residual: Any, partials: Any, ids: Any, shares: Any, bias: Any, total: Any, weight: Any, row_live: Any, out: Any
     ) -> None:
+        ptx.let_next_kernel_start()
         sums = cuda.shared.array(shape=WARPS, dtype=float32)
         old, biases = cuda.local.array(4, uint32), cuda.local.array(num_biases, uint32)
         known, parts = cuda.local.array(chosen, int64), cuda.local.array(chosen, float32)
@@ -101,7 +102,6 @@ def _make(width: int, chosen: int, early: bool, eps: float | None) -> Kernel:
             load_old(old, known, parts, biases, residual, ids, shares, bias, row, thread)
         if early:
             ptx.wait_for_previous_kernel()
-        ptx.let_next_kernel_start()
         offset = row * int64(width * 2)
         live = norms and is_live(row_live, row)
         first = (uint32(0), uint32(0), uint32(0), uint32(0))

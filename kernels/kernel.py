@@ -12,6 +12,8 @@ import torch
 
 __all__ = ["H200", "Argument", "Card", "Kernel", "KernelCall", "Workspace"]
 
+RESERVED_BYTES = 1024  # of shared memory, a block: what the driver takes from 8.0 on
+GRAIN = 128  # of shared memory
 Argument = torch.Tensor | int | float
 # name, shape, dtype -> memory that a lowering owns and calls share, zero at first; kernels leave counters at zero
 Workspace = Callable[[str, tuple[int, ...], torch.dtype], torch.Tensor]
@@ -28,6 +30,11 @@ class Card:
     shared_bytes: int
     capability: tuple[int, int]
 
+    def bytes_for(self, blocks: int) -> int:
+        """The least shared memory a block of which no more than so many blocks fit on a multiprocessor."""
+        whole = self.shared_bytes + RESERVED_BYTES
+        return whole // (blocks + 1) - RESERVED_BYTES + GRAIN
+
 
 H200 = Card(132, 227 * 1024, (9, 0))
 
@@ -43,6 +50,8 @@ class Kernel:
     min_blocks    blocks that must fit on a multiprocessor: caps the registers
     shared_bytes  dynamic shared memory a block, beside what it declares itself
     linked        False: the driver links it when it is loaded (it calls a function of the driver's)
+    most_blocks   blocks of it that may meet on a multiprocessor; 0: as many as fit. A launch that starts while others'
+                  blocks leave would crowd where they left first, and all would wait for the crowded ones
     """
 
     name: str
@@ -52,9 +61,14 @@ class Kernel:
     min_blocks: int = 1
     shared_bytes: int = 0
     linked: bool = True
+    most_blocks: int = 0
 
     def __hash__(self) -> int:
         return hash(self.name)
+
+    def shared_bytes_on(self, card: Card) -> int:
+        """Dynamic shared memory that a launch asks for: more than it uses where that keeps blocks apart."""
+        return max(self.shared_bytes, card.bytes_for(self.most_blocks) if self.most_blocks else 0)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from lowlat.kernels.ptx import (
     mul_rn,
     shared_address,
     store_global_f32,
+    sync_warp,
     wait_for_previous_kernel,
 )
 from lowlat.kernels.ranking import block_ranks, row_ranks
@@ -197,6 +198,7 @@ def _make(width: int, rows: int) -> Kernel:
             stage(base, source, first, uint32(MINUS_INFINITY))
             copies_wait_all()
             bad = words_broken(load_words(base), first, width, uint32(FINITE))
+            sync_warp()  # the barrier that counts wants whole warps
             broken = cuda.syncthreads_or(int32(1) if bad else int32(0)) != 0
             ranks = max(wanted, int64(1))
             block_ranks(base, first, MAX_LOGPROBS, ranks, memory[CHUNK:], ranked)

@@ -185,7 +185,7 @@ store_shared_64 = _instruction("st.shared.v2.u32 [$0], {$1,$2};", None, (u32, u3
 store_shared_f32 = _instruction("st.shared.f32 [$0], $1;", None, (u32, f32))
 store_shared_u32 = _instruction("st.shared.u32 [$0], $1;", None, (u32, u32))
 load_shared_matrix_x4_transposed = _instruction(
-    "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0,$1,$2,$3}, [$4];", (u32, 4), (u32,)
+    "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0,$1,$2,$3}, [$4];", (u32, 4), (u32,), together=True
 )
 
 # asynchronous copies from global to shared memory, 16 bytes past L1; the second form writes zeros where bytes is 0
@@ -271,6 +271,7 @@ mma_bf16 = _instruction(
     (f32, 4),
     (f32, f32, f32, f32, u32, u32, u32, u32, u32, u32),
     pure=True,
+    together=True,
 )
 
 
@@ -318,7 +319,7 @@ def mma_bf16_tiles(total: int, first: int, count: int, word: int) -> Any:
             for tile in range(count):
                 at = 4 * (first + tile)
                 column = [builder.extract_value(args[5], 4 * tile + word + k) for k in range(2)]
-                call = builder.call(assembly, [*results[at : at + 4], *args[1:5], *column])
+                call = builder.call(assembly, [*results[at : at + 4], *args[1:5], *column], attrs=("convergent",))
                 results[at : at + 4] = [builder.extract_value(call, k) for k in range(4)]
             return context.make_tuple(builder, signature.return_type, results)
 

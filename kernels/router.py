@@ -128,6 +128,7 @@ def _make(width: int, experts: int, chosen: int, held: int, min_blocks: int, eps
         x: Any, norm_weight: Any, row_live: Any, weight: Any, bias: Any, normed: Any, ids: Any, shares: Any,
         logits: Any, counters: Any, rows: Any,
     ) -> None:  # fmt: skip
+        ptx.let_next_kernel_start()
         shared_rows = cuda.shared.array(shared_words, uint32, alignment=16)
         sums = cuda.shared.array(parts, float32)
         partials = cuda.shared.array(parts, float32)
@@ -144,7 +145,6 @@ def _make(width: int, experts: int, chosen: int, held: int, min_blocks: int, eps
         if warp == uint32(0) and expert < uint32(experts):
             own_bias = ptx.load_global_bf16(bias + int64(expert) * int64(2))
         ptx.wait_for_previous_kernel()
-        ptx.let_next_kernel_start()
         first = int32(int32(cuda.blockIdx.y) * int32(held))
         while first < rows:
             row = int32(first + int32(warp))

@@ -5,11 +5,13 @@ from typing import Any
 
 import torch
 
-from lowlat.kernels.expert_packing import PackedExperts, pack_experts
+from lowlat.kernels.expert_packing import MAX_SCALE, PackedExperts, pack_experts
 from lowlat.kernels.packing import gate_up_order
 from lowlat.kernels.reference import experts as reference
 
-__all__ = ["ALPHA", "LIMIT", "Experts", "choices", "make_experts", "want_down", "want_gate_up"]
+__all__ = [
+    "ALPHA", "LIMIT", "Experts", "all_codes_and_scales", "choices", "make_experts", "want_down", "want_gate_up",
+]  # fmt: skip
 
 LIMIT, ALPHA = 7.0, 1.702
 
@@ -50,6 +52,15 @@ def make_experts(
     bias = torch.randn(num_experts, rows, **kinds).bfloat16()
     order = gate_up_order(rows // 2) if gated else None
     return Experts(matrices, pack_experts(**matrices, order=order), bias, order)
+
+
+def all_codes_and_scales(device: str = "cpu") -> PackedExperts:
+    """One expert [MAX_SCALE, 64]: row r has scale r + 1, and every code in every place of a word in turn."""
+    places = torch.arange(64, device=device)
+    codes = (places + torch.arange(MAX_SCALE, device=device)[:, None] + places // 16).remainder(16)
+    blocks = (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8).view(1, MAX_SCALE, 2, 16)
+    scales = torch.arange(1, MAX_SCALE + 1, dtype=torch.uint8, device=device)[:, None].repeat(1, 2)
+    return pack_experts(blocks=blocks, scales=scales[None])
 
 
 def choices(kind: str, rows: int, ranks: int, num_experts: int, device: str = "cpu") -> torch.Tensor:

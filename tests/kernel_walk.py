@@ -309,6 +309,8 @@ class Walker:
             "load_shared_f32": lambda address: load(near, np.float32, 4)(address)[0],
             "load_shared_128": words(near),
             "load_global_128": words(at),
+            "load_global_nc_128": words(at),
+            "load_global_i32": lambda address: int(load(at, np.int32, 4)(address)[0]),
             "load_global_u16": lambda address: int(load(at, np.uint16, 2)(address)[0]),
             "store_shared_u32": store(near, np.uint32, 4),
             "store_shared_f32": store(near, np.float32, 4),

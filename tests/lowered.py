@@ -80,10 +80,14 @@ class Pair:
     @cached_property
     def weights(self) -> DeviceWeights:
         """The weights of all programs, packed."""
+        return self.weights_on(CPU)
+
+    def weights_on(self, device: torch.device) -> DeviceWeights:
+        """The weights of all programs, packed, on a device."""
         programs = [self.program(depth, 1) for depth in self.topologies]
         ops = [op for program in (*programs, build_prefill(self.geometry)) for op in program.ops]
         matrices = {op.weights["weight"] for op in ops if op.kind == "linear"}
-        return DeviceWeights(self.source, matrices, CPU, weight_orders(programs), expert_parts(programs))
+        return DeviceWeights(self.source, matrices, device, weight_orders(programs), expert_parts(programs))
 
     def lower(self, depth: int, batch: int, card: Card = H200) -> Lowered:
         """A bucket's program, lowered; every buffer has memory of its own."""

@@ -1,7 +1,7 @@
 """What the eager and the graph executor share: buffers, weights, lowered programs, prefill, the wait for the ring.
 
 Everything a step touches is allocated here, before the first step: state on the device, the host's commands and the
-publications in pinned memory, one arena of scratch for all buckets, workspaces.
+publications in pinned memory, one arena of scratch for all buckets and for prefill, workspaces.
 """
 
 import select
@@ -15,6 +15,7 @@ from lowlat.errors import ConfigError, DeviceError
 from lowlat.executors import OpHook
 from lowlat.executors.allocation import STATE_ROLES, SharedConstants, clear_blocks
 from lowlat.executors.device_weights import DeviceWeights
+from lowlat.executors.expansion import room_bytes
 from lowlat.executors.launcher import Launcher
 from lowlat.executors.lowering import Group, Lowering, lower
 from lowlat.executors.orders import expert_parts, weight_orders
@@ -65,8 +66,9 @@ class KernelExecutor:
         pinned = {s.name for s in specs if s.role in (Role.COMMAND, Role.PUBLICATION) and s.name not in DEVICE_COMMANDS}
         with torch.cuda.stream(self.stream):
             self.state = BufferSet(specs, device, pinned=pinned)
-            size = max(sum(aligned_bytes(spec) for spec in program.specs(Role.SCRATCH)) for program in every)
-            self._arena = torch.zeros(size, dtype=torch.uint8, device=device)
+            sizes = [sum(aligned_bytes(spec) for spec in program.specs(Role.SCRATCH)) for program in every]
+            extra = room_bytes(prefill, self._weights.vector)
+            self._arena = torch.zeros(max(*sizes, sizes[-1] + extra), dtype=torch.uint8, device=device)
             self.workspace = SharedWorkspace(device)
             self._constants = SharedConstants(device)
             self._scratch = {bucket: self._allocate(program) for bucket, program in programs.items()}
@@ -75,7 +77,8 @@ class KernelExecutor:
                 call for groups in self._groups.values() for group in groups for call in group.calls
             )
             buffers = {**self.state, **self._allocate(prefill)}
-            self._prefill = TorchPrefill(prefill, buffers, self._weights)
+            room = self._arena[sizes[-1] : sizes[-1] + extra]
+            self._prefill = TorchPrefill(prefill, buffers, self._weights, room=room, launcher=self.launcher)
         self._ring_head = self.state["ring_head"].numpy()
         # Polling no file takes 0.2 us and gives up the GIL for as long, which a thread that serves sockets needs while
         # this one waits for the card; sleep(0) takes 75 us, and sched_yield can give the core away.

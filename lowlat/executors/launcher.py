@@ -59,7 +59,7 @@ class Launcher:
         config = LaunchConfig(
             grid=call.grid,
             block=kernel.threads,
-            shmem_size=kernel.shared_bytes,
+            shmem_size=kernel.shared_bytes_on(self.card),
             programmatic_stream_serialization=call.dependent and self.capability >= HOPPER,
         )
         return Launch(kernel.name, self._load(kernel), config, parameters_of(call))
@@ -88,7 +88,7 @@ class Launcher:
             compiled = compile_kernel(kernel, self.capability, self._cache)
             make = ObjectCode.from_cubin if compiled.is_cubin else ObjectCode.from_ptx
             known = make(compiled.code, name=kernel.name).get_kernel(compiled.entry)
-            if kernel.shared_bytes > 48 * 1024:
+            if kernel.shared_bytes_on(self.card) > 48 * 1024:
                 self._allow_shared_memory(known, kernel)
             self._loaded[kernel.name] = known
         return known
@@ -97,12 +97,13 @@ class Launcher:
         from cuda.bindings import driver
 
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        asked = kernel.shared_bytes_on(self.card)
         (status,) = driver.cuKernelSetAttribute(
-            attribute, kernel.shared_bytes, driver.CUkernel(int(loaded.handle)), self._core.device_id
+            attribute, asked, driver.CUkernel(int(loaded.handle)), self._core.device_id
         )
         if status != driver.CUresult.CUDA_SUCCESS:
             raise DeviceError(
-                f"kernel {kernel.name} needs {kernel.shared_bytes} bytes of shared memory a block, which "
+                f"kernel {kernel.name} needs {asked} bytes of shared memory a block, which "
                 f"{self.device} refuses: {status.name}"
             )
 

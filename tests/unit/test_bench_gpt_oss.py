@@ -80,15 +80,16 @@ def test_bounds_are_ratios_of_floors_at_the_same_place() -> None:
     assert expected_experts(MODELS["120b"], 4) == pytest.approx(15.27, abs=0.01)
 
 
-def lowered_case(case: Any, alike: bool) -> Lowered:
+def lowered_case(case: Any, alike: bool, vocab_size: int = 512) -> Lowered:
     """The step of a small case, lowered on the CPU with the benchmark's own weights."""
     from bench.gpt_oss_cases import SMALL
     from bench.gpt_oss_step import make_weights, shapes_of
 
+    small = replace(SMALL, vocab_size=vocab_size)
     depth = case.step.num_speculative_tokens
     drafted = TreeTopology.chain(depth)
-    program = build_step(shapes_of(SMALL, case, drafted), Bucket(case.step.batch, depth + 1, depth), drafted)
-    source = make_weights(SMALL, CPU, alike=alike, draft_vocab_size=case.draft_vocab_size)
+    program = build_step(shapes_of(small, case, drafted), Bucket(case.step.batch, depth + 1, depth), drafted)
+    source = make_weights(small, CPU, alike=alike, draft_vocab_size=case.draft_vocab_size)
     matrices = {op.weights["weight"] for op in program.ops if op.kind == "linear"}
     held = DeviceWeights(source, matrices, CPU, weight_orders([program]), expert_parts([program]))
     buffers = BufferSet(list(program.specs(*STATE_ROLES, Role.SCRATCH, Role.CONSTANT)), CPU, program.constants)
@@ -112,6 +113,32 @@ def test_weights_made_in_place_are_what_the_step_reads() -> None:
         assert not torch.equal(matrix, unpack_expert(packed, 4))
         routers = [step.weights.vector(f"layers.{layer}.router.weight") for layer in range(SMALL.num_layers)]
         assert all(bool(router.any()) != case.alike for router in routers)
+
+
+def test_a_full_head_s_step_is_covered_at_its_real_vocabulary() -> None:
+    """Of every draft step a product of 201088 ids and one choice among them; the case is run where it is asked for."""
+    from bench.gpt_oss_cases import CASES, FULL_VOCABULARY, MORE_CASES, step_bytes
+
+    names = [case.name for case in MORE_CASES]
+    assert names == ["120b, 1 x 32K, S=3, full head"] and MORE_CASES[0] not in CASES
+    listed = next(case for case in CASES if case.step == MORE_CASES[0].step and not case.alike)
+    more = step_bytes(_model("120b"), MORE_CASES[0], 15) - step_bytes(_model("120b"), listed, 15)
+    assert more == 3 * (FULL_VOCABULARY - 32000) * 2880 * 2
+    case = replace(MORE_CASES[0], model="small", step=replace(MORE_CASES[0].step, context=192))
+    step = lowered_case(case, alike=False, vocab_size=FULL_VOCABULARY)
+    drafting = [group for group in step.groups if group.stage is Stage.EAGLE_DRAFT_LM_HEAD]
+    kernels = [call.kernel.name for group in drafting for call in group.calls]
+    assert sum(name.startswith(f"argmax_{FULL_VOCABULARY}_") for name in kernels) == 3
+    logits = [tensor for name, tensor in step.buffers.items() if name.endswith("logits")]
+    assert all(tensor.shape[-1] == FULL_VOCABULARY for tensor in logits)
+    assert all(call.kernel.shared_bytes <= H200.shared_bytes for call in step.calls)
+    assert step.workspace.num_bytes < 32 << 20
+
+
+def _model(name: str) -> Any:
+    from bench.gpt_oss_cases import MODELS
+
+    return MODELS[name]
 
 
 def test_experts_bytes_reach_their_launches() -> None:
@@ -185,6 +212,51 @@ def test_the_flow_from_cases_to_report(
         gpt_oss.main(["--out", str(out), "--small", "--case", "unknown"])
 
 
+def test_prefill_of_a_small_shape_is_measured(tmp_path: Path) -> None:
+    """On the CPU, where torch expands the experts: in a room for all eight, then for one."""
+    from bench import prefill
+    from bench.gpt_oss_cases import SMALL
+
+    out = tmp_path / "results" / "prefill.json"
+    arguments = ["--small", "--device", "cpu", "--layers", "2", "--chunk", "32", "64", "--replays", "2"]
+    assert prefill.main([*arguments, "--room", "1", "--commit", "abc", "--out", str(out)]) == 0
+    rows = json.loads(out.read_text())
+    assert [row["name"] for row in rows] == [f"small, 2 of 4 layers, chunk of {chunk} at 0" for chunk in (32, 64)]
+    for row in rows:
+        assert row["all_layers_ms_in_proportion"] == pytest.approx(2 * row["ms_p50"], rel=1e-2)
+        assert row["experts_together"] == SMALL.num_experts == row["distinct_experts_of_the_last_layer"]
+        assert row["room_bytes"] == 2 * SMALL.num_experts * 2 * SMALL.intermediate_size * SMALL.hidden_size
+        assert row["commit"] == "abc"
+    with pytest.raises(SystemExit):
+        prefill.main([*arguments, "--chunk", "33"])
+
+
+@pytest.mark.parametrize("chunk", [128, 384, 512, 2048])
+def test_the_plan_counts_the_room_for_a_chunk_s_experts(chunk: int) -> None:
+    """Eight gate_up matrices of 120b, or of few rows their products; nothing where torch's operations run."""
+    from bench.dense_cases import Case
+    from bench.gpt_oss_cases import MODELS, OssCase, model_config
+    from bench.gpt_oss_step import shapes_of
+    from lowlat.checkpoint.plan import weight_plan
+    from lowlat.memory import memory_need
+    from lowlat.prefill import build_prefill
+
+    model = MODELS["120b"]
+    plan = weight_plan(model_config(model, 4096))
+    weights = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in plan.items()}
+    shapes = shapes_of(model, OssCase("120b", Case(1, 4096, 0)), TreeTopology.chain(0))
+    shapes = replace(shapes, prefill_chunk=chunk)
+    prefill, step = build_prefill(shapes), build_step(shapes, Bucket(1, 1, 0), TreeTopology.chain(0))
+    scratch = sum(spec.num_bytes for spec in prefill.specs(Role.SCRATCH))
+    room = 8 * 2 * 2 * model.intermediate_size * model.hidden_size
+    assert room <= 256 << 20
+    if chunk <= 384:
+        room = 4 * chunk * 4 * model.hidden_size
+    need = memory_need((step, prefill), weights, CPU, has_kernels=True)
+    assert need.scratch_bytes == scratch + room
+    assert memory_need((prefill,), weights, CPU).scratch_bytes == scratch
+
+
 def test_a_soak_sees_what_is_wrong() -> None:
     from bench.gpt_oss_cases import SMALL_CASES
     from bench.gpt_oss_soak import check_state
@@ -203,3 +275,55 @@ def test_a_soak_sees_what_is_wrong() -> None:
     state["active"][1] = 0
     state["num_drafts"][0] = 4
     assert len(check_state(state, fine, case, 10)) == 2
+
+
+class SoakedStep:
+    """In place of the step: a token a replay, the same in every pass but for the one that `strange` names."""
+
+    strange = 0
+
+    def __init__(self, model: Any, case: Any, *_: Any, **__: Any) -> None:
+        self.case, self.bucket, self.passes = case, None, 0
+        self.state = {
+            "tokens": torch.zeros(1, case.step.context + 2048, dtype=torch.int32),
+            "lengths": torch.tensor([0]), "active": torch.tensor([1]), "num_drafts": torch.tensor([1]),
+        }  # fmt: skip
+        self.executor = self
+
+    def scratch(self, bucket: Any) -> dict[str, torch.Tensor]:
+        return {"finite": torch.ones(4), "row_live": torch.ones(4)}
+
+    def reset(self) -> None:
+        self.passes += 1
+        self.state["lengths"].fill_(self.case.step.context)
+
+    def replay(self) -> None:
+        length = int(self.state["lengths"])
+        self.state["tokens"][0, length] = length * 7 + (self.passes == self.strange)
+        self.state["lengths"] += 1
+
+    def close(self) -> None:
+        self.case = None
+
+
+@pytest.mark.parametrize("strange", [0, 2])
+def test_a_soak_s_rows_are_written_after_each_pass(
+    strange: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from bench import gpt_oss, gpt_oss_soak
+
+    monkeypatch.setattr(gpt_oss_soak, "OssStep", SoakedStep)
+    monkeypatch.setattr(SoakedStep, "strange", strange)
+    out = tmp_path / "results" / "soak.json"
+    arguments = ["--small", "--device", "cpu", "--soak", "600", "--context", "192", "320", "--out", str(out)]
+    assert gpt_oss.main([*arguments, "--commit", "abc"]) == int(strange > 0)
+    rows = json.loads(out.read_text())
+    names = [f"small, 1 x {context}, S=3, draft vocabulary 512" for context in (192, 320)]
+    assert [row["case"] for row in rows] == names
+    for row in rows:
+        assert (row["steps"], row["asked_steps"], row["passes"], row["commit"]) == (600, 600, 3, "abc")
+        assert row["tokens_a_step"] == 1.0 and row["weights_in_s"] >= 0 and row["run_in_s"] >= 0
+        wanted = ["pass 2 gave other tokens than the passes before"] if strange else []
+        assert row["problems"] == wanted
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    assert [line["steps"] for line in lines] == [254, 508, 600] * 2

@@ -1,0 +1,219 @@
+"""Times of one chunk's prefill of gpt-oss's shape on random weights, by few layers, and of the expansion alone.
+
+    python -m bench.prefill --layers 4 --chunk 128 512 2048 --commit C --out /tmp/prefill.json
+    python -m bench.prefill --layers 4 --chunk 512 --room 34 134 266 --out /tmp/prefill.json
+    python -m bench.prefill --layers 4 --chunk 128 256 512 --few 0 512 --out /tmp/prefill.json
+    python -m bench.prefill --small --device cpu --chunk 64 --out /tmp/prefill.json
+
+A row has the time of the layers that were run, by the host's clock from the first launch to the end of the last, since
+prefill is not captured; what all layers would take is that time in proportion, and says so. `--room` is the workspace
+for matrices that are expanded together, MiB: small ones may stay in the L2 until their product reads them. Chunks of
+at most `--few` rows take the step's products over packed matrices instead: 0 expands them always.
+"""
+
+import argparse
+import itertools
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.clock import own_stream, percentile
+from bench.conditions import release, stamps_of
+from bench.dense_cases import Case
+from bench.gpt_oss_cases import MODELS, SMALL, OssCase, OssModel
+from bench.gpt_oss_step import Weights, make_weights, shapes_of
+from bench.lowlat_step import BLOCK_SIZE
+from bench.micro import Entry, time_entries
+from bench.wall import measure_wall
+from lowlat.executors import expansion
+from lowlat.executors.allocation import STATE_ROLES
+from lowlat.executors.device_weights import DeviceWeights
+from lowlat.executors.launcher import Launcher
+from lowlat.executors.orders import expert_parts, weight_orders
+from lowlat.executors.prefill import TorchPrefill
+from lowlat.graphs import Bucket, BufferSet, Role
+from lowlat.kernels.expand_expert import expand_experts
+from lowlat.kernels.expert_packing import PackedExperts
+from lowlat.prefill import build_prefill
+from lowlat.program import Program
+from lowlat.step import build_step
+from lowlat.tree import TreeTopology
+
+__all__ = ["expansions", "main", "measure_chunk"]
+
+ON_HOST = ("prefill_table", "prefill_chunk", "prefill_live", "prefill_head_live")
+LEAD, EXPANDED_TOGETHER = 3, 8
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure every chunk in every room, print a row each, and write them where that is asked for."""
+    options = _options(arguments)
+    device = torch.device(options.device)
+    whole = SMALL if options.small else MODELS[options.model]
+    model = replace(whole, num_layers=min(options.layers, whole.num_layers))
+    stamps = stamps_of(device, options.commit)
+    rows: list[dict[str, Any]] = []
+    with own_stream(device):
+        launcher = Launcher(device) if device.type == "cuda" else None
+        weights = make_weights(model, device, alike=False, draft_vocab_size=64)
+        weights = {name: weight for name, weight in weights.items() if not name.startswith("head.")}
+        if launcher is not None:
+            rows += expansions(launcher, weights, options.replays)
+        for chunk in options.chunk:
+            for mebibytes, few in itertools.product(options.room, options.few):
+                with ways(mebibytes, few):
+                    row = measure_chunk(model, chunk, options.start, weights, device, launcher, options.replays)
+                rows.append({**_described(whole, model, chunk, options.start, row), **row})
+                release(device)
+    rows = [{**row, **stamps} for row in rows]
+    for row in rows:
+        print(json.dumps(row))
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=sorted(MODELS), default="120b")
+    parser.add_argument("--layers", type=int, default=4, help="that are made and run, of the model's")
+    parser.add_argument("--chunk", type=int, nargs="+", default=[128, 512, 2048], help="tokens, multiples of 32")
+    parser.add_argument("--start", type=int, default=0, help="the chunk's first position, a multiple of 32")
+    parser.add_argument("--room", type=int, nargs="+", default=[expansion.WORKSPACE_BYTES >> 20], help="MiB")
+    parser.add_argument("--few", type=int, nargs="+", default=[expansion.FEW_ROWS], help="rows, see above")
+    parser.add_argument("--replays", type=int, default=20)
+    parser.add_argument("--small", action="store_true", help="a tiny geometry, to try everything")
+    parser.add_argument("--commit", default="", help="what is measured, where there is no git checkout to ask")
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--out", type=Path, default=None)
+    options = parser.parse_args(arguments)
+    if any(each < 1 or each % BLOCK_SIZE for each in options.chunk) or options.start % BLOCK_SIZE or options.start < 0:
+        parser.error(f"--chunk and --start want multiples of {BLOCK_SIZE}")
+    if min((*options.room, options.layers, options.replays)) < 1:
+        parser.error("--room, --layers and --replays want at least 1")
+    return options
+
+
+@contextmanager
+def ways(mebibytes: int, few: int) -> Iterator[None]:
+    """Let experts that are expanded together have this much memory, and chunks of few rows expand none."""
+    before = expansion.WORKSPACE_BYTES, expansion.FEW_ROWS
+    expansion.WORKSPACE_BYTES, expansion.FEW_ROWS = mebibytes << 20, few
+    try:
+        yield
+    finally:
+        expansion.WORKSPACE_BYTES, expansion.FEW_ROWS = before
+
+
+def measure_chunk(
+    model: OssModel,
+    chunk: int,
+    start: int,
+    weights: Weights,
+    device: torch.device,
+    launcher: Launcher | None,
+    replays: int,
+) -> dict[str, Any]:
+    """Times of one whole chunk behind `start` random keys and values, ms."""
+    prefill, buffers, way = _make(model, chunk, start, weights, device, launcher)
+    times = []
+    for number in range(LEAD + replays):
+        begin = time.perf_counter()
+        prefill.run()
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+        if number >= LEAD:
+            times.append(1e3 * (time.perf_counter() - begin))
+    distinct = len(set(buffers["prefill.expert_ids"].flatten().tolist()))
+    prefill.clear()
+    return {
+        "ms_p50": round(percentile(times, 50), 3),
+        "ms_p99": round(percentile(times, 99), 3),
+        "ms_least": round(min(times), 3),
+        "distinct_experts_of_the_last_layer": distinct,
+        **way,
+    }
+
+
+def _make(
+    model: OssModel, chunk: int, start: int, weights: Weights, device: torch.device, launcher: Launcher | None
+) -> tuple[TorchPrefill, BufferSet, dict[str, Any]]:
+    chain = TreeTopology.chain(0)
+    shapes = shapes_of(model, OssCase("", Case(1, start + chunk, 0)), chain, room=BLOCK_SIZE)
+    shapes = replace(shapes, prefill_chunk=chunk, num_blocks=(start + 2 * chunk) // BLOCK_SIZE + 2)
+    program, steps = build_prefill(shapes), [build_step(shapes, Bucket(1, 1, 0), chain)]
+    matrices = {op.weights["weight"] for each in (program, *steps) for op in each.ops if op.kind == "linear"}
+    held = DeviceWeights(weights, matrices, device, weight_orders(steps), expert_parts(steps))
+    buffers = _buffers(program, device)
+    _fill(buffers, model.vocab_size, chunk, start)
+    size, way = expansion.expanded_size(program, held.vector), "expanded"
+    room, together = size.num_bytes, size.count
+    if launcher is not None and expansion.has_few_rows(program):
+        room, together, way = expansion.room_bytes(program, held.vector), 0, "step's products"
+    described = {"way": way, "experts_together": together, "room_bytes": room}
+    return TorchPrefill(program, buffers, held, launcher=launcher), buffers, described
+
+
+def _buffers(program: Program, device: torch.device) -> BufferSet:
+    specs = list(program.specs(*STATE_ROLES, Role.SCRATCH, Role.CONSTANT))
+    constants = {name: content.to(device) for name, content in program.constants.items()}
+    return BufferSet(specs, device, constants, pinned=ON_HOST if device.type == "cuda" else ())
+
+
+def _fill(buffers: BufferSet, vocab_size: int, chunk: int, start: int) -> None:
+    for name, tensor in buffers.items():
+        if "_cache" in name:
+            tensor.normal_()
+    buffers["prefill_tokens"].random_(vocab_size)
+    width = min(buffers["prefill_table"].shape[1], (start + chunk) // BLOCK_SIZE)
+    buffers["prefill_table"][0, :width] = torch.arange(1, width + 1)
+    buffers["prefill_chunk"].copy_(torch.tensor([start, chunk]))
+    buffers["prefill_live"].fill_(1)
+    buffers["prefill_positions"].copy_(torch.arange(start, start + chunk))
+
+
+def _described(whole: OssModel, model: OssModel, chunk: int, start: int, row: dict[str, Any]) -> dict[str, Any]:
+    scaled = row["ms_p50"] * whole.num_layers / model.num_layers
+    return {
+        "name": f"{whole.name}, {model.num_layers} of {whole.num_layers} layers, chunk of {chunk} at {start}",
+        "layers": model.num_layers,
+        "layers_of_the_model": whole.num_layers,
+        "chunk": chunk,
+        "start": start,
+        "all_layers_ms_in_proportion": round(scaled, 2),
+        "all_layers_tokens_per_s_in_proportion": round(1e3 * chunk / scaled, 1),
+    }
+
+
+def expansions(launcher: Launcher, weights: Weights, replays: int) -> list[dict[str, Any]]:
+    """The expansion alone, of as many experts as a step of prefill takes, beside the memory's wall."""
+    entries = []
+    for part in ("gate_up", "down"):
+        packed = [each for name, each in weights.items() if name.endswith(part) and isinstance(each, PackedExperts)]
+        entries.append(_expansion(launcher, part, packed))
+    return time_entries(launcher, entries, replays, measure_wall(launcher.device).gb_per_s)
+
+
+def _expansion(launcher: Launcher, part: str, packed: Sequence[PackedExperts]) -> Entry:
+    first, together = packed[0], min(EXPANDED_TOGETHER, packed[0].num_experts)
+    ids = torch.arange(first.num_experts, dtype=torch.int32, device=launcher.device)
+    out = torch.empty(together, first.rows, first.columns, dtype=torch.bfloat16, device=launcher.device)
+    order = None if first.order is None else first.order.to(launcher.device, torch.int32)
+    moved = together * first.num_bytes // first.num_experts + 2 * out.numel()
+
+    def calls(copy: int) -> Any:
+        start = copy * together % (first.num_experts - together + 1)
+        return expand_experts(packed[copy % len(packed)], ids[start : start + together], out=out, order=order)
+
+    return Entry(f"expand {together} experts of {part}", calls, 8, moved)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

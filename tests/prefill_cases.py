@@ -1,0 +1,74 @@
+"""One chunk of prefill by torch and its kernels beside the reference: whole programs of small models."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from lowered import Pair
+from tiny_models import make_pair, mxfp4_target
+
+from lowlat.executors.allocation import STATE_ROLES
+from lowlat.executors.launcher import Launcher
+from lowlat.executors.prefill import TorchPrefill
+from lowlat.executors.reference import bind
+from lowlat.graphs import BufferSet, Role
+from lowlat.prefill import build_prefill
+
+__all__ = ["NAMES", "chunk_differences", "make_named"]
+
+NAMES = ("llama", "gpt_oss", "mxfp4")
+SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 64}
+ON_HOST = {"prefill_table", "prefill_chunk", "prefill_live", "prefill_head_live"}  # as the executors have them
+
+
+def make_named(name: str, directory: Path) -> Pair:
+    """A pair, or for "mxfp4" a target alone, of whose experts each row chooses four of nine."""
+    if name == "mxfp4":
+        mxfp4_target(directory, gain=0.45, num_local_experts=9, num_experts_per_tok=4, **SIZES)
+        return Pair(directory)
+    made = make_pair(directory, name, **SIZES)
+    return Pair(made.target, made.head)
+
+
+def _fill(buffers: Any, vocab_size: int) -> None:
+    size = buffers["prefill_tokens"].shape[0]
+    buffers["prefill_tokens"].copy_(torch.arange(size) * 7 % vocab_size)
+    buffers["prefill_table"][0] = torch.arange(1, buffers["prefill_table"].shape[1] + 1)
+    buffers["prefill_chunk"].copy_(torch.tensor([0, size]))
+    buffers["prefill_live"].fill_(1)
+    buffers["prefill_head_live"].copy_(torch.arange(size) > 0)
+    buffers["prefill_positions"].copy_(torch.arange(size))
+    buffers["prefill_head_positions"].copy_((torch.arange(size) - 1).clamp(min=0))
+
+
+def chunk_differences(pair: Pair, device: torch.device, launcher: Launcher | None = None) -> dict[str, torch.Tensor]:
+    """What a first chunk leaves in caches and features, against the reference on the CPU: of each position the
+    difference's norm over the typical norm of a position, by buffer."""
+    program = build_prefill(pair.geometry)
+    specs = list(program.specs(*STATE_ROLES, Role.SCRATCH, Role.CONSTANT))
+    constants = {name: content.to(device) for name, content in program.constants.items()}
+    found = BufferSet(specs, device, constants, pinned=ON_HOST if device.type == "cuda" else ())
+    expected = BufferSet(specs, torch.device("cpu"), program.constants)
+    for buffers in (found, expected):
+        _fill(buffers, pair.target.config.vocab_size)
+    weights = pair.weights if device.type == "cpu" else pair.weights_on(device)
+    prefill = TorchPrefill(program, found, weights, launcher=launcher)
+    prefill.run()
+    prefill.clear()
+    with torch.inference_mode():
+        for _, function, arguments in bind(program, expected, pair.source):
+            function(**arguments)
+    differences = {}
+    for name in found:
+        if "_cache" in name or name == "block_features":
+            ours, theirs = (_positions(name, buffers[name]) for buffers in (found, expected))
+            size = theirs.norm(dim=-1)
+            differences[name] = (ours - theirs).norm(dim=-1) / size[size > 0].median()
+            assert bool((size > 0).any()), f"the reference wrote nothing to {name}"
+    return differences
+
+
+def _positions(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """[positions, values]: caches are [P, G, block, D], features [P, ..]."""
+    plain = tensor.double().cpu()
+    return plain.transpose(1, 2).flatten(0, 1).flatten(1) if "_cache" in name else plain.flatten(1)
