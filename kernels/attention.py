@@ -250,7 +250,7 @@ def _kernel(shape: AttentionShape) -> Callable[..., None]:
         peaks, norms = cuda.local.array(halves, float32), cuda.local.array(halves, float32)
         ptx.let_next_kernel_start()
         lane, warp = uint32(cuda.threadIdx.x) & uint32(31), uint32(cuda.threadIdx.x) >> uint32(5)
-        base = ptx.shared_address(cuda.shared.array(shape=0, dtype=float32))
+        base = ptx.varying(ptx.shared_address(cuda.shared.array(shape=0, dtype=float32)))
         base = uint32(base + uint32(ALIGNMENT - 1)) & uint32(0xFFFFFFFF - (ALIGNMENT - 1))
         mine, ring = warp * uint32(stage_bytes), uint32(base + uint32(rings) + warp * uint32(ring_bytes))
         offset = lane_offset(lane)

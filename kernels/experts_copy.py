@@ -60,7 +60,7 @@ def make_fetch(shape: ExpertShape, plan: ExpertPlan) -> Any:
 
 @device_function
 def _copy(place: Any, source: Any, num_bytes: Any, lane: Any) -> None:
-    at = uint32(lane * uint32(16))
+    place, at = ptx.varying(place), uint32(lane * uint32(16))
     while at < num_bytes:
         ptx.copy_async_16_once(uint32(place + at), source + int64(at))
         at = uint32(at + uint32(512))

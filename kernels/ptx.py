@@ -79,6 +79,7 @@ __all__ = [
     "store_shared_u32",
     "sync_threads",
     "sync_warp",
+    "varying",
     "wait_for_previous_kernel",
     "warp_max",
     "warp_sum",
@@ -198,6 +199,9 @@ _ONCE = "{ .reg .b64 policy; mov.b64 policy, 0x12F0000000000000; "
 copy_async_16_once = _instruction(
     _ONCE + "cp.async.cg.shared.global.L2::cache_hint.L2::128B [$0], [$1], 16, policy; }", None, (u32, i64)
 )
+# The same address, which the assembler takes for another one in each lane. Of one that is the same in all it may make a
+# copy by a uniform register, which with a hint for the L2 comes out as an illegal instruction (nvJitLink 13.0, 9.0).
+varying = _instruction("{ .reg .u32 t; mov.u32 t, %laneid; shr.u32 t, t, 5; add.u32 $0, $1, t; }", u32, (u32,))
 # 4 bytes, by way of L1: what all four lanes of a group need
 copy_async_4 = _instruction("cp.async.ca.shared.global [$0], [$1], 4;", None, (u32, i64))
 copies_commit = _instruction("cp.async.commit_group;", None, ())

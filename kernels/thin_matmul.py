@@ -183,7 +183,7 @@ def _kernel(shape: MatmulShape, plan: MatmulPlan) -> Callable[..., None]:
         cosines: Any, sines: Any, k_cache: Any, v_cache: Any, table: Any, slots: Any, write_lens: Any, offsets: Any,
         first_row: Any,
     ) -> None:  # fmt: skip
-        base = ptx.shared_address(cuda.shared.array(shape=0, dtype=float32))
+        base = ptx.varying(ptx.shared_address(cuda.shared.array(shape=0, dtype=float32)))
         lane, warp = uint32(cuda.threadIdx.x) & uint32(31), uint32(cuda.threadIdx.x) >> uint32(5)
         mine = base + warp * uint32(stages * stage_bytes) + lane * uint32(16)
         corner = (lane & uint32(3)) * uint32(2 * PAD) + (lane >> uint32(2))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from compiled_examples import EXAMPLES, Compiled
 from kernel_inventory import CARDS, factories, family, fingerprint, modules, offers_calls
+from machine_code import count_opcodes
 
 from lowlat.kernels.kernel import Kernel
 
@@ -78,6 +79,16 @@ def test_a_kernel_has_the_instructions_that_were_meant(
     approximations = {each for each in used if ".approx" in each or ".full" in each}
     assert approximations <= {"ex2.approx.f32", "ex2.approx.ftz.f32"}
     assert any(each.startswith("call") for each in used) == (not kernel.linked), "a function that was not inlined"
+
+
+def test_no_copy_is_written_that_cannot_run(compiled: Compiled) -> None:
+    """A copy by a uniform register with a hint for the L2: the assembler's, and an illegal instruction."""
+    copies, broken = 0xFAE, 0xDAE
+    for _, kernel in EXAMPLES[HOPPER]:
+        code, ptx = compiled.of(HOPPER, kernel)
+        if "cp.async.cg.shared.global.L2::cache_hint" in ptx:
+            found = count_opcodes(code.code)
+            assert found[copies] and not found[broken], kernel.name
 
 
 def test_streams_are_read_past_the_first_cache(compiled: Compiled) -> None:
