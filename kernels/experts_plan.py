@@ -160,11 +160,13 @@ def plan_experts(
 ) -> ExpertPlan:
     """The plan for M rows: two blocks a multiprocessor where that is possible, and two tiles at once.
 
+    Copies by lanes need more registers than two blocks leave: there a block has a multiprocessor alone.
+
     rows    M, at most `rows_a_launch`
     warps   None: `warps_of` the steps; another number gives other bits
     tiles   None: two if they fit
     stages  None: as many as fit, and at most so many as pay
-    blocks  a multiprocessor; None: two if they fit
+    blocks  a multiprocessor; None: two if they fit and copies are in bulk
     Raises ShapeError for a card whose blocks have too little shared memory, or threads that cannot list the pairs.
     """
     capacity = 4
@@ -179,11 +181,11 @@ def plan_experts(
     while columns < min(rows, MAX_COLUMNS):
         columns *= 2
     bulk, spare = card.capability >= (9, 0), min(rows, MOST_SPARE) if shape.kind == DOWN else 0
+    sharing = (blocks,) if blocks is not None else (2, 1) if bulk else (1,)
+    walked = (tiles,) if tiles is not None else (2, 1)
     # where inputs fill a block, a unit holds fewer pairs; but rather short pipelines than fewer pairs
     while columns:
-        for least, (shared, count) in itertools.product((ENOUGH_STAGES, 1), ((2, 2), (2, 1), (1, 2), (1, 1))):
-            if tiles not in (None, count) or blocks not in (None, shared):
-                continue
+        for least, shared, count in itertools.product((ENOUGH_STAGES, 1), sharing, walked):
             most = card.num_multiprocessors * shared - (spare if shared == 2 else 0)
             num_blocks = min(rows * shape.ranks * shape.tiles, most)
             for depth in range(MOST_STAGES, least - 1, -1) if stages is None else (stages,):

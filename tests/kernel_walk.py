@@ -302,6 +302,7 @@ class Walker:
 
         functions = {
             "shared_address": lambda array: 0,
+            "varying": int,
             "wait_for_previous_kernel": self._waited,
             "let_next_kernel_start": lambda: None,
             "load_acquire_gpu": lambda address: int(load(at, np.uint32, 4)(address)[0]),

@@ -29,14 +29,28 @@ def _open_descriptors() -> dict[str, str]:
     return {name: target for name, target in found.items() if not target.startswith("/proc/")}
 
 
-def _context_threads() -> int:
+def _context_threads() -> dict[str, str]:
     """ZeroMQ's own threads, two for each context that has had a socket; one without shows as descriptors."""
-    found = 0
+    found = {}
     for task in os.listdir("/proc/self/task"):
         try:
-            found += Path(f"/proc/self/task/{task}/comm").read_text().startswith("ZMQbg/")
+            name = Path(f"/proc/self/task/{task}/comm").read_text().strip()
         except OSError:
             continue  # a thread that ended meanwhile
+        if name.startswith("ZMQbg/"):
+            found[task] = name
+    return found
+
+
+def _settled_context_threads() -> dict[str, str]:
+    """The same where nothing changes: a thread names itself after it began, and a listing may miss some while another
+    one ends."""
+    end, found = time.monotonic() + SETTLE_S, _context_threads()
+    while time.monotonic() < end:
+        time.sleep(0.002)
+        before, found = found, _context_threads()
+        if found == before and len(found) % 2 == 0:
+            break
     return found
 
 
@@ -47,13 +61,14 @@ def _threads() -> set[str]:
 @pytest.fixture(autouse=True)
 def no_leaks() -> Iterator[None]:
     """Fail a test that leaves a ZeroMQ context, a thread or a descriptor behind."""
-    descriptors, contexts, threads = _open_descriptors(), _context_threads(), _threads()
+    contexts = _settled_context_threads()
+    descriptors, threads = _open_descriptors(), _threads()
     yield
     end = time.monotonic() + SETTLE_S
     while True:
         leaked: dict[str, Any] = {
             "descriptors": {k: v for k, v in _open_descriptors().items() if descriptors.get(k) != v},
-            "threads of contexts": max(0, _context_threads() - contexts),
+            "threads of contexts": {k: v for k, v in _context_threads().items() if k not in contexts},
             "threads": _threads() - threads,
         }
         if not any(leaked.values()):
