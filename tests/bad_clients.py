@@ -1,7 +1,15 @@
 """What a slow, a killed and a malicious client cost the others: their inter-token p99, with and without them.
 
-python bad_clients.py --rounds 5 --json FILE. Steps take 20 ms. Rounds with and without the bad ones alternate in
-one server, which begins anew with neither; the good streams hold their slots all the time.
+python bad_clients.py --rounds 5 --json FILE. Steps take 20 ms. Rounds of three kinds alternate in one server, which
+begins anew with none; the good streams hold their slots all the time.
+
+without    no bad ones
+elsewhere  the bad ones do to a second server what they do to this one in the next round: what their own processes, and
+           the server that bears them, take from a machine of few cores, they take in both
+with       the bad ones are this server's clients
+
+So p99_change, of `with` over `elsewhere`, is what they cost the others through the server, and p99_change_in_all, of
+`with` over `without`, what they cost in all.
 
 slow       reads a chunk of its four streams every 100 ms, with a window of 4 tokens; another reads nothing at all
 killed     a process that submits, and is killed, again and again (forked, so that starting Python costs nobody)
@@ -144,8 +152,8 @@ def forked(name: str, endpoint: str) -> int:
     return child
 
 
-def measure(endpoint: str, place: int, seconds: float, bad: list[str]) -> dict[str, Any]:
-    """A round: the good streams' times between tokens, ms, while the bad ones do what they do."""
+def measure(endpoint: str, place: int, seconds: float, bad: list[str], attacked: str) -> dict[str, Any]:
+    """A round: the good streams' times between tokens, ms, while the bad ones do what they do to a server."""
     children: list[int] = []
     options = {"place": place, "num_streams": NUM_GOOD, "requests": 1, "max_tokens": 4000, "num_seconds": seconds + 1}
     good = start_worker(endpoint, api="blocking", **options)
@@ -156,7 +164,7 @@ def measure(endpoint: str, place: int, seconds: float, bad: list[str]) -> dict[s
         good.stdin.write("\n")
         good.stdin.flush()
         time.sleep(0.5)
-        children = [forked(name, endpoint) for name in bad]
+        children = [forked(name, attacked) for name in bad]
         found = json.loads(good.communicate(timeout=seconds + 60)[0])
         alive = [name for name, child in zip(bad, children, strict=True) if os.waitpid(child, os.WNOHANG) == (0, 0)]
     finally:
@@ -180,15 +188,23 @@ def main() -> None:
     chosen = parser.parse_args()
     bad = chosen.bad.split(",")
     engine = {"step_s": STEP_S, "max_running": NUM_SLOTS, "max_context": 5000}
-    rounds: dict[str, list[dict[str, Any]]] = {"without": [], "with": []}
+    rounds: dict[str, list[dict[str, Any]]] = {"without": [], "elsewhere": [], "with": []}
+    stderr = None if chosen.log else subprocess.DEVNULL
     with (
         tempfile.TemporaryDirectory() as folder,
-        fake_process(Path(folder), None if chosen.log else subprocess.DEVNULL, engine=engine),
+        tempfile.TemporaryDirectory() as other_folder,
+        fake_process(Path(folder), stderr, engine=engine),
+        fake_process(Path(other_folder), stderr, engine=engine),
     ):
-        endpoint = f"ipc://{folder}/s.sock"
+        endpoint, other = f"ipc://{folder}/s.sock", f"ipc://{other_folder}/s.sock"
+        kinds: tuple[tuple[str, list[str], str], ...] = (
+            ("without", [], endpoint),
+            ("elsewhere", bad, other),
+            ("with", bad, endpoint),
+        )
         for number in range(chosen.rounds):
-            for name, present in (("without", []), ("with", bad)):
-                rounds[name].append(measure(endpoint, number, chosen.seconds, present))
+            for name, present, attacked in kinds:
+                rounds[name].append(measure(endpoint, number, chosen.seconds, present, attacked))
                 print(name, rounds[name][-1], file=sys.stderr)
                 time.sleep(1.0)
         client = RawClient(endpoint)
@@ -201,7 +217,8 @@ def main() -> None:
         "good_streams": NUM_GOOD,
         "inter_token_ms": rounds,
         "median_p99_ms": p99,
-        "p99_change": p99["with"] / p99["without"] - 1.0,
+        "p99_change": p99["with"] / p99["elsewhere"] - 1.0,
+        "p99_change_in_all": p99["with"] / p99["without"] - 1.0,
         "server": {
             name: stats[name] for name in ("num_requests", "num_bad_messages", "num_dropped_peers", "ends", "refusals")
         },
