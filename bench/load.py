@@ -6,7 +6,8 @@
 
 Weights are streamed as a runtime streams them: on a machine with an NVIDIA card to it, elsewhere to nowhere (a device
 without memory), which leaves reading, arranging and checking. Every run is made twice: `cold` after the files were
-dropped from the page cache (as far as the system lets a process do that), `warm` from it. One line of JSON.
+dropped from the page cache (as far as the system lets a process do that), `warm` from it. Every run adds one object
+to the list in --out; without it, it prints the object.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from bench.conditions import stamps_of
 from lowlat.checkpoint import open_target, read_model_config
 from lowlat.checkpoint.recipes import Recipe
 from lowlat.checkpoint.target import target_recipes
@@ -134,13 +136,15 @@ def _summed(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the figures as one line of JSON."""
+    """Measure, and write or print the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--directory", type=Path, help="a model that is there; nothing is written")
     parser.add_argument("--shape", choices=SHAPES, default="20b")
     parser.add_argument("--layers", type=int, help="layers in all; the shape's own by default")
     parser.add_argument("--part", type=int, help="layers on disk at a time; all by default")
     parser.add_argument("--scratch", type=Path, help="where to write; a temporary folder by default")
+    parser.add_argument("--commit", default="", help="what is measured, where there is no git checkout to ask")
+    parser.add_argument("--out", type=Path, help="JSON file to add to")
     options = parser.parse_args(arguments)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("meta")
     runs: dict[str, list[dict[str, Any]]] = {"cold": [], "warm": []}
@@ -151,6 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     if options.directory is not None:
         run(options.directory)
+        what = {"model": options.directory.name}
     else:
         layers = options.layers or SHAPES[options.shape]["num_hidden_layers"]
         for first in range(0, layers, options.part or layers):
@@ -160,9 +165,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 run(scratch)
             finally:
                 shutil.rmtree(scratch)
-    place = torch.cuda.get_device_name(0) if device.type == "cuda" else "nowhere"
-    result: dict[str, Any] = {"shape": options.shape, "to": place, "cores": len(os.sched_getaffinity(0))}
-    print(json.dumps(result | {name: _summed(found) for name, found in runs.items()}))
+        what = {"shape": options.shape, "layers": layers, "part": options.part, "simulated": "random weights"}
+    result = {
+        **stamps_of(device, options.commit),
+        "to": "device" if device.type == "cuda" else "nowhere",
+        "cores": len(os.sched_getaffinity(0)),
+        **what,
+        **{name: _summed(found) for name, found in runs.items()},
+    }
+    if options.out is None:
+        print(json.dumps(result))
+        return
+    known = json.loads(options.out.read_text(encoding="utf-8")) if options.out.exists() else []
+    options.out.write_text(json.dumps([*known, result], indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,27 +1,47 @@
 """Every example of a kernel, compiled once for all capabilities, with its PTX; tests share them.
 
-A process that has compiled a kernel for one capability knows the types in its functions, and compiles it for the next
-in a third of the time: what it makes differs in the names of symbols alone. So kernels are shared out between processes
-by the module that made them, and each process compiles its own for every capability.
+Most of a compilation is Numba's, which ends with code that is the same for every capability: so a function is taken
+that far once, and from there for each capability; what comes of it differs in the names of symbols alone. Kernels are
+shared out between processes by the module that made them, and each process compiles its own for every capability.
 """
 
 import fcntl
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from kernel_inventory import CARDS, examples
+from numba.cuda import compiler as numba_compiler
 
 from lowlat.kernels import compiler
 from lowlat.kernels.compiler import CompiledKernel, compile_kernel
 from lowlat.kernels.kernel import Kernel
 from lowlat.kernels.numba_cuda import compile_ptx, fork_compiler
 
-__all__ = ["EXAMPLES", "Compiled"]
+__all__ = ["EXAMPLES", "Compiled", "lowered_once"]
 
 Capability = tuple[int, int]
 EXAMPLES = {capability: list(examples(card)) for capability, card in CARDS.items()}
+
+
+@contextmanager
+def lowered_once() -> Iterator[None]:
+    """Numba's own part of a compilation is done once for a function, whatever the capability."""
+    known: dict[Any, Any] = {}
+
+    def lowered(function: Callable[..., None], signature: Any, **options: Any) -> Any:
+        key = (function, signature, *(repr(options[name]) for name in sorted(options) if name != "cc"))
+        if key not in known:
+            known[key] = lower(function, signature, **options)
+        return known[key]
+
+    lower = numba_compiler._compile_pyfunc_with_fixup
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(numba_compiler, "_compile_pyfunc_with_fixup", lowered)
+        yield
 
 
 class Compiled:
@@ -61,10 +81,11 @@ class Compiled:
             if child == 0:
                 status = 1
                 try:
-                    for module, kernels in modules.items():
-                        if self._claim(module):
-                            for capability, kernel in kernels:
-                                self._of(capability, kernel)
+                    with lowered_once():
+                        for module, kernels in modules.items():
+                            if self._claim(module):
+                                for capability, kernel in kernels:
+                                    self._of(capability, kernel)
                     status = 0
                 finally:
                     os._exit(status)

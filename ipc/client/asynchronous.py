@@ -1,20 +1,19 @@
 """The asyncio client: the loop watches the sockets' own descriptors, no thread and no ZeroMQ poller between."""
 
 import asyncio
-import os
 import select
 import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from lowlat.errors import LowlatError, ServerGone
+from lowlat.ipc.client.base import BaseClient
 from lowlat.ipc.client.chunk import Chunk
 from lowlat.ipc.client.protocol import DEFAULT_WINDOW, Connection, Reply, Stream, Waiter
 from lowlat.ipc.client.request import Prompt, Request, make_request
-from lowlat.ipc.client.settings import RETRY_S, Settings, check_seconds
+from lowlat.ipc.client.settings import RETRY_S, check_seconds
 from lowlat.ipc.client.sockets import ClientCurve, Sockets
 from lowlat.ipc.messages import Pong, Welcome
 
@@ -230,7 +229,7 @@ class AsyncGeneration:
         return chunk
 
 
-class AsyncClient:
+class AsyncClient(BaseClient[AsyncLink]):
     """A client of a lowlat server for asyncio; belongs to the loop that first uses it. See Client for the options."""
 
     def __init__(
@@ -242,17 +241,8 @@ class AsyncClient:
         window: int = DEFAULT_WINDOW,
         curve: ClientCurve | None = None,
     ) -> None:
-        self._settings = Settings(endpoint, name, connect_timeout_s, window, curve)
-        self._process = os.getpid()
+        super().__init__(endpoint, name=name, connect_timeout_s=connect_timeout_s, window=window, curve=curve)
         self._connecting: asyncio.Lock | None = None
-        self._links: list[AsyncLink] = []  # one, or none; a list, so that the finalizer can hold it without the client
-        self._closed = False
-        self._finalizer = weakref.finalize(self, _close_all, self._links, self._process)
-
-    @property
-    def endpoint(self) -> str:
-        """Where the server is reached."""
-        return str(self._settings.endpoint)
 
     @property
     def server(self) -> Welcome:
@@ -260,11 +250,6 @@ class AsyncClient:
         if not self._links:
             raise LowlatError("the client has not connected yet; await connect()")
         return self._links[0].connection.greeting.take()
-
-    @property
-    def in_own_process(self) -> bool:
-        """Whether this is the process that made the client, and no fork of it."""
-        return os.getpid() == self._process
 
     def generate(
         self,
@@ -298,9 +283,7 @@ class AsyncClient:
 
     async def close(self) -> None:
         """End what is under way and the connection; harmless when repeated."""
-        self._closed = True
-        if self.in_own_process:
-            self._finalizer()
+        self._end()
 
     async def __aenter__(self) -> Self:
         await self.connect()
@@ -310,14 +293,6 @@ class AsyncClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
-
-    def check_process(self) -> None:
-        """Raises LowlatError in a forked child: sockets cannot be shared."""
-        if not self.in_own_process:
-            raise LowlatError(
-                f"this client was made in process {self._process} and is used in its fork {os.getpid()}; "
-                "make a client after the fork"
-            )
 
     async def connected(self) -> AsyncLink:
         """The connection, made anew where it was lost."""
@@ -336,8 +311,7 @@ class AsyncClient:
         if self._connecting is None:
             self._connecting = asyncio.Lock()
         async with self._connecting:
-            if self._closed:
-                raise LowlatError("the client is closed")
+            self._check_open()
             if self._links:
                 link = self._links[0]
                 link.check()
@@ -379,10 +353,5 @@ class AsyncClient:
         reply = question(link.connection)
         link.pump()
         if not await link.wait(reply, deadline):
-            raise ServerGone(f"{self.endpoint}: no answer within {timeout_s:g} s (timeout_s)", code="timeout")
+            raise self._no_answer(timeout_s)
         return reply.take()
-
-
-def _close_all(links: list[AsyncLink], process: int) -> None:
-    while links and os.getpid() == process:
-        links.pop().close("the client was closed")

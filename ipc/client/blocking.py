@@ -1,19 +1,18 @@
 """The blocking client: safe for several threads, without a thread of its own."""
 
-import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from lowlat.errors import LowlatError, ServerGone
+from lowlat.ipc.client.base import BaseClient
 from lowlat.ipc.client.chunk import Chunk
 from lowlat.ipc.client.link import Link
 from lowlat.ipc.client.protocol import DEFAULT_WINDOW, Connection, Reply, Stream
 from lowlat.ipc.client.request import Prompt, Request, make_request
-from lowlat.ipc.client.settings import RETRY_S, Settings, check_seconds
+from lowlat.ipc.client.settings import RETRY_S, check_seconds
 from lowlat.ipc.client.sockets import ClientCurve
 from lowlat.ipc.messages import Pong, Welcome
 
@@ -102,7 +101,7 @@ class Generation:
             return chunk
 
 
-class Client:
+class Client(BaseClient[Link]):
     """A client of a lowlat server, for programs that block; safe for several threads at once.
 
     endpoint           ipc:///a/path.sock or tcp://host:port; None: LOWLAT_ENDPOINT, or the user's own default
@@ -124,27 +123,13 @@ class Client:
         window: int = DEFAULT_WINDOW,
         curve: ClientCurve | None = None,
     ) -> None:
-        self._settings = Settings(endpoint, name, connect_timeout_s, window, curve)
-        self._process = os.getpid()
+        super().__init__(endpoint, name=name, connect_timeout_s=connect_timeout_s, window=window, curve=curve)
         self._connecting = threading.Lock()
-        self._links: list[Link] = []  # one, or none; a list, so that the finalizer can hold it without the client
-        self._closed = False
-        self._finalizer = weakref.finalize(self, _close_all, self._links, self._process)
-
-    @property
-    def endpoint(self) -> str:
-        """Where the server is reached."""
-        return str(self._settings.endpoint)
 
     @property
     def server(self) -> Welcome:
         """What the server says of itself: version, epoch, model, tokenizer, limits. Connects where needed."""
         return self._connected().connection.greeting.take()
-
-    @property
-    def in_own_process(self) -> bool:
-        """Whether this is the process that made the client, and no fork of it."""
-        return os.getpid() == self._process
 
     def generate(
         self,
@@ -192,9 +177,7 @@ class Client:
 
     def close(self) -> None:
         """End what is under way and the connection; harmless when repeated."""
-        self._closed = True
-        if self.in_own_process:
-            self._finalizer()
+        self._end()
 
     def __enter__(self) -> Self:
         self.connect()
@@ -204,14 +187,6 @@ class Client:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def check_process(self) -> None:
-        """Raises LowlatError in a forked child: sockets cannot be shared."""
-        if not self.in_own_process:
-            raise LowlatError(
-                f"this client was made in process {self._process} and is used in its fork {os.getpid()}; "
-                "make a client after the fork"
-            )
 
     def _submit(self, request: Request) -> tuple[Link, Stream]:
         link = self._connected()
@@ -226,14 +201,13 @@ class Client:
         with link as connection:
             reply = question(connection)
             if not link.wait(reply, deadline):
-                raise ServerGone(f"{self.endpoint}: no answer within {timeout_s:g} s (timeout_s)", code="timeout")
+                raise self._no_answer(timeout_s)
             return reply.take()
 
     def _connected(self) -> Link:
         self.check_process()
         with self._connecting:
-            if self._closed:
-                raise LowlatError("the client is closed")
+            self._check_open()
             if self._links:
                 link = self._links[0]
                 with link as connection:
@@ -270,8 +244,3 @@ class Client:
 def _deadline(timeout_s: float | None) -> float | None:
     check_seconds("timeout_s", timeout_s)
     return None if timeout_s is None else time.monotonic() + timeout_s
-
-
-def _close_all(links: list[Link], process: int) -> None:
-    while links and os.getpid() == process:
-        links.pop().close("the client was closed")

@@ -35,6 +35,10 @@ def test_random_models_load_and_parts_add_up(tmp_path: Path, capsys: pytest.Capt
         assert found[name]["bytes"] == 2 * one["bytes"]  # two parts of one layer, each with its embedding
         assert found[name]["gb_per_s"] > 0 and found[name]["seconds"] > 0
         assert found[name]["host_load_bytes"] == one["host_load_bytes"] > 0
-    load.main(["--directory", str(tmp_path / "model")])
-    assert json.loads(capsys.readouterr().out)["warm"]["bytes"] == one["bytes"]
+    out = tmp_path / "load.json"
+    for commit in ("first", "second"):
+        load.main(["--directory", str(tmp_path / "model"), "--commit", commit, "--out", str(out)])
+    rows = json.loads(out.read_text())
+    assert [row["commit"] for row in rows] == ["first", "second"]
+    assert all(row["model"] == "model" and row["warm"]["bytes"] == one["bytes"] for row in rows)
     assert (tmp_path / "model" / "config.json").exists()

@@ -196,7 +196,7 @@ def test_top_shows_a_snapshot_as_a_page_and_as_json(endpoint: str) -> None:
     answer("generate", "--connect", endpoint, "--prompt", "the quick", "--max-tokens", 6, "--json")
     found = answer("top", "--once", "--json")
     assert found["endpoint"] == endpoint and found["num_requests"] == 1 and found["ends"] == {"length": 1}
-    assert found["inter_token_ms"]["count"] == 5
+    assert found["inter_token_ms"]["count"] <= 5  # several steps may share a message, the first of all too
     deadline = time.monotonic() + 10.0
     while answer("top", "--once", "--json")["engine"]["kv"]["num_used"]:  # the engine's own figures come a moment later
         assert time.monotonic() < deadline

@@ -1,41 +1,24 @@
 """The attention kernel without a GPU: what it compiles to, what its builder hands over and what it refuses."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from compiled_examples import Compiled
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.attention import attention, attention_bytes, examples
-from lowlat.kernels.compiler import compile_kernel
 from lowlat.kernels.kernel import KernelCall
 
-CAPABILITIES = [(8, 0), (9, 0), (10, 0), (12, 0)]
+HOPPER = (9, 0)
 H200_SHARED_BYTES, RESERVED_BYTES = 228 * 1024, 1024
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("compiled")
-
-
-@pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda value: f"sm_{value[0]}{value[1]}")
-@pytest.mark.parametrize("number", range(len(examples())))
-def test_compiles_into_registers(number: int, capability: tuple[int, int], cache: Path) -> None:
-    kernel = examples()[number]
-    compiled = compile_kernel(kernel, capability, cache)
-    assert compiled.is_cubin
-    # 8.0 keeps some scalars of the walk there, outside the products: its assembler copies accumulators
-    assert compiled.stack_bytes <= (256 if capability == (8, 0) else 0)
-    assert compiled.registers * kernel.threads * kernel.min_blocks <= 65536
-
-
-def test_two_blocks_fit_on_a_multiprocessor(cache: Path) -> None:
+def test_two_blocks_fit_on_a_multiprocessor(compiled: Compiled) -> None:
     for kernel in examples():
-        block = kernel.shared_bytes + compile_kernel(kernel, (9, 0), cache).shared_bytes + RESERVED_BYTES
-        assert 2 * block <= H200_SHARED_BYTES
+        code, _ = compiled.of(HOPPER, kernel)
+        assert 2 * (kernel.shared_bytes + code.shared_bytes + RESERVED_BYTES) <= H200_SHARED_BYTES
 
 
 def test_names_tell_specialisations_apart() -> None:

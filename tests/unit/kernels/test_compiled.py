@@ -12,6 +12,7 @@ from kernel_inventory import CARDS, factories, family, fingerprint, modules, off
 from machine_code import count_opcodes
 
 from lowlat.kernels.kernel import Kernel
+from lowlat.kernels.numba_cuda import compile_ptx
 
 HOPPER = (9, 0)
 REGISTERS = 65536  # of a multiprocessor, of every capability from 8.0 on
@@ -48,6 +49,23 @@ def test_a_kernel_fits_its_card(capability: tuple[int, int], kernel: Kernel, com
     assert kernel.threads * made.registers * kernel.min_blocks <= REGISTERS
     static = max(made.shared_bytes - RESERVED_BYTES[capability], 0)
     assert kernel.shared_bytes + static <= CARDS[capability].shared_bytes
+
+
+@pytest.mark.parametrize("family_name", ["argmax", "norms"])
+def test_what_is_done_once_for_all_capabilities_is_what_each_would_get(family_name: str, compiled: Compiled) -> None:
+    known: dict[Any, Any] = {}
+    for capability, made in EXAMPLES.items():
+        kernel = next(kernel for _, kernel in made if kernel.name.startswith(family_name))
+        bounds = (kernel.threads, kernel.min_blocks)
+        alone, _ = compile_ptx(kernel.function, kernel.signature, capability, bounds)
+        known[capability] = unnamed(alone)
+        assert known[capability] == unnamed(compiled.of(capability, kernel)[1])
+    assert len(set(known.values())) == len(known)
+
+
+def unnamed(ptx: str) -> str:
+    """A kernel without the names that count what was compiled before it."""
+    return re.sub(r"_smem_\d+", "_smem", re.sub(r"_ZN\w+", "_ZN", ptx))
 
 
 def opcodes(ptx: str) -> set[str]:

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from compiled_examples import Compiled
 from selection_cases import Memory, draw_scores, state_of
 from unit.kernels.sampling import World
 
@@ -12,27 +13,26 @@ from lowlat.kernels import argmax as argmax_kernels
 from lowlat.kernels import draft_topk as draft_kernels
 from lowlat.kernels import logprobs as logprob_kernels
 from lowlat.kernels import sample as sample_kernels
-from lowlat.kernels.compiler import compile_kernel
 from lowlat.kernels.kernel import Kernel
-from lowlat.kernels.numba_cuda import compile_ptx
 from lowlat.kernels.reference.slot_record import MAX_LOGPROBS, NUM_INTS
 
 MODULES = (argmax_kernels, draft_kernels, logprob_kernels, sample_kernels)
 KERNELS = [kernel for module in MODULES for kernel in module.examples()]
+HOPPER = (9, 0)
 REGISTERS = 128  # two blocks of 256 threads and more fit on a multiprocessor
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-def test_resources(kernel: Kernel) -> None:
-    compiled = compile_kernel(kernel, (9, 0))
-    assert compiled.stack_bytes == 0
-    assert 0 < compiled.registers <= REGISTERS
-    assert compiled.shared_bytes <= 48 * 1024
+def test_resources(kernel: Kernel, compiled: Compiled) -> None:
+    code, _ = compiled.of(HOPPER, kernel)
+    assert code.stack_bytes == 0
+    assert 0 < code.registers <= REGISTERS
+    assert code.shared_bytes <= 48 * 1024
 
 
 @pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if "_97" not in kernel.name], ids=lambda k: k.name)
-def test_wide_rows_are_read_by_16_bytes_and_divided_exactly(kernel: Kernel) -> None:
-    ptx, _ = compile_ptx(kernel.function, kernel.signature, (9, 0), (kernel.threads, kernel.min_blocks))
+def test_wide_rows_are_read_by_16_bytes_and_divided_exactly(kernel: Kernel, compiled: Compiled) -> None:
+    _, ptx = compiled.of(HOPPER, kernel)
     copied = ptx.count("cp.async.cg.shared.global") >= 4 and "ld.shared.v4.u32" in ptx
     assert copied or ptx.count("ld.global.v4.u32") >= 4  # each thread's own words
     assert "approx.f32" not in ptx.replace("ex2.approx.ftz.f32", "").replace("ex2.approx.f32", "")

@@ -1,0 +1,80 @@
+"""What both clients are: options, one connection or none, and the process that they belong to."""
+
+import os
+import weakref
+from typing import Generic, Protocol, TypeVar
+
+from lowlat.errors import LowlatError, ServerGone
+from lowlat.ipc.client.protocol import DEFAULT_WINDOW, Connection
+from lowlat.ipc.client.settings import Settings
+from lowlat.ipc.client.sockets import ClientCurve
+
+__all__ = ["BaseClient"]
+
+
+class Closable(Protocol):
+    """A connection and its sockets."""
+
+    connection: Connection
+
+    def close(self, reason: str) -> None:
+        """End all that is under way, from any thread."""
+        ...
+
+
+LinkType = TypeVar("LinkType", bound=Closable)
+
+
+class BaseClient(Generic[LinkType]):
+    """A client of a lowlat server; `Client` says what the options mean."""
+
+    def __init__(
+        self,
+        endpoint: str | None = None,
+        *,
+        name: str = "",
+        connect_timeout_s: float = 5.0,
+        window: int = DEFAULT_WINDOW,
+        curve: ClientCurve | None = None,
+    ) -> None:
+        self._settings = Settings(endpoint, name, connect_timeout_s, window, curve)
+        self._process = os.getpid()
+        self._links: list[LinkType] = []  # one, or none; a list, so that the finalizer can hold it without the client
+        self._closed = False
+        self._finalizer = weakref.finalize(self, _close_all, self._links, self._process)
+
+    @property
+    def endpoint(self) -> str:
+        """Where the server is reached."""
+        return str(self._settings.endpoint)
+
+    @property
+    def in_own_process(self) -> bool:
+        """Whether this is the process that made the client, and no fork of it."""
+        return os.getpid() == self._process
+
+    def check_process(self) -> None:
+        """Raises LowlatError in a forked child: sockets cannot be shared."""
+        if not self.in_own_process:
+            raise LowlatError(
+                f"this client was made in process {self._process} and is used in its fork {os.getpid()}; "
+                "make a client after the fork"
+            )
+
+    def _end(self) -> None:
+        """Close for good; harmless when repeated, and in a fork."""
+        self._closed = True
+        if self.in_own_process:
+            self._finalizer()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise LowlatError("the client is closed")
+
+    def _no_answer(self, timeout_s: float) -> ServerGone:
+        return ServerGone(f"{self.endpoint}: no answer within {timeout_s:g} s (timeout_s)", code="timeout")
+
+
+def _close_all(links: list[LinkType], process: int) -> None:
+    while links and os.getpid() == process:
+        links.pop().close("the client was closed")
