@@ -1,7 +1,7 @@
 """An engine without a model: constant step time, tokens that a prompt and a seed determine, faults on demand.
 
-A step sleeps, as a device's step does: the GIL is free meanwhile. It imports no torch, so that a server with it starts
-in a moment.
+A step finds its outputs first and then sleeps, as if a device worked: the GIL is free meanwhile, and the step ends a
+constant time after it began. It imports no torch, so that a server with it starts in a moment.
 """
 
 import hashlib
@@ -46,7 +46,7 @@ class FakeOutput:
 class _Request:
     prompt: tuple[int, ...]
     sampling: Sampling
-    tokens: tuple[int, ...]
+    tokens: tuple[int, ...] = ()  # known from its first step on
     num_sent: int = 0
     num_steps: int = 0
     submitted: float = field(default_factory=time.monotonic)
@@ -93,7 +93,7 @@ class FakeCodec:
 class FakeEngine:
     """An Engine.
 
-    step_s           a step's time, constant, without the GIL
+    step_s           a step's time, constant, nearly all of it without the GIL
     tokens_per_step  tokens a step brings to each request, as speculation would
     text             outputs have text
     faults           request prompts whose first token is a key fail so: "nan", "device", "hang", "crash", at step
@@ -160,8 +160,7 @@ class FakeEngine:
             raise RequestError("the fake engine refuses this prompt")
         if fault == "full":
             raise CapacityError("the fake engine is full")
-        tokens = expected_tokens(prompt, sampling.max_tokens, sampling.seed)
-        self._running[request_id] = _Request(tuple(prompt), sampling, tokens)
+        self._running[request_id] = _Request(tuple(prompt), sampling)
         self.order.append(request_id)
         del self.order[:-MAX_REMEMBERED]
         self.max_seen_running = max(self.max_seen_running, len(self._running))
@@ -182,18 +181,19 @@ class FakeEngine:
         return bool(self._running or self._pending)
 
     def step(self) -> list[FakeOutput]:
+        end = time.monotonic() + self.step_s
         self.threads.add(threading.get_ident())
         outputs, self._pending = self._pending, []
         if not self._running:
             return outputs
         if self.on_step is not None:
             self.on_step()
-        if self.step_s:
-            time.sleep(self.step_s)
         self.num_steps += 1
         for request_id, request in list(self._running.items()):
             request.num_steps += 1
             outputs.append(self._advance(request_id, request))
+        if self.step_s:
+            time.sleep(max(0.0, end - time.monotonic()))
         return outputs
 
     def metrics(self, request_id: str) -> dict[str, Any]:
@@ -222,6 +222,8 @@ class FakeEngine:
         if fault == "nan":
             self._end(request_id, self._running.pop(request_id))
             return FakeOutput(request_id, (), "error", error=f"logits at position {request.num_sent} are not finite")
+        if not request.tokens:
+            request.tokens = expected_tokens(request.prompt, request.sampling.max_tokens, request.sampling.seed)
         tokens = request.tokens[request.num_sent : request.num_sent + self.tokens_per_step]
         stop = next((place for place, token in enumerate(tokens) if token in request.sampling.stop_token_ids), None)
         reason: str | None = None
