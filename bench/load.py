@@ -5,9 +5,11 @@
     python -m bench.load --directory DIR             a model that is there
 
 Weights are streamed as a runtime streams them: on a machine with an NVIDIA card to it, elsewhere to nowhere (a device
-without memory), which leaves reading, arranging and checking. Every run is made twice: `cold` after the files were
-dropped from the page cache (as far as the system lets a process do that), `warm` from it. Every run adds one object
-to the list in --out; without it, it prints the object.
+without memory), which leaves reading, arranging and checking, and the first touch of the memory between. Every run is
+made twice: `cold` after the files were dropped from the page cache (as far as the system lets a process do that), and
+`warm` from it. Beside each stands how fast one thread reads the same files into a small buffer afterwards and does
+nothing with them: what the disk or the page cache gives. Every run adds one object to the list in --out; without it, it
+is printed.
 """
 
 import argparse
@@ -55,6 +57,7 @@ SHAPES: dict[str, dict[str, int]] = {
     },
 }  # fmt: skip
 NOISE = 1 << 22
+READ_BYTES = 16 << 20
 
 
 def write_model(directory: Path, shape: str, layers: int) -> None:
@@ -105,10 +108,14 @@ def measure(directory: Path, device: torch.device, *, cold: bool) -> dict[str, A
         torch.cuda.synchronize(device)
     seconds = time.perf_counter() - start
     placed.clear()
+    if cold:
+        _forget(directory)
+    plain = _read(directory)
     return {
         "bytes": total,
         "seconds": seconds,
         "gb_per_s": total / seconds / 1e9,
+        "read_seconds": plain,
         "host_peak_bytes": _status("VmHWM") - before,
         "host_load_bytes": target.weights.arena_bytes,
     }
@@ -123,6 +130,17 @@ def _forget(directory: Path) -> None:
         os.close(descriptor)
 
 
+def _read(directory: Path) -> float:
+    """Seconds to read the model's files, one after the other, into one buffer."""
+    room = bytearray(READ_BYTES)
+    start = time.perf_counter()
+    for file in sorted(directory.glob("*.safetensors")):
+        with file.open("rb", buffering=0) as opened:
+            while opened.readinto(room):
+                pass
+    return time.perf_counter() - start
+
+
 def _status(key: str) -> int:
     lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
@@ -130,9 +148,10 @@ def _status(key: str) -> int:
 
 def _summed(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Parts of one model, loaded one after the other, as if it were one."""
-    total, seconds = sum(part["bytes"] for part in parts), sum(part["seconds"] for part in parts)
+    total, seconds, read = (sum(part[name] for part in parts) for name in ("bytes", "seconds", "read_seconds"))
     peaks = {name: max(part[name] for part in parts) for name in ("host_peak_bytes", "host_load_bytes")}
-    return {"bytes": total, "seconds": seconds, "gb_per_s": total / seconds / 1e9, **peaks}
+    speeds = {"gb_per_s": total / seconds / 1e9, "read_gb_per_s": total / read / 1e9}
+    return {"bytes": total, "seconds": seconds, **speeds, **peaks}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
