@@ -20,6 +20,7 @@ __all__ = ["Walker", "walkable"]
 
 PATIENCE_S = 60.0
 MASK = 0xFFFFFFFF
+LONG_MASK = 0xFFFFFFFFFFFFFFFF
 
 
 def _signed(value: int) -> int:
@@ -43,11 +44,13 @@ class _Arrivals:
 class Walker:
     """What stands for `cuda` and `ptx`, and runs kernels.
 
-    late  copies arrive when they are waited for, else when they are issued
+    late       copies arrive when they are waited for, else when they are issued
+    may_leave  blocks but the first may end without having waited for the kernel before
     """
 
-    def __init__(self, late: bool = True) -> None:
+    def __init__(self, late: bool = True, *, may_leave: bool = False) -> None:
         self.late = late
+        self._may_leave = may_leave
         self._own = threading.local()
         self._ranges: list[tuple[int, Any]] = []
         self.bytes_copied = 0
@@ -78,16 +81,17 @@ class Walker:
         self._changed, self._failed = threading.Condition(), False
         self._votes = [0] * threads
         self._operands: list[Any] = [None] * threads
+        self._arrays: list[list[Any]] = []
         failures: list[BaseException] = []
 
         def one(thread: int) -> None:
             own = self._own
-            own.thread, own.block, own.blocks, own.waited = thread, block, blocks, False
-            own.groups, own.open = [], []
+            own.thread, own.block, own.blocks, own.threads, own.waited = thread, block, blocks, threads, False
+            own.groups, own.open, own.num_arrays = [], [], 0
             try:
                 with np.errstate(all="ignore"):
                     function(*values)
-                assert own.waited, "a thread never waited for the kernel before"
+                assert own.waited or (self._may_leave and block), "a thread never waited for the kernel before"
                 assert not own.open and not any(own.groups), "copies under way at a kernel's end"
             except BaseException as error:
                 failures.append(error)
@@ -215,6 +219,58 @@ class Walker:
                 raise threading.BrokenBarrierError
             return 1
 
+    def _array(self, shape: int, dtype: Any) -> list[Any] | None:
+        """A static array of shared memory, the same for all threads that come to it; None for dynamic memory."""
+        if shape == 0:
+            return None
+        with self._changed:
+            number = self._own.num_arrays
+            self._own.num_arrays += 1
+            if number == len(self._arrays):
+                self._arrays.append([np.float32(np.nan) if dtype is np.float32 else -12345] * shape)
+            return self._arrays[number]
+
+    def _atomic(self, better: Callable[[Any, Any], Any]) -> Callable[[list[Any], int, Any], None]:
+        def update(array: list[Any], place: int, value: Any) -> None:
+            with self._changed:
+                array[place] = better(array[place], value)
+
+        return update
+
+    def _swap(self, value: Any, read: Callable[[list[Any]], Any]) -> Any:
+        """What a lane reads of all lanes' values, before any of them goes on."""
+        thread = self._own.thread
+        barrier, first = self._warps[thread // 32], thread // 32 * 32
+        self._operands[thread] = value
+        barrier.wait()
+        found = read(self._operands[first : first + 32])
+        barrier.wait()
+        return found
+
+    def _matrix(self, address: int) -> tuple[int, ...]:
+        """ldmatrix.x4.trans: lane i has the address of row i % 8 of matrix i / 8."""
+        lane = self._own.thread % 32
+
+        def read(rows: list[int]) -> tuple[int, ...]:
+            found = []
+            for matrix in range(4):
+                low, high = (
+                    int(self._near(rows[8 * matrix + lane % 4 * 2 + which] + lane // 4 * 2, 2).view(np.uint16)[0])
+                    for which in range(2)
+                )
+                found.append(low | high << 16)
+            return tuple(found)
+
+        found: tuple[int, ...] = self._swap(int(address), read)
+        return found
+
+    def _copy_or_zero(self, place: int, source: int, size: int) -> None:
+        if size:
+            self._copy(16)(place, source)
+        else:
+            zeros = np.zeros(16, np.uint8)
+            self._own.open.append((self._near(place, 16), zeros)) if self.late else self._near(place, 16).fill(0)
+
     def _exchange(self, value: int) -> list[int]:
         """The values of all lanes of a warp."""
         thread = self._own.thread
@@ -275,9 +331,21 @@ class Walker:
             threadIdx=Index("thread"),
             blockIdx=Index("block"),
             gridDim=Index("blocks"),
+            blockDim=Index("threads"),
             syncthreads=lambda: (self._all.wait(), None)[1],
             syncthreads_count=self._count,
-            shared=SimpleNamespace(array=lambda shape, dtype: None),
+            syncwarp=self._sync_warp,
+            shared=SimpleNamespace(array=self._array),
+            local=SimpleNamespace(array=lambda shape, dtype: [None] * shape),
+            atomic=SimpleNamespace(max=self._atomic(max), min=self._atomic(min)),
+            popc=lambda word: (int(word) & LONG_MASK).bit_count(),
+            shfl_sync=lambda lanes, value, lane: self._swap(value, lambda values: values[int(lane)]),
+            shfl_xor_sync=lambda lanes, value, mask: self._swap(
+                value, lambda values: values[own.thread % 32 ^ int(mask)]
+            ),
+            ballot_sync=lambda lanes, vote: self._swap(
+                bool(vote), lambda votes: sum(1 << lane for lane, each in enumerate(votes) if each)
+            ),
         )
 
     def _waited(self) -> None:
@@ -312,8 +380,16 @@ class Walker:
             "load_global_128": words(at),
             "load_global_nc_128": words(at),
             "load_global_i32": lambda address: int(load(at, np.int32, 4)(address)[0]),
+            "load_global_i64": lambda address: int(load(at, np.int64, 8)(address)[0]),
+            "load_global_u8": lambda address: int(load(at, np.uint8, 1)(address)[0]),
+            "load_global_f32": lambda address: load(at, np.float32, 4)(address)[0],
             "load_global_u16": lambda address: int(load(at, np.uint16, 2)(address)[0]),
             "store_shared_u32": store(near, np.uint32, 4),
+            "store_shared_64": store(near, np.uint32, 8),
+            "store_global_64": store(at, np.uint32, 8),
+            "load_shared_matrix_x4_transposed": self._matrix,
+            "copy_async_16_or_zero": self._copy_or_zero,
+            "stay_here": lambda value: value,
             "store_shared_f32": store(near, np.float32, 4),
             "store_shared_128": store(near, np.uint32, 16),
             "store_global_128": store(at, np.uint32, 16),
@@ -340,7 +416,10 @@ class Walker:
             "mma_bf16": self._mma,
             "fma_bf16_pair": _fma_pair,
             "float_of_bits": lambda bits: np.uint32(bits & MASK).view(np.float32),
+            "bits_of_float": lambda value: int(np.float32(value).view(np.uint32)),
             "bf16_bits": _bf16_bits,
+            "bf16_pair": lambda low, high: _bf16_bits(low) | _bf16_bits(high) << 16,
+            "exp2_approx": lambda value: np.exp2(np.float32(value)),
             "mul_rn": lambda a, b: np.float32(a) * np.float32(b),
             "add_rn": lambda a, b: np.float32(a) + np.float32(b),
             "div_rn": lambda a, b: np.float32(a) / np.float32(b),
@@ -373,7 +452,7 @@ def walkable(walker: Walker, *names: str) -> Iterator[list[ModuleType]]:
     fake: Any = ModuleType("lowlat.kernels.numba_cuda")
     fake.cuda, fake.types, fake.device_function = walker.cuda(), known.types, lambda function: function
     fake.uint32, fake.int32 = lambda value: int(value) & MASK, lambda value: _signed(int(value))
-    fake.int64, fake.float32 = int, np.float32
+    fake.int64, fake.float32, fake.uint64 = int, np.float32, lambda value: int(value) & LONG_MASK
     replaced = {"lowlat.kernels.numba_cuda": fake, "lowlat.kernels.ptx": walker.ptx()}
     full = [f"lowlat.kernels.{name}" for name in names]
     kept = {name: sys.modules.get(name) for name in (*replaced, *full)}

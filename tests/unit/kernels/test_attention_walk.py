@@ -1,0 +1,62 @@
+"""The attention kernels themselves, walked thread by thread on a CPU: what they compute, read and leave alone.
+
+Small sizes; the walker checks every address, and copies arrive both as late and as early as they can.
+"""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from attention_cases import Case, chain, check, tree
+from kernel_walk import Walker, walkable
+
+NAMES = ("plan", "copy", "tile", "merge", "combine")
+HEAD_DIM = 64
+
+
+def run(case: Case, late: bool, **options: Any) -> torch.Tensor:
+    """The kernels' result; every float of the workspace is NaN at first."""
+    out = torch.full_like(case.q.reshape(case.q.shape[0], -1), math.nan)
+
+    def workspace(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.full(shape, math.nan if dtype.is_floating_point else 0, dtype=dtype)
+
+    walker = Walker(late, may_leave=True)
+    with walkable(walker, *(f"attention_{name}" for name in NAMES), "attention") as modules:
+        calls = modules[-1].attention(
+            **case.arguments(), **case.options, **options, out=out, workspace=workspace, early_metadata=True
+        )
+        for call in calls:
+            walker.run(call)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("lengths", "rows", "late"),
+    [([200], "one", False), ([0, 130], "chain", True), ([191], "tree", False), ([64, 40], "dead", True)],
+)
+def test_a_short_window_is_the_reference_s(lengths: list[int], rows: str, late: bool) -> None:
+    """Windows of three and four tiles, of one, and of none; rows that begin elsewhere; a dead row among live ones."""
+    masks = {"one": [1], "chain": chain(3), "tree": tree(3, 2), "dead": chain(2)}[rows]
+    case = Case(
+        lengths, [masks] * len(lengths), head_dim=HEAD_DIM, group=2, block=16, device="cpu", window=128,
+        live=[1, 0, 1, 1] if rows == "dead" else None, sinks=torch.tensor([0.5, -3.0, 1.5, 0.0]),
+    )  # fmt: skip
+    check(run(case, late, num_blocks=3), case.expected())
+
+
+@pytest.mark.parametrize(("rows", "late"), [("chain", True), ("tree", False)])
+def test_splits_and_their_sum_are_the_reference_s(rows: str, late: bool) -> None:
+    """Two splits, and one; a slot's pipeline begins while another's ends; a tree's rows one after the other."""
+    lengths, masks = ([290, 70], chain(2)) if rows == "chain" else ([290], tree(3, 2))
+    case = Case(lengths, [masks] * len(lengths), head_dim=HEAD_DIM, group=2, block=16, device="cpu")
+    check(run(case, late, num_blocks=3), case.expected())
+
+
+def test_a_row_has_the_same_bits_in_any_company() -> None:
+    case = Case([130], [chain(3)], head_dim=HEAD_DIM, group=2, block=16, device="cpu", window=100)
+    together = run(case, True, num_blocks=2)
+    case.live = torch.tensor([0, 1, 0], dtype=torch.uint8)
+    alone = run(case, False, num_blocks=1)
+    assert torch.equal(alone[1], together[1]) and not alone[[0, 2]].any()
