@@ -273,12 +273,7 @@ class Walker:
 
     def _exchange(self, value: int) -> list[int]:
         """The values of all lanes of a warp."""
-        thread = self._own.thread
-        barrier, first = self._warps[thread // 32], thread // 32 * 32
-        self._operands[thread] = int(value) & MASK
-        barrier.wait()
-        values = [int(each) for each in self._operands[first : first + 32]]
-        barrier.wait()
+        values: list[int] = self._swap(int(value) & MASK, list)
         return values
 
     def _same(self, value: int) -> int:
@@ -297,23 +292,23 @@ class Walker:
 
     def _mma(self, *operands: Any) -> tuple[Any, ...]:
         """The fragments of mma.m16n8k16 as the PTX manual has them."""
-        thread = self._own.thread
-        barrier, first = self._warps[thread // 32], thread // 32 * 32
-        self._operands[thread] = operands
-        barrier.wait()
-        group, quad = thread % 32 // 4, thread % 4
-        found = []
-        for part in range(4):
-            row, column = group + 8 * (part // 2), quad * 2 + part % 2
-            total = float(operands[part])
-            for k in range(16):
-                a_lane = first + row % 8 * 4 + k % 8 // 2
-                a = self._operands[a_lane][4 + row // 8 + 2 * (k // 8)]
-                b = self._operands[first + column * 4 + k % 8 // 2][8 + k // 8]
-                total += _half(a, k % 2) * _half(b, k % 2)
-            found.append(np.float32(total))
-        barrier.wait()
-        return tuple(found)
+        lane = self._own.thread % 32
+        group, quad = lane // 4, lane % 4
+
+        def read(lanes: list[Any]) -> tuple[Any, ...]:
+            found = []
+            for part in range(4):
+                row, column = group + 8 * (part // 2), quad * 2 + part % 2
+                total = float(operands[part])
+                for k in range(16):
+                    a = lanes[row % 8 * 4 + k % 8 // 2][4 + row // 8 + 2 * (k // 8)]
+                    b = lanes[column * 4 + k % 8 // 2][8 + k // 8]
+                    total += _half(a, k % 2) * _half(b, k % 2)
+                found.append(np.float32(total))
+            return tuple(found)
+
+        found: tuple[Any, ...] = self._swap(operands, read)
+        return found
 
     def cuda(self) -> Any:
         """What stands for Numba's `cuda`."""
