@@ -11,10 +11,10 @@ from typing import Any, Self, TypeVar
 from lowlat.errors import LowlatError, ServerGone
 from lowlat.ipc.client.base import BaseClient
 from lowlat.ipc.client.chunk import Chunk
-from lowlat.ipc.client.protocol import DEFAULT_WINDOW, Connection, Reply, Stream, Waiter
+from lowlat.ipc.client.protocol import Connection, Reply, Stream, Waiter
 from lowlat.ipc.client.request import Prompt, Request, make_request
 from lowlat.ipc.client.settings import RETRY_S, check_seconds
-from lowlat.ipc.client.sockets import ClientCurve, Sockets
+from lowlat.ipc.client.sockets import Sockets
 from lowlat.ipc.messages import Pong, Welcome
 
 __all__ = ["AsyncClient", "AsyncGeneration"]
@@ -229,20 +229,8 @@ class AsyncGeneration:
         return chunk
 
 
-class AsyncClient(BaseClient[AsyncLink]):
+class AsyncClient(BaseClient[AsyncLink, asyncio.Lock]):
     """A client of a lowlat server for asyncio; belongs to the loop that first uses it. See Client for the options."""
-
-    def __init__(
-        self,
-        endpoint: str | None = None,
-        *,
-        name: str = "",
-        connect_timeout_s: float = 5.0,
-        window: int = DEFAULT_WINDOW,
-        curve: ClientCurve | None = None,
-    ) -> None:
-        super().__init__(endpoint, name=name, connect_timeout_s=connect_timeout_s, window=window, curve=curve)
-        self._connecting: asyncio.Lock | None = None
 
     @property
     def server(self) -> Welcome:
@@ -307,9 +295,7 @@ class AsyncClient(BaseClient[AsyncLink]):
             if not self._links[0].loop.is_closed():
                 raise LowlatError("the client belongs to another event loop that still lives; make one for each")
             self._links.pop().fail("its event loop has ended")
-            self._connecting = None
-        if self._connecting is None:
-            self._connecting = asyncio.Lock()
+            self._connecting = self._new_lock()
         async with self._connecting:
             self._check_open()
             if self._links:
@@ -324,6 +310,9 @@ class AsyncClient(BaseClient[AsyncLink]):
                 raise LowlatError("the client was closed while it connected")
             self._links.append(link)
             return link
+
+    def _new_lock(self) -> asyncio.Lock:
+        return asyncio.Lock()
 
     async def _connect(self, loop: asyncio.AbstractEventLoop) -> AsyncLink:
         deadline = time.monotonic() + self._settings.connect_timeout_s

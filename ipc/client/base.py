@@ -2,6 +2,7 @@
 
 import os
 import weakref
+from abc import ABC, abstractmethod
 from typing import Generic, Protocol, TypeVar
 
 from lowlat.errors import LowlatError, ServerGone
@@ -23,9 +24,10 @@ class Closable(Protocol):
 
 
 LinkType = TypeVar("LinkType", bound=Closable)
+LockType = TypeVar("LockType")
 
 
-class BaseClient(Generic[LinkType]):
+class BaseClient(ABC, Generic[LinkType, LockType]):
     """A client of a lowlat server; `Client` says what the options mean."""
 
     def __init__(
@@ -39,6 +41,7 @@ class BaseClient(Generic[LinkType]):
     ) -> None:
         self._settings = Settings(endpoint, name, connect_timeout_s, window, curve)
         self._process = os.getpid()
+        self._connecting = self._new_lock()
         self._links: list[LinkType] = []  # one, or none; a list, so that the finalizer can hold it without the client
         self._closed = False
         self._finalizer = weakref.finalize(self, _close_all, self._links, self._process)
@@ -60,6 +63,10 @@ class BaseClient(Generic[LinkType]):
                 f"this client was made in process {self._process} and is used in its fork {os.getpid()}; "
                 "make a client after the fork"
             )
+
+    @abstractmethod
+    def _new_lock(self) -> LockType:
+        """What is held while a connection is made."""
 
     def _end(self) -> None:
         """Close for good; harmless when repeated, and in a fork."""

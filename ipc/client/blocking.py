@@ -10,10 +10,9 @@ from lowlat.errors import LowlatError, ServerGone
 from lowlat.ipc.client.base import BaseClient
 from lowlat.ipc.client.chunk import Chunk
 from lowlat.ipc.client.link import Link
-from lowlat.ipc.client.protocol import DEFAULT_WINDOW, Connection, Reply, Stream
+from lowlat.ipc.client.protocol import Connection, Reply, Stream
 from lowlat.ipc.client.request import Prompt, Request, make_request
 from lowlat.ipc.client.settings import RETRY_S, check_seconds
-from lowlat.ipc.client.sockets import ClientCurve
 from lowlat.ipc.messages import Pong, Welcome
 
 __all__ = ["Client", "Generation"]
@@ -101,7 +100,7 @@ class Generation:
             return chunk
 
 
-class Client(BaseClient[Link]):
+class Client(BaseClient[Link, "threading.Lock"]):
     """A client of a lowlat server, for programs that block; safe for several threads at once.
 
     endpoint           ipc:///a/path.sock or tcp://host:port; None: LOWLAT_ENDPOINT, or the user's own default
@@ -113,18 +112,6 @@ class Client(BaseClient[Link]):
     or close it. Raises ConfigError for an endpoint or an option that cannot be; calls raise ServerGone when no server
     answers, Busy when it takes no more clients.
     """
-
-    def __init__(
-        self,
-        endpoint: str | None = None,
-        *,
-        name: str = "",
-        connect_timeout_s: float = 5.0,
-        window: int = DEFAULT_WINDOW,
-        curve: ClientCurve | None = None,
-    ) -> None:
-        super().__init__(endpoint, name=name, connect_timeout_s=connect_timeout_s, window=window, curve=curve)
-        self._connecting = threading.Lock()
 
     @property
     def server(self) -> Welcome:
@@ -187,6 +174,9 @@ class Client(BaseClient[Link]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _new_lock(self) -> "threading.Lock":
+        return threading.Lock()
 
     def _submit(self, request: Request) -> tuple[Link, Stream]:
         link = self._connected()
