@@ -1,6 +1,7 @@
-"""What rows of every benchmark of a step share: which machine and commit they stand for, and their times' summary."""
+"""What rows of all benchmarks share: the machine and commit that they stand for, their times' summary, their file."""
 
 import gc
+import json
 import platform
 import subprocess
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 
 from bench.clock import Timed, percentile, time_waited
 
-__all__ = ["SUMMARY", "release", "stamps_of", "summary_of"]
+__all__ = ["SUMMARY", "release", "stamps_of", "summary_of", "write_json"]
 
 WAITED_REPLAYS = 100
 SUMMARY = ("ms_p50", "ms_p99", "ms_least", "host_ms_p50", "host_ms_p99")
@@ -44,6 +45,12 @@ def _output(*command: str) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return answer.stdout.strip().partition("\n")[0] if answer.returncode == 0 else ""
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a result, and the folder that it lies in where there is none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def release(device: torch.device) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from bench.clock import Timed, own_stream, percentile, round_robin
-from bench.conditions import SUMMARY, release, stamps_of, summary_of
+from bench.conditions import SUMMARY, release, stamps_of, summary_of, write_json
 from bench.dense_cases import (
     ALL_CASES,
     CASES,
@@ -209,10 +209,9 @@ def _write(
         "dry_run": options.dry_run,
         "walls": [asdict(measured) for measured in walls],
     }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
     beside = [_beside_wall(row, wall) for row in rows]
     for path, content in ((options.out, beside), (conditions_path(options.out), conditions)):
-        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        write_json(path, content)
 
 
 class StandIn:

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from bench.clock import Timed, own_stream, round_robin
-from bench.conditions import release, stamps_of, summary_of
+from bench.conditions import release, stamps_of, summary_of, write_json
 from bench.dense_cases import Case, conditions_path
 from bench.gpt_oss_cases import (
     ACCEPT_LENGTHS,
@@ -100,7 +100,7 @@ def _soak(options: argparse.Namespace, device: torch.device) -> int:
             rows[-1] |= found
             print(json.dumps({"case": rows[-1]["case"], **found}), flush=True)
             if options.out is not None:
-                _write_json(options.out, rows)
+                write_json(options.out, rows)
 
         soak(model, case, weights, device, options.soak, progress)
         release(device)
@@ -217,12 +217,7 @@ def _write(
         "walls": [asdict(measured) for measured in walls],
     }
     for path, content in ((options.out, beside), (conditions_path(options.out), conditions)):
-        _write_json(path, content)
-
-
-def _write_json(path: Path, content: Any) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        write_json(path, content)
 
 
 if __name__ == "__main__":

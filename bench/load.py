@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from bench.conditions import stamps_of
+from bench.conditions import stamps_of, write_json
 from lowlat.checkpoint import open_target, read_model_config
 from lowlat.checkpoint.recipes import Recipe
 from lowlat.checkpoint.target import target_recipes
@@ -196,7 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(json.dumps(result))
         return
     known = json.loads(options.out.read_text(encoding="utf-8")) if options.out.exists() else []
-    options.out.write_text(json.dumps([*known, result], indent=1) + "\n", encoding="utf-8")
+    write_json(options.out, [*known, result])
 
 
 if __name__ == "__main__":

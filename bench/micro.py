@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bench.clock import Timed, own_stream, percentile, round_robin
+from bench.conditions import write_json
 from bench.wall import measure_wall
 
 if TYPE_CHECKING:
@@ -110,9 +111,8 @@ def write_rows(rows: Sequence[dict[str, Any]], out: Path | None, device: torch.d
     for row in rows:
         print(json.dumps(row))
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
         result = {"card": torch.cuda.get_device_name(device), "wall_gb_per_s": wall_gb_per_s, "rows": rows}
-        out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_json(out, result)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from bench.conditions import stamps_of
+from bench.conditions import stamps_of, write_json
 from bench.dense_cases import LLAMA_8B, TINY, DenseGeometry, make_weights
 
 __all__ = ["main", "start_once", "write_checkpoint"]
@@ -200,7 +200,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             rows.append(row)
     if options.out is not None:
         size = sum(path.stat().st_size for path in options.directory.rglob("*.safetensors"))
-        options.out.parent.mkdir(parents=True, exist_ok=True)
         stamps = stamps_of(torch.device(options.device), options.commit)
         conditions = {
             **stamps,
@@ -210,7 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "checkpoint_bytes": size,
             **loading,
         }
-        options.out.write_text(json.dumps({**conditions, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+        write_json(options.out, {**conditions, "rows": rows})
 
 
 def _run(options: argparse.Namespace, cache: str) -> dict[str, Any]:
