@@ -40,7 +40,6 @@ ENOUGH_STAGES = 3
 MOST_SPARE = 4  # blocks that a down product leaves out: there the next kernel starts, which has a block a row
 AREAS = 2  # of sums: one is added up while the other fills
 BARRIER_BYTES = 16  # two barriers: of what is there, and of what is free
-SYSTEM_BYTES = 1024  # of shared memory, a block
 
 
 @dataclass(frozen=True)
@@ -190,7 +189,7 @@ def plan_experts(
             num_blocks = min(rows * shape.ranks * shape.tiles, most)
             for depth in range(MOST_STAGES, least - 1, -1) if stages is None else (stages,):
                 plan = ExpertPlan(columns, capacity, warps, count, depth, shared, num_blocks, bulk)
-                if plan.shared_bytes(shape) * shared + SYSTEM_BYTES * (shared - 1) <= card.shared_bytes:
+                if plan.shared_bytes(shape) <= card.most_bytes(shared):
                     return plan
         columns //= 2
     raise ShapeError(

@@ -30,10 +30,13 @@ class Card:
     shared_bytes: int
     capability: tuple[int, int]
 
-    def bytes_for(self, blocks: int) -> int:
+    def most_bytes(self, blocks: int) -> int:
+        """The most shared memory a block of which so many blocks fit on a multiprocessor."""
+        return (self.shared_bytes + RESERVED_BYTES) // blocks - RESERVED_BYTES
+
+    def least_bytes(self, blocks: int) -> int:
         """The least shared memory a block of which no more than so many blocks fit on a multiprocessor."""
-        whole = self.shared_bytes + RESERVED_BYTES
-        return whole // (blocks + 1) - RESERVED_BYTES + GRAIN
+        return self.most_bytes(blocks + 1) + GRAIN
 
 
 H200 = Card(132, 227 * 1024, (9, 0))
@@ -68,7 +71,7 @@ class Kernel:
 
     def shared_bytes_on(self, card: Card) -> int:
         """Dynamic shared memory that a launch asks for: more than it uses where that keeps blocks apart."""
-        return max(self.shared_bytes, card.bytes_for(self.most_blocks) if self.most_blocks else 0)
+        return max(self.shared_bytes, card.least_bytes(self.most_blocks) if self.most_blocks else 0)
 
 
 @dataclass(frozen=True)

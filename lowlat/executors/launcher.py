@@ -88,22 +88,22 @@ class Launcher:
             compiled = compile_kernel(kernel, self.capability, self._cache)
             make = ObjectCode.from_cubin if compiled.is_cubin else ObjectCode.from_ptx
             known = make(compiled.code, name=kernel.name).get_kernel(compiled.entry)
-            if kernel.shared_bytes_on(self.card) > 48 * 1024:
-                self._allow_shared_memory(known, kernel)
+            asked = kernel.shared_bytes_on(self.card)
+            if asked > 48 * 1024:
+                self._allow_shared_memory(known, kernel.name, asked)
             self._loaded[kernel.name] = known
         return known
 
-    def _allow_shared_memory(self, loaded: Any, kernel: Kernel) -> None:
+    def _allow_shared_memory(self, loaded: Any, name: str, num_bytes: int) -> None:
         from cuda.bindings import driver
 
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        asked = kernel.shared_bytes_on(self.card)
         (status,) = driver.cuKernelSetAttribute(
-            attribute, asked, driver.CUkernel(int(loaded.handle)), self._core.device_id
+            attribute, num_bytes, driver.CUkernel(int(loaded.handle)), self._core.device_id
         )
         if status != driver.CUresult.CUDA_SUCCESS:
             raise DeviceError(
-                f"kernel {kernel.name} needs {asked} bytes of shared memory a block, which "
+                f"kernel {name} needs {num_bytes} bytes of shared memory a block, which "
                 f"{self.device} refuses: {status.name}"
             )
 
