@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from bench.clock import own_stream, percentile
-from bench.conditions import release, stamps_of
+from bench.conditions import release, stamps_of, write_json
 from bench.dense_cases import Case
 from bench.gpt_oss_cases import MODELS, SMALL, OssCase, OssModel
 from bench.gpt_oss_step import Weights, make_weights, shapes_of
@@ -32,7 +32,7 @@ from bench.lowlat_step import BLOCK_SIZE
 from bench.micro import Entry, time_entries
 from bench.wall import measure_wall
 from lowlat.executors import expansion
-from lowlat.executors.allocation import STATE_ROLES
+from lowlat.executors.allocation import STATE_ROLES, pinned_names
 from lowlat.executors.device_weights import DeviceWeights
 from lowlat.executors.launcher import Launcher
 from lowlat.executors.orders import expert_parts, weight_orders
@@ -47,7 +47,6 @@ from lowlat.tree import TreeTopology
 
 __all__ = ["expansions", "main", "measure_chunk"]
 
-ON_HOST = ("prefill_table", "prefill_chunk", "prefill_live", "prefill_head_live")
 LEAD, EXPANDED_TOGETHER = 3, 8
 
 
@@ -75,8 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for row in rows:
         print(json.dumps(row))
     if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        write_json(options.out, rows)
     return 0
 
 
@@ -164,7 +162,7 @@ def _make(
 def _buffers(program: Program, device: torch.device) -> BufferSet:
     specs = list(program.specs(*STATE_ROLES, Role.SCRATCH, Role.CONSTANT))
     constants = {name: content.to(device) for name, content in program.constants.items()}
-    return BufferSet(specs, device, constants, pinned=ON_HOST if device.type == "cuda" else ())
+    return BufferSet(specs, device, constants, pinned=pinned_names(specs) if device.type == "cuda" else ())
 
 
 def _fill(buffers: BufferSet, vocab_size: int, chunk: int, start: int) -> None:

@@ -7,7 +7,7 @@ import torch
 from lowered import Pair
 from tiny_models import make_pair, mxfp4_target
 
-from lowlat.executors.allocation import STATE_ROLES
+from lowlat.executors.allocation import STATE_ROLES, pinned_names
 from lowlat.executors.launcher import Launcher
 from lowlat.executors.prefill import TorchPrefill
 from lowlat.executors.reference import bind
@@ -18,7 +18,6 @@ __all__ = ["NAMES", "chunk_differences", "make_named"]
 
 NAMES = ("llama", "gpt_oss", "mxfp4")
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 64}
-ON_HOST = {"prefill_table", "prefill_chunk", "prefill_live", "prefill_head_live"}  # as the executors have them
 
 
 def make_named(name: str, directory: Path) -> Pair:
@@ -47,7 +46,7 @@ def chunk_differences(pair: Pair, device: torch.device, launcher: Launcher | Non
     program = build_prefill(pair.geometry)
     specs = list(program.specs(*STATE_ROLES, Role.SCRATCH, Role.CONSTANT))
     constants = {name: content.to(device) for name, content in program.constants.items()}
-    found = BufferSet(specs, device, constants, pinned=ON_HOST if device.type == "cuda" else ())
+    found = BufferSet(specs, device, constants, pinned=pinned_names(specs) if device.type == "cuda" else ())
     expected = BufferSet(specs, torch.device("cpu"), program.constants)
     for buffers in (found, expected):
         _fill(buffers, pair.target.config.vocab_size)

@@ -13,7 +13,7 @@ import torch
 
 from lowlat.errors import ConfigError, DeviceError
 from lowlat.executors import OpHook
-from lowlat.executors.allocation import STATE_ROLES, SharedConstants, clear_blocks
+from lowlat.executors.allocation import STATE_ROLES, SharedConstants, clear_blocks, pinned_names
 from lowlat.executors.device_weights import DeviceWeights
 from lowlat.executors.expansion import room_bytes
 from lowlat.executors.launcher import Launcher
@@ -30,8 +30,6 @@ from lowlat.program import Program
 
 __all__ = ["KernelExecutor"]
 
-# what torch's prefill reads on the device; the rest of the commands are read by the host's side of it, or by kernels
-DEVICE_COMMANDS = ("prefill_tokens", "prefill_positions", "prefill_head_positions")
 POLLS_BETWEEN_CHECKS = 4096
 
 
@@ -63,9 +61,8 @@ class KernelExecutor:
         orders, experts = weight_orders(programs.values()), expert_parts(programs.values())
         self._weights = DeviceWeights(weights, _matrices(every), device, orders, experts)
         specs = [spec for program in every for spec in program.specs(*STATE_ROLES)]
-        pinned = {s.name for s in specs if s.role in (Role.COMMAND, Role.PUBLICATION) and s.name not in DEVICE_COMMANDS}
         with torch.cuda.stream(self.stream):
-            self.state = BufferSet(specs, device, pinned=pinned)
+            self.state = BufferSet(specs, device, pinned=pinned_names(specs))
             sizes = [sum(aligned_bytes(spec) for spec in program.specs(Role.SCRATCH)) for program in every]
             extra = room_bytes(prefill, self._weights.vector)
             self._arena = torch.zeros(max(*sizes, sizes[-1] + extra), dtype=torch.uint8, device=device)
