@@ -36,7 +36,6 @@ DOUBLES = re.compile(r"sample_draw")
 
 
 @pytest.mark.parametrize(("capability", "kernel"), CASES)
-@pytest.mark.timeout(900)
 def test_a_kernel_fits_its_card(capability: tuple[int, int], kernel: Kernel, compiled: Compiled) -> None:
     made, ptx = compiled.of(capability, kernel)
     assert ".local" not in ptx

@@ -31,7 +31,6 @@ def ints(*shape: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=name_of)
-@pytest.mark.timeout(900)
 def test_registers_stack_and_wide_loads(kernel: Kernel, compiled: Compiled) -> None:
     made, ptx = compiled.of((9, 0), kernel)
     assert made.stack_bytes == 0
