@@ -1,7 +1,7 @@
 """Times of the experts' two products inside a graph, over experts that have left the L2, and of ways to cut them.
 
     python -m bench.experts --out /tmp/experts.json
-    python -m bench.experts --tiles 1 2 --stages 2 4 6 --warps 9 15
+    python -m bench.experts --stages 2 3 4 --warps 9 15 --blocks 1 2
 
 gpt-oss-120b's sizes. Every copy in the graph reads other experts. A pair of launches, as a step has them, is timed
 beside each product alone, because the second one's first weights travel while the first one ends.
@@ -109,8 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Time every cut that is asked for, print a row each, and write them where that is asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--warps", type=int, nargs="*", default=[], help="that multiply: 9 or 15; changes bits")
-    parser.add_argument("--tiles", type=int, nargs="*", default=[], help="walked at once: 1 or 2")
-    parser.add_argument("--stages", type=int, nargs="*", default=[], help="of a pipeline")
+    parser.add_argument("--stages", type=int, nargs="*", default=[], help="of a warp's pipeline")
     parser.add_argument("--blocks", type=int, nargs="*", default=[], help="that share a multiprocessor")
     parser.add_argument("--experts", type=int, default=128)
     parser.add_argument("--bf16", action="store_true", help="plain weights; take fewer experts")
@@ -119,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args(arguments)
-    ways = {"warps": options.warps, "tiles": options.tiles, "stages": options.stages, "blocks": options.blocks}
+    ways = {"warps": options.warps, "stages": options.stages, "blocks": options.blocks}
     given = {name: values for name, values in ways.items() if values}
     cuts = [dict(zip(given, values, strict=True)) for values in itertools.product(*given.values())]
     device = torch.device(options.device)

@@ -1,6 +1,6 @@
-"""What travels to a block's shared memory: the weights of its run of tiles, one stage after the other, and inputs.
+"""What a warp that multiplies fetches for itself: its steps of its tiles, part after part, and the inputs of its steps.
 
-A stage is one step for each warp that multiplies, of one or two tiles: first each tile's words, then each one's scales.
+A part is some steps of a tile, which lie behind each other in memory: in a stage first their words, then their scales.
 """
 
 from typing import Any
@@ -8,88 +8,73 @@ from typing import Any
 from lowlat.kernels import ptx
 from lowlat.kernels.experts_list import make_members_of, make_pair_of
 from lowlat.kernels.experts_multiply import scaled
-from lowlat.kernels.experts_plan import GATE_UP, SCALE_BYTES, ExpertPlan, ExpertShape
+from lowlat.kernels.experts_plan import CODE_BYTES, GATE_UP, SCALE_BYTES, ExpertPlan, ExpertShape
 from lowlat.kernels.numba_cuda import device_function, int64, uint32
 
 __all__ = ["make_fetch", "make_load_inputs"]
 
 
 def make_fetch(shape: ExpertShape, plan: ExpertPlan) -> Any:
-    """A function of one warp's lanes: let a stage travel, and its barrier know.
+    """A function of a warp's lanes: let a part travel to a stage.
 
-    It takes the stage's place and its barrier, the addresses of the words and scales of the first step of all, the
-    number of the stage's first step among those of all tiles of all experts, its steps, its tiles, and the lane.
+    It takes the lane's place in the stage and its addresses in the words and scales of the first step of all, 16 bytes
+    from lane to lane; the number of the part's first step among those of all tiles of all experts, how many steps the
+    warp has left from there, and the lane.
     """
-    steps, step_bytes, warps, quantised = shape.steps, shape.step_bytes, plan.warps, shape.quantised
-    scales_at, both_bytes = plan.tiles * plan.warps * step_bytes, step_bytes + (SCALE_BYTES if quantised else 0)
-    tiles = plan.tiles
+    part, step_bytes, quantised = plan.part, shape.step_bytes, shape.quantised
+    pieces, even = step_bytes // CODE_BYTES, plan.is_even(shape)
 
     @device_function
-    def fetch_in_bulk(
-        place: Any, barrier: Any, weight: Any, scales: Any, number: Any, count: Any, together: Any, lane: Any
-    ) -> None:
-        if lane == uint32(0):
-            ptx.barrier_expect(barrier, uint32(uint32(together * count) * uint32(both_bytes)))
-            for tile in range(tiles):
-                if uint32(tile) < together:
-                    at = int64(number) + int64(tile * steps)
-                    to_words = uint32(place + uint32(tile * warps * step_bytes))
-                    ptx.copy_bulk_once(to_words, weight + at * step_bytes, uint32(count * uint32(step_bytes)), barrier)
-                    if quantised:
-                        to_scales = uint32(place + uint32(scales_at + tile * warps * SCALE_BYTES))
-                        ptx.copy_bulk_once(
-                            to_scales, scales + at * SCALE_BYTES, uint32(count * uint32(SCALE_BYTES)), barrier
-                        )
+    def fetch(place: Any, words: Any, scales: Any, number: Any, count: Any, lane: Any) -> None:
+        words = words + int64(number) * step_bytes
+        for step in range(part):
+            if even or uint32(step) < count:
+                for piece in range(pieces):
+                    at = step * step_bytes + piece * CODE_BYTES
+                    ptx.copy_async_16_once(uint32(place + uint32(at)), words + at)
+        if quantised:
+            whole = uint32(part) if even else min(uint32(part), count)
+            if lane < uint32(whole * uint32(SCALE_BYTES // 16)):
+                ptx.copy_async_16_once(uint32(place + uint32(part * step_bytes)), scales + int64(number) * SCALE_BYTES)
 
-    @device_function
-    def fetch_by_lanes(
-        place: Any, barrier: Any, weight: Any, scales: Any, number: Any, count: Any, together: Any, lane: Any
-    ) -> None:
-        for tile in range(tiles):
-            if uint32(tile) < together:
-                at = int64(number) + int64(tile * steps)
-                to_words, words = uint32(place + uint32(tile * warps * step_bytes)), weight + at * step_bytes
-                _copy(to_words, words, uint32(count * uint32(step_bytes)), lane)
-                if quantised:
-                    to_scales = uint32(place + uint32(scales_at + tile * warps * SCALE_BYTES))
-                    _copy(to_scales, scales + at * SCALE_BYTES, uint32(count * uint32(SCALE_BYTES)), lane)
-        ptx.barrier_arrive_with_copies(barrier)
-
-    return fetch_in_bulk if plan.bulk else fetch_by_lanes
-
-
-@device_function
-def _copy(place: Any, source: Any, num_bytes: Any, lane: Any) -> None:
-    place, at = ptx.varying(place), uint32(lane * uint32(16))
-    while at < num_bytes:
-        ptx.copy_async_16_once(uint32(place + at), source + int64(at))
-        at = uint32(at + uint32(512))
+    return fetch
 
 
 def make_load_inputs(shape: ExpertShape, plan: ExpertPlan) -> Any:
-    """A function of all threads that multiply: a unit's inputs to shared memory, as lanes read them; past the last
-    column zeros.
+    """A function of a warp's lanes: what a lane needs of a part's inputs, eight words a step; zeros past the last column.
 
-    Columns that no pair has keep what was there: they feed columns of the product that nobody reads.
+    Columns of the product that no pair has get another pair's inputs: nobody reads them.
     """
-    columns, threads, pieces, depth = plan.columns, plan.warps * 32, shape.steps * 8, shape.columns
+    part, depth, most = plan.part, shape.columns, plan.columns - 1
+    whole = plan.is_even(shape) and depth % 64 == 0
     ranks = shape.ranks if shape.kind == GATE_UP else 1
     quantised, members_of, pair_of = shape.quantised, make_members_of(plan), make_pair_of(plan)
 
     @device_function
-    def load_inputs(lists: Any, area: Any, x: Any, unit: Any, thread: Any) -> None:
-        count, index = uint32(members_of(lists, unit) * uint32(pieces)), thread
-        while index < count:
-            column = uint32(index // uint32(pieces))
-            piece = uint32(index - column * uint32(pieces))
-            index = uint32(index + uint32(threads))
-            row = uint32(pair_of(lists, unit, column) // uint32(ranks))
-            a, b, c, d = uint32(0), uint32(0), uint32(0), uint32(0)
-            if piece < uint32(depth // 8):
-                a, b, c, d = ptx.load_global_128(x + (int64(row) * depth + int64(piece) * 8) * 2)
-                if quantised:
-                    a, b, c, d = scaled(a), scaled(b), scaled(c), scaled(d)
-            place = (piece >> uint32(2)) * uint32(columns * 64) + column * uint32(64) + (piece & uint32(3)) * uint32(16)
-            ptx.store_shared_128(area + place, a, b, c, d)
+    def load_half(row: Any, column: Any) -> Any:
+        a, b, c, d = uint32(0), uint32(0), uint32(0), uint32(0)
+        if whole or column < uint32(depth):
+            a, b, c, d = ptx.load_global_128(row + int64(column) * 2)
+            if quantised:
+                a, b, c, d = scaled(a), scaled(b), scaled(c), scaled(d)
+        return a, b, c, d
+
+    @device_function
+    def load_step(row: Any, column: Any) -> Any:
+        a, b, c, d = load_half(row, column)
+        e, f, g, h = load_half(row, uint32(column + uint32(32)))
+        return a, b, c, d, e, f, g, h
+
+    @device_function
+    def load_inputs(lists: Any, x: Any, unit: Any, first: Any, lane: Any) -> Any:
+        column = uint32(0)
+        if most:
+            column = uint32(min(uint32(lane >> uint32(2)), uint32(members_of(lists, unit) - uint32(1))))
+        row = x + int64(pair_of(lists, unit, column) // uint32(ranks)) * (2 * depth)
+        at = uint32(first * uint32(64) + (lane & uint32(3)) * uint32(8))
+        one = load_step(row, at)
+        two = load_step(row, uint32(at + uint32(64))) if part > 1 else one
+        three = load_step(row, uint32(at + uint32(128))) if part > 2 else two
+        return one, two, three
 
     return load_inputs

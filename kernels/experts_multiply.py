@@ -1,4 +1,4 @@
-"""One step of an expert's product for one warp: 16 weight rows by 64 columns times up to eight inputs.
+"""Steps of an expert's product for one warp: each 16 weight rows by 64 columns times up to eight inputs.
 
 MXFP4: a code's sign and its three bits of magnitude, put at bits 15 and 8 to 6 of a bf16, are its value times 2**-126;
 the lowest magnitudes are subnormal there, and mma reads those exactly. Inputs come times 2**63 (exact for magnitudes
@@ -9,10 +9,10 @@ for: packed scales are 63 above their meaning, and one multiply-add brings it to
 from typing import Any
 
 from lowlat.kernels import ptx
-from lowlat.kernels.experts_plan import ExpertPlan, ExpertShape
+from lowlat.kernels.experts_plan import SCALE_BYTES, ExpertPlan, ExpertShape
 from lowlat.kernels.numba_cuda import device_function, float32, uint32
 
-__all__ = ["MINUS_ZEROS", "TWO_TO_63", "decode", "make_load", "make_multiply", "scaled"]
+__all__ = ["MINUS_ZEROS", "TWO_TO_63", "decode", "make_multiply", "scaled"]
 
 TWO_TO_63 = 0x5F005F00  # twice, in bf16
 MINUS_ZEROS = 0x80008000
@@ -50,24 +50,31 @@ def _block(w: Any, v: Any, x0: Any, x1: Any, x2: Any, x3: Any) -> Any:
     return ptx.mma_bf16(d0, d1, d2, d3, a2, b2, a3, b3, x2, x3)
 
 
-def make_load(plan: ExpertPlan) -> Any:
-    """A function: what a lane needs of a step's inputs, eight words, from its place among them."""
-    half = plan.columns * 64
+def make_multiply(shape: ExpertShape, plan: ExpertPlan) -> Any:
+    """A function: add a part of a tile to a warp's four sums.
+
+    It takes the sums, the addresses of the lane's words and scales, its inputs, and the steps left from the part's first.
+    """
+    part, step_bytes = plan.part, shape.step_bytes
+    even, multiply = plan.is_even(shape), _make_multiply_step(shape)
 
     @device_function
-    def load(inputs: Any) -> Any:
-        x0, x1, x2, x3 = ptx.load_shared_128(inputs)
-        x4, x5, x6, x7 = ptx.load_shared_128(inputs + uint32(half))
-        return x0, x1, x2, x3, x4, x5, x6, x7
+    def multiply_part(sums: Any, words: Any, scales: Any, x: Any, count: Any) -> Any:
+        if even or count > uint32(0):
+            sums = multiply(sums, words, scales, x[0])
+        if part > 1 and (even or count > uint32(1)):
+            sums = multiply(sums, uint32(words + uint32(step_bytes)), uint32(scales + uint32(SCALE_BYTES)), x[1])
+        if part > 2 and (even or count > uint32(2)):
+            sums = multiply(
+                sums, uint32(words + uint32(2 * step_bytes)), uint32(scales + uint32(2 * SCALE_BYTES)), x[2]
+            )
+        return sums
 
-    return load
+    return multiply_part
 
 
-def make_multiply(shape: ExpertShape) -> Any:
-    """A function: add a step of one tile to a warp's four sums.
-
-    It takes the sums, the addresses of the lane's words and of its scales, and its inputs.
-    """
+def _make_multiply_step(shape: ExpertShape) -> Any:
+    """A function of the sums, the addresses of the lane's words and of its scales, and its inputs of a step."""
 
     @device_function
     def multiply_codes(sums: Any, words: Any, scales: Any, x: Any) -> Any:

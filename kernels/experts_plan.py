@@ -8,7 +8,6 @@ from lowlat.errors import ShapeError
 from lowlat.kernels.kernel import Card
 
 __all__ = [
-    "AREAS",
     "BARRIER_BYTES",
     "CODE_BYTES",
     "DOWN",
@@ -30,16 +29,14 @@ BF16_BYTES = 2048  # of the same tile in bf16
 MAX_PAIRS = 256  # of a row and a rank, in one launch: each has a thread while they are listed
 MAX_COLUMNS = 8  # of a tile of mma
 PAD = 20  # floats from one pair's partial sums to the next one's
-MOST_WARPS = (
-    15  # that multiply; with those beside them 17: 56 registers a thread where two blocks share a multiprocessor
-)
-LEAST_WARPS = 6
-OTHER_WARPS = 2  # one fetches, one finishes
-MOST_STAGES = 3  # more of them leave the next kernel less room, and gain nothing: README.md has the figures
-ENOUGH_STAGES = 3
+MOST_WARPS = 15  # that multiply; with the one beside them two blocks of 64 registers a thread share a multiprocessor
+LEAST_WARPS = 7
+OTHER_WARPS = 1  # finishes
+MOST_PART = 3  # steps whose inputs a thread holds
+MOST_STAGES = 3
+ENOUGH_STAGES = 2
 MOST_SPARE = 4  # blocks that a down product leaves out: there the next kernel starts, which has a block a row
-AREAS = 2  # of sums: one is added up while the other fills
-BARRIER_BYTES = 16  # two barriers: of what is there, and of what is free
+BARRIER_BYTES = 16  # two barriers of an area of sums: that it is full, and that it is free
 
 
 @dataclass(frozen=True)
@@ -79,22 +76,22 @@ class ExpertPlan:
 
     columns     pairs that one reading of an expert's weights serves: 1, 2, 4 or 8
     capacity    pairs that a block can list: a multiple of 4
-    warps       that multiply: warp w takes the steps w, w + warps, .. of every tile
-    tiles       walked at once: 1 or 2
-    stages      under way: of `tiles` tiles one step for each warp
+    warps       that multiply: each has an equal run of a tile's steps
+    part        steps of a tile that travel together: all that a warp has, or fewer
+    stages      parts under way, of each warp; and areas of sums: one is added up while the others fill
     blocks      that share a multiprocessor
     num_blocks  of the grid
-    bulk        one thread starts the copy of a whole stage, which a card must be able to; else a warp copies
+    patient     a warp that waits for sums may be put to sleep, which a card must be able to
     """
 
     columns: int
     capacity: int
     warps: int
-    tiles: int
+    part: int
     stages: int
     blocks: int
     num_blocks: int
-    bulk: bool
+    patient: bool
 
     @property
     def threads(self) -> int:
@@ -108,31 +105,34 @@ class ExpertPlan:
 
     @property
     def area_bytes(self) -> int:
-        """All warps' partial sums of the tiles that are walked at once."""
-        return self.tiles * self.warps * self.sum_bytes
+        """All warps' partial sums of a tile."""
+        return self.warps * self.sum_bytes
 
     @property
     def list_bytes(self) -> int:
         """The lists of pairs: ids, leaders, units, and each unit's pairs."""
         return self.capacity * 4 * (3 + self.columns)
 
-    @property
-    def barrier_bytes(self) -> int:
-        """Of the stages and of the areas of sums."""
-        return (self.stages + AREAS) * BARRIER_BYTES
+    def steps_a_warp(self, shape: ExpertShape) -> int:
+        """Of a tile: warp w has the steps from w times so many on, the last ones fewer or none."""
+        return -(-shape.steps // self.warps)
+
+    def is_even(self, shape: ExpertShape) -> bool:
+        """Whether every warp has the same steps, and every part is whole."""
+        return shape.steps % (self.warps * self.part) == 0
 
     def stage_bytes(self, shape: ExpertShape) -> int:
-        """One stage: the words of each tile, then the scales of each."""
-        return self.tiles * self.warps * (shape.step_bytes + (SCALE_BYTES if shape.quantised else 0))
+        """One part of a warp's steps: their words, then their scales."""
+        return self.part * (shape.step_bytes + (SCALE_BYTES if shape.quantised else 0))
 
-    def input_bytes(self, shape: ExpertShape) -> int:
-        """The inputs of one unit."""
-        return shape.steps * self.columns * 128
+    def ring_bytes(self, shape: ExpertShape) -> int:
+        """All stages of a warp."""
+        return self.stages * self.stage_bytes(shape)
 
     def shared_bytes(self, shape: ExpertShape) -> int:
         """Dynamic shared memory of a block."""
-        copies = self.stages * self.stage_bytes(shape) + AREAS * self.area_bytes
-        return copies + self.input_bytes(shape) + self.list_bytes + self.barrier_bytes
+        areas = self.stages * (self.area_bytes + BARRIER_BYTES)
+        return self.warps * self.ring_bytes(shape) + areas + self.list_bytes
 
 
 def rows_a_launch(ranks: int, limit: int = 64) -> int:
@@ -143,7 +143,7 @@ def rows_a_launch(ranks: int, limit: int = 64) -> int:
 
 
 def warps_of(steps: int) -> int:
-    """The warps that multiply: so many that none has a step more than others, if that is possible."""
+    """The warps that multiply: so many that none has more steps than with most warps."""
     return max(LEAST_WARPS, -(-steps // -(-steps // MOST_WARPS)))
 
 
@@ -153,19 +153,17 @@ def plan_experts(
     card: Card,
     *,
     warps: int | None = None,
-    tiles: int | None = None,
     stages: int | None = None,
     blocks: int | None = None,
 ) -> ExpertPlan:
-    """The plan for M rows: two blocks a multiprocessor where that is possible, and two tiles at once.
+    """The plan for M rows: parts of all steps that a warp has, and two blocks a multiprocessor, where they fit.
 
-    Copies by lanes need more registers than two blocks leave: there a block has a multiprocessor alone.
+    Before 9.0 registers spill where two blocks share them: there a block has a multiprocessor alone.
 
     rows    M, at most `rows_a_launch`
     warps   None: `warps_of` the steps; another number gives other bits
-    tiles   None: two if they fit
     stages  None: as many as fit, and at most so many as pay
-    blocks  a multiprocessor; None: two if they fit and copies are in bulk
+    blocks  a multiprocessor; None: two from 9.0 on, if they fit
     Raises ShapeError for a card whose blocks have too little shared memory, or threads that cannot list the pairs.
     """
     capacity = 4
@@ -179,21 +177,20 @@ def plan_experts(
     columns = 1
     while columns < min(rows, MAX_COLUMNS):
         columns *= 2
-    bulk, spare = card.capability >= (9, 0), min(rows, MOST_SPARE) if shape.kind == DOWN else 0
-    sharing = (blocks,) if blocks is not None else (2, 1) if bulk else (1,)
-    walked = (tiles,) if tiles is not None else (2, 1)
-    # where inputs fill a block, a unit holds fewer pairs; but rather short pipelines than fewer pairs
-    while columns:
-        for least, shared, count in itertools.product((ENOUGH_STAGES, 1), sharing, walked):
-            most = card.num_multiprocessors * shared - (spare if shared == 2 else 0)
-            num_blocks = min(rows * shape.ranks * shape.tiles, most)
-            for depth in range(MOST_STAGES, least - 1, -1) if stages is None else (stages,):
-                plan = ExpertPlan(columns, capacity, warps, count, depth, shared, num_blocks, bulk)
-                if plan.shared_bytes(shape) <= card.most_bytes(shared):
-                    return plan
-        columns //= 2
+    spare = min(rows, MOST_SPARE) if shape.kind == DOWN else 0
+    parts = range(min(MOST_PART, -(-shape.steps // warps)), 0, -1)
+    sharing = (blocks,) if blocks is not None else (2, 1) if card.capability >= (9, 0) else (1,)
+    for least, part, shared in itertools.product((ENOUGH_STAGES, 1), parts, sharing):
+        most = card.num_multiprocessors * shared - (spare if shared == 2 else 0)
+        num_blocks = min(rows * shape.ranks * shape.tiles, most)
+        for depth in range(MOST_STAGES, least - 1, -1) if stages is None else (stages,):
+            plan = ExpertPlan(
+                columns, capacity, warps, part, depth, shared, num_blocks, patient=card.capability >= (9, 0)
+            )
+            if plan.shared_bytes(shape) <= card.most_bytes(shared):
+                return plan
     raise ShapeError(
-        f"a product of {shape.columns} columns does not fit the {card.shared_bytes} bytes of shared memory that a "
+        f"a product of experts for {rows} rows does not fit the {card.shared_bytes} bytes of shared memory that a "
         "block may have"
     )
 

@@ -51,9 +51,10 @@ def run_down(
     plan, down = modules[0], modules[6]
     packed = experts.packed
     shape = plan.ExpertShape(plan.DOWN, packed.rows, packed.columns, ids.shape[1], packed.scales is not None)
-    bulk = bool(more.pop("bulk", True))
-    chosen = plan.plan_experts(ids.shape[0], shape, SMALL, **({"warps": 2, "stages": 2} | more))
-    chosen = dataclasses.replace(chosen, bulk=bulk)
+    changes = {"warps": 2, "stages": 2} | more
+    part = changes.pop("part", 0)
+    chosen = plan.plan_experts(ids.shape[0], shape, SMALL, **changes)
+    chosen = dataclasses.replace(chosen, part=part or chosen.part)
     out = torch.full((*ids.shape, packed.rows), torch.nan)
     for call in down.experts_down(activated=activated, expert_ids=ids, weight=packed, out=out, plan=chosen):
         walker.run(call)
@@ -72,7 +73,7 @@ def run_down(
     ],
 )
 def test_gate_up_is_the_reference_s(late: bool, kind: str, rows: int, ranks: int, quantised: bool) -> None:
-    """Of 5 steps' columns two warps take three and two; 11 rows of one expert are two units, of 8 and of 3 pairs."""
+    """Of 5 steps' columns two warps have three and two; 11 rows of one expert are two units, of 8 and of 3 pairs."""
     experts = make_experts(5, 48, 288, quantised=quantised, gated=True)
     x, ids = torch.randn(rows, 288).bfloat16(), choices(kind, rows, ranks, 5)
     walker = Walker(late)
@@ -106,10 +107,21 @@ def test_down_is_the_reference_s(late: bool, kind: str, rows: int, quantised: bo
 
 
 @pytest.mark.parametrize("late", [True, False])
-@pytest.mark.parametrize("changes", [{"tiles": 1}, {"stages": 1}, {"stages": 5, "warps": 3}, {"bulk": False}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"stages": 1},
+        {"stages": 5, "warps": 3},
+        {"warps": 4},
+        {"warps": 1},
+        {"warps": 1, "part": 2},
+        {"warps": 1, "part": 1, "stages": 3},
+        {"part": 1},
+    ],
+)
 def test_units_begin_and_end_inside_of_runs(late: bool, changes: dict[str, int]) -> None:
-    """Units of three tiles of an expert in runs of four and five: tiles walked alone at a run's end and a unit's end,
-    by every pipeline; one place for stages, more than a tile has, and copies by lanes."""
+    """Units of three tiles of an expert in runs of four, by every pipeline; three steps of columns shared by more warps
+    than there are steps, by fewer, and taken in parts of all of a warp's steps, of some, of one."""
     experts = make_experts(5, 48, 160, quantised=True, gated=False)
     ids = torch.tensor([[0, 3], [4, 3], [1, 0]], dtype=torch.int32)
     activated = torch.randn(3, 2, 160).bfloat16()
@@ -139,7 +151,7 @@ def test_a_pair_has_the_same_bits_in_any_company() -> None:
     walker = Walker()
     with walked(walker) as modules:
         alone = run_down(walker, modules, experts, row, ids)
-        for rows, kind, changes in ((9, "shared", {}), (4, "random", {"tiles": 1}), (3, "dead", {"stages": 1})):
+        for rows, kind, changes in ((9, "shared", {}), (4, "random", {"part": 1}), (3, "dead", {"stages": 1})):
             others = choices(kind, rows, 2, 4)
             activated = torch.full((rows, 2, 224), torch.nan).bfloat16()
             place = int(torch.randint(rows, (1,)))
@@ -174,30 +186,30 @@ def test_plans_fit_their_card(rows: int, card: Card, quantised: bool) -> None:
         plan = plan_experts(rows, shape, card)
         assert plan.blocks * (plan.shared_bytes(shape) + 1024) <= card.shared_bytes + 1024
         assert plan.capacity >= rows * 4 and plan.threads >= plan.capacity
-        assert plan.warps == warps_of(45) == 15 and plan.bulk == (card.capability >= (9, 0))
+        assert plan.warps == warps_of(45) == 15 and plan.patient == (card.capability >= (9, 0))
         spare = min(rows, 4) if kind == DOWN and plan.blocks == 2 else 0  # for the blocks of the kernel behind it
         assert plan.num_blocks == card.num_multiprocessors * plan.blocks - spare
         if quantised and card == H200:
-            assert (plan.columns, plan.blocks, plan.stages) == (min(rows, 8), 2, 3)
-            assert plan.tiles == (2 if rows <= 4 else 1)
+            assert (plan.columns, plan.part, plan.blocks, plan.stages) == (min(rows, 8), 3, 2, 3)
 
 
 def test_steps_are_shared_evenly() -> None:
     for steps in range(1, 400):
         warps = warps_of(steps)
-        assert 6 <= warps <= 15
-        assert -(-steps // warps) == -(-steps // 15)  # no more turns than with most warps
-        assert steps <= 6 or warps == 6 or -(-steps // (warps - 1)) > -(-steps // warps)  # and no warp for nothing
+        assert 7 <= warps <= 15
+        assert -(-steps // warps) == -(-steps // 15)  # no more steps than with most warps
+        assert steps <= 7 or warps == 7 or -(-steps // (warps - 1)) > -(-steps // warps)  # and no warp for nothing
 
 
-def test_depths_that_fill_a_block_get_fewer_pairs_a_unit() -> None:
+def test_what_no_block_holds_is_refused() -> None:
     wide = ExpertShape(DOWN, 4096, 14336, 2, False)
-    assert plan_experts(8, wide, H200).columns < 8
-    with pytest.raises(ShapeError, match="a product of 200000 columns does not fit"):
-        plan_experts(1, ExpertShape(DOWN, 16, 200000, 2, False), H200)
+    plan = plan_experts(8, wide, H200)
+    assert plan.part < plan.steps_a_warp(wide) == 15 and not plan.is_even(wide)
+    with pytest.raises(ShapeError, match="experts for 8 rows does not fit the 16384 bytes"):
+        plan_experts(8, wide, Card(132, 16384, (9, 0)))
     with pytest.raises(ShapeError, match="300 experts a row; at most 256"):
         rows_a_launch(300)
-    with pytest.raises(ShapeError, match="1 warps list at most 96 pairs"):
+    with pytest.raises(ShapeError, match="1 warps list at most 64 pairs"):
         plan_experts(64, wide, H200, warps=1)
 
 
