@@ -10,6 +10,7 @@ nothing of requests, and of drafts only their masks.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -19,7 +20,7 @@ from lowlat.errors import ShapeError
 from lowlat.kernels import ptx
 from lowlat.kernels.attention_combine import combine_splits
 from lowlat.kernels.attention_copy import DESCRIPTOR_WORDS, make_is_early, make_issue, make_lane_offset, make_look_up
-from lowlat.kernels.attention_merge import LOG2_E, THREADS, WARPS, make_merge
+from lowlat.kernels.attention_merge import LOG2_E, make_merge
 from lowlat.kernels.attention_plan import (
     CURSOR_FIELDS,
     LAST_STEP,
@@ -39,10 +40,10 @@ __all__ = ["attention", "attention_bytes", "choose_split", "examples", "num_stag
 
 MANY_ITEMS = 1024
 WHOLE_WINDOW = 256
+TEAMS = 3  # of four warps, side by side: a window of 128 spans three tiles
 
 MAX_BATCH, MAX_TREE, MAX_ROWS = 16, 64, 512
 PLAN_INTS = MAX_BATCH * PLAN_STRIDE
-NORM_FLOATS = WARPS * 32
 TILE_BYTES = {64: 16 * 1024, 128: 32 * 1024}  # keys and values of 64 positions
 STAGES = {64: 4, 128: 3}
 ROOMY = 110 * 1024  # bytes of shared memory a block that these stages need
@@ -110,8 +111,10 @@ def attention(
     row_tiles = 2 if head_dim == 64 and rows * group > 16 else 1  # 128 has no registers for two
     shape = AttentionShape(
         head_dim, group, kv_heads, block, first, window, keep_first if window is not None else 0, row_tiles,
-        stages or STAGES[head_dim], sinks is not None, early_metadata, split, is_whole(window, keep_first),
+        stages or STAGES[head_dim], sinks is not None, early_metadata, split,
     )  # fmt: skip
+    if is_whole(window, keep_first):
+        shape = _whole(shape)
     given = (q, k_cache, v_cache, block_table, slots, dense_lens, row_live, row_masks)
     numbers = (batch, rows, tail or rows, block_table.shape[1])
     if shape.whole:
@@ -137,6 +140,12 @@ def is_whole(window: int | None, keep_first: int) -> bool:
     It decides bits, and depends on nothing but the layer.
     """
     return window is not None and window <= WHOLE_WINDOW and not keep_first
+
+
+def _whole(shape: AttentionShape) -> AttentionShape:
+    """A short window's shape: its few tiles lie side by side, none behind another, and its rows in blocks of their own,
+    which leaves registers for the blocks before and after."""
+    return replace(shape, whole=True, teams=TEAMS, stages=1, row_tiles=1)
 
 
 def choose_split(max_batch: int, max_context: int, kv_heads: int) -> int:
@@ -177,9 +186,8 @@ def examples(card: Card = H200) -> list[Kernel]:
     return [
         _make(AttentionShape(128, 4, 8, 32, 0, None, 0, 1, wide, False, True)),
         _make(AttentionShape(64, 8, 8, 32, 0, None, 0, 2, narrow, True, True)),
-        _make(AttentionShape(64, 8, 8, 32, 0, 128, 0, 1, narrow, True, True, 256, True)),
-        _make(AttentionShape(64, 8, 8, 32, 0, 128, 0, 2, narrow, True, True, 512, True)),
-        _make(AttentionShape(128, 4, 2, 16, 1, 100, 0, 1, wide, False, False, 256, True)),
+        _make(_whole(AttentionShape(64, 8, 8, 32, 0, 128, 0, 1, narrow, True, True))),
+        _make(_whole(AttentionShape(128, 4, 2, 16, 1, 100, 0, 1, wide, False, False))),
         _make(AttentionShape(128, 3, 2, 16, 1, 512, 4, 1, wide, False, False)),
     ]
 
@@ -217,19 +225,20 @@ def _capacity(shape: AttentionShape, tail: int, positions: int) -> int:
 
 @cache
 def _make(shape: AttentionShape) -> Kernel:
-    pipeline = shape.stages * (TILE_BYTES[shape.head_dim] + WARPS * DESCRIPTOR_WORDS * 4)
+    pipeline = shape.stages * (shape.teams * TILE_BYTES[shape.head_dim] + shape.warps * DESCRIPTOR_WORDS * 4)
     signature = (*(types.int64,) * 10, *(types.int32,) * 5, types.float32)
     # by registers: 3 leaves room beside two blocks for another kernel's, where nothing spills for it on 9.0 and later
-    min_blocks = 3 if shape.head_dim == 128 and shape.window is None else 2
+    min_blocks = 3 if shape.head_dim == 128 and shape.window is None else 1 if shape.whole else 2
     most = 0 if shape.whole else 2  # what a grid is made for; a window's few busy blocks have room anywhere
-    return Kernel(shape.name, _kernel(shape), signature, THREADS, min_blocks, pipeline + ALIGNMENT, most_blocks=most)
+    threads = 32 * shape.warps
+    return Kernel(shape.name, _kernel(shape), signature, threads, min_blocks, pipeline + ALIGNMENT, most_blocks=most)
 
 
 def _kernel(shape: AttentionShape) -> Callable[..., None]:
-    stages, early, whole = shape.stages, shape.early, shape.whole
+    stages, early, whole, warps = shape.stages, shape.early, shape.whole, shape.warps
     row_bytes = 2 * shape.head_dim * shape.group * shape.kv_heads
-    stage_bytes = TILE_BYTES[shape.head_dim] // WARPS
-    rings, ring_bytes = stages * WARPS * stage_bytes, stages * DESCRIPTOR_WORDS * 4
+    stage_bytes, threads, norm_floats = TILE_BYTES[shape.head_dim] // 4, 32 * warps, 32 * warps
+    rings, ring_bytes = stages * warps * stage_bytes, stages * DESCRIPTOR_WORDS * 4
     halves = 2 * shape.row_tiles
     num_totals, num_queries = halves * shape.head_dim // 4, halves * shape.head_dim // 8
     read_rows, plan_slots = make_plan_functions(shape)
@@ -245,13 +254,14 @@ def _kernel(shape: AttentionShape) -> Callable[..., None]:
         partials: Any, sums: Any, batch: Any, rows: Any, tail: Any, width: Any, splits: Any, scale: Any,
     ) -> None:  # fmt: skip
         plan, row_ends = cuda.shared.array(PLAN_INTS, int32), cuda.shared.array(MAX_ROWS, int32)
-        shared_norms, cursor = cuda.shared.array(NORM_FLOATS, float32), cuda.local.array(CURSOR_FIELDS, int32)
+        shared_norms, cursor = cuda.shared.array(norm_floats, float32), cuda.local.array(CURSOR_FIELDS, int32)
         totals, queries = cuda.local.array(num_totals, float32), cuda.local.array(num_queries, uint32)
         peaks, norms = cuda.local.array(halves, float32), cuda.local.array(halves, float32)
         ptx.let_next_kernel_start()
         lane, warp = uint32(cuda.threadIdx.x) & uint32(31), uint32(cuda.threadIdx.x) >> uint32(5)
         base = ptx.varying(ptx.shared_address(cuda.shared.array(shape=0, dtype=float32)))
         base = uint32(base + uint32(ALIGNMENT - 1)) & uint32(0xFFFFFFFF - (ALIGNMENT - 1))
+        quarter = warp & uint32(3)  # of a tile
         mine, ring = warp * uint32(stage_bytes), uint32(base + uint32(rings) + warp * uint32(ring_bytes))
         offset = lane_offset(lane)
         waited = not early
@@ -262,11 +272,11 @@ def _kernel(shape: AttentionShape) -> Callable[..., None]:
         enter(cursor, plan, int32(cuda.blockIdx.x), batch, rows)
         if early and cursor[PLACE] == NO_ITEM and int32(cuda.blockIdx.x) >= (max(batch * rows, 1) if whole else 1):
             return  # without waiting, which block 0 does for all; a block of a short window's dead row has to clear it
-        look_up(cursor, plan, table, width, warp)
+        look_up(cursor, plan, table, width, quarter)
         forget(totals, queries, peaks, norms)
         stage, filled = uint32(0), 0
         while True:
-            here, descriptor = uint32(base + stage * uint32(WARPS * stage_bytes)), uint32(ring + stage * uint32(16))
+            here, descriptor = uint32(base + stage * uint32(warps * stage_bytes)), uint32(ring + stage * uint32(16))
             full = filled >= stages
             if not waited and (full or cursor[PLACE] == NO_ITEM or not is_early(cursor, plan)):
                 ptx.wait_for_previous_kernel()
@@ -280,7 +290,7 @@ def _kernel(shape: AttentionShape) -> Callable[..., None]:
                     break
                 attend(
                     totals, queries, peaks, norms, q, row_ends, plan, words, uint32(here + mine), rows, scale,
-                    warp, lane,
+                    quarter, lane,
                 )  # fmt: skip
                 cuda.syncwarp()
                 if words[0] & uint32(LAST_STEP):
@@ -293,19 +303,19 @@ def _kernel(shape: AttentionShape) -> Callable[..., None]:
                 filled += 1
             issue(
                 cursor, plan, row_ends, uint32(here + mine + offset), descriptor, k_cache, v_cache, table, row_masks,
-                batch, rows, width, warp, lane,
+                batch, rows, width, quarter, lane,
             )  # fmt: skip
             ptx.copies_commit()
-            look_up(cursor, plan, table, width, warp)
+            look_up(cursor, plan, table, width, quarter)
             stage = uint32(stage + uint32(1)) if stage + 1 < stages else uint32(0)
         if whole:
-            clear_dead(row_ends, sums, int32(batch * rows), row_bytes)
+            clear_dead(row_ends, sums, int32(batch * rows), row_bytes, threads)
 
     return attention
 
 
 @device_function
-def clear_dead(row_ends: Any, out: Any, count: Any, row_bytes: Any) -> None:
+def clear_dead(row_ends: Any, out: Any, count: Any, row_bytes: Any, threads: Any) -> None:
     """Zero the results of rows that are dead or see nothing, each by one block."""
     row = int32(cuda.blockIdx.x)
     while row < count:
@@ -314,5 +324,5 @@ def clear_dead(row_ends: Any, out: Any, count: Any, row_bytes: Any) -> None:
             while offset < row_bytes:
                 zero = uint32(0)
                 ptx.store_global_128(out + int64(row) * row_bytes + offset, zero, zero, zero, zero)
-                offset += THREADS * 16
+                offset += threads * 16
         row = int32(row + int32(cuda.gridDim.x))

@@ -1,4 +1,4 @@
-"""From the four warps' sums of a split to its part, parked for `attention_combine`; or, of a whole row, to its result.
+"""From a block's warps' sums of a split to its part, parked for `attention_combine`; or, of a whole row, to its result.
 
 The warps are merged in order: the largest peak is taken, and each warp's sums are added times the power of two of its
 peak's distance from it. A warp that saw nothing of a row has factor 0, which changes no bit.
@@ -21,9 +21,8 @@ from lowlat.kernels.attention_plan import (
 )
 from lowlat.kernels.numba_cuda import cuda, device_function, float32, int32, int64, uint32
 
-__all__ = ["LOG2_E", "THREADS", "WARPS", "join_sink", "make_merge"]
+__all__ = ["LOG2_E", "join_sink", "make_merge"]
 
-WARPS, THREADS = 4, 128
 LOG2_E = math.log2(math.e)
 MINUS_INFINITY = -math.inf
 
@@ -45,7 +44,7 @@ def join_sink(largest: Any, norm: Any, sink: Any) -> Any:
 
 
 def make_merge(shape: AttentionShape) -> Any:
-    """The function that merges, at an item's end, the four warps' sums into the split's part; for all threads.
+    """The function that merges, at an item's end, the warps' sums into the split's part; for all threads.
 
     It passes through the stages that the warps have just read, and leaves them free. Parts lie in the order of the
     splits that are processed: [0, keep), then [start, ..). Of a whole row, partials are sinks and sums the results.
@@ -114,18 +113,18 @@ def _make_write(shape: AttentionShape) -> Any:
 
 def _make_add_warps(shape: AttentionShape) -> Any:
     """A function: four columns of a row's sums over the warps, into `o`; the largest peak and the norm."""
-    row_bytes, stage_bytes = 4 * shape.head_dim, 64 * shape.head_dim
+    row_bytes, stage_bytes, warps = 4 * shape.head_dim, 64 * shape.head_dim, shape.warps
 
     @device_function
     def add_warps(o: Any, factors: Any, shared_norms: Any, stage: Any, row: Any, piece: Any) -> Any:
         largest, norm = float32(MINUS_INFINITY), float32(0)
-        for warp in range(WARPS):
+        for warp in range(warps):
             factors[warp] = shared_norms[warp * 32 + int64(row) * 2]
             largest = max(largest, factors[warp])
         for k in range(4):
             o[k] = float32(0)
         at = uint32(stage + row * uint32(row_bytes) + ((piece << uint32(4)) ^ ((row & uint32(3)) << uint32(5))))
-        for warp in range(WARPS):
+        for warp in range(warps):
             factor = _factor(factors[warp], largest)
             norm = ptx.fma_rn(shared_norms[warp * 32 + int64(row) * 2 + 1], factor, norm)
             words = ptx.load_shared_128(uint32(at + uint32(warp * stage_bytes)))
@@ -137,16 +136,16 @@ def _make_add_warps(shape: AttentionShape) -> Any:
 
 
 def _make_merge_warps(shape: AttentionShape) -> Any:
-    units, pieces, row_bytes = shape.head_dim // 32, shape.head_dim // 4, 4 * shape.head_dim
-    piece_shift, add_warps = pieces.bit_length() - 1, _make_add_warps(shape)
+    pieces, row_bytes, warps, threads = shape.head_dim // 4, 4 * shape.head_dim, shape.warps, 32 * shape.warps
+    units, piece_shift, add_warps = -(-16 * pieces // threads), pieces.bit_length() - 1, _make_add_warps(shape)
 
     @device_function
     def merge_warps(shared_norms: Any, stage: Any, count: Any, target: Any, partials: Any, sums: Any) -> None:
         o = cuda.local.array(4, float32)
-        factors = cuda.local.array(WARPS, float32)
+        factors = cuda.local.array(warps, float32)
         thread = uint32(ptx.stay_here(int32(cuda.threadIdx.x)))
         for unit in range(units):
-            number = uint32(thread + uint32(unit * THREADS))
+            number = uint32(thread + uint32(unit * threads))
             row, piece = number >> uint32(piece_shift), number & uint32(pieces - 1)
             if int32(row) < int32(count):
                 largest, norm = add_warps(o, factors, shared_norms, stage, row, piece)
@@ -163,8 +162,8 @@ def _make_merge_warps(shape: AttentionShape) -> Any:
 
 def _make_finish_rows(shape: AttentionShape) -> Any:
     """A function: the results of the live ones of 16 query rows, with the sink, as `attention_combine` has it."""
-    units, pieces, head_dim = shape.head_dim // 32, shape.head_dim // 4, shape.head_dim
-    piece_shift, add_warps = pieces.bit_length() - 1, _make_add_warps(shape)
+    pieces, head_dim, warps, threads = shape.head_dim // 4, shape.head_dim, shape.warps, 32 * shape.warps
+    units, piece_shift, add_warps = -(-16 * pieces // threads), pieces.bit_length() - 1, _make_add_warps(shape)
     group, kv_heads, has_sinks = shape.group, shape.kv_heads, shape.sinks
 
     @device_function
@@ -173,10 +172,10 @@ def _make_finish_rows(shape: AttentionShape) -> Any:
         sinks: Any, out: Any,
     ) -> None:  # fmt: skip
         o = cuda.local.array(4, float32)
-        factors = cuda.local.array(WARPS, float32)
+        factors = cuda.local.array(warps, float32)
         thread = uint32(ptx.stay_here(int32(cuda.threadIdx.x)))
         for unit in range(units):
-            number = uint32(thread + uint32(unit * THREADS))
+            number = uint32(thread + uint32(unit * threads))
             row, piece = number >> uint32(piece_shift), number & uint32(pieces - 1)
             query = uint32(uint32(first) + row)
             node = uint32(query // uint32(group))

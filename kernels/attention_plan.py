@@ -51,6 +51,7 @@ class AttentionShape:
     early      whether the plan may be read before the kernel before this one ends
     split      positions of a split
     whole      an item has all positions of its rows, and writes their results itself: short windows without others
+    teams      of four warps: a team takes every `teams`-th of an item's tiles
     """
 
     head_dim: int
@@ -66,6 +67,12 @@ class AttentionShape:
     early: bool
     split: int = 256
     whole: bool = False
+    teams: int = 1
+
+    @property
+    def warps(self) -> int:
+        """Warps of a block, of which four share a tile."""
+        return 4 * self.teams
 
     @property
     def split_shift(self) -> int:
@@ -79,7 +86,7 @@ class AttentionShape:
         window = "all" if self.window is None else f"{self.window}w{self.keep_first}"
         return (
             f"attention_{self.head_dim}x{self.group}x{self.kv_heads}_b{self.block}_{window}_f{self.first}_"
-            f"{self.row_tiles}x{self.stages}x{self.split}{flags}"
+            f"{self.row_tiles}x{self.stages}x{self.split}{flags}{self.teams}"
         )
 
 
@@ -193,7 +200,10 @@ def make_plan_functions(shape: AttentionShape) -> tuple[Any, Any]:
 
 
 def enter_item(shape: AttentionShape) -> Any:
-    """A function that sets the cursor to the start of an item; past the last, its place becomes NO_ITEM."""
+    """A function that sets the cursor to the start of an item; past the last, its place becomes NO_ITEM.
+
+    A team whose first tile would lie behind the item's last has one step there all the same, of which nothing is seen.
+    """
     first, windowed, window, keep_end = (
         shape.first,
         shape.window is not None,
@@ -201,7 +211,7 @@ def enter_item(shape: AttentionShape) -> Any:
         shape.first + shape.keep_first,
     )
     group, kv_heads, tile_rows = shape.group, shape.kv_heads, 16 * shape.row_tiles
-    tiles_a_split, whole = shape.split // TILE, shape.whole
+    tiles_a_split, whole, teams = shape.split // TILE, shape.whole, shape.teams
 
     @device_function
     def enter(cursor: Any, plan: Any, item: Any, batch: Any, rows: Any) -> None:
@@ -232,6 +242,8 @@ def enter_item(shape: AttentionShape) -> Any:
                 high = min(high, (keep_end - 1) >> TILE_SHIFT)
             elif keep_end <= (low << TILE_SHIFT) or keep_end == first:
                 low = max(low, min((dense - window) >> TILE_SHIFT, high))
+        if teams > 1:
+            low += int64(uint32(cuda.threadIdx.x) >> uint32(7))
         head, row_tile = outer - number * uint32(kv_heads), uint32(rest) - outer * tiles
         cursor[PLACE] = int32(
             uint32(entry) | uint32(FIRST_STEP) | (head << uint32(HEAD_SHIFT)) | (row_tile << uint32(ROW_TILE_SHIFT))
@@ -246,7 +258,7 @@ def advance(shape: AttentionShape) -> Any:
 
     `passing` says that the step it leaves is of one row of a tree, `last_pass` which is the last such row.
     """
-    enter = enter_item(shape)
+    enter, teams = enter_item(shape), shape.teams
 
     @device_function
     def move_on(cursor: Any, plan: Any, passing: Any, last_pass: Any, batch: Any, rows: Any) -> Any:
@@ -255,8 +267,8 @@ def advance(shape: AttentionShape) -> Any:
             cursor[PASS] = int32(cursor[PASS] + 1)
             return False
         cursor[PASS] = int32(-1)
-        if cursor[POSITION_TILE] < cursor[LAST_TILE]:
-            cursor[POSITION_TILE] = int32(cursor[POSITION_TILE] + 1)
+        if cursor[POSITION_TILE] + int32(teams) <= cursor[LAST_TILE]:
+            cursor[POSITION_TILE] = int32(cursor[POSITION_TILE] + teams)
             return False
         enter(cursor, plan, int32(cursor[ITEM] + int32(cuda.gridDim.x)), batch, rows)
         return True
