@@ -1,7 +1,7 @@
 """Times of the experts' two products inside a graph, over experts that have left the L2, and of ways to cut them.
 
     python -m bench.experts --out /tmp/experts.json
-    python -m bench.experts --stages 2 3 4 --warps 9 15 --blocks 1 2
+    python -m bench.experts --stages 1 2 3 4 --warps 9 15
 
 gpt-oss-120b's sizes. Every copy in the graph reads other experts. A pair of launches, as a step has them, is timed
 beside each product alone, because the second one's first weights travel while the first one ends.
@@ -110,7 +110,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--warps", type=int, nargs="*", default=[], help="that multiply: 9 or 15; changes bits")
     parser.add_argument("--stages", type=int, nargs="*", default=[], help="of a warp's pipeline")
-    parser.add_argument("--blocks", type=int, nargs="*", default=[], help="that share a multiprocessor")
     parser.add_argument("--experts", type=int, default=128)
     parser.add_argument("--bf16", action="store_true", help="plain weights; take fewer experts")
     parser.add_argument("--replays", type=int, default=50)
@@ -118,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args(arguments)
-    ways = {"warps": options.warps, "stages": options.stages, "blocks": options.blocks}
+    ways = {"warps": options.warps, "stages": options.stages}
     given = {name: values for name, values in ways.items() if values}
     cuts = [dict(zip(given, values, strict=True)) for values in itertools.product(*given.values())]
     device = torch.device(options.device)

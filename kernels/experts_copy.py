@@ -41,7 +41,7 @@ def make_fetch(shape: ExpertShape, plan: ExpertPlan) -> Any:
 
 
 def make_load_inputs(shape: ExpertShape, plan: ExpertPlan) -> Any:
-    """A function of a warp's lanes: what a lane needs of a part's inputs, eight words a step; zeros past the last column.
+    """A function of a warp's lanes: a lane's inputs of a part, eight words a step; zeros past the last column.
 
     Columns of the product that no pair has get another pair's inputs: nobody reads them.
     """

@@ -79,7 +79,7 @@ def _make(shape: ExpertShape, plan: ExpertPlan) -> Kernel:
     def clear(_lists: Any, _out: Any, _count: Any, _thread: Any) -> None:
         return
 
-    return make_product(shape, plan, Ending(16, begin, finish, clear))
+    return make_product(shape, plan, Ending(begin, finish, clear))
 
 
 def examples(card: Card = H200) -> list[Kernel]:

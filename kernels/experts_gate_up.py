@@ -84,7 +84,7 @@ def _make(shape: ExpertShape, plan: ExpertPlan) -> Kernel:
         at = int64(pair) * width + int64(tile) * 8 + int64(value)
         ptx.store_global_u16(out + at * 2, ptx.bf16_bits(_clamped_swiglu(gate, up, limit, alpha)))
 
-    return make_product(shape, plan, Ending(8, begin, finish, _make_clear(shape, plan)))
+    return make_product(shape, plan, Ending(begin, finish, _make_clear(shape, plan)))
 
 
 @device_function

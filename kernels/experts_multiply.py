@@ -53,7 +53,7 @@ def _block(w: Any, v: Any, x0: Any, x1: Any, x2: Any, x3: Any) -> Any:
 def make_multiply(shape: ExpertShape, plan: ExpertPlan) -> Any:
     """A function: add a part of a tile to a warp's four sums.
 
-    It takes the sums, the addresses of the lane's words and scales, its inputs, and the steps left from the part's first.
+    It takes the sums, the addresses of the lane's words and scales, its inputs, and how many steps the part has.
     """
     part, step_bytes = plan.part, shape.step_bytes
     even, multiply = plan.is_even(shape), _make_multiply_step(shape)

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lowlat.errors import ShapeError
+from lowlat.kernels.handover import BARRIER_BYTES
 from lowlat.kernels.kernel import Card
 
 __all__ = [
-    "BARRIER_BYTES",
     "CODE_BYTES",
     "DOWN",
     "GATE_UP",
@@ -29,14 +29,10 @@ BF16_BYTES = 2048  # of the same tile in bf16
 MAX_PAIRS = 256  # of a row and a rank, in one launch: each has a thread while they are listed
 MAX_COLUMNS = 8  # of a tile of mma
 PAD = 20  # floats from one pair's partial sums to the next one's
-MOST_WARPS = 15  # that multiply; with the one beside them two blocks of 64 registers a thread share a multiprocessor
+MOST_WARPS = 15  # that multiply
 LEAST_WARPS = 7
-OTHER_WARPS = 1  # finishes
 MOST_PART = 3  # steps whose inputs a thread holds
-MOST_STAGES = 3
-ENOUGH_STAGES = 2
-MOST_SPARE = 4  # blocks that a down product leaves out: there the next kernel starts, which has a block a row
-BARRIER_BYTES = 16  # two barriers of an area of sums: that it is full, and that it is free
+MOST_STAGES = 2  # parts under way; more only queue up before the memory
 
 
 @dataclass(frozen=True)
@@ -65,6 +61,11 @@ class ExpertShape:
         return -(-self.columns // 64)
 
     @property
+    def values(self) -> int:
+        """Of a pair, from a tile: a row's, or those of a gate and an up row together."""
+        return 8 if self.kind == GATE_UP else 16
+
+    @property
     def step_bytes(self) -> int:
         """Of a tile's words of one step."""
         return CODE_BYTES if self.quantised else BF16_BYTES
@@ -77,9 +78,9 @@ class ExpertPlan:
     columns     pairs that one reading of an expert's weights serves: 1, 2, 4 or 8
     capacity    pairs that a block can list: a multiple of 4
     warps       that multiply: each has an equal run of a tile's steps
+    finishing   warps that finish a tile, a value a lane
     part        steps of a tile that travel together: all that a warp has, or fewer
     stages      parts under way, of each warp; and areas of sums: one is added up while the others fill
-    blocks      that share a multiprocessor
     num_blocks  of the grid
     patient     a warp that waits for sums may be put to sleep, which a card must be able to
     """
@@ -87,16 +88,16 @@ class ExpertPlan:
     columns: int
     capacity: int
     warps: int
+    finishing: int
     part: int
     stages: int
-    blocks: int
     num_blocks: int
     patient: bool
 
     @property
     def threads(self) -> int:
         """Threads of a block."""
-        return (self.warps + OTHER_WARPS) * 32
+        return (self.warps + self.finishing) * 32
 
     @property
     def sum_bytes(self) -> int:
@@ -154,16 +155,12 @@ def plan_experts(
     *,
     warps: int | None = None,
     stages: int | None = None,
-    blocks: int | None = None,
 ) -> ExpertPlan:
-    """The plan for M rows: parts of all steps that a warp has, and two blocks a multiprocessor, where they fit.
-
-    Before 9.0 registers spill where two blocks share them: there a block has a multiprocessor alone.
+    """The plan for M rows: a block a multiprocessor, and parts of all steps that a warp has, if they fit.
 
     rows    M, at most `rows_a_launch`
     warps   None: `warps_of` the steps; another number gives other bits
     stages  None: as many as fit, and at most so many as pay
-    blocks  a multiprocessor; None: two from 9.0 on, if they fit
     Raises ShapeError for a card whose blocks have too little shared memory, or threads that cannot list the pairs.
     """
     capacity = 4
@@ -171,24 +168,20 @@ def plan_experts(
         capacity *= 2
     if warps is None:
         warps = warps_of(shape.steps)
-    threads = (warps + OTHER_WARPS) * 32
-    if capacity > min(MAX_PAIRS, threads):
-        raise ShapeError(f"{rows} rows of {shape.ranks} experts; {warps} warps list at most {threads} pairs")
     columns = 1
     while columns < min(rows, MAX_COLUMNS):
         columns *= 2
-    spare = min(rows, MOST_SPARE) if shape.kind == DOWN else 0
+    finishing = -(-columns * shape.values // 32)
+    threads = (warps + finishing) * 32
+    if capacity > min(MAX_PAIRS, threads):
+        raise ShapeError(f"{rows} rows of {shape.ranks} experts; {threads} threads list no more pairs than they are")
+    num_blocks, patient = min(rows * shape.ranks * shape.tiles, card.num_multiprocessors), card.capability >= (9, 0)
     parts = range(min(MOST_PART, -(-shape.steps // warps)), 0, -1)
-    sharing = (blocks,) if blocks is not None else (2, 1) if card.capability >= (9, 0) else (1,)
-    for least, part, shared in itertools.product((ENOUGH_STAGES, 1), parts, sharing):
-        most = card.num_multiprocessors * shared - (spare if shared == 2 else 0)
-        num_blocks = min(rows * shape.ranks * shape.tiles, most)
-        for depth in range(MOST_STAGES, least - 1, -1) if stages is None else (stages,):
-            plan = ExpertPlan(
-                columns, capacity, warps, part, depth, shared, num_blocks, patient=card.capability >= (9, 0)
-            )
-            if plan.shared_bytes(shape) <= card.most_bytes(shared):
-                return plan
+    depths = (MOST_STAGES, 1) if stages is None else (stages,)
+    for depth, part in itertools.product(depths, parts):
+        plan = ExpertPlan(columns, capacity, warps, finishing, part, depth, num_blocks, patient)
+        if plan.shared_bytes(shape) <= card.shared_bytes:
+            return plan
     raise ShapeError(
         f"a product of experts for {rows} rows does not fit the {card.shared_bytes} bytes of shared memory that a "
         "block may have"

@@ -3,7 +3,7 @@
 A persistent grid shares out the tiles of all units (an expert and up to eight of its pairs) in runs. A block walks its
 run a tile at a time. Its warps share a tile's steps: each has a fixed run of them, whose inputs it holds while a unit
 lasts, and feeds itself through its own pipeline of copies, which runs on across tiles and units; so no warp waits for
-another. One more warp adds up their sums of a tile in order while they multiply the next ones. The order of
+another. A few more add up their sums of a tile in order while they multiply the next ones. The order of
 accumulation depends on the weight's shape alone, and a pair has the same bits whoever shares its expert, in whatever
 column of a unit it stands.
 
@@ -19,26 +19,23 @@ from lowlat.kernels import ptx
 from lowlat.kernels.experts_copy import make_fetch, make_load_inputs
 from lowlat.kernels.experts_list import make_expert_of, make_list_units, make_members_of
 from lowlat.kernels.experts_multiply import make_multiply
-from lowlat.kernels.experts_plan import BARRIER_BYTES, DOWN, PAD, ExpertPlan, ExpertShape
+from lowlat.kernels.experts_plan import DOWN, PAD, ExpertPlan, ExpertShape
+from lowlat.kernels.handover import Handover, make_handover
 from lowlat.kernels.kernel import Kernel
 from lowlat.kernels.numba_cuda import cuda, device_function, float32, int64, types, uint32
 
 __all__ = ["Ending", "make_product", "make_total"]
-
-FREE = 8  # from the barrier of an area that is full to that of one that is free
 
 
 @dataclass(frozen=True)
 class Ending:
     """What becomes of a product, as device functions.
 
-    width   values of a pair that a tile's end gives: 8 or 16
     begin   of a tile: load what its end needs, two uint32 that nothing waits for, for the lane of a pair's value
     finish  a pair's value of a tile
     clear   at a block's end: what dead pairs get
     """
 
-    width: int
     begin: Any
     finish: Any
     clear: Any
@@ -49,23 +46,23 @@ def make_product(shape: ExpertShape, plan: ExpertPlan, ending: Ending) -> Kernel
     quantised = "mxfp4" if shape.quantised else "bf16"
     name = (
         f"experts_{shape.kind}_{shape.rows}x{shape.columns}x{shape.ranks}_{quantised}_"
-        f"{plan.columns}x{plan.capacity}x{plan.warps}x{plan.part}x{plan.stages}x{plan.blocks}"
+        f"{plan.columns}x{plan.capacity}x{plan.warps}x{plan.finishing}x{plan.part}x{plan.stages}"
         f"{'' if plan.patient else '_awake'}"
     )
     signature = (*(types.int64,) * 7, types.float32, types.float32)
-    return Kernel(name, _kernel(shape, plan, ending), signature, plan.threads, plan.blocks, plan.shared_bytes(shape))
+    return Kernel(
+        name, _kernel(shape, plan, ending), signature, plan.threads, 1, plan.shared_bytes(shape), most_blocks=1
+    )  # fmt: skip
 
 
 def _kernel(shape: ExpertShape, plan: ExpertPlan, ending: Ending) -> Callable[..., None]:
-    tiles, warps, num_areas = shape.tiles, plan.warps, plan.stages
+    tiles, warps = shape.tiles, plan.warps
     sums_at = warps * plan.ring_bytes(shape)
-    lists_at = sums_at + num_areas * plan.area_bytes
+    lists_at = sums_at + plan.stages * plan.area_bytes
     barriers_at = lists_at + plan.list_bytes
-    list_units, multiply, finish = (
-        make_list_units(plan),
-        _make_multiplying(shape, plan),
-        _make_finishing(shape, plan, ending),
-    )
+    handover = make_handover(plan.stages, warps, plan.finishing, patient=plan.patient)
+    multiply, finish = _make_multiplying(shape, plan, handover), _make_finishing(shape, plan, ending, handover)
+    begin_handover, list_units = handover.begin, make_list_units(plan)
     clear, ids_are_old = ending.clear, shape.kind == DOWN
 
     def experts_product(
@@ -76,10 +73,7 @@ def _kernel(shape: ExpertShape, plan: ExpertPlan, ending: Ending) -> Callable[..
         lists, areas = uint32(base + uint32(lists_at)), uint32(base + uint32(sums_at))
         barriers = uint32(base + uint32(barriers_at))
         if thread == uint32(0):
-            for area in range(num_areas):
-                at = uint32(barriers + uint32(area * BARRIER_BYTES))
-                ptx.barrier_init(at, uint32(warps))
-                ptx.barrier_init(uint32(at + uint32(FREE)), uint32(1))
+            begin_handover(barriers)
         if not ids_are_old:
             ptx.wait_for_previous_kernel()
         ptx.let_next_kernel_start()
@@ -101,41 +95,6 @@ def _kernel(shape: ExpertShape, plan: ExpertPlan, ending: Ending) -> Callable[..
         clear(lists, out, count, thread)
 
     return experts_product
-
-
-def _make_wait(plan: ExpertPlan) -> Any:
-    """A function of a warp: wait until the phase of a parity is over at a barrier."""
-    is_over = ptx.barrier_is_over_soon if plan.patient else ptx.barrier_is_over
-
-    @device_function
-    def wait(barrier: Any, parity: Any) -> None:
-        while is_over(barrier, parity) == uint32(0):
-            pass
-        ptx.sync_warp()
-
-    return wait
-
-
-@device_function
-def _arrive(barrier: Any, lane: Any) -> None:
-    """For all lanes of a warp, and what they did before."""
-    ptx.sync_warp()
-    if lane == uint32(0):
-        ptx.barrier_arrive(barrier)
-
-
-def _make_next_turn(plan: ExpertPlan) -> Any:
-    """A function: the next of as many places as there are stages, and the parity of its phase."""
-    places = plan.stages
-
-    @device_function
-    def next_turn(place: Any, parity: Any) -> Any:
-        place = uint32(place + uint32(1))
-        if place == uint32(places):
-            place, parity = uint32(0), uint32(parity ^ uint32(1))
-        return place, parity
-
-    return next_turn
 
 
 def _make_fetch_next(shape: ExpertShape, plan: ExpertPlan) -> tuple[Any, Any]:
@@ -181,18 +140,15 @@ def _left_of(first: Any, done: Any, steps: Any, own: Any) -> Any:
     return min(there, uint32(uint32(own) - done))
 
 
-def _make_multiplying(shape: ExpertShape, plan: ExpertPlan) -> Any:
+def _make_multiplying(shape: ExpertShape, plan: ExpertPlan, handover: Handover) -> Any:
     """A function of the warps that multiply: a warp's steps of all tiles of a run, their sums left to who finishes."""
     tiles, steps, part, own, stages = shape.tiles, shape.steps, plan.part, plan.steps_a_warp(shape), plan.stages
     ring_bytes, stage_bytes, words_bytes = plan.ring_bytes(shape), plan.stage_bytes(shape), part * shape.step_bytes
     sum_bytes, area_bytes, ids_are_old = plan.sum_bytes, plan.area_bytes, shape.kind == DOWN
     held = part == own  # inputs stay while a unit lasts
-    (begin, fetch_next), next_turn, wait = _make_fetch_next(shape, plan), _make_next_turn(plan), _make_wait(plan)
-    load_inputs, multiply, store_sums = (
-        make_load_inputs(shape, plan),
-        make_multiply(shape, plan),
-        _make_store_sums(plan),
-    )
+    (begin, fetch_next), after = _make_fetch_next(shape, plan), handover.after
+    load_inputs, multiply = make_load_inputs(shape, plan), make_multiply(shape, plan)
+    store_sums, await_free, give = _make_store_sums(plan), handover.await_free, handover.give
     wait_for_copies, wait_for_all = ptx.copies_wait(stages - 1), ptx.copies_wait(0)
 
     @device_function
@@ -233,14 +189,13 @@ def _make_multiplying(shape: ExpertShape, plan: ExpertPlan) -> Any:
                     ahead = fetch_next(here, lists, words, powers, ahead, first, lane)
                     if held:
                         area, parity = stage, phase
-                    stage, phase = next_turn(stage, phase)
+                    stage, phase = after(stage, phase)
                     done = uint32(done + uint32(part))
-                full = uint32(barriers + area * uint32(BARRIER_BYTES))
-                wait(uint32(full + uint32(FREE)), parity)
+                await_free(barriers, area, parity)
                 store_sums(uint32(sums_at + area * uint32(area_bytes)), lane, sums)
-                _arrive(full, lane)
+                give(barriers, area, lane)
                 if not held:
-                    area, parity = next_turn(area, parity)
+                    area, parity = after(area, parity)
                 count = uint32(count - uint32(1))
             unit = uint32(unit + uint32(1))
         wait_for_all()
@@ -248,33 +203,30 @@ def _make_multiplying(shape: ExpertShape, plan: ExpertPlan) -> Any:
     return multiply_run
 
 
-def _make_finishing(shape: ExpertShape, plan: ExpertPlan, ending: Ending) -> Any:
-    """A function of the warp that finishes: add up the others' sums, and hand each pair's values to the ending."""
-    tiles, width, columns, area_bytes = shape.tiles, ending.width, plan.columns, plan.area_bytes
-    rounds, begin, finish = -(-columns * width // 32), ending.begin, ending.finish
-    members_of, wait, next_turn = make_members_of(plan), _make_wait(plan), _make_next_turn(plan)
+def _make_finishing(shape: ExpertShape, plan: ExpertPlan, ending: Ending, handover: Handover) -> Any:
+    """A function of the warps that finish: add up the others' sums, and hand each pair's values to the ending."""
+    tiles, values, warps, area_bytes = shape.tiles, shape.values, plan.warps, plan.area_bytes
+    members_of, begin, finish = make_members_of(plan), ending.begin, ending.finish
+    await_full, release, after = handover.await_full, handover.release, handover.after
 
     @device_function
     def finish_run(
         areas: Any, barriers: Any, lists: Any, bias: Any, out: Any, run: Any, thread: Any, limit: Any, alpha: Any
     ) -> None:
-        lane, area, parity = uint32(thread & uint32(31)), uint32(0), uint32(0)
+        index = uint32(thread - uint32(warps * 32))
+        value, place = uint32(index % uint32(values)), uint32(index // uint32(values))
         unit, inner, left = run
+        area, parity = uint32(0), uint32(0)
         while left > uint32(0):
-            members, full = members_of(lists, unit), uint32(barriers + area * uint32(BARRIER_BYTES))
-            for turn in range(rounds):
-                index = uint32(lane + uint32(32 * turn))
-                value, place = uint32(index % uint32(width)), uint32(index // uint32(width))
-                first, second = uint32(0), uint32(0)
-                if place < members:
-                    first, second = begin(lists, bias, unit, inner, value)
-                if turn == 0:
-                    wait(full, parity)
-                if place < members:
-                    source = uint32(areas + area * uint32(area_bytes))
-                    finish(lists, source, out, unit, inner, place, value, first, second, limit, alpha)
-            _arrive(uint32(full + uint32(FREE)), lane)
-            area, parity = next_turn(area, parity)
+            first, second, wanted = uint32(0), uint32(0), place < members_of(lists, unit)
+            if wanted:
+                first, second = begin(lists, bias, unit, inner, value)
+            await_full(barriers, area, parity)
+            if wanted:
+                source = uint32(areas + area * uint32(area_bytes))
+                finish(lists, source, out, unit, inner, place, value, first, second, limit, alpha)
+            release(barriers, area, uint32(index & uint32(31)))
+            area, parity = after(area, parity)
             inner, left = uint32(inner + uint32(1)), uint32(left - uint32(1))
             if inner == uint32(tiles):
                 inner, unit = uint32(0), uint32(unit + uint32(1))

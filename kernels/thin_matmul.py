@@ -2,10 +2,11 @@
 
 A persistent grid walks tiles of 16 weight rows, one, two or four at a time. The warps of a block share a tile's k
 steps in turn (warp w takes steps w, w + WARPS, ..), each through its own pipeline of asynchronous copies which runs on
-across tiles; every lane copies exactly the bytes that it will read, so the pipeline needs no barrier. The warps' sums
-are added in order at the end of a tile: the order of accumulation depends on the weight's shape alone, and a row has
-the same bits whatever the number of rows. Weights come first: no kernel writes them, so their copies start before the
-kernel before this one has ended. The rows' own k steps travel beside the weights'.
+across tiles; every lane copies exactly the bytes that it will read, so the pipeline needs no barrier. Other warps add
+a tile's sums in order and finish it, with what that needs loaded ahead, while the first go on: the order of
+accumulation depends on the weight's shape alone, and a row has the same bits whatever the number of rows. Weights come
+first: no kernel writes them, so as many copies as a block holds start before the kernel before this one has ended. The
+rows' own k steps travel beside the weights'.
 """
 
 from collections.abc import Callable
@@ -17,11 +18,12 @@ import torch
 
 from lowlat.errors import ShapeError
 from lowlat.kernels import ptx
+from lowlat.kernels.handover import Handover, make_handover
 from lowlat.kernels.kernel import H200, Argument, Card, Kernel, KernelCall
 from lowlat.kernels.numba_cuda import cuda, device_function, float32, int64, types, uint32
 from lowlat.kernels.packing import PackedMatrix
 from lowlat.kernels.reference.shapes import check_shape
-from lowlat.kernels.thin_matmul_ending import make_finish_rotated, make_finish_tile
+from lowlat.kernels.thin_matmul_ending import Ending, make_ending, make_rotated_ending
 from lowlat.kernels.thin_matmul_plan import (
     ADD,
     BFLOAT16,
@@ -29,11 +31,9 @@ from lowlat.kernels.thin_matmul_plan import (
     MAX_ROWS,
     PAD,
     ROTATE,
-    ROWS_BYTES,
     SILU,
     STEP_BYTES,
     SUM_BYTES,
-    THREADS,
     WARPS,
     HeadsShape,
     MatmulPlan,
@@ -156,21 +156,27 @@ def _make(shape: MatmulShape, plan: MatmulPlan) -> Kernel:
     heads = "" if shape.heads is None else "_" + "x".join(map(str, astuple(shape.heads)))
     name = (
         f"thin_matmul_{shape.epilogue}{heads}_{shape.width}x{shape.depth}_{flags}_"
-        f"{plan.row_tiles}x{plan.weight_tiles}x{plan.stages}x{plan.buffers}"
+        f"{plan.row_tiles}x{plan.columns}x{plan.weight_tiles}x{plan.stages}x{plan.areas}"
+        f"{'' if plan.patient else '_awake'}"
     )
     min_blocks = 2 if 2 * plan.shared_bytes <= 220 * 1024 else 1
     return Kernel(
-        name, _kernel(shape, plan), (types.int64,) * (7 + NUM_ROTATION), THREADS, min_blocks, plan.shared_bytes
+        name, _kernel(shape, plan), (types.int64,) * (7 + NUM_ROTATION), plan.threads, min_blocks, plan.shared_bytes
     )
 
 
 def _kernel(shape: MatmulShape, plan: MatmulPlan) -> Callable[..., None]:
     tiles, steps = -(-shape.width // (16 * plan.weight_tiles)), shape.steps
     stages, stage_bytes, sum_bytes = plan.stages, plan.stage_bytes, plan.sum_bytes
-    sums_at, two_buffers, num_sums = WARPS * stages * stage_bytes, plan.buffers == 2, plan.weight_tiles * plan.row_tiles
+    sums_at, num_sums = WARPS * stages * stage_bytes, plan.weight_tiles * plan.row_tiles
+    barriers_at = sums_at + plan.areas * WARPS * sum_bytes
     issue_weights, issue_rows = _issue_weights(shape, plan), _issue_rows(shape, plan)
-    multiply, row_tiles, weight_tiles = _multiply(plan), plan.row_tiles, plan.weight_tiles
-    finish_tile = (make_finish_rotated if shape.epilogue == ROTATE else make_finish_tile)(shape, plan)
+    multiply, row_tiles, weight_tiles, columns = _multiply(plan), plan.row_tiles, plan.weight_tiles, plan.columns
+    shared = columns < 8  # lanes read rows that others copied
+    handover = make_handover(plan.areas, WARPS, plan.finishing, patient=plan.patient)
+    begin_handover, await_free, give, after = handover.begin, handover.await_free, handover.give, handover.after
+    ending = (make_rotated_ending if shape.epilogue == ROTATE else make_ending)(shape, plan)
+    finish = _finish(tiles, plan, ending, handover)
     places = [min(part, plan.weight_tiles - 1) * row_tiles for part in range(4)]
     offsets = (0, PAD * 4, 32, PAD * 4 + 32)
     store0, store1, store2, store3 = (
@@ -184,34 +190,50 @@ def _kernel(shape: MatmulShape, plan: MatmulPlan) -> Callable[..., None]:
         first_row: Any,
     ) -> None:  # fmt: skip
         base = ptx.varying(ptx.shared_address(cuda.shared.array(shape=0, dtype=float32)))
-        lane, warp = uint32(cuda.threadIdx.x) & uint32(31), uint32(cuda.threadIdx.x) >> uint32(5)
+        thread = uint32(cuda.threadIdx.x)
+        lane, warp = thread & uint32(31), thread >> uint32(5)
         mine = base + warp * uint32(stages * stage_bytes) + lane * uint32(16)
+        to_rows = uint32((lane >> uint32(2)) % uint32(columns)) * uint32(64) + (lane & uint32(3)) * uint32(16)
+        to_rows = uint32(to_rows - lane * uint32(16))
         corner = (lane & uint32(3)) * uint32(2 * PAD) + (lane >> uint32(2))
-        totals = base + uint32(sums_at)
+        totals, barriers = base + uint32(sums_at), base + uint32(barriers_at)
+        if thread == uint32(0):
+            begin_handover(barriers)
         ptx.let_next_kernel_start()
         first, blocks = int64(warp), int64(cuda.gridDim.x)
-        ahead_tile, ahead_step = int64(cuda.blockIdx.x), first
-        for number in range(stages):  # weights do not depend on the kernel before: fetch ahead of it
-            if ahead_step < steps and ahead_tile < tiles:
-                issue_weights(mine + uint32(number * stage_bytes), weight, ahead_tile, ahead_step, lane)
-                ahead_step += WARPS
-                if ahead_step >= steps:
-                    ahead_step, ahead_tile = first, ahead_tile + blocks
+        ahead_tile, ahead_step, filled = int64(cuda.blockIdx.x), first, 0
+        if warp < uint32(WARPS):
+            for number in range(stages):  # weights do not depend on the kernel before: fetch ahead of it
+                if ahead_step < steps and ahead_tile < tiles:
+                    issue_weights(mine + uint32(number * stage_bytes), weight, ahead_tile, ahead_step, lane)
+                    filled = number + 1
+                    ahead_step += WARPS
+                    if ahead_step >= steps:
+                        ahead_step, ahead_tile = first, ahead_tile + blocks
+        cuda.syncthreads()
         ptx.wait_for_previous_kernel()
+        if warp >= uint32(WARPS):
+            rotation = (positions, cosines, sines, k_cache, v_cache, table, slots, write_lens, offsets, first_row)
+            finish(totals, barriers, thread, row_live, bias, residual, out, count, rotation)
+            return
         step = first
         for number in range(stages):
-            if step < steps:
+            if number < filled:
                 issue_rows(mine + uint32(number * stage_bytes), x, step, lane, count)
                 step = step + WARPS if step + WARPS < steps else first
             ptx.copies_commit()
         here, end = mine, mine + uint32(stages * stage_bytes)
-        tile, parity = int64(cuda.blockIdx.x), uint32(0)
+        tile, area, parity = int64(cuda.blockIdx.x), uint32(0), uint32(1)
         while tile < tiles:
             sums = zeros()
             step = first
             while step < steps:
                 wait()
-                sums = multiply(sums, here)
+                if shared:
+                    ptx.sync_warp()
+                sums = multiply(sums, here, uint32(here + to_rows))
+                if shared:
+                    ptx.sync_warp()
                 if ahead_tile < tiles:
                     issue_weights(here, weight, ahead_tile, ahead_step, lane)
                     issue_rows(here, x, ahead_step, lane, count)
@@ -224,8 +246,8 @@ def _kernel(shape: MatmulShape, plan: MatmulPlan) -> Callable[..., None]:
                     here = mine
                 step += WARPS
             for part in range(weight_tiles):
-                area = totals + parity * uint32(WARPS * sum_bytes)
-                place = area + warp * uint32(sum_bytes) + corner * uint32(4)
+                place = totals + area * uint32(WARPS * sum_bytes) + warp * uint32(sum_bytes) + corner * uint32(4)
+                await_free(barriers, area, parity)
                 if part == 0:
                     store0(place, sums)
                 elif part == 1:
@@ -234,16 +256,44 @@ def _kernel(shape: MatmulShape, plan: MatmulPlan) -> Callable[..., None]:
                     store2(place, sums)
                 else:
                     store3(place, sums)
-                cuda.syncthreads()
-                rotation = (positions, cosines, sines, k_cache, v_cache, table, slots, write_lens, offsets, first_row)
-                finish_tile(area, tile * weight_tiles + part, row_live, bias, residual, out, count, rotation)
-                if two_buffers:
-                    parity = uint32(1) - parity
-                else:
-                    cuda.syncthreads()
+                give(barriers, area, lane)
+                area, parity = after(area, parity)
             tile += blocks
 
     return thin_matmul
+
+
+def _finish(tiles: int, plan: MatmulPlan, ending: Ending, handover: Handover) -> Any:
+    """A function of the warps that finish: all tiles of a block, as the others hand them over."""
+    weight_tiles, area_bytes, finishing = plan.weight_tiles, WARPS * plan.sum_bytes, plan.finishing * 32
+    rounds = -(-plan.row_tiles * plan.columns * ending.values // finishing)
+    await_full, release, after = handover.await_full, handover.release, handover.after
+    locate, begin, nothing, end = ending.locate, ending.begin, ending.nothing, ending.finish
+
+    @device_function
+    def finish(
+        totals: Any, barriers: Any, thread: Any, row_live: Any, bias: Any, residual: Any, out: Any, count: Any,
+        rotation: Any,
+    ) -> None:  # fmt: skip
+        thread = uint32(thread - uint32(WARPS * 32))
+        tile, area, parity = int64(cuda.blockIdx.x), uint32(0), uint32(0)
+        while tile < tiles:
+            for part in range(weight_tiles):
+                number, source = tile * weight_tiles + part, totals + area * uint32(area_bytes)
+                for turn in range(rounds):
+                    row, column, wanted = locate(number, uint32(thread + uint32(turn * finishing)), count)
+                    loaded = nothing()
+                    if wanted:
+                        loaded = begin(number, row, column, row_live, bias, residual, out, rotation)
+                    if turn == 0:
+                        await_full(barriers, area, parity)
+                    if wanted:
+                        end(source, number, row, column, loaded, out)
+                release(barriers, area, uint32(thread & uint32(31)))
+                area, parity = after(area, parity)
+            tile += int64(cuda.gridDim.x)
+
+    return finish
 
 
 def _issue_weights(shape: MatmulShape, plan: MatmulPlan) -> Any:
@@ -263,11 +313,12 @@ def _issue_weights(shape: MatmulShape, plan: MatmulPlan) -> Any:
 
 
 def _issue_rows(shape: MatmulShape, plan: MatmulPlan) -> Any:
-    """Copy a lane's own bytes of the rows' k step.
+    """Copy a lane's bytes of the rows' k step.
 
     Lanes of rows that do not exist copy nothing and feed rubbish to columns of the product that nobody reads.
     """
     depth, row_tiles, offset = shape.depth, plan.row_tiles, plan.weight_tiles * STEP_BYTES
+    rows_bytes, half_bytes = plan.rows_bytes, plan.rows_bytes // 2
 
     def issue(place: Any, x: Any, step: Any, lane: Any, count: Any) -> None:
         column = step * 64 + int64(lane & uint32(3)) * 8
@@ -275,14 +326,14 @@ def _issue_rows(shape: MatmulShape, plan: MatmulPlan) -> Any:
             row = tile * 8 + int64(lane >> uint32(2))
             if row < count:
                 source = x + (row * depth + column) * 2
-                target = place + uint32(offset + tile * ROWS_BYTES)
+                target = place + uint32(offset + tile * rows_bytes)
                 if depth % 64 == 0:
                     ptx.copy_async_16(target, source)
-                    ptx.copy_async_16(target + uint32(512), source + 64)
+                    ptx.copy_async_16(target + uint32(half_bytes), source + 64)
                 else:
                     low, high = column < depth, column + 32 < depth
                     ptx.copy_async_16_or_zero(target, source if low else x, uint32(16) if low else uint32(0))
-                    place_high = target + uint32(512)
+                    place_high = target + uint32(half_bytes)
                     ptx.copy_async_16_or_zero(place_high, source + 64 if high else x, uint32(16) if high else uint32(0))
 
     return device_function(issue)
@@ -291,16 +342,16 @@ def _issue_rows(shape: MatmulShape, plan: MatmulPlan) -> Any:
 def _multiply(plan: MatmulPlan) -> Any:
     """Add one k step to the accumulators of all weight and row tiles."""
     weight_tiles, row_tiles = plan.weight_tiles, plan.row_tiles
-    load_rows = ptx.load_shared_tiles(row_tiles, ROWS_BYTES)
+    load_rows, half_bytes = ptx.load_shared_tiles(row_tiles, plan.rows_bytes), plan.rows_bytes // 2
     total, rows_at = weight_tiles * row_tiles, weight_tiles * STEP_BYTES
     # the intrinsics of the first to fourth weight tile; those past the last are never called
     places = [min(part, weight_tiles - 1) * row_tiles for part in range(4)]
     low0, low1, low2, low3 = (ptx.mma_bf16_tiles(total, place, row_tiles, 0) for place in places)
     high0, high1, high2, high3 = (ptx.mma_bf16_tiles(total, place, row_tiles, 2) for place in places)
 
-    def multiply(sums: Any, here: Any) -> Any:
+    def multiply(sums: Any, here: Any, rows: Any) -> Any:
         for half in range(2):
-            words = load_rows(here + uint32(rows_at + half * 512))
+            words = load_rows(rows + uint32(rows_at + half * half_bytes))
             weights = here + uint32(half * 512)
             a0, a1, a2, a3 = ptx.load_shared_128(weights)
             b0, b1, b2, b3 = ptx.load_shared_128(weights + uint32(1024))

@@ -1,13 +1,31 @@
 """What becomes of a tile's sums: a product's bias, residual, activation, or rotation and the write to the cache."""
 
+from dataclasses import dataclass
 from typing import Any
 
 from lowlat.kernels import ptx
 from lowlat.kernels.activation import silu_times
-from lowlat.kernels.numba_cuda import cuda, device_function, float32, int32, int64, uint32
-from lowlat.kernels.thin_matmul_plan import ADD, FLOAT32, PAD, SILU, THREADS, WARPS, MatmulPlan, MatmulShape
+from lowlat.kernels.numba_cuda import device_function, float32, int32, int64, uint32
+from lowlat.kernels.thin_matmul_plan import ADD, FLOAT32, PAD, SILU, WARPS, MatmulPlan, MatmulShape
 
-__all__ = ["make_finish_rotated", "make_finish_tile"]
+__all__ = ["Ending", "make_ending", "make_rotated_ending"]
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a tile ends: values of each row that it gives, at most, and device functions for one of them.
+
+    locate   (tile, index, count) -> row, column, and whether there is such a value
+    begin    load what its end needs beside the sums; nobody waits for it
+    nothing  what `begin` returns, without loading
+    finish   add up the warps' sums, and store the value
+    """
+
+    values: int
+    locate: Any
+    begin: Any
+    nothing: Any
+    finish: Any
 
 
 def _make_total(plan: MatmulPlan) -> Any:
@@ -24,54 +42,73 @@ def _make_total(plan: MatmulPlan) -> Any:
     return total_of
 
 
-def make_finish_tile(shape: MatmulShape, plan: MatmulPlan) -> Any:
-    """A function: add the warps' sums in order, then bias, residual or activation, and store what exists."""
+def make_ending(shape: MatmulShape, plan: MatmulPlan) -> Ending:
+    """Bias, residual or activation; in float32, or rounded to bf16."""
     width, epilogue = shape.width, shape.epilogue
-    padded_rows = 8 * plan.row_tiles
     has_bias, live, silu, add = shape.bias, shape.live, epilogue == SILU, epilogue == ADD
     wide = epilogue == FLOAT32
     columns = 8 if silu else 16
-    outputs, out_width = padded_rows * columns, width // 2 if silu else width
-
+    out_width = width // 2 if silu else width
     total_of = _make_total(plan)
 
-    def finish_tile(
-        area: Any, tile: Any, row_live: Any, bias: Any, residual: Any, out: Any, count: Any, _rotation: Any
-    ) -> None:
-        for index in range(uint32(cuda.threadIdx.x), uint32(outputs), uint32(THREADS)):
-            column = index % uint32(columns)
-            row = index // uint32(columns)
-            first = tile * 16
-            place = first + int64(column)
-            if int64(row) < count and place < width:
-                at = int64(row) * out_width + first // (16 // columns) + int64(column)
-                value = total_of(area, row, column)
-                if has_bias:
-                    value = ptx.add_rn(value, ptx.load_global_bf16(bias + place * 2))
-                if silu:
-                    up = total_of(area, row, column + uint32(8))
-                    if has_bias:
-                        up = ptx.add_rn(up, ptx.load_global_bf16(bias + place * 2 + 16))
-                    value = silu_times(value, up)
-                    if live and ptx.load_global_u8(row_live + int64(row)) == uint32(0):
-                        value = float32(0)
-                if add:
-                    value = ptx.add_rn(value, ptx.load_global_bf16(residual + at * 2))
-                if wide:
-                    ptx.store_global_f32(out + at * 4, value)
-                else:
-                    ptx.store_global_u16(out + at * 2, ptx.bf16_bits(value))
+    @device_function
+    def locate(tile: Any, index: Any, count: Any) -> Any:
+        row, column = uint32(index // uint32(columns)), uint32(index % uint32(columns))
+        return row, column, int64(row) < count and tile * 16 + int64(column) < width
 
-    return device_function(finish_tile)
+    @device_function
+    def offset_of(tile: Any, row: Any, column: Any) -> Any:
+        return int64(row) * out_width + tile * columns + int64(column)
+
+    @device_function
+    def nothing() -> Any:
+        return float32(0), float32(0), uint32(1)
+
+    @device_function
+    def begin(
+        tile: Any, row: Any, column: Any, row_live: Any, bias: Any, residual: Any, _out: Any, _rotation: Any
+    ) -> Any:
+        own, other, alive = float32(0), float32(0), uint32(1)
+        if has_bias:
+            own = ptx.load_global_bf16(bias + (tile * 16 + int64(column)) * 2)
+        if has_bias and silu:
+            other = ptx.load_global_bf16(bias + (tile * 16 + int64(column)) * 2 + 16)
+        if add:
+            other = ptx.load_global_bf16(residual + offset_of(tile, row, column) * 2)
+        if silu and live:
+            alive = ptx.load_global_u8(row_live + int64(row))
+        return own, other, alive
+
+    @device_function
+    def finish(area: Any, tile: Any, row: Any, column: Any, loaded: Any, out: Any) -> None:
+        own, other, alive = loaded
+        at, value = offset_of(tile, row, column), total_of(area, row, column)
+        if has_bias:
+            value = ptx.add_rn(value, own)
+        if silu:
+            up = total_of(area, row, column + uint32(8))
+            if has_bias:
+                up = ptx.add_rn(up, other)
+            value = silu_times(value, up)
+            if live and alive == uint32(0):
+                value = float32(0)
+        if add:
+            value = ptx.add_rn(value, other)
+        if wide:
+            ptx.store_global_f32(out + at * 4, value)
+        else:
+            ptx.store_global_u16(out + at * 2, ptx.bf16_bits(value))
+
+    return Ending(columns, locate, begin, nothing, finish)
 
 
-def make_finish_rotated(shape: MatmulShape, plan: MatmulPlan) -> Any:
-    """A function: rotate queries and keys, whose tiles hold 8 dimensions and their partners, and store all parts.
+def make_rotated_ending(shape: MatmulShape, plan: MatmulPlan) -> Ending:
+    """Rotate queries and keys, whose tiles hold 8 dimensions and their partners, and store all parts.
 
     Queries go to `out`, keys and values of live rows to the cache. Products and sums are rounded one by one, as the
     reference does.
     """
-    heads, total_of, padded_rows, has_bias = shape.heads, _make_total(plan), 8 * plan.row_tiles, shape.bias
+    heads, total_of, has_bias = shape.heads, _make_total(plan), shape.bias
     if heads is None:
         raise ValueError("a rotated product needs its heads")
     queries, groups, dim = heads.queries, heads.groups, heads.dim
@@ -79,46 +116,63 @@ def make_finish_rotated(shape: MatmulShape, plan: MatmulPlan) -> Any:
     cache_row = _make_cache_row(shape)
 
     @device_function
-    def finish_rotated(
-        area: Any, tile: Any, row_live: Any, bias: Any, _residual: Any, out: Any, count: Any, rotation: Any
-    ) -> None:
+    def locate(tile: Any, index: Any, count: Any) -> Any:
+        head = int32(uint32(tile) // uint32(tiles))
+        columns = uint32(8) if head < queries + groups else uint32(16)
+        row = uint32(index // columns)
+        return row, uint32(index - row * columns), int64(row) < count and head < queries + 2 * groups
+
+    @device_function
+    def nothing() -> Any:
+        return float32(0), float32(0), float32(0), float32(0), int64(0)
+
+    @device_function
+    def begin(
+        tile: Any, row: Any, column: Any, row_live: Any, bias: Any, _residual: Any, out: Any, rotation: Any
+    ) -> Any:
+        """Bias of a value and its partner, cosine and sine, and the address that the value goes to; 0: nowhere."""
         positions, cosines, sines, k_cache, v_cache, table, slots, write_lens, offsets, first_row = rotation
         head = int32(uint32(tile) // uint32(tiles))
         inner = int32(int32(tile) - head * tiles)
-        rotated = head < queries + groups
-        columns = uint32(8) if rotated else uint32(16)
-        for index in range(uint32(cuda.threadIdx.x), uint32(padded_rows) * columns, uint32(THREADS)):
-            row, column = index // columns, index % columns
-            if int64(row) < count and head < queries + 2 * groups:
-                value, place = total_of(area, row, column), tile * 16 + int64(column)
-                if has_bias:
-                    value = ptx.add_rn(value, ptx.load_global_bf16(bias + place * 2))
-                if rotated:
-                    partner = total_of(area, row, column + uint32(8))
-                    if has_bias:
-                        partner = ptx.add_rn(partner, ptx.load_global_bf16(bias + place * 2 + 16))
-                    at = int64(inner * 8) + int64(column)
-                    angle = int64(ptx.load_global_i32(positions + int64(row) * 4)) * half + at
-                    c, s = ptx.load_global_f32(cosines + angle * 4), ptx.load_global_f32(sines + angle * 4)
-                    low = ptx.bf16_bits(ptx.add_rn(ptx.mul_rn(value, c), -ptx.mul_rn(partner, s)))
-                    high = ptx.bf16_bits(ptx.add_rn(ptx.mul_rn(partner, c), ptx.mul_rn(value, s)))
-                    target = out + (int64(row) * queries + int64(head)) * (dim * 2)
-                    stored = True
-                    if head >= queries:
-                        cached = cache_row(row, head - queries, row_live, table, slots, write_lens, offsets, first_row)
-                        target, stored = k_cache + cached * (dim * 2), cached >= 0
-                    if stored:
-                        ptx.store_global_u16(target + at * 2, low)
-                        ptx.store_global_u16(target + (at + half) * 2, high)
-                else:
-                    cached = cache_row(
-                        row, head - queries - groups, row_live, table, slots, write_lens, offsets, first_row
-                    )
-                    if cached >= 0:
-                        at = int64(inner * 16) + int64(column)
-                        ptx.store_global_u16(v_cache + (cached * dim + at) * 2, ptx.bf16_bits(value))
+        own, partner, c, s = float32(0), float32(0), float32(0), float32(0)
+        if has_bias:
+            own = ptx.load_global_bf16(bias + (tile * 16 + int64(column)) * 2)
+        if head < queries + groups:
+            if has_bias:
+                partner = ptx.load_global_bf16(bias + (tile * 16 + int64(column)) * 2 + 16)
+            at = int64(inner * 8) + int64(column)
+            angle = int64(ptx.load_global_i32(positions + int64(row) * 4)) * half + at
+            c, s = ptx.load_global_f32(cosines + angle * 4), ptx.load_global_f32(sines + angle * 4)
+            target = out + ((int64(row) * queries + int64(head)) * dim + at) * 2
+            if head >= queries:
+                cached = cache_row(row, head - queries, row_live, table, slots, write_lens, offsets, first_row)
+                target = k_cache + (cached * dim + at) * 2 if cached >= 0 else int64(0)
+        else:
+            cached = cache_row(row, head - queries - groups, row_live, table, slots, write_lens, offsets, first_row)
+            at = int64(inner * 16) + int64(column)
+            target = v_cache + (cached * dim + at) * 2 if cached >= 0 else int64(0)
+        return own, partner, c, s, target
 
-    return finish_rotated
+    @device_function
+    def finish(area: Any, tile: Any, row: Any, column: Any, loaded: Any, _out: Any) -> None:
+        own, partner_bias, c, s, target = loaded
+        if target == int64(0):
+            return
+        value = total_of(area, row, column)
+        if has_bias:
+            value = ptx.add_rn(value, own)
+        if int32(uint32(tile) // uint32(tiles)) < queries + groups:
+            partner = total_of(area, row, column + uint32(8))
+            if has_bias:
+                partner = ptx.add_rn(partner, partner_bias)
+            low = ptx.bf16_bits(ptx.add_rn(ptx.mul_rn(value, c), -ptx.mul_rn(partner, s)))
+            high = ptx.bf16_bits(ptx.add_rn(ptx.mul_rn(partner, c), ptx.mul_rn(value, s)))
+            ptx.store_global_u16(target, low)
+            ptx.store_global_u16(target + half * 2, high)
+        else:
+            ptx.store_global_u16(target, ptx.bf16_bits(value))
+
+    return Ending(16, locate, begin, nothing, finish)
 
 
 def _make_cache_row(shape: MatmulShape) -> Any:

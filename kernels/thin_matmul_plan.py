@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from lowlat.errors import ShapeError
+from lowlat.kernels.handover import BARRIER_BYTES
 from lowlat.kernels.kernel import Card
 
 __all__ = [
@@ -12,11 +13,9 @@ __all__ = [
     "MAX_ROWS",
     "PAD",
     "ROTATE",
-    "ROWS_BYTES",
     "SILU",
     "STEP_BYTES",
     "SUM_BYTES",
-    "THREADS",
     "WARPS",
     "HeadsShape",
     "MatmulPlan",
@@ -25,10 +24,10 @@ __all__ = [
     "rows_at_once",
 ]
 
-WARPS = 8
-THREADS = WARPS * 32
+WARPS = 8  # that multiply
+MOST_FINISHING = 4
 STEP_BYTES = 2048  # 16 weight rows by 64 columns
-ROWS_BYTES = 1024  # 8 rows by 64 columns
+ROW_BYTES = 128  # a row by 64 columns
 MAX_ROWS = 64
 PAD = 20  # floats from one row of partial sums to the next: no bank conflicts
 SUM_BYTES = 8 * PAD * 4  # 8 rows of partial sums
@@ -40,22 +39,41 @@ class MatmulPlan:
     """How a product is cut: none of it changes any bit of the result.
 
     row_tiles     tiles of 8 rows: 1, 2, 4 or 8
+    columns       rows of a tile that have a place: 1, 2, 4 or 8; 8 where there are more tiles than one
     weight_tiles  tiles of 16 weight rows that a warp multiplies at once: 1, 2 or 4
     stages        k steps under way in each warp
-    buffers       areas of partial sums of one tile: with two, a tile's end needs one barrier instead of two
+    areas         of partial sums of one tile: with two, one is added up while the other fills
     num_blocks    blocks of the grid
+    patient       a warp that waits for sums may be put to sleep, which a card must be able to
     """
 
     row_tiles: int
+    columns: int
     weight_tiles: int
     stages: int
-    buffers: int
+    areas: int
     num_blocks: int
+    patient: bool
+
+    @property
+    def finishing(self) -> int:
+        """Warps that finish a tile: a value a lane, or several."""
+        return min(MOST_FINISHING, -(-self.row_tiles * self.columns * 16 // 32))
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return (WARPS + self.finishing) * 32
+
+    @property
+    def rows_bytes(self) -> int:
+        """One k step of a tile of rows."""
+        return self.columns * ROW_BYTES
 
     @property
     def stage_bytes(self) -> int:
         """One warp's copy of one k step."""
-        return self.weight_tiles * STEP_BYTES + self.row_tiles * ROWS_BYTES
+        return self.weight_tiles * STEP_BYTES + self.row_tiles * self.rows_bytes
 
     @property
     def sum_bytes(self) -> int:
@@ -65,7 +83,7 @@ class MatmulPlan:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block."""
-        return WARPS * (self.stages * self.stage_bytes + self.buffers * self.sum_bytes)
+        return WARPS * (self.stages * self.stage_bytes + self.areas * self.sum_bytes) + self.areas * BARRIER_BYTES
 
 
 @dataclass(frozen=True)
@@ -102,10 +120,10 @@ class MatmulShape:
         return -(-self.depth // 64)
 
 
-# (row tiles, weight tiles) -> stages, areas of sums; README.md beside this file tells what was tried
+# (row tiles, weight tiles) -> most stages, areas of sums; README.md beside this file tells what was tried
 _PLANS = {
-    (1, 1): (6, 2),
-    (1, 2): (4, 2),
+    (1, 1): (12, 2),
+    (1, 2): (6, 2),
     (2, 1): (4, 2),
     (2, 2): (3, 2),
     (2, 4): (2, 1),
@@ -120,8 +138,12 @@ _PLANS = {
 
 def rows_at_once(card: Card) -> int:
     """The most rows of one launch: 64, or fewer where a block has too little shared memory for them."""
-    fitting = (tiles for tiles in (8, 4, 2) if MatmulPlan(tiles, 1, 1, 1, 1).shared_bytes <= card.shared_bytes)
+    fitting = (tiles for tiles in (8, 4, 2) if _least_bytes(tiles) <= card.shared_bytes)
     return 8 * next(fitting, 1)
+
+
+def _least_bytes(row_tiles: int) -> int:
+    return MatmulPlan(row_tiles, 8, 1, 1, 1, 1, patient=False).shared_bytes
 
 
 def plan_matmul(rows: int, width: int, card: Card) -> MatmulPlan:
@@ -130,20 +152,24 @@ def plan_matmul(rows: int, width: int, card: Card) -> MatmulPlan:
     Raises ShapeError for a card whose blocks have too little shared memory.
     """
     row_tiles = next(tiles for tiles in (1, 2, 4, 8) if 8 * tiles >= rows)
-    known = sorted((_cost(row_tiles, tiles, width, card), tiles) for rows_, tiles in _PLANS if rows_ == row_tiles)
+    columns = next(count for count in (1, 2, 4, 8) if count >= min(rows, 8))
+    each = row_tiles * columns * ROW_BYTES
+    known = sorted((_cost(each, tiles, width, card), tiles) for rows_, tiles in _PLANS if rows_ == row_tiles)
     for _, weight_tiles in known:
-        most, buffers = _PLANS[row_tiles, weight_tiles]
+        most, areas = _PLANS[row_tiles, weight_tiles]
         num_blocks = min(-(-width // (16 * weight_tiles)), card.num_multiprocessors)
         for stages in range(most, 0, -1):
-            plan = MatmulPlan(row_tiles, weight_tiles, stages, buffers if stages == most else 1, num_blocks)
+            plan = MatmulPlan(
+                row_tiles, columns, weight_tiles, stages, areas, num_blocks, patient=card.capability >= (9, 0)
+            )
             if plan.shared_bytes <= card.shared_bytes:
                 return plan
     raise ShapeError(f"{rows} rows do not fit the {card.shared_bytes} bytes of shared memory that a block may have")
 
 
-def _cost(row_tiles: int, weight_tiles: int, width: int, card: Card) -> float:
+def _cost(rows_bytes: int, weight_tiles: int, width: int, card: Card) -> float:
     """Time beside a stream of the weights alone, as measured on an H200: rows that are read again for every group of
     tiles cost near half of what weights do, and multiprocessors without a group in the last turn are lost."""
     groups = -(-width // (16 * weight_tiles))
     busy = groups / (-(-groups // card.num_multiprocessors) * card.num_multiprocessors)
-    return (1 + 0.45 * row_tiles * ROWS_BYTES / (weight_tiles * STEP_BYTES)) / busy
+    return (1 + 0.45 * rows_bytes / (weight_tiles * STEP_BYTES)) / busy

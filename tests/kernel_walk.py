@@ -310,6 +310,34 @@ class Walker:
         found: tuple[Any, ...] = self._swap(operands, read)
         return found
 
+    def _load_tiles(self, count: int, stride: int) -> Callable[[int], tuple[int, ...]]:
+        def load(address: int) -> tuple[int, ...]:
+            words = (self._near(int(address) + tile * stride, 16).view(np.uint32) for tile in range(count))
+            return tuple(int(word) for tile in words for word in tile)
+
+        return load
+
+    def _mma_tiles(self, total: int, first: int, count: int, word: int) -> Callable[..., tuple[Any, ...]]:
+        def multiply(sums: tuple[Any, ...], a0: int, a1: int, a2: int, a3: int, words: tuple[int, ...]) -> Any:
+            assert len(sums) == 4 * total
+            results = list(sums)
+            for tile in range(count):
+                at, column = 4 * (first + tile), words[4 * tile + word : 4 * tile + word + 2]
+                results[at : at + 4] = self._mma(*results[at : at + 4], a0, a1, a2, a3, *column)
+            return tuple(results)
+
+        return multiply
+
+    def _store_tiles(self, total: int, first: int, count: int, offsets: Any, stride: int) -> Callable[..., None]:
+        def store(address: int, sums: tuple[Any, ...]) -> None:
+            assert len(sums) == 4 * total
+            for tile in range(count):
+                for part, offset in enumerate(offsets):
+                    place = self._near(int(address) + tile * stride + offset, 4)
+                    place.view(np.float32)[0] = sums[4 * (first + tile) + part]
+
+        return store
+
     def cuda(self) -> Any:
         """What stands for Numba's `cuda`."""
         own = self._own
@@ -409,6 +437,11 @@ class Walker:
             "ballot": lambda vote: sum(1 << lane for lane, each in enumerate(self._exchange(vote)) if each),
             "count_bits": lambda word: (int(word) & MASK).bit_count(),
             "mma_bf16": self._mma,
+            "load_shared_tiles": self._load_tiles,
+            "mma_bf16_tiles": self._mma_tiles,
+            "store_shared_tiles": self._store_tiles,
+            "zeros": lambda count: lambda: (np.float32(0),) * count,
+            "load_global_bf16": lambda address: _bf16(int(at(address, 2).view(np.uint16)[0])),
             "fma_bf16_pair": _fma_pair,
             "float_of_bits": lambda bits: np.uint32(bits & MASK).view(np.float32),
             "bits_of_float": lambda value: int(np.float32(value).view(np.uint32)),
@@ -427,6 +460,10 @@ class Walker:
 
 def _half(word: int, which: int) -> float:
     return float(np.uint32((word >> (16 * which) & 0xFFFF) << 16).view(np.float32))
+
+
+def _bf16(bits: int) -> Any:
+    return np.uint32(bits << 16).view(np.float32)
 
 
 def _bf16_bits(value: Any) -> int:

@@ -104,7 +104,7 @@ def test_a_pair_has_the_same_bits_in_any_company(launcher: Launcher, quantised: 
             activated[place], others[place] = row[0], ids[0]
             default = plan_experts(rows, ExpertShape(DOWN, width, depth, 4, quantised), launcher.card)
             plans: list[ExpertPlan | None] = [None, dataclasses.replace(default, stages=1)]
-            plans += [dataclasses.replace(default, num_blocks=7), dataclasses.replace(default, tiles=1, num_blocks=11)]
+            plans += [dataclasses.replace(default, num_blocks=7), dataclasses.replace(default, part=1, num_blocks=11)]
             for plan in plans:
                 assert torch.equal(_run(launcher, experts, activated, others, plan)[place], alone[0])
 

@@ -80,7 +80,7 @@ def test_a_pair_has_the_same_bits_in_any_company(launcher: Launcher, quantised: 
             shape = ExpertShape(GATE_UP, width, depth, 4, quantised)
             default = plan_experts(rows, shape, launcher.card)
             plans: list[ExpertPlan | None] = [None, dataclasses.replace(default, stages=1)]
-            plans += [dataclasses.replace(default, num_blocks=7), dataclasses.replace(default, tiles=1, num_blocks=11)]
+            plans += [dataclasses.replace(default, num_blocks=7), dataclasses.replace(default, part=1, num_blocks=11)]
             for plan in plans:
                 assert torch.equal(_run(launcher, experts, x, others, plan)[place], alone[0])
 

@@ -1,0 +1,146 @@
+"""The thin products' kernel itself, walked thread by thread on a CPU: what it computes, copies, waits for and leaves.
+
+Small sizes; the walker checks every address, and copies arrive both as late and as early as they can.
+"""
+
+import dataclasses
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from kernel_walk import Walker, walkable
+
+from lowlat.kernels.kernel import Card
+from lowlat.kernels.packing import gate_up_order, pack, rope_order
+
+NAMES = ("activation", "handover", "thin_matmul_plan", "thin_matmul_ending", "thin_matmul")
+SMALL = Card(2, 227 * 1024, (9, 0))
+
+
+def walked(walker: Walker) -> Any:
+    return walkable(walker, *NAMES)
+
+
+def run(walker: Walker, modules: list[ModuleType], changes: dict[str, int], **arguments: Any) -> None:
+    thin = modules[4]
+    plan = thin.plan_matmul(arguments["x"].shape[0], arguments["weight"].rows, SMALL)
+    for call in thin.thin_matmul(**arguments, card=SMALL, plan=dataclasses.replace(plan, **changes)):
+        walker.run(call)
+
+
+def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
+    return (torch.randn(*shape) * scale).bfloat16()
+
+
+def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x.double() @ weight.double().t()
+
+
+@pytest.mark.parametrize("late", [True, False])
+@pytest.mark.parametrize(
+    ("rows", "width", "depth", "changes"),
+    [
+        (1, 80, 600, {}),
+        (1, 80, 1096, {"stages": 1}),
+        (2, 100, 200, {"stages": 3, "areas": 1}),
+        (3, 80, 72, {"weight_tiles": 2, "stages": 2, "num_blocks": 2}),
+        (8, 48, 640, {"stages": 2}),
+        (9, 112, 64, {"weight_tiles": 4, "stages": 2, "areas": 1, "num_blocks": 1}),
+        (19, 33, 128, {"stages": 1}),
+    ],
+)
+def test_a_product_is_torch_s(late: bool, rows: int, width: int, depth: int, changes: dict[str, int]) -> None:
+    """Tiles that end inside of a width and steps that end inside of a depth; more blocks' turns than one, pipelines
+    that hold less than a tile and more."""
+    x, weight, bias = random(rows, depth), random(width, depth, scale=depth**-0.5), random(width)
+    out = torch.full((rows, width), torch.nan)
+    walker = Walker(late)
+    with walked(walker) as modules:
+        run(walker, modules, changes, x=x, weight=pack(weight), bias=bias, out=out)
+    torch.testing.assert_close(out.double(), product(x, weight) + bias.double(), rtol=1e-5, atol=1e-5)
+
+
+def test_every_byte_of_the_weights_is_read_once() -> None:
+    x, weight = random(1, 640), random(112, 640)
+    walker = Walker()
+    packed = pack(weight)
+    with walked(walker) as modules:
+        run(walker, modules, {"weight_tiles": 1}, x=x, weight=packed, out=torch.empty(1, 112))
+    assert walker.bytes_copied == packed.num_bytes + 7 * x.numel() * 2  # and the row once for each tile
+
+
+@pytest.mark.parametrize("rows", [1, 5, 12])
+def test_residuals_and_activations(rows: int) -> None:
+    weight, residual = random(64, 96, scale=0.1), random(rows, 64)
+    x, live = random(rows, 96), torch.ones(rows, dtype=torch.uint8)
+    live[rows // 2] = 0
+    walker, out = Walker(), torch.full((rows, 64), torch.nan).bfloat16()
+    act = torch.full((rows, 32), torch.nan).bfloat16()
+    with walked(walker) as modules:
+        run(walker, modules, {}, x=x, weight=pack(weight), residual=residual, out=out)
+        gated = pack(weight, gate_up_order(32))
+        run(walker, modules, {}, x=x, weight=gated, silu=True, row_live=live, out=act)
+    wanted = product(x, weight)
+    torch.testing.assert_close(out.double(), residual.double() + wanted, rtol=2**-7, atol=1e-3)
+    want = torch.nn.functional.silu(wanted[:, :32]) * wanted[:, 32:]
+    want[live == 0] = 0
+    torch.testing.assert_close(act.double(), want, rtol=2**-7, atol=1e-3)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_queries_and_keys_are_rotated_and_the_cache_is_written(rows: int) -> None:
+    """Two slots of the other order, a dead row; what nobody writes stays."""
+    queries, groups, dim, depth, block, batch = 4, 2, 32, 64, 16, 2
+    heads = queries + 2 * groups
+    weight, bias = random(heads * dim, depth, scale=0.1), random(heads * dim)
+    order = rope_order(queries + groups, groups, dim)
+    count = batch * rows
+    x, live = random(count, depth), torch.ones(count, dtype=torch.uint8)
+    live[-1] = 0
+    angles = torch.rand(64, dim // 2) * 6
+    cos, sin = angles.cos(), angles.sin()
+    table = torch.tensor([[3, 1], [2, 5]], dtype=torch.int32)
+    slots, lens = torch.tensor([1, 0], dtype=torch.int32), torch.tensor([14, 3], dtype=torch.int32)
+    offsets = torch.arange(rows, dtype=torch.int32)
+    positions = (lens[:, None] + offsets).reshape(-1).contiguous()
+    walker = Walker()
+    caches = [torch.zeros(6, groups, block, dim).bfloat16() for _ in range(2)]
+    got = torch.full((count, queries, dim), torch.nan).bfloat16()
+    with walked(walker) as modules:
+        rotation = modules[4].Rotation(
+            positions=positions, cos=cos, sin=sin, row_live=live, k_cache=caches[0], v_cache=caches[1],
+            block_table=table, slots=slots, write_lens=lens, offsets=offsets,
+        )  # fmt: skip
+        packed, ordered = pack(weight, order), bias[order].contiguous()
+        run(walker, modules, {}, x=x, weight=packed, bias=ordered, rotation=rotation, head_dim=dim, out=got)
+    qkv = (product(x, weight) + bias.double()).float().view(count, heads, dim)
+    parts = {name: torch.empty(count, number, dim).bfloat16() for name, number in (("q", queries), ("k", groups))}
+    for name, start in (("q", 0), ("k", queries)):
+        source = qkv[:, start : start + parts[name].shape[1]]
+        low, high = source.chunk(2, dim=-1)
+        c, s = cos[positions.long()][:, None], sin[positions.long()][:, None]
+        parts[name] = torch.cat((low * c - high * s, high * c + low * s), dim=-1)
+    torch.testing.assert_close(got.float(), parts["q"], rtol=2**-7, atol=2e-3)
+    for cache, want in zip(caches, (parts["k"], qkv[:, queries + groups :]), strict=True):
+        expected = torch.zeros(cache.shape)
+        for row in range(count):
+            if live[row]:
+                position = int(positions[row])
+                page = int(table[slots[row // rows], position // block])
+                expected[page, :, position % block] = want[row]
+        torch.testing.assert_close(cache.float(), expected, rtol=2**-7, atol=2e-3)
+
+
+def test_a_row_has_the_same_bits_in_any_company() -> None:
+    weight, row = pack(random(80, 600)), random(1, 600)
+    walker = Walker()
+    with walked(walker) as modules:
+        alone = torch.empty(1, 80)
+        run(walker, modules, {}, x=row, weight=weight, out=alone)
+        for rows, changes in ((2, {"stages": 1}), (8, {"num_blocks": 1}), (11, {"areas": 1})):
+            x, out = torch.full((rows, 600), torch.nan).bfloat16(), torch.empty(rows, 80)
+            place = int(torch.randint(rows, (1,)))
+            x[place] = row[0]
+            run(walker, modules, changes, x=x, weight=weight, out=out)
+            assert torch.equal(out[place], alone[0])
