@@ -25,6 +25,7 @@ from lowlat.kernels.attention_plan import (
     CURSOR_FIELDS,
     LAST_STEP,
     NO_ITEM,
+    PAGES_ITEM,
     PLACE,
     PLAN_STRIDE,
     AttentionShape,
@@ -272,7 +273,8 @@ def _kernel(shape: AttentionShape) -> Callable[..., None]:
         enter(cursor, plan, int32(cuda.blockIdx.x), batch, rows)
         if early and cursor[PLACE] == NO_ITEM and int32(cuda.blockIdx.x) >= (max(batch * rows, 1) if whole else 1):
             return  # without waiting, which block 0 does for all; a block of a short window's dead row has to clear it
-        look_up(cursor, plan, table, width, quarter)
+        cursor[PAGES_ITEM] = int32(NO_ITEM)
+        look_up(cursor, plan, table, width, quarter, lane)
         forget(totals, queries, peaks, norms)
         stage, filled = uint32(0), 0
         while True:
@@ -306,7 +308,7 @@ def _kernel(shape: AttentionShape) -> Callable[..., None]:
                 batch, rows, width, quarter, lane,
             )  # fmt: skip
             ptx.copies_commit()
-            look_up(cursor, plan, table, width, quarter)
+            look_up(cursor, plan, table, width, quarter, lane)
             stage = uint32(stage + uint32(1)) if stage + 1 < stages else uint32(0)
         if whole:
             clear_dead(row_ends, sums, int32(batch * rows), row_bytes, threads)

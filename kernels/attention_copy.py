@@ -12,13 +12,16 @@ from lowlat.kernels.attention_plan import (
     ALIVE,
     ALL_VISIBLE,
     ALONE,
-    BLOCK,
     DENSE,
     END_MAX,
     END_MIN,
+    ITEM,
     LAST,
     LAST_STEP,
     NO_ITEM,
+    PAGES,
+    PAGES_ITEM,
+    PAGES_TILE,
     PASS,
     PLACE,
     PLAN_STRIDE,
@@ -164,17 +167,19 @@ def make_is_early(shape: AttentionShape) -> Any:
 
 
 def make_look_up(shape: AttentionShape) -> Any:
-    """A function that reads the cursor's entry of the block table, ahead of its use."""
+    """A function of a warp that reads entries of the block table ahead of their use: 32 tiles' at once, one a lane."""
     block_shift = shape.block.bit_length() - 1
 
     @device_function
-    def look_up(cursor: Any, plan: Any, table: Any, width: Any, warp: Any) -> None:
+    def look_up(cursor: Any, plan: Any, table: Any, width: Any, warp: Any, lane: Any) -> None:
         width = ptx.stay_here(width)
-        if cursor[PLACE] != NO_ITEM:
-            position = cursor[POSITION_TILE] * TILE + int32(warp) * 16
+        known = cursor[PAGES_ITEM] == cursor[ITEM] and uint32(cursor[POSITION_TILE] - cursor[PAGES_TILE]) < uint32(32)
+        if cursor[PLACE] != NO_ITEM and not known:
+            cursor[PAGES_ITEM], cursor[PAGES_TILE] = cursor[ITEM], cursor[POSITION_TILE]
+            position = (cursor[POSITION_TILE] + int32(lane)) * TILE + int32(warp) * 16
             page = min(position >> block_shift, width - 1)
             index = int64(plan[entry_of(cursor[PLACE]) * PLAN_STRIDE + SLOT]) * int64(width) + page
-            cursor[BLOCK] = ptx.load_global_i32(table + index * 4)
+            cursor[PAGES] = ptx.load_global_i32(table + index * 4)
 
     return look_up
 
@@ -200,7 +205,8 @@ def make_issue(shape: AttentionShape) -> Any:
         position = int32(tile * TILE + int32(warp) * 16)
         if is_early(cursor, plan):
             place = uint32(place | uint32(ALL_VISIBLE))
-            inside = (cursor[BLOCK] * kv_heads + head_of(place)) * block + (position & (block - 1))
+            page = cuda.shfl_sync(FULL_WARP, cursor[PAGES], int32(cursor[POSITION_TILE] - cursor[PAGES_TILE]))
+            inside = (page * kv_heads + head_of(place)) * block + (position & (block - 1))
             copy_run(target, k_cache, v_cache, inside, lane)
         else:
             passing = plan[at + TREE] != 0 and tile * TILE + TILE > plan[at + DENSE]

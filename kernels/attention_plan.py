@@ -31,8 +31,9 @@ FAR = 1 << 30
 ITEMS, DENSE, KEEP_SPLITS, WINDOW_SPLIT, NUM_SPLITS, SLOT, ALIVE, TREE, END_MAX, END_MIN, LAST = range(11)
 PLAN_STRIDE = 16
 # Fields of the cursor, in registers
-ITEM, PLACE, POSITION_TILE, LAST_TILE, PASS, BLOCK = range(6)
-CURSOR_FIELDS = 6
+# PAGES: in lane i the page of the tile PAGES_TILE + i of the item PAGES_ITEM
+ITEM, PLACE, POSITION_TILE, LAST_TILE, PASS, PAGES, PAGES_ITEM, PAGES_TILE = range(8)
+CURSOR_FIELDS = 8
 # A place: bits 0 to 7 the entry among the slots, 8 to 11 flags, 12 to 19 the row tile, 20 to 31 the head
 FIRST_STEP, LAST_STEP, ALL_VISIBLE, ALONE = 1 << 8, 1 << 9, 1 << 10, 1 << 11
 ROW_TILE_SHIFT, HEAD_SHIFT = 12, 20
