@@ -86,7 +86,8 @@ def attention(
     sinks             [H]                  float32 or None
     out               [B * R, H * D]       bf16, out; dead rows zero
     workspace         sums of splits
-    early_metadata    slots, dense_lens, block_table and the dense prefix were written before the kernel before this one
+    early_metadata    slots, dense_lens, block_table, row_live, row_masks and the dense prefix were written before the
+                      kernel before this one
     num_blocks        blocks of the grid; two fit on a multiprocessor
     stages            tiles of 64 positions under way in a block
     tail              the most ancestors that a row may have; None: R
@@ -281,8 +282,8 @@ def _kernel(shape: AttentionShape) -> Callable[..., None]:
             here, descriptor = uint32(base + stage * uint32(warps * stage_bytes)), uint32(ring + stage * uint32(16))
             full = filled >= stages
             if not waited and (full or cursor[PLACE] == NO_ITEM or not is_early(cursor, plan)):
-                ptx.wait_for_previous_kernel()
                 read_rows(plan, row_ends, slots, dense_lens, row_live, row_masks, batch, rows)
+                ptx.wait_for_previous_kernel()
                 waited = True
             if full:
                 wait_for_copies()

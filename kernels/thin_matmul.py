@@ -6,8 +6,7 @@ across tiles; every lane copies exactly the bytes that it will read, so the pipe
 a tile's sums in order and finish it, with what that needs loaded ahead, while the first go on: the order of
 accumulation depends on the weight's shape alone, and a row has the same bits whatever the number of rows. Weights come
 first: no kernel writes them, so a block fills itself before the kernel before this one has ended, in paces that leave
-room for what that one reads. A single tile of rows is loaded by the lanes themselves, a step ahead; more of them travel
-beside the weights.
+room for what that one reads. The rows' own k steps travel beside the weights'.
 """
 
 from collections.abc import Callable
@@ -32,7 +31,6 @@ from lowlat.kernels.thin_matmul_plan import (
     MAX_ROWS,
     PAD,
     ROTATE,
-    ROWS_BYTES,
     SILU,
     STEP_BYTES,
     SUM_BYTES,
@@ -173,8 +171,9 @@ def _kernel(shape: MatmulShape, plan: MatmulPlan) -> Callable[..., None]:
     sums_at, num_sums = WARPS * stages * stage_bytes, plan.weight_tiles * plan.row_tiles
     barriers_at = sums_at + plan.areas * WARPS * sum_bytes
     issue_weights, issue_rows = _issue_weights(shape, plan), _issue_rows(shape, plan)
-    multiply, row_tiles, weight_tiles = _multiply(plan), plan.row_tiles, plan.weight_tiles
-    direct, load_rows, pace, hold_back = plan.direct, _load_rows(shape), plan.pace, ptx.copies_wait(plan.pace - 1)
+    multiply, row_tiles, weight_tiles, columns = _multiply(plan), plan.row_tiles, plan.weight_tiles, plan.columns
+    shared = columns < 8  # lanes read rows that others copied
+    pace, hold_back = plan.pace, ptx.copies_wait(plan.pace - 1)
     handover = make_handover(plan.areas, WARPS, plan.finishing, patient=plan.patient)
     begin_handover, await_free, give, after = handover.begin, handover.await_free, handover.give, handover.after
     ending = (make_rotated_ending if shape.epilogue == ROTATE else make_ending)(shape, plan)
@@ -195,6 +194,8 @@ def _kernel(shape: MatmulShape, plan: MatmulPlan) -> Callable[..., None]:
         thread = uint32(cuda.threadIdx.x)
         lane, warp = thread & uint32(31), thread >> uint32(5)
         mine = base + warp * uint32(stages * stage_bytes) + lane * uint32(16)
+        to_rows = uint32((lane >> uint32(2)) % uint32(columns)) * uint32(64) + (lane & uint32(3)) * uint32(16)
+        to_rows = uint32(to_rows - lane * uint32(16))
         corner = (lane & uint32(3)) * uint32(2 * PAD) + (lane >> uint32(2))
         totals, barriers = base + uint32(sums_at), base + uint32(barriers_at)
         if thread == uint32(0):
@@ -210,42 +211,36 @@ def _kernel(shape: MatmulShape, plan: MatmulPlan) -> Callable[..., None]:
                     ahead_step += WARPS
                     if ahead_step >= steps:
                         ahead_step, ahead_tile = first, ahead_tile + blocks
-                if direct:
-                    ptx.copies_commit()
-                    if pace - 1 <= number < stages - 1:
-                        hold_back()
+                ptx.copies_commit()
+                if pace - 1 <= number < stages - 1:
+                    hold_back()
         cuda.syncthreads()
         ptx.wait_for_previous_kernel()
         if warp >= uint32(WARPS):
             rotation = (positions, cosines, sines, k_cache, v_cache, table, slots, write_lens, offsets, first_row)
             finish(totals, barriers, thread, row_live, bias, residual, out, count, rotation)
             return
-        if not direct:
-            step = first
-            for number in range(stages):
-                if number < filled:
-                    issue_rows(mine + uint32(number * stage_bytes), x, step, lane, count)
-                    step = step + WARPS if step + WARPS < steps else first
-                ptx.copies_commit()
-        none = (uint32(0), uint32(0), uint32(0), uint32(0))
-        following = none, none
-        if direct and first < steps:
-            following = load_rows(x, first, lane, count)
+        step = first
+        for number in range(stages):
+            if number < filled:
+                issue_rows(mine + uint32(number * stage_bytes), x, step, lane, count)
+                step = step + WARPS if step + WARPS < steps else first
+            ptx.copies_commit()
         here, end = mine, mine + uint32(stages * stage_bytes)
         tile, area, parity = int64(cuda.blockIdx.x), uint32(0), uint32(1)
         while tile < tiles:
             sums = zeros()
             step = first
             while step < steps:
-                rows = following
-                if direct:
-                    following = load_rows(x, step + WARPS if step + WARPS < steps else first, lane, count)
                 wait()
-                sums = multiply(sums, here, rows)
+                if shared:
+                    ptx.sync_warp()
+                sums = multiply(sums, here, uint32(here + to_rows))
+                if shared:
+                    ptx.sync_warp()
                 if ahead_tile < tiles:
                     issue_weights(here, weight, ahead_tile, ahead_step, lane)
-                    if not direct:
-                        issue_rows(here, x, ahead_step, lane, count)
+                    issue_rows(here, x, ahead_step, lane, count)
                     ahead_step += WARPS
                     if ahead_step >= steps:
                         ahead_step, ahead_tile = first, ahead_tile + blocks
@@ -322,11 +317,12 @@ def _issue_weights(shape: MatmulShape, plan: MatmulPlan) -> Any:
 
 
 def _issue_rows(shape: MatmulShape, plan: MatmulPlan) -> Any:
-    """Copy a lane's own bytes of the rows' k step.
+    """Copy a lane's bytes of the rows' k step.
 
     Lanes of rows that do not exist copy nothing and feed rubbish to columns of the product that nobody reads.
     """
     depth, row_tiles, offset = shape.depth, plan.row_tiles, plan.weight_tiles * STEP_BYTES
+    rows_bytes, half_bytes = plan.rows_bytes, plan.rows_bytes // 2
 
     def issue(place: Any, x: Any, step: Any, lane: Any, count: Any) -> None:
         column = step * 64 + int64(lane & uint32(3)) * 8
@@ -334,46 +330,23 @@ def _issue_rows(shape: MatmulShape, plan: MatmulPlan) -> Any:
             row = tile * 8 + int64(lane >> uint32(2))
             if row < count:
                 source = x + (row * depth + column) * 2
-                target = place + uint32(offset + tile * ROWS_BYTES)
+                target = place + uint32(offset + tile * rows_bytes)
                 if depth % 64 == 0:
                     ptx.copy_async_16(target, source)
-                    ptx.copy_async_16(target + uint32(512), source + 64)
+                    ptx.copy_async_16(target + uint32(half_bytes), source + 64)
                 else:
                     low, high = column < depth, column + 32 < depth
                     ptx.copy_async_16_or_zero(target, source if low else x, uint32(16) if low else uint32(0))
-                    place_high = target + uint32(512)
+                    place_high = target + uint32(half_bytes)
                     ptx.copy_async_16_or_zero(place_high, source + 64 if high else x, uint32(16) if high else uint32(0))
 
     return device_function(issue)
 
 
-def _load_rows(shape: MatmulShape) -> Any:
-    """A function: a lane's words of a k step of up to 8 rows, its two halves; zeros past the last column.
-
-    Lanes of rows that do not exist take the last one's: they feed columns of the product that nobody reads.
-    """
-    depth = shape.depth
-
-    @device_function
-    def load_half(source: Any, column: Any) -> Any:
-        a, b, c, d = uint32(0), uint32(0), uint32(0), uint32(0)
-        if depth % 64 == 0 or column < depth:
-            a, b, c, d = ptx.load_global_128(source + column * 2)
-        return a, b, c, d
-
-    @device_function
-    def load_rows(x: Any, step: Any, lane: Any, count: Any) -> Any:
-        row, column = min(int64(lane >> uint32(2)), count - 1), step * 64 + int64(lane & uint32(3)) * 8
-        source = x + row * (2 * depth)
-        return load_half(source, column), load_half(source, column + 32)
-
-    return load_rows
-
-
 def _multiply(plan: MatmulPlan) -> Any:
     """Add one k step to the accumulators of all weight and row tiles."""
     weight_tiles, row_tiles = plan.weight_tiles, plan.row_tiles
-    load_copied, direct = ptx.load_shared_tiles(row_tiles, ROWS_BYTES), plan.direct
+    load_rows, half_bytes = ptx.load_shared_tiles(row_tiles, plan.rows_bytes), plan.rows_bytes // 2
     total, rows_at = weight_tiles * row_tiles, weight_tiles * STEP_BYTES
     # the intrinsics of the first to fourth weight tile; those past the last are never called
     places = [min(part, weight_tiles - 1) * row_tiles for part in range(4)]
@@ -382,7 +355,7 @@ def _multiply(plan: MatmulPlan) -> Any:
 
     def multiply(sums: Any, here: Any, rows: Any) -> Any:
         for half in range(2):
-            words = rows[half] if direct else load_copied(here + uint32(rows_at + half * 512))
+            words = load_rows(rows + uint32(rows_at + half * half_bytes))
             weights = here + uint32(half * 512)
             a0, a1, a2, a3 = ptx.load_shared_128(weights)
             b0, b1, b2, b3 = ptx.load_shared_128(weights + uint32(1024))

@@ -13,7 +13,6 @@ __all__ = [
     "MAX_ROWS",
     "PAD",
     "ROTATE",
-    "ROWS_BYTES",
     "SILU",
     "STEP_BYTES",
     "SUM_BYTES",
@@ -29,7 +28,7 @@ WARPS = 8  # that multiply
 MOST_FINISHING = 4
 PACE = 4  # tiles of a warp's k step under way before the kernel before this one has ended
 STEP_BYTES = 2048  # 16 weight rows by 64 columns
-ROWS_BYTES = 1024  # 8 rows by 64 columns
+ROW_BYTES = 128  # a row by 64 columns
 MAX_ROWS = 64
 PAD = 20  # floats from one row of partial sums to the next: no bank conflicts
 SUM_BYTES = 8 * PAD * 4  # 8 rows of partial sums
@@ -41,7 +40,7 @@ class MatmulPlan:
     """How a product is cut: none of it changes any bit of the result.
 
     row_tiles     tiles of 8 rows: 1, 2, 4 or 8
-    columns       rows of a tile whose results are looked at: 1, 2, 4 or 8; 8 where there are more tiles than one
+    columns       rows of a tile that have a place: 1, 2, 4 or 8; 8 where there are more tiles than one
     weight_tiles  tiles of 16 weight rows that a warp multiplies at once: 1, 2 or 4
     stages        k steps under way in each warp
     areas         of partial sums of one tile: with two, one is added up while the other fills
@@ -68,19 +67,19 @@ class MatmulPlan:
         return (WARPS + self.finishing) * 32
 
     @property
-    def direct(self) -> bool:
-        """Whether lanes load the rows themselves, a step ahead: one tile's fit into registers. Else they are copied."""
-        return self.row_tiles == 1
-
-    @property
     def pace(self) -> int:
         """Stages under way at once before the kernel before this one has ended: what that one reads is not to queue."""
         return max(1, PACE // self.weight_tiles)
 
     @property
+    def rows_bytes(self) -> int:
+        """One k step of a tile of rows."""
+        return self.columns * ROW_BYTES
+
+    @property
     def stage_bytes(self) -> int:
         """One warp's copy of one k step."""
-        return self.weight_tiles * STEP_BYTES + (0 if self.direct else self.row_tiles * ROWS_BYTES)
+        return self.weight_tiles * STEP_BYTES + self.row_tiles * self.rows_bytes
 
     @property
     def sum_bytes(self) -> int:
@@ -160,7 +159,7 @@ def plan_matmul(rows: int, width: int, card: Card) -> MatmulPlan:
     """
     row_tiles = next(tiles for tiles in (1, 2, 4, 8) if 8 * tiles >= rows)
     columns = next(count for count in (1, 2, 4, 8) if count >= min(rows, 8))
-    each = row_tiles * columns * ROWS_BYTES // 8
+    each = row_tiles * columns * ROW_BYTES
     known = sorted((_cost(each, tiles, width, card), tiles) for rows_, tiles in _PLANS if rows_ == row_tiles)
     for _, weight_tiles in known:
         most, areas = _PLANS[row_tiles, weight_tiles]

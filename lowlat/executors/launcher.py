@@ -16,8 +16,6 @@ from lowlat.kernels.kernel import Argument, Card, Kernel, KernelCall
 __all__ = ["Launcher", "default_cache_directory"]
 
 HOPPER = (9, 0)
-STATIC_LIMIT = 48 * 1024  # bytes of shared memory a block that need no leave
-MOST_SHARED = 100  # per cent of what the L1 can give
 _SCALARS: dict[str, Any] = {
     "int32": ctypes.c_int32,
     "uint32": ctypes.c_uint32,
@@ -90,27 +88,24 @@ class Launcher:
             compiled = compile_kernel(kernel, self.capability, self._cache)
             make = ObjectCode.from_cubin if compiled.is_cubin else ObjectCode.from_ptx
             known = make(compiled.code, name=kernel.name).get_kernel(compiled.entry)
-            self._share_memory(known, kernel.name, kernel.shared_bytes_on(self.card))
+            asked = kernel.shared_bytes_on(self.card)
+            if asked > 48 * 1024:
+                self._allow_shared_memory(known, kernel.name, asked)
             self._loaded[kernel.name] = known
         return known
 
-    def _share_memory(self, loaded: Any, name: str, num_bytes: int) -> None:
-        """Allow a block's dynamic shared memory, and ask for the greatest part of the L1 as shared memory: a
-        multiprocessor that had to change that part could take no block before it is empty."""
+    def _allow_shared_memory(self, loaded: Any, name: str, num_bytes: int) -> None:
         from cuda.bindings import driver
 
-        attributes = driver.CUfunction_attribute
-        wanted = {attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT: MOST_SHARED}
-        if num_bytes > STATIC_LIMIT:
-            wanted[attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES] = num_bytes
-        for attribute, value in wanted.items():
-            kernel = driver.CUkernel(int(loaded.handle))
-            (status,) = driver.cuKernelSetAttribute(attribute, value, kernel, self._core.device_id)
-            if status != driver.CUresult.CUDA_SUCCESS:
-                raise DeviceError(
-                    f"kernel {name} needs {num_bytes} bytes of shared memory a block, which "
-                    f"{self.device} refuses: {status.name}"
-                )
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        (status,) = driver.cuKernelSetAttribute(
+            attribute, num_bytes, driver.CUkernel(int(loaded.handle)), self._core.device_id
+        )
+        if status != driver.CUresult.CUDA_SUCCESS:
+            raise DeviceError(
+                f"kernel {name} needs {num_bytes} bytes of shared memory a block, which "
+                f"{self.device} refuses: {status.name}"
+            )
 
 
 def parameters_of(call: KernelCall) -> tuple[Any, ...]:
