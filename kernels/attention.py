@@ -41,7 +41,7 @@ __all__ = ["attention", "attention_bytes", "choose_split", "examples", "num_stag
 
 MANY_ITEMS = 1024
 WHOLE_WINDOW = 256
-TEAMS = 3  # of four warps, side by side: a window of 128 spans three tiles
+TEAMS = {64: 3, 128: 2}  # of four warps, side by side: a window of 128 spans three tiles
 
 MAX_BATCH, MAX_TREE, MAX_ROWS = 16, 64, 512
 PLAN_INTS = MAX_BATCH * PLAN_STRIDE
@@ -86,8 +86,7 @@ def attention(
     sinks             [H]                  float32 or None
     out               [B * R, H * D]       bf16, out; dead rows zero
     workspace         sums of splits
-    early_metadata    slots, dense_lens, block_table, row_live, row_masks and the dense prefix were written before the
-                      kernel before this one
+    early_metadata    all but q and what the rows themselves wrote is older than the kernel before this one
     num_blocks        blocks of the grid; two fit on a multiprocessor
     stages            tiles of 64 positions under way in a block
     tail              the most ancestors that a row may have; None: R
@@ -100,10 +99,9 @@ def attention(
     kv_heads, block = k_cache.shape[1:3]
     _check_sizes(batch, rows, heads, kv_heads, head_dim, block)
     check_shape("q", q, batch * rows, heads, head_dim)
-    for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache)):
-        check_shape(name, tensor, k_cache.shape[0], kv_heads, block, head_dim)
-    for name, tensor in (("slots", slots), ("dense_lens", dense_lens)):
-        check_shape(name, tensor, batch)
+    check_shape("v_cache", v_cache, *k_cache.shape)
+    check_shape("slots", slots, batch)
+    check_shape("dense_lens", dense_lens, batch)
     check_shape("row_live", row_live.reshape(-1), batch * rows)
     check_shape("out", out, batch * rows, heads * head_dim)
     if sinks is not None:
@@ -115,8 +113,7 @@ def attention(
         head_dim, group, kv_heads, block, first, window, keep_first if window is not None else 0, row_tiles,
         stages or STAGES[head_dim], sinks is not None, early_metadata, split,
     )  # fmt: skip
-    if is_whole(window, keep_first):
-        shape = _whole(shape)
+    shape = _whole(shape) if is_whole(window, keep_first) else shape
     given = (q, k_cache, v_cache, block_table, slots, dense_lens, row_live, row_masks)
     numbers = (batch, rows, tail or rows, block_table.shape[1])
     if shape.whole:
@@ -147,7 +144,7 @@ def is_whole(window: int | None, keep_first: int) -> bool:
 def _whole(shape: AttentionShape) -> AttentionShape:
     """A short window's shape: its few tiles lie side by side, none behind another, and its rows in blocks of their own,
     which leaves registers for the blocks before and after."""
-    return replace(shape, whole=True, teams=TEAMS, stages=1, row_tiles=1)
+    return replace(shape, whole=True, teams=TEAMS[shape.head_dim], stages=1, row_tiles=1)
 
 
 def choose_split(max_batch: int, max_context: int, kv_heads: int) -> int:

@@ -78,7 +78,7 @@ class ExpertPlan:
     columns     pairs that one reading of an expert's weights serves: 1, 2, 4 or 8
     capacity    pairs that a block can list: a multiple of 4
     warps       that multiply: each has an equal run of a tile's steps
-    finishing   warps that finish a tile, a value a lane
+    finishing   warps that finish a tile, a value a lane or several
     part        steps of a tile that travel together: all that a warp has, or fewer
     stages      parts under way, of each warp; and areas of sums: one is added up while the others fill
     num_blocks  of the grid
@@ -172,6 +172,8 @@ def plan_experts(
     while columns < min(rows, MAX_COLUMNS):
         columns *= 2
     finishing = -(-columns * shape.values // 32)
+    if card.capability[0] not in (9, 10):  # where 16 warps leave registers enough, and 17 do not
+        finishing = 1
     threads = (warps + finishing) * 32
     if capacity > min(MAX_PAIRS, threads):
         raise ShapeError(f"{rows} rows of {shape.ranks} experts; {threads} threads list no more pairs than they are")

@@ -208,23 +208,28 @@ def _make_finishing(shape: ExpertShape, plan: ExpertPlan, ending: Ending, handov
     tiles, values, warps, area_bytes = shape.tiles, shape.values, plan.warps, plan.area_bytes
     members_of, begin, finish = make_members_of(plan), ending.begin, ending.finish
     await_full, release, after = handover.await_full, handover.release, handover.after
+    lanes = plan.finishing * 32
+    rounds = -(-plan.columns * values // lanes)
 
     @device_function
     def finish_run(
         areas: Any, barriers: Any, lists: Any, bias: Any, out: Any, run: Any, thread: Any, limit: Any, alpha: Any
     ) -> None:
         index = uint32(thread - uint32(warps * 32))
-        value, place = uint32(index % uint32(values)), uint32(index // uint32(values))
         unit, inner, left = run
         area, parity = uint32(0), uint32(0)
         while left > uint32(0):
-            first, second, wanted = uint32(0), uint32(0), place < members_of(lists, unit)
-            if wanted:
-                first, second = begin(lists, bias, unit, inner, value)
-            await_full(barriers, area, parity)
-            if wanted:
-                source = uint32(areas + area * uint32(area_bytes))
-                finish(lists, source, out, unit, inner, place, value, first, second, limit, alpha)
+            members, source = members_of(lists, unit), uint32(areas + area * uint32(area_bytes))
+            for turn in range(rounds):
+                number = uint32(index + uint32(turn * lanes))
+                value, place = uint32(number % uint32(values)), uint32(number // uint32(values))
+                first, second = uint32(0), uint32(0)
+                if place < members:
+                    first, second = begin(lists, bias, unit, inner, value)
+                if turn == 0:
+                    await_full(barriers, area, parity)
+                if place < members:
+                    finish(lists, source, out, unit, inner, place, value, first, second, limit, alpha)
             release(barriers, area, uint32(index & uint32(31)))
             area, parity = after(area, parity)
             inner, left = uint32(inner + uint32(1)), uint32(left - uint32(1))

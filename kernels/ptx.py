@@ -16,8 +16,6 @@ __all__ = [
     "atomic_add_gpu",
     "ballot",
     "barrier_arrive",
-    "barrier_arrive_with_copies",
-    "barrier_expect",
     "barrier_init",
     "barrier_is_over",
     "barrier_is_over_soon",
@@ -30,11 +28,9 @@ __all__ = [
     "copy_async_16",
     "copy_async_16_once",
     "copy_async_16_or_zero",
-    "copy_bulk_once",
     "count_bits",
     "div_rn",
     "exp2_approx",
-    "fence_bulk",
     "fence_system",
     "float_of_bits",
     "fma_bf16_pair",
@@ -207,8 +203,8 @@ copy_async_4 = _instruction("cp.async.ca.shared.global [$0], [$1], 4;", None, (u
 copies_commit = _instruction("cp.async.commit_group;", None, ())
 
 
-# barriers of arrivals in shared memory, 8 bytes each: a phase ends when as many arrivals as `init` said have come, and
-# all bytes that were announced. Whoever waits gives the parity of the phase; of a new barrier phase 1 counts as over.
+# barriers of arrivals in shared memory, 8 bytes each: a phase ends when as many arrivals as `init` said have come.
+# Whoever waits gives the parity of the phase; of a new barrier phase 1 counts as over.
 barrier_init = _instruction("mbarrier.init.shared.b64 [$0], $1;", None, (u32, u32))
 barrier_arrive = _instruction("{ .reg .b64 t; mbarrier.arrive.shared.b64 t, [$0]; }", None, (u32,))
 barrier_is_over = _instruction(
@@ -218,19 +214,6 @@ barrier_is_over = _instruction(
 barrier_is_over_soon = _instruction(
     "{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [$1], $2; selp.u32 $0, 1, 0, p; }", u32, (u32, u32)
 )
-# an arrival that comes when all copies of this thread so far have
-barrier_arrive_with_copies = _instruction("cp.async.mbarrier.arrive.noinc.shared.b64 [$0];", None, (u32,))
-# from 9.0 on: an arrival that announces bytes; and a copy of a multiple of 16 bytes that one thread starts
-barrier_expect = _instruction("{ .reg .b64 t; mbarrier.arrive.expect_tx.shared.b64 t, [$0], $1; }", None, (u32, u32))
-copy_bulk_once = _instruction(
-    _ONCE + "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [$0], [$1], $2, [$3], "
-    "policy; }",
-    None,
-    (u32, i64, u32, u32),
-)
-# new barriers are seen by bulk copies
-fence_bulk = _instruction("fence.proxy.async.shared::cta;", None, ())
-
 # among the lanes of a warp
 sync_warp = _instruction("bar.warp.sync 0xffffffff;", None, (), together=True)
 ballot = _instruction(

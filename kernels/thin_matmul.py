@@ -159,31 +159,24 @@ def _make(shape: MatmulShape, plan: MatmulPlan) -> Kernel:
         f"{plan.row_tiles}x{plan.columns}x{plan.weight_tiles}x{plan.stages}x{plan.areas}"
         f"{'' if plan.patient else '_awake'}"
     )
-    min_blocks = 2 if 2 * plan.shared_bytes <= 220 * 1024 else 1
-    return Kernel(
-        name, _kernel(shape, plan), (types.int64,) * (7 + NUM_ROTATION), plan.threads, min_blocks, plan.shared_bytes
-    )
+    signature = (types.int64,) * (7 + NUM_ROTATION)
+    return Kernel(name, _kernel(shape, plan), signature, plan.threads, plan.sharing, plan.shared_bytes)
 
 
 def _kernel(shape: MatmulShape, plan: MatmulPlan) -> Callable[..., None]:
     tiles, steps = -(-shape.width // (16 * plan.weight_tiles)), shape.steps
     stages, stage_bytes, sum_bytes = plan.stages, plan.stage_bytes, plan.sum_bytes
-    sums_at, num_sums = WARPS * stages * stage_bytes, plan.weight_tiles * plan.row_tiles
+    sums_at = WARPS * stages * stage_bytes
     barriers_at = sums_at + plan.areas * WARPS * sum_bytes
     issue_weights, issue_rows = _issue_weights(shape, plan), _issue_rows(shape, plan)
-    multiply, row_tiles, weight_tiles, columns = _multiply(plan), plan.row_tiles, plan.weight_tiles, plan.columns
+    multiply, store, weight_tiles, columns = _multiply(plan), _store(plan), plan.weight_tiles, plan.columns
     shared = columns < 8  # lanes read rows that others copied
-    pace, hold_back = plan.pace, ptx.copies_wait(plan.pace - 1)
+    fill = _fill(shape, plan, issue_weights)
     handover = make_handover(plan.areas, WARPS, plan.finishing, patient=plan.patient)
     begin_handover, await_free, give, after = handover.begin, handover.await_free, handover.give, handover.after
     ending = (make_rotated_ending if shape.epilogue == ROTATE else make_ending)(shape, plan)
     finish = _finish(tiles, plan, ending, handover)
-    places = [min(part, plan.weight_tiles - 1) * row_tiles for part in range(4)]
-    offsets = (0, PAD * 4, 32, PAD * 4 + 32)
-    store0, store1, store2, store3 = (
-        ptx.store_shared_tiles(num_sums, place, row_tiles, offsets, SUM_BYTES) for place in places
-    )
-    wait, zeros = ptx.copies_wait(stages - 1), ptx.zeros(4 * num_sums)
+    wait, zeros = ptx.copies_wait(stages - 1), ptx.zeros(4 * weight_tiles * plan.row_tiles)
 
     def thin_matmul(
         weight: Any, x: Any, row_live: Any, bias: Any, residual: Any, out: Any, count: Any, positions: Any,
@@ -203,17 +196,8 @@ def _kernel(shape: MatmulShape, plan: MatmulPlan) -> Callable[..., None]:
         ptx.let_next_kernel_start()
         first, blocks = int64(warp), int64(cuda.gridDim.x)
         ahead_tile, ahead_step, filled = int64(cuda.blockIdx.x), first, 0
-        if warp < uint32(WARPS):
-            for number in range(stages):  # weights do not depend on the kernel before: fetch ahead of it
-                if ahead_step < steps and ahead_tile < tiles:
-                    issue_weights(mine + uint32(number * stage_bytes), weight, ahead_tile, ahead_step, lane)
-                    filled = number + 1
-                    ahead_step += WARPS
-                    if ahead_step >= steps:
-                        ahead_step, ahead_tile = first, ahead_tile + blocks
-                ptx.copies_commit()
-                if pace - 1 <= number < stages - 1:
-                    hold_back()
+        if warp < uint32(WARPS):  # weights do not depend on the kernel before
+            ahead_tile, ahead_step, filled = fill(mine, weight, first, lane)
         cuda.syncthreads()
         ptx.wait_for_previous_kernel()
         if warp >= uint32(WARPS):
@@ -252,19 +236,58 @@ def _kernel(shape: MatmulShape, plan: MatmulPlan) -> Callable[..., None]:
             for part in range(weight_tiles):
                 place = totals + area * uint32(WARPS * sum_bytes) + warp * uint32(sum_bytes) + corner * uint32(4)
                 await_free(barriers, area, parity)
-                if part == 0:
-                    store0(place, sums)
-                elif part == 1:
-                    store1(place, sums)
-                elif part == 2:
-                    store2(place, sums)
-                else:
-                    store3(place, sums)
+                store(part, place, sums)
                 give(barriers, area, lane)
                 area, parity = after(area, parity)
             tile += blocks
 
     return thin_matmul
+
+
+def _fill(shape: MatmulShape, plan: MatmulPlan, issue_weights: Any) -> Any:
+    """A function of a warp: fill its stages with weights, in paces; the tile and step behind, and how many are full."""
+    tiles, steps, stages, pace = -(-shape.width // (16 * plan.weight_tiles)), shape.steps, plan.stages, plan.pace
+    stage_bytes, hold_back = plan.stage_bytes, ptx.copies_wait(plan.pace - 1)
+
+    @device_function
+    def fill(mine: Any, weight: Any, first: Any, lane: Any) -> Any:
+        tile, step, filled = int64(cuda.blockIdx.x), first, 0
+        for number in range(stages):
+            if step < steps and tile < tiles:
+                issue_weights(mine + uint32(number * stage_bytes), weight, tile, step, lane)
+                filled = number + 1
+                step += WARPS
+                if step >= steps:
+                    step, tile = first, tile + int64(cuda.gridDim.x)
+            ptx.copies_commit()
+            if pace - 1 <= number < stages - 1:
+                hold_back()
+        return tile, step, filled
+
+    return fill
+
+
+def _store(plan: MatmulPlan) -> Any:
+    """A function: a lane's sums of one of the weight tiles to their places in an area."""
+    row_tiles, num_sums = plan.row_tiles, plan.weight_tiles * plan.row_tiles
+    places = [min(part, plan.weight_tiles - 1) * row_tiles for part in range(4)]
+    offsets = (0, PAD * 4, 32, PAD * 4 + 32)
+    store0, store1, store2, store3 = (
+        ptx.store_shared_tiles(num_sums, place, row_tiles, offsets, SUM_BYTES) for place in places
+    )
+
+    @device_function
+    def store(part: Any, place: Any, sums: Any) -> None:
+        if part == 0:
+            store0(place, sums)
+        elif part == 1:
+            store1(place, sums)
+        elif part == 2:
+            store2(place, sums)
+        else:
+            store3(place, sums)
+
+    return store
 
 
 def _finish(tiles: int, plan: MatmulPlan, ending: Ending, handover: Handover) -> Any:

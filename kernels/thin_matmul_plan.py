@@ -1,6 +1,6 @@
 """How a thin matrix product is cut, and the constants that its parts share. It knows no kernel."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.handover import BARRIER_BYTES
@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 WARPS = 8  # that multiply
-MOST_FINISHING = 4
+MOST_FINISHING = {1: 4, 2: 4, 4: 2, 8: 2}  # warps, by tiles of rows: more rows leave fewer registers
 PACE = 4  # tiles of a warp's k step under way before the kernel before this one has ended
 STEP_BYTES = 2048  # 16 weight rows by 64 columns
 ROW_BYTES = 128  # a row by 64 columns
@@ -45,6 +45,7 @@ class MatmulPlan:
     stages        k steps under way in each warp
     areas         of partial sums of one tile: with two, one is added up while the other fills
     num_blocks    blocks of the grid
+    sharing       blocks that fit on a multiprocessor: 1 or 2
     patient       a warp that waits for sums may be put to sleep, which a card must be able to
     """
 
@@ -54,12 +55,13 @@ class MatmulPlan:
     stages: int
     areas: int
     num_blocks: int
+    sharing: int
     patient: bool
 
     @property
     def finishing(self) -> int:
         """Warps that finish a tile: a value a lane, or several."""
-        return min(MOST_FINISHING, -(-self.row_tiles * self.columns * 16 // 32))
+        return min(MOST_FINISHING[self.row_tiles], -(-self.row_tiles * self.columns * 16 // 32))
 
     @property
     def threads(self) -> int:
@@ -149,7 +151,7 @@ def rows_at_once(card: Card) -> int:
 
 
 def _least_bytes(row_tiles: int) -> int:
-    return MatmulPlan(row_tiles, 8, 1, 1, 1, 1, patient=False).shared_bytes
+    return MatmulPlan(row_tiles, 8, 1, 1, 1, 1, 1, patient=False).shared_bytes
 
 
 def plan_matmul(rows: int, width: int, card: Card) -> MatmulPlan:
@@ -165,11 +167,10 @@ def plan_matmul(rows: int, width: int, card: Card) -> MatmulPlan:
         most, areas = _PLANS[row_tiles, weight_tiles]
         num_blocks = min(-(-width // (16 * weight_tiles)), card.num_multiprocessors)
         for stages in range(most, 0, -1):
-            plan = MatmulPlan(
-                row_tiles, columns, weight_tiles, stages, areas, num_blocks, patient=card.capability >= (9, 0)
-            )
+            patient = card.capability >= (9, 0)
+            plan = MatmulPlan(row_tiles, columns, weight_tiles, stages, areas, num_blocks, 1, patient)
             if plan.shared_bytes <= card.shared_bytes:
-                return plan
+                return replace(plan, sharing=2) if plan.shared_bytes <= card.most_bytes(2) else plan
     raise ShapeError(f"{rows} rows do not fit the {card.shared_bytes} bytes of shared memory that a block may have")
 
 

@@ -29,15 +29,14 @@ def _signed(value: int) -> int:
 
 
 class _Arrivals:
-    """A barrier of arrivals in shared memory: phases end when all have arrived, and all bytes that were announced."""
+    """A barrier of arrivals in shared memory: phases end when all have arrived."""
 
     def __init__(self, count: int) -> None:
-        self.count, self.arrived, self.phase, self.expected = count, 0, 0, 0
-        self.under_way: list[Callable[[], None]] = []
+        self.count, self.arrived, self.phase = count, 0, 0
 
-    def step(self) -> None:
-        assert self.arrived <= self.count, "more arrivals than a phase has"
-        if self.arrived == self.count and self.expected == 0:
+    def arrive(self) -> None:
+        self.arrived += 1
+        if self.arrived == self.count:
             self.arrived, self.phase = 0, self.phase + 1
 
 
@@ -159,50 +158,10 @@ class Walker:
         self._near(address, 8)
         self._arrivals[int(address)] = _Arrivals(int(count))
 
-    def _arrive(self, address: int, expected: int = 0) -> None:
+    def _arrive(self, address: int) -> None:
         with self._changed:
-            barrier = self._arrivals[int(address)]
-            barrier.arrived, barrier.expected = barrier.arrived + 1, barrier.expected + int(expected)
-            barrier.step()
+            self._arrivals[int(address)].arrive()
             self._changed.notify_all()
-
-    def _land(self, barrier: _Arrivals, arrive: Callable[[], None]) -> None:
-        """Something arrives at a barrier by itself: when somebody waits for it, or at once."""
-        with self._changed:
-            barrier.under_way.append(arrive)
-            if not self.late:
-                self._deliver(barrier)
-            self._changed.notify_all()
-
-    def _deliver(self, barrier: _Arrivals) -> None:
-        while barrier.under_way:
-            barrier.under_way.pop(0)()
-        barrier.step()
-
-    def _copy_bulk(self, place: int, source: int, num_bytes: int, address: int) -> None:
-        assert num_bytes % 16 == 0 and place % 16 == 0 and source % 16 == 0
-        barrier = self._arrivals[int(address)]
-        for offset in range(0, int(num_bytes), 16):
-            self._copy(16)(int(place) + offset, int(source) + offset)
-        copies, self._own.open = self._own.open, []
-
-        def arrive() -> None:
-            for target, origin in copies:
-                target[:] = origin
-            barrier.expected -= int(num_bytes)
-
-        self._land(barrier, arrive)
-
-    def _arrive_with_copies(self, address: int) -> None:
-        barrier = self._arrivals[int(address)]
-        copies, self._own.open = self._own.open, []
-
-        def arrive() -> None:
-            for target, origin in copies:
-                target[:] = origin
-            barrier.arrived += 1
-
-        self._land(barrier, arrive)
 
     def _is_over(self, address: int, parity: int) -> int:
         """Whether a phase is over; it waits for that, so that nobody has to ask twice."""
@@ -210,7 +169,6 @@ class Walker:
             barrier = self._arrivals[int(address)]
 
             def over() -> bool:
-                self._deliver(barrier)
                 return self._failed or barrier.phase % 2 != int(parity)
 
             assert self._changed.wait_for(over, PATIENCE_S), f"nobody comes to the barrier at {address}"
@@ -425,12 +383,8 @@ class Walker:
             "copies_wait": self._wait_for,
             "barrier_init": self._begin,
             "barrier_arrive": self._arrive,
-            "barrier_expect": self._arrive,
-            "barrier_arrive_with_copies": self._arrive_with_copies,
             "barrier_is_over": self._is_over,
             "barrier_is_over_soon": self._is_over,
-            "copy_bulk_once": self._copy_bulk,
-            "fence_bulk": lambda: None,
             "sync_threads": self._sync_some,
             "sync_warp": self._sync_warp,
             "lanes_of_same": self._same,

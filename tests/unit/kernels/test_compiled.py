@@ -30,7 +30,6 @@ NARROW = re.compile(r"accept|begin_step|publish|assign_drafts|\w+_97_")
 PRODUCTS = re.compile(r"thin_matmul|attention_\d|experts_(gate_up|down)")
 # 8.0 lacks registers for attention's tiles and for the widest router's weights: some hundred bytes a thread, once
 SPILLS, SPILLED_BYTES = re.compile(r"attention_\d|router_n6144"), 256
-BULK = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
 # double precision is rare on most cards; here it turns exact integers into thresholds, some a row
 DOUBLES = re.compile(r"sample_draw")
 
@@ -88,8 +87,7 @@ def test_a_kernel_has_the_instructions_that_were_meant(
         assert any(WIDE.match(each) for each in used), "no access of 16 bytes"
     if PRODUCTS.match(kernel.name):
         assert "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32" in used
-        copies = BULK if kernel.name.startswith("experts_") and capability >= HOPPER else "cp.async.cg.shared.global"
-        assert any(each.startswith(copies) for each in used)  # of 16 bytes at least: they know no others
+        assert any(each.startswith("cp.async.cg.shared.global") for each in used)  # of 16 bytes: they know no others
     doubles = {each for each in used if ".f64" in each}
     assert not doubles or DOUBLES.match(kernel.name), f"integers of mixed signs become doubles: {doubles}"
     # fast-math: everything but the one approximation that has its meaning in the reference too

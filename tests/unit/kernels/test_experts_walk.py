@@ -181,14 +181,14 @@ def test_extremes_neither_overflow_nor_vanish(scale: int, size: float) -> None:
 @pytest.mark.parametrize("card", CARDS.values(), ids=str)
 @pytest.mark.parametrize("quantised", [True, False])
 def test_plans_fit_their_card(rows: int, card: Card, quantised: bool) -> None:
-    """And list all pairs, and finish a tile a value a lane."""
+    """And list all pairs, and finish a tile a value a lane, or by one warp."""
     for kind, width in ((GATE_UP, 5760), (DOWN, 2880)):
         shape = ExpertShape(kind, width, 2880, 4, quantised)
         plan = plan_experts(rows, shape, card)
         assert plan.shared_bytes(shape) <= card.shared_bytes
         assert plan.capacity >= rows * 4 and plan.threads >= plan.capacity
         assert plan.warps == warps_of(45) == 15 and plan.patient == (card.capability >= (9, 0))
-        assert plan.finishing * 32 >= plan.columns * shape.values
+        assert plan.finishing == 1 or plan.finishing * 32 == plan.columns * shape.values
         assert plan.num_blocks == card.num_multiprocessors
         if quantised:
             assert (plan.columns, plan.part, plan.stages) == (min(rows, 8), 3, 2)
