@@ -81,7 +81,7 @@ def _kernel(shape: ExpertShape, plan: ExpertPlan, ending: Ending) -> Callable[..
         block, blocks = uint32(cuda.blockIdx.x), uint32(cuda.gridDim.x)
         total = uint32(units * uint32(tiles))
         each = uint32(total // blocks)
-        longer = uint32(total - each * blocks)  # the first blocks take a tile more: they meet shorter runs' blocks
+        longer = uint32(total - each * blocks)  # blocks with a tile more than the others: the first
         first = uint32(block * each + min(block, longer))
         unit = uint32(first // uint32(tiles))
         left = uint32(each + (uint32(1) if block < longer else uint32(0)))

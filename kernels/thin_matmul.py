@@ -2,11 +2,11 @@
 
 A persistent grid walks tiles of 16 weight rows, one, two or four at a time. The warps of a block share a tile's k
 steps in turn (warp w takes steps w, w + WARPS, ..), each through its own pipeline of asynchronous copies which runs on
-across tiles; every lane copies exactly the bytes that it will read, so the pipeline needs no barrier. Other warps add
-a tile's sums in order and finish it, with what that needs loaded ahead, while the first go on: the order of
-accumulation depends on the weight's shape alone, and a row has the same bits whatever the number of rows. Weights come
-first: no kernel writes them, so a block fills itself before the kernel before this one has ended, in paces that leave
-room for what that one reads. The rows' own k steps travel beside the weights'.
+across tiles; a warp reads what its own lanes copied, so the pipeline needs no barrier of the block. Other warps add a
+tile's sums in order and finish it, with what that needs loaded ahead, while the first go on: the order of accumulation
+depends on the weight's shape alone, and a row has the same bits whatever the number of rows. Weights come first: no
+kernel writes them, so a block fills itself before the kernel before this one has ended, in paces that leave room for
+what that one reads. The rows' own k steps travel beside the weights'.
 """
 
 from collections.abc import Callable
