@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import json
 import os
+import random
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -85,6 +86,7 @@ def compile_ahead(
     """
     unique = {kernel.name: kernel for kernel in kernels}.values()
     missing = [kernel for kernel in unique if not os.path.exists(_path(kernel, capability, cache_directory))]
+    random.Random(os.getpid()).shuffle(missing)  # processes that start together begin with other ones, and share them
     count = min(len(os.sched_getaffinity(0)) if workers is None else workers, len(missing))
     if len(missing) < WORTH_FORKING or count < 2:
         return len(missing)

@@ -24,7 +24,7 @@ CASES = [
     for capability, made in EXAMPLES.items()
     for _, kernel in made
 ]
-WIDE = re.compile(r"(ld|st)\.(global|shared)[.\w:]*\.v4|cp\.async\.(cg|bulk)")
+WIDE = re.compile(r"(ld|st)\.(global|shared)[.\w:]*\.v4|cp\.async\.cg")
 # what moves a few words at a time: slots, tokens, counters; or rows of a width that 16 bytes do not divide
 NARROW = re.compile(r"accept|begin_step|publish|assign_drafts|\w+_97_")
 PRODUCTS = re.compile(r"thin_matmul|attention_\d|experts_(gate_up|down)")

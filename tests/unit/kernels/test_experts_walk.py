@@ -107,17 +107,16 @@ def test_down_is_the_reference_s(late: bool, kind: str, rows: int, quantised: bo
     torch.testing.assert_close(got[live], want[live], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("late", [True, False])
 @pytest.mark.parametrize(
-    "changes",
+    ("late", "changes"),
     [
-        {"stages": 1},
-        {"stages": 5, "warps": 3},
-        {"warps": 4},
-        {"warps": 1},
-        {"warps": 1, "part": 2},
-        {"warps": 1, "part": 1, "stages": 3},
-        {"part": 1},
+        (True, {"stages": 1}),
+        (False, {"stages": 5, "warps": 3}),
+        (True, {"warps": 4}),
+        (False, {"warps": 1}),
+        (True, {"warps": 1, "part": 2}),
+        (False, {"warps": 1, "part": 1, "stages": 3}),
+        (True, {"part": 1}),
     ],
 )
 def test_units_begin_and_end_inside_of_runs(late: bool, changes: dict[str, int]) -> None:
