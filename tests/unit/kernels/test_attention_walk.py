@@ -39,9 +39,11 @@ def run(case: Case, late: bool, **options: Any) -> torch.Tensor:
 def test_a_short_window_is_the_reference_s(lengths: list[int], rows: str, late: bool) -> None:
     """Windows of three and four tiles, of one, and of none; rows that begin elsewhere; a dead row among live ones."""
     masks = {"one": [1], "chain": chain(3), "tree": tree(3, 2), "dead": chain(2)}[rows]
+    kv_heads = 2 if rows == "one" else 1
     case = Case(
-        lengths, [masks] * len(lengths), head_dim=HEAD_DIM, group=2, block=16, device="cpu", window=128,
-        live=[1, 0, 1, 1] if rows == "dead" else None, sinks=torch.tensor([0.5, -3.0, 1.5, 0.0]),
+        lengths, [masks] * len(lengths), head_dim=HEAD_DIM, group=2, kv_heads=kv_heads, block=16, device="cpu",
+        window=128, live=[1, 0, 1, 1] if rows == "dead" else None,
+        sinks=torch.tensor([0.5, -3.0, 1.5, 0.0][: 2 * kv_heads]),
     )  # fmt: skip
     check(run(case, late, num_blocks=3 if rows == "one" else 2), case.expected())  # one block more than there are items
 
@@ -49,8 +51,8 @@ def test_a_short_window_is_the_reference_s(lengths: list[int], rows: str, late: 
 @pytest.mark.parametrize(("rows", "late"), [("chain", True), ("tree", False)])
 def test_splits_and_their_sum_are_the_reference_s(rows: str, late: bool) -> None:
     """Two splits, and one; a slot's pipeline begins while another's ends; a tree's rows one after the other."""
-    lengths, masks = ([290, 70], chain(2)) if rows == "chain" else ([290], tree(3, 2))
-    case = Case(lengths, [masks] * len(lengths), head_dim=HEAD_DIM, group=2, block=16, device="cpu")
+    lengths, masks, kv_heads = ([290, 70], chain(2), 2) if rows == "chain" else ([290], tree(3, 2), 1)
+    case = Case(lengths, [masks] * len(lengths), head_dim=HEAD_DIM, group=2, kv_heads=kv_heads, block=16, device="cpu")
     check(run(case, late, num_blocks=3), case.expected())
 
 
