@@ -236,7 +236,7 @@ def _make(shape: AttentionShape) -> Kernel:
 def _kernel(shape: AttentionShape) -> Callable[..., None]:
     stages, early, whole, warps = shape.stages, shape.early, shape.whole, shape.warps
     row_bytes = 2 * shape.head_dim * shape.group * shape.kv_heads
-    stage_bytes, threads, norm_floats = TILE_BYTES[shape.head_dim] // 4, 32 * warps, 32 * warps
+    stage_bytes, threads = TILE_BYTES[shape.head_dim] // 4, 32 * warps
     rings, ring_bytes = stages * warps * stage_bytes, stages * DESCRIPTOR_WORDS * 4
     halves = 2 * shape.row_tiles
     num_totals, num_queries = halves * shape.head_dim // 4, halves * shape.head_dim // 8
@@ -253,7 +253,7 @@ def _kernel(shape: AttentionShape) -> Callable[..., None]:
         partials: Any, sums: Any, batch: Any, rows: Any, tail: Any, width: Any, splits: Any, scale: Any,
     ) -> None:  # fmt: skip
         plan, row_ends = cuda.shared.array(PLAN_INTS, int32), cuda.shared.array(MAX_ROWS, int32)
-        shared_norms, cursor = cuda.shared.array(norm_floats, float32), cuda.local.array(CURSOR_FIELDS, int32)
+        shared_norms, cursor = cuda.shared.array(threads, float32), cuda.local.array(CURSOR_FIELDS, int32)
         totals, queries = cuda.local.array(num_totals, float32), cuda.local.array(num_queries, uint32)
         peaks, norms = cuda.local.array(halves, float32), cuda.local.array(halves, float32)
         ptx.let_next_kernel_start()

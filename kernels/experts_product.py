@@ -173,7 +173,8 @@ def _make_multiplying(shape: ExpertShape, plan: ExpertPlan, handover: Handover) 
         while left > none:
             count = min(left, uint32(uint32(tiles) - inner))
             left, inner = uint32(left - count), none
-            inputs = load_inputs(lists, x, unit, first, lane)
+            if held:
+                inputs = load_inputs(lists, x, unit, first, lane)
             while count > none:
                 zero, done = float32(0), none
                 sums = (zero, zero, zero, zero)

@@ -162,12 +162,12 @@ def plan_matmul(rows: int, width: int, card: Card) -> MatmulPlan:
     row_tiles = next(tiles for tiles in (1, 2, 4, 8) if 8 * tiles >= rows)
     columns = next(count for count in (1, 2, 4, 8) if count >= min(rows, 8))
     each = row_tiles * columns * ROW_BYTES
+    patient = card.capability >= (9, 0)
     known = sorted((_cost(each, tiles, width, card), tiles) for rows_, tiles in _PLANS if rows_ == row_tiles)
     for _, weight_tiles in known:
         most, areas = _PLANS[row_tiles, weight_tiles]
         num_blocks = min(-(-width // (16 * weight_tiles)), card.num_multiprocessors)
         for stages in range(most, 0, -1):
-            patient = card.capability >= (9, 0)
             plan = MatmulPlan(row_tiles, columns, weight_tiles, stages, areas, num_blocks, 1, patient)
             if plan.shared_bytes <= card.shared_bytes:
                 return replace(plan, sharing=2) if plan.shared_bytes <= card.most_bytes(2) else plan
