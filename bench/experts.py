@@ -56,6 +56,7 @@ def entries(launcher: Launcher, num_experts: int, quantised: bool, cuts: Sequenc
     device = launcher.device
     up, down = (_experts(rows, num_experts, quantised, device) for rows in (2 * HIDDEN, HIDDEN))
     bias = torch.randn(num_experts, 2 * HIDDEN, device=device).bfloat16()
+    down_bias = torch.randn(num_experts, HIDDEN, device=device).bfloat16()
     made = []
     for (rows, distinct), cut in itertools.product(CASES, cuts):
         if distinct > num_experts:
@@ -65,6 +66,7 @@ def entries(launcher: Launcher, num_experts: int, quantised: bool, cuts: Sequenc
         ids = [_ids(rows, distinct, num_experts, copy, device) for copy in range(COPIES)]
         activated = torch.randn(rows, RANKS, HIDDEN, device=device).bfloat16()
         out = torch.empty(rows, RANKS, HIDDEN, device=device)
+        shares = torch.rand(rows, RANKS, device=device)
         plans: dict[str, ExpertPlan] = {}
         try:
             for kind, width in ((GATE_UP, 2 * HIDDEN), (DOWN, HIDDEN)):
@@ -85,11 +87,12 @@ def entries(launcher: Launcher, num_experts: int, quantised: bool, cuts: Sequenc
 
         def second(
             copy: int, activated: torch.Tensor = activated, ids: list[torch.Tensor] = ids, out: torch.Tensor = out,
-            plan: ExpertPlan = plans[DOWN],
+            shares: torch.Tensor = shares, plan: ExpertPlan = plans[DOWN],
         ) -> list[KernelCall]:  # fmt: skip
             return experts_down(
-                activated=activated, expert_ids=ids[copy], weight=down, out=out, card=launcher.card, plan=plan
-            )
+                activated=activated, expert_ids=ids[copy], expert_weights=shares, weight=down, bias=down_bias, out=out,
+                card=launcher.card, plan=plan,
+            )  # fmt: skip
 
         used = min(distinct, rows * RANKS)
         moved = used * up.num_bytes // num_experts, used * down.num_bytes // num_experts

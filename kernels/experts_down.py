@@ -1,6 +1,6 @@
-"""Down products of the experts that rows chose, one row of partial sums for each of a row's ranks.
+"""Down products of the experts that rows chose, weighed: one row of what is to be added for each of a row's ranks.
 
-Bias, shares and the sum over ranks are the next kernel's: `experts_product` tells how weights are read.
+The sum over ranks is a later kernel's. `experts_product` tells how weights are read.
 """
 
 from functools import cache
@@ -11,11 +11,11 @@ import torch
 from lowlat.errors import ShapeError
 from lowlat.kernels import ptx
 from lowlat.kernels.expert_packing import PackedExperts
-from lowlat.kernels.experts_list import make_pair_of
+from lowlat.kernels.experts_list import make_chosen, make_expert_of, make_pair_of
 from lowlat.kernels.experts_plan import DOWN, ExpertPlan, ExpertShape, launches_of, plan_experts
 from lowlat.kernels.experts_product import Ending, make_product, make_total
 from lowlat.kernels.kernel import H200, Card, Kernel, KernelCall
-from lowlat.kernels.numba_cuda import device_function, int64, uint32
+from lowlat.kernels.numba_cuda import cuda, device_function, float32, int64, uint32
 from lowlat.kernels.reference.shapes import check_shape
 
 __all__ = ["examples", "experts_down"]
@@ -25,26 +25,33 @@ def experts_down(
     *,
     activated: torch.Tensor,
     expert_ids: torch.Tensor,
+    expert_weights: torch.Tensor,
     weight: PackedExperts,
+    bias: torch.Tensor,
     out: torch.Tensor,
     card: Card = H200,
     plan: ExpertPlan | None = None,
 ) -> list[KernelCall]:
-    """Down products of the chosen experts, without bias and share, in one launch for each 64 rows.
+    """Down products of the chosen experts, each times its share, in one launch for each 64 rows.
 
-    activated   [M, R, I]  bf16; with MXFP4 magnitudes below 2**64
-    expert_ids  [M, R]     int32: no expert twice in a row; -1 dead
-    weight      [E, N, I]  packed
-    out         [M, R, N]  float32, out: down @ activated; dead pairs are not written, and must not be read
-    card        what it runs on
-    plan        how to cut it; None: `plan_experts`'
-    The ids and weights are read before the kernel before this one has ended. So the ids must have been written before
+    activated       [M, R, I]  bf16; with MXFP4 magnitudes below 2**64
+    expert_ids      [M, R]     int32: no expert twice in a row; -1 dead
+    expert_weights  [M, R]     float32
+    weight          [E, N, I]  packed
+    bias            [E, N]     bf16
+    out             [M, R, N]  float32, out: share * (down @ activated + bias), every product and sum rounded by itself;
+                               zero where dead
+    card            what it runs on
+    plan            how to cut it; None: `plan_experts`'
+    Ids and weights are read before the kernel before this one has ended. So the ids must have been written before
     `experts_gate_up`, which must come between: it lets later kernels start only when what came before it has ended.
     Time: the distinct experts' bytes over the memory's bandwidth. Captured: yes.
     Raises ShapeError for shapes that do not fit.
     """
     rows, ranks = expert_ids.shape
     check_shape("activated", activated, rows, ranks, weight.columns)
+    check_shape("expert_weights", expert_weights, rows, ranks)
+    check_shape("bias", bias, weight.num_experts, weight.rows)
     check_shape("out", out, rows, ranks, weight.rows)
     if weight.columns % 8:
         raise ShapeError(f"a down matrix's columns must be a multiple of 8, got {weight.columns}")
@@ -52,34 +59,51 @@ def experts_down(
     scales = 0 if weight.scales is None else weight.scales
     calls = []
     for part, pairs, chosen in launches_of(rows, shape, card, plan):
-        arguments = (weight.words, scales, activated[part], expert_ids[part], 0, out[part], pairs, 0.0, 0.0)
+        choice = expert_ids[part], expert_weights[part]
+        arguments = (weight.words, scales, activated[part], *choice, bias, out[part], pairs, 0.0, 0.0)
         calls.append(KernelCall(_make(shape, chosen), (chosen.num_blocks, 1, 1), arguments))
     return calls
 
 
 @cache
 def _make(shape: ExpertShape, plan: ExpertPlan) -> Kernel:
-    rows, pair_of, total_of = shape.rows, make_pair_of(plan), make_total(plan)
+    rows, expert_of, pair_of, total_of = shape.rows, make_expert_of(plan), make_pair_of(plan), make_total(plan)
 
     @device_function
-    def begin(_lists: Any, _bias: Any, _unit: Any, _tile: Any, _value: Any) -> Any:
-        return uint32(0), uint32(0)
+    def begin(lists: Any, beside: Any, unit: Any, tile: Any, place: Any, value: Any) -> Any:
+        bias, shares = beside
+        row, own = int64(tile) * 16 + int64(value), uint32(0)
+        if row < rows:
+            own = ptx.load_global_u16(bias + (int64(expert_of(lists, unit)) * rows + row) * 2)
+        share = ptx.load_global_f32(shares + int64(pair_of(lists, unit, place)) * 4)
+        return own, ptx.bits_of_float(share)
 
     @device_function
     def finish(
-        lists: Any, area: Any, out: Any, unit: Any, tile: Any, place: Any, value: Any, _first: Any, _second: Any,
+        lists: Any, area: Any, out: Any, unit: Any, tile: Any, place: Any, value: Any, first: Any, second: Any,
         _limit: Any, _alpha: Any,
     ) -> None:  # fmt: skip
         row = int64(tile) * 16 + int64(value)
         if row < rows:
             pair = pair_of(lists, unit, place)
-            ptx.store_global_f32(out + (int64(pair) * rows + row) * 4, total_of(area, place, value))
+            total = ptx.add_rn(total_of(area, place, value), ptx.float_of_bits(first << uint32(16)))
+            ptx.store_global_f32(out + (int64(pair) * rows + row) * 4, ptx.mul_rn(ptx.float_of_bits(second), total))
+
+    return make_product(shape, plan, Ending(begin, finish, _make_clear(shape, plan)))
+
+
+def _make_clear(shape: ExpertShape, plan: ExpertPlan) -> Any:
+    """A function: zeros for the dead pairs, each from one block."""
+    threads, rows, chosen = plan.threads, shape.rows, make_chosen()
 
     @device_function
-    def clear(_lists: Any, _out: Any, _count: Any, _thread: Any) -> None:
-        return
+    def clear(lists: Any, out: Any, count: Any, thread: Any) -> None:
+        for pair in range(uint32(cuda.blockIdx.x), uint32(count), uint32(cuda.gridDim.x)):
+            if not chosen(lists, pair):
+                for row in range(thread, uint32(rows), uint32(threads)):
+                    ptx.store_global_f32(out + (int64(pair) * rows + int64(row)) * 4, float32(0))
 
-    return make_product(shape, plan, Ending(begin, finish, clear))
+    return clear
 
 
 def examples(card: Card = H200) -> list[Kernel]:

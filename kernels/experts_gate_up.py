@@ -58,7 +58,7 @@ def experts_gate_up(
     scales = 0 if weight.scales is None else weight.scales
     calls = []
     for part, pairs, chosen in launches_of(rows, shape, card, plan):
-        arguments = (weight.words, scales, x[part], expert_ids[part], bias, out[part], pairs, limit, alpha)
+        arguments = (weight.words, scales, x[part], expert_ids[part], 0, bias, out[part], pairs, limit, alpha)
         calls.append(KernelCall(_make(shape, chosen), (chosen.num_blocks, 1, 1), arguments))
     return calls
 
@@ -69,7 +69,8 @@ def _make(shape: ExpertShape, plan: ExpertPlan) -> Kernel:
     width = rows // 2
 
     @device_function
-    def begin(lists: Any, bias: Any, unit: Any, tile: Any, value: Any) -> Any:
+    def begin(lists: Any, beside: Any, unit: Any, tile: Any, _place: Any, value: Any) -> Any:
+        bias, _ = beside
         at = bias + (int64(expert_of(lists, unit)) * rows + int64(tile) * 16 + int64(value)) * 2
         return ptx.load_global_u16(at), ptx.load_global_u16(at + 16)
 

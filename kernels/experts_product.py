@@ -31,7 +31,7 @@ __all__ = ["Ending", "make_product", "make_total"]
 class Ending:
     """What becomes of a product, as device functions.
 
-    begin   of a tile: load what its end needs, two uint32 that nothing waits for, for the lane of a pair's value
+    begin   of a tile: load what a pair's value needs at its end, two uint32 that nothing waits for
     finish  a pair's value of a tile
     clear   at a block's end: what dead pairs get
     """
@@ -49,7 +49,7 @@ def make_product(shape: ExpertShape, plan: ExpertPlan, ending: Ending) -> Kernel
         f"{plan.columns}x{plan.capacity}x{plan.warps}x{plan.finishing}x{plan.part}x{plan.stages}"
         f"{'' if plan.patient else '_awake'}"
     )
-    signature = (*(types.int64,) * 7, types.float32, types.float32)
+    signature = (*(types.int64,) * 8, types.float32, types.float32)
     return Kernel(
         name, _kernel(shape, plan, ending), signature, plan.threads, 1, plan.shared_bytes(shape), most_blocks=1
     )  # fmt: skip
@@ -66,8 +66,9 @@ def _kernel(shape: ExpertShape, plan: ExpertPlan, ending: Ending) -> Callable[..
     clear, ids_are_old = ending.clear, shape.kind == DOWN
 
     def experts_product(
-        weight: Any, scales: Any, x: Any, ids: Any, bias: Any, out: Any, count: Any, limit: Any, alpha: Any
-    ) -> None:
+        weight: Any, scales: Any, x: Any, ids: Any, shares: Any, bias: Any, out: Any, count: Any, limit: Any,
+        alpha: Any,
+    ) -> None:  # fmt: skip
         base = ptx.varying(ptx.shared_address(cuda.shared.array(shape=0, dtype=float32)))
         thread = uint32(cuda.threadIdx.x)
         lists, areas = uint32(base + uint32(lists_at)), uint32(base + uint32(sums_at))
@@ -91,7 +92,7 @@ def _kernel(shape: ExpertShape, plan: ExpertPlan, ending: Ending) -> Callable[..
         else:
             if ids_are_old:
                 ptx.wait_for_previous_kernel()
-            finish(areas, barriers, lists, bias, out, run, thread, limit, alpha)
+            finish(areas, barriers, lists, (bias, shares), out, run, thread, limit, alpha)
         clear(lists, out, count, thread)
 
     return experts_product
@@ -214,7 +215,7 @@ def _make_finishing(shape: ExpertShape, plan: ExpertPlan, ending: Ending, handov
 
     @device_function
     def finish_run(
-        areas: Any, barriers: Any, lists: Any, bias: Any, out: Any, run: Any, thread: Any, limit: Any, alpha: Any
+        areas: Any, barriers: Any, lists: Any, beside: Any, out: Any, run: Any, thread: Any, limit: Any, alpha: Any
     ) -> None:
         index = uint32(thread - uint32(warps * 32))
         unit, inner, left = run
@@ -226,7 +227,7 @@ def _make_finishing(shape: ExpertShape, plan: ExpertPlan, ending: Ending, handov
                 value, place = uint32(number % uint32(values)), uint32(number // uint32(values))
                 first, second = uint32(0), uint32(0)
                 if place < members:
-                    first, second = begin(lists, bias, unit, inner, value)
+                    first, second = begin(lists, beside, unit, inner, place, value)
                 if turn == 0:
                     await_full(barriers, area, parity)
                 if place < members:

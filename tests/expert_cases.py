@@ -10,7 +10,8 @@ from lowlat.kernels.packing import gate_up_order
 from lowlat.kernels.reference import experts as reference
 
 __all__ = [
-    "ALPHA", "LIMIT", "Experts", "all_codes_and_scales", "choices", "make_experts", "want_down", "want_gate_up",
+    "ALPHA", "LIMIT", "Experts", "all_codes_and_scales", "choices", "make_experts", "shares_of", "want_down",
+    "want_gate_up",
 ]  # fmt: skip
 
 LIMIT, ALPHA = 7.0, 1.702
@@ -86,15 +87,21 @@ def want_gate_up(experts: Experts, x: torch.Tensor, ids: torch.Tensor) -> torch.
     return out
 
 
+def shares_of(ids: torch.Tensor) -> torch.Tensor:
+    """Shares [M, R] float32 that sum to 1 and differ from pair to pair; the same for the same ids."""
+    weights = (ids.float() * 0.37).sin() + 1.5
+    return weights / weights.sum(dim=1, keepdim=True)
+
+
 def want_down(experts: Experts, activated: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """The reference's partial products [M, R, N] float32, without bias and shares; zero for dead pairs."""
+    """The reference's weighed products [M, R, N] float32, by `shares_of`; zero for dead pairs."""
     rows, ranks = ids.shape
     parts = []
     for rank in range(ranks):
         out = torch.empty(rows, experts.packed.rows, device=activated.device)
         reference.experts_down(
             activated[:, rank : rank + 1].contiguous(), ids[:, rank : rank + 1].contiguous(),
-            torch.ones(rows, 1, device=activated.device), torch.zeros_like(experts.bias), **experts.matrices, out=out,
+            shares_of(ids)[:, rank : rank + 1].contiguous(), experts.bias, **experts.matrices, out=out,
         )  # fmt: skip
         parts.append(out)
     return torch.stack(parts, 1)

@@ -17,7 +17,7 @@ from lowlat.kernels.router import router
 
 __all__ = ["EXPERT_RULES", "PARTIALS"]
 
-PARTIALS = "experts.partials"  # the experts' products, before they are weighed
+PARTIALS = "experts.partials"  # what each of a row's experts adds to it
 
 
 def _rms_norm(lowering: Lowering, start: int) -> Covered:
@@ -75,7 +75,9 @@ def _experts_down(lowering: Lowering, start: int) -> Covered:
     calls = experts_down(
         activated=arguments["activated"],
         expert_ids=ids,
+        expert_weights=arguments["expert_weights"],
         weight=lowering.weights.experts(name),
+        bias=lowering.weights.vector(op.weights["bias"]),
         out=partials,
         card=lowering.card,
     )
@@ -90,9 +92,6 @@ def _experts_down(lowering: Lowering, start: int) -> Covered:
     calls += experts_sum(
         residual=total["a"],
         partials=partials,
-        expert_ids=ids,
-        expert_weights=arguments["expert_weights"],
-        bias=lowering.weights.vector(op.weights["bias"]),
         total=total["out"],
         early=True,
         **norm,

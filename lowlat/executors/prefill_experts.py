@@ -19,7 +19,7 @@ from lowlat.graphs.launch import Launch
 from lowlat.kernels.expand_expert import expand_experts
 from lowlat.kernels.expert_packing import PackedExperts, unpack_expert
 
-__all__ = ["ChunkExperts", "add_by_rank", "choose_experts", "expand_by_kernel", "expand_by_torch", "product"]
+__all__ = ["ChunkExperts", "choose_experts", "expand_by_kernel", "expand_by_torch", "product"]
 
 CAPACITY_STEP = 16  # pairs of an expert are padded to a multiple: fewer shapes to choose products for
 
@@ -114,7 +114,7 @@ def choose_experts(
     expert_weights.copy_(torch.softmax(logits.gather(1, chosen), -1))
 
 
-def add_by_rank(by_rank: torch.Tensor, expert_weights: torch.Tensor, out: torch.Tensor) -> None:
+def _add_by_rank(by_rank: torch.Tensor, expert_weights: torch.Tensor, out: torch.Tensor) -> None:
     """Products [M, R, N] float32, each times its share [M, R], added from the first rank to the last: out [M, N]."""
     out.zero_()
     for rank in range(by_rank.shape[1]):
@@ -211,7 +211,7 @@ class ChunkExperts:
         by_pair = torch.empty(rows * count, experts.rows, dtype=torch.float32, device=out.device)
         for pairs, products in self._products(activated.view(rows * count, -1), 1, experts, bias):
             by_pair.index_copy_(0, pairs, products)
-        add_by_rank(by_pair.view(rows, count, -1), expert_weights, out)
+        _add_by_rank(by_pair.view(rows, count, -1), expert_weights, out)
 
     def _products(
         self, inputs: torch.Tensor, pairs_a_row: int, experts: PackedExperts, bias: torch.Tensor

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from lowlat.executors.launcher import Launcher
-from lowlat.executors.prefill_experts import add_by_rank
 from lowlat.kernels.expert_packing import PackedExperts
 from lowlat.kernels.experts_down import experts_down
 from lowlat.kernels.experts_gate_up import experts_gate_up
@@ -20,7 +19,7 @@ __all__ = ["UnitExperts"]
 class UnitExperts:
     """Makes the products of one chunk's mixtures; kernels are compiled and loaded when a product is made.
 
-    room  float32, at least [M * R * N]: products before they are weighed, of one layer at a time
+    room  float32, at least [M * R * N]: what each of a row's experts adds to it, of one layer at a time
     """
 
     def __init__(self, launcher: Launcher, room: torch.Tensor) -> None:
@@ -54,14 +53,21 @@ class UnitExperts:
         by_rank = self._room[:count].view(*expert_ids.shape, experts.rows)
         launch = self._launches(
             experts_down(
-                activated=activated, expert_ids=expert_ids, weight=experts, out=by_rank, card=self._launcher.card
+                activated=activated,
+                expert_ids=expert_ids,
+                expert_weights=expert_weights,
+                weight=experts,
+                bias=bias,
+                out=by_rank,
+                card=self._launcher.card,
             )
         )
 
         def run(**_: object) -> None:
             launch()
-            by_rank.add_(bias[expert_ids.long()])
-            add_by_rank(by_rank, expert_weights, out)
+            out.zero_()
+            for rank in range(by_rank.shape[1]):
+                out.add_(by_rank[:, rank])
 
         return run
 

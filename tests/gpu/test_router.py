@@ -58,14 +58,8 @@ def test_the_sum_against_the_reference(lab: Lab, rows: int, width: int, chosen: 
 
 def test_a_sum_has_the_same_bits_alone(lab: Lab) -> None:
     rows, width, chosen = 9, 2880, 4
-    ids = torch.stack([torch.randperm(32)[:chosen] for _ in range(rows)]).int()
-    options = {
-        "residual": torch.randn(rows, width).bfloat16(),
-        "partials": torch.randn(rows, chosen, width),
-        "expert_ids": ids,
-        "expert_weights": torch.rand(rows, chosen),
-    }
-    shared = {"bias": torch.randn(32, width).bfloat16(), "norm_weight": torch.rand(width).bfloat16(), "eps": EPS}
+    options = {"residual": torch.randn(rows, width).bfloat16(), "partials": torch.randn(rows, chosen, width)}
+    shared = {"norm_weight": torch.rand(width).bfloat16(), "eps": EPS}
     outs = {"total": poison(rows, width), "out": poison(rows, width)}
     together = lab.launch(experts_sum, outs, **options, **shared)
     for row in (0, 4, 8):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from expert_cases import ALPHA, LIMIT, Experts, choices, make_experts, want_down, want_gate_up
+from expert_cases import ALPHA, LIMIT, Experts, choices, make_experts, shares_of, want_down, want_gate_up
 from kernel_inventory import CARDS
 from kernel_walk import Walker, walkable
 
@@ -57,7 +57,11 @@ def run_down(
     chosen = plan.plan_experts(ids.shape[0], shape, SMALL, **changes)
     chosen = dataclasses.replace(chosen, part=part or chosen.part)
     out = torch.full((*ids.shape, packed.rows), torch.nan)
-    for call in down.experts_down(activated=activated, expert_ids=ids, weight=packed, out=out, plan=chosen):
+    calls = down.experts_down(
+        activated=activated, expert_ids=ids, expert_weights=shares_of(ids), weight=packed, bias=experts.bias, out=out,
+        plan=chosen,
+    )  # fmt: skip
+    for call in calls:
         walker.run(call)
     return out
 
@@ -102,9 +106,8 @@ def test_down_is_the_reference_s(late: bool, kind: str, rows: int, quantised: bo
     with walked(walker) as modules:
         got = run_down(walker, modules, experts, activated, ids)
     want = want_down(experts, torch.nan_to_num(activated), ids)
-    live = ids >= 0
-    assert got[~live].isnan().all()
-    torch.testing.assert_close(got[live], want[live], rtol=1e-5, atol=1e-5)
+    assert not got[ids < 0].any()
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -140,8 +143,7 @@ def test_pairs_for_more_than_a_warp_are_listed(kind: str) -> None:
     walker = Walker()
     with walked(walker) as modules:
         got = run_down(walker, modules, experts, activated, ids)
-    live = ids >= 0
-    torch.testing.assert_close(got[live], want_down(experts, activated, ids)[live], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got, want_down(experts, activated, ids), rtol=1e-5, atol=1e-5)
 
 
 def test_a_pair_has_the_same_bits_in_any_company() -> None:
@@ -166,6 +168,7 @@ def test_extremes_neither_overflow_nor_vanish(scale: int, size: float) -> None:
     experts = make_experts(1, 16, 64, quantised=True, gated=False, scales=(scale, scale))
     activated = (torch.rand(1, 1, 64) + 1).bfloat16() * size
     experts.matrices["blocks"] &= 0x77  # no cancellation: all positive
+    experts.bias.zero_()
     ids = torch.zeros(1, 1, dtype=torch.int32)
     experts = Experts(experts.matrices, _packed(experts), experts.bias, None)
     walker = Walker()
@@ -223,9 +226,9 @@ def test_arrays_that_do_not_fit_are_refused() -> None:
         with pytest.raises(ShapeError, match=f"{name} must have shape"):
             experts_gate_up(**(fine | {name: wrong}))  # type: ignore[arg-type]
     whole = {"activated": torch.zeros(3, 2, 64).bfloat16(), "expert_ids": ids, "weight": experts.packed}
-    whole["out"] = torch.zeros(3, 2, 32)
+    whole |= {"expert_weights": torch.zeros(3, 2), "bias": experts.bias, "out": torch.zeros(3, 2, 32)}
     assert len(experts_down(**whole)) == 1  # type: ignore[arg-type]
-    for name in ("activated", "out"):
+    for name in ("activated", "expert_weights", "bias", "out"):
         with pytest.raises(ShapeError, match=f"{name} must have shape"):
             experts_down(**(whole | {name: whole[name][:1]}))  # type: ignore[index]
 
