@@ -177,7 +177,7 @@ def plan_experts(
     threads = (warps + finishing) * 32
     if capacity > min(MAX_PAIRS, threads):
         raise ShapeError(f"{rows} rows of {shape.ranks} experts; {threads} threads list no more pairs than they are")
-    num_blocks, patient = min(rows * shape.ranks * shape.tiles, card.num_multiprocessors), card.capability >= (9, 0)
+    num_blocks, patient = min(rows * shape.ranks * shape.tiles, card.num_multiprocessors), card.patient
     parts = range(min(MOST_PART, -(-shape.steps // warps)), 0, -1)
     depths = (MOST_STAGES, 1) if stages is None else (stages,)
     for depth, part in itertools.product(depths, parts):

@@ -30,6 +30,11 @@ class Card:
     shared_bytes: int
     capability: tuple[int, int]
 
+    @property
+    def patient(self) -> bool:
+        """Whether a warp that waits at a barrier in shared memory may be put to sleep."""
+        return self.capability >= (9, 0)
+
     def most_bytes(self, blocks: int) -> int:
         """The most shared memory a block of which so many blocks fit on a multiprocessor."""
         return (self.shared_bytes + RESERVED_BYTES) // blocks - RESERVED_BYTES

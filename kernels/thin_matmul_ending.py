@@ -5,14 +5,15 @@ from typing import Any
 
 from lowlat.kernels import ptx
 from lowlat.kernels.activation import silu_times
-from lowlat.kernels.numba_cuda import device_function, float32, int32, int64, uint32
-from lowlat.kernels.thin_matmul_plan import ADD, FLOAT32, PAD, SILU, WARPS, MatmulPlan, MatmulShape
+from lowlat.kernels.handover import Handover
+from lowlat.kernels.numba_cuda import cuda, device_function, float32, int32, int64, uint32
+from lowlat.kernels.thin_matmul_plan import ADD, FLOAT32, PAD, ROTATE, SILU, WARPS, MatmulPlan, MatmulShape
 
-__all__ = ["Ending", "make_ending", "make_rotated_ending"]
+__all__ = ["make_finishing"]
 
 
 @dataclass(frozen=True)
-class Ending:
+class _Ending:
     """How a tile ends: values of each row that it gives, at most, and device functions for one of them.
 
     locate   (tile, index, count) -> row, column, and whether there is such a value
@@ -26,6 +27,41 @@ class Ending:
     begin: Any
     nothing: Any
     finish: Any
+
+
+def make_finishing(shape: MatmulShape, plan: MatmulPlan, handover: Handover) -> Any:
+    """A function of the warps that finish: all tiles of a block, as the others hand them over."""
+    ending = (_make_rotated_ending if shape.epilogue == ROTATE else _make_ending)(shape, plan)
+    tiles = -(-shape.width // (16 * plan.weight_tiles))
+    weight_tiles, area_bytes, finishing = plan.weight_tiles, WARPS * plan.sum_bytes, plan.finishing * 32
+    rounds = -(-plan.row_tiles * plan.columns * ending.values // finishing)
+    await_full, release, after = handover.await_full, handover.release, handover.after
+    locate, begin, nothing, end = ending.locate, ending.begin, ending.nothing, ending.finish
+
+    @device_function
+    def finish(
+        totals: Any, barriers: Any, thread: Any, row_live: Any, bias: Any, residual: Any, out: Any, count: Any,
+        rotation: Any,
+    ) -> None:  # fmt: skip
+        thread = uint32(thread - uint32(WARPS * 32))
+        tile, area, parity = int64(cuda.blockIdx.x), uint32(0), uint32(0)
+        while tile < tiles:
+            for part in range(weight_tiles):
+                number, source = tile * weight_tiles + part, totals + area * uint32(area_bytes)
+                for turn in range(rounds):
+                    row, column, wanted = locate(number, uint32(thread + uint32(turn * finishing)), count)
+                    loaded = nothing()
+                    if wanted:
+                        loaded = begin(number, row, column, row_live, bias, residual, out, rotation)
+                    if turn == 0:
+                        await_full(barriers, area, parity)
+                    if wanted:
+                        end(source, number, row, column, loaded, out)
+                release(barriers, area, uint32(thread & uint32(31)))
+                area, parity = after(area, parity)
+            tile += int64(cuda.gridDim.x)
+
+    return finish
 
 
 def _make_total(plan: MatmulPlan) -> Any:
@@ -42,7 +78,7 @@ def _make_total(plan: MatmulPlan) -> Any:
     return total_of
 
 
-def make_ending(shape: MatmulShape, plan: MatmulPlan) -> Ending:
+def _make_ending(shape: MatmulShape, plan: MatmulPlan) -> _Ending:
     """Bias, residual or activation; in float32, or rounded to bf16."""
     width, epilogue = shape.width, shape.epilogue
     has_bias, live, silu, add = shape.bias, shape.live, epilogue == SILU, epilogue == ADD
@@ -99,10 +135,10 @@ def make_ending(shape: MatmulShape, plan: MatmulPlan) -> Ending:
         else:
             ptx.store_global_u16(out + at * 2, ptx.bf16_bits(value))
 
-    return Ending(columns, locate, begin, nothing, finish)
+    return _Ending(columns, locate, begin, nothing, finish)
 
 
-def make_rotated_ending(shape: MatmulShape, plan: MatmulPlan) -> Ending:
+def _make_rotated_ending(shape: MatmulShape, plan: MatmulPlan) -> _Ending:
     """Rotate queries and keys, whose tiles hold 8 dimensions and their partners, and store all parts.
 
     Queries go to `out`, keys and values of live rows to the cache. Products and sums are rounded one by one, as the
@@ -172,7 +208,7 @@ def make_rotated_ending(shape: MatmulShape, plan: MatmulPlan) -> Ending:
         else:
             ptx.store_global_u16(target, ptx.bf16_bits(value))
 
-    return Ending(16, locate, begin, nothing, finish)
+    return _Ending(16, locate, begin, nothing, finish)
 
 
 def _make_cache_row(shape: MatmulShape) -> Any:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from lowlat.errors import ShapeError
 from lowlat.kernels.handover import BARRIER_BYTES
 from lowlat.kernels.kernel import Card
+from lowlat.kernels.norm_math import THREADS as NORM_THREADS
 
 __all__ = [
     "ADD",
@@ -20,8 +21,10 @@ __all__ = [
     "HeadsShape",
     "MatmulPlan",
     "MatmulShape",
+    "NormShape",
     "plan_matmul",
     "rows_at_once",
+    "steps_to_hold",
 ]
 
 WARPS = 8  # that multiply
@@ -30,6 +33,7 @@ PACE = 4  # tiles of a warp's k step under way before the kernel before this one
 STEP_BYTES = 2048  # 16 weight rows by 64 columns
 ROW_BYTES = 128  # a row by 64 columns
 MAX_ROWS = 64
+MOST_CHUNKS = 16  # of 8 elements of rows that a thread norms: they are in its registers
 PAD = 20  # floats from one row of partial sums to the next: no bank conflicts
 SUM_BYTES = 8 * PAD * 4  # 8 rows of partial sums
 FLOAT32, BFLOAT16, ADD, SILU, ROTATE = "float32", "bfloat16", "add", "silu", "rotate"
@@ -47,6 +51,7 @@ class MatmulPlan:
     num_blocks    blocks of the grid
     sharing       blocks that fit on a multiprocessor: 1 or 2
     patient       a warp that waits for sums may be put to sleep, which a card must be able to
+    steps_held    k steps of its rows, all of them, that a block norms and holds; 0: rows travel beside the weights
     """
 
     row_tiles: int
@@ -57,6 +62,7 @@ class MatmulPlan:
     num_blocks: int
     sharing: int
     patient: bool
+    steps_held: int = 0
 
     @property
     def finishing(self) -> int:
@@ -66,7 +72,7 @@ class MatmulPlan:
     @property
     def threads(self) -> int:
         """Threads of a block."""
-        return (WARPS + self.finishing) * 32
+        return NORM_THREADS if self.steps_held else (WARPS + self.finishing) * 32
 
     @property
     def pace(self) -> int:
@@ -81,7 +87,12 @@ class MatmulPlan:
     @property
     def stage_bytes(self) -> int:
         """One warp's copy of one k step."""
-        return self.weight_tiles * STEP_BYTES + self.row_tiles * self.rows_bytes
+        return self.weight_tiles * STEP_BYTES + (0 if self.steps_held else self.row_tiles * self.rows_bytes)
+
+    @property
+    def held_bytes(self) -> int:
+        """The rows that a block holds, and behind them what its warps sum up of their squares."""
+        return self.steps_held * self.rows_bytes + (self.columns * NORM_THREADS // 32 * 4 if self.steps_held else 0)
 
     @property
     def sum_bytes(self) -> int:
@@ -91,7 +102,8 @@ class MatmulPlan:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block."""
-        return WARPS * (self.stages * self.stage_bytes + self.areas * self.sum_bytes) + self.areas * BARRIER_BYTES
+        own = self.stages * self.stage_bytes + self.areas * self.sum_bytes
+        return WARPS * own + self.areas * BARRIER_BYTES + self.held_bytes
 
 
 @dataclass(frozen=True)
@@ -112,8 +124,16 @@ class HeadsShape:
 
 
 @dataclass(frozen=True)
+class NormShape:
+    """The norm of a product's rows before it; ranks: parts that are added to a row first."""
+
+    eps: float
+    ranks: int
+
+
+@dataclass(frozen=True)
 class MatmulShape:
-    """A weight [width, depth] and what follows its product; `heads` with ROTATE alone."""
+    """A weight [width, depth], what comes before and what follows its product; `heads` with ROTATE alone."""
 
     width: int
     depth: int
@@ -121,6 +141,7 @@ class MatmulShape:
     bias: bool
     live: bool
     heads: HeadsShape | None = None
+    norm: NormShape | None = None
 
     @property
     def steps(self) -> int:
@@ -154,23 +175,35 @@ def _least_bytes(row_tiles: int) -> int:
     return MatmulPlan(row_tiles, 8, 1, 1, 1, 1, 1, patient=False).shared_bytes
 
 
-def plan_matmul(rows: int, width: int, card: Card) -> MatmulPlan:
+def steps_to_hold(rows: int, depth: int, card: Card) -> int:
+    """The k steps of M rows [M, K], if a block can norm and hold them and has most of its room for weights; or 0."""
+    steps, columns = -(-depth // 64), _columns(rows)
+    fits = rows <= 8 and columns * -(-depth // (8 * NORM_THREADS)) <= MOST_CHUNKS
+    return steps if fits and 3 * steps * columns * ROW_BYTES <= card.shared_bytes else 0
+
+
+def _columns(rows: int) -> int:
+    return next(count for count in (1, 2, 4, 8) if count >= min(rows, 8))
+
+
+def plan_matmul(rows: int, width: int, card: Card, steps_held: int = 0) -> MatmulPlan:
     """The plan for M rows by [N, K]: one block a multiprocessor, as many tiles at once as keep most of them busy.
 
+    steps_held  of the rows: what `steps_to_hold` gives, or 0
     Raises ShapeError for a card whose blocks have too little shared memory.
     """
     row_tiles = next(tiles for tiles in (1, 2, 4, 8) if 8 * tiles >= rows)
-    columns = next(count for count in (1, 2, 4, 8) if count >= min(rows, 8))
-    each = row_tiles * columns * ROW_BYTES
-    patient = card.capability >= (9, 0)
+    columns = _columns(rows)
+    each = 0 if steps_held else row_tiles * columns * ROW_BYTES
     known = sorted((_cost(each, tiles, width, card), tiles) for rows_, tiles in _PLANS if rows_ == row_tiles)
     for _, weight_tiles in known:
         most, areas = _PLANS[row_tiles, weight_tiles]
         num_blocks = min(-(-width // (16 * weight_tiles)), card.num_multiprocessors)
         for stages in range(most, 0, -1):
-            plan = MatmulPlan(row_tiles, columns, weight_tiles, stages, areas, num_blocks, 1, patient)
+            plan = MatmulPlan(row_tiles, columns, weight_tiles, stages, areas, num_blocks, 1, card.patient, steps_held)
             if plan.shared_bytes <= card.shared_bytes:
-                return replace(plan, sharing=2) if plan.shared_bytes <= card.most_bytes(2) else plan
+                shares = plan.shared_bytes <= card.most_bytes(2) and not steps_held
+                return replace(plan, sharing=2) if shares else plan
     raise ShapeError(f"{rows} rows do not fit the {card.shared_bytes} bytes of shared memory that a block may have")
 
 

@@ -9,6 +9,7 @@ import torch
 from lowlat.errors import ConfigError
 from lowlat.executors.lowering import Covered, Lowering, Rule
 from lowlat.executors.orders import experts_name
+from lowlat.executors.product_rules import Parts, normed_linear
 from lowlat.kernels.experts_down import experts_down
 from lowlat.kernels.experts_gate_up import experts_gate_up
 from lowlat.kernels.experts_sum import experts_sum
@@ -21,12 +22,12 @@ PARTIALS = "experts.partials"  # what each of a row's experts adds to it
 
 
 def _rms_norm(lowering: Lowering, start: int) -> Covered:
-    """A norm, with the choice of experts that reads it."""
+    """A norm, with the choice of experts or the product that reads it."""
     ops = lowering.program.ops
     arguments, following = lowering.arguments(start), lowering.following(start)
     norm_weight = lowering.weights.vector(ops[start].weights["weight"])
     if following is None or following.kind != "router":
-        return Covered(1, rms_norm(**arguments, weight=norm_weight))
+        return normed_linear(lowering, start) or Covered(1, rms_norm(**arguments, weight=norm_weight))
     choice = lowering.arguments(start + 1)
     if choice.pop("x") is not arguments["out"] or choice.pop("row_live", None) is not arguments.get("row_live"):
         raise ConfigError(f"{lowering.program.name}: {following} does not read the norm before it, nor its rows")
@@ -85,6 +86,9 @@ def _experts_down(lowering: Lowering, start: int) -> Covered:
     count = 2
     after = lowering.following(start + 1)
     if after is not None and after.kind == "rms_norm" and after.reads["x"] == following.writes["out"]:
+        parts = Parts(total["a"], partials, total["out"])
+        if after.stage is op.stage and (product_too := normed_linear(lowering, start + 2, parts)):
+            return Covered(2 + product_too.count, [*calls, *product_too.calls], [product, *product_too.hidden])
         normed = lowering.arguments(start + 2)
         norm = {"norm_weight": lowering.weights.vector(after.weights["weight"]), "row_live": normed.get("row_live")}
         norm |= {"out": normed["out"], "eps": normed["eps"]}

@@ -5,12 +5,11 @@ Each rule starts at the operation it is named after. What is fused here, and why
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
 
 from lowlat.errors import ConfigError
 from lowlat.executors.expert_rules import EXPERT_RULES
 from lowlat.executors.lowering import Covered, Lowering, Rule
-from lowlat.executors.orders import is_rotated
+from lowlat.executors.product_rules import linear
 from lowlat.executors.step_rules import STEP_RULES
 from lowlat.kernels.attention import attention, choose_split, num_stages
 from lowlat.kernels.draft_topk import draft_topk
@@ -20,58 +19,9 @@ from lowlat.kernels.head_input import concat_norms, head_input, level_input
 from lowlat.kernels.kernel import KernelCall
 from lowlat.kernels.norm import add_norm, split_norms
 from lowlat.kernels.rotate import rotate
-from lowlat.kernels.thin_matmul import Rotation, thin_matmul
 from lowlat.program import Stage
 
 __all__ = ["RULES"]
-
-
-def _linear(lowering: Lowering, start: int) -> Covered:
-    """A product, with the activation, the residual sum or the rounding that follows it."""
-    ops = lowering.program.ops
-    op = ops[start]
-    product = op.writes["out"]
-    options: dict[str, Any] = {
-        "x": lowering.buffers[op.reads["x"]],
-        "weight": lowering.weights.matrix(op.weights["weight"]),
-        "bias": lowering.weights.bias(op.weights["bias"]) if "bias" in op.weights else None,
-        "card": lowering.card,
-    }
-    if is_rotated(ops, start, lowering.program):
-        return _rotated(lowering, start, options)
-    following = lowering.following(start)
-    if following is not None and product in following.reads.values() and lowering.dies(product, start + 1):
-        out = lowering.buffers.get(following.writes.get("out", ""))
-        if following.kind == "silu_mul":
-            live = following.reads.get("row_live")
-            options["row_live"] = None if live is None else lowering.buffers[live]
-            return Covered(2, thin_matmul(**options, silu=True, out=out), [product])
-        if following.kind == "add" and following.reads["b"] == product:
-            residual = lowering.buffers[following.reads["a"]]
-            return Covered(2, thin_matmul(**options, residual=residual, out=out), [product])
-        if following.kind == "cast":
-            return Covered(2, thin_matmul(**options, out=out), [product])
-    return Covered(1, thin_matmul(**options, out=lowering.buffers[product]))
-
-
-def _rotated(lowering: Lowering, start: int, options: dict[str, Any]) -> Covered:
-    """A product of queries, keys and values, their rotation and the write to the cache."""
-    ops = lowering.program.ops
-    rope = ops[start + 1]
-    last = start + 2 if "k" in rope.writes else start + 1
-    hidden = [ops[start].writes["out"], *(rope.writes[part] for part in ("k", "v") if part in rope.writes)]
-    alive = [name for name in hidden if not lowering.dies(name, last)]
-    if alive:
-        raise ConfigError(f"{lowering.program.name}: {alive} are read after their rotation, which no kernel covers")
-    arguments = {**lowering.arguments(start + 1), **(lowering.arguments(last) if last > start + 1 else {})}
-    names = (
-        *("positions", "cos", "sin", "row_live", "k_cache", "v_cache"),
-        *("block_table", "slots", "write_lens", "offsets"),
-    )
-    rotation = Rotation(**{name: arguments[name] for name in names if name in arguments})
-    head_dim = lowering.program.buffers[next(iter(rope.writes.values()))].shape[2]
-    calls = thin_matmul(**options, out=arguments.get("q"), rotation=rotation, head_dim=head_dim)
-    return Covered(last + 1 - start, calls, hidden)
 
 
 def _embed(lowering: Lowering, start: int) -> Covered:
@@ -244,7 +194,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "draft_topk": _draft_topk,
         "embed": _embed,
         "gather_level": _gather_level,
-        "linear": _linear,
+        "linear": linear,
         "qk_norm": _rotate,
         "rope": _rotate,
         "silu_mul": _alone(silu_mul),

@@ -9,21 +9,26 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_inventory import CARDS
 from kernel_walk import Walker, walkable
+from rowwise_cases import canonical_norm, flags, same_bits
 
-from lowlat.kernels.kernel import Card
+from lowlat.errors import ShapeError
+from lowlat.kernels.kernel import H200, Card
 from lowlat.kernels.packing import gate_up_order, pack, rope_order
+from lowlat.kernels.thin_matmul import RowsNorm, plan_matmul, steps_to_hold, thin_matmul
 
-NAMES = ("activation", "handover", "thin_matmul_plan", "thin_matmul_ending", "thin_matmul")
+PARTS = ("plan", "norm", "tiles", "ending")
+NAMES = ("activation", "handover", "norm_math", "norm_row", "norm", "experts_sum", *(f"thin_matmul_{p}" for p in PARTS))
 SMALL = Card(2, 227 * 1024, (9, 0))
 
 
 def walked(walker: Walker) -> Any:
-    return walkable(walker, *NAMES)
+    return walkable(walker, *NAMES, "thin_matmul")
 
 
 def run(walker: Walker, modules: list[ModuleType], changes: dict[str, int], **arguments: Any) -> None:
-    thin = modules[4]
+    thin = modules[-1]
     plan = thin.plan_matmul(arguments["x"].shape[0], arguments["weight"].rows, SMALL)
     for call in thin.thin_matmul(**arguments, card=SMALL, plan=dataclasses.replace(plan, **changes)):
         walker.run(call)
@@ -107,7 +112,7 @@ def test_queries_and_keys_are_rotated_and_the_cache_is_written(rows: int) -> Non
     caches = [torch.zeros(6, groups, block, dim).bfloat16() for _ in range(2)]
     got = torch.full((count, queries, dim), torch.nan).bfloat16()
     with walked(walker) as modules:
-        rotation = modules[4].Rotation(
+        rotation = modules[-1].Rotation(
             positions=positions, cos=cos, sin=sin, row_live=live, k_cache=caches[0], v_cache=caches[1],
             block_table=table, slots=slots, write_lens=lens, offsets=offsets,
         )  # fmt: skip
@@ -143,3 +148,68 @@ def test_a_row_has_the_same_bits_in_any_company() -> None:
             x[place] = row[0]
             run(walker, modules, changes, x=x, weight=weight, out=out)
             assert torch.equal(out[place], alone[0])
+
+
+@pytest.mark.parametrize(
+    ("late", "rows", "width", "depth", "ranks", "changes"),
+    [
+        (True, 1, 40, 136, 0, {}),
+        (False, 3, 48, 520, 0, {"stages": 1}),
+        (True, 1, 64, 576, 4, {"stages": 2}),
+        (False, 2, 33, 72, 3, {"weight_tiles": 2, "stages": 2, "num_blocks": 2}),
+        (True, 5, 16, 64, 1, {"areas": 1}),
+        (True, 1, 16, 4096 + 72, 5, {}),
+    ],
+)
+def test_rows_are_normed_in_every_block(
+    late: bool, rows: int, width: int, depth: int, ranks: int, changes: dict[str, int]
+) -> None:
+    """What comes out has the bits of the norm and the product apart; sums are written out, by one block."""
+    eps, live = 1e-5, flags(rows)
+    x, weight, norm_weight = random(rows, depth), pack(random(width, depth)), random(depth)
+    partials = torch.randn(rows, ranks, depth) * 3 if ranks else None
+    total = torch.full((rows, depth), torch.nan).bfloat16() if ranks else None
+    summed = x
+    if partials is not None:
+        added = torch.zeros(rows, depth)
+        for rank in range(ranks):
+            added += partials[:, rank]
+        summed = (x.float() + added).bfloat16()
+    normed = torch.where(live[:, None] != 0, canonical_norm(summed, norm_weight, eps), 0).bfloat16()
+    got, want = torch.full((rows, width), torch.nan), torch.full((rows, width), torch.nan)
+    walker = Walker(late)
+    with walked(walker) as modules:
+        norm = modules[-1].RowsNorm(norm_weight, eps, live, partials, total)
+        run(walker, modules, changes, x=x, weight=weight, out=got, norm=norm)
+        run(walker, modules, {}, x=normed, weight=weight, out=want)
+    assert torch.equal(got, want)
+    assert total is None or same_bits(total, summed)
+
+
+@pytest.mark.parametrize("card", CARDS.values(), ids=str)
+def test_held_rows_leave_most_of_a_block_to_weights(card: Card) -> None:
+    for rows in (1, 2, 4, 8):
+        for depth in (64, 2880, 4096, 8192, 14336):
+            held = steps_to_hold(rows, depth, card)
+            assert held in (0, -(-depth // 64))
+            plan = plan_matmul(rows, 4096, card, held)
+            assert plan.shared_bytes <= card.shared_bytes
+            assert not held or (plan.threads == 512 and 3 * held * 128 * plan.columns <= card.shared_bytes)
+    assert steps_to_hold(8, 4096, H200) == 64 and steps_to_hold(1, 14336, H200) == 224
+    assert not steps_to_hold(9, 64, H200) and not steps_to_hold(4, 14336, H200)
+
+
+def test_norms_that_do_not_fit_are_refused() -> None:
+    x, weight, out = random(4, 64), pack(random(16, 64)), torch.empty(4, 16)
+    partials, total = torch.zeros(4, 2, 64), torch.empty(4, 64).bfloat16()
+    for norm, message in (
+        (RowsNorm(random(72), 1e-5), "norm.weight must have shape"),
+        (RowsNorm(random(64), 1e-5, flags(3)), "row_live must have 4 entries"),
+        (RowsNorm(random(64), 1e-5, None, partials), "needs both partials and total"),
+        (RowsNorm(random(64), 1e-5, None, partials[:, :, :32], total), "partials must have shape"),
+        (RowsNorm(random(64), 1e-5, None, partials, x), "total must not be x"),
+    ):
+        with pytest.raises(ShapeError, match=message):
+            thin_matmul(x=x, weight=weight, out=out, norm=norm)
+    with pytest.raises(ShapeError, match="holds 9 rows of 64"):
+        thin_matmul(x=random(9, 64), weight=weight, out=torch.empty(9, 16), norm=RowsNorm(random(64), 1e-5))

@@ -1,0 +1,106 @@
+"""Rules for products: what follows them, and the norm before them, in one launch where a block holds its rows."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from lowlat.errors import ConfigError
+from lowlat.executors.lowering import Covered, Lowering
+from lowlat.executors.orders import is_rotated
+from lowlat.kernels.thin_matmul import Rotation, RowsNorm, steps_to_hold, thin_matmul
+
+__all__ = ["Parts", "linear", "normed_linear"]
+
+MOST_SUMMED = 1  # rows whose parts every block adds up: it reads them all
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a mixture of experts adds to the residual stream, [M, R, N]; the residual is older than the launch before.
+
+    residual, total  [M, N]: before and after
+    """
+
+    residual: torch.Tensor
+    partials: torch.Tensor
+    total: torch.Tensor
+
+
+def linear(lowering: Lowering, start: int) -> Covered:
+    """A product, with the activation, the residual sum or the rounding that follows it."""
+    return _product(lowering, start, lowering.buffers[lowering.program.ops[start].reads["x"]])
+
+
+def normed_linear(lowering: Lowering, start: int, parts: Parts | None = None) -> Covered | None:
+    """A norm at `start` and the product that alone reads it, in one launch; None where that is not to be had.
+
+    parts  what is added before the norm
+    """
+    ops = lowering.program.ops
+    op, following = ops[start], lowering.following(start)
+    normed, arguments = op.writes["out"], lowering.arguments(start)
+    if following is None or following.kind != "linear" or following.reads["x"] != normed:
+        return None
+    rows, depth = arguments["x"].shape
+    held = steps_to_hold(rows, depth, lowering.card)
+    if following.stage is not op.stage or not lowering.dies(normed, start + 1) or not held:
+        return None
+    if parts is not None and rows > MOST_SUMMED:
+        return None
+    x, norm = (
+        arguments["x"],
+        RowsNorm(lowering.weights.vector(op.weights["weight"]), arguments["eps"], arguments.get("row_live")),
+    )
+    if parts is not None:
+        x, norm = parts.residual, replace(norm, partials=parts.partials, total=parts.total)
+    covered = _product(lowering, start + 1, x, norm)
+    return replace(covered, count=covered.count + 1, hidden=[normed, *covered.hidden])
+
+
+def _product(lowering: Lowering, start: int, x: torch.Tensor, norm: RowsNorm | None = None) -> Covered:
+    ops = lowering.program.ops
+    op = ops[start]
+    product = op.writes["out"]
+    options: dict[str, Any] = {
+        "x": x,
+        "norm": norm,
+        "weight": lowering.weights.matrix(op.weights["weight"]),
+        "bias": lowering.weights.bias(op.weights["bias"]) if "bias" in op.weights else None,
+        "card": lowering.card,
+    }
+    if is_rotated(ops, start, lowering.program):
+        return _rotated(lowering, start, options)
+    following = lowering.following(start)
+    if following is not None and product in following.reads.values() and lowering.dies(product, start + 1):
+        out = lowering.buffers.get(following.writes.get("out", ""))
+        if following.kind == "silu_mul":
+            live = following.reads.get("row_live")
+            options["row_live"] = None if live is None else lowering.buffers[live]
+            return Covered(2, thin_matmul(**options, silu=True, out=out), [product])
+        if following.kind == "add" and following.reads["b"] == product:
+            residual = lowering.buffers[following.reads["a"]]
+            return Covered(2, thin_matmul(**options, residual=residual, out=out), [product])
+        if following.kind == "cast":
+            return Covered(2, thin_matmul(**options, out=out), [product])
+    return Covered(1, thin_matmul(**options, out=lowering.buffers[product]))
+
+
+def _rotated(lowering: Lowering, start: int, options: dict[str, Any]) -> Covered:
+    """A product of queries, keys and values, their rotation and the write to the cache."""
+    ops = lowering.program.ops
+    rope = ops[start + 1]
+    last = start + 2 if "k" in rope.writes else start + 1
+    hidden = [ops[start].writes["out"], *(rope.writes[part] for part in ("k", "v") if part in rope.writes)]
+    alive = [name for name in hidden if not lowering.dies(name, last)]
+    if alive:
+        raise ConfigError(f"{lowering.program.name}: {alive} are read after their rotation, which no kernel covers")
+    arguments = {**lowering.arguments(start + 1), **(lowering.arguments(last) if last > start + 1 else {})}
+    names = (
+        *("positions", "cos", "sin", "row_live", "k_cache", "v_cache"),
+        *("block_table", "slots", "write_lens", "offsets"),
+    )
+    rotation = Rotation(**{name: arguments[name] for name in names if name in arguments})
+    head_dim = lowering.program.buffers[next(iter(rope.writes.values()))].shape[2]
+    calls = thin_matmul(**options, out=arguments.get("q"), rotation=rotation, head_dim=head_dim)
+    return Covered(last + 1 - start, calls, hidden)
