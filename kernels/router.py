@@ -40,6 +40,7 @@ EVERY_LANE = 0xFFFFFFFF
 SIGN = 0x80000000
 DEAD = -1.0  # no row has such an inverse
 LOG2_E = math.log2(math.e)
+PIECE = 16384  # bytes that go to the L2 at a time
 
 
 def router(
@@ -54,6 +55,7 @@ def router(
     expert_weights: torch.Tensor,
     eps: float,
     workspace: Workspace,
+    ahead: torch.Tensor | None = None,
     card: Card = H200,
 ) -> list[KernelCall]:
     """Norm each row, choose its experts by the largest logits, and share it among them by softmax over the chosen.
@@ -66,6 +68,8 @@ def router(
     expert_ids      [M, k]  int32    out: largest logit first, the lowest id among equals; -1 in dead rows
     expert_weights  [M, k]  float32  out: sum to 1; 0 in dead rows
     workspace       logits, and a counter for some rows each
+    ahead           what a later launch streams, of 16-byte multiples: it travels to the L2 while this one waits for its
+                    trips there; looked at by cards that can (9.0 on)
     Logits are float32. A NaN among them counts as the largest, and makes the row's shares NaN. One launch; time: a few
     trips to memory. Raises ShapeError for shapes that do not fit, E above MAX_EXPERTS, k above MAX_CHOSEN, and N that
     is no multiple of 8 or above MAX_WIDTH.
@@ -98,8 +102,11 @@ def router(
     live = 0 if row_live is None else row_live
     inputs = (x, norm_weight, live, weight, bias)
     outputs = (normed, expert_ids, expert_weights, logits, counters)
-    kernel = _make(width, experts, chosen, held, _min_blocks(width, held, card), eps)
-    return [KernelCall(kernel, grid, (*inputs, *outputs, rows))]
+    if not card.patient:
+        ahead = None
+    kernel = _make(width, experts, chosen, held, _min_blocks(width, held, card), eps, ahead is not None)
+    sent = (0, 0) if ahead is None else (ahead, ahead.numel() * ahead.element_size())
+    return [KernelCall(kernel, grid, (*inputs, *outputs, *sent, rows))]
 
 
 def _min_blocks(width: int, held: int, card: Card) -> int:
@@ -113,7 +120,7 @@ def _rows_at_once(rows: int, width: int) -> int:
 
 
 @cache
-def _make(width: int, experts: int, chosen: int, held: int, min_blocks: int, eps: float) -> Kernel:
+def _make(width: int, experts: int, chosen: int, held: int, min_blocks: int, eps: float, sends: bool) -> Kernel:
     """Grid (blocks of EXPERTS experts, groups of rows)."""
     load_weights, keep_norm = _make_load_weights(width, experts), _make_keep_norm(width)
     load_rows = _make_load_rows(width, held)
@@ -126,7 +133,7 @@ def _make(width: int, experts: int, chosen: int, held: int, min_blocks: int, eps
 
     def router(
         x: Any, norm_weight: Any, row_live: Any, weight: Any, bias: Any, normed: Any, ids: Any, shares: Any,
-        logits: Any, counters: Any, rows: Any,
+        logits: Any, counters: Any, ahead: Any, ahead_bytes: Any, rows: Any,
     ) -> None:  # fmt: skip
         ptx.let_next_kernel_start()
         shared_rows = cuda.shared.array(shared_words, uint32, alignment=16)
@@ -145,6 +152,8 @@ def _make(width: int, experts: int, chosen: int, held: int, min_blocks: int, eps
         if warp == uint32(0) and expert < uint32(experts):
             own_bias = ptx.load_global_bf16(bias + int64(expert) * int64(2))
         ptx.wait_for_previous_kernel()
+        if sends and thread == uint32(THREADS - 1) and cuda.blockIdx.y == 0:
+            _send_ahead(ahead, ahead_bytes, int64(block), int64(cuda.gridDim.x))
         first = int32(int32(cuda.blockIdx.y) * int32(held))
         while first < rows:
             row = int32(first + int32(warp))
@@ -180,9 +189,18 @@ def _make(width: int, experts: int, chosen: int, held: int, min_blocks: int, eps
                 choose(logits + int64(row) * int64(4 * experts), live, int64(row), ids, shares, lane)
             first = int32(first + int32(cuda.gridDim.y) * int32(held))
 
-    signature = (*(types.int64,) * 10, types.int32)
-    name = f"router_n{width}_e{experts}_k{chosen}_r{held}x{min_blocks}_eps{eps!r}"
+    signature = (*(types.int64,) * 12, types.int32)
+    name = f"router_n{width}_e{experts}_k{chosen}_r{held}x{min_blocks}{'_ahead' if sends else ''}_eps{eps!r}"
     return Kernel(name, router, signature, THREADS, min_blocks)
+
+
+@device_function
+def _send_ahead(source: Any, size: Any, block: Any, blocks: Any) -> None:
+    """One thread's share of a stream that goes to the L2, by pieces that all blocks take in turn."""
+    offset = block * int64(PIECE)
+    while offset < size:
+        ptx.prefetch_to_l2(source + offset, uint32(min(int64(PIECE), size - offset)))
+        offset += blocks * int64(PIECE)
 
 
 def _steps(width: int) -> int:
@@ -398,6 +416,6 @@ def examples(card: Card = H200) -> list[Kernel]:
         *((MAX_WIDTH, MAX_EXPERTS, MAX_CHOSEN, 1), (64, 5, 2, 4)),
     )
     return [
-        _make(width, experts, chosen, held, _min_blocks(width, held, card), 1e-5)
+        _make(width, experts, chosen, held, _min_blocks(width, held, card), 1e-5, card.patient and width == 2880)
         for width, experts, chosen, held in shapes
     ]

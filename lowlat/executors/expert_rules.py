@@ -18,6 +18,7 @@ from lowlat.kernels.router import router
 
 __all__ = ["EXPERT_RULES", "PARTIALS"]
 
+AHEAD_BYTES = 32 << 20  # half of an H200's L2
 PARTIALS = "experts.partials"  # what each of a row's experts adds to it
 
 
@@ -40,9 +41,19 @@ def _rms_norm(lowering: Lowering, start: int) -> Covered:
         **choice,
         **lowering.vectors(start + 1),
         workspace=lowering.workspace,
+        ahead=_next_weights(lowering, start + 1),
         card=lowering.card,
     )
     return Covered(2, calls)
+
+
+def _next_weights(lowering: Lowering, start: int) -> torch.Tensor | None:
+    """What the first product after a mixture reads, or as much of it as the L2 keeps while the experts stream."""
+    for op in lowering.program.ops[start:]:
+        if op.kind == "linear":
+            tiles = lowering.weights.matrix(op.weights["weight"]).tiles.reshape(-1)
+            return tiles[: AHEAD_BYTES // tiles.element_size()]
+    return None
 
 
 def _experts_gate_up(lowering: Lowering, start: int) -> Covered:
