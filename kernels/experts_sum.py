@@ -1,7 +1,8 @@
 """What a mixture of experts adds to the residual stream: each row's weighed products, from the first rank to the last,
-in the launch that norms the result for what follows.
+alone, or in the launch that norms the result for what follows.
 
-A block has a row, as in `norm`. Every sum is rounded by itself, as the reference has it.
+Alone it takes several blocks a row; with the norm a block has a row, as in `norm`. Every sum is rounded by itself, as
+the reference has it.
 """
 
 from functools import cache
@@ -21,6 +22,7 @@ from lowlat.kernels.reference.shapes import check_shape
 __all__ = ["examples", "experts_sum", "make_add_ranks"]
 
 MAX_CHOSEN = 8
+SUM_THREADS = 128  # of a sum without a norm
 TOGETHER = 4  # ranks whose loads are under way at once
 
 
@@ -61,32 +63,56 @@ def experts_sum(
     check_row_live(row_live, rows)
     arguments = (residual, partials, total)
     if norm_weight is None or out is None:
-        return [KernelCall(_make(width, chosen, early, None), (rows, 1, 1), (*arguments, 0, 0, 0))]
+        return [KernelCall(_make_sum(width, chosen, early), (-(-width // (8 * SUM_THREADS)), rows, 1), arguments)]
     check_shape("norm_weight", norm_weight, width)
     check_shape("out", out, rows, width)
     live = 0 if row_live is None else row_live
-    return [KernelCall(_make(width, chosen, early, eps), (rows, 1, 1), (*arguments, norm_weight, live, out))]
+    return [KernelCall(_make_sum_norm(width, chosen, early, eps), (rows, 1, 1), (*arguments, norm_weight, live, out))]
 
 
 @cache
-def _make(width: int, chosen: int, early: bool, eps: float | None) -> Kernel:
-    """Grid (M,); eps None: no norm."""
-    add_ranks, norms, used_eps = make_add_ranks(width, chosen), eps is not None, eps or 0.0
+def _make_sum(width: int, chosen: int, early: bool) -> Kernel:
+    """Grid (parts of a row, M): a thread has 8 columns."""
+    add_ranks, chunks = make_add_ranks(width, chosen), width // 8
 
-    def experts_sum(residual: Any, partials: Any, total: Any, weight: Any, row_live: Any, out: Any) -> None:
+    def experts_sum(residual: Any, partials: Any, total: Any) -> None:
+        ptx.let_next_kernel_start()
+        chunk = uint32(uint32(cuda.blockIdx.x) * uint32(SUM_THREADS) + uint32(cuda.threadIdx.x))
+        row = int64(cuda.blockIdx.y)
+        place = row * int64(width * 2) + int64(chunk) * int64(16)
+        old = (uint32(0), uint32(0), uint32(0), uint32(0))
+        if not early:
+            ptx.wait_for_previous_kernel()
+        if chunk < uint32(chunks):
+            old = ptx.load_global_128(residual + place)
+        if early:
+            ptx.wait_for_previous_kernel()
+        if chunk < uint32(chunks):
+            a, b, c, d = add_ranks(old, partials + row * int64(4 * chosen * width), chunk)
+            ptx.store_global_128(total + place, a, b, c, d)
+
+    name = f"experts_sum_n{width}_k{chosen}{'_early' if early else ''}"
+    return Kernel(name, experts_sum, (types.int64,) * 3, SUM_THREADS)
+
+
+@cache
+def _make_sum_norm(width: int, chosen: int, early: bool, eps: float) -> Kernel:
+    """Grid (M,)."""
+    add_ranks = make_add_ranks(width, chosen)
+
+    def experts_sum_norm(residual: Any, partials: Any, total: Any, weight: Any, row_live: Any, out: Any) -> None:
         ptx.let_next_kernel_start()
         sums = cuda.shared.array(shape=WARPS, dtype=float32)
         thread, row = uint32(cuda.threadIdx.x), int64(cuda.blockIdx.x)
         offset = row * int64(width * 2)
-        old = weights = (uint32(0), uint32(0), uint32(0), uint32(0))
-        if norms:
-            weights = load_first_weights(weight, width)
+        old = (uint32(0), uint32(0), uint32(0), uint32(0))
+        weights = load_first_weights(weight, width)
         if not early:
             ptx.wait_for_previous_kernel()
         old = load_first(residual + offset, width, False)
         if early:
             ptx.wait_for_previous_kernel()
-        live = norms and is_live(row_live, row)
+        live = is_live(row_live, row)
         first = (uint32(0), uint32(0), uint32(0), uint32(0))
         chunk = thread
         while chunk < uint32(width // 8):
@@ -98,12 +124,10 @@ def _make(width: int, chosen: int, early: bool, eps: float | None) -> Kernel:
             chunk = uint32(chunk + uint32(THREADS))
             if chunk < uint32(width // 8):
                 old = ptx.load_global_128(residual + offset + int64(chunk) * int64(16))
-        if norms:
-            source, target = total + offset, out + offset
-            finish_norm(first, weights, source, False, weight, target, int64(0), live, sums, width, used_eps)
+        finish_norm(first, weights, total + offset, False, weight, out + offset, int64(0), live, sums, width, eps)
 
-    name = f"experts_sum_n{width}_k{chosen}{'_early' if early else ''}{'' if eps is None else f'_eps{eps!r}'}"
-    return Kernel(name, experts_sum, (types.int64,) * 6, THREADS)
+    name = f"experts_sum_norm_n{width}_k{chosen}{'_early' if early else ''}_eps{eps!r}"
+    return Kernel(name, experts_sum_norm, (types.int64,) * 6, THREADS)
 
 
 def make_add_ranks(width: int, chosen: int) -> Any:
@@ -139,8 +163,9 @@ def make_add_ranks(width: int, chosen: int) -> Any:
 def examples() -> list[Kernel]:
     """Specialisations that stand for all: gpt-oss, alone and with its norm, and eight ranks of wide rows."""
     return [
-        _make(2880, 4, False, None),
-        _make(2880, 4, True, 1e-5),
-        _make(64, 3, False, 1e-5),
-        _make(5120, 8, True, 1e-6),
+        _make_sum(2880, 4, False),
+        _make_sum(2880, 4, True),
+        _make_sum_norm(2880, 4, True, 1e-5),
+        _make_sum_norm(64, 3, False, 1e-5),
+        _make_sum_norm(5120, 8, True, 1e-6),
     ]

@@ -100,10 +100,11 @@ def _experts_down(lowering: Lowering, start: int) -> Covered:
         parts = Parts(total["a"], partials, total["out"])
         if after.stage is op.stage and (product_too := normed_linear(lowering, start + 2, parts)):
             return Covered(2 + product_too.count, [*calls, *product_too.calls], [product, *product_too.hidden])
-        normed = lowering.arguments(start + 2)
-        norm = {"norm_weight": lowering.weights.vector(after.weights["weight"]), "row_live": normed.get("row_live")}
-        norm |= {"out": normed["out"], "eps": normed["eps"]}
-        count = 3
+        if not _norms_for_itself(lowering, start + 2):
+            normed = lowering.arguments(start + 2)
+            norm = {"norm_weight": lowering.weights.vector(after.weights["weight"]), "row_live": normed.get("row_live")}
+            norm |= {"out": normed["out"], "eps": normed["eps"]}
+            count = 3
     calls += experts_sum(
         residual=total["a"],
         partials=partials,
@@ -112,6 +113,11 @@ def _experts_down(lowering: Lowering, start: int) -> Covered:
         **norm,
     )
     return Covered(count, calls, [product])
+
+
+def _norms_for_itself(lowering: Lowering, norm: int) -> bool:
+    """Whether the product behind a norm makes it, so that nothing else has to."""
+    return normed_linear(lowering, norm) is not None
 
 
 EXPERT_RULES: Mapping[str, Rule] = MappingProxyType(

@@ -310,9 +310,10 @@ MIXTURE_HEAD, MIXTURE_TAIL = (
 @pytest.mark.parametrize(("depth", "batch"), [(0, 1), (0, 8), (7, 8)])
 def test_kernels_of_a_mixture_s_layers(name: str, depth: int, batch: int, lowered: Callable[..., Lowered]) -> None:
     """Windows first, then all positions: 7 launches and 8; windows of more than a few tiles have 8 too. The product
-    after a single row's experts adds them up itself."""
+    after a single row's experts adds them up itself, and norms up to eight rows."""
     kinds = kinds_of(lowered(f"{name}+{'plain' if depth else 'alone'}", depth, batch), Stage.BASE_DECODE_STEP)
-    tail = MIXTURE_TAIL if batch * (depth + 1) == 1 else [*MIXTURE_TAIL, "experts_sum"]
+    rows = batch * (depth + 1)
+    tail = [*MIXTURE_TAIL, *([] if rows == 1 else ["experts_sum"] if rows <= 8 else ["experts_sum_norm"])]
     short = [*MIXTURE_HEAD, *tail] if name == "gpt_oss" else [*MIXTURE_HEAD, "attention_combine", *tail]
     full = [*MIXTURE_HEAD, "attention_combine", *tail]
     assert kinds == ["embed_norm", *short, *full, "thin_matmul_float32"]
