@@ -1,6 +1,7 @@
 """Down products of the experts that rows chose, weighed: one row of what is to be added for each of a row's ranks.
 
-The sum over ranks is a later kernel's. `experts_product` tells how weights are read.
+The sum over ranks is a later kernel's. Experts are given, or chosen here by `experts_choice`; `experts_product` tells
+how weights are read.
 """
 
 from functools import cache
@@ -11,7 +12,8 @@ import torch
 from lowlat.errors import ShapeError
 from lowlat.kernels import ptx
 from lowlat.kernels.expert_packing import PackedExperts
-from lowlat.kernels.experts_list import make_chosen, make_expert_of, make_pair_of
+from lowlat.kernels.experts_choice import Choice
+from lowlat.kernels.experts_list import make_chosen, make_expert_of, make_pair_of, make_share_of
 from lowlat.kernels.experts_plan import DOWN, ExpertPlan, ExpertShape, launches_of, plan_experts
 from lowlat.kernels.experts_product import Ending, make_product, make_total
 from lowlat.kernels.kernel import H200, Card, Kernel, KernelCall
@@ -24,50 +26,62 @@ __all__ = ["examples", "experts_down"]
 def experts_down(
     *,
     activated: torch.Tensor,
-    expert_ids: torch.Tensor,
-    expert_weights: torch.Tensor,
     weight: PackedExperts,
     bias: torch.Tensor,
     out: torch.Tensor,
+    expert_ids: torch.Tensor | None = None,
+    expert_weights: torch.Tensor | None = None,
+    choice: Choice | None = None,
     card: Card = H200,
     plan: ExpertPlan | None = None,
 ) -> list[KernelCall]:
     """Down products of the chosen experts, each times its share, in one launch for each 64 rows.
 
     activated       [M, R, I]  bf16; with MXFP4 magnitudes below 2**64
-    expert_ids      [M, R]     int32: no expert twice in a row; -1 dead
-    expert_weights  [M, R]     float32
     weight          [E, N, I]  packed
     bias            [E, N]     bf16
     out             [M, R, N]  float32, out: share * (down @ activated + bias), every product and sum rounded by itself;
                                zero where dead
+    expert_ids      [M, R]     int32: no expert twice in a row; -1 dead
+    expert_weights  [M, R]     float32: the shares
+    choice          by what rows choose their experts, in the place of ids and weights
     card            what it runs on
     plan            how to cut it; None: `plan_experts`'
-    Ids and weights are read before the kernel before this one has ended. So the ids must have been written before
-    `experts_gate_up`, which must come between: it lets later kernels start only when what came before it has ended.
+    Ids, or the logits of a choice, are read before the kernel before this one has ended. So they must have been written
+    before `experts_gate_up`, which must come between: it lets later kernels start only when what came before it has
+    ended. The ids that it writes by a choice are no such ids.
     Time: the distinct experts' bytes over the memory's bandwidth. Captured: yes.
     Raises ShapeError for shapes that do not fit.
     """
-    rows, ranks = expert_ids.shape
+    rows, ranks = activated.shape[:2]
     check_shape("activated", activated, rows, ranks, weight.columns)
-    check_shape("expert_weights", expert_weights, rows, ranks)
     check_shape("bias", bias, weight.num_experts, weight.rows)
     check_shape("out", out, rows, ranks, weight.rows)
     if weight.columns % 8:
         raise ShapeError(f"a down matrix's columns must be a multiple of 8, got {weight.columns}")
+    if (expert_ids is None, expert_weights is None) != (choice is not None,) * 2:
+        raise ShapeError("experts are given by expert_ids and expert_weights, or chosen by a choice")
+    if choice is not None:
+        choice.check(rows, ranks, weight.num_experts)
+    if expert_ids is not None and expert_weights is not None:
+        check_shape("expert_ids", expert_ids, rows, ranks)
+        check_shape("expert_weights", expert_weights, rows, ranks)
     shape = ExpertShape(DOWN, weight.rows, weight.columns, ranks, weight.scales is not None)
-    scales = 0 if weight.scales is None else weight.scales
+    scales, num_experts = 0 if weight.scales is None else weight.scales, 0 if choice is None else choice.num_experts
     calls = []
     for part, pairs, chosen in launches_of(rows, shape, card, plan):
-        choice = expert_ids[part], expert_weights[part]
-        arguments = (weight.words, scales, activated[part], *choice, bias, out[part], pairs, 0.0, 0.0)
-        calls.append(KernelCall(_make(shape, chosen), (chosen.num_blocks, 1, 1), arguments))
+        reads = (0, 0) if choice is None else choice.of(part)
+        given = [0 if tensor is None else tensor[part] for tensor in (expert_ids, expert_weights)]
+        ends = (bias, out[part], pairs, 0.0, 0.0)
+        arguments = (weight.words, scales, activated[part], *reads, *given, *ends)
+        calls.append(KernelCall(_make(shape, chosen, num_experts), (chosen.num_blocks, 1, 1), arguments))
     return calls
 
 
 @cache
-def _make(shape: ExpertShape, plan: ExpertPlan) -> Kernel:
+def _make(shape: ExpertShape, plan: ExpertPlan, num_experts: int) -> Kernel:
     rows, expert_of, pair_of, total_of = shape.rows, make_expert_of(plan), make_pair_of(plan), make_total(plan)
+    share_of = make_share_of(plan, chosen_here=num_experts > 0)
 
     @device_function
     def begin(lists: Any, beside: Any, unit: Any, tile: Any, place: Any, value: Any) -> Any:
@@ -75,8 +89,7 @@ def _make(shape: ExpertShape, plan: ExpertPlan) -> Kernel:
         row, own = int64(tile) * 16 + int64(value), uint32(0)
         if row < rows:
             own = ptx.load_global_u16(bias + (int64(expert_of(lists, unit)) * rows + row) * 2)
-        share = ptx.load_global_f32(shares + int64(pair_of(lists, unit, place)) * 4)
-        return own, ptx.bits_of_float(share)
+        return own, ptx.bits_of_float(share_of(lists, shares, pair_of(lists, unit, place)))
 
     @device_function
     def finish(
@@ -89,7 +102,7 @@ def _make(shape: ExpertShape, plan: ExpertPlan) -> Kernel:
             total = ptx.add_rn(total_of(area, place, value), ptx.float_of_bits(first << uint32(16)))
             ptx.store_global_f32(out + (int64(pair) * rows + row) * 4, ptx.mul_rn(ptx.float_of_bits(second), total))
 
-    return make_product(shape, plan, Ending(begin, finish, _make_clear(shape, plan)))
+    return make_product(shape, plan, Ending(begin, finish, _make_clear(shape, plan)), num_experts)
 
 
 def _make_clear(shape: ExpertShape, plan: ExpertPlan) -> Any:
@@ -107,14 +120,15 @@ def _make_clear(shape: ExpertShape, plan: ExpertPlan) -> Any:
 
 
 def examples(card: Card = H200) -> list[Kernel]:
-    """Representative specialisations, as a card has them: gpt-oss in MXFP4 and bf16, 1 to 64 rows, an odd shape."""
+    """Representative specialisations, as a card has them: gpt-oss in MXFP4 and bf16, 1 to 64 rows, an odd shape, with
+    experts that are given (0) or chosen here."""
     made = []
-    for rows, shape in (
-        (1, ExpertShape(DOWN, 2880, 2880, 4, True)),
-        (4, ExpertShape(DOWN, 2880, 2880, 4, True)),
-        (64, ExpertShape(DOWN, 2880, 2880, 4, True)),
-        (4, ExpertShape(DOWN, 2880, 2880, 4, False)),
-        (3, ExpertShape(DOWN, 100, 96, 2, True)),
+    for rows, shape, counts in (
+        (1, ExpertShape(DOWN, 2880, 2880, 4, True), (0, 128, 32)),
+        (4, ExpertShape(DOWN, 2880, 2880, 4, True), (0, 128)),
+        (64, ExpertShape(DOWN, 2880, 2880, 4, True), (0, 128)),
+        (4, ExpertShape(DOWN, 2880, 2880, 4, False), (0, 32)),
+        (3, ExpertShape(DOWN, 100, 96, 2, True), (0, 5)),
     ):
-        made.append(_make(shape, plan_experts(rows, shape, card)))
+        made += [_make(shape, plan_experts(rows, shape, card), count) for count in counts]
     return made

@@ -1,6 +1,6 @@
 """Gate and up products of the experts that rows chose, and the clamped SwiGLU, in one launch.
 
-It knows nothing of who chose the experts: `experts_product` tells how weights are read.
+Experts are given, or chosen here by `experts_choice`; `experts_product` tells how weights are read.
 """
 
 import math
@@ -12,10 +12,12 @@ import torch
 from lowlat.errors import ShapeError
 from lowlat.kernels import ptx
 from lowlat.kernels.expert_packing import PackedExperts
+from lowlat.kernels.experts_choice import Choice
 from lowlat.kernels.experts_list import make_chosen, make_expert_of, make_pair_of
 from lowlat.kernels.experts_plan import GATE_UP, ExpertPlan, ExpertShape, launches_of, plan_experts
 from lowlat.kernels.experts_product import Ending, make_product, make_total
 from lowlat.kernels.kernel import H200, Card, Kernel, KernelCall
+from lowlat.kernels.norm import check_dtype
 from lowlat.kernels.numba_cuda import cuda, device_function, float32, int64, uint32
 from lowlat.kernels.reference.shapes import check_shape
 
@@ -31,19 +33,23 @@ def experts_gate_up(
     out: torch.Tensor,
     limit: float,
     alpha: float,
+    choice: Choice | None = None,
+    expert_weights: torch.Tensor | None = None,
     card: Card = H200,
     plan: ExpertPlan | None = None,
 ) -> list[KernelCall]:
     """Gate and up products of the chosen experts and the clamped SwiGLU, in one launch for each 64 rows.
 
-    x           [M, K]       bf16; with MXFP4 magnitudes below 2**64
-    expert_ids  [M, R]       int32: no expert twice in a row; -1 dead
-    weight      [E, 2I, K]   packed in the order of `gate_up_order`
-    bias        [E, 2I]      bf16, in the weight's order
-    out         [M, R, I]    bf16, out: (up + 1) * gate * sigmoid(alpha * gate), the gate at most `limit`, up within
-                             +-`limit`; in float32, rounded once; zero where dead
-    card        what it runs on
-    plan        how to cut it; None: `plan_experts`'
+    x               [M, K]      bf16; with MXFP4 magnitudes below 2**64
+    expert_ids      [M, R]      int32: no expert twice in a row; -1 dead. With a choice out: largest logit first
+    weight          [E, 2I, K]  packed in the order of `gate_up_order`
+    bias            [E, 2I]     bf16, in the weight's order
+    out             [M, R, I]   bf16, out: (up + 1) * gate * sigmoid(alpha * gate), the gate at most `limit`, up within
+                                +-`limit`; in float32, rounded once; zero where dead
+    choice          by what rows choose their experts; None: the ids are given
+    expert_weights  [M, R]      float32, out with a choice, None without: shares, which sum to 1; 0 where dead
+    card            what it runs on
+    plan            how to cut it; None: `plan_experts`'
     It lets the next kernel start only when the kernel before it has ended: what was written before it is settled then.
     Time: the distinct experts' bytes over the memory's bandwidth. Captured: yes.
     Raises ShapeError for shapes that do not fit.
@@ -54,17 +60,27 @@ def experts_gate_up(
     check_shape("out", out, rows, ranks, weight.rows // 2)
     if weight.rows % 16 or weight.columns % 8:
         raise ShapeError(f"a gate_up matrix must be of multiples of 16 and 8, got {weight.rows} by {weight.columns}")
+    if (choice is None) != (expert_weights is None):
+        raise ShapeError("a choice gives ids and expert_weights; without one there are no expert_weights to write")
+    if choice is not None and expert_weights is not None:
+        choice.check(rows, ranks, weight.num_experts)
+        check_shape("expert_weights", expert_weights, rows, ranks)
+        check_dtype(torch.float32, expert_weights=expert_weights)
+        check_dtype(torch.int32, expert_ids=expert_ids)
     shape = ExpertShape(GATE_UP, weight.rows, weight.columns, ranks, weight.scales is not None)
-    scales = 0 if weight.scales is None else weight.scales
+    scales, num_experts = 0 if weight.scales is None else weight.scales, 0 if choice is None else choice.num_experts
     calls = []
     for part, pairs, chosen in launches_of(rows, shape, card, plan):
-        arguments = (weight.words, scales, x[part], expert_ids[part], 0, bias, out[part], pairs, limit, alpha)
-        calls.append(KernelCall(_make(shape, chosen), (chosen.num_blocks, 1, 1), arguments))
+        reads = (0, 0) if choice is None else choice.of(part)
+        shares = 0 if expert_weights is None else expert_weights[part]
+        ends = (bias, out[part], pairs, limit, alpha)
+        arguments = (weight.words, scales, x[part], *reads, expert_ids[part], shares, *ends)
+        calls.append(KernelCall(_make(shape, chosen, num_experts), (chosen.num_blocks, 1, 1), arguments))
     return calls
 
 
 @cache
-def _make(shape: ExpertShape, plan: ExpertPlan) -> Kernel:
+def _make(shape: ExpertShape, plan: ExpertPlan, num_experts: int) -> Kernel:
     rows, expert_of, pair_of, total_of = shape.rows, make_expert_of(plan), make_pair_of(plan), make_total(plan)
     width = rows // 2
 
@@ -85,7 +101,7 @@ def _make(shape: ExpertShape, plan: ExpertPlan) -> Kernel:
         at = int64(pair) * width + int64(tile) * 8 + int64(value)
         ptx.store_global_u16(out + at * 2, ptx.bf16_bits(_clamped_swiglu(gate, up, limit, alpha)))
 
-    return make_product(shape, plan, Ending(begin, finish, _make_clear(shape, plan)))
+    return make_product(shape, plan, Ending(begin, finish, _make_clear(shape, plan)), num_experts)
 
 
 @device_function
@@ -115,14 +131,15 @@ def _make_clear(shape: ExpertShape, plan: ExpertPlan) -> Any:
 
 
 def examples(card: Card = H200) -> list[Kernel]:
-    """Representative specialisations, as a card has them: gpt-oss in MXFP4 and bf16, 1 to 64 rows, an odd shape."""
+    """Representative specialisations, as a card has them: gpt-oss in MXFP4 and bf16, 1 to 64 rows, an odd shape, with
+    experts that are given (0) or chosen here."""
     made = []
-    for rows, shape in (
-        (1, ExpertShape(GATE_UP, 5760, 2880, 4, True)),
-        (4, ExpertShape(GATE_UP, 5760, 2880, 4, True)),
-        (64, ExpertShape(GATE_UP, 5760, 2880, 4, True)),
-        (4, ExpertShape(GATE_UP, 5760, 2880, 4, False)),
-        (3, ExpertShape(GATE_UP, 192, 160, 2, True)),
+    for rows, shape, counts in (
+        (1, ExpertShape(GATE_UP, 5760, 2880, 4, True), (0, 128, 32)),
+        (4, ExpertShape(GATE_UP, 5760, 2880, 4, True), (0, 128)),
+        (64, ExpertShape(GATE_UP, 5760, 2880, 4, True), (0, 128)),
+        (4, ExpertShape(GATE_UP, 5760, 2880, 4, False), (0, 32)),
+        (3, ExpertShape(GATE_UP, 192, 160, 2, True), (0, 5)),
     ):
-        made.append(_make(shape, plan_experts(rows, shape, card)))
+        made += [_make(shape, plan_experts(rows, shape, card), count) for count in counts]
     return made

@@ -110,9 +110,14 @@ class ExpertPlan:
         return self.warps * self.sum_bytes
 
     @property
-    def list_bytes(self) -> int:
-        """The lists of pairs: ids, leaders, units, and each unit's pairs."""
+    def shares_at(self) -> int:
+        """Bytes from the lists' begin, where the pairs' ids are, to their shares."""
         return self.capacity * 4 * (3 + self.columns)
+
+    @property
+    def list_bytes(self) -> int:
+        """The lists of pairs: ids, leaders, units, each unit's pairs, and the pairs' shares."""
+        return self.shares_at + self.capacity * 4
 
     def steps_a_warp(self, shape: ExpertShape) -> int:
         """Of a tile: warp w has the steps from w times so many on, the last ones fewer or none."""

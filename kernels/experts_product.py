@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowlat.kernels import ptx
+from lowlat.kernels.experts_choice import make_choose, make_publish
 from lowlat.kernels.experts_copy import make_fetch, make_load_inputs
 from lowlat.kernels.experts_list import make_expert_of, make_list_units, make_members_of
 from lowlat.kernels.experts_multiply import make_multiply
@@ -41,33 +42,43 @@ class Ending:
     clear: Any
 
 
-def make_product(shape: ExpertShape, plan: ExpertPlan, ending: Ending) -> Kernel:
-    """The kernel of a product, its name without what an ending closes over beside the shape and the plan."""
+def make_product(shape: ExpertShape, plan: ExpertPlan, ending: Ending, num_experts: int) -> Kernel:
+    """The kernel of a product, its name without what an ending closes over beside the shape and the plan.
+
+    num_experts  of which every block chooses by logits; 0: ids and shares are given
+    """
     quantised = "mxfp4" if shape.quantised else "bf16"
     name = (
         f"experts_{shape.kind}_{shape.rows}x{shape.columns}x{shape.ranks}_{quantised}_"
         f"{plan.columns}x{plan.capacity}x{plan.warps}x{plan.finishing}x{plan.part}x{plan.stages}"
-        f"{'' if plan.patient else '_awake'}"
+        f"{'' if plan.patient else '_awake'}{f'_chosenE{num_experts}' if num_experts else ''}"
     )
-    signature = (*(types.int64,) * 8, types.float32, types.float32)
-    return Kernel(
-        name, _kernel(shape, plan, ending), signature, plan.threads, 1, plan.shared_bytes(shape), most_blocks=1
-    )  # fmt: skip
+    signature = (*(types.int64,) * 10, types.float32, types.float32)
+    function, shared_bytes = _kernel(shape, plan, ending, num_experts), plan.shared_bytes(shape)
+    return Kernel(name, function, signature, plan.threads, 1, shared_bytes, most_blocks=1)
 
 
-def _kernel(shape: ExpertShape, plan: ExpertPlan, ending: Ending) -> Callable[..., None]:
+@device_function
+def _skip(_lists: Any, _first: Any, _second: Any, _count: Any, _thread: Any) -> None:
+    return
+
+
+def _kernel(shape: ExpertShape, plan: ExpertPlan, ending: Ending, num_experts: int) -> Callable[..., None]:
     tiles, warps = shape.tiles, plan.warps
     sums_at = warps * plan.ring_bytes(shape)
     lists_at = sums_at + plan.stages * plan.area_bytes
     barriers_at = lists_at + plan.list_bytes
     handover = make_handover(plan.stages, warps, plan.finishing, patient=plan.patient)
     multiply, finish = _make_multiplying(shape, plan, handover), _make_finishing(shape, plan, ending, handover)
-    begin_handover, list_units = handover.begin, make_list_units(plan)
-    clear, ids_are_old = ending.clear, shape.kind == DOWN
+    chosen_here, ids_are_old = num_experts > 0, shape.kind == DOWN
+    choose = make_choose(plan, shape.ranks, num_experts) if chosen_here else _skip
+    publish = make_publish(plan) if chosen_here and not ids_are_old else _skip
+    list_units = make_list_units(plan, chosen_here=chosen_here)
+    begin_handover, clear = handover.begin, ending.clear
 
     def experts_product(
-        weight: Any, scales: Any, x: Any, ids: Any, shares: Any, bias: Any, out: Any, count: Any, limit: Any,
-        alpha: Any,
+        weight: Any, scales: Any, x: Any, logits: Any, row_live: Any, ids: Any, shares: Any, bias: Any, out: Any,
+        count: Any, limit: Any, alpha: Any,
     ) -> None:  # fmt: skip
         base = ptx.varying(ptx.shared_address(cuda.shared.array(shape=0, dtype=float32)))
         thread = uint32(cuda.threadIdx.x)
@@ -78,6 +89,7 @@ def _kernel(shape: ExpertShape, plan: ExpertPlan, ending: Ending) -> Callable[..
         if not ids_are_old:
             ptx.wait_for_previous_kernel()
         ptx.let_next_kernel_start()
+        choose(lists, logits, row_live, count, thread)
         units = list_units(lists, ids, count, thread)
         block, blocks = uint32(cuda.blockIdx.x), uint32(cuda.gridDim.x)
         total = uint32(units * uint32(tiles))
@@ -94,6 +106,7 @@ def _kernel(shape: ExpertShape, plan: ExpertPlan, ending: Ending) -> Callable[..
                 ptx.wait_for_previous_kernel()
             finish(areas, barriers, lists, (bias, shares), out, run, thread, limit, alpha)
         clear(lists, out, count, thread)
+        publish(lists, ids, shares, count, thread)
 
     return experts_product
 

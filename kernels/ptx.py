@@ -47,6 +47,7 @@ __all__ = [
     "load_global_nc_128",
     "load_global_u8",
     "load_global_u16",
+    "load_relaxed_gpu_f32",
     "load_shared_128",
     "load_shared_f32",
     "load_shared_matrix_x4_transposed",
@@ -357,6 +358,8 @@ def zeros(count: int) -> Any:
 # order between blocks and with the host
 atomic_add_gpu = _instruction("atom.acq_rel.gpu.global.add.u32 $0, [$1], $2;", u32, (i64, u32))
 load_acquire_gpu = _instruction("ld.acquire.gpu.global.u32 $0, [$1];", u32, (i64,))
+# past L1 as well, but later loads need not wait for it
+load_relaxed_gpu_f32 = _instruction("ld.relaxed.gpu.global.f32 $0, [$1];", f32, (i64,))
 store_release_system = _instruction("st.release.sys.global.s64 [$0], $1;", None, (i64, i64))
 fence_system = _instruction("fence.acq_rel.sys;", None, ())
 

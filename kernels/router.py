@@ -1,12 +1,11 @@
-"""The norm before a mixture of experts and the choice of each row's experts, in one launch.
+"""The norm before a mixture of experts and the logits of each row's experts, in one launch.
 
 A block has four experts and a few rows. It fetches its experts' weights before the kernel before it has ended, norms
 its rows in the order of `norm_math`, and multiplies: four warps share an expert, each with a quarter of the columns, so
-a logit's order of accumulation depends on the width alone. The last block to arrive for some rows chooses for them:
-what it waits for is a few floats, not a stream of copies. It knows nothing of what the experts compute.
+a logit's order of accumulation depends on the width alone. It knows nothing of who is chosen (`experts_choice`), nor of
+what the experts compute.
 """
 
-import math
 from functools import cache
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 
 from lowlat.errors import ShapeError
 from lowlat.kernels import ptx
-from lowlat.kernels.kernel import H200, Card, Kernel, KernelCall, Workspace
+from lowlat.kernels.kernel import H200, Card, Kernel, KernelCall
 from lowlat.kernels.norm import check_dtype, check_row_live, check_width
 from lowlat.kernels.norm_math import (
     CHUNK,
@@ -29,17 +28,15 @@ from lowlat.kernels.norm_math import (
 from lowlat.kernels.norm_row import is_live
 from lowlat.kernels.numba_cuda import cuda, device_function, float32, int32, int64, types, uint32
 from lowlat.kernels.reference.shapes import check_shape
-from lowlat.kernels.select import copies_wait_all, is_last
+from lowlat.kernels.select import copies_wait_all
 
-__all__ = ["MAX_CHOSEN", "MAX_EXPERTS", "MAX_WIDTH", "examples", "router"]
+__all__ = ["MAX_WIDTH", "examples", "router"]
 
-MAX_EXPERTS, MAX_CHOSEN, MAX_WIDTH = 256, 8, 6144
+MAX_WIDTH = 6144
 EXPERTS = 4  # of a block
 QUARTERS = WARPS // EXPERTS  # warps that share an expert
 EVERY_LANE = 0xFFFFFFFF
-SIGN = 0x80000000
 DEAD = -1.0  # no row has such an inverse
-LOG2_E = math.log2(math.e)
 PIECE = 16384  # bytes that go to the L2 at a time
 
 
@@ -51,62 +48,47 @@ def router(
     row_live: torch.Tensor | None = None,
     *,
     normed: torch.Tensor,
-    expert_ids: torch.Tensor,
-    expert_weights: torch.Tensor,
+    logits: torch.Tensor,
     eps: float,
-    workspace: Workspace,
     ahead: torch.Tensor | None = None,
     card: Card = H200,
 ) -> list[KernelCall]:
-    """Norm each row, choose its experts by the largest logits, and share it among them by softmax over the chosen.
+    """Norm each row, and multiply it with the router's weight.
 
     x               [M, N]  bf16
     norm_weight     [N]     bf16
     weight, bias    [E, N], [E]  bf16; the weight row-major
     row_live        [M] or [B, T]  uint8; None: all rows are live
     normed          [M, N]  bf16     out: what `rms_norm` gives, bit for bit; zeros in dead rows
-    expert_ids      [M, k]  int32    out: largest logit first, the lowest id among equals; -1 in dead rows
-    expert_weights  [M, k]  float32  out: sum to 1; 0 in dead rows
-    workspace       logits, and a counter for some rows each
+    logits          [M, E]  float32  out: weight @ normed + bias, products and sums by columns in a fixed order
     ahead           what a later launch streams, of 16-byte multiples: it travels to the L2 while this one waits for its
                     trips there; looked at by cards that can (9.0 on)
-    Logits are float32. A NaN among them counts as the largest, and makes the row's shares NaN. One launch; time: a few
-    trips to memory. Raises ShapeError for shapes that do not fit, E above MAX_EXPERTS, k above MAX_CHOSEN, and N that
-    is no multiple of 8 or above MAX_WIDTH.
+    One launch; time: a few trips to memory. Raises ShapeError for shapes that do not fit, and N that is no multiple of
+    8 or above MAX_WIDTH.
     """
     rows, width = x.shape
-    experts, chosen = weight.shape[0], expert_ids.shape[1]
+    experts = weight.shape[0]
     check_width(width)
     if width > MAX_WIDTH:
         raise ShapeError(f"router: rows must have at most {MAX_WIDTH} elements, got {width}")
-    if not 1 <= chosen <= min(experts, MAX_CHOSEN) or experts > MAX_EXPERTS:
-        raise ShapeError(
-            f"router: takes at most {MAX_CHOSEN} experts a row of at most {MAX_EXPERTS}, got {chosen} of {experts}"
-        )
     check_row_live(row_live, rows)
     check_shape("norm_weight", norm_weight, width)
     check_shape("weight", weight, experts, width)
     check_shape("bias", bias, experts)
     check_shape("normed", normed, rows, width)
-    check_shape("expert_ids", expert_ids, rows, chosen)
-    check_shape("expert_weights", expert_weights, rows, chosen)
+    check_shape("logits", logits, rows, experts)
     check_dtype(torch.bfloat16, x=x, norm_weight=norm_weight, weight=weight, bias=bias, normed=normed)
-    check_dtype(torch.int32, expert_ids=expert_ids)
-    check_dtype(torch.float32, expert_weights=expert_weights)
+    check_dtype(torch.float32, logits=logits)
     held = _rows_at_once(rows, width)
     blocks = -(-experts // EXPERTS)
     turns = -(-rows // held)
-    logits = workspace("router.logits", (rows, experts), torch.float32)
-    counters = workspace("router.counters", (rows,), torch.int32)
     grid = (blocks, min(turns, max(1, 2 * card.num_multiprocessors // blocks)), 1)
     live = 0 if row_live is None else row_live
-    inputs = (x, norm_weight, live, weight, bias)
-    outputs = (normed, expert_ids, expert_weights, logits, counters)
     if not card.patient:
         ahead = None
-    kernel = _make(width, experts, chosen, held, _min_blocks(width, held, card), eps, ahead is not None)
     sent = (0, 0) if ahead is None else (ahead, ahead.numel() * ahead.element_size())
-    return [KernelCall(kernel, grid, (*inputs, *outputs, *sent, rows))]
+    kernel = _make(width, experts, held, _min_blocks(width, held, card), eps, ahead is not None)
+    return [KernelCall(kernel, grid, (x, norm_weight, live, weight, bias, normed, logits, *sent, rows))]
 
 
 def _min_blocks(width: int, held: int, card: Card) -> int:
@@ -120,27 +102,25 @@ def _rows_at_once(rows: int, width: int) -> int:
 
 
 @cache
-def _make(width: int, experts: int, chosen: int, held: int, min_blocks: int, eps: float, sends: bool) -> Kernel:
+def _make(width: int, experts: int, held: int, min_blocks: int, eps: float, sends: bool) -> Kernel:
     """Grid (blocks of EXPERTS experts, groups of rows)."""
     load_weights, keep_norm = _make_load_weights(width, experts), _make_keep_norm(width)
     load_rows = _make_load_rows(width, held)
     add_row_squares, invert = _make_row_squares(width, held), _make_invert(width, eps)
-    normalise = _make_normalise(width, held)
-    multiply, choose = _make_multiply(width, held), _make_choose(experts, chosen)
+    normalise, multiply = _make_normalise(width, held), _make_multiply(width, held)
     steps, own = _steps(width), _chunks_a_thread(width)
     weight_words, row_words = 4 * steps, 4 * own * held
     shared_words, parts = (held + 1) * width // 2, held * WARPS  # the norm's weight behind the rows
 
     def router(
-        x: Any, norm_weight: Any, row_live: Any, weight: Any, bias: Any, normed: Any, ids: Any, shares: Any,
-        logits: Any, counters: Any, ahead: Any, ahead_bytes: Any, rows: Any,
+        x: Any, norm_weight: Any, row_live: Any, weight: Any, bias: Any, normed: Any, logits: Any, ahead: Any,
+        ahead_bytes: Any, rows: Any,
     ) -> None:  # fmt: skip
         ptx.let_next_kernel_start()
         shared_rows = cuda.shared.array(shared_words, uint32, alignment=16)
         sums = cuda.shared.array(parts, float32)
         partials = cuda.shared.array(parts, float32)
         inverses = cuda.shared.array(held, float32)
-        flag = cuda.shared.array(1, int32)
         weights = cuda.local.array(weight_words, uint32)
         words = cuda.local.array(row_words, uint32)
         thread, block = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x)
@@ -181,16 +161,10 @@ def _make(width: int, experts: int, chosen: int, held: int, min_blocks: int, eps
                     total = ptx.add_rn(total, own_bias)
                     place = int64(first + mine) * int64(experts) + int64(expert)
                     ptx.store_global_f32(logits + place * int64(4), total)
-                last = is_last(counters + int64(first) * int64(4), int64(cuda.gridDim.x))
-                if lane == uint32(0):
-                    flag[0] = int32(1) if last else int32(0)
-            cuda.syncthreads()
-            if flag[0] != int32(0) and warp < uint32(held) and row < rows:
-                choose(logits + int64(row) * int64(4 * experts), live, int64(row), ids, shares, lane)
             first = int32(first + int32(cuda.gridDim.y) * int32(held))
 
-    signature = (*(types.int64,) * 12, types.int32)
-    name = f"router_n{width}_e{experts}_k{chosen}_r{held}x{min_blocks}{'_ahead' if sends else ''}_eps{eps!r}"
+    signature = (*(types.int64,) * 9, types.int32)
+    name = f"router_n{width}_e{experts}_r{held}x{min_blocks}{'_ahead' if sends else ''}_eps{eps!r}"
     return Kernel(name, router, signature, THREADS, min_blocks)
 
 
@@ -349,73 +323,13 @@ def _make_multiply(width: int, held: int) -> Any:
     return multiply
 
 
-@device_function
-def _key(value: Any) -> Any:
-    """An integer, never 0, that is larger for a larger number; NaN has the largest, both zeros the same."""
-    bits = ptx.bits_of_float(ptx.add_rn(value, float32(0.0)))
-    key = uint32(bits | uint32(SIGN))
-    if bits & uint32(SIGN):
-        key = uint32(bits ^ uint32(EVERY_LANE))
-    if value != value:
-        key = uint32(EVERY_LANE)
-    return key
-
-
-@device_function
-def _value(key: Any) -> Any:
-    """The number that has a key."""
-    bits = uint32(key ^ uint32(SIGN))
-    if not key & uint32(SIGN):
-        bits = uint32(key ^ uint32(EVERY_LANE))
-    return ptx.float_of_bits(bits)
-
-
-def _make_choose(experts: int, chosen: int) -> Any:
-    own = -(-experts // 32)
-
-    @device_function
-    def choose(logits: Any, live: Any, row: Any, ids: Any, shares: Any, lane: Any) -> None:
-        """One warp: the row's largest logits and their softmax."""
-        keys = cuda.local.array(own, uint32)
-        for part in range(own):
-            expert = uint32(lane + uint32(32 * part))
-            keys[part] = uint32(0)
-            if expert < uint32(experts):
-                keys[part] = _key(ptx.load_global_f32(logits + int64(expert) * int64(4)))
-        mine, mine_id = float32(0), uint32(0)
-        peak, total = float32(0), float32(0)
-        for rank in range(chosen):
-            best, place = uint32(0), uint32(0)
-            for part in range(own):
-                if keys[part] > best:
-                    best, place = keys[part], uint32(lane + uint32(32 * part))
-            top = ptx.warp_max(best)
-            low = uint32(EVERY_LANE) - place if best == top else uint32(0)
-            found = uint32(uint32(EVERY_LANE) - ptx.warp_max(uint32(low)))
-            for part in range(own):
-                if found == uint32(lane + uint32(32 * part)):
-                    keys[part] = uint32(0)
-            if rank == 0:
-                peak = _value(top)
-            power = ptx.exp2_approx(ptx.mul_rn(ptx.add_rn(_value(top), -peak), float32(LOG2_E)))
-            total = ptx.add_rn(total, power)
-            if lane == uint32(rank):
-                mine, mine_id = power, found
-        if lane < uint32(chosen):
-            at = (row * int64(chosen) + int64(lane)) * int64(4)
-            ptx.store_global_i32(ids + at, int32(mine_id) if live else int32(-1))
-            ptx.store_global_f32(shares + at, ptx.div_rn(mine, total) if live else float32(0))
-
-    return choose
-
-
 def examples(card: Card = H200) -> list[Kernel]:
     """Specialisations, as a card has them: gpt-oss of both sizes with 1, 2 and 4 rows at once, the largest, a small."""
     shapes = (
-        *((2880, 128, 4, 1), (2880, 128, 4, 2), (2880, 128, 4, 4), (2880, 32, 4, 4)),
-        *((MAX_WIDTH, MAX_EXPERTS, MAX_CHOSEN, 1), (64, 5, 2, 4)),
+        *((2880, 128, 1), (2880, 128, 2), (2880, 128, 4), (2880, 32, 1), (2880, 32, 4)),
+        *((MAX_WIDTH, 256, 1), (64, 5, 4)),
     )
     return [
-        _make(width, experts, chosen, held, _min_blocks(width, held, card), 1e-5, card.patient and width == 2880)
-        for width, experts, chosen, held in shapes
+        _make(width, experts, held, _min_blocks(width, held, card), 1e-5, card.patient and width == 2880)
+        for width, experts, held in shapes
     ]

@@ -10,8 +10,8 @@ from lowlat.kernels.packing import gate_up_order
 from lowlat.kernels.reference import experts as reference
 
 __all__ = [
-    "ALPHA", "LIMIT", "Experts", "all_codes_and_scales", "choices", "make_experts", "shares_of", "want_down",
-    "want_gate_up",
+    "ALPHA", "LIMIT", "Experts", "all_codes_and_scales", "choices", "make_experts", "make_logits", "shares_of",
+    "want_choice", "want_down", "want_gate_up",
 ]  # fmt: skip
 
 LIMIT, ALPHA = 7.0, 1.702
@@ -78,6 +78,29 @@ def choices(kind: str, rows: int, ranks: int, num_experts: int, device: str = "c
     elif kind == "none":
         ids[:] = -1
     return ids.to(device)
+
+
+def make_logits(kind: str, rows: int, num_experts: int) -> torch.Tensor:
+    """Logits [M, E] float32: "random", "shared" (all rows the same), "ties" (few values, zeros of both signs), or "odd"
+    (NaN and infinities among few values)."""
+    logits = torch.randn(rows, num_experts) * 3
+    if kind == "shared":
+        logits[:] = logits[0].clone()
+    elif kind != "random":
+        few = [0.0, -0.0, 1.5, -2.0] + ([torch.nan, torch.inf, -torch.inf] if kind == "odd" else [])
+        logits = torch.tensor(few)[torch.randint(len(few), (rows, num_experts))]
+    return logits
+
+
+def want_choice(logits: torch.Tensor, row_live: torch.Tensor | None, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The reference's ids and shares [M, R] by logits on the CPU: those of a router of nothing but biases."""
+    rows, num_experts = logits.shape
+    ids, shares = torch.full((rows, ranks), 77, dtype=torch.int32), torch.full((rows, ranks), torch.nan)
+    nothing = torch.zeros(1, 8), torch.zeros(num_experts, 8)
+    for row in range(rows):
+        live, part = None if row_live is None else row_live.view(-1)[row : row + 1], slice(row, row + 1)
+        reference.router(*nothing, logits[row], live, expert_ids=ids[part], expert_weights=shares[part])
+    return ids, shares
 
 
 def want_gate_up(experts: Experts, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

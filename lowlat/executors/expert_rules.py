@@ -1,4 +1,7 @@
-"""Rules for a mixture of experts: the norm with the choice, the two products, and the sum with the next norm."""
+"""Rules for a mixture of experts: the norm with the choice and a product, the other product with the sum and a norm.
+
+The router leaves logits in a workspace; both products choose by them, so nobody waits for who chooses.
+"""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -10,6 +13,7 @@ from lowlat.errors import ConfigError
 from lowlat.executors.lowering import Covered, Lowering, Rule
 from lowlat.executors.orders import experts_name
 from lowlat.executors.product_rules import Parts, normed_linear
+from lowlat.kernels.experts_choice import Choice
 from lowlat.kernels.experts_down import experts_down
 from lowlat.kernels.experts_gate_up import experts_gate_up
 from lowlat.kernels.experts_sum import experts_sum
@@ -20,31 +24,54 @@ __all__ = ["EXPERT_RULES", "PARTIALS"]
 
 AHEAD_BYTES = 32 << 20  # half of an H200's L2
 PARTIALS = "experts.partials"  # what each of a row's experts adds to it
+LOGITS = "router.logits"
 
 
 def _rms_norm(lowering: Lowering, start: int) -> Covered:
-    """A norm, with the choice of experts or the product that reads it."""
+    """A norm, with the choice of experts that reads it and the product behind that, or another product."""
     ops = lowering.program.ops
     arguments, following = lowering.arguments(start), lowering.following(start)
     norm_weight = lowering.weights.vector(ops[start].weights["weight"])
     if following is None or following.kind != "router":
         return normed_linear(lowering, start) or Covered(1, rms_norm(**arguments, weight=norm_weight))
-    choice = lowering.arguments(start + 1)
-    if choice.pop("x") is not arguments["out"] or choice.pop("row_live", None) is not arguments.get("row_live"):
+    place = start + 1
+    routed, choice = lowering.arguments(place), _choice(lowering, place)
+    if routed["x"] is not arguments["out"] or choice.row_live is not arguments.get("row_live"):
         raise ConfigError(f"{lowering.program.name}: {following} does not read the norm before it, nor its rows")
+    product = lowering.following(place)
+    if product is None or product.kind != "experts_gate_up":
+        raise ConfigError(f"{lowering.program.name}: operation {following} stands where no kernel covers it")
+    reads = lowering.arguments(place + 1)
+    if reads["x"] is not arguments["out"] or reads["expert_ids"] is not routed["expert_ids"]:
+        raise ConfigError(f"{lowering.program.name}: {product} does not read the norm and the choice before it")
     calls = router(
         arguments["x"],
         norm_weight,
-        row_live=arguments.get("row_live"),
+        row_live=choice.row_live,
         normed=arguments["out"],
+        logits=choice.logits,
         eps=arguments["eps"],
-        **choice,
-        **lowering.vectors(start + 1),
-        workspace=lowering.workspace,
-        ahead=_next_weights(lowering, start + 1),
+        **lowering.vectors(place),
+        ahead=_next_weights(lowering, place),
         card=lowering.card,
     )
-    return Covered(2, calls)
+    name = experts_name(product)
+    calls += experts_gate_up(
+        **reads,
+        weight=lowering.weights.experts(name),
+        bias=lowering.weights.experts_bias(name),
+        choice=choice,
+        expert_weights=routed["expert_weights"],
+        card=lowering.card,
+    )
+    return Covered(3, calls)
+
+
+def _choice(lowering: Lowering, place: int) -> Choice:
+    """What the rows of a router choose by; the same for all who ask."""
+    arguments, op = lowering.arguments(place), lowering.program.ops[place]
+    shape = (arguments["x"].shape[0], lowering.weights.vector(op.weights["bias"]).shape[0])
+    return Choice(lowering.workspace(LOGITS, shape, torch.float32), arguments.get("row_live"))
 
 
 def _next_weights(lowering: Lowering, start: int) -> torch.Tensor | None:
@@ -57,37 +84,33 @@ def _next_weights(lowering: Lowering, start: int) -> torch.Tensor | None:
 
 
 def _experts_gate_up(lowering: Lowering, start: int) -> Covered:
-    name = experts_name(lowering.program.ops[start])
-    calls = experts_gate_up(
-        **lowering.arguments(start),
-        weight=lowering.weights.experts(name),
-        bias=lowering.weights.experts_bias(name),
-        card=lowering.card,
-    )
-    return Covered(1, calls)
+    op = lowering.program.ops[start]
+    raise ConfigError(f"{lowering.program.name}: operation {op} stands where no kernel covers it")
 
 
 def _experts_down(lowering: Lowering, start: int) -> Covered:
     """The second product, the weighed sum into the residual stream, and the norm that follows it.
 
-    Both kernels read the choice before they wait, so it must be older than the first product: that one lets later
-    kernels start only when all before it has ended.
+    Its kernel reads what rows choose by before it waits, so that must be older than the first product: that one lets
+    later kernels start only when all before it has ended.
     """
     ops = lowering.program.ops
     op, following = ops[start], lowering.following(start)
     product = op.writes["out"]
-    if start == 0 or ops[start - 1].kind != "experts_gate_up" or following is None or following.kind != "add":
+    behind = start > 1 and lowering.kinds(start - 2, "router", "experts_gate_up")
+    if not behind or following is None or following.kind != "add":
         raise ConfigError(f"{lowering.program.name}: operation {op} stands where no kernel covers it")
     if following.reads["b"] != product or not lowering.dies(product, start + 1):
         raise ConfigError(f"{lowering.program.name}: {product} is read by others than the sum after it")
     name, arguments, total = experts_name(op), lowering.arguments(start), lowering.arguments(start + 1)
-    ids, rows = arguments["expert_ids"], arguments["out"].shape[0]
-    shape = (rows, ids.shape[1], arguments["out"].shape[1])
-    partials = lowering.workspace(PARTIALS, shape, torch.float32)
+    routed = ops[start - 2].writes
+    if any(op.reads[each] != routed[each] for each in ("expert_ids", "expert_weights")):
+        raise ConfigError(f"{lowering.program.name}: {op} does not read the choice before it")
+    activated = arguments["activated"]
+    partials = lowering.workspace(PARTIALS, (*activated.shape[:2], arguments["out"].shape[1]), torch.float32)
     calls = experts_down(
-        activated=arguments["activated"],
-        expert_ids=ids,
-        expert_weights=arguments["expert_weights"],
+        activated=activated,
+        choice=_choice(lowering, start - 2),
         weight=lowering.weights.experts(name),
         bias=lowering.weights.vector(op.weights["bias"]),
         out=partials,

@@ -59,6 +59,8 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
 PARTIAL = {"assign_drafts"}
 # what calls reach through tables of addresses, made when the program was lowered
 BY_ADDRESS = {"kv_compact"}
+# what calls know otherwise: they choose again, by what the router left for all
+KNOWN = {"experts_down": {"expert_ids", "expert_weights"}}
 KINDS = {"uint8": torch.uint8, "int32": torch.int32, "int64": torch.int64, "float32": torch.float32}
 
 
@@ -188,7 +190,8 @@ def test_calls_reach_what_their_operations_name_and_nothing_hidden(step: Lowered
         for op in group.ops:
             if op.kind in BY_ADDRESS:
                 continue
-            for name in {*op.reads.values(), *op.writes.values()} - group.hidden - made:
+            known = {op.reads[each] for each in KNOWN.get(op.kind, ())}
+            for name in {*op.reads.values(), *op.writes.values()} - group.hidden - made - known:
                 if step.program.buffers[name].role is not Role.CONSTANT:
                     assert reached(group.calls, step.buffers[name]), f"{kinds}: no call takes {name}"
             made |= set(op.writes.values()) & group.hidden
@@ -319,6 +322,30 @@ def test_kernels_of_a_mixture_s_layers(name: str, depth: int, batch: int, lowere
     assert kinds == ["embed_norm", *short, *full, "thin_matmul_float32"]
 
 
+@pytest.mark.parametrize("name", MIXTURES)
+def test_both_products_choose_by_what_their_layer_s_router_left(name: str, lowered: Callable[..., Lowered]) -> None:
+    """By the same logits and flags; what one layer's router leaves, the next one's overwrites."""
+    step = lowered(f"{name}+plain", 7, 8)
+    calls = [
+        call for group in step.groups for call in group.calls if call.kernel.name.startswith(("router", "experts"))
+    ]
+    owned = {tensor.data_ptr() for tensor in step.workspace.tensors()}
+    assert len(calls) == 2 * 4
+    for router, gate_up, down, _ in (calls[:4], calls[4:]):
+        flags, logits = (router.arguments[place] for place in (2, 6))
+        assert isinstance(flags, torch.Tensor) and isinstance(logits, torch.Tensor)
+        assert logits.data_ptr() in owned
+        for product in (gate_up, down):
+            assert f"_chosenE{logits.shape[1]}" in product.kernel.name
+            for mine, theirs in zip(product.arguments[3:5], (logits, flags), strict=True):
+                assert isinstance(mine, torch.Tensor)
+                assert (mine.data_ptr(), mine.numel()) == (theirs.data_ptr(), theirs.numel())
+        ids, shares = gate_up.arguments[5:7]
+        assert isinstance(ids, torch.Tensor) and ids.data_ptr() == step.buffers["expert_ids"].data_ptr()
+        assert isinstance(shares, torch.Tensor) and shares.data_ptr() == step.buffers["expert_weights"].data_ptr()
+        assert down.arguments[5:7] == (0, 0)
+
+
 def test_experts_are_packed_and_their_parts_are_not_kept(lowered: Callable[..., Lowered]) -> None:
     for name in MIXTURES:
         step = lowered(f"{name}+alone", 0, 1)
@@ -429,17 +456,40 @@ def without(program: Program, kind: str) -> Program:
         ("rope", "operation qk_norm.* stands where no kernel covers it"),
         ("publish", r"kernels cover \['tree_masks', 'publish'\] together"),
         ("concat_norms", "operation store_boundary.* stands where no kernel covers it"),
-        ("experts_gate_up", "operation experts_down.* stands where no kernel covers it"),
+        ("router", "operation experts_gate_up.* stands where no kernel covers it"),
+        ("experts_gate_up", "operation router.* stands where no kernel covers it"),
     ],
 )
 def test_programs_that_no_kernels_cover_are_refused_by_name(
     kind: str, message: str, lowered: Callable[..., Lowered]
 ) -> None:
-    mixture = kind == "experts_gate_up"
+    mixture = kind in ("router", "experts_gate_up")
     step = lowered("gpt_oss+alone", 0, 2) if mixture else lowered("qwen3", 3, 2)
     lowering = Lowering(without(step.program, kind), step.buffers, step.weights, H200, step.workspace)
     with pytest.raises(ConfigError, match=message):
         lower(lowering, RULES)
+
+
+@pytest.mark.parametrize(
+    ("kind", "argument", "message"),
+    [
+        ("router", "x", "router.* does not read the norm before it, nor its rows"),
+        ("experts_gate_up", "x", "experts_gate_up.* does not read the norm and the choice before it"),
+        ("experts_gate_up", "expert_ids", "experts_gate_up.* does not read the norm and the choice before it"),
+        ("experts_down", "expert_ids", "experts_down.* does not read the choice before it"),
+        ("experts_down", "expert_weights", "experts_down.* does not read the choice before it"),
+    ],
+)
+def test_experts_that_others_chose_are_refused(
+    kind: str, argument: str, message: str, lowered: Callable[..., Lowered]
+) -> None:
+    step = lowered("gpt_oss+alone", 0, 2)
+    ops = list(step.program.ops)
+    place = next(number for number, op in enumerate(ops) if op.kind == kind)
+    ops[place] = replace(ops[place], reads={**ops[place].reads, argument: "lengths"})
+    program = replace(step.program, ops=tuple(ops))
+    with pytest.raises(ConfigError, match=message):
+        lower(Lowering(program, step.buffers, step.weights, H200, step.workspace), RULES)
 
 
 def test_an_operation_without_a_rule_is_refused_by_name() -> None:

@@ -160,13 +160,14 @@ class StandInLauncher:
 
         def issue(stream: str) -> None:
             assert stream == "stream"
-            words, _, inputs, ids, bias, out, pairs, limit, alpha = call.arguments
-            assert ids.numel() == pairs
+            words, _, inputs, *choice, ids, shares, bias, out, pairs, limit, alpha = call.arguments
+            assert ids.numel() == pairs and choice == [0, 0]
             matrices, order = self._matrices(words)
-            if not isinstance(bias, torch.Tensor):
+            if isinstance(shares, torch.Tensor):
                 for rank in range(ids.shape[1]):
-                    rows = torch.einsum("mni,mi->mn", matrices[ids[:, rank].long()].float(), inputs[:, rank].float())
-                    out[:, rank] = rows
+                    own = ids[:, rank].long()
+                    rows = torch.einsum("mni,mi->mn", matrices[own].float(), inputs[:, rank].float())
+                    out[:, rank] = shares[:, rank, None] * (rows + bias[own].float())
                 return
             own = torch.empty_like(bias)
             own[:, order] = bias

@@ -113,6 +113,16 @@ def test_streams_are_read_past_the_first_cache(compiled: Compiled) -> None:
             assert "ld.global.nc.L1::no_allocate.L2::128B.v4.u32" in ptx
 
 
+def test_first_products_of_experts_read_nothing_before_they_wait(compiled: Compiled) -> None:
+    """And let the next kernel start only then: the second ones read logits at once."""
+    kernels = [kernel for _, kernel in EXAMPLES[HOPPER] if kernel.name.startswith("experts_gate_up")]
+    assert any("_chosenE" in kernel.name for kernel in kernels)
+    for kernel in kernels:
+        before, after = compiled.of(HOPPER, kernel)[1].split("griddepcontrol.wait;")
+        assert not re.search(r"ld\.[\w.:]*global", before) and "cp.async" not in before
+        assert "griddepcontrol.launch_dependents;" in after
+
+
 def test_no_module_with_kernels_is_forgotten() -> None:
     makers = defaultdict(set)
     for _, kernel in EXAMPLES[HOPPER]:
