@@ -57,7 +57,6 @@ __all__ = [
     "mma_bf16",
     "mma_bf16_tiles",
     "mul_rn",
-    "prefetch_to_l2",
     "set_graph_condition",
     "shared_address",
     "stay_here",
@@ -166,8 +165,6 @@ load_global_bf16 = _instruction(
     (i64,),
 )
 load_volatile_i64 = _instruction("ld.volatile.global.s64 $0, [$1];", i64, (i64,))
-# from 9.0 on: bytes, a multiple of 16 from a multiple of 16 on, travel to the L2, and nobody waits for them
-prefetch_to_l2 = _instruction("cp.async.bulk.prefetch.L2.global [$0], $1;", None, (i64, u32))
 store_global_128 = _instruction("st.global.v4.u32 [$0], {$1,$2,$3,$4};", None, (i64, u32, u32, u32, u32))
 store_global_64 = _instruction("st.global.v2.u32 [$0], {$1,$2};", None, (i64, u32, u32))
 store_global_f32 = _instruction("st.global.f32 [$0], $1;", None, (i64, f32))

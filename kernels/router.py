@@ -37,7 +37,6 @@ EXPERTS = 4  # of a block
 QUARTERS = WARPS // EXPERTS  # warps that share an expert
 EVERY_LANE = 0xFFFFFFFF
 DEAD = -1.0  # no row has such an inverse
-PIECE = 16384  # bytes that go to the L2 at a time
 
 
 def router(
@@ -50,7 +49,6 @@ def router(
     normed: torch.Tensor,
     logits: torch.Tensor,
     eps: float,
-    ahead: torch.Tensor | None = None,
     card: Card = H200,
 ) -> list[KernelCall]:
     """Norm each row, and multiply it with the router's weight.
@@ -61,8 +59,6 @@ def router(
     row_live        [M] or [B, T]  uint8; None: all rows are live
     normed          [M, N]  bf16     out: what `rms_norm` gives, bit for bit; zeros in dead rows
     logits          [M, E]  float32  out: weight @ normed + bias, products and sums by columns in a fixed order
-    ahead           what a later launch streams, of 16-byte multiples: it travels to the L2 while this one waits for its
-                    trips there; looked at by cards that can (9.0 on)
     One launch; time: a few trips to memory. Raises ShapeError for shapes that do not fit, and N that is no multiple of
     8 or above MAX_WIDTH.
     """
@@ -84,11 +80,8 @@ def router(
     turns = -(-rows // held)
     grid = (blocks, min(turns, max(1, 2 * card.num_multiprocessors // blocks)), 1)
     live = 0 if row_live is None else row_live
-    if not card.patient:
-        ahead = None
-    sent = (0, 0) if ahead is None else (ahead, ahead.numel() * ahead.element_size())
-    kernel = _make(width, experts, held, _min_blocks(width, held, card), eps, ahead is not None)
-    return [KernelCall(kernel, grid, (x, norm_weight, live, weight, bias, normed, logits, *sent, rows))]
+    kernel = _make(width, experts, held, _min_blocks(width, held, card), eps)
+    return [KernelCall(kernel, grid, (x, norm_weight, live, weight, bias, normed, logits, rows))]
 
 
 def _min_blocks(width: int, held: int, card: Card) -> int:
@@ -102,7 +95,7 @@ def _rows_at_once(rows: int, width: int) -> int:
 
 
 @cache
-def _make(width: int, experts: int, held: int, min_blocks: int, eps: float, sends: bool) -> Kernel:
+def _make(width: int, experts: int, held: int, min_blocks: int, eps: float) -> Kernel:
     """Grid (blocks of EXPERTS experts, groups of rows)."""
     load_weights, keep_norm = _make_load_weights(width, experts), _make_keep_norm(width)
     load_rows = _make_load_rows(width, held)
@@ -113,8 +106,7 @@ def _make(width: int, experts: int, held: int, min_blocks: int, eps: float, send
     shared_words, parts = (held + 1) * width // 2, held * WARPS  # the norm's weight behind the rows
 
     def router(
-        x: Any, norm_weight: Any, row_live: Any, weight: Any, bias: Any, normed: Any, logits: Any, ahead: Any,
-        ahead_bytes: Any, rows: Any,
+        x: Any, norm_weight: Any, row_live: Any, weight: Any, bias: Any, normed: Any, logits: Any, rows: Any,
     ) -> None:  # fmt: skip
         ptx.let_next_kernel_start()
         shared_rows = cuda.shared.array(shared_words, uint32, alignment=16)
@@ -132,8 +124,6 @@ def _make(width: int, experts: int, held: int, min_blocks: int, eps: float, send
         if warp == uint32(0) and expert < uint32(experts):
             own_bias = ptx.load_global_bf16(bias + int64(expert) * int64(2))
         ptx.wait_for_previous_kernel()
-        if sends and thread == uint32(THREADS - 1) and cuda.blockIdx.y == 0:
-            _send_ahead(ahead, ahead_bytes, int64(block), int64(cuda.gridDim.x))
         first = int32(int32(cuda.blockIdx.y) * int32(held))
         while first < rows:
             row = int32(first + int32(warp))
@@ -163,18 +153,9 @@ def _make(width: int, experts: int, held: int, min_blocks: int, eps: float, send
                     ptx.store_global_f32(logits + place * int64(4), total)
             first = int32(first + int32(cuda.gridDim.y) * int32(held))
 
-    signature = (*(types.int64,) * 9, types.int32)
-    name = f"router_n{width}_e{experts}_r{held}x{min_blocks}{'_ahead' if sends else ''}_eps{eps!r}"
+    signature = (*(types.int64,) * 7, types.int32)
+    name = f"router_n{width}_e{experts}_r{held}x{min_blocks}_eps{eps!r}"
     return Kernel(name, router, signature, THREADS, min_blocks)
-
-
-@device_function
-def _send_ahead(source: Any, size: Any, block: Any, blocks: Any) -> None:
-    """One thread's share of a stream that goes to the L2, by pieces that all blocks take in turn."""
-    offset = block * int64(PIECE)
-    while offset < size:
-        ptx.prefetch_to_l2(source + offset, uint32(min(int64(PIECE), size - offset)))
-        offset += blocks * int64(PIECE)
 
 
 def _steps(width: int) -> int:
@@ -329,7 +310,4 @@ def examples(card: Card = H200) -> list[Kernel]:
         *((2880, 128, 1), (2880, 128, 2), (2880, 128, 4), (2880, 32, 1), (2880, 32, 4)),
         *((MAX_WIDTH, 256, 1), (64, 5, 4)),
     )
-    return [
-        _make(width, experts, held, _min_blocks(width, held, card), 1e-5, card.patient and width == 2880)
-        for width, experts, held in shapes
-    ]
+    return [_make(width, experts, held, _min_blocks(width, held, card), 1e-5) for width, experts, held in shapes]

@@ -29,7 +29,6 @@ __all__ = [
 
 WARPS = 8  # that multiply
 MOST_FINISHING = {1: 4, 2: 4, 4: 2, 8: 2}  # warps, by tiles of rows: more rows leave fewer registers
-AHEAD = 4  # tiles of a warp's k step, behind those that a block has room for, that go to the L2 meanwhile
 PACE = 4  # tiles of a warp's k step under way before the kernel before this one has ended
 STEP_BYTES = 2048  # 16 weight rows by 64 columns
 ROW_BYTES = 128  # a row by 64 columns
@@ -79,11 +78,6 @@ class MatmulPlan:
     def pace(self) -> int:
         """Stages under way at once before the kernel before this one has ended: what that one reads is not to queue."""
         return max(1, PACE // self.weight_tiles)
-
-    @property
-    def ahead(self) -> int:
-        """Steps of a warp behind its stages that go to the L2, on cards that can send them there."""
-        return AHEAD // self.weight_tiles if self.patient else 0
 
     @property
     def rows_bytes(self) -> int:

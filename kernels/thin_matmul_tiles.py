@@ -15,13 +15,10 @@ __all__ = ["make_fill", "make_multiplying"]
 
 
 def make_fill(shape: MatmulShape, plan: MatmulPlan) -> Any:
-    """A function of a warp: fill its stages with weights, in paces; the tile and step behind, and how many are full.
-
-    Some of what is behind goes to the L2.
-    """
+    """A function of a warp: fill its stages with weights, in paces; the tile and step behind, and how many are full."""
     tiles, steps, stages, pace = -(-shape.width // (16 * plan.weight_tiles)), shape.steps, plan.stages, plan.pace
     stage_bytes, hold_back = plan.stage_bytes, ptx.copies_wait(plan.pace - 1)
-    issue_weights, send_weights, ahead = _issue_weights(shape, plan), _send_weights(shape, plan), plan.ahead
+    issue_weights = _issue_weights(shape, plan)
 
     @device_function
     def fill(mine: Any, weight: Any, first: Any, lane: Any) -> Any:
@@ -36,14 +33,6 @@ def make_fill(shape: MatmulShape, plan: MatmulPlan) -> Any:
             ptx.copies_commit()
             if pace - 1 <= number < stages - 1:
                 hold_back()
-        far_tile, far_step = tile, step
-        for _ in range(ahead):
-            if far_step < steps and far_tile < tiles:
-                if lane == uint32(0):
-                    send_weights(weight, far_tile, far_step)
-                far_step += WARPS
-                if far_step >= steps:
-                    far_step, far_tile = first, far_tile + int64(cuda.gridDim.x)
         return tile, step, filled
 
     return fill
@@ -154,20 +143,6 @@ def _issue_weights(shape: MatmulShape, plan: MatmulPlan) -> Any:
                 ptx.copy_async_16_once(place + uint32(part * STEP_BYTES + quarter * 512), source + quarter * 512)
 
     return device_function(issue)
-
-
-def _send_weights(shape: MatmulShape, plan: MatmulPlan) -> Any:
-    """Send one k step of a group of weight tiles to the L2."""
-    weight_tiles, tile_bytes = plan.weight_tiles, shape.steps * STEP_BYTES
-    last = -(-shape.width // 16) - 1
-
-    @device_function
-    def send(weight: Any, tile: Any, step: Any) -> None:
-        for part in range(weight_tiles):
-            number = min(tile * weight_tiles + part, int64(last))
-            ptx.prefetch_to_l2(weight + number * tile_bytes + step * STEP_BYTES, uint32(STEP_BYTES))
-
-    return send
 
 
 def _issue_rows(shape: MatmulShape, plan: MatmulPlan) -> Any:

@@ -133,10 +133,6 @@ class Walker:
 
         return copy
 
-    def _prefetch(self, source: int, size: int) -> None:
-        for offset in range(0, int(size), 16):
-            self._at(int(source) + offset, 16)
-
     def _commit(self) -> None:
         self._own.groups.append(self._own.open)
         self._own.open = []
@@ -385,7 +381,6 @@ class Walker:
             "copy_async_16": self._copy(16),
             "copy_async_16_once": self._copy(16),
             "copy_async_4": self._copy(4),
-            "prefetch_to_l2": self._prefetch,
             "copies_commit": self._commit,
             "copies_wait": self._wait_for,
             "barrier_init": self._begin,

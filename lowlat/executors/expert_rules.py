@@ -22,7 +22,6 @@ from lowlat.kernels.router import router
 
 __all__ = ["EXPERT_RULES", "PARTIALS"]
 
-AHEAD_BYTES = 32 << 20  # half of an H200's L2
 PARTIALS = "experts.partials"  # what each of a row's experts adds to it
 LOGITS = "router.logits"
 
@@ -52,7 +51,6 @@ def _rms_norm(lowering: Lowering, start: int) -> Covered:
         logits=choice.logits,
         eps=arguments["eps"],
         **lowering.vectors(place),
-        ahead=_next_weights(lowering, place),
         card=lowering.card,
     )
     name = experts_name(product)
@@ -72,15 +70,6 @@ def _choice(lowering: Lowering, place: int) -> Choice:
     arguments, op = lowering.arguments(place), lowering.program.ops[place]
     shape = (arguments["x"].shape[0], lowering.weights.vector(op.weights["bias"]).shape[0])
     return Choice(lowering.workspace(LOGITS, shape, torch.float32), arguments.get("row_live"))
-
-
-def _next_weights(lowering: Lowering, start: int) -> torch.Tensor | None:
-    """What the first product after a mixture reads, or as much of it as the L2 keeps while the experts stream."""
-    for op in lowering.program.ops[start:]:
-        if op.kind == "linear":
-            tiles = lowering.weights.matrix(op.weights["weight"]).tiles.reshape(-1)
-            return tiles[: AHEAD_BYTES // tiles.element_size()]
-    return None
 
 
 def _experts_gate_up(lowering: Lowering, start: int) -> Covered:
