@@ -15,7 +15,7 @@ from lowlat.kernels import ptx
 from lowlat.kernels.kernel import Kernel, KernelCall
 from lowlat.kernels.norm import check_dtype, check_row_live, check_width
 from lowlat.kernels.norm_math import THREADS, WARPS, high_value, low_value
-from lowlat.kernels.norm_row import chunk_values, finish_norm, is_live, load_first, load_first_weights
+from lowlat.kernels.norm_row import chunk_values, finish_norm, is_live, load_first_weights
 from lowlat.kernels.numba_cuda import cuda, device_function, float32, int64, types, uint32
 from lowlat.kernels.reference.shapes import check_shape
 
@@ -84,7 +84,7 @@ def _make_sum(width: int, chosen: int, early: bool) -> Kernel:
         if not early:
             ptx.wait_for_previous_kernel()
         if chunk < uint32(chunks):
-            old = ptx.load_global_128(residual + place)
+            old = ptx.load_global_128_l2(residual + place)
         if early:
             ptx.wait_for_previous_kernel()
         if chunk < uint32(chunks):
@@ -109,7 +109,8 @@ def _make_sum_norm(width: int, chosen: int, early: bool, eps: float) -> Kernel:
         weights = load_first_weights(weight, width)
         if not early:
             ptx.wait_for_previous_kernel()
-        old = load_first(residual + offset, width, False)
+        if thread < uint32(width // 8):
+            old = ptx.load_global_128_l2(residual + offset + int64(thread) * int64(16))
         if early:
             ptx.wait_for_previous_kernel()
         live = is_live(row_live, row)
@@ -123,7 +124,7 @@ def _make_sum_norm(width: int, chosen: int, early: bool, eps: float) -> Kernel:
                 first = words
             chunk = uint32(chunk + uint32(THREADS))
             if chunk < uint32(width // 8):
-                old = ptx.load_global_128(residual + offset + int64(chunk) * int64(16))
+                old = ptx.load_global_128_l2(residual + offset + int64(chunk) * int64(16))
         finish_norm(first, weights, total + offset, False, weight, out + offset, int64(0), live, sums, width, eps)
 
     name = f"experts_sum_norm_n{width}_k{chosen}{'_early' if early else ''}_eps{eps!r}"

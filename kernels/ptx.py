@@ -40,6 +40,7 @@ __all__ = [
     "load_acquire_gpu",
     "load_global_64",
     "load_global_128",
+    "load_global_128_l2",
     "load_global_bf16",
     "load_global_f32",
     "load_global_i32",
@@ -153,6 +154,8 @@ let_next_kernel_start = _instruction("griddepcontrol.launch_dependents;", None, 
 # global memory; the nc form is for data that no kernel of the step writes (weights), and is kept out of L1
 load_global_nc_128 = _instruction("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {$0,$1,$2,$3}, [$4];", (u32, 4), (i64,))
 load_global_128 = _instruction("ld.global.v4.u32 {$0,$1,$2,$3}, [$4];", (u32, 4), (i64,))
+# past L1, which may hold what was there before an earlier kernel of those under way wrote it
+load_global_128_l2 = _instruction("ld.global.cg.v4.u32 {$0,$1,$2,$3}, [$4];", (u32, 4), (i64,))
 load_global_64 = _instruction("ld.global.v2.u32 {$0,$1}, [$2];", (u32, 2), (i64,))
 load_global_f32 = _instruction("ld.global.f32 $0, [$1];", f32, (i64,))
 load_global_i32 = _instruction("ld.global.s32 $0, [$1];", i32, (i64,))
