@@ -52,7 +52,7 @@ class AttentionShape:
     early      whether the plan may be read before the kernel before this one ends
     split      positions of a split
     whole      an item has all positions of its rows, and writes their results itself: short windows without others
-    teams      of four warps: a team takes every `teams`-th of an item's tiles
+    teams      of four warps: team t takes the tiles whose number leaves t when divided by `teams`
     """
 
     head_dim: int
@@ -243,8 +243,9 @@ def enter_item(shape: AttentionShape) -> Any:
                 high = min(high, (keep_end - 1) >> TILE_SHIFT)
             elif keep_end <= (low << TILE_SHIFT) or keep_end == first:
                 low = max(low, min((dense - window) >> TILE_SHIFT, high))
-        if teams > 1:
-            low += int64(uint32(cuda.threadIdx.x) >> uint32(7))
+        if teams > 1:  # by a tile's own number, not by where an item begins: that differs with the rows beside one
+            team, start = uint32(cuda.threadIdx.x) >> uint32(7), uint32(low) % uint32(teams)
+            low += int64(uint32(team + uint32(teams) - start) % uint32(teams))
         head, row_tile = outer - number * uint32(kv_heads), uint32(rest) - outer * tiles
         cursor[PLACE] = int32(
             uint32(entry) | uint32(FIRST_STEP) | (head << uint32(HEAD_SHIFT)) | (row_tile << uint32(ROW_TILE_SHIFT))

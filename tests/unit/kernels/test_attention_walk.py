@@ -62,3 +62,18 @@ def test_a_row_has_the_same_bits_in_any_company() -> None:
     case.live = torch.tensor([0, 1, 0], dtype=torch.uint8)
     alone = run(case, False, num_blocks=1)
     assert torch.equal(alone[1], together[1]) and not alone[[0, 2]].any()
+
+
+def test_a_row_whose_window_begins_later_than_its_neighbours_has_the_bits_of_the_row_alone() -> None:
+    """Tiles 0 to 3 are read for three rows together, 1 to 3 for the last alone: the same warps must add up the same
+    tiles. Values that all but cancel show the order: what they leave depends on when the smallest comes."""
+    case = Case([190], [chain(3)], head_dim=HEAD_DIM, group=2, block=16, device="cpu", window=128)
+    case.q.zero_()
+    for position in range(64, 193):  # all of the last row's weights are equal
+        value = 1.0 if position == 192 else 2.0**26 if position < 128 else -(2.0**26)
+        page = int(case.table[0, position // 16])
+        case.caches[1][page, :, position % 16] = 0.0 if position in (64, 128) else value
+    together = run(case, True, num_blocks=1)
+    case.q, case.lengths, case.masks = case.q[2:3], [192], [[1]]
+    case.live = torch.ones(1, dtype=torch.uint8)
+    assert torch.equal(run(case, False, num_blocks=1)[0], together[2])
