@@ -305,9 +305,6 @@ def _make_multiply(width: int, held: int) -> Any:
 
 
 def examples(card: Card = H200) -> list[Kernel]:
-    """Specialisations, as a card has them: gpt-oss of both sizes with 1, 2 and 4 rows at once, the largest, a small."""
-    shapes = (
-        *((2880, 128, 1), (2880, 128, 2), (2880, 128, 4), (2880, 32, 1), (2880, 32, 4)),
-        *((MAX_WIDTH, 256, 1), (64, 5, 4)),
-    )
+    """Specialisations, as a card has them: gpt-oss-120b with 1, 2 and 4 rows at once, the largest, a small."""
+    shapes = ((2880, 128, 1), (2880, 128, 2), (2880, 128, 4), (MAX_WIDTH, 256, 1), (64, 5, 4))
     return [_make(width, experts, held, _min_blocks(width, held, card), 1e-5) for width, experts, held in shapes]

@@ -272,9 +272,8 @@ def examples(card: Card = H200) -> list[Kernel]:
     for rows, shape in (
         (1, MatmulShape(5120, 2880, ROTATE, True, False, heads, NormShape(1e-5, 4))),
         (4, MatmulShape(28672, 4096, SILU, False, True, None, NormShape(1e-5, 0))),
-        (8, MatmulShape(6144, 2880, FLOAT32, False, False, None, NormShape(1e-5, 0))),
+        (8, MatmulShape(97, 2880, FLOAT32, False, False, None, NormShape(1e-5, 0))),
         (1, MatmulShape(97, 8192, BFLOAT16, True, False, None, NormShape(1e-6, 8))),
-        (3, MatmulShape(97, 200, BFLOAT16, True, False, None, NormShape(1e-6, 0))),
     ):
         if held := steps_to_hold(rows, shape.depth, card):
             made.append(_make(shape, plan_matmul(rows, shape.width, card, held)))
