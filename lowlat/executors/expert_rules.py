@@ -20,7 +20,7 @@ from lowlat.kernels.experts_sum import experts_sum
 from lowlat.kernels.norm import rms_norm
 from lowlat.kernels.router import router
 
-__all__ = ["EXPERT_RULES", "PARTIALS"]
+__all__ = ["EXPERT_RULES"]
 
 PARTIALS = "experts.partials"  # what each of a row's experts adds to it
 LOGITS = "router.logits"

@@ -185,18 +185,17 @@ def exact_shares(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     ("kind", "rows", "ranks", "count", "flagged"),
     [
         ("random", 1, 4, 37, False),
-        ("odd", 3, 8, 70, False),
+        ("odd", 2, 8, 70, False),
         ("shared", 8, 4, 32, False),
         ("ties", 11, 3, 33, True),
         ("none", 2, 3, 4, True),
-        ("random", 67, 1, 3, True),
     ],
 )
 def test_both_products_choose_as_the_reference_does(
     kind: str, rows: int, ranks: int, count: int, flagged: bool
 ) -> None:
-    """Ids and shares are the promised ones, and the products have the bits that they have with these given; rows in two
-    dimensions of flags, listed by one warp and by all, and more than one launch takes."""
+    """Ids and shares are the promised ones, and the products have the bits that they have with these given; flags
+    of two dimensions, rows listed by one warp and by all."""
     up = make_experts(count, 16, 64, quantised=True, gated=True)
     down = make_experts(count, 16, 64, quantised=True, gated=False)
     logits = make_logits("random" if kind == "none" else kind, rows, count)
@@ -218,6 +217,25 @@ def test_both_products_choose_as_the_reference_does(
         got = run_down(walker, modules, down, activated, ids, choice)
         given = run_down(walker, modules, down, activated, wanted, shares=exact)
         torch.testing.assert_close(got, given, rtol=0, atol=0, equal_nan=True)
+
+
+def test_more_rows_than_a_launch_takes_choose_by_their_own_logits() -> None:
+    experts = make_experts(3, 16, 64, quantised=True, gated=True)
+    choice = Choice(torch.randn(67, 3), torch.ones(1, 67, dtype=torch.uint8))
+    wide, out = torch.zeros(67, 2, 64).bfloat16(), torch.zeros(67, 2, 16)
+    ids, shares = torch.zeros(67, 2, dtype=torch.int32), torch.zeros(67, 2)
+    up = experts_gate_up(
+        x=torch.zeros(67, 64).bfloat16(), expert_ids=ids, expert_weights=shares, choice=choice, weight=experts.packed,
+        bias=experts.bias, out=torch.zeros(67, 2, 8).bfloat16(), limit=LIMIT, alpha=ALPHA,
+    )  # fmt: skip
+    down = experts_down(activated=wide, choice=choice, weight=experts.packed, bias=experts.bias, out=out)
+    for calls in (up, down):
+        assert [call.arguments[9] for call in calls] == [128, 6]
+        later = [each.data_ptr() for each in calls[1].arguments if isinstance(each, torch.Tensor)]
+        assert choice.logits[64:].data_ptr() in later
+        assert choice.row_live is not None and choice.row_live.view(-1)[64:].data_ptr() in later
+    later = [each.data_ptr() for each in up[1].arguments if isinstance(each, torch.Tensor)]
+    assert ids[64:].data_ptr() in later and shares[64:].data_ptr() in later
 
 
 def test_equal_logits_go_to_the_lowest_ids_and_what_is_not_finite_stays_in_its_row() -> None:

@@ -154,7 +154,7 @@ def test_a_row_has_the_same_bits_in_any_company() -> None:
     ("late", "rows", "width", "depth", "ranks", "changes"),
     [
         (True, 1, 40, 136, 0, {}),
-        (False, 3, 48, 520, 0, {"stages": 1}),
+        (False, 3, 32, 200, 0, {"stages": 1}),
         (True, 1, 64, 576, 4, {"stages": 2}),
         (False, 2, 33, 72, 3, {"weight_tiles": 2, "stages": 2, "num_blocks": 2}),
         (True, 5, 16, 64, 1, {"areas": 1}),
