@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from lowlat.kernels.kernel import Kernel, KernelCall, Workspace
+from lowlat.kernels.norm_math import lane_sum
 from lowlat.kernels.numba_cuda import cuda, device_function, float32, int32, int64, types, uint32
 from lowlat.kernels.ptx import (
     add_rn,
@@ -30,7 +31,6 @@ from lowlat.kernels.reference.slot_record import MAX_LOGPROBS, NUM_INTS, NUM_LOG
 from lowlat.kernels.select import (
     BROKEN,
     CHUNK,
-    EVERY_LANE,
     FINITE,
     GROUPS,
     MINUS_INFINITY,
@@ -106,14 +106,6 @@ def logprobs(
 
 
 @device_function
-def _butterfly(value: Any) -> Any:
-    """The sum over a warp, the same bits in every lane."""
-    for offset in (16, 8, 4, 2, 1):
-        value = add_rn(value, cuda.shfl_xor_sync(EVERY_LANE, value, offset))
-    return value
-
-
-@device_function
 def _odds(bits: Any, largest: Any) -> Any:
     """The exponential of a number less the largest."""
     return float32(math.exp(add_rn(float_of_bits(bits), -largest)))
@@ -133,7 +125,7 @@ def _chunk_sum(staged: Any, largest: Any, sums: Any) -> Any:
         total = add_rn(total, _odds(words[1], largest))
         total = add_rn(total, _odds(words[2], largest))
         total = add_rn(total, _odds(words[3], largest))
-    total = _butterfly(total)
+    total = lane_sum(total)
     if thread & 31 == 0:
         sums[thread >> 5] = total
     cuda.syncthreads()
@@ -157,7 +149,7 @@ def _row_sum(lists: Any, sums: Any, chunks: Any, largest: Any) -> Any:
             its_largest = value_of_key(lists[2 * MAX_LOGPROBS * chunk])
             share = float32(math.exp(add_rn(its_largest, -largest)))
             total = add_rn(total, mul_rn(load_global_f32(sums + 4 * chunk), share))
-    return _butterfly(total)
+    return lane_sum(total)
 
 
 @functools.cache

@@ -20,6 +20,7 @@ __all__ = [
     "block_sum",
     "high_value",
     "inverse_rms",
+    "lane_sum",
     "low_value",
     "normalised",
     "normalised_pair",
@@ -54,14 +55,21 @@ def add_squares(total: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
 
 
 @device_function
+def lane_sum(value: Any) -> Any:
+    """The sum over a warp's lanes by butterfly, the same bits in each."""
+    for offset in (16, 8, 4, 2, 1):
+        value = add_rn(value, cuda.shfl_xor_sync(EVERY_LANE, value, offset))
+    return value
+
+
+@device_function
 def block_sum(value: Any, sums: Any) -> Any:
     """The sum over a block of THREADS threads, the same bits in each: lanes by butterfly, then warps in order.
 
     sums  [WARPS] float32, shared memory that nobody reads or writes meanwhile; a second call needs another array,
     or a barrier before it. All threads of the block must come here.
     """
-    for offset in (16, 8, 4, 2, 1):
-        value = add_rn(value, cuda.shfl_xor_sync(EVERY_LANE, value, offset))
+    value = lane_sum(value)
     thread = uint32(cuda.threadIdx.x)
     if thread & uint32(31) == uint32(0):
         sums[thread >> uint32(5)] = value

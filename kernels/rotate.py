@@ -16,7 +16,7 @@ from lowlat.errors import ShapeError
 from lowlat.kernels import ptx
 from lowlat.kernels.kernel import Argument, Kernel, KernelCall
 from lowlat.kernels.norm import check_dtype, check_row_live
-from lowlat.kernels.norm_math import high_value, inverse_rms, low_value, normalised
+from lowlat.kernels.norm_math import high_value, inverse_rms, lane_sum, low_value, normalised
 from lowlat.kernels.norm_row import is_live
 from lowlat.kernels.numba_cuda import cuda, device_function, float32, int64, types, uint32
 from lowlat.kernels.reference.shapes import check_shape
@@ -26,7 +26,6 @@ __all__ = ["examples", "rotate"]
 WARPS = 4
 THREADS = WARPS * 32
 MAX_HEAD_DIM = 256
-EVERY_LANE = 0xFFFFFFFF
 
 
 @dataclass(frozen=True)
@@ -91,14 +90,6 @@ def _squares(total: Any, x: Any) -> Any:
     for k in range(4):
         total = ptx.fma_rn(x[k], x[k], total)
     return total
-
-
-@device_function
-def _lane_sum(value: Any) -> Any:
-    """The sum over a warp, the same bits in each lane."""
-    for offset in (16, 8, 4, 2, 1):
-        value = ptx.add_rn(value, cuda.shfl_xor_sync(EVERY_LANE, value, offset))
-    return value
 
 
 @device_function
@@ -212,7 +203,7 @@ def _make_rotate(heads: _Heads) -> Kernel:
             angle = position * int64(2 * dim) + lane * int64(16)
             c, s = _load_four(cos + angle, active), _load_four(sin + angle, active)
             if normed:
-                total = _lane_sum(_squares(_squares(float32(0.0), low), high))
+                total = lane_sum(_squares(_squares(float32(0.0), low), high))
                 inverse = inverse_rms(total, dim, eps)
                 low, high = _scaled(low, inverse, low_weights), _scaled(high, inverse, high_weights)
                 if not live:

@@ -22,6 +22,7 @@ from lowlat.kernels.norm_math import (
     add_squares,
     high_value,
     inverse_rms,
+    lane_sum,
     low_value,
     normalised_pair,
 )
@@ -35,7 +36,6 @@ __all__ = ["MAX_WIDTH", "examples", "router"]
 MAX_WIDTH = 6144
 EXPERTS = 4  # of a block
 QUARTERS = WARPS // EXPERTS  # warps that share an expert
-EVERY_LANE = 0xFFFFFFFF
 DEAD = -1.0  # no row has such an inverse
 
 
@@ -230,8 +230,7 @@ def _make_row_squares(width: int, held: int) -> Any:
             for part in range(own):
                 at = 4 * (row * own + part)
                 total = add_squares(total, words[at], words[at + 1], words[at + 2], words[at + 3])
-            for offset in (16, 8, 4, 2, 1):
-                total = ptx.add_rn(total, cuda.shfl_xor_sync(EVERY_LANE, total, offset))
+            total = lane_sum(total)
             if lane == uint32(0):
                 sums[int64(row * WARPS) + int64(warp)] = total
 
@@ -296,8 +295,7 @@ def _make_multiply(width: int, held: int) -> Any:
                     w = weights[4 * step + word]
                     total = ptx.fma_rn(low_value(words[word]), low_value(w), total)
                     total = ptx.fma_rn(high_value(words[word]), high_value(w), total)
-            for offset in (16, 8, 4, 2, 1):
-                total = ptx.add_rn(total, cuda.shfl_xor_sync(EVERY_LANE, total, offset))
+            total = lane_sum(total)
             if lane == uint32(0):
                 partials[int64(row * WARPS) + int64(warp)] = total
 
