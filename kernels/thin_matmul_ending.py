@@ -32,7 +32,7 @@ class _Ending:
 def make_finishing(shape: MatmulShape, plan: MatmulPlan, handover: Handover) -> Any:
     """A function of the warps that finish: all tiles of a block, as the others hand them over."""
     ending = (_make_rotated_ending if shape.epilogue == ROTATE else _make_ending)(shape, plan)
-    tiles = -(-shape.width // (16 * plan.weight_tiles))
+    tiles = plan.groups(shape.width)
     weight_tiles, area_bytes, finishing = plan.weight_tiles, WARPS * plan.sum_bytes, plan.finishing * 32
     rounds = -(-plan.row_tiles * plan.columns * ending.values // finishing)
     await_full, release, after = handover.await_full, handover.release, handover.after

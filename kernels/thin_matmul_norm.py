@@ -9,14 +9,12 @@ from typing import Any
 
 from lowlat.kernels import ptx
 from lowlat.kernels.experts_sum import make_add_ranks
-from lowlat.kernels.norm_math import THREADS, WARPS, add_squares, inverse_rms, normalised_pair
+from lowlat.kernels.norm_math import THREADS, WARPS, add_squares, inverse_rms, lane_sum, normalised_pair
 from lowlat.kernels.norm_row import is_live
 from lowlat.kernels.numba_cuda import cuda, device_function, float32, int64, uint32
 from lowlat.kernels.thin_matmul_plan import MatmulPlan, MatmulShape
 
 __all__ = ["RowNorm", "make_norm"]
-
-EVERY_LANE = 0xFFFFFFFF
 
 
 @dataclass(frozen=True)
@@ -39,10 +37,10 @@ def make_norm(shape: MatmulShape, plan: MatmulPlan) -> RowNorm:
     if shape.norm is None:
         return _nothing()
     own = -(-shape.depth // (8 * THREADS))
-    load_rows, add_parts = _make_load_rows(shape, plan, own), _make_add_parts(shape, plan, own)
-    load_scales, sum_squares = _make_load_scales(shape, own), _make_sum_squares(plan, own)
-    scale_rows, sums_at = _make_scale_rows(shape, plan, own), plan.steps_held * plan.rows_bytes
-    summed = shape.norm.ranks > 0
+    load_rows, load_scales = _make_load_rows(shape, plan, own), _make_load_scales(shape, own)
+    add_parts, summed = _make_add_parts(shape, plan, own, shape.norm.ranks), shape.norm.ranks > 0
+    sum_squares, scale_rows = _make_sum_squares(plan, own), _make_scale_rows(shape, plan, own, shape.norm.eps)
+    sums_at = plan.steps_held * plan.rows_bytes
 
     @device_function
     def begin(words: Any, scales: Any, x: Any, weight: Any, count: Any, thread: Any) -> None:
@@ -118,10 +116,9 @@ def _make_load_rows(shape: MatmulShape, plan: MatmulPlan, own: int) -> Any:
     return load_rows
 
 
-def _make_add_parts(shape: MatmulShape, plan: MatmulPlan, own: int) -> Any:
+def _make_add_parts(shape: MatmulShape, plan: MatmulPlan, own: int, ranks: int) -> Any:
     columns, depth, chunks = plan.columns, shape.depth, shape.depth // 8
-    ranks = 0 if shape.norm is None else shape.norm.ranks
-    add_ranks = make_add_ranks(depth, max(ranks, 1))
+    add_ranks = make_add_ranks(depth, ranks)
 
     @device_function
     def add_parts(words: Any, partials: Any, total: Any, count: Any, thread: Any) -> None:
@@ -152,17 +149,15 @@ def _make_sum_squares(plan: MatmulPlan, own: int) -> Any:
             for part in range(own):
                 at = 4 * (row * own + part)
                 total = add_squares(total, words[at], words[at + 1], words[at + 2], words[at + 3])
-            for offset in (16, 8, 4, 2, 1):
-                total = ptx.add_rn(total, cuda.shfl_xor_sync(EVERY_LANE, total, offset))
+            total = lane_sum(total)
             if thread & uint32(31) == uint32(0):
                 ptx.store_shared_f32(sums + uint32(row * WARPS * 4) + (thread >> uint32(5)) * uint32(4), total)
 
     return sum_squares
 
 
-def _make_scale_rows(shape: MatmulShape, plan: MatmulPlan, own: int) -> Any:
+def _make_scale_rows(shape: MatmulShape, plan: MatmulPlan, own: int, eps: float) -> Any:
     columns, depth, rows_bytes, padded = plan.columns, shape.depth, plan.rows_bytes, shape.steps * 8
-    eps = 0.0 if shape.norm is None else shape.norm.eps
 
     @device_function
     def scale_rows(held: Any, sums: Any, words: Any, scales: Any, row_live: Any, count: Any, thread: Any) -> None:

@@ -64,6 +64,10 @@ class MatmulPlan:
     patient: bool
     steps_held: int = 0
 
+    def groups(self, width: int) -> int:
+        """Groups of weight tiles, which the grid walks, of a weight of so many rows."""
+        return _groups(width, self.weight_tiles)
+
     @property
     def finishing(self) -> int:
         """Warps that finish a tile: a value a lane, or several."""
@@ -182,6 +186,10 @@ def steps_to_hold(rows: int, depth: int, card: Card) -> int:
     return steps if fits and 3 * steps * columns * ROW_BYTES <= card.shared_bytes else 0
 
 
+def _groups(width: int, weight_tiles: int) -> int:
+    return -(-width // (16 * weight_tiles))
+
+
 def _columns(rows: int) -> int:
     return next(count for count in (1, 2, 4, 8) if count >= min(rows, 8))
 
@@ -198,7 +206,7 @@ def plan_matmul(rows: int, width: int, card: Card, steps_held: int = 0) -> Matmu
     known = sorted((_cost(each, tiles, width, card), tiles) for rows_, tiles in _PLANS if rows_ == row_tiles)
     for _, weight_tiles in known:
         most, areas = _PLANS[row_tiles, weight_tiles]
-        num_blocks = min(-(-width // (16 * weight_tiles)), card.num_multiprocessors)
+        num_blocks = min(_groups(width, weight_tiles), card.num_multiprocessors)
         for stages in range(most, 0, -1):
             plan = MatmulPlan(row_tiles, columns, weight_tiles, stages, areas, num_blocks, 1, card.patient, steps_held)
             if plan.shared_bytes <= card.shared_bytes:
@@ -210,6 +218,6 @@ def plan_matmul(rows: int, width: int, card: Card, steps_held: int = 0) -> Matmu
 def _cost(rows_bytes: int, weight_tiles: int, width: int, card: Card) -> float:
     """Time beside a stream of the weights alone, as measured on an H200: rows that are read again for every group of
     tiles cost near half of what weights do, and multiprocessors without a group in the last turn are lost."""
-    groups = -(-width // (16 * weight_tiles))
+    groups = _groups(width, weight_tiles)
     busy = groups / (-(-groups // card.num_multiprocessors) * card.num_multiprocessors)
     return (1 + 0.45 * rows_bytes / (weight_tiles * STEP_BYTES)) / busy

@@ -16,7 +16,7 @@ __all__ = ["make_fill", "make_multiplying"]
 
 def make_fill(shape: MatmulShape, plan: MatmulPlan) -> Any:
     """A function of a warp: fill its stages with weights, in paces; the tile and step behind, and how many are full."""
-    tiles, steps, stages, pace = -(-shape.width // (16 * plan.weight_tiles)), shape.steps, plan.stages, plan.pace
+    tiles, steps, stages, pace = plan.groups(shape.width), shape.steps, plan.stages, plan.pace
     stage_bytes, hold_back = plan.stage_bytes, ptx.copies_wait(plan.pace - 1)
     issue_weights = _issue_weights(shape, plan)
 
@@ -44,7 +44,7 @@ def make_multiplying(shape: MatmulShape, plan: MatmulPlan, handover: Handover) -
     mine, held  its stages, and the rows that the block holds, of the lane's first bytes
     ahead       the tile and the step behind what is on its way, and how many stages are
     """
-    tiles, steps = -(-shape.width // (16 * plan.weight_tiles)), shape.steps
+    tiles, steps = plan.groups(shape.width), shape.steps
     stages, stage_bytes, sum_bytes, rows_bytes = plan.stages, plan.stage_bytes, plan.sum_bytes, plan.rows_bytes
     issue_weights, issue_rows = _issue_weights(shape, plan), _issue_rows(shape, plan)
     multiply, store, weight_tiles, columns = _multiply(plan), _store(plan), plan.weight_tiles, plan.columns

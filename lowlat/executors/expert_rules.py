@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from lowlat.errors import ConfigError
-from lowlat.executors.lowering import Covered, Lowering, Rule
+from lowlat.executors.lowering import Covered, Lowering, Rule, unsupported
 from lowlat.executors.orders import experts_name
-from lowlat.executors.product_rules import Parts, normed_linear
+from lowlat.executors.product_rules import Parts, normed_linear, norms_rows
 from lowlat.kernels.experts_choice import Choice
 from lowlat.kernels.experts_down import experts_down
 from lowlat.kernels.experts_gate_up import experts_gate_up
@@ -39,7 +39,7 @@ def _rms_norm(lowering: Lowering, start: int) -> Covered:
         raise ConfigError(f"{lowering.program.name}: {following} does not read the norm before it, nor its rows")
     product = lowering.following(place)
     if product is None or product.kind != "experts_gate_up":
-        raise ConfigError(f"{lowering.program.name}: operation {following} stands where no kernel covers it")
+        return unsupported(lowering, place)
     reads = lowering.arguments(place + 1)
     if reads["x"] is not arguments["out"] or reads["expert_ids"] is not routed["expert_ids"]:
         raise ConfigError(f"{lowering.program.name}: {product} does not read the norm and the choice before it")
@@ -72,11 +72,6 @@ def _choice(lowering: Lowering, place: int) -> Choice:
     return Choice(lowering.workspace(LOGITS, shape, torch.float32), arguments.get("row_live"))
 
 
-def _experts_gate_up(lowering: Lowering, start: int) -> Covered:
-    op = lowering.program.ops[start]
-    raise ConfigError(f"{lowering.program.name}: operation {op} stands where no kernel covers it")
-
-
 def _experts_down(lowering: Lowering, start: int) -> Covered:
     """The second product, the weighed sum into the residual stream, and the norm that follows it.
 
@@ -88,7 +83,7 @@ def _experts_down(lowering: Lowering, start: int) -> Covered:
     product = op.writes["out"]
     behind = start > 1 and lowering.kinds(start - 2, "router", "experts_gate_up")
     if not behind or following is None or following.kind != "add":
-        raise ConfigError(f"{lowering.program.name}: operation {op} stands where no kernel covers it")
+        return unsupported(lowering, start)
     if following.reads["b"] != product or not lowering.dies(product, start + 1):
         raise ConfigError(f"{lowering.program.name}: {product} is read by others than the sum after it")
     name, arguments, total = experts_name(op), lowering.arguments(start), lowering.arguments(start + 1)
@@ -112,7 +107,7 @@ def _experts_down(lowering: Lowering, start: int) -> Covered:
         parts = Parts(total["a"], partials, total["out"])
         if after.stage is op.stage and (product_too := normed_linear(lowering, start + 2, parts)):
             return Covered(2 + product_too.count, [*calls, *product_too.calls], [product, *product_too.hidden])
-        if not _norms_for_itself(lowering, start + 2):
+        if not norms_rows(lowering, start + 2):
             normed = lowering.arguments(start + 2)
             norm = {"norm_weight": lowering.weights.vector(after.weights["weight"]), "row_live": normed.get("row_live")}
             norm |= {"out": normed["out"], "eps": normed["eps"]}
@@ -127,11 +122,6 @@ def _experts_down(lowering: Lowering, start: int) -> Covered:
     return Covered(count, calls, [product])
 
 
-def _norms_for_itself(lowering: Lowering, norm: int) -> bool:
-    """Whether the product behind a norm makes it, so that nothing else has to."""
-    return normed_linear(lowering, norm) is not None
-
-
 EXPERT_RULES: Mapping[str, Rule] = MappingProxyType(
-    {"experts_down": _experts_down, "experts_gate_up": _experts_gate_up, "rms_norm": _rms_norm}
+    {"experts_down": _experts_down, "experts_gate_up": unsupported, "rms_norm": _rms_norm}
 )

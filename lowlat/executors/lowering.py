@@ -18,7 +18,7 @@ from lowlat.kernels.kernel import Card, KernelCall, Workspace
 from lowlat.kernels.publish import LoopControl
 from lowlat.program import Op, Program, Stage
 
-__all__ = ["Covered", "Group", "Lowering", "Rule", "lower"]
+__all__ = ["Covered", "Group", "Lowering", "Rule", "lower", "unsupported"]
 
 
 @dataclass(frozen=True)
@@ -102,6 +102,12 @@ class Covered:
 
 
 Rule = Callable[[Lowering, int], Covered]
+
+
+def unsupported(lowering: Lowering, start: int) -> Covered:
+    """The rule of an operation that only other rules cover. Raises ConfigError, by name."""
+    op = lowering.program.ops[start]
+    raise ConfigError(f"{lowering.program.name}: operation {op} stands where no kernel covers it")
 
 
 def lower(lowering: Lowering, rules: Mapping[str, Rule]) -> tuple[Group, ...]:

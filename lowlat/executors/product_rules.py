@@ -10,7 +10,7 @@ from lowlat.executors.lowering import Covered, Lowering
 from lowlat.executors.orders import is_rotated
 from lowlat.kernels.thin_matmul import Rotation, RowsNorm, steps_to_hold, thin_matmul
 
-__all__ = ["Parts", "linear", "normed_linear"]
+__all__ = ["Parts", "linear", "normed_linear", "norms_rows"]
 
 MOST_SUMMED = 1  # rows whose parts every block adds up: it reads them all
 
@@ -32,30 +32,31 @@ def linear(lowering: Lowering, start: int) -> Covered:
     return _product(lowering, start, lowering.buffers[lowering.program.ops[start].reads["x"]])
 
 
+def norms_rows(lowering: Lowering, start: int) -> bool:
+    """Whether the norm at `start` is made by the product behind it, which alone reads it."""
+    op, following = lowering.program.ops[start], lowering.following(start)
+    normed = op.writes["out"]
+    if following is None or following.kind != "linear" or following.reads["x"] != normed:
+        return False
+    alone = following.stage is op.stage and lowering.dies(normed, start + 1)
+    rows, depth = lowering.buffers[op.reads["x"]].shape
+    return alone and steps_to_hold(rows, depth, lowering.card) > 0
+
+
 def normed_linear(lowering: Lowering, start: int, parts: Parts | None = None) -> Covered | None:
-    """A norm at `start` and the product that alone reads it, in one launch; None where that is not to be had.
+    """A norm at `start` and the product behind it, in one launch; None where that is not to be had.
 
     parts  what is added before the norm
     """
-    ops = lowering.program.ops
-    op, following = ops[start], lowering.following(start)
-    normed, arguments = op.writes["out"], lowering.arguments(start)
-    if following is None or following.kind != "linear" or following.reads["x"] != normed:
+    op, arguments = lowering.program.ops[start], lowering.arguments(start)
+    x = arguments["x"]
+    if not norms_rows(lowering, start) or (parts is not None and x.shape[0] > MOST_SUMMED):
         return None
-    rows, depth = arguments["x"].shape
-    held = steps_to_hold(rows, depth, lowering.card)
-    if following.stage is not op.stage or not lowering.dies(normed, start + 1) or not held:
-        return None
-    if parts is not None and rows > MOST_SUMMED:
-        return None
-    x, norm = (
-        arguments["x"],
-        RowsNorm(lowering.weights.vector(op.weights["weight"]), arguments["eps"], arguments.get("row_live")),
-    )
+    norm = RowsNorm(lowering.weights.vector(op.weights["weight"]), arguments["eps"], arguments.get("row_live"))
     if parts is not None:
         x, norm = parts.residual, replace(norm, partials=parts.partials, total=parts.total)
     covered = _product(lowering, start + 1, x, norm)
-    return replace(covered, count=covered.count + 1, hidden=[normed, *covered.hidden])
+    return replace(covered, count=covered.count + 1, hidden=[op.writes["out"], *covered.hidden])
 
 
 def _product(lowering: Lowering, start: int, x: torch.Tensor, norm: RowsNorm | None = None) -> Covered:

@@ -6,9 +6,8 @@ Each rule starts at the operation it is named after. What is fused here, and why
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
-from lowlat.errors import ConfigError
 from lowlat.executors.expert_rules import EXPERT_RULES
-from lowlat.executors.lowering import Covered, Lowering, Rule
+from lowlat.executors.lowering import Covered, Lowering, Rule, unsupported
 from lowlat.executors.product_rules import linear
 from lowlat.executors.step_rules import STEP_RULES
 from lowlat.kernels.attention import attention, choose_split, num_stages
@@ -82,14 +81,14 @@ def _head_input(lowering: Lowering, embedding: int, *, stored: int | None) -> Co
 def _store_boundary(lowering: Lowering, start: int) -> Covered:
     """The features of block ends and the head's input, in one."""
     if not lowering.kinds(start, "store_boundary", "embed") or not _makes_head_input(lowering, start + 1):
-        return _unsupported(lowering, start)
+        return unsupported(lowering, start)
     return _head_input(lowering, start + 1, stored=start)
 
 
 def _gather_level(lowering: Lowering, start: int) -> Covered:
     """A deeper level's rows and the head's input made of them."""
     if not lowering.kinds(start, "gather_level", "embed") or not _makes_head_input(lowering, start + 1):
-        return _unsupported(lowering, start)
+        return unsupported(lowering, start)
     embedding = lowering.program.ops[start + 1]
     arguments = lowering.arguments(start + 2, start)
     del arguments["embedded"]
@@ -111,7 +110,7 @@ def _rotate(lowering: Lowering, start: int) -> Covered:
     if ops[start].kind == "qk_norm":
         rope = start + 1
         if ops[rope].kind != "rope" or not lowering.dies(ops[start].writes["out"], rope):
-            return _unsupported(lowering, start)
+            return unsupported(lowering, start)
         norm = lowering.arguments(start)
         options = {"qkv": norm["qkv"], "eps": norm["eps"], "row_live": norm.get("row_live")}
         options["q_weight"] = lowering.weights.vector(ops[start].weights["q_weight"]) if norm["num_heads"] else None
@@ -176,11 +175,6 @@ def _add(lowering: Lowering, start: int) -> Covered:
         eps=norm["eps"],
     )
     return Covered(2, calls)
-
-
-def _unsupported(lowering: Lowering, start: int) -> Covered:
-    op = lowering.program.ops[start]
-    raise ConfigError(f"{lowering.program.name}: operation {op} stands where no kernel covers it")
 
 
 RULES: Mapping[str, Rule] = MappingProxyType(
