@@ -1,4 +1,4 @@
-"""A kernel's Python function run as it stands, one host thread a CUDA thread, over the bytes of tensors.
+"""A kernel's Python function run as it stands, a fiber for each CUDA thread, over the bytes of tensors.
 
 Unlike Numba's simulator it knows asynchronous copies, tensor cores and dynamic shared memory. Every access is checked
 against the tensors that were handed over and the shared memory that was asked for; shared memory holds NaN at first.
@@ -7,7 +7,6 @@ Copies arrive as late as they may, or as early as they can.
 
 import importlib
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
@@ -15,10 +14,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from fibers import Block, Combine, Fiber, this_fiber
 
 __all__ = ["Walker", "walkable"]
 
-PATIENCE_S = 60.0
+WARP = 32
 MASK = 0xFFFFFFFF
 LONG_MASK = 0xFFFFFFFFFFFFFFFF
 
@@ -34,10 +34,35 @@ class _Arrivals:
     def __init__(self, count: int) -> None:
         self.count, self.arrived, self.phase = count, 0, 0
 
-    def arrive(self) -> None:
+    def arrive(self) -> bool:
+        """One more; whether a phase ends with it."""
         self.arrived += 1
-        if self.arrived == self.count:
-            self.arrived, self.phase = 0, self.phase + 1
+        if self.arrived < self.count:
+            return False
+        self.arrived, self.phase = 0, self.phase + 1
+        return True
+
+
+class _Thread(Fiber):
+    """A thread of a block, with its copies under way.
+
+    groups, open   committed copies, oldest first, and those since
+    num_arrays     static arrays that it has come to
+    waited         for the kernel before
+    """
+
+    def __init__(self, number: int, body: Callable[[], None]) -> None:
+        super().__init__(number, body)
+        self.warp, self.lane = divmod(number, WARP)
+        self.groups: list[list[Any]] = []
+        self.open: list[Any] = []
+        self.num_arrays = 0
+        self.waited = False
+
+
+def _this() -> _Thread:
+    thread: _Thread = this_fiber()
+    return thread
 
 
 class Walker:
@@ -50,8 +75,8 @@ class Walker:
     def __init__(self, late: bool = True, *, may_leave: bool = False) -> None:
         self.late = late
         self._may_leave = may_leave
-        self._own = threading.local()
-        self._ranges: list[tuple[int, Any]] = []
+        self._ranges: list[tuple[int, int, Any]] = []
+        self._index: dict[str, int] = {"blockIdx": 0, "gridDim": 0, "blockDim": 0}
         self.bytes_copied = 0
 
     def run(self, call: Any) -> None:
@@ -61,59 +86,36 @@ class Walker:
         for argument in call.arguments:
             if isinstance(argument, torch.Tensor):
                 flat = argument.view(torch.uint8).reshape(-1).numpy()
-                self._ranges.append((argument.data_ptr(), flat))
-                values.append(argument.data_ptr())
+                start = argument.data_ptr()
+                self._ranges.append((start, start + flat.size, flat))
+                values.append(start)
             else:
                 values.append(np.float32(argument) if isinstance(argument, float) else argument)
         kernel, blocks = call.kernel, call.grid[0]
         for block in range(blocks):
-            self._run_block(kernel.function, values, block, blocks, kernel.threads, kernel.shared_bytes)
+            self._index = {"blockIdx": block, "gridDim": blocks, "blockDim": kernel.threads}
+            self._run_block(kernel.function, values, kernel.threads, kernel.shared_bytes)
 
-    def _run_block(
-        self, function: Callable[..., None], values: list[Any], block: int, blocks: int, threads: int, shared: int
-    ) -> None:
+    def _run_block(self, function: Callable[..., None], values: list[Any], threads: int, shared: int) -> None:
         self._shared = np.full(shared, 255, np.uint8)
-        self._all = threading.Barrier(threads, timeout=PATIENCE_S)
-        self._warps = [threading.Barrier(32, timeout=PATIENCE_S) for _ in range(threads // 32)]
-        self._named: dict[tuple[int, int], threading.Barrier] = {}
         self._arrivals: dict[int, _Arrivals] = {}
-        self._changed, self._failed = threading.Condition(), False
-        self._votes = [0] * threads
-        self._operands: list[Any] = [None] * threads
         self._arrays: list[list[Any]] = []
-        failures: list[BaseException] = []
+        may_leave = self._may_leave and self._index["blockIdx"]
 
-        def one(thread: int) -> None:
-            own = self._own
-            own.thread, own.block, own.blocks, own.threads, own.waited = thread, block, blocks, threads, False
-            own.groups, own.open, own.num_arrays = [], [], 0
-            try:
-                with np.errstate(all="ignore"):
-                    function(*values)
-                assert own.waited or (self._may_leave and block), "a thread never waited for the kernel before"
-                assert not own.open and not any(own.groups), "copies under way at a kernel's end"
-            except BaseException as error:
-                failures.append(error)
-                with self._changed:
-                    self._failed = True
-                    self._changed.notify_all()
-                for barrier in (self._all, *self._warps, *self._named.values()):
-                    barrier.abort()
+        def body() -> None:
+            thread = _this()
+            with np.errstate(all="ignore"):
+                function(*values)
+            assert thread.waited or may_leave, "a thread never waited for the kernel before"
+            assert not thread.open and not any(thread.groups), "copies under way at a kernel's end"
 
-        workers = [threading.Thread(target=one, args=(thread,)) for thread in range(threads)]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-        for error in failures:
-            if not isinstance(error, threading.BrokenBarrierError):
-                raise error
-        assert not failures
+        self._block = Block([_Thread(number, body) for number in range(threads)])
+        self._block.run()
 
     def _at(self, address: int, size: int) -> Any:
         assert address % size == 0, "a misaligned address"
-        for start, flat in self._ranges:
-            if start <= address and address + size <= start + flat.size:
+        for start, end, flat in self._ranges:
+            if start <= address and address + size <= end:
                 return flat[address - start : address - start + size]
         raise AssertionError(f"{size} bytes at {address:#x} belong to no tensor")
 
@@ -127,162 +129,137 @@ class Walker:
             self.bytes_copied += size
             if self.late:
                 target[:] = 255
-                self._own.open.append((target, origin))
+                _this().open.append((target, origin))
             else:
                 target[:] = origin
 
         return copy
 
+    def _copy_or_zero(self, place: int, source: int, size: int) -> None:
+        if size:
+            self._copy(16)(place, source)
+        elif self.late:
+            _this().open.append((self._near(place, 16), np.zeros(16, np.uint8)))
+        else:
+            self._near(place, 16).fill(0)
+
     def _commit(self) -> None:
-        self._own.groups.append(self._own.open)
-        self._own.open = []
+        thread = _this()
+        thread.groups.append(thread.open)
+        thread.open = []
 
     def _wait_for(self, pending: int) -> Callable[[], None]:
         def wait() -> None:
-            groups = self._own.groups
+            groups = _this().groups
             while len(groups) > pending:
                 for target, origin in groups.pop(0):
                     target[:] = origin
 
         return wait
 
-    def _sync_some(self, barrier: int, count: int) -> Callable[[], None]:
-        def sync() -> None:
-            with self._changed:
-                known = self._named.setdefault((barrier, count), threading.Barrier(count, timeout=PATIENCE_S))
-            known.wait()
+    def _waited(self) -> None:
+        _this().waited = True
 
-        return sync
+    def _sync_block(self) -> None:
+        self._block.meet("syncthreads", self._index["blockDim"])
+
+    def _sync_some(self, barrier: int, count: int) -> Callable[[], None]:
+        return lambda: self._block.meet(f"barrier {barrier} of {count}", count)
+
+    def _sync_warp(self) -> None:
+        self._warp("syncwarp", None, None)
+
+    def _count(self, vote: int) -> int:
+        count = self._index["blockDim"]
+        total: int = self._block.meet("count", count, int(vote), lambda votes: [sum(votes)] * count)
+        return total
 
     def _begin(self, address: int, count: int) -> None:
         self._near(address, 8)
         self._arrivals[int(address)] = _Arrivals(int(count))
 
     def _arrive(self, address: int) -> None:
-        with self._changed:
-            self._arrivals[int(address)].arrive()
-            self._changed.notify_all()
+        if self._arrivals[int(address)].arrive():
+            self._block.wake(f"phase at {int(address)}")
 
     def _is_over(self, address: int, parity: int) -> int:
         """Whether a phase is over; it waits for that, so that nobody has to ask twice."""
-        with self._changed:
-            barrier = self._arrivals[int(address)]
-
-            def over() -> bool:
-                return self._failed or barrier.phase % 2 != int(parity)
-
-            assert self._changed.wait_for(over, PATIENCE_S), f"nobody comes to the barrier at {address}"
-            self._changed.notify_all()
-            if self._failed:
-                raise threading.BrokenBarrierError
-            return 1
+        barrier = self._arrivals[int(address)]
+        while barrier.phase % 2 == int(parity):
+            self._block.sleep(f"phase at {int(address)}")
+        return 1
 
     def _array(self, shape: int, dtype: Any) -> list[Any] | None:
         """A static array of shared memory, the same for all threads that come to it; None for dynamic memory."""
         if shape == 0:
             return None
-        with self._changed:
-            number = self._own.num_arrays
-            self._own.num_arrays += 1
-            if number == len(self._arrays):
-                self._arrays.append([np.float32(np.nan) if dtype is np.float32 else -12345] * shape)
-            return self._arrays[number]
+        thread = _this()
+        thread.num_arrays += 1
+        if thread.num_arrays > len(self._arrays):
+            self._arrays.append([np.float32(np.nan) if dtype is np.float32 else -12345] * shape)
+        return self._arrays[thread.num_arrays - 1]
 
-    def _atomic(self, better: Callable[[Any, Any], Any]) -> Callable[[list[Any], int, Any], None]:
-        def update(array: list[Any], place: int, value: Any) -> None:
-            with self._changed:
-                array[place] = better(array[place], value)
+    def _warp(self, name: str, value: Any, combine: Combine | None) -> Any:
+        """What comes of the values of all lanes of a warp, which all must do the same."""
+        return self._block.meet((name, _this().warp), WARP, value, combine)
 
-        return update
+    def _exchange(self, name: str, value: Any) -> list[Any]:
+        """The values of all lanes of a warp."""
+        values: list[Any] = self._warp(name, value, lambda values: [values] * WARP)
+        return values
 
-    def _swap(self, value: Any, read: Callable[[list[Any]], Any]) -> Any:
-        """What a lane reads of all lanes' values, before any of them goes on."""
-        thread = self._own.thread
-        barrier, first = self._warps[thread // 32], thread // 32 * 32
-        self._operands[thread] = value
-        barrier.wait()
-        found = read(self._operands[first : first + 32])
-        barrier.wait()
-        return found
+    def _shuffle(self, lanes: int, value: Any, lane: int) -> Any:
+        return self._exchange("shuffle", value)[int(lane)]
+
+    def _shuffle_xor(self, lanes: int, value: Any, mask: int) -> Any:
+        return self._exchange("shuffle by xor", value)[_this().lane ^ int(mask)]
+
+    def _ballot(self, vote: int) -> int:
+        votes = self._exchange("ballot", bool(vote))
+        return sum(1 << lane for lane, each in enumerate(votes) if each)
+
+    def _same(self, value: int) -> int:
+        own = int(value) & MASK
+        return sum(1 << lane for lane, each in enumerate(self._exchange("match", own)) if each == own)
+
+    def _warp_max(self, value: int) -> int:
+        largest: int = max(self._exchange("max", int(value) & MASK))
+        return largest
 
     def _matrix(self, address: int) -> tuple[int, ...]:
         """ldmatrix.x4.trans: lane i has the address of row i % 8 of matrix i / 8."""
-        lane = self._own.thread % 32
 
-        def read(rows: list[int]) -> tuple[int, ...]:
-            found = []
-            for matrix in range(4):
-                low, high = (
-                    int(self._near(rows[8 * matrix + lane % 4 * 2 + which] + lane // 4 * 2, 2).view(np.uint16)[0])
-                    for which in range(2)
-                )
-                found.append(low | high << 16)
-            return tuple(found)
+        def read(addresses: list[int]) -> list[tuple[int, ...]]:
+            rows = np.stack([self._near(each, 16).view(np.uint16) for each in addresses]).reshape(4, 4, 2, 8)
+            words = rows[:, :, 0].astype(np.uint32) | rows[:, :, 1].astype(np.uint32) << 16  # matrix, pair, column
+            return [tuple(lane) for lane in words.transpose(2, 1, 0).reshape(WARP, 4).tolist()]
 
-        found: tuple[int, ...] = self._swap(int(address), read)
+        found: tuple[int, ...] = self._warp("ldmatrix", int(address), read)
         return found
 
-    def _copy_or_zero(self, place: int, source: int, size: int) -> None:
-        if size:
-            self._copy(16)(place, source)
-        else:
-            zeros = np.zeros(16, np.uint8)
-            self._own.open.append((self._near(place, 16), zeros)) if self.late else self._near(place, 16).fill(0)
-
-    def _exchange(self, value: int) -> list[int]:
-        """The values of all lanes of a warp."""
-        values: list[int] = self._swap(int(value) & MASK, list)
-        return values
-
-    def _same(self, value: int) -> int:
-        values = self._exchange(value)
-        return sum(1 << lane for lane, each in enumerate(values) if each == int(value) & MASK)
-
-    def _sync_warp(self) -> None:
-        self._warps[self._own.thread // 32].wait()
-
-    def _count(self, vote: int) -> int:
-        self._votes[self._own.thread] = int(vote)
-        self._all.wait()
-        total = sum(self._votes)
-        self._all.wait()
-        return total
-
     def _mma(self, *operands: Any) -> tuple[Any, ...]:
-        """The fragments of mma.m16n8k16 as the PTX manual has them."""
-        lane = self._own.thread % 32
-        group, quad = lane // 4, lane % 4
+        """mma.m16n8k16: 4 sums, 4 words of the first matrix, 2 of the second."""
+        return self._multiply(1, operands[:4], operands[4:8], operands[8:])
 
-        def read(lanes: list[Any]) -> tuple[Any, ...]:
-            found = []
-            for part in range(4):
-                row, column = group + 8 * (part // 2), quad * 2 + part % 2
-                total = float(operands[part])
-                for k in range(16):
-                    a = lanes[row % 8 * 4 + k % 8 // 2][4 + row // 8 + 2 * (k // 8)]
-                    b = lanes[column * 4 + k % 8 // 2][8 + k // 8]
-                    total += _half(a, k % 2) * _half(b, k % 2)
-                found.append(np.float32(total))
-            return tuple(found)
-
-        found: tuple[Any, ...] = self._swap(operands, read)
+    def _multiply(self, count: int, sums: Any, first: Any, second: Any) -> tuple[Any, ...]:
+        """So many of mma.m16n8k16 with one first matrix; sums [4 * count], words [4] and [2 * count]."""
+        assert len(sums) == 4 * count and len(second) == 2 * count
+        found: tuple[Any, ...] = self._warp(f"mma {count}", (sums, first, second), _multiplied)
         return found
 
     def _load_tiles(self, count: int, stride: int) -> Callable[[int], tuple[int, ...]]:
         def load(address: int) -> tuple[int, ...]:
-            words = (self._near(int(address) + tile * stride, 16).view(np.uint32) for tile in range(count))
-            return tuple(int(word) for tile in words for word in tile)
+            tiles = (self._near(int(address) + tile * stride, 16).view(np.uint32).tolist() for tile in range(count))
+            return tuple(word for tile in tiles for word in tile)
 
         return load
 
     def _mma_tiles(self, total: int, first: int, count: int, word: int) -> Callable[..., tuple[Any, ...]]:
         def multiply(sums: tuple[Any, ...], a0: int, a1: int, a2: int, a3: int, words: tuple[int, ...]) -> Any:
             assert len(sums) == 4 * total
-            results = list(sums)
-            for tile in range(count):
-                at, column = 4 * (first + tile), words[4 * tile + word : 4 * tile + word + 2]
-                results[at : at + 4] = self._mma(*results[at : at + 4], a0, a1, a2, a3, *column)
-            return tuple(results)
+            low, high = 4 * first, 4 * (first + count)
+            second = [words[4 * tile + word + part] for tile in range(count) for part in range(2)]
+            return sums[:low] + self._multiply(count, sums[low:high], (a0, a1, a2, a3), second) + sums[high:]
 
         return multiply
 
@@ -298,39 +275,41 @@ class Walker:
 
     def cuda(self) -> Any:
         """What stands for Numba's `cuda`."""
-        own = self._own
+        walker = self
+
+        class ThreadIndex:
+            @property
+            def x(self) -> int:
+                return _this().number
 
         class Index:
             def __init__(self, name: str) -> None:
-                self.name = name
+                self._name = name
 
             @property
             def x(self) -> int:
-                return int(getattr(own, self.name))
+                return walker._index[self._name]
+
+        def atomic(better: Callable[[Any, Any], Any]) -> Callable[[list[Any], int, Any], None]:
+            def update(array: list[Any], place: int, value: Any) -> None:
+                array[place] = better(array[place], value)
+
+            return update
 
         return SimpleNamespace(
-            threadIdx=Index("thread"),
-            blockIdx=Index("block"),
-            gridDim=Index("blocks"),
-            blockDim=Index("threads"),
-            syncthreads=lambda: (self._all.wait(), None)[1],
+            threadIdx=ThreadIndex(),
+            **{name: Index(name) for name in self._index},
+            syncthreads=self._sync_block,
             syncthreads_count=self._count,
             syncwarp=self._sync_warp,
             shared=SimpleNamespace(array=self._array),
             local=SimpleNamespace(array=lambda shape, dtype: [None] * shape),
-            atomic=SimpleNamespace(max=self._atomic(max), min=self._atomic(min)),
+            atomic=SimpleNamespace(max=atomic(max), min=atomic(min)),
             popc=lambda word: (int(word) & LONG_MASK).bit_count(),
-            shfl_sync=lambda lanes, value, lane: self._swap(value, lambda values: values[int(lane)]),
-            shfl_xor_sync=lambda lanes, value, mask: self._swap(
-                value, lambda values: values[own.thread % 32 ^ int(mask)]
-            ),
-            ballot_sync=lambda lanes, vote: self._swap(
-                bool(vote), lambda votes: sum(1 << lane for lane, each in enumerate(votes) if each)
-            ),
+            shfl_sync=self._shuffle,
+            shfl_xor_sync=self._shuffle_xor,
+            ballot_sync=lambda lanes, vote: self._ballot(vote),
         )
-
-    def _waited(self) -> None:
-        self._own.waited = True
 
     def ptx(self) -> ModuleType:
         """What stands for the module `ptx`: the instructions that walked kernels use."""
@@ -347,7 +326,7 @@ class Walker:
             return put
 
         def words(where: Any) -> Any:
-            return lambda address: tuple(int(word) for word in where(int(address), 16).view(np.uint32))
+            return lambda address: tuple(where(int(address), 16).view(np.uint32).tolist())
 
         functions = {
             "shared_address": lambda array: 0,
@@ -391,8 +370,8 @@ class Walker:
             "sync_threads": self._sync_some,
             "sync_warp": self._sync_warp,
             "lanes_of_same": self._same,
-            "ballot": lambda vote: sum(1 << lane for lane, each in enumerate(self._exchange(vote)) if each),
-            "warp_max": lambda value: max(self._exchange(value)),
+            "ballot": self._ballot,
+            "warp_max": self._warp_max,
             "count_bits": lambda word: (int(word) & MASK).bit_count(),
             "mma_bf16": self._mma,
             "load_shared_tiles": self._load_tiles,
@@ -402,7 +381,7 @@ class Walker:
             "load_global_bf16": lambda address: _bf16(int(at(address, 2).view(np.uint16)[0])),
             "fma_bf16_pair": _fma_pair,
             "float_of_bits": lambda bits: np.uint32(bits & MASK).view(np.float32),
-            "bits_of_float": lambda value: int(np.float32(value).view(np.uint32)),
+            "bits_of_float": _bits,
             "bf16_bits": _bf16_bits,
             "bf16_pair": lambda low, high: _bf16_bits(low) | _bf16_bits(high) << 16,
             "exp2_approx": lambda value: np.exp2(np.float32(value)),
@@ -416,6 +395,28 @@ class Walker:
         return made
 
 
+def _multiplied(lanes: list[Any]) -> list[tuple[Any, ...]]:
+    """mma.m16n8k16 for all lanes of a warp, whose fragments are as the PTX manual has them; sums one k after another.
+
+    A lane is a group of 8 and a quad of 4; a word has two values, the lower one first.
+    """
+    sums, first, second = (np.array([lane[part] for lane in lanes]) for part in range(3))
+    count = sums.shape[1] // 4
+    total = sums.astype(np.float64).reshape(8, 4, count, 2, 2).transpose(2, 3, 0, 1, 4).reshape(count, 16, 8)
+    left = _halves(first).reshape(8, 4, 2, 2, 2).transpose(3, 0, 2, 1, 4).reshape(16, 16)  # row, k
+    right = _halves(second).reshape(8, 4, count, 2, 2).transpose(2, 0, 3, 1, 4).reshape(count, 8, 16)  # column, k
+    for k in range(16):
+        total = total + left[None, :, k, None] * right[:, None, :, k]
+    results = total.astype(np.float32).reshape(count, 2, 8, 4, 2).transpose(2, 3, 0, 1, 4).reshape(WARP, 4 * count)
+    return [tuple(lane) for lane in results]
+
+
+def _halves(words: Any) -> Any:
+    """The bf16 values in words [..., n]: float64 [..., n, 2]."""
+    low = words.astype(np.uint32)
+    return np.stack([low << 16, low & 0xFFFF0000], -1).view(np.float32).astype(np.float64)
+
+
 def _half(word: int, which: int) -> float:
     return float(np.uint32((word >> (16 * which) & 0xFFFF) << 16).view(np.float32))
 
@@ -424,13 +425,20 @@ def _bf16(bits: int) -> Any:
     return np.uint32(bits << 16).view(np.float32)
 
 
+def _bits(value: Any) -> int:
+    return int(np.float32(value).view(np.uint32))
+
+
 def _bf16_bits(value: Any) -> int:
-    return int(torch.tensor(float(value)).bfloat16().view(torch.int16)) & 0xFFFF
+    """To the nearest, and of two equally near ones to the even one."""
+    bits = _bits(value)
+    if bits & 0x7FFFFFFF > 0x7F800000:
+        return 0x7FFF  # not a number, as the card has it
+    return bits + 0x7FFF + (bits >> 16 & 1) >> 16
 
 
 def _fma_pair(a: int, b: int, c: int) -> int:
-    halves = (_bf16_bits(np.float32(_half(a, k) * _half(b, k) + _half(c, k))) for k in range(2))
-    low, high = halves
+    low, high = (_bf16_bits(np.float32(_half(a, k) * _half(b, k) + _half(c, k))) for k in range(2))
     return low | high << 16
 
 

@@ -13,10 +13,10 @@ collect_ignore_glob = [] if SIMULATED else ["test_*.py"]
 
 
 @pytest.fixture(scope="session", autouse=True)
-def fast_barriers() -> Iterator[None]:
+def fibers() -> Iterator[None]:
     """Blocks run as tests/simulated_blocks.py says."""
-    from simulated_blocks import meet_at_barriers  # it imports the simulator
+    from simulated_blocks import fibers_for_threads  # it imports the simulator
 
-    undo = meet_at_barriers()
+    undo = fibers_for_threads()
     yield
     undo()

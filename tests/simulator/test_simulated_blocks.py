@@ -4,7 +4,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from simulated_blocks import BrokenMeeting, Meeting
 
 from lowlat.kernels.numba_cuda import cuda
 
@@ -48,10 +47,3 @@ def test_the_thread_that_fails_is_named() -> None:
     for one in (0, 17, THREADS - 1):
         with pytest.raises(ValueError, match=rf"thread \({one}, 0, 0\) of block \(1, 0, 0\): wrong"):
             fail[2, THREADS](one)
-
-
-def test_a_meeting_breaks_for_all() -> None:
-    meeting = Meeting(2)
-    meeting.leave(failed=True)
-    with pytest.raises(BrokenMeeting):
-        meeting.wait()

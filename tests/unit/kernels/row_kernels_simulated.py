@@ -1,47 +1,30 @@
 """Run with NUMBA_ENABLE_CUDASIM=1: the row-wise kernels in Numba's simulator, on the CPU.
 
-The simulator knows no shuffles. Here the threads of a warp meet at a barrier and exchange values: right for shuffles
-in which whole warps take part, and these kernels use no others.
+The simulator knows no shuffles. Here the threads of a warp meet and exchange values: right for shuffles in which whole
+warps take part, and these kernels use no others.
 """
 
 import ctypes
 import sys
-import threading
 from typing import Any
 
 import numpy as np
 import rowwise_cases as cases
 import torch
+from fibers import this_fiber
 from numba.cuda.simulator import kernelapi
 from numba.np import numpy_support
-from simulated_blocks import Meeting, meet_at_barriers
+from simulated_blocks import fibers_for_threads
 
 from lowlat.kernels import ptx, router
 from lowlat.kernels.kernel import KernelCall
 from lowlat.kernels.numba_cuda import SIMULATED, cuda
 
 
-class Warps:
-    """Exchanges between the simulator's threads of a warp; blocks run one after the other."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._barriers: dict[int, Meeting] = {}
-        self._values: dict[int, Any] = {}
-
-    def exchange(self, mask: int, value: Any, offset: int) -> Any:
-        """The value of the lane whose number differs by exclusive or."""
-        return self._all(value)[int(threading.current_thread().threadIdx.x) & 31 ^ int(offset)]  # type: ignore[attr-defined]
-
-    def _all(self, value: Any) -> list[Any]:
-        thread = int(threading.current_thread().threadIdx.x)  # type: ignore[attr-defined]
-        with self._lock:
-            barrier = self._barriers.setdefault(thread >> 5, Meeting(32))
-        self._values[thread] = value
-        barrier.wait()
-        values = [self._values[thread & ~31 | lane] for lane in range(32)]
-        barrier.wait()
-        return values
+def exchange(mask: int, value: Any, offset: int) -> Any:
+    """The value of the lane whose number differs by exclusive or."""
+    thread = this_fiber()
+    return thread.exchange(value)[thread.number % 32 ^ int(offset)]
 
 
 class SharedMemory:
@@ -50,16 +33,14 @@ class SharedMemory:
     STRETCH = 1 << 20
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._bases: list[int] = []
 
     def address(self, array: Any) -> Any:
         """The address of an array's first element."""
         base = ptx.array_address(array)
-        with self._lock:
-            if base not in self._bases:
-                self._bases.append(base)
-            return np.uint32((self._bases.index(base) + 1) * self.STRETCH)
+        if base not in self._bases:
+            self._bases.append(base)
+        return np.uint32((self._bases.index(base) + 1) * self.STRETCH)
 
     def _place(self, address: Any) -> int:
         return self._bases[int(address) // self.STRETCH - 1] + int(address) % self.STRETCH
@@ -90,8 +71,8 @@ def bf16_value(address: Any) -> Any:
 
 def simulate_router() -> None:
     """Give the simulator what only the router uses of warps and shared memory."""
-    warps, memory = Warps(), SharedMemory()
-    kernelapi.FakeCUDAModule.shfl_xor_sync = warps.exchange
+    memory = SharedMemory()
+    kernelapi.FakeCUDAModule.shfl_xor_sync = staticmethod(exchange)
     ptx.shared_address = memory.address
     ptx.load_shared_128, ptx.store_shared_128, ptx.copy_async_16 = memory.load, memory.store, memory.copy
     ptx.load_global_bf16, ptx.copies_commit = bf16_value, lambda: None
@@ -117,7 +98,7 @@ def main() -> None:
         raise SystemExit("set NUMBA_ENABLE_CUDASIM=1")
     torch.manual_seed(3)
     torch.set_num_threads(1)
-    meet_at_barriers()
+    fibers_for_threads()
     simulate_router()
     lab = cases.Lab(torch.device("cpu"), simulate)
     cases.check_elementwise(lab, 3, 24)
