@@ -4,6 +4,7 @@ It knows no kernel. `NUMBA_ENABLE_CUDASIM=1` gives Numba's simulator instead, wh
 """
 
 import contextlib
+import gc
 import os
 import re
 import threading
@@ -15,6 +16,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from numba import config, cuda, float32, float64, int32, int64, uint32, uint64
     from numba.cuda import extending, types
+    from numba.cuda.core import targetconfig
 
 __all__ = [
     "SIMULATED",
@@ -34,6 +36,7 @@ __all__ = [
 
 SIMULATED = bool(config.ENABLE_CUDASIM)
 HOPPER = (9, 0)
+RARELY = (100_000, 50, 1000)  # Numba makes millions of small objects and keeps most: to look for cycles is in vain
 _compiling = threading.Lock()  # Numba's compiler is not re-entrant, and the device is replaced while it runs
 
 
@@ -45,6 +48,31 @@ def device_function(function: Callable[..., Any]) -> Any:
 def intrinsic(function: Callable[..., Any]) -> Any:
     """A function of a typing context that gives a signature and the code to generate, made callable from kernels."""
     return extending.intrinsic(function)
+
+
+def _compare_options_quickly() -> None:
+    """Numba compares and hashes its options at every call that it types, each time as a new dictionary of them all."""
+    options = targetconfig.TargetConfig
+
+    def equal(one: Any, other: object) -> Any:
+        if not isinstance(other, options):
+            return NotImplemented
+        return one._values == other._values or one.values() == other.values()
+
+    options.__eq__, options.__hash__ = equal, lambda one: hash(options)
+
+
+_compare_options_quickly()
+
+
+@contextlib.contextmanager
+def _rare_collections() -> Iterator[None]:
+    known = gc.get_threshold()
+    gc.set_threshold(*RARELY)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*known)
 
 
 class _Capability:
@@ -81,7 +109,7 @@ def compile_ptx(
     Returns the PTX and the name of its entry. Dependent launch exists from capability 9.0 on: its statements are
     left out below, where a kernel starts only after the one before it anyway.
     """
-    with _compiling, _pretend_device(capability), warnings.catch_warnings():
+    with _compiling, _pretend_device(capability), _rare_collections(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         ptx, _ = cuda.compile_ptx(
             function, types.void(*signature), cc=capability, fastmath=False, launch_bounds=launch_bounds
