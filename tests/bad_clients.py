@@ -8,8 +8,10 @@ elsewhere  the bad ones do to a second server what they do to this one in the ne
            the server that bears them, take from a machine of few cores, they take in both
 with       the bad ones are this server's clients
 
-So p99_change, of `with` over `elsewhere`, is what they cost the others through the server, and p99_change_in_all, of
-`with` over `without`, what they cost in all.
+So p99_change_in_all, of `with` over `without`, is what they cost the others in all, and p99_change, of `with` over
+`elsewhere`, what of it comes through the server. The bad ones have the last core, which they share with whoever else is
+put there: a machine's scheduler lets any busy program delay another by its time slice, server or not (--any-core lets
+them run everywhere).
 
 slow       reads a chunk of its four streams every 100 ms, with a window of 4 tokens; another reads nothing at all
 killed     a process that submits, and is killed, again and again (forked, so that starting Python costs nobody)
@@ -139,11 +141,12 @@ def no_zeromq(endpoint: str, chooser: random.Random, table: list[list[bytes]]) -
 BAD = {"slow": slow, "killed": killed, "malicious": malicious}
 
 
-def forked(name: str, endpoint: str) -> int:
+def forked(name: str, endpoint: str, cores: set[int]) -> int:
     child = os.fork()
     if child == 0:
         try:
             os.setpgid(0, 0)
+            os.sched_setaffinity(0, cores)
             BAD[name](endpoint)
         except Exception:
             traceback.print_exc()
@@ -152,7 +155,9 @@ def forked(name: str, endpoint: str) -> int:
     return child
 
 
-def measure(endpoint: str, place: int, seconds: float, bad: list[str], attacked: str) -> dict[str, Any]:
+def measure(
+    endpoint: str, place: int, seconds: float, bad: list[str], attacked: str, cores: set[int]
+) -> dict[str, Any]:
     """A round: the good streams' times between tokens, ms, while the bad ones do what they do to a server."""
     children: list[int] = []
     options = {"place": place, "num_streams": NUM_GOOD, "requests": 1, "max_tokens": 4000, "num_seconds": seconds + 1}
@@ -164,7 +169,7 @@ def measure(endpoint: str, place: int, seconds: float, bad: list[str], attacked:
         good.stdin.write("\n")
         good.stdin.flush()
         time.sleep(0.5)
-        children = [forked(name, attacked) for name in bad]
+        children = [forked(name, attacked, cores) for name in bad]
         found = json.loads(good.communicate(timeout=seconds + 60)[0])
         alive = [name for name, child in zip(bad, children, strict=True) if os.waitpid(child, os.WNOHANG) == (0, 0)]
     finally:
@@ -183,10 +188,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=8.0, help="of a round")
     parser.add_argument("--bad", default="slow,killed,malicious")
+    parser.add_argument("--any-core", action="store_true", help="the bad ones may run on all cores")
     parser.add_argument("--log", action="store_true", help="show the server's log")
     parser.add_argument("--json", default=os.devnull)
     chosen = parser.parse_args()
     bad = chosen.bad.split(",")
+    all_cores = os.sched_getaffinity(0)
+    cores = all_cores if chosen.any_core else {max(all_cores)}
     engine = {"step_s": STEP_S, "max_running": NUM_SLOTS, "max_context": 5000}
     rounds: dict[str, list[dict[str, Any]]] = {"without": [], "elsewhere": [], "with": []}
     stderr = None if chosen.log else subprocess.DEVNULL
@@ -204,7 +212,7 @@ def main() -> None:
         )
         for number in range(chosen.rounds):
             for name, present, attacked in kinds:
-                rounds[name].append(measure(endpoint, number, chosen.seconds, present, attacked))
+                rounds[name].append(measure(endpoint, number, chosen.seconds, present, attacked, cores))
                 print(name, rounds[name][-1], file=sys.stderr)
                 time.sleep(1.0)
         client = RawClient(endpoint)
@@ -213,6 +221,8 @@ def main() -> None:
     p99 = {name: median(one["p99"] for one in found) for name, found in rounds.items()}
     figures = {
         "bad": bad,
+        "cores": len(all_cores),
+        "cores_of_bad": len(cores),
         "step_ms": STEP_S * 1000,
         "good_streams": NUM_GOOD,
         "inter_token_ms": rounds,

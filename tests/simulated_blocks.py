@@ -2,6 +2,7 @@
 whether it waits. Blocks still run one after the other."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,15 +44,37 @@ class _Blocks(kernel.BlockManager):  # type: ignore[misc]
     def run(self, grid_point: Any, *arguments: Any) -> None:
         places = np.ndindex(*self._block_dim)
         self.block = Block([SimulatedThread(self, grid_point, place, lambda: self._f(*arguments)) for place in places])
-        self.block.run()
+        self._seen: set[int] = set()
+        with ExitStack() as self._swapped:
+            self.block.run()
+
+    def give_cuda(self, function: Any) -> None:
+        """The simulator's `cuda` for a function's module, once a block and not at every call."""
+        module = id(function.__globals__)
+        if module not in self._seen:
+            self._seen.add(module)
+            self._swapped.enter_context(kernel.swapped_cuda_module(function, kernel._get_kernel_context()))
+
+
+def _call(called: Any, *arguments: Any) -> Any:
+    """What calls a kernel, or from within one a function of the device."""
+    if not called._device:
+        return _launch(called, *arguments)
+    this_fiber()._manager.give_cuda(called.fn)
+    return called.fn(*arguments)
+
+
+_launch = kernel.FakeCUDAKernel.__call__
 
 
 def fibers_for_threads() -> Callable[[], None]:
     """Let the simulator run blocks this way from now on; returns what gives its own way back."""
     before = kernel.BlockManager, kernelapi.threading
     kernel.BlockManager, kernelapi.threading = _Blocks, SimpleNamespace(current_thread=this_fiber)
+    kernel.FakeCUDAKernel.__call__ = _call
 
     def undo() -> None:
         kernel.BlockManager, kernelapi.threading = before
+        kernel.FakeCUDAKernel.__call__ = _launch
 
     return undo

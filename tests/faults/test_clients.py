@@ -130,8 +130,9 @@ def test_a_killed_client_leaves_no_block_and_the_neighbours_their_tokens(tmp_pat
 @pytest.mark.parametrize("how", ["running", "queued", "twice", "foreign", "ended"])
 def test_a_cancel_frees_within_two_steps_and_changes_nobody_elses_tokens(tmp_path: Path, how: str) -> None:
     runtime = load_bundled(max_batch=2)
-    holding = {**SAMPLING, "max_tokens": 16 if how == "ended" else 200}  # those in the slots are not done before
-    lengths = (holding, holding, SAMPLING)
+    # those in the slots are not done before a cancel has come
+    first_length, second_length = {"queued": (80, 80), "running": (80, 16), "twice": (80, 16)}.get(how, (16, 16))
+    lengths = [{**SAMPLING, "max_tokens": length} for length in (first_length, second_length, 16)]
     expected = [alone(runtime, prompt, seed=5, **length) for prompt, length in zip(PROMPTS, lengths, strict=True)]
     with (
         served_model(tmp_path, runtime) as (server, engine),
@@ -139,9 +140,9 @@ def test_a_cancel_frees_within_two_steps_and_changes_nobody_elses_tokens(tmp_pat
         raw_client(server.endpoint) as other,
     ):
         engine.before_step = lambda _: time.sleep(0.05)  # longer than a cancel takes to arrive, on a busy machine too
-        first = one.submit(7, PROMPTS[0], seed=5, **holding)
+        first = one.submit(7, PROMPTS[0], seed=5, **lengths[0])
         one.wait_tokens(first, 1)  # connections have no order among them: each comes when the one before has its slot
-        second = other.submit(7, PROMPTS[1], seed=5, **holding)
+        second = other.submit(7, PROMPTS[1], seed=5, **lengths[1])
         other.wait_tokens(second, 1)
         queued = other.submit(8, PROMPTS[2], seed=5, **SAMPLING)
         if how == "queued":
