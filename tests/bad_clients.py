@@ -9,9 +9,9 @@ elsewhere  the bad ones do to a second server what they do to this one in the ne
 with       the bad ones are this server's clients
 
 So p99_change_in_all, of `with` over `without`, is what they cost the others in all, and p99_change, of `with` over
-`elsewhere`, what of it comes through the server. The bad ones have the last core, which they share with whoever else is
-put there: a machine's scheduler lets any busy program delay another by its time slice, server or not (--any-core lets
-them run everywhere).
+`elsewhere`, what of it comes through the server. The bad ones and the second server have the last core, this server and
+the good ones the others: where they share one, the system's scheduler lets any busy program delay another by its time
+slice, whatever the server does (--any-core lets all run everywhere).
 
 slow       reads a chunk of its four streams every 100 ms, with a window of 4 tokens; another reads nothing at all
 killed     a process that submits, and is killed, again and again (forked, so that starting Python costs nobody)
@@ -30,7 +30,7 @@ import sys
 import tempfile
 import time
 import traceback
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -195,15 +195,18 @@ def main() -> None:
     bad = chosen.bad.split(",")
     all_cores = os.sched_getaffinity(0)
     cores = all_cores if chosen.any_core else {max(all_cores)}
+    good_cores = (all_cores - cores) or all_cores
     engine = {"step_s": STEP_S, "max_running": NUM_SLOTS, "max_context": 5000}
     rounds: dict[str, list[dict[str, Any]]] = {"without": [], "elsewhere": [], "with": []}
     stderr = None if chosen.log else subprocess.DEVNULL
     with (
         tempfile.TemporaryDirectory() as folder,
         tempfile.TemporaryDirectory() as other_folder,
-        fake_process(Path(folder), stderr, engine=engine),
-        fake_process(Path(other_folder), stderr, engine=engine),
+        ExitStack() as servers,
     ):
+        for each, where in ((other_folder, cores), (folder, good_cores)):
+            os.sched_setaffinity(0, where)
+            servers.enter_context(fake_process(Path(each), stderr, engine=engine))
         endpoint, other = f"ipc://{folder}/s.sock", f"ipc://{other_folder}/s.sock"
         kinds: tuple[tuple[str, list[str], str], ...] = (
             ("without", [], endpoint),
