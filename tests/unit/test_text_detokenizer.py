@@ -34,7 +34,8 @@ def ids_of(kind: str) -> st.SearchStrategy[list[int]]:
         multibyte = st.text(st.sampled_from("é語😀 a"), max_size=6).map(
             lambda text: [byte + 3 for byte in text.encode()]
         )
-        some = st.one_of(some, st.lists(st.one_of(some, multibyte), max_size=6).map(joined))
+        few = st.lists(st.integers(0, size + 1), max_size=6)
+        some = st.one_of(some, st.lists(st.one_of(few, multibyte), max_size=6).map(joined))
     encoded = TEXTS.map(lambda text: codec(kind).encode(text, add_special_tokens=False))
     return st.one_of(some, encoded)
 
