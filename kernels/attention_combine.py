@@ -142,7 +142,7 @@ def _kernel(shape: AttentionShape) -> Callable[..., None]:
             totals = add_parts(totals, loaded, factors, norms, at, part, last)
             loaded = following
         a, b, c, d, norm = totals
-        cuda.syncthreads()
+        # whoever read the peaks that were exchanged has met all others since
         exchanged[thread], exchanged[THREADS + thread] = a, b
         exchanged[2 * THREADS + thread], exchanged[3 * THREADS + thread] = c, d
         exchanged[4 * THREADS + thread] = norm

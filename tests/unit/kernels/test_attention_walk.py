@@ -77,3 +77,37 @@ def test_a_row_whose_window_begins_later_than_its_neighbours_has_the_bits_of_the
     case.q, case.lengths, case.masks = case.q[2:3], [192], [[1]]
     case.live = torch.ones(1, dtype=torch.uint8)
     assert torch.equal(run(case, False, num_blocks=1)[0], together[2])
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_sums_of_many_splits_are_one(early: bool) -> None:
+    """More splits than a warp has lanes, in one slot, few in another, none in the last; peaks so far apart that whoever
+    missed the largest would overflow; a split that saw nothing; a dead row."""
+    dense, batch, rows, group, splits = [9990, 700, 300], 3, 2, 3, 41
+    generator = torch.Generator().manual_seed(3)
+    peaks = torch.rand(batch, splits, rows * group, generator=generator) * 300 - 150
+    peaks[:, 1, 2], peaks[0, 39] = -math.inf, 200.0
+    norms = torch.rand(batch, splits, rows * group, generator=generator) + 0.5
+    values = torch.randn(batch, splits, rows * group, HEAD_DIM, generator=generator)
+    sinks, live = torch.tensor([0.3, -2.0, 60.0]), torch.tensor([1, 1, 0, 1, 1, 1], dtype=torch.uint8)
+    counts = [-(-(length + rows) // 256) for length in dense]
+    for slot, count in enumerate(counts):  # what lies behind is never read
+        peaks[slot, count:], norms[slot, count:], values[slot, count:] = math.nan, math.nan, math.nan
+    out = torch.full((batch * rows, group * HEAD_DIM), math.nan).bfloat16()
+    with walkable(walker := Walker(may_leave=True), *(f"attention_{name}" for name in NAMES)) as modules:
+        shape = modules[0].AttentionShape(HEAD_DIM, group, 1, 16, 0, None, 0, 1, 3, True, early)
+        call = modules[-1].combine_splits(
+            shape, values, torch.stack([peaks, norms], -1).contiguous(),
+            slots=torch.tensor([4, 0, -1], dtype=torch.int32), dense_lens=torch.tensor(dense, dtype=torch.int32),
+            row_live=live, sinks=sinks, out=out, rows=rows, tail=rows, capacity=splits,
+        )  # fmt: skip
+        walker.run(call)
+    wanted = torch.zeros(batch, rows * group, HEAD_DIM, dtype=torch.float64)
+    for slot, count in enumerate(counts[:2]):  # the last slot is empty
+        sink = sinks.double().repeat(rows) * math.log2(math.e)
+        largest = torch.maximum(peaks[slot, :count].double().amax(0), sink)
+        factors = torch.exp2(peaks[slot, :count].double() - largest)
+        norm = (factors * norms[slot, :count]).sum(0) + torch.exp2(sink - largest)
+        wanted[slot] = (factors[..., None] * values[slot, :count]).sum(0) / norm[:, None]
+    wanted = wanted.reshape(batch * rows, group * HEAD_DIM) * live[:, None]
+    torch.testing.assert_close(out.double(), wanted, rtol=2**-7, atol=1e-6)
