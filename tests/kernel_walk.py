@@ -109,7 +109,7 @@ class Walker:
             assert thread.waited or may_leave, "a thread never waited for the kernel before"
             assert not thread.open and not any(thread.groups), "copies under way at a kernel's end"
 
-        self._block = Block([_Thread(number, body) for number in range(threads)])
+        self._block = Block([_Thread(number, body) for number in range(threads)], seed=self._index["blockIdx"])
         self._block.run()
 
     def _at(self, address: int, size: int) -> Any:
