@@ -12,10 +12,12 @@ from typing import Any
 import lowlat.kernels
 from lowlat.kernels.kernel import H200, Card, Kernel
 
-__all__ = ["CARDS", "examples", "factories", "family", "fingerprint", "modules", "offers_calls"]
+__all__ = ["B200", "CARDS", "examples", "factories", "family", "fingerprint", "modules", "offers_calls"]
 
+B200 = Card(148, 227 * 1024, (10, 0))
 # A card of each capability for which kernels must compile: A100, H200, RTX 5090. 10.0 stands for the capability alone,
-# with H200's size: it has the same functions, of which Numba's part of a compilation is done once for both.
+# with H200's size: it has the same functions, of which Numba's part of a compilation is done once for both. What a
+# B200's own size changes are counts of tiles, blocks and stages, which tests of plans look at.
 CARDS = {
     card.capability: card
     for card in (

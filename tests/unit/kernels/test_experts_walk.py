@@ -23,7 +23,7 @@ from expert_cases import (
     want_down,
     want_gate_up,
 )
-from kernel_inventory import CARDS
+from kernel_inventory import B200, CARDS
 from kernel_walk import Walker, walkable
 
 from lowlat.errors import ShapeError
@@ -295,7 +295,7 @@ def test_extremes_neither_overflow_nor_vanish(scale: int, size: float) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4, 8, 16, 64])
-@pytest.mark.parametrize("card", CARDS.values(), ids=str)
+@pytest.mark.parametrize("card", [*CARDS.values(), B200], ids=str)
 @pytest.mark.parametrize("quantised", [True, False])
 def test_plans_fit_their_card(rows: int, card: Card, quantised: bool) -> None:
     """And list all pairs, and finish a tile a value a lane, or by one warp."""

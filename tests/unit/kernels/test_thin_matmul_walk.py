@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_inventory import CARDS
+from kernel_inventory import B200, CARDS
 from kernel_walk import Walker, walkable
 from rowwise_cases import canonical_norm, flags, same_bits
 
@@ -186,7 +186,7 @@ def test_rows_are_normed_in_every_block(
     assert total is None or same_bits(total, summed)
 
 
-@pytest.mark.parametrize("card", CARDS.values(), ids=str)
+@pytest.mark.parametrize("card", [*CARDS.values(), B200], ids=str)
 def test_held_rows_leave_most_of_a_block_to_weights(card: Card) -> None:
     for rows in (1, 2, 4, 8):
         for depth in (64, 2880, 4096, 8192, 14336):
