@@ -14,7 +14,7 @@ from lowlat.kernels import ptx
 from lowlat.kernels.expert_packing import PackedExperts
 from lowlat.kernels.experts_choice import Choice
 from lowlat.kernels.experts_list import make_chosen, make_expert_of, make_pair_of, make_share_of
-from lowlat.kernels.experts_plan import DOWN, ExpertPlan, ExpertShape, launches_of, plan_experts
+from lowlat.kernels.experts_plan import DOWN, ExpertPlan, ExpertShape, example_plans, launches_of
 from lowlat.kernels.experts_product import Ending, make_product, make_total
 from lowlat.kernels.kernel import H200, Card, Kernel, KernelCall
 from lowlat.kernels.numba_cuda import cuda, device_function, float32, int64, uint32
@@ -120,15 +120,5 @@ def _make_clear(shape: ExpertShape, plan: ExpertPlan) -> Any:
 
 
 def examples(card: Card = H200) -> list[Kernel]:
-    """Representative specialisations, as a card has them: gpt-oss in MXFP4 and bf16, 1 to 64 rows, an odd shape; with
-    experts that are given (0) or chosen here, which takes more registers."""
-    return [
-        _make(shape, plan_experts(rows, shape, card), num_experts)
-        for rows, shape, num_experts in (
-            (1, ExpertShape(DOWN, 2880, 2880, 4, True), 128),
-            (4, ExpertShape(DOWN, 2880, 2880, 4, True), 0),
-            (64, ExpertShape(DOWN, 2880, 2880, 4, True), 128),
-            (4, ExpertShape(DOWN, 2880, 2880, 4, False), 0),
-            (3, ExpertShape(DOWN, 100, 96, 2, True), 5),
-        )
-    ]
+    """Representative specialisations, as a card has them."""
+    return [_make(*each) for each in example_plans(DOWN, (2880, 2880), (100, 96), card)]

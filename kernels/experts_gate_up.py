@@ -14,7 +14,7 @@ from lowlat.kernels import ptx
 from lowlat.kernels.expert_packing import PackedExperts
 from lowlat.kernels.experts_choice import Choice
 from lowlat.kernels.experts_list import make_chosen, make_expert_of, make_pair_of
-from lowlat.kernels.experts_plan import GATE_UP, ExpertPlan, ExpertShape, launches_of, plan_experts
+from lowlat.kernels.experts_plan import GATE_UP, ExpertPlan, ExpertShape, example_plans, launches_of
 from lowlat.kernels.experts_product import Ending, make_product, make_total
 from lowlat.kernels.kernel import H200, Card, Kernel, KernelCall
 from lowlat.kernels.norm import check_dtype
@@ -131,15 +131,5 @@ def _make_clear(shape: ExpertShape, plan: ExpertPlan) -> Any:
 
 
 def examples(card: Card = H200) -> list[Kernel]:
-    """Representative specialisations, as a card has them: gpt-oss in MXFP4 and bf16, 1 to 64 rows, an odd shape; with
-    experts that are given (0) or chosen here, which takes more registers."""
-    return [
-        _make(shape, plan_experts(rows, shape, card), num_experts)
-        for rows, shape, num_experts in (
-            (1, ExpertShape(GATE_UP, 5760, 2880, 4, True), 128),
-            (4, ExpertShape(GATE_UP, 5760, 2880, 4, True), 0),
-            (64, ExpertShape(GATE_UP, 5760, 2880, 4, True), 128),
-            (4, ExpertShape(GATE_UP, 5760, 2880, 4, False), 0),
-            (3, ExpertShape(GATE_UP, 192, 160, 2, True), 5),
-        )
-    ]
+    """Representative specialisations, as a card has them."""
+    return [_make(*each) for each in example_plans(GATE_UP, (5760, 2880), (192, 160), card)]

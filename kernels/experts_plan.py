@@ -17,6 +17,7 @@ __all__ = [
     "SCALE_BYTES",
     "ExpertPlan",
     "ExpertShape",
+    "example_plans",
     "launches_of",
     "plan_experts",
     "rows_a_launch",
@@ -207,3 +208,20 @@ def launches_of(
         part = slice(begin, min(begin + most, rows))
         count = part.stop - begin
         yield part, count * shape.ranks, plan or plan_experts(count, shape, card)
+
+
+def example_plans(
+    kind: str, shape: tuple[int, int], odd: tuple[int, int], card: Card
+) -> list[tuple[ExpertShape, ExpertPlan, int]]:
+    """Shapes, plans for a card, and how many experts are chosen among: gpt-oss in MXFP4 and bf16, 1 to 64 rows, an odd
+    shape; with experts that are given (0) or chosen, which takes more registers.
+
+    shape, odd  rows and columns of an expert's matrix
+    """
+    large, plain, small = (
+        ExpertShape(kind, *shape, 4, True),
+        ExpertShape(kind, *shape, 4, False),
+        ExpertShape(kind, *odd, 2, True),
+    )
+    cases = ((1, large, 128), (4, large, 0), (64, large, 128), (4, plain, 0), (3, small, 5))
+    return [(each, plan_experts(rows, each, card), num_experts) for rows, each, num_experts in cases]

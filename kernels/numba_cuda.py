@@ -51,7 +51,10 @@ def intrinsic(function: Callable[..., Any]) -> Any:
 
 
 def _compare_options_quickly() -> None:
-    """Numba compares and hashes its options at every call that it types, each time as a new dictionary of them all."""
+    """Numba compares and hashes its options at every call that it types, each time as a new dictionary of them all.
+
+    Here what was set is compared first, and all options have one hash: few differ.
+    """
     options = targetconfig.TargetConfig
 
     def equal(one: Any, other: object) -> Any:

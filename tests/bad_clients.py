@@ -188,7 +188,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=8.0, help="of a round")
     parser.add_argument("--bad", default="slow,killed,malicious")
-    parser.add_argument("--any-core", action="store_true", help="the bad ones may run on all cores")
+    parser.add_argument("--any-core", action="store_true", help="all may run on all cores")
     parser.add_argument("--log", action="store_true", help="show the server's log")
     parser.add_argument("--json", default=os.devnull)
     chosen = parser.parse_args()
@@ -205,7 +205,7 @@ def main() -> None:
         ExitStack() as servers,
     ):
         for each, where in ((other_folder, cores), (folder, good_cores)):
-            os.sched_setaffinity(0, where)
+            os.sched_setaffinity(0, where)  # inherited: by this server, and after the last by the good ones
             servers.enter_context(fake_process(Path(each), stderr, engine=engine))
         endpoint, other = f"ipc://{folder}/s.sock", f"ipc://{other_folder}/s.sock"
         kinds: tuple[tuple[str, list[str], str], ...] = (

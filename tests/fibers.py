@@ -88,6 +88,11 @@ class Block:
         self._ready.extend(members)
         return fiber.value
 
+    def exchange(self, place: Hashable, count: int, value: Any) -> list[Any]:
+        """The values of all `count` fibers that come to a place, in the order of their numbers."""
+        values: list[Any] = self.meet(place, count, value, lambda values: [values] * count)
+        return values
+
     def meet_all(self) -> None:
         """Wait until every fiber has come that has not ended."""
         if len(self._all) + 1 < self._num_left:

@@ -170,9 +170,7 @@ class Walker:
         self._warp("syncwarp", None, None)
 
     def _count(self, vote: int) -> int:
-        count = self._index["blockDim"]
-        total: int = self._block.meet("count", count, int(vote), lambda votes: [sum(votes)] * count)
-        return total
+        return sum(self._block.exchange("count", self._index["blockDim"], int(vote)))
 
     def _begin(self, address: int, count: int) -> None:
         self._near(address, 8)
@@ -205,8 +203,7 @@ class Walker:
 
     def _exchange(self, name: str, value: Any) -> list[Any]:
         """The values of all lanes of a warp."""
-        values: list[Any] = self._warp(name, value, lambda values: [values] * WARP)
-        return values
+        return self._block.exchange((name, _this().warp), WARP, value)
 
     def _shuffle(self, lanes: int, value: Any, lane: int) -> Any:
         return self._exchange("shuffle", value)[int(lane)]

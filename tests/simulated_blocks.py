@@ -10,10 +10,10 @@ import numpy as np
 from fibers import Block, Fiber, this_fiber
 from numba.cuda.simulator import kernel, kernelapi
 
-__all__ = ["SimulatedThread", "fibers_for_threads"]
+__all__ = ["fibers_for_threads"]
 
 
-class SimulatedThread(Fiber):
+class _Thread(Fiber):
     """A thread of a block, with what the simulator asks of one."""
 
     def __init__(self, manager: "_Blocks", block: Any, place: Any, body: Callable[[], None]) -> None:
@@ -29,8 +29,7 @@ class SimulatedThread(Fiber):
 
     def exchange(self, value: Any) -> list[Any]:
         """The values of all lanes of a warp."""
-        lanes = 32
-        return self._manager.block.meet(("warp", self.number // lanes), lanes, value, lambda each: [each] * lanes)  # type: ignore[no-any-return]
+        return self._manager.block.exchange(("warp", self.number // 32), 32, value)
 
     def _named(self) -> None:
         try:
@@ -43,7 +42,7 @@ class SimulatedThread(Fiber):
 class _Blocks(kernel.BlockManager):  # type: ignore[misc]
     def run(self, grid_point: Any, *arguments: Any) -> None:
         places = np.ndindex(*self._block_dim)
-        self.block = Block([SimulatedThread(self, grid_point, place, lambda: self._f(*arguments)) for place in places])
+        self.block = Block([_Thread(self, grid_point, place, lambda: self._f(*arguments)) for place in places])
         self._seen: set[int] = set()
         with ExitStack() as self._swapped:
             self.block.run()

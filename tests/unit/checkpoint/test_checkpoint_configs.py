@@ -190,7 +190,7 @@ def mutate(draw: Any, value: Any) -> Any:
     return draw(VALUES)
 
 
-@settings(max_examples=150, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_oss", "mxfp4"])
 @given(data=st.data())
 def test_mutated_configs_load_or_are_refused(
