@@ -7,6 +7,7 @@ import secrets
 import signal
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import closing, nullcontext
 from types import FrameType, TracebackType
 from typing import Self
 
@@ -17,6 +18,7 @@ from lowlat.errors import ConfigError, LowlatError
 from lowlat.ipc.endpoint import EndpointLock, parse_endpoint, prepare_socket
 from lowlat.ipc.engine import Codec, Engine
 from lowlat.ipc.limits import Limits
+from lowlat.ipc.server.attention import Attention
 from lowlat.ipc.server.decode_thread import DecodeThread
 from lowlat.ipc.server.events import DecodeStop, DrainAsked, Event, Failed
 from lowlat.ipc.server.io_thread import IoThread
@@ -85,9 +87,10 @@ class Server:
         self._authenticator: ThreadAuthenticator | None = None
         self._text: TextThread | None = None
         self._io: IoThread | None = None
-        self._attention = threading.Event()  # the end is near: whoever runs the server should look
+        self._attention = Attention()  # the end is near: whoever runs the server should look
         self._failed = False
         self._num_signals = 0
+        self._runs = False
         self._closed = False
         self.exit_code: int | None = None
 
@@ -114,8 +117,8 @@ class Server:
         a second, even where a device's thread hangs.
         """
         is_main = threading.current_thread() is threading.main_thread()
-        before = {number: signal.signal(number, self._signalled) for number in _SIGNALS} if is_main else {}
-        try:
+        self._runs = True
+        with closing(self._attention), self._attention.signals(_SIGNALS, self._signalled) if is_main else nullcontext():
             if self._io is None:
                 self.start()
             if is_main:
@@ -126,9 +129,6 @@ class Server:
             if is_main and self._failed:
                 self._leave_process()
             self.close()
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
         return self.exit_code or 0
 
     def drain(self, deadline_s: float | None = None) -> None:
@@ -160,7 +160,10 @@ class Server:
         if not self._decode.is_alive():
             self._decode.close()
         self._inbox.close()
-        self._attention.set()
+        if self._runs:
+            self._attention.set()  # `run` closes it
+        else:
+            self._attention.close()
 
     def __enter__(self) -> Self:
         self.start()

@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import zmq.auth
 from fake_engine import FakeEngine, expected_tokens
 from fake_process import fake_process
 from raw_client import raw_client
-from served import Serve
+from served import Serve, eventually
 
 from lowlat.errors import ConfigError, LowlatError
 from lowlat.ipc.limits import Limits
@@ -53,6 +54,27 @@ def test_a_client_of_the_same_user_can_drain(serve: Serve) -> None:
     other.finish(done)
     assert done.token_ids == expected_tokens([1, 2, 3], 20)
     assert served.engine.closed
+
+
+def test_a_signal_that_another_thread_got_drains_too(serve: Serve) -> None:
+    """The kernel may give it to any thread, and Python's handler runs in the main one, which waits."""
+    served = serve(FakeEngine(0.01))
+    client, before = served.client(), signal.getsignal(signal.SIGTERM)
+    done = client.submit(1, max_tokens=20)
+    client.wait_tokens(done, 1)
+
+    def signal_itself() -> None:
+        eventually(lambda: signal.getsignal(signal.SIGTERM) != before)
+        time.sleep(0.1)  # the main thread waits by now
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+
+    thread = threading.Thread(target=signal_itself)
+    thread.start()
+    assert served.server.run() == 0
+    thread.join()
+    client.finish(done)
+    assert done.token_ids == expected_tokens([1, 2, 3], 20)
+    assert signal.getsignal(signal.SIGTERM) == before and signal.set_wakeup_fd(-1) == -1
 
 
 def test_a_failure_returns_a_code_where_the_process_is_not_the_servers(serve: Serve) -> None:

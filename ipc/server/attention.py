@@ -1,0 +1,65 @@
+"""A flag that any thread raises, and that the main thread waits for, together with signals."""
+
+import os
+import select
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+
+__all__ = ["Attention"]
+
+ENOUGH = 4096  # bytes in the pipe that are read at once
+
+
+class Attention:
+    """Raised once; waiting for it lets signals' handlers run.
+
+    The kernel may give a signal to any thread of the process, such as one of a device's driver; a main thread that
+    waits for a lock would not learn of it. So this one polls a pipe, into which Python writes at every signal.
+    """
+
+    def __init__(self) -> None:
+        self._raised = self._closed = False
+        self._lock = threading.Lock()  # of the descriptors' end
+        self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def set(self) -> None:
+        """Raise it; any thread, and any number of times."""
+        self._raised = True
+        with self._lock:
+            if not self._closed:
+                with suppress(BlockingIOError):  # full: who waits wakes anyway
+                    os.write(self._writer, b"\0")
+
+    def wait(self) -> None:
+        """Return when it is raised; one thread at a time."""
+        poll = select.poll()
+        poll.register(self._reader, select.POLLIN)
+        while not self._raised:
+            if poll.poll():
+                os.read(self._reader, ENOUGH)
+
+    @contextmanager
+    def signals(
+        self, numbers: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], None]
+    ) -> Iterator[None]:
+        """In the main thread: signals are handled, and end a `wait` for as long as their handler takes."""
+        before = {number: signal.signal(number, handler) for number in numbers}
+        descriptor = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
+            for number, old in before.items():
+                signal.signal(number, old)
+
+    def close(self) -> None:
+        """Raise it and give the pipe back; nobody may wait any more."""
+        self._raised = True
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                os.close(self._reader)
+                os.close(self._writer)
