@@ -1,10 +1,11 @@
-"""Times of the experts' two products inside a graph, over experts that have left the L2, and of ways to cut them.
+"""Times of the experts' products inside a graph, over experts that have left the L2, and of ways to cut them.
 
     python -m bench.experts --out /tmp/experts.json
     python -m bench.experts --stages 1 2 3 4 --warps 9 15
 
-gpt-oss-120b's sizes. Every copy in the graph reads other experts. A pair of launches, as a step has them, is timed
-beside each product alone, because the second one's first weights travel while the first one ends.
+gpt-oss-120b's sizes. Every copy in the graph reads other experts. A pair of launches is timed beside each product
+alone, because the second one's first weights travel while the first one ends; and the mixture in one launch, as a step
+has it, behind a router, which fills the memory in which its blocks await each other.
 """
 
 import argparse
@@ -20,10 +21,13 @@ from bench.wall import measure_wall
 from lowlat.errors import ShapeError
 from lowlat.executors.launcher import Launcher
 from lowlat.kernels.expert_packing import SCALE_OFFSET, PackedExperts, allocate_experts
+from lowlat.kernels.experts_choice import Choice
 from lowlat.kernels.experts_down import experts_down
 from lowlat.kernels.experts_gate_up import experts_gate_up
+from lowlat.kernels.experts_mlp import experts_mlp
 from lowlat.kernels.experts_plan import DOWN, GATE_UP, ExpertPlan, ExpertShape, plan_experts
 from lowlat.kernels.kernel import KernelCall
+from lowlat.kernels.router import router
 
 __all__ = ["entries", "main"]
 
@@ -52,7 +56,7 @@ def _ids(rows: int, distinct: int, num_experts: int, copy: int, device: torch.de
 
 
 def entries(launcher: Launcher, num_experts: int, quantised: bool, cuts: Sequence[dict[str, int]]) -> list[Entry]:
-    """One entry a case, a cut and a product, and one for both products behind each other."""
+    """One entry a case, a cut and a product, and one for both products behind each other; a case's mixture, uncut."""
     device = launcher.device
     up, down = (_experts(rows, num_experts, quantised, device) for rows in (2 * HIDDEN, HIDDEN))
     bias = torch.randn(num_experts, 2 * HIDDEN, device=device).bfloat16()
@@ -99,6 +103,9 @@ def entries(launcher: Launcher, num_experts: int, quantised: bool, cuts: Sequenc
         made.append(Entry(f"gate_up: {label}", first, COPIES, moved[0]))
         made.append(Entry(f"down: {label}", second, COPIES, moved[1]))
         made.append(Entry(f"both: {label}", _both(first, second), COPIES, sum(moved)))
+        if not cut:
+            mixture = _mixture(launcher, x, ids, (up, down), (bias, down_bias))
+            made.append(Entry(f"router and mixture: {label}", mixture, COPIES, sum(moved)))
     return made
 
 
@@ -106,6 +113,33 @@ def _both(
     first: Callable[[int], list[KernelCall]], second: Callable[[int], list[KernelCall]]
 ) -> Callable[[int], list[KernelCall]]:
     return lambda copy: [*first(copy), *second(copy)]
+
+
+def _mixture(
+    launcher: Launcher, x: torch.Tensor, ids: list[torch.Tensor], experts: tuple[PackedExperts, PackedExperts],
+    biases: tuple[torch.Tensor, torch.Tensor],
+) -> Callable[[int], list[KernelCall]]:  # fmt: skip
+    """A router of its own logits, and the mixture of the experts with these ids in one launch."""
+    rows, num_experts = x.shape[0], experts[0].num_experts
+    weight, offset = x.new_empty(num_experts, HIDDEN).normal_(), x.new_zeros(num_experts)
+    norm_weight, normed, ignored = torch.ones_like(x[0]), torch.empty_like(x), x.new_empty(rows, num_experts).float()
+    activated, partials = x.new_empty(rows, RANKS, HIDDEN), x.new_empty(rows, RANKS, HIDDEN).float()
+    found, shares, total = torch.empty_like(ids[0]), ids[0].new_empty(rows, RANKS).float(), torch.empty_like(x)
+    spare = torch.empty_like(ignored)
+    logits = [torch.zeros_like(ignored).scatter_(1, each.long(), 9.0) for each in ids]
+
+    def calls(copy: int) -> list[KernelCall]:
+        filling = router(
+            x, norm_weight, weight, offset, normed=normed, logits=ignored, eps=1e-5, card=launcher.card,
+            awaited=(activated, partials, spare),
+        )  # fmt: skip
+        return filling + experts_mlp(
+            x=normed, choice=Choice(logits[copy]), gate_up=experts[0], gate_up_bias=biases[0], down=experts[1],
+            down_bias=biases[1], expert_ids=found, expert_weights=shares, activated=activated, partials=partials,
+            residual=x, total=total, limit=7.0, alpha=1.702, card=launcher.card,
+        )  # fmt: skip
+
+    return calls
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

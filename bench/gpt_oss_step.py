@@ -134,18 +134,12 @@ class OssStep(ExecutorStep):
 
 
 def with_experts(sites: Sequence[CallSite], model: OssModel, distinct_experts: Sequence[int]) -> list[CallSite]:
-    """The sites of a step, with the bytes of the experts that their layers chose: two parts of three in gate_up."""
-    shares = {"experts_gate_up": 2 / 3, "experts_down": 1 / 3}
-    seen = dict.fromkeys(shares, 0)
-    found = []
-    for site in sites:
-        kind = next((kind for kind in shares if site.kernel.startswith(kind)), None)
-        if kind is not None:
-            moved = distinct_experts[seen[kind]] * expert_bytes(model) * shares[kind]
-            seen[kind] += 1
-            site = replace(site, moved_bytes=moved)
-        found.append(site)
-    return found
+    """The sites of a step, with the bytes of the experts that their layers chose."""
+    counts = iter(distinct_experts)
+    return [
+        replace(site, moved_bytes=next(counts) * expert_bytes(model)) if site.kernel.startswith("experts_mlp") else site
+        for site in sites
+    ]
 
 
 def make_step(model: OssModel, case: OssCase, weights: Weights, device: torch.device) -> OssStep:

@@ -12,6 +12,7 @@ import torch
 
 from lowlat.errors import ShapeError
 from lowlat.kernels import ptx
+from lowlat.kernels.awaited import is_missing
 from lowlat.kernels.experts_plan import ExpertPlan
 from lowlat.kernels.kernel import Argument
 from lowlat.kernels.norm import check_dtype, check_row_live
@@ -83,9 +84,14 @@ def _make_choose_row(plan: ExpertPlan, ranks: int, num_experts: int) -> Any:
     def choose(area: Any, logits: Any, row_live: Any, row: Any, lane: Any) -> None:
         """One warp: a row's largest logits and their softmax; logits may be older than the kernel before."""
         values, keys = cuda.local.array(own, float32), cuda.local.array(own, uint32)
-        for part in range(own):  # all loads are under way before anything waits for one
-            expert = min(uint32(lane + uint32(32 * part)), uint32(num_experts - 1))
-            values[part] = ptx.load_relaxed_gpu_f32(logits + int64(expert) * int64(4))
+        waits = True
+        while waits:
+            for part in range(own):  # all loads are under way before anything waits for one
+                expert = min(uint32(lane + uint32(32 * part)), uint32(num_experts - 1))
+                values[part] = ptx.load_relaxed_gpu_f32(logits + int64(expert) * int64(4))
+            waits = False
+            for part in range(own):
+                waits = waits or is_missing(ptx.bits_of_float(values[part]))
         live = is_live(row_live, row)
         for part in range(own):
             there = uint32(lane + uint32(32 * part)) < uint32(num_experts)

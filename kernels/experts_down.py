@@ -1,7 +1,7 @@
 """Down products of the experts that rows chose, weighed: one row of what is to be added for each of a row's ranks.
 
-The sum over ranks is a later kernel's. Experts are given, or chosen here by `experts_choice`; `experts_product` tells
-how weights are read.
+The sum over ranks is a later kernel's. Experts are given; `experts_mlp` chooses them itself and has both products.
+`experts_product` tells how weights are read.
 """
 
 from functools import cache
@@ -12,7 +12,6 @@ import torch
 from lowlat.errors import ShapeError
 from lowlat.kernels import ptx
 from lowlat.kernels.expert_packing import PackedExperts
-from lowlat.kernels.experts_choice import Choice
 from lowlat.kernels.experts_list import make_chosen, make_expert_of, make_pair_of, make_share_of
 from lowlat.kernels.experts_plan import DOWN, ExpertPlan, ExpertShape, example_plans, launches_of
 from lowlat.kernels.experts_product import Ending, make_product, make_total
@@ -20,7 +19,7 @@ from lowlat.kernels.kernel import H200, Card, Kernel, KernelCall
 from lowlat.kernels.numba_cuda import cuda, device_function, float32, int64, uint32
 from lowlat.kernels.reference.shapes import check_shape
 
-__all__ = ["examples", "experts_down"]
+__all__ = ["examples", "experts_down", "make_weighing"]
 
 
 def experts_down(
@@ -29,9 +28,8 @@ def experts_down(
     weight: PackedExperts,
     bias: torch.Tensor,
     out: torch.Tensor,
-    expert_ids: torch.Tensor | None = None,
-    expert_weights: torch.Tensor | None = None,
-    choice: Choice | None = None,
+    expert_ids: torch.Tensor,
+    expert_weights: torch.Tensor,
     card: Card = H200,
     plan: ExpertPlan | None = None,
 ) -> list[KernelCall]:
@@ -44,12 +42,10 @@ def experts_down(
                                zero where dead
     expert_ids      [M, R]     int32: no expert twice in a row; -1 dead
     expert_weights  [M, R]     float32: the shares
-    choice          by what rows choose their experts, in the place of ids and weights
     card            what it runs on
     plan            how to cut it; None: `plan_experts`'
-    Ids, or the logits of a choice, are read before the kernel before this one has ended. So they must have been written
-    before `experts_gate_up`, which must come between: it lets later kernels start only when what came before it has
-    ended. The ids that it writes by a choice are no such ids.
+    Ids are read before the kernel before this one has ended. So they must have been written before `experts_gate_up`,
+    which must come between: it lets later kernels start only when what came before it has ended.
     Time: the distinct experts' bytes over the memory's bandwidth. Captured: yes.
     Raises ShapeError for shapes that do not fit.
     """
@@ -59,29 +55,28 @@ def experts_down(
     check_shape("out", out, rows, ranks, weight.rows)
     if weight.columns % 8:
         raise ShapeError(f"a down matrix's columns must be a multiple of 8, got {weight.columns}")
-    if (expert_ids is None, expert_weights is None) != (choice is not None,) * 2:
-        raise ShapeError("experts are given by expert_ids and expert_weights, or chosen by a choice")
-    if choice is not None:
-        choice.check(rows, ranks, weight.num_experts)
-    if expert_ids is not None and expert_weights is not None:
-        check_shape("expert_ids", expert_ids, rows, ranks)
-        check_shape("expert_weights", expert_weights, rows, ranks)
+    check_shape("expert_ids", expert_ids, rows, ranks)
+    check_shape("expert_weights", expert_weights, rows, ranks)
     shape = ExpertShape(DOWN, weight.rows, weight.columns, ranks, weight.scales is not None)
-    scales, num_experts = 0 if weight.scales is None else weight.scales, 0 if choice is None else choice.num_experts
+    scales = 0 if weight.scales is None else weight.scales
     calls = []
     for part, pairs, chosen in launches_of(rows, shape, card, plan):
-        reads = (0, 0) if choice is None else choice.of(part)
-        given = [0 if tensor is None else tensor[part] for tensor in (expert_ids, expert_weights)]
-        ends = (bias, out[part], pairs, 0.0, 0.0)
-        arguments = (weight.words, scales, activated[part], *reads, *given, *ends)
-        calls.append(KernelCall(_make(shape, chosen, num_experts), (chosen.num_blocks, 1, 1), arguments))
+        given = (expert_ids[part], expert_weights[part])
+        arguments = (weight.words, scales, activated[part], *given, bias, out[part], pairs, 0.0, 0.0)
+        calls.append(KernelCall(_make(shape, chosen), (chosen.num_blocks, 1, 1), arguments))
     return calls
 
 
 @cache
-def _make(shape: ExpertShape, plan: ExpertPlan, num_experts: int) -> Kernel:
+def _make(shape: ExpertShape, plan: ExpertPlan) -> Kernel:
+    return make_product(shape, plan, make_weighing(shape, plan, plan.threads, chosen_here=False))
+
+
+def make_weighing(shape: ExpertShape, plan: ExpertPlan, threads: int, *, chosen_here: bool) -> Ending:
+    """What becomes of down's values; `threads` of a block clear the dead pairs."""
+    store = ptx.store_relaxed_gpu_f32 if chosen_here else ptx.store_global_f32
     rows, expert_of, pair_of, total_of = shape.rows, make_expert_of(plan), make_pair_of(plan), make_total(plan)
-    share_of = make_share_of(plan, chosen_here=num_experts > 0)
+    share_of = make_share_of(plan, chosen_here=chosen_here)
 
     @device_function
     def begin(lists: Any, beside: Any, unit: Any, tile: Any, place: Any, value: Any) -> Any:
@@ -100,14 +95,14 @@ def _make(shape: ExpertShape, plan: ExpertPlan, num_experts: int) -> Kernel:
         if row < rows:
             pair = pair_of(lists, unit, place)
             total = ptx.add_rn(total_of(area, place, value), ptx.float_of_bits(first << uint32(16)))
-            ptx.store_global_f32(out + (int64(pair) * rows + row) * 4, ptx.mul_rn(ptx.float_of_bits(second), total))
+            store(out + (int64(pair) * rows + row) * 4, ptx.mul_rn(ptx.float_of_bits(second), total))
 
-    return make_product(shape, plan, Ending(begin, finish, _make_clear(shape, plan)), num_experts)
+    return Ending(begin, finish, _make_clear(shape, threads))
 
 
-def _make_clear(shape: ExpertShape, plan: ExpertPlan) -> Any:
+def _make_clear(shape: ExpertShape, threads: int) -> Any:
     """A function: zeros for the dead pairs, each from one block."""
-    threads, rows, chosen = plan.threads, shape.rows, make_chosen()
+    rows, chosen = shape.rows, make_chosen()
 
     @device_function
     def clear(lists: Any, out: Any, count: Any, thread: Any) -> None:

@@ -1,6 +1,7 @@
 """Gate and up products of the experts that rows chose, and the clamped SwiGLU, in one launch.
 
-Experts are given, or chosen here by `experts_choice`; `experts_product` tells how weights are read.
+Experts are given; `experts_mlp` chooses them itself and has both products. `experts_product` tells how weights are
+read.
 """
 
 import math
@@ -12,16 +13,14 @@ import torch
 from lowlat.errors import ShapeError
 from lowlat.kernels import ptx
 from lowlat.kernels.expert_packing import PackedExperts
-from lowlat.kernels.experts_choice import Choice
 from lowlat.kernels.experts_list import make_chosen, make_expert_of, make_pair_of
 from lowlat.kernels.experts_plan import GATE_UP, ExpertPlan, ExpertShape, example_plans, launches_of
 from lowlat.kernels.experts_product import Ending, make_product, make_total
 from lowlat.kernels.kernel import H200, Card, Kernel, KernelCall
-from lowlat.kernels.norm import check_dtype
 from lowlat.kernels.numba_cuda import cuda, device_function, float32, int64, uint32
 from lowlat.kernels.reference.shapes import check_shape
 
-__all__ = ["examples", "experts_gate_up"]
+__all__ = ["examples", "experts_gate_up", "make_swiglu"]
 
 
 def experts_gate_up(
@@ -33,21 +32,17 @@ def experts_gate_up(
     out: torch.Tensor,
     limit: float,
     alpha: float,
-    choice: Choice | None = None,
-    expert_weights: torch.Tensor | None = None,
     card: Card = H200,
     plan: ExpertPlan | None = None,
 ) -> list[KernelCall]:
     """Gate and up products of the chosen experts and the clamped SwiGLU, in one launch for each 64 rows.
 
     x               [M, K]      bf16; with MXFP4 magnitudes below 2**64
-    expert_ids      [M, R]      int32: no expert twice in a row; -1 dead. With a choice out: largest logit first
+    expert_ids      [M, R]      int32: no expert twice in a row; -1 dead
     weight          [E, 2I, K]  packed in the order of `gate_up_order`
     bias            [E, 2I]     bf16, in the weight's order
     out             [M, R, I]   bf16, out: (up + 1) * gate * sigmoid(alpha * gate), the gate at most `limit`, up within
                                 +-`limit`; in float32, rounded once; zero where dead
-    choice          by what rows choose their experts; None: the ids are given
-    expert_weights  [M, R]      float32, out with a choice, None without: shares, which sum to 1; 0 where dead
     card            what it runs on
     plan            how to cut it; None: `plan_experts`'
     It lets the next kernel start only when the kernel before it has ended: what was written before it is settled then.
@@ -60,27 +55,26 @@ def experts_gate_up(
     check_shape("out", out, rows, ranks, weight.rows // 2)
     if weight.rows % 16 or weight.columns % 8:
         raise ShapeError(f"a gate_up matrix must be of multiples of 16 and 8, got {weight.rows} by {weight.columns}")
-    if (choice is None) != (expert_weights is None):
-        raise ShapeError("a choice gives ids and expert_weights; without one there are no expert_weights to write")
-    if choice is not None and expert_weights is not None:
-        choice.check(rows, ranks, weight.num_experts)
-        check_shape("expert_weights", expert_weights, rows, ranks)
-        check_dtype(torch.float32, expert_weights=expert_weights)
-        check_dtype(torch.int32, expert_ids=expert_ids)
     shape = ExpertShape(GATE_UP, weight.rows, weight.columns, ranks, weight.scales is not None)
-    scales, num_experts = 0 if weight.scales is None else weight.scales, 0 if choice is None else choice.num_experts
+    scales = 0 if weight.scales is None else weight.scales
     calls = []
     for part, pairs, chosen in launches_of(rows, shape, card, plan):
-        reads = (0, 0) if choice is None else choice.of(part)
-        shares = 0 if expert_weights is None else expert_weights[part]
-        ends = (bias, out[part], pairs, limit, alpha)
-        arguments = (weight.words, scales, x[part], *reads, expert_ids[part], shares, *ends)
-        calls.append(KernelCall(_make(shape, chosen, num_experts), (chosen.num_blocks, 1, 1), arguments))
+        arguments = (weight.words, scales, x[part], expert_ids[part], 0, bias, out[part], pairs, limit, alpha)
+        calls.append(KernelCall(_make(shape, chosen), (chosen.num_blocks, 1, 1), arguments))
     return calls
 
 
 @cache
-def _make(shape: ExpertShape, plan: ExpertPlan, num_experts: int) -> Kernel:
+def _make(shape: ExpertShape, plan: ExpertPlan) -> Kernel:
+    return make_product(shape, plan, make_swiglu(shape, plan, plan.threads))
+
+
+def make_swiglu(shape: ExpertShape, plan: ExpertPlan, threads: int, *, awaited: bool = False) -> Ending:
+    """What becomes of gate and up values; `threads` of a block clear the dead pairs.
+
+    awaited  other blocks of the launch wait for the results, as `awaited` has it
+    """
+    store = ptx.store_relaxed_gpu_u16 if awaited else ptx.store_global_u16
     rows, expert_of, pair_of, total_of = shape.rows, make_expert_of(plan), make_pair_of(plan), make_total(plan)
     width = rows // 2
 
@@ -99,9 +93,9 @@ def _make(shape: ExpertShape, plan: ExpertPlan, num_experts: int) -> Kernel:
         up = ptx.add_rn(total_of(area, place, value + uint32(8)), ptx.float_of_bits(second << uint32(16)))
         pair = pair_of(lists, unit, place)
         at = int64(pair) * width + int64(tile) * 8 + int64(value)
-        ptx.store_global_u16(out + at * 2, ptx.bf16_bits(_clamped_swiglu(gate, up, limit, alpha)))
+        store(out + at * 2, ptx.bf16_bits(_clamped_swiglu(gate, up, limit, alpha)))
 
-    return make_product(shape, plan, Ending(begin, finish, _make_clear(shape, plan)), num_experts)
+    return Ending(begin, finish, _make_clear(shape, threads))
 
 
 @device_function
@@ -114,9 +108,9 @@ def _clamped_swiglu(gate: Any, up: Any, limit: Any, alpha: Any) -> Any:
     return ptx.mul_rn(ptx.add_rn(up, float32(1)), ptx.mul_rn(gate, share))
 
 
-def _make_clear(shape: ExpertShape, plan: ExpertPlan) -> Any:
+def _make_clear(shape: ExpertShape, threads: int) -> Any:
     """A function: zeros for the dead pairs, each from one block."""
-    threads, pieces, chosen = plan.threads, shape.rows // 16, make_chosen()
+    pieces, chosen = shape.rows // 16, make_chosen()
 
     @device_function
     def clear(lists: Any, out: Any, count: Any, thread: Any) -> None:

@@ -212,9 +212,8 @@ def launches_of(
 
 def example_plans(
     kind: str, shape: tuple[int, int], odd: tuple[int, int], card: Card
-) -> list[tuple[ExpertShape, ExpertPlan, int]]:
-    """Shapes, plans for a card, and how many experts are chosen among: gpt-oss in MXFP4 and bf16, 1 to 64 rows, an odd
-    shape; with experts that are given (0) or chosen, which takes more registers.
+) -> list[tuple[ExpertShape, ExpertPlan]]:
+    """Shapes, and plans for a card: gpt-oss in MXFP4 and bf16, 1 to 64 rows, an odd shape.
 
     shape, odd  rows and columns of an expert's matrix
     """
@@ -223,5 +222,5 @@ def example_plans(
         ExpertShape(kind, *shape, 4, False),
         ExpertShape(kind, *odd, 2, True),
     )
-    cases = ((1, large, 128), (4, large, 0), (64, large, 128), (4, plain, 0), (3, small, 5))
-    return [(each, plan_experts(rows, each, card), num_experts) for rows, each, num_experts in cases]
+    cases = ((1, large), (4, large), (64, large), (4, plain), (3, small))
+    return [(each, plan_experts(rows, each, card)) for rows, each in cases]

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowlat.kernels import ptx
-from lowlat.kernels.experts_choice import make_choose, make_publish
 from lowlat.kernels.experts_copy import make_fetch, make_load_inputs
 from lowlat.kernels.experts_list import make_expert_of, make_list_units, make_members_of
 from lowlat.kernels.experts_multiply import make_multiply
@@ -25,7 +24,16 @@ from lowlat.kernels.handover import Handover, make_handover
 from lowlat.kernels.kernel import Kernel
 from lowlat.kernels.numba_cuda import cuda, device_function, float32, int64, types, uint32
 
-__all__ = ["Ending", "make_product", "make_total"]
+__all__ = [
+    "Ending",
+    "make_finishing",
+    "make_multiplying",
+    "make_product",
+    "make_total",
+    "make_travelling",
+    "nothing_travels",
+    "run_of",
+]
 
 
 @dataclass(frozen=True)
@@ -42,43 +50,36 @@ class Ending:
     clear: Any
 
 
-def make_product(shape: ExpertShape, plan: ExpertPlan, ending: Ending, num_experts: int) -> Kernel:
-    """The kernel of a product, its name without what an ending closes over beside the shape and the plan.
-
-    num_experts  of which every block chooses by logits; 0: ids and shares are given
-    """
+def make_product(shape: ExpertShape, plan: ExpertPlan, ending: Ending) -> Kernel:
+    """The kernel of one product of given experts; its name has what an ending closes over: the shape and the plan."""
     quantised = "mxfp4" if shape.quantised else "bf16"
     name = (
         f"experts_{shape.kind}_{shape.rows}x{shape.columns}x{shape.ranks}_{quantised}_"
         f"{plan.columns}x{plan.capacity}x{plan.warps}x{plan.finishing}x{plan.part}x{plan.stages}"
-        f"{'' if plan.patient else '_awake'}{f'_chosenE{num_experts}' if num_experts else ''}"
+        f"{'' if plan.patient else '_awake'}"
     )
-    signature = (*(types.int64,) * 10, types.float32, types.float32)
-    function, shared_bytes = _kernel(shape, plan, ending, num_experts), plan.shared_bytes(shape)
+    signature = (*(types.int64,) * 8, types.float32, types.float32)
+    function, shared_bytes = _kernel(shape, plan, ending), plan.shared_bytes(shape)
     return Kernel(name, function, signature, plan.threads, 1, shared_bytes, most_blocks=1)
 
 
-@device_function
-def _skip(_lists: Any, _first: Any, _second: Any, _count: Any, _thread: Any) -> None:
-    return
-
-
-def _kernel(shape: ExpertShape, plan: ExpertPlan, ending: Ending, num_experts: int) -> Callable[..., None]:
+def _kernel(shape: ExpertShape, plan: ExpertPlan, ending: Ending) -> Callable[..., None]:
     tiles, warps = shape.tiles, plan.warps
     sums_at = warps * plan.ring_bytes(shape)
     lists_at = sums_at + plan.stages * plan.area_bytes
     barriers_at = lists_at + plan.list_bytes
     handover = make_handover(plan.stages, warps, plan.finishing, patient=plan.patient)
-    multiply, finish = _make_multiplying(shape, plan, handover), _make_finishing(shape, plan, ending, handover)
-    chosen_here, ids_are_old = num_experts > 0, shape.kind == DOWN
-    choose = make_choose(plan, shape.ranks, num_experts) if chosen_here else _skip
-    publish = make_publish(plan) if chosen_here and not ids_are_old else _skip
-    list_units = make_list_units(plan, chosen_here=chosen_here)
+    ids_are_old = shape.kind == DOWN
+    begin_copies, _ = make_travelling(shape, plan)
+    fill, multiply = make_multiplying(shape, plan, handover, plan.stage_bytes(shape), nothing_travels)
+    wait_for_all = ptx.copies_wait(0)
+    finish = make_finishing(shape, plan, ending, handover, plan.warps * 32)
+    list_units = make_list_units(plan, chosen_here=False)
     begin_handover, clear = handover.begin, ending.clear
 
     def experts_product(
-        weight: Any, scales: Any, x: Any, logits: Any, row_live: Any, ids: Any, shares: Any, bias: Any, out: Any,
-        count: Any, limit: Any, alpha: Any,
+        weight: Any, scales: Any, x: Any, ids: Any, shares: Any, bias: Any, out: Any, count: Any, limit: Any,
+        alpha: Any,
     ) -> None:  # fmt: skip
         base = ptx.varying(ptx.shared_address(cuda.shared.array(shape=0, dtype=float32)))
         thread = uint32(cuda.threadIdx.x)
@@ -89,29 +90,42 @@ def _kernel(shape: ExpertShape, plan: ExpertPlan, ending: Ending, num_experts: i
         if not ids_are_old:
             ptx.wait_for_previous_kernel()
         ptx.let_next_kernel_start()
-        choose(lists, logits, row_live, count, thread)
         units = list_units(lists, ids, count, thread)
-        block, blocks = uint32(cuda.blockIdx.x), uint32(cuda.gridDim.x)
-        total = uint32(units * uint32(tiles))
-        each = uint32(total // blocks)
-        longer = uint32(total - each * blocks)  # blocks with a tile more than the others: the first
-        first = uint32(block * each + min(block, longer))
-        unit = uint32(first // uint32(tiles))
-        left = uint32(each + (uint32(1) if block < longer else uint32(0)))
-        run = unit, uint32(first - unit * uint32(tiles)), left
+        run = run_of(units, tiles, uint32(cuda.blockIdx.x), uint32(cuda.gridDim.x))
         if thread < uint32(warps * 32):
-            multiply(base, areas, barriers, lists, weight, scales, x, run, thread)
+            lane, warp, weights = (
+                uint32(thread & uint32(31)),
+                uint32(thread >> uint32(5)),
+                (weight, scales, weight, scales),
+            )
+            ahead = begin_copies(lists, run, warp)
+            ahead, behind = fill(base, lists, weights, ahead, ahead, warp, lane)
+            if ids_are_old:
+                ptx.wait_for_previous_kernel()
+            multiply(base, areas, barriers, lists, weights, x, run, ahead, behind, uint32(0), warp, lane)
+            wait_for_all()
         else:
             if ids_are_old:
                 ptx.wait_for_previous_kernel()
             finish(areas, barriers, lists, (bias, shares), out, run, thread, limit, alpha)
         clear(lists, out, count, thread)
-        publish(lists, ids, shares, count, thread)
 
     return experts_product
 
 
-def _make_fetch_next(shape: ExpertShape, plan: ExpertPlan) -> tuple[Any, Any]:
+@device_function
+def run_of(units: Any, tiles: Any, block: Any, blocks: Any) -> Any:
+    """A block's run of the tiles of all units: its first unit, the tile in it, and how many tiles the run has."""
+    total = uint32(units * uint32(tiles))
+    each = uint32(total // blocks)
+    longer = uint32(total - each * blocks)  # blocks with a tile more than the others: the first
+    first = uint32(block * each + min(block, longer))
+    unit = uint32(first // uint32(tiles))
+    left = uint32(each + (uint32(1) if block < longer else uint32(0)))
+    return unit, uint32(first - unit * uint32(tiles)), left
+
+
+def make_travelling(shape: ExpertShape, plan: ExpertPlan) -> tuple[Any, Any]:
     """Two functions of a warp: where its copies begin in a run, and let the next part travel, if there is one.
 
     Where copies are: the number of the warp's first step of a tile, tiles left of the unit, the unit, tiles of the run
@@ -121,29 +135,31 @@ def _make_fetch_next(shape: ExpertShape, plan: ExpertPlan) -> tuple[Any, Any]:
     expert_of, fetch, held = make_expert_of(plan), make_fetch(shape, plan), part == own
 
     @device_function
-    def begin(lists: Any, run: Any, first: Any) -> Any:
+    def begin(lists: Any, run: Any, warp: Any) -> Any:
         unit, inner, left = run
         count, number = min(left, uint32(uint32(tiles) - inner)), uint32(0)
         if left > uint32(0):
-            number = uint32(uint32(expert_of(lists, unit) * uint32(tiles) + inner) * uint32(steps) + first)
+            tile = uint32(expert_of(lists, unit) * uint32(tiles) + inner)
+            number = uint32(tile * uint32(steps) + warp * uint32(own))
         return number, count, unit, uint32(left - count), uint32(0)
 
     @device_function
-    def fetch_next(place: Any, lists: Any, words: Any, scales: Any, ahead: Any, first: Any, lane: Any) -> Any:
+    def travel(place: Any, lists: Any, words: Any, scales: Any, ahead: Any, warp: Any, lane: Any) -> Any:
         number, count, unit, left, done = ahead
         if count > uint32(0):
-            fetch(place, words, scales, uint32(number + done), _left_of(first, done, steps, own), lane)
+            along = int64(lane * uint32(16))
+            rest = _left_of(uint32(warp * uint32(own)), done, steps, own)
+            fetch(place, words + along, scales + along, uint32(number + done), rest, lane)
             if not held:
                 done = uint32(done + uint32(part))
             if held or done >= uint32(own):
                 number, count, done = uint32(number + uint32(steps)), uint32(count - uint32(1)), uint32(0)
                 if count == uint32(0):
                     unit = uint32(unit + uint32(1))
-                    number, count, unit, left, done = begin(lists, (unit, uint32(0), left), first)
-        ptx.copies_commit()
+                    number, count, unit, left, done = begin(lists, (unit, uint32(0), left), warp)
         return number, count, unit, left, done
 
-    return begin, fetch_next
+    return begin, travel
 
 
 @device_function
@@ -154,36 +170,61 @@ def _left_of(first: Any, done: Any, steps: Any, own: Any) -> Any:
     return min(there, uint32(uint32(own) - done))
 
 
-def _make_multiplying(shape: ExpertShape, plan: ExpertPlan, handover: Handover) -> Any:
-    """A function of the warps that multiply: a warp's steps of all tiles of a run, their sums left to who finishes."""
+@device_function
+def nothing_travels(_place: Any, _lists: Any, _words: Any, _scales: Any, ahead: Any, _warp: Any, _lane: Any) -> Any:
+    """What travels behind the last product's parts."""
+    return ahead
+
+
+def make_multiplying(
+    shape: ExpertShape,
+    plan: ExpertPlan,
+    handover: Handover,
+    stage_bytes: int,
+    travel_behind: Any,
+    *,
+    awaited: bool = False,
+) -> tuple[Any, Any]:
+    """Two functions of the warps that multiply: fill a warp's pipeline, and multiply its steps of all tiles of a run.
+
+    Sums are left to who finishes. Where the run has no more parts, those of the product behind it travel in their
+    stead, so that their first ones are there when it begins; it begins with the stage that the first one leaves off at.
+
+    stage_bytes    from a stage to the next one
+    travel_behind  as `make_travelling` makes it, of the product behind
+    awaited        other blocks write the inputs meanwhile, as `awaited` has it
+    """
     tiles, steps, part, own, stages = shape.tiles, shape.steps, plan.part, plan.steps_a_warp(shape), plan.stages
-    ring_bytes, stage_bytes, words_bytes = plan.ring_bytes(shape), plan.stage_bytes(shape), part * shape.step_bytes
-    sum_bytes, area_bytes, ids_are_old = plan.sum_bytes, plan.area_bytes, shape.kind == DOWN
+    words_bytes, sum_bytes, area_bytes = part * shape.step_bytes, plan.sum_bytes, plan.area_bytes
     held = part == own  # inputs stay while a unit lasts
-    (begin, fetch_next), after = _make_fetch_next(shape, plan), handover.after
-    load_inputs, multiply = make_load_inputs(shape, plan), make_multiply(shape, plan)
-    store_sums, await_free, give = _make_store_sums(plan), handover.await_free, handover.give
-    wait_for_copies, wait_for_all = ptx.copies_wait(stages - 1), ptx.copies_wait(0)
+    next_part = _make_next_part(shape, plan, travel_behind)
+    load_inputs, multiply = make_load_inputs(shape, plan, awaited=awaited), make_multiply(shape, plan)
+    store_sums, await_free, give, after = _make_store_sums(plan), handover.await_free, handover.give, handover.after
+    wait_for_copies = ptx.copies_wait(stages - 1)
+
+    @device_function
+    def place_of(base: Any, warp: Any, lane: Any) -> Any:
+        return uint32(base + warp * uint32(stages * stage_bytes) + lane * uint32(16))
+
+    @device_function
+    def fill(base: Any, lists: Any, weights: Any, ahead: Any, behind: Any, warp: Any, lane: Any) -> Any:
+        mine = place_of(base, warp, lane)
+        for stage in range(stages):
+            place = uint32(mine + uint32(stage * stage_bytes))
+            ahead, behind = next_part(place, lists, weights, ahead, behind, warp, lane)
+        return ahead, behind
 
     @device_function
     def multiply_run(
-        base: Any, areas: Any, barriers: Any, lists: Any, weight: Any, scales: Any, x: Any, run: Any, thread: Any
-    ) -> None:
-        lane, warp, none = uint32(thread & uint32(31)), uint32(thread >> uint32(5)), uint32(0)
-        first, along = uint32(warp * uint32(own)), uint32(lane * uint32(16))
-        mine = uint32(base + warp * uint32(ring_bytes) + along)
-        words, powers = weight + int64(along), scales + int64(along)
-        to_scales = uint32((lane >> uint32(2)) * uint32(4) + uint32(words_bytes) - along)
-        ahead = begin(lists, run, first)
-        for stage in range(stages):
-            place = uint32(mine + uint32(stage * stage_bytes))
-            ahead = fetch_next(place, lists, words, powers, ahead, first, lane)
-        if ids_are_old:
-            ptx.wait_for_previous_kernel()
+        base: Any, areas: Any, barriers: Any, lists: Any, weights: Any, x: Any, run: Any, ahead: Any, behind: Any,
+        stage: Any, warp: Any, lane: Any,
+    ) -> Any:  # fmt: skip
+        none, mine, first = uint32(0), place_of(base, warp, lane), uint32(warp * uint32(own))
+        to_scales = uint32((lane >> uint32(2)) * uint32(4) + uint32(words_bytes) - lane * uint32(16))
         place = uint32((lane & uint32(3)) * uint32(2 * PAD * 4) + (lane >> uint32(2)) * uint32(4))
         sums_at = uint32(areas + warp * uint32(sum_bytes) + place)
         unit, inner, left = run
-        stage, phase, area, parity = none, uint32(1), none, uint32(1)
+        area, parity = none, uint32(1)
         while left > none:
             count = min(left, uint32(uint32(tiles) - inner))
             left, inner = uint32(left - count), none
@@ -201,26 +242,42 @@ def _make_multiplying(shape: ExpertShape, plan: ExpertPlan, handover: Handover) 
                     rest = _left_of(first, done, steps, own)
                     sums = multiply(sums, here, uint32(here + to_scales), inputs, rest)
                     ptx.sync_warp()
-                    ahead = fetch_next(here, lists, words, powers, ahead, first, lane)
-                    if held:
-                        area, parity = stage, phase
-                    stage, phase = after(stage, phase)
+                    ahead, behind = next_part(here, lists, weights, ahead, behind, warp, lane)
+                    stage = uint32(stage + uint32(1))
+                    if stage == uint32(stages):
+                        stage = none
                     done = uint32(done + uint32(part))
                 await_free(barriers, area, parity)
                 store_sums(uint32(sums_at + area * uint32(area_bytes)), lane, sums)
                 give(barriers, area, lane)
-                if not held:
-                    area, parity = after(area, parity)
+                area, parity = after(area, parity)
                 count = uint32(count - uint32(1))
             unit = uint32(unit + uint32(1))
-        wait_for_all()
+        return behind, stage
 
-    return multiply_run
+    return fill, multiply_run
 
 
-def _make_finishing(shape: ExpertShape, plan: ExpertPlan, ending: Ending, handover: Handover) -> Any:
+def _make_next_part(shape: ExpertShape, plan: ExpertPlan, travel_behind: Any) -> Any:
+    """A function of a warp: let the next part travel, or where none is left, the next one of the product behind."""
+    _, travel = make_travelling(shape, plan)
+
+    @device_function
+    def next_part(place: Any, lists: Any, weights: Any, ahead: Any, behind: Any, warp: Any, lane: Any) -> Any:
+        words, scales, words_behind, scales_behind = weights
+        if ahead[1] > uint32(0):
+            ahead = travel(place, lists, words, scales, ahead, warp, lane)
+        else:
+            behind = travel_behind(place, lists, words_behind, scales_behind, behind, warp, lane)
+        ptx.copies_commit()
+        return ahead, behind
+
+    return next_part
+
+
+def make_finishing(shape: ExpertShape, plan: ExpertPlan, ending: Ending, handover: Handover, first_thread: int) -> Any:
     """A function of the warps that finish: add up the others' sums, and hand each pair's values to the ending."""
-    tiles, values, warps, area_bytes = shape.tiles, shape.values, plan.warps, plan.area_bytes
+    tiles, values, area_bytes = shape.tiles, shape.values, plan.area_bytes
     members_of, begin, finish = make_members_of(plan), ending.begin, ending.finish
     await_full, release, after = handover.await_full, handover.release, handover.after
     lanes = plan.finishing * 32
@@ -230,7 +287,7 @@ def _make_finishing(shape: ExpertShape, plan: ExpertPlan, ending: Ending, handov
     def finish_run(
         areas: Any, barriers: Any, lists: Any, beside: Any, out: Any, run: Any, thread: Any, limit: Any, alpha: Any
     ) -> None:
-        index = uint32(thread - uint32(warps * 32))
+        index = uint32(thread - uint32(first_thread))
         unit, inner, left = run
         area, parity = uint32(0), uint32(0)
         while left > uint32(0):

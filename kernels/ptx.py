@@ -48,6 +48,7 @@ __all__ = [
     "load_global_nc_128",
     "load_global_u8",
     "load_global_u16",
+    "load_relaxed_gpu_128",
     "load_relaxed_gpu_f32",
     "load_shared_128",
     "load_shared_f32",
@@ -69,6 +70,8 @@ __all__ = [
     "store_global_u8",
     "store_global_u16",
     "store_global_u32",
+    "store_relaxed_gpu_f32",
+    "store_relaxed_gpu_u16",
     "store_release_system",
     "store_shared_64",
     "store_shared_128",
@@ -360,6 +363,11 @@ atomic_add_gpu = _instruction("atom.acq_rel.gpu.global.add.u32 $0, [$1], $2;", u
 load_acquire_gpu = _instruction("ld.acquire.gpu.global.u32 $0, [$1];", u32, (i64,))
 # past L1 as well, but later loads need not wait for it
 load_relaxed_gpu_f32 = _instruction("ld.relaxed.gpu.global.f32 $0, [$1];", f32, (i64,))
+load_relaxed_gpu_128 = _instruction("ld.relaxed.gpu.global.v4.u32 {$0,$1,$2,$3}, [$4];", (u32, 4), (i64,))
+store_relaxed_gpu_f32 = _instruction("st.relaxed.gpu.global.f32 [$0], $1;", None, (i64, f32))
+store_relaxed_gpu_u16 = _instruction(
+    "{ .reg .u16 t; cvt.u16.u32 t, $1; st.relaxed.gpu.global.u16 [$0], t; }", None, (i64, u32)
+)
 store_release_system = _instruction("st.release.sys.global.s64 [$0], $1;", None, (i64, i64))
 fence_system = _instruction("fence.acq_rel.sys;", None, ())
 

@@ -6,6 +6,7 @@ a logit's order of accumulation depends on the width alone. It knows nothing of 
 what the experts compute.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -13,7 +14,8 @@ import torch
 
 from lowlat.errors import ShapeError
 from lowlat.kernels import ptx
-from lowlat.kernels.kernel import H200, Card, Kernel, KernelCall
+from lowlat.kernels.awaited import MISSING
+from lowlat.kernels.kernel import H200, Argument, Card, Kernel, KernelCall
 from lowlat.kernels.norm import check_dtype, check_row_live, check_width
 from lowlat.kernels.norm_math import (
     CHUNK,
@@ -36,6 +38,7 @@ __all__ = ["MAX_WIDTH", "examples", "router"]
 MAX_WIDTH = 6144
 EXPERTS = 4  # of a block
 QUARTERS = WARPS // EXPERTS  # warps that share an expert
+MOST_AWAITED = 3
 DEAD = -1.0  # no row has such an inverse
 
 
@@ -49,6 +52,7 @@ def router(
     normed: torch.Tensor,
     logits: torch.Tensor,
     eps: float,
+    awaited: Sequence[torch.Tensor] = (),
     card: Card = H200,
 ) -> list[KernelCall]:
     """Norm each row, and multiply it with the router's weight.
@@ -59,6 +63,7 @@ def router(
     row_live        [M] or [B, T]  uint8; None: all rows are live
     normed          [M, N]  bf16     out: what `rms_norm` gives, bit for bit; zeros in dead rows
     logits          [M, E]  float32  out: weight @ normed + bias, products and sums by columns in a fixed order
+    awaited         at most three of any shape, of whole 16 bytes  out: `awaited.MISSING` throughout
     One launch; time: a few trips to memory. Raises ShapeError for shapes that do not fit, and N that is no multiple of
     8 or above MAX_WIDTH.
     """
@@ -80,8 +85,18 @@ def router(
     turns = -(-rows // held)
     grid = (blocks, min(turns, max(1, 2 * card.num_multiprocessors // blocks)), 1)
     live = 0 if row_live is None else row_live
+    none = MOST_AWAITED - len(awaited)
+    filled: tuple[Argument, ...] = (*awaited, *(0,) * none, *map(_chunks, awaited), *(0,) * none)
     kernel = _make(width, experts, held, _min_blocks(width, held, card), eps)
-    return [KernelCall(kernel, grid, (x, norm_weight, live, weight, bias, normed, logits, rows))]
+    return [KernelCall(kernel, grid, (x, norm_weight, live, weight, bias, normed, logits, rows, *filled))]
+
+
+def _chunks(awaited: torch.Tensor) -> int:
+    """Of 16 bytes. Raises ShapeError where they are not whole."""
+    num_bytes = awaited.numel() * awaited.element_size()
+    if num_bytes % 16:
+        raise ShapeError(f"router: what is awaited must be of a multiple of 16 bytes, got {num_bytes}")
+    return num_bytes // 16
 
 
 def _min_blocks(width: int, held: int, card: Card) -> int:
@@ -107,6 +122,8 @@ def _make(width: int, experts: int, held: int, min_blocks: int, eps: float) -> K
 
     def router(
         x: Any, norm_weight: Any, row_live: Any, weight: Any, bias: Any, normed: Any, logits: Any, rows: Any,
+        first_awaited: Any, second_awaited: Any, third_awaited: Any, first_chunks: Any, second_chunks: Any,
+        third_chunks: Any,
     ) -> None:  # fmt: skip
         ptx.let_next_kernel_start()
         shared_rows = cuda.shared.array(shared_words, uint32, alignment=16)
@@ -124,6 +141,9 @@ def _make(width: int, experts: int, held: int, min_blocks: int, eps: float) -> K
         if warp == uint32(0) and expert < uint32(experts):
             own_bias = ptx.load_global_bf16(bias + int64(expert) * int64(2))
         ptx.wait_for_previous_kernel()
+        _fill(first_awaited, first_chunks)
+        _fill(second_awaited, second_chunks)
+        _fill(third_awaited, third_chunks)
         first = int32(int32(cuda.blockIdx.y) * int32(held))
         while first < rows:
             row = int32(first + int32(warp))
@@ -153,9 +173,19 @@ def _make(width: int, experts: int, held: int, min_blocks: int, eps: float) -> K
                     ptx.store_global_f32(logits + place * int64(4), total)
             first = int32(first + int32(cuda.gridDim.y) * int32(held))
 
-    signature = (*(types.int64,) * 7, types.int32)
+    signature = (*(types.int64,) * 7, types.int32, *(types.int64,) * MOST_AWAITED, *(types.int32,) * MOST_AWAITED)
     name = f"router_n{width}_e{experts}_r{held}x{min_blocks}_eps{eps!r}"
     return Kernel(name, router, signature, THREADS, min_blocks)
+
+
+@device_function
+def _fill(awaited: Any, chunks: Any) -> None:
+    """All blocks' threads together: memory that says that nothing is there yet."""
+    block = int64(cuda.blockIdx.y) * int64(cuda.gridDim.x) + int64(cuda.blockIdx.x)
+    place, missing = int64(block * int64(THREADS) + int64(cuda.threadIdx.x)), uint32(MISSING)
+    while place < int64(chunks):
+        ptx.store_global_128(awaited + place * int64(16), missing, missing, missing, missing)
+        place = int64(place + int64(cuda.gridDim.x) * int64(cuda.gridDim.y) * int64(THREADS))
 
 
 def _steps(width: int) -> int:

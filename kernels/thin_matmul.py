@@ -37,7 +37,6 @@ from lowlat.kernels.thin_matmul_plan import (
     HeadsShape,
     MatmulPlan,
     MatmulShape,
-    NormShape,
     plan_matmul,
     rows_at_once,
     steps_to_hold,
@@ -45,7 +44,7 @@ from lowlat.kernels.thin_matmul_plan import (
 from lowlat.kernels.thin_matmul_tiles import make_fill, make_multiplying
 
 NUM_ROTATION = 10  # arguments of a kernel that only ROTATE uses
-NUM_NORM = 4  # and those of a norm
+NUM_NORM = 2  # and those of a norm
 
 __all__ = ["MAX_ROWS", "MatmulPlan", "Rotation", "RowsNorm", "examples", "plan_matmul", "steps_to_hold", "thin_matmul"]
 
@@ -79,16 +78,11 @@ class RowsNorm:
 
     weight    [K]        bf16
     row_live  [M]        uint8; None: all rows are live; dead ones become zeros
-    partials  [M, R, K]  float32: added to a row first, from the first rank on, as `experts_sum` adds them; then x must
-                         be older than any kernel that may still run when this one starts. None: nothing is added
-    total     [M, K]     bf16, out: x and its parts, with partials alone; x stays as it is
     """
 
     weight: torch.Tensor
     eps: float
     row_live: torch.Tensor | None = None
-    partials: torch.Tensor | None = None
-    total: torch.Tensor | None = None
 
 
 def thin_matmul(
@@ -126,7 +120,7 @@ def thin_matmul(
     check_shape("x", x, count, weight.columns)
     if depth % 8:
         raise ShapeError(f"a product's depth must be a multiple of 8, got {depth}")
-    before, held = (None, 0) if norm is None else (_norm_shape(norm, x), steps_to_hold(count, depth, card))
+    before, held = (None, 0) if norm is None else (_norm_eps(norm, x), steps_to_hold(count, depth, card))
     if norm is not None and not held:
         raise ShapeError(f"no block norms and holds {count} rows of {depth} elements")
     if rotation is not None:
@@ -176,32 +170,23 @@ def _rotation_arguments(rotation: Rotation, part: slice) -> tuple[Argument, ...]
     return (*tables, *(0 if each is None else each for each in (*caches, *rows)), part.start)
 
 
-def _norm_shape(norm: RowsNorm, x: torch.Tensor) -> NormShape:
+def _norm_eps(norm: RowsNorm, x: torch.Tensor) -> float:
     rows, depth = x.shape
     check_shape("norm.weight", norm.weight, depth)
     check_row_live(norm.row_live, rows)
-    check_dtype(torch.bfloat16, x=x, weight=norm.weight, total=norm.total)
-    if (norm.partials is None) != (norm.total is None):
-        raise ShapeError("a norm of sums needs both partials and total")
-    if norm.partials is None or norm.total is None:
-        return NormShape(norm.eps, 0)
-    check_shape("partials", norm.partials, rows, norm.partials.shape[1], depth)
-    check_dtype(torch.float32, partials=norm.partials)
-    check_shape("total", norm.total, rows, depth)
-    if norm.total.data_ptr() == x.data_ptr():
-        raise ShapeError("total must not be x: blocks that start late still read it")
-    return NormShape(norm.eps, norm.partials.shape[1])
+    check_dtype(torch.bfloat16, x=x, weight=norm.weight)
+    return norm.eps
 
 
 def _norm_arguments(norm: RowsNorm) -> tuple[Argument, ...]:
-    return (norm.weight, *(0 if each is None else each for each in (norm.row_live, norm.partials, norm.total)))
+    return norm.weight, 0 if norm.row_live is None else norm.row_live
 
 
 @cache
 def _make(shape: MatmulShape, plan: MatmulPlan) -> Kernel:
     flags = "".join(letter for letter, on in (("b", shape.bias), ("l", shape.live)) if on)
     heads = "" if shape.heads is None else "_" + "x".join(map(str, astuple(shape.heads)))
-    norm = "" if shape.norm is None else f"_norm{shape.norm.ranks}_eps{shape.norm.eps!r}"
+    norm = "" if shape.norm_eps is None else f"_norm_eps{shape.norm_eps!r}"
     name = (
         f"thin_matmul_{shape.epilogue}{heads}_{shape.width}x{shape.depth}_{flags}_"
         f"{plan.row_tiles}x{plan.columns}x{plan.weight_tiles}x{plan.stages}x{plan.areas}"
@@ -225,7 +210,7 @@ def _kernel(shape: MatmulShape, plan: MatmulPlan) -> Callable[..., None]:
     def thin_matmul(
         weight: Any, x: Any, row_live: Any, bias: Any, residual: Any, out: Any, count: Any, positions: Any,
         cosines: Any, sines: Any, k_cache: Any, v_cache: Any, table: Any, slots: Any, write_lens: Any, offsets: Any,
-        first_row: Any, norm_weight: Any, norm_live: Any, partials: Any, total: Any,
+        first_row: Any, norm_weight: Any, norm_live: Any,
     ) -> None:  # fmt: skip
         base = ptx.varying(ptx.shared_address(cuda.shared.array(shape=0, dtype=float32)))
         words, scales = cuda.local.array(num_words, uint32), cuda.local.array(num_scales, uint32)
@@ -236,13 +221,13 @@ def _kernel(shape: MatmulShape, plan: MatmulPlan) -> Callable[..., None]:
         if thread == uint32(0):
             begin_handover(barriers)
         ptx.let_next_kernel_start()
-        begin_norm(words, scales, x, norm_weight, count, thread)
+        begin_norm(scales, norm_weight, thread)
         ahead = int64(cuda.blockIdx.x), int64(warp), 0
         if warp < uint32(WARPS):  # weights do not depend on the kernel before
             ahead = fill(mine, weight, int64(warp), lane)
         cuda.syncthreads()
         ptx.wait_for_previous_kernel()
-        norm_rows(held, words, scales, x, norm_live, partials, total, count, thread)
+        norm_rows(held, words, scales, x, norm_live, count, thread)
         if warp < uint32(WARPS):
             multiply_tiles(mine, held, totals, barriers, weight, x, count, ahead, thread)
         elif warp < uint32(WARPS + finishing):
@@ -270,10 +255,10 @@ def examples(card: Card = H200) -> list[Kernel]:
     made.append(_make(rotated, plan_matmul(4, 6144, card)))
     heads = HeadsShape(64, 8, 64, 1, 32, 1025)
     for rows, shape in (
-        (1, MatmulShape(5120, 2880, ROTATE, True, False, heads, NormShape(1e-5, 4))),
-        (4, MatmulShape(28672, 4096, SILU, False, True, None, NormShape(1e-5, 0))),
-        (8, MatmulShape(97, 2880, FLOAT32, False, False, None, NormShape(1e-5, 0))),
-        (1, MatmulShape(97, 8192, BFLOAT16, True, False, None, NormShape(1e-6, 8))),
+        (1, MatmulShape(5120, 2880, ROTATE, True, False, heads, 1e-5)),
+        (4, MatmulShape(28672, 4096, SILU, False, True, None, 1e-5)),
+        (8, MatmulShape(97, 2880, FLOAT32, False, False, None, 1e-5)),
+        (1, MatmulShape(97, 8192, BFLOAT16, True, False, None, 1e-6)),
     ):
         if held := steps_to_hold(rows, shape.depth, card):
             made.append(_make(shape, plan_matmul(rows, shape.width, card, held)))

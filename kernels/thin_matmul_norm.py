@@ -1,14 +1,12 @@
 """The norm of a thin product's rows, by every block for itself: a launch and a trip to memory less than a norm alone.
 
-A block has as many threads as `norm_math` sums squares with, so a row has the bits that `rms_norm` gives it, or
-`experts_sum` where parts are added to it first. What was there before is read before the kernel before this one ends.
+A block has as many threads as `norm_math` sums squares with, so a row has the bits that `rms_norm` gives it.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
 from lowlat.kernels import ptx
-from lowlat.kernels.experts_sum import make_add_ranks
 from lowlat.kernels.norm_math import THREADS, WARPS, add_squares, inverse_rms, lane_sum, normalised_pair
 from lowlat.kernels.norm_row import is_live
 from lowlat.kernels.numba_cuda import cuda, device_function, float32, int64, uint32
@@ -34,28 +32,20 @@ class RowNorm:
 
 def make_norm(shape: MatmulShape, plan: MatmulPlan) -> RowNorm:
     """For a shape with a norm; else functions that do nothing."""
-    if shape.norm is None:
+    if shape.norm_eps is None:
         return _nothing()
     own = -(-shape.depth // (8 * THREADS))
     load_rows, load_scales = _make_load_rows(shape, plan, own), _make_load_scales(shape, own)
-    add_parts, summed = _make_add_parts(shape, plan, own, shape.norm.ranks), shape.norm.ranks > 0
-    sum_squares, scale_rows = _make_sum_squares(plan, own), _make_scale_rows(shape, plan, own, shape.norm.eps)
+    sum_squares, scale_rows = _make_sum_squares(plan, own), _make_scale_rows(shape, plan, own, shape.norm_eps)
     sums_at = plan.steps_held * plan.rows_bytes
 
     @device_function
-    def begin(words: Any, scales: Any, x: Any, weight: Any, count: Any, thread: Any) -> None:
+    def begin(scales: Any, weight: Any, thread: Any) -> None:
         load_scales(scales, weight, thread)
-        if summed:
-            load_rows(words, x, count, thread)
 
     @device_function
-    def finish(
-        held: Any, words: Any, scales: Any, x: Any, row_live: Any, partials: Any, total: Any, count: Any, thread: Any
-    ) -> None:
-        if summed:
-            add_parts(words, partials, total, count, thread)
-        else:
-            load_rows(words, x, count, thread)
+    def finish(held: Any, words: Any, scales: Any, x: Any, row_live: Any, count: Any, thread: Any) -> None:
+        load_rows(words, x, count, thread)
         sums = uint32(held + uint32(sums_at))
         sum_squares(words, sums, thread)
         cuda.syncthreads()
@@ -67,14 +57,11 @@ def make_norm(shape: MatmulShape, plan: MatmulPlan) -> RowNorm:
 
 def _nothing() -> RowNorm:
     @device_function
-    def begin(_words: Any, _scales: Any, _x: Any, _weight: Any, _count: Any, _thread: Any) -> None:
+    def begin(_scales: Any, _weight: Any, _thread: Any) -> None:
         return
 
     @device_function
-    def finish(
-        _held: Any, _words: Any, _scales: Any, _x: Any, _row_live: Any, _partials: Any, _total: Any, _count: Any,
-        _thread: Any,
-    ) -> None:  # fmt: skip
+    def finish(_held: Any, _words: Any, _scales: Any, _x: Any, _row_live: Any, _count: Any, _thread: Any) -> None:
         return
 
     return RowNorm(1, 1, begin, finish)
@@ -114,28 +101,6 @@ def _make_load_rows(shape: MatmulShape, plan: MatmulPlan, own: int) -> Any:
                 words[at], words[at + 1], words[at + 2], words[at + 3] = a, b, c, d
 
     return load_rows
-
-
-def _make_add_parts(shape: MatmulShape, plan: MatmulPlan, own: int, ranks: int) -> Any:
-    columns, depth, chunks = plan.columns, shape.depth, shape.depth // 8
-    add_ranks = make_add_ranks(depth, ranks)
-
-    @device_function
-    def add_parts(words: Any, partials: Any, total: Any, count: Any, thread: Any) -> None:
-        """What is added to the rows; the last block writes them out, rounded."""
-        writes = cuda.blockIdx.x == cuda.gridDim.x - 1
-        for row in range(columns):
-            real = min(int64(row), int64(count) - int64(1))
-            for part in range(own):
-                chunk, at = uint32(thread + uint32(part * THREADS)), 4 * (row * own + part)
-                if chunk < uint32(chunks):
-                    old = words[at], words[at + 1], words[at + 2], words[at + 3]
-                    a, b, c, d = add_ranks(old, partials + real * int64(4 * ranks * depth), chunk)
-                    words[at], words[at + 1], words[at + 2], words[at + 3] = a, b, c, d
-                    if writes and int64(row) < count:
-                        ptx.store_global_128(total + real * int64(2 * depth) + int64(chunk) * int64(16), a, b, c, d)
-
-    return add_parts
 
 
 def _make_sum_squares(plan: MatmulPlan, own: int) -> Any:

@@ -21,7 +21,6 @@ __all__ = [
     "HeadsShape",
     "MatmulPlan",
     "MatmulShape",
-    "NormShape",
     "plan_matmul",
     "rows_at_once",
     "steps_to_hold",
@@ -128,14 +127,6 @@ class HeadsShape:
 
 
 @dataclass(frozen=True)
-class NormShape:
-    """The norm of a product's rows before it; ranks: parts that are added to a row first."""
-
-    eps: float
-    ranks: int
-
-
-@dataclass(frozen=True)
 class MatmulShape:
     """A weight [width, depth], what comes before and what follows its product; `heads` with ROTATE alone."""
 
@@ -145,7 +136,7 @@ class MatmulShape:
     bias: bool
     live: bool
     heads: HeadsShape | None = None
-    norm: NormShape | None = None
+    norm_eps: float | None = None
 
     @property
     def steps(self) -> int:

@@ -1,4 +1,4 @@
-"""The threads of a CUDA block as fibers of one thread: each runs until it waits for others, and nothing is timed.
+"""The threads of CUDA blocks as fibers of one thread: each runs until it waits for others, and nothing is timed.
 
 Which of those that may go on does so next is drawn from a seed: who reads too early is found out, and found out again
 in the next run.
@@ -11,15 +11,17 @@ from typing import Any
 
 from greenlet import GreenletExit, getcurrent, greenlet
 
-__all__ = ["Block", "Combine", "Fiber", "this_fiber"]
+__all__ = ["Combine", "Fiber", "Fibers", "this_fiber"]
 
+OTHERS = "others"
+PATIENCE = 100  # times that each may let others go on while nobody does anything else
 Combine = Callable[[list[Any]], Sequence[Any]]
 
 
 class Fiber(greenlet):
     """A thread of a block; what it does is given when it is made, and callers may hang their own state on it.
 
-    number   its place in the block
+    number   its place among all
     """
 
     def __init__(self, number: int, body: Callable[[], None]) -> None:
@@ -34,7 +36,7 @@ def this_fiber() -> Any:
     return getcurrent()
 
 
-class Block:
+class Fibers:
     """Runs fibers to their ends; they meet and sleep by places, which are whatever can be a key."""
 
     def __init__(self, fibers: Sequence[Fiber], seed: int = 0) -> None:
@@ -50,12 +52,15 @@ class Block:
         """Run all to their ends. Raises what a fiber raises first, and AssertionError when all wait for each other."""
         ready = self._ready
         ready.extend(self._fibers)
+        num_in_vain = 0
         try:
             while ready:
                 place = int(self._draw() * len(ready))
                 fiber, ready[place] = ready[place], ready[-1]
                 ready.pop()
                 fiber.switch()
+                num_in_vain = num_in_vain + 1 if fiber.place is OTHERS and not fiber.dead else 0
+                assert num_in_vain <= PATIENCE * self._num_left, f"{len(ready)} threads ask for what never comes"
                 if fiber.dead:
                     self._num_left -= 1
                     if self._all and len(self._all) == self._num_left:
@@ -101,6 +106,12 @@ class Block:
             self._leave(fiber, "all")
         else:
             self._wake_all()
+
+    def pause(self) -> None:
+        """Let others go on, of whom one may be waited for."""
+        fiber = this_fiber()
+        self._ready.append(fiber)
+        self._leave(fiber, OTHERS)
 
     def sleep(self, place: Hashable) -> None:
         """Wait for `wake` of the place."""

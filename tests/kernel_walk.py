@@ -14,13 +14,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from fibers import Block, Combine, Fiber, this_fiber
+from fibers import Combine, Fiber, Fibers, this_fiber
 
 __all__ = ["Walker", "walkable"]
 
 WARP = 32
 MASK = 0xFFFFFFFF
 LONG_MASK = 0xFFFFFFFFFFFFFFFF
+NAN = np.uint32(0x7FFFFFFF).view(np.float32)
 
 
 def _signed(value: int) -> int:
@@ -43,6 +44,16 @@ class _Arrivals:
         return True
 
 
+class _Home:
+    """What the threads of a block share: its place in the grid, shared memory, barriers and static arrays there."""
+
+    def __init__(self, block: int, shared_bytes: int) -> None:
+        self.block = block
+        self.shared = np.full(shared_bytes, 255, np.uint8)
+        self.arrivals: dict[int, _Arrivals] = {}
+        self.arrays: list[list[Any]] = []
+
+
 class _Thread(Fiber):
     """A thread of a block, with its copies under way.
 
@@ -51,8 +62,9 @@ class _Thread(Fiber):
     waited         for the kernel before
     """
 
-    def __init__(self, number: int, body: Callable[[], None]) -> None:
-        super().__init__(number, body)
+    def __init__(self, home: _Home, number: int, threads: int, body: Callable[[], None]) -> None:
+        super().__init__(home.block * threads + number, body)
+        self.home, self.place_in_block = home, number
         self.warp, self.lane = divmod(number, WARP)
         self.groups: list[list[Any]] = []
         self.open: list[Any] = []
@@ -76,11 +88,11 @@ class Walker:
         self.late = late
         self._may_leave = may_leave
         self._ranges: list[tuple[int, int, Any]] = []
-        self._index: dict[str, int] = {"blockIdx": 0, "gridDim": 0, "blockDim": 0}
+        self._num_blocks = self._num_threads = 0
         self.bytes_copied = 0
 
     def run(self, call: Any) -> None:
-        """Run all blocks of a KernelCall, one after the other; tensors are passed by address."""
+        """Run all blocks of a KernelCall side by side; tensors are passed by address."""
         self._ranges = []
         values: list[Any] = []
         for argument in call.arguments:
@@ -91,26 +103,22 @@ class Walker:
                 values.append(start)
             else:
                 values.append(np.float32(argument) if isinstance(argument, float) else argument)
-        kernel, blocks = call.kernel, call.grid[0]
-        for block in range(blocks):
-            self._index = {"blockIdx": block, "gridDim": blocks, "blockDim": kernel.threads}
-            self._run_block(kernel.function, values, kernel.threads, kernel.shared_bytes)
-
-    def _run_block(self, function: Callable[..., None], values: list[Any], threads: int, shared: int) -> None:
-        self._shared = np.full(shared, 255, np.uint8)
-        self._arrivals: dict[int, _Arrivals] = {}
-        self._arrays: list[list[Any]] = []
-        may_leave = self._may_leave and self._index["blockIdx"]
+        kernel = call.kernel
+        self._num_blocks, self._num_threads = call.grid[0], kernel.threads
 
         def body() -> None:
             thread = _this()
             with np.errstate(all="ignore"):
-                function(*values)
-            assert thread.waited or may_leave, "a thread never waited for the kernel before"
+                kernel.function(*values)
+            assert thread.waited or (self._may_leave and thread.home.block), (
+                "a thread never waited for the kernel before"
+            )
             assert not thread.open and not any(thread.groups), "copies under way at a kernel's end"
 
-        self._block = Block([_Thread(number, body) for number in range(threads)], seed=self._index["blockIdx"])
-        self._block.run()
+        homes = [_Home(block, kernel.shared_bytes) for block in range(self._num_blocks)]
+        numbers = range(self._num_threads)
+        self._fibers = Fibers([_Thread(home, number, kernel.threads, body) for home in homes for number in numbers])
+        self._fibers.run()
 
     def _at(self, address: int, size: int) -> Any:
         assert address % size == 0, "a misaligned address"
@@ -120,8 +128,9 @@ class Walker:
         raise AssertionError(f"{size} bytes at {address:#x} belong to no tensor")
 
     def _near(self, address: int, size: int) -> Any:
-        assert address % size == 0 and 0 <= address <= self._shared.size - size, f"shared address {address}"
-        return self._shared[address : address + size]
+        shared = _this().home.shared
+        assert address % size == 0 and 0 <= address <= shared.size - size, f"shared address {address}"
+        return shared[address : address + size]
 
     def _copy(self, size: int) -> Callable[[int, int], None]:
         def copy(place: int, source: int) -> None:
@@ -161,30 +170,36 @@ class Walker:
         _this().waited = True
 
     def _sync_block(self) -> None:
-        self._block.meet("syncthreads", self._index["blockDim"])
+        self._meet("syncthreads", self._num_threads)
 
     def _sync_some(self, barrier: int, count: int) -> Callable[[], None]:
-        return lambda: self._block.meet(f"barrier {barrier} of {count}", count)
+        return lambda: self._meet(f"barrier {barrier} of {count}", count)
 
     def _sync_warp(self) -> None:
         self._warp("syncwarp", None, None)
 
     def _count(self, vote: int) -> int:
-        return sum(self._block.exchange("count", self._index["blockDim"], int(vote)))
+        return sum(self._fibers.exchange(("count", _this().home.block), self._num_threads, int(vote)))
+
+    def _meet(self, name: str, count: int) -> None:
+        """So many threads of a block."""
+        self._fibers.meet((name, _this().home.block), count)
 
     def _begin(self, address: int, count: int) -> None:
         self._near(address, 8)
-        self._arrivals[int(address)] = _Arrivals(int(count))
+        _this().home.arrivals[int(address)] = _Arrivals(int(count))
 
     def _arrive(self, address: int) -> None:
-        if self._arrivals[int(address)].arrive():
-            self._block.wake(f"phase at {int(address)}")
+        home = _this().home
+        if home.arrivals[int(address)].arrive():
+            self._fibers.wake((f"phase at {int(address)}", home.block))
 
     def _is_over(self, address: int, parity: int) -> int:
         """Whether a phase is over; it waits for that, so that nobody has to ask twice."""
-        barrier = self._arrivals[int(address)]
+        home = _this().home
+        barrier = home.arrivals[int(address)]
         while barrier.phase % 2 == int(parity):
-            self._block.sleep(f"phase at {int(address)}")
+            self._fibers.sleep((f"phase at {int(address)}", home.block))
         return 1
 
     def _array(self, shape: int, dtype: Any) -> list[Any] | None:
@@ -193,17 +208,20 @@ class Walker:
             return None
         thread = _this()
         thread.num_arrays += 1
-        if thread.num_arrays > len(self._arrays):
-            self._arrays.append([np.float32(np.nan) if dtype is np.float32 else -12345] * shape)
-        return self._arrays[thread.num_arrays - 1]
+        arrays = thread.home.arrays
+        if thread.num_arrays > len(arrays):
+            arrays.append([np.float32(np.nan) if dtype is np.float32 else -12345] * shape)
+        return arrays[thread.num_arrays - 1]
 
     def _warp(self, name: str, value: Any, combine: Combine | None) -> Any:
         """What comes of the values of all lanes of a warp, which all must do the same."""
-        return self._block.meet((name, _this().warp), WARP, value, combine)
+        thread = _this()
+        return self._fibers.meet((name, thread.home.block, thread.warp), WARP, value, combine)
 
     def _exchange(self, name: str, value: Any) -> list[Any]:
         """The values of all lanes of a warp."""
-        return self._block.exchange((name, _this().warp), WARP, value)
+        thread = _this()
+        return self._fibers.exchange((name, thread.home.block, thread.warp), WARP, value)
 
     def _shuffle(self, lanes: int, value: Any, lane: int) -> Any:
         return self._exchange("shuffle", value)[int(lane)]
@@ -222,6 +240,15 @@ class Walker:
     def _warp_max(self, value: int) -> int:
         largest: int = max(self._exchange("max", int(value) & MASK))
         return largest
+
+    def _when_others_went_on(self, load: Callable[[int], Any]) -> Callable[[int], Any]:
+        """A load by which a thread may wait for another."""
+
+        def load_later(address: int) -> Any:
+            self._fibers.pause()
+            return load(address)
+
+        return load_later
 
     def _matrix(self, address: int) -> tuple[int, ...]:
         """ldmatrix.x4.trans: lane i has the address of row i % 8 of matrix i / 8."""
@@ -274,18 +301,13 @@ class Walker:
         """What stands for Numba's `cuda`."""
         walker = self
 
-        class ThreadIndex:
-            @property
-            def x(self) -> int:
-                return _this().number
-
         class Index:
-            def __init__(self, name: str) -> None:
-                self._name = name
+            def __init__(self, value: Callable[[], int]) -> None:
+                self._value = value
 
             @property
             def x(self) -> int:
-                return walker._index[self._name]
+                return self._value()
 
         def atomic(better: Callable[[Any, Any], Any]) -> Callable[[list[Any], int, Any], None]:
             def update(array: list[Any], place: int, value: Any) -> None:
@@ -294,8 +316,10 @@ class Walker:
             return update
 
         return SimpleNamespace(
-            threadIdx=ThreadIndex(),
-            **{name: Index(name) for name in self._index},
+            threadIdx=Index(lambda: _this().place_in_block),
+            blockIdx=Index(lambda: _this().home.block),
+            gridDim=Index(lambda: walker._num_blocks),
+            blockDim=Index(lambda: walker._num_threads),
             syncthreads=self._sync_block,
             syncthreads_count=self._count,
             syncwarp=self._sync_warp,
@@ -336,6 +360,7 @@ class Walker:
             "load_shared_f32": lambda address: load(near, np.float32, 4)(address)[0],
             "load_shared_128": words(near),
             "load_global_128": words(at),
+            "load_relaxed_gpu_128": self._when_others_went_on(words(at)),
             "load_global_nc_128": words(at),
             "load_global_128_l2": words(at),
             "load_global_i32": lambda address: int(load(at, np.int32, 4)(address)[0]),
@@ -353,7 +378,9 @@ class Walker:
             "store_shared_128": store(near, np.uint32, 16),
             "store_global_128": store(at, np.uint32, 16),
             "store_global_f32": store(at, np.float32, 4),
+            "store_relaxed_gpu_f32": store(at, np.float32, 4),
             "store_global_u16": store(at, np.uint16, 2),
+            "store_relaxed_gpu_u16": store(at, np.uint16, 2),
             "store_global_u32": store(at, np.uint32, 4),
             "copy_async_16": self._copy(16),
             "copy_async_16_once": self._copy(16),
@@ -381,11 +408,11 @@ class Walker:
             "bits_of_float": _bits,
             "bf16_bits": _bf16_bits,
             "bf16_pair": lambda low, high: _bf16_bits(low) | _bf16_bits(high) << 16,
-            "exp2_approx": lambda value: np.exp2(np.float32(value)),
-            "mul_rn": lambda a, b: np.float32(a) * np.float32(b),
-            "add_rn": lambda a, b: np.float32(a) + np.float32(b),
-            "div_rn": lambda a, b: np.float32(a) / np.float32(b),
-            "fma_rn": lambda a, b, c: np.float32(float(a) * float(b) + float(c)),
+            "exp2_approx": lambda value: _plain(np.exp2(np.float32(value))),
+            "mul_rn": lambda a, b: _plain(np.float32(a) * np.float32(b)),
+            "add_rn": lambda a, b: _plain(np.float32(a) + np.float32(b)),
+            "div_rn": lambda a, b: _plain(np.float32(a) / np.float32(b)),
+            "fma_rn": lambda a, b, c: _plain(np.float32(float(a) * float(b) + float(c))),
         }
         for name, function in functions.items():
             setattr(made, name, function)
@@ -424,6 +451,11 @@ def _bf16(bits: int) -> Any:
 
 def _bits(value: Any) -> int:
     return int(np.float32(value).view(np.uint32))
+
+
+def _plain(value: Any) -> Any:
+    """A result of arithmetic: of all NaN the card gives one."""
+    return value if value == value else NAN
 
 
 def _bf16_bits(value: Any) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lowlat.kernels import elementwise, embed, experts_sum, head_input, norm, rotate, router
+from lowlat.kernels import elementwise, embed, head_input, norm, rotate, router
 from lowlat.kernels.kernel import KernelCall
 from lowlat.kernels.packing import pack
 from lowlat.kernels.reference import OPERATIONS
@@ -226,23 +226,24 @@ def check_router_extremes(lab: Lab, width: int) -> None:
     assert bool(logits[1].isnan().all())
 
 
-def check_experts_sum(lab: Lab, rows: int, width: int, chosen: int) -> None:
-    """The sum bit for bit, and its norm in the promised order, zero in dead rows."""
-    live, partials = flags(rows), torch.randn(rows, chosen, width) * 3
-    options: dict[str, Any] = {"residual": torch.randn(rows, width).to(BF16), "partials": partials}
-    down = torch.zeros(rows, width)
-    for rank in range(chosen):
-        down += partials[:, rank]
-    total = (options["residual"].float() + down).to(BF16)
-    found = lab.launch(experts_sum.experts_sum, {"total": poison(rows, width)}, **options)
-    assert same_bits(found["total"], total)
-    outs, weight = {"total": poison(rows, width), "out": poison(rows, width)}, weights(width)
-    normed = torch.where(live[:, None] != 0, canonical_norm(total, weight, EPS), 0)
-    norm_options = {"norm_weight": weight, "row_live": live, "eps": EPS}
-    for early in (False, True):
-        found = lab.launch(experts_sum.experts_sum, outs, **options, **norm_options, early=early)
-        assert same_bits(found["total"], total)
-        assert same_bits(found["out"], normed)
+def check_router_fills(lab: Lab, rows: int, width: int, experts: int, chunks: int) -> None:
+    """Three buffers of so many times 16 bytes a row are all ones, and nothing beside; the results are as without."""
+    options = router_inputs(rows, width, experts)
+    outs = {"normed": poison(rows, width), "logits": poison(rows, experts, dtype=torch.float32)}
+    outs |= {"halves": poison(rows + 2, 8 * chunks), "words": poison(rows + 2, 4 * chunks, dtype=torch.float32)}
+    outs["others"] = poison(rows + 2, 4, dtype=torch.float32)
+
+    def filling(*, halves: torch.Tensor, words: torch.Tensor, others: torch.Tensor, **more: Any) -> list[KernelCall]:
+        return router.router(awaited=(halves[1:-1], words[1:-1], others[1:-1]), **more)
+
+    found = {key: tensor.cpu() for key, tensor in lab.launch(filling, outs, **options, eps=EPS).items()}
+    plain = route(lab, options)
+    assert same_bits(found["normed"], plain["normed"])
+    assert torch.equal(found["logits"], plain["logits"].cpu())
+    for name, kind in (("halves", torch.int16), ("words", torch.int32), ("others", torch.int32)):
+        filled, before = found[name].view(kind), outs[name].view(kind)
+        assert bool((filled[1:-1] == -1).all())
+        assert torch.equal(filled[[0, -1]], before[[0, -1]])
 
 
 def check_embeddings(lab: Lab, rows: int, width: int, vocabulary: int) -> None:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from fibers import Block, Fiber, this_fiber
+from fibers import Fiber, Fibers, this_fiber
 from numba.cuda.simulator import kernel, kernelapi
 
 __all__ = ["fibers_for_threads"]
@@ -42,7 +42,7 @@ class _Thread(Fiber):
 class _Blocks(kernel.BlockManager):  # type: ignore[misc]
     def run(self, grid_point: Any, *arguments: Any) -> None:
         places = np.ndindex(*self._block_dim)
-        self.block = Block([_Thread(self, grid_point, place, lambda: self._f(*arguments)) for place in places])
+        self.block = Fibers([_Thread(self, grid_point, place, lambda: self._f(*arguments)) for place in places])
         self._seen: set[int] = set()
         with ExitStack() as self._swapped:
             self.block.run()

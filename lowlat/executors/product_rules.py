@@ -1,6 +1,6 @@
 """Rules for products: what follows them, and the norm before them, in one launch where a block holds its rows."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,21 +10,7 @@ from lowlat.executors.lowering import Covered, Lowering
 from lowlat.executors.orders import is_rotated
 from lowlat.kernels.thin_matmul import Rotation, RowsNorm, steps_to_hold, thin_matmul
 
-__all__ = ["Parts", "linear", "normed_linear", "norms_rows"]
-
-MOST_SUMMED = 1  # rows whose parts every block adds up: it reads them all
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What a mixture of experts adds to the residual stream, [M, R, N]; the residual is older than the launch before.
-
-    residual, total  [M, N]: before and after
-    """
-
-    residual: torch.Tensor
-    partials: torch.Tensor
-    total: torch.Tensor
+__all__ = ["linear", "normed_linear"]
 
 
 def linear(lowering: Lowering, start: int) -> Covered:
@@ -32,7 +18,7 @@ def linear(lowering: Lowering, start: int) -> Covered:
     return _product(lowering, start, lowering.buffers[lowering.program.ops[start].reads["x"]])
 
 
-def norms_rows(lowering: Lowering, start: int) -> bool:
+def _norms_rows(lowering: Lowering, start: int) -> bool:
     """Whether the norm at `start` is made by the product behind it, which alone reads it."""
     op, following = lowering.program.ops[start], lowering.following(start)
     normed = op.writes["out"]
@@ -43,19 +29,13 @@ def norms_rows(lowering: Lowering, start: int) -> bool:
     return alone and steps_to_hold(rows, depth, lowering.card) > 0
 
 
-def normed_linear(lowering: Lowering, start: int, parts: Parts | None = None) -> Covered | None:
-    """A norm at `start` and the product behind it, in one launch; None where that is not to be had.
-
-    parts  what is added before the norm
-    """
+def normed_linear(lowering: Lowering, start: int) -> Covered | None:
+    """A norm at `start` and the product behind it, in one launch; None where that is not to be had."""
     op, arguments = lowering.program.ops[start], lowering.arguments(start)
-    x = arguments["x"]
-    if not norms_rows(lowering, start) or (parts is not None and x.shape[0] > MOST_SUMMED):
+    if not _norms_rows(lowering, start):
         return None
     norm = RowsNorm(lowering.weights.vector(op.weights["weight"]), arguments["eps"], arguments.get("row_live"))
-    if parts is not None:
-        x, norm = parts.residual, replace(norm, partials=parts.partials, total=parts.total)
-    covered = _product(lowering, start + 1, x, norm)
+    covered = _product(lowering, start + 1, arguments["x"], norm)
     return replace(covered, count=covered.count + 1, hidden=[op.writes["out"], *covered.hidden])
 
 

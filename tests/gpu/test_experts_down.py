@@ -1,30 +1,16 @@
 """Down products of experts against the reference, the extremes of scales, and a pair's bits in any company."""
 
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
-from expert_cases import (
-    ALPHA,
-    LIMIT,
-    Experts,
-    choices,
-    make_experts,
-    make_logits,
-    shares_of,
-    want_choice,
-    want_down,
-)
+from expert_cases import ALPHA, LIMIT, Experts, choices, make_experts, shares_of, want_down
 
 from lowlat.executors.launcher import Launcher
 from lowlat.kernels.expert_packing import pack_experts, unpack_expert
-from lowlat.kernels.experts_choice import Choice
 from lowlat.kernels.experts_down import experts_down
 from lowlat.kernels.experts_gate_up import experts_gate_up
 from lowlat.kernels.experts_plan import DOWN, ExpertPlan, ExpertShape, plan_experts
-from lowlat.kernels.kernel import KernelCall
-from lowlat.kernels.router import router
 
 pytestmark = pytest.mark.gpu
 
@@ -124,83 +110,6 @@ def test_a_pair_has_the_same_bits_in_any_company(launcher: Launcher, quantised: 
             plans += [dataclasses.replace(default, num_blocks=7), dataclasses.replace(default, part=1, num_blocks=11)]
             for plan in plans:
                 assert torch.equal(_run(launcher, experts, activated, others, plan)[place], alone[0])
-
-
-@pytest.mark.parametrize("kind", ["random", "ties", "odd"])
-@pytest.mark.parametrize(("count", "ranks"), [(128, 4), (5, 2), (256, 8)])
-def test_what_logits_choose_is_multiplied(launcher: Launcher, kind: str, count: int, ranks: int) -> None:
-    """With the reference's ids and shares, or the shares by a few roundings; nothing of dead pairs is read."""
-    experts = make_experts(count, 100, 160, quantised=True, gated=False, device="cuda")
-    for rows in (*ROWS, 150):
-        logits = make_logits(kind, rows, count)
-        flags = (torch.arange(rows) % 3 != 1).to(torch.uint8).view(1, rows)
-        for live in (None, flags, torch.zeros_like(flags)):
-            ids, shares = (each.cuda() for each in want_choice(logits, live, ranks))
-            activated = torch.randn(rows, ranks, 160, device="cuda").bfloat16()
-            activated[ids < 0] = torch.nan
-            found = []
-            choice = Choice(logits.cuda(), None if live is None else live.cuda())
-            sources: list[dict[str, Any]] = [{"choice": choice}, {"expert_ids": ids, "expert_weights": shares}]
-            for source in sources:
-                out = torch.full((rows, ranks, 100), torch.nan, device="cuda")
-                calls = experts_down(
-                    activated=activated, weight=experts.packed, bias=experts.bias, out=out, card=launcher.card,
-                    **source,
-                )  # fmt: skip
-                launcher.run(*calls)
-                found.append(out)
-            assert not found[0][ids < 0].any()
-            torch.testing.assert_close(*found, rtol=2e-5, atol=1e-6, equal_nan=True)
-
-
-@pytest.mark.parametrize("rows", [1, 4, 12])
-def test_routers_and_both_products_behind_each_other(launcher: Launcher, rows: int) -> None:
-    """Many layers without a wait between them, which leave logits, rows and activations in the same places."""
-    layers, width, count = 40, 576, 32
-    up = make_experts(count, 1152, width, quantised=True, gated=True, device="cuda")
-    down = make_experts(count, width, width, quantised=True, gated=False, device="cuda")
-    assert up.order is not None
-    bias = up.bias[:, up.order.cuda()].contiguous()
-    x = torch.randn(layers, rows, width, device="cuda").bfloat16()
-    weight = (torch.randn(layers, count, width, device="cuda") / 8).bfloat16()
-    zeros, ones = torch.zeros(count, device="cuda").bfloat16(), torch.ones(width, device="cuda").bfloat16()
-    live = torch.ones(1, rows, dtype=torch.uint8, device="cuda")
-    live[0, 1::3] = 0
-    found = []
-    for apart in (True, False):
-        normed = torch.full((rows, width), torch.nan, device="cuda").bfloat16()
-        logits = torch.full((rows, count), torch.nan, device="cuda")
-        activated = torch.full((rows, 4, width), torch.nan, device="cuda").bfloat16()
-        ids = torch.full((layers, rows, 4), 77, dtype=torch.int32, device="cuda")
-        shares = torch.full((layers, rows, 4), torch.nan, device="cuda")
-        outs = torch.full((layers, rows, 4, width), torch.nan, device="cuda")
-        calls: list[KernelCall] = []
-        for layer in range(layers):
-            calls += router(
-                x[layer], ones, weight[layer], zeros, live, normed=normed, logits=logits, eps=1e-5, card=launcher.card
-            )
-            calls += experts_gate_up(
-                x=normed, expert_ids=ids[layer], weight=up.packed, bias=bias, out=activated, limit=LIMIT, alpha=ALPHA,
-                choice=Choice(logits, live), expert_weights=shares[layer], card=launcher.card,
-            )  # fmt: skip
-            calls += experts_down(
-                activated=activated, weight=down.packed, bias=down.bias, out=outs[layer], choice=Choice(logits, live),
-                card=launcher.card,
-            )  # fmt: skip
-        launches = [launcher.prepare(call) for call in calls]
-        torch.cuda.synchronize()
-        for place, launch in enumerate(launches):
-            launch.issue(launcher.stream())
-            if apart:
-                torch.cuda.synchronize()
-                if place % 3 == 2:
-                    wanted, about = want_choice(logits.cpu(), live.cpu(), 4)
-                    assert torch.equal(ids[place // 3].cpu(), wanted)
-                    torch.testing.assert_close(shares[place // 3].cpu(), about, rtol=1e-5, atol=1e-7)
-        torch.cuda.synchronize()
-        found.append((ids, shares, outs))
-    assert found[0][2].isfinite().all() and len(found[0][0].unique()) > 8
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(*found, strict=True))
 
 
 def test_both_products_behind_each_other(launcher: Launcher) -> None:

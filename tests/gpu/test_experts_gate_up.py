@@ -4,10 +4,9 @@ import dataclasses
 
 import pytest
 import torch
-from expert_cases import ALPHA, LIMIT, Experts, choices, make_experts, make_logits, want_choice, want_gate_up
+from expert_cases import ALPHA, LIMIT, Experts, choices, make_experts, want_gate_up
 
 from lowlat.executors.launcher import Launcher
-from lowlat.kernels.experts_choice import Choice
 from lowlat.kernels.experts_gate_up import experts_gate_up
 from lowlat.kernels.experts_plan import GATE_UP, ExpertPlan, ExpertShape, plan_experts
 
@@ -84,51 +83,6 @@ def test_a_pair_has_the_same_bits_in_any_company(launcher: Launcher, quantised: 
             plans += [dataclasses.replace(default, num_blocks=7), dataclasses.replace(default, part=1, num_blocks=11)]
             for plan in plans:
                 assert torch.equal(_run(launcher, experts, x, others, plan)[place], alone[0])
-
-
-def _choose(
-    launcher: Launcher, experts: Experts, x: torch.Tensor, choice: Choice, ranks: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Activations, ids and shares."""
-    rows = x.shape[0]
-    assert experts.order is not None
-    ids = torch.full((rows, ranks), 77, dtype=torch.int32, device="cuda")
-    shares = torch.full((rows, ranks), torch.nan, device="cuda")
-    out = torch.full((rows, ranks, experts.packed.rows // 2), torch.nan, device="cuda", dtype=torch.bfloat16)
-    launcher.run(
-        *experts_gate_up(
-            x=x, expert_ids=ids, weight=experts.packed, bias=experts.bias[:, experts.order.cuda()].contiguous(),
-            out=out, limit=LIMIT, alpha=ALPHA, choice=choice, expert_weights=shares, card=launcher.card,
-        )
-    )  # fmt: skip
-    return out, ids, shares
-
-
-@pytest.mark.parametrize("kind", ["random", "shared", "ties", "odd"])
-@pytest.mark.parametrize(("count", "ranks"), [(128, 4), (32, 4), (5, 2), (256, 8), (70, 5)])
-def test_what_logits_choose_is_the_reference_s(launcher: Launcher, kind: str, count: int, ranks: int) -> None:
-    """Ids and shares, and the products that these give, bit for bit; with flags and without, and more rows than a
-    launch takes."""
-    experts = make_experts(count, 192, 96, quantised=True, gated=True, device="cuda")
-    for rows in (*ROWS, 150):
-        logits, x = make_logits(kind, rows, count), torch.randn(rows, 96, device="cuda").bfloat16()
-        flags = (torch.arange(rows) % 3 != 1).to(torch.uint8).view(1, rows)
-        for live in (None, flags, torch.zeros_like(flags)):
-            choice = Choice(logits.cuda(), None if live is None else live.cuda())
-            out, ids, shares = _choose(launcher, experts, x, choice, ranks)
-            wanted, about = want_choice(logits, live, ranks)
-            assert torch.equal(ids.cpu(), wanted)
-            torch.testing.assert_close(shares.cpu(), about, rtol=1e-5, atol=1e-7, equal_nan=True)
-            assert torch.equal(out.view(torch.int16), _run(launcher, experts, x, ids).view(torch.int16))
-
-
-def test_a_row_chooses_the_same_in_any_company(launcher: Launcher) -> None:
-    experts = make_experts(32, 192, 96, quantised=True, gated=True, device="cuda")
-    logits, x = make_logits("random", 64, 32).cuda(), torch.randn(64, 96, device="cuda").bfloat16()
-    together = _choose(launcher, experts, x, Choice(logits), 4)
-    for part in ([0], [63], [7, 5], [3, 2, 1, 0], list(range(20, 31))):
-        alone = _choose(launcher, experts, x[part], Choice(logits[part]), 4)
-        assert all(torch.equal(mine, theirs[part]) for mine, theirs in zip(alone, together, strict=True))
 
 
 def test_limits_and_infinities(launcher: Launcher) -> None:

@@ -1,21 +1,18 @@
-"""The logits that experts are chosen by, and their sum, on a card: promised bits, and a row's in any company."""
+"""The logits that experts are chosen by, on a card: promised bits, and a row's in any company; and what is awaited."""
 
 import pytest
 import torch
 from rowwise_cases import (
-    EPS,
     Lab,
-    check_experts_sum,
     check_router,
     check_router_extremes,
-    poison,
+    check_router_fills,
     route,
     router_inputs,
     same_bits,
 )
 
 from lowlat.executors.launcher import Launcher
-from lowlat.kernels.experts_sum import experts_sum
 
 pytestmark = pytest.mark.gpu
 
@@ -49,19 +46,7 @@ def test_a_row_s_logits_have_the_same_bits_in_any_company(lab: Lab, width: int) 
         assert torch.equal(alone["logits"], together["logits"][part])
 
 
-@pytest.mark.parametrize(("width", "chosen"), [(2880, 4), (8, 1), (5120, 8), (2880, 5)])
+@pytest.mark.parametrize("chunks", [1, 360, 2880])
 @pytest.mark.parametrize("rows", [1, 4, 33])
-def test_the_sum_against_the_reference(lab: Lab, rows: int, width: int, chosen: int) -> None:
-    check_experts_sum(lab, rows, width, chosen)
-
-
-def test_a_sum_has_the_same_bits_alone(lab: Lab) -> None:
-    rows, width, chosen = 9, 2880, 4
-    options = {"residual": torch.randn(rows, width).bfloat16(), "partials": torch.randn(rows, chosen, width)}
-    shared = {"norm_weight": torch.rand(width).bfloat16(), "eps": EPS}
-    outs = {"total": poison(rows, width), "out": poison(rows, width)}
-    together = lab.launch(experts_sum, outs, **options, **shared)
-    for row in (0, 4, 8):
-        own = {name: tensor[row : row + 1] for name, tensor in options.items()}
-        alone = lab.launch(experts_sum, {key: poison(1, width) for key in outs}, **own, **shared, early=True)
-        assert all(same_bits(alone[key][0], together[key][row]) for key in outs)
+def test_what_is_awaited_is_all_ones(lab: Lab, rows: int, chunks: int) -> None:
+    check_router_fills(lab, rows, 2880, 128, chunks)

@@ -148,9 +148,9 @@ def test_experts_bytes_reach_their_launches() -> None:
 
     step = lowered_case(SMALL_CASES[1], alike=False)
     sites = with_experts(call_sites(step.groups, step.buffers, [[192, 192]]), SMALL, [3, 5, 2, 4])
-    moved = [site.moved_bytes for site in sites if site.kernel.startswith(("experts_gate_up", "experts_down"))]
-    assert sum(moved) == pytest.approx(14 * expert_bytes(SMALL))
-    assert moved[2] == pytest.approx(5 * expert_bytes(SMALL) * 2 / 3)
+    moved = [site.moved_bytes for site in sites if site.kernel.startswith("experts_mlp")]
+    assert moved == [count * expert_bytes(SMALL) for count in (3, 5, 2, 4)]
+    assert not any(site.moved_bytes for site in sites if site.kernel.startswith("router"))
 
 
 class StandIn:
@@ -172,7 +172,7 @@ class StandIn:
         return [2, 3, 4, 3]
 
     def sites(self) -> list[CallSite]:
-        return [CallSite(Stage.BASE_DECODE_STEP, name) for name in ("experts_gate_up_x", "router_x")]
+        return [CallSite(Stage.BASE_DECODE_STEP, name) for name in ("experts_mlp_x", "router_x")]
 
     def profile(self, num_steps: int, wall: float, sites: list[CallSite]) -> Summary:
         assert sites[0].moved_bytes > 0 and sites[1].moved_bytes == 0, "the experts chosen are counted"
@@ -207,7 +207,7 @@ def test_the_flow_from_cases_to_report(
         assert row["bound_speedup"] is None  # S = 0 failed
     text = out.with_suffix(".md").read_text()
     assert "small, 2 x 192, S=3, experts alike" in text and "(sim.)" in text
-    assert "experts_gate_up_x" in capsys.readouterr().out
+    assert "experts_mlp_x" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         gpt_oss.main(["--out", str(out), "--small", "--case", "unknown"])
 

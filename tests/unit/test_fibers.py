@@ -3,11 +3,11 @@
 from collections.abc import Callable
 
 import pytest
-from fibers import Block, Fiber, this_fiber
+from fibers import Fiber, Fibers, this_fiber
 
 
-def run(count: int, body: Callable[["Block"], None], seed: int = 0) -> Block:
-    block = Block([Fiber(number, lambda: body(block)) for number in range(count)], seed)
+def run(count: int, body: Callable[["Fibers"], None], seed: int = 0) -> Fibers:
+    block = Fibers([Fiber(number, lambda: body(block)) for number in range(count)], seed)
     block.run()
     return block
 
@@ -15,7 +15,7 @@ def run(count: int, body: Callable[["Block"], None], seed: int = 0) -> Block:
 def test_values_are_combined_in_the_order_of_numbers() -> None:
     found: dict[int, list[int]] = {}
 
-    def body(block: Block) -> None:
+    def body(block: Fibers) -> None:
         number = this_fiber().number
         sums = [block.meet("sum", 4, turn * 10 + number, lambda values: [sum(values)] * 4) for turn in range(3)]
         found[number] = [*sums, block.meet(number % 2, 2, number, lambda values: values[::-1])]
@@ -28,7 +28,7 @@ def test_the_order_is_by_chance_and_can_be_repeated() -> None:
     def order(seed: int) -> list[int]:
         met: list[int] = []
 
-        def body(block: Block) -> None:
+        def body(block: Fibers) -> None:
             met.append(this_fiber().number)
             block.meet("all", 16)
             met.append(this_fiber().number)
@@ -41,7 +41,7 @@ def test_the_order_is_by_chance_and_can_be_repeated() -> None:
 
 
 def test_those_that_have_ended_are_not_waited_for() -> None:
-    def body(block: Block) -> None:
+    def body(block: Fibers) -> None:
         for _ in range(this_fiber().number):
             met[this_fiber().number] += 1
             block.meet_all()
@@ -52,7 +52,7 @@ def test_those_that_have_ended_are_not_waited_for() -> None:
 
 
 def test_who_waits_for_nothing_is_found() -> None:
-    def body(block: Block) -> None:
+    def body(block: Fibers) -> None:
         if this_fiber().number:
             block.meet("barrier 1", 3)
         else:
@@ -66,7 +66,7 @@ def test_who_waits_for_nothing_is_found() -> None:
 def test_a_failure_comes_out_and_nobody_is_left() -> None:
     left: list[int] = []
 
-    def body(block: Block) -> None:
+    def body(block: Fibers) -> None:
         number = this_fiber().number
         try:
             if number == 2:
@@ -83,7 +83,7 @@ def test_a_failure_comes_out_and_nobody_is_left() -> None:
 def test_sleepers_wake() -> None:
     seen: list[str] = []
 
-    def body(block: Block) -> None:
+    def body(block: Fibers) -> None:
         if this_fiber().number:
             while not seen:
                 block.sleep("news")

@@ -1,18 +1,15 @@
 """Lowering without a GPU: every operation is covered once and in order, by calls that reach exactly what it names."""
 
 import inspect
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from kernel_inventory import B200, CARDS, examples, family, fingerprint
-from lowered import Lowered, Pair
-from tiny_models import make_pair, make_target, mxfp4_target, random_head
+from lowered import Lowered
+from lowering_cases import HEADS, MIXTURES, LoweredPairs, kinds_of, reached, span
 
 from lowlat.errors import ConfigError
 from lowlat.executors.device_weights import DeviceWeights
@@ -21,101 +18,23 @@ from lowlat.executors.lowering import Covered, Lowering, lower
 from lowlat.executors.rules import RULES
 from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import BufferSet, BufferSpec, Role
-from lowlat.kernels.kernel import H200, Card, KernelCall
-from lowlat.kernels.packing import gate_up_order
+from lowlat.kernels.kernel import H200, Card
 from lowlat.program import Op, Program, ProgramBuilder, Stage
 
-DEMO = Path(__file__).parents[2] / "lowlat" / "demo"
-SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 64}
-TREE = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (1, 0, 0))
 BATCHES = (1, 2, 4, 8)
-HEADS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "norm_before_fc": {"norm_before_fc": True},
-    "fc_norm": {"fc_norm": True},
-    "norm_output": {"norm_output": True},
-    "norm_before_residual": {"norm_before_residual": True},
-    "qk_norm": {"qk_norm": True},
-    "attention_bias": {"attention_bias": True},
-    "mlp_bias": {"mlp_bias": True},
-    "own_embedding": {"own_embedding": True},
-    "small_vocabulary": {"draft_vocab_size": 40},
-    "target_s_lm_head": {"own_lm_head": False},
-    "one_capture": {"captures": (1,)},
-    "everything": dict.fromkeys(
-        ("norm_before_fc", "fc_norm", "norm_output", "qk_norm", "attention_bias", "mlp_bias", "own_embedding"), True
-    ),
-}
-TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {}),
-    "qwen3": ("qwen3", {}),
-    "tied": ("llama", {"tie_word_embeddings": True}),
-    "biased": ("llama", {"attention_bias": True, "mlp_bias": True}),
-    "one_group": ("qwen3", {"num_key_value_heads": 1}),
-    "gpt_oss": ("gpt_oss", {"num_local_experts": 6, "num_experts_per_tok": 3}),
-    "gpt_oss_mxfp4": ("gpt_oss", {"num_local_experts": 37, "num_experts_per_tok": 4, "sliding_window": 300}),
-}
 # operations that write a part of their buffer and leave the rest
 PARTIAL = {"assign_drafts"}
 # what calls reach through tables of addresses, made when the program was lowered
 BY_ADDRESS = {"kv_compact"}
-# what calls know otherwise: they choose again, by what the router left for all
-KNOWN = {"experts_down": {"expert_ids", "expert_weights"}}
 KINDS = {"uint8": torch.uint8, "int32": torch.int32, "int64": torch.int64, "float32": torch.float32}
 
 
 @pytest.fixture(scope="module")
-def lowered(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Lowered]:
-    """Lower a bucket of a pair by name; pairs and lowered programs are made once."""
-    pairs: dict[Any, Pair] = {}
-    made: dict[Any, Lowered] = {}
-
-    def pair_of(name: str, tree: bool, **speculation: Any) -> Pair:
-        key = (name, tree, *speculation.items())
-        if key not in pairs:
-            options = {"num_speculative_tokens": 3, "tree": TREE} if tree else {}
-            paths = _paths(name, tmp_path_factory)
-            pairs[key] = Pair(*paths, **{**options, **speculation})
-        return pairs[key]
-
-    def get(name: str, depth: int, batch: int, tree: bool = False, card: Any = H200, **speculation: Any) -> Lowered:
-        key = (name, depth, batch, tree, card, *speculation.items())
-        if key not in made:
-            made[key] = pair_of(name, tree, **speculation).lower(depth, batch, card)
-        return made[key]
-
-    return get
+def lowered(tmp_path_factory: pytest.TempPathFactory) -> LoweredPairs:
+    """Buckets of pairs by name."""
+    return LoweredPairs(tmp_path_factory)
 
 
-_files: dict[str, tuple[Path, Path | None]] = {}
-
-
-def _paths(name: str, factory: pytest.TempPathFactory) -> tuple[Path, Path | None]:
-    if name not in _files:
-        _files[name] = _write(name, factory.mktemp(name))
-    return _files[name]
-
-
-def _write(name: str, directory: Path) -> tuple[Path, Path | None]:
-    """The files of a pair: the bundled one, a target with a head that copies it, or one with a random head."""
-    if name == "demo":
-        return DEMO / "target", DEMO / "head"
-    kind, _, flags = name.partition("+")
-    family_name, options = TARGETS[kind]
-    make = mxfp4_target if kind.endswith("mxfp4") else partial(make_target, family=family_name)
-    if flags == "alone":
-        make(directory / "target", num_hidden_layers=2, **SIZES, **options)
-        return directory / "target", None
-    if not flags:
-        paths = make_pair(directory, family_name, **SIZES, **options)
-        return paths.target, paths.head
-    target = make(directory / "target", num_hidden_layers=2, **SIZES, **options)
-    shape = {"hidden_size": 64, "head_dim": 64, "intermediate_size": 96, "captures": (0, 1, 2)}
-    random_head(directory / "head", target, **{**shape, **HEADS[flags]})
-    return directory / "target", directory / "head"
-
-
-MIXTURES = ("gpt_oss", "gpt_oss_mxfp4")
 CHAINS = [(name, depth, batch, False) for name in ("llama", "qwen3") for depth in range(8) for batch in BATCHES]
 CASES: list[tuple[str, int, int, bool]] = [
     *CHAINS,
@@ -134,7 +53,7 @@ CASES: list[tuple[str, int, int, bool]] = [
 
 
 @pytest.fixture(params=CASES, ids=lambda case: f"{case[0]}-S{case[1]}-B{case[2]}{'-tree' if case[3] else ''}")
-def step(request: pytest.FixtureRequest, lowered: Callable[..., Lowered]) -> Lowered:
+def step(request: pytest.FixtureRequest, lowered: LoweredPairs) -> Lowered:
     """One bucket's program, lowered."""
     return lowered(*request.param)
 
@@ -171,18 +90,6 @@ def test_what_is_hidden_is_never_read_again(step: Lowered) -> None:
         assert set(group.written) == written - group.hidden
 
 
-def span(tensor: torch.Tensor) -> tuple[int, int]:
-    start = tensor.data_ptr()
-    return start, start + tensor.numel() * tensor.element_size()
-
-
-def reached(calls: tuple[KernelCall, ...], tensor: torch.Tensor) -> bool:
-    """Whether an argument of the calls overlaps the tensor."""
-    low, high = span(tensor)
-    spans = (span(a) for call in calls for a in call.arguments if isinstance(a, torch.Tensor) and a.numel())
-    return any(start < high and low < end for start, end in spans)
-
-
 def test_calls_reach_what_their_operations_name_and_nothing_hidden(step: Lowered) -> None:
     for group in step.groups:
         kinds = [op.kind for op in group.ops]
@@ -190,8 +97,7 @@ def test_calls_reach_what_their_operations_name_and_nothing_hidden(step: Lowered
         for op in group.ops:
             if op.kind in BY_ADDRESS:
                 continue
-            known = {op.reads[each] for each in KNOWN.get(op.kind, ())}
-            for name in {*op.reads.values(), *op.writes.values()} - group.hidden - made - known:
+            for name in {*op.reads.values(), *op.writes.values()} - group.hidden - made:
                 if step.program.buffers[name].role is not Role.CONSTANT:
                     assert reached(group.calls, step.buffers[name]), f"{kinds}: no call takes {name}"
             made |= set(op.writes.values()) & group.hidden
@@ -235,7 +141,7 @@ def test_a_step_starts_after_the_last_one_and_its_rows_after_its_start(step: Low
     assert [op.kind for op in step.groups[0].ops] == ["apply_commands", "list_active_slots", "gather_rows"]
 
 
-def test_tables_of_addresses_point_at_the_caches(lowered: Callable[..., Lowered]) -> None:
+def test_tables_of_addresses_point_at_the_caches(lowered: LoweredPairs) -> None:
     step = lowered("llama", 3, 2, True)
     (group,) = (group for group in step.groups if any(op.kind in BY_ADDRESS for op in group.ops))
     caches = [name for op in group.ops if op.kind in BY_ADDRESS for name in op.writes.values()]
@@ -247,13 +153,13 @@ def test_tables_of_addresses_point_at_the_caches(lowered: Callable[..., Lowered]
     assert not any(tensor.any() for tensor in others)  # counters start at zero: lowering launches nothing
 
 
-def kernels_of(lowered: Callable[..., Lowered]) -> Iterator[Any]:
+def kernels_of(lowered: LoweredPairs) -> Iterator[Any]:
     for case in CASES:
         for call in lowered(*case).calls:
             yield call.kernel
 
 
-def test_a_kernel_s_name_stands_for_one_specialisation(lowered: Callable[..., Lowered]) -> None:
+def test_a_kernel_s_name_stands_for_one_specialisation(lowered: LoweredPairs) -> None:
     names: dict[str, Any] = {}
     seen: dict[int, str] = {}
     for kernel in kernels_of(lowered):
@@ -264,7 +170,7 @@ def test_a_kernel_s_name_stands_for_one_specialisation(lowered: Callable[..., Lo
     assert len(names) > 100
 
 
-def test_every_kind_of_kernel_has_an_example_that_is_compiled(lowered: Callable[..., Lowered]) -> None:
+def test_every_kind_of_kernel_has_an_example_that_is_compiled(lowered: LoweredPairs) -> None:
     known = {family(kernel) for _, kernel in examples()}
     used = {family(kernel) for kernel in kernels_of(lowered)}
     assert used <= known, f"no module's examples() holds {used - known}"
@@ -280,15 +186,9 @@ AROUND = ["begin_step", "sample_choose", "sample_draw", "logprobs", "accept"]
 AROUND += ["gather_features", "thin_matmul_bfloat16", "head_input", "publish"]
 
 
-def kinds_of(step: Lowered, *stages: Stage) -> list[str]:
-    """The kernels of some stages, by the part of their names before the sizes."""
-    names = (call.kernel.name for group in step.groups if group.stage in stages for call in group.calls)
-    return [re.split(r"_\d|_[a-z]\d", name)[0] for name in names]
-
-
 @pytest.mark.parametrize("name", QKV)
 @pytest.mark.parametrize("batch", [1, 8])
-def test_kernels_of_a_layer_and_of_a_level(name: str, batch: int, lowered: Callable[..., Lowered]) -> None:
+def test_kernels_of_a_layer_and_of_a_level(name: str, batch: int, lowered: LoweredPairs) -> None:
     """Every kernel more costs a microsecond a layer: the number is pinned."""
     for depth in (0, 7):
         target = kinds_of(lowered(name, depth, batch), Stage.BASE_DECODE_STEP)
@@ -302,65 +202,7 @@ def test_kernels_of_a_layer_and_of_a_level(name: str, batch: int, lowered: Calla
         assert kinds_of(lowered(name, depth, batch), *around) == AROUND
 
 
-# of a mixture's layer; a short window needs no second launch for its attention
-MIXTURE_HEAD, MIXTURE_TAIL = (
-    ["thin_matmul_rotate", "attention"],
-    ["thin_matmul_add", "router", "experts_gate_up", "experts_down"],
-)
-
-
-@pytest.mark.parametrize("name", MIXTURES)
-@pytest.mark.parametrize(("depth", "batch"), [(0, 1), (0, 8), (7, 8)])
-def test_kernels_of_a_mixture_s_layers(name: str, depth: int, batch: int, lowered: Callable[..., Lowered]) -> None:
-    """Windows first, then all positions: 7 launches and 8; windows of more than a few tiles have 8 too. The product
-    after a single row's experts adds them up itself, and norms up to eight rows."""
-    kinds = kinds_of(lowered(f"{name}+{'plain' if depth else 'alone'}", depth, batch), Stage.BASE_DECODE_STEP)
-    rows = batch * (depth + 1)
-    tail = [*MIXTURE_TAIL, *([] if rows == 1 else ["experts_sum"] if rows <= 8 else ["experts_sum_norm"])]
-    short = [*MIXTURE_HEAD, *tail] if name == "gpt_oss" else [*MIXTURE_HEAD, "attention_combine", *tail]
-    full = [*MIXTURE_HEAD, "attention_combine", *tail]
-    assert kinds == ["embed_norm", *short, *full, "thin_matmul_float32"]
-
-
-@pytest.mark.parametrize("name", MIXTURES)
-def test_both_products_choose_by_what_their_layer_s_router_left(name: str, lowered: Callable[..., Lowered]) -> None:
-    """By the same logits and flags; what one layer's router leaves, the next one's overwrites."""
-    step = lowered(f"{name}+plain", 7, 8)
-    calls = [
-        call for group in step.groups for call in group.calls if call.kernel.name.startswith(("router", "experts"))
-    ]
-    owned = {tensor.data_ptr() for tensor in step.workspace.tensors()}
-    assert len(calls) == 2 * 4
-    for router, gate_up, down, _ in (calls[:4], calls[4:]):
-        flags, logits = (router.arguments[place] for place in (2, 6))
-        assert isinstance(flags, torch.Tensor) and isinstance(logits, torch.Tensor)
-        assert logits.data_ptr() in owned
-        for product in (gate_up, down):
-            assert f"_chosenE{logits.shape[1]}" in product.kernel.name
-            for mine, theirs in zip(product.arguments[3:5], (logits, flags), strict=True):
-                assert isinstance(mine, torch.Tensor)
-                assert (mine.data_ptr(), mine.numel()) == (theirs.data_ptr(), theirs.numel())
-        ids, shares = gate_up.arguments[5:7]
-        assert isinstance(ids, torch.Tensor) and ids.data_ptr() == step.buffers["expert_ids"].data_ptr()
-        assert isinstance(shares, torch.Tensor) and shares.data_ptr() == step.buffers["expert_weights"].data_ptr()
-        assert down.arguments[5:7] == (0, 0)
-
-
-def test_experts_are_packed_and_their_parts_are_not_kept(lowered: Callable[..., Lowered]) -> None:
-    for name in MIXTURES:
-        step = lowered(f"{name}+alone", 0, 1)
-        for part in ("gate_up", "down"):
-            packed = step.weights.experts(f"layers.1.experts.{part}")
-            assert (packed.scales is not None) == name.endswith("mxfp4")
-            assert packed.order is None or part == "gate_up"
-            for missing in ("weight", "blocks", "scales"):
-                with pytest.raises(ConfigError, match="is missing"):
-                    step.weights.vector(f"layers.1.experts.{part}.{missing}")
-        bias, order = step.weights.experts_bias("layers.1.experts.gate_up"), gate_up_order(96)
-        assert torch.equal(bias, step.weights.vector("layers.1.experts.gate_up.bias")[:, order])
-
-
-def test_no_row_count_has_other_kernels_but_products_and_attention(lowered: Callable[..., Lowered]) -> None:
+def test_no_row_count_has_other_kernels_but_products_and_attention(lowered: LoweredPairs) -> None:
     """What decides bits must not depend on the bucket: plans of products and of attention may, and change none, and
     norms may be made by the product after them."""
     for name in QKV:
@@ -372,7 +214,7 @@ def test_no_row_count_has_other_kernels_but_products_and_attention(lowered: Call
 
 @pytest.mark.parametrize("card", [*CARDS.values(), B200], ids=str)
 @pytest.mark.parametrize("name", ["llama", "demo"])
-def test_every_card_gets_kernels_that_fit_it(name: str, card: Card, lowered: Callable[..., Lowered]) -> None:
+def test_every_card_gets_kernels_that_fit_it(name: str, card: Card, lowered: LoweredPairs) -> None:
     for depth in (0, 7):
         for call in lowered(name, depth, 8, card=card).calls:
             assert call.kernel.shared_bytes <= card.shared_bytes, call.kernel.name
@@ -383,7 +225,7 @@ def test_every_card_gets_kernels_that_fit_it(name: str, card: Card, lowered: Cal
     [{"simulated_accept_length": 2.5, "simulated_seed": 3}, {"draft_window": 64}],
     ids=["simulated", "window"],
 )
-def test_options_of_speculation_are_lowered_too(speculation: dict[str, Any], lowered: Callable[..., Lowered]) -> None:
+def test_options_of_speculation_are_lowered_too(speculation: dict[str, Any], lowered: LoweredPairs) -> None:
     step, plain = lowered("llama", 3, 2, **speculation), lowered("llama", 3, 2)
     test_every_operation_is_covered_once_and_in_order(step)
     test_calls_reach_what_their_operations_name_and_nothing_hidden(step)
@@ -457,36 +299,12 @@ def without(program: Program, kind: str) -> Program:
         ("experts_gate_up", "operation router.* stands where no kernel covers it"),
     ],
 )
-def test_programs_that_no_kernels_cover_are_refused_by_name(
-    kind: str, message: str, lowered: Callable[..., Lowered]
-) -> None:
+def test_programs_that_no_kernels_cover_are_refused_by_name(kind: str, message: str, lowered: LoweredPairs) -> None:
     mixture = kind in ("router", "experts_gate_up")
     step = lowered("gpt_oss+alone", 0, 2) if mixture else lowered("qwen3", 3, 2)
     lowering = Lowering(without(step.program, kind), step.buffers, step.weights, H200, step.workspace)
     with pytest.raises(ConfigError, match=message):
         lower(lowering, RULES)
-
-
-@pytest.mark.parametrize(
-    ("kind", "argument", "message"),
-    [
-        ("router", "x", "router.* does not read the norm before it, nor its rows"),
-        ("experts_gate_up", "x", "experts_gate_up.* does not read the norm and the choice before it"),
-        ("experts_gate_up", "expert_ids", "experts_gate_up.* does not read the norm and the choice before it"),
-        ("experts_down", "expert_ids", "experts_down.* does not read the choice before it"),
-        ("experts_down", "expert_weights", "experts_down.* does not read the choice before it"),
-    ],
-)
-def test_experts_that_others_chose_are_refused(
-    kind: str, argument: str, message: str, lowered: Callable[..., Lowered]
-) -> None:
-    step = lowered("gpt_oss+alone", 0, 2)
-    ops = list(step.program.ops)
-    place = next(number for number, op in enumerate(ops) if op.kind == kind)
-    ops[place] = replace(ops[place], reads={**ops[place].reads, argument: "lengths"})
-    program = replace(step.program, ops=tuple(ops))
-    with pytest.raises(ConfigError, match=message):
-        lower(Lowering(program, step.buffers, step.weights, H200, step.workspace), RULES)
 
 
 def test_an_operation_without_a_rule_is_refused_by_name() -> None:

@@ -160,8 +160,8 @@ class StandInLauncher:
 
         def issue(stream: str) -> None:
             assert stream == "stream"
-            words, _, inputs, *choice, ids, shares, bias, out, pairs, limit, alpha = call.arguments
-            assert ids.numel() == pairs and choice == [0, 0]
+            words, _, inputs, ids, shares, bias, out, pairs, limit, alpha = call.arguments
+            assert ids.numel() == pairs
             matrices, order = self._matrices(words)
             if isinstance(shares, torch.Tensor):
                 for rank in range(ids.shape[1]):

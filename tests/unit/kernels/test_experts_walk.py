@@ -4,11 +4,9 @@ Small sizes; the walker checks every address, and copies arrive both as late and
 """
 
 import dataclasses
-import math
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from expert_cases import (
@@ -17,9 +15,7 @@ from expert_cases import (
     Experts,
     choices,
     make_experts,
-    make_logits,
     shares_of,
-    want_choice,
     want_down,
     want_gate_up,
 )
@@ -28,14 +24,13 @@ from kernel_walk import Walker, walkable
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.expert_packing import PackedExperts, pack_experts
-from lowlat.kernels.experts_choice import Choice
 from lowlat.kernels.experts_down import experts_down
 from lowlat.kernels.experts_gate_up import experts_gate_up
 from lowlat.kernels.experts_plan import DOWN, GATE_UP, ExpertShape, plan_experts, rows_a_launch, warps_of
 from lowlat.kernels.kernel import H200, Card
 
 PARTS = ("plan", "list", "multiply", "copy", "product", "gate_up", "down")
-NAMES = ("handover", *(f"experts_{part}" for part in PARTS), "experts_choice", "norm_row", "norm_math")
+NAMES = ("handover", *(f"experts_{part}" for part in PARTS), "norm_row", "norm_math", "awaited")
 SMALL = Card(3, 100 * 1024, (9, 0))
 
 
@@ -44,10 +39,8 @@ def walked(walker: Walker) -> Any:
 
 
 def run_gate_up(
-    walker: Walker, modules: list[ModuleType], experts: Experts, x: torch.Tensor, ids: torch.Tensor,
-    choice: Choice | None = None, shares: torch.Tensor | None = None, **changes: int,
-) -> torch.Tensor:  # fmt: skip
-    """With a choice ids and shares are written."""
+    walker: Walker, modules: list[ModuleType], experts: Experts, x: torch.Tensor, ids: torch.Tensor, **changes: int
+) -> torch.Tensor:
     plan, gate_up = modules[1], modules[6]
     packed = experts.packed
     shape = plan.ExpertShape(plan.GATE_UP, packed.rows, packed.columns, ids.shape[1], packed.scales is not None)
@@ -56,7 +49,7 @@ def run_gate_up(
     out = torch.full((*ids.shape, packed.rows // 2), torch.nan, dtype=torch.bfloat16)
     calls = gate_up.experts_gate_up(
         x=x, expert_ids=ids, weight=packed, bias=experts.bias[:, experts.order].contiguous(), out=out,
-        limit=LIMIT, alpha=ALPHA, plan=chosen, choice=choice, expert_weights=shares,
+        limit=LIMIT, alpha=ALPHA, plan=chosen,
     )  # fmt: skip
     for call in calls:
         walker.run(call)
@@ -64,10 +57,9 @@ def run_gate_up(
 
 
 def run_down(
-    walker: Walker, modules: list[ModuleType], experts: Experts, activated: torch.Tensor, ids: torch.Tensor,
-    choice: Choice | None = None, shares: torch.Tensor | None = None, **more: int,
-) -> torch.Tensor:  # fmt: skip
-    """By ids and their shares, or `shares_of` them; or by a choice."""
+    walker: Walker, modules: list[ModuleType], experts: Experts, activated: torch.Tensor, ids: torch.Tensor, **more: int
+) -> torch.Tensor:
+    """By ids and `shares_of` them."""
     plan, down = modules[1], modules[7]
     packed = experts.packed
     shape = plan.ExpertShape(plan.DOWN, packed.rows, packed.columns, ids.shape[1], packed.scales is not None)
@@ -77,10 +69,9 @@ def run_down(
     chosen = plan.plan_experts(most, shape, SMALL, **changes)
     chosen = dataclasses.replace(chosen, part=part or chosen.part)
     out = torch.full((*ids.shape, packed.rows), torch.nan)
-    given = {"expert_ids": ids, "expert_weights": shares_of(ids) if shares is None else shares}
-    source = given if choice is None else {"choice": choice}
     calls = down.experts_down(
-        activated=activated, weight=packed, bias=experts.bias, out=out, plan=chosen, **source,
+        activated=activated, weight=packed, bias=experts.bias, out=out, plan=chosen, expert_ids=ids,
+        expert_weights=shares_of(ids),
     )  # fmt: skip
     for call in calls:
         walker.run(call)
@@ -165,98 +156,6 @@ def test_pairs_for_more_than_a_warp_are_listed(kind: str) -> None:
     with walked(walker) as modules:
         got = run_down(walker, modules, experts, activated, ids)
     torch.testing.assert_close(got, want_down(experts, activated, ids), rtol=1e-5, atol=1e-5)
-
-
-def exact_shares(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """The shares [M, R] of chosen experts, every step rounded as `experts_choice` promises; 0 where dead."""
-    found = torch.zeros(ids.shape)
-    for row in (ids[:, 0] >= 0).nonzero()[:, 0].tolist():
-        values = logits[row, ids[row].long()].numpy()
-        with np.errstate(all="ignore"):
-            powers = np.exp2((values - values[0]) * np.float32(math.log2(math.e)))
-            total = np.float32(0)
-            for power in powers:
-                total = total + power
-            found[row] = torch.from_numpy(powers / total)
-    return found
-
-
-@pytest.mark.parametrize(
-    ("kind", "rows", "ranks", "count", "flagged"),
-    [
-        ("random", 1, 4, 37, False),
-        ("odd", 2, 8, 70, False),
-        ("shared", 8, 4, 32, False),
-        ("ties", 11, 3, 33, True),
-        ("none", 2, 3, 4, True),
-    ],
-)
-def test_both_products_choose_as_the_reference_does(
-    kind: str, rows: int, ranks: int, count: int, flagged: bool
-) -> None:
-    """Ids and shares are the promised ones, and the products have the bits that they have with these given; flags
-    of two dimensions, rows listed by one warp and by all."""
-    up = make_experts(count, 16, 64, quantised=True, gated=True)
-    down = make_experts(count, 16, 64, quantised=True, gated=False)
-    logits = make_logits("random" if kind == "none" else kind, rows, count)
-    live = None
-    if flagged:
-        live = ((torch.arange(rows) % 3 != 1) & (kind != "none")).to(torch.uint8).view(1, rows)
-    x, activated = torch.randn(rows, 64).bfloat16(), torch.randn(rows, ranks, 64).bfloat16()
-    ids, shares = torch.full((rows, ranks), 77, dtype=torch.int32), torch.full((rows, ranks), torch.nan)
-    choice, walker = Choice(logits, live), Walker()
-    with walked(walker) as modules:
-        got = run_gate_up(walker, modules, up, x, ids, choice, shares)
-        wanted, about = want_choice(logits, live, ranks)
-        exact = exact_shares(logits, wanted)
-        assert torch.equal(ids, wanted)
-        torch.testing.assert_close(shares, exact, rtol=0, atol=0, equal_nan=True)
-        torch.testing.assert_close(shares, about, rtol=1e-5, atol=1e-7, equal_nan=True)
-        given = run_gate_up(walker, modules, up, x, wanted)
-        assert torch.equal(got.view(torch.int16), given.view(torch.int16))
-        got = run_down(walker, modules, down, activated, ids, choice)
-        given = run_down(walker, modules, down, activated, wanted, shares=exact)
-        torch.testing.assert_close(got, given, rtol=0, atol=0, equal_nan=True)
-
-
-def test_more_rows_than_a_launch_takes_choose_by_their_own_logits() -> None:
-    experts = make_experts(3, 16, 64, quantised=True, gated=True)
-    choice = Choice(torch.randn(67, 3), torch.ones(1, 67, dtype=torch.uint8))
-    wide, out = torch.zeros(67, 2, 64).bfloat16(), torch.zeros(67, 2, 16)
-    ids, shares = torch.zeros(67, 2, dtype=torch.int32), torch.zeros(67, 2)
-    up = experts_gate_up(
-        x=torch.zeros(67, 64).bfloat16(), expert_ids=ids, expert_weights=shares, choice=choice, weight=experts.packed,
-        bias=experts.bias, out=torch.zeros(67, 2, 8).bfloat16(), limit=LIMIT, alpha=ALPHA,
-    )  # fmt: skip
-    down = experts_down(activated=wide, choice=choice, weight=experts.packed, bias=experts.bias, out=out)
-    for calls in (up, down):
-        assert [call.arguments[9] for call in calls] == [128, 6]
-        later = [each.data_ptr() for each in calls[1].arguments if isinstance(each, torch.Tensor)]
-        assert choice.logits[64:].data_ptr() in later
-        assert choice.row_live is not None and choice.row_live.view(-1)[64:].data_ptr() in later
-    later = [each.data_ptr() for each in up[1].arguments if isinstance(each, torch.Tensor)]
-    assert ids[64:].data_ptr() in later and shares[64:].data_ptr() in later
-
-
-def test_equal_logits_go_to_the_lowest_ids_and_what_is_not_finite_stays_in_its_row() -> None:
-    plain = [-1.0, 0.0, -0.0, 2.0, 0.0, -0.0, 0.0, -3.0, 0.0]
-    logits = torch.tensor([plain] * 4)
-    logits[1, 5], logits[2, 2], logits[2, 5], logits[3, 2] = torch.nan, torch.inf, -torch.inf, -torch.inf
-    up, x = make_experts(9, 16, 64, quantised=True, gated=True), torch.randn(4, 64).bfloat16()
-    ids, shares = torch.full((4, 8), 77, dtype=torch.int32), torch.full((4, 8), torch.nan)
-    walker = Walker()
-    with walked(walker) as modules:
-        run_gate_up(walker, modules, up, x, ids, Choice(logits), shares)
-    assert ids[0].tolist() == [3, 1, 2, 4, 5, 6, 8, 0]
-    assert ids[1].tolist() == [5, 3, 1, 2, 4, 6, 8, 0]
-    assert ids[2].tolist() == [2, 3, 1, 4, 6, 8, 0, 7]
-    assert ids[3].tolist() == [3, 1, 4, 5, 6, 8, 0, 7]
-    assert shares[1].isnan().all() and shares[2].isnan().all()
-    assert shares[[0, 3]].isfinite().all()
-    logits[3, 7] = -torch.inf
-    with walked(walker) as modules:
-        run_gate_up(walker, modules, up, x, ids, Choice(logits), shares)
-    assert ids[3].tolist() == [3, 1, 4, 5, 6, 8, 0, 2] and shares[3, 7] == 0
 
 
 def test_a_pair_has_the_same_bits_in_any_company() -> None:
@@ -348,40 +247,6 @@ def test_arrays_that_do_not_fit_are_refused() -> None:
             experts_down(**(whole | {name: whole[name][:1]}))  # type: ignore[index]
     with pytest.raises(ShapeError, match="activated must have shape"):
         experts_down(**(whole | {"activated": torch.zeros(3, 2, 32).bfloat16()}))  # type: ignore[arg-type]
-
-
-def test_choices_that_do_not_fit_are_refused() -> None:
-    experts = make_experts(2, 32, 64, quantised=True, gated=True)
-    packed, shares = experts.packed, torch.zeros(3, 2)
-    choice = Choice(torch.zeros(3, 2), torch.ones(3, 1, dtype=torch.uint8))
-    first: dict[str, Any] = {"weight": packed, "bias": experts.bias, "limit": 7.0, "alpha": 1.7, "choice": choice}
-    first |= {"x": torch.zeros(3, 64).bfloat16(), "expert_ids": torch.zeros(3, 2, dtype=torch.int32)}
-    first |= {"expert_weights": shares, "out": torch.zeros(3, 2, 16).bfloat16()}
-    second: dict[str, Any] = {"activated": torch.zeros(3, 2, 64).bfloat16(), "weight": packed, "bias": experts.bias}
-    second |= {"choice": choice, "out": torch.zeros(3, 2, 32)}
-    assert len(experts_gate_up(**first)) == len(experts_down(**second)) == 1
-    for build, whole in ((experts_gate_up, first), (experts_down, second)):
-        for wrong, message in (
-            (Choice(torch.zeros(2, 2)), "logits must have shape"),
-            (Choice(torch.zeros(3, 2).double()), "logits must be torch.float32"),
-            (Choice(torch.zeros(3, 2), torch.ones(2, dtype=torch.uint8)), "row_live must have 3 entries"),
-            (Choice(torch.zeros(3, 2), torch.ones(3)), "row_live must be torch.uint8"),
-        ):
-            with pytest.raises(ShapeError, match=message):
-                build(**(whole | {"choice": wrong}))
-    for name in ("expert_ids", "expert_weights"):
-        with pytest.raises(ShapeError, match=f"{name} must be torch"):
-            experts_gate_up(**(first | {name: first[name].double()}))
-    changes: dict[str, Any]
-    for changes in ({"choice": None}, {"expert_weights": None}):
-        with pytest.raises(ShapeError, match="without one there are no expert_weights"):
-            experts_gate_up(**(first | changes))
-    for changes in ({"choice": None}, {"expert_ids": first["expert_ids"]}, {"expert_weights": shares}):
-        with pytest.raises(ShapeError, match="experts are given by expert_ids and expert_weights, or chosen"):
-            experts_down(**(second | changes))
-    for rows, ranks, count in ((1, 9, 20), (1, 4, 3), (1, 2, 257), (1, 0, 4)):
-        with pytest.raises(ShapeError, match="a row chooses at most 8 experts of at most 256"):
-            Choice(torch.zeros(rows, count)).check(rows, ranks, count)
 
 
 def _packed(experts: Experts) -> PackedExperts:

@@ -10,7 +10,7 @@ import torch
 from compiled_examples import Compiled
 
 from lowlat.errors import ShapeError
-from lowlat.kernels import elementwise, embed, head_input, norm, rotate
+from lowlat.kernels import elementwise, embed, head_input, norm, rotate, router
 from lowlat.kernels.kernel import Kernel
 from lowlat.kernels.packing import pack
 
@@ -78,6 +78,14 @@ def test_norms_refuse_what_does_not_fit() -> None:
         norm.rms_norm(x, tensor(65), out=x, eps=1e-5)
     with pytest.raises(ShapeError, match="total"):
         norm.add_norm(x, x, weight, total=tensor(2, 64), out=x, eps=1e-5)
+
+
+def test_a_router_fills_whole_chunks_alone() -> None:
+    x, logits = tensor(3, 64), tensor(3, 5, dtype=torch.float32)
+    for place in range(3):
+        awaited = tuple(tensor(3, 6 if number == place else 8) for number in range(3))
+        with pytest.raises(ShapeError, match="must be of a multiple of 16 bytes, got 36"):
+            router.router(x, tensor(64), tensor(5, 64), tensor(5), normed=x, logits=logits, eps=1e-5, awaited=awaited)
 
 
 def test_dtypes_are_checked() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from kernel_inventory import B200, CARDS
 from kernel_walk import Walker, walkable
-from rowwise_cases import canonical_norm, flags, same_bits
+from rowwise_cases import canonical_norm, flags
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.kernel import H200, Card
@@ -151,39 +151,28 @@ def test_a_row_has_the_same_bits_in_any_company() -> None:
 
 
 @pytest.mark.parametrize(
-    ("late", "rows", "width", "depth", "ranks", "changes"),
+    ("late", "rows", "width", "depth", "changes"),
     [
-        (True, 1, 40, 136, 0, {}),
-        (False, 3, 32, 200, 0, {"stages": 1}),
-        (True, 1, 64, 576, 4, {"stages": 2}),
-        (False, 2, 33, 72, 3, {"weight_tiles": 2, "stages": 2, "num_blocks": 2}),
-        (True, 5, 16, 64, 1, {"areas": 1}),
-        (True, 1, 16, 4096 + 72, 5, {}),
+        (True, 1, 40, 136, {}),
+        (False, 3, 32, 200, {"stages": 1}),
+        (True, 1, 64, 576, {"stages": 2}),
+        (False, 2, 33, 72, {"weight_tiles": 2, "stages": 2, "num_blocks": 2}),
+        (True, 5, 16, 64, {"areas": 1}),
+        (True, 1, 16, 4096 + 72, {}),
     ],
 )
-def test_rows_are_normed_in_every_block(
-    late: bool, rows: int, width: int, depth: int, ranks: int, changes: dict[str, int]
-) -> None:
-    """What comes out has the bits of the norm and the product apart; sums are written out, by one block."""
+def test_rows_are_normed_in_every_block(late: bool, rows: int, width: int, depth: int, changes: dict[str, int]) -> None:
+    """What comes out has the bits of the norm and the product apart."""
     eps, live = 1e-5, flags(rows)
     x, weight, norm_weight = random(rows, depth), pack(random(width, depth)), random(depth)
-    partials = torch.randn(rows, ranks, depth) * 3 if ranks else None
-    total = torch.full((rows, depth), torch.nan).bfloat16() if ranks else None
-    summed = x
-    if partials is not None:
-        added = torch.zeros(rows, depth)
-        for rank in range(ranks):
-            added += partials[:, rank]
-        summed = (x.float() + added).bfloat16()
-    normed = torch.where(live[:, None] != 0, canonical_norm(summed, norm_weight, eps), 0).bfloat16()
+    normed = torch.where(live[:, None] != 0, canonical_norm(x, norm_weight, eps), 0).bfloat16()
     got, want = torch.full((rows, width), torch.nan), torch.full((rows, width), torch.nan)
     walker = Walker(late)
     with walked(walker) as modules:
-        norm = modules[-1].RowsNorm(norm_weight, eps, live, partials, total)
+        norm = modules[-1].RowsNorm(norm_weight, eps, live)
         run(walker, modules, changes, x=x, weight=weight, out=got, norm=norm)
         run(walker, modules, {}, x=normed, weight=weight, out=want)
     assert torch.equal(got, want)
-    assert total is None or same_bits(total, summed)
 
 
 @pytest.mark.parametrize("card", [*CARDS.values(), B200], ids=str)
@@ -201,13 +190,9 @@ def test_held_rows_leave_most_of_a_block_to_weights(card: Card) -> None:
 
 def test_norms_that_do_not_fit_are_refused() -> None:
     x, weight, out = random(4, 64), pack(random(16, 64)), torch.empty(4, 16)
-    partials, total = torch.zeros(4, 2, 64), torch.empty(4, 64).bfloat16()
     for norm, message in (
         (RowsNorm(random(72), 1e-5), "norm.weight must have shape"),
         (RowsNorm(random(64), 1e-5, flags(3)), "row_live must have 4 entries"),
-        (RowsNorm(random(64), 1e-5, None, partials), "needs both partials and total"),
-        (RowsNorm(random(64), 1e-5, None, partials[:, :, :32], total), "partials must have shape"),
-        (RowsNorm(random(64), 1e-5, None, partials, x), "total must not be x"),
     ):
         with pytest.raises(ShapeError, match=message):
             thin_matmul(x=x, weight=weight, out=out, norm=norm)

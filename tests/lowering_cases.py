@@ -1,0 +1,113 @@
+"""Pairs of a target and a head in which something is particular, by name, and what their programs lower to."""
+
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lowered import Lowered, Pair
+from tiny_models import make_pair, make_target, mxfp4_target, random_head
+
+from lowlat.kernels.kernel import H200, KernelCall
+from lowlat.program import Stage
+
+__all__ = ["HEADS", "MIXTURES", "TARGETS", "LoweredPairs", "kinds_of", "reached", "span"]
+
+DEMO = Path(__file__).parents[1] / "lowlat" / "demo"
+SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 64}
+TREE = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (1, 0, 0))
+HEADS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "norm_before_fc": {"norm_before_fc": True},
+    "fc_norm": {"fc_norm": True},
+    "norm_output": {"norm_output": True},
+    "norm_before_residual": {"norm_before_residual": True},
+    "qk_norm": {"qk_norm": True},
+    "attention_bias": {"attention_bias": True},
+    "mlp_bias": {"mlp_bias": True},
+    "own_embedding": {"own_embedding": True},
+    "small_vocabulary": {"draft_vocab_size": 40},
+    "target_s_lm_head": {"own_lm_head": False},
+    "one_capture": {"captures": (1,)},
+    "everything": dict.fromkeys(
+        ("norm_before_fc", "fc_norm", "norm_output", "qk_norm", "attention_bias", "mlp_bias", "own_embedding"), True
+    ),
+}
+TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "qwen3": ("qwen3", {}),
+    "tied": ("llama", {"tie_word_embeddings": True}),
+    "biased": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "one_group": ("qwen3", {"num_key_value_heads": 1}),
+    "gpt_oss": ("gpt_oss", {"num_local_experts": 6, "num_experts_per_tok": 3}),
+    "gpt_oss_mxfp4": ("gpt_oss", {"num_local_experts": 37, "num_experts_per_tok": 4, "sliding_window": 300}),
+}
+MIXTURES = ("gpt_oss", "gpt_oss_mxfp4")
+
+
+class LoweredPairs:
+    """Lowers a bucket of a pair by name; files, pairs and lowered programs are made once."""
+
+    def __init__(self, factory: pytest.TempPathFactory) -> None:
+        self._factory = factory
+        self._files: dict[str, tuple[Path, Path | None]] = {}
+        self._pairs: dict[Any, Pair] = {}
+        self._made: dict[Any, Lowered] = {}
+
+    def __call__(
+        self, name: str, depth: int, batch: int, tree: bool = False, card: Any = H200, **speculation: Any
+    ) -> Lowered:
+        """A bucket's program, lowered."""
+        key = (name, depth, batch, tree, card, *speculation.items())
+        if key not in self._made:
+            self._made[key] = self._pair(name, tree, **speculation).lower(depth, batch, card)
+        return self._made[key]
+
+    def _pair(self, name: str, tree: bool, **speculation: Any) -> Pair:
+        key = (name, tree, *speculation.items())
+        if key not in self._pairs:
+            options = {"num_speculative_tokens": 3, "tree": TREE} if tree else {}
+            if name not in self._files:
+                self._files[name] = _write(name, self._factory.mktemp(name))
+            self._pairs[key] = Pair(*self._files[name], **{**options, **speculation})
+        return self._pairs[key]
+
+
+def _write(name: str, directory: Path) -> tuple[Path, Path | None]:
+    """The files of a pair: the bundled one, a target with a head that copies it, or one with a random head."""
+    if name == "demo":
+        return DEMO / "target", DEMO / "head"
+    kind, _, flags = name.partition("+")
+    family_name, options = TARGETS[kind]
+    make = mxfp4_target if kind.endswith("mxfp4") else partial(make_target, family=family_name)
+    if flags == "alone":
+        make(directory / "target", num_hidden_layers=2, **SIZES, **options)
+        return directory / "target", None
+    if not flags:
+        paths = make_pair(directory, family_name, **SIZES, **options)
+        return paths.target, paths.head
+    target = make(directory / "target", num_hidden_layers=2, **SIZES, **options)
+    shape = {"hidden_size": 64, "head_dim": 64, "intermediate_size": 96, "captures": (0, 1, 2)}
+    random_head(directory / "head", target, **{**shape, **HEADS[flags]})
+    return directory / "target", directory / "head"
+
+
+def span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses of its first byte and of the one behind its last."""
+    start = tensor.data_ptr()
+    return start, start + tensor.numel() * tensor.element_size()
+
+
+def reached(calls: tuple[KernelCall, ...], tensor: torch.Tensor) -> bool:
+    """Whether an argument of the calls overlaps the tensor."""
+    low, high = span(tensor)
+    spans = (span(a) for call in calls for a in call.arguments if isinstance(a, torch.Tensor) and a.numel())
+    return any(start < high and low < end for start, end in spans)
+
+
+def kinds_of(step: Lowered, *stages: Stage) -> list[str]:
+    """The kernels of some stages, by the part of their names before the sizes."""
+    names = (call.kernel.name for group in step.groups if group.stage in stages for call in group.calls)
+    return [re.split(r"_\d|_[a-z]\d", name)[0] for name in names]

@@ -1,0 +1,221 @@
+"""A mixture of experts in one launch, walked thread by thread on a CPU, all blocks side by side."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from expert_cases import (
+    ALPHA,
+    LIMIT,
+    Experts,
+    make_experts,
+    make_logits,
+    shares_of,
+    want_choice,
+    want_down,
+    want_gate_up,
+)
+from kernel_inventory import B200, CARDS
+from kernel_walk import Walker, walkable
+
+from lowlat.errors import ShapeError
+from lowlat.kernels.experts_choice import Choice
+from lowlat.kernels.experts_mlp import experts_mlp
+from lowlat.kernels.experts_mlp_plan import plan_pair
+from lowlat.kernels.experts_plan import DOWN, GATE_UP, ExpertShape
+from lowlat.kernels.kernel import Card
+
+PARTS = ("plan", "list", "multiply", "copy", "product", "gate_up", "down", "choice", "sum", "mlp_plan", "mlp")
+NAMES = ("handover", "norm_row", "norm_math", "awaited", *(f"experts_{part}" for part in PARTS))
+
+
+class Mixture:
+    """Experts of both products, rows, and where the launch writes."""
+
+    def __init__(self, count: int, hidden: int, inner: int, rows: int, ranks: int, *, quantised: bool = True) -> None:
+        self.up: Experts = make_experts(count, 2 * inner, hidden, quantised=quantised, gated=True)
+        self.down: Experts = make_experts(count, hidden, inner, quantised=quantised, gated=False)
+        assert self.up.order is not None
+        self.ranks = ranks
+        self.arguments: dict[str, Any] = {
+            "gate_up": self.up.packed,
+            "gate_up_bias": self.up.bias[:, self.up.order].contiguous(),
+            "down": self.down.packed,
+            "down_bias": self.down.bias,
+            "x": torch.randn(rows, hidden).bfloat16(),
+            "residual": torch.randn(rows, hidden).bfloat16(),
+            "total": torch.full((rows, hidden), torch.nan).bfloat16(),
+            "expert_ids": torch.full((rows, ranks), 77, dtype=torch.int32),
+            "expert_weights": torch.full((rows, ranks), torch.nan),
+            "activated": torch.full((rows, ranks, inner // 2), -1, dtype=torch.int32).view(torch.bfloat16),
+            "partials": torch.full((rows, ranks, hidden), -1, dtype=torch.int32).view(torch.float32),
+            "limit": LIMIT,
+            "alpha": ALPHA,
+        }
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        value: torch.Tensor = self.arguments[name]
+        return value
+
+    def walk(self, walker: Walker, choice: Choice, blocks: int, *, early: bool = False) -> None:
+        with walkable(walker, *NAMES) as modules:
+            card = Card(blocks, 160 * 1024, (9, 0))
+            for call in modules[-1].experts_mlp(choice=choice, card=card, early=early, **self.arguments):
+                walker.run(call)
+
+    def check(self) -> None:
+        """The products and the sum are the reference's, for the experts that were chosen."""
+        ids, shares = self["expert_ids"], self["expert_weights"]
+        torch.testing.assert_close(self["activated"], want_gate_up(self.up, self["x"], ids), rtol=2**-7, atol=1e-6)
+        want = want_down(self.down, torch.nan_to_num(self["activated"]), ids) / shares_of(ids)[..., None]
+        want = torch.where(ids[..., None] < 0, 0, want * shares[..., None])
+        torch.testing.assert_close(self["partials"], want, rtol=1e-4, atol=1e-5)
+        assert not self["activated"][ids < 0].any() and not self["partials"][ids < 0].any()
+        summed = torch.zeros(self["residual"].shape)
+        for rank in range(self.ranks):
+            summed += self["partials"][:, rank]
+        assert torch.equal(self["total"], (self["residual"].float() + summed).bfloat16())
+
+
+@pytest.mark.parametrize("late", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "rows", "ranks", "quantised", "hidden", "inner", "blocks"),
+    [
+        ("random", 1, 2, True, 288, 96, 3),
+        ("random", 3, 2, True, 96, 160, 2),
+        ("shared", 5, 2, True, 64, 64, 4),
+        ("ties", 11, 1, True, 96, 32, 1),
+        ("random", 2, 2, False, 136, 96, 3),
+        ("none", 2, 2, True, 64, 32, 2),
+    ],
+)
+def test_it_is_the_reference_s(
+    late: bool, kind: str, rows: int, ranks: int, quantised: bool, hidden: int, inner: int, blocks: int
+) -> None:
+    """What rows choose, activations, weighed products and their sum; warps that only one of the products has."""
+    mixture, walker = Mixture(5, hidden, inner, rows, ranks, quantised=quantised), Walker(late)
+    logits = make_logits("random" if kind == "none" else kind, rows, 5)
+    live = ((torch.arange(rows) % 3 != 1) & (kind != "none")).to(torch.uint8).view(1, rows)
+    mixture.walk(walker, Choice(logits, live), blocks, early=late)
+    wanted, about = want_choice(logits, live, ranks)
+    assert torch.equal(mixture["expert_ids"], wanted)
+    torch.testing.assert_close(mixture["expert_weights"], about, rtol=1e-5, atol=1e-7)
+    mixture.check()
+    ids, step = wanted[wanted >= 0], 544 if quantised else 2048
+    units = sum(-(-int((ids == each).sum()) // 8) for each in ids.unique())
+    parts = -(-hidden // 64) * -(-2 * inner // 16) + -(-inner // 64) * -(-hidden // 16)
+    assert walker.bytes_copied == units * parts * step
+
+
+def exact_shares(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """The shares [M, R] of chosen experts, every step rounded as `experts_choice` promises; 0 where dead."""
+    found = torch.zeros(ids.shape)
+    for row in (ids[:, 0] >= 0).nonzero()[:, 0].tolist():
+        values = logits[row, ids[row].long()].numpy()
+        with np.errstate(all="ignore"):
+            powers = np.exp2((values - values[0]) * np.float32(math.log2(math.e)))
+            total = np.float32(0)
+            for power in powers:
+                total = total + power
+            found[row] = torch.from_numpy(powers / total)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "ranks", "count", "flagged"),
+    [
+        ("random", 1, 4, 37, False),
+        ("odd", 2, 8, 70, False),
+        ("shared", 8, 4, 32, False),
+        ("ties", 11, 3, 33, True),
+        ("none", 2, 3, 4, True),
+    ],
+)
+def test_rows_choose_as_the_reference_does(kind: str, rows: int, ranks: int, count: int, flagged: bool) -> None:
+    """Ids and shares are the promised ones; flags of two dimensions, rows listed by one warp and by all."""
+    mixture, live = Mixture(count, 64, 32, rows, ranks), None
+    logits = make_logits("random" if kind == "none" else kind, rows, count)
+    if flagged:
+        live = ((torch.arange(rows) % 3 != 1) & (kind != "none")).to(torch.uint8).view(1, rows)
+    mixture.walk(Walker(), Choice(logits, live), 2)
+    wanted, about = want_choice(logits, live, ranks)
+    assert torch.equal(mixture["expert_ids"], wanted)
+    exact = exact_shares(logits, wanted)
+    torch.testing.assert_close(mixture["expert_weights"], exact, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(mixture["expert_weights"], about, rtol=1e-5, atol=1e-7, equal_nan=True)
+
+
+def test_equal_logits_go_to_the_lowest_ids_and_what_is_not_finite_stays_in_its_row() -> None:
+    plain = [-1.0, 0.0, -0.0, 2.0, 0.0, -0.0, 0.0, -3.0, 0.0]
+    logits = torch.tensor([plain] * 4)
+    logits[1, 5], logits[2, 2], logits[2, 5], logits[3, 2] = torch.nan, torch.inf, -torch.inf, -torch.inf
+    mixture = Mixture(9, 64, 32, 4, 8)
+    mixture.walk(Walker(), Choice(logits), 2)
+    ids, shares = mixture["expert_ids"], mixture["expert_weights"]
+    assert ids[0].tolist() == [3, 1, 2, 4, 5, 6, 8, 0]
+    assert ids[1].tolist() == [5, 3, 1, 2, 4, 6, 8, 0]
+    assert ids[2].tolist() == [2, 3, 1, 4, 6, 8, 0, 7]
+    assert ids[3].tolist() == [3, 1, 4, 5, 6, 8, 0, 7]
+    assert shares[1].isnan().all() and shares[2].isnan().all()
+    assert shares[[0, 3]].isfinite().all()
+    assert mixture["total"][[1, 2]].isnan().all() and mixture["total"][[0, 3]].isfinite().all()
+    logits[3, 7] = -torch.inf
+    mixture = Mixture(9, 64, 32, 4, 8)
+    mixture.walk(Walker(), Choice(logits), 3)
+    assert mixture["expert_ids"][3].tolist() == [3, 1, 4, 5, 6, 8, 0, 2] and mixture["expert_weights"][3, 7] == 0
+
+
+def test_more_rows_than_a_launch_takes_choose_by_their_own_logits() -> None:
+    mixture, choice = Mixture(3, 64, 32, 67, 2), Choice(torch.randn(67, 3), torch.ones(1, 67, dtype=torch.uint8))
+    calls = experts_mlp(choice=choice, **mixture.arguments)
+    assert [call.arguments[-4] for call in calls] == [128, 6]
+    later = [each.data_ptr() for each in calls[1].arguments if isinstance(each, torch.Tensor)]
+    assert choice.logits[64:].data_ptr() in later
+    assert choice.row_live is not None and choice.row_live.view(-1)[64:].data_ptr() in later
+    for name in ("x", "expert_ids", "expert_weights", "activated", "partials", "residual", "total"):
+        assert mixture[name][64:].data_ptr() in later
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 8, 16, 64])
+@pytest.mark.parametrize("card", [*CARDS.values(), B200], ids=str)
+@pytest.mark.parametrize("quantised", [True, False])
+def test_plans_fit_their_card(rows: int, card: Card, quantised: bool) -> None:
+    """A block a multiprocessor, since all must be there at once; the lists and the threads are those of both plans."""
+    up, down = ExpertShape(GATE_UP, 5760, 2880, 4, quantised), ExpertShape(DOWN, 2880, 2880, 4, quantised)
+    pair = plan_pair(rows, up, down, card)
+    first, second = pair.up_plan, pair.down_plan
+    assert pair.places[-1] <= card.shared_bytes
+    assert first.num_blocks == second.num_blocks == card.num_multiprocessors
+    common = ("columns", "capacity", "finishing", "stages", "patient")
+    assert all(getattr(first, name) == getattr(second, name) for name in common)
+    assert pair.whole.threads >= first.capacity and pair.warps == 15
+
+
+def test_arguments_that_do_not_fit_are_refused() -> None:
+    mixture, choice = Mixture(3, 64, 32, 3, 2), Choice(torch.zeros(3, 3), torch.ones(3, 1, dtype=torch.uint8))
+    fine = {"choice": choice, **mixture.arguments}
+    assert len(experts_mlp(**fine)) == 1
+    for wrong, message in (
+        (Choice(torch.zeros(2, 3)), "logits must have shape"),
+        (Choice(torch.zeros(3, 3).double()), "logits must be torch.float32"),
+        (Choice(torch.zeros(3, 3), torch.ones(2, dtype=torch.uint8)), "row_live must have 3 entries"),
+        (Choice(torch.zeros(3, 3), torch.ones(3)), "row_live must be torch.uint8"),
+    ):
+        with pytest.raises(ShapeError, match=message):
+            experts_mlp(**(fine | {"choice": wrong}))
+    for name in ("x", "gate_up_bias", "down_bias", "expert_weights", "activated", "partials", "residual", "total"):
+        with pytest.raises(ShapeError, match=f"{name} must have shape"):
+            experts_mlp(**(fine | {name: fine[name][:1]}))
+        with pytest.raises(ShapeError, match=f"{name} must be torch"):
+            experts_mlp(**(fine | {name: fine[name].double()}))
+    other = make_experts(3, 64, 64, quantised=True, gated=False).packed
+    with pytest.raises(ShapeError, match=r"3 down matrices 64 by 64 do not follow 3 gate_up matrices 64 by 64"):
+        experts_mlp(**(fine | {"down": other, "activated": torch.zeros(3, 2, 64).bfloat16()}))
+    for rows, ranks, count in ((1, 9, 20), (1, 4, 3), (1, 2, 257), (1, 0, 4)):
+        with pytest.raises(ShapeError, match="a row chooses at most 8 experts of at most 256"):
+            Choice(torch.zeros(rows, count)).check(rows, ranks, count)
+    up, down = ExpertShape(GATE_UP, 5760, 2880, 4, True), ExpertShape(DOWN, 2880, 2880, 4, True)
+    with pytest.raises(ShapeError, match="both products of experts for 64 rows do not fit the 31000 bytes"):
+        plan_pair(64, up, down, Card(132, 31000, (9, 0)))

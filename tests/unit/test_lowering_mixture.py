@@ -1,0 +1,157 @@
+"""A mixture of experts lowered without a GPU: its launches, what they hand to each other, and what is refused."""
+
+import inspect
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from lowered import Lowered
+from lowering_cases import MIXTURES, TARGETS, LoweredPairs, kinds_of, span
+
+from lowlat.errors import ConfigError
+from lowlat.executors.lowering import Lowering, lower
+from lowlat.executors.rules import RULES
+from lowlat.kernels.kernel import H200, KernelCall
+from lowlat.kernels.packing import gate_up_order
+from lowlat.program import Stage
+
+# of a mixture's layer; a short window needs no second launch for its attention
+MIXTURE_HEAD, MIXTURE_TAIL = ["thin_matmul_rotate", "attention"], ["thin_matmul_add", "router", "experts_mlp"]
+
+
+@pytest.fixture(scope="module")
+def lowered(tmp_path_factory: pytest.TempPathFactory) -> LoweredPairs:
+    """Buckets of pairs by name."""
+    return LoweredPairs(tmp_path_factory)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize(("depth", "batch"), [(0, 1), (0, 8), (7, 8)])
+def test_kernels_of_a_mixture_s_layers(name: str, depth: int, batch: int, lowered: LoweredPairs) -> None:
+    """Windows first, then all positions: 5 launches and 6; windows of more than a few tiles have 6 too. The product
+    after the experts norms up to eight rows for itself."""
+    kinds = kinds_of(lowered(f"{name}+{'plain' if depth else 'alone'}", depth, batch), Stage.BASE_DECODE_STEP)
+    rows = batch * (depth + 1)
+    tail = MIXTURE_TAIL if rows <= 8 else [*MIXTURE_TAIL, "norms"]
+    short = [*MIXTURE_HEAD, *tail] if name == "gpt_oss" else [*MIXTURE_HEAD, "attention_combine", *tail]
+    full = [*MIXTURE_HEAD, "attention_combine", *tail]
+    assert kinds == ["embed_norm", *short, *full, "thin_matmul_float32"]
+
+
+def mixtures_of(step: Lowered) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Of each layer of the target: the arguments of the router and of the mixture by name."""
+    calls = step.calls
+    places = [place for place, call in enumerate(calls) if call.kernel.name.startswith("experts_mlp")]
+    assert len(places) == 2
+    assert all(calls[place - 1].kernel.name.startswith("router") for place in places)
+    return [(named(calls[place - 1]), named(calls[place])) for place in places]
+
+
+def named(call: KernelCall) -> dict[str, Any]:
+    """A call's arguments by the names of its kernel's parameters."""
+    return dict(zip(inspect.signature(call.kernel.function).parameters, call.arguments, strict=True))
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two tensors are one."""
+    return (one.data_ptr(), one.shape, one.dtype) == (other.data_ptr(), other.shape, other.dtype)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize(("depth", "batch"), [(0, 1), (7, 8)])
+def test_a_mixture_takes_what_its_layer_s_router_left(name: str, depth: int, batch: int, lowered: LoweredPairs) -> None:
+    """The same logits and flags, and the memory that it filled; what one layer leaves, the next one overwrites."""
+    step, rows = lowered(f"{name}+plain", depth, batch), batch * (depth + 1)
+    shared = set()
+    for router, mixture in mixtures_of(step):
+        assert router["logits"].shape == (rows, TARGETS[name][1]["num_local_experts"])
+        assert same(mixture["logits"], router["logits"]) and same(mixture["x"], router["normed"])
+        assert router["row_live"].data_ptr() == mixture["row_live"].data_ptr() == step.buffers["row_live"].data_ptr()
+        assert mixture["row_live"].numel() == router["row_live"].numel() == rows
+        assert same(mixture["activated"], router["first_awaited"])
+        assert same(mixture["partials"], router["second_awaited"])
+        for place in ("first", "second", "third"):
+            filled = router[f"{place}_awaited"]
+            assert 16 * router[f"{place}_chunks"] == filled.numel() * filled.element_size()
+        assert same(mixture["ids"], step.buffers["expert_ids"])
+        assert same(mixture["shares"], step.buffers["expert_weights"])
+        assert same(mixture["residual"], router["x"])
+        assert mixture["total"].shape == router["x"].shape and not same(mixture["total"], router["x"])
+        shared.add((mixture["activated"].data_ptr(), mixture["partials"].data_ptr()))
+    ((_, partials),) = shared
+    assert partials in {tensor.data_ptr() for tensor in step.workspace.tensors()}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("batch", [1, 8])
+def test_a_router_fills_the_next_mixture_s_logits(name: str, batch: int, lowered: LoweredPairs) -> None:
+    """And not its own, which are awaited already; the first mixture's are filled by nobody, and it waits for them."""
+    filled = None
+    for layer, (router, mixture) in enumerate(mixtures_of(lowered(f"{name}+alone", 0, batch))):
+        assert mixture["early"] == int(layer > 0)
+        if filled is not None:
+            assert filled.data_ptr() == router["logits"].data_ptr()
+            assert filled.numel() >= router["logits"].numel()
+        filled = router["third_awaited"]
+        (start, end), (own, _) = span(filled), span(router["logits"])
+        assert not start <= own < end
+
+
+def test_experts_are_packed_and_their_parts_are_not_kept(lowered: LoweredPairs) -> None:
+    for name in MIXTURES:
+        step = lowered(f"{name}+alone", 0, 1)
+        for part in ("gate_up", "down"):
+            packed = step.weights.experts(f"layers.1.experts.{part}")
+            assert (packed.scales is not None) == name.endswith("mxfp4")
+            assert packed.order is None or part == "gate_up"
+            for missing in ("weight", "blocks", "scales"):
+                with pytest.raises(ConfigError, match="is missing"):
+                    step.weights.vector(f"layers.1.experts.{part}.{missing}")
+        bias, order = step.weights.experts_bias("layers.1.experts.gate_up"), gate_up_order(96)
+        assert torch.equal(bias, step.weights.vector("layers.1.experts.gate_up.bias")[:, order])
+
+
+@pytest.mark.parametrize(
+    ("kind", "argument"),
+    [
+        ("router", "x"),
+        ("router", "row_live"),
+        ("experts_gate_up", "x"),
+        ("experts_gate_up", "expert_ids"),
+        ("experts_down", "activated"),
+        ("experts_down", "expert_ids"),
+        ("experts_down", "expert_weights"),
+        ("add", "b"),
+    ],
+)
+def test_mixtures_that_read_anything_else_are_refused(kind: str, argument: str, lowered: LoweredPairs) -> None:
+    step = lowered("gpt_oss+alone", 0, 2)
+    message = "router.* is not read by the products and the sum behind it alone"
+    with pytest.raises(ConfigError, match=message):
+        lower_with_other_input(step, place_of(step, "router", kind), argument, "lengths")
+
+
+def test_weighed_products_that_others_read_are_refused(lowered: LoweredPairs) -> None:
+    step = lowered("gpt_oss+alone", 0, 2)
+    product = step.program.ops[place_of(step, "experts_down")].writes["out"]
+    place = place_of(step, "experts_down", "rms_norm")
+    with pytest.raises(ConfigError, match=f"{product} is read by others than the sum after it"):
+        lower_with_other_input(step, place, "x", product)
+
+
+def place_of(step: Lowered, *kinds: str) -> int:
+    """Of the first operation of the last kind from the first one of the kind before on."""
+    place = 0
+    for kind in kinds:
+        place = next(number for number, op in enumerate(step.program.ops) if number >= place and op.kind == kind)
+    return place
+
+
+def lower_with_other_input(step: Lowered, place: int, argument: str, name: str) -> None:
+    """Lower the program, one argument of one operation another buffer."""
+    ops = list(step.program.ops)
+    assert argument in ops[place].reads
+    ops[place] = replace(ops[place], reads={**ops[place].reads, argument: name})
+    program = replace(step.program, ops=tuple(ops))
+    lower(Lowering(program, step.buffers, step.weights, H200, step.workspace), RULES)
