@@ -97,10 +97,10 @@ def make_weighing(shape: ExpertShape, plan: ExpertPlan, threads: int, *, chosen_
             total = ptx.add_rn(total_of(area, place, value), ptx.float_of_bits(first << uint32(16)))
             store(out + (int64(pair) * rows + row) * 4, ptx.mul_rn(ptx.float_of_bits(second), total))
 
-    return Ending(begin, finish, _make_clear(shape, threads))
+    return Ending(begin, finish, _make_clear(shape, threads, store))
 
 
-def _make_clear(shape: ExpertShape, threads: int) -> Any:
+def _make_clear(shape: ExpertShape, threads: int, store: Any) -> Any:
     """A function: zeros for the dead pairs, each from one block."""
     rows, chosen = shape.rows, make_chosen()
 
@@ -109,7 +109,7 @@ def _make_clear(shape: ExpertShape, threads: int) -> Any:
         for pair in range(uint32(cuda.blockIdx.x), uint32(count), uint32(cuda.gridDim.x)):
             if not chosen(lists, pair):
                 for row in range(thread, uint32(rows), uint32(threads)):
-                    ptx.store_global_f32(out + (int64(pair) * rows + int64(row)) * 4, float32(0))
+                    store(out + (int64(pair) * rows + int64(row)) * 4, float32(0))
 
     return clear
 

@@ -170,7 +170,7 @@ def _make(width: int, experts: int, held: int, min_blocks: int, eps: float) -> K
                         total = ptx.add_rn(total, partials[at + int64(quarter)])
                     total = ptx.add_rn(total, own_bias)
                     place = int64(first + mine) * int64(experts) + int64(expert)
-                    ptx.store_global_f32(logits + place * int64(4), total)
+                    ptx.store_relaxed_gpu_f32(logits + place * int64(4), total)
             first = int32(first + int32(cuda.gridDim.y) * int32(held))
 
     signature = (*(types.int64,) * 7, types.int32, *(types.int64,) * MOST_AWAITED, *(types.int32,) * MOST_AWAITED)

@@ -36,6 +36,7 @@ __all__ = [
     "store_global_u8",
     "store_global_u16",
     "store_global_u32",
+    "store_relaxed_gpu_f32",
     "store_release_system",
     "wait_for_previous_kernel",
 ]
@@ -64,7 +65,7 @@ load_global_i32 = _load(ctypes.c_int32)
 load_global_i64 = load_volatile_i64 = _load(ctypes.c_int64)
 load_global_u8 = _load(ctypes.c_uint8)
 load_acquire_gpu = _load(ctypes.c_uint32)
-store_global_f32 = _store(ctypes.c_float)
+store_global_f32 = store_relaxed_gpu_f32 = _store(ctypes.c_float)
 store_global_i32 = _store(ctypes.c_int32)
 store_global_u16 = _store(ctypes.c_uint16)
 store_global_u32 = _store(ctypes.c_uint32)

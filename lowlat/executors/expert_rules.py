@@ -92,7 +92,10 @@ def _check_mixture(lowering: Lowering, start: int) -> None:
         and total.reads["b"] == second.writes["out"]
     )
     if not linked:
-        raise ConfigError(f"{lowering.program.name}: {router_} is not read by the products and the sum behind it alone")
+        raise ConfigError(
+            f"{lowering.program.name}: a mixture of experts around {router_} whose operations do not read what those "
+            "before them wrote"
+        )
     if not lowering.dies(second.writes["out"], start + len(MIXTURE) - 1):
         raise ConfigError(f"{lowering.program.name}: {second.writes['out']} is read by others than the sum after it")
 

@@ -127,7 +127,7 @@ def test_experts_are_packed_and_their_parts_are_not_kept(lowered: LoweredPairs) 
 )
 def test_mixtures_that_read_anything_else_are_refused(kind: str, argument: str, lowered: LoweredPairs) -> None:
     step = lowered("gpt_oss+alone", 0, 2)
-    message = "router.* is not read by the products and the sum behind it alone"
+    message = "around router.* whose operations do not read what those before them wrote"
     with pytest.raises(ConfigError, match=message):
         lower_with_other_input(step, place_of(step, "router", kind), argument, "lengths")
 

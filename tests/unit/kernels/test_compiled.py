@@ -113,15 +113,24 @@ def test_streams_are_read_past_the_first_cache(compiled: Compiled) -> None:
             assert "ld.global.nc.L1::no_allocate.L2::128B.v4.u32" in ptx
 
 
-@pytest.mark.parametrize("kind", ["experts_gate_up", "experts_mlp"])
-def test_first_products_of_experts_read_nothing_before_they_wait(kind: str, compiled: Compiled) -> None:
+def test_first_products_of_experts_read_nothing_before_they_wait(compiled: Compiled) -> None:
     """And let the next kernel start only then: it reads at once what was there before them."""
-    kernels = [kernel for _, kernel in EXAMPLES[HOPPER] if kernel.name.startswith(kind)]
+    kernels = [kernel for _, kernel in EXAMPLES[HOPPER] if kernel.name.startswith("experts_gate_up")]
     assert kernels
     for kernel in kernels:
         before, after = compiled.of(HOPPER, kernel)[1].split("griddepcontrol.wait;")
         assert not re.search(r"ld\.[\w.:]*global", before) and "cp.async" not in before
         assert "griddepcontrol.launch_dependents;" in after
+
+
+def test_a_mixture_lets_the_next_kernel_start_only_when_the_one_before_has_ended(compiled: Compiled) -> None:
+    """In both kinds of its warps, and whether or not it began to read before."""
+    kernels = [kernel for _, kernel in EXAMPLES[HOPPER] if kernel.name.startswith("experts_mlp")]
+    assert kernels
+    for kernel in kernels:
+        ptx = re.sub(r"//.*", "", compiled.of(HOPPER, kernel)[1])
+        together = re.findall(r"griddepcontrol\.wait;\s*griddepcontrol\.launch_dependents;", ptx)
+        assert len(together) == ptx.count("griddepcontrol.launch_dependents;") == 2
 
 
 def test_no_module_with_kernels_is_forgotten() -> None:
