@@ -44,11 +44,37 @@ class _Arrivals:
         return True
 
 
-class _Home:
-    """What the threads of a block share: its place in the grid, shared memory, barriers and static arrays there."""
+class _Launch:
+    """A kernel's run: its place among those that are run together, and how far it is.
 
-    def __init__(self, block: int, shared_bytes: int) -> None:
-        self.block = block
+    early     blocks that let the next kernel start, or have ended
+    num_left  threads that have not ended
+    """
+
+    def __init__(self, number: int, call: Any, previous: "_Launch | None") -> None:
+        self.number, self.previous = number, previous
+        self.grid: int = call.grid[0]
+        self.threads: int = call.kernel.threads
+        self.dependent: bool = call.dependent
+        self.early: set[int] = set()
+        self.num_left = self.grid * self.threads
+
+    @property
+    def lets_next_start(self) -> bool:
+        return len(self.early) == self.grid
+
+    @property
+    def ended(self) -> bool:
+        return not self.num_left
+
+
+class _Home:
+    """What the threads of a block share: their launch, the place in it, shared memory, barriers and static arrays."""
+
+    def __init__(self, launch: _Launch, block: int, shared_bytes: int) -> None:
+        self.launch, self.block = launch, block
+        self.key = launch.number, block
+        self.num_left = launch.threads
         self.shared = np.full(shared_bytes, 255, np.uint8)
         self.arrivals: dict[int, _Arrivals] = {}
         self.arrays: list[list[Any]] = []
@@ -62,8 +88,8 @@ class _Thread(Fiber):
     waited         for the kernel before
     """
 
-    def __init__(self, home: _Home, number: int, threads: int, body: Callable[[], None]) -> None:
-        super().__init__(home.block * threads + number, body)
+    def __init__(self, home: _Home, number: int, body: Callable[[], None]) -> None:
+        super().__init__(home.block * home.launch.threads + number, body)
         self.home, self.place_in_block = home, number
         self.warp, self.lane = divmod(number, WARP)
         self.groups: list[list[Any]] = []
@@ -88,12 +114,24 @@ class Walker:
         self.late = late
         self._may_leave = may_leave
         self._ranges: list[tuple[int, int, Any]] = []
-        self._num_blocks = self._num_threads = 0
         self.bytes_copied = 0
 
-    def run(self, call: Any) -> None:
-        """Run all blocks of a KernelCall side by side; tensors are passed by address."""
-        self._ranges = []
+    def run(self, *calls: Any) -> None:
+        """Run KernelCalls, all blocks side by side; tensors are passed by address.
+
+        A dependent one starts as soon as the one before it lets it, as on a card.
+        """
+        self._ranges, previous, fibers = [], None, []
+        for number, call in enumerate(calls):
+            previous = _Launch(number, call, previous)
+            body = self._body_of(call)
+            homes = [_Home(previous, block, call.kernel.shared_bytes) for block in range(previous.grid)]
+            fibers += [_Thread(home, place, body) for home in homes for place in range(previous.threads)]
+        self._fibers = Fibers(fibers)
+        self._fibers.run()
+
+    def _body_of(self, call: Any) -> Callable[[], None]:
+        """What a thread of a launch does."""
         values: list[Any] = []
         for argument in call.arguments:
             if isinstance(argument, torch.Tensor):
@@ -103,22 +141,24 @@ class Walker:
                 values.append(start)
             else:
                 values.append(np.float32(argument) if isinstance(argument, float) else argument)
-        kernel = call.kernel
-        self._num_blocks, self._num_threads = call.grid[0], kernel.threads
 
         def body() -> None:
             thread = _this()
+            home, launch = thread.home, thread.home.launch
+            before = launch.previous
+            while before is not None and not (before.lets_next_start if launch.dependent else before.ended):
+                self._fibers.sleep(("progress", before.number))
             with np.errstate(all="ignore"):
-                kernel.function(*values)
-            assert thread.waited or (self._may_leave and thread.home.block), (
-                "a thread never waited for the kernel before"
-            )
+                call.kernel.function(*values)
+            assert thread.waited or (self._may_leave and home.block), "a thread never waited for the kernel before"
             assert not thread.open and not any(thread.groups), "copies under way at a kernel's end"
+            home.num_left, launch.num_left = home.num_left - 1, launch.num_left - 1
+            if not home.num_left:
+                self._let_next_start()
+            if launch.ended:
+                self._fibers.wake(("progress", launch.number))
 
-        homes = [_Home(block, kernel.shared_bytes) for block in range(self._num_blocks)]
-        numbers = range(self._num_threads)
-        self._fibers = Fibers([_Thread(home, number, kernel.threads, body) for home in homes for number in numbers])
-        self._fibers.run()
+        return body
 
     def _at(self, address: int, size: int) -> Any:
         assert address % size == 0, "a misaligned address"
@@ -167,10 +207,21 @@ class Walker:
         return wait
 
     def _waited(self) -> None:
+        """Until the launch before has ended, whose threads all waited for the one before it."""
+        before = _this().home.launch.previous
+        while before is not None and not before.ended:
+            self._fibers.sleep(("progress", before.number))
         _this().waited = True
 
+    def _let_next_start(self) -> None:
+        home = _this().home
+        launch, before = home.launch, home.launch.lets_next_start
+        launch.early.add(home.block)
+        if launch.lets_next_start and not before:
+            self._fibers.wake(("progress", launch.number))
+
     def _sync_block(self) -> None:
-        self._meet("syncthreads", self._num_threads)
+        self._meet("syncthreads", _this().home.launch.threads)
 
     def _sync_some(self, barrier: int, count: int) -> Callable[[], None]:
         return lambda: self._meet(f"barrier {barrier} of {count}", count)
@@ -179,11 +230,12 @@ class Walker:
         self._warp("syncwarp", None, None)
 
     def _count(self, vote: int) -> int:
-        return sum(self._fibers.exchange(("count", _this().home.block), self._num_threads, int(vote)))
+        home = _this().home
+        return sum(self._fibers.exchange(("count", home.key), home.launch.threads, int(vote)))
 
     def _meet(self, name: str, count: int) -> None:
         """So many threads of a block."""
-        self._fibers.meet((name, _this().home.block), count)
+        self._fibers.meet((name, _this().home.key), count)
 
     def _begin(self, address: int, count: int) -> None:
         self._near(address, 8)
@@ -192,14 +244,14 @@ class Walker:
     def _arrive(self, address: int) -> None:
         home = _this().home
         if home.arrivals[int(address)].arrive():
-            self._fibers.wake((f"phase at {int(address)}", home.block))
+            self._fibers.wake((f"phase at {int(address)}", home.key))
 
     def _is_over(self, address: int, parity: int) -> int:
         """Whether a phase is over; it waits for that, so that nobody has to ask twice."""
         home = _this().home
         barrier = home.arrivals[int(address)]
         while barrier.phase % 2 == int(parity):
-            self._fibers.sleep((f"phase at {int(address)}", home.block))
+            self._fibers.sleep((f"phase at {int(address)}", home.key))
         return 1
 
     def _array(self, shape: int, dtype: Any) -> list[Any] | None:
@@ -216,12 +268,12 @@ class Walker:
     def _warp(self, name: str, value: Any, combine: Combine | None) -> Any:
         """What comes of the values of all lanes of a warp, which all must do the same."""
         thread = _this()
-        return self._fibers.meet((name, thread.home.block, thread.warp), WARP, value, combine)
+        return self._fibers.meet((name, thread.home.key, thread.warp), WARP, value, combine)
 
     def _exchange(self, name: str, value: Any) -> list[Any]:
         """The values of all lanes of a warp."""
         thread = _this()
-        return self._fibers.exchange((name, thread.home.block, thread.warp), WARP, value)
+        return self._fibers.exchange((name, thread.home.key, thread.warp), WARP, value)
 
     def _shuffle(self, lanes: int, value: Any, lane: int) -> Any:
         return self._exchange("shuffle", value)[int(lane)]
@@ -299,7 +351,6 @@ class Walker:
 
     def cuda(self) -> Any:
         """What stands for Numba's `cuda`."""
-        walker = self
 
         class Index:
             def __init__(self, value: Callable[[], int]) -> None:
@@ -318,8 +369,8 @@ class Walker:
         return SimpleNamespace(
             threadIdx=Index(lambda: _this().place_in_block),
             blockIdx=Index(lambda: _this().home.block),
-            gridDim=Index(lambda: walker._num_blocks),
-            blockDim=Index(lambda: walker._num_threads),
+            gridDim=Index(lambda: _this().home.launch.grid),
+            blockDim=Index(lambda: _this().home.launch.threads),
             syncthreads=self._sync_block,
             syncthreads_count=self._count,
             syncwarp=self._sync_warp,
@@ -353,8 +404,8 @@ class Walker:
             "shared_address": lambda array: 0,
             "varying": int,
             "wait_for_previous_kernel": self._waited,
-            "let_next_kernel_start": lambda: None,
-            "load_relaxed_gpu_f32": lambda address: load(at, np.float32, 4)(address)[0],
+            "let_next_kernel_start": self._let_next_start,
+            "load_relaxed_gpu_f32": self._when_others_went_on(lambda address: load(at, np.float32, 4)(address)[0]),
             "load_acquire_gpu": lambda address: int(load(at, np.uint32, 4)(address)[0]),
             "load_shared_u32": lambda address: int(load(near, np.uint32, 4)(address)[0]),
             "load_shared_f32": lambda address: load(near, np.float32, 4)(address)[0],

@@ -1,6 +1,7 @@
 """A mixture of experts in one launch, walked thread by thread on a CPU, all blocks side by side."""
 
 import math
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from kernel_inventory import B200, CARDS
 from kernel_walk import Walker, walkable
 
 from lowlat.errors import ShapeError
+from lowlat.kernels.awaited import MISSING
 from lowlat.kernels.experts_choice import Choice
 from lowlat.kernels.experts_mlp import experts_mlp
 from lowlat.kernels.experts_mlp_plan import plan_pair
@@ -165,6 +167,70 @@ def test_equal_logits_go_to_the_lowest_ids_and_what_is_not_finite_stays_in_its_r
     mixture = Mixture(9, 64, 32, 4, 8)
     mixture.walk(Walker(), Choice(logits), 3)
     assert mixture["expert_ids"][3].tolist() == [3, 1, 4, 5, 6, 8, 0, 2] and mixture["expert_weights"][3, 7] == 0
+
+
+def router_of(modules: list[ModuleType], **arguments: Any) -> Any:
+    """In the place of a router's call: it lets the next kernel start, waits, fills what is awaited, and gives a layer's
+    rows and logits, a word at a time."""
+    ptx, cuda = modules[-1].ptx, modules[-1].cuda
+
+    def router(x: int, normed: int, x_words: int, source: int, logits: int, words: int, *awaited: int) -> None:
+        ptx.let_next_kernel_start()
+        ptx.wait_for_previous_kernel()
+        place, step = cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x, cuda.gridDim.x * cuda.blockDim.x
+        for address, chunks in zip(awaited[::2], awaited[1::2], strict=True):
+            for chunk in range(place, chunks, step):
+                ptx.load_relaxed_gpu_128(address)  # others go on
+                ptx.store_global_128(address + 16 * chunk, MISSING, MISSING, MISSING, MISSING)
+        for begin, end, count in ((x, normed, x_words), (source, logits, words)):
+            for word in range(place, count, step):
+                ptx.load_relaxed_gpu_128(awaited[0])
+                ptx.store_relaxed_gpu_f32(end + 4 * word, ptx.load_global_f32(begin + 4 * word))
+
+    values = []
+    for name in ("x", "normed", "source", "logits", *(f"awaited_{number}" for number in range(3))):
+        tensor = arguments[name]
+        num_bytes = tensor.numel() * tensor.element_size()
+        values += [tensor] if name in ("x", "source") else [tensor, num_bytes // (16 if "awaited" in name else 4)]
+    kernel = SimpleNamespace(function=router, threads=32, shared_bytes=0)
+    return SimpleNamespace(kernel=kernel, grid=(2, 1, 1), arguments=values, dependent=True)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_mixtures_choose_while_their_routers_still_run(rows: int) -> None:
+    """Routers and mixtures that start as early as they may, in memory that they share: as one after the other."""
+    layers, walker = 3, Walker()
+    mixtures = [Mixture(5, 64, 32, rows, 2) for _ in range(layers)]
+    choices, found = torch.randn(layers, rows, 5), []
+    for together in (False, True):
+        normed = torch.full((rows, 64), torch.nan).bfloat16()
+        room = torch.full((2, 16), 3.0)  # nobody filled the first layer's
+        logits = [each[: rows * 5].view(rows, 5) for each in room]
+        activated, partials = torch.full((rows, 2, 32), 5.0).bfloat16(), torch.full((rows, 2, 64), 7.0)
+        with walkable(walker, *NAMES) as modules:
+            calls, outs = [], []
+            for layer, mixture in enumerate(mixtures):
+                own, following = layer % 2, (layer + 1) % 2
+                calls.append(
+                    router_of(
+                        modules, x=mixture["x"], normed=normed, source=choices[layer], logits=logits[own],
+                        awaited_0=activated, awaited_1=partials, awaited_2=room[following],
+                    )
+                )  # fmt: skip
+                shared = {"x": normed, "activated": activated, "partials": partials}
+                mine = {name: mixture[name].clone() for name in ("expert_ids", "expert_weights", "total")}
+                calls += modules[-1].experts_mlp(
+                    choice=Choice(logits[own]), card=Card(2, 160 * 1024, (9, 0)), early=layer > 0,
+                    **(mixture.arguments | shared | mine),
+                )  # fmt: skip
+                outs.append(mine)
+            for run in [calls] if together else [[call] for call in calls]:
+                walker.run(*run)
+        found.append(outs)
+    for layer in range(layers):
+        assert torch.equal(found[0][layer]["expert_ids"], want_choice(choices[layer], None, 2)[0])
+        for name, want in found[0][layer].items():
+            assert torch.equal(found[1][layer][name], want) and bool(want.isfinite().all())
 
 
 def test_more_rows_than_a_launch_takes_choose_by_their_own_logits() -> None:
