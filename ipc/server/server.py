@@ -116,6 +116,8 @@ class Server:
         In the main thread SIGTERM and SIGINT drain (a second one ends at once), and a failure ends the process within
         a second, even where a device's thread hangs.
         """
+        if self._closed and self._io is not None:
+            return self.exit_code or 0
         is_main = threading.current_thread() is threading.main_thread()
         self._runs = True
         with closing(self._attention), self._attention.signals(_SIGNALS, self._signalled) if is_main else nullcontext():

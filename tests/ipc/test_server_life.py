@@ -75,6 +75,7 @@ def test_a_signal_that_another_thread_got_drains_too(serve: Serve) -> None:
     client.finish(done)
     assert done.token_ids == expected_tokens([1, 2, 3], 20)
     assert signal.getsignal(signal.SIGTERM) == before and signal.set_wakeup_fd(-1) == -1
+    assert served.server.run() == 0  # it has ended: there is nothing to wait for
 
 
 def test_a_failure_returns_a_code_where_the_process_is_not_the_servers(serve: Serve) -> None:
