@@ -221,7 +221,6 @@ def examples(card: Card = H200) -> list[Kernel]:
     made = []
     for rows, (width, inner, hidden), ranks, quantised, num_experts in (
         (1, (5760, 2880, 2880), 4, True, 128),
-        (4, (5760, 2880, 2880), 4, True, 32),
         (64, (5760, 2880, 2880), 4, True, 128),
         (4, (5760, 2880, 2880), 4, False, 128),
         (3, (192, 96, 104), 2, True, 5),
