@@ -125,13 +125,12 @@ def _mixture(
     norm_weight, normed, ignored = torch.ones_like(x[0]), torch.empty_like(x), x.new_empty(rows, num_experts).float()
     activated, partials = x.new_empty(rows, RANKS, HIDDEN), x.new_empty(rows, RANKS, HIDDEN).float()
     found, shares, total = torch.empty_like(ids[0]), ids[0].new_empty(rows, RANKS).float(), torch.empty_like(x)
-    spare = torch.empty_like(ignored)
     logits = [torch.zeros_like(ignored).scatter_(1, each.long(), 9.0) for each in ids]
 
     def calls(copy: int) -> list[KernelCall]:
         filling = router(
             x, norm_weight, weight, offset, normed=normed, logits=ignored, eps=1e-5, card=launcher.card,
-            awaited=(activated, partials, spare),
+            awaited=(activated, partials),
         )  # fmt: skip
         return filling + experts_mlp(
             x=normed, choice=Choice(logits[copy]), gate_up=experts[0], gate_up_bias=biases[0], down=experts[1],

@@ -82,7 +82,7 @@ def _make_choose_row(plan: ExpertPlan, ranks: int, num_experts: int) -> Any:
 
     @device_function
     def choose(area: Any, logits: Any, row_live: Any, row: Any, lane: Any) -> None:
-        """One warp: a row's largest logits and their softmax; logits may be older than the kernel before."""
+        """One warp: a row's largest logits and their softmax, when the logits are there, as `awaited` has it."""
         values, keys = cuda.local.array(own, float32), cuda.local.array(own, uint32)
         waits = True
         while waits:

@@ -22,7 +22,7 @@ from lowlat.kernels.experts_down import make_weighing
 from lowlat.kernels.experts_gate_up import make_swiglu
 from lowlat.kernels.experts_list import make_list_units
 from lowlat.kernels.experts_mlp_plan import Pair, plan_pair
-from lowlat.kernels.experts_plan import DOWN, GATE_UP, ExpertShape, rows_a_launch
+from lowlat.kernels.experts_plan import DOWN, GATE_UP, ExpertShape, parts_of
 from lowlat.kernels.experts_product import (
     make_finishing,
     make_multiplying,
@@ -96,15 +96,13 @@ def experts_mlp(
     check_dtype(torch.float32, expert_weights=expert_weights, partials=partials)
     check_dtype(torch.int32, expert_ids=expert_ids)
     up_scales, down_scales = (0 if each.scales is None else each.scales for each in (gate_up, down))
-    up, second = (
+    up_shape, down_shape = (
         ExpertShape(kind, each.rows, each.columns, ranks, each.scales is not None)
         for kind, each in ((GATE_UP, gate_up), (DOWN, down))
     )
     calls = []
-    for begin in range(0, rows, rows_a_launch(ranks)):
-        part = slice(begin, min(begin + rows_a_launch(ranks), rows))
-        count = part.stop - begin
-        pair = plan_pair(count, up, second, card)
+    for part, count in parts_of(rows, ranks):
+        pair = plan_pair(count, up_shape, down_shape, card)
         arguments = (
             *(gate_up.words, up_scales, gate_up_bias, down.words, down_scales, down_bias),
             *(x[part], *choice.of(part), expert_ids[part], expert_weights[part], activated[part], partials[part]),
@@ -139,8 +137,8 @@ def _make(pair: Pair, num_experts: int) -> Kernel:
         f"x{first.stages}{'' if first.patient else '_awake'}_e{num_experts}"
     )
     signature = (*(types.int64,) * 17, types.float32, types.float32)
-    threads = (pair.warps + first.finishing) * 32
-    return Kernel(name, _kernel(pair, num_experts), signature, threads, 1, pair.places[-1], most_blocks=1)
+    function, shared_bytes = _kernel(pair, num_experts), pair.places[-1]
+    return Kernel(name, function, signature, pair.whole.threads, 1, shared_bytes, most_blocks=1)
 
 
 def _kernel(pair: Pair, num_experts: int) -> Callable[..., None]:

@@ -19,6 +19,7 @@ __all__ = [
     "ExpertShape",
     "example_plans",
     "launches_of",
+    "parts_of",
     "plan_experts",
     "rows_a_launch",
     "warps_of",
@@ -203,11 +204,16 @@ def launches_of(
 
     Raises ShapeError as `rows_a_launch` and `plan_experts` do.
     """
-    most = rows_a_launch(shape.ranks)
+    for part, count in parts_of(rows, shape.ranks):
+        yield part, count * shape.ranks, plan or plan_experts(count, shape, card)
+
+
+def parts_of(rows: int, ranks: int) -> Iterator[tuple[slice, int]]:
+    """The rows of each launch over M of them, and how many they are. Raises ShapeError as `rows_a_launch` does."""
+    most = rows_a_launch(ranks)
     for begin in range(0, rows, most):
         part = slice(begin, min(begin + most, rows))
-        count = part.stop - begin
-        yield part, count * shape.ranks, plan or plan_experts(count, shape, card)
+        yield part, part.stop - begin
 
 
 def example_plans(

@@ -42,7 +42,7 @@ class Ending:
 
     begin   of a tile: load what a pair's value needs at its end, two uint32 that nothing waits for
     finish  a pair's value of a tile
-    clear   at a block's end: what dead pairs get
+    clear   what dead pairs get
     """
 
     begin: Any
@@ -93,11 +93,8 @@ def _kernel(shape: ExpertShape, plan: ExpertPlan, ending: Ending) -> Callable[..
         units = list_units(lists, ids, count, thread)
         run = run_of(units, tiles, uint32(cuda.blockIdx.x), uint32(cuda.gridDim.x))
         if thread < uint32(warps * 32):
-            lane, warp, weights = (
-                uint32(thread & uint32(31)),
-                uint32(thread >> uint32(5)),
-                (weight, scales, weight, scales),
-            )
+            lane, warp = uint32(thread & uint32(31)), uint32(thread >> uint32(5))
+            weights = weight, scales, weight, scales
             ahead = begin_copies(lists, run, warp)
             ahead, behind = fill(base, lists, weights, ahead, ahead, warp, lane)
             if ids_are_old:

@@ -10,8 +10,8 @@ from lowlat.kernels.packing import gate_up_order
 from lowlat.kernels.reference import experts as reference
 
 __all__ = [
-    "ALPHA", "LIMIT", "Experts", "all_codes_and_scales", "choices", "make_experts", "make_logits", "shares_of",
-    "want_choice", "want_down", "want_gate_up",
+    "ALPHA", "LIMIT", "Experts", "all_codes_and_scales", "awaited", "choices", "make_experts", "make_logits",
+    "shares_of", "summed", "want_choice", "want_down", "want_gate_up",
 ]  # fmt: skip
 
 LIMIT, ALPHA = 7.0, 1.702
@@ -128,3 +128,18 @@ def want_down(experts: Experts, activated: torch.Tensor, ids: torch.Tensor) -> t
         )  # fmt: skip
         parts.append(out)
     return torch.stack(parts, 1)
+
+
+def awaited(*shape: int, dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:
+    """Memory in which nothing is there yet."""
+    memory = torch.empty(shape, dtype=dtype, device=device)
+    memory.view(torch.uint8).fill_(0xFF)
+    return memory
+
+
+def summed(residual: torch.Tensor, partials: torch.Tensor) -> torch.Tensor:
+    """The residual [M, N] bf16 plus partials [M, R, N] float32, these added from the first rank on."""
+    added = torch.zeros(residual.shape, device=residual.device)
+    for rank in range(partials.shape[1]):
+        added += partials[:, rank]
+    return (residual.float() + added).bfloat16()

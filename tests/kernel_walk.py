@@ -14,70 +14,20 @@ from typing import Any
 
 import numpy as np
 import torch
+from card_arithmetic import bf16_bits, bf16_value, bits_of, fma_pair, multiplied, plain
 from fibers import Combine, Fiber, Fibers, this_fiber
+from walked_launch import Arrivals, Home, Launch
 
 __all__ = ["Walker", "walkable"]
 
 WARP = 32
 MASK = 0xFFFFFFFF
 LONG_MASK = 0xFFFFFFFFFFFFFFFF
-NAN = np.uint32(0x7FFFFFFF).view(np.float32)
 
 
 def _signed(value: int) -> int:
     value &= MASK
     return value - (1 << 32) if value >> 31 else value
-
-
-class _Arrivals:
-    """A barrier of arrivals in shared memory: phases end when all have arrived."""
-
-    def __init__(self, count: int) -> None:
-        self.count, self.arrived, self.phase = count, 0, 0
-
-    def arrive(self) -> bool:
-        """One more; whether a phase ends with it."""
-        self.arrived += 1
-        if self.arrived < self.count:
-            return False
-        self.arrived, self.phase = 0, self.phase + 1
-        return True
-
-
-class _Launch:
-    """A kernel's run: its place among those that are run together, and how far it is.
-
-    early     blocks that let the next kernel start, or have ended
-    num_left  threads that have not ended
-    """
-
-    def __init__(self, number: int, call: Any, previous: "_Launch | None") -> None:
-        self.number, self.previous = number, previous
-        self.grid: int = call.grid[0]
-        self.threads: int = call.kernel.threads
-        self.dependent: bool = call.dependent
-        self.early: set[int] = set()
-        self.num_left = self.grid * self.threads
-
-    @property
-    def lets_next_start(self) -> bool:
-        return len(self.early) == self.grid
-
-    @property
-    def ended(self) -> bool:
-        return not self.num_left
-
-
-class _Home:
-    """What the threads of a block share: their launch, the place in it, shared memory, barriers and static arrays."""
-
-    def __init__(self, launch: _Launch, block: int, shared_bytes: int) -> None:
-        self.launch, self.block = launch, block
-        self.key = launch.number, block
-        self.num_left = launch.threads
-        self.shared = np.full(shared_bytes, 255, np.uint8)
-        self.arrivals: dict[int, _Arrivals] = {}
-        self.arrays: list[list[Any]] = []
 
 
 class _Thread(Fiber):
@@ -88,7 +38,7 @@ class _Thread(Fiber):
     waited         for the kernel before
     """
 
-    def __init__(self, home: _Home, number: int, body: Callable[[], None]) -> None:
+    def __init__(self, home: Home, number: int, body: Callable[[], None]) -> None:
         super().__init__(home.block * home.launch.threads + number, body)
         self.home, self.place_in_block = home, number
         self.warp, self.lane = divmod(number, WARP)
@@ -123,9 +73,9 @@ class Walker:
         """
         self._ranges, previous, fibers = [], None, []
         for number, call in enumerate(calls):
-            previous = _Launch(number, call, previous)
+            previous = Launch(number, call, previous)
             body = self._body_of(call)
-            homes = [_Home(previous, block, call.kernel.shared_bytes) for block in range(previous.grid)]
+            homes = [Home(previous, block, call.kernel.shared_bytes) for block in range(previous.grid)]
             fibers += [_Thread(home, place, body) for home in homes for place in range(previous.threads)]
         self._fibers = Fibers(fibers)
         self._fibers.run()
@@ -239,7 +189,7 @@ class Walker:
 
     def _begin(self, address: int, count: int) -> None:
         self._near(address, 8)
-        _this().home.arrivals[int(address)] = _Arrivals(int(count))
+        _this().home.arrivals[int(address)] = Arrivals(int(count))
 
     def _arrive(self, address: int) -> None:
         home = _this().home
@@ -320,7 +270,7 @@ class Walker:
     def _multiply(self, count: int, sums: Any, first: Any, second: Any) -> tuple[Any, ...]:
         """So many of mma.m16n8k16 with one first matrix; sums [4 * count], words [4] and [2 * count]."""
         assert len(sums) == 4 * count and len(second) == 2 * count
-        found: tuple[Any, ...] = self._warp(f"mma {count}", (sums, first, second), _multiplied)
+        found: tuple[Any, ...] = self._warp(f"mma {count}", (sums, first, second), multiplied)
         return found
 
     def _load_tiles(self, count: int, stride: int) -> Callable[[int], tuple[int, ...]]:
@@ -453,73 +403,21 @@ class Walker:
             "mma_bf16_tiles": self._mma_tiles,
             "store_shared_tiles": self._store_tiles,
             "zeros": lambda count: lambda: (np.float32(0),) * count,
-            "load_global_bf16": lambda address: _bf16(int(at(address, 2).view(np.uint16)[0])),
-            "fma_bf16_pair": _fma_pair,
+            "load_global_bf16": lambda address: bf16_value(int(at(address, 2).view(np.uint16)[0])),
+            "fma_bf16_pair": fma_pair,
             "float_of_bits": lambda bits: np.uint32(bits & MASK).view(np.float32),
-            "bits_of_float": _bits,
-            "bf16_bits": _bf16_bits,
-            "bf16_pair": lambda low, high: _bf16_bits(low) | _bf16_bits(high) << 16,
-            "exp2_approx": lambda value: _plain(np.exp2(np.float32(value))),
-            "mul_rn": lambda a, b: _plain(np.float32(a) * np.float32(b)),
-            "add_rn": lambda a, b: _plain(np.float32(a) + np.float32(b)),
-            "div_rn": lambda a, b: _plain(np.float32(a) / np.float32(b)),
-            "fma_rn": lambda a, b, c: _plain(np.float32(float(a) * float(b) + float(c))),
+            "bits_of_float": bits_of,
+            "bf16_bits": bf16_bits,
+            "bf16_pair": lambda low, high: bf16_bits(low) | bf16_bits(high) << 16,
+            "exp2_approx": lambda value: plain(np.exp2(np.float32(value))),
+            "mul_rn": lambda a, b: plain(np.float32(a) * np.float32(b)),
+            "add_rn": lambda a, b: plain(np.float32(a) + np.float32(b)),
+            "div_rn": lambda a, b: plain(np.float32(a) / np.float32(b)),
+            "fma_rn": lambda a, b, c: plain(np.float32(float(a) * float(b) + float(c))),
         }
         for name, function in functions.items():
             setattr(made, name, function)
         return made
-
-
-def _multiplied(lanes: list[Any]) -> list[tuple[Any, ...]]:
-    """mma.m16n8k16 for all lanes of a warp, whose fragments are as the PTX manual has them; sums one k after another.
-
-    A lane is a group of 8 and a quad of 4; a word has two values, the lower one first.
-    """
-    sums, first, second = (np.array([lane[part] for lane in lanes]) for part in range(3))
-    count = sums.shape[1] // 4
-    total = sums.astype(np.float64).reshape(8, 4, count, 2, 2).transpose(2, 3, 0, 1, 4).reshape(count, 16, 8)
-    left = _halves(first).reshape(8, 4, 2, 2, 2).transpose(3, 0, 2, 1, 4).reshape(16, 16)  # row, k
-    right = _halves(second).reshape(8, 4, count, 2, 2).transpose(2, 0, 3, 1, 4).reshape(count, 8, 16)  # column, k
-    for k in range(16):
-        total = total + left[None, :, k, None] * right[:, None, :, k]
-    results = total.astype(np.float32).reshape(count, 2, 8, 4, 2).transpose(2, 3, 0, 1, 4).reshape(WARP, 4 * count)
-    return [tuple(lane) for lane in results]
-
-
-def _halves(words: Any) -> Any:
-    """The bf16 values in words [..., n]: float64 [..., n, 2]."""
-    low = words.astype(np.uint32)
-    return np.stack([low << 16, low & 0xFFFF0000], -1).view(np.float32).astype(np.float64)
-
-
-def _half(word: int, which: int) -> float:
-    return float(np.uint32((word >> (16 * which) & 0xFFFF) << 16).view(np.float32))
-
-
-def _bf16(bits: int) -> Any:
-    return np.uint32(bits << 16).view(np.float32)
-
-
-def _bits(value: Any) -> int:
-    return int(np.float32(value).view(np.uint32))
-
-
-def _plain(value: Any) -> Any:
-    """A result of arithmetic: of all NaN the card gives one."""
-    return value if value == value else NAN
-
-
-def _bf16_bits(value: Any) -> int:
-    """To the nearest, and of two equally near ones to the even one."""
-    bits = _bits(value)
-    if bits & 0x7FFFFFFF > 0x7F800000:
-        return 0x7FFF  # not a number, as the card has it
-    return bits + 0x7FFF + (bits >> 16 & 1) >> 16
-
-
-def _fma_pair(a: int, b: int, c: int) -> int:
-    low, high = (_bf16_bits(np.float32(_half(a, k) * _half(b, k) + _half(c, k))) for k in range(2))
-    return low | high << 16
 
 
 @contextmanager

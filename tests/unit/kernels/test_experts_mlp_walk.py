@@ -11,9 +11,11 @@ from expert_cases import (
     ALPHA,
     LIMIT,
     Experts,
+    awaited,
     make_experts,
     make_logits,
     shares_of,
+    summed,
     want_choice,
     want_down,
     want_gate_up,
@@ -40,7 +42,6 @@ class Mixture:
         self.up: Experts = make_experts(count, 2 * inner, hidden, quantised=quantised, gated=True)
         self.down: Experts = make_experts(count, hidden, inner, quantised=quantised, gated=False)
         assert self.up.order is not None
-        self.ranks = ranks
         self.arguments: dict[str, Any] = {
             "gate_up": self.up.packed,
             "gate_up_bias": self.up.bias[:, self.up.order].contiguous(),
@@ -51,8 +52,8 @@ class Mixture:
             "total": torch.full((rows, hidden), torch.nan).bfloat16(),
             "expert_ids": torch.full((rows, ranks), 77, dtype=torch.int32),
             "expert_weights": torch.full((rows, ranks), torch.nan),
-            "activated": torch.full((rows, ranks, inner // 2), -1, dtype=torch.int32).view(torch.bfloat16),
-            "partials": torch.full((rows, ranks, hidden), -1, dtype=torch.int32).view(torch.float32),
+            "activated": awaited(rows, ranks, inner, dtype=torch.bfloat16),
+            "partials": awaited(rows, ranks, hidden, dtype=torch.float32),
             "limit": LIMIT,
             "alpha": ALPHA,
         }
@@ -75,10 +76,7 @@ class Mixture:
         want = torch.where(ids[..., None] < 0, 0, want * shares[..., None])
         torch.testing.assert_close(self["partials"], want, rtol=1e-4, atol=1e-5)
         assert not self["activated"][ids < 0].any() and not self["partials"][ids < 0].any()
-        summed = torch.zeros(self["residual"].shape)
-        for rank in range(self.ranks):
-            summed += self["partials"][:, rank]
-        assert torch.equal(self["total"], (self["residual"].float() + summed).bfloat16())
+        assert torch.equal(self["total"], summed(self["residual"], self["partials"]))
 
 
 @pytest.mark.parametrize("late", [True, False])

@@ -1,0 +1,62 @@
+"""What a card's instructions make of numbers and bits, for kernels that are walked on a CPU."""
+
+from typing import Any
+
+import numpy as np
+
+__all__ = ["bf16_bits", "bf16_value", "bits_of", "fma_pair", "multiplied", "plain"]
+
+WARP = 32
+NAN = np.uint32(0x7FFFFFFF).view(np.float32)
+
+
+def multiplied(lanes: list[Any]) -> list[tuple[Any, ...]]:
+    """mma.m16n8k16 for all lanes of a warp, whose fragments are as the PTX manual has them; sums one k after another.
+
+    A lane is a group of 8 and a quad of 4; a word has two values, the lower one first.
+    """
+    sums, first, second = (np.array([lane[part] for lane in lanes]) for part in range(3))
+    count = sums.shape[1] // 4
+    total = sums.astype(np.float64).reshape(8, 4, count, 2, 2).transpose(2, 3, 0, 1, 4).reshape(count, 16, 8)
+    left = _halves(first).reshape(8, 4, 2, 2, 2).transpose(3, 0, 2, 1, 4).reshape(16, 16)  # row, k
+    right = _halves(second).reshape(8, 4, count, 2, 2).transpose(2, 0, 3, 1, 4).reshape(count, 8, 16)  # column, k
+    for k in range(16):
+        total = total + left[None, :, k, None] * right[:, None, :, k]
+    results = total.astype(np.float32).reshape(count, 2, 8, 4, 2).transpose(2, 3, 0, 1, 4).reshape(WARP, 4 * count)
+    return [tuple(lane) for lane in results]
+
+
+def _halves(words: Any) -> Any:
+    """The bf16 values in words [..., n]: float64 [..., n, 2]."""
+    low = words.astype(np.uint32)
+    return np.stack([low << 16, low & 0xFFFF0000], -1).view(np.float32).astype(np.float64)
+
+
+def _half(word: int, which: int) -> float:
+    return float(np.uint32((word >> (16 * which) & 0xFFFF) << 16).view(np.float32))
+
+
+def bf16_value(bits: int) -> Any:
+    return np.uint32(bits << 16).view(np.float32)
+
+
+def bits_of(value: Any) -> int:
+    return int(np.float32(value).view(np.uint32))
+
+
+def plain(value: Any) -> Any:
+    """A result of arithmetic: of all NaN the card gives one."""
+    return value if value == value else NAN
+
+
+def bf16_bits(value: Any) -> int:
+    """To the nearest, and of two equally near ones to the even one."""
+    bits = bits_of(value)
+    if bits & 0x7FFFFFFF > 0x7F800000:
+        return 0x7FFF  # not a number, as the card has it
+    return bits + 0x7FFF + (bits >> 16 & 1) >> 16
+
+
+def fma_pair(a: int, b: int, c: int) -> int:
+    low, high = (bf16_bits(np.float32(_half(a, k) * _half(b, k) + _half(c, k))) for k in range(2))
+    return low | high << 16
