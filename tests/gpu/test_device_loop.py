@@ -155,7 +155,7 @@ def test_a_request_joins_soon_and_a_cancelled_one_is_heard_no_more(runtimes: tup
     before = head_of(runtime)
     while not any(output.request_id == second for output in runtime.step()):
         pass
-    assert head_of(runtime) <= before + 5 + RING_ENTRIES // 2
+    assert head_of(runtime) <= before + 5 + RING_ENTRIES  # a host that looks late lets the ring fill, and no more
     time.sleep(0.05)  # the loop has done all it may
     runtime.cancel(first)
     outputs = [output for _ in range(20) for output in runtime.step()]
