@@ -16,7 +16,7 @@ from lowlat.kernels.ptx import atomic_add_gpu, float_of_bits, load_acquire_gpu, 
 from lowlat.kernels.reference.sample import MASS_UNIT
 from lowlat.kernels.select import CHUNK, EVERY_LANE, THREADS, WARPS
 
-__all__ = ["BINS", "PASSES", "TALLY_WORDS", "clear_masses", "make_find_bound", "odds"]
+__all__ = ["BINS", "PASSES", "TALLY_WORDS", "clear_masses", "make_find_bound", "odds", "wait_for_row"]
 
 BINS = 256
 PASSES = 4  # 31 bits as 8 + 8 + 8 + 7
@@ -65,7 +65,7 @@ def _tally(tally: Any, digit: Any, low: Any, high: Any) -> None:
 
 
 @device_function
-def _wait_for_row(counter: Any, target: Any) -> None:
+def wait_for_row(counter: Any, target: Any) -> None:
     """A barrier of all blocks of a row; `target` is how often it has been counted up then."""
     cuda.syncthreads()
     if cuda.threadIdx.x == 0:
@@ -153,7 +153,7 @@ def make_find_bound(chunks: int) -> Any:
             weight += (int64(tally[thread + BINS]) + int64(tally[thread + 3 * BINS])) << LIMB_BITS
             if weight != 0:
                 cuda.atomic.add(masses, (row, table + step, thread), weight)
-            _wait_for_row(counter, (table + step + 1) * chunks)
+            wait_for_row(counter, (table + step + 1) * chunks)
             weight = masses[row, table + step, thread]
             up_to, total = _sum_up_to(weight, sums)
             if by_mass and step == 0:

@@ -28,7 +28,7 @@ from lowlat.kernels.reference.slot_record import (
 )
 from lowlat.kernels.select import CHUNK, MINUS_INFINITY, STRIDE, THREADS, copies_wait_all, make_stage
 
-__all__ = ["draw_position", "make_apply_history", "read_wishes", "touches"]
+__all__ = ["draw_position", "make_apply_history", "read_wishes", "touches", "touches_any"]
 
 LARGEST = 3.4028234663852886e38  # the largest float32
 MAX_NODES = 64  # bits of a mask
@@ -132,22 +132,45 @@ def read_wishes(
 
 
 @device_function
-def touches(wishes: Any, first: Any, flag: Any) -> Any:
-    """Whether what `read_wishes` gave changes any number of the chunk from `first` on; all threads must come here.
+def _is_plain(penalties: Any) -> Any:
+    return (penalties[0] == 1.0) & (penalties[1] == 0.0) & (penalties[2] == 0.0)
+
+
+@device_function
+def _any_thread(mine: Any, flag: Any) -> Any:
+    """Whether `mine` is true in any thread; all must come here.
 
     flag  [1] uint32, shared memory that nobody else uses. (A barrier that votes would do without it, but the code that
           is made of one here, between stores that depend on it, ends as an illegal instruction on an H200.)
     """
-    penalties, near, far, stop, banning = wishes
-    plain = (penalties[0] == 1.0) & (penalties[1] == 0.0) & (penalties[2] == 0.0)
-    named = _inside(near - first) | _inside(far - first) | (banning & _inside(stop - first))
     if cuda.threadIdx.x == 0:
         flag[0] = uint32(0)
     cuda.syncthreads()
-    if named or (cuda.threadIdx.x == 0 and not plain):
+    if mine:
         cuda.atomic.max(flag, 0, uint32(1))
     cuda.syncthreads()
-    return flag[0] != uint32(0)
+    found = flag[0] != uint32(0)
+    cuda.syncthreads()  # before the next question
+    return found
+
+
+@device_function
+def touches_any(wishes: Any, width: Any, flag: Any) -> Any:
+    """Whether what `read_wishes` gave may change any number of a row of `width`; as `touches` is asked of a chunk."""
+    penalties, near, far, stop, banning = wishes
+    named = ((near >= 0) & (near < width)) | ((far >= 0) & (far < width)) | (banning & (stop >= 0) & (stop < width))
+    return _any_thread(named or not _is_plain(penalties), flag)
+
+
+@device_function
+def touches(wishes: Any, first: Any, flag: Any) -> Any:
+    """Whether what `read_wishes` gave changes any number of the chunk from `first` on; all threads must come here.
+
+    flag  as `_any_thread` has it
+    """
+    penalties, near, far, stop, banning = wishes
+    named = _inside(near - first) | _inside(far - first) | (banning & _inside(stop - first))
+    return _any_thread(named or not _is_plain(penalties), flag)
 
 
 @functools.cache

@@ -36,6 +36,8 @@ __all__ = [
     "FINITE",
     "GROUPS",
     "INFINITY",
+    "LARGEST_WORD",
+    "MAGNITUDE",
     "MAX_CHUNKS",
     "MINUS_INFINITY",
     "MINUS_INFINITY_KEY",
@@ -307,12 +309,9 @@ def greater(key: Any, low: Any, other_key: Any, other_low: Any) -> Any:
 @device_function
 def best_partial(partials: Any, chunks: Any) -> Any:
     """The best of a row's pairs, one a chunk, in every lane; partials: address of [chunks, 2] uint32. For a warp."""
-    lane = cuda.threadIdx.x & 31
     key, low = uint32(0), uint32(0)
-    if lane < chunks:
-        key, low = load_global_64(partials + 8 * int64(lane))
-    if lane + 32 < chunks:
-        its_key, its_low = load_global_64(partials + 8 * int64(lane + 32))
+    for part in range(cuda.threadIdx.x & 31, chunks, 32):
+        its_key, its_low = load_global_64(partials + 8 * int64(part))
         key, low = greater(key, low, its_key, its_low)
     return warp_best(key, low)
 

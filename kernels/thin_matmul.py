@@ -24,6 +24,7 @@ from lowlat.kernels.norm import check_dtype, check_row_live
 from lowlat.kernels.numba_cuda import cuda, float32, int64, types, uint32
 from lowlat.kernels.packing import PackedMatrix
 from lowlat.kernels.reference.shapes import check_shape
+from lowlat.kernels.select import FINITE
 from lowlat.kernels.thin_matmul_ending import make_finishing
 from lowlat.kernels.thin_matmul_norm import make_norm
 from lowlat.kernels.thin_matmul_plan import (
@@ -34,6 +35,7 @@ from lowlat.kernels.thin_matmul_plan import (
     ROTATE,
     SILU,
     WARPS,
+    BestShape,
     HeadsShape,
     MatmulPlan,
     MatmulShape,
@@ -46,7 +48,17 @@ from lowlat.kernels.thin_matmul_tiles import make_fill, make_multiplying
 NUM_ROTATION = 10  # arguments of a kernel that only ROTATE uses
 NUM_NORM = 2  # and those of a norm
 
-__all__ = ["MAX_ROWS", "MatmulPlan", "Rotation", "RowsNorm", "examples", "plan_matmul", "steps_to_hold", "thin_matmul"]
+__all__ = [
+    "MAX_ROWS",
+    "MatmulPlan",
+    "Rotation",
+    "RowsBest",
+    "RowsNorm",
+    "examples",
+    "plan_matmul",
+    "steps_to_hold",
+    "thin_matmul",
+]
 
 
 @dataclass(frozen=True)
@@ -85,6 +97,18 @@ class RowsNorm:
     row_live: torch.Tensor | None = None
 
 
+@dataclass(frozen=True)
+class RowsBest:
+    """The best pair of each row among the columns of each block, as `select` has pairs: what choices begin with.
+
+    pairs  [M, B, 2]  int32, out: uint32 in truth; B at least the blocks of a grid; a place without a number is (0, 0)
+    limit  bits of the largest magnitude that leaves a row whole: `select.FINITE` or `select.INFINITY`
+    """
+
+    pairs: torch.Tensor
+    limit: int
+
+
 def thin_matmul(
     *,
     x: torch.Tensor,
@@ -97,6 +121,7 @@ def thin_matmul(
     rotation: Rotation | None = None,
     head_dim: int = 0,
     norm: RowsNorm | None = None,
+    best: RowsBest | None = None,
     card: Card = H200,
     plan: MatmulPlan | None = None,
 ) -> list[KernelCall]:
@@ -110,6 +135,7 @@ def thin_matmul(
     out          [M, N]  float32 or bf16; with silu [M, N / 2] bf16: silu(gate) * up; with rotation the queries
                          [M, H, D] bf16, or None where there are none
     norm         x is normed first: for so many rows, and so wide ones, as `steps_to_hold` of them is not 0
+    best         the best pairs of rows in float32 are left beside them
     rotation     the product is of queries, keys and values of `head_dim`, in the order of `rope_order`
     card         what it runs on
     plan         how to cut it; None: `plan_matmul`'s
@@ -133,16 +159,24 @@ def thin_matmul(
         check_shape("out", out, count, weight.rows // 2 if silu else weight.rows)
         wide = FLOAT32 if out.dtype == torch.float32 else BFLOAT16
         epilogue = SILU if silu else ADD if residual is not None else wide
-        shape = MatmulShape(weight.rows, depth, epilogue, bias is not None, silu and row_live is not None, None, before)
+        live = silu and row_live is not None
+        kept = None if best is None else _best_shape(best, count, epilogue)
+        shape = MatmulShape(weight.rows, depth, epilogue, bias is not None, live, None, before, kept)
     calls = []
     normed = (0,) * NUM_NORM if norm is None else _norm_arguments(norm)
     most = MAX_ROWS if plan else rows_at_once(card)
     for start in range(0, count, most):
         part = slice(start, min(start + most, count))
         rows = part.stop - start
-        chosen = replace(plan, steps_held=held) if plan else plan_matmul(rows, weight.rows, card, held)
-        live = None if row_live is None else row_live.reshape(-1)[part]
-        optional = (live, bias, None if residual is None else residual[part], None if out is None else out[part])
+        keeps = best is not None
+        chosen = replace(plan, steps_held=held, keeps_best=keeps) if plan else plan_matmul(
+            rows, weight.rows, card, held, keeps_best=keeps
+        )  # fmt: skip
+        pairs = None if best is None else _pairs_of(best, part, chosen)
+        alive = None if row_live is None else row_live.reshape(-1)[part]
+        optional = (
+            alive, bias, None if residual is None else residual[part], None if out is None else out[part], pairs,
+        )  # fmt: skip
         arguments: tuple[Argument, ...] = (weight.tiles, x[part], *(0 if each is None else each for each in optional))
         turned = (0,) * NUM_ROTATION if rotation is None else _rotation_arguments(rotation, part)
         calls.append(KernelCall(_make(shape, chosen), (chosen.num_blocks, 1, 1), (*arguments, rows, *turned, *normed)))
@@ -170,6 +204,20 @@ def _rotation_arguments(rotation: Rotation, part: slice) -> tuple[Argument, ...]
     return (*tables, *(0 if each is None else each for each in (*caches, *rows)), part.start)
 
 
+def _best_shape(best: RowsBest, rows: int, epilogue: str) -> BestShape:
+    check_shape("best.pairs", best.pairs, rows, best.pairs.shape[1], 2)
+    check_dtype(torch.int32, pairs=best.pairs)
+    if epilogue != FLOAT32:
+        raise ShapeError(f"best pairs are of a product's float32 rows, not of {epilogue} ones")
+    return BestShape(best.pairs.shape[1], best.limit)
+
+
+def _pairs_of(best: RowsBest, part: slice, plan: MatmulPlan) -> torch.Tensor:
+    if plan.num_blocks > best.pairs.shape[1]:
+        raise ShapeError(f"best.pairs has {best.pairs.shape[1]} places a row, {plan.num_blocks} blocks leave a pair")
+    return best.pairs[part]
+
+
 def _norm_eps(norm: RowsNorm, x: torch.Tensor) -> float:
     rows, depth = x.shape
     check_shape("norm.weight", norm.weight, depth)
@@ -187,12 +235,13 @@ def _make(shape: MatmulShape, plan: MatmulPlan) -> Kernel:
     flags = "".join(letter for letter, on in (("b", shape.bias), ("l", shape.live)) if on)
     heads = "" if shape.heads is None else "_" + "x".join(map(str, astuple(shape.heads)))
     norm = "" if shape.norm_eps is None else f"_norm_eps{shape.norm_eps!r}"
+    best = "" if shape.best is None else f"_best{shape.best.blocks}x{shape.best.limit:x}"
     name = (
         f"thin_matmul_{shape.epilogue}{heads}_{shape.width}x{shape.depth}_{flags}_"
         f"{plan.row_tiles}x{plan.columns}x{plan.weight_tiles}x{plan.stages}x{plan.areas}"
-        f"{norm}{'' if plan.patient else '_awake'}"
+        f"{norm}{best}{'' if plan.patient else '_awake'}"
     )
-    signature = (types.int64,) * (7 + NUM_ROTATION + NUM_NORM)
+    signature = (types.int64,) * (8 + NUM_ROTATION + NUM_NORM)
     return Kernel(name, _kernel(shape, plan), signature, plan.threads, plan.sharing, plan.shared_bytes)
 
 
@@ -208,7 +257,7 @@ def _kernel(shape: MatmulShape, plan: MatmulPlan) -> Callable[..., None]:
     begin_norm, norm_rows, num_words, num_scales = norm.begin, norm.finish, norm.words, norm.scales
 
     def thin_matmul(
-        weight: Any, x: Any, row_live: Any, bias: Any, residual: Any, out: Any, count: Any, positions: Any,
+        weight: Any, x: Any, row_live: Any, bias: Any, residual: Any, out: Any, bests: Any, count: Any, positions: Any,
         cosines: Any, sines: Any, k_cache: Any, v_cache: Any, table: Any, slots: Any, write_lens: Any, offsets: Any,
         first_row: Any, norm_weight: Any, norm_live: Any,
     ) -> None:  # fmt: skip
@@ -232,7 +281,7 @@ def _kernel(shape: MatmulShape, plan: MatmulPlan) -> Callable[..., None]:
             multiply_tiles(mine, held, totals, barriers, weight, x, count, ahead, thread)
         elif warp < uint32(WARPS + finishing):
             rotation = (positions, cosines, sines, k_cache, v_cache, table, slots, write_lens, offsets, first_row)
-            finish(totals, barriers, thread, row_live, bias, residual, out, count, rotation)
+            finish(totals, barriers, thread, row_live, bias, residual, out, bests, count, rotation)
 
     return thin_matmul
 
@@ -251,6 +300,10 @@ def examples(card: Card = H200) -> list[Kernel]:
     ):
         shape = MatmulShape(width, depth, epilogue, bias=width == 97, live=epilogue == SILU)
         made.append(_make(shape, plan_matmul(min(rows, rows_at_once(card)), width, card)))
+    chosen = MatmulShape(128256, 4096, FLOAT32, False, False, best=BestShape(card.num_multiprocessors, FINITE))
+    made += [
+        _make(chosen, plan_matmul(rows, 128256, card, keeps_best=True)) for rows in (1, min(40, rows_at_once(card)))
+    ]
     rotated = MatmulShape(6144, 4096, ROTATE, False, False, HeadsShape(32, 8, 128, 4, 32, 289))
     made.append(_make(rotated, plan_matmul(4, 6144, card)))
     heads = HeadsShape(64, 8, 64, 1, 32, 1025)

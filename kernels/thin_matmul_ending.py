@@ -7,6 +7,7 @@ from lowlat.kernels import ptx
 from lowlat.kernels.activation import silu_times
 from lowlat.kernels.handover import Handover
 from lowlat.kernels.numba_cuda import cuda, device_function, float32, int32, int64, uint32
+from lowlat.kernels.thin_matmul_best import make_best
 from lowlat.kernels.thin_matmul_plan import ADD, FLOAT32, PAD, ROTATE, SILU, WARPS, MatmulPlan, MatmulShape
 
 __all__ = ["make_finishing"]
@@ -32,18 +33,20 @@ class _Ending:
 def make_finishing(shape: MatmulShape, plan: MatmulPlan, handover: Handover) -> Any:
     """A function of the warps that finish: all tiles of a block, as the others hand them over."""
     ending = (_make_rotated_ending if shape.epilogue == ROTATE else _make_ending)(shape, plan)
-    tiles = plan.groups(shape.width)
+    tiles, best = plan.groups(shape.width), make_best(shape, plan)
     weight_tiles, area_bytes, finishing = plan.weight_tiles, WARPS * plan.sum_bytes, plan.finishing * 32
     rounds = -(-plan.row_tiles * plan.columns * ending.values // finishing)
+    begin_best, end_best = best.begin, best.end
     await_full, release, after = handover.await_full, handover.release, handover.after
     locate, begin, nothing, end = ending.locate, ending.begin, ending.nothing, ending.finish
 
     @device_function
     def finish(
-        totals: Any, barriers: Any, thread: Any, row_live: Any, bias: Any, residual: Any, out: Any, count: Any,
-        rotation: Any,
+        totals: Any, barriers: Any, thread: Any, row_live: Any, bias: Any, residual: Any, out: Any, bests: Any,
+        count: Any, rotation: Any,
     ) -> None:  # fmt: skip
         thread = uint32(thread - uint32(WARPS * 32))
+        begin_best(totals, thread)
         tile, area, parity = int64(cuda.blockIdx.x), uint32(0), uint32(0)
         while tile < tiles:
             for part in range(weight_tiles):
@@ -56,10 +59,11 @@ def make_finishing(shape: MatmulShape, plan: MatmulPlan, handover: Handover) -> 
                     if turn == 0:
                         await_full(barriers, area, parity)
                     if wanted:
-                        end(source, number, row, column, loaded, out)
+                        end(source, number, row, column, loaded, out, totals)
                 release(barriers, area, uint32(thread & uint32(31)))
                 area, parity = after(area, parity)
             tile += int64(cuda.gridDim.x)
+        end_best(totals, thread, bests, count)
 
     return finish
 
@@ -85,7 +89,7 @@ def _make_ending(shape: MatmulShape, plan: MatmulPlan) -> _Ending:
     wide = epilogue == FLOAT32
     columns = 8 if silu else 16
     out_width = width // 2 if silu else width
-    total_of = _make_total(plan)
+    total_of, keep_best = _make_total(plan), make_best(shape, plan).keep
 
     @device_function
     def locate(tile: Any, index: Any, count: Any) -> Any:
@@ -116,7 +120,7 @@ def _make_ending(shape: MatmulShape, plan: MatmulPlan) -> _Ending:
         return own, other, alive
 
     @device_function
-    def finish(area: Any, tile: Any, row: Any, column: Any, loaded: Any, out: Any) -> None:
+    def finish(area: Any, tile: Any, row: Any, column: Any, loaded: Any, out: Any, totals: Any) -> None:
         own, other, alive = loaded
         at, value = offset_of(tile, row, column), total_of(area, row, column)
         if has_bias:
@@ -132,6 +136,7 @@ def _make_ending(shape: MatmulShape, plan: MatmulPlan) -> _Ending:
             value = ptx.add_rn(value, other)
         if wide:
             ptx.store_global_f32(out + at * 4, value)
+            keep_best(totals, tile, uint32(row * uint32(columns) + column), value)
         else:
             ptx.store_global_u16(out + at * 2, ptx.bf16_bits(value))
 
@@ -190,7 +195,7 @@ def _make_rotated_ending(shape: MatmulShape, plan: MatmulPlan) -> _Ending:
         return own, partner, c, s, target
 
     @device_function
-    def finish(area: Any, tile: Any, row: Any, column: Any, loaded: Any, _out: Any) -> None:
+    def finish(area: Any, tile: Any, row: Any, column: Any, loaded: Any, _out: Any, _totals: Any) -> None:
         own, partner_bias, c, s, target = loaded
         if target == int64(0):
             return

@@ -18,6 +18,7 @@ __all__ = [
     "STEP_BYTES",
     "SUM_BYTES",
     "WARPS",
+    "BestShape",
     "HeadsShape",
     "MatmulPlan",
     "MatmulShape",
@@ -51,6 +52,7 @@ class MatmulPlan:
     sharing       blocks that fit on a multiprocessor: 1 or 2
     patient       a warp that waits for sums may be put to sleep, which a card must be able to
     steps_held    k steps of its rows, all of them, that a block norms and holds; 0: rows travel beside the weights
+    keeps_best    a block keeps the best pair of each of its rows: see `thin_matmul_best`
     """
 
     row_tiles: int
@@ -62,6 +64,7 @@ class MatmulPlan:
     sharing: int
     patient: bool
     steps_held: int = 0
+    keeps_best: bool = False
 
     def groups(self, width: int) -> int:
         """Groups of weight tiles, which the grid walks, of a weight of so many rows."""
@@ -71,6 +74,11 @@ class MatmulPlan:
     def finishing(self) -> int:
         """Warps that finish a tile: a value a lane, or several."""
         return min(MOST_FINISHING[self.row_tiles], -(-self.row_tiles * self.columns * 16 // 32))
+
+    @property
+    def rounds(self) -> int:
+        """Values of a tile that a lane of these warps finishes, at most."""
+        return -(-self.row_tiles * self.columns * 16 // (self.finishing * 32))
 
     @property
     def threads(self) -> int:
@@ -106,7 +114,12 @@ class MatmulPlan:
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block."""
         own = self.stages * self.stage_bytes + self.areas * self.sum_bytes
-        return WARPS * own + self.areas * BARRIER_BYTES + self.held_bytes
+        return WARPS * own + self.areas * BARRIER_BYTES + self.held_bytes + self.best_bytes
+
+    @property
+    def best_bytes(self) -> int:
+        """The best pairs, one for each value of a tile; the last of a block's shared memory."""
+        return self.rounds * self.finishing * 32 * 8 if self.keeps_best else 0
 
 
 @dataclass(frozen=True)
@@ -127,8 +140,24 @@ class HeadsShape:
 
 
 @dataclass(frozen=True)
+class BestShape:
+    """The best pair of each row that every block leaves beside its product, as `select` has pairs.
+
+    blocks  places of a row: at least as many as the grid has blocks
+    limit   bits of the largest magnitude that leaves a row whole; a larger one breaks it
+    """
+
+    blocks: int
+    limit: int
+
+
+@dataclass(frozen=True)
 class MatmulShape:
-    """A weight [width, depth], what comes before and what follows its product; `heads` with ROTATE alone."""
+    """A weight [width, depth], what comes before and what follows its product.
+
+    heads  with ROTATE alone
+    best   with FLOAT32 alone
+    """
 
     width: int
     depth: int
@@ -137,6 +166,7 @@ class MatmulShape:
     live: bool
     heads: HeadsShape | None = None
     norm_eps: float | None = None
+    best: BestShape | None = None
 
     @property
     def steps(self) -> int:
@@ -185,7 +215,7 @@ def _columns(rows: int) -> int:
     return next(count for count in (1, 2, 4, 8) if count >= min(rows, 8))
 
 
-def plan_matmul(rows: int, width: int, card: Card, steps_held: int = 0) -> MatmulPlan:
+def plan_matmul(rows: int, width: int, card: Card, steps_held: int = 0, *, keeps_best: bool = False) -> MatmulPlan:
     """The plan for M rows by [N, K]: one block a multiprocessor, as many tiles at once as keep most of them busy.
 
     steps_held  of the rows: what `steps_to_hold` gives, or 0
@@ -199,7 +229,9 @@ def plan_matmul(rows: int, width: int, card: Card, steps_held: int = 0) -> Matmu
         most, areas = _PLANS[row_tiles, weight_tiles]
         num_blocks = min(_groups(width, weight_tiles), card.num_multiprocessors)
         for stages in range(most, 0, -1):
-            plan = MatmulPlan(row_tiles, columns, weight_tiles, stages, areas, num_blocks, 1, card.patient, steps_held)
+            plan = MatmulPlan(
+                row_tiles, columns, weight_tiles, stages, areas, num_blocks, 1, card.patient, steps_held, keeps_best
+            )
             if plan.shared_bytes <= card.shared_bytes:
                 shares = plan.shared_bytes <= card.most_bytes(2) and not steps_held
                 return replace(plan, sharing=2) if shares else plan

@@ -357,6 +357,8 @@ class Walker:
             "let_next_kernel_start": self._let_next_start,
             "load_relaxed_gpu_f32": self._when_others_went_on(lambda address: load(at, np.float32, 4)(address)[0]),
             "load_acquire_gpu": lambda address: int(load(at, np.uint32, 4)(address)[0]),
+            "load_global_64": lambda address: tuple(at(int(address), 8).view(np.uint32).tolist()),
+            "atomic_add_gpu": None,  # no walked kernel adds
             "load_shared_u32": lambda address: int(load(near, np.uint32, 4)(address)[0]),
             "load_shared_f32": lambda address: load(near, np.float32, 4)(address)[0],
             "load_shared_128": words(near),

@@ -20,7 +20,28 @@ from lowlat.kernels.reference.slot_record import (
     TOP_P,
 )
 
-__all__ = ["Memory", "draw_scores", "state_of"]
+__all__ = ["Memory", "best_pairs", "draw_scores", "state_of"]
+
+SIGN, WORD = 1 << 31, (1 << 32) - 1
+
+
+def best_pairs(logits: torch.Tensor, limit: int, blocks: int = 7) -> torch.Tensor:
+    """What a product that keeps best pairs leaves beside logits [M, V]: [M, blocks, 2] int32.
+
+    Blocks take tiles of 16 columns in turn, as the product's do; what they leave is in `select`'s words.
+    """
+    bits = logits.float().cpu().view(torch.int32).long() & WORD
+    keys = torch.where(bits > SIGN, bits ^ WORD, bits | SIGN)
+    keys = torch.where((bits & (SIGN - 1)) > limit, WORD, keys)
+    columns = torch.arange(logits.shape[1])
+    pairs = torch.zeros(logits.shape[0], blocks, 2, dtype=torch.int64)
+    for block in range(blocks):
+        mine = columns[columns // 16 % blocks == block]
+        if mine.numel():
+            largest = keys[:, mine].max(1, keepdim=True).values
+            lowest = mine[(keys[:, mine] == largest).int().argmax(1)]
+            pairs[:, block, 0], pairs[:, block, 1] = largest[:, 0], WORD - lowest
+    return torch.where(pairs >= SIGN, pairs - (1 << 32), pairs).int().to(logits.device)
 
 
 class Memory:

@@ -6,7 +6,7 @@ of how calls are compiled, launched or captured.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -42,7 +42,11 @@ class Group:
 
 @dataclass
 class Lowering:
-    """What rules see: the program, its buffers, the weights, the card; `loop` where the step is a loop's body."""
+    """What rules see, and leave for rules after them.
+
+    loop  where the step is a loop's body
+    best  the best pairs that products leave beside their logits, by these
+    """
 
     program: Program
     buffers: Mapping[str, torch.Tensor]
@@ -50,11 +54,20 @@ class Lowering:
     card: Card
     workspace: Workspace
     loop: LoopControl | None = None
+    best: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def kinds(self, start: int, *kinds: str) -> bool:
         """Whether the operations from `start` on are of these kinds."""
         ops = self.program.ops[start : start + len(kinds)]
         return tuple(op.kind for op in ops) == kinds
+
+    def best_of(self, index: int) -> torch.Tensor:
+        """The best pairs of the logits that an operation reads. Raises ConfigError where no product left them."""
+        op = self.program.ops[index]
+        found = self.best.get(op.reads["logits"])
+        if found is None:
+            raise ConfigError(f"{self.program.name}: {op.kind} must stand right behind the product of its logits")
+        return found
 
     def following(self, start: int) -> Op | None:
         """The operation after one, if any."""

@@ -1,4 +1,7 @@
-"""Rules for products: what follows them, and the norm before them, in one launch where a block holds its rows."""
+"""Rules for products: what follows them, and the norm before them, in one launch where a block holds its rows.
+
+A product of logits that a choice follows leaves the best pairs of its rows, with which the choice begins.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -8,7 +11,8 @@ import torch
 from lowlat.errors import ConfigError
 from lowlat.executors.lowering import Covered, Lowering
 from lowlat.executors.orders import is_rotated
-from lowlat.kernels.thin_matmul import Rotation, RowsNorm, steps_to_hold, thin_matmul
+from lowlat.kernels.select import FINITE, INFINITY
+from lowlat.kernels.thin_matmul import Rotation, RowsBest, RowsNorm, steps_to_hold, thin_matmul
 
 __all__ = ["linear", "normed_linear"]
 
@@ -64,7 +68,22 @@ def _product(lowering: Lowering, start: int, x: torch.Tensor, norm: RowsNorm | N
             return Covered(2, thin_matmul(**options, residual=residual, out=out), [product])
         if following.kind == "cast":
             return Covered(2, thin_matmul(**options, out=out), [product])
-    return Covered(1, thin_matmul(**options, out=lowering.buffers[product]))
+    best = _best(lowering, start)
+    if best is not None:
+        lowering.best[product] = best.pairs
+    return Covered(1, thin_matmul(**options, out=lowering.buffers[product], best=best))
+
+
+def _best(lowering: Lowering, start: int) -> RowsBest | None:
+    """Room for the best pairs of a product's rows, if the operation behind it chooses among its columns."""
+    product, following = lowering.program.ops[start].writes["out"], lowering.following(start)
+    if following is None or following.reads.get("logits") != product:
+        return None
+    if following.kind == "draft_topk" and lowering.arguments(start + 1)["k"] > 1:
+        return None
+    rows, blocks = lowering.buffers[product].shape[0], lowering.card.num_multiprocessors
+    pairs = lowering.workspace("linear.best", (rows, blocks, 2), torch.int32)
+    return RowsBest(pairs, FINITE if following.kind == "finite" else INFINITY)
 
 
 def _rotated(lowering: Lowering, start: int, options: dict[str, Any]) -> Covered:

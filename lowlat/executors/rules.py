@@ -151,6 +151,7 @@ def _draft_topk(lowering: Lowering, start: int) -> Covered:
     ops = lowering.program.ops
     arguments = lowering.arguments(start)
     arguments["draft_to_target"] = lowering.weights.vector(ops[start].weights["draft_to_target"])
+    arguments["best"] = lowering.best_of(start) if arguments["k"] == 1 else None
     if not lowering.kinds(start, "draft_topk", "assign_drafts"):
         return Covered(1, draft_topk(**arguments, workspace=lowering.workspace))
     children = {name: value for name, value in lowering.arguments(start + 1).items() if name != "top_tokens"}

@@ -30,7 +30,8 @@ def _begin(lowering: Lowering, start: int) -> Covered:
 def _sample(lowering: Lowering, start: int) -> Covered:
     """Finite flags and draws."""
     _expect(lowering, start, "finite", "sample")
-    return Covered(2, sample(**lowering.arguments(start, start + 1), workspace=lowering.workspace))
+    best = lowering.best_of(start)
+    return Covered(2, sample(**lowering.arguments(start, start + 1), best=best, workspace=lowering.workspace))
 
 
 def _logprobs(lowering: Lowering, start: int) -> Covered:

@@ -4,12 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-from selection_cases import Memory, draw_scores, state_of
+from selection_cases import Memory, best_pairs, draw_scores, state_of
 from unit.kernels.sampling import World
 
 from lowlat.executors.launcher import Launcher
 from lowlat.kernels.reference import sample as reference
 from lowlat.kernels.sample import sample
+from lowlat.kernels.select import FINITE
 
 pytestmark = pytest.mark.gpu
 
@@ -77,10 +78,10 @@ class Nodes:
         out, memory = {name: array.cuda() for name, array in self.outputs().items()}, Memory("cuda")
         arguments: list[Any] = [self.logits, self.live, self.tokens, self.masks, self.slots, *state_of(world)]
         arguments = [array.cuda() for array in arguments]
-        first: list[torch.Tensor] = []
+        best, first = best_pairs(self.logits, FINITE, 132).cuda(), list[torch.Tensor]()
         for _ in range(3):  # the same bits again, and counters as they were
             out["target_tokens"].fill_(-77)
-            launcher.run(*sample(*arguments, **out, workspace=memory))
+            launcher.run(*sample(*arguments, **out, best=best, workspace=memory))
             first = first or [out["target_tokens"].clone()]
             assert torch.equal(first[0], out["target_tokens"])
         assert memory.at_rest()

@@ -4,12 +4,22 @@ import dataclasses
 
 import pytest
 import torch
+from selection_cases import best_pairs
 
 from lowlat.executors.launcher import Launcher
 from lowlat.kernels.kernel import H200
 from lowlat.kernels.norm import rms_norm
 from lowlat.kernels.packing import gate_up_order, pack
-from lowlat.kernels.thin_matmul import MAX_ROWS, MatmulPlan, RowsNorm, plan_matmul, steps_to_hold, thin_matmul
+from lowlat.kernels.select import FINITE
+from lowlat.kernels.thin_matmul import (
+    MAX_ROWS,
+    MatmulPlan,
+    RowsBest,
+    RowsNorm,
+    plan_matmul,
+    steps_to_hold,
+    thin_matmul,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -85,6 +95,29 @@ def test_a_row_has_the_same_bits_in_any_company(launcher: Launcher, width: int, 
             out = torch.empty(rows, width, device="cuda")
             launcher.run(*thin_matmul(x=x, weight=weight, out=out, plan=plan))
             assert torch.equal(out[place], alone[0])
+
+
+@pytest.mark.parametrize(("width", "depth"), [(97, 200), (32000, 320), (128256, 128)])
+def test_best_pairs_are_those_of_the_rows_it_leaves(launcher: Launcher, width: int, depth: int) -> None:
+    """Every number of rows; ties, a row that is not finite; the product's own bits stay."""
+    weight = _random(width, depth)
+    weight[width // 3] = weight[width - 5] = weight[width // 3 + 1]
+    packed = pack(weight)
+    for rows in ROWS:
+        x = _random(rows, depth)
+        x[rows // 2, 1] = torch.inf
+        plain, out = (torch.full((rows, width), torch.nan, device="cuda") for _ in range(2))
+        pairs = torch.full((rows, 132, 2), 77, dtype=torch.int32, device="cuda")
+        launcher.run(*thin_matmul(x=x, weight=packed, out=plain))
+        launcher.run(*thin_matmul(x=x, weight=packed, out=out, best=RowsBest(pairs, FINITE)))
+        assert torch.equal(plain.view(torch.int32), out.view(torch.int32))
+        found = (pairs.long() & 0xFFFFFFFF).cpu()
+        want = (best_pairs(out, FINITE, 1)[:, 0].long() & 0xFFFFFFFF).cpu()
+        key, low = found.unbind(-1)
+        assert torch.equal(key.max(1).values, want[:, 0])
+        lowest = torch.where(key == want[:, :1], low, 0).max(1).values
+        broken = want[:, 0] == 0xFFFFFFFF
+        assert broken[rows // 2] and torch.equal(lowest[~broken], want[~broken, 1])
 
 
 @pytest.mark.parametrize(("width", "depth"), [(256, 320), (5120, 2880), (6144, 4096), (97, 200), (48, 8192)])

@@ -11,9 +11,7 @@ from tiny_models import PairPaths, copying_head, make_target
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.checkpoint import load_head, load_target
-from lowlat.kernels.argmax import argmax
 from lowlat.kernels.draft_topk import MAX_RANKS, draft_topk
-from lowlat.kernels.kernel import KernelCall
 
 FULL = 201088
 OPTIONS: dict[str, Any] = {"max_batch": 2, "max_context": 96, "block_size": 4, "prefill_chunk": 8, "device": "cpu"}
@@ -61,7 +59,7 @@ def _workspace(held: dict[str, torch.Tensor]) -> Any:
     return get
 
 
-@pytest.mark.parametrize("ranks", [1, 10, MAX_RANKS])
+@pytest.mark.parametrize("ranks", [2, 10, MAX_RANKS])
 @pytest.mark.parametrize("slots", [1, 8])
 def test_the_choice_among_all_ids_is_one_launch_with_little_workspace(ranks: int, slots: int) -> None:
     """50 blocks a row, which the cards can hold at once; partial lists of 8 bytes a rank and block."""
@@ -77,11 +75,3 @@ def test_the_choice_among_all_ids_is_one_launch_with_little_workspace(ranks: int
     )  # fmt: skip
     assert call.grid == (50, slots * 4, 1)
     assert sum(tensor.numel() * 4 for tensor in held.values()) == slots * 4 * (50 * ranks * 8 + 4)
-
-
-def test_the_largest_vocabulary_leaves_room() -> None:
-    """262144 ids are the limit of both choices: 64 blocks a row, whose ranked lists one block holds."""
-    held: dict[str, torch.Tensor] = {}
-    out = torch.zeros(1, dtype=torch.int32, device="meta")
-    calls: list[KernelCall] = argmax(torch.zeros(1, 1 << 18, device="meta"), out=out, workspace=_workspace(held))
-    assert calls[0].grid == (64, 1, 1)

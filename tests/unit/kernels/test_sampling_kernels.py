@@ -30,7 +30,10 @@ def test_resources(kernel: Kernel, compiled: Compiled) -> None:
     assert code.shared_bytes <= 48 * 1024
 
 
-@pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if "_97" not in kernel.name], ids=lambda k: k.name)
+READING = [kernel for kernel in KERNELS if "_97" not in kernel.name and not kernel.name.startswith("argmax")]
+
+
+@pytest.mark.parametrize("kernel", READING, ids=lambda k: k.name)
 def test_wide_rows_are_read_by_16_bytes_and_divided_exactly(kernel: Kernel, compiled: Compiled) -> None:
     _, ptx = compiled.of(HOPPER, kernel)
     copied = ptx.count("cp.async.cg.shared.global") >= 4 and "ld.shared.v4.u32" in ptx
@@ -44,30 +47,36 @@ def ints(*shape: int) -> torch.Tensor:
 
 
 def test_argmax_calls_and_refusals() -> None:
-    memory, logits = Memory("cpu"), torch.zeros(6, 9000)
-    (call,) = argmax_kernels.argmax(logits, out=ints(6), workspace=memory)
-    assert call.grid == (3, 6, 1)
+    good: dict[str, Any] = {"best": ints(6, 5, 2), "out": ints(6), "names": ints(900)}
+    (call,) = argmax_kernels.argmax(**good)
+    assert call.grid == (6, 1, 1)
     for options, match in (
+        ({"best": ints(6, 5, 3)}, "best must"),
         ({"out": ints(5)}, "out must"),
         ({"row_live": torch.ones(5, dtype=torch.uint8)}, "row_live must"),
-        ({"names": ints(8)}, "names must"),
         ({"assign": (ints(3), ints(2), ints(3), ints(2, 4))}, "child_rows must"),
         ({"assign": (ints(3), ints(3), ints(2), ints(2, 4))}, "child_ranks must"),
-        ({"assign": (ints(3), ints(3), ints(3), ints(4, 4))}, "logits must"),
-        ({"logits": torch.zeros(6, 64 * 4096 + 1)}, "columns"),
+        ({"assign": (ints(3), ints(3), ints(3), ints(4, 4))}, "best must"),
     ):
-        arguments: dict[str, Any] = {"logits": logits, "out": ints(6), "workspace": memory, **options}
         with pytest.raises(ShapeError, match=match):
-            argmax_kernels.argmax(**arguments)
+            argmax_kernels.argmax(**{**good, **options})
 
 
 @pytest.mark.parametrize("k", [1, 4])
 def test_draft_topk_calls_and_refusals(k: int) -> None:
     memory, logits = Memory("cpu"), torch.zeros(6, 300)
     tree = {"children": ints(3), "child_rows": ints(3), "child_ranks": ints(3), "draft_nodes": ints(2, 5)}
-    good: dict[str, Any] = {"logits": logits, "draft_to_target": ints(300), "out": ints(6, k), "k": k, **tree}
+    best = ints(6, 3, 2) if k == 1 else None
+    good: dict[str, Any] = {
+        "logits": logits,
+        "draft_to_target": ints(300),
+        "out": ints(6, k),
+        "k": k,
+        "best": best,
+        **tree,
+    }
     (call,) = draft_kernels.draft_topk(**good, workspace=memory)
-    assert call.grid == (1, 6, 1)
+    assert call.grid == ((6, 1, 1) if k == 1 else (1, 6, 1))
     assert call.kernel.name.startswith("argmax" if k == 1 else "draft_topk")
     for options, match in (
         ({"k": 0}, "k must"),
@@ -77,7 +86,9 @@ def test_draft_topk_calls_and_refusals(k: int) -> None:
         ({"row_live": torch.ones(5, dtype=torch.uint8)}, "row_live must"),
         ({"child_rows": ints(2)}, "child_rows must"),
         ({"child_ranks": ints(4)}, "child_ranks must"),
-        ({"draft_nodes": ints(4, 5)}, "logits must"),
+        ({"draft_nodes": ints(4, 5)}, "best must" if k == 1 else "logits must"),
+        ({"k": 1, "out": ints(6, 1), "best": None}, "best pairs"),
+        ({"k": 1, "out": ints(6, 1), "best": ints(5, 3, 2)}, "best must"),
     ):
         with pytest.raises(ShapeError, match=match):
             draft_kernels.draft_topk(**{**good, **options}, workspace=memory)
@@ -128,10 +139,11 @@ def test_sample_calls_and_refusals() -> None:
         "slots": ints(2),
         **dict(zip(names, state_of(world), strict=True)),
         "target_tokens": ints(2, 2),
+        "best": ints(4, 3, 2),
         "finite": torch.zeros(2, 2, dtype=torch.uint8),
     }
-    calls = sample_kernels.sample(**good, workspace=memory)
-    assert [call.grid for call in calls] == [(2, 4, 1)] * 2
+    (call,) = sample_kernels.sample(**good, workspace=memory)
+    assert call.grid == (2, 4, 1)
     for name, array in good.items():
         if name not in ("lengths", "target_tokens"):
             with pytest.raises(ShapeError, match=f"{name} must"):

@@ -12,14 +12,16 @@ import torch
 from kernel_inventory import B200, CARDS
 from kernel_walk import Walker, walkable
 from rowwise_cases import canonical_norm, flags
+from selection_cases import best_pairs
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.kernel import H200, Card
 from lowlat.kernels.packing import gate_up_order, pack, rope_order
-from lowlat.kernels.thin_matmul import RowsNorm, plan_matmul, steps_to_hold, thin_matmul
+from lowlat.kernels.select import FINITE, INFINITY
+from lowlat.kernels.thin_matmul import RowsBest, RowsNorm, plan_matmul, steps_to_hold, thin_matmul
 
-PARTS = ("plan", "norm", "tiles", "ending")
-NAMES = ("activation", "handover", "norm_math", "norm_row", "norm", "experts_sum", *(f"thin_matmul_{p}" for p in PARTS))
+PARTS = ("plan", "norm", "tiles", "best", "ending")
+NAMES = ("activation", "handover", "norm_math", "norm_row", "norm", "select", *(f"thin_matmul_{p}" for p in PARTS))
 SMALL = Card(2, 227 * 1024, (9, 0))
 
 
@@ -63,6 +65,55 @@ def test_a_product_is_torch_s(late: bool, rows: int, width: int, depth: int, cha
     with walked(walker) as modules:
         run(walker, modules, changes, x=x, weight=pack(weight), bias=bias, out=out)
     torch.testing.assert_close(out.double(), product(x, weight) + bias.double(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "changes"),
+    [
+        (1, 200, {}),
+        (3, 97, {"weight_tiles": 2, "stages": 2, "num_blocks": 2}),
+        (9, 130, {"num_blocks": 1}),
+        (19, 33, {"stages": 1}),
+    ],
+)
+def test_best_pairs_are_left_beside_a_product(rows: int, width: int, changes: dict[str, int]) -> None:
+    """Of equal numbers the lowest index; zeros of both signs are equal; places without a block; rows that hold what is
+    not finite, where that is asked for, or no number."""
+    x, weight = random(rows, 64), random(width, 64)
+    weight[width // 2] = weight[width - 2] = weight[width // 2 - 1]
+    if rows > 3:
+        x[1], x[2, 3], x[3, 0], x[4] = 0, torch.inf, torch.nan, -x[4].abs()
+        weight[:, 3] = weight[:, 3].abs()  # plus infinity alone
+    for limit in (FINITE, INFINITY):
+        out = torch.full((rows, width), torch.nan)
+        pairs = torch.full((rows, 5, 2), 77, dtype=torch.int32)
+        walker = Walker()
+        with walked(walker) as modules:
+            best = modules[-1].RowsBest(pairs, limit)
+            run(walker, modules, changes, x=x, weight=pack(weight), out=out, best=best)
+        per_block = best_pairs(out, limit, blocks=1)[:, 0].long()
+        key, low = (pairs.long() & 0xFFFFFFFF).unbind(-1)
+        largest = key.max(1).values
+        assert torch.equal(largest, per_block[:, 0] & 0xFFFFFFFF)
+        whole = largest != 0xFFFFFFFF
+        assert torch.equal(
+            torch.where(key == largest[:, None], low, 0).max(1).values[whole], (per_block[:, 1] & 0xFFFFFFFF)[whole]
+        )
+        assert not pairs[:, changes.get("num_blocks", 2) :].any()
+        if rows > 3:
+            assert whole.tolist() == [row != 3 and (row != 2 or limit == INFINITY) for row in range(rows)]
+
+
+def test_best_pairs_want_places_and_float32() -> None:
+    x, weight = random(2, 64), pack(random(48, 64))
+    for options, message in (
+        ({"out": torch.empty(2, 48).bfloat16()}, "float32 rows, not of bfloat16"),
+        ({"best": RowsBest(torch.zeros(2, 1, 2, dtype=torch.int32), FINITE)}, "best.pairs has 1 places a row"),
+        ({"best": RowsBest(torch.zeros(3, 9, 2, dtype=torch.int32), FINITE)}, "best.pairs must"),
+    ):
+        good = {"out": torch.empty(2, 48), "best": RowsBest(torch.zeros(2, 9, 2, dtype=torch.int32), FINITE)}
+        with pytest.raises(ShapeError, match=message):
+            thin_matmul(x=x, weight=weight, card=SMALL, **{**good, **options})  # type: ignore[arg-type]
 
 
 def test_every_byte_of_the_weights_is_read_once() -> None:
