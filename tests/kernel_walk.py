@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from card_arithmetic import bf16_bits, bf16_value, bits_of, fma_pair, multiplied, plain
 from fibers import Combine, Fiber, Fibers, this_fiber
-from walked_launch import Arrivals, Home, Launch
+from walked_launch import Arrivals, Home, Launch, Matrix, Words
 
 __all__ = ["Walker", "walkable"]
 
@@ -83,8 +83,10 @@ class Walker:
     def _body_of(self, call: Any) -> Callable[[], None]:
         """What a thread of a launch does."""
         values: list[Any] = []
-        for argument in call.arguments:
-            if isinstance(argument, torch.Tensor):
+        for kind, argument in zip(call.kernel.signature, call.arguments, strict=True):
+            if isinstance(argument, torch.Tensor) and hasattr(kind, "ndim"):
+                values.append(Matrix(argument))
+            elif isinstance(argument, torch.Tensor):
                 flat = argument.view(torch.uint8).reshape(-1).numpy()
                 start = argument.data_ptr()
                 self._ranges.append((start, start + flat.size, flat))
@@ -118,9 +120,9 @@ class Walker:
         raise AssertionError(f"{size} bytes at {address:#x} belong to no tensor")
 
     def _near(self, address: int, size: int) -> Any:
-        shared = _this().home.shared
-        assert address % size == 0 and 0 <= address <= shared.size - size, f"shared address {address}"
-        return shared[address : address + size]
+        home = _this().home
+        assert address % size == 0 and 0 <= address <= home.num_bytes - size, f"shared address {address}"
+        return home.shared[address : address + size]
 
     def _copy(self, size: int) -> Callable[[int, int], None]:
         def copy(place: int, source: int) -> None:
@@ -187,6 +189,12 @@ class Walker:
         """So many threads of a block."""
         self._fibers.meet((name, _this().home.key), count)
 
+    def _add(self, address: int, value: int) -> int:
+        word = self._at(int(address), 4).view(np.uint32)
+        before = int(word[0])
+        word[0] = before + int(value) & MASK
+        return before
+
     def _begin(self, address: int, count: int) -> None:
         self._near(address, 8)
         _this().home.arrivals[int(address)] = Arrivals(int(count))
@@ -204,15 +212,19 @@ class Walker:
             self._fibers.sleep((f"phase at {int(address)}", home.key))
         return 1
 
-    def _array(self, shape: int, dtype: Any) -> list[Any] | None:
-        """A static array of shared memory, the same for all threads that come to it; None for dynamic memory."""
+    def _array(self, shape: int, dtype: Any, alignment: int = 1) -> Any:
+        """A static array of shared memory, the same for all threads that come to it; None for dynamic memory.
+
+        Of Numba's own types it has an address.
+        """
         if shape == 0:
             return None
         thread = _this()
         thread.num_arrays += 1
         arrays = thread.home.arrays
         if thread.num_arrays > len(arrays):
-            arrays.append([np.float32(np.nan) if dtype is np.float32 else -12345] * shape)
+            plain_list = [np.float32(np.nan) if dtype is np.float32 else -12345] * shape
+            arrays.append(thread.home.words(shape, dtype) if hasattr(dtype, "bitwidth") else plain_list)
         return arrays[thread.num_arrays - 1]
 
     def _warp(self, name: str, value: Any, combine: Combine | None) -> Any:
@@ -227,6 +239,9 @@ class Walker:
 
     def _shuffle(self, lanes: int, value: Any, lane: int) -> Any:
         return self._exchange("shuffle", value)[int(lane)]
+
+    def _shuffle_up(self, lanes: int, value: Any, distance: int) -> Any:
+        return self._exchange("shuffle up", value)[max(_this().lane - int(distance), 0)]
 
     def _shuffle_xor(self, lanes: int, value: Any, mask: int) -> Any:
         return self._exchange("shuffle by xor", value)[_this().lane ^ int(mask)]
@@ -302,13 +317,22 @@ class Walker:
     def cuda(self) -> Any:
         """What stands for Numba's `cuda`."""
 
-        class Index:
+        class Line:
             def __init__(self, value: Callable[[], int]) -> None:
-                self._value = value
+                self.value = value
 
             @property
             def x(self) -> int:
-                return self._value()
+                return self.value()
+
+        class Block(Line):
+            @property
+            def x(self) -> int:
+                return self.value() % _this().home.launch.width
+
+            @property
+            def y(self) -> int:
+                return self.value() // _this().home.launch.width
 
         def atomic(better: Callable[[Any, Any], Any]) -> Callable[[list[Any], int, Any], None]:
             def update(array: list[Any], place: int, value: Any) -> None:
@@ -317,16 +341,18 @@ class Walker:
             return update
 
         return SimpleNamespace(
-            threadIdx=Index(lambda: _this().place_in_block),
-            blockIdx=Index(lambda: _this().home.block),
-            gridDim=Index(lambda: _this().home.launch.grid),
-            blockDim=Index(lambda: _this().home.launch.threads),
+            threadIdx=Line(lambda: _this().place_in_block),
+            blockIdx=Block(lambda: _this().home.block),
+            gridDim=Line(lambda: _this().home.launch.width),
+            blockDim=Line(lambda: _this().home.launch.threads),
             syncthreads=self._sync_block,
             syncthreads_count=self._count,
             syncwarp=self._sync_warp,
             shared=SimpleNamespace(array=self._array),
             local=SimpleNamespace(array=lambda shape, dtype: [None] * shape),
-            atomic=SimpleNamespace(max=atomic(max), min=atomic(min)),
+            atomic=SimpleNamespace(max=atomic(max), min=atomic(min), add=atomic(lambda old, value: old + value)),
+            ffs=lambda word: (int(word) & -int(word)).bit_length(),
+            shfl_up_sync=self._shuffle_up,
             popc=lambda word: (int(word) & LONG_MASK).bit_count(),
             shfl_sync=self._shuffle,
             shfl_xor_sync=self._shuffle_xor,
@@ -351,14 +377,14 @@ class Walker:
             return lambda address: tuple(where(int(address), 16).view(np.uint32).tolist())
 
         functions = {
-            "shared_address": lambda array: 0,
+            "shared_address": lambda array: array.start if isinstance(array, Words) else 0,
             "varying": int,
             "wait_for_previous_kernel": self._waited,
             "let_next_kernel_start": self._let_next_start,
             "load_relaxed_gpu_f32": self._when_others_went_on(lambda address: load(at, np.float32, 4)(address)[0]),
-            "load_acquire_gpu": lambda address: int(load(at, np.uint32, 4)(address)[0]),
+            "load_acquire_gpu": self._when_others_went_on(lambda address: int(load(at, np.uint32, 4)(address)[0])),
             "load_global_64": lambda address: tuple(at(int(address), 8).view(np.uint32).tolist()),
-            "atomic_add_gpu": None,  # no walked kernel adds
+            "atomic_add_gpu": self._add,
             "load_shared_u32": lambda address: int(load(near, np.uint32, 4)(address)[0]),
             "load_shared_f32": lambda address: load(near, np.float32, 4)(address)[0],
             "load_shared_128": words(near),
@@ -399,6 +425,7 @@ class Walker:
             "lanes_of_same": self._same,
             "ballot": self._ballot,
             "warp_max": self._warp_max,
+            "warp_sum": lambda value: sum(self._exchange("sum", int(value))) & MASK,
             "count_bits": lambda word: (int(word) & MASK).bit_count(),
             "mma_bf16": self._mma,
             "load_shared_tiles": self._load_tiles,
@@ -430,6 +457,7 @@ def walkable(walker: Walker, *names: str) -> Iterator[list[ModuleType]]:
     fake: Any = ModuleType("lowlat.kernels.numba_cuda")
     fake.cuda, fake.types, fake.device_function = walker.cuda(), known.types, lambda function: function
     fake.uint32, fake.int32 = lambda value: int(value) & MASK, lambda value: _signed(int(value))
+    fake.float64 = float
     fake.int64, fake.float32, fake.uint64 = int, np.float32, lambda value: int(value) & LONG_MASK
     replaced = {"lowlat.kernels.numba_cuda": fake, "lowlat.kernels.ptx": walker.ptx()}
     full = [f"lowlat.kernels.{name}" for name in names]

@@ -1,0 +1,113 @@
+"""The kernels that choose tokens, walked thread by thread on a CPU: the reference's tokens, and memory left at rest."""
+
+from typing import Any
+
+import pytest
+import torch
+from kernel_walk import Walker, walkable
+from selection_cases import Memory, best_pairs, state_of
+from unit.kernels.sampling import World
+
+from lowlat.kernels.reference import sample as reference
+from lowlat.kernels.select import FINITE, INFINITY
+
+NAMES = ("select", "philox", "cutoff", "logit_history", "sample")
+OPTIONS: list[dict[str, float]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.0, "repetition": 1.3, "presence": 0.7, "frequency": 0.4},
+    {"temperature": 0.0, "min_tokens": 9},
+    {"temperature": 0.9, "seed": 5},
+    {"temperature": 0.6, "seed": 3, "repetition": 0.8, "min_tokens": 9},
+    {"temperature": 1.7, "seed": (1 << 63) - 1, "top_k": 9, "top_p": 0.8, "min_p": 0.05},
+]
+
+
+def make_world(vocabulary: int) -> World:
+    world = World(vocabulary, len(OPTIONS))
+    for slot, options in enumerate(OPTIONS):
+        world.set(slot, length=12 + slot, prompt_length=10, **options)
+    world.prompt_seen.random_(0, 2)
+    world.output_counts.random_(0, 3)
+    world.stop_ids[:, 1], world.stop_ids[:, 31], world.stop_ids[:, 7] = 2, vocabulary - 1, vocabulary
+    world.bias(4, {1: 2.5, vocabulary - 1: 5.0, vocabulary // 2: -3.0, vocabulary + 3: 4.0}, first=254)
+    return world
+
+
+def draw(world: World, logits: torch.Tensor, slots: list[int], live: torch.Tensor, memory: Memory) -> dict[str, Any]:
+    """What the kernel leaves for rows of one node each."""
+    shape = (len(slots), 1)
+    out = {"target_tokens": torch.full(shape, -77, dtype=torch.int32), "finite": torch.full(shape, 9).byte()}
+    rows = torch.zeros(shape, dtype=torch.int32), torch.ones(shape, dtype=torch.int64)
+    best = best_pairs(logits, FINITE)
+    with walkable(walker := Walker(may_leave=True), *NAMES) as modules:
+        calls = modules[-1].sample(
+            logits,
+            live,
+            *rows,
+            torch.tensor(slots, dtype=torch.int32),
+            *state_of(world),
+            best=best,
+            workspace=memory,
+            **out,
+        )
+        walker.run(*calls)
+    return out
+
+
+def expected(world: World, logits: torch.Tensor, slots: list[int], live: torch.Tensor) -> dict[str, Any]:
+    shape = (len(slots), 1)
+    out = {"target_tokens": torch.full(shape, -77, dtype=torch.int32), "finite": torch.full(shape, 9).byte()}
+    rows = torch.zeros(shape, dtype=torch.int32), torch.ones(shape, dtype=torch.int64)
+    arguments = (logits, live, *rows, torch.tensor(slots, dtype=torch.int32), *state_of(world))
+    reference.sample(*arguments, target_tokens=out["target_tokens"])
+    reference.finite(logits, live, finite=out["finite"])
+    return out
+
+
+@pytest.mark.parametrize("vocabulary", [97, 4104])
+def test_tokens_of_the_reference(vocabulary: int) -> None:
+    """Plain rows, and rows whose wishes touch one chunk of two, or both; drawn ones; a pad and a dead row."""
+    world, slots = make_world(vocabulary), [*range(len(OPTIONS)), -1, 3]
+    logits, live = torch.randn(len(slots), vocabulary) * 3, torch.ones(len(slots), 1, dtype=torch.uint8)
+    live[-2:] = 0
+    want, memory = expected(world, logits, slots, live), Memory("cpu")
+    for _ in range(2):  # counters as they were
+        got = draw(world, logits, slots, live, memory)
+        assert torch.equal(got["finite"], want["finite"])
+        assert torch.equal(got["target_tokens"], want["target_tokens"])
+        assert memory.at_rest()
+
+
+def test_rows_that_are_not_finite_and_rows_without_a_choice_leave_memory_at_rest() -> None:
+    """Greedy and drawn, plain and with wishes; and a row in which every token is banned."""
+    world, slots, memory = make_world(4104), [0, 1, 3, 4], Memory("cpu")
+    live = torch.ones(4, 1, dtype=torch.uint8)
+    for broken in (torch.nan, torch.inf, -torch.inf):
+        logits = torch.randn(4, 4104)
+        logits[:, 4100] = broken
+        got = draw(world, logits, slots, live, memory)
+        assert not got["finite"].any() and not got["target_tokens"].any() and memory.at_rest()
+    banned = World(2, 1)
+    banned.set(0, min_tokens=100, temperature=1.0)
+    banned.stop_ids[0, :2] = torch.tensor([0, 1])
+    memory = Memory("cpu")
+    got = draw(banned, torch.zeros(1, 2), [0], live[:1], memory)
+    assert got["target_tokens"].tolist() == [[0]] and memory.at_rest()
+
+
+def test_a_chain_s_drafts_are_the_likeliest() -> None:
+    logits = torch.randn(6, 100).round()
+    logits[1, 99], logits[3] = torch.nan, -torch.inf
+    live = torch.tensor([[1, 1, 0], [1, 1, 1]], dtype=torch.uint8)
+    names, out = torch.randperm(100, dtype=torch.int32), torch.full((6,), -77, dtype=torch.int32)
+    children, child_rows = torch.tensor([1, 2, 3], dtype=torch.int32), torch.tensor([0, 1, 2], dtype=torch.int32)
+    nodes = torch.full((2, 4), -77, dtype=torch.int32)
+    with walkable(walker := Walker(), "select", "argmax") as modules:
+        assign = children, child_rows, torch.zeros(3, dtype=torch.int32), nodes
+        walker.run(*modules[-1].argmax(best_pairs(logits, INFINITY), live, out=out, names=names, assign=assign))
+    lowest = [
+        int((row == row.max()).nonzero()[0, 0]) if row.isfinite().all() or k == 3 else 0 for k, row in enumerate(logits)
+    ]
+    want = [int(names[place]) if k not in (1, 2) else -1 for k, place in enumerate(lowest)]
+    assert out.tolist() == want
+    assert nodes.tolist() == [[-77, *want[:3]], [-77, *want[3:]]]
