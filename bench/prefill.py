@@ -135,7 +135,10 @@ def measure_chunk(
     ways = {False: lambda: prefill.run(reach)}
     graph = None
     if device.type == "cuda" and prefill.capturable:
+        release(device)
+        before = torch.cuda.memory_reserved(device)
         graph = capture_chunks(prefill, [reach], torch.cuda.current_stream(device))[reach]
+        way["graph_bytes"] = torch.cuda.memory_reserved(device) - before
         ways[True] = graph.replay
     entries = {captured: Timed(f"captured: {captured}", run, arguments.send) for captured, run in ways.items()}
     for done in range(0, replays, TURN):

@@ -1,7 +1,8 @@
 """What the eager and the graph executor share: buffers, weights, lowered programs, prefill, the wait for the ring.
 
 Everything a step touches is allocated here, before the first step: state on the device, the host's commands and the
-publications in pinned memory, one arena of scratch for all buckets and for prefill, workspaces.
+publications in pinned memory, one arena of scratch for all buckets and for prefill, workspaces. What torch takes while
+a chunk of prefill runs is its own: a captured one has that from its capture on.
 """
 
 import select
@@ -105,7 +106,7 @@ class KernelExecutor:
     def owned(self) -> list[torch.Tensor]:
         """Every tensor that a launch may point into."""
         allocated = [*self.state.values(), self._arena, *self._constants.tensors()]
-        return [*allocated, *self.workspace.tensors(), *self._weights.tensors()]
+        return [*allocated, *self._arguments.device.values(), *self.workspace.tensors(), *self._weights.tensors()]
 
     def prefill(self) -> None:
         """Run the prefill program over the chunk that the host has written."""

@@ -3,8 +3,8 @@
 It runs the prefill program's operations by their references, with some of its own: products unpack one matrix at a
 time, embeddings are gathered from a packed table where that is the only copy, attention is torch's fused one, and a
 mixture's rows go to its experts together: by the step's products, or where rows are many by matrices that a kernel
-expands. What differs from chunk to chunk is read on the device, but for the reach, which the host knows from the
-chunk's start.
+expands. Row-wise operations are the step's kernels. What differs from chunk to chunk is read on the device, but for
+the reach, which the host knows from the chunk's start.
 """
 
 from collections.abc import Callable, Hashable, Mapping
@@ -25,6 +25,7 @@ from lowlat.executors.prefill_experts import (
     expand_by_torch,
     product,
 )
+from lowlat.executors.prefill_kernels import launched, row_calls
 from lowlat.executors.prefill_rows import head_prefill_rows, places_of, prefill_kv_write
 from lowlat.executors.prefill_units import UnitExperts
 from lowlat.executors.reference import arguments_of, meaning_of
@@ -39,7 +40,7 @@ class TorchPrefill:
 
     buffers   by name, the chunk's arguments on the device among them: see `ChunkArguments`
     room      uint8, at least `room_bytes`: for experts; None: made here
-    launcher  for experts' kernels; None: torch expands their matrices
+    launcher  for kernels; None: torch does all
     A chunk's bits depend on its reach, its size and what its rows see. `reaches` holds all reaches, ascending.
     """
 
@@ -61,8 +62,14 @@ class TorchPrefill:
         self._units: UnitExperts | None = None
         self._make_experts(program, room, launcher)
         self._bound: list[tuple[Callable[..., None], dict[str, object]]] = []
-        for op in program.ops:
-            arguments = arguments_of(op, buffers)
+        bound = [(op, arguments_of(op, buffers)) for op in program.ops]
+        rows = [() if launcher is None else row_calls(op, arguments, weights) for op, arguments in bound]
+        if launcher is not None:
+            launcher.compile_ahead(call for calls in rows for call in calls)
+        for (op, arguments), calls in zip(bound, rows, strict=True):
+            if launcher is not None and calls:
+                self._bound.append((launched(launcher, calls), arguments))
+                continue
             own = self._own(op, arguments)
             if own is None:
                 own = meaning_of(program, op)

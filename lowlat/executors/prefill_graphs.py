@@ -14,8 +14,8 @@ def capture_chunks(
 ) -> dict[int, torch.cuda.CUDAGraph]:
     """Graphs by reach, replayed on the stream one at a time: they share the memory of what a chunk takes meanwhile.
 
-    Every reach is run before, so that kernels are loaded and libraries have their workspaces: what the arguments on
-    the device say is done; as they are allocated, all rows are dead. The largest reach is first in the pool.
+    Every reach is run before, so that kernels are loaded and libraries have their workspaces, and every graph replayed
+    once, which brings it to the device: what the arguments say is done; as they are allocated, all rows are dead.
     Raises RuntimeError, torch's, where the device fails.
     """
     largest_first = sorted(reaches, reverse=True)
@@ -27,4 +27,7 @@ def capture_chunks(
         graphs[reach] = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graphs[reach], pool, stream, capture_error_mode="thread_local"):
             prefill.run(reach)
+    with torch.cuda.stream(stream):
+        for graph in graphs.values():
+            graph.replay()
     return graphs

@@ -8,27 +8,24 @@ import pytest
 import torch
 from lowered import Pair
 from prefill_cases import NAMES, make_named, make_prefill
+from prefill_slots import BLOCK, DIM, GROUPS, HEADS, LONGEST, REACHES, SIZE, Slot, close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowlat.errors import ConfigError
 from lowlat.executors.allocation import STATE_ROLES
 from lowlat.executors.prefill_arguments import ChunkArguments
-from lowlat.executors.prefill_attention import prefill_attention, reach_of, reaches_of, sight_of, span_of
+from lowlat.executors.prefill_attention import reach_of, reaches_of, span_of
+from lowlat.executors.prefill_kernels import ROW_KERNELS
+from lowlat.executors.prefill_memory import temporary_bytes
 from lowlat.executors.prefill_rows import head_prefill_rows, places_of, prefill_kv_write
 from lowlat.graphs import BufferSet
-from lowlat.kernels.reference import attention, head_rows, kv
+from lowlat.kernels.kernel import H200
+from lowlat.kernels.reference import head_rows, kv
+from lowlat.memory import memory_need
 from lowlat.prefill import build_prefill
 
-BF16 = torch.bfloat16
 NAN = float("nan")
-SIZE, HEADS, GROUPS, DIM, BLOCK, LONGEST = 32, 8, 2, 64, 16, 300
-REACHES = (32, 64, 128, 256, 320)
 STARTS = (0, 32, 64, 96, 192, 224, 288)
-
-
-def close(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
-    difference = (found.double() - expected.double()).norm()
-    return bool(difference <= tolerance * expected.double().norm())
 
 
 def test_reaches_double_up_to_the_whole_context() -> None:
@@ -50,38 +47,6 @@ def test_a_window_s_span_is_the_same_wherever_it_fits() -> None:
     assert [span_of(reach, SIZE, BLOCK, 17, 0) for reach in REACHES] == [32, 48, 48, 48, 48]
     assert [span_of(reach, SIZE, BLOCK, 40, 4) for reach in REACHES] == list(REACHES)
     assert [span_of(reach, SIZE, BLOCK, None, 0) for reach in REACHES] == list(REACHES)
-
-
-class Slot:
-    """A slot's cache of random keys and values up to a chunk's last live row; all the rest of the pool is NaN."""
-
-    def __init__(self, start: int, count: int, seed: int = 6) -> None:
-        torch.manual_seed(seed)
-        width = -(-(LONGEST + 4) // BLOCK)
-        self.start, self.count = start, min(count, LONGEST - start)
-        count = self.count
-        self.table = (1 + torch.randperm(40)[:width]).int()[None]
-        self.chunk = torch.tensor([start, count], dtype=torch.int32)
-        self.caches = [torch.full((41, GROUPS, BLOCK, DIM), NAN, dtype=BF16) for _ in range(2)]
-        at = torch.arange(start + count)
-        for cache in self.caches:
-            cache[self.table[0, at // BLOCK].long(), :, at % BLOCK] = torch.randn(len(at), GROUPS, DIM).to(BF16)
-        self.q = torch.randn(SIZE, HEADS, DIM).to(BF16)
-
-    def attend(self, sinks: torch.Tensor | None, reach: int | None = None, **mask: Any) -> torch.Tensor:
-        reach = reach_of(REACHES, SIZE, self.start) if reach is None else reach
-        sight = sight_of(self.table, self.chunk, size=SIZE, block=BLOCK, reach=reach, **mask)
-        out = torch.full((SIZE, HEADS * DIM), NAN, dtype=BF16)
-        prefill_attention(self.q, self.caches[0], self.caches[1], sight, sinks=sinks, out=out, scale=DIM**-0.5)
-        return out[: self.count]
-
-    def expected(self, sinks: torch.Tensor | None, **mask: Any) -> torch.Tensor:
-        out = torch.empty(SIZE, HEADS * DIM, dtype=BF16)
-        # of keys below `first` the reference sees nothing, but multiplies what they hold by zero
-        keys, values = (cache.nan_to_num(0.0) for cache in self.caches)
-        chunk, options = (self.table, self.chunk, sinks), {"out": out, "scale": DIM**-0.5, **mask}
-        attention.prefill_attention(self.q, keys, values, *chunk, **options)
-        return out[: self.count]
 
 
 @pytest.mark.parametrize("count", [SIZE, SIZE - 3, 1])
@@ -256,3 +221,41 @@ def test_arguments_of_a_chunk_lie_in_one_block(tmp_path: Path) -> None:
     buffers = BufferSet(program.specs(*STATE_ROLES), torch.device("meta"), given=arguments.host)
     assert buffers["prefill_tokens"] is arguments.host["prefill_tokens"]
     assert buffers["lengths"].is_meta
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt_oss"])
+def test_row_wise_operations_are_one_launch_each(name: str, tmp_path: Path) -> None:
+    """All that are in a program, over its own buffers; what the kernels do is told by their own tests."""
+    pair = pair_of(name, tmp_path)
+    program, calls = build_prefill(pair.geometry), []
+
+    class Recording:
+        card = H200
+
+        def compile_ahead(self, found: Any) -> None:
+            calls.extend(found)
+
+        def prepare(self, call: Any) -> Any:
+            return call
+
+    make_prefill(pair, program, torch.device("cpu"), Recording())  # type: ignore[arg-type]
+    kinds = [op.kind for op in program.ops if op.kind in ROW_KERNELS]
+    assert len(set(kinds)) >= 6
+    experts = [call for call in calls if call.kernel.name.startswith("experts")]
+    assert len(calls) - len(experts) == len(kinds)
+
+
+def test_what_torch_takes_meanwhile_is_in_the_plan(tmp_path: Path) -> None:
+    """At least the largest matrix, and keys and values of the whole context; only where kernels run, and in prefill."""
+    pair = pair_of("llama", tmp_path, max_context=4096)
+    program, find = build_prefill(pair.geometry), pair.source.__getitem__
+    short = build_prefill(replace(pair.geometry, max_context=128))
+    config = pair.target.config
+    more = temporary_bytes(program, find) - temporary_bytes(short, find)
+    assert more >= (4096 - 128) * (3 * 2 * config.num_kv_heads * config.head_dim + 2 * pair.geometry.prefill_chunk)
+    largest = max(2 * find(op.weights["weight"]).numel() for op in program.ops if op.kind == "linear")
+    assert temporary_bytes(short, find) > largest
+    assert temporary_bytes(pair.program(0, 1), find) == 0
+    for has_kernels, expected in ((True, temporary_bytes(program, find)), (False, 0)):
+        need = memory_need((program,), pair.source, torch.device("cpu"), has_kernels=has_kernels)
+        assert need.prefill_bytes == need.parts()["prefill_bytes"] == expected
