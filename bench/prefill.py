@@ -1,12 +1,15 @@
-"""Times of one chunk's prefill of gpt-oss's shape on random weights, by few layers, and of the expansion alone.
+"""Times of one chunk's prefill on random weights, by few layers, as it is captured and as the host launches it.
 
     python -m bench.prefill --layers 4 --chunk 128 512 2048 --commit C --out /tmp/prefill.json
+    python -m bench.prefill --model llama-8b --layers 4 --chunk 128 512 --start 4096 --out /tmp/prefill.json
     python -m bench.prefill --layers 4 --chunk 512 --room 34 134 266 --out /tmp/prefill.json
     python -m bench.prefill --layers 4 --chunk 128 256 512 --few 0 512 --out /tmp/prefill.json
     python -m bench.prefill --small --device cpu --chunk 64 --out /tmp/prefill.json
 
-A row has the time of the layers that were run, by the host's clock from the first launch to the end of the last, since
-prefill is not captured; what all layers would take is that time in proportion, and says so. `--room` is the workspace
+A row has the time of the layers that were run, by the host's clock from the first launch to the end of the last; what
+all layers would take is that time in proportion, and says so. `captured` tells one graph's launch from operations that
+the host launches one by one; both run in turns, and there is no graph where the host has to wait within a chunk. Of a
+mixture, the expansion of its experts is measured alone, too. `--room` is the workspace
 for matrices that are expanded together, MiB: small ones may stay in the L2 until their product reads them. Chunks of
 at most `--few` rows take the step's products over packed matrices instead: 0 expands them always.
 """
@@ -14,7 +17,6 @@ at most `--few` rows take the step's products over packed matrices instead: 0 ex
 import argparse
 import itertools
 import json
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,12 +25,13 @@ from typing import Any
 
 import torch
 
-from bench.clock import own_stream, percentile
+from bench.clock import Timed, own_stream, percentile, time_waited
 from bench.conditions import release, stamps_of, write_json
-from bench.dense_cases import Case
+from bench.dense_cases import LLAMA_8B, Case, DenseGeometry
+from bench.dense_cases import make_weights as make_dense_weights
 from bench.gpt_oss_cases import MODELS, SMALL, OssCase, OssModel
 from bench.gpt_oss_step import Weights, make_weights, shapes_of
-from bench.lowlat_step import BLOCK_SIZE
+from bench.lowlat_step import BLOCK_SIZE, step_geometry
 from bench.micro import Entry, time_entries
 from bench.wall import measure_wall
 from lowlat.executors import expansion
@@ -37,38 +40,43 @@ from lowlat.executors.device_weights import DeviceWeights
 from lowlat.executors.launcher import Launcher
 from lowlat.executors.orders import expert_parts, weight_orders
 from lowlat.executors.prefill import TorchPrefill
+from lowlat.executors.prefill_arguments import ChunkArguments
+from lowlat.executors.prefill_graphs import capture_chunks
 from lowlat.graphs import Bucket, BufferSet, Role
 from lowlat.kernels.expand_expert import expand_experts
 from lowlat.kernels.expert_packing import PackedExperts
 from lowlat.prefill import build_prefill
 from lowlat.program import Program
+from lowlat.state import StepGeometry
 from lowlat.step import build_step
 from lowlat.tree import TreeTopology
 
 __all__ = ["expansions", "main", "measure_chunk"]
 
-LEAD, EXPANDED_TOGETHER = 3, 8
+EXPANDED_TOGETHER = 8
+TURN = 5
+Model = OssModel | DenseGeometry
+BY_NAME: dict[str, Model] = {**MODELS, "llama-8b": LLAMA_8B}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure every chunk in every room, print a row each, and write them where that is asked for."""
     options = _options(arguments)
     device = torch.device(options.device)
-    whole = SMALL if options.small else MODELS[options.model]
+    whole = SMALL if options.small else BY_NAME[options.model]
     model = replace(whole, num_layers=min(options.layers, whole.num_layers))
     stamps = stamps_of(device, options.commit)
     rows: list[dict[str, Any]] = []
     with own_stream(device):
         launcher = Launcher(device) if device.type == "cuda" else None
-        weights = make_weights(model, device, alike=False, draft_vocab_size=64)
-        weights = {name: weight for name, weight in weights.items() if not name.startswith("head.")}
-        if launcher is not None:
+        weights = _weights(model, device)
+        if launcher is not None and isinstance(model, OssModel):
             rows += expansions(launcher, weights, options.replays)
         for chunk in options.chunk:
             for mebibytes, few in itertools.product(options.room, options.few):
                 with ways(mebibytes, few):
-                    row = measure_chunk(model, chunk, options.start, weights, device, launcher, options.replays)
-                rows.append({**_described(whole, model, chunk, options.start, row), **row})
+                    found = measure_chunk(model, chunk, options.start, weights, device, launcher, options.replays)
+                rows += [{**_described(whole, model, chunk, options.start, row), **row} for row in found]
                 release(device)
     rows = [{**row, **stamps} for row in rows]
     for row in rows:
@@ -80,10 +88,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=sorted(MODELS), default="120b")
+    parser.add_argument("--model", choices=sorted(BY_NAME), default="120b")
     parser.add_argument("--layers", type=int, default=4, help="that are made and run, of the model's")
     parser.add_argument("--chunk", type=int, nargs="+", default=[128, 512, 2048], help="tokens, multiples of 32")
-    parser.add_argument("--start", type=int, default=0, help="the chunk's first position, a multiple of 32")
+    parser.add_argument("--start", type=int, default=0, help="the chunk's first position")
     parser.add_argument("--room", type=int, nargs="+", default=[expansion.WORKSPACE_BYTES >> 20], help="MiB")
     parser.add_argument("--few", type=int, nargs="+", default=[expansion.FEW_ROWS], help="rows, see above")
     parser.add_argument("--replays", type=int, default=20)
@@ -92,8 +100,10 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args(arguments)
-    if any(each < 1 or each % BLOCK_SIZE for each in options.chunk) or options.start % BLOCK_SIZE or options.start < 0:
-        parser.error(f"--chunk and --start want multiples of {BLOCK_SIZE}")
+    if any(each < 1 or each % BLOCK_SIZE for each in options.chunk):
+        parser.error(f"--chunk wants multiples of {BLOCK_SIZE}")
+    if options.start < 0 or any(options.start % each for each in options.chunk):
+        parser.error("--start wants a multiple of every --chunk: chunks start nowhere else")
     if min((*options.room, options.layers, options.replays)) < 1:
         parser.error("--room, --layers and --replays want at least 1")
     return options
@@ -111,58 +121,90 @@ def ways(mebibytes: int, few: int) -> Iterator[None]:
 
 
 def measure_chunk(
-    model: OssModel,
+    model: Model,
     chunk: int,
     start: int,
     weights: Weights,
     device: torch.device,
     launcher: Launcher | None,
     replays: int,
-) -> dict[str, Any]:
-    """Times of one whole chunk behind `start` random keys and values, ms."""
-    prefill, buffers, way = _make(model, chunk, start, weights, device, launcher)
-    times = []
-    for number in range(LEAD + replays):
-        begin = time.perf_counter()
-        prefill.run()
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
-        if number >= LEAD:
-            times.append(1e3 * (time.perf_counter() - begin))
-    distinct = len(set(buffers["prefill.expert_ids"].flatten().tolist()))
+) -> list[dict[str, Any]]:
+    """Times of one whole chunk behind `start` random keys and values, ms: launched one by one, and captured."""
+    prefill, buffers, arguments, way = _make(model, chunk, start, weights, device, launcher)
+    reach = prefill.reach(start)
+    ways = {False: lambda: prefill.run(reach)}
+    graph = None
+    if device.type == "cuda" and prefill.capturable:
+        release(device)
+        before = torch.cuda.memory_reserved(device)
+        graph = capture_chunks(prefill, [reach], torch.cuda.current_stream(device))[reach]
+        way["graph_bytes"] = torch.cuda.memory_reserved(device) - before
+        ways[True] = graph.replay
+    entries = {captured: Timed(f"captured: {captured}", run, arguments.send) for captured, run in ways.items()}
+    for done in range(0, replays, TURN):
+        for entry in entries.values():
+            entry.ms += time_waited(entry, min(TURN, replays - done), TURN, device)
+    if "prefill.expert_ids" in buffers:
+        distinct = len(set(buffers["prefill.expert_ids"].flatten().tolist()))
+        way["distinct_experts_of_the_last_layer"] = distinct
+    if graph is not None:
+        graph.reset()
     prefill.clear()
-    return {
-        "ms_p50": round(percentile(times, 50), 3),
-        "ms_p99": round(percentile(times, 99), 3),
-        "ms_least": round(min(times), 3),
-        "distinct_experts_of_the_last_layer": distinct,
-        **way,
-    }
+    return [{**_times(entry), "captured": captured, "reach": reach, **way} for captured, entry in entries.items()]
+
+
+def _times(entry: Timed) -> dict[str, float]:
+    values = {"ms_p50": entry.median, "ms_p99": percentile(entry.ms, 99), "ms_least": min(entry.ms)}
+    return {name: round(value, 3) for name, value in values.items()}
+
+
+def _weights(model: Model, device: torch.device) -> Weights:
+    """A target's random weights."""
+    weights: Weights = {}
+    if isinstance(model, OssModel):
+        weights.update(make_weights(model, device, alike=False, draft_vocab_size=64))
+    else:
+        weights.update(make_dense_weights(model, device))
+    return {name: weight for name, weight in weights.items() if not name.startswith("head.")}
+
+
+def _shapes(model: Model, chunk: int, start: int) -> StepGeometry:
+    """A context of twice what the chunk looks at, so that its reach is not the last; a pool of the chunk's prefix."""
+    chain, case = TreeTopology.chain(0), Case(1, start + chunk, 0)
+    if isinstance(model, OssModel):
+        shapes = shapes_of(model, OssCase("", case), chain)
+    else:
+        shapes = step_geometry(model, case, chain)
+    num_blocks = (start + 2 * chunk) // BLOCK_SIZE + 2
+    return replace(shapes, prefill_chunk=chunk, num_blocks=num_blocks, max_context=2 * (start + chunk))
 
 
 def _make(
-    model: OssModel, chunk: int, start: int, weights: Weights, device: torch.device, launcher: Launcher | None
-) -> tuple[TorchPrefill, BufferSet, dict[str, Any]]:
-    chain = TreeTopology.chain(0)
-    shapes = shapes_of(model, OssCase("", Case(1, start + chunk, 0)), chain, room=BLOCK_SIZE)
-    shapes = replace(shapes, prefill_chunk=chunk, num_blocks=(start + 2 * chunk) // BLOCK_SIZE + 2)
+    model: Model, chunk: int, start: int, weights: Weights, device: torch.device, launcher: Launcher | None
+) -> tuple[TorchPrefill, BufferSet, ChunkArguments, dict[str, Any]]:
+    chain, shapes = TreeTopology.chain(0), _shapes(model, chunk, start)
     program, steps = build_prefill(shapes), [build_step(shapes, Bucket(1, 1, 0), chain)]
     matrices = {op.weights["weight"] for each in (program, *steps) for op in each.ops if op.kind == "linear"}
     held = DeviceWeights(weights, matrices, device, weight_orders(steps), expert_parts(steps))
-    buffers = _buffers(program, device)
+    arguments = ChunkArguments(program, device)
+    buffers = _buffers(program, device, arguments)
     _fill(buffers, model.vocab_size, chunk, start)
-    size, way = expansion.expanded_size(program, held.vector), "expanded"
-    room, together = size.num_bytes, size.count
-    if launcher is not None and expansion.has_few_rows(program):
-        room, together, way = expansion.room_bytes(program, held.vector), 0, "step's products"
-    described = {"way": way, "experts_together": together, "room_bytes": room}
-    return TorchPrefill(program, buffers, held, launcher=launcher), buffers, described
+    described: dict[str, Any] = {}
+    if isinstance(model, OssModel):
+        size, way = expansion.expanded_size(program, held.vector), "expanded"
+        room, together = size.num_bytes, size.count
+        if launcher is not None and expansion.has_few_rows(program):
+            room, together, way = expansion.room_bytes(program, held.vector), 0, "step's products"
+        described = {"way": way, "experts_together": together, "room_bytes": room}
+    prefill = TorchPrefill(program, {**buffers, **arguments.device}, held, launcher=launcher)
+    return prefill, buffers, arguments, described
 
 
-def _buffers(program: Program, device: torch.device) -> BufferSet:
+def _buffers(program: Program, device: torch.device, arguments: ChunkArguments) -> BufferSet:
     specs = list(program.specs(*STATE_ROLES, Role.SCRATCH, Role.CONSTANT))
     constants = {name: content.to(device) for name, content in program.constants.items()}
-    return BufferSet(specs, device, constants, pinned=pinned_names(specs) if device.type == "cuda" else ())
+    pinned = pinned_names(specs) if device.type == "cuda" else ()
+    return BufferSet(specs, device, constants, pinned=pinned, given=arguments.host)
 
 
 def _fill(buffers: BufferSet, vocab_size: int, chunk: int, start: int) -> None:
@@ -177,10 +219,11 @@ def _fill(buffers: BufferSet, vocab_size: int, chunk: int, start: int) -> None:
     buffers["prefill_positions"].copy_(torch.arange(start, start + chunk))
 
 
-def _described(whole: OssModel, model: OssModel, chunk: int, start: int, row: dict[str, Any]) -> dict[str, Any]:
+def _described(whole: Model, model: Model, chunk: int, start: int, row: dict[str, Any]) -> dict[str, Any]:
     scaled = row["ms_p50"] * whole.num_layers / model.num_layers
     return {
-        "name": f"{whole.name}, {model.num_layers} of {whole.num_layers} layers, chunk of {chunk} at {start}",
+        "name": f"{whole.name}, {model.num_layers} of {whole.num_layers} layers, chunk of {chunk} at {start}"
+        f"{', captured' if row['captured'] else ''}",
         "layers": model.num_layers,
         "layers_of_the_model": whole.num_layers,
         "chunk": chunk,

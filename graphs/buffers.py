@@ -49,9 +49,10 @@ class BufferSet(Mapping[str, torch.Tensor]):
     """Buffers allocated from their specs, by name; addresses never change.
 
     `initial` gives the content of constants; all other buffers start at zero. Buffers named in `pinned` lie in host
-    memory that the device reads and writes at the same address. Scratch may lie in an `arena` of bytes that several
-    sets share, since none of it outlives a step. Raises ConfigError when two specs of one name differ, when a constant
-    has no content, when its content has another shape or dtype, or when the arena is too small.
+    memory that the device reads and writes at the same address. Buffers of role `in_arena` lie in an `arena` of bytes,
+    where one is given: scratch in one that several sets share, since none of it outlives a step. Buffers that another
+    set has allocated may be `given`: they are that set's own. Raises ConfigError when two specs of one name differ,
+    when a constant has no content, when its content has another shape or dtype, or when the arena is too small.
     """
 
     def __init__(
@@ -62,6 +63,8 @@ class BufferSet(Mapping[str, torch.Tensor]):
         *,
         pinned: Collection[str] = (),
         arena: torch.Tensor | None = None,
+        in_arena: Role = Role.SCRATCH,
+        given: "BufferSet | None" = None,
     ) -> None:
         self.specs: dict[str, BufferSpec] = {}
         self._tensors: dict[str, torch.Tensor] = {}
@@ -71,7 +74,9 @@ class BufferSet(Mapping[str, torch.Tensor]):
             known = self.specs.get(spec.name)
             if known is None:
                 self.specs[spec.name] = spec
-                if arena is not None and spec.role is Role.SCRATCH:
+                if given is not None and given.specs.get(spec.name) == spec:
+                    self._tensors[spec.name] = given[spec.name]
+                elif arena is not None and spec.role is in_arena:
                     self._tensors[spec.name] = self._carve(spec, arena)
                 else:
                     self._tensors[spec.name] = _allocate(spec, device, contents.get(spec.name), spec.name in pinned)

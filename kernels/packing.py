@@ -10,7 +10,7 @@ import torch
 
 from lowlat.errors import ShapeError
 
-__all__ = ["PackedMatrix", "gate_up_order", "gather_rows", "pack", "rope_order", "unpack"]
+__all__ = ["PackedMatrix", "gate_up_order", "gather_rows", "pack", "rope_order", "unpack", "unpack_rows"]
 
 TILE_ROWS = 16
 TILE_COLUMNS = 64
@@ -53,11 +53,18 @@ def pack(weight: torch.Tensor, order: torch.Tensor | None = None) -> PackedMatri
     return PackedMatrix(packed.view(packed.shape[0], packed.shape[1], 1024), rows, columns, order)
 
 
+def unpack_rows(packed: PackedMatrix) -> torch.Tensor:
+    """The matrix [N, K] with its rows as they are packed; where it is padded, a part of a larger one."""
+    height, width, _ = packed.tiles.shape
+    units = packed.tiles.view(torch.complex128)  # a lane's 8 columns, or what makes 16 bytes: copied as one
+    tiles = units.view(height, width, 2, 2, 8, 4, -1).permute(0, 2, 4, 1, 3, 5, 6)
+    matrix = tiles.reshape(height * TILE_ROWS, -1).view(packed.tiles.dtype)
+    return matrix[: packed.rows, : packed.columns]
+
+
 def unpack(packed: PackedMatrix) -> torch.Tensor:
     """The original matrix [N, K]."""
-    height, width, _ = packed.tiles.shape
-    tiles = packed.tiles.view(height, width, 2, 2, 8, 4, 8).permute(0, 2, 4, 1, 3, 5, 6)
-    matrix = tiles.reshape(height * TILE_ROWS, width * TILE_COLUMNS)[: packed.rows, : packed.columns]
+    matrix = unpack_rows(packed)
     if packed.order is None:
         return matrix.contiguous()
     restored = torch.empty(packed.rows, packed.columns, dtype=matrix.dtype, device=matrix.device)

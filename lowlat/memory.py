@@ -10,6 +10,7 @@ import torch
 from lowlat.errors import ConfigError
 from lowlat.executors.expansion import room_bytes
 from lowlat.executors.orders import EXPERT_PRODUCTS
+from lowlat.executors.prefill_memory import temporary_bytes
 from lowlat.graphs import Role
 from lowlat.kernels.packing import TILE_COLUMNS, TILE_ROWS
 from lowlat.kernels.reference.mxfp4 import BLOCK
@@ -22,6 +23,7 @@ __all__ = ["MemoryNeed", "available_bytes", "check_fits", "memory_need"]
 class MemoryNeed:
     """Bytes on the device by part, the weights as the executor keeps them; and of the host's memory while loading.
 
+    prefill_bytes    what torch's operations take while a chunk of prefill runs, in a pool of their own
     host_load_bytes  what weights in files pass through, beside Python and its libraries; on a CPU it comes on top
     """
 
@@ -30,6 +32,7 @@ class MemoryNeed:
     state_bytes: int
     scratch_bytes: int
     host_load_bytes: int = 0
+    prefill_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -58,6 +61,7 @@ def memory_need(
     kv: dict[str, int] = {}
     state: dict[str, int] = {}
     parts = []
+    temporary = 0
     matrices: set[str] = set()
     for program in programs:
         scratch = 0
@@ -67,6 +71,8 @@ def memory_need(
             else:
                 (kv if "_cache" in spec.name else state)[spec.name] = spec.num_bytes
         parts.append(scratch + (room_bytes(program, weights.__getitem__) if has_kernels else 0))
+        if has_kernels:
+            temporary = max(temporary, temporary_bytes(program, weights.__getitem__))
         matrices |= {op.weights["weight"] for op in program.ops if op.kind == "linear"}
         for op in program.ops:
             if op.kind in EXPERT_PRODUCTS:
@@ -76,7 +82,7 @@ def memory_need(
     unique = {id(tensor): tensor for tensor in weights.values()}
     size = sum(_kept_bytes(tensor, expand=expand, tiled=key in tiled) for key, tensor in unique.items())
     total = max(parts, default=0) if has_kernels else sum(parts)
-    return MemoryNeed(size, sum(kv.values()), sum(state.values()), total, host_load_bytes)
+    return MemoryNeed(size, sum(kv.values()), sum(state.values()), total, host_load_bytes, temporary)
 
 
 def _kept_bytes(tensor: torch.Tensor, *, expand: bool, tiled: bool) -> int:

@@ -10,11 +10,13 @@ from tiny_models import make_pair, mxfp4_target
 from lowlat.executors.allocation import STATE_ROLES, pinned_names
 from lowlat.executors.launcher import Launcher
 from lowlat.executors.prefill import TorchPrefill
+from lowlat.executors.prefill_arguments import ChunkArguments
 from lowlat.executors.reference import bind
 from lowlat.graphs import BufferSet, Role
 from lowlat.prefill import build_prefill
+from lowlat.program import Program
 
-__all__ = ["NAMES", "chunk_differences", "make_named"]
+__all__ = ["NAMES", "chunk_differences", "make_named", "make_prefill"]
 
 NAMES = ("llama", "gpt_oss", "mxfp4")
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 64}
@@ -40,19 +42,30 @@ def _fill(buffers: Any, vocab_size: int) -> None:
     buffers["prefill_head_positions"].copy_((torch.arange(size) - 1).clamp(min=0))
 
 
+def make_prefill(
+    pair: Pair, program: Program, device: torch.device, launcher: Launcher | None = None
+) -> tuple[TorchPrefill, ChunkArguments, BufferSet]:
+    """A pair's prefill, its arguments, and its buffers as the host sees them."""
+    specs = list(program.specs(*STATE_ROLES, Role.SCRATCH, Role.CONSTANT))
+    constants = {name: content.to(device) for name, content in program.constants.items()}
+    arguments = ChunkArguments(program, device)
+    pinned = pinned_names(specs) if device.type == "cuda" else ()
+    buffers = BufferSet(specs, device, constants, pinned=pinned, given=arguments.host)
+    weights = pair.weights if device.type == "cpu" else pair.weights_on(device)
+    prefill = TorchPrefill(program, {**buffers, **arguments.device}, weights, launcher=launcher)
+    return prefill, arguments, buffers
+
+
 def chunk_differences(pair: Pair, device: torch.device, launcher: Launcher | None = None) -> dict[str, torch.Tensor]:
     """What a first chunk leaves in caches and features, against the reference on the CPU: of each position the
     difference's norm over the typical norm of a position, by buffer."""
     program = build_prefill(pair.geometry)
-    specs = list(program.specs(*STATE_ROLES, Role.SCRATCH, Role.CONSTANT))
-    constants = {name: content.to(device) for name, content in program.constants.items()}
-    found = BufferSet(specs, device, constants, pinned=pinned_names(specs) if device.type == "cuda" else ())
-    expected = BufferSet(specs, torch.device("cpu"), program.constants)
+    prefill, chunk, found = make_prefill(pair, program, device, launcher)
+    expected = BufferSet(found.specs.values(), torch.device("cpu"), program.constants)
     for buffers in (found, expected):
         _fill(buffers, pair.target.config.vocab_size)
-    weights = pair.weights if device.type == "cpu" else pair.weights_on(device)
-    prefill = TorchPrefill(program, found, weights, launcher=launcher)
-    prefill.run()
+    chunk.send()
+    prefill.run(prefill.reach(0))
     prefill.clear()
     with torch.inference_mode():
         for _, function, arguments in bind(program, expected, pair.source):

@@ -9,14 +9,12 @@ from lowlat.graphs import BufferSpec, Role
 __all__ = ["STATE_ROLES", "SharedConstants", "clear_blocks", "pinned_names"]
 
 STATE_ROLES = (Role.STATE, Role.COMMAND, Role.PUBLICATION)  # one address for all buckets
-# what torch's prefill reads on the device; the rest of the commands are read by the host's side of it, or by kernels
-DEVICE_COMMANDS = ("prefill_tokens", "prefill_positions", "prefill_head_positions")
 
 
 def pinned_names(specs: Iterable[BufferSpec]) -> set[str]:
     """The buffers that lie in host memory where kernels run: commands of the host, and what is published for it."""
     roles = (Role.COMMAND, Role.PUBLICATION)
-    return {spec.name for spec in specs if spec.role in roles and spec.name not in DEVICE_COMMANDS}
+    return {spec.name for spec in specs if spec.role in roles}
 
 
 class SharedConstants:

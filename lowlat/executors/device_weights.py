@@ -1,7 +1,7 @@
 """Weights as the kernels read them: matrices packed, vectors as they are, each tensor placed once.
 
 Whoever lowers a program asks for a weight in a form; the form decides how it is stored, and a weight has one form for
-its whole life. Prefill asks for a matrix back, one at a time; of a mixture's experts, one expert at a time.
+its whole life. Prefill unpacks a matrix at a time, of a mixture's experts an expert at a time.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ import torch
 
 from lowlat.errors import ConfigError
 from lowlat.kernels.expert_packing import PackedExperts, allocate_experts, pack_expert_into
-from lowlat.kernels.packing import PackedMatrix, pack, unpack
+from lowlat.kernels.packing import PackedMatrix, pack
 from lowlat.kernels.reference.mxfp4 import BLOCK
 from lowlat.weights import WeightSource, streamed
 
@@ -55,6 +55,7 @@ class DeviceWeights:
                     self._packed.update(dict.fromkeys(names, pack(moved, order)))
         waiting.check(self._experts)
         self._orders: dict[str, torch.Tensor] = {}
+        self._places: list[tuple[torch.Tensor, torch.Tensor]] = []  # of each order that was asked for, once
 
     def matrix(self, name: str) -> PackedMatrix:
         """A packed matrix. Raises ConfigError for a weight that is missing or was not packed."""
@@ -98,10 +99,19 @@ class DeviceWeights:
             self._orders[bias] = self.vector(bias)[:, order.to(self.device)].contiguous()
         return self._orders[bias]
 
-    def restored(self, name: str) -> torch.Tensor:
-        """A weight as the checkpoint has it; a packed one is unpacked into new memory."""
-        packed = self._packed.get(name)
-        return self.vector(name) if packed is None else unpack(packed)
+    def places(self, name: str) -> torch.Tensor | None:
+        """Where the rows of a packed matrix stand in it, [N] int64 on the device; None: where they stood before.
+
+        Raises ConfigError as `matrix` does.
+        """
+        order = self.matrix(name).order
+        if order is None:
+            return None
+        for known, places in self._places:
+            if known is order or torch.equal(known, order):
+                return places
+        self._places.append((order, torch.argsort(order).to(self.device)))
+        return self._places[-1][1]
 
     def tensors(self) -> list[torch.Tensor]:
         """Every tensor that a launch may point into."""
@@ -121,6 +131,7 @@ class DeviceWeights:
         self._experts.clear()
         self._plain.clear()
         self._orders.clear()
+        self._places.clear()
 
 
 def _tensors(source: Mapping[str, torch.Tensor | PackedExperts]) -> Mapping[str, torch.Tensor]:

@@ -1,6 +1,7 @@
 """The graph executor: every bucket's launches captured into a CUDA graph at the start, replayed for each step.
 
-Where it is asked to, it also captures each bucket as a loop: a WHILE node whose body is the step.
+Where it is asked to, it also captures each bucket as a loop: a WHILE node whose body is the step. A chunk of prefill is
+captured by torch, whose operations it runs, once for each reach.
 """
 
 from bisect import bisect_right
@@ -12,6 +13,7 @@ import torch
 from lowlat.errors import ConfigError, DeviceError
 from lowlat.executors.kernel_executor import POLLS_BETWEEN_CHECKS, KernelExecutor
 from lowlat.executors.lowering import Group
+from lowlat.executors.prefill_graphs import capture_chunks
 from lowlat.graphs import Bucket
 from lowlat.graphs.capture import CapturedGraph, capture, capture_loop
 from lowlat.graphs.launch import Launch
@@ -28,7 +30,7 @@ NO_CONDITION = 0  # stands for the handle of a condition that is made only while
 
 
 class GraphExecutor(KernelExecutor):
-    """Captures every bucket, the largest first; after that nothing is allocated, compiled or synchronised.
+    """Captures every bucket, the largest first, and prefill; after that nothing is allocated or compiled.
 
     looping   capture every bucket as a loop, too; see `lowlat.executors.LoopingExecutor`
     progress  called with the bucket just captured, buckets done and buckets in all
@@ -65,6 +67,7 @@ class GraphExecutor(KernelExecutor):
                     self._loops[bucket] = self._capture_loop(bodies[bucket])
                 if progress is not None:
                     progress(bucket, number + 1, len(programs))
+            self._chunks = self._capture_chunks()
         self._stop = self._stop_flag.numpy()
         self.synchronize()
 
@@ -85,6 +88,20 @@ class GraphExecutor(KernelExecutor):
                 yield launch if bound is call else self.launcher.prepare(bound)
 
         return capture_loop(self._core_stream, body)
+
+    def _capture_chunks(self) -> dict[int, torch.cuda.CUDAGraph]:
+        """Prefill's graphs by reach; none where the host has to wait within a chunk."""
+        if not self._prefill.capturable:
+            return {}
+        with self._failures():
+            return capture_chunks(self._prefill, self._prefill.reaches, self.stream)
+
+    def _run_chunk(self, reach: int) -> None:
+        graph = self._chunks.get(reach)
+        if graph is None:
+            super()._run_chunk(reach)
+        else:
+            graph.replay()
 
     def _check_addresses(self, bodies: Iterable[Sequence[Group]]) -> None:
         owned = _Addresses([*self.owned(), self._loop_budget, self._stop_flag])
@@ -128,6 +145,11 @@ class GraphExecutor(KernelExecutor):
         """A bucket's loop. Raises KeyError where none was captured."""
         return self._loops[bucket]
 
+    @property
+    def captured_reaches(self) -> tuple[int, ...]:
+        """The reaches of prefill that were captured, ascending: all, or none."""
+        return tuple(sorted(self._chunks))
+
     def num_kernels(self, bucket: Bucket) -> int:
         """Kernel nodes of a bucket's graph."""
         return self._graphs[bucket].num_kernels
@@ -140,6 +162,9 @@ class GraphExecutor(KernelExecutor):
             graph.close()
         self._graphs.clear()
         self._loops.clear()
+        for chunk in self._chunks.values():
+            chunk.reset()
+        self._chunks.clear()
         super().close()
 
 

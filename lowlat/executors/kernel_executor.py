@@ -1,7 +1,8 @@
 """What the eager and the graph executor share: buffers, weights, lowered programs, prefill, the wait for the ring.
 
 Everything a step touches is allocated here, before the first step: state on the device, the host's commands and the
-publications in pinned memory, one arena of scratch for all buckets and for prefill, workspaces.
+publications in pinned memory, one arena of scratch for all buckets and for prefill, workspaces. What torch takes while
+a chunk of prefill runs is its own: a captured one has that from its capture on.
 """
 
 import select
@@ -20,6 +21,7 @@ from lowlat.executors.launcher import Launcher
 from lowlat.executors.lowering import Group, Lowering, lower
 from lowlat.executors.orders import expert_parts, weight_orders
 from lowlat.executors.prefill import TorchPrefill
+from lowlat.executors.prefill_arguments import ChunkArguments
 from lowlat.executors.rules import RULES
 from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import Bucket, BufferSet, Role, aligned_bytes
@@ -62,7 +64,8 @@ class KernelExecutor:
         self._weights = DeviceWeights(weights, _matrices(every), device, orders, experts)
         specs = [spec for program in every for spec in program.specs(*STATE_ROLES)]
         with torch.cuda.stream(self.stream):
-            self.state = BufferSet(specs, device, pinned=pinned_names(specs))
+            self._arguments = ChunkArguments(prefill, device)
+            self.state = BufferSet(specs, device, pinned=pinned_names(specs), given=self._arguments.host)
             sizes = [sum(aligned_bytes(spec) for spec in program.specs(Role.SCRATCH)) for program in every]
             extra = room_bytes(prefill, self._weights.vector)
             self._arena = torch.zeros(max(*sizes, sizes[-1] + extra), dtype=torch.uint8, device=device)
@@ -73,10 +76,11 @@ class KernelExecutor:
             self.launcher.compile_ahead(
                 call for groups in self._groups.values() for group in groups for call in group.calls
             )
-            buffers = {**self.state, **self._allocate(prefill)}
+            buffers = {**self.state, **self._arguments.device, **self._allocate(prefill)}
             room = self._arena[sizes[-1] : sizes[-1] + extra]
             self._prefill = TorchPrefill(prefill, buffers, self._weights, room=room, launcher=self.launcher)
         self._ring_head = self.state["ring_head"].numpy()
+        self._chunk = self.state["prefill_chunk"].numpy()
         # Polling no file takes 0.2 us and gives up the GIL for as long, which a thread that serves sockets needs while
         # this one waits for the card; sleep(0) takes 75 us, and sched_yield can give the core away.
         self._let_others_run = select.poll().poll
@@ -102,13 +106,19 @@ class KernelExecutor:
     def owned(self) -> list[torch.Tensor]:
         """Every tensor that a launch may point into."""
         allocated = [*self.state.values(), self._arena, *self._constants.tensors()]
-        return [*allocated, *self.workspace.tensors(), *self._weights.tensors()]
+        return [*allocated, *self._arguments.device.values(), *self.workspace.tensors(), *self._weights.tensors()]
 
     def prefill(self) -> None:
         """Run the prefill program over the chunk that the host has written."""
+        reach = self._prefill.reach(int(self._chunk[0]))
         with self._failures(), torch.cuda.stream(self.stream):
-            self._prefill.run()
+            self._arguments.send()
+            self._run_chunk(reach)
             self.stream.synchronize()  # the host may write the next chunk's arguments now
+
+    def _run_chunk(self, reach: int) -> None:
+        """A chunk that looks at so many positions, its arguments on the device, on torch's current stream."""
+        self._prefill.run(reach)
 
     def wait_published(self, count: int) -> None:
         """Return when `count` steps have been published. Raises DeviceError when the device has failed."""

@@ -3,11 +3,13 @@
 It runs the prefill program's operations by their references, with some of its own: products unpack one matrix at a
 time, embeddings are gathered from a packed table where that is the only copy, attention is torch's fused one, and a
 mixture's rows go to its experts together: by the step's products, or where rows are many by matrices that a kernel
-expands.
+expands. Row-wise operations are the step's kernels. What differs from chunk to chunk is read on the device, but for
+the reach, which the host knows from the chunk's start.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -15,6 +17,7 @@ from lowlat.executors.device_weights import DeviceWeights
 from lowlat.executors.expansion import expanded_size, has_few_rows, room_bytes
 from lowlat.executors.launcher import Launcher
 from lowlat.executors.orders import EXPERT_PRODUCTS, experts_name
+from lowlat.executors.prefill_attention import prefill_attention, reach_of, reaches_of, sight_of
 from lowlat.executors.prefill_experts import (
     ChunkExperts,
     choose_experts,
@@ -22,19 +25,23 @@ from lowlat.executors.prefill_experts import (
     expand_by_torch,
     product,
 )
+from lowlat.executors.prefill_kernels import launched, row_calls
+from lowlat.executors.prefill_rows import head_prefill_rows, places_of, prefill_kv_write
 from lowlat.executors.prefill_units import UnitExperts
 from lowlat.executors.reference import arguments_of, meaning_of
-from lowlat.kernels.packing import PackedMatrix, gather_rows
+from lowlat.kernels.packing import PackedMatrix, gather_rows, unpack_rows
 from lowlat.program import Op, Program
 
 __all__ = ["TorchPrefill"]
 
 
 class TorchPrefill:
-    """Runs one chunk over buffers that the host has filled; matrices are unpacked as they are needed.
+    """Runs one chunk over buffers on the device; matrices are unpacked as they are needed.
 
+    buffers   by name, the chunk's arguments on the device among them: see `ChunkArguments`
     room      uint8, at least `room_bytes`: for experts; None: made here
-    launcher  for experts' kernels; None: torch expands their matrices
+    launcher  for kernels; None: torch does all
+    A chunk's bits depend on its reach, its size and what its rows see. `reaches` holds all reaches, ascending.
     """
 
     def __init__(
@@ -47,23 +54,44 @@ class TorchPrefill:
         launcher: Launcher | None = None,
     ) -> None:
         self._weights = weights
+        self._size = program.buffers["prefill_tokens"].shape[0]
+        self.reaches = reaches_of(self._size, program.buffers["tokens"].shape[1])
+        self._reach = 0  # of the chunk that runs
+        self._shared: dict[Hashable, Any] = {}  # what several of its operations want
         self._chunk: ChunkExperts | None = None
         self._units: UnitExperts | None = None
         self._make_experts(program, room, launcher)
         self._bound: list[tuple[Callable[..., None], dict[str, object]]] = []
-        for op in program.ops:
-            arguments = arguments_of(op, buffers)
+        bound = [(op, arguments_of(op, buffers)) for op in program.ops]
+        rows = [() if launcher is None else row_calls(op, arguments, weights) for op, arguments in bound]
+        if launcher is not None:
+            launcher.compile_ahead(call for calls in rows for call in calls)
+        for (op, arguments), calls in zip(bound, rows, strict=True):
+            if launcher is not None and calls:
+                self._bound.append((launched(launcher, calls), arguments))
+                continue
             own = self._own(op, arguments)
             if own is None:
                 own = meaning_of(program, op)
                 arguments.update((name, weights.vector(weight)) for name, weight in op.weights.items())
             self._bound.append((own, arguments))
 
+    @property
+    def capturable(self) -> bool:
+        """Whether a chunk runs without a wait of the host for the device."""
+        return self._chunk is None
+
+    def reach(self, start: int) -> int:
+        """The reach of a chunk that starts there. Raises ConfigError where no chunk does."""
+        return reach_of(self.reaches, self._size, start)
+
     @torch.inference_mode()
-    def run(self) -> None:
-        """One chunk, on torch's current stream."""
+    def run(self, reach: int) -> None:
+        """One chunk of this reach, on torch's current stream; where all its rows are dead, nothing is kept of it."""
+        self._reach = reach
         for function, arguments in self._bound:
             function(**arguments)
+        self._shared.clear()
 
     def clear(self) -> None:
         """Drop every reference to buffers and weights."""
@@ -88,19 +116,21 @@ class TorchPrefill:
         self._chunk = ChunkExperts(size, matrices, ids, expand)
 
     def _own(self, op: Op, arguments: Mapping[str, object]) -> Callable[..., None] | None:
-        if op.kind == "linear":
-            return lambda x, out, row_block: self._linear(op, x, out)
-        if op.kind == "embed":
-            return lambda tokens, out: self._embed(op, tokens, out)
-        if op.kind == "prefill_attention":
-            sinks = self._weights.vector(op.weights["sinks"]) if "sinks" in op.weights else None
-            return partial(prefill_attention, sinks=sinks)
+        if op.kind in EXPERT_PRODUCTS:
+            return self._own_product(op, arguments)
         if op.kind == "router":
             weights = {name: self._weights.vector(weight) for name, weight in op.weights.items()}
             return partial(choose_experts if self._chunk is None else self._chunk.router, **weights)
-        if op.kind in EXPERT_PRODUCTS:
-            return self._own_product(op, arguments)
-        return None
+        if op.kind == "embed":
+            return lambda tokens, out: self._embed(op, tokens, out)
+        if op.kind == "linear":
+            return self._linear(op)
+        if op.kind == "prefill_attention":
+            sinks = self._weights.vector(op.weights["sinks"]) if "sinks" in op.weights else None
+            return partial(self._attend, sinks=sinks)
+        if op.kind == "prefill_kv_write":
+            return self._write
+        return head_prefill_rows if op.kind == "head_prefill_rows" else None
 
     def _own_product(self, op: Op, arguments: Mapping[str, object]) -> Callable[..., None] | None:
         name = experts_name(op)
@@ -114,98 +144,64 @@ class TorchPrefill:
         own = self._chunk.down if op.kind == "experts_down" else self._chunk.gate_up
         return partial(own, experts=experts, bias=bias)
 
-    def _linear(self, op: Op, x: torch.Tensor, out: torch.Tensor) -> None:
-        weight = self._weights.restored(op.weights["weight"])
-        product(x, weight, out)
-        if "bias" in op.weights:
-            out += self._weights.vector(op.weights["bias"]).float()
+    def _linear(self, op: Op) -> Callable[..., None]:
+        name = op.weights["weight"]
+        packed, places = self._weights.matrix(name), self._weights.places(name)
+        bias = self._weights.vector(op.weights["bias"]) if "bias" in op.weights else None
+
+        def run(x: torch.Tensor, out: torch.Tensor, **_: object) -> None:
+            if places is None:
+                product(x, unpack_rows(packed), out)
+            else:
+                torch.index_select(product(x, unpack_rows(packed)), 1, places, out=out)
+            if bias is not None:
+                out += bias
+
+        return run
 
     def _embed(self, op: Op, tokens: torch.Tensor, out: torch.Tensor) -> None:
         table = self._weights.table(op.weights["weight"])
         flat = tokens.reshape(-1).long()
         known = flat.clamp(min=0)
         rows = gather_rows(table, known) if isinstance(table, PackedMatrix) else table[known]
-        out.copy_(torch.where((flat >= 0)[:, None], rows, 0))
+        out.copy_(rows.masked_fill_((flat < 0)[:, None], 0))
 
+    def _write(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        row_live: torch.Tensor,
+        block_table: torch.Tensor,
+        chunk: torch.Tensor,
+        *,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+    ) -> None:
+        block = k_cache.shape[2]
+        places = self._once(("places", id(row_live)), lambda: places_of(row_live, block_table, chunk, block))
+        prefill_kv_write(k, v, places, k_cache=k_cache, v_cache=v_cache)
 
-def prefill_attention(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    chunk: torch.Tensor,
-    *,
-    sinks: torch.Tensor | None = None,
-    out: torch.Tensor,
-    scale: float,
-    first: int = 0,
-    window: int | None = None,
-    keep_first: int = 0,
-) -> None:
-    """What `lowlat.kernels.reference.attention.prefill_attention` means, by torch's fused attention.
+    def _attend(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        chunk: torch.Tensor,
+        *,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor,
+        scale: float,
+        **mask: Any,
+    ) -> None:
+        shape: dict[str, Any] = {"size": q.shape[0], "block": k_cache.shape[2], "reach": self._reach, **mask}
+        sight = self._once(
+            ("sight", *sorted(mask.items())), lambda: sight_of(block_table, chunk, **shape, dtype=q.dtype)
+        )
+        prefill_attention(q, k_cache, v_cache, sight, sinks=sinks, out=out, scale=scale)
 
-    q     [c, H, D]  bf16; chunk [2] and block_table [1, C / block] lie in host memory
-    out   [c, H * D]  out; rows past the live ones are rubbish that nobody reads
-    Keys are taken for the whole of [0, start + c), or of what the chunk's windows reach: the shape depends on the
-    chunk's start alone.
-    """
-    size, block = q.shape[0], k_cache.shape[2]
-    start, count = chunk.tolist()
-    end, low = start + size, 0
-    if window is not None and not keep_first:
-        low = max(0, start + 1 - window) // block * block
-    at = torch.arange(low, end, device=q.device)
-    mine = torch.arange(start, end, device=q.device)
-    visible = (at[None] <= mine[:, None]) & (at[None] >= first)
-    if window is not None:
-        visible &= (at[None] > mine[:, None] - window) | (at[None] < first + keep_first)
-    visible |= at[None] == mine[:, None]  # a row that sees nothing would be NaN; it is a row that nobody reads
-    written = ((at < start + count) & (at >= first))[:, None]
-    blocks = torch.zeros(-(-end // block), dtype=torch.long)  # of a missing one nothing was written
-    known = min(blocks.numel(), block_table.shape[1])
-    blocks[:known] = block_table[0, :known]
-    blocks = blocks[low // block :].to(q.device)
-    keys, values = (_gather(cache, blocks, end - low, written) for cache in (k_cache, v_cache))
-    queries = q.transpose(0, 1)
-    if sinks is not None:
-        queries, keys, values, visible = _with_sinks(queries, keys, values, visible, sinks, scale)
-    attended = torch.nn.functional.scaled_dot_product_attention(
-        queries[None], keys[None], values[None], attn_mask=visible[None, None], scale=scale, enable_gqa=True
-    )
-    out.copy_(attended[0, :, :, : q.shape[2]].transpose(0, 1).reshape(size, -1))
-
-
-SINK_PAD = 8  # dimensions that sinks take of every head: what fused attention takes is a multiple of 8
-
-
-def _with_sinks(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    visible: torch.Tensor,
-    sinks: torch.Tensor,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One position more, of value zero, whose score is each head's sink, by dimensions more that only it has.
-
-    queries [H, c, D], keys and values [G, n, D], visible [c, n], sinks [H]: D becomes D + SINK_PAD, n becomes n + 8.
-    A sink is the sum of two bf16, and so is as exact as a score.
-    """
-    heads, size, _ = queries.shape
-    asked = sinks.float()[:, None] / scale
-    coarse = asked.to(queries.dtype)
-    fine = (asked - coarse.float()).to(queries.dtype)
-    more = torch.nn.functional.pad(torch.cat((coarse, fine), 1), (0, SINK_PAD - 2))
-    queries = torch.cat((queries, more[:, None].expand(heads, size, SINK_PAD)), 2)
-    keys = torch.nn.functional.pad(keys, (0, SINK_PAD, 0, SINK_PAD))  # positions in eights: masks want them aligned
-    keys[:, -SINK_PAD, -SINK_PAD : 2 - SINK_PAD] = 1
-    values = torch.nn.functional.pad(values, (0, SINK_PAD, 0, SINK_PAD))
-    visible = torch.nn.functional.pad(visible, (0, SINK_PAD))
-    visible[:, -SINK_PAD] = True
-    return queries, keys, values, visible
-
-
-def _gather(cache: torch.Tensor, blocks: torch.Tensor, count: int, written: torch.Tensor) -> torch.Tensor:
-    """The first `count` positions of blocks of a slot, [G, count, D], zero where nothing was written."""
-    rows = cache[blocks].transpose(0, 1).reshape(cache.shape[1], -1, cache.shape[3])[:, :count]
-    return torch.where(written, rows, 0)
+    def _once(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What operations of one chunk share, made by the first of them."""
+        if key not in self._shared:
+            self._shared[key] = make()
+        return self._shared[key]

@@ -8,6 +8,7 @@ from tiny_models import make_target, mxfp4_target
 
 from lowlat.checkpoint import load_target, open_target, stored
 from lowlat.executors.device_weights import DeviceWeights
+from lowlat.kernels.packing import PackedMatrix, unpack
 from lowlat.weights import streamed
 
 pytestmark = pytest.mark.gpu
@@ -42,4 +43,5 @@ def test_packed_weights_are_the_same_from_files_and_from_memory(tmp_path: Path) 
     matrices = {name for name, tensor in whole.items() if tensor.dim() == 2}
     held = DeviceWeights(open_target(tmp_path, dtype="bfloat16").weights, matrices, torch.device("cuda", 0))
     for name, tensor in whole.items():
-        assert torch.equal(held.restored(name).cpu(), tensor), name
+        placed = held.table(name)
+        assert torch.equal((unpack(placed) if isinstance(placed, PackedMatrix) else placed).cpu(), tensor), name

@@ -228,8 +228,24 @@ def test_prefill_of_a_small_shape_is_measured(tmp_path: Path) -> None:
         assert row["experts_together"] == SMALL.num_experts == row["distinct_experts_of_the_last_layer"]
         assert row["room_bytes"] == 2 * SMALL.num_experts * 2 * SMALL.intermediate_size * SMALL.hidden_size
         assert row["commit"] == "abc"
+        assert row["reach"] == row["chunk"] and not row["captured"]  # nothing is captured on a CPU
     with pytest.raises(SystemExit):
         prefill.main([*arguments, "--chunk", "33"])
+
+
+def test_prefill_of_a_dense_shape_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from bench import prefill
+    from bench.dense_cases import TINY
+
+    out = tmp_path / "prefill.json"
+    monkeypatch.setitem(prefill.BY_NAME, "llama-8b", TINY)
+    arguments = ["--model", "llama-8b", "--device", "cpu", "--layers", "1", "--chunk", "32", "--start", "96"]
+    assert prefill.main([*arguments, "--replays", "2", "--out", str(out)]) == 0
+    (row,) = json.loads(out.read_text())
+    assert row["name"] == "tiny, 1 of 4 layers, chunk of 32 at 96"
+    assert row["reach"] == 128 and "way" not in row
+    with pytest.raises(SystemExit):
+        prefill.main([*arguments, "--start", "16"])
 
 
 @pytest.mark.parametrize("chunk", [128, 384, 512, 2048])

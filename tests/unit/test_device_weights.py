@@ -6,7 +6,7 @@ import torch
 from lowlat.errors import ConfigError
 from lowlat.executors.device_weights import DeviceWeights
 from lowlat.executors.workspace import SharedWorkspace
-from lowlat.kernels.packing import PackedMatrix, gate_up_order, unpack
+from lowlat.kernels.packing import PackedMatrix, gate_up_order, unpack, unpack_rows
 
 CPU = torch.device("cpu")
 
@@ -40,7 +40,20 @@ def weights(source: dict[str, torch.Tensor]) -> DeviceWeights:
 
 def test_every_weight_comes_back_as_it_was(weights: DeviceWeights, source: dict[str, torch.Tensor]) -> None:
     for name, tensor in source.items():
-        assert torch.equal(weights.restored(name), tensor), name
+        table = weights.table(name)
+        assert torch.equal(unpack(table) if isinstance(table, PackedMatrix) else table, tensor), name
+
+
+def test_rows_of_packed_matrices_are_found_at_their_places(
+    weights: DeviceWeights, source: dict[str, torch.Tensor]
+) -> None:
+    places = weights.places("gate_up.weight")
+    assert places is not None and weights.places("gate_up.weight") is places
+    assert torch.equal(unpack_rows(weights.matrix("gate_up.weight"))[places], source["gate_up.weight"])
+    assert weights.places("o.weight") is None
+    assert torch.equal(unpack_rows(weights.matrix("o.weight")), source["o.weight"])
+    with pytest.raises(ConfigError, match=r"norm\.weight is missing, or no product reads it"):
+        weights.places("norm.weight")
 
 
 def test_products_find_packed_matrices_and_biases_in_their_order(
@@ -85,11 +98,11 @@ def test_everything_that_a_launch_may_point_into_is_listed(weights: DeviceWeight
 def test_transposed_weights_are_laid_out() -> None:
     weights = DeviceWeights({"a": matrix(8, 16).t(), "b.weight": matrix(16, 64).t()}, {"b.weight"}, CPU)
     assert weights.vector("a").is_contiguous()
-    assert torch.equal(weights.restored("b.weight"), matrix(16, 64).t())
+    assert torch.equal(unpack(weights.matrix("b.weight")), matrix(16, 64).t())
 
 
 def test_errors_name_the_weight(weights: DeviceWeights) -> None:
-    for get in (weights.matrix, weights.vector, weights.restored):
+    for get in (weights.matrix, weights.vector, weights.places):
         with pytest.raises(ConfigError, match=r"weight absent\.weight is missing"):
             get("absent.weight")
     with pytest.raises(ConfigError, match=r"norm\.weight is missing, or no product reads it"):

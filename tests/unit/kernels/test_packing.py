@@ -6,7 +6,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowlat.errors import ShapeError
-from lowlat.kernels.packing import TILE_COLUMNS, TILE_ROWS, gate_up_order, gather_rows, pack, rope_order, unpack
+from lowlat.kernels.packing import (
+    TILE_COLUMNS,
+    TILE_ROWS,
+    gate_up_order,
+    gather_rows,
+    pack,
+    rope_order,
+    unpack,
+    unpack_rows,
+)
 
 sizes = st.integers(1, 150)
 
@@ -34,6 +43,7 @@ def test_any_order_is_undone(rows: int, columns: int, seed: int) -> None:
     packed = pack(weight, order)
     assert torch.equal(unpack(packed), weight)
     assert torch.equal(packed.tiles, pack(weight[order]).tiles)
+    assert torch.equal(unpack_rows(packed), weight[order])
 
 
 @given(sizes, sizes, st.lists(st.integers(0, 149), max_size=20))

@@ -1,0 +1,36 @@
+"""What the host writes of a chunk of prefill, side by side, so that one copy brings all of it to the device."""
+
+import torch
+
+from lowlat.graphs import BufferSet, Role
+from lowlat.graphs.buffers import BufferSpec, aligned_bytes
+from lowlat.program import Program
+
+__all__ = ["ChunkArguments"]
+
+
+class ChunkArguments:
+    """The commands that a prefill program reads: the host's, and the device's copies, by name.
+
+    host    in one block of host memory, pinned where the device is a GPU
+    device  in one block of the device's; on a CPU the host's own
+    """
+
+    def __init__(self, program: Program, device: torch.device) -> None:
+        names = dict.fromkeys(name for op in program.ops for name in op.reads.values())
+        specs = [program.buffers[name] for name in names if program.buffers[name].role is Role.COMMAND]
+        total = sum(aligned_bytes(spec) for spec in specs)
+        on_gpu = device.type == "cuda"
+        self._here = torch.zeros(total, dtype=torch.uint8, pin_memory=on_gpu)
+        self._there = torch.zeros(total, dtype=torch.uint8, device=device) if on_gpu else self._here
+        self.host = _laid_out(specs, self._here)
+        self.device = _laid_out(specs, self._there)
+
+    def send(self) -> None:
+        """Copy what the host has written, on torch's current stream; the host may not write until that has run."""
+        if self._there is not self._here:
+            self._there.copy_(self._here, non_blocking=True)
+
+
+def _laid_out(specs: list[BufferSpec], arena: torch.Tensor) -> BufferSet:
+    return BufferSet(specs, arena.device, arena=arena, in_arena=Role.COMMAND)

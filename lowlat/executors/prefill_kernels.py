@@ -1,0 +1,53 @@
+"""Prefill's row-wise operations by the step's kernels, which read and write once where torch takes several passes.
+
+They take any number of rows, so a chunk is one launch an operation. Products, attention and experts are not row-wise.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+
+from lowlat.executors.device_weights import DeviceWeights
+from lowlat.executors.launcher import Launcher
+from lowlat.kernels.elementwise import add, cast, silu_mul
+from lowlat.kernels.embed import embed
+from lowlat.kernels.head_input import concat_norms
+from lowlat.kernels.kernel import KernelCall
+from lowlat.kernels.norm import rms_norm, split_norms
+from lowlat.kernels.rotate import rotate
+from lowlat.program import Op
+
+__all__ = ["ROW_KERNELS", "launched", "row_calls"]
+
+ROW_KERNELS: Mapping[str, Callable[..., Sequence[KernelCall]]] = MappingProxyType(
+    {
+        "add": add,
+        "cast": cast,
+        "concat_norms": concat_norms,
+        "embed": embed,
+        "rms_norm": rms_norm,
+        "rope": rotate,
+        "silu_mul": silu_mul,
+        "split_norms": split_norms,
+    }
+)
+
+
+def row_calls(op: Op, arguments: Mapping[str, object], weights: DeviceWeights) -> Sequence[KernelCall]:
+    """The calls of an operation over its buffers; none for one that no kernel covers. Raises ShapeError."""
+    build = ROW_KERNELS.get(op.kind)
+    if build is None:
+        return ()
+    find = weights.table if op.kind == "embed" else weights.vector
+    return build(**arguments, **{name: find(weight) for name, weight in op.weights.items()})
+
+
+def launched(launcher: Launcher, calls: Sequence[KernelCall]) -> Callable[..., None]:
+    """Calls as one operation, on torch's current stream; their kernels are loaded here."""
+    launches = [launcher.prepare(call) for call in calls]
+
+    def run(**_: object) -> None:
+        stream = launcher.stream()
+        for launch in launches:
+            launch.issue(stream)
+
+    return run

@@ -1,0 +1,211 @@
+"""Captured chunks of prefill on a card: the bits of those launched one by one, in every reach, and no memory taken."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from prefill_cases import NAMES, make_named, make_prefill
+from prefill_slots import HEADS, SIZE, Slot, close
+from recording import run_all
+from tiny_models import PairPaths, make_pair, mxfp4_target
+
+from lowlat import Runtime, SamplingParams, SpeculativeConfig
+from lowlat.executors import expansion
+from lowlat.executors.graph import GraphExecutor
+from lowlat.executors.launcher import Launcher
+from lowlat.executors.prefill_graphs import capture_chunks
+from lowlat.executors.prefill_memory import temporary_bytes
+from lowlat.mailbox import Mailbox
+from lowlat.prefill import build_prefill
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = torch.device("cuda", 0)
+CHUNK, CONTEXT = 32, 250
+SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 64}
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("window", [None, 1, 16, 40])
+@pytest.mark.parametrize("start", [0, 32, 96, 224, 288])
+def test_attention_of_a_chunk_is_the_reference_s(start: int, window: int | None, sinks: bool) -> None:
+    """All of the pool that was not written is NaN; a partial chunk, too."""
+    for count in (SIZE, SIZE - 3):
+        slot = Slot(start, count, device="cuda")
+        own = torch.randn(HEADS) * 3 if sinks else None
+        assert close(slot.attend(own, window=window), slot.expected(own, window=window), 8e-3)
+
+
+def test_later_entries_of_the_table_change_no_bit() -> None:
+    slot = Slot(96, SIZE, device="cuda")
+    found = slot.attend(None)
+    slot.table[0, 8:] = 0
+    assert torch.equal(slot.attend(None), found)
+
+
+def state_of(buffers: Any) -> dict[str, torch.Tensor]:
+    """What a chunk leaves, as bytes."""
+    return {
+        name: tensor.view(torch.uint8).cpu()
+        for name, tensor in buffers.items()
+        if "_cache" in name or name == "block_features"
+    }
+
+
+def assert_same_state(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """The same bits in every cache and feature."""
+    different = [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)]
+    assert not different
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_captured_chunks_have_the_bits_of_launched_ones(name: str, tmp_path: Path) -> None:
+    """Every chunk of the longest prompt, the last a partial one, over pools of NaN; each reach has a graph."""
+    pair = make_named(name, tmp_path)
+    program, launcher = build_prefill(pair.geometry), Launcher(DEVICE)
+    launched, captured = (make_prefill(pair, program, DEVICE, launcher) for _ in range(2))
+    for _, _, buffers in (launched, captured):
+        for key, tensor in buffers.items():
+            if "_cache" in key:
+                tensor[1:].fill_(torch.nan)  # the null block holds what dead rows left, which is finite
+    stream = torch.cuda.Stream(DEVICE)
+    torch.cuda.synchronize()
+    before = state_of(captured[2])
+    graphs = capture_chunks(captured[0], captured[0].reaches, stream)
+    torch.cuda.synchronize()
+    assert tuple(sorted(graphs)) == captured[0].reaches == (32, 64, 128, 256)
+    assert_same_state(state_of(captured[2]), before)
+    tokens = torch.randint(0, 97, (CONTEXT,), generator=torch.Generator().manual_seed(1)).tolist()
+    table = list(range(1, 1 + -(-CONTEXT // 16)))
+    for start in range(0, CONTEXT - 1, CHUNK):
+        count = min(CHUNK, CONTEXT - 1 - start)
+        for prefill, arguments, buffers in (launched, captured):
+            head = min(CHUNK, CONTEXT - start)
+            Mailbox(buffers, 7).write_chunk(tokens[start : start + CHUNK], start, table, count, head)
+            with torch.cuda.stream(stream):
+                arguments.send()
+                reach = prefill.reach(start)
+                graphs[reach].replay() if buffers is captured[2] else prefill.run(reach)
+            stream.synchronize()
+        assert_same_state(state_of(captured[2]), state_of(launched[2]))
+    assert all(bool(captured[2][key][table[0]].isfinite().all()) for key in captured[2] if key.startswith("k_cache"))
+    for graph in graphs.values():
+        graph.reset()
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PairPaths]:
+    """A dense pair, one with windows and sinks, and one whose experts are MXFP4."""
+    made = {family: make_pair(tmp_path_factory.mktemp(family), family, **SIZES) for family in ("llama", "gpt_oss")}
+    directory = tmp_path_factory.mktemp("mxfp4")
+    mxfp4_target(directory, gain=0.45, num_local_experts=9, num_experts_per_tok=4, sliding_window=70, **SIZES)
+    return {**made, "mxfp4": PairPaths(directory, directory)}
+
+
+def load(name: str, pairs: dict[str, PairPaths], executor: str, **options: Any) -> Runtime:
+    head = None if name == "mxfp4" else SpeculativeConfig(model=pairs[name].head, num_speculative_tokens=3, strict=True)
+    shape: dict[str, Any] = {"max_batch": 2, "max_context": CONTEXT, "block_size": 16, "prefill_chunk": CHUNK}
+    common: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "executor": executor}
+    return Runtime.load(pairs[name].target, head, **shape, **common, **options)
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    found: list[int] = torch.randint(0, 97, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return found
+
+
+PARAMS = SamplingParams(seed=3, temperature=0.8, max_tokens=12, ignore_eos=True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_graph_runtime_prefills_as_an_eager_one(name: str, pairs: dict[str, PairPaths]) -> None:
+    """Prompts over several chunks, prefixes that are used again, two requests at once: tokens and bits of all state."""
+    common = prompt_of(3 * CHUNK, 5)
+    prompts = [prompt_of(200, 1), common + prompt_of(70, 2), common + prompt_of(9, 3), prompt_of(CHUNK + 1, 4), [7]]
+
+    def run(executor: str) -> tuple[list[Any], dict[str, torch.Tensor]]:
+        with load(name, pairs, executor) as runtime:
+            if isinstance(runtime.executor, GraphExecutor):
+                assert runtime.executor.captured_reaches == (32, 64, 128, 256)
+            found = [runtime.submit(prompt, PARAMS) for prompt in prompts]
+            tokens = run_all(runtime, 0 if name == "mxfp4" else 3)  # steps of a given depth are not run ahead
+            cached = [runtime.metrics(each).cached_prompt_tokens for each in found]
+            return [[tokens[each] for each in found], cached], state_of(runtime.executor.state)
+
+    graph, eager = run("graph"), run("eager")
+    assert graph[0] == eager[0]
+    assert max(graph[0][1]) == 3 * CHUNK, "the prefix was used again"
+    assert_same_state(graph[1], eager[1])
+
+
+@contextmanager
+def waiting_is_an_error() -> Iterator[None]:
+    """Torch raises where one of its operations waits for the device."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls this mode a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_is_allocated_by_a_captured_chunk(name: str, pairs: dict[str, PairPaths]) -> None:
+    with load(name, pairs, "graph", prefix_reuse=False) as runtime:
+        runtime.submit(prompt_of(CHUNK + 3, 1), PARAMS)
+        run_all(runtime)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_stats()["allocation.all.allocated"], torch.cuda.mem_get_info()[0]
+        runtime.submit(prompt_of(200, 2), PARAMS)
+        for _ in range(8):
+            runtime.step()
+        assert (torch.cuda.memory_stats()["allocation.all.allocated"], torch.cuda.mem_get_info()[0]) == before
+        run_all(runtime)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_launched_chunk_waits_for_nothing(name: str, pairs: dict[str, PairPaths]) -> None:
+    """What is captured may not; the same operations one by one tell which of them would."""
+    with load(name, pairs, "eager") as runtime:
+        executor: Any = runtime.executor
+        runtime.submit(prompt_of(CHUNK + 3, 1), PARAMS)
+        run_all(runtime)
+        run = executor._run_chunk
+
+        def checked(reach: int) -> None:
+            with waiting_is_an_error():
+                run(reach)
+
+        executor._run_chunk = checked
+        runtime.submit(prompt_of(200, 2), PARAMS)
+        run_all(runtime)
+
+
+def test_experts_that_wait_are_prefilled_without_graphs(
+    pairs: dict[str, PairPaths], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expansion, "FEW_ROWS", 0)
+    with load("mxfp4", pairs, "graph") as runtime:
+        assert isinstance(runtime.executor, GraphExecutor)
+        assert runtime.executor.captured_reaches == ()
+        runtime.submit(prompt_of(100, 2), PARAMS)
+        assert run_all(runtime)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_graphs_take_no_more_than_is_planned(name: str, tmp_path: Path) -> None:
+    pair = make_named(name, tmp_path)
+    program = build_prefill(pair.geometry)
+    prefill, _, _ = make_prefill(pair, program, DEVICE, Launcher(DEVICE))
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    graphs = capture_chunks(prefill, prefill.reaches, torch.cuda.Stream(DEVICE))
+    assert torch.cuda.memory_reserved() - before <= temporary_bytes(program, pair.source.__getitem__)
+    for graph in graphs.values():
+        graph.reset()

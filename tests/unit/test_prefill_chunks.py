@@ -1,0 +1,261 @@
+"""What a chunk of prefill sees and stores, by what its tensors hold and its reach: on the CPU against the reference."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lowered import Pair
+from prefill_cases import NAMES, make_named, make_prefill
+from prefill_slots import BLOCK, DIM, GROUPS, HEADS, LONGEST, REACHES, SIZE, Slot, close
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lowlat.errors import ConfigError
+from lowlat.executors.allocation import STATE_ROLES
+from lowlat.executors.prefill_arguments import ChunkArguments
+from lowlat.executors.prefill_attention import reach_of, reaches_of, span_of
+from lowlat.executors.prefill_kernels import ROW_KERNELS
+from lowlat.executors.prefill_memory import temporary_bytes
+from lowlat.executors.prefill_rows import head_prefill_rows, places_of, prefill_kv_write
+from lowlat.graphs import BufferSet
+from lowlat.kernels.kernel import H200
+from lowlat.kernels.reference import head_rows, kv
+from lowlat.memory import memory_need
+from lowlat.prefill import build_prefill
+
+NAN = float("nan")
+STARTS = (0, 32, 64, 96, 192, 224, 288)
+
+
+def test_reaches_double_up_to_the_whole_context() -> None:
+    assert reaches_of(SIZE, LONGEST) == REACHES
+    assert reaches_of(128, 2048) == (128, 256, 512, 1024, 2048)
+    assert reaches_of(128, 100) == (128,)
+    assert [reach_of(REACHES, SIZE, start) for start in STARTS] == [32, 64, 128, 128, 256, 256, 320]
+
+
+@pytest.mark.parametrize("start", [-32, 16, 320])
+def test_a_chunk_elsewhere_is_refused(start: int) -> None:
+    with pytest.raises(ConfigError, match=f"prefill_chunk 32 and ends by 320, .* max_context, got one at {start}"):
+        reach_of(REACHES, SIZE, start)
+
+
+def test_a_window_s_span_is_the_same_wherever_it_fits() -> None:
+    assert [span_of(reach, SIZE, BLOCK, 40, 0) for reach in REACHES] == [32, 64, 80, 80, 80]
+    assert [span_of(reach, SIZE, BLOCK, 1, 0) for reach in REACHES] == [32] * 5
+    assert [span_of(reach, SIZE, BLOCK, 17, 0) for reach in REACHES] == [32, 48, 48, 48, 48]
+    assert [span_of(reach, SIZE, BLOCK, 40, 4) for reach in REACHES] == list(REACHES)
+    assert [span_of(reach, SIZE, BLOCK, None, 0) for reach in REACHES] == list(REACHES)
+
+
+@pytest.mark.parametrize("count", [SIZE, SIZE - 3, 1])
+@pytest.mark.parametrize("window", [None, 1, 16, 40, 200])
+@pytest.mark.parametrize("start", STARTS)
+def test_attention_is_the_reference_s_in_every_reach(start: int, window: int | None, count: int) -> None:
+    slot = Slot(start, count)
+    assert close(slot.attend(None, window=window), slot.expected(None, window=window), 8e-3)
+
+
+@pytest.mark.parametrize("sinks", ["random", "large", "small"])
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("start", [0, 96, 288])
+def test_sinks_take_their_share(start: int, window: int | None, sinks: str) -> None:
+    slot = Slot(start, SIZE - 3)
+    chosen = torch.full((HEADS,), -1e4 if sinks == "small" else 1e4) if sinks != "random" else torch.randn(HEADS) * 3
+    found = slot.attend(chosen, window=window)
+    assert close(found, slot.expected(chosen, window=window), 8e-3)
+    if sinks == "large":
+        assert not bool(found.any())
+    if sinks == "small":
+        assert close(found, slot.attend(None, window=window), 1e-6)
+
+
+@pytest.mark.parametrize("window", [None, 16, 40])
+@pytest.mark.parametrize("start", [0, 32, 96, 288])
+def test_kept_positions_and_the_first_are_the_reference_s(start: int, window: int | None) -> None:
+    slot = Slot(start, SIZE)
+    for cache in slot.caches:  # position 0 was never written
+        cache[slot.table[0, 0].long(), :, 0] = NAN
+    mask: dict[str, Any] = {"first": 1, "window": window, "keep_first": 4 if window else 0}
+    found, expected = slot.attend(None, **mask), slot.expected(None, **mask)
+    seen = slice(0 if start else 1, None)  # row 0 of the first chunk sees nothing, and nobody reads it
+    assert close(found[seen], expected[seen], 8e-3)
+    assert bool(found.isfinite().all())
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_a_chunk_s_bits_depend_on_its_prefix_alone(window: int | None) -> None:
+    """Not on later entries of the table, where it lies, what others hold, or how many rows behind a row are live."""
+    slot, other = Slot(96, SIZE), Slot(96, SIZE)
+    found = slot.attend(None, window=window)
+    moved = torch.randperm(40)[: other.table.shape[1]]
+    moved[moved == 0] = 40
+    caches = [torch.randn_like(cache) for cache in other.caches]
+    for cache, source in zip(caches, other.caches, strict=True):
+        cache[moved[:8]] = source[other.table[0, :8].long()]
+    other.caches, other.table = caches, moved.int()[None]
+    other.table[0, 8:] = 0
+    assert torch.equal(other.attend(None, window=window), found)
+    fewer = Slot(96, SIZE)
+    fewer.count, fewer.chunk[1] = 9, 9
+    assert torch.equal(fewer.attend(None, window=window), found[:9])
+
+
+@pytest.mark.parametrize("count", [SIZE, 17, 0])
+@pytest.mark.parametrize("start", [0, 96, 288])
+def test_rows_are_stored_where_the_reference_stores_them(start: int, count: int) -> None:
+    torch.manual_seed(3)
+    table = (1 + torch.randperm(40)[:19]).int()[None]  # the last chunk's padding lies past it
+    live = (torch.arange(SIZE) < min(count, LONGEST - start)).to(torch.uint8)
+    live[0] = 0
+    chunk = torch.tensor([start, count], dtype=torch.int32)
+    rows = torch.randn(2, SIZE, GROUPS, DIM)
+    before = torch.randn(2, 41, GROUPS, BLOCK, DIM)
+    found, expected = before.clone(), before.clone()
+    places = places_of(live, table, chunk, BLOCK)
+    prefill_kv_write(rows[0], rows[1], places, k_cache=found[0], v_cache=found[1])
+    kv.prefill_kv_write(rows[0], rows[1], live, table, chunk, k_cache=expected[0], v_cache=expected[1])
+    assert torch.equal(found, expected)
+    assert torch.equal(found, before) == (count == 0)
+
+
+@pytest.mark.parametrize("count", [SIZE, SIZE - 1, 16, 15, 0])
+@pytest.mark.parametrize("start", [0, 96, 288])
+def test_the_head_s_rows_are_the_reference_s(start: int, count: int) -> None:
+    torch.manual_seed(4)
+    table = (1 + torch.randperm(40)[:20]).int()[None]
+    chunk = torch.tensor([start, count], dtype=torch.int32)
+    hidden, before = torch.randn(SIZE, 24), torch.randn(41, 24)
+    features, shifted = (torch.stack((before, before)), torch.full((2, SIZE, 24), NAN))
+    for place, function in enumerate((head_prefill_rows, head_rows.head_prefill_rows)):
+        function(hidden, chunk, table, block_features=features[place], shifted=shifted[place], block_size=BLOCK)
+    assert torch.equal(features[0], features[1])
+    assert torch.equal(shifted[0], shifted[1])
+    assert torch.equal(features[0], before) == (count < BLOCK)
+
+
+ASKING = tuple(f"aten::{name}" for name in ("item", "_local_scalar_dense", "nonzero", "masked_select", "equal"))
+
+
+class AskingIsAnError(TorchDispatchMode):
+    """Raises for operations whose result, or whose shape, the host must wait for."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket._qualified_op_name
+        assert name not in ASKING, name
+        if name.startswith("aten::index"):
+            tensors = [each for each in args[1] if each is not None] if isinstance(args[1], (list, tuple)) else []
+            assert all(each.dtype != torch.bool for each in tensors), name
+        return func(*args, **(kwargs or {}))
+
+
+def pair_of(name: str, directory: Path, **shape: Any) -> Pair:
+    pair = make_named(name, directory)
+    pair.geometry = replace(pair.geometry, **shape)
+    return pair
+
+
+def poisoned(buffers: BufferSet) -> None:
+    """NaN in every cache, feature and scratch buffer."""
+    for name, tensor in buffers.items():
+        if "_cache" in name or name == "block_features" or name.startswith(("prefill.", "prefill_rows")):
+            tensor.fill_(NAN if tensor.is_floating_point() else 0)
+
+
+def test_a_chunk_asks_nothing_of_the_device(tmp_path: Path) -> None:
+    """A dense model's; a mixture's is told from it by `capturable`."""
+    pair = pair_of("llama", tmp_path)
+    prefill, arguments, _ = make_prefill(pair, build_prefill(pair.geometry), torch.device("cpu"))
+    assert prefill.capturable
+    arguments.send()
+    prefill.run(prefill.reaches[0])  # what is looked up once
+    rows, live = torch.zeros(SIZE, 1, 1), torch.ones(SIZE, dtype=torch.uint8)
+    table, cache = torch.zeros(1, 2, dtype=torch.int32), torch.zeros(1, 1, BLOCK, 1)
+    with AskingIsAnError():
+        for reach in prefill.reaches:
+            prefill.run(reach)
+        with pytest.raises(AssertionError, match="nonzero"):
+            kv.prefill_kv_write(rows, rows, live, table, table[0], k_cache=cache, v_cache=cache)
+        with pytest.raises(AssertionError, match="item"), torch.inference_mode():
+            table[0, live[0]]
+
+
+def test_experts_that_wait_for_the_host_are_known(tmp_path: Path) -> None:
+    pair = pair_of("mxfp4", tmp_path)
+    prefill, _, _ = make_prefill(pair, build_prefill(pair.geometry), torch.device("cpu"))
+    assert not prefill.capturable
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_chunk_of_dead_rows_keeps_nothing(name: str, tmp_path: Path) -> None:
+    """So that a chunk can be tried before there is any, in every reach."""
+    pair = pair_of(name, tmp_path)
+    prefill, arguments, buffers = make_prefill(pair, build_prefill(pair.geometry), torch.device("cpu"))
+    poisoned(buffers)
+    state = {key: tensor.clone() for key, tensor in buffers.items() if "_cache" in key or key == "block_features"}
+    assert len(state) > 3
+    arguments.send()
+    for reach in prefill.reaches:
+        prefill.run(reach)
+    for key, tensor in state.items():
+        assert torch.equal(buffers[key].view(torch.uint8), tensor.view(torch.uint8)), key
+
+
+def test_arguments_of_a_chunk_lie_in_one_block(tmp_path: Path) -> None:
+    """What the host sees by name are parts of what one copy brings to the device; a set takes them as its own."""
+    program = build_prefill(pair_of("llama", tmp_path).geometry)
+    arguments = ChunkArguments(program, torch.device("cpu"))
+    assert set(arguments.host) == {
+        f"prefill_{part}" for part in ("tokens", "chunk", "live", "head_live", "table", "positions", "head_positions")
+    }
+    storages = {tensor.untyped_storage().data_ptr() for tensor in arguments.host.values()}
+    assert len(storages) == 1
+    for name, tensor in arguments.host.items():
+        tensor.fill_(1)
+        arguments.send()
+        assert torch.equal(arguments.device[name], tensor)
+    buffers = BufferSet(program.specs(*STATE_ROLES), torch.device("meta"), given=arguments.host)
+    assert buffers["prefill_tokens"] is arguments.host["prefill_tokens"]
+    assert buffers["lengths"].is_meta
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt_oss"])
+def test_row_wise_operations_are_one_launch_each(name: str, tmp_path: Path) -> None:
+    """All that are in a program, over its own buffers; what the kernels do is told by their own tests."""
+    pair = pair_of(name, tmp_path)
+    program, calls = build_prefill(pair.geometry), []
+
+    class Recording:
+        card = H200
+
+        def compile_ahead(self, found: Any) -> None:
+            calls.extend(found)
+
+        def prepare(self, call: Any) -> Any:
+            return call
+
+    make_prefill(pair, program, torch.device("cpu"), Recording())  # type: ignore[arg-type]
+    kinds = [op.kind for op in program.ops if op.kind in ROW_KERNELS]
+    assert len(set(kinds)) >= 6
+    experts = [call for call in calls if call.kernel.name.startswith("experts")]
+    assert len(calls) - len(experts) == len(kinds)
+
+
+def test_what_torch_takes_meanwhile_is_in_the_plan(tmp_path: Path) -> None:
+    """At least the largest matrix, and keys and values of the whole context; only where kernels run, and in prefill."""
+    pair = pair_of("llama", tmp_path, max_context=4096)
+    program, find = build_prefill(pair.geometry), pair.source.__getitem__
+    short = build_prefill(replace(pair.geometry, max_context=128))
+    config = pair.target.config
+    more = temporary_bytes(program, find) - temporary_bytes(short, find)
+    assert more >= (4096 - 128) * (3 * 2 * config.num_kv_heads * config.head_dim + 2 * pair.geometry.prefill_chunk)
+    largest = max(2 * find(op.weights["weight"]).numel() for op in program.ops if op.kind == "linear")
+    assert temporary_bytes(short, find) > largest
+    assert temporary_bytes(pair.program(0, 1), find) == 0
+    for has_kernels, expected in ((True, temporary_bytes(program, find)), (False, 0)):
+        need = memory_need((program,), pair.source, torch.device("cpu"), has_kernels=has_kernels)
+        assert need.prefill_bytes == need.parts()["prefill_bytes"] == expected
