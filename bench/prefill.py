@@ -1,14 +1,13 @@
-"""Times of one chunk's prefill of gpt-oss's shape on random weights, by few layers, and of the expansion alone.
+"""Times of one chunk's prefill of gpt-oss's shape on random weights, by few layers, and of its experts' products alone.
 
     python -m bench.prefill --layers 4 --chunk 128 512 2048 --commit C --out /tmp/prefill.json
-    python -m bench.prefill --layers 4 --chunk 512 --room 34 134 266 --out /tmp/prefill.json
-    python -m bench.prefill --layers 4 --chunk 128 256 512 --few 0 512 --out /tmp/prefill.json
+    python -m bench.prefill --layers 1 --chunk 512 2048 --pairs 32 64 96 --warps 4 8 --out /tmp/prefill.json
     python -m bench.prefill --small --device cpu --chunk 64 --out /tmp/prefill.json
 
 A row has the time of the layers that were run, by the host's clock from the first launch to the end of the last, since
-prefill is not captured; what all layers would take is that time in proportion, and says so. `--room` is the workspace
-for matrices that are expanded together, MiB: small ones may stay in the L2 until their product reads them. Chunks of
-at most `--few` rows take the step's products over packed matrices instead: 0 expands them always.
+prefill is not captured; what all layers would take is that time in proportion, and says so. Rows of products alone are
+of one layer, of rows that choose their experts at random, in tiles as prefill cuts them; `--pairs` and `--warps` ask
+for tiles of other sizes and blocks of other sizes beside.
 """
 
 import argparse
@@ -16,7 +15,6 @@ import itertools
 import json
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,27 +29,34 @@ from bench.gpt_oss_step import Weights, make_weights, shapes_of
 from bench.lowlat_step import BLOCK_SIZE
 from bench.micro import Entry, time_entries
 from bench.wall import measure_wall
-from lowlat.executors import expansion
 from lowlat.executors.allocation import STATE_ROLES, pinned_names
 from lowlat.executors.device_weights import DeviceWeights
+from lowlat.executors.experts_room import room_of
 from lowlat.executors.launcher import Launcher
 from lowlat.executors.orders import expert_parts, weight_orders
 from lowlat.executors.prefill import TorchPrefill
 from lowlat.graphs import Bucket, BufferSet, Role
-from lowlat.kernels.expand_expert import expand_experts
+from lowlat.kernels.add_ranks import add_ranks
 from lowlat.kernels.expert_packing import PackedExperts
+from lowlat.kernels.experts_grouped import grouped_down, grouped_gate_up
+from lowlat.kernels.experts_grouped_plan import plan_grouped
+from lowlat.kernels.experts_grouping import group_pairs
+from lowlat.kernels.experts_plan import DOWN, GATE_UP, ExpertShape
+from lowlat.kernels.kernel import KernelCall
+from lowlat.kernels.pair_tiles import TILE_WORDS, most_tiles, tile_pairs_of
 from lowlat.prefill import build_prefill
 from lowlat.program import Program
 from lowlat.step import build_step
 from lowlat.tree import TreeTopology
 
-__all__ = ["expansions", "main", "measure_chunk"]
+__all__ = ["main", "measure_chunk", "products"]
 
-LEAD, EXPANDED_TOGETHER = 3, 8
+LEAD, COPIES = 3, 4
+RANKS, LIMIT, ALPHA = 4, 7.0, 1.702
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure every chunk in every room, print a row each, and write them where that is asked for."""
+    """Measure every chunk, print a row each, and write them where that is asked for."""
     options = _options(arguments)
     device = torch.device(options.device)
     whole = SMALL if options.small else MODELS[options.model]
@@ -63,13 +68,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         weights = make_weights(model, device, alike=False, draft_vocab_size=64)
         weights = {name: weight for name, weight in weights.items() if not name.startswith("head.")}
         if launcher is not None:
-            rows += expansions(launcher, weights, options.replays)
+            rows += products(launcher, weights, options)
         for chunk in options.chunk:
-            for mebibytes, few in itertools.product(options.room, options.few):
-                with ways(mebibytes, few):
-                    row = measure_chunk(model, chunk, options.start, weights, device, launcher, options.replays)
-                rows.append({**_described(whole, model, chunk, options.start, row), **row})
-                release(device)
+            row = measure_chunk(model, chunk, options.start, weights, device, launcher, options.replays)
+            rows.append({**_described(whole, model, chunk, options.start, row), **row})
+            release(device)
     rows = [{**row, **stamps} for row in rows]
     for row in rows:
         print(json.dumps(row))
@@ -84,8 +87,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=4, help="that are made and run, of the model's")
     parser.add_argument("--chunk", type=int, nargs="+", default=[128, 512, 2048], help="tokens, multiples of 32")
     parser.add_argument("--start", type=int, default=0, help="the chunk's first position, a multiple of 32")
-    parser.add_argument("--room", type=int, nargs="+", default=[expansion.WORKSPACE_BYTES >> 20], help="MiB")
-    parser.add_argument("--few", type=int, nargs="+", default=[expansion.FEW_ROWS], help="rows, see above")
+    parser.add_argument("--pairs", type=int, nargs="*", default=[], help="of a tile, multiples of 16, see above")
+    parser.add_argument("--warps", type=int, nargs="*", default=[], help="of a block, see above")
     parser.add_argument("--replays", type=int, default=20)
     parser.add_argument("--small", action="store_true", help="a tiny geometry, to try everything")
     parser.add_argument("--commit", default="", help="what is measured, where there is no git checkout to ask")
@@ -94,20 +97,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if any(each < 1 or each % BLOCK_SIZE for each in options.chunk) or options.start % BLOCK_SIZE or options.start < 0:
         parser.error(f"--chunk and --start want multiples of {BLOCK_SIZE}")
-    if min((*options.room, options.layers, options.replays)) < 1:
-        parser.error("--room, --layers and --replays want at least 1")
+    if min((*options.pairs, *options.warps, options.layers, options.replays)) < 1:
+        parser.error("--pairs, --warps, --layers and --replays want at least 1")
     return options
-
-
-@contextmanager
-def ways(mebibytes: int, few: int) -> Iterator[None]:
-    """Let experts that are expanded together have this much memory, and chunks of few rows expand none."""
-    before = expansion.WORKSPACE_BYTES, expansion.FEW_ROWS
-    expansion.WORKSPACE_BYTES, expansion.FEW_ROWS = mebibytes << 20, few
-    try:
-        yield
-    finally:
-        expansion.WORKSPACE_BYTES, expansion.FEW_ROWS = before
 
 
 def measure_chunk(
@@ -120,7 +112,7 @@ def measure_chunk(
     replays: int,
 ) -> dict[str, Any]:
     """Times of one whole chunk behind `start` random keys and values, ms."""
-    prefill, buffers, way = _make(model, chunk, start, weights, device, launcher)
+    prefill, buffers, room_bytes = _make(model, chunk, start, weights, device, launcher)
     times = []
     for number in range(LEAD + replays):
         begin = time.perf_counter()
@@ -136,13 +128,13 @@ def measure_chunk(
         "ms_p99": round(percentile(times, 99), 3),
         "ms_least": round(min(times), 3),
         "distinct_experts_of_the_last_layer": distinct,
-        **way,
+        "room_bytes": room_bytes,
     }
 
 
 def _make(
     model: OssModel, chunk: int, start: int, weights: Weights, device: torch.device, launcher: Launcher | None
-) -> tuple[TorchPrefill, BufferSet, dict[str, Any]]:
+) -> tuple[TorchPrefill, BufferSet, int]:
     chain = TreeTopology.chain(0)
     shapes = shapes_of(model, OssCase("", Case(1, start + chunk, 0)), chain, room=BLOCK_SIZE)
     shapes = replace(shapes, prefill_chunk=chunk, num_blocks=(start + 2 * chunk) // BLOCK_SIZE + 2)
@@ -151,12 +143,7 @@ def _make(
     held = DeviceWeights(weights, matrices, device, weight_orders(steps), expert_parts(steps))
     buffers = _buffers(program, device)
     _fill(buffers, model.vocab_size, chunk, start)
-    size, way = expansion.expanded_size(program, held.vector), "expanded"
-    room, together = size.num_bytes, size.count
-    if launcher is not None and expansion.has_few_rows(program):
-        room, together, way = expansion.room_bytes(program, held.vector), 0, "step's products"
-    described = {"way": way, "experts_together": together, "room_bytes": room}
-    return TorchPrefill(program, buffers, held, launcher=launcher), buffers, described
+    return TorchPrefill(program, buffers, held, launcher=launcher), buffers, room_of(program, held.vector).num_bytes
 
 
 def _buffers(program: Program, device: torch.device) -> BufferSet:
@@ -190,27 +177,84 @@ def _described(whole: OssModel, model: OssModel, chunk: int, start: int, row: di
     }
 
 
-def expansions(launcher: Launcher, weights: Weights, replays: int) -> list[dict[str, Any]]:
-    """The expansion alone, of as many experts as a step of prefill takes, beside the memory's wall."""
-    entries = []
-    for part in ("gate_up", "down"):
-        packed = [each for name, each in weights.items() if name.endswith(part) and isinstance(each, PackedExperts)]
-        entries.append(_expansion(launcher, part, packed))
-    return time_entries(launcher, entries, replays, measure_wall(launcher.device).gb_per_s)
+def products(launcher: Launcher, weights: Weights, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """A mixture's launches alone, together and one by one, beside the memory's wall and with their arithmetic."""
+    entries, operations = [], []
+    packed = {
+        part: [each for name, each in weights.items() if name.endswith(part) and isinstance(each, PackedExperts)]
+        for part in (GATE_UP, DOWN)
+    }
+    for chunk in options.chunk:
+        for entry, count in _mixture(launcher, packed, chunk, options):
+            entries.append(entry)
+            operations.append(count)
+    rows = time_entries(launcher, entries, options.replays, measure_wall(launcher.device).gb_per_s)
+    for row, count in zip(rows, operations, strict=True):
+        if count and "us_p50" in row:
+            row["tflop_per_s"] = round(count / row["us_p50"] / 1e6, 1)
+    return rows
 
 
-def _expansion(launcher: Launcher, part: str, packed: Sequence[PackedExperts]) -> Entry:
-    first, together = packed[0], min(EXPANDED_TOGETHER, packed[0].num_experts)
-    ids = torch.arange(first.num_experts, dtype=torch.int32, device=launcher.device)
-    out = torch.empty(together, first.rows, first.columns, dtype=torch.bfloat16, device=launcher.device)
-    order = None if first.order is None else first.order.to(launcher.device, torch.int32)
-    moved = together * first.num_bytes // first.num_experts + 2 * out.numel()
+def _mixture(
+    launcher: Launcher, packed: dict[str, list[PackedExperts]], chunk: int, options: argparse.Namespace
+) -> Iterator[tuple[Entry, int]]:
+    """Entries of a chunk, and the arithmetic of each."""
+    up, down = packed[GATE_UP][0], packed[DOWN][0]
+    ranks, num_experts, device = min(RANKS, up.num_experts), up.num_experts, launcher.device
+    ids = torch.rand(chunk, num_experts, device=device).argsort(1)[:, :ranks].int()
+    usual, pairs = tile_pairs_of(ids.numel(), num_experts), ids.numel()
+    x = torch.randn(chunk, up.columns, device=device).bfloat16()
+    activated = torch.randn(chunk, ranks, down.columns, device=device).bfloat16()
+    partials = torch.empty(chunk, ranks, down.rows, device=device)
+    shares, out = torch.rand(chunk, ranks, device=device), torch.empty(chunk, down.rows, device=device)
+    biases = {each: torch.zeros(num_experts, each.rows, dtype=torch.bfloat16, device=device) for each in (up, down)}
+    share_read = len(ids.unique()) / num_experts
+    up_bytes = int(share_read * up.num_bytes) + 2 * (x.numel() + activated.numel())
+    down_bytes = int(share_read * down.num_bytes) + 2 * activated.numel() + 4 * partials.numel()
+    sum_bytes, up_count, down_count = (
+        4 * (partials.numel() + out.numel()),
+        up.rows * up.columns,
+        down.rows * down.columns,
+    )
+    for width, warps in itertools.product(sorted({usual, *options.pairs}), sorted({4, *options.warps})):
+        order = torch.empty(pairs, dtype=torch.int32, device=device)
+        tiles = torch.empty(most_tiles(pairs, num_experts, width), TILE_WORDS, dtype=torch.int32, device=device)
+        lists = {"order": order, "tiles": tiles}
+        group = group_pairs(expert_ids=ids, num_experts=num_experts, tile_pairs=width, **lists)
+        launcher.run(*group)
+        add = add_ranks(partials=partials, expert_ids=ids, out=out)
+        plans = {
+            part: plan_grouped(
+                width, ExpertShape(part, each.rows, each.columns, ranks, each.scales is not None), launcher.card,
+                warps=warps,
+            )
+            for part, each in ((GATE_UP, up), (DOWN, down))
+        }  # fmt: skip
 
-    def calls(copy: int) -> Any:
-        start = copy * together % (first.num_experts - together + 1)
-        return expand_experts(packed[copy % len(packed)], ids[start : start + together], out=out, order=order)
+        def first(copy: int, lists: Any = lists, plans: Any = plans) -> list[KernelCall]:
+            weight = packed[GATE_UP][copy % len(packed[GATE_UP])]
+            return grouped_gate_up(
+                x=x, **lists, weight=weight, bias=biases[up], out=activated, limit=LIMIT, alpha=ALPHA,
+                plan=plans[GATE_UP],
+            )  # fmt: skip
 
-    return Entry(f"expand {together} experts of {part}", calls, 8, moved)
+        def second(copy: int, lists: Any = lists, plans: Any = plans) -> list[KernelCall]:
+            weight = packed[DOWN][copy % len(packed[DOWN])]
+            return grouped_down(
+                activated=activated, **lists, expert_weights=shares, weight=weight, bias=biases[down], out=partials,
+                plan=plans[DOWN],
+            )  # fmt: skip
+
+        def all_four(copy: int, group: Any = group, add: Any = add, own: Any = (first, second)) -> list[KernelCall]:
+            return [*group, *own[0](copy), *own[1](copy), *add]
+
+        name = f"{chunk} rows, tiles of {width}, {warps} warps"
+        yield Entry(f"gate_up, {name}", first, COPIES, up_bytes), 2 * pairs * up_count
+        yield Entry(f"down, {name}", second, COPIES, down_bytes), 2 * pairs * down_count
+        both = up_bytes + down_bytes + sum_bytes
+        yield Entry(f"mixture, {name}", all_four, COPIES, both), 2 * pairs * (up_count + down_count)
+    yield Entry(f"grouping, {chunk} rows", lambda _: group, COPIES), 0
+    yield Entry(f"sum by rank, {chunk} rows", lambda _: add, COPIES, sum_bytes), 0
 
 
 if __name__ == "__main__":
