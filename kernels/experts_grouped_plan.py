@@ -102,4 +102,4 @@ def plan_grouped(
             "memory that a block may have"
         )
     full = [plan for plan in fitting if plan.shared_bytes(shape) <= card.most_bytes(plan.min_blocks)]
-    return next((plan for plan in full if plan.stages > 2), fitting[0] if shape.quantised else fitting[-1])
+    return (full or fitting)[0]

@@ -136,77 +136,97 @@ def _make_multiply_step(shape: ExpertShape, plan: GroupedPlan) -> Any:
 def make_begin(shape: ExpertShape, plan: GroupedPlan) -> Any:
     """A function: where a lane's words and scales of its warp's two weight tiles begin, and of them the first tile.
 
-    A second tile that there is not is the first one again, and nobody stores its sums.
+    Tiles that there are not are the last one instead, and nobody stores their sums. Addresses are made so that the
+    assembler keeps them: it would make each anew in every step.
     """
     tiles, steps, step_bytes, warps = shape.tiles, shape.steps, shape.step_bytes, plan.warps
+    paired = tiles % WARP_TILES == 0
 
     @device_function
     def begin(weight: Any, scales: Any, expert: Any, row_block: Any, warp: Any, lane: Any) -> Any:
         first = uint32(uint32(row_block * uint32(warps) + warp) * uint32(WARP_TILES))
-        own = uint32(expert * uint32(tiles) + min(first, uint32(tiles - 1)))
-        second = uint32(expert * uint32(tiles) + min(uint32(first + uint32(1)), uint32(tiles - 1)))
+        own = uint32(expert * uint32(tiles) + min(first, uint32(tiles - WARP_TILES if paired else tiles - 1)))
+        second = uint32(own + uint32(1))
+        if not paired:
+            second = uint32(expert * uint32(tiles) + min(uint32(first + uint32(1)), uint32(tiles - 1)))
         along = int64(uint32(lane * uint32(16)))
-        words = weight + int64(own) * int64(steps * step_bytes) + along
-        second_words = weight + int64(second) * int64(steps * step_bytes) + along
-        scaled_tile = own if lane < uint32(2) else second
-        powers = scales + int64(scaled_tile) * int64(steps * SCALE_BYTES)
-        powers = powers + int64(uint32(uint32(lane & uint32(1)) * uint32(16)))
+        words = ptx.varying_long(weight + int64(own) * int64(steps * step_bytes) + along)
+        second_words = words + int64(steps * step_bytes)
+        if not paired:
+            second_words = ptx.varying_long(weight + int64(second) * int64(steps * step_bytes) + along)
+        powers = scales + int64(own if lane < uint32(2) else second) * int64(steps * SCALE_BYTES)
+        powers = ptx.varying_long(powers + int64(uint32(uint32(lane & uint32(1)) * uint32(16))))
         return words, second_words, powers, first
 
     return begin
 
 
-def _make_issue(shape: ExpertShape, plan: GroupedPlan) -> Any:
-    """A function: let one step's inputs and, where a warp has weight rows, its weights travel to a stage."""
-    turns, rows_a_turn = -(-plan.pairs * ROW_PIECES // plan.threads), plan.threads // ROW_PIECES
-    depth, step_bytes, quantised = shape.columns, shape.step_bytes, shape.quantised
-    pieces, words_at, scales_at = step_bytes // 512, plan.words_at(), plan.scales_at(shape)
-    whole = depth % 64 == 0
+def _make_places(shape: ExpertShape, plan: GroupedPlan) -> Any:
+    """A function: where in a stage a thread puts the first of its inputs' pieces, its words and its scales."""
+    words_at, scales_at, step_bytes = plan.words_at(), plan.scales_at(shape), shape.step_bytes
 
     @device_function
-    def issue(stage: Any, step: Any, inputs: Any, weights: Any, has_rows: Any, live: Any, thread: Any) -> None:
+    def places(thread: Any) -> Any:
         row, piece = uint32(thread // uint32(ROW_PIECES)), uint32(thread % uint32(ROW_PIECES))
-        place = uint32(stage + row * uint32(STEP_ROW_BYTES))
-        place = uint32(place + uint32(uint32(piece ^ uint32(uint32(row & uint32(1)) << uint32(2))) * uint32(16)))
-        along = int64(step) * int64(STEP_ROW_BYTES)
+        lane, warp = uint32(thread & uint32(31)), uint32(thread >> uint32(5))
+        swizzled = uint32(piece ^ uint32(uint32(row & uint32(1)) << uint32(2)))
+        return (
+            ptx.varying(uint32(row * uint32(STEP_ROW_BYTES) + swizzled * uint32(16))),
+            ptx.varying(uint32(uint32(words_at) + warp * uint32(WARP_TILES * step_bytes) + lane * uint32(16))),
+            ptx.varying(uint32(uint32(scales_at) + warp * uint32(WARP_TILES * SCALE_BYTES) + lane * uint32(16))),
+        )
+
+    return places
+
+
+def _make_issue(shape: ExpertShape, plan: GroupedPlan) -> Any:
+    """A function: let one step's inputs and weights travel to a stage."""
+    turns, rows_a_turn = -(-plan.pairs * ROW_PIECES // plan.threads), plan.threads // ROW_PIECES
+    depth, step_bytes, quantised = shape.columns, shape.step_bytes, shape.quantised
+    pieces, whole = step_bytes // 512, depth % 64 == 0
+
+    @device_function
+    def issue(stage: Any, step: Any, x: Any, inputs: Any, weights: Any, places: Any, live: Any, thread: Any) -> None:
+        row = uint32(thread // uint32(ROW_PIECES))
+        column = uint32(step * uint32(64) + uint32(thread % uint32(ROW_PIECES)) * uint32(8))
+        place, mine = uint32(stage + places[0]), uint32(stage + places[1])
+        x = x + int64(step) * int64(STEP_ROW_BYTES)
         for turn in range(turns):
             if uint32(row + uint32(turn * rows_a_turn)) < live:
                 target = uint32(place + uint32(turn * rows_a_turn * STEP_ROW_BYTES))
-                if whole or uint32(step * uint32(64) + piece * uint32(8)) < uint32(depth):
-                    ptx.copy_async_16(target, inputs[turn] + along)
+                source = x + int64(inputs[turn]) * int64(16)
+                if whole or column < uint32(depth):
+                    ptx.copy_async_16(target, source)
                 else:
-                    ptx.copy_async_16_or_zero(target, inputs[turn], uint32(0))
-        if has_rows:
-            words, second_words, powers, _ = weights
-            lane, warp = uint32(thread & uint32(31)), uint32(thread >> uint32(5))
-            mine = uint32(stage + uint32(words_at) + warp * uint32(WARP_TILES * step_bytes) + lane * uint32(16))
-            at = int64(step) * int64(step_bytes)
-            for part in range(pieces):
-                ptx.copy_async_16_once(uint32(mine + uint32(part * 512)), words + at + int64(part * 512))
-            for part in range(pieces):
-                there = uint32(mine + uint32(step_bytes + part * 512))
-                ptx.copy_async_16_once(there, second_words + at + int64(part * 512))
-            if quantised and lane < uint32(2 * WARP_TILES):
-                mine = uint32(stage + uint32(scales_at) + warp * uint32(WARP_TILES * SCALE_BYTES))
-                ptx.copy_async_16_once(uint32(mine + lane * uint32(16)), powers + int64(step) * int64(SCALE_BYTES))
+                    ptx.copy_async_16_or_zero(target, x, uint32(0))
+        words, second_words, powers, _ = weights
+        at = int64(step) * int64(step_bytes)
+        for part in range(pieces):
+            ptx.copy_async_16_once(uint32(mine + uint32(part * 512)), words + at + int64(part * 512))
+        for part in range(pieces):
+            there = uint32(mine + uint32(step_bytes + part * 512))
+            ptx.copy_async_16_once(there, second_words + at + int64(part * 512))
+        if quantised:
+            wanted = uint32(1) if uint32(thread & uint32(31)) < uint32(2 * WARP_TILES) else uint32(0)
+            source = powers + int64(step) * int64(SCALE_BYTES)
+            ptx.copy_async_16_once_if(uint32(stage + places[2]), source, wanted)
 
     return issue
 
 
 def _make_find_inputs(shape: ExpertShape, plan: GroupedPlan) -> Any:
-    """A function: the addresses of a thread's piece of the inputs that it copies, from the list of pairs."""
+    """A function: of each input of which a thread copies a piece where that is, in pieces, from the list of pairs."""
     turns, rows_a_turn = -(-plan.pairs * ROW_PIECES // plan.threads), plan.threads // ROW_PIECES
-    row_bytes, ranks = 2 * shape.columns, shape.ranks if shape.kind == GATE_UP else 1
+    row_pieces, ranks = shape.columns // 8, shape.ranks if shape.kind == GATE_UP else 1
 
     @device_function
-    def find_inputs(inputs: Any, pairs: Any, x: Any, live: Any, thread: Any) -> None:
+    def find_inputs(inputs: Any, pairs: Any, live: Any, thread: Any) -> None:
         row, piece = uint32(thread // uint32(ROW_PIECES)), uint32(thread % uint32(ROW_PIECES))
         for turn in range(turns):
             number, pair = uint32(row + uint32(turn * rows_a_turn)), uint32(0)
             if number < live:
                 pair = ptx.load_shared_u32(uint32(pairs + number * uint32(PAIR_BYTES)))
-            source = int64(uint32(pair // uint32(ranks))) * int64(row_bytes)
-            inputs[turn] = x + source + int64(uint32(piece * uint32(16)))
+            inputs[turn] = ptx.varying(uint32(uint32(pair // uint32(ranks)) * uint32(row_pieces) + piece))
 
     return find_inputs
 
@@ -218,27 +238,28 @@ def make_multiply_tile(shape: ExpertShape, plan: GroupedPlan) -> Any:
     whether the warp has weight rows, how many pairs there are, and the thread.
     """
     steps, stages, stage_bytes = shape.steps, plan.stages, plan.stage_bytes(shape)
-    words_at, scales_at, step_bytes = plan.words_at(), plan.scales_at(shape), shape.step_bytes
+    scales_at = plan.scales_at(shape)
     turns, ahead = -(-plan.pairs * ROW_PIECES // plan.threads), plan.stages - 1
     find_inputs, issue = _make_find_inputs(shape, plan), _make_issue(shape, plan)
-    multiply = _make_multiply_step(shape, plan)
+    multiply, make_places = _make_multiply_step(shape, plan), _make_places(shape, plan)
     zeros, wait, wait_for_all = ptx.zeros(8 * plan.pair_tiles), ptx.copies_wait(stages - 2), ptx.copies_wait(0)
 
     @device_function
     def multiply_tile(base: Any, pairs: Any, x: Any, weights: Any, has_rows: Any, live: Any, thread: Any) -> Any:
-        inputs = cuda.local.array(turns, int64)
-        find_inputs(inputs, pairs, x, live, thread)
+        inputs, places = cuda.local.array(turns, uint32), make_places(thread)
+        find_inputs(inputs, pairs, live, thread)
         for number in range(ahead):
             if number < steps:
                 stage = uint32(base + uint32(number * stage_bytes))
-                issue(stage, uint32(number), inputs, weights, has_rows, live, thread)
+                issue(stage, uint32(number), x, inputs, weights, places, live, thread)
             ptx.copies_commit()
         lane, warp = uint32(thread & uint32(31)), uint32(thread >> uint32(5))
         group = uint32(lane >> uint32(2))
         piece = uint32(uint32(lane & uint32(3)) ^ uint32(uint32(group & uint32(1)) << uint32(2)))
-        to_rows = uint32(group * uint32(STEP_ROW_BYTES) + piece * uint32(16))
-        to_words = uint32(uint32(words_at) + warp * uint32(WARP_TILES * step_bytes) + lane * uint32(16))
+        to_rows = ptx.varying(uint32(group * uint32(STEP_ROW_BYTES) + piece * uint32(16)))
+        to_later = ptx.varying(uint32(to_rows ^ uint32(64)))
         to_scales = uint32(uint32(scales_at) + warp * uint32(WARP_TILES * SCALE_BYTES) + group * uint32(4))
+        to_scales = ptx.varying(to_scales)
         sums, step = zeros(), uint32(0)
         here, free = base, uint32(base + uint32(ahead * stage_bytes))
         end = uint32(base + uint32(stages * stage_bytes))
@@ -246,11 +267,11 @@ def make_multiply_tile(shape: ExpertShape, plan: GroupedPlan) -> Any:
             wait()
             cuda.syncthreads()  # all copies of this step are there, and everybody is done with the step before
             if uint32(step + uint32(ahead)) < uint32(steps):
-                issue(free, uint32(step + uint32(ahead)), inputs, weights, has_rows, live, thread)
+                issue(free, uint32(step + uint32(ahead)), x, inputs, weights, places, live, thread)
             ptx.copies_commit()
             if has_rows:
-                rows, later_rows = uint32(here + to_rows), uint32(here + uint32(to_rows ^ uint32(64)))
-                sums = multiply(sums, uint32(here + to_words), uint32(here + to_scales), rows, later_rows, live)
+                rows, later_rows = uint32(here + to_rows), uint32(here + to_later)
+                sums = multiply(sums, uint32(here + places[1]), uint32(here + to_scales), rows, later_rows, live)
             free = here
             here = uint32(here + uint32(stage_bytes))
             if here == end:

@@ -353,6 +353,7 @@ class Walker:
         functions = {
             "shared_address": lambda array: 0,
             "varying": int,
+            "varying_long": int,
             "wait_for_previous_kernel": self._waited,
             "let_next_kernel_start": self._let_next_start,
             "load_relaxed_gpu_f32": self._when_others_went_on(lambda address: load(at, np.float32, 4)(address)[0]),
@@ -387,6 +388,7 @@ class Walker:
             "store_global_u32": store(at, np.uint32, 4),
             "copy_async_16": self._copy(16),
             "copy_async_16_once": self._copy(16),
+            "copy_async_16_once_if": lambda place, source, wanted: self._copy(16)(place, source) if wanted else None,
             "copy_async_4": self._copy(4),
             "copies_commit": self._commit,
             "copies_wait": self._wait_for,
