@@ -6,15 +6,14 @@
 
 A row has the time of the layers that were run, by the host's clock from the first launch to the end of the last, since
 prefill is not captured; what all layers would take is that time in proportion, and says so. Rows of products alone are
-of one layer, of rows that choose their experts at random, in tiles as prefill cuts them; `--pairs` and `--warps` ask
-for tiles of other sizes and blocks of other sizes beside.
+of one layer, of rows that choose their experts at random, in tiles as prefill cuts them; `--pairs`, `--warps`, `--skip` ask
+for other tiles, larger blocks, and other numbers of tiles of 8 pairs that are left out together, beside.
 """
 
 import argparse
-import itertools
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,9 +25,8 @@ from bench.conditions import release, stamps_of, write_json
 from bench.dense_cases import Case
 from bench.gpt_oss_cases import MODELS, SMALL, OssCase, OssModel
 from bench.gpt_oss_step import Weights, make_weights, shapes_of
+from bench.grouped_products import Choices, measure
 from bench.lowlat_step import BLOCK_SIZE
-from bench.micro import Entry, time_entries
-from bench.wall import measure_wall
 from lowlat.executors.allocation import STATE_ROLES, pinned_names
 from lowlat.executors.device_weights import DeviceWeights
 from lowlat.executors.experts_room import room_of
@@ -36,23 +34,14 @@ from lowlat.executors.launcher import Launcher
 from lowlat.executors.orders import expert_parts, weight_orders
 from lowlat.executors.prefill import TorchPrefill
 from lowlat.graphs import Bucket, BufferSet, Role
-from lowlat.kernels.add_ranks import add_ranks
-from lowlat.kernels.expert_packing import PackedExperts
-from lowlat.kernels.experts_grouped import grouped_down, grouped_gate_up
-from lowlat.kernels.experts_grouped_plan import plan_grouped
-from lowlat.kernels.experts_grouping import group_pairs
-from lowlat.kernels.experts_plan import DOWN, GATE_UP, ExpertShape
-from lowlat.kernels.kernel import KernelCall
-from lowlat.kernels.pair_tiles import TILE_WORDS, most_tiles, tile_pairs_of
 from lowlat.prefill import build_prefill
 from lowlat.program import Program
 from lowlat.step import build_step
 from lowlat.tree import TreeTopology
 
-__all__ = ["main", "measure_chunk", "products"]
+__all__ = ["main", "measure_chunk"]
 
-LEAD, COPIES = 3, 4
-RANKS, LIMIT, ALPHA = 4, 7.0, 1.702
+LEAD = 3
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -68,7 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         weights = make_weights(model, device, alike=False, draft_vocab_size=64)
         weights = {name: weight for name, weight in weights.items() if not name.startswith("head.")}
         if launcher is not None:
-            rows += products(launcher, weights, options)
+            choices = Choices(options.pairs, options.warps, options.skip)
+            rows += measure(launcher, weights, options.chunk, choices, options.replays)
         for chunk in options.chunk:
             row = measure_chunk(model, chunk, options.start, weights, device, launcher, options.replays)
             rows.append({**_described(whole, model, chunk, options.start, row), **row})
@@ -89,6 +79,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--start", type=int, default=0, help="the chunk's first position, a multiple of 32")
     parser.add_argument("--pairs", type=int, nargs="*", default=[], help="of a tile, multiples of 16, see above")
     parser.add_argument("--warps", type=int, nargs="*", default=[], help="of a block, see above")
+    parser.add_argument("--skip", type=int, nargs="*", default=[], help="tiles of 8 pairs, see above")
     parser.add_argument("--replays", type=int, default=20)
     parser.add_argument("--small", action="store_true", help="a tiny geometry, to try everything")
     parser.add_argument("--commit", default="", help="what is measured, where there is no git checkout to ask")
@@ -97,8 +88,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if any(each < 1 or each % BLOCK_SIZE for each in options.chunk) or options.start % BLOCK_SIZE or options.start < 0:
         parser.error(f"--chunk and --start want multiples of {BLOCK_SIZE}")
-    if min((*options.pairs, *options.warps, options.layers, options.replays)) < 1:
-        parser.error("--pairs, --warps, --layers and --replays want at least 1")
+    if min((*options.pairs, *options.warps, *options.skip, options.layers, options.replays)) < 1:
+        parser.error("--pairs, --warps, --skip, --layers and --replays want at least 1")
     return options
 
 
@@ -175,86 +166,6 @@ def _described(whole: OssModel, model: OssModel, chunk: int, start: int, row: di
         "all_layers_ms_in_proportion": round(scaled, 2),
         "all_layers_tokens_per_s_in_proportion": round(1e3 * chunk / scaled, 1),
     }
-
-
-def products(launcher: Launcher, weights: Weights, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A mixture's launches alone, together and one by one, beside the memory's wall and with their arithmetic."""
-    entries, operations = [], []
-    packed = {
-        part: [each for name, each in weights.items() if name.endswith(part) and isinstance(each, PackedExperts)]
-        for part in (GATE_UP, DOWN)
-    }
-    for chunk in options.chunk:
-        for entry, count in _mixture(launcher, packed, chunk, options):
-            entries.append(entry)
-            operations.append(count)
-    rows = time_entries(launcher, entries, options.replays, measure_wall(launcher.device).gb_per_s)
-    for row, count in zip(rows, operations, strict=True):
-        if count and "us_p50" in row:
-            row["tflop_per_s"] = round(count / row["us_p50"] / 1e6, 1)
-    return rows
-
-
-def _mixture(
-    launcher: Launcher, packed: dict[str, list[PackedExperts]], chunk: int, options: argparse.Namespace
-) -> Iterator[tuple[Entry, int]]:
-    """Entries of a chunk, and the arithmetic of each."""
-    up, down = packed[GATE_UP][0], packed[DOWN][0]
-    ranks, num_experts, device = min(RANKS, up.num_experts), up.num_experts, launcher.device
-    ids = torch.rand(chunk, num_experts, device=device).argsort(1)[:, :ranks].int()
-    usual, pairs = tile_pairs_of(ids.numel(), num_experts), ids.numel()
-    x = torch.randn(chunk, up.columns, device=device).bfloat16()
-    activated = torch.randn(chunk, ranks, down.columns, device=device).bfloat16()
-    partials = torch.empty(chunk, ranks, down.rows, device=device)
-    shares, out = torch.rand(chunk, ranks, device=device), torch.empty(chunk, down.rows, device=device)
-    biases = {each: torch.zeros(num_experts, each.rows, dtype=torch.bfloat16, device=device) for each in (up, down)}
-    share_read = len(ids.unique()) / num_experts
-    up_bytes = int(share_read * up.num_bytes) + 2 * (x.numel() + activated.numel())
-    down_bytes = int(share_read * down.num_bytes) + 2 * activated.numel() + 4 * partials.numel()
-    sum_bytes, up_count, down_count = (
-        4 * (partials.numel() + out.numel()),
-        up.rows * up.columns,
-        down.rows * down.columns,
-    )
-    for width, warps in itertools.product(sorted({usual, *options.pairs}), sorted({4, *options.warps})):
-        order = torch.empty(pairs, dtype=torch.int32, device=device)
-        tiles = torch.empty(most_tiles(pairs, num_experts, width), TILE_WORDS, dtype=torch.int32, device=device)
-        lists = {"order": order, "tiles": tiles}
-        group = group_pairs(expert_ids=ids, num_experts=num_experts, tile_pairs=width, **lists)
-        launcher.run(*group)
-        add = add_ranks(partials=partials, expert_ids=ids, out=out)
-        plans = {
-            part: plan_grouped(
-                width, ExpertShape(part, each.rows, each.columns, ranks, each.scales is not None), launcher.card,
-                warps=warps,
-            )
-            for part, each in ((GATE_UP, up), (DOWN, down))
-        }  # fmt: skip
-
-        def first(copy: int, lists: Any = lists, plans: Any = plans) -> list[KernelCall]:
-            weight = packed[GATE_UP][copy % len(packed[GATE_UP])]
-            return grouped_gate_up(
-                x=x, **lists, weight=weight, bias=biases[up], out=activated, limit=LIMIT, alpha=ALPHA,
-                plan=plans[GATE_UP],
-            )  # fmt: skip
-
-        def second(copy: int, lists: Any = lists, plans: Any = plans) -> list[KernelCall]:
-            weight = packed[DOWN][copy % len(packed[DOWN])]
-            return grouped_down(
-                activated=activated, **lists, expert_weights=shares, weight=weight, bias=biases[down], out=partials,
-                plan=plans[DOWN],
-            )  # fmt: skip
-
-        def all_four(copy: int, group: Any = group, add: Any = add, own: Any = (first, second)) -> list[KernelCall]:
-            return [*group, *own[0](copy), *own[1](copy), *add]
-
-        name = f"{chunk} rows, tiles of {width}, {warps} warps"
-        yield Entry(f"gate_up, {name}", first, COPIES, up_bytes), 2 * pairs * up_count
-        yield Entry(f"down, {name}", second, COPIES, down_bytes), 2 * pairs * down_count
-        both = up_bytes + down_bytes + sum_bytes
-        yield Entry(f"mixture, {name}", all_four, COPIES, both), 2 * pairs * (up_count + down_count)
-    yield Entry(f"grouping, {chunk} rows", lambda _: group, COPIES), 0
-    yield Entry(f"sum by rank, {chunk} rows", lambda _: add, COPIES, sum_bytes), 0
 
 
 if __name__ == "__main__":

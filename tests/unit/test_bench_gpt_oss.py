@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -229,6 +230,24 @@ def test_prefill_of_a_small_shape_is_measured(tmp_path: Path) -> None:
         assert row["commit"] == "abc"
     with pytest.raises(SystemExit):
         prefill.main([*arguments, "--chunk", "33"])
+
+
+def test_the_products_of_prefill_are_entries() -> None:
+    """Every launch has the arrays that it takes, in prefill's own tiles and in others."""
+    from bench.gpt_oss_cases import SMALL
+    from bench.gpt_oss_step import make_weights
+    from bench.grouped_products import Choices, product_entries
+
+    weights = make_weights(SMALL, CPU, alike=False, draft_vocab_size=64)
+    launched: list[Any] = []
+    launcher: Any = SimpleNamespace(device=CPU, card=H200, run=lambda *calls: launched.extend(calls))
+    entries = list(product_entries(launcher, weights, [32], Choices(pairs=[16], warps=[8], skip=[2])))
+    assert len(entries) == 2 * 4 * 3 + 3 and len(launched) == 2
+    kinds = {"gate_up": 1, "down": 1, "mixture": 4, "grouping": 1, "sum": 1, "dense": 1}
+    for entry, operations in entries:
+        assert len(entry.calls(1)) == kinds[entry.name.replace(",", " ").split()[0]]
+        assert (operations > 0) == (entry.name.split()[0] not in ("grouping,", "sum"))
+    assert len({entry.name for entry, _ in entries}) == len(entries)
 
 
 @pytest.mark.parametrize("chunk", [128, 2048])
