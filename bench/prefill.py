@@ -6,8 +6,8 @@
 
 A row has the time of the layers that were run, by the host's clock from the first launch to the end of the last, since
 prefill is not captured; what all layers would take is that time in proportion, and says so. Rows of products alone are
-of one layer, of rows that choose their experts at random, in tiles as prefill cuts them; `--pairs`, `--warps`, `--skip` ask
-for other tiles, larger blocks, and other numbers of tiles of 8 pairs that are left out together, beside.
+of one layer, of rows that choose their experts at random, in tiles as prefill cuts them. `--pairs`, `--warps` and
+`--skip` ask for other tiles, larger blocks, and other numbers of tiles of 8 pairs that are left out together, beside.
 """
 
 import argparse
