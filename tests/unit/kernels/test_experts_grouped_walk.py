@@ -168,7 +168,7 @@ def test_gate_up_is_the_reference_s(
     ("late", "kind", "rows", "quantised", "width", "depth", "plan"),
     [
         (True, "random", 3, True, 40, 160, GroupedPlan(16, 1, 3, 1)),
-        (False, "dead", 4, True, 16, 64, GroupedPlan(16, 2, 4, 1)),
+        (False, "dead", 4, True, 60, 64, GroupedPlan(16, 2, 4, 1)),
         (True, "shared", 37, True, 20, 96, GroupedPlan(32, 1, 2, 2)),
         (True, "apart", 2, False, 36, 72, GroupedPlan(16, 1, 3, 1)),
     ],
