@@ -2,23 +2,19 @@
 
     python -m bench.prefill --layers 4 --chunk 128 512 2048 --commit C --out /tmp/prefill.json
     python -m bench.prefill --model llama-8b --layers 4 --chunk 128 512 --start 4096 --out /tmp/prefill.json
-    python -m bench.prefill --layers 4 --chunk 512 --room 34 134 266 --out /tmp/prefill.json
-    python -m bench.prefill --layers 4 --chunk 128 256 512 --few 0 512 --out /tmp/prefill.json
+    python -m bench.prefill --layers 1 --chunk 512 2048 --pairs 32 64 96 --warps 4 8 --out /tmp/prefill.json
     python -m bench.prefill --small --device cpu --chunk 64 --out /tmp/prefill.json
 
 A row has the time of the layers that were run, by the host's clock from the first launch to the end of the last; what
 all layers would take is that time in proportion, and says so. `captured` tells one graph's launch from operations that
-the host launches one by one; both run in turns, and there is no graph where the host has to wait within a chunk. Of a
-mixture, the expansion of its experts is measured alone, too. `--room` is the workspace
-for matrices that are expanded together, MiB: small ones may stay in the L2 until their product reads them. Chunks of
-at most `--few` rows take the step's products over packed matrices instead: 0 expands them always.
+the host launches one by one; both run in turns. Of a mixture, its experts' products are measured alone, too: rows of
+one layer, of rows that choose their experts at random, in tiles as prefill cuts them. `--pairs`, `--warps` and `--skip`
+ask for other tiles, larger blocks, and other numbers of tiles of 8 pairs that are left out together, beside.
 """
 
 import argparse
-import itertools
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,36 +27,32 @@ from bench.dense_cases import LLAMA_8B, Case, DenseGeometry
 from bench.dense_cases import make_weights as make_dense_weights
 from bench.gpt_oss_cases import MODELS, SMALL, OssCase, OssModel
 from bench.gpt_oss_step import Weights, make_weights, shapes_of
+from bench.grouped_products import Choices, measure
 from bench.lowlat_step import BLOCK_SIZE, step_geometry
-from bench.micro import Entry, time_entries
-from bench.wall import measure_wall
-from lowlat.executors import expansion
 from lowlat.executors.allocation import STATE_ROLES, pinned_names
 from lowlat.executors.device_weights import DeviceWeights
+from lowlat.executors.experts_room import room_of
 from lowlat.executors.launcher import Launcher
 from lowlat.executors.orders import expert_parts, weight_orders
 from lowlat.executors.prefill import TorchPrefill
 from lowlat.executors.prefill_arguments import ChunkArguments
 from lowlat.executors.prefill_graphs import capture_chunks
 from lowlat.graphs import Bucket, BufferSet, Role
-from lowlat.kernels.expand_expert import expand_experts
-from lowlat.kernels.expert_packing import PackedExperts
 from lowlat.prefill import build_prefill
 from lowlat.program import Program
 from lowlat.state import StepGeometry
 from lowlat.step import build_step
 from lowlat.tree import TreeTopology
 
-__all__ = ["expansions", "main", "measure_chunk"]
+__all__ = ["main", "measure_chunk"]
 
-EXPANDED_TOGETHER = 8
 TURN = 5
 Model = OssModel | DenseGeometry
 BY_NAME: dict[str, Model] = {**MODELS, "llama-8b": LLAMA_8B}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure every chunk in every room, print a row each, and write them where that is asked for."""
+    """Measure every chunk, print its rows, and write them where that is asked for."""
     options = _options(arguments)
     device = torch.device(options.device)
     whole = SMALL if options.small else BY_NAME[options.model]
@@ -71,13 +63,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         launcher = Launcher(device) if device.type == "cuda" else None
         weights = _weights(model, device)
         if launcher is not None and isinstance(model, OssModel):
-            rows += expansions(launcher, weights, options.replays)
+            choices = Choices(options.pairs, options.warps, options.skip)
+            rows += measure(launcher, weights, options.chunk, choices, options.replays)
         for chunk in options.chunk:
-            for mebibytes, few in itertools.product(options.room, options.few):
-                with ways(mebibytes, few):
-                    found = measure_chunk(model, chunk, options.start, weights, device, launcher, options.replays)
-                rows += [{**_described(whole, model, chunk, options.start, row), **row} for row in found]
-                release(device)
+            found = measure_chunk(model, chunk, options.start, weights, device, launcher, options.replays)
+            rows += [{**_described(whole, model, chunk, options.start, row), **row} for row in found]
+            release(device)
     rows = [{**row, **stamps} for row in rows]
     for row in rows:
         print(json.dumps(row))
@@ -92,8 +83,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=4, help="that are made and run, of the model's")
     parser.add_argument("--chunk", type=int, nargs="+", default=[128, 512, 2048], help="tokens, multiples of 32")
     parser.add_argument("--start", type=int, default=0, help="the chunk's first position")
-    parser.add_argument("--room", type=int, nargs="+", default=[expansion.WORKSPACE_BYTES >> 20], help="MiB")
-    parser.add_argument("--few", type=int, nargs="+", default=[expansion.FEW_ROWS], help="rows, see above")
+    parser.add_argument("--pairs", type=int, nargs="*", default=[], help="of a tile, multiples of 16, see above")
+    parser.add_argument("--warps", type=int, nargs="*", default=[], help="of a block, see above")
+    parser.add_argument("--skip", type=int, nargs="*", default=[], help="tiles of 8 pairs, see above")
     parser.add_argument("--replays", type=int, default=20)
     parser.add_argument("--small", action="store_true", help="a tiny geometry, to try everything")
     parser.add_argument("--commit", default="", help="what is measured, where there is no git checkout to ask")
@@ -104,20 +96,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--chunk wants multiples of {BLOCK_SIZE}")
     if options.start < 0 or any(options.start % each for each in options.chunk):
         parser.error("--start wants a multiple of every --chunk: chunks start nowhere else")
-    if min((*options.room, options.layers, options.replays)) < 1:
-        parser.error("--room, --layers and --replays want at least 1")
+    if min((*options.pairs, *options.warps, *options.skip, options.layers, options.replays)) < 1:
+        parser.error("--pairs, --warps, --skip, --layers and --replays want at least 1")
     return options
-
-
-@contextmanager
-def ways(mebibytes: int, few: int) -> Iterator[None]:
-    """Let experts that are expanded together have this much memory, and chunks of few rows expand none."""
-    before = expansion.WORKSPACE_BYTES, expansion.FEW_ROWS
-    expansion.WORKSPACE_BYTES, expansion.FEW_ROWS = mebibytes << 20, few
-    try:
-        yield
-    finally:
-        expansion.WORKSPACE_BYTES, expansion.FEW_ROWS = before
 
 
 def measure_chunk(
@@ -134,7 +115,7 @@ def measure_chunk(
     reach = prefill.reach(start)
     ways = {False: lambda: prefill.run(reach)}
     graph = None
-    if device.type == "cuda" and prefill.capturable:
+    if device.type == "cuda":
         release(device)
         before = torch.cuda.memory_reserved(device)
         graph = capture_chunks(prefill, [reach], torch.cuda.current_stream(device))[reach]
@@ -191,11 +172,7 @@ def _make(
     _fill(buffers, model.vocab_size, chunk, start)
     described: dict[str, Any] = {}
     if isinstance(model, OssModel):
-        size, way = expansion.expanded_size(program, held.vector), "expanded"
-        room, together = size.num_bytes, size.count
-        if launcher is not None and expansion.has_few_rows(program):
-            room, together, way = expansion.room_bytes(program, held.vector), 0, "step's products"
-        described = {"way": way, "experts_together": together, "room_bytes": room}
+        described = {"room_bytes": room_of(program, held.vector).num_bytes}
     prefill = TorchPrefill(program, {**buffers, **arguments.device}, held, launcher=launcher)
     return prefill, buffers, arguments, described
 
@@ -231,29 +208,6 @@ def _described(whole: Model, model: Model, chunk: int, start: int, row: dict[str
         "all_layers_ms_in_proportion": round(scaled, 2),
         "all_layers_tokens_per_s_in_proportion": round(1e3 * chunk / scaled, 1),
     }
-
-
-def expansions(launcher: Launcher, weights: Weights, replays: int) -> list[dict[str, Any]]:
-    """The expansion alone, of as many experts as a step of prefill takes, beside the memory's wall."""
-    entries = []
-    for part in ("gate_up", "down"):
-        packed = [each for name, each in weights.items() if name.endswith(part) and isinstance(each, PackedExperts)]
-        entries.append(_expansion(launcher, part, packed))
-    return time_entries(launcher, entries, replays, measure_wall(launcher.device).gb_per_s)
-
-
-def _expansion(launcher: Launcher, part: str, packed: Sequence[PackedExperts]) -> Entry:
-    first, together = packed[0], min(EXPANDED_TOGETHER, packed[0].num_experts)
-    ids = torch.arange(first.num_experts, dtype=torch.int32, device=launcher.device)
-    out = torch.empty(together, first.rows, first.columns, dtype=torch.bfloat16, device=launcher.device)
-    order = None if first.order is None else first.order.to(launcher.device, torch.int32)
-    moved = together * first.num_bytes // first.num_experts + 2 * out.numel()
-
-    def calls(copy: int) -> Any:
-        start = copy * together % (first.num_experts - together + 1)
-        return expand_experts(packed[copy % len(packed)], ids[start : start + together], out=out, order=order)
-
-    return Entry(f"expand {together} experts of {part}", calls, 8, moved)
 
 
 if __name__ == "__main__":

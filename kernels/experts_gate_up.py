@@ -4,7 +4,6 @@ Experts are given; `experts_mlp` chooses them itself and has both products. `exp
 read.
 """
 
-import math
 from functools import cache
 from typing import Any
 
@@ -12,12 +11,13 @@ import torch
 
 from lowlat.errors import ShapeError
 from lowlat.kernels import ptx
+from lowlat.kernels.activation import clamped_swiglu
 from lowlat.kernels.expert_packing import PackedExperts
 from lowlat.kernels.experts_list import make_chosen, make_expert_of, make_pair_of
 from lowlat.kernels.experts_plan import GATE_UP, ExpertPlan, ExpertShape, example_plans, launches_of
 from lowlat.kernels.experts_product import Ending, make_product, make_total
 from lowlat.kernels.kernel import H200, Card, Kernel, KernelCall
-from lowlat.kernels.numba_cuda import cuda, device_function, float32, int64, uint32
+from lowlat.kernels.numba_cuda import cuda, device_function, int64, uint32
 from lowlat.kernels.reference.shapes import check_shape
 
 __all__ = ["examples", "experts_gate_up", "make_swiglu"]
@@ -93,19 +93,9 @@ def make_swiglu(shape: ExpertShape, plan: ExpertPlan, threads: int, *, awaited: 
         up = ptx.add_rn(total_of(area, place, value + uint32(8)), ptx.float_of_bits(second << uint32(16)))
         pair = pair_of(lists, unit, place)
         at = int64(pair) * width + int64(tile) * 8 + int64(value)
-        store(out + at * 2, ptx.bf16_bits(_clamped_swiglu(gate, up, limit, alpha)))
+        store(out + at * 2, ptx.bf16_bits(clamped_swiglu(gate, up, limit, alpha)))
 
     return Ending(begin, finish, _make_clear(shape, threads))
-
-
-@device_function
-def _clamped_swiglu(gate: Any, up: Any, limit: Any, alpha: Any) -> Any:
-    """In float32, every product and sum rounded once; comparisons keep NaN."""
-    gate = limit if gate > limit else gate
-    up = limit if up > limit else up
-    up = -limit if up < -limit else up
-    share = ptx.div_rn(float32(1), ptx.add_rn(float32(1), math.exp(-ptx.mul_rn(gate, alpha))))
-    return ptx.mul_rn(ptx.add_rn(up, float32(1)), ptx.mul_rn(gate, share))
 
 
 def _make_clear(shape: ExpertShape, threads: int) -> Any:

@@ -27,6 +27,7 @@ __all__ = [
     "copy_async_4",
     "copy_async_16",
     "copy_async_16_once",
+    "copy_async_16_once_if",
     "copy_async_16_or_zero",
     "count_bits",
     "div_rn",
@@ -81,6 +82,7 @@ __all__ = [
     "sync_threads",
     "sync_warp",
     "varying",
+    "varying_long",
     "wait_for_previous_kernel",
     "warp_max",
     "warp_sum",
@@ -202,9 +204,22 @@ _ONCE = "{ .reg .b64 policy; mov.b64 policy, 0x12F0000000000000; "
 copy_async_16_once = _instruction(
     _ONCE + "cp.async.cg.shared.global.L2::cache_hint.L2::128B [$0], [$1], 16, policy; }", None, (u32, i64)
 )
+# the same for lanes whose number is not zero, without a branch
+copy_async_16_once_if = _instruction(
+    _ONCE
+    + ".reg .pred p; setp.ne.u32 p, $2, 0; "
+    + "@p cp.async.cg.shared.global.L2::cache_hint.L2::128B [$0], [$1], 16, policy; }",
+    None,
+    (u32, i64, u32),
+)
 # The same address, which the assembler takes for another one in each lane. Of one that is the same in all it may make a
 # copy by a uniform register, which with a hint for the L2 comes out as an illegal instruction (nvJitLink 13.0, 9.0).
 varying = _instruction("{ .reg .u32 t; mov.u32 t, %laneid; shr.u32 t, t, 5; add.u32 $0, $1, t; }", u32, (u32,))
+varying_long = _instruction(
+    "{ .reg .u32 t; .reg .u64 w; mov.u32 t, %laneid; shr.u32 t, t, 5; cvt.u64.u32 w, t; add.u64 $0, $1, w; }",
+    i64,
+    (i64,),
+)
 # 4 bytes, by way of L1: what all four lanes of a group need
 copy_async_4 = _instruction("cp.async.ca.shared.global [$0], [$1], 4;", None, (u32, i64))
 copies_commit = _instruction("cp.async.commit_group;", None, ())

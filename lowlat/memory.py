@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from lowlat.errors import ConfigError
-from lowlat.executors.expansion import room_bytes
+from lowlat.executors.experts_room import room_of
 from lowlat.executors.orders import EXPERT_PRODUCTS
 from lowlat.executors.prefill_memory import temporary_bytes
 from lowlat.graphs import Role
@@ -56,7 +56,7 @@ def memory_need(
 
     weights      canonical weights, or tensors without content in their place
     has_kernels  programs run one at a time in the memory of the largest one's scratch, which in prefill has
-                 room for its way through experts; and matrices lie in tiles
+                 room for its experts; and matrices lie in tiles
     """
     kv: dict[str, int] = {}
     state: dict[str, int] = {}
@@ -70,7 +70,7 @@ def memory_need(
                 scratch += spec.num_bytes
             else:
                 (kv if "_cache" in spec.name else state)[spec.name] = spec.num_bytes
-        parts.append(scratch + (room_bytes(program, weights.__getitem__) if has_kernels else 0))
+        parts.append(scratch + (room_of(program, weights.__getitem__).num_bytes if has_kernels else 0))
         if has_kernels:
             temporary = max(temporary, temporary_bytes(program, weights.__getitem__))
         matrices |= {op.weights["weight"] for op in program.ops if op.kind == "linear"}

@@ -90,18 +90,12 @@ class GraphExecutor(KernelExecutor):
         return capture_loop(self._core_stream, body)
 
     def _capture_chunks(self) -> dict[int, torch.cuda.CUDAGraph]:
-        """Prefill's graphs by reach; none where the host has to wait within a chunk."""
-        if not self._prefill.capturable:
-            return {}
+        """Prefill's graphs by reach."""
         with self._failures():
             return capture_chunks(self._prefill, self._prefill.reaches, self.stream)
 
     def _run_chunk(self, reach: int) -> None:
-        graph = self._chunks.get(reach)
-        if graph is None:
-            super()._run_chunk(reach)
-        else:
-            graph.replay()
+        self._chunks[reach].replay()
 
     def _check_addresses(self, bodies: Iterable[Sequence[Group]]) -> None:
         owned = _Addresses([*self.owned(), self._loop_budget, self._stop_flag])
@@ -147,7 +141,7 @@ class GraphExecutor(KernelExecutor):
 
     @property
     def captured_reaches(self) -> tuple[int, ...]:
-        """The reaches of prefill that were captured, ascending: all, or none."""
+        """The reaches of prefill, ascending."""
         return tuple(sorted(self._chunks))
 
     def num_kernels(self, bucket: Bucket) -> int:

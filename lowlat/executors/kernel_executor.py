@@ -16,7 +16,7 @@ from lowlat.errors import ConfigError, DeviceError
 from lowlat.executors import OpHook
 from lowlat.executors.allocation import STATE_ROLES, SharedConstants, clear_blocks, pinned_names
 from lowlat.executors.device_weights import DeviceWeights
-from lowlat.executors.expansion import room_bytes
+from lowlat.executors.experts_room import room_of
 from lowlat.executors.launcher import Launcher
 from lowlat.executors.lowering import Group, Lowering, lower
 from lowlat.executors.orders import expert_parts, weight_orders
@@ -67,7 +67,7 @@ class KernelExecutor:
             self._arguments = ChunkArguments(prefill, device)
             self.state = BufferSet(specs, device, pinned=pinned_names(specs), given=self._arguments.host)
             sizes = [sum(aligned_bytes(spec) for spec in program.specs(Role.SCRATCH)) for program in every]
-            extra = room_bytes(prefill, self._weights.vector)
+            extra = room_of(prefill, self._weights.vector).num_bytes
             self._arena = torch.zeros(max(*sizes, sizes[-1] + extra), dtype=torch.uint8, device=device)
             self.workspace = SharedWorkspace(device)
             self._constants = SharedConstants(device)

@@ -2,9 +2,9 @@
 
 It runs the prefill program's operations by their references, with some of its own: products unpack one matrix at a
 time, embeddings are gathered from a packed table where that is the only copy, attention is torch's fused one, and a
-mixture's rows go to its experts together: by the step's products, or where rows are many by matrices that a kernel
-expands. Row-wise operations are the step's kernels. What differs from chunk to chunk is read on the device, but for
-the reach, which the host knows from the chunk's start.
+mixture's rows go to its experts together, by grouped products over packed matrices. Row-wise operations are the step's
+kernels. What differs from chunk to chunk is read on the device, but for the reach, which the host knows from the
+chunk's start.
 """
 
 from collections.abc import Callable, Hashable, Mapping
@@ -14,20 +14,19 @@ from typing import Any
 import torch
 
 from lowlat.executors.device_weights import DeviceWeights
-from lowlat.executors.expansion import expanded_size, has_few_rows, room_bytes
+from lowlat.executors.experts_room import room_of
 from lowlat.executors.launcher import Launcher
 from lowlat.executors.orders import EXPERT_PRODUCTS, experts_name
 from lowlat.executors.prefill_attention import prefill_attention, reach_of, reaches_of, sight_of
 from lowlat.executors.prefill_experts import (
-    ChunkExperts,
+    GroupedExperts,
     choose_experts,
-    expand_by_kernel,
-    expand_by_torch,
+    down_by_torch,
+    gate_up_by_torch,
     product,
 )
 from lowlat.executors.prefill_kernels import launched, row_calls
 from lowlat.executors.prefill_rows import head_prefill_rows, places_of, prefill_kv_write
-from lowlat.executors.prefill_units import UnitExperts
 from lowlat.executors.reference import arguments_of, meaning_of
 from lowlat.kernels.packing import PackedMatrix, gather_rows, unpack_rows
 from lowlat.program import Op, Program
@@ -39,7 +38,7 @@ class TorchPrefill:
     """Runs one chunk over buffers on the device; matrices are unpacked as they are needed.
 
     buffers   by name, the chunk's arguments on the device among them: see `ChunkArguments`
-    room      uint8, at least `room_bytes`: for experts; None: made here
+    room      uint8, at least as many bytes as `room_of` the program says: for experts; None: made here
     launcher  for kernels; None: torch does all
     A chunk's bits depend on its reach, its size and what its rows see. `reaches` holds all reaches, ascending.
     """
@@ -58,9 +57,7 @@ class TorchPrefill:
         self.reaches = reaches_of(self._size, program.buffers["tokens"].shape[1])
         self._reach = 0  # of the chunk that runs
         self._shared: dict[Hashable, Any] = {}  # what several of its operations want
-        self._chunk: ChunkExperts | None = None
-        self._units: UnitExperts | None = None
-        self._make_experts(program, room, launcher)
+        self._grouped = None if launcher is None else self._make_grouped(program, room, launcher)
         self._bound: list[tuple[Callable[..., None], dict[str, object]]] = []
         bound = [(op, arguments_of(op, buffers)) for op in program.ops]
         rows = [() if launcher is None else row_calls(op, arguments, weights) for op, arguments in bound]
@@ -75,11 +72,6 @@ class TorchPrefill:
                 own = meaning_of(program, op)
                 arguments.update((name, weights.vector(weight)) for name, weight in op.weights.items())
             self._bound.append((own, arguments))
-
-    @property
-    def capturable(self) -> bool:
-        """Whether a chunk runs without a wait of the host for the device."""
-        return self._chunk is None
 
     def reach(self, start: int) -> int:
         """The reach of a chunk that starts there. Raises ConfigError where no chunk does."""
@@ -96,31 +88,20 @@ class TorchPrefill:
     def clear(self) -> None:
         """Drop every reference to buffers and weights."""
         self._bound.clear()
-        self._chunk = self._units = None
+        self._grouped = None
 
-    def _make_experts(self, program: Program, room: torch.Tensor | None, launcher: Launcher | None) -> None:
-        names = [experts_name(op) for op in program.ops if op.kind in EXPERT_PRODUCTS]
-        if not names:
-            return
-        size, device = expanded_size(program, self._weights.vector), self._weights.device
+    def _make_grouped(self, program: Program, room: torch.Tensor | None, launcher: Launcher) -> GroupedExperts:
+        size = room_of(program, self._weights.vector)
         if room is None:
-            num_bytes = size.num_bytes if launcher is None else room_bytes(program, self._weights.vector)
-            room = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        if launcher is not None and has_few_rows(program):
-            self._units = UnitExperts(launcher, room.view(torch.float32))
-            return
-        products = {name: self._weights.experts(name) for name in names}
-        ids = torch.zeros(products[names[0]].num_experts, dtype=torch.int32, device=device)
-        matrices = room.view(torch.bfloat16)
-        expand = expand_by_torch if launcher is None else expand_by_kernel(launcher, products, ids, matrices)
-        self._chunk = ChunkExperts(size, matrices, ids, expand)
+            room = torch.empty(size.num_bytes, dtype=torch.uint8, device=self._weights.device)
+        return GroupedExperts(launcher, size, room)
 
     def _own(self, op: Op, arguments: Mapping[str, object]) -> Callable[..., None] | None:
         if op.kind in EXPERT_PRODUCTS:
             return self._own_product(op, arguments)
         if op.kind == "router":
             weights = {name: self._weights.vector(weight) for name, weight in op.weights.items()}
-            return partial(choose_experts if self._chunk is None else self._chunk.router, **weights)
+            return partial(choose_experts, **weights)
         if op.kind == "embed":
             return lambda tokens, out: self._embed(op, tokens, out)
         if op.kind == "linear":
@@ -132,17 +113,13 @@ class TorchPrefill:
             return self._write
         return head_prefill_rows if op.kind == "head_prefill_rows" else None
 
-    def _own_product(self, op: Op, arguments: Mapping[str, object]) -> Callable[..., None] | None:
-        name = experts_name(op)
+    def _own_product(self, op: Op, arguments: Mapping[str, object]) -> Callable[..., None]:
+        name, gated = experts_name(op), op.kind == "experts_gate_up"
         experts, bias = self._weights.experts(name), self._weights.vector(op.weights["bias"])
-        if self._units is not None and op.kind == "experts_gate_up":
-            return self._units.gate_up(arguments, experts=experts, bias=self._weights.experts_bias(name))
-        if self._units is not None:
-            return self._units.down(**arguments, experts=experts, bias=bias)  # type: ignore[arg-type]
-        if self._chunk is None:
-            return None
-        own = self._chunk.down if op.kind == "experts_down" else self._chunk.gate_up
-        return partial(own, experts=experts, bias=bias)
+        if self._grouped is None:
+            return partial(gate_up_by_torch if gated else down_by_torch, experts=experts, bias=bias)
+        make: Callable[..., Callable[..., None]] = self._grouped.gate_up if gated else self._grouped.down
+        return make(**arguments, experts=experts, bias=self._weights.experts_bias(name) if gated else bias)
 
     def _linear(self, op: Op) -> Callable[..., None]:
         name = op.weights["weight"]

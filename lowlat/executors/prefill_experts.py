@@ -1,107 +1,104 @@
-"""A mixture of experts in prefill: rows grouped by expert, some experts' matrices expanded at once, a batched product.
+"""A mixture of experts in prefill: pairs of a row and a rank grouped by expert, and products of the groups.
 
-The rounding points are those of `lowlat.kernels.reference.experts`. Matrices are expanded into one workspace, which the
-next group of experts takes over. A chunk's products have other shapes for other choices, so its bits depend on all of
-its own tokens: a chunk is only ever shared as a whole.
+On a card our kernels group and multiply, from packed weights; a pair's bits so depend on its row and its expert alone,
+and the host does not wait for the device. Without a launcher torch does it, expert after expert, for tests on a CPU.
+The rounding points are those of `lowlat.kernels.reference.experts`.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from itertools import takewhile
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from lowlat.errors import ConfigError
-from lowlat.executors.expansion import Expansion
+from lowlat.executors.experts_room import ExpertsRoom
 from lowlat.executors.launcher import Launcher
-from lowlat.graphs.launch import Launch
-from lowlat.kernels.expand_expert import expand_experts
+from lowlat.kernels.add_ranks import add_ranks
 from lowlat.kernels.expert_packing import PackedExperts, unpack_expert
+from lowlat.kernels.experts_grouped import grouped_down, grouped_gate_up
+from lowlat.kernels.experts_grouped_plan import GroupedPlan, plan_grouped
+from lowlat.kernels.experts_grouping import group_pairs
+from lowlat.kernels.experts_plan import DOWN, GATE_UP, ExpertShape
+from lowlat.kernels.kernel import KernelCall
+from lowlat.kernels.pair_tiles import most_tiles, tile_pairs_of
 
-__all__ = ["ChunkExperts", "choose_experts", "expand_by_kernel", "expand_by_torch", "product"]
-
-CAPACITY_STEP = 16  # pairs of an expert are padded to a multiple: fewer shapes to choose products for
-
-# experts, ids [n] int32, out [n, N, K] bf16: the matrices of the first are written to the last
-Expand = Callable[[PackedExperts, torch.Tensor, torch.Tensor], None]
-
-
-def expand_by_torch(experts: PackedExperts, ids: torch.Tensor, out: torch.Tensor) -> None:
-    """An `Expand` for any device, some thirty operations an expert."""
-    for place, expert in enumerate(ids.tolist()):
-        out[place] = unpack_expert(experts, expert)
+__all__ = ["GroupedExperts", "choose_experts", "down_by_torch", "gate_up_by_torch", "product"]
 
 
-def expand_by_kernel(
-    launcher: Launcher, products: Mapping[str, PackedExperts], ids: torch.Tensor, room: torch.Tensor
-) -> Expand:
-    """An `Expand` of one launch, on torch's current stream; kernels are compiled and loaded here.
+class GroupedExperts:
+    """Makes the products of a chunk's mixtures; kernels are compiled and loaded when a product is made.
 
-    products  all that will be expanded
-    ids       [E] int32; what is asked for later are parts of it: launches are kept by their place in it
-    room      bf16, for one matrix at least; it is not written here
-    Raises ShapeError for matrices that the kernel does not take.
-    """
-    orders: dict[int, torch.Tensor | None] = {}
-    known: dict[tuple[int, int, int, int], Launch] = {}
-
-    def call(experts: PackedExperts, part: torch.Tensor, out: torch.Tensor) -> Any:
-        return expand_experts(experts, part, out=out, order=orders[experts.words.data_ptr()])[0]
-
-    def expand(experts: PackedExperts, part: torch.Tensor, out: torch.Tensor) -> None:
-        key = (experts.words.data_ptr(), part.data_ptr(), part.numel(), out.data_ptr())
-        if key not in known:
-            known[key] = launcher.prepare(call(experts, part, out))
-        known[key].issue(launcher.stream())
-
-    calls = []
-    for experts in products.values():
-        order = experts.order
-        orders[experts.words.data_ptr()] = None if order is None else order.to(launcher.device, torch.int32)
-        matrix = room[: experts.rows * experts.columns].view(1, experts.rows, experts.columns)
-        calls.append(call(experts, ids[:1], matrix))
-    launcher.compile_ahead(calls)
-    for each in calls:
-        launcher.prepare(each)
-    return expand
-
-
-@dataclass(frozen=True)
-class _Group:
-    """Experts whose products are done together, each with as many places as the one with most pairs needs.
-
-    experts  of the list of experts, those of most pairs first
-    pairs    of the list of pairs, which are in the order of that list
-    places   of the padded list of pairs
+    room  uint8, at least `size.num_bytes`: one layer's lists of pairs, and what its experts add to each row
     """
 
-    experts: slice
-    pairs: slice
-    places: slice
+    def __init__(self, launcher: Launcher, size: ExpertsRoom, room: torch.Tensor) -> None:
+        self._launcher = launcher
+        self._order, self._tiles, self._values = size.cut(room)
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Experts, and the places of each."""
-        count = self.experts.stop - self.experts.start
-        return count, (self.places.stop - self.places.start) // count
+    def gate_up(
+        self,
+        x: torch.Tensor,
+        expert_ids: torch.Tensor,
+        *,
+        experts: PackedExperts,
+        bias: torch.Tensor,
+        out: torch.Tensor,
+        limit: float,
+        alpha: float,
+    ) -> Callable[..., None]:
+        """What groups the pairs, and then does gate and up products and the clamped SwiGLU, over these buffers.
 
+        bias  [E, 2I] in the matrices' own order
+        """
+        tile_pairs, lists = self._lists(expert_ids, experts)
+        calls = group_pairs(expert_ids=expert_ids, num_experts=experts.num_experts, tile_pairs=tile_pairs, **lists)
+        plan = self._plan(GATE_UP, experts, expert_ids, tile_pairs)
+        calls += grouped_gate_up(x=x, **lists, weight=experts, bias=bias, out=out, limit=limit, alpha=alpha, plan=plan)
+        return self._launches(calls)
 
-@dataclass(frozen=True)
-class _Choice:
-    """The pairs (row, rank) of a chunk, grouped by expert.
+    def down(
+        self,
+        activated: torch.Tensor,
+        expert_ids: torch.Tensor,
+        expert_weights: torch.Tensor,
+        *,
+        experts: PackedExperts,
+        bias: torch.Tensor,
+        out: torch.Tensor,
+    ) -> Callable[..., None]:
+        """Down products, weighed and added by rank; they must come right behind `gate_up` of the same ids.
 
-    pairs    [P] int64  the pairs, as row * R + rank, by expert
-    experts  [P] int64  the expert of each
-    places   [P] int64  where it stands among its group's places
-    padded   [T] int64  the pair of each place; any pair in places that no pair has
-    """
+        bias  [E, N]
+        """
+        tile_pairs, lists = self._lists(expert_ids, experts)
+        plan = self._plan(DOWN, experts, expert_ids, tile_pairs)
+        partials = self._values[: expert_ids.numel() * experts.rows].view(*expert_ids.shape, experts.rows)
+        calls = grouped_down(
+            activated=activated, **lists, expert_weights=expert_weights, weight=experts, bias=bias, out=partials,
+            plan=plan,
+        )  # fmt: skip
+        return self._launches(calls + add_ranks(partials=partials, expert_ids=expert_ids, out=out))
 
-    groups: tuple[_Group, ...]
-    pairs: torch.Tensor
-    experts: torch.Tensor
-    places: torch.Tensor
-    padded: torch.Tensor
+    def _lists(self, expert_ids: torch.Tensor, experts: PackedExperts) -> tuple[int, dict[str, torch.Tensor]]:
+        """Pairs of a tile, and the lists of pairs and of tiles."""
+        count = expert_ids.numel()
+        tile_pairs = tile_pairs_of(count, experts.num_experts)
+        tiles = self._tiles[: most_tiles(count, experts.num_experts, tile_pairs)]
+        return tile_pairs, {"order": self._order[:count], "tiles": tiles}
+
+    def _plan(self, kind: str, experts: PackedExperts, expert_ids: torch.Tensor, tile_pairs: int) -> GroupedPlan:
+        quantised = experts.scales is not None
+        shape = ExpertShape(kind, experts.rows, experts.columns, expert_ids.shape[1], quantised)
+        return plan_grouped(tile_pairs, shape, self._launcher.card)
+
+    def _launches(self, calls: Sequence[KernelCall]) -> Callable[..., None]:
+        self._launcher.compile_ahead(calls)
+        launches = [self._launcher.prepare(call) for call in calls]
+
+        def run(**_: object) -> None:
+            stream = self._launcher.stream()
+            for launch in launches:
+                launch.issue(stream)
+
+        return run
 
 
 def choose_experts(
@@ -114,144 +111,54 @@ def choose_experts(
     expert_weights.copy_(torch.softmax(logits.gather(1, chosen), -1))
 
 
-def _add_by_rank(by_rank: torch.Tensor, expert_weights: torch.Tensor, out: torch.Tensor) -> None:
-    """Products [M, R, N] float32, each times its share [M, R], added from the first rank to the last: out [M, N]."""
+def gate_up_by_torch(
+    x: torch.Tensor,
+    expert_ids: torch.Tensor,
+    *,
+    experts: PackedExperts,
+    bias: torch.Tensor,
+    out: torch.Tensor,
+    limit: float,
+    alpha: float,
+) -> None:
+    """Gate and up products and the clamped SwiGLU of rows that are all live: see `reference.experts.experts_gate_up`.
+
+    bias  [E, 2I] in the original order
+    """
+    activated = out.view(expert_ids.numel(), -1)
+    for pairs, products in _products(x, expert_ids.shape[1], expert_ids, experts, bias):
+        gate, up = products.chunk(2, dim=1)
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        activated[pairs] = ((up + 1.0) * (gate * torch.sigmoid(gate * alpha))).to(out.dtype)
+
+
+def down_by_torch(
+    activated: torch.Tensor,
+    expert_ids: torch.Tensor,
+    expert_weights: torch.Tensor,
+    *,
+    experts: PackedExperts,
+    bias: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """Down products of rows that are all live, weighed and added by rank: see `reference.experts.experts_down`."""
+    by_pair = torch.empty(expert_ids.numel(), experts.rows, dtype=torch.float32, device=activated.device)
+    for pairs, products in _products(activated.flatten(0, 1), 1, expert_ids, experts, bias):
+        by_pair[pairs] = products
+    by_rank = by_pair.view(*expert_ids.shape, -1)
     out.zero_()
     for rank in range(by_rank.shape[1]):
         out += expert_weights[:, rank, None] * by_rank[:, rank]
 
 
-class ChunkExperts:
-    """The mixtures of one chunk, layer by layer: the choice, then its two products.
-
-    size    of the room for expanded matrices
-    room    [size.elements] bf16: it belongs to this while a chunk runs
-    ids     [E] int32: the experts, those of most pairs first
-    expand  how matrices are expanded; it is given parts of `ids`
-    The host waits for the device once a layer, to learn how many pairs each expert has.
-    """
-
-    def __init__(self, size: Expansion, room: torch.Tensor, ids: torch.Tensor, expand: Expand) -> None:
-        self._size, self._room, self._ids, self._expand = size, room, ids, expand
-        # written when the device has read what the layer before left there: the host has waited since
-        self._bases = torch.empty(2 * ids.numel(), dtype=torch.int64, pin_memory=ids.is_cuda)
-        self._choice: _Choice | None = None
-
-    def router(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor,
-        *,
-        expert_ids: torch.Tensor,
-        expert_weights: torch.Tensor,
-    ) -> None:
-        """`choose_experts`, and how the pairs are grouped for the products to come."""
-        choose_experts(x, weight, bias, expert_ids=expert_ids, expert_weights=expert_weights)
-        self.choose(expert_ids)
-
-    def choose(self, expert_ids: torch.Tensor) -> None:
-        """Group the pairs of the products to come; expert_ids [M, R] int32, no expert twice in a row, none dead."""
-        chosen = expert_ids.reshape(-1).long()
-        arange = torch.arange(max(chosen.numel(), self._ids.numel()), device=chosen.device)
-        counts = torch.zeros_like(arange[: self._ids.numel()]).scatter_add_(0, chosen, torch.ones_like(chosen))
-        counts, ranked = counts.sort(descending=True, stable=True)
-        self._ids.copy_(ranked)
-        rank_of = torch.empty_like(ranked).scatter_(0, ranked, arange[: ranked.numel()])
-        ranks, pairs = rank_of[chosen].sort(stable=True)
-        within = arange[: pairs.numel()] - (counts.cumsum(0) - counts)[ranks]
-        groups = tuple(_groups(counts.tolist(), self._size.count, expert_ids.shape[0]))
-        own = [place * capacity for group in groups for count, capacity in [group.shape] for place in range(count)]
-        starts = [group.places.start for group in groups for _ in range(group.shape[0])]
-        bases = self._bases[: 2 * len(own)].copy_(torch.tensor(own + starts)).view(2, -1)
-        bases = bases.to(chosen.device, non_blocking=True)
-        places, starts_of = bases[:, ranks]
-        places = places + within
-        padded = torch.zeros(groups[-1].places.stop, dtype=torch.int64, device=chosen.device)
-        padded[places + starts_of] = pairs
-        self._choice = _Choice(groups, pairs, ranked[ranks], places, padded)
-
-    def gate_up(
-        self,
-        x: torch.Tensor,
-        expert_ids: torch.Tensor,
-        *,
-        experts: PackedExperts,
-        bias: torch.Tensor,
-        out: torch.Tensor,
-        limit: float,
-        alpha: float,
-    ) -> None:
-        """Gate and up products and the clamped SwiGLU: see `reference.experts.experts_gate_up`.
-
-        experts  [E, 2I, N]  packed
-        bias     [E, 2I]     in the matrices' original order
-        """
-        flat = out.view(expert_ids.numel(), -1)
-        for pairs, products in self._products(x, expert_ids.shape[1], experts, bias):
-            gate, up = products.chunk(2, -1)
-            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-            flat.index_copy_(0, pairs, ((up + 1.0) * (gate * torch.sigmoid(gate * alpha))).to(out.dtype))
-
-    def down(
-        self,
-        activated: torch.Tensor,
-        expert_ids: torch.Tensor,
-        expert_weights: torch.Tensor,
-        *,
-        experts: PackedExperts,
-        bias: torch.Tensor,
-        out: torch.Tensor,
-    ) -> None:
-        """Down products, weighed and added by rank: see `reference.experts.experts_down`.
-
-        experts  [E, N, I]  packed
-        """
-        rows, count = expert_ids.shape
-        by_pair = torch.empty(rows * count, experts.rows, dtype=torch.float32, device=out.device)
-        for pairs, products in self._products(activated.view(rows * count, -1), 1, experts, bias):
-            by_pair.index_copy_(0, pairs, products)
-        _add_by_rank(by_pair.view(rows, count, -1), expert_weights, out)
-
-    def _products(
-        self, inputs: torch.Tensor, pairs_a_row: int, experts: PackedExperts, bias: torch.Tensor
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Pairs [n] and their products with their experts, biases added, float32 [n, N]: every pair once."""
-        choice = self._choice
-        if choice is None:
-            raise ConfigError("experts' products come behind their router's choice")
-        rows = choice.padded // pairs_a_row
-        size = experts.rows * experts.columns
-        for group in choice.groups:
-            count, capacity = group.shape
-            matrices = self._room[: count * size].view(count, experts.rows, experts.columns)
-            self._expand(experts, self._ids[group.experts], matrices)
-            padded = inputs.index_select(0, rows[group.places]).view(count, capacity, -1)
-            products = _batched(padded, matrices).view(-1, experts.rows).index_select(0, choice.places[group.pairs])
-            products += bias[choice.experts[group.pairs]]
-            yield choice.pairs[group.pairs], products
-
-
-def _groups(counts: list[int], most: int, num_rows: int) -> Iterator[_Group]:
-    """Cut experts of these many pairs, most first, into groups of at most `most`; those of none are left out.
-
-    A group has no more places than a chunk has rows, but for one expert alone: no expert has a row twice.
-    """
-    used = list(takewhile(bool, counts))
-    expert = pair = place = 0
-    while expert < len(used):
-        capacity = -(-used[expert] // CAPACITY_STEP) * CAPACITY_STEP
-        count = min(most, len(used) - expert, max(1, num_rows // capacity))
-        pairs, places = sum(used[expert : expert + count]), count * capacity
-        yield _Group(slice(expert, expert + count), slice(pair, pair + pairs), slice(place, place + places))
-        expert, pair, place = expert + count, pair + pairs, place + places
-
-
-def _batched(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """x [n, c, K] @ weights.T [n, K, N], accumulated in float32."""
-    if x.is_cuda:
-        return torch.bmm(x, weights.transpose(1, 2), out_dtype=torch.float32)
-    return torch.bmm(x.float(), weights.float().transpose(1, 2))
+def _products(
+    inputs: torch.Tensor, pairs_a_row: int, expert_ids: torch.Tensor, experts: PackedExperts, bias: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Pairs [n] of an expert and their products with it, its bias added, float32 [n, N]."""
+    flat = expert_ids.reshape(-1)
+    for expert in flat.unique().tolist():
+        pairs = (flat == expert).nonzero()[:, 0]
+        yield pairs, product(inputs[pairs // pairs_a_row], unpack_expert(experts, expert)) + bias[expert].float()
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

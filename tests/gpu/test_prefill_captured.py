@@ -14,7 +14,6 @@ from recording import run_all
 from tiny_models import PairPaths, make_pair, mxfp4_target
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
-from lowlat.executors import expansion
 from lowlat.executors.graph import GraphExecutor
 from lowlat.executors.launcher import Launcher
 from lowlat.executors.prefill_graphs import capture_chunks
@@ -184,17 +183,6 @@ def test_a_launched_chunk_waits_for_nothing(name: str, pairs: dict[str, PairPath
         executor._run_chunk = checked
         runtime.submit(prompt_of(200, 2), PARAMS)
         run_all(runtime)
-
-
-def test_experts_that_wait_are_prefilled_without_graphs(
-    pairs: dict[str, PairPaths], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(expansion, "FEW_ROWS", 0)
-    with load("mxfp4", pairs, "graph") as runtime:
-        assert isinstance(runtime.executor, GraphExecutor)
-        assert runtime.executor.captured_reaches == ()
-        runtime.submit(prompt_of(100, 2), PARAMS)
-        assert run_all(runtime)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -214,19 +215,19 @@ def test_the_flow_from_cases_to_report(
 
 
 def test_prefill_of_a_small_shape_is_measured(tmp_path: Path) -> None:
-    """On the CPU, where torch expands the experts: in a room for all eight, then for one."""
+    """On the CPU, where torch multiplies."""
     from bench import prefill
     from bench.gpt_oss_cases import SMALL
 
     out = tmp_path / "results" / "prefill.json"
     arguments = ["--small", "--device", "cpu", "--layers", "2", "--chunk", "32", "64", "--replays", "2"]
-    assert prefill.main([*arguments, "--room", "1", "--commit", "abc", "--out", str(out)]) == 0
+    assert prefill.main([*arguments, "--commit", "abc", "--out", str(out)]) == 0
     rows = json.loads(out.read_text())
     assert [row["name"] for row in rows] == [f"small, 2 of 4 layers, chunk of {chunk} at 0" for chunk in (32, 64)]
     for row in rows:
         assert row["all_layers_ms_in_proportion"] == pytest.approx(2 * row["ms_p50"], rel=1e-2)
-        assert row["experts_together"] == SMALL.num_experts == row["distinct_experts_of_the_last_layer"]
-        assert row["room_bytes"] == 2 * SMALL.num_experts * 2 * SMALL.intermediate_size * SMALL.hidden_size
+        assert row["distinct_experts_of_the_last_layer"] == SMALL.num_experts
+        assert row["room_bytes"] > 4 * row["chunk"] * SMALL.num_experts_per_token * SMALL.hidden_size
         assert row["commit"] == "abc"
         assert row["reach"] == row["chunk"] and not row["captured"]  # nothing is captured on a CPU
     with pytest.raises(SystemExit):
@@ -243,14 +244,32 @@ def test_prefill_of_a_dense_shape_is_measured(tmp_path: Path, monkeypatch: pytes
     assert prefill.main([*arguments, "--replays", "2", "--out", str(out)]) == 0
     (row,) = json.loads(out.read_text())
     assert row["name"] == "tiny, 1 of 4 layers, chunk of 32 at 96"
-    assert row["reach"] == 128 and "way" not in row
+    assert row["reach"] == 128 and "room_bytes" not in row
     with pytest.raises(SystemExit):
         prefill.main([*arguments, "--start", "16"])
 
 
-@pytest.mark.parametrize("chunk", [128, 384, 512, 2048])
+def test_the_products_of_prefill_are_entries() -> None:
+    """Every launch has the arrays that it takes, in prefill's own tiles and in others."""
+    from bench.gpt_oss_cases import SMALL
+    from bench.gpt_oss_step import make_weights
+    from bench.grouped_products import Choices, product_entries
+
+    weights = make_weights(SMALL, CPU, alike=False, draft_vocab_size=64)
+    launched: list[Any] = []
+    launcher: Any = SimpleNamespace(device=CPU, card=H200, run=lambda *calls: launched.extend(calls))
+    entries = list(product_entries(launcher, weights, [32], Choices(pairs=[16], warps=[8], skip=[2])))
+    assert len(entries) == 2 * 4 * 3 + 3 and len(launched) == 2
+    kinds = {"gate_up": 1, "down": 1, "mixture": 4, "grouping": 1, "sum": 1, "dense": 1}
+    for entry, operations in entries:
+        assert len(entry.calls(1)) == kinds[entry.name.replace(",", " ").split()[0]]
+        assert (operations > 0) == (entry.name.split()[0] not in ("grouping,", "sum"))
+    assert len({entry.name for entry, _ in entries}) == len(entries)
+
+
+@pytest.mark.parametrize("chunk", [128, 2048])
 def test_the_plan_counts_the_room_for_a_chunk_s_experts(chunk: int) -> None:
-    """Eight gate_up matrices of 120b, or of few rows their products; nothing where torch's operations run."""
+    """What experts add to each row, and lists of pairs and tiles; nothing where torch's operations run."""
     from bench.dense_cases import Case
     from bench.gpt_oss_cases import MODELS, OssCase, model_config
     from bench.gpt_oss_step import shapes_of
@@ -265,10 +284,8 @@ def test_the_plan_counts_the_room_for_a_chunk_s_experts(chunk: int) -> None:
     shapes = replace(shapes, prefill_chunk=chunk)
     prefill, step = build_prefill(shapes), build_step(shapes, Bucket(1, 1, 0), TreeTopology.chain(0))
     scratch = sum(spec.num_bytes for spec in prefill.specs(Role.SCRATCH))
-    room = 8 * 2 * 2 * model.intermediate_size * model.hidden_size
-    assert room <= 256 << 20
-    if chunk <= 384:
-        room = 4 * chunk * 4 * model.hidden_size
+    pairs, tiles = 4 * chunk, {128: 512 // 16 + 128, 2048: 8192 // 96 + 128}[chunk]
+    room = sum(-(-each // 256) * 256 for each in (4 * pairs, 16 * tiles, 4 * pairs * model.hidden_size))
     need = memory_need((step, prefill), weights, CPU, has_kernels=True)
     assert need.scratch_bytes == scratch + room
     assert memory_need((prefill,), weights, CPU).scratch_bytes == scratch

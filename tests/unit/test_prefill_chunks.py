@@ -167,10 +167,8 @@ def poisoned(buffers: BufferSet) -> None:
 
 
 def test_a_chunk_asks_nothing_of_the_device(tmp_path: Path) -> None:
-    """A dense model's; a mixture's is told from it by `capturable`."""
     pair = pair_of("llama", tmp_path)
     prefill, arguments, _ = make_prefill(pair, build_prefill(pair.geometry), torch.device("cpu"))
-    assert prefill.capturable
     arguments.send()
     prefill.run(prefill.reaches[0])  # what is looked up once
     rows, live = torch.zeros(SIZE, 1, 1), torch.ones(SIZE, dtype=torch.uint8)
@@ -182,12 +180,6 @@ def test_a_chunk_asks_nothing_of_the_device(tmp_path: Path) -> None:
             kv.prefill_kv_write(rows, rows, live, table, table[0], k_cache=cache, v_cache=cache)
         with pytest.raises(AssertionError, match="item"), torch.inference_mode():
             table[0, live[0]]
-
-
-def test_experts_that_wait_for_the_host_are_known(tmp_path: Path) -> None:
-    pair = pair_of("mxfp4", tmp_path)
-    prefill, _, _ = make_prefill(pair, build_prefill(pair.geometry), torch.device("cpu"))
-    assert not prefill.capturable
 
 
 @pytest.mark.parametrize("name", NAMES)

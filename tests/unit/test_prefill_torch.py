@@ -12,8 +12,8 @@ from prefill_cases import NAMES, chunk_differences, make_named
 from tiny_models import mxfp4_target
 
 from lowlat.executors import prefill_kernels
-from lowlat.executors.expansion import Expansion, expanded_size, has_few_rows, room_bytes
-from lowlat.executors.prefill_experts import ChunkExperts, expand_by_kernel, expand_by_torch
+from lowlat.executors.experts_room import ExpertsRoom, room_of
+from lowlat.executors.prefill_experts import choose_experts, down_by_torch, gate_up_by_torch
 from lowlat.kernels.expert_packing import PackedExperts, pack_experts, unpack_expert
 from lowlat.kernels.kernel import H200
 from lowlat.kernels.packing import gate_up_order
@@ -48,20 +48,11 @@ def choices(kind: str, rows: int) -> torch.Tensor:
     return torch.stack([torch.randperm(7)[:2] for _ in range(rows)]).int()
 
 
-def chunk_of(num_experts: int, elements: int, together: int) -> ChunkExperts:
-    """Room for so many experts at once, full of NaN."""
-    size = Expansion(together, together * elements)
-    room = torch.full((size.elements,), NAN, dtype=BF16)
-    return ChunkExperts(size, room, torch.zeros(num_experts, dtype=torch.int32), expand_by_torch)
-
-
 @pytest.mark.parametrize("quantised", [False, True], ids=["bf16", "mxfp4"])
 @pytest.mark.parametrize("kind", ["random", "alike", "one"])
-@pytest.mark.parametrize("together", [1, 3, 7])
-def test_experts_of_a_chunk_are_the_reference_s(kind: str, quantised: bool, together: int) -> None:
+def test_experts_of_a_chunk_are_the_reference_s(kind: str, quantised: bool) -> None:
     torch.manual_seed(4)
     rows, width, inner = 67, 96, 64
-    chunk = chunk_of(7, 2 * inner * width, together)
     ids, shares = choices(kind, rows), torch.softmax(torch.randn(rows, 2), 1)
     x = torch.randn(rows, width).to(BF16)
     weights, packed = random_experts(2 * inner, width, quantised, gate_up_order(inner))
@@ -69,14 +60,13 @@ def test_experts_of_a_chunk_are_the_reference_s(kind: str, quantised: bool, toge
     found, expected = torch.full((2, rows, 2, inner), NAN, dtype=BF16)
     limits: dict[str, Any] = {"limit": 1.5, "alpha": 1.702}
     reference.experts_gate_up(x, ids, bias, **weights, out=expected, **limits)
-    chunk.choose(ids)
-    chunk.gate_up(x, ids, experts=packed, bias=bias, out=found, **limits)
+    gate_up_by_torch(x, ids, experts=packed, bias=bias, out=found, **limits)
     assert close(found, expected, 2e-3)
     weights, packed = random_experts(width, inner, quantised, None)
     bias = torch.randn(7, width).to(BF16)
     found, wanted = torch.full((2, rows, width), NAN)
     reference.experts_down(expected, ids, shares, bias, **weights, out=wanted)
-    chunk.down(expected, ids, shares, experts=packed, bias=bias, out=found)
+    down_by_torch(expected, ids, shares, experts=packed, bias=bias, out=found)
     assert close(found, wanted, 1e-5)
 
 
@@ -86,7 +76,7 @@ def test_the_choice_of_a_chunk_is_the_reference_s() -> None:
     weight[7], bias[7] = weight[2], bias[2]
     found: dict[str, Any] = {"expert_ids": torch.zeros(19, 4, dtype=torch.int32), "expert_weights": torch.zeros(19, 4)}
     expected = {name: tensor.clone() for name, tensor in found.items()}
-    chunk_of(9, 1, 1).router(x, weight, bias, **found)
+    choose_experts(x, weight, bias, **found)
     reference.router(x, weight, bias, **expected)
     assert torch.equal(found["expert_ids"], expected["expert_ids"])
     assert close(found["expert_weights"], expected["expert_weights"], 1e-5)
@@ -102,23 +92,33 @@ def test_a_chunk_is_the_reference_s(name: str, tmp_path: Path) -> None:
         assert float(differences.max()) < 4e-2, buffer
 
 
-def test_the_room_for_experts_is_bounded_and_that_of_their_largest_product(tmp_path: Path) -> None:
+def test_the_room_for_experts_is_that_of_one_layer_s_lists_and_products(tmp_path: Path) -> None:
     mxfp4_target(tmp_path, num_local_experts=9, num_experts_per_tok=4, hidden_size=64, intermediate_size=96)
     pair = Pair(tmp_path)
-    program = build_prefill(pair.geometry)
-    size = expanded_size(program, pair.source.__getitem__)
-    assert (size.count, size.elements) == (9, 9 * 192 * 64)
-    assert expanded_size(pair.program(0, 1), pair.source.__getitem__).num_bytes == 0  # a step expands none
+    pair.geometry = replace(pair.geometry, prefill_chunk=96)
+    room = room_of(build_prefill(pair.geometry), pair.source.__getitem__)
+    assert room == ExpertsRoom(96 * 4, 96 * 4 // 64 + 9, 96 * 4 * 64)
+    assert room.num_bytes == 4 * 96 * 4 + 256 + 4 * 96 * 4 * 64
+    memory = torch.zeros(room.num_bytes + 7, dtype=torch.uint8)
+    order, tiles, values = room.cut(memory)
+    assert (order.shape, tiles.shape, values.shape) == ((384,), (15, 4), (384 * 64,))
+    for part in (order, tiles, values):
+        assert not part.any()
+        part.fill_(1)
+    assert values.data_ptr() + 4 * values.numel() == memory.data_ptr() + room.num_bytes and not memory[-7:].any()
+    step = room_of(pair.program(0, 1), pair.source.__getitem__)
+    assert step.num_bytes == 0 and not any(part.numel() for part in step.cut(memory))  # a step has others
 
 
 class StandInLauncher:
-    """In place of a launcher: its launches do by the reference what the step's products mean."""
+    """In place of a launcher: its launches do by torch what kernels mean."""
 
     card = H200
 
     def __init__(self, pair: Pair) -> None:
         self._pair, self.compiled = pair, 0
         self.kernels: list[str] = []
+        self._ids = torch.empty(0)
 
     def compile_ahead(self, calls: Any) -> int:
         self.compiled += len(list(calls))
@@ -128,34 +128,53 @@ class StandInLauncher:
         return "stream"
 
     def prepare(self, call: Any) -> Any:
-        self.kernels.append(call.kernel.name)
+        name = call.kernel.name
+        self.kernels.append(name)
+        means: dict[str, Any] = {"experts_grouping": self._group, "experts_grouped_gate_up": self._gate_up}
+        means |= {"experts_grouped_down": self._down, "add_ranks": self._add}
+        meaning = next(function for kind, function in means.items() if name.startswith(kind))
 
         def issue(stream: str) -> None:
             assert stream == "stream"
-            words, _, inputs, ids, shares, bias, out, pairs, limit, alpha = call.arguments
-            assert ids.numel() == pairs
-            matrices, order = self._matrices(words)
-            if isinstance(shares, torch.Tensor):
-                for rank in range(ids.shape[1]):
-                    own = ids[:, rank].long()
-                    rows = torch.einsum("mni,mi->mn", matrices[own].float(), inputs[:, rank].float())
-                    out[:, rank] = shares[:, rank, None] * (rows + bias[own].float())
-                return
-            own = torch.empty_like(bias)
-            own[:, order] = bias
-            reference.experts_gate_up(inputs, ids, own, weight=matrices, out=out, limit=limit, alpha=alpha)
+            meaning(*call.arguments)
 
         return SimpleNamespace(issue=issue)
 
-    def _matrices(self, words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _group(self, ids: Any, order: Any, tiles: Any, count: int, tile_pairs: int, capacity: int) -> None:
+        assert (count, tile_pairs, capacity) == (ids.numel(), 64, len(tiles)) and order.numel() == count
+        order.copy_(ids.view(-1).sort(stable=True)[1])
+        self._ids = ids
+
+    def _gate_up(self, words: Any, _: Any, x: Any, order: Any, tiles: Any, *rest: Any) -> None:
+        _, bias, out, limit, alpha = rest
+        matrices, rows = self._matrices(words, order)
+        assert rows is not None
+        own = torch.empty_like(bias)
+        own[:, rows] = bias
+        reference.experts_gate_up(x, self._ids, own, weight=matrices, out=out, limit=limit, alpha=alpha)
+
+    def _down(self, words: Any, _: Any, inputs: Any, order: Any, tiles: Any, *rest: Any) -> None:
+        shares, bias, out, *_ = rest
+        matrices, _ = self._matrices(words, order)
+        for rank in range(self._ids.shape[1]):
+            own = self._ids[:, rank].long()
+            rows = torch.einsum("mni,mi->mn", matrices[own].float(), inputs[:, rank].float())
+            out[:, rank] = shares[:, rank, None] * (rows + bias[own].float())
+
+    def _add(self, partials: Any, ids: Any, out: Any, rows: int) -> None:
+        assert torch.equal(ids, self._ids) and rows == len(ids)
+        out.copy_(partials.sum(1))
+
+    def _matrices(self, words: torch.Tensor, order: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        assert torch.equal(order, self._ids.view(-1).sort(stable=True)[1])  # this layer's
         layers = range(self._pair.target.config.num_layers)
         names = [f"layers.{layer}.experts.{part}" for layer in layers for part in ("gate_up", "down")]
         packed = next(each for each in map(self._pair.weights.experts, names) if each.words is words)
         return torch.stack([unpack_expert(packed, expert) for expert in range(packed.num_experts)]), packed.order
 
 
-def test_few_rows_take_the_step_s_products(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What stands for the launches reads what they were given; 96 rows of four experts are two launches a product."""
+def test_a_chunk_s_experts_are_four_launches_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stands for the launches reads what they were given."""
     torch.manual_seed(7)
     monkeypatch.setattr(prefill_kernels, "ROW_KERNELS", {})  # the stand-in knows experts' products alone
     pair = make_named("mxfp4", tmp_path)
@@ -163,36 +182,4 @@ def test_few_rows_take_the_step_s_products(tmp_path: Path, monkeypatch: pytest.M
     launcher: Any = StandInLauncher(pair)
     for buffer, differences in chunk_differences(pair, torch.device("cpu"), launcher).items():
         assert float(differences.max()) < 4e-2, buffer
-    assert launcher.compiled == len(launcher.kernels) == 2 * 2 * pair.target.config.num_layers
-    program = build_prefill(pair.geometry)
-    assert has_few_rows(program) and room_bytes(program, pair.source.__getitem__) == 96 * 4 * 64 * 4
-
-
-def test_launches_of_an_expansion_are_made_once_for_each_part_of_the_list() -> None:
-    """The kernel is asked for the experts in a part of the list, with the packed rows' order, into the room."""
-    _, packed = random_experts(32, 64, True, gate_up_order(16))
-    issued: list[tuple[str, list[int], int]] = []
-
-    def prepare(call: Any) -> Any:
-        words, scales, order, ids, out = call.arguments
-        assert words is packed.words and scales is packed.scales
-        assert torch.equal(order, gate_up_order(16).int())
-        assert call.grid == (len(ids), 1, 1)  # two tiles, of eight a block
-
-        def issue(stream: str) -> None:
-            issued.append((stream, ids.tolist(), out.data_ptr()))
-
-        prepared.append(call)
-        return SimpleNamespace(issue=issue)
-
-    prepared: list[Any] = []
-    launcher: Any = SimpleNamespace(
-        device=torch.device("cpu"), prepare=prepare, compile_ahead=len, stream=lambda: "stream"
-    )
-    ids, room = torch.arange(6, -1, -1, dtype=torch.int32), torch.zeros(3 * 32 * 64, dtype=BF16)
-    expand = expand_by_kernel(launcher, {"up": packed}, ids, room)
-    assert len(prepared) == 1 and not issued
-    for part in (slice(0, 3), slice(3, 5), slice(0, 3)):
-        expand(packed, ids[part], room[: 32 * 64 * (part.stop - part.start)].view(-1, 32, 64))
-    assert [each[1] for each in issued] == [[6, 5, 4], [3, 2], [6, 5, 4]]
-    assert {each[2] for each in issued} == {room.data_ptr()} and len(prepared) == 3
+    assert launcher.compiled == len(launcher.kernels) == 4 * pair.target.config.num_layers

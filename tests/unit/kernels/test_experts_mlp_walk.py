@@ -32,7 +32,7 @@ from lowlat.kernels.experts_plan import DOWN, GATE_UP, ExpertShape
 from lowlat.kernels.kernel import Card
 
 PARTS = ("plan", "list", "multiply", "copy", "product", "gate_up", "down", "choice", "sum", "mlp_plan", "mlp")
-NAMES = ("handover", "norm_row", "norm_math", "awaited", *(f"experts_{part}" for part in PARTS))
+NAMES = ("handover", "norm_row", "norm_math", "awaited", "activation", *(f"experts_{part}" for part in PARTS))
 
 
 class Mixture:

@@ -30,7 +30,7 @@ from lowlat.kernels.experts_plan import DOWN, GATE_UP, ExpertShape, plan_experts
 from lowlat.kernels.kernel import H200, Card
 
 PARTS = ("plan", "list", "multiply", "copy", "product", "gate_up", "down")
-NAMES = ("handover", *(f"experts_{part}" for part in PARTS), "norm_row", "norm_math", "awaited")
+NAMES = ("handover", *(f"experts_{part}" for part in PARTS), "norm_row", "norm_math", "awaited", "activation")
 SMALL = Card(3, 100 * 1024, (9, 0))
 
 

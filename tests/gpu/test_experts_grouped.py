@@ -1,0 +1,202 @@
+"""Grouped products of experts against the reference and float64, and a pair's bits in any company and tiles."""
+
+from typing import Any
+
+import pytest
+import torch
+from expert_cases import (
+    ALPHA,
+    LIMIT,
+    Experts,
+    all_codes_and_scales,
+    choices,
+    make_experts,
+    shares_of,
+    want_gate_up,
+)
+
+from lowlat.executors.launcher import Launcher
+from lowlat.kernels.add_ranks import add_ranks
+from lowlat.kernels.expert_packing import unpack_expert
+from lowlat.kernels.experts_grouped import grouped_down, grouped_gate_up
+from lowlat.kernels.experts_grouped_plan import GroupedPlan, plan_grouped
+from lowlat.kernels.experts_grouping import group_pairs
+from lowlat.kernels.experts_plan import DOWN, GATE_UP, ExpertShape
+from lowlat.kernels.pair_tiles import TILE_PAIRS, most_tiles
+
+pytestmark = pytest.mark.gpu
+
+FILL = -77
+
+
+@pytest.fixture(scope="module")
+def launcher() -> Launcher:
+    """One launcher for all tests."""
+    return Launcher(torch.device("cuda", 0))
+
+
+def groups(launcher: Launcher, ids: torch.Tensor, num_experts: int, tile_pairs: int) -> dict[str, torch.Tensor]:
+    count = ids.numel()
+    order = torch.full((count,), FILL, dtype=torch.int32, device="cuda")
+    tiles = torch.full((most_tiles(count, num_experts, tile_pairs), 4), FILL, dtype=torch.int32, device="cuda")
+    lists = {"order": order, "tiles": tiles}
+    launcher.run(*group_pairs(expert_ids=ids, num_experts=num_experts, tile_pairs=tile_pairs, **lists))
+    return lists
+
+
+def plan_of(
+    launcher: Launcher, kind: str, experts: Experts, ids: torch.Tensor, tile_pairs: int, **changes: int
+) -> GroupedPlan:
+    packed = experts.packed
+    shape = ExpertShape(kind, packed.rows, packed.columns, ids.shape[1], packed.scales is not None)
+    return plan_grouped(tile_pairs, shape, launcher.card, **changes)
+
+
+def run_gate_up(
+    launcher: Launcher, experts: Experts, x: torch.Tensor, ids: torch.Tensor, tile_pairs: int, **changes: int
+) -> torch.Tensor:
+    packed = experts.packed
+    out = torch.full((*ids.shape, packed.rows // 2), FILL, device="cuda", dtype=torch.bfloat16)
+    assert experts.order is not None
+    bias = experts.bias[:, experts.order.cuda()].contiguous()
+    plan = plan_of(launcher, GATE_UP, experts, ids, tile_pairs, **changes)
+    lists = groups(launcher, ids, packed.num_experts, tile_pairs)
+    launcher.run(*grouped_gate_up(x=x, **lists, weight=packed, bias=bias, out=out, limit=LIMIT, alpha=ALPHA, plan=plan))
+    return out
+
+
+def run_down(
+    launcher: Launcher, experts: Experts, activated: torch.Tensor, ids: torch.Tensor, tile_pairs: int, **changes: int
+) -> torch.Tensor:
+    packed = experts.packed
+    out = torch.full((*ids.shape, packed.rows), float(FILL), device="cuda")
+    plan = plan_of(launcher, DOWN, experts, ids, tile_pairs, **changes)
+    lists = groups(launcher, ids, packed.num_experts, tile_pairs)
+    calls = grouped_down(
+        activated=activated, **lists, expert_weights=shares_of(ids), weight=packed, bias=experts.bias, out=out,
+        plan=plan,
+    )  # fmt: skip
+    launcher.run(*calls)
+    return out
+
+
+def apart(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+@pytest.mark.parametrize(
+    ("rows", "ranks", "num_experts", "kind"),
+    [
+        (1, 4, 128, "random"),
+        (2048, 4, 128, "random"),
+        (700, 4, 128, "shared"),
+        (999, 2, 512, "dead"),
+        (5, 4, 9, "none"),
+    ],
+)
+def test_pairs_are_grouped_by_expert(launcher: Launcher, rows: int, ranks: int, num_experts: int, kind: str) -> None:
+    ids = choices(kind, rows, ranks, num_experts, "cuda")
+    flat = ids.view(-1).long()
+    want = torch.where(flat < 0, num_experts, flat).sort(stable=True)[1][: int((flat >= 0).sum())]
+    counts = torch.bincount(flat[flat >= 0], minlength=num_experts).tolist()
+    for tile_pairs in TILE_PAIRS:
+        lists, place, tiles = groups(launcher, ids, num_experts, tile_pairs), 0, []
+        for expert, count in enumerate(counts):
+            cuts = range(0, count, tile_pairs)
+            tiles += [[expert, place + cut, min(tile_pairs, count - cut), 0] for cut in cuts]
+            place += count
+        assert torch.equal(lists["order"][: len(want)].long(), want)
+        assert lists["tiles"][: len(tiles)].tolist() == tiles and not lists["tiles"][len(tiles) :].any()
+
+
+@pytest.mark.parametrize("quantised", [True, False])
+@pytest.mark.parametrize(
+    ("num_experts", "ranks", "width", "depth"), [(4, 4, 192, 96), (32, 4, 5760, 2880), (8, 2, 352, 2080)]
+)
+def test_gate_up_is_the_reference_s(
+    launcher: Launcher, quantised: bool, num_experts: int, ranks: int, width: int, depth: int
+) -> None:
+    experts = make_experts(num_experts, width, depth, quantised=quantised, gated=True, device="cuda")
+    for tile_pairs, rows in ((16, 3), (32, 40), (64, 150), (96, 260)):
+        x = torch.randn(rows, depth, device="cuda").bfloat16()
+        for kind in ("random", "shared", "dead"):
+            ids = choices(kind, rows, ranks, num_experts, "cuda")
+            got, live = run_gate_up(launcher, experts, x, ids, tile_pairs), ids >= 0
+            assert (got[~live] == FILL).all()
+            assert apart(got[live], want_gate_up(experts, x, ids)[live]) < 4e-3, (tile_pairs, kind)
+
+
+@pytest.mark.parametrize("quantised", [True, False])
+@pytest.mark.parametrize(
+    ("num_experts", "ranks", "width", "depth"), [(4, 4, 100, 96), (32, 4, 2880, 2880), (8, 2, 40, 2080)]
+)
+def test_down_is_float64_s(
+    launcher: Launcher, quantised: bool, num_experts: int, ranks: int, width: int, depth: int
+) -> None:
+    """Dead pairs are neither read nor written; what is added by rank is the reference's sum, bit for bit."""
+    experts = make_experts(num_experts, width, depth, quantised=quantised, gated=False, device="cuda")
+    matrices = torch.stack([unpack_expert(experts.packed, expert) for expert in range(num_experts)])
+    for tile_pairs, rows in ((16, 3), (32, 40), (64, 150), (96, 260)):
+        for kind in ("random", "shared", "dead"):
+            ids = choices(kind, rows, ranks, num_experts, "cuda")
+            activated, live = torch.randn(rows, ranks, depth, device="cuda").bfloat16(), ids >= 0
+            activated[~live] = torch.nan
+            got = run_down(launcher, experts, activated, ids, tile_pairs)
+            assert (got[~live] == FILL).all()
+            want, shares = torch.zeros_like(got, dtype=torch.float64), shares_of(ids).double()
+            for expert in range(num_experts):
+                mine = ids == expert
+                products = activated[mine].double() @ matrices[expert].double().T + experts.bias[expert].double()
+                want[mine] = shares[mine][:, None] * products
+            assert apart(got[live], want[live]) < 1e-5, (tile_pairs, kind)
+            total, summed = torch.full((2, rows, width), torch.nan, device="cuda")
+            launcher.run(*add_ranks(partials=got, expert_ids=ids, out=total))
+            summed.zero_()
+            for rank in range(ranks):
+                summed += torch.where(live[:, rank, None], got[:, rank], 0)
+            assert torch.equal(total, summed)
+
+
+@pytest.mark.parametrize("quantised", [True, False])
+@pytest.mark.parametrize(("gated", "width", "depth"), [(True, 5760, 2880), (False, 2880, 2880), (False, 100, 96)])
+def test_a_pair_has_the_same_bits_in_any_company(
+    launcher: Launcher, quantised: bool, gated: bool, width: int, depth: int
+) -> None:
+    """Alone, beside inputs that are no numbers, in tiles, blocks and pipelines of every size."""
+    experts = make_experts(8, width, depth, quantised=quantised, gated=gated, device="cuda")
+    run: Any = run_gate_up if gated else run_down
+    own, ids = torch.randn(1, 4, depth, device="cuda").bfloat16(), choices("random", 1, 4, 8, "cuda")
+    own = own[:, 0] if gated else own
+    alone = run(launcher, experts, own, ids, 16)
+    for rows in (9, 70, 300):
+        for kind in ("random", "shared"):
+            inputs = torch.full((rows, *own.shape[1:]), torch.nan, dtype=torch.bfloat16, device="cuda")
+            others = choices(kind, rows, 4, 8, "cuda")
+            place = int(torch.randint(rows, (1,)))
+            inputs[place], others[place] = own[0], ids[0]
+            for tile_pairs in TILE_PAIRS:
+                for changes in ({}, {"warps": 8}, {"stages": 2}):
+                    assert torch.equal(run(launcher, experts, inputs, others, tile_pairs, **changes)[place], alone[0])
+
+
+def test_every_code_at_every_scale_is_exact(launcher: Launcher) -> None:
+    packed = all_codes_and_scales("cuda")
+    rows = packed.rows // 4 * 4
+    matrix = unpack_expert(packed, 0)[:rows]
+    held = type(packed)(packed.words, packed.scales, 1, rows, packed.columns)
+    experts = Experts({}, held, torch.zeros(1, rows, device="cuda").bfloat16(), None)
+    activated = torch.eye(64, device="cuda").bfloat16()[:, None]
+    ids = torch.zeros(64, 1, dtype=torch.int32, device="cuda")
+    for tile_pairs in TILE_PAIRS:
+        assert torch.equal(run_down(launcher, experts, activated, ids, tile_pairs)[:, 0], matrix.float().T)
+
+
+def test_limits_and_infinities(launcher: Launcher) -> None:
+    """Products past the limits are clamped as the reference does; what is not a number stays so, in its row alone."""
+    experts = make_experts(4, 192, 96, quantised=True, gated=True, device="cuda", scales=(126, 134))
+    x, ids = torch.randn(40, 96, device="cuda").bfloat16() * 100, choices("random", 40, 4, 4, "cuda")
+    x[1, 5] = torch.nan
+    got, want = run_gate_up(launcher, experts, x, ids, 32), want_gate_up(experts, x, ids)
+    torch.testing.assert_close(got, want, rtol=2**-6, atol=1e-6, equal_nan=True)
+    assert got[1].isnan().all()
+    assert got[2:].isfinite().all()

@@ -1,0 +1,263 @@
+"""Grouped products of experts, walked thread by thread on a CPU: grouping, both products, the sum by rank.
+
+Small sizes; the walker checks every address, and copies arrive both as late and as early as they can.
+"""
+
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from expert_cases import (
+    ALPHA,
+    LIMIT,
+    Experts,
+    all_codes_and_scales,
+    choices,
+    make_experts,
+    shares_of,
+    want_down,
+    want_gate_up,
+)
+from kernel_inventory import B200, CARDS
+from kernel_walk import Walker, walkable
+
+from lowlat.errors import ShapeError
+from lowlat.kernels.add_ranks import add_ranks
+from lowlat.kernels.expert_packing import unpack_expert
+from lowlat.kernels.experts_grouped import grouped_down, grouped_gate_up
+from lowlat.kernels.experts_grouped_plan import GroupedPlan, plan_grouped
+from lowlat.kernels.experts_grouping import group_pairs
+from lowlat.kernels.experts_plan import DOWN, GATE_UP, ExpertShape
+from lowlat.kernels.kernel import H200, Card
+from lowlat.kernels.pair_tiles import most_tiles, tile_pairs_of
+
+NAMES = ("activation", "norm_math", "norm_row", "norm", "experts_plan", "experts_multiply", "experts_grouped_plan")
+KERNELS = ("experts_grouping", "experts_grouped_tile", "experts_grouped", "add_ranks")
+FILL = -77
+
+
+def walked(walker: Walker) -> Any:
+    return walkable(walker, *NAMES, *KERNELS)
+
+
+def named(modules: list[ModuleType]) -> SimpleNamespace:
+    return SimpleNamespace(**dict(zip((*NAMES, *KERNELS), modules, strict=True)))
+
+
+def wanted_groups(ids: torch.Tensor, num_experts: int, tile_pairs: int) -> tuple[list[int], list[list[int]]]:
+    """Pairs by expert, and the tiles."""
+    order: list[int] = []
+    tiles: list[list[int]] = []
+    flat = ids.reshape(-1).tolist()
+    for expert in range(num_experts):
+        pairs = [pair for pair, chosen in enumerate(flat) if chosen == expert]
+        for start in range(0, len(pairs), tile_pairs):
+            tiles.append([expert, len(order) + start, min(tile_pairs, len(pairs) - start), 0])
+        order += pairs
+    return order, tiles
+
+
+def grouped(
+    walker: Walker, kernels: SimpleNamespace, ids: torch.Tensor, num_experts: int, tile_pairs: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    order = torch.full((ids.numel(),), FILL, dtype=torch.int32)
+    tiles = torch.full((most_tiles(ids.numel(), num_experts, tile_pairs), 4), FILL, dtype=torch.int32)
+    calls = kernels.experts_grouping.group_pairs(
+        expert_ids=ids, num_experts=num_experts, tile_pairs=tile_pairs, order=order, tiles=tiles
+    )
+    walker.run(*calls)
+    return order, tiles
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "ranks", "num_experts", "tile_pairs"),
+    [
+        ("random", 1, 1, 3, 16),
+        ("random", 37, 4, 40, 16),
+        ("shared", 50, 2, 5, 16),
+        ("dead", 41, 3, 64, 2),
+        ("apart", 33, 2, 7, 4),
+        ("none", 9, 4, 6, 16),
+        ("last", 40, 1, 33, 32),
+    ],
+)
+def test_pairs_are_grouped_by_expert(kind: str, rows: int, ranks: int, num_experts: int, tile_pairs: int) -> None:
+    """More pairs than a round of a warp, more experts than lanes, tiles cut and not; nothing more is written."""
+    ids = choices(kind, rows, ranks, num_experts)
+    if kind == "last":
+        ids[:] = num_experts - 1
+    walker = Walker()
+    with walked(walker) as modules:
+        order, tiles = grouped(walker, named(modules), ids, num_experts, tile_pairs)
+    want_order, want_tiles = wanted_groups(ids, num_experts, tile_pairs)
+    assert order[: len(want_order)].tolist() == want_order and (order[len(want_order) :] == FILL).all()
+    assert tiles[: len(want_tiles)].tolist() == want_tiles and not tiles[len(want_tiles) :].any()
+
+
+def test_a_warp_goes_through_its_pairs_in_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many warps as a block may have are too many to walk: two of them here, of three rounds and of two."""
+    ids, walker = choices("random", 37, 4, 9), Walker()
+    with walked(walker) as modules:
+        kernels = named(modules)
+        monkeypatch.setattr(kernels.experts_grouping, "MAX_WARPS", 2)
+        order, tiles = grouped(walker, kernels, ids, 9, 16)
+    want_order, want_tiles = wanted_groups(ids, 9, 16)
+    assert order.tolist() == want_order and tiles[: len(want_tiles)].tolist() == want_tiles
+
+
+def run_gate_up(
+    walker: Walker, experts: Experts, x: torch.Tensor, ids: torch.Tensor, plan: GroupedPlan
+) -> torch.Tensor:
+    packed = experts.packed
+    out = torch.full((*ids.shape, packed.rows // 2), FILL, dtype=torch.bfloat16)
+    with walked(walker) as modules:
+        kernels = named(modules)
+        order, tiles = grouped(walker, kernels, ids, packed.num_experts, plan.pairs)
+        calls = kernels.experts_grouped.grouped_gate_up(
+            x=x, order=order, tiles=tiles, weight=packed, bias=experts.bias[:, experts.order].contiguous(), out=out,
+            limit=LIMIT, alpha=ALPHA, plan=plan,
+        )  # fmt: skip
+        walker.run(*calls)
+    return out
+
+
+def run_down(
+    walker: Walker, experts: Experts, activated: torch.Tensor, ids: torch.Tensor, plan: GroupedPlan
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weighed products, and their sums by rank."""
+    packed = experts.packed
+    out = torch.full((*ids.shape, packed.rows), float(FILL))
+    total = torch.full((ids.shape[0], packed.rows), torch.nan)
+    with walked(walker) as modules:
+        kernels = named(modules)
+        order, tiles = grouped(walker, kernels, ids, packed.num_experts, plan.pairs)
+        calls = kernels.experts_grouped.grouped_down(
+            activated=activated, order=order, tiles=tiles, expert_weights=shares_of(ids), weight=packed,
+            bias=experts.bias, out=out, plan=plan,
+        )  # fmt: skip
+        calls += kernels.add_ranks.add_ranks(partials=out, expert_ids=ids, out=total)
+        walker.run(*calls)
+    return out, total
+
+
+@pytest.mark.parametrize(
+    ("late", "kind", "rows", "ranks", "quantised", "plan"),
+    [
+        (True, "random", 5, 2, True, GroupedPlan(16, 2, 3, 1)),
+        (False, "shared", 19, 1, True, GroupedPlan(16, 1, 2, 1)),
+        (True, "dead", 20, 2, True, GroupedPlan(32, 1, 4, 2)),
+        (True, "random", 6, 2, False, GroupedPlan(16, 1, 3, 1)),
+    ],
+)
+def test_gate_up_is_the_reference_s(
+    late: bool, kind: str, rows: int, ranks: int, quantised: bool, plan: GroupedPlan
+) -> None:
+    """Three tiles of weights, so of the last two one is missing; five steps; tiles of pairs that are full and that hold
+    fewer; experts that nobody chose."""
+    experts = make_experts(4, 48, 288, quantised=quantised, gated=True)
+    x, ids = torch.randn(rows, 288).bfloat16(), choices(kind, rows, ranks, 4)
+    got = run_gate_up(Walker(late), experts, x, ids, plan)
+    want = want_gate_up(experts, x, ids)
+    assert (got[ids < 0] == FILL).all()
+    torch.testing.assert_close(got[ids >= 0], want[ids >= 0], rtol=2**-7, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("late", "kind", "rows", "quantised", "width", "depth", "plan"),
+    [
+        (True, "random", 3, True, 40, 160, GroupedPlan(16, 1, 3, 1)),
+        (False, "dead", 4, True, 60, 64, GroupedPlan(16, 2, 4, 1)),
+        (True, "shared", 37, True, 20, 96, GroupedPlan(32, 1, 2, 2)),
+        (True, "apart", 2, False, 36, 72, GroupedPlan(16, 1, 3, 1)),
+    ],
+)
+def test_down_is_the_reference_s(
+    late: bool, kind: str, rows: int, quantised: bool, width: int, depth: int, plan: GroupedPlan
+) -> None:
+    """Columns that fill no step, rows that fill no tile, more stages than steps; dead pairs are neither read nor
+    written."""
+    experts = make_experts(4, width, depth, quantised=quantised, gated=False)
+    ids = choices(kind, rows, 2, 4)
+    activated = torch.randn(rows, 2, depth).bfloat16()
+    activated[ids < 0] = torch.nan
+    got, total = run_down(Walker(late), experts, activated, ids, plan)
+    want = want_down(experts, torch.nan_to_num(activated), ids)
+    assert (got[ids < 0] == FILL).all()
+    torch.testing.assert_close(got[ids >= 0], want[ids >= 0], rtol=1e-5, atol=1e-5)
+    summed = torch.zeros_like(total)
+    for rank in range(2):
+        summed += torch.where(ids[:, rank, None] >= 0, got[:, rank], 0)
+    assert torch.equal(total, summed)
+
+
+def test_a_pair_has_the_same_bits_in_any_company() -> None:
+    """In tiles of any size, at any place in them, beside inputs that are no numbers."""
+    experts = make_experts(3, 16, 96, quantised=True, gated=False)
+    row, ids = torch.randn(1, 1, 96).bfloat16(), torch.tensor([[2]], dtype=torch.int32)
+    alone, _ = run_down(Walker(), experts, row, ids, GroupedPlan(16, 1, 2, 1))
+    for plan in (GroupedPlan(16, 1, 3, 1), GroupedPlan(32, 1, 2, 2)):
+        activated = torch.full((27, 1, 96), torch.nan, dtype=torch.bfloat16)
+        others = torch.full((27, 1), 2, dtype=torch.int32)
+        activated[21] = row[0]
+        got, _ = run_down(Walker(), experts, activated, others, plan)
+        assert torch.equal(got[21], alone[0])
+
+
+def test_every_code_at_every_scale_is_exact() -> None:
+    """Products with columns of one number that is 1; lanes meet scales that take one factor, and that take two."""
+    packed = all_codes_and_scales()
+    matrix = unpack_expert(packed, 0)
+    packed = replace(packed, rows=192)  # with the last tile's row of zeros
+    experts = Experts({}, packed, torch.zeros(1, 192).bfloat16(), None)
+    picked = [0, 9, 37, 63]
+    activated = torch.zeros(4, 1, 64).bfloat16()
+    for row, column in enumerate(picked):
+        activated[row, 0, column] = 1
+    got, _ = run_down(Walker(), experts, activated, torch.zeros(4, 1, dtype=torch.int32), GroupedPlan(16, 2, 2, 1))
+    assert torch.equal(got[:, 0, :191], matrix[:, picked].float().T) and not got[:, 0, 191].any()
+
+
+def test_tiles_suit_the_pairs_and_plans_the_cards() -> None:
+    assert [tile_pairs_of(4 * rows, 128) for rows in (1, 128, 512, 1024, 2048, 9000)] == [16, 16, 32, 64, 96, 96]
+    assert most_tiles(8192, 128, 96) == 85 + 128 and most_tiles(4, 128, 16) == 4
+    for card in (*CARDS.values(), B200):
+        for quantised in (True, False):
+            for kind, rows in ((GATE_UP, 5760), (DOWN, 2880)):
+                shape = ExpertShape(kind, rows, 2880, 4, quantised)
+                for pairs in (16, 32, 64, 96):
+                    plan = plan_grouped(pairs, shape, card)
+                    assert plan.stages >= 2 and plan.shared_bytes(shape) <= card.shared_bytes
+    shape = ExpertShape(DOWN, 64, 64, 4, True)
+    with pytest.raises(ShapeError, match="does not fit the 8192 bytes"):
+        plan_grouped(16, shape, Card(132, 8192, (9, 0)))
+    with pytest.raises(ShapeError, match="tiles of 24 pairs; a multiple of 16, at most 128"):
+        plan_grouped(24, shape, H200)
+
+
+def test_arrays_that_do_not_fit_are_refused() -> None:
+    experts = make_experts(2, 32, 64, quantised=True, gated=True)
+    ids, plan = torch.zeros(3, 2, dtype=torch.int32), GroupedPlan(16, 1, 2, 1)
+    lists = {"order": torch.zeros(6, dtype=torch.int32), "tiles": torch.zeros(2, 4, dtype=torch.int32)}
+    grouping: dict[str, Any] = {"expert_ids": ids, "num_experts": 2, "tile_pairs": 16, **lists}
+    up: dict[str, Any] = {"x": torch.zeros(3, 64).bfloat16(), "weight": experts.packed, "bias": experts.bias, **lists}
+    up |= {"limit": 7.0, "alpha": 1.7, "out": torch.zeros(3, 2, 16).bfloat16(), "plan": plan}
+    down: dict[str, Any] = {"activated": torch.zeros(3, 2, 64).bfloat16(), "expert_weights": torch.zeros(3, 2), **lists}
+    down |= {"weight": experts.packed, "bias": experts.bias, "out": torch.zeros(3, 2, 32), "plan": plan}
+    adding: dict[str, Any] = {"partials": torch.zeros(3, 2, 32), "expert_ids": ids, "out": torch.zeros(3, 32)}
+    cases: list[tuple[Any, dict[str, Any], tuple[str, ...]]] = [
+        (group_pairs, grouping, ("order", "tiles")),
+        (grouped_gate_up, up, ("x", "bias", "out", "order", "tiles")),
+        (grouped_down, down, ("expert_weights", "bias", "out", "order", "tiles")),
+        (add_ranks, adding, ("partials", "out")),
+    ]
+    for function, fine, names in cases:
+        assert len(function(**fine)) == 1
+        for name in names:
+            with pytest.raises(ShapeError, match=r"must have shape"):
+                function(**(fine | {name: fine[name][:1]}))
+    with pytest.raises(ShapeError, match="513 experts; pairs are grouped by at most 512"):
+        group_pairs(**(grouping | {"num_experts": 513, "tiles": torch.zeros(6, 4, dtype=torch.int32)}))
+    with pytest.raises(ShapeError, match="multiple of 4 wide, got 6"):
+        add_ranks(partials=torch.zeros(3, 2, 6), expert_ids=ids, out=torch.zeros(3, 6))
