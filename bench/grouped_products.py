@@ -97,7 +97,8 @@ class _Mixture:
             group = group_pairs(expert_ids=self._ids, num_experts=self._experts, tile_pairs=width, **lists)
             self._launcher.run(*group)
             add = add_ranks(partials=self._partials, expert_ids=self._ids, out=self._out)
-            for warps, skip in itertools.product(sorted({WARPS, *choices.warps}), (None, *choices.skip)):
+            skips = [None, *(each for each in choices.skip if width % (8 * each) == 0)]
+            for warps, skip in itertools.product(sorted({WARPS, *choices.warps}), skips):
                 name = f"{self._chunk} rows, tiles of {width}, {warps} warps" + (f", skip {skip}" if skip else "")
                 plans = {part: self._plan(part, width, warps, skip) for part in (GATE_UP, DOWN)}
                 product = _Product(self, lists, plans)

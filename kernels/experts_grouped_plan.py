@@ -29,7 +29,7 @@ MOST_STAGES = 4
 
 @dataclass(frozen=True)
 class GroupedPlan:
-    """How a product is cut; nothing of it changes any bit of the result.
+    """How a product is cut; nothing of it changes any bit of the result. Raises ShapeError for what does not divide.
 
     pairs   of a tile: the inputs that one reading of an expert's weights serves; a multiple of 8 * `skip`
     warps   of a block, each with 32 weight rows and all pairs
@@ -41,6 +41,10 @@ class GroupedPlan:
     warps: int
     stages: int
     skip: int
+
+    def __post_init__(self) -> None:
+        if self.pairs % (8 * self.skip):
+            raise ShapeError(f"tiles of {self.pairs} pairs, of which {8 * self.skip} are left out together")
 
     @property
     def threads(self) -> int:

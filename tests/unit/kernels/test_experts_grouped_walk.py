@@ -234,6 +234,8 @@ def test_tiles_suit_the_pairs_and_plans_the_cards() -> None:
         plan_grouped(16, shape, Card(132, 8192, (9, 0)))
     with pytest.raises(ShapeError, match="tiles of 24 pairs; a multiple of 16, at most 128"):
         plan_grouped(24, shape, H200)
+    with pytest.raises(ShapeError, match="tiles of 16 pairs, of which 32 are left out"):
+        GroupedPlan(16, 4, 4, 4)
 
 
 def test_arrays_that_do_not_fit_are_refused() -> None:
