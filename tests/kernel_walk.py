@@ -394,7 +394,6 @@ class Walker:
             "load_global_nc_128": words(at),
             "load_global_128_l2": words(at),
             "load_global_i32": lambda address: int(load(at, np.int32, 4)(address)[0]),
-            "load_global_64": lambda address: tuple(load(at, np.uint32, 8)(address).tolist()),
             "load_global_i64": lambda address: int(load(at, np.int64, 8)(address)[0]),
             "load_global_u8": lambda address: int(load(at, np.uint8, 1)(address)[0]),
             "load_global_f32": lambda address: load(at, np.float32, 4)(address)[0],
