@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from selection_cases import Memory
+from selection_cases import Memory, best_pairs
 
 from lowlat.executors.launcher import Launcher
 from lowlat.kernels.draft_topk import draft_topk
 from lowlat.kernels.reference import draft_topk as reference
 from lowlat.kernels.reference.head_rows import assign_drafts
+from lowlat.kernels.select import INFINITY
 
 pytestmark = pytest.mark.gpu
 
@@ -42,7 +43,7 @@ def test_ranks_and_children(launcher: Launcher, width: int, k: int) -> None:
     out, out_nodes = expected.cuda(), nodes.cuda()
     reference.draft_topk(logits, names, live, out=expected, k=k)
     assign_drafts(expected, *tree, draft_nodes=nodes)
-    memory = Memory("cuda")
+    memory, best = Memory("cuda"), best_pairs(logits, INFINITY, 132).cuda() if k == 1 else None
     children, child_rows, child_ranks = (array.cuda() for array in tree)
     for _ in range(2):
         out.fill_(-77)
@@ -53,6 +54,7 @@ def test_ranks_and_children(launcher: Launcher, width: int, k: int) -> None:
             out=out,
             k=k,
             workspace=memory,
+            best=best,
             children=children,
             child_rows=child_rows,
             child_ranks=child_ranks,
@@ -63,5 +65,6 @@ def test_ranks_and_children(launcher: Launcher, width: int, k: int) -> None:
     assert torch.equal(out_nodes.cpu(), nodes)
     assert memory.at_rest()
     whole = torch.full((2, k), -77, dtype=torch.int32, device="cuda")
-    launcher.run(*draft_topk(logits[:2].cuda(), names.cuda(), out=whole, k=k, workspace=memory))
+    first = None if best is None else best[:2]
+    launcher.run(*draft_topk(logits[:2].cuda(), names.cuda(), out=whole, k=k, workspace=memory, best=first))
     assert torch.equal(whole.cpu(), expected[:2])
