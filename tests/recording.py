@@ -1,7 +1,9 @@
 """Running requests to their end, and what every step computed for them, by request."""
 
+import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -10,7 +12,7 @@ from lowlat.errors import RequestError
 from lowlat.program import Op
 from lowlat.scheduler import Phase
 
-__all__ = ["Recorder", "check_invariants", "run_all", "run_one"]
+__all__ = ["Recorder", "check_invariants", "run_all", "run_one", "waiting_is_an_error"]
 
 Depth = int | Callable[[int], int] | None  # S of every step, or by the number of the step
 
@@ -19,6 +21,18 @@ def check_invariants(runtime: Runtime) -> None:
     """The books of blocks and slots balance."""
     runtime.kvcache.invariants()
     runtime.scheduler.invariants()
+
+
+@contextmanager
+def waiting_is_an_error() -> Iterator[None]:
+    """Torch raises where one of its operations waits for the device."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls this mode a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def run_all(runtime: Runtime, depth: Depth = None, limit: int = 3000) -> dict[str, list[int]]:

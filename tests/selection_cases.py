@@ -1,6 +1,7 @@
 """What the tests of kernels that choose tokens share: memory for calls, and near-ties of the reference's draw."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 from unit.kernels.sampling import World
@@ -20,7 +21,7 @@ from lowlat.kernels.reference.slot_record import (
     TOP_P,
 )
 
-__all__ = ["Memory", "best_pairs", "draw_scores", "state_of"]
+__all__ = ["Memory", "best_pairs", "draw_scores", "make_world", "state_of"]
 
 SIGN, WORD = 1 << 31, (1 << 32) - 1
 
@@ -61,6 +62,19 @@ class Memory:
         return all(
             not bool(tensor.any()) for name, tensor in self.tensors.items() if "counters" in name or "masses" in name
         )
+
+
+def make_world(vocabulary: int, options: list[dict[str, float]], biased: Sequence[int]) -> World:
+    """A slot for each set of options, behind a prompt and some tokens; stop ids in all, biases in some slots."""
+    world = World(vocabulary, len(options))
+    for slot, each in enumerate(options):
+        world.set(slot, length=12 + slot, prompt_length=10, **each)
+    world.prompt_seen.random_(0, 2)
+    world.output_counts.random_(0, 3)
+    world.stop_ids[:, 1], world.stop_ids[:, 31], world.stop_ids[:, 7] = 2, vocabulary - 1, vocabulary
+    for slot in biased:
+        world.bias(slot, {1: 2.5, vocabulary - 1: 5.0, vocabulary // 2: -3.0, vocabulary + 3: 4.0}, first=254)
+    return world
 
 
 def state_of(world: World) -> tuple[torch.Tensor, ...]:

@@ -2,14 +2,12 @@
 
 import gc
 import itertools
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from recording import run_all
+from recording import run_all, waiting_is_an_error
 from tiny_models import PairPaths, make_pair
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
@@ -195,18 +193,6 @@ def submit(runtime: Runtime, seed: int = 3, max_tokens: int = 60) -> str:
     params = SamplingParams(seed=seed, temperature=0.8, max_tokens=max_tokens, ignore_eos=True)
     name: str = runtime.submit([5, 11, 7, seed], params)
     return name
-
-
-@contextmanager
-def waiting_is_an_error() -> Iterator[None]:
-    """Torch raises where one of its operations waits for the device."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch calls this mode a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def tokens_of(runtime: Runtime) -> list[int]:

@@ -1,8 +1,5 @@
 """Captured chunks of prefill on a card: the bits of those launched one by one, in every reach, and no memory taken."""
 
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +7,7 @@ import pytest
 import torch
 from prefill_cases import NAMES, make_named, make_prefill
 from prefill_slots import HEADS, SIZE, Slot, close
-from recording import run_all
+from recording import run_all, waiting_is_an_error
 from tiny_models import PairPaths, make_pair, mxfp4_target
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
@@ -139,18 +136,6 @@ def test_a_graph_runtime_prefills_as_an_eager_one(name: str, pairs: dict[str, Pa
     assert graph[0] == eager[0]
     assert max(graph[0][1]) == 3 * CHUNK, "the prefix was used again"
     assert_same_state(graph[1], eager[1])
-
-
-@contextmanager
-def waiting_is_an_error() -> Iterator[None]:
-    """Torch raises where one of its operations waits for the device."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch calls this mode a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from selection_cases import Memory, best_pairs, draw_scores, state_of
+from selection_cases import Memory, best_pairs, draw_scores, make_world, state_of
 from unit.kernels.sampling import World
 
 from lowlat.executors.launcher import Launcher
@@ -37,18 +37,6 @@ NEAR = 1e-4
 def launcher() -> Launcher:
     """One launcher for all tests."""
     return Launcher(torch.device("cuda", 0))
-
-
-def make_world(vocabulary: int) -> World:
-    world = World(vocabulary, len(OPTIONS))
-    for slot, options in enumerate(OPTIONS):
-        world.set(slot, length=12 + slot, prompt_length=10, **options)
-    world.prompt_seen.random_(0, 2)
-    world.output_counts.random_(0, 3)
-    world.stop_ids[:, 1], world.stop_ids[:, 31], world.stop_ids[:, 7] = 2, vocabulary - 1, vocabulary
-    for slot in (1, 3, 4):
-        world.bias(slot, {1: 2.5, vocabulary - 1: 5.0, vocabulary // 2: -3.0, vocabulary + 3: 4.0}, first=254)
-    return world
 
 
 class Nodes:
@@ -90,7 +78,7 @@ class Nodes:
 
 @pytest.mark.parametrize(("vocabulary", "kind"), CASES)
 def test_tokens_of_the_reference(launcher: Launcher, vocabulary: int, kind: str) -> None:
-    world = make_world(vocabulary)
+    world = make_world(vocabulary, OPTIONS, (1, 3, 4))
     slots = [*range(len(OPTIONS)), -1]
     logits = torch.randn(3 * len(slots), vocabulary) * {"peaked": 12.0, "flat": 0.0}.get(kind, 3.0)
     if kind == "ties":
@@ -109,7 +97,7 @@ def test_tokens_of_the_reference(launcher: Launcher, vocabulary: int, kind: str)
 
 @pytest.mark.parametrize("vocabulary", [97, 128256])
 def test_broken_and_extreme_rows(launcher: Launcher, vocabulary: int) -> None:
-    world = make_world(vocabulary)
+    world = make_world(vocabulary, OPTIONS, (1, 3, 4))
     for options in range(len(OPTIONS)):
         logits = torch.randn(9, vocabulary)
         logits[0, vocabulary - 1], logits[1, 0], logits[2, 7] = torch.nan, torch.inf, -torch.inf
@@ -124,7 +112,7 @@ def test_broken_and_extreme_rows(launcher: Launcher, vocabulary: int) -> None:
 
 @pytest.mark.parametrize("vocabulary", [1003, 128256])
 def test_a_draw_is_the_same_in_any_company(launcher: Launcher, vocabulary: int) -> None:
-    world = make_world(vocabulary)
+    world = make_world(vocabulary, OPTIONS, (1, 3, 4))
     rows = torch.randn(2, vocabulary) * 3
     for slot in range(len(OPTIONS)):
         alone = Nodes(rows.clone(), [slot]).kernel(world, launcher)["target_tokens"][0].tolist()
@@ -145,7 +133,7 @@ def test_everything_banned_gives_token_zero(launcher: Launcher) -> None:
 
 
 def test_a_large_tree(launcher: Launcher) -> None:
-    world = make_world(32000)
+    world = make_world(32000, OPTIONS, (1, 3, 4))
     nodes = Nodes(torch.randn(64 * 2, 32000) * 3, [0, 3])
     found, expected = nodes.kernel(world, launcher), nodes.reference(world)
     assert int((found["target_tokens"] != expected["target_tokens"]).sum()) <= 1

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from kernel_walk import Walker, walkable
-from selection_cases import Memory, best_pairs, state_of
+from selection_cases import Memory, best_pairs, make_world, state_of
 from unit.kernels.sampling import World
 
 from lowlat.kernels.reference import sample as reference
@@ -20,17 +20,6 @@ OPTIONS: list[dict[str, float]] = [
     {"temperature": 0.6, "seed": 3, "repetition": 0.8, "min_tokens": 9},
     {"temperature": 1.7, "seed": (1 << 63) - 1, "top_k": 9, "top_p": 0.8, "min_p": 0.05},
 ]
-
-
-def make_world(vocabulary: int) -> World:
-    world = World(vocabulary, len(OPTIONS))
-    for slot, options in enumerate(OPTIONS):
-        world.set(slot, length=12 + slot, prompt_length=10, **options)
-    world.prompt_seen.random_(0, 2)
-    world.output_counts.random_(0, 3)
-    world.stop_ids[:, 1], world.stop_ids[:, 31], world.stop_ids[:, 7] = 2, vocabulary - 1, vocabulary
-    world.bias(4, {1: 2.5, vocabulary - 1: 5.0, vocabulary // 2: -3.0, vocabulary + 3: 4.0}, first=254)
-    return world
 
 
 def draw(world: World, logits: torch.Tensor, slots: list[int], live: torch.Tensor, memory: Memory) -> dict[str, Any]:
@@ -67,7 +56,7 @@ def expected(world: World, logits: torch.Tensor, slots: list[int], live: torch.T
 @pytest.mark.parametrize("vocabulary", [97, 4104])
 def test_tokens_of_the_reference(vocabulary: int) -> None:
     """Plain rows, and rows whose wishes touch one chunk of two, or both; drawn ones; a pad and a dead row."""
-    world, slots = make_world(vocabulary), [*range(len(OPTIONS)), -1, 3]
+    world, slots = make_world(vocabulary, OPTIONS, [4]), [*range(len(OPTIONS)), -1, 3]
     logits, live = torch.randn(len(slots), vocabulary) * 3, torch.ones(len(slots), 1, dtype=torch.uint8)
     live[-2:] = 0
     want, memory = expected(world, logits, slots, live), Memory("cpu")
@@ -80,7 +69,7 @@ def test_tokens_of_the_reference(vocabulary: int) -> None:
 
 def test_rows_that_are_not_finite_and_rows_without_a_choice_leave_memory_at_rest() -> None:
     """Greedy and drawn, plain and with wishes; and a row in which every token is banned."""
-    world, slots, memory = make_world(4104), [0, 1, 3, 4], Memory("cpu")
+    world, slots, memory = make_world(4104, OPTIONS, [4]), [0, 1, 3, 4], Memory("cpu")
     live = torch.ones(4, 1, dtype=torch.uint8)
     for broken in (torch.nan, torch.inf, -torch.inf):
         logits = torch.randn(4, 4104)
