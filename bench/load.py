@@ -2,20 +2,22 @@
 
     python -m bench.load --layers 10                 random weights of gpt-oss-20b's shape, 10 of its 24 layers
     python -m bench.load --shape 120b --part 4       all 36 layers, written, timed and deleted four at a time
+    python -m bench.load --shape 120b --part 4 --runs warm    the same from the page cache alone
     python -m bench.load --directory DIR             a model that is there
 
 Weights are streamed as a runtime streams them: on a machine with an NVIDIA card to it, elsewhere to nowhere (a device
 without memory), which leaves reading, arranging and checking, and the first touch of the memory between. Every run is
 made twice: `cold` after the files were dropped from the page cache (as far as the system lets a process do that), and
 `warm` from it. Beside each stands how fast one thread reads the same files into a small buffer afterwards and does
-nothing with them: what the disk or the page cache gives. Every run adds one object to the list in --out; without it, it
-is printed.
+nothing with them: what the disk or the page cache gives. Parts are told on stderr as they end. Every run of this adds
+one object to the list in --out; without it, it is printed.
 """
 
 import argparse
 import json
 import os
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -58,6 +60,7 @@ SHAPES: dict[str, dict[str, int]] = {
 }  # fmt: skip
 NOISE = 1 << 22
 READ_BYTES = 16 << 20
+RUNS = ("cold", "warm")
 
 
 def write_model(directory: Path, shape: str, layers: int) -> None:
@@ -162,15 +165,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, help="layers in all; the shape's own by default")
     parser.add_argument("--part", type=int, help="layers on disk at a time; all by default")
     parser.add_argument("--scratch", type=Path, help="where to write; a temporary folder by default")
+    parser.add_argument("--runs", choices=RUNS, nargs="+", default=RUNS, help="both by default")
     parser.add_argument("--commit", default="", help="what is measured, where there is no git checkout to ask")
     parser.add_argument("--out", type=Path, help="JSON file to add to")
     options = parser.parse_args(arguments)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("meta")
-    runs: dict[str, list[dict[str, Any]]] = {"cold": [], "warm": []}
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in RUNS if name in options.runs}
 
     def run(directory: Path) -> None:
         for name, found in runs.items():
             found.append(measure(directory, device, cold=name == "cold"))
+            print(f"{name}: {found[-1]['bytes'] / 1e9:.1f} GB at {found[-1]['gb_per_s']:.2f} GB/s", file=sys.stderr)
 
     if options.directory is not None:
         run(options.directory)

@@ -41,4 +41,7 @@ def test_random_models_load_and_parts_add_up(tmp_path: Path, capsys: pytest.Capt
     rows = json.loads(out.read_text())
     assert [row["commit"] for row in rows] == ["first", "second"]
     assert all(row["model"] == "model" and row["warm"]["bytes"] == one["bytes"] for row in rows)
+    load.main(["--directory", str(tmp_path / "model"), "--runs", "warm", "--out", str(out)])
+    alone = json.loads(out.read_text())[2]
+    assert alone["warm"]["bytes"] == one["bytes"] and "cold" not in alone
     assert (tmp_path / "model" / "config.json").exists()
