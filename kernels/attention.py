@@ -33,7 +33,7 @@ from lowlat.kernels.attention_plan import (
     make_plan_functions,
 )
 from lowlat.kernels.attention_tile import make_attend, make_forget
-from lowlat.kernels.kernel import H200, Card, Kernel, KernelCall, Workspace
+from lowlat.kernels.kernel import H200, Card, Kernel, KernelCall, Workspace, examples_for
 from lowlat.kernels.numba_cuda import cuda, device_function, float32, int32, int64, types, uint32
 from lowlat.kernels.reference.shapes import check_shape
 
@@ -182,13 +182,14 @@ def num_stages(head_dim: int, card: Card) -> int:
 def examples(card: Card = H200) -> list[Kernel]:
     """Specialisations, as a card has them: Llama, gpt-oss with and without a window, a head with a window."""
     wide, narrow = num_stages(128, card), num_stages(64, card)
-    return [
-        _make(AttentionShape(128, 4, 8, 32, 0, None, 0, 1, wide, False, True)),
-        _make(AttentionShape(64, 8, 8, 32, 0, None, 0, 2, narrow, True, True)),
-        _make(_whole(AttentionShape(64, 8, 8, 32, 0, 128, 0, 1, narrow, True, True))),
-        _make(_whole(AttentionShape(128, 4, 2, 16, 1, 100, 0, 1, wide, False, False))),
-        _make(AttentionShape(128, 3, 2, 16, 1, 512, 4, 1, wide, False, False)),
-    ]
+    shapes = (
+        AttentionShape(128, 4, 8, 32, 0, None, 0, 1, wide, False, True),
+        AttentionShape(64, 8, 8, 32, 0, None, 0, 2, narrow, True, True),
+        _whole(AttentionShape(64, 8, 8, 32, 0, 128, 0, 1, narrow, True, True)),
+        _whole(AttentionShape(128, 4, 2, 16, 1, 100, 0, 1, wide, False, False)),
+        AttentionShape(128, 3, 2, 16, 1, 512, 4, 1, wide, False, False),
+    )
+    return [_make(shape) for shape in examples_for(card, shapes, 4)]
 
 
 def _check_sizes(batch: int, rows: int, heads: int, kv_heads: int, head_dim: int, block: int) -> None:

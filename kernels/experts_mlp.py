@@ -32,7 +32,7 @@ from lowlat.kernels.experts_product import (
 )
 from lowlat.kernels.experts_sum import make_sum_rows
 from lowlat.kernels.handover import BARRIER_BYTES, make_handover
-from lowlat.kernels.kernel import H200, Card, Kernel, KernelCall
+from lowlat.kernels.kernel import H200, Card, Kernel, KernelCall, examples_for
 from lowlat.kernels.norm import check_dtype
 from lowlat.kernels.numba_cuda import cuda, device_function, float32, int64, types, uint32
 from lowlat.kernels.reference.shapes import check_shape
@@ -215,16 +215,15 @@ def _kernel(pair: Pair, num_experts: int) -> Callable[..., None]:
 
 
 def examples(card: Card = H200) -> list[Kernel]:
-    """Representative specialisations, as a card has them: gpt-oss in MXFP4, and where blocks have room in bf16, of 1 to
-    64 rows, an odd shape."""
-    made, cases = [], [(64, (5760, 2880, 2880), 4, True, 128)]
-    if card.shared_bytes == H200.shared_bytes:
-        cases += [
-            (1, (5760, 2880, 2880), 4, True, 128),
-            (4, (5760, 2880, 2880), 4, False, 128),
-            (3, (192, 96, 104), 2, True, 5),
-        ]
-    for rows, (width, inner, hidden), ranks, quantised, num_experts in cases:
+    """Representative specialisations, as a card has them: gpt-oss in MXFP4 and bf16, 1 to 64 rows, an odd shape."""
+    made = []
+    cases = (
+        (64, (5760, 2880, 2880), 4, True, 128),
+        (1, (5760, 2880, 2880), 4, True, 128),
+        (4, (5760, 2880, 2880), 4, False, 128),
+        (3, (192, 96, 104), 2, True, 5),
+    )
+    for rows, (width, inner, hidden), ranks, quantised, num_experts in examples_for(card, cases, 1):
         up = ExpertShape(GATE_UP, width, hidden, ranks, quantised)
         down = ExpertShape(DOWN, hidden, inner, ranks, quantised)
         made.append(_make(plan_pair(rows, up, down, card), num_experts))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.handover import BARRIER_BYTES
-from lowlat.kernels.kernel import Card
+from lowlat.kernels.kernel import Card, examples_for
 
 __all__ = [
     "CODE_BYTES",
@@ -229,4 +229,4 @@ def example_plans(
         ExpertShape(kind, *odd, 2, True),
     )
     cases = ((1, large), (4, plain), (3, small))
-    return [(each, plan_experts(rows, each, card)) for rows, each in cases]
+    return [(each, plan_experts(rows, each, card)) for rows, each in examples_for(card, cases, 1)]

@@ -4,13 +4,15 @@ A kernel's module makes `Kernel`s (a Python function specialised by constants) a
 and its arguments). An executor compiles, launches or captures them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["H200", "Argument", "Card", "Kernel", "KernelCall", "Workspace"]
+__all__ = ["H200", "Argument", "Card", "Kernel", "KernelCall", "Workspace", "examples_for"]
+
+T = TypeVar("T")
 
 RESERVED_BYTES = 1024  # of shared memory, a block: what the driver takes from 8.0 on
 GRAIN = 128  # of shared memory
@@ -45,6 +47,12 @@ class Card:
 
 
 H200 = Card(132, 227 * 1024, (9, 0))
+
+
+def examples_for(card: Card, cases: Sequence[T], few: int) -> Sequence[T]:
+    """Cases whose kernels depend on a card: all of them for blocks of an H200's size, for others the first few, which
+    show that plans of that size compile."""
+    return cases if card.shared_bytes == H200.shared_bytes else cases[:few]
 
 
 @dataclass(frozen=True)

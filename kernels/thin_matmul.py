@@ -19,7 +19,7 @@ import torch
 from lowlat.errors import ShapeError
 from lowlat.kernels import ptx
 from lowlat.kernels.handover import BARRIER_BYTES, make_handover
-from lowlat.kernels.kernel import H200, Argument, Card, Kernel, KernelCall
+from lowlat.kernels.kernel import H200, Argument, Card, Kernel, KernelCall, examples_for
 from lowlat.kernels.norm import check_dtype, check_row_live
 from lowlat.kernels.numba_cuda import cuda, float32, int64, types, uint32
 from lowlat.kernels.packing import PackedMatrix
@@ -289,30 +289,31 @@ def _kernel(shape: MatmulShape, plan: MatmulPlan) -> Callable[..., None]:
 def examples(card: Card = H200) -> list[Kernel]:
     """Representative specialisations, as a card has them: products of Llama-3.1-8B, all epilogues, odd shapes."""
     made = []
-    for rows, width, depth, epilogue in (
+    products = (
+        (16, 28672, 4096, SILU),
+        (64, 4096, 14336, ADD),
         (1, 6144, 4096, FLOAT32),
         (4, 28672, 4096, SILU),
         (8, 4096, 14336, ADD),
-        (16, 28672, 4096, SILU),
         (32, 4096, 14336, ADD),
-        (64, 4096, 14336, ADD),
         (3, 97, 200, BFLOAT16),
-    ):
+    )
+    for rows, width, depth, epilogue in examples_for(card, products, 3):
         shape = MatmulShape(width, depth, epilogue, bias=width == 97, live=epilogue == SILU)
         made.append(_make(shape, plan_matmul(min(rows, rows_at_once(card)), width, card)))
     chosen = MatmulShape(128256, 4096, FLOAT32, False, False, best=BestShape(card.num_multiprocessors, FINITE))
-    made += [
-        _make(chosen, plan_matmul(rows, 128256, card, keeps_best=True)) for rows in (1, min(40, rows_at_once(card)))
-    ]
+    for rows in examples_for(card, (1, 16), 1):
+        made.append(_make(chosen, plan_matmul(rows, 128256, card, keeps_best=True)))
     rotated = MatmulShape(6144, 4096, ROTATE, False, False, HeadsShape(32, 8, 128, 4, 32, 289))
     made.append(_make(rotated, plan_matmul(4, 6144, card)))
     heads = HeadsShape(64, 8, 64, 1, 32, 1025)
-    for rows, shape in (
+    normed = (
         (1, MatmulShape(5120, 2880, ROTATE, True, False, heads, 1e-5)),
         (4, MatmulShape(28672, 4096, SILU, False, True, None, 1e-5)),
         (8, MatmulShape(97, 2880, FLOAT32, False, False, None, 1e-5)),
         (1, MatmulShape(97, 8192, BFLOAT16, True, False, None, 1e-6)),
-    ):
+    )
+    for rows, shape in examples_for(card, normed, 2):
         if held := steps_to_hold(rows, shape.depth, card):
             made.append(_make(shape, plan_matmul(rows, shape.width, card, held)))
     return made
