@@ -31,12 +31,12 @@ from bench.grouped_products import Choices, measure
 from bench.lowlat_step import BLOCK_SIZE, step_geometry
 from lowlat.executors.allocation import STATE_ROLES, pinned_names
 from lowlat.executors.device_weights import DeviceWeights
-from lowlat.executors.experts_room import room_of
 from lowlat.executors.launcher import Launcher
 from lowlat.executors.orders import expert_parts, weight_orders
-from lowlat.executors.prefill import TorchPrefill
-from lowlat.executors.prefill_arguments import ChunkArguments
-from lowlat.executors.prefill_graphs import capture_chunks
+from lowlat.executors.prefill.arguments import ChunkArguments
+from lowlat.executors.prefill.chunk import TorchPrefill
+from lowlat.executors.prefill.graphs import capture_chunks
+from lowlat.executors.prefill.room import room_of
 from lowlat.graphs import Bucket, BufferSet, Role
 from lowlat.prefill import build_prefill
 from lowlat.program import Program

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 
 from lowlat.errors import ConfigError
-from lowlat.executors.experts_room import room_of
 from lowlat.executors.orders import EXPERT_PRODUCTS
-from lowlat.executors.prefill_memory import temporary_bytes
+from lowlat.executors.prefill.memory import temporary_bytes
+from lowlat.executors.prefill.room import room_of
 from lowlat.graphs import Role
 from lowlat.kernels.packing import TILE_COLUMNS, TILE_ROWS
 from lowlat.kernels.reference.mxfp4 import BLOCK

@@ -9,8 +9,8 @@ from tiny_models import make_pair, mxfp4_target
 
 from lowlat.executors.allocation import STATE_ROLES, pinned_names
 from lowlat.executors.launcher import Launcher
-from lowlat.executors.prefill import TorchPrefill
-from lowlat.executors.prefill_arguments import ChunkArguments
+from lowlat.executors.prefill.arguments import ChunkArguments
+from lowlat.executors.prefill.chunk import TorchPrefill
 from lowlat.executors.reference import bind
 from lowlat.graphs import BufferSet, Role
 from lowlat.prefill import build_prefill

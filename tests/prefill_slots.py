@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from lowlat.executors.prefill_attention import prefill_attention, reach_of, sight_of
+from lowlat.executors.prefill.attention import prefill_attention, reach_of, sight_of
 from lowlat.kernels.reference import attention
 
 __all__ = ["BLOCK", "DIM", "GROUPS", "HEADS", "LONGEST", "REACHES", "SIZE", "Slot", "close"]

@@ -13,7 +13,7 @@ import torch
 from lowlat.errors import ConfigError, DeviceError
 from lowlat.executors.kernel_executor import POLLS_BETWEEN_CHECKS, KernelExecutor
 from lowlat.executors.lowering import Group
-from lowlat.executors.prefill_graphs import capture_chunks
+from lowlat.executors.prefill.graphs import capture_chunks
 from lowlat.graphs import Bucket
 from lowlat.graphs.capture import CapturedGraph, capture, capture_loop
 from lowlat.graphs.launch import Launch

@@ -16,12 +16,12 @@ from lowlat.errors import ConfigError, DeviceError
 from lowlat.executors import OpHook
 from lowlat.executors.allocation import STATE_ROLES, SharedConstants, clear_blocks, pinned_names
 from lowlat.executors.device_weights import DeviceWeights
-from lowlat.executors.experts_room import room_of
 from lowlat.executors.launcher import Launcher
 from lowlat.executors.lowering import Group, Lowering, lower
 from lowlat.executors.orders import expert_parts, weight_orders
-from lowlat.executors.prefill import TorchPrefill
-from lowlat.executors.prefill_arguments import ChunkArguments
+from lowlat.executors.prefill.arguments import ChunkArguments
+from lowlat.executors.prefill.chunk import TorchPrefill
+from lowlat.executors.prefill.room import room_of
 from lowlat.executors.rules import RULES
 from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import Bucket, BufferSet, Role, aligned_bytes

@@ -8,9 +8,9 @@ import torch
 from expert_cases import ALPHA, LIMIT, choices, make_experts
 from prefill_cases import NAMES, chunk_differences, make_named
 
-from lowlat.executors.experts_room import ExpertsRoom
 from lowlat.executors.launcher import Launcher
-from lowlat.executors.prefill_experts import GroupedExperts, down_by_torch, gate_up_by_torch
+from lowlat.executors.prefill.experts import GroupedExperts, down_by_torch, gate_up_by_torch
+from lowlat.executors.prefill.room import ExpertsRoom
 from lowlat.kernels.reference import experts as reference
 
 pytestmark = pytest.mark.gpu

@@ -13,8 +13,8 @@ from tiny_models import PairPaths, make_pair, mxfp4_target
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.executors.graph import GraphExecutor
 from lowlat.executors.launcher import Launcher
-from lowlat.executors.prefill_graphs import capture_chunks
-from lowlat.executors.prefill_memory import temporary_bytes
+from lowlat.executors.prefill.graphs import capture_chunks
+from lowlat.executors.prefill.memory import temporary_bytes
 from lowlat.mailbox import Mailbox
 from lowlat.prefill import build_prefill
 

@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowlat.errors import ConfigError
 from lowlat.executors.allocation import STATE_ROLES
-from lowlat.executors.prefill_arguments import ChunkArguments
-from lowlat.executors.prefill_attention import reach_of, reaches_of, span_of
-from lowlat.executors.prefill_kernels import ROW_KERNELS
-from lowlat.executors.prefill_memory import temporary_bytes
-from lowlat.executors.prefill_rows import head_prefill_rows, places_of, prefill_kv_write
+from lowlat.executors.prefill.arguments import ChunkArguments
+from lowlat.executors.prefill.attention import reach_of, reaches_of, span_of
+from lowlat.executors.prefill.kernels import ROW_KERNELS
+from lowlat.executors.prefill.memory import temporary_bytes
+from lowlat.executors.prefill.rows import head_prefill_rows, places_of, prefill_kv_write
 from lowlat.graphs import BufferSet
 from lowlat.kernels.kernel import H200
 from lowlat.kernels.reference import head_rows, kv

@@ -11,9 +11,9 @@ from lowered import Pair
 from prefill_cases import NAMES, chunk_differences, make_named
 from tiny_models import mxfp4_target
 
-from lowlat.executors import prefill_kernels
-from lowlat.executors.experts_room import ExpertsRoom, room_of
-from lowlat.executors.prefill_experts import choose_experts, down_by_torch, gate_up_by_torch
+from lowlat.executors.prefill import kernels as prefill_kernels
+from lowlat.executors.prefill.experts import choose_experts, down_by_torch, gate_up_by_torch
+from lowlat.executors.prefill.room import ExpertsRoom, room_of
 from lowlat.kernels.expert_packing import PackedExperts, pack_experts, unpack_expert
 from lowlat.kernels.kernel import H200
 from lowlat.kernels.packing import gate_up_order

@@ -14,19 +14,19 @@ from typing import Any
 import torch
 
 from lowlat.executors.device_weights import DeviceWeights
-from lowlat.executors.experts_room import room_of
 from lowlat.executors.launcher import Launcher
 from lowlat.executors.orders import EXPERT_PRODUCTS, experts_name
-from lowlat.executors.prefill_attention import prefill_attention, reach_of, reaches_of, sight_of
-from lowlat.executors.prefill_experts import (
+from lowlat.executors.prefill.attention import prefill_attention, reach_of, reaches_of, sight_of
+from lowlat.executors.prefill.experts import (
     GroupedExperts,
     choose_experts,
     down_by_torch,
     gate_up_by_torch,
     product,
 )
-from lowlat.executors.prefill_kernels import launched, row_calls
-from lowlat.executors.prefill_rows import head_prefill_rows, places_of, prefill_kv_write
+from lowlat.executors.prefill.kernels import launched, row_calls
+from lowlat.executors.prefill.room import room_of
+from lowlat.executors.prefill.rows import head_prefill_rows, places_of, prefill_kv_write
 from lowlat.executors.reference import arguments_of, meaning_of
 from lowlat.kernels.packing import PackedMatrix, gather_rows, unpack_rows
 from lowlat.program import Op, Program

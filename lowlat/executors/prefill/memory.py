@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from lowlat.executors.orders import EXPERT_PRODUCTS
-from lowlat.executors.prefill_attention import reaches_of, span_of
+from lowlat.executors.prefill.attention import reaches_of, span_of
 from lowlat.graphs import Role
 from lowlat.kernels.packing import TILE_COLUMNS, TILE_ROWS
 from lowlat.program import Op, Program, Stage

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from lowlat.executors.experts_room import ExpertsRoom
 from lowlat.executors.launcher import Launcher
+from lowlat.executors.prefill.room import ExpertsRoom
 from lowlat.kernels.add_ranks import add_ranks
 from lowlat.kernels.expert_packing import PackedExperts, unpack_expert
 from lowlat.kernels.experts_grouped import grouped_down, grouped_gate_up

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from lowlat.executors.prefill import TorchPrefill
+from lowlat.executors.prefill.chunk import TorchPrefill
 
 __all__ = ["capture_chunks"]
 
