@@ -19,6 +19,7 @@ from lowlat.executors.rules import RULES
 from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import BufferSet, BufferSpec, Role
 from lowlat.kernels.kernel import H200, Card
+from lowlat.kernels.select import FINITE, INFINITY
 from lowlat.program import Op, Program, ProgramBuilder, Stage
 
 BATCHES = (1, 2, 4, 8)
@@ -154,6 +155,32 @@ def test_tables_of_addresses_point_at_the_caches(lowered: LoweredPairs) -> None:
     assert addresses in [set(table) for table in tables]
     others = [tensor for tensor in step.workspace.tensors() if set(tensor.flatten().tolist()) != addresses]
     assert not any(tensor.any() for tensor in others)  # counters start at zero: lowering launches nothing
+
+
+@pytest.mark.parametrize("bushy", [False, True])
+def test_a_choice_begins_with_the_pairs_of_its_own_logits(bushy: bool, lowered: LoweredPairs) -> None:
+    """Of all rows, and with its own idea of what breaks one; the product is the last that wrote there."""
+    step = lowered("llama", 3, 2, bushy)
+    left: dict[int, tuple[str, torch.Tensor]] = {}
+    chosen = []
+    for call in step.calls:
+        tensors = [tensor for tensor in call.arguments if isinstance(tensor, torch.Tensor)]
+        pairs = [tensor for tensor in tensors if tensor.dim() == 3 and tensor.shape[1:] == (132, 2)]
+        name = call.kernel.name
+        if "_best" in name:
+            (mine,) = pairs
+            (logits,) = [t for t in tensors if t.dim() == 2 and t.dtype == torch.float32]
+            assert mine.shape[0] == logits.shape[0]
+            left[mine.data_ptr()] = name, logits
+        elif name.startswith(("sample", "argmax")):
+            (mine,) = pairs
+            product, logits = left[mine.data_ptr()]
+            assert mine.shape[0] == logits.shape[0]
+            assert product.endswith(f"_best132x{FINITE if name.startswith('sample') else INFINITY:x}")
+            assert name.startswith("argmax") or any(t.data_ptr() == logits.data_ptr() for t in tensors)
+            chosen.append(name.split("_")[0])
+    assert chosen[0] == "sample" and chosen.count("sample") == 1
+    assert chosen.count("argmax") == (1 if bushy else 3)  # other levels of the tree rank several
 
 
 def kernels_of(lowered: LoweredPairs) -> Iterator[Any]:
