@@ -88,7 +88,7 @@ def test_no_depth_changes_anything(family: str, mode: str, pairs: dict[str, Pair
     prompt, sampling = prompt_of(19), params(mode)
     expected = baseline(pairs[family], prompt, sampling)
     with load(pairs[family]) as runtime:
-        for depth in range(8):
+        for depth in (0, 1, 2, 3, 5, 7):
             assert_same(traced(runtime, prompt, sampling, depth), expected)
         speculation = runtime.summary()["eagle_speculation"]
     assert 0 < speculation["total_accepted_tokens"] < speculation["total_draft_tokens"]
@@ -103,7 +103,7 @@ def test_a_depth_that_changes_at_each_step_changes_nothing(
     prompt, sampling = prompt_of(9, seed=1), params(mode)
     expected = baseline(pairs[family], prompt, sampling)
     with load(pairs[family], prefix_reuse=reuse) as runtime:
-        for seed in range(3):
+        for seed in range(2):
             depths = random.Random(seed).choices(range(8), k=200)
             assert_same(traced(runtime, prompt, sampling, depths.__getitem__), expected)
 
@@ -137,7 +137,7 @@ def test_trees_accept_what_chains_cannot(pairs: dict[str, PairPaths]) -> None:
 def test_random_trees_change_nothing(family: str, shared: bool, pairs: dict[str, PairPaths]) -> None:
     prompt, sampling = prompt_of(17, seed=3), params("sampled", seed=11)
     expected = baseline(pairs[family], prompt, sampling)
-    for seed in range(3):
+    for seed in range(2):
         generator = random.Random(seed)
         paths: list[tuple[int, ...]] = [()]
         while len(paths) < 20:
@@ -177,8 +177,7 @@ class Crowd:
             self.runtime.cancel(name)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("tree", [None, "bushy"])
+@pytest.mark.parametrize(("tree", "seed"), [(None, 0), ("bushy", 1)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_neighbour_changes_anything(family: str, tree: str | None, seed: int, pairs: dict[str, PairPaths]) -> None:
     pair, modes = pairs[family], list(MODES)

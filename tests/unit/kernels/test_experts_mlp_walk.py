@@ -79,16 +79,15 @@ class Mixture:
         assert torch.equal(self["total"], summed(self["residual"], self["partials"]))
 
 
-@pytest.mark.parametrize("late", [True, False])
 @pytest.mark.parametrize(
-    ("kind", "rows", "ranks", "quantised", "hidden", "inner", "blocks"),
+    ("late", "kind", "rows", "ranks", "quantised", "hidden", "inner", "blocks"),
     [
-        ("random", 1, 2, True, 288, 96, 3),
-        ("random", 3, 2, True, 96, 160, 2),
-        ("shared", 5, 2, True, 64, 64, 4),
-        ("ties", 11, 1, True, 96, 32, 1),
-        ("random", 2, 2, False, 136, 96, 3),
-        ("none", 2, 2, True, 64, 32, 2),
+        (True, "random", 1, 2, True, 288, 96, 3),
+        (False, "random", 3, 2, True, 96, 160, 2),
+        (True, "shared", 5, 2, True, 64, 64, 4),
+        (False, "ties", 11, 1, True, 96, 32, 1),
+        (True, "random", 2, 2, False, 136, 96, 3),
+        (False, "none", 2, 2, True, 64, 32, 2),
     ],
 )
 def test_it_is_the_reference_s(
