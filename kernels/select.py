@@ -19,7 +19,6 @@ from lowlat.kernels.ptx import (
     copy_async_16,
     float_of_bits,
     load_global_64,
-    load_global_128,
     load_global_i32,
     load_shared_128,
     store_global_64,
@@ -53,11 +52,9 @@ __all__ = [
     "index_of_low",
     "is_last",
     "load_words",
-    "make_own_words",
     "make_stage",
     "order_key",
     "row_best",
-    "store_words",
     "value_of_key",
     "warp_best",
     "words_best",
@@ -152,40 +149,6 @@ def better(key: Any, low: Any, bits: Any, index: Any) -> Any:
     return key, low
 
 
-@functools.cache
-def make_own_words(width: int) -> Any:
-    """A device function: the 16 words of a chunk that a thread owns, from memory, `pad` past the row's end.
-
-    Its arguments: address of the row, first index of the chunk, pad (uint32). Loads are 16 bytes wide where rows of
-    `width` words are aligned to that.
-    """
-    wide = width % 4 == 0
-
-    @device_function
-    def own_four(row: Any, index: Any, pad: Any) -> Any:
-        if wide:
-            if index < width:
-                return load_global_128(row + 4 * index)
-            return pad, pad, pad, pad
-        a = uint32(load_global_i32(row + 4 * index)) if index < width else pad
-        b = uint32(load_global_i32(row + 4 * (index + 1))) if index + 1 < width else pad
-        c = uint32(load_global_i32(row + 4 * (index + 2))) if index + 2 < width else pad
-        d = uint32(load_global_i32(row + 4 * (index + 3))) if index + 3 < width else pad
-        return a, b, c, d
-
-    @device_function
-    def own_words(row: Any, first: Any, pad: Any) -> Any:
-        index = first + int64(4 * cuda.threadIdx.x)
-        return (
-            own_four(row, index, pad),
-            own_four(row, index + STRIDE, pad),
-            own_four(row, index + 2 * STRIDE, pad),
-            own_four(row, index + 3 * STRIDE, pad),
-        )
-
-    return own_words
-
-
 @device_function
 def load_words(staged: Any) -> Any:
     """The words of a chunk at a shared address that a thread owns, in fours."""
@@ -196,21 +159,6 @@ def load_words(staged: Any) -> Any:
         load_shared_128(uint32(place + uint32(8 * STRIDE))),
         load_shared_128(uint32(place + uint32(12 * STRIDE))),
     )
-
-
-@device_function
-def _store_four(place: Any, four: Any) -> None:
-    store_shared_128(place, four[0], four[1], four[2], four[3])
-
-
-@device_function
-def store_words(staged: Any, words: Any) -> None:
-    """Put the words that a thread owns into a chunk at a shared address; a barrier shows them to the others."""
-    place = uint32(staged + 16 * uint32(cuda.threadIdx.x))
-    _store_four(place, words[0])
-    _store_four(uint32(place + uint32(4 * STRIDE)), words[1])
-    _store_four(uint32(place + uint32(8 * STRIDE)), words[2])
-    _store_four(uint32(place + uint32(12 * STRIDE)), words[3])
 
 
 @device_function

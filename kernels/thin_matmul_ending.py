@@ -32,8 +32,9 @@ class _Ending:
 
 def make_finishing(shape: MatmulShape, plan: MatmulPlan, handover: Handover) -> Any:
     """A function of the warps that finish: all tiles of a block, as the others hand them over."""
-    ending = (_make_rotated_ending if shape.epilogue == ROTATE else _make_ending)(shape, plan)
     tiles, best = plan.groups(shape.width), make_best(shape, plan)
+    rotated = shape.epilogue == ROTATE
+    ending = _make_rotated_ending(shape, plan) if rotated else _make_ending(shape, plan, best.keep)
     weight_tiles, area_bytes, finishing = plan.weight_tiles, WARPS * plan.sum_bytes, plan.finishing * 32
     rounds = -(-plan.row_tiles * plan.columns * ending.values // finishing)
     begin_best, end_best = best.begin, best.end
@@ -82,14 +83,14 @@ def _make_total(plan: MatmulPlan) -> Any:
     return total_of
 
 
-def _make_ending(shape: MatmulShape, plan: MatmulPlan) -> _Ending:
-    """Bias, residual or activation; in float32, or rounded to bf16."""
+def _make_ending(shape: MatmulShape, plan: MatmulPlan, keep_best: Any) -> _Ending:
+    """Bias, residual or activation; in float32, or rounded to bf16. keep_best: `Best.keep`."""
     width, epilogue = shape.width, shape.epilogue
     has_bias, live, silu, add = shape.bias, shape.live, epilogue == SILU, epilogue == ADD
     wide = epilogue == FLOAT32
     columns = 8 if silu else 16
     out_width = width // 2 if silu else width
-    total_of, keep_best = _make_total(plan), make_best(shape, plan).keep
+    total_of = _make_total(plan)
 
     @device_function
     def locate(tile: Any, index: Any, count: Any) -> Any:

@@ -21,7 +21,7 @@ from lowlat.kernels.reference.slot_record import (
     TOP_P,
 )
 
-__all__ = ["Memory", "best_pairs", "draw_scores", "make_world", "state_of"]
+__all__ = ["Memory", "best_of", "best_pairs", "draw_scores", "make_world", "state_of"]
 
 SIGN, WORD = 1 << 31, (1 << 32) - 1
 
@@ -43,6 +43,13 @@ def best_pairs(logits: torch.Tensor, limit: int, blocks: int = 7) -> torch.Tenso
             lowest = mine[(keys[:, mine] == largest).int().argmax(1)]
             pairs[:, block, 0], pairs[:, block, 1] = largest[:, 0], WORD - lowest
     return torch.where(pairs >= SIGN, pairs - (1 << 32), pairs).int().to(logits.device)
+
+
+def best_of(pairs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of rows' pairs [M, blocks, 2] int32 the best: its key, and the second half of it, [M] int64 each."""
+    key, low = (pairs.long() & WORD).unbind(-1)
+    largest = key.max(1).values
+    return largest, torch.where(key == largest[:, None], low, 0).max(1).values
 
 
 class Memory:

@@ -4,13 +4,13 @@ import dataclasses
 
 import pytest
 import torch
-from selection_cases import best_pairs
+from selection_cases import best_of, best_pairs
 
 from lowlat.executors.launcher import Launcher
 from lowlat.kernels.kernel import H200
 from lowlat.kernels.norm import rms_norm
 from lowlat.kernels.packing import gate_up_order, pack
-from lowlat.kernels.select import FINITE
+from lowlat.kernels.select import BROKEN, FINITE
 from lowlat.kernels.thin_matmul import (
     MAX_ROWS,
     MatmulPlan,
@@ -111,13 +111,10 @@ def test_best_pairs_are_those_of_the_rows_it_leaves(launcher: Launcher, width: i
         launcher.run(*thin_matmul(x=x, weight=packed, out=plain))
         launcher.run(*thin_matmul(x=x, weight=packed, out=out, best=RowsBest(pairs, FINITE)))
         assert torch.equal(plain.view(torch.int32), out.view(torch.int32))
-        found = (pairs.long() & 0xFFFFFFFF).cpu()
-        want = (best_pairs(out, FINITE, 1)[:, 0].long() & 0xFFFFFFFF).cpu()
-        key, low = found.unbind(-1)
-        assert torch.equal(key.max(1).values, want[:, 0])
-        lowest = torch.where(key == want[:, :1], low, 0).max(1).values
-        broken = want[:, 0] == 0xFFFFFFFF
-        assert broken[rows // 2] and torch.equal(lowest[~broken], want[~broken, 1])
+        (largest, low), (want, want_low) = best_of(pairs), best_of(best_pairs(out, FINITE, 1))
+        assert torch.equal(largest, want)
+        whole = largest != BROKEN
+        assert not whole[rows // 2] and torch.equal(low[whole], want_low[whole])
 
 
 @pytest.mark.parametrize(("width", "depth"), [(256, 320), (5120, 2880), (6144, 4096), (97, 200), (48, 8192)])

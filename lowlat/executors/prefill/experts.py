@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from lowlat.executors.launcher import Launcher
+from lowlat.executors.prefill.kernels import launched
 from lowlat.executors.prefill.room import ExpertsRoom
 from lowlat.kernels.add_ranks import add_ranks
 from lowlat.kernels.expert_packing import PackedExperts, unpack_expert
@@ -91,14 +92,7 @@ class GroupedExperts:
 
     def _launches(self, calls: Sequence[KernelCall]) -> Callable[..., None]:
         self._launcher.compile_ahead(calls)
-        launches = [self._launcher.prepare(call) for call in calls]
-
-        def run(**_: object) -> None:
-            stream = self._launcher.stream()
-            for launch in launches:
-                launch.issue(stream)
-
-        return run
+        return launched(self._launcher, calls)
 
 
 def choose_experts(

@@ -12,12 +12,12 @@ import torch
 from kernel_inventory import B200, CARDS
 from kernel_walk import Walker, walkable
 from rowwise_cases import canonical_norm, flags
-from selection_cases import best_pairs
+from selection_cases import best_of, best_pairs
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.kernel import H200, Card
 from lowlat.kernels.packing import gate_up_order, pack, rope_order
-from lowlat.kernels.select import FINITE, INFINITY
+from lowlat.kernels.select import BROKEN, FINITE, INFINITY
 from lowlat.kernels.thin_matmul import RowsBest, RowsNorm, plan_matmul, steps_to_hold, thin_matmul
 
 PARTS = ("plan", "norm", "tiles", "best", "ending")
@@ -91,14 +91,10 @@ def test_best_pairs_are_left_beside_a_product(rows: int, width: int, changes: di
         with walked(walker) as modules:
             best = modules[-1].RowsBest(pairs, limit)
             run(walker, modules, changes, x=x, weight=pack(weight), out=out, best=best)
-        per_block = best_pairs(out, limit, blocks=1)[:, 0].long()
-        key, low = (pairs.long() & 0xFFFFFFFF).unbind(-1)
-        largest = key.max(1).values
-        assert torch.equal(largest, per_block[:, 0] & 0xFFFFFFFF)
-        whole = largest != 0xFFFFFFFF
-        assert torch.equal(
-            torch.where(key == largest[:, None], low, 0).max(1).values[whole], (per_block[:, 1] & 0xFFFFFFFF)[whole]
-        )
+        (largest, low), (want, want_low) = best_of(pairs), best_of(best_pairs(out, limit, blocks=1))
+        assert torch.equal(largest, want)
+        whole = largest != BROKEN
+        assert torch.equal(low[whole], want_low[whole])
         assert not pairs[:, changes.get("num_blocks", 2) :].any()
         if rows > 3:
             assert whole.tolist() == [row != 3 and (row != 2 or limit == INFINITY) for row in range(rows)]
