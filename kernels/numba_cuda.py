@@ -97,10 +97,16 @@ def _pretend_device(capability: tuple[int, int]) -> Iterator[None]:
 
 
 def fork_compiler() -> int:
-    """os.fork, while no other thread compiles: a child could never take the lock that such a thread holds."""
+    """os.fork, while no other thread compiles: a child could never take the lock that such a thread holds.
+
+    Nor may a child collect what was garbage before: events and streams would ask a device that it does not have.
+    """
     with _compiling, warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads: the child needs none
-        return os.fork()
+        child = os.fork()
+        if child == 0:
+            gc.freeze()
+    return child
 
 
 def compile_ptx(

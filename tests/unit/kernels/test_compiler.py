@@ -1,5 +1,6 @@
 """The compiler of kernels: what it keeps on disk, what it does when it cannot, and what it says when it fails."""
 
+import gc
 import json
 import os
 from pathlib import Path
@@ -11,7 +12,7 @@ from lowlat.errors import DeviceError
 from lowlat.kernels import compiler
 from lowlat.kernels.compiler import CompiledKernel, compile_ahead, compile_kernel, link, source_digest
 from lowlat.kernels.kernel import Kernel
-from lowlat.kernels.numba_cuda import compile_ptx, cuda, types
+from lowlat.kernels.numba_cuda import compile_ptx, cuda, fork_compiler, types
 
 HOPPER = (9, 0)
 
@@ -173,6 +174,33 @@ def test_a_process_that_fails_leaves_the_telling_to_this_one(tmp_path: Path, cap
         compile_kernel(kernels[0], HOPPER, tmp_path)
     assert len(list(tmp_path.iterdir())) == done
     assert all(compile_kernel(kernel, HOPPER, tmp_path).is_cubin for kernel in kernels[1:])
+
+
+def test_a_process_does_not_collect_what_was_garbage_before(capfd: pytest.CaptureFixture[str]) -> None:
+    """An event's end asks the device, which a forked process does not have."""
+
+    class Event:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            if os.getpid() != parent:
+                os.write(2, b"collected")
+
+    parent = os.getpid()
+    gc.disable()
+    try:
+        Event()
+        child = fork_compiler()
+        if child == 0:
+            try:
+                gc.collect()
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+    finally:
+        gc.enable()
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
