@@ -12,7 +12,7 @@ from lowlat.geometry import HeadConfig, ModelConfig, RopeConfig
 from lowlat.graphs import Bucket
 from lowlat.kernels.expert_packing import PackedExperts
 from lowlat.kernels.reference.slot_record import DRAFT_LIMIT, MAX_LENGTH, NUM_LOGPROBS, REPETITION, TOP_P
-from lowlat.prefill import build_prefill
+from lowlat.prefill import build_prefills
 from lowlat.profiling import LEAD, call_sites, record_kernels
 from lowlat.profiling_report import Summary, summarise
 from lowlat.profiling_times import CallSite, attribute
@@ -105,7 +105,7 @@ class ExecutorStep:
         self.bucket = Bucket(case.batch, drafted.num_nodes, drafted.depth)
         program = build_step(shapes, self.bucket, drafted)
         used = {name: weights[name] for name in weights if drafted.depth or not name.startswith("head.")}
-        self.executor = GraphExecutor({self.bucket: program}, build_prefill(shapes), used, device)
+        self.executor = GraphExecutor({self.bucket: program}, build_prefills(shapes), used, device)
         self.num_launches = self.executor.num_kernels(self.bucket)
         self._fill(shapes)
 

@@ -118,7 +118,10 @@ class RuntimeConfig:
     device          "auto", "cpu", "cuda" or "cuda:N"
     executor        "auto", "reference", "eager" or "graph"
     block_size      positions of one KV block
-    prefill_chunk   positions of one prefill chunk, a multiple of block_size: chunks start at its multiples
+    prefill_chunk   positions of one prefill chunk, a multiple of block_size: chunks start at its multiples, and are
+                    what requests with equal prefixes share
+    max_prefill_chunks  chunks of one prompt that run at once, at most: more of them read a long prompt sooner and
+                    hold up those who decode for longer
     kv_blocks       KV blocks in the pool; None: max_batch worst-case requests
     prefix_reuse    share the KV of complete prefill chunks between requests with equal prefixes
     share_decoded   also share what decoding wrote: a later request's bits may then differ from a cold start
@@ -135,6 +138,7 @@ class RuntimeConfig:
     executor: Literal["auto", "reference", "eager", "graph"] = "auto"
     block_size: int = 32
     prefill_chunk: int = 128
+    max_prefill_chunks: int = 4
     kv_blocks: int | None = None
     prefix_reuse: bool = True
     share_decoded: bool = False
@@ -147,6 +151,7 @@ class RuntimeConfig:
         check_int("max_context", self.max_context, 2, 1 << 20)
         check_int("block_size", self.block_size, 1, 1024)
         check_int("prefill_chunk", self.prefill_chunk, 1, 1 << 16)
+        check_int("max_prefill_chunks", self.max_prefill_chunks, 1, 64)
         if self.prefill_chunk % self.block_size:
             raise ConfigError(
                 f"prefill_chunk must be a multiple of block_size {self.block_size}, got {self.prefill_chunk}"

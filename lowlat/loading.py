@@ -19,7 +19,7 @@ from lowlat.executors import Executor
 from lowlat.executors.make import make_executor, settle_executor
 from lowlat.graphs import BucketLadder
 from lowlat.memory import check_fits, memory_need
-from lowlat.prefill import build_prefill
+from lowlat.prefill import build_prefills
 from lowlat.state import StepGeometry
 from lowlat.step import build_step
 from lowlat.tree import TreeTopology
@@ -77,20 +77,20 @@ def load(
                 for bucket in ladder.buckets}  # fmt: skip
     own: Mapping[str, torch.Tensor] = {} if head is None else head.weights
     weights = JoinedWeights(target.weights, own)
-    prefill = build_prefill(geometry)
+    prefills = build_prefills(geometry)
     head_config = None if head is None else head.config
     choice = settle_executor(choice, options.executor, target.config, head_config, options.block_size)
     if choice.loud:
         logger.warning("running on %s: %s", choice.device, choice.reason)
     need = memory_need(
-        (*programs.values(), prefill),
+        (*programs.values(), *prefills.values()),
         weights.shapes(),
         choice.device,
         has_kernels=choice.has_kernels,
         host_load_bytes=weights.arena_bytes,
     )
     check_fits(need, choice.device)
-    executor = make_executor(choice, programs, prefill, weights, captured, device_loop=options.device_loop)
+    executor = make_executor(choice, programs, prefills, weights, captured, device_loop=options.device_loop)
     return Loaded(target, head, geometry, ladder, topologies, executor, choice, error)
 
 
@@ -160,6 +160,7 @@ def make_geometry(
         block_size=options.block_size,
         num_blocks=num_blocks,
         prefill_chunk=options.prefill_chunk,
+        max_prefill_chunks=options.max_prefill_chunks,
         draft_window=speculative.draft_window if simulated and speculative else None,
         simulated_accept_length=speculative.simulated_accept_length if simulated and speculative else None,
         simulated_seed=speculative.simulated_seed if simulated and speculative else 0,

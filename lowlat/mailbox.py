@@ -166,7 +166,7 @@ class Mailbox:
     def write_chunk(
         self, tokens: Sequence[int], start: int, table: Sequence[int], num_target: int, num_head: int
     ) -> None:
-        """Write one chunk of prefill: `tokens` from position `start` on, live rows of target and head."""
+        """Write what prefill reads: `tokens` from position `start` on, live rows of target and head."""
         arrays = self._arrays
         size = len(arrays["prefill_tokens"])
         _fill(arrays["prefill_tokens"], tokens[:size], 0)

@@ -69,7 +69,8 @@ def memory_need(
             if spec.role is Role.SCRATCH:
                 scratch += spec.num_bytes
             else:
-                (kv if "_cache" in spec.name else state)[spec.name] = spec.num_bytes
+                part = kv if "_cache" in spec.name else state
+                part[spec.name] = max(part.get(spec.name, 0), spec.num_bytes)
         parts.append(scratch + (room_of(program, weights.__getitem__).num_bytes if has_kernels else 0))
         if has_kernels:
             temporary = max(temporary, temporary_bytes(program, weights.__getitem__))

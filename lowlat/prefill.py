@@ -1,8 +1,13 @@
-"""One chunk of prefill as a Program: the target over a chunk's tokens, and the head's rows for them.
+"""Chunks of prefill as Programs: the target over their tokens, and the head's rows for them.
 
 Chunks start at multiples of their fixed size and are padded to it, so a chunk's bits depend on its prefix alone and
-complete chunks can be shared. The last prompt token is left to the first step, as its root.
+complete chunks can be shared. Chunks of one prompt that follow each other may run at once, which changes no bit of
+them. The last prompt token is left to the first step, as its root.
 """
+
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
 
 from lowlat.models.decoder import emit_decoder
 from lowlat.models.eagle3 import Eagle3Emitter
@@ -10,21 +15,31 @@ from lowlat.models.layers import Emitter, Rows
 from lowlat.program import Program, ProgramBuilder, Stage
 from lowlat.state import StepGeometry, declare_tables, state_specs
 
-__all__ = ["build_prefill"]
+__all__ = ["build_prefill", "build_prefills"]
 
 
-def build_prefill(geometry: StepGeometry) -> Program:
-    """The Program of one chunk; the host writes `prefill_*` before it runs."""
+# What the host writes of each row; programs of fewer rows read the first of them.
+BY_ROW = ("prefill_tokens", "prefill_live", "prefill_head_live", "prefill_positions", "prefill_head_positions")
+
+
+def build_prefills(geometry: StepGeometry) -> Mapping[int, Program]:
+    """The Programs of all sizes, ascending, by the positions that they take."""
+    return MappingProxyType({size: build_prefill(geometry, size) for size in geometry.prefill_sizes})
+
+
+def build_prefill(geometry: StepGeometry, size: int | None = None) -> Program:
+    """The Program of so many positions, whole chunks, None: one; the host writes `prefill_*` before it runs."""
+    size, stage = size or geometry.prefill_chunk, Stage.PREFILL
     builder = ProgramBuilder("prefill")
     for spec in state_specs(geometry):
-        builder.declare(spec)
+        builder.declare(replace(spec, shape=(size,)) if spec.name in BY_ROW else spec)
     tables = declare_tables(builder, geometry)
-    size, stage = geometry.prefill_chunk, Stage.PREFILL
     common = {"block_table": "prefill_table", "chunk": "prefill_chunk"}
-    rows = Rows("prefill.", size, None, "prefill_positions", common, _write("prefill_live"))
+    own = common, _write("prefill_live"), geometry.prefill_chunk
+    rows = Rows("prefill.", size, None, "prefill_positions", *own)
     boundaries = emit_decoder(builder, geometry.config, rows, "prefill_tokens", tables["target"], stage)
     if geometry.head is not None:
-        _emit_head(builder, geometry, boundaries, tables["head"], common)
+        _emit_head(builder, geometry, size, boundaries, tables["head"], common)
     return builder.build()
 
 
@@ -35,6 +50,7 @@ def _write(live: str) -> dict[str, str]:
 def _emit_head(
     builder: ProgramBuilder,
     geometry: StepGeometry,
+    size: int,
     boundaries: list[str],
     tables: tuple[str, str],
     common: dict[str, str],
@@ -42,8 +58,8 @@ def _emit_head(
     head = geometry.head
     if head is None:
         return
-    size = geometry.prefill_chunk
-    rows = Rows("prefill.head.", size, None, "prefill_head_positions", common, _write("prefill_head_live"))
+    own = common, _write("prefill_head_live"), geometry.prefill_chunk
+    rows = Rows("prefill.head.", size, None, "prefill_head_positions", *own)
     emitter = Emitter(builder, rows, geometry.dtype, Stage.PREFILL)
     eagle = Eagle3Emitter(geometry.config, head, tables, geometry.draft_window)
     features = emitter.scratch("features", size, len(head.capture_boundaries) * head.target_hidden_size)

@@ -74,6 +74,7 @@ class Runtime:
             config.max_batch,
             config.max_queue,
             geometry.prefill_chunk,
+            max_prefill_chunks=geometry.max_prefill_chunks,
             has_head=loaded.head is not None,
             num_overprovision=geometry.max_rows,
         )
@@ -276,9 +277,9 @@ class Runtime:
 
     def _prefill(self, chunk: PrefillChunk) -> None:
         session = self._sessions[chunk.request_id]
-        tokens = session.prompt[chunk.start : chunk.start + self.geometry.prefill_chunk]
+        tokens = session.prompt[chunk.start : chunk.start + chunk.size]
         self._mailbox.write_chunk(tokens, chunk.start, session.table, chunk.num_target_tokens, chunk.num_head_tokens)
-        self.executor.prefill()
+        self.executor.prefill(self.geometry.prefill_size(chunk.size))
         self.scheduler.prefill_done(chunk)
 
     def _join(self, session: Session) -> None:

@@ -63,8 +63,8 @@ class Admission:
 
 @dataclass(frozen=True)
 class PrefillChunk:
-    """One chunk to run: target rows [start, start + num_target_tokens), head rows [start, start +
-    num_head_tokens).
+    """One chunk to run, or several of one prompt: target rows [start, start + num_target_tokens), head rows [start,
+    start + num_head_tokens), of `size` positions in whole chunks.
 
     The target covers the prompt but its last token, the head all of it (row i takes token i and the target's
     feature at i - 1; row 0 is counted but dead). So a last chunk may have no target row and one head row.
@@ -74,6 +74,7 @@ class PrefillChunk:
     request_id: str
     slot: int
     start: int
+    size: int
     num_target_tokens: int
     num_head_tokens: int
     last: bool
@@ -85,7 +86,7 @@ class StepPlan:
     """What to do before the next decode step, in this order.
 
     admitted   requests that got a slot
-    prefill    at most one chunk; call `Scheduler.prefill_done` with it once it is launched
+    prefill    chunks of one request at most; call `Scheduler.prefill_done` with them once they are launched
     joins      requests that take part in the step from now on: those with nothing to prefill, and the one
                whose last chunk is `prefill`
     """
@@ -114,6 +115,7 @@ class Scheduler:
 
     ladder              the buckets; its largest batch must be at least max_batch
     max_queue           requests that may wait beyond those that free slots take; more raise CapacityError
+    max_prefill_chunks  chunks of one prompt that run at once, at most
     has_head            an EAGLE3 head is loaded and its rows are prefilled
     num_overprovision   positions that a step may write past a request's total; None: the ladder's most rows
 
@@ -128,6 +130,7 @@ class Scheduler:
         max_queue: int,
         prefill_chunk: int,
         *,
+        max_prefill_chunks: int = 1,
         has_head: bool = False,
         num_overprovision: int | None = None,
     ) -> None:
@@ -140,6 +143,7 @@ class Scheduler:
         self.max_batch = max_batch
         self.max_queue = max_queue
         self.prefill_chunk = prefill_chunk
+        self.max_prefill_chunks = max_prefill_chunks
         self.has_head = has_head
         self.num_overprovision = max(ladder.rows_of.values()) if num_overprovision is None else num_overprovision
         self._queue: deque[ScheduledRequest] = deque()
@@ -243,7 +247,7 @@ class Scheduler:
         if chunk != self._pending or slot is None:
             raise InvariantError(f"request {chunk.request_id}: the chunk at {chunk.start} was not planned")
         self._pending = None
-        slot.next_start = chunk.start + self.prefill_chunk
+        slot.next_start = chunk.start + chunk.size
         self.kvcache.mark_prefilled(chunk.request_id, chunk.start + chunk.num_target_tokens)
         if chunk.last:
             slot.phase = Phase.DECODING
@@ -376,11 +380,13 @@ class Scheduler:
 
     def _chunk(self, slot: _Slot) -> PrefillChunk:
         start, num_tokens = slot.next_start, len(slot.request.prompt_token_ids)
-        end = start + self.prefill_chunk
+        size = min(self._num_chunks_left(slot), self.max_prefill_chunks) * self.prefill_chunk
+        end = start + size
         return PrefillChunk(
             request_id=slot.request.request_id,
             slot=slot.number,
             start=start,
+            size=size,
             num_target_tokens=max(0, min(end, num_tokens - 1) - start),
             num_head_tokens=min(end, num_tokens) - start if self.has_head else 0,
             last=end >= self._num_rows(slot),

@@ -8,6 +8,7 @@ from functools import cached_property
 
 import torch
 
+from lowlat.errors import ConfigError
 from lowlat.geometry import HeadConfig, ModelConfig
 from lowlat.graphs import BufferSpec, Role
 from lowlat.kernels.reference.publish import RECORD_WIDTH
@@ -32,6 +33,8 @@ class StepGeometry:
     num_paths    root-to-leaf paths of the widest topology
     path_width   nodes of the longest path, root included
     num_blocks   KV blocks, the null block included
+    prefill_chunk       positions of a chunk of prefill
+    max_prefill_chunks  chunks of a prompt that run at once, at most
     """
 
     config: ModelConfig
@@ -44,6 +47,7 @@ class StepGeometry:
     block_size: int
     num_blocks: int
     prefill_chunk: int
+    max_prefill_chunks: int = 1
     draft_window: int | None = None
     simulated_accept_length: float | None = None
     simulated_seed: int = 0
@@ -61,7 +65,27 @@ class StepGeometry:
     @property
     def num_positions(self) -> int:
         """Positions that RoPE's tables cover: a padded last chunk, or a step's overhang."""
-        return self.max_context + max(self.prefill_chunk, self.max_rows)
+        return self.max_context + max(self.prefill_sizes[-1], self.max_rows)
+
+    @cached_property
+    def prefill_sizes(self) -> tuple[int, ...]:
+        """Positions that are prefilled at once, ascending: 1, 2, 3, 4, 6, 8, 12, ... chunks, and as many as may be.
+
+        A program is made for each, and takes up to a half more than is asked for.
+        """
+        most = self.max_prefill_chunks
+        counts = {odd << shift for odd in (1, 3) for shift in range(most.bit_length())}
+        return tuple(self.prefill_chunk * count for count in sorted({min(count, most) for count in counts}))
+
+    def prefill_size(self, num_positions: int) -> int:
+        """The least of `prefill_sizes` that holds so many positions. Raises ConfigError where none does."""
+        for size in self.prefill_sizes:
+            if num_positions <= size:
+                return size
+        raise ConfigError(
+            f"{num_positions} positions to prefill at once; max_prefill_chunks {self.max_prefill_chunks} allow "
+            f"{self.prefill_sizes[-1]}"
+        )
 
     @cached_property
     def tables(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
@@ -114,13 +138,13 @@ def _host_buffers(geometry: StepGeometry) -> list[BufferSpec]:
         ("staged_stop_ids", (batch, MAX_STOPS), torch.int32),
         ("staged_bias_ids", (batch, MAX_BIASES), torch.int32),
         ("staged_bias_values", (batch, MAX_BIASES), torch.float32),
-        ("prefill_tokens", (geometry.prefill_chunk,), torch.int32),
+        ("prefill_tokens", (geometry.prefill_sizes[-1],), torch.int32),
         ("prefill_chunk", (2,), torch.int32),
-        ("prefill_live", (geometry.prefill_chunk,), torch.uint8),
-        ("prefill_head_live", (geometry.prefill_chunk,), torch.uint8),
+        ("prefill_live", (geometry.prefill_sizes[-1],), torch.uint8),
+        ("prefill_head_live", (geometry.prefill_sizes[-1],), torch.uint8),
         ("prefill_table", (1, geometry.table_width), torch.int32),
-        ("prefill_positions", (geometry.prefill_chunk,), torch.int32),
-        ("prefill_head_positions", (geometry.prefill_chunk,), torch.int32),
+        ("prefill_positions", (geometry.prefill_sizes[-1],), torch.int32),
+        ("prefill_head_positions", (geometry.prefill_sizes[-1],), torch.int32),
     ]
     publications: list[tuple[str, tuple[int, ...], torch.dtype]] = [
         ("ring_records", (RING_ENTRIES, batch, RECORD_WIDTH), torch.int32),

@@ -117,10 +117,10 @@ class FakeDevice:
         self._hurry()
         return self.head >= count
 
-    def prefill(self) -> None:
+    def prefill(self, size: int) -> None:
         assert self.idle
         self.log.append(("prefill",))
-        self.inner.prefill()
+        self.inner.prefill(size)
 
     def clear_blocks(self, blocks: Sequence[int]) -> None:
         while not self.idle:

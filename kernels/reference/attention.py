@@ -4,6 +4,8 @@ Keys lie in tiles at fixed absolute positions; each tile's product has one fixed
 order, so a row's bits depend on its own positions alone. Masked keys and values are replaced by zero on load.
 """
 
+from typing import NamedTuple
+
 import torch
 
 __all__ = ["attention", "prefill_attention"]
@@ -144,22 +146,48 @@ def prefill_attention(
     *,
     out: torch.Tensor,
     scale: float,
+    chunk_size: int | None = None,
     first: int = 0,
     window: int | None = None,
     keep_first: int = 0,
 ) -> None:
-    """Causal attention of one chunk over the positions up to its own; its shape depends on its start alone.
+    """Causal attention of a chunk, or several, over the positions up to each one's own: its shape depends on where it
+    starts alone.
 
     q            [c, H, D]         compute dtype; row i stands at position start + i
     block_table  [1, C / block]    int32
     chunk        [2]               int32  start, live rows; rows past them give rubbish that nobody reads
     out          [c, H * D]        out
+    chunk_size   rows of a chunk; None: all are one
     """
-    size, heads, head_dim = q.shape
-    kv_heads = k_cache.shape[1]
     start, count = chunk.tolist()
+    mask = _Mask(first, window, keep_first)
+    for begin in range(0, q.shape[0], chunk_size or q.shape[0]):
+        part = slice(begin, begin + (chunk_size or q.shape[0]))
+        place = start + begin, count - begin
+        _attend_chunk(q[part], (k_cache, v_cache), block_table[0], place, mask, sinks, out[part], scale)
+
+
+class _Mask(NamedTuple):
+    first: int
+    window: int | None
+    keep_first: int
+
+
+def _attend_chunk(
+    q: torch.Tensor,
+    caches: tuple[torch.Tensor, torch.Tensor],
+    table: torch.Tensor,
+    place: tuple[int, int],
+    mask: _Mask,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+    scale: float,
+) -> None:
+    (size, heads, head_dim), kv_heads = q.shape, caches[0].shape[1]
+    (start, count), (first, window, keep_first) = place, mask
     end = start + size
-    keys, values = (_load(cache, block_table[0], end) for cache in (k_cache, v_cache))
+    keys, values = (_load(cache, table, end) for cache in caches)
     short = end - keys.shape[1]
     if short > 0:
         keys, values = (torch.nn.functional.pad(x, (0, 0, 0, short)) for x in (keys, values))

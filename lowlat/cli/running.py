@@ -17,7 +17,7 @@ from lowlat.text import TextCodec
 
 __all__ = ["Generation", "chat_ids", "default_context", "load_runtime", "run_request"]
 
-LONG_PREFILL_CHUNKS = 4  # a shorter prompt is done before a bar could be read
+LONG_PREFILLS = 2  # a shorter prompt is done before a bar could be read
 
 
 def default_context(model: Path, wanted: int | None) -> int:
@@ -83,9 +83,9 @@ def _take(output: StepOutput, generation: Generation, on_output: Callable[[StepO
 
 
 def _prefill(runtime: Runtime, num_tokens: int) -> list[StepOutput]:
-    """Step until the first output of a runtime's only request, one chunk a step."""
-    chunk = runtime.geometry.prefill_chunk
-    if num_tokens <= LONG_PREFILL_CHUNKS * chunk:
+    """Step until the first output of a runtime's only request, as many chunks a step as run together."""
+    most = runtime.geometry.prefill_sizes[-1]
+    if num_tokens <= LONG_PREFILLS * most:
         return []
     with progress_bar("prefill") as update:
         done = 0
@@ -93,7 +93,7 @@ def _prefill(runtime: Runtime, num_tokens: int) -> list[StepOutput]:
             outputs = runtime.step()
             if outputs:
                 return outputs
-            done = min(done + chunk, num_tokens)
+            done = min(done + most, num_tokens)
             if update is not None:
                 update(done, num_tokens)
     return []

@@ -15,7 +15,7 @@ from lowlat.devices import DeviceChoice
 from lowlat.graphs import Bucket, BufferSpec
 from lowlat.loading import bucket_batches, make_geometry, make_topologies
 from lowlat.memory import memory_need
-from lowlat.prefill import build_prefill
+from lowlat.prefill import build_prefills
 from lowlat.program import Program
 from lowlat.state import StepGeometry
 from lowlat.step import build_step
@@ -79,7 +79,7 @@ class Plan:
     def memory(self, max_batch: int, choice: DeviceChoice) -> dict[str, int]:
         """Bytes on the device by part and in all, and the most that the host holds, Python and libraries left out."""
         programs = [self.program(batch, depth) for batch in bucket_batches(max_batch) for depth in self.topologies]
-        every = (*programs, build_prefill(self.geometry))
+        every = (*programs, *build_prefills(self.geometry).values())
         head = sum(tensor.nbytes for name, tensor in self.weights.items() if name.startswith("head."))
         need = memory_need(
             every,

@@ -36,8 +36,8 @@ class Executor(Protocol):
     def wait_published(self, count: int) -> None:
         """Return when `count` steps in all have been published. Raises DeviceError when the device has failed."""
 
-    def prefill(self) -> None:
-        """Run the prefill program over the chunk that the host has written."""
+    def prefill(self, size: int) -> None:
+        """Run the prefill program of so many positions over what the host has written."""
 
     def clear_blocks(self, blocks: Sequence[int]) -> None:
         """Zero KV blocks that a failed request may have filled with NaN."""

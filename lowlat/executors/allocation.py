@@ -5,8 +5,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from lowlat.graphs import BufferSpec, Role
+from lowlat.program import Program
 
-__all__ = ["STATE_ROLES", "SharedConstants", "clear_blocks", "pinned_names"]
+__all__ = ["STATE_ROLES", "SharedConstants", "clear_blocks", "first_rows", "pinned_names"]
 
 STATE_ROLES = (Role.STATE, Role.COMMAND, Role.PUBLICATION)  # one address for all buckets
 
@@ -15,6 +16,13 @@ def pinned_names(specs: Iterable[BufferSpec]) -> set[str]:
     """The buffers that lie in host memory where kernels run: commands of the host, and what is published for it."""
     roles = (Role.COMMAND, Role.PUBLICATION)
     return {spec.name for spec in specs if spec.role in roles}
+
+
+def first_rows(program: Program, buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Of the host's commands, those of which a program of fewer rows reads the first alone."""
+    specs = {spec.name: spec.shape for spec in program.specs(Role.COMMAND)}
+    fewer = {name: shape[0] for name, shape in specs.items() if shape[0] < buffers[name].shape[0]}
+    return {name: buffers[name][:count] for name, count in fewer.items()}
 
 
 class SharedConstants:

@@ -24,13 +24,13 @@ class EagerExecutor(KernelExecutor):
     def __init__(
         self,
         programs: Mapping[Bucket, Program],
-        prefill: Program,
+        prefills: Mapping[int, Program],
         weights: Mapping[str, torch.Tensor],
         device: torch.device,
         *,
         cache_directory: Path | None = None,
     ) -> None:
-        super().__init__(programs, prefill, weights, device, cache_directory=cache_directory)
+        super().__init__(programs, prefills, weights, device, cache_directory=cache_directory)
         self._prepared: dict[Bucket, list[tuple[Group, list[Launch]]]] = {}
         self._hook: OpHook | None = None
 

@@ -13,7 +13,7 @@ import torch
 from lowlat.errors import ConfigError, DeviceError
 from lowlat.executors.kernel_executor import POLLS_BETWEEN_CHECKS, KernelExecutor
 from lowlat.executors.lowering import Group
-from lowlat.executors.prefill.graphs import capture_chunks
+from lowlat.executors.prefill.graphs import capture_prefills
 from lowlat.graphs import Bucket
 from lowlat.graphs.capture import CapturedGraph, capture, capture_loop
 from lowlat.graphs.launch import Launch
@@ -43,7 +43,7 @@ class GraphExecutor(KernelExecutor):
     def __init__(
         self,
         programs: Mapping[Bucket, Program],
-        prefill: Program,
+        prefills: Mapping[int, Program],
         weights: Mapping[str, torch.Tensor | PackedExperts],
         device: torch.device,
         *,
@@ -51,7 +51,7 @@ class GraphExecutor(KernelExecutor):
         cache_directory: Path | None = None,
         progress: CaptureProgress | None = None,
     ) -> None:
-        super().__init__(programs, prefill, weights, device, cache_directory=cache_directory)
+        super().__init__(programs, prefills, weights, device, cache_directory=cache_directory)
         self._graphs: dict[Bucket, CapturedGraph] = {}
         self._loops: dict[Bucket, CapturedGraph] = {}
         with torch.cuda.stream(self.stream):
@@ -67,7 +67,7 @@ class GraphExecutor(KernelExecutor):
                     self._loops[bucket] = self._capture_loop(bodies[bucket])
                 if progress is not None:
                     progress(bucket, number + 1, len(programs))
-            self._chunks = self._capture_chunks()
+            self._prefill_graphs = self._capture_prefills()
         self._stop = self._stop_flag.numpy()
         self.synchronize()
 
@@ -89,13 +89,12 @@ class GraphExecutor(KernelExecutor):
 
         return capture_loop(self._core_stream, body)
 
-    def _capture_chunks(self) -> dict[int, torch.cuda.CUDAGraph]:
-        """Prefill's graphs by reach."""
+    def _capture_prefills(self) -> dict[int, torch.cuda.CUDAGraph]:
         with self._failures():
-            return capture_chunks(self._prefill, self._prefill.reaches, self.stream)
+            return capture_prefills(self._prefills, self.stream)
 
-    def _run_chunk(self, reach: int) -> None:
-        self._chunks[reach].replay()
+    def _run_prefill(self, size: int) -> None:
+        self._prefill_graphs[size].replay()
 
     def _check_addresses(self, bodies: Iterable[Sequence[Group]]) -> None:
         owned = _Addresses([*self.owned(), self._loop_budget, self._stop_flag])
@@ -139,11 +138,6 @@ class GraphExecutor(KernelExecutor):
         """A bucket's loop. Raises KeyError where none was captured."""
         return self._loops[bucket]
 
-    @property
-    def captured_reaches(self) -> tuple[int, ...]:
-        """The reaches of prefill, ascending."""
-        return tuple(sorted(self._chunks))
-
     def num_kernels(self, bucket: Bucket) -> int:
         """Kernel nodes of a bucket's graph."""
         return self._graphs[bucket].num_kernels
@@ -156,9 +150,9 @@ class GraphExecutor(KernelExecutor):
             graph.close()
         self._graphs.clear()
         self._loops.clear()
-        for chunk in self._chunks.values():
-            chunk.reset()
-        self._chunks.clear()
+        for prefill in self._prefill_graphs.values():
+            prefill.reset()
+        self._prefill_graphs.clear()
         super().close()
 
 

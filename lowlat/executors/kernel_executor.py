@@ -14,7 +14,7 @@ import torch
 
 from lowlat.errors import ConfigError, DeviceError
 from lowlat.executors import OpHook
-from lowlat.executors.allocation import STATE_ROLES, SharedConstants, clear_blocks, pinned_names
+from lowlat.executors.allocation import STATE_ROLES, SharedConstants, clear_blocks, first_rows, pinned_names
 from lowlat.executors.device_weights import DeviceWeights
 from lowlat.executors.launcher import Launcher
 from lowlat.executors.lowering import Group, Lowering, lower
@@ -39,7 +39,7 @@ class KernelExecutor:
     """Lowers programs to kernels; the two executors differ in how a step is issued.
 
     programs  the step's programs by bucket, the largest first
-    prefill   the prefill program
+    prefills  the prefill programs by the positions that they take, ascending
     weights   canonical weights, on any device; experts may be packed already, see `DeviceWeights`
     """
 
@@ -49,7 +49,7 @@ class KernelExecutor:
     def __init__(
         self,
         programs: Mapping[Bucket, Program],
-        prefill: Program,
+        prefills: Mapping[int, Program],
         weights: Mapping[str, torch.Tensor | PackedExperts],
         device: torch.device,
         *,
@@ -59,15 +59,15 @@ class KernelExecutor:
         self._programs = dict(programs)
         self.launcher = Launcher(device, cache_directory)
         self.stream = torch.cuda.Stream(device)
-        every = (*programs.values(), prefill)
+        every, largest = (*programs.values(), *prefills.values()), list(prefills.values())[-1]
         orders, experts = weight_orders(programs.values()), expert_parts(programs.values())
         self._weights = DeviceWeights(weights, _matrices(every), device, orders, experts)
-        specs = [spec for program in every for spec in program.specs(*STATE_ROLES)]
+        specs = [spec for program in (*programs.values(), largest) for spec in program.specs(*STATE_ROLES)]
         with torch.cuda.stream(self.stream):
-            self._arguments = ChunkArguments(prefill, device)
+            self._arguments = ChunkArguments(largest, device)
             self.state = BufferSet(specs, device, pinned=pinned_names(specs), given=self._arguments.host)
             sizes = [sum(aligned_bytes(spec) for spec in program.specs(Role.SCRATCH)) for program in every]
-            extra = room_of(prefill, self._weights.vector).num_bytes
+            extra = room_of(largest, self._weights.vector).num_bytes
             self._arena = torch.zeros(max(*sizes, sizes[-1] + extra), dtype=torch.uint8, device=device)
             self.workspace = SharedWorkspace(device)
             self._constants = SharedConstants(device)
@@ -76,11 +76,9 @@ class KernelExecutor:
             self.launcher.compile_ahead(
                 call for groups in self._groups.values() for group in groups for call in group.calls
             )
-            buffers = {**self.state, **self._arguments.device, **self._allocate(prefill)}
             room = self._arena[sizes[-1] : sizes[-1] + extra]
-            self._prefill = TorchPrefill(prefill, buffers, self._weights, room=room, launcher=self.launcher)
+            self._prefills = {size: self._bind(prefill, min(prefills), room) for size, prefill in prefills.items()}
         self._ring_head = self.state["ring_head"].numpy()
-        self._chunk = self.state["prefill_chunk"].numpy()
         # Polling no file takes 0.2 us and gives up the GIL for as long, which a thread that serves sockets needs while
         # this one waits for the card; sleep(0) takes 75 us, and sched_yield can give the core away.
         self._let_others_run = select.poll().poll
@@ -89,6 +87,12 @@ class KernelExecutor:
     def _allocate(self, program: Program) -> BufferSet:
         specs = program.specs(Role.SCRATCH, Role.CONSTANT)
         return BufferSet(specs, self.device, self._constants.place(program.constants), arena=self._arena)
+
+    def _bind(self, prefill: Program, chunk: int, room: torch.Tensor) -> TorchPrefill:
+        """A prefill program over the shared buffers; a chunk has the least program's positions."""
+        arguments = {**self._arguments.device, **first_rows(prefill, self._arguments.device)}
+        buffers = {**self.state, **arguments, **self._allocate(prefill)}
+        return TorchPrefill(prefill, buffers, self._weights, chunk=chunk, room=room, launcher=self.launcher)
 
     def _lower(self, bucket: Bucket, loop: LoopControl | None = None) -> tuple[Group, ...]:
         buffers = {**self.state, **self._scratch[bucket]}
@@ -108,17 +112,16 @@ class KernelExecutor:
         allocated = [*self.state.values(), self._arena, *self._constants.tensors()]
         return [*allocated, *self._arguments.device.values(), *self.workspace.tensors(), *self._weights.tensors()]
 
-    def prefill(self) -> None:
-        """Run the prefill program over the chunk that the host has written."""
-        reach = self._prefill.reach(int(self._chunk[0]))
+    def prefill(self, size: int) -> None:
+        """Run the prefill program of so many positions over what the host has written."""
         with self._failures(), torch.cuda.stream(self.stream):
             self._arguments.send()
-            self._run_chunk(reach)
-            self.stream.synchronize()  # the host may write the next chunk's arguments now
+            self._run_prefill(size)
+            self.stream.synchronize()  # the host may write the next arguments now
 
-    def _run_chunk(self, reach: int) -> None:
-        """A chunk that looks at so many positions, its arguments on the device, on torch's current stream."""
-        self._prefill.run(reach)
+    def _run_prefill(self, size: int) -> None:
+        """A prefill program, its arguments on the device, on torch's current stream."""
+        self._prefills[size].run()
 
     def wait_published(self, count: int) -> None:
         """Return when `count` steps have been published. Raises DeviceError when the device has failed."""
@@ -176,7 +179,9 @@ class KernelExecutor:
         self._groups.clear()
         self._scratch.clear()
         self._constants.clear()
-        self._prefill.clear()
+        for prefill in self._prefills.values():
+            prefill.clear()
+        self._prefills.clear()
         self.workspace.clear()
         self._weights.clear()
 

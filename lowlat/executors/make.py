@@ -84,7 +84,7 @@ def settle_executor(
 def make_executor(
     choice: DeviceChoice,
     programs: Mapping[Bucket, Program],
-    prefill: Program,
+    prefills: Mapping[int, Program],
     weights: Mapping[str, torch.Tensor],
     captured: Callable[[int, int], None] | None = None,
     *,
@@ -99,15 +99,15 @@ def make_executor(
             f"device_loop needs executor 'graph', and this runtime has {choice.executor!r}: {choice.reason}"
         )
     if choice.executor == "reference":
-        return ReferenceExecutor(programs, prefill, weights, choice.device)
+        return ReferenceExecutor(programs, prefills, weights, choice.device)
     if choice.executor == "eager":
         from lowlat.executors.eager import EagerExecutor
 
-        return EagerExecutor(programs, prefill, weights, choice.device)
+        return EagerExecutor(programs, prefills, weights, choice.device)
     from lowlat.executors.graph import GraphExecutor
 
     def progress(_: Bucket, done: int, total: int) -> None:
         if captured is not None:
             captured(done, total)
 
-    return GraphExecutor(programs, prefill, weights, choice.device, looping=device_loop, progress=progress)
+    return GraphExecutor(programs, prefills, weights, choice.device, looping=device_loop, progress=progress)

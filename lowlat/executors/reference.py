@@ -11,7 +11,7 @@ import torch
 
 from lowlat.errors import ConfigError
 from lowlat.executors import OpHook
-from lowlat.executors.allocation import STATE_ROLES, SharedConstants, clear_blocks
+from lowlat.executors.allocation import STATE_ROLES, SharedConstants, clear_blocks, first_rows
 from lowlat.graphs import Bucket, BufferSet, Role
 from lowlat.kernels.reference import OPERATIONS
 from lowlat.program import Op, Program
@@ -59,7 +59,7 @@ class ReferenceExecutor:
     """Runs programs operation by operation; see `lowlat.executors.Executor`.
 
     programs  the step's programs by bucket
-    prefill   the prefill program
+    prefills  the prefill programs by the positions that they take, ascending
     weights   canonical weights; on a CPU they are expanded to float32, integers excepted
     """
 
@@ -69,14 +69,14 @@ class ReferenceExecutor:
     def __init__(
         self,
         programs: Mapping[Bucket, Program],
-        prefill: Program,
+        prefills: Mapping[int, Program],
         weights: Mapping[str, torch.Tensor],
         device: torch.device,
     ) -> None:
         self.device = device
         self._programs = dict(programs)
         self._weights = _place(weights, device)
-        every = (*programs.values(), prefill)
+        every = (*programs.values(), *list(prefills.values())[-1:])
         self.state = BufferSet((spec for program in every for spec in program.specs(*STATE_ROLES)), device)
         self._constants = SharedConstants(device)
         self._scratch: dict[Bucket, BufferSet] = {}
@@ -84,13 +84,14 @@ class ReferenceExecutor:
         self._hook: OpHook | None = None
         for bucket, program in programs.items():
             self._scratch[bucket], self._bound[bucket] = self._allocate(program)
-        _, self._prefill = self._allocate(prefill)
+        self._prefills = {size: self._allocate(prefill)[1] for size, prefill in prefills.items()}
 
     def _allocate(self, program: Program) -> tuple[BufferSet, tuple[Bound, ...]]:
         specs = program.specs(Role.SCRATCH, Role.CONSTANT)
         own = BufferSet(specs, self.device, self._constants.place(program.constants))
         view = _View(self.state)
         view.update(own)
+        view.update(first_rows(program, self.state))
         return own, bind(program, view, self._weights)
 
     @torch.inference_mode()
@@ -102,9 +103,9 @@ class ReferenceExecutor:
         """A step is published when it returns."""
 
     @torch.inference_mode()
-    def prefill(self) -> None:
-        """Run the prefill program over the chunk that the host has written."""
-        self._run(self._prefill)
+    def prefill(self, size: int) -> None:
+        """Run the prefill program of so many positions over what the host has written."""
+        self._run(self._prefills[size])
 
     def _run(self, bound: tuple[Bound, ...]) -> None:
         hook = self._hook
@@ -143,7 +144,7 @@ class ReferenceExecutor:
         self._bound.clear()
         self._scratch.clear()
         self._constants.clear()
-        self._prefill = ()
+        self._prefills.clear()
         self._weights = {}
 
 

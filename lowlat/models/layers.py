@@ -24,6 +24,7 @@ class Rows:
     positions  [M] int32, for RoPE
     attention  buffers of the attention's rows: slots, dense_lens, row_masks; or chunk, for prefill
     write      buffers of the KV write: row_live, slots, write_lens, offsets, block_table; or chunk, for prefill
+    chunk      positions of a chunk of prefill, of which there may be several; None: no prefill
     """
 
     prefix: str
@@ -32,6 +33,7 @@ class Rows:
     positions: str
     attention: dict[str, str]
     write: dict[str, str]
+    chunk: int | None = None
 
 
 @dataclass
@@ -114,9 +116,12 @@ class Emitter:
         """Attention of these rows over the cache, [M, width]."""
         out = self.scratch("attention", self.rows.count, width)
         reads = {"q": q, "k_cache": caches[0], "v_cache": caches[1], **self.rows.attention, **self.live()}
-        kind = "attention" if self.rows.live is not None else "prefill_attention"
         weights = {} if sinks is None else {"sinks": sinks}
-        self.emit(kind, reads, {"out": out}, weights=weights, **params)
+        if self.rows.chunk is None:
+            self.emit("attention", reads, {"out": out}, weights=weights, **params)
+        else:
+            own = {"chunk_size": self.rows.chunk, **params}
+            self.emit("prefill_attention", reads, {"out": out}, weights=weights, **own)
         return out
 
     def gated_ffn(self, x: str, weight: str, inner: int, width: int, *, bias: bool = False) -> str:

@@ -95,6 +95,7 @@ def _runtime() -> list[Setting]:
         Setting("executor", "str", own.executor, "runtime", "How steps are run.", executors),
         Setting("block_size", "int", own.block_size, "runtime", "Positions of a KV block."),
         Setting("prefill_chunk", "int", own.prefill_chunk, "runtime", "Positions of a prefill chunk."),
+        Setting("max_prefill_chunks", "int", own.max_prefill_chunks, "runtime", "Chunks of a prompt at once."),
         Setting("kv_blocks", "int", None, "runtime", "KV blocks in the pool; by default what max_batch needs."),
         Setting("prefix_reuse", "bool", own.prefix_reuse, "runtime", "Share the KV of equal prefixes."),
         Setting("share_decoded", "bool", own.share_decoded, "runtime", "Also what decoding wrote; bits may differ."),

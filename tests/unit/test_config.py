@@ -27,6 +27,7 @@ RUNTIME_BOUNDS = {
     "max_context": (2, 1 << 20),
     "block_size": (1, 1024),
     "prefill_chunk": (1, 1 << 16),
+    "max_prefill_chunks": (1, 64),
     "kv_blocks": (2, (1 << 31) - 1),
     "max_queue": (0, 1 << 20),
 }

@@ -255,6 +255,22 @@ def test_long_contexts_lose_nothing(family: str, tree: str | None, pairs: dict[s
             assert_same(traced(runtime, prompt, sampling), expected)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_chunks_that_run_together_have_the_bits_of_chunks_alone(family: str, pairs: dict[str, PairPaths]) -> None:
+    """One, three or eight at once; and behind prefixes of other lengths that others have left in the cache."""
+    prompt, sampling, found = prompt_of(61, seed=6), params("sampled"), []
+    for at_once in (1, 3, 8):
+        with load(pairs[family], 3, max_prefill_chunks=at_once) as runtime:
+            found.append(traced(runtime, prompt, sampling))
+    for cached in (20, 33, 50):
+        with load(pairs[family], 3, max_prefill_chunks=3) as runtime:
+            traced(runtime, prompt[:cached], sampling)
+            found.append(traced(runtime, prompt, sampling))
+            assert runtime.kvcache.stats().hit_tokens == (cached - 1) // 8 * 8
+    for trace in found[1:]:
+        assert_same(trace, found[0])
+
+
 def test_other_seeds_give_other_tokens(pairs: dict[str, PairPaths]) -> None:
     prompt = prompt_of(10)
     traces = [baseline(pairs["llama"], prompt, params("sampled", seed))[0] for seed in range(4)]

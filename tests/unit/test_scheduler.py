@@ -18,10 +18,16 @@ LADDER = BucketLadder([1, 2, 4], {0: 1, 3: 4})
 
 
 def make(
-    *, num_blocks: int = 257, max_batch: int = 4, max_queue: int = 8, head: bool = True, reuse: bool = True
+    *,
+    num_blocks: int = 257,
+    max_batch: int = 4,
+    max_queue: int = 8,
+    head: bool = True,
+    reuse: bool = True,
+    at_once: int = 1,
 ) -> Scheduler:
     cache = KVCache(num_blocks, BLOCK, CHUNK, reuse=reuse, share_decoded=False, namespace=b"")
-    return Scheduler(LADDER, cache, max_batch, max_queue, CHUNK, has_head=head)
+    return Scheduler(LADDER, cache, max_batch, max_queue, CHUNK, has_head=head, max_prefill_chunks=at_once)
 
 
 def request(name: str, prompt: int | tuple[int, ...], extra: int = 4) -> ScheduledRequest:
@@ -71,6 +77,34 @@ def test_chunks_cover_target_and_head(
         assert scheduler.phase("a") is Phase.DECODING
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "with_head", "without"),
+    [
+        (4, [(0, 4, 3)], [(0, 4, 3)]),
+        (9, [(0, 12, 8)], [(0, 8, 8)]),
+        (12, [(0, 12, 11)], [(0, 12, 11)]),
+        (13, [(0, 12, 12), (12, 4, 0)], [(0, 12, 12)]),
+        (30, [(0, 12, 12), (12, 12, 12), (24, 8, 5)], [(0, 12, 12), (12, 12, 12), (24, 8, 5)]),
+    ],
+)
+def test_chunks_of_a_prompt_run_together(
+    num_tokens: int, with_head: list[tuple[int, int, int]], without: list[tuple[int, int, int]]
+) -> None:
+    """At most three of them; what is cached of a prompt ends with a chunk, not with those that ran together."""
+    for head, expected in ((True, with_head), (False, without)):
+        scheduler = make(head=head, at_once=3)
+        scheduler.enqueue(request("a", num_tokens))
+        found = []
+        while scheduler.phase("a") is not Phase.DECODING:
+            chunk = step(scheduler).prefill
+            assert chunk is not None
+            found.append((chunk.start, chunk.size, chunk.num_target_tokens))
+        assert found == expected
+        scheduler.finished("a")
+        scheduler.enqueue(request("b", num_tokens + 1))
+        assert scheduler.plan().admitted[0].num_cached_tokens == (num_tokens - 1) // CHUNK * CHUNK
+
+
 def test_a_cached_prefix_is_skipped_and_its_last_block_named() -> None:
     for head, expected in ((True, [(8, 0, 1, True)]), (False, [])):
         scheduler = make(head=head)
@@ -83,7 +117,7 @@ def test_a_cached_prefix_is_skipped_and_its_last_block_named() -> None:
         if plan.prefill is None:
             assert expected == []
             continue
-        assert plan.prefill == PrefillChunk("b", 0, 8, 0, 1, True, plan.admitted[0].table[3])
+        assert plan.prefill == PrefillChunk("b", 0, 8, 4, 0, 1, True, plan.admitted[0].table[3])
         assert scheduler.phase("b") is Phase.PREFILLING
         scheduler.prefill_done(plan.prefill)
         assert scheduler.phase("b") is Phase.DECODING

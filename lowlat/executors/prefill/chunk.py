@@ -49,10 +49,12 @@ class TorchPrefill:
         buffers: Mapping[str, torch.Tensor],
         weights: DeviceWeights,
         *,
+        chunk: int | None = None,
         room: torch.Tensor | None = None,
         launcher: Launcher | None = None,
     ) -> None:
         self._weights = weights
+        self._chunk = chunk or program.buffers["prefill_tokens"].shape[0]
         self._size = program.buffers["prefill_tokens"].shape[0]
         self.reaches = reaches_of(self._size, program.buffers["tokens"].shape[1])
         self._reach = 0  # of the chunk that runs
@@ -101,7 +103,7 @@ class TorchPrefill:
             return self._own_product(op, arguments)
         if op.kind == "router":
             weights = {name: self._weights.vector(weight) for name, weight in op.weights.items()}
-            return partial(choose_experts, **weights)
+            return partial(choose_experts, **weights, chunk=self._chunk)
         if op.kind == "embed":
             return lambda tokens, out: self._embed(op, tokens, out)
         if op.kind == "linear":
@@ -124,13 +126,13 @@ class TorchPrefill:
     def _linear(self, op: Op) -> Callable[..., None]:
         name = op.weights["weight"]
         packed, places = self._weights.matrix(name), self._weights.places(name)
-        bias = self._weights.vector(op.weights["bias"]) if "bias" in op.weights else None
+        bias, chunk = self._weights.vector(op.weights["bias"]) if "bias" in op.weights else None, self._chunk
 
         def run(x: torch.Tensor, out: torch.Tensor, **_: object) -> None:
             if places is None:
-                product(x, unpack_rows(packed), out)
+                product(x, unpack_rows(packed), chunk, out)
             else:
-                torch.index_select(product(x, unpack_rows(packed)), 1, places, out=out)
+                torch.index_select(product(x, unpack_rows(packed), chunk), 1, places, out=out)
             if bias is not None:
                 out += bias
 

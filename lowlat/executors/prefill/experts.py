@@ -96,10 +96,16 @@ class GroupedExperts:
 
 
 def choose_experts(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *, expert_ids: torch.Tensor, expert_weights: torch.Tensor
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    *,
+    expert_ids: torch.Tensor,
+    expert_weights: torch.Tensor,
+    chunk: int,
 ) -> None:
-    """The choice of a whole chunk, no row of which is dead: see `reference.experts.router`."""
-    logits = product(x, weight) + bias.float()
+    """The choice of rows of which none is dead: see `reference.experts.router`; chunk: as `product` takes it."""
+    logits = product(x, weight, chunk) + bias.float()
     chosen = torch.argsort(logits, dim=-1, descending=True, stable=True)[:, : expert_ids.shape[1]]
     expert_ids.copy_(chosen)
     expert_weights.copy_(torch.softmax(logits.gather(1, chosen), -1))
@@ -152,11 +158,22 @@ def _products(
     flat = expert_ids.reshape(-1)
     for expert in flat.unique().tolist():
         pairs = (flat == expert).nonzero()[:, 0]
-        yield pairs, product(inputs[pairs // pairs_a_row], unpack_expert(experts, expert)) + bias[expert].float()
+        rows = inputs[pairs // pairs_a_row]
+        yield pairs, product(rows, unpack_expert(experts, expert), len(pairs)) + bias[expert].float()
 
 
-def product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """x [M, K] @ weight.T [K, N] bf16, accumulated in float32: float32 [M, N]."""
-    if x.is_cuda:
-        return torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)
-    return torch.mm(x.float(), weight.float().t(), out=out)
+def product(x: torch.Tensor, weight: torch.Tensor, chunk: int, out: torch.Tensor | None = None) -> torch.Tensor:
+    """x [M, K] @ weight.T [K, N] bf16, accumulated in float32: float32 [M, N].
+
+    chunk  rows that are multiplied at a time, which M is a multiple of: the matrix library takes other ways for other
+           shapes, and a chunk's bits must not depend on those beside it
+    """
+    if out is None:
+        out = torch.empty(x.shape[0], weight.shape[0], dtype=torch.float32, device=x.device)
+    columns = weight.t() if x.is_cuda else weight.float().t()
+    for rows, results in zip(x.split(chunk), out.split(chunk), strict=True):
+        if x.is_cuda:
+            torch.mm(rows, columns, out_dtype=torch.float32, out=results)
+        else:
+            torch.mm(rows.float(), columns, out=results)
+    return out

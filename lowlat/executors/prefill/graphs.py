@@ -1,32 +1,32 @@
-"""Capturing chunks of prefill by torch, whose operations they run: one graph for each reach."""
+"""Capturing prefill by torch, whose operations it runs: one graph for each number of positions."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import torch
 
 from lowlat.executors.prefill.chunk import TorchPrefill
 
-__all__ = ["capture_chunks"]
+__all__ = ["capture_prefills"]
 
 
-def capture_chunks(
-    prefill: TorchPrefill, reaches: Sequence[int], stream: torch.cuda.Stream
+def capture_prefills(
+    prefills: Mapping[int, TorchPrefill], stream: torch.cuda.Stream
 ) -> dict[int, torch.cuda.CUDAGraph]:
-    """Graphs by reach, replayed on the stream one at a time: they share the memory of what a chunk takes meanwhile.
+    """Graphs by size, replayed on the stream one at a time: they share the memory of what torch takes meanwhile.
 
-    Every reach is run before, so that kernels are loaded and libraries have their workspaces, and every graph replayed
-    once, which brings it to the device: what the arguments say is done; as they are allocated, all rows are dead.
+    Each is run before, so that kernels are loaded and libraries have their workspaces, and every graph replayed once,
+    which brings it to the device: what the arguments say is done; as they are allocated, all rows are dead.
     Raises RuntimeError, torch's, where the device fails.
     """
-    largest_first = sorted(reaches, reverse=True)
+    largest_first = sorted(prefills, reverse=True)
     with torch.cuda.stream(stream):
-        for reach in largest_first:
-            prefill.run(reach)
+        for size in largest_first:
+            prefills[size].run()
     graphs, pool = {}, torch.cuda.graph_pool_handle()
-    for reach in largest_first:
-        graphs[reach] = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graphs[reach], pool, stream, capture_error_mode="thread_local"):
-            prefill.run(reach)
+    for size in largest_first:
+        graphs[size] = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graphs[size], pool, stream, capture_error_mode="thread_local"):
+            prefills[size].run()
     with torch.cuda.stream(stream):
         for graph in graphs.values():
             graph.replay()

@@ -12,6 +12,7 @@ from tiny_models import PairPaths, make_target, random_head
 
 from lowlat import Runtime, SamplingParams
 from lowlat.cli import cli
+from lowlat.cli.options import bundled
 
 
 def expected_tokens(pair: PairPaths, prompt: list[int], params: SamplingParams) -> list[int]:
@@ -111,16 +112,17 @@ def test_traces_go_to_stderr_only_when_asked(pair: PairPaths) -> None:
         assert part in traced.stderr and part not in plain.stderr
 
 
-def test_bars_are_drawn_on_a_terminal_only(pair: PairPaths, monkeypatch: pytest.MonkeyPatch) -> None:
-    prompt = ",".join(str(token % 97) for token in range(500))
-    arguments = ("generate", pair.target, "--token-ids", prompt, "--max-tokens", 2, "--max-context", 512)
+def test_bars_are_drawn_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = ",".join(str(token % 97) for token in range(600))
+    arguments = ("generate", bundled("target"), "--token-ids", prompt, "--max-tokens", 2, "--max-context", 640)
     plain = lowlat(*arguments)
+    assert plain.exit_code == 0, plain.stderr
     assert "prefill" not in plain.stderr and "loading" not in plain.stderr
     updates: list[tuple[int, int]] = []
-    monkeypatch.setattr("lowlat.cli.running.LONG_PREFILL_CHUNKS", 2)
+    monkeypatch.setattr("lowlat.cli.running.LONG_PREFILLS", 1)
     monkeypatch.setattr("lowlat.cli.running.progress_bar", lambda _text: _Recorder(updates))
     assert lowlat(*arguments).stdout == plain.stdout
-    assert updates == [(128, 500), (256, 500), (384, 500)]
+    assert updates == [(512, 600)]
 
 
 class _Recorder:

@@ -1,0 +1,139 @@
+"""How long prompts take to prefill, by a whole model with random weights and chunks as a runtime runs them.
+
+    python -m bench.prompts --model llama-8b --out /tmp/prompts.json
+    python -m bench.prompts --model 120b --prompt 100 8192 --at-once 1 4 --out /tmp/prompts.json
+    python -m bench.prompts --small --device cpu --prompt 50 200 --out /tmp/prompts.json
+
+A row is a prompt's length and how many chunks ran at once (`max_prefill_chunks`): from the first chunk's arguments on
+the host to the end of the last chunk, by the host's clock, nothing else running. The first token comes one step later.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.clock import percentile
+from bench.conditions import stamps_of, write_json
+from bench.dense_cases import LLAMA_8B, TINY, Case, DenseGeometry
+from bench.dense_cases import make_weights as make_dense_weights
+from bench.gpt_oss_cases import MODELS, OssCase, OssModel
+from bench.gpt_oss_step import Weights, make_weights, shapes_of
+from bench.lowlat_step import step_geometry
+from lowlat.devices import DeviceChoice
+from lowlat.executors import Executor
+from lowlat.executors.make import make_executor
+from lowlat.graphs import Bucket
+from lowlat.mailbox import Mailbox
+from lowlat.prefill import build_prefills
+from lowlat.state import StepGeometry
+from lowlat.step import build_step
+from lowlat.tree import TreeTopology
+
+__all__ = ["main", "measure_prompt"]
+
+Model = OssModel | DenseGeometry
+BY_NAME: dict[str, Model] = {**MODELS, "llama-8b": LLAMA_8B}
+WARM_UP = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure every prompt, print its row, and write the rows where that is asked for."""
+    options = _options(arguments)
+    device = torch.device(options.device)
+    model = TINY if options.small else BY_NAME[options.model]
+    shapes = _shapes(model, max(options.prompt), max(options.at_once))
+    executor = _executor(shapes, _weights(model, device), device)
+    stamps, rows = stamps_of(device, options.commit), []
+    for length in options.prompt:
+        for at_once in options.at_once:
+            ms = measure_prompt(executor, shapes, length, at_once, options.runs)
+            row: dict[str, Any] = {
+                "model": "tiny" if options.small else options.model,
+                "prompt": length,
+                "max_prefill_chunks": at_once,
+                "prefill_chunk": shapes.prefill_chunk,
+                "ms_p50": round(percentile(ms, 50), 3),
+                "ms_least": round(min(ms), 3),
+                "tokens_per_s": round(1e3 * length / percentile(ms, 50), 1),
+                "runs": len(ms),
+            }
+            rows.append({**row, "weights": "random", **stamps})
+            print(json.dumps(row), flush=True)
+    executor.close()
+    if options.out is not None:
+        write_json(options.out, rows)
+    return 0
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=sorted(BY_NAME), default="llama-8b")
+    parser.add_argument("--small", action="store_true", help="a tiny model, to try everything")
+    parser.add_argument("--prompt", type=int, nargs="+", default=[64, 128, 512, 2048, 8192, 32768], help="tokens")
+    parser.add_argument("--at-once", type=int, nargs="+", default=[1, 4], help="chunks, see above")
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--commit", default="", help="what is measured, where there is no git checkout to ask")
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--out", type=Path, default=None)
+    options = parser.parse_args(arguments)
+    if min((*options.prompt, *options.at_once, options.runs)) < 1:
+        parser.error("--prompt, --at-once and --runs want at least 1")
+    return options
+
+
+def _weights(model: Model, device: torch.device) -> Weights:
+    """A target's random weights."""
+    if isinstance(model, OssModel):
+        found = make_weights(model, device, alike=False, draft_vocab_size=64)
+    else:
+        found = {**make_dense_weights(model, device)}
+    return {name: weight for name, weight in found.items() if not name.startswith("head.")}
+
+
+def _shapes(model: Model, longest: int, at_once: int) -> StepGeometry:
+    chain, case = TreeTopology.chain(0), Case(1, longest, 0)
+    if isinstance(model, OssModel):
+        shapes = shapes_of(model, OssCase("", case), chain)
+    else:
+        shapes = step_geometry(model, case, chain)
+    return replace(shapes, max_prefill_chunks=at_once)
+
+
+def _executor(shapes: StepGeometry, weights: Weights, device: torch.device) -> Executor:
+    bucket = Bucket(1, 1, 0)
+    programs = {bucket: build_step(shapes, bucket, TreeTopology.chain(0))}
+    kind = "graph" if device.type == "cuda" else "reference"
+    choice = DeviceChoice(device, kind, "a benchmark")
+    executor = make_executor(choice, programs, build_prefills(shapes), weights)  # type: ignore[arg-type]
+    for name, tensor in executor.state.items():
+        if "_cache" in name:
+            tensor.zero_()
+    return executor
+
+
+def measure_prompt(executor: Executor, shapes: StepGeometry, length: int, at_once: int, runs: int) -> list[float]:
+    """Milliseconds of each of `runs` times that a prompt of so many random tokens was prefilled, but its last token."""
+    mailbox = Mailbox(executor.state, shapes.max_rows - 1)
+    tokens = torch.randint(shapes.config.vocab_size, (length,)).tolist()
+    table, most = list(range(1, shapes.table_width + 1)), at_once * shapes.prefill_chunk
+    found = []
+    for _ in range(WARM_UP + runs):
+        executor.synchronize()
+        begin = time.perf_counter()
+        for start in range(0, length - 1, most):
+            count = min(most, length - 1 - start)
+            mailbox.write_chunk(tokens[start : start + most], start, table, count, 0)
+            executor.prefill(shapes.prefill_size(count))
+        executor.synchronize()
+        found.append(1e3 * (time.perf_counter() - begin))
+    return found[WARM_UP:]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

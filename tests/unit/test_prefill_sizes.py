@@ -1,0 +1,44 @@
+"""Sizes that prefill has programs for, and what those of fewer rows share with the largest."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from prefill_cases import make_named
+
+from lowlat.errors import ConfigError
+from lowlat.executors.allocation import first_rows
+from lowlat.graphs import BufferSet, Role
+from lowlat.prefill import build_prefills
+
+
+@pytest.mark.parametrize(
+    ("most", "counts"),
+    [(1, [1]), (2, [1, 2]), (4, [1, 2, 3, 4]), (5, [1, 2, 3, 4, 5]), (16, [1, 2, 3, 4, 6, 8, 12, 16])],
+)
+def test_sizes_are_a_half_apart_at_most(most: int, counts: list[int], tmp_path: Path) -> None:
+    geometry = replace(make_named("llama", tmp_path).geometry, max_prefill_chunks=most)
+    assert geometry.prefill_sizes == tuple(count * geometry.prefill_chunk for count in counts)
+    for positions in range(1, geometry.prefill_sizes[-1] + 1):
+        size = geometry.prefill_size(positions)
+        chunks = -(-positions // geometry.prefill_chunk)
+        assert positions <= size < 1.5 * chunks * geometry.prefill_chunk
+    with pytest.raises(ConfigError, match=f"max_prefill_chunks {most} allow {most * geometry.prefill_chunk}"):
+        geometry.prefill_size(geometry.prefill_sizes[-1] + 1)
+
+
+def test_programs_of_fewer_rows_read_the_first_that_the_host_writes(tmp_path: Path) -> None:
+    geometry = replace(make_named("llama", tmp_path).geometry, max_prefill_chunks=3)
+    programs = build_prefills(geometry)
+    assert list(programs) == list(geometry.prefill_sizes)
+    largest = programs[geometry.prefill_sizes[-1]]
+    state = BufferSet(largest.specs(Role.STATE, Role.COMMAND, Role.PUBLICATION), torch.device("cpu"))
+    for size, program in programs.items():
+        own = first_rows(program, state)
+        assert set(own) == (set() if program is largest else {name for name in own if name.startswith("prefill_")})
+        for spec in program.specs(Role.COMMAND):
+            found = {**state, **own}[spec.name]
+            assert tuple(found.shape) == spec.shape
+            assert found.data_ptr() == state[spec.name].data_ptr()
+        assert program.buffers["prefill_tokens"].shape == (size,)
