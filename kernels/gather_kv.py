@@ -11,23 +11,17 @@ import torch
 
 from lowlat.errors import ShapeError
 from lowlat.kernels import ptx
+from lowlat.kernels.gathered_rows import ALIGNMENT
 from lowlat.kernels.kernel import Card, Kernel, KernelCall
 from lowlat.kernels.memory import divide, int_at, set_int, wide_count
 from lowlat.kernels.numba_cuda import cuda, device_function, int64, types, uint32
 from lowlat.kernels.reference.shapes import check_shape
 
-__all__ = ["ALIGNMENT", "examples", "gather_kv", "gathered_rows"]
+__all__ = ["examples", "gather_kv"]
 
-ALIGNMENT = 128  # positions: no flash attention that torch has takes keys in larger blocks, and theirs divide it
 BATCH = 4  # places under way in a thread
 THREADS = 256
 BLOCKS = 4  # a multiprocessor
-
-
-def gathered_rows(size: int, longest: int, window: int | None) -> int:
-    """The most positions that a chunk of `size` rows takes which starts at a multiple of its size below `longest`."""
-    whole = -(-longest // size) * size
-    return whole if window is None else min(whole, size + window - 1 + ALIGNMENT - 1)
 
 
 def gather_kv(
@@ -160,7 +154,8 @@ def _make(num_heads: int, block: int, parts: int) -> Kernel:
             _copy_four(place, step, count, origin, end, table, sizes, pairs)
             place += step * BATCH
 
-    return Kernel(f"gather_kv_{num_heads}_{block}_{parts}", gather_kv_kernel, (types.int64,) * 10, THREADS, min_blocks=BLOCKS)
+    name = f"gather_kv_{num_heads}_{block}_{parts}"
+    return Kernel(name, gather_kv_kernel, (types.int64,) * 10, THREADS, min_blocks=BLOCKS)
 
 
 def examples() -> list[Kernel]:

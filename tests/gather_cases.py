@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from lowlat.kernels.gather_kv import ALIGNMENT, gathered_rows
+from lowlat.kernels.gathered_rows import ALIGNMENT, gathered_rows
 
 __all__ = ["POISON", "Gather", "wanted_rows"]
 
@@ -34,8 +34,8 @@ def wanted_rows(
     lengths.copy_(torch.tensor([[0, size], [0, seen]]))
     for cache, rows in ((k_cache, keys), (v_cache, values)):
         rows[:seen] = 0
-        for position in range(origin, start + count):
-            rows[position - origin] = cache[int(block_table[0, position // block]), :, position % block]
+        at = torch.arange(origin, max(start + count, origin))
+        rows[: len(at)] = cache[block_table[0, at // block].long(), :, at % block]
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,9 @@ class Gather:
         if not used:
             table[0] = 0
         num_rows = gathered_rows(self.size, self.longest, self.window)
-        rows = [torch.full((num_rows, self.heads, self.dim), POISON).bfloat16() for _ in range(2)]
+        keys, values = (torch.full((num_rows, self.heads, self.dim), POISON).bfloat16() for _ in range(2))
         made = {"k_cache": caches[0], "v_cache": caches[1], "block_table": table}
-        made |= {"chunk": torch.tensor([self.start, self.live], dtype=torch.int32), "keys": rows[0], "values": rows[1]}
+        made |= {"chunk": torch.tensor([self.start, self.live], dtype=torch.int32), "keys": keys, "values": values}
         made["lengths"] = torch.full((2, 2), -9, dtype=torch.int32)
         return {name: tensor.to(device) for name, tensor in made.items()}
 

@@ -1,7 +1,7 @@
 """The graph executor: every bucket's launches captured into a CUDA graph at the start, replayed for each step.
 
 Where it is asked to, it also captures each bucket as a loop: a WHILE node whose body is the step. A chunk of prefill is
-captured by torch, whose operations it runs, once for each reach.
+captured by torch, whose operations it runs, once for all starts.
 """
 
 from bisect import bisect_right
@@ -13,7 +13,7 @@ import torch
 from lowlat.errors import ConfigError, DeviceError
 from lowlat.executors.kernel_executor import POLLS_BETWEEN_CHECKS, KernelExecutor
 from lowlat.executors.lowering import Group
-from lowlat.executors.prefill.graphs import capture_chunks
+from lowlat.executors.prefill.graphs import capture_chunk
 from lowlat.graphs import Bucket
 from lowlat.graphs.capture import CapturedGraph, capture, capture_loop
 from lowlat.graphs.launch import Launch
@@ -67,7 +67,8 @@ class GraphExecutor(KernelExecutor):
                     self._loops[bucket] = self._capture_loop(bodies[bucket])
                 if progress is not None:
                     progress(bucket, number + 1, len(programs))
-            self._chunks = self._capture_chunks()
+            with self._failures():
+                self._chunk_graph = capture_chunk(self._prefill, self.stream)
         self._stop = self._stop_flag.numpy()
         self.synchronize()
 
@@ -89,13 +90,8 @@ class GraphExecutor(KernelExecutor):
 
         return capture_loop(self._core_stream, body)
 
-    def _capture_chunks(self) -> dict[int, torch.cuda.CUDAGraph]:
-        """Prefill's graphs by reach."""
-        with self._failures():
-            return capture_chunks(self._prefill, self._prefill.reaches, self.stream)
-
-    def _run_chunk(self, reach: int) -> None:
-        self._chunks[reach].replay()
+    def _run_chunk(self) -> None:
+        self._chunk_graph.replay()
 
     def _check_addresses(self, bodies: Iterable[Sequence[Group]]) -> None:
         owned = _Addresses([*self.owned(), self._loop_budget, self._stop_flag])
@@ -139,11 +135,6 @@ class GraphExecutor(KernelExecutor):
         """A bucket's loop. Raises KeyError where none was captured."""
         return self._loops[bucket]
 
-    @property
-    def captured_reaches(self) -> tuple[int, ...]:
-        """The reaches of prefill, ascending."""
-        return tuple(sorted(self._chunks))
-
     def num_kernels(self, bucket: Bucket) -> int:
         """Kernel nodes of a bucket's graph."""
         return self._graphs[bucket].num_kernels
@@ -156,9 +147,7 @@ class GraphExecutor(KernelExecutor):
             graph.close()
         self._graphs.clear()
         self._loops.clear()
-        for chunk in self._chunks.values():
-            chunk.reset()
-        self._chunks.clear()
+        self._chunk_graph.reset()
         super().close()
 
 

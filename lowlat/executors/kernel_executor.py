@@ -110,15 +110,15 @@ class KernelExecutor:
 
     def prefill(self) -> None:
         """Run the prefill program over the chunk that the host has written."""
-        reach = self._prefill.reach(int(self._chunk[0]))
+        self._prefill.check(int(self._chunk[0]))
         with self._failures(), torch.cuda.stream(self.stream):
             self._arguments.send()
-            self._run_chunk(reach)
+            self._run_chunk()
             self.stream.synchronize()  # the host may write the next chunk's arguments now
 
-    def _run_chunk(self, reach: int) -> None:
-        """A chunk that looks at so many positions, its arguments on the device, on torch's current stream."""
-        self._prefill.run(reach)
+    def _run_chunk(self) -> None:
+        """A chunk whose arguments are on the device, on torch's current stream."""
+        self._prefill.run()
 
     def wait_published(self, count: int) -> None:
         """Return when `count` steps have been published. Raises DeviceError when the device has failed."""

@@ -9,7 +9,8 @@ from gather_cases import POISON, Gather, wanted_rows
 from kernel_walk import Walker, walkable
 
 from lowlat.errors import ShapeError
-from lowlat.kernels.gather_kv import ALIGNMENT, gather_kv, gathered_rows
+from lowlat.kernels.gather_kv import gather_kv
+from lowlat.kernels.gathered_rows import ALIGNMENT, gathered_rows
 from lowlat.kernels.kernel import H200
 
 NAMES = ("memory", "gather_kv")
