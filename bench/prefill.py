@@ -35,7 +35,7 @@ from lowlat.executors.launcher import Launcher
 from lowlat.executors.orders import expert_parts, weight_orders
 from lowlat.executors.prefill.arguments import ChunkArguments
 from lowlat.executors.prefill.chunk import TorchPrefill
-from lowlat.executors.prefill.graphs import capture_chunks
+from lowlat.executors.prefill.graphs import capture_prefills
 from lowlat.executors.prefill.room import room_of
 from lowlat.graphs import Bucket, BufferSet, Role
 from lowlat.prefill import build_prefill
@@ -112,13 +112,12 @@ def measure_chunk(
 ) -> list[dict[str, Any]]:
     """Times of one whole chunk behind `start` random keys and values, ms: launched one by one, and captured."""
     prefill, buffers, arguments, way = _make(model, chunk, start, weights, device, launcher)
-    reach = prefill.reach(start)
-    ways = {False: lambda: prefill.run(reach)}
+    ways = {False: prefill.run}
     graph = None
     if device.type == "cuda":
         release(device)
         before = torch.cuda.memory_reserved(device)
-        graph = capture_chunks(prefill, [reach], torch.cuda.current_stream(device))[reach]
+        graph = capture_prefills({chunk: prefill}, torch.cuda.current_stream(device))[chunk]
         way["graph_bytes"] = torch.cuda.memory_reserved(device) - before
         ways[True] = graph.replay
     entries = {captured: Timed(f"captured: {captured}", run, arguments.send) for captured, run in ways.items()}
@@ -131,7 +130,7 @@ def measure_chunk(
     if graph is not None:
         graph.reset()
     prefill.clear()
-    return [{**_times(entry), "captured": captured, "reach": reach, **way} for captured, entry in entries.items()]
+    return [{**_times(entry), "captured": captured, **way} for captured, entry in entries.items()]
 
 
 def _times(entry: Timed) -> dict[str, float]:
@@ -150,7 +149,7 @@ def _weights(model: Model, device: torch.device) -> Weights:
 
 
 def _shapes(model: Model, chunk: int, start: int) -> StepGeometry:
-    """A context of twice what the chunk looks at, so that its reach is not the last; a pool of the chunk's prefix."""
+    """A context of twice what the chunk looks at, which is to change no time; a pool of the chunk's prefix."""
     chain, case = TreeTopology.chain(0), Case(1, start + chunk, 0)
     if isinstance(model, OssModel):
         shapes = shapes_of(model, OssCase("", case), chain)
@@ -170,9 +169,7 @@ def _make(
     arguments = ChunkArguments(program, device)
     buffers = _buffers(program, device, arguments)
     _fill(buffers, model.vocab_size, chunk, start)
-    described: dict[str, Any] = {}
-    if isinstance(model, OssModel):
-        described = {"room_bytes": room_of(program, held.vector).num_bytes}
+    described: dict[str, Any] = {"room_bytes": room_of(program, held.vector).num_bytes}
     prefill = TorchPrefill(program, {**buffers, **arguments.device}, held, launcher=launcher)
     return prefill, buffers, arguments, described
 

@@ -56,7 +56,7 @@ def memory_need(
 
     weights      canonical weights, or tensors without content in their place
     has_kernels  programs run one at a time in the memory of the largest one's scratch, which in prefill has
-                 room for its experts; and matrices lie in tiles
+                 room for its experts and its attention; and matrices lie in tiles
     """
     kv: dict[str, int] = {}
     state: dict[str, int] = {}

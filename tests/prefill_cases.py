@@ -65,7 +65,7 @@ def chunk_differences(pair: Pair, device: torch.device, launcher: Launcher | Non
     for buffers in (found, expected):
         _fill(buffers, pair.target.config.vocab_size)
     chunk.send()
-    prefill.run(prefill.reach(0))
+    prefill.run()
     prefill.clear()
     with torch.inference_mode():
         for _, function, arguments in bind(program, expected, pair.source):

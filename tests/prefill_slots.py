@@ -1,17 +1,37 @@
 """A slot whose cache holds a chunk's prefix and nothing else, and attention of the chunk: by torch, and its meaning."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from lowlat.executors.prefill.attention import prefill_attention, reach_of, sight_of
+from lowlat.executors.prefill.attention import prefill_attention, sight_of
+from lowlat.executors.prefill.flash import FlashAttention
+from lowlat.executors.prefill.room import AttentionRoom
+from lowlat.kernels.gathered_rows import gathered_rows
 from lowlat.kernels.reference import attention
 
-__all__ = ["BLOCK", "DIM", "GROUPS", "HEADS", "LONGEST", "REACHES", "SIZE", "Slot", "close"]
+__all__ = ["BLOCK", "DIM", "GROUPS", "HEADS", "LONGEST", "SIZE", "SMALL", "Shape", "Slot", "close"]
 
 BF16 = torch.bfloat16
 SIZE, HEADS, GROUPS, DIM, BLOCK, LONGEST = 32, 8, 2, 64, 16, 300
-REACHES = (32, 64, 128, 256, 320)
+SPARE = 4  # positions that a table has beyond the longest context
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Rows of a chunk, heads of queries, of keys, their size, positions of a block and of the longest context."""
+
+    size: int
+    heads: int
+    groups: int
+    dim: int
+    block: int
+    longest: int
+
+
+SMALL = Shape(SIZE, HEADS, GROUPS, DIM, BLOCK, LONGEST)
 
 
 def close(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
@@ -23,35 +43,79 @@ def close(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool
 class Slot:
     """A slot's cache of random keys and values up to a chunk's last live row; all the rest of the pool is NaN."""
 
-    def __init__(self, start: int, count: int, *, device: str = "cpu", seed: int = 6) -> None:
+    def __init__(self, start: int, count: int, *, shape: Shape = SMALL, device: str = "cpu", seed: int = 6) -> None:
         torch.manual_seed(seed)
-        width = -(-(LONGEST + 4) // BLOCK)
-        self.start, self.count = start, min(count, LONGEST - start)
-        count = self.count
-        self.table = (1 + torch.randperm(40)[:width]).int()[None]
-        self.chunk = torch.tensor([start, count], dtype=torch.int32)
-        self.caches = [torch.full((41, GROUPS, BLOCK, DIM), torch.nan, dtype=BF16) for _ in range(2)]
-        at = torch.arange(start + count)
+        self.shape, self._device = shape, torch.device(device)
+        width = -(-(shape.longest + SPARE) // shape.block)
+        pages = 2 * width
+        self.start, self.count = start, min(count, shape.longest - start)
+        end = start + self.count
+        self.table = (1 + torch.randperm(pages)[:width]).int()[None].to(device)
+        self.chunk = torch.tensor([start, self.count], dtype=torch.int32, device=device)
+        pool = (pages + 1, shape.groups, shape.block, shape.dim)
+        self.caches = [torch.full(pool, torch.nan, dtype=BF16, device=device) for _ in range(2)]
+        at = torch.arange(end, device=device)
         for cache in self.caches:
-            cache[self.table[0, at // BLOCK].long(), :, at % BLOCK] = torch.randn(len(at), GROUPS, DIM).to(BF16)
-        self.q = torch.randn(SIZE, HEADS, DIM).to(BF16)
-        self._device = torch.device(device)
+            rows = torch.randn(end, shape.groups, shape.dim, device=device).to(BF16)
+            cache[self.table[0, at // shape.block].long(), :, at % shape.block] = rows
+        self.q = torch.randn(shape.size, shape.heads, shape.dim, device=device).to(BF16)
+
+    @property
+    def scale(self) -> float:
+        """What scores are multiplied by."""
+        return float(self.shape.dim**-0.5)
+
+    def forget(self, position: int) -> None:
+        """Make a position's keys and values NaN."""
+        for cache in self.caches:
+            cache[self.table[0, position // self.shape.block].long(), :, position % self.shape.block] = torch.nan
 
     def attend(self, sinks: torch.Tensor | None, **mask: Any) -> torch.Tensor:
-        """The chunk's live rows on the slot's device, as they come back."""
-        q, table, chunk, *caches = (x.to(self._device) for x in (self.q, self.table, self.chunk, *self.caches))
-        reach = reach_of(REACHES, SIZE, self.start)
-        sight = sight_of(table, chunk, size=SIZE, block=BLOCK, reach=reach, **mask)
-        out = torch.full((SIZE, HEADS * DIM), torch.nan, dtype=BF16, device=self._device)
-        own = None if sinks is None else sinks.to(self._device)
-        prefill_attention(q, caches[0], caches[1], sight, sinks=own, out=out, scale=DIM**-0.5)
-        return out[: self.count].cpu()
+        """The chunk's live rows as they come of masks, on a CPU."""
+        size, block = self.shape.size, self.shape.block
+        whole = -(-self.shape.longest // size) * size
+        sight = sight_of(self.table, self.chunk, size=size, block=block, whole=whole, **mask)
+        out = self._out(size)
+        keys, values = self.caches
+        prefill_attention(self.q, keys, values, sight, sinks=sinks, out=out, scale=self.scale)
+        return out[: self.count]
+
+    def prepare(
+        self, launcher: Any, sinks: torch.Tensor | None, part: tuple[int, int] | None = None, **mask: Any
+    ) -> tuple[Callable[..., None], torch.Tensor]:
+        """What runs the chunk by flash attention, and its result; of a part, (first row, rows), as a chunk by itself.
+
+        Room and result are NaN before. Every run of the whole chunk reads `chunk` anew.
+        """
+        offset, size = part or (0, self.shape.size)
+        groups, dim, longest = self.shape.groups, self.shape.dim, self.shape.longest
+        room = AttentionRoom(2 * gathered_rows(size, longest, mask.get("window")) * groups * dim)
+        memory = torch.full((room.num_bytes,), 255, dtype=torch.uint8, device=self._device)
+        chunk = self.chunk
+        if part is not None:
+            live = max(0, min(self.count - offset, size))
+            chunk = torch.tensor([self.start + offset, live], dtype=torch.int32, device=self._device)
+        out, (keys, values) = self._out(size), self.caches
+        q, options = self.q[offset : offset + size], {"sinks": sinks, "out": out, "scale": self.scale, **mask}
+        run = FlashAttention(launcher, longest, room, memory).attend(q, keys, values, self.table, chunk, **options)
+        return run, out
+
+    def flash(
+        self, launcher: Any, sinks: torch.Tensor | None, part: tuple[int, int] | None = None, **mask: Any
+    ) -> torch.Tensor:
+        """All rows as they come of flash attention, the dead ones too."""
+        run, out = self.prepare(launcher, sinks, part, **mask)
+        run()
+        return out
 
     def expected(self, sinks: torch.Tensor | None, **mask: Any) -> torch.Tensor:
-        """What the reference makes of them on the CPU."""
-        out = torch.empty(SIZE, HEADS * DIM, dtype=BF16)
+        """What the reference makes of the live rows, in float32."""
+        out = torch.empty(self.shape.size, self.shape.heads * self.shape.dim, device=self._device)
         # of keys below `first` the reference sees nothing, but multiplies what they hold by zero
-        keys, values = (cache.nan_to_num(0.0) for cache in self.caches)
-        chunk, options = (self.table, self.chunk, sinks), {"out": out, "scale": DIM**-0.5, **mask}
-        attention.prefill_attention(self.q, keys, values, *chunk, **options)
+        keys, values = (cache.float().nan_to_num(0.0) for cache in self.caches)
+        chunk, options = (self.table, self.chunk, sinks), {"out": out, "scale": self.scale, **mask}
+        attention.prefill_attention(self.q.float(), keys, values, *chunk, **options)
         return out[: self.count]
+
+    def _out(self, size: int) -> torch.Tensor:
+        return torch.full((size, self.shape.heads * self.shape.dim), torch.nan, dtype=BF16, device=self._device)

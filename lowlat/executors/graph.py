@@ -1,7 +1,7 @@
 """The graph executor: every bucket's launches captured into a CUDA graph at the start, replayed for each step.
 
 Where it is asked to, it also captures each bucket as a loop: a WHILE node whose body is the step. A chunk of prefill is
-captured by torch, whose operations it runs, once for each reach.
+captured by torch, whose operations it runs, once for each number of positions.
 """
 
 from bisect import bisect_right

@@ -1,4 +1,4 @@
-"""Captured chunks of prefill on a card: the bits of those launched one by one, in every reach, and no memory taken."""
+"""Captured chunks of prefill on a card: the bits of those launched one by one, and no memory taken."""
 
 from pathlib import Path
 from typing import Any
@@ -6,14 +6,12 @@ from typing import Any
 import pytest
 import torch
 from prefill_cases import NAMES, make_named, make_prefill
-from prefill_slots import HEADS, SIZE, Slot, close
 from recording import run_all, waiting_is_an_error
 from tiny_models import PairPaths, make_pair, mxfp4_target
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
-from lowlat.executors.graph import GraphExecutor
 from lowlat.executors.launcher import Launcher
-from lowlat.executors.prefill.graphs import capture_chunks
+from lowlat.executors.prefill.graphs import capture_prefills
 from lowlat.executors.prefill.memory import temporary_bytes
 from lowlat.mailbox import Mailbox
 from lowlat.prefill import build_prefill
@@ -23,24 +21,6 @@ pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda", 0)
 CHUNK, CONTEXT = 32, 250
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 64}
-
-
-@pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("window", [None, 1, 16, 40])
-@pytest.mark.parametrize("start", [0, 32, 96, 224, 288])
-def test_attention_of_a_chunk_is_the_reference_s(start: int, window: int | None, sinks: bool) -> None:
-    """All of the pool that was not written is NaN; a partial chunk, too."""
-    for count in (SIZE, SIZE - 3):
-        slot = Slot(start, count, device="cuda")
-        own = torch.randn(HEADS) * 3 if sinks else None
-        assert close(slot.attend(own, window=window), slot.expected(own, window=window), 8e-3)
-
-
-def test_later_entries_of_the_table_change_no_bit() -> None:
-    slot = Slot(96, SIZE, device="cuda")
-    found = slot.attend(None)
-    slot.table[0, 8:] = 0
-    assert torch.equal(slot.attend(None), found)
 
 
 def state_of(buffers: Any) -> dict[str, torch.Tensor]:
@@ -60,7 +40,7 @@ def assert_same_state(found: dict[str, torch.Tensor], expected: dict[str, torch.
 
 @pytest.mark.parametrize("name", NAMES)
 def test_captured_chunks_have_the_bits_of_launched_ones(name: str, tmp_path: Path) -> None:
-    """Every chunk of the longest prompt, the last a partial one, over pools of NaN; each reach has a graph."""
+    """Every chunk of the longest prompt, the last a partial one, over pools of NaN."""
     pair = make_named(name, tmp_path)
     program, launcher = build_prefill(pair.geometry), Launcher(DEVICE)
     launched, captured = (make_prefill(pair, program, DEVICE, launcher) for _ in range(2))
@@ -71,9 +51,8 @@ def test_captured_chunks_have_the_bits_of_launched_ones(name: str, tmp_path: Pat
     stream = torch.cuda.Stream(DEVICE)
     torch.cuda.synchronize()
     before = state_of(captured[2])
-    graphs = capture_chunks(captured[0], captured[0].reaches, stream)
+    graph = capture_prefills({CHUNK: captured[0]}, stream)[CHUNK]
     torch.cuda.synchronize()
-    assert tuple(sorted(graphs)) == captured[0].reaches == (32, 64, 128, 256)
     assert_same_state(state_of(captured[2]), before)
     tokens = torch.randint(0, 97, (CONTEXT,), generator=torch.Generator().manual_seed(1)).tolist()
     table = list(range(1, 1 + -(-CONTEXT // 16)))
@@ -84,13 +63,11 @@ def test_captured_chunks_have_the_bits_of_launched_ones(name: str, tmp_path: Pat
             Mailbox(buffers, 7).write_chunk(tokens[start : start + CHUNK], start, table, count, head)
             with torch.cuda.stream(stream):
                 arguments.send()
-                reach = prefill.reach(start)
-                graphs[reach].replay() if buffers is captured[2] else prefill.run(reach)
+                graph.replay() if buffers is captured[2] else prefill.run()
             stream.synchronize()
         assert_same_state(state_of(captured[2]), state_of(launched[2]))
     assert all(bool(captured[2][key][table[0]].isfinite().all()) for key in captured[2] if key.startswith("k_cache"))
-    for graph in graphs.values():
-        graph.reset()
+    graph.reset()
 
 
 @pytest.fixture(scope="module")
@@ -125,8 +102,6 @@ def test_a_graph_runtime_prefills_as_an_eager_one(name: str, pairs: dict[str, Pa
 
     def run(executor: str) -> tuple[list[Any], dict[str, torch.Tensor]]:
         with load(name, pairs, executor) as runtime:
-            if isinstance(runtime.executor, GraphExecutor):
-                assert runtime.executor.captured_reaches == (32, 64, 128, 256)
             found = [runtime.submit(prompt, PARAMS) for prompt in prompts]
             tokens = run_all(runtime, 0 if name == "mxfp4" else 3)  # steps of a given depth are not run ahead
             cached = [runtime.metrics(each).cached_prompt_tokens for each in found]
@@ -136,6 +111,24 @@ def test_a_graph_runtime_prefills_as_an_eager_one(name: str, pairs: dict[str, Pa
     assert graph[0] == eager[0]
     assert max(graph[0][1]) == 3 * CHUNK, "the prefix was used again"
     assert_same_state(graph[1], eager[1])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_chunks_that_run_together_have_the_bits_of_chunks_alone(name: str, pairs: dict[str, PairPaths]) -> None:
+    """Tokens, caches and features, where one, three or eight chunks run at once."""
+    found = []
+    for at_once in (1, 3, 8):
+        with load(name, pairs, "graph", prefix_reuse=False, max_prefill_chunks=at_once) as runtime:
+            tokens = []
+            for length in (200, CHUNK + 1, 75):
+                request = runtime.submit(prompt_of(length, length), PARAMS)
+                tokens.append(run_all(runtime)[request])
+            state = {key: tensor for key, tensor in runtime.executor.state.items() if "_cache" in key}
+            state["block_features"] = runtime.executor.state["block_features"] if name != "mxfp4" else torch.zeros(2)
+            found.append((tokens, {key: tensor[1:].cpu() for key, tensor in state.items()}))
+    for tokens, state in found[1:]:
+        assert tokens == found[0][0]
+        assert_same_state(state, found[0][1])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -159,26 +152,25 @@ def test_a_launched_chunk_waits_for_nothing(name: str, pairs: dict[str, PairPath
         executor: Any = runtime.executor
         runtime.submit(prompt_of(CHUNK + 3, 1), PARAMS)
         run_all(runtime)
-        run = executor._run_chunk
+        run = executor._run_prefill
 
-        def checked(reach: int) -> None:
+        def checked(size: int) -> None:
             with waiting_is_an_error():
-                run(reach)
+                run(size)
 
-        executor._run_chunk = checked
+        executor._run_prefill = checked
         runtime.submit(prompt_of(200, 2), PARAMS)
         run_all(runtime)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_graphs_take_no_more_than_is_planned(name: str, tmp_path: Path) -> None:
+def test_a_graph_takes_no_more_than_is_planned(name: str, tmp_path: Path) -> None:
     pair = make_named(name, tmp_path)
     program = build_prefill(pair.geometry)
     prefill, _, _ = make_prefill(pair, program, DEVICE, Launcher(DEVICE))
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
-    graphs = capture_chunks(prefill, prefill.reaches, torch.cuda.Stream(DEVICE))
+    graph = capture_prefills({CHUNK: prefill}, torch.cuda.Stream(DEVICE))[CHUNK]
     assert torch.cuda.memory_reserved() - before <= temporary_bytes(program, pair.source.__getitem__)
-    for graph in graphs.values():
-        graph.reset()
+    graph.reset()

@@ -1,4 +1,4 @@
-"""What a chunk of prefill sees and stores, by what its tensors hold and its reach: on the CPU against the reference."""
+"""What a chunk of prefill sees and stores, by what its tensors hold: on the CPU against the reference."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -8,15 +8,14 @@ import pytest
 import torch
 from lowered import Pair
 from prefill_cases import NAMES, make_named, make_prefill
-from prefill_slots import BLOCK, DIM, GROUPS, HEADS, LONGEST, REACHES, SIZE, Slot, close
+from prefill_slots import BLOCK, DIM, GROUPS, HEADS, LONGEST, SIZE, Slot, close
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowlat.errors import ConfigError
 from lowlat.executors.allocation import STATE_ROLES
 from lowlat.executors.prefill.arguments import ChunkArguments
-from lowlat.executors.prefill.attention import reach_of, reaches_of, span_of
 from lowlat.executors.prefill.kernels import ROW_KERNELS
 from lowlat.executors.prefill.memory import temporary_bytes
+from lowlat.executors.prefill.room import room_of
 from lowlat.executors.prefill.rows import head_prefill_rows, places_of, prefill_kv_write
 from lowlat.graphs import BufferSet
 from lowlat.kernels.kernel import H200
@@ -28,31 +27,10 @@ NAN = float("nan")
 STARTS = (0, 32, 64, 96, 192, 224, 288)
 
 
-def test_reaches_double_up_to_the_whole_context() -> None:
-    assert reaches_of(SIZE, LONGEST) == REACHES
-    assert reaches_of(128, 2048) == (128, 256, 512, 1024, 2048)
-    assert reaches_of(128, 100) == (128,)
-    assert [reach_of(REACHES, SIZE, start) for start in STARTS] == [32, 64, 128, 128, 256, 256, 320]
-
-
-@pytest.mark.parametrize("start", [-32, 16, 320])
-def test_a_chunk_elsewhere_is_refused(start: int) -> None:
-    with pytest.raises(ConfigError, match=f"prefill_chunk 32 and ends by 320, .* max_context, got one at {start}"):
-        reach_of(REACHES, SIZE, start)
-
-
-def test_a_window_s_span_is_the_same_wherever_it_fits() -> None:
-    assert [span_of(reach, SIZE, BLOCK, 40, 0) for reach in REACHES] == [32, 64, 80, 80, 80]
-    assert [span_of(reach, SIZE, BLOCK, 1, 0) for reach in REACHES] == [32] * 5
-    assert [span_of(reach, SIZE, BLOCK, 17, 0) for reach in REACHES] == [32, 48, 48, 48, 48]
-    assert [span_of(reach, SIZE, BLOCK, 40, 4) for reach in REACHES] == list(REACHES)
-    assert [span_of(reach, SIZE, BLOCK, None, 0) for reach in REACHES] == list(REACHES)
-
-
 @pytest.mark.parametrize("count", [SIZE, SIZE - 3, 1])
 @pytest.mark.parametrize("window", [None, 1, 16, 40, 200])
 @pytest.mark.parametrize("start", STARTS)
-def test_attention_is_the_reference_s_in_every_reach(start: int, window: int | None, count: int) -> None:
+def test_attention_is_the_reference_s(start: int, window: int | None, count: int) -> None:
     slot = Slot(start, count)
     assert close(slot.attend(None, window=window), slot.expected(None, window=window), 8e-3)
 
@@ -75,8 +53,7 @@ def test_sinks_take_their_share(start: int, window: int | None, sinks: str) -> N
 @pytest.mark.parametrize("start", [0, 32, 96, 288])
 def test_kept_positions_and_the_first_are_the_reference_s(start: int, window: int | None) -> None:
     slot = Slot(start, SIZE)
-    for cache in slot.caches:  # position 0 was never written
-        cache[slot.table[0, 0].long(), :, 0] = NAN
+    slot.forget(0)  # position 0 was never written
     mask: dict[str, Any] = {"first": 1, "window": window, "keep_first": 4 if window else 0}
     found, expected = slot.attend(None, **mask), slot.expected(None, **mask)
     seen = slice(0 if start else 1, None)  # row 0 of the first chunk sees nothing, and nobody reads it
@@ -89,8 +66,7 @@ def test_a_chunk_s_bits_depend_on_its_prefix_alone(window: int | None) -> None:
     """Not on later entries of the table, where it lies, what others hold, or how many rows behind a row are live."""
     slot, other = Slot(96, SIZE), Slot(96, SIZE)
     found = slot.attend(None, window=window)
-    moved = torch.randperm(40)[: other.table.shape[1]]
-    moved[moved == 0] = 40
+    moved = 1 + torch.randperm(len(other.caches[0]) - 1)[: other.table.shape[1]]
     caches = [torch.randn_like(cache) for cache in other.caches]
     for cache, source in zip(caches, other.caches, strict=True):
         cache[moved[:8]] = source[other.table[0, :8].long()]
@@ -170,12 +146,11 @@ def test_a_chunk_asks_nothing_of_the_device(tmp_path: Path) -> None:
     pair = pair_of("llama", tmp_path)
     prefill, arguments, _ = make_prefill(pair, build_prefill(pair.geometry), torch.device("cpu"))
     arguments.send()
-    prefill.run(prefill.reaches[0])  # what is looked up once
+    prefill.run()  # what is looked up once
     rows, live = torch.zeros(SIZE, 1, 1), torch.ones(SIZE, dtype=torch.uint8)
     table, cache = torch.zeros(1, 2, dtype=torch.int32), torch.zeros(1, 1, BLOCK, 1)
     with AskingIsAnError():
-        for reach in prefill.reaches:
-            prefill.run(reach)
+        prefill.run()
         with pytest.raises(AssertionError, match="nonzero"):
             kv.prefill_kv_write(rows, rows, live, table, table[0], k_cache=cache, v_cache=cache)
         with pytest.raises(AssertionError, match="item"), torch.inference_mode():
@@ -184,15 +159,14 @@ def test_a_chunk_asks_nothing_of_the_device(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_chunk_of_dead_rows_keeps_nothing(name: str, tmp_path: Path) -> None:
-    """So that a chunk can be tried before there is any, in every reach."""
+    """So that a chunk can be tried before there is any."""
     pair = pair_of(name, tmp_path)
     prefill, arguments, buffers = make_prefill(pair, build_prefill(pair.geometry), torch.device("cpu"))
     poisoned(buffers)
     state = {key: tensor.clone() for key, tensor in buffers.items() if "_cache" in key or key == "block_features"}
     assert len(state) > 3
     arguments.send()
-    for reach in prefill.reaches:
-        prefill.run(reach)
+    prefill.run()
     for key, tensor in state.items():
         assert torch.equal(buffers[key].view(torch.uint8), tensor.view(torch.uint8)), key
 
@@ -233,21 +207,30 @@ def test_row_wise_operations_are_one_launch_each(name: str, tmp_path: Path) -> N
     make_prefill(pair, program, torch.device("cpu"), Recording())  # type: ignore[arg-type]
     kinds = [op.kind for op in program.ops if op.kind in ROW_KERNELS]
     assert len(set(kinds)) >= 6
-    experts = [call for call in calls if call.kernel.name.startswith(("experts", "add_ranks"))]
-    assert len(calls) - len(experts) == len(kinds)
+    others = [call for call in calls if call.kernel.name.startswith(("experts", "add_ranks", "gather_kv"))]
+    assert len(calls) - len(others) == len(kinds)
 
 
 def test_what_torch_takes_meanwhile_is_in_the_plan(tmp_path: Path) -> None:
-    """At least the largest matrix, and keys and values of the whole context; only where kernels run, and in prefill."""
+    """At least the largest matrix, of contexts of any length; only where kernels run, and in prefill."""
     pair = pair_of("llama", tmp_path, max_context=4096)
     program, find = build_prefill(pair.geometry), pair.source.__getitem__
     short = build_prefill(replace(pair.geometry, max_context=128))
-    config = pair.target.config
-    more = temporary_bytes(program, find) - temporary_bytes(short, find)
-    assert more >= (4096 - 128) * (3 * 2 * config.num_kv_heads * config.head_dim + 2 * pair.geometry.prefill_chunk)
     largest = max(2 * find(op.weights["weight"]).numel() for op in program.ops if op.kind == "linear")
-    assert temporary_bytes(short, find) > largest
+    assert temporary_bytes(program, find) == temporary_bytes(short, find) > largest
     assert temporary_bytes(pair.program(0, 1), find) == 0
     for has_kernels, expected in ((True, temporary_bytes(program, find)), (False, 0)):
         need = memory_need((program,), pair.source, torch.device("cpu"), has_kernels=has_kernels)
         assert need.prefill_bytes == need.parts()["prefill_bytes"] == expected
+
+
+def test_keys_and_values_of_the_longest_context_are_in_the_plan(tmp_path: Path) -> None:
+    """Beside the scratch, where kernels gather them."""
+    pair = pair_of("llama", tmp_path, max_context=4090)
+    program, find, config = build_prefill(pair.geometry), pair.source.__getitem__, pair.target.config
+    found = room_of(program, find).attention
+    assert found.keys_bytes == 4096 * config.num_kv_heads * config.head_dim * pair.geometry.dtype.itemsize
+    plain, kernels = (
+        memory_need((program,), pair.source, torch.device("cpu"), has_kernels=each) for each in (False, True)
+    )
+    assert kernels.scratch_bytes - plain.scratch_bytes == room_of(program, find).num_bytes == found.num_bytes

@@ -9,8 +9,10 @@ import pytest
 import torch
 from lowered import Pair
 from prefill_cases import NAMES, chunk_differences, make_named
+from prefill_stand_ins import flash_attention, gather
 from tiny_models import mxfp4_target
 
+from lowlat.executors.prefill import flash
 from lowlat.executors.prefill import kernels as prefill_kernels
 from lowlat.executors.prefill.experts import choose_experts, down_by_torch, gate_up_by_torch
 from lowlat.executors.prefill.room import ExpertsRoom, room_of
@@ -96,7 +98,7 @@ def test_the_room_for_experts_is_that_of_one_layer_s_lists_and_products(tmp_path
     mxfp4_target(tmp_path, num_local_experts=9, num_experts_per_tok=4, hidden_size=64, intermediate_size=96)
     pair = Pair(tmp_path)
     pair.geometry = replace(pair.geometry, prefill_chunk=96)
-    room = room_of(build_prefill(pair.geometry), pair.source.__getitem__)
+    room = room_of(build_prefill(pair.geometry), pair.source.__getitem__).experts
     assert room == ExpertsRoom(96 * 4, 96 * 4 // 64 + 9, 96 * 4 * 64)
     assert room.num_bytes == 4 * 96 * 4 + 256 + 4 * 96 * 4 * 64
     memory = torch.zeros(room.num_bytes + 7, dtype=torch.uint8)
@@ -107,7 +109,30 @@ def test_the_room_for_experts_is_that_of_one_layer_s_lists_and_products(tmp_path
         part.fill_(1)
     assert values.data_ptr() + 4 * values.numel() == memory.data_ptr() + room.num_bytes and not memory[-7:].any()
     step = room_of(pair.program(0, 1), pair.source.__getitem__)
-    assert step.num_bytes == 0 and not any(part.numel() for part in step.cut(memory))  # a step has others
+    assert step.num_bytes == 0  # a step has others
+    assert not any(part.numel() for part in (*step.experts.cut(memory), *step.attention.cut(memory)))
+
+
+def test_the_room_for_attention_is_that_of_the_widest_layer(tmp_path: Path) -> None:
+    """Experts' and attention's parts lie side by side; a layer with a window takes fewer rows."""
+    mxfp4_target(tmp_path, num_hidden_layers=2, sliding_window=20, hidden_size=64, head_dim=64)
+    pair = Pair(tmp_path)
+    pair.geometry = replace(pair.geometry, prefill_chunk=32, max_context=1000)
+    program, config = build_prefill(pair.geometry), pair.target.config
+    room = room_of(program, pair.source.__getitem__)
+    row_bytes = config.num_kv_heads * config.head_dim * pair.geometry.dtype.itemsize
+    assert room.attention.keys_bytes == 1024 * row_bytes
+    experts, attention = room.cut(torch.zeros(room.num_bytes + 9, dtype=torch.uint8))
+    assert (experts.numel(), attention.numel()) == (room.experts.num_bytes, room.attention.num_bytes)
+    keys, values, lengths = room.attention.cut(attention)
+    assert (keys.numel(), values.numel(), lengths.shape) == (1024 * row_bytes, 1024 * row_bytes, (2, 2))
+    for part in (keys, values, lengths):
+        assert not part.any()
+        part.fill_(1)
+    windowed = tuple(op for op in program.ops if op.kind != "prefill_attention" or op.params.get("window"))
+    assert 0 < len(program.ops) - len(windowed) < 2
+    alone = room_of(replace(program, ops=windowed), pair.source.__getitem__)
+    assert alone.attention.keys_bytes == (32 + 19 + 127) * row_bytes
 
 
 class StandInLauncher:
@@ -131,7 +156,7 @@ class StandInLauncher:
         name = call.kernel.name
         self.kernels.append(name)
         means: dict[str, Any] = {"experts_grouping": self._group, "experts_grouped_gate_up": self._gate_up}
-        means |= {"experts_grouped_down": self._down, "add_ranks": self._add}
+        means |= {"experts_grouped_down": self._down, "add_ranks": self._add, "gather_kv": gather}
         meaning = next(function for kind, function in means.items() if name.startswith(kind))
 
         def issue(stream: str) -> None:
@@ -174,12 +199,13 @@ class StandInLauncher:
 
 
 def test_a_chunk_s_experts_are_four_launches_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What stands for the launches reads what they were given."""
+    """And its attention one before torch's; what stands for the launches reads what they were given."""
     torch.manual_seed(7)
-    monkeypatch.setattr(prefill_kernels, "ROW_KERNELS", {})  # the stand-in knows experts' products alone
+    monkeypatch.setattr(prefill_kernels, "ROW_KERNELS", {})  # the stand-in knows experts' products and attention alone
+    monkeypatch.setattr(flash, "flash_attention", flash_attention)
     pair = make_named("mxfp4", tmp_path)
     pair.geometry = replace(pair.geometry, prefill_chunk=96)
     launcher: Any = StandInLauncher(pair)
     for buffer, differences in chunk_differences(pair, torch.device("cpu"), launcher).items():
         assert float(differences.max()) < 4e-2, buffer
-    assert launcher.compiled == len(launcher.kernels) == 4 * pair.target.config.num_layers
+    assert launcher.compiled == len(launcher.kernels) == 5 * pair.target.config.num_layers

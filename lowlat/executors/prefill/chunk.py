@@ -1,10 +1,9 @@
 """Prefill on a GPU by torch: arithmetic, not bandwidth, so the matrix libraries do it.
 
 It runs the prefill program's operations by their references, with some of its own: products unpack one matrix at a
-time, embeddings are gathered from a packed table where that is the only copy, attention is torch's fused one, and a
-mixture's rows go to its experts together, by grouped products over packed matrices. Row-wise operations are the step's
-kernels. What differs from chunk to chunk is read on the device, but for the reach, which the host knows from the
-chunk's start.
+time, embeddings are gathered from a packed table where that is the only copy, attention is torch's flash attention over
+keys and values gathered by a kernel, and a mixture's rows go to its experts together, by grouped products over packed
+matrices. Row-wise operations are the step's kernels. What differs from chunk to chunk is read on the device.
 """
 
 from collections.abc import Callable, Hashable, Mapping
@@ -16,7 +15,7 @@ import torch
 from lowlat.executors.device_weights import DeviceWeights
 from lowlat.executors.launcher import Launcher
 from lowlat.executors.orders import EXPERT_PRODUCTS, experts_name
-from lowlat.executors.prefill.attention import prefill_attention, reach_of, reaches_of, sight_of
+from lowlat.executors.prefill.attention import prefill_attention, sight_of
 from lowlat.executors.prefill.experts import (
     GroupedExperts,
     choose_experts,
@@ -24,6 +23,7 @@ from lowlat.executors.prefill.experts import (
     gate_up_by_torch,
     product,
 )
+from lowlat.executors.prefill.flash import FlashAttention
 from lowlat.executors.prefill.kernels import launched, row_calls
 from lowlat.executors.prefill.room import room_of
 from lowlat.executors.prefill.rows import head_prefill_rows, places_of, prefill_kv_write
@@ -38,9 +38,10 @@ class TorchPrefill:
     """Runs one chunk over buffers on the device; matrices are unpacked as they are needed.
 
     buffers   by name, the chunk's arguments on the device among them: see `ChunkArguments`
-    room      uint8, at least as many bytes as `room_of` the program says: for experts; None: made here
-    launcher  for kernels; None: torch does all
-    A chunk's bits depend on its reach, its size and what its rows see. `reaches` holds all reaches, ascending.
+    room      uint8, at least as many bytes as `room_of` the program says: for experts and attention; None: made here.
+              Nothing in it outlives a chunk: those of several programs that run in turns may share it
+    launcher  for kernels; None: torch does all, on a CPU
+    A chunk's bits depend on its size and on what its rows see.
     """
 
     def __init__(
@@ -56,10 +57,12 @@ class TorchPrefill:
         self._weights = weights
         self._chunk = chunk or program.buffers["prefill_tokens"].shape[0]
         self._size = program.buffers["prefill_tokens"].shape[0]
-        self.reaches = reaches_of(self._size, program.buffers["tokens"].shape[1])
-        self._reach = 0  # of the chunk that runs
-        self._shared: dict[Hashable, Any] = {}  # what several of its operations want
-        self._grouped = None if launcher is None else self._make_grouped(program, room, launcher)
+        self._longest = program.buffers["tokens"].shape[1]
+        self._shared: dict[Hashable, Any] = {}  # what several of a chunk's operations want
+        self._grouped: GroupedExperts | None = None
+        self._flash: FlashAttention | None = None
+        if launcher is not None:
+            self._grouped, self._flash = self._share_room(program, room, launcher)
         self._bound: list[tuple[Callable[..., None], dict[str, object]]] = []
         bound = [(op, arguments_of(op, buffers)) for op in program.ops]
         rows = [() if launcher is None else row_calls(op, arguments, weights) for op, arguments in bound]
@@ -75,14 +78,9 @@ class TorchPrefill:
                 arguments.update((name, weights.vector(weight)) for name, weight in op.weights.items())
             self._bound.append((own, arguments))
 
-    def reach(self, start: int) -> int:
-        """The reach of a chunk that starts there. Raises ConfigError where no chunk does."""
-        return reach_of(self.reaches, self._size, start)
-
     @torch.inference_mode()
-    def run(self, reach: int) -> None:
-        """One chunk of this reach, on torch's current stream; where all its rows are dead, nothing is kept of it."""
-        self._reach = reach
+    def run(self) -> None:
+        """One chunk, on torch's current stream; where all its rows are dead, nothing is kept of it."""
         for function, arguments in self._bound:
             function(**arguments)
         self._shared.clear()
@@ -90,13 +88,17 @@ class TorchPrefill:
     def clear(self) -> None:
         """Drop every reference to buffers and weights."""
         self._bound.clear()
-        self._grouped = None
+        self._grouped, self._flash = None, None
 
-    def _make_grouped(self, program: Program, room: torch.Tensor | None, launcher: Launcher) -> GroupedExperts:
+    def _share_room(
+        self, program: Program, room: torch.Tensor | None, launcher: Launcher
+    ) -> tuple[GroupedExperts, FlashAttention]:
         size = room_of(program, self._weights.vector)
         if room is None:
             room = torch.empty(size.num_bytes, dtype=torch.uint8, device=self._weights.device)
-        return GroupedExperts(launcher, size, room)
+        experts, attention = size.cut(room)
+        grouped = GroupedExperts(launcher, size.experts, experts)
+        return grouped, FlashAttention(launcher, self._longest, size.attention, attention)
 
     def _own(self, op: Op, arguments: Mapping[str, object]) -> Callable[..., None] | None:
         if op.kind in EXPERT_PRODUCTS:
@@ -110,7 +112,10 @@ class TorchPrefill:
             return self._linear(op)
         if op.kind == "prefill_attention":
             sinks = self._weights.vector(op.weights["sinks"]) if "sinks" in op.weights else None
-            return partial(self._attend, sinks=sinks)
+            if self._flash is None:
+                return partial(self._attend, sinks=sinks)
+            make: Callable[..., Callable[..., None]] = self._flash.attend
+            return make(**{name: each for name, each in arguments.items() if name != "chunk_size"}, sinks=sinks)
         if op.kind == "prefill_kv_write":
             return self._write
         return head_prefill_rows if op.kind == "head_prefill_rows" else None
@@ -171,9 +176,12 @@ class TorchPrefill:
         sinks: torch.Tensor | None,
         out: torch.Tensor,
         scale: float,
+        chunk_size: int,
         **mask: Any,
     ) -> None:
-        shape: dict[str, Any] = {"size": q.shape[0], "block": k_cache.shape[2], "reach": self._reach, **mask}
+        del chunk_size  # no row knows of those beside it
+        whole = -(-self._longest // self._size) * self._size
+        shape: dict[str, Any] = {"size": self._size, "block": k_cache.shape[2], "whole": whole, **mask}
         sight = self._once(
             ("sight", *sorted(mask.items())), lambda: sight_of(block_table, chunk, **shape, dtype=q.dtype)
         )

@@ -1,17 +1,19 @@
-"""How much memory a prefill program's experts want beside its scratch, and how it is shared out. It knows no kernel."""
+"""How much memory a prefill program wants on a card beside its scratch, and how it is shared out."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from lowlat.executors.orders import EXPERT_PRODUCTS
+from lowlat.kernels.gathered_rows import gathered_rows
 from lowlat.kernels.pair_tiles import TILE_WORDS, most_tiles, tile_pairs_of
-from lowlat.program import Program, Stage
+from lowlat.program import Op, Program, Stage
 
-__all__ = ["ExpertsRoom", "room_of"]
+__all__ = ["AttentionRoom", "ExpertsRoom", "Room", "room_of"]
 
 ALIGNMENT = 256
+LENGTHS_BYTES = 16  # [2, 2] int32
 
 
 @dataclass(frozen=True)
@@ -40,16 +42,58 @@ class ExpertsRoom:
         return order, listed.view(self.num_tiles, TILE_WORDS), values[: ends[2]].view(torch.float32)
 
     def _sizes(self) -> list[int]:
-        sizes = 4 * self.num_pairs, 4 * TILE_WORDS * self.num_tiles, 4 * self.num_values
-        return [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
+        return [_aligned(4 * self.num_pairs), _aligned(4 * TILE_WORDS * self.num_tiles), _aligned(4 * self.num_values)]
 
 
-def room_of(program: Program, weight: Callable[[str], torch.Tensor]) -> ExpertsRoom:
-    """The room that a prefill program wants on a card; none for a program without experts, or that is no prefill.
+@dataclass(frozen=True)
+class AttentionRoom:
+    """What one layer's attention needs at a time.
+
+    keys_bytes  of the keys that a chunk sees; as many of values, and the lengths beside them
+    """
+
+    keys_bytes: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(self._sizes())
+
+    def cut(self, room: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Keys uint8, values uint8 and lengths [2, 2] int32 of uint8 memory of `num_bytes`; empty where none are."""
+        keys, values, lengths = room[: self.num_bytes].split(self._sizes())
+        words = lengths[:LENGTHS_BYTES].view(torch.int32).view(-1, 2)
+        return keys[: self.keys_bytes], values[: self.keys_bytes], words
+
+    def _sizes(self) -> list[int]:
+        each = _aligned(self.keys_bytes)
+        return [each, each, _aligned(LENGTHS_BYTES) if each else 0]
+
+
+@dataclass(frozen=True)
+class Room:
+    """What the layers of a prefill program share, one at a time."""
+
+    experts: ExpertsRoom = field(default_factory=ExpertsRoom)
+    attention: AttentionRoom = field(default_factory=AttentionRoom)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all parts."""
+        return self.experts.num_bytes + self.attention.num_bytes
+
+    def cut(self, room: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The experts' part and attention's of uint8 memory of `num_bytes`."""
+        experts, attention = room[: self.num_bytes].split([self.experts.num_bytes, self.attention.num_bytes])
+        return experts, attention
+
+
+def room_of(program: Program, weight: Callable[[str], torch.Tensor]) -> Room:
+    """The room that a prefill program wants on a card; none for a program that is no prefill.
 
     weight  a weight by its canonical name; only the biases of experts' products are asked for, [E, N]
     """
-    pairs, tiles, values = [0], [0], [0]
+    pairs, tiles, values, keys = [0], [0], [0], [0]
     for op in program.ops:
         if op.kind in EXPERT_PRODUCTS and op.stage is Stage.PREFILL:
             rows, ranks = program.buffers[op.reads["expert_ids"]].shape
@@ -58,4 +102,19 @@ def room_of(program: Program, weight: Callable[[str], torch.Tensor]) -> ExpertsR
             tiles.append(most_tiles(rows * ranks, num_experts, tile_pairs_of(rows * ranks, num_experts)))
             if op.kind == "experts_down":
                 values.append(rows * ranks * width)
-    return ExpertsRoom(max(pairs), max(tiles), max(values))
+        if op.kind == "prefill_attention":
+            keys.append(_keys_bytes(program, op))
+    return Room(ExpertsRoom(max(pairs), max(tiles), max(values)), AttentionRoom(max(keys)))
+
+
+def _keys_bytes(program: Program, op: Op) -> int:
+    """Bytes of the keys that a chunk of the longest context takes in one layer."""
+    cache = program.buffers[op.reads["k_cache"]]
+    size, longest = program.buffers[op.reads["q"]].shape[0], program.buffers["tokens"].shape[1]
+    window = op.params.get("window")
+    num_rows = gathered_rows(size, longest, window if isinstance(window, int) else None)
+    return num_rows * cache.shape[1] * cache.shape[3] * cache.dtype.itemsize
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,91 @@
+"""Keys and values gathered for a chunk of prefill, walked thread by thread on a CPU: rows, zeros and lengths."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from gather_cases import POISON, Gather, wanted_rows
+from kernel_walk import Walker, walkable
+
+from lowlat.errors import ShapeError
+from lowlat.kernels.gather_kv import gather_kv
+from lowlat.kernels.gathered_rows import ALIGNMENT, gathered_rows
+from lowlat.kernels.kernel import H200
+
+NAMES = ("memory", "gather_kv")
+CASES = [
+    Gather(32, 300, 0, 32),
+    Gather(32, 300, 0, 0),
+    Gather(32, 300, 0, 1, first=1),
+    Gather(32, 300, 288, 11, heads=1),  # padded past the context's end
+    Gather(48, 300, 240, 48, dim=8, block=8),
+    Gather(32, 300, 0, 20, window=1),
+    Gather(32, 300, 128, 32, window=1),
+    Gather(32, 300, 128, 32, window=2),
+    Gather(32, 300, 256, 30, window=40),
+    Gather(32, 300, 160, 32, first=1, window=32),
+    Gather(32, 300, 160, 32, first=1, window=33),
+    Gather(64, 400, 384, 16, first=5, window=100, heads=3),
+    Gather(64, 400, 320, 64, window=1000),
+]
+
+
+def walked(case: Gather) -> dict[str, Any]:
+    """What the kernel leaves; 64 threads in all, so that they take several turns."""
+    arrays = case.arrays()
+    with walkable(walker := Walker(), *NAMES) as modules:
+        kernels: Any = modules[-1]
+        kernels.THREADS, kernels.BLOCKS = 32, 2
+        walker.run(*kernels.gather_kv(**arrays, **case.options, card=replace(H200, num_multiprocessors=1)))
+    return arrays
+
+
+@pytest.mark.parametrize("case", CASES, ids=repr)
+def test_rows_of_the_reference(case: Gather) -> None:
+    """The table's entries behind the last live row, and the caches' other rows, are rubbish."""
+    found, expected = walked(case), case.arrays()
+    wanted_rows(**expected, **case.options)
+    for name in ("keys", "values", "lengths"):
+        assert torch.equal(found[name], expected[name]), name
+    seen = int(found["lengths"][1, 1])
+    assert bool((found["keys"][seen:] == POISON).all())
+
+
+@pytest.mark.parametrize("window", [None, 1, 40, 128, 129, 1000])
+@pytest.mark.parametrize("first", [0, 1, 5])
+def test_rows_lie_where_they_do_in_chunks_of_any_size(first: int, window: int | None) -> None:
+    """Blocks of ALIGNMENT rows hold the same positions, and nothing that a row sees is missing."""
+    longest = 4096
+    for size in (32, 128, 512):
+        for start in range(0, longest, size):
+            origin = first
+            if window is not None:
+                origin += max(start - (window - 1) - first, 0) // ALIGNMENT * ALIGNMENT
+            assert (origin - first) % ALIGNMENT == 0
+            assert origin == first or window is None or origin <= start - window + 1
+            assert start + size - origin <= gathered_rows(size, longest, window)
+
+
+def test_rows_take_no_more_than_the_context_in_whole_chunks() -> None:
+    assert [gathered_rows(128, longest, None) for longest in (1, 128, 129, 1000)] == [128, 128, 256, 1024]
+    assert [gathered_rows(128, 4096, window) for window in (1, 128, 5000)] == [255, 382, 4096]
+
+
+def test_shapes_and_dtypes_that_do_not_fit_are_refused() -> None:
+    case = Gather(32, 300, 0, 32)
+    changes: dict[str, Any] = {
+        "v_cache": lambda v: v[1:],
+        "block_table": lambda v: v[0],
+        "chunk": lambda v: v[:1],
+        "keys": lambda v: v[:, :1],
+        "values": lambda v: v.float(),
+        "lengths": lambda v: v[0],
+    }
+    for name, change in changes.items():
+        arrays = case.arrays()
+        arrays[name] = change(arrays[name])
+        with pytest.raises(ShapeError):
+            gather_kv(**arrays, **case.options, card=H200)
+    with pytest.raises(ShapeError, match="16 bytes"):
+        gather_kv(**replace(case, dim=12).arrays(), **case.options, card=H200)

@@ -1,0 +1,76 @@
+"""Attention of prefill as on a card, where torch's flash attention and the gathering kernel are stood in for."""
+
+from typing import Any
+
+import pytest
+import torch
+from prefill_slots import BLOCK, DIM, GROUPS, HEADS, LONGEST, SIZE, Slot, close
+from prefill_stand_ins import GatherLauncher, flash_attention
+
+from lowlat.errors import ShapeError
+from lowlat.executors.prefill import flash
+
+STARTS = (0, 32, 96, 160, 288)
+SINKS = torch.linspace(-3, 3, HEADS)
+
+
+@pytest.fixture(autouse=True)
+def _no_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash, "flash_attention", flash_attention)
+
+
+@pytest.mark.parametrize("sinks", [None, SINKS], ids=["plain", "sinks"])
+@pytest.mark.parametrize("window", [None, 1, 40, 129, 500])
+@pytest.mark.parametrize("start", STARTS)
+def test_attention_is_the_reference_s(start: int, window: int | None, sinks: torch.Tensor | None) -> None:
+    """Of partial chunks too; dead rows are finite."""
+    for count in (SIZE, SIZE - 3, 1):
+        slot = Slot(start, count)
+        found = slot.flash(GatherLauncher(), sinks, window=window)
+        assert close(found[: slot.count], slot.expected(sinks, window=window), 8e-3)
+        assert bool(found.isfinite().all())
+
+
+@pytest.mark.parametrize("sinks", [None, SINKS], ids=["plain", "sinks"])
+@pytest.mark.parametrize("window", [None, 1, 16, 40, 150, 500])
+@pytest.mark.parametrize("start", STARTS)
+def test_kept_positions_and_the_first_are_the_reference_s(
+    start: int, window: int | None, sinks: torch.Tensor | None
+) -> None:
+    """Position 0 was never written; row 0 of the first chunk sees nothing."""
+    slot = Slot(start, SIZE)
+    slot.forget(0)
+    for keep_first in (0, 4) if window else (0,):
+        mask: dict[str, Any] = {"first": 1, "window": window, "keep_first": keep_first}
+        found = slot.flash(GatherLauncher(), sinks, **mask)
+        assert close(found[: slot.count], slot.expected(sinks, **mask), 8e-3)
+        assert start or not bool(found[0].any())
+        assert bool(found.isfinite().all())
+
+
+def test_all_rows_may_be_dead_and_nothing_be_written() -> None:
+    masks: tuple[dict[str, Any], ...] = ({}, {"window": 40}, {"first": 1, "window": 40, "keep_first": 4})
+    for mask in masks:
+        slot = Slot(0, 0)
+        assert not bool(slot.flash(GatherLauncher(), SINKS, **mask).any())
+
+
+def test_other_dtypes_are_refused() -> None:
+    slot = Slot(0, SIZE)
+    slot.q = slot.q.half()
+    with pytest.raises(ShapeError, match="must be bfloat16"):
+        slot.flash(GatherLauncher(), None)
+
+
+def test_torch_has_the_operation_with_the_arguments_that_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shapes of its results as torch itself infers them, where a window is given and where none is."""
+    monkeypatch.undo()
+    q = torch.empty(SIZE, HEADS, DIM, dtype=torch.bfloat16, device="meta")
+    rows = torch.empty(LONGEST, GROUPS, DIM, dtype=torch.bfloat16, device="meta")
+    lengths = torch.empty(2, 2, dtype=torch.int32, device="meta")
+    for window in (None, BLOCK):
+        attended, logarithms = flash.flash_attention(
+            q, rows, rows, lengths, longest=LONGEST, window=window, scale=DIM**-0.5
+        )
+        assert attended.shape == q.shape and attended.dtype == q.dtype
+        assert logarithms.shape == (HEADS, SIZE) and logarithms.dtype == torch.float32
