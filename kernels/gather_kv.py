@@ -34,7 +34,6 @@ def gather_kv(
     values: torch.Tensor,
     lengths: torch.Tensor,
     size: int,
-    first: int,
     window: int | None,
     card: Card,
 ) -> list[KernelCall]:
@@ -47,10 +46,9 @@ def gather_kv(
     lengths           [2, 2]            int32, out: (0, size) and (0, start + size - origin), as flash attention takes
                                         the cumulative lengths of queries and of keys
     size              rows of the chunk; row i stands at position start + i
-    first             the first position that anybody sees
     window            positions that a row sees, its own included; None: all
-    The origin is `first`, or with a window the last position below all windows that lies a multiple of ALIGNMENT behind
-    `first`: so blocks of rows hold the same positions wherever a chunk starts, and whatever its size.
+    The origin is 0, or with a window the last multiple of ALIGNMENT that no window reaches below: so blocks of rows
+    hold the same positions wherever a chunk starts, and whatever its size.
     Time: 4 * (start + size - origin) * G * D * itemsize over the memory's bandwidth. Captured: yes.
     Raises ShapeError for shapes or dtypes that do not fit.
     """
@@ -67,15 +65,15 @@ def gather_kv(
     for name, rows in (("v_cache", v_cache), ("keys", keys), ("values", values)):
         wide_count(name, rows)
     blocks = min(-(-keys.shape[0] * num_heads * parts // (BATCH * THREADS)), BLOCKS * card.num_multiprocessors)
-    arguments = (k_cache, v_cache, block_table, chunk, keys, values, lengths, size, first, window or 0)
+    arguments = (k_cache, v_cache, block_table, chunk, keys, values, lengths, size, window or 0)
     return [KernelCall(_make(num_heads, block, parts), (blocks, 1, 1), arguments)]
 
 
 @device_function
-def _origin(start: Any, first: Any, window: Any) -> Any:
+def _origin(start: Any, window: Any) -> Any:
     """The first position that is copied; a window of 0 holds all."""
-    below = max(start - (window - 1) - first, int64(0))
-    return first + (below // int64(ALIGNMENT) * int64(ALIGNMENT) if window > 0 else int64(0))
+    below = max(start - (window - 1), int64(0))
+    return below // int64(ALIGNMENT) * int64(ALIGNMENT) if window > 0 else int64(0)
 
 
 @device_function
@@ -133,7 +131,7 @@ def _make(num_heads: int, block: int, parts: int) -> Kernel:
     sizes = (num_heads, block, parts)
 
     def gather_kv_kernel(
-        k_cache: Any, v_cache: Any, table: Any, chunk: Any, keys: Any, values: Any, lengths: Any, size: Any, first: Any,
+        k_cache: Any, v_cache: Any, table: Any, chunk: Any, keys: Any, values: Any, lengths: Any, size: Any,
         window: Any,
     ) -> None:  # fmt: skip
         ptx.wait_for_previous_kernel()
@@ -141,8 +139,8 @@ def _make(num_heads: int, block: int, parts: int) -> Kernel:
         place = int64(cuda.blockIdx.x) * int64(THREADS) + int64(cuda.threadIdx.x)
         step = int64(cuda.gridDim.x) * int64(THREADS)
         start = int_at(chunk, int64(0))
-        end, origin = start + int_at(chunk, int64(1)), _origin(start, first, window)
-        seen = max(start + size - origin, int64(0))
+        end, origin = start + int_at(chunk, int64(1)), _origin(start, window)
+        seen = start + size - origin
         if place == 0:
             set_int(lengths, int64(0), int64(0))
             set_int(lengths, int64(1), size)
@@ -155,7 +153,7 @@ def _make(num_heads: int, block: int, parts: int) -> Kernel:
             place += step * BATCH
 
     name = f"gather_kv_{num_heads}_{block}_{parts}"
-    return Kernel(name, gather_kv_kernel, (types.int64,) * 10, THREADS, min_blocks=BLOCKS)
+    return Kernel(name, gather_kv_kernel, (types.int64,) * 9, THREADS, min_blocks=BLOCKS)
 
 
 def examples() -> list[Kernel]:

@@ -6,6 +6,6 @@ ALIGNMENT = 128  # positions: no flash attention that torch has takes keys in la
 
 
 def gathered_rows(size: int, longest: int, window: int | None) -> int:
-    """The most positions that a chunk of `size` rows takes which starts at a multiple of its size below `longest`."""
-    whole = -(-longest // size) * size
+    """The most positions that a chunk of `size` rows takes which starts below `longest`."""
+    whole = longest - 1 + size
     return whole if window is None else min(whole, size + window - 1 + ALIGNMENT - 1)

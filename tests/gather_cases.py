@@ -22,19 +22,16 @@ def wanted_rows(
     values: torch.Tensor,
     lengths: torch.Tensor,
     size: int,
-    first: int,
     window: int | None,
 ) -> None:
     """What `gather_kv` means; shapes as there, anywhere."""
     start, count = chunk.tolist()
-    origin = first
-    if window is not None:
-        origin += max(start - (window - 1) - first, 0) // ALIGNMENT * ALIGNMENT
-    seen, block = max(start + size - origin, 0), k_cache.shape[2]
+    origin = 0 if window is None else max(start - (window - 1), 0) // ALIGNMENT * ALIGNMENT
+    seen, block = start + size - origin, k_cache.shape[2]
     lengths.copy_(torch.tensor([[0, size], [0, seen]]))
     for cache, rows in ((k_cache, keys), (v_cache, values)):
         rows[:seen] = 0
-        at = torch.arange(origin, max(start + count, origin))
+        at = torch.arange(origin, start + count)
         rows[: len(at)] = cache[block_table[0, at // block].long(), :, at % block]
 
 
@@ -46,7 +43,6 @@ class Gather:
     longest: int
     start: int
     live: int
-    first: int = 0
     window: int | None = None
     heads: int = 2
     block: int = 16
@@ -76,4 +72,4 @@ class Gather:
     @property
     def options(self) -> dict[str, Any]:
         """What else the kernel is told."""
-        return {"size": self.size, "first": self.first, "window": self.window}
+        return {"size": self.size, "window": self.window}

@@ -65,15 +65,10 @@ class Slot:
         """What scores are multiplied by."""
         return float(self.shape.dim**-0.5)
 
-    def forget(self, position: int) -> None:
-        """Make a position's keys and values NaN."""
-        for cache in self.caches:
-            cache[self.table[0, position // self.shape.block].long(), :, position % self.shape.block] = torch.nan
-
     def attend(self, sinks: torch.Tensor | None, **mask: Any) -> torch.Tensor:
         """The chunk's live rows as they come of masks, on a CPU."""
         size, block = self.shape.size, self.shape.block
-        whole = -(-self.shape.longest // size) * size
+        whole = -(-(self.shape.longest + size) // block) * block
         sight = sight_of(self.table, self.chunk, size=size, block=block, whole=whole, **mask)
         out = self._out(size)
         keys, values = self.caches
@@ -111,8 +106,7 @@ class Slot:
     def expected(self, sinks: torch.Tensor | None, **mask: Any) -> torch.Tensor:
         """What the reference makes of the live rows, in float32."""
         out = torch.empty(self.shape.size, self.shape.heads * self.shape.dim, device=self._device)
-        # of keys below `first` the reference sees nothing, but multiplies what they hold by zero
-        keys, values = (cache.float().nan_to_num(0.0) for cache in self.caches)
+        keys, values = (cache.float() for cache in self.caches)
         chunk, options = (self.table, self.chunk, sinks), {"out": out, "scale": self.scale, **mask}
         attention.prefill_attention(self.q.float(), keys, values, *chunk, **options)
         return out[: self.count]

@@ -14,7 +14,7 @@ __all__ = ["GatherLauncher", "flash_attention", "gather"]
 
 def gather(*arguments: Any) -> None:
     """A call of `gather_kv`, by what it means."""
-    names = ("k_cache", "v_cache", "block_table", "chunk", "keys", "values", "lengths", "size", "first", "window")
+    names = ("k_cache", "v_cache", "block_table", "chunk", "keys", "values", "lengths", "size", "window")
     given = dict(zip(names, arguments, strict=True))
     wanted_rows(**{**given, "window": given["window"] or None})
 

@@ -4,8 +4,6 @@ Keys lie in tiles at fixed absolute positions; each tile's product has one fixed
 order, so a row's bits depend on its own positions alone. Masked keys and values are replaced by zero on load.
 """
 
-from typing import NamedTuple
-
 import torch
 
 __all__ = ["attention", "prefill_attention"]
@@ -147,9 +145,7 @@ def prefill_attention(
     out: torch.Tensor,
     scale: float,
     chunk_size: int | None = None,
-    first: int = 0,
     window: int | None = None,
-    keep_first: int = 0,
 ) -> None:
     """Causal attention of a chunk, or several, over the positions up to each one's own: its shape depends on where it
     starts alone.
@@ -161,17 +157,10 @@ def prefill_attention(
     chunk_size   rows of a chunk; None: all are one
     """
     start, count = chunk.tolist()
-    mask = _Mask(first, window, keep_first)
     for begin in range(0, q.shape[0], chunk_size or q.shape[0]):
         part = slice(begin, begin + (chunk_size or q.shape[0]))
         place = start + begin, count - begin
-        _attend_chunk(q[part], (k_cache, v_cache), block_table[0], place, mask, sinks, out[part], scale)
-
-
-class _Mask(NamedTuple):
-    first: int
-    window: int | None
-    keep_first: int
+        _attend_chunk(q[part], (k_cache, v_cache), block_table[0], place, window, sinks, out[part], scale)
 
 
 def _attend_chunk(
@@ -179,13 +168,13 @@ def _attend_chunk(
     caches: tuple[torch.Tensor, torch.Tensor],
     table: torch.Tensor,
     place: tuple[int, int],
-    mask: _Mask,
+    window: int | None,
     sinks: torch.Tensor | None,
     out: torch.Tensor,
     scale: float,
 ) -> None:
     (size, heads, head_dim), kv_heads = q.shape, caches[0].shape[1]
-    (start, count), (first, window, keep_first) = place, mask
+    start, count = place
     end = start + size
     keys, values = (_load(cache, table, end) for cache in caches)
     short = end - keys.shape[1]
@@ -197,12 +186,12 @@ def _attend_chunk(
     mine = torch.arange(start, end, device=q.device)
     for tile in range(0, end, 2 * TILE):
         stop = min(tile + 2 * TILE, end)
-        if window is not None and stop <= start + 1 - window and tile >= first + keep_first:
+        if window is not None and stop <= start + 1 - window:
             continue
         at = torch.arange(tile, stop, device=q.device)
-        visible = (at[None] <= mine[:, None]) & (at[None] >= first)
+        visible = at[None] <= mine[:, None]
         if window is not None:
-            visible &= (at[None] > mine[:, None] - window) | (at[None] < first + keep_first)
+            visible &= at[None] > mine[:, None] - window
         written = (at < start + count)[None, :, None]
         state.add(
             torch.where(written, keys[:, tile:stop], 0),

@@ -23,10 +23,6 @@ MASKS: dict[str, dict[str, Any]] = {
     "window": {"window": 128},
     "wide": {"window": 3000},
     "one": {"window": 1},
-    "first": {"first": 1},
-    "first-window": {"first": 1, "window": 100},
-    "kept": {"first": 1, "window": 256, "keep_first": 4},
-    "kept-near": {"first": 1, "window": 16, "keep_first": 4},
 }
 
 
@@ -39,8 +35,8 @@ def launcher() -> Launcher:
     "case",
     [
         Gather(32, 300, 0, 0, heads=3),
-        Gather(32, 300, 288, 11, first=1, heads=3),
-        Gather(64, 400, 384, 16, first=5, window=100, heads=3),
+        Gather(32, 300, 288, 11, heads=3),
+        Gather(64, 400, 384, 16, window=100, heads=3),
         Gather(128, LONGEST, 16_000, 77, heads=4, block=32, dim=128),
         Gather(512, LONGEST, 0, 512, block=64, dim=64),
         Gather(512, LONGEST, 8192, 511, window=128, block=64, dim=64),
@@ -63,8 +59,6 @@ def test_attention_of_a_chunk_is_the_reference_s(start: int, shape: Shape, mask:
     cases = [(shape.size, True), (shape.size - 37, False), *([] if start else [(1, True)])]
     for count, with_sinks in cases:
         slot = Slot(start, count, shape=shape, device="cuda")
-        if MASKS[mask].get("first"):
-            slot.forget(0)
         sinks = torch.linspace(-3, 3, shape.heads, device=DEVICE) if with_sinks else None
         found = slot.flash(launcher, sinks, **MASKS[mask])
         assert close(found[: slot.count], slot.expected(sinks, **MASKS[mask]), 8e-3)
@@ -88,7 +82,7 @@ def test_bits_of_rows_do_not_depend_on_the_chunk_s_size(shape: Shape, mask: str,
         assert torch.equal(fewer.flash(launcher, sinks, **MASKS[mask])[:300], whole[:300])
 
 
-@pytest.mark.parametrize("mask", ["all", "window", "kept"])
+@pytest.mark.parametrize("mask", ["all", "window"])
 def test_captured_attention_serves_every_start(mask: str, launcher: Launcher) -> None:
     """Bits of the same operations launched one by one."""
     slot = Slot(16_384, 512, shape=WIDE, device="cuda")

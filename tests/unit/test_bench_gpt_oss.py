@@ -285,7 +285,7 @@ def test_the_plan_counts_the_room_for_a_chunk_s_experts_and_attention(chunk: int
     prefill, step = build_prefill(shapes), build_step(shapes, Bucket(1, 1, 0), TreeTopology.chain(0))
     scratch = sum(spec.num_bytes for spec in prefill.specs(Role.SCRATCH))
     pairs, tiles = 4 * chunk, {128: 512 // 16 + 128, 2048: 8192 // 96 + 128}[chunk]
-    keys = -(-shapes.max_context // chunk) * chunk * model.num_kv_heads * model.head_dim * 2
+    keys = (shapes.max_context - 1 + chunk) * model.num_kv_heads * model.head_dim * 2
     parts = (4 * pairs, 16 * tiles, 4 * pairs * model.hidden_size, keys, keys, 16)
     room = sum(-(-each // 256) * 256 for each in parts)
     need = memory_need((step, prefill), weights, CPU, has_kernels=True)

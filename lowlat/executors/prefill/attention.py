@@ -32,31 +32,28 @@ def sight_of(
     size: int,
     block: int,
     whole: int,
-    first: int = 0,
     window: int | None = None,
-    keep_first: int = 0,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Sight:
     """What a chunk of `size` rows sees; nothing of it depends on what the tensors hold but the result's content.
 
     block_table  [1, C / block]  int32
     chunk        [2]             int32  start, live rows
-    whole        positions of the longest context, in whole chunks: multiples of the block's size
-    first, window, keep_first    as `lowlat.kernels.reference.attention.prefill_attention` takes them
+    whole        positions that any chunk may see, in whole blocks
+    window       positions that a row sees, its own included; None: all
     """
     start, end = chunk[0], chunk[0] + chunk[1]
     span = whole
-    if window is not None and not keep_first:
+    if window is not None:
         span = min(whole, size + -(-(window - 1) // block) * block)
     at = torch.arange(span)
     if span < whole:
         at = at + (start + (size - span))  # below 0 where the window reaches past the first position
     mine = torch.arange(size) + start
-    visible = (at[None] <= mine[:, None]) & (at[None] >= first)
+    visible = (at[None] <= mine[:, None]) & (at[None] >= 0)
     if window is not None:
-        visible &= (at[None] > mine[:, None] - window) | (at[None] < first + keep_first)
-    visible |= at[None] == mine[:, None]  # a row that sees nothing would be NaN; it is a row that nobody reads
-    written = (at < end) & (at >= first)
+        visible &= at[None] > mine[:, None] - window
+    written = (at < end) & (at >= 0)
     places = (at[::block] // block).clamp(0, block_table.shape[1] - 1)  # of what is outside nothing was written
     bias = torch.zeros(size, span, dtype=dtype).masked_fill_(~visible, -torch.inf)
     return Sight(block_table[0, places].long(), written.view(1, -1, block, 1), bias)

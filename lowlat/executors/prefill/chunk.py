@@ -180,8 +180,9 @@ class TorchPrefill:
         **mask: Any,
     ) -> None:
         del chunk_size  # no row knows of those beside it
-        whole = -(-self._longest // self._size) * self._size
-        shape: dict[str, Any] = {"size": self._size, "block": k_cache.shape[2], "whole": whole, **mask}
+        block = k_cache.shape[2]
+        whole = -(-(self._longest + self._size) // block) * block
+        shape: dict[str, Any] = {"size": self._size, "block": block, "whole": whole, **mask}
         sight = self._once(
             ("sight", *sorted(mask.items())), lambda: sight_of(block_table, chunk, **shape, dtype=q.dtype)
         )

@@ -17,7 +17,7 @@ from lowlat.executors.prefill.room import AttentionRoom
 from lowlat.kernels.gather_kv import gather_kv
 from lowlat.kernels.gathered_rows import gathered_rows
 
-__all__ = ["FlashAttention", "flash_attention", "with_kept"]
+__all__ = ["FlashAttention", "flash_attention"]
 
 
 class FlashAttention:
@@ -42,9 +42,7 @@ class FlashAttention:
         sinks: torch.Tensor | None = None,
         out: torch.Tensor,
         scale: float,
-        first: int = 0,
         window: int | None = None,
-        keep_first: int = 0,
     ) -> Callable[..., None]:
         """What `lowlat.kernels.reference.attention.prefill_attention` means, over these buffers; shapes as there.
 
@@ -54,13 +52,12 @@ class FlashAttention:
         if {q.dtype, k_cache.dtype, v_cache.dtype} != {torch.bfloat16}:
             raise ShapeError(f"queries and caches must be bfloat16, got {q.dtype}, {k_cache.dtype}, {v_cache.dtype}")
         if window is None or window >= self._longest:
-            window, keep_first = None, 0  # all is seen, kept or not
+            window = None
         size, num_rows = q.shape[0], gathered_rows(q.shape[0], self._longest, window)
         keys, values = (self._rows(part, num_rows, k_cache) for part in (self._keys, self._values))
-        paged = {"k_cache": k_cache, "v_cache": v_cache, "block_table": block_table, "chunk": chunk}
         calls = gather_kv(
-            **paged, keys=keys, values=values, lengths=self._lengths, size=size, first=first + keep_first,
-            window=window, card=self._launcher.card,
+            k_cache=k_cache, v_cache=v_cache, block_table=block_table, chunk=chunk, keys=keys, values=values,
+            lengths=self._lengths, size=size, window=window, card=self._launcher.card,
         )  # fmt: skip
         self._launcher.compile_ahead(calls)
         gather, result = launched(self._launcher, calls), out.view(q.shape)
@@ -71,10 +68,6 @@ class FlashAttention:
             attended, logarithms = flash_attention(
                 q, keys, values, self._lengths, longest=self._longest, window=window, scale=scale
             )
-            if keep_first:
-                attended, logarithms = with_kept(
-                    q, attended, logarithms, **paged, scale=scale, first=first, keep_first=keep_first
-                )
             if shares is not None:
                 attended = attended * torch.sigmoid(logarithms.t() - shares)[..., None]
             result.copy_(attended)
@@ -111,47 +104,3 @@ def flash_attention(
         scale=scale, window_size_left=left, window_size_right=0,
     )  # fmt: skip
     return attended, logarithms
-
-
-def with_kept(
-    q: torch.Tensor,
-    attended: torch.Tensor,
-    logarithms: torch.Tensor,
-    *,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    chunk: torch.Tensor,
-    scale: float,
-    first: int,
-    keep_first: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention to positions [first, first + keep_first) added to attention to those behind them.
-
-    q, attended  [c, H, D]  bf16; attended is zero for rows that stand at first + keep_first - 1 or before
-    logarithms   [H, c]     float32; not used of those rows
-    Returns [c, H, D] float32 and [H, c] float32. All in float32, a position at a time: a row's bits are its own.
-    """
-    size, heads, dim = q.shape
-    groups = k_cache.shape[1]
-    at = torch.arange(first, first + keep_first, device=q.device)
-    blocks, offsets = block_table[0, at // k_cache.shape[2]].long(), at % k_cache.shape[2]
-    unwritten = (at >= chunk[0] + chunk[1])[:, None, None]
-    keys, values = (cache[blocks, :, offsets].masked_fill(unwritten, 0).float() for cache in (k_cache, v_cache))
-    queries, mine = q.float().view(size, groups, -1, dim), torch.arange(size, device=q.device) + chunk[0]
-    rest = logarithms.t().view(size, groups, -1)
-    scores = [rest.masked_fill((mine < first + keep_first)[:, None, None], -torch.inf)]
-    for place in range(keep_first):
-        score = (queries * keys[place][:, None]).sum(-1) * scale
-        scores.append(score.masked_fill((mine < first + place)[:, None, None], -torch.inf))
-    peak = scores[0]
-    for score in scores[1:]:
-        peak = torch.maximum(peak, score)
-    peak = peak.masked_fill(peak == -torch.inf, 0)  # of a row that sees nothing
-    weights = [torch.exp(score - peak) for score in scores]
-    total, mixed = weights[0], weights[0][..., None] * attended.view(size, groups, -1, dim)
-    for place, weight in enumerate(weights[1:]):
-        total = total + weight
-        mixed = mixed + weight[..., None] * values[place][:, None]
-    mixed = mixed / total.masked_fill(total == 0, 1)[..., None]
-    return mixed.view(size, heads, dim), (peak + total.log()).view(size, heads).t()

@@ -14,7 +14,6 @@ __all__ = ["temporary_bytes"]
 LIBRARY_BYTES = 64 << 20  # workspaces of the matrix libraries, and what the allocator rounds up
 TEMPORARIES = 6  # float32 copies of a row-wise operation's widest operand, at most
 SUMS = 4  # float32 copies of attention's sums of weights, at most
-KEPT_TEMPORARIES = 6  # float32 copies of attention's result while kept positions are added to it, at most
 
 
 def temporary_bytes(program: Program, weight: Callable[[str], torch.Tensor]) -> int:
@@ -53,7 +52,6 @@ def _product_bytes(size: int, matrix: torch.Tensor) -> int:
 
 
 def _attention_bytes(program: Program, op: Op) -> int:
-    """The result and its sums; in float32 where sinks scale it, or kept positions are added."""
+    """The result and its sums; in float32 where sinks scale it."""
     size, heads, dim = program.buffers[op.reads["q"]].shape
-    copies = (1 if "sinks" in op.weights else 0) + (KEPT_TEMPORARIES if op.params.get("keep_first") else 0)
-    return (2 + 4 * copies) * size * heads * dim + SUMS * 4 * heads * size
+    return (6 if "sinks" in op.weights else 2) * size * heads * dim + SUMS * 4 * heads * size

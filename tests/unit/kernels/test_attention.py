@@ -156,10 +156,8 @@ def test_dead_rows_and_pads_are_zero() -> None:
 
 
 @pytest.mark.parametrize(("start", "size", "count"), [(0, 32, 32), (32, 32, 20), (576, 64, 1), (512, 64, 64)])
-@pytest.mark.parametrize(("window", "keep_first", "first"), [(None, 0, 0), (11, 0, 0), (9, 4, 1)])
-def test_prefill_equals_the_formula(
-    start: int, size: int, count: int, window: int | None, keep_first: int, first: int
-) -> None:
+@pytest.mark.parametrize("window", [None, 11, 600])
+def test_prefill_equals_the_formula(start: int, size: int, count: int, window: int | None) -> None:
     k_cache, v_cache, table = make_pool(start + count, seed=start + count, slots=1)
     generator = torch.Generator().manual_seed(9)
     q = torch.randn(size, HEADS, DIM, generator=generator)
@@ -174,17 +172,14 @@ def test_prefill_equals_the_formula(
         sinks,
         out=out,
         scale=DIM**-0.5,
-        first=first,
         window=window,
-        keep_first=keep_first,
     )
     keys, values = (gather(cache, table[0], start + count) for cache in (k_cache, v_cache))
     for row in range(0, count, 7):
         p = start + row
-        seen = [j for j in range(first, p + 1) if window is None or j > p - window or first <= j < first + keep_first]
-        if seen:
-            expected = naive(q[row], keys, values, seen, sinks)
-            assert torch.allclose(out[row].double(), expected, atol=2e-6, rtol=1e-5)
+        seen = [j for j in range(p + 1) if window is None or j > p - window]
+        expected = naive(q[row], keys, values, seen, sinks)
+        assert torch.allclose(out[row].double(), expected, atol=2e-6, rtol=1e-5)
 
 
 def test_writes_and_compaction_reach_the_right_places() -> None:

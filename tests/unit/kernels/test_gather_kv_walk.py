@@ -17,16 +17,16 @@ NAMES = ("memory", "gather_kv")
 CASES = [
     Gather(32, 300, 0, 32),
     Gather(32, 300, 0, 0),
-    Gather(32, 300, 0, 1, first=1),
+    Gather(32, 300, 0, 1),
     Gather(32, 300, 288, 11, heads=1),  # padded past the context's end
     Gather(48, 300, 240, 48, dim=8, block=8),
     Gather(32, 300, 0, 20, window=1),
     Gather(32, 300, 128, 32, window=1),
     Gather(32, 300, 128, 32, window=2),
     Gather(32, 300, 256, 30, window=40),
-    Gather(32, 300, 160, 32, first=1, window=32),
-    Gather(32, 300, 160, 32, first=1, window=33),
-    Gather(64, 400, 384, 16, first=5, window=100, heads=3),
+    Gather(32, 300, 160, 32, window=32),
+    Gather(32, 300, 160, 32, window=33),
+    Gather(64, 400, 384, 16, window=100, heads=3),
     Gather(64, 400, 320, 64, window=1000),
 ]
 
@@ -53,23 +53,20 @@ def test_rows_of_the_reference(case: Gather) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 1, 40, 128, 129, 1000])
-@pytest.mark.parametrize("first", [0, 1, 5])
-def test_rows_lie_where_they_do_in_chunks_of_any_size(first: int, window: int | None) -> None:
+def test_rows_lie_where_they_do_in_chunks_of_any_size(window: int | None) -> None:
     """Blocks of ALIGNMENT rows hold the same positions, and nothing that a row sees is missing."""
     longest = 4096
-    for size in (32, 128, 512):
-        for start in range(0, longest, size):
-            origin = first
-            if window is not None:
-                origin += max(start - (window - 1) - first, 0) // ALIGNMENT * ALIGNMENT
-            assert (origin - first) % ALIGNMENT == 0
-            assert origin == first or window is None or origin <= start - window + 1
+    for size in (32, 128, 384, 512):
+        for start in range(0, longest, 32):
+            origin = 0 if window is None else max(start - (window - 1), 0) // ALIGNMENT * ALIGNMENT
+            assert origin % ALIGNMENT == 0
+            assert origin == 0 or window is None or origin <= start - window + 1
             assert start + size - origin <= gathered_rows(size, longest, window)
 
 
-def test_rows_take_no_more_than_the_context_in_whole_chunks() -> None:
-    assert [gathered_rows(128, longest, None) for longest in (1, 128, 129, 1000)] == [128, 128, 256, 1024]
-    assert [gathered_rows(128, 4096, window) for window in (1, 128, 5000)] == [255, 382, 4096]
+def test_rows_take_no_more_than_the_context_and_what_runs_past_it() -> None:
+    assert [gathered_rows(128, longest, None) for longest in (1, 128, 1000)] == [128, 255, 1127]
+    assert [gathered_rows(128, 4096, window) for window in (1, 128, 5000)] == [255, 382, 4223]
 
 
 def test_shapes_and_dtypes_that_do_not_fit_are_refused() -> None:
