@@ -75,6 +75,7 @@ def measure(
     launcher: Launcher, names: Sequence[str], rows: Sequence[int], *, all_plans: bool, replays: int, wall: float
 ) -> list[dict[str, Any]]:
     """A row a product: us, TFLOP/s, and the share of the memory's wall. Runs on torch's current stream."""
+    launcher.compile_ahead(_all_calls(launcher, names, rows, all_plans))
     found = []
     for name in names:
         weights = _Weights(*MATRICES[name], launcher.device)
@@ -91,15 +92,31 @@ def measure(
     return found
 
 
+def _all_calls(launcher: Launcher, names: Sequence[str], rows: Sequence[int], all_plans: bool) -> Iterator[KernelCall]:
+    """Of tensors without memory, for what is compiled of them."""
+    for name in names:
+        weights = _Weights(*MATRICES[name], torch.device("meta"))
+        for count in rows:
+            x, out = (torch.empty(count, size, device="meta") for size in reversed(MATRICES[name]))
+            for plan in _plans(launcher, name, count, all_plans):
+                yield from _wide(launcher, weights, x.bfloat16(), out, plan)(0)
+
+
+def _plans(launcher: Launcher, name: str, rows: int, all_plans: bool) -> list[WidePlan]:
+    shape = MATRICES[name]
+    best = plan_wide(rows, *shape, launcher.card)
+    return [best, *(plan for plan in plans_of(rows, *shape, launcher.card) if all_plans and plan != best)]
+
+
 def _cases(launcher: Launcher, name: str, weights: _Weights, rows: int, all_plans: bool) -> Iterator[_Case]:
     width, depth = MATRICES[name]
     device, shape = launcher.device, MATRICES[name]
     x, out = torch.randn(rows, depth, device=device).bfloat16(), torch.empty(rows, width, device=device)
-    best = plan_wide(rows, width, depth, launcher.card)
-    for plan in plans_of(rows, width, depth, launcher.card) if all_plans else [best]:
+    plans = _plans(launcher, name, rows, all_plans)
+    for plan in plans:
         calls = _wide(launcher, weights, x, out, plan)
         cut = f"{plan.rows}x{plan.groups}x{plan.stages} {'apart' if plan.apart else 'whole'}"
-        label = f"{name}, {rows} rows, wide, {cut}{', the plan' if plan == best else ''}"
+        label = f"{name}, {rows} rows, wide, {cut}{', the plan' if plan == plans[0] else ''}"
         yield _Case(label, rows, shape, capture(launcher, Entry(label, calls, COPIES)))
     yield _Case(f"{name}, {rows} rows, torch", rows, shape, _torch(weights, x, out, unpacking=False))
     yield _Case(f"{name}, {rows} rows, torch and unpacking", rows, shape, _torch(weights, x, out, unpacking=True))
