@@ -14,6 +14,7 @@ from lowlat.kernels.ptx import f32, i64, instruction, ir_type, u32
 __all__ = [
     "GROUP_ROWS",
     "add_tiles",
+    "await_group",
     "barrier_expect",
     "copy_bulk",
     "copy_bulk_once",
@@ -57,11 +58,11 @@ def registers(count: int) -> Any:
 
 
 def multiply_group(rows: int) -> Any:
-    """An intrinsic of a warpgroup: 64 weight rows by `rows` rows of the second matrix, over 64 columns.
+    """An intrinsic of a warpgroup: let 64 weight rows be multiplied by `rows` rows of the second matrix, 64 columns.
 
     It takes the sums, rows / 2 float32; a lane's 16 words of the weights: of both halves of the columns for row g, then
     for row g + 8, g a quarter of the lane; the shared address of the second matrix; and a number: zero where the sums
-    begin anew. It returns the sums, and nothing is under way then.
+    begin anew. What it returns are sums when `await_group` has had them; until then nothing else may.
     """
     count = rows // 2
     text = _multiply_text(rows, count)
@@ -89,7 +90,7 @@ def multiply_group(rows: int) -> Any:
 
 
 def _multiply_text(rows: int, count: int) -> str:
-    """Four slices of 16 columns, begun behind each other and awaited together."""
+    """Four slices of 16 columns, begun behind each other, to be awaited together."""
     words, address, go_on = 2 * count, 2 * count + 16, 2 * count + 17
     sums = ",".join(f"${number}" for number in range(count))
     lines = [
@@ -107,8 +108,37 @@ def _multiply_text(rows: int, count: int) -> str:
             f"{{{sums}}}, {{{operands}}}, d, {'q' if part else 'p'}, 1, 1, 0;",
             f"add.u32 a, a, {SLICE_UNITS};",
         ]
-    lines.append("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0; }")
+    lines.append("wgmma.commit_group.sync.aligned; }")
     return " ".join(lines)
+
+
+def await_group(rows: int) -> Any:
+    """An intrinsic of a warpgroup: wait for all products under way.
+
+    The sums of one go through it, and its words go in: until then nothing may be written where they stand.
+    """
+    count = rows // 2
+    tied = [str(number) for number in range(count)]
+    constraints = ",".join(["=f"] * count + tied + ["r"] * 16 + ["~{memory}"])
+
+    @intrinsic
+    def wait(context: Any, sums: Any, words: Any) -> Any:
+        kinds = types.UniTuple(f32, count)
+        signature = kinds(kinds, types.UniTuple(u32, 16))
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            returned = ir.LiteralStructType([ir_type(f32)] * count)
+            function = ir.FunctionType(returned, [ir_type(f32)] * count + [ir_type(u32)] * 16)
+            assembly = ir.InlineAsm(function, "wgmma.wait_group.sync.aligned 0;", constraints, side_effect=True)
+            values = [builder.extract_value(args[0], number) for number in range(count)]
+            values += [builder.extract_value(args[1], number) for number in range(16)]
+            call = builder.call(assembly, values, attrs=("convergent",))
+            found = [builder.extract_value(call, number) for number in range(count)]
+            return context.make_tuple(builder, signature.return_type, found)
+
+        return signature, codegen
+
+    return wait
 
 
 def add_tiles(count: int) -> Any:

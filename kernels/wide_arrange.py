@@ -15,14 +15,15 @@ import torch
 from lowlat.errors import ShapeError
 from lowlat.kernels import ptx
 from lowlat.kernels.kernel import Kernel, KernelCall
-from lowlat.kernels.numba_cuda import cuda, device_function, int64, types, uint32
+from lowlat.kernels.numba_cuda import cuda, device_function, int32, int64, types, uint32
 from lowlat.kernels.reference.shapes import check_shape
 
 __all__ = ["STEP", "arrange", "arranged_shape", "examples", "place_of"]
 
 STEP = 64  # columns
 HALF = 32
-THREADS = 128
+THREADS = 256
+FULL_WARP = 0xFFFFFFFF
 
 
 def arranged_shape(rows: int, columns: int) -> tuple[int, int, int]:
@@ -49,39 +50,62 @@ def arrange(*, x: torch.Tensor, out: torch.Tensor) -> list[KernelCall]:
     check_shape("out", out, *arranged_shape(rows, columns))
     if columns % 8:
         raise ShapeError(f"rows must be a multiple of 8 wide to be arranged, got {columns}")
-    blocks = -(-rows * 2 * out.shape[0] // THREADS)
+    blocks = -(-rows * 8 * out.shape[0] // THREADS)
     return [KernelCall(_make(columns), (blocks, 1, 1), (x, out, rows))]
+
+
+@device_function
+def _exchanged(words: Any, odd: Any, distance: Any) -> Any:
+    """Two words of four from the lane so far away: those two that it has and this one wants."""
+    a, b, c, d = words
+    if distance == 1:
+        first = int32(cuda.shfl_xor_sync(FULL_WARP, int32(a if odd else b), distance))
+        second = int32(cuda.shfl_xor_sync(FULL_WARP, int32(c if odd else d), distance))
+    else:
+        first = int32(cuda.shfl_xor_sync(FULL_WARP, int32(a if odd else c), distance))
+        second = int32(cuda.shfl_xor_sync(FULL_WARP, int32(b if odd else d), distance))
+    return uint32(first), uint32(second)
+
+
+@device_function
+def _transposed(words: Any, lane: Any) -> Any:
+    """Four words of each of four neighbouring lanes: word i of lane j becomes word j of lane i."""
+    a, b, c, d = words
+    odd = (lane & uint32(1)) != uint32(0)
+    first, second = _exchanged((a, b, c, d), odd, 1)
+    if odd:
+        a, c = first, second
+    else:
+        b, d = first, second
+    odd = (lane & uint32(2)) != uint32(0)
+    first, second = _exchanged((a, b, c, d), odd, 2)
+    if odd:
+        a, b = first, second
+    else:
+        c, d = first, second
+    return a, b, c, d
 
 
 @cache
 def _make(columns: int) -> Kernel:
-    """A thread has 32 columns of a row; neighbours have the same columns of the rows behind it."""
-    halves = 2 * -(-columns // STEP)
-
-    @device_function
-    def load(row: Any, column: Any) -> Any:
-        a, b, c, d = uint32(0), uint32(0), uint32(0), uint32(0)
-        if column < uint32(columns):
-            a, b, c, d = ptx.load_global_128_l2(row + int64(column) * int64(2))
-        return a, b, c, d
+    """A lane loads 16 bytes and stores 16 bytes; four neighbours have 32 columns of a row."""
+    pieces = 8 * -(-columns // STEP)
 
     def wide_arrange(x: Any, out: Any, rows: Any) -> None:
         ptx.wait_for_previous_kernel()
         ptx.let_next_kernel_start()
         number = uint32(uint32(cuda.blockIdx.x) * uint32(THREADS) + uint32(cuda.threadIdx.x))
-        half = uint32(number // uint32(rows))
-        if half < uint32(halves):
-            row = uint32(number - uint32(half * uint32(rows)))
-            source, column = x + int64(row) * int64(2 * columns), uint32(half * uint32(HALF))
-            a = load(source, column)
-            b = load(source, uint32(column + uint32(8)))
-            c = load(source, uint32(column + uint32(16)))
-            d = load(source, uint32(column + uint32(24)))
-            target = out + (int64(uint32(half >> uint32(1))) * int64(rows) + int64(row)) * int64(2 * STEP)
-            piece = uint32((half & uint32(1)) * uint32(4))
-            for word in range(4):
-                place = uint32(uint32(piece + uint32(word)) ^ (row & uint32(7)))
-                ptx.store_global_128(target + int64(place) * int64(16), a[word], b[word], c[word], d[word])
+        row = uint32(number // uint32(pieces))
+        piece = uint32(number - uint32(row * uint32(pieces)))
+        column = uint32(piece * uint32(8))
+        a, b, c, d = uint32(0), uint32(0), uint32(0), uint32(0)
+        if row < uint32(rows) and column < uint32(columns):
+            a, b, c, d = ptx.load_global_128_l2(x + (int64(row) * int64(columns) + int64(column)) * int64(2))
+        a, b, c, d = _transposed((a, b, c, d), uint32(cuda.threadIdx.x))
+        if row < uint32(rows):
+            step, place = uint32(piece >> uint32(3)), uint32((piece ^ row) & uint32(7))
+            target = out + (int64(step) * int64(rows) + int64(row)) * int64(2 * STEP)
+            ptx.store_global_128(target + int64(place) * int64(16), a, b, c, d)
 
     return Kernel(f"wide_arrange_{columns}", wide_arrange, (types.int64,) * 3, THREADS)
 

@@ -141,22 +141,37 @@ def make_consume(cut: Cut, plan: WidePlan, handover: Handover, finish: Callable[
     groups, x_bytes = plan.groups, plan.rows * STEP_ROW_BYTES
     await_full, release, after = handover.await_full, handover.release, handover.after
     load, multiply = ptx.load_shared_tiles(4, PIECE_BYTES), ptx_hopper.multiply_group(plan.rows)
+    await_sums = ptx_hopper.await_group(plan.rows)
     add, zeros = ptx_hopper.add_tiles(count), ptx.zeros(count)
 
     @device_function
     def run(sums: Any, base: Any, barriers: Any, within: Any, stage: Any, parity: Any, number: Any, lane: Any) -> Any:
-        """So many steps, from zero; within: the lane's place in a stage."""
+        """So many steps, from zero; within: the lane's place in a stage.
+
+        A step's weights are loaded while the tensor cores have the step before.
+        """
         one, other = sums
-        go_on = uint32(0)
-        while go_on < number:
-            await_full(barriers, stage, parity)
-            here = uint32(base + stage * uint32(stage_bytes))
-            one = multiply(one, load(uint32(here + within)), here, go_on)
+        here, done = uint32(base + stage * uint32(stage_bytes)), uint32(0)
+        await_full(barriers, stage, parity)
+        words = load(uint32(here + within))
+        next_words = words
+        while done < number:
+            flying = multiply(one, words, here, done)
             if two:
-                other = multiply(other, load(uint32(here + within + uint32(second))), here, go_on)
+                words_too = load(uint32(here + within + uint32(second)))
+                flying_too = multiply(other, words_too, here, done)
+            later, later_parity = after(stage, parity)
+            done = uint32(done + uint32(1))
+            if done < number:
+                await_full(barriers, later, later_parity)
+                here = uint32(base + later * uint32(stage_bytes))
+                next_words = load(uint32(here + within))
+            one = await_sums(flying, words)
+            if two:
+                other = await_sums(flying_too, words_too)
+            words = next_words
             release(barriers, stage, lane)
-            stage, parity = after(stage, parity)
-            go_on = uint32(go_on + uint32(1))
+            stage, parity = later, later_parity
         return (one, other), stage, parity
 
     @device_function

@@ -38,9 +38,11 @@ STAGE_COUNTS = range(8, 1, -1)
 # What times are reckoned with, of an H200; segments with these alone, so that bits are the same on every card.
 MULTIPROCESSORS = 132
 SEGMENT_ROWS = 128  # of x: where segments matter most
-BYTES_A_US = 45_000  # that a multiprocessor gets from the L2
-PRODUCTS_A_US = 2_600_000  # multiplications of a multiprocessor
-TILE_US, ADD_US = 1.0, 2.5  # to end a tile; to begin the kernel that adds segments up
+BYTES_A_US = 75_000  # that a multiprocessor gets from the L2
+PRODUCTS_A_US = 2_700_000  # multiplications of a multiprocessor
+MEMORY_BYTES_A_US = 4_500_000  # of the card's memory
+PARTIAL_BYTES_A_US = 4_000_000  # of segments' sums, written and read
+TILE_US, ADD_US = 1.5, 3.0  # to end a tile; to begin the kernel that adds segments up
 
 
 @dataclass(frozen=True)
@@ -170,6 +172,7 @@ def _time_us(
     step_us = max(plan.stage_bytes / BYTES_A_US, plan.rows * plan.block_rows * STEP / PRODUCTS_A_US)
     turns = -(-units // multiprocessors)
     time = turns * ((length if plan.apart else steps) * step_us + TILE_US)
+    time = max(time, 2 * weight_rows * steps * STEP / MEMORY_BYTES_A_US)
     if plan.apart:
-        time += ADD_US + 8 * count * rows * weight_rows / (BYTES_A_US * multiprocessors)
+        time += ADD_US + 8 * count * rows * weight_rows / PARTIAL_BYTES_A_US
     return time
