@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from lowlat.executors.launcher import Launcher
     from lowlat.kernels.kernel import KernelCall
 
-__all__ = ["Entry", "describe", "main", "time_entries", "write_rows"]
+__all__ = ["Entry", "capture", "describe", "main", "time_entries", "write_rows"]
 
 TURN = 10
 
@@ -58,7 +58,7 @@ def time_entries(
     rows: dict[str, dict[str, Any]] = {}
     for entry in entries:
         try:
-            timed.append((entry, Timed(entry.name, _capture(launcher, entry))))
+            timed.append((entry, Timed(entry.name, capture(launcher, entry))))
         except Exception as error:  # the other kernels are still worth measuring
             rows[entry.name] = {"name": entry.name, "error": f"{type(error).__name__}: {error}"}
     round_robin([each for _, each in timed], replays, TURN, launcher.device)
@@ -85,7 +85,7 @@ def describe(entry: Entry, ms: Sequence[float], wall_gb_per_s: float | None) -> 
     return row
 
 
-def _capture(launcher: "Launcher", entry: Entry) -> Callable[[], None]:
+def capture(launcher: "Launcher", entry: Entry) -> Callable[[], None]:
     """The entry's copies as one graph; launched once before, so that nothing is loaded while capturing."""
     calls = [call for copy in range(entry.copies) for call in entry.calls(copy)]
     launches = [launcher.prepare(call) for call in calls]

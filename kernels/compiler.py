@@ -17,7 +17,7 @@ from pathlib import Path
 
 from lowlat.errors import DeviceError
 from lowlat.kernels.kernel import Kernel
-from lowlat.kernels.numba_cuda import compile_ptx, fork_compiler
+from lowlat.kernels.numba_cuda import compile_ptx, fork_compiler, target_of
 
 __all__ = ["CompiledKernel", "compile_ahead", "compile_kernel", "link", "source_digest"]
 
@@ -106,23 +106,28 @@ def compile_ahead(
 
 
 def _path(kernel: Kernel, capability: tuple[int, int], cache_directory: Path) -> Path:
-    key = hashlib.sha256(repr((source_digest(), kernel.name, capability)).encode()).hexdigest()
+    key = hashlib.sha256(
+        repr((source_digest(), kernel.name, target_of(capability, kernel.specific))).encode()
+    ).hexdigest()
     return cache_directory / f"{key}.cubin"
 
 
 def _compile(kernel: Kernel, capability: tuple[int, int]) -> CompiledKernel:
     bounds = (kernel.threads, kernel.min_blocks)
-    ptx, entry = compile_ptx(kernel.function, kernel.signature, capability, bounds)
+    ptx, entry = compile_ptx(kernel.function, kernel.signature, capability, bounds, kernel.specific)
     if not kernel.linked:
         return CompiledKernel(entry, ptx.encode(), 0, 0, 0)
-    return link(ptx, entry, capability, kernel.name)
+    return link(ptx, entry, capability, kernel.name, kernel.specific)
 
 
-def link(ptx: str, entry: str, capability: tuple[int, int], name: str) -> CompiledKernel:
-    """Assemble PTX to a cubin. Raises DeviceError with the assembler's log."""
+def link(ptx: str, entry: str, capability: tuple[int, int], name: str, specific: bool = False) -> CompiledKernel:
+    """Assemble PTX to a cubin. Raises DeviceError with the assembler's log.
+
+    specific  with the instructions that no later capability has
+    """
     from cuda.bindings import nvjitlink
 
-    options = [f"-arch=sm_{capability[0]}{capability[1]}", "-verbose", "-O3"]
+    options = [f"-arch={target_of(capability, specific)}", "-verbose", "-O3"]
     handle = nvjitlink.create(len(options), options)
     try:
         source = ptx.encode()

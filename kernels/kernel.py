@@ -68,6 +68,7 @@ class Kernel:
     linked        False: the driver links it when it is loaded (it calls a function of the driver's)
     most_blocks   blocks of it that may meet on a multiprocessor; 0: as many as fit. A launch that starts while others'
                   blocks leave would crowd where they left first, and all would wait for the crowded ones
+    specific      it has instructions of one capability alone, which no later one has: assembled for that (sm_90a)
     """
 
     name: str
@@ -78,6 +79,7 @@ class Kernel:
     shared_bytes: int = 0
     linked: bool = True
     most_blocks: int = 0
+    specific: bool = False
 
     def __hash__(self) -> int:
         return hash(self.name)

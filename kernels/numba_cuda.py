@@ -29,6 +29,7 @@ __all__ = [
     "int32",
     "int64",
     "intrinsic",
+    "target_of",
     "types",
     "uint32",
     "uint64",
@@ -109,12 +110,22 @@ def fork_compiler() -> int:
     return child
 
 
+def target_of(capability: tuple[int, int], specific: bool = False) -> str:
+    """What PTX and the assembler call a capability. specific: with the instructions that no later one has."""
+    return f"sm_{capability[0]}{capability[1]}{'a' if specific else ''}"
+
+
 def compile_ptx(
-    function: Callable[..., None], signature: tuple[Any, ...], capability: tuple[int, int], launch_bounds: Any = None
+    function: Callable[..., None],
+    signature: tuple[Any, ...],
+    capability: tuple[int, int],
+    launch_bounds: Any = None,
+    specific: bool = False,
 ) -> tuple[str, str]:
     """Compile a kernel to PTX for a compute capability; no GPU is needed.
 
     launch_bounds   threads a block at most, or (threads, least blocks a multiprocessor)
+    specific        it has instructions of this capability alone
     Returns the PTX and the name of its entry. Dependent launch exists from capability 9.0 on: its statements are
     left out below, where a kernel starts only after the one before it anyway.
     """
@@ -125,6 +136,8 @@ def compile_ptx(
         )
     if capability < HOPPER:
         ptx = re.sub(r"griddepcontrol\.\w+;", "", ptx)
+    if specific:
+        ptx = ptx.replace(f".target {target_of(capability)}\n", f".target {target_of(capability, True)}\n")
     entry = re.search(r"\.entry\s+([\w$]+)", ptx)
     if entry is None:
         raise ValueError(f"{function.__name__}: the PTX has no entry")

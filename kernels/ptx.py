@@ -36,6 +36,8 @@ __all__ = [
     "float_of_bits",
     "fma_bf16_pair",
     "fma_rn",
+    "instruction",
+    "ir_type",
     "lanes_of_same",
     "let_next_kernel_start",
     "load_acquire_gpu",
@@ -101,7 +103,12 @@ _IR = {
 _LETTER = {i32: "r", u32: "r", u16: "h", i64: "l", u64: "l", f32: "f"}
 
 
-def _instruction(
+def ir_type(kind: Any) -> Any:
+    """LLVM's type for one of Numba's numbers."""
+    return _IR[kind]
+
+
+def instruction(
     text: str, returns: Any, arguments: tuple[Any, ...], *, pure: bool = False, together: bool = False
 ) -> Any:
     """An intrinsic for one statement of PTX.
@@ -153,59 +160,59 @@ def _typed(signature: Any, codegen: Any, count: int) -> Any:
 
 
 # dependent launch: a kernel may start before the one before it ends, and must wait before it touches its results
-wait_for_previous_kernel = _instruction("griddepcontrol.wait;", None, ())
-let_next_kernel_start = _instruction("griddepcontrol.launch_dependents;", None, ())
+wait_for_previous_kernel = instruction("griddepcontrol.wait;", None, ())
+let_next_kernel_start = instruction("griddepcontrol.launch_dependents;", None, ())
 
 # global memory; the nc form is for data that no kernel of the step writes (weights), and is kept out of L1
-load_global_nc_128 = _instruction("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {$0,$1,$2,$3}, [$4];", (u32, 4), (i64,))
-load_global_128 = _instruction("ld.global.v4.u32 {$0,$1,$2,$3}, [$4];", (u32, 4), (i64,))
+load_global_nc_128 = instruction("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {$0,$1,$2,$3}, [$4];", (u32, 4), (i64,))
+load_global_128 = instruction("ld.global.v4.u32 {$0,$1,$2,$3}, [$4];", (u32, 4), (i64,))
 # past L1, which may hold what was there before an earlier kernel of those under way wrote it
-load_global_128_l2 = _instruction("ld.global.cg.v4.u32 {$0,$1,$2,$3}, [$4];", (u32, 4), (i64,))
-load_global_64 = _instruction("ld.global.v2.u32 {$0,$1}, [$2];", (u32, 2), (i64,))
-load_global_f32 = _instruction("ld.global.f32 $0, [$1];", f32, (i64,))
-load_global_i32 = _instruction("ld.global.s32 $0, [$1];", i32, (i64,))
-load_global_i64 = _instruction("ld.global.s64 $0, [$1];", i64, (i64,))
-load_global_u8 = _instruction("{ .reg .u16 t; ld.global.u8 t, [$1]; cvt.u32.u16 $0, t; }", u32, (i64,))
-load_global_u16 = _instruction("{ .reg .u16 t; ld.global.u16 t, [$1]; cvt.u32.u16 $0, t; }", u32, (i64,))
-load_global_bf16 = _instruction(
+load_global_128_l2 = instruction("ld.global.cg.v4.u32 {$0,$1,$2,$3}, [$4];", (u32, 4), (i64,))
+load_global_64 = instruction("ld.global.v2.u32 {$0,$1}, [$2];", (u32, 2), (i64,))
+load_global_f32 = instruction("ld.global.f32 $0, [$1];", f32, (i64,))
+load_global_i32 = instruction("ld.global.s32 $0, [$1];", i32, (i64,))
+load_global_i64 = instruction("ld.global.s64 $0, [$1];", i64, (i64,))
+load_global_u8 = instruction("{ .reg .u16 t; ld.global.u8 t, [$1]; cvt.u32.u16 $0, t; }", u32, (i64,))
+load_global_u16 = instruction("{ .reg .u16 t; ld.global.u16 t, [$1]; cvt.u32.u16 $0, t; }", u32, (i64,))
+load_global_bf16 = instruction(
     "{ .reg .u16 t; .reg .u32 u; ld.global.u16 t, [$1]; cvt.u32.u16 u, t; shl.b32 u, u, 16; mov.b32 $0, u; }",
     f32,
     (i64,),
 )
-load_volatile_i64 = _instruction("ld.volatile.global.s64 $0, [$1];", i64, (i64,))
-store_global_128 = _instruction("st.global.v4.u32 [$0], {$1,$2,$3,$4};", None, (i64, u32, u32, u32, u32))
-store_global_64 = _instruction("st.global.v2.u32 [$0], {$1,$2};", None, (i64, u32, u32))
-store_global_f32 = _instruction("st.global.f32 [$0], $1;", None, (i64, f32))
-store_global_i32 = _instruction("st.global.s32 [$0], $1;", None, (i64, i32))
-store_global_i64 = _instruction("st.global.s64 [$0], $1;", None, (i64, i64))
-store_global_u8 = _instruction("{ .reg .u16 t; cvt.u16.u32 t, $1; st.global.u8 [$0], t; }", None, (i64, u32))
-store_global_u32 = _instruction("st.global.u32 [$0], $1;", None, (i64, u32))
-store_global_u16 = _instruction("{ .reg .u16 t; cvt.u16.u32 t, $1; st.global.u16 [$0], t; }", None, (i64, u32))
+load_volatile_i64 = instruction("ld.volatile.global.s64 $0, [$1];", i64, (i64,))
+store_global_128 = instruction("st.global.v4.u32 [$0], {$1,$2,$3,$4};", None, (i64, u32, u32, u32, u32))
+store_global_64 = instruction("st.global.v2.u32 [$0], {$1,$2};", None, (i64, u32, u32))
+store_global_f32 = instruction("st.global.f32 [$0], $1;", None, (i64, f32))
+store_global_i32 = instruction("st.global.s32 [$0], $1;", None, (i64, i32))
+store_global_i64 = instruction("st.global.s64 [$0], $1;", None, (i64, i64))
+store_global_u8 = instruction("{ .reg .u16 t; cvt.u16.u32 t, $1; st.global.u8 [$0], t; }", None, (i64, u32))
+store_global_u32 = instruction("st.global.u32 [$0], $1;", None, (i64, u32))
+store_global_u16 = instruction("{ .reg .u16 t; cvt.u16.u32 t, $1; st.global.u16 [$0], t; }", None, (i64, u32))
 
 # shared memory
-load_shared_128 = _instruction("ld.shared.v4.u32 {$0,$1,$2,$3}, [$4];", (u32, 4), (u32,))
-load_shared_u32 = _instruction("ld.shared.u32 $0, [$1];", u32, (u32,))
-load_shared_f32 = _instruction("ld.shared.f32 $0, [$1];", f32, (u32,))
-store_shared_128 = _instruction("st.shared.v4.u32 [$0], {$1,$2,$3,$4};", None, (u32, u32, u32, u32, u32))
-store_shared_64 = _instruction("st.shared.v2.u32 [$0], {$1,$2};", None, (u32, u32, u32))
-store_shared_f32 = _instruction("st.shared.f32 [$0], $1;", None, (u32, f32))
-store_shared_u32 = _instruction("st.shared.u32 [$0], $1;", None, (u32, u32))
-load_shared_matrix_x4_transposed = _instruction(
+load_shared_128 = instruction("ld.shared.v4.u32 {$0,$1,$2,$3}, [$4];", (u32, 4), (u32,))
+load_shared_u32 = instruction("ld.shared.u32 $0, [$1];", u32, (u32,))
+load_shared_f32 = instruction("ld.shared.f32 $0, [$1];", f32, (u32,))
+store_shared_128 = instruction("st.shared.v4.u32 [$0], {$1,$2,$3,$4};", None, (u32, u32, u32, u32, u32))
+store_shared_64 = instruction("st.shared.v2.u32 [$0], {$1,$2};", None, (u32, u32, u32))
+store_shared_f32 = instruction("st.shared.f32 [$0], $1;", None, (u32, f32))
+store_shared_u32 = instruction("st.shared.u32 [$0], $1;", None, (u32, u32))
+load_shared_matrix_x4_transposed = instruction(
     "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0,$1,$2,$3}, [$4];", (u32, 4), (u32,), together=True
 )
 
 # asynchronous copies from global to shared memory, 16 bytes past L1; the second form writes zeros where bytes is 0
-copy_async_16 = _instruction("cp.async.cg.shared.global.L2::128B [$0], [$1], 16;", None, (u32, i64))
-copy_async_16_or_zero = _instruction("cp.async.cg.shared.global.L2::128B [$0], [$1], 16, $2;", None, (u32, i64, u32))
+copy_async_16 = instruction("cp.async.cg.shared.global.L2::128B [$0], [$1], 16;", None, (u32, i64))
+copy_async_16_or_zero = instruction("cp.async.cg.shared.global.L2::128B [$0], [$1], 16, $2;", None, (u32, i64, u32))
 # What a step reads once makes room in the L2 first: what it reads again, code and rows, stays there. The number is what
 # createpolicy.fractional.L2::evict_first with 1.0 gives on 8.0, 9.0, 10.0 and 12.0, as their machine code shows; made
 # anew at every copy it costs five instructions.
 _ONCE = "{ .reg .b64 policy; mov.b64 policy, 0x12F0000000000000; "
-copy_async_16_once = _instruction(
+copy_async_16_once = instruction(
     _ONCE + "cp.async.cg.shared.global.L2::cache_hint.L2::128B [$0], [$1], 16, policy; }", None, (u32, i64)
 )
 # the same for lanes whose number is not zero, without a branch
-copy_async_16_once_if = _instruction(
+copy_async_16_once_if = instruction(
     _ONCE
     + ".reg .pred p; setp.ne.u32 p, $2, 0; "
     + "@p cp.async.cg.shared.global.L2::cache_hint.L2::128B [$0], [$1], 16, policy; }",
@@ -214,68 +221,68 @@ copy_async_16_once_if = _instruction(
 )
 # The same address, which the assembler takes for another one in each lane. Of one that is the same in all it may make a
 # copy by a uniform register, which with a hint for the L2 comes out as an illegal instruction (nvJitLink 13.0, 9.0).
-varying = _instruction("{ .reg .u32 t; mov.u32 t, %laneid; shr.u32 t, t, 5; add.u32 $0, $1, t; }", u32, (u32,))
-varying_long = _instruction(
+varying = instruction("{ .reg .u32 t; mov.u32 t, %laneid; shr.u32 t, t, 5; add.u32 $0, $1, t; }", u32, (u32,))
+varying_long = instruction(
     "{ .reg .u32 t; .reg .u64 w; mov.u32 t, %laneid; shr.u32 t, t, 5; cvt.u64.u32 w, t; add.u64 $0, $1, w; }",
     i64,
     (i64,),
 )
 # 4 bytes, by way of L1: what all four lanes of a group need
-copy_async_4 = _instruction("cp.async.ca.shared.global [$0], [$1], 4;", None, (u32, i64))
-copies_commit = _instruction("cp.async.commit_group;", None, ())
+copy_async_4 = instruction("cp.async.ca.shared.global [$0], [$1], 4;", None, (u32, i64))
+copies_commit = instruction("cp.async.commit_group;", None, ())
 
 
 # barriers of arrivals in shared memory, 8 bytes each: a phase ends when as many arrivals as `init` said have come.
 # Whoever waits gives the parity of the phase; of a new barrier phase 1 counts as over.
-barrier_init = _instruction("mbarrier.init.shared.b64 [$0], $1;", None, (u32, u32))
-barrier_arrive = _instruction("{ .reg .b64 t; mbarrier.arrive.shared.b64 t, [$0]; }", None, (u32,))
-barrier_is_over = _instruction(
+barrier_init = instruction("mbarrier.init.shared.b64 [$0], $1;", None, (u32, u32))
+barrier_arrive = instruction("{ .reg .b64 t; mbarrier.arrive.shared.b64 t, [$0]; }", None, (u32,))
+barrier_is_over = instruction(
     "{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [$1], $2; selp.u32 $0, 1, 0, p; }", u32, (u32, u32)
 )
 # from 9.0 on; it sleeps a while before it says no
-barrier_is_over_soon = _instruction(
+barrier_is_over_soon = instruction(
     "{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [$1], $2; selp.u32 $0, 1, 0, p; }", u32, (u32, u32)
 )
 # among the lanes of a warp
-sync_warp = _instruction("bar.warp.sync 0xffffffff;", None, (), together=True)
-ballot = _instruction(
+sync_warp = instruction("bar.warp.sync 0xffffffff;", None, (), together=True)
+ballot = instruction(
     "{ .reg .pred p; setp.ne.u32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff; }", u32, (u32,), together=True
 )
-lanes_of_same = _instruction("match.any.sync.b32 $0, $1, 0xffffffff;", u32, (u32,), together=True)
-count_bits = _instruction("popc.b32 $0, $1;", u32, (u32,), pure=True)
+lanes_of_same = instruction("match.any.sync.b32 $0, $1, 0xffffffff;", u32, (u32,), together=True)
+count_bits = instruction("popc.b32 $0, $1;", u32, (u32,), pure=True)
 
 
 def sync_threads(barrier: int, count: int) -> Any:
     """An intrinsic that waits for `count` threads of a block at one of 16 barriers; 0 is `syncthreads`' own."""
-    return _instruction(f"bar.sync {barrier}, {count};", None, (), together=True)
+    return instruction(f"bar.sync {barrier}, {count};", None, (), together=True)
 
 
 def copies_wait(pending: int) -> Any:
     """An intrinsic that waits until at most `pending` groups of copies are under way; made outside the kernel."""
-    return _instruction(f"cp.async.wait_group {pending};", None, ())
+    return instruction(f"cp.async.wait_group {pending};", None, ())
 
 
 # arithmetic whose rounding is spelled out: the compiler may not contract it
-mul_rn = _instruction("mul.rn.f32 $0, $1, $2;", f32, (f32, f32), pure=True)
-add_rn = _instruction("add.rn.f32 $0, $1, $2;", f32, (f32, f32), pure=True)
-div_rn = _instruction("div.rn.f32 $0, $1, $2;", f32, (f32, f32), pure=True)
-fma_rn = _instruction("fma.rn.f32 $0, $1, $2, $3;", f32, (f32, f32, f32), pure=True)
-exp2_approx = _instruction("ex2.approx.f32 $0, $1;", f32, (f32,), pure=True)
-bf16_bits = _instruction("{ .reg .b16 t; cvt.rn.bf16.f32 t, $1; cvt.u32.u16 $0, t; }", u32, (f32,), pure=True)
-fma_bf16_pair = _instruction("fma.rn.bf16x2 $0, $1, $2, $3;", u32, (u32, u32, u32), pure=True)
-bf16_pair = _instruction("cvt.rn.bf16x2.f32 $0, $2, $1;", u32, (f32, f32), pure=True)  # the first in the low half
-float_of_bits = _instruction("mov.b32 $0, $1;", f32, (u32,), pure=True)
-bits_of_float = _instruction("mov.b32 $0, $1;", u32, (f32,), pure=True)
+mul_rn = instruction("mul.rn.f32 $0, $1, $2;", f32, (f32, f32), pure=True)
+add_rn = instruction("add.rn.f32 $0, $1, $2;", f32, (f32, f32), pure=True)
+div_rn = instruction("div.rn.f32 $0, $1, $2;", f32, (f32, f32), pure=True)
+fma_rn = instruction("fma.rn.f32 $0, $1, $2, $3;", f32, (f32, f32, f32), pure=True)
+exp2_approx = instruction("ex2.approx.f32 $0, $1;", f32, (f32,), pure=True)
+bf16_bits = instruction("{ .reg .b16 t; cvt.rn.bf16.f32 t, $1; cvt.u32.u16 $0, t; }", u32, (f32,), pure=True)
+fma_bf16_pair = instruction("fma.rn.bf16x2 $0, $1, $2, $3;", u32, (u32, u32, u32), pure=True)
+bf16_pair = instruction("cvt.rn.bf16x2.f32 $0, $2, $1;", u32, (f32, f32), pure=True)  # the first in the low half
+float_of_bits = instruction("mov.b32 $0, $1;", f32, (u32,), pure=True)
+bits_of_float = instruction("mov.b32 $0, $1;", u32, (f32,), pure=True)
 # the same number, where it stands: what is computed from it is not moved out of a loop, to wait in registers
-stay_here = _instruction("mov.b32 $0, $1;", i32, (i32,))
+stay_here = instruction("mov.b32 $0, $1;", i32, (i32,))
 # over all 32 lanes of a warp, the same in each
-warp_max = _instruction("redux.sync.max.u32 $0, $1, 0xffffffff;", u32, (u32,), together=True)
-warp_sum = _instruction("redux.sync.add.u32 $0, $1, 0xffffffff;", u32, (u32,), together=True)
+warp_max = instruction("redux.sync.max.u32 $0, $1, 0xffffffff;", u32, (u32,), together=True)
+warp_sum = instruction("redux.sync.add.u32 $0, $1, 0xffffffff;", u32, (u32,), together=True)
 # D = A B + C for one warp: A 16x16 bf16 row-major, B 16x8 bf16 column-major, C and D 16x8 float32
 MMA_BF16 = (
     "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0,$1,$2,$3}, {$8,$9,$10,$11}, {$12,$13}, {$4,$5,$6,$7};"
 )
-mma_bf16 = _instruction(
+mma_bf16 = instruction(
     MMA_BF16,
     (f32, 4),
     (f32, f32, f32, f32, u32, u32, u32, u32, u32, u32),
@@ -374,17 +381,17 @@ def zeros(count: int) -> Any:
 
 
 # order between blocks and with the host
-atomic_add_gpu = _instruction("atom.acq_rel.gpu.global.add.u32 $0, [$1], $2;", u32, (i64, u32))
-load_acquire_gpu = _instruction("ld.acquire.gpu.global.u32 $0, [$1];", u32, (i64,))
+atomic_add_gpu = instruction("atom.acq_rel.gpu.global.add.u32 $0, [$1], $2;", u32, (i64, u32))
+load_acquire_gpu = instruction("ld.acquire.gpu.global.u32 $0, [$1];", u32, (i64,))
 # past L1 as well, but later loads need not wait for it
-load_relaxed_gpu_f32 = _instruction("ld.relaxed.gpu.global.f32 $0, [$1];", f32, (i64,))
-load_relaxed_gpu_128 = _instruction("ld.relaxed.gpu.global.v4.u32 {$0,$1,$2,$3}, [$4];", (u32, 4), (i64,))
-store_relaxed_gpu_f32 = _instruction("st.relaxed.gpu.global.f32 [$0], $1;", None, (i64, f32))
-store_relaxed_gpu_u16 = _instruction(
+load_relaxed_gpu_f32 = instruction("ld.relaxed.gpu.global.f32 $0, [$1];", f32, (i64,))
+load_relaxed_gpu_128 = instruction("ld.relaxed.gpu.global.v4.u32 {$0,$1,$2,$3}, [$4];", (u32, 4), (i64,))
+store_relaxed_gpu_f32 = instruction("st.relaxed.gpu.global.f32 [$0], $1;", None, (i64, f32))
+store_relaxed_gpu_u16 = instruction(
     "{ .reg .u16 t; cvt.u16.u32 t, $1; st.relaxed.gpu.global.u16 [$0], t; }", None, (i64, u32)
 )
-store_release_system = _instruction("st.release.sys.global.s64 [$0], $1;", None, (i64, i64))
-fence_system = _instruction("fence.acq_rel.sys;", None, ())
+store_release_system = instruction("st.release.sys.global.s64 [$0], $1;", None, (i64, i64))
+fence_system = instruction("fence.acq_rel.sys;", None, ())
 
 
 @intrinsic

@@ -23,7 +23,7 @@ TRAIN_ONLY = {"gguf", "matplotlib", "transformers"}  # the extra `train`; may be
 # who may import the GPU's libraries: a port to another compiler or launcher touches these files alone
 IMPORTERS = {
     "numba": {"kernels/numba_cuda.py"},
-    "llvmlite": {"kernels/ptx.py"},
+    "llvmlite": {"kernels/ptx.py", "kernels/ptx_hopper.py"},
     "cuda": {"kernels/compiler.py", "graphs/launch.py", "lowlat/executors/launcher.py"},
 }
 LAZILY = {"cuda"}  # inside functions: the modules around them are imported where there is no driver

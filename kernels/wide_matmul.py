@@ -1,0 +1,165 @@
+"""Products of many rows with a packed bf16 weight by warpgroups' tensor cores, for cards of capability 9.0.
+
+The weight's tiles are the first matrix, in registers, as they were packed; rows of x, arranged once, are the second one
+in shared memory. A persistent grid, one block a multiprocessor. A row's bits depend on the row and the weight alone.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from lowlat.errors import ShapeError
+from lowlat.kernels import ptx, ptx_hopper
+from lowlat.kernels.handover import make_handover
+from lowlat.kernels.kernel import H200, Card, Kernel, KernelCall
+from lowlat.kernels.numba_cuda import cuda, float32, types, uint32
+from lowlat.kernels.packing import PackedMatrix
+from lowlat.kernels.reference.shapes import check_shape
+from lowlat.kernels.wide_add import add_segments
+from lowlat.kernels.wide_arrange import arrange, arranged_shape
+from lowlat.kernels.wide_matmul_block import Cut, make_consume, make_finish, make_produce
+from lowlat.kernels.wide_matmul_plan import (
+    ALIGNMENT,
+    CONSUMERS,
+    WidePlan,
+    has_wide,
+    partials_shape,
+    plan_wide,
+    segments_of,
+)
+
+__all__ = ["RUN", "examples", "runs_of", "wide_matmul"]
+
+RUN = 8  # weight rows that stay together
+FEW_REGISTERS, MANY_REGISTERS = 40, 232  # of threads that copy, and that multiply
+
+
+def runs_of(order: torch.Tensor) -> torch.Tensor:
+    """Where each run of eight packed rows lies in the original: [N / 8] int32, from an order [N] of `PackedMatrix`.
+
+    Raises ShapeError for an order that is not made of runs of eight consecutive rows.
+    """
+    if order.dim() != 1 or order.shape[0] % RUN:
+        raise ShapeError(f"an order of runs of {RUN} rows has a multiple of {RUN} entries, got {list(order.shape)}")
+    runs = order.reshape(-1, RUN)
+    if not torch.equal(runs, runs[:, :1] + torch.arange(RUN, device=order.device, dtype=order.dtype)):
+        raise ShapeError(f"rows of a wide product's weight must be packed in runs of {RUN} consecutive ones")
+    return runs[:, 0].to(torch.int32).contiguous()
+
+
+def wide_matmul(
+    *,
+    x: torch.Tensor,
+    weight: PackedMatrix,
+    bias: torch.Tensor | None = None,
+    columns: torch.Tensor | None = None,
+    arranged: torch.Tensor,
+    partials: torch.Tensor | None = None,
+    out: torch.Tensor,
+    card: Card,
+    plan: WidePlan | None = None,
+) -> list[KernelCall]:
+    """out = x @ weight.T + bias, in two or three launches, accumulated in float32.
+
+    x         [M, K]              bf16, M a multiple of 64 up to 1024
+    weight    [N, K]              packed bf16, N and K multiples of 8
+    bias      [N]                 bf16, in the packed order, or None
+    columns   [N / 8]             int32, as `runs_of` the weight's order has it; None: rows are packed in their order
+    arranged  [ceil(K/64), M, 64] bf16: workspace, as `arranged_shape` has it
+    partials  [S, M, N]           float32: workspace, as `partials_shape` has it; None where S is 0
+    out       [M, N]              float32, out
+    plan      as `plan_wide` has it, or another one: no bit depends on it
+    Time: the largest of the weight's bytes over the memory's bandwidth, what blocks read over the L2's, and 2 M N K
+    operations over the tensor cores' rate. Captured: yes.
+    Raises ShapeError for shapes that do not fit, or a card without such instructions.
+    """
+    rows, depth = x.shape
+    known = plan_wide(rows, weight.rows, weight.columns, card)
+    plan = known if plan is None else plan
+    check_shape("x", x, rows, weight.columns)
+    check_shape("out", out, rows, weight.rows)
+    check_shape("arranged", arranged, *arranged_shape(rows, depth))
+    if weight.tiles.dtype != torch.bfloat16 or x.dtype != torch.bfloat16:
+        raise ShapeError(f"a wide product is of bf16, got {x.dtype} and {weight.tiles.dtype}")
+    if bias is not None:
+        check_shape("bias", bias, weight.rows)
+    if columns is not None:
+        check_shape("columns", columns, weight.rows // RUN)
+    if rows % plan.rows:
+        raise ShapeError(f"{rows} rows are no tiles of {plan.rows}")
+    segments, length = segments_of(weight.rows, weight.columns)
+    cut, x_tiles = Cut(weight.rows, weight.columns, segments, length), rows // plan.rows
+    units = plan.units(rows, weight.rows, segments)
+    kernel = _make(cut, plan, bias is not None, columns is not None, x_tiles == 1)
+    target = out
+    if plan.apart:
+        if partials is None:
+            raise ShapeError("segments that are apart need a workspace `partials`")
+        check_shape("partials", partials, *partials_shape(plan, rows, weight.rows, weight.columns))
+        target = partials
+    arguments = (
+        weight.tiles, arranged, 0 if bias is None else bias, 0 if columns is None else columns, target, rows, x_tiles,
+        units,
+    )  # fmt: skip
+    calls = arrange(x=x, out=arranged)
+    calls.append(KernelCall(kernel, (min(units, card.num_multiprocessors), 1, 1), arguments))
+    if plan.apart:
+        calls += add_segments(partials=target, bias=bias, columns=columns, out=out)
+    return calls
+
+
+@cache
+def _make(cut: Cut, plan: WidePlan, with_bias: bool, with_columns: bool, once: bool) -> Kernel:
+    """Grid: as many blocks as the card has multiprocessors, or units where those are fewer."""
+    handover = make_handover(plan.stages, 1, 4 * CONSUMERS, patient=True)
+    produce = make_produce(cut, plan, handover, once)
+    consume = make_consume(cut, plan, handover, make_finish(cut, plan, with_bias, with_columns))
+    begin, barriers_at, last_warp = handover.begin, plan.stages * plan.stage_bytes, 4 * CONSUMERS
+
+    give_registers, take_registers = ptx_hopper.registers(FEW_REGISTERS), ptx_hopper.registers(MANY_REGISTERS)
+
+    def wide_matmul_kernel(
+        weight: Any, x: Any, bias: Any, columns: Any, out: Any, rows: Any, x_tiles: Any, units: Any
+    ) -> None:
+        start = uint32(ptx.shared_address(cuda.shared.array(shape=0, dtype=float32)))
+        base = uint32(uint32(start + uint32(ALIGNMENT - 1)) & uint32(0xFFFFFFFF - ALIGNMENT + 1))
+        barriers = uint32(base + uint32(barriers_at))
+        thread, unit, grid = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x), uint32(cuda.gridDim.x)
+        lane, warp = uint32(thread & uint32(31)), uint32(thread >> uint32(5))
+        ptx.let_next_kernel_start()
+        if thread == uint32(0):
+            begin(barriers)
+            ptx_hopper.fence_barriers()
+        cuda.syncthreads()
+        if warp >= uint32(last_warp):
+            give_registers()
+            if warp == uint32(last_warp):
+                produce(base, barriers, weight, x, uint32(rows), uint32(x_tiles), uint32(units), unit, grid, lane)
+        else:
+            take_registers()
+            beside = (bias, columns)
+            consume(
+                base, barriers, beside, out, uint32(rows), uint32(x_tiles), uint32(units), unit, grid, warp, lane
+            )  # fmt: skip
+
+    name = (
+        f"wide_matmul_{cut.weight_rows}x{cut.columns}_{cut.segments}x{cut.length}_"
+        f"{plan.rows}x{plan.groups}x{plan.stages}_{'apart' if plan.apart else 'whole'}_"
+        f"{'bias' if with_bias else 'plain'}_{'columns' if with_columns else 'inplace'}{'_once' if once else ''}"
+    )
+    return Kernel(name, wide_matmul_kernel, (types.int64,) * 8, plan.threads, 1, plan.shared_bytes, specific=True)
+
+
+def examples(card: Card = H200) -> list[Kernel]:
+    """Representative specialisations, for a card that has the instructions: Llama's products, and an odd one."""
+    if not has_wide(card):
+        return []
+    cases = ((128, 6144, 4096, False, True), (512, 4096, 4096, False, False), (512, 28672, 4096, False, True))
+    cases += ((64, 200, 72, True, True),)
+    made = []
+    for rows, weight_rows, columns, with_bias, with_columns in cases:
+        plan = plan_wide(rows, weight_rows, columns, card)
+        cut = Cut(weight_rows, columns, *segments_of(weight_rows, columns))
+        made.append(_make(cut, plan, with_bias, with_columns, rows == plan.rows))
+    return made

@@ -1,0 +1,159 @@
+"""Wide products against float64, and a row's bits in any company, at any place, under any plan."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from lowlat.executors.launcher import Launcher
+from lowlat.kernels.packing import PackedMatrix, gate_up_order, pack, rope_order
+from lowlat.kernels.wide_arrange import arranged_shape
+from lowlat.kernels.wide_matmul import runs_of, wide_matmul
+from lowlat.kernels.wide_matmul_plan import WidePlan, partials_shape, plan_wide, plans_of
+
+pytestmark = pytest.mark.gpu
+
+SHAPES = ((8, 8), (200, 72), (5120, 2880), (6144, 4096), (4096, 14336))
+PLANNED = ((264, 1000), (2880, 4096))  # under every plan
+ROWS = (64, 192, 256, 512, 1024)
+
+
+@pytest.fixture(scope="module")
+def launcher() -> Launcher:
+    """One launcher for all tests."""
+    return Launcher(torch.device("cuda", 0))
+
+
+def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
+    return (torch.randn(*shape, device="cuda") * scale).bfloat16()
+
+
+class Product:
+    """A weight, and what its products want."""
+
+    def __init__(
+        self, launcher: Launcher, width: int, depth: int, order: torch.Tensor | None = None, *, bias: bool = False
+    ) -> None:
+        self.launcher, self.weight = launcher, random(width, depth, scale=depth**-0.5)
+        self.packed: PackedMatrix = pack(self.weight, order)
+        self.plain_bias = random(width) if bias else None
+        self.bias, self.columns = self.plain_bias, None
+        if order is not None:
+            self.columns = runs_of(order).cuda()
+            if self.plain_bias is not None:
+                self.bias = self.plain_bias[order.cuda()].contiguous()
+
+    def plans(self, rows: int) -> list[WidePlan]:
+        return plans_of(rows, *self.weight.shape, self.launcher.card)
+
+    def start(self, x: torch.Tensor, plan: WidePlan | None = None) -> Callable[[], torch.Tensor]:
+        """A function that launches, without waiting, and gives the product's buffer."""
+        rows, card = x.shape[0], self.launcher.card
+        plan = plan_wide(rows, *self.weight.shape, card) if plan is None else plan
+        arranged = torch.full(arranged_shape(*x.shape), torch.nan, device="cuda", dtype=torch.bfloat16)
+        partials = torch.full(partials_shape(plan, rows, *self.weight.shape), torch.nan, device="cuda")
+        out = torch.full((rows, self.weight.shape[0]), torch.nan, device="cuda")
+        calls = wide_matmul(
+            x=x, weight=self.packed, bias=self.bias, columns=self.columns, arranged=arranged, partials=partials,
+            out=out, card=card, plan=plan,
+        )  # fmt: skip
+
+        def launch() -> torch.Tensor:
+            self.launcher.run(*calls)
+            return out
+
+        return launch
+
+    def run(self, x: torch.Tensor, plan: WidePlan | None = None) -> torch.Tensor:
+        return self.start(x, plan)()
+
+    def want(self, x: torch.Tensor) -> torch.Tensor:
+        exact = x.double() @ self.weight.double().t()
+        return exact if self.plain_bias is None else exact + self.plain_bias.double()
+
+
+def where(found: torch.Tensor, want: torch.Tensor) -> str:
+    """Which rows and columns of a product are wrong, to learn from one run."""
+    wrong = ((found.double() - want).abs() > 0.02 * want.abs().max()) | found.isnan()
+    rows, columns = wrong.any(1).nonzero().flatten(), wrong.any(0).nonzero().flatten()
+    few = found[:4, :8].tolist(), want[:4, :8].tolist()
+    return (
+        f"{int(wrong.sum())} of {wrong.numel()} wrong, {int(found.isnan().sum())} NaN; {len(rows)} rows: "
+        f"{rows[:24].tolist()}; {len(columns)} columns: {columns[:40].tolist()}; begins {few}"
+    )
+
+
+def check(found: torch.Tensor, want: torch.Tensor) -> None:
+    error = float((found.double() - want).norm() / want.norm())
+    assert error < 1e-5, f"{error}: {where(found, want)}"
+
+
+@pytest.mark.parametrize(("width", "depth"), SHAPES)
+def test_product_is_torch_s(launcher: Launcher, width: int, depth: int) -> None:
+    product = Product(launcher, width, depth, bias=True)
+    for rows in (64, 192, 512):
+        x = random(rows, depth)
+        check(product.run(x), product.want(x))
+
+
+@pytest.mark.parametrize(("width", "depth"), PLANNED)
+def test_no_plan_changes_a_bit(launcher: Launcher, width: int, depth: int) -> None:
+    product = Product(launcher, width, depth)
+    for rows in ROWS:
+        x = random(rows, depth)
+        first = product.run(x)
+        check(first, product.want(x))
+        for plan in product.plans(rows):
+            found = product.run(x, plan)
+            assert torch.equal(found, first), f"{rows} rows, {plan}: {where(found, first.double())}"
+
+
+@pytest.mark.parametrize(
+    ("order", "depth"), [(gate_up_order(14336), 4096), (gate_up_order(40), 200), (rope_order(40, 8, 128), 4096)]
+)
+def test_rows_that_were_packed_in_another_order_come_out_in_theirs(
+    launcher: Launcher, order: torch.Tensor, depth: int
+) -> None:
+    product = Product(launcher, len(order), depth, order, bias=True)
+    for rows in (128, 512):
+        x = random(rows, depth)
+        check(product.run(x), product.want(x))
+
+
+@pytest.mark.parametrize(("width", "depth"), PLANNED)
+def test_a_row_has_its_bits_in_any_company(launcher: Launcher, width: int, depth: int) -> None:
+    product, row = Product(launcher, width, depth), random(1, depth)
+    alone = torch.zeros(64, depth, device="cuda", dtype=torch.bfloat16)
+    alone[0] = row
+    bits = product.run(alone)[0]
+    for rows in ROWS:
+        for place in (0, 7, 63, rows // 2 + 5, rows - 1):
+            x = random(rows, depth, scale=4.0)
+            x[place] = row
+            if place != 7:
+                x[place - 1], x[(place + 1) % rows] = torch.nan, torch.inf
+            for plan in product.plans(rows):
+                assert torch.equal(product.run(x, plan)[place], bits), (rows, place, plan)
+
+
+def test_a_row_that_is_not_finite_spoils_itself_alone(launcher: Launcher) -> None:
+    product, x = Product(launcher, 6144, 4096), random(256, 4096)
+    clean = product.run(x)
+    x[100, 4000], x[3, 0] = torch.nan, torch.nan
+    spoilt = product.run(x)
+    others = [row for row in range(256) if row not in (3, 100)]
+    assert torch.equal(spoilt[others], clean[others])
+    assert spoilt[[3, 100]].isnan().all()
+
+
+def test_launches_behind_each_other_do_not_meet(launcher: Launcher) -> None:
+    products = [Product(launcher, width, depth) for width, depth in ((6144, 4096), (264, 1000), (2880, 4096))]
+    rows = (192, 64, 512)
+    chosen = [(product, random(count, product.weight.shape[1])) for count in rows for product in products]
+    wanted = [product.run(x) for product, x in chosen]
+    torch.cuda.synchronize()
+    starts = [product.start(x) for product, x in chosen]
+    for _ in range(20):
+        found = [start() for start in starts]
+    for each, want in zip(found, wanted, strict=True):
+        assert torch.equal(each, want)
