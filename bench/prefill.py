@@ -169,7 +169,7 @@ def _make(
     arguments = ChunkArguments(program, device)
     buffers = _buffers(program, device, arguments)
     _fill(buffers, model.vocab_size, chunk, start)
-    described: dict[str, Any] = {"room_bytes": room_of(program, held.vector).num_bytes}
+    described: dict[str, Any] = {"room_bytes": room_of(program, held.shape).num_bytes}
     prefill = TorchPrefill(program, {**buffers, **arguments.device}, held, launcher=launcher)
     return prefill, buffers, arguments, described
 

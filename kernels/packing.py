@@ -10,10 +10,21 @@ import torch
 
 from lowlat.errors import ShapeError
 
-__all__ = ["PackedMatrix", "gate_up_order", "gather_rows", "pack", "rope_order", "unpack", "unpack_rows"]
+__all__ = [
+    "RUN",
+    "PackedMatrix",
+    "gate_up_order",
+    "gather_rows",
+    "pack",
+    "rope_order",
+    "runs_of",
+    "unpack",
+    "unpack_rows",
+]
 
 TILE_ROWS = 16
 TILE_COLUMNS = 64
+RUN = 8  # rows that stay together in every order
 
 
 @dataclass(frozen=True)
@@ -81,6 +92,19 @@ def gate_up_order(width: int) -> torch.Tensor:
         raise ShapeError(f"the FFN's width must be a multiple of 8, got {width}")
     gates = torch.arange(width).view(-1, 1, 8)
     return torch.cat((gates, gates + width), dim=1).reshape(-1)
+
+
+def runs_of(order: torch.Tensor) -> torch.Tensor:
+    """Where each run of eight packed rows lies in the original: [N / 8] int32, from an order [N] of `PackedMatrix`.
+
+    Raises ShapeError for an order that is not made of runs of eight consecutive rows.
+    """
+    if order.dim() != 1 or order.shape[0] % RUN:
+        raise ShapeError(f"an order of runs of {RUN} rows has a multiple of {RUN} entries, got {list(order.shape)}")
+    runs = order.reshape(-1, RUN)
+    if not torch.equal(runs, runs[:, :1] + torch.arange(RUN, device=order.device, dtype=order.dtype)):
+        raise ShapeError(f"rows are packed in other than runs of {RUN} consecutive ones")
+    return runs[:, 0].to(torch.int32).contiguous()
 
 
 def rope_order(num_rotated_heads: int, num_plain_heads: int, head_dim: int) -> torch.Tensor:

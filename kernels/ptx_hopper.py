@@ -12,7 +12,6 @@ from lowlat.kernels.numba_cuda import intrinsic, types
 from lowlat.kernels.ptx import f32, i64, instruction, ir_type, u32
 
 __all__ = [
-    "GROUP_ROWS",
     "add_tiles",
     "await_group",
     "barrier_expect",
@@ -24,7 +23,6 @@ __all__ = [
     "store_group_half",
 ]
 
-GROUP_ROWS = 64  # rows of the first matrix that a warpgroup multiplies at once
 COLUMNS = 64  # of a step
 EVEN_REGISTERS = 168  # a thread of three warpgroups, as they start
 # The second matrix in shared memory: rows of 128 bytes, whose pieces of 16 bytes are swizzled; 8 rows are 1024 bytes.

@@ -14,7 +14,7 @@ from lowlat.kernels import ptx, ptx_hopper
 from lowlat.kernels.handover import make_handover
 from lowlat.kernels.kernel import H200, Card, Kernel, KernelCall
 from lowlat.kernels.numba_cuda import cuda, float32, types, uint32
-from lowlat.kernels.packing import PackedMatrix
+from lowlat.kernels.packing import RUN, PackedMatrix
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.wide_add import add_segments
 from lowlat.kernels.wide_arrange import arrange, arranged_shape
@@ -29,23 +29,9 @@ from lowlat.kernels.wide_matmul_plan import (
     segments_of,
 )
 
-__all__ = ["RUN", "examples", "runs_of", "wide_matmul"]
+__all__ = ["examples", "wide_matmul"]
 
-RUN = 8  # weight rows that stay together
 FEW_REGISTERS, MANY_REGISTERS = 40, 232  # of threads that copy, and that multiply
-
-
-def runs_of(order: torch.Tensor) -> torch.Tensor:
-    """Where each run of eight packed rows lies in the original: [N / 8] int32, from an order [N] of `PackedMatrix`.
-
-    Raises ShapeError for an order that is not made of runs of eight consecutive rows.
-    """
-    if order.dim() != 1 or order.shape[0] % RUN:
-        raise ShapeError(f"an order of runs of {RUN} rows has a multiple of {RUN} entries, got {list(order.shape)}")
-    runs = order.reshape(-1, RUN)
-    if not torch.equal(runs, runs[:, :1] + torch.arange(RUN, device=order.device, dtype=order.dtype)):
-        raise ShapeError(f"rows of a wide product's weight must be packed in runs of {RUN} consecutive ones")
-    return runs[:, 0].to(torch.int32).contiguous()
 
 
 def wide_matmul(

@@ -12,8 +12,7 @@ from lowlat.kernels import ptx, ptx_hopper
 from lowlat.kernels.handover import BARRIER_BYTES, Handover
 from lowlat.kernels.numba_cuda import device_function, float32, int64, uint32
 from lowlat.kernels.packing import TILE_ROWS
-from lowlat.kernels.ptx_hopper import GROUP_ROWS
-from lowlat.kernels.wide_matmul_plan import STEP, STEP_ROW_BYTES, WidePlan
+from lowlat.kernels.wide_matmul_plan import GROUP_ROWS, STEP, STEP_ROW_BYTES, WidePlan
 
 __all__ = ["Cut", "make_consume", "make_finish", "make_produce"]
 

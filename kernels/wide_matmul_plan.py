@@ -10,10 +10,11 @@ from functools import cache
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.kernel import Card
-from lowlat.kernels.ptx_hopper import GROUP_ROWS
 
 __all__ = [
     "CONSUMERS",
+    "GROUP_ROWS",
+    "MOST_ROWS",
     "STEP",
     "STEP_ROW_BYTES",
     "WidePlan",
@@ -26,6 +27,7 @@ __all__ = [
 
 HOPPER = (9, 0)
 STEP = 64  # columns
+GROUP_ROWS = 64  # weight rows that a warpgroup multiplies at once
 STEP_ROW_BYTES = 2 * STEP
 CONSUMERS = 2  # warpgroups that multiply
 MOST_ROWS = 1024

@@ -63,6 +63,10 @@ def memory_need(
     parts = []
     temporary = 0
     matrices: set[str] = set()
+
+    def shape_of(name: str) -> torch.Size:
+        return weights[name].shape
+
     for program in programs:
         scratch = 0
         for spec in program.buffers.values():
@@ -71,7 +75,7 @@ def memory_need(
             else:
                 part = kv if "_cache" in spec.name else state
                 part[spec.name] = max(part.get(spec.name, 0), spec.num_bytes)
-        parts.append(scratch + (room_of(program, weights.__getitem__).num_bytes if has_kernels else 0))
+        parts.append(scratch + (room_of(program, shape_of).num_bytes if has_kernels else 0))
         if has_kernels:
             temporary = max(temporary, temporary_bytes(program, weights.__getitem__))
         matrices |= {op.weights["weight"] for op in program.ops if op.kind == "linear"}

@@ -10,7 +10,7 @@ import torch
 
 from lowlat.errors import ConfigError
 from lowlat.kernels.expert_packing import PackedExperts, allocate_experts, pack_expert_into
-from lowlat.kernels.packing import PackedMatrix, pack
+from lowlat.kernels.packing import PackedMatrix, pack, runs_of
 from lowlat.kernels.reference.mxfp4 import BLOCK
 from lowlat.weights import WeightSource, streamed
 
@@ -55,6 +55,7 @@ class DeviceWeights:
                     self._packed.update(dict.fromkeys(names, pack(moved, order)))
         waiting.check(self._experts)
         self._orders: dict[str, torch.Tensor] = {}
+        self._runs: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._places: list[tuple[torch.Tensor, torch.Tensor]] = []  # of each order that was asked for, once
 
     def matrix(self, name: str) -> PackedMatrix:
@@ -62,6 +63,11 @@ class DeviceWeights:
         if name not in self._packed:
             raise ConfigError(f"weight {name} is missing, or no product reads it")
         return self._packed[name]
+
+    def shape(self, name: str) -> torch.Size:
+        """The shape of a matrix or of anything that is not packed. Raises ConfigError as `vector` does."""
+        packed = self._packed.get(name)
+        return self.vector(name).shape if packed is None else torch.Size((packed.rows, packed.columns))
 
     def table(self, name: str) -> torch.Tensor | PackedMatrix:
         """An embedding: row-major, or packed where a product reads it too."""
@@ -113,6 +119,20 @@ class DeviceWeights:
         self._places.append((order, torch.argsort(order).to(self.device)))
         return self._places[-1][1]
 
+    def runs(self, name: str) -> torch.Tensor | None:
+        """Where each run of eight rows of a packed matrix stood before, [N / 8] int32 on the device; None: there.
+
+        Raises ConfigError as `matrix` does, ShapeError for an order that is not made of such runs.
+        """
+        order = self.matrix(name).order
+        if order is None:
+            return None
+        for known, runs in self._runs:
+            if known is order or torch.equal(known, order):
+                return runs
+        self._runs.append((order, runs_of(order).to(self.device)))
+        return self._runs[-1][1]
+
     def tensors(self) -> list[torch.Tensor]:
         """Every tensor that a launch may point into."""
         experts = [part for each in self._experts.values() for part in (each.words, each.scales) if part is not None]
@@ -132,6 +152,7 @@ class DeviceWeights:
         self._plain.clear()
         self._orders.clear()
         self._places.clear()
+        self._runs.clear()
 
 
 def _tensors(source: Mapping[str, torch.Tensor | PackedExperts]) -> Mapping[str, torch.Tensor]:

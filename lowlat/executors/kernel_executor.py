@@ -67,7 +67,7 @@ class KernelExecutor:
             self._arguments = ChunkArguments(largest, device)
             self.state = BufferSet(specs, device, pinned=pinned_names(specs), given=self._arguments.host)
             sizes = [sum(aligned_bytes(spec) for spec in program.specs(Role.SCRATCH)) for program in every]
-            extra = room_of(largest, self._weights.vector).num_bytes
+            extra = room_of(largest, self._weights.shape).num_bytes
             self._arena = torch.zeros(max(*sizes, sizes[-1] + extra), dtype=torch.uint8, device=device)
             self.workspace = SharedWorkspace(device)
             self._constants = SharedConstants(device)

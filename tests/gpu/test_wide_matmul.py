@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from lowlat.executors.launcher import Launcher
-from lowlat.kernels.packing import PackedMatrix, gate_up_order, pack, rope_order
+from lowlat.kernels.packing import PackedMatrix, gate_up_order, pack, rope_order, runs_of
 from lowlat.kernels.wide_arrange import arranged_shape
-from lowlat.kernels.wide_matmul import runs_of, wide_matmul
+from lowlat.kernels.wide_matmul import wide_matmul
 from lowlat.kernels.wide_matmul_plan import WidePlan, partials_shape, plan_wide, plans_of
 
 pytestmark = pytest.mark.gpu

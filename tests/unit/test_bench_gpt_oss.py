@@ -22,6 +22,7 @@ from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import Bucket, BufferSet, Role
 from lowlat.kernels.expert_packing import unpack_expert
 from lowlat.kernels.kernel import H200
+from lowlat.kernels.wide_matmul_plan import segments_of
 from lowlat.profiling_report import Summary, summarise
 from lowlat.profiling_times import CallSite, KernelEvent, attribute
 from lowlat.program import Stage
@@ -286,7 +287,9 @@ def test_the_plan_counts_the_room_for_a_chunk_s_experts_and_attention(chunk: int
     scratch = sum(spec.num_bytes for spec in prefill.specs(Role.SCRATCH))
     pairs, tiles = 4 * chunk, {128: 512 // 16 + 128, 2048: 8192 // 96 + 128}[chunk]
     keys = (shapes.max_context - 1 + chunk) * model.num_kv_heads * model.head_dim * 2
-    parts = (4 * pairs, 16 * tiles, 4 * pairs * model.hidden_size, keys, keys, 16)
+    wide = min(chunk, 1024)
+    sums = max(count * wide * n if (count := segments_of(n, k)[0]) > 1 else 0 for n, k in ((5120, 2880), (2880, 4096)))
+    parts = (4 * pairs, 16 * tiles, 4 * pairs * model.hidden_size, keys, keys, 16, 2 * wide * 4096, 4 * sums)
     room = sum(-(-each // 256) * 256 for each in parts)
     need = memory_need((step, prefill), weights, CPU, has_kernels=True)
     assert need.scratch_bytes == scratch + room

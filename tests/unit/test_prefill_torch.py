@@ -98,7 +98,7 @@ def test_the_room_for_experts_is_that_of_one_layer_s_lists_and_products(tmp_path
     mxfp4_target(tmp_path, num_local_experts=9, num_experts_per_tok=4, hidden_size=64, intermediate_size=96)
     pair = Pair(tmp_path)
     pair.geometry = replace(pair.geometry, prefill_chunk=96)
-    room = room_of(build_prefill(pair.geometry), pair.source.__getitem__).experts
+    room = room_of(build_prefill(pair.geometry), lambda name: pair.source[name].shape).experts
     assert room == ExpertsRoom(96 * 4, 96 * 4 // 64 + 9, 96 * 4 * 64)
     assert room.num_bytes == 4 * 96 * 4 + 256 + 4 * 96 * 4 * 64
     memory = torch.zeros(room.num_bytes + 7, dtype=torch.uint8)
@@ -108,7 +108,7 @@ def test_the_room_for_experts_is_that_of_one_layer_s_lists_and_products(tmp_path
         assert not part.any()
         part.fill_(1)
     assert values.data_ptr() + 4 * values.numel() == memory.data_ptr() + room.num_bytes and not memory[-7:].any()
-    step = room_of(pair.program(0, 1), pair.source.__getitem__)
+    step = room_of(pair.program(0, 1), lambda name: pair.source[name].shape)
     assert step.num_bytes == 0  # a step has others
     assert not any(part.numel() for part in (*step.experts.cut(memory), *step.attention.cut(memory)))
 
@@ -119,11 +119,12 @@ def test_the_room_for_attention_is_that_of_the_widest_layer(tmp_path: Path) -> N
     pair = Pair(tmp_path)
     pair.geometry = replace(pair.geometry, prefill_chunk=32, max_context=1000)
     program, config = build_prefill(pair.geometry), pair.target.config
-    room = room_of(program, pair.source.__getitem__)
+    room = room_of(program, lambda name: pair.source[name].shape)
     row_bytes = config.num_kv_heads * config.head_dim * pair.geometry.dtype.itemsize
     assert room.attention.keys_bytes == 1031 * row_bytes
-    experts, attention = room.cut(torch.zeros(room.num_bytes + 9, dtype=torch.uint8))
+    experts, attention, products = room.cut(torch.zeros(room.num_bytes + 9, dtype=torch.uint8))
     assert (experts.numel(), attention.numel()) == (room.experts.num_bytes, room.attention.num_bytes)
+    assert products.numel() == room.products.num_bytes
     keys, values, lengths = room.attention.cut(attention)
     assert (keys.numel(), values.numel(), lengths.shape) == (1031 * row_bytes, 1031 * row_bytes, (2, 2))
     for part in (keys, values, lengths):
@@ -131,7 +132,7 @@ def test_the_room_for_attention_is_that_of_the_widest_layer(tmp_path: Path) -> N
         part.fill_(1)
     windowed = tuple(op for op in program.ops if op.kind != "prefill_attention" or op.params.get("window"))
     assert 0 < len(program.ops) - len(windowed) < 2
-    alone = room_of(replace(program, ops=windowed), pair.source.__getitem__)
+    alone = room_of(replace(program, ops=windowed), lambda name: pair.source[name].shape)
     assert alone.attention.keys_bytes == (32 + 19 + 127) * row_bytes
 
 

@@ -25,6 +25,7 @@ from lowlat.executors.prefill.experts import (
 )
 from lowlat.executors.prefill.flash import FlashAttention
 from lowlat.executors.prefill.kernels import launched, row_calls
+from lowlat.executors.prefill.products import WideProducts
 from lowlat.executors.prefill.room import room_of
 from lowlat.executors.prefill.rows import head_prefill_rows, places_of, prefill_kv_write
 from lowlat.executors.reference import arguments_of, meaning_of
@@ -61,8 +62,9 @@ class TorchPrefill:
         self._shared: dict[Hashable, Any] = {}  # what several of a chunk's operations want
         self._grouped: GroupedExperts | None = None
         self._flash: FlashAttention | None = None
+        self._wide: WideProducts | None = None
         if launcher is not None:
-            self._grouped, self._flash = self._share_room(program, room, launcher)
+            self._grouped, self._flash, self._wide = self._share_room(program, room, launcher)
         self._bound: list[tuple[Callable[..., None], dict[str, object]]] = []
         bound = [(op, arguments_of(op, buffers)) for op in program.ops]
         rows = [() if launcher is None else row_calls(op, arguments, weights) for op, arguments in bound]
@@ -88,17 +90,18 @@ class TorchPrefill:
     def clear(self) -> None:
         """Drop every reference to buffers and weights."""
         self._bound.clear()
-        self._grouped, self._flash = None, None
+        self._grouped, self._flash, self._wide = None, None, None
 
     def _share_room(
         self, program: Program, room: torch.Tensor | None, launcher: Launcher
-    ) -> tuple[GroupedExperts, FlashAttention]:
-        size = room_of(program, self._weights.vector)
+    ) -> tuple[GroupedExperts, FlashAttention, WideProducts]:
+        size = room_of(program, self._weights.shape)
         if room is None:
             room = torch.empty(size.num_bytes, dtype=torch.uint8, device=self._weights.device)
-        experts, attention = size.cut(room)
+        experts, attention, products = size.cut(room)
         grouped = GroupedExperts(launcher, size.experts, experts)
-        return grouped, FlashAttention(launcher, self._longest, size.attention, attention)
+        flash = FlashAttention(launcher, self._longest, size.attention, attention)
+        return grouped, flash, WideProducts(launcher, size.products, products)
 
     def _own(self, op: Op, arguments: Mapping[str, object]) -> Callable[..., None] | None:
         if op.kind in EXPERT_PRODUCTS:
@@ -109,7 +112,7 @@ class TorchPrefill:
         if op.kind == "embed":
             return lambda tokens, out: self._embed(op, tokens, out)
         if op.kind == "linear":
-            return self._linear(op)
+            return self._linear(op, arguments)
         if op.kind == "prefill_attention":
             sinks = self._weights.vector(op.weights["sinks"]) if "sinks" in op.weights else None
             if self._flash is None:
@@ -128,9 +131,14 @@ class TorchPrefill:
         make: Callable[..., Callable[..., None]] = self._grouped.gate_up if gated else self._grouped.down
         return make(**arguments, experts=experts, bias=self._weights.experts_bias(name) if gated else bias)
 
-    def _linear(self, op: Op) -> Callable[..., None]:
+    def _linear(self, op: Op, arguments: Mapping[str, Any]) -> Callable[..., None]:
         name = op.weights["weight"]
-        packed, places = self._weights.matrix(name), self._weights.places(name)
+        packed = self._weights.matrix(name)
+        if self._wide is not None and self._wide.takes(self._chunk, packed):
+            own = self._weights.bias(op.weights["bias"]) if "bias" in op.weights else None
+            x, out, columns = arguments["x"], arguments["out"], self._weights.runs(name)
+            return self._wide.product(x, out, weight=packed, bias=own, columns=columns)
+        places = self._weights.places(name)
         bias, chunk = self._weights.vector(op.weights["bias"]) if "bias" in op.weights else None, self._chunk
 
         def run(x: torch.Tensor, out: torch.Tensor, **_: object) -> None:

@@ -8,9 +8,10 @@ import torch
 from lowlat.executors.orders import EXPERT_PRODUCTS
 from lowlat.kernels.gathered_rows import gathered_rows
 from lowlat.kernels.pair_tiles import TILE_WORDS, most_tiles, tile_pairs_of
+from lowlat.kernels.wide_matmul_plan import MOST_ROWS, STEP, segments_of
 from lowlat.program import Op, Program, Stage
 
-__all__ = ["AttentionRoom", "ExpertsRoom", "Room", "room_of"]
+__all__ = ["AttentionRoom", "ExpertsRoom", "ProductsRoom", "Room", "room_of"]
 
 ALIGNMENT = 256
 LENGTHS_BYTES = 16  # [2, 2] int32
@@ -71,40 +72,73 @@ class AttentionRoom:
 
 
 @dataclass(frozen=True)
+class ProductsRoom:
+    """What one product needs, where it is a wide one.
+
+    num_arranged  bf16: rows as the product reads them
+    num_partials  float32: sums of segments
+    """
+
+    num_arranged: int = 0
+    num_partials: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of both parts."""
+        return _aligned(2 * self.num_arranged) + _aligned(4 * self.num_partials)
+
+    def cut(self, room: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Arranged rows bf16 and partial sums float32, both flat, of uint8 memory of `num_bytes`."""
+        first = _aligned(2 * self.num_arranged)
+        arranged, partials = room[: 2 * self.num_arranged], room[first : first + 4 * self.num_partials]
+        return arranged.view(torch.bfloat16), partials.view(torch.float32)
+
+
+@dataclass(frozen=True)
 class Room:
     """What the layers of a prefill program share, one at a time."""
 
     experts: ExpertsRoom = field(default_factory=ExpertsRoom)
     attention: AttentionRoom = field(default_factory=AttentionRoom)
+    products: ProductsRoom = field(default_factory=ProductsRoom)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all parts."""
-        return self.experts.num_bytes + self.attention.num_bytes
+        return sum(self._sizes())
 
-    def cut(self, room: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The experts' part and attention's of uint8 memory of `num_bytes`."""
-        experts, attention = room[: self.num_bytes].split([self.experts.num_bytes, self.attention.num_bytes])
-        return experts, attention
+    def cut(self, room: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The experts' part, attention's and the products' of uint8 memory of `num_bytes`."""
+        experts, attention, products = room[: self.num_bytes].split(self._sizes())
+        return experts, attention, products
+
+    def _sizes(self) -> list[int]:
+        return [self.experts.num_bytes, self.attention.num_bytes, self.products.num_bytes]
 
 
-def room_of(program: Program, weight: Callable[[str], torch.Tensor]) -> Room:
+def room_of(program: Program, shape_of: Callable[[str], torch.Size]) -> Room:
     """The room that a prefill program wants on a card; none for a program that is no prefill.
 
-    weight  a weight by its canonical name; only the biases of experts' products are asked for, [E, N]
+    shape_of  a weight's, by its canonical name; asked of matrices of products [N, K], and biases of experts' [E, N]
     """
-    pairs, tiles, values, keys = [0], [0], [0], [0]
+    pairs, tiles, values, keys, arranged, partials = [0], [0], [0], [0], [0], [0]
     for op in program.ops:
+        if op.kind == "linear" and op.stage is Stage.PREFILL:
+            num_rows, (height, width) = program.buffers[op.writes["out"]].shape[0], shape_of(op.weights["weight"])
+            num_rows, segments = min(num_rows, MOST_ROWS), segments_of(height, width)[0]
+            arranged.append(-(-width // STEP) * STEP * num_rows)
+            partials.append(segments * num_rows * height if segments > 1 else 0)
         if op.kind in EXPERT_PRODUCTS and op.stage is Stage.PREFILL:
             rows, ranks = program.buffers[op.reads["expert_ids"]].shape
-            num_experts, width = weight(op.weights["bias"]).shape
+            num_experts, width = shape_of(op.weights["bias"])
             pairs.append(rows * ranks)
             tiles.append(most_tiles(rows * ranks, num_experts, tile_pairs_of(rows * ranks, num_experts)))
             if op.kind == "experts_down":
                 values.append(rows * ranks * width)
         if op.kind == "prefill_attention":
             keys.append(_keys_bytes(program, op))
-    return Room(ExpertsRoom(max(pairs), max(tiles), max(values)), AttentionRoom(max(keys)))
+    experts = ExpertsRoom(max(pairs), max(tiles), max(values))
+    return Room(experts, AttentionRoom(max(keys)), ProductsRoom(max(arranged), max(partials)))
 
 
 def _keys_bytes(program: Program, op: Op) -> int:

@@ -9,9 +9,9 @@ from kernel_walk import Walker, walkable
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.kernel import H200, Card
-from lowlat.kernels.packing import gate_up_order, pack, rope_order
+from lowlat.kernels.packing import gate_up_order, pack, rope_order, runs_of
 from lowlat.kernels.wide_arrange import arrange, arranged_shape, place_of
-from lowlat.kernels.wide_matmul import examples, runs_of, wide_matmul
+from lowlat.kernels.wide_matmul import examples, wide_matmul
 from lowlat.kernels.wide_matmul_plan import MOST_SUMS, has_wide, partials_shape, plan_wide, plans_of, segments_of
 
 MATRICES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (5120, 2880), (2880, 4096), (200, 72), (8, 8))
