@@ -1,11 +1,10 @@
-"""Times of the experts' products inside a graph, over experts that have left the L2, and of ways to cut them.
+"""Times of a mixture of experts inside a graph, over experts that have left the L2, and of ways to cut its products.
 
     python -m bench.experts --out /tmp/experts.json
     python -m bench.experts --stages 1 2 3 4 --warps 9 15
 
-gpt-oss-120b's sizes. Every copy in the graph reads other experts. A pair of launches is timed beside each product
-alone, because the second one's first weights travel while the first one ends; and the mixture in one launch, as a step
-has it, behind a router, which fills the memory in which its blocks await each other.
+gpt-oss-120b's sizes. Every copy in the graph reads other experts. The mixture is timed as a step has it: behind a
+router, which fills the memory in which its blocks await each other.
 """
 
 import argparse
@@ -22,10 +21,9 @@ from lowlat.errors import ShapeError
 from lowlat.executors.launcher import Launcher
 from lowlat.kernels.expert_packing import SCALE_OFFSET, PackedExperts, allocate_experts
 from lowlat.kernels.experts_choice import Choice
-from lowlat.kernels.experts_down import experts_down
-from lowlat.kernels.experts_gate_up import experts_gate_up
 from lowlat.kernels.experts_mlp import experts_mlp
-from lowlat.kernels.experts_plan import DOWN, GATE_UP, ExpertPlan, ExpertShape, plan_experts
+from lowlat.kernels.experts_mlp_plan import Pair, plan_pair
+from lowlat.kernels.experts_plan import DOWN, GATE_UP, ExpertShape
 from lowlat.kernels.kernel import KernelCall
 from lowlat.kernels.router import router
 
@@ -56,70 +54,36 @@ def _ids(rows: int, distinct: int, num_experts: int, copy: int, device: torch.de
 
 
 def entries(launcher: Launcher, num_experts: int, quantised: bool, cuts: Sequence[dict[str, int]]) -> list[Entry]:
-    """One entry a case, a cut and a product, and one for both products behind each other; a case's mixture, uncut."""
+    """One entry a case and a cut."""
     device = launcher.device
     up, down = (_experts(rows, num_experts, quantised, device) for rows in (2 * HIDDEN, HIDDEN))
-    bias = torch.randn(num_experts, 2 * HIDDEN, device=device).bfloat16()
-    down_bias = torch.randn(num_experts, HIDDEN, device=device).bfloat16()
+    biases = tuple(torch.randn(num_experts, rows, device=device).bfloat16() for rows in (2 * HIDDEN, HIDDEN))
+    first = ExpertShape(GATE_UP, 2 * HIDDEN, HIDDEN, RANKS, quantised)
+    second = ExpertShape(DOWN, HIDDEN, HIDDEN, RANKS, quantised)
     made = []
     for (rows, distinct), cut in itertools.product(CASES, cuts):
         if distinct > num_experts:
             continue
-        label = f"{rows} rows, {distinct} experts" + "".join(f", {name} {value}" for name, value in cut.items())
-        x = torch.randn(rows, HIDDEN, device=device).bfloat16()
-        ids = [_ids(rows, distinct, num_experts, copy, device) for copy in range(COPIES)]
-        activated = torch.randn(rows, RANKS, HIDDEN, device=device).bfloat16()
-        out = torch.empty(rows, RANKS, HIDDEN, device=device)
-        shares = torch.rand(rows, RANKS, device=device)
-        plans: dict[str, ExpertPlan] = {}
+        label = f"router and mixture: {rows} rows, {distinct} experts" + "".join(
+            f", {name} {value}" for name, value in cut.items()
+        )
         try:
-            for kind, width in ((GATE_UP, 2 * HIDDEN), (DOWN, HIDDEN)):
-                shape = ExpertShape(kind, width, HIDDEN, RANKS, quantised)
-                plans[kind] = plan_experts(rows, shape, launcher.card, **cut)
+            plan = plan_pair(rows, first, second, launcher.card, **cut)
         except ShapeError as error:
             print(f"{label}: {error}")
             continue
-
-        def first(
-            copy: int, x: torch.Tensor = x, ids: list[torch.Tensor] = ids, activated: torch.Tensor = activated,
-            plan: ExpertPlan = plans[GATE_UP],
-        ) -> list[KernelCall]:  # fmt: skip
-            return experts_gate_up(
-                x=x, expert_ids=ids[copy], weight=up, bias=bias, out=activated, limit=7.0, alpha=1.702,
-                card=launcher.card, plan=plan,
-            )  # fmt: skip
-
-        def second(
-            copy: int, activated: torch.Tensor = activated, ids: list[torch.Tensor] = ids, out: torch.Tensor = out,
-            shares: torch.Tensor = shares, plan: ExpertPlan = plans[DOWN],
-        ) -> list[KernelCall]:  # fmt: skip
-            return experts_down(
-                activated=activated, expert_ids=ids[copy], expert_weights=shares, weight=down, bias=down_bias, out=out,
-                card=launcher.card, plan=plan,
-            )  # fmt: skip
-
-        used = min(distinct, rows * RANKS)
-        moved = used * up.num_bytes // num_experts, used * down.num_bytes // num_experts
-        made.append(Entry(f"gate_up: {label}", first, COPIES, moved[0]))
-        made.append(Entry(f"down: {label}", second, COPIES, moved[1]))
-        made.append(Entry(f"both: {label}", _both(first, second), COPIES, sum(moved)))
-        if not cut:
-            mixture = _mixture(launcher, x, ids, (up, down), (bias, down_bias))
-            made.append(Entry(f"router and mixture: {label}", mixture, COPIES, sum(moved)))
+        x = torch.randn(rows, HIDDEN, device=device).bfloat16()
+        ids = [_ids(rows, distinct, num_experts, copy, device) for copy in range(COPIES)]
+        moved = min(distinct, rows * RANKS) * (up.num_bytes + down.num_bytes) // num_experts
+        made.append(Entry(label, _calls(launcher, x, ids, (up, down), biases, plan), COPIES, moved))
     return made
 
 
-def _both(
-    first: Callable[[int], list[KernelCall]], second: Callable[[int], list[KernelCall]]
-) -> Callable[[int], list[KernelCall]]:
-    return lambda copy: [*first(copy), *second(copy)]
-
-
-def _mixture(
+def _calls(
     launcher: Launcher, x: torch.Tensor, ids: list[torch.Tensor], experts: tuple[PackedExperts, PackedExperts],
-    biases: tuple[torch.Tensor, torch.Tensor],
+    biases: tuple[torch.Tensor, ...], plan: Pair,
 ) -> Callable[[int], list[KernelCall]]:  # fmt: skip
-    """A router of its own logits, and the mixture of the experts with these ids in one launch."""
+    """A router of its own logits, and the mixture of the experts with these ids."""
     rows, num_experts = x.shape[0], experts[0].num_experts
     weight, offset = x.new_empty(num_experts, HIDDEN).normal_(), x.new_zeros(num_experts)
     norm_weight, normed, ignored = torch.ones_like(x[0]), torch.empty_like(x), x.new_empty(rows, num_experts).float()
@@ -135,7 +99,7 @@ def _mixture(
         return filling + experts_mlp(
             x=normed, choice=Choice(logits[copy]), gate_up=experts[0], gate_up_bias=biases[0], down=experts[1],
             down_bias=biases[1], expert_ids=found, expert_weights=shares, activated=activated, partials=partials,
-            residual=x, total=total, limit=7.0, alpha=1.702, card=launcher.card,
+            residual=x, total=total, limit=7.0, alpha=1.702, card=launcher.card, plan=plan,
         )  # fmt: skip
 
     return calls

@@ -13,44 +13,31 @@ from lowlat.kernels.numba_cuda import cuda, device_function, int32, int64, uint3
 __all__ = ["make_chosen", "make_expert_of", "make_list_units", "make_members_of", "make_pair_of", "make_share_of"]
 
 
-def make_list_units(plan: ExpertPlan, *, chosen_here: bool) -> Any:
-    """A function of all threads: list the units of `count` ids at `area`; returns how many there are.
+def make_list_units(plan: ExpertPlan) -> Any:
+    """A function of all threads: list the units of `count` ids, which stand at `area`; returns how many there are.
 
-    chosen_here  the ids stand at `area` already, and a barrier is behind them; else they are in global memory
+    A barrier must be behind whoever wrote the ids.
     """
-    id_of = _chosen_id if chosen_here else _given_id
-    return _make_list_few(plan, id_of) if plan.capacity <= 32 else _make_list_many(plan, id_of)
+    return _make_list_few(plan) if plan.capacity <= 32 else _make_list_many(plan)
 
 
-@device_function
-def _given_id(_area: Any, ids: Any, pair: Any) -> Any:
-    return int32(ptx.load_acquire_gpu(ids + int64(pair) * 4))
-
-
-@device_function
-def _chosen_id(area: Any, _ids: Any, pair: Any) -> Any:
-    return int32(ptx.load_shared_u32(area + pair * uint32(4)))
-
-
-def _make_list_few(plan: ExpertPlan, id_of: Any) -> Any:
+def _make_list_few(plan: ExpertPlan) -> Any:
     """At most a pair a lane: the first warp compares them among its lanes; one barrier."""
     capacity, columns = plan.capacity, plan.columns
     leaders_at, units_at, pairs_at = 4 * capacity, 8 * capacity, 12 * capacity
 
     @device_function
-    def list_few(area: Any, ids: Any, count: Any, thread: Any) -> Any:
+    def list_few(area: Any, count: Any, thread: Any) -> Any:
         if thread < uint32(32):
             mine = int32(-1)
             if int64(thread) < count:
-                mine = id_of(area, ids, thread)
+                mine = int32(ptx.load_shared_u32(area + thread * uint32(4)))
             same = ptx.lanes_of_same(uint32(mine))
             earlier = uint32(uint32(uint32(1) << thread) - uint32(1))
             before, leads = ptx.count_bits(uint32(same & earlier)), uint32(0)
             if mine >= int32(0) and before % uint32(columns) == uint32(0):
                 leads = uint32(1)
             leaders = ptx.ballot(leads)
-            if thread < uint32(capacity):
-                ptx.store_shared_u32(area + thread * uint32(4), uint32(mine))
             if thread == uint32(0):
                 ptx.store_shared_u32(area + uint32(leaders_at), ptx.count_bits(leaders))
             if leads == uint32(1):
@@ -70,17 +57,17 @@ def _make_list_few(plan: ExpertPlan, id_of: Any) -> Any:
     return list_few
 
 
-def _make_list_many(plan: ExpertPlan, id_of: Any) -> Any:
+def _make_list_many(plan: ExpertPlan) -> Any:
     """A pair a thread, compared with all others in shared memory; three barriers."""
     capacity, columns = plan.capacity, plan.columns
     leaders_at, units_at, pairs_at = 4 * capacity, 8 * capacity, 12 * capacity
 
     @device_function
-    def list_many(area: Any, ids: Any, count: Any, thread: Any) -> Any:
+    def list_many(area: Any, count: Any, thread: Any) -> Any:
         mine, leads = int32(-1), uint32(0)
         if thread < uint32(capacity):
             if int64(thread) < count:
-                mine = id_of(area, ids, thread)
+                mine = int32(ptx.load_shared_u32(area + thread * uint32(4)))
             ptx.store_shared_u32(area + thread * uint32(4), uint32(mine))
         cuda.syncthreads()
         if mine >= int32(0):
@@ -165,16 +152,12 @@ def make_chosen() -> Any:
     return chosen
 
 
-def make_share_of(plan: ExpertPlan, *, chosen_here: bool) -> Any:
-    """A function: a pair's share, from `area` or from global memory."""
+def make_share_of(plan: ExpertPlan) -> Any:
+    """A function: a pair's share."""
     shares_at = plan.shares_at
 
     @device_function
-    def given_share(_area: Any, shares: Any, pair: Any) -> Any:
-        return ptx.load_global_f32(shares + int64(pair) * 4)
-
-    @device_function
-    def chosen_share(area: Any, _shares: Any, pair: Any) -> Any:
+    def share_of(area: Any, pair: Any) -> Any:
         return ptx.load_shared_f32(area + uint32(shares_at) + pair * uint32(4))
 
-    return chosen_share if chosen_here else given_share
+    return share_of

@@ -18,8 +18,6 @@ from lowlat.errors import ShapeError
 from lowlat.kernels import ptx
 from lowlat.kernels.expert_packing import PackedExperts
 from lowlat.kernels.experts_choice import Choice, make_choose, make_publish
-from lowlat.kernels.experts_down import make_weighing
-from lowlat.kernels.experts_gate_up import make_swiglu
 from lowlat.kernels.experts_list import make_list_units
 from lowlat.kernels.experts_mlp_plan import Pair, plan_pair
 from lowlat.kernels.experts_plan import DOWN, GATE_UP, ExpertShape, parts_of
@@ -31,6 +29,8 @@ from lowlat.kernels.experts_product import (
     run_of,
 )
 from lowlat.kernels.experts_sum import make_sum_rows
+from lowlat.kernels.experts_swiglu import make_swiglu
+from lowlat.kernels.experts_weighing import make_weighing
 from lowlat.kernels.handover import BARRIER_BYTES, make_handover
 from lowlat.kernels.kernel import H200, Card, Kernel, KernelCall, examples_for
 from lowlat.kernels.norm import check_dtype
@@ -58,6 +58,7 @@ def experts_mlp(
     alpha: float,
     early: bool = False,
     card: Card = H200,
+    plan: Pair | None = None,
 ) -> list[KernelCall]:
     """Each row's experts, and what they add to the residual stream, in one launch for each 64 rows.
 
@@ -78,6 +79,7 @@ def experts_mlp(
     early           logits are awaited while the kernel before still writes them: they must have been filled with
                     `awaited.MISSING` before the kernel before that one has ended
     card            what it runs on: all blocks must be on it at once, one a multiprocessor
+    plan            how to cut both products; None: `plan_pair`'s
     activated and partials must be filled with `awaited.MISSING` before: blocks await there what others compute.
     It lets the next kernel start only when the kernel before it has ended: what was written before it is settled then.
     Time: the distinct experts' bytes over the memory's bandwidth. Captured: yes.
@@ -102,7 +104,7 @@ def experts_mlp(
     )
     calls = []
     for part, count in parts_of(rows, ranks):
-        pair = plan_pair(count, up_shape, down_shape, card)
+        pair = plan or plan_pair(count, up_shape, down_shape, card)
         arguments = (
             *(gate_up.words, up_scales, gate_up_bias, down.words, down_scales, down_bias),
             *(x[part], *choice.of(part), expert_ids[part], expert_weights[part], activated[part], partials[part]),
@@ -150,13 +152,12 @@ def _kernel(pair: Pair, num_experts: int) -> Callable[..., None]:
     (up_begin, _), (down_begin, down_travel) = make_travelling(up, first), make_travelling(down, second)
     fill, multiply_up = make_multiplying(up, first, up_sums, pair.stage_bytes, down_travel)
     _, multiply_down = make_multiplying(down, second, down_sums, pair.stage_bytes, nothing_travels, awaited=True)
-    swiglu = make_swiglu(up, first, first.finishing * 32, awaited=True)
-    weighing = make_weighing(down, second, first.finishing * 32, chosen_here=True)
+    swiglu, weighing = make_swiglu(up, first), make_weighing(down, second)
     finish_up = make_finishing(up, first, swiglu, up_sums, warps * 32)
     finish_down = make_finishing(down, second, weighing, down_sums, warps * 32)
     clear_up, clear_down, begin_up, begin_down = swiglu.clear, weighing.clear, up_sums.begin, down_sums.begin
     choose, publish = make_choose(whole, up.ranks, num_experts), make_publish(whole)
-    list_units, wait_for_all = make_list_units(whole, chosen_here=True), ptx.copies_wait(0)
+    list_units, wait_for_all = make_list_units(whole), ptx.copies_wait(0)
     up_warps, down_warps, ranks = first.warps, second.warps, up.ranks
     sum_rows = make_sum_rows(down.rows, ranks, first.finishing)
 
@@ -182,7 +183,7 @@ def _kernel(pair: Pair, num_experts: int) -> Callable[..., None]:
         if early == int64(0):
             ptx.wait_for_previous_kernel()
         choose(lists, logits, row_live, count, thread)
-        units = list_units(lists, ids, count, thread)
+        units = list_units(lists, count, thread)
         up_run, down_run = run_of(units, up_tiles, block, blocks), run_of(units, down_tiles, block, blocks)
         if warp < uint32(warps):
             up_run = none_left(up_run, warp < uint32(up_warps))
@@ -206,8 +207,8 @@ def _kernel(pair: Pair, num_experts: int) -> Callable[..., None]:
             own = uint32(thread - uint32(warps * 32))
             clear_up(lists, activated, count, own)
             clear_down(lists, partials, count, own)
-            finish_up(up_areas, up_barriers, lists, (bias, shares), activated, up_run, thread, limit, alpha)
-            finish_down(down_areas, down_barriers, lists, (down_bias, shares), partials, down_run, thread, limit, alpha)
+            finish_up(up_areas, up_barriers, lists, bias, activated, up_run, thread, limit, alpha)
+            finish_down(down_areas, down_barriers, lists, down_bias, partials, down_run, thread, limit, alpha)
             sum_rows(partials, residual, total, uint32(count // int64(ranks)), own)
         publish(lists, ids, shares, count, thread)
 

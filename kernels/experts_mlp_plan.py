@@ -46,15 +46,19 @@ class Pair:
         return first, second, lists, barriers, barriers + 2 * stages * BARRIER_BYTES
 
 
-def plan_pair(rows: int, up: ExpertShape, down: ExpertShape, card: Card) -> Pair:
+def plan_pair(
+    rows: int, up: ExpertShape, down: ExpertShape, card: Card, *, warps: int | None = None, stages: int | None = None
+) -> Pair:
     """The plans of both products for M rows: as `plan_experts` has them, in as much of the room as leaves the rest.
 
+    warps, stages  as `plan_experts` has them, of both products
     Raises ShapeError as `plan_experts` does.
     """
     room = card.shared_bytes
     while True:
         try:
-            first, second = (plan_experts(rows, each, replace(card, shared_bytes=room)) for each in (up, down))
+            left = replace(card, shared_bytes=room)
+            first, second = (plan_experts(rows, each, left, warps=warps, stages=stages) for each in (up, down))
         except ShapeError as error:
             if room == card.shared_bytes:
                 raise

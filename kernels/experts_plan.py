@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.handover import BARRIER_BYTES
-from lowlat.kernels.kernel import Card, examples_for
+from lowlat.kernels.kernel import Card
 
 __all__ = [
     "CODE_BYTES",
@@ -17,8 +17,6 @@ __all__ = [
     "SCALE_BYTES",
     "ExpertPlan",
     "ExpertShape",
-    "example_plans",
-    "launches_of",
     "parts_of",
     "plan_experts",
     "rows_a_launch",
@@ -197,36 +195,9 @@ def plan_experts(
     )
 
 
-def launches_of(
-    rows: int, shape: ExpertShape, card: Card, plan: ExpertPlan | None
-) -> Iterator[tuple[slice, int, ExpertPlan]]:
-    """The launches of a product over M rows: which rows, how many pairs they are, and their plan (None: the usual one).
-
-    Raises ShapeError as `rows_a_launch` and `plan_experts` do.
-    """
-    for part, count in parts_of(rows, shape.ranks):
-        yield part, count * shape.ranks, plan or plan_experts(count, shape, card)
-
-
 def parts_of(rows: int, ranks: int) -> Iterator[tuple[slice, int]]:
     """The rows of each launch over M of them, and how many they are. Raises ShapeError as `rows_a_launch` does."""
     most = rows_a_launch(ranks)
     for begin in range(0, rows, most):
         part = slice(begin, min(begin + most, rows))
         yield part, part.stop - begin
-
-
-def example_plans(
-    kind: str, shape: tuple[int, int], odd: tuple[int, int], card: Card
-) -> list[tuple[ExpertShape, ExpertPlan]]:
-    """Shapes, and plans for a card: gpt-oss in MXFP4 and bf16, an odd shape.
-
-    shape, odd  rows and columns of an expert's matrix
-    """
-    large, plain, small = (
-        ExpertShape(kind, *shape, 4, True),
-        ExpertShape(kind, *shape, 4, False),
-        ExpertShape(kind, *odd, 2, True),
-    )
-    cases = ((1, large), (4, plain), (3, small))
-    return [(each, plan_experts(rows, each, card)) for rows, each in examples_for(card, cases, 1)]

@@ -11,24 +11,21 @@ An expert that more than eight pairs chose is several units. Their tiles are rea
 delivers them once and the L2 the other times.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from lowlat.kernels import ptx
 from lowlat.kernels.experts_copy import make_fetch, make_load_inputs
-from lowlat.kernels.experts_list import make_expert_of, make_list_units, make_members_of
+from lowlat.kernels.experts_list import make_expert_of, make_members_of
 from lowlat.kernels.experts_multiply import make_multiply
-from lowlat.kernels.experts_plan import DOWN, PAD, ExpertPlan, ExpertShape
-from lowlat.kernels.handover import Handover, make_handover
-from lowlat.kernels.kernel import Kernel
-from lowlat.kernels.numba_cuda import cuda, device_function, float32, int64, types, uint32
+from lowlat.kernels.experts_plan import PAD, ExpertPlan, ExpertShape
+from lowlat.kernels.handover import Handover
+from lowlat.kernels.numba_cuda import device_function, float32, int64, uint32
 
 __all__ = [
     "Ending",
     "make_finishing",
     "make_multiplying",
-    "make_product",
     "make_total",
     "make_travelling",
     "nothing_travels",
@@ -42,72 +39,12 @@ class Ending:
 
     begin   of a tile: load what a pair's value needs at its end, two uint32 that nothing waits for
     finish  a pair's value of a tile
-    clear   what dead pairs get
+    clear   what dead pairs get, by the threads that finish
     """
 
     begin: Any
     finish: Any
     clear: Any
-
-
-def make_product(shape: ExpertShape, plan: ExpertPlan, ending: Ending) -> Kernel:
-    """The kernel of one product of given experts; its name has what an ending closes over: the shape and the plan."""
-    quantised = "mxfp4" if shape.quantised else "bf16"
-    name = (
-        f"experts_{shape.kind}_{shape.rows}x{shape.columns}x{shape.ranks}_{quantised}_"
-        f"{plan.columns}x{plan.capacity}x{plan.warps}x{plan.finishing}x{plan.part}x{plan.stages}"
-        f"{'' if plan.patient else '_awake'}"
-    )
-    signature = (*(types.int64,) * 8, types.float32, types.float32)
-    function, shared_bytes = _kernel(shape, plan, ending), plan.shared_bytes(shape)
-    return Kernel(name, function, signature, plan.threads, 1, shared_bytes, most_blocks=1)
-
-
-def _kernel(shape: ExpertShape, plan: ExpertPlan, ending: Ending) -> Callable[..., None]:
-    tiles, warps = shape.tiles, plan.warps
-    sums_at = warps * plan.ring_bytes(shape)
-    lists_at = sums_at + plan.stages * plan.area_bytes
-    barriers_at = lists_at + plan.list_bytes
-    handover = make_handover(plan.stages, warps, plan.finishing, patient=plan.patient)
-    ids_are_old = shape.kind == DOWN
-    begin_copies, _ = make_travelling(shape, plan)
-    fill, multiply = make_multiplying(shape, plan, handover, plan.stage_bytes(shape), nothing_travels)
-    wait_for_all = ptx.copies_wait(0)
-    finish = make_finishing(shape, plan, ending, handover, plan.warps * 32)
-    list_units = make_list_units(plan, chosen_here=False)
-    begin_handover, clear = handover.begin, ending.clear
-
-    def experts_product(
-        weight: Any, scales: Any, x: Any, ids: Any, shares: Any, bias: Any, out: Any, count: Any, limit: Any,
-        alpha: Any,
-    ) -> None:  # fmt: skip
-        base = ptx.varying(ptx.shared_address(cuda.shared.array(shape=0, dtype=float32)))
-        thread = uint32(cuda.threadIdx.x)
-        lists, areas = uint32(base + uint32(lists_at)), uint32(base + uint32(sums_at))
-        barriers = uint32(base + uint32(barriers_at))
-        if thread == uint32(0):
-            begin_handover(barriers)
-        if not ids_are_old:
-            ptx.wait_for_previous_kernel()
-        ptx.let_next_kernel_start()
-        units = list_units(lists, ids, count, thread)
-        run = run_of(units, tiles, uint32(cuda.blockIdx.x), uint32(cuda.gridDim.x))
-        if thread < uint32(warps * 32):
-            lane, warp = uint32(thread & uint32(31)), uint32(thread >> uint32(5))
-            weights = weight, scales, weight, scales
-            ahead = begin_copies(lists, run, warp)
-            ahead, behind = fill(base, lists, weights, ahead, ahead, warp, lane)
-            if ids_are_old:
-                ptx.wait_for_previous_kernel()
-            multiply(base, areas, barriers, lists, weights, x, run, ahead, behind, uint32(0), warp, lane)
-            wait_for_all()
-        else:
-            if ids_are_old:
-                ptx.wait_for_previous_kernel()
-            finish(areas, barriers, lists, (bias, shares), out, run, thread, limit, alpha)
-        clear(lists, out, count, thread)
-
-    return experts_product
 
 
 @device_function
@@ -282,7 +219,7 @@ def make_finishing(shape: ExpertShape, plan: ExpertPlan, ending: Ending, handove
 
     @device_function
     def finish_run(
-        areas: Any, barriers: Any, lists: Any, beside: Any, out: Any, run: Any, thread: Any, limit: Any, alpha: Any
+        areas: Any, barriers: Any, lists: Any, bias: Any, out: Any, run: Any, thread: Any, limit: Any, alpha: Any
     ) -> None:
         index = uint32(thread - uint32(first_thread))
         unit, inner, left = run
@@ -294,7 +231,7 @@ def make_finishing(shape: ExpertShape, plan: ExpertPlan, ending: Ending, handove
                 value, place = uint32(number % uint32(values)), uint32(number // uint32(values))
                 first, second = uint32(0), uint32(0)
                 if place < members:
-                    first, second = begin(lists, beside, unit, inner, place, value)
+                    first, second = begin(lists, bias, unit, inner, place, value)
                 if turn == 0:
                     await_full(barriers, area, parity)
                 if place < members:

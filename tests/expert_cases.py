@@ -10,8 +10,8 @@ from lowlat.kernels.packing import gate_up_order
 from lowlat.kernels.reference import experts as reference
 
 __all__ = [
-    "ALPHA", "LIMIT", "Experts", "all_codes_and_scales", "awaited", "choices", "make_experts", "make_logits",
-    "shares_of", "summed", "want_choice", "want_down", "want_gate_up",
+    "ALPHA", "LIMIT", "Experts", "all_codes_and_scales", "choices", "make_experts", "shares_of", "want_down",
+    "want_gate_up",
 ]  # fmt: skip
 
 LIMIT, ALPHA = 7.0, 1.702
@@ -80,29 +80,6 @@ def choices(kind: str, rows: int, ranks: int, num_experts: int, device: str = "c
     return ids.to(device)
 
 
-def make_logits(kind: str, rows: int, num_experts: int) -> torch.Tensor:
-    """Logits [M, E] float32: "random", "shared" (all rows the same), "ties" (few values, zeros of both signs), or "odd"
-    (NaN and infinities among few values)."""
-    logits = torch.randn(rows, num_experts) * 3
-    if kind == "shared":
-        logits[:] = logits[0].clone()
-    elif kind != "random":
-        few = [0.0, -0.0, 1.5, -2.0] + ([torch.nan, torch.inf, -torch.inf] if kind == "odd" else [])
-        logits = torch.tensor(few)[torch.randint(len(few), (rows, num_experts))]
-    return logits
-
-
-def want_choice(logits: torch.Tensor, row_live: torch.Tensor | None, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The reference's ids and shares [M, R] by logits on the CPU: those of a router of nothing but biases."""
-    rows, num_experts = logits.shape
-    ids, shares = torch.full((rows, ranks), 77, dtype=torch.int32), torch.full((rows, ranks), torch.nan)
-    nothing = torch.zeros(1, 8), torch.zeros(num_experts, 8)
-    for row in range(rows):
-        live, part = None if row_live is None else row_live.view(-1)[row : row + 1], slice(row, row + 1)
-        reference.router(*nothing, logits[row], live, expert_ids=ids[part], expert_weights=shares[part])
-    return ids, shares
-
-
 def want_gate_up(experts: Experts, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """The reference's activations [M, R, I]."""
     out = torch.empty(*ids.shape, experts.packed.rows // 2, dtype=x.dtype, device=x.device)
@@ -128,18 +105,3 @@ def want_down(experts: Experts, activated: torch.Tensor, ids: torch.Tensor) -> t
         )  # fmt: skip
         parts.append(out)
     return torch.stack(parts, 1)
-
-
-def awaited(*shape: int, dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:
-    """Memory in which nothing is there yet."""
-    memory = torch.empty(shape, dtype=dtype, device=device)
-    memory.view(torch.uint8).fill_(0xFF)
-    return memory
-
-
-def summed(residual: torch.Tensor, partials: torch.Tensor) -> torch.Tensor:
-    """The residual [M, N] bf16 plus partials [M, R, N] float32, these added from the first rank on."""
-    added = torch.zeros(residual.shape, device=residual.device)
-    for rank in range(partials.shape[1]):
-        added += partials[:, rank]
-    return (residual.float() + added).bfloat16()

@@ -1,24 +1,34 @@
-"""A mixture of experts in one launch: what it chooses, both products by those of two launches bit for bit, the sum, and
-many behind each other without a wait."""
+"""A mixture of experts in one launch: what it chooses, both products and their sum against the reference and float64, a
+row's bits in any company and however the products are cut, extremes, and many behind each other without a wait."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from expert_cases import ALPHA, LIMIT, Experts, awaited, make_experts, make_logits, summed, want_choice
+from expert_cases import want_gate_up
+from mixture_cases import (
+    PASSES,
+    Mixture,
+    make_choice,
+    make_logits,
+    make_mixture,
+    of_codes,
+    passing,
+    want_choice,
+)
 
 from lowlat.executors.launcher import Launcher
+from lowlat.kernels.expert_packing import unpack_expert
 from lowlat.kernels.experts_choice import Choice
-from lowlat.kernels.experts_down import experts_down
-from lowlat.kernels.experts_gate_up import experts_gate_up
 from lowlat.kernels.experts_mlp import experts_mlp
+from lowlat.kernels.experts_mlp_plan import Pair
 from lowlat.kernels.kernel import KernelCall
 from lowlat.kernels.router import router
 
 pytestmark = pytest.mark.gpu
 
-ROWS = (1, 3, 8, 17, 70)
+ROWS = (1, 2, 3, 8, 17, 70)
+RESULTS = ("expert_ids", "expert_weights", "activated", "partials", "total")
 
 
 @pytest.fixture(scope="module")
@@ -32,117 +42,139 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])
 
 
-@dataclass
-class Mixture:
-    """Experts of both products, the first one's biases in its packed order."""
-
-    up: Experts
-    down: Experts
-    bias: torch.Tensor
-
-    def results(self, rows: int, ranks: int) -> dict[str, torch.Tensor]:
-        """What a mixture of so many rows reads of the residual stream, and where it writes, by the names it takes."""
-        inner, hidden = self.down.packed.columns, self.down.packed.rows
-        return {
-            "expert_ids": torch.full((rows, ranks), 77, dtype=torch.int32, device="cuda"),
-            "expert_weights": torch.full((rows, ranks), torch.nan, device="cuda"),
-            "activated": awaited(rows, ranks, inner, dtype=torch.bfloat16, device="cuda"),
-            "partials": awaited(rows, ranks, hidden, dtype=torch.float32, device="cuda"),
-            "residual": torch.randn(rows, hidden, device="cuda").bfloat16(),
-            "total": torch.full((rows, hidden), torch.nan, device="cuda").bfloat16(),
-        }
-
-    def calls(
-        self, launcher: Launcher, x: torch.Tensor, choice: Choice, results: Any, *, early: bool = False
-    ) -> list[KernelCall]:
-        """All in one launch."""
-        return experts_mlp(
-            x=x, choice=choice, gate_up=self.up.packed, gate_up_bias=self.bias, down=self.down.packed,
-            down_bias=self.down.bias, limit=LIMIT, alpha=ALPHA, early=early, card=launcher.card, **results,
-        )  # fmt: skip
-
-    def apart(
-        self, launcher: Launcher, x: torch.Tensor, results: Any, activated: torch.Tensor, partials: torch.Tensor
-    ) -> list[KernelCall]:
-        """Each product in a launch of its own, of the experts in `results`."""
-        first = experts_gate_up(
-            x=x, expert_ids=results["expert_ids"], weight=self.up.packed, bias=self.bias, out=activated, limit=LIMIT,
-            alpha=ALPHA, card=launcher.card,
-        )  # fmt: skip
-        second = experts_down(
-            activated=activated, weight=self.down.packed, bias=self.down.bias, out=partials, card=launcher.card,
-            expert_ids=results["expert_ids"], expert_weights=results["expert_weights"],
-        )  # fmt: skip
-        return [*first, *second]
+def run(
+    launcher: Launcher, mixture: Mixture, x: torch.Tensor, choice: Choice, ranks: int, *, plan: Pair | None = None,
+    **changes: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """What was given and what was found, by the names of the launch."""
+    found = mixture.arguments(x, ranks) | changes
+    launcher.run(*experts_mlp(choice=choice, card=launcher.card, plan=plan, **found))
+    return found
 
 
-def make_mixture(count: int, hidden: int, inner: int, *, quantised: bool) -> Mixture:
-    """Random experts of both products."""
-    up = make_experts(count, 2 * inner, hidden, quantised=quantised, gated=True, device="cuda")
-    down = make_experts(count, hidden, inner, quantised=quantised, gated=False, device="cuda")
-    assert up.order is not None
-    return Mixture(up, down, up.bias[:, up.order.cuda()].contiguous())
+def compile_ahead(
+    launcher: Launcher, mixture: Mixture, ranks: int, sizes: tuple[int, ...], plans: tuple[Pair, ...] = ()
+) -> None:
+    """What launches over so many rows need, and over one row by such plans, on all cores."""
+    calls: list[KernelCall] = []
+    count = mixture.up.packed.num_experts
+    for rows, plan in [*((rows, None) for rows in sizes), *((1, plan) for plan in plans)]:
+        choice, arguments = (
+            make_choice("random", rows, ranks, count, "cuda"),
+            mixture.arguments(mixture.rows(rows), ranks),
+        )
+        calls += experts_mlp(choice=choice, card=launcher.card, plan=plan, **arguments)
+    launcher.compile_ahead(calls)
 
 
 @pytest.mark.parametrize("quantised", [True, False])
 @pytest.mark.parametrize(
     ("count", "ranks", "hidden", "inner"), [(4, 4, 96, 160), (128, 4, 160, 64), (32, 4, 2880, 2880), (8, 2, 2080, 320)]
 )
-def test_it_has_the_bits_of_two_launches(
+def test_products_and_their_sum_are_right(
     launcher: Launcher, quantised: bool, count: int, ranks: int, hidden: int, inner: int
 ) -> None:
-    """All ways to choose, at every number of rows, dead ones and such that choose by NaN among them."""
-    mixture, ahead = make_mixture(count, hidden, inner, quantised=quantised), []
+    """All ways to choose, dead rows and such that choose by NaN among them, at every number of rows and at more than a
+    launch takes."""
+    mixture = make_mixture(count, hidden, inner, quantised=quantised, device="cuda")
+    compile_ahead(launcher, mixture, ranks, ROWS)
     for rows in ROWS:
-        x, results = torch.zeros(rows, hidden, device="cuda").bfloat16(), mixture.results(rows, ranks)
-        ahead += mixture.calls(launcher, x, Choice(torch.zeros(rows, count, device="cuda")), results)
-        ahead += mixture.apart(launcher, x, results, results["activated"], results["partials"])
-    launcher.compile_ahead(ahead)
-    for rows in ROWS:
-        for kind in ("random", "shared", "ties", "odd", "dead", "none"):
-            logits, live = make_logits("random" if kind in ("dead", "none") else kind, rows, count), None
-            if kind in ("dead", "none"):
-                live = ((torch.arange(rows) % 3 == 1) & (kind == "dead")).to(torch.uint8).view(1, rows)
-            x, results = torch.randn(rows, hidden, device="cuda").bfloat16(), mixture.results(rows, ranks)
-            choice = Choice(logits.cuda(), None if live is None else live.cuda())
-            launcher.run(*mixture.calls(launcher, x, choice, results))
-            wanted, about = want_choice(logits, live, ranks)
-            assert torch.equal(results["expert_ids"].cpu(), wanted), (rows, kind)
-            torch.testing.assert_close(results["expert_weights"].cpu(), about, rtol=1e-5, atol=1e-7, equal_nan=True)
-            activated = torch.full_like(results["activated"], torch.nan)
-            partials = torch.full_like(results["partials"], torch.nan)
-            launcher.run(*mixture.apart(launcher, x, results, activated, partials))
-            assert torch.equal(bits(results["activated"]), bits(activated)), (rows, kind)
-            assert torch.equal(bits(results["partials"]), bits(partials)), (rows, kind)
-            assert torch.equal(bits(results["total"]), bits(summed(results["residual"], results["partials"]))), (
-                rows,
-                kind,
-            )
-            assert kind == "odd" or results["total"].isfinite().all()
+        for kind in ("random", "shared", "apart", "ties", "odd", "dead", "none"):
+            choice = make_choice(kind, rows, ranks, count, "cuda")
+            found = run(launcher, mixture, mixture.rows(rows), choice, ranks)
+            wanted, about = want_choice(choice, ranks)
+            assert torch.equal(found["expert_ids"].cpu(), wanted), (rows, kind)
+            torch.testing.assert_close(found["expert_weights"].cpu(), about, rtol=1e-5, atol=1e-7, equal_nan=True)
+            mixture.check(found)
+            assert kind == "odd" or found["total"].isfinite().all()
 
 
 @pytest.mark.parametrize("kind", ["random", "shared", "ties", "odd"])
 @pytest.mark.parametrize(("count", "ranks"), [(5, 2), (256, 8), (70, 5)])
 def test_what_logits_choose_is_the_reference_s(launcher: Launcher, kind: str, count: int, ranks: int) -> None:
     """Ids and shares, with flags and without, and a row's the same in any company."""
-    mixture = make_mixture(count, 96, 32, quantised=True)
+    mixture = make_mixture(count, 96, 32, device="cuda")
     for rows in (1, 5, 33):
-        logits, x = make_logits(kind, rows, count), torch.randn(rows, 96, device="cuda").bfloat16()
-        flags = (torch.arange(rows) % 3 != 1).to(torch.uint8).view(1, rows)
+        logits, x = make_logits(kind, rows, count).cuda(), mixture.rows(rows)
+        flags = (torch.arange(rows, device="cuda") % 3 != 1).to(torch.uint8).view(1, rows)
         for live in (None, flags):
-            results = mixture.results(rows, ranks)
-            choice = Choice(logits.cuda(), None if live is None else live.cuda())
-            launcher.run(*mixture.calls(launcher, x, choice, results))
-            wanted, about = want_choice(logits, live, ranks)
-            assert torch.equal(results["expert_ids"].cpu(), wanted)
-            torch.testing.assert_close(results["expert_weights"].cpu(), about, rtol=1e-5, atol=1e-7, equal_nan=True)
-        alone = mixture.results(1, ranks)
-        alone["residual"] = results["residual"][-1:].clone()
-        flag = torch.ones(1, 1, dtype=torch.uint8, device="cuda")
-        flag[0, 0] = flags[0, -1]
-        launcher.run(*mixture.calls(launcher, x[-1:], Choice(logits[-1:].cuda(), flag), alone))
-        for name, value in alone.items():
-            assert torch.equal(bits(value), bits(results[name][-1:])), name
+            choice = Choice(logits, live)
+            found = run(launcher, mixture, x, choice, ranks)
+            wanted, about = want_choice(choice, ranks)
+            assert torch.equal(found["expert_ids"].cpu(), wanted)
+            torch.testing.assert_close(found["expert_weights"].cpu(), about, rtol=1e-5, atol=1e-7, equal_nan=True)
+        own = {"residual": found["residual"][-1:].clone()}
+        alone = run(launcher, mixture, x[-1:], Choice(logits[-1:], flags[:, -1:].contiguous()), ranks, **own)
+        for name in RESULTS:
+            assert torch.equal(bits(alone[name]), bits(found[name][-1:])), name
+
+
+@pytest.mark.parametrize("quantised", [True, False])
+@pytest.mark.parametrize(("hidden", "inner"), [(224, 96), (2880, 2880)])
+def test_a_row_has_the_same_bits_in_any_company(launcher: Launcher, quantised: bool, hidden: int, inner: int) -> None:
+    """Alone, beside rows that hold NaN, at any place, whoever shares its experts, and however the products are cut."""
+    count, ranks = 16, 4
+    mixture = make_mixture(count, hidden, inner, quantised=quantised, device="cuda")
+    cuts: list[dict[str, int]] = [{"stages": 1}, {"num_blocks": 7}, {"part": 1, "num_blocks": 11}]
+    plans = tuple(mixture.plan(8, ranks, launcher.card, **cut) for cut in cuts)
+    compile_ahead(launcher, mixture, ranks, (1, 2, 8, 70), plans)
+    row, own = mixture.rows(1), make_choice("random", 1, ranks, count, "cuda").logits
+    alone = run(launcher, mixture, row, Choice(own), ranks)
+    mixture.check(alone)
+    for rows, plan in [(2, None), (8, None), (70, None), *((8, plan) for plan in plans)]:
+        for kind in ("random", "shared", "dead"):
+            x, choice = torch.full_like(row, torch.nan).repeat(rows, 1), make_choice(kind, rows, ranks, count, "cuda")
+            residual = torch.randn(rows, hidden, device="cuda").bfloat16()
+            place = int(torch.randint(rows, (1,)))
+            x[place], choice.logits[place], residual[place] = row[0], own[0], alone["residual"][0]
+            if choice.row_live is not None:
+                choice.row_live[0, place] = 1
+            found = run(launcher, mixture, x, choice, ranks, plan=plan, residual=residual)
+            for name in RESULTS:
+                assert torch.equal(bits(found[name][place]), bits(alone[name][0])), (name, rows, kind)
+
+
+def test_limits_and_what_is_not_a_number(launcher: Launcher) -> None:
+    """Products past the limits are clamped as the reference does; what is not a number stays so, in its row alone."""
+    mixture = make_mixture(4, 96, 160, device="cuda", scales=(126, 134))
+    x = mixture.rows(3) * 100
+    x[1, 5] = torch.nan
+    found = run(launcher, mixture, x, make_choice("apart", 3, 4, 4, "cuda"), 4)
+    want = want_gate_up(mixture.up, x, found["expert_ids"])
+    assert float(want[::2].max()) > 40  # of at most 56
+    torch.testing.assert_close(found["activated"], want, rtol=2**-6, atol=0.1, equal_nan=True)
+    for name in ("activated", "partials", "total"):
+        assert found[name][1].isnan().all() and found[name][::2].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("gated", "scale", "size"),
+    [
+        (False, 1, 1.0),
+        (False, 2, 1.0),
+        (False, 2, 2.0**60),
+        (False, 191, 2.0**50),
+        (False, 191, 2.0**-61),
+        (False, 127, 2.0**60),
+        (True, 1, 2.0**60),
+        (True, 2, 2.0**60),
+        (True, 191, 2.0**50),
+        (True, 191, 2.0**-61),
+        (True, 127, 2.0**60),
+    ],
+)
+def test_every_code_at_the_extremes_of_scales(launcher: Launcher, gated: bool, scale: int, size: float) -> None:
+    """One code a row of a matrix, all 16, in every column: one-hot rows give them back exactly. In the first product,
+    whose gates pass where they are positive, they come with both signs; in the second it lets them through."""
+    codes = torch.arange(64, dtype=torch.uint8, device="cuda").remainder(16)[:, None].expand(64, 64)
+    experts, plain = of_codes(codes, scale, gated=gated), of_codes(codes, 127, gated=False)
+    mixture = Mixture(experts, plain) if gated else Mixture(passing(64, "cuda"), experts)
+    matrix = unpack_expert(experts.packed, 0)[:64].double()
+    hot = torch.eye(64, device="cuda").bfloat16() * size
+    for x in (hot, -hot) if gated else (hot,):
+        found = run(launcher, mixture, x, Choice(torch.zeros(64, 1, device="cuda")), 1, **PASSES)
+        got, want = found["activated" if gated else "partials"][:, 0].double(), x.double() @ matrix.t()
+        assert torch.equal(got, want.clamp(min=0) if gated else want)
 
 
 @pytest.mark.parametrize("sizes", [(1,), (4,), (12,), (1, 8, 3, 70)])
@@ -150,7 +182,7 @@ def test_many_behind_each_other(launcher: Launcher, sizes: tuple[int, ...]) -> N
     """Layers without a wait between them, which leave logits, rows and what is awaited in the same places, and choose
     while the router still runs; of one bucket, or of several that take turns. The sum of each is the next residual."""
     layers, width, count, most = 240, 576, 32, max(sizes)
-    mixture = make_mixture(count, width, width, quantised=True)
+    mixture = make_mixture(count, width, width, device="cuda")
     x = torch.randn(layers, most, width, device="cuda").bfloat16()
     weight = (torch.randn(layers, count, width, device="cuda") / 8).bfloat16()
     zeros, ones = torch.zeros(count, device="cuda").bfloat16(), torch.ones(width, device="cuda").bfloat16()
@@ -160,11 +192,11 @@ def test_many_behind_each_other(launcher: Launcher, sizes: tuple[int, ...]) -> N
     for apart in (True, False):
         normed = torch.full((most, width), torch.nan, device="cuda").bfloat16()
         logits = torch.full((2, most, count), torch.nan, device="cuda")
-        shared, outs, launches = mixture.results(most, 4), [start], []
+        shared, outs, launches = mixture.arguments(x[0], 4), [start], []
         chosen = []
         for layer in range(layers):
             rows = sizes[layer % len(sizes)]
-            flags, results = live[:, :rows].contiguous(), mixture.results(rows, 4)
+            flags, results = live[:, :rows].contiguous(), mixture.arguments(normed[:rows], 4)
             results |= {name: shared[name][:rows] for name in ("activated", "partials")}
             total = start.clone()
             results |= {"residual": outs[-1][:rows], "total": total[:rows]}
@@ -173,7 +205,7 @@ def test_many_behind_each_other(launcher: Launcher, sizes: tuple[int, ...]) -> N
                 x[layer, :rows], ones, weight[layer], zeros, flags, normed=normed[:rows], logits=own, eps=1e-5,
                 awaited=(results["activated"], results["partials"], following), card=launcher.card,
             )  # fmt: skip
-            calls += mixture.calls(launcher, normed[:rows], Choice(own, flags), results, early=layer > 0)
+            calls += experts_mlp(choice=Choice(own, flags), early=layer > 0, card=launcher.card, **results)
             launches += [launcher.prepare(call) for call in calls]
             outs.append(total)
             chosen.append(results["expert_ids"])

@@ -7,76 +7,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from expert_cases import (
-    ALPHA,
-    LIMIT,
-    Experts,
-    awaited,
-    make_experts,
-    make_logits,
-    shares_of,
-    summed,
-    want_choice,
-    want_down,
-    want_gate_up,
-)
+from expert_cases import make_experts
 from kernel_inventory import B200, CARDS
 from kernel_walk import Walker, walkable
+from mixture_cases import make_logits, make_mixture, want_choice
+from mixture_walk import NAMES, small_card, walk
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.awaited import MISSING
 from lowlat.kernels.experts_choice import Choice
 from lowlat.kernels.experts_mlp import experts_mlp
 from lowlat.kernels.experts_mlp_plan import plan_pair
-from lowlat.kernels.experts_plan import DOWN, GATE_UP, ExpertShape
-from lowlat.kernels.kernel import Card
-
-PARTS = ("plan", "list", "multiply", "copy", "product", "gate_up", "down", "choice", "sum", "mlp_plan", "mlp")
-NAMES = ("handover", "norm_row", "norm_math", "awaited", "activation", *(f"experts_{part}" for part in PARTS))
-
-
-class Mixture:
-    """Experts of both products, rows, and where the launch writes."""
-
-    def __init__(self, count: int, hidden: int, inner: int, rows: int, ranks: int, *, quantised: bool = True) -> None:
-        self.up: Experts = make_experts(count, 2 * inner, hidden, quantised=quantised, gated=True)
-        self.down: Experts = make_experts(count, hidden, inner, quantised=quantised, gated=False)
-        assert self.up.order is not None
-        self.arguments: dict[str, Any] = {
-            "gate_up": self.up.packed,
-            "gate_up_bias": self.up.bias[:, self.up.order].contiguous(),
-            "down": self.down.packed,
-            "down_bias": self.down.bias,
-            "x": torch.randn(rows, hidden).bfloat16(),
-            "residual": torch.randn(rows, hidden).bfloat16(),
-            "total": torch.full((rows, hidden), torch.nan).bfloat16(),
-            "expert_ids": torch.full((rows, ranks), 77, dtype=torch.int32),
-            "expert_weights": torch.full((rows, ranks), torch.nan),
-            "activated": awaited(rows, ranks, inner, dtype=torch.bfloat16),
-            "partials": awaited(rows, ranks, hidden, dtype=torch.float32),
-            "limit": LIMIT,
-            "alpha": ALPHA,
-        }
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        value: torch.Tensor = self.arguments[name]
-        return value
-
-    def walk(self, walker: Walker, choice: Choice, blocks: int, *, early: bool = False) -> None:
-        with walkable(walker, *NAMES) as modules:
-            card = Card(blocks, 160 * 1024, (9, 0))
-            for call in modules[-1].experts_mlp(choice=choice, card=card, early=early, **self.arguments):
-                walker.run(call)
-
-    def check(self) -> None:
-        """The products and the sum are the reference's, for the experts that were chosen."""
-        ids, shares = self["expert_ids"], self["expert_weights"]
-        torch.testing.assert_close(self["activated"], want_gate_up(self.up, self["x"], ids), rtol=2**-7, atol=1e-6)
-        want = want_down(self.down, torch.nan_to_num(self["activated"]), ids) / shares_of(ids)[..., None]
-        want = torch.where(ids[..., None] < 0, 0, want * shares[..., None])
-        torch.testing.assert_close(self["partials"], want, rtol=1e-4, atol=1e-5)
-        assert not self["activated"][ids < 0].any() and not self["partials"][ids < 0].any()
-        assert torch.equal(self["total"], summed(self["residual"], self["partials"]))
+from lowlat.kernels.experts_plan import DOWN, GATE_UP, ExpertShape, plan_experts, rows_a_launch, warps_of
+from lowlat.kernels.kernel import H200, Card
 
 
 @pytest.mark.parametrize(
@@ -94,14 +37,16 @@ def test_it_is_the_reference_s(
     late: bool, kind: str, rows: int, ranks: int, quantised: bool, hidden: int, inner: int, blocks: int
 ) -> None:
     """What rows choose, activations, weighed products and their sum; warps that only one of the products has."""
-    mixture, walker = Mixture(5, hidden, inner, rows, ranks, quantised=quantised), Walker(late)
+    mixture, walker = make_mixture(5, hidden, inner, quantised=quantised), Walker(late)
+    found = mixture.arguments(mixture.rows(rows), ranks)
     logits = make_logits("random" if kind == "none" else kind, rows, 5)
     live = ((torch.arange(rows) % 3 != 1) & (kind != "none")).to(torch.uint8).view(1, rows)
-    mixture.walk(walker, Choice(logits, live), blocks, early=late)
-    wanted, about = want_choice(logits, live, ranks)
-    assert torch.equal(mixture["expert_ids"], wanted)
-    torch.testing.assert_close(mixture["expert_weights"], about, rtol=1e-5, atol=1e-7)
-    mixture.check()
+    choice = Choice(logits, live)
+    walk(walker, found, choice, blocks, early=late)
+    wanted, about = want_choice(choice, ranks)
+    assert torch.equal(found["expert_ids"], wanted)
+    torch.testing.assert_close(found["expert_weights"], about, rtol=1e-5, atol=1e-7)
+    mixture.check(found)
     ids, step = wanted[wanted >= 0], 544 if quantised else 2048
     units = sum(-(-int((ids == each).sum()) // 8) for each in ids.unique())
     parts = -(-hidden // 64) * -(-2 * inner // 16) + -(-inner // 64) * -(-hidden // 16)
@@ -134,36 +79,39 @@ def exact_shares(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 )
 def test_rows_choose_as_the_reference_does(kind: str, rows: int, ranks: int, count: int, flagged: bool) -> None:
     """Ids and shares are the promised ones; flags of two dimensions, rows listed by one warp and by all."""
-    mixture, live = Mixture(count, 64, 32, rows, ranks), None
+    mixture, live = make_mixture(count, 64, 32), None
+    found = mixture.arguments(mixture.rows(rows), ranks)
     logits = make_logits("random" if kind == "none" else kind, rows, count)
     if flagged:
         live = ((torch.arange(rows) % 3 != 1) & (kind != "none")).to(torch.uint8).view(1, rows)
-    mixture.walk(Walker(), Choice(logits, live), 2)
-    wanted, about = want_choice(logits, live, ranks)
-    assert torch.equal(mixture["expert_ids"], wanted)
+    choice = Choice(logits, live)
+    walk(Walker(), found, choice, 2, plan=mixture.plan(rows, ranks, small_card(2), warps=2))
+    wanted, about = want_choice(choice, ranks)
+    assert torch.equal(found["expert_ids"], wanted)
     exact = exact_shares(logits, wanted)
-    torch.testing.assert_close(mixture["expert_weights"], exact, rtol=0, atol=0, equal_nan=True)
-    torch.testing.assert_close(mixture["expert_weights"], about, rtol=1e-5, atol=1e-7, equal_nan=True)
+    torch.testing.assert_close(found["expert_weights"], exact, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(found["expert_weights"], about, rtol=1e-5, atol=1e-7, equal_nan=True)
 
 
 def test_equal_logits_go_to_the_lowest_ids_and_what_is_not_finite_stays_in_its_row() -> None:
     plain = [-1.0, 0.0, -0.0, 2.0, 0.0, -0.0, 0.0, -3.0, 0.0]
     logits = torch.tensor([plain] * 4)
     logits[1, 5], logits[2, 2], logits[2, 5], logits[3, 2] = torch.nan, torch.inf, -torch.inf, -torch.inf
-    mixture = Mixture(9, 64, 32, 4, 8)
-    mixture.walk(Walker(), Choice(logits), 2)
-    ids, shares = mixture["expert_ids"], mixture["expert_weights"]
+    mixture = make_mixture(9, 64, 32)
+    found, plan = mixture.arguments(mixture.rows(4), 8), mixture.plan(4, 8, small_card(2), warps=2)
+    walk(Walker(), found, Choice(logits), 2, plan=plan)
+    ids, shares = found["expert_ids"], found["expert_weights"]
     assert ids[0].tolist() == [3, 1, 2, 4, 5, 6, 8, 0]
     assert ids[1].tolist() == [5, 3, 1, 2, 4, 6, 8, 0]
     assert ids[2].tolist() == [2, 3, 1, 4, 6, 8, 0, 7]
     assert ids[3].tolist() == [3, 1, 4, 5, 6, 8, 0, 7]
     assert shares[1].isnan().all() and shares[2].isnan().all()
     assert shares[[0, 3]].isfinite().all()
-    assert mixture["total"][[1, 2]].isnan().all() and mixture["total"][[0, 3]].isfinite().all()
+    assert found["total"][[1, 2]].isnan().all() and found["total"][[0, 3]].isfinite().all()
     logits[3, 7] = -torch.inf
-    mixture = Mixture(9, 64, 32, 4, 8)
-    mixture.walk(Walker(), Choice(logits), 3)
-    assert mixture["expert_ids"][3].tolist() == [3, 1, 4, 5, 6, 8, 0, 2] and mixture["expert_weights"][3, 7] == 0
+    found = mixture.arguments(mixture.rows(4), 8)
+    walk(Walker(), found, Choice(logits), 2, plan=plan)
+    assert found["expert_ids"][3].tolist() == [3, 1, 4, 5, 6, 8, 0, 2] and found["expert_weights"][3, 7] == 0
 
 
 def router_of(modules: list[ModuleType], **arguments: Any) -> Any:
@@ -196,7 +144,9 @@ def router_of(modules: list[ModuleType], **arguments: Any) -> Any:
 def test_mixtures_choose_while_their_routers_still_run() -> None:
     """Routers and mixtures that start as early as they may, in memory that they share: as one after the other."""
     rows, layers, walker = 2, 3, Walker()
-    mixtures = [Mixture(5, 64, 32, rows, 2) for _ in range(layers)]
+    mixtures = [make_mixture(5, 64, 32) for _ in range(layers)]
+    given = [mixture.arguments(mixture.rows(rows), 2) for mixture in mixtures]
+    plan = mixtures[0].plan(rows, 2, small_card(2), warps=3)
     choices, found = torch.randn(layers, rows, 5), []
     for together in (False, True):
         normed = torch.full((rows, 64), torch.nan).bfloat16()
@@ -205,46 +155,48 @@ def test_mixtures_choose_while_their_routers_still_run() -> None:
         activated, partials = torch.full((rows, 2, 32), 5.0).bfloat16(), torch.full((rows, 2, 64), 7.0)
         with walkable(walker, *NAMES) as modules:
             calls, outs = [], []
-            for layer, mixture in enumerate(mixtures):
+            for layer, arguments in enumerate(given):
                 own, following = layer % 2, (layer + 1) % 2
                 calls.append(
                     router_of(
-                        modules, x=mixture["x"], normed=normed, source=choices[layer], logits=logits[own],
+                        modules, x=arguments["x"], normed=normed, source=choices[layer], logits=logits[own],
                         awaited_0=activated, awaited_1=partials, awaited_2=room[following],
                     )
                 )  # fmt: skip
                 shared = {"x": normed, "activated": activated, "partials": partials}
-                mine = {name: mixture[name].clone() for name in ("expert_ids", "expert_weights", "total")}
+                mine = {name: arguments[name].clone() for name in ("expert_ids", "expert_weights", "total")}
                 calls += modules[-1].experts_mlp(
-                    choice=Choice(logits[own]), card=Card(2, 160 * 1024, (9, 0)), early=layer > 0,
-                    **(mixture.arguments | shared | mine),
+                    choice=Choice(logits[own]), card=small_card(2), early=layer > 0, plan=plan,
+                    **(arguments | shared | mine),
                 )  # fmt: skip
                 outs.append(mine)
             for run in [calls] if together else [[call] for call in calls]:
                 walker.run(*run)
         found.append(outs)
     for layer in range(layers):
-        assert torch.equal(found[0][layer]["expert_ids"], want_choice(choices[layer], None, 2)[0])
+        assert torch.equal(found[0][layer]["expert_ids"], want_choice(Choice(choices[layer]), 2)[0])
         for name, want in found[0][layer].items():
             assert torch.equal(found[1][layer][name], want) and bool(want.isfinite().all())
 
 
 def test_more_rows_than_a_launch_takes_choose_by_their_own_logits() -> None:
-    mixture, choice = Mixture(3, 64, 32, 67, 2), Choice(torch.randn(67, 3), torch.ones(1, 67, dtype=torch.uint8))
-    calls = experts_mlp(choice=choice, **mixture.arguments)
+    mixture, choice = make_mixture(3, 64, 32), Choice(torch.randn(67, 3), torch.ones(1, 67, dtype=torch.uint8))
+    arguments = mixture.arguments(mixture.rows(67), 2)
+    calls = experts_mlp(choice=choice, **arguments)
     assert [call.arguments[-4] for call in calls] == [128, 6]
     later = [each.data_ptr() for each in calls[1].arguments if isinstance(each, torch.Tensor)]
     assert choice.logits[64:].data_ptr() in later
     assert choice.row_live is not None and choice.row_live.view(-1)[64:].data_ptr() in later
     for name in ("x", "expert_ids", "expert_weights", "activated", "partials", "residual", "total"):
-        assert mixture[name][64:].data_ptr() in later
+        assert arguments[name][64:].data_ptr() in later
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4, 8, 16, 64])
 @pytest.mark.parametrize("card", [*CARDS.values(), B200], ids=str)
 @pytest.mark.parametrize("quantised", [True, False])
 def test_plans_fit_their_card(rows: int, card: Card, quantised: bool) -> None:
-    """A block a multiprocessor, since all must be there at once; the lists and the threads are those of both plans."""
+    """A block a multiprocessor, since all must be there at once; the lists and the threads are those of both plans, and
+    a tile is finished a value a lane, or by one warp."""
     up, down = ExpertShape(GATE_UP, 5760, 2880, 4, quantised), ExpertShape(DOWN, 2880, 2880, 4, quantised)
     pair = plan_pair(rows, up, down, card)
     first, second = pair.up_plan, pair.down_plan
@@ -252,12 +204,40 @@ def test_plans_fit_their_card(rows: int, card: Card, quantised: bool) -> None:
     assert first.num_blocks == second.num_blocks == card.num_multiprocessors
     common = ("columns", "capacity", "finishing", "stages", "patient")
     assert all(getattr(first, name) == getattr(second, name) for name in common)
-    assert pair.whole.threads >= first.capacity and pair.warps == 15
+    assert pair.whole.threads >= first.capacity >= rows * 4
+    assert first.warps == second.warps == pair.warps == warps_of(45) == 15
+    assert first.patient == (card.capability >= (9, 0))
+    assert first.finishing == 1 or first.finishing * 32 == first.columns * down.values
+    if quantised:
+        assert (first.columns, first.part, second.part, first.stages) == (min(rows, 8), 3, 3, 2)
+
+
+def test_steps_are_shared_evenly() -> None:
+    for steps in range(1, 400):
+        warps = warps_of(steps)
+        assert 7 <= warps <= 15
+        assert -(-steps // warps) == -(-steps // 15)  # no more steps than with most warps
+        assert steps <= 7 or warps == 7 or -(-steps // (warps - 1)) > -(-steps // warps)  # and no warp for nothing
+
+
+def test_what_no_block_holds_is_refused() -> None:
+    wide = ExpertShape(DOWN, 4096, 14336, 2, False)
+    plan = plan_experts(8, wide, H200)
+    assert plan.part < plan.steps_a_warp(wide) == 15
+    with pytest.raises(ShapeError, match="experts for 8 rows does not fit the 16384 bytes"):
+        plan_experts(8, wide, Card(132, 16384, (9, 0)))
+    with pytest.raises(ShapeError, match="300 experts a row; at most 256"):
+        rows_a_launch(300)
+    with pytest.raises(ShapeError, match="160 threads list no more"):
+        plan_experts(64, ExpertShape(DOWN, 4096, 14336, 4, False), H200, warps=1)
+    up, down = ExpertShape(GATE_UP, 5760, 2880, 4, True), ExpertShape(DOWN, 2880, 2880, 4, True)
+    with pytest.raises(ShapeError, match="both products of experts for 64 rows do not fit the 31000 bytes"):
+        plan_pair(64, up, down, Card(132, 31000, (9, 0)))
 
 
 def test_arguments_that_do_not_fit_are_refused() -> None:
-    mixture, choice = Mixture(3, 64, 32, 3, 2), Choice(torch.zeros(3, 3), torch.ones(3, 1, dtype=torch.uint8))
-    fine = {"choice": choice, **mixture.arguments}
+    mixture, choice = make_mixture(3, 64, 32), Choice(torch.zeros(3, 3), torch.ones(3, 1, dtype=torch.uint8))
+    fine = {"choice": choice, **mixture.arguments(mixture.rows(3), 2)}
     assert len(experts_mlp(**fine)) == 1
     for wrong, message in (
         (Choice(torch.zeros(2, 3)), "logits must have shape"),
@@ -278,6 +258,3 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
     for rows, ranks, count in ((1, 9, 20), (1, 4, 3), (1, 2, 257), (1, 0, 4)):
         with pytest.raises(ShapeError, match="a row chooses at most 8 experts of at most 256"):
             Choice(torch.zeros(rows, count)).check(rows, ranks, count)
-    up, down = ExpertShape(GATE_UP, 5760, 2880, 4, True), ExpertShape(DOWN, 2880, 2880, 4, True)
-    with pytest.raises(ShapeError, match="both products of experts for 64 rows do not fit the 31000 bytes"):
-        plan_pair(64, up, down, Card(132, 31000, (9, 0)))

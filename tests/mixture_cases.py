@@ -1,0 +1,179 @@
+"""Random mixtures of experts, rows that choose them in particular ways, and what they must come to."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from expert_cases import ALPHA, LIMIT, Experts, choices, make_experts, want_gate_up
+
+from lowlat.kernels.expert_packing import pack_experts, unpack_expert
+from lowlat.kernels.experts_choice import Choice
+from lowlat.kernels.experts_mlp_plan import Pair, plan_pair
+from lowlat.kernels.experts_plan import DOWN, GATE_UP, ExpertShape, rows_a_launch
+from lowlat.kernels.kernel import Card
+from lowlat.kernels.packing import gate_up_order
+from lowlat.kernels.reference import experts as reference
+
+__all__ = [
+    "PASSES", "Mixture", "awaited", "logits_of", "make_choice", "make_logits", "make_mixture", "of_codes", "passing",
+    "want_choice",
+]  # fmt: skip
+
+PASSES: dict[str, Any] = {
+    "limit": 3e38,
+    "alpha": 2.0**127,
+}  # SwiGLU of an up value of 0 is the gate where that is positive, else 0
+ONE = 2  # the code of 1.0
+
+
+@dataclass
+class Mixture:
+    """Experts of both products."""
+
+    up: Experts
+    down: Experts
+
+    def rows(self, count: int) -> torch.Tensor:
+        """Random rows [M, K]."""
+        return torch.randn(count, self.up.packed.columns, device=self.up.bias.device).bfloat16()
+
+    def arguments(self, x: torch.Tensor, ranks: int) -> dict[str, Any]:
+        """What a launch over rows x [M, K] takes but their choice; residuals are random, nothing is written yet."""
+        assert self.up.order is not None
+        rows, inner, hidden, device = x.shape[0], self.down.packed.columns, self.down.packed.rows, x.device
+        return {
+            "gate_up": self.up.packed,
+            "gate_up_bias": self.up.bias[:, self.up.order.to(device)].contiguous(),
+            "down": self.down.packed,
+            "down_bias": self.down.bias,
+            "x": x,
+            "residual": torch.randn(rows, hidden, device=device).bfloat16(),
+            "total": torch.full((rows, hidden), torch.nan, device=device).bfloat16(),
+            "expert_ids": torch.full((rows, ranks), 77, dtype=torch.int32, device=device),
+            "expert_weights": torch.full((rows, ranks), torch.nan, device=device),
+            "activated": awaited(rows, ranks, inner, dtype=torch.bfloat16, device=device),
+            "partials": awaited(rows, ranks, hidden, dtype=torch.float32, device=device),
+            "limit": LIMIT,
+            "alpha": ALPHA,
+        }
+
+    def plan(
+        self, rows: int, ranks: int, card: Card, *, warps: int | None = None, stages: int | None = None, **changes: Any
+    ) -> Pair:
+        """`plan_pair`'s, with changes of both products' plans; parts stay as long as they are, at most."""
+        up, down = (
+            ExpertShape(kind, each.packed.rows, each.packed.columns, ranks, each.packed.scales is not None)
+            for kind, each in ((GATE_UP, self.up), (DOWN, self.down))
+        )
+        pair = plan_pair(min(rows, rows_a_launch(ranks)), up, down, card, warps=warps, stages=stages)
+        part = changes.pop("part", pair.up_plan.part + pair.down_plan.part)
+        first, second = (replace(each, part=min(part, each.part), **changes) for each in (pair.up_plan, pair.down_plan))
+        return replace(pair, up_plan=first, down_plan=second)
+
+    def check(self, found: dict[str, Any]) -> None:
+        """Of the experts that were chosen: activations are the reference's, their weighed products float64's, the total
+        their sum bit for bit; zeros where dead, NaN where shares are."""
+        ids, shares, activated, partials = (
+            found[name] for name in ("expert_ids", "expert_weights", "activated", "partials")
+        )
+        live, sound = ids >= 0, shares.isfinite()
+        assert not activated[~live].any() and not partials[~live].any()
+        torch.testing.assert_close(activated, want_gate_up(self.up, found["x"], ids), rtol=2**-7, atol=1e-4)
+        want = self._weighed(activated, ids, shares)
+        assert partials[~sound].isnan().all() and partials[sound].isfinite().all()
+        assert bool(((partials - want)[sound].norm(dim=-1) <= 1e-5 * want[sound].norm(dim=-1)).all())
+        added = torch.zeros_like(found["residual"], dtype=torch.float32)
+        for rank in range(ids.shape[1]):
+            added += partials[:, rank]
+        wanted = (found["residual"].float() + added).bfloat16()
+        torch.testing.assert_close(found["total"], wanted, rtol=0, atol=0, equal_nan=True)
+
+    def _weighed(self, activated: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        """Share times product and bias, in float64, of every pair; 0 where dead."""
+        out = torch.zeros(*ids.shape, self.down.packed.rows, dtype=torch.float64, device=activated.device)
+        for expert in ids[ids >= 0].unique().tolist():
+            here, matrix = ids == expert, unpack_expert(self.down.packed, expert).double()
+            out[here] = activated[here].double() @ matrix.t() + self.down.bias[expert].double()
+        return out * shares.double()[..., None]
+
+
+def make_mixture(
+    num_experts: int, hidden: int, inner: int, *, quantised: bool = True, device: str = "cpu", **more: Any
+) -> Mixture:
+    """Random experts of both products; `make_experts` takes more."""
+    up, down = (
+        make_experts(num_experts, *shape, quantised=quantised, gated=gated, device=device, **more)
+        for shape, gated in (((2 * inner, hidden), True), ((hidden, inner), False))
+    )
+    return Mixture(up, down)
+
+
+def of_codes(codes: torch.Tensor, scale: int, *, gated: bool) -> Experts:
+    """One expert of these codes [rows, columns], all with one scale, without biases.
+
+    gated  they are the gates; as many up rows are zero
+    """
+    if gated:
+        codes = torch.cat([codes, torch.zeros_like(codes)])
+    rows, columns = codes.shape
+    blocks = (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8).view(1, rows, columns // 32, 16)
+    scales = torch.full((1, rows, columns // 32), scale, dtype=torch.uint8, device=codes.device)
+    matrices, order = {"blocks": blocks, "scales": scales}, gate_up_order(rows // 2) if gated else None
+    bias = torch.zeros(1, rows, device=codes.device).bfloat16()
+    return Experts(matrices, pack_experts(**matrices, order=order), bias, order)
+
+
+def passing(width: int, device: str = "cpu") -> Experts:
+    """One expert whose activations are its inputs, where they are positive, else 0, with `PASSES`."""
+    return of_codes(torch.eye(width, dtype=torch.uint8, device=device) * ONE, 127, gated=True)
+
+
+def make_logits(kind: str, rows: int, num_experts: int) -> torch.Tensor:
+    """Logits [M, E] float32: "random", "shared" (all rows the same), "ties" (few values, zeros of both signs), or "odd"
+    (NaN and infinities among few values)."""
+    logits = torch.randn(rows, num_experts) * 3
+    if kind == "shared":
+        logits[:] = logits[0].clone()
+    elif kind != "random":
+        few = [0.0, -0.0, 1.5, -2.0] + ([torch.nan, torch.inf, -torch.inf] if kind == "odd" else [])
+        logits = torch.tensor(few)[torch.randint(len(few), (rows, num_experts))]
+    return logits
+
+
+def logits_of(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """Logits [M, E] by which rows choose these ids [M, R] in their order, with shares that are not small."""
+    ranks = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
+    return torch.zeros(ids.shape[0], num_experts, device=ids.device).scatter_(1, ids.long(), 9 - ranks / 4)
+
+
+def make_choice(kind: str, rows: int, ranks: int, num_experts: int, device: str = "cpu") -> Choice:
+    """By logits as `make_logits` has them; random ones, where a third of the rows is live ("dead") or no row ("none");
+    or such that choose as many different experts as there are ("apart")."""
+    live = None
+    if kind in ("dead", "none"):
+        live = ((torch.arange(rows) % 3 == 1) & (kind == "dead")).to(torch.uint8).view(1, rows).to(device)
+    if kind == "apart":
+        logits = logits_of(choices("apart", rows, ranks, num_experts), num_experts)
+    else:
+        logits = make_logits("random" if live is not None else kind, rows, num_experts)
+    return Choice(logits.to(device), live)
+
+
+def want_choice(choice: Choice, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The reference's ids and shares [M, R], on the CPU: those of a router of nothing but biases."""
+    rows, num_experts = choice.logits.shape
+    ids, shares = torch.full((rows, ranks), 77, dtype=torch.int32), torch.full((rows, ranks), torch.nan)
+    nothing = torch.zeros(1, 8), torch.zeros(num_experts, 8)
+    logits, flags = choice.logits.cpu(), None if choice.row_live is None else choice.row_live.cpu().view(-1)
+    for row in range(rows):
+        part = slice(row, row + 1)
+        live = None if flags is None else flags[part]
+        reference.router(*nothing, logits[row], live, expert_ids=ids[part], expert_weights=shares[part])
+    return ids, shares
+
+
+def awaited(*shape: int, dtype: torch.dtype, device: str | torch.device = "cpu") -> torch.Tensor:
+    """Memory in which nothing is there yet."""
+    memory = torch.empty(shape, dtype=dtype, device=device)
+    memory.view(torch.uint8).fill_(0xFF)
+    return memory

@@ -1,0 +1,30 @@
+"""A launch of a mixture of experts, walked thread by thread on a CPU."""
+
+from typing import Any
+
+from kernel_walk import Walker, walkable
+
+from lowlat.kernels.experts_choice import Choice
+from lowlat.kernels.experts_mlp_plan import Pair
+from lowlat.kernels.kernel import Card
+
+__all__ = ["NAMES", "small_card", "walk"]
+
+PARTS = ("plan", "list", "multiply", "copy", "product", "swiglu", "weighing", "choice", "sum", "mlp_plan", "mlp")
+NAMES = ("handover", "norm_row", "norm_math", "awaited", "activation", *(f"experts_{part}" for part in PARTS))
+
+
+def small_card(blocks: int) -> Card:
+    """One with so many multiprocessors."""
+    return Card(blocks, 160 * 1024, (9, 0))
+
+
+def walk(
+    walker: Walker, arguments: dict[str, Any], choice: Choice, blocks: int, *, early: bool = False,
+    plan: Pair | None = None,
+) -> None:  # fmt: skip
+    """All launches over the arguments' rows."""
+    with walkable(walker, *NAMES) as modules:
+        calls = modules[-1].experts_mlp(choice=choice, card=small_card(blocks), early=early, plan=plan, **arguments)
+        for call in calls:
+            walker.run(call)
