@@ -27,7 +27,7 @@ from lowlat.executors.prefill.flash import FlashAttention
 from lowlat.executors.prefill.kernels import launched, row_calls
 from lowlat.executors.prefill.products import WideProducts
 from lowlat.executors.prefill.room import room_of
-from lowlat.executors.prefill.rows import head_prefill_rows, places_of, prefill_kv_write
+from lowlat.executors.prefill.rows import head_prefill_rows
 from lowlat.executors.reference import arguments_of, meaning_of
 from lowlat.kernels.packing import PackedMatrix, gather_rows, unpack_rows
 from lowlat.program import Op, Program
@@ -119,8 +119,6 @@ class TorchPrefill:
                 return partial(self._attend, sinks=sinks)
             make: Callable[..., Callable[..., None]] = self._flash.attend
             return make(**{name: each for name, each in arguments.items() if name != "chunk_size"}, sinks=sinks)
-        if op.kind == "prefill_kv_write":
-            return self._write
         return head_prefill_rows if op.kind == "head_prefill_rows" else None
 
     def _own_product(self, op: Op, arguments: Mapping[str, object]) -> Callable[..., None]:
@@ -157,21 +155,6 @@ class TorchPrefill:
         known = flat.clamp(min=0)
         rows = gather_rows(table, known) if isinstance(table, PackedMatrix) else table[known]
         out.copy_(rows.masked_fill_((flat < 0)[:, None], 0))
-
-    def _write(
-        self,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        row_live: torch.Tensor,
-        block_table: torch.Tensor,
-        chunk: torch.Tensor,
-        *,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-    ) -> None:
-        block = k_cache.shape[2]
-        places = self._once(("places", id(row_live)), lambda: places_of(row_live, block_table, chunk, block))
-        prefill_kv_write(k, v, places, k_cache=k_cache, v_cache=v_cache)
 
     def _attend(
         self,

@@ -13,6 +13,7 @@ from lowlat.kernels.embed import embed
 from lowlat.kernels.head_input import concat_norms
 from lowlat.kernels.kernel import KernelCall
 from lowlat.kernels.norm import rms_norm, split_norms
+from lowlat.kernels.prefill_kv_write import prefill_kv_write
 from lowlat.kernels.rotate import rotate
 from lowlat.program import Op
 
@@ -24,6 +25,7 @@ ROW_KERNELS: Mapping[str, Callable[..., Sequence[KernelCall]]] = MappingProxyTyp
         "cast": cast,
         "concat_norms": concat_norms,
         "embed": embed,
+        "prefill_kv_write": prefill_kv_write,
         "rms_norm": rms_norm,
         "rope": rotate,
         "silu_mul": silu_mul,

@@ -1,0 +1,51 @@
+"""Keys and values of prefill stored to the caches, walked thread by thread on a CPU."""
+
+from typing import Any
+
+import pytest
+import torch
+from kernel_walk import Walker, walkable
+from kv_write_cases import Chunk
+
+from lowlat.errors import ShapeError
+from lowlat.kernels import reference
+from lowlat.kernels.prefill_kv_write import prefill_kv_write
+
+CASES = [
+    Chunk(32, 0, 32),
+    Chunk(32, 0, 32, dead=(0,)),
+    Chunk(32, 96, 17, heads=3),
+    Chunk(32, 32, 0),
+    Chunk(48, 240, 48, heads=5, block=8, dim=8),
+    Chunk(2, 30, 2, heads=9, dim=128),  # several turns of a block's threads
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=repr)
+def test_rows_are_stored_where_the_reference_stores_them(case: Chunk) -> None:
+    found, expected = case.arrays(), case.arrays()
+    with walkable(walker := Walker(), "memory", "prefill_kv_write") as modules:
+        kernels: Any = modules[-1]
+        walker.run(*kernels.prefill_kv_write(**found))
+    reference.kv.prefill_kv_write(**expected)
+    for name in ("k_cache", "v_cache"):
+        assert torch.equal(found[name], expected[name]), name
+        assert torch.equal(found[name], case.arrays()[name]) == (case.live == 0)
+
+
+def test_shapes_and_dtypes_that_do_not_fit_are_refused() -> None:
+    changes: dict[str, Any] = {
+        "v": lambda v: v[1:],
+        "row_live": lambda v: v[1:],
+        "block_table": lambda v: v[0],
+        "chunk": lambda v: v[:1],
+        "k_cache": lambda v: v[:, :1],
+        "v_cache": lambda v: v.float(),
+    }
+    for name, change in changes.items():
+        arrays = Chunk(32, 0, 32).arrays()
+        arrays[name] = change(arrays[name])
+        with pytest.raises(ShapeError):
+            prefill_kv_write(**arrays)
+    with pytest.raises(ShapeError, match="16 bytes"):
+        prefill_kv_write(**Chunk(32, 0, 32, dim=12).arrays())
