@@ -13,11 +13,13 @@ from lowlat.kernels.ptx import f32, i64, instruction, ir_type, u32
 
 __all__ = [
     "GROUP_ROWS",
+    "KEPT_AS_USUAL",
+    "READ_ONCE",
     "add_tiles",
     "await_group",
     "barrier_expect",
     "copy_bulk",
-    "copy_bulk_once",
+    "copy_bulk_hinted",
     "fence_barriers",
     "multiply_group",
     "registers",
@@ -40,12 +42,9 @@ barrier_expect = instruction("{ .reg .b64 t; mbarrier.arrive.expect_tx.shared.b6
 # from global to shared memory: address there, source, bytes, the barrier that counts them; all multiples of 16
 _BULK = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
 copy_bulk = instruction(f"{_BULK} [$0], [$1], $2, [$3];", None, (u32, i64, u32, u32))
-# what is read once makes room in the L2 first; the number as in `ptx`
-copy_bulk_once = instruction(
-    f"{{ .reg .b64 policy; mov.b64 policy, 0x12F0000000000000; {_BULK}.L2::cache_hint [$0], [$1], $2, [$3], policy; }}",
-    None,
-    (u32, i64, u32, u32),
-)
+# and with one of these policies of the L2: what is read once makes room first (its number as in `ptx`)
+copy_bulk_hinted = instruction(f"{_BULK}.L2::cache_hint [$0], [$1], $2, [$3], $4;", None, (u32, i64, u32, u32, i64))
+KEPT_AS_USUAL, READ_ONCE = 0x1000000000000000, 0x12F0000000000000
 
 
 def registers(count: int) -> Any:

@@ -15,6 +15,7 @@ from lowlat.kernels.handover import make_handover
 from lowlat.kernels.kernel import H200, Card, Kernel, KernelCall
 from lowlat.kernels.numba_cuda import cuda, float32, types, uint32
 from lowlat.kernels.packing import PackedMatrix
+from lowlat.kernels.ptx_hopper import KEPT_AS_USUAL, READ_ONCE
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.wide_add import add_segments
 from lowlat.kernels.wide_arrange import arrange, arranged_shape
@@ -22,6 +23,7 @@ from lowlat.kernels.wide_matmul_block import Cut, make_consume, make_finish, mak
 from lowlat.kernels.wide_matmul_plan import (
     ALIGNMENT,
     CONSUMERS,
+    PRODUCERS,
     WidePlan,
     has_wide,
     partials_shape,
@@ -91,7 +93,7 @@ def wide_matmul(
     segments, length = segments_of(weight.rows, weight.columns)
     cut, x_tiles = Cut(weight.rows, weight.columns, segments, length), rows // plan.rows
     units = plan.units(rows, weight.rows, segments)
-    kernel = _make(cut, plan, bias is not None, columns is not None, x_tiles == 1)
+    kernel = _make(cut, plan, bias is not None, columns is not None)
     target = out
     if plan.apart:
         if partials is None:
@@ -100,7 +102,7 @@ def wide_matmul(
         target = partials
     arguments = (
         weight.tiles, arranged, 0 if bias is None else bias, 0 if columns is None else columns, target, rows, x_tiles,
-        units,
+        units, READ_ONCE if x_tiles == 1 else KEPT_AS_USUAL,
     )  # fmt: skip
     calls = arrange(x=x, out=arranged)
     calls.append(KernelCall(kernel, (min(units, card.num_multiprocessors), 1, 1), arguments))
@@ -110,18 +112,19 @@ def wide_matmul(
 
 
 @cache
-def _make(cut: Cut, plan: WidePlan, with_bias: bool, with_columns: bool, once: bool) -> Kernel:
+def _make(cut: Cut, plan: WidePlan, with_bias: bool, with_columns: bool) -> Kernel:
     """Grid: as many blocks as the card has multiprocessors, or units where those are fewer."""
-    handover = make_handover(plan.stages, 1, 4 * CONSUMERS, patient=True)
-    produce = make_produce(cut, plan, handover, once)
+    handover = make_handover(plan.stages, PRODUCERS, 4 * CONSUMERS, patient=True)
+    produce = make_produce(cut, plan, handover)
     consume = make_consume(cut, plan, handover, make_finish(cut, plan, with_bias, with_columns))
     begin, barriers_at, last_warp = handover.begin, plan.stages * plan.stage_bytes, 4 * CONSUMERS
 
     give_registers, take_registers = ptx_hopper.registers(FEW_REGISTERS), ptx_hopper.registers(MANY_REGISTERS)
 
     def wide_matmul_kernel(
-        weight: Any, x: Any, bias: Any, columns: Any, out: Any, rows: Any, x_tiles: Any, units: Any
-    ) -> None:
+        weight: Any, x: Any, bias: Any, columns: Any, out: Any, rows: Any, x_tiles: Any, units: Any,
+        policy: Any,
+    ) -> None:  # fmt: skip
         start = uint32(ptx.shared_address(cuda.shared.array(shape=0, dtype=float32)))
         base = uint32(uint32(start + uint32(ALIGNMENT - 1)) & uint32(0xFFFFFFFF - ALIGNMENT + 1))
         barriers = uint32(base + uint32(barriers_at))
@@ -134,8 +137,10 @@ def _make(cut: Cut, plan: WidePlan, with_bias: bool, with_columns: bool, once: b
         cuda.syncthreads()
         if warp >= uint32(last_warp):
             give_registers()
-            if warp == uint32(last_warp):
-                produce(base, barriers, weight, x, uint32(rows), uint32(x_tiles), uint32(units), unit, grid, lane)
+            part = uint32(warp - uint32(last_warp))
+            produce(
+                base, barriers, weight, x, uint32(rows), uint32(x_tiles), uint32(units), unit, grid, part, lane, policy
+            )  # fmt: skip
         else:
             take_registers()
             beside = (bias, columns)
@@ -146,9 +151,9 @@ def _make(cut: Cut, plan: WidePlan, with_bias: bool, with_columns: bool, once: b
     name = (
         f"wide_matmul_{cut.weight_rows}x{cut.columns}_{cut.segments}x{cut.length}_"
         f"{plan.rows}x{plan.groups}x{plan.stages}_{'apart' if plan.apart else 'whole'}_"
-        f"{'bias' if with_bias else 'plain'}_{'columns' if with_columns else 'inplace'}{'_once' if once else ''}"
+        f"{'bias' if with_bias else 'plain'}_{'columns' if with_columns else 'inplace'}"
     )
-    return Kernel(name, wide_matmul_kernel, (types.int64,) * 8, plan.threads, 1, plan.shared_bytes, specific=True)
+    return Kernel(name, wide_matmul_kernel, (types.int64,) * 9, plan.threads, 1, plan.shared_bytes, specific=True)
 
 
 def examples(card: Card = H200) -> list[Kernel]:
@@ -161,5 +166,5 @@ def examples(card: Card = H200) -> list[Kernel]:
     for rows, weight_rows, columns, with_bias, with_columns in cases:
         plan = plan_wide(rows, weight_rows, columns, card)
         cut = Cut(weight_rows, columns, *segments_of(weight_rows, columns))
-        made.append(_make(cut, plan, with_bias, with_columns, rows == plan.rows))
+        made.append(_make(cut, plan, with_bias, with_columns))
     return made

@@ -13,7 +13,7 @@ from lowlat.kernels.handover import BARRIER_BYTES, Handover
 from lowlat.kernels.numba_cuda import device_function, float32, int64, uint32
 from lowlat.kernels.packing import TILE_ROWS
 from lowlat.kernels.ptx_hopper import GROUP_ROWS
-from lowlat.kernels.wide_matmul_plan import STEP, STEP_ROW_BYTES, WidePlan
+from lowlat.kernels.wide_matmul_plan import PRODUCERS, STEP, STEP_ROW_BYTES, WidePlan
 
 __all__ = ["Cut", "make_consume", "make_finish", "make_produce"]
 
@@ -62,58 +62,66 @@ def make_unit_of(cut: Cut, plan: WidePlan) -> Any:
     return unit_of
 
 
-def make_produce(cut: Cut, plan: WidePlan, handover: Handover, once: bool) -> Any:
-    """A function of a whole warp: let all steps of a block's units travel, and wait for the kernel before meanwhile.
+def make_produce(cut: Cut, plan: WidePlan, handover: Handover) -> Any:
+    """A function of the warps that copy: let all steps of a block's units travel; wait for the kernel before meanwhile.
 
-    A lane each copies a tile of weights, one more copies rows of x. once: weights are read by one block alone.
+    Each warp has its part of a stage, of which a lane each copies a tile of weights, and one more rows of x. It takes
+    the warp's number among them in `part`.
     """
     stages, stage_bytes, x_bytes = plan.stages, plan.stage_bytes, plan.rows * STEP_ROW_BYTES
-    steps, length, last_tile = cut.steps, cut.length, cut.tiles - 1
-    tiles, apart, unit_of = plan.block_rows // TILE_ROWS, plan.apart, make_unit_of(cut, plan)
-    copy_weights = ptx_hopper.copy_bulk_once if once else ptx_hopper.copy_bulk
-    x_rows, await_free, after = plan.rows, handover.await_free, handover.after
+    part_bytes, part_x_bytes, part_rows = stage_bytes // PRODUCERS, x_bytes // PRODUCERS, plan.rows // PRODUCERS
+    block_tiles, tiles = plan.block_rows // TILE_ROWS, plan.block_rows // TILE_ROWS // PRODUCERS
+    steps, length, last_tile, x_rows = cut.steps, cut.length, cut.tiles - 1, plan.rows
+    apart, unit_of, await_free, after = plan.apart, make_unit_of(cut, plan), handover.await_free, handover.after
 
     @device_function
-    def source_of(weight: Any, block: Any, lane: Any) -> Any:
-        tile = min(uint32(block * uint32(tiles) + lane), uint32(last_tile))
-        return weight + int64(tile) * int64(steps * TILE_BYTES)
+    def sources_of(weight: Any, x: Any, x_tile: Any, block: Any, part: Any, lane: Any) -> Any:
+        """Where a lane's tile and the warp's rows begin, of step 0."""
+        own = uint32(part * uint32(tiles) + lane)
+        tile = min(uint32(block * uint32(block_tiles) + own), uint32(last_tile))
+        row = uint32(x_tile * uint32(x_rows) + part * uint32(part_rows))
+        return weight + int64(tile) * int64(steps * TILE_BYTES), x + int64(row) * int64(STEP_ROW_BYTES)
 
     @device_function
-    def send_weights(place: Any, full: Any, source: Any, step: Any, lane: Any) -> None:
+    def send_weights(place: Any, full: Any, source: Any, step: Any, part: Any, lane: Any, policy: Any) -> None:
         if lane == uint32(0):
-            ptx_hopper.barrier_expect(full, uint32(stage_bytes))
+            ptx_hopper.barrier_expect(full, uint32(part_bytes))
         ptx.sync_warp()
         if lane < uint32(tiles):
-            target = uint32(place + uint32(x_bytes) + lane * uint32(TILE_BYTES))
-            copy_weights(target, source + int64(step) * int64(TILE_BYTES), uint32(TILE_BYTES), full)
+            own = uint32(part * uint32(tiles) + lane)
+            target = uint32(place + uint32(x_bytes) + own * uint32(TILE_BYTES))
+            source = source + int64(step) * int64(TILE_BYTES)
+            ptx_hopper.copy_bulk_hinted(target, source, uint32(TILE_BYTES), full, policy)
 
     @device_function
-    def send_rows(place: Any, full: Any, x: Any, rows: Any, step: Any, x_tile: Any, lane: Any) -> None:
+    def send_rows(place: Any, full: Any, source: Any, rows: Any, step: Any, part: Any, lane: Any) -> None:
         if lane == uint32(tiles):
-            row = int64(step) * int64(rows) + int64(uint32(x_tile * uint32(x_rows)))
-            ptx_hopper.copy_bulk(place, x + row * int64(STEP_ROW_BYTES), uint32(x_bytes), full)
+            target = uint32(place + part * uint32(part_x_bytes))
+            source = source + int64(step) * int64(rows) * int64(STEP_ROW_BYTES)
+            ptx_hopper.copy_bulk(target, source, uint32(part_x_bytes), full)
 
     @device_function
     def produce(
         base: Any, barriers: Any, weight: Any, x: Any, rows: Any, x_tiles: Any, units: Any, unit: Any, grid: Any,
-        lane: Any,
+        part: Any, lane: Any, policy: Any,
     ) -> None:  # fmt: skip
         x_tile, block, segment = unit_of(unit, x_tiles)
-        source, step = source_of(weight, block, lane), uint32(segment * uint32(length))
+        source, x_source = sources_of(weight, x, x_tile, block, part, lane)
+        step = uint32(segment * uint32(length))
         end = min(uint32(step + uint32(length)), uint32(steps)) if apart else uint32(steps)
-        ahead, first = min(uint32(end - step), uint32(stages)), step
+        ahead = min(uint32(end - step), uint32(stages))
         for number in range(stages):
             if uint32(number) < ahead:
                 full = uint32(barriers + uint32(number * BARRIER_BYTES))
-                send_weights(uint32(base + uint32(number * stage_bytes)), full, source, step, lane)
-                step = uint32(step + uint32(1))
+                here = uint32(base + uint32(number * stage_bytes))
+                send_weights(here, full, source, uint32(step + uint32(number)), part, lane, policy)
         ptx.wait_for_previous_kernel()
         for number in range(stages):
             if uint32(number) < ahead:
                 full = uint32(barriers + uint32(number * BARRIER_BYTES))
                 here = uint32(base + uint32(number * stage_bytes))
-                send_rows(here, full, x, rows, uint32(first + uint32(number)), x_tile, lane)
-        stage, parity = uint32(ahead), uint32(1)
+                send_rows(here, full, x_source, rows, uint32(step + uint32(number)), part, lane)
+        step, stage, parity = uint32(step + ahead), uint32(ahead), uint32(1)
         if stage == uint32(stages):
             stage, parity = uint32(0), uint32(0)
         while unit < units:
@@ -121,13 +129,14 @@ def make_produce(cut: Cut, plan: WidePlan, handover: Handover, once: bool) -> An
                 await_free(barriers, stage, parity)
                 full = uint32(barriers + stage * uint32(BARRIER_BYTES))
                 here = uint32(base + stage * uint32(stage_bytes))
-                send_weights(here, full, source, step, lane)
-                send_rows(here, full, x, rows, step, x_tile, lane)
+                send_weights(here, full, source, step, part, lane, policy)
+                send_rows(here, full, x_source, rows, step, part, lane)
                 stage, parity = after(stage, parity)
                 step = uint32(step + uint32(1))
             unit = uint32(unit + grid)
             x_tile, block, segment = unit_of(unit, x_tiles)
-            source, step = source_of(weight, block, lane), uint32(segment * uint32(length))
+            source, x_source = sources_of(weight, x, x_tile, block, part, lane)
+            step = uint32(segment * uint32(length))
             end = min(uint32(step + uint32(length)), uint32(steps)) if apart else uint32(steps)
 
     return produce

@@ -14,6 +14,7 @@ from lowlat.kernels.ptx_hopper import GROUP_ROWS
 
 __all__ = [
     "CONSUMERS",
+    "PRODUCERS",
     "STEP",
     "STEP_ROW_BYTES",
     "WidePlan",
@@ -28,12 +29,14 @@ HOPPER = (9, 0)
 STEP = 64  # columns
 STEP_ROW_BYTES = 2 * STEP
 CONSUMERS = 2  # warpgroups that multiply
+PRODUCERS = 4  # warps that copy: one alone takes as long to begin a step's copies as it takes to multiply them
 MOST_ROWS = 1024
 MOST_SEGMENTS = 8
 MOST_SUMS = 128  # a thread, of all that it holds
 ALIGNMENT = 1024  # bytes: of a stage
 BARRIER_BYTES = 256  # of all stages
 STAGE_COUNTS = range(8, 1, -1)
+TILES = ((64, 1), (128, 1), (128, 2), (256, 1))  # rows of x and times 128 weight rows of a block
 
 # What times are reckoned with, of an H200; segments with these alone, so that bits are the same on every card.
 MULTIPROCESSORS = 132
@@ -71,8 +74,8 @@ class WidePlan:
 
     @property
     def threads(self) -> int:
-        """Threads of a block: of a last warpgroup one warp copies."""
-        return 128 * (CONSUMERS + 1)
+        """Threads of a block."""
+        return 128 * CONSUMERS + 32 * PRODUCERS
 
     @property
     def block_rows(self) -> int:
@@ -109,7 +112,7 @@ def segments_of(weight_rows: int, columns: int) -> tuple[int, int]:
     for count in range(1, MOST_SEGMENTS + 1):
         length = -(-steps // count)
         count = -(-steps // length)
-        plans = [WidePlan(SEGMENT_ROWS, groups, 2, count > 1) for groups in (1, 2)]
+        plans = [WidePlan(SEGMENT_ROWS, groups, 2, count > 1) for rows, groups in TILES if rows == SEGMENT_ROWS]
         times = [_time_us(plan, SEGMENT_ROWS, weight_rows, steps, (count, length), MULTIPROCESSORS) for plan in plans]
         choices.append((min(times), count, length))
     return min(choices)[1:]
@@ -139,8 +142,7 @@ def plans_of(rows: int, weight_rows: int, columns: int, card: Card) -> list[Wide
     segments = segments_of(weight_rows, columns)[0]
     plans = [
         plan
-        for tile in (64, 128, 256)
-        for groups in (1, 2)
+        for tile, groups in TILES
         for apart in ((False, True) if segments > 1 else (False,))
         if rows % tile == 0 and (plan := _fitted(tile, groups, apart, segments, card)) is not None
     ]

@@ -12,7 +12,7 @@ from kernel_inventory import CARDS, factories, family, fingerprint, modules, off
 from machine_code import count_opcodes
 
 from lowlat.kernels.kernel import Kernel
-from lowlat.kernels.numba_cuda import compile_ptx
+from lowlat.kernels.numba_cuda import compile_ptx, target_of
 
 HOPPER = (9, 0)
 REGISTERS = 65536  # of a multiprocessor, of every capability from 8.0 on
@@ -80,7 +80,7 @@ def test_a_kernel_has_the_instructions_that_were_meant(
     _, ptx = compiled.of(capability, kernel)
     used = opcodes(ptx)
     assert ptx.count(".entry") == 1
-    assert f".target sm_{capability[0]}{capability[1]}\n" in ptx
+    assert f".target {target_of(capability, kernel.specific)}\n" in ptx
     assert ("griddepcontrol.wait" in used) == (capability >= HOPPER)
     assert capability >= HOPPER or "griddepcontrol" not in ptx
     if not NARROW.match(kernel.name):
@@ -131,6 +131,28 @@ def test_a_mixture_lets_the_next_kernel_start_only_when_the_one_before_has_ended
         ptx = re.sub(r"//.*", "", compiled.of(HOPPER, kernel)[1])
         together = re.findall(r"griddepcontrol\.wait;\s*griddepcontrol\.launch_dependents;", ptx)
         assert len(together) == ptx.count("griddepcontrol.launch_dependents;") == 2
+
+
+def test_tensor_cores_of_a_warpgroup_have_their_registers_to_themselves(compiled: Compiled) -> None:
+    """Nothing writes them until they are awaited, and the assembler waits no more often than it was told."""
+    group, multiply = 0x9C5, 0xDF0  # to begin or await products of a warpgroup; one of them
+    kernels = [kernel for _, kernel in EXAMPLES[HOPPER] if kernel.name.startswith("wide_matmul")]
+    assert kernels
+    for kernel in kernels:
+        code, ptx = compiled.of(HOPPER, kernel)
+        used: set[str] = set()
+        for statement in re.split(r"[;\n]", ptx):
+            operands = re.findall(r"%[rf]\d+", statement)
+            if "wgmma.mma_async" in statement:
+                used |= set(operands)
+            elif "wgmma.wait_group" in statement:
+                used.clear()
+            elif not re.match(r"\s*(?:@!?%p\d+\s+)?(?:st|bra|mbarrier\.arrive)\b", statement):
+                written = re.search(r"\s\{(%[^}]*)\}|%[rf]\d+", statement)
+                assert written is None or not used & set(re.findall(r"%[rf]\d+", written.group(0))), statement
+        found = count_opcodes(code.code)
+        assert found[group] == ptx.count("wgmma.fence.sync") + ptx.count("wgmma.wait_group.sync")
+        assert found[multiply] == ptx.count("wgmma.mma_async")
 
 
 def test_no_module_with_kernels_is_forgotten() -> None:
