@@ -65,27 +65,30 @@ def make_unit_of(cut: Cut, plan: WidePlan) -> Any:
 def make_produce(cut: Cut, plan: WidePlan, handover: Handover) -> Any:
     """A function of the warps that copy: let all steps of a block's units travel; wait for the kernel before meanwhile.
 
-    Each warp has its part of a stage, of which a lane each copies a tile of weights, and one more rows of x. It takes
-    the warp's number among them in `part`.
+    Each warp has its part of a stage's weights, of which a lane each copies a tile; one lane of the first warp copies
+    the rows of x. It takes the warp's number among them in `part`.
     """
     stages, stage_bytes, x_bytes = plan.stages, plan.stage_bytes, plan.rows * STEP_ROW_BYTES
-    part_bytes, part_x_bytes, part_rows = stage_bytes // PRODUCERS, x_bytes // PRODUCERS, plan.rows // PRODUCERS
+    weight_bytes = (stage_bytes - x_bytes) // PRODUCERS
     block_tiles, tiles = plan.block_rows // TILE_ROWS, plan.block_rows // TILE_ROWS // PRODUCERS
     steps, length, last_tile, x_rows = cut.steps, cut.length, cut.tiles - 1, plan.rows
     apart, unit_of, await_free, after = plan.apart, make_unit_of(cut, plan), handover.await_free, handover.after
 
     @device_function
     def sources_of(weight: Any, x: Any, x_tile: Any, block: Any, part: Any, lane: Any) -> Any:
-        """Where a lane's tile and the warp's rows begin, of step 0."""
+        """Where a lane's tile and the rows begin, of step 0."""
         own = uint32(part * uint32(tiles) + lane)
         tile = min(uint32(block * uint32(block_tiles) + own), uint32(last_tile))
-        row = uint32(x_tile * uint32(x_rows) + part * uint32(part_rows))
+        row = uint32(x_tile * uint32(x_rows))
         return weight + int64(tile) * int64(steps * TILE_BYTES), x + int64(row) * int64(STEP_ROW_BYTES)
 
     @device_function
     def send_weights(place: Any, full: Any, source: Any, step: Any, part: Any, lane: Any, policy: Any) -> None:
         if lane == uint32(0):
-            ptx_hopper.barrier_expect(full, uint32(part_bytes))
+            whole = uint32(weight_bytes)
+            if part == uint32(0):
+                whole = uint32(weight_bytes + x_bytes)
+            ptx_hopper.barrier_expect(full, whole)
         ptx.sync_warp()
         if lane < uint32(tiles):
             own = uint32(part * uint32(tiles) + lane)
@@ -95,10 +98,9 @@ def make_produce(cut: Cut, plan: WidePlan, handover: Handover) -> Any:
 
     @device_function
     def send_rows(place: Any, full: Any, source: Any, rows: Any, step: Any, part: Any, lane: Any) -> None:
-        if lane == uint32(tiles):
-            target = uint32(place + part * uint32(part_x_bytes))
+        if part == uint32(0) and lane == uint32(tiles):
             source = source + int64(step) * int64(rows) * int64(STEP_ROW_BYTES)
-            ptx_hopper.copy_bulk(target, source, uint32(part_x_bytes), full)
+            ptx_hopper.copy_bulk(place, source, uint32(x_bytes), full)
 
     @device_function
     def produce(
