@@ -21,6 +21,7 @@ __all__ = [
     "copy_bulk",
     "copy_bulk_hinted",
     "fence_barriers",
+    "move_words",
     "multiply_group",
     "registers",
     "store_group_half",
@@ -138,6 +139,25 @@ def await_group(rows: int) -> Any:
         return signature, codegen
 
     return wait
+
+
+def move_words(count: int) -> Any:
+    """An intrinsic: the same words in other registers, written here and not before."""
+
+    @intrinsic
+    def move(context: Any, words: Any) -> Any:
+        kinds = types.UniTuple(u32, count)
+        signature = kinds(kinds)
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            function = ir.FunctionType(ir_type(u32), [ir_type(u32)])
+            assembly = ir.InlineAsm(function, "mov.b32 $0, $1;", "=r,r,~{memory}", side_effect=True)
+            values = [builder.extract_value(args[0], number) for number in range(count)]
+            return context.make_tuple(builder, signature.return_type, [builder.call(assembly, [v]) for v in values])
+
+        return signature, codegen
+
+    return move
 
 
 def add_tiles(count: int) -> Any:

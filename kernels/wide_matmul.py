@@ -88,9 +88,9 @@ def wide_matmul(
         check_shape("bias", bias, weight.rows)
     if columns is not None:
         check_shape("columns", columns, weight.rows // RUN)
-    if rows % plan.rows:
-        raise ShapeError(f"{rows} rows are no tiles of {plan.rows}")
     segments, length = segments_of(weight.rows, weight.columns)
+    if rows % plan.rows or length % plan.depth or arranged.shape[0] % plan.depth:
+        raise ShapeError(f"{rows} rows and segments of {length} steps are no tiles of {plan}")
     cut, x_tiles = Cut(weight.rows, weight.columns, segments, length), rows // plan.rows
     units = plan.units(rows, weight.rows, segments)
     kernel = _make(cut, plan, bias is not None, columns is not None)
@@ -150,7 +150,7 @@ def _make(cut: Cut, plan: WidePlan, with_bias: bool, with_columns: bool) -> Kern
 
     name = (
         f"wide_matmul_{cut.weight_rows}x{cut.columns}_{cut.segments}x{cut.length}_"
-        f"{plan.rows}x{plan.groups}x{plan.stages}_{'apart' if plan.apart else 'whole'}_"
+        f"{plan.rows}x{plan.groups}x{plan.depth}x{plan.stages}_{'apart' if plan.apart else 'whole'}_"
         f"{'bias' if with_bias else 'plain'}_{'columns' if with_columns else 'inplace'}"
     )
     return Kernel(name, wide_matmul_kernel, (types.int64,) * 9, plan.threads, 1, plan.shared_bytes, specific=True)

@@ -69,7 +69,8 @@ def make_produce(cut: Cut, plan: WidePlan, handover: Handover) -> Any:
     the rows of x. It takes the warp's number among them in `part`.
     """
     stages, stage_bytes, x_bytes = plan.stages, plan.stage_bytes, plan.rows * STEP_ROW_BYTES
-    weight_bytes = (stage_bytes - x_bytes) // PRODUCERS
+    depth = plan.depth
+    weight_bytes = (stage_bytes - depth * x_bytes) // PRODUCERS
     block_tiles, tiles = plan.block_rows // TILE_ROWS, plan.block_rows // TILE_ROWS // PRODUCERS
     steps, length, last_tile, x_rows = cut.steps, cut.length, cut.tiles - 1, plan.rows
     apart, unit_of, await_free, after = plan.apart, make_unit_of(cut, plan), handover.await_free, handover.after
@@ -87,20 +88,23 @@ def make_produce(cut: Cut, plan: WidePlan, handover: Handover) -> Any:
         if lane == uint32(0):
             whole = uint32(weight_bytes)
             if part == uint32(0):
-                whole = uint32(weight_bytes + x_bytes)
+                whole = uint32(weight_bytes + depth * x_bytes)
             ptx_hopper.barrier_expect(full, whole)
         ptx.sync_warp()
         if lane < uint32(tiles):
             own = uint32(part * uint32(tiles) + lane)
-            target = uint32(place + uint32(x_bytes) + own * uint32(TILE_BYTES))
+            target = uint32(place + uint32(depth * x_bytes) + own * uint32(depth * TILE_BYTES))
             source = source + int64(step) * int64(TILE_BYTES)
-            ptx_hopper.copy_bulk_hinted(target, source, uint32(TILE_BYTES), full, policy)
+            ptx_hopper.copy_bulk_hinted(target, source, uint32(depth * TILE_BYTES), full, policy)
 
     @device_function
     def send_rows(place: Any, full: Any, source: Any, rows: Any, step: Any, part: Any, lane: Any) -> None:
         if part == uint32(0) and lane == uint32(tiles):
             source = source + int64(step) * int64(rows) * int64(STEP_ROW_BYTES)
             ptx_hopper.copy_bulk(place, source, uint32(x_bytes), full)
+            if depth == 2:
+                source = source + int64(rows) * int64(STEP_ROW_BYTES)
+                ptx_hopper.copy_bulk(uint32(place + uint32(x_bytes)), source, uint32(x_bytes), full)
 
     @device_function
     def produce(
@@ -111,19 +115,19 @@ def make_produce(cut: Cut, plan: WidePlan, handover: Handover) -> Any:
         source, x_source = sources_of(weight, x, x_tile, block, part, lane)
         step = uint32(segment * uint32(length))
         end = min(uint32(step + uint32(length)), uint32(steps)) if apart else uint32(steps)
-        ahead = min(uint32(end - step), uint32(stages))
+        ahead = min(uint32(uint32(end - step) // uint32(depth)), uint32(stages))
         for number in range(stages):
             if uint32(number) < ahead:
                 full = uint32(barriers + uint32(number * BARRIER_BYTES))
                 here = uint32(base + uint32(number * stage_bytes))
-                send_weights(here, full, source, uint32(step + uint32(number)), part, lane, policy)
+                send_weights(here, full, source, uint32(step + uint32(number * depth)), part, lane, policy)
         ptx.wait_for_previous_kernel()
         for number in range(stages):
             if uint32(number) < ahead:
                 full = uint32(barriers + uint32(number * BARRIER_BYTES))
                 here = uint32(base + uint32(number * stage_bytes))
-                send_rows(here, full, x_source, rows, uint32(step + uint32(number)), part, lane)
-        step, stage, parity = uint32(step + ahead), uint32(ahead), uint32(1)
+                send_rows(here, full, x_source, rows, uint32(step + uint32(number * depth)), part, lane)
+        step, stage, parity = uint32(step + ahead * uint32(depth)), uint32(ahead), uint32(1)
         if stage == uint32(stages):
             stage, parity = uint32(0), uint32(0)
         while unit < units:
@@ -134,7 +138,7 @@ def make_produce(cut: Cut, plan: WidePlan, handover: Handover) -> Any:
                 send_weights(here, full, source, step, part, lane, policy)
                 send_rows(here, full, x_source, rows, step, part, lane)
                 stage, parity = after(stage, parity)
-                step = uint32(step + uint32(1))
+                step = uint32(step + uint32(depth))
             unit = uint32(unit + grid)
             x_tile, block, segment = unit_of(unit, x_tiles)
             source, x_source = sources_of(weight, x, x_tile, block, part, lane)
@@ -148,10 +152,11 @@ def make_consume(cut: Cut, plan: WidePlan, handover: Handover, finish: Callable[
     """A function of a warpgroup: multiply all steps of a block's units, and hand each unit's sums to `finish`."""
     steps, length, segments, apart = cut.steps, cut.length, cut.segments, plan.apart
     whole, unit_of, two = segments > 1 and not apart, make_unit_of(cut, plan), plan.groups == 2
-    stage_bytes, count, second = plan.stage_bytes, plan.rows // 2, GROUP_TILES * TILE_BYTES
-    groups, x_bytes = plan.groups, plan.rows * STEP_ROW_BYTES
+    stage_bytes, count, second = plan.stage_bytes, plan.rows // 2, GROUP_TILES * TILE_BYTES * plan.depth
+    depth, groups, x_bytes = plan.depth, plan.groups, plan.rows * STEP_ROW_BYTES
     await_full, release, after = handover.await_full, handover.release, handover.after
     load, multiply = ptx.load_shared_tiles(4, PIECE_BYTES), ptx_hopper.multiply_group(plan.rows)
+    move = ptx_hopper.move_words(16)
     await_sums = ptx_hopper.await_group(plan.rows)
     add, zeros = ptx_hopper.add_tiles(count), ptx.zeros(count)
 
@@ -171,8 +176,18 @@ def make_consume(cut: Cut, plan: WidePlan, handover: Handover, finish: Callable[
             if two:
                 words_too = load(uint32(here + within + uint32(second)))
                 flying_too = multiply(other, words_too, here, done)
+            if depth == 2:
+                next_words = load(uint32(here + within + uint32(TILE_BYTES)))
+                one = await_sums(flying, words)
+                if two:
+                    other = await_sums(flying_too, words_too)
+                words, here = move(next_words), uint32(here + uint32(x_bytes))
+                flying = multiply(one, words, here, uint32(1))
+                if two:
+                    words_too = load(uint32(here + within + uint32(second + TILE_BYTES - x_bytes)))
+                    flying_too = multiply(other, words_too, here, uint32(1))
             later, later_parity = after(stage, parity)
-            done = uint32(done + uint32(1))
+            done = uint32(done + uint32(depth))
             if done < number:
                 await_full(barriers, later, later_parity)
                 here = uint32(base + later * uint32(stage_bytes))
@@ -180,7 +195,7 @@ def make_consume(cut: Cut, plan: WidePlan, handover: Handover, finish: Callable[
             one = await_sums(flying, words)
             if two:
                 other = await_sums(flying_too, words_too)
-            words = next_words
+            words = move(next_words)
             release(barriers, stage, lane)
             stage, parity = later, later_parity
         return (one, other), stage, parity
@@ -192,7 +207,7 @@ def make_consume(cut: Cut, plan: WidePlan, handover: Handover, finish: Callable[
     ) -> None:  # fmt: skip
         group, quarter = uint32(warp >> uint32(2)), uint32(warp & uint32(3))
         first = uint32(group * uint32(GROUP_TILES * groups) + quarter)  # of the block's tiles, the warp's own
-        within = uint32(uint32(x_bytes) + first * uint32(TILE_BYTES) + lane * uint32(16))
+        within = uint32(uint32(depth * x_bytes) + first * uint32(depth * TILE_BYTES) + lane * uint32(16))
         one = zeros()
         sums, stage, parity = (one, one), uint32(0), uint32(0)
         ptx.wait_for_previous_kernel()

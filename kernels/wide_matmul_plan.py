@@ -54,12 +54,14 @@ class WidePlan:
 
     rows    of x, of a tile: 64, 128 or 256
     groups  times 64 weight rows of a warpgroup: 1 or 2
-    stages  steps of 64 columns, under way or multiplied
+    depth   steps of 64 columns of a stage: 1 or 2
+    stages  under way or multiplied
     apart   segments are blocks' own, and another kernel adds them up
     """
 
     rows: int
     groups: int
+    depth: int
     stages: int
     apart: bool
 
@@ -85,7 +87,7 @@ class WidePlan:
     @property
     def stage_bytes(self) -> int:
         """Rows of x, then of weights."""
-        return (self.rows + self.block_rows) * STEP_ROW_BYTES
+        return (self.rows + self.block_rows) * self.depth * STEP_ROW_BYTES
 
     @property
     def shared_bytes(self) -> int:
@@ -112,7 +114,7 @@ def segments_of(weight_rows: int, columns: int) -> tuple[int, int]:
     for count in range(1, MOST_SEGMENTS + 1):
         length = -(-steps // count)
         count = -(-steps // length)
-        plans = [WidePlan(SEGMENT_ROWS, groups, 2, count > 1) for rows, groups in TILES if rows == SEGMENT_ROWS]
+        plans = [WidePlan(SEGMENT_ROWS, groups, 1, 2, count > 1) for rows, groups in TILES if rows == SEGMENT_ROWS]
         times = [_time_us(plan, SEGMENT_ROWS, weight_rows, steps, (count, length), MULTIPROCESSORS) for plan in plans]
         choices.append((min(times), count, length))
     return min(choices)[1:]
@@ -139,12 +141,13 @@ def plans_of(rows: int, weight_rows: int, columns: int, card: Card) -> list[Wide
         raise ShapeError(f"a wide product takes a multiple of 64 rows up to {MOST_ROWS}, got {rows}")
     if weight_rows % 8 or columns % 8:
         raise ShapeError(f"a wide product's weight must have multiples of 8 as sizes, got {weight_rows} x {columns}")
-    segments = segments_of(weight_rows, columns)[0]
+    (segments, length), steps = segments_of(weight_rows, columns), -(-columns // STEP)
     plans = [
         plan
         for tile, groups in TILES
+        for depth in ((1, 2) if length % 2 == 0 and steps % 2 == 0 else (1,))
         for apart in ((False, True) if segments > 1 else (False,))
-        if rows % tile == 0 and (plan := _fitted(tile, groups, apart, segments, card)) is not None
+        if rows % tile == 0 and (plan := _fitted(tile, groups, depth, apart, segments, card)) is not None
     ]
     if not plans:
         raise ShapeError(f"a wide product does not fit the {card.shared_bytes} bytes of shared memory of a block")
@@ -156,12 +159,12 @@ def partials_shape(plan: WidePlan, rows: int, weight_rows: int, columns: int) ->
     return segments_of(weight_rows, columns)[0] if plan.apart else 0, rows, weight_rows
 
 
-def _fitted(tile: int, groups: int, apart: bool, segments: int, card: Card) -> WidePlan | None:
+def _fitted(tile: int, groups: int, depth: int, apart: bool, segments: int, card: Card) -> WidePlan | None:
     """With as many stages as fit; None where registers hold not all sums, totals beside them, or no two stages fit."""
     sums = groups * tile // 2 * (1 if apart or segments == 1 else 2)
     if sums > MOST_SUMS:
         return None
-    plans = (WidePlan(tile, groups, stages, apart) for stages in STAGE_COUNTS)
+    plans = (WidePlan(tile, groups, depth, stages, apart) for stages in STAGE_COUNTS)
     return next((plan for plan in plans if plan.shared_bytes <= card.shared_bytes), None)
 
 
@@ -171,7 +174,7 @@ def _time_us(
     """A rough time, to choose by."""
     count, length = segments
     units = plan.units(rows, weight_rows, count)
-    step_us = max(plan.stage_bytes / BYTES_A_US, plan.rows * plan.block_rows * STEP / PRODUCTS_A_US)
+    step_us = max(plan.stage_bytes / plan.depth / BYTES_A_US, plan.rows * plan.block_rows * STEP / PRODUCTS_A_US)
     turns = -(-units // multiprocessors)
     time = turns * ((length if plan.apart else steps) * step_us + TILE_US)
     time = max(time, 2 * weight_rows * steps * STEP / MEMORY_BYTES_A_US)
