@@ -21,9 +21,9 @@ __all__ = [
     "copy_bulk",
     "copy_bulk_hinted",
     "fence_barriers",
-    "move_words",
     "multiply_group",
     "registers",
+    "replace_words",
     "store_group_half",
 ]
 
@@ -141,23 +141,29 @@ def await_group(rows: int) -> Any:
     return wait
 
 
-def move_words(count: int) -> Any:
-    """An intrinsic: the same words in other registers, written here and not before."""
+def replace_words(count: int) -> Any:
+    """An intrinsic: the second of two tuples of words, where a number is not zero, as it never is.
+
+    To the assembler a product has done with its words when it has begun, and it loads others where they stand: so they
+    are used once more here, behind what waits for the product.
+    """
 
     @intrinsic
-    def move(context: Any, words: Any) -> Any:
+    def replace(context: Any, words: Any, others: Any, number: Any) -> Any:
         kinds = types.UniTuple(u32, count)
-        signature = kinds(kinds)
+        signature = kinds(kinds, kinds, u32)
 
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            function = ir.FunctionType(ir_type(u32), [ir_type(u32)])
-            assembly = ir.InlineAsm(function, "mov.b32 $0, $1;", "=r,r,~{memory}", side_effect=True)
-            values = [builder.extract_value(args[0], number) for number in range(count)]
-            return context.make_tuple(builder, signature.return_type, [builder.call(assembly, [v]) for v in values])
+            function = ir.FunctionType(ir_type(u32), [ir_type(u32)] * 3)
+            text = "{ .reg .pred p; setp.ne.u32 p, $3, 0; selp.b32 $0, $2, $1, p; }"
+            assembly = ir.InlineAsm(function, text, "=r,r,r,r,~{memory}", side_effect=True)
+            pairs = [[builder.extract_value(each, place) for each in args[:2]] for place in range(count)]
+            found = [builder.call(assembly, [*pair, args[2]]) for pair in pairs]
+            return context.make_tuple(builder, signature.return_type, found)
 
         return signature, codegen
 
-    return move
+    return replace
 
 
 def add_tiles(count: int) -> Any:

@@ -156,49 +156,60 @@ def make_consume(cut: Cut, plan: WidePlan, handover: Handover, finish: Callable[
     depth, groups, x_bytes = plan.depth, plan.groups, plan.rows * STEP_ROW_BYTES
     await_full, release, after = handover.await_full, handover.release, handover.after
     load, multiply = ptx.load_shared_tiles(4, PIECE_BYTES), ptx_hopper.multiply_group(plan.rows)
-    move = ptx_hopper.move_words(16)
+    replace = ptx_hopper.replace_words(16)
     await_sums = ptx_hopper.await_group(plan.rows)
     add, zeros = ptx_hopper.add_tiles(count), ptx.zeros(count)
 
     @device_function
-    def run(sums: Any, base: Any, barriers: Any, within: Any, stage: Any, parity: Any, number: Any, lane: Any) -> Any:
-        """So many steps, from zero; within: the lane's place in a stage.
+    def load_both(place: Any) -> Any:
+        """A lane's weights of a step, of both of the warpgroup's times 64 rows where it has two."""
+        words = load(place)
+        return words, load(uint32(place + uint32(second))) if two else words
+
+    @device_function
+    def multiply_both(sums: Any, words: Any, here: Any, go_on: Any) -> Any:
+        one = multiply(sums[0], words[0], here, go_on)
+        return one, multiply(sums[1], words[1], here, go_on) if two else sums[1]
+
+    @device_function
+    def await_both(sums: Any, words: Any) -> Any:
+        one = await_sums(sums[0], words[0])
+        return one, await_sums(sums[1], words[1]) if two else sums[1]
+
+    @device_function
+    def replace_both(words: Any, others: Any, number: Any) -> Any:
+        one = replace(words[0], others[0], number)
+        return one, replace(words[1], others[1], number) if two else one
+
+    @device_function
+    def run(
+        sums: Any, base: Any, barriers: Any, within: Any, stage: Any, parity: Any, number: Any, lane: Any, rows: Any
+    ) -> Any:
+        """So many steps, from zero; within: the lane's place in a stage; rows: a number that is not zero.
 
         A step's weights are loaded while the tensor cores have the step before.
         """
-        one, other = sums
         here, done = uint32(base + stage * uint32(stage_bytes)), uint32(0)
         await_full(barriers, stage, parity)
-        words = load(uint32(here + within))
-        next_words = words
+        words = load_both(uint32(here + within))
         while done < number:
-            flying = multiply(one, words, here, done)
-            if two:
-                words_too = load(uint32(here + within + uint32(second)))
-                flying_too = multiply(other, words_too, here, done)
+            sums = multiply_both(sums, words, here, done)
             if depth == 2:
-                next_words = load(uint32(here + within + uint32(TILE_BYTES)))
-                one = await_sums(flying, words)
-                if two:
-                    other = await_sums(flying_too, words_too)
-                words, here = move(next_words), uint32(here + uint32(x_bytes))
-                flying = multiply(one, words, here, uint32(1))
-                if two:
-                    words_too = load(uint32(here + within + uint32(second + TILE_BYTES - x_bytes)))
-                    flying_too = multiply(other, words_too, here, uint32(1))
+                others = load_both(uint32(here + within + uint32(TILE_BYTES)))
+                sums = await_both(sums, words)
+                words = replace_both(words, others, rows)
+                sums = multiply_both(sums, words, uint32(here + uint32(x_bytes)), uint32(1))
             later, later_parity = after(stage, parity)
-            done = uint32(done + uint32(depth))
+            done, others = uint32(done + uint32(depth)), words
             if done < number:
                 await_full(barriers, later, later_parity)
                 here = uint32(base + later * uint32(stage_bytes))
-                next_words = load(uint32(here + within))
-            one = await_sums(flying, words)
-            if two:
-                other = await_sums(flying_too, words_too)
-            words = move(next_words)
+                others = load_both(uint32(here + within))
+            sums = await_both(sums, words)
+            words = replace_both(words, others, rows)
             release(barriers, stage, lane)
             stage, parity = later, later_parity
-        return (one, other), stage, parity
+        return sums, stage, parity
 
     @device_function
     def consume(
@@ -217,7 +228,7 @@ def make_consume(cut: Cut, plan: WidePlan, handover: Handover, finish: Callable[
                 total, other = one, one
                 for part in range(segments):
                     number = min(uint32(length), uint32(uint32(steps) - uint32(part) * uint32(length)))
-                    sums, stage, parity = run(sums, base, barriers, within, stage, parity, number, lane)
+                    sums, stage, parity = run(sums, base, barriers, within, stage, parity, number, lane, rows)
                     total = add(total, sums[0])
                     if two:
                         other = add(other, sums[1])
@@ -226,7 +237,7 @@ def make_consume(cut: Cut, plan: WidePlan, handover: Handover, finish: Callable[
                 number = uint32(steps)
                 if apart:
                     number = min(uint32(length), uint32(uint32(steps) - segment * uint32(length)))
-                sums, stage, parity = run(sums, base, barriers, within, stage, parity, number, lane)
+                sums, stage, parity = run(sums, base, barriers, within, stage, parity, number, lane, rows)
                 finish(sums, beside, out, rows, x_tile, block, segment, first, lane)
             unit = uint32(unit + grid)
 
