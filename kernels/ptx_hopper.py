@@ -22,14 +22,12 @@ __all__ = [
     "copy_bulk_hinted",
     "fence_barriers",
     "multiply_group",
-    "registers",
     "replace_words",
     "store_group_half",
 ]
 
 GROUP_ROWS = 64  # rows of the first matrix that a warpgroup multiplies at once
 COLUMNS = 64  # of a step
-EVEN_REGISTERS = 168  # a thread of three warpgroups, as they start
 # The second matrix in shared memory: rows of 128 bytes, whose pieces of 16 bytes are swizzled; 8 rows are 1024 bytes.
 # It is the upper half of a descriptor; the lower one holds the address in units of 16 bytes.
 SWIZZLED_128 = 1 << 30 | 1024 >> 4
@@ -46,15 +44,6 @@ copy_bulk = instruction(f"{_BULK} [$0], [$1], $2, [$3];", None, (u32, i64, u32, 
 # and with one of these policies of the L2: what is read once makes room first (its number as in `ptx`)
 copy_bulk_hinted = instruction(f"{_BULK}.L2::cache_hint [$0], [$1], $2, [$3], $4;", None, (u32, i64, u32, u32, i64))
 KEPT_AS_USUAL, READ_ONCE = 0x1000000000000000, 0x12F0000000000000
-
-
-def registers(count: int) -> Any:
-    """An intrinsic of a warpgroup: from here on its threads have so many registers, a multiple of 8.
-
-    It waits until others of the block have given up what it lacks.
-    """
-    change = "inc" if count > EVEN_REGISTERS else "dec"
-    return instruction(f"setmaxnreg.{change}.sync.aligned.u32 {count};", None, (), together=True)
 
 
 def multiply_group(rows: int) -> Any:

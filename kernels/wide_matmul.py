@@ -28,13 +28,13 @@ from lowlat.kernels.wide_matmul_plan import (
     has_wide,
     partials_shape,
     plan_wide,
+    plans_of,
     segments_of,
 )
 
 __all__ = ["RUN", "examples", "runs_of", "wide_matmul"]
 
 RUN = 8  # weight rows that stay together
-FEW_REGISTERS, MANY_REGISTERS = 40, 232  # of threads that copy, and that multiply
 
 
 def runs_of(order: torch.Tensor) -> torch.Tensor:
@@ -71,14 +71,16 @@ def wide_matmul(
     arranged  [ceil(K/64), M, 64] bf16: workspace, as `arranged_shape` has it
     partials  [S, M, N]           float32: workspace, as `partials_shape` has it; None where S is 0
     out       [M, N]              float32, out
-    plan      as `plan_wide` has it, or another one: no bit depends on it
+    plan      as `plan_wide` has it, or another one of `plans_of`: no bit depends on it
     Time: the largest of the weight's bytes over the memory's bandwidth, what blocks read over the L2's, and 2 M N K
     operations over the tensor cores' rate. Captured: yes.
     Raises ShapeError for shapes that do not fit, or a card without such instructions.
     """
     rows, depth = x.shape
-    known = plan_wide(rows, weight.rows, weight.columns, card)
-    plan = known if plan is None else plan
+    plans = plans_of(rows, weight.rows, weight.columns, card)
+    plan = plan_wide(rows, weight.rows, weight.columns, card) if plan is None else plan
+    if plan not in plans:
+        raise ShapeError(f"{plan} is no plan for {rows} rows by a weight of {weight.rows} x {weight.columns}")
     check_shape("x", x, rows, weight.columns)
     check_shape("out", out, rows, weight.rows)
     check_shape("arranged", arranged, *arranged_shape(rows, depth))
@@ -89,8 +91,6 @@ def wide_matmul(
     if columns is not None:
         check_shape("columns", columns, weight.rows // RUN)
     segments, length = segments_of(weight.rows, weight.columns)
-    if rows % plan.rows or length % plan.depth or arranged.shape[0] % plan.depth:
-        raise ShapeError(f"{rows} rows and segments of {length} steps are no tiles of {plan}")
     cut, x_tiles = Cut(weight.rows, weight.columns, segments, length), rows // plan.rows
     units = plan.units(rows, weight.rows, segments)
     kernel = _make(cut, plan, bias is not None, columns is not None)
@@ -119,8 +119,6 @@ def _make(cut: Cut, plan: WidePlan, with_bias: bool, with_columns: bool) -> Kern
     consume = make_consume(cut, plan, handover, make_finish(cut, plan, with_bias, with_columns))
     begin, barriers_at, last_warp = handover.begin, plan.stages * plan.stage_bytes, 4 * CONSUMERS
 
-    give_registers, take_registers = ptx_hopper.registers(FEW_REGISTERS), ptx_hopper.registers(MANY_REGISTERS)
-
     def wide_matmul_kernel(
         weight: Any, x: Any, bias: Any, columns: Any, out: Any, rows: Any, x_tiles: Any, units: Any,
         policy: Any,
@@ -136,13 +134,11 @@ def _make(cut: Cut, plan: WidePlan, with_bias: bool, with_columns: bool) -> Kern
             ptx_hopper.fence_barriers()
         cuda.syncthreads()
         if warp >= uint32(last_warp):
-            give_registers()
             part = uint32(warp - uint32(last_warp))
             produce(
                 base, barriers, weight, x, uint32(rows), uint32(x_tiles), uint32(units), unit, grid, part, lane, policy
             )  # fmt: skip
         else:
-            take_registers()
             beside = (bias, columns)
             consume(
                 base, barriers, beside, out, uint32(rows), uint32(x_tiles), uint32(units), unit, grid, warp, lane
@@ -150,7 +146,7 @@ def _make(cut: Cut, plan: WidePlan, with_bias: bool, with_columns: bool) -> Kern
 
     name = (
         f"wide_matmul_{cut.weight_rows}x{cut.columns}_{cut.segments}x{cut.length}_"
-        f"{plan.rows}x{plan.groups}x{plan.depth}x{plan.stages}_{'apart' if plan.apart else 'whole'}_"
+        f"{plan.rows}x{plan.depth}x{plan.stages}_{'apart' if plan.apart else 'whole'}_"
         f"{'bias' if with_bias else 'plain'}_{'columns' if with_columns else 'inplace'}"
     )
     return Kernel(name, wide_matmul_kernel, (types.int64,) * 9, plan.threads, 1, plan.shared_bytes, specific=True)

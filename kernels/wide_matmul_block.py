@@ -13,7 +13,7 @@ from lowlat.kernels.handover import BARRIER_BYTES, Handover
 from lowlat.kernels.numba_cuda import device_function, float32, int64, uint32
 from lowlat.kernels.packing import TILE_ROWS
 from lowlat.kernels.ptx_hopper import GROUP_ROWS
-from lowlat.kernels.wide_matmul_plan import PRODUCERS, STEP, STEP_ROW_BYTES, WidePlan
+from lowlat.kernels.wide_matmul_plan import BLOCK_ROWS, MOST_SUMS, PRODUCERS, STEP, STEP_ROW_BYTES, WidePlan
 
 __all__ = ["Cut", "make_consume", "make_finish", "make_produce"]
 
@@ -71,7 +71,7 @@ def make_produce(cut: Cut, plan: WidePlan, handover: Handover) -> Any:
     stages, stage_bytes, x_bytes = plan.stages, plan.stage_bytes, plan.rows * STEP_ROW_BYTES
     depth = plan.depth
     weight_bytes = (stage_bytes - depth * x_bytes) // PRODUCERS
-    block_tiles, tiles = plan.block_rows // TILE_ROWS, plan.block_rows // TILE_ROWS // PRODUCERS
+    block_tiles, tiles = BLOCK_ROWS // TILE_ROWS, BLOCK_ROWS // TILE_ROWS // PRODUCERS
     steps, length, last_tile, x_rows = cut.steps, cut.length, cut.tiles - 1, plan.rows
     apart, unit_of, await_free, after = plan.apart, make_unit_of(cut, plan), handover.await_free, handover.after
 
@@ -151,9 +151,9 @@ def make_produce(cut: Cut, plan: WidePlan, handover: Handover) -> Any:
 def make_consume(cut: Cut, plan: WidePlan, handover: Handover, finish: Callable[..., Any]) -> Any:
     """A function of a warpgroup: multiply all steps of a block's units, and hand each unit's sums to `finish`."""
     steps, length, segments, apart = cut.steps, cut.length, cut.segments, plan.apart
-    whole, unit_of, two = segments > 1 and not apart, make_unit_of(cut, plan), plan.groups == 2
-    stage_bytes, count, second = plan.stage_bytes, plan.rows // 2, GROUP_TILES * TILE_BYTES * plan.depth
-    depth, groups, x_bytes = plan.depth, plan.groups, plan.rows * STEP_ROW_BYTES
+    whole, unit_of = segments > 1 and not apart, make_unit_of(cut, plan)
+    stage_bytes, count, early = plan.stage_bytes, plan.sums, plan.sums * (1 + whole) <= MOST_SUMS
+    depth, x_bytes = plan.depth, plan.rows * STEP_ROW_BYTES
     await_full, release, after = handover.await_full, handover.release, handover.after
     load, multiply = ptx.load_shared_tiles(4, PIECE_BYTES), ptx_hopper.multiply_group(plan.rows)
     replace = ptx_hopper.replace_words(16)
@@ -161,53 +161,43 @@ def make_consume(cut: Cut, plan: WidePlan, handover: Handover, finish: Callable[
     add, zeros = ptx_hopper.add_tiles(count), ptx.zeros(count)
 
     @device_function
-    def load_both(place: Any) -> Any:
-        """A lane's weights of a step, of both of the warpgroup's times 64 rows where it has two."""
-        words = load(place)
-        return words, load(uint32(place + uint32(second))) if two else words
-
-    @device_function
-    def multiply_both(sums: Any, words: Any, here: Any, go_on: Any) -> Any:
-        one = multiply(sums[0], words[0], here, go_on)
-        return one, multiply(sums[1], words[1], here, go_on) if two else sums[1]
-
-    @device_function
-    def await_both(sums: Any, words: Any) -> Any:
-        one = await_sums(sums[0], words[0])
-        return one, await_sums(sums[1], words[1]) if two else sums[1]
-
-    @device_function
-    def replace_both(words: Any, others: Any, number: Any) -> Any:
-        one = replace(words[0], others[0], number)
-        return one, replace(words[1], others[1], number) if two else one
-
-    @device_function
     def run(
         sums: Any, base: Any, barriers: Any, within: Any, stage: Any, parity: Any, number: Any, lane: Any, rows: Any
     ) -> Any:
         """So many steps, from zero; within: the lane's place in a stage; rows: a number that is not zero.
 
-        A step's weights are loaded while the tensor cores have the step before.
+        A step's weights are loaded while the tensor cores have the step before, where registers suffice.
         """
         here, done = uint32(base + stage * uint32(stage_bytes)), uint32(0)
         await_full(barriers, stage, parity)
-        words = load_both(uint32(here + within))
+        words = load(uint32(here + within))
         while done < number:
-            sums = multiply_both(sums, words, here, done)
+            sums = multiply(sums, words, here, done)
             if depth == 2:
-                others = load_both(uint32(here + within + uint32(TILE_BYTES)))
-                sums = await_both(sums, words)
-                words = replace_both(words, others, rows)
-                sums = multiply_both(sums, words, uint32(here + uint32(x_bytes)), uint32(1))
+                place = uint32(here + within + uint32(TILE_BYTES))
+                if early:
+                    others = load(place)
+                    sums = await_sums(sums, words)
+                    words = replace(words, others, rows)
+                else:
+                    sums = await_sums(sums, words)
+                    words = load(place)
+                sums = multiply(sums, words, uint32(here + uint32(x_bytes)), uint32(1))
             later, later_parity = after(stage, parity)
             done, others = uint32(done + uint32(depth)), words
+            if not early:
+                sums = await_sums(sums, words)
+                release(barriers, stage, lane)
             if done < number:
                 await_full(barriers, later, later_parity)
                 here = uint32(base + later * uint32(stage_bytes))
-                others = load_both(uint32(here + within))
-            sums = await_both(sums, words)
-            words = replace_both(words, others, rows)
-            release(barriers, stage, lane)
+                others = load(uint32(here + within))
+            if early:
+                sums = await_sums(sums, words)
+                release(barriers, stage, lane)
+                words = replace(words, others, rows)
+            else:
+                words = others
             stage, parity = later, later_parity
         return sums, stage, parity
 
@@ -217,22 +207,19 @@ def make_consume(cut: Cut, plan: WidePlan, handover: Handover, finish: Callable[
         warp: Any, lane: Any,
     ) -> None:  # fmt: skip
         group, quarter = uint32(warp >> uint32(2)), uint32(warp & uint32(3))
-        first = uint32(group * uint32(GROUP_TILES * groups) + quarter)  # of the block's tiles, the warp's own
+        first = uint32(group * uint32(GROUP_TILES) + quarter)  # of the block's tiles, the warp's own
         within = uint32(uint32(depth * x_bytes) + first * uint32(depth * TILE_BYTES) + lane * uint32(16))
-        one = zeros()
-        sums, stage, parity = (one, one), uint32(0), uint32(0)
+        sums, stage, parity = zeros(), uint32(0), uint32(0)
         ptx.wait_for_previous_kernel()
         while unit < units:
             x_tile, block, segment = unit_of(unit, x_tiles)
             if whole:
-                total, other = one, one
+                total = zeros()
                 for part in range(segments):
                     number = min(uint32(length), uint32(uint32(steps) - uint32(part) * uint32(length)))
                     sums, stage, parity = run(sums, base, barriers, within, stage, parity, number, lane, rows)
-                    total = add(total, sums[0])
-                    if two:
-                        other = add(other, sums[1])
-                finish((total, other), beside, out, rows, x_tile, block, segment, first, lane)
+                    total = add(total, sums)
+                finish(total, beside, out, rows, x_tile, block, segment, first, lane)
             else:
                 number = uint32(steps)
                 if apart:
@@ -246,7 +233,7 @@ def make_consume(cut: Cut, plan: WidePlan, handover: Handover, finish: Callable[
 
 def make_finish(cut: Cut, plan: WidePlan, with_bias: bool, with_columns: bool) -> Any:
     """A function of a warp: store a unit's sums, with the bias, in the original columns; or a segment's as they are."""
-    weight_rows, block_tiles, two = cut.weight_rows, plan.block_rows // TILE_ROWS, plan.groups == 2
+    weight_rows, block_tiles = cut.weight_rows, BLOCK_ROWS // TILE_ROWS
     pitch, plain, x_rows = 4 * weight_rows, plan.apart, plan.rows
     store0, store1 = (ptx_hopper.store_group_half(plan.rows, half, pitch) for half in (0, 1))
 
@@ -262,8 +249,12 @@ def make_finish(cut: Cut, plan: WidePlan, with_bias: bool, with_columns: bool) -
         return extra, int64(uint32(column + row)) * int64(4)
 
     @device_function
-    def store(sums: Any, beside: Any, target: Any, tile: Any, row: Any) -> None:
-        run = uint32(tile * uint32(2))
+    def finish(
+        sums: Any, beside: Any, out: Any, rows: Any, x_tile: Any, block: Any, segment: Any, first: Any, lane: Any
+    ) -> None:
+        corner = uint32(x_tile * uint32(x_rows) + uint32((lane & uint32(3)) * uint32(2)))
+        target = out + (int64(segment) * int64(rows) + int64(corner)) * int64(pitch)
+        run, row = uint32(uint32(block * uint32(block_tiles) + first) * uint32(2)), uint32(lane >> uint32(2))
         if uint32(run * uint32(8)) < uint32(weight_rows):
             extra, at = place_of(beside, run, row)
             store0(target + at, extra, sums)
@@ -271,16 +262,5 @@ def make_finish(cut: Cut, plan: WidePlan, with_bias: bool, with_columns: bool) -
         if uint32(run * uint32(8)) < uint32(weight_rows):
             extra, at = place_of(beside, run, row)
             store1(target + at, extra, sums)
-
-    @device_function
-    def finish(
-        sums: Any, beside: Any, out: Any, rows: Any, x_tile: Any, block: Any, segment: Any, first: Any, lane: Any
-    ) -> None:
-        corner = uint32(x_tile * uint32(x_rows) + uint32((lane & uint32(3)) * uint32(2)))
-        target = out + (int64(segment) * int64(rows) + int64(corner)) * int64(pitch)
-        tile, row = uint32(block * uint32(block_tiles) + first), uint32(lane >> uint32(2))
-        store(sums[0], beside, target, tile, row)
-        if two:
-            store(sums[1], beside, target, uint32(tile + uint32(GROUP_TILES)), row)
 
     return finish
