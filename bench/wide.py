@@ -115,7 +115,7 @@ def _cases(launcher: Launcher, name: str, weights: _Weights, rows: int, all_plan
     plans = _plans(launcher, name, rows, all_plans)
     for plan in plans:
         calls = _wide(launcher, weights, x, out, plan)
-        cut = f"{plan.rows}x{plan.groups}x{plan.stages} {'apart' if plan.apart else 'whole'}"
+        cut = f"{plan.rows}x{plan.depth}x{plan.stages} {'apart' if plan.apart else 'whole'}"
         label = f"{name}, {rows} rows, wide, {cut}{', the plan' if plan == plans[0] else ''}"
         yield _Case(label, rows, shape, capture(launcher, Entry(label, calls, COPIES)))
     yield _Case(f"{name}, {rows} rows, torch", rows, shape, _torch(weights, x, out, unpacking=False))

@@ -12,19 +12,20 @@ from lowlat.kernels.numba_cuda import intrinsic, types
 from lowlat.kernels.ptx import f32, i64, instruction, ir_type, u32
 
 __all__ = [
+    "KEPT_AS_USUAL",
+    "READ_ONCE",
     "add_tiles",
     "await_group",
     "barrier_expect",
     "copy_bulk",
-    "copy_bulk_once",
+    "copy_bulk_hinted",
     "fence_barriers",
     "multiply_group",
-    "registers",
+    "replace_words",
     "store_group_half",
 ]
 
 COLUMNS = 64  # of a step
-EVEN_REGISTERS = 168  # a thread of three warpgroups, as they start
 # The second matrix in shared memory: rows of 128 bytes, whose pieces of 16 bytes are swizzled; 8 rows are 1024 bytes.
 # It is the upper half of a descriptor; the lower one holds the address in units of 16 bytes.
 SWIZZLED_128 = 1 << 30 | 1024 >> 4
@@ -38,21 +39,9 @@ barrier_expect = instruction("{ .reg .b64 t; mbarrier.arrive.expect_tx.shared.b6
 # from global to shared memory: address there, source, bytes, the barrier that counts them; all multiples of 16
 _BULK = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
 copy_bulk = instruction(f"{_BULK} [$0], [$1], $2, [$3];", None, (u32, i64, u32, u32))
-# what is read once makes room in the L2 first; the number as in `ptx`
-copy_bulk_once = instruction(
-    f"{{ .reg .b64 policy; mov.b64 policy, 0x12F0000000000000; {_BULK}.L2::cache_hint [$0], [$1], $2, [$3], policy; }}",
-    None,
-    (u32, i64, u32, u32),
-)
-
-
-def registers(count: int) -> Any:
-    """An intrinsic of a warpgroup: from here on its threads have so many registers, a multiple of 8.
-
-    It waits until others of the block have given up what it lacks.
-    """
-    change = "inc" if count > EVEN_REGISTERS else "dec"
-    return instruction(f"setmaxnreg.{change}.sync.aligned.u32 {count};", None, (), together=True)
+# and with one of these policies of the L2: what is read once makes room first (its number as in `ptx`)
+copy_bulk_hinted = instruction(f"{_BULK}.L2::cache_hint [$0], [$1], $2, [$3], $4;", None, (u32, i64, u32, u32, i64))
+KEPT_AS_USUAL, READ_ONCE = 0x1000000000000000, 0x12F0000000000000
 
 
 def multiply_group(rows: int) -> Any:
@@ -137,6 +126,31 @@ def await_group(rows: int) -> Any:
         return signature, codegen
 
     return wait
+
+
+def replace_words(count: int) -> Any:
+    """An intrinsic: the second of two tuples of words, where a number is not zero, as it never is.
+
+    To the assembler a product has done with its words when it has begun, and it loads others where they stand: so they
+    are used once more here, behind what waits for the product.
+    """
+
+    @intrinsic
+    def replace(context: Any, words: Any, others: Any, number: Any) -> Any:
+        kinds = types.UniTuple(u32, count)
+        signature = kinds(kinds, kinds, u32)
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            function = ir.FunctionType(ir_type(u32), [ir_type(u32)] * 3)
+            text = "{ .reg .pred p; setp.ne.u32 p, $3, 0; selp.b32 $0, $2, $1, p; }"
+            assembly = ir.InlineAsm(function, text, "=r,r,r,r,~{memory}", side_effect=True)
+            pairs = [[builder.extract_value(each, place) for each in args[:2]] for place in range(count)]
+            found = [builder.call(assembly, [*pair, args[2]]) for pair in pairs]
+            return context.make_tuple(builder, signature.return_type, found)
+
+        return signature, codegen
+
+    return replace
 
 
 def add_tiles(count: int) -> Any:

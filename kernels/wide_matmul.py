@@ -15,6 +15,7 @@ from lowlat.kernels.handover import make_handover
 from lowlat.kernels.kernel import H200, Card, Kernel, KernelCall
 from lowlat.kernels.numba_cuda import cuda, float32, types, uint32
 from lowlat.kernels.packing import RUN, PackedMatrix
+from lowlat.kernels.ptx_hopper import KEPT_AS_USUAL, READ_ONCE
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.wide_add import add_segments
 from lowlat.kernels.wide_arrange import arrange, arranged_shape
@@ -22,16 +23,16 @@ from lowlat.kernels.wide_matmul_block import Cut, make_consume, make_finish, mak
 from lowlat.kernels.wide_matmul_plan import (
     ALIGNMENT,
     CONSUMERS,
+    PRODUCERS,
     WidePlan,
     has_wide,
     partials_shape,
     plan_wide,
+    plans_of,
     segments_of,
 )
 
 __all__ = ["examples", "wide_matmul"]
-
-FEW_REGISTERS, MANY_REGISTERS = 40, 232  # of threads that copy, and that multiply
 
 
 def wide_matmul(
@@ -55,14 +56,16 @@ def wide_matmul(
     arranged  [ceil(K/64), M, 64] bf16: workspace, as `arranged_shape` has it
     partials  [S, M, N]           float32: workspace, as `partials_shape` has it; None where S is 0
     out       [M, N]              float32, out
-    plan      as `plan_wide` has it, or another one: no bit depends on it
+    plan      as `plan_wide` has it, or another one of `plans_of`: no bit depends on it
     Time: the largest of the weight's bytes over the memory's bandwidth, what blocks read over the L2's, and 2 M N K
     operations over the tensor cores' rate. Captured: yes.
     Raises ShapeError for shapes that do not fit, or a card without such instructions.
     """
     rows, depth = x.shape
-    known = plan_wide(rows, weight.rows, weight.columns, card)
-    plan = known if plan is None else plan
+    plans = plans_of(rows, weight.rows, weight.columns, card)
+    plan = plan_wide(rows, weight.rows, weight.columns, card) if plan is None else plan
+    if plan not in plans:
+        raise ShapeError(f"{plan} is no plan for {rows} rows by a weight of {weight.rows} x {weight.columns}")
     check_shape("x", x, rows, weight.columns)
     check_shape("out", out, rows, weight.rows)
     check_shape("arranged", arranged, *arranged_shape(rows, depth))
@@ -72,12 +75,10 @@ def wide_matmul(
         check_shape("bias", bias, weight.rows)
     if columns is not None:
         check_shape("columns", columns, weight.rows // RUN)
-    if rows % plan.rows:
-        raise ShapeError(f"{rows} rows are no tiles of {plan.rows}")
     segments, length = segments_of(weight.rows, weight.columns)
     cut, x_tiles = Cut(weight.rows, weight.columns, segments, length), rows // plan.rows
     units = plan.units(rows, weight.rows, segments)
-    kernel = _make(cut, plan, bias is not None, columns is not None, x_tiles == 1)
+    kernel = _make(cut, plan, bias is not None, columns is not None)
     target = out
     if plan.apart:
         if partials is None:
@@ -86,7 +87,7 @@ def wide_matmul(
         target = partials
     arguments = (
         weight.tiles, arranged, 0 if bias is None else bias, 0 if columns is None else columns, target, rows, x_tiles,
-        units,
+        units, READ_ONCE if x_tiles == 1 else KEPT_AS_USUAL,
     )  # fmt: skip
     calls = arrange(x=x, out=arranged)
     calls.append(KernelCall(kernel, (min(units, card.num_multiprocessors), 1, 1), arguments))
@@ -96,18 +97,17 @@ def wide_matmul(
 
 
 @cache
-def _make(cut: Cut, plan: WidePlan, with_bias: bool, with_columns: bool, once: bool) -> Kernel:
+def _make(cut: Cut, plan: WidePlan, with_bias: bool, with_columns: bool) -> Kernel:
     """Grid: as many blocks as the card has multiprocessors, or units where those are fewer."""
-    handover = make_handover(plan.stages, 1, 4 * CONSUMERS, patient=True)
-    produce = make_produce(cut, plan, handover, once)
+    handover = make_handover(plan.stages, PRODUCERS, 4 * CONSUMERS, patient=True)
+    produce = make_produce(cut, plan, handover)
     consume = make_consume(cut, plan, handover, make_finish(cut, plan, with_bias, with_columns))
     begin, barriers_at, last_warp = handover.begin, plan.stages * plan.stage_bytes, 4 * CONSUMERS
 
-    give_registers, take_registers = ptx_hopper.registers(FEW_REGISTERS), ptx_hopper.registers(MANY_REGISTERS)
-
     def wide_matmul_kernel(
-        weight: Any, x: Any, bias: Any, columns: Any, out: Any, rows: Any, x_tiles: Any, units: Any
-    ) -> None:
+        weight: Any, x: Any, bias: Any, columns: Any, out: Any, rows: Any, x_tiles: Any, units: Any,
+        policy: Any,
+    ) -> None:  # fmt: skip
         start = uint32(ptx.shared_address(cuda.shared.array(shape=0, dtype=float32)))
         base = uint32(uint32(start + uint32(ALIGNMENT - 1)) & uint32(0xFFFFFFFF - ALIGNMENT + 1))
         barriers = uint32(base + uint32(barriers_at))
@@ -119,11 +119,11 @@ def _make(cut: Cut, plan: WidePlan, with_bias: bool, with_columns: bool, once: b
             ptx_hopper.fence_barriers()
         cuda.syncthreads()
         if warp >= uint32(last_warp):
-            give_registers()
-            if warp == uint32(last_warp):
-                produce(base, barriers, weight, x, uint32(rows), uint32(x_tiles), uint32(units), unit, grid, lane)
+            part = uint32(warp - uint32(last_warp))
+            produce(
+                base, barriers, weight, x, uint32(rows), uint32(x_tiles), uint32(units), unit, grid, part, lane, policy
+            )  # fmt: skip
         else:
-            take_registers()
             beside = (bias, columns)
             consume(
                 base, barriers, beside, out, uint32(rows), uint32(x_tiles), uint32(units), unit, grid, warp, lane
@@ -131,21 +131,25 @@ def _make(cut: Cut, plan: WidePlan, with_bias: bool, with_columns: bool, once: b
 
     name = (
         f"wide_matmul_{cut.weight_rows}x{cut.columns}_{cut.segments}x{cut.length}_"
-        f"{plan.rows}x{plan.groups}x{plan.stages}_{'apart' if plan.apart else 'whole'}_"
-        f"{'bias' if with_bias else 'plain'}_{'columns' if with_columns else 'inplace'}{'_once' if once else ''}"
+        f"{plan.rows}x{plan.depth}x{plan.stages}_{'apart' if plan.apart else 'whole'}_"
+        f"{'bias' if with_bias else 'plain'}_{'columns' if with_columns else 'inplace'}"
     )
-    return Kernel(name, wide_matmul_kernel, (types.int64,) * 8, plan.threads, 1, plan.shared_bytes, specific=True)
+    return Kernel(name, wide_matmul_kernel, (types.int64,) * 9, plan.threads, 1, plan.shared_bytes, specific=True)
 
 
 def examples(card: Card = H200) -> list[Kernel]:
     """Representative specialisations, for a card that has the instructions: Llama's products, and an odd one."""
     if not has_wide(card):
         return []
-    cases = ((128, 6144, 4096, False, True), (512, 4096, 4096, False, False), (512, 28672, 4096, False, True))
-    cases += ((64, 200, 72, True, True),)
+    cases = (
+        (128, 6144, 4096, False, True),
+        (512, 4096, 4096, False, False),
+        (512, 28672, 4096, False, True),
+        (64, 200, 72, True, True),
+    )
     made = []
     for rows, weight_rows, columns, with_bias, with_columns in cases:
         plan = plan_wide(rows, weight_rows, columns, card)
         cut = Cut(weight_rows, columns, *segments_of(weight_rows, columns))
-        made.append(_make(cut, plan, with_bias, with_columns, rows == plan.rows))
+        made.append(_make(cut, plan, with_bias, with_columns))
     return made

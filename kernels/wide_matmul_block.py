@@ -12,7 +12,15 @@ from lowlat.kernels import ptx, ptx_hopper
 from lowlat.kernels.handover import BARRIER_BYTES, Handover
 from lowlat.kernels.numba_cuda import device_function, float32, int64, uint32
 from lowlat.kernels.packing import TILE_ROWS
-from lowlat.kernels.wide_matmul_plan import GROUP_ROWS, STEP, STEP_ROW_BYTES, WidePlan
+from lowlat.kernels.wide_matmul_plan import (
+    BLOCK_ROWS,
+    GROUP_ROWS,
+    MOST_SUMS,
+    PRODUCERS,
+    STEP,
+    STEP_ROW_BYTES,
+    WidePlan,
+)
 
 __all__ = ["Cut", "make_consume", "make_finish", "make_produce"]
 
@@ -61,58 +69,72 @@ def make_unit_of(cut: Cut, plan: WidePlan) -> Any:
     return unit_of
 
 
-def make_produce(cut: Cut, plan: WidePlan, handover: Handover, once: bool) -> Any:
-    """A function of a whole warp: let all steps of a block's units travel, and wait for the kernel before meanwhile.
+def make_produce(cut: Cut, plan: WidePlan, handover: Handover) -> Any:
+    """A function of the warps that copy: let all steps of a block's units travel; wait for the kernel before meanwhile.
 
-    A lane each copies a tile of weights, one more copies rows of x. once: weights are read by one block alone.
+    Each warp has its part of a stage's weights, of which a lane each copies a tile; one lane of the first warp copies
+    the rows of x. It takes the warp's number among them in `part`.
     """
     stages, stage_bytes, x_bytes = plan.stages, plan.stage_bytes, plan.rows * STEP_ROW_BYTES
-    steps, length, last_tile = cut.steps, cut.length, cut.tiles - 1
-    tiles, apart, unit_of = plan.block_rows // TILE_ROWS, plan.apart, make_unit_of(cut, plan)
-    copy_weights = ptx_hopper.copy_bulk_once if once else ptx_hopper.copy_bulk
-    x_rows, await_free, after = plan.rows, handover.await_free, handover.after
+    depth = plan.depth
+    weight_bytes = (stage_bytes - depth * x_bytes) // PRODUCERS
+    block_tiles, tiles = BLOCK_ROWS // TILE_ROWS, BLOCK_ROWS // TILE_ROWS // PRODUCERS
+    steps, length, last_tile, x_rows = cut.steps, cut.length, cut.tiles - 1, plan.rows
+    apart, unit_of, await_free, after = plan.apart, make_unit_of(cut, plan), handover.await_free, handover.after
 
     @device_function
-    def source_of(weight: Any, block: Any, lane: Any) -> Any:
-        tile = min(uint32(block * uint32(tiles) + lane), uint32(last_tile))
-        return weight + int64(tile) * int64(steps * TILE_BYTES)
+    def sources_of(weight: Any, x: Any, x_tile: Any, block: Any, part: Any, lane: Any) -> Any:
+        """Where a lane's tile and the rows begin, of step 0."""
+        own = uint32(part * uint32(tiles) + lane)
+        tile = min(uint32(block * uint32(block_tiles) + own), uint32(last_tile))
+        row = uint32(x_tile * uint32(x_rows))
+        return weight + int64(tile) * int64(steps * TILE_BYTES), x + int64(row) * int64(STEP_ROW_BYTES)
 
     @device_function
-    def send_weights(place: Any, full: Any, source: Any, step: Any, lane: Any) -> None:
+    def send_weights(place: Any, full: Any, source: Any, step: Any, part: Any, lane: Any, policy: Any) -> None:
         if lane == uint32(0):
-            ptx_hopper.barrier_expect(full, uint32(stage_bytes))
+            whole = uint32(weight_bytes)
+            if part == uint32(0):
+                whole = uint32(weight_bytes + depth * x_bytes)
+            ptx_hopper.barrier_expect(full, whole)
         ptx.sync_warp()
         if lane < uint32(tiles):
-            target = uint32(place + uint32(x_bytes) + lane * uint32(TILE_BYTES))
-            copy_weights(target, source + int64(step) * int64(TILE_BYTES), uint32(TILE_BYTES), full)
+            own = uint32(part * uint32(tiles) + lane)
+            target = uint32(place + uint32(depth * x_bytes) + own * uint32(depth * TILE_BYTES))
+            source = source + int64(step) * int64(TILE_BYTES)
+            ptx_hopper.copy_bulk_hinted(target, source, uint32(depth * TILE_BYTES), full, policy)
 
     @device_function
-    def send_rows(place: Any, full: Any, x: Any, rows: Any, step: Any, x_tile: Any, lane: Any) -> None:
-        if lane == uint32(tiles):
-            row = int64(step) * int64(rows) + int64(uint32(x_tile * uint32(x_rows)))
-            ptx_hopper.copy_bulk(place, x + row * int64(STEP_ROW_BYTES), uint32(x_bytes), full)
+    def send_rows(place: Any, full: Any, source: Any, rows: Any, step: Any, part: Any, lane: Any) -> None:
+        if part == uint32(0) and lane == uint32(tiles):
+            source = source + int64(step) * int64(rows) * int64(STEP_ROW_BYTES)
+            ptx_hopper.copy_bulk(place, source, uint32(x_bytes), full)
+            if depth == 2:
+                source = source + int64(rows) * int64(STEP_ROW_BYTES)
+                ptx_hopper.copy_bulk(uint32(place + uint32(x_bytes)), source, uint32(x_bytes), full)
 
     @device_function
     def produce(
         base: Any, barriers: Any, weight: Any, x: Any, rows: Any, x_tiles: Any, units: Any, unit: Any, grid: Any,
-        lane: Any,
+        part: Any, lane: Any, policy: Any,
     ) -> None:  # fmt: skip
         x_tile, block, segment = unit_of(unit, x_tiles)
-        source, step = source_of(weight, block, lane), uint32(segment * uint32(length))
+        source, x_source = sources_of(weight, x, x_tile, block, part, lane)
+        step = uint32(segment * uint32(length))
         end = min(uint32(step + uint32(length)), uint32(steps)) if apart else uint32(steps)
-        ahead, first = min(uint32(end - step), uint32(stages)), step
+        ahead = min(uint32(uint32(end - step) // uint32(depth)), uint32(stages))
         for number in range(stages):
             if uint32(number) < ahead:
                 full = uint32(barriers + uint32(number * BARRIER_BYTES))
-                send_weights(uint32(base + uint32(number * stage_bytes)), full, source, step, lane)
-                step = uint32(step + uint32(1))
+                here = uint32(base + uint32(number * stage_bytes))
+                send_weights(here, full, source, uint32(step + uint32(number * depth)), part, lane, policy)
         ptx.wait_for_previous_kernel()
         for number in range(stages):
             if uint32(number) < ahead:
                 full = uint32(barriers + uint32(number * BARRIER_BYTES))
                 here = uint32(base + uint32(number * stage_bytes))
-                send_rows(here, full, x, rows, uint32(first + uint32(number)), x_tile, lane)
-        stage, parity = uint32(ahead), uint32(1)
+                send_rows(here, full, x_source, rows, uint32(step + uint32(number * depth)), part, lane)
+        step, stage, parity = uint32(step + ahead * uint32(depth)), uint32(ahead), uint32(1)
         if stage == uint32(stages):
             stage, parity = uint32(0), uint32(0)
         while unit < units:
@@ -120,13 +142,14 @@ def make_produce(cut: Cut, plan: WidePlan, handover: Handover, once: bool) -> An
                 await_free(barriers, stage, parity)
                 full = uint32(barriers + stage * uint32(BARRIER_BYTES))
                 here = uint32(base + stage * uint32(stage_bytes))
-                send_weights(here, full, source, step, lane)
-                send_rows(here, full, x, rows, step, x_tile, lane)
+                send_weights(here, full, source, step, part, lane, policy)
+                send_rows(here, full, x_source, rows, step, part, lane)
                 stage, parity = after(stage, parity)
-                step = uint32(step + uint32(1))
+                step = uint32(step + uint32(depth))
             unit = uint32(unit + grid)
             x_tile, block, segment = unit_of(unit, x_tiles)
-            source, step = source_of(weight, block, lane), uint32(segment * uint32(length))
+            source, x_source = sources_of(weight, x, x_tile, block, part, lane)
+            step = uint32(segment * uint32(length))
             end = min(uint32(step + uint32(length)), uint32(steps)) if apart else uint32(steps)
 
     return produce
@@ -135,43 +158,55 @@ def make_produce(cut: Cut, plan: WidePlan, handover: Handover, once: bool) -> An
 def make_consume(cut: Cut, plan: WidePlan, handover: Handover, finish: Callable[..., Any]) -> Any:
     """A function of a warpgroup: multiply all steps of a block's units, and hand each unit's sums to `finish`."""
     steps, length, segments, apart = cut.steps, cut.length, cut.segments, plan.apart
-    whole, unit_of, two = segments > 1 and not apart, make_unit_of(cut, plan), plan.groups == 2
-    stage_bytes, count, second = plan.stage_bytes, plan.rows // 2, GROUP_TILES * TILE_BYTES
-    groups, x_bytes = plan.groups, plan.rows * STEP_ROW_BYTES
+    whole, unit_of = segments > 1 and not apart, make_unit_of(cut, plan)
+    stage_bytes, count, early = plan.stage_bytes, plan.sums, plan.sums * (1 + whole) <= MOST_SUMS
+    depth, x_bytes = plan.depth, plan.rows * STEP_ROW_BYTES
     await_full, release, after = handover.await_full, handover.release, handover.after
     load, multiply = ptx.load_shared_tiles(4, PIECE_BYTES), ptx_hopper.multiply_group(plan.rows)
+    replace = ptx_hopper.replace_words(16)
     await_sums = ptx_hopper.await_group(plan.rows)
     add, zeros = ptx_hopper.add_tiles(count), ptx.zeros(count)
 
     @device_function
-    def run(sums: Any, base: Any, barriers: Any, within: Any, stage: Any, parity: Any, number: Any, lane: Any) -> Any:
-        """So many steps, from zero; within: the lane's place in a stage.
+    def run(
+        sums: Any, base: Any, barriers: Any, within: Any, stage: Any, parity: Any, number: Any, lane: Any, rows: Any
+    ) -> Any:
+        """So many steps, from zero; within: the lane's place in a stage; rows: a number that is not zero.
 
-        A step's weights are loaded while the tensor cores have the step before.
+        A step's weights are loaded while the tensor cores have the step before, where registers suffice.
         """
-        one, other = sums
         here, done = uint32(base + stage * uint32(stage_bytes)), uint32(0)
         await_full(barriers, stage, parity)
         words = load(uint32(here + within))
-        next_words = words
         while done < number:
-            flying = multiply(one, words, here, done)
-            if two:
-                words_too = load(uint32(here + within + uint32(second)))
-                flying_too = multiply(other, words_too, here, done)
+            sums = multiply(sums, words, here, done)
+            if depth == 2:
+                place = uint32(here + within + uint32(TILE_BYTES))
+                if early:
+                    others = load(place)
+                    sums = await_sums(sums, words)
+                    words = replace(words, others, rows)
+                else:
+                    sums = await_sums(sums, words)
+                    words = load(place)
+                sums = multiply(sums, words, uint32(here + uint32(x_bytes)), uint32(1))
             later, later_parity = after(stage, parity)
-            done = uint32(done + uint32(1))
+            done, others = uint32(done + uint32(depth)), words
+            if not early:
+                sums = await_sums(sums, words)
+                release(barriers, stage, lane)
             if done < number:
                 await_full(barriers, later, later_parity)
                 here = uint32(base + later * uint32(stage_bytes))
-                next_words = load(uint32(here + within))
-            one = await_sums(flying, words)
-            if two:
-                other = await_sums(flying_too, words_too)
-            words = next_words
-            release(barriers, stage, lane)
+                others = load(uint32(here + within))
+            if early:
+                sums = await_sums(sums, words)
+                release(barriers, stage, lane)
+                words = replace(words, others, rows)
+            else:
+                words = others
             stage, parity = later, later_parity
-        return (one, other), stage, parity
+        return sums, stage, parity
 
     @device_function
     def consume(
@@ -179,27 +214,24 @@ def make_consume(cut: Cut, plan: WidePlan, handover: Handover, finish: Callable[
         warp: Any, lane: Any,
     ) -> None:  # fmt: skip
         group, quarter = uint32(warp >> uint32(2)), uint32(warp & uint32(3))
-        first = uint32(group * uint32(GROUP_TILES * groups) + quarter)  # of the block's tiles, the warp's own
-        within = uint32(uint32(x_bytes) + first * uint32(TILE_BYTES) + lane * uint32(16))
-        one = zeros()
-        sums, stage, parity = (one, one), uint32(0), uint32(0)
+        first = uint32(group * uint32(GROUP_TILES) + quarter)  # of the block's tiles, the warp's own
+        within = uint32(uint32(depth * x_bytes) + first * uint32(depth * TILE_BYTES) + lane * uint32(16))
+        sums, stage, parity = zeros(), uint32(0), uint32(0)
         ptx.wait_for_previous_kernel()
         while unit < units:
             x_tile, block, segment = unit_of(unit, x_tiles)
             if whole:
-                total, other = one, one
+                total = zeros()
                 for part in range(segments):
                     number = min(uint32(length), uint32(uint32(steps) - uint32(part) * uint32(length)))
-                    sums, stage, parity = run(sums, base, barriers, within, stage, parity, number, lane)
-                    total = add(total, sums[0])
-                    if two:
-                        other = add(other, sums[1])
-                finish((total, other), beside, out, rows, x_tile, block, segment, first, lane)
+                    sums, stage, parity = run(sums, base, barriers, within, stage, parity, number, lane, rows)
+                    total = add(total, sums)
+                finish(total, beside, out, rows, x_tile, block, segment, first, lane)
             else:
                 number = uint32(steps)
                 if apart:
                     number = min(uint32(length), uint32(uint32(steps) - segment * uint32(length)))
-                sums, stage, parity = run(sums, base, barriers, within, stage, parity, number, lane)
+                sums, stage, parity = run(sums, base, barriers, within, stage, parity, number, lane, rows)
                 finish(sums, beside, out, rows, x_tile, block, segment, first, lane)
             unit = uint32(unit + grid)
 
@@ -208,7 +240,7 @@ def make_consume(cut: Cut, plan: WidePlan, handover: Handover, finish: Callable[
 
 def make_finish(cut: Cut, plan: WidePlan, with_bias: bool, with_columns: bool) -> Any:
     """A function of a warp: store a unit's sums, with the bias, in the original columns; or a segment's as they are."""
-    weight_rows, block_tiles, two = cut.weight_rows, plan.block_rows // TILE_ROWS, plan.groups == 2
+    weight_rows, block_tiles = cut.weight_rows, BLOCK_ROWS // TILE_ROWS
     pitch, plain, x_rows = 4 * weight_rows, plan.apart, plan.rows
     store0, store1 = (ptx_hopper.store_group_half(plan.rows, half, pitch) for half in (0, 1))
 
@@ -224,8 +256,12 @@ def make_finish(cut: Cut, plan: WidePlan, with_bias: bool, with_columns: bool) -
         return extra, int64(uint32(column + row)) * int64(4)
 
     @device_function
-    def store(sums: Any, beside: Any, target: Any, tile: Any, row: Any) -> None:
-        run = uint32(tile * uint32(2))
+    def finish(
+        sums: Any, beside: Any, out: Any, rows: Any, x_tile: Any, block: Any, segment: Any, first: Any, lane: Any
+    ) -> None:
+        corner = uint32(x_tile * uint32(x_rows) + uint32((lane & uint32(3)) * uint32(2)))
+        target = out + (int64(segment) * int64(rows) + int64(corner)) * int64(pitch)
+        run, row = uint32(uint32(block * uint32(block_tiles) + first) * uint32(2)), uint32(lane >> uint32(2))
         if uint32(run * uint32(8)) < uint32(weight_rows):
             extra, at = place_of(beside, run, row)
             store0(target + at, extra, sums)
@@ -233,16 +269,5 @@ def make_finish(cut: Cut, plan: WidePlan, with_bias: bool, with_columns: bool) -
         if uint32(run * uint32(8)) < uint32(weight_rows):
             extra, at = place_of(beside, run, row)
             store1(target + at, extra, sums)
-
-    @device_function
-    def finish(
-        sums: Any, beside: Any, out: Any, rows: Any, x_tile: Any, block: Any, segment: Any, first: Any, lane: Any
-    ) -> None:
-        corner = uint32(x_tile * uint32(x_rows) + uint32((lane & uint32(3)) * uint32(2)))
-        target = out + (int64(segment) * int64(rows) + int64(corner)) * int64(pitch)
-        tile, row = uint32(block * uint32(block_tiles) + first), uint32(lane >> uint32(2))
-        store(sums[0], beside, target, tile, row)
-        if two:
-            store(sums[1], beside, target, uint32(tile + uint32(GROUP_TILES)), row)
 
     return finish

@@ -4,7 +4,7 @@ import struct
 from collections import Counter
 from collections.abc import Iterator
 
-__all__ = ["count_opcodes"]
+__all__ = ["count_opcodes", "instructions"]
 
 PROGRAM_BITS, EXECUTABLE = 1, 0x4
 SECTIONS_AT, SECTION_SIZE, NUM_SECTIONS = 0x28, 0x3A, 0x3C
@@ -14,11 +14,14 @@ OPCODE = 0xFFF
 
 def count_opcodes(cubin: bytes) -> Counter[int]:
     """How often each opcode stands in the executable sections of an ELF file of 64 bits."""
-    counts: Counter[int] = Counter()
+    return Counter(low & OPCODE for low in instructions(cubin))
+
+
+def instructions(cubin: bytes) -> Iterator[int]:
+    """The lower halves of all instructions, 64 bits each: the opcode, and from bit 16 on registers of 8 bits."""
     for code in _executable_sections(cubin):
         for (low,) in struct.iter_unpack(f"<Q{INSTRUCTION_BYTES - 8}x", code):
-            counts[low & OPCODE] += 1
-    return counts
+            yield low
 
 
 def _executable_sections(cubin: bytes) -> Iterator[bytes]:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from compiled_examples import EXAMPLES, Compiled
 from kernel_inventory import CARDS, factories, family, fingerprint, modules, offers_calls
-from machine_code import count_opcodes
+from machine_code import count_opcodes, instructions
 
 from lowlat.kernels.kernel import Kernel
-from lowlat.kernels.numba_cuda import compile_ptx
+from lowlat.kernels.numba_cuda import compile_ptx, target_of
 
 HOPPER = (9, 0)
 REGISTERS = 65536  # of a multiprocessor, of every capability from 8.0 on
@@ -80,7 +80,7 @@ def test_a_kernel_has_the_instructions_that_were_meant(
     _, ptx = compiled.of(capability, kernel)
     used = opcodes(ptx)
     assert ptx.count(".entry") == 1
-    assert f".target sm_{capability[0]}{capability[1]}\n" in ptx
+    assert f".target {target_of(capability, kernel.specific)}\n" in ptx
     assert ("griddepcontrol.wait" in used) == (capability >= HOPPER)
     assert capability >= HOPPER or "griddepcontrol" not in ptx
     if not NARROW.match(kernel.name):
@@ -121,6 +121,29 @@ def test_a_mixture_lets_the_next_kernel_start_only_when_the_one_before_has_ended
         ptx = re.sub(r"//.*", "", compiled.of(HOPPER, kernel)[1])
         together = re.findall(r"griddepcontrol\.wait;\s*griddepcontrol\.launch_dependents;", ptx)
         assert len(together) == ptx.count("griddepcontrol.launch_dependents;") == 2
+
+
+def test_tensor_cores_of_a_warpgroup_have_their_registers_to_themselves(compiled: Compiled) -> None:
+    """Nothing is loaded or moved there until they are awaited; the assembler waits no more often than it was told."""
+    group, multiply = 0x9C5, 0xDF0  # to begin or await products of a warpgroup; one of them
+    writers = {0x984: 4, 0x202: 1, 0x224: 1, 0x207: 1}  # registers that are loaded, moved (by two kinds), selected
+    kernels = [kernel for _, kernel in EXAMPLES[HOPPER] if kernel.name.startswith("wide_matmul")]
+    assert kernels
+    for kernel in kernels:
+        code, ptx = compiled.of(HOPPER, kernel)
+        sums = int(next(part for part in kernel.name.split("_") if part.count("x") == 2).split("x")[0]) // 2
+        used: set[int] = set()
+        for low in instructions(code.code):
+            opcode, target, first = low & 0xFFF, low >> 16 & 0xFF, low >> 24 & 0xFF
+            if opcode == multiply:
+                used |= {*range(target, target + sums), *range(first, first + 4)}
+            elif opcode == group and low >> 47 & 1:
+                used.clear()
+            elif opcode in writers:
+                assert not used & set(range(target, target + writers[opcode])), f"{kernel.name}: {low:#x}"
+        found = count_opcodes(code.code)
+        assert found[group] == ptx.count("wgmma.fence.sync") + ptx.count("wgmma.wait_group.sync")
+        assert found[multiply] == ptx.count("wgmma.mma_async") > 0
 
 
 def test_no_module_with_kernels_is_forgotten() -> None:
