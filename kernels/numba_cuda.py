@@ -37,6 +37,7 @@ __all__ = [
 
 SIMULATED = bool(config.ENABLE_CUDASIM)
 HOPPER = (9, 0)
+NUMBERS = (types.Number, types.Boolean, types.Literal)
 RARELY = (100_000, 50, 1000)  # Numba makes millions of small objects and keeps most: to look for cycles is in vain
 _compiling = threading.Lock()  # Numba's compiler is not re-entrant, and the device is replaced while it runs
 
@@ -66,7 +67,26 @@ def _compare_options_quickly() -> None:
     options.__eq__, options.__hash__ = equal, lambda one: hash(options)
 
 
+def _know_types_of_calls() -> None:
+    """Numba asks all that it knows of an operator, each time that it meets one, which results from numbers as operands.
+
+    Here what it found is kept beside the function, for each context and types of numbers.
+    """
+    resolve = types.Function.get_call_type
+
+    def known_or_resolved(function: Any, context: Any, args: Any, kws: Any) -> Any:
+        if kws or not all(isinstance(each, NUMBERS) for each in args):
+            return resolve(function, context, args, kws)
+        known, key = function.__dict__.setdefault("_known_calls", {}), (context, tuple(args))
+        if key not in known:
+            known[key] = resolve(function, context, args, kws)
+        return known[key]
+
+    types.Function.get_call_type = known_or_resolved
+
+
 _compare_options_quickly()
+_know_types_of_calls()
 
 
 @contextlib.contextmanager

@@ -75,6 +75,8 @@ class Compiled:
         for capability, made in EXAMPLES.items():
             for module, kernel in made:
                 modules.setdefault(module, []).append((capability, kernel))
+        # those with most functions first: a long one at the end would have one process wait for another
+        longest_first = sorted(modules.items(), key=lambda item: -len({kernel.function for _, kernel in item[1]}))
         children = []
         for _ in os.sched_getaffinity(0):
             child = fork_compiler()
@@ -82,7 +84,7 @@ class Compiled:
                 status = 1
                 try:
                     with lowered_once():
-                        for module, kernels in modules.items():
+                        for module, kernels in longest_first:
                             if self._claim(module):
                                 for capability, kernel in kernels:
                                     self._of(capability, kernel)

@@ -58,10 +58,12 @@ class Walker:
 
     late       copies arrive when they are waited for, else when they are issued
     may_leave  blocks but the first may end without having waited for the kernel before
+    rest       what every byte of shared memory holds at first; 255 makes NaN, and -1
     """
 
-    def __init__(self, late: bool = True, *, may_leave: bool = False) -> None:
+    def __init__(self, late: bool = True, *, may_leave: bool = False, rest: int = 255) -> None:
         self.late = late
+        self._rest = rest
         self._may_leave = may_leave
         self._ranges: list[tuple[int, int, Any]] = []
         self.bytes_copied = 0
@@ -75,7 +77,7 @@ class Walker:
         for number, call in enumerate(calls):
             previous = Launch(number, call, previous)
             body = self._body_of(call)
-            homes = [Home(previous, block, call.kernel.shared_bytes) for block in range(previous.grid)]
+            homes = [Home(previous, block, call.kernel.shared_bytes, self._rest) for block in range(previous.grid)]
             fibers += [_Thread(home, place, body) for home in homes for place in range(previous.threads)]
         self._fibers = Fibers(fibers)
         self._fibers.run()

@@ -54,11 +54,11 @@ class Launch:
 class Home:
     """What the threads of a block share: their launch, the place in it, shared memory, barriers and static arrays."""
 
-    def __init__(self, launch: Launch, block: int, shared_bytes: int) -> None:
+    def __init__(self, launch: Launch, block: int, shared_bytes: int, rest: int) -> None:
         self.launch, self.block = launch, block
         self.key = launch.number, block
         self.num_left = launch.threads
-        self.shared = np.full(shared_bytes + STATIC_BYTES, 255, np.uint8)
+        self.shared = np.full(shared_bytes + STATIC_BYTES, rest, np.uint8)
         self.num_bytes = shared_bytes
         self.arrivals: dict[int, Arrivals] = {}
         self.arrays: list[Any] = []

@@ -3,16 +3,18 @@
 import gc
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from numba.core.types.functions import BaseFunction
 
 from lowlat.errors import DeviceError
 from lowlat.kernels import compiler
 from lowlat.kernels.compiler import CompiledKernel, compile_ahead, compile_kernel, link, source_digest
 from lowlat.kernels.kernel import Kernel
-from lowlat.kernels.numba_cuda import compile_ptx, cuda, fork_compiler, types
+from lowlat.kernels.numba_cuda import compile_ptx, cuda, float32, fork_compiler, int64, types, uint32
 
 HOPPER = (9, 0)
 
@@ -217,6 +219,26 @@ def test_the_assembler_s_words_are_passed_on(spoil: Any, message: str) -> None:
     assert isinstance(link(ptx, entry, HOPPER, "whole"), CompiledKernel)
     with pytest.raises(DeviceError, match=f"(?s){message}"):
         link(spoil(ptx), entry, HOPPER, "spoilt")
+
+
+def test_types_that_are_known_change_no_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of operators that met the same numbers before, also as constants: as if Numba looked for them each time."""
+
+    def made() -> str:
+        def mixed(out: Any, count: Any, scale: Any) -> None:
+            place = uint32(cuda.threadIdx.x)
+            while int64(place) < count:
+                word, half = uint32(place * uint32(3) + uint32(1)), place // uint32(2)
+                out[place] = float32(word) * scale + (out[half] if place > 4 else -scale) / (place + 1)
+                place = uint32(place + uint32(32))
+
+        ptx, _ = compile_ptx(mixed, (types.Array(types.float32, 1, "C"), types.int64, types.float32), HOPPER)
+        return re.sub(r"_ZN\w+", "", ptx)
+
+    made()
+    known = made()
+    monkeypatch.setattr(types.Function, "get_call_type", BaseFunction.get_call_type)
+    assert made() == known
 
 
 def test_launch_bounds_and_capability_reach_the_ptx() -> None:

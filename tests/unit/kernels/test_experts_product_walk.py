@@ -99,8 +99,9 @@ def test_warps_that_only_one_product_has(up_warps: int, down_warps: int) -> None
 
 @pytest.mark.parametrize("kind", ["random", "shared", "dead"])
 def test_pairs_for_more_than_a_warp_are_listed(kind: str) -> None:
+    """In memory that looks as if pairs that are not there had chosen expert 0."""
     mixture = make_mixture(6, 32, 32)
-    mixture.check(run(Walker(), mixture, mixture.rows(11), make_choice(kind, 11, 4, 6), 4))
+    mixture.check(run(Walker(rest=0), mixture, mixture.rows(11), make_choice(kind, 11, 4, 6), 4))
 
 
 def test_a_row_has_the_same_bits_in_any_company() -> None:
