@@ -156,8 +156,13 @@ def examples(card: Card = H200) -> list[Kernel]:
     """Representative specialisations, for a card that has the instructions: Llama's products, and an odd one."""
     if not has_wide(card):
         return []
-    cases = ((128, 6144, 4096, False, True), (512, 4096, 4096, False, False), (512, 28672, 4096, False, True))
-    cases += ((64, 200, 72, True, True),)
+    cases = (
+        (128, 6144, 4096, False, True),
+        (512, 4096, 4096, False, False),
+        (512, 28672, 4096, False, True),
+        (128, 4096, 14336, False, False),
+        (64, 200, 72, True, True),
+    )
     made = []
     for rows, weight_rows, columns, with_bias, with_columns in cases:
         plan = plan_wide(rows, weight_rows, columns, card)

@@ -44,7 +44,7 @@ class Product:
                 self.bias = self.plain_bias[order.cuda()].contiguous()
 
     def plans(self, rows: int) -> list[WidePlan]:
-        return plans_of(rows, *self.weight.shape, self.launcher.card)
+        return plans_of(rows, self.packed.rows, self.packed.columns, self.launcher.card)
 
     def calls(self, rows: int, plan: WidePlan) -> list[KernelCall]:
         """Over memory that nobody has written."""
@@ -53,7 +53,7 @@ class Product:
     def start(self, x: torch.Tensor, plan: WidePlan | None = None) -> Callable[[], torch.Tensor]:
         """A function that launches, without waiting, and gives the product's buffer."""
         if plan is None:
-            plan = plan_wide(x.shape[0], *self.weight.shape, self.launcher.card)
+            plan = plan_wide(x.shape[0], self.packed.rows, self.packed.columns, self.launcher.card)
         calls, out = self._calls(x, plan)
 
         def launch() -> torch.Tensor:
@@ -64,9 +64,11 @@ class Product:
 
     def _calls(self, x: torch.Tensor, plan: WidePlan) -> tuple[list[KernelCall], torch.Tensor]:
         rows = x.shape[0]
-        arranged = torch.full(arranged_shape(*x.shape), torch.nan, device="cuda", dtype=torch.bfloat16)
-        partials = torch.full(partials_shape(plan, rows, *self.weight.shape), torch.nan, device="cuda")
-        out = torch.full((rows, self.weight.shape[0]), torch.nan, device="cuda")
+        arranged = torch.full(arranged_shape(rows, self.packed.columns), torch.nan, device="cuda", dtype=torch.bfloat16)
+        partials = torch.full(
+            partials_shape(plan, rows, self.packed.rows, self.packed.columns), torch.nan, device="cuda"
+        )
+        out = torch.full((rows, self.packed.rows), torch.nan, device="cuda")
         calls = wide_matmul(
             x=x, weight=self.packed, bias=self.bias, columns=self.columns, arranged=arranged, partials=partials,
             out=out, card=self.launcher.card, plan=plan,
