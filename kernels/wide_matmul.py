@@ -145,6 +145,7 @@ def examples(card: Card = H200) -> list[Kernel]:
         (128, 6144, 4096, False, True),
         (512, 4096, 4096, False, False),
         (512, 28672, 4096, False, True),
+        (128, 4096, 14336, False, False),
         (64, 200, 72, True, True),
     )
     made = []

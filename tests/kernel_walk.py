@@ -18,7 +18,7 @@ from card_arithmetic import bf16_bits, bf16_value, bits_of, fma_pair, multiplied
 from fibers import Combine, Fiber, Fibers, this_fiber
 from walked_launch import Arrivals, Home, Launch, Matrix, Words
 
-__all__ = ["Walker", "walkable"]
+__all__ = ["Walker", "this_thread", "walkable"]
 
 WARP = 32
 MASK = 0xFFFFFFFF
@@ -51,6 +51,11 @@ class _Thread(Fiber):
 def _this() -> _Thread:
     thread: _Thread = this_fiber()
     return thread
+
+
+def this_thread() -> Any:
+    """The thread that runs: its home, warp and lane."""
+    return _this()
 
 
 class Walker:
@@ -196,6 +201,24 @@ class Walker:
         before = int(word[0])
         word[0] = before + int(value) & MASK
         return before
+
+    def meet(self, place: Any, count: int, value: Any, combine: Combine) -> Any:
+        """What comes of the values of so many threads that come to a place."""
+        return self._fibers.meet(place, count, value, combine)
+
+    def at(self, address: int, size: int) -> Any:
+        """Bytes of a tensor."""
+        return self._at(address, size)
+
+    def near(self, address: int, size: int) -> Any:
+        """Bytes of the block's shared memory, of which the first 16 are checked."""
+        start = self._near(address, 16 if size > 16 else size)
+        self._near(address + size - start.size, start.size)
+        return _this().home.shared[address : address + size]
+
+    def arrive(self, address: int) -> None:
+        """At a barrier of the block."""
+        self._arrive(address)
 
     def _begin(self, address: int, count: int) -> None:
         self._near(address, 8)

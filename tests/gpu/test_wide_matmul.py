@@ -64,9 +64,11 @@ class Product:
 
     def _calls(self, x: torch.Tensor, plan: WidePlan) -> tuple[list[KernelCall], torch.Tensor]:
         rows = x.shape[0]
-        arranged = torch.full(arranged_shape(*x.shape), torch.nan, device="cuda", dtype=torch.bfloat16)
-        partials = torch.full(partials_shape(plan, rows, *self.weight.shape), torch.nan, device="cuda")
-        out = torch.full((rows, self.weight.shape[0]), torch.nan, device="cuda")
+        arranged = torch.full(arranged_shape(rows, self.packed.columns), torch.nan, device="cuda", dtype=torch.bfloat16)
+        partials = torch.full(
+            partials_shape(plan, rows, self.packed.rows, self.packed.columns), torch.nan, device="cuda"
+        )
+        out = torch.full((rows, self.packed.rows), torch.nan, device="cuda")
         calls = wide_matmul(
             x=x, weight=self.packed, bias=self.bias, columns=self.columns, arranged=arranged, partials=partials,
             out=out, card=self.launcher.card, plan=plan,

@@ -6,6 +6,7 @@ import pytest
 import torch
 from kernel_inventory import B200, CARDS
 from kernel_walk import Walker, walkable
+from walked_groups import walkable_groups
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.kernel import H200, Card
@@ -67,6 +68,47 @@ def test_arranging_walked(rows: int, columns: int) -> None:
     with walkable(walker, "wide_arrange") as (module,):
         walker.run(*module.arrange(x=x, out=out))
     assert torch.equal(out, arranged_by_hand(x))
+
+
+NAMES = ("handover", "wide_arrange", "wide_add", "wide_matmul_plan", "wide_matmul_block", "wide_matmul")
+TWO_BLOCKS = Card(2, H200.shared_bytes, (9, 0))
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "depth", "segments", "cut"),
+    [
+        (64, 136, 72, (1, 2), (64, 1, 3, False)),
+        (64, 40, 200, (2, 2), (64, 1, 2, False)),
+        (128, 136, 200, (2, 2), (64, 1, 2, True)),
+        (128, 264, 248, (2, 2), (64, 2, 2, False)),
+        (128, 136, 256, (2, 2), (128, 2, 2, True)),
+        (128, 136, 200, (2, 2), (128, 1, 3, False)),
+        (256, 264, 72, (1, 2), (128, 1, 2, False)),
+        (128, 136, 120, (1, 2), (128, 2, 2, False)),
+    ],
+)
+def test_products_walked(
+    rows: int, width: int, depth: int, segments: tuple[int, int], cut: tuple[int, int, int, bool],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """On a card of two multiprocessors, so that blocks have several units."""
+    order = torch.arange(width).view(-1, 8).flip(0).reshape(-1)
+    weight, x, bias = torch.randn(width, depth).bfloat16(), torch.randn(rows, depth).bfloat16(), torch.randn(width)
+    bias, walker, out = bias.bfloat16(), Walker(), torch.full((rows, width), torch.nan)
+    arranged = torch.full(arranged_shape(rows, depth), torch.nan, dtype=torch.bfloat16)
+    with walkable_groups(walker, *NAMES) as (*_, plans, _, module):
+        for each in (plans, module):
+            monkeypatch.setattr(each, "segments_of", lambda *_: segments)
+        plan = plans.WidePlan(*cut)
+        monkeypatch.setattr(module, "plans_of", lambda *_: [plan])
+        partials = torch.full((segments[0] if plan.apart else 0, rows, width), torch.nan)
+        calls = module.wide_matmul(
+            x=x, weight=pack(weight, order), bias=bias[order], columns=runs_of(order), arranged=arranged,
+            partials=partials, out=out, card=TWO_BLOCKS, plan=plan,
+        )  # fmt: skip
+        walker.run(*calls)
+    want = x.double() @ weight.double().t() + bias.double()
+    assert float((out.double() - want).norm() / want.norm()) < 1e-6
 
 
 @pytest.mark.parametrize("with_bias", [False, True])

@@ -1,0 +1,130 @@
+"""What stands for `ptx_hopper` where a kernel is walked: bulk copies that count at a barrier, products of a warpgroup.
+
+Products are done at once, and sums that nobody has awaited are hidden: whoever uses them too early gets no numbers.
+"""
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from card_arithmetic import plain
+from kernel_walk import Walker, this_thread, walkable
+
+from lowlat.kernels import ptx_hopper as known
+
+__all__ = ["walkable_groups"]
+
+GROUP, ROW_BYTES = 128, 128  # threads of a warpgroup; bytes of a row of a step
+NAME = "lowlat.kernels.ptx_hopper"
+
+
+class _Flying(tuple[Any, ...]):
+    """Sums of a product that is under way."""
+
+
+class _Groups:
+    def __init__(self, walker: Walker) -> None:
+        self._walker = walker
+        self._awaited: dict[Any, tuple[int, int]] = {}  # of a barrier: bytes on their way, arrivals that wait for them
+
+    def expect(self, barrier: int, count: int) -> None:
+        """An arrival that holds when the bytes are there."""
+        self._add((this_thread().home.key, int(barrier)), int(count), 1)
+
+    def copy(self, place: int, source: int, count: int, barrier: int, policy: int = known.KEPT_AS_USUAL) -> None:
+        assert policy in (known.KEPT_AS_USUAL, known.READ_ONCE)
+        assert not (int(place) | int(source) | int(count)) % 16
+        for piece in range(0, int(count), 16):
+            self._walker.near(int(place) + piece, 16)[:] = self._walker.at(int(source) + piece, 16)
+        self._add((this_thread().home.key, int(barrier)), -int(count), 0)
+
+    def _add(self, key: Any, count: int, arrivals: int) -> None:
+        waiting, held = self._awaited.get(key, (0, 0))
+        waiting, held = waiting + count, held + arrivals
+        assert waiting >= 0, "more bytes than were expected"
+        self._awaited[key] = (waiting, 0 if waiting == 0 else held)
+        for _ in range(held if waiting == 0 else 0):
+            self._walker.arrive(key[1])
+
+    def multiply_group(self, rows: int) -> Callable[..., Any]:
+        def multiply(sums: Any, words: Any, address: int, go_on: int) -> Any:
+            assert not isinstance(sums, _Flying), "sums that were not awaited"
+            assert len(sums) == rows // 2 and len(words) == 16 and address % 1024 == 0
+            thread = this_thread()
+
+            def combine(values: list[Any]) -> list[Any]:
+                return _multiplied(values, self._walker.near(int(address), rows * ROW_BYTES), rows, bool(go_on))
+
+            place = (f"product at {address}", thread.home.key, thread.warp // 4)
+            return _Flying(self._walker.meet(place, GROUP, (sums, words), combine))
+
+        return multiply
+
+    def await_group(self, rows: int) -> Callable[..., Any]:
+        def wait(sums: Any, words: Any) -> Any:
+            assert isinstance(sums, _Flying) and len(sums) == rows // 2 and len(words) == 16
+            return tuple(sums)
+
+        return wait
+
+    def store_group_half(self, rows: int, half: int, pitch: int) -> Callable[..., None]:
+        def store(address: int, extra: Any, sums: Any) -> None:
+            assert not isinstance(sums, _Flying), "sums that were not awaited"
+            for tile in range(rows // 8):
+                for part in range(2):
+                    place = self._walker.at(int(address) + (8 * tile + part) * pitch, 4)
+                    place.view(np.float32)[0] = plain(np.float32(sums[4 * tile + 2 * half + part]) + np.float32(extra))
+
+        return store
+
+    def module(self) -> Any:
+        made: Any = ModuleType(NAME)
+        made.GROUP_ROWS, made.KEPT_AS_USUAL, made.READ_ONCE = known.GROUP_ROWS, known.KEPT_AS_USUAL, known.READ_ONCE
+        made.fence_barriers, made.barrier_expect = lambda: None, self.expect
+        made.copy_bulk = made.copy_bulk_hinted = self.copy
+        made.multiply_group, made.await_group = self.multiply_group, self.await_group
+        made.store_group_half = self.store_group_half
+        made.replace_words = lambda count: lambda words, others, number: others if number else words
+        made.add_tiles = lambda count: (
+            lambda one, other: tuple(plain(np.float32(a) + np.float32(b)) for a, b in zip(one, other, strict=True))
+        )
+        return made
+
+
+def _multiplied(values: list[Any], second: Any, rows: int, go_on: bool) -> list[Any]:
+    """m64nNk16 four times, for all lanes of a warpgroup, whose fragments are as the PTX manual has them."""
+    words = np.array([words for _, words in values], np.uint32).reshape(4, 8, 4, 2, 2, 4)  # warp, g, t, low, half, word
+    left = np.zeros((64, 4, 16), np.float32)  # row, slice, column
+    for low in range(2):
+        for word in range(4):
+            pair = words[:, :, :, low, :, word]  # warp, g, t, half
+            for side in range(2):
+                numbers = (pair >> 16 * side << 16).astype(np.uint32).view(np.float32)
+                for half in range(2):
+                    for t in range(4):
+                        into = left.reshape(4, 16, 4, 16)[:, 8 * low : 8 * low + 8, 2 * half + word // 2]
+                        into[:, :, 2 * t + side + 8 * (word % 2)] = numbers[:, :, t, half]
+    bits = second.view(np.uint16).reshape(rows, 8, 8)
+    swizzle = np.arange(8)[None, :] ^ (np.arange(rows) % 8)[:, None]
+    right = (bits[np.arange(rows)[:, None], swizzle].astype(np.uint32) << 16).view(np.float32).reshape(rows, 64)
+    found = left.reshape(64, 64).astype(np.float64) @ right.astype(np.float64).T  # weight row, row
+    before = np.array([sums for sums, _ in values], np.float64).reshape(4, 8, 4, rows // 8, 2, 2)
+    shaped = found.reshape(4, 2, 8, rows // 8, 4, 2).transpose(0, 2, 4, 3, 1, 5)  # warp, g, t, tile, low, part
+    total = (shaped + before if go_on else shaped).astype(np.float32)
+    return [tuple(lane) for lane in total.reshape(GROUP, rows // 2)]
+
+
+@contextmanager
+def walkable_groups(walker: Walker, *names: str) -> Iterator[list[ModuleType]]:
+    """As `walkable`, with what stands for `ptx_hopper` too."""
+    package = importlib.import_module("lowlat.kernels")
+    sys.modules[NAME] = package.ptx_hopper = _Groups(walker).module()  # type: ignore[attr-defined]
+    try:
+        with walkable(walker, *names) as modules:
+            yield modules
+    finally:
+        sys.modules[NAME] = package.ptx_hopper = known  # type: ignore[attr-defined]
