@@ -69,18 +69,12 @@ def make_unit_of(cut: Cut, plan: WidePlan) -> Any:
     return unit_of
 
 
-def make_produce(cut: Cut, plan: WidePlan, handover: Handover) -> Any:
-    """A function of the warps that copy: let all steps of a block's units travel; wait for the kernel before meanwhile.
-
-    Each warp has its part of a stage's weights, of which a lane each copies a tile; one lane of the first warp copies
-    the rows of x. It takes the warp's number among them in `part`.
-    """
-    stages, stage_bytes, x_bytes = plan.stages, plan.stage_bytes, plan.rows * STEP_ROW_BYTES
-    depth = plan.depth
+def _make_send(cut: Cut, plan: WidePlan) -> Any:
+    """Functions of a copying warp: where a unit's weights and rows begin, and let a stage of each travel."""
+    stage_bytes, x_bytes, depth = plan.stage_bytes, plan.rows * STEP_ROW_BYTES, plan.depth
     weight_bytes = (stage_bytes - depth * x_bytes) // PRODUCERS
     block_tiles, tiles = BLOCK_ROWS // TILE_ROWS, BLOCK_ROWS // TILE_ROWS // PRODUCERS
-    steps, length, last_tile, x_rows = cut.steps, cut.length, cut.tiles - 1, plan.rows
-    apart, unit_of, await_free, after = plan.apart, make_unit_of(cut, plan), handover.await_free, handover.after
+    steps, last_tile, x_rows = cut.steps, cut.tiles - 1, plan.rows
 
     @device_function
     def sources_of(weight: Any, x: Any, x_tile: Any, block: Any, part: Any, lane: Any) -> Any:
@@ -112,6 +106,20 @@ def make_produce(cut: Cut, plan: WidePlan, handover: Handover) -> Any:
             if depth == 2:
                 source = source + int64(rows) * int64(STEP_ROW_BYTES)
                 ptx_hopper.copy_bulk(uint32(place + uint32(x_bytes)), source, uint32(x_bytes), full)
+
+    return sources_of, send_weights, send_rows
+
+
+def make_produce(cut: Cut, plan: WidePlan, handover: Handover) -> Any:
+    """A function of the warps that copy: let all steps of a block's units travel; wait for the kernel before meanwhile.
+
+    Each warp has its part of a stage's weights, of which a lane each copies a tile; one lane of the first warp copies
+    the rows of x. It takes the warp's number among them in `part`.
+    """
+    stages, stage_bytes, depth = plan.stages, plan.stage_bytes, plan.depth
+    steps, length, apart = cut.steps, cut.length, plan.apart
+    unit_of, await_free, after = make_unit_of(cut, plan), handover.await_free, handover.after
+    sources_of, send_weights, send_rows = _make_send(cut, plan)
 
     @device_function
     def produce(
@@ -155,17 +163,12 @@ def make_produce(cut: Cut, plan: WidePlan, handover: Handover) -> Any:
     return produce
 
 
-def make_consume(cut: Cut, plan: WidePlan, handover: Handover, finish: Callable[..., Any]) -> Any:
-    """A function of a warpgroup: multiply all steps of a block's units, and hand each unit's sums to `finish`."""
-    steps, length, segments, apart = cut.steps, cut.length, cut.segments, plan.apart
-    whole, unit_of = segments > 1 and not apart, make_unit_of(cut, plan)
-    stage_bytes, count, early = plan.stage_bytes, plan.sums, plan.sums * (1 + whole) <= MOST_SUMS
-    depth, x_bytes = plan.depth, plan.rows * STEP_ROW_BYTES
+def _make_run(plan: WidePlan, handover: Handover, *, early: bool) -> Any:
+    """A function of a warpgroup: the sums of so many steps; early: registers hold the next step's weights, too."""
+    stage_bytes, depth, x_bytes = plan.stage_bytes, plan.depth, plan.rows * STEP_ROW_BYTES
     await_full, release, after = handover.await_full, handover.release, handover.after
     load, multiply = ptx.load_shared_tiles(4, PIECE_BYTES), ptx_hopper.multiply_group(plan.rows)
-    replace = ptx_hopper.replace_words(16)
-    await_sums = ptx_hopper.await_group(plan.rows)
-    add, zeros = ptx_hopper.add_tiles(count), ptx.zeros(count)
+    replace, await_sums = ptx_hopper.replace_words(16), ptx_hopper.await_group(plan.rows)
 
     @device_function
     def run(
@@ -207,6 +210,17 @@ def make_consume(cut: Cut, plan: WidePlan, handover: Handover, finish: Callable[
                 words = others
             stage, parity = later, later_parity
         return sums, stage, parity
+
+    return run
+
+
+def make_consume(cut: Cut, plan: WidePlan, handover: Handover, finish: Callable[..., Any]) -> Any:
+    """A function of a warpgroup: multiply all steps of a block's units, and hand each unit's sums to `finish`."""
+    steps, length, segments, apart = cut.steps, cut.length, cut.segments, plan.apart
+    whole, unit_of = segments > 1 and not apart, make_unit_of(cut, plan)
+    run = _make_run(plan, handover, early=plan.sums * (1 + whole) <= MOST_SUMS)
+    depth, x_bytes = plan.depth, plan.rows * STEP_ROW_BYTES
+    add, zeros = ptx_hopper.add_tiles(plan.sums), ptx.zeros(plan.sums)
 
     @device_function
     def consume(

@@ -83,7 +83,7 @@ class _Groups:
 
     def module(self) -> Any:
         made: Any = ModuleType(NAME)
-        made.GROUP_ROWS, made.KEPT_AS_USUAL, made.READ_ONCE = known.GROUP_ROWS, known.KEPT_AS_USUAL, known.READ_ONCE
+        made.KEPT_AS_USUAL, made.READ_ONCE = known.KEPT_AS_USUAL, known.READ_ONCE
         made.fence_barriers, made.barrier_expect = lambda: None, self.expect
         made.copy_bulk = made.copy_bulk_hinted = self.copy
         made.multiply_group, made.await_group = self.multiply_group, self.await_group
