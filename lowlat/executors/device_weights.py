@@ -137,7 +137,8 @@ class DeviceWeights:
         """Every tensor that a launch may point into."""
         experts = [part for each in self._experts.values() for part in (each.words, each.scales) if part is not None]
         tiles = [matrix.tiles for matrix in self._packed.values()]
-        return [*tiles, *experts, *self._plain.values(), *self._orders.values()]
+        runs = [each for _, each in self._runs]
+        return [*tiles, *experts, *runs, *self._plain.values(), *self._orders.values()]
 
     @property
     def num_bytes(self) -> int:

@@ -193,13 +193,14 @@ def test_many_behind_each_other(launcher: Launcher, sizes: tuple[int, ...]) -> N
         normed = torch.full((most, width), torch.nan, device="cuda").bfloat16()
         logits = torch.full((2, most, count), torch.nan, device="cuda")
         shared, outs, launches = mixture.arguments(x[0], 4), [start], []
-        chosen = []
+        chosen, kept = [], []  # launches know addresses alone
         for layer in range(layers):
             rows = sizes[layer % len(sizes)]
             flags, results = live[:, :rows].contiguous(), mixture.arguments(normed[:rows], 4)
             results |= {name: shared[name][:rows] for name in ("activated", "partials")}
             total = start.clone()
             results |= {"residual": outs[-1][:rows], "total": total[:rows]}
+            kept.append((flags, results))
             own, following = logits[layer % 2, :rows], logits[(layer + 1) % 2, : sizes[(layer + 1) % len(sizes)]]
             calls = router(
                 x[layer, :rows], ones, weight[layer], zeros, flags, normed=normed[:rows], logits=own, eps=1e-5,
