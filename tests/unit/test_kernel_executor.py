@@ -49,7 +49,8 @@ def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Car
     idle = SimpleNamespace(synchronize=lambda: None, query=lambda: True)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: idle)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    return request.param
+    chosen: Card = request.param
+    return chosen
 
 
 @pytest.mark.parametrize("name", NAMES)
