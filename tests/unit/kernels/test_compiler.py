@@ -147,6 +147,18 @@ def test_what_the_driver_links_stays_ptx(tmp_path: Path) -> None:
         assert ".target sm_90" in compiled.code.decode()
 
 
+def test_instructions_of_one_capability_are_another_target(tmp_path: Path, counted: list[str]) -> None:
+    """Of the same name, they are compiled and kept apart."""
+    known = make(1)
+    specific = Kernel("add_1", known.function, known.signature, 32, specific=True)
+    assert compile_kernel(specific, HOPPER, tmp_path).is_cubin and compile_kernel(known, HOPPER, tmp_path).is_cubin
+    assert len(counted) == len(list(tmp_path.iterdir())) == 2
+    ptx, _ = compile_ptx(known.function, known.signature, HOPPER, None, True)
+    assert ".target sm_90a\n" in ptx
+    with pytest.raises(DeviceError, match="does not link"):
+        compile_kernel(specific, (8, 0))
+
+
 def test_many_kernels_are_compiled_by_other_processes(tmp_path: Path, counted: list[str]) -> None:
     kernels = [make(constant) for constant in range(6)]
     assert compile_ahead([*kernels, *kernels], HOPPER, tmp_path, workers=2) == 6
