@@ -34,7 +34,7 @@ from lowlat.executors.device_weights import DeviceWeights
 from lowlat.executors.launcher import Launcher
 from lowlat.executors.orders import expert_parts, weight_orders
 from lowlat.executors.prefill.arguments import ChunkArguments
-from lowlat.executors.prefill.chunk import TorchPrefill
+from lowlat.executors.prefill.chunk import BoundPrefill
 from lowlat.executors.prefill.graphs import capture_prefills
 from lowlat.executors.prefill.room import room_of
 from lowlat.graphs import Bucket, BufferSet, Role
@@ -161,7 +161,7 @@ def _shapes(model: Model, chunk: int, start: int) -> StepGeometry:
 
 def _make(
     model: Model, chunk: int, start: int, weights: Weights, device: torch.device, launcher: Launcher | None
-) -> tuple[TorchPrefill, BufferSet, ChunkArguments, dict[str, Any]]:
+) -> tuple[BoundPrefill, BufferSet, ChunkArguments, dict[str, Any]]:
     chain, shapes = TreeTopology.chain(0), _shapes(model, chunk, start)
     program, steps = build_prefill(shapes), [build_step(shapes, Bucket(1, 1, 0), chain)]
     matrices = {op.weights["weight"] for each in (program, *steps) for op in each.ops if op.kind == "linear"}
@@ -170,7 +170,7 @@ def _make(
     buffers = _buffers(program, device, arguments)
     _fill(buffers, model.vocab_size, chunk, start)
     described: dict[str, Any] = {"room_bytes": room_of(program, held.shape).num_bytes}
-    prefill = TorchPrefill(program, {**buffers, **arguments.device}, held, launcher=launcher)
+    prefill = BoundPrefill(program, {**buffers, **arguments.device}, held, launcher=launcher)
     return prefill, buffers, arguments, described
 
 

@@ -10,7 +10,7 @@ from tiny_models import make_pair, mxfp4_target
 from lowlat.executors.allocation import STATE_ROLES, pinned_names
 from lowlat.executors.launcher import Launcher
 from lowlat.executors.prefill.arguments import ChunkArguments
-from lowlat.executors.prefill.chunk import TorchPrefill
+from lowlat.executors.prefill.chunk import BoundPrefill
 from lowlat.executors.reference import bind
 from lowlat.graphs import BufferSet, Role
 from lowlat.prefill import build_prefill
@@ -44,7 +44,7 @@ def _fill(buffers: Any, vocab_size: int) -> None:
 
 def make_prefill(
     pair: Pair, program: Program, device: torch.device, launcher: Launcher | None = None
-) -> tuple[TorchPrefill, ChunkArguments, BufferSet]:
+) -> tuple[BoundPrefill, ChunkArguments, BufferSet]:
     """A pair's prefill, its arguments, and its buffers as the host sees them."""
     specs = list(program.specs(*STATE_ROLES, Role.SCRATCH, Role.CONSTANT))
     constants = {name: content.to(device) for name, content in program.constants.items()}
@@ -52,7 +52,7 @@ def make_prefill(
     pinned = pinned_names(specs) if device.type == "cuda" else ()
     buffers = BufferSet(specs, device, constants, pinned=pinned, given=arguments.host)
     weights = pair.weights if device.type == "cpu" else pair.weights_on(device)
-    prefill = TorchPrefill(program, {**buffers, **arguments.device}, weights, launcher=launcher)
+    prefill = BoundPrefill(program, {**buffers, **arguments.device}, weights, launcher=launcher)
     return prefill, arguments, buffers
 
 

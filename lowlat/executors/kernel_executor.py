@@ -20,7 +20,7 @@ from lowlat.executors.launcher import Launcher
 from lowlat.executors.lowering import Group, Lowering, lower
 from lowlat.executors.orders import expert_parts, weight_orders
 from lowlat.executors.prefill.arguments import ChunkArguments
-from lowlat.executors.prefill.chunk import TorchPrefill
+from lowlat.executors.prefill.chunk import BoundPrefill
 from lowlat.executors.prefill.room import room_of
 from lowlat.executors.rules import RULES
 from lowlat.executors.workspace import SharedWorkspace
@@ -88,11 +88,11 @@ class KernelExecutor:
         specs = program.specs(Role.SCRATCH, Role.CONSTANT)
         return BufferSet(specs, self.device, self._constants.place(program.constants), arena=self._arena)
 
-    def _bind(self, prefill: Program, chunk: int, room: torch.Tensor) -> TorchPrefill:
+    def _bind(self, prefill: Program, chunk: int, room: torch.Tensor) -> BoundPrefill:
         """A prefill program over the shared buffers; a chunk has the least program's positions."""
         arguments = {**self._arguments.device, **first_rows(prefill, self._arguments.device)}
         buffers = {**self.state, **arguments, **self._allocate(prefill)}
-        return TorchPrefill(prefill, buffers, self._weights, chunk=chunk, room=room, launcher=self.launcher)
+        return BoundPrefill(prefill, buffers, self._weights, chunk=chunk, room=room, launcher=self.launcher)
 
     def _lower(self, bucket: Bucket, loop: LoopControl | None = None) -> tuple[Group, ...]:
         buffers = {**self.state, **self._scratch[bucket]}

@@ -1,9 +1,10 @@
-"""Prefill on a GPU by torch: arithmetic, not bandwidth, so the matrix libraries do it.
+"""Prefill programs on a GPU: arithmetic, not bandwidth.
 
-It runs the prefill program's operations by their references, with some of its own: products unpack one matrix at a
-time, embeddings are gathered from a packed table where that is the only copy, attention is torch's flash attention over
-keys and values gathered by a kernel, and a mixture's rows go to its experts together, by grouped products over packed
-matrices. Row-wise operations are the step's kernels. What differs from chunk to chunk is read on the device.
+Operations are run by their references, with some of prefill's own: products read packed weights where the card has wide
+products, and else unpack one matrix at a time for the matrix library; embeddings are gathered from a packed table where
+that is the only copy; attention is torch's flash attention over keys and values gathered by a kernel; a mixture's rows
+go to its experts together, by grouped products over packed matrices. Row-wise operations are the step's kernels. What
+differs from chunk to chunk is read on the device.
 """
 
 from collections.abc import Callable, Hashable, Mapping
@@ -32,17 +33,18 @@ from lowlat.executors.reference import arguments_of, meaning_of
 from lowlat.kernels.packing import PackedMatrix, gather_rows, unpack_rows
 from lowlat.program import Op, Program
 
-__all__ = ["TorchPrefill"]
+__all__ = ["BoundPrefill"]
 
 
-class TorchPrefill:
-    """Runs one chunk over buffers on the device; matrices are unpacked as they are needed.
+class BoundPrefill:
+    """A prefill program over buffers on the device, of one chunk or several of a prompt.
 
-    buffers   by name, the chunk's arguments on the device among them: see `ChunkArguments`
+    buffers   by name, the program's arguments on the device among them: see `ChunkArguments`
+    chunk     positions of a chunk; None: the program has one
     room      uint8, at least as many bytes as `room_of` the program says: for experts and attention; None: made here.
               Nothing in it outlives a chunk: those of several programs that run in turns may share it
     launcher  for kernels; None: torch does all, on a CPU
-    A chunk's bits depend on its size and on what its rows see.
+    A chunk's bits depend on its size and on what its rows see, and not on those that run with it.
     """
 
     def __init__(
@@ -82,7 +84,7 @@ class TorchPrefill:
 
     @torch.inference_mode()
     def run(self) -> None:
-        """One chunk, on torch's current stream; where all its rows are dead, nothing is kept of it."""
+        """Run it on torch's current stream; where all rows are dead, nothing is kept of it."""
         for function, arguments in self._bound:
             function(**arguments)
         self._shared.clear()

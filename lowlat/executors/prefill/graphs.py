@@ -4,13 +4,13 @@ from collections.abc import Mapping
 
 import torch
 
-from lowlat.executors.prefill.chunk import TorchPrefill
+from lowlat.executors.prefill.chunk import BoundPrefill
 
 __all__ = ["capture_prefills"]
 
 
 def capture_prefills(
-    prefills: Mapping[int, TorchPrefill], stream: torch.cuda.Stream
+    prefills: Mapping[int, BoundPrefill], stream: torch.cuda.Stream
 ) -> dict[int, torch.cuda.CUDAGraph]:
     """Graphs by size, replayed on the stream one at a time: they share the memory of what torch takes meanwhile.
 
