@@ -191,7 +191,7 @@ def test_a_loop_gives_each_step_as_it_comes_and_all_that_has_come(
 def test_a_new_request_stops_the_loop_and_is_prefilled_after_it(
     make: Make,
 ) -> None:
-    runtime, device = make()
+    runtime, device = make(max_prefill_chunks=1)
     with runtime:
         first = runtime.submit(prompt_of(9), long())
         outputs = steps_until(runtime, lambda found: len(found) > 4)
