@@ -4,7 +4,7 @@ Whoever lowers a program asks for a weight in a form; the form decides how it is
 its whole life. Prefill unpacks a matrix at a time, and none of a mixture's experts where kernels run.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -110,28 +110,27 @@ class DeviceWeights:
 
         Raises ConfigError as `matrix` does.
         """
-        order = self.matrix(name).order
-        if order is None:
-            return None
-        for known, places in self._places:
-            if known is order or torch.equal(known, order):
-                return places
-        self._places.append((order, torch.argsort(order).to(self.device)))
-        return self._places[-1][1]
+        return self._once(self._places, name, torch.argsort)
 
     def runs(self, name: str) -> torch.Tensor | None:
         """Where each run of eight rows of a packed matrix stood before, [N / 8] int32 on the device; None: there.
 
         Raises ConfigError as `matrix` does, ShapeError for an order that is not made of such runs.
         """
+        return self._once(self._runs, name, runs_of)
+
+    def _once(
+        self, made: list[tuple[torch.Tensor, torch.Tensor]], name: str, make: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor | None:
+        """What is made of a packed matrix's order, once for all matrices of one order."""
         order = self.matrix(name).order
         if order is None:
             return None
-        for known, runs in self._runs:
+        for known, found in made:
             if known is order or torch.equal(known, order):
-                return runs
-        self._runs.append((order, runs_of(order).to(self.device)))
-        return self._runs[-1][1]
+                return found
+        made.append((order, make(order).to(self.device)))
+        return made[-1][1]
 
     def tensors(self) -> list[torch.Tensor]:
         """Every tensor that a launch may point into."""
