@@ -7,7 +7,7 @@ torch's own kernels run under the tool as well. Racecheck leaves out what has a 
 comes together and one lane arrives for it (kernels/handover.py), which is order enough by PTX's memory model; the tool
 follows the arrivals of single threads and reports hazards (with --racecheck-indirect-barrier-dependency too). Of that
 hand-over tests/unit/kernels/test_{thin_matmul,experts_mlp,experts_product}_walk.py walk every thread, with copies that
-arrive as late as they may. It leaves out prefill too: cuDNN's attention is reported there.
+arrive as late as they may. It leaves out prefill too, where torch's attention is reported.
 
 Needs a card and compute-sanitizer (a part of the CUDA toolkit); exits with 1 where a tool complains or a test fails.
 The last line of stdout is one JSON object.
