@@ -23,12 +23,11 @@ import torch
 
 from bench.clock import Timed, own_stream, percentile, time_waited
 from bench.conditions import release, stamps_of, write_json
-from bench.dense_cases import LLAMA_8B, Case, DenseGeometry
-from bench.dense_cases import make_weights as make_dense_weights
-from bench.gpt_oss_cases import MODELS, SMALL, OssCase, OssModel
-from bench.gpt_oss_step import Weights, make_weights, shapes_of
+from bench.gpt_oss_cases import SMALL, OssModel
+from bench.gpt_oss_step import Weights
 from bench.grouped_products import Choices, measure
-from bench.lowlat_step import BLOCK_SIZE, step_geometry
+from bench.lowlat_step import BLOCK_SIZE
+from bench.targets import BY_NAME, Model, target_shapes, target_weights
 from lowlat.executors.allocation import STATE_ROLES, pinned_names
 from lowlat.executors.device_weights import DeviceWeights
 from lowlat.executors.launcher import Launcher
@@ -47,8 +46,6 @@ from lowlat.tree import TreeTopology
 __all__ = ["main", "measure_chunk"]
 
 TURN = 5
-Model = OssModel | DenseGeometry
-BY_NAME: dict[str, Model] = {**MODELS, "llama-8b": LLAMA_8B}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows: list[dict[str, Any]] = []
     with own_stream(device):
         launcher = Launcher(device) if device.type == "cuda" else None
-        weights = _weights(model, device)
+        weights = target_weights(model, device)
         if launcher is not None and isinstance(model, OssModel):
             choices = Choices(options.pairs, options.warps, options.skip)
             rows += measure(launcher, weights, options.chunk, choices, options.replays)
@@ -138,24 +135,10 @@ def _times(entry: Timed) -> dict[str, float]:
     return {name: round(value, 3) for name, value in values.items()}
 
 
-def _weights(model: Model, device: torch.device) -> Weights:
-    """A target's random weights."""
-    weights: Weights = {}
-    if isinstance(model, OssModel):
-        weights.update(make_weights(model, device, alike=False, draft_vocab_size=64))
-    else:
-        weights.update(make_dense_weights(model, device))
-    return {name: weight for name, weight in weights.items() if not name.startswith("head.")}
-
-
 def _shapes(model: Model, chunk: int, start: int) -> StepGeometry:
     """A context of twice what the chunk looks at, which is to change no time; a pool of the chunk's prefix."""
-    chain, case = TreeTopology.chain(0), Case(1, start + chunk, 0)
-    if isinstance(model, OssModel):
-        shapes = shapes_of(model, OssCase("", case), chain)
-    else:
-        shapes = step_geometry(model, case, chain)
     num_blocks = (start + 2 * chunk) // BLOCK_SIZE + 2
+    shapes = target_shapes(model, start + chunk)
     return replace(shapes, prefill_chunk=chunk, num_blocks=num_blocks, max_context=2 * (start + chunk))
 
 

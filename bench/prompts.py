@@ -20,11 +20,9 @@ import torch
 
 from bench.clock import percentile
 from bench.conditions import stamps_of, write_json
-from bench.dense_cases import LLAMA_8B, TINY, Case, DenseGeometry
-from bench.dense_cases import make_weights as make_dense_weights
-from bench.gpt_oss_cases import MODELS, OssCase, OssModel
-from bench.gpt_oss_step import Weights, make_weights, shapes_of
-from bench.lowlat_step import step_geometry
+from bench.dense_cases import TINY
+from bench.gpt_oss_step import Weights
+from bench.targets import BY_NAME, target_shapes, target_weights
 from lowlat.devices import DeviceChoice
 from lowlat.executors import Executor
 from lowlat.executors.make import make_executor
@@ -37,8 +35,6 @@ from lowlat.tree import TreeTopology
 
 __all__ = ["main", "measure_prompt"]
 
-Model = OssModel | DenseGeometry
-BY_NAME: dict[str, Model] = {**MODELS, "llama-8b": LLAMA_8B}
 WARM_UP = 2
 
 
@@ -47,8 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     device = torch.device(options.device)
     model = TINY if options.small else BY_NAME[options.model]
-    shapes = _shapes(model, max(options.prompt), max(options.at_once))
-    executor = _executor(shapes, _weights(model, device), device)
+    shapes = replace(target_shapes(model, max(options.prompt)), max_prefill_chunks=max(options.at_once))
+    executor = _executor(shapes, target_weights(model, device), device)
     stamps, rows = stamps_of(device, options.commit), []
     for length in options.prompt:
         for at_once in options.at_once:
@@ -85,24 +81,6 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     if min((*options.prompt, *options.at_once, options.runs)) < 1:
         parser.error("--prompt, --at-once and --runs want at least 1")
     return options
-
-
-def _weights(model: Model, device: torch.device) -> Weights:
-    """A target's random weights."""
-    if isinstance(model, OssModel):
-        found = make_weights(model, device, alike=False, draft_vocab_size=64)
-    else:
-        found = {**make_dense_weights(model, device)}
-    return {name: weight for name, weight in found.items() if not name.startswith("head.")}
-
-
-def _shapes(model: Model, longest: int, at_once: int) -> StepGeometry:
-    chain, case = TreeTopology.chain(0), Case(1, longest, 0)
-    if isinstance(model, OssModel):
-        shapes = shapes_of(model, OssCase("", case), chain)
-    else:
-        shapes = step_geometry(model, case, chain)
-    return replace(shapes, max_prefill_chunks=at_once)
 
 
 def _executor(shapes: StepGeometry, weights: Weights, device: torch.device) -> Executor:

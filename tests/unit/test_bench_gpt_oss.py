@@ -236,11 +236,11 @@ def test_prefill_of_a_small_shape_is_measured(tmp_path: Path) -> None:
 
 
 def test_prefill_of_a_dense_shape_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from bench import prefill
+    from bench import prefill, targets
     from bench.dense_cases import TINY
 
     out = tmp_path / "prefill.json"
-    monkeypatch.setitem(prefill.BY_NAME, "llama-8b", TINY)
+    monkeypatch.setitem(targets.BY_NAME, "llama-8b", TINY)
     arguments = ["--model", "llama-8b", "--device", "cpu", "--layers", "1", "--chunk", "32", "--start", "96"]
     assert prefill.main([*arguments, "--replays", "2", "--out", str(out)]) == 0
     (row,) = json.loads(out.read_text())

@@ -1,0 +1,34 @@
+"""Models that prefill is measured on: their random weights, and the shapes of their programs, without a head."""
+
+import torch
+
+from bench.dense_cases import LLAMA_8B, Case, DenseGeometry
+from bench.dense_cases import make_weights as make_dense_weights
+from bench.gpt_oss_cases import MODELS, OssCase, OssModel
+from bench.gpt_oss_step import Weights, make_weights, shapes_of
+from bench.lowlat_step import step_geometry
+from lowlat.state import StepGeometry
+from lowlat.tree import TreeTopology
+
+__all__ = ["BY_NAME", "Model", "target_shapes", "target_weights"]
+
+Model = OssModel | DenseGeometry
+BY_NAME: dict[str, Model] = {**MODELS, "llama-8b": LLAMA_8B}
+
+
+def target_weights(model: Model, device: torch.device) -> Weights:
+    """A target's random weights."""
+    weights: Weights = {}
+    if isinstance(model, OssModel):
+        weights.update(make_weights(model, device, alike=False, draft_vocab_size=64))
+    else:
+        weights.update(make_dense_weights(model, device))
+    return {name: weight for name, weight in weights.items() if not name.startswith("head.")}
+
+
+def target_shapes(model: Model, context: int) -> StepGeometry:
+    """The shapes of one slot's programs at a context of so many positions."""
+    chain, case = TreeTopology.chain(0), Case(1, context, 0)
+    if isinstance(model, OssModel):
+        return shapes_of(model, OssCase("", case), chain)
+    return step_geometry(model, case, chain)
