@@ -8,6 +8,7 @@ import torch
 
 from lowlat.executors.prefill.attention import prefill_attention, sight_of
 from lowlat.executors.prefill.flash import FlashAttention
+from lowlat.executors.prefill.kernels import Launches
 from lowlat.executors.prefill.room import AttentionRoom
 from lowlat.kernels.gathered_rows import gathered_rows
 from lowlat.kernels.reference import attention
@@ -92,7 +93,9 @@ class Slot:
             chunk = torch.tensor([self.start + offset, live], dtype=torch.int32, device=self._device)
         out, (keys, values) = self._out(size), self.caches
         q, options = self.q[offset : offset + size], {"sinks": sinks, "out": out, "scale": self.scale, **mask}
-        run = FlashAttention(launcher, longest, room, memory).attend(q, keys, values, self.table, chunk, **options)
+        launches = Launches(launcher)
+        run = FlashAttention(launches, longest, room, memory).attend(q, keys, values, self.table, chunk, **options)
+        launches.load()
         return run, out
 
     def flash(

@@ -10,6 +10,7 @@ from prefill_cases import NAMES, chunk_differences, make_named
 
 from lowlat.executors.launcher import Launcher
 from lowlat.executors.prefill.experts import GroupedExperts, down_by_torch, gate_up_by_torch
+from lowlat.executors.prefill.kernels import Launches
 from lowlat.executors.prefill.room import ExpertsRoom
 from lowlat.kernels.reference import experts as reference
 
@@ -66,7 +67,8 @@ def test_products_by_kernels_are_the_reference_s(kind: str, quantised: bool, row
     ups = [make_experts(count, 2 * inner, hidden, quantised=quantised, gated=True, device="cuda") for _ in range(2)]
     downs = [make_experts(count, hidden, inner, quantised=quantised, gated=False, device="cuda") for _ in range(2)]
     size = ExpertsRoom(4 * rows, 4 * rows, 4 * rows * hidden)
-    grouped = GroupedExperts(launcher, size, torch.full((size.num_bytes,), 255, dtype=torch.uint8, device=DEVICE))
+    launches = Launches(launcher)
+    grouped = GroupedExperts(launches, size, torch.full((size.num_bytes,), 255, dtype=torch.uint8, device=DEVICE))
     limits: dict[str, Any] = {"limit": LIMIT, "alpha": ALPHA}
     chosen = [choices(kind, rows, 4, count, "cuda") for _ in range(2)]
     x = torch.randn(rows, hidden, device=DEVICE).bfloat16()
@@ -79,6 +81,7 @@ def test_products_by_kernels_are_the_reference_s(kind: str, quantised: bool, row
         bias, ids = up.bias[:, up.order.cuda()].contiguous(), chosen[layer]
         runs.append(grouped.gate_up(x, ids, experts=up.packed, bias=bias, out=activated[layer], **limits))
         runs.append(grouped.down(activated[layer], ids, shares, experts=down.packed, bias=down.bias, out=out[layer]))
+    launches.load()
     for run in runs:
         run()
     for layer, (up, down) in enumerate(zip(ups, downs, strict=True)):

@@ -7,7 +7,7 @@ go to its experts together, by grouped products over packed matrices. Row-wise o
 differs from chunk to chunk is read on the device.
 """
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from lowlat.executors.device_weights import DeviceWeights
 from lowlat.executors.launcher import Launcher
 from lowlat.executors.orders import EXPERT_PRODUCTS, experts_name
-from lowlat.executors.prefill.attention import prefill_attention, sight_of
+from lowlat.executors.prefill.attention import Sight, prefill_attention, sight_of
 from lowlat.executors.prefill.experts import (
     GroupedExperts,
     choose_experts,
@@ -25,7 +25,7 @@ from lowlat.executors.prefill.experts import (
     product,
 )
 from lowlat.executors.prefill.flash import FlashAttention
-from lowlat.executors.prefill.kernels import launched, row_calls
+from lowlat.executors.prefill.kernels import Launches, row_calls
 from lowlat.executors.prefill.products import WideProducts
 from lowlat.executors.prefill.room import room_of
 from lowlat.executors.prefill.rows import head_prefill_rows
@@ -58,36 +58,34 @@ class BoundPrefill:
         launcher: Launcher | None = None,
     ) -> None:
         self._weights = weights
-        self._chunk = chunk or program.buffers["prefill_tokens"].shape[0]
         self._size = program.buffers["prefill_tokens"].shape[0]
+        self._chunk = chunk or self._size
         self._longest = program.buffers["tokens"].shape[1]
-        self._shared: dict[Hashable, Any] = {}  # what several of a chunk's operations want
+        self._sights: dict[int | None, Sight] = {}  # by window, while it runs on a CPU
         self._grouped: GroupedExperts | None = None
         self._flash: FlashAttention | None = None
         self._wide: WideProducts | None = None
-        if launcher is not None:
-            self._grouped, self._flash, self._wide = self._share_room(program, room, launcher)
+        launches = None if launcher is None else Launches(launcher)
+        if launches is not None:
+            self._grouped, self._flash, self._wide = self._share_room(program, room, launches)
         self._bound: list[tuple[Callable[..., None], dict[str, object]]] = []
-        bound = [(op, arguments_of(op, buffers)) for op in program.ops]
-        rows = [() if launcher is None else row_calls(op, arguments, weights) for op, arguments in bound]
-        if launcher is not None:
-            launcher.compile_ahead(call for calls in rows for call in calls)
-        for (op, arguments), calls in zip(bound, rows, strict=True):
-            if launcher is not None and calls:
-                self._bound.append((launched(launcher, calls), arguments))
-                continue
-            own = self._own(op, arguments)
+        for op in program.ops:
+            arguments = arguments_of(op, buffers)
+            calls = () if launches is None else row_calls(op, arguments, weights)
+            own = launches.add(calls) if launches is not None and calls else self._own(op, arguments)
             if own is None:
                 own = meaning_of(program, op)
                 arguments.update((name, weights.vector(weight)) for name, weight in op.weights.items())
             self._bound.append((own, arguments))
+        if launches is not None:
+            launches.load()
 
     @torch.inference_mode()
     def run(self) -> None:
         """Run it on torch's current stream; where all rows are dead, nothing is kept of it."""
         for function, arguments in self._bound:
             function(**arguments)
-        self._shared.clear()
+        self._sights.clear()
 
     def clear(self) -> None:
         """Drop every reference to buffers and weights."""
@@ -95,15 +93,15 @@ class BoundPrefill:
         self._grouped, self._flash, self._wide = None, None, None
 
     def _share_room(
-        self, program: Program, room: torch.Tensor | None, launcher: Launcher
+        self, program: Program, room: torch.Tensor | None, launches: Launches
     ) -> tuple[GroupedExperts, FlashAttention, WideProducts]:
         size = room_of(program, self._weights.shape)
         if room is None:
             room = torch.empty(size.num_bytes, dtype=torch.uint8, device=self._weights.device)
         experts, attention, products = size.cut(room)
-        grouped = GroupedExperts(launcher, size.experts, experts)
-        flash = FlashAttention(launcher, self._longest, size.attention, attention)
-        return grouped, flash, WideProducts(launcher, size.products, products)
+        grouped = GroupedExperts(launches, size.experts, experts)
+        flash = FlashAttention(launches, self._longest, size.attention, attention)
+        return grouped, flash, WideProducts(launches, size.products, products)
 
     def _own(self, op: Op, arguments: Mapping[str, object]) -> Callable[..., None] | None:
         if op.kind in EXPERT_PRODUCTS:
@@ -170,19 +168,13 @@ class BoundPrefill:
         out: torch.Tensor,
         scale: float,
         chunk_size: int,
-        **mask: Any,
+        window: int | None = None,
     ) -> None:
         del chunk_size  # no row knows of those beside it
-        block = k_cache.shape[2]
-        whole = -(-(self._longest + self._size) // block) * block
-        shape: dict[str, Any] = {"size": self._size, "block": block, "whole": whole, **mask}
-        sight = self._once(
-            ("sight", *sorted(mask.items())), lambda: sight_of(block_table, chunk, **shape, dtype=q.dtype)
-        )
-        prefill_attention(q, k_cache, v_cache, sight, sinks=sinks, out=out, scale=scale)
-
-    def _once(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """What operations of one chunk share, made by the first of them."""
-        if key not in self._shared:
-            self._shared[key] = make()
-        return self._shared[key]
+        if window not in self._sights:
+            block = k_cache.shape[2]
+            whole = -(-(self._longest + self._size) // block) * block
+            self._sights[window] = sight_of(
+                block_table, chunk, size=self._size, block=block, whole=whole, window=window, dtype=q.dtype
+            )
+        prefill_attention(q, k_cache, v_cache, self._sights[window], sinks=sinks, out=out, scale=scale)

@@ -5,12 +5,11 @@ and the host does not wait for the device. Without a launcher torch does it, exp
 The rounding points are those of `lowlat.kernels.reference.experts`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 
-from lowlat.executors.launcher import Launcher
-from lowlat.executors.prefill.kernels import launched
+from lowlat.executors.prefill.kernels import Launches
 from lowlat.executors.prefill.room import ExpertsRoom
 from lowlat.kernels.add_ranks import add_ranks
 from lowlat.kernels.expert_packing import PackedExperts, unpack_expert
@@ -18,20 +17,19 @@ from lowlat.kernels.experts_grouped import grouped_down, grouped_gate_up
 from lowlat.kernels.experts_grouped_plan import GroupedPlan, plan_grouped
 from lowlat.kernels.experts_grouping import group_pairs
 from lowlat.kernels.experts_plan import DOWN, GATE_UP, ExpertShape
-from lowlat.kernels.kernel import KernelCall
 from lowlat.kernels.pair_tiles import most_tiles, tile_pairs_of
 
 __all__ = ["GroupedExperts", "choose_experts", "down_by_torch", "gate_up_by_torch", "product"]
 
 
 class GroupedExperts:
-    """Makes the products of a chunk's mixtures; kernels are compiled and loaded when a product is made.
+    """Makes the products of a chunk's mixtures, of launches that are loaded later.
 
     room  uint8, at least `size.num_bytes`: one layer's lists of pairs, and what its experts add to each row
     """
 
-    def __init__(self, launcher: Launcher, size: ExpertsRoom, room: torch.Tensor) -> None:
-        self._launcher = launcher
+    def __init__(self, launches: Launches, size: ExpertsRoom, room: torch.Tensor) -> None:
+        self._launches = launches
         self._order, self._tiles, self._values = size.cut(room)
 
     def gate_up(
@@ -53,7 +51,7 @@ class GroupedExperts:
         calls = group_pairs(expert_ids=expert_ids, num_experts=experts.num_experts, tile_pairs=tile_pairs, **lists)
         plan = self._plan(GATE_UP, experts, expert_ids, tile_pairs)
         calls += grouped_gate_up(x=x, **lists, weight=experts, bias=bias, out=out, limit=limit, alpha=alpha, plan=plan)
-        return self._launches(calls)
+        return self._launches.add(calls)
 
     def down(
         self,
@@ -76,7 +74,7 @@ class GroupedExperts:
             activated=activated, **lists, expert_weights=expert_weights, weight=experts, bias=bias, out=partials,
             plan=plan,
         )  # fmt: skip
-        return self._launches(calls + add_ranks(partials=partials, expert_ids=expert_ids, out=out))
+        return self._launches.add(calls + add_ranks(partials=partials, expert_ids=expert_ids, out=out))
 
     def _lists(self, expert_ids: torch.Tensor, experts: PackedExperts) -> tuple[int, dict[str, torch.Tensor]]:
         """Pairs of a tile, and the lists of pairs and of tiles."""
@@ -88,11 +86,7 @@ class GroupedExperts:
     def _plan(self, kind: str, experts: PackedExperts, expert_ids: torch.Tensor, tile_pairs: int) -> GroupedPlan:
         quantised = experts.scales is not None
         shape = ExpertShape(kind, experts.rows, experts.columns, expert_ids.shape[1], quantised)
-        return plan_grouped(tile_pairs, shape, self._launcher.card)
-
-    def _launches(self, calls: Sequence[KernelCall]) -> Callable[..., None]:
-        self._launcher.compile_ahead(calls)
-        return launched(self._launcher, calls)
+        return plan_grouped(tile_pairs, shape, self._launches.card)
 
 
 def choose_experts(

@@ -11,8 +11,7 @@ from collections.abc import Callable
 import torch
 
 from lowlat.errors import ShapeError
-from lowlat.executors.launcher import Launcher
-from lowlat.executors.prefill.kernels import launched
+from lowlat.executors.prefill.kernels import Launches
 from lowlat.executors.prefill.room import AttentionRoom
 from lowlat.kernels.gather_kv import gather_kv
 from lowlat.kernels.gathered_rows import gathered_rows
@@ -21,14 +20,14 @@ __all__ = ["FlashAttention", "flash_attention"]
 
 
 class FlashAttention:
-    """Makes the attentions of a chunk; kernels are compiled and loaded when an attention is made.
+    """Makes the attentions of a chunk, of launches that are loaded later.
 
     longest  positions of the longest context
     room     uint8, at least `size.num_bytes`: keys and values of one layer at a time
     """
 
-    def __init__(self, launcher: Launcher, longest: int, size: AttentionRoom, room: torch.Tensor) -> None:
-        self._launcher, self._longest = launcher, longest
+    def __init__(self, launches: Launches, longest: int, size: AttentionRoom, room: torch.Tensor) -> None:
+        self._launches, self._longest = launches, longest
         self._keys, self._values, self._lengths = size.cut(room)
 
     def attend(
@@ -51,16 +50,15 @@ class FlashAttention:
         """
         if {q.dtype, k_cache.dtype, v_cache.dtype} != {torch.bfloat16}:
             raise ShapeError(f"queries and caches must be bfloat16, got {q.dtype}, {k_cache.dtype}, {v_cache.dtype}")
-        if window is None or window >= self._longest:
+        if window is not None and window >= self._longest:
             window = None
         size, num_rows = q.shape[0], gathered_rows(q.shape[0], self._longest, window)
         keys, values = (self._rows(part, num_rows, k_cache) for part in (self._keys, self._values))
         calls = gather_kv(
             k_cache=k_cache, v_cache=v_cache, block_table=block_table, chunk=chunk, keys=keys, values=values,
-            lengths=self._lengths, size=size, window=window, card=self._launcher.card,
+            lengths=self._lengths, size=size, window=window, card=self._launches.card,
         )  # fmt: skip
-        self._launcher.compile_ahead(calls)
-        gather, result = launched(self._launcher, calls), out.view(q.shape)
+        gather, result = self._launches.add(calls), out.view(q.shape)
         shares = None if sinks is None else sinks.float()
 
         def run(**_: object) -> None:

@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from lowlat.executors.device_weights import DeviceWeights
 from lowlat.executors.launcher import Launcher
+from lowlat.graphs.launch import Launch
 from lowlat.kernels.elementwise import add, cast, silu_mul
 from lowlat.kernels.embed import embed
 from lowlat.kernels.head_input import concat_norms
@@ -17,7 +18,7 @@ from lowlat.kernels.prefill_kv_write import prefill_kv_write
 from lowlat.kernels.rotate import rotate
 from lowlat.program import Op
 
-__all__ = ["ROW_KERNELS", "launched", "row_calls"]
+__all__ = ["ROW_KERNELS", "Launches", "row_calls"]
 
 ROW_KERNELS: Mapping[str, Callable[..., Sequence[KernelCall]]] = MappingProxyType(
     {
@@ -43,13 +44,29 @@ def row_calls(op: Op, arguments: Mapping[str, object], weights: DeviceWeights) -
     return build(**arguments, **{name: find(weight) for name, weight in op.weights.items()})
 
 
-def launched(launcher: Launcher, calls: Sequence[KernelCall]) -> Callable[..., None]:
-    """Calls as one operation, on torch's current stream; their kernels are loaded here."""
-    launches = [launcher.prepare(call) for call in calls]
+class Launches:
+    """What a prefill program launches, gathered while it is bound, so that all of it is compiled together."""
 
-    def run(**_: object) -> None:
-        stream = launcher.stream()
-        for launch in launches:
-            launch.issue(stream)
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
+        self._waiting: list[tuple[Sequence[KernelCall], list[Launch]]] = []
+        self.card = launcher.card
 
-    return run
+    def add(self, calls: Sequence[KernelCall]) -> Callable[..., None]:
+        """Calls as one operation, on torch's current stream. It may run once all are loaded."""
+        launcher, launches = self._launcher, list[Launch]()
+        self._waiting.append((calls, launches))
+
+        def run(**_: object) -> None:
+            stream = launcher.stream()
+            for launch in launches:
+                launch.issue(stream)
+
+        return run
+
+    def load(self) -> None:
+        """Compile, on all cores, and load what was added."""
+        self._launcher.compile_ahead(call for calls, _ in self._waiting for call in calls)
+        for calls, launches in self._waiting:
+            launches.extend(self._launcher.prepare(call) for call in calls)
+        self._waiting.clear()

@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from lowlat.executors.launcher import Launcher
-from lowlat.executors.prefill.kernels import launched
+from lowlat.executors.prefill.kernels import Launches
 from lowlat.executors.prefill.room import ProductsRoom
 from lowlat.kernels.kernel import KernelCall
 from lowlat.kernels.packing import PackedMatrix
@@ -23,19 +22,19 @@ WIDTH = 8  # and of so many weight rows and columns
 
 
 class WideProducts:
-    """Makes a chunk's products; kernels are compiled and loaded when a product is made.
+    """Makes a chunk's products, of launches that are loaded later.
 
     room  uint8, at least `size.num_bytes`: one product's rows as it reads them, and sums of its segments
     """
 
-    def __init__(self, launcher: Launcher, size: ProductsRoom, room: torch.Tensor) -> None:
-        self._launcher = launcher
+    def __init__(self, launches: Launches, size: ProductsRoom, room: torch.Tensor) -> None:
+        self._launches = launches
         self._arranged, self._partials = size.cut(room)
 
     def takes(self, chunk: int, weight: PackedMatrix) -> bool:
         """Whether a weight's products are made here, in chunks of so many rows."""
         fits = chunk % ROWS == 0 and weight.rows % WIDTH == 0 and weight.columns % WIDTH == 0
-        return fits and has_wide(self._launcher.card) and weight.tiles.dtype == torch.bfloat16
+        return fits and has_wide(self._launches.card) and weight.tiles.dtype == torch.bfloat16
 
     def product(
         self,
@@ -49,7 +48,7 @@ class WideProducts:
         """out [M, N] float32 = x [M, K] @ weight.T + bias, over these buffers; bias and columns as `wide_matmul`'s."""
         calls: list[KernelCall] = []
         for rows, results in zip(x.split(MOST_ROWS), out.split(MOST_ROWS), strict=True):
-            plan = plan_wide(rows.shape[0], weight.rows, weight.columns, self._launcher.card)
+            plan = plan_wide(rows.shape[0], weight.rows, weight.columns, self._launches.card)
             shapes = (
                 arranged_shape(rows.shape[0], weight.columns),
                 partials_shape(plan, rows.shape[0], weight.rows, weight.columns),
@@ -60,7 +59,6 @@ class WideProducts:
             )
             calls += wide_matmul(
                 x=rows, weight=weight, bias=bias, columns=columns, arranged=arranged, partials=partials, out=results,
-                card=self._launcher.card, plan=plan,
+                card=self._launches.card, plan=plan,
             )  # fmt: skip
-        self._launcher.compile_ahead(calls)
-        return launched(self._launcher, calls)
+        return self._launches.add(calls)
