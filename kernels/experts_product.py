@@ -89,7 +89,7 @@ def make_travelling(shape: ExpertShape, plan: ExpertPlan) -> tuple[Any, Any]:
             if held or done >= uint32(own):
                 number, count, done = uint32(number + uint32(steps)), uint32(count - uint32(1)), uint32(0)
                 if count == uint32(0):
-                    unit = uint32(unit + uint32(1))
+                    unit = ptx.varying(uint32(unit + uint32(1)))
                     number, count, unit, left, done = begin(lists, (unit, uint32(0), left), warp)
         return number, count, unit, left, done
 

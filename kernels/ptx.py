@@ -221,6 +221,8 @@ copy_async_16_once_if = instruction(
 )
 # The same address, which the assembler takes for another one in each lane. Of one that is the same in all it may make a
 # copy by a uniform register, which with a hint for the L2 comes out as an illegal instruction (nvJitLink 13.0, 9.0).
+# And what is counted on and then scaled to an address it may count on twice: it puts the count into the address as if
+# that stood before it, and takes the sum all the same. It does neither to a number that it does not know.
 varying = instruction("{ .reg .u32 t; mov.u32 t, %laneid; shr.u32 t, t, 5; add.u32 $0, $1, t; }", u32, (u32,))
 varying_long = instruction(
     "{ .reg .u32 t; .reg .u64 w; mov.u32 t, %laneid; shr.u32 t, t, 5; cvt.u64.u32 w, t; add.u64 $0, $1, w; }",

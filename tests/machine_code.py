@@ -2,14 +2,18 @@
 
 import struct
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-__all__ = ["count_opcodes", "instructions"]
+__all__ = ["count_opcodes", "counted_twice", "instructions", "whole_instructions"]
 
 PROGRAM_BITS, EXECUTABLE = 1, 0x4
 SECTIONS_AT, SECTION_SIZE, NUM_SECTIONS = 0x28, 0x3A, 0x3C
 INSTRUCTION_BYTES = 16
 OPCODE = 0xFFF
+# of 9.0: add a constant to a register; scale a register and add another; read shared or global memory
+ADD, SCALED, READS = {0x836, 0x810}, {0x211, 0x824}, {0x984, 0x381, 0x981}
+ENDS = {0x947, 0x94D, 0x941, 0x943, 0x944, 0x950}  # branches, calls, returns, and where branches meet
+NEAR = 16  # instructions
 
 
 def count_opcodes(cubin: bytes) -> Counter[int]:
@@ -19,9 +23,39 @@ def count_opcodes(cubin: bytes) -> Counter[int]:
 
 def instructions(cubin: bytes) -> Iterator[int]:
     """The lower halves of all instructions, 64 bits each: the opcode, and from bit 16 on registers of 8 bits."""
+    return (low for low, _ in whole_instructions(cubin))
+
+
+def whole_instructions(cubin: bytes) -> Iterator[tuple[int, int]]:
+    """Both halves of all instructions: the upper one has modifiers and what the scheduler is told."""
     for code in _executable_sections(cubin):
-        for (low,) in struct.iter_unpack(f"<Q{INSTRUCTION_BYTES - 8}x", code):
-            yield low
+        yield from struct.iter_unpack("<QQ", code)
+
+
+def counted_twice(code: Iterable[tuple[int, int]]) -> list[int]:
+    """Where a number is counted on by c, scaled by s as an address, and read at c * s from there, as if it were not.
+
+    Bases of tables are multiples of 16 bytes: an offset that leaves c * s below 16 is taken for one that has it in it.
+    Of instructions of 9.0, in a straight line; the places of the reads among all instructions.
+    """
+    known, found = list(code), []
+    for start, (low, _) in enumerate(known):
+        number, count = low >> 16 & 0xFF, low >> 32
+        if low & OPCODE not in ADD or low >> 24 & 0xFF != number or not 0 < count < 16:
+            continue
+        scales: dict[int, int] = {}
+        for place, (later, high) in enumerate(known[start + 1 : start + NEAR], start + 1):
+            opcode, target, first = later & OPCODE, later >> 16 & 0xFF, later >> 24 & 0xFF
+            if opcode in ENDS:
+                break
+            if opcode in READS and first in scales and (later >> 40) % 16 == count * scales[first] < 16:
+                found.append(place)
+            scales.pop(target, None)
+            if opcode in SCALED and first == number:
+                scales[target] = 1 << (high >> 11 & 31) if opcode == 0x211 else later >> 32
+            if target == number and opcode not in READS:
+                break
+    return found
 
 
 def _executable_sections(cubin: bytes) -> Iterator[bytes]:
