@@ -23,7 +23,6 @@ from lowlat.kernels.attention_copy import DESCRIPTOR_WORDS, make_is_early, make_
 from lowlat.kernels.attention_merge import LOG2_E, make_merge
 from lowlat.kernels.attention_plan import (
     CURSOR_FIELDS,
-    FIRST_STEP,
     LAST_STEP,
     NO_ITEM,
     PAGES_ITEM,
@@ -33,7 +32,7 @@ from lowlat.kernels.attention_plan import (
     enter_item,
     make_plan_functions,
 )
-from lowlat.kernels.attention_tile import make_attend, make_forget, make_load_queries
+from lowlat.kernels.attention_tile import make_attend, make_forget
 from lowlat.kernels.kernel import H200, Card, Kernel, KernelCall, Workspace, examples_for
 from lowlat.kernels.numba_cuda import cuda, device_function, float32, int32, int64, types, uint32
 from lowlat.kernels.reference.shapes import check_shape
@@ -86,7 +85,7 @@ def attention(
     row_masks         [B, R]               int64  bit a: sees node a, stored at dense + a, itself included
     sinks             [H]                  float32 or None
     out               [B * R, H * D]       bf16, out; dead rows zero
-    workspace         sums of splits: zero before and after
+    workspace         sums of splits
     early_metadata    all but q and what the rows themselves wrote is older than the kernel before this one
     num_blocks        blocks of the grid; two fit on a multiprocessor
     stages            tiles of 64 positions under way in a block
@@ -123,8 +122,8 @@ def attention(
     splits = _capacity(shape, tail or rows, block_table.shape[1] * block)
     tiles = -(-rows * group // (16 * row_tiles)) * row_tiles
     parts = batch * kv_heads * tiles * splits * min(16, rows * group)
-    partials = workspace("attention.partials", (parts, head_dim), torch.int32)
-    sums = workspace("attention.sums", (parts, 2), torch.int32)
+    partials = workspace("attention.partials", (parts, head_dim), torch.float32)
+    sums = workspace("attention.sums", (parts, 2), torch.float32)
     ends = (partials, sums)
     first_half = KernelCall(_make(shape), (num_blocks, 1, 1), (*given, *ends, *numbers, splits, scale * LOG2_E))
     second_half = combine_splits(
@@ -246,7 +245,7 @@ def _kernel(shape: AttentionShape) -> Callable[..., None]:
     lane_offset, is_early, look_up, issue = (
         make(shape) for make in (make_lane_offset, make_is_early, make_look_up, make_issue)
     )
-    enter, attend, load_queries = enter_item(shape), make_attend(shape), make_load_queries(shape)
+    enter, attend = enter_item(shape), make_attend(shape)
     merge, forget = make_merge(shape), make_forget(shape)
     wait_for_copies = ptx.copies_wait(stages - 1)
 
@@ -258,8 +257,7 @@ def _kernel(shape: AttentionShape) -> Callable[..., None]:
         shared_norms, cursor = cuda.shared.array(threads, float32), cuda.local.array(CURSOR_FIELDS, int32)
         totals, queries = cuda.local.array(num_totals, float32), cuda.local.array(num_queries, uint32)
         peaks, norms = cuda.local.array(halves, float32), cuda.local.array(halves, float32)
-        if whole:
-            ptx.let_next_kernel_start()
+        ptx.let_next_kernel_start()
         lane, warp = uint32(cuda.threadIdx.x) & uint32(31), uint32(cuda.threadIdx.x) >> uint32(5)
         base = ptx.varying(ptx.shared_address(cuda.shared.array(shape=0, dtype=float32)))
         base = uint32(base + uint32(ALIGNMENT - 1)) & uint32(0xFFFFFFFF - (ALIGNMENT - 1))
@@ -269,8 +267,6 @@ def _kernel(shape: AttentionShape) -> Callable[..., None]:
         waited = not early
         if waited:
             ptx.wait_for_previous_kernel()
-            if not whole:
-                ptx.let_next_kernel_start()
             read_rows(plan, row_ends, slots, dense_lens, row_live, row_masks, batch, rows)
         plan_slots(plan, slots, dense_lens, batch, rows, tail)
         enter(cursor, plan, int32(cuda.blockIdx.x), batch, rows)
@@ -279,21 +275,13 @@ def _kernel(shape: AttentionShape) -> Callable[..., None]:
         cursor[PAGES_ITEM] = int32(NO_ITEM)
         look_up(cursor, plan, table, width, quarter, lane)
         forget(totals, queries, peaks, norms)
-        first, stage, filled = cursor[PLACE], uint32(0), 0
-        if first != NO_ITEM:  # its queries are loaded as soon as they may be
-            cursor[PLACE] = int32(first & ~FIRST_STEP)
-            if waited:
-                load_queries(queries, q, first, rows, lane)
+        stage, filled = uint32(0), 0
         while True:
             here, descriptor = uint32(base + stage * uint32(warps * stage_bytes)), uint32(ring + stage * uint32(16))
             full = filled >= stages
             if not waited and (full or cursor[PLACE] == NO_ITEM or not is_early(cursor, plan)):
                 read_rows(plan, row_ends, slots, dense_lens, row_live, row_masks, batch, rows)
                 ptx.wait_for_previous_kernel()
-                if not whole:
-                    ptx.let_next_kernel_start()  # not before: others' parts may stand there until then
-                if first != NO_ITEM:
-                    load_queries(queries, q, first, rows, lane)
                 waited = True
             if full:
                 wait_for_copies()

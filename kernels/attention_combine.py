@@ -6,8 +6,7 @@ absolute positions alone. A split in which a row saw nothing has factor 0, and a
 neither changes a bit, so it does not matter which splits were processed for other rows.
 
 A launch of its own, because fences and counters by which the last block could do this inside the first launch cost
-more than half of the whole on an H200 (4 slots at 16K: 152 us, 76 us without). Where lengths are known before, it
-begins while the first one runs and awaits the parts (`awaited`): each has one reader, which leaves zeros.
+more than half of the whole on an H200 (4 slots at 16K: 152 us, 76 us without).
 """
 
 import math
@@ -21,7 +20,6 @@ from lowlat.errors import ShapeError
 from lowlat.kernels import ptx
 from lowlat.kernels.attention_merge import join_sink
 from lowlat.kernels.attention_plan import AttentionShape, make_count_splits
-from lowlat.kernels.awaited import complement
 from lowlat.kernels.kernel import Kernel, KernelCall
 from lowlat.kernels.numba_cuda import cuda, device_function, float32, int32, int64, types, uint32
 
@@ -50,13 +48,12 @@ def combine_splits(
     tail: int,
     capacity: int,
 ) -> KernelCall:
-    """Combine what the first launch left, or leaves meanwhile.
+    """Combine what the first launch left.
 
-    partials  [owners, row tiles, capacity, parked, D]  int32  weighted values of each split; zero behind
-    sums      [owners, row tiles, capacity, parked, 2]  int32  peak (times log2 e) and sum of weights; zero behind
-    Both are complements of a float32's bits, and must have been zero before. An owner is (slot, key-value head, item's
-    tile of query rows); parked is 16, or all query rows where they are fewer. The splits that a slot has follow from
-    its dense length and `tail`, as in the first launch.
+    partials  [owners, row tiles, capacity, parked, D]  float32  weighted values of each split
+    sums      [owners, row tiles, capacity, parked, 2]  float32  peak (times log2 e) and sum of weights
+    An owner is (slot, key-value head, item's tile of query rows); parked is 16, or all query rows where they are fewer.
+    The splits that a slot has follow from its dense length and `tail`, as in the first launch.
     """
     count = out.numel() // shape.head_dim
     if capacity > MAX_SPLITS:
@@ -92,13 +89,10 @@ def _kernel(shape: AttentionShape) -> Callable[..., None]:
         ptx.let_next_kernel_start()
         if not early:
             ptx.wait_for_previous_kernel()
-        # else parts are awaited: the first launch lets this one start when all older readers of its memory have ended
         thread = int32(cuda.threadIdx.x)
         mine = int32(uint32(thread) // uint32(row_threads))
         inner = int32(thread - mine * row_threads)
-        number = int32(int32(cuda.blockIdx.x) * rows_a_block + mine)
-        exists = number < count
-        number = min(number, int32(count - 1))
+        number = min(int32(int32(cuda.blockIdx.x) * rows_a_block + mine), int32(count - 1))
         row, head = int32(uint32(number) // uint32(heads)), int32(uint32(number) % uint32(heads))
         entry = int32(uint32(row) // uint32(rows))
         base, pitch = locate(row, head, rows, capacity)
@@ -108,44 +102,43 @@ def _kernel(shape: AttentionShape) -> Callable[..., None]:
         dense = max(ptx.load_global_i32(dense_lens + int64(entry) * 4), int32(0))
         keep, start, splits = count_splits(dense, tail)
         parts = int32(keep + splits - start)
-        if ptx.load_global_i32(slots + int64(entry) * 4) < 0 or not exists:
+        if ptx.load_global_i32(slots + int64(entry) * 4) < 0:
             parts = int32(0)
-        live = ptx.load_global_u8(row_live + int64(row)) != uint32(0) and parts > 0
         member, lane = int32(uint32(inner) // uint32(lanes)), int32(uint32(inner) % uint32(lanes))
         source, last = partials + base * row_bytes + int64(lane) * 16, max(int32(parts - 1), int32(0))
         split = int32(start + ((member - start) & (CLASSES - 1)))
-        if parts > 1:  # all but the last, which has the newest positions, are done at about the same time
-            take_sum(sums + (base + int64(parts - 2) * pitch) * 8)
+        if early:
+            ptx.wait_for_previous_kernel()
+        live = ptx.load_global_u8(row_live + int64(row)) != uint32(0)
+        live = live and parts > 0
         loaded = load_parts(source, step, int32(split + keep - start), last)  # on their way while factors are found
         largest = float32(MINUS_INFINITY)
         for part in range(inner, parts, row_threads):
-            peak, norm = take_sum(sums + (base + int64(part) * pitch) * 8)
-            factors[at + part], norms[at + part] = peak, norm
+            peak = ptx.load_global_f32(sums + (base + int64(part) * pitch) * 8)
+            factors[at + part] = peak
+            norms[at + part] = ptx.load_global_f32(sums + (base + int64(part) * pitch) * 8 + 4)
             largest = max(largest, peak)
         for distance in (16, 8, 4, 2, 1):
             largest = max(largest, cuda.shfl_xor_sync(EVERY_LANE, largest, distance))
         if thread & 31 == 0:
             exchanged[thread >> 5] = largest
-        cuda.syncthreads()  # and nobody looks for a sum any more
+        cuda.syncthreads()
         for warp in range(row_threads // 32):
             largest = max(largest, exchanged[mine * (row_threads // 32) + warp])
         shift = float32(0) if largest == float32(MINUS_INFINITY) else -largest
         for part in range(inner, parts, row_threads):
-            ptx.store_global_64(sums + (base + int64(part) * pitch) * 8, uint32(0), uint32(0))
             factors[at + part] = ptx.exp2_approx(ptx.add_rn(factors[at + part], shift))
         cuda.syncthreads()
         # split s is part s of those kept at the start, and part s - start + keep of the others: a class goes by s
         totals, kept = (float32(0), float32(0), float32(0), float32(0), float32(0)), member
-        while kept < keep and parts > 0:
+        while kept < keep:
             first = load_parts(source, step, kept, int32(keep - 1))
-            first = take_parts(first, source, step, kept, int32(keep - 1))
             totals = add_parts(totals, first, factors, norms, at, kept, int32(keep - 1))
             kept = int32(kept + UNROLL * CLASSES)
         while split < splits and parts > 0:
             part = int32(split + keep - start)
             split = int32(split + UNROLL * CLASSES)
             following = load_parts(source, step, int32(part + UNROLL * CLASSES), last)
-            loaded = take_parts(loaded, source, step, part, last)
             totals = add_parts(totals, loaded, factors, norms, at, part, last)
             loaded = following
         a, b, c, d, norm = totals
@@ -154,10 +147,8 @@ def _kernel(shape: AttentionShape) -> Callable[..., None]:
         exchanged[2 * THREADS + thread], exchanged[3 * THREADS + thread] = c, d
         exchanged[4 * THREADS + thread] = norm
         cuda.syncthreads()
-        if member == 0 and exists:
+        if member == 0 and int32(int32(cuda.blockIdx.x) * rows_a_block + mine) < count:
             finish(exchanged, thread, largest, live, number, lane, sink, out)
-        if early:
-            ptx.wait_for_previous_kernel()  # whose end later kernels take for granted
 
     return combine
 
@@ -168,55 +159,14 @@ def add_parts(totals: Any, loaded: Any, factors: Any, norms: Any, at: Any, first
     a, b, c, d, norm = totals
     part = int32(first)
     for words in loaded:
-        there = part <= last
-        factor = factors[at + part] if there else float32(0)
+        factor = factors[at + part] if part <= last else float32(0)
         norm = ptx.fma_rn(norms[at + min(part, last)], factor, norm)
-        a = ptx.fma_rn(value_of(words[0], there), factor, a)
-        b = ptx.fma_rn(value_of(words[1], there), factor, b)
-        c = ptx.fma_rn(value_of(words[2], there), factor, c)
-        d = ptx.fma_rn(value_of(words[3], there), factor, d)
+        a = ptx.fma_rn(ptx.float_of_bits(words[0]), factor, a)
+        b = ptx.fma_rn(ptx.float_of_bits(words[1]), factor, b)
+        c = ptx.fma_rn(ptx.float_of_bits(words[2]), factor, c)
+        d = ptx.fma_rn(ptx.float_of_bits(words[3]), factor, d)
         part = int32(part + CLASSES)
     return a, b, c, d, norm
-
-
-@device_function
-def value_of(word: Any, there: Any) -> Any:
-    """A number of a part; 0 of one that is not there."""
-    return ptx.float_of_bits(complement(word) if there else uint32(0))
-
-
-@device_function
-def take_sum(address: Any) -> Any:
-    """A part's peak and sum of weights, once they are there."""
-    peak, norm = ptx.load_relaxed_gpu_64(address)
-    while peak == uint32(0) or norm == uint32(0):
-        peak, norm = ptx.load_relaxed_gpu_64(address)
-    return ptx.float_of_bits(complement(peak)), ptx.float_of_bits(complement(norm))
-
-
-@device_function
-def take_parts(loaded: Any, source: Any, step: Any, first: Any, last: Any) -> Any:
-    """The next UNROLL parts of a class once all of them are there, which leaves zeros in their places."""
-    while lacks_one_of(loaded, first, last):
-        loaded = load_parts(source, step, first, last)
-    part, none = int32(first), uint32(0)
-    for _ in range(UNROLL):
-        if part <= last:
-            ptx.store_global_128(source + int64(part) * step, none, none, none, none)
-        part = int32(part + CLASSES)
-    return loaded
-
-
-@device_function
-def lacks_one_of(loaded: Any, first: Any, last: Any) -> Any:
-    """Whether one of the parts up to the last is not there yet, or some of it."""
-    part, lacking = int32(first), False
-    for words in loaded:
-        a, b, c, d = words
-        none = uint32(0)
-        lacking = lacking or (part <= last and (a == none or b == none or c == none or d == none))
-        part = int32(part + CLASSES)
-    return lacking
 
 
 @device_function
@@ -236,9 +186,9 @@ def load_parts(source: Any, step: Any, first: Any, last: Any) -> Any:
 
 @device_function
 def load_part(source: Any, step: Any, first: Any, last: Any, turn: Any) -> Any:
-    """Sixteen bytes of the part `turn` places on in its class; past the last part, of the last, which is not taken."""
+    """Sixteen bytes of the part `turn` places on in its class; past the last part, of the last, to be weighed 0."""
     part = min(int32(first + turn * CLASSES), last)
-    return ptx.load_relaxed_gpu_128(source + int64(part) * step)
+    return ptx.load_global_128(source + int64(part) * step)
 
 
 def _make_locate(shape: AttentionShape) -> Any:

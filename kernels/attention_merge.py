@@ -1,7 +1,5 @@
 """From a block's warps' sums of a split to its part, parked for `attention_combine`; or, of a whole row, to its result.
 
-Parts are awaited there: they are kept as `awaited` has it, as complements.
-
 The warps are merged in order: the largest peak is taken, and each warp's sums are added times the power of two of its
 peak's distance from it. A warp that saw nothing of a row has factor 0, which changes no bit.
 """
@@ -21,7 +19,6 @@ from lowlat.kernels.attention_plan import (
     head_of,
     row_tile_of,
 )
-from lowlat.kernels.awaited import complement
 from lowlat.kernels.numba_cuda import cuda, device_function, float32, int32, int64, uint32
 
 __all__ = ["LOG2_E", "join_sink", "make_merge"]
@@ -138,12 +135,6 @@ def _make_add_warps(shape: AttentionShape) -> Any:
     return add_warps
 
 
-@device_function
-def kept(value: Any) -> Any:
-    """A float32 of a part."""
-    return complement(ptx.bits_of_float(value))
-
-
 def _make_merge_warps(shape: AttentionShape) -> Any:
     pieces, row_bytes, warps, threads = shape.head_dim // 4, 4 * shape.head_dim, shape.warps, 32 * shape.warps
     units, piece_shift, add_warps = -(-16 * pieces // threads), pieces.bit_length() - 1, _make_add_warps(shape)
@@ -159,11 +150,12 @@ def _make_merge_warps(shape: AttentionShape) -> Any:
             if int32(row) < int32(count):
                 largest, norm = add_warps(o, factors, shared_norms, stage, row, piece)
                 place = target + int64(row)
-                ptx.store_relaxed_gpu_128(
-                    partials + place * row_bytes + int64(piece) * 16, kept(o[0]), kept(o[1]), kept(o[2]), kept(o[3])
-                )
+                ptx.store_global_128(
+                    partials + place * row_bytes + int64(piece) * 16,
+                    ptx.bits_of_float(o[0]), ptx.bits_of_float(o[1]), ptx.bits_of_float(o[2]), ptx.bits_of_float(o[3]),
+                )  # fmt: skip
                 if piece == 0:
-                    ptx.store_relaxed_gpu_64(sums + place * 8, kept(largest), kept(norm))
+                    ptx.store_global_64(sums + place * 8, ptx.bits_of_float(largest), ptx.bits_of_float(norm))
 
     return merge_warps
 

@@ -27,7 +27,7 @@ from lowlat.kernels.attention_plan import (
 )
 from lowlat.kernels.numba_cuda import cuda, device_function, float32, int32, int64, uint32
 
-__all__ = ["make_attend", "make_forget", "make_load_queries"]
+__all__ = ["make_attend", "make_forget"]
 
 NAN_BITS = 0x7FC00000
 MINUS_INFINITY = -math.inf
@@ -54,8 +54,8 @@ def make_forget(shape: AttentionShape) -> Any:
 
 
 def make_attend(shape: AttentionShape) -> Any:
-    """The function that adds one step's tile, described by `words`, to a warp's sums; FIRST_STEP loads queries."""
-    load_queries, (add_scores, add_values) = make_load_queries(shape), _make_products(shape)
+    """The function that adds one step's tile, described by `words`, to a warp's sums; an item's first loads queries."""
+    load_queries, (add_scores, add_values) = _make_load_queries(shape), _make_products(shape)
     hide, weigh, drop_broken = _make_hide(shape), _make_weigh(shape), _make_drop(shape)
     row_tiles = shape.row_tiles
     num_scores, num_weights, num_factors = 8 * row_tiles, 4 * row_tiles, 2 * row_tiles
@@ -67,7 +67,7 @@ def make_attend(shape: AttentionShape) -> Any:
     ) -> None:  # fmt: skip
         entry, row_tile = entry_of(words[0]), int32(row_tile_of(words[0]) * row_tiles)
         if words[0] & uint32(FIRST_STEP):
-            load_queries(queries, q, words[0], rows, lane)
+            load_queries(queries, q, entry, head_of(words[0]), row_tile, rows, lane)
         start, alone = int32(int32(words[1]) * TILE), int32(words[2])
         all_visible, is_alone = words[0] & uint32(ALL_VISIBLE) != 0, words[0] & uint32(ALONE) != 0
         if not all_visible:
@@ -96,14 +96,13 @@ def make_attend(shape: AttentionShape) -> Any:
     return attend
 
 
-def make_load_queries(shape: AttentionShape) -> Any:
-    """A function: query fragments of the row tiles of the item at a place; rows past the last are zero."""
+def _make_load_queries(shape: AttentionShape) -> Any:
+    """Query fragments of the item's row tiles; rows past the last are zero."""
     group, kv_heads, row_tiles = shape.group, shape.kv_heads, shape.row_tiles
     chunks, row_bytes = shape.head_dim // 32, 2 * shape.head_dim
 
     @device_function
-    def load_queries(queries: Any, q: Any, place: Any, rows: Any, lane: Any) -> None:
-        entry, head, row_tile = entry_of(place), head_of(place), int32(row_tile_of(place) * row_tiles)
+    def load_queries(queries: Any, q: Any, entry: Any, head: Any, row_tile: Any, rows: Any, lane: Any) -> None:
         rows, lane = ptx.stay_here(rows), uint32(ptx.stay_here(int32(lane)))
         for part in range(2 * row_tiles):
             node, member = query_row(row_tile, uint32(part * 8) + (lane >> uint32(2)), group)
@@ -111,8 +110,8 @@ def make_load_queries(shape: AttentionShape) -> Any:
                 queries[part * 4 * chunks + word] = uint32(0)
             if int64(node) < int64(rows):
                 row = int64(entry) * int64(rows) + int64(node)
-                number = (row * kv_heads + int64(head)) * group + int64(member)
-                address = q + number * row_bytes + int64(lane & uint32(3)) * 16
+                place = (row * kv_heads + int64(head)) * group + int64(member)
+                address = q + place * row_bytes + int64(lane & uint32(3)) * 16
                 for word in range(4 * chunks):  # one by one: the products want them in registers side by side
                     offset = (word >> 2) * 64 + (word & 3) * 4
                     queries[part * 4 * chunks + word] = uint32(ptx.load_global_i32(address + offset))

@@ -51,7 +51,6 @@ __all__ = [
     "load_global_nc_128",
     "load_global_u8",
     "load_global_u16",
-    "load_relaxed_gpu_64",
     "load_relaxed_gpu_128",
     "load_relaxed_gpu_f32",
     "load_shared_128",
@@ -74,8 +73,6 @@ __all__ = [
     "store_global_u8",
     "store_global_u16",
     "store_global_u32",
-    "store_relaxed_gpu_64",
-    "store_relaxed_gpu_128",
     "store_relaxed_gpu_f32",
     "store_relaxed_gpu_u16",
     "store_release_system",
@@ -390,12 +387,7 @@ atomic_add_gpu = instruction("atom.acq_rel.gpu.global.add.u32 $0, [$1], $2;", u3
 load_acquire_gpu = instruction("ld.acquire.gpu.global.u32 $0, [$1];", u32, (i64,))
 # past L1 as well, but later loads need not wait for it
 load_relaxed_gpu_f32 = instruction("ld.relaxed.gpu.global.f32 $0, [$1];", f32, (i64,))
-load_relaxed_gpu_64 = instruction("ld.relaxed.gpu.global.v2.u32 {$0,$1}, [$2];", (u32, 2), (i64,))
 load_relaxed_gpu_128 = instruction("ld.relaxed.gpu.global.v4.u32 {$0,$1,$2,$3}, [$4];", (u32, 4), (i64,))
-store_relaxed_gpu_64 = instruction("st.relaxed.gpu.global.v2.u32 [$0], {$1,$2};", None, (i64, u32, u32))
-store_relaxed_gpu_128 = instruction(
-    "st.relaxed.gpu.global.v4.u32 [$0], {$1,$2,$3,$4};", None, (i64, u32, u32, u32, u32)
-)
 store_relaxed_gpu_f32 = instruction("st.relaxed.gpu.global.f32 [$0], $1;", None, (i64, f32))
 store_relaxed_gpu_u16 = instruction(
     "{ .reg .u16 t; cvt.u16.u32 t, $1; st.relaxed.gpu.global.u16 [$0], t; }", None, (i64, u32)

@@ -401,9 +401,6 @@ class Walker:
         def words(where: Any) -> Any:
             return lambda address: tuple(where(int(address), 16).view(np.uint32).tolist())
 
-        def pair(address: int) -> Any:
-            return tuple(at(int(address), 8).view(np.uint32).tolist())
-
         functions = {
             "shared_address": lambda array: array.start if isinstance(array, Words) else 0,
             "varying": int,
@@ -412,13 +409,12 @@ class Walker:
             "let_next_kernel_start": self._let_next_start,
             "load_relaxed_gpu_f32": self._when_others_went_on(lambda address: load(at, np.float32, 4)(address)[0]),
             "load_acquire_gpu": self._when_others_went_on(lambda address: int(load(at, np.uint32, 4)(address)[0])),
-            "load_global_64": pair,
+            "load_global_64": lambda address: tuple(at(int(address), 8).view(np.uint32).tolist()),
             "atomic_add_gpu": self._add,
             "load_shared_u32": lambda address: int(load(near, np.uint32, 4)(address)[0]),
             "load_shared_f32": lambda address: load(near, np.float32, 4)(address)[0],
             "load_shared_128": words(near),
             "load_global_128": words(at),
-            "load_relaxed_gpu_64": self._when_others_went_on(pair),
             "load_relaxed_gpu_128": self._when_others_went_on(words(at)),
             "load_global_nc_128": words(at),
             "load_global_128_l2": words(at),
@@ -439,8 +435,6 @@ class Walker:
             "store_global_f32": store(at, np.float32, 4),
             "store_global_i32": store(at, np.int32, 4),
             "store_relaxed_gpu_f32": store(at, np.float32, 4),
-            "store_relaxed_gpu_64": store(at, np.uint32, 8),
-            "store_relaxed_gpu_128": store(at, np.uint32, 16),
             "store_global_u16": store(at, np.uint16, 2),
             "store_relaxed_gpu_u16": store(at, np.uint16, 2),
             "store_global_u32": store(at, np.uint32, 4),

@@ -19,16 +19,18 @@ GROUPS = (1, 3, 4, 5, 8)
 
 
 class Bench:
-    """Launches with one workspace for all calls, as a step has it: zero before and after each."""
+    """Launches with one workspace for all calls, as a step has it; floats in it start as NaN."""
 
     def __init__(self) -> None:
         self.launcher = Launcher(torch.device("cuda", 0))
         self.memory: dict[tuple[str, tuple[int, ...], torch.dtype], torch.Tensor] = {}
 
     def workspace(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Integers are zero at first, the rest is poison."""
         key = name, shape, dtype
         if key not in self.memory:
-            self.memory[key] = torch.zeros(shape, dtype=dtype, device="cuda")
+            fill = math.nan if dtype.is_floating_point else 0
+            self.memory[key] = torch.full(shape, fill, dtype=dtype, device="cuda")
         return self.memory[key]
 
     def run(self, case: Case, **options: Any) -> torch.Tensor:
@@ -36,7 +38,6 @@ class Bench:
         out = torch.full_like(case.q.reshape(case.q.shape[0], -1), math.nan)
         arguments = {**case.arguments(), **case.options, **options}
         self.launcher.run(*attention(**arguments, out=out, workspace=self.workspace))
-        assert not any(each.any() for each in self.memory.values())
         return out
 
 
