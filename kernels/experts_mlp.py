@@ -4,8 +4,8 @@ and their sum into the residual stream.
 All is one launch, which may begin while the router still runs: logits are awaited, so that weights travel as soon as a
 block knows its experts. Every block has a run of the tiles of both products, and parts of the sum. A tile of the second
 product needs what many blocks compute in the first, as the sum does of the second, and awaits it word by word
-(`awaited`); so all blocks must be on the card at once. While the last tiles of the first product are multiplied,
-weights of the second travel already. `experts_product` tells how a product is computed.
+(`awaited`); so all blocks must be on the card at once. Weights of the second product travel while the last tiles of the
+first are multiplied, or where there is a single row, behind them. `experts_product` tells how a product is computed.
 """
 
 from collections.abc import Callable
@@ -136,7 +136,7 @@ def _make(pair: Pair, num_experts: int) -> Kernel:
         f"experts_mlp_{up.rows}x{up.columns}x{down.rows}x{up.ranks}_"
         f"{'mxfp4' if up.quantised else 'bf16'}{'mxfp4' if down.quantised else 'bf16'}_"
         f"{first.columns}x{first.capacity}x{first.warps}x{second.warps}x{first.finishing}x{first.part}x{second.part}"
-        f"x{first.stages}{'' if first.patient else '_awake'}_e{num_experts}"
+        f"x{first.stages}{'' if pair.overlaps else '_apart'}{'' if first.patient else '_awake'}_e{num_experts}"
     )
     signature = (*(types.int64,) * 17, types.float32, types.float32)
     function, shared_bytes = _kernel(pair, num_experts), pair.places[-1]
@@ -150,8 +150,9 @@ def _kernel(pair: Pair, num_experts: int) -> Callable[..., None]:
     up_sums = make_handover(stages, first.warps, first.finishing, patient=first.patient)
     down_sums = make_handover(stages, second.warps, second.finishing, patient=second.patient)
     (up_begin, _), (down_begin, down_travel) = make_travelling(up, first), make_travelling(down, second)
-    fill, multiply_up = make_multiplying(up, first, up_sums, pair.stage_bytes, down_travel)
-    _, multiply_down = make_multiplying(down, second, down_sums, pair.stage_bytes, nothing_travels, awaited=True)
+    overlaps, stage_bytes = pair.overlaps, pair.stage_bytes
+    fill, multiply_up = make_multiplying(up, first, up_sums, stage_bytes, down_travel if overlaps else nothing_travels)
+    fill_down, multiply_down = make_multiplying(down, second, down_sums, stage_bytes, nothing_travels, awaited=True)
     swiglu, weighing = make_swiglu(up, first), make_weighing(down, second)
     finish_up = make_finishing(up, first, swiglu, up_sums, warps * 32)
     finish_down = make_finishing(down, second, weighing, down_sums, warps * 32)
@@ -197,6 +198,9 @@ def _kernel(pair: Pair, num_experts: int) -> Callable[..., None]:
                 base, up_areas, up_barriers, lists, weights, x, up_run, ahead, behind, uint32(0), warp, lane
             )
             weights = down_words, down_scales, down_words, down_scales
+            if not overlaps:
+                behind, _ = fill_down(base, lists, weights, behind, behind, warp, lane)
+                stage = uint32(0)
             multiply_down(
                 base, down_areas, down_barriers, lists, weights, activated, down_run, behind, behind, stage, warp, lane
             )

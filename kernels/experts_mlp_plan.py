@@ -13,12 +13,16 @@ __all__ = ["Pair", "plan_pair"]
 
 @dataclass(frozen=True)
 class Pair:
-    """Shapes and plans of both products, which share a block's threads, its lists and its pipelines."""
+    """Shapes and plans of both products, which share a block's threads, its lists and its pipelines.
+
+    overlaps  weights of the second product travel while the last ones of the first are multiplied
+    """
 
     up: ExpertShape
     down: ExpertShape
     up_plan: ExpertPlan
     down_plan: ExpertPlan
+    overlaps: bool
 
     @property
     def warps(self) -> int:
@@ -71,7 +75,8 @@ def plan_pair(
             "num_blocks": max(first.num_blocks, second.num_blocks),
             "stages": min(first.stages, second.stages),
         }
-        pair = Pair(up, down, replace(first, **common), replace(second, **common))
+        # a single row's weights are so few that those of the second product would only delay the last of the first
+        pair = Pair(up, down, replace(first, **common), replace(second, **common), overlaps=first.columns > 1)
         excess = pair.places[-1] - card.shared_bytes
         if excess <= 0:
             return pair

@@ -106,7 +106,7 @@ def _left_of(first: Any, done: Any, steps: Any, own: Any) -> Any:
 
 @device_function
 def nothing_travels(_place: Any, _lists: Any, _words: Any, _scales: Any, ahead: Any, _warp: Any, _lane: Any) -> Any:
-    """What travels behind the last product's parts."""
+    """What travels behind the last product's parts, or behind one whose successor fills its pipeline itself."""
     return ahead
 
 
@@ -125,7 +125,7 @@ def make_multiplying(
     stead, so that their first ones are there when it begins; it begins with the stage that the first one leaves off at.
 
     stage_bytes    from a stage to the next one
-    travel_behind  as `make_travelling` makes it, of the product behind
+    travel_behind  as `make_travelling` makes it, of the product behind; or `nothing_travels`
     awaited        other blocks write the inputs meanwhile, as `awaited` has it
     """
     tiles, steps, part, own, stages = shape.tiles, shape.steps, plan.part, plan.steps_a_warp(shape), plan.stages
