@@ -48,10 +48,10 @@ class AsyncLink:
                 outgoing.popleft()
             if connection.failure is not None:
                 self._shut_down()
-            elif not sockets.readable:
+            elif not sockets.readable or (frame := sockets.receive()) is None:
                 return
             else:
-                self._wake(connection.receive(sockets.receive(), time.monotonic()))
+                self._wake(connection.receive(frame, time.monotonic()))
 
     def check_news(self) -> None:
         """Check, if anything has happened: whatever happens makes a descriptor readable."""

@@ -137,8 +137,7 @@ class Client(BaseClient[Link, "threading.Lock"]):
         Raises RequestError for a prompt or option that cannot be served, before anything is sent where it can be
         known; Busy when the queue is full; StreamError, ServerGone when the request breaks off, with its tokens.
         """
-        self.check_process()
-        deadline = _deadline(timeout_s)
+        deadline = None if timeout_s is None else _deadline(timeout_s)
         request = make_request(prompt, sampling, deadline_s=deadline_s, template_options=template_options)
         link, stream = self._submit(request)
         return Generation(self, link, stream, deadline)
@@ -182,7 +181,7 @@ class Client(BaseClient[Link, "threading.Lock"]):
         link = self._connected()
         with link as connection:
             stream = connection.submit(request)
-            link.pump()
+            link.send()
         return link, stream
 
     def _ask(self, question: Callable[[Connection], Reply[Value]], timeout_s: float) -> Value:
@@ -231,6 +230,6 @@ class Client(BaseClient[Link, "threading.Lock"]):
             time.sleep(RETRY_S)
 
 
-def _deadline(timeout_s: float | None) -> float | None:
+def _deadline(timeout_s: float) -> float:
     check_seconds("timeout_s", timeout_s)
-    return None if timeout_s is None else time.monotonic() + timeout_s
+    return time.monotonic() + timeout_s

@@ -32,6 +32,7 @@ class Link:
         self._followers: dict[Waiter, threading.Lock] = {}
         self._abandoned: deque[int] = deque()
         self._shut = False
+        self._unread = False  # messages may wait that no descriptor tells of
         self._asleep = False  # the leader polls, and nobody has woken it yet
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poll = select.poll()  # the leader's, who polls it without the lock
@@ -53,12 +54,23 @@ class Link:
         if self._abandoned:
             self._sweep()
 
-    def pump(self) -> None:
-        """Under the lock: send what is to be sent, and hand out what has come."""
+    def send(self) -> None:
+        """Under the lock: send what is to be sent; if nobody listens, who waits next looks for what has come."""
+        if self._leader is not None or self._shut or self.connection.failure is not None:
+            self.pump()
+        else:
+            self._unread = True
+            self._send()
+
+    def pump(self, until: Waiter | None = None) -> None:
+        """Under the lock: send what is to be sent, and hand out what has come.
+
+        until   the descriptor says that something has come, and more than what makes this one ready may wait
+        """
         if self._shut:
             return
         try:
-            self._exchange()
+            self._exchange(until)
         except BaseException:
             # a message may have been taken and not handed out, as when Ctrl-C falls between
             self.connection.fail("interrupted while a message was taken")
@@ -69,7 +81,7 @@ class Link:
 
     def check_news(self) -> None:
         """Under the lock: check, if anything has happened: whatever happens makes a descriptor readable."""
-        if self.connection.failure is None and self._news.poll(0):
+        if self.connection.failure is None and (self._unread or self._news.poll(0)):
             self.check()
 
     def check(self) -> None:
@@ -125,7 +137,7 @@ class Link:
                     if waiter.ready:
                         return
                 self._sleep(due if deadline is None else min(due, deadline - now))
-                self.pump()
+                self.pump(None if self._followers else waiter)
         finally:
             self._leader = None
 
@@ -162,25 +174,39 @@ class Link:
             self._lock.acquire()
             raise
 
-    def _exchange(self) -> None:
+    def _send(self) -> None:
+        outgoing = self.connection.outgoing
+        while outgoing and self._sockets.send(outgoing[0]):
+            if outgoing:
+                outgoing.popleft()
+
+    def _exchange(self, until: Waiter | None) -> None:
         connection, sockets = self.connection, self._sockets
-        outgoing = connection.outgoing
+        told = until is not None
         while True:
-            while outgoing and sockets.send(outgoing[0]):
-                if outgoing:
-                    outgoing.popleft()
-            if connection.failure is not None or not sockets.readable:
+            if connection.outgoing:
+                self._send()
+            if connection.failure is not None:
                 return
-            self._deliver(connection.receive(sockets.receive(), time.monotonic()))
+            if not told and not sockets.readable:
+                self._unread = False
+                return
+            told = False
+            frame = sockets.receive()
+            if frame is None:
+                continue
+            self._deliver(connection.receive(frame, time.monotonic()))
+            if until is not None and until.ready and until.goes_on:
+                self._unread = True  # its reader has waited long enough
+                return
 
     def _deliver(self, waiter: Waiter | None) -> None:
         if waiter is None:
             return
-        signal = self._followers.pop(waiter, None)
-        if signal is not None:
-            signal.release()
-        elif waiter is self._leader:
+        if waiter is self._leader:
             self._wake_leader()
+        elif (signal := self._followers.pop(waiter, None)) is not None:
+            signal.release()
 
     def _wake_leader(self) -> None:
         if self._asleep:

@@ -57,6 +57,11 @@ class Waiter(ABC):
     def ready(self) -> bool:
         """Whether there is something to take, if only the failure."""
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether more comes after what there is to take."""
+        return False
+
 
 class Reply(Waiter, Generic[Value]):
     """The answer to a question."""
@@ -86,7 +91,7 @@ class Stream(Waiter):
     __slots__ = ("_sequence", "_texts", "_token_ids", "_untold", "chunks", "ended", "number", "window")
 
     def __init__(self, number: int, window: int) -> None:
-        super().__init__()
+        self.failure = None
         self.number = number
         self.window = window
         self.chunks: deque[Chunk] = deque()
@@ -99,6 +104,10 @@ class Stream(Waiter):
     @property
     def ready(self) -> bool:
         return bool(self.chunks) or self.ended
+
+    @property
+    def goes_on(self) -> bool:
+        return not self.ended
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -298,7 +307,7 @@ class Connection:
         self._heard = now
         try:
             message = decode_server(frame)
-            if isinstance(message, Tokens | End):
+            if isinstance(message, (Tokens, End)):
                 return self._stream_message(message)
             return self._control(message)
         except WireError as error:

@@ -14,7 +14,8 @@ from lowlat.ipc.wire import WireError, check_submit_size, encode, pack_tokens
 __all__ = ["Prompt", "Request", "make_request"]
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
-_OPTIONS = tuple(field.name for field in msgspec.structs.fields(Sampling))
+_OPTIONS = frozenset(field.name for field in msgspec.structs.fields(Sampling))
+_OPTIONS_AS_THEY_ARE = _OPTIONS - {"stop", "stop_token_ids", "logit_bias"}
 _MAX_DEADLINE_S = (1 << 40) / 1000.0
 
 
@@ -41,18 +42,18 @@ class Request(Struct, frozen=True):
         )
         try:
             header = encode(submit)
-            check_submit_size(memoryview(header)[1:])
+            check_submit_size(header, 1)
         except WireError as error:
             raise RequestError(f"the request is too long: {error}") from error
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise RequestError(f"the request has no encoding: {error}") from error
-        frames = (header,) if self.body is None else (header, self.body)
-        size = max(map(len, frames))
+        body = self.body
+        size = len(header) if body is None else max(len(header), len(body))
         if size > max_message_bytes:
             raise RequestError(
                 f"the request has {size} bytes and the server takes {max_message_bytes} (max_message_bytes)"
             )
-        return frames
+        return (header,) if body is None else (header, body)
 
 
 def make_request(
@@ -83,7 +84,8 @@ def make_request(
         if not isinstance(template_options, Mapping):
             raise RequestError(f"template_options must be a mapping, got {type(template_options).__name__}")
         options = dict(template_options)
-    return Request(_sampling(sampling), text, messages, body, options, _deadline_ms(deadline_s))
+    deadline_ms = None if deadline_s is None else _deadline_ms(deadline_s)
+    return Request(_sampling(sampling), text, messages, body, options, deadline_ms)
 
 
 def _entries(prompt: object) -> list[Any]:
@@ -124,17 +126,10 @@ def _messages(entries: list[Any]) -> list[Message]:
 
 
 def _sampling(given: Mapping[str, Any]) -> Sampling:
-    for name in given:
-        if name not in _OPTIONS:
-            raise RequestError(f"unknown option {name!r}; known: {', '.join(sorted(_OPTIONS))}")
-    options = dict(given)
-    if isinstance(options.get("stop"), str):
-        options["stop"] = (options["stop"],)
-    if isinstance(options.get("logit_bias"), Mapping):
-        options["logit_bias"] = dict(options["logit_bias"])
-    for name in ("stop", "stop_token_ids"):
-        if isinstance(options.get(name), (set, frozenset)):
-            options[name] = sorted(options[name])
+    if not given.keys() <= _OPTIONS:
+        name = next(name for name in given if name not in _OPTIONS)
+        raise RequestError(f"unknown option {name!r}; known: {', '.join(sorted(_OPTIONS))}")
+    options = given if given.keys() <= _OPTIONS_AS_THEY_ARE else _plain(given)
     try:
         return msgspec.convert(options, Sampling)
     except (msgspec.ValidationError, TypeError) as error:
@@ -144,9 +139,20 @@ def _sampling(given: Mapping[str, Any]) -> Sampling:
         raise RequestError(f"{name}: {reason}, got {value!r:.80}") from error
 
 
-def _deadline_ms(deadline_s: float | None) -> int | None:
-    if deadline_s is None:
-        return None
+def _plain(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What callers may give in several forms, in the one that is sent."""
+    options = dict(given)
+    if isinstance(options.get("stop"), str):
+        options["stop"] = (options["stop"],)
+    if isinstance(options.get("logit_bias"), Mapping):
+        options["logit_bias"] = dict(options["logit_bias"])
+    for name in ("stop", "stop_token_ids"):
+        if isinstance(options.get(name), (set, frozenset)):
+            options[name] = sorted(options[name])
+    return options
+
+
+def _deadline_ms(deadline_s: float) -> int:
     if isinstance(deadline_s, bool) or not isinstance(deadline_s, (int, float)) or not math.isfinite(deadline_s):
         raise RequestError(f"deadline_s must be a number of seconds, got {deadline_s!r:.80}")
     if not 0.0 < deadline_s <= _MAX_DEADLINE_S:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import zmq
 from zmq import Again
+from zmq.backend import Socket as BareSocket
 
 from lowlat.errors import ConfigError
 from lowlat.ipc.client.protocol import HEARTBEAT_INTERVAL_S
@@ -30,6 +31,7 @@ _EVENT = struct.Struct("=HI")
 _POLLIN = int(zmq.POLLIN)
 _NOBLOCK = int(zmq.NOBLOCK)
 _MORE_NOBLOCK = int(zmq.SNDMORE | zmq.NOBLOCK)
+_send = BareSocket.send  # without what zmq.Socket puts around it for options that are not used here
 
 
 @dataclass(frozen=True)
@@ -96,27 +98,36 @@ class Sockets:
         except BaseException:
             self._context.destroy(linger=0)
             raise
+        self._may_follow = False  # frames behind the one that was received last
         self.dealer_fd: int = self._dealer.FD
         self.monitor_fd: int = self._monitor.FD
 
     @property
     def readable(self) -> bool:
         """Whether a message waits; this also takes note of what made the descriptor readable."""
+        self._skip()
         return _has_message(self._dealer)
 
-    def receive(self) -> bytes:
-        """The first frame of the next message; this version's messages have no other."""
-        frame = self._dealer.recv(_NOBLOCK)
-        while self._dealer.getsockopt(zmq.RCVMORE):
-            self._dealer.recv(_NOBLOCK)
+    def receive(self) -> bytes | None:
+        """The first frame of the next message, None without one; this version's messages have no other.
+
+        What tells whether there is one costs more than to receive it, in a process that has just woken; to learn that
+        there is none costs the most. So who knows that the descriptor was readable need not ask first.
+        """
+        self._skip()
+        try:
+            frame = self._dealer.recv(_NOBLOCK)
+        except Again:
+            return None
+        self._may_follow = True
         return frame
 
     def send(self, frames: tuple[bytes, ...]) -> bool:
         """Send a message; False when the queue is full."""
         try:
             for frame in frames[:-1]:
-                self._dealer.send(frame, _MORE_NOBLOCK)  # what is full refuses the first frame, never a later one
-            self._dealer.send(frames[-1], _NOBLOCK)
+                _send(self._dealer, frame, _MORE_NOBLOCK)  # what is full refuses the first frame, never a later one
+            _send(self._dealer, frames[-1], _NOBLOCK)
         except Again:
             return False
         return True
@@ -131,6 +142,13 @@ class Sockets:
             else:
                 lost = f"the handshake failed ({detail}); CURVE keys must fit the server's"
         return lost
+
+    def _skip(self) -> None:
+        """Drop what follows the frame that was received last: not at once, for its reader waits for it."""
+        if self._may_follow:
+            self._may_follow = False
+            while self._dealer.getsockopt(zmq.RCVMORE):
+                self._dealer.recv(_NOBLOCK)
 
     def close(self) -> None:
         """Close all, without waiting for anybody."""
