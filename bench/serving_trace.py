@@ -54,7 +54,7 @@ def _serve(endpoint: str, step_s: float, out: Path) -> None:
 
     events: Events = []
     for owner, method, name in (
-        (zmq.Poller, "poll", "I/O: poll"),
+        (zmq, "zmq_poll", "I/O: poll"),
         (Service, "receive", "I/O: receive"),
         (Requests, "submit", "I/O: submit"),
         (DecodeThread, "put", "I/O: hand over"),

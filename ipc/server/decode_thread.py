@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 from lowlat.errors import CapacityError, DeviceError, RequestError
@@ -92,9 +93,10 @@ class DecodeThread(threading.Thread):
             clock.step(self._num_running, self._joined)
             self._joined = False
             outputs = engine.step()
-            clock.end()
+            ended = time.monotonic()
             if outputs:
                 self._publish(outputs)
+            clock.end(ended)
             if clock.completed >= next_figures:
                 self._post_figures()
                 next_figures = clock.completed + FIGURES_EVERY_S

@@ -4,6 +4,7 @@ import logging
 import struct
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import zmq
 
@@ -93,10 +94,9 @@ class IoThread(threading.Thread):
 
     def _loop(self) -> None:
         router, inbox, timers, requests = self._router, self._inbox, self._timers, self._requests
-        wake = inbox.descriptor
-        poller = zmq.Poller()
-        for readable in (router, self._monitor, wake):
-            poller.register(readable, zmq.POLLIN)
+        wake = (inbox.descriptor, _POLLIN)
+        heard, ended = (router, _POLLIN), (self._monitor, _POLLIN)
+        sources: list[Any] = [wake, heard, ended]
         while not self._ended:
             while (event := inbox.take()) is not None:
                 self._handlers[type(event)](event)
@@ -105,15 +105,15 @@ class IoThread(threading.Thread):
             if self._ended or (requests.draining and requests.idle):
                 return
             if self._spins and requests.num_running:
-                ready = dict(poller.poll(0))  # the inbox is looked at in every turn; nobody has to wake anybody
+                ready = zmq.zmq_poll(sources, 0)  # the inbox is looked at in every turn; nobody has to wake anybody
             elif inbox.sleep():
-                ready = dict(poller.poll(timers.timeout_ms()))
+                ready = zmq.zmq_poll(sources, timers.timeout_ms())
                 inbox.awake(wake in ready)
             else:
                 continue
-            if self._monitor in ready:
+            if ended in ready:
                 self._disconnected()  # first: a new connection's messages may be in the router already
-            if router in ready:
+            if heard in ready:
                 self._receive()
 
     def _receive(self) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 
 import zmq
 from msgspec import Struct
+from zmq.backend import Socket as BareSocket
 
 from lowlat.ipc.limits import Limits
 from lowlat.ipc.server.security import Credentials, disconnect
@@ -29,6 +30,7 @@ MAX_UNSENT_CONTROL = 256
 # Bare numbers: enum's own arithmetic takes microseconds in a process that has just woken.
 _NOBLOCK = int(zmq.NOBLOCK)
 _MORE_NOBLOCK = int(zmq.SNDMORE | zmq.NOBLOCK)
+_send = BareSocket.send  # without what zmq.Socket puts around it for options that are not used here
 MAX_ENDED = 512  # with what RCVHWM lets wait of each, more than a client can leave behind at a time
 HELLO = bytes((Kind.HELLO,))
 
@@ -168,8 +170,8 @@ class Peers:
         frame = encode(message)
         if not peer.unsent:
             try:
-                self._socket.send(peer.routing_id, _MORE_NOBLOCK)
-                self._socket.send(frame, _NOBLOCK)
+                _send(self._socket, peer.routing_id, _MORE_NOBLOCK)
+                _send(self._socket, frame, _NOBLOCK)
             except zmq.Again:
                 peer.blocked_since = time.monotonic()
                 peer.unsent.append(frame)
@@ -214,8 +216,8 @@ class Peers:
         for peer in suspects:
             peer.suspect = peer.suspect and not last
             try:
-                self._socket.send(peer.routing_id, _MORE_NOBLOCK)
-                self._socket.send(encode(Pong(0, "serving", 0.0, 0, 0)), _NOBLOCK)
+                _send(self._socket, peer.routing_id, _MORE_NOBLOCK)
+                _send(self._socket, encode(Pong(0, "serving", 0.0, 0, 0)), _NOBLOCK)
             except zmq.Again:
                 continue
             except zmq.ZMQError as error:
@@ -228,8 +230,8 @@ class Peers:
             return
         try:
             while peer.unsent:
-                self._socket.send(peer.routing_id, _MORE_NOBLOCK)
-                self._socket.send(peer.unsent[0], _NOBLOCK)
+                _send(self._socket, peer.routing_id, _MORE_NOBLOCK)
+                _send(self._socket, peer.unsent[0], _NOBLOCK)
                 peer.unsent.popleft()
                 peer.blocked_since = time.monotonic()
         except zmq.Again:

@@ -25,22 +25,24 @@ class Inbox(Generic[Item]):
         self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._items: deque[Item] = deque()
         self._asleep = False
+        self._signalled = False
         self._poll = select.poll()
         self._poll.register(self.descriptor, select.POLLIN)
 
     def put(self, item: Item) -> None:
         """Append, and wake the reader if it sleeps."""
         self._items.append(item)
+        self.wake()
+
+    def wake(self) -> None:
+        """Wake the reader if it sleeps; any thread."""
         if self._asleep:
             self._asleep = False
             os.eventfd_write(self.descriptor, 1)
 
     def take(self) -> Item | None:
         """The oldest, or None."""
-        try:
-            return self._items.popleft()
-        except IndexError:
-            return None
+        return self._items.popleft() if self._items else None
 
     @property
     def waiting(self) -> bool:
@@ -49,6 +51,9 @@ class Inbox(Generic[Item]):
 
     def sleep(self) -> bool:
         """Before polling: whether there is nothing to take. A put after this wakes the poll."""
+        if self._signalled:
+            self._signalled = False
+            os.eventfd_read(self.descriptor)
         self._asleep = True
         if self._items:
             self._asleep = False
@@ -56,10 +61,9 @@ class Inbox(Generic[Item]):
         return True
 
     def awake(self, signalled: bool) -> None:
-        """After polling; signalled says whether the descriptor was readable."""
+        """After polling; signalled says whether the descriptor was readable, which it stays until the next `sleep`."""
         self._asleep = False
-        if signalled:
-            os.eventfd_read(self.descriptor)
+        self._signalled = signalled
 
     def wait(self, timeout_s: float | None = None) -> Item | None:
         """The oldest, when it comes; None when the time has passed."""

@@ -41,9 +41,8 @@ class StepClock:
         """What kind of step it is."""
         self._kind = (num_running, joining)
 
-    def end(self) -> None:
-        """The step has ended."""
-        now = time.monotonic()
+    def end(self, now: float) -> None:
+        """The step ended at this time.monotonic()."""
         seconds = now - self.started
         self.started, self.completed = 0.0, now
         histogram = self._kinds.get(self._kind)
