@@ -21,7 +21,7 @@ from scripted_server import LIMITS, ScriptedServer, expected_text, expected_toke
 from lowlat.errors import Busy, ConfigError, LowlatError, RequestError, ServerGone, StreamError
 from lowlat.ipc import Chunk, Client, ClientCurve
 from lowlat.ipc.client import protocol
-from lowlat.ipc.wire import Cancel, Credit, End, Error, Health, Hello, Submit, Tokens, encode, pack_tokens
+from lowlat.ipc.wire import Bye, Cancel, Credit, End, Error, Health, Hello, Submit, Tokens, encode, pack_tokens
 
 pytestmark = pytest.mark.alone
 
@@ -177,6 +177,40 @@ def test_a_server_that_was_replaced_while_nobody_waited(tmp_path: Path) -> None:
         time.sleep(0.05)
         with ScriptedServer(first.url):
             assert len(list(client.generate("b", max_tokens=5))) == 6
+
+
+def test_what_came_behind_a_chunk_is_known_to_the_next_call(server: ScriptedServer) -> None:
+    """A reader has its chunk as soon as it is there; then no descriptor tells of a message that came with it."""
+
+    def answer(server: ScriptedServer, identity: bytes, message: Any, body: bytes) -> list[bytes]:
+        time.sleep(0.05)  # until the reader sleeps
+        del server.handlers[Submit]
+        return [encode(Tokens(message.number, 0, pack_tokens([7]))), encode(Bye("dropped"))]
+
+    with Client(server.url) as client:
+        for _ in range(20):
+            server.handlers[Submit] = answer
+            generation = client.generate("a", max_tokens=100)
+            assert next(generation).token_ids == (7,)
+            time.sleep(0.005)
+            assert len(list(client.generate("b", max_tokens=5))) == 6  # over a connection that lives
+            with pytest.raises(ServerGone, match="dropped"):
+                next(generation)
+    assert len(server.wait_for(Hello, 21)) == 21
+
+
+def test_a_frame_behind_the_first_is_dropped(server: ScriptedServer) -> None:
+    def answer(server: ScriptedServer, identity: bytes, message: Any, body: bytes) -> list[bytes]:
+        answers = [encode(Tokens(message.number, place, pack_tokens([place]))) for place in range(3)]
+        for frame in (*answers, encode(End(message.number, 3, 3, "length"))):
+            server._router.send_multipart([identity, frame, b"more", b""])
+            time.sleep(0.01)
+        return []
+
+    server.handlers[Submit] = answer
+    with Client(server.url) as client:
+        for _ in range(2):
+            assert ids_of(list(client.generate("a", max_tokens=3))) == (0, 1, 2)
 
 
 def test_a_silent_server_is_gone_within_five_seconds(server: ScriptedServer) -> None:
