@@ -6,8 +6,9 @@
 The first measures, the second prints the table. The server is another process; its engine sleeps for a step, without
 the GIL, as a device's step does. A round asks for a few tokens in every way, in an order by chance: of the
 engine alone, in this process; through the blocking client; through the asyncio client; and a bare ROUTER echoes a
-message. Each way is asked several times in a row, or once: then the server has been at rest for a while, and its caches
-are cold. It knows no model.
+message, at once and after a sleep as long as a step: what that adds is ZeroMQ's and the machine's part of a first token.
+Each way is asked several times in a row, or once: then the server has been at rest for a while, and its caches are
+cold. It knows no model.
 """
 
 import argparse
@@ -38,12 +39,16 @@ __all__ = ["MAX_STREAMS", "Case", "bare_echo", "conditions", "main", "served", "
 MAX_STREAMS = 16
 PROMPT = tuple(range(16))
 ECHO = """
-import sys, zmq
+import sys, time, zmq
+step_s = float(sys.argv[2])
 router = zmq.Context().socket(zmq.ROUTER)
 router.bind(sys.argv[1])
 print(flush=True)
 while True:
-    router.send_multipart(router.recv_multipart())
+    message = router.recv_multipart()
+    if step_s:
+        time.sleep(step_s)
+    router.send_multipart(message)
 """
 SERVER = Path(__file__).parents[1] / "tests" / "fake_server.py"
 BARE_BYTES = 48
@@ -75,10 +80,10 @@ def served(folder: Path, step_s: float, *, spins: bool = False) -> Iterator[str]
 
 
 @contextmanager
-def bare_echo(folder: Path) -> Iterator[Callable[[], float]]:
-    """A function that sends a message to a bare ROUTER in another process and back: us."""
-    endpoint = f"ipc://{folder}/e.sock"
-    with _process("-c", ECHO, endpoint), zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+def bare_echo(folder: Path, step_s: float = 0.0) -> Iterator[Callable[[], float]]:
+    """A function that sends a message to a bare ROUTER in another process, which sleeps so long, and back: us."""
+    endpoint = f"ipc://{folder}/e{step_s:g}.sock"
+    with _process("-c", ECHO, endpoint, str(step_s)), zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.connect(endpoint)
 
         def echo() -> float:
@@ -124,12 +129,13 @@ class Case:
         self._async_client = AsyncClient(self._endpoint)
         self._runner.run(self._async_client.connect())
         self._stack.callback(lambda: self._runner.run(self._async_client.close()))
-        echo = enter(bare_echo(self._folder))
+        echo, step = enter(bare_echo(self._folder)), enter(bare_echo(self._folder, self.step_s))
         self._ways = [
             ("engine", self._alone),
             ("blocking", self._blocking),
             ("asyncio", lambda: self._runner.run(self._asyncio())),
             ("bare", lambda: [[echo()]]),
+            ("bare_step", lambda: [[step()]]),
         ]
         return self
 
@@ -138,7 +144,8 @@ class Case:
 
     def clear(self) -> None:
         """Forget what was measured, as after rounds to warm up."""
-        self.times: dict[str, list[Times]] = {"engine": [], "blocking": [], "asyncio": [], "bare": []}
+        names = ("engine", "blocking", "asyncio", "bare", "bare_step")
+        self.times: dict[str, list[Times]] = {name: [] for name in names}
 
     def round(self) -> None:
         """Ask in every way, in an order by chance: whoever comes after another finds the server's caches warm."""
@@ -154,7 +161,10 @@ class Case:
             "tokens": self.num_tokens,
             "in_a_row": self.in_a_row,
             "requests": len(times["engine"]) * self.num_streams,
-            "bare_round_trip_us": _summary([times_[0][0] for times_ in times["bare"]]),
+            "bare_round_trip_us": _summary([own[0][0] for own in times["bare"]]),
+            "bare_step_adds_us": _summary(
+                [own[0][0] - alone[0][0] for own, alone in zip(times["bare_step"], times["engine"], strict=True)]
+            ),
         }
         first, later = _split(times["engine"])
         row["engine"] = {"first_us": _summary(first), "later_us": _summary(later)}
@@ -241,7 +251,7 @@ def conditions() -> dict[str, Any]:
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Rows as a table of Markdown."""
     lines = [
-        "| step | streams | in a row | client | first token | adds | later token | adds | bare round trip |",
+        "| step | streams | in a row | client | first token | adds | later token | adds | bare ROUTER adds |",
         "|---:|---:|---:|---|---:|---:|---:|---:|---:|",
     ]
     for row in rows:
@@ -252,7 +262,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             for which in ("first", "later"):
                 cells.append(_cell(own[f"{which}_us"]))
                 cells.append("-" if client == "engine" else _cell(own[f"{which}_added_us"]))
-            cells.append(_cell(row["bare_round_trip_us"]) if client == "engine" else "")
+            cells.append(_cell(row["bare_step_adds_us"]) if client == "engine" else "")
             lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
