@@ -6,9 +6,9 @@
 The first measures, the second prints the table. The server is another process; its engine sleeps for a step, without
 the GIL, as a device's step does. A round asks for a few tokens in every way, in an order by chance: of the
 engine alone, in this process; through the blocking client; through the asyncio client; and a bare ROUTER echoes a
-message, at once and after a sleep as long as a step: what that adds is ZeroMQ's and the machine's part of a first token.
-Each way is asked several times in a row, or once: then the server has been at rest for a while, and its caches are
-cold. It knows no model.
+message, at once and after a sleep as long as a step: what that adds is ZeroMQ's and the machine's part of a first
+token. Each way is asked several times in a row, or once: then the server has been at rest for a while, and its caches
+are cold. It knows no model.
 """
 
 import argparse
