@@ -58,9 +58,14 @@ class Link:
         """Under the lock: send what is to be sent; if nobody listens, who waits next looks for what has come."""
         if self._leader is not None or self._shut or self.connection.failure is not None:
             self.pump()
-        else:
-            self._unread = True
+            return
+        self._unread = True
+        try:
             self._send()
+        except BaseException:
+            # half a message may have left, as when Ctrl-C falls between its frames
+            self.connection.fail("interrupted while a message was sent")
+            raise
 
     def pump(self, until: Waiter | None = None) -> None:
         """Under the lock: send what is to be sent, and hand out what has come.

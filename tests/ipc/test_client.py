@@ -20,7 +20,7 @@ from scripted_server import LIMITS, ScriptedServer, expected_text, expected_toke
 
 from lowlat.errors import Busy, ConfigError, LowlatError, RequestError, ServerGone, StreamError
 from lowlat.ipc import Chunk, Client, ClientCurve
-from lowlat.ipc.client import protocol
+from lowlat.ipc.client import protocol, sockets
 from lowlat.ipc.wire import Bye, Cancel, Credit, End, Error, Health, Hello, Submit, Tokens, encode, pack_tokens
 
 pytestmark = pytest.mark.alone
@@ -197,6 +197,27 @@ def test_what_came_behind_a_chunk_is_known_to_the_next_call(server: ScriptedServ
             with pytest.raises(ServerGone, match="dropped"):
                 next(generation)
     assert len(server.wait_for(Hello, 21)) == 21
+
+
+def test_a_request_that_left_by_half_ends_its_connection(
+    server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when Ctrl-C falls between its frames: what is sent next may not stand behind them."""
+    whole = sockets._send
+
+    def first_alone(socket: Any, frame: bytes, flags: int) -> None:
+        if not flags & zmq.SNDMORE:
+            raise KeyboardInterrupt
+        whole(socket, frame, flags)
+
+    with Client(server.url) as client:
+        assert len(list(client.generate([1], max_tokens=2))) == 3
+        with monkeypatch.context() as patch:
+            patch.setattr(sockets, "_send", first_alone)
+            with pytest.raises(KeyboardInterrupt):
+                client.generate([1], max_tokens=2)
+        assert len(list(client.generate([1], max_tokens=2))) == 3
+    assert len(server.wait_for(Hello, 2)) == 2
 
 
 def test_a_frame_behind_the_first_is_dropped(server: ScriptedServer) -> None:
