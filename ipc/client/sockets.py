@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 
 import zmq
 from zmq import Again
-from zmq.backend import Socket as BareSocket
 
 from lowlat.errors import ConfigError
 from lowlat.ipc.client.protocol import HEARTBEAT_INTERVAL_S
 from lowlat.ipc.endpoint import Endpoint, prepare_socket
+from lowlat.ipc.frames import send_frames
 
 __all__ = ["ClientCurve", "Sockets"]
 
@@ -30,8 +30,6 @@ _EVENT = struct.Struct("=HI")
 # Bare numbers: enum's own arithmetic takes microseconds in a process that has just woken.
 _POLLIN = int(zmq.POLLIN)
 _NOBLOCK = int(zmq.NOBLOCK)
-_MORE_NOBLOCK = int(zmq.SNDMORE | zmq.NOBLOCK)
-_send = BareSocket.send  # without what zmq.Socket puts around it for options that are not used here
 
 
 @dataclass(frozen=True)
@@ -125,9 +123,7 @@ class Sockets:
     def send(self, frames: tuple[bytes, ...]) -> bool:
         """Send a message; False when the queue is full."""
         try:
-            for frame in frames[:-1]:
-                _send(self._dealer, frame, _MORE_NOBLOCK)  # what is full refuses the first frame, never a later one
-            _send(self._dealer, frames[-1], _NOBLOCK)
+            send_frames(self._dealer, frames)
         except Again:
             return False
         return True

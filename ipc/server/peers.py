@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 
 import zmq
 from msgspec import Struct
-from zmq.backend import Socket as BareSocket
 
+from lowlat.ipc.frames import send_frames
 from lowlat.ipc.limits import Limits
 from lowlat.ipc.server.security import Credentials, disconnect
 from lowlat.ipc.server.streams import Stream
@@ -27,10 +27,6 @@ PROBE_AFTER_S = (0.0, 0.005, 0.05, 0.5)  # a monitor's event can come before the
 RETRY_S = 0.005
 DISCONNECT_AFTER_S = 0.2  # time for BYE to leave
 MAX_UNSENT_CONTROL = 256
-# Bare numbers: enum's own arithmetic takes microseconds in a process that has just woken.
-_NOBLOCK = int(zmq.NOBLOCK)
-_MORE_NOBLOCK = int(zmq.SNDMORE | zmq.NOBLOCK)
-_send = BareSocket.send  # without what zmq.Socket puts around it for options that are not used here
 MAX_ENDED = 512  # with what RCVHWM lets wait of each, more than a client can leave behind at a time
 HELLO = bytes((Kind.HELLO,))
 
@@ -170,8 +166,7 @@ class Peers:
         frame = encode(message)
         if not peer.unsent:
             try:
-                _send(self._socket, peer.routing_id, _MORE_NOBLOCK)
-                _send(self._socket, frame, _NOBLOCK)
+                send_frames(self._socket, (peer.routing_id, frame))
             except zmq.Again:
                 peer.blocked_since = time.monotonic()
                 peer.unsent.append(frame)
@@ -216,8 +211,7 @@ class Peers:
         for peer in suspects:
             peer.suspect = peer.suspect and not last
             try:
-                _send(self._socket, peer.routing_id, _MORE_NOBLOCK)
-                _send(self._socket, encode(Pong(0, "serving", 0.0, 0, 0)), _NOBLOCK)
+                send_frames(self._socket, (peer.routing_id, encode(Pong(0, "serving", 0.0, 0, 0))))
             except zmq.Again:
                 continue
             except zmq.ZMQError as error:
@@ -230,8 +224,7 @@ class Peers:
             return
         try:
             while peer.unsent:
-                _send(self._socket, peer.routing_id, _MORE_NOBLOCK)
-                _send(self._socket, peer.unsent[0], _NOBLOCK)
+                send_frames(self._socket, (peer.routing_id, peer.unsent[0]))
                 peer.unsent.popleft()
                 peer.blocked_since = time.monotonic()
         except zmq.Again:

@@ -19,8 +19,8 @@ import zmq
 from scripted_server import LIMITS, ScriptedServer, expected_text, expected_tokens, ipc_url, welcome
 
 from lowlat.errors import Busy, ConfigError, LowlatError, RequestError, ServerGone, StreamError
-from lowlat.ipc import Chunk, Client, ClientCurve
-from lowlat.ipc.client import protocol, sockets
+from lowlat.ipc import Chunk, Client, ClientCurve, frames
+from lowlat.ipc.client import protocol
 from lowlat.ipc.wire import Bye, Cancel, Credit, End, Error, Health, Hello, Submit, Tokens, encode, pack_tokens
 
 pytestmark = pytest.mark.alone
@@ -203,7 +203,7 @@ def test_a_request_that_left_by_half_ends_its_connection(
     server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As when Ctrl-C falls between its frames: what is sent next may not stand behind them."""
-    whole = sockets._send
+    whole = frames._send
 
     def first_alone(socket: Any, frame: bytes, flags: int) -> None:
         if not flags & zmq.SNDMORE:
@@ -213,7 +213,7 @@ def test_a_request_that_left_by_half_ends_its_connection(
     with Client(server.url) as client:
         assert len(list(client.generate([1], max_tokens=2))) == 3
         with monkeypatch.context() as patch:
-            patch.setattr(sockets, "_send", first_alone)
+            patch.setattr(frames, "_send", first_alone)
             with pytest.raises(KeyboardInterrupt):
                 client.generate([1], max_tokens=2)
         assert len(list(client.generate([1], max_tokens=2))) == 3
