@@ -12,7 +12,7 @@ from kernel_inventory import CARDS, factories, family, fingerprint, modules, off
 from machine_code import count_opcodes, counted_twice, instructions, whole_instructions
 from mixture_cases import make_choice, make_mixture
 
-from lowlat.kernels.compiler import link
+from lowlat.kernels.compiler import compile_kernel
 from lowlat.kernels.experts_mlp import experts_mlp
 from lowlat.kernels.kernel import H200, Kernel
 from lowlat.kernels.numba_cuda import compile_ptx, target_of
@@ -123,9 +123,7 @@ def test_a_mixture_in_parts_of_one_step_finds_the_next_unit() -> None:
     mixture, ranks = make_mixture(4, 2880, 2880, quantised=False), 4
     arguments, choice = mixture.arguments(mixture.rows(8), ranks), make_choice("random", 8, ranks, 4)
     (call,) = experts_mlp(choice=choice, card=H200, plan=mixture.plan(8, ranks, H200, part=1), **arguments)
-    kernel = call.kernel
-    ptx, entry = compile_ptx(kernel.function, kernel.signature, HOPPER, (kernel.threads, kernel.min_blocks))
-    assert not counted_twice(whole_instructions(link(ptx, entry, HOPPER, kernel.name).code))
+    assert not counted_twice(whole_instructions(compile_kernel(call.kernel, HOPPER).code))
 
 
 # add 1 to R54; R6 = R54 * 4 + R17; read at R6 + 0x18704, or at R6 + 0x18700
