@@ -208,23 +208,21 @@ def decode_client(frames: Sequence[bytes | Frame]) -> tuple[Struct, bytes]:
     return submit, body or b""
 
 
-def check_submit_size(header: bytes | memoryview, start: int = 0) -> None:
+def check_submit_size(header: memoryview) -> None:
     """Refuse a SUBMIT's header that would take long to decode, before the decoder sees it. Raises WireError.
 
-    header  uint8 [n]
-    start   where in it the header begins: behind the byte that names the kind
+    header  uint8 [n]; what follows the byte that names the kind
     """
-    if len(header) - start <= MAX_VALUES:
+    if len(header) <= MAX_VALUES:
         return
-    data = memoryview(header)[start:]
-    num_values, place = count_values(data, MAX_VALUES, _NUMBER_KEY)
-    if len(data) > MAX_SUBMIT_BYTES:
-        reason = f"the header has {len(data)} bytes, more than {MAX_SUBMIT_BYTES}; send a longer prompt as token ids"
+    num_values, place = count_values(header, MAX_VALUES, _NUMBER_KEY)
+    if len(header) > MAX_SUBMIT_BYTES:
+        reason = f"the header has {len(header)} bytes, more than {MAX_SUBMIT_BYTES}; send a longer prompt as token ids"
     elif num_values > MAX_VALUES:
         reason = f"the header holds more than {MAX_VALUES} values, keys counted"
     else:
         return
-    raise WireError(reason, number=None if place is None else _plain_number(data[place]))
+    raise WireError(reason, number=None if place is None else _plain_number(header[place]))
 
 
 def decode_server(frame: bytes | Frame) -> Struct | None:

@@ -189,8 +189,7 @@ class Link:
         connection, sockets = self.connection, self._sockets
         told = until is not None
         while True:
-            if connection.outgoing:
-                self._send()
+            self._send()
             if connection.failure is not None:
                 return
             if not told and not sockets.readable:

@@ -91,7 +91,7 @@ class Stream(Waiter):
     __slots__ = ("_sequence", "_texts", "_token_ids", "_untold", "chunks", "ended", "number", "window")
 
     def __init__(self, number: int, window: int) -> None:
-        self.failure = None
+        super().__init__()
         self.number = number
         self.window = window
         self.chunks: deque[Chunk] = deque()

@@ -42,18 +42,18 @@ class Request(Struct, frozen=True):
         )
         try:
             header = encode(submit)
-            check_submit_size(header, 1)
+            check_submit_size(memoryview(header)[1:])
         except WireError as error:
             raise RequestError(f"the request is too long: {error}") from error
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise RequestError(f"the request has no encoding: {error}") from error
-        body = self.body
-        size = len(header) if body is None else max(len(header), len(body))
+        frames = (header,) if self.body is None else (header, self.body)
+        size = max(map(len, frames))
         if size > max_message_bytes:
             raise RequestError(
                 f"the request has {size} bytes and the server takes {max_message_bytes} (max_message_bytes)"
             )
-        return (header,) if body is None else (header, body)
+        return frames
 
 
 def make_request(

@@ -14,21 +14,21 @@ class FairQueue(Generic[Item]):
 
     def __init__(self) -> None:
         self._owners: OrderedDict[Hashable, deque[Item]] = OrderedDict()
-        self.num_items = 0
+        self._num_items = 0
 
     def __len__(self) -> int:
-        return self.num_items
+        return self._num_items
 
     def push(self, owner: Hashable, item: Item) -> None:
         """Append to the owner's; an owner who had none comes last in turn."""
         self._owners.setdefault(owner, deque()).append(item)
-        self.num_items += 1
+        self._num_items += 1
 
     def pop(self) -> Item:
         """The oldest of the owner whose turn it is. Raises KeyError when nobody waits."""
         owner, items = self._owners.popitem(last=False)
         item = items.popleft()
-        self.num_items -= 1
+        self._num_items -= 1
         if items:
             self._owners[owner] = items
         return item
@@ -39,7 +39,7 @@ class FairQueue(Generic[Item]):
         if items is None or item not in items:
             return False
         items.remove(item)
-        self.num_items -= 1
+        self._num_items -= 1
         if not items:
             del self._owners[owner]
         return True

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lowlat.ipc.engine import Codec, Engine, EngineOutput
@@ -54,7 +54,6 @@ class Requests:
         self._log = log
         self._decode = decode
         self._text_thread = text_thread
-        self._max_unended = limits.max_queue + engine.info.max_running
         self._prefix = epoch[:12]
         self._num_ids = 0
         self._num_preparing = 0
@@ -95,7 +94,7 @@ class Requests:
         elif len(peer.streams) >= limits.max_requests_per_client:
             message = f"this client has {len(peer.streams)} requests under way (max_requests_per_client)"
             self._refuse(peer, submit.number, "busy", message)
-        elif self._queue.num_items + self._num_preparing + len(self._inside) >= self._max_unended:
+        elif self.num_waiting + self.num_running >= limits.max_queue + self._info.max_running:
             message = f"{self.num_waiting} requests wait for a slot (max_queue {limits.max_queue})"
             self._refuse(peer, submit.number, "busy", message)
         elif self._prompt_bytes and self._prompt_bytes + size > MAX_PROMPTS * limits.max_message_bytes:
@@ -144,8 +143,6 @@ class Requests:
         elif event.code is not None:
             self._prompt_bytes -= stream.num_bytes
             self._fail_early(stream, event.code, event.message)
-        elif not self._queue.num_items and len(self._inside) < self._info.max_running:
-            self._start(stream, event.prompt)
         else:
             stream.prompt = event.prompt
             stream.phase = Phase.WAITING
@@ -231,16 +228,13 @@ class Requests:
         """Hand over to the engine while it has slots, by turns between clients."""
         while self._queue and len(self._inside) < self._info.max_running:
             stream = self._queue.pop()
-            prompt, stream.prompt = stream.prompt, ()
-            self._start(stream, prompt)
-
-    def _start(self, stream: Stream, prompt: Sequence[int]) -> None:
-        self._decode(DecodeSubmit(stream.request_id, prompt, stream.sampling))
-        self._prompt_bytes -= stream.num_bytes
-        stream.phase = Phase.RUNNING
-        self._inside[stream.request_id] = stream
-        stream.handed = time.monotonic()
-        self._statistics.queued.record(stream.handed - stream.arrived)
+            self._decode(DecodeSubmit(stream.request_id, stream.prompt, stream.sampling))
+            self._prompt_bytes -= stream.num_bytes
+            stream.prompt = ()
+            stream.phase = Phase.RUNNING
+            self._inside[stream.request_id] = stream
+            stream.handed = time.monotonic()
+            self._statistics.queued.record(stream.handed - stream.arrived)
 
     def _pump(self, stream: Stream) -> None:
         """Send what may be sent; then its END, if that was all."""
