@@ -14,14 +14,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from card_arithmetic import bf16_bits, bf16_value, bits_of, fma_pair, multiplied, plain
+from card_arithmetic import bf16_bits, bf16_value, bits_of, fma_pair, plain
 from fibers import Combine, Fiber, Fibers, this_fiber
 from walked_launch import Arrivals, Home, Launch, Matrix, Words
+from walked_warp import MASK, WARP, Warp
 
 __all__ = ["Walker", "this_thread", "walkable"]
 
-WARP = 32
-MASK = 0xFFFFFFFF
 LONG_MASK = 0xFFFFFFFFFFFFFFFF
 
 
@@ -71,6 +70,7 @@ class Walker:
         self._rest = rest
         self._may_leave = may_leave
         self._ranges: list[tuple[int, int, Any]] = []
+        self._warp = Warp(self.meet, self._near)
         self.bytes_copied = 0
 
     def run(self, *calls: Any) -> None:
@@ -185,9 +185,6 @@ class Walker:
     def _sync_some(self, barrier: int, count: int) -> Callable[[], None]:
         return lambda: self._meet(f"barrier {barrier} of {count}", count)
 
-    def _sync_warp(self) -> None:
-        self._warp("syncwarp", None, None)
-
     def _count(self, vote: int) -> int:
         home = _this().home
         return sum(self._fibers.exchange(("count", home.key), home.launch.threads, int(vote)))
@@ -202,7 +199,7 @@ class Walker:
         word[0] = before + int(value) & MASK
         return before
 
-    def meet(self, place: Any, count: int, value: Any, combine: Combine) -> Any:
+    def meet(self, place: Any, count: int, value: Any, combine: Combine | None) -> Any:
         """What comes of the values of so many threads that come to a place."""
         return self._fibers.meet(place, count, value, combine)
 
@@ -252,37 +249,6 @@ class Walker:
             arrays.append(thread.home.words(shape, dtype) if hasattr(dtype, "bitwidth") else plain_list)
         return arrays[thread.num_arrays - 1]
 
-    def _warp(self, name: str, value: Any, combine: Combine | None) -> Any:
-        """What comes of the values of all lanes of a warp, which all must do the same."""
-        thread = _this()
-        return self._fibers.meet((name, thread.home.key, thread.warp), WARP, value, combine)
-
-    def _exchange(self, name: str, value: Any) -> list[Any]:
-        """The values of all lanes of a warp."""
-        thread = _this()
-        return self._fibers.exchange((name, thread.home.key, thread.warp), WARP, value)
-
-    def _shuffle(self, lanes: int, value: Any, lane: int) -> Any:
-        return self._exchange("shuffle", value)[int(lane)]
-
-    def _shuffle_up(self, lanes: int, value: Any, distance: int) -> Any:
-        return self._exchange("shuffle up", value)[max(_this().lane - int(distance), 0)]
-
-    def _shuffle_xor(self, lanes: int, value: Any, mask: int) -> Any:
-        return self._exchange("shuffle by xor", value)[_this().lane ^ int(mask)]
-
-    def _ballot(self, vote: int) -> int:
-        votes = self._exchange("ballot", bool(vote))
-        return sum(1 << lane for lane, each in enumerate(votes) if each)
-
-    def _same(self, value: int) -> int:
-        own = int(value) & MASK
-        return sum(1 << lane for lane, each in enumerate(self._exchange("match", own)) if each == own)
-
-    def _warp_max(self, value: int) -> int:
-        largest: int = max(self._exchange("max", int(value) & MASK))
-        return largest
-
     def _when_others_went_on(self, load: Callable[[int], Any]) -> Callable[[int], Any]:
         """A load by which a thread may wait for another."""
 
@@ -292,55 +258,9 @@ class Walker:
 
         return load_later
 
-    def _matrix(self, address: int) -> tuple[int, ...]:
-        """ldmatrix.x4.trans: lane i has the address of row i % 8 of matrix i / 8."""
-
-        def read(addresses: list[int]) -> list[tuple[int, ...]]:
-            rows = np.stack([self._near(each, 16).view(np.uint16) for each in addresses]).reshape(4, 4, 2, 8)
-            words = rows[:, :, 0].astype(np.uint32) | rows[:, :, 1].astype(np.uint32) << 16  # matrix, pair, column
-            return [tuple(lane) for lane in words.transpose(2, 1, 0).reshape(WARP, 4).tolist()]
-
-        found: tuple[int, ...] = self._warp("ldmatrix", int(address), read)
-        return found
-
-    def _mma(self, *operands: Any) -> tuple[Any, ...]:
-        """mma.m16n8k16: 4 sums, 4 words of the first matrix, 2 of the second."""
-        return self._multiply(1, operands[:4], operands[4:8], operands[8:])
-
-    def _multiply(self, count: int, sums: Any, first: Any, second: Any) -> tuple[Any, ...]:
-        """So many of mma.m16n8k16 with one first matrix; sums [4 * count], words [4] and [2 * count]."""
-        assert len(sums) == 4 * count and len(second) == 2 * count
-        found: tuple[Any, ...] = self._warp(f"mma {count}", (sums, first, second), multiplied)
-        return found
-
-    def _load_tiles(self, count: int, stride: int) -> Callable[[int], tuple[int, ...]]:
-        def load(address: int) -> tuple[int, ...]:
-            tiles = (self._near(int(address) + tile * stride, 16).view(np.uint32).tolist() for tile in range(count))
-            return tuple(word for tile in tiles for word in tile)
-
-        return load
-
-    def _mma_tiles(self, total: int, first: int, count: int, word: int) -> Callable[..., tuple[Any, ...]]:
-        def multiply(sums: tuple[Any, ...], a0: int, a1: int, a2: int, a3: int, words: tuple[int, ...]) -> Any:
-            assert len(sums) == 4 * total
-            low, high = 4 * first, 4 * (first + count)
-            second = [words[4 * tile + word + part] for tile in range(count) for part in range(2)]
-            return sums[:low] + self._multiply(count, sums[low:high], (a0, a1, a2, a3), second) + sums[high:]
-
-        return multiply
-
-    def _store_tiles(self, total: int, first: int, count: int, offsets: Any, stride: int) -> Callable[..., None]:
-        def store(address: int, sums: tuple[Any, ...]) -> None:
-            assert len(sums) == 4 * total
-            for tile in range(count):
-                for part, offset in enumerate(offsets):
-                    place = self._near(int(address) + tile * stride + offset, 4)
-                    place.view(np.float32)[0] = sums[4 * (first + tile) + part]
-
-        return store
-
     def cuda(self) -> Any:
         """What stands for Numba's `cuda`."""
+        warp = self._warp
 
         class Line:
             def __init__(self, value: Callable[[], int]) -> None:
@@ -372,22 +292,22 @@ class Walker:
             blockDim=Line(lambda: _this().home.launch.threads),
             syncthreads=self._sync_block,
             syncthreads_count=self._count,
-            syncwarp=self._sync_warp,
+            syncwarp=warp.sync,
             shared=SimpleNamespace(array=self._array),
             local=SimpleNamespace(array=lambda shape, dtype: [None] * shape),
             atomic=SimpleNamespace(max=atomic(max), min=atomic(min), add=atomic(lambda old, value: old + value)),
             ffs=lambda word: (int(word) & -int(word)).bit_length(),
-            shfl_up_sync=self._shuffle_up,
+            shfl_up_sync=warp.shuffle_up,
             popc=lambda word: (int(word) & LONG_MASK).bit_count(),
-            shfl_sync=self._shuffle,
-            shfl_xor_sync=self._shuffle_xor,
-            ballot_sync=lambda lanes, vote: self._ballot(vote),
+            shfl_sync=warp.shuffle,
+            shfl_xor_sync=warp.shuffle_xor,
+            ballot_sync=lambda lanes, vote: warp.ballot(vote),
         )
 
     def ptx(self) -> ModuleType:
         """What stands for the module `ptx`: the instructions that walked kernels use."""
         made = ModuleType("lowlat.kernels.ptx")
-        near, at = self._near, self._at
+        near, at, warp = self._near, self._at, self._warp
 
         def load(where: Any, kind: Any, size: int) -> Any:
             return lambda address: where(int(address), size).view(kind)
@@ -426,7 +346,7 @@ class Walker:
             "store_shared_u32": store(near, np.uint32, 4),
             "store_shared_64": store(near, np.uint32, 8),
             "store_global_64": store(at, np.uint32, 8),
-            "load_shared_matrix_x4_transposed": self._matrix,
+            "load_shared_matrix_x4_transposed": warp.matrix,
             "copy_async_16_or_zero": self._copy_or_zero,
             "stay_here": lambda value: value,
             "store_shared_f32": store(near, np.float32, 4),
@@ -449,16 +369,16 @@ class Walker:
             "barrier_is_over": self._is_over,
             "barrier_is_over_soon": self._is_over,
             "sync_threads": self._sync_some,
-            "sync_warp": self._sync_warp,
-            "lanes_of_same": self._same,
-            "ballot": self._ballot,
-            "warp_max": self._warp_max,
-            "warp_sum": lambda value: sum(self._exchange("sum", int(value))) & MASK,
+            "sync_warp": warp.sync,
+            "lanes_of_same": warp.same,
+            "ballot": warp.ballot,
+            "warp_max": warp.largest,
+            "warp_sum": warp.total,
             "count_bits": lambda word: (int(word) & MASK).bit_count(),
-            "mma_bf16": self._mma,
-            "load_shared_tiles": self._load_tiles,
-            "mma_bf16_tiles": self._mma_tiles,
-            "store_shared_tiles": self._store_tiles,
+            "mma_bf16": warp.mma,
+            "load_shared_tiles": warp.load_tiles,
+            "mma_bf16_tiles": warp.mma_tiles,
+            "store_shared_tiles": warp.store_tiles,
             "zeros": lambda count: lambda: (np.float32(0),) * count,
             "load_global_bf16": lambda address: bf16_value(int(at(address, 2).view(np.uint16)[0])),
             "fma_bf16_pair": fma_pair,

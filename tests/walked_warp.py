@@ -1,0 +1,109 @@
+"""What the lanes of a warp do together where a kernel is walked: shuffles, votes, matrix loads, tensor cores."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from card_arithmetic import multiplied
+from fibers import Combine, this_fiber
+
+__all__ = ["MASK", "WARP", "Warp"]
+
+WARP = 32
+MASK = 0xFFFFFFFF
+
+
+class Warp:
+    """Instructions of whole warps, for the thread that runs.
+
+    meet  (place, threads, value, combine) -> what comes of the values of so many threads that come to a place
+    near  (address, bytes) -> the block's shared memory
+    """
+
+    def __init__(self, meet: Callable[[Any, int, Any, Combine | None], Any], near: Callable[[int, int], Any]) -> None:
+        self._meet, self._near = meet, near
+
+    def sync(self) -> None:
+        self._together("syncwarp", None, None)
+
+    def total(self, value: int) -> int:
+        added: int = sum(self._exchange("sum", int(value)))
+        return added & MASK
+
+    def shuffle(self, lanes: int, value: Any, lane: int) -> Any:
+        return self._exchange("shuffle", value)[int(lane)]
+
+    def shuffle_up(self, lanes: int, value: Any, distance: int) -> Any:
+        return self._exchange("shuffle up", value)[max(this_fiber().lane - int(distance), 0)]
+
+    def shuffle_xor(self, lanes: int, value: Any, mask: int) -> Any:
+        return self._exchange("shuffle by xor", value)[this_fiber().lane ^ int(mask)]
+
+    def ballot(self, vote: int) -> int:
+        votes = self._exchange("ballot", bool(vote))
+        return sum(1 << lane for lane, each in enumerate(votes) if each)
+
+    def same(self, value: int) -> int:
+        own = int(value) & MASK
+        return sum(1 << lane for lane, each in enumerate(self._exchange("match", own)) if each == own)
+
+    def largest(self, value: int) -> int:
+        largest: int = max(self._exchange("max", int(value) & MASK))
+        return largest
+
+    def matrix(self, address: int) -> tuple[int, ...]:
+        """ldmatrix.x4.trans: lane i has the address of row i % 8 of matrix i / 8."""
+
+        def read(addresses: list[int]) -> list[tuple[int, ...]]:
+            rows = np.stack([self._near(each, 16).view(np.uint16) for each in addresses]).reshape(4, 4, 2, 8)
+            words = rows[:, :, 0].astype(np.uint32) | rows[:, :, 1].astype(np.uint32) << 16  # matrix, pair, column
+            return [tuple(lane) for lane in words.transpose(2, 1, 0).reshape(WARP, 4).tolist()]
+
+        found: tuple[int, ...] = self._together("ldmatrix", int(address), read)
+        return found
+
+    def mma(self, *operands: Any) -> tuple[Any, ...]:
+        """mma.m16n8k16: 4 sums, 4 words of the first matrix, 2 of the second."""
+        return self._multiply(1, operands[:4], operands[4:8], operands[8:])
+
+    def load_tiles(self, count: int, stride: int) -> Callable[[int], tuple[int, ...]]:
+        def load(address: int) -> tuple[int, ...]:
+            tiles = (self._near(int(address) + tile * stride, 16).view(np.uint32).tolist() for tile in range(count))
+            return tuple(word for tile in tiles for word in tile)
+
+        return load
+
+    def mma_tiles(self, total: int, first: int, count: int, word: int) -> Callable[..., tuple[Any, ...]]:
+        def multiply(sums: tuple[Any, ...], a0: int, a1: int, a2: int, a3: int, words: tuple[int, ...]) -> Any:
+            assert len(sums) == 4 * total
+            low, high = 4 * first, 4 * (first + count)
+            second = [words[4 * tile + word + part] for tile in range(count) for part in range(2)]
+            return sums[:low] + self._multiply(count, sums[low:high], (a0, a1, a2, a3), second) + sums[high:]
+
+        return multiply
+
+    def store_tiles(self, total: int, first: int, count: int, offsets: Any, stride: int) -> Callable[..., None]:
+        def store(address: int, sums: tuple[Any, ...]) -> None:
+            assert len(sums) == 4 * total
+            for tile in range(count):
+                for part, offset in enumerate(offsets):
+                    place = self._near(int(address) + tile * stride + offset, 4)
+                    place.view(np.float32)[0] = sums[4 * (first + tile) + part]
+
+        return store
+
+    def _multiply(self, count: int, sums: Any, first: Any, second: Any) -> tuple[Any, ...]:
+        """So many of mma.m16n8k16 with one first matrix; sums [4 * count], words [4] and [2 * count]."""
+        assert len(sums) == 4 * count and len(second) == 2 * count
+        found: tuple[Any, ...] = self._together(f"mma {count}", (sums, first, second), multiplied)
+        return found
+
+    def _together(self, name: str, value: Any, combine: Combine | None) -> Any:
+        """What comes of the values of all lanes of a warp, which all must do the same."""
+        thread = this_fiber()
+        return self._meet((name, thread.home.key, thread.warp), WARP, value, combine)
+
+    def _exchange(self, name: str, value: Any) -> list[Any]:
+        """The values of all lanes of a warp."""
+        values: list[Any] = self._together(name, value, lambda values: [values] * WARP)
+        return values
