@@ -21,8 +21,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import zmq
-
 __all__ = ["main"]
 
 REST_S = 0.05
@@ -51,10 +49,11 @@ def _serve(endpoint: str, step_s: float, out: Path) -> None:
     from lowlat.ipc.server.peers import Peers
     from lowlat.ipc.server.requests import Requests
     from lowlat.ipc.server.service import Service
+    from lowlat.ipc.server.unix_listener import UnixListener
 
     events: Events = []
     for owner, method, name in (
-        (zmq, "zmq_poll", "I/O: poll"),
+        (UnixListener, "wait", "I/O: wait"),
         (Service, "receive", "I/O: receive"),
         (Requests, "submit", "I/O: submit"),
         (DecodeThread, "put", "I/O: hand over"),
@@ -74,13 +73,13 @@ def _serve(endpoint: str, step_s: float, out: Path) -> None:
 
 def _ask(endpoint: str, requests: int, in_a_row: int) -> tuple[Events, list[tuple[int, int]]]:
     """Traced requests of two tokens; what the client did, and when each began and had its first token."""
-    from lowlat.ipc.client import blocking, link, protocol, sockets
+    from lowlat.ipc.client import blocking, link, protocol, unix
 
     events: Events = []
     for owner, method, name in (
         (blocking, "make_request", "client: make"),
         (protocol.Connection, "submit", "client: submit"),
-        (sockets.Sockets, "send", "client: send"),
+        (unix.UnixTransport, "send", "client: send"),
         (link.Link, "_sleep", "client: wait"),
         (protocol.Connection, "receive", "client: receive"),
     ):

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from lowlat.ipc.client.asynchronous import AsyncClient
     from lowlat.ipc.client.blocking import Client
     from lowlat.ipc.client.chunk import Chunk
-    from lowlat.ipc.client.sockets import ClientCurve
+    from lowlat.ipc.client.curve import ClientCurve
     from lowlat.ipc.limits import Limits
     from lowlat.ipc.server import Server
 
@@ -36,7 +36,7 @@ _HOMES = {
     "AsyncClient": "lowlat.ipc.client.asynchronous",
     "Chunk": "lowlat.ipc.client.chunk",
     "Client": "lowlat.ipc.client.blocking",
-    "ClientCurve": "lowlat.ipc.client.sockets",
+    "ClientCurve": "lowlat.ipc.client.curve",
     "Limits": "lowlat.ipc.limits",
     "Server": "lowlat.ipc.server",
 }

@@ -1,6 +1,6 @@
 """Where a server is reached: the default endpoint, what an endpoint may look like, the lock beside a socket file.
 
-libzmq lets a second server bind a live ipc:// path, and steals it silently; so a server holds a lock file first, and
+A socket file outlives its server, and whoever removes it may bind its path: so a server holds a lock file first, and
 watches that the socket file stays its own. Who may connect is a question of the folder's mode, the file's mode, and
 of the peer's uid, which the server checks. It knows no message.
 """
@@ -8,21 +8,20 @@ of the peer's uid, which the server checks. It knows no message.
 import fcntl
 import ipaddress
 import os
+import socket
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import zmq
-
 from lowlat.errors import ConfigError
 
-__all__ = ["Endpoint", "EndpointLock", "default_endpoint", "parse_endpoint", "prepare_socket"]
+__all__ = ["Endpoint", "EndpointLock", "default_endpoint", "parse_endpoint"]
 
 MAX_PATH_BYTES = 107  # of sockaddr_un, without its final zero
 LOCK_SUFFIX = ".lock"
-HANDSHAKE_TIMEOUT_MS = 5000
+BACKLOG = 256  # connections that wait to be accepted; the kernel refuses what comes beyond, and clients try again
 
 
 @dataclass(frozen=True)
@@ -94,26 +93,6 @@ def _parse_tcp(url: str, address: str) -> Endpoint:
     return Endpoint(url, "tcp", host=name, port=port, loopback=loopback)
 
 
-def prepare_socket(
-    socket: "zmq.Socket[bytes]",
-    *,
-    max_message_bytes: int,
-    high_water_mark: int,
-    heartbeat_interval_s: float,
-    heartbeat_timeout_s: float,
-) -> None:
-    """Set what both sides must bound before they bind or connect: sizes, queues, heartbeats, lingering."""
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
-    socket.setsockopt(zmq.SNDHWM, high_water_mark)
-    socket.setsockopt(zmq.RCVHWM, high_water_mark)
-    timeout_ms = int(heartbeat_timeout_s * 1000)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, int(heartbeat_interval_s * 1000))
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, timeout_ms)
-    socket.setsockopt(zmq.HEARTBEAT_TTL, timeout_ms)
-    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT_MS)
-
-
 class EndpointLock:
     """A server's hold on the path of an ipc:// endpoint: the folder checked, the lock file taken, its own inode known.
 
@@ -133,17 +112,26 @@ class EndpointLock:
             self.release()
             raise
 
-    def bind(self, socket: "zmq.Socket[bytes]", url: str) -> None:
-        """Bind a socket to the path, with the mode that fits, and remember whose file it is."""
+    def listen(self) -> socket.socket:
+        """A socket that listens on the path, its file with the mode that fits; remembers whose file it is.
+
+        Raises ConfigError when the path cannot be bound.
+        """
+        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         before = os.umask(0o177)
         try:
-            socket.bind(url)
+            listening.bind(os.fspath(self.path))
+            listening.listen(BACKLOG)
+        except OSError as error:
+            listening.close()
+            raise ConfigError(f"cannot listen on {self.path}: {error.strerror}") from error
         finally:
             os.umask(before)
         if self.shared:
-            self.path.chmod(0o666)  # the uid check of every message decides
+            self.path.chmod(0o666)  # the uid check of every connection decides
         found = self.path.lstat()
         self._inode = (found.st_dev, found.st_ino)
+        return listening
 
     def state(self) -> Literal["own", "missing", "stolen"]:
         """Whether the socket file is still the one that was bound."""

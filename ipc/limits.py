@@ -36,9 +36,9 @@ class Limits:
     max_credit               tokens that a request may be granted at once
     max_bad_messages         wrong messages before a peer is dropped
     max_messages_per_s       messages of one client, over a second; one that sends more is dropped
-    high_water_mark          messages queued to one peer inside ZeroMQ
+    high_water_mark          messages queued to one peer by its socket
     slow_consumer_s          how long tokens may wait for credit before the stream is ended
-    heartbeat_interval_s     between ZeroMQ's heartbeats, both ways
+    heartbeat_interval_s     between heartbeats, by which a silent peer is asked for a sign of life
     heartbeat_timeout_s      without any sign of life, after which a peer is gone
     drain_s                  how long a terminated server lets requests finish
     watchdog_factor          a step older than so many times its usual p99 hangs

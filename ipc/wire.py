@@ -104,6 +104,7 @@ __all__ = [
     "End",
     "Error",
     "FinishReason",
+    "Frame",
     "Health",
     "Hello",
     "Kind",

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from lowlat.ipc.client.blocking import Client, Generation
 from lowlat.ipc.client.chunk import Chunk
-from lowlat.ipc.client.sockets import ClientCurve
+from lowlat.ipc.client.curve import ClientCurve
 
 if TYPE_CHECKING:
     from lowlat.ipc.client.asynchronous import AsyncClient, AsyncGeneration

@@ -14,7 +14,7 @@ from lowlat.ipc.client.chunk import Chunk
 from lowlat.ipc.client.protocol import Connection, Reply, Stream, Waiter
 from lowlat.ipc.client.request import Prompt, Request, make_request
 from lowlat.ipc.client.settings import RETRY_S, check_seconds
-from lowlat.ipc.client.sockets import Sockets
+from lowlat.ipc.client.transport import Transport
 from lowlat.ipc.messages import Pong, Welcome
 
 __all__ = ["AsyncClient", "AsyncGeneration"]
@@ -25,7 +25,7 @@ Value = TypeVar("Value")
 class AsyncLink:
     """Sockets and the connection on them, driven by one event loop."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, sockets: Sockets, connection: Connection) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, sockets: Transport, connection: Connection) -> None:
         self.connection = connection
         self.loop = loop
         self._thread = threading.get_ident()
@@ -34,10 +34,12 @@ class AsyncLink:
         self._timer: asyncio.TimerHandle | None = None
         self._shut = False
         self._news = select.poll()
-        for descriptor in (sockets.dealer_fd, sockets.monitor_fd):
-            self._news.register(descriptor, select.POLLIN)
-        loop.add_reader(sockets.dealer_fd, self.pump)
-        loop.add_reader(sockets.monitor_fd, self.check)
+        self._writes = False
+        self._news.register(sockets.message_fd, select.POLLIN)
+        loop.add_reader(sockets.message_fd, self.pump)
+        if sockets.loss_fd is not None:
+            self._news.register(sockets.loss_fd, select.POLLIN)
+            loop.add_reader(sockets.loss_fd, self.check)
 
     def pump(self) -> None:
         """Send what is to be sent, and hand out what has come."""
@@ -48,10 +50,14 @@ class AsyncLink:
                 outgoing.popleft()
             if connection.failure is not None:
                 self._shut_down()
-            elif not sockets.readable or (frame := sockets.receive()) is None:
-                return
-            else:
+            elif (frame := sockets.receive(False)) is not None:
                 self._wake(connection.receive(frame, time.monotonic()))
+            elif sockets.lost is not None:
+                connection.fail(sockets.lost)
+            else:
+                if sockets.pending is not self._writes:
+                    self._watch_room(sockets.pending)
+                return
 
     def check_news(self) -> None:
         """Check, if anything has happened: whatever happens makes a descriptor readable."""
@@ -61,9 +67,11 @@ class AsyncLink:
     def check(self) -> None:
         """Take what has come, then see whether the connection is lost."""
         self.pump()
-        reason = None if self._shut else self._sockets.loss()
-        if reason is not None:
-            self.fail(reason)
+        if self._shut:
+            return
+        self._sockets.look()
+        if self._sockets.lost is not None:
+            self.fail(self._sockets.lost)
 
     def fail(self, reason: str, error: LowlatError | None = None) -> None:
         """End all that is under way."""
@@ -115,6 +123,18 @@ class AsyncLink:
             if not self._shut:
                 self._timer = self.loop.call_later(due, self._tick)
 
+    def _watch_room(self, wanted: bool) -> None:
+        """Be told when there is room for the rest of a message that is longer than the kernel's buffer."""
+        self._writes = wanted
+        if wanted:
+            self.loop.add_writer(self._sockets.message_fd, self._make_room)
+        else:
+            self.loop.remove_writer(self._sockets.message_fd)
+
+    def _make_room(self) -> None:
+        if self._sockets.flush():
+            self.pump()
+
     def _wake(self, waiter: Waiter | None) -> None:
         future = None if waiter is None else self._waiting.get(waiter)
         if future is not None:
@@ -129,8 +149,11 @@ class AsyncLink:
         for future in self._waiting.values():
             _resolve(future)
         if not self.loop.is_closed():
-            self.loop.remove_reader(self._sockets.dealer_fd)
-            self.loop.remove_reader(self._sockets.monitor_fd)
+            self.loop.remove_reader(self._sockets.message_fd)
+            if self._sockets.loss_fd is not None:
+                self.loop.remove_reader(self._sockets.loss_fd)
+            if self._writes:
+                self._watch_room(False)
         self._sockets.close()
 
 

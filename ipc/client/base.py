@@ -6,9 +6,9 @@ from abc import ABC, abstractmethod
 from typing import Generic, Protocol, TypeVar
 
 from lowlat.errors import LowlatError, ServerGone
+from lowlat.ipc.client.curve import ClientCurve
 from lowlat.ipc.client.protocol import DEFAULT_WINDOW, Connection
 from lowlat.ipc.client.settings import Settings
-from lowlat.ipc.client.sockets import ClientCurve
 
 __all__ = ["BaseClient"]
 

@@ -217,6 +217,7 @@ class Client(BaseClient[Link, "threading.Lock"]):
                 with link as connection:
                     link.wait(connection.greeting, deadline)
                 if connection.welcome is not None and connection.failure is None:
+                    link.keep()
                     return link
             except BaseException:
                 link.close("interrupted")

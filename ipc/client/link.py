@@ -2,8 +2,9 @@
 
 All that touches the sockets happens under one lock, but for the waiting itself: the leader, one of those who wait,
 polls bare descriptors without it. So others can send meanwhile. A send may swallow the signal that a message has come;
-so whoever sends looks for messages afterwards, hands them out, and wakes whom they are for. There is no thread in the
-background: nobody listens while nobody waits, and nothing keeps the interpreter alive.
+so whoever sends looks for messages afterwards, hands them out, and wakes whom they are for. While nobody waits nobody
+listens; but where the server's heartbeats must be answered a thread looks once in a while, which does not keep the
+interpreter alive.
 """
 
 import contextlib
@@ -15,8 +16,8 @@ from collections import deque
 from types import TracebackType
 
 from lowlat.errors import LowlatError
-from lowlat.ipc.client.protocol import Connection, Waiter
-from lowlat.ipc.client.sockets import Sockets
+from lowlat.ipc.client.protocol import HEARTBEAT_INTERVAL_S, SILENCE_S, Connection, Waiter
+from lowlat.ipc.client.transport import Transport
 
 __all__ = ["Link"]
 
@@ -24,7 +25,7 @@ __all__ = ["Link"]
 class Link:
     """Sockets and the connection on them. As a context manager it is the lock, under which the connection is used."""
 
-    def __init__(self, sockets: Sockets, connection: Connection) -> None:
+    def __init__(self, sockets: Transport, connection: Connection) -> None:
         self.connection = connection
         self._sockets = sockets
         self._lock = threading.Lock()
@@ -37,9 +38,11 @@ class Link:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poll = select.poll()  # the leader's, who polls it without the lock
         self._news = select.poll()
-        for descriptor in (sockets.dealer_fd, sockets.monitor_fd, self._wake):
-            self._poll.register(descriptor, select.POLLIN)
-            self._news.register(descriptor, select.POLLIN)
+        for descriptor in (sockets.message_fd, sockets.loss_fd, self._wake):
+            if descriptor is not None:
+                self._poll.register(descriptor, select.POLLIN)
+                self._news.register(descriptor, select.POLLIN)
+        self._ended = threading.Event()
 
     def __enter__(self) -> Connection:
         self._lock.acquire()
@@ -92,9 +95,11 @@ class Link:
     def check(self) -> None:
         """Under the lock: take what has come, then see whether the connection is lost."""
         self.pump()
-        reason = None if self._shut else self._sockets.loss()
-        if reason is not None:
-            self.connection.fail(reason)
+        if self._shut:
+            return
+        self._sockets.look()
+        if self._sockets.lost is not None:
+            self.connection.fail(self._sockets.lost)
             self._wake_all()
 
     def wait(self, waiter: Waiter, deadline: float | None) -> bool:
@@ -118,6 +123,22 @@ class Link:
         """Cancel a request whose reader is gone; from any thread, amid any call, as when memory is collected."""
         self._abandoned.append(number)
         self._sweep()
+
+    def keep(self) -> None:
+        """Under no lock: answer the server's heartbeats from now on while nobody waits, where nobody else does."""
+        welcome = self.connection.welcome
+        if welcome is None or not self._sockets.needs_reader:
+            return
+        pause_s = min(HEARTBEAT_INTERVAL_S, welcome.limits.heartbeat_interval_s)
+        threading.Thread(target=self._keep, args=(pause_s,), name="lowlat-client", daemon=True).start()
+
+    def _keep(self, pause_s: float) -> None:
+        while not self._ended.wait(pause_s):
+            if self._leader is None and self._lock.acquire(blocking=False):
+                try:
+                    self.pump()
+                finally:
+                    self.__exit__(None, None, None)
 
     def close(self, reason: str) -> None:
         """End all that is under way."""
@@ -158,7 +179,7 @@ class Link:
             if descriptor == self._wake:
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._wake)
-            elif descriptor == self._sockets.monitor_fd:
+            elif descriptor == self._sockets.loss_fd:
                 self.check()
 
     def _follow(self, waiter: Waiter, deadline: float | None, now: float) -> None:
@@ -180,10 +201,21 @@ class Link:
             raise
 
     def _send(self) -> None:
-        outgoing = self.connection.outgoing
-        while outgoing and self._sockets.send(outgoing[0]):
+        outgoing, sockets = self.connection.outgoing, self._sockets
+        while outgoing and sockets.send(outgoing[0]):
             if outgoing:
                 outgoing.popleft()
+            if sockets.pending:
+                self._finish_sending()
+
+    def _finish_sending(self) -> None:
+        """The rest of a message that is longer than the kernel's buffer: a server that lives takes it at once."""
+        writable = select.poll()
+        writable.register(self._sockets.message_fd, select.POLLOUT)
+        while not self._sockets.flush():
+            if not writable.poll(SILENCE_S * 1000.0):
+                self.connection.fail(f"the server took nothing for {SILENCE_S:g} s")
+                return
 
     def _exchange(self, until: Waiter | None) -> None:
         connection, sockets = self.connection, self._sockets
@@ -192,13 +224,16 @@ class Link:
             self._send()
             if connection.failure is not None:
                 return
-            if not told and not sockets.readable:
-                self._unread = False
-                return
-            told = False
-            frame = sockets.receive()
+            frame = sockets.receive(told)
             if frame is None:
+                if sockets.lost is not None:
+                    connection.fail(sockets.lost)
+                elif not told:
+                    self._unread = False
+                    return
+                told = False
                 continue
+            told = False
             self._deliver(connection.receive(frame, time.monotonic()))
             if until is not None and until.ready and until.goes_on:
                 self._unread = True  # its reader has waited long enough
@@ -237,5 +272,6 @@ class Link:
         if self._shut or self._leader is not None:
             return
         self._shut = True
+        self._ended.set()
         self._sockets.close()
         os.close(self._wake)

@@ -3,8 +3,10 @@
 import math
 
 from lowlat.errors import ConfigError, LowlatError, RequestError, ServerGone
+from lowlat.ipc.client.curve import ClientCurve
 from lowlat.ipc.client.protocol import Connection
-from lowlat.ipc.client.sockets import ClientCurve, Sockets
+from lowlat.ipc.client.transport import Transport
+from lowlat.ipc.client.unix import UnixTransport
 from lowlat.ipc.endpoint import default_endpoint, parse_endpoint
 
 __all__ = ["RETRY_S", "Settings", "check_seconds"]
@@ -32,9 +34,16 @@ class Settings:
         self.connect_timeout_s = connect_timeout_s
         self.curve = curve
 
-    def open(self, now: float) -> tuple[Sockets, Connection]:
+    def open(self, now: float) -> tuple[Transport, Connection]:
         """Sockets that connect, and a connection whose HELLO waits to be sent."""
-        return Sockets(self.endpoint, self.curve), Connection(str(self.endpoint), self.name, self.window, now)
+        return self._transport(), Connection(str(self.endpoint), self.name, self.window, now)
+
+    def _transport(self) -> Transport:
+        if self.endpoint.scheme == "ipc":
+            return UnixTransport(self.endpoint)
+        from lowlat.ipc.client.dealer import DealerTransport  # libzmq is loaded for those who need it
+
+        return DealerTransport(self.endpoint, self.curve)
 
     def unreachable(self, failure: LowlatError | None) -> ServerGone:
         """What to raise when the time to connect is over; failure is what the last attempt ended by."""

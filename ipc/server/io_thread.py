@@ -1,14 +1,11 @@
-"""The thread that owns the sockets: it never waits on anything but its poll, and nobody waits for it."""
+"""The thread that owns the sockets: it never waits on anything but its listener, and nobody waits for it."""
 
 import logging
-import struct
 import threading
 from collections.abc import Callable
-from typing import Any
-
-import zmq
 
 from lowlat.ipc.server.events import DrainAsked, EngineFigures, Event, Failed, Prepared, Refused, Step
+from lowlat.ipc.server.listener import Handlers, Listener
 from lowlat.ipc.server.logs import describe
 from lowlat.ipc.server.peers import Peers
 from lowlat.ipc.server.requests import Requests
@@ -19,12 +16,7 @@ from lowlat.ipc.wire import Bye
 
 __all__ = ["IoThread"]
 
-MAX_MESSAGES_A_TURN = 64  # then tokens go out before more is read
-MAX_FRAMES = 3  # one more than any message has: the rest of a longer one is read and not kept
 WATCH_EVERY_S = 1.0
-_POLLIN = int(zmq.POLLIN)  # bare numbers: enum's own arithmetic takes microseconds in a process that has just woken
-_NOBLOCK = int(zmq.NOBLOCK)
-_EVENT = struct.Struct("=Hi")  # a monitor's event, and its descriptor
 
 
 class IoThread(threading.Thread):
@@ -34,13 +26,13 @@ class IoThread(threading.Thread):
     spins      poll without waiting while requests run. With an engine whose step only sleeps, on two cores, a later
                token comes 25 us earlier (of 25 to 30 that serving adds) and the first no earlier. An engine that runs
                Python between its steps pays for it: the spinning thread takes the GIL from it
-    on_end     called when the last message has been handed to ZeroMQ
+    on_end     called when the last messages have left, or had their time to
     exit_code  0 after a drain, 1 after a failure; read it when the thread has ended
     """
 
     def __init__(
         self,
-        router: "zmq.Socket[bytes]",
+        listener: Listener,
         inbox: Inbox[Event],
         timers: Timers,
         peers: Peers,
@@ -54,8 +46,7 @@ class IoThread(threading.Thread):
         spins: bool,
     ) -> None:
         super().__init__(name="lowlat-io", daemon=True)
-        self._router = router
-        self._monitor = router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._listener = listener
         self._inbox = inbox
         self._timers = timers
         self._peers = peers
@@ -88,15 +79,15 @@ class IoThread(threading.Thread):
             self._fail("internal", "the server failed; its log says more")
         finally:
             self._say_bye()
-            self._monitor_close()
-            self._router.close(linger=int(self._linger_s * 1000))
+            self._listener.close(self._linger_s)
             self._on_end()
 
     def _loop(self) -> None:
-        router, inbox, timers, requests = self._router, self._inbox, self._timers, self._requests
-        wake = (inbox.descriptor, _POLLIN)
-        heard, ended = (router, _POLLIN), (self._monitor, _POLLIN)
-        sources: list[Any] = [wake, heard, ended]
+        listener, inbox, timers, requests = self._listener, self._inbox, self._timers, self._requests
+        listener.serve(
+            inbox.descriptor,
+            Handlers(message=self._service.receive, ended=self._peers.ended, unblocked=self._peers.unblocked),
+        )
         while not self._ended:
             while (event := inbox.take()) is not None:
                 self._handlers[type(event)](event)
@@ -105,39 +96,12 @@ class IoThread(threading.Thread):
             if self._ended or (requests.draining and requests.idle):
                 return
             if self._spins and requests.num_running:
-                ready = zmq.zmq_poll(sources, 0)  # the inbox is looked at in every turn; nobody has to wake anybody
+                listener.wait(0)  # the inbox is looked at in every turn; nobody has to wake anybody
             elif inbox.sleep():
-                ready = zmq.zmq_poll(sources, timers.timeout_ms())
-                inbox.awake(wake in ready)
+                inbox.awake(listener.wait(timers.timeout_ms()))
             else:
                 continue
-            if ended in ready:
-                self._disconnected()  # first: a new connection's messages may be in the router already
-            if heard in ready:
-                self._receive()
-
-    def _receive(self) -> None:
-        router, service = self._router, self._service
-        for _ in range(MAX_MESSAGES_A_TURN):
-            routing_id = router.recv(_NOBLOCK)
-            frame = router.recv(copy=False)
-            frames = [frame]
-            while frame.more:
-                frame = router.recv(copy=False)
-                if len(frames) < MAX_FRAMES:
-                    frames.append(frame)
-            service.receive(routing_id, frames)
-            # A step's tokens go before anything that clients say; and to ask is cheaper than an exception, while the
-            # decode thread waits for the GIL with what has just been submitted.
-            if self._inbox.waiting or not int(router.getsockopt(zmq.EVENTS)) & _POLLIN:
-                return
-
-    def _disconnected(self) -> None:
-        for _ in range(MAX_MESSAGES_A_TURN):  # connections may come and go faster than they can be noted
-            if not int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-                return
-            _, descriptor = _EVENT.unpack(self._monitor.recv_multipart(zmq.NOBLOCK)[0])
-            self._peers.closed(descriptor)
+            listener.receive(inbox.any)  # a step's tokens go before anything that clients say
 
     def _watch(self) -> None:
         problem = self._check()
@@ -176,7 +140,3 @@ class IoThread(threading.Thread):
                     self._peers.send(peer, Bye(self._reason, self._words))
         except Exception as error:
             self._log.error("the last messages failed: %s", describe(error))
-
-    def _monitor_close(self) -> None:
-        self._router.disable_monitor()
-        self._monitor.close(linger=0)

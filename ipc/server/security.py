@@ -1,6 +1,5 @@
 """Who may talk to a server: the user behind a connection, and CURVE for tcp://. It knows no message."""
 
-import os
 import socket
 import struct
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from lowlat.errors import ConfigError
 
-__all__ = ["Credentials", "Curve", "disconnect"]
+__all__ = ["Credentials", "Curve"]
 
 _UCRED = struct.Struct("3i")  # pid, uid, gid
 
@@ -25,12 +24,10 @@ class Credentials:
     pid: int | None = None
 
     @classmethod
-    def of(cls, peer_address: str) -> "Credentials":
-        """Read libzmq's Peer-Address: "name:uid:gid:pid" over ipc, from SO_PEERCRED; a peer cannot set it itself."""
-        parts = peer_address.rsplit(":", 3)
-        if len(parts) == 4 and all(part.isdigit() for part in parts[1:]):
-            return cls(uid=int(parts[1]), pid=int(parts[3]))
-        return cls()
+    def of(cls, connection: socket.socket) -> "Credentials":
+        """Of the process that connected a Unix socket (SO_PEERCRED); a peer cannot set them itself."""
+        pid, uid, _ = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+        return cls(uid=uid, pid=pid)
 
 
 @dataclass(frozen=True)
@@ -62,31 +59,3 @@ class Curve:
         server.curve_publickey, server.curve_secretkey = public, secret
         server.curve_server = True
         return authenticator
-
-
-def disconnect(descriptor: int, credentials: Credentials) -> bool:
-    """End the connection of a peer that was dropped, which ZeroMQ itself has no call for; True if it was.
-
-    descriptor   the connection's, when its last message came: it may have become another connection's since, so what
-                 the kernel says of it must agree with the peer's credentials
-    """
-    if credentials.pid is None:
-        return False
-    try:
-        duplicate = os.dup(descriptor)
-    except OSError:
-        return False
-    try:
-        connection = socket.socket(fileno=duplicate)
-    except OSError:
-        os.close(duplicate)  # a file or a pipe by now
-        return False
-    with connection:
-        try:
-            pid, uid, _ = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
-            if (pid, uid) != (credentials.pid, credentials.uid):
-                return False
-            connection.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            return False
-    return True

@@ -11,17 +11,15 @@ from contextlib import closing, nullcontext
 from types import FrameType, TracebackType
 from typing import Self
 
-import zmq
-from zmq.auth.thread import ThreadAuthenticator
-
 from lowlat.errors import ConfigError, LowlatError
-from lowlat.ipc.endpoint import EndpointLock, parse_endpoint, prepare_socket
+from lowlat.ipc.endpoint import EndpointLock, parse_endpoint
 from lowlat.ipc.engine import Codec, Engine
 from lowlat.ipc.limits import Limits
 from lowlat.ipc.server.attention import Attention
 from lowlat.ipc.server.decode_thread import DecodeThread
 from lowlat.ipc.server.events import DecodeStop, DrainAsked, Event, Failed
 from lowlat.ipc.server.io_thread import IoThread
+from lowlat.ipc.server.listener import Listener
 from lowlat.ipc.server.peers import Peers
 from lowlat.ipc.server.prepare import TextThread
 from lowlat.ipc.server.requests import Requests
@@ -29,15 +27,16 @@ from lowlat.ipc.server.security import Curve
 from lowlat.ipc.server.service import Service
 from lowlat.ipc.server.statistics import Statistics
 from lowlat.ipc.server.timers import Timers
+from lowlat.ipc.server.unix_listener import UnixListener
 from lowlat.ipc.server.wake import Inbox
 from lowlat.ipc.server.watchdog import StepClock, Watchdog
+from lowlat.ipc.server.zmq_listener import ZmqListener
 
 __all__ = ["Server"]
 
 FATAL_S = 0.9  # from a failure to the process's end, at most
 JOIN_S = 5.0
 EXIT_FATAL = 1
-MAX_UNREAD = 128  # messages of a client that lie here: the rest of a flood stays with whoever sends it
 
 
 class Server:
@@ -83,8 +82,6 @@ class Server:
         self._decode.post = self._post
         self._watchdog = Watchdog(self._clock, self.limits, self._stalled)
         self._lock: EndpointLock | None = None
-        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
-        self._authenticator: ThreadAuthenticator | None = None
         self._text: TextThread | None = None
         self._io: IoThread | None = None
         self._attention = Attention()  # the end is near: whoever runs the server should look
@@ -153,10 +150,6 @@ class Server:
         for thread in (self._text, self._decode, self._watchdog):
             if thread is not None and thread.ident is not None:
                 thread.join(JOIN_S)
-        if self._authenticator is not None:
-            self._authenticator.stop()
-        if self._context is not None:
-            self._context.term()  # waits for the last messages, at most linger_s
         if self._lock is not None:
             self._lock.release()
         if not self._decode.is_alive():
@@ -177,15 +170,10 @@ class Server:
         self.close()
 
     def _serve(self) -> None:
-        context = self._context = zmq.Context()
-        router = context.socket(zmq.ROUTER)
-        try:
-            self._bind(context, router)
-        except BaseException:
-            router.close(linger=0)
-            raise
         engine, limits, log = self._decode.engine, self.limits, self._log
         timers, statistics = Timers(), Statistics()
+        listener = self._listen(timers)
+        self.endpoint = listener.endpoint
         self._text = TextThread(engine, self._codec, self._inbox.put, log)
         requests = Requests(
             engine,
@@ -199,7 +187,7 @@ class Server:
             decode=self._decode.put,
             text_thread=self._text,
         )
-        peers = Peers(router, limits, timers, requests.peer_gone, requests.peer_unblocked)
+        peers = Peers(limits, timers, requests.peer_gone, requests.peer_unblocked)
         requests.peers = peers
         service = Service(
             engine.info,
@@ -210,13 +198,13 @@ class Server:
             log,
             epoch=self.epoch,
             name=self._name,
-            local=self._where.scheme == "ipc",
+            local=listener.local,
             allow_uids=self._allow_uids,
             step_age=self._clock.age_s,
             drain=self.drain,
         )
         self._io = IoThread(
-            router,
+            listener,
             self._inbox,
             timers,
             peers,
@@ -232,29 +220,10 @@ class Server:
             thread.start()
         log.info("serving", extra={"endpoint": self.endpoint, "model": engine.info.model, "server_pid": os.getpid()})
 
-    def _bind(self, context: "zmq.Context[zmq.Socket[bytes]]", router: "zmq.Socket[bytes]") -> None:
-        limits = self.limits
-        prepare_socket(
-            router,
-            max_message_bytes=limits.max_message_bytes,
-            high_water_mark=limits.high_water_mark,
-            heartbeat_interval_s=limits.heartbeat_interval_s,
-            heartbeat_timeout_s=limits.heartbeat_timeout_s,
-        )
-        router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        router.setsockopt(zmq.RCVHWM, min(limits.high_water_mark, MAX_UNREAD))
-        if self._curve is not None:
-            self._authenticator = self._curve.protect(context, router)
-        if self._where.host and ":" in self._where.host:
-            router.setsockopt(zmq.IPV6, 1)
-        try:
-            if self._lock is not None:
-                self._lock.bind(router, self.endpoint)
-            else:
-                router.bind(self.endpoint)
-        except zmq.ZMQError as error:
-            raise ConfigError(f"cannot listen on {self.endpoint!r:.200}: {error.strerror}") from error
-        self.endpoint = router.getsockopt_string(zmq.LAST_ENDPOINT)
+    def _listen(self, timers: Timers) -> Listener:
+        if self._lock is not None:
+            return UnixListener(self.endpoint, self._lock, self.limits, timers, self._log)
+        return ZmqListener(self._where, self.limits, timers, self._curve)
 
     def _check(self) -> str | None:
         if self._lock is not None and (state := self._lock.state()) != "own":
@@ -288,8 +257,6 @@ class Server:
     def _last_words(self) -> None:
         if self._io is not None:
             self._io.join()
-        if self._context is not None and self._authenticator is None:
-            self._context.term()  # waits for the last messages, at most linger_s
         if self._lock is not None:
             self._lock.release()
         if self._clock.started:

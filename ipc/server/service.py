@@ -2,15 +2,15 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from os import geteuid
 from typing import Any
 
-import zmq
 from msgspec import Struct
 
 from lowlat.ipc.engine import EngineInfo
 from lowlat.ipc.limits import Limits
+from lowlat.ipc.server.listener import Connection
 from lowlat.ipc.server.logs import describe
 from lowlat.ipc.server.peers import Peer, Peers
 from lowlat.ipc.server.requests import Requests
@@ -21,6 +21,7 @@ from lowlat.ipc.wire import (
     Credit,
     Drain,
     Error,
+    Frame,
     Health,
     Hello,
     Pong,
@@ -83,20 +84,17 @@ class Service:
             Drain: self._drain_asked,
         }
 
-    def receive(self, routing_id: bytes, frames: list[zmq.Frame]) -> None:
+    def receive(self, connection: Connection, frames: Sequence[bytes | Frame]) -> None:
         """Take one message and answer it; what is wrong with it is answered, too."""
-        peer, is_new = self._peers.find(routing_id, frames[0])
-        if peer is None or peer.dropped:
+        peer, is_new = self._peers.find(connection)
+        if peer.dropped:
             return
         if peer.floods(self._limits.max_messages_per_s):
             self._drop(peer, f"more than {self._limits.max_messages_per_s} messages in a second (max_messages_per_s)")
             return
-        if is_new and self._local and peer.credentials.uid not in self._uids:
-            self._log.warning(
-                "refused a client of another user",
-                extra={"uid": peer.credentials.uid, "peer_pid": peer.credentials.pid},
-            )
-            self._peers.send(peer, Error("forbidden", f"the server does not serve uid {peer.credentials.uid}"))
+        if is_new and self._local and peer.uid not in self._uids:
+            self._log.warning("refused a client of another user", extra={"uid": peer.uid, "peer_pid": peer.pid})
+            self._peers.send(peer, Error("forbidden", f"the server does not serve uid {peer.uid}"))
             self._peers.drop(peer, "forbidden", "ask for --allow-uid")
             return
         try:
@@ -104,8 +102,6 @@ class Service:
         except WireError as error:
             self._malformed(peer, error)
             return
-        if type(header) is Hello and not is_new:
-            peer = self._peers.renew(peer, frames[0])
         try:
             self._dispatch(peer, header, body)
         except Exception as error:
@@ -176,10 +172,10 @@ class Service:
         self._peers.send(peer, StatsReply(self._requests.figures(time.monotonic())))
 
     def _drain_asked(self, peer: Peer, drain: Drain) -> None:
-        if peer.credentials.uid != self._own_uid:
+        if peer.uid != self._own_uid:
             self._wrong(peer, "forbidden", "only clients of the server's own user, over ipc://, may end it")
             return
-        self._log.info("a client asks to drain", extra={"peer_pid": peer.credentials.pid})
+        self._log.info("a client asks to drain", extra={"peer_pid": peer.pid})
         self._drain(drain.deadline_s)
 
     def _malformed(self, peer: Peer, error: WireError) -> None:
@@ -197,14 +193,14 @@ class Service:
         """Answer a wrong message; after too many the peer is dropped."""
         peer.num_bad_messages += 1
         self._statistics.num_bad_messages += 1
-        self._log.warning("a wrong message", extra={"code": code, "field": field, "peer_pid": peer.credentials.pid})
+        self._log.warning("a wrong message", extra={"code": code, "field": field, "peer_pid": peer.pid})
         self._peers.send(peer, Error(code, message, number=number, field=field))
         if peer.num_bad_messages >= self._limits.max_bad_messages:
             self._drop(peer, f"{peer.num_bad_messages} wrong messages (max_bad_messages)")
 
     def _drop(self, peer: Peer, message: str) -> None:
         self._statistics.num_dropped_peers += 1
-        self._log.warning("dropped a client", extra={"reason": message, "peer_pid": peer.credentials.pid})
+        self._log.warning("dropped a client", extra={"reason": message, "peer_pid": peer.pid})
         self._peers.drop(peer, "dropped", message)
 
 

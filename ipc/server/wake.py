@@ -40,8 +40,7 @@ class Inbox(Generic[Item]):
         """The oldest, or None."""
         return self._items.popleft() if self._items else None
 
-    @property
-    def waiting(self) -> bool:
+    def any(self) -> bool:
         """Whether there is something to take."""
         return bool(self._items)
 

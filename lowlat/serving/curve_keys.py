@@ -13,7 +13,7 @@ import zmq
 import zmq.auth
 
 from lowlat.errors import ConfigError
-from lowlat.ipc.client.sockets import ClientCurve
+from lowlat.ipc.client.curve import ClientCurve
 from lowlat.ipc.server.security import Curve
 
 __all__ = ["client_curve", "make_curve_keys", "server_curve"]

@@ -19,7 +19,8 @@ import zmq
 from scripted_server import LIMITS, ScriptedServer, expected_text, expected_tokens, ipc_url, welcome
 
 from lowlat.errors import Busy, ConfigError, LowlatError, RequestError, ServerGone, StreamError
-from lowlat.ipc import Chunk, Client, ClientCurve, frames
+from lowlat.ipc import Chunk, Client, ClientCurve, libzmq
+from lowlat.ipc.channel import Channel
 from lowlat.ipc.client import protocol
 from lowlat.ipc.wire import Bye, Cancel, Credit, End, Error, Health, Hello, Submit, Tokens, encode, pack_tokens
 
@@ -199,21 +200,43 @@ def test_what_came_behind_a_chunk_is_known_to_the_next_call(server: ScriptedServ
     assert len(server.wait_for(Hello, 21)) == 21
 
 
-def test_a_request_that_left_by_half_ends_its_connection(
-    server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_that_left_by_half_ends_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     """As when Ctrl-C falls between its frames: what is sent next may not stand behind them."""
-    whole = frames._send
+    whole = libzmq._send
 
     def first_alone(socket: Any, frame: bytes, flags: int) -> None:
         if not flags & zmq.SNDMORE:
             raise KeyboardInterrupt
         whole(socket, frame, flags)
 
+    with ScriptedServer("tcp://127.0.0.1:*") as server, Client(server.url) as client:
+        assert len(list(client.generate([1], max_tokens=2))) == 3
+        with monkeypatch.context() as patch:
+            patch.setattr(libzmq, "_send", first_alone)
+            with pytest.raises(KeyboardInterrupt):
+                client.generate([1], max_tokens=2)
+        assert len(list(client.generate([1], max_tokens=2))) == 3
+        assert len(server.wait_for(Hello, 2)) == 2
+
+
+@pytest.mark.parametrize("left", [0, 7])
+def test_a_part_of_a_request_that_left_ends_its_connection(
+    server: ScriptedServer, monkeypatch: pytest.MonkeyPatch, left: int
+) -> None:
+    """As when Ctrl-C falls while the rest waits for room."""
+    whole = Channel._write
+
+    def part(channel: Channel, data: bytes) -> int:
+        return whole(channel, data[:left]) if left else 0
+
+    def interrupted(channel: Channel) -> bool:
+        raise KeyboardInterrupt
+
     with Client(server.url) as client:
         assert len(list(client.generate([1], max_tokens=2))) == 3
         with monkeypatch.context() as patch:
-            patch.setattr(frames, "_send", first_alone)
+            patch.setattr(Channel, "_write", part)
+            patch.setattr(Channel, "flush", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 client.generate([1], max_tokens=2)
         assert len(list(client.generate([1], max_tokens=2))) == 3

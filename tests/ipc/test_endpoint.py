@@ -5,21 +5,12 @@ import socket
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import zmq
 
 from lowlat.errors import ConfigError
 from lowlat.ipc.endpoint import EndpointLock, default_endpoint, parse_endpoint
-
-
-@pytest.fixture
-def router() -> Iterator["zmq.Socket[bytes]"]:
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
-        socket.linger = 0
-        yield socket
 
 
 def test_the_default_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,10 +71,10 @@ def test_a_path_of_exactly_the_limit_is_taken() -> None:
     assert parse_endpoint(url).path == Path("/" + "a" * 106)
 
 
-def test_folder_and_socket_are_open_to_their_owner_alone(tmp_path: Path, router: "zmq.Socket[bytes]") -> None:
+def test_folder_and_socket_are_open_to_their_owner_alone(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b" / "s.sock"
     lock = EndpointLock(path)
-    lock.bind(router, f"ipc://{path}")
+    lock.listen().close()
     assert [stat.S_IMODE(one.stat().st_mode) for one in (path, path.parent, path.parent.parent)] == [
         0o600,
         0o700,
@@ -105,35 +96,35 @@ def test_a_second_holder_is_refused_with_the_pid_of_the_first(tmp_path: Path) ->
     EndpointLock(path).release()
 
 
-def test_what_a_dead_server_left_is_taken_over(tmp_path: Path, router: "zmq.Socket[bytes]") -> None:
+def test_what_a_dead_server_left_is_taken_over(tmp_path: Path) -> None:
     path = tmp_path / "s.sock"
     code = """
-import os, sys, zmq
+import os, sys
 from pathlib import Path
 from lowlat.ipc.endpoint import EndpointLock
 path = Path(sys.argv[1])
 lock = EndpointLock(path)
-lock.bind(zmq.Context().socket(zmq.ROUTER), f"ipc://{path}")
+lock.listen()
 os.kill(os.getpid(), 9)
 """
     assert subprocess.run([sys.executable, "-c", code, str(path)]).returncode == -9
     assert path.exists()
     lock = EndpointLock(path)
-    lock.bind(router, f"ipc://{path}")
+    lock.listen().close()
     assert lock.state() == "own"
     lock.release()
 
 
-def test_a_path_that_another_bound_or_removed_is_noticed(tmp_path: Path, router: "zmq.Socket[bytes]") -> None:
+def test_a_path_that_another_bound_or_removed_is_noticed(tmp_path: Path) -> None:
     path = tmp_path / "s.sock"
     lock = EndpointLock(path)
-    lock.bind(router, f"ipc://{path}")
-    path.unlink()
-    assert lock.state() == "missing"
-    with socket.socket(socket.AF_UNIX) as thief:
-        thief.bind(str(path))
-    assert lock.state() == "stolen"
-    lock.release()
+    with lock.listen():
+        path.unlink()
+        assert lock.state() == "missing"
+        with socket.socket(socket.AF_UNIX) as thief:
+            thief.bind(str(path))
+        assert lock.state() == "stolen"
+        lock.release()
     assert path.exists()  # not ours to remove
 
 
@@ -146,12 +137,12 @@ def test_folders_that_others_can_use_are_refused(tmp_path: Path, mode: int) -> N
         EndpointLock(folder / "s.sock")
 
 
-def test_a_shared_endpoint_lets_others_reach_it_and_not_change_it(tmp_path: Path, router: "zmq.Socket[bytes]") -> None:
+def test_a_shared_endpoint_lets_others_reach_it_and_not_change_it(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     folder.chmod(0o755)
     lock = EndpointLock(folder / "s.sock", shared=True)
-    lock.bind(router, f"ipc://{folder}/s.sock")
+    lock.listen().close()
     assert stat.S_IMODE((folder / "s.sock").stat().st_mode) == 0o666
     lock.release()
     folder.chmod(0o775)

@@ -12,6 +12,7 @@ from msgspec import Struct
 from lowlat.errors import RequestError
 from lowlat.ipc.limits import Limits
 from lowlat.ipc.server.events import Command, DecodeCancel, DecodeSubmit, Prepare, Refused, Step
+from lowlat.ipc.server.listener import Connection
 from lowlat.ipc.server.peers import Peer
 from lowlat.ipc.server.prepare import prepare
 from lowlat.ipc.server.requests import Requests
@@ -24,12 +25,21 @@ from lowlat.ipc.wire import End, Error, Sampling, Submit, Tokens, pack_tokens, u
 LIMITS = Limits(max_queue=3, max_requests_per_client=4, max_credit=50)
 
 
+class _Connection(Connection):
+    """Nothing is sent by it here: `_Peers` keeps it."""
+
+    def put(self, frame: bytes) -> bool:
+        raise NotImplementedError
+
+    mute = end = lambda self: None
+
+
 class _Peers:
     """Peers whose queues never fill: what is sent is kept, by peer."""
 
     def __init__(self) -> None:
         self.all: list[Peer] = []
-        self.sent: dict[bytes, list[Struct]] = {}
+        self.sent: dict[Peer, list[Struct]] = {}
         self.num_greeted = 0
 
     def __iter__(self) -> Any:
@@ -38,7 +48,7 @@ class _Peers:
     def send(self, peer: Peer, message: Struct) -> bool:
         if peer.gone:
             return False
-        self.sent[peer.routing_id].append(message)
+        self.sent[peer].append(message)
         return True
 
 
@@ -74,14 +84,14 @@ class Orders(RuleBasedStateMachine):
             text_thread=self.text,  # type: ignore[arg-type]
         )
         self.requests.peers = self.table  # type: ignore[assignment]
-        self.asked: dict[tuple[bytes, int], tuple[tuple[int, ...], int]] = {}
-        self.granted: dict[tuple[bytes, int], int] = {}
+        self.asked: dict[tuple[Peer, int], tuple[tuple[int, ...], int]] = {}
+        self.granted: dict[tuple[Peer, int], int] = {}
 
     @rule(target=peers)
     def connect(self) -> Peer:
-        peer = Peer(b"%d" % len(self.table.sent), "localhost:0:0:1", len(self.table.sent))
+        peer = Peer(_Connection())
         self.table.all.append(peer)
-        self.table.sent[peer.routing_id] = []
+        self.table.sent[peer] = []
         return peer
 
     @rule(
@@ -96,7 +106,7 @@ class Orders(RuleBasedStateMachine):
             return
         peer.last_number += 1
         prompt = (first,) * (300 if long else 1)
-        key = (peer.routing_id, peer.last_number)
+        key = (peer, peer.last_number)
         self.asked[key] = (prompt, max_tokens)
         self.granted[key] = credit
         self.requests.submit(
@@ -112,7 +122,7 @@ class Orders(RuleBasedStateMachine):
     def credit(self, peer: Peer, which: int, tokens: int) -> None:
         if peer.streams:
             stream = list(peer.streams.values())[which % len(peer.streams)]
-            self.granted[peer.routing_id, stream.number] += tokens
+            self.granted[peer, stream.number] += tokens
             self.requests.credit(stream, tokens)
 
     @rule(peer=consumes(peers))
@@ -196,7 +206,7 @@ class Orders(RuleBasedStateMachine):
         for _ in range(100):
             for peer in self.table.all:
                 for stream in list(peer.streams.values()):
-                    self.granted[peer.routing_id, stream.number] += 50
+                    self.granted[peer, stream.number] += 50
                     self.requests.credit(stream, 50)
             self.text_thread()
             while self.commands:
@@ -213,7 +223,7 @@ class Orders(RuleBasedStateMachine):
             for message in messages
             if isinstance(message, End | Error)
         }
-        alive = {peer.routing_id for peer in self.table.all}
+        alive = set(self.table.all)
         assert {key for key in self.asked if key[0] in alive} <= ended
 
 

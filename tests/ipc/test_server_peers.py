@@ -12,7 +12,7 @@ from raw_client import RawClient, zmtp_peer
 from served import Serve, eventually
 
 from lowlat.ipc.server import service
-from lowlat.ipc.server.security import Credentials, disconnect
+from lowlat.ipc.server.security import Credentials
 from lowlat.ipc.wire import (
     Bye,
     Credit,
@@ -225,33 +225,18 @@ def test_connections_that_come_and_go_leave_nothing(serve: Serve) -> None:
 
 
 def test_credentials() -> None:
-    assert Credentials.of("localhost:1000:100:42") == Credentials(uid=1000, pid=42)
-    for address in ("127.0.0.1", "", "localhost:a:b:c", "::1", "localhost:1:2"):
-        assert Credentials.of(address) == Credentials()
-
-
-def test_only_the_peers_own_connection_is_ended() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX)
     with ours, theirs:
-        assert not disconnect(ours.fileno(), Credentials(uid=os.geteuid(), pid=os.getpid() + 1))
-        assert not disconnect(ours.fileno(), Credentials())
-        theirs.sendall(b"still there")
-        assert ours.recv(100) == b"still there"
-        assert disconnect(ours.fileno(), Credentials(uid=os.geteuid(), pid=os.getpid()))
-        assert theirs.recv(100) == b""
-    read, write = os.pipe()
-    try:
-        assert not disconnect(read, Credentials(uid=os.geteuid(), pid=os.getpid()))
-    finally:
-        os.close(read)
-        os.close(write)
+        assert Credentials.of(ours) == Credentials(uid=os.geteuid(), pid=os.getpid())
 
 
 def test_a_probe_of_the_living_is_ignored_by_a_client(serve: Serve) -> None:
-    served = serve()
+    served = serve(endpoint="tcp://127.0.0.1:*")
     client = served.client()
-    descriptor = next(iter(served.server._io._peers)).descriptor  # type: ignore[union-attr]
-    served.server._io._peers.closed(descriptor)  # type: ignore[union-attr]
+    client.pong()
+    listener = served.server._io._listener  # type: ignore[union-attr]
+    (connection,) = listener._connections.values()  # type: ignore[attr-defined]
+    listener._timers.after(0.0, listener._probe, connection.descriptor, True)  # type: ignore[attr-defined]
     client.say(Health(3))
     answers = [client.receive() for _ in range(2)]
     assert {answer.nonce for answer in answers if isinstance(answer, Pong)} == {0, 3}

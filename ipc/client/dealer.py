@@ -1,0 +1,118 @@
+"""tcp://: a DEALER of libzmq, with CURVE where keys are given, and the monitor that tells when its connection is lost.
+
+ZeroMQ connects anew by itself and says nothing; but a stream never resumes, so a connection that was once lost is
+given up, and its sockets with it.
+"""
+
+import struct
+
+import zmq
+from zmq import Again
+
+from lowlat.errors import ConfigError
+from lowlat.ipc.client.curve import ClientCurve
+from lowlat.ipc.client.protocol import HEARTBEAT_INTERVAL_S
+from lowlat.ipc.client.transport import MAX_FRAME_BYTES, Transport
+from lowlat.ipc.endpoint import Endpoint
+from lowlat.ipc.libzmq import has_message, prepare_socket, send_frames
+
+__all__ = ["DealerTransport"]
+
+HEARTBEAT_TIMEOUT_S = 3.5  # after a heartbeat, which leaves within a second: so within 5 s in all
+HIGH_WATER_MARK = 1 << 16  # streams are bounded by their windows; beyond this the server's queue fills
+_EVENTS = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+_EVENT = struct.Struct("=HI")
+_NOBLOCK = int(zmq.NOBLOCK)  # a bare number: enum's own arithmetic takes microseconds
+
+
+class DealerTransport(Transport):
+    """A context of its own, a DEALER that connects, and its monitor. Raises ConfigError for keys that are missing."""
+
+    def __init__(self, endpoint: Endpoint, curve: ClientCurve | None) -> None:
+        if not endpoint.loopback and curve is None:
+            raise ConfigError(f"endpoint {endpoint} leaves this machine and needs CURVE: give curve=ClientCurve(...)")
+        self.lost = None
+        self.needs_reader = False
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        try:
+            self._dealer = self._context.socket(zmq.DEALER)
+            prepare_socket(
+                self._dealer,
+                max_message_bytes=MAX_FRAME_BYTES,
+                high_water_mark=HIGH_WATER_MARK,
+                heartbeat_interval_s=HEARTBEAT_INTERVAL_S,
+                heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
+            )
+            self._dealer.setsockopt(zmq.RECONNECT_IVL, 20)
+            self._dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 200)
+            if curve is not None:
+                _apply(curve, self._dealer)
+            self._monitor: zmq.Socket[bytes] = self._dealer.get_monitor_socket(_EVENTS)
+            self._monitor.setsockopt(zmq.LINGER, 0)
+            has_message(self._monitor)  # only who has looked once is told by the descriptor
+            self._dealer.connect(endpoint.url)
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        self._may_follow = False  # frames behind the one that was received last
+        self.message_fd = self._dealer.FD
+        self.loss_fd = self._monitor.FD
+
+    @property
+    def pending(self) -> bool:
+        return False
+
+    def receive(self, told: bool) -> bytes | None:
+        """What tells whether there is a message costs more than to receive it, and to learn that there is none most."""
+        self._skip()
+        if not told and not has_message(self._dealer):
+            return None
+        try:
+            frame = self._dealer.recv(_NOBLOCK)
+        except Again:
+            return None
+        self._may_follow = True
+        return frame
+
+    def send(self, frames: tuple[bytes, ...]) -> bool:
+        try:
+            send_frames(self._dealer, frames)
+        except Again:
+            return False
+        return True
+
+    def flush(self) -> bool:
+        return True
+
+    def look(self) -> None:
+        while has_message(self._monitor):
+            event, detail = _EVENT.unpack(self._monitor.recv_multipart(zmq.NOBLOCK)[0])
+            if event == zmq.EVENT_DISCONNECTED:
+                self.lost = self.lost or "the connection was lost"
+            else:
+                self.lost = f"the handshake failed ({detail}); CURVE keys must fit the server's"
+
+    def _skip(self) -> None:
+        """Drop what follows the frame that was received last: not at once, for its reader waits for it."""
+        if self._may_follow:
+            self._may_follow = False
+            while self._dealer.getsockopt(zmq.RCVMORE):
+                self._dealer.recv(_NOBLOCK)
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+def _apply(curve: ClientCurve, socket: "zmq.Socket[bytes]") -> None:
+    """Set the keys before connecting."""
+    public, secret = curve.public_key, curve.secret_key
+    if public is None or secret is None:
+        public, secret = (key.decode("ascii") for key in zmq.curve_keypair())
+    socket.curve_serverkey = curve.server_key.encode("ascii")
+    socket.curve_publickey = public.encode("ascii")
+    socket.curve_secretkey = secret.encode("ascii")

@@ -1,0 +1,52 @@
+"""What both sides do with a socket of libzmq, which carries tcp:// and its CURVE: options, and sending without waiting.
+
+It knows nothing of what is in a message.
+"""
+
+import zmq
+from zmq.backend import Socket as BareSocket
+
+__all__ = ["has_message", "prepare_socket", "send_frames"]
+
+HANDSHAKE_TIMEOUT_MS = 5000
+# Bare numbers: enum's own arithmetic takes microseconds in a process that has just woken.
+_NOBLOCK = int(zmq.NOBLOCK)
+_MORE_NOBLOCK = int(zmq.SNDMORE | zmq.NOBLOCK)
+_POLLIN = int(zmq.POLLIN)
+_send = BareSocket.send  # without what zmq.Socket puts around it for options that are not used here
+
+
+def prepare_socket(
+    socket: "zmq.Socket[bytes]",
+    *,
+    max_message_bytes: int,
+    high_water_mark: int,
+    heartbeat_interval_s: float,
+    heartbeat_timeout_s: float,
+) -> None:
+    """Set what both sides must bound before they bind or connect: sizes, queues, heartbeats, lingering."""
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
+    socket.setsockopt(zmq.SNDHWM, high_water_mark)
+    socket.setsockopt(zmq.RCVHWM, high_water_mark)
+    timeout_ms = int(heartbeat_timeout_s * 1000)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, int(heartbeat_interval_s * 1000))
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, timeout_ms)
+    socket.setsockopt(zmq.HEARTBEAT_TTL, timeout_ms)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT_MS)
+
+
+def has_message(socket: "zmq.Socket[bytes]") -> bool:
+    """Whether a message can be received; this also takes note of what made the socket's descriptor readable."""
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & _POLLIN)
+
+
+def send_frames(socket: "zmq.Socket[bytes]", frames: tuple[bytes, ...]) -> None:
+    """Send a message, for a ROUTER behind the routing id of its peer.
+
+    Raises zmq.Again when the queue is full, zmq.ZMQError when the peer is gone; the first frame is then refused, and
+    never a later one.
+    """
+    for frame in frames[:-1]:
+        _send(socket, frame, _MORE_NOBLOCK)
+    _send(socket, frames[-1], _NOBLOCK)

@@ -1,0 +1,260 @@
+"""ipc://: Unix sockets on one epoll, speaking ZMTP. It knows no message."""
+
+import errno
+import logging
+import math
+import select
+import socket
+import time
+from collections import deque
+from collections.abc import Callable
+
+from lowlat.ipc.channel import Channel
+from lowlat.ipc.endpoint import EndpointLock
+from lowlat.ipc.limits import Limits
+from lowlat.ipc.server.listener import MAX_FRAMES, MAX_MESSAGES_A_TURN, Connection, Handlers, Listener
+from lowlat.ipc.server.security import Credentials
+from lowlat.ipc.server.timers import Timers
+
+__all__ = ["UnixListener"]
+
+HANDSHAKE_TIMEOUT_S = 5.0
+MAX_ACCEPTS_A_TURN = 16
+MAX_EVENTS_A_TURN = 64
+_READ, _WRITE = select.EPOLLIN, select.EPOLLOUT
+_ENDED = select.EPOLLHUP | select.EPOLLERR  # always told of, asked for or not
+_TRANSIENT = frozenset({errno.ECONNABORTED, errno.EINTR, errno.EAGAIN})
+
+
+class UnixConnection(Channel, Connection):
+    """A client's connection.
+
+    queued      it has its turn among those whose messages were read and not handled
+    muted       nothing of it is read any more
+    starved     something had no room in its queue
+    watched     the events that epoll tells of
+    silent      heartbeats since it was last heard
+    commands    ZMTP's commands since the last heartbeat
+    """
+
+    __slots__ = (
+        "_watch",
+        "commands",
+        "credentials",
+        "ended",
+        "muted",
+        "opened",
+        "queued",
+        "silent",
+        "starved",
+        "watched",
+    )
+
+    def __init__(self, connection: socket.socket, limits: Limits, watch: Callable[["UnixConnection"], None]) -> None:
+        super().__init__(
+            connection,
+            b"ROUTER",
+            b"DEALER",
+            max_frame_bytes=limits.max_message_bytes,
+            max_frames=MAX_FRAMES,
+            max_unsent=limits.high_water_mark,
+        )
+        self._watch = watch
+        self.credentials = Credentials.of(connection)
+        self.opened = time.monotonic()
+        self.queued = False
+        self.muted = False
+        self.starved = False
+        self.watched = _READ | _WRITE  # its greeting is to leave
+        self.ended = False
+        self.silent = 0
+        self.commands = 0
+
+    def put(self, frame: bytes) -> bool:
+        taken = self.send((frame,))
+        if self._unsent:
+            self.starved = not taken
+            self._watch(self)
+        return taken
+
+    def mute(self) -> None:
+        self.muted = True
+        self._watch(self)
+
+    def end(self) -> None:
+        """Found out about in the next turn, as any other end."""
+        if not self.ended:
+            self.shut()
+
+
+class UnixListener(Listener):
+    """Listens on the path that a lock holds. Raises ConfigError when it cannot."""
+
+    def __init__(self, endpoint: str, lock: EndpointLock, limits: Limits, timers: Timers, log: logging.Logger) -> None:
+        self.endpoint = endpoint
+        self.local = True
+        self._limits = limits
+        self._timers = timers
+        self._log = log
+        self._socket = lock.listen()
+        self._socket.setblocking(False)
+        self._listening = self._socket.fileno()
+        self._epoll = select.epoll()
+        self._epoll.register(self._listening, _READ)
+        self._accepts = True
+        self._wake = -1
+        self._handlers: Handlers
+        self._found: list[tuple[int, int]] = []
+        self._connections: dict[int, UnixConnection] = {}
+        self._turns: deque[UnixConnection] = deque()
+        self._max_silent = math.ceil(limits.heartbeat_timeout_s / limits.heartbeat_interval_s)
+        self._max_commands = math.ceil(limits.max_messages_per_s * max(1.0, limits.heartbeat_interval_s))
+
+    def serve(self, wake: int, handlers: Handlers) -> None:
+        self._wake = wake
+        self._handlers = handlers
+        self._epoll.register(wake, _READ)
+        self._timers.after(self._limits.heartbeat_interval_s, self._heartbeat)
+
+    def wait(self, timeout_ms: int) -> bool:
+        found = self._found = self._epoll.poll(0 if self._turns else timeout_ms / 1000.0, MAX_EVENTS_A_TURN)
+        return (self._wake, _READ) in found
+
+    def receive(self, enough: Callable[[], bool]) -> None:
+        found, self._found = self._found, []
+        for descriptor, events in found:
+            connection = self._connections.get(descriptor)
+            if connection is not None:
+                self._attend(connection, events)
+            elif descriptor == self._listening:
+                self._accept()
+        turns = self._turns
+        for _ in range(MAX_MESSAGES_A_TURN):
+            if not turns:
+                return
+            connection = turns.popleft()
+            if self._handle(connection):
+                turns.append(connection)
+                if enough():
+                    return
+            else:
+                connection.queued = False
+
+    def close(self, linger_s: float) -> None:
+        self._linger(linger_s)
+        for connection in self._connections.values():
+            connection.close()
+        self._connections.clear()
+        self._turns.clear()
+        self._socket.close()
+        self._epoll.close()
+
+    def _linger(self, linger_s: float) -> None:
+        waiting = {one.descriptor: one for one in self._connections.values() if one.pending}
+        poll = select.poll()
+        for descriptor in waiting:
+            poll.register(descriptor, select.POLLOUT)
+        end = time.monotonic() + linger_s
+        while waiting and (left := end - time.monotonic()) > 0:
+            for descriptor, _ in poll.poll(left * 1000.0):
+                if waiting[descriptor].flush():
+                    poll.unregister(descriptor)
+                    del waiting[descriptor]
+
+    def _attend(self, connection: UnixConnection, events: int) -> None:
+        """Send what had no room, then read once: the kernel keeps the rest of a flood."""
+        if events & _WRITE:
+            self._flush(connection)
+        if connection.ended or connection.queued or not events & (_READ | _ENDED):
+            return
+        if connection.muted:
+            if events & _ENDED:
+                self._drop(connection)
+        elif connection.fill():
+            connection.queued = True
+            self._turns.append(connection)
+        elif connection.lost is not None:
+            self._drop(connection)
+
+    def _handle(self, connection: UnixConnection) -> bool:
+        """The next message of what was read of it; whether there may be more."""
+        if connection.ended or connection.muted:
+            return False
+        frames = connection.next()
+        if frames is None:
+            if connection.lost is not None:
+                self._log.info(
+                    "ended a connection", extra={"reason": connection.lost, "peer_pid": connection.credentials.pid}
+                )
+                self._drop(connection)
+            return False
+        if frames:
+            self._handlers.message(connection, frames)
+        else:
+            connection.commands += 1
+            if connection.commands > self._max_commands:
+                self._drop(connection)
+        return True
+
+    def _flush(self, connection: UnixConnection) -> None:
+        connection.flush()
+        if connection.starved and connection.has_room:
+            connection.starved = False
+            self._handlers.unblocked(connection)
+        self._watch(connection)
+
+    def _watch(self, connection: UnixConnection) -> None:
+        """Have epoll tell of what is wanted of it now."""
+        watched = (0 if connection.muted else _READ) | (_WRITE if connection.pending else 0)
+        if watched != connection.watched and not connection.ended:
+            connection.watched = watched
+            self._epoll.modify(connection.descriptor, watched)
+
+    def _accept(self) -> None:
+        for _ in range(MAX_ACCEPTS_A_TURN):
+            try:
+                accepted, _ = self._socket.accept()
+            except OSError as error:
+                if error.errno not in _TRANSIENT:
+                    # out of descriptors or memory: it would be told of again and again
+                    self._log.error("cannot accept a connection: %s", error.strerror)
+                    self._epoll.modify(self._listening, 0)
+                    self._accepts = False
+                return
+            try:
+                connection = UnixConnection(accepted, self._limits, self._watch)
+            except OSError:
+                accepted.close()
+                continue
+            self._connections[connection.descriptor] = connection
+            self._epoll.register(connection.descriptor, connection.watched)
+
+    def _drop(self, connection: UnixConnection) -> None:
+        if connection.ended:
+            return
+        connection.ended = True
+        self._connections.pop(connection.descriptor)
+        connection.close()  # which takes it off epoll
+        self._handlers.ended(connection)
+
+    def _heartbeat(self) -> None:
+        """Ask those who were silent for a sign of life; give up those who gave none, or never said who they are."""
+        now = time.monotonic()
+        for connection in list(self._connections.values()):
+            connection.commands = 0
+            if not connection.ready:
+                if now - connection.opened > HANDSHAKE_TIMEOUT_S:
+                    self._drop(connection)
+            elif connection.heard or connection.queued or connection.muted:
+                connection.heard = False
+                connection.silent = 0
+            elif connection.silent >= self._max_silent:
+                self._drop(connection)
+            else:
+                connection.silent += 1
+                connection.ping()
+                self._watch(connection)
+        if not self._accepts:
+            self._accepts = True
+            self._epoll.modify(self._listening, _READ)
+        self._timers.after(self._limits.heartbeat_interval_s, self._heartbeat)
