@@ -55,7 +55,7 @@ import math
 import re
 import sys
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, Protocol
 
 import msgspec
@@ -157,6 +157,7 @@ _NUMBER: Decoder[int] = Decoder(Annotated[int, Meta(ge=0, le=(1 << 62))])
 _NUMBER_BYTES = 9  # the longest integer
 _NUMBER_KEY = msgspec.msgpack.encode("number")
 _ENCODER = Encoder()
+_view: Callable[[Any], memoryview] = memoryview  # of a zmq.Frame, too: its own `buffer` keeps what it gives
 # msgspec lets the errors of text and of nesting through as they are
 _UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
@@ -251,10 +252,6 @@ def unpack_tokens(packed: bytes) -> tuple[int, ...]:
     if sys.byteorder != "little":
         token_ids.byteswap()
     return tuple(token_ids)
-
-
-def _view(frame: Any) -> memoryview:
-    return memoryview(frame)  # of a zmq.Frame, too: its own `buffer` keeps what it gives, which takes longer
 
 
 def _decode(decoder: Decoder[Any], data: memoryview) -> Any:

@@ -234,10 +234,11 @@ class Link:
                 told = False
                 continue
             told = False
-            self._deliver(connection.receive(frame, time.monotonic()))
-            if until is not None and until.ready and until.goes_on:
+            waiter = connection.receive(frame, time.monotonic())
+            if waiter is not None and waiter is until and waiter.goes_on:
                 self._unread = True  # its reader has waited long enough
                 return
+            self._deliver(waiter)
 
     def _deliver(self, waiter: Waiter | None) -> None:
         if waiter is None:

@@ -4,6 +4,7 @@ import os
 import socket
 import time
 from contextlib import suppress
+from typing import Any
 
 import pytest
 import zmq
@@ -234,9 +235,9 @@ def test_a_probe_of_the_living_is_ignored_by_a_client(serve: Serve) -> None:
     served = serve(endpoint="tcp://127.0.0.1:*")
     client = served.client()
     client.pong()
-    listener = served.server._io._listener  # type: ignore[union-attr]
-    (connection,) = listener._connections.values()  # type: ignore[attr-defined]
-    listener._timers.after(0.0, listener._probe, connection.descriptor, True)  # type: ignore[attr-defined]
+    listener: Any = served.server._io._listener  # type: ignore[union-attr]
+    (connection,) = listener._connections.values()
+    listener._timers.after(0.0, listener._probe, connection.descriptor, True)
     client.say(Health(3))
     answers = [client.receive() for _ in range(2)]
     assert {answer.nonce for answer in answers if isinstance(answer, Pong)} == {0, 3}
