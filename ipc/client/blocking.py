@@ -196,7 +196,6 @@ class Client(BaseClient[Link, "threading.Lock"]):
     def _connected(self) -> Link:
         self.check_process()
         with self._connecting:
-            self._check_open()
             if self._links:
                 link = self._links[0]
                 with link as connection:
@@ -204,6 +203,7 @@ class Client(BaseClient[Link, "threading.Lock"]):
                 if connection.failure is None:
                     return link
                 self._links.clear()
+            self._check_open()
             link = self._connect()
             self._links.append(link)
             return link

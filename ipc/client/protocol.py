@@ -49,8 +49,7 @@ class Waiter(ABC):
 
     __slots__ = ("failure",)
 
-    def __init__(self) -> None:
-        self.failure: LowlatError | None = None
+    failure: LowlatError | None
 
     @property
     @abstractmethod
@@ -69,7 +68,7 @@ class Reply(Waiter, Generic[Value]):
     __slots__ = ("value",)
 
     def __init__(self) -> None:
-        super().__init__()
+        self.failure = None
         self.value: Value | None = None
 
     @property
@@ -91,7 +90,7 @@ class Stream(Waiter):
     __slots__ = ("_sequence", "_texts", "_token_ids", "_untold", "chunks", "ended", "number", "window")
 
     def __init__(self, number: int, window: int) -> None:
-        super().__init__()
+        self.failure = None
         self.number = number
         self.window = window
         self.chunks: deque[Chunk] = deque()

@@ -24,7 +24,7 @@ class Peer:
     greeted   HELLO came, in a version that is spoken
     dropped   said BYE to; nothing it sends is read any more
     gone      its connection is over
-    unsent    messages that the connection's queue had no room for, in order
+    unsent    messages that the connection's queue had no room for, in order; while there are any, it is blocked
     """
 
     __slots__ = (
@@ -67,11 +67,6 @@ class Peer:
     def pid(self) -> int | None:
         """The process behind it; None over tcp."""
         return self.connection.credentials.pid
-
-    @property
-    def blocked(self) -> bool:
-        """Whether the queue to it is full."""
-        return bool(self.unsent)
 
     def floods(self, limit: int) -> bool:
         """Count a message; whether there were more than so many in this second."""
@@ -142,7 +137,7 @@ class Peers:
         """Say BYE to a peer, hear it no more, and end its connection where that can be done."""
         if peer.gone or peer.dropped:
             return
-        if not peer.blocked:  # or there is no room for it
+        if not peer.unsent:  # or there is no room for it
             self.send(peer, Bye(reason, message))
         peer.dropped = True
         peer.unsent.clear()
@@ -175,7 +170,7 @@ class Peers:
     def _watch(self, peer: Peer) -> None:
         """Drop a peer whose queue has had no room for too long."""
         peer.watched = False
-        if peer.gone or peer.dropped or not peer.blocked:
+        if peer.gone or peer.dropped or not peer.unsent:
             return
         left = peer.blocked_since + self._limits.slow_consumer_s - time.monotonic()
         if left <= 0.0:

@@ -46,6 +46,7 @@ class Requests:
     ) -> None:
         self._engine = engine
         self._info = engine.info
+        self._max_requests = limits.max_queue + engine.info.max_running
         self._codec = codec
         self._limits = limits
         self._timers = timers
@@ -74,7 +75,7 @@ class Requests:
     @property
     def num_waiting(self) -> int:
         """Requests that wait for a slot, those in the text thread included."""
-        return len(self._queue) + self._num_preparing
+        return self._queue.num_items + self._num_preparing
 
     @property
     def idle(self) -> bool:
@@ -94,7 +95,9 @@ class Requests:
         elif len(peer.streams) >= limits.max_requests_per_client:
             message = f"this client has {len(peer.streams)} requests under way (max_requests_per_client)"
             self._refuse(peer, submit.number, "busy", message)
-        elif self.num_waiting + self.num_running >= limits.max_queue + self._info.max_running:
+        elif (
+            self._queue.num_items + self._num_preparing + len(self._inside) >= limits.max_queue + self._info.max_running
+        ):
             message = f"{self.num_waiting} requests wait for a slot (max_queue {limits.max_queue})"
             self._refuse(peer, submit.number, "busy", message)
         elif self._prompt_bytes and self._prompt_bytes + size > MAX_PROMPTS * limits.max_message_bytes:
@@ -117,7 +120,7 @@ class Requests:
         stream.balance += tokens
         if stream.starving % 2:
             stream.starving += 1
-        if stream.waiting and not stream.peer.blocked:
+        if stream.waiting and not stream.peer.unsent:
             self._pump(stream)
 
     def peer_gone(self, peer: Peer) -> None:
@@ -129,7 +132,7 @@ class Requests:
     def peer_unblocked(self, peer: Peer) -> None:
         """There is room again in the queue to this peer."""
         for stream in list(peer.streams.values()):
-            if peer.blocked or peer.gone:
+            if peer.unsent or peer.gone:
                 return
             if stream.waiting or stream.phase is Phase.DECODED:
                 self._pump(stream)
@@ -145,9 +148,12 @@ class Requests:
             self._fail_early(stream, event.code, event.message)
         else:
             stream.prompt = event.prompt
-            stream.phase = Phase.WAITING
-            self._queue.push(stream.peer, stream)
-            self._admit()
+            if not self._queue.num_items and len(self._inside) < self._info.max_running:
+                self._hand_over(stream)
+            else:
+                stream.phase = Phase.WAITING
+                self._queue.push(stream.peer, stream)
+                self._admit()
 
     def refused(self, event: Refused) -> None:
         """The engine did not take a request after all."""
@@ -184,7 +190,7 @@ class Requests:
         """Send what the steps since the last flush brought; several steps of a stream become one message."""
         dirty = self._dirty
         for stream in dirty:
-            if not stream.over and not stream.peer.blocked:
+            if not stream.over and not stream.peer.unsent:
                 self._pump(stream)
         dirty.clear()
 
@@ -226,15 +232,17 @@ class Requests:
 
     def _admit(self) -> None:
         """Hand over to the engine while it has slots, by turns between clients."""
-        while self._queue and len(self._inside) < self._info.max_running:
-            stream = self._queue.pop()
-            self._decode(DecodeSubmit(stream.request_id, stream.prompt, stream.sampling))
-            self._prompt_bytes -= stream.num_bytes
-            stream.prompt = ()
-            stream.phase = Phase.RUNNING
-            self._inside[stream.request_id] = stream
-            stream.handed = time.monotonic()
-            self._statistics.queued.record(stream.handed - stream.arrived)
+        while self._queue.num_items and len(self._inside) < self._info.max_running:
+            self._hand_over(self._queue.pop())
+
+    def _hand_over(self, stream: Stream) -> None:
+        self._decode(DecodeSubmit(stream.request_id, stream.prompt, stream.sampling))
+        self._prompt_bytes -= stream.num_bytes
+        stream.prompt = ()
+        stream.phase = Phase.RUNNING
+        self._inside[stream.request_id] = stream
+        stream.handed = time.monotonic()
+        self._statistics.queued.record(stream.handed - stream.arrived)
 
     def _pump(self, stream: Stream) -> None:
         """Send what may be sent; then its END, if that was all."""
@@ -252,7 +260,7 @@ class Requests:
                     statistics.inter_token.record((now - stream.last) / num_tokens, num_tokens)
                 stream.last = now
                 statistics.tokens(num_tokens, now)
-            if stream.peer.blocked:
+            if stream.peer.unsent:
                 return
         if stream.waiting:
             if not stream.starving % 2:
@@ -319,7 +327,7 @@ class Requests:
             self._prompt_bytes -= stream.num_bytes
         elif stream.phase is Phase.RUNNING and not stream.cancelled:
             self._decode(DecodeCancel(stream.request_id))
-        stream.phase = Phase.OVER
+        stream.over = True
         stream.waiting.clear()
         del stream.peer.streams[stream.number]
         self._live -= 1

@@ -103,18 +103,19 @@ class Service:
             self._malformed(peer, error)
             return
         try:
-            self._dispatch(peer, header, body)
+            if type(header) is Submit and peer.greeted:
+                self._submit(peer, header, body)
+            else:
+                self._dispatch(peer, header)
         except Exception as error:
             self._log.error("a message was not handled: %s", describe(error), extra={"kind": type(header).__name__})
             self._wrong(peer, "internal", "the server failed on this message; its log says more")
 
-    def _dispatch(self, peer: Peer, header: Struct, body: bytes) -> None:
-        if not peer.greeted and type(header) is not Hello:
-            self._wrong(peer, "unexpected", "HELLO comes first")
-        elif type(header) is Submit:
-            self._submit(peer, header, body)
-        else:
+    def _dispatch(self, peer: Peer, header: Struct) -> None:
+        if peer.greeted or type(header) is Hello:
             self._handlers[type(header)](peer, header)
+        else:
+            self._wrong(peer, "unexpected", "HELLO comes first")
 
     def _hello(self, peer: Peer, hello: Hello) -> None:
         if peer.greeted:

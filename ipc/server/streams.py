@@ -24,7 +24,6 @@ class Phase(Enum):
     WAITING = "waiting"  # for a slot
     RUNNING = "running"  # inside the engine
     DECODED = "decoded"  # the engine is done with it; tokens may wait for credit
-    OVER = "over"  # END or ERROR went out, or nobody is there to read it
 
 
 class Stream:
@@ -32,6 +31,7 @@ class Stream:
 
     balance   tokens that may be sent; negative by less than a step
     waiting   outputs that were not sent, in order
+    over      END or ERROR went out, or nobody is there to read it
     final     the output that ended it in the engine
     """
 
@@ -47,6 +47,7 @@ class Stream:
         "num_bytes",
         "num_sent",
         "number",
+        "over",
         "peer",
         "phase",
         "prompt",
@@ -65,6 +66,7 @@ class Stream:
         self.num_bytes = num_bytes
         self.prompt: Sequence[int] = ()
         self.phase = Phase.PREPARING
+        self.over = False
         self.balance = submit.credit
         self.sequence = 0
         self.num_sent = 0
@@ -77,11 +79,6 @@ class Stream:
         self.handed = 0.0
         self.first = 0.0
         self.last = 0.0
-
-    @property
-    def over(self) -> bool:
-        """Whether its last message is out."""
-        return self.phase is Phase.OVER
 
     def next_message(self) -> tuple[Tokens, int] | None:
         """What waits and may be sent, as one message, and its number of tokens; None without credit or outputs.

@@ -30,7 +30,7 @@ class UnixConnection(Channel, Connection):
     """A client's connection.
 
     queued      it has its turn among those whose messages were read and not handled
-    muted       nothing of it is read any more
+    muted       nothing that it says is told any more
     starved     something had no room in its queue
     watched     the events that epoll tells of
     silent      heartbeats since it was last heard
@@ -122,23 +122,36 @@ class UnixListener(Listener):
 
     def receive(self, enough: Callable[[], bool]) -> None:
         found, self._found = self._found, []
+        turns = self._turns
         for descriptor, events in found:
             connection = self._connections.get(descriptor)
-            if connection is not None:
+            if connection is None:
+                if descriptor == self._listening:
+                    self._accept()
+                continue
+            if events != _READ:
                 self._attend(connection, events)
-            elif descriptor == self._listening:
-                self._accept()
-        turns = self._turns
+            if events & _READ and not connection.queued and not connection.muted:
+                if connection.fill():  # once: the kernel keeps the rest of a flood
+                    connection.queued = True
+                    turns.append(connection)
+                elif connection.lost is not None:
+                    self._drop(connection)
         for _ in range(MAX_MESSAGES_A_TURN):
             if not turns:
                 return
             connection = turns.popleft()
-            if self._handle(connection):
-                turns.append(connection)
-                if enough():
-                    return
+            frames = None if connection.muted else connection.next()
+            if frames is None:
+                self._settle(connection)
+                continue
+            turns.append(connection)
+            if frames:
+                self._handlers.message(connection, frames)
             else:
-                connection.queued = False
+                self._count_command(connection)
+            if enough():
+                return
 
     def close(self, linger_s: float) -> None:
         self._linger(linger_s)
@@ -162,46 +175,28 @@ class UnixListener(Listener):
                     del waiting[descriptor]
 
     def _attend(self, connection: UnixConnection, events: int) -> None:
-        """Send what had no room, then read once: the kernel keeps the rest of a flood."""
+        """Send what had no room; an end shows itself when all that came before it was read, unless nobody reads."""
         if events & _WRITE:
-            self._flush(connection)
-        if connection.ended or connection.queued or not events & (_READ | _ENDED):
-            return
-        if connection.muted:
-            if events & _ENDED:
-                self._drop(connection)
-        elif connection.fill():
-            connection.queued = True
-            self._turns.append(connection)
-        elif connection.lost is not None:
+            connection.flush()
+            if connection.starved and connection.has_room:
+                connection.starved = False
+                self._handlers.unblocked(connection)
+            self._watch(connection)
+        if events & _ENDED and (connection.muted or not events & _READ):
             self._drop(connection)
 
-    def _handle(self, connection: UnixConnection) -> bool:
-        """The next message of what was read of it; whether there may be more."""
-        if connection.ended or connection.muted:
-            return False
-        frames = connection.next()
-        if frames is None:
-            if connection.lost is not None:
-                self._log.info(
-                    "ended a connection", extra={"reason": connection.lost, "peer_pid": connection.credentials.pid}
-                )
-                self._drop(connection)
-            return False
-        if frames:
-            self._handlers.message(connection, frames)
-        else:
-            connection.commands += 1
-            if connection.commands > self._max_commands:
-                self._drop(connection)
-        return True
+    def _settle(self, connection: UnixConnection) -> None:
+        """All that was read of it is handled."""
+        connection.queued = False
+        if connection.lost is not None:
+            pid = connection.credentials.pid
+            self._log.info("ended a connection", extra={"reason": connection.lost, "peer_pid": pid})
+            self._drop(connection)
 
-    def _flush(self, connection: UnixConnection) -> None:
-        connection.flush()
-        if connection.starved and connection.has_room:
-            connection.starved = False
-            self._handlers.unblocked(connection)
-        self._watch(connection)
+    def _count_command(self, connection: UnixConnection) -> None:
+        connection.commands += 1
+        if connection.commands > self._max_commands:
+            self._drop(connection)
 
     def _watch(self, connection: UnixConnection) -> None:
         """Have epoll tell of what is wanted of it now."""
@@ -232,7 +227,7 @@ class UnixListener(Listener):
     def _drop(self, connection: UnixConnection) -> None:
         if connection.ended:
             return
-        connection.ended = True
+        connection.ended = connection.muted = True
         self._connections.pop(connection.descriptor)
         connection.close()  # which takes it off epoll
         self._handlers.ended(connection)

@@ -17,7 +17,6 @@ from lowlat.ipc.server.peers import Peer
 from lowlat.ipc.server.prepare import prepare
 from lowlat.ipc.server.requests import Requests
 from lowlat.ipc.server.statistics import Statistics
-from lowlat.ipc.server.streams import Phase
 from lowlat.ipc.server.timers import Timers
 from lowlat.ipc.server.watchdog import StepClock
 from lowlat.ipc.wire import End, Error, Sampling, Submit, Tokens, pack_tokens, unpack_tokens
@@ -171,7 +170,7 @@ class Orders(RuleBasedStateMachine):
         assert requests.idle == (not any(peer.streams for peer in self.table.all))
         for peer in self.table.all:
             assert len(peer.streams) <= LIMITS.max_requests_per_client
-            assert all(stream.phase is not Phase.OVER for stream in peer.streams.values())
+            assert all(not stream.over for stream in peer.streams.values())
 
     @invariant()
     def what_was_sent_is_sound(self) -> None:

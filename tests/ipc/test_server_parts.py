@@ -66,7 +66,7 @@ def test_turns(operations: list[tuple[str, str]]) -> None:
         elif operation == "remove" and model.get(owner):
             assert queue.remove(owner, model[owner].pop())
             assert not queue.remove(owner, -1)
-        assert len(queue) == sum(map(len, model.values()))
+        assert queue.num_items == sum(map(len, model.values()))
 
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=6))
@@ -76,7 +76,7 @@ def test_between_two_turns_of_one_everybody_has_one(counts: list[int]) -> None:
         for _ in range(count):
             queue.push(owner, owner)
     served: Counter[int] = Counter()
-    while len(queue):
+    while queue.num_items:
         served[queue.pop()] += 1
         waiting = [owner for owner, count in enumerate(counts) if served[owner] < count]
         assert not waiting or max(served.values()) - min(served[owner] for owner in waiting) <= 1
