@@ -65,6 +65,11 @@ class Channel:
         return self._decoder.ready
 
     @property
+    def drained(self) -> bool:
+        """Whether `next` has taken all that was read."""
+        return self._decoder.drained
+
+    @property
     def pending(self) -> bool:
         """Whether something waits until the kernel has room for it."""
         return bool(self._unsent)

@@ -105,6 +105,11 @@ class Decoder:
         self._greeted = False
         self._frames: list[bytes] = []
 
+    @property
+    def drained(self) -> bool:
+        """Whether no byte lies here that `next` has not taken."""
+        return self._at == len(self._data)
+
     def feed(self, data: bytes) -> None:
         """Take what has come."""
         if self._at == len(self._data):

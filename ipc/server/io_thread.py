@@ -89,16 +89,17 @@ class IoThread(threading.Thread):
             Handlers(message=self._service.receive, ended=self._peers.ended, unblocked=self._peers.unblocked),
         )
         while not self._ended:
-            while (event := inbox.take()) is not None:
-                self._handlers[type(event)](event)
-            requests.flush()
-            timers.run()
+            if inbox.any():
+                while (event := inbox.take()) is not None:
+                    self._handlers[type(event)](event)
+                requests.flush()
+            timeout_ms = timers.run()
             if self._ended or (requests.draining and requests.idle):
                 return
             if self._spins and requests.num_running:
                 listener.wait(0)  # the inbox is looked at in every turn; nobody has to wake anybody
             elif inbox.sleep():
-                inbox.awake(listener.wait(timers.timeout_ms()))
+                inbox.awake(listener.wait(timeout_ms))
             else:
                 continue
             listener.receive(inbox.any)  # a step's tokens go before anything that clients say

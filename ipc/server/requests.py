@@ -242,7 +242,6 @@ class Requests:
         stream.phase = Phase.RUNNING
         self._inside[stream.request_id] = stream
         stream.handed = time.monotonic()
-        self._statistics.queued.record(stream.handed - stream.arrived)
 
     def _pump(self, stream: Stream) -> None:
         """Send what may be sent; then its END, if that was all."""
@@ -255,6 +254,7 @@ class Requests:
             if num_tokens:
                 if not stream.first:
                     stream.first = now
+                    statistics.queued.record(stream.handed - stream.arrived)
                     statistics.time_to_first_token.record(now - stream.arrived)
                 else:
                     statistics.inter_token.record((now - stream.last) / num_tokens, num_tokens)

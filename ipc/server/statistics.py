@@ -78,7 +78,7 @@ class Statistics:
 
     time_to_first_token   from a SUBMIT's arrival to its first token's leaving
     inter_token           between a request's tokens, as they leave; a chunk's time is shared by its tokens
-    queued                from a SUBMIT's arrival to its going to the engine
+    queued                from a SUBMIT's arrival to its going to the engine, of those that brought a token
     """
 
     def __init__(self) -> None:

@@ -20,15 +20,13 @@ class Timers:
         """Call so many seconds from now."""
         heapq.heappush(self._heap, (time.monotonic() + seconds, next(self._ties), call, arguments))
 
-    def run(self) -> None:
-        """Call what is due."""
+    def run(self) -> int:
+        """Call what is due; returns how long a poll may wait for the next, in ms, rounded up, -1 without one."""
         heap = self._heap
-        while heap and heap[0][0] <= time.monotonic():
+        while heap:
+            left = heap[0][0] - time.monotonic()
+            if left > 0.0:
+                return int(left * 1000.0) + 1
             _, _, call, arguments = heapq.heappop(heap)
             call(*arguments)
-
-    def timeout_ms(self) -> int:
-        """How long a poll may wait for the next, rounded up; -1 without one."""
-        if not self._heap:
-            return -1
-        return max(0, int((self._heap[0][0] - time.monotonic()) * 1000) + 1)
+        return -1

@@ -145,11 +145,14 @@ class UnixListener(Listener):
             if frames is None:
                 self._settle(connection)
                 continue
-            turns.append(connection)
             if frames:
                 self._handlers.message(connection, frames)
             else:
                 self._count_command(connection)
+            if connection.drained:
+                connection.queued = False
+            else:
+                turns.append(connection)
             if enough():
                 return
 
