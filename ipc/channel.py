@@ -157,10 +157,10 @@ class Channel:
         self._unsent.clear()
 
     def _say(self, command: bytes) -> None:
-        """Send a command, unless something waits, which is a sign of life by itself."""
+        """Send a command, unless something waits, here or in a buffer that is full: a sign of life by itself."""
         if not self._unsent:
             sent = self._write(command)
-            if sent < len(command):
+            if 0 < sent < len(command):
                 self._unsent.append(memoryview(command)[sent:])
 
     def _write(self, data: bytes | memoryview) -> int:
