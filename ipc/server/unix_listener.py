@@ -232,7 +232,8 @@ class UnixListener(Listener):
             return
         connection.ended = connection.muted = True
         self._connections.pop(connection.descriptor)
-        connection.close()  # which takes it off epoll
+        self._epoll.unregister(connection.descriptor)  # closing would not, while a fork holds the descriptor
+        connection.close()
         self._handlers.ended(connection)
 
     def _heartbeat(self) -> None:
