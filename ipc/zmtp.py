@@ -121,9 +121,9 @@ class Decoder:
         self._data, self._at = rest, 0
 
     def next(self) -> list[bytes] | Command | None:
-        """The next message or command, None until more has come. Raises ZmtpError.
+        """The next message or command, [] for a frame that is forgotten, None until more has come. Raises ZmtpError.
 
-        It looks at every frame that has come for a message that has not ended, and at no byte twice.
+        So it looks at a few frames at a time, also of a message that does not end.
         """
         if not self._greeted and not self._greeting():
             return None
@@ -148,6 +148,8 @@ class Decoder:
                 return self._command(frame)
             if len(self._frames) < self._max_frames:
                 self._frames.append(frame)
+            elif flags & _MORE:
+                return []
             if not flags & _MORE:
                 frames, self._frames = self._frames, []
                 return frames
