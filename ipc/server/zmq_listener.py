@@ -42,9 +42,21 @@ class ZmqConnection(Connection):
 
     greeted   it said HELLO
     suspect   a connection with its descriptor has ended a moment ago
+    broken    nothing can be sent to it any more
     """
 
-    __slots__ = ("_put", "address", "credentials", "descriptor", "ended", "full", "greeted", "routing_id", "suspect")
+    __slots__ = (
+        "_put",
+        "address",
+        "broken",
+        "credentials",
+        "descriptor",
+        "ended",
+        "full",
+        "greeted",
+        "routing_id",
+        "suspect",
+    )
 
     def __init__(
         self, routing_id: bytes, address: str, descriptor: int, put: Callable[["ZmqConnection", bytes], bool]
@@ -55,6 +67,7 @@ class ZmqConnection(Connection):
         self.credentials = Credentials()
         self.greeted = False
         self.suspect = False
+        self.broken = False
         self.full = False
         self.ended = False
         self._put = put
@@ -171,7 +184,7 @@ class ZmqListener(Listener):
             descriptor = int(frame.get("__fd")) if is_hello else connection.descriptor
             # Another's under the same routing id, or the same process has connected anew.
             is_other = descriptor != connection.descriptor or (is_hello and connection.greeted and connection.suspect)
-            if connection.address == address and not is_other:
+            if connection.address == address and not is_other and not connection.broken:
                 connection.greeted = connection.greeted or is_hello
                 return connection
             self._end(connection)
@@ -185,7 +198,7 @@ class ZmqListener(Listener):
     def _put(self, connection: ZmqConnection, frame: bytes) -> bool:
         if connection.full:
             return False
-        if connection.ended:
+        if connection.ended or connection.broken:
             return True
         try:
             send_frames(self._router, (connection.routing_id, frame))
@@ -196,6 +209,7 @@ class ZmqListener(Listener):
         except zmq.ZMQError as error:
             if error.errno != errno.EHOSTUNREACH:
                 raise
+            connection.broken = True
             self._timers.after(0.0, self._end, connection)
         return True
 
