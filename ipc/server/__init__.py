@@ -1,4 +1,4 @@
-"""The server: takes requests over ZeroMQ, has them decoded, and streams what they bring; it knows no model."""
+"""The server: takes requests over sockets, has them decoded, and streams what they bring; it knows no model."""
 
 from lowlat.ipc.server.security import Curve
 from lowlat.ipc.server.server import Server

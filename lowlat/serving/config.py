@@ -111,7 +111,7 @@ _LIMITS_HELP = {
     "max_credit": "Tokens that a request may be granted at once.",
     "max_bad_messages": "Wrong messages before a peer is dropped.",
     "max_messages_per_s": "Messages of one client in a second; one that sends more is dropped.",
-    "high_water_mark": "Messages queued to one peer inside ZeroMQ.",
+    "high_water_mark": "Messages queued to one peer by its socket.",
     "slow_consumer_s": "Seconds that tokens wait for credit before the stream ends.",
     "heartbeat_interval_s": "Seconds between heartbeats.",
     "heartbeat_timeout_s": "Seconds without a sign of life after which a peer is gone.",
