@@ -5,8 +5,8 @@ A client is a DEALER, the server a ROUTER. A message is one frame, or two where 
     frame 1   a byte that names the kind, then a msgpack value: the header
     frame 2   SUBMIT alone, and only for a prompt of token ids: the ids as little-endian int32, packed
 
-Below it is ZMTP: over ipc:// version 3 with the NULL mechanism, which lowlat speaks itself (`lowlat.ipc.zmtp`) and every
-ZeroMQ since 4.0 does; over tcp:// whatever libzmq speaks, with CURVE off the loopback.
+Below it is ZMTP: over ipc:// version 3 with the NULL mechanism, which lowlat speaks itself (`lowlat.ipc.zmtp`), as
+every ZeroMQ since 4.0 does; over tcp:// what libzmq speaks, with CURVE off the loopback.
 
 Headers of control messages are msgpack maps by field name; fields left out have their defaults. Those of TOKENS, END,
 CANCEL and CREDIT are msgpack arrays, fields in order. Integers are signed 64-bit, strings UTF-8, times in the unit of
@@ -58,8 +58,8 @@ import math
 import re
 import sys
 from array import array
-from collections.abc import Callable, Iterable, Sequence
-from typing import Annotated, Any, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct
@@ -107,7 +107,6 @@ __all__ = [
     "End",
     "Error",
     "FinishReason",
-    "Frame",
     "Health",
     "Hello",
     "Kind",
@@ -145,13 +144,6 @@ class _Numbered(Struct):
     number: Annotated[int, Meta(ge=0, le=(1 << 62))]
 
 
-class Frame(Protocol):
-    """What is wanted of a zmq.Frame."""
-
-    @property
-    def buffer(self) -> Any: ...
-
-
 _PREFIXES = {header: bytes((kind,)) for kind, header in HEADERS.items()}
 _FROM_CLIENT = {kind: Decoder(header) for kind, header in HEADERS.items() if kind < 0x80}
 _FROM_SERVER = {kind: Decoder(header) for kind, header in HEADERS.items() if kind >= 0x80}
@@ -160,7 +152,6 @@ _NUMBER: Decoder[int] = Decoder(Annotated[int, Meta(ge=0, le=(1 << 62))])
 _NUMBER_BYTES = 9  # the longest integer
 _NUMBER_KEY = msgspec.msgpack.encode("number")
 _ENCODER = Encoder()
-_view: Callable[[Any], memoryview] = memoryview  # of a zmq.Frame, too: its own `buffer` keeps what it gives
 # msgspec lets the errors of text and of nesting through as they are
 _UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
@@ -183,7 +174,7 @@ def encode(header: Struct) -> bytes:
     return _PREFIXES[type(header)] + _ENCODER.encode(header)
 
 
-def decode_client(frames: Sequence[bytes | Frame]) -> tuple[Struct, bytes]:
+def decode_client(frames: Sequence[bytes]) -> tuple[Struct, bytes]:
     """A client's message, checked, and its body (b"" without one): the server's side.
 
     The decoder works for 2 ms at most, which it spends with the GIL; what would take longer it is not given. Raises
@@ -191,35 +182,36 @@ def decode_client(frames: Sequence[bytes | Frame]) -> tuple[Struct, bytes]:
     """
     if not 1 <= len(frames) <= 2:
         raise WireError(f"a message has 1 frame or 2, got {len(frames)}")
-    view = _view(frames[0])
-    decoder = _FROM_CLIENT.get(view[0]) if len(view) else None
+    frame = frames[0]
+    kind = frame[0] if frame else 0
+    decoder = _FROM_CLIENT.get(kind)
     if decoder is None:
-        raise WireError(f"unknown kind {view[0]:#04x}" if len(view) else "the first frame is empty")
-    kind, data = view[0], view[1:]
+        raise WireError(f"unknown kind {kind:#04x}" if frame else "the first frame is empty")
     if kind != Kind.SUBMIT:
         if len(frames) > 1:
             raise WireError("only SUBMIT has a body", "$.body")
-        if len(data) > MAX_CONTROL_BYTES:
-            raise WireError(f"the header has {len(data)} bytes, more than {MAX_CONTROL_BYTES}")
-        return _decode(decoder, data), b""
-    check_submit_size(data)
-    body = None if len(frames) == 1 else bytes(_view(frames[1]))
+        if len(frame) - 1 > MAX_CONTROL_BYTES:
+            raise WireError(f"the header has {len(frame) - 1} bytes, more than {MAX_CONTROL_BYTES}")
+        return _decode(decoder, frame[1:]), b""
+    check_submit_size(frame)
+    body = None if len(frames) == 1 else frames[1]
     try:
-        submit = _decode(decoder, data)
+        submit = _decode(decoder, frame[1:])
         _check_submit(submit, body)
     except WireError as error:
-        error.number = _number(data)
+        error.number = _number(frame[1:])
         raise
     return submit, body or b""
 
 
-def check_submit_size(header: memoryview) -> None:
-    """Refuse a SUBMIT's header that would take long to decode, before the decoder sees it. Raises WireError.
+def check_submit_size(frame: bytes) -> None:
+    """Refuse a SUBMIT whose header would take long to decode, before the decoder sees it. Raises WireError.
 
-    header  uint8 [n]; what follows the byte that names the kind
+    frame  its first frame, with the byte that names the kind
     """
-    if len(header) <= MAX_VALUES:
+    if len(frame) <= MAX_VALUES:
         return
+    header = memoryview(frame)[1:]
     num_values, place = count_values(header, MAX_VALUES, _NUMBER_KEY)
     if len(header) > MAX_SUBMIT_BYTES:
         reason = f"the header has {len(header)} bytes, more than {MAX_SUBMIT_BYTES}; send a longer prompt as token ids"
@@ -230,13 +222,12 @@ def check_submit_size(header: memoryview) -> None:
     raise WireError(reason, number=None if place is None else _plain_number(header[place]))
 
 
-def decode_server(frame: bytes | Frame) -> Struct | None:
+def decode_server(frame: bytes) -> Struct | None:
     """A server's message, for clients; None for a kind that this version does not know. Raises WireError."""
-    view = _view(frame)
-    if not len(view):
+    if not frame:
         raise WireError("the frame is empty")
-    decoder = _FROM_SERVER.get(view[0])
-    return None if decoder is None else _decode(decoder, view[1:])
+    decoder = _FROM_SERVER.get(frame[0])
+    return None if decoder is None else _decode(decoder, frame[1:])
 
 
 def pack_tokens(token_ids: Iterable[int]) -> bytes:
@@ -251,13 +242,14 @@ def unpack_tokens(packed: bytes) -> tuple[int, ...]:
     """Token ids of little-endian int32. Raises WireError for a length that is no multiple of 4."""
     if len(packed) % 4:
         raise WireError(f"{len(packed)} bytes of token ids are no multiple of 4", "$.body")
+    if sys.byteorder == "little":
+        return tuple(memoryview(packed).cast("i"))
     token_ids = array("i", packed)
-    if sys.byteorder != "little":
-        token_ids.byteswap()
+    token_ids.byteswap()
     return tuple(token_ids)
 
 
-def _decode(decoder: Decoder[Any], data: memoryview) -> Any:
+def _decode(decoder: Decoder[Any], data: bytes) -> Any:
     try:
         return decoder.decode(data)
     except _UNDECODABLE as error:
@@ -283,7 +275,7 @@ def _wire_error(error: Exception) -> WireError:
     return WireError(reason[:_MAX_REASON], field)
 
 
-def _number(data: memoryview) -> int | None:
+def _number(data: bytes) -> int | None:
     """Of a SUBMIT whose size was checked."""
     try:
         return _NUMBERED.decode(data).number
@@ -304,11 +296,13 @@ def _check_submit(submit: Submit, body: bytes | None) -> None:
         raise WireError("a request has exactly one of text, messages and a body of token ids", "$")
     if body is not None and (not body or len(body) % 4):
         raise WireError(f"the body has {len(body)} bytes; token ids are int32, at least one", "$.body")
-    if submit.template_options is not None:
-        if submit.messages is None:
+    if submit.messages is None:
+        if submit.template_options is not None:
             raise WireError("template_options stand with messages alone", "$.template_options")
+        return
+    if submit.template_options is not None:
         _check_plain(submit.template_options, "$.template_options")
-    for place, message in enumerate(submit.messages or ()):
+    for place, message in enumerate(submit.messages):
         if message.tool_calls is not None:
             _check_plain(message.tool_calls, f"$.messages[{place}].tool_calls")
 

@@ -54,12 +54,10 @@ class Command(Struct, frozen=True):
 
 def encode_message(frames: Sequence[bytes]) -> bytes:
     """A message of at least one frame."""
-    parts = []
-    for left, frame in enumerate(frames, 1 - len(frames)):
-        flags, size = _MORE if left else 0, len(frame)
-        parts.append(bytes((flags, size)) if size <= _MAX_SHORT else _LONG_SIZE.pack(flags | _LONG, size))
-        parts.append(frame)
-    return b"".join(parts)
+    data = b""
+    for frame in frames[:-1]:
+        data += _header(_MORE, len(frame)) + frame
+    return data + _header(0, len(frames[-1])) + frames[-1]
 
 
 def encode_command(name: bytes, data: bytes) -> bytes:
@@ -199,6 +197,10 @@ class Decoder:
         if socket_type != self._peer_type:
             raise ZmtpError(f"the peer is a {socket_type!r:.40} and must be a {self._peer_type.decode()}")
         self.ready = True
+
+
+def _header(flags: int, size: int) -> bytes:
+    return bytes((flags, size)) if size <= _MAX_SHORT else _LONG_SIZE.pack(flags | _LONG, size)
 
 
 def _properties(data: bytes) -> Mapping[bytes, bytes]:

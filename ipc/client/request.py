@@ -15,7 +15,7 @@ __all__ = ["Prompt", "Request", "make_request"]
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 _OPTIONS = frozenset(field.name for field in msgspec.structs.fields(Sampling))
-_OPTIONS_AS_THEY_ARE = _OPTIONS - {"stop", "stop_token_ids", "logit_bias"}
+_IN_SEVERAL_FORMS = frozenset({"stop", "stop_token_ids", "logit_bias"})
 _MAX_DEADLINE_S = (1 << 40) / 1000.0
 
 
@@ -42,13 +42,13 @@ class Request(Struct, frozen=True):
         )
         try:
             header = encode(submit)
-            check_submit_size(memoryview(header)[1:])
+            check_submit_size(header)
         except WireError as error:
             raise RequestError(f"the request is too long: {error}") from error
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise RequestError(f"the request has no encoding: {error}") from error
         frames = (header,) if self.body is None else (header, self.body)
-        size = max(map(len, frames))
+        size = max(len(header), len(frames[-1]))
         if size > max_message_bytes:
             raise RequestError(
                 f"the request has {size} bytes and the server takes {max_message_bytes} (max_message_bytes)"
@@ -126,10 +126,12 @@ def _messages(entries: list[Any]) -> list[Message]:
 
 
 def _sampling(given: Mapping[str, Any]) -> Sampling:
-    if not given.keys() <= _OPTIONS:
-        name = next(name for name in given if name not in _OPTIONS)
-        raise RequestError(f"unknown option {name!r}; known: {', '.join(sorted(_OPTIONS))}")
-    options = given if given.keys() <= _OPTIONS_AS_THEY_ARE else _plain(given)
+    options = given
+    for name in given:
+        if name in _IN_SEVERAL_FORMS:
+            options = _plain(given)
+        elif name not in _OPTIONS:
+            raise RequestError(f"unknown option {name!r}; known: {', '.join(sorted(_OPTIONS))}")
     try:
         return msgspec.convert(options, Sampling)
     except (msgspec.ValidationError, TypeError) as error:

@@ -1,6 +1,7 @@
 """ipc://: a Unix socket that speaks ZMTP as a DEALER, without a thread between it and its reader."""
 
 import socket
+from collections.abc import Sequence
 
 from lowlat.ipc.channel import Channel
 from lowlat.ipc.client.transport import MAX_FRAME_BYTES, Transport
@@ -18,7 +19,7 @@ class UnixTransport(Channel, Transport):
         self.message_fd = self.descriptor
         self.loss_fd = None
         self.needs_reader = True
-        self._early: tuple[bytes, ...] = ()
+        self._early: Sequence[bytes] = ()
         try:
             connection.connect(str(endpoint.path))
         except OSError as error:
@@ -38,7 +39,7 @@ class UnixTransport(Channel, Transport):
             told = frames is None
         return None
 
-    def send(self, frames: tuple[bytes, ...]) -> bool:
+    def send(self, frames: Sequence[bytes]) -> bool:
         """What is to leave before the other side's READY has come, HELLO, waits for it: libzmq refuses it earlier."""
         if self.ready:
             return super().send(frames)

@@ -53,7 +53,7 @@ class Handlers:
 
     def __init__(
         self,
-        message: Callable[[Any, Sequence[Any]], None],
+        message: Callable[[Any, Sequence[bytes]], None],
         ended: Callable[[Any], None],
         unblocked: Callable[[Any], None],
     ) -> None:

@@ -21,7 +21,6 @@ from lowlat.ipc.wire import (
     Credit,
     Drain,
     Error,
-    Frame,
     Health,
     Hello,
     Pong,
@@ -84,7 +83,7 @@ class Service:
             Drain: self._drain_asked,
         }
 
-    def receive(self, connection: Connection, frames: Sequence[bytes | Frame]) -> None:
+    def receive(self, connection: Connection, frames: Sequence[bytes]) -> None:
         """Take one message and answer it; what is wrong with it is answered, too."""
         peer, is_new = self._peers.find(connection)
         if peer.dropped:

@@ -131,7 +131,7 @@ class ZmqListener(Listener):
                     frames.append(frame)
             connection = self._find(routing_id, frames[0])
             if connection is not None:
-                self._handlers.message(connection, frames)
+                self._handlers.message(connection, [one.bytes for one in frames])
             # To ask is cheaper than an exception, while the decode thread waits for the GIL with what was submitted.
             if enough() or not has_message(router):
                 return

@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -169,13 +168,6 @@ def test_broken_tokens_are_refused(packed: bytes) -> None:
 def test_what_is_no_int32_is_not_packed(wrong: list[Any]) -> None:
     with pytest.raises((OverflowError, TypeError)):
         pack_tokens(wrong)
-
-
-def test_frames_of_zmq_and_bytes_are_the_same() -> None:
-    header, body = encode(Submit(number=3, credit=9)), pack_tokens([1, 2, 3])
-    assert decode_client([zmq.Frame(header), zmq.Frame(body)]) == decode_client([header, body])
-    reply = encode(Tokens(3, 0, body, "x"))
-    assert decode_server(zmq.Frame(reply)) == decode_server(reply) == Tokens(3, 0, body, "x")
 
 
 @pytest.mark.parametrize(
