@@ -38,7 +38,7 @@ class Channel:
     heard            something has come since this was last set to False
     """
 
-    __slots__ = ("_decoder", "_max_unsent", "_socket", "_unsent", "descriptor", "heard", "lost")
+    __slots__ = ("_decoder", "_early", "_max_unsent", "_socket", "_unsent", "descriptor", "heard", "lost")
 
     def __init__(
         self,
@@ -57,6 +57,7 @@ class Channel:
         self._socket = connection
         self._decoder = Decoder(peer_kind, max_frame_bytes=max_frame_bytes, max_frames=max_frames)
         self._max_unsent = max_unsent
+        self._early: list[bytes] = []
         self._unsent: deque[bytes | memoryview] = deque([GREETING + encode_ready(kind)])
 
     @property
@@ -109,11 +110,23 @@ class Channel:
             return item
         if item.name == b"PING":
             self._say(encode_pong(item.data))
+        elif item.name == b"READY":
+            self._unsent.extend(self._early)
+            self._early.clear()
+            self.flush()
         return _NO_MESSAGE
 
     def send(self, frames: Sequence[bytes]) -> bool:
-        """Take a message; False when as many as may wait do. On a lost connection it goes nowhere."""
+        """Take a message; False when as many as may wait do. On a lost connection it goes nowhere.
+
+        Before the peer's READY it waits for it: libzmq refuses what comes before it has said its own.
+        """
         data = encode_message(frames)
+        if not self._decoder.ready:
+            if len(self._early) >= self._max_unsent:
+                return False
+            self._early.append(data)
+            return True
         if self._unsent:
             if not self.has_room:
                 return False

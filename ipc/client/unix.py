@@ -1,7 +1,6 @@
 """ipc://: a Unix socket that speaks ZMTP as a DEALER, without a thread between it and its reader."""
 
 import socket
-from collections.abc import Sequence
 
 from lowlat.ipc.channel import Channel
 from lowlat.ipc.client.transport import MAX_FRAME_BYTES, Transport
@@ -19,7 +18,6 @@ class UnixTransport(Channel, Transport):
         self.message_fd = self.descriptor
         self.loss_fd = None
         self.needs_reader = True
-        self._early: Sequence[bytes] = ()
         try:
             connection.connect(str(endpoint.path))
         except OSError as error:
@@ -33,20 +31,8 @@ class UnixTransport(Channel, Transport):
             frames = self.next()
             if frames:
                 return frames[0]
-            if self._early and self.ready:
-                super().send(self._early)
-                self._early = ()
             told = frames is None
         return None
-
-    def send(self, frames: Sequence[bytes]) -> bool:
-        """What is to leave before the other side's READY has come, HELLO, waits for it: libzmq refuses it earlier."""
-        if self.ready:
-            return super().send(frames)
-        if self._early:
-            return False
-        self._early = frames
-        return True
 
     def look(self) -> None:
         """What is lost is found where it is received."""
