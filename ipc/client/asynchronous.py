@@ -339,6 +339,7 @@ class AsyncClient(BaseClient[AsyncLink, asyncio.Lock]):
 
     async def _connect(self, loop: asyncio.AbstractEventLoop) -> AsyncLink:
         deadline = time.monotonic() + self._settings.connect_timeout_s
+        failure: LowlatError | None = None
         while True:
             link = AsyncLink(loop, *self._settings.open(time.monotonic()))
             connection = link.connection
@@ -350,7 +351,7 @@ class AsyncClient(BaseClient[AsyncLink, asyncio.Lock]):
                 raise
             if connection.welcome is not None and connection.failure is None:
                 return link
-            failure = connection.failure
+            failure = connection.failure or failure  # the last attempt may have no time left to learn why
             link.fail("no answer")
             if failure is not None and not isinstance(failure, ServerGone):
                 raise failure

@@ -211,6 +211,7 @@ class Client(BaseClient[Link, "threading.Lock"]):
     def _connect(self) -> Link:
         """Try until a server answers HELLO: it may be about to start, or a socket file may be a dead server's."""
         deadline = time.monotonic() + self._settings.connect_timeout_s
+        failure: LowlatError | None = None
         while True:
             link = Link(*self._settings.open(time.monotonic()))
             try:
@@ -222,7 +223,7 @@ class Client(BaseClient[Link, "threading.Lock"]):
             except BaseException:
                 link.close("interrupted")
                 raise
-            failure = connection.failure
+            failure = connection.failure or failure  # the last attempt may have no time left to learn why
             link.close("no answer")
             if failure is not None and not isinstance(failure, ServerGone):
                 raise failure
