@@ -51,6 +51,9 @@ class Link:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
         if self.connection.failure is not None:
             self._shut_down()
         self._lock.release()
@@ -138,7 +141,7 @@ class Link:
                 try:
                     self.pump()
                 finally:
-                    self.__exit__(None, None, None)
+                    self._leave()
 
     def close(self, reason: str) -> None:
         """End all that is under way."""
