@@ -5,10 +5,10 @@
 Tests of whole runtimes are left out, but for one of captured steps, and so are those of which the reference takes long;
 torch's own kernels run under the tool as well. Racecheck leaves out what has a product of the step in it: there a warp
 comes together and one lane arrives for it (kernels/handover.py), which is order enough by PTX's memory model; the tool
-follows the arrivals of single threads and reports hazards (with --racecheck-indirect-barrier-dependency too; where every
-lane arrives for itself it reports none of thin and wide products). Of that hand-over
-tests/unit/kernels/test_{thin_matmul,experts_mlp,experts_product}_walk.py and test_wide_matmul.py walk every thread, with
-copies that arrive as late as they may. It leaves out prefill too, where torch's attention is reported.
+follows the arrivals of single threads and reports hazards (with --racecheck-indirect-barrier-dependency too; where
+every lane arrives for itself it reports none of thin and wide products). Of that hand-over
+tests/unit/kernels/test_{thin_matmul,experts_mlp,experts_product}_walk.py and test_wide_matmul.py walk every thread,
+with copies that arrive as late as they may. It leaves out prefill too, where torch's attention is reported.
 
 Needs a card and compute-sanitizer (a part of the CUDA toolkit); exits with 1 where a tool complains or a test fails.
 The last line of stdout is one JSON object.
