@@ -31,7 +31,7 @@ from lowlat.ipc.wire import (
 )
 from lowlat.ipc.wire import Stats as AskStats
 
-__all__ = ["Completion", "RawClient", "raw_client", "zmtp_bytes", "zmtp_peer"]
+__all__ = ["TIMEOUT_S", "Completion", "RawClient", "bare_socket", "raw_client", "zmtp_bytes", "zmtp_peer"]
 
 Wanted = TypeVar("Wanted", bound=Struct)
 TIMEOUT_S = 10.0
@@ -183,11 +183,19 @@ def raw_client(endpoint: str, *, greet: bool = True, **options: Any) -> Iterator
 GREETING = b"\xff" + b"\0" * 8 + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + b"\0" * 32
 
 
-def zmtp_peer(path: str, properties: dict[bytes, bytes], messages: Sequence[Sequence[bytes]]) -> socket.socket:
-    """A peer that speaks ZMTP by hand, and so can say of itself what libzmq would not."""
-    connection = socket.socket(socket.AF_UNIX)
+def bare_socket(endpoint: str) -> socket.socket:
+    """A socket that is connected to an endpoint and has said nothing."""
+    scheme, _, address = endpoint.partition("://")
+    connection = socket.socket(socket.AF_UNIX if scheme == "ipc" else socket.AF_INET)
     connection.settimeout(TIMEOUT_S)
-    connection.connect(path)
+    host, _, port = address.rpartition(":")
+    connection.connect(address if scheme == "ipc" else (host, int(port)))
+    return connection
+
+
+def zmtp_peer(endpoint: str, properties: dict[bytes, bytes], messages: Sequence[Sequence[bytes]]) -> socket.socket:
+    """A peer that speaks ZMTP by hand, and so can say of itself what libzmq would not."""
+    connection = bare_socket(endpoint)
     said = zmtp_bytes(messages, properties)
     connection.sendall(said[: len(GREETING)])
     greeting = b""

@@ -14,7 +14,7 @@ from served import Maker, Serve, Served, serve_in
 
 from lowlat.ipc.limits import Limits
 
-__all__ = ["no_leaks", "serve"]
+__all__ = ["no_leaks", "serve", "transport"]
 
 SETTLE_S = 5.0
 
@@ -90,3 +90,9 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
             return stack.enter_context(serve_in(tmp_path, engine, codec, limits, options))
 
         yield start
+
+
+@pytest.fixture(params=["ipc", "tcp"])
+def transport(request: pytest.FixtureRequest) -> dict[str, str]:
+    """Options of `serve`, by which a test runs once over each transport."""
+    return {} if request.param == "ipc" else {"endpoint": "tcp://127.0.0.1:*"}

@@ -29,6 +29,6 @@ many streams at once                   nothing lost, doubled or reordered       
 Scripts (*_soak.py) stand beside this folder; test_soaks.py runs them.
 """
 
-from socket_fixtures import no_leaks, serve
+from socket_fixtures import no_leaks, serve, transport
 
-__all__ = ["no_leaks", "serve"]
+__all__ = ["no_leaks", "serve", "transport"]

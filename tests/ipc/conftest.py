@@ -1,5 +1,5 @@
 """What tests over sockets share."""
 
-from socket_fixtures import no_leaks, serve
+from socket_fixtures import no_leaks, serve, transport
 
-__all__ = ["no_leaks", "serve"]
+__all__ = ["no_leaks", "serve", "transport"]

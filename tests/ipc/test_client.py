@@ -28,9 +28,14 @@ pytestmark = pytest.mark.alone
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[ScriptedServer]:
-    with ScriptedServer(ipc_url(tmp_path)) as running:
+def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ScriptedServer]:
+    """Over ipc://, or over what OVER_EACH says."""
+    over_tcp = getattr(request, "param", "ipc") == "tcp"
+    with ScriptedServer("tcp://127.0.0.1:*" if over_tcp else ipc_url(tmp_path)) as running:
         yield running
+
+
+OVER_EACH = pytest.mark.parametrize("server", ["ipc", "tcp"], indirect=True)
 
 
 def ids_of(chunks: list[Chunk]) -> tuple[int, ...]:
@@ -67,6 +72,7 @@ def test_unknown_options_are_refused_before_anything_is_sent(server: ScriptedSer
     assert not [message for message in server.received if isinstance(message, Submit)]
 
 
+@OVER_EACH
 def test_many_threads_share_one_client(server: ScriptedServer) -> None:
     with Client(server.url, window=64) as client:
 
@@ -80,6 +86,7 @@ def test_many_threads_share_one_client(server: ScriptedServer) -> None:
     assert len(set(healths)) == 32
 
 
+@OVER_EACH
 def test_a_thread_that_waits_does_not_hold_up_another(server: ScriptedServer) -> None:
     server.handlers[Submit] = lambda s, i, message, b: [] if message.text == "wait" else None
     with Client(server.url) as client:
@@ -143,6 +150,7 @@ def test_cancel_ends_by_a_chunk(server: ScriptedServer) -> None:
         assert 15 <= len(ids_of(chunks)) <= 32
 
 
+@OVER_EACH
 def test_a_consumer_that_stops_reading_is_sent_no_more_than_its_window(server: ScriptedServer) -> None:
     with Client(server.url, window=100) as client:
         generation = client.generate("a", max_tokens=5000)
@@ -180,6 +188,7 @@ def test_a_server_that_was_replaced_while_nobody_waited(tmp_path: Path) -> None:
             assert len(list(client.generate("b", max_tokens=5))) == 6
 
 
+@OVER_EACH
 def test_what_came_behind_a_chunk_is_known_to_the_next_call(server: ScriptedServer) -> None:
     """A reader has its chunk as soon as it is there; then no descriptor tells of a message that came with it."""
 
@@ -243,6 +252,7 @@ def test_a_part_of_a_request_that_left_ends_its_connection(
     assert len(server.wait_for(Hello, 2)) == 2
 
 
+@OVER_EACH
 def test_a_frame_behind_the_first_is_dropped(server: ScriptedServer) -> None:
     def answer(server: ScriptedServer, identity: bytes, message: Any, body: bytes) -> list[bytes]:
         answers = [encode(Tokens(message.number, place, pack_tokens([place]))) for place in range(3)]
@@ -396,6 +406,7 @@ with Client(sys.argv[1], window=16) as client:
 """
 
 
+@OVER_EACH
 def test_a_fork_says_so_and_the_parent_goes_on(server: ScriptedServer) -> None:
     """In a process of its own: this one has threads, and whoever forks it may wait for their locks for ever."""
     done = subprocess.run([sys.executable, "-c", FORK, server.url], capture_output=True, text=True, timeout=60)
@@ -447,6 +458,7 @@ print("done", flush=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
 
 
+@OVER_EACH
 def test_descriptors_are_given_back(server: ScriptedServer) -> None:
     def descriptors() -> int:
         return len(os.listdir("/proc/self/fd"))

@@ -20,9 +20,14 @@ pytestmark = pytest.mark.alone
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[ScriptedServer]:
-    with ScriptedServer(ipc_url(tmp_path)) as running:
+def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ScriptedServer]:
+    """Over ipc://, or over what OVER_EACH says."""
+    over_tcp = getattr(request, "param", "ipc") == "tcp"
+    with ScriptedServer("tcp://127.0.0.1:*" if over_tcp else ipc_url(tmp_path)) as running:
         yield running
+
+
+OVER_EACH = pytest.mark.parametrize("server", ["ipc", "tcp"], indirect=True)
 
 
 def quiet(server: ScriptedServer, identity: bytes, message: Any, body: bytes) -> list[bytes]:
@@ -37,6 +42,7 @@ def ids_of(chunks: list[Chunk]) -> tuple[int, ...]:
     return tuple(token for chunk in chunks for token in chunk.token_ids)
 
 
+@OVER_EACH
 def test_several_streams_at_once(server: ScriptedServer) -> None:
     async def main() -> None:
         async with AsyncClient(server.url, name="a", window=64) as client:
@@ -53,6 +59,7 @@ def test_several_streams_at_once(server: ScriptedServer) -> None:
     assert len(server.wait_for(Hello)) == 1
 
 
+@OVER_EACH
 def test_a_tasks_cancellation_cancels_its_request(server: ScriptedServer) -> None:
     server.handlers[Submit] = lambda s, i, message, b: [] if message.text == "wait" else None
 
@@ -96,6 +103,7 @@ def test_leaving_early_cancels(server: ScriptedServer, how: str) -> None:
     server.wait_for(Cancel)
 
 
+@OVER_EACH
 def test_cancel_ends_by_a_chunk_and_unread_tokens_stay_at_the_server(server: ScriptedServer) -> None:
     async def main() -> None:
         async with AsyncClient(server.url, window=16) as client:
@@ -143,6 +151,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "SILENCE_S", protocol.SILENCE_S / 10)
 
 
+@OVER_EACH
 def test_a_silent_server_is_gone_and_a_timeout_is_ones_own(server: ScriptedServer, soon: None) -> None:
     async def main() -> None:
         async with AsyncClient(server.url) as client:
@@ -222,6 +231,7 @@ def test_a_client_outlives_its_loop_but_serves_one_at_a_time(server: ScriptedSer
         other.close()
 
 
+@OVER_EACH
 def test_an_unclosed_client_is_collected(server: ScriptedServer) -> None:
     async def main() -> None:
         client = AsyncClient(server.url)

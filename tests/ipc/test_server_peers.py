@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import zmq
 from fake_engine import FakeEngine, expected_tokens
-from raw_client import RawClient, zmtp_peer
+from raw_client import RawClient, bare_socket, zmtp_peer
 from served import Serve, eventually
 
 from lowlat.ipc.server import service
@@ -51,9 +51,9 @@ def num_clients(client: RawClient) -> int:
     ],
 )
 def test_a_wrong_message_is_answered_and_too_many_drop_the_peer(
-    serve: Serve, frames: tuple[bytes, ...], code: str, field: str | None
+    serve: Serve, transport: dict[str, str], frames: tuple[bytes, ...], code: str, field: str | None
 ) -> None:
-    served = serve(max_bad_messages=3)
+    served = serve(max_bad_messages=3, **transport)
     bad, good = served.client(), served.client()
     running = good.submit(1, max_tokens=50)
     lost = bad.submit(1, [8], max_tokens=4000)
@@ -96,6 +96,18 @@ def test_a_dropped_peer_is_disconnected_and_may_come_again(serve: Serve) -> None
     client.hear(Welcome)
 
 
+def test_a_dropped_peer_over_tcp_is_not_heard_and_may_come_by_another_connection(serve: Serve) -> None:
+    served = serve(max_bad_messages=1, endpoint="tcp://127.0.0.1:*")
+    client = served.client()
+    client.say_raw(b"\xff")
+    assert client.hear(Error).code == "malformed"
+    assert client.hear(Bye).reason == "dropped"
+    client.say(Hello())
+    client.say_raw(b"\xff")
+    assert client.is_quiet(0.3)
+    assert served.client().stats()["num_bad_messages"] == 1
+
+
 def test_hello_comes_first(serve: Serve) -> None:
     client = serve().client(greet=False)
     client.say(Submit(1, 10, Sampling()), pack_tokens([1]))
@@ -120,8 +132,8 @@ def test_more_clients_than_allowed_are_refused(serve: Serve) -> None:
     assert served.client().pong().state == "serving"
 
 
-def test_a_frame_over_the_limit_disconnects_and_the_rest_goes_on(serve: Serve) -> None:
-    served = serve(max_message_bytes=4096)
+def test_a_frame_over_the_limit_disconnects_and_the_rest_goes_on(serve: Serve, transport: dict[str, str]) -> None:
+    served = serve(max_message_bytes=4096, **transport)
     large, good = served.client(), served.client()
     running = large.submit(1, max_tokens=4000)
     other = good.submit(1, [8], max_tokens=50)
@@ -132,15 +144,15 @@ def test_a_frame_over_the_limit_disconnects_and_the_rest_goes_on(serve: Serve) -
     assert num_clients(good) == 1
 
 
-def test_a_message_of_many_frames_is_not_kept(serve: Serve) -> None:
-    client = serve(max_bad_messages=2).client()
+def test_a_message_of_many_frames_is_not_kept(serve: Serve, transport: dict[str, str]) -> None:
+    client = serve(max_bad_messages=2, **transport).client()
     client.say_raw(*[b"\x06"] * 10_000)
     assert client.hear(Error).code == "malformed"
     assert client.pong().state == "serving"
 
 
-def test_a_flood_is_dropped(serve: Serve) -> None:
-    served = serve(max_messages_per_s=100)
+def test_a_flood_is_dropped(serve: Serve, transport: dict[str, str]) -> None:
+    served = serve(max_messages_per_s=100, **transport)
     flood, good = served.client(), served.client()
     other = good.submit(1, max_tokens=50)
     for _ in range(150):
@@ -167,9 +179,9 @@ def test_a_peer_cannot_lie_about_its_user(serve: Serve, monkeypatch: pytest.Monk
     own = os.geteuid()
     monkeypatch.setattr(service, "geteuid", lambda: own + 1)  # so this process is a stranger
     served = serve()
-    path = served.server.endpoint.removeprefix("ipc://")
     address = f"localhost:{own + 1}:0:1".encode()
-    with zmtp_peer(path, {b"Peer-Address": address, b"User-Id": b"x"}, [[encode(Hello())]]) as connection:
+    properties = {b"Peer-Address": address, b"User-Id": b"x"}
+    with zmtp_peer(served.server.endpoint, properties, [[encode(Hello())]]) as connection:
         received = b""
         while b"shutdown" not in received and (part := connection.recv(4096)):
             received += part
@@ -192,8 +204,8 @@ def test_other_users_are_refused_unless_they_are_allowed(serve: Serve, monkeypat
     assert admitted.hear(Error).code == "forbidden"  # let in, but the server is not theirs to end
 
 
-def test_requests_stay_with_their_connection_and_not_with_a_routing_id(serve: Serve) -> None:
-    served = serve(FakeEngine(0.01))
+def test_requests_stay_with_their_connection_and_not_with_a_routing_id(serve: Serve, transport: dict[str, str]) -> None:
+    served = serve(FakeEngine(0.01), **transport)
     first = served.client(routing_id=b"mine")
     running = first.submit(5, max_tokens=4000)
     first.wait_tokens(running, 1)
@@ -210,14 +222,13 @@ def test_requests_stay_with_their_connection_and_not_with_a_routing_id(serve: Se
     assert done.token_ids == expected_tokens([8], 5)
 
 
-def test_connections_that_come_and_go_leave_nothing(serve: Serve) -> None:
-    served = serve(FakeEngine(0.001))
+def test_connections_that_come_and_go_leave_nothing(serve: Serve, transport: dict[str, str]) -> None:
+    served = serve(FakeEngine(0.001), **transport)
     good = served.client()
     for number in range(30):
-        with zmtp_peer(served.server.endpoint.removeprefix("ipc://"), {}, [[encode(Hello())]]):
+        with zmtp_peer(served.server.endpoint, {}, [[encode(Hello())]]):
             pass
-        with socket.socket(socket.AF_UNIX) as connection:  # not even ZMTP
-            connection.connect(served.server.endpoint.removeprefix("ipc://"))
+        with bare_socket(served.server.endpoint) as connection:  # not even ZMTP
             connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
         client = RawClient(served.server.endpoint)
         client.submit(number, max_tokens=4000)

@@ -122,8 +122,8 @@ def test_not_finite_fails_that_request_alone(serve: Serve) -> None:
     assert good.token_ids == expected_tokens([8], 20)
 
 
-def test_no_more_tokens_come_than_were_granted(serve: Serve) -> None:
-    served = serve(FakeEngine(0.001, tokens_per_step=4))
+def test_no_more_tokens_come_than_were_granted(serve: Serve, transport: dict[str, str]) -> None:
+    served = serve(FakeEngine(0.001, tokens_per_step=4), **transport)
     client = served.client()
     done = client.submit(1, credit=10, max_tokens=40)
     client.wait_tokens(done, 10)
@@ -184,8 +184,8 @@ def test_credit_beyond_its_limit_is_refused(serve: Serve) -> None:
     client.finish(done)
 
 
-def test_cancel_ends_a_running_request_within_two_steps(serve: Serve) -> None:
-    served = serve(FakeEngine(0.02))
+def test_cancel_ends_a_running_request_within_two_steps(serve: Serve, transport: dict[str, str]) -> None:
+    served = serve(FakeEngine(0.02), **transport)
     client = served.client()
     done, other = client.submit(1, max_tokens=500), client.submit(2, [8], max_tokens=30)
     client.wait_tokens(done, 3)
@@ -232,8 +232,8 @@ def test_a_request_that_waits_for_credit_can_be_cancelled(serve: Serve) -> None:
     assert (done.end.finish_reason, done.end.num_tokens) == ("cancelled", 2)
 
 
-def test_nobody_cancels_another_connections_request(serve: Serve) -> None:
-    served = serve()
+def test_nobody_cancels_another_connections_request(serve: Serve, transport: dict[str, str]) -> None:
+    served = serve(**transport)
     first, second = served.client(), served.client()
     done = first.submit(5, max_tokens=50)
     own = second.submit(5, [8], max_tokens=10)
@@ -345,8 +345,8 @@ def test_the_engine_is_made_and_driven_in_one_thread(serve: Serve) -> None:
     assert engine.closed
 
 
-def test_many_streams_of_many_clients_lose_nothing(serve: Serve) -> None:
-    served = serve(FakeEngine(0.0, tokens_per_step=2, max_running=8))
+def test_many_streams_of_many_clients_lose_nothing(serve: Serve, transport: dict[str, str]) -> None:
+    served = serve(FakeEngine(0.0, tokens_per_step=2, max_running=8), **transport)
     clients = [served.client() for _ in range(4)]
     done = {
         (place, number): client.submit(number, [place + 1, number + 1], max_tokens=200, credit=1000)
