@@ -19,6 +19,8 @@ from lowlat.ipc.server.timers import Timers
 __all__ = ["UnixListener"]
 
 HANDSHAKE_TIMEOUT_S = 5.0
+MAX_BURST = 32  # messages of one connection without a rest: somewhat under a millisecond
+REST_S = 0.002
 MAX_ACCEPTS_A_TURN = 16
 MAX_EVENTS_A_TURN = 64
 _READ, _WRITE = select.EPOLLIN, select.EPOLLOUT
@@ -29,7 +31,9 @@ _TRANSIENT = frozenset({errno.ECONNABORTED, errno.EINTR, errno.EAGAIN})
 class UnixConnection(Channel, Connection):
     """A client's connection.
 
-    queued      it has its turn among those whose messages were read and not handled
+    queued      messages of it were read and not handled, so no more is read
+    resting     it has no turn before a moment has passed
+    burst       messages of it that were handled since all that was read was
     muted       nothing that it says is told any more
     starved     something had no room in its queue
     watched     the events that epoll tells of
@@ -39,12 +43,14 @@ class UnixConnection(Channel, Connection):
 
     __slots__ = (
         "_watch",
+        "burst",
         "commands",
         "credentials",
         "ended",
         "muted",
         "opened",
         "queued",
+        "resting",
         "silent",
         "starved",
         "watched",
@@ -63,6 +69,8 @@ class UnixConnection(Channel, Connection):
         self.credentials = Credentials.of(connection)
         self.opened = time.monotonic()
         self.queued = False
+        self.resting = False
+        self.burst = 0
         self.muted = False
         self.starved = False
         self.watched = _READ | _WRITE  # its greeting is to leave
@@ -149,10 +157,14 @@ class UnixListener(Listener):
                 self._handlers.message(connection, frames)
             else:
                 self._count_command(connection)
+            connection.burst += 1
             if connection.drained:
                 connection.queued = False
-            else:
+                connection.burst = 0
+            elif connection.burst < MAX_BURST:
                 turns.append(connection)
+            else:
+                self._rest(connection)
             if enough():
                 return
 
@@ -188,9 +200,22 @@ class UnixListener(Listener):
         if events & _ENDED and (connection.muted or not events & _READ):
             self._drop(connection)
 
+    def _rest(self, connection: UnixConnection) -> None:
+        """Leave one that has said much at once for a while: nobody's flood takes the time of all others."""
+        connection.burst = 0
+        connection.resting = True
+        self._watch(connection)
+        self._timers.after(REST_S, self._resume, connection)
+
+    def _resume(self, connection: UnixConnection) -> None:
+        connection.resting = False
+        self._watch(connection)
+        self._turns.append(connection)
+
     def _settle(self, connection: UnixConnection) -> None:
         """All that was read of it is handled."""
         connection.queued = False
+        connection.burst = 0
         if connection.lost is not None:
             pid = connection.credentials.pid
             self._log.info("ended a connection", extra={"reason": connection.lost, "peer_pid": pid})
@@ -203,7 +228,8 @@ class UnixListener(Listener):
 
     def _watch(self, connection: UnixConnection) -> None:
         """Have epoll tell of what is wanted of it now."""
-        watched = (0 if connection.muted else _READ) | (_WRITE if connection.pending else 0)
+        reads = not connection.muted and not connection.resting
+        watched = (_READ if reads else 0) | (_WRITE if connection.pending else 0)
         if watched != connection.watched and not connection.ended:
             connection.watched = watched
             self._epoll.modify(connection.descriptor, watched)
