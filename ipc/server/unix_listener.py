@@ -202,15 +202,19 @@ class UnixListener(Listener):
 
     def _rest(self, connection: UnixConnection) -> None:
         """Leave one that has said much at once for a while: nobody's flood takes the time of all others."""
+        if connection.ended:
+            return
         connection.burst = 0
         connection.resting = True
-        self._watch(connection)
+        self._epoll.unregister(connection.descriptor)  # or its end would be told of again and again
         self._timers.after(REST_S, self._resume, connection)
 
     def _resume(self, connection: UnixConnection) -> None:
-        connection.resting = False
-        self._watch(connection)
-        self._turns.append(connection)
+        if not connection.ended:
+            connection.resting = False
+            self._epoll.register(connection.descriptor, connection.watched)
+            self._watch(connection)
+            self._turns.append(connection)
 
     def _settle(self, connection: UnixConnection) -> None:
         """All that was read of it is handled."""
@@ -228,9 +232,8 @@ class UnixListener(Listener):
 
     def _watch(self, connection: UnixConnection) -> None:
         """Have epoll tell of what is wanted of it now."""
-        reads = not connection.muted and not connection.resting
-        watched = (_READ if reads else 0) | (_WRITE if connection.pending else 0)
-        if watched != connection.watched and not connection.ended:
+        watched = (0 if connection.muted else _READ) | (_WRITE if connection.pending else 0)
+        if watched != connection.watched and not connection.ended and not connection.resting:
             connection.watched = watched
             self._epoll.modify(connection.descriptor, watched)
 
@@ -258,7 +261,8 @@ class UnixListener(Listener):
             return
         connection.ended = connection.muted = True
         self._connections.pop(connection.descriptor)
-        self._epoll.unregister(connection.descriptor)  # closing would not, while a fork holds the descriptor
+        if not connection.resting:
+            self._epoll.unregister(connection.descriptor)  # closing would not, while a fork holds the descriptor
         connection.close()
         self._handlers.ended(connection)
 

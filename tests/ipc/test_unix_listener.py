@@ -22,9 +22,9 @@ from served import Serve, eventually
 from lowlat.ipc.endpoint import EndpointLock
 from lowlat.ipc.limits import Limits
 from lowlat.ipc.server import unix_listener
-from lowlat.ipc.server.listener import MAX_MESSAGES_A_TURN, Handlers
+from lowlat.ipc.server.listener import Handlers
 from lowlat.ipc.server.timers import Timers
-from lowlat.ipc.server.unix_listener import UnixListener
+from lowlat.ipc.server.unix_listener import MAX_BURST, UnixListener
 from lowlat.ipc.wire import Health, Hello, Pong, Sampling, Submit, Welcome, encode, pack_tokens
 from lowlat.ipc.zmtp import encode_message, encode_ping
 
@@ -153,19 +153,49 @@ def test_who_asks_much_delays_who_asks_little_by_a_turn(listen: Listen) -> None:
         listening.turn(3)
         flood.say_bytes(b"".join(message_bytes([frame]) for frame in many))
         listening.turn()
-        assert len(listening.messages) == MAX_MESSAGES_A_TURN
+        assert len(listening.messages) == MAX_BURST
         for _ in range(3):
             listening.told.clear()
             modest.say_bytes(message_bytes([b"little"]))
             listening.turn(2)
             assert [b"little"] in listening.messages
-            assert len(listening.messages) <= 2 * MAX_MESSAGES_A_TURN
-        listening.turn(5000 // MAX_MESSAGES_A_TURN)
-        flood.say_bytes(message_bytes([b"last"]))
-        listening.turn(2)
-        assert listening.messages[-1] == [b"last"]
+            assert len(listening.messages) <= 1 + 2 * MAX_BURST
+        listening.turn_until(lambda: listening.messages[-1] == [many[-1]])
     listening.turn(3)
     assert listening.count("ended") == 2
+
+
+def test_who_has_said_much_at_once_rests_and_wakes_nobody(listen: Listen, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unix_listener, "REST_S", 0.2)
+    listening = listen()
+    with BarePeer(listening.endpoint) as flood, BarePeer(listening.endpoint) as modest:
+        listening.turn(3)
+        flood.say_bytes(b"".join(message_bytes([b"%d" % number]) for number in range(MAX_BURST + 3)))
+        listening.turn()
+        assert len(listening.messages) == MAX_BURST
+        flood.close()  # an end is no reason to wake either, nor to forget what was said before it
+        begin = time.monotonic()
+        listening.listener.wait(50)
+        assert time.monotonic() - begin > 0.045
+        modest.say_bytes(message_bytes([b"modest"]))
+        listening.turn(2)
+        assert listening.messages[-1] == [b"modest"]
+        listening.turn_until(lambda: listening.count("ended") == 1)
+    assert [int(frames[0]) for frames in listening.messages if frames != [b"modest"]] == list(range(MAX_BURST + 3))
+
+
+def test_a_connection_may_be_ended_while_it_rests(listen: Listen) -> None:
+    listening = listen()
+    with BarePeer(listening.endpoint) as flood:
+        listening.turn(3)
+        flood.say_bytes(message_bytes([b"x"]) * (MAX_BURST + 3))
+        listening.turn()
+        connection = listening.connection()
+        connection.mute()
+        connection.end()
+        listening.turn_until(lambda: listening.count("ended") == 1)
+        assert flood.ends()
+    assert len(listening.messages) == MAX_BURST
 
 
 def test_a_message_at_most_follows_when_there_is_enough(listen: Listen) -> None:
@@ -297,8 +327,7 @@ def test_a_message_that_never_ends_delays_nobody_and_ends_its_connection(listen:
         listening.turn(2)
         assert listening.messages == [[b"good"]]
         assert listening.count("ended") == 0
-        listening.turn(1000 // MAX_MESSAGES_A_TURN)
-        assert listening.count("ended") == 1
+        listening.turn_until(lambda: listening.count("ended") == 1)
         assert endless.ends()
         assert not good.ends(0.01)
 
