@@ -54,10 +54,12 @@ class Command(Struct, frozen=True):
 
 def encode_message(frames: Sequence[bytes]) -> bytes:
     """A message of at least one frame."""
-    data = b""
-    for frame in frames[:-1]:
-        data += _header(_MORE, len(frame)) + frame
-    return data + _header(0, len(frames[-1])) + frames[-1]
+    data, last = b"", len(frames) - 1
+    for place, frame in enumerate(frames):
+        flags, size = _MORE if place < last else 0, len(frame)
+        data += bytes((flags, size)) if size <= _MAX_SHORT else _LONG_SIZE.pack(flags | _LONG, size)
+        data += frame
+    return data
 
 
 def encode_command(name: bytes, data: bytes) -> bytes:
@@ -197,10 +199,6 @@ class Decoder:
         if socket_type != self._peer_type:
             raise ZmtpError(f"the peer is a {socket_type!r:.40} and must be a {self._peer_type.decode()}")
         self.ready = True
-
-
-def _header(flags: int, size: int) -> bytes:
-    return bytes((flags, size)) if size <= _MAX_SHORT else _LONG_SIZE.pack(flags | _LONG, size)
 
 
 def _properties(data: bytes) -> Mapping[bytes, bytes]:

@@ -1,7 +1,6 @@
 """One request on its way: what was asked, what may be sent, what waits for credit. It knows no socket."""
 
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -70,7 +69,7 @@ class Stream:
         self.balance = submit.credit
         self.sequence = 0
         self.num_sent = 0
-        self.waiting: deque[EngineOutput] = deque()
+        self.waiting: list[EngineOutput] = []
         self.starving = 0  # counts the times it ran out of credit; odd while it is out
         self.cancelled = False
         self.final: EngineOutput | None = None
@@ -88,17 +87,18 @@ class Stream:
         waiting = self.waiting
         if not waiting or (self.balance <= 0 and waiting[0].token_ids):
             return None
-        output = waiting.popleft()
+        output = waiting[0]
         token_ids, text, logprobs = output.token_ids, output.text, output.logprobs
         simulated = output.simulated
         self.balance -= len(token_ids)
-        if waiting:
+        num_taken = 1
+        if len(waiting) > 1:
             ids, texts, all_logprobs = list(token_ids), [text], list(logprobs or ())
-            while waiting and len(ids) < MAX_TOKENS_PER_MESSAGE:
-                output = waiting[0]
+            while num_taken < len(waiting) and len(ids) < MAX_TOKENS_PER_MESSAGE:
+                output = waiting[num_taken]
                 if output.token_ids and self.balance <= 0:
                     break
-                waiting.popleft()
+                num_taken += 1
                 self.balance -= len(output.token_ids)
                 ids.extend(output.token_ids)
                 texts.append(output.text)
@@ -106,6 +106,7 @@ class Stream:
                 simulated = simulated or output.simulated
             token_ids, logprobs = ids, all_logprobs
             text = None if all(part is None for part in texts) else "".join(part or "" for part in texts)
+        del waiting[:num_taken]
         message = Tokens(
             self.number,
             self.sequence,
