@@ -37,7 +37,7 @@ class DealerTransport(Transport):
         if not endpoint.loopback and curve is None:
             raise ConfigError(f"endpoint {endpoint} leaves this machine and needs CURVE: give curve=ClientCurve(...)")
         self.lost = None
-        self.needs_reader = False
+        self.stays_readable = self.needs_reader = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
             self._dealer = self._context.socket(zmq.DEALER)

@@ -65,7 +65,7 @@ class Link:
         if self._leader is not None or self._shut or self.connection.failure is not None:
             self.pump()
             return
-        self._unread = True
+        self._unread = self._unread or not self._sockets.stays_readable
         try:
             self._send()
         except BaseException:
@@ -155,7 +155,8 @@ class Link:
         connection = self.connection
         try:
             connection.attend(now)
-            self.pump()
+            if self._unread or connection.outgoing or not self._sockets.stays_readable:
+                self.pump()
             while not waiter.ready and connection.failure is None:
                 now = time.monotonic()
                 if deadline is not None and now >= deadline:

@@ -13,12 +13,14 @@ class Transport(ABC):
     message_fd   readable when a message may have come; one must receive until there is none, or it stays silent
     loss_fd      readable when `look` may find that the connection is lost; None where `receive` finds it
     lost         why the connection is lost, None while it is not
+    stays_readable whether the descriptor is readable as long as there is something to receive, whatever is called
     needs_reader whether nobody but its owner answers the server's heartbeats
     """
 
     message_fd: int
     loss_fd: int | None
     lost: str | None
+    stays_readable: bool
     needs_reader: bool
 
     @property

@@ -17,7 +17,7 @@ class UnixTransport(Channel, Transport):
         super().__init__(connection, b"DEALER", b"ROUTER", max_frame_bytes=MAX_FRAME_BYTES, max_frames=1, max_unsent=1)
         self.message_fd = self.descriptor
         self.loss_fd = None
-        self.needs_reader = True
+        self.stays_readable = self.needs_reader = True
         try:
             connection.connect(str(endpoint.path))
         except OSError as error:
