@@ -217,7 +217,9 @@ class Requests:
 
     def _take(self, peer: Peer, submit: Submit, body: bytes, size: int) -> None:
         self._num_ids += 1
-        stream = Stream(peer, submit, f"{self._prefix}-{self._num_ids}", size)
+        stream = Stream(
+            peer, submit.number, f"{self._prefix}-{self._num_ids}", submit.sampling, size, balance=submit.credit
+        )
         peer.streams[submit.number] = stream
         self._live += 1
         self._num_preparing += 1

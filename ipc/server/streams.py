@@ -5,8 +5,10 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from msgspec import Struct, field
+
 from lowlat.ipc.engine import EngineOutput
-from lowlat.ipc.wire import End, FinishReason, Submit, TokenLogprob, Tokens, pack_tokens
+from lowlat.ipc.wire import End, FinishReason, Sampling, TokenLogprob, Tokens, pack_tokens
 
 if TYPE_CHECKING:
     from lowlat.ipc.server.peers import Peer
@@ -25,59 +27,36 @@ class Phase(Enum):
     DECODED = "decoded"  # the engine is done with it; tokens may wait for credit
 
 
-class Stream:
-    """A request of a peer.
+class Stream(Struct, eq=False):
+    """A request of a peer; a struct, because making one costs next to nothing, and nobody compares two.
 
-    balance   tokens that may be sent; negative by less than a step
-    waiting   outputs that were not sent, in order
-    over      END or ERROR went out, or nobody is there to read it
-    final     the output that ended it in the engine
+    balance    tokens that may be sent; negative by less than a step
+    waiting    outputs that were not sent, in order
+    starving   counts the times it ran out of credit; odd while it is out
+    over       END or ERROR went out, or nobody is there to read it
+    final      the output that ended it in the engine
     """
 
-    __slots__ = (
-        "arrived",
-        "balance",
-        "cancelled",
-        "final",
-        "first",
-        "handed",
-        "last",
-        "metrics",
-        "num_bytes",
-        "num_sent",
-        "number",
-        "over",
-        "peer",
-        "phase",
-        "prompt",
-        "request_id",
-        "sampling",
-        "sequence",
-        "starving",
-        "waiting",
-    )
-
-    def __init__(self, peer: "Peer", submit: Submit, request_id: str, num_bytes: int) -> None:
-        self.peer = peer
-        self.number = submit.number
-        self.request_id = request_id
-        self.sampling = submit.sampling
-        self.num_bytes = num_bytes
-        self.prompt: Sequence[int] = ()
-        self.phase = Phase.PREPARING
-        self.over = False
-        self.balance = submit.credit
-        self.sequence = 0
-        self.num_sent = 0
-        self.waiting: list[EngineOutput] = []
-        self.starving = 0  # counts the times it ran out of credit; odd while it is out
-        self.cancelled = False
-        self.final: EngineOutput | None = None
-        self.metrics: Mapping[str, Any] = {}
-        self.arrived = time.monotonic()
-        self.handed = 0.0
-        self.first = 0.0
-        self.last = 0.0
+    peer: "Peer"
+    number: int
+    request_id: str
+    sampling: Sampling
+    num_bytes: int
+    balance: int
+    prompt: Sequence[int] = ()
+    phase: Phase = Phase.PREPARING
+    over: bool = False
+    sequence: int = 0
+    num_sent: int = 0
+    waiting: list[EngineOutput] = []  # each has its own: msgspec copies it
+    starving: int = 0
+    cancelled: bool = False
+    final: EngineOutput | None = None
+    metrics: Mapping[str, Any] = {}
+    arrived: float = field(default_factory=time.monotonic)
+    handed: float = 0.0
+    first: float = 0.0
+    last: float = 0.0
 
     def next_message(self) -> tuple[Tokens, int] | None:
         """What waits and may be sent, as one message, and its number of tokens; None without credit or outputs.
