@@ -95,9 +95,7 @@ class Requests:
         elif len(peer.streams) >= limits.max_requests_per_client:
             message = f"this client has {len(peer.streams)} requests under way (max_requests_per_client)"
             self._refuse(peer, submit.number, "busy", message)
-        elif (
-            self._queue.num_items + self._num_preparing + len(self._inside) >= limits.max_queue + self._info.max_running
-        ):
+        elif self._queue.num_items + self._num_preparing + len(self._inside) >= self._max_requests:
             message = f"{self.num_waiting} requests wait for a slot (max_queue {limits.max_queue})"
             self._refuse(peer, submit.number, "busy", message)
         elif self._prompt_bytes and self._prompt_bytes + size > MAX_PROMPTS * limits.max_message_bytes:
