@@ -1,13 +1,14 @@
 """Both clients over ipc:// with a whole server: streams that nobody reads, long prompts, forks; and with libzmq's."""
 
 import asyncio
+import select
 import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -149,18 +150,23 @@ def test_a_client_that_closes_is_gone_although_its_fork_lives(serve: Serve) -> N
 
 
 @contextmanager
-def deaf_server(folder: Path, over: threading.Event) -> Iterator[str]:
-    """Welcomes a client, and reads no more; ends the connection when `over` is set."""
+def deaf_server(folder: Path, goes: bool) -> Iterator[str]:
+    """Welcomes a client, and reads no more; or goes when a request has begun to come."""
+    over = threading.Event()
 
     def serve() -> None:
-        channel = Channel(
-            listening.accept()[0], b"ROUTER", b"DEALER", max_frame_bytes=1 << 20, max_frames=1, max_unsent=1
-        )
-        while not (channel.flush() and channel.fill() and any(iter(channel.next, None))):
-            time.sleep(0.001)
-        channel.send([encode(welcome(limits=msgspec.structs.replace(LIMITS, max_message_bytes=8 << 20)))])
-        over.wait(20.0)
-        channel.close()
+        connection, _ = listening.accept()
+        channel = Channel(connection, b"ROUTER", b"DEALER", max_frame_bytes=1 << 20, max_frames=1, max_unsent=1)
+        readable = select.poll()
+        readable.register(connection, select.POLLIN)
+        with closing(channel):
+            channel.flush()
+            while channel.lost is None and not any(iter(channel.next, None)):
+                readable.poll()
+                channel.fill()
+            channel.send([encode(welcome(limits=msgspec.structs.replace(LIMITS, max_message_bytes=8 << 20)))])
+            readable.poll()
+            over.wait(0.1 if goes else None)
 
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(f"{folder}/s.sock")
@@ -182,7 +188,6 @@ def test_a_server_that_takes_only_part_of_a_prompt_is_gone(
     for module in (link, protocol):
         monkeypatch.setattr(module, "HEARTBEAT_INTERVAL_S", 0.1)
         monkeypatch.setattr(module, "SILENCE_S", 20.0 if goes else 0.4)
-    over = threading.Event()
 
     def generate(endpoint: str) -> None:
         with Client(endpoint) as client:
@@ -193,19 +198,12 @@ def test_a_server_that_takes_only_part_of_a_prompt_is_gone(
             async for _ in client.generate(LONG_PROMPT):
                 pass
 
-    with deaf_server(tmp_path, over) as endpoint:
-        timer = threading.Timer(0.2, over.set)
-        if goes:
-            timer.start()
-        expected = "the connection (was closed|broke)" if goes else "took nothing for|nothing came"
-        with pytest.raises(ServerGone, match=expected):
-            if kind == "blocking":
-                generate(endpoint)
-            else:
-                asyncio.run(generate_async(endpoint))
-        timer.cancel()
-        if goes:
-            timer.join()
+    expected = "the connection (was closed|broke)" if goes else "took nothing for|nothing came"
+    with deaf_server(tmp_path, goes) as endpoint, pytest.raises(ServerGone, match=expected):
+        if kind == "blocking":
+            generate(endpoint)
+        else:
+            asyncio.run(generate_async(endpoint))
 
 
 @pytest.mark.parametrize(
