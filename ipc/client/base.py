@@ -58,7 +58,7 @@ class BaseClient(ABC, Generic[LinkType, LockType]):
 
     def check_process(self) -> None:
         """Raises LowlatError in a forked child: sockets cannot be shared."""
-        if os.getpid() != self._process:
+        if not self.in_own_process:
             raise LowlatError(
                 f"this client was made in process {self._process} and is used in its fork {os.getpid()}; "
                 "make a client after the fork"

@@ -126,12 +126,10 @@ def _messages(entries: list[Any]) -> list[Message]:
 
 
 def _sampling(given: Mapping[str, Any]) -> Sampling:
-    options = given
     for name in given:
-        if name in _IN_SEVERAL_FORMS:
-            options = _plain(given)
-        elif name not in _OPTIONS:
+        if name not in _OPTIONS:
             raise RequestError(f"unknown option {name!r}; known: {', '.join(sorted(_OPTIONS))}")
+    options = given if _IN_SEVERAL_FORMS.isdisjoint(given) else _plain(given)
     try:
         return msgspec.convert(options, Sampling)
     except (msgspec.ValidationError, TypeError) as error:

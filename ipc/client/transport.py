@@ -10,11 +10,11 @@ MAX_FRAME_BYTES = 1 << 26  # of a server's message
 class Transport(ABC):
     """A connection that is being made, is there, or is lost, which it stays: a stream never resumes.
 
-    message_fd   readable when a message may have come; one must receive until there is none, or it stays silent
-    loss_fd      readable when `look` may find that the connection is lost; None where `receive` finds it
-    lost         why the connection is lost, None while it is not
-    stays_readable whether the descriptor is readable as long as there is something to receive, whatever is called
-    needs_reader whether nobody but its owner answers the server's heartbeats
+    message_fd      readable when a message may have come; one must receive until there is none, or it stays silent
+    loss_fd         readable when `look` may find that the connection is lost; None where `receive` finds it
+    lost            why the connection is lost, None while it is not
+    stays_readable  whether the descriptor is readable as long as there is something to receive, whatever is called
+    needs_reader    whether nobody but its owner answers the server's heartbeats
     """
 
     message_fd: int

@@ -7,6 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from msgspec import Struct
+
 from lowlat.ipc.server.security import Credentials
 
 __all__ = ["Connection", "Handlers", "Listener"]
@@ -41,7 +43,7 @@ class Connection(ABC):
         """End it, where the transport can."""
 
 
-class Handlers:
+class Handlers(Struct, frozen=True):
     """What a listener calls, from within `receive`.
 
     message     frames came on a connection: a new one, where it was not named before
@@ -49,17 +51,9 @@ class Handlers:
     unblocked   there is room again in a queue that was full
     """
 
-    __slots__ = ("ended", "message", "unblocked")
-
-    def __init__(
-        self,
-        message: Callable[[Any, Sequence[bytes]], None],
-        ended: Callable[[Any], None],
-        unblocked: Callable[[Any], None],
-    ) -> None:
-        self.message = message
-        self.ended = ended
-        self.unblocked = unblocked
+    message: Callable[[Any, Sequence[bytes]], None]
+    ended: Callable[[Any], None]
+    unblocked: Callable[[Any], None]
 
 
 class Listener(ABC):

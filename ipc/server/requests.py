@@ -46,7 +46,6 @@ class Requests:
     ) -> None:
         self._engine = engine
         self._info = engine.info
-        self._max_requests = limits.max_queue + engine.info.max_running
         self._codec = codec
         self._limits = limits
         self._timers = timers
@@ -95,7 +94,7 @@ class Requests:
         elif len(peer.streams) >= limits.max_requests_per_client:
             message = f"this client has {len(peer.streams)} requests under way (max_requests_per_client)"
             self._refuse(peer, submit.number, "busy", message)
-        elif self._queue.num_items + self._num_preparing + len(self._inside) >= self._max_requests:
+        elif self.num_waiting + self.num_running >= limits.max_queue + self._info.max_running:
             message = f"{self.num_waiting} requests wait for a slot (max_queue {limits.max_queue})"
             self._refuse(peer, submit.number, "busy", message)
         elif self._prompt_bytes and self._prompt_bytes + size > MAX_PROMPTS * limits.max_message_bytes:
@@ -146,12 +145,9 @@ class Requests:
             self._fail_early(stream, event.code, event.message)
         else:
             stream.prompt = event.prompt
-            if not self._queue.num_items and len(self._inside) < self._info.max_running:
-                self._hand_over(stream)
-            else:
-                stream.phase = Phase.WAITING
-                self._queue.push(stream.peer, stream)
-                self._admit()
+            stream.phase = Phase.WAITING
+            self._queue.push(stream.peer, stream)
+            self._admit()
 
     def refused(self, event: Refused) -> None:
         """The engine did not take a request after all."""
@@ -233,15 +229,13 @@ class Requests:
     def _admit(self) -> None:
         """Hand over to the engine while it has slots, by turns between clients."""
         while self._queue.num_items and len(self._inside) < self._info.max_running:
-            self._hand_over(self._queue.pop())
-
-    def _hand_over(self, stream: Stream) -> None:
-        self._decode(DecodeSubmit(stream.request_id, stream.prompt, stream.sampling))
-        self._prompt_bytes -= stream.num_bytes
-        stream.prompt = ()
-        stream.phase = Phase.RUNNING
-        self._inside[stream.request_id] = stream
-        stream.handed = time.monotonic()
+            stream = self._queue.pop()
+            self._decode(DecodeSubmit(stream.request_id, stream.prompt, stream.sampling))
+            self._prompt_bytes -= stream.num_bytes
+            stream.prompt = ()
+            stream.phase = Phase.RUNNING
+            self._inside[stream.request_id] = stream
+            stream.handed = time.monotonic()
 
     def _pump(self, stream: Stream) -> None:
         """Send what may be sent; then its END, if that was all."""
