@@ -39,7 +39,7 @@ class Limits:
     high_water_mark          messages queued to one peer by its socket
     slow_consumer_s          how long tokens may wait for credit before the stream is ended
     heartbeat_interval_s     between heartbeats, by which a silent peer is asked for a sign of life
-    heartbeat_timeout_s      without any sign of life, after which a peer is gone
+    heartbeat_timeout_s      without any sign of life, after which a peer is gone: at least two intervals
     drain_s                  how long a terminated server lets requests finish
     watchdog_factor          a step older than so many times its usual p99 hangs
     watchdog_min_s           but no step younger than this does
@@ -57,7 +57,7 @@ class Limits:
     high_water_mark: int = 4096
     slow_consumer_s: float = 30.0
     heartbeat_interval_s: float = 1.0
-    heartbeat_timeout_s: float = 4.0
+    heartbeat_timeout_s: float = 10.0
     drain_s: float = 10.0
     watchdog_factor: float = 10.0
     watchdog_min_s: float = 2.0
@@ -70,3 +70,8 @@ class Limits:
             kinds = (int, float) if isinstance(field.default, float) else (int,)
             if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
                 raise ConfigError(f"{field.name} must be from {low:g} to {high:g}, got {value!r:.80}")
+        if self.heartbeat_timeout_s < 2 * self.heartbeat_interval_s:
+            raise ConfigError(
+                f"heartbeat_timeout_s ({self.heartbeat_timeout_s:g}) must be at least twice heartbeat_interval_s "
+                f"({self.heartbeat_interval_s:g}): a peer needs an interval to answer"
+            )

@@ -256,7 +256,7 @@ class AsyncClient(BaseClient[AsyncLink, asyncio.Lock]):
     """A client of a lowlat server for asyncio; belongs to the loop that first uses it. See Client for the options.
 
     Over ipc:// the loop answers the server's heartbeats: where it does not run for longer than the server's
-    heartbeat_timeout_s (4 s unless set), the connection is given up, and its streams raise ServerGone.
+    heartbeat_timeout_s (10 s unless set), the connection is given up, and its streams raise ServerGone.
     """
 
     @property

@@ -108,9 +108,10 @@ class Client(BaseClient[Link, "threading.Lock"]):
     connect_timeout_s  how long the first call may wait for the server to answer
     window             tokens of a request that may wait unread here; beyond them the server pauses that request
     curve              keys, for tcp:// off this machine
-    Connects on first use; when the connection was lost, the next call makes a new one. Use it as a context manager,
-    or close it. Raises ConfigError for an endpoint or an option that cannot be; calls raise ServerGone when no server
-    answers, Busy when it takes no more clients.
+    Connects on first use; when the connection was lost, the next call makes a new one. Over ipc:// a process in which
+    no thread gets the GIL for longer than the server's heartbeat_timeout_s (10 s unless set) is given up. Use it as a
+    context manager, or close it. Raises ConfigError for an endpoint or an option that cannot be; calls raise
+    ServerGone when no server answers, Busy when it takes no more clients.
     """
 
     @property

@@ -35,6 +35,10 @@ class Connection(ABC):
         """
 
     @abstractmethod
+    def admit(self) -> None:
+        """Its client said HELLO and was welcomed: it may stay."""
+
+    @abstractmethod
     def mute(self) -> None:
         """Hear it no more."""
 

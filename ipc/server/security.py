@@ -11,7 +11,7 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from lowlat.errors import ConfigError
 
-__all__ = ["Credentials", "Curve"]
+__all__ = ["Credentials", "Curve", "Users"]
 
 _UCRED = struct.Struct("3i")  # pid, uid, gid
 
@@ -28,6 +28,22 @@ class Credentials:
         """Of the process that connected a Unix socket (SO_PEERCRED); a peer cannot set them itself."""
         pid, uid, _ = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
         return cls(uid=uid, pid=pid)
+
+
+@dataclass(frozen=True)
+class Users:
+    """Whom a server lets in over ipc://.
+
+    own      the server's own user, who alone may end it
+    others   users that are let in beside it
+    """
+
+    own: int
+    others: frozenset[int] = frozenset()
+
+    def admits(self, uid: int | None) -> bool:
+        """Whether this user may use the server."""
+        return uid == self.own or uid in self.others
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import closing, nullcontext
+from os import geteuid
 from types import FrameType, TracebackType
 from typing import Self
 
@@ -23,7 +24,7 @@ from lowlat.ipc.server.listener import Listener
 from lowlat.ipc.server.peers import Peers
 from lowlat.ipc.server.prepare import TextThread
 from lowlat.ipc.server.requests import Requests
-from lowlat.ipc.server.security import Curve
+from lowlat.ipc.server.security import Curve, Users
 from lowlat.ipc.server.service import Service
 from lowlat.ipc.server.statistics import Statistics
 from lowlat.ipc.server.timers import Timers
@@ -69,7 +70,7 @@ class Server:
         self.epoch = secrets.token_hex(16)
         self._codec = codec
         self._name = name
-        self._allow_uids = frozenset(allow_uids)
+        self._users = Users(geteuid(), frozenset(allow_uids))
         self._curve = curve
         self._log = logging.getLogger("lowlat.server") if log is None else log
         if self._where.scheme == "tcp" and not self._where.loopback and curve is None:
@@ -97,7 +98,7 @@ class Server:
             raise LowlatError("a server starts once")
         try:
             if self._where.path is not None:
-                self._lock = EndpointLock(self._where.path, shared=bool(self._allow_uids))
+                self._lock = EndpointLock(self._where.path, shared=bool(self._users.others))
             self._decode.start()
             self._decode.ready.wait()
             if self._decode.error is not None:
@@ -199,7 +200,7 @@ class Server:
             epoch=self.epoch,
             name=self._name,
             local=listener.local,
-            allow_uids=self._allow_uids,
+            users=self._users,
             step_age=self._clock.age_s,
             drain=self.drain,
         )
@@ -222,7 +223,7 @@ class Server:
 
     def _listen(self, timers: Timers) -> Listener:
         if self._lock is not None:
-            return UnixListener(self.endpoint, self._lock, self.limits, timers, self._log)
+            return UnixListener(self.endpoint, self._lock, self.limits, timers, self._log, users=self._users)
         return ZmqListener(self._where, self.limits, timers, self._curve)
 
     def _check(self) -> str | None:

@@ -3,7 +3,6 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
-from os import geteuid
 from typing import Any
 
 from msgspec import Struct
@@ -14,6 +13,7 @@ from lowlat.ipc.server.listener import Connection
 from lowlat.ipc.server.logs import describe
 from lowlat.ipc.server.peers import Peer, Peers
 from lowlat.ipc.server.requests import Requests
+from lowlat.ipc.server.security import Users
 from lowlat.ipc.server.statistics import Statistics
 from lowlat.ipc.wire import (
     VERSION,
@@ -42,7 +42,7 @@ class Service:
     """Reads the messages of peers and answers them; the I/O thread's own.
 
     local       the endpoint is ipc://, so that the kernel names each peer's user
-    allow_uids  users that are let in beside the server's own
+    users       whom the server lets in over ipc://
     step_age    seconds since the last completed step while requests run, else 0.0
     drain       asks the server to end
     """
@@ -59,7 +59,7 @@ class Service:
         epoch: str,
         name: str,
         local: bool,
-        allow_uids: frozenset[int],
+        users: Users,
         step_age: Callable[[], float],
         drain: Callable[[float], None],
     ) -> None:
@@ -69,8 +69,7 @@ class Service:
         self._statistics = statistics
         self._log = log
         self._local = local
-        self._own_uid = geteuid()
-        self._uids = allow_uids | {self._own_uid}
+        self._users = users
         self._step_age = step_age
         self._drain = drain
         self._welcome = _welcome(info, limits, epoch, name)
@@ -91,7 +90,7 @@ class Service:
         if peer.floods(self._limits.max_messages_per_s):
             self._drop(peer, f"more than {self._limits.max_messages_per_s} messages in a second (max_messages_per_s)")
             return
-        if is_new and self._local and peer.uid not in self._uids:
+        if is_new and self._local and not self._users.admits(peer.uid):
             self._log.warning("refused a client of another user", extra={"uid": peer.uid, "peer_pid": peer.pid})
             self._peers.send(peer, Error("forbidden", f"the server does not serve uid {peer.uid}"))
             self._peers.drop(peer, "forbidden", "ask for --allow-uid")
@@ -130,6 +129,7 @@ class Service:
             self._peers.drop(peer, "busy", message)
             return
         peer.greeted, peer.name = True, hello.name
+        peer.connection.admit()
         self._peers.send(peer, self._welcome)
 
     def _submit(self, peer: Peer, submit: Submit, body: bytes) -> None:
@@ -172,7 +172,7 @@ class Service:
         self._peers.send(peer, StatsReply(self._requests.figures(time.monotonic())))
 
     def _drain_asked(self, peer: Peer, drain: Drain) -> None:
-        if peer.uid != self._own_uid:
+        if peer.uid != self._users.own:
             self._wrong(peer, "forbidden", "only clients of the server's own user, over ipc://, may end it")
             return
         self._log.info("a client asks to drain", extra={"peer_pid": peer.pid})

@@ -13,12 +13,16 @@ from lowlat.ipc.channel import Channel
 from lowlat.ipc.endpoint import EndpointLock
 from lowlat.ipc.limits import Limits
 from lowlat.ipc.server.listener import MAX_FRAMES, MAX_MESSAGES_A_TURN, Connection, Handlers, Listener
-from lowlat.ipc.server.security import Credentials
+from lowlat.ipc.server.security import Credentials, Users
 from lowlat.ipc.server.timers import Timers
 
 __all__ = ["UnixListener"]
 
-HANDSHAKE_TIMEOUT_S = 5.0
+HELLO_TIMEOUT_S = 5.0
+COUNTED_S = 1.0  # the time over which commands are counted
+SPARE_CONNECTIONS = 64  # beyond max_clients, so that these can be told that the server is full
+MAX_STRANGERS = 16  # connections of users that are not let in, so that these can be told
+MAX_STRANGER_FRAME_BYTES = 4096
 MAX_BURST = 32  # messages of one connection without a rest: somewhat under a millisecond
 REST_S = 0.002
 MAX_ACCEPTS_A_TURN = 16
@@ -38,11 +42,14 @@ class UnixConnection(Channel, Connection):
     starved     something had no room in its queue
     watched     the events that epoll tells of
     silent      heartbeats since it was last heard
-    commands    ZMTP's commands since the last heartbeat
+    commands    ZMTP's commands in this second
+    admitted    its client was welcomed; before that it has not long
+    stranger    its user is not let in
     """
 
     __slots__ = (
         "_watch",
+        "admitted",
         "burst",
         "commands",
         "credentials",
@@ -53,20 +60,30 @@ class UnixConnection(Channel, Connection):
         "resting",
         "silent",
         "starved",
+        "stranger",
         "watched",
     )
 
-    def __init__(self, connection: socket.socket, limits: Limits, watch: Callable[["UnixConnection"], None]) -> None:
+    def __init__(
+        self,
+        connection: socket.socket,
+        credentials: Credentials,
+        limits: Limits,
+        watch: Callable[["UnixConnection"], None],
+        *,
+        stranger: bool,
+    ) -> None:
+        max_frame_bytes = limits.max_message_bytes
         super().__init__(
             connection,
             b"ROUTER",
             b"DEALER",
-            max_frame_bytes=limits.max_message_bytes,
+            max_frame_bytes=min(max_frame_bytes, MAX_STRANGER_FRAME_BYTES) if stranger else max_frame_bytes,
             max_frames=MAX_FRAMES,
             max_unsent=limits.high_water_mark,
         )
         self._watch = watch
-        self.credentials = Credentials.of(connection)
+        self.credentials = credentials
         self.opened = time.monotonic()
         self.queued = False
         self.resting = False
@@ -77,6 +94,8 @@ class UnixConnection(Channel, Connection):
         self.ended = False
         self.silent = 0
         self.commands = 0
+        self.admitted = False
+        self.stranger = stranger
 
     def put(self, frame: bytes) -> bool:
         taken = self.send((frame,))
@@ -84,6 +103,9 @@ class UnixConnection(Channel, Connection):
             self.starved = not taken
             self._watch(self)
         return taken
+
+    def admit(self) -> None:
+        self.admitted = True
 
     def mute(self) -> None:
         self.muted = True
@@ -96,14 +118,27 @@ class UnixConnection(Channel, Connection):
 
 
 class UnixListener(Listener):
-    """Listens on the path that a lock holds. Raises ConfigError when it cannot."""
+    """Listens on the path that a lock holds. Raises ConfigError when it cannot.
 
-    def __init__(self, endpoint: str, lock: EndpointLock, limits: Limits, timers: Timers, log: logging.Logger) -> None:
+    users   who is let in; of others few connections are held, and only until they are told
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        lock: EndpointLock,
+        limits: Limits,
+        timers: Timers,
+        log: logging.Logger,
+        *,
+        users: Users,
+    ) -> None:
         self.endpoint = endpoint
         self.local = True
         self._limits = limits
         self._timers = timers
         self._log = log
+        self._users = users
         self._socket = lock.listen()
         self._socket.setblocking(False)
         self._listening = self._socket.fileno()
@@ -114,9 +149,10 @@ class UnixListener(Listener):
         self._handlers: Handlers
         self._found: list[tuple[int, int]] = []
         self._connections: dict[int, UnixConnection] = {}
+        self._num_strangers = 0
         self._turns: deque[UnixConnection] = deque()
         self._max_silent = math.ceil(limits.heartbeat_timeout_s / limits.heartbeat_interval_s)
-        self._max_commands = math.ceil(limits.max_messages_per_s * max(1.0, limits.heartbeat_interval_s))
+        self._counted = time.monotonic()
 
     def serve(self, wake: int, handlers: Handlers) -> None:
         self._wake = wake
@@ -221,14 +257,22 @@ class UnixListener(Listener):
         connection.queued = False
         connection.burst = 0
         if connection.lost is not None:
-            pid = connection.credentials.pid
-            self._log.info("ended a connection", extra={"reason": connection.lost, "peer_pid": pid})
-            self._drop(connection)
+            self._drop(connection, connection.lost)
 
     def _count_command(self, connection: UnixConnection) -> None:
         connection.commands += 1
-        if connection.commands > self._max_commands:
-            self._drop(connection)
+        limit = self._limits.max_messages_per_s
+        if connection.commands <= limit:
+            return
+        if time.monotonic() - self._counted > COUNTED_S:
+            self._count_anew()
+        else:
+            self._drop(connection, f"more than {limit} commands in a second (max_messages_per_s)")
+
+    def _count_anew(self) -> None:
+        self._counted = time.monotonic()
+        for connection in self._connections.values():
+            connection.commands = 0
 
     def _watch(self, connection: UnixConnection) -> None:
         """Have epoll tell of what is wanted of it now."""
@@ -249,40 +293,61 @@ class UnixListener(Listener):
                     self._accepts = False
                 return
             try:
-                connection = UnixConnection(accepted, self._limits, self._watch)
+                credentials = Credentials.of(accepted)
             except OSError:
                 accepted.close()
                 continue
+            stranger = not self._users.admits(credentials.uid)
+            if self._is_full(stranger):
+                accepted.close()
+                reason = "too many connections of users that are not let in" if stranger else "too many connections"
+                extra = {"reason": reason, "uid": credentials.uid, "peer_pid": credentials.pid}
+                self._log.warning("refused a connection", extra=extra)
+                continue
+            connection = UnixConnection(accepted, credentials, self._limits, self._watch, stranger=stranger)
             self._connections[connection.descriptor] = connection
+            self._num_strangers += stranger
             self._epoll.register(connection.descriptor, connection.watched)
 
-    def _drop(self, connection: UnixConnection) -> None:
+    def _is_full(self, stranger: bool) -> bool:
+        """Whether there are so many connections that another one is not even told why it cannot be."""
+        if stranger:
+            return self._num_strangers >= MAX_STRANGERS
+        return len(self._connections) - self._num_strangers >= self._limits.max_clients + SPARE_CONNECTIONS
+
+    def _drop(self, connection: UnixConnection, reason: str = "") -> None:
+        """End a connection; without a reason its client has."""
         if connection.ended:
             return
+        if reason:
+            self._log.info("ended a connection", extra={"reason": reason, "peer_pid": connection.credentials.pid})
         connection.ended = connection.muted = True
         self._connections.pop(connection.descriptor)
+        self._num_strangers -= connection.stranger
         if not connection.resting:
             self._epoll.unregister(connection.descriptor)  # closing would not, while a fork holds the descriptor
         connection.close()
         self._handlers.ended(connection)
 
     def _heartbeat(self) -> None:
-        """Ask those who were silent for a sign of life; give up those who gave none, or never said who they are."""
+        """Ask those who were silent for a sign of life; give up those who gave none, or never said HELLO."""
         now = time.monotonic()
         for connection in list(self._connections.values()):
-            connection.commands = 0
-            if not connection.ready:
-                if now - connection.opened > HANDSHAKE_TIMEOUT_S:
-                    self._drop(connection)
+            if not connection.admitted:
+                if now - connection.opened > HELLO_TIMEOUT_S:
+                    self._drop(connection, f"no HELLO in {HELLO_TIMEOUT_S:g} s")
             elif connection.heard or connection.queued or connection.muted:
                 connection.heard = False
                 connection.silent = 0
             elif connection.silent >= self._max_silent:
-                self._drop(connection)
+                reason = f"no sign of life in {self._limits.heartbeat_timeout_s:g} s (heartbeat_timeout_s)"
+                self._drop(connection, reason)
             else:
                 connection.silent += 1
                 connection.ping()
                 self._watch(connection)
+        if now - self._counted > COUNTED_S:
+            self._count_anew()
         if not self._accepts:
             self._accepts = True
             self._epoll.modify(self._listening, _READ)

@@ -75,6 +75,9 @@ class ZmqConnection(Connection):
     def put(self, frame: bytes) -> bool:
         return self._put(self, frame)
 
+    def admit(self) -> None:
+        """Nor can ROUTER end one that is not."""
+
     def mute(self) -> None:
         """What it says is read all the same, and told: ROUTER cannot leave one out."""
 

@@ -12,7 +12,7 @@ from fake_engine import FakeEngine, expected_tokens
 from raw_client import RawClient, bare_socket, zmtp_peer
 from served import Serve, Served, eventually
 
-from lowlat.ipc.server import service
+from lowlat.ipc.server import server
 from lowlat.ipc.server.security import Credentials
 from lowlat.ipc.wire import (
     Bye,
@@ -189,7 +189,7 @@ def test_a_steady_client_below_the_rate_is_no_flood(serve: Serve) -> None:
 
 def test_a_peer_cannot_lie_about_its_user(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     own = os.geteuid()
-    monkeypatch.setattr(service, "geteuid", lambda: own + 1)  # so this process is a stranger
+    monkeypatch.setattr(server, "geteuid", lambda: own + 1)  # so this process is a stranger
     served = serve()
     address = f"localhost:{own + 1}:0:1".encode()
     properties = {b"Peer-Address": address, b"User-Id": b"x"}
@@ -203,7 +203,7 @@ def test_a_peer_cannot_lie_about_its_user(serve: Serve, monkeypatch: pytest.Monk
 
 def test_other_users_are_refused_unless_they_are_allowed(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     own = os.geteuid()
-    monkeypatch.setattr(service, "geteuid", lambda: own + 1)
+    monkeypatch.setattr(server, "geteuid", lambda: own + 1)
     served = serve()
     stranger = served.client(greet=False)
     stranger.say(Hello())

@@ -107,6 +107,14 @@ def test_values_out_of_range_name_themselves() -> None:
         gather(model=Path("/m"), draft_window=64)
 
 
+def test_a_peer_has_an_interval_to_answer_a_heartbeat() -> None:
+    Limits(heartbeat_interval_s=2.0, heartbeat_timeout_s=4.0)
+    with pytest.raises(
+        ConfigError, match=r"heartbeat_timeout_s \(3.9\) must be at least twice heartbeat_interval_s \(2\)"
+    ):
+        Limits(heartbeat_interval_s=2.0, heartbeat_timeout_s=3.9)
+
+
 def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         gather(tmp_path / "absent")
