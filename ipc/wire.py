@@ -58,7 +58,7 @@ import math
 import re
 import sys
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -230,8 +230,10 @@ def decode_server(frame: bytes) -> Struct | None:
     return None if decoder is None else _decode(decoder, frame[1:])
 
 
-def pack_tokens(token_ids: Iterable[int]) -> bytes:
+def pack_tokens(token_ids: Sequence[int]) -> bytes:
     """Token ids as little-endian int32. Raises TypeError for what is no integer, OverflowError for one out of range."""
+    if len(token_ids) == 1 and type(token_ids[0]) is int:  # most messages: an array takes longer than its content
+        return token_ids[0].to_bytes(4, "little", signed=True)
     packed = array("i", token_ids)
     if sys.byteorder != "little":
         packed.byteswap()
@@ -240,12 +242,13 @@ def pack_tokens(token_ids: Iterable[int]) -> bytes:
 
 def unpack_tokens(packed: bytes) -> tuple[int, ...]:
     """Token ids of little-endian int32. Raises WireError for a length that is no multiple of 4."""
+    if len(packed) == 4:
+        return (int.from_bytes(packed, "little", signed=True),)
     if len(packed) % 4:
         raise WireError(f"{len(packed)} bytes of token ids are no multiple of 4", "$.body")
-    if sys.byteorder == "little":
-        return tuple(memoryview(packed).cast("i"))
     token_ids = array("i", packed)
-    token_ids.byteswap()
+    if sys.byteorder != "little":
+        token_ids.byteswap()
     return tuple(token_ids)
 
 

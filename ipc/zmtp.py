@@ -33,6 +33,8 @@ MAX_CONTEXT_BYTES = 16  # of a PING
 _MORE, _LONG, _COMMAND = 1, 2, 4
 _MAX_SHORT = 255
 _LONG_SIZE = struct.Struct(">BQ")
+_SHORT = [bytes((0, size)) for size in range(_MAX_SHORT + 1)]
+_SHORT_MORE = [bytes((_MORE, size)) for size in range(_MAX_SHORT + 1)]
 _PROPERTY_SIZE = struct.Struct(">I")
 _TTL = struct.Struct(">H")
 _SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
@@ -54,10 +56,14 @@ class Command(Struct, frozen=True):
 
 def encode_message(frames: Sequence[bytes]) -> bytes:
     """A message of at least one frame."""
-    data, last = b"", len(frames) - 1
-    for place, frame in enumerate(frames):
-        flags, size = _MORE if place < last else 0, len(frame)
-        data += bytes((flags, size)) if size <= _MAX_SHORT else _LONG_SIZE.pack(flags | _LONG, size)
+    data, num_more = b"", len(frames)
+    for frame in frames:
+        num_more -= 1
+        size = len(frame)
+        if size > _MAX_SHORT:
+            data += _LONG_SIZE.pack(_LONG | _MORE if num_more else _LONG, size)
+        else:
+            data += _SHORT_MORE[size] if num_more else _SHORT[size]
         data += frame
     return data
 

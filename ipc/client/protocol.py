@@ -93,7 +93,7 @@ class Stream(Waiter):
         self.failure = None
         self.number = number
         self.window = window
-        self.chunks: deque[Chunk] = deque()
+        self.chunks: list[Chunk] = []  # at most a window
         self.ended = False
         self._sequence = 0
         self._untold = 0  # tokens taken and not yet granted again
@@ -121,7 +121,7 @@ class Stream(Waiter):
     def take(self) -> Chunk | None:
         """The next chunk; None after the last. Raises the failure when all that came before it is taken."""
         if self.chunks:
-            chunk = self.chunks.popleft()
+            chunk = self.chunks.pop(0)
             self._untold += len(chunk.token_ids)
             return chunk
         failure, self.failure = self.failure, None

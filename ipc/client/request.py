@@ -100,11 +100,11 @@ def _entries(prompt: object) -> list[Any]:
 def _pack(token_ids: Sequence[Any]) -> bytes:
     try:
         packed = pack_tokens(token_ids)
-        lowest = min(token_ids)
     except (TypeError, OverflowError) as error:
         place = next((i for i, token in enumerate(token_ids) if not _is_int32(token)), 0)
         raise RequestError(f"prompt token {place} is {token_ids[place]!r:.80}; ids are 32-bit integers") from error
-    if lowest < 0:
+    if not packed[3::4].isascii():  # the highest byte of one is 128 or more
+        lowest = min(token_ids)
         raise RequestError(f"prompt token {token_ids.index(lowest)} is {lowest}; ids are not negative")
     return packed
 
@@ -126,15 +126,15 @@ def _messages(entries: list[Any]) -> list[Message]:
 
 
 def _sampling(given: Mapping[str, Any]) -> Sampling:
-    for name in given:
-        if name not in _OPTIONS:
-            raise RequestError(f"unknown option {name!r}; known: {', '.join(sorted(_OPTIONS))}")
     options = given if _IN_SEVERAL_FORMS.isdisjoint(given) else _plain(given)
     try:
         return msgspec.convert(options, Sampling)
     except (msgspec.ValidationError, TypeError) as error:
+        for name in given:
+            if name not in _OPTIONS:
+                raise RequestError(f"unknown option {name!r}; known: {', '.join(sorted(_OPTIONS))}") from None
         reason, _, path = str(error).partition(" - at ")
-        name = path.strip("`").removeprefix("$.") or "sampling"
+        name = path.strip("`").rpartition("$.")[2] or "sampling"
         value = options.get(name.split("[")[0].split(".")[0])
         raise RequestError(f"{name}: {reason}, got {value!r:.80}") from error
 

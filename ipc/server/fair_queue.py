@@ -1,6 +1,5 @@
 """The requests that wait for a slot: each client's in order, the clients by turns."""
 
-from collections import OrderedDict, deque
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
@@ -16,18 +15,23 @@ class FairQueue(Generic[Item]):
     """
 
     def __init__(self) -> None:
-        self._owners: OrderedDict[Hashable, deque[Item]] = OrderedDict()
+        self._owners: dict[Hashable, list[Item]] = {}  # by turns
         self.num_items = 0
 
     def push(self, owner: Hashable, item: Item) -> None:
         """Append to the owner's; an owner who had none comes last in turn."""
-        self._owners.setdefault(owner, deque()).append(item)
+        items = self._owners.get(owner)
+        if items is None:
+            self._owners[owner] = [item]
+        else:
+            items.append(item)
         self.num_items += 1
 
     def pop(self) -> Item:
-        """The oldest of the owner whose turn it is. Raises KeyError when nobody waits."""
-        owner, items = self._owners.popitem(last=False)
-        item = items.popleft()
+        """The oldest of the owner whose turn it is. Raises StopIteration when nobody waits."""
+        owner = next(iter(self._owners))
+        items = self._owners.pop(owner)
+        item = items.pop(0)
         self.num_items -= 1
         if items:
             self._owners[owner] = items

@@ -333,6 +333,7 @@ def test_goodbye_and_refusals_of_the_connection() -> None:
         ("a", {"seed": "x"}, "seed: Expected `int"),
         ("a", {"stop": ["ok", ""]}, r"stop\[1\]: "),
         ("a", {"logit_bias": {5: 101.0}}, "logit_bias"),
+        ("a", {"logit_bias": {"x": 1.0}}, "logit_bias: Expected `int`, got `str`, got {'x': 1.0}"),
         ("a", {"deadline_s": 0}, "deadline_s must be above 0"),
         ("a", {"deadline_s": "soon"}, "deadline_s must be a number"),
         ("a", {"deadline_s": float("inf")}, "deadline_s must be a number"),
