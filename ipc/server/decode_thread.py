@@ -45,6 +45,7 @@ class DecodeThread(threading.Thread):
         self._joined = False
         self._stopping = False
         self.post: Post  # set before the first command comes
+        self.send_first: Callable[[Step], bool]
         self.engine: Engine
         self.error: BaseException | None = None
         self.ready = threading.Event()
@@ -116,7 +117,9 @@ class DecodeThread(threading.Thread):
             if output.finish_reason is not None:
                 metrics[output.request_id] = self.engine.metrics(output.request_id)
                 self._num_running -= 1
-        self.post(Step(outputs, metrics))
+        step = Step(outputs, metrics)
+        if not self.send_first(step):
+            self.post(step)
 
     def _obey(self, command: Command) -> None:
         if isinstance(command, DecodeSubmit):

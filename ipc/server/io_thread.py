@@ -1,4 +1,9 @@
-"""The thread that owns the sockets: it never waits on anything but its listener, and nobody waits for it."""
+"""The thread that owns the sockets: it never waits on anything but its listener, and nobody waits for it.
+
+A request's first tokens need not wait for it: while it sleeps the decode thread sends them itself, under the lock that
+this thread holds but for its sleep. To wake it takes longer (45 us of the 350 that serving adds), but the next step
+begins later by what sending takes: so later tokens, of which each would delay all that follow, are posted.
+"""
 
 import logging
 import threading
@@ -57,6 +62,9 @@ class IoThread(threading.Thread):
         self._on_end = on_end
         self._linger_s = linger_s
         self._spins = spins
+        self._awake = threading.Lock()  # never given back at the end: from then on nobody sends
+        self._awake.acquire()
+        self._sleeps_until = 0.0
         self._ended = False
         self._reason = "shutdown"
         self._words = "the server ends"
@@ -82,6 +90,21 @@ class IoThread(threading.Thread):
             self._listener.close(self._linger_s)
             self._on_end()
 
+    def send_first(self, step: Step) -> bool:
+        """From the decode thread: send a request's first tokens. False: nothing was done, post the step."""
+        if not self._listener.shared or not self._awake.acquire(blocking=False):
+            return False
+        try:
+            if self._inbox.any() or not self._requests.is_first(step):
+                return False
+            self._requests.step(step)
+            self._requests.flush()
+            if self._timers.due < self._sleeps_until or self._requests.draining:
+                self._inbox.wake()
+            return True
+        finally:
+            self._awake.release()
+
     def _loop(self) -> None:
         listener, inbox, timers, requests = self._listener, self._inbox, self._timers, self._requests
         listener.serve(
@@ -99,10 +122,18 @@ class IoThread(threading.Thread):
             if self._spins and requests.num_running:
                 listener.wait(0)  # the inbox is looked at in every turn; nobody has to wake anybody
             elif inbox.sleep():
-                inbox.awake(listener.wait(timeout_ms))
+                inbox.awake(self._sleep(timeout_ms))
             else:
                 continue
             listener.receive(inbox.any)  # a step's tokens go before anything that clients say
+
+    def _sleep(self, timeout_ms: int) -> bool:
+        self._sleeps_until = self._timers.due
+        self._awake.release()
+        try:
+            return self._listener.wait(timeout_ms)
+        finally:
+            self._awake.acquire()
 
     def _watch(self) -> None:
         problem = self._check()

@@ -65,10 +65,12 @@ class Listener(ABC):
 
     endpoint   as bound
     local      whether the kernel names each peer's user
+    shared     whether another thread may put messages while the owner waits
     """
 
     endpoint: str
     local: bool
+    shared: bool
 
     @abstractmethod
     def serve(self, wake: int, handlers: Handlers) -> None:

@@ -180,6 +180,13 @@ class Requests:
         if any_ended:
             self._admit()
 
+    def is_first(self, step: Step) -> bool:
+        """Whether a step brought a request's first tokens, and nothing else."""
+        if len(step.outputs) > 1:
+            return False
+        stream = self._inside.get(step.outputs[0].request_id)
+        return stream is not None and not stream.first
+
     def flush(self) -> None:
         """Send what the steps since the last flush brought; several steps of a stream become one message."""
         dirty = self._dirty

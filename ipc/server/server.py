@@ -217,6 +217,7 @@ class Server:
             linger_s=limits.linger_s,
             spins=engine.info.spins,
         )
+        self._decode.send_first = self._io.send_first
         for thread in (self._text, self._io, self._watchdog):
             thread.start()
         log.info("serving", extra={"endpoint": self.endpoint, "model": engine.info.model, "server_pid": os.getpid()})

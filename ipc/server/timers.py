@@ -2,6 +2,7 @@
 
 import heapq
 import itertools
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,11 @@ class Timers:
     def after(self, seconds: float, call: Callable[..., None], *arguments: Any) -> None:
         """Call so many seconds from now."""
         heapq.heappush(self._heap, (time.monotonic() + seconds, next(self._ties), call, arguments))
+
+    @property
+    def due(self) -> float:
+        """When the next call is due (monotonic), infinity without one."""
+        return self._heap[0][0] if self._heap else math.inf
 
     def run(self) -> int:
         """Call what is due; returns how long a poll may wait for the next, in ms, rounded up, -1 without one."""

@@ -134,7 +134,7 @@ class UnixListener(Listener):
         users: Users,
     ) -> None:
         self.endpoint = endpoint
-        self.local = True
+        self.local = self.shared = True
         self._limits = limits
         self._timers = timers
         self._log = log

@@ -32,6 +32,10 @@ class Inbox(Generic[Item]):
     def put(self, item: Item) -> None:
         """Append, and wake the reader if it sleeps."""
         self._items.append(item)
+        self.wake()
+
+    def wake(self) -> None:
+        """Wake the reader if it sleeps."""
         if self._asleep:
             self._asleep = False
             os.eventfd_write(self.descriptor, 1)

@@ -89,7 +89,7 @@ class ZmqListener(Listener):
     """Binds a ROUTER. Raises ConfigError when it cannot, or keys cannot be read."""
 
     def __init__(self, endpoint: Endpoint, limits: Limits, timers: Timers, curve: Curve | None) -> None:
-        self.local = False
+        self.local = self.shared = False
         self._limits = limits
         self._timers = timers
         self._authenticator: ThreadAuthenticator | None = None
