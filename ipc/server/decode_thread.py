@@ -45,7 +45,7 @@ class DecodeThread(threading.Thread):
         self._joined = False
         self._stopping = False
         self.post: Post  # set before the first command comes
-        self.send_first: Callable[[Step], bool]
+        self.send_first: Callable[[Step], bool]  # IoThread's; set with it
         self.engine: Engine
         self.error: BaseException | None = None
         self.ready = threading.Event()

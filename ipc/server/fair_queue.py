@@ -28,7 +28,7 @@ class FairQueue(Generic[Item]):
         self.num_items += 1
 
     def pop(self) -> Item:
-        """The oldest of the owner whose turn it is. Raises StopIteration when nobody waits."""
+        """The oldest of the owner whose turn it is; somebody must wait."""
         owner = next(iter(self._owners))
         items = self._owners.pop(owner)
         item = items.pop(0)
