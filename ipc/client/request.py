@@ -20,28 +20,16 @@ _MAX_DEADLINE_S = (1 << 40) / 1000.0
 
 
 class Request(Struct, frozen=True):
-    """A checked request, but for its number and credit, which belong to a connection."""
+    """A checked request, and the token ids of its prompt, packed; its number and credit belong to a connection."""
 
-    sampling: Sampling
-    text: str | None
-    messages: list[Message] | None
+    submit: Submit
     body: bytes | None
-    template_options: dict[str, Any] | None
-    deadline_ms: int | None
 
     def frames(self, number: int, credit: int, max_message_bytes: int) -> tuple[bytes, ...]:
         """SUBMIT. Raises RequestError for one that the server's limit does not let through."""
-        submit = Submit(
-            number=number,
-            credit=credit,
-            sampling=self.sampling,
-            text=self.text,
-            messages=self.messages,
-            template_options=self.template_options,
-            deadline_ms=self.deadline_ms,
-        )
+        self.submit.number, self.submit.credit = number, credit
         try:
-            header = encode(submit)
+            header = encode(self.submit)
             check_submit_size(header)
         except WireError as error:
             raise RequestError(f"the request is too long: {error}") from error
@@ -85,7 +73,7 @@ def make_request(
             raise RequestError(f"template_options must be a mapping, got {type(template_options).__name__}")
         options = dict(template_options)
     deadline_ms = None if deadline_s is None else _deadline_ms(deadline_s)
-    return Request(_sampling(sampling), text, messages, body, options, deadline_ms)
+    return Request(Submit(0, 1, _sampling(sampling), text, messages, options, deadline_ms), body)
 
 
 def _entries(prompt: object) -> list[Any]:

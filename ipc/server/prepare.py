@@ -9,6 +9,7 @@ from lowlat.errors import RequestError
 from lowlat.ipc.engine import Codec, Engine
 from lowlat.ipc.server.events import Post, Prepare, Prepared
 from lowlat.ipc.server.logs import describe
+from lowlat.ipc.server.streams import Stream
 from lowlat.ipc.wire import Submit, unpack_tokens
 
 __all__ = ["MAX_INLINE_BYTES", "TextThread", "prepare"]
@@ -16,17 +17,19 @@ __all__ = ["MAX_INLINE_BYTES", "TextThread", "prepare"]
 MAX_INLINE_BYTES = 4 * 256  # a prompt of ids up to this is checked in microseconds: two changes of thread cost more
 
 
-def prepare(job: Prepare, engine: Engine, codec: Codec | None, log: logging.Logger) -> Prepared:
+def prepare(
+    stream: Stream, submit: Submit, body: bytes, engine: Engine, codec: Codec | None, log: logging.Logger
+) -> Prepared:
     """Token ids of a request, or the reason why it cannot be served; never an exception."""
     try:
-        prompt = _encode(job.submit, job.body, codec, engine.info.max_context)
-        engine.validate(prompt, job.submit.sampling)
+        prompt = _encode(submit, body, codec, engine.info.max_context)
+        engine.validate(prompt, submit.sampling)
     except RequestError as error:
-        return Prepared(job.stream, code="invalid", message=str(error))
+        return Prepared(stream, code="invalid", message=str(error))
     except Exception as error:
         log.error("preparing a request failed: %s", describe(error), extra={"event": "prepare_failed"})
-        return Prepared(job.stream, code="internal", message="the server failed on this request; its log says more")
-    return Prepared(job.stream, prompt)
+        return Prepared(stream, code="internal", message="the server failed on this request; its log says more")
+    return Prepared(stream, prompt)
 
 
 def _encode(submit: Submit, body: bytes, codec: Codec | None, max_context: int) -> Sequence[int]:
@@ -71,4 +74,4 @@ class TextThread(threading.Thread):
             if job.stream.over:
                 self._post(Prepared(job.stream))
             else:
-                self._post(prepare(job, self._engine, self._codec, self._log))
+                self._post(prepare(job.stream, job.submit, job.body, self._engine, self._codec, self._log))

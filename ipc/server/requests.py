@@ -145,9 +145,12 @@ class Requests:
             self._fail_early(stream, event.code, event.message)
         else:
             stream.prompt = event.prompt
-            stream.phase = Phase.WAITING
-            self._queue.push(stream.peer, stream)
-            self._admit()
+            if not self._queue.num_items and len(self._inside) < self._info.max_running:
+                self._hand_over(stream)  # as `_admit` would, sooner
+            else:
+                stream.phase = Phase.WAITING
+                self._queue.push(stream.peer, stream)
+                self._admit()
 
     def refused(self, event: Refused) -> None:
         """The engine did not take a request after all."""
@@ -227,22 +230,23 @@ class Requests:
         self._prompt_bytes += size
         if submit.deadline_ms is not None:
             self._timers.after(submit.deadline_ms / 1000, self._late, stream)
-        job = Prepare(stream, submit, body)
         if 0 < len(body) <= MAX_INLINE_BYTES:
-            self.prepared(prepare(job, self._engine, self._codec, self._log))
+            self.prepared(prepare(stream, submit, body, self._engine, self._codec, self._log))
         else:
-            self._text_thread.put(job)
+            self._text_thread.put(Prepare(stream, submit, body))
 
     def _admit(self) -> None:
         """Hand over to the engine while it has slots, by turns between clients."""
         while self._queue.num_items and len(self._inside) < self._info.max_running:
-            stream = self._queue.pop()
-            self._decode(DecodeSubmit(stream.request_id, stream.prompt, stream.sampling))
-            self._prompt_bytes -= stream.num_bytes
-            stream.prompt = ()
-            stream.phase = Phase.RUNNING
-            self._inside[stream.request_id] = stream
-            stream.handed = time.monotonic()
+            self._hand_over(self._queue.pop())
+
+    def _hand_over(self, stream: Stream) -> None:
+        self._decode(DecodeSubmit(stream.request_id, stream.prompt, stream.sampling))
+        self._prompt_bytes -= stream.num_bytes
+        stream.prompt = ()
+        stream.phase = Phase.RUNNING
+        self._inside[stream.request_id] = stream
+        stream.handed = time.monotonic()
 
     def _pump(self, stream: Stream) -> None:
         """Send what may be sent; then its END, if that was all."""

@@ -134,7 +134,9 @@ class Orders(RuleBasedStateMachine):
     def text_thread(self) -> None:
         if self.text.jobs:
             job = self.text.jobs.pop(0)
-            self.requests.prepared(prepare(job, self.engine, None, logging.getLogger("test")))
+            self.requests.prepared(
+                prepare(job.stream, job.submit, job.body, self.engine, None, logging.getLogger("test"))
+            )
 
     @rule()
     def command(self) -> None:
