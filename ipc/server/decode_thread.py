@@ -44,8 +44,8 @@ class DecodeThread(threading.Thread):
         self._num_running = 0
         self._joined = False
         self._stopping = False
-        self.post: Post  # set before the first command comes
-        self.send_first: Callable[[Step], bool]  # IoThread's; set with it
+        self.post: Post  # both set before the first command comes
+        self.offer: Post  # posts, or does at once what the event asks for
         self.engine: Engine
         self.error: BaseException | None = None
         self.ready = threading.Event()
@@ -117,9 +117,7 @@ class DecodeThread(threading.Thread):
             if output.finish_reason is not None:
                 metrics[output.request_id] = self.engine.metrics(output.request_id)
                 self._num_running -= 1
-        step = Step(outputs, metrics)
-        if not self.send_first(step):
-            self.post(step)
+        self.offer(Step(outputs, metrics))
 
     def _obey(self, command: Command) -> None:
         if isinstance(command, DecodeSubmit):

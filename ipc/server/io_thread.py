@@ -1,8 +1,9 @@
 """The thread that owns the sockets: it never waits on anything but its listener, and nobody waits for it.
 
-A request's first tokens need not wait for it: while it sleeps the decode thread sends them itself, under the lock that
-this thread holds but for its sleep. To wake it takes 45 us longer. Later tokens are posted all the same: an engine
-whose next step is not under way yet begins it by as much later as sending takes, and all that follow come later.
+Waking it takes long. So while it sleeps others do its work where a first token waits for it, under the lock that it
+holds but for its sleep: the text thread hands a request over, the decode thread sends a request's first tokens (45 us
+sooner). Later tokens are posted: an engine whose next step is not under way yet begins it by as much later as sending
+takes, and all that follow come later.
 """
 
 import logging
@@ -90,20 +91,23 @@ class IoThread(threading.Thread):
             self._listener.close(self._linger_s)
             self._on_end()
 
-    def send_first(self, step: Step) -> bool:
-        """From the decode thread: send a request's first tokens. False: nothing was done, post the step."""
+    def do_now(self, event: Event) -> bool:
+        """From another thread: handle an event if this thread sleeps. False: nothing was done, post it."""
         if not self._listener.shared or not self._awake.acquire(blocking=False):
             return False
         try:
-            if self._inbox.any() or not self._requests.is_first(step):
+            if self._inbox.any() or (isinstance(event, Step) and not self._requests.is_first(event)):
                 return False
-            self._requests.step(step)
+            self._handlers[type(event)](event)
             self._requests.flush()
             if self._timers.due < self._sleeps_until or self._requests.draining:
                 self._inbox.wake()
-            return True
+        except Exception as error:
+            self._log.critical("handling %s failed: %s", type(event).__name__, describe(error))
+            self._inbox.put(Failed("internal", "the server failed; its log says more"))
         finally:
             self._awake.release()
+        return True
 
     def _loop(self) -> None:
         listener, inbox, timers, requests = self._listener, self._inbox, self._timers, self._requests

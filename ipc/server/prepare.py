@@ -3,13 +3,15 @@
 import logging
 import threading
 from collections.abc import Sequence
-from queue import SimpleQueue
+
+from msgspec import Struct
 
 from lowlat.errors import RequestError
 from lowlat.ipc.engine import Codec, Engine
 from lowlat.ipc.server.events import Post, Prepare, Prepared
 from lowlat.ipc.server.logs import describe
 from lowlat.ipc.server.streams import Stream
+from lowlat.ipc.server.wake import Inbox
 from lowlat.ipc.wire import Submit, unpack_tokens
 
 __all__ = ["MAX_INLINE_BYTES", "TextThread", "prepare"]
@@ -47,31 +49,39 @@ def _encode(submit: Submit, body: bytes, codec: Codec | None, max_context: int) 
     return codec.encode_chat(submit.messages or (), submit.template_options or {})
 
 
+class _Stop(Struct, frozen=True):
+    """End the text thread."""
+
+
 class TextThread(threading.Thread):
     """Runs templates and tokenizers, so that neither sockets nor steps wait for them.
 
     Its queue holds what the I/O thread admitted, which bounds it.
     """
 
-    def __init__(self, engine: Engine, codec: Codec | None, post: Post, log: logging.Logger) -> None:
+    def __init__(self, engine: Engine, codec: Codec | None, offer: Post, log: logging.Logger) -> None:
         super().__init__(name="lowlat-text", daemon=True)
         self._engine = engine
         self._codec = codec
-        self._post = post
+        self._offer = offer
         self._log = log
-        self._jobs: SimpleQueue[Prepare | None] = SimpleQueue()
+        self._jobs: Inbox[Prepare | _Stop] = Inbox()
 
     def put(self, job: Prepare) -> None:
-        """Queue a request; its Prepared comes to the I/O thread."""
+        """Queue a request; its Prepared is offered to the I/O thread."""
         self._jobs.put(job)
 
     def stop(self) -> None:
         """End after what is queued."""
-        self._jobs.put(None)
+        self._jobs.put(_Stop())
+
+    def close(self) -> None:
+        """Give back what wakes it, once it has ended."""
+        self._jobs.close()
 
     def run(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while isinstance(job := self._jobs.wait(), Prepare):
             if job.stream.over:
-                self._post(Prepared(job.stream))
+                self._offer(Prepared(job.stream))
             else:
-                self._post(prepare(job.stream, job.submit, job.body, self._engine, self._codec, self._log))
+                self._offer(prepare(job.stream, job.submit, job.body, self._engine, self._codec, self._log))

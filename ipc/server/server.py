@@ -80,7 +80,7 @@ class Server:
         self._clock = StepClock(self.limits)
         self._inbox: Inbox[Event] = Inbox()
         self._decode = DecodeThread(_maker(engine), self._clock, self._log)
-        self._decode.post = self._post
+        self._decode.post, self._decode.offer = self._post, self._offer
         self._watchdog = Watchdog(self._clock, self.limits, self._stalled)
         self._lock: EndpointLock | None = None
         self._text: TextThread | None = None
@@ -153,8 +153,9 @@ class Server:
                 thread.join(JOIN_S)
         if self._lock is not None:
             self._lock.release()
-        if not self._decode.is_alive():
-            self._decode.close()
+        for owner in (self._text, self._decode):
+            if owner is not None and not owner.is_alive():
+                owner.close()
         self._inbox.close()
         if self._runs:
             self._attention.set()  # `run` closes it
@@ -175,7 +176,7 @@ class Server:
         timers, statistics = Timers(), Statistics()
         listener = self._listen(timers)
         self.endpoint = listener.endpoint
-        self._text = TextThread(engine, self._codec, self._inbox.put, log)
+        self._text = TextThread(engine, self._codec, self._offer, log)
         requests = Requests(
             engine,
             self._codec,
@@ -217,7 +218,6 @@ class Server:
             linger_s=limits.linger_s,
             spins=engine.info.spins,
         )
-        self._decode.send_first = self._io.send_first
         for thread in (self._text, self._io, self._watchdog):
             thread.start()
         log.info("serving", extra={"endpoint": self.endpoint, "model": engine.info.model, "server_pid": os.getpid()})
@@ -238,6 +238,10 @@ class Server:
         self._inbox.put(event)
         if self._failed:
             self._attention.set()  # even if the I/O thread should be what hangs
+
+    def _offer(self, event: Event) -> None:
+        if self._io is None or not self._io.do_now(event):
+            self._inbox.put(event)
 
     def _stalled(self, words: str) -> None:
         self._post(Failed("stalled", "a step hangs; the server ends"))

@@ -1,15 +1,17 @@
-"""Who sends tokens: a request's first ones the decode thread itself, where it can, and the I/O thread all others."""
+"""What a first token need not wait for: others do what they can while the I/O thread sleeps."""
 
 import threading
 import time
 from typing import Any
 
 import pytest
-from fake_engine import FakeEngine, expected_tokens
+from fake_engine import FakeCodec, FakeEngine, expected_tokens
 from served import Serve, eventually
 
 from lowlat.ipc.server import decode_thread, io_thread
+from lowlat.ipc.server.events import Prepared
 from lowlat.ipc.server.peers import Peer, Peers
+from lowlat.ipc.server.requests import Requests
 from lowlat.ipc.wire import Bye, Drain, End, Tokens
 
 DECODE, IO = "lowlat-decode", "lowlat-io"
@@ -120,6 +122,52 @@ def test_a_drained_server_ends_with_its_last_first_token(serve: Serve, sent: Sen
     assert client.hear(Bye).reason == "shutdown"
     assert time.monotonic() - ended < 3.0  # and not when something else was due
     assert request.token_ids == expected_tokens([7], 1)
+
+
+def test_the_text_thread_hands_over_what_it_prepared(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+    prepared = Requests.prepared
+
+    def note(requests: Requests, event: Prepared) -> None:
+        threads.append(threading.current_thread().name)
+        prepared(requests, event)
+
+    monkeypatch.setattr(Requests, "prepared", note)
+    client = serve(FakeEngine(0.005, text=True), FakeCodec(0.02)).client()
+    for number in range(10):
+        request = client.submit_text(number, "abc", max_tokens=2)
+        client.finish(request)
+        assert request.token_ids == expected_tokens(b"abc", 2)
+    refused = client.submit_text(10, "", max_tokens=2)
+    client.finish(refused)
+    assert refused.error is not None and refused.error.code == "invalid"
+    assert threads.count("lowlat-text") >= 5
+    assert set(threads) <= {"lowlat-text", IO}
+
+
+def test_a_failure_of_what_others_do_ends_the_server(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = serve(FakeEngine(0.02))
+    client = served.client()
+
+    def fail(requests: Requests) -> None:
+        if threading.current_thread().name == DECODE:
+            raise ValueError("a secret of the prompt")
+        flush(requests)
+
+    flush = Requests.flush
+    monkeypatch.setattr(Requests, "flush", fail)
+    for number in range(20):
+        request = client.submit(number, [7], max_tokens=1)
+        try:
+            client.finish(request)
+        except AssertionError as error:
+            assert isinstance(error.args[0], Bye)
+            assert error.args[0].reason == "internal"
+            return
+        if request.end is not None and request.end.code is not None:
+            assert request.end.code == "internal"
+            return
+    raise AssertionError("the decode thread never sent a first token")
 
 
 def test_cancelled_at_its_first_token(serve: Serve) -> None:
