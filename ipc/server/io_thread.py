@@ -2,8 +2,8 @@
 
 Waking it takes long. So while it sleeps others do its work where a first token waits for it, under the lock that it
 holds but for its sleep: the text thread hands a request over, the decode thread sends a request's first tokens (45 us
-sooner). Later tokens are posted: an engine whose next step is not under way yet begins it by as much later as sending
-takes, and all that follow come later.
+sooner on two cores of a virtual machine; as soon where cores wake fast). Later tokens are posted: an engine whose next
+step is not under way yet begins it by as much later as sending takes, and all that follow come later.
 """
 
 import logging
