@@ -21,11 +21,13 @@ class Connection(ABC):
     """A connection of one client, from its first message to its end; equal to itself alone.
 
     credentials   who is at its other end
+    stranger      its user is not let in
     """
 
     __slots__ = ()
 
     credentials: Credentials
+    stranger: bool
 
     @abstractmethod
     def put(self, frame: bytes) -> bool:
@@ -64,12 +66,10 @@ class Listener(ABC):
     """An endpoint that is bound, and its connections; one thread's own once it serves.
 
     endpoint   as bound
-    local      whether the kernel names each peer's user
     shared     whether another thread may put messages while the owner waits
     """
 
     endpoint: str
-    local: bool
     shared: bool
 
     @abstractmethod

@@ -8,6 +8,7 @@ from msgspec import Struct
 
 from lowlat.ipc.limits import Limits
 from lowlat.ipc.server.listener import Connection
+from lowlat.ipc.server.rate import Rate
 from lowlat.ipc.server.streams import Stream
 from lowlat.ipc.server.timers import Timers
 from lowlat.ipc.wire import Bye, encode
@@ -34,13 +35,12 @@ class Peer:
         "gone",
         "greeted",
         "last_number",
+        "messages",
         "name",
         "num_bad_messages",
-        "num_messages",
         "streams",
         "unsent",
         "watched",
-        "window_end",
     )
 
     def __init__(self, connection: Connection) -> None:
@@ -50,8 +50,7 @@ class Peer:
         self.dropped = False
         self.gone = False
         self.num_bad_messages = 0
-        self.num_messages = 0
-        self.window_end = time.monotonic() + 1.0
+        self.messages = Rate()
         self.last_number = -1
         self.streams: dict[int, Stream] = {}
         self.unsent: deque[bytes] = deque()
@@ -67,17 +66,6 @@ class Peer:
     def pid(self) -> int | None:
         """The process behind it; None over tcp."""
         return self.connection.credentials.pid
-
-    def floods(self, limit: int) -> bool:
-        """Count a message; whether there were more than so many in this second."""
-        self.num_messages += 1
-        if self.num_messages <= limit:
-            return False
-        now = time.monotonic()
-        late = now > self.window_end
-        if late:
-            self.num_messages, self.window_end = 0, now + 1.0
-        return not late
 
 
 class Peers:

@@ -200,8 +200,7 @@ class Server:
             log,
             epoch=self.epoch,
             name=self._name,
-            local=listener.local,
-            users=self._users,
+            own_uid=self._users.own,
             step_age=self._clock.age_s,
             drain=self.drain,
         )

@@ -13,7 +13,6 @@ from lowlat.ipc.server.listener import Connection
 from lowlat.ipc.server.logs import describe
 from lowlat.ipc.server.peers import Peer, Peers
 from lowlat.ipc.server.requests import Requests
-from lowlat.ipc.server.security import Users
 from lowlat.ipc.server.statistics import Statistics
 from lowlat.ipc.wire import (
     VERSION,
@@ -41,8 +40,7 @@ BUSY_RETRY_MS = 1000
 class Service:
     """Reads the messages of peers and answers them; the I/O thread's own.
 
-    local       the endpoint is ipc://, so that the kernel names each peer's user
-    users       whom the server lets in over ipc://
+    own_uid     the server's own user, who alone may end it
     step_age    seconds since the last completed step while requests run, else 0.0
     drain       asks the server to end
     """
@@ -58,8 +56,7 @@ class Service:
         *,
         epoch: str,
         name: str,
-        local: bool,
-        users: Users,
+        own_uid: int,
         step_age: Callable[[], float],
         drain: Callable[[float], None],
     ) -> None:
@@ -68,8 +65,7 @@ class Service:
         self._requests = requests
         self._statistics = statistics
         self._log = log
-        self._local = local
-        self._users = users
+        self._own_uid = own_uid
         self._step_age = step_age
         self._drain = drain
         self._welcome = _welcome(info, limits, epoch, name)
@@ -87,10 +83,10 @@ class Service:
         peer, is_new = self._peers.find(connection)
         if peer.dropped:
             return
-        if peer.floods(self._limits.max_messages_per_s):
+        if peer.messages.exceeds(self._limits.max_messages_per_s):
             self._drop(peer, f"more than {self._limits.max_messages_per_s} messages in a second (max_messages_per_s)")
             return
-        if is_new and self._local and not self._users.admits(peer.uid):
+        if is_new and connection.stranger:
             self._log.warning("refused a client of another user", extra={"uid": peer.uid, "peer_pid": peer.pid})
             self._peers.send(peer, Error("forbidden", f"the server does not serve uid {peer.uid}"))
             self._peers.drop(peer, "forbidden", "ask for --allow-uid")
@@ -172,7 +168,7 @@ class Service:
         self._peers.send(peer, StatsReply(self._requests.figures(time.monotonic())))
 
     def _drain_asked(self, peer: Peer, drain: Drain) -> None:
-        if peer.uid != self._users.own:
+        if peer.uid != self._own_uid:
             self._wrong(peer, "forbidden", "only clients of the server's own user, over ipc://, may end it")
             return
         self._log.info("a client asks to drain", extra={"peer_pid": peer.pid})

@@ -13,13 +13,13 @@ from lowlat.ipc.channel import Channel
 from lowlat.ipc.endpoint import EndpointLock
 from lowlat.ipc.limits import Limits
 from lowlat.ipc.server.listener import MAX_FRAMES, MAX_MESSAGES_A_TURN, Connection, Handlers, Listener
+from lowlat.ipc.server.rate import Rate
 from lowlat.ipc.server.security import Credentials, Users
 from lowlat.ipc.server.timers import Timers
 
 __all__ = ["UnixListener"]
 
 HELLO_TIMEOUT_S = 5.0
-COUNTED_S = 1.0  # the time over which commands are counted
 SPARE_CONNECTIONS = 64  # beyond max_clients, so that these can be told that the server is full
 MAX_STRANGERS = 16  # connections of users that are not let in, so that these can be told
 MAX_STRANGER_FRAME_BYTES = 4096
@@ -42,9 +42,8 @@ class UnixConnection(Channel, Connection):
     starved     something had no room in its queue
     watched     the events that epoll tells of
     silent      heartbeats since it was last heard
-    commands    ZMTP's commands in this second
+    commands    how many of ZMTP's commands come
     admitted    its client was welcomed; before that it has not long
-    stranger    its user is not let in
     """
 
     __slots__ = (
@@ -93,7 +92,7 @@ class UnixConnection(Channel, Connection):
         self.watched = _READ | _WRITE  # its greeting is to leave
         self.ended = False
         self.silent = 0
-        self.commands = 0
+        self.commands = Rate()
         self.admitted = False
         self.stranger = stranger
 
@@ -134,7 +133,7 @@ class UnixListener(Listener):
         users: Users,
     ) -> None:
         self.endpoint = endpoint
-        self.local = self.shared = True
+        self.shared = True
         self._limits = limits
         self._timers = timers
         self._log = log
@@ -152,7 +151,6 @@ class UnixListener(Listener):
         self._num_strangers = 0
         self._turns: deque[UnixConnection] = deque()
         self._max_silent = math.ceil(limits.heartbeat_timeout_s / limits.heartbeat_interval_s)
-        self._counted = time.monotonic()
 
     def serve(self, wake: int, handlers: Handlers) -> None:
         self._wake = wake
@@ -260,19 +258,9 @@ class UnixListener(Listener):
             self._drop(connection, connection.lost)
 
     def _count_command(self, connection: UnixConnection) -> None:
-        connection.commands += 1
         limit = self._limits.max_messages_per_s
-        if connection.commands <= limit:
-            return
-        if time.monotonic() - self._counted > COUNTED_S:
-            self._count_anew()
-        else:
+        if connection.commands.exceeds(limit):
             self._drop(connection, f"more than {limit} commands in a second (max_messages_per_s)")
-
-    def _count_anew(self) -> None:
-        self._counted = time.monotonic()
-        for connection in self._connections.values():
-            connection.commands = 0
 
     def _watch(self, connection: UnixConnection) -> None:
         """Have epoll tell of what is wanted of it now."""
@@ -346,8 +334,6 @@ class UnixListener(Listener):
                 connection.silent += 1
                 connection.ping()
                 self._watch(connection)
-        if now - self._counted > COUNTED_S:
-            self._count_anew()
         if not self._accepts:
             self._accepts = True
             self._epoll.modify(self._listening, _READ)

@@ -55,6 +55,7 @@ class ZmqConnection(Connection):
         "full",
         "greeted",
         "routing_id",
+        "stranger",
         "suspect",
     )
 
@@ -65,6 +66,7 @@ class ZmqConnection(Connection):
         self.address = address
         self.descriptor = descriptor
         self.credentials = Credentials()
+        self.stranger = False  # nobody says who its user is
         self.greeted = False
         self.suspect = False
         self.broken = False
@@ -89,7 +91,7 @@ class ZmqListener(Listener):
     """Binds a ROUTER. Raises ConfigError when it cannot, or keys cannot be read."""
 
     def __init__(self, endpoint: Endpoint, limits: Limits, timers: Timers, curve: Curve | None) -> None:
-        self.local = self.shared = False
+        self.shared = False
         self._limits = limits
         self._timers = timers
         self._authenticator: ThreadAuthenticator | None = None

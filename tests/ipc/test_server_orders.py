@@ -28,7 +28,7 @@ class _Connection(Connection):
     """Nothing is sent by it here: `_Peers` keeps it."""
 
     def put(self, frame: bytes) -> bool:
-        raise NotImplementedError
+        raise AssertionError("what is sent goes to _Peers")
 
     admit = mute = end = lambda self: None
 

@@ -12,7 +12,7 @@ from listening import Listen
 from raw_client import RawClient, zmtp_bytes
 from served import Serve, eventually
 
-from lowlat.ipc.server import unix_listener
+from lowlat.ipc.server import rate, unix_listener
 from lowlat.ipc.server.unix_listener import MAX_BURST
 from lowlat.ipc.wire import Health, Hello, Pong, Sampling, Submit, Welcome, encode, pack_tokens
 from lowlat.ipc.zmtp import encode_message, encode_ping
@@ -154,7 +154,7 @@ def test_a_message_that_never_ends_delays_nobody_and_ends_its_connection(listen:
 def test_who_pings_now_and_then_does_not_flood(
     listen: Listen, monkeypatch: pytest.MonkeyPatch, heartbeat_interval_s: float
 ) -> None:
-    monkeypatch.setattr(unix_listener, "COUNTED_S", 0.05)
+    monkeypatch.setattr(rate, "WINDOW_S", 0.05)
     listening = listen(max_messages_per_s=10, heartbeat_interval_s=heartbeat_interval_s)
     with BarePeer(listening.endpoint) as peer:
         for number in range(30):
