@@ -71,10 +71,10 @@ def _process(*command: str) -> Iterator[None]:
 
 
 @contextmanager
-def served(folder: Path, step_s: float, *, spins: bool = False) -> Iterator[str]:
+def served(folder: Path, step_s: float) -> Iterator[str]:
     """A server of a FakeEngine in another process; its endpoint."""
     endpoint = f"ipc://{folder}/s.sock"
-    engine = {"step_s": step_s, "max_running": MAX_STREAMS, "text": True, "spins": spins}
+    engine = {"step_s": step_s, "max_running": MAX_STREAMS, "text": True}
     with _process(str(SERVER), endpoint, json.dumps({"engine": engine})):
         yield endpoint
 

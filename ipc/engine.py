@@ -20,8 +20,7 @@ class EngineInfo:
     max_running   requests that decode together: the server hands over no more at once
     max_context   tokens of prompt and completion, at most
     tokenizer     SHA-256 of tokenizer.json, hexadecimal; "" without one
-    spins         the I/O thread polls without waiting while requests run: for engines that were measured to gain
-                  by it, since the two threads share the GIL
+    on_device     steps run on a device and leave the host's cores free, for a thread that polls for a moment
     """
 
     model: str
@@ -31,7 +30,7 @@ class EngineInfo:
     tokenizer: str = ""
     has_chat_template: bool = False
     num_speculative_tokens: int = 0
-    spins: bool = False
+    on_device: bool = False
 
 
 class TokenLogprobs(Protocol):

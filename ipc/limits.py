@@ -22,6 +22,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "watchdog_factor": (2.0, 1000.0),
     "watchdog_min_s": (0.1, 3600.0),
     "linger_s": (0.0, 60.0),
+    "spin_s": (0.0, 10.0),
 }
 
 
@@ -44,6 +45,8 @@ class Limits:
     watchdog_factor          a step older than so many times its usual p99 hangs
     watchdog_min_s           but no step younger than this does
     linger_s                 how long last messages may take to leave when the server ends
+    spin_s                   how long after a request, where another came so soon before, one thread polls without
+                             sleeping for the next one; 0 never. Not where steps run on the CPU, nor on one core
     Raises ConfigError for a value out of its range.
     """
 
@@ -62,6 +65,7 @@ class Limits:
     watchdog_factor: float = 10.0
     watchdog_min_s: float = 2.0
     linger_s: float = 0.5
+    spin_s: float = 0.001
 
     def __post_init__(self) -> None:
         for field in fields(self):

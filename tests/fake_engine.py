@@ -110,7 +110,7 @@ class FakeEngine:
         max_context: int = 4096,
         text: bool = False,
         tokenizer: str = "",
-        spins: bool = False,
+        on_device: bool = True,
         faults: Mapping[int, str] | None = None,
         fault_step: int = 3,
         close_error: Exception | None = None,
@@ -123,7 +123,7 @@ class FakeEngine:
             max_context=max_context,
             tokenizer=tokenizer,
             has_chat_template=bool(tokenizer),
-            spins=spins,
+            on_device=on_device,
         )
         self.step_s = step_s
         self.tokens_per_step = tokens_per_step

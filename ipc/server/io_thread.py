@@ -16,6 +16,7 @@ from lowlat.ipc.server.logs import describe
 from lowlat.ipc.server.peers import Peers
 from lowlat.ipc.server.requests import Requests
 from lowlat.ipc.server.service import Service
+from lowlat.ipc.server.spin import Spin
 from lowlat.ipc.server.timers import Timers
 from lowlat.ipc.server.wake import Inbox
 from lowlat.ipc.wire import Bye
@@ -29,9 +30,7 @@ class IoThread(threading.Thread):
     """Reads what clients say, sends what the engine brings, and ends the server.
 
     check      called once a second; a text says why the server must end
-    spins      poll without waiting while requests run. With an engine whose step only sleeps, on two cores, a later
-               token comes 25 us earlier (of 25 to 30 that serving adds) and the first no earlier. An engine that runs
-               Python between its steps pays for it: the spinning thread takes the GIL from it
+    spin       says when to poll without sleeping
     on_end     called when the last messages have left, or had their time to
     exit_code  0 after a drain, 1 after a failure; read it when the thread has ended
     """
@@ -45,11 +44,11 @@ class IoThread(threading.Thread):
         requests: Requests,
         service: Service,
         log: logging.Logger,
+        spin: Spin,
         *,
         check: Callable[[], str | None],
         on_end: Callable[[], None],
         linger_s: float,
-        spins: bool,
     ) -> None:
         super().__init__(name="lowlat-io", daemon=True)
         self._listener = listener
@@ -62,7 +61,7 @@ class IoThread(threading.Thread):
         self._check = check
         self._on_end = on_end
         self._linger_s = linger_s
-        self._spins = spins
+        self._spin = spin
         self._awake = threading.Lock()  # never given back at the end: from then on nobody sends
         self._awake.acquire()
         self._sleeps_until = 0.0
@@ -100,7 +99,8 @@ class IoThread(threading.Thread):
                 return False
             self._handlers[type(event)](event)
             self._requests.flush()
-            if self._timers.due < self._sleeps_until or self._requests.draining:
+            self._spin.note(self._requests.idle)
+            if self._timers.due < self._sleeps_until or self._requests.draining or self._spin.due:
                 self._inbox.wake()
         except Exception as error:
             self._log.critical("handling %s failed: %s", type(event).__name__, describe(error))
@@ -110,7 +110,7 @@ class IoThread(threading.Thread):
         return True
 
     def _loop(self) -> None:
-        listener, inbox, timers, requests = self._listener, self._inbox, self._timers, self._requests
+        listener, inbox, timers, requests, spin = self._listener, self._inbox, self._timers, self._requests, self._spin
         listener.serve(
             inbox.descriptor,
             Handlers(message=self._service.receive, ended=self._peers.ended, unblocked=self._peers.unblocked),
@@ -123,8 +123,9 @@ class IoThread(threading.Thread):
             timeout_ms = timers.run()
             if self._ended or (requests.draining and requests.idle):
                 return
-            if self._spins and requests.num_running:
-                listener.wait(0)  # the inbox is looked at in every turn; nobody has to wake anybody
+            spin.note(requests.idle)
+            if spin.goes_on():
+                listener.wait(0)
             elif inbox.sleep():
                 inbox.awake(self._sleep(timeout_ms))
             else:

@@ -26,6 +26,7 @@ from lowlat.ipc.server.prepare import TextThread
 from lowlat.ipc.server.requests import Requests
 from lowlat.ipc.server.security import Curve, Users
 from lowlat.ipc.server.service import Service
+from lowlat.ipc.server.spin import Spin
 from lowlat.ipc.server.statistics import Statistics
 from lowlat.ipc.server.timers import Timers
 from lowlat.ipc.server.unix_listener import UnixListener
@@ -212,10 +213,10 @@ class Server:
             requests,
             service,
             log,
+            Spin(limits.spin_s if engine.info.on_device else 0.0),
             check=self._check,
             on_end=self._attention.set,
             linger_s=limits.linger_s,
-            spins=engine.info.spins,
         )
         for thread in (self._text, self._io, self._watchdog):
             thread.start()

@@ -36,6 +36,7 @@ class RuntimeEngine:
             tokenizer="" if codec is None else codec.fingerprint,
             has_chat_template=codec is not None and codec.has_chat_template,
             num_speculative_tokens=runtime.num_speculative_tokens,
+            on_device=runtime.device_choice.device.type == "cuda",
         )
 
     def validate(self, prompt: Sequence[int], sampling: Sampling) -> None:

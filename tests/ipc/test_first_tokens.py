@@ -67,9 +67,8 @@ def test_first_tokens_that_are_also_the_last(serve: Serve, sent: Sent) -> None:
     assert client.stats()["time_to_first_token_ms"]["count"] == 10
 
 
-@pytest.mark.parametrize(("spins", "options"), [(False, {"endpoint": "tcp://127.0.0.1:*"}), (True, {})])
-def test_where_only_the_io_thread_may_send(serve: Serve, sent: Sent, spins: bool, options: dict[str, str]) -> None:
-    client = serve(FakeEngine(0.01, spins=spins), **options).client()
+def test_over_tcp_only_the_io_thread_may_send(serve: Serve, sent: Sent) -> None:
+    client = serve(FakeEngine(0.01), endpoint="tcp://127.0.0.1:*").client()
     request = client.submit(0, [7], max_tokens=2)
     client.finish(request)
     assert request.token_ids == expected_tokens([7], 2)

@@ -101,7 +101,7 @@ def test_the_adapters_are_what_the_server_asks_for(engine: RuntimeEngine, talker
     info = asked.info
     assert (info.model, info.max_running, info.max_context) == (talker.name, 2, 64)
     assert info.vocab_size == byte_level().get_vocab_size() and info.has_chat_template
-    assert len(info.tokenizer) == 64 and not info.spins and info.num_speculative_tokens == 0
+    assert len(info.tokenizer) == 64 and not info.on_device and info.num_speculative_tokens == 0
 
 
 @pytest.mark.parametrize(
