@@ -119,6 +119,7 @@ _LIMITS_HELP = {
     "watchdog_factor": "A step so many times older than its usual p99 hangs.",
     "watchdog_min_s": "But no step of fewer seconds does.",
     "linger_s": "Seconds that last messages may take to leave.",
+    "spin_s": "Seconds awake after a request, where another came so soon before; 0 never.",
 }
 
 
