@@ -1,4 +1,4 @@
-"""The choice of rows' experts by their logits, which every block of a product makes for itself.
+"""The choice of rows' experts by their logits, which a block makes for itself.
 
 A warp has a row, and leaves its experts and their shares in shared memory, where `experts_list` reads them. It knows
 neither who wrote the logits nor what the experts compute.
@@ -6,21 +6,20 @@ neither who wrote the logits nor what the experts compute.
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from lowlat.errors import ShapeError
 from lowlat.kernels import ptx
 from lowlat.kernels.awaited import is_missing
-from lowlat.kernels.experts_plan import ExpertPlan
 from lowlat.kernels.kernel import Argument
 from lowlat.kernels.norm import check_dtype, check_row_live
 from lowlat.kernels.norm_row import is_live
 from lowlat.kernels.numba_cuda import cuda, device_function, float32, int64, uint32
 from lowlat.kernels.reference.shapes import check_shape
 
-__all__ = ["MAX_CHOSEN", "MAX_EXPERTS", "Choice", "make_choose", "make_publish"]
+__all__ = ["MAX_CHOSEN", "MAX_EXPERTS", "Choice", "Place", "make_choose", "make_publish"]
 
 MAX_EXPERTS, MAX_CHOSEN = 256, 8
 EVERY_LANE = 0xFFFFFFFF
@@ -62,7 +61,16 @@ class Choice:
         return self.logits[part], 0 if self.row_live is None else self.row_live.view(-1)[part]
 
 
-def make_choose(plan: ExpertPlan, ranks: int, num_experts: int) -> Any:
+class Place(Protocol):
+    """Where a block leaves what rows have chosen: ids from the area's start, shares so many bytes further."""
+
+    @property
+    def threads(self) -> int: ...
+    @property
+    def shares_at(self) -> int: ...
+
+
+def make_choose(plan: Place, ranks: int, num_experts: int) -> Any:
     """A function of all threads: ids and shares of the rows of `count` pairs to their places at `area`; one barrier."""
     choose, warps = _make_choose_row(plan, ranks, num_experts), plan.threads // 32
 
@@ -77,7 +85,7 @@ def make_choose(plan: ExpertPlan, ranks: int, num_experts: int) -> Any:
     return choose_rows
 
 
-def _make_choose_row(plan: ExpertPlan, ranks: int, num_experts: int) -> Any:
+def _make_choose_row(plan: Place, ranks: int, num_experts: int) -> Any:
     own, shares_at = -(-num_experts // 32), plan.shares_at
 
     @device_function
@@ -123,7 +131,7 @@ def _make_choose_row(plan: ExpertPlan, ranks: int, num_experts: int) -> Any:
     return choose
 
 
-def make_publish(plan: ExpertPlan) -> Any:
+def make_publish(plan: Place) -> Any:
     """A function of all threads: the last block writes ids and shares of `count` pairs to global memory."""
     shares_at = plan.shares_at
 

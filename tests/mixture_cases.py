@@ -1,8 +1,10 @@
 """Random mixtures of experts, rows that choose them in particular ways, and what they must come to."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from expert_cases import ALPHA, LIMIT, Experts, choices, make_experts, want_gate_up
 
@@ -15,8 +17,8 @@ from lowlat.kernels.packing import gate_up_order
 from lowlat.kernels.reference import experts as reference
 
 __all__ = [
-    "PASSES", "Mixture", "awaited", "logits_of", "make_choice", "make_logits", "make_mixture", "of_codes", "passing",
-    "want_choice",
+    "PASSES", "Mixture", "awaited", "exact_shares", "logits_of", "make_choice", "make_logits", "make_mixture",
+    "of_codes", "passing", "want_choice",
 ]  # fmt: skip
 
 PASSES: dict[str, Any] = {
@@ -177,3 +179,17 @@ def awaited(*shape: int, dtype: torch.dtype, device: str | torch.device = "cpu")
     memory = torch.empty(shape, dtype=dtype, device=device)
     memory.view(torch.uint8).fill_(0xFF)
     return memory
+
+
+def exact_shares(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """The shares [M, R] of chosen experts, every step rounded as `experts_choice` promises; 0 where dead."""
+    found = torch.zeros(ids.shape)
+    for row in (ids[:, 0] >= 0).nonzero()[:, 0].tolist():
+        values = logits[row, ids[row].long()].numpy()
+        with np.errstate(all="ignore"):
+            powers = np.exp2((values - values[0]) * np.float32(math.log2(math.e)))
+            total = np.float32(0)
+            for power in powers:
+                total = total + power
+            found[row] = torch.from_numpy(powers / total)
+    return found

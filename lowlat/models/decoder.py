@@ -83,7 +83,7 @@ def _emit_experts(emitter: Emitter, config: ModelConfig, layer: int, normed: str
     shares = emitter.scratch("expert_weights", count, chosen, dtype=torch.float32)
     emitter.emit(
         "router",
-        {"x": normed, **emitter.live()},
+        {"x": normed, **emitter.wanted()},
         {"expert_ids": ids, "expert_weights": shares},
         weights={"weight": f"{name}.router.weight", "bias": f"{name}.router.bias"},
     )

@@ -49,6 +49,10 @@ class Emitter:
         """The row_live argument, where rows may be dead."""
         return {} if self.rows.live is None else {"row_live": self.rows.live}
 
+    def wanted(self) -> dict[str, str]:
+        """The row_live argument, for what need not be made of rows that nobody reads, also where all are processed."""
+        return self.live() or {"row_live": self.rows.write["row_live"]}
+
     def scratch(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> str:
         """A scratch buffer of these rows."""
         return self.builder.scratch(f"{self.rows.prefix}{name}", shape, dtype or self.dtype)

@@ -14,11 +14,12 @@ from tiny_models import mxfp4_target
 
 from lowlat.executors.prefill import flash
 from lowlat.executors.prefill import kernels as prefill_kernels
-from lowlat.executors.prefill.experts import choose_experts, down_by_torch, gate_up_by_torch
+from lowlat.executors.prefill.experts import choose_by_torch, down_by_torch, gate_up_by_torch
 from lowlat.executors.prefill.room import ExpertsRoom, room_of
 from lowlat.kernels.expert_packing import PackedExperts, pack_experts, unpack_expert
 from lowlat.kernels.kernel import H200
 from lowlat.kernels.packing import gate_up_order
+from lowlat.kernels.reference import OPERATIONS
 from lowlat.kernels.reference import experts as reference
 from lowlat.kernels.reference.mxfp4 import quantise
 from lowlat.prefill import build_prefill
@@ -47,11 +48,13 @@ def choices(kind: str, rows: int) -> torch.Tensor:
         return torch.tensor([[5, 2]] * rows, dtype=torch.int32)
     if kind == "one":
         return torch.tensor([[3, row % 3] for row in range(rows)], dtype=torch.int32)
+    if kind == "dead":
+        return torch.tensor([[row % 7, 6 - row % 2] if row % 3 else [-1, -1] for row in range(rows)], dtype=torch.int32)
     return torch.stack([torch.randperm(7)[:2] for _ in range(rows)]).int()
 
 
 @pytest.mark.parametrize("quantised", [False, True], ids=["bf16", "mxfp4"])
-@pytest.mark.parametrize("kind", ["random", "alike", "one"])
+@pytest.mark.parametrize("kind", ["random", "alike", "one", "dead"])
 def test_experts_of_a_chunk_are_the_reference_s(kind: str, quantised: bool) -> None:
     torch.manual_seed(4)
     rows, width, inner = 67, 96, 64
@@ -78,18 +81,21 @@ def test_the_choice_of_a_chunk_is_the_reference_s() -> None:
     weight[7], bias[7] = weight[2], bias[2]
     found: dict[str, Any] = {"expert_ids": torch.zeros(19, 4, dtype=torch.int32), "expert_weights": torch.zeros(19, 4)}
     expected = {name: tensor.clone() for name, tensor in found.items()}
-    choose_experts(x, weight, bias, **found, chunk=19)
-    reference.router(x, weight, bias, **expected)
+    live = (torch.arange(19) % 5 != 2).to(torch.uint8)
+    choose_by_torch(x, weight, bias, live, **found, chunk=19)
+    reference.router(x, weight, bias, live, **expected)
+    assert (found["expert_ids"] == -1).any() and (found["expert_ids"] >= 0).any()
     assert torch.equal(found["expert_ids"], expected["expert_ids"])
     assert close(found["expert_weights"], expected["expert_weights"], 1e-5)
 
 
+@pytest.mark.parametrize("live", [None, 3])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_chunk_is_the_reference_s(name: str, tmp_path: Path) -> None:
+def test_a_chunk_is_the_reference_s(name: str, live: int | None, tmp_path: Path) -> None:
     """The whole prefill program, experts from packed matrices: what it leaves in caches and features."""
     torch.manual_seed(7)
-    found = chunk_differences(make_named(name, tmp_path), torch.device("cpu"))
-    assert len(found) > 4
+    found = chunk_differences(make_named(name, tmp_path), torch.device("cpu"), live=live)
+    assert len(found) > 3
     for buffer, differences in found.items():
         assert float(differences.max()) < 4e-2, buffer
 
@@ -99,15 +105,15 @@ def test_the_room_for_experts_is_that_of_one_layer_s_lists_and_products(tmp_path
     pair = Pair(tmp_path)
     pair.geometry = replace(pair.geometry, prefill_chunk=96)
     room = room_of(build_prefill(pair.geometry), lambda name: pair.source[name].shape).experts
-    assert room == ExpertsRoom(96 * 4, 96 * 4 // 64 + 9, 96 * 4 * 64)
-    assert room.num_bytes == 4 * 96 * 4 + 256 + 4 * 96 * 4 * 64
+    assert room == ExpertsRoom(96 * 4, 96 * 4 // 64 + 9, 96 * 4 * 64, 96 * 9)
+    assert room.num_bytes == 4 * 96 * 4 + 256 + 4 * 96 * 4 * 64 + (4 * 96 * 9 + 128)
     memory = torch.zeros(room.num_bytes + 7, dtype=torch.uint8)
-    order, tiles, values = room.cut(memory)
-    assert (order.shape, tiles.shape, values.shape) == ((384,), (15, 4), (384 * 64,))
-    for part in (order, tiles, values):
+    order, tiles, values, logits = room.cut(memory)
+    assert (order.shape, tiles.shape, values.shape, logits.shape) == ((384,), (15, 4), (384 * 64,), (96 * 9,))
+    for part in (order, tiles, values, logits):
         assert not part.any()
         part.fill_(1)
-    assert values.data_ptr() + 4 * values.numel() == memory.data_ptr() + room.num_bytes and not memory[-7:].any()
+    assert logits.data_ptr() + 4 * logits.numel() == memory.data_ptr() + room.num_bytes - 128 and not memory[-7:].any()
     step = room_of(pair.program(0, 1), lambda name: pair.source[name].shape)
     assert step.num_bytes == 0  # a step has others
     assert not any(part.numel() for part in (*step.experts.cut(memory), *step.attention.cut(memory)))
@@ -158,6 +164,7 @@ class StandInLauncher:
         self.kernels.append(name)
         means: dict[str, Any] = {"experts_grouping": self._group, "experts_grouped_gate_up": self._gate_up}
         means |= {"experts_grouped_down": self._down, "add_ranks": self._add, "gather_kv": gather}
+        means |= {"router": self._route, "experts_choose": self._choose}
         meaning = next(function for kind, function in means.items() if name.startswith(kind))
 
         def issue(stream: str) -> None:
@@ -165,6 +172,17 @@ class StandInLauncher:
             meaning(*call.arguments)
 
         return SimpleNamespace(issue=issue)
+
+    def _route(self, x: Any, norm: Any, live: Any, weight: Any, bias: Any, normed: Any, logits: Any, *_: Any) -> None:
+        assert live == 0  # all rows are normed
+        OPERATIONS["rms_norm"](x, norm, out=normed, eps=self._pair.target.config.rms_norm_eps)
+        logits.copy_(normed.float() @ weight.float().t() + bias.float())
+
+    def _choose(self, logits: Any, live: Any, ids: Any, shares: Any, rows: int) -> None:
+        assert live.tolist() == [1] * rows
+        largest = logits.topk(ids.shape[1])
+        ids.copy_(largest.indices)
+        shares.copy_(torch.softmax(largest.values, 1))
 
     def _group(self, ids: Any, order: Any, tiles: Any, count: int, tile_pairs: int, capacity: int) -> None:
         assert (count, tile_pairs, capacity) == (ids.numel(), 64, len(tiles)) and order.numel() == count
@@ -199,8 +217,9 @@ class StandInLauncher:
         return torch.stack([unpack_expert(packed, expert) for expert in range(packed.num_experts)]), packed.order
 
 
-def test_a_chunk_s_experts_are_four_launches_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And its attention one before torch's; what stands for the launches reads what they were given."""
+def test_a_chunk_s_experts_are_six_launches_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The norm before them included, and its attention one before torch's; what stands for the launches reads what
+    they were given."""
     torch.manual_seed(7)
     monkeypatch.setattr(prefill_kernels, "ROW_KERNELS", {})  # the stand-in knows experts' products and attention alone
     monkeypatch.setattr(flash, "flash_attention", flash_attention)
@@ -209,4 +228,4 @@ def test_a_chunk_s_experts_are_four_launches_a_layer(tmp_path: Path, monkeypatch
     launcher: Any = StandInLauncher(pair)
     for buffer, differences in chunk_differences(pair, torch.device("cpu"), launcher).items():
         assert float(differences.max()) < 4e-2, buffer
-    assert launcher.compiled == len(launcher.kernels) == 5 * pair.target.config.num_layers
+    assert launcher.compiled == len(launcher.kernels) == 7 * pair.target.config.num_layers

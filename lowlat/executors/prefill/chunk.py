@@ -3,11 +3,11 @@
 Operations are run by their references, with some of prefill's own: products read packed weights where the card has wide
 products, and else unpack one matrix at a time for the matrix library; embeddings are gathered from a packed table where
 that is the only copy; attention is torch's flash attention over keys and values gathered by a kernel; a mixture's rows
-go to its experts together, by grouped products over packed matrices. Row-wise operations are the step's kernels. What
-differs from chunk to chunk is read on the device.
+choose right behind their norm, and go to their experts together, by grouped products over packed matrices. Row-wise
+operations are the step's kernels. What differs from chunk to chunk is read on the device.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from lowlat.executors.orders import EXPERT_PRODUCTS, experts_name
 from lowlat.executors.prefill.attention import Sight, prefill_attention, sight_of
 from lowlat.executors.prefill.experts import (
     GroupedExperts,
-    choose_experts,
+    choose_by_torch,
     down_by_torch,
     gate_up_by_torch,
     product,
@@ -69,10 +69,15 @@ class BoundPrefill:
         if launches is not None:
             self._grouped, self._flash, self._wide = self._share_room(program, room, launches)
         self._bound: list[tuple[Callable[..., None], dict[str, object]]] = []
-        for op in program.ops:
+        for norm, op in _with_norms(program, apart=launches is None):
             arguments = arguments_of(op, buffers)
-            calls = () if launches is None else row_calls(op, arguments, weights)
-            own = launches.add(calls) if launches is not None and calls else self._own(op, arguments)
+            own: Callable[..., None] | None
+            if self._grouped is not None and norm is not None:
+                own = self._choose(self._grouped, norm, arguments_of(norm, buffers), op, arguments)
+            elif launches is not None and (calls := row_calls(op, arguments, weights)):
+                own = launches.add(calls)
+            else:
+                own = self._own(op, arguments)
             if own is None:
                 own = meaning_of(program, op)
                 arguments.update((name, weights.vector(weight)) for name, weight in op.weights.items())
@@ -108,7 +113,7 @@ class BoundPrefill:
             return self._own_product(op, arguments)
         if op.kind == "router":
             weights = {name: self._weights.vector(weight) for name, weight in op.weights.items()}
-            return partial(choose_experts, **weights, chunk=self._chunk)
+            return partial(choose_by_torch, **weights, chunk=self._chunk)
         if op.kind == "embed":
             return lambda tokens, out: self._embed(op, tokens, out)
         if op.kind == "linear":
@@ -120,6 +125,19 @@ class BoundPrefill:
             make: Callable[..., Callable[..., None]] = self._flash.attend
             return make(**{name: each for name, each in arguments.items() if name != "chunk_size"}, sinks=sinks)
         return head_prefill_rows if op.kind == "head_prefill_rows" else None
+
+    def _choose(
+        self, grouped: GroupedExperts, norm: Op, given: Mapping[str, Any], router: Op, arguments: Mapping[str, Any]
+    ) -> Callable[..., None]:
+        """What a router and the norm right before it, of these arguments, do together."""
+        return grouped.choose(
+            given["x"],
+            norm_weight=self._weights.vector(norm.weights["weight"]),
+            normed=given["out"],
+            eps=given["eps"],
+            **{name: each for name, each in arguments.items() if name != "x"},
+            **{name: self._weights.vector(weight) for name, weight in router.weights.items()},
+        )
 
     def _own_product(self, op: Op, arguments: Mapping[str, object]) -> Callable[..., None]:
         name, gated = experts_name(op), op.kind == "experts_gate_up"
@@ -178,3 +196,22 @@ class BoundPrefill:
                 block_table, chunk, size=self._size, block=block, whole=whole, window=window, dtype=q.dtype
             )
         prefill_attention(q, k_cache, v_cache, self._sights[window], sinks=sinks, out=out, scale=scale)
+
+
+def _with_norms(program: Program, *, apart: bool) -> Iterator[tuple[Op | None, Op]]:
+    """Operations in order, each router with the norm right before it, which does not come by itself.
+
+    apart   all by themselves
+    """
+    norm: Op | None = None
+    for op in program.ops:
+        if norm is not None and not (op.kind == "router" and op.reads["x"] == norm.writes["out"]):
+            yield None, norm
+            norm = None
+        if norm is None and op.kind == "rms_norm" and not apart:
+            norm = op
+        else:
+            yield norm, op
+            norm = None
+    if norm is not None:
+        yield None, norm

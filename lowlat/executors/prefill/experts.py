@@ -1,8 +1,8 @@
-"""A mixture of experts in prefill: pairs of a row and a rank grouped by expert, and products of the groups.
+"""A mixture of experts in prefill: rows choose, pairs of a row and a rank are grouped by expert, groups are multiplied.
 
-On a card our kernels group and multiply, from packed weights; a pair's bits so depend on its row and its expert alone,
-and the host does not wait for the device. Without a launcher torch does it, expert after expert, for tests on a CPU.
-The rounding points are those of `lowlat.kernels.reference.experts`.
+On a card our kernels do all of it, from packed weights; a pair's bits so depend on its row and its expert alone, rows
+that nobody reads cost no expert's weights, and the host does not wait for the device. Without a launcher torch does it,
+expert after expert, for tests on a CPU. The rounding points are those of `lowlat.kernels.reference.experts`.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,24 +13,49 @@ from lowlat.executors.prefill.kernels import Launches
 from lowlat.executors.prefill.room import ExpertsRoom
 from lowlat.kernels.add_ranks import add_ranks
 from lowlat.kernels.expert_packing import PackedExperts, unpack_expert
+from lowlat.kernels.experts_choice import Choice
+from lowlat.kernels.experts_choose import choose_experts
 from lowlat.kernels.experts_grouped import grouped_down, grouped_gate_up
 from lowlat.kernels.experts_grouped_plan import GroupedPlan, plan_grouped
 from lowlat.kernels.experts_grouping import group_pairs
 from lowlat.kernels.experts_plan import DOWN, GATE_UP, ExpertShape
 from lowlat.kernels.pair_tiles import most_tiles, tile_pairs_of
+from lowlat.kernels.router import router
 
-__all__ = ["GroupedExperts", "choose_experts", "down_by_torch", "gate_up_by_torch", "product"]
+__all__ = ["GroupedExperts", "choose_by_torch", "down_by_torch", "gate_up_by_torch", "product"]
 
 
 class GroupedExperts:
-    """Makes the products of a chunk's mixtures, of launches that are loaded later.
+    """Makes the choices and the products of a chunk's mixtures, of launches that are loaded later.
 
-    room  uint8, at least `size.num_bytes`: one layer's lists of pairs, and what its experts add to each row
+    room  uint8, at least `size.num_bytes`: one layer's logits, lists of pairs, and what its experts add to each row
     """
 
     def __init__(self, launches: Launches, size: ExpertsRoom, room: torch.Tensor) -> None:
         self._launches = launches
-        self._order, self._tiles, self._values = size.cut(room)
+        self._order, self._tiles, self._values, self._logits = size.cut(room)
+
+    def choose(
+        self,
+        x: torch.Tensor,
+        row_live: torch.Tensor,
+        *,
+        norm_weight: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        normed: torch.Tensor,
+        expert_ids: torch.Tensor,
+        expert_weights: torch.Tensor,
+        eps: float,
+    ) -> Callable[..., None]:
+        """What norms all rows, and then lets the live ones choose, over these buffers."""
+        rows, num_experts = x.shape[0], weight.shape[0]
+        logits = self._logits[: rows * num_experts].view(rows, num_experts)
+        calls = router(x, norm_weight, weight, bias, normed=normed, logits=logits, eps=eps, card=self._launches.card)
+        choice = Choice(logits, row_live)
+        return self._launches.add(
+            calls + choose_experts(choice=choice, expert_ids=expert_ids, expert_weights=expert_weights)
+        )
 
     def gate_up(
         self,
@@ -89,20 +114,21 @@ class GroupedExperts:
         return plan_grouped(tile_pairs, shape, self._launches.card)
 
 
-def choose_experts(
+def choose_by_torch(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor,
+    row_live: torch.Tensor,
     *,
     expert_ids: torch.Tensor,
     expert_weights: torch.Tensor,
     chunk: int,
 ) -> None:
-    """The choice of rows of which none is dead: see `reference.experts.router`; chunk: as `product` takes it."""
-    logits = product(x, weight, chunk) + bias.float()
+    """What `reference.experts.router` means; chunk: as `product` takes it."""
+    logits, dead = product(x, weight, chunk) + bias.float(), row_live[:, None] == 0
     chosen = torch.argsort(logits, dim=-1, descending=True, stable=True)[:, : expert_ids.shape[1]]
-    expert_ids.copy_(chosen)
-    expert_weights.copy_(torch.softmax(logits.gather(1, chosen), -1))
+    expert_ids.copy_(chosen.masked_fill(dead, -1))
+    expert_weights.copy_(torch.softmax(logits.gather(1, chosen), -1).masked_fill(dead, 0.0))
 
 
 def gate_up_by_torch(
@@ -115,11 +141,11 @@ def gate_up_by_torch(
     limit: float,
     alpha: float,
 ) -> None:
-    """Gate and up products and the clamped SwiGLU of rows that are all live: see `reference.experts.experts_gate_up`.
+    """Gate and up products and the clamped SwiGLU: see `reference.experts.experts_gate_up`.
 
     bias  [E, 2I] in the original order
     """
-    activated = out.view(expert_ids.numel(), -1)
+    activated = out.view(expert_ids.numel(), -1).zero_()
     for pairs, products in _products(x, expert_ids.shape[1], expert_ids, experts, bias):
         gate, up = products.chunk(2, dim=1)
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
@@ -135,8 +161,8 @@ def down_by_torch(
     bias: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """Down products of rows that are all live, weighed and added by rank: see `reference.experts.experts_down`."""
-    by_pair = torch.empty(expert_ids.numel(), experts.rows, dtype=torch.float32, device=activated.device)
+    """Down products, weighed and added by rank: see `reference.experts.experts_down`."""
+    by_pair = torch.zeros(expert_ids.numel(), experts.rows, dtype=torch.float32, device=activated.device)
     for pairs, products in _products(activated.flatten(0, 1), 1, expert_ids, experts, bias):
         by_pair[pairs] = products
     by_rank = by_pair.view(*expert_ids.shape, -1)
@@ -148,9 +174,9 @@ def down_by_torch(
 def _products(
     inputs: torch.Tensor, pairs_a_row: int, expert_ids: torch.Tensor, experts: PackedExperts, bias: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Pairs [n] of an expert and their products with it, its bias added, float32 [n, N]."""
+    """Pairs [n] of an expert and their products with it, its bias added, float32 [n, N]; dead ones are nobody's."""
     flat = expert_ids.reshape(-1)
-    for expert in flat.unique().tolist():
+    for expert in flat[flat >= 0].unique().tolist():
         pairs = (flat == expert).nonzero()[:, 0]
         rows = inputs[pairs // pairs_a_row]
         yield pairs, product(rows, unpack_expert(experts, expert), len(pairs)) + bias[expert].float()

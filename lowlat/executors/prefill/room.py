@@ -24,26 +24,31 @@ class ExpertsRoom:
     num_pairs   of a row and a rank: their list by expert, int32
     num_tiles   of pairs: TILE_WORDS int32 each
     num_values  what each of a row's experts adds to it, float32
+    num_logits  of each row and expert, float32
     """
 
     num_pairs: int = 0
     num_tiles: int = 0
     num_values: int = 0
+    num_logits: int = 0
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all parts."""
         return sum(self._sizes())
 
-    def cut(self, room: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The parts [pairs] int32, [tiles, TILE_WORDS] int32 and [values] float32 of uint8 memory of `num_bytes`."""
-        pairs, tiles, values = room[: self.num_bytes].split(self._sizes())
-        ends = 4 * self.num_pairs, 4 * TILE_WORDS * self.num_tiles, 4 * self.num_values
-        order, listed = pairs[: ends[0]].view(torch.int32), tiles[: ends[1]].view(torch.int32)
-        return order, listed.view(self.num_tiles, TILE_WORDS), values[: ends[2]].view(torch.float32)
+    def cut(self, room: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The parts [pairs] and [tiles, TILE_WORDS] int32, [values] and [logits] float32, of uint8 of `num_bytes`."""
+        parts = room[: self.num_bytes].split(self._sizes())
+        pairs, tiles, values, logits = (part[: 4 * count] for part, count in zip(parts, self._counts(), strict=True))
+        listed = tiles.view(torch.int32).view(self.num_tiles, TILE_WORDS)
+        return pairs.view(torch.int32), listed, values.view(torch.float32), logits.view(torch.float32)
+
+    def _counts(self) -> tuple[int, ...]:
+        return self.num_pairs, TILE_WORDS * self.num_tiles, self.num_values, self.num_logits
 
     def _sizes(self) -> list[int]:
-        return [_aligned(4 * self.num_pairs), _aligned(4 * TILE_WORDS * self.num_tiles), _aligned(4 * self.num_values)]
+        return [_aligned(4 * count) for count in self._counts()]
 
 
 @dataclass(frozen=True)
@@ -121,7 +126,7 @@ def room_of(program: Program, shape_of: Callable[[str], torch.Size]) -> Room:
 
     shape_of  a weight's, by its canonical name; asked of matrices of products [N, K], and biases of experts' [E, N]
     """
-    pairs, tiles, values, keys, arranged, partials = [0], [0], [0], [0], [0], [0]
+    pairs, tiles, values, logits, keys, arranged, partials = [0], [0], [0], [0], [0], [0], [0]
     for op in program.ops:
         if op.kind == "linear" and op.stage is Stage.PREFILL:
             num_rows, (height, width) = program.buffers[op.writes["out"]].shape[0], shape_of(op.weights["weight"])
@@ -132,12 +137,13 @@ def room_of(program: Program, shape_of: Callable[[str], torch.Size]) -> Room:
             rows, ranks = program.buffers[op.reads["expert_ids"]].shape
             num_experts, width = shape_of(op.weights["bias"])
             pairs.append(rows * ranks)
+            logits.append(rows * num_experts)
             tiles.append(most_tiles(rows * ranks, num_experts, tile_pairs_of(rows * ranks, num_experts)))
             if op.kind == "experts_down":
                 values.append(rows * ranks * width)
         if op.kind == "prefill_attention":
             keys.append(_keys_bytes(program, op))
-    experts = ExpertsRoom(max(pairs), max(tiles), max(values))
+    experts = ExpertsRoom(max(pairs), max(tiles), max(values), max(logits))
     return Room(experts, AttentionRoom(max(keys)), ProductsRoom(max(arranged), max(partials)))
 
 

@@ -1,16 +1,14 @@
 """A mixture of experts in one launch, walked thread by thread on a CPU, all blocks side by side."""
 
-import math
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from expert_cases import make_experts
 from kernel_inventory import B200, CARDS
 from kernel_walk import Walker, walkable
-from mixture_cases import make_logits, make_mixture, want_choice
+from mixture_cases import exact_shares, make_logits, make_mixture, want_choice
 from mixture_walk import NAMES, small_card, walk
 
 from lowlat.errors import ShapeError
@@ -51,20 +49,6 @@ def test_it_is_the_reference_s(
     units = sum(-(-int((ids == each).sum()) // 8) for each in ids.unique())
     parts = -(-hidden // 64) * -(-2 * inner // 16) + -(-inner // 64) * -(-hidden // 16)
     assert walker.bytes_copied == units * parts * step
-
-
-def exact_shares(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """The shares [M, R] of chosen experts, every step rounded as `experts_choice` promises; 0 where dead."""
-    found = torch.zeros(ids.shape)
-    for row in (ids[:, 0] >= 0).nonzero()[:, 0].tolist():
-        values = logits[row, ids[row].long()].numpy()
-        with np.errstate(all="ignore"):
-            powers = np.exp2((values - values[0]) * np.float32(math.log2(math.e)))
-            total = np.float32(0)
-            for power in powers:
-                total = total + power
-            found[row] = torch.from_numpy(powers / total)
-    return found
 
 
 @pytest.mark.parametrize(
