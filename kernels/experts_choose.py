@@ -48,9 +48,9 @@ class _Block:
 
 @cache
 def _make(num_experts: int, ranks: int) -> Kernel:
-    pairs = ROWS * ranks
-    place = _Block(32 * ROWS, 4 * pairs)
-    choose = make_choose(place, ranks, num_experts)
+    pairs, threads = ROWS * ranks, 32 * ROWS
+    shares_at = 4 * pairs
+    choose = make_choose(_Block(threads, shares_at), ranks, num_experts)
 
     def experts_choose(logits: Any, row_live: Any, ids: Any, shares: Any, rows: Any) -> None:
         area = ptx.shared_address(cuda.shared.array(shape=0, dtype=float32))
@@ -65,10 +65,10 @@ def _make(num_experts: int, ranks: int) -> Kernel:
         if thread < count:
             at, own = int64(first * uint32(ranks) + thread) * int64(4), uint32(area + thread * uint32(4))
             ptx.store_global_u32(ids + at, ptx.load_shared_u32(own))
-            ptx.store_global_f32(shares + at, ptx.load_shared_f32(uint32(own + uint32(place.shares_at))))
+            ptx.store_global_f32(shares + at, ptx.load_shared_f32(uint32(own + uint32(shares_at))))
 
     signature = (*(types.int64,) * 5,)
-    return Kernel(f"experts_choose_{num_experts}x{ranks}", experts_choose, signature, place.threads, 1, 8 * pairs)
+    return Kernel(f"experts_choose_{num_experts}x{ranks}", experts_choose, signature, threads, 1, 2 * shares_at)
 
 
 def examples() -> list[Kernel]:

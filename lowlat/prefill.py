@@ -1,8 +1,8 @@
 """Chunks of prefill as Programs: the target over their tokens, and the head's rows for them.
 
-Chunks start at multiples of their fixed size and are padded to it, so a chunk's bits depend on its prefix alone and
-complete chunks can be shared. Chunks of one prompt that follow each other may run at once, which changes no bit of
-them. The last prompt token is left to the first step, as its root.
+Chunks start at multiples of their fixed size, and a chunk's bits depend on its prefix alone, so that complete chunks
+can be shared. Chunks of one prompt that follow each other may run at once, and a chunk that holds few positions as a
+part of one: no bit of them depends on it. The last prompt token is left to the first step, as its root.
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,8 @@ def build_prefills(geometry: StepGeometry) -> Mapping[int, Program]:
 
 
 def build_prefill(geometry: StepGeometry, size: int | None = None) -> Program:
-    """The Program of so many positions, whole chunks, None: one; the host writes `prefill_*` before it runs."""
+    """The Program of so many positions, whole chunks or the first part of one, None: one chunk; the host writes
+    `prefill_*` before it runs."""
     size, stage = size or geometry.prefill_chunk, Stage.PREFILL
     builder = ProgramBuilder("prefill")
     for spec in state_specs(geometry):

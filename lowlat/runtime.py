@@ -279,7 +279,7 @@ class Runtime:
         session = self._sessions[chunk.request_id]
         tokens = session.prompt[chunk.start : chunk.start + chunk.size]
         self._mailbox.write_chunk(tokens, chunk.start, session.table, chunk.num_target_tokens, chunk.num_head_tokens)
-        self.executor.prefill(self.geometry.prefill_size(chunk.size))
+        self.executor.prefill(self.geometry.prefill_size(max(chunk.num_target_tokens, chunk.num_head_tokens)))
         self.scheduler.prefill_done(chunk)
 
     def _join(self, session: Session) -> None:

@@ -23,6 +23,7 @@ from lowlat.rope import rope_tables
 __all__ = ["RING_ENTRIES", "StepGeometry", "declare_tables", "state_specs"]
 
 RING_ENTRIES = 64
+SHORT_STEP = 64  # positions: parts of a chunk are multiples of it
 
 
 @dataclass(frozen=True)
@@ -71,11 +72,16 @@ class StepGeometry:
     def prefill_sizes(self) -> tuple[int, ...]:
         """Positions that are prefilled at once, ascending: 1, 2, 3, 4, 6, 8, 12, ... chunks, and as many as may be.
 
-        A program is made for each, and takes up to a half more than is asked for.
+        Before them a half, a quarter and so on of a chunk, in multiples of SHORT_STEP: for short prompts, and for ends.
+        A program is made for each.
         """
-        most = self.max_prefill_chunks
+        most, part = self.max_prefill_chunks, self.prefill_chunk
         counts = {odd << shift for odd in (1, 3) for shift in range(most.bit_length())}
-        return tuple(self.prefill_chunk * count for count in sorted({min(count, most) for count in counts}))
+        sizes = {self.prefill_chunk * min(count, most) for count in counts}
+        while part % (2 * SHORT_STEP) == 0:
+            part //= 2
+            sizes.add(part)
+        return tuple(sorted(sizes))
 
     def prefill_size(self, num_positions: int) -> int:
         """The least of `prefill_sizes` that holds so many positions. Raises ConfigError where none does."""

@@ -154,13 +154,17 @@ def prefill_attention(
     block_table  [1, C / block]    int32
     chunk        [2]               int32  start, live rows; rows past them give rubbish that nobody reads
     out          [c, H * D]        out
-    chunk_size   rows of a chunk; None: all are one
+    chunk_size   rows of a chunk; None: all are one. Fewer rows are attended to as the first of so many
     """
     start, count = chunk.tolist()
-    for begin in range(0, q.shape[0], chunk_size or q.shape[0]):
-        part = slice(begin, begin + (chunk_size or q.shape[0]))
+    size = chunk_size or q.shape[0]
+    for begin in range(0, q.shape[0], size):
+        rows, results = q[begin : begin + size], out[begin : begin + size]
+        whole = torch.nn.functional.pad(rows, (0, 0, 0, 0, 0, size - len(rows)))
+        attended = out.new_empty(size, out.shape[1])
         place = start + begin, count - begin
-        _attend_chunk(q[part], (k_cache, v_cache), block_table[0], place, window, sinks, out[part], scale)
+        _attend_chunk(whole, (k_cache, v_cache), block_table[0], place, window, sinks, attended, scale)
+        results.copy_(attended[: len(rows)])
 
 
 def _attend_chunk(

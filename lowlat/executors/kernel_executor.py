@@ -77,7 +77,7 @@ class KernelExecutor:
                 call for groups in self._groups.values() for group in groups for call in group.calls
             )
             room = self._arena[sizes[-1] : sizes[-1] + extra]
-            self._prefills = {size: self._bind(prefill, min(prefills), room) for size, prefill in prefills.items()}
+            self._prefills = {size: self._bind(prefill, room) for size, prefill in prefills.items()}
         self._ring_head = self.state["ring_head"].numpy()
         # Polling no file takes 0.2 us and gives up the GIL for as long, which a thread that serves sockets needs while
         # this one waits for the card; sleep(0) takes 75 us, and sched_yield can give the core away.
@@ -88,11 +88,11 @@ class KernelExecutor:
         specs = program.specs(Role.SCRATCH, Role.CONSTANT)
         return BufferSet(specs, self.device, self._constants.place(program.constants), arena=self._arena)
 
-    def _bind(self, prefill: Program, chunk: int, room: torch.Tensor) -> BoundPrefill:
-        """A prefill program over the shared buffers; a chunk has the least program's positions."""
+    def _bind(self, prefill: Program, room: torch.Tensor) -> BoundPrefill:
+        """A prefill program over the shared buffers."""
         arguments = {**self._arguments.device, **first_rows(prefill, self._arguments.device)}
         buffers = {**self.state, **arguments, **self._allocate(prefill)}
-        return BoundPrefill(prefill, buffers, self._weights, chunk=chunk, room=room, launcher=self.launcher)
+        return BoundPrefill(prefill, buffers, self._weights, room=room, launcher=self.launcher)
 
     def _lower(self, bucket: Bucket, loop: LoopControl | None = None) -> tuple[Group, ...]:
         buffers = {**self.state, **self._scratch[bucket]}

@@ -1,5 +1,6 @@
 """Captured chunks of prefill on a card: the bits of those launched one by one, and no memory taken."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from recording import run_all, waiting_is_an_error
 from tiny_models import PairPaths, make_pair, mxfp4_target
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
+from lowlat import state as shapes
 from lowlat.executors.launcher import Launcher
 from lowlat.executors.prefill.graphs import capture_prefills
 from lowlat.executors.prefill.memory import temporary_bytes
@@ -83,7 +85,7 @@ def load(name: str, pairs: dict[str, PairPaths], executor: str, **options: Any) 
     head = None if name == "mxfp4" else SpeculativeConfig(model=pairs[name].head, num_speculative_tokens=3, strict=True)
     shape: dict[str, Any] = {"max_batch": 2, "max_context": CONTEXT, "block_size": 16, "prefill_chunk": CHUNK}
     common: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "executor": executor}
-    return Runtime.load(pairs[name].target, head, **shape, **common, **options)
+    return Runtime.load(pairs[name].target, head, **{**shape, **common, **options})
 
 
 def prompt_of(length: int, seed: int) -> list[int]:
@@ -119,16 +121,39 @@ def test_chunks_that_run_together_have_the_bits_of_chunks_alone(name: str, pairs
     found = []
     for at_once in (1, 3, 8):
         with load(name, pairs, "graph", prefix_reuse=False, max_prefill_chunks=at_once) as runtime:
-            tokens = []
-            for length in (200, CHUNK + 1, 75):
-                request = runtime.submit(prompt_of(length, length), PARAMS)
-                tokens.append(run_all(runtime)[request])
-            state = {key: tensor for key, tensor in runtime.executor.state.items() if "_cache" in key}
-            state["block_features"] = runtime.executor.state["block_features"] if name != "mxfp4" else torch.zeros(2)
-            found.append((tokens, {key: tensor[1:].cpu() for key, tensor in state.items()}))
+            found.append(tokens_and_state(name, runtime, (200, CHUNK + 1, 75)))
     for tokens, state in found[1:]:
         assert tokens == found[0][0]
         assert_same_state(state, found[0][1])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_short_ends_have_the_bits_of_whole_chunks(
+    name: str, pairs: dict[str, PairPaths], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part of a chunk, a chunk of which most rows are dead, the end of several chunks that run together."""
+    found = []
+    for shortest, at_once in ((64, 1), (64, 2), (128, 1)):
+        monkeypatch.setattr(shapes, "SHORT_STEP", shortest)
+        with load(name, pairs, "graph", prefix_reuse=False, max_prefill_chunks=at_once, prefill_chunk=128) as runtime:
+            assert runtime.geometry.prefill_sizes[0] == shortest
+            found.append(tokens_and_state(name, runtime, (30, 64, 65, 168, 200)))
+    for tokens, state in found[1:]:
+        assert tokens == found[0][0]
+        assert_same_state(state, found[0][1])
+
+
+def tokens_and_state(
+    name: str, runtime: Runtime, lengths: Sequence[int]
+) -> tuple[list[list[int]], dict[str, torch.Tensor]]:
+    """Tokens of prompts of these lengths, one after another, and the caches and features that they leave."""
+    tokens = []
+    for length in lengths:
+        request = runtime.submit(prompt_of(length, length), PARAMS)
+        tokens.append(run_all(runtime)[request])
+    state = {key: tensor for key, tensor in runtime.executor.state.items() if "_cache" in key}
+    state["block_features"] = runtime.executor.state["block_features"] if name != "mxfp4" else torch.zeros(2)
+    return tokens, {key: tensor[1:].cpu() for key, tensor in state.items()}
 
 
 @pytest.mark.parametrize("name", NAMES)

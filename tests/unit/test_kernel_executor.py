@@ -55,12 +55,12 @@ def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Car
 
 @pytest.mark.parametrize("name", NAMES)
 def test_prefill_of_every_size_is_bound_to_memory_of_the_executor(name: str, card: Card, tmp_path: Path) -> None:
-    """And with 64 rows a chunk, by wide products where the card has them."""
+    """And with multiples of 64 rows, by wide products where the card has them."""
     pair = make_named(name, tmp_path)
-    pair.geometry = replace(pair.geometry, prefill_chunk=64, max_prefill_chunks=3, max_context=512)
+    pair.geometry = replace(pair.geometry, prefill_chunk=128, max_prefill_chunks=2, max_context=512)
     bucket, program = Bucket(1, 1, 0), pair.program(0, 1)
     executor: Any = kernel_executor.KernelExecutor({bucket: program}, build_prefills(pair.geometry), pair.source, CPU)
-    assert list(executor._prefills) == [64, 128, 192]
+    assert list(executor._prefills) == [64, 128, 256]
     owned = _Addresses(executor.owned())
     calls = executor.launcher.calls
     for call in calls:

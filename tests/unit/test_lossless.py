@@ -11,7 +11,7 @@ from recording import Depth, Recorder, run_all
 from tiny_models import FAMILIES, PairPaths, make_pair
 
 import lowlat
-from lowlat import Runtime, SamplingParams, SpeculativeConfig
+from lowlat import Runtime, SamplingParams, SpeculativeConfig, state
 from lowlat.errors import RequestError
 
 MAX_TOKENS = 21
@@ -269,6 +269,22 @@ def test_chunks_that_run_together_have_the_bits_of_chunks_alone(family: str, pai
             assert runtime.kvcache.stats().hit_tokens == (cached - 1) // 8 * 8
     for trace in found[1:]:
         assert_same(trace, found[0])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ends_of_prompts_have_the_bits_of_whole_chunks(
+    family: str, pairs: dict[str, PairPaths], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few rows run as the first part of a chunk, or as a chunk of which most are dead."""
+    options: dict[str, Any] = {"max_context": 300, "block_size": 16, "prefill_chunk": 128}
+    found, sampling = [], params("sampled")
+    for step in (64, 1 << 20):
+        monkeypatch.setattr(state, "SHORT_STEP", step)
+        with load(pairs[family], 3, **options) as runtime:
+            assert (64 in runtime.geometry.prefill_sizes) == (step == 64)
+            found.append([traced(runtime, prompt_of(length, seed=7), sampling) for length in (20, 64, 150)])
+    for short, whole in zip(*found, strict=True):
+        assert_same(short, whole)
 
 
 def test_other_seeds_give_other_tokens(pairs: dict[str, PairPaths]) -> None:

@@ -28,6 +28,19 @@ def test_sizes_are_a_half_apart_at_most(most: int, counts: list[int], tmp_path: 
         geometry.prefill_size(geometry.prefill_sizes[-1] + 1)
 
 
+@pytest.mark.parametrize(
+    ("chunk", "sizes"), [(64, [64]), (96, [96]), (128, [64, 128]), (192, [192]), (256, [64, 128, 256])]
+)
+def test_short_prompts_and_ends_take_parts_of_a_chunk(chunk: int, sizes: list[int], tmp_path: Path) -> None:
+    geometry = replace(make_named("llama", tmp_path).geometry, prefill_chunk=chunk, max_prefill_chunks=2)
+    assert geometry.prefill_sizes == (*sizes, 2 * chunk)
+    assert [geometry.prefill_size(size) for size in sizes] == sizes
+    assert geometry.prefill_size(1) == sizes[0] and geometry.prefill_size(chunk + 1) == 2 * chunk
+    for size, program in build_prefills(geometry).items():
+        assert program.buffers["prefill_tokens"].shape == (size,)
+        assert {op.params["chunk_size"] for op in program.ops if op.kind == "prefill_attention"} == {chunk}
+
+
 def test_programs_of_fewer_rows_read_the_first_that_the_host_writes(tmp_path: Path) -> None:
     geometry = replace(make_named("llama", tmp_path).geometry, max_prefill_chunks=3)
     programs = build_prefills(geometry)

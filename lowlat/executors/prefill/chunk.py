@@ -37,14 +37,13 @@ __all__ = ["BoundPrefill"]
 
 
 class BoundPrefill:
-    """A prefill program over buffers on the device, of one chunk or several of a prompt.
+    """A prefill program over buffers on the device, of one chunk of a prompt, several, or the first part of one.
 
     buffers   by name, the program's arguments on the device among them: see `ChunkArguments`
-    chunk     positions of a chunk; None: the program has one
     room      uint8, at least as many bytes as `room_of` the program says: for experts and attention; None: made here.
               Nothing in it outlives a chunk: those of several programs that run in turns may share it
     launcher  for kernels; None: torch does all, on a CPU
-    A chunk's bits depend on its size and on what its rows see, and not on those that run with it.
+    A row's bits depend on what it sees, and neither on those that run with it nor on how many there are.
     """
 
     def __init__(
@@ -53,13 +52,12 @@ class BoundPrefill:
         buffers: Mapping[str, torch.Tensor],
         weights: DeviceWeights,
         *,
-        chunk: int | None = None,
         room: torch.Tensor | None = None,
         launcher: Launcher | None = None,
     ) -> None:
         self._weights = weights
         self._size = program.buffers["prefill_tokens"].shape[0]
-        self._chunk = chunk or self._size
+        self._chunk = _chunk_of(program)
         self._longest = program.buffers["tokens"].shape[1]
         self._sights: dict[int | None, Sight] = {}  # by window, while it runs on a CPU
         self._grouped: GroupedExperts | None = None
@@ -196,6 +194,13 @@ class BoundPrefill:
                 block_table, chunk, size=self._size, block=block, whole=whole, window=window, dtype=q.dtype
             )
         prefill_attention(q, k_cache, v_cache, self._sights[window], sinks=sinks, out=out, scale=scale)
+
+
+def _chunk_of(program: Program) -> int:
+    """Positions of a chunk, of which a program may have several, or a part."""
+    sizes = (op.params["chunk_size"] for op in program.ops if op.kind == "prefill_attention")
+    size = next(sizes, None)
+    return size if isinstance(size, int) else program.buffers["prefill_tokens"].shape[0]
 
 
 def _with_norms(program: Program, *, apart: bool) -> Iterator[tuple[Op | None, Op]]:
