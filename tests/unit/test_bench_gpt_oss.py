@@ -270,7 +270,8 @@ def test_the_products_of_prefill_are_entries() -> None:
 
 @pytest.mark.parametrize("chunk", [128, 2048])
 def test_the_plan_counts_the_room_for_a_chunk_s_experts_and_attention(chunk: int) -> None:
-    """What experts add to each row, lists of pairs and tiles, keys and values; nothing where torch's operations run."""
+    """What experts add to each row, logits, lists of pairs and tiles, keys and values; nothing where torch's operations
+    run."""
     from bench.dense_cases import Case
     from bench.gpt_oss_cases import MODELS, OssCase, model_config
     from bench.gpt_oss_step import shapes_of
@@ -289,7 +290,8 @@ def test_the_plan_counts_the_room_for_a_chunk_s_experts_and_attention(chunk: int
     keys = (shapes.max_context - 1 + chunk) * model.num_kv_heads * model.head_dim * 2
     wide = min(chunk, 1024)
     sums = max(count * wide * n if (count := segments_of(n, k)[0]) > 1 else 0 for n, k in ((5120, 2880), (2880, 4096)))
-    parts = (4 * pairs, 16 * tiles, 4 * pairs * model.hidden_size, keys, keys, 16, 2 * wide * 4096, 4 * sums)
+    experts = (4 * pairs, 16 * tiles, 4 * pairs * model.hidden_size, 4 * chunk * model.num_experts)
+    parts = (*experts, keys, keys, 16, 2 * wide * 4096, 4 * sums)
     room = sum(-(-each // 256) * 256 for each in parts)
     need = memory_need((step, prefill), weights, CPU, has_kernels=True)
     assert need.scratch_bytes == scratch + room
