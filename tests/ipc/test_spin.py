@@ -13,8 +13,9 @@ from served import Serve, eventually
 from lowlat.ipc.server import spin as spin_module
 from lowlat.ipc.server.spin import Spin
 from lowlat.ipc.server.unix_listener import UnixListener
+from lowlat.ipc.server.zmq_listener import ZmqListener
 
-LONG_S = 2.0
+LONG_S = 1.0
 
 
 class Clock:
@@ -40,13 +41,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def turns(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """How often the listener looked without waiting, and how often it waited."""
     counts = [0, 0]
-    wait = UnixListener.wait
+    for kind in (UnixListener, ZmqListener):
+        wait = kind.wait
 
-    def count(listener: UnixListener, timeout_ms: int) -> bool:
-        counts[timeout_ms != 0] += 1
-        return wait(listener, timeout_ms)
+        def count(listener: Any, timeout_ms: int, wait: Callable[[Any, int], bool] = wait) -> bool:
+            counts[timeout_ms != 0] += 1
+            return wait(listener, timeout_ms)
 
-    monkeypatch.setattr(UnixListener, "wait", count)
+        monkeypatch.setattr(kind, "wait", count)
     yield counts
 
 
@@ -93,8 +95,8 @@ def test_it_never_spins(clock: Clock, monkeypatch: pytest.MonkeyPatch, seconds: 
         assert not spin.due and not spin.goes_on()
 
 
-def _in_a_row(serve: Serve, engine: FakeEngine, max_tokens: int, **limits: Any) -> Callable[[], None]:
-    client = serve(engine, **limits).client()
+def _in_a_row(serve: Serve, engine: FakeEngine, max_tokens: int, **options: Any) -> Callable[[], None]:
+    client = serve(engine, **options).client()
     numbers = iter(range(100))
 
     def ask() -> None:
@@ -105,10 +107,12 @@ def _in_a_row(serve: Serve, engine: FakeEngine, max_tokens: int, **limits: Any) 
     return ask
 
 
-@pytest.mark.parametrize("max_tokens", [1, 3])
-def test_the_io_thread_stays_awake_between_requests_in_a_row(serve: Serve, turns: list[int], max_tokens: int) -> None:
+@pytest.mark.parametrize(("max_tokens", "options"), [(1, {}), (3, {}), (3, {"endpoint": "tcp://127.0.0.1:*"})])
+def test_the_io_thread_stays_awake_between_requests_in_a_row(
+    serve: Serve, turns: list[int], max_tokens: int, options: dict[str, str]
+) -> None:
     """With one token the decode thread ends the request; with three, the I/O thread."""
-    ask = _in_a_row(serve, FakeEngine(0.005), max_tokens, spin_s=LONG_S)
+    ask = _in_a_row(serve, FakeEngine(0.005), max_tokens, spin_s=LONG_S, **options)
     for _ in range(2):
         ask()
     looked = turns[0]
