@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,7 +38,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.fixture
-def turns(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def turns(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How often the listener looked without waiting, and how often it waited."""
     counts = [0, 0]
     for kind in (UnixListener, ZmqListener):
@@ -49,7 +49,7 @@ def turns(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
             return wait(listener, timeout_ms)
 
         monkeypatch.setattr(kind, "wait", count)
-    yield counts
+    return counts
 
 
 def _request(spin: Spin, clock: Clock, *, after_s: float) -> None:

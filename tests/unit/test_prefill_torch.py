@@ -95,7 +95,7 @@ def test_a_chunk_is_the_reference_s(name: str, live: int | None, tmp_path: Path)
     """The whole prefill program, experts from packed matrices: what it leaves in caches and features."""
     torch.manual_seed(7)
     found = chunk_differences(make_named(name, tmp_path), torch.device("cpu"), live=live)
-    assert len(found) > 3
+    assert len(found) > (4 if live is None else 3)  # no block is full of three rows, so no feature is kept
     for buffer, differences in found.items():
         assert float(differences.max()) < 4e-2, buffer
 

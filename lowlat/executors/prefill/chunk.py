@@ -9,6 +9,7 @@ operations are the step's kernels. What differs from chunk to chunk is read on t
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -209,14 +210,16 @@ def _with_norms(program: Program, *, apart: bool) -> Iterator[tuple[Op | None, O
     apart   all by themselves
     """
     norm: Op | None = None
-    for op in program.ops:
-        if norm is not None and not (op.kind == "router" and op.reads["x"] == norm.writes["out"]):
-            yield None, norm
-            norm = None
-        if norm is None and op.kind == "rms_norm" and not apart:
+    for op, following in zip_longest(program.ops, program.ops[1:]):
+        if not apart and _routed(op, following):
             norm = op
         else:
             yield norm, op
             norm = None
-    if norm is not None:
-        yield None, norm
+
+
+def _routed(op: Op, following: Op | None) -> bool:
+    """Whether an operation is the norm of the router right behind it."""
+    if following is None or (op.kind, following.kind) != ("rms_norm", "router"):
+        return False
+    return following.reads["x"] == op.writes["out"]

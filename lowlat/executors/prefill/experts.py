@@ -188,14 +188,15 @@ def product(x: torch.Tensor, weight: torch.Tensor, chunk: int, out: torch.Tensor
     chunk  rows that are multiplied at a time, and fewer as the first of so many: the matrix library takes other ways
            for other shapes, and a chunk's bits must not depend on those beside it
     """
+    short = -x.shape[0] % chunk
+    if short:
+        whole = product(torch.nn.functional.pad(x, (0, 0, 0, short)), weight, chunk)[: x.shape[0]]
+        return whole if out is None else out.copy_(whole)
     if out is None:
         out = torch.empty(x.shape[0], weight.shape[0], dtype=torch.float32, device=x.device)
     columns = weight.t() if x.is_cuda else weight.float().t()
     for rows, results in zip(x.split(chunk), out.split(chunk), strict=True):
-        if len(rows) < chunk:
-            whole = torch.nn.functional.pad(rows, (0, 0, 0, chunk - len(rows)))
-            results.copy_(product(whole, weight, chunk)[: len(rows)])
-        elif x.is_cuda:
+        if x.is_cuda:
             torch.mm(rows, columns, out_dtype=torch.float32, out=results)
         else:
             torch.mm(rows.float(), columns, out=results)
