@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lowlat.profiling_wall import event_times
+from lowlat.tools.profile.wall import event_times
 
 __all__ = ["Timed", "own_stream", "percentile", "round_robin", "time_replays", "time_waited"]
 

@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Write the table as .md, and the picture as .svg and .png, beside the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path)
-    parser.add_argument("--out", type=Path, default=None, help="files to write, without their endings")
+    parser.add_argument("--out", type=Path, default=None, help="files to write, without their epilogues")
     parser.add_argument("--no-plot", action="store_true")
     options = parser.parse_args(arguments)
     result = read_results(options.results)

@@ -19,13 +19,13 @@ from bench.micro import Entry, time_entries, write_rows
 from bench.wall import measure_wall
 from lowlat.errors import ShapeError
 from lowlat.executors.launcher import Launcher
-from lowlat.kernels.expert_packing import SCALE_OFFSET, PackedExperts, allocate_experts
-from lowlat.kernels.experts_choice import Choice
-from lowlat.kernels.experts_mlp import experts_mlp
-from lowlat.kernels.experts_mlp_plan import Pair, plan_pair
-from lowlat.kernels.experts_plan import DOWN, GATE_UP, ExpertShape
-from lowlat.kernels.kernel import KernelCall
-from lowlat.kernels.router import router
+from lowlat.kernels.moe.decode.mlp import experts_mlp
+from lowlat.kernels.moe.decode.mlp_plan import Pair, plan_pair
+from lowlat.kernels.moe.decode.topk_routing import Choice
+from lowlat.kernels.moe.packing import SCALE_OFFSET, PackedExperts, allocate_experts
+from lowlat.kernels.moe.plan import DOWN, GATE_UP, ExpertShape
+from lowlat.kernels.moe.router import router
+from lowlat.kernels.toolchain.kernel import KernelCall
 
 __all__ = ["entries", "main"]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.dense_cases import Case
-from lowlat.geometry import ExpertsConfig, HeadConfig, ModelConfig, RopeConfig
+from lowlat.models.geometry import DraftConfig, ExpertsConfig, ModelConfig, RopeConfig
 
 __all__ = [
     "ACCEPT_LENGTHS",
@@ -21,9 +21,9 @@ __all__ = [
     "SMALL_CASES",
     "OssCase",
     "bound_speedup",
+    "draft_config",
     "expected_experts",
     "expert_bytes",
-    "head_config",
     "model_config",
     "step_bytes",
 ]
@@ -124,10 +124,10 @@ def model_config(model: OssModel, max_position: int) -> ModelConfig:
     )
 
 
-def head_config(model: OssModel, draft_vocab_size: int, max_position: int) -> HeadConfig:
+def draft_config(model: OssModel, draft_vocab_size: int, max_position: int) -> DraftConfig:
     """A Llama-like EAGLE3 head with the target's width and heads."""
     layers = model.num_layers
-    return HeadConfig(
+    return DraftConfig(
         layout="specforge",
         hidden_size=model.hidden_size,
         target_hidden_size=model.hidden_size,

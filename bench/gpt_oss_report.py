@@ -12,7 +12,7 @@ from typing import Any
 
 from bench.dense_cases import read_results
 from bench.dense_report import FLOOR, OURS
-from lowlat.profiling_report import Summary
+from lowlat.tools.profile.report import Summary
 
 __all__ = ["caption", "draw", "main", "show_kernels", "table", "write_report"]
 

@@ -9,14 +9,14 @@ from dataclasses import replace
 
 import torch
 
-from bench.gpt_oss_cases import IMPOSED, OssCase, OssModel, expert_bytes, head_config, model_config
+from bench.gpt_oss_cases import IMPOSED, OssCase, OssModel, draft_config, expert_bytes, model_config
 from bench.lowlat_step import BLOCK_SIZE, ROOM, ExecutorStep
-from lowlat.checkpoint.plan import weight_plan
-from lowlat.kernels.expert_packing import SCALE_OFFSET, PackedExperts, allocate_experts
-from lowlat.kernels.packing import gate_up_order
-from lowlat.profiling_times import CallSite
-from lowlat.state import StepGeometry
-from lowlat.tree import TreeTopology
+from lowlat.kernels.gemm.packing import gate_up_permutation
+from lowlat.kernels.moe.packing import SCALE_OFFSET, PackedExperts, allocate_experts
+from lowlat.speculators.tree.topology import TreeTopology
+from lowlat.speculators.weight_plan import weight_plan
+from lowlat.step.state import StepGeometry
+from lowlat.tools.profile.times import CallSite
 
 __all__ = ["OssStep", "Weights", "make_step", "make_weights", "shapes_of", "with_experts"]
 
@@ -33,7 +33,7 @@ def make_weights(
     """
     generator = torch.Generator(device).manual_seed(seed)
     config = model_config(model, ROOM)
-    head = head_config(model, draft_vocab_size, ROOM)
+    head = draft_config(model, draft_vocab_size, ROOM)
     weights: Weights = {}
     for name, (shape, dtype) in {**weight_plan(config), **weight_plan(head)}.items():
         if name.endswith(("blocks", "scales")):
@@ -68,7 +68,7 @@ def _layer_experts(
     model: OssModel, layer: int, device: torch.device, generator: torch.Generator
 ) -> Iterator[tuple[str, PackedExperts]]:
     hidden, inner = model.hidden_size, model.intermediate_size
-    shapes = {"gate_up": (2 * inner, hidden, gate_up_order(inner)), "down": (hidden, inner, None)}
+    shapes = {"gate_up": (2 * inner, hidden, gate_up_permutation(inner)), "down": (hidden, inner, None)}
     for part, (rows, columns, order) in shapes.items():
         packed = allocate_experts(
             num_experts=model.num_experts, rows=rows, columns=columns, quantised=True, order=order, device=device
@@ -87,7 +87,7 @@ def shapes_of(
     drafts = step.num_speculative_tokens > 0
     return StepGeometry(
         config=model_config(model, context),
-        head=head_config(model, case.draft_vocab_size, context) if drafts else None,
+        head=draft_config(model, case.draft_vocab_size, context) if drafts else None,
         max_batch=step.batch,
         max_context=context,
         max_rows=drafted.num_nodes,

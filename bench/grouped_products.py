@@ -14,15 +14,15 @@ import torch
 from bench.micro import Entry, time_entries
 from bench.wall import measure_wall
 from lowlat.executors.launcher import Launcher
-from lowlat.kernels.add_ranks import add_ranks
-from lowlat.kernels.expert_packing import PackedExperts
-from lowlat.kernels.experts_grouped import grouped_down, grouped_gate_up
-from lowlat.kernels.experts_grouped_plan import WARPS, GroupedPlan, plan_grouped
-from lowlat.kernels.experts_grouping import group_pairs
-from lowlat.kernels.experts_plan import DOWN, GATE_UP, ExpertShape
-from lowlat.kernels.kernel import KernelCall
-from lowlat.kernels.packing import PackedMatrix
-from lowlat.kernels.pair_tiles import TILE_WORDS, most_tiles, tile_pairs_of
+from lowlat.kernels.gemm.packing import PackedMatrix
+from lowlat.kernels.moe.packing import PackedExperts
+from lowlat.kernels.moe.plan import DOWN, GATE_UP, ExpertShape
+from lowlat.kernels.moe.prefill.grouped_gemm import grouped_down, grouped_gate_up
+from lowlat.kernels.moe.prefill.grouping import group_pairs
+from lowlat.kernels.moe.prefill.pair_tiles import TILE_WORDS, most_tiles, tile_pairs_of
+from lowlat.kernels.moe.prefill.plan import WARPS, GroupedPlan, plan_grouped
+from lowlat.kernels.moe.prefill.rank_sum import add_ranks
+from lowlat.kernels.toolchain.kernel import KernelCall
 
 __all__ = ["Choices", "measure", "product_entries"]
 

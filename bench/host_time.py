@@ -28,8 +28,8 @@ import lowlat
 from bench.clock import percentile
 from lowlat import Runtime, RuntimeConfig, SamplingParams, SpeculativeConfig
 from lowlat.graphs import Bucket, BufferSet
-from lowlat.kernels.reference.publish import COMMITTED, LENGTH_AFTER, SLOT, VERIFIED, VERIFIED_DEPTH
-from lowlat.loading import Loaded, load
+from lowlat.host.loading import Loaded, load
+from lowlat.kernels.reference.step.publish import COMMITTED, LENGTH_AFTER, SLOT, VERIFIED, VERIFIED_DEPTH
 
 __all__ = ["FreeExecutor", "Stopwatch", "measure_host"]
 

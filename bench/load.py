@@ -28,10 +28,9 @@ import torch
 from safetensors.torch import save_file
 
 from bench.conditions import stamps_of, write_json
-from lowlat.checkpoint import open_target, read_model_config
 from lowlat.checkpoint.recipes import Recipe
-from lowlat.checkpoint.target import target_recipes
 from lowlat.executors.device_weights import DeviceWeights
+from lowlat.models.target import open_target, read_model_config, target_recipes
 
 __all__ = ["measure", "write_model"]
 

@@ -8,17 +8,17 @@ import torch
 
 from bench.dense_cases import Case, DenseGeometry
 from lowlat.executors.graph import GraphExecutor
-from lowlat.geometry import HeadConfig, ModelConfig, RopeConfig
 from lowlat.graphs import Bucket
-from lowlat.kernels.expert_packing import PackedExperts
-from lowlat.kernels.reference.slot_record import DRAFT_LIMIT, MAX_LENGTH, NUM_LOGPROBS, REPETITION, TOP_P
-from lowlat.prefill import build_prefills
-from lowlat.profiling import LEAD, call_sites, record_kernels
-from lowlat.profiling_report import Summary, summarise
-from lowlat.profiling_times import CallSite, attribute
-from lowlat.state import StepGeometry
-from lowlat.step import build_step
-from lowlat.tree import TreeTopology
+from lowlat.kernels.moe.packing import PackedExperts
+from lowlat.kernels.reference.step.slot_record import DRAFT_LIMIT, MAX_LENGTH, NUM_LOGPROBS, REPETITION, TOP_P
+from lowlat.models.geometry import DraftConfig, ModelConfig, RopeConfig
+from lowlat.speculators.tree.topology import TreeTopology
+from lowlat.step.decode import build_step
+from lowlat.step.prefill import build_prefills
+from lowlat.step.state import StepGeometry
+from lowlat.tools.profile.recording import LEAD, call_sites, record_kernels
+from lowlat.tools.profile.report import Summary, summarise
+from lowlat.tools.profile.times import CallSite, attribute
 
 __all__ = ["BLOCK_SIZE", "ROOM", "ExecutorStep", "GraphStep", "make_step", "step_geometry"]
 
@@ -62,7 +62,7 @@ def step_geometry(geometry: DenseGeometry, case: Case, topology: TreeTopology) -
         dtype="bfloat16",
         **shared,  # type: ignore[arg-type]
     )
-    head = HeadConfig(
+    head = DraftConfig(
         layout="specforge",
         target_hidden_size=geometry.hidden_size,
         draft_vocab_size=geometry.draft_vocab_size,

@@ -24,7 +24,7 @@ from bench.wall import measure_wall
 
 if TYPE_CHECKING:
     from lowlat.executors.launcher import Launcher
-    from lowlat.kernels.kernel import KernelCall
+    from lowlat.kernels.toolchain.kernel import KernelCall
 
 __all__ = ["Entry", "capture", "describe", "main", "time_entries", "write_rows"]
 

@@ -14,8 +14,8 @@ from bench.dense_cases import LLAMA_8B, Case, make_weights
 from bench.lowlat_step import GraphStep
 from bench.micro import Entry
 from lowlat.executors.launcher import Launcher
-from lowlat.executors.lowering import Group
-from lowlat.tree import TreeTopology
+from lowlat.executors.lowering.lowering import Group
+from lowlat.speculators.tree.topology import TreeTopology
 
 __all__ = ["chain", "tree"]
 

@@ -31,17 +31,17 @@ from bench.targets import BY_NAME, Model, target_shapes, target_weights
 from lowlat.executors.allocation import STATE_ROLES, pinned_names
 from lowlat.executors.device_weights import DeviceWeights
 from lowlat.executors.launcher import Launcher
-from lowlat.executors.orders import expert_parts, weight_orders
+from lowlat.executors.lowering.weight_layouts import expert_parts, weight_permutations
 from lowlat.executors.prefill.arguments import ChunkArguments
 from lowlat.executors.prefill.chunk import BoundPrefill
 from lowlat.executors.prefill.graphs import capture_prefills
 from lowlat.executors.prefill.room import room_of
 from lowlat.graphs import Bucket, BufferSet, Role
-from lowlat.prefill import build_prefill
-from lowlat.program import Program
-from lowlat.state import StepGeometry
-from lowlat.step import build_step
-from lowlat.tree import TreeTopology
+from lowlat.program.program import Program
+from lowlat.speculators.tree.topology import TreeTopology
+from lowlat.step.decode import build_step
+from lowlat.step.prefill import build_prefill
+from lowlat.step.state import StepGeometry
 
 __all__ = ["main", "measure_chunk"]
 
@@ -148,7 +148,7 @@ def _make(
     chain, shapes = TreeTopology.chain(0), _shapes(model, chunk, start)
     program, steps = build_prefill(shapes), [build_step(shapes, Bucket(1, 1, 0), chain)]
     matrices = {op.weights["weight"] for each in (program, *steps) for op in each.ops if op.kind == "linear"}
-    held = DeviceWeights(weights, matrices, device, weight_orders(steps), expert_parts(steps))
+    held = DeviceWeights(weights, matrices, device, weight_permutations(steps), expert_parts(steps))
     arguments = ChunkArguments(program, device)
     buffers = _buffers(program, device, arguments)
     _fill(buffers, model.vocab_size, chunk, start)

@@ -23,15 +23,15 @@ from bench.conditions import stamps_of, write_json
 from bench.dense_cases import TINY
 from bench.gpt_oss_step import Weights
 from bench.targets import BY_NAME, target_shapes, target_weights
-from lowlat.devices import DeviceChoice
 from lowlat.executors import Executor
 from lowlat.executors.make import make_executor
 from lowlat.graphs import Bucket
-from lowlat.mailbox import Mailbox
-from lowlat.prefill import build_prefills
-from lowlat.state import StepGeometry
-from lowlat.step import build_step
-from lowlat.tree import TreeTopology
+from lowlat.host.devices import DeviceChoice
+from lowlat.host.mailbox import Mailbox
+from lowlat.speculators.tree.topology import TreeTopology
+from lowlat.step.decode import build_step
+from lowlat.step.prefill import build_prefills
+from lowlat.step.state import StepGeometry
 
 __all__ = ["main", "measure_prompt"]
 

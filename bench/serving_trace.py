@@ -45,11 +45,11 @@ def _serve(endpoint: str, step_s: float, out: Path) -> None:
     from fake_engine import FakeEngine
 
     from lowlat.ipc.server import Server
-    from lowlat.ipc.server.decode_thread import DecodeThread
+    from lowlat.ipc.server.generations.requests import Requests
     from lowlat.ipc.server.peers import Peers
-    from lowlat.ipc.server.requests import Requests
     from lowlat.ipc.server.service import Service
-    from lowlat.ipc.server.unix_listener import UnixListener
+    from lowlat.ipc.server.threads.decode_thread import DecodeThread
+    from lowlat.ipc.server.transport.unix_listener import UnixListener
 
     events: Events = []
     for owner, method, name in (

@@ -7,8 +7,8 @@ from bench.dense_cases import make_weights as make_dense_weights
 from bench.gpt_oss_cases import MODELS, OssCase, OssModel
 from bench.gpt_oss_step import Weights, make_weights, shapes_of
 from bench.lowlat_step import step_geometry
-from lowlat.state import StepGeometry
-from lowlat.tree import TreeTopology
+from lowlat.speculators.tree.topology import TreeTopology
+from lowlat.step.state import StepGeometry
 
 __all__ = ["BY_NAME", "Model", "target_shapes", "target_weights"]
 

@@ -1,4 +1,4 @@
-"""`python -m bench.wall` prints the memory wall of this card as JSON; `lowlat.profiling_wall` tells what it is."""
+"""`python -m bench.wall` prints the memory wall of this card as JSON; `lowlat.tools.profile.wall` tells what it is."""
 
 import argparse
 import json
@@ -8,7 +8,7 @@ from dataclasses import asdict
 import torch
 
 from bench.clock import own_stream
-from lowlat.profiling_wall import GIBIBYTE, Wall, exclusive_or, measure_wall
+from lowlat.tools.profile.wall import GIBIBYTE, Wall, exclusive_or, measure_wall
 
 __all__ = ["Wall", "exclusive_or", "measure_wall"]
 

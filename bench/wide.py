@@ -17,11 +17,11 @@ from bench.clock import Timed, own_stream, round_robin
 from bench.micro import TURN, Entry, capture, describe, write_rows
 from bench.wall import measure_wall
 from lowlat.executors.launcher import Launcher
-from lowlat.kernels.kernel import KernelCall
-from lowlat.kernels.packing import PackedMatrix, unpack_rows
-from lowlat.kernels.wide_arrange import arranged_shape
-from lowlat.kernels.wide_matmul import wide_matmul
-from lowlat.kernels.wide_matmul_plan import WidePlan, partials_shape, plan_wide, plans_of
+from lowlat.kernels.gemm.packing import PackedMatrix, unpack_rows
+from lowlat.kernels.gemm.prefill.activation_layout import arranged_shape
+from lowlat.kernels.gemm.prefill.gemm import prefill_gemm
+from lowlat.kernels.gemm.prefill.plan import PrefillGemmPlan, partials_shape, plan_prefill_gemm, plans_of
+from lowlat.kernels.toolchain.kernel import KernelCall
 
 __all__ = ["MATRICES", "main", "measure"]
 
@@ -102,9 +102,9 @@ def _all_calls(launcher: Launcher, names: Sequence[str], rows: Sequence[int], al
                 yield from _wide(launcher, weights, x.bfloat16(), out, plan)(0)
 
 
-def _plans(launcher: Launcher, name: str, rows: int, all_plans: bool) -> list[WidePlan]:
+def _plans(launcher: Launcher, name: str, rows: int, all_plans: bool) -> list[PrefillGemmPlan]:
     shape = MATRICES[name]
-    best = plan_wide(rows, *shape, launcher.card)
+    best = plan_prefill_gemm(rows, *shape, launcher.card)
     return [best, *(plan for plan in plans_of(rows, *shape, launcher.card) if all_plans and plan != best)]
 
 
@@ -123,7 +123,7 @@ def _cases(launcher: Launcher, name: str, weights: _Weights, rows: int, all_plan
 
 
 def _wide(
-    launcher: Launcher, weights: _Weights, x: torch.Tensor, out: torch.Tensor, plan: WidePlan
+    launcher: Launcher, weights: _Weights, x: torch.Tensor, out: torch.Tensor, plan: PrefillGemmPlan
 ) -> Callable[[int], list[KernelCall]]:
     arranged = torch.empty(arranged_shape(*x.shape), device=x.device, dtype=torch.bfloat16)
     first = weights.packed[0]
@@ -131,7 +131,7 @@ def _wide(
 
     def calls(copy: int) -> list[KernelCall]:
         weight = weights.packed[copy % len(weights.packed)]
-        return wide_matmul(
+        return prefill_gemm(
             x=x, weight=weight, arranged=arranged, partials=partials, out=out, card=launcher.card, plan=plan
         )
 

@@ -6,11 +6,11 @@ from itertools import pairwise
 import torch
 from kernel_cases import SAME_SHAPES, Arrays, Bench, poisoned, random_topology
 
-from lowlat.kernels import accept as kernels
-from lowlat.kernels.kernel import KernelCall
-from lowlat.kernels.reference.accept import accept, accept_simulated, commit, truncate
-from lowlat.kernels.reference.head_rows import head_rows
-from lowlat.kernels.reference.slot_record import MAX_LENGTH, NUM_INTS
+from lowlat.kernels.reference.rows.draft_rows import draft_rows
+from lowlat.kernels.reference.step.accept import accept, accept_simulated, commit, truncate
+from lowlat.kernels.reference.step.slot_record import MAX_LENGTH, NUM_INTS
+from lowlat.kernels.step import accept as kernels
+from lowlat.kernels.toolchain.kernel import KernelCall
 
 __all__ = ["check_accept"]
 
@@ -20,7 +20,7 @@ ACCEPT_OUTS = ("accepted_tokens", "accepted_nodes", "accepted_lens", "best_path"
 TRUNCATE_READS = ("finite", "lengths", "slot_ints", "stop_ids")
 TRUNCATE_OUTS = ("commit_lens", "finish")
 STATE = ("tokens", "lengths", "active", "output_counts", "num_drafts")
-COMMIT_OUTS = ("draft_live", "head_lens")
+COMMIT_OUTS = ("draft_live", "draft_lens")
 HEAD_OUTS = ("tokens", "positions", "row_live", "write_lens", "live_positions")
 
 
@@ -42,11 +42,11 @@ def check_accept(bench: Bench, seed: int, *, batch: int, parts: bool, head: bool
         commit(**{name: found[name] for name in names})
         if head:
             names = ("accepted_tokens", "commit_lens", "draft_live", "dense_lens")
-            head_rows(**{name: found[name] for name in names}, **_head(found))
+            draft_rows(**{name: found[name] for name in names}, **_head(found))
 
     def calls(found: Arrays) -> list[KernelCall]:
         simulated = {} if mean is None else {"mean_length": mean, "seed": seed * 7919}
-        rows = {"head_rows": _head(found), "dense_lens": found["dense_lens"]} if head else {}
+        rows = {"draft_rows": _head(found), "dense_lens": found["dense_lens"]} if head else {}
         first = {name: found[name] for name in (*ACCEPT_READS, *ACCEPT_OUTS, *TRUNCATE_READS, *TRUNCATE_OUTS)}
         last = {name: found[name] for name in (*STATE, *COMMIT_OUTS)}
         if not parts:
@@ -117,6 +117,6 @@ def _arrays(shapes: random.Random, source: random.Random, batch: int) -> Arrays:
     }
     for name in ("accepted_tokens", "accepted_nodes"):
         arrays[name] = poisoned(batch, rows)
-    for name in ("accepted_lens", "best_path", "commit_lens", "finish", "head_lens", "head.write_lens"):
+    for name in ("accepted_lens", "best_path", "commit_lens", "finish", "draft_lens", "head.write_lens"):
         arrays[name] = poisoned(batch)
     return arrays

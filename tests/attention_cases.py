@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from lowlat.kernels.reference.attention import attention as reference
+from lowlat.kernels.reference.attention.attention import attention as reference
 
 __all__ = ["Case", "chain", "check", "random_bf16", "tree"]
 

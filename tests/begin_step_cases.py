@@ -5,9 +5,8 @@ import random
 import torch
 from kernel_cases import SAME_SHAPES, Arrays, Bench, poisoned, random_topology
 
-from lowlat.kernels.begin_step import begin_step
-from lowlat.kernels.reference.slot_record import DRAFT_LIMIT, LENGTH, MAX_LENGTH, NUM_FLOATS, NUM_INTS
-from lowlat.kernels.reference.slots import (
+from lowlat.kernels.reference.step.slot_record import DRAFT_LIMIT, LENGTH, MAX_LENGTH, NUM_FLOATS, NUM_INTS
+from lowlat.kernels.reference.step.slots import (
     CANCEL,
     COMMAND_WIDTH,
     JOIN,
@@ -16,6 +15,7 @@ from lowlat.kernels.reference.slots import (
     gather_rows,
     list_active_slots,
 )
+from lowlat.kernels.step.begin_step import begin_step
 
 __all__ = ["check_begin_step"]
 

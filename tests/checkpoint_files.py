@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from lowlat.geometry import ModelConfig, RopeConfig
+from lowlat.models.geometry import ModelConfig, RopeConfig
 
 __all__ = [
     "HEAD_SIZES",
+    "draft_tensors",
     "edit_json",
-    "head_tensors",
     "read_header_bytes",
     "target_geometry",
-    "write_head_layout",
+    "write_draft_layout",
     "write_raw",
 ]
 
@@ -69,7 +69,7 @@ def target_geometry(**changes: Any) -> ModelConfig:
     return ModelConfig(**{**fields, **changes})
 
 
-def head_tensors(num_features: int = 3, draft_vocab: int = 12) -> dict[str, torch.Tensor]:
+def draft_tensors(num_features: int = 3, draft_vocab: int = 12) -> dict[str, torch.Tensor]:
     """A plain EAGLE3 head's tensors by normalised name, float32, with d2t and t2d."""
     torch.manual_seed(5)
     kept = torch.randperm(40)[:draft_vocab].sort().values
@@ -119,7 +119,7 @@ def _config(layout: str, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     return config
 
 
-def write_head_layout(
+def write_draft_layout(
     directory: Path,
     layout: str,
     tensors: dict[str, torch.Tensor] | None = None,
@@ -132,7 +132,7 @@ def write_head_layout(
 
     config, layer and eagle change keys of the top level, of the layer's sizes and of eagle_config.
     """
-    tensors = head_tensors() if tensors is None else tensors
+    tensors = draft_tensors() if tensors is None else tensors
     fields = _config(layout, tensors)
     nested = fields["transformer_layer_config"] if layout == "speculators" else fields
     nested.update(layer or {})

@@ -16,10 +16,10 @@ import pytest
 from kernel_inventory import CARDS, examples
 from numba.cuda import compiler as numba_compiler
 
-from lowlat.kernels import compiler
-from lowlat.kernels.compiler import CompiledKernel, compile_kernel
-from lowlat.kernels.kernel import Kernel
-from lowlat.kernels.numba_cuda import compile_ptx, fork_compiler
+from lowlat.kernels.toolchain import compiler
+from lowlat.kernels.toolchain.compiler import CompiledKernel, compile_kernel
+from lowlat.kernels.toolchain.kernel import Kernel
+from lowlat.kernels.toolchain.numba_cuda import compile_ptx, fork_compiler
 
 __all__ = ["EXAMPLES", "Compiled", "lowered_once"]
 

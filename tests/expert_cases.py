@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from lowlat.kernels.expert_packing import MAX_SCALE, PackedExperts, pack_experts
-from lowlat.kernels.packing import gate_up_order
-from lowlat.kernels.reference import experts as reference
+from lowlat.kernels.gemm.packing import gate_up_permutation
+from lowlat.kernels.moe.packing import MAX_SCALE, PackedExperts, pack_experts
+from lowlat.kernels.reference.moe import experts as reference
 
 __all__ = [
     "ALPHA", "LIMIT", "Experts", "all_codes_and_scales", "choices", "make_experts", "shares_of", "want_down",
@@ -51,7 +51,7 @@ def make_experts(
         weight = torch.randn(num_experts, rows, columns, **kinds) * columns**-0.5
         matrices = {"weight": weight.bfloat16()}
     bias = torch.randn(num_experts, rows, **kinds).bfloat16()
-    order = gate_up_order(rows // 2) if gated else None
+    order = gate_up_permutation(rows // 2) if gated else None
     return Experts(matrices, pack_experts(**matrices, order=order), bias, order)
 
 

@@ -17,9 +17,9 @@ from lowlat.errors import DeviceError
 from lowlat.executors import OpHook
 from lowlat.executors.reference import ReferenceExecutor
 from lowlat.graphs import Bucket, BufferSet
-from lowlat.kernels.reference.publish import SLOT
-from lowlat.loading import load
-from lowlat.program import Program
+from lowlat.host.loading import load
+from lowlat.kernels.reference.step.publish import SLOT
+from lowlat.program.program import Program
 
 __all__ = ["FakeDevice", "load_fake"]
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from lowlat.kernels.gathered_rows import ALIGNMENT, gathered_rows
+from lowlat.kernels.attention.gathered_rows import ALIGNMENT, gathered_rows
 
 __all__ = ["POISON", "Gather", "wanted_rows"]
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from lowlat.kernels.kernel import KernelCall
-from lowlat.kernels.numba_cuda import cuda
-from lowlat.tree import TreeTopology
+from lowlat.kernels.toolchain.kernel import KernelCall
+from lowlat.kernels.toolchain.numba_cuda import cuda
+from lowlat.speculators.tree.topology import TreeTopology
 
 __all__ = ["SAME_SHAPES", "Bench", "poisoned", "random_topology", "simulate"]
 

@@ -10,7 +10,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 import lowlat.kernels
-from lowlat.kernels.kernel import H200, Card, Kernel
+from lowlat.kernels.toolchain.kernel import H200, Card, Kernel
 
 __all__ = ["B200", "CARDS", "examples", "factories", "family", "fingerprint", "modules", "offers_calls"]
 
@@ -30,9 +30,10 @@ CARDS = {
 
 
 def modules() -> dict[str, Any]:
-    """Every module of `lowlat.kernels`, the references left out, by its own name."""
-    found = (entry.name for entry in pkgutil.iter_modules(lowlat.kernels.__path__) if not entry.ispkg)
-    return {name: importlib.import_module(f"lowlat.kernels.{name}") for name in sorted(found)}
+    """Every module of `lowlat.kernels`, the references left out, by its name below it."""
+    entries = pkgutil.walk_packages(lowlat.kernels.__path__, "lowlat.kernels.")
+    found = (entry.name for entry in entries if not entry.ispkg and ".reference." not in entry.name)
+    return {name.removeprefix("lowlat.kernels."): importlib.import_module(name) for name in sorted(found)}
 
 
 def examples(card: Card = H200) -> Iterator[tuple[str, Kernel]]:

@@ -306,7 +306,7 @@ class Walker:
 
     def ptx(self) -> ModuleType:
         """What stands for the module `ptx`: the instructions that walked kernels use."""
-        made = ModuleType("lowlat.kernels.ptx")
+        made = ModuleType("lowlat.kernels.toolchain.ptx")
         near, at, warp = self._near, self._at, self._warp
 
         def load(where: Any, kind: Any, size: int) -> Any:
@@ -399,24 +399,24 @@ class Walker:
 
 @contextmanager
 def walkable(walker: Walker, *names: str) -> Iterator[list[ModuleType]]:
-    """Modules of `lowlat.kernels` imported anew, with the walker in the place of Numba and of `ptx`."""
-    package = importlib.import_module("lowlat.kernels")
-    known = importlib.import_module("lowlat.kernels.numba_cuda")
-    fake: Any = ModuleType("lowlat.kernels.numba_cuda")
+    """Modules by their names below `lowlat.kernels`, imported anew, the walker in the place of Numba and `ptx`."""
+    known = importlib.import_module("lowlat.kernels.toolchain.numba_cuda")
+    fake: Any = ModuleType("lowlat.kernels.toolchain.numba_cuda")
     fake.cuda, fake.types, fake.device_function = walker.cuda(), known.types, lambda function: function
     fake.uint32, fake.int32 = lambda value: int(value) & MASK, lambda value: _signed(int(value))
     fake.float64 = float
     fake.int64, fake.float32, fake.uint64 = int, np.float32, lambda value: int(value) & LONG_MASK
-    replaced = {"lowlat.kernels.numba_cuda": fake, "lowlat.kernels.ptx": walker.ptx()}
+    replaced = {"lowlat.kernels.toolchain.numba_cuda": fake, "lowlat.kernels.toolchain.ptx": walker.ptx()}
     full = [f"lowlat.kernels.{name}" for name in names]
     kept = {name: sys.modules.get(name) for name in (*replaced, *full)}
-    attributes = {name: getattr(package, name, None) for name in (*names, "ptx", "numba_cuda")}
+    homes = {name: importlib.import_module(name.rpartition(".")[0]) for name in kept}
+    attributes = {name: getattr(home, name.rpartition(".")[2], None) for name, home in homes.items()}
     try:
         for name in full:
             sys.modules.pop(name, None)
         for name, module in replaced.items():
             sys.modules[name] = module
-            setattr(package, name.rpartition(".")[2], module)
+            setattr(homes[name], name.rpartition(".")[2], module)
         yield [importlib.import_module(name) for name in full]
     finally:
         for name, old in kept.items():
@@ -425,7 +425,8 @@ def walkable(walker: Walker, *names: str) -> Iterator[list[ModuleType]]:
             else:
                 sys.modules[name] = old
         for name, value in attributes.items():
+            last = name.rpartition(".")[2]
             if value is not None:
-                setattr(package, name, value)
-            elif hasattr(package, name):
-                delattr(package, name)
+                setattr(homes[name], last, value)
+            elif hasattr(homes[name], last):
+                delattr(homes[name], last)

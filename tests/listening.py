@@ -9,10 +9,10 @@ from typing import Any
 
 from lowlat.ipc.endpoint import EndpointLock
 from lowlat.ipc.limits import Limits
-from lowlat.ipc.server.listener import Handlers
-from lowlat.ipc.server.security import Users
-from lowlat.ipc.server.timers import Timers
-from lowlat.ipc.server.unix_listener import UnixListener
+from lowlat.ipc.server.generations.timers import Timers
+from lowlat.ipc.server.transport.listener import Handlers
+from lowlat.ipc.server.transport.security import Users
+from lowlat.ipc.server.transport.unix_listener import UnixListener
 
 __all__ = ["Listen", "Listening"]
 

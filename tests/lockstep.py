@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import torch
 
 from lowlat.executors.eager import EagerExecutor
-from lowlat.executors.lowering import Group
+from lowlat.executors.lowering.lowering import Group
 from lowlat.executors.reference import bind
 from lowlat.graphs import Bucket
-from lowlat.program import Op, Program
+from lowlat.program.program import Op, Program
 
 __all__ = ["TOLERANCES", "Lockstep"]
 

@@ -8,21 +8,22 @@ from typing import Any
 
 import torch
 
-from lowlat.checkpoint import LoadedHead, LoadedTarget, load_head, load_target
-from lowlat.config import RuntimeConfig, SpeculativeConfig
 from lowlat.executors.allocation import STATE_ROLES
 from lowlat.executors.device_weights import DeviceWeights
-from lowlat.executors.lowering import Group, Lowering, lower
-from lowlat.executors.orders import expert_parts, weight_orders
-from lowlat.executors.rules import RULES
+from lowlat.executors.lowering.lowering import Group, Lowering, lower
+from lowlat.executors.lowering.rules import RULES
+from lowlat.executors.lowering.weight_layouts import expert_parts, weight_permutations
 from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import Bucket, BufferSet, Role
-from lowlat.kernels.kernel import H200, Card, KernelCall
-from lowlat.loading import make_geometry, make_topologies
-from lowlat.prefill import build_prefill
-from lowlat.program import Program
-from lowlat.step import build_step
-from lowlat.tree import TreeTopology
+from lowlat.host.loading import make_geometry, make_topologies
+from lowlat.kernels.toolchain.kernel import H200, Card, KernelCall
+from lowlat.models.target import LoadedTarget, load_target
+from lowlat.options.config import RuntimeConfig, SpeculativeConfig
+from lowlat.program.program import Program
+from lowlat.speculators.eagle3.weights import LoadedDraftModel, load_draft_model
+from lowlat.speculators.tree.topology import TreeTopology
+from lowlat.step.decode import build_step
+from lowlat.step.prefill import build_prefill
 
 __all__ = ["Lowered", "Pair"]
 
@@ -54,7 +55,7 @@ class Pair:
 
     def __init__(self, target: Path, head: Path | None = None, *, dtype: str = "bfloat16", **speculation: Any) -> None:
         self.target: LoadedTarget = load_target(target, dtype=dtype)
-        self.head: LoadedHead | None = None if head is None else load_head(head, self.target.config)
+        self.head: LoadedDraftModel | None = None if head is None else load_draft_model(head, self.target.config)
         self.config: SpeculativeConfig | None = None
         self.topologies = {0: TreeTopology.chain(0)}
         if head is not None:
@@ -87,7 +88,7 @@ class Pair:
         programs = [self.program(depth, 1) for depth in self.topologies]
         ops = [op for program in (*programs, build_prefill(self.geometry)) for op in program.ops]
         matrices = {op.weights["weight"] for op in ops if op.kind == "linear"}
-        return DeviceWeights(self.source, matrices, device, weight_orders(programs), expert_parts(programs))
+        return DeviceWeights(self.source, matrices, device, weight_permutations(programs), expert_parts(programs))
 
     def lower(self, depth: int, batch: int, card: Card = H200) -> Lowered:
         """A bucket's program, lowered; every buffer has memory of its own."""

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from lowered import Lowered, Pair
-from tiny_models import make_pair, make_target, mxfp4_target, random_head
+from tiny_models import make_pair, make_target, mxfp4_target, random_draft_model
 
-from lowlat.kernels.kernel import H200, KernelCall
-from lowlat.program import Stage
+from lowlat.kernels.toolchain.kernel import H200, KernelCall
+from lowlat.program.program import Stage
 
 __all__ = ["HEADS", "MIXTURES", "TARGETS", "LoweredPairs", "kinds_of", "reached", "span"]
 
@@ -90,7 +90,7 @@ def _write(name: str, directory: Path) -> tuple[Path, Path | None]:
         return paths.target, paths.head
     target = make(directory / "target", num_hidden_layers=2, **SIZES, **options)
     shape = {"hidden_size": 64, "head_dim": 64, "intermediate_size": 96, "captures": (0, 1, 2)}
-    random_head(directory / "head", target, **{**shape, **HEADS[flags]})
+    random_draft_model(directory / "head", target, **{**shape, **HEADS[flags]})
     return directory / "target", directory / "head"
 
 

@@ -8,17 +8,26 @@ import numpy as np
 import torch
 from expert_cases import ALPHA, LIMIT, Experts, choices, make_experts, want_gate_up
 
-from lowlat.kernels.expert_packing import pack_experts, unpack_expert
-from lowlat.kernels.experts_choice import Choice
-from lowlat.kernels.experts_mlp_plan import Pair, plan_pair
-from lowlat.kernels.experts_plan import DOWN, GATE_UP, ExpertShape, rows_a_launch
-from lowlat.kernels.kernel import Card
-from lowlat.kernels.packing import gate_up_order
-from lowlat.kernels.reference import experts as reference
+from lowlat.kernels.gemm.packing import gate_up_permutation
+from lowlat.kernels.moe.decode.mlp_plan import Pair, plan_pair
+from lowlat.kernels.moe.decode.topk_routing import Choice
+from lowlat.kernels.moe.packing import pack_experts, unpack_expert
+from lowlat.kernels.moe.plan import DOWN, GATE_UP, ExpertShape, rows_a_launch
+from lowlat.kernels.reference.moe import experts as reference
+from lowlat.kernels.toolchain.kernel import Card
 
 __all__ = [
-    "PASSES", "Mixture", "awaited", "exact_shares", "logits_of", "make_choice", "make_logits", "make_mixture",
-    "of_codes", "passing", "want_choice",
+    "PASSES",
+    "Mixture",
+    "awaited",
+    "exact_shares",
+    "logits_of",
+    "make_logits",
+    "make_mixture",
+    "make_topk_routing",
+    "of_codes",
+    "passing",
+    "want_routing",
 ]  # fmt: skip
 
 PASSES: dict[str, Any] = {
@@ -120,7 +129,7 @@ def of_codes(codes: torch.Tensor, scale: int, *, gated: bool) -> Experts:
     rows, columns = codes.shape
     blocks = (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8).view(1, rows, columns // 32, 16)
     scales = torch.full((1, rows, columns // 32), scale, dtype=torch.uint8, device=codes.device)
-    matrices, order = {"blocks": blocks, "scales": scales}, gate_up_order(rows // 2) if gated else None
+    matrices, order = {"blocks": blocks, "scales": scales}, gate_up_permutation(rows // 2) if gated else None
     bias = torch.zeros(1, rows, device=codes.device).bfloat16()
     return Experts(matrices, pack_experts(**matrices, order=order), bias, order)
 
@@ -148,7 +157,7 @@ def logits_of(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
     return torch.zeros(ids.shape[0], num_experts, device=ids.device).scatter_(1, ids.long(), 9 - ranks / 4)
 
 
-def make_choice(kind: str, rows: int, ranks: int, num_experts: int, device: str = "cpu") -> Choice:
+def make_topk_routing(kind: str, rows: int, ranks: int, num_experts: int, device: str = "cpu") -> Choice:
     """By logits as `make_logits` has them; random ones, where a third of the rows is live ("dead") or no row ("none");
     or such that choose as many different experts as there are ("apart")."""
     live = None
@@ -161,7 +170,7 @@ def make_choice(kind: str, rows: int, ranks: int, num_experts: int, device: str 
     return Choice(logits.to(device), live)
 
 
-def want_choice(choice: Choice, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
+def want_routing(choice: Choice, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The reference's ids and shares [M, R], on the CPU: those of a router of nothing but biases."""
     rows, num_experts = choice.logits.shape
     ids, shares = torch.full((rows, ranks), 77, dtype=torch.int32), torch.full((rows, ranks), torch.nan)

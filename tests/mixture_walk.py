@@ -4,14 +4,24 @@ from typing import Any
 
 from kernel_walk import Walker, walkable
 
-from lowlat.kernels.experts_choice import Choice
-from lowlat.kernels.experts_mlp_plan import Pair
-from lowlat.kernels.kernel import Card
+from lowlat.kernels.moe.decode.mlp_plan import Pair
+from lowlat.kernels.moe.decode.topk_routing import Choice
+from lowlat.kernels.toolchain.kernel import Card
 
 __all__ = ["NAMES", "small_card", "walk"]
 
-PARTS = ("plan", "list", "multiply", "copy", "product", "swiglu", "weighing", "choice", "sum", "mlp_plan", "mlp")
-NAMES = ("handover", "norm_row", "norm_math", "awaited", "activation", *(f"experts_{part}" for part in PARTS))
+SHARED = tuple(f"common.{part}" for part in ("handover", "norm_row", "norm_math", "sentinels", "activation"))
+PARTS = (
+    "expert_list",
+    "mainloop",
+    "copies",
+    "gemm",
+    "swiglu_epilogue",
+    "weighing_epilogue",
+    "topk_routing",
+    "rank_sum",
+)
+NAMES = (*SHARED, "moe.plan", *(f"moe.decode.{part}" for part in (*PARTS, "mlp_plan", "mlp")))
 
 
 def small_card(blocks: int) -> Card:

@@ -5,12 +5,12 @@ from typing import Any
 import torch
 from kernel_cases import Arrays, Bench, poisoned
 
-from lowlat.kernels import ptx
-from lowlat.kernels.kernel import Kernel, KernelCall
-from lowlat.kernels.memory import long_at, set_long
-from lowlat.kernels.numba_cuda import cuda, int64, types, uint32
-from lowlat.kernels.philox import philox, uniform
-from lowlat.kernels.reference import random
+from lowlat.kernels.common.memory import long_at, set_long
+from lowlat.kernels.common.philox import philox, uniform
+from lowlat.kernels.reference.sampling import random
+from lowlat.kernels.toolchain import ptx
+from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
+from lowlat.kernels.toolchain.numba_cuda import cuda, int64, types, uint32
 
 __all__ = ["check_philox"]
 

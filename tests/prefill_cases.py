@@ -13,8 +13,8 @@ from lowlat.executors.prefill.arguments import ChunkArguments
 from lowlat.executors.prefill.chunk import BoundPrefill
 from lowlat.executors.reference import bind
 from lowlat.graphs import BufferSet, Role
-from lowlat.prefill import build_prefill
-from lowlat.program import Program
+from lowlat.program.program import Program
+from lowlat.step.prefill import build_prefill
 
 __all__ = ["NAMES", "chunk_differences", "make_named", "make_prefill"]
 
@@ -37,9 +37,9 @@ def _fill(buffers: Any, vocab_size: int, live: int) -> None:
     buffers["prefill_table"][0] = torch.arange(1, buffers["prefill_table"].shape[1] + 1)
     buffers["prefill_chunk"].copy_(torch.tensor([0, live]))
     buffers["prefill_live"].copy_(torch.arange(size) < live)
-    buffers["prefill_head_live"].copy_((torch.arange(size) > 0) & (torch.arange(size) < live))
+    buffers["prefill_draft_live"].copy_((torch.arange(size) > 0) & (torch.arange(size) < live))
     buffers["prefill_positions"].copy_(torch.arange(size))
-    buffers["prefill_head_positions"].copy_((torch.arange(size) - 1).clamp(min=0))
+    buffers["prefill_draft_positions"].copy_((torch.arange(size) - 1).clamp(min=0))
 
 
 def make_prefill(

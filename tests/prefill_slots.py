@@ -10,8 +10,8 @@ from lowlat.executors.prefill.attention import prefill_attention, sight_of
 from lowlat.executors.prefill.flash import FlashAttention
 from lowlat.executors.prefill.kernels import Launches
 from lowlat.executors.prefill.room import AttentionRoom
-from lowlat.kernels.gathered_rows import gathered_rows
-from lowlat.kernels.reference import attention
+from lowlat.kernels.attention.gathered_rows import gathered_rows
+from lowlat.kernels.reference.attention import attention
 
 __all__ = ["BLOCK", "DIM", "GROUPS", "HEADS", "LONGEST", "SIZE", "SMALL", "Shape", "Slot", "close"]
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from gather_cases import wanted_rows
 
-from lowlat.kernels.kernel import H200, KernelCall
+from lowlat.kernels.toolchain.kernel import H200, KernelCall
 
 __all__ = ["GatherLauncher", "flash_attention", "gather"]
 

@@ -8,15 +8,16 @@ from pathlib import Path
 import torch
 
 from lowlat import Runtime
-from lowlat.checkpoint import load_head, load_target
 from lowlat.executors.device_weights import DeviceWeights
-from lowlat.executors.lowering import Group, Lowering, lower
-from lowlat.executors.rules import RULES
+from lowlat.executors.lowering.lowering import Group, Lowering, lower
+from lowlat.executors.lowering.rules import RULES
 from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import Bucket
-from lowlat.kernels.kernel import H200
-from lowlat.profiling import Record
-from lowlat.profiling_times import CallSite, KernelEvent
+from lowlat.kernels.toolchain.kernel import H200
+from lowlat.models.target import load_target
+from lowlat.speculators.eagle3.weights import load_draft_model
+from lowlat.tools.profile.recording import Record
+from lowlat.tools.profile.times import CallSite, KernelEvent
 
 __all__ = ["CPU", "cover", "record_of", "recorded"]
 
@@ -28,7 +29,7 @@ def cover(runtime: Runtime, target: Path, head: Path | None) -> Callable[[Bucket
     loaded = load_target(target, dtype="bfloat16")
     weights = dict(loaded.weights)
     if head is not None:
-        weights.update(load_head(head, loaded.config).weights)
+        weights.update(load_draft_model(head, loaded.config).weights)
     executor = runtime.executor
 
     def groups(bucket: Bucket) -> tuple[Group, ...]:

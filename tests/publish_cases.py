@@ -5,11 +5,11 @@ import random
 import torch
 from kernel_cases import SAME_SHAPES, Arrays, Bench, poisoned, random_topology
 
-from lowlat.kernels import publish as kernels
-from lowlat.kernels.kernel import KernelCall
-from lowlat.kernels.publish import LoopControl
-from lowlat.kernels.reference.head_rows import assign_drafts, tree_masks
-from lowlat.kernels.reference.publish import RECORD_WIDTH, publish
+from lowlat.kernels.reference.rows.draft_rows import assign_drafts, tree_masks
+from lowlat.kernels.reference.step.publish import RECORD_WIDTH, publish
+from lowlat.kernels.step import publish as kernels
+from lowlat.kernels.step.publish import LoopControl
+from lowlat.kernels.toolchain.kernel import KernelCall
 
 __all__ = ["check_publish"]
 

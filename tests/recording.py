@@ -9,8 +9,8 @@ import torch
 
 from lowlat import Runtime, SamplingParams
 from lowlat.errors import RequestError
-from lowlat.program import Op
-from lowlat.scheduler import Phase
+from lowlat.host.scheduler import Phase
+from lowlat.program.program import Op
 
 __all__ = ["Recorder", "check_invariants", "run_all", "run_one", "waiting_is_an_error"]
 

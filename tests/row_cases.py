@@ -5,9 +5,10 @@ import random
 import torch
 from kernel_cases import Arrays, Bench, poisoned, random_topology
 
-from lowlat.kernels import head_rows, reference
-from lowlat.kernels.kernel import KernelCall
-from lowlat.kernels.kv_compact import kv_compact
+from lowlat.kernels import reference
+from lowlat.kernels.attention.kv_compact import kv_compact
+from lowlat.kernels.rows import draft_rows as draft_rows
+from lowlat.kernels.toolchain.kernel import KernelCall
 
 __all__ = ["check_boundary", "check_compaction", "check_features", "check_last"]
 
@@ -77,7 +78,7 @@ def check_features(bench: Bench, seed: int, *, width: int, num_sources: int) -> 
     arrays["accepted_nodes"] = torch.randint(-1, rows, (batch, rows), dtype=torch.int32)
     arrays["out"] = poisoned(batch * rows, num_sources * width, dtype=torch.bfloat16)
     operation = reference.OPERATIONS["gather_features"]
-    bench.compare(arrays, lambda found: operation(**found), lambda found: head_rows.gather_features(**found))
+    bench.compare(arrays, lambda found: operation(**found), lambda found: draft_rows.gather_features(**found))
 
 
 def check_last(bench: Bench, seed: int, *, widths: tuple[int, ...]) -> None:
@@ -96,7 +97,7 @@ def check_last(bench: Bench, seed: int, *, widths: tuple[int, ...]) -> None:
 
     def calls(found: Arrays) -> list[KernelCall]:
         pairs = [(found[f"x{number}"], found[f"out{number}"]) for number in range(len(widths))]
-        return head_rows.take_last(pairs, found["commit_lens"])
+        return draft_rows.take_last(pairs, found["commit_lens"])
 
     bench.compare(arrays, reference_, calls)
 
@@ -119,5 +120,5 @@ def check_boundary(bench: Bench, seed: int, *, width: int) -> None:
     bench.compare(
         arrays,
         lambda found: operation(**found, block_size=BLOCK),
-        lambda found: head_rows.store_boundary(**found, block_size=BLOCK),
+        lambda found: draft_rows.store_boundary(**found, block_size=BLOCK),
     )

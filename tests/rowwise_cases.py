@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 
-from lowlat.kernels import elementwise, embed, head_input, norm, rotate, router
-from lowlat.kernels.kernel import KernelCall
-from lowlat.kernels.packing import pack
+from lowlat.kernels.gemm.packing import pack
+from lowlat.kernels.moe import router
 from lowlat.kernels.reference import OPERATIONS
+from lowlat.kernels.rows import draft_input as draft_input
+from lowlat.kernels.rows import elementwise, embed, norm, rotate
+from lowlat.kernels.toolchain.kernel import KernelCall
 
 BF16 = torch.bfloat16
 EPS = 1e-5
@@ -131,7 +133,7 @@ def check_norms(lab: Lab, rows: int, width: int) -> None:
     assert same_bits(lab.launch(norm.rms_norm, outs, x=x, weight=weight, eps=EPS)["out"], normed)
 
 
-def check_order(lab: Lab, width: int) -> None:
+def check_permutation(lab: Lab, width: int) -> None:
     """The promised order shows where eps takes nearly all of the mean away: an ulp of the sum then moves every bit."""
     count = torch.tensor(float(width))
     x = torch.randn(1, width).to(BF16)
@@ -268,7 +270,7 @@ def check_embeddings(lab: Lab, rows: int, width: int, vocabulary: int) -> None:
         assert same_bits(alone["out"], expected["out"])
 
 
-def check_head_input(lab: Lab, batch: int, rows: int, width: int, *, packed: bool, block: int = 12) -> None:
+def check_draft_input(lab: Lab, batch: int, rows: int, width: int, *, packed: bool, block: int = 12) -> None:
     """Embedding and norms of a head's rows, with the kept block ends."""
     count, vocabulary, blocks = batch * rows, 20, 6
     table, hidden = torch.randn(vocabulary, width).to(BF16), torch.randn(count, width).to(BF16)
@@ -285,7 +287,7 @@ def check_head_input(lab: Lab, batch: int, rows: int, width: int, *, packed: boo
     outs = {"out": poison(count, 2 * width), "normed_hidden": poison(count, width)}
     embedded = poison(count, width)
     OPERATIONS["embed"](tokens, table, out=embedded)
-    lab.both("concat_norms", head_input.concat_norms, outs, embedded=embedded, **options)
+    lab.both("concat_norms", draft_input.concat_norms, outs, embedded=embedded, **options)
     expected = {key: tensor.clone() for key, tensor in outs.items()}
     OPERATIONS["concat_norms"](embedded, **options, **expected)
     starts = torch.randint(0, (blocks - 1) * block, (batch, 1))
@@ -300,11 +302,13 @@ def check_head_input(lab: Lab, batch: int, rows: int, width: int, *, packed: boo
     OPERATIONS["store_boundary"](hidden, row_live=live, **stored, block_features=kept, block_size=block)
     assert not bool(kept.isnan().all())
     layout = pack(lab.place(table)) if packed else table
-    found = lab.launch(head_input.head_input, outs, tokens=tokens, weight=layout, **options, **stored, block_size=block)
-    check("head_input", found, expected)
+    found = lab.launch(
+        draft_input.draft_input, outs, tokens=tokens, weight=layout, **options, **stored, block_size=block
+    )
+    check("draft_input", found, expected)
     del outs["block_features"]
-    found = lab.launch(head_input.head_input, outs, tokens=tokens, weight=layout, **options)
-    check("head_input without boundaries", found, expected)
+    found = lab.launch(draft_input.draft_input, outs, tokens=tokens, weight=layout, **options)
+    check("draft_input without boundaries", found, expected)
 
 
 def check_level_input(lab: Lab, batch: int, wide: int, above: int, width: int, *, packed: bool) -> None:
@@ -315,7 +319,7 @@ def check_level_input(lab: Lab, batch: int, wide: int, above: int, width: int, *
         "feedback": torch.randn(batch * above, width).to(BF16),
         "draft_nodes": torch.randint(-1, vocabulary, (batch, num_nodes)).int(),
         "draft_live": flags(batch),
-        "head_lens": torch.randint(3, 1000, (batch,)).int(),
+        "draft_lens": torch.randint(3, 1000, (batch,)).int(),
         "nodes": torch.randperm(num_nodes - 1)[:wide].int() + 1,
         "parent_rows": torch.randint(0, above, (wide,)).int(),
         "masks": torch.randint(1, 1 << 62, (wide,)),
@@ -335,8 +339,8 @@ def check_level_input(lab: Lab, batch: int, wide: int, above: int, width: int, *
     norms: dict[str, Any] = {"embed_weight": embed_weight, "hidden_weight": hidden_weight, "eps": EPS}
     OPERATIONS["concat_norms"](embedded, level["hidden"], row_live=level["row_live"], **norms, **halves)
     layout = pack(lab.place(table)) if packed else table
-    found = lab.launch(head_input.level_input, outs, **reads, weight=layout, **norms, depth=depth)
-    check("level_input", found, level | halves)
+    found = lab.launch(draft_input.draft_level_input, outs, **reads, weight=layout, **norms, depth=depth)
+    check("draft_level_input", found, level | halves)
     assert same_bits(found["hidden"], level["hidden"])
 
 

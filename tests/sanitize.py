@@ -4,10 +4,10 @@
 
 Tests of whole runtimes are left out, but for one of captured steps, and so are those of which the reference takes long;
 torch's own kernels run under the tool as well. Racecheck leaves out what has a product of the step in it: there a warp
-comes together and one lane arrives for it (kernels/handover.py), which is order enough by PTX's memory model; the tool
+comes together and one lane arrives for it (kernels/common/handover.py), order enough by PTX's memory model; the tool
 follows the arrivals of single threads and reports hazards (with --racecheck-indirect-barrier-dependency too; where
 every lane arrives for itself it reports none of thin and wide products). Of that hand-over
-tests/unit/kernels/test_{thin_matmul,experts_mlp,experts_product}_walk.py and test_wide_matmul.py walk every thread,
+tests/unit/kernels/test_{decode_gemm,experts_mlp,experts_product}_walk.py and test_wide_matmul.py walk every thread,
 with copies that arrive as late as they may. It leaves out prefill too, where torch's attention is reported.
 
 Needs a card and compute-sanitizer (a part of the CUDA toolkit); exits with 1 where a tool complains or a test fails.
@@ -30,7 +30,7 @@ LEFT_OUT = re.compile(
     r"test_(capture_traps|device_loop|executors|profile|reference_on_cuda|serving|stream_read)\.py"
     r"|test_attention\.py::test_(rows_of_a_chain|windows|equals|bits)"
 )
-LEFT_OUT_OF = {"racecheck": re.compile(r"test_(thin_matmul|wide_matmul|experts_mlp|capture_traps|prefill)\.py")}
+LEFT_OUT_OF = {"racecheck": re.compile(r"test_(decode_gemm|prefill_gemm|experts_mlp|capture_traps|prefill)\.py")}
 ALSO = ("tests/gpu/test_capture_traps.py::test_two_runtimes_on_one_card_do_not_touch_each_other",)
 COMPLAINED = 9
 PROCESSES = min(12, os.cpu_count() or 1)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import torch
 from unit.kernels.sampling import World
 
-from lowlat.kernels.reference.random import gumbel
-from lowlat.kernels.reference.sample import keep, penalise
-from lowlat.kernels.reference.slot_record import (
+from lowlat.kernels.reference.sampling.random import gumbel
+from lowlat.kernels.reference.sampling.sample import keep, penalise
+from lowlat.kernels.reference.step.slot_record import (
     FREQUENCY,
     MIN_P,
     MIN_TOKENS,

@@ -8,7 +8,7 @@ from typing import Any
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.ipc.limits import Limits
 from lowlat.ipc.server import Server
-from lowlat.request import StepOutput
+from lowlat.options.request import StepOutput
 from lowlat.serving.engine import RuntimeEngine
 
 __all__ = ["HEAD", "TARGET", "ServedModel", "alone", "load_bundled", "served_model"]

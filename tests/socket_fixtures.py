@@ -14,7 +14,7 @@ from listening import Listen, Listening
 from served import Maker, Serve, Served, serve_in
 
 from lowlat.ipc.limits import Limits
-from lowlat.ipc.server.security import Users
+from lowlat.ipc.server.transport.security import Users
 
 __all__ = ["listen", "no_leaks", "serve", "transport"]
 

@@ -25,11 +25,11 @@ from transformers.utils.logging import disable_progress_bar
 __all__ = [
     "FAMILIES",
     "PairPaths",
-    "copying_head",
+    "copying_draft_model",
     "make_pair",
     "make_target",
     "mxfp4_target",
-    "random_head",
+    "random_draft_model",
     "residual_streams",
     "transformers_logits",
 ]
@@ -166,14 +166,14 @@ def residual_streams(model: Any, tokens: list[int]) -> list[torch.Tensor]:
     return streams
 
 
-def random_head(directory: Path, target: Any, *, seed: int = 0, **flags: Any) -> tuple[dict[str, Any], Any]:
+def random_draft_model(directory: Path, target: Any, *, seed: int = 0, **flags: Any) -> tuple[dict[str, Any], Any]:
     """Write a random EAGLE3 head in the speculators' layout; return its config.json and its tensors.
 
     flags  norm_before_fc, fc_norm, norm_output, norm_before_residual, qk_norm (a Qwen3 layer), attention_bias,
            mlp_bias, own_embedding, own_lm_head (True), draft_vocab_size, captures, and geometry: hidden_size,
            num_attention_heads, num_key_value_heads, head_dim, intermediate_size, rope_theta
     """
-    config = head_config(target, **flags)
+    config = draft_config(target, **flags)
     generator = torch.Generator().manual_seed(seed)
     tensors = {name: _random_head_values(name, shape, generator) for name, shape in _head_shapes(config, flags).items()}
     vocab, draft_vocab = target.config.vocab_size, config["draft_vocab_size"]
@@ -181,11 +181,11 @@ def random_head(directory: Path, target: Any, *, seed: int = 0, **flags: Any) ->
         kept = torch.randperm(vocab, generator=generator)[:draft_vocab].sort().values
         tensors["d2t"] = kept - torch.arange(draft_vocab)
         tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, kept, True)
-    write_head(directory, config, tensors)
+    write_draft_model(directory, config, tensors)
     return config, tensors
 
 
-def head_config(target: Any, **flags: Any) -> dict[str, Any]:
+def draft_config(target: Any, **flags: Any) -> dict[str, Any]:
     """config.json of a head in the speculators' layout."""
     config = target.config
     layer = {
@@ -263,7 +263,7 @@ def _random_head_values(name: str, shape: tuple[int, ...], generator: torch.Gene
     return (3 if "lm_head" in name else 1) * noise / math.sqrt(shape[-1])
 
 
-def copying_head(directory: Path, target: Any, *, draft_vocab_size: int | None = None, seed: int = 0) -> None:
+def copying_draft_model(directory: Path, target: Any, *, draft_vocab_size: int | None = None, seed: int = 0) -> None:
     """Write a head that answers what the target's embedding, final norm and LM head alone would answer.
 
     Its one wide attention head looks at its own row; so over a target made with a low gain, a good part of its
@@ -271,7 +271,9 @@ def copying_head(directory: Path, target: Any, *, draft_vocab_size: int | None =
     """
     width, vocab = target.config.hidden_size, target.config.vocab_size
     shape = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": width, "norm_before_residual": True}
-    config, tensors = random_head(directory, target, seed=seed, draft_vocab_size=draft_vocab_size or vocab, **shape)
+    config, tensors = random_draft_model(
+        directory, target, seed=seed, draft_vocab_size=draft_vocab_size or vocab, **shape
+    )
     left = torch.cat((torch.eye(width), torch.zeros(width, width)), dim=1)
     for part, gain in (("q", 1.5), ("k", 1.5), ("v", 1.0)):
         tensors[f"layers.0.self_attn.{part}_proj.weight"] = gain * left
@@ -282,10 +284,10 @@ def copying_head(directory: Path, target: Any, *, draft_vocab_size: int | None =
     tensors["norm.weight"] = target.model.norm.weight.clone()
     kept = torch.arange(vocab)[tensors["t2d"]] if "t2d" in tensors else torch.arange(vocab)
     tensors["lm_head.weight"] = target.lm_head.weight[kept].clone()
-    write_head(directory, config, tensors)
+    write_draft_model(directory, config, tensors)
 
 
-def write_head(directory: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+def write_draft_model(directory: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
     """Write config.json and model.safetensors."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
@@ -304,5 +306,5 @@ def make_pair(directory: Path, family: str, *, gain: float = 0.45, **options: An
     """A small target and a head of which it accepts a good part; some tokens of the target cannot be drafted."""
     paths = PairPaths(directory / "target", directory / "head")
     target = make_target(paths.target, family, gain=gain, **{"num_hidden_layers": 2, **options})
-    copying_head(paths.head, target, draft_vocab_size=80)
+    copying_draft_model(paths.head, target, draft_vocab_size=80)
     return paths

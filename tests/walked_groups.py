@@ -14,12 +14,12 @@ import numpy as np
 from card_arithmetic import plain
 from kernel_walk import Walker, this_thread, walkable
 
-from lowlat.kernels import ptx_hopper as known
+from lowlat.kernels.toolchain import ptx_hopper as known
 
 __all__ = ["walkable_groups"]
 
 GROUP, ROW_BYTES = 128, 128  # threads of a warpgroup; bytes of a row of a step
-NAME = "lowlat.kernels.ptx_hopper"
+NAME = "lowlat.kernels.toolchain.ptx_hopper"
 
 
 class _Flying(tuple[Any, ...]):
@@ -121,7 +121,7 @@ def _multiplied(values: list[Any], second: Any, rows: int, go_on: bool) -> list[
 @contextmanager
 def walkable_groups(walker: Walker, *names: str) -> Iterator[list[ModuleType]]:
     """As `walkable`, with what stands for `ptx_hopper` too."""
-    package = importlib.import_module("lowlat.kernels")
+    package = importlib.import_module("lowlat.kernels.toolchain")
     sys.modules[NAME] = package.ptx_hopper = _Groups(walker).module()  # type: ignore[attr-defined]
     try:
         with walkable(walker, *names) as modules:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from msgspec import Struct
 
 from lowlat.ipc.limits import Limits
-from lowlat.ipc.server.listener import Connection
-from lowlat.ipc.server.rate import Rate
-from lowlat.ipc.server.streams import Stream
-from lowlat.ipc.server.timers import Timers
+from lowlat.ipc.server.generations.streams import Stream
+from lowlat.ipc.server.generations.timers import Timers
+from lowlat.ipc.server.transport.listener import Connection
+from lowlat.ipc.server.transport.rate import Rate
 from lowlat.ipc.wire import Bye, encode
 
 __all__ = ["Peer", "Peers"]

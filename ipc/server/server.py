@@ -16,23 +16,23 @@ from lowlat.errors import ConfigError, LowlatError
 from lowlat.ipc.endpoint import EndpointLock, parse_endpoint
 from lowlat.ipc.engine import Codec, Engine
 from lowlat.ipc.limits import Limits
-from lowlat.ipc.server.attention import Attention
-from lowlat.ipc.server.decode_thread import DecodeThread
-from lowlat.ipc.server.events import DecodeStop, DrainAsked, Event, Failed
-from lowlat.ipc.server.io_thread import IoThread
-from lowlat.ipc.server.listener import Listener
+from lowlat.ipc.server.generations.prepare import TextThread
+from lowlat.ipc.server.generations.requests import Requests
+from lowlat.ipc.server.generations.statistics import Statistics
+from lowlat.ipc.server.generations.timers import Timers
 from lowlat.ipc.server.peers import Peers
-from lowlat.ipc.server.prepare import TextThread
-from lowlat.ipc.server.requests import Requests
-from lowlat.ipc.server.security import Curve, Users
 from lowlat.ipc.server.service import Service
-from lowlat.ipc.server.spin import Spin
-from lowlat.ipc.server.statistics import Statistics
-from lowlat.ipc.server.timers import Timers
-from lowlat.ipc.server.unix_listener import UnixListener
-from lowlat.ipc.server.wake import Inbox
-from lowlat.ipc.server.watchdog import StepClock, Watchdog
-from lowlat.ipc.server.zmq_listener import ZmqListener
+from lowlat.ipc.server.threads.decode_thread import DecodeThread
+from lowlat.ipc.server.threads.events import DecodeStop, DrainAsked, Event, Failed
+from lowlat.ipc.server.threads.io_thread import IoThread
+from lowlat.ipc.server.threads.spin import Spin
+from lowlat.ipc.server.threads.wake import Inbox
+from lowlat.ipc.server.threads.wakeable_flag import Attention
+from lowlat.ipc.server.threads.watchdog import StepClock, Watchdog
+from lowlat.ipc.server.transport.listener import Listener
+from lowlat.ipc.server.transport.security import Curve, Users
+from lowlat.ipc.server.transport.unix_listener import UnixListener
+from lowlat.ipc.server.transport.zmq_listener import ZmqListener
 
 __all__ = ["Server"]
 

@@ -9,11 +9,11 @@ from msgspec import Struct
 
 from lowlat.ipc.engine import EngineInfo
 from lowlat.ipc.limits import Limits
-from lowlat.ipc.server.listener import Connection
+from lowlat.ipc.server.generations.requests import Requests
+from lowlat.ipc.server.generations.statistics import Statistics
 from lowlat.ipc.server.logs import describe
 from lowlat.ipc.server.peers import Peer, Peers
-from lowlat.ipc.server.requests import Requests
-from lowlat.ipc.server.statistics import Statistics
+from lowlat.ipc.server.transport.listener import Connection
 from lowlat.ipc.wire import (
     VERSION,
     Cancel,

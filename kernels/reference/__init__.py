@@ -7,21 +7,13 @@ a row's bits independent of its company, see `rows` and `linear`.
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from lowlat.kernels.reference import (
-    accept,
-    attention,
-    draft_topk,
-    elementwise,
-    experts,
-    head_rows,
-    kv,
-    linear,
-    logprobs,
-    publish,
-    rope,
-    sample,
-    slots,
-)
+from lowlat.kernels.reference.attention import attention, kv
+from lowlat.kernels.reference.gemm import linear
+from lowlat.kernels.reference.moe import experts
+from lowlat.kernels.reference.rows import draft_rows as draft_rows
+from lowlat.kernels.reference.rows import elementwise, rope
+from lowlat.kernels.reference.sampling import draft_topk, logprobs, sample
+from lowlat.kernels.reference.step import accept, publish, slots
 
 __all__ = ["OPERATIONS"]
 
@@ -44,15 +36,15 @@ _FUNCTIONS: tuple[Callable[..., None], ...] = (
     experts.experts_down,
     experts.experts_gate_up,
     experts.router,
-    head_rows.assign_drafts,
-    head_rows.gather_features,
-    head_rows.gather_level,
-    head_rows.head_prefill_rows,
-    head_rows.head_rows,
-    head_rows.join_features,
-    head_rows.store_boundary,
-    head_rows.take_last,
-    head_rows.tree_masks,
+    draft_rows.assign_drafts,
+    draft_rows.gather_features,
+    draft_rows.gather_level,
+    draft_rows.draft_prefill_rows,
+    draft_rows.draft_rows,
+    draft_rows.join_features,
+    draft_rows.store_boundary,
+    draft_rows.take_last,
+    draft_rows.tree_masks,
     kv.kv_compact,
     kv.kv_write,
     kv.prefill_kv_write,

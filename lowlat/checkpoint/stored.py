@@ -17,8 +17,8 @@ from functools import cached_property
 import torch
 
 from lowlat.checkpoint.recipes import Progress, Recipe, check_values, place_rows, placed_rows
+from lowlat.checkpoint.source import Named, WeightSource
 from lowlat.checkpoint.tensors import DTYPES, Checkpoint, OpenFiles, TensorEntry
-from lowlat.weights import Named, WeightSource
 
 __all__ = ["Group", "StoredWeights", "ahead_bytes"]
 

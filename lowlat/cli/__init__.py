@@ -17,16 +17,16 @@ __all__ = ["COMMANDS", "LazyGroup", "cli", "main"]
 
 # name -> (module, which holds a click command of the name `command`; what `lowlat --help` says of it)
 COMMANDS = {
-    "demo": ("lowlat.cli.demo", "Speculate on the bundled model, and check it against plain decoding."),
-    "generate": ("lowlat.cli.generate", "Continue a prompt, or answer one, with any model directory."),
-    "serve": ("lowlat.cli.serve", "Serve a model to other processes, until it is ended."),
-    "chat": ("lowlat.cli.chat", "Talk with a running server."),
-    "top": ("lowlat.cli.top", "Watch a running server: slots, queue, speed, acceptance."),
-    "inspect": ("lowlat.cli.inspect", "Show a model's, a head's or a tree's geometry, memory and buffers."),
-    "head": ("lowlat.cli.head", "Make a head that drafts fewer ids of one that drafts more."),
-    "compare": ("lowlat.cli.compare", "Compare target and head, stage by stage, with another implementation."),
-    "profile": ("lowlat.cli.profile", "Show where a decode step's time goes on an NVIDIA card."),
-    "doctor": ("lowlat.cli.doctor", "Check this machine, and that a head and its target fit together."),
+    "demo": ("lowlat.cli.commands.demo", "Speculate on the bundled model, and check it against plain decoding."),
+    "generate": ("lowlat.cli.commands.generate", "Continue a prompt, or answer one, with any model directory."),
+    "serve": ("lowlat.cli.commands.serve", "Serve a model to other processes, until it is ended."),
+    "chat": ("lowlat.cli.commands.chat", "Talk with a running server."),
+    "top": ("lowlat.cli.commands.top", "Watch a running server: slots, queue, speed, acceptance."),
+    "inspect": ("lowlat.cli.commands.inspect", "Show a model's, a head's or a tree's geometry, memory and buffers."),
+    "head": ("lowlat.cli.commands.draft_model", "Make a head that drafts fewer ids of one that drafts more."),
+    "compare": ("lowlat.cli.commands.compare", "Compare target and head, stage by stage, with another implementation."),
+    "profile": ("lowlat.cli.commands.profile", "Show where a decode step's time goes on an NVIDIA card."),
+    "doctor": ("lowlat.cli.commands.doctor", "Check this machine, and that a head and its target fit together."),
 }
 INTERRUPTED = 130
 

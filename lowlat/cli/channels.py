@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from lowlat.cli.console import stream_text
-from lowlat.request import StepOutput
+from lowlat.options.request import StepOutput
 from lowlat.text import HarmonyParser, TextCodec, parse_channels
 from lowlat.text.harmony import ChannelDelta
 

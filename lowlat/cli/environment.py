@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 import lowlat
-from lowlat.cli.demo import cache_directory
-from lowlat.devices import choose_device, nvidia_card_present
-from lowlat.memory import available_bytes
+from lowlat.cli.commands.demo import cache_directory
+from lowlat.host.devices import choose_device, nvidia_card_present
+from lowlat.host.memory.plan import available_bytes
 from lowlat.text.files import read_text
 
 __all__ = ["environment"]

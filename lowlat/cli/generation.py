@@ -6,8 +6,8 @@ It loads neither torch nor NumPy, so that a client of a server starts at once.
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from lowlat.host.metrics import RequestMetrics
 from lowlat.ipc.engine import TokenLogprobs
-from lowlat.metrics import RequestMetrics
 
 __all__ = ["Generation", "Output"]
 

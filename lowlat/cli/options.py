@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 import click
 
-from lowlat.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig, TraceConfig
-from lowlat.request import MAX_LOGPROBS, SamplingParams
+from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig, TraceConfig
+from lowlat.options.request import MAX_LOGPROBS, SamplingParams
 
 __all__ = [
     "CURVE_HELP",
@@ -166,7 +166,7 @@ def speculative_config(values: Mapping[str, Any], default_head: Path | None = No
             raise click.UsageError(f"{option} needs --head DIR: without a head there is no speculation")
         return None
     if "tree" in given and "num_speculative_tokens" not in given:
-        from lowlat.tree import TreeTopology
+        from lowlat.speculators.tree.topology import TreeTopology
 
         given["num_speculative_tokens"] = TreeTopology.from_choices(given["tree"]).depth
     return SpeculativeConfig(model=head, **given)

@@ -5,14 +5,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from lowlat.checkpoint import read_model_config
 from lowlat.cli.console import Update, loading_bar, progress_bar
 from lowlat.cli.generation import Generation
-from lowlat.config import RuntimeConfig, SpeculativeConfig
-from lowlat.devices import leave_a_core
 from lowlat.errors import RequestError
-from lowlat.request import SamplingParams, StepOutput
-from lowlat.runtime import Runtime
+from lowlat.host.devices import leave_a_core
+from lowlat.host.runtime import Runtime
+from lowlat.models.target import read_model_config
+from lowlat.options.config import RuntimeConfig, SpeculativeConfig
+from lowlat.options.request import SamplingParams, StepOutput
 from lowlat.text import TextCodec
 
 __all__ = ["Generation", "chat_ids", "default_context", "load_runtime", "run_request"]

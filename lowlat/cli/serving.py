@@ -25,7 +25,7 @@ from lowlat.serving.config import ServeConfig
 from lowlat.serving.logs import serving_log
 
 if TYPE_CHECKING:
-    from lowlat.runtime import Runtime
+    from lowlat.host.runtime import Runtime
     from lowlat.serving.engine import RuntimeEngine
 
 __all__ = ["serve"]
@@ -34,9 +34,9 @@ BUNDLED_NAME = "lowlat-demo"
 SWITCH_INTERVAL_S = 0.0005  # a thread that has work waits no longer for one that computes; Python's own is 5 ms
 
 
-def serve(settings: ServeConfig, bundled_target: Path, bundled_head: Path, *, json_output: bool) -> int:
+def serve(settings: ServeConfig, bundled_target: Path, bundled_draft_model: Path, *, json_output: bool) -> int:
     """Serve until drained or failed; returns the exit code. Raises ConfigError before anybody could connect."""
-    loading = _Loading(settings, bundled_target, bundled_head)
+    loading = _Loading(settings, bundled_target, bundled_draft_model)
     curve = None
     if settings["curve_keys"] is not None:
         from lowlat.serving.curve_keys import server_curve
@@ -82,10 +82,10 @@ def _drained_by_signals(server: Server) -> Iterator[None]:
 class _Loading:
     """What becomes known when the model is loaded: facts for the ready line, and the codec that the server has."""
 
-    def __init__(self, settings: ServeConfig, bundled_target: Path, bundled_head: Path) -> None:
+    def __init__(self, settings: ServeConfig, bundled_target: Path, bundled_draft_model: Path) -> None:
         self._settings = settings
         self._directory = settings["model"] or bundled_target
-        self._speculative = settings.speculation(bundled_head)
+        self._speculative = settings.speculation(bundled_draft_model)
         self.codec = ServingCodec()
         self.facts: dict[str, Any] = {}
 

@@ -10,7 +10,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from lowlat.graphs import Bucket, BufferSet
-from lowlat.program import Op, Program
+from lowlat.program.program import Op, Program
 
 __all__ = ["Executor", "LoopingExecutor", "OpHook"]
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from lowlat.graphs import BufferSpec, Role
-from lowlat.program import Program
+from lowlat.program.program import Program
 
 __all__ = ["STATE_ROLES", "SharedConstants", "clear_blocks", "first_rows", "pinned_names"]
 

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from lowlat.checkpoint.source import WeightSource, streamed
 from lowlat.errors import ConfigError
-from lowlat.kernels.expert_packing import PackedExperts, allocate_experts, pack_expert_into
-from lowlat.kernels.packing import PackedMatrix, pack, runs_of
-from lowlat.kernels.reference.mxfp4 import BLOCK
-from lowlat.weights import WeightSource, streamed
+from lowlat.kernels.gemm.packing import PackedMatrix, pack, runs_of
+from lowlat.kernels.moe.packing import PackedExperts, allocate_experts, pack_expert_into
+from lowlat.kernels.reference.moe.mxfp4 import BLOCK
 
 __all__ = ["DeviceWeights"]
 

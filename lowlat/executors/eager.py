@@ -8,10 +8,10 @@ import torch
 
 from lowlat.executors import OpHook
 from lowlat.executors.kernel_executor import KernelExecutor
-from lowlat.executors.lowering import Group
+from lowlat.executors.lowering.lowering import Group
 from lowlat.graphs import Bucket
 from lowlat.graphs.launch import Launch
-from lowlat.program import Program
+from lowlat.program.program import Program
 
 __all__ = ["EagerExecutor"]
 

@@ -12,15 +12,15 @@ import torch
 
 from lowlat.errors import ConfigError, DeviceError
 from lowlat.executors.kernel_executor import POLLS_BETWEEN_CHECKS, KernelExecutor
-from lowlat.executors.lowering import Group
+from lowlat.executors.lowering.lowering import Group
 from lowlat.executors.prefill.graphs import capture_prefills
 from lowlat.graphs import Bucket
 from lowlat.graphs.capture import CapturedGraph, capture, capture_loop
 from lowlat.graphs.launch import Launch
-from lowlat.kernels.expert_packing import PackedExperts
-from lowlat.kernels.kernel import KernelCall
-from lowlat.kernels.publish import LoopControl, for_condition
-from lowlat.program import Program
+from lowlat.kernels.moe.packing import PackedExperts
+from lowlat.kernels.step.publish import LoopControl, for_condition
+from lowlat.kernels.toolchain.kernel import KernelCall
+from lowlat.program.program import Program
 
 __all__ = ["CaptureProgress", "GraphExecutor"]
 

@@ -17,18 +17,18 @@ from lowlat.executors import OpHook
 from lowlat.executors.allocation import STATE_ROLES, SharedConstants, clear_blocks, first_rows, pinned_names
 from lowlat.executors.device_weights import DeviceWeights
 from lowlat.executors.launcher import Launcher
-from lowlat.executors.lowering import Group, Lowering, lower
-from lowlat.executors.orders import expert_parts, weight_orders
+from lowlat.executors.lowering.lowering import Group, Lowering, lower
+from lowlat.executors.lowering.rules import RULES
+from lowlat.executors.lowering.weight_layouts import expert_parts, weight_permutations
 from lowlat.executors.prefill.arguments import ChunkArguments
 from lowlat.executors.prefill.chunk import BoundPrefill
 from lowlat.executors.prefill.room import room_of
-from lowlat.executors.rules import RULES
 from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import Bucket, BufferSet, Role, aligned_bytes
 from lowlat.graphs.launch import Launch
-from lowlat.kernels.expert_packing import PackedExperts
-from lowlat.kernels.publish import LoopControl
-from lowlat.program import Program
+from lowlat.kernels.moe.packing import PackedExperts
+from lowlat.kernels.step.publish import LoopControl
+from lowlat.program.program import Program
 
 __all__ = ["KernelExecutor"]
 
@@ -60,7 +60,7 @@ class KernelExecutor:
         self.launcher = Launcher(device, cache_directory)
         self.stream = torch.cuda.Stream(device)
         every, largest = (*programs.values(), *prefills.values()), list(prefills.values())[-1]
-        orders, experts = weight_orders(programs.values()), expert_parts(programs.values())
+        orders, experts = weight_permutations(programs.values()), expert_parts(programs.values())
         self._weights = DeviceWeights(weights, _matrices(every), device, orders, experts)
         specs = [spec for program in (*programs.values(), largest) for spec in program.specs(*STATE_ROLES)]
         with torch.cuda.stream(self.stream):

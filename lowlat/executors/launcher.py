@@ -10,8 +10,8 @@ import torch
 
 from lowlat.errors import DeviceError, ShapeError
 from lowlat.graphs.launch import Launch
-from lowlat.kernels.compiler import compile_ahead, compile_kernel
-from lowlat.kernels.kernel import Argument, Card, Kernel, KernelCall
+from lowlat.kernels.toolchain.compiler import compile_ahead, compile_kernel
+from lowlat.kernels.toolchain.kernel import Argument, Card, Kernel, KernelCall
 
 __all__ = ["Launcher", "default_cache_directory"]
 

@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import torch
 
-from lowlat.devices import DeviceChoice
 from lowlat.errors import ConfigError
 from lowlat.executors import Executor
 from lowlat.executors.reference import ReferenceExecutor
-from lowlat.geometry import ExpertsConfig, HeadConfig, ModelConfig
 from lowlat.graphs import Bucket
-from lowlat.program import Program
+from lowlat.host.devices import DeviceChoice
+from lowlat.models.geometry import DraftConfig, ExpertsConfig, ModelConfig
+from lowlat.program.program import Program
 
 __all__ = ["make_executor", "settle_executor", "uncovered"]
 
@@ -23,7 +23,7 @@ MAX_VOCABULARY = 262144
 MAX_EXPERTS, MAX_CHOSEN, MAX_ROUTED_WIDTH, MXFP4_BLOCK = 256, 8, 6144, 32
 
 
-def uncovered(config: ModelConfig, head: HeadConfig | None, block_size: int = 32) -> str | None:
+def uncovered(config: ModelConfig, head: DraftConfig | None, block_size: int = 32) -> str | None:
     """Why the kernels cannot run a model with KV blocks of that size; None where they can."""
     if block_size not in BLOCK_SIZES:
         return f"the kernels take KV blocks of {BLOCK_SIZES} positions and block_size is {block_size}"
@@ -39,7 +39,7 @@ def uncovered(config: ModelConfig, head: HeadConfig | None, block_size: int = 32
     return None
 
 
-def _uncovered_sizes(part: ModelConfig | HeadConfig) -> tuple[str, str] | None:
+def _uncovered_sizes(part: ModelConfig | DraftConfig) -> tuple[str, str] | None:
     """What the kernels take, and what a target or a head has instead."""
     if part.head_dim not in HEAD_SIZES:
         return "heads of 64 or 128 dimensions", f"have {part.head_dim}"
@@ -66,7 +66,7 @@ def _uncovered_experts(config: ModelConfig, experts: ExpertsConfig) -> tuple[str
 
 
 def settle_executor(
-    choice: DeviceChoice, asked: str, config: ModelConfig, head: HeadConfig | None, block_size: int = 32
+    choice: DeviceChoice, asked: str, config: ModelConfig, head: DraftConfig | None, block_size: int = 32
 ) -> DeviceChoice:
     """The choice for this model: with `asked` "auto", torch's operations where the kernels do not cover it.
 

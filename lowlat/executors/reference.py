@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from lowlat.checkpoint.source import streamed
 from lowlat.errors import ConfigError
 from lowlat.executors import OpHook
 from lowlat.executors.allocation import STATE_ROLES, SharedConstants, clear_blocks, first_rows
 from lowlat.graphs import Bucket, BufferSet, Role
 from lowlat.kernels.reference import OPERATIONS
-from lowlat.program import Op, Program
-from lowlat.weights import streamed
+from lowlat.program.program import Op, Program
 
 __all__ = ["ReferenceExecutor", "arguments_of", "bind", "meaning_of"]
 

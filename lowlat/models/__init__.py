@@ -1,1 +1,4 @@
-"""Geometry in, operations out: the decoder of a target and the EAGLE3 head, as parts of a Program."""
+"""Targets: geometry, checkpoints of the families, and the decoder as operations of a Program.
+
+It knows no speculator.
+"""

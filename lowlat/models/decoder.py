@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import torch
 
-from lowlat.geometry import ModelConfig
 from lowlat.graphs import BufferSpec, Role
+from lowlat.models.geometry import ModelConfig
 from lowlat.models.layers import TORCH_DTYPES, Emitter, Rows
-from lowlat.program import ProgramBuilder, Stage
+from lowlat.program.program import ProgramBuilder, Stage
 
 __all__ = ["emit_decoder", "emit_lm_head", "kv_specs"]
 

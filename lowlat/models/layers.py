@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lowlat.program import ProgramBuilder, Stage
+from lowlat.program.program import ProgramBuilder, Stage
 
 __all__ = ["Emitter", "Rows"]
 

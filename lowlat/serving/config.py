@@ -12,10 +12,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from lowlat.config import RuntimeConfig, SpeculativeConfig
 from lowlat.errors import ConfigError
 from lowlat.ipc.endpoint import Endpoint, default_endpoint, parse_endpoint
 from lowlat.ipc.limits import Limits
+from lowlat.options.config import RuntimeConfig, SpeculativeConfig
 
 __all__ = ["SETTINGS", "ServeConfig", "Setting", "unknown_variables"]
 
@@ -189,20 +189,20 @@ class ServeConfig:
         RuntimeConfig(**options, **({} if context is None else {"max_context": context}))
         return options
 
-    def speculation(self, bundled_head: Path) -> SpeculativeConfig | None:
+    def speculation(self, bundled_draft_model: Path) -> SpeculativeConfig | None:
         """How to speculate; None without a head. Raises ConfigError, also for settings that need a head."""
         names = [name for name, setting in SETTINGS.items() if setting.group == "speculation" and name != "head"]
         given = {name: self[name] for name in names if self.sources[name] != "default"}
         head = self["head"]
         if head is None and self["model"] is None:
-            head = bundled_head
+            head = bundled_draft_model
         if head is None:
             if given:
                 name = min(given)
                 raise ConfigError(f"{name} ({self.sources[name]}) needs a head: without one there is no speculation")
             return None
         if "tree" in given and "num_speculative_tokens" not in given:
-            from lowlat.tree import TreeTopology
+            from lowlat.speculators.tree.topology import TreeTopology
 
             given["num_speculative_tokens"] = TreeTopology.from_choices(given["tree"]).depth
         return SpeculativeConfig(model=head, **given)

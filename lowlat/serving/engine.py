@@ -4,10 +4,10 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lowlat.host.runtime import Runtime
 from lowlat.ipc.engine import EngineInfo
 from lowlat.ipc.wire import Sampling
-from lowlat.request import SamplingParams, StepOutput
-from lowlat.runtime import Runtime
+from lowlat.options.request import SamplingParams, StepOutput
 
 __all__ = ["RuntimeEngine", "sampling_params"]
 

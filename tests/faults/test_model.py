@@ -87,9 +87,9 @@ def test_a_head_that_is_not_right_is_one_warning_and_the_baseline(tmp_path: Path
     warnings = [line["message"] for line in lines if line["level"].lower() == "warning"]
     assert len(warnings) == 1
     assert warnings[0].startswith("speculation is off")
-    with_head = load_bundled(max_context=128)
-    assert found == alone(with_head, [11, 12, 13], max_tokens=12, ignore_eos=True)
-    with_head.close()
+    with_draft_model = load_bundled(max_context=128)
+    assert found == alone(with_draft_model, [11, 12, 13], max_tokens=12, ignore_eos=True)
+    with_draft_model.close()
 
 
 def test_a_strict_head_that_is_missing_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,8 @@ import torch
 from selection_cases import best_pairs
 
 from lowlat.executors.launcher import Launcher
-from lowlat.kernels.argmax import argmax
-from lowlat.kernels.select import INFINITY
+from lowlat.kernels.sampling.argmax import argmax
+from lowlat.kernels.sampling.select import INFINITY
 
 pytestmark = pytest.mark.gpu
 

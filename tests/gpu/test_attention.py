@@ -9,7 +9,7 @@ import torch
 from attention_cases import Case, chain, check, random_bf16, tree
 
 from lowlat.executors.launcher import Launcher
-from lowlat.kernels.attention import attention
+from lowlat.kernels.attention.attention import attention
 
 pytestmark = pytest.mark.gpu
 

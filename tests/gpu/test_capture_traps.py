@@ -16,8 +16,8 @@ from lowlat.executors.graph import GraphExecutor
 from lowlat.executors.launcher import Launcher
 from lowlat.graphs.capture import CapturedGraph, capture, capture_loop
 from lowlat.graphs.launch import Launch
-from lowlat.kernels.kernel import Kernel, KernelCall
-from lowlat.kernels.numba_cuda import cuda, types
+from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
+from lowlat.kernels.toolchain.numba_cuda import cuda, types
 
 pytestmark = pytest.mark.gpu
 

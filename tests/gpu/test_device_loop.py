@@ -14,7 +14,7 @@ from tiny_models import make_pair
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.errors import ConfigError
 from lowlat.executors.graph import GraphExecutor
-from lowlat.state import RING_ENTRIES
+from lowlat.step.state import RING_ENTRIES
 
 pytestmark = pytest.mark.gpu
 

@@ -5,10 +5,10 @@ import torch
 from selection_cases import Memory, best_pairs
 
 from lowlat.executors.launcher import Launcher
-from lowlat.kernels.draft_topk import draft_topk
-from lowlat.kernels.reference import draft_topk as reference
-from lowlat.kernels.reference.head_rows import assign_drafts
-from lowlat.kernels.select import INFINITY
+from lowlat.kernels.reference.rows.draft_rows import assign_drafts
+from lowlat.kernels.reference.sampling import draft_topk as reference
+from lowlat.kernels.sampling.draft_topk import draft_topk
+from lowlat.kernels.sampling.select import INFINITY
 
 pytestmark = pytest.mark.gpu
 

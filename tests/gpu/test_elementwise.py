@@ -5,7 +5,7 @@ import torch
 from rowwise_cases import Lab, check_elementwise, poison, same_bits
 
 from lowlat.executors.launcher import Launcher
-from lowlat.kernels.elementwise import silu_mul
+from lowlat.kernels.rows.elementwise import silu_mul
 
 pytestmark = pytest.mark.gpu
 

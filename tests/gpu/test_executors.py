@@ -10,11 +10,12 @@ import torch
 from lockstep import Lockstep
 from recording import Recorder, check_invariants, run_all
 from safetensors.torch import load_file, save_file
-from tiny_models import PairPaths, copying_head, make_pair, mxfp4_target
+from tiny_models import PairPaths, copying_draft_model, make_pair, mxfp4_target
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
-from lowlat.checkpoint import load_head, load_target
 from lowlat.executors.eager import EagerExecutor
+from lowlat.models.target import load_target
+from lowlat.speculators.eagle3.weights import load_draft_model
 
 pytestmark = pytest.mark.gpu
 
@@ -50,7 +51,7 @@ def mixture(directory: Path, *, alike: bool) -> PairPaths:
     shape = {"num_local_experts": 9, "num_experts_per_tok": 4, "sliding_window": 70, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 16, "num_key_value_heads": 2}
     target = mxfp4_target(paths.target, gain=0.45, **SIZES, **shape, **heads)
-    copying_head(paths.head, target, draft_vocab_size=80)
+    copying_draft_model(paths.head, target, draft_vocab_size=80)
     if alike:
         file = paths.target / "model.safetensors"
         tensors = load_file(file)
@@ -80,7 +81,7 @@ def params(mode: str, seed: int = 7, max_tokens: int = 40) -> SamplingParams:
 def canonical_weights(pair: PairPaths) -> dict[str, torch.Tensor]:
     """What the checkpoints hold, on the device."""
     target = load_target(pair.target, dtype="bfloat16")
-    head = load_head(pair.head, target.config)
+    head = load_draft_model(pair.head, target.config)
     return {name: tensor.cuda() for name, tensor in {**target.weights, **head.weights}.items()}
 
 

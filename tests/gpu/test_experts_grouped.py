@@ -16,13 +16,13 @@ from expert_cases import (
 )
 
 from lowlat.executors.launcher import Launcher
-from lowlat.kernels.add_ranks import add_ranks
-from lowlat.kernels.expert_packing import unpack_expert
-from lowlat.kernels.experts_grouped import grouped_down, grouped_gate_up
-from lowlat.kernels.experts_grouped_plan import GroupedPlan, plan_grouped
-from lowlat.kernels.experts_grouping import group_pairs
-from lowlat.kernels.experts_plan import DOWN, GATE_UP, ExpertShape
-from lowlat.kernels.pair_tiles import TILE_PAIRS, most_tiles
+from lowlat.kernels.moe.packing import unpack_expert
+from lowlat.kernels.moe.plan import DOWN, GATE_UP, ExpertShape
+from lowlat.kernels.moe.prefill.grouped_gemm import grouped_down, grouped_gate_up
+from lowlat.kernels.moe.prefill.grouping import group_pairs
+from lowlat.kernels.moe.prefill.pair_tiles import TILE_PAIRS, most_tiles
+from lowlat.kernels.moe.prefill.plan import GroupedPlan, plan_grouped
+from lowlat.kernels.moe.prefill.rank_sum import add_ranks
 
 pytestmark = pytest.mark.gpu
 

@@ -9,21 +9,21 @@ from expert_cases import want_gate_up
 from mixture_cases import (
     PASSES,
     Mixture,
-    make_choice,
     make_logits,
     make_mixture,
+    make_topk_routing,
     of_codes,
     passing,
-    want_choice,
+    want_routing,
 )
 
 from lowlat.executors.launcher import Launcher
-from lowlat.kernels.expert_packing import unpack_expert
-from lowlat.kernels.experts_choice import Choice
-from lowlat.kernels.experts_mlp import experts_mlp
-from lowlat.kernels.experts_mlp_plan import Pair
-from lowlat.kernels.kernel import KernelCall
-from lowlat.kernels.router import router
+from lowlat.kernels.moe.decode.mlp import experts_mlp
+from lowlat.kernels.moe.decode.mlp_plan import Pair
+from lowlat.kernels.moe.decode.topk_routing import Choice
+from lowlat.kernels.moe.packing import unpack_expert
+from lowlat.kernels.moe.router import router
+from lowlat.kernels.toolchain.kernel import KernelCall
 
 pytestmark = pytest.mark.gpu
 
@@ -60,7 +60,7 @@ def compile_ahead(
     count = mixture.up.packed.num_experts
     for rows, plan in [*((rows, None) for rows in sizes), *((1, plan) for plan in plans)]:
         choice, arguments = (
-            make_choice("random", rows, ranks, count, "cuda"),
+            make_topk_routing("random", rows, ranks, count, "cuda"),
             mixture.arguments(mixture.rows(rows), ranks),
         )
         calls += experts_mlp(choice=choice, card=launcher.card, plan=plan, **arguments)
@@ -80,9 +80,9 @@ def test_products_and_their_sum_are_right(
     compile_ahead(launcher, mixture, ranks, ROWS)
     for rows in ROWS:
         for kind in ("random", "shared", "apart", "ties", "odd", "dead", "none"):
-            choice = make_choice(kind, rows, ranks, count, "cuda")
+            choice = make_topk_routing(kind, rows, ranks, count, "cuda")
             found = run(launcher, mixture, mixture.rows(rows), choice, ranks)
-            wanted, about = want_choice(choice, ranks)
+            wanted, about = want_routing(choice, ranks)
             assert torch.equal(found["expert_ids"].cpu(), wanted), (rows, kind)
             torch.testing.assert_close(found["expert_weights"].cpu(), about, rtol=1e-5, atol=1e-7, equal_nan=True)
             mixture.check(found)
@@ -100,7 +100,7 @@ def test_what_logits_choose_is_the_reference_s(launcher: Launcher, kind: str, co
         for live in (None, flags):
             choice = Choice(logits, live)
             found = run(launcher, mixture, x, choice, ranks)
-            wanted, about = want_choice(choice, ranks)
+            wanted, about = want_routing(choice, ranks)
             assert torch.equal(found["expert_ids"].cpu(), wanted)
             torch.testing.assert_close(found["expert_weights"].cpu(), about, rtol=1e-5, atol=1e-7, equal_nan=True)
         own = {"residual": found["residual"][-1:].clone()}
@@ -118,12 +118,15 @@ def test_a_row_has_the_same_bits_in_any_company(launcher: Launcher, quantised: b
     cuts: list[dict[str, int]] = [{"stages": 1}, {"num_blocks": 7}, {"part": 1, "num_blocks": 11}]
     plans = tuple(mixture.plan(8, ranks, launcher.card, **cut) for cut in cuts)
     compile_ahead(launcher, mixture, ranks, (1, 2, 8, 70), plans)
-    row, own = mixture.rows(1), make_choice("random", 1, ranks, count, "cuda").logits
+    row, own = mixture.rows(1), make_topk_routing("random", 1, ranks, count, "cuda").logits
     alone = run(launcher, mixture, row, Choice(own), ranks)
     mixture.check(alone)
     for rows, plan in [(2, None), (8, None), (70, None), *((8, plan) for plan in plans)]:
         for kind in ("random", "shared", "dead"):
-            x, choice = torch.full_like(row, torch.nan).repeat(rows, 1), make_choice(kind, rows, ranks, count, "cuda")
+            x, choice = (
+                torch.full_like(row, torch.nan).repeat(rows, 1),
+                make_topk_routing(kind, rows, ranks, count, "cuda"),
+            )
             residual = torch.randn(rows, hidden, device="cuda").bfloat16()
             place = int(torch.randint(rows, (1,)))
             x[place], choice.logits[place], residual[place] = row[0], own[0], alone["residual"][0]
@@ -139,7 +142,7 @@ def test_limits_and_what_is_not_a_number(launcher: Launcher) -> None:
     mixture = make_mixture(4, 96, 160, device="cuda", scales=(126, 134))
     x = mixture.rows(3) * 100
     x[1, 5] = torch.nan
-    found = run(launcher, mixture, x, make_choice("apart", 3, 4, 4, "cuda"), 4)
+    found = run(launcher, mixture, x, make_topk_routing("apart", 3, 4, 4, "cuda"), 4)
     want = want_gate_up(mixture.up, x, found["expert_ids"])
     assert float(want[::2].max()) > 40  # of at most 56
     torch.testing.assert_close(found["activated"], want, rtol=2**-6, atol=0.1, equal_nan=True)

@@ -9,7 +9,7 @@ from gather_cases import Gather, wanted_rows
 from prefill_slots import Shape, Slot, close
 
 from lowlat.executors.launcher import Launcher
-from lowlat.kernels.gather_kv import gather_kv
+from lowlat.kernels.attention.gather_kv import gather_kv
 
 pytestmark = pytest.mark.gpu
 

@@ -5,9 +5,9 @@ import torch
 from selection_cases import Memory
 
 from lowlat.executors.launcher import Launcher
-from lowlat.kernels.logprobs import logprobs
-from lowlat.kernels.reference import logprobs as reference
-from lowlat.kernels.reference.slot_record import MAX_LOGPROBS, NUM_INTS, NUM_LOGPROBS
+from lowlat.kernels.reference.sampling import logprobs as reference
+from lowlat.kernels.reference.step.slot_record import MAX_LOGPROBS, NUM_INTS, NUM_LOGPROBS
+from lowlat.kernels.sampling.logprobs import logprobs
 
 pytestmark = pytest.mark.gpu
 

@@ -7,7 +7,7 @@ from rowwise_cases import (
     Lab,
     check_add_norm,
     check_norms,
-    check_order,
+    check_permutation,
     check_split_norms,
     poison,
     same_bits,
@@ -15,7 +15,7 @@ from rowwise_cases import (
 )
 
 from lowlat.executors.launcher import Launcher
-from lowlat.kernels.norm import MAX_WIDTH, add_norm, rms_norm, split_norms
+from lowlat.kernels.rows.norm import MAX_WIDTH, add_norm, rms_norm, split_norms
 
 pytestmark = pytest.mark.gpu
 
@@ -33,8 +33,8 @@ def test_norms_against_the_reference(lab: Lab, width: int) -> None:
 
 @pytest.mark.parametrize("width", [2880, 4096, 8192])
 def test_the_promised_order(lab: Lab, width: int) -> None:
-    check_order(lab, width)
-    check_order(lab, width)
+    check_permutation(lab, width)
+    check_permutation(lab, width)
 
 
 @pytest.mark.parametrize(("parts", "width"), [(1, 64), (3, 2880), (3, 4096), (6, 5120)])

@@ -12,7 +12,7 @@ from lowlat.executors.launcher import Launcher
 from lowlat.executors.prefill.experts import GroupedExperts, down_by_torch, gate_up_by_torch
 from lowlat.executors.prefill.kernels import Launches
 from lowlat.executors.prefill.room import ExpertsRoom
-from lowlat.kernels.reference import experts as reference
+from lowlat.kernels.reference.moe import experts as reference
 
 pytestmark = pytest.mark.gpu
 

@@ -11,12 +11,12 @@ from recording import run_all, waiting_is_an_error
 from tiny_models import PairPaths, make_pair, mxfp4_target
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
-from lowlat import state as shapes
 from lowlat.executors.launcher import Launcher
 from lowlat.executors.prefill.graphs import capture_prefills
 from lowlat.executors.prefill.memory import temporary_bytes
-from lowlat.mailbox import Mailbox
-from lowlat.prefill import build_prefill
+from lowlat.host.mailbox import Mailbox
+from lowlat.step import state as shapes
+from lowlat.step.prefill import build_prefill
 
 pytestmark = pytest.mark.gpu
 

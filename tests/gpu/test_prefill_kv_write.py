@@ -6,7 +6,7 @@ from kv_write_cases import Chunk
 
 from lowlat.executors.launcher import Launcher
 from lowlat.kernels import reference
-from lowlat.kernels.prefill_kv_write import prefill_kv_write
+from lowlat.kernels.attention.prefill_kv_write import prefill_kv_write
 
 pytestmark = pytest.mark.gpu
 

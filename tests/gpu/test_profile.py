@@ -7,7 +7,7 @@ import pytest
 from cli_calls import answer, lowlat
 
 from lowlat.cli.options import bundled
-from lowlat.program import Stage
+from lowlat.program.program import Stage
 
 pytestmark = pytest.mark.gpu
 
@@ -42,6 +42,6 @@ def test_tables_of_a_batch_without_a_head() -> None:
     shown = lowlat("profile", bundled("target"), "--steps", STEPS, "--batch", 3, "--context", 300)
     assert shown.exit_code == 0, shown.output
     assert "batch 3, 1 rows, S = 0" in shown.stdout
-    assert "thin_matmul" in shown.stdout
+    assert "decode_gemm" in shown.stdout
     assert "EAGLE_DRAFT" not in shown.stdout
     assert "idle: no kernel ran for" in shown.stdout

@@ -5,7 +5,7 @@ import torch
 from rowwise_cases import Lab, check_rotate, poison, same_bits, weights
 
 from lowlat.executors.launcher import Launcher
-from lowlat.kernels.rotate import rotate
+from lowlat.kernels.rows.rotate import rotate
 
 pytestmark = pytest.mark.gpu
 

@@ -8,9 +8,9 @@ from selection_cases import Memory, best_pairs, draw_scores, make_world, state_o
 from unit.kernels.sampling import World
 
 from lowlat.executors.launcher import Launcher
-from lowlat.kernels.reference import sample as reference
-from lowlat.kernels.sample import sample
-from lowlat.kernels.select import FINITE
+from lowlat.kernels.reference.sampling import sample as reference
+from lowlat.kernels.sampling.sample import sample
+from lowlat.kernels.sampling.select import FINITE
 
 pytestmark = pytest.mark.gpu
 

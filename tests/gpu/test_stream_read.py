@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lowlat.kernels.stream_read import stream_read
+from lowlat.kernels.common.stream_read import stream_read
 
 pytestmark = pytest.mark.gpu
 

@@ -6,10 +6,11 @@ import pytest
 import torch
 from tiny_models import make_target, mxfp4_target
 
-from lowlat.checkpoint import load_target, open_target, stored
+from lowlat.checkpoint import stored
+from lowlat.checkpoint.source import streamed
 from lowlat.executors.device_weights import DeviceWeights
-from lowlat.kernels.packing import PackedMatrix, unpack
-from lowlat.weights import streamed
+from lowlat.kernels.gemm.packing import PackedMatrix, unpack
+from lowlat.models.target import load_target, open_target
 
 pytestmark = pytest.mark.gpu
 

@@ -8,10 +8,10 @@ import pytest
 from fake_engine import FakeCodec, FakeEngine, expected_tokens
 from served import Serve, eventually
 
-from lowlat.ipc.server import decode_thread, io_thread
-from lowlat.ipc.server.events import Prepared
+from lowlat.ipc.server.generations.requests import Requests
 from lowlat.ipc.server.peers import Peer, Peers
-from lowlat.ipc.server.requests import Requests
+from lowlat.ipc.server.threads import decode_thread, io_thread
+from lowlat.ipc.server.threads.events import Prepared
 from lowlat.ipc.wire import Bye, Drain, End, Tokens
 
 DECODE, IO = "lowlat-decode", "lowlat-io"

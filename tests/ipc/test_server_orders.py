@@ -11,14 +11,14 @@ from msgspec import Struct
 
 from lowlat.errors import RequestError
 from lowlat.ipc.limits import Limits
-from lowlat.ipc.server.events import Command, DecodeCancel, DecodeSubmit, Prepare, Refused, Step
-from lowlat.ipc.server.listener import Connection
+from lowlat.ipc.server.generations.prepare import prepare
+from lowlat.ipc.server.generations.requests import Requests
+from lowlat.ipc.server.generations.statistics import Statistics
+from lowlat.ipc.server.generations.timers import Timers
 from lowlat.ipc.server.peers import Peer
-from lowlat.ipc.server.prepare import prepare
-from lowlat.ipc.server.requests import Requests
-from lowlat.ipc.server.statistics import Statistics
-from lowlat.ipc.server.timers import Timers
-from lowlat.ipc.server.watchdog import StepClock
+from lowlat.ipc.server.threads.events import Command, DecodeCancel, DecodeSubmit, Prepare, Refused, Step
+from lowlat.ipc.server.threads.watchdog import StepClock
+from lowlat.ipc.server.transport.listener import Connection
 from lowlat.ipc.wire import End, Error, Sampling, Submit, Tokens, pack_tokens, unpack_tokens
 
 LIMITS = Limits(max_queue=3, max_requests_per_client=4, max_credit=50)

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowlat.ipc.limits import Limits
-from lowlat.ipc.server.fair_queue import FairQueue
-from lowlat.ipc.server.statistics import Histogram, Statistics
-from lowlat.ipc.server.timers import Timers
-from lowlat.ipc.server.wake import Inbox
-from lowlat.ipc.server.watchdog import COLD_FACTOR, StepClock
+from lowlat.ipc.server.generations.fair_queue import FairQueue
+from lowlat.ipc.server.generations.statistics import Histogram, Statistics
+from lowlat.ipc.server.generations.timers import Timers
+from lowlat.ipc.server.threads.wake import Inbox
+from lowlat.ipc.server.threads.watchdog import COLD_FACTOR, StepClock
 
 pytestmark = pytest.mark.alone
 

@@ -13,7 +13,7 @@ from raw_client import RawClient, bare_socket, zmtp_peer
 from served import Serve, Served, eventually
 
 from lowlat.ipc.server import server
-from lowlat.ipc.server.security import Credentials
+from lowlat.ipc.server.transport.security import Credentials
 from lowlat.ipc.wire import (
     Bye,
     Credit,

@@ -10,10 +10,10 @@ import pytest
 from fake_engine import FakeEngine, expected_tokens
 from served import Serve, eventually
 
-from lowlat.ipc.server import spin as spin_module
-from lowlat.ipc.server.spin import Spin
-from lowlat.ipc.server.unix_listener import UnixListener
-from lowlat.ipc.server.zmq_listener import ZmqListener
+from lowlat.ipc.server.threads import spin as spin_module
+from lowlat.ipc.server.threads.spin import Spin
+from lowlat.ipc.server.transport.unix_listener import UnixListener
+from lowlat.ipc.server.transport.zmq_listener import ZmqListener
 
 LONG_S = 1.0
 

@@ -8,9 +8,9 @@ from fake_engine import FakeEngine, FakeOutput
 from text_tokenizers import byte_level
 
 from lowlat.cli.options import bundled
-from lowlat.config import SpeculativeConfig
 from lowlat.ipc import Chunk, Client, Server
 from lowlat.ipc.wire import Sampling
+from lowlat.options.config import SpeculativeConfig
 from lowlat.serving.codec import ServingCodec
 from lowlat.text import IncrementalDetokenizer, TextCodec
 
@@ -102,7 +102,7 @@ def test_what_could_begin_a_stop_string_comes_when_it_did_not(echo: str) -> None
 
 @pytest.fixture(scope="module")
 def bundled_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, TextCodec]]:
-    from lowlat.runtime import Runtime
+    from lowlat.host.runtime import Runtime
     from lowlat.serving.engine import RuntimeEngine
 
     folder = tmp_path_factory.mktemp("s")

@@ -17,8 +17,8 @@ from listening import Listen, Listening
 from raw_client import raw_client, zmtp_bytes
 from served import Serve
 
-from lowlat.ipc.server import unix_listener
-from lowlat.ipc.server.security import Credentials, Users
+from lowlat.ipc.server.transport import unix_listener
+from lowlat.ipc.server.transport.security import Credentials, Users
 from lowlat.ipc.wire import Hello, Welcome
 
 GREETED = zmtp_bytes([])

@@ -12,8 +12,8 @@ from listening import Listen
 from raw_client import RawClient, zmtp_bytes
 from served import Serve, eventually
 
-from lowlat.ipc.server import rate, unix_listener
-from lowlat.ipc.server.unix_listener import MAX_BURST
+from lowlat.ipc.server.transport import rate, unix_listener
+from lowlat.ipc.server.transport.unix_listener import MAX_BURST
 from lowlat.ipc.wire import Health, Hello, Pong, Sampling, Submit, Welcome, encode, pack_tokens
 from lowlat.ipc.zmtp import encode_message, encode_ping
 

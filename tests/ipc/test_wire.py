@@ -35,7 +35,7 @@ from lowlat.ipc.wire import (
     pack_tokens,
     unpack_tokens,
 )
-from lowlat.request import SamplingParams
+from lowlat.options.request import SamplingParams
 
 GOLDEN = Path(__file__).parent / "golden" / "v1.json"
 NAMES = {header.__name__: kind for kind, header in HEADERS.items()}

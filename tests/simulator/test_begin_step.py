@@ -5,7 +5,7 @@ import torch
 from begin_step_cases import check_begin_step
 from kernel_cases import Bench, simulate
 
-from lowlat.kernels import begin_step
+from lowlat.kernels.step import begin_step
 
 BENCH = Bench(torch.device("cpu"), simulate)
 

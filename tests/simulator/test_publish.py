@@ -5,8 +5,9 @@ import torch
 from kernel_cases import Bench, simulate
 from publish_cases import check_publish
 
-from lowlat.kernels import ptx, publish
-from lowlat.kernels.publish import LoopControl
+from lowlat.kernels.step import publish
+from lowlat.kernels.step.publish import LoopControl
+from lowlat.kernels.toolchain import ptx
 
 BENCH = Bench(torch.device("cpu"), simulate)
 

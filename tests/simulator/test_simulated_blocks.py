@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lowlat.kernels.numba_cuda import cuda
+from lowlat.kernels.toolchain.numba_cuda import cuda
 
 THREADS = 64
 

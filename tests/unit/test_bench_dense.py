@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from benches import bench
-from paper_head import PaperHead
-from tiny_models import make_target, random_head, residual_streams, transformers_logits
+from paper_draft_model import PaperDraftModel
+from tiny_models import make_target, random_draft_model, residual_streams, transformers_logits
 from transformers import DynamicCache
 
 from lowlat.errors import ShapeError
@@ -107,9 +107,11 @@ class Pair:
 
     def __init__(self, directory: Path) -> None:
         self.model = make_target(directory / "target", "llama", gain=0.5)
-        self.config, self.head = random_head(directory / "head", self.model, captures=(0, 2, 3), draft_vocab_size=60)
+        self.config, self.head = random_draft_model(
+            directory / "head", self.model, captures=(0, 2, 3), draft_vocab_size=60
+        )
         config = self.model.config
-        self.paper = PaperHead(self.config, self.head, self.model)
+        self.paper = PaperDraftModel(self.config, self.head, self.model)
         self.geometry = cases.DenseGeometry(
             *("pair", 32, 3, 4, 2, 8, 48, config.vocab_size, 60, (0, 2, 3)),
             rope_theta=10000.0,

@@ -15,19 +15,19 @@ from lowered import Lowered
 
 from lowlat.executors.allocation import STATE_ROLES
 from lowlat.executors.device_weights import DeviceWeights
-from lowlat.executors.lowering import Lowering, lower
-from lowlat.executors.orders import expert_parts, weight_orders
-from lowlat.executors.rules import RULES
+from lowlat.executors.lowering.lowering import Lowering, lower
+from lowlat.executors.lowering.rules import RULES
+from lowlat.executors.lowering.weight_layouts import expert_parts, weight_permutations
 from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import Bucket, BufferSet, Role
-from lowlat.kernels.expert_packing import unpack_expert
-from lowlat.kernels.kernel import H200
-from lowlat.kernels.wide_matmul_plan import segments_of
-from lowlat.profiling_report import Summary, summarise
-from lowlat.profiling_times import CallSite, KernelEvent, attribute
-from lowlat.program import Stage
-from lowlat.step import build_step
-from lowlat.tree import TreeTopology
+from lowlat.kernels.gemm.prefill.plan import segments_of
+from lowlat.kernels.moe.packing import unpack_expert
+from lowlat.kernels.toolchain.kernel import H200
+from lowlat.program.program import Stage
+from lowlat.speculators.tree.topology import TreeTopology
+from lowlat.step.decode import build_step
+from lowlat.tools.profile.report import Summary, summarise
+from lowlat.tools.profile.times import CallSite, KernelEvent, attribute
 
 CPU = torch.device("cpu")
 
@@ -43,8 +43,8 @@ def bench_is_importable(repository: Path) -> Iterator[None]:
 def test_bytes_are_those_of_the_parts() -> None:
     """Against the sums of the canonical weights themselves, of every kind once."""
     from bench.dense_cases import Case
-    from bench.gpt_oss_cases import MODELS, OssCase, expert_bytes, head_config, model_config, step_bytes
-    from lowlat.checkpoint.plan import weight_plan
+    from bench.gpt_oss_cases import MODELS, OssCase, draft_config, expert_bytes, model_config, step_bytes
+    from lowlat.speculators.weight_plan import weight_plan
 
     for name, model in MODELS.items():
         plan = weight_plan(model_config(model, 4096))
@@ -60,7 +60,7 @@ def test_bytes_are_those_of_the_parts() -> None:
         kv = 2 * model.num_kv_heads * model.head_dim * 2 * (model.num_layers // 2) * (4096 + 128)
         assert step_bytes(model, base, 0) == matrices + kv
         assert step_bytes(model, base, model.num_experts) == matrices + kv + experts
-        head = weight_plan(head_config(model, 32000, 4096))
+        head = weight_plan(draft_config(model, 32000, 4096))
         reads = {"head.fc.weight": 1}
         drafted = sum(
             reads.get(weight, 3) * 2 * shape[0] * shape[1] for weight, (shape, _) in head.items() if len(shape) == 2
@@ -93,7 +93,7 @@ def lowered_case(case: Any, alike: bool, vocab_size: int = 512) -> Lowered:
     program = build_step(shapes_of(small, case, drafted), Bucket(case.step.batch, depth + 1, depth), drafted)
     source = make_weights(small, CPU, alike=alike, draft_vocab_size=case.draft_vocab_size)
     matrices = {op.weights["weight"] for op in program.ops if op.kind == "linear"}
-    held = DeviceWeights(source, matrices, CPU, weight_orders([program]), expert_parts([program]))
+    held = DeviceWeights(source, matrices, CPU, weight_permutations([program]), expert_parts([program]))
     buffers = BufferSet(list(program.specs(*STATE_ROLES, Role.SCRATCH, Role.CONSTANT)), CPU, program.constants)
     workspace = SharedWorkspace(CPU)
     groups = lower(Lowering(program, buffers, held, H200, workspace), RULES)
@@ -147,7 +147,7 @@ def _model(name: str) -> Any:
 def test_experts_bytes_reach_their_launches() -> None:
     from bench.gpt_oss_cases import SMALL, SMALL_CASES, expert_bytes
     from bench.gpt_oss_step import with_experts
-    from lowlat.profiling import call_sites
+    from lowlat.tools.profile.recording import call_sites
 
     step = lowered_case(SMALL_CASES[1], alike=False)
     sites = with_experts(call_sites(step.groups, step.buffers, [[192, 192]]), SMALL, [3, 5, 2, 4])
@@ -275,9 +275,9 @@ def test_the_plan_counts_the_room_for_a_chunk_s_experts_and_attention(chunk: int
     from bench.dense_cases import Case
     from bench.gpt_oss_cases import MODELS, OssCase, model_config
     from bench.gpt_oss_step import shapes_of
-    from lowlat.checkpoint.plan import weight_plan
-    from lowlat.memory import memory_need
-    from lowlat.prefill import build_prefill
+    from lowlat.host.memory.plan import memory_need
+    from lowlat.speculators.weight_plan import weight_plan
+    from lowlat.step.prefill import build_prefill
 
     model = MODELS["120b"]
     plan = weight_plan(model_config(model, 4096))

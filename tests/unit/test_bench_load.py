@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from lowlat.checkpoint import load_target
+from lowlat.models.target import load_target
 
 
 def bench_load() -> Any:

@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from benches import bench
 
-from lowlat.checkpoint import load_head, load_target
+from lowlat.models.target import load_target
+from lowlat.speculators.eagle3.weights import load_draft_model
 
 cases, start = bench("dense_cases"), bench("start")
 GEOMETRY = replace(cases.TINY, capture_boundaries=(2, 3, 4))  # SpecForge cannot write those of TINY
@@ -16,7 +17,7 @@ GEOMETRY = replace(cases.TINY, capture_boundaries=(2, 3, 4))  # SpecForge cannot
 def test_the_checkpoint_holds_the_weights_by_their_public_names(tmp_path: Path) -> None:
     target_path, head_path = start.write_checkpoint(GEOMETRY, tmp_path, torch.device("cpu"))
     target = load_target(target_path, dtype="bfloat16")
-    head = load_head(head_path, target.config)
+    head = load_draft_model(head_path, target.config)
     expected = cases.make_weights(GEOMETRY, torch.device("cpu"))
     found = {**target.weights, **head.weights}
     assert head.config.capture_boundaries == GEOMETRY.capture_boundaries

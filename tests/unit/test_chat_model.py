@@ -13,9 +13,9 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file
 
-from lowlat.demo import chat_model
-from lowlat.demo.chat_model import ChatModelUnavailable, convert_gguf, fetch_chat_model
 from lowlat.errors import ConfigError
+from lowlat.tools import chat_model
+from lowlat.tools.chat_model import ChatModelUnavailable, convert_gguf, fetch_chat_model
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, LAYERS = 64, 4, 2, 16, 96, 2
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"

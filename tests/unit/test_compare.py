@@ -9,11 +9,11 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
-from tiny_models import FAMILIES, make_target, mxfp4_target, random_head
+from tiny_models import FAMILIES, make_target, mxfp4_target, random_draft_model
 
-from lowlat.cli.compare import command
-from lowlat.comparison import Recording, common_rows, differences, load_recording, record, save_recording
+from lowlat.cli.commands.compare import command
 from lowlat.errors import ConfigError, RequestError
+from lowlat.tools.compare.stages import Recording, common_rows, differences, load_recording, record, save_recording
 
 HEADS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -40,7 +40,7 @@ def report_of(result: Result) -> dict[str, Any]:
 @pytest.fixture
 def pair(tmp_path: Path) -> tuple[Path, Path]:
     """A target and a head."""
-    random_head(tmp_path / "head", make_target(tmp_path / "target", "llama"), norm_output=True)
+    random_draft_model(tmp_path / "head", make_target(tmp_path / "target", "llama"), norm_output=True)
     return tmp_path / "target", tmp_path / "head"
 
 
@@ -70,7 +70,7 @@ def test_every_stage_of_a_target_agrees_with_transformers(family: str, tmp_path:
 
 @pytest.mark.parametrize("name", HEADS)
 def test_every_stage_of_a_head_agrees_with_plain_torch(name: str, tmp_path: Path) -> None:
-    random_head(tmp_path / "head", make_target(tmp_path / "target", "qwen3"), **HEADS[name])
+    random_draft_model(tmp_path / "head", make_target(tmp_path / "target", "qwen3"), **HEADS[name])
     result = compare(tmp_path / "target", "--head", tmp_path / "head", "--json", "--num-tokens", 5)
     report = report_of(result)
     assert result.exit_code == 0, report

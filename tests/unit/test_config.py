@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowlat import config as module
-from lowlat.config import RuntimeConfig, SpeculativeConfig, TraceConfig, options_from
 from lowlat.errors import ConfigError
+from lowlat.options import config as module
+from lowlat.options.config import RuntimeConfig, SpeculativeConfig, TraceConfig, options_from
 
 SPECULATIVE_BOUNDS = {
     "num_speculative_tokens": (0, 7),

@@ -15,15 +15,15 @@ import lowlat
 from lowlat import ConfigError, Runtime, RuntimeConfig, SamplingParams, SpeculativeConfig, TraceConfig
 from lowlat.errors import DeviceError
 from lowlat.executors.device_weights import DeviceWeights
-from lowlat.executors.lowering import Lowering, lower
-from lowlat.executors.rules import RULES
+from lowlat.executors.lowering.lowering import Lowering, lower
+from lowlat.executors.lowering.rules import RULES
 from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import Bucket
-from lowlat.kernels.kernel import H200, KernelCall
-from lowlat.kernels.publish import LoopControl, for_condition
-from lowlat.loading import Loaded, load
-from lowlat.request import StepOutput
-from lowlat.state import RING_ENTRIES
+from lowlat.host.loading import Loaded, load
+from lowlat.kernels.step.publish import LoopControl, for_condition
+from lowlat.kernels.toolchain.kernel import H200, KernelCall
+from lowlat.options.request import StepOutput
+from lowlat.step.state import RING_ENTRIES
 
 DEMO = Path(lowlat.__file__).parent / "demo"
 DEPTH = 3

@@ -6,7 +6,7 @@ import torch
 from lowlat.errors import ConfigError
 from lowlat.executors.device_weights import DeviceWeights
 from lowlat.executors.workspace import SharedWorkspace
-from lowlat.kernels.packing import PackedMatrix, gate_up_order, unpack, unpack_rows
+from lowlat.kernels.gemm.packing import PackedMatrix, gate_up_permutation, unpack, unpack_rows
 
 CPU = torch.device("cpu")
 
@@ -35,7 +35,7 @@ def source() -> dict[str, torch.Tensor]:
 @pytest.fixture
 def weights(source: dict[str, torch.Tensor]) -> DeviceWeights:
     matrices = {"lm_head.weight", "gate_up.weight", "o.weight", "absent.weight"}
-    return DeviceWeights(source, matrices, CPU, {"gate_up.weight": gate_up_order(24)})
+    return DeviceWeights(source, matrices, CPU, {"gate_up.weight": gate_up_permutation(24)})
 
 
 def test_every_weight_comes_back_as_it_was(weights: DeviceWeights, source: dict[str, torch.Tensor]) -> None:
@@ -59,7 +59,7 @@ def test_rows_of_packed_matrices_are_found_at_their_places(
 def test_products_find_packed_matrices_and_biases_in_their_order(
     weights: DeviceWeights, source: dict[str, torch.Tensor]
 ) -> None:
-    order = gate_up_order(24)
+    order = gate_up_permutation(24)
     packed = weights.matrix("gate_up.weight")
     assert torch.equal(unpack(packed), source["gate_up.weight"])
     assert packed.order is not None

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import lowlat
-from lowlat import ConfigError, Runtime, devices
-from lowlat.devices import choose_device, leave_a_core
+from lowlat import ConfigError, Runtime
+from lowlat.host import devices
+from lowlat.host.devices import choose_device, leave_a_core
 
 TARGET = Path(lowlat.__file__).parent / "demo" / "target"
 

@@ -8,14 +8,15 @@ import pytest
 import torch
 
 import lowlat
-from lowlat.checkpoint import load_head, load_target
-from lowlat.devices import DeviceChoice
 from lowlat.errors import ConfigError, ShapeError
 from lowlat.executors.make import settle_executor, uncovered
-from lowlat.geometry import ExpertsConfig, HeadConfig, ModelConfig
-from lowlat.kernels.norm import check_width
-from lowlat.kernels.packing import gate_up_order
-from lowlat.kernels.select import count_chunks
+from lowlat.host.devices import DeviceChoice
+from lowlat.kernels.gemm.packing import gate_up_permutation
+from lowlat.kernels.rows.norm import check_width
+from lowlat.kernels.sampling.select import count_chunks
+from lowlat.models.geometry import DraftConfig, ExpertsConfig, ModelConfig
+from lowlat.models.target import load_target
+from lowlat.speculators.eagle3.weights import load_draft_model
 
 DEMO = Path(lowlat.__file__).parent / "demo"
 EXPERTS = ExpertsConfig(4, 2, 7.0, 1.7, mxfp4=True)
@@ -23,15 +24,15 @@ CARD = DeviceChoice(torch.device("cuda", 0), "graph", "a usable NVIDIA card is p
 
 
 @pytest.fixture(scope="module")
-def known() -> tuple[ModelConfig, HeadConfig]:
+def known() -> tuple[ModelConfig, DraftConfig]:
     """The bundled pair's geometry, which the kernels cover."""
     target = load_target(DEMO / "target", dtype="bfloat16")
-    return target.config, load_head(DEMO / "head", target.config).config
+    return target.config, load_draft_model(DEMO / "head", target.config).config
 
 
 def changed(
-    known: tuple[ModelConfig, HeadConfig], target: dict[str, Any], head: dict[str, Any] | None
-) -> tuple[ModelConfig, HeadConfig | None]:
+    known: tuple[ModelConfig, DraftConfig], target: dict[str, Any], head: dict[str, Any] | None
+) -> tuple[ModelConfig, DraftConfig | None]:
     return replace(known[0], **target), None if head is None else replace(known[1], **head)
 
 
@@ -57,30 +58,30 @@ def changed(
     ],
 )
 def test_what_the_kernels_do_not_run_is_named_with_the_way_out(
-    target: dict[str, Any], head: dict[str, Any] | None, problem: str, known: tuple[ModelConfig, HeadConfig]
+    target: dict[str, Any], head: dict[str, Any] | None, problem: str, known: tuple[ModelConfig, DraftConfig]
 ) -> None:
-    config, head_config = changed(known, target, head)
-    assert problem in (uncovered(config, head_config) or "")
+    config, draft_config = changed(known, target, head)
+    assert problem in (uncovered(config, draft_config) or "")
     for asked in ("graph", "eager"):
         with pytest.raises(ConfigError, match=f"executor '{asked}' cannot run.*{problem}.*use 'reference' or 'auto'"):
-            settle_executor(replace(CARD, executor=asked), asked, config, head_config)
-    settled = settle_executor(CARD, "auto", config, head_config)
+            settle_executor(replace(CARD, executor=asked), asked, config, draft_config)
+    settled = settle_executor(CARD, "auto", config, draft_config)
     assert (settled.executor, settled.loud, settled.device) == ("reference", True, CARD.device)
     assert problem in settled.reason
     reference = replace(CARD, executor="reference")
-    assert settle_executor(reference, "reference", config, head_config) is reference
+    assert settle_executor(reference, "reference", config, draft_config) is reference
 
 
 @pytest.mark.parametrize("head", [None, {}, {"head_dim": 128}])
 def test_what_the_kernels_run_stays_with_them(
-    head: dict[str, Any] | None, known: tuple[ModelConfig, HeadConfig]
+    head: dict[str, Any] | None, known: tuple[ModelConfig, DraftConfig]
 ) -> None:
-    config, head_config = changed(known, {}, head)
-    assert uncovered(config, head_config) is None
-    assert settle_executor(CARD, "auto", config, head_config) is CARD
+    config, draft_config = changed(known, {}, head)
+    assert uncovered(config, draft_config) is None
+    assert settle_executor(CARD, "auto", config, draft_config) is CARD
 
 
-def test_the_limits_are_those_of_the_kernels(known: tuple[ModelConfig, HeadConfig]) -> None:
+def test_the_limits_are_those_of_the_kernels(known: tuple[ModelConfig, DraftConfig]) -> None:
     assert count_chunks("logits", 262144)
     with pytest.raises(ShapeError, match="262144"):
         count_chunks("logits", 262145)
@@ -89,11 +90,11 @@ def test_the_limits_are_those_of_the_kernels(known: tuple[ModelConfig, HeadConfi
         with pytest.raises(ShapeError, match=r"multiple of 8 elements, at most 65536"):
             check_width(width)
     with pytest.raises(ShapeError, match="multiple of 8"):
-        gate_up_order(100)
+        gate_up_permutation(100)
 
 
 @pytest.mark.parametrize("size", [8, 24, 512])
-def test_kv_blocks_that_the_kernels_do_not_take_are_named(size: int, known: tuple[ModelConfig, HeadConfig]) -> None:
+def test_kv_blocks_that_the_kernels_do_not_take_are_named(size: int, known: tuple[ModelConfig, DraftConfig]) -> None:
     with pytest.raises(ConfigError, match=f"block_size is {size}"):
         settle_executor(replace(CARD, executor="graph"), "graph", *known, size)
     settled = settle_executor(CARD, "auto", *known, size)

@@ -22,9 +22,9 @@ MAX_FUNCTION_LINES = 80
 TRAIN_ONLY = {"gguf", "matplotlib", "transformers"}  # the extra `train`; may be absent where tests run
 # who may import the GPU's libraries: a port to another compiler or launcher touches these files alone
 IMPORTERS = {
-    "numba": {"kernels/numba_cuda.py"},
-    "llvmlite": {"kernels/ptx.py", "kernels/ptx_hopper.py"},
-    "cuda": {"kernels/compiler.py", "graphs/launch.py", "lowlat/executors/launcher.py"},
+    "numba": {"kernels/toolchain/numba_cuda.py"},
+    "llvmlite": {"kernels/toolchain/ptx.py", "kernels/toolchain/ptx_hopper.py"},
+    "cuda": {"kernels/toolchain/compiler.py", "graphs/launch.py", "lowlat/executors/launcher.py"},
 }
 LAZILY = {"cuda"}  # inside functions: the modules around them are imported where there is no driver
 
@@ -290,7 +290,7 @@ def test_nothing_runs_code_out_of_data(modules: list[Module]) -> None:
         ("kernels/a.py", "from .. import config", False),
         ("kernels/a.py", "import lowlat", False),
         ("graphs/a.py", "def f():\n    from lowlat.kernels import b", False),
-        ("graphs/a.py", "import importlib\nimportlib.import_module('lowlat.runtime')", False),
+        ("graphs/a.py", "import importlib\nimportlib.import_module('lowlat.host.runtime')", False),
         ("ipc/__init__.py", "from lowlat import request", False),
         ("ipc/__init__.py", "from ..runtime import Runtime", False),
         ("lowlat/a.py", "import kernels", False),
@@ -310,16 +310,16 @@ def test_dependencies_point_one_way(modules: list[Module]) -> None:
 @pytest.mark.parametrize(
     ("path", "source", "clean"),
     [
-        ("kernels/numba_cuda.py", "from numba import cuda", True),
-        ("kernels/norm.py", "from lowlat.kernels.numba_cuda import cuda", True),
-        ("kernels/norm.py", "from numba import cuda", False),
-        ("kernels/norm.py", "def f():\n    import numba.cuda", False),
-        ("kernels/norm.py", "import importlib\nimportlib.import_module('numba.cuda')", False),
-        ("kernels/numba_cuda.py", "from llvmlite import ir", False),
+        ("kernels/toolchain/numba_cuda.py", "from numba import cuda", True),
+        ("kernels/rows/norm.py", "from lowlat.kernels.toolchain.numba_cuda import cuda", True),
+        ("kernels/rows/norm.py", "from numba import cuda", False),
+        ("kernels/rows/norm.py", "def f():\n    import numba.cuda", False),
+        ("kernels/rows/norm.py", "import importlib\nimportlib.import_module('numba.cuda')", False),
+        ("kernels/toolchain/numba_cuda.py", "from llvmlite import ir", False),
         ("graphs/launch.py", "def f():\n    from cuda.core import launch", True),
         ("graphs/launch.py", "from cuda.core import launch", False),
         ("graphs/capture.py", "def f():\n    from cuda.core import Device", False),
-        ("lowlat/runtime.py", "import torch\ntorch.cuda.init()", True),
+        ("lowlat/host/runtime.py", "import torch\ntorch.cuda.init()", True),
     ],
 )
 def test_gpu_import_check_sees_what_it_must(path: str, source: str, clean: bool) -> None:
@@ -334,7 +334,8 @@ def test_gpu_libraries_are_imported_where_they_belong(modules: list[Module]) -> 
 
 def test_a_machine_without_a_gpu_loads_no_compiler() -> None:
     code = (
-        "import sys, lowlat.runtime, lowlat.cli, lowlat.executors.make; print({'numba', 'llvmlite'} & set(sys.modules))"
+        "import sys, lowlat.host.runtime, lowlat.cli, lowlat.executors.make\n"
+        "print({'numba', 'llvmlite'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stdout.strip()) == (0, "set()"), done.stdout + done.stderr

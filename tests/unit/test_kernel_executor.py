@@ -14,8 +14,8 @@ from prefill_cases import NAMES, make_named
 from lowlat.executors import kernel_executor
 from lowlat.executors.graph import _Addresses
 from lowlat.graphs import Bucket
-from lowlat.kernels.kernel import H200, Card, KernelCall
-from lowlat.prefill import build_prefills
+from lowlat.kernels.toolchain.kernel import H200, Card, KernelCall
+from lowlat.step.prefill import build_prefills
 
 CPU = torch.device("cpu")
 AMPERE = Card(108, 163 * 1024, (8, 0))
@@ -65,7 +65,7 @@ def test_prefill_of_every_size_is_bound_to_memory_of_the_executor(name: str, car
     calls = executor.launcher.calls
     for call in calls:
         owned.check(call)
-    assert any(call.kernel.name.startswith("wide_matmul") for call in calls) == (card is H200)
+    assert any(call.kernel.name.startswith("prefill_gemm") for call in calls) == (card is H200)
     for size, prefill in executor._prefills.items():
         tokens = {len(each["tokens"]) for _, each in prefill._bound if "tokens" in each}
         assert tokens == {size}

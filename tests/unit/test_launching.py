@@ -13,8 +13,8 @@ from lowlat.executors.launcher import default_cache_directory, parameters_of
 from lowlat.graphs import BufferSet, BufferSpec, Role, aligned_bytes
 from lowlat.graphs.capture import audit, capture, capture_loop
 from lowlat.graphs.launch import Launch
-from lowlat.kernels.kernel import Kernel, KernelCall
-from lowlat.kernels.numba_cuda import compile_ptx, types
+from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
+from lowlat.kernels.toolchain.numba_cuda import compile_ptx, types
 
 SIGNATURE = (types.Array(types.uint16, 2, "C"), types.int64, types.int32, types.uint32, types.float32, types.uint64)
 CPU = torch.device("cpu")

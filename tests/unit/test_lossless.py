@@ -11,8 +11,9 @@ from recording import Depth, Recorder, run_all
 from tiny_models import FAMILIES, PairPaths, make_pair
 
 import lowlat
-from lowlat import Runtime, SamplingParams, SpeculativeConfig, state
+from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.errors import RequestError
+from lowlat.step import state
 
 MAX_TOKENS = 21
 OPTIONS: dict[str, Any] = {"max_batch": 4, "max_context": 96, "block_size": 4, "prefill_chunk": 8} | {

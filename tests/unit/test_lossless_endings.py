@@ -11,8 +11,8 @@ from tiny_models import FAMILIES, PairPaths, make_pair
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.errors import RequestError
-from lowlat.request import StepOutput
-from lowlat.scheduler import Phase
+from lowlat.host.scheduler import Phase
+from lowlat.options.request import StepOutput
 
 DEPTHS = (0, 3, 7)
 TREE = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
@@ -30,7 +30,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PairPaths]:
 
 @pytest.fixture
 def pair(pairs: dict[str, PairPaths]) -> PairPaths:
-    """Whatever family: endings do not depend on it."""
+    """Whatever family: epilogues do not depend on it."""
     return pairs["llama"]
 
 

@@ -14,13 +14,13 @@ from lowering_cases import HEADS, MIXTURES, LoweredPairs, kinds_of, reached, spa
 from lowlat.errors import ConfigError
 from lowlat.executors.device_weights import DeviceWeights
 from lowlat.executors.launcher import parameters_of
-from lowlat.executors.lowering import Covered, Lowering, lower
-from lowlat.executors.rules import RULES
+from lowlat.executors.lowering.lowering import Covered, Lowering, lower
+from lowlat.executors.lowering.rules import RULES
 from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import BufferSet, BufferSpec, Role
-from lowlat.kernels.kernel import H200, Card
-from lowlat.kernels.select import FINITE, INFINITY
-from lowlat.program import Op, Program, ProgramBuilder, Stage
+from lowlat.kernels.sampling.select import FINITE, INFINITY
+from lowlat.kernels.toolchain.kernel import H200, Card
+from lowlat.program.program import Op, Program, ProgramBuilder, Stage
 
 BATCHES = (1, 2, 4, 8)
 # operations that write a part of their buffer and leave the rest
@@ -208,12 +208,12 @@ def test_every_kind_of_kernel_has_an_example_that_is_compiled(lowered: LoweredPa
 
 # kernels of attention and of what follows it, in a layer and in a level drafted from the one before; products norm up
 # to eight rows for themselves
-AFTER = ["attention", "attention_combine", "thin_matmul_add", "thin_matmul_silu", "thin_matmul_add"]
+AFTER = ["attention", "attention_combine", "decode_gemm_add", "decode_gemm_silu", "decode_gemm_add"]
 AFTER_MANY = [*AFTER[:3], "norms", *AFTER[3:], "norms"]
-QKV = {"llama": ["thin_matmul_rotate"], "qwen3": ["thin_matmul_float32", "rotate"]}
-LEVEL = ["level_input", "thin_matmul_rotate", "thin_matmul_rotate", *AFTER, "thin_matmul_float32", "argmax"]
+QKV = {"llama": ["decode_gemm_rotate"], "qwen3": ["decode_gemm_float32", "rotate"]}
+LEVEL = ["draft_level_input", "decode_gemm_rotate", "decode_gemm_rotate", *AFTER, "decode_gemm_float32", "argmax"]
 AROUND = ["begin_step", "sample", "logprobs", "accept"]
-AROUND += ["gather_features", "thin_matmul_bfloat16", "head_input", "publish"]
+AROUND += ["gather_features", "decode_gemm_bfloat16", "draft_input", "publish"]
 
 
 @pytest.mark.parametrize("name", QKV)
@@ -223,7 +223,7 @@ def test_kernels_of_a_layer_and_of_a_level(name: str, batch: int, lowered: Lower
     for depth in (0, 7):
         target = kinds_of(lowered(name, depth, batch), Stage.BASE_DECODE_STEP)
         layer = [*QKV[name], *(AFTER if batch * (depth + 1) <= 8 else AFTER_MANY)]
-        assert target == ["embed_norm", *layer, *layer, "thin_matmul_float32"]
+        assert target == ["embed_norm", *layer, *layer, "decode_gemm_float32"]
     drafting = [stage for stage in Stage if stage.startswith("EAGLE_DRAFT_") and stage is not Stage.EAGLE_DRAFT_FC]
     shallow, deep = (kinds_of(lowered(name, depth, batch), *drafting) for depth in (1, 7))
     assert deep == [*shallow, *6 * LEVEL]

@@ -10,14 +10,14 @@ from lowered import Lowered
 from lowering_cases import MIXTURES, TARGETS, LoweredPairs, kinds_of, span
 
 from lowlat.errors import ConfigError
-from lowlat.executors.lowering import Lowering, lower
-from lowlat.executors.rules import RULES
-from lowlat.kernels.kernel import H200, KernelCall
-from lowlat.kernels.packing import gate_up_order
-from lowlat.program import Stage
+from lowlat.executors.lowering.lowering import Lowering, lower
+from lowlat.executors.lowering.rules import RULES
+from lowlat.kernels.gemm.packing import gate_up_permutation
+from lowlat.kernels.toolchain.kernel import H200, KernelCall
+from lowlat.program.program import Stage
 
 # of a mixture's layer; a short window needs no second launch for its attention
-MIXTURE_HEAD, MIXTURE_TAIL = ["thin_matmul_rotate", "attention"], ["thin_matmul_add", "router", "experts_mlp"]
+MIXTURE_HEAD, MIXTURE_TAIL = ["decode_gemm_rotate", "attention"], ["decode_gemm_add", "router", "experts_mlp"]
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def test_kernels_of_a_mixture_s_layers(name: str, depth: int, batch: int, lowere
     tail = MIXTURE_TAIL if rows <= 8 else [*MIXTURE_TAIL, "norms"]
     short = [*MIXTURE_HEAD, *tail] if name == "gpt_oss" else [*MIXTURE_HEAD, "attention_combine", *tail]
     full = [*MIXTURE_HEAD, "attention_combine", *tail]
-    assert kinds == ["embed_norm", *short, *full, "thin_matmul_float32"]
+    assert kinds == ["embed_norm", *short, *full, "decode_gemm_float32"]
 
 
 def mixtures_of(step: Lowered) -> list[tuple[dict[str, Any], dict[str, Any]]]:
@@ -108,7 +108,7 @@ def test_experts_are_packed_and_their_parts_are_not_kept(lowered: LoweredPairs) 
             for missing in ("weight", "blocks", "scales"):
                 with pytest.raises(ConfigError, match="is missing"):
                     step.weights.vector(f"layers.1.experts.{part}.{missing}")
-        bias, order = step.weights.experts_bias("layers.1.experts.gate_up"), gate_up_order(96)
+        bias, order = step.weights.experts_bias("layers.1.experts.gate_up"), gate_up_permutation(96)
         assert torch.equal(bias, step.weights.vector("layers.1.experts.gate_up.bias")[:, order])
 
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowlat import metrics as module
 from lowlat.errors import RequestError
-from lowlat.metrics import MetricsBook, RequestMetrics, RuntimeMetrics, SpeculativeDecodingStats
+from lowlat.host import metrics as module
+from lowlat.host.metrics import MetricsBook, RequestMetrics, RuntimeMetrics, SpeculativeDecodingStats
 
 
 @st.composite

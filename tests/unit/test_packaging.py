@@ -215,7 +215,7 @@ def test_dependencies_are_those_that_are_imported(
     for name in tree_files:
         if name.parts[0] not in PACKAGES or name.suffix != ".py":
             continue
-        training = name.parts[:2] == ("lowlat", "train")
+        training = name.parts[:2] == ("lowlat", "tools")
         for top, at_module_level in third_party_imports(ast.parse((repository / name).read_text())):
             distributions = {canonicalize_name(owner) for owner in owners.get(top, [top])}
             allowed = extra if training or not at_module_level else base

@@ -16,12 +16,13 @@ from lowlat.executors.prefill.arguments import ChunkArguments
 from lowlat.executors.prefill.kernels import ROW_KERNELS
 from lowlat.executors.prefill.memory import temporary_bytes
 from lowlat.executors.prefill.room import room_of
-from lowlat.executors.prefill.rows import head_prefill_rows
+from lowlat.executors.prefill.rows import draft_prefill_rows
 from lowlat.graphs import BufferSet
-from lowlat.kernels.kernel import H200
-from lowlat.kernels.reference import head_rows, kv
-from lowlat.memory import memory_need
-from lowlat.prefill import build_prefill
+from lowlat.host.memory.plan import memory_need
+from lowlat.kernels.reference.attention import kv
+from lowlat.kernels.reference.rows import draft_rows as draft_rows
+from lowlat.kernels.toolchain.kernel import H200
+from lowlat.step.prefill import build_prefill
 
 NAN = float("nan")
 STARTS = (0, 32, 64, 96, 192, 224, 288)
@@ -74,7 +75,7 @@ def test_the_head_s_rows_are_the_reference_s(start: int, count: int) -> None:
     chunk = torch.tensor([start, count], dtype=torch.int32)
     hidden, before = torch.randn(SIZE, 24), torch.randn(41, 24)
     features, shifted = (torch.stack((before, before)), torch.full((2, SIZE, 24), NAN))
-    for place, function in enumerate((head_prefill_rows, head_rows.head_prefill_rows)):
+    for place, function in enumerate((draft_prefill_rows, draft_rows.draft_prefill_rows)):
         function(hidden, chunk, table, block_features=features[place], shifted=shifted[place], block_size=BLOCK)
     assert torch.equal(features[0], features[1])
     assert torch.equal(shifted[0], shifted[1])
@@ -149,7 +150,7 @@ def test_arguments_of_a_chunk_lie_in_one_block(tmp_path: Path) -> None:
     program = build_prefill(pair_of("llama", tmp_path).geometry)
     arguments = ChunkArguments(program, torch.device("cpu"))
     assert set(arguments.host) == {
-        f"prefill_{part}" for part in ("tokens", "chunk", "live", "head_live", "table", "positions", "head_positions")
+        f"prefill_{part}" for part in ("tokens", "chunk", "live", "draft_live", "table", "positions", "draft_positions")
     }
     storages = {tensor.untyped_storage().data_ptr() for tensor in arguments.host.values()}
     assert len(storages) == 1
@@ -180,7 +181,9 @@ def test_row_wise_operations_are_one_launch_each(name: str, tmp_path: Path) -> N
     make_prefill(pair, program, torch.device("cpu"), Recording())  # type: ignore[arg-type]
     kinds = [op.kind for op in program.ops if op.kind in ROW_KERNELS]
     assert len(set(kinds)) >= 6
-    others = [call for call in calls if call.kernel.name.startswith(("experts", "add_ranks", "gather_kv"))]
+    others = [
+        call for call in calls if call.kernel.name.startswith(("experts", "add_ranks", "gather_kv", "route_top_k"))
+    ]
     assert len(calls) - len(others) == len(kinds)
 
 

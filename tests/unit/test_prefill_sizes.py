@@ -10,7 +10,7 @@ from prefill_cases import make_named
 from lowlat.errors import ConfigError
 from lowlat.executors.allocation import first_rows
 from lowlat.graphs import BufferSet, Role
-from lowlat.prefill import build_prefills
+from lowlat.step.prefill import build_prefills
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,13 @@ from lowlat.executors.prefill import flash
 from lowlat.executors.prefill import kernels as prefill_kernels
 from lowlat.executors.prefill.experts import choose_by_torch, down_by_torch, gate_up_by_torch
 from lowlat.executors.prefill.room import ExpertsRoom, room_of
-from lowlat.kernels.expert_packing import PackedExperts, pack_experts, unpack_expert
-from lowlat.kernels.kernel import H200
-from lowlat.kernels.packing import gate_up_order
+from lowlat.kernels.gemm.packing import gate_up_permutation
+from lowlat.kernels.moe.packing import PackedExperts, pack_experts, unpack_expert
 from lowlat.kernels.reference import OPERATIONS
-from lowlat.kernels.reference import experts as reference
-from lowlat.kernels.reference.mxfp4 import quantise
-from lowlat.prefill import build_prefill
+from lowlat.kernels.reference.moe import experts as reference
+from lowlat.kernels.reference.moe.mxfp4 import quantise
+from lowlat.kernels.toolchain.kernel import H200
+from lowlat.step.prefill import build_prefill
 
 BF16 = torch.bfloat16
 NAN = float("nan")
@@ -60,7 +60,7 @@ def test_experts_of_a_chunk_are_the_reference_s(kind: str, quantised: bool) -> N
     rows, width, inner = 67, 96, 64
     ids, shares = choices(kind, rows), torch.softmax(torch.randn(rows, 2), 1)
     x = torch.randn(rows, width).to(BF16)
-    weights, packed = random_experts(2 * inner, width, quantised, gate_up_order(inner))
+    weights, packed = random_experts(2 * inner, width, quantised, gate_up_permutation(inner))
     bias = torch.randn(7, 2 * inner).to(BF16)
     found, expected = torch.full((2, rows, 2, inner), NAN, dtype=BF16)
     limits: dict[str, Any] = {"limit": 1.5, "alpha": 1.702}
@@ -164,7 +164,7 @@ class StandInLauncher:
         self.kernels.append(name)
         means: dict[str, Any] = {"experts_grouping": self._group, "experts_grouped_gate_up": self._gate_up}
         means |= {"experts_grouped_down": self._down, "add_ranks": self._add, "gather_kv": gather}
-        means |= {"router": self._route, "experts_choose": self._choose}
+        means |= {"router": self._route, "route_top_k": self._choose}
         meaning = next(function for kind, function in means.items() if name.startswith(kind))
 
         def issue(stream: str) -> None:

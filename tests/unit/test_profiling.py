@@ -12,16 +12,18 @@ import pytest
 import torch
 from profiling_cases import CPU, cover, record_of, recorded
 
-from lowlat import Runtime, SpeculativeConfig, profiling, profiling_wall
+from lowlat import Runtime, SpeculativeConfig
 from lowlat.cli.options import bundled
 from lowlat.errors import ConfigError, LowlatError
 from lowlat.executors.eager import EagerExecutor
-from lowlat.executors.lowering import Group
+from lowlat.executors.lowering.lowering import Group
 from lowlat.graphs import Bucket
-from lowlat.profiling_report import summarise
-from lowlat.profiling_times import CallSite, KernelEvent, StepTimes, attribute, idle_time
-from lowlat.profiling_trace import make_trace, write_trace
-from lowlat.program import Stage
+from lowlat.program.program import Stage
+from lowlat.tools.profile import recording as profiling
+from lowlat.tools.profile import wall as profiling_wall
+from lowlat.tools.profile.report import summarise
+from lowlat.tools.profile.times import CallSite, KernelEvent, StepTimes, attribute, idle_time
+from lowlat.tools.profile.trace import make_trace, write_trace
 
 BASE, ACCEPT, COMMIT, PUBLISH = (
     *(Stage.BASE_DECODE_STEP, Stage.EAGLE_ACCEPT),
@@ -218,7 +220,7 @@ def test_bytes_are_those_of_weights_and_caches(
     covered: Covered,
 ) -> None:
     runtime, groups = covered
-    config, head = runtime.model_config, runtime.head_config
+    config, head = runtime.model_config, runtime.draft_config
     assert head is not None
     bucket = runtime.scheduler.ladder.choose(2, 2)
     lengths = (101, 41)
@@ -286,7 +288,7 @@ def test_room_is_what_the_model_has() -> None:
 
 
 def test_without_a_card_there_is_no_profile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lowlat.devices.nvidia_card_present", lambda: False)
+    monkeypatch.setattr("lowlat.host.devices.nvidia_card_present", lambda: False)
     with pytest.raises(ConfigError, match=r"lowlat profile needs an NVIDIA card, .*: no NVIDIA card is present"):
         profiling.choose_card("auto", "graph")
     with pytest.raises(ConfigError, match=r"lowlat profile needs an NVIDIA card, .*: the CPU was asked for"):
@@ -298,8 +300,8 @@ def test_without_a_card_there_is_no_profile(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("device", ["auto", "cuda", "cuda:0"])
 @pytest.mark.parametrize("executor", ["graph", "eager"])
 def test_with_a_card_it_is_that_card(device: str, executor: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lowlat.devices.nvidia_card_present", lambda: True)
-    monkeypatch.setattr("lowlat.devices._cuda_problem", lambda _index: None)
+    monkeypatch.setattr("lowlat.host.devices.nvidia_card_present", lambda: True)
+    monkeypatch.setattr("lowlat.host.devices._cuda_problem", lambda _index: None)
     choice = profiling.choose_card(device, executor)
     assert (choice.device, choice.has_kernels) == (torch.device("cuda", 0), True)
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowlat import request as module
 from lowlat.errors import RequestError
-from lowlat.request import SamplingParams, StepOutput, TokenLogprobs
+from lowlat.options import request as module
+from lowlat.options.request import SamplingParams, StepOutput, TokenLogprobs
 
 INT32 = (1 << 31) - 1
 INT_BOUNDS = {

@@ -12,10 +12,10 @@ import torch
 
 import lowlat
 from lowlat import CapacityError, ConfigError, LowlatError, RequestError, Runtime, SamplingParams, SpeculativeConfig
-from lowlat.devices import choose_device
 from lowlat.graphs import BufferSpec, Role
-from lowlat.memory import MemoryNeed, check_fits
-from lowlat.request import StepOutput
+from lowlat.host.devices import choose_device
+from lowlat.host.memory.plan import MemoryNeed, check_fits
+from lowlat.options.request import StepOutput
 
 DEMO = Path(lowlat.__file__).parent / "demo"
 TARGET = DEMO / "target"

@@ -10,8 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from lowlat.errors import CapacityError, ConfigError, RequestError
 from lowlat.graphs import Bucket, BucketLadder
-from lowlat.kvcache import InvariantError, KVCache
-from lowlat.scheduler import MAX_PASSED_OVER, Phase, PrefillChunk, ScheduledRequest, Scheduler, StepPlan
+from lowlat.host.memory.kvcache import InvariantError, KVCache
+from lowlat.host.scheduler import MAX_PASSED_OVER, Phase, PrefillChunk, ScheduledRequest, Scheduler, StepPlan
 
 BLOCK, CHUNK = 2, 4
 LADDER = BucketLadder([1, 2, 4], {0: 1, 3: 4})
@@ -27,7 +27,7 @@ def make(
     at_once: int = 1,
 ) -> Scheduler:
     cache = KVCache(num_blocks, BLOCK, CHUNK, reuse=reuse, share_decoded=False, namespace=b"")
-    return Scheduler(LADDER, cache, max_batch, max_queue, CHUNK, has_head=head, max_prefill_chunks=at_once)
+    return Scheduler(LADDER, cache, max_batch, max_queue, CHUNK, has_draft_model=head, max_prefill_chunks=at_once)
 
 
 def request(name: str, prompt: int | tuple[int, ...], extra: int = 4) -> ScheduledRequest:
@@ -50,14 +50,14 @@ def chunks(scheduler: Scheduler, name: str) -> list[tuple[int, int, int, bool]]:
         plan = step(scheduler)
         if plan.prefill is not None and plan.prefill.request_id == name:
             chunk = plan.prefill
-            found.append((chunk.start, chunk.num_target_tokens, chunk.num_head_tokens, chunk.last))
+            found.append((chunk.start, chunk.num_target_tokens, chunk.num_draft_rows, chunk.last))
         if name in plan.joins:
             return found
     raise TimeoutError(name)
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "with_head", "without"),
+    ("num_tokens", "with_draft_model", "without"),
     [
         (1, [], []),
         (2, [(0, 1, 2, True)], [(0, 1, 0, True)]),
@@ -68,9 +68,9 @@ def chunks(scheduler: Scheduler, name: str) -> list[tuple[int, int, int, bool]]:
     ],
 )
 def test_chunks_cover_target_and_head(
-    num_tokens: int, with_head: list[tuple[int, int, int, bool]], without: list[tuple[int, int, int, bool]]
+    num_tokens: int, with_draft_model: list[tuple[int, int, int, bool]], without: list[tuple[int, int, int, bool]]
 ) -> None:
-    for head, expected in ((True, with_head), (False, without)):
+    for head, expected in ((True, with_draft_model), (False, without)):
         scheduler = make(head=head)
         scheduler.enqueue(request("a", num_tokens))
         assert chunks(scheduler, "a") == expected
@@ -78,7 +78,7 @@ def test_chunks_cover_target_and_head(
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "with_head", "without"),
+    ("num_tokens", "with_draft_model", "without"),
     [
         (4, [(0, 4, 3)], [(0, 4, 3)]),
         (9, [(0, 12, 8)], [(0, 8, 8)]),
@@ -88,10 +88,10 @@ def test_chunks_cover_target_and_head(
     ],
 )
 def test_chunks_of_a_prompt_run_together(
-    num_tokens: int, with_head: list[tuple[int, int, int]], without: list[tuple[int, int, int]]
+    num_tokens: int, with_draft_model: list[tuple[int, int, int]], without: list[tuple[int, int, int]]
 ) -> None:
     """At most three of them; what is cached of a prompt ends with a chunk, not with those that ran together."""
-    for head, expected in ((True, with_head), (False, without)):
+    for head, expected in ((True, with_draft_model), (False, without)):
         scheduler = make(head=head, at_once=3)
         scheduler.enqueue(request("a", num_tokens))
         found = []
@@ -328,16 +328,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         if chunk is not None:
             expected = self.requests[chunk.request_id]
             assert expected.target is not None and expected.head is not None and not expected.joined
-            assert chunk.start % CHUNK == 0 and chunk.num_target_tokens + chunk.num_head_tokens > 0
+            assert chunk.start % CHUNK == 0 and chunk.num_target_tokens + chunk.num_draft_rows > 0
             expected.target += range(chunk.start, chunk.start + chunk.num_target_tokens)
-            expected.head += range(chunk.start, chunk.start + chunk.num_head_tokens)
+            expected.head += range(chunk.start, chunk.start + chunk.num_draft_rows)
             self.scheduler.prefill_done(chunk)
         for name in plan.joins:
             expected, size = self.requests[name], len(self.requests[name].tokens)
             assert not expected.joined
             expected.joined = True
             assert expected.target == list(range(size - 1))
-            if self.scheduler.has_head and size > 1:
+            if self.scheduler.has_draft_model and size > 1:
                 assert expected.head == list(range(size))
 
     @precondition(lambda self: any(e.joined for e in self.requests.values()))

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from lowlat.config import RuntimeConfig, SpeculativeConfig
 from lowlat.errors import ConfigError
 from lowlat.ipc.limits import Limits
+from lowlat.options.config import RuntimeConfig, SpeculativeConfig
 from lowlat.serving.config import SETTINGS, ServeConfig, unknown_variables
 
 ENDPOINT = {"XDG_RUNTIME_DIR": "/run/user/7"}

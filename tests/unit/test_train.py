@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowlat.train.corpus import domain_of, is_held_out, pack, read_documents, split, tokenize
-from lowlat.train.eagle3 import Eagle3Head, HeadSizes, load_head, save_head
-from lowlat.train.evaluate import draft_matches, loops, walk_cycles
-from lowlat.train.target import learning_rate_scale
-from lowlat.train.teacher import Teacher, default_boundaries
+from lowlat.tools.train.corpus import domain_of, is_held_out, pack, read_documents, split, tokenize
+from lowlat.tools.train.eagle3 import DraftSizes, Eagle3DraftModel, load_draft_model, save_draft_model
+from lowlat.tools.train.evaluate import draft_matches, loops, walk_cycles
+from lowlat.tools.train.target import learning_rate_scale
+from lowlat.tools.train.teacher import Teacher, default_boundaries
 
 
-def tiny_sizes(draft_vocabulary: int = 20) -> HeadSizes:
-    return HeadSizes(
+def tiny_sizes(draft_vocabulary: int = 20) -> DraftSizes:
+    return DraftSizes(
         hidden=24,
         target_hidden=24,
         intermediate=40,
@@ -33,10 +33,10 @@ def tiny_sizes(draft_vocabulary: int = 20) -> HeadSizes:
     )
 
 
-def tiny_head(draft_vocabulary: int = 20) -> Eagle3Head:
+def tiny_draft_model(draft_vocabulary: int = 20) -> Eagle3DraftModel:
     torch.manual_seed(3)
     sizes = tiny_sizes(draft_vocabulary)
-    head = Eagle3Head(sizes, torch.randperm(sizes.vocabulary)[:draft_vocabulary])
+    head = Eagle3DraftModel(sizes, torch.randperm(sizes.vocabulary)[:draft_vocabulary])
     with torch.no_grad():
         for parameter in head.parameters():
             parameter.normal_(1.0 if parameter.ndim == 1 else 0.0, 0.35)
@@ -44,7 +44,7 @@ def tiny_head(draft_vocabulary: int = 20) -> Eagle3Head:
 
 
 def sequential_drafts(
-    head: Eagle3Head, embed: Tensor, features: Tensor, tokens: Tensor, root: int, steps: int
+    head: Eagle3DraftModel, embed: Tensor, features: Tensor, tokens: Tensor, root: int, steps: int
 ) -> list[int]:
     """Draft as a runtime would: true rows 0..root - 1 first, then one row a step with the fed-back state."""
     w = dict(head.named_parameters())
@@ -96,7 +96,7 @@ def sequential_drafts(
 
 
 def test_parallel_steps_equal_a_sequential_draft() -> None:
-    head = tiny_head()
+    head = tiny_draft_model()
     torch.manual_seed(4)
     embed = torch.randn(32, 24)
     features = torch.randn(12, 72)
@@ -128,23 +128,23 @@ def test_cycles_of_a_text() -> None:
 
 
 def test_head_round_trip(tmp_path: Path) -> None:
-    head = tiny_head()
-    save_head(head, tmp_path)
-    again = load_head(tmp_path)
+    head = tiny_draft_model()
+    save_draft_model(head, tmp_path)
+    again = load_draft_model(tmp_path)
     assert torch.equal(again.draft_ids, head.draft_ids)
     assert again.sizes == head.sizes
     for name, parameter in head.named_parameters():
         assert torch.equal(parameter.bfloat16(), again.get_parameter(name).bfloat16())
     assert bool((head.draft_ids.diff() > 0).all()) and bool(head.t2d[head.draft_ids].all())
-    full = tiny_head(32)
-    save_head(full, tmp_path / "full")
-    assert torch.equal(load_head(tmp_path / "full").draft_ids, torch.arange(32))
+    full = tiny_draft_model(32)
+    save_draft_model(full, tmp_path / "full")
+    assert torch.equal(load_draft_model(tmp_path / "full").draft_ids, torch.arange(32))
 
 
 def tiny_teacher(tmp_path: Path) -> Teacher:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from lowlat.train.tokenizer import save_tokenizer, train_tokenizer
+    from lowlat.tools.train.tokenizer import save_tokenizer, train_tokenizer
 
     save_tokenizer(train_tokenizer(["a few words, a few more words"] * 3, 257), tmp_path, max_context=64)
     torch.manual_seed(0)
@@ -174,8 +174,8 @@ def test_features_are_the_streams_entering_layers(tmp_path: Path) -> None:
 
 def test_matches_have_a_row_a_position(tmp_path: Path) -> None:
     teacher = tiny_teacher(tmp_path)
-    sizes = HeadSizes(**{**vars(tiny_sizes(257)), "vocabulary": 257})
-    head = Eagle3Head(sizes).eval()
+    sizes = DraftSizes(**{**vars(tiny_sizes(257)), "vocabulary": 257})
+    head = Eagle3DraftModel(sizes).eval()
     matches = draft_matches(teacher, head, [[1, 2, 3, 4, 5], [6, 7, 8]], 2)
     assert matches.shape == (2, 2, 4) and not bool(matches[:, :, -1].any())
 
@@ -220,7 +220,7 @@ def test_loops_and_schedule() -> None:
 
 @pytest.mark.parametrize("ends", [(), (5, 9)])
 def test_batched_decoding_writes_what_single_forwards_do(tmp_path: Path, ends: tuple[int, ...]) -> None:
-    from lowlat.train.decode import can_decode, decode
+    from lowlat.tools.train.decode import can_decode, decode
 
     teacher = tiny_teacher(tmp_path)
     assert can_decode(teacher.model)
@@ -244,7 +244,7 @@ def test_batched_decoding_writes_what_single_forwards_do(tmp_path: Path, ends: t
 
 
 def test_rows_keep_what_the_target_wrote(tmp_path: Path) -> None:
-    from lowlat.train.rows import WritingPlan, load_rows, mix_batches, save_rows, write_rows
+    from lowlat.tools.train.rows import WritingPlan, load_rows, mix_batches, save_rows, write_rows
 
     teacher = tiny_teacher(tmp_path)
     text = np.arange(4000, dtype=np.int32) % 250
@@ -262,7 +262,7 @@ def test_rows_keep_what_the_target_wrote(tmp_path: Path) -> None:
 
 
 def test_questions_come_from_the_text() -> None:
-    from lowlat.train.questions import make_questions
+    from lowlat.tools.train.questions import make_questions
 
     documents = ["dog (noun): an animal that barks\nrun (verb): move fast on foot"] * 3
     questions = make_questions(documents, 30)
@@ -271,7 +271,7 @@ def test_questions_come_from_the_text() -> None:
 
 
 def test_a_thinned_log_keeps_its_mean() -> None:
-    from lowlat.train.plot import thin
+    from lowlat.tools.train.plot import thin
 
     log = [{"step": 10 * (i + 1), "tokens": i, "loss": float(i)} for i in range(7)] + [
         {"step": 71, "tokens": 9, "loss": 99.0}

@@ -69,7 +69,7 @@ def prefill_attention(
     out: torch.Tensor,
     scale: float,
 ) -> None:
-    """What `lowlat.kernels.reference.attention.prefill_attention` means, over the positions of a sight.
+    """What `lowlat.kernels.reference.attention.attention.prefill_attention` means, over the positions of a sight.
 
     q                 [c, H, D]         bf16
     k_cache, v_cache  [P, G, block, D]  bf16

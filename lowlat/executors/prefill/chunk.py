@@ -16,7 +16,7 @@ import torch
 
 from lowlat.executors.device_weights import DeviceWeights
 from lowlat.executors.launcher import Launcher
-from lowlat.executors.orders import EXPERT_PRODUCTS, experts_name
+from lowlat.executors.lowering.weight_layouts import EXPERT_PRODUCTS, experts_name
 from lowlat.executors.prefill.attention import Sight, prefill_attention, sight_of
 from lowlat.executors.prefill.experts import (
     GroupedExperts,
@@ -29,10 +29,10 @@ from lowlat.executors.prefill.flash import FlashAttention
 from lowlat.executors.prefill.kernels import Launches, row_calls
 from lowlat.executors.prefill.products import WideProducts
 from lowlat.executors.prefill.room import room_of
-from lowlat.executors.prefill.rows import head_prefill_rows
+from lowlat.executors.prefill.rows import draft_prefill_rows
 from lowlat.executors.reference import arguments_of, meaning_of
-from lowlat.kernels.packing import PackedMatrix, gather_rows, unpack_rows
-from lowlat.program import Op, Program
+from lowlat.kernels.gemm.packing import PackedMatrix, gather_rows, unpack_rows
+from lowlat.program.program import Op, Program
 
 __all__ = ["BoundPrefill"]
 
@@ -123,7 +123,7 @@ class BoundPrefill:
                 return partial(self._attend, sinks=sinks)
             make: Callable[..., Callable[..., None]] = self._flash.attend
             return make(**{name: each for name, each in arguments.items() if name != "chunk_size"}, sinks=sinks)
-        return head_prefill_rows if op.kind == "head_prefill_rows" else None
+        return draft_prefill_rows if op.kind == "draft_prefill_rows" else None
 
     def _choose(
         self, grouped: GroupedExperts, norm: Op, given: Mapping[str, Any], router: Op, arguments: Mapping[str, Any]

@@ -2,7 +2,7 @@
 
 On a card our kernels do all of it, from packed weights; a pair's bits so depend on its row and its expert alone, rows
 that nobody reads cost no expert's weights, and the host does not wait for the device. Without a launcher torch does it,
-expert after expert, for tests on a CPU. The rounding points are those of `lowlat.kernels.reference.experts`.
+expert after expert, for tests on a CPU. The rounding points are those of `lowlat.kernels.reference.moe.experts`.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,16 +11,16 @@ import torch
 
 from lowlat.executors.prefill.kernels import Launches
 from lowlat.executors.prefill.room import ExpertsRoom
-from lowlat.kernels.add_ranks import add_ranks
-from lowlat.kernels.expert_packing import PackedExperts, unpack_expert
-from lowlat.kernels.experts_choice import Choice
-from lowlat.kernels.experts_choose import choose_experts
-from lowlat.kernels.experts_grouped import grouped_down, grouped_gate_up
-from lowlat.kernels.experts_grouped_plan import GroupedPlan, plan_grouped
-from lowlat.kernels.experts_grouping import group_pairs
-from lowlat.kernels.experts_plan import DOWN, GATE_UP, ExpertShape
-from lowlat.kernels.pair_tiles import most_tiles, tile_pairs_of
-from lowlat.kernels.router import router
+from lowlat.kernels.moe.decode.topk_routing import Choice
+from lowlat.kernels.moe.packing import PackedExperts, unpack_expert
+from lowlat.kernels.moe.plan import DOWN, GATE_UP, ExpertShape
+from lowlat.kernels.moe.prefill.grouped_gemm import grouped_down, grouped_gate_up
+from lowlat.kernels.moe.prefill.grouping import group_pairs
+from lowlat.kernels.moe.prefill.pair_tiles import most_tiles, tile_pairs_of
+from lowlat.kernels.moe.prefill.plan import GroupedPlan, plan_grouped
+from lowlat.kernels.moe.prefill.rank_sum import add_ranks
+from lowlat.kernels.moe.prefill.topk_routing import route_top_k
+from lowlat.kernels.moe.router import router
 
 __all__ = ["GroupedExperts", "choose_by_torch", "down_by_torch", "gate_up_by_torch", "product"]
 
@@ -54,7 +54,7 @@ class GroupedExperts:
         calls = router(x, norm_weight, weight, bias, normed=normed, logits=logits, eps=eps, card=self._launches.card)
         choice = Choice(logits, row_live)
         return self._launches.add(
-            calls + choose_experts(choice=choice, expert_ids=expert_ids, expert_weights=expert_weights)
+            calls + route_top_k(choice=choice, expert_ids=expert_ids, expert_weights=expert_weights)
         )
 
     def gate_up(

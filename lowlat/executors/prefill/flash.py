@@ -13,8 +13,8 @@ import torch
 from lowlat.errors import ShapeError
 from lowlat.executors.prefill.kernels import Launches
 from lowlat.executors.prefill.room import AttentionRoom
-from lowlat.kernels.gather_kv import gather_kv
-from lowlat.kernels.gathered_rows import gathered_rows
+from lowlat.kernels.attention.gather_kv import gather_kv
+from lowlat.kernels.attention.gathered_rows import gathered_rows
 
 __all__ = ["FlashAttention", "flash_attention"]
 
@@ -43,7 +43,7 @@ class FlashAttention:
         scale: float,
         window: int | None = None,
     ) -> Callable[..., None]:
-        """What `lowlat.kernels.reference.attention.prefill_attention` means, over these buffers; shapes as there.
+        """What the reference `prefill_attention` means, over these buffers; shapes as there.
 
         q and the caches are bf16. Rows past the live ones see zeros in place of what was not written: they are finite
         wherever q is. Raises ShapeError for shapes or dtypes that do not fit.

@@ -9,14 +9,14 @@ from types import MappingProxyType
 from lowlat.executors.device_weights import DeviceWeights
 from lowlat.executors.launcher import Launcher
 from lowlat.graphs.launch import Launch
-from lowlat.kernels.elementwise import add, cast, silu_mul
-from lowlat.kernels.embed import embed
-from lowlat.kernels.head_input import concat_norms
-from lowlat.kernels.kernel import KernelCall
-from lowlat.kernels.norm import rms_norm, split_norms
-from lowlat.kernels.prefill_kv_write import prefill_kv_write
-from lowlat.kernels.rotate import rotate
-from lowlat.program import Op
+from lowlat.kernels.attention.prefill_kv_write import prefill_kv_write
+from lowlat.kernels.rows.draft_input import concat_norms
+from lowlat.kernels.rows.elementwise import add, cast, silu_mul
+from lowlat.kernels.rows.embed import embed
+from lowlat.kernels.rows.norm import rms_norm, split_norms
+from lowlat.kernels.rows.rotate import rotate
+from lowlat.kernels.toolchain.kernel import KernelCall
+from lowlat.program.program import Op
 
 __all__ = ["ROW_KERNELS", "Launches", "row_calls"]
 

@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import torch
 
-from lowlat.executors.orders import EXPERT_PRODUCTS
+from lowlat.executors.lowering.weight_layouts import EXPERT_PRODUCTS
 from lowlat.graphs import Role
-from lowlat.kernels.packing import TILE_COLUMNS, TILE_ROWS
-from lowlat.program import Op, Program, Stage
+from lowlat.kernels.gemm.packing import TILE_COLUMNS, TILE_ROWS
+from lowlat.program.program import Op, Program, Stage
 
 __all__ = ["temporary_bytes"]
 

@@ -9,11 +9,11 @@ import torch
 
 from lowlat.executors.prefill.kernels import Launches
 from lowlat.executors.prefill.room import ProductsRoom
-from lowlat.kernels.kernel import KernelCall
-from lowlat.kernels.packing import PackedMatrix
-from lowlat.kernels.wide_arrange import arranged_shape
-from lowlat.kernels.wide_matmul import wide_matmul
-from lowlat.kernels.wide_matmul_plan import MOST_ROWS, has_wide, partials_shape, plan_wide
+from lowlat.kernels.gemm.packing import PackedMatrix
+from lowlat.kernels.gemm.prefill.activation_layout import arranged_shape
+from lowlat.kernels.gemm.prefill.gemm import prefill_gemm
+from lowlat.kernels.gemm.prefill.plan import MOST_ROWS, has_prefill_gemm, partials_shape, plan_prefill_gemm
+from lowlat.kernels.toolchain.kernel import KernelCall
 
 __all__ = ["WideProducts"]
 
@@ -34,7 +34,7 @@ class WideProducts:
     def takes(self, chunk: int, weight: PackedMatrix) -> bool:
         """Whether a weight's products are made here, in chunks of so many rows."""
         fits = chunk % ROWS == 0 and weight.rows % WIDTH == 0 and weight.columns % WIDTH == 0
-        return fits and has_wide(self._launches.card) and weight.tiles.dtype == torch.bfloat16
+        return fits and has_prefill_gemm(self._launches.card) and weight.tiles.dtype == torch.bfloat16
 
     def product(
         self,
@@ -45,10 +45,10 @@ class WideProducts:
         bias: torch.Tensor | None,
         columns: torch.Tensor | None,
     ) -> Callable[..., None]:
-        """out [M, N] float32 = x [M, K] @ weight.T + bias, over these buffers; bias and columns as `wide_matmul`'s."""
+        """out [M, N] float32 = x [M, K] @ weight.T + bias, over these buffers; bias and columns as `prefill_gemm`'s."""
         calls: list[KernelCall] = []
         for rows, results in zip(x.split(MOST_ROWS), out.split(MOST_ROWS), strict=True):
-            plan = plan_wide(rows.shape[0], weight.rows, weight.columns, self._launches.card)
+            plan = plan_prefill_gemm(rows.shape[0], weight.rows, weight.columns, self._launches.card)
             shapes = (
                 arranged_shape(rows.shape[0], weight.columns),
                 partials_shape(plan, rows.shape[0], weight.rows, weight.columns),
@@ -57,7 +57,7 @@ class WideProducts:
                 part[: shape.numel()].view(shape)
                 for part, shape in zip((self._arranged, self._partials), map(torch.Size, shapes), strict=True)
             )
-            calls += wide_matmul(
+            calls += prefill_gemm(
                 x=rows, weight=weight, bias=bias, columns=columns, arranged=arranged, partials=partials, out=results,
                 card=self._launches.card, plan=plan,
             )  # fmt: skip

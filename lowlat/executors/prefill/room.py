@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lowlat.executors.orders import EXPERT_PRODUCTS
-from lowlat.kernels.gathered_rows import gathered_rows
-from lowlat.kernels.pair_tiles import TILE_WORDS, most_tiles, tile_pairs_of
-from lowlat.kernels.wide_matmul_plan import MOST_ROWS, STEP, segments_of
-from lowlat.program import Op, Program, Stage
+from lowlat.executors.lowering.weight_layouts import EXPERT_PRODUCTS
+from lowlat.kernels.attention.gathered_rows import gathered_rows
+from lowlat.kernels.gemm.prefill.plan import MOST_ROWS, STEP, segments_of
+from lowlat.kernels.moe.prefill.pair_tiles import TILE_WORDS, most_tiles, tile_pairs_of
+from lowlat.program.program import Op, Program, Stage
 
 __all__ = ["AttentionRoom", "ExpertsRoom", "ProductsRoom", "Room", "room_of"]
 

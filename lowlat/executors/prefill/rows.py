@@ -6,10 +6,10 @@ write back what lies in the null block, so the number of live rows changes no sh
 
 import torch
 
-__all__ = ["head_prefill_rows"]
+__all__ = ["draft_prefill_rows"]
 
 
-def head_prefill_rows(
+def draft_prefill_rows(
     hidden: torch.Tensor,
     chunk: torch.Tensor,
     block_table: torch.Tensor,
@@ -18,7 +18,7 @@ def head_prefill_rows(
     shifted: torch.Tensor,
     block_size: int,
 ) -> None:
-    """What `lowlat.kernels.reference.head_rows.head_prefill_rows` means; shapes as there, all on the device."""
+    """What `lowlat.kernels.reference.rows.draft_rows.draft_prefill_rows` means; shapes as there, all on the device."""
     start, count = chunk[:1], chunk[1:]  # of one element: an index of no dimension would be read by the host
     width = block_table.shape[1]
     before = block_table[0, ((start - 1) // block_size).clamp(0, width - 1)].long()

@@ -11,9 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_models import make_target, mxfp4_target
 
-from lowlat.checkpoint import read_model_config, weight_plan
 from lowlat.errors import ConfigError
-from lowlat.geometry import ModelConfig
+from lowlat.models.geometry import ModelConfig
+from lowlat.models.target import read_model_config
+from lowlat.speculators.weight_plan import weight_plan
 
 
 @pytest.fixture(scope="module")

@@ -6,14 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_files import edit_json, head_tensors, target_geometry, write_head_layout
+from checkpoint_files import draft_tensors, edit_json, target_geometry, write_draft_layout
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from lowlat.checkpoint import load_head, read_head_config, weight_plan
 from lowlat.errors import ConfigError
-from lowlat.geometry import RopeConfig
+from lowlat.models.geometry import RopeConfig
+from lowlat.speculators.eagle3.config import read_draft_config
+from lowlat.speculators.eagle3.weights import load_draft_model
+from lowlat.speculators.weight_plan import weight_plan
 
 LAYOUTS = ("safeai", "specforge", "modelopt", "speculators")
 TARGET = target_geometry()
@@ -49,18 +51,18 @@ def assert_same(weights: dict[str, torch.Tensor], expected: dict[str, torch.Tens
 
 def refused(directory: Path, *parts: str, target: Any = TARGET, **options: Any) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_head(directory, target, **options)
+        load_draft_model(directory, target, **options)
     for part in parts:
         assert part in str(caught.value), str(caught.value)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_gives_the_same_weights(layout: str, tmp_path: Path) -> None:
-    tensors = write_head_layout(tmp_path, layout)
-    loaded = load_head(tmp_path, TARGET)
+    tensors = write_draft_layout(tmp_path, layout)
+    loaded = load_draft_model(tmp_path, TARGET)
     assert_same(loaded.weights, expected_weights(tensors))
     config = loaded.config
-    assert config == read_head_config(tmp_path, TARGET)
+    assert config == read_draft_config(tmp_path, TARGET)
     assert config.layout == layout and config.capture_boundaries == (2, 4, 5)
     assert (config.hidden_size, config.target_hidden_size, config.intermediate_size) == (16, 16, 24)
     assert (config.num_heads, config.num_kv_heads, config.head_dim) == (4, 2, 6)
@@ -74,30 +76,30 @@ def test_every_layout_gives_the_same_weights(layout: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_heads_take_the_targets_dtype(dtype: str, tmp_path: Path) -> None:
-    tensors = write_head_layout(tmp_path, "safeai")
+    tensors = write_draft_layout(tmp_path, "safeai")
     halves = {name: t.half() if t.is_floating_point() else t for name, t in tensors.items()}
-    write_head_layout(tmp_path, "safeai", halves)
-    loaded = load_head(tmp_path, target_geometry(dtype=dtype))
+    write_draft_layout(tmp_path, "safeai", halves)
+    loaded = load_draft_model(tmp_path, target_geometry(dtype=dtype))
     compute = getattr(torch, dtype)
     for name, tensor in loaded.weights.items():
         assert tensor.dtype == (torch.int32 if name == "head.draft_to_target" else compute)
     assert_same(loaded.weights, expected_weights(halves))
     held = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in loaded.weights.items()}
     assert dict(weight_plan(loaded.config, dtype=dtype)) == held
-    assert load_head(tmp_path, TARGET, dtype="bfloat16").weights["head.q.weight"].dtype == torch.bfloat16
+    assert load_draft_model(tmp_path, TARGET, dtype="bfloat16").weights["head.q.weight"].dtype == torch.bfloat16
     refused(tmp_path, "dtype must be 'bfloat16' or 'float32', got 'float16'", dtype="float16")
 
 
 def test_a_leading_model_is_dropped(tmp_path: Path) -> None:
-    tensors = write_head_layout(tmp_path, "speculators")
+    tensors = write_draft_layout(tmp_path, "speculators")
     save_file({f"model.{name}": value for name, value in tensors.items()}, tmp_path / "model.safetensors")
-    assert_same(load_head(tmp_path, TARGET).weights, expected_weights(tensors))
+    assert_same(load_draft_model(tmp_path, TARGET).weights, expected_weights(tensors))
     save_file({**tensors, "model.fc.weight": tensors["fc.weight"].clone()}, tmp_path / "model.safetensors")
     refused(tmp_path, "'model.fc.weight'", "are both 'fc.weight'")
 
 
 def test_every_option_at_once(tmp_path: Path) -> None:
-    tensors = head_tensors(num_features=4)
+    tensors = draft_tensors(num_features=4)
     extra = {
         "input_norm.weight": (64,),
         "embed_tokens.weight": (40, 16),
@@ -111,8 +113,8 @@ def test_every_option_at_once(tmp_path: Path) -> None:
     flags = {"norm_before_fc": True, "fc_norm": True, "norm_output": True, "norm_before_residual": False}
     layer = {"model_type": "qwen3", "attention_bias": True, "mlp_bias": True}
     ids = {"eagle_aux_hidden_state_layer_ids": [1, 2, 7, 8]}
-    write_head_layout(tmp_path, "speculators", tensors, config={**flags, **ids}, layer=layer)
-    loaded = load_head(tmp_path, TARGET)
+    write_draft_layout(tmp_path, "speculators", tensors, config={**flags, **ids}, layer=layer)
+    loaded = load_draft_model(tmp_path, TARGET)
     expected = expected_weights(tensors) | {
         "head.input_norm.weight": tensors["input_norm.weight"],
         "head.embed.weight": tensors["embed_tokens.weight"],
@@ -160,15 +162,15 @@ def test_capture_conventions_become_boundaries(
     layout: str, top: Any, eagle: Any, boundaries: tuple[int, ...], tmp_path: Path
 ) -> None:
     config = {} if top is None else {IDS: top}
-    write_head_layout(tmp_path, layout, config=config, eagle=None if eagle is None else {IDS: eagle})
-    assert read_head_config(tmp_path, TARGET).capture_boundaries == boundaries
-    assert read_head_config(tmp_path, TARGET, capture_layers=(0, 3, 3)).capture_boundaries == (0, 3, 3)
+    write_draft_layout(tmp_path, layout, config=config, eagle=None if eagle is None else {IDS: eagle})
+    assert read_draft_config(tmp_path, TARGET).capture_boundaries == boundaries
+    assert read_draft_config(tmp_path, TARGET, capture_layers=(0, 3, 3)).capture_boundaries == (0, 3, 3)
 
 
 def test_layer_ids_are_boundaries(tmp_path: Path) -> None:
-    write_head_layout(tmp_path, "specforge", eagle={"layer_ids": [1, 3, 4]})
-    assert read_head_config(tmp_path, TARGET).capture_boundaries == (1, 3, 4)
-    assert read_head_config(tmp_path, TARGET, capture_layers=(8, 3, 0)).capture_boundaries == (8, 3, 0)
+    write_draft_layout(tmp_path, "specforge", eagle={"layer_ids": [1, 3, 4]})
+    assert read_draft_config(tmp_path, TARGET).capture_boundaries == (1, 3, 4)
+    assert read_draft_config(tmp_path, TARGET, capture_layers=(8, 3, 0)).capture_boundaries == (8, 3, 0)
 
 
 @pytest.mark.parametrize(
@@ -187,15 +189,15 @@ def test_layer_ids_are_boundaries(tmp_path: Path) -> None:
 )
 def test_ids_that_cannot_be(top: Any, eagle: Any, override: Any, parts: list[str], tmp_path: Path) -> None:
     config = {} if top is None else {IDS: top}
-    write_head_layout(tmp_path, "modelopt", config=config, eagle=None if eagle is None else {IDS: eagle})
+    write_draft_layout(tmp_path, "modelopt", config=config, eagle=None if eagle is None else {IDS: eagle})
     refused(tmp_path, *parts, capture_layers=override)
 
 
 def test_default_ids_need_a_deep_target(tmp_path: Path) -> None:
-    write_head_layout(tmp_path, "safeai")
-    assert read_head_config(tmp_path, target_geometry(num_layers=36)).capture_boundaries == (2, 18, 33)
+    write_draft_layout(tmp_path, "safeai")
+    assert read_draft_config(tmp_path, target_geometry(num_layers=36)).capture_boundaries == (2, 18, 33)
     refused(tmp_path, "needs a target of 7 layers or more, found 6", target=target_geometry(num_layers=6))
-    write_head_layout(tmp_path, "safeai", head_tensors(num_features=2))
+    write_draft_layout(tmp_path, "safeai", draft_tensors(num_features=2))
     refused(tmp_path, "the default", "[2, 4, 5]: expected 2 entries")
 
 
@@ -215,73 +217,73 @@ def test_default_ids_need_a_deep_target(tmp_path: Path) -> None:
 def test_what_is_fed_back(
     layout: str, flags: dict[str, Any], fc_norm: bool, feedback: bool, note: str | None, tmp_path: Path
 ) -> None:
-    tensors = head_tensors()
+    tensors = draft_tensors()
     if fc_norm:
         tensors.update({f"fc_norm.{k}.weight": torch.ones(16) for k in range(3)})
-    write_head_layout(tmp_path, layout, tensors, config=flags)
-    loaded = load_head(tmp_path, TARGET)
+    write_draft_layout(tmp_path, layout, tensors, config=flags)
+    loaded = load_draft_model(tmp_path, TARGET)
     assert loaded.config.norm_output == feedback and loaded.config.fc_norm == fc_norm
     assert [note in text for text in loaded.notes] == ([True] if note else [])  # type: ignore[operator]
 
 
 def test_flags_may_stand_in_nested_configs(tmp_path: Path) -> None:
-    tensors = head_tensors()
+    tensors = draft_tensors()
     tensors["input_norm.weight"] = torch.ones(48)
-    write_head_layout(tmp_path, "modelopt", tensors, eagle={"norm_before_fc": True})
-    assert read_head_config(tmp_path, TARGET).norm_before_fc
-    write_head_layout(tmp_path, "speculators", tensors, layer={"norm_before_fc": True, "norm_output": True})
-    config = read_head_config(tmp_path, TARGET)
+    write_draft_layout(tmp_path, "modelopt", tensors, eagle={"norm_before_fc": True})
+    assert read_draft_config(tmp_path, TARGET).norm_before_fc
+    write_draft_layout(tmp_path, "speculators", tensors, layer={"norm_before_fc": True, "norm_output": True})
+    config = read_draft_config(tmp_path, TARGET)
     assert config.norm_before_fc and config.norm_output
-    write_head_layout(
+    write_draft_layout(
         tmp_path, "speculators", tensors, config={"norm_before_fc": False}, layer={"norm_before_fc": True}
     )
     refused(tmp_path, "norm_before_fc is contradictory", "transformer_layer_config")
 
 
 def test_flags_and_tensors_must_agree(tmp_path: Path) -> None:
-    write_head_layout(tmp_path, "speculators", config={"norm_before_fc": True})
+    write_draft_layout(tmp_path, "speculators", config={"norm_before_fc": True})
     refused(tmp_path, "norm_before_fc is True, but its tensors are missing")
-    tensors = head_tensors()
+    tensors = draft_tensors()
     tensors["fc_norm.0.weight"] = torch.ones(16)
-    write_head_layout(tmp_path, "speculators", tensors, config={"fc_norm": False})
+    write_draft_layout(tmp_path, "speculators", tensors, config={"fc_norm": False})
     refused(tmp_path, "fc_norm is False, but its tensors are there")
-    write_head_layout(tmp_path, "speculators", tensors, config={"fc_norm": True})
+    write_draft_layout(tmp_path, "speculators", tensors, config={"fc_norm": True})
     refused(tmp_path, "tensor 'fc_norm.1.weight' is missing; expected shape [16]")
 
 
 def test_promised_biases(tmp_path: Path) -> None:
-    write_head_layout(tmp_path, "specforge", layer={"attention_bias": True})
-    loaded = load_head(tmp_path, TARGET)
+    write_draft_layout(tmp_path, "specforge", layer={"attention_bias": True})
+    loaded = load_draft_model(tmp_path, TARGET)
     assert not loaded.config.qkv_bias and "attention_bias is true" in loaded.notes[0]
-    write_head_layout(tmp_path, "modelopt", layer={"mlp_bias": True})
+    write_draft_layout(tmp_path, "modelopt", layer={"mlp_bias": True})
     refused(tmp_path, "mlp_bias is true, but", "has no such bias")
-    tensors = head_tensors()
+    tensors = draft_tensors()
     tensors[f"{ATTENTION}.q_proj.bias"] = torch.ones(24)
-    write_head_layout(tmp_path, "modelopt", tensors)
+    write_draft_layout(tmp_path, "modelopt", tensors)
     refused(tmp_path, f"'{ATTENTION}.k_proj.bias' is missing")
 
 
 def test_the_targets_lm_head_is_shared_where_it_fits(tmp_path: Path) -> None:
-    tensors = head_tensors()
+    tensors = draft_tensors()
     for name in ("lm_head.weight", "d2t", "t2d"):
         del tensors[name]
-    write_head_layout(tmp_path, "modelopt", tensors)
-    loaded = load_head(tmp_path, TARGET)
+    write_draft_layout(tmp_path, "modelopt", tensors)
+    loaded = load_draft_model(tmp_path, TARGET)
     assert loaded.config.draft_vocab_size == 40 and not loaded.config.own_lm_head and not loaded.config.own_draft_map
     assert "head.lm_head.weight" not in loaded.weights
     assert loaded.weights["head.draft_to_target"].tolist() == list(range(40))
-    write_head_layout(tmp_path, "modelopt", tensors, config={"draft_vocab_size": 12})
+    write_draft_layout(tmp_path, "modelopt", tensors, config={"draft_vocab_size": 12})
     refused(tmp_path, "draft_vocab_size 12 is not the 40 rows of the LM head")
-    write_head_layout(tmp_path, "modelopt", tensors, config={"tie_word_embeddings": True})
+    write_draft_layout(tmp_path, "modelopt", tensors, config={"tie_word_embeddings": True})
     refused(tmp_path, "tie_word_embeddings without lm_head.weight")
-    assert load_head(tmp_path, target_geometry(tie_embeddings=True)).config.draft_vocab_size == 40
+    assert load_draft_model(tmp_path, target_geometry(tie_embeddings=True)).config.draft_vocab_size == 40
 
 
 def test_a_whole_vocabulary_needs_no_map(tmp_path: Path) -> None:
-    tensors = head_tensors(draft_vocab=40)
+    tensors = draft_tensors(draft_vocab=40)
     del tensors["t2d"], tensors["d2t"]
-    write_head_layout(tmp_path, "speculators", tensors)
-    loaded = load_head(tmp_path, TARGET)
+    write_draft_layout(tmp_path, "speculators", tensors)
+    loaded = load_draft_model(tmp_path, TARGET)
     assert loaded.config.own_lm_head and not loaded.config.own_draft_map
     assert loaded.weights["head.draft_to_target"].tolist() == list(range(40))
 
@@ -289,23 +291,23 @@ def test_a_whole_vocabulary_needs_no_map(tmp_path: Path) -> None:
 def test_a_narrow_head_needs_its_own_tables(tmp_path: Path) -> None:
     """A draft of another width than the target's, as for Llama 70B, carries its own embedding."""
     target = target_geometry(hidden_size=20)
-    tensors = head_tensors()
+    tensors = draft_tensors()
     tensors["fc.weight"] = torch.randn(16, 60)
-    write_head_layout(tmp_path, "safeai", tensors, config={"target_hidden_size": 20})
+    write_draft_layout(tmp_path, "safeai", tensors, config={"target_hidden_size": 20})
     refused(tmp_path, "embed_tokens.weight is missing", "hidden_size 16 is not the target's 20", target=target)
     tensors["embed_tokens.weight"] = torch.randn(40, 16)
-    write_head_layout(tmp_path, "safeai", tensors, config={"target_hidden_size": 20})
-    config = load_head(tmp_path, target).config
+    write_draft_layout(tmp_path, "safeai", tensors, config={"target_hidden_size": 20})
+    config = load_draft_model(tmp_path, target).config
     assert config.own_embedding and (config.hidden_size, config.target_hidden_size) == (16, 20)
     refused(tmp_path, "target_hidden_size 20 is not the target's 16")
 
 
 def test_a_head_for_another_target(tmp_path: Path) -> None:
-    write_head_layout(tmp_path, "safeai")
+    write_draft_layout(tmp_path, "safeai")
     refused(tmp_path, "multiple of the target's hidden_size 20, found [16, 48]", target=target_geometry(hidden_size=20))
     refused(tmp_path, "vocab_size 40 is not the target's 41", target=target_geometry(vocab_size=41))
-    write_head_layout(tmp_path, "safeai", config={"vocab_size": None})
-    assert read_head_config(tmp_path, TARGET).vocab_size == 40
+    write_draft_layout(tmp_path, "safeai", config={"vocab_size": None})
+    assert read_draft_config(tmp_path, TARGET).vocab_size == 40
 
 
 def spoil_map(tensors: dict[str, torch.Tensor], at: int, value: int) -> dict[str, torch.Tensor]:
@@ -315,26 +317,26 @@ def spoil_map(tensors: dict[str, torch.Tensor], at: int, value: int) -> dict[str
 
 @pytest.mark.parametrize("value", [-1, 29, 1 << 62, -(1 << 62)])
 def test_offsets_out_of_range(value: int, tmp_path: Path) -> None:
-    write_head_layout(tmp_path, "safeai", spoil_map(head_tensors(), 4, value))
+    write_draft_layout(tmp_path, "safeai", spoil_map(draft_tensors(), 4, value))
     refused(tmp_path, "model.safetensors: tensor 'd2t'", "from 0 to 39", f"found offset {value} at 4")
 
 
 def test_maps_that_do_not_ascend_or_disagree(tmp_path: Path) -> None:
-    offsets = head_tensors()["d2t"]
-    write_head_layout(tmp_path, "safeai", spoil_map(head_tensors(), 6, int(offsets[5]) - 1))
+    offsets = draft_tensors()["d2t"]
+    write_draft_layout(tmp_path, "safeai", spoil_map(draft_tensors(), 6, int(offsets[5]) - 1))
     refused(tmp_path, "'d2t'", f"found offset {int(offsets[5]) - 1} at 6")
-    tensors = head_tensors()
+    tensors = draft_tensors()
     tensors["t2d"] = tensors["t2d"].roll(1)
-    write_head_layout(tmp_path, "safeai", tensors)
+    write_draft_layout(tmp_path, "safeai", tensors)
     refused(tmp_path, "tensors 'd2t' and 't2d' name different target ids")
     tensors["t2d"] = torch.zeros(39, dtype=torch.bool)
-    write_head_layout(tmp_path, "safeai", tensors)
+    write_draft_layout(tmp_path, "safeai", tensors)
     refused(tmp_path, "'t2d': expected dtype BOOL or U8 and shape [40], found BOOL [39]")
     tensors["d2t"] = tensors["d2t"][:-1].clone()
-    write_head_layout(tmp_path, "safeai", tensors)
+    write_draft_layout(tmp_path, "safeai", tensors)
     refused(tmp_path, "'d2t': expected dtype I64 or I32 and shape [12], found I64 [11]")
     del tensors["d2t"], tensors["t2d"]
-    write_head_layout(tmp_path, "safeai", tensors)
+    write_draft_layout(tmp_path, "safeai", tensors)
     refused(tmp_path, "tensor 'd2t' is missing; 12 draft ids cannot be mapped")
 
 
@@ -373,7 +375,7 @@ def test_maps_that_do_not_ascend_or_disagree(tmp_path: Path) -> None:
 def test_what_is_not_implemented_is_refused_by_name(
     layout: str, changes: dict[str, Any], parts: list[str], tmp_path: Path
 ) -> None:
-    write_head_layout(tmp_path, layout, **changes)
+    write_draft_layout(tmp_path, layout, **changes)
     refused(tmp_path, *parts)
 
 
@@ -398,38 +400,38 @@ def test_what_is_not_implemented_is_refused_by_name(
 def test_tensors_of_other_kinds_of_heads(
     added: dict[str, tuple[int, ...]], dropped: list[str], parts: list[str], tmp_path: Path
 ) -> None:
-    tensors = {**head_tensors(), **{name: torch.ones(shape) for name, shape in added.items()}}
+    tensors = {**draft_tensors(), **{name: torch.ones(shape) for name, shape in added.items()}}
     kept = {name: value for name, value in tensors.items() if name not in dropped}
-    write_head_layout(tmp_path, "modelopt", kept)
+    write_draft_layout(tmp_path, "modelopt", kept)
     refused(tmp_path, *parts)
 
 
 def test_copies_that_trainers_leave_are_not_read(tmp_path: Path) -> None:
-    tensors = head_tensors()
+    tensors = draft_tensors()
     plain = dict(tensors)
     tensors["verifier_norm.weight"] = torch.full((16,), float("nan"))
     tensors["verifier_lm_head.weight"] = torch.ones(12, 16)
     tensors["rotary_emb.inv_freq"] = torch.ones(3)
-    write_head_layout(tmp_path, "speculators", tensors)
-    assert_same(load_head(tmp_path, TARGET).weights, expected_weights(plain))
+    write_draft_layout(tmp_path, "speculators", tensors)
+    assert_same(load_draft_model(tmp_path, TARGET).weights, expected_weights(plain))
 
 
 def test_not_finite_and_flat_tensors(tmp_path: Path) -> None:
-    tensors = head_tensors()
+    tensors = draft_tensors()
     tensors["fc.weight"][2, 3] = float("inf")
-    write_head_layout(tmp_path, "specforge", tensors)
+    write_draft_layout(tmp_path, "specforge", tensors)
     refused(tmp_path, "tensor 'fc.weight': expected finite values, found inf at element 99 of 768")
     tensors["fc.weight"] = torch.ones(48)
-    write_head_layout(tmp_path, "specforge", tensors)
+    write_draft_layout(tmp_path, "specforge", tensors)
     refused(tmp_path, "'fc.weight': expected 2 dimensions, found [48]")
 
 
 def test_progress_and_published_extras(tmp_path: Path) -> None:
     """truncated_vocab_size and a gpt-oss model_type stand in published configs; neither changes the head."""
     extras = {"truncated_vocab_size": 12, "model_type": "gpt_oss", "num_local_experts": 16, "experts_per_token": 4}
-    tensors = write_head_layout(tmp_path, "specforge", config=extras, layer={"rope_theta": 1e6, "rope_scaling": None})
+    tensors = write_draft_layout(tmp_path, "specforge", config=extras, layer={"rope_theta": 1e6, "rope_scaling": None})
     calls: list[tuple[int, int]] = []
-    loaded = load_head(tmp_path, TARGET, progress=lambda done, total: calls.append((done, total)))
+    loaded = load_draft_model(tmp_path, TARGET, progress=lambda done, total: calls.append((done, total)))
     assert loaded.config.rope.theta == 1e6
     total = sum(value.numel() * 4 for name, value in tensors.items() if name not in ("d2t", "t2d"))
     assert calls[-1] == (total, total) and len(calls) == 13
@@ -437,16 +439,16 @@ def test_progress_and_published_extras(tmp_path: Path) -> None:
 
 def test_heads_with_long_context_rope(tmp_path: Path) -> None:
     scaling = {"type": "linear", "factor": 4.0}
-    write_head_layout(tmp_path, "safeai", layer={"rope_scaling": scaling})
-    assert read_head_config(tmp_path, TARGET).rope == RopeConfig(10000.0, "linear", factor=4.0)
+    write_draft_layout(tmp_path, "safeai", layer={"rope_scaling": scaling})
+    assert read_draft_config(tmp_path, TARGET).rope == RopeConfig(10000.0, "linear", factor=4.0)
     scaling = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
-    write_head_layout(tmp_path, "safeai", layer={"rope_scaling": scaling, "rope_theta": 150000})
-    rope = read_head_config(tmp_path, TARGET).rope
+    write_draft_layout(tmp_path, "safeai", layer={"rope_scaling": scaling, "rope_theta": 150000})
+    rope = read_draft_config(tmp_path, TARGET).rope
     assert (rope.kind, rope.theta, rope.truncate, rope.original_max_position) == ("yarn", 150000.0, False, 4096)
 
 
 def test_weights_that_are_pickled_are_named(tmp_path: Path) -> None:
-    write_head_layout(tmp_path, "safeai")
+    write_draft_layout(tmp_path, "safeai")
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     refused(tmp_path, "pytorch_model.bin", "pickles are never read")
 
@@ -456,7 +458,7 @@ def test_weights_that_are_pickled_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("layout", ["modelopt", "speculators"])
 def test_mutated_configs_load_or_are_refused(layout: str, tmp_path: Path, data: st.DataObject) -> None:
     """Whatever one key holds, nothing but ConfigError comes out, and what is accepted loads."""
-    write_head_layout(tmp_path, layout, eagle={IDS: [2, 4, 5]} if layout == "modelopt" else None)
+    write_draft_layout(tmp_path, layout, eagle={IDS: [2, 4, 5]} if layout == "modelopt" else None)
     path = tmp_path / "config.json"
     fields = json.loads(path.read_text())
     place = data.draw(st.sampled_from([key for key, value in fields.items() if isinstance(value, dict)] + [""]))
@@ -466,7 +468,7 @@ def test_mutated_configs_load_or_are_refused(layout: str, tmp_path: Path, data: 
     inside[key] = data.draw(scalars | st.lists(scalars, max_size=4) | st.dictionaries(st.text(max_size=3), scalars))
     path.write_text(json.dumps(fields))
     try:
-        loaded = load_head(tmp_path, TARGET)
+        loaded = load_draft_model(tmp_path, TARGET)
     except ConfigError:
         return
     assert len(loaded.config.capture_boundaries) == 3
@@ -475,7 +477,7 @@ def test_mutated_configs_load_or_are_refused(layout: str, tmp_path: Path, data: 
 
 
 def test_sharded_heads_load(tmp_path: Path) -> None:
-    tensors = write_head_layout(tmp_path, "specforge")
+    tensors = write_draft_layout(tmp_path, "specforge")
     stored = load_file(tmp_path / "model.safetensors")
     (tmp_path / "model.safetensors").unlink()
     weight_map = {name: f"part-{i % 2}.safetensors" for i, name in enumerate(sorted(stored))}
@@ -483,4 +485,4 @@ def test_sharded_heads_load(tmp_path: Path) -> None:
         save_file({name: value for name, value in stored.items() if weight_map[name] == file}, tmp_path / file)
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     edit_json(tmp_path / "config.json", torch_dtype=...)
-    assert_same(load_head(tmp_path, TARGET).weights, expected_weights(tensors))
+    assert_same(load_draft_model(tmp_path, TARGET).weights, expected_weights(tensors))

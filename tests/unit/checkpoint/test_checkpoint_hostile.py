@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tiny_models import make_target
 
-from lowlat.checkpoint import load_target, open_target, read_model_config
 from lowlat.checkpoint.json_file import parse_object
 from lowlat.checkpoint.tensors import Checkpoint, read_header
 from lowlat.errors import ConfigError
+from lowlat.models.target import load_target, open_target, read_model_config
 
 Tensors = dict[str, torch.Tensor]
 DOWN = "model.layers.1.mlp.down_proj.weight"

@@ -15,12 +15,13 @@ from safetensors.torch import load_file, save_file
 from tiny_models import make_target, mxfp4_target
 
 from lowlat import Runtime
-from lowlat.checkpoint import load_target, open_target, stored
+from lowlat.checkpoint import stored
+from lowlat.checkpoint.source import JoinedWeights, shapes_of, streamed
 from lowlat.checkpoint.stored import StoredWeights, _Ring
 from lowlat.errors import ConfigError
 from lowlat.executors.device_weights import DeviceWeights
-from lowlat.kernels.packing import PackedMatrix, unpack
-from lowlat.weights import JoinedWeights, shapes_of, streamed
+from lowlat.kernels.gemm.packing import PackedMatrix, unpack
+from lowlat.models.target import load_target, open_target
 
 CPU, META = torch.device("cpu"), torch.device("meta")  # META: a device to which nothing is copied
 
@@ -167,9 +168,9 @@ WIDTH, LAYERS, VOCAB = 1024, 12, 4096
 GROWTH = """
 import sys, torch
 from pathlib import Path
-from lowlat.checkpoint import load_target, open_target
+from lowlat.models.target import load_target, open_target
 from lowlat.executors.device_weights import DeviceWeights
-from lowlat.kernels.packing import PackedMatrix, unpack
+from lowlat.kernels.gemm.packing import PackedMatrix, unpack
 def status(key):
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))

@@ -11,9 +11,10 @@ from safetensors.torch import load_file, save_file
 from tiny_models import make_target, mxfp4_target
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from lowlat.checkpoint import load_target, read_model_config, weight_plan
 from lowlat.errors import ConfigError
-from lowlat.geometry import RopeConfig
+from lowlat.models.geometry import RopeConfig
+from lowlat.models.target import load_target, read_model_config
+from lowlat.speculators.weight_plan import weight_plan
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",

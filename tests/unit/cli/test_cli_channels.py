@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from lowlat.cli import channels
 from lowlat.cli.channels import ChannelWriter, channel_dicts
-from lowlat.request import StepOutput
+from lowlat.options.request import StepOutput
 from lowlat.text import TextCodec
 from lowlat.text.harmony import ENDS
 

@@ -11,11 +11,11 @@ from cli_calls import answer, lowlat, refusal
 from click.testing import CliRunner, Result
 from tiny_models import PairPaths
 
-from lowlat.cli import chat as chat_module
 from lowlat.cli import cli
+from lowlat.cli.commands import chat as chat_module
 from lowlat.errors import ServerGone
+from lowlat.host.runtime import Runtime
 from lowlat.ipc import Server
-from lowlat.runtime import Runtime
 from lowlat.serving.codec import ServingCodec
 from lowlat.serving.engine import RuntimeEngine
 
@@ -218,7 +218,7 @@ def test_top_shows_a_snapshot_as_a_page_and_as_json(endpoint: str) -> None:
 def test_top_shows_slots_and_acceptance(capsys: pytest.CaptureFixture[str]) -> None:
     from rich.console import Console
 
-    from lowlat.cli.top import render
+    from lowlat.cli.commands.top import render
 
     times = {"count": 9, "p50": 1.5, "p90": 2.5, "p99": 3.5, "max": 1234.0}
     slot = {"slot": 1, "phase": "decoding", "prompt_tokens": 7, "completion_tokens": 50, "max_tokens": 100}
@@ -253,8 +253,8 @@ def test_commands_that_ask_a_server_load_neither_torch_nor_numpy() -> None:
     import subprocess
 
     code = (
-        "import sys; import lowlat.cli.chat, lowlat.cli.top, lowlat.cli.serve, lowlat.cli.connecting\n"
-        "import lowlat.cli.generate; print(sorted({'torch', 'numpy', 'numba'} & set(sys.modules)))"
+        "import sys, lowlat.cli.connecting; from lowlat.cli.commands import chat, top, serve\n"
+        "import lowlat.cli.commands.generate; print(sorted({'torch', 'numpy', 'numba'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "[]\n"

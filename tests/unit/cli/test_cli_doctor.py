@@ -12,7 +12,7 @@ from cli_calls import answer, lowlat, refusal
 from tiny_models import PairPaths
 
 from lowlat.cli.options import bundled
-from lowlat.cli.shifts import ShiftResult, read_prompts, unshifted_is_best
+from lowlat.cli.reports.shifts import ShiftResult, read_prompts, unshifted_is_best
 from lowlat.errors import ConfigError
 
 BUSY_MACHINE = 4  # times slower than an idle one
@@ -125,7 +125,7 @@ def test_demo_takes_a_prompt_and_samples_the_same_twice() -> None:
 
 
 def test_demo_exits_with_1_where_tokens_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lowlat.cli.compared.Row.identical", property(lambda row: False))
+    monkeypatch.setattr("lowlat.cli.reports.compared.Row.identical", property(lambda row: False))
     result = lowlat("demo", "--prompt", "The sea was", "--max-tokens", 4)
     assert result.exit_code == 1
     assert json.loads(result.stdout.splitlines()[-1])["identical"] is False

@@ -8,7 +8,7 @@ import pytest
 from cli_calls import answer, lowlat, refusal
 from click.testing import CliRunner
 from text_tokenizers import byte_level
-from tiny_models import PairPaths, make_target, random_head
+from tiny_models import PairPaths, make_target, random_draft_model
 
 from lowlat import Runtime, SamplingParams
 from lowlat.cli import cli
@@ -86,7 +86,7 @@ def test_a_tree_gives_the_same_tokens_and_its_own_depth(pair: PairPaths, tmp_pat
 
 def test_an_unfit_head_is_one_warning_and_the_baseline(pair: PairPaths, tmp_path: Path) -> None:
     other = make_target(tmp_path / "other", "llama", hidden_size=48)
-    random_head(tmp_path / "head", other)
+    random_draft_model(tmp_path / "head", other)
     common = ("generate", pair.target, "--token-ids", "9,8", "--max-tokens", 6)
     result = lowlat(*common, "--head", tmp_path / "head", "--json")
     assert result.exit_code == 0

@@ -8,13 +8,14 @@ import torch
 from cli_calls import answer, lowlat, refusal
 from lowered import Pair
 from safetensors.torch import load_file, save_file
-from tiny_models import PairPaths, make_target, mxfp4_target, random_head
+from tiny_models import PairPaths, make_target, mxfp4_target, random_draft_model
 
 from lowlat import Runtime, SpeculativeConfig
-from lowlat.checkpoint import load_head, load_target, open_target
 from lowlat.cli.options import bundled
-from lowlat.cli.sizes import parts_of
+from lowlat.cli.reports.sizes import parts_of
 from lowlat.graphs import BufferSet, Role
+from lowlat.models.target import load_target, open_target
+from lowlat.speculators.eagle3.weights import load_draft_model
 
 MEGABYTE = 1 << 20
 
@@ -35,16 +36,16 @@ def test_inspect_model_counts_what_is_stored(pair: PairPaths) -> None:
     assert found["kv"]["bytes"] == blocks * 32 * found["kv"]["bytes_per_token"]
 
 
-@pytest.mark.parametrize("with_head", [False, True])
-def test_inspect_model_forecasts_what_a_runtime_allocates(pair: PairPaths, with_head: bool) -> None:
-    extra = ("--head", pair.head, "-S", 2) if with_head else ()
+@pytest.mark.parametrize("with_draft_model", [False, True])
+def test_inspect_model_forecasts_what_a_runtime_allocates(pair: PairPaths, with_draft_model: bool) -> None:
+    extra = ("--head", pair.head, "-S", 2) if with_draft_model else ()
     found = answer("inspect", "model", pair.target, *extra, "--context", 100, "--batch", 3, "--buffers", "--json")
-    speculative = SpeculativeConfig(model=pair.head, num_speculative_tokens=2) if with_head else None
+    speculative = SpeculativeConfig(model=pair.head, num_speculative_tokens=2) if with_draft_model else None
     with Runtime.load(pair.target, speculative, max_batch=3, max_context=100) as runtime:
         state = runtime.executor.state
         caches = sum(spec.num_bytes for name, spec in state.specs.items() if "_cache" in name)
         assert found["memory"]["kv_bytes"] == found["kv"]["bytes"] == caches
-        bucket = runtime.ladder.choose(3, 2 if with_head else 0)
+        bucket = runtime.ladder.choose(3, 2 if with_draft_model else 0)
         program = runtime.executor.program(bucket)
         assert found["bucket"] == program.name
         scratch: dict[str, BufferSet] = {str(each): runtime.executor.scratch(each) for each in runtime.ladder.buckets}
@@ -60,7 +61,7 @@ def test_inspect_model_forecasts_what_a_runtime_allocates(pair: PairPaths, with_
     load = found["memory"]["host_load_bytes"]
     assert found["memory"]["host_peak_bytes"] == found["memory"]["total_bytes"] + load and load > 0  # on a CPU
     weights = load_target(pair.target).weights | (
-        load_head(pair.head, runtime.model_config).weights if with_head else {}
+        load_draft_model(pair.head, runtime.model_config).weights if with_draft_model else {}
     )
     unique = {tensor.data_ptr(): tensor.nbytes for tensor in weights.values()}
     assert found["memory"]["weights_bytes"] == sum(unique.values())  # float32, as stored
@@ -141,7 +142,7 @@ def test_inspect_head_names_convention_and_vocabulary(
 
 
 def test_inspect_head_sees_layers_outputs(pair: PairPaths, tmp_path: Path) -> None:
-    random_head(tmp_path, make_target(tmp_path / "target", "llama"), captures=(0, 1, 2))
+    random_draft_model(tmp_path, make_target(tmp_path / "target", "llama"), captures=(0, 1, 2))
     config = json.loads((tmp_path / "config.json").read_text())
     del config["speculators_model_type"], config["eagle_aux_hidden_state_layer_ids"]
     config |= config.pop("transformer_layer_config") | {

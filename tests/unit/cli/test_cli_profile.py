@@ -8,10 +8,11 @@ import pytest
 from cli_calls import answer, lowlat, refusal
 from profiling_cases import CPU, cover, record_of
 
-from lowlat import Runtime, profiling
+from lowlat import Runtime
 from lowlat.cli import running
 from lowlat.cli.options import bundled
-from lowlat.devices import DeviceChoice
+from lowlat.host.devices import DeviceChoice
+from lowlat.tools.profile import recording as profiling
 
 SMALL = ("profile", "--context", 20, "--steps", 2)
 
@@ -40,7 +41,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def test_without_a_card_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lowlat.devices.nvidia_card_present", lambda: False)
+    monkeypatch.setattr("lowlat.host.devices.nvidia_card_present", lambda: False)
     assert "lowlat profile needs an NVIDIA card, and there is none to use: no NVIDIA card" in refusal("profile")
     assert "lowlat profile needs an NVIDIA card" in refusal("profile", "--device", "cpu", "--executor", "eager")
 
@@ -77,7 +78,7 @@ def test_tables_show_stages_kernels_and_idle_time(card: dict[str, Any]) -> None:
     assert publish.rstrip().endswith("done by kernels of EAGLE_TREE_MASKS")
     total = next(line for line in lines if "the step" in line)
     assert f"{10.0 * card['num_launches']:.1f}" in total
-    assert "thin_matmul_silu" in shown.stdout
+    assert "decode_gemm_silu" in shown.stdout
     assert "wall: 4500 GB/s" in shown.stdout
     assert lines[-1].startswith("idle: no kernel ran for ")
     assert (card["executor"], card["dtype"], card["max_batch"]) == ("graph", "auto", 1)

@@ -16,9 +16,10 @@ from numba.cuda.simulator import kernelapi
 from numba.np import numpy_support
 from simulated_blocks import fibers_for_threads
 
-from lowlat.kernels import ptx, router
-from lowlat.kernels.kernel import KernelCall
-from lowlat.kernels.numba_cuda import SIMULATED, cuda
+from lowlat.kernels.moe import router
+from lowlat.kernels.toolchain import ptx
+from lowlat.kernels.toolchain.kernel import KernelCall
+from lowlat.kernels.toolchain.numba_cuda import SIMULATED, cuda
 
 
 def exchange(mask: int, value: Any, offset: int) -> Any:
@@ -104,7 +105,7 @@ def main() -> None:
     cases.check_elementwise(lab, 3, 24)
     cases.check_norms(lab, 2, 24)
     cases.check_norms(lab, 1, 4096 + 40)
-    cases.check_order(lab, 2880)
+    cases.check_permutation(lab, 2880)
     cases.check_split_norms(lab, 1, 5, 16)
     cases.check_add_norm(lab, 2, 4096 + 8, torch.float32)
     cases.check_add_norm(lab, 2, 24, torch.bfloat16)
@@ -115,8 +116,8 @@ def main() -> None:
     cases.check_router_fills(lab, 5, 64, 3, 300)
     cases.check_embeddings(lab, 3, 72, 37)
     cases.check_embeddings(lab, 2, 4096 + 72, 18)
-    cases.check_head_input(lab, 2, 2, 24, packed=False)
-    cases.check_head_input(lab, 1, 1, 4096 + 8, packed=True)
+    cases.check_draft_input(lab, 2, 2, 24, packed=False)
+    cases.check_draft_input(lab, 1, 1, 4096 + 8, packed=True)
     cases.check_level_input(lab, 2, 2, 3, 24, packed=True)
     cases.check_level_input(lab, 1, 1, 1, 4096 + 8, packed=False)
     for heads, eps in (((3, 1, 64), None), ((2, 1, 40), 1e-6), ((0, 1, 128), 1e-6), ((5, 0, 8), None)):

@@ -2,8 +2,8 @@
 
 import torch
 
-from lowlat.kernels.reference.sample import sample
-from lowlat.kernels.reference.slot_record import (
+from lowlat.kernels.reference.sampling.sample import sample
+from lowlat.kernels.reference.step.slot_record import (
     FREQUENCY,
     MAX_BIASES,
     MAX_STOPS,

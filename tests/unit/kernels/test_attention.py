@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from lowlat.kernels.reference.attention import TILE, attention, prefill_attention
-from lowlat.kernels.reference.kv import kv_compact, kv_write, prefill_kv_write
+from lowlat.kernels.reference.attention.attention import TILE, attention, prefill_attention
+from lowlat.kernels.reference.attention.kv import kv_compact, kv_write, prefill_kv_write
 
 HEADS, KV_HEADS, DIM, BLOCK = 6, 2, 16, 32
 

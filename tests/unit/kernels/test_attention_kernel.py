@@ -8,8 +8,8 @@ import torch
 from compiled_examples import Compiled
 
 from lowlat.errors import ShapeError
-from lowlat.kernels.attention import attention, attention_bytes, examples
-from lowlat.kernels.kernel import KernelCall
+from lowlat.kernels.attention.attention import attention, attention_bytes, examples
+from lowlat.kernels.toolchain.kernel import KernelCall
 
 HOPPER = (9, 0)
 H200_SHARED_BYTES, RESERVED_BYTES = 228 * 1024, 1024

@@ -11,7 +11,7 @@ import torch
 from attention_cases import Case, chain, check, tree
 from kernel_walk import Walker, walkable
 
-NAMES = ("plan", "copy", "tile", "merge", "combine")
+NAMES = tuple(f"attention.{part}" for part in ("plan", "copies", "tile", "merge", "combine"))
 HEAD_DIM = 64
 
 
@@ -23,7 +23,7 @@ def run(case: Case, late: bool, **options: Any) -> torch.Tensor:
         return torch.full(shape, math.nan if dtype.is_floating_point else 0, dtype=dtype)
 
     walker = Walker(late, may_leave=True)
-    with walkable(walker, *(f"attention_{name}" for name in NAMES), "attention") as modules:
+    with walkable(walker, *NAMES, "attention.attention") as modules:
         calls = modules[-1].attention(
             **case.arguments(), **case.options, **options, out=out, workspace=workspace, early_metadata=True
         )
@@ -94,7 +94,7 @@ def test_sums_of_many_splits_are_one(early: bool) -> None:
     for slot, count in enumerate(counts):  # what lies behind is never read
         peaks[slot, count:], norms[slot, count:], values[slot, count:] = math.nan, math.nan, math.nan
     out = torch.full((batch * rows, group * HEAD_DIM), math.nan).bfloat16()
-    with walkable(walker := Walker(may_leave=True), *(f"attention_{name}" for name in NAMES)) as modules:
+    with walkable(walker := Walker(may_leave=True), *NAMES) as modules:
         shape = modules[0].AttentionShape(HEAD_DIM, group, 1, 16, 0, None, 0, 1, 3, True, early)
         call = modules[-1].combine_splits(
             shape, values, torch.stack([peaks, norms], -1).contiguous(),

@@ -10,12 +10,12 @@ import pytest
 from compiled_examples import EXAMPLES, Compiled
 from kernel_inventory import CARDS, factories, family, fingerprint, modules, offers_calls
 from machine_code import count_opcodes, counted_twice, instructions, whole_instructions
-from mixture_cases import make_choice, make_mixture
+from mixture_cases import make_mixture, make_topk_routing
 
-from lowlat.kernels.compiler import compile_kernel
-from lowlat.kernels.experts_mlp import experts_mlp
-from lowlat.kernels.kernel import H200, Kernel
-from lowlat.kernels.numba_cuda import compile_ptx, target_of
+from lowlat.kernels.moe.decode.mlp import experts_mlp
+from lowlat.kernels.toolchain.compiler import compile_kernel
+from lowlat.kernels.toolchain.kernel import H200, Kernel
+from lowlat.kernels.toolchain.numba_cuda import compile_ptx, target_of
 
 HOPPER = (9, 0)
 REGISTERS = 65536  # of a multiprocessor, of every capability from 8.0 on
@@ -29,8 +29,8 @@ CASES = [
 ]
 WIDE = re.compile(r"(ld|st)\.(global|shared)[.\w:]*\.v4|cp\.async\.cg")
 # what moves a few words at a time: slots, tokens, counters, choices; or rows of a width that 16 bytes do not divide
-NARROW = re.compile(r"accept|argmax|begin_step|publish|assign_drafts|experts_choose|\w+_97_")
-PRODUCTS = re.compile(r"thin_matmul|attention_\d|experts_(grouped_|mlp)")
+NARROW = re.compile(r"accept|argmax|begin_step|publish|assign_drafts|route_top_k|\w+_97_")
+PRODUCTS = re.compile(r"decode_gemm|attention_\d|experts_(grouped_|mlp)")
 # 8.0 lacks registers for attention's tiles and for the widest router's weights: some hundred bytes a thread, once
 SPILLS, SPILLED_BYTES = re.compile(r"attention_\d|router_n6144"), 256
 # double precision is rare on most cards; here it turns exact integers into thresholds, some a row
@@ -121,7 +121,7 @@ def test_nothing_is_counted_on_twice(compiled: Compiled) -> None:
 def test_a_mixture_in_parts_of_one_step_finds_the_next_unit() -> None:
     """Where the assembler counts twice, if a unit's number is not `varying`: with bf16 weights, in such parts alone."""
     mixture, ranks = make_mixture(4, 2880, 2880, quantised=False), 4
-    arguments, choice = mixture.arguments(mixture.rows(8), ranks), make_choice("random", 8, ranks, 4)
+    arguments, choice = mixture.arguments(mixture.rows(8), ranks), make_topk_routing("random", 8, ranks, 4)
     (call,) = experts_mlp(choice=choice, card=H200, plan=mixture.plan(8, ranks, H200, part=1), **arguments)
     assert not counted_twice(whole_instructions(compile_kernel(call.kernel, HOPPER).code))
 
@@ -157,7 +157,7 @@ def test_tensor_cores_of_a_warpgroup_have_their_registers_to_themselves(compiled
     """Nothing is loaded or moved there until they are awaited; the assembler waits no more often than it was told."""
     group, multiply = 0x9C5, 0xDF0  # to begin or await products of a warpgroup; one of them
     writers = {0x984: 4, 0x202: 1, 0x224: 1, 0x207: 1}  # registers that are loaded, moved (by two kinds), selected
-    kernels = [kernel for _, kernel in EXAMPLES[HOPPER] if kernel.name.startswith("wide_matmul")]
+    kernels = [kernel for _, kernel in EXAMPLES[HOPPER] if kernel.name.startswith("prefill_gemm")]
     assert kernels
     for kernel in kernels:
         code, ptx = compiled.of(HOPPER, kernel)
@@ -179,9 +179,9 @@ def test_tensor_cores_of_a_warpgroup_have_their_registers_to_themselves(compiled
 def test_no_module_with_kernels_is_forgotten() -> None:
     makers = defaultdict(set)
     for _, kernel in EXAMPLES[HOPPER]:
-        makers[kernel.function.__module__.rpartition(".")[2]].add(kernel)
+        makers[kernel.function.__module__.removeprefix("lowlat.kernels.")].add(kernel)
     for name, module in modules().items():
-        if name != "kernel" and offers_calls(module):
+        if name != "toolchain.kernel" and offers_calls(module):
             assert hasattr(module, "examples"), f"{name} offers {offers_calls(module)} and has no examples()"
             assert list(module.examples()), f"{name}.examples() is empty"
         kinds = {family(kernel) for kernel in makers[name]}

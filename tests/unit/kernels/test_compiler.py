@@ -11,10 +11,10 @@ import pytest
 from numba.core.types.functions import BaseFunction
 
 from lowlat.errors import DeviceError
-from lowlat.kernels import compiler
-from lowlat.kernels.compiler import CompiledKernel, compile_ahead, compile_kernel, link, source_digest
-from lowlat.kernels.kernel import Kernel
-from lowlat.kernels.numba_cuda import compile_ptx, cuda, float32, fork_compiler, int64, types, uint32
+from lowlat.kernels.toolchain import compiler
+from lowlat.kernels.toolchain.compiler import CompiledKernel, compile_ahead, compile_kernel, link, source_digest
+from lowlat.kernels.toolchain.kernel import Kernel
+from lowlat.kernels.toolchain.numba_cuda import compile_ptx, cuda, float32, fork_compiler, int64, types, uint32
 
 HOPPER = (9, 0)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lowlat.errors import ShapeError
-from lowlat.kernels.reference.draft_topk import draft_topk
+from lowlat.kernels.reference.sampling.draft_topk import draft_topk
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

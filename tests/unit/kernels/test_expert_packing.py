@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowlat.errors import ConfigError, ShapeError
-from lowlat.kernels import experts_multiply
-from lowlat.kernels.expert_packing import (
+from lowlat.kernels.gemm.packing import gate_up_permutation
+from lowlat.kernels.moe.decode import mainloop as experts_multiply
+from lowlat.kernels.moe.packing import (
     MAX_SCALE,
     SCALE_OFFSET,
     PackedExperts,
@@ -19,8 +20,7 @@ from lowlat.kernels.expert_packing import (
     unpack_codes,
     unpack_expert,
 )
-from lowlat.kernels.packing import gate_up_order
-from lowlat.kernels.reference.mxfp4 import MAGNITUDES, dequantise
+from lowlat.kernels.reference.moe.mxfp4 import MAGNITUDES, dequantise
 
 
 def random_blocks(*shape: int, low: int = 1, high: int = MAX_SCALE) -> dict[str, torch.Tensor]:
@@ -57,7 +57,7 @@ def test_unpacking_gives_bf16_back(experts: int, rows: int, columns: int, ordere
 
 
 def test_experts_are_packed_one_by_one_in_any_order_to_the_same() -> None:
-    made, order = random_blocks(4, 48, 3), gate_up_order(24)
+    made, order = random_blocks(4, 48, 3), gate_up_permutation(24)
     whole = pack_experts(**made, order=order)
     apart = allocate_experts(num_experts=4, rows=48, columns=96, quantised=True, order=order)
     assert apart.scales is not None and whole.scales is not None

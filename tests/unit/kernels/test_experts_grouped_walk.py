@@ -24,17 +24,17 @@ from kernel_inventory import B200, CARDS
 from kernel_walk import Walker, walkable
 
 from lowlat.errors import ShapeError
-from lowlat.kernels.add_ranks import add_ranks
-from lowlat.kernels.expert_packing import unpack_expert
-from lowlat.kernels.experts_grouped import grouped_down, grouped_gate_up
-from lowlat.kernels.experts_grouped_plan import GroupedPlan, plan_grouped
-from lowlat.kernels.experts_grouping import group_pairs
-from lowlat.kernels.experts_plan import DOWN, GATE_UP, ExpertShape
-from lowlat.kernels.kernel import H200, Card
-from lowlat.kernels.pair_tiles import most_tiles, tile_pairs_of
+from lowlat.kernels.moe.packing import unpack_expert
+from lowlat.kernels.moe.plan import DOWN, GATE_UP, ExpertShape
+from lowlat.kernels.moe.prefill.grouped_gemm import grouped_down, grouped_gate_up
+from lowlat.kernels.moe.prefill.grouping import group_pairs
+from lowlat.kernels.moe.prefill.pair_tiles import most_tiles, tile_pairs_of
+from lowlat.kernels.moe.prefill.plan import GroupedPlan, plan_grouped
+from lowlat.kernels.moe.prefill.rank_sum import add_ranks
+from lowlat.kernels.toolchain.kernel import H200, Card
 
-NAMES = ("activation", "norm_math", "norm_row", "norm", "experts_plan", "experts_multiply", "experts_grouped_plan")
-KERNELS = ("experts_grouping", "experts_grouped_tile", "experts_grouped", "add_ranks")
+NAMES = ("common.activation", "common.norm_math", "common.norm_row", "rows.norm", "moe.plan", "moe.decode.mainloop")
+KERNELS = tuple(f"moe.prefill.{part}" for part in ("plan", "grouping", "mainloop", "grouped_gemm", "rank_sum"))
 FILL = -77
 
 

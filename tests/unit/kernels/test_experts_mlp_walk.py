@@ -8,16 +8,16 @@ import torch
 from expert_cases import make_experts
 from kernel_inventory import B200, CARDS
 from kernel_walk import Walker, walkable
-from mixture_cases import exact_shares, make_logits, make_mixture, want_choice
+from mixture_cases import exact_shares, make_logits, make_mixture, want_routing
 from mixture_walk import NAMES, small_card, walk
 
 from lowlat.errors import ShapeError
-from lowlat.kernels.awaited import MISSING
-from lowlat.kernels.experts_choice import Choice
-from lowlat.kernels.experts_mlp import experts_mlp
-from lowlat.kernels.experts_mlp_plan import plan_pair
-from lowlat.kernels.experts_plan import DOWN, GATE_UP, ExpertShape, plan_experts, rows_a_launch, warps_of
-from lowlat.kernels.kernel import H200, Card
+from lowlat.kernels.common.sentinels import MISSING
+from lowlat.kernels.moe.decode.mlp import experts_mlp
+from lowlat.kernels.moe.decode.mlp_plan import plan_pair
+from lowlat.kernels.moe.decode.topk_routing import Choice
+from lowlat.kernels.moe.plan import DOWN, GATE_UP, ExpertShape, plan_experts, rows_a_launch, warps_of
+from lowlat.kernels.toolchain.kernel import H200, Card
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_it_is_the_reference_s(
     live = ((torch.arange(rows) % 3 != 1) & (kind != "none")).to(torch.uint8).view(1, rows)
     choice = Choice(logits, live)
     walk(walker, found, choice, blocks, early=late)
-    wanted, about = want_choice(choice, ranks)
+    wanted, about = want_routing(choice, ranks)
     assert torch.equal(found["expert_ids"], wanted)
     torch.testing.assert_close(found["expert_weights"], about, rtol=1e-5, atol=1e-7)
     mixture.check(found)
@@ -70,7 +70,7 @@ def test_rows_choose_as_the_reference_does(kind: str, rows: int, ranks: int, cou
         live = ((torch.arange(rows) % 3 != 1) & (kind != "none")).to(torch.uint8).view(1, rows)
     choice = Choice(logits, live)
     walk(Walker(), found, choice, 2, plan=mixture.plan(rows, ranks, small_card(2), warps=2))
-    wanted, about = want_choice(choice, ranks)
+    wanted, about = want_routing(choice, ranks)
     assert torch.equal(found["expert_ids"], wanted)
     exact = exact_shares(logits, wanted)
     torch.testing.assert_close(found["expert_weights"], exact, rtol=0, atol=0, equal_nan=True)
@@ -158,7 +158,7 @@ def test_mixtures_choose_while_their_routers_still_run() -> None:
                 walker.run(*run)
         found.append(outs)
     for layer in range(layers):
-        assert torch.equal(found[0][layer]["expert_ids"], want_choice(Choice(choices[layer]), 2)[0])
+        assert torch.equal(found[0][layer]["expert_ids"], want_routing(Choice(choices[layer]), 2)[0])
         for name, want in found[0][layer].items():
             assert torch.equal(found[1][layer][name], want) and bool(want.isfinite().all())
 

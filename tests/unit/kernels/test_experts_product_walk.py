@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from kernel_walk import Walker
-from mixture_cases import PASSES, Mixture, logits_of, make_choice, make_mixture, of_codes, passing, want_choice
+from mixture_cases import PASSES, Mixture, logits_of, make_mixture, make_topk_routing, of_codes, passing, want_routing
 from mixture_walk import small_card, walk
 
-from lowlat.kernels.experts_choice import Choice
+from lowlat.kernels.moe.decode.topk_routing import Choice
 
 MAGNITUDES = (0, 0.5, 1, 1.5, 2, 3, 4, 6)  # of codes
 STEP_BYTES = {True: 544, False: 2048}  # of a tile of 16 rows by 64 columns, by whether it is quantised
@@ -52,10 +52,10 @@ def test_products_are_the_reference_s(
     """Of 5 and of 3 steps' columns one of two warps has one more than the other, of one step one warp has none; 11 rows
     of one expert are two units, of 8 and of 3 pairs."""
     mixture, walker = make_mixture(5, hidden, inner, quantised=quantised), Walker(late)
-    choice = make_choice(kind, rows, ranks, 5)
+    choice = make_topk_routing(kind, rows, ranks, 5)
     found = run(walker, mixture, mixture.rows(rows), choice, ranks)
     ids = found["expert_ids"]
-    assert torch.equal(ids, want_choice(choice, ranks)[0])
+    assert torch.equal(ids, want_routing(choice, ranks)[0])
     mixture.check(found)
     units = sum(-(-int((ids == each).sum()) // 8) for each in ids[ids >= 0].unique())
     assert walker.bytes_copied == bytes_of(mixture, units)
@@ -87,7 +87,7 @@ def test_units_begin_and_end_inside_of_runs(late: bool, hidden: int, inner: int,
 
 @pytest.mark.parametrize(("up_warps", "down_warps"), [(3, 2), (1, 3)])
 def test_warps_that_only_one_product_has(up_warps: int, down_warps: int) -> None:
-    mixture, choice = make_mixture(4, 96, 96), make_choice("random", 1, 2, 4)
+    mixture, choice = make_mixture(4, 96, 96), make_topk_routing("random", 1, 2, 4)
     found, pair = mixture.arguments(mixture.rows(1), 2), mixture.plan(1, 2, small_card(3), warps=3, part=1)
     first, second = (
         dataclasses.replace(plan, warps=warps)
@@ -101,7 +101,7 @@ def test_warps_that_only_one_product_has(up_warps: int, down_warps: int) -> None
 def test_pairs_for_more_than_a_warp_are_listed(kind: str) -> None:
     """In memory that looks as if pairs that are not there had chosen expert 0."""
     mixture = make_mixture(6, 32, 32)
-    mixture.check(run(Walker(rest=0), mixture, mixture.rows(11), make_choice(kind, 11, 4, 6), 4))
+    mixture.check(run(Walker(rest=0), mixture, mixture.rows(11), make_topk_routing(kind, 11, 4, 6), 4))
 
 
 def test_a_row_has_the_same_bits_in_any_company() -> None:
@@ -112,7 +112,7 @@ def test_a_row_has_the_same_bits_in_any_company() -> None:
     assert alone["partials"].isfinite().all()
     cuts: list[dict[str, int]] = [{}, {"part": 1, "blocks": 4}, {"stages": 1}]
     for rows, kind, cut in zip((9, 4, 3), ("shared", "random", "dead"), cuts, strict=True):
-        x, choice = torch.full((rows, 160), torch.nan).bfloat16(), make_choice(kind, rows, 2, 4)
+        x, choice = torch.full((rows, 160), torch.nan).bfloat16(), make_topk_routing(kind, rows, 2, 4)
         place = int(torch.randint(rows, (1,)))
         x[place], choice.logits[place] = row[0], own[0]
         if choice.row_live is not None:

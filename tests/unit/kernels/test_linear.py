@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lowlat.errors import ShapeError
-from lowlat.kernels.reference.linear import linear, linear_block
+from lowlat.kernels.reference.gemm.linear import linear, linear_block
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SHAPES = [

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from lowlat.kernels.reference.logprobs import logprobs
-from lowlat.kernels.reference.slot_record import MAX_LOGPROBS, NUM_INTS, NUM_LOGPROBS
+from lowlat.kernels.reference.sampling.logprobs import logprobs
+from lowlat.kernels.reference.step.slot_record import MAX_LOGPROBS, NUM_INTS, NUM_LOGPROBS
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 WIDTH = MAX_LOGPROBS + 1

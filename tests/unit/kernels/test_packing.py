@@ -6,13 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowlat.errors import ShapeError
-from lowlat.kernels.packing import (
+from lowlat.kernels.gemm.packing import (
     TILE_COLUMNS,
     TILE_ROWS,
-    gate_up_order,
+    gate_up_permutation,
     gather_rows,
     pack,
-    rope_order,
+    rope_permutation,
     unpack,
     unpack_rows,
 )
@@ -66,18 +66,18 @@ def test_a_lane_finds_eight_columns_of_a_row_side_by_side(row: int, column: int)
 
 @pytest.mark.parametrize("width", [8, 24, 96])
 def test_gates_lie_beside_their_ups(width: int) -> None:
-    order = gate_up_order(width)
+    order = gate_up_permutation(width)
     assert sorted(order.tolist()) == list(range(2 * width))
     for tile in order.reshape(-1, 16).tolist():
         assert tile[:8] == list(range(tile[0], tile[0] + 8))
         assert tile[8:] == [gate + width for gate in tile[:8]]
     with pytest.raises(ShapeError, match="multiple of 8, got 12"):
-        gate_up_order(12)
+        gate_up_permutation(12)
 
 
 @pytest.mark.parametrize(("rotated", "plain", "size"), [(1, 0, 16), (4, 2, 64), (0, 3, 32), (9, 1, 128)])
 def test_dimensions_lie_beside_their_partners(rotated: int, plain: int, size: int) -> None:
-    order = rope_order(rotated, plain, size)
+    order = rope_permutation(rotated, plain, size)
     assert sorted(order.tolist()) == list(range((rotated + plain) * size))
     for number, tile in enumerate(order.reshape(-1, 16).tolist()):
         if number < rotated * size // 16:
@@ -86,7 +86,7 @@ def test_dimensions_lie_beside_their_partners(rotated: int, plain: int, size: in
         else:
             assert tile == list(range(number * 16, number * 16 + 16))
     with pytest.raises(ShapeError, match="multiple of 16, got 40"):
-        rope_order(2, 1, 40)
+        rope_permutation(2, 1, 40)
 
 
 def test_only_matrices_are_packed() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lowlat.kernels.reference.random import gumbel, philox, uniforms
+from lowlat.kernels.reference.sampling.random import gumbel, philox, uniforms
 
 CPU = torch.device("cpu")
 

@@ -10,12 +10,14 @@ import torch
 from compiled_examples import Compiled
 
 from lowlat.errors import ShapeError
-from lowlat.kernels import elementwise, embed, head_input, norm, rotate, router
-from lowlat.kernels.kernel import Kernel
-from lowlat.kernels.packing import pack
+from lowlat.kernels.gemm.packing import pack
+from lowlat.kernels.moe import router
+from lowlat.kernels.rows import draft_input as draft_input
+from lowlat.kernels.rows import elementwise, embed, norm, rotate
+from lowlat.kernels.toolchain.kernel import Kernel
 
 BF16 = torch.bfloat16
-KERNELS = [kernel for module in (elementwise, embed, head_input, norm, rotate) for kernel in module.examples()]
+KERNELS = [kernel for module in (elementwise, embed, draft_input, norm, rotate) for kernel in module.examples()]
 
 
 def name_of(kernel: Kernel) -> str:
@@ -109,7 +111,7 @@ def test_embeddings_refuse_what_does_not_fit() -> None:
     with pytest.raises(ShapeError, match="order"):
         embed.embed(ints(3), pack(tensor(16, 64), torch.arange(16)), out=out)
     with pytest.raises(ShapeError, match="block_features"):
-        head_input.head_input(
+        draft_input.draft_input(
             ints(3),
             tensor(9, 64),
             out,

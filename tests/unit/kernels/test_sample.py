@@ -7,8 +7,8 @@ import torch
 from unit.kernels.sampling import World
 
 from lowlat.errors import ShapeError
-from lowlat.kernels.reference.random import gumbel
-from lowlat.kernels.reference.sample import finite, keep, lowest_argmax, penalise
+from lowlat.kernels.reference.sampling.random import gumbel
+from lowlat.kernels.reference.sampling.sample import finite, keep, lowest_argmax, penalise
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 INF = float("inf")

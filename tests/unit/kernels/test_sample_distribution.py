@@ -4,8 +4,8 @@ import pytest
 import torch
 from unit.kernels.sampling import World
 
-from lowlat.kernels.reference.random import philox
-from lowlat.kernels.reference.sample import keep
+from lowlat.kernels.reference.sampling.random import philox
+from lowlat.kernels.reference.sampling.sample import keep
 
 VOCABULARY, ROWS = 64, 63
 

@@ -8,10 +8,10 @@ from kernel_walk import Walker, walkable
 from selection_cases import Memory, best_pairs, make_world, state_of
 from unit.kernels.sampling import World
 
-from lowlat.kernels.reference import sample as reference
-from lowlat.kernels.select import FINITE, INFINITY
+from lowlat.kernels.reference.sampling import sample as reference
+from lowlat.kernels.sampling.select import FINITE, INFINITY
 
-NAMES = ("select", "philox", "cutoff", "logit_history", "sample")
+NAMES = ("sampling.select", "common.philox", "sampling.cutoff", "sampling.logit_history", "sampling.sample")
 OPTIONS: list[dict[str, float]] = [
     {"temperature": 0.0},
     {"temperature": 0.0, "repetition": 1.3, "presence": 0.7, "frequency": 0.4},
@@ -91,7 +91,7 @@ def test_a_chain_s_drafts_are_the_likeliest() -> None:
     names, out = torch.randperm(100, dtype=torch.int32), torch.full((6,), -77, dtype=torch.int32)
     children, child_rows = torch.tensor([1, 2, 3], dtype=torch.int32), torch.tensor([0, 1, 2], dtype=torch.int32)
     nodes = torch.full((2, 4), -77, dtype=torch.int32)
-    with walkable(walker := Walker(), "select", "argmax") as modules:
+    with walkable(walker := Walker(), "sampling.select", "sampling.argmax") as modules:
         assign = children, child_rows, torch.zeros(3, dtype=torch.int32), nodes
         walker.run(*modules[-1].argmax(best_pairs(logits, INFINITY), live, out=out, names=names, assign=assign))
     lowest = [

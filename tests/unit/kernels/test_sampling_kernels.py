@@ -9,12 +9,12 @@ from selection_cases import Memory, draw_scores, state_of
 from unit.kernels.sampling import World
 
 from lowlat.errors import ShapeError
-from lowlat.kernels import argmax as argmax_kernels
-from lowlat.kernels import draft_topk as draft_kernels
-from lowlat.kernels import logprobs as logprob_kernels
-from lowlat.kernels import sample as sample_kernels
-from lowlat.kernels.kernel import Kernel
-from lowlat.kernels.reference.slot_record import MAX_LOGPROBS, NUM_INTS
+from lowlat.kernels.reference.step.slot_record import MAX_LOGPROBS, NUM_INTS
+from lowlat.kernels.sampling import argmax as argmax_kernels
+from lowlat.kernels.sampling import draft_topk as draft_kernels
+from lowlat.kernels.sampling import logprobs as logprob_kernels
+from lowlat.kernels.sampling import sample as sample_kernels
+from lowlat.kernels.toolchain.kernel import Kernel
 
 MODULES = (argmax_kernels, draft_kernels, logprob_kernels, sample_kernels)
 KERNELS = [kernel for module in MODULES for kernel in module.examples()]

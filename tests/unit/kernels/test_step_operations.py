@@ -5,7 +5,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowlat.kernels.reference.accept import (
+from lowlat.kernels.reference.rows.draft_rows import (
+    assign_drafts,
+    draft_prefill_rows,
+    draft_rows,
+    gather_features,
+    gather_level,
+    store_boundary,
+    take_last,
+    tree_masks,
+)
+from lowlat.kernels.reference.step.accept import (
     FINISH_ERROR,
     FINISH_LENGTH,
     FINISH_STOP,
@@ -14,20 +24,10 @@ from lowlat.kernels.reference.accept import (
     commit,
     truncate,
 )
-from lowlat.kernels.reference.head_rows import (
-    assign_drafts,
-    gather_features,
-    gather_level,
-    head_prefill_rows,
-    head_rows,
-    store_boundary,
-    take_last,
-    tree_masks,
-)
-from lowlat.kernels.reference.publish import ACCEPTED, COMMITTED, FINISH, RECORD_WIDTH, SLOT, publish
-from lowlat.kernels.reference.slot_record import DRAFT_LIMIT, MAX_LENGTH, NUM_INTS
-from lowlat.kernels.reference.slots import gather_rows, list_active_slots
-from lowlat.tree import TreeTopology
+from lowlat.kernels.reference.step.publish import ACCEPTED, COMMITTED, FINISH, RECORD_WIDTH, SLOT, publish
+from lowlat.kernels.reference.step.slot_record import DRAFT_LIMIT, MAX_LENGTH, NUM_INTS
+from lowlat.kernels.reference.step.slots import gather_rows, list_active_slots
+from lowlat.speculators.tree.topology import TreeTopology
 
 
 def ints(*values: object) -> torch.Tensor:
@@ -185,7 +185,7 @@ def test_commit_moves_lengths_and_ends_slots() -> None:
     tokens = torch.zeros(3, 10, dtype=torch.int32)
     lengths, active, drafts = ints(4, 2, 6), ints(1, 1, 1), ints(3, 3, 3)
     counts = torch.zeros(3, 12, dtype=torch.int32)
-    live, head_lens = poisoned(2, dtype=torch.uint8), poisoned(2)
+    live, draft_lens = poisoned(2, dtype=torch.uint8), poisoned(2)
     commit(
         torch.tensor([[8, 8, 9], [7, -1, -1]], dtype=torch.int32),
         ints(3, 1),
@@ -197,7 +197,7 @@ def test_commit_moves_lengths_and_ends_slots() -> None:
         output_counts=counts,
         num_drafts=drafts,
         draft_live=live,
-        head_lens=head_lens,
+        draft_lens=draft_lens,
     )
     assert lengths.tolist() == [5, 2, 9]
     assert active.tolist() == [0, 1, 1]
@@ -207,7 +207,7 @@ def test_commit_moves_lengths_and_ends_slots() -> None:
     assert counts[2, 8] == 2
     assert counts.sum() == 4
     assert live.tolist() == [1, 0]
-    assert head_lens.tolist() == [9, 0]
+    assert draft_lens.tolist() == [9, 0]
 
 
 def gather(topology: TreeTopology, bucket_rows: int, drafted: int, limit: int, room: int) -> dict[str, torch.Tensor]:
@@ -288,7 +288,7 @@ def test_head_rows_follow_the_commit() -> None:
         "write_lens": poisoned(2),
         "live_positions": poisoned(2, 1),
     }
-    head_rows(
+    draft_rows(
         torch.tensor([[4, 5, -1], [6, 7, 8]], dtype=torch.int32),
         ints(2, 3),
         torch.tensor([1, 0], dtype=torch.uint8),
@@ -336,10 +336,10 @@ def test_a_chunk_takes_its_first_feature_from_the_block_before() -> None:
     hidden = torch.arange(8.0).reshape(4, 2) + 1
     shifted = torch.full((4, 2), torch.nan)
     table = torch.tensor([[3, 5]], dtype=torch.int32)
-    head_prefill_rows(hidden, torch.tensor([4, 4]), table, block_features=features, shifted=shifted, block_size=4)
+    draft_prefill_rows(hidden, torch.tensor([4, 4]), table, block_features=features, shifted=shifted, block_size=4)
     assert shifted.tolist() == [[50, 51], [1, 2], [3, 4], [5, 6]]
     assert torch.equal(features[5], hidden[3])
-    head_prefill_rows(hidden, torch.tensor([0, 3]), table, block_features=features, shifted=shifted, block_size=4)
+    draft_prefill_rows(hidden, torch.tensor([0, 3]), table, block_features=features, shifted=shifted, block_size=4)
     assert shifted[0].tolist() == [0, 0]
     assert features[3].tolist() == [50, 51]  # the block is not complete: three live rows of four
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lowlat.errors import ShapeError
-from lowlat.kernels import stream_read as module
+from lowlat.kernels.common import stream_read as module
 
 
 @pytest.mark.parametrize("spread", [False, True])

@@ -1,0 +1,4 @@
+"""The requests of a server: how text becomes token ids, who waits, what streams, when each one ends.
+
+It knows no socket.
+"""

@@ -1,0 +1,356 @@
+"""The requests of a server, from SUBMIT to END: admission, fairness, credit, deadlines, and how each one ends."""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lowlat.ipc.engine import Codec, Engine, EngineOutput
+from lowlat.ipc.limits import Limits
+from lowlat.ipc.server.generations.fair_queue import FairQueue
+from lowlat.ipc.server.generations.prepare import MAX_INLINE_BYTES, TextThread, prepare
+from lowlat.ipc.server.generations.statistics import Statistics
+from lowlat.ipc.server.generations.streams import Phase, Stream
+from lowlat.ipc.server.generations.timers import Timers
+from lowlat.ipc.server.peers import Peer, Peers
+from lowlat.ipc.server.threads.events import Command, DecodeCancel, DecodeSubmit, Prepare, Prepared, Refused, Step
+from lowlat.ipc.server.threads.watchdog import StepClock
+from lowlat.ipc.wire import Error, FinishReason, Submit
+
+__all__ = ["Requests"]
+
+MAX_PROMPTS = 16  # prompts of max_message_bytes that may lie before the engine, in bytes
+MIN_RETRY_MS, MAX_RETRY_MS = 50, 30_000
+
+
+class Requests:
+    """Every request under way; the I/O thread's own.
+
+    At most `info.max_running` are inside the engine, so that bounds, turns and `busy` never wait for a step. Those
+    that end early (cancelled, gone, late) stay counted until the engine says that it has given them up.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        codec: Codec | None,
+        limits: Limits,
+        timers: Timers,
+        statistics: Statistics,
+        clock: StepClock,
+        log: logging.Logger,
+        *,
+        epoch: str,
+        decode: Callable[[Command], None],
+        text_thread: TextThread,
+    ) -> None:
+        self._engine = engine
+        self._info = engine.info
+        self._codec = codec
+        self._limits = limits
+        self._timers = timers
+        self._statistics = statistics
+        self._clock = clock
+        self._log = log
+        self._decode = decode
+        self._text_thread = text_thread
+        self._prefix = epoch[:12]
+        self._num_ids = 0
+        self._num_preparing = 0
+        self._prompt_bytes = 0
+        self._queue: FairQueue[Stream] = FairQueue()
+        self._inside: dict[str, Stream] = {}
+        self._dirty: list[Stream] = []
+        self._live = 0
+        self.peers: Peers  # set by the I/O thread: each needs the other
+        self.engine_figures: Mapping[str, Any] = {}
+        self.draining = False
+
+    @property
+    def num_running(self) -> int:
+        """Requests inside the engine."""
+        return len(self._inside)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for a slot, those in the text thread included."""
+        return self._queue.num_items + self._num_preparing
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is under way."""
+        return not self._live
+
+    def submit(self, peer: Peer, submit: Submit, body: bytes) -> None:
+        """Take a request, or refuse it at once."""
+        self._statistics.num_requests += 1
+        limits = self._limits
+        size = len(body) if body else _text_bytes(submit)
+        if self.draining:
+            self._refuse(peer, submit.number, "draining", "the server is about to end and takes no new requests")
+        elif submit.credit > limits.max_credit:
+            message = f"credit {submit.credit} exceeds {limits.max_credit} (max_credit)"
+            self._refuse(peer, submit.number, "invalid", message, field="$.credit")
+        elif len(peer.streams) >= limits.max_requests_per_client:
+            message = f"this client has {len(peer.streams)} requests under way (max_requests_per_client)"
+            self._refuse(peer, submit.number, "busy", message)
+        elif self.num_waiting + self.num_running >= limits.max_queue + self._info.max_running:
+            message = f"{self.num_waiting} requests wait for a slot (max_queue {limits.max_queue})"
+            self._refuse(peer, submit.number, "busy", message)
+        elif self._prompt_bytes and self._prompt_bytes + size > MAX_PROMPTS * limits.max_message_bytes:
+            message = f"the prompts that wait have {self._prompt_bytes} bytes ({MAX_PROMPTS} times max_message_bytes)"
+            self._refuse(peer, submit.number, "busy", message)
+        else:
+            self._take(peer, submit, body, size)
+
+    def cancel(self, stream: Stream) -> None:
+        """The client wants it to end; twice is once."""
+        if stream.phase is Phase.RUNNING:
+            if not stream.cancelled:
+                stream.cancelled = True
+                self._decode(DecodeCancel(stream.request_id))  # the engine's last output of it brings the END
+        else:
+            self._end(stream, "cancelled")
+
+    def credit(self, stream: Stream, tokens: int) -> None:
+        """The client grants so many tokens more."""
+        stream.balance += tokens
+        if stream.starving % 2:
+            stream.starving += 1
+        if stream.waiting and not stream.peer.unsent:
+            self._pump(stream)
+
+    def peer_gone(self, peer: Peer) -> None:
+        """Nobody is there any more to read these."""
+        for stream in list(peer.streams.values()):
+            self._statistics.end("gone")
+            self._leave(stream)
+
+    def peer_unblocked(self, peer: Peer) -> None:
+        """There is room again in the queue to this peer."""
+        for stream in list(peer.streams.values()):
+            if peer.unsent or peer.gone:
+                return
+            if stream.waiting or stream.phase is Phase.DECODED:
+                self._pump(stream)
+
+    def prepared(self, event: Prepared) -> None:
+        """A request came back with its token ids, or with the reason why not."""
+        stream = event.stream
+        self._num_preparing -= 1
+        if stream.over:
+            self._prompt_bytes -= stream.num_bytes
+        elif event.code is not None:
+            self._prompt_bytes -= stream.num_bytes
+            self._fail_early(stream, event.code, event.message)
+        else:
+            stream.prompt = event.prompt
+            if not self._queue.num_items and len(self._inside) < self._info.max_running:
+                self._hand_over(stream)  # as `_admit` would, sooner
+            else:
+                stream.phase = Phase.WAITING
+                self._queue.push(stream.peer, stream)
+                self._admit()
+
+    def refused(self, event: Refused) -> None:
+        """The engine did not take a request after all."""
+        stream = self._inside.pop(event.request_id, None)
+        if stream is not None and not stream.over:
+            self._fail_early(stream, event.code, event.message)
+        self._admit()
+
+    def step(self, step: Step) -> None:
+        """Note what a step brought; `flush` sends it."""
+        any_ended = False
+        for output in step.outputs:
+            stream = self._inside.get(output.request_id)
+            if stream is None:
+                continue
+            if output.finish_reason is not None:
+                del self._inside[output.request_id]
+                any_ended = True
+            if stream.over:
+                continue
+            if output.finish_reason == "cancelled" and stream.waiting:
+                stream.waiting.clear()  # an end that was asked for does not wait for credit
+            elif output.token_ids or output.text:
+                stream.waiting.append(output)
+            if output.finish_reason is not None:
+                stream.phase = Phase.DECODED
+                stream.final = output
+                stream.metrics = step.metrics.get(output.request_id, {})
+            self._dirty.append(stream)
+        if any_ended:
+            self._admit()
+
+    def is_first(self, step: Step) -> bool:
+        """Whether a step brought a request's first tokens, and nothing else."""
+        if len(step.outputs) > 1:
+            return False
+        stream = self._inside.get(step.outputs[0].request_id)
+        return stream is not None and not stream.first
+
+    def flush(self) -> None:
+        """Send what the steps since the last flush brought; several steps of a stream become one message."""
+        dirty = self._dirty
+        for stream in dirty:
+            if not stream.over and not stream.peer.unsent:
+                self._pump(stream)
+        dirty.clear()
+
+    def end_all(self, code: str, message: str) -> None:
+        """End whatever is under way with this code."""
+        for peer in self.peers:
+            for stream in list(peer.streams.values()):
+                self._end(stream, "error", code=code, message=message)
+
+    def figures(self, now: float) -> dict[str, Any]:
+        """What STATS answers."""
+        return {
+            "model": self._info.model,
+            "state": "draining" if self.draining else "serving",
+            "num_clients": self.peers.num_greeted,
+            "num_slots": self._info.max_running,
+            "num_running": self.num_running,
+            "num_waiting": self.num_waiting,
+            "max_queue": self._limits.max_queue,
+            **self._statistics.to_dict(now),
+            "step_ms": self._clock.all.to_dict(),
+            "engine": dict(self.engine_figures),
+        }
+
+    def _take(self, peer: Peer, submit: Submit, body: bytes, size: int) -> None:
+        self._num_ids += 1
+        stream = Stream(
+            peer, submit.number, f"{self._prefix}-{self._num_ids}", submit.sampling, size, balance=submit.credit
+        )
+        peer.streams[submit.number] = stream
+        self._live += 1
+        self._num_preparing += 1
+        self._prompt_bytes += size
+        if submit.deadline_ms is not None:
+            self._timers.after(submit.deadline_ms / 1000, self._late, stream)
+        if 0 < len(body) <= MAX_INLINE_BYTES:
+            self.prepared(prepare(stream, submit, body, self._engine, self._codec, self._log))
+        else:
+            self._text_thread.put(Prepare(stream, submit, body))
+
+    def _admit(self) -> None:
+        """Hand over to the engine while it has slots, by turns between clients."""
+        while self._queue.num_items and len(self._inside) < self._info.max_running:
+            self._hand_over(self._queue.pop())
+
+    def _hand_over(self, stream: Stream) -> None:
+        self._decode(DecodeSubmit(stream.request_id, stream.prompt, stream.sampling))
+        self._prompt_bytes -= stream.num_bytes
+        stream.prompt = ()
+        stream.phase = Phase.RUNNING
+        self._inside[stream.request_id] = stream
+        stream.handed = time.monotonic()
+
+    def _pump(self, stream: Stream) -> None:
+        """Send what may be sent; then its END, if that was all."""
+        peers, statistics = self.peers, self._statistics
+        while (sendable := stream.next_message()) is not None:
+            message, num_tokens = sendable
+            if not peers.send(stream.peer, message):
+                return  # gone: peer_gone has ended it
+            now = time.monotonic()
+            if num_tokens:
+                if not stream.first:
+                    stream.first = now
+                    statistics.queued.record(stream.handed - stream.arrived)
+                    statistics.time_to_first_token.record(now - stream.arrived)
+                else:
+                    statistics.inter_token.record((now - stream.last) / num_tokens, num_tokens)
+                stream.last = now
+                statistics.tokens(num_tokens, now)
+            if stream.peer.unsent:
+                return
+        if stream.waiting:
+            if not stream.starving % 2:
+                stream.starving += 1
+                self._timers.after(self._limits.slow_consumer_s, self._starved, stream, stream.starving)
+            return
+        if stream.starving % 2:
+            stream.starving += 1
+        if stream.final is not None:
+            self._end_decoded(stream, stream.final)
+
+    def _end_decoded(self, stream: Stream, final: EngineOutput) -> None:
+        reason = final.finish_reason
+        if reason == "error":
+            self._end(stream, "error", code="not_finite", message=final.error)
+        elif reason == "stop":
+            self._end(stream, "stop", stop_reason=final.stop_reason)
+        elif reason == "length":
+            self._end(stream, "length")
+        elif reason == "cancelled":
+            self._end(stream, "cancelled")
+        else:
+            self._log.error("the engine gave an unknown finish reason", extra={"reason": reason})
+            self._end(stream, "error", code="internal", message="the engine ended it for an unknown reason")
+
+    def _starved(self, stream: Stream, starving: int) -> None:
+        if not stream.over and stream.starving == starving:
+            message = f"{sum(len(one.token_ids) for one in stream.waiting)} tokens waited for credit for "
+            message += f"{self._limits.slow_consumer_s:g} s (slow_consumer_s)"
+            self._end(stream, "error", code="slow_consumer", message=message)
+
+    def _late(self, stream: Stream) -> None:
+        if not stream.over:
+            self._end(stream, "cancelled", code="deadline", message="deadline_ms has passed")
+
+    def _end(
+        self,
+        stream: Stream,
+        reason: FinishReason,
+        *,
+        stop_reason: str | int | None = None,
+        code: str | None = None,
+        message: str | None = None,
+    ) -> None:
+        """Send END, whatever still waits, and let go of it everywhere."""
+        if stream.over:
+            return
+        end = stream.end_message(reason, stop_reason=stop_reason, code=code, message=message)
+        self._statistics.end(code or reason)
+        self._statistics.duration.record(time.monotonic() - stream.arrived)
+        self._leave(stream)
+        self.peers.send(stream.peer, end)
+
+    def _fail_early(self, stream: Stream, code: str, message: str) -> None:
+        """ERROR in place of END, for one that brought nothing yet."""
+        stream.phase = Phase.DECODED  # nothing is left to cancel
+        self._leave(stream)
+        self._refuse(stream.peer, stream.number, code, message)
+
+    def _leave(self, stream: Stream) -> None:
+        """Take it out of the queue or the engine; the engine's slot counts as taken until it says otherwise."""
+        if stream.phase is Phase.WAITING:
+            self._queue.remove(stream.peer, stream)
+            self._prompt_bytes -= stream.num_bytes
+        elif stream.phase is Phase.RUNNING and not stream.cancelled:
+            self._decode(DecodeCancel(stream.request_id))
+        stream.over = True
+        stream.waiting.clear()
+        del stream.peer.streams[stream.number]
+        self._live -= 1
+
+    def _refuse(self, peer: Peer, number: int, code: str, message: str, *, field: str | None = None) -> None:
+        self._statistics.refuse(code)
+        retry_after_ms = self._retry_after_ms() if code == "busy" else None
+        self.peers.send(peer, Error(code, message, number=number, field=field, retry_after_ms=retry_after_ms))
+
+    def _retry_after_ms(self) -> int:
+        """When a slot may be free for one more: what waits, at the pace of the requests that have ended."""
+        usual_s = self._statistics.duration.percentile(0.5)
+        turns = (self.num_waiting + 1) / self._info.max_running
+        return min(MAX_RETRY_MS, max(MIN_RETRY_MS, int(1000 * usual_s * turns)))
+
+
+def _text_bytes(submit: Submit) -> int:
+    """Characters of a text or chat prompt: what it takes before it has token ids, about."""
+    if submit.text is not None:
+        return len(submit.text)
+    return sum(len(message.content or "") + len(message.thinking or "") for message in submit.messages or ())

@@ -1,0 +1,158 @@
+"""The thread that owns the engine: it makes it, steps it while there is work, and never waits on a socket."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from lowlat.errors import CapacityError, DeviceError, RequestError
+from lowlat.ipc.engine import Engine, EngineOutput
+from lowlat.ipc.server.logs import describe
+from lowlat.ipc.server.threads.events import (
+    Command,
+    DecodeCancel,
+    DecodeStop,
+    DecodeSubmit,
+    EngineFigures,
+    Failed,
+    Post,
+    Refused,
+    Step,
+)
+from lowlat.ipc.server.threads.wake import Inbox
+from lowlat.ipc.server.threads.watchdog import StepClock
+
+__all__ = ["DecodeThread"]
+
+FIGURES_EVERY_S = 1.0
+FIGURES_AT_REST_S = 0.05
+
+
+class DecodeThread(threading.Thread):
+    """Makes the engine, takes commands between steps, and posts what steps bring.
+
+    ready    set when the engine is there, or `error` says why it is not
+    engine   read by others once ready, for its `info` and `validate`
+    """
+
+    def __init__(self, make_engine: Callable[[], Engine], clock: StepClock, log: logging.Logger) -> None:
+        super().__init__(name="lowlat-decode", daemon=True)
+        self._make_engine = make_engine
+        self._clock = clock
+        self._log = log
+        self._commands: Inbox[Command] = Inbox()
+        self._num_running = 0
+        self._joined = False
+        self._stopping = False
+        self.post: Post  # both set before the first command comes
+        self.offer: Post  # posts, or does at once what the event asks for
+        self.engine: Engine
+        self.error: BaseException | None = None
+        self.ready = threading.Event()
+
+    def put(self, command: Command) -> None:
+        """Hand over a command; it is obeyed before the next step."""
+        self._commands.put(command)
+
+    def close(self) -> None:
+        """Give back what wakes it, once it has ended."""
+        self._commands.close()
+
+    def run(self) -> None:
+        try:
+            self.engine = self._make_engine()
+        except BaseException as error:  # handed to whoever waits for the engine
+            self.error = error
+            return
+        finally:
+            self.ready.set()
+        try:
+            self._decode()
+        except DeviceError as error:
+            self._fail("device", "the device failed", error)
+        except Exception as error:
+            self._fail("internal", "decoding failed", error)
+        finally:
+            self._close()
+
+    def _decode(self) -> None:
+        engine, commands, clock = self.engine, self._commands, self._clock
+        next_figures = 0.0
+        self._post_figures()
+        while not self._stopping:
+            if engine.busy:
+                clock.begin()
+            else:
+                clock.rest()
+                resting = self._rest()
+                clock.begin()
+                self._obey(resting)
+            while (command := commands.take()) is not None:
+                self._obey(command)
+            if self._stopping or not engine.busy:
+                continue
+            clock.step(self._num_running, self._joined)
+            self._joined = False
+            outputs = engine.step()
+            ended = time.monotonic()
+            if outputs:
+                self._publish(outputs)
+            clock.end(ended)
+            if clock.completed >= next_figures:
+                self._post_figures()
+                next_figures = clock.completed + FIGURES_EVERY_S
+
+    def _rest(self) -> Command:
+        """The next command, when it comes; the figures of the last step first, once its outputs are on their way."""
+        command = self._commands.wait(FIGURES_AT_REST_S)
+        if command is None:
+            self._post_figures()
+        while command is None:
+            command = self._commands.wait()
+        return command
+
+    def _publish(self, outputs: Sequence[EngineOutput]) -> None:
+        metrics = {}
+        for output in outputs:
+            if output.finish_reason is not None:
+                metrics[output.request_id] = self.engine.metrics(output.request_id)
+                self._num_running -= 1
+        self.offer(Step(outputs, metrics))
+
+    def _obey(self, command: Command) -> None:
+        if isinstance(command, DecodeSubmit):
+            self._submit(command)
+        elif isinstance(command, DecodeCancel):
+            try:
+                self.engine.cancel(command.request_id)
+            except RequestError:
+                return  # it ended meanwhile: its last output is on the way
+        elif isinstance(command, DecodeStop):
+            self._stopping = True
+
+    def _submit(self, command: DecodeSubmit) -> None:
+        try:
+            self.engine.submit(command.request_id, command.prompt, command.sampling)
+        except RequestError as error:
+            self.post(Refused(command.request_id, "invalid", str(error)))
+        except CapacityError as error:
+            self.post(Refused(command.request_id, "busy", str(error)))
+        else:
+            self._num_running += 1
+            self._joined = True
+
+    def _post_figures(self) -> None:
+        self.post(EngineFigures(self.engine.stats()))
+
+    def _fail(self, code: str, what: str, error: Exception) -> None:
+        # A DeviceError's text is lowlat's own; others' may hold anything.
+        words = str(error) if isinstance(error, DeviceError) else describe(error)
+        self.post(Failed(code, f"{what}; the server ends"))
+        self._log.critical("%s: %s", what, words)
+
+    def _close(self) -> None:
+        self._clock.rest()
+        try:
+            self.engine.close()
+        except Exception as error:
+            self._log.error("closing the engine failed: %s", describe(error))

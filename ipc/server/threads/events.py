@@ -1,0 +1,103 @@
+"""What the threads of a server tell one another, in structs because these cost next to nothing to make."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from msgspec import Struct
+
+from lowlat.ipc.engine import EngineOutput
+from lowlat.ipc.server.generations.streams import Stream
+from lowlat.ipc.wire import Sampling, Submit
+
+__all__ = [
+    "Command",
+    "DecodeCancel",
+    "DecodeStop",
+    "DecodeSubmit",
+    "DrainAsked",
+    "EngineFigures",
+    "Event",
+    "Failed",
+    "Prepare",
+    "Prepared",
+    "Refused",
+    "Step",
+]
+
+
+class Step(Struct, frozen=True):
+    """To the I/O thread: what a step brought, and the figures of the requests that it ended."""
+
+    outputs: Sequence[EngineOutput]
+    metrics: Mapping[str, Mapping[str, Any]]
+
+
+class Refused(Struct, frozen=True):
+    """To the I/O thread: the engine did not take a request."""
+
+    request_id: str
+    code: str
+    message: str
+
+
+class Prepared(Struct, frozen=True):
+    """To the I/O thread: a request has its token ids and is sound; or code and message say why not."""
+
+    stream: Stream
+    prompt: Sequence[int] = ()
+    code: str | None = None
+    message: str = ""
+
+
+class EngineFigures(Struct, frozen=True):
+    """To the I/O thread: the engine's own figures, about once a second."""
+
+    figures: Mapping[str, Any]
+
+
+class Failed(Struct, frozen=True):
+    """To the I/O thread: the server cannot go on; code is what clients are told."""
+
+    code: str
+    message: str
+
+
+class DrainAsked(Struct, frozen=True):
+    """To the I/O thread: take nothing more, finish for so long, and end."""
+
+    deadline_s: float
+
+
+Event = Step | Refused | Prepared | EngineFigures | Failed | DrainAsked
+
+
+class DecodeSubmit(Struct, frozen=True):
+    """To the decode thread: a request for the engine."""
+
+    request_id: str
+    prompt: Sequence[int]
+    sampling: Sampling
+
+
+class DecodeCancel(Struct, frozen=True):
+    """To the decode thread: end a request."""
+
+    request_id: str
+
+
+class DecodeStop(Struct, frozen=True):
+    """To the decode thread: close the engine and end."""
+
+
+Command = DecodeSubmit | DecodeCancel | DecodeStop
+
+
+class Prepare(Struct, frozen=True):
+    """To the text thread: make token ids of a request, and check it."""
+
+    stream: Stream
+    submit: Submit
+    body: bytes
+
+
+Post = Callable[[Event], None]

@@ -1,0 +1,179 @@
+"""The thread that owns the sockets: it never waits on anything but its listener, and nobody waits for it.
+
+Waking it takes long. So while it sleeps others do its work where a first token waits for it, under the lock that it
+holds but for its sleep: the text thread hands a request over, the decode thread sends a request's first tokens (45 us
+sooner on two cores of a virtual machine; as soon where cores wake fast). Later tokens are posted: an engine whose next
+step is not under way yet begins it by as much later as sending takes, and all that follow come later.
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+
+from lowlat.ipc.server.generations.requests import Requests
+from lowlat.ipc.server.generations.timers import Timers
+from lowlat.ipc.server.logs import describe
+from lowlat.ipc.server.peers import Peers
+from lowlat.ipc.server.service import Service
+from lowlat.ipc.server.threads.events import DrainAsked, EngineFigures, Event, Failed, Prepared, Refused, Step
+from lowlat.ipc.server.threads.spin import Spin
+from lowlat.ipc.server.threads.wake import Inbox
+from lowlat.ipc.server.transport.listener import Handlers, Listener
+from lowlat.ipc.wire import Bye
+
+__all__ = ["IoThread"]
+
+WATCH_EVERY_S = 1.0
+
+
+class IoThread(threading.Thread):
+    """Reads what clients say, sends what the engine brings, and ends the server.
+
+    check      called once a second; a text says why the server must end
+    spin       says when to poll without sleeping
+    on_end     called when the last messages have left, or had their time to
+    exit_code  0 after a drain, 1 after a failure; read it when the thread has ended
+    """
+
+    def __init__(
+        self,
+        listener: Listener,
+        inbox: Inbox[Event],
+        timers: Timers,
+        peers: Peers,
+        requests: Requests,
+        service: Service,
+        log: logging.Logger,
+        spin: Spin,
+        *,
+        check: Callable[[], str | None],
+        on_end: Callable[[], None],
+        linger_s: float,
+    ) -> None:
+        super().__init__(name="lowlat-io", daemon=True)
+        self._listener = listener
+        self._inbox = inbox
+        self._timers = timers
+        self._peers = peers
+        self._requests = requests
+        self._service = service
+        self._log = log
+        self._check = check
+        self._on_end = on_end
+        self._linger_s = linger_s
+        self._spin = spin
+        self._awake = threading.Lock()  # never given back at the end: from then on nobody sends
+        self._awake.acquire()
+        self._sleeps_until = 0.0
+        self._ended = False
+        self._reason = "shutdown"
+        self._words = "the server ends"
+        self.exit_code = 0
+        self._handlers: dict[type[object], Callable[..., None]] = {
+            Step: requests.step,
+            Prepared: requests.prepared,
+            Refused: requests.refused,
+            EngineFigures: self._figures,
+            Failed: self._failed,
+            DrainAsked: self._drain,
+        }
+
+    def run(self) -> None:
+        try:
+            self._timers.after(WATCH_EVERY_S, self._watch)
+            self._loop()
+        except Exception as error:
+            self._log.critical("the I/O thread failed: %s", describe(error))
+            self._fail("internal", "the server failed; its log says more")
+        finally:
+            self._say_bye()
+            self._listener.close(self._linger_s)
+            self._on_end()
+
+    def do_now(self, event: Event) -> bool:
+        """From another thread: handle an event if this thread sleeps. False: nothing was done, post it."""
+        if not self._listener.shared or not self._awake.acquire(blocking=False):
+            return False
+        try:
+            if self._inbox.any() or (isinstance(event, Step) and not self._requests.is_first(event)):
+                return False
+            self._handlers[type(event)](event)
+            self._requests.flush()
+            self._spin.note(self._requests.idle)
+            if self._timers.due < self._sleeps_until or self._requests.draining or self._spin.due:
+                self._inbox.wake()
+        except Exception as error:
+            self._log.critical("handling %s failed: %s", type(event).__name__, describe(error))
+            self._inbox.put(Failed("internal", "the server failed; its log says more"))
+        finally:
+            self._awake.release()
+        return True
+
+    def _loop(self) -> None:
+        listener, inbox, timers, requests, spin = self._listener, self._inbox, self._timers, self._requests, self._spin
+        listener.serve(
+            inbox.descriptor,
+            Handlers(message=self._service.receive, ended=self._peers.ended, unblocked=self._peers.unblocked),
+        )
+        while not self._ended:
+            if inbox.any():
+                while (event := inbox.take()) is not None:
+                    self._handlers[type(event)](event)
+                requests.flush()
+            timeout_ms = timers.run()
+            if self._ended or (requests.draining and requests.idle):
+                return
+            spin.note(requests.idle)
+            if spin.goes_on():
+                listener.wait(0)
+            elif inbox.sleep():
+                inbox.awake(self._sleep(timeout_ms))
+            else:
+                continue
+            listener.receive(inbox.any)  # a step's tokens go before anything that clients say
+
+    def _sleep(self, timeout_ms: int) -> bool:
+        self._sleeps_until = self._timers.due
+        self._awake.release()
+        try:
+            return self._listener.wait(timeout_ms)
+        finally:
+            self._awake.acquire()
+
+    def _watch(self) -> None:
+        problem = self._check()
+        if problem is not None:
+            self._log.critical("%s", problem)
+            self._fail("internal", "the server ends")
+        self._timers.after(WATCH_EVERY_S, self._watch)
+
+    def _figures(self, event: EngineFigures) -> None:
+        self._requests.engine_figures = event.figures
+
+    def _failed(self, event: Failed) -> None:
+        self._fail(event.code, event.message)
+
+    def _fail(self, code: str, words: str) -> None:
+        self.exit_code = 1
+        self._reason, self._words = code, words
+        self._ended = True
+
+    def _drain(self, event: DrainAsked) -> None:
+        if not self._requests.draining:
+            self._log.info(
+                "draining", extra={"deadline_s": event.deadline_s, "num_running": self._requests.num_running}
+            )
+        self._requests.draining = True
+        self._timers.after(event.deadline_s, self._drained)
+
+    def _drained(self) -> None:
+        self._ended = True
+
+    def _say_bye(self) -> None:
+        try:
+            self._requests.end_all(self._reason, self._words)
+            for peer in self._peers:
+                if peer.greeted:
+                    self._peers.send(peer, Bye(self._reason, self._words))
+        except Exception as error:
+            self._log.error("the last messages failed: %s", describe(error))

@@ -1,0 +1,329 @@
+"""Attention of a step's rows over the paged cache, in two launches: over splits of the positions, and their sum. Short
+windows need no splits, and one launch.
+
+A grid of fixed size walks items (slot, key-value head, query rows, 256 positions), listed on the device. Each of a
+block's four warps owns 16 of a tile's 64 positions and feeds itself through its own pipeline of copies, which runs on
+across items; the block meets only at an item's end, and parks the split's sums for `attention_combine`. A row's bits
+depend on its own positions alone: see `attention_tile` for how masked positions leave no trace. Tiles with positions
+of the tree run once for each of its rows, over the row's own ancestors in order; a chain's rows share them. It knows
+nothing of requests, and of drafts only their masks.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+
+from lowlat.errors import ShapeError
+from lowlat.kernels.attention.combine import combine_splits
+from lowlat.kernels.attention.copies import DESCRIPTOR_WORDS, make_is_early, make_issue, make_lane_offset, make_look_up
+from lowlat.kernels.attention.merge import LOG2_E, make_merge
+from lowlat.kernels.attention.plan import (
+    CURSOR_FIELDS,
+    LAST_STEP,
+    NO_ITEM,
+    PAGES_ITEM,
+    PLACE,
+    PLAN_STRIDE,
+    AttentionShape,
+    enter_item,
+    make_plan_functions,
+)
+from lowlat.kernels.attention.tile import make_attend, make_forget
+from lowlat.kernels.reference.shapes import check_shape
+from lowlat.kernels.toolchain import ptx
+from lowlat.kernels.toolchain.kernel import H200, Card, Kernel, KernelCall, Workspace, examples_for
+from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int32, int64, types, uint32
+
+__all__ = ["attention", "attention_bytes", "choose_split", "examples", "num_stages"]
+
+MANY_ITEMS = 1024
+WHOLE_WINDOW = 256
+TEAMS = {64: 3, 128: 2}  # of four warps, side by side: a window of 128 spans three tiles
+
+MAX_BATCH, MAX_TREE, MAX_ROWS = 16, 64, 512
+PLAN_INTS = MAX_BATCH * PLAN_STRIDE
+TILE_BYTES = {64: 16 * 1024, 128: 32 * 1024}  # keys and values of 64 positions
+STAGES = {64: 4, 128: 3}
+ROOMY = 110 * 1024  # bytes of shared memory a block that these stages need
+ALIGNMENT = 128  # of the stages: pieces of rows are permuted within 128 bytes
+
+
+def attention(
+    *,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    slots: torch.Tensor,
+    dense_lens: torch.Tensor,
+    row_live: torch.Tensor,
+    row_masks: torch.Tensor,
+    sinks: torch.Tensor | None = None,
+    out: torch.Tensor,
+    scale: float,
+    first: int = 0,
+    window: int | None = None,
+    keep_first: int = 0,
+    workspace: Workspace,
+    early_metadata: bool = False,
+    num_blocks: int = 264,
+    stages: int | None = None,
+    tail: int | None = None,
+    split: int = 256,
+) -> list[KernelCall]:
+    """Each row attends to its slot's dense prefix and to its own ancestors in the tree.
+
+    q                 [B * R, H, D]        bf16; D 64 or 128
+    k_cache, v_cache  [P, G, block, D]     bf16; block a power of two from 16 to 256
+    block_table       [max B, C / block]   int32
+    slots             [B]                  int32; -1 pads
+    dense_lens        [B]                  int32  positions [first, dense) are everybody's
+    row_live          [B * R]              uint8
+    row_masks         [B, R]               int64  bit a: sees node a, stored at dense + a, itself included
+    sinks             [H]                  float32 or None
+    out               [B * R, H * D]       bf16, out; dead rows zero
+    workspace         sums of splits
+    early_metadata    all but q and what the rows themselves wrote is older than the kernel before this one
+    num_blocks        blocks of the grid; two fit on a multiprocessor
+    stages            tiles of 64 positions under way in a block
+    tail              the most ancestors that a row may have; None: R
+    split             positions of a split, 256 or 512: a row's bits depend on it; see `choose_split`
+    With a short window (`is_whole`) there is one launch and no workspace. The window and `keep_first` mean what they
+    mean in the reference. Time: `attention_bytes` over the bandwidth and some 4 us. Captured: yes. Raises ShapeError.
+    """
+    batch, rows = row_masks.shape
+    heads, head_dim = q.shape[1:]
+    kv_heads, block = k_cache.shape[1:3]
+    _check_sizes(batch, rows, heads, kv_heads, head_dim, block)
+    check_shape("q", q, batch * rows, heads, head_dim)
+    check_shape("v_cache", v_cache, *k_cache.shape)
+    check_shape("slots", slots, batch)
+    check_shape("dense_lens", dense_lens, batch)
+    check_shape("row_live", row_live.reshape(-1), batch * rows)
+    check_shape("out", out, batch * rows, heads * head_dim)
+    if sinks is not None:
+        check_shape("sinks", sinks, heads)
+    _check_dtypes(q=q, k_cache=k_cache, v_cache=v_cache, out=out)
+    group = heads // kv_heads
+    row_tiles = 2 if head_dim == 64 and rows * group > 16 else 1  # 128 has no registers for two
+    shape = AttentionShape(
+        head_dim, group, kv_heads, block, first, window, keep_first if window is not None else 0, row_tiles,
+        stages or STAGES[head_dim], sinks is not None, early_metadata, split,
+    )  # fmt: skip
+    shape = _whole(shape) if is_whole(window, keep_first) else shape
+    given = (q, k_cache, v_cache, block_table, slots, dense_lens, row_live, row_masks)
+    numbers = (batch, rows, tail or rows, block_table.shape[1])
+    if shape.whole:
+        ends = (0 if sinks is None else sinks, out)
+        return [KernelCall(_make(shape), (num_blocks, 1, 1), (*given, *ends, *numbers, 0, scale * LOG2_E))]
+    splits = _capacity(shape, tail or rows, block_table.shape[1] * block)
+    tiles = -(-rows * group // (16 * row_tiles)) * row_tiles
+    parts = batch * kv_heads * tiles * splits * min(16, rows * group)
+    partials = workspace("attention.partials", (parts, head_dim), torch.float32)
+    sums = workspace("attention.sums", (parts, 2), torch.float32)
+    ends = (partials, sums)
+    first_half = KernelCall(_make(shape), (num_blocks, 1, 1), (*given, *ends, *numbers, splits, scale * LOG2_E))
+    second_half = combine_splits(
+        shape, partials, sums, slots=slots, dense_lens=dense_lens, row_live=row_live, sinks=sinks, out=out, rows=rows,
+        tail=tail or rows, capacity=splits,
+    )  # fmt: skip
+    return [first_half, second_half]
+
+
+def is_whole(window: int | None, keep_first: int) -> bool:
+    """Whether a block takes all positions of its rows: a window of few tiles, and none kept at the start besides.
+
+    It decides bits, and depends on nothing but the layer.
+    """
+    return window is not None and window <= WHOLE_WINDOW and not keep_first
+
+
+def _whole(shape: AttentionShape) -> AttentionShape:
+    """A short window's shape: its few tiles lie side by side, none behind another, and its rows in blocks of their own,
+    which leaves registers for the blocks before and after."""
+    return replace(shape, whole=True, teams=TEAMS[shape.head_dim], stages=1, row_tiles=1)
+
+
+def choose_split(max_batch: int, max_context: int, kv_heads: int) -> int:
+    """Positions of a split, from what never changes while a model is loaded: its bits may depend on nothing else.
+
+    Short splits spread a short context over all multiprocessors; long ones halve the sums that are parked and combined
+    (4 slots at 16K on an H200: 83 us with 256, 76 with 512; 1 slot at 8K: 14.7 and 16.9).
+    """
+    return 512 if max_batch * -(-max_context // 256) * kv_heads > MANY_ITEMS else 256
+
+
+def attention_bytes(
+    dense_lens: list[int],
+    *,
+    kv_heads: int,
+    head_dim: int,
+    first: int = 0,
+    window: int | None = None,
+    keep_first: int = 0,
+) -> int:
+    """Bytes of keys and values that a launch must read, in bf16, for slots of these lengths; drafts are neglected."""
+    total = 0
+    for dense in dense_lens:
+        low = first if window is None else max(first, dense - window)
+        kept = 0 if window is None else max(0, min(low - first, keep_first))
+        total += max(0, dense - low) + kept
+    return total * kv_heads * head_dim * 4
+
+
+def num_stages(head_dim: int, card: Card) -> int:
+    """Tiles of 64 positions under way in a block: as many as its shared memory holds beside the plan."""
+    return STAGES.get(head_dim, 2) if card.shared_bytes >= ROOMY else 2
+
+
+def examples(card: Card = H200) -> list[Kernel]:
+    """Specialisations, as a card has them: Llama, gpt-oss with and without a window, a head with a window."""
+    wide, narrow = num_stages(128, card), num_stages(64, card)
+    shapes = (
+        AttentionShape(128, 4, 8, 32, 0, None, 0, 1, wide, False, True),
+        AttentionShape(64, 8, 8, 32, 0, None, 0, 2, narrow, True, True),
+        _whole(AttentionShape(64, 8, 8, 32, 0, 128, 0, 1, narrow, True, True)),
+        _whole(AttentionShape(128, 4, 2, 16, 1, 100, 0, 1, wide, False, False)),
+        AttentionShape(128, 3, 2, 16, 1, 512, 4, 1, wide, False, False),
+    )
+    return [_make(shape) for shape in examples_for(card, shapes, 4)]
+
+
+def _check_sizes(batch: int, rows: int, heads: int, kv_heads: int, head_dim: int, block: int) -> None:
+    limits = (
+        (head_dim in STAGES, f"the head size must be 64 or 128, got {head_dim}"),
+        (block in (16, 32, 64, 128, 256), f"the cache's block must be a power of two from 16 to 256, got {block}"),
+        (heads % kv_heads == 0, f"{heads} query heads do not divide among {kv_heads} key-value heads"),
+        (kv_heads <= 1024, f"at most 1024 key-value heads, got {kv_heads}"),
+        (1 <= rows <= MAX_TREE, f"1 to {MAX_TREE} rows a slot, got {rows}"),
+        (1 <= batch <= MAX_BATCH, f"1 to {MAX_BATCH} slots, got {batch}"),
+        (batch * rows <= MAX_ROWS, f"at most {MAX_ROWS} rows in all, got {batch * rows}"),
+        (rows * heads // kv_heads <= 16 * 256, f"too many query heads of one key-value head: {heads // kv_heads}"),
+    )
+    for fits, problem in limits:
+        if not fits:
+            raise ShapeError(f"attention: {problem}")
+
+
+def _check_dtypes(**tensors: torch.Tensor) -> None:
+    for name, tensor in tensors.items():
+        if tensor.dtype != torch.bfloat16:
+            raise ShapeError(f"attention: {name} must be bfloat16, got {tensor.dtype}")
+
+
+def _capacity(shape: AttentionShape, tail: int, positions: int) -> int:
+    """The most splits that a slot can have."""
+    splits = -(-(positions + tail) // shape.split)
+    if shape.window is not None:
+        kept = -(-(shape.first + shape.keep_first) // shape.split)
+        splits = min(splits, kept + -(-(shape.window + tail) // shape.split) + 1)
+    return splits
+
+
+@cache
+def _make(shape: AttentionShape) -> Kernel:
+    pipeline = shape.stages * (shape.teams * TILE_BYTES[shape.head_dim] + shape.warps * DESCRIPTOR_WORDS * 4)
+    signature = (*(types.int64,) * 10, *(types.int32,) * 5, types.float32)
+    # by registers: 3 leaves room beside two blocks for another kernel's, where nothing spills for it on 9.0 and later
+    min_blocks = 3 if shape.head_dim == 128 and shape.window is None else 1 if shape.whole else 2
+    most = 0 if shape.whole else 2  # what a grid is made for; a window's few busy blocks have room anywhere
+    threads = 32 * shape.warps
+    return Kernel(shape.name, _kernel(shape), signature, threads, min_blocks, pipeline + ALIGNMENT, most_blocks=most)
+
+
+def _kernel(shape: AttentionShape) -> Callable[..., None]:
+    stages, early, whole, warps = shape.stages, shape.early, shape.whole, shape.warps
+    row_bytes = 2 * shape.head_dim * shape.group * shape.kv_heads
+    stage_bytes, threads = TILE_BYTES[shape.head_dim] // 4, 32 * warps
+    rings, ring_bytes = stages * warps * stage_bytes, stages * DESCRIPTOR_WORDS * 4
+    halves = 2 * shape.row_tiles
+    num_totals, num_queries = halves * shape.head_dim // 4, halves * shape.head_dim // 8
+    read_rows, plan_slots = make_plan_functions(shape)
+    lane_offset, is_early, look_up, issue = (
+        make(shape) for make in (make_lane_offset, make_is_early, make_look_up, make_issue)
+    )
+    enter, attend = enter_item(shape), make_attend(shape)
+    merge, forget = make_merge(shape), make_forget(shape)
+    wait_for_copies = ptx.copies_wait(stages - 1)
+
+    def attention(
+        q: Any, k_cache: Any, v_cache: Any, table: Any, slots: Any, dense_lens: Any, row_live: Any, row_masks: Any,
+        partials: Any, sums: Any, batch: Any, rows: Any, tail: Any, width: Any, splits: Any, scale: Any,
+    ) -> None:  # fmt: skip
+        plan, row_ends = cuda.shared.array(PLAN_INTS, int32), cuda.shared.array(MAX_ROWS, int32)
+        shared_norms, cursor = cuda.shared.array(threads, float32), cuda.local.array(CURSOR_FIELDS, int32)
+        totals, queries = cuda.local.array(num_totals, float32), cuda.local.array(num_queries, uint32)
+        peaks, norms = cuda.local.array(halves, float32), cuda.local.array(halves, float32)
+        ptx.let_next_kernel_start()
+        lane, warp = uint32(cuda.threadIdx.x) & uint32(31), uint32(cuda.threadIdx.x) >> uint32(5)
+        base = ptx.varying(ptx.shared_address(cuda.shared.array(shape=0, dtype=float32)))
+        base = uint32(base + uint32(ALIGNMENT - 1)) & uint32(0xFFFFFFFF - (ALIGNMENT - 1))
+        quarter = warp & uint32(3)  # of a tile
+        mine, ring = warp * uint32(stage_bytes), uint32(base + uint32(rings) + warp * uint32(ring_bytes))
+        offset = lane_offset(lane)
+        waited = not early
+        if waited:
+            ptx.wait_for_previous_kernel()
+            read_rows(plan, row_ends, slots, dense_lens, row_live, row_masks, batch, rows)
+        plan_slots(plan, slots, dense_lens, batch, rows, tail)
+        enter(cursor, plan, int32(cuda.blockIdx.x), batch, rows)
+        if early and cursor[PLACE] == NO_ITEM and int32(cuda.blockIdx.x) >= (max(batch * rows, 1) if whole else 1):
+            return  # without waiting, which block 0 does for all; a block of a short window's dead row has to clear it
+        cursor[PAGES_ITEM] = int32(NO_ITEM)
+        look_up(cursor, plan, table, width, quarter, lane)
+        forget(totals, queries, peaks, norms)
+        stage, filled = uint32(0), 0
+        while True:
+            here, descriptor = uint32(base + stage * uint32(warps * stage_bytes)), uint32(ring + stage * uint32(16))
+            full = filled >= stages
+            if not waited and (full or cursor[PLACE] == NO_ITEM or not is_early(cursor, plan)):
+                read_rows(plan, row_ends, slots, dense_lens, row_live, row_masks, batch, rows)
+                ptx.wait_for_previous_kernel()
+                waited = True
+            if full:
+                wait_for_copies()
+                cuda.syncwarp()
+                words = ptx.load_shared_128(descriptor)
+                if int32(words[0]) == NO_ITEM:
+                    break
+                attend(
+                    totals, queries, peaks, norms, q, row_ends, plan, words, uint32(here + mine), rows, scale,
+                    quarter, lane,
+                )  # fmt: skip
+                cuda.syncwarp()
+                if words[0] & uint32(LAST_STEP):
+                    merge(
+                        totals, peaks, norms, plan, words, here, shared_norms, warp, lane, partials, sums, splits, rows,
+                        row_ends,
+                    )  # fmt: skip
+                    forget(totals, queries, peaks, norms)
+            else:
+                filled += 1
+            issue(
+                cursor, plan, row_ends, uint32(here + mine + offset), descriptor, k_cache, v_cache, table, row_masks,
+                batch, rows, width, quarter, lane,
+            )  # fmt: skip
+            ptx.copies_commit()
+            look_up(cursor, plan, table, width, quarter, lane)
+            stage = uint32(stage + uint32(1)) if stage + 1 < stages else uint32(0)
+        if whole:
+            clear_dead(row_ends, sums, int32(batch * rows), row_bytes, threads)
+
+    return attention
+
+
+@device_function
+def clear_dead(row_ends: Any, out: Any, count: Any, row_bytes: Any, threads: Any) -> None:
+    """Zero the results of rows that are dead or see nothing, each by one block."""
+    row = int32(cuda.blockIdx.x)
+    while row < count:
+        if row_ends[row] == 0:
+            offset = int64(cuda.threadIdx.x) * 16
+            while offset < row_bytes:
+                zero = uint32(0)
+                ptx.store_global_128(out + int64(row) * row_bytes + offset, zero, zero, zero, zero)
+                offset += threads * 16
+        row = int32(row + int32(cuda.gridDim.x))

@@ -1,0 +1,230 @@
+"""Copies of one tile's keys and values to shared memory: the rows of one warp, through that warp's own pipeline.
+
+A warp owns 16 of a tile's 64 positions. Its stage holds their keys, then their values, as rows of 2 D bytes whose
+16-byte pieces are permuted by `row_swizzle`, so that neither 16-byte reads of keys nor transposed matrix reads of
+values meet bank conflicts. A stage's descriptor tells the reader what was copied.
+"""
+
+from typing import Any
+
+from lowlat.kernels.attention.plan import (
+    ALIVE,
+    ALL_VISIBLE,
+    ALONE,
+    DENSE,
+    END_MAX,
+    END_MIN,
+    ITEM,
+    LAST,
+    LAST_STEP,
+    NO_ITEM,
+    PAGES,
+    PAGES_ITEM,
+    PAGES_TILE,
+    PASS,
+    PLACE,
+    PLAN_STRIDE,
+    POSITION_TILE,
+    SLOT,
+    TILE,
+    TREE,
+    AttentionShape,
+    advance,
+    entry_of,
+    head_of,
+    row_tile_of,
+)
+from lowlat.kernels.toolchain import ptx
+from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int32, int64, uint32, uint64
+
+__all__ = ["DESCRIPTOR_WORDS", "make_is_early", "make_issue", "make_lane_offset", "make_look_up", "row_swizzle"]
+
+FULL_WARP = 0xFFFFFFFF
+DESCRIPTOR_WORDS = 4  # place and flags, tile of positions, row of the tree
+
+
+@device_function
+def row_swizzle(row: Any) -> Any:
+    """What a row's piece numbers are xor-ed with: eight rows differ, and neighbours differ in bit 2."""
+    return uint32(((uint32(row) & uint32(1)) << uint32(2)) | ((uint32(row) >> uint32(1)) & uint32(3)))
+
+
+@device_function
+def _ordinal_bit(mask: Any, ordinal: Any) -> Any:
+    """The place of the bit that has `ordinal` set bits below it."""
+    rest, left, place, width = uint64(mask), int32(ordinal), int32(0), int32(32)
+    while width > 0:
+        low = int32(cuda.popc(rest & ((uint64(1) << uint64(width)) - uint64(1))))
+        if left >= low:
+            left = int32(left - low)
+            rest = rest >> uint64(width)
+            place = int32(place + width)
+        width = int32(width >> 1)
+    return place
+
+
+def _make_row_of_cache(shape: AttentionShape) -> Any:
+    """Which row of the cache holds a position, for a query row alone or for all; -1: nobody sees it."""
+    first, keep_end = shape.first, shape.first + shape.keep_first
+    windowed, window = shape.window is not None, shape.window or 0
+    kv_heads, block = shape.kv_heads, shape.block
+    block_shift = block.bit_length() - 1
+
+    @device_function
+    def row_of_cache(
+        cursor: Any,
+        plan: Any,
+        row_ends: Any,
+        position: Any,
+        alone: Any,
+        row_masks: Any,
+        table: Any,
+        rows: Any,
+        width: Any,
+    ) -> Any:
+        entry = entry_of(cursor[PLACE])
+        at = entry * PLAN_STRIDE
+        dense, end, start = plan[at + DENSE], plan[at + END_MAX], plan[at + END_MIN] - window
+        if alone >= 0:
+            end = row_ends[entry * rows + alone]
+            start = end - window
+        visible = position >= first and position < end
+        if windowed:
+            visible = visible and (position >= start or position < keep_end)
+        if not visible:
+            return int32(-1)
+        stored = int32(position)
+        if alone >= 0 and position >= dense:
+            mask = ptx.load_global_i64(row_masks + int64(entry * rows + alone) * 8)
+            stored = int32(dense + _ordinal_bit(mask, position - dense))
+        index = int64(plan[at + SLOT]) * int64(width) + int64(stored >> block_shift)
+        page = ptx.load_global_i32(table + index * 4)
+        return int32((page * kv_heads + head_of(cursor[PLACE])) * block + (stored & (block - 1)))
+
+    return row_of_cache
+
+
+def _make_copy_rows(shape: AttentionShape) -> tuple[Any, Any]:
+    """`copy_run`: 16 rows that follow each other; `copy_rows`: 16 rows anywhere, row i from lane i, -1 for zeros."""
+    pitch = 2 * shape.head_dim
+    pieces = pitch // 16  # of a row
+    rows_a_copy = 32 // pieces
+    copies = 16 // rows_a_copy
+    piece_shift, values_at = pieces.bit_length() - 1, 16 * pitch
+
+    @device_function
+    def copy_run(target: Any, k_cache: Any, v_cache: Any, row: Any, lane: Any) -> None:
+        offset = int64(row) * pitch + int64(lane) * 16
+        for copy in range(copies):
+            swizzled = (target ^ uint32((((copy * rows_a_copy) >> 1) & 3) << 4)) + uint32(copy * 512)
+            ptx.copy_async_16_once(swizzled, k_cache + offset + copy * 512)
+        for copy in range(copies):
+            swizzled = (target ^ uint32((((copy * rows_a_copy) >> 1) & 3) << 4)) + uint32(copy * 512 + values_at)
+            ptx.copy_async_16_once(swizzled, v_cache + offset + copy * 512)
+
+    @device_function
+    def copy_rows(target: Any, k_cache: Any, v_cache: Any, row: Any, lane: Any) -> None:
+        piece = int64(lane & uint32(pieces - 1)) * 16
+        for copy in range(copies):
+            mine = cuda.shfl_sync(FULL_WARP, row, int32(uint32(copy * rows_a_copy) + (lane >> uint32(piece_shift))))
+            size = uint32(16) if mine >= 0 else uint32(0)
+            offset = int64(max(mine, int32(0))) * pitch + piece
+            swizzled = (target ^ uint32((((copy * rows_a_copy) >> 1) & 3) << 4)) + uint32(copy * 512)
+            ptx.copy_async_16_or_zero(swizzled, k_cache + offset, size)
+            ptx.copy_async_16_or_zero(swizzled + uint32(values_at), v_cache + offset, size)
+
+    return copy_run, copy_rows
+
+
+def make_lane_offset(shape: AttentionShape) -> Any:
+    """A function: where a lane's first piece goes in its warp's stage."""
+    pieces = shape.head_dim // 8
+    piece_shift, pitch = pieces.bit_length() - 1, 2 * shape.head_dim
+
+    @device_function
+    def lane_offset(lane: Any) -> Any:
+        row, piece = lane >> uint32(piece_shift), lane & uint32(pieces - 1)
+        return uint32(row * uint32(pitch) + ((piece ^ row_swizzle(row)) << uint32(4)))
+
+    return lane_offset
+
+
+def make_is_early(shape: AttentionShape) -> Any:
+    """A function: whether the cursor's tile holds only positions of earlier steps, each seen by all live rows."""
+    first, keep_end = shape.first, shape.first + shape.keep_first
+    windowed, window = shape.window is not None, shape.window or 0
+
+    @device_function
+    def is_early(cursor: Any, plan: Any) -> Any:
+        start, at = cursor[POSITION_TILE] * TILE, entry_of(cursor[PLACE]) * PLAN_STRIDE
+        dense = plan[at + DENSE]
+        early = start >= first and start + TILE <= dense
+        if windowed:
+            early = early and (start > plan[at + LAST] - window or start + TILE <= keep_end)
+        return early
+
+    return is_early
+
+
+def make_look_up(shape: AttentionShape) -> Any:
+    """A function of a warp that reads entries of the block table ahead of their use: 32 tiles' at once, one a lane."""
+    block_shift = shape.block.bit_length() - 1
+
+    @device_function
+    def look_up(cursor: Any, plan: Any, table: Any, width: Any, warp: Any, lane: Any) -> None:
+        width = ptx.stay_here(width)
+        known = cursor[PAGES_ITEM] == cursor[ITEM] and uint32(cursor[POSITION_TILE] - cursor[PAGES_TILE]) < uint32(32)
+        if cursor[PLACE] != NO_ITEM and not known:
+            cursor[PAGES_ITEM], cursor[PAGES_TILE] = cursor[ITEM], cursor[POSITION_TILE]
+            position = (cursor[POSITION_TILE] + int32(lane)) * TILE + int32(warp) * 16
+            page = min(position >> block_shift, width - 1)
+            index = int64(plan[entry_of(cursor[PLACE]) * PLAN_STRIDE + SLOT]) * int64(width) + page
+            cursor[PAGES] = ptx.load_global_i32(table + index * 4)
+
+    return look_up
+
+
+def make_issue(shape: AttentionShape) -> Any:
+    """A function that starts the copies of the cursor's step, describes them and moves the cursor on."""
+    group, tile_rows, block, kv_heads = shape.group, 16 * shape.row_tiles, shape.block, shape.kv_heads
+    row_of_cache, (copy_run, copy_rows) = _make_row_of_cache(shape), _make_copy_rows(shape)
+    move_on, is_early = advance(shape), make_is_early(shape)
+
+    @device_function
+    def issue(
+        cursor: Any, plan: Any, row_ends: Any, target: Any, descriptor: Any, k_cache: Any, v_cache: Any, table: Any,
+        row_masks: Any, batch: Any, rows: Any, width: Any, warp: Any, lane: Any,
+    ) -> None:  # fmt: skip
+        batch, rows, width = ptx.stay_here(batch), ptx.stay_here(rows), ptx.stay_here(width)
+        place = uint32(cursor[PLACE])
+        if cursor[PLACE] == NO_ITEM:
+            ptx.store_shared_u32(descriptor, place)
+            return
+        tile, at = cursor[POSITION_TILE], entry_of(place) * PLAN_STRIDE
+        passing, last_pass, alone = False, int32(0), int32(-1)
+        position = int32(tile * TILE + int32(warp) * 16)
+        if is_early(cursor, plan):
+            place = uint32(place | uint32(ALL_VISIBLE))
+            page = cuda.shfl_sync(FULL_WARP, cursor[PAGES], int32(cursor[POSITION_TILE] - cursor[PAGES_TILE]))
+            inside = (page * kv_heads + head_of(place)) * block + (position & (block - 1))
+            copy_run(target, k_cache, v_cache, inside, lane)
+        else:
+            passing = plan[at + TREE] != 0 and tile * TILE + TILE > plan[at + DENSE]
+            if passing:
+                low = uint32(row_tile_of(place) * tile_rows)
+                last_pass = int32(min(uint32(low + uint32(tile_rows - 1)) // uint32(group), uint32(rows - 1)))
+                if cursor[PASS] < 0:
+                    cursor[PASS] = int32(low // uint32(group))
+                alone = cursor[PASS]
+                place = uint32(place | uint32(ALONE))
+            source = int32(-1)
+            if lane < 16 and plan[at + ALIVE] != 0:
+                source = row_of_cache(
+                    cursor, plan, row_ends, position + int32(lane), alone, row_masks, table, rows, width
+                )
+            copy_rows(target, k_cache, v_cache, source, lane)
+        if move_on(cursor, plan, passing, last_pass, batch, rows):
+            place = uint32(place | uint32(LAST_STEP))
+        ptx.store_shared_128(descriptor, place, uint32(tile), uint32(alone), uint32(0))
+
+    return issue

@@ -1,0 +1,143 @@
+"""Move a tree's accepted rows of K and V to the dense tail: all layers, both caches, all slots in one launch.
+
+A thread moves the same 16 bytes of a row from place to place, in order; so no barrier is needed.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+from lowlat.errors import ShapeError
+from lowlat.kernels.common.memory import divide, int_at, long_at, threads_for, wide_count
+from lowlat.kernels.reference.shapes import check_shape
+from lowlat.kernels.toolchain import ptx
+from lowlat.kernels.toolchain.kernel import Kernel, KernelCall, Workspace
+from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int64, types
+
+__all__ = ["examples", "kv_compact"]
+
+BATCH = 4  # rows under way in a thread
+
+
+def kv_compact(
+    accepted_nodes: torch.Tensor,
+    commit_lens: torch.Tensor,
+    dense_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    k_caches: Sequence[torch.Tensor],
+    v_caches: Sequence[torch.Tensor],
+    workspace: Workspace,
+) -> list[KernelCall]:
+    """`kv_compact` of the reference for every layer.
+
+    accepted_nodes      [B, T]                  int32  a path from the root; nodes ascend
+    commit_lens         [B]                     int32  rows to keep
+    dense_lens          [B]                     int32  position of the root
+    block_table         [max B, blocks]         int32
+    slots               [B]                     int32  -1 pads
+    k_caches, v_caches  L times [P, G, block, D]       updated; one shape, rows of whole multiples of 16 bytes
+    The caches' addresses are kept in a workspace, filled here. Raises ShapeError for shapes that do not fit.
+    """
+    batch, rows = accepted_nodes.shape
+    caches = [*k_caches, *v_caches]
+    for array in (commit_lens, dense_lens, slots):
+        check_shape("commit_lens, dense_lens and slots", array, batch)
+    for cache_ in caches:
+        check_shape("a cache", cache_, *caches[0].shape)
+        if cache_.dtype != caches[0].dtype or not cache_.is_contiguous():
+            raise ShapeError("the caches of all layers must be contiguous and of one dtype")
+    _, num_heads, block, _ = caches[0].shape
+    addresses = workspace("kv_compact.addresses", (len(caches),), torch.int64)
+    addresses.copy_(torch.tensor([cache_.data_ptr() for cache_ in caches], dtype=torch.int64))
+    kernel = _make(rows, num_heads, block, wide_count("a cache", caches[0]), block_table.shape[1])
+    arguments = (accepted_nodes, commit_lens, dense_lens, block_table, slots, addresses)
+    return [KernelCall(kernel, (len(caches), batch, 1), arguments)]
+
+
+@device_function
+def _row(position: Any, head: Any, part: Any, sizes: Any, table: Any) -> Any:
+    """Where a thread's part of the row at a position lies in a cache, in bytes."""
+    num_heads, block, parts = sizes
+    number, offset = divide(position, block)
+    return (((int_at(table, number) * num_heads + head) * block + offset) * parts + part) * 16
+
+
+@device_function
+def _store(address: Any, row: Any) -> None:
+    ptx.store_global_128(address, row[0], row[1], row[2], row[3])
+
+
+@device_function
+def _place(place: Any, count: Any, nodes: Any) -> Any:
+    """A place that must move, with its node; past the end a place that stays."""
+    node = int_at(nodes, min(place, count - 1))
+    return node if place < count else place
+
+
+@device_function
+def _move_four(base: Any, place: Any, moving: Any, head: Any, part: Any, sizes: Any, table: Any, cache_: Any) -> None:
+    """Four rows at once: sources never lie below their places, so all loads may come before the stores.
+
+    A row that stays stands in for the root's: loaded, not stored.
+    """
+    n0, n1, n2, n3 = moving
+    moves0, moves1, moves2, moves3 = n0 != place, n1 != place + 1, n2 != place + 2, n3 != place + 3
+    p0, p1 = place if moves0 else int64(0), place + 1 if moves1 else int64(0)
+    p2, p3 = place + 2 if moves2 else int64(0), place + 3 if moves3 else int64(0)
+    s0 = _row(base + (n0 if moves0 else int64(0)), head, part, sizes, table)
+    s1 = _row(base + (n1 if moves1 else int64(0)), head, part, sizes, table)
+    s2 = _row(base + (n2 if moves2 else int64(0)), head, part, sizes, table)
+    s3 = _row(base + (n3 if moves3 else int64(0)), head, part, sizes, table)
+    t0, t1 = _row(base + p0, head, part, sizes, table), _row(base + p1, head, part, sizes, table)
+    t2, t3 = _row(base + p2, head, part, sizes, table), _row(base + p3, head, part, sizes, table)
+    first, second = ptx.load_global_128(cache_ + s0), ptx.load_global_128(cache_ + s1)
+    third, fourth = ptx.load_global_128(cache_ + s2), ptx.load_global_128(cache_ + s3)
+    if moves0:
+        _store(cache_ + t0, first)
+    if moves1:
+        _store(cache_ + t1, second)
+    if moves2:
+        _store(cache_ + t2, third)
+    if moves3:
+        _store(cache_ + t3, fourth)
+
+
+@cache
+def _make(rows: int, num_heads: int, block: int, parts: int, table_width: int) -> Kernel:
+    num_parts = num_heads * parts
+    threads = threads_for(num_parts)
+    sizes = (num_heads, block, parts)
+
+    def kernel(
+        accepted_nodes: Any, commit_lens: Any, dense_lens: Any, block_table: Any, slots: Any, addresses: Any
+    ) -> None:
+        ptx.wait_for_previous_kernel()
+        ptx.let_next_kernel_start()
+        index = int64(cuda.blockIdx.y)
+        slot, count = int_at(slots, index), int_at(commit_lens, index)
+        base, cache_ = int_at(dense_lens, index), long_at(addresses, int64(cuda.blockIdx.x))
+        nodes = accepted_nodes + index * (rows * 4)
+        table = block_table + max(slot, int64(0)) * (table_width * 4)
+        unit = int64(cuda.threadIdx.x)
+        while slot >= 0 and unit < num_parts:
+            head, part = divide(unit, parts)
+            place = int64(1)  # the root never moves
+            while place < count:
+                n0, n1 = _place(place, count, nodes), _place(place + 1, count, nodes)
+                n2, n3 = _place(place + 2, count, nodes), _place(place + 3, count, nodes)
+                if n0 != place or n1 != place + 1 or n2 != place + 2 or n3 != place + 3:
+                    _move_four(base, place, (n0, n1, n2, n3), head, part, sizes, table, cache_)
+                place += BATCH
+            unit += threads
+
+    name = f"kv_compact_{rows}_{num_heads}_{block}_{parts}_{table_width}"
+    return Kernel(name, kernel, (types.int64,) * 6, threads)
+
+
+def examples() -> list[Kernel]:
+    """What CI compiles: Llama-8B's and gpt-oss's caches."""
+    return [_make(64, 8, 32, 16, 1028), _make(16, 8, 64, 8, 520)]

@@ -1,0 +1,78 @@
+"""How warps that multiply hand a tile's partial sums to warps that finish it, who work while the first go on.
+
+Sums lie in areas of shared memory that are used in turn. An area has two barriers: that it is full, where all who give
+arrive, and that it is free, where all who take do. It knows nothing of what is in an area.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from lowlat.kernels.toolchain import ptx
+from lowlat.kernels.toolchain.numba_cuda import device_function, uint32
+
+__all__ = ["BARRIER_BYTES", "Handover", "make_handover"]
+
+BARRIER_BYTES = 16  # of an area
+FREE = 8  # from the barrier of a full area to that of a free one
+
+
+@dataclass(frozen=True)
+class Handover:
+    """Device functions of the barriers' place, an area, and the parity of its phase or the lane.
+
+    begin       (barriers) of one thread, before a barrier of the block
+    await_free  (barriers, area, parity) of a warp that gives; the first parity is 1
+    give        (barriers, area, lane) of a warp whose lanes have stored
+    await_full  (barriers, area, parity) of a warp that takes; the first parity is 0
+    release     (barriers, area, lane) of a warp whose lanes have read
+    after       (area, parity) -> the next area's
+    """
+
+    begin: Any
+    await_free: Any
+    give: Any
+    await_full: Any
+    release: Any
+    after: Any
+
+
+def make_handover(areas: int, givers: int, takers: int, *, patient: bool) -> Handover:
+    """For so many areas and warps. patient: a warp that waits may be put to sleep, which a card must be able to."""
+    is_over = ptx.barrier_is_over_soon if patient else ptx.barrier_is_over
+
+    @device_function
+    def begin(barriers: Any) -> None:
+        for area in range(areas):
+            at = uint32(barriers + uint32(area * BARRIER_BYTES))
+            ptx.barrier_init(at, uint32(givers))
+            ptx.barrier_init(uint32(at + uint32(FREE)), uint32(takers))
+
+    @device_function
+    def await_full(barriers: Any, area: Any, parity: Any) -> None:
+        barrier = uint32(barriers + area * uint32(BARRIER_BYTES))
+        while is_over(barrier, parity) == uint32(0):
+            pass
+        ptx.sync_warp()
+
+    @device_function
+    def give(barriers: Any, area: Any, lane: Any) -> None:
+        ptx.sync_warp()
+        if lane == uint32(0):
+            ptx.barrier_arrive(uint32(barriers + area * uint32(BARRIER_BYTES)))
+
+    @device_function
+    def await_free(barriers: Any, area: Any, parity: Any) -> None:
+        await_full(uint32(barriers + uint32(FREE)), area, parity)
+
+    @device_function
+    def release(barriers: Any, area: Any, lane: Any) -> None:
+        give(uint32(barriers + uint32(FREE)), area, lane)
+
+    @device_function
+    def after(area: Any, parity: Any) -> Any:
+        area = uint32(area + uint32(1))
+        if area == uint32(areas):
+            area, parity = uint32(0), uint32(parity ^ uint32(1))
+        return area, parity
+
+    return Handover(begin, await_free, give, await_full, release, after)

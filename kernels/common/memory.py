@@ -1,0 +1,120 @@
+"""Loads and stores by address, for small kernels: of one element, in two instructions, and of rows, 16 bytes at a time.
+
+Indices are int64 and count elements. Indexing an array would add a sign check and a product by every extent.
+"""
+
+from typing import Any
+
+import torch
+
+from lowlat.errors import ShapeError
+from lowlat.kernels.toolchain import ptx
+from lowlat.kernels.toolchain.numba_cuda import device_function, int32, int64, uint32
+
+__all__ = [
+    "WIDE",
+    "byte_at",
+    "copy_row",
+    "divide",
+    "int_at",
+    "long_at",
+    "set_byte",
+    "set_int",
+    "set_long",
+    "threads_for",
+    "turns",
+    "wide_count",
+    "zero_row",
+]
+
+WIDE = 16  # bytes of the widest load
+MAX_THREADS = 512
+
+
+@device_function
+def int_at(base: Any, index: Any) -> Any:
+    """An int32, as int64."""
+    return int64(ptx.load_global_i32(base + int64(index) * int64(4)))
+
+
+@device_function
+def long_at(base: Any, index: Any) -> Any:
+    """An int64."""
+    return ptx.load_global_i64(base + int64(index) * int64(8))
+
+
+@device_function
+def byte_at(base: Any, index: Any) -> Any:
+    """A uint8, as int64."""
+    return int64(ptx.load_global_u8(base + int64(index)))
+
+
+@device_function
+def set_int(base: Any, index: Any, value: Any) -> None:
+    """Store the low 32 bits of an int64."""
+    ptx.store_global_i32(base + int64(index) * int64(4), int32(value))
+
+
+@device_function
+def set_long(base: Any, index: Any, value: Any) -> None:
+    """Store an int64."""
+    ptx.store_global_i64(base + int64(index) * int64(8), int64(value))
+
+
+@device_function
+def set_byte(base: Any, index: Any, value: Any) -> None:
+    """Store the low 8 bits of an int64."""
+    ptx.store_global_u8(base + int64(index), uint32(value))
+
+
+def wide_count(name: str, tensor: torch.Tensor) -> int:
+    """How many times 16 bytes a row of the tensor's last extent has. Raises ShapeError where it is no whole number."""
+    size = tensor.shape[-1] * tensor.element_size()
+    if size % WIDE or tensor.data_ptr() % WIDE:
+        raise ShapeError(f"rows of {name} must be whole multiples of {WIDE} bytes, got {size}")
+    return size // WIDE
+
+
+def threads_for(count: int) -> int:
+    """Threads of a block that copies a row of `count` wide elements, two a thread at a time where it is long."""
+    return min(MAX_THREADS, -(-count // 32) * 32)
+
+
+@device_function
+def divide(value: Any, divisor: Any) -> Any:
+    """Quotient and remainder of what is not negative and below 2**32: by a constant, one product and one difference."""
+    quotient = int64(uint32(value) // uint32(divisor))
+    return quotient, int64(value) - quotient * divisor
+
+
+@device_function
+def turns(count: Any, threads: Any) -> Any:
+    """How often all threads together must take one of `count` things each: of constants a constant.
+
+    A loop whose number of turns is known costs nothing where it is one; else the compiler unrolls it fourfold.
+    """
+    return int64(uint32(count + threads - 1) // uint32(threads))
+
+
+@device_function
+def copy_row(thread: Any, threads: Any, count: Any, source: Any, target: Any) -> None:
+    """Copy `count` wide elements, two loads at a time: a load after a store would wait for it."""
+    for turn in range(turns(count, threads * 2)):
+        place = thread + turn * (threads * 2)
+        if place < count:
+            second = place + threads
+            a0, a1, a2, a3 = ptx.load_global_128(source + place * 16)
+            b0, b1, b2, b3 = ptx.load_global_128(source + min(second, int64(count - 1)) * 16)
+            ptx.store_global_128(target + place * 16, a0, a1, a2, a3)
+            if second < count:
+                ptx.store_global_128(target + second * 16, b0, b1, b2, b3)
+
+
+@device_function
+def zero_row(thread: Any, threads: Any, count: Any, target: Any) -> None:
+    """Store zeros to `count` wide elements."""
+    zero = uint32(0)
+    for turn in range(turns(count, threads)):
+        place = thread + turn * threads
+        if place < count:
+            ptx.store_global_128(target + place * 16, zero, zero, zero, zero)

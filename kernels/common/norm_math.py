@@ -1,0 +1,102 @@
+"""The one order in which every kernel sums the squares of a row, and how it scales by them, as device functions.
+
+A block of THREADS threads works on a row. Thread t adds the squares of the 8-element chunks t, t + THREADS, ..
+in element order by fused multiply-adds; a butterfly adds the lanes of each warp, and the warps' sums are added in
+order. So the bits of a norm depend on the row and its width alone, whichever kernel computes it. It knows neither
+where a row comes from nor where it goes.
+"""
+
+import math
+from typing import Any
+
+from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, uint32
+from lowlat.kernels.toolchain.ptx import add_rn, bf16_pair, float_of_bits, fma_rn, mul_rn
+
+__all__ = [
+    "CHUNK",
+    "THREADS",
+    "WARPS",
+    "add_squares",
+    "block_sum",
+    "high_value",
+    "inverse_rms",
+    "lane_sum",
+    "low_value",
+    "normalised",
+    "normalised_pair",
+]
+
+THREADS = 512
+WARPS = THREADS // 32
+CHUNK = 8  # elements of 16 bytes
+EVERY_LANE = 0xFFFFFFFF
+
+
+@device_function
+def low_value(word: Any) -> Any:
+    """The first of two packed bf16, as float32."""
+    return float_of_bits(uint32(word) << uint32(16))
+
+
+@device_function
+def high_value(word: Any) -> Any:
+    """The second of two packed bf16, as float32."""
+    return float_of_bits(uint32(word) & uint32(0xFFFF0000))
+
+
+@device_function
+def add_squares(total: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+    """total plus the squares of a chunk, four words of two bf16, in element order."""
+    for word in (a, b, c, d):
+        low, high = low_value(word), high_value(word)
+        total = fma_rn(low, low, total)
+        total = fma_rn(high, high, total)
+    return total
+
+
+@device_function
+def lane_sum(value: Any) -> Any:
+    """The sum over a warp's lanes by butterfly, the same bits in each."""
+    for offset in (16, 8, 4, 2, 1):
+        value = add_rn(value, cuda.shfl_xor_sync(EVERY_LANE, value, offset))
+    return value
+
+
+@device_function
+def block_sum(value: Any, sums: Any) -> Any:
+    """The sum over a block of THREADS threads, the same bits in each: lanes by butterfly, then warps in order.
+
+    sums  [WARPS] float32, shared memory that nobody reads or writes meanwhile; a second call needs another array,
+    or a barrier before it. All threads of the block must come here.
+    """
+    value = lane_sum(value)
+    thread = uint32(cuda.threadIdx.x)
+    if thread & uint32(31) == uint32(0):
+        sums[thread >> uint32(5)] = value
+    cuda.syncthreads()
+    total = sums[0]
+    for warp in range(1, WARPS):
+        total = add_rn(total, sums[warp])
+    return total
+
+
+@device_function
+def inverse_rms(total: Any, width: Any, eps: Any) -> Any:
+    """1 / sqrt(total / width + eps), every step rounded once; total is the sum of squares."""
+    mean = float32(total) / float32(width)
+    return float32(1.0) / float32(math.sqrt(add_rn(mean, float32(eps))))
+
+
+@device_function
+def normalised(x: Any, inverse: Any, weight: Any) -> Any:
+    """One element of the norm, before it is rounded to the compute dtype."""
+    return mul_rn(mul_rn(x, inverse), weight)
+
+
+@device_function
+def normalised_pair(word: Any, inverse: Any, weights: Any) -> Any:
+    """Two packed bf16 elements normalised by two packed bf16 weights, packed again."""
+    return bf16_pair(
+        normalised(low_value(word), inverse, low_value(weights)),
+        normalised(high_value(word), inverse, high_value(weights)),
+    )

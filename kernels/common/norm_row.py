@@ -1,0 +1,178 @@
+"""What kernels that work on whole rows share: chunks of 16 bytes, rows of a weight in either layout, the norm of a row.
+
+A block of `norm_math.THREADS` threads has a row; thread t has its chunks t, t + THREADS, .. and keeps the first in
+registers, so a row of up to 8 * THREADS elements is read once. It knows no operation.
+"""
+
+from typing import Any
+
+from lowlat.kernels.common.norm_math import (
+    THREADS,
+    add_squares,
+    block_sum,
+    high_value,
+    inverse_rms,
+    low_value,
+    normalised_pair,
+)
+from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, uint32
+from lowlat.kernels.toolchain.ptx import (
+    float_of_bits,
+    load_global_128,
+    load_global_nc_128,
+    load_global_u8,
+    store_global_128,
+)
+
+__all__ = [
+    "chunk_address",
+    "chunk_values",
+    "finish_norm",
+    "is_live",
+    "load_first",
+    "load_first_weights",
+    "store_row",
+    "table_row",
+]
+
+TILE_BYTES = 2048  # 16 weight rows by 64 columns, see `packing`
+
+
+@device_function
+def table_row(table: Any, token: Any, width: Any, tiled: Any) -> Any:
+    """The address of a weight's row: row-major [V, width], or packed tile-major as `packing` says."""
+    row = int64(token)
+    if tiled:
+        steps = int64((width + 63) // 64)
+        in_tile = ((row >> int64(3)) & int64(1)) * int64(1024) + (row & int64(7)) * int64(64)
+        return int64(table + (row >> int64(4)) * steps * int64(TILE_BYTES) + in_tile)
+    return int64(table + row * int64(width * 2))
+
+
+@device_function
+def chunk_address(row: Any, chunk: Any, tiled: Any) -> Any:
+    """The address of 8 elements of a row of bf16, in either layout of `table_row`."""
+    at = int64(chunk)
+    if tiled:
+        in_step = ((at >> int64(2)) & int64(1)) * int64(512) + (at & int64(3)) * int64(16)
+        return int64(row + (at >> int64(3)) * int64(TILE_BYTES) + in_step)
+    return int64(row + at * int64(16))
+
+
+@device_function
+def is_live(row_live: Any, row: Any) -> Any:
+    """Whether a row is live; all are where the address of the flags is 0."""
+    live = True
+    if row_live != int64(0):
+        live = load_global_u8(row_live + int64(row)) != uint32(0)
+    return live
+
+
+@device_function
+def load_first(row: Any, width: Any, tiled: Any) -> Any:
+    """This thread's first chunk of a row, four words; zeros past the row's end."""
+    thread = uint32(cuda.threadIdx.x)
+    words = (uint32(0), uint32(0), uint32(0), uint32(0))
+    if thread < uint32(width // 8):
+        words = load_global_128(chunk_address(row, thread, tiled))
+    return words
+
+
+@device_function
+def load_first_weights(weight: Any, width: Any) -> Any:
+    """This thread's first chunk of a norm's weight, which may be read before the kernel before has ended."""
+    thread = uint32(cuda.threadIdx.x)
+    words = (uint32(0), uint32(0), uint32(0), uint32(0))
+    if thread < uint32(width // 8):
+        words = load_global_nc_128(weight + int64(thread) * int64(16))
+    return words
+
+
+@device_function
+def store_row(first: Any, source: Any, tiled: Any, target: Any, live: Any, width: Any) -> None:
+    """Store a row whose first chunks are held, zeros for a dead one; the others are copied from `source`."""
+    chunk, chunks = uint32(cuda.threadIdx.x), uint32(width // 8)
+    words = first
+    while chunk < chunks:
+        if not live:
+            words = (uint32(0), uint32(0), uint32(0), uint32(0))
+        store_global_128(target + int64(chunk) * int64(16), words[0], words[1], words[2], words[3])
+        chunk = uint32(chunk + uint32(THREADS))
+        if chunk < chunks:
+            words = load_global_128(chunk_address(source, chunk, tiled))
+
+
+@device_function
+def chunk_values(row: Any, chunk: Any, wide: Any) -> Any:
+    """8 elements of a row as float32, from float32 (wide) or bf16."""
+    if wide:
+        address = row + int64(chunk) * int64(32)
+        a, b, c, d = load_global_128(address)
+        e, f, g, h = load_global_128(address + int64(16))
+        return (
+            float_of_bits(a),
+            float_of_bits(b),
+            float_of_bits(c),
+            float_of_bits(d),
+            float_of_bits(e),
+            float_of_bits(f),
+            float_of_bits(g),
+            float_of_bits(h),
+        )
+    a, b, c, d = load_global_128(row + int64(chunk) * int64(16))
+    return (
+        low_value(a),
+        high_value(a),
+        low_value(b),
+        high_value(b),
+        low_value(c),
+        high_value(c),
+        low_value(d),
+        high_value(d),
+    )
+
+
+@device_function
+def finish_norm(
+    first: Any,
+    first_weights: Any,
+    source: Any,
+    tiled: Any,
+    weight: Any,
+    target: Any,
+    copy: Any,
+    live: Any,
+    sums: Any,
+    width: Any,
+    eps: Any,
+) -> None:
+    """The RMS norm of a row whose first chunks are held, with the row's other chunks read from `source`.
+
+    target, copy  addresses of the result and of a second one, 0 for none; zeros for a dead row
+    sums          [WARPS] float32, shared; all threads of the block must come here, once
+    """
+    thread, chunks = uint32(cuda.threadIdx.x), uint32(width // 8)
+    more = width > 8 * THREADS  # a constant: rows of one chunk a thread compile without the loads below
+    total = add_squares(float32(0.0), first[0], first[1], first[2], first[3])
+    chunk = uint32(thread + uint32(THREADS))
+    while more and chunk < chunks:
+        a, b, c, d = load_global_128(chunk_address(source, chunk, tiled))
+        total = add_squares(total, a, b, c, d)
+        chunk = uint32(chunk + uint32(THREADS))
+    inverse = inverse_rms(block_sum(total, sums), width, eps)
+    words, weights, chunk = first, first_weights, thread
+    while chunk < chunks:
+        a = normalised_pair(words[0], inverse, weights[0])
+        b = normalised_pair(words[1], inverse, weights[1])
+        c = normalised_pair(words[2], inverse, weights[2])
+        d = normalised_pair(words[3], inverse, weights[3])
+        if not live:
+            a, b, c, d = uint32(0), uint32(0), uint32(0), uint32(0)
+        offset = int64(chunk) * int64(16)
+        store_global_128(target + offset, a, b, c, d)
+        if copy != int64(0):
+            store_global_128(copy + offset, a, b, c, d)
+        chunk = uint32(chunk + uint32(THREADS))
+        if more and chunk < chunks:
+            words = load_global_128(chunk_address(source, chunk, tiled))
+            weights = load_global_nc_128(weight + int64(chunk) * int64(16))

@@ -1,0 +1,27 @@
+"""Numbers that some blocks of a launch leave in global memory for others of it, without a barrier between them.
+
+Before the launch their place is filled with a NaN that arithmetic never gives; whoever reads asks again until none of
+it is left. Every number says for itself whether it is there, so that nobody needs a fence, which would wait for all
+copies that a block has under way. It knows nothing of what the numbers are.
+"""
+
+from typing import Any
+
+from lowlat.kernels.toolchain.numba_cuda import device_function, uint32
+
+__all__ = ["MISSING", "is_missing", "lacks_one"]
+
+MISSING = 0xFFFFFFFF  # a float32, or two bf16; the NaN of arithmetic are 0x7FFFFFFF and 0x7FFF
+
+
+@device_function
+def is_missing(word: Any) -> Any:
+    """Whether a float32 is not there."""
+    return word == uint32(MISSING)
+
+
+@device_function
+def lacks_one(word: Any) -> Any:
+    """Whether one of a word's two bf16 is not there: a half of its complement is zero."""
+    rest = uint32(word ^ uint32(MISSING))
+    return (uint32(rest - uint32(0x00010001)) & word & uint32(0x80008000)) != uint32(0)

@@ -1,0 +1,245 @@
+"""What becomes of a tile's sums: a product's bias, residual, activation, or rotation and the write to the cache."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from lowlat.kernels.common.activation import silu_times
+from lowlat.kernels.common.handover import Handover
+from lowlat.kernels.gemm.decode.partial_argmax import make_argmax
+from lowlat.kernels.gemm.decode.plan import ADD, FLOAT32, PAD, ROTATE, SILU, WARPS, DecodeGemmPlan, DecodeGemmShape
+from lowlat.kernels.toolchain import ptx
+from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int32, int64, uint32
+
+__all__ = ["make_finishing"]
+
+
+@dataclass(frozen=True)
+class _Epilogue:
+    """How a tile ends: values of each row that it gives, at most, and device functions for one of them.
+
+    locate   (tile, index, count) -> row, column, and whether there is such a value
+    begin    load what its end needs beside the sums; nobody waits for it
+    nothing  what `begin` returns, without loading
+    finish   add up the warps' sums, and store the value
+    """
+
+    values: int
+    locate: Any
+    begin: Any
+    nothing: Any
+    finish: Any
+
+
+def make_finishing(shape: DecodeGemmShape, plan: DecodeGemmPlan, handover: Handover) -> Any:
+    """A function of the warps that finish: all tiles of a block, as the others hand them over."""
+    tiles, best = plan.groups(shape.width), make_argmax(shape, plan)
+    rotated = shape.epilogue == ROTATE
+    epilogue = _make_rotated_epilogue(shape, plan) if rotated else _make_epilogue(shape, plan, best.keep)
+    weight_tiles, area_bytes, finishing = plan.weight_tiles, WARPS * plan.sum_bytes, plan.finishing * 32
+    rounds = -(-plan.row_tiles * plan.columns * epilogue.values // finishing)
+    begin_best, end_best = best.begin, best.end
+    await_full, release, after = handover.await_full, handover.release, handover.after
+    locate, begin, nothing, end = epilogue.locate, epilogue.begin, epilogue.nothing, epilogue.finish
+
+    @device_function
+    def finish(
+        totals: Any, barriers: Any, thread: Any, row_live: Any, bias: Any, residual: Any, out: Any, bests: Any,
+        count: Any, rotation: Any,
+    ) -> None:  # fmt: skip
+        thread = uint32(thread - uint32(WARPS * 32))
+        begin_best(totals, thread)
+        tile, area, parity = int64(cuda.blockIdx.x), uint32(0), uint32(0)
+        while tile < tiles:
+            for part in range(weight_tiles):
+                number, source = tile * weight_tiles + part, totals + area * uint32(area_bytes)
+                for turn in range(rounds):
+                    row, column, wanted = locate(number, uint32(thread + uint32(turn * finishing)), count)
+                    loaded = nothing()
+                    if wanted:
+                        loaded = begin(number, row, column, row_live, bias, residual, out, rotation)
+                    if turn == 0:
+                        await_full(barriers, area, parity)
+                    if wanted:
+                        end(source, number, row, column, loaded, out, totals)
+                release(barriers, area, uint32(thread & uint32(31)))
+                area, parity = after(area, parity)
+            tile += int64(cuda.gridDim.x)
+        end_best(totals, thread, bests, count)
+
+    return finish
+
+
+def _make_total(plan: DecodeGemmPlan) -> Any:
+    sum_bytes = plan.sum_bytes
+
+    @device_function
+    def total_of(area: Any, row: Any, column: Any) -> Any:
+        place = area + (row * uint32(PAD) + column) * uint32(4)
+        total = ptx.load_shared_f32(place)
+        for warp in range(1, WARPS):
+            total = ptx.add_rn(total, ptx.load_shared_f32(place + uint32(warp * sum_bytes)))
+        return total
+
+    return total_of
+
+
+def _make_epilogue(shape: DecodeGemmShape, plan: DecodeGemmPlan, keep_argmax: Any) -> _Epilogue:
+    """Bias, residual or activation; in float32, or rounded to bf16. keep_argmax: `Best.keep`."""
+    width, epilogue = shape.width, shape.epilogue
+    has_bias, live, silu, add = shape.bias, shape.live, epilogue == SILU, epilogue == ADD
+    wide = epilogue == FLOAT32
+    columns = 8 if silu else 16
+    out_width = width // 2 if silu else width
+    total_of = _make_total(plan)
+
+    @device_function
+    def locate(tile: Any, index: Any, count: Any) -> Any:
+        row, column = uint32(index // uint32(columns)), uint32(index % uint32(columns))
+        return row, column, int64(row) < count and tile * 16 + int64(column) < width
+
+    @device_function
+    def offset_of(tile: Any, row: Any, column: Any) -> Any:
+        return int64(row) * out_width + tile * columns + int64(column)
+
+    @device_function
+    def nothing() -> Any:
+        return float32(0), float32(0), uint32(1)
+
+    @device_function
+    def begin(
+        tile: Any, row: Any, column: Any, row_live: Any, bias: Any, residual: Any, _out: Any, _rotation: Any
+    ) -> Any:
+        own, other, alive = float32(0), float32(0), uint32(1)
+        if has_bias:
+            own = ptx.load_global_bf16(bias + (tile * 16 + int64(column)) * 2)
+        if has_bias and silu:
+            other = ptx.load_global_bf16(bias + (tile * 16 + int64(column)) * 2 + 16)
+        if add:
+            other = ptx.load_global_bf16(residual + offset_of(tile, row, column) * 2)
+        if silu and live:
+            alive = ptx.load_global_u8(row_live + int64(row))
+        return own, other, alive
+
+    @device_function
+    def finish(area: Any, tile: Any, row: Any, column: Any, loaded: Any, out: Any, totals: Any) -> None:
+        own, other, alive = loaded
+        at, value = offset_of(tile, row, column), total_of(area, row, column)
+        if has_bias:
+            value = ptx.add_rn(value, own)
+        if silu:
+            up = total_of(area, row, column + uint32(8))
+            if has_bias:
+                up = ptx.add_rn(up, other)
+            value = silu_times(value, up)
+            if live and alive == uint32(0):
+                value = float32(0)
+        if add:
+            value = ptx.add_rn(value, other)
+        if wide:
+            ptx.store_global_f32(out + at * 4, value)
+            keep_argmax(totals, tile, uint32(row * uint32(columns) + column), value)
+        else:
+            ptx.store_global_u16(out + at * 2, ptx.bf16_bits(value))
+
+    return _Epilogue(columns, locate, begin, nothing, finish)
+
+
+def _make_rotated_epilogue(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> _Epilogue:
+    """Rotate queries and keys, whose tiles hold 8 dimensions and their partners, and store all parts.
+
+    Queries go to `out`, keys and values of live rows to the cache. Products and sums are rounded one by one, as the
+    reference does.
+    """
+    heads, total_of, has_bias = shape.heads, _make_total(plan), shape.bias
+    if heads is None:
+        raise ValueError("a rotated product needs its heads")
+    queries, groups, dim = heads.queries, heads.groups, heads.dim
+    tiles, half = dim // 16, dim // 2
+    cache_row = _make_cache_row(shape)
+
+    @device_function
+    def locate(tile: Any, index: Any, count: Any) -> Any:
+        head = int32(uint32(tile) // uint32(tiles))
+        columns = uint32(8) if head < queries + groups else uint32(16)
+        row = uint32(index // columns)
+        return row, uint32(index - row * columns), int64(row) < count and head < queries + 2 * groups
+
+    @device_function
+    def nothing() -> Any:
+        return float32(0), float32(0), float32(0), float32(0), int64(0)
+
+    @device_function
+    def begin(
+        tile: Any, row: Any, column: Any, row_live: Any, bias: Any, _residual: Any, out: Any, rotation: Any
+    ) -> Any:
+        """Bias of a value and its partner, cosine and sine, and the address that the value goes to; 0: nowhere."""
+        positions, cosines, sines, k_cache, v_cache, table, slots, write_lens, offsets, first_row = rotation
+        head = int32(uint32(tile) // uint32(tiles))
+        inner = int32(int32(tile) - head * tiles)
+        own, partner, c, s = float32(0), float32(0), float32(0), float32(0)
+        if has_bias:
+            own = ptx.load_global_bf16(bias + (tile * 16 + int64(column)) * 2)
+        if head < queries + groups:
+            if has_bias:
+                partner = ptx.load_global_bf16(bias + (tile * 16 + int64(column)) * 2 + 16)
+            at = int64(inner * 8) + int64(column)
+            angle = int64(ptx.load_global_i32(positions + int64(row) * 4)) * half + at
+            c, s = ptx.load_global_f32(cosines + angle * 4), ptx.load_global_f32(sines + angle * 4)
+            target = out + ((int64(row) * queries + int64(head)) * dim + at) * 2
+            if head >= queries:
+                cached = cache_row(row, head - queries, row_live, table, slots, write_lens, offsets, first_row)
+                target = k_cache + (cached * dim + at) * 2 if cached >= 0 else int64(0)
+        else:
+            cached = cache_row(row, head - queries - groups, row_live, table, slots, write_lens, offsets, first_row)
+            at = int64(inner * 16) + int64(column)
+            target = v_cache + (cached * dim + at) * 2 if cached >= 0 else int64(0)
+        return own, partner, c, s, target
+
+    @device_function
+    def finish(area: Any, tile: Any, row: Any, column: Any, loaded: Any, _out: Any, _totals: Any) -> None:
+        own, partner_bias, c, s, target = loaded
+        if target == int64(0):
+            return
+        value = total_of(area, row, column)
+        if has_bias:
+            value = ptx.add_rn(value, own)
+        if int32(uint32(tile) // uint32(tiles)) < queries + groups:
+            partner = total_of(area, row, column + uint32(8))
+            if has_bias:
+                partner = ptx.add_rn(partner, partner_bias)
+            low = ptx.bf16_bits(ptx.add_rn(ptx.mul_rn(value, c), -ptx.mul_rn(partner, s)))
+            high = ptx.bf16_bits(ptx.add_rn(ptx.mul_rn(partner, c), ptx.mul_rn(value, s)))
+            ptx.store_global_u16(target, low)
+            ptx.store_global_u16(target + half * 2, high)
+        else:
+            ptx.store_global_u16(target, ptx.bf16_bits(value))
+
+    return _Epilogue(16, locate, begin, nothing, finish)
+
+
+def _make_cache_row(shape: DecodeGemmShape) -> Any:
+    """A function: the row of the cache that a row's key or value of a head goes to; -1 for a dead row."""
+    heads = shape.heads
+    groups, rows, block, width = (0, 1, 1, 0) if heads is None else (
+        heads.groups, heads.rows, max(heads.block_size, 1), heads.table_width
+    )  # fmt: skip
+
+    @device_function
+    def cache_row(
+        row: Any, head: Any, row_live: Any, table: Any, slots: Any, write_lens: Any, offsets: Any, first_row: Any
+    ) -> Any:
+        if ptx.load_global_u8(row_live + int64(row)) == uint32(0):
+            return int64(-1)
+        number = uint32(int64(row) + first_row)
+        entry = number // uint32(rows)
+        inside = number - entry * uint32(rows)
+        slot = ptx.load_global_i32(slots + int64(entry) * 4)
+        position = uint32(
+            ptx.load_global_i32(write_lens + int64(entry) * 4) + ptx.load_global_i32(offsets + int64(inside) * 4)
+        )
+        page = position // uint32(block)
+        number = ptx.load_global_i32(table + (int64(slot) * width + int64(page)) * 4)
+        place = position - page * uint32(block)
+        return (int64(number) * groups + int64(head)) * block + int64(place)
+
+    return cache_row

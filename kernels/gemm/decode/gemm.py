@@ -1,0 +1,319 @@
+"""Thin matrix products: 1 to 64 rows by a packed bf16 weight, float32 accumulation, and what goes with them.
+
+A persistent grid walks tiles of 16 weight rows, one, two or four at a time. The warps of a block share a tile's k
+steps in turn (warp w takes steps w, w + WARPS, ..), each through its own pipeline of asynchronous copies which runs on
+across tiles. Other warps add a tile's sums in order and finish it, with what that needs loaded ahead, while the first
+go on: the order of accumulation depends on the weight's shape alone, and a row has the same bits whatever the number
+of rows. Weights come first: no kernel writes them, so a block fills itself before the kernel before this one has
+ended, in paces that leave room for what that one reads. The rows' own k steps travel beside the weights', or a block
+norms few rows for itself and holds them.
+"""
+
+from collections.abc import Callable
+from dataclasses import astuple, dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+
+from lowlat.errors import ShapeError
+from lowlat.kernels.common.handover import BARRIER_BYTES, make_handover
+from lowlat.kernels.gemm.decode.epilogue import make_finishing
+from lowlat.kernels.gemm.decode.mainloop import make_fill, make_multiplying
+from lowlat.kernels.gemm.decode.norm_prologue import make_norm
+from lowlat.kernels.gemm.decode.plan import (
+    ADD,
+    BFLOAT16,
+    FLOAT32,
+    MAX_ROWS,
+    ROTATE,
+    SILU,
+    WARPS,
+    ArgmaxShape,
+    DecodeGemmPlan,
+    DecodeGemmShape,
+    HeadsShape,
+    plan_decode_gemm,
+    rows_at_once,
+    steps_to_hold,
+)
+from lowlat.kernels.gemm.packing import PackedMatrix
+from lowlat.kernels.reference.shapes import check_shape
+from lowlat.kernels.rows.norm import check_dtype, check_row_live
+from lowlat.kernels.sampling.select import FINITE
+from lowlat.kernels.toolchain import ptx
+from lowlat.kernels.toolchain.kernel import H200, Argument, Card, Kernel, KernelCall, examples_for
+from lowlat.kernels.toolchain.numba_cuda import cuda, float32, int64, types, uint32
+
+NUM_ROTATION = 10  # arguments of a kernel that only ROTATE uses
+NUM_NORM = 2  # and those of a norm
+
+__all__ = [
+    "MAX_ROWS",
+    "DecodeGemmPlan",
+    "NormPrologue",
+    "PartialArgmax",
+    "Rotation",
+    "decode_gemm",
+    "examples",
+    "plan_decode_gemm",
+    "steps_to_hold",
+]
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Rotation of a product's queries and keys, and the write of keys and values to the cache.
+
+    positions            [M]              int32, below C
+    cos, sin             [C, D / 2]       float32
+    row_live             [M]              uint8: dead rows write no keys and values
+    k_cache, v_cache     [P, G, block, D] bf16, updated; None: queries alone
+    block_table, slots, write_lens, offsets  as `kv_write` of the reference has them
+    """
+
+    positions: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+    row_live: torch.Tensor | None = None
+    k_cache: torch.Tensor | None = None
+    v_cache: torch.Tensor | None = None
+    block_table: torch.Tensor | None = None
+    slots: torch.Tensor | None = None
+    write_lens: torch.Tensor | None = None
+    offsets: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class NormPrologue:
+    """The norm of a product's rows, which every block makes for itself; bit for bit what `rms_norm` gives.
+
+    weight    [K]        bf16
+    row_live  [M]        uint8; None: all rows are live; dead ones become zeros
+    """
+
+    weight: torch.Tensor
+    eps: float
+    row_live: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class PartialArgmax:
+    """The best pair of each row among the columns of each block, as `select` has pairs: what choices begin with.
+
+    pairs  [M, B, 2]  int32, out: uint32 in truth; B at least the blocks of a grid; a place without a number is (0, 0)
+    limit  bits of the largest magnitude that leaves a row whole: `select.FINITE` or `select.INFINITY`
+    """
+
+    pairs: torch.Tensor
+    limit: int
+
+
+def decode_gemm(
+    *,
+    x: torch.Tensor,
+    weight: PackedMatrix,
+    out: torch.Tensor | None,
+    bias: torch.Tensor | None = None,
+    row_live: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    silu: bool = False,
+    rotation: Rotation | None = None,
+    head_dim: int = 0,
+    norm: NormPrologue | None = None,
+    best: PartialArgmax | None = None,
+    card: Card = H200,
+    plan: DecodeGemmPlan | None = None,
+) -> list[KernelCall]:
+    """x @ weight.T and what follows, in one launch for each 64 rows, or `rows_at_once` of the card.
+
+    x            [M, K]  bf16
+    weight       [N, K]  packed; with silu in the order of `gate_up_permutation`
+    bias         [N]     bf16, in the weight's order
+    row_live     [M]     uint8; with silu, dead rows give zeros
+    residual     [M, N]  bf16: out is the rounded sum of it and the product
+    out          [M, N]  float32 or bf16; with silu [M, N / 2] bf16: silu(gate) * up; with rotation the queries
+                         [M, H, D] bf16, or None where there are none
+    norm         x is normed first: for so many rows, and so wide ones, as `steps_to_hold` of them is not 0
+    best         the best pairs of rows in float32 are left beside them
+    rotation     the product is of queries, keys and values of `head_dim`, in the order of `rope_permutation`
+    card         what it runs on
+    plan         how to cut it; None: `plan_decode_gemm`'s
+    Time: the weight's bytes over the memory's bandwidth. Captured: yes.
+    Raises ShapeError for shapes that do not fit.
+    """
+    count, depth = x.shape
+    check_shape("x", x, count, weight.columns)
+    if depth % 8:
+        raise ShapeError(f"a product's depth must be a multiple of 8, got {depth}")
+    before, held = (None, 0) if norm is None else (_norm_eps(norm, x), steps_to_hold(count, depth, card))
+    if norm is not None and not held:
+        raise ShapeError(f"no block norms and holds {count} rows of {depth} elements")
+    if rotation is not None:
+        heads = _heads(weight, rotation, out, head_dim)
+        shape = DecodeGemmShape(weight.rows, depth, ROTATE, bias is not None, False, heads, before)
+        row_live = rotation.row_live
+    elif out is None:
+        raise ShapeError("a product without rotation needs `out`")
+    else:
+        check_shape("out", out, count, weight.rows // 2 if silu else weight.rows)
+        wide = FLOAT32 if out.dtype == torch.float32 else BFLOAT16
+        epilogue = SILU if silu else ADD if residual is not None else wide
+        live = silu and row_live is not None
+        kept = None if best is None else _argmax_shape(best, count, epilogue)
+        shape = DecodeGemmShape(weight.rows, depth, epilogue, bias is not None, live, None, before, kept)
+    calls = []
+    normed = (0,) * NUM_NORM if norm is None else _norm_arguments(norm)
+    most = MAX_ROWS if plan else rows_at_once(card)
+    for start in range(0, count, most):
+        part = slice(start, min(start + most, count))
+        rows = part.stop - start
+        keeps = best is not None
+        chosen = replace(plan, steps_held=held, keeps_argmax=keeps) if plan else plan_decode_gemm(
+            rows, weight.rows, card, held, keeps_argmax=keeps
+        )  # fmt: skip
+        pairs = None if best is None else _pairs_of(best, part, chosen)
+        alive = None if row_live is None else row_live.reshape(-1)[part]
+        optional = (
+            alive, bias, None if residual is None else residual[part], None if out is None else out[part], pairs,
+        )  # fmt: skip
+        arguments: tuple[Argument, ...] = (weight.tiles, x[part], *(0 if each is None else each for each in optional))
+        turned = (0,) * NUM_ROTATION if rotation is None else _rotation_arguments(rotation, part)
+        calls.append(KernelCall(_make(shape, chosen), (chosen.num_blocks, 1, 1), (*arguments, rows, *turned, *normed)))
+    return calls
+
+
+def _heads(weight: PackedMatrix, rotation: Rotation, out: torch.Tensor | None, head_dim: int) -> HeadsShape:
+    queries = 0 if out is None else out.shape[1]
+    if rotation.k_cache is None or rotation.block_table is None or rotation.offsets is None:
+        groups, block, width, rows = 0, 0, 0, 1
+    else:
+        groups, block = rotation.k_cache.shape[1:3]
+        width, rows = rotation.block_table.shape[1], rotation.offsets.shape[0]
+    if weight.rows != (queries + 2 * groups) * head_dim:
+        raise ShapeError(
+            f"a weight of {weight.rows} rows does not hold {queries} queries and {groups} keys and values of {head_dim}"
+        )
+    return HeadsShape(queries, groups, head_dim, rows, block, width)
+
+
+def _rotation_arguments(rotation: Rotation, part: slice) -> tuple[Argument, ...]:
+    tables = (rotation.positions.reshape(-1)[part], rotation.cos, rotation.sin)
+    caches = (rotation.k_cache, rotation.v_cache, rotation.block_table)
+    rows = (rotation.slots, rotation.write_lens, rotation.offsets)
+    return (*tables, *(0 if each is None else each for each in (*caches, *rows)), part.start)
+
+
+def _argmax_shape(best: PartialArgmax, rows: int, epilogue: str) -> ArgmaxShape:
+    check_shape("best.pairs", best.pairs, rows, best.pairs.shape[1], 2)
+    check_dtype(torch.int32, pairs=best.pairs)
+    if epilogue != FLOAT32:
+        raise ShapeError(f"best pairs are of a product's float32 rows, not of {epilogue} ones")
+    return ArgmaxShape(best.pairs.shape[1], best.limit)
+
+
+def _pairs_of(best: PartialArgmax, part: slice, plan: DecodeGemmPlan) -> torch.Tensor:
+    if plan.num_blocks > best.pairs.shape[1]:
+        raise ShapeError(f"best.pairs has {best.pairs.shape[1]} places a row, {plan.num_blocks} blocks leave a pair")
+    return best.pairs[part]
+
+
+def _norm_eps(norm: NormPrologue, x: torch.Tensor) -> float:
+    rows, depth = x.shape
+    check_shape("norm.weight", norm.weight, depth)
+    check_row_live(norm.row_live, rows)
+    check_dtype(torch.bfloat16, x=x, weight=norm.weight)
+    return norm.eps
+
+
+def _norm_arguments(norm: NormPrologue) -> tuple[Argument, ...]:
+    return norm.weight, 0 if norm.row_live is None else norm.row_live
+
+
+@cache
+def _make(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Kernel:
+    flags = "".join(letter for letter, on in (("b", shape.bias), ("l", shape.live)) if on)
+    heads = "" if shape.heads is None else "_" + "x".join(map(str, astuple(shape.heads)))
+    norm = "" if shape.norm_eps is None else f"_norm_eps{shape.norm_eps!r}"
+    best = "" if shape.best is None else f"_best{shape.best.blocks}x{shape.best.limit:x}"
+    name = (
+        f"decode_gemm_{shape.epilogue}{heads}_{shape.width}x{shape.depth}_{flags}_"
+        f"{plan.row_tiles}x{plan.columns}x{plan.weight_tiles}x{plan.stages}x{plan.areas}"
+        f"{norm}{best}{'' if plan.patient else '_awake'}"
+    )
+    signature = (types.int64,) * (8 + NUM_ROTATION + NUM_NORM)
+    return Kernel(name, _kernel(shape, plan), signature, plan.threads, plan.sharing, plan.shared_bytes)
+
+
+def _kernel(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Callable[..., None]:
+    ring_bytes, finishing = plan.stages * plan.stage_bytes, plan.finishing
+    sums_at = WARPS * ring_bytes
+    barriers_at = sums_at + plan.areas * WARPS * plan.sum_bytes
+    held_at = barriers_at + plan.areas * BARRIER_BYTES
+    handover = make_handover(plan.areas, WARPS, finishing, patient=plan.patient)
+    begin_handover, fill = handover.begin, make_fill(shape, plan)
+    multiply_tiles, finish = make_multiplying(shape, plan, handover), make_finishing(shape, plan, handover)
+    norm = make_norm(shape, plan)
+    begin_norm, norm_rows, num_words, num_scales = norm.begin, norm.finish, norm.words, norm.scales
+
+    def decode_gemm(
+        weight: Any, x: Any, row_live: Any, bias: Any, residual: Any, out: Any, bests: Any, count: Any, positions: Any,
+        cosines: Any, sines: Any, k_cache: Any, v_cache: Any, table: Any, slots: Any, write_lens: Any, offsets: Any,
+        first_row: Any, norm_weight: Any, norm_live: Any,
+    ) -> None:  # fmt: skip
+        base = ptx.varying(ptx.shared_address(cuda.shared.array(shape=0, dtype=float32)))
+        words, scales = cuda.local.array(num_words, uint32), cuda.local.array(num_scales, uint32)
+        thread = uint32(cuda.threadIdx.x)
+        lane, warp = thread & uint32(31), thread >> uint32(5)
+        mine = base + warp * uint32(ring_bytes) + lane * uint32(16)
+        totals, barriers, held = base + uint32(sums_at), base + uint32(barriers_at), base + uint32(held_at)
+        if thread == uint32(0):
+            begin_handover(barriers)
+        ptx.let_next_kernel_start()
+        begin_norm(scales, norm_weight, thread)
+        ahead = int64(cuda.blockIdx.x), int64(warp), 0
+        if warp < uint32(WARPS):  # weights do not depend on the kernel before
+            ahead = fill(mine, weight, int64(warp), lane)
+        cuda.syncthreads()
+        ptx.wait_for_previous_kernel()
+        norm_rows(held, words, scales, x, norm_live, count, thread)
+        if warp < uint32(WARPS):
+            multiply_tiles(mine, held, totals, barriers, weight, x, count, ahead, thread)
+        elif warp < uint32(WARPS + finishing):
+            rotation = (positions, cosines, sines, k_cache, v_cache, table, slots, write_lens, offsets, first_row)
+            finish(totals, barriers, thread, row_live, bias, residual, out, bests, count, rotation)
+
+    return decode_gemm
+
+
+def examples(card: Card = H200) -> list[Kernel]:
+    """Representative specialisations, as a card has them: products of Llama-3.1-8B, all epilogues, odd shapes."""
+    made = []
+    products = (
+        (16, 28672, 4096, SILU),
+        (64, 4096, 14336, ADD),
+        (1, 6144, 4096, FLOAT32),
+        (4, 28672, 4096, SILU),
+        (8, 4096, 14336, ADD),
+        (32, 4096, 14336, ADD),
+        (3, 97, 200, BFLOAT16),
+    )
+    for rows, width, depth, epilogue in examples_for(card, products, 3):
+        shape = DecodeGemmShape(width, depth, epilogue, bias=width == 97, live=epilogue == SILU)
+        made.append(_make(shape, plan_decode_gemm(min(rows, rows_at_once(card)), width, card)))
+    chosen = DecodeGemmShape(128256, 4096, FLOAT32, False, False, best=ArgmaxShape(card.num_multiprocessors, FINITE))
+    for rows in examples_for(card, (1, 16), 1):
+        made.append(_make(chosen, plan_decode_gemm(rows, 128256, card, keeps_argmax=True)))
+    rotated = DecodeGemmShape(6144, 4096, ROTATE, False, False, HeadsShape(32, 8, 128, 4, 32, 289))
+    made.append(_make(rotated, plan_decode_gemm(4, 6144, card)))
+    heads = HeadsShape(64, 8, 64, 1, 32, 1025)
+    normed = (
+        (1, DecodeGemmShape(5120, 2880, ROTATE, True, False, heads, 1e-5)),
+        (4, DecodeGemmShape(28672, 4096, SILU, False, True, None, 1e-5)),
+        (8, DecodeGemmShape(97, 2880, FLOAT32, False, False, None, 1e-5)),
+        (1, DecodeGemmShape(97, 8192, BFLOAT16, True, False, None, 1e-6)),
+    )
+    for rows, shape in examples_for(card, normed, 2):
+        if held := steps_to_hold(rows, shape.depth, card):
+            made.append(_make(shape, plan_decode_gemm(rows, shape.width, card, held)))
+    return made

@@ -1,0 +1,210 @@
+"""The warps of a thin product that multiply: how a block's tiles of weights travel, and become sums.
+
+A warp reads what its own lanes copied, so its pipeline needs no barrier of the block; where a block holds its rows
+whole, they are there before. It knows nothing of what follows a product.
+"""
+
+from typing import Any
+
+from lowlat.kernels.common.handover import Handover
+from lowlat.kernels.gemm.decode.plan import PAD, STEP_BYTES, SUM_BYTES, WARPS, DecodeGemmPlan, DecodeGemmShape
+from lowlat.kernels.toolchain import ptx
+from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int64, uint32
+
+__all__ = ["make_fill", "make_multiplying"]
+
+
+def make_fill(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
+    """A function of a warp: fill its stages with weights, in paces; the tile and step behind, and how many are full."""
+    tiles, steps, stages, pace = plan.groups(shape.width), shape.steps, plan.stages, plan.pace
+    stage_bytes, hold_back = plan.stage_bytes, ptx.copies_wait(plan.pace - 1)
+    issue_weights = _issue_weights(shape, plan)
+
+    @device_function
+    def fill(mine: Any, weight: Any, first: Any, lane: Any) -> Any:
+        tile, step, filled = int64(cuda.blockIdx.x), first, 0
+        for number in range(stages):
+            if step < steps and tile < tiles:
+                issue_weights(mine + uint32(number * stage_bytes), weight, tile, step, lane)
+                filled = number + 1
+                step += WARPS
+                if step >= steps:
+                    step, tile = first, tile + int64(cuda.gridDim.x)
+            ptx.copies_commit()
+            if pace - 1 <= number < stages - 1:
+                hold_back()
+        return tile, step, filled
+
+    return fill
+
+
+def make_multiplying(shape: DecodeGemmShape, plan: DecodeGemmPlan, handover: Handover) -> Any:
+    """A function of a warp, behind `make_fill`'s: its sums of all tiles of a block, handed to those who finish them.
+
+    mine, held  its stages, and the rows that the block holds, of the lane's first bytes
+    ahead       the tile and the step behind what is on its way, and how many stages are
+    """
+    tiles, steps = plan.groups(shape.width), shape.steps
+    stages, stage_bytes, sum_bytes, rows_bytes = plan.stages, plan.stage_bytes, plan.sum_bytes, plan.rows_bytes
+    issue_weights, issue_rows = _issue_weights(shape, plan), _issue_rows(shape, plan)
+    multiply, store, weight_tiles, columns = _multiply(plan), _store(plan), plan.weight_tiles, plan.columns
+    holds = plan.steps_held > 0
+    shared = columns < 8 and not holds  # lanes read rows that others copied
+    await_free, give, after = handover.await_free, handover.give, handover.after
+    wait, zeros = ptx.copies_wait(stages - 1), ptx.zeros(4 * weight_tiles * plan.row_tiles)
+
+    @device_function
+    def multiply_tiles(
+        mine: Any, held: Any, totals: Any, barriers: Any, weight: Any, x: Any, count: Any, ahead: Any, thread: Any
+    ) -> None:
+        lane, warp = thread & uint32(31), thread >> uint32(5)
+        first, blocks = int64(warp), int64(cuda.gridDim.x)
+        ahead_tile, ahead_step, filled = ahead
+        in_rows = uint32((lane >> uint32(2)) % uint32(columns)) * uint32(64) + (lane & uint32(3)) * uint32(16)
+        to_rows = uint32(in_rows - lane * uint32(16))
+        corner = (lane & uint32(3)) * uint32(2 * PAD) + (lane >> uint32(2))
+        step = first
+        if not holds:
+            for number in range(stages):
+                if number < filled:
+                    issue_rows(mine + uint32(number * stage_bytes), x, step, lane, count)
+                    step = step + WARPS if step + WARPS < steps else first
+                ptx.copies_commit()
+        here, end = mine, mine + uint32(stages * stage_bytes)
+        tile, area, parity = int64(cuda.blockIdx.x), uint32(0), uint32(1)
+        while tile < tiles:
+            sums = zeros()
+            step = first
+            while step < steps:
+                wait()
+                if shared:
+                    ptx.sync_warp()
+                rows = uint32(held + in_rows + uint32(step) * uint32(rows_bytes)) if holds else uint32(here + to_rows)
+                sums = multiply(sums, here, rows)
+                if shared:
+                    ptx.sync_warp()
+                if ahead_tile < tiles:
+                    issue_weights(here, weight, ahead_tile, ahead_step, lane)
+                    if not holds:
+                        issue_rows(here, x, ahead_step, lane, count)
+                    ahead_step += WARPS
+                    if ahead_step >= steps:
+                        ahead_step, ahead_tile = first, ahead_tile + blocks
+                ptx.copies_commit()
+                here += uint32(stage_bytes)
+                if here == end:
+                    here = mine
+                step += WARPS
+            for part in range(weight_tiles):
+                place = totals + area * uint32(WARPS * sum_bytes) + warp * uint32(sum_bytes) + corner * uint32(4)
+                await_free(barriers, area, parity)
+                store(part, place, sums)
+                give(barriers, area, lane)
+                area, parity = after(area, parity)
+            tile += blocks
+
+    return multiply_tiles
+
+
+def _store(plan: DecodeGemmPlan) -> Any:
+    """A function: a lane's sums of one of the weight tiles to their places in an area."""
+    row_tiles, num_sums = plan.row_tiles, plan.weight_tiles * plan.row_tiles
+    places = [min(part, plan.weight_tiles - 1) * row_tiles for part in range(4)]
+    offsets = (0, PAD * 4, 32, PAD * 4 + 32)
+    store0, store1, store2, store3 = (
+        ptx.store_shared_tiles(num_sums, place, row_tiles, offsets, SUM_BYTES) for place in places
+    )
+
+    @device_function
+    def store(part: Any, place: Any, sums: Any) -> None:
+        if part == 0:
+            store0(place, sums)
+        elif part == 1:
+            store1(place, sums)
+        elif part == 2:
+            store2(place, sums)
+        else:
+            store3(place, sums)
+
+    return store
+
+
+def _issue_weights(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
+    """Copy a lane's own bytes of one k step of a group of weight tiles to its place in shared memory."""
+    weight_tiles, tile_bytes = plan.weight_tiles, shape.steps * STEP_BYTES
+    last = -(-shape.width // 16) - 1
+
+    def issue(place: Any, weight: Any, tile: Any, step: Any, lane: Any) -> None:
+        for part in range(weight_tiles):
+            # the last group may lack tiles: it takes the last one again, and nobody reads those sums
+            number = min(tile * weight_tiles + part, int64(last))
+            source = weight + number * tile_bytes + step * STEP_BYTES + int64(lane) * 16
+            for quarter in range(4):
+                ptx.copy_async_16_once(place + uint32(part * STEP_BYTES + quarter * 512), source + quarter * 512)
+
+    return device_function(issue)
+
+
+def _issue_rows(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
+    """Copy a lane's bytes of the rows' k step.
+
+    Lanes of rows that do not exist copy nothing and feed rubbish to columns of the product that nobody reads.
+    """
+    depth, row_tiles, offset = shape.depth, plan.row_tiles, plan.weight_tiles * STEP_BYTES
+    rows_bytes, half_bytes = plan.rows_bytes, plan.rows_bytes // 2
+
+    def issue(place: Any, x: Any, step: Any, lane: Any, count: Any) -> None:
+        column = step * 64 + int64(lane & uint32(3)) * 8
+        for tile in range(row_tiles):
+            row = tile * 8 + int64(lane >> uint32(2))
+            if row < count:
+                source = x + (row * depth + column) * 2
+                target = place + uint32(offset + tile * rows_bytes)
+                if depth % 64 == 0:
+                    ptx.copy_async_16(target, source)
+                    ptx.copy_async_16(target + uint32(half_bytes), source + 64)
+                else:
+                    low, high = column < depth, column + 32 < depth
+                    ptx.copy_async_16_or_zero(target, source if low else x, uint32(16) if low else uint32(0))
+                    place_high = target + uint32(half_bytes)
+                    ptx.copy_async_16_or_zero(place_high, source + 64 if high else x, uint32(16) if high else uint32(0))
+
+    return device_function(issue)
+
+
+def _multiply(plan: DecodeGemmPlan) -> Any:
+    """Add one k step to the accumulators of all weight and row tiles."""
+    weight_tiles, row_tiles = plan.weight_tiles, plan.row_tiles
+    load_rows, half_bytes = ptx.load_shared_tiles(row_tiles, plan.rows_bytes), plan.rows_bytes // 2
+    total = weight_tiles * row_tiles
+    rows_at = 0 if plan.steps_held else weight_tiles * STEP_BYTES
+    # the intrinsics of the first to fourth weight tile; those past the last are never called
+    places = [min(part, weight_tiles - 1) * row_tiles for part in range(4)]
+    low0, low1, low2, low3 = (ptx.mma_bf16_tiles(total, place, row_tiles, 0) for place in places)
+    high0, high1, high2, high3 = (ptx.mma_bf16_tiles(total, place, row_tiles, 2) for place in places)
+
+    def multiply(sums: Any, here: Any, rows: Any) -> Any:
+        for half in range(2):
+            words = load_rows(rows + uint32(rows_at + half * half_bytes))
+            weights = here + uint32(half * 512)
+            a0, a1, a2, a3 = ptx.load_shared_128(weights)
+            b0, b1, b2, b3 = ptx.load_shared_128(weights + uint32(1024))
+            sums = low0(sums, a0, b0, a1, b1, words)
+            sums = high0(sums, a2, b2, a3, b3, words)
+            if weight_tiles > 1:
+                a0, a1, a2, a3 = ptx.load_shared_128(weights + uint32(STEP_BYTES))
+                b0, b1, b2, b3 = ptx.load_shared_128(weights + uint32(STEP_BYTES + 1024))
+                sums = low1(sums, a0, b0, a1, b1, words)
+                sums = high1(sums, a2, b2, a3, b3, words)
+            if weight_tiles > 2:
+                a0, a1, a2, a3 = ptx.load_shared_128(weights + uint32(2 * STEP_BYTES))
+                b0, b1, b2, b3 = ptx.load_shared_128(weights + uint32(2 * STEP_BYTES + 1024))
+                sums = low2(sums, a0, b0, a1, b1, words)
+                sums = high2(sums, a2, b2, a3, b3, words)
+                a0, a1, a2, a3 = ptx.load_shared_128(weights + uint32(3 * STEP_BYTES))
+                b0, b1, b2, b3 = ptx.load_shared_128(weights + uint32(3 * STEP_BYTES + 1024))
+                sums = low3(sums, a0, b0, a1, b1, words)
+                sums = high3(sums, a2, b2, a3, b3, words)
+        return sums
+
+    return device_function(multiply)

@@ -1,0 +1,248 @@
+"""How a thin matrix product is cut, and the constants that its parts share. It knows no kernel."""
+
+from dataclasses import dataclass, replace
+
+from lowlat.errors import ShapeError
+from lowlat.kernels.common.handover import BARRIER_BYTES
+from lowlat.kernels.common.norm_math import THREADS as NORM_THREADS
+from lowlat.kernels.toolchain.kernel import Card
+
+__all__ = [
+    "ADD",
+    "BFLOAT16",
+    "FLOAT32",
+    "MAX_ROWS",
+    "PAD",
+    "ROTATE",
+    "SILU",
+    "STEP_BYTES",
+    "SUM_BYTES",
+    "WARPS",
+    "ArgmaxShape",
+    "DecodeGemmPlan",
+    "DecodeGemmShape",
+    "HeadsShape",
+    "plan_decode_gemm",
+    "rows_at_once",
+    "steps_to_hold",
+]
+
+WARPS = 8  # that multiply
+MOST_FINISHING = {1: 4, 2: 4, 4: 2, 8: 2}  # warps, by tiles of rows: more rows leave fewer registers
+PACE = 4  # tiles of a warp's k step under way before the kernel before this one has ended
+STEP_BYTES = 2048  # 16 weight rows by 64 columns
+ROW_BYTES = 128  # a row by 64 columns
+MAX_ROWS = 64
+MOST_CHUNKS = 16  # of 8 elements of rows that a thread norms: they are in its registers
+PAD = 20  # floats from one row of partial sums to the next: no bank conflicts
+SUM_BYTES = 8 * PAD * 4  # 8 rows of partial sums
+FLOAT32, BFLOAT16, ADD, SILU, ROTATE = "float32", "bfloat16", "add", "silu", "rotate"
+
+
+@dataclass(frozen=True)
+class DecodeGemmPlan:
+    """How a product is cut: none of it changes any bit of the result.
+
+    row_tiles     tiles of 8 rows: 1, 2, 4 or 8
+    columns       rows of a tile that have a place: 1, 2, 4 or 8; 8 where there are more tiles than one
+    weight_tiles  tiles of 16 weight rows that a warp multiplies at once: 1, 2 or 4
+    stages        k steps under way in each warp
+    areas         of partial sums of one tile: with two, one is added up while the other fills
+    num_blocks    blocks of the grid
+    sharing       blocks that fit on a multiprocessor: 1 or 2
+    patient       a warp that waits for sums may be put to sleep, which a card must be able to
+    steps_held    k steps of its rows, all of them, that a block norms and holds; 0: rows travel beside the weights
+    keeps_argmax    a block keeps the best pair of each of its rows: see `decode_gemm_best`
+    """
+
+    row_tiles: int
+    columns: int
+    weight_tiles: int
+    stages: int
+    areas: int
+    num_blocks: int
+    sharing: int
+    patient: bool
+    steps_held: int = 0
+    keeps_argmax: bool = False
+
+    def groups(self, width: int) -> int:
+        """Groups of weight tiles, which the grid walks, of a weight of so many rows."""
+        return _groups(width, self.weight_tiles)
+
+    @property
+    def finishing(self) -> int:
+        """Warps that finish a tile: a value a lane, or several."""
+        return min(MOST_FINISHING[self.row_tiles], -(-self.row_tiles * self.columns * 16 // 32))
+
+    @property
+    def rounds(self) -> int:
+        """Values of a tile that a lane of these warps finishes, at most."""
+        return -(-self.row_tiles * self.columns * 16 // (self.finishing * 32))
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return NORM_THREADS if self.steps_held else (WARPS + self.finishing) * 32
+
+    @property
+    def pace(self) -> int:
+        """Stages under way at once before the kernel before this one has ended: what that one reads is not to queue."""
+        return max(1, PACE // self.weight_tiles)
+
+    @property
+    def rows_bytes(self) -> int:
+        """One k step of a tile of rows."""
+        return self.columns * ROW_BYTES
+
+    @property
+    def stage_bytes(self) -> int:
+        """One warp's copy of one k step."""
+        return self.weight_tiles * STEP_BYTES + (0 if self.steps_held else self.row_tiles * self.rows_bytes)
+
+    @property
+    def held_bytes(self) -> int:
+        """The rows that a block holds, and behind them what its warps sum up of their squares."""
+        return self.steps_held * self.rows_bytes + (self.columns * NORM_THREADS // 32 * 4 if self.steps_held else 0)
+
+    @property
+    def sum_bytes(self) -> int:
+        """One warp's partial sums of one weight tile."""
+        return self.row_tiles * SUM_BYTES
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        own = self.stages * self.stage_bytes + self.areas * self.sum_bytes
+        return WARPS * own + self.areas * BARRIER_BYTES + self.held_bytes + self.best_bytes
+
+    @property
+    def best_bytes(self) -> int:
+        """The best pairs, one for each value of a tile; the last of a block's shared memory."""
+        return self.rounds * self.finishing * 32 * 8 if self.keeps_argmax else 0
+
+
+@dataclass(frozen=True)
+class HeadsShape:
+    """What a product of queries, keys and values is made of, and where keys and values go.
+
+    rows         rows a slot, for the write to the cache
+    block_size   positions a block of the cache; 0: queries alone
+    table_width  blocks of a slot's table
+    """
+
+    queries: int
+    groups: int
+    dim: int
+    rows: int
+    block_size: int
+    table_width: int
+
+
+@dataclass(frozen=True)
+class ArgmaxShape:
+    """The best pair of each row that every block leaves beside its product, as `select` has pairs.
+
+    blocks  places of a row: at least as many as the grid has blocks
+    limit   bits of the largest magnitude that leaves a row whole; a larger one breaks it
+    """
+
+    blocks: int
+    limit: int
+
+
+@dataclass(frozen=True)
+class DecodeGemmShape:
+    """A weight [width, depth], what comes before and what follows its product.
+
+    heads  with ROTATE alone
+    best   with FLOAT32 alone
+    """
+
+    width: int
+    depth: int
+    epilogue: str
+    bias: bool
+    live: bool
+    heads: HeadsShape | None = None
+    norm_eps: float | None = None
+    best: ArgmaxShape | None = None
+
+    @property
+    def steps(self) -> int:
+        """Steps of 64 columns."""
+        return -(-self.depth // 64)
+
+
+# (row tiles, weight tiles) -> most stages, areas of sums; README.md beside this file tells what was tried
+_PLANS = {
+    (1, 1): (12, 2),
+    (1, 2): (6, 2),
+    (2, 1): (4, 2),
+    (2, 2): (3, 2),
+    (2, 4): (2, 1),
+    (4, 1): (3, 1),
+    (4, 2): (2, 2),
+    (4, 4): (2, 1),
+    (8, 1): (2, 1),
+    (8, 2): (1, 2),
+    (8, 4): (1, 1),
+}
+
+
+def rows_at_once(card: Card) -> int:
+    """The most rows of one launch: 64, or fewer where a block has too little shared memory for them."""
+    fitting = (tiles for tiles in (8, 4, 2) if _least_bytes(tiles) <= card.shared_bytes)
+    return 8 * next(fitting, 1)
+
+
+def _least_bytes(row_tiles: int) -> int:
+    return DecodeGemmPlan(row_tiles, 8, 1, 1, 1, 1, 1, patient=False).shared_bytes
+
+
+def steps_to_hold(rows: int, depth: int, card: Card) -> int:
+    """The k steps of M rows [M, K], if a block can norm and hold them and has most of its room for weights; or 0."""
+    steps, columns = -(-depth // 64), _columns(rows)
+    fits = rows <= 8 and columns * -(-depth // (8 * NORM_THREADS)) <= MOST_CHUNKS
+    return steps if fits and 3 * steps * columns * ROW_BYTES <= card.shared_bytes else 0
+
+
+def _groups(width: int, weight_tiles: int) -> int:
+    return -(-width // (16 * weight_tiles))
+
+
+def _columns(rows: int) -> int:
+    return next(count for count in (1, 2, 4, 8) if count >= min(rows, 8))
+
+
+def plan_decode_gemm(
+    rows: int, width: int, card: Card, steps_held: int = 0, *, keeps_argmax: bool = False
+) -> DecodeGemmPlan:
+    """The plan for M rows by [N, K]: one block a multiprocessor, as many tiles at once as keep most of them busy.
+
+    steps_held  of the rows: what `steps_to_hold` gives, or 0
+    Raises ShapeError for a card whose blocks have too little shared memory.
+    """
+    row_tiles = next(tiles for tiles in (1, 2, 4, 8) if 8 * tiles >= rows)
+    columns = _columns(rows)
+    each = 0 if steps_held else row_tiles * columns * ROW_BYTES
+    known = sorted((_cost(each, tiles, width, card), tiles) for rows_, tiles in _PLANS if rows_ == row_tiles)
+    for _, weight_tiles in known:
+        most, areas = _PLANS[row_tiles, weight_tiles]
+        num_blocks = min(_groups(width, weight_tiles), card.num_multiprocessors)
+        for stages in range(most, 0, -1):
+            plan = DecodeGemmPlan(
+                row_tiles, columns, weight_tiles, stages, areas, num_blocks, 1, card.patient, steps_held, keeps_argmax
+            )
+            if plan.shared_bytes <= card.shared_bytes:
+                shares = plan.shared_bytes <= card.most_bytes(2) and not steps_held
+                return replace(plan, sharing=2) if shares else plan
+    raise ShapeError(f"{rows} rows do not fit the {card.shared_bytes} bytes of shared memory that a block may have")
+
+
+def _cost(rows_bytes: int, weight_tiles: int, width: int, card: Card) -> float:
+    """Time beside a stream of the weights alone, as measured on an H200: rows that are read again for every group of
+    tiles cost near half of what weights do, and multiprocessors without a group in the last turn are lost."""
+    groups = _groups(width, weight_tiles)
+    busy = groups / (-(-groups // card.num_multiprocessors) * card.num_multiprocessors)
+    return (1 + 0.45 * rows_bytes / (weight_tiles * STEP_BYTES)) / busy

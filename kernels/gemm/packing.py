@@ -1,0 +1,131 @@
+"""Weights in the order in which the lanes of a warp read them, and back; row orders that fused epilogues want.
+
+A matrix [N, K] is padded with zeros to multiples of 16 rows and 64 columns and cut into tiles of 16 rows by 64
+columns, 2 KiB each, stored tile row by tile row, the k steps of one tile row side by side. It knows no kernel.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from lowlat.errors import ShapeError
+
+__all__ = [
+    "RUN",
+    "PackedMatrix",
+    "gate_up_permutation",
+    "gather_rows",
+    "pack",
+    "rope_permutation",
+    "runs_of",
+    "unpack",
+    "unpack_rows",
+]
+
+TILE_ROWS = 16
+TILE_COLUMNS = 64
+RUN = 8  # rows that stay together in every order
+
+
+@dataclass(frozen=True)
+class PackedMatrix:
+    """A packed weight.
+
+    tiles    [ceil(N / 16), ceil(K / 64), 1024]  the matrix's dtype
+    rows     N, before padding
+    columns  K, before padding
+    order    [N] int64 or None: row i of the packed matrix is row order[i] of the original
+    """
+
+    tiles: torch.Tensor
+    rows: int
+    columns: int
+    order: torch.Tensor | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that a product reads."""
+        return self.tiles.numel() * self.tiles.element_size()
+
+
+def pack(weight: torch.Tensor, order: torch.Tensor | None = None) -> PackedMatrix:
+    """Pack [N, K], its rows taken in `order` first. Raises ShapeError for anything but a matrix."""
+    if weight.dim() != 2:
+        raise ShapeError(f"a packed weight must be a matrix, got shape {list(weight.shape)}")
+    rows, columns = weight.shape
+    if order is not None:
+        weight = weight[order.to(weight.device)]
+    extra_rows, extra_columns = -rows % TILE_ROWS, -columns % TILE_COLUMNS
+    if extra_rows or extra_columns:
+        weight = torch.nn.functional.pad(weight, (0, extra_columns, 0, extra_rows))
+    tiles = weight.reshape(weight.shape[0] // TILE_ROWS, 2, 8, weight.shape[1] // TILE_COLUMNS, 2, 4, 8)
+    # tile, k step, row half, column half, row in its half, quad, 8 columns
+    packed = tiles.permute(0, 3, 1, 4, 2, 5, 6).contiguous()
+    return PackedMatrix(packed.view(packed.shape[0], packed.shape[1], 1024), rows, columns, order)
+
+
+def unpack_rows(packed: PackedMatrix) -> torch.Tensor:
+    """The matrix [N, K] with its rows as they are packed; where it is padded, a part of a larger one."""
+    height, width, _ = packed.tiles.shape
+    units = packed.tiles.view(torch.complex128)  # a lane's 8 columns, or what makes 16 bytes: copied as one
+    tiles = units.view(height, width, 2, 2, 8, 4, -1).permute(0, 2, 4, 1, 3, 5, 6)
+    matrix = tiles.reshape(height * TILE_ROWS, -1).view(packed.tiles.dtype)
+    return matrix[: packed.rows, : packed.columns]
+
+
+def unpack(packed: PackedMatrix) -> torch.Tensor:
+    """The original matrix [N, K]."""
+    matrix = unpack_rows(packed)
+    if packed.order is None:
+        return matrix.contiguous()
+    restored = torch.empty(packed.rows, packed.columns, dtype=matrix.dtype, device=matrix.device)
+    restored[packed.order.to(matrix.device)] = matrix
+    return restored
+
+
+def gate_up_permutation(width: int) -> torch.Tensor:
+    """Rows of a fused gate and up matrix [2I, N] so that a tile holds 8 gates and their 8 ups: [2I] int64.
+
+    Raises ShapeError unless I is a multiple of 8.
+    """
+    if width % 8:
+        raise ShapeError(f"the FFN's width must be a multiple of 8, got {width}")
+    gates = torch.arange(width).view(-1, 1, 8)
+    return torch.cat((gates, gates + width), dim=1).reshape(-1)
+
+
+def runs_of(order: torch.Tensor) -> torch.Tensor:
+    """Where each run of eight packed rows lies in the original: [N / 8] int32, from an order [N] of `PackedMatrix`.
+
+    Raises ShapeError for an order that is not made of runs of eight consecutive rows.
+    """
+    if order.dim() != 1 or order.shape[0] % RUN:
+        raise ShapeError(f"an order of runs of {RUN} rows has a multiple of {RUN} entries, got {list(order.shape)}")
+    runs = order.reshape(-1, RUN)
+    if not torch.equal(runs, runs[:, :1] + torch.arange(RUN, device=order.device, dtype=order.dtype)):
+        raise ShapeError(f"rows are packed in other than runs of {RUN} consecutive ones")
+    return runs[:, 0].to(torch.int32).contiguous()
+
+
+def rope_permutation(num_rotated_heads: int, num_plain_heads: int, head_dim: int) -> torch.Tensor:
+    """Rows of a fused q, k, v matrix so that a tile holds 8 dimensions of a head and their 8 rotation partners.
+
+    Rotated heads come first (queries, keys), plain ones after. Returns [(R + P) * D] int64. Raises ShapeError unless
+    D is a multiple of 16.
+    """
+    if head_dim % TILE_ROWS:
+        raise ShapeError(f"the head size must be a multiple of {TILE_ROWS}, got {head_dim}")
+    half = head_dim // 2
+    low = torch.arange(half).view(-1, 1, 8)
+    head = torch.cat((low, low + half), dim=1).reshape(-1)
+    starts = torch.arange(num_rotated_heads)[:, None] * head_dim
+    plain = torch.arange(num_rotated_heads * head_dim, (num_rotated_heads + num_plain_heads) * head_dim)
+    return torch.cat(((starts + head).reshape(-1), plain))
+
+
+def gather_rows(packed: PackedMatrix, indices: torch.Tensor) -> torch.Tensor:
+    """Rows [n, K] of a packed matrix that has no order of its own; indices [n] int64 below N."""
+    height, width, _ = packed.tiles.shape
+    tiles = packed.tiles.view(height, width, 2, 2, 8, 4, 8)
+    rows = tiles[indices // TILE_ROWS, :, indices % TILE_ROWS // 8, :, indices % 8]
+    return rows.reshape(indices.shape[0], width * TILE_COLUMNS)[:, : packed.columns]

@@ -1,0 +1,287 @@
+"""What a block of a wide product does: one warp lets steps travel to shared memory, two warpgroups multiply them.
+
+A stage holds the rows of x, as `arrange_activations` left them, then the tiles of the weights. Copies run on across
+the tiles of a block, and before the kernel before this one has ended they are of weights alone.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from lowlat.kernels.common.handover import BARRIER_BYTES, Handover
+from lowlat.kernels.gemm.packing import TILE_ROWS
+from lowlat.kernels.gemm.prefill.plan import (
+    BLOCK_ROWS,
+    GROUP_ROWS,
+    MOST_SUMS,
+    PRODUCERS,
+    STEP,
+    STEP_ROW_BYTES,
+    PrefillGemmPlan,
+)
+from lowlat.kernels.toolchain import ptx, ptx_hopper
+from lowlat.kernels.toolchain.numba_cuda import device_function, float32, int64, uint32
+
+__all__ = ["Cut", "make_consume", "make_finish", "make_produce"]
+
+TILE_BYTES = 2 * TILE_ROWS * STEP
+GROUP_TILES = GROUP_ROWS // TILE_ROWS
+PIECE_BYTES = 512  # of a tile: 8 rows of 32 columns, 16 bytes a lane
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A weight and how its K is cut.
+
+    weight_rows, columns  N, K
+    segments, length      how many, and steps of each but the last
+    """
+
+    weight_rows: int
+    columns: int
+    segments: int
+    length: int
+
+    @property
+    def steps(self) -> int:
+        """Of 64 columns."""
+        return -(-self.columns // STEP)
+
+    @property
+    def tiles(self) -> int:
+        """Of 16 weight rows."""
+        return -(-self.weight_rows // TILE_ROWS)
+
+
+def make_unit_of(cut: Cut, plan: PrefillGemmPlan) -> Any:
+    """A function of a unit's number and the tiles of x: its tile of x, its block of weight rows, its first segment.
+
+    Units of the same weights stand side by side.
+    """
+    own = cut.segments if plan.apart else 1
+
+    @device_function
+    def unit_of(unit: Any, x_tiles: Any) -> Any:
+        rest = uint32(unit // x_tiles)
+        block = uint32(rest // uint32(own))
+        return uint32(unit - rest * x_tiles), block, uint32(rest - block * uint32(own))
+
+    return unit_of
+
+
+def _make_send(cut: Cut, plan: PrefillGemmPlan) -> Any:
+    """Functions of a copying warp: where a unit's weights and rows begin, and let a stage of each travel."""
+    stage_bytes, x_bytes, depth = plan.stage_bytes, plan.rows * STEP_ROW_BYTES, plan.depth
+    weight_bytes = (stage_bytes - depth * x_bytes) // PRODUCERS
+    block_tiles, tiles = BLOCK_ROWS // TILE_ROWS, BLOCK_ROWS // TILE_ROWS // PRODUCERS
+    steps, last_tile, x_rows = cut.steps, cut.tiles - 1, plan.rows
+
+    @device_function
+    def sources_of(weight: Any, x: Any, x_tile: Any, block: Any, part: Any, lane: Any) -> Any:
+        """Where a lane's tile and the rows begin, of step 0."""
+        own = uint32(part * uint32(tiles) + lane)
+        tile = min(uint32(block * uint32(block_tiles) + own), uint32(last_tile))
+        row = uint32(x_tile * uint32(x_rows))
+        return weight + int64(tile) * int64(steps * TILE_BYTES), x + int64(row) * int64(STEP_ROW_BYTES)
+
+    @device_function
+    def send_weights(place: Any, full: Any, source: Any, step: Any, part: Any, lane: Any, policy: Any) -> None:
+        if lane == uint32(0):
+            whole = uint32(weight_bytes)
+            if part == uint32(0):
+                whole = uint32(weight_bytes + depth * x_bytes)
+            ptx_hopper.barrier_expect(full, whole)
+        ptx.sync_warp()
+        if lane < uint32(tiles):
+            own = uint32(part * uint32(tiles) + lane)
+            target = uint32(place + uint32(depth * x_bytes) + own * uint32(depth * TILE_BYTES))
+            source = source + int64(step) * int64(TILE_BYTES)
+            ptx_hopper.copy_bulk_hinted(target, source, uint32(depth * TILE_BYTES), full, policy)
+
+    @device_function
+    def send_rows(place: Any, full: Any, source: Any, rows: Any, step: Any, part: Any, lane: Any) -> None:
+        if part == uint32(0) and lane == uint32(tiles):
+            source = source + int64(step) * int64(rows) * int64(STEP_ROW_BYTES)
+            ptx_hopper.copy_bulk(place, source, uint32(x_bytes), full)
+            if depth == 2:
+                source = source + int64(rows) * int64(STEP_ROW_BYTES)
+                ptx_hopper.copy_bulk(uint32(place + uint32(x_bytes)), source, uint32(x_bytes), full)
+
+    return sources_of, send_weights, send_rows
+
+
+def make_produce(cut: Cut, plan: PrefillGemmPlan, handover: Handover) -> Any:
+    """A function of the warps that copy: let all steps of a block's units travel; wait for the kernel before meanwhile.
+
+    Each warp has its part of a stage's weights, of which a lane each copies a tile; one lane of the first warp copies
+    the rows of x. It takes the warp's number among them in `part`.
+    """
+    stages, stage_bytes, depth = plan.stages, plan.stage_bytes, plan.depth
+    steps, length, apart = cut.steps, cut.length, plan.apart
+    unit_of, await_free, after = make_unit_of(cut, plan), handover.await_free, handover.after
+    sources_of, send_weights, send_rows = _make_send(cut, plan)
+
+    @device_function
+    def produce(
+        base: Any, barriers: Any, weight: Any, x: Any, rows: Any, x_tiles: Any, units: Any, unit: Any, grid: Any,
+        part: Any, lane: Any, policy: Any,
+    ) -> None:  # fmt: skip
+        x_tile, block, segment = unit_of(unit, x_tiles)
+        source, x_source = sources_of(weight, x, x_tile, block, part, lane)
+        step = uint32(segment * uint32(length))
+        end = min(uint32(step + uint32(length)), uint32(steps)) if apart else uint32(steps)
+        ahead = min(uint32(uint32(end - step) // uint32(depth)), uint32(stages))
+        for number in range(stages):
+            if uint32(number) < ahead:
+                full = uint32(barriers + uint32(number * BARRIER_BYTES))
+                here = uint32(base + uint32(number * stage_bytes))
+                send_weights(here, full, source, uint32(step + uint32(number * depth)), part, lane, policy)
+        ptx.wait_for_previous_kernel()
+        for number in range(stages):
+            if uint32(number) < ahead:
+                full = uint32(barriers + uint32(number * BARRIER_BYTES))
+                here = uint32(base + uint32(number * stage_bytes))
+                send_rows(here, full, x_source, rows, uint32(step + uint32(number * depth)), part, lane)
+        step, stage, parity = uint32(step + ahead * uint32(depth)), uint32(ahead), uint32(1)
+        if stage == uint32(stages):
+            stage, parity = uint32(0), uint32(0)
+        while unit < units:
+            while step < end:
+                await_free(barriers, stage, parity)
+                full = uint32(barriers + stage * uint32(BARRIER_BYTES))
+                here = uint32(base + stage * uint32(stage_bytes))
+                send_weights(here, full, source, step, part, lane, policy)
+                send_rows(here, full, x_source, rows, step, part, lane)
+                stage, parity = after(stage, parity)
+                step = uint32(step + uint32(depth))
+            unit = uint32(unit + grid)
+            x_tile, block, segment = unit_of(unit, x_tiles)
+            source, x_source = sources_of(weight, x, x_tile, block, part, lane)
+            step = uint32(segment * uint32(length))
+            end = min(uint32(step + uint32(length)), uint32(steps)) if apart else uint32(steps)
+
+    return produce
+
+
+def _make_run(plan: PrefillGemmPlan, handover: Handover, *, early: bool) -> Any:
+    """A function of a warpgroup: the sums of so many steps; early: registers hold the next step's weights, too."""
+    stage_bytes, depth, x_bytes = plan.stage_bytes, plan.depth, plan.rows * STEP_ROW_BYTES
+    await_full, release, after = handover.await_full, handover.release, handover.after
+    load, multiply = ptx.load_shared_tiles(4, PIECE_BYTES), ptx_hopper.multiply_group(plan.rows)
+    replace, await_sums = ptx_hopper.replace_words(16), ptx_hopper.await_group(plan.rows)
+
+    @device_function
+    def run(
+        sums: Any, base: Any, barriers: Any, within: Any, stage: Any, parity: Any, number: Any, lane: Any, rows: Any
+    ) -> Any:
+        """So many steps, from zero; within: the lane's place in a stage; rows: a number that is not zero.
+
+        A step's weights are loaded while the tensor cores have the step before, where registers suffice.
+        """
+        here, done = uint32(base + stage * uint32(stage_bytes)), uint32(0)
+        await_full(barriers, stage, parity)
+        words = load(uint32(here + within))
+        while done < number:
+            sums = multiply(sums, words, here, done)
+            if depth == 2:
+                place = uint32(here + within + uint32(TILE_BYTES))
+                if early:
+                    others = load(place)
+                    sums = await_sums(sums, words)
+                    words = replace(words, others, rows)
+                else:
+                    sums = await_sums(sums, words)
+                    words = load(place)
+                sums = multiply(sums, words, uint32(here + uint32(x_bytes)), uint32(1))
+            later, later_parity = after(stage, parity)
+            done, others = uint32(done + uint32(depth)), words
+            if not early:
+                sums = await_sums(sums, words)
+                release(barriers, stage, lane)
+            if done < number:
+                await_full(barriers, later, later_parity)
+                here = uint32(base + later * uint32(stage_bytes))
+                others = load(uint32(here + within))
+            if early:
+                sums = await_sums(sums, words)
+                release(barriers, stage, lane)
+                words = replace(words, others, rows)
+            else:
+                words = others
+            stage, parity = later, later_parity
+        return sums, stage, parity
+
+    return run
+
+
+def make_consume(cut: Cut, plan: PrefillGemmPlan, handover: Handover, finish: Callable[..., Any]) -> Any:
+    """A function of a warpgroup: multiply all steps of a block's units, and hand each unit's sums to `finish`."""
+    steps, length, segments, apart = cut.steps, cut.length, cut.segments, plan.apart
+    whole, unit_of = segments > 1 and not apart, make_unit_of(cut, plan)
+    run = _make_run(plan, handover, early=plan.sums * (1 + whole) <= MOST_SUMS)
+    depth, x_bytes = plan.depth, plan.rows * STEP_ROW_BYTES
+    add, zeros = ptx_hopper.add_tiles(plan.sums), ptx.zeros(plan.sums)
+
+    @device_function
+    def consume(
+        base: Any, barriers: Any, beside: Any, out: Any, rows: Any, x_tiles: Any, units: Any, unit: Any, grid: Any,
+        warp: Any, lane: Any,
+    ) -> None:  # fmt: skip
+        group, quarter = uint32(warp >> uint32(2)), uint32(warp & uint32(3))
+        first = uint32(group * uint32(GROUP_TILES) + quarter)  # of the block's tiles, the warp's own
+        within = uint32(uint32(depth * x_bytes) + first * uint32(depth * TILE_BYTES) + lane * uint32(16))
+        sums, stage, parity = zeros(), uint32(0), uint32(0)
+        ptx.wait_for_previous_kernel()
+        while unit < units:
+            x_tile, block, segment = unit_of(unit, x_tiles)
+            if whole:
+                total = zeros()
+                for part in range(segments):
+                    number = min(uint32(length), uint32(uint32(steps) - uint32(part) * uint32(length)))
+                    sums, stage, parity = run(sums, base, barriers, within, stage, parity, number, lane, rows)
+                    total = add(total, sums)
+                finish(total, beside, out, rows, x_tile, block, segment, first, lane)
+            else:
+                number = uint32(steps)
+                if apart:
+                    number = min(uint32(length), uint32(uint32(steps) - segment * uint32(length)))
+                sums, stage, parity = run(sums, base, barriers, within, stage, parity, number, lane, rows)
+                finish(sums, beside, out, rows, x_tile, block, segment, first, lane)
+            unit = uint32(unit + grid)
+
+    return consume
+
+
+def make_finish(cut: Cut, plan: PrefillGemmPlan, with_bias: bool, with_columns: bool) -> Any:
+    """A function of a warp: store a unit's sums, with the bias, in the original columns; or a segment's as they are."""
+    weight_rows, block_tiles = cut.weight_rows, BLOCK_ROWS // TILE_ROWS
+    pitch, plain, x_rows = 4 * weight_rows, plan.apart, plan.rows
+    store0, store1 = (ptx_hopper.store_group_half(plan.rows, half, pitch) for half in (0, 1))
+
+    @device_function
+    def place_of(beside: Any, run: Any, row: Any) -> Any:
+        """The bias and the original column of one of the eight rows of a run."""
+        bias, columns = beside
+        extra, column = float32(0), uint32(run * uint32(8))
+        if not plain and with_bias:
+            extra = ptx.load_global_bf16(bias + int64(uint32(column + row)) * int64(2))
+        if not plain and with_columns:
+            column = uint32(ptx.load_global_i32(columns + int64(run) * int64(4)))
+        return extra, int64(uint32(column + row)) * int64(4)
+
+    @device_function
+    def finish(
+        sums: Any, beside: Any, out: Any, rows: Any, x_tile: Any, block: Any, segment: Any, first: Any, lane: Any
+    ) -> None:
+        corner = uint32(x_tile * uint32(x_rows) + uint32((lane & uint32(3)) * uint32(2)))
+        target = out + (int64(segment) * int64(rows) + int64(corner)) * int64(pitch)
+        run, row = uint32(uint32(block * uint32(block_tiles) + first) * uint32(2)), uint32(lane >> uint32(2))
+        if uint32(run * uint32(8)) < uint32(weight_rows):
+            extra, at = place_of(beside, run, row)
+            store0(target + at, extra, sums)
+        run = uint32(run + uint32(1))
+        if uint32(run * uint32(8)) < uint32(weight_rows):
+            extra, at = place_of(beside, run, row)
+            store1(target + at, extra, sums)
+
+    return finish

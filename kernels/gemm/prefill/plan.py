@@ -1,0 +1,177 @@
+"""How a wide product is cut: segments of K, which decide its bits, and tiles, stages and blocks, which do not.
+
+A block multiplies 128 weight rows by a tile of x's rows, step by step. Of L2 to multiprocessors it moves what
+every block reads: weights once for each tile of x, x once for each tile of weights. Where a product has too few tiles
+to keep a card busy, its segments are blocks' own, and their sums are added afterwards. It knows no kernel.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+from lowlat.errors import ShapeError
+from lowlat.kernels.toolchain.kernel import Card
+
+__all__ = [
+    "BLOCK_ROWS",
+    "CONSUMERS",
+    "GROUP_ROWS",
+    "MOST_ROWS",
+    "PRODUCERS",
+    "STEP",
+    "STEP_ROW_BYTES",
+    "PrefillGemmPlan",
+    "has_prefill_gemm",
+    "partials_shape",
+    "plan_prefill_gemm",
+    "plans_of",
+    "segments_of",
+]
+
+HOPPER = (9, 0)
+STEP = 64  # columns
+GROUP_ROWS = 64  # weight rows that a warpgroup multiplies at once
+STEP_ROW_BYTES = 2 * STEP
+CONSUMERS = 2  # warpgroups that multiply
+PRODUCERS = 4  # warps that copy: one alone takes as long to begin a step's copies as it takes to multiply them
+MOST_ROWS = 1024
+TILE_ROWS = (64, 128)  # of x
+MOST_SEGMENTS = 8
+MOST_SUMS = 64  # a thread, beside the weights of two steps
+ALIGNMENT = 1024  # bytes: of a stage
+BARRIER_BYTES = 256  # of all stages
+STAGE_COUNTS = range(8, 1, -1)
+BLOCK_ROWS = CONSUMERS * GROUP_ROWS  # of weights
+
+# What times are reckoned with, of an H200; segments with these alone, so that bits are the same on every card.
+MULTIPROCESSORS = 132
+SEGMENT_ROWS = 128  # of x: where segments matter most
+# a step, by a tile's rows and a stage's depth
+STEP_US = {(64, 1): 0.34, (64, 2): 0.315, (128, 1): 0.49, (128, 2): 0.49}
+MEMORY_BYTES_A_US = 4_500_000  # of the card's memory
+SUM_BYTES_A_US = 8_000_000  # of segments' sums, written and read
+TILE_ROW_US, ADD_US = 0.01, 3.0  # to end a tile, a row of x; to begin the kernel that adds segments up
+
+
+@dataclass(frozen=True)
+class PrefillGemmPlan:
+    """How a product is cut; nothing of it changes any bit of the result. Raises ShapeError for what does not fit.
+
+    rows    of x, of a tile: 64 or 128
+    depth   steps of 64 columns of a stage: 1 or 2
+    stages  under way or multiplied
+    apart   segments are blocks' own, and another kernel adds them up
+    """
+
+    rows: int
+    depth: int
+    stages: int
+    apart: bool
+
+    def __post_init__(self) -> None:
+        if self.rows not in TILE_ROWS or self.depth not in (1, 2) or self.stages < 2:
+            raise ShapeError(f"no wide product is cut by {self}")
+
+    @property
+    def sums(self) -> int:
+        """Sums of a thread."""
+        return self.rows // 2
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 128 * CONSUMERS + 32 * PRODUCERS
+
+    @property
+    def stage_bytes(self) -> int:
+        """Rows of x, then of weights."""
+        return (self.rows + BLOCK_ROWS) * self.depth * STEP_ROW_BYTES
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        return ALIGNMENT + self.stages * self.stage_bytes + BARRIER_BYTES
+
+    def units(self, rows: int, weight_rows: int, segments: int) -> int:
+        """What blocks take one by one: tiles, or segments of them."""
+        return rows // self.rows * -(-weight_rows // BLOCK_ROWS) * (segments if self.apart else 1)
+
+
+def has_prefill_gemm(card: Card) -> bool:
+    """Whether a card has the instructions of wide products."""
+    return card.capability == HOPPER
+
+
+@cache
+def segments_of(weight_rows: int, columns: int) -> tuple[int, int]:
+    """Into how many segments K is cut, and steps of 64 columns of each but the last, by N and K alone.
+
+    A segment's sums begin at zero, and segments are added one by one.
+    """
+    steps, choices = -(-columns // STEP), []
+    for count in range(1, MOST_SEGMENTS + 1):
+        length = -(-steps // count)
+        count = -(-steps // length)
+        plan = PrefillGemmPlan(SEGMENT_ROWS, 1, 2, count > 1)
+        time = _time_us(plan, SEGMENT_ROWS, weight_rows, steps, (count, length), MULTIPROCESSORS)
+        choices.append((time, count, length))
+    return min(choices)[1:]
+
+
+def plan_prefill_gemm(rows: int, weight_rows: int, columns: int, card: Card) -> PrefillGemmPlan:
+    """The plan for [M, K] by [N, K]: of all `plans_of` it the one that should take least time. Raises as that does."""
+    segments, steps = segments_of(weight_rows, columns), -(-columns // STEP)
+    plans = plans_of(rows, weight_rows, columns, card)
+    return min(plans, key=lambda plan: _time_us(plan, rows, weight_rows, steps, segments, card.num_multiprocessors))
+
+
+def plans_of(rows: int, weight_rows: int, columns: int, card: Card) -> list[PrefillGemmPlan]:
+    """All plans for [M, K] by [N, K], with as many stages as fit.
+
+    Raises ShapeError for M that is no multiple of 64 or above 1024, N or K that is no multiple of 8, or a card that
+    `has_prefill_gemm` denies.
+    """
+    if not has_prefill_gemm(card):
+        raise ShapeError(
+            f"wide products are for cards of capability 9.0, not {card.capability[0]}.{card.capability[1]}"
+        )
+    if rows % 64 or not 0 < rows <= MOST_ROWS:
+        raise ShapeError(f"a wide product takes a multiple of 64 rows up to {MOST_ROWS}, got {rows}")
+    if weight_rows % 8 or columns % 8:
+        raise ShapeError(f"a wide product's weight must have multiples of 8 as sizes, got {weight_rows} x {columns}")
+    (segments, length), steps = segments_of(weight_rows, columns), -(-columns // STEP)
+    plans = [
+        plan
+        for tile in TILE_ROWS
+        for depth in ((1, 2) if length % 2 == 0 and steps % 2 == 0 else (1,))
+        for apart in ((False, True) if segments > 1 else (False,))
+        if rows % tile == 0 and (plan := _fitted(tile, depth, apart, segments, card)) is not None
+    ]
+    if not plans:
+        raise ShapeError(f"a wide product does not fit the {card.shared_bytes} bytes of shared memory of a block")
+    return plans
+
+
+def partials_shape(plan: PrefillGemmPlan, rows: int, weight_rows: int, columns: int) -> tuple[int, int, int]:
+    """The shape of the float32 workspace for segments' sums; its first extent is 0 where none is needed."""
+    return segments_of(weight_rows, columns)[0] if plan.apart else 0, rows, weight_rows
+
+
+def _fitted(tile: int, depth: int, apart: bool, segments: int, card: Card) -> PrefillGemmPlan | None:
+    """With as many stages as fit; None where not even two do, or registers lack for totals beside the sums."""
+    plans = (PrefillGemmPlan(tile, depth, stages, apart) for stages in STAGE_COUNTS)
+    plan = next((plan for plan in plans if plan.shared_bytes <= card.shared_bytes), None)
+    return None if depth == 2 and tile == 128 and segments > 1 and not apart else plan
+
+
+def _time_us(
+    plan: PrefillGemmPlan, rows: int, weight_rows: int, steps: int, segments: tuple[int, int], multiprocessors: int
+) -> float:
+    """A rough time, to choose by: steps as they were measured, but no faster than the memory."""
+    count, length = segments
+    turns = -(-plan.units(rows, weight_rows, count) // multiprocessors)
+    own = length if plan.apart else steps
+    time = turns * (own * STEP_US[plan.rows, plan.depth] + TILE_ROW_US * plan.rows)
+    time = max(time, 2 * weight_rows * steps * STEP / MEMORY_BYTES_A_US)
+    if plan.apart:
+        time += ADD_US + 8 * count * rows * weight_rows / SUM_BYTES_A_US
+    return time

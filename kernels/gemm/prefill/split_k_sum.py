@@ -1,0 +1,92 @@
+"""What a wide product's segments give together: added from the first to the last, with the bias, in original columns.
+
+It knows neither who wrote them nor what becomes of the sums.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from lowlat.kernels.reference.shapes import check_shape
+from lowlat.kernels.toolchain import ptx
+from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
+from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, types, uint32
+
+__all__ = ["add_segments", "examples"]
+
+THREADS = 256
+
+
+def add_segments(
+    *, partials: torch.Tensor, bias: torch.Tensor | None, columns: torch.Tensor | None, out: torch.Tensor
+) -> list[KernelCall]:
+    """Add up the sums of segments, in one launch.
+
+    partials  [S, M, N]  float32
+    bias      [N]        bf16, or None
+    columns   [N / 8]    int32: the column of out at which eight columns of the partials begin; None: the same
+    out       [M, N]     float32, out: zero plus the segments one by one, plus the bias, every sum rounded by itself
+    Time: (S + 1) * M * N * 4 bytes over the L2's bandwidth. Captured: yes. Raises ShapeError for shapes that do not
+    fit.
+    """
+    segments, rows, width = partials.shape
+    check_shape("out", out, rows, width)
+    blocks = -(-rows * (width // 4) // THREADS)
+    kernel = _make(width, segments, bias is not None, columns is not None)
+    arguments = (partials, 0 if bias is None else bias, 0 if columns is None else columns, out, rows)
+    return [KernelCall(kernel, (blocks, 1, 1), arguments)]
+
+
+@cache
+def _make(width: int, segments: int, with_bias: bool, with_columns: bool) -> Kernel:
+    """A thread has four columns of a row."""
+    chunks = width // 4
+
+    @device_function
+    def add(sums: Any, words: Any) -> Any:
+        return (
+            ptx.add_rn(sums[0], ptx.float_of_bits(words[0])),
+            ptx.add_rn(sums[1], ptx.float_of_bits(words[1])),
+            ptx.add_rn(sums[2], ptx.float_of_bits(words[2])),
+            ptx.add_rn(sums[3], ptx.float_of_bits(words[3])),
+        )
+
+    @device_function
+    def biases(low: Any, high: Any) -> Any:
+        return (
+            uint32(low << uint32(16)), uint32(low & uint32(0xFFFF0000)), uint32(high << uint32(16)),
+            uint32(high & uint32(0xFFFF0000)),
+        )  # fmt: skip
+
+    def sum_split_k(partials: Any, bias: Any, columns: Any, out: Any, rows: Any) -> None:
+        number = uint32(uint32(cuda.blockIdx.x) * uint32(THREADS) + uint32(cuda.threadIdx.x))
+        row = uint32(number // uint32(chunks))
+        chunk = uint32(number - row * uint32(chunks))
+        ptx.wait_for_previous_kernel()
+        ptx.let_next_kernel_start()
+        if row < uint32(rows):
+            zero, column = float32(0), uint32(chunk * uint32(4))
+            sums = (zero, zero, zero, zero)
+            at = partials + (int64(row) * int64(width) + int64(column)) * int64(4)
+            for segment in range(segments):
+                sums = add(sums, ptx.load_global_128_l2(at + int64(segment) * int64(rows) * int64(4 * width)))
+            if with_bias:
+                low, high = ptx.load_global_64(bias + int64(column) * int64(2))
+                sums = add(sums, biases(low, high))
+            if with_columns:
+                run = ptx.load_global_i32(columns + int64(uint32(chunk >> uint32(1))) * int64(4))
+                column = uint32(uint32(run) + uint32(column & uint32(4)))
+            a, b, c, d = sums
+            ptx.store_global_128(
+                out + (int64(row) * int64(width) + int64(column)) * int64(4),
+                ptx.bits_of_float(a), ptx.bits_of_float(b), ptx.bits_of_float(c), ptx.bits_of_float(d),
+            )  # fmt: skip
+
+    beside = f"{'bias' if with_bias else 'plain'}_{'columns' if with_columns else 'inplace'}"
+    return Kernel(f"wide_add_{width}x{segments}_{beside}", sum_split_k, (types.int64,) * 5, THREADS)
+
+
+def examples() -> list[Kernel]:
+    """Specialisations that stand for all, to compile without a GPU."""
+    return [_make(6144, 5, True, True), _make(4096, 8, False, False)]

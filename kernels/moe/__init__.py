@@ -1,0 +1,1 @@
+"""A mixture of experts: packed experts, the router, and the GEMMs of few rows (`decode`) and of many (`prefill`)."""

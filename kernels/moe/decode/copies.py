@@ -1,0 +1,103 @@
+"""What a warp that multiplies fetches for itself: its steps of its tiles, part after part, and the inputs of its steps.
+
+A part is some steps of a tile, which lie behind each other in memory: in a stage first their words, then their scales.
+"""
+
+from typing import Any
+
+from lowlat.kernels.common.sentinels import lacks_one
+from lowlat.kernels.moe.decode.expert_list import make_members_of, make_pair_of
+from lowlat.kernels.moe.decode.mainloop import scaled
+from lowlat.kernels.moe.plan import CODE_BYTES, GATE_UP, SCALE_BYTES, ExpertPlan, ExpertShape
+from lowlat.kernels.toolchain import ptx
+from lowlat.kernels.toolchain.numba_cuda import device_function, int64, uint32
+
+__all__ = ["make_fetch", "make_load_inputs"]
+
+
+def make_fetch(shape: ExpertShape, plan: ExpertPlan) -> Any:
+    """A function of a warp's lanes: let a part travel to a stage.
+
+    It takes the lane's place in the stage and its addresses in the words and scales of the first step of all, 16 bytes
+    from lane to lane; the number of the part's first step among those of all tiles of all experts, how many steps the
+    warp has left from there, and the lane.
+    """
+    part, step_bytes, quantised = plan.part, shape.step_bytes, shape.quantised
+    pieces, even = step_bytes // CODE_BYTES, plan.is_even(shape)
+
+    @device_function
+    def fetch(place: Any, words: Any, scales: Any, number: Any, count: Any, lane: Any) -> None:
+        words = words + int64(number) * step_bytes
+        for step in range(part):
+            if even or uint32(step) < count:
+                for piece in range(pieces):
+                    at = step * step_bytes + piece * CODE_BYTES
+                    ptx.copy_async_16_once(uint32(place + uint32(at)), words + at)
+        if quantised:
+            whole = uint32(part) if even else min(uint32(part), count)
+            if lane < uint32(whole * uint32(SCALE_BYTES // 16)):
+                ptx.copy_async_16_once(uint32(place + uint32(part * step_bytes)), scales + int64(number) * SCALE_BYTES)
+
+    return fetch
+
+
+@device_function
+def _lacks(words: Any) -> Any:
+    a, b, c, d, e, f, g, h = words
+    first = lacks_one(a) or lacks_one(b) or lacks_one(c) or lacks_one(d)
+    return first or lacks_one(e) or lacks_one(f) or lacks_one(g) or lacks_one(h)
+
+
+def make_load_inputs(shape: ExpertShape, plan: ExpertPlan, *, awaited: bool) -> Any:
+    """A function of a warp's lanes: a lane's inputs of a part, eight words a step; zeros past the last column.
+
+    Columns of the product that no pair has get another pair's inputs: nobody reads them.
+    awaited  other blocks write them meanwhile, as `awaited` has it
+    """
+    part, depth, most = plan.part, shape.columns, plan.columns - 1
+    whole = plan.is_even(shape) and depth % 64 == 0
+    ranks = shape.ranks if shape.kind == GATE_UP else 1
+    quantised, members_of, pair_of = shape.quantised, make_members_of(plan), make_pair_of(plan)
+    load_words = ptx.load_relaxed_gpu_128 if awaited else ptx.load_global_128
+
+    @device_function
+    def load_half(row: Any, column: Any) -> Any:
+        a, b, c, d = uint32(0), uint32(0), uint32(0), uint32(0)
+        if whole or column < uint32(depth):
+            a, b, c, d = load_words(row + int64(column) * 2)
+        return a, b, c, d
+
+    @device_function
+    def load_step(row: Any, column: Any) -> Any:
+        a, b, c, d = load_half(row, column)
+        e, f, g, h = load_half(row, uint32(column + uint32(32)))
+        return a, b, c, d, e, f, g, h
+
+    @device_function
+    def load_part(row: Any, at: Any) -> Any:
+        one = load_step(row, at)
+        two = load_step(row, uint32(at + uint32(64))) if part > 1 else one
+        three = load_step(row, uint32(at + uint32(128))) if part > 2 else two
+        return one, two, three
+
+    @device_function
+    def as_multiplied(words: Any) -> Any:
+        if not quantised:
+            return words
+        a, b, c, d, e, f, g, h = words
+        return scaled(a), scaled(b), scaled(c), scaled(d), scaled(e), scaled(f), scaled(g), scaled(h)
+
+    @device_function
+    def load_inputs(lists: Any, x: Any, unit: Any, first: Any, lane: Any) -> Any:
+        column = uint32(0)
+        if most:
+            column = uint32(min(uint32(lane >> uint32(2)), uint32(members_of(lists, unit) - uint32(1))))
+        row = x + int64(pair_of(lists, unit, column) // uint32(ranks)) * (2 * depth)
+        at = uint32(first * uint32(64) + (lane & uint32(3)) * uint32(8))
+        one, two, three = load_part(row, at)
+        if awaited:
+            while _lacks(one) or _lacks(two) or _lacks(three):
+                one, two, three = load_part(row, at)
+        return as_multiplied(one), as_multiplied(two), as_multiplied(three)
+
+    return load_inputs

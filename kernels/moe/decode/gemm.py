@@ -1,0 +1,278 @@
+"""The products of a mixture of experts: every expert that a step chose is read once for all pairs that chose it.
+
+A persistent grid shares out the tiles of all units (an expert and up to eight of its pairs) in runs. A block walks its
+run a tile at a time. Its warps share a tile's steps: each has a fixed run of them, whose inputs it holds while a unit
+lasts, and feeds itself through its own pipeline of copies, which runs on across tiles and units; so no warp waits for
+another. A few more add up their sums of a tile in order while they multiply the next ones. The order of
+accumulation depends on the weight's shape alone, and a pair has the same bits whoever shares its expert, in whatever
+column of a unit it stands.
+
+An expert that more than eight pairs chose is several units. Their tiles are read at about the same time: the memory
+delivers them once and the L2 the other times.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from lowlat.kernels.common.handover import Handover
+from lowlat.kernels.moe.decode.copies import make_fetch, make_load_inputs
+from lowlat.kernels.moe.decode.expert_list import make_expert_of, make_members_of
+from lowlat.kernels.moe.decode.mainloop import make_multiply
+from lowlat.kernels.moe.plan import PAD, ExpertPlan, ExpertShape
+from lowlat.kernels.toolchain import ptx
+from lowlat.kernels.toolchain.numba_cuda import device_function, float32, int64, uint32
+
+__all__ = [
+    "Ending",
+    "make_finishing",
+    "make_multiplying",
+    "make_prefetching",
+    "make_total",
+    "nothing_prefetched",
+    "run_of",
+]
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What becomes of a product, as device functions.
+
+    begin   of a tile: load what a pair's value needs at its end, two uint32 that nothing waits for
+    finish  a pair's value of a tile
+    clear   what dead pairs get, by the threads that finish
+    """
+
+    begin: Any
+    finish: Any
+    clear: Any
+
+
+@device_function
+def run_of(units: Any, tiles: Any, block: Any, blocks: Any) -> Any:
+    """A block's run of the tiles of all units: its first unit, the tile in it, and how many tiles the run has."""
+    total = uint32(units * uint32(tiles))
+    each = uint32(total // blocks)
+    longer = uint32(total - each * blocks)  # blocks with a tile more than the others: the first
+    first = uint32(block * each + min(block, longer))
+    unit = uint32(first // uint32(tiles))
+    left = uint32(each + (uint32(1) if block < longer else uint32(0)))
+    return unit, uint32(first - unit * uint32(tiles)), left
+
+
+def make_prefetching(shape: ExpertShape, plan: ExpertPlan) -> tuple[Any, Any]:
+    """Two functions of a warp: where its copies begin in a run, and let the next part travel, if there is one.
+
+    Where copies are: the number of the warp's first step of a tile, tiles left of the unit, the unit, tiles of the run
+    behind it, and the steps of the tile that are behind.
+    """
+    tiles, steps, part, own = shape.tiles, shape.steps, plan.part, plan.steps_a_warp(shape)
+    expert_of, fetch, held = make_expert_of(plan), make_fetch(shape, plan), part == own
+
+    @device_function
+    def begin(lists: Any, run: Any, warp: Any) -> Any:
+        unit, inner, left = run
+        count, number = min(left, uint32(uint32(tiles) - inner)), uint32(0)
+        if left > uint32(0):
+            tile = uint32(expert_of(lists, unit) * uint32(tiles) + inner)
+            number = uint32(tile * uint32(steps) + warp * uint32(own))
+        return number, count, unit, uint32(left - count), uint32(0)
+
+    @device_function
+    def travel(place: Any, lists: Any, words: Any, scales: Any, ahead: Any, warp: Any, lane: Any) -> Any:
+        number, count, unit, left, done = ahead
+        if count > uint32(0):
+            along = int64(lane * uint32(16))
+            rest = _left_of(uint32(warp * uint32(own)), done, steps, own)
+            fetch(place, words + along, scales + along, uint32(number + done), rest, lane)
+            if not held:
+                done = uint32(done + uint32(part))
+            if held or done >= uint32(own):
+                number, count, done = uint32(number + uint32(steps)), uint32(count - uint32(1)), uint32(0)
+                if count == uint32(0):
+                    unit = ptx.varying(uint32(unit + uint32(1)))
+                    number, count, unit, left, done = begin(lists, (unit, uint32(0), left), warp)
+        return number, count, unit, left, done
+
+    return begin, travel
+
+
+@device_function
+def _left_of(first: Any, done: Any, steps: Any, own: Any) -> Any:
+    """Steps that a warp has left of a tile: it has `own` from `first` on, or those that there are."""
+    begin = uint32(first + done)
+    there = uint32(uint32(steps) - begin) if begin < uint32(steps) else uint32(0)
+    return min(there, uint32(uint32(own) - done))
+
+
+@device_function
+def nothing_prefetched(_place: Any, _lists: Any, _words: Any, _scales: Any, ahead: Any, _warp: Any, _lane: Any) -> Any:
+    """What travels behind the last product's parts, or behind one whose successor fills its pipeline itself."""
+    return ahead
+
+
+def make_multiplying(
+    shape: ExpertShape,
+    plan: ExpertPlan,
+    handover: Handover,
+    stage_bytes: int,
+    prefetch_behind: Any,
+    *,
+    awaited: bool = False,
+) -> tuple[Any, Any]:
+    """Two functions of the warps that multiply: fill a warp's pipeline, and multiply its steps of all tiles of a run.
+
+    Sums are left to who finishes. Where the run has no more parts, those of the product behind it travel in their
+    stead, so that their first ones are there when it begins; it begins with the stage that the first one leaves off at.
+
+    stage_bytes    from a stage to the next one
+    prefetch_behind  as `make_prefetching` makes it, of the product behind; or `nothing_prefetched`
+    awaited        other blocks write the inputs meanwhile, as `awaited` has it
+    """
+    tiles, steps, part, own, stages = shape.tiles, shape.steps, plan.part, plan.steps_a_warp(shape), plan.stages
+    words_bytes, sum_bytes, area_bytes = part * shape.step_bytes, plan.sum_bytes, plan.area_bytes
+    held = part == own  # inputs stay while a unit lasts
+    next_part = _make_next_part(shape, plan, prefetch_behind)
+    load_inputs, multiply = make_load_inputs(shape, plan, awaited=awaited), make_multiply(shape, plan)
+    store_sums, await_free, give, after = _make_store_sums(plan), handover.await_free, handover.give, handover.after
+    wait_for_copies = ptx.copies_wait(stages - 1)
+
+    @device_function
+    def place_of(base: Any, warp: Any, lane: Any) -> Any:
+        return uint32(base + warp * uint32(stages * stage_bytes) + lane * uint32(16))
+
+    @device_function
+    def fill(base: Any, lists: Any, weights: Any, ahead: Any, behind: Any, warp: Any, lane: Any) -> Any:
+        mine = place_of(base, warp, lane)
+        for stage in range(stages):
+            place = uint32(mine + uint32(stage * stage_bytes))
+            ahead, behind = next_part(place, lists, weights, ahead, behind, warp, lane)
+        return ahead, behind
+
+    @device_function
+    def multiply_run(
+        base: Any, areas: Any, barriers: Any, lists: Any, weights: Any, x: Any, run: Any, ahead: Any, behind: Any,
+        stage: Any, warp: Any, lane: Any,
+    ) -> Any:  # fmt: skip
+        none, mine, first = uint32(0), place_of(base, warp, lane), uint32(warp * uint32(own))
+        to_scales = uint32((lane >> uint32(2)) * uint32(4) + uint32(words_bytes) - lane * uint32(16))
+        place = uint32((lane & uint32(3)) * uint32(2 * PAD * 4) + (lane >> uint32(2)) * uint32(4))
+        sums_at = uint32(areas + warp * uint32(sum_bytes) + place)
+        unit, inner, left = run
+        area, parity = none, uint32(1)
+        while left > none:
+            count = min(left, uint32(uint32(tiles) - inner))
+            left, inner = uint32(left - count), none
+            if held:
+                inputs = load_inputs(lists, x, unit, first, lane)
+            while count > none:
+                zero, done = float32(0), none
+                sums = (zero, zero, zero, zero)
+                while done < uint32(own):
+                    if not held:
+                        inputs = load_inputs(lists, x, unit, uint32(first + done), lane)
+                    here = uint32(mine + stage * uint32(stage_bytes))
+                    wait_for_copies()
+                    ptx.sync_warp()
+                    rest = _left_of(first, done, steps, own)
+                    sums = multiply(sums, here, uint32(here + to_scales), inputs, rest)
+                    ptx.sync_warp()
+                    ahead, behind = next_part(here, lists, weights, ahead, behind, warp, lane)
+                    stage = uint32(stage + uint32(1))
+                    if stage == uint32(stages):
+                        stage = none
+                    done = uint32(done + uint32(part))
+                await_free(barriers, area, parity)
+                store_sums(uint32(sums_at + area * uint32(area_bytes)), lane, sums)
+                give(barriers, area, lane)
+                area, parity = after(area, parity)
+                count = uint32(count - uint32(1))
+            unit = uint32(unit + uint32(1))
+        return behind, stage
+
+    return fill, multiply_run
+
+
+def _make_next_part(shape: ExpertShape, plan: ExpertPlan, prefetch_behind: Any) -> Any:
+    """A function of a warp: let the next part travel, or where none is left, the next one of the product behind."""
+    _, travel = make_prefetching(shape, plan)
+
+    @device_function
+    def next_part(place: Any, lists: Any, weights: Any, ahead: Any, behind: Any, warp: Any, lane: Any) -> Any:
+        words, scales, words_behind, scales_behind = weights
+        if ahead[1] > uint32(0):
+            ahead = travel(place, lists, words, scales, ahead, warp, lane)
+        else:
+            behind = prefetch_behind(place, lists, words_behind, scales_behind, behind, warp, lane)
+        ptx.copies_commit()
+        return ahead, behind
+
+    return next_part
+
+
+def make_finishing(
+    shape: ExpertShape, plan: ExpertPlan, epilogue: Ending, handover: Handover, first_thread: int
+) -> Any:
+    """A function of the warps that finish: add up the others' sums, and hand each pair's values to the epilogue."""
+    tiles, values, area_bytes = shape.tiles, shape.values, plan.area_bytes
+    members_of, begin, finish = make_members_of(plan), epilogue.begin, epilogue.finish
+    await_full, release, after = handover.await_full, handover.release, handover.after
+    lanes = plan.finishing * 32
+    rounds = -(-plan.columns * values // lanes)
+
+    @device_function
+    def finish_run(
+        areas: Any, barriers: Any, lists: Any, bias: Any, out: Any, run: Any, thread: Any, limit: Any, alpha: Any
+    ) -> None:
+        index = uint32(thread - uint32(first_thread))
+        unit, inner, left = run
+        area, parity = uint32(0), uint32(0)
+        while left > uint32(0):
+            members, source = members_of(lists, unit), uint32(areas + area * uint32(area_bytes))
+            for turn in range(rounds):
+                number = uint32(index + uint32(turn * lanes))
+                value, place = uint32(number % uint32(values)), uint32(number // uint32(values))
+                first, second = uint32(0), uint32(0)
+                if place < members:
+                    first, second = begin(lists, bias, unit, inner, place, value)
+                if turn == 0:
+                    await_full(barriers, area, parity)
+                if place < members:
+                    finish(lists, source, out, unit, inner, place, value, first, second, limit, alpha)
+            release(barriers, area, uint32(index & uint32(31)))
+            area, parity = after(area, parity)
+            inner, left = uint32(inner + uint32(1)), uint32(left - uint32(1))
+            if inner == uint32(tiles):
+                inner, unit = uint32(0), uint32(unit + uint32(1))
+
+    return finish_run
+
+
+def _make_store_sums(plan: ExpertPlan) -> Any:
+    """A function: a lane's sums of a tile to their places, [pair][16 rows], of the columns that pairs may have."""
+    columns = plan.columns
+
+    @device_function
+    def store_sums(place: Any, lane: Any, sums: Any) -> None:
+        if (lane & uint32(3)) * uint32(2) < uint32(columns):
+            ptx.store_shared_f32(place, sums[0])
+            ptx.store_shared_f32(place + uint32(32), sums[2])
+            if columns > 1:
+                ptx.store_shared_f32(place + uint32(PAD * 4), sums[1])
+                ptx.store_shared_f32(place + uint32(PAD * 4 + 32), sums[3])
+
+    return store_sums
+
+
+def make_total(plan: ExpertPlan) -> Any:
+    """A function: the warps' sums of a pair's row of a tile, added in order."""
+    sum_bytes, warps = plan.sum_bytes, plan.warps
+
+    @device_function
+    def total_of(area: Any, place: Any, row: Any) -> Any:
+        at = area + (place * uint32(PAD) + row) * uint32(4)
+        total = ptx.load_shared_f32(at)
+        for warp in range(1, warps):
+            total = ptx.add_rn(total, ptx.load_shared_f32(at + uint32(warp * sum_bytes)))
+        return total
+
+    return total_of

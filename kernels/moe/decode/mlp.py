@@ -1,0 +1,237 @@
+"""A mixture of experts of the rows that choose: gate and up products, the clamped SwiGLU, the weighed down products,
+and their sum into the residual stream.
+
+All is one launch, which may begin while the router still runs: logits are awaited, so that weights travel as soon as a
+block knows its experts. Every block has a run of the tiles of both products, and parts of the sum. A tile of the second
+product needs what many blocks compute in the first, as the sum does of the second, and awaits it word by word
+(`awaited`); so all blocks must be on the card at once. Weights of the second product travel while the last tiles of the
+first are multiplied, or where there is a single row, behind them. `experts_product` tells how a product is computed.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+from lowlat.errors import ShapeError
+from lowlat.kernels.common.handover import BARRIER_BYTES, make_handover
+from lowlat.kernels.moe.decode.expert_list import make_list_units
+from lowlat.kernels.moe.decode.gemm import (
+    make_finishing,
+    make_multiplying,
+    make_prefetching,
+    nothing_prefetched,
+    run_of,
+)
+from lowlat.kernels.moe.decode.mlp_plan import Pair, plan_pair
+from lowlat.kernels.moe.decode.rank_sum import make_sum_rows
+from lowlat.kernels.moe.decode.swiglu_epilogue import make_swiglu
+from lowlat.kernels.moe.decode.topk_routing import Choice, make_choose, make_publish
+from lowlat.kernels.moe.decode.weighing_epilogue import make_weighing
+from lowlat.kernels.moe.packing import PackedExperts
+from lowlat.kernels.moe.plan import DOWN, GATE_UP, ExpertShape, parts_of
+from lowlat.kernels.reference.shapes import check_shape
+from lowlat.kernels.rows.norm import check_dtype
+from lowlat.kernels.toolchain import ptx
+from lowlat.kernels.toolchain.kernel import H200, Card, Kernel, KernelCall, examples_for
+from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, types, uint32
+
+__all__ = ["examples", "experts_mlp"]
+
+
+def experts_mlp(
+    *,
+    x: torch.Tensor,
+    choice: Choice,
+    gate_up: PackedExperts,
+    gate_up_bias: torch.Tensor,
+    down: PackedExperts,
+    down_bias: torch.Tensor,
+    expert_ids: torch.Tensor,
+    expert_weights: torch.Tensor,
+    activated: torch.Tensor,
+    partials: torch.Tensor,
+    residual: torch.Tensor,
+    total: torch.Tensor,
+    limit: float,
+    alpha: float,
+    early: bool = False,
+    card: Card = H200,
+    plan: Pair | None = None,
+) -> list[KernelCall]:
+    """Each row's experts, and what they add to the residual stream, in one launch for each 64 rows.
+
+    x               [M, K]      bf16; with MXFP4 magnitudes below 2**64
+    choice          by what rows choose their experts
+    gate_up         [E, 2I, K]  packed in the order of `gate_up_permutation`
+    gate_up_bias    [E, 2I]     bf16, in the weight's order
+    down            [E, N, I]   packed
+    down_bias       [E, N]      bf16
+    expert_ids      [M, R]      int32    out: largest logit first; -1 dead
+    expert_weights  [M, R]      float32  out: shares, which sum to 1; 0 where dead
+    activated       [M, R, I]   bf16     out: (up + 1) * gate * sigmoid(alpha * gate), the gate at most `limit`, up
+                                         within +-`limit`; in float32, rounded once; zero where dead
+    partials        [M, R, N]   float32  out: share * (down @ activated + bias), every product and sum rounded by
+                                         itself; zero where dead
+    residual        [M, N]      bf16
+    total           [M, N]      bf16     out: residual + the sum of the partials from the first rank on
+    early           logits are awaited while the kernel before still writes them: they must have been filled with
+                    `awaited.MISSING` before the kernel before that one has ended
+    card            what it runs on: all blocks must be on it at once, one a multiprocessor
+    plan            how to cut both products; None: `plan_pair`'s
+    activated and partials must be filled with `awaited.MISSING` before: blocks await there what others compute.
+    It lets the next kernel start only when the kernel before it has ended: what was written before it is settled then.
+    Time: the distinct experts' bytes over the memory's bandwidth. Captured: yes.
+    Raises ShapeError for shapes that do not fit.
+    """
+    rows, ranks = expert_ids.shape
+    choice.check(rows, ranks, gate_up.num_experts)
+    _check_weights(gate_up, gate_up_bias, down, down_bias)
+    check_shape("x", x, rows, gate_up.columns)
+    check_shape("expert_weights", expert_weights, rows, ranks)
+    check_shape("activated", activated, rows, ranks, down.columns)
+    check_shape("partials", partials, rows, ranks, down.rows)
+    check_shape("residual", residual, rows, down.rows)
+    check_shape("total", total, rows, down.rows)
+    check_dtype(torch.bfloat16, x=x, activated=activated, residual=residual, total=total)
+    check_dtype(torch.float32, expert_weights=expert_weights, partials=partials)
+    check_dtype(torch.int32, expert_ids=expert_ids)
+    up_scales, down_scales = (0 if each.scales is None else each.scales for each in (gate_up, down))
+    up_shape, down_shape = (
+        ExpertShape(kind, each.rows, each.columns, ranks, each.scales is not None)
+        for kind, each in ((GATE_UP, gate_up), (DOWN, down))
+    )
+    calls = []
+    for part, count in parts_of(rows, ranks):
+        pair = plan or plan_pair(count, up_shape, down_shape, card)
+        arguments = (
+            *(gate_up.words, up_scales, gate_up_bias, down.words, down_scales, down_bias),
+            *(x[part], *choice.of(part), expert_ids[part], expert_weights[part], activated[part], partials[part]),
+            *(residual[part], total[part], count * ranks, int(early), limit, alpha),
+        )
+        calls.append(KernelCall(_make(pair, choice.num_experts), (pair.up_plan.num_blocks, 1, 1), arguments))
+    return calls
+
+
+def _check_weights(
+    gate_up: PackedExperts, gate_up_bias: torch.Tensor, down: PackedExperts, down_bias: torch.Tensor
+) -> None:
+    check_shape("gate_up_bias", gate_up_bias, gate_up.num_experts, gate_up.rows)
+    check_shape("down_bias", down_bias, gate_up.num_experts, down.rows)
+    check_dtype(torch.bfloat16, gate_up_bias=gate_up_bias, down_bias=down_bias)
+    follows = gate_up.rows == 2 * down.columns and gate_up.num_experts == down.num_experts
+    if not follows or any(width % 8 for width in (gate_up.columns, down.columns, down.rows)):
+        raise ShapeError(
+            f"experts_mlp: {down.num_experts} down matrices {down.rows} by {down.columns} do not follow "
+            f"{gate_up.num_experts} gate_up matrices {gate_up.rows} by {gate_up.columns}, whose widths must be "
+            "multiples of 8"
+        )
+
+
+@cache
+def _make(pair: Pair, num_experts: int) -> Kernel:
+    up, down, first, second = pair.up, pair.down, pair.up_plan, pair.down_plan
+    name = (
+        f"experts_mlp_{up.rows}x{up.columns}x{down.rows}x{up.ranks}_"
+        f"{'mxfp4' if up.quantised else 'bf16'}{'mxfp4' if down.quantised else 'bf16'}_"
+        f"{first.columns}x{first.capacity}x{first.warps}x{second.warps}x{first.finishing}x{first.part}x{second.part}"
+        f"x{first.stages}{'' if pair.overlaps else '_apart'}{'' if first.patient else '_awake'}_e{num_experts}"
+    )
+    signature = (*(types.int64,) * 17, types.float32, types.float32)
+    function, shared_bytes = _kernel(pair, num_experts), pair.places[-1]
+    return Kernel(name, function, signature, pair.whole.threads, 1, shared_bytes, most_blocks=1)
+
+
+def _kernel(pair: Pair, num_experts: int) -> Callable[..., None]:
+    up, down, first, second, whole = pair.up, pair.down, pair.up_plan, pair.down_plan, pair.whole
+    up_tiles, down_tiles, warps, stages = up.tiles, down.tiles, pair.warps, first.stages
+    up_areas_at, down_areas_at, lists_at, barriers_at, _ = pair.places
+    up_sums = make_handover(stages, first.warps, first.finishing, patient=first.patient)
+    down_sums = make_handover(stages, second.warps, second.finishing, patient=second.patient)
+    (up_begin, _), (down_begin, down_prefetch) = make_prefetching(up, first), make_prefetching(down, second)
+    overlaps, stage_bytes = pair.overlaps, pair.stage_bytes
+    fill, multiply_up = make_multiplying(
+        up, first, up_sums, stage_bytes, down_prefetch if overlaps else nothing_prefetched
+    )
+    fill_down, multiply_down = make_multiplying(down, second, down_sums, stage_bytes, nothing_prefetched, awaited=True)
+    swiglu, weighing = make_swiglu(up, first), make_weighing(down, second)
+    finish_up = make_finishing(up, first, swiglu, up_sums, warps * 32)
+    finish_down = make_finishing(down, second, weighing, down_sums, warps * 32)
+    clear_up, clear_down, begin_up, begin_down = swiglu.clear, weighing.clear, up_sums.begin, down_sums.begin
+    choose, publish = make_choose(whole, up.ranks, num_experts), make_publish(whole)
+    list_units, wait_for_all = make_list_units(whole), ptx.copies_wait(0)
+    up_warps, down_warps, ranks = first.warps, second.warps, up.ranks
+    sum_rows = make_sum_rows(down.rows, ranks, first.finishing)
+
+    @device_function
+    def none_left(run: Any, takes_part: Any) -> Any:
+        unit, inner, left = run
+        return unit, inner, left if takes_part else uint32(0)
+
+    def experts_mlp(
+        words: Any, scales: Any, bias: Any, down_words: Any, down_scales: Any, down_bias: Any, x: Any, logits: Any,
+        row_live: Any, ids: Any, shares: Any, activated: Any, partials: Any, residual: Any, total: Any,
+        count: Any, early: Any, limit: Any, alpha: Any,
+    ) -> None:  # fmt: skip
+        base = ptx.varying(ptx.shared_address(cuda.shared.array(shape=0, dtype=float32)))
+        thread, block, blocks = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x), uint32(cuda.gridDim.x)
+        lane, warp = uint32(thread & uint32(31)), uint32(thread >> uint32(5))
+        up_areas, down_areas = uint32(base + uint32(up_areas_at)), uint32(base + uint32(down_areas_at))
+        lists, up_barriers = uint32(base + uint32(lists_at)), uint32(base + uint32(barriers_at))
+        down_barriers = uint32(up_barriers + uint32(stages * BARRIER_BYTES))
+        if thread == uint32(0):
+            begin_up(up_barriers)
+            begin_down(down_barriers)
+        if early == int64(0):
+            ptx.wait_for_previous_kernel()
+        choose(lists, logits, row_live, count, thread)
+        units = list_units(lists, count, thread)
+        up_run, down_run = run_of(units, up_tiles, block, blocks), run_of(units, down_tiles, block, blocks)
+        if warp < uint32(warps):
+            up_run = none_left(up_run, warp < uint32(up_warps))
+            down_run = none_left(down_run, warp < uint32(down_warps))
+            weights = words, scales, down_words, down_scales
+            ahead, behind = up_begin(lists, up_run, warp), down_begin(lists, down_run, warp)
+            ahead, behind = fill(base, lists, weights, ahead, behind, warp, lane)
+            ptx.wait_for_previous_kernel()
+            ptx.let_next_kernel_start()
+            behind, stage = multiply_up(
+                base, up_areas, up_barriers, lists, weights, x, up_run, ahead, behind, uint32(0), warp, lane
+            )
+            weights = down_words, down_scales, down_words, down_scales
+            if not overlaps:
+                behind, _ = fill_down(base, lists, weights, behind, behind, warp, lane)
+                stage = uint32(0)
+            multiply_down(
+                base, down_areas, down_barriers, lists, weights, activated, down_run, behind, behind, stage, warp, lane
+            )
+            wait_for_all()
+        else:
+            ptx.wait_for_previous_kernel()
+            ptx.let_next_kernel_start()
+            own = uint32(thread - uint32(warps * 32))
+            clear_up(lists, activated, count, own)
+            clear_down(lists, partials, count, own)
+            finish_up(up_areas, up_barriers, lists, bias, activated, up_run, thread, limit, alpha)
+            finish_down(down_areas, down_barriers, lists, down_bias, partials, down_run, thread, limit, alpha)
+            sum_rows(partials, residual, total, uint32(count // int64(ranks)), own)
+        publish(lists, ids, shares, count, thread)
+
+    return experts_mlp
+
+
+def examples(card: Card = H200) -> list[Kernel]:
+    """Representative specialisations, as a card has them: gpt-oss in MXFP4 and bf16, 1 to 64 rows, an odd shape."""
+    made = []
+    cases = (
+        (64, (5760, 2880, 2880), 4, True, 128),
+        (1, (5760, 2880, 2880), 4, True, 128),
+        (4, (5760, 2880, 2880), 4, False, 128),
+        (3, (192, 96, 104), 2, True, 5),
+    )
+    for rows, (width, inner, hidden), ranks, quantised, num_experts in examples_for(card, cases, 1):
+        up = ExpertShape(GATE_UP, width, hidden, ranks, quantised)
+        down = ExpertShape(DOWN, hidden, inner, ranks, quantised)
+        made.append(_make(plan_pair(rows, up, down, card), num_experts))
+    return made

@@ -1,0 +1,83 @@
+"""How both products of a mixture of experts are cut to share the blocks of one launch. It knows no kernel."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lowlat.errors import ShapeError
+from lowlat.kernels.common.handover import BARRIER_BYTES
+from lowlat.kernels.moe.plan import ExpertPlan, ExpertShape, plan_experts
+from lowlat.kernels.toolchain.kernel import Card
+
+__all__ = ["Pair", "plan_pair"]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Shapes and plans of both products, which share a block's threads, its lists and its pipelines.
+
+    overlaps  weights of the second product travel while the last ones of the first are multiplied
+    """
+
+    up: ExpertShape
+    down: ExpertShape
+    up_plan: ExpertPlan
+    down_plan: ExpertPlan
+    overlaps: bool
+
+    @property
+    def warps(self) -> int:
+        """That multiply in one of the products at least."""
+        return max(self.up_plan.warps, self.down_plan.warps)
+
+    @property
+    def whole(self) -> ExpertPlan:
+        """The plan of what is neither product's own: the lists and the block's threads."""
+        return replace(self.up_plan, warps=self.warps)
+
+    @property
+    def stage_bytes(self) -> int:
+        """Of a warp, for a part of either product."""
+        return max(self.up_plan.stage_bytes(self.up), self.down_plan.stage_bytes(self.down))
+
+    @property
+    def places(self) -> tuple[int, int, int, int, int]:
+        """Of both products' areas, the lists, the barriers, and the end of all, in bytes."""
+        stages = self.up_plan.stages
+        first = self.warps * stages * self.stage_bytes
+        second = first + stages * self.up_plan.area_bytes
+        lists = second + stages * self.down_plan.area_bytes
+        barriers = lists + self.whole.list_bytes
+        return first, second, lists, barriers, barriers + 2 * stages * BARRIER_BYTES
+
+
+def plan_pair(
+    rows: int, up: ExpertShape, down: ExpertShape, card: Card, *, warps: int | None = None, stages: int | None = None
+) -> Pair:
+    """The plans of both products for M rows: as `plan_experts` has them, in as much of the room as leaves the rest.
+
+    warps, stages  as `plan_experts` has them, of both products
+    Raises ShapeError as `plan_experts` does.
+    """
+    room = card.shared_bytes
+    while True:
+        try:
+            left = replace(card, shared_bytes=room)
+            first, second = (plan_experts(rows, each, left, warps=warps, stages=stages) for each in (up, down))
+        except ShapeError as error:
+            if room == card.shared_bytes:
+                raise
+            raise ShapeError(
+                f"both products of experts for {rows} rows do not fit the {card.shared_bytes} bytes of shared memory "
+                "that a block may have"
+            ) from error
+        common: dict[str, Any] = {
+            "finishing": max(first.finishing, second.finishing),
+            "num_blocks": max(first.num_blocks, second.num_blocks),
+            "stages": min(first.stages, second.stages),
+        }
+        # a single row's weights are so few that those of the second product would only delay the last of the first
+        pair = Pair(up, down, replace(first, **common), replace(second, **common), overlaps=first.columns > 1)
+        excess = pair.places[-1] - card.shared_bytes
+        if excess <= 0:
+            return pair
+        room -= excess

@@ -1,0 +1,91 @@
+"""What a mixture of experts adds to the residual stream: each row's weighed products, from the first rank to the last.
+
+Every sum is rounded by itself, as the reference has it. It knows neither who writes the products nor what becomes of
+the sum.
+"""
+
+from typing import Any
+
+from lowlat.kernels.common.norm_math import high_value, low_value
+from lowlat.kernels.common.sentinels import is_missing
+from lowlat.kernels.toolchain import ptx
+from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, uint32
+
+__all__ = ["make_sum_rows"]
+
+TOGETHER = 4  # ranks whose loads are under way at once
+
+
+def make_sum_rows(width: int, chosen: int, warps: int) -> Any:
+    """A function of some warps of every block: residual plus ranks of all rows, while others still write the ranks'.
+
+    It takes addresses of partials [M, R, N], residual and total [M, N], how many rows there are, and the number of the
+    thread among those of these warps. Partials are awaited, as `awaited` has it.
+    """
+    add_ranks, chunks = _make_add_ranks(width, chosen), width // 8
+    parts = -(-chunks // 32)  # of a row
+
+    @device_function
+    def sum_rows(partials: Any, residual: Any, total: Any, rows: Any, thread: Any) -> None:
+        blocks, lane = uint32(cuda.gridDim.x), uint32(thread & uint32(31))
+        # the last blocks first: they have no more tiles than others
+        part = uint32((thread >> uint32(5)) * blocks + blocks - uint32(1) - uint32(cuda.blockIdx.x))
+        while part < rows * uint32(parts):
+            row = uint32(part // uint32(parts))
+            chunk = uint32((part - row * uint32(parts)) * uint32(32) + lane)
+            if chunk < uint32(chunks):
+                place = int64(row) * int64(width * 2) + int64(chunk) * int64(16)
+                old = ptx.load_global_128_l2(residual + place)
+                at = partials + int64(row) * int64(4 * chosen * width) + int64(chunk) * int64(32)
+                a, b, c, d = add_ranks(old, at)
+                ptx.store_global_128(total + place, a, b, c, d)
+            part = uint32(part + uint32(warps) * blocks)
+
+    return sum_rows
+
+
+def _make_add_ranks(width: int, chosen: int) -> Any:
+    """A function: 8 columns of a row's residual plus what its ranks add, as four words."""
+    num_values = 8 * TOGETHER
+
+    @device_function
+    def load_ranks(words: Any, place: Any, start: Any) -> None:
+        """TOGETHER ranks from one on, whose loads are under way at once."""
+        for rank in range(TOGETHER):
+            if start + rank < chosen:
+                at = place + int64((start + rank) * 4 * width)
+                for half in range(2):
+                    a, b, c, d = ptx.load_relaxed_gpu_128(at + int64(16 * half))
+                    first = 8 * rank + 4 * half
+                    words[first], words[first + 1], words[first + 2], words[first + 3] = a, b, c, d
+
+    @device_function
+    def lacks_one(words: Any, start: Any) -> Any:
+        lacks = False
+        for rank in range(TOGETHER):
+            if start + rank < chosen:
+                for k in range(8):
+                    lacks = lacks or is_missing(words[8 * rank + k])
+        return lacks
+
+    @device_function
+    def add_ranks(old: Any, place: Any) -> Any:
+        sums, words = cuda.local.array(8, float32), cuda.local.array(num_values, uint32)
+        for k in range(8):
+            sums[k] = float32(0)
+        for start in range(0, chosen, TOGETHER):
+            load_ranks(words, place, start)
+            while lacks_one(words, start):
+                load_ranks(words, place, start)
+            for rank in range(TOGETHER):
+                if start + rank < chosen:
+                    for k in range(8):
+                        sums[k] = ptx.add_rn(sums[k], ptx.float_of_bits(words[8 * rank + k]))
+        return (
+            ptx.bf16_pair(ptx.add_rn(low_value(old[0]), sums[0]), ptx.add_rn(high_value(old[0]), sums[1])),
+            ptx.bf16_pair(ptx.add_rn(low_value(old[1]), sums[2]), ptx.add_rn(high_value(old[1]), sums[3])),
+            ptx.bf16_pair(ptx.add_rn(low_value(old[2]), sums[4]), ptx.add_rn(high_value(old[2]), sums[5])),
+            ptx.bf16_pair(ptx.add_rn(low_value(old[3]), sums[6]), ptx.add_rn(high_value(old[3]), sums[7])),
+        )
+
+    return add_ranks

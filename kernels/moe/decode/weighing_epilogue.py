@@ -1,0 +1,52 @@
+"""The weighing of experts' down values, as they come out of the second product of a mixture."""
+
+from typing import Any
+
+from lowlat.kernels.moe.decode.expert_list import make_chosen, make_expert_of, make_pair_of, make_share_of
+from lowlat.kernels.moe.decode.gemm import Ending, make_total
+from lowlat.kernels.moe.plan import ExpertPlan, ExpertShape
+from lowlat.kernels.toolchain import ptx
+from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, uint32
+
+__all__ = ["make_weighing"]
+
+
+def make_weighing(shape: ExpertShape, plan: ExpertPlan) -> Ending:
+    """What becomes of down's values: products [M, R, N] float32 times their shares, whose sum others await."""
+    rows, expert_of, pair_of, total_of = shape.rows, make_expert_of(plan), make_pair_of(plan), make_total(plan)
+    share_of = make_share_of(plan)
+
+    @device_function
+    def begin(lists: Any, bias: Any, unit: Any, tile: Any, place: Any, value: Any) -> Any:
+        row, own = int64(tile) * 16 + int64(value), uint32(0)
+        if row < rows:
+            own = ptx.load_global_u16(bias + (int64(expert_of(lists, unit)) * rows + row) * 2)
+        return own, ptx.bits_of_float(share_of(lists, pair_of(lists, unit, place)))
+
+    @device_function
+    def finish(
+        lists: Any, area: Any, out: Any, unit: Any, tile: Any, place: Any, value: Any, first: Any, second: Any,
+        _limit: Any, _alpha: Any,
+    ) -> None:  # fmt: skip
+        row = int64(tile) * 16 + int64(value)
+        if row < rows:
+            pair = pair_of(lists, unit, place)
+            total = ptx.add_rn(total_of(area, place, value), ptx.float_of_bits(first << uint32(16)))
+            at = out + (int64(pair) * rows + row) * 4
+            ptx.store_relaxed_gpu_f32(at, ptx.mul_rn(ptx.float_of_bits(second), total))
+
+    return Ending(begin, finish, _make_clear(shape, plan.finishing * 32))
+
+
+def _make_clear(shape: ExpertShape, threads: int) -> Any:
+    """A function: zeros for the dead pairs, each from one block."""
+    rows, chosen = shape.rows, make_chosen()
+
+    @device_function
+    def clear(lists: Any, out: Any, count: Any, thread: Any) -> None:
+        for pair in range(uint32(cuda.blockIdx.x), uint32(count), uint32(cuda.gridDim.x)):
+            if not chosen(lists, pair):
+                for row in range(thread, uint32(rows), uint32(threads)):
+                    ptx.store_relaxed_gpu_f32(out + (int64(pair) * rows + int64(row)) * 4, float32(0))
+
+    return clear

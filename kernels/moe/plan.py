@@ -1,0 +1,203 @@
+"""How the products of a mixture of experts are cut, and the constants that their parts share. It knows no kernel."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lowlat.errors import ShapeError
+from lowlat.kernels.common.handover import BARRIER_BYTES
+from lowlat.kernels.toolchain.kernel import Card
+
+__all__ = [
+    "CODE_BYTES",
+    "DOWN",
+    "GATE_UP",
+    "MAX_PAIRS",
+    "PAD",
+    "SCALE_BYTES",
+    "ExpertPlan",
+    "ExpertShape",
+    "parts_of",
+    "plan_experts",
+    "rows_a_launch",
+    "warps_of",
+]
+
+GATE_UP, DOWN = "gate_up", "down"
+CODE_BYTES, SCALE_BYTES = 512, 32  # of a tile of 16 rows by 64 columns in MXFP4
+BF16_BYTES = 2048  # of the same tile in bf16
+MAX_PAIRS = 256  # of a row and a rank, in one launch: each has a thread while they are listed
+MAX_COLUMNS = 8  # of a tile of mma
+PAD = 20  # floats from one pair's partial sums to the next one's
+MOST_WARPS = 15  # that multiply
+LEAST_WARPS = 7
+MOST_PART = 3  # steps whose inputs a thread holds
+MOST_STAGES = 2  # parts under way; more only queue up before the memory
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    """Weights [E, rows, columns] and what follows their product.
+
+    kind       GATE_UP or DOWN
+    ranks      experts a row
+    quantised  MXFP4, else bf16
+    """
+
+    kind: str
+    rows: int
+    columns: int
+    ranks: int
+    quantised: bool
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of 16 rows."""
+        return -(-self.rows // 16)
+
+    @property
+    def steps(self) -> int:
+        """Steps of 64 columns."""
+        return -(-self.columns // 64)
+
+    @property
+    def values(self) -> int:
+        """Of a pair, from a tile: a row's, or those of a gate and an up row together."""
+        return 8 if self.kind == GATE_UP else 16
+
+    @property
+    def step_bytes(self) -> int:
+        """Of a tile's words of one step."""
+        return CODE_BYTES if self.quantised else BF16_BYTES
+
+
+@dataclass(frozen=True)
+class ExpertPlan:
+    """How a product is cut: nothing but `warps` changes any bit of the result.
+
+    columns     pairs that one reading of an expert's weights serves: 1, 2, 4 or 8
+    capacity    pairs that a block can list: a multiple of 4
+    warps       that multiply: each has an equal run of a tile's steps
+    finishing   warps that finish a tile, a value a lane or several
+    part        steps of a tile that travel together: all that a warp has, or fewer
+    stages      parts under way, of each warp; and areas of sums: one is added up while the others fill
+    num_blocks  of the grid
+    patient     a warp that waits for sums may be put to sleep, which a card must be able to
+    """
+
+    columns: int
+    capacity: int
+    warps: int
+    finishing: int
+    part: int
+    stages: int
+    num_blocks: int
+    patient: bool
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return (self.warps + self.finishing) * 32
+
+    @property
+    def sum_bytes(self) -> int:
+        """One warp's partial sums of a tile."""
+        return self.columns * PAD * 4
+
+    @property
+    def area_bytes(self) -> int:
+        """All warps' partial sums of a tile."""
+        return self.warps * self.sum_bytes
+
+    @property
+    def shares_at(self) -> int:
+        """Bytes from the lists' begin, where the pairs' ids are, to their shares."""
+        return self.capacity * 4 * (3 + self.columns)
+
+    @property
+    def list_bytes(self) -> int:
+        """The lists of pairs: ids, leaders, units, each unit's pairs, and the pairs' shares."""
+        return self.shares_at + self.capacity * 4
+
+    def steps_a_warp(self, shape: ExpertShape) -> int:
+        """Of a tile: warp w has the steps from w times so many on, the last ones fewer or none."""
+        return -(-shape.steps // self.warps)
+
+    def is_even(self, shape: ExpertShape) -> bool:
+        """Whether every warp has the same steps, and every part is whole."""
+        return shape.steps % (self.warps * self.part) == 0
+
+    def stage_bytes(self, shape: ExpertShape) -> int:
+        """One part of a warp's steps: their words, then their scales."""
+        return self.part * (shape.step_bytes + (SCALE_BYTES if shape.quantised else 0))
+
+    def ring_bytes(self, shape: ExpertShape) -> int:
+        """All stages of a warp."""
+        return self.stages * self.stage_bytes(shape)
+
+    def shared_bytes(self, shape: ExpertShape) -> int:
+        """Dynamic shared memory of a block."""
+        areas = self.stages * (self.area_bytes + BARRIER_BYTES)
+        return self.warps * self.ring_bytes(shape) + areas + self.list_bytes
+
+
+def rows_a_launch(ranks: int, limit: int = 64) -> int:
+    """The most rows of one launch. Raises ShapeError for more ranks than a launch has pairs."""
+    if not 0 < ranks <= MAX_PAIRS:
+        raise ShapeError(f"{ranks} experts a row; at most {MAX_PAIRS}")
+    return min(limit, MAX_PAIRS // ranks)
+
+
+def warps_of(steps: int) -> int:
+    """The warps that multiply: so many that none has more steps than with most warps."""
+    return max(LEAST_WARPS, -(-steps // -(-steps // MOST_WARPS)))
+
+
+def plan_experts(
+    rows: int,
+    shape: ExpertShape,
+    card: Card,
+    *,
+    warps: int | None = None,
+    stages: int | None = None,
+) -> ExpertPlan:
+    """The plan for M rows: a block a multiprocessor, and parts of all steps that a warp has, if they fit.
+
+    rows    M, at most `rows_a_launch`
+    warps   None: `warps_of` the steps; another number gives other bits
+    stages  None: as many as fit, and at most so many as pay
+    Raises ShapeError for a card whose blocks have too little shared memory, or threads that cannot list the pairs.
+    """
+    capacity = 4
+    while capacity < rows * shape.ranks:
+        capacity *= 2
+    if warps is None:
+        warps = warps_of(shape.steps)
+    columns = 1
+    while columns < min(rows, MAX_COLUMNS):
+        columns *= 2
+    finishing = -(-columns * shape.values // 32)
+    if card.capability[0] not in (9, 10):  # where 16 warps leave registers enough, and 17 do not
+        finishing = 1
+    threads = (warps + finishing) * 32
+    if capacity > min(MAX_PAIRS, threads):
+        raise ShapeError(f"{rows} rows of {shape.ranks} experts; {threads} threads list no more pairs than they are")
+    num_blocks, patient = min(rows * shape.ranks * shape.tiles, card.num_multiprocessors), card.patient
+    parts = range(min(MOST_PART, -(-shape.steps // warps)), 0, -1)
+    depths = (MOST_STAGES, 1) if stages is None else (stages,)
+    for depth, part in itertools.product(depths, parts):
+        plan = ExpertPlan(columns, capacity, warps, finishing, part, depth, num_blocks, patient)
+        if plan.shared_bytes(shape) <= card.shared_bytes:
+            return plan
+    raise ShapeError(
+        f"a product of experts for {rows} rows does not fit the {card.shared_bytes} bytes of shared memory that a "
+        "block may have"
+    )
+
+
+def parts_of(rows: int, ranks: int) -> Iterator[tuple[slice, int]]:
+    """The rows of each launch over M of them, and how many they are. Raises ShapeError as `rows_a_launch` does."""
+    most = rows_a_launch(ranks)
+    for begin in range(0, rows, most):
+        part = slice(begin, min(begin + most, rows))
+        yield part, part.stop - begin

@@ -1,0 +1,253 @@
+"""Grouped products of a mixture's experts over many rows: packed weights, read once for each tile of an expert's pairs.
+
+A block has 32 weight rows a warp and one tile of pairs; blocks of a tile stand side by side, and so do an expert's
+tiles: what they share is in the L2. Who chose which expert is `experts_grouping`'s; the grid depends on shapes alone,
+and blocks of tiles that there are not leave at once.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from lowlat.errors import ShapeError
+from lowlat.kernels.common.activation import clamped_swiglu
+from lowlat.kernels.moe.packing import PackedExperts
+from lowlat.kernels.moe.plan import DOWN, GATE_UP, ExpertShape
+from lowlat.kernels.moe.prefill.mainloop import make_begin, make_multiply_tile, make_store_sums
+from lowlat.kernels.moe.prefill.pair_tiles import TILE_WORDS, most_tiles
+from lowlat.kernels.moe.prefill.plan import PAIR_BYTES, SUM_PITCH, GroupedPlan, plan_grouped
+from lowlat.kernels.reference.shapes import check_shape
+from lowlat.kernels.toolchain import ptx
+from lowlat.kernels.toolchain.kernel import H200, Card, Kernel, KernelCall
+from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, types, uint32
+
+__all__ = ["examples", "grouped_down", "grouped_gate_up"]
+
+
+def grouped_gate_up(
+    *,
+    x: torch.Tensor,
+    order: torch.Tensor,
+    tiles: torch.Tensor,
+    weight: PackedExperts,
+    bias: torch.Tensor,
+    out: torch.Tensor,
+    limit: float,
+    alpha: float,
+    plan: GroupedPlan,
+) -> list[KernelCall]:
+    """Gate and up products of grouped pairs and the clamped SwiGLU, in one launch.
+
+    x      [M, K]      bf16
+    order  [M * R]     int32: pairs by expert, as `group_pairs` has them
+    tiles  [n, 4]      int32: tiles of `plan.pairs` pairs, as `group_pairs` has them
+    weight [E, 2I, K]  packed in the order of `gate_up_permutation`
+    bias   [E, 2I]     bf16, in the weight's order
+    out    [M, R, I]   bf16, out: (up + 1) * gate * sigmoid(alpha * gate), the gate at most `limit`, up within
+                       +-`limit`; in float32, rounded once. Dead pairs' are not written
+    Time: the larger of the chosen experts' bytes over the memory's bandwidth and the arithmetic of the tiles of 16
+    pairs. Captured: yes. Raises ShapeError for shapes that do not fit.
+    """
+    rows, ranks = out.shape[:2]
+    check_shape("x", x, rows, weight.columns)
+    check_shape("out", out, rows, ranks, weight.rows // 2)
+    if weight.rows % 16:
+        raise ShapeError(f"a gate_up matrix must have a multiple of 16 rows, got {weight.rows}")
+    return _calls(GATE_UP, ranks, x, order, tiles, weight, bias, 0, out, limit, alpha, plan)
+
+
+def grouped_down(
+    *,
+    activated: torch.Tensor,
+    order: torch.Tensor,
+    tiles: torch.Tensor,
+    expert_weights: torch.Tensor,
+    weight: PackedExperts,
+    bias: torch.Tensor,
+    out: torch.Tensor,
+    plan: GroupedPlan,
+) -> list[KernelCall]:
+    """Down products of grouped pairs, each times its share, in one launch.
+
+    activated       [M, R, I]  bf16; dead pairs' are not read
+    order, tiles               as `grouped_gate_up` takes them
+    expert_weights  [M, R]     float32: the shares
+    weight          [E, N, I]  packed
+    bias            [E, N]     bf16
+    out             [M, R, N]  float32, out: share * (down @ activated + bias), every product and sum rounded by itself;
+                               dead pairs' are not written
+    Time, errors: as `grouped_gate_up`. Captured: yes.
+    """
+    rows, ranks = activated.shape[:2]
+    check_shape("activated", activated, rows, ranks, weight.columns)
+    check_shape("out", out, rows, ranks, weight.rows)
+    check_shape("expert_weights", expert_weights, rows, ranks)
+    if weight.rows % 4:
+        raise ShapeError(f"a down matrix must have a multiple of 4 rows, got {weight.rows}")
+    return _calls(DOWN, ranks, activated, order, tiles, weight, bias, expert_weights, out, 0.0, 0.0, plan)
+
+
+def _calls(
+    kind: str,
+    ranks: int,
+    inputs: torch.Tensor,
+    order: torch.Tensor,
+    tiles: torch.Tensor,
+    weight: PackedExperts,
+    bias: torch.Tensor,
+    shares: torch.Tensor | int,
+    out: torch.Tensor,
+    limit: float,
+    alpha: float,
+    plan: GroupedPlan,
+) -> list[KernelCall]:
+    num_pairs = out.shape[0] * ranks
+    check_shape("order", order, num_pairs)
+    check_shape("tiles", tiles, most_tiles(num_pairs, weight.num_experts, plan.pairs), TILE_WORDS)
+    check_shape("bias", bias, weight.num_experts, weight.rows)
+    if weight.columns % 8:
+        raise ShapeError(f"experts' columns must be a multiple of 8, got {weight.columns}")
+    shape = ExpertShape(kind, weight.rows, weight.columns, ranks, weight.scales is not None)
+    scales = 0 if weight.scales is None else weight.scales
+    arguments = (weight.words, scales, inputs, order, tiles, shares, bias, out, limit, alpha)
+    return [KernelCall(_make(shape, plan), (tiles.shape[0] * plan.row_blocks(shape), 1, 1), arguments)]
+
+
+@cache
+def _make(shape: ExpertShape, plan: GroupedPlan) -> Kernel:
+    """Grid: of each tile of pairs all blocks of weight rows, side by side."""
+    list_at, row_blocks, num_tiles = plan.list_at(shape), plan.row_blocks(shape), shape.tiles
+    area_bytes = plan.pairs * SUM_PITCH
+    begin, multiply, store_sums = make_begin(shape, plan), make_multiply_tile(shape, plan), make_store_sums(plan)
+    finish = _make_swiglu(shape) if shape.kind == GATE_UP else _make_weighing(shape)
+
+    def experts_grouped(
+        weight: Any, scales: Any, x: Any, order: Any, tiles: Any, shares: Any, bias: Any, out: Any, limit: Any,
+        alpha: Any,
+    ) -> None:  # fmt: skip
+        base = ptx.varying(ptx.shared_address(cuda.shared.array(shape=0, dtype=float32)))
+        thread = uint32(cuda.threadIdx.x)
+        lane, warp = uint32(thread & uint32(31)), uint32(thread >> uint32(5))
+        tile = uint32(uint32(cuda.blockIdx.x) // uint32(row_blocks))
+        row_block = uint32(uint32(cuda.blockIdx.x) - tile * uint32(row_blocks))
+        pairs = uint32(base + uint32(list_at))
+        ptx.wait_for_previous_kernel()
+        ptx.let_next_kernel_start()
+        expert, first, live, _ = ptx.load_global_128_l2(tiles + int64(tile) * int64(16))
+        if live == uint32(0):
+            return
+        if thread < live:
+            pair = uint32(ptx.load_global_i32(order + int64(uint32(first + thread)) * int64(4)))
+            ptx.store_shared_u32(uint32(pairs + thread * uint32(PAIR_BYTES)), pair)
+        weights = begin(weight, scales, expert, row_block, warp, lane)
+        has_rows = weights[3] < uint32(num_tiles)
+        cuda.syncthreads()
+        sums = multiply(base, pairs, x, weights, has_rows, live, thread)
+        if has_rows:
+            area = uint32(base + warp * uint32(area_bytes))
+            store_sums(area, lane, sums)
+            ptx.sync_warp()
+            finish(area, pairs, (shares, bias), out, expert, weights[3], live, lane, limit, alpha)
+
+    quantised = "mxfp4" if shape.quantised else "bf16"
+    name = (
+        f"experts_grouped_{shape.kind}_{shape.rows}x{shape.columns}x{shape.ranks}_{quantised}_"
+        f"{plan.pairs}x{plan.warps}x{plan.stages}x{plan.skip}"
+    )
+    signature = (*(types.int64,) * 8, types.float32, types.float32)
+    return Kernel(name, experts_grouped, signature, plan.threads, plan.min_blocks, plan.shared_bytes(shape))
+
+
+@device_function
+def _low(word: Any) -> Any:
+    return ptx.float_of_bits(uint32(word << uint32(16)))
+
+
+@device_function
+def _high(word: Any) -> Any:
+    return ptx.float_of_bits(uint32(word & uint32(0xFFFF0000)))
+
+
+def _make_swiglu(shape: ExpertShape) -> Any:
+    """A function of a warp: what becomes of its gate and up sums; a lane has eight channels of a tile, two a pair."""
+    num_tiles, rows, width = shape.tiles, shape.rows, shape.rows // 2
+
+    @device_function
+    def activated(gate: Any, up: Any, gate_bias: Any, up_bias: Any, limit: Any, alpha: Any) -> Any:
+        """Two channels, as a pair of bf16."""
+        first, second = ptx.add_rn(gate[0], _low(gate_bias)), ptx.add_rn(gate[1], _high(gate_bias))
+        above, other = ptx.add_rn(up[0], _low(up_bias)), ptx.add_rn(up[1], _high(up_bias))
+        return ptx.bf16_pair(clamped_swiglu(first, above, limit, alpha), clamped_swiglu(second, other, limit, alpha))
+
+    @device_function
+    def load_two(place: Any) -> Any:
+        return ptx.load_shared_f32(place), ptx.load_shared_f32(uint32(place + uint32(4)))
+
+    @device_function
+    def finish(
+        area: Any, pairs: Any, beside: Any, out: Any, expert: Any, tile: Any, live: Any, lane: Any, limit: Any,
+        alpha: Any,
+    ) -> None:  # fmt: skip
+        half = uint32(lane & uint32(1))
+        tile, number = uint32(tile + half), uint32(lane >> uint32(1))
+        if tile < uint32(num_tiles):
+            at = beside[1] + (int64(expert) * int64(rows) + int64(tile) * int64(16)) * int64(2)
+            b0, b1, b2, b3 = ptx.load_global_128(at)
+            u0, u1, u2, u3 = ptx.load_global_128(at + int64(16))
+            while number < live:
+                pair = ptx.load_shared_u32(uint32(pairs + number * uint32(PAIR_BYTES)))
+                gate = uint32(area + number * uint32(SUM_PITCH) + half * uint32(64))
+                up = uint32(gate + uint32(32))
+                first = activated(load_two(gate), load_two(up), b0, u0, limit, alpha)
+                gate, up = uint32(gate + uint32(8)), uint32(up + uint32(8))
+                second = activated(load_two(gate), load_two(up), b1, u1, limit, alpha)
+                gate, up = uint32(gate + uint32(8)), uint32(up + uint32(8))
+                third = activated(load_two(gate), load_two(up), b2, u2, limit, alpha)
+                gate, up = uint32(gate + uint32(8)), uint32(up + uint32(8))
+                last = activated(load_two(gate), load_two(up), b3, u3, limit, alpha)
+                target = out + (int64(pair) * int64(width) + int64(tile) * int64(8)) * int64(2)
+                ptx.store_global_128(target, first, second, third, last)
+                number = uint32(number + uint32(16))
+
+    return finish
+
+
+def _make_weighing(shape: ExpertShape) -> Any:
+    """A function of a warp: what becomes of its down sums; a lane has four rows, eight lanes a pair."""
+    rows = shape.rows
+
+    @device_function
+    def weighed(area: Any, bias: Any, share: Any) -> Any:
+        """Two rows."""
+        first = ptx.add_rn(ptx.load_shared_f32(area), _low(bias))
+        second = ptx.add_rn(ptx.load_shared_f32(uint32(area + uint32(4))), _high(bias))
+        return ptx.bits_of_float(ptx.mul_rn(share, first)), ptx.bits_of_float(ptx.mul_rn(share, second))
+
+    @device_function
+    def finish(
+        area: Any, pairs: Any, beside: Any, out: Any, expert: Any, tile: Any, live: Any, lane: Any, _limit: Any,
+        _alpha: Any,
+    ) -> None:  # fmt: skip
+        shares, bias = beside
+        within, number = uint32(uint32(lane & uint32(7)) * uint32(4)), uint32(lane >> uint32(3))
+        row = uint32(tile * uint32(16) + within)
+        if row < uint32(rows):
+            low, high = ptx.load_global_64(bias + (int64(expert) * int64(rows) + int64(row)) * int64(2))
+            while number < live:
+                pair = ptx.load_shared_u32(uint32(pairs + number * uint32(PAIR_BYTES)))
+                share = ptx.load_global_f32(shares + int64(pair) * int64(4))
+                place = uint32(area + number * uint32(SUM_PITCH) + within * uint32(4))
+                a, b = weighed(place, low, share)
+                c, d = weighed(uint32(place + uint32(8)), high, share)
+                ptx.store_global_128(out + (int64(pair) * int64(rows) + int64(row)) * int64(4), a, b, c, d)
+                number = uint32(number + uint32(4))
+
+    return finish
+
+
+def examples(card: Card = H200) -> list[Kernel]:
+    """Representative specialisations, as a card has them: gpt-oss in MXFP4, an odd shape in bf16."""
+    up, down = ExpertShape(GATE_UP, 5760, 2880, 4, True), ExpertShape(DOWN, 2880, 2880, 4, True)
+    cases = ((up, 96), (down, 32), (ExpertShape(DOWN, 100, 72, 2, False), 16))
+    return [_make(shape, plan_grouped(pairs, shape, card)) for shape, pairs in cases]

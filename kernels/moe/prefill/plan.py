@@ -1,0 +1,109 @@
+"""How a grouped product of experts is cut: tiles of pairs, warps, stages. It knows no kernel."""
+
+from dataclasses import dataclass
+
+from lowlat.errors import ShapeError
+from lowlat.kernels.moe.plan import SCALE_BYTES, ExpertShape
+from lowlat.kernels.toolchain.kernel import Card
+
+__all__ = [
+    "PAIR_BYTES",
+    "STEP_ROW_BYTES",
+    "SUM_PITCH",
+    "WARP_ROWS",
+    "WARP_TILES",
+    "GroupedPlan",
+    "plan_grouped",
+]
+
+WARP_TILES = 2  # of 16 weight rows
+WARP_ROWS = 16 * WARP_TILES
+STEP_ROW_BYTES = 128  # of an input, a step
+PAIR_BYTES = 4  # of its number
+SUM_PITCH = (WARP_ROWS + 4) * 4  # bytes from a pair's sums to the next one's: no bank is met twice
+WARPS = 4
+# blocks a multiprocessor that registers must leave room for, by pairs of a tile
+MIN_BLOCKS = {16: 5, 32: 5, 64: 3, 96: 3, 128: 2}
+MOST_STAGES = 4
+
+
+@dataclass(frozen=True)
+class GroupedPlan:
+    """How a product is cut; nothing of it changes any bit of the result. Raises ShapeError for what does not divide.
+
+    pairs   of a tile: the inputs that one reading of an expert's weights serves; a multiple of 8 * `skip`
+    warps   of a block, each with 32 weight rows and all pairs
+    stages  steps of 64 columns, under way or multiplied
+    skip    tiles of 8 pairs that are left out together where no pair is live
+    """
+
+    pairs: int
+    warps: int
+    stages: int
+    skip: int
+
+    def __post_init__(self) -> None:
+        if self.pairs % (8 * self.skip):
+            raise ShapeError(f"tiles of {self.pairs} pairs, of which {8 * self.skip} are left out together")
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 32 * self.warps
+
+    @property
+    def pair_tiles(self) -> int:
+        """Tiles of 8 pairs."""
+        return self.pairs // 8
+
+    @property
+    def min_blocks(self) -> int:
+        """Blocks that must fit on a multiprocessor."""
+        return max(1, MIN_BLOCKS.get(self.pairs, 1) * 4 // self.warps)
+
+    def row_blocks(self, shape: ExpertShape) -> int:
+        """Blocks that share a tile of pairs, each with other weight rows."""
+        return -(-shape.tiles // (WARP_TILES * self.warps))
+
+    def words_at(self) -> int:
+        """Bytes from a stage's begin, where inputs are, to its weights."""
+        return self.pairs * STEP_ROW_BYTES
+
+    def scales_at(self, shape: ExpertShape) -> int:
+        """Bytes from a stage's begin to its scales."""
+        return self.words_at() + self.warps * WARP_TILES * shape.step_bytes
+
+    def stage_bytes(self, shape: ExpertShape) -> int:
+        """Inputs, words and scales of one step."""
+        return self.scales_at(shape) + (self.warps * WARP_TILES * SCALE_BYTES if shape.quantised else 0)
+
+    def list_at(self, shape: ExpertShape) -> int:
+        """Bytes to the numbers of the tile's pairs: behind the stages, and the sums that take their place."""
+        return max(self.stages * self.stage_bytes(shape), self.warps * self.pairs * SUM_PITCH)
+
+    def shared_bytes(self, shape: ExpertShape) -> int:
+        """Dynamic shared memory of a block."""
+        return self.list_at(shape) + self.pairs * PAIR_BYTES
+
+
+def plan_grouped(
+    tile_pairs: int, shape: ExpertShape, card: Card, *, warps: int = WARPS, stages: int | None = None
+) -> GroupedPlan:
+    """The plan for tiles of so many pairs, as `pair_tiles` has them or another multiple of 16.
+
+    stages  None: as many as pay, and as fit where as many blocks meet on a multiprocessor as registers leave room for
+    Raises ShapeError for a card whose blocks have too little shared memory, or tiles of other sizes.
+    """
+    if tile_pairs < 16 or tile_pairs % 16 or tile_pairs > 32 * warps:
+        raise ShapeError(f"tiles of {tile_pairs} pairs; a multiple of 16, at most {32 * warps}, is wanted")
+    skip = 1 if tile_pairs == 16 else 2
+    depths = range(MOST_STAGES, 1, -1) if stages is None else (stages,)
+    plans = [GroupedPlan(tile_pairs, warps, depth, skip) for depth in depths]
+    fitting = [plan for plan in plans if plan.shared_bytes(shape) <= card.shared_bytes]
+    if not fitting:
+        raise ShapeError(
+            f"a grouped product of tiles of {tile_pairs} pairs does not fit the {card.shared_bytes} bytes of shared "
+            "memory that a block may have"
+        )
+    full = [plan for plan in fitting if plan.shared_bytes(shape) <= card.most_bytes(plan.min_blocks)]
+    return (full or fitting)[0]

@@ -1,0 +1,83 @@
+"""What a mixture's experts give for each row: its weighed products, added from the first rank to the last.
+
+It knows neither who wrote the products nor what becomes of the sums.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from lowlat.errors import ShapeError
+from lowlat.kernels.reference.shapes import check_shape
+from lowlat.kernels.toolchain import ptx
+from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
+from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, types, uint32
+
+__all__ = ["add_ranks", "examples"]
+
+THREADS = 256
+
+
+def add_ranks(*, partials: torch.Tensor, expert_ids: torch.Tensor, out: torch.Tensor) -> list[KernelCall]:
+    """Add up the products of each row's ranks, in one launch.
+
+    partials    [M, R, N]  float32; those of dead pairs are not used
+    expert_ids  [M, R]     int32: -1 dead
+    out         [M, N]     float32, out: every sum rounded by itself; zero for a row that is dead
+    Time: (R + 1) * M * N * 4 bytes over the memory's bandwidth. Captured: yes.
+    Raises ShapeError for shapes that do not fit, or N that is no multiple of 4.
+    """
+    rows, ranks = expert_ids.shape
+    width = out.shape[1]
+    check_shape("partials", partials, rows, ranks, width)
+    check_shape("out", out, rows, width)
+    if width % 4:
+        raise ShapeError(f"rows must be a multiple of 4 wide, got {width}")
+    blocks = -(-rows * (width // 4) // THREADS)
+    return [KernelCall(_make(width, ranks), (blocks, 1, 1), (partials, expert_ids, out, rows))]
+
+
+@cache
+def _make(width: int, ranks: int) -> Kernel:
+    """A thread has four columns of a row."""
+    chunks = width // 4
+
+    @device_function
+    def add(sums: Any, words: Any, alive: Any) -> Any:
+        if not alive:
+            return sums
+        return (
+            ptx.add_rn(sums[0], ptx.float_of_bits(words[0])),
+            ptx.add_rn(sums[1], ptx.float_of_bits(words[1])),
+            ptx.add_rn(sums[2], ptx.float_of_bits(words[2])),
+            ptx.add_rn(sums[3], ptx.float_of_bits(words[3])),
+        )
+
+    def add_ranks_kernel(partials: Any, ids: Any, out: Any, rows: Any) -> None:
+        ptx.wait_for_previous_kernel()
+        ptx.let_next_kernel_start()
+        number = uint32(uint32(cuda.blockIdx.x) * uint32(THREADS) + uint32(cuda.threadIdx.x))
+        row = uint32(number // uint32(chunks))
+        if row < uint32(rows):
+            chunk = uint32(number - row * uint32(chunks))
+            zero, column = float32(0), int64(chunk) * int64(16)
+            sums = (zero, zero, zero, zero)
+            for rank in range(ranks):
+                pair = int64(row) * int64(ranks) + int64(rank)
+                alive = ptx.load_global_i32(ids + pair * int64(4)) >= 0
+                words = ptx.load_global_128_l2(partials + pair * int64(4 * width) + column)
+                sums = add(sums, words, alive)
+            a, b, c, d = sums
+            ptx.store_global_128(
+                out + int64(row) * int64(4 * width) + column,
+                ptx.bits_of_float(a), ptx.bits_of_float(b), ptx.bits_of_float(c), ptx.bits_of_float(d),
+            )  # fmt: skip
+
+    signature = (types.int64, types.int64, types.int64, types.int64)
+    return Kernel(f"add_ranks_{width}x{ranks}", add_ranks_kernel, signature, THREADS)
+
+
+def examples() -> list[Kernel]:
+    """Specialisations that stand for all, to compile without a GPU."""
+    return [_make(2880, 4)]

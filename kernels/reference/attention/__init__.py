@@ -1,0 +1,1 @@
+"""References of attention and of the KV cache's writes and moves."""

@@ -1,0 +1,175 @@
+"""A mixture of experts as gpt-oss has it: router, clamped SwiGLU, and the weighted sum by rank.
+
+Weights come plain, [E, out, in], or as MXFP4 blocks and scales of the same rows; gate_up has all
+gate rows, then all up rows. Each expert that any row chose is expanded once a call.
+Source: gpt-oss model card, arXiv 2508.10925, section 2, and the reference implementation's SwiGLU.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from lowlat.errors import ShapeError
+from lowlat.kernels.reference.gemm.linear import ROW_BLOCK, linear, linear_block
+from lowlat.kernels.reference.moe.mxfp4 import dequantise
+from lowlat.kernels.reference.shapes import check_shape, live_rows
+
+__all__ = ["experts_down", "experts_gate_up", "router"]
+
+
+def router(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    row_live: torch.Tensor | None = None,
+    *,
+    expert_ids: torch.Tensor,
+    expert_weights: torch.Tensor,
+    row_block: int = ROW_BLOCK,
+) -> None:
+    """Choose each row's experts, and their shares by softmax over the chosen.
+
+    x               [M, N]  compute dtype
+    weight, bias    [E, N], [E]  any float dtype
+    row_live        [M] or [B, T]  uint8; None: all live
+    expert_ids      [M, K]  int32    out: largest logit first, the lowest id among equals; -1 in dead rows
+    expert_weights  [M, K]  float32  out: sum to 1; 0 in dead rows
+    Logits are float32, never rounded to the compute dtype. Raises ShapeError for shapes that do not fit.
+    """
+    rows, count = expert_ids.shape
+    if count > weight.shape[0]:
+        raise ShapeError(f"{count} experts a token of {weight.shape[0]} experts")
+    check_shape("expert_weights", expert_weights, x.shape[0], count)
+    logits = torch.empty(rows, weight.shape[0], dtype=torch.float32, device=x.device)
+    linear(x, weight, bias, out=logits, row_block=row_block)
+    for index, alive in enumerate(live_rows(row_live, rows)):
+        if alive:
+            order = torch.argsort(logits[index], descending=True, stable=True)[:count]
+            expert_ids[index] = order
+            expert_weights[index] = torch.softmax(logits[index][order], 0)
+        else:
+            expert_ids[index] = -1
+            expert_weights[index] = 0.0
+
+
+def _expert_matrices(
+    expert_ids: torch.Tensor,
+    weight: torch.Tensor | None,
+    blocks: torch.Tensor | None,
+    scales: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Each chosen expert once: its id, the flat (row, rank) pairs that chose it, its [out, in] matrix.
+
+    MXFP4 is expanded to float32 on a CPU and to `dtype`, as exactly, on a device that multiplies it natively.
+    """
+    flat = expert_ids.reshape(-1)
+    for expert in sorted(set(flat.tolist()) - {-1}):
+        pairs = (flat == expert).nonzero()[:, 0]
+        if weight is not None:
+            matrix = weight[expert] if weight.is_cuda else weight[expert].float()
+        elif blocks is not None and scales is not None:
+            expanded = dtype if expert_ids.is_cuda else torch.float32
+            matrix = dequantise(blocks[expert], scales[expert], expanded)
+        else:
+            raise ShapeError("experts need either weight or both blocks and scales")
+        yield expert, pairs, matrix
+
+
+def _products(
+    inputs: torch.Tensor,
+    source: torch.Tensor,
+    expert_ids: torch.Tensor,
+    bias: torch.Tensor,
+    weights: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
+    row_block: int,
+) -> torch.Tensor:
+    """Each pair's product with its expert, bias added: [M * K, out] float32; zero where nobody was chosen.
+
+    inputs [n, in]; source [M * K] int64: the input row of each pair.
+    """
+    out = torch.zeros(expert_ids.numel(), bias.shape[1], dtype=torch.float32, device=inputs.device)
+    for expert, pairs, matrix in _expert_matrices(expert_ids, *weights, inputs.dtype):
+        for part in pairs.split(row_block):
+            out[part] = linear_block(inputs[source[part]], matrix, row_block) + bias[expert].float()
+    return out
+
+
+def experts_gate_up(
+    x: torch.Tensor,
+    expert_ids: torch.Tensor,
+    bias: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    blocks: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
+    *,
+    out: torch.Tensor,
+    limit: float,
+    alpha: float,
+    row_block: int = ROW_BLOCK,
+) -> None:
+    """Gate and up products of the chosen experts, and the clamped SwiGLU.
+
+    x           [M, N]               compute dtype
+    expert_ids  [M, K]               int32  -1 dead
+    bias        [E, 2I]              all gate rows, then all up rows
+    weight      [E, 2I, N]           plain weights, or
+    blocks      [E, 2I, N / 32, 16]  uint8, and
+    scales      [E, 2I, N / 32]      uint8: MXFP4
+    out         [M, K, I]            compute dtype, out: (up + 1) * gate * sigmoid(alpha * gate), the gate at most
+                                     `limit`, up within +-`limit`; in float32, rounded once; zero where dead
+    row_block   rows a product: an expert's pairs come in blocks of so many, in order of row and rank
+    Raises ShapeError for shapes that do not fit.
+    """
+    rows, count = expert_ids.shape
+    check_shape("out", out, rows, count, bias.shape[1] // 2)
+    check_shape("x", x, rows, x.shape[1])
+    source = torch.arange(rows * count, device=x.device) // count
+    products = _products(x, source, expert_ids, bias, (weight, blocks, scales), row_block)
+    flat = out.view(rows * count, -1)
+    flat.zero_()
+    for pair, expert in enumerate(expert_ids.reshape(-1).tolist()):
+        if expert < 0:
+            continue
+        gate, up = products[pair].chunk(2)
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        flat[pair] = (up + 1.0) * (gate * torch.sigmoid(gate * alpha))
+
+
+def experts_down(
+    activated: torch.Tensor,
+    expert_ids: torch.Tensor,
+    expert_weights: torch.Tensor,
+    bias: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    blocks: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
+    *,
+    out: torch.Tensor,
+    row_block: int = ROW_BLOCK,
+) -> None:
+    """Down products of the chosen experts, each weighted, added from the first rank to the last.
+
+    activated       [M, K, I]             compute dtype
+    expert_ids      [M, K]                int32  -1 dead
+    expert_weights  [M, K]                float32
+    bias            [E, N]
+    weight          [E, N, I]             plain weights, or
+    blocks          [E, N, I / 32, 16]    uint8, and
+    scales          [E, N, I / 32]        uint8: MXFP4
+    out             [M, N]                float32, out: the sum of share * (down @ activated + bias), every product
+                                          and every sum rounded by itself; zero for a dead row
+    row_block       as in `experts_gate_up`
+    Raises ShapeError for shapes that do not fit.
+    """
+    rows, count = expert_ids.shape
+    check_shape("out", out, rows, bias.shape[1])
+    check_shape("activated", activated, rows, count, activated.shape[2])
+    source = torch.arange(rows * count, device=activated.device)
+    inputs = activated.reshape(rows * count, -1)
+    products = _products(inputs, source, expert_ids, bias, (weight, blocks, scales), row_block)
+    products = products.reshape(rows, count, -1)
+    out.zero_()
+    for rank in range(count):
+        share = torch.where(expert_ids[:, rank] >= 0, expert_weights[:, rank], 0.0)
+        out += share[:, None] * products[:, rank]

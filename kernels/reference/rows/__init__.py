@@ -1,0 +1,1 @@
+"""References of row-wise operations: norms, embeddings, activations, rotary embedding, a draft model's rows."""

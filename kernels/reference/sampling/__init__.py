@@ -1,0 +1,1 @@
+"""References of the choice of tokens, and the random numbers it draws."""

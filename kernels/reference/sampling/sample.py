@@ -1,0 +1,228 @@
+"""The target's draw at every node: logits processed with the node's own history, then one token.
+
+A draw depends on the node's logits, its request's parameters and history, its seed and its absolute position,
+and on nothing else: so drafts change no token (sample-and-match). Order of processing:
+
+1. repetition penalty: a logit of a token in the prompt or the output is divided by it if positive, else multiplied
+2. presence penalty, then frequency penalty: subtracted for tokens of the output
+3. logit bias: added
+4. min_tokens: stop ids are banned while fewer tokens have been generated
+5. temperature 0: the largest, the lowest id among equals. Otherwise (logit - largest) / temperature, then
+6. top_k, top_p on what top_k kept, min_p; then the largest of logit + Gumbel noise among the kept
+
+So transformers orders its warpers (temperature, top_k, top_p, min_p), and so vLLM its penalties. Each of the three
+cut-offs keeps every token whose logit reaches a bound: tokens that tie at the bound are all kept. top_p's masses
+are integers in units of 2**-40 of the likeliest token's, so that their sums have no order of summation.
+"""
+
+import math
+
+import torch
+
+from lowlat.kernels.reference.sampling.random import gumbel
+from lowlat.kernels.reference.shapes import check_shape, live_rows
+from lowlat.kernels.reference.step.slot_record import (
+    FREQUENCY,
+    MIN_P,
+    MIN_TOKENS,
+    PRESENCE,
+    PROMPT_LENGTH,
+    REPETITION,
+    SEED,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+)
+
+__all__ = ["finite", "keep", "lowest_argmax", "penalise", "sample"]
+
+MASS_UNIT = 2.0**40
+LARGEST = torch.finfo(torch.float32).max
+MASK_BITS = (1 << 64) - 1
+
+
+def finite(logits: torch.Tensor, row_live: torch.Tensor, *, finite: torch.Tensor) -> None:
+    """Flag the rows whose raw logits are all finite; minus infinity from a model counts as a failure too.
+
+    logits    [M, V]            float32
+    row_live  [M] or [B, T]     uint8
+    finite    [B, T]            uint8  out: 1 for a live row without NaN or infinity, else 0
+    """
+    check_shape("logits", logits, finite.numel(), logits.shape[1])
+    sound = logits.isfinite().all(-1) & (row_live.reshape(-1) != 0)
+    finite.copy_(sound.reshape(finite.shape))
+
+
+def lowest_argmax(row: torch.Tensor) -> int:
+    """The index of the largest of [V] numbers without NaN, the lowest among equals, on any device."""
+    return int((row == row.max()).nonzero()[0, 0])
+
+
+def keep(scaled: torch.Tensor, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
+    """Which tokens may be drawn.
+
+    scaled  [V]  float32  (logit - largest) / temperature: the likeliest is 0, banned tokens are -inf
+    top_k   keep logits that reach the k-th largest; 0 keeps all
+    top_p   keep logits that reach the largest bound whose tokens hold top_p of the mass that top_k kept
+    min_p   keep tokens at least min_p times as likely as the likeliest
+    Returns [V] bool; at least one is true.
+    """
+    kept = scaled > -math.inf
+    if 0 < top_k < scaled.numel():
+        kept &= scaled >= torch.topk(scaled, top_k).values[-1]
+    odds = torch.exp(scaled)
+    if top_p < 1.0:
+        masses = torch.where(kept, (odds * MASS_UNIT).long(), 0)
+        order = torch.argsort(scaled, descending=True, stable=True)
+        sums = masses[order].cumsum(0)
+        total = int(sums[-1])
+        need = min(max(math.ceil(top_p * total), 1), total)
+        kept &= scaled >= scaled[order[int((sums < need).sum())]]
+    if min_p > 0.0:
+        kept &= odds >= min_p
+    return kept
+
+
+def penalise(
+    logits: torch.Tensor,
+    prompt_seen: torch.Tensor,
+    counts: torch.Tensor,
+    repetition: torch.Tensor,
+    presence: torch.Tensor,
+    frequency: torch.Tensor,
+) -> torch.Tensor:
+    """The three penalties of one row, in this order, each operation rounded by itself: a new [V] float32.
+
+    logits       [V]  float32
+    prompt_seen  [V]  uint8
+    counts       [V]  int32    times each token is in the output, drafted ancestors included
+    repetition, presence, frequency  []  float32, on the row's device: a host number would be divided by as a
+                 product with its reciprocal on some devices
+    What a division pushes past float32's range stays at its end.
+    """
+    in_output = counts > 0
+    penalised = torch.where(logits > 0, logits / repetition, logits * repetition).clamp(-LARGEST, LARGEST)
+    row = torch.where(in_output | (prompt_seen != 0), penalised, logits)
+    row = row - presence * in_output.float()
+    return row - frequency * counts.float()
+
+
+class _Rows:
+    """The arguments of `sample`, read one row at a time."""
+
+    def __init__(self, state: dict[str, torch.Tensor]) -> None:
+        self.state = state
+        self.lengths = state["lengths"].tolist()
+        self.tokens = state["row_tokens"].tolist()
+        self.masks = state["row_masks"].tolist()
+
+    def draw(self, logits: torch.Tensor, slot: int, index: int, node: int) -> int:
+        """The token after one live node."""
+        if not bool(logits.isfinite().all()):
+            return 0
+        ints, floats = self.state["slot_ints"][slot].tolist(), self.state["slot_floats"][slot]
+        mask = self.masks[index][node] & MASK_BITS
+        position = self.lengths[slot] + mask.bit_count() - 1
+        drafted = [self.tokens[index][bit] for bit in range(1, mask.bit_length()) if mask >> bit & 1]
+        row = self._penalise(logits, slot, drafted)
+        row = self._bias(row, slot)
+        if position - ints[PROMPT_LENGTH] < ints[MIN_TOKENS]:
+            row[self._listed("stop_ids", slot, row.numel())[1]] = -math.inf
+        largest = row.max()
+        temperature = floats[TEMPERATURE]
+        if float(temperature) == 0.0 or float(largest) == -math.inf:
+            return lowest_argmax(row)
+        scaled = (row - largest) / temperature
+        kept = keep(scaled, ints[TOP_K], float(floats[TOP_P]), float(floats[MIN_P]))
+        noisy = scaled + gumbel(ints[SEED], position, row.numel(), row.device)
+        return lowest_argmax(torch.where(kept, noisy, -math.inf))
+
+    def _penalise(self, logits: torch.Tensor, slot: int, drafted: list[int]) -> torch.Tensor:
+        """Steps 1 and 2, into a new row."""
+        floats = self.state["slot_floats"][slot]
+        parameters = floats[[REPETITION, PRESENCE, FREQUENCY]]
+        if parameters.tolist() == [1.0, 0.0, 0.0]:
+            return logits.clone()
+        counts = self.state["output_counts"][slot].clone()
+        if drafted:
+            ids = torch.tensor(drafted, device=counts.device)
+            counts.index_add_(0, ids, torch.ones_like(ids, dtype=counts.dtype))
+        return penalise(logits, self.state["prompt_seen"][slot], counts, *parameters)
+
+    def _bias(self, row: torch.Tensor, slot: int) -> torch.Tensor:
+        """Step 3, in place."""
+        places, ids = self._listed("bias_ids", slot, row.numel())
+        row[ids] = row[ids] + self.state["bias_values"][slot][places]
+        return row.clamp_(-LARGEST, LARGEST)
+
+    def _listed(self, name: str, slot: int, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Columns in use of a slot's list of ids, and the ids; what lies outside the vocabulary is a pad."""
+        ids = self.state[name][slot].long()
+        places = ((ids >= 0) & (ids < vocabulary)).nonzero()[:, 0]
+        return places, ids[places]
+
+
+def sample(
+    logits: torch.Tensor,
+    row_live: torch.Tensor,
+    row_tokens: torch.Tensor,
+    row_masks: torch.Tensor,
+    slots: torch.Tensor,
+    lengths: torch.Tensor,
+    slot_ints: torch.Tensor,
+    slot_floats: torch.Tensor,
+    prompt_seen: torch.Tensor,
+    output_counts: torch.Tensor,
+    bias_ids: torch.Tensor,
+    bias_values: torch.Tensor,
+    stop_ids: torch.Tensor,
+    *,
+    target_tokens: torch.Tensor,
+) -> None:
+    """Draw the target's token at every live node; the module's docstring gives the order of processing.
+
+    logits         [B * T, V]            float32  raw
+    row_live       [B * T] or [B, T]     uint8
+    row_tokens     [B, T]                int32    the node's token; node 0 the last committed; -1 dead
+    row_masks      [B, T]                int64    bit j: node j is an ancestor or the node itself
+    slots          [B]                   int32    the state row of each bucket slot; -1 pads
+    lengths        [max B]               int32    committed tokens n; the draw after a node of depth d has the
+                                                  absolute position n + d, d = bits set in its mask - 1
+    slot_ints      [max B, NUM_INTS]     int64    see `slot_record`
+    slot_floats    [max B, NUM_FLOATS]   float32  see `slot_record`
+    prompt_seen    [max B, V]            uint8    1 where the prompt has the token
+    output_counts  [max B, V]            int32    times the token was generated and committed; a node's own
+                                                  ancestors and itself are added, node 0 excepted
+    bias_ids       [max B, 300]          int32    distinct; -1 pads
+    bias_values    [max B, 300]          float32
+    stop_ids       [max B, 32]           int32    -1 pads
+    target_tokens  [B, T]                int32    out: the draw; -1 for a dead row, 0 where logits are not finite
+    Time: a few passes over each live row, a sort where top_p is set. Captured: yes, as a kernel.
+    Raises ShapeError on the host for shapes that do not fit.
+    Source: Gumbel-max over counter-based numbers, see `random`; penalties as OpenAI's and CTRL's (arXiv
+    1909.05858, section 4.1).
+    """
+    batch, rows = target_tokens.shape
+    check_shape("logits", logits, batch * rows, prompt_seen.shape[1])
+    for name, array in (("row_tokens", row_tokens), ("row_masks", row_masks)):
+        check_shape(name, array, batch, rows)
+    state = {
+        "row_tokens": row_tokens,
+        "row_masks": row_masks,
+        "lengths": lengths,
+        "slot_ints": slot_ints,
+        "slot_floats": slot_floats,
+        "prompt_seen": prompt_seen,
+        "output_counts": output_counts,
+        "bias_ids": bias_ids,
+        "bias_values": bias_values,
+        "stop_ids": stop_ids,
+    }
+    reader = _Rows(state)
+    live = live_rows(row_live, batch * rows)
+    target_tokens.fill_(-1)
+    for index, slot in enumerate(slots.tolist()):
+        for node in range(rows):
+            row = index * rows + node
+            if slot >= 0 and live[row]:
+                target_tokens[index, node] = reader.draw(logits[row], slot, index, node)

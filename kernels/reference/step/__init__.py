@@ -1,0 +1,1 @@
+"""References of a step's bookkeeping: commands, slots, acceptance, commit, publication."""

@@ -1,0 +1,188 @@
+"""Acceptance: follow the drafted children that equal the target's draw, and commit what was followed.
+
+Source: EAGLE-3, arXiv 2503.01840, section 3; sample-and-match: the draw at every node is the target's own, so the
+committed tokens are those of decoding without drafts, whatever was drafted.
+"""
+
+import torch
+
+from lowlat.kernels.reference.sampling.random import uniforms
+from lowlat.kernels.reference.step.slot_record import MAX_LENGTH
+
+__all__ = ["FINISH_ERROR", "FINISH_LENGTH", "FINISH_STOP", "accept", "accept_simulated", "commit", "truncate"]
+
+FINISH_STOP, FINISH_LENGTH, FINISH_ERROR = 1, 2, 3
+SIMULATION_STREAM = 7
+
+
+def accept(
+    target_tokens: torch.Tensor,
+    draft_tokens: torch.Tensor,
+    paths: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    accepted_tokens: torch.Tensor,
+    accepted_nodes: torch.Tensor,
+    accepted_lens: torch.Tensor,
+    best_path: torch.Tensor,
+) -> None:
+    """Take the longest drafted path that the target agrees with, and the target's token after it.
+
+    target_tokens    [B, T]     int32  the target's draw after each node; -1 where dead
+    draft_tokens     [B, T]     int32  the tree's tokens, node 0 the last committed; -1 pads
+    paths            [B, P, W]  int32  node indices root to leaf; -1 pads
+    slots            [B]        int32  -1 pads
+    accepted_tokens  [B, T]     int32  out: tokens to commit; -1 pads
+    accepted_nodes   [B, T]     int32  out: the nodes whose draws these are, root first; -1 pads
+    accepted_lens    [B]        int32  out: 1..T for an active slot, 0 for a dead one
+    best_path        [B]        int32  out: the path taken, the first of the longest; -1 for a dead slot
+    """
+    accepted_tokens.fill_(-1)
+    accepted_nodes.fill_(-1)
+    best_path.fill_(-1)
+    accepted_lens.zero_()
+    for index, slot in enumerate(slots.tolist()):
+        if slot < 0:
+            continue
+        targets, drafts = target_tokens[index].tolist(), draft_tokens[index].tolist()
+        best: list[int] = []
+        for number, path in enumerate(paths[index].tolist()):
+            nodes = [0]
+            for node in path[1:]:
+                if node < 0 or drafts[node] != targets[nodes[-1]]:
+                    break
+                nodes.append(node)
+            if len(nodes) > len(best):
+                best, best_path[index] = nodes, number
+        _take(index, best, [targets[node] for node in best], accepted_tokens, accepted_nodes, accepted_lens)
+
+
+def accept_simulated(
+    target_tokens: torch.Tensor,
+    draft_tokens: torch.Tensor,
+    paths: torch.Tensor,
+    slots: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    accepted_tokens: torch.Tensor,
+    accepted_nodes: torch.Tensor,
+    accepted_lens: torch.Tensor,
+    best_path: torch.Tensor,
+    mean_length: float,
+    seed: int,
+) -> None:
+    """Accept a fixed mean number of drafts whatever they are, for benchmarks; arrays as in `accept`.
+
+    The count is the floor of mean_length - 1, plus one with the remaining probability, by a coin keyed by
+    (seed, position); a slot with fewer drafts accepts them all. The text means nothing.
+    """
+    accepted_tokens.fill_(-1)
+    accepted_nodes.fill_(-1)
+    best_path.fill_(-1)
+    accepted_lens.zero_()
+    whole = int(mean_length - 1)
+    for index, slot in enumerate(slots.tolist()):
+        if slot < 0:
+            continue
+        coin = float(uniforms(seed + slot, int(lengths[slot]), 1, torch.device("cpu"), stream=SIMULATION_STREAM))
+        count = whole + (coin < mean_length - 1 - whole)
+        longest = max(range(paths.shape[1]), key=lambda p: int((paths[index, p] >= 0).sum()))
+        nodes = [node for node in paths[index, longest].tolist() if node >= 0][: count + 1]
+        tokens = [int(draft_tokens[index, node]) for node in nodes[1:]] + [int(target_tokens[index, nodes[-1]])]
+        best_path[index] = longest
+        _take(index, nodes, tokens, accepted_tokens, accepted_nodes, accepted_lens)
+
+
+def _take(
+    index: int,
+    nodes: list[int],
+    tokens: list[int],
+    accepted_tokens: torch.Tensor,
+    accepted_nodes: torch.Tensor,
+    accepted_lens: torch.Tensor,
+) -> None:
+    count = len(nodes)
+    accepted_nodes[index, :count] = torch.tensor(nodes, dtype=torch.int32)
+    accepted_tokens[index, :count] = torch.tensor(tokens, dtype=torch.int32)
+    accepted_lens[index] = count
+
+
+def truncate(
+    accepted_tokens: torch.Tensor,
+    accepted_nodes: torch.Tensor,
+    accepted_lens: torch.Tensor,
+    finite: torch.Tensor,
+    slots: torch.Tensor,
+    lengths: torch.Tensor,
+    slot_ints: torch.Tensor,
+    stop_ids: torch.Tensor,
+    *,
+    commit_lens: torch.Tensor,
+    finish: torch.Tensor,
+) -> None:
+    """Cut the accepted run at the first stop token, at the length limit, or before logits that are not finite.
+
+    accepted_*   [B, T], [B]         as `accept` wrote them
+    finite       [B, T]       uint8  per node
+    lengths      [max B]      int32  committed tokens n
+    stop_ids     [max B, ..]  int32  -1 pads
+    commit_lens  [B]          int32  out: tokens to commit, 0 for a dead slot
+    finish       [B]          int32  out: 0, FINISH_STOP, FINISH_LENGTH or FINISH_ERROR
+    """
+    commit_lens.zero_()
+    finish.zero_()
+    for index, (slot, count) in enumerate(zip(slots.tolist(), accepted_lens.tolist(), strict=True)):
+        if slot < 0:
+            continue
+        stops = {token for token in stop_ids[slot].tolist() if token >= 0}
+        room = int(slot_ints[slot, MAX_LENGTH]) - int(lengths[slot])
+        for place in range(count):
+            if not finite[index, int(accepted_nodes[index, place])]:
+                finish[index] = FINISH_ERROR
+                break
+            commit_lens[index] = place + 1
+            if int(accepted_tokens[index, place]) in stops:
+                finish[index] = FINISH_STOP
+                break
+            if place + 1 >= room:
+                finish[index] = FINISH_LENGTH
+                break
+
+
+def commit(
+    accepted_tokens: torch.Tensor,
+    commit_lens: torch.Tensor,
+    finish: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    tokens: torch.Tensor,
+    lengths: torch.Tensor,
+    active: torch.Tensor,
+    output_counts: torch.Tensor,
+    num_drafts: torch.Tensor,
+    draft_live: torch.Tensor,
+    draft_lens: torch.Tensor,
+) -> None:
+    """Append the tokens, advance lengths and counts, end finished slots, retract all drafts.
+
+    tokens, lengths, active, output_counts, num_drafts  [max B, ..]  updated
+    draft_live  [B]  uint8  out: 1 for slots that go on and so will draft
+    draft_lens   [B]  int32  out: the new committed length n' of such slots, else 0
+    """
+    draft_live.zero_()
+    draft_lens.zero_()
+    entries = zip(slots.tolist(), commit_lens.tolist(), finish.tolist(), strict=True)
+    for index, (slot, count, reason) in enumerate(entries):
+        if slot < 0:
+            continue
+        length = int(lengths[slot])
+        new = accepted_tokens[index, :count]
+        tokens[slot, length : length + count] = new
+        output_counts[slot].index_add_(0, new.long(), torch.ones_like(new))
+        lengths[slot] = length + count
+        num_drafts[slot] = 0
+        if reason:
+            active[slot] = 0
+        else:
+            draft_live[index] = 1
+            draft_lens[index] = length + count

@@ -1,0 +1,157 @@
+"""The start of a step: apply the host's commands, list the active slots, and lay out the rows to verify.
+
+A slot's state lies in rows of arrays as long as the largest batch; a bucket reaches them through the list of
+active slots, so that a step may run in another bucket than the step before.
+"""
+
+import torch
+
+from lowlat.kernels.reference.step.slot_record import DRAFT_LIMIT, LENGTH, MAX_LENGTH
+
+__all__ = ["CANCEL", "COMMAND_WIDTH", "JOIN", "SET_DRAFT_LIMIT", "apply_commands", "gather_rows", "list_active_slots"]
+
+JOIN, CANCEL, SET_DRAFT_LIMIT = 1, 2, 3
+COMMAND_WIDTH = 4  # opcode, slot, value, reserved
+
+
+def apply_commands(
+    command_ring: torch.Tensor,
+    command_tail: torch.Tensor,
+    staged_ints: torch.Tensor,
+    staged_floats: torch.Tensor,
+    staged_tokens: torch.Tensor,
+    staged_table: torch.Tensor,
+    staged_stop_ids: torch.Tensor,
+    staged_bias_ids: torch.Tensor,
+    staged_bias_values: torch.Tensor,
+    *,
+    command_head: torch.Tensor,
+    slot_ints: torch.Tensor,
+    slot_floats: torch.Tensor,
+    tokens: torch.Tensor,
+    block_table: torch.Tensor,
+    stop_ids: torch.Tensor,
+    bias_ids: torch.Tensor,
+    bias_values: torch.Tensor,
+    lengths: torch.Tensor,
+    active: torch.Tensor,
+    num_drafts: torch.Tensor,
+    prompt_seen: torch.Tensor,
+    output_counts: torch.Tensor,
+) -> None:
+    """Take the commands between head and tail off the ring: a slot joins, leaves, or changes its draft limit.
+
+    command_ring   [R, 4]       int64  opcode, slot, value, 0
+    command_tail   [1]          int64  commands written so far
+    staged_*       [max B, ..]         what a joining slot's state begins with, written by the host
+    command_head   [1]          int64  updated: commands taken so far
+    the others     [max B, ..]         updated: the slots' state
+    """
+    tail = int(command_tail)
+    for index in range(int(command_head), tail):
+        opcode, slot, value, _ = command_ring[index % command_ring.shape[0]].tolist()
+        if opcode == JOIN:
+            pairs = (
+                (slot_ints, staged_ints),
+                (slot_floats, staged_floats),
+                (tokens, staged_tokens),
+                (block_table, staged_table),
+                (stop_ids, staged_stop_ids),
+                (bias_ids, staged_bias_ids),
+                (bias_values, staged_bias_values),
+            )
+            for state, staged in pairs:
+                state[slot].copy_(staged[slot])
+            length = int(slot_ints[slot, LENGTH])
+            lengths[slot] = length
+            num_drafts[slot] = 0
+            active[slot] = 1
+            output_counts[slot].zero_()
+            prompt_seen[slot].zero_()
+            prompt_seen[slot, tokens[slot, :length].long()] = 1
+        elif opcode == CANCEL:
+            active[slot] = 0
+            num_drafts[slot] = 0
+        elif opcode == SET_DRAFT_LIMIT:
+            slot_ints[slot, DRAFT_LIMIT] = value
+    command_head.fill_(tail)
+
+
+def list_active_slots(active: torch.Tensor, *, slots: torch.Tensor) -> None:
+    """List the active slots in order: active [max B] int32 -> slots [B] int32 out, -1 pads."""
+    listed = active.nonzero().reshape(-1)[: slots.shape[0]].to(slots.dtype)
+    slots.fill_(-1)
+    slots[: listed.shape[0]] = listed
+
+
+def gather_rows(
+    slots: torch.Tensor,
+    lengths: torch.Tensor,
+    tokens: torch.Tensor,
+    drafts: torch.Tensor,
+    num_drafts: torch.Tensor,
+    tree_masks: torch.Tensor,
+    tree_paths: torch.Tensor,
+    slot_ints: torch.Tensor,
+    *,
+    row_tokens: torch.Tensor,
+    row_positions: torch.Tensor,
+    row_live: torch.Tensor,
+    row_masks: torch.Tensor,
+    paths: torch.Tensor,
+    dense_lens: torch.Tensor,
+    num_verified: torch.Tensor,
+    verified_depth: torch.Tensor,
+) -> None:
+    """Lay out the rows of this step: the last committed token, then the drafted nodes that may be verified.
+
+    slots           [B]               int32
+    lengths         [max B]           int32  committed tokens n
+    tokens          [max B, C]        int32  committed tokens
+    drafts          [max B, max T]    int32  drafted nodes, topological order, node 0 unused
+    num_drafts      [max B]           int32
+    tree_masks      [max B, max T]    int64  ancestors and self of each drafted node
+    tree_paths      [max B, P, W]     int32  root to leaf, -1 pads
+    slot_ints       [max B, ..]       int64  per-slot limits
+    row_tokens      [B, T]            int32  out, -1 where dead
+    row_positions   [B, T]            int32  out, absolute; 0 where dead
+    row_live        [B, T]            uint8  out
+    row_masks       [B, T]            int64  out
+    paths           [B, P, W]         int32  out, -1 from the first dead node on
+    dense_lens      [B]               int32  out: n - 1, the root's position; 0 for a pad
+    num_verified    [B]               int32  out: live drafted nodes
+    verified_depth  [B]               int32  out: depth of the deepest
+    A slot verifies min(its drafts, the bucket's, its request's limit) nodes, none past its maximal length.
+    """
+    rows = row_tokens.shape[1]
+    row_tokens.fill_(-1)
+    paths.fill_(-1)
+    for out in (row_positions, row_live, row_masks, dense_lens, num_verified, verified_depth):
+        out.zero_()
+    for index, slot in enumerate(slots.tolist()):
+        if slot < 0:
+            continue
+        length = int(lengths[slot])
+        limit = min(int(num_drafts[slot]), rows - 1, int(slot_ints[slot, DRAFT_LIMIT]))
+        deepest = int(slot_ints[slot, MAX_LENGTH]) - length - 1
+        masks = [1, *tree_masks[slot, 1 : limit + 1].tolist()]
+        depths = [(mask & (2**64 - 1)).bit_count() - 1 for mask in masks]
+        live = [depth <= max(deepest, 0) for depth in depths]
+        count = len(live)
+        device = row_tokens.device
+        alive = torch.tensor(live, device=device)
+        candidates = torch.cat((tokens[slot, length - 1 : length], drafts[slot, 1:count]))
+        row_tokens[index, :count] = torch.where(alive, candidates, -1)
+        row_live[index, :count] = alive.to(row_live.dtype)
+        positions = torch.tensor([length - 1 + depth for depth in depths], device=device)
+        row_positions[index, :count] = torch.where(alive, positions, 0).int()
+        row_masks[index, :count] = torch.where(alive, torch.tensor(masks, device=device), 0)
+        dense_lens[index] = length - 1
+        num_verified[index] = sum(live) - 1
+        verified_depth[index] = max(depth for depth, alive_ in zip(depths, live, strict=True) if alive_)
+        known = tree_paths[slot]  # all zero until the slot's first drafts: only the root is certain
+        dead = (known < 0) | (known >= count)
+        dead[:, 1:] |= known[:, 1:] == 0
+        dead |= ~alive[known.clamp(0, count - 1).long()]
+        paths[index] = torch.where(dead.cumsum(-1) > 0, -1, known)
+        paths[index, :, 0] = 0

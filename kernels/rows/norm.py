@@ -1,0 +1,210 @@
+"""RMS norms of whole rows, alone, after a residual sum, or of the parts of a row; one launch each.
+
+A block has a row, and sums its squares in the order of `norm_math`. The residual stream is bf16; a product may
+still be float32. It knows neither embeddings nor the head.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from lowlat.errors import ShapeError
+from lowlat.kernels.common.norm_math import THREADS, WARPS
+from lowlat.kernels.common.norm_row import (
+    chunk_values,
+    finish_norm,
+    is_live,
+    load_first,
+    load_first_weights,
+)
+from lowlat.kernels.reference.shapes import check_shape
+from lowlat.kernels.toolchain import ptx
+from lowlat.kernels.toolchain.kernel import Argument, Kernel, KernelCall
+from lowlat.kernels.toolchain.numba_cuda import cuda, float32, int64, types, uint32
+
+__all__ = [
+    "MAX_WIDTH",
+    "add_norm",
+    "check_dtype",
+    "check_row_live",
+    "check_width",
+    "examples",
+    "rms_norm",
+    "split_norms",
+]
+
+MAX_WIDTH = 65536
+PARTS = 4  # parts of a row that one launch norms
+
+
+def check_width(width: int) -> None:
+    """Raise ShapeError unless rows of `width` elements are whole chunks of 16 bytes and not too wide."""
+    if width < 8 or width % 8 or width > MAX_WIDTH:
+        raise ShapeError(f"rows must have a multiple of 8 elements, at most {MAX_WIDTH}, got {width}")
+
+
+def check_dtype(dtype: torch.dtype, **tensors: torch.Tensor | None) -> None:
+    """Raise ShapeError unless all tensors that are there have this dtype: kernels see addresses alone."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.dtype != dtype:
+            raise ShapeError(f"{name} must be {dtype}, got {tensor.dtype}")
+
+
+def check_row_live(row_live: torch.Tensor | None, rows: int) -> None:
+    """Raise ShapeError unless there is a flag for each row, or no flags at all."""
+    if row_live is not None and row_live.numel() != rows:
+        raise ShapeError(f"row_live must have {rows} entries, got shape {list(row_live.shape)}")
+
+
+@cache
+def _make_norms(width: int, parts: int, eps: float) -> Kernel:
+    """Norms of up to PARTS of the `parts` parts of each row, from part `start` on: grid (M, parts here)."""
+
+    def norms(x: Any, row_live: Any, out: Any, start: Any, w0: Any, w1: Any, w2: Any, w3: Any) -> None:
+        sums = cuda.shared.array(shape=WARPS, dtype=float32)
+        row, part = int64(cuda.blockIdx.x), int64(cuda.blockIdx.y)
+        weight = w0
+        if part == int64(1):
+            weight = w1
+        elif part == int64(2):
+            weight = w2
+        elif part == int64(3):
+            weight = w3
+        weights = load_first_weights(weight, width)
+        ptx.wait_for_previous_kernel()
+        ptx.let_next_kernel_start()
+        offset = (row * int64(parts) + int64(start) + part) * int64(width * 2)
+        words = load_first(x + offset, width, False)
+        live = is_live(row_live, row)
+        finish_norm(words, weights, x + offset, False, weight, out + offset, int64(0), live, sums, width, eps)
+
+    signature = (types.int64,) * 8
+    return Kernel(f"norms_n{width}_parts{parts}_eps{eps!r}", norms, signature, THREADS)
+
+
+@cache
+def _make_add_norm(width: int, eps: float, wide: bool) -> Kernel:
+    """A residual sum and its norm: grid (M,)."""
+
+    def add_norm(a: Any, b: Any, weight: Any, row_live: Any, total: Any, out: Any) -> None:
+        sums = cuda.shared.array(shape=WARPS, dtype=float32)
+        thread, row = uint32(cuda.threadIdx.x), int64(cuda.blockIdx.x)
+        weights = load_first_weights(weight, width)
+        ptx.wait_for_previous_kernel()
+        ptx.let_next_kernel_start()
+        offset = row * int64(width * 2)
+        other = row * int64(width * (4 if wide else 2))
+        live = is_live(row_live, row)
+        first = (uint32(0), uint32(0), uint32(0), uint32(0))
+        chunk = thread
+        while chunk < uint32(width // 8):
+            x = chunk_values(a + offset, chunk, False)
+            y = chunk_values(b + other, chunk, wide)
+            words = (
+                ptx.bf16_pair(ptx.add_rn(x[0], y[0]), ptx.add_rn(x[1], y[1])),
+                ptx.bf16_pair(ptx.add_rn(x[2], y[2]), ptx.add_rn(x[3], y[3])),
+                ptx.bf16_pair(ptx.add_rn(x[4], y[4]), ptx.add_rn(x[5], y[5])),
+                ptx.bf16_pair(ptx.add_rn(x[6], y[6]), ptx.add_rn(x[7], y[7])),
+            )
+            place = total + offset + int64(chunk) * int64(16)
+            ptx.store_global_128(place, words[0], words[1], words[2], words[3])
+            if chunk == thread:
+                first = words
+            chunk = uint32(chunk + uint32(THREADS))
+        finish_norm(first, weights, total + offset, False, weight, out + offset, int64(0), live, sums, width, eps)
+
+    signature = (types.int64,) * 6
+    return Kernel(f"add_norm_n{width}_{'f32' if wide else 'bf16'}_eps{eps!r}", add_norm, signature, THREADS)
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, row_live: torch.Tensor | None = None, *, out: torch.Tensor, eps: float
+) -> list[KernelCall]:
+    """x / rms(x) * weight in float32, rounded once; dead rows give zero.
+
+    x         [M, N]  bf16
+    weight    [N]     bf16
+    row_live  [M]     uint8; None: all rows are live
+    out       [M, N]  bf16  out
+    One launch. Raises ShapeError for shapes that do not fit, or N that is no multiple of 8 or above MAX_WIDTH.
+    """
+    return split_norms(x, row_live, out=out, eps=eps, weight0=weight)
+
+
+def split_norms(
+    x: torch.Tensor, row_live: torch.Tensor | None = None, *, out: torch.Tensor, eps: float, **weights: torch.Tensor
+) -> list[KernelCall]:
+    """RMS norm of each of the F parts of every row on its own, as `rms_norm` of that part gives it.
+
+    x, out     [M, F * Ht]  bf16
+    weight0..  [Ht]         bf16
+    One launch for every PARTS parts. Raises ShapeError as `rms_norm` does.
+    """
+    rows, parts = x.shape[0], len(weights)
+    if not parts:
+        raise ShapeError("split_norms needs a weight for each part")
+    width = x.shape[1] // parts
+    check_width(width)
+    check_row_live(row_live, rows)
+    check_shape("x", x, rows, parts * width)
+    check_shape("out", out, rows, parts * width)
+    check_dtype(torch.bfloat16, x=x, out=out, **weights)
+    ordered = [weights[f"weight{part}"] for part in range(parts)]
+    for part, weight in enumerate(ordered):
+        check_shape(f"weight{part}", weight, width)
+    kernel = _make_norms(width, parts, eps)
+    live = 0 if row_live is None else row_live
+    calls = []
+    for start in range(0, parts, PARTS):
+        here = ordered[start : start + PARTS]
+        addresses: list[Argument] = [*here, *[0] * (PARTS - len(here))]
+        calls.append(KernelCall(kernel, (rows, len(here), 1), (x, live, out, start, *addresses)))
+    return calls
+
+
+def add_norm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    weight: torch.Tensor,
+    row_live: torch.Tensor | None = None,
+    *,
+    total: torch.Tensor,
+    out: torch.Tensor,
+    eps: float,
+) -> list[KernelCall]:
+    """The residual sum total = a + b, rounded, and the norm of what was rounded; dead rows have a sum but norm zero.
+
+    a         [M, N]  bf16           the residual stream
+    b         [M, N]  float32, bf16  what is added
+    weight    [N]     bf16
+    row_live  [M]     uint8; None: all rows are live
+    total     [M, N]  bf16  out
+    out       [M, N]  bf16  out
+    One launch. Raises ShapeError as `rms_norm` does.
+    """
+    rows, width = a.shape
+    check_width(width)
+    check_row_live(row_live, rows)
+    for name, tensor in (("b", b), ("total", total), ("out", out)):
+        check_shape(name, tensor, rows, width)
+    check_shape("weight", weight, width)
+    check_dtype(torch.bfloat16, a=a, weight=weight, total=total, out=out)
+    if b.dtype != torch.float32:
+        check_dtype(torch.bfloat16, b=b)
+    kernel = _make_add_norm(width, eps, b.dtype == torch.float32)
+    live = 0 if row_live is None else row_live
+    return [KernelCall(kernel, (rows, 1, 1), (a, b, weight, live, total, out))]
+
+
+def examples() -> list[Kernel]:
+    """Specialisations that stand for all, to compile without a GPU."""
+    return [
+        _make_norms(64, 1, 1e-5),
+        _make_norms(4096, 1, 1e-5),
+        _make_norms(2880, 3, 1e-5),
+        _make_norms(8192, 1, 1e-6),
+        _make_add_norm(4096, 1e-5, True),
+        _make_add_norm(2880, 1e-5, False),
+        _make_add_norm(12288, 1e-5, True),
+    ]

@@ -1,0 +1,349 @@
+"""Rotary embedding of a product's heads, with Qwen3's norm of each head before it and the KV write behind it.
+
+A warp has a head of a row; lane i has elements 4i to 4i + 3 of both halves, which are each other's partners. The
+rotation is two products and a sum, each rounded, as torch does it. A head's norm sums each lane's squares by fused
+multiply-adds, the lower half first, and the lanes by a butterfly (offsets 16, 8, 4, 2, 1). So a row's bits depend on
+the row alone. It knows nothing of attention.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from lowlat.errors import ShapeError
+from lowlat.kernels.common.norm_math import high_value, inverse_rms, lane_sum, low_value, normalised
+from lowlat.kernels.common.norm_row import is_live
+from lowlat.kernels.reference.shapes import check_shape
+from lowlat.kernels.rows.norm import check_dtype, check_row_live
+from lowlat.kernels.toolchain import ptx
+from lowlat.kernels.toolchain.kernel import Argument, Kernel, KernelCall
+from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, types, uint32
+
+__all__ = ["examples", "rotate"]
+
+WARPS = 4
+THREADS = WARPS * 32
+MAX_HEAD_DIM = 256
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """What the kernel's code depends on.
+
+    queries, keys, values  heads of each kind in a row of the product, in this order
+    dim                    elements of a head
+    eps                    of the norm of queries and keys; None: they are not normalised
+    rows, block_size       rows a slot and positions a KV block; 0 where keys and values go to buffers
+    """
+
+    queries: int
+    keys: int
+    values: int
+    dim: int
+    eps: float | None
+    rows: int
+    block_size: int
+
+    @property
+    def count(self) -> int:
+        return self.queries + self.keys + self.values
+
+    @property
+    def name(self) -> str:
+        normed = "" if self.eps is None else f"_eps{self.eps!r}"
+        cached = f"_rows{self.rows}_block{self.block_size}" if self.block_size else ""
+        return f"rotate_q{self.queries}_k{self.keys}_v{self.values}_d{self.dim}{normed}{cached}"
+
+
+@device_function
+def _load_four(address: Any, active: Any) -> Any:
+    """Four float32; zeros in a lane past the head's end."""
+    words = (uint32(0), uint32(0), uint32(0), uint32(0))
+    if active:
+        words = ptx.load_global_128(address)
+    return (
+        ptx.float_of_bits(words[0]),
+        ptx.float_of_bits(words[1]),
+        ptx.float_of_bits(words[2]),
+        ptx.float_of_bits(words[3]),
+    )
+
+
+@device_function
+def _load_weights(address: Any, active: Any) -> Any:
+    """Four bf16 as float32; zeros in a lane past the head's end."""
+    words = (uint32(0), uint32(0))
+    if active:
+        words = ptx.load_global_64(address)
+    return low_value(words[0]), high_value(words[0]), low_value(words[1]), high_value(words[1])
+
+
+@device_function
+def _store_four(address: Any, x: Any) -> None:
+    ptx.store_global_64(address, ptx.bf16_pair(x[0], x[1]), ptx.bf16_pair(x[2], x[3]))
+
+
+@device_function
+def _squares(total: Any, x: Any) -> Any:
+    for k in range(4):
+        total = ptx.fma_rn(x[k], x[k], total)
+    return total
+
+
+@device_function
+def _scaled(x: Any, inverse: Any, weights: Any) -> Any:
+    return (
+        normalised(x[0], inverse, weights[0]),
+        normalised(x[1], inverse, weights[1]),
+        normalised(x[2], inverse, weights[2]),
+        normalised(x[3], inverse, weights[3]),
+    )
+
+
+@device_function
+def _turned(x: Any, cos: Any, y: Any, sin: Any) -> Any:
+    """x * cos + y * sin, every operation rounded."""
+    return (
+        ptx.add_rn(ptx.mul_rn(x[0], cos[0]), ptx.mul_rn(y[0], sin[0])),
+        ptx.add_rn(ptx.mul_rn(x[1], cos[1]), ptx.mul_rn(y[1], sin[1])),
+        ptx.add_rn(ptx.mul_rn(x[2], cos[2]), ptx.mul_rn(y[2], sin[2])),
+        ptx.add_rn(ptx.mul_rn(x[3], cos[3]), ptx.mul_rn(y[3], sin[3])),
+    )
+
+
+@device_function
+def _negative(x: Any) -> Any:
+    return -x[0], -x[1], -x[2], -x[3]
+
+
+@device_function
+def _cache_row(
+    row: Any,
+    live: Any,
+    rows: Any,
+    block_size: Any,
+    block_table: Any,
+    table_width: Any,
+    slots: Any,
+    write_lens: Any,
+    offsets: Any,
+) -> Any:
+    """The block that takes a row's keys and values, and the place in it; those of slot 0's start for a dead row."""
+    owner = int64(uint32(row) // uint32(rows))
+    place = int64(row) - owner * int64(rows)
+    slot = int64(ptx.load_global_i32(slots + owner * int64(4)))
+    start = int64(ptx.load_global_i32(write_lens + owner * int64(4)))
+    position = start + int64(ptx.load_global_i32(offsets + place * int64(4)))
+    if not live:
+        slot, position = int64(0), int64(0)
+    index = int64(uint32(position) // uint32(block_size))
+    block = int64(ptx.load_global_i32(block_table + (slot * int64(table_width) + index) * int64(4)))
+    return block, int64(uint32(position) % uint32(block_size))
+
+
+@cache
+def _make_rotate(heads: _Heads) -> Kernel:
+    """Grid (M, heads of a row / WARPS)."""
+    queries, keys, count, dim, rows, block_size = (
+        heads.queries,
+        heads.keys,
+        heads.count,
+        heads.dim,
+        heads.rows,
+        heads.block_size,
+    )
+    rotated, normed, eps = queries + keys, heads.eps is not None, heads.eps or 0.0
+
+    def rotate(
+        qkv: Any,
+        positions: Any,
+        cos: Any,
+        sin: Any,
+        q_weight: Any,
+        k_weight: Any,
+        row_live: Any,
+        q: Any,
+        k: Any,
+        v: Any,
+        block_table: Any,
+        table_width: Any,
+        slots: Any,
+        write_lens: Any,
+        offsets: Any,
+    ) -> None:
+        thread = uint32(cuda.threadIdx.x)
+        lane, row = int64(thread & uint32(31)), int64(cuda.blockIdx.x)
+        head = int64(cuda.blockIdx.y) * int64(WARPS) + int64(thread >> uint32(5))
+        active = lane < int64(dim // 8) and head < int64(count)
+        turns = head < int64(rotated)
+        low_weights = high_weights = (float32(0.0), float32(0.0), float32(0.0), float32(0.0))
+        if normed and turns:
+            weight = (q_weight if head < int64(queries) else k_weight) + lane * int64(8)
+            low_weights, high_weights = _load_weights(weight, active), _load_weights(weight + int64(dim), active)
+        ptx.wait_for_previous_kernel()
+        ptx.let_next_kernel_start()
+        source = qkv + (row * int64(count) + head) * int64(4 * dim) + lane * int64(16)
+        low, high = _load_four(source, active), _load_four(source + int64(2 * dim), active)
+        position = int64(ptx.load_global_i32(positions + row * int64(4)))
+        live = is_live(row_live, row)
+        target, group, group_count, written = q, head, int64(queries), active
+        if head >= int64(rotated):
+            target, group, group_count = v, head - int64(rotated), int64(count - rotated)
+        elif head >= int64(queries):
+            target, group, group_count = k, head - int64(queries), int64(keys)
+        at = row * group_count + group
+        if block_size > 0 and head >= int64(queries):
+            block, inside = _cache_row(
+                row, live, rows, block_size, block_table, table_width, slots, write_lens, offsets
+            )
+            at, written = (block * group_count + group) * int64(block_size) + inside, active and live
+        if turns:
+            angle = position * int64(2 * dim) + lane * int64(16)
+            c, s = _load_four(cos + angle, active), _load_four(sin + angle, active)
+            if normed:
+                total = lane_sum(_squares(_squares(float32(0.0), low), high))
+                inverse = inverse_rms(total, dim, eps)
+                low, high = _scaled(low, inverse, low_weights), _scaled(high, inverse, high_weights)
+                if not live:
+                    low = high = (float32(0.0), float32(0.0), float32(0.0), float32(0.0))
+            low, high = _turned(low, c, _negative(high), s), _turned(high, c, low, s)
+        if written:
+            target += at * int64(2 * dim) + lane * int64(8)
+            _store_four(target, low)
+            _store_four(target + int64(dim), high)
+
+    return Kernel(heads.name, rotate, (types.int64,) * 15, THREADS)
+
+
+def rotate(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    q_weight: torch.Tensor | None = None,
+    k_weight: torch.Tensor | None = None,
+    row_live: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    slots: torch.Tensor | None = None,
+    write_lens: torch.Tensor | None = None,
+    offsets: torch.Tensor | None = None,
+    *,
+    q: torch.Tensor | None = None,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    k_cache: torch.Tensor | None = None,
+    v_cache: torch.Tensor | None = None,
+    eps: float | None = None,
+) -> list[KernelCall]:
+    """`qk_norm` if eps is given, `rope`, and `kv_write` if caches are given, of the parts that are asked for.
+
+    qkv                 [M, (H + 2G) * D]   float32: queries, keys, values, as far as they are asked for
+    positions           [M] or [B, T]       int32, below C
+    cos, sin            [C, D / 2]          float32
+    q_weight, k_weight  [D]                 bf16, with eps, for the parts that are there
+    row_live            [M]                 uint8: with eps dead rows' queries and keys are zero (None: all are live);
+                                            with the caches, which need it, dead rows write no keys and values
+    block_table         [max B, C / block]  int32  with the caches, as slots [B], write_lens [B], offsets [R] int32
+    q                   [M, H, D]           bf16   out
+    k, v                [M, G, D]           bf16   out, in place of the caches
+    k_cache, v_cache    [P, G, block, D]    bf16   updated: live rows at write_lens[slot] + offsets[row]
+    One launch. Raises ShapeError for shapes that do not fit, parts that do not go together, or D that is no multiple
+    of 8 or above MAX_HEAD_DIM.
+    """
+    caches = _pair("k_cache", k_cache, v_cache)
+    buffers = _pair("k", k, v)
+    if caches and buffers:
+        raise ShapeError("keys and values go to the caches or to k and v, not to both")
+    kept = caches or buffers
+    some = kept[0] if kept else q
+    if some is None:
+        raise ShapeError("nothing to rotate: neither q nor k and v nor caches")
+    rows, dim = positions.numel(), some.shape[-1]
+    queries, groups = 0 if q is None else q.shape[1], kept[0].shape[1] if kept else 0
+    if dim % 8 or not 8 <= dim <= MAX_HEAD_DIM:
+        raise ShapeError(f"head_dim must be a multiple of 8, at most {MAX_HEAD_DIM}, got {dim}")
+    check_shape("qkv", qkv, rows, (queries + 2 * groups) * dim)
+    check_shape("cos", cos, cos.shape[0], dim // 2)
+    check_shape("sin", sin, cos.shape[0], dim // 2)
+    check_row_live(row_live, rows)
+    check_dtype(torch.float32, qkv=qkv, cos=cos, sin=sin)
+    check_dtype(torch.int32, positions=positions, slots=slots, write_lens=write_lens, offsets=offsets)
+    check_dtype(torch.bfloat16, q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache)
+    if q is not None:
+        check_shape("q", q, rows, queries, dim)
+    for name, buffer in zip(("k", "v"), buffers, strict=False):
+        check_shape(name, buffer, rows, groups, dim)
+    weights = _weights(eps, q_weight if queries else None, k_weight if groups else None, queries, groups, dim)
+    per_slot, block_size, write = 0, 0, (0, 0, 0, 0, 0)
+    if caches:
+        per_slot, block_size, write = _write_arguments(  # type: ignore[assignment]
+            rows, caches, row_live, block_table, slots, write_lens, offsets
+        )
+    kernel = _make_rotate(_Heads(queries, groups, groups, dim, eps, per_slot, block_size))
+    targets = (0 if q is None else q, *(kept or (0, 0)))
+    live = 0 if row_live is None else row_live
+    arguments = (qkv, positions, cos, sin, *weights, live, *targets, *write)
+    return [KernelCall(kernel, (rows, -(-(queries + 2 * groups) // WARPS), 1), arguments)]
+
+
+def _pair(name: str, first: torch.Tensor | None, second: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    """Both, of one shape, or nothing."""
+    if first is None and second is None:
+        return ()
+    if first is None or second is None or first.shape != second.shape:
+        raise ShapeError(f"{name} and its partner must come together and have one shape")
+    return first, second
+
+
+def _weights(
+    eps: float | None,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    queries: int,
+    groups: int,
+    dim: int,
+) -> tuple[Argument, Argument]:
+    found: list[Argument] = []
+    for name, weight, heads in (("q_weight", q_weight, queries), ("k_weight", k_weight, groups)):
+        if eps is None or not heads:
+            found.append(0)
+        elif weight is None:
+            raise ShapeError(f"a norm of the heads needs {name}")
+        else:
+            check_shape(name, weight, dim)
+            check_dtype(torch.bfloat16, **{name: weight})
+            found.append(weight)
+    return found[0], found[1]
+
+
+def _write_arguments(
+    rows: int,
+    caches: tuple[torch.Tensor, ...],
+    row_live: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    slots: torch.Tensor | None,
+    write_lens: torch.Tensor | None,
+    offsets: torch.Tensor | None,
+) -> tuple[int, int, tuple[Argument, ...]]:
+    """Rows a slot, positions a block, and the arguments of the KV write."""
+    if row_live is None or block_table is None or slots is None or write_lens is None or offsets is None:
+        raise ShapeError("a KV write needs row_live, block_table, slots, write_lens and offsets")
+    batch, per_slot = slots.shape[0], offsets.shape[0]
+    if batch * per_slot != rows:
+        raise ShapeError(f"{batch} slots of {per_slot} rows are not {rows} rows")
+    check_shape("write_lens", write_lens, batch)
+    return per_slot, caches[0].shape[2], (block_table, block_table.shape[1], slots, write_lens, offsets)
+
+
+def examples() -> list[Kernel]:
+    """Specialisations that stand for all, to compile without a GPU."""
+    return [
+        _make_rotate(_Heads(32, 8, 8, 128, None, 4, 32)),
+        _make_rotate(_Heads(32, 8, 8, 128, 1e-6, 4, 32)),
+        _make_rotate(_Heads(64, 8, 8, 64, None, 1, 32)),
+        _make_rotate(_Heads(32, 0, 0, 128, None, 0, 0)),
+        _make_rotate(_Heads(0, 8, 8, 128, None, 8, 24)),
+        _make_rotate(_Heads(6, 2, 2, 40, 1e-5, 0, 0)),
+    ]

@@ -1,0 +1,175 @@
+"""The head's proposals: the likeliest draft ids of each row, as target ids, and the tree's children that take them.
+
+Chains (k = 1) go through `argmax`, which reads no logits. Trees rank: each block its chunk, the last block of a row the
+row. It knows no tree beyond the three lists that say which rank of which row each child takes.
+"""
+
+import functools
+from typing import Any
+
+import torch
+
+from lowlat.errors import ShapeError
+from lowlat.kernels.reference.shapes import check_shape
+from lowlat.kernels.sampling.argmax import argmax
+from lowlat.kernels.sampling.ranking import block_ranks, row_ranks
+from lowlat.kernels.sampling.select import (
+    BROKEN,
+    CHUNK,
+    INFINITY,
+    MINUS_INFINITY,
+    THREADS,
+    WARPS,
+    copies_wait_all,
+    count_chunks,
+    index_of_low,
+    load_words,
+    make_stage,
+    words_broken,
+)
+from lowlat.kernels.toolchain.kernel import Kernel, KernelCall, Workspace
+from lowlat.kernels.toolchain.numba_cuda import cuda, int32, int64, types, uint32
+from lowlat.kernels.toolchain.ptx import let_next_kernel_start, shared_address, sync_warp, wait_for_previous_kernel
+
+__all__ = ["MAX_RANKS", "draft_topk", "examples"]
+
+MAX_RANKS = 64
+BYTES = types.Array(types.uint8, 1, "C")
+INTS = types.Array(types.int32, 1, "C")
+INTS_2D = types.Array(types.int32, 2, "C")
+
+
+def draft_topk(
+    logits: torch.Tensor,
+    draft_to_target: torch.Tensor,
+    row_live: torch.Tensor | None = None,
+    *,
+    out: torch.Tensor,
+    k: int,
+    workspace: Workspace,
+    best: torch.Tensor | None = None,
+    children: torch.Tensor | None = None,
+    child_rows: torch.Tensor | None = None,
+    child_ranks: torch.Tensor | None = None,
+    draft_nodes: torch.Tensor | None = None,
+) -> list[KernelCall]:
+    """Take the k largest logits of each row and name their target ids; with the last four, `assign_drafts` too.
+
+    logits           [R, Vd]      float32
+    draft_to_target  [Vd]         int32
+    row_live         [R] or [..]  uint8    R entries; None: all live
+    out              [R, k]       int32    out: by rank; -1 in a dead row and in one that holds a NaN
+    best             [R, B, 2]     int32    with k = 1: what the logits' product left, see `decode_gemm.PartialArgmax`
+    children, child_rows, child_ranks  [n] int32, and draft_nodes [B, T] int32, updated: see `assign_drafts`
+    Time: with k = 1 some trips to memory; else one read of the logits, and k steps of a warp, three times over.
+    Raises ShapeError for k outside 1..64 or above Vd, for Vd above 262144, for k = 1 without `best` and for shapes that
+    do not fit.
+    """
+    rows, width = logits.shape
+    if not 1 <= k <= min(width, MAX_RANKS):
+        raise ShapeError(f"k must be from 1 to {min(width, MAX_RANKS)}, got {k}")
+    check_shape("out", out, rows, k)
+    check_shape("draft_to_target", draft_to_target, width)
+    assign = None
+    if children is not None and child_rows is not None and child_ranks is not None and draft_nodes is not None:
+        assign = (children, child_rows, child_ranks, draft_nodes)
+    if k == 1:
+        if best is None:
+            raise ShapeError("k = 1 takes the best pairs that the logits' product left, got none")
+        check_shape("best", best, rows, best.shape[1], 2)
+        return argmax(best, row_live, out=out.reshape(-1), names=draft_to_target, assign=assign)
+    return _ranked(logits, draft_to_target, row_live, out, assign, workspace)
+
+
+def _ranked(
+    logits: torch.Tensor,
+    draft_to_target: torch.Tensor,
+    row_live: torch.Tensor | None,
+    out: torch.Tensor,
+    assign: tuple[torch.Tensor, ...] | None,
+    workspace: Workspace,
+) -> list[KernelCall]:
+    (rows, width), k = logits.shape, out.shape[1]
+    chunks = count_chunks("logits", width)
+    live = out.view(torch.uint8).reshape(-1) if row_live is None else row_live.reshape(-1)
+    if row_live is not None:
+        check_shape("row_live", live, rows)
+    dummy = draft_to_target
+    children, child_rows, child_ranks, draft_nodes, per_slot, nodes = dummy, dummy, dummy, out, rows, 0
+    if assign is not None:
+        children, child_rows, child_ranks, draft_nodes = assign
+        nodes = children.shape[0]
+        check_shape("child_rows", child_rows, nodes)
+        check_shape("child_ranks", child_ranks, nodes)
+        per_slot = rows // draft_nodes.shape[0]
+        check_shape("logits", logits, per_slot * draft_nodes.shape[0], width)
+    partials = workspace(f"draft_topk.partials.{rows}.{chunks}.{k}", (rows, chunks, k, 2), torch.int32)
+    counters = workspace(f"draft_topk.counters.{rows}", (rows,), torch.int32)
+    tree = (children, child_rows, child_ranks, draft_nodes)
+    arguments = (logits, live, draft_to_target, out, *tree, partials, counters)
+    kernel = _make(width, k, per_slot, nodes, row_live is not None)
+    return [KernelCall(kernel, (chunks, rows, 1), arguments)]
+
+
+@functools.cache
+def _make(width: int, k: int, per_slot: int, nodes: int, masked: bool) -> Kernel:
+    """Specialised by Vd, k, the rows of a slot, the children to assign, and whether rows may be dead."""
+    chunks = count_chunks("logits", width)
+    stage = make_stage(width)
+    memory_words, ranked_words = max(CHUNK + 2 * k * WARPS, 2 * k * chunks), 2 * k
+
+    def draft_topk_kernel(
+        logits: Any,
+        row_live: Any,
+        draft_to_target: Any,
+        out: Any,
+        children: Any,
+        child_rows: Any,
+        child_ranks: Any,
+        draft_nodes: Any,
+        partials: Any,
+        counters: Any,
+    ) -> None:
+        wait_for_previous_kernel()
+        let_next_kernel_start()
+        memory = cuda.shared.array(memory_words, types.uint32, alignment=16)  # a chunk and its lists, then the row's
+        ranked = cuda.shared.array(ranked_words, types.uint32)
+        flag = cuda.shared.array(1, types.uint32)
+        base = shared_address(memory)
+        chunk, row, thread = int64(cuda.blockIdx.x), int64(cuda.blockIdx.y), cuda.threadIdx.x
+        first, slot = chunk * CHUNK, row // per_slot
+        stage(base, logits + row * (4 * width), first, uint32(MINUS_INFINITY))
+        live = not masked or row_live[row] != 0
+        copies_wait_all()
+        if live:
+            bad = words_broken(load_words(base), first, width, uint32(INFINITY))
+            sync_warp()  # the barrier that counts wants whole warps
+            broken = cuda.syncthreads_or(int32(1) if bad else int32(0)) != 0
+            block_ranks(base, first, k, k, memory[CHUNK:], ranked)
+            if broken and thread == 0:
+                ranked[0] = uint32(BROKEN)
+            mine = partials + row * (8 * chunks * k)
+            last = row_ranks(ranked, k, k, mine, counters + row * 4, chunk, chunks, memory, flag)
+            if not last:
+                return
+            live = ranked[0] != uint32(BROKEN)
+        elif chunk != 0:
+            return
+        for rank in range(thread, k, THREADS):
+            out[row, rank] = draft_to_target[index_of_low(ranked[2 * rank + 1])] if live else int32(-1)
+        for child in range(thread, nodes, THREADS):
+            if child_rows[child] == row - slot * per_slot:
+                token = int32(-1)
+                if live:
+                    token = draft_to_target[index_of_low(ranked[2 * child_ranks[child] + 1])]
+                draft_nodes[slot, children[child]] = token
+
+    signature = (types.int64, BYTES, INTS, INTS_2D, INTS, INTS, INTS, INTS_2D, types.int64, types.int64)
+    name = f"draft_topk_{width}_{k}_{per_slot}_{nodes}_{'masked' if masked else 'whole'}"
+    return Kernel(name, draft_topk_kernel, signature, THREADS)
+
+
+def examples() -> list[Kernel]:
+    """Specialisations for CI to compile: trees over a small, a full and an unaligned vocabulary."""
+    trees = [_make(width, 10, 8, 25, True) for width in (32000, 201088)]
+    return [*trees, _make(201088, 64, 1, 0, True), _make(97, 3, 2, 4, False)]

@@ -1,0 +1,359 @@
+"""The target's draw at every live node, and whether its logits are finite, in one launch of a block a chunk.
+
+A row's largest logit comes from the best pairs that the logits' product left, and ends a greedy row in its first block,
+whose others leave at once. Where a slot wishes for another order (penalties, biases, bans), each block processes its
+chunk, and the row's largest is the best of theirs. A row that is drawn has its blocks find the bounds of top_k and
+top_p where they are set, add noise, and find the largest. Order and roundings are those of `kernels.reference.sample`.
+A draw depends on nothing but its own row, its slot's state and its position. What the step's first kernel settled
+(slots and their state) is read before the kernel before this one has ended.
+"""
+
+import functools
+import math
+from typing import Any
+
+import torch
+
+from lowlat.kernels.common.philox import philox, uniform
+from lowlat.kernels.reference.shapes import check_shape
+from lowlat.kernels.reference.step.slot_record import (
+    MAX_BIASES,
+    MAX_STOPS,
+    MIN_P,
+    NUM_FLOATS,
+    NUM_INTS,
+    SEED,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+)
+from lowlat.kernels.sampling.cutoff import BINS, PASSES, TALLY_WORDS, clear_masses, make_find_bound, odds, wait_for_row
+from lowlat.kernels.sampling.logit_history import draw_position, make_apply_history, read_wishes, touches, touches_any
+from lowlat.kernels.sampling.select import (
+    BROKEN,
+    CHUNK,
+    FINITE,
+    GROUPS,
+    MINUS_INFINITY,
+    MINUS_INFINITY_KEY,
+    STRIDE,
+    THREADS,
+    WARPS,
+    best_partial,
+    better,
+    block_best,
+    copies_wait_all,
+    count_chunks,
+    index_of_low,
+    is_last,
+    load_words,
+    make_stage,
+    row_best,
+    value_of_key,
+    words_best,
+    words_broken,
+)
+from lowlat.kernels.toolchain.kernel import Kernel, KernelCall, Workspace
+from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int32, int64, types, uint32
+from lowlat.kernels.toolchain.ptx import (
+    add_rn,
+    bits_of_float,
+    div_rn,
+    float_of_bits,
+    let_next_kernel_start,
+    load_shared_128,
+    shared_address,
+    store_global_64,
+    store_global_u32,
+    wait_for_previous_kernel,
+)
+
+__all__ = ["examples", "sample"]
+
+PAIRS = 2 * WARPS
+SUMS = WARPS + 2
+MAGNITUDE = 0x7FFFFFFF
+TABLES = 2 * PASSES  # top_k's and top_p's
+COUNTERS = 3  # arrivals of a row's blocks, their barrier for the bounds, and for the largest before
+BYTES = types.Array(types.uint8, 1, "C")
+INTS = types.Array(types.int32, 1, "C")
+INTS_2D = types.Array(types.int32, 2, "C")
+LONGS = types.Array(types.int64, 1, "C")
+LONGS_2D = types.Array(types.int64, 2, "C")
+LONGS_3D = types.Array(types.int64, 3, "C")
+FLOATS_2D = types.Array(types.float32, 2, "C")
+# lengths, slot_ints, slot_floats, prompt_seen, output_counts, bias_ids, bias_values, stop_ids
+STATE = (INTS, LONGS_2D, FLOATS_2D, types.int64, types.int64, INTS_2D, FLOATS_2D, INTS_2D)
+ROW = (types.int64, BYTES, types.int64, LONGS, INTS, *STATE, types.int64)  # logits to best
+CHOSEN = (INTS, BYTES, types.int64, types.int64, types.int64, LONGS_3D)  # target_tokens to masses
+
+
+def sample(
+    logits: torch.Tensor,
+    row_live: torch.Tensor,
+    row_tokens: torch.Tensor,
+    row_masks: torch.Tensor,
+    slots: torch.Tensor,
+    lengths: torch.Tensor,
+    slot_ints: torch.Tensor,
+    slot_floats: torch.Tensor,
+    prompt_seen: torch.Tensor,
+    output_counts: torch.Tensor,
+    bias_ids: torch.Tensor,
+    bias_values: torch.Tensor,
+    stop_ids: torch.Tensor,
+    *,
+    best: torch.Tensor,
+    target_tokens: torch.Tensor,
+    finite: torch.Tensor,
+    workspace: Workspace,
+) -> list[KernelCall]:
+    """Flag the rows whose logits are finite and draw the target's token at every live node.
+
+    Arguments are those of the reference's `sample`, finite [B, T] uint8, out: 1 for a live row without NaN or infinity,
+    and best [B * T, n, 2] int32: what the logits' product left, with the limit FINITE (`decode_gemm.PartialArgmax`).
+    target_tokens is -1 for a dead row or a pad slot, 0 where logits are not finite.
+    Time: plain greedy rows are not read, others once. Raises ShapeError for shapes that do not fit, V above 262144,
+    and T above 64.
+    """
+    batch, rows = target_tokens.shape
+    count, width, slot_count = batch * rows, prompt_seen.shape[1], lengths.shape[0]
+    check_shape("logits", logits, count, width)
+    for name, array in (("row_tokens", row_tokens), ("row_masks", row_masks), ("finite", finite)):
+        check_shape(name, array, batch, rows)
+    check_shape("slots", slots, batch)
+    check_shape("target_tokens", target_tokens, batch, min(rows, 64))
+    live = row_live.reshape(-1)
+    check_shape("row_live", live, count)
+    check_shape("best", best, count, best.shape[1], 2)
+    for name, array, columns in (
+        ("slot_ints", slot_ints, NUM_INTS),
+        ("slot_floats", slot_floats, NUM_FLOATS),
+        ("prompt_seen", prompt_seen, width),
+        ("output_counts", output_counts, width),
+        ("bias_ids", bias_ids, MAX_BIASES),
+        ("bias_values", bias_values, MAX_BIASES),
+        ("stop_ids", stop_ids, MAX_STOPS),
+    ):
+        check_shape(name, array, slot_count, columns)
+    chunks = count_chunks("logits", width)
+    state = (lengths, slot_ints, slot_floats, prompt_seen, output_counts, bias_ids, bias_values, stop_ids)
+    largest = workspace(f"sample.largest.{count}.{chunks}", (count, chunks, 2), torch.int32)
+    drawn = workspace(f"sample.drawn.{count}.{chunks}", (count, chunks, 2), torch.int32)
+    counters = workspace(f"sample.counters.{count}", (count, COUNTERS), torch.int32)
+    masses = workspace(f"sample.masses.{count}", (count, TABLES, BINS), torch.int64)
+    row = (logits, live, row_tokens, row_masks.reshape(-1), slots, *state, best)
+    chosen = (target_tokens.reshape(-1), finite.reshape(-1), largest, drawn, counters, masses)
+    return [KernelCall(_make(width, rows, best.shape[1]), (chunks, count, 1), (*row, *chosen))]
+
+
+@device_function
+def _whole_best(partials: Any, count: Any, pairs: Any) -> Any:
+    """The best of a row's pairs, the same in every thread of the block.
+
+    partials  address of the row's [count, 2] uint32; pairs: as in `block_best`
+    """
+    thread = cuda.threadIdx.x
+    if thread < 32:
+        key, low = best_partial(partials, count)
+        if thread == 0:
+            pairs[0], pairs[1] = key, low
+    cuda.syncthreads()
+    return pairs[0], pairs[1]
+
+
+@device_function
+def _scale(chunk: Any, largest: Any, temperature: Any) -> None:
+    """Turn a chunk's logits, which all threads see, into (logit - largest) / temperature, each operation rounded."""
+    for part in range(CHUNK // THREADS):
+        place = part * THREADS + cuda.threadIdx.x
+        below = add_rn(float_of_bits(chunk[place]), -largest)
+        chunk[place] = bits_of_float(div_rn(below, temperature))
+
+
+@device_function
+def _noisier(key: Any, low: Any, bits: Any, index: Any, word: Any, bound: Any, min_p: Any) -> Any:
+    """The better of a pair and a token with its noise, if the token may be drawn."""
+    if uint32(bits & uint32(MAGNITUDE)) > bound or (min_p > float32(0.0) and odds(bits) < min_p):
+        return key, low
+    noise = -float32(math.log(-float32(math.log1p(-uniform(word)))))
+    return better(key, low, bits_of_float(add_rn(float_of_bits(bits), noise)), index)
+
+
+@device_function
+def _own_draw(staged: Any, first: Any, bound: Any, min_p: Any, seed: Any, position: Any) -> Any:
+    """The best pair of logits and noise among the tokens that a thread owns."""
+    key, low = uint32(0), uint32(0)
+    low_seed, high_seed = uint32(seed & 0xFFFFFFFF), uint32((seed >> 32) & 0xFFFFFFFF)
+    for group in range(cuda.blockDim.x // (THREADS // GROUPS)):  # not a constant: copies would cost registers
+        place = int64(group * STRIDE + 4 * cuda.threadIdx.x)
+        a, b, c, d = load_shared_128(uint32(staged + 4 * place))
+        index = first + place
+        nearest = min(min(uint32(a & uint32(MAGNITUDE)), uint32(b & uint32(MAGNITUDE))), uint32(c & uint32(MAGNITUDE)))
+        if min(nearest, uint32(d & uint32(MAGNITUDE))) <= bound:
+            words = philox(uint32(position), uint32(index >> 2), uint32(0), uint32(0), low_seed, high_seed)
+            key, low = _noisier(key, low, a, index, words[0], bound, min_p)
+            key, low = _noisier(key, low, b, index + 1, words[1], bound, min_p)
+            key, low = _noisier(key, low, c, index + 2, words[2], bound, min_p)
+            key, low = _noisier(key, low, d, index + 3, words[3], bound, min_p)
+    return key, low
+
+
+@functools.cache
+def _make_find_bounds(width: int) -> Any:
+    """A device function: the bound of what top_k and top_p leave of a row, and how many tables of masses it used."""
+    find_bound = make_find_bound(count_chunks("logits", width))
+
+    @device_function
+    def find_bounds(
+        staged: Any, top_k: Any, top_p: Any, masses: Any, row: Any, barrier: Any, tally: Any, sums: Any
+    ) -> Any:
+        bound, tables = uint32(FINITE), int64(0)
+        for by_mass in (False, True):
+            if (by_mass and top_p < 1.0) or (not by_mass and 0 < top_k < width):
+                found = find_bound(staged, bound, by_mass, top_k, top_p, masses, row, tables, barrier, tally, sums)
+                bound = min(bound, found)
+                tables += PASSES
+        return bound, tables
+
+    return find_bounds
+
+
+@device_function
+def _agreed_best(key: Any, low: Any, pairs: Any, largest: Any, counter: Any, chunk: Any, chunks: Any) -> Any:
+    """The best pair of a row from each thread's, the same in all blocks of the row, which wait for each other.
+
+    largest  address of the row's [chunks, 2] uint32; counter: of its barrier, zero before; pairs: as in `block_best`
+    """
+    key, low = block_best(key, low, pairs)
+    if cuda.threadIdx.x == 0:
+        store_global_64(largest + 8 * chunk, key, low)
+    wait_for_row(counter, chunks)
+    return _whole_best(largest, chunks, pairs)
+
+
+@functools.cache
+def _make_processed_best(width: int, rows: int) -> Any:
+    """A device function: the best pair of a row whose numbers a slot's wishes change, after that."""
+    chunks, apply_history = count_chunks("logits", width), make_apply_history(width, rows)
+
+    @device_function
+    def processed_best(
+        staged: Any,
+        first: Any,
+        touched: Any,
+        drawing: Any,
+        slot: Any,
+        wishes: Any,
+        tokens: Any,
+        mask: Any,
+        state: Any,
+        pairs: Any,
+        largest: Any,
+        counter: Any,
+        chunk: Any,
+    ) -> Any:
+        """(whether this block finishes the row, key, low); of a row that is drawn all blocks get the pair.
+
+        staged   [CHUNK] uint32  shared: the block's chunk, which each thread sees as far as it owns it; processed here
+        touched  whether the wishes touch this chunk
+        state    prompt_seen, output_counts, bias_ids, bias_values, stop_ids
+        largest  address of the row's [chunks, 2] uint32
+        counter  address of the row's counters
+        The key is BROKEN where the row held a number that is not finite before.
+        """
+        words = load_words(shared_address(staged))
+        broken = words_broken(words, first, width, uint32(FINITE))
+        if touched:
+            seen, counts, bias_ids, bias_values, stop_ids = state
+            cuda.syncthreads()  # all see what the others copied
+            apply_history(staged, first, slot, wishes, tokens, mask, seen, counts, bias_ids, bias_values, stop_ids)
+            words = load_words(shared_address(staged))
+        key, low = words_best(words, first)
+        if broken:
+            key = uint32(BROKEN)
+        if drawing:
+            key, low = _agreed_best(key, low, pairs, largest, counter + 8, chunk, chunks)
+            return chunk == 0, key, low
+        return row_best(key, low, pairs, largest, counter, chunk, chunks)
+
+    return processed_best
+
+
+@functools.cache
+def _make(width: int, rows: int, blocks: int) -> Kernel:
+    """Specialised by V, T and the blocks of the logits' product."""
+    chunks = count_chunks("logits", width)
+    stage, processed_best, find_bounds = make_stage(width), _make_processed_best(width, rows), _make_find_bounds(width)
+
+    def sample_kernel(
+        logits: Any, row_live: Any, row_tokens: Any, row_masks: Any, slots: Any, lengths: Any, slot_ints: Any,
+        slot_floats: Any, prompt_seen: Any, output_counts: Any, bias_ids: Any, bias_values: Any, stop_ids: Any,
+        best: Any, target_tokens: Any, finite: Any, largest: Any, drawn: Any, counters: Any, masses: Any,
+    ) -> None:  # fmt: skip
+        let_next_kernel_start()
+        staged = cuda.shared.array(CHUNK, types.uint32, alignment=16)
+        tally = cuda.shared.array(TALLY_WORDS, types.uint32)
+        sums = cuda.shared.array(SUMS, types.int64)
+        pairs, flag = cuda.shared.array(PAIRS, types.uint32), cuda.shared.array(1, types.uint32)
+        base = shared_address(staged)
+        chunk, row, thread = int64(cuda.blockIdx.x), int64(cuda.blockIdx.y), cuda.threadIdx.x
+        first, index, mask = chunk * CHUNK, row // rows, row_masks[row]
+        live = (slots[index] >= 0) & (row_live[row] != 0)
+        slot = max(int64(slots[index]), 0)
+        temperature = slot_floats[slot, TEMPERATURE]
+        drawing = live & (temperature != 0.0)
+        position = draw_position(lengths[slot], mask)
+        wishes = read_wishes(slot, mask, lengths, slot_ints, slot_floats, bias_ids, stop_ids)
+        changed = live & touches_any(wishes, width, flag)
+        if not drawing and not changed and chunk != 0:
+            return
+        touched = changed and touches(wishes, first, flag)
+        wait_for_previous_kernel()
+        if not live:
+            if thread == 0:
+                target_tokens[row], finite[row] = -1, 0
+            return
+        if drawing or changed:
+            stage(base, logits + row * (4 * width), first, uint32(MINUS_INFINITY))
+        counter, settles = counters + row * (4 * COUNTERS), chunk == 0
+        if changed:
+            copies_wait_all()
+            state = prompt_seen, output_counts, bias_ids, bias_values, stop_ids
+            tokens, at = row_tokens + index * (4 * rows), largest + row * (8 * chunks)
+            settles, key, low = processed_best(
+                staged, first, touched, drawing, slot, wishes, tokens, mask, state, pairs, at, counter, chunk
+            )
+        else:
+            key, low = _whole_best(best + row * (8 * blocks), blocks, pairs)
+        broken = key == uint32(BROKEN)
+        settled = broken or not drawing or key == uint32(MINUS_INFINITY_KEY)  # or every token is banned
+        if settles and thread == 0:
+            finite[row] = 0 if broken else 1
+            if settled:
+                target_tokens[row] = 0 if broken else int32(index_of_low(low))
+        copies_wait_all()
+        if settled:
+            if drawing and changed and thread < 32 and is_last(counter, chunks) and thread == 0:
+                store_global_u32(counter + 8, uint32(0))
+            return
+        cuda.syncthreads()  # all see what the others copied
+        _scale(staged, value_of_key(key), temperature)
+        top_k, top_p = slot_ints[slot, TOP_K], slot_floats[slot, TOP_P]
+        cuda.syncthreads()
+        bound, tables = find_bounds(staged, top_k, top_p, masses, row, counter + 4, tally, sums)
+        key, low = _own_draw(base, first, bound, slot_floats[slot, MIN_P], slot_ints[slot, SEED], position)
+        last, key, low = row_best(key, low, pairs, drawn + row * (8 * chunks), counter, chunk, chunks)
+        if last:
+            clear_masses(masses, row, tables)
+            if thread == 0:
+                store_global_u32(counter + 4, uint32(0))
+                store_global_u32(counter + 8, uint32(0))
+                target_tokens[row] = int32(index_of_low(low))
+
+    return Kernel(f"sample_{width}_{rows}_{blocks}", sample_kernel, (*ROW, *CHOSEN), THREADS, min_blocks=2)
+
+
+def examples() -> list[Kernel]:
+    """Specialisations for CI to compile: with and without wide loads."""
+    return [_make(128256, 4, 132), _make(97, 2, 3)]

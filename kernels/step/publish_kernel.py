@@ -1,0 +1,326 @@
+"""The kernel behind `kernels.publish`: one block hands the drafts to the next step and writes an entry of the ring.
+
+The ring lies in pinned host memory: nothing is read from there but the flag that stops a device loop, and the ring's
+head is released by one thread after all others have written. It is specialised by a `PublishPlan`.
+"""
+
+from dataclasses import astuple, dataclass
+from functools import cache
+from typing import Any
+
+from lowlat.kernels.common.memory import byte_at, divide, int_at, long_at, set_int, set_long, turns
+from lowlat.kernels.reference.step.publish import (
+    ACCEPTED,
+    COMMITTED,
+    FINISH,
+    LENGTH_AFTER,
+    RECORD_WIDTH,
+    SLOT,
+    VERIFIED,
+    VERIFIED_DEPTH,
+)
+from lowlat.kernels.toolchain import ptx
+from lowlat.kernels.toolchain.kernel import Kernel
+from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int32, int64, types, uint32
+
+__all__ = ["NUM_ARGUMENTS", "PublishPlan", "publish_kernel"]
+
+NUM_ARGUMENTS = 33
+SIGNATURE = (*[types.int64] * (NUM_ARGUMENTS - 1), types.uint64)
+
+
+@dataclass(frozen=True)
+class PublishPlan:
+    """What the kernel is specialised by.
+
+    ring, max_batch, max_rows, columns  of the ring; max_rows is that of the drafts' state too
+    paths, width              of the state's tree paths
+    known_paths, known_width  of the topology's; 0: nothing is drafted
+    children, above, ranks    of the last level's assignment; children 0: it has been done
+    looping                   it decides whether the step is repeated
+    """
+
+    batch: int
+    rows: int
+    ring: int
+    max_batch: int
+    max_rows: int
+    columns: int
+    paths: int = 0
+    width: int = 0
+    known_paths: int = 0
+    known_width: int = 0
+    children: int = 0
+    above: int = 0
+    ranks: int = 0
+    looping: bool = False
+    threads: int = 512
+
+
+@device_function
+def _load_record(index: Any, addresses: Any, record: Any) -> None:
+    """An entry's record into shared memory: all loads that do not depend on the slot first."""
+    slots, commit_lens, accepted_lens, finish, num_verified, verified_depth, lengths = addresses
+    slot, committed, accepted = int_at(slots, index), int_at(commit_lens, index), int_at(accepted_lens, index)
+    reason, verified, depth = int_at(finish, index), int_at(num_verified, index), int_at(verified_depth, index)
+    length = int_at(lengths, max(slot, int64(0)))
+    first = index * RECORD_WIDTH
+    record[first + SLOT] = slot
+    record[first + COMMITTED] = committed if slot >= 0 else int64(0)
+    record[first + FINISH] = reason
+    record[first + VERIFIED] = verified
+    record[first + ACCEPTED] = min(accepted - 1, committed)
+    record[first + LENGTH_AFTER] = length
+    record[first + VERIFIED_DEPTH] = depth
+
+
+@device_function
+def _load_rows(thread: Any, threads: Any, count: Any, sources: Any, targets: Any) -> None:
+    """Tokens and nodes of the accepted rows."""
+    for turn in range(turns(count, threads)):
+        place = thread + turn * threads
+        if place < count:
+            token, node = int_at(sources[0], place), int_at(sources[1], place)
+            targets[0][place] = token
+            targets[1][place] = node
+
+
+@device_function
+def _write_records(thread: Any, threads: Any, batch: Any, max_batch: Any, record: Any, target: Any) -> None:
+    """The entry's records; of a pad the slot alone."""
+    for turn in range(turns(max_batch * RECORD_WIDTH, threads)):
+        place = thread + turn * threads
+        if place < max_batch * RECORD_WIDTH:
+            index, column = divide(place, RECORD_WIDTH)
+            slot = int64(-1)
+            if index < batch:
+                slot = int64(record[index * RECORD_WIDTH + SLOT])
+            if column == SLOT:
+                set_int(target, place, slot)
+            elif slot >= 0:
+                set_int(target, place, int64(record[place]))
+
+
+@device_function
+def _write_tokens(thread: Any, threads: Any, sizes: Any, record: Any, tokens: Any, target: Any) -> None:
+    """The committed tokens, -1 after them."""
+    batch, rows, max_batch, max_rows, _columns = sizes
+    for turn in range(turns(max_batch * max_rows, threads)):
+        place = thread + turn * threads
+        if place < max_batch * max_rows:
+            index, row = divide(place, max_rows)
+            token = int64(-1)
+            if index < batch and row < rows and row < record[index * RECORD_WIDTH + COMMITTED]:
+                token = int64(tokens[index * rows + row])
+            set_int(target, place, token)
+
+
+@device_function
+def _write_logprobs(
+    thread: Any, threads: Any, sizes: Any, record: Any, nodes: Any, sources: Any, values: Any, ids: Any
+) -> None:
+    """The committed tokens' logprobs; ids of -1 after them, where the values stay as they are."""
+    batch, rows, max_batch, max_rows, columns = sizes
+    for turn in range(turns(max_batch * max_rows * columns, threads)):
+        place = thread + turn * threads
+        if place < max_batch * max_rows * columns:
+            flat, column = divide(place, columns)
+            index, row = divide(flat, max_rows)
+            known = int64(-1)
+            if index < batch and row < rows and row < record[index * RECORD_WIDTH + COMMITTED]:
+                source = (index * rows + nodes[index * rows + row]) * columns + column
+                value, known = int_at(sources[0], source), int_at(sources[1], source)  # the value's bits
+                set_int(values, place, value)
+            set_int(ids, place, known)
+
+
+@device_function
+def _load_drafts(thread: Any, threads: Any, batch: Any, rows: Any, source: Any, drafted: Any, ends: Any) -> None:
+    """The drafted nodes, and no end of any slot's drafts yet."""
+    for turn in range(turns(batch * rows, threads)):
+        place = thread + turn * threads
+        if place < batch * rows:
+            drafted[place] = int_at(source, place)
+    if thread < batch:
+        ends[thread] = rows
+
+
+@device_function
+def _assign(thread: Any, threads: Any, sizes: Any, top_tokens: Any, lists: Any, drafted: Any, draft_nodes: Any) -> None:
+    """The last level's children get their tokens."""
+    batch, rows, children, above, ranks = sizes
+    child_nodes, child_rows, child_ranks = lists
+    for turn in range(turns(batch * children, threads)):
+        place = thread + turn * threads
+        if place < batch * children:
+            index, child = divide(place, children)
+            row, rank, node = int_at(child_rows, child), int_at(child_ranks, child), int_at(child_nodes, child)
+            token = int_at(top_tokens, (index * above + row) * ranks + rank)
+            drafted[index * rows + node] = token
+            set_int(draft_nodes, index * rows + node, token)
+
+
+@device_function
+def _write_drafts(thread: Any, threads: Any, sizes: Any, going: Any, drafted: Any, ends: Any, addresses: Any) -> None:
+    """The next step's drafts and masks; the first failed draft of each slot, in `ends`."""
+    batch, rows, _max_batch, max_rows, _columns = sizes
+    topology_masks, drafts, tree_masks = addresses
+    for turn in range(turns(batch * rows, threads)):
+        place = thread + turn * threads
+        if place < batch * rows:
+            index, row = divide(place, rows)
+            slot, node = int64(going[index]), int64(drafted[place])
+            if slot >= 0:
+                mask = long_at(topology_masks, row)
+                set_int(drafts, slot * max_rows + row, node)
+                set_long(tree_masks, slot * max_rows + row, mask)
+                if row > 0 and node < 0:
+                    cuda.atomic.min(ends, index, int32(row))
+
+
+@device_function
+def _write_paths(thread: Any, threads: Any, batch: Any, sizes: Any, going: Any, source: Any, target: Any) -> None:
+    """The next step's paths; -1 past the topology's."""
+    num_paths, width, known_paths, known_width = sizes
+    for turn in range(turns(batch * num_paths * width, threads)):
+        place = thread + turn * threads
+        if place < batch * num_paths * width:
+            index, cell = divide(place, num_paths * width)
+            path, column = divide(cell, width)
+            node = int64(-1)
+            slot = int64(going[index])
+            if slot >= 0:
+                if path < known_paths and column < known_width:
+                    node = int_at(source, path * known_width + column)
+                set_int(target, slot * num_paths * width + cell, node)
+
+
+@device_function
+def _load_entry(thread: Any, threads: Any, batch: Any, rows: Any, addresses: Any, run: Any, shared: Any) -> None:
+    """What an entry of the ring is made of."""
+    record, tokens, nodes = shared
+    if thread < batch:
+        _load_record(thread, addresses, record)
+    _load_rows(thread, threads, batch * rows, run, (tokens, nodes))
+
+
+@device_function
+def _write_entry(thread: Any, threads: Any, sizes: Any, entry: Any, shared: Any, sources: Any, rings: Any) -> None:
+    """An entry of the ring, in coalesced stores."""
+    batch, _rows, max_batch, max_rows, columns = sizes
+    record, tokens, nodes = shared
+    records, ring_tokens, values, ids = rings
+    cells = entry * (max_batch * max_rows * 4)
+    _write_records(thread, threads, batch, max_batch, record, records + entry * (max_batch * RECORD_WIDTH * 4))
+    _write_tokens(thread, threads, sizes, record, tokens, ring_tokens + cells)
+    _write_logprobs(thread, threads, sizes, record, nodes, sources, values + cells * columns, ids + cells * columns)
+
+
+@device_function
+def _load_going(thread: Any, batch: Any, slots: Any, draft_live: Any, going: Any) -> None:
+    """The slots that will verify these drafts; -1 where there is none."""
+    if thread < batch:
+        slot, live = int_at(slots, thread), byte_at(draft_live, thread)
+        going[thread] = slot if live != 0 else int64(-1)
+
+
+@device_function
+def _loop_state(max_batch: Any, active: Any, loop_budget: Any, stop_flag: Any) -> Any:
+    """What decides whether the step is repeated: a stop, the budget, the number of active slots."""
+    stop, budget = ptx.load_volatile_i64(stop_flag), long_at(loop_budget, 0)
+    num_active = int64(0)
+    for slot in range(max_batch):
+        num_active += int64(1) if int_at(active, slot) != 0 else int64(0)
+    return stop, budget, num_active
+
+
+@device_function
+def _repeat(condition: Any, loop_budget: Any, state: Any) -> None:
+    """Decide whether the WHILE node runs its body again."""
+    stop, budget, num_active = state
+    set_long(loop_budget, 0, budget - 1)
+    again = num_active > 0 and budget > 1 and stop == 0
+    ptx.set_graph_condition(condition, uint32(1) if again else uint32(0))
+
+
+@cache
+def publish_kernel(plan: PublishPlan) -> Kernel:
+    """The kernel for a plan; arguments are addresses, zero for those of parts that it does not do."""
+    batch, rows, ring, max_batch, max_rows, columns = astuple(plan)[:6]
+    children, above, ranks, looping, threads = astuple(plan)[10:]
+    drafting, assigning, num_rows, num_words = plan.known_paths > 0, children > 0, batch * rows, batch * RECORD_WIDTH
+    path_sizes = astuple(plan)[6:10]
+
+    def kernel(
+        slots: Any,
+        commit_lens: Any,
+        accepted_lens: Any,
+        accepted_tokens: Any,
+        accepted_nodes: Any,
+        finish: Any,
+        num_verified: Any,
+        verified_depth: Any,
+        lengths: Any,
+        logprob_values: Any,
+        logprob_ids: Any,
+        ring_count: Any,
+        ring_records: Any,
+        ring_tokens: Any,
+        ring_logprob_values: Any,
+        ring_logprob_ids: Any,
+        ring_head: Any,
+        draft_nodes: Any,
+        draft_live: Any,
+        topology_masks: Any,
+        topology_paths: Any,
+        drafts: Any,
+        num_drafts: Any,
+        tree_masks: Any,
+        tree_paths: Any,
+        top_tokens: Any,
+        child_nodes: Any,
+        child_rows: Any,
+        child_ranks: Any,
+        active: Any,
+        loop_budget: Any,
+        stop_flag: Any,
+        condition: Any,
+    ) -> None:
+        ptx.wait_for_previous_kernel()
+        ptx.let_next_kernel_start()
+        record = cuda.shared.array(shape=num_words, dtype=int32)
+        tokens = cuda.shared.array(shape=num_rows, dtype=int32)
+        nodes = cuda.shared.array(shape=num_rows, dtype=int32)
+        drafted = cuda.shared.array(shape=num_rows, dtype=int32)
+        going = cuda.shared.array(shape=batch, dtype=int32)
+        ends = cuda.shared.array(shape=batch, dtype=int32)
+        thread, count, shared = int64(cuda.threadIdx.x), long_at(ring_count, 0), (record, tokens, nodes)
+        columns_of = (slots, commit_lens, accepted_lens, finish, num_verified, verified_depth, lengths)
+        if looping and thread == 0:
+            state = _loop_state(max_batch, active, loop_budget, stop_flag)
+        _load_entry(thread, threads, batch, rows, columns_of, (accepted_tokens, accepted_nodes), shared)
+        if drafting:
+            _load_going(thread, batch, slots, draft_live, going)
+            _load_drafts(thread, threads, batch, rows, draft_nodes, drafted, ends)
+        cuda.syncthreads()
+        if assigning:
+            lists = (child_nodes, child_rows, child_ranks)
+            _assign(thread, threads, (batch, rows, children, above, ranks), top_tokens, lists, drafted, draft_nodes)
+            cuda.syncthreads()
+        rings = (ring_records, ring_tokens, ring_logprob_values, ring_logprob_ids)
+        sizes, sources = (batch, rows, max_batch, max_rows, columns), (logprob_values, logprob_ids)
+        _write_entry(thread, threads, sizes, count % ring, shared, sources, rings)
+        if drafting:
+            _write_drafts(thread, threads, sizes, going, drafted, ends, (topology_masks, drafts, tree_masks))
+            _write_paths(thread, threads, batch, path_sizes, going, topology_paths, tree_paths)
+        cuda.syncthreads()
+        if drafting and thread < batch and going[thread] >= 0:
+            set_int(num_drafts, int64(going[thread]), int64(ends[thread]) - 1)
+        if thread == 0:
+            set_long(ring_count, 0, count + 1)
+            ptx.store_release_system(ring_head, count + 1)
+            if looping:
+                _repeat(condition, loop_budget, state)
+
+    name = "publish_" + "_".join(str(part) for part in astuple(plan))
+    return Kernel(name, kernel, SIGNATURE, threads, linked=not looping)

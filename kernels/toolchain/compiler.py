@@ -1,0 +1,177 @@
+"""From a Kernel to machine code for one compute capability, with what it uses; kept on disk between runs.
+
+It needs no GPU: NVVM makes PTX, nvJitLink makes the cubin and reports registers, stack and shared memory.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import random
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+
+from lowlat.errors import DeviceError
+from lowlat.kernels.toolchain.kernel import Kernel
+from lowlat.kernels.toolchain.numba_cuda import compile_ptx, fork_compiler, target_of
+
+__all__ = ["CompiledKernel", "compile_ahead", "compile_kernel", "link", "source_digest"]
+
+WORTH_FORKING = 4  # kernels
+
+
+@dataclass(frozen=True)
+class CompiledKernel:
+    """Machine code and what it uses.
+
+    entry        the name of the entry in `code`
+    code         a cubin; or PTX, where the driver links
+    registers    a thread; 0 where the driver links
+    stack_bytes  a thread: spills and arrays in local memory
+    shared_bytes static
+    """
+
+    entry: str
+    code: bytes
+    registers: int
+    stack_bytes: int
+    shared_bytes: int
+
+    @property
+    def is_cubin(self) -> bool:
+        """Whether `code` is machine code."""
+        return self.code.startswith(b"\x7fELF")
+
+
+@cache
+def source_digest() -> str:
+    """A digest of everything that decides what a kernel compiles to: our sources and the compilers' versions."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.rglob("*.py")):  # the references too: kernels take constants from them
+        digest.update(path.read_bytes())
+    for package in ("numba-cuda", "numba", "llvmlite", "cuda-bindings", "nvidia-nvvm", "nvidia-nvjitlink"):
+        try:
+            digest.update(f"{package} {version(package)}".encode())
+        except ModuleNotFoundError:
+            digest.update(f"{package} unknown".encode())
+    return digest.hexdigest()
+
+
+def compile_kernel(kernel: Kernel, capability: tuple[int, int], cache_directory: Path | None = None) -> CompiledKernel:
+    """Compile, or take from `cache_directory` what an earlier run compiled from the same sources.
+
+    Raises DeviceError when the linker refuses the PTX, with its log.
+    """
+    if cache_directory is None:
+        return _compile(kernel, capability)
+    path = _path(kernel, capability, cache_directory)
+    known = _read(path)
+    if known is not None:
+        return known
+    compiled = _compile(kernel, capability)
+    _write(path, compiled)
+    return compiled
+
+
+def compile_ahead(
+    kernels: Iterable[Kernel], capability: tuple[int, int], cache_directory: Path, workers: int | None = None
+) -> int:
+    """Compile what the cache lacks in forked processes, which touch no device; returns how many it lacked.
+
+    workers  None: one for each core. A process that fails leaves its kernels to `compile_kernel`, which then tells why.
+    """
+    unique = {kernel.name: kernel for kernel in kernels}.values()
+    missing = [kernel for kernel in unique if not os.path.exists(_path(kernel, capability, cache_directory))]
+    random.Random(os.getpid()).shuffle(missing)  # processes that start together begin with other ones, and share them
+    count = min(len(os.sched_getaffinity(0)) if workers is None else workers, len(missing))
+    if len(missing) < WORTH_FORKING or count < 2:
+        return len(missing)
+    children = []
+    for worker in range(count):
+        child = fork_compiler()
+        if child == 0:
+            try:
+                for kernel in missing[worker::count]:
+                    compile_kernel(kernel, capability, cache_directory)
+            finally:
+                os._exit(0)  # no clean-up of the parent's threads, files and device
+        children.append(child)
+    for child in children:
+        os.waitpid(child, 0)
+    return len(missing)
+
+
+def _path(kernel: Kernel, capability: tuple[int, int], cache_directory: Path) -> Path:
+    key = hashlib.sha256(
+        repr((source_digest(), kernel.name, target_of(capability, kernel.specific))).encode()
+    ).hexdigest()
+    return cache_directory / f"{key}.cubin"
+
+
+def _compile(kernel: Kernel, capability: tuple[int, int]) -> CompiledKernel:
+    bounds = (kernel.threads, kernel.min_blocks)
+    ptx, entry = compile_ptx(kernel.function, kernel.signature, capability, bounds, kernel.specific)
+    if not kernel.linked:
+        return CompiledKernel(entry, ptx.encode(), 0, 0, 0)
+    return link(ptx, entry, capability, kernel.name, kernel.specific)
+
+
+def link(ptx: str, entry: str, capability: tuple[int, int], name: str, specific: bool = False) -> CompiledKernel:
+    """Assemble PTX to a cubin. Raises DeviceError with the assembler's log.
+
+    specific  with the instructions that no later capability has
+    """
+    from cuda.bindings import nvjitlink
+
+    options = [f"-arch={target_of(capability, specific)}", "-verbose", "-O3"]
+    handle = nvjitlink.create(len(options), options)
+    try:
+        source = ptx.encode()
+        nvjitlink.add_data(handle, nvjitlink.InputType.PTX, source, len(source), f"{name}.ptx")
+        nvjitlink.complete(handle)
+        code = bytearray(nvjitlink.get_linked_cubin_size(handle))
+        nvjitlink.get_linked_cubin(handle, code)
+        log = bytearray(nvjitlink.get_info_log_size(handle))
+        nvjitlink.get_info_log(handle, log)
+    except nvjitlink.nvJitLinkError as error:
+        problem = bytearray(nvjitlink.get_error_log_size(handle))
+        nvjitlink.get_error_log(handle, problem)
+        raise DeviceError(f"kernel {name} does not link: {problem.decode(errors='replace')}") from error
+    finally:
+        nvjitlink.destroy(handle)
+    used = re.search(r"used (\d+) registers.*?(\d+) stack(?:, (\d+) bytes smem)?", log.decode(errors="replace"))
+    if used is None:
+        raise DeviceError(f"kernel {name}: the linker's log tells no registers: {log.decode(errors='replace')}")
+    registers, stack, shared = (int(part or 0) for part in used.groups())
+    return CompiledKernel(entry, bytes(code), registers, stack, shared)
+
+
+def _read(path: Path) -> CompiledKernel | None:
+    """What a file holds; None where there is none, or not the whole of what was written."""
+    try:
+        header, code = path.read_bytes().split(b"\n", 1)
+        fields = json.loads(header)
+        if fields.pop("digest") != hashlib.sha256(code).hexdigest():
+            return None
+        return CompiledKernel(code=code, **fields)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def _write(path: Path, compiled: CompiledKernel) -> None:
+    """Atomically: another process may be doing the same. A cache that cannot be written is only slower."""
+    fields = asdict(compiled)
+    code = fields.pop("code")
+    fields["digest"] = hashlib.sha256(code).hexdigest()
+    partial = path.with_suffix(f".{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_bytes(json.dumps(fields).encode() + b"\n" + code)
+        partial.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            partial.unlink()

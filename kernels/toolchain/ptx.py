@@ -1,0 +1,431 @@
+"""Every PTX instruction that kernels use by name, as functions of Numba kernels; all inline assembly is here.
+
+Addresses are int64 (global) or uint32 (shared); bf16 values are their bits. Under Numba's simulator the few that
+integer kernels use have Python meanings, and the others are absent.
+"""
+
+from typing import Any
+
+from llvmlite import ir
+
+from lowlat.kernels.toolchain.numba_cuda import SIMULATED, cuda, intrinsic, types
+
+__all__ = [
+    "add_rn",
+    "array_address",
+    "atomic_add_gpu",
+    "ballot",
+    "barrier_arrive",
+    "barrier_init",
+    "barrier_is_over",
+    "barrier_is_over_soon",
+    "bf16_bits",
+    "bf16_pair",
+    "bits_of_float",
+    "copies_commit",
+    "copies_wait",
+    "copy_async_4",
+    "copy_async_16",
+    "copy_async_16_once",
+    "copy_async_16_once_if",
+    "copy_async_16_or_zero",
+    "count_bits",
+    "div_rn",
+    "exp2_approx",
+    "fence_system",
+    "float_of_bits",
+    "fma_bf16_pair",
+    "fma_rn",
+    "instruction",
+    "ir_type",
+    "lanes_of_same",
+    "let_next_kernel_start",
+    "load_acquire_gpu",
+    "load_global_64",
+    "load_global_128",
+    "load_global_128_l2",
+    "load_global_bf16",
+    "load_global_f32",
+    "load_global_i32",
+    "load_global_i64",
+    "load_global_nc_128",
+    "load_global_u8",
+    "load_global_u16",
+    "load_relaxed_gpu_128",
+    "load_relaxed_gpu_f32",
+    "load_shared_128",
+    "load_shared_f32",
+    "load_shared_matrix_x4_transposed",
+    "load_shared_tiles",
+    "load_shared_u32",
+    "load_volatile_i64",
+    "mma_bf16",
+    "mma_bf16_tiles",
+    "mul_rn",
+    "set_graph_condition",
+    "shared_address",
+    "stay_here",
+    "store_global_64",
+    "store_global_128",
+    "store_global_f32",
+    "store_global_i32",
+    "store_global_i64",
+    "store_global_u8",
+    "store_global_u16",
+    "store_global_u32",
+    "store_relaxed_gpu_f32",
+    "store_relaxed_gpu_u16",
+    "store_release_system",
+    "store_shared_64",
+    "store_shared_128",
+    "store_shared_f32",
+    "store_shared_tiles",
+    "store_shared_u32",
+    "sync_threads",
+    "sync_warp",
+    "varying",
+    "varying_long",
+    "wait_for_previous_kernel",
+    "warp_max",
+    "warp_sum",
+    "zeros",
+]
+
+i32, i64, u16, u32, u64, f32 = types.int32, types.int64, types.uint16, types.uint32, types.uint64, types.float32
+_IR = {
+    i32: ir.IntType(32),
+    u32: ir.IntType(32),
+    u16: ir.IntType(16),
+    i64: ir.IntType(64),
+    u64: ir.IntType(64),
+    f32: ir.FloatType(),
+}
+_LETTER = {i32: "r", u32: "r", u16: "h", i64: "l", u64: "l", f32: "f"}
+
+
+def ir_type(kind: Any) -> Any:
+    """LLVM's type for one of Numba's numbers."""
+    return _IR[kind]
+
+
+def instruction(
+    text: str, returns: Any, arguments: tuple[Any, ...], *, pure: bool = False, together: bool = False
+) -> Any:
+    """An intrinsic for one statement of PTX.
+
+    text      operands as $0, $1, ..: results first, then arguments
+    returns   a type, a tuple of equal types as (type, count), or None
+    pure      may be moved and merged: no memory, no effect
+    together  all lanes of a warp execute it at once: the compiler may not copy it into branches
+    """
+    kind, count = returns if isinstance(returns, tuple) else (returns, 0 if returns is None else 1)
+    result = types.void if count == 0 else kind if count == 1 else types.UniTuple(kind, count)
+    signature = result(*arguments)
+    outputs = [f"={_LETTER[kind]}"] * count if count else []
+    constraints = ",".join([*outputs, *(_LETTER[a] for a in arguments), *([] if pure else ["~{memory}"])])
+    values = [_IR[a] for a in arguments]
+    returned = ir.VoidType() if count == 0 else _IR[kind] if count == 1 else ir.LiteralStructType([_IR[kind]] * count)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        function = ir.FunctionType(returned, values)
+        attributes = ("convergent",) if together else ()
+        call = builder.call(ir.InlineAsm(function, text, constraints, side_effect=not pure), args, attrs=attributes)
+        if count == 0:
+            return context.get_dummy_value()
+        if count == 1:
+            return call
+        parts = [builder.extract_value(call, k) for k in range(count)]
+        return context.make_tuple(builder, signature.return_type, parts)
+
+    return _typed(signature, codegen, len(arguments))
+
+
+def _typed(signature: Any, codegen: Any, count: int) -> Any:
+    """Numba wants a function of exactly as many parameters as the intrinsic has."""
+    if count == 0:
+        return intrinsic(lambda context: (signature, codegen))
+    if count == 1:
+        return intrinsic(lambda context, a: (signature, codegen))
+    if count == 2:
+        return intrinsic(lambda context, a, b: (signature, codegen))
+    if count == 3:
+        return intrinsic(lambda context, a, b, c: (signature, codegen))
+    if count == 4:
+        return intrinsic(lambda context, a, b, c, d: (signature, codegen))
+    if count == 5:
+        return intrinsic(lambda context, a, b, c, d, e: (signature, codegen))
+    if count == 10:
+        return intrinsic(lambda context, a, b, c, d, e, f, g, h, i, j: (signature, codegen))
+    raise ValueError(f"no intrinsic of {count} arguments")
+
+
+# dependent launch: a kernel may start before the one before it ends, and must wait before it touches its results
+wait_for_previous_kernel = instruction("griddepcontrol.wait;", None, ())
+let_next_kernel_start = instruction("griddepcontrol.launch_dependents;", None, ())
+
+# global memory; the nc form is for data that no kernel of the step writes (weights), and is kept out of L1
+load_global_nc_128 = instruction("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {$0,$1,$2,$3}, [$4];", (u32, 4), (i64,))
+load_global_128 = instruction("ld.global.v4.u32 {$0,$1,$2,$3}, [$4];", (u32, 4), (i64,))
+# past L1, which may hold what was there before an earlier kernel of those under way wrote it
+load_global_128_l2 = instruction("ld.global.cg.v4.u32 {$0,$1,$2,$3}, [$4];", (u32, 4), (i64,))
+load_global_64 = instruction("ld.global.v2.u32 {$0,$1}, [$2];", (u32, 2), (i64,))
+load_global_f32 = instruction("ld.global.f32 $0, [$1];", f32, (i64,))
+load_global_i32 = instruction("ld.global.s32 $0, [$1];", i32, (i64,))
+load_global_i64 = instruction("ld.global.s64 $0, [$1];", i64, (i64,))
+load_global_u8 = instruction("{ .reg .u16 t; ld.global.u8 t, [$1]; cvt.u32.u16 $0, t; }", u32, (i64,))
+load_global_u16 = instruction("{ .reg .u16 t; ld.global.u16 t, [$1]; cvt.u32.u16 $0, t; }", u32, (i64,))
+load_global_bf16 = instruction(
+    "{ .reg .u16 t; .reg .u32 u; ld.global.u16 t, [$1]; cvt.u32.u16 u, t; shl.b32 u, u, 16; mov.b32 $0, u; }",
+    f32,
+    (i64,),
+)
+load_volatile_i64 = instruction("ld.volatile.global.s64 $0, [$1];", i64, (i64,))
+store_global_128 = instruction("st.global.v4.u32 [$0], {$1,$2,$3,$4};", None, (i64, u32, u32, u32, u32))
+store_global_64 = instruction("st.global.v2.u32 [$0], {$1,$2};", None, (i64, u32, u32))
+store_global_f32 = instruction("st.global.f32 [$0], $1;", None, (i64, f32))
+store_global_i32 = instruction("st.global.s32 [$0], $1;", None, (i64, i32))
+store_global_i64 = instruction("st.global.s64 [$0], $1;", None, (i64, i64))
+store_global_u8 = instruction("{ .reg .u16 t; cvt.u16.u32 t, $1; st.global.u8 [$0], t; }", None, (i64, u32))
+store_global_u32 = instruction("st.global.u32 [$0], $1;", None, (i64, u32))
+store_global_u16 = instruction("{ .reg .u16 t; cvt.u16.u32 t, $1; st.global.u16 [$0], t; }", None, (i64, u32))
+
+# shared memory
+load_shared_128 = instruction("ld.shared.v4.u32 {$0,$1,$2,$3}, [$4];", (u32, 4), (u32,))
+load_shared_u32 = instruction("ld.shared.u32 $0, [$1];", u32, (u32,))
+load_shared_f32 = instruction("ld.shared.f32 $0, [$1];", f32, (u32,))
+store_shared_128 = instruction("st.shared.v4.u32 [$0], {$1,$2,$3,$4};", None, (u32, u32, u32, u32, u32))
+store_shared_64 = instruction("st.shared.v2.u32 [$0], {$1,$2};", None, (u32, u32, u32))
+store_shared_f32 = instruction("st.shared.f32 [$0], $1;", None, (u32, f32))
+store_shared_u32 = instruction("st.shared.u32 [$0], $1;", None, (u32, u32))
+load_shared_matrix_x4_transposed = instruction(
+    "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0,$1,$2,$3}, [$4];", (u32, 4), (u32,), together=True
+)
+
+# asynchronous copies from global to shared memory, 16 bytes past L1; the second form writes zeros where bytes is 0
+copy_async_16 = instruction("cp.async.cg.shared.global.L2::128B [$0], [$1], 16;", None, (u32, i64))
+copy_async_16_or_zero = instruction("cp.async.cg.shared.global.L2::128B [$0], [$1], 16, $2;", None, (u32, i64, u32))
+# What a step reads once makes room in the L2 first: what it reads again, code and rows, stays there. The number is what
+# createpolicy.fractional.L2::evict_first with 1.0 gives on 8.0, 9.0, 10.0 and 12.0, as their machine code shows; made
+# anew at every copy it costs five instructions.
+_ONCE = "{ .reg .b64 policy; mov.b64 policy, 0x12F0000000000000; "
+copy_async_16_once = instruction(
+    _ONCE + "cp.async.cg.shared.global.L2::cache_hint.L2::128B [$0], [$1], 16, policy; }", None, (u32, i64)
+)
+# the same for lanes whose number is not zero, without a branch
+copy_async_16_once_if = instruction(
+    _ONCE
+    + ".reg .pred p; setp.ne.u32 p, $2, 0; "
+    + "@p cp.async.cg.shared.global.L2::cache_hint.L2::128B [$0], [$1], 16, policy; }",
+    None,
+    (u32, i64, u32),
+)
+# The same address, which the assembler takes for another one in each lane. Of one that is the same in all it may make a
+# copy by a uniform register, which with a hint for the L2 comes out as an illegal instruction (nvJitLink 13.0, 9.0).
+# And what is counted on and then scaled to an address it may count on twice: it puts the count into the address as if
+# that stood before it, and takes the sum all the same. It does neither to a number that it does not know.
+varying = instruction("{ .reg .u32 t; mov.u32 t, %laneid; shr.u32 t, t, 5; add.u32 $0, $1, t; }", u32, (u32,))
+varying_long = instruction(
+    "{ .reg .u32 t; .reg .u64 w; mov.u32 t, %laneid; shr.u32 t, t, 5; cvt.u64.u32 w, t; add.u64 $0, $1, w; }",
+    i64,
+    (i64,),
+)
+# 4 bytes, by way of L1: what all four lanes of a group need
+copy_async_4 = instruction("cp.async.ca.shared.global [$0], [$1], 4;", None, (u32, i64))
+copies_commit = instruction("cp.async.commit_group;", None, ())
+
+
+# barriers of arrivals in shared memory, 8 bytes each: a phase ends when as many arrivals as `init` said have come.
+# Whoever waits gives the parity of the phase; of a new barrier phase 1 counts as over.
+barrier_init = instruction("mbarrier.init.shared.b64 [$0], $1;", None, (u32, u32))
+barrier_arrive = instruction("{ .reg .b64 t; mbarrier.arrive.shared.b64 t, [$0]; }", None, (u32,))
+barrier_is_over = instruction(
+    "{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [$1], $2; selp.u32 $0, 1, 0, p; }", u32, (u32, u32)
+)
+# from 9.0 on; it sleeps a while before it says no
+barrier_is_over_soon = instruction(
+    "{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [$1], $2; selp.u32 $0, 1, 0, p; }", u32, (u32, u32)
+)
+# among the lanes of a warp
+sync_warp = instruction("bar.warp.sync 0xffffffff;", None, (), together=True)
+ballot = instruction(
+    "{ .reg .pred p; setp.ne.u32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff; }", u32, (u32,), together=True
+)
+lanes_of_same = instruction("match.any.sync.b32 $0, $1, 0xffffffff;", u32, (u32,), together=True)
+count_bits = instruction("popc.b32 $0, $1;", u32, (u32,), pure=True)
+
+
+def sync_threads(barrier: int, count: int) -> Any:
+    """An intrinsic that waits for `count` threads of a block at one of 16 barriers; 0 is `syncthreads`' own."""
+    return instruction(f"bar.sync {barrier}, {count};", None, (), together=True)
+
+
+def copies_wait(pending: int) -> Any:
+    """An intrinsic that waits until at most `pending` groups of copies are under way; made outside the kernel."""
+    return instruction(f"cp.async.wait_group {pending};", None, ())
+
+
+# arithmetic whose rounding is spelled out: the compiler may not contract it
+mul_rn = instruction("mul.rn.f32 $0, $1, $2;", f32, (f32, f32), pure=True)
+add_rn = instruction("add.rn.f32 $0, $1, $2;", f32, (f32, f32), pure=True)
+div_rn = instruction("div.rn.f32 $0, $1, $2;", f32, (f32, f32), pure=True)
+fma_rn = instruction("fma.rn.f32 $0, $1, $2, $3;", f32, (f32, f32, f32), pure=True)
+exp2_approx = instruction("ex2.approx.f32 $0, $1;", f32, (f32,), pure=True)
+bf16_bits = instruction("{ .reg .b16 t; cvt.rn.bf16.f32 t, $1; cvt.u32.u16 $0, t; }", u32, (f32,), pure=True)
+fma_bf16_pair = instruction("fma.rn.bf16x2 $0, $1, $2, $3;", u32, (u32, u32, u32), pure=True)
+bf16_pair = instruction("cvt.rn.bf16x2.f32 $0, $2, $1;", u32, (f32, f32), pure=True)  # the first in the low half
+float_of_bits = instruction("mov.b32 $0, $1;", f32, (u32,), pure=True)
+bits_of_float = instruction("mov.b32 $0, $1;", u32, (f32,), pure=True)
+# the same number, where it stands: what is computed from it is not moved out of a loop, to wait in registers
+stay_here = instruction("mov.b32 $0, $1;", i32, (i32,))
+# over all 32 lanes of a warp, the same in each
+warp_max = instruction("redux.sync.max.u32 $0, $1, 0xffffffff;", u32, (u32,), together=True)
+warp_sum = instruction("redux.sync.add.u32 $0, $1, 0xffffffff;", u32, (u32,), together=True)
+# D = A B + C for one warp: A 16x16 bf16 row-major, B 16x8 bf16 column-major, C and D 16x8 float32
+MMA_BF16 = (
+    "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0,$1,$2,$3}, {$8,$9,$10,$11}, {$12,$13}, {$4,$5,$6,$7};"
+)
+mma_bf16 = instruction(
+    MMA_BF16,
+    (f32, 4),
+    (f32, f32, f32, f32, u32, u32, u32, u32, u32, u32),
+    pure=True,
+    together=True,
+)
+
+
+def load_shared_tiles(count: int, stride: int) -> Any:
+    """An intrinsic: 16 bytes at each of `count` shared addresses `stride` apart, as a tuple of 4 * count words."""
+
+    @intrinsic
+    def load(context: Any, address: Any) -> Any:
+        signature = types.UniTuple(u32, 4 * count)(u32)
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            words = []
+            struct = ir.LiteralStructType([_IR[u32]] * 4)
+            for tile in range(count):
+                text = f"ld.shared.v4.u32 {{$0,$1,$2,$3}}, [$4+{tile * stride}];"
+                function = ir.FunctionType(struct, [_IR[u32]])
+                assembly = ir.InlineAsm(function, text, "=r,=r,=r,=r,r,~{memory}", side_effect=True)
+                call = builder.call(assembly, args)
+                words += [builder.extract_value(call, k) for k in range(4)]
+            return context.make_tuple(builder, signature.return_type, words)
+
+        return signature, codegen
+
+    return load
+
+
+def mma_bf16_tiles(total: int, first: int, count: int, word: int) -> Any:
+    """An intrinsic: one A fragment by `count` B fragments, words `word` and `word + 1` of each tile's four.
+
+    It takes accumulators as a tuple of 4 * total float32, the four words of A and the tuple of B's words, and returns
+    the accumulators with tiles `first` to `first + count - 1` renewed.
+    """
+
+    @intrinsic
+    def multiply(context: Any, accumulators: Any, a0: Any, a1: Any, a2: Any, a3: Any, words: Any) -> Any:
+        kinds = types.UniTuple(f32, 4 * total)
+        signature = kinds(kinds, u32, u32, u32, u32, types.UniTuple(u32, 4 * count))
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            operands = [_IR[f32]] * 4 + [_IR[u32]] * 6
+            function = ir.FunctionType(ir.LiteralStructType([_IR[f32]] * 4), operands)
+            constraints = "=f,=f,=f,=f,f,f,f,f,r,r,r,r,r,r"
+            assembly = ir.InlineAsm(function, MMA_BF16, constraints, side_effect=False)
+            results = [builder.extract_value(args[0], k) for k in range(4 * total)]
+            for tile in range(count):
+                at = 4 * (first + tile)
+                column = [builder.extract_value(args[5], 4 * tile + word + k) for k in range(2)]
+                call = builder.call(assembly, [*results[at : at + 4], *args[1:5], *column], attrs=("convergent",))
+                results[at : at + 4] = [builder.extract_value(call, k) for k in range(4)]
+            return context.make_tuple(builder, signature.return_type, results)
+
+        return signature, codegen
+
+    return multiply
+
+
+def store_shared_tiles(total: int, first: int, count: int, offsets: tuple[int, int, int, int], stride: int) -> Any:
+    """An intrinsic: store tiles `first` to `first + count - 1` of `total`, a tile's four float32 at byte `offsets`."""
+
+    @intrinsic
+    def store(context: Any, address: Any, accumulators: Any) -> Any:
+        signature = types.void(u32, types.UniTuple(f32, 4 * total))
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            function = ir.FunctionType(ir.VoidType(), [_IR[u32], _IR[f32]])
+            for tile in range(count):
+                for part, offset in enumerate(offsets):
+                    text = f"st.shared.f32 [$0+{tile * stride + offset}], $1;"
+                    assembly = ir.InlineAsm(function, text, "r,f,~{memory}", side_effect=True)
+                    builder.call(assembly, [args[0], builder.extract_value(args[1], 4 * (first + tile) + part)])
+            return context.get_dummy_value()
+
+        return signature, codegen
+
+    return store
+
+
+def zeros(count: int) -> Any:
+    """An intrinsic: a tuple of `count` float32 zeros."""
+
+    @intrinsic
+    def make(context: Any) -> Any:
+        signature = types.UniTuple(f32, count)()
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return context.make_tuple(builder, signature.return_type, [ir.Constant(_IR[f32], 0.0)] * count)
+
+        return signature, codegen
+
+    return make
+
+
+# order between blocks and with the host
+atomic_add_gpu = instruction("atom.acq_rel.gpu.global.add.u32 $0, [$1], $2;", u32, (i64, u32))
+load_acquire_gpu = instruction("ld.acquire.gpu.global.u32 $0, [$1];", u32, (i64,))
+# past L1 as well, but later loads need not wait for it
+load_relaxed_gpu_f32 = instruction("ld.relaxed.gpu.global.f32 $0, [$1];", f32, (i64,))
+load_relaxed_gpu_128 = instruction("ld.relaxed.gpu.global.v4.u32 {$0,$1,$2,$3}, [$4];", (u32, 4), (i64,))
+store_relaxed_gpu_f32 = instruction("st.relaxed.gpu.global.f32 [$0], $1;", None, (i64, f32))
+store_relaxed_gpu_u16 = instruction(
+    "{ .reg .u16 t; cvt.u16.u32 t, $1; st.relaxed.gpu.global.u16 [$0], t; }", None, (i64, u32)
+)
+store_release_system = instruction("st.release.sys.global.s64 [$0], $1;", None, (i64, i64))
+fence_system = instruction("fence.acq_rel.sys;", None, ())
+
+
+@intrinsic
+def shared_address(context: Any, array: Any) -> Any:
+    """The 32-bit address in shared space of a shared array."""
+    signature = u32(array)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        text = "{ .reg .u64 t; cvta.to.shared.u64 t, $1; cvt.u32.u64 $0, t; }"
+        function = ir.FunctionType(_IR[u32], [_IR[i64]])
+        return builder.call(ir.InlineAsm(function, text, "=r,l"), [builder.ptrtoint(data, _IR[i64])])
+
+    return signature, codegen
+
+
+@intrinsic
+def array_address(context: Any, array: Any) -> Any:
+    """The global address of an array's first element."""
+    signature = i64(array)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        return builder.ptrtoint(data, _IR[i64])
+
+    return signature, codegen
+
+
+# Resolved by the driver when it loads the PTX: such kernels are not linked ahead.
+set_graph_condition: Any = (
+    None if SIMULATED else cuda.declare_device("cudaGraphSetConditional", "void(uint64,uint32)", abi="c")
+)
+
+if SIMULATED:
+    from lowlat.kernels.toolchain.simulated_ptx import *  # noqa: F403

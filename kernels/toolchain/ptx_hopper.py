@@ -1,0 +1,201 @@
+"""PTX that capability 9.0 brought: bulk copies that count at a barrier, and products of a warpgroup.
+
+Four warps are a warpgroup. `multiply_group` is an instruction of 9.0 alone: kernels with it are `specific`. Nothing of
+it has a meaning under Numba's simulator.
+"""
+
+from typing import Any
+
+from llvmlite import ir
+
+from lowlat.kernels.toolchain.numba_cuda import intrinsic, types
+from lowlat.kernels.toolchain.ptx import f32, i64, instruction, ir_type, u32
+
+__all__ = [
+    "KEPT_AS_USUAL",
+    "READ_ONCE",
+    "add_tiles",
+    "await_group",
+    "barrier_expect",
+    "copy_bulk",
+    "copy_bulk_hinted",
+    "fence_barriers",
+    "multiply_group",
+    "replace_words",
+    "store_group_half",
+]
+
+COLUMNS = 64  # of a step
+# The second matrix in shared memory: rows of 128 bytes, whose pieces of 16 bytes are swizzled; 8 rows are 1024 bytes.
+# It is the upper half of a descriptor; the lower one holds the address in units of 16 bytes.
+SWIZZLED_128 = 1 << 30 | 1024 >> 4
+LOWER = 1 << 16  # a stride that this layout does not use
+SLICE_UNITS = 2  # from a slice of 16 columns to the next
+
+# what was done to barriers before it is seen by copies that are issued after it
+fence_barriers = instruction("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;", None, ())
+# an arrival that lets the phase wait for so many bytes more
+barrier_expect = instruction("{ .reg .b64 t; mbarrier.arrive.expect_tx.shared.b64 t, [$0], $1; }", None, (u32, u32))
+# from global to shared memory: address there, source, bytes, the barrier that counts them; all multiples of 16
+_BULK = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+copy_bulk = instruction(f"{_BULK} [$0], [$1], $2, [$3];", None, (u32, i64, u32, u32))
+# and with one of these policies of the L2: what is read once makes room first (its number as in `ptx`)
+copy_bulk_hinted = instruction(f"{_BULK}.L2::cache_hint [$0], [$1], $2, [$3], $4;", None, (u32, i64, u32, u32, i64))
+KEPT_AS_USUAL, READ_ONCE = 0x1000000000000000, 0x12F0000000000000
+
+
+def multiply_group(rows: int) -> Any:
+    """An intrinsic of a warpgroup: let 64 weight rows be multiplied by `rows` rows of the second matrix, 64 columns.
+
+    It takes the sums, rows / 2 float32; a lane's 16 words of the weights: of both halves of the columns for row g, then
+    for row g + 8, g a quarter of the lane; the shared address of the second matrix; and a number: zero where the sums
+    begin anew. What it returns are sums when `await_group` has had them; until then nothing else may.
+    """
+    count = rows // 2
+    text = _multiply_text(rows, count)
+    tied = [str(number) for number in range(count)]
+    constraints = ",".join(["=f"] * count + tied + ["r"] * 18 + ["~{memory}"])
+
+    @intrinsic
+    def multiply(context: Any, sums: Any, words: Any, address: Any, go_on: Any) -> Any:
+        kinds = types.UniTuple(f32, count)
+        signature = kinds(kinds, types.UniTuple(u32, 16), u32, u32)
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            operands = [ir_type(f32)] * count + [ir_type(u32)] * 18
+            function = ir.FunctionType(ir.LiteralStructType([ir_type(f32)] * count), operands)
+            assembly = ir.InlineAsm(function, text, constraints, side_effect=True)
+            values = [builder.extract_value(args[0], number) for number in range(count)]
+            values += [builder.extract_value(args[1], number) for number in range(16)]
+            call = builder.call(assembly, [*values, args[2], args[3]], attrs=("convergent",))
+            found = [builder.extract_value(call, number) for number in range(count)]
+            return context.make_tuple(builder, signature.return_type, found)
+
+        return signature, codegen
+
+    return multiply
+
+
+def _multiply_text(rows: int, count: int) -> str:
+    """Four slices of 16 columns, begun behind each other, to be awaited together."""
+    words, address, go_on = 2 * count, 2 * count + 16, 2 * count + 17
+    sums = ",".join(f"${number}" for number in range(count))
+    lines = [
+        f"{{ .reg .pred p, q; .reg .b32 a, b; .reg .b64 d; mov.b32 b, {SWIZZLED_128};",
+        f"setp.ne.u32 p, ${go_on}, 0; setp.eq.u32 q, ${go_on}, ${go_on};",
+        f"shr.u32 a, ${address}, 4; or.b32 a, a, {LOWER};",
+        "wgmma.fence.sync.aligned;",
+    ]
+    for part in range(COLUMNS // 16):
+        first = words + 2 * part  # two words of row g, and the same two of row g + 8
+        operands = f"${first},${first + 8},${first + 1},${first + 9}"
+        lines += [
+            "mov.b64 d, {a, b};",
+            f"wgmma.mma_async.sync.aligned.m64n{rows}k16.f32.bf16.bf16",
+            f"{{{sums}}}, {{{operands}}}, d, {'q' if part else 'p'}, 1, 1, 0;",
+            f"add.u32 a, a, {SLICE_UNITS};",
+        ]
+    lines.append("wgmma.commit_group.sync.aligned; }")
+    return " ".join(lines)
+
+
+def await_group(rows: int) -> Any:
+    """An intrinsic of a warpgroup: wait for all products under way.
+
+    The sums of one go through it, and its words go in: until then nothing may be written where they stand.
+    """
+    count = rows // 2
+    tied = [str(number) for number in range(count)]
+    constraints = ",".join(["=f"] * count + tied + ["r"] * 16 + ["~{memory}"])
+
+    @intrinsic
+    def wait(context: Any, sums: Any, words: Any) -> Any:
+        kinds = types.UniTuple(f32, count)
+        signature = kinds(kinds, types.UniTuple(u32, 16))
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            returned = ir.LiteralStructType([ir_type(f32)] * count)
+            function = ir.FunctionType(returned, [ir_type(f32)] * count + [ir_type(u32)] * 16)
+            assembly = ir.InlineAsm(function, "wgmma.wait_group.sync.aligned 0;", constraints, side_effect=True)
+            values = [builder.extract_value(args[0], number) for number in range(count)]
+            values += [builder.extract_value(args[1], number) for number in range(16)]
+            call = builder.call(assembly, values, attrs=("convergent",))
+            found = [builder.extract_value(call, number) for number in range(count)]
+            return context.make_tuple(builder, signature.return_type, found)
+
+        return signature, codegen
+
+    return wait
+
+
+def replace_words(count: int) -> Any:
+    """An intrinsic: the second of two tuples of words, where a number is not zero, as it never is.
+
+    To the assembler a product has done with its words when it has begun, and it loads others where they stand: so they
+    are used once more here, behind what waits for the product.
+    """
+
+    @intrinsic
+    def replace(context: Any, words: Any, others: Any, number: Any) -> Any:
+        kinds = types.UniTuple(u32, count)
+        signature = kinds(kinds, kinds, u32)
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            function = ir.FunctionType(ir_type(u32), [ir_type(u32)] * 3)
+            text = "{ .reg .pred p; setp.ne.u32 p, $3, 0; selp.b32 $0, $2, $1, p; }"
+            assembly = ir.InlineAsm(function, text, "=r,r,r,r,~{memory}", side_effect=True)
+            pairs = [[builder.extract_value(each, place) for each in args[:2]] for place in range(count)]
+            found = [builder.call(assembly, [*pair, args[2]]) for pair in pairs]
+            return context.make_tuple(builder, signature.return_type, found)
+
+        return signature, codegen
+
+    return replace
+
+
+def add_tiles(count: int) -> Any:
+    """An intrinsic: two tuples of `count` float32, added one by one, each sum rounded by itself."""
+
+    @intrinsic
+    def add(context: Any, first: Any, second: Any) -> Any:
+        kinds = types.UniTuple(f32, count)
+        signature = kinds(kinds, kinds)
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            function = ir.FunctionType(ir_type(f32), [ir_type(f32)] * 2)
+            assembly = ir.InlineAsm(function, "add.rn.f32 $0, $1, $2;", "=f,f,f", side_effect=False)
+            pairs = [[builder.extract_value(each, number) for each in args] for number in range(count)]
+            found = [builder.call(assembly, pair) for pair in pairs]
+            return context.make_tuple(builder, signature.return_type, found)
+
+        return signature, codegen
+
+    return add
+
+
+def store_group_half(rows: int, half: int, pitch: int) -> Any:
+    """An intrinsic: a lane's sums of one weight row plus a number, each to the place of its row of the product.
+
+    It takes the global address of the lane's first row (of t * 2, t the lane's lowest two bits), the number, and the
+    sums of `multiply_group(rows)`. half: 0 for weight row g, 1 for g + 8. pitch: bytes from row to row.
+    """
+
+    @intrinsic
+    def store(context: Any, address: Any, extra: Any, sums: Any) -> Any:
+        signature = types.void(i64, f32, types.UniTuple(f32, rows // 2))
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            function = ir.FunctionType(ir.VoidType(), [ir_type(i64), ir_type(f32), ir_type(f32)])
+            for tile in range(rows // 8):
+                for part in range(2):
+                    place = (8 * tile + part) * pitch
+                    text = f"{{ .reg .f32 t; add.rn.f32 t, $2, $1; st.global.f32 [$0+{place}], t; }}"
+                    assembly = ir.InlineAsm(function, text, "l,f,f,~{memory}", side_effect=True)
+                    builder.call(
+                        assembly, [args[0], args[1], builder.extract_value(args[2], 4 * tile + 2 * half + part)]
+                    )
+            return context.get_dummy_value()
+
+        return signature, codegen
+
+    return store

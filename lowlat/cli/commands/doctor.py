@@ -1,0 +1,127 @@
+"""`lowlat doctor`: the environment, and whether a head's capture boundaries are the right ones."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from lowlat.cli.console import format_bytes, print_json, print_table
+from lowlat.cli.options import DIRECTORY, as_json, bundled
+
+if TYPE_CHECKING:
+    from lowlat.cli.reports.shifts import ShiftResult
+
+__all__ = ["command"]
+
+
+@click.command("doctor")
+@click.option("--target", type=DIRECTORY, metavar="DIR", help="A target's directory.  [default: the bundled pair]")
+@click.option("--head", type=DIRECTORY, metavar="DIR", help="Its EAGLE3 head.")
+@click.option(
+    "--prompts",
+    type=DIRECTORY,
+    metavar="FILE",
+    help="A prompt a line; or .json: prompts or lists of token ids.  [default: the bundled prompts]",
+)
+@click.option("--num-prompts", type=click.IntRange(1, 256), default=8, show_default=True, help="Prompts to take.")
+@click.option("--max-tokens", type=click.IntRange(2), default=32, show_default=True, help="Tokens a prompt.")
+@click.option("--chat", is_flag=True, help="Wrap the prompts in the target's chat template.")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
+@click.option("--environment-only", is_flag=True, help="Load no model.")
+@as_json
+def command(
+    target: Path | None,
+    head: Path | None,
+    prompts: Path | None,
+    num_prompts: int,
+    max_tokens: int,
+    chat: bool,
+    device: str,
+    environment_only: bool,
+    json_output: bool,
+) -> None:
+    """Check this machine, and measure how often the first draft is accepted under shifted capture boundaries.
+
+    Exit code 1 when another shift than 0 is best: the head then reads the wrong residual streams.
+    """
+    if (target is None) != (head is None):
+        raise click.UsageError("--target and --head go together")
+
+    from lowlat.cli.environment import environment
+
+    report = environment()
+    if not json_output:
+        _print_environment(report)
+    healthy = True
+    if not environment_only:
+        from lowlat.cli.reports.shifts import measure_shifts, read_prompts, unshifted_is_best
+
+        results = measure_shifts(
+            target or bundled("target"),
+            head or bundled("head"),
+            read_prompts(prompts or bundled("prompts.json"), num_prompts),
+            max_tokens=max_tokens,
+            chat=chat,
+            device=device,
+        )
+        healthy = unshifted_is_best(results)
+        report["capture_shifts"] = [result.to_dict() for result in results]
+        report["verdict"] = _verdict(results, healthy)
+        if not json_output:
+            _print_shifts(results, report["verdict"])
+    report["healthy"] = healthy
+    if json_output:
+        print_json(report)
+    if not healthy:
+        raise click.exceptions.Exit(1)
+
+
+def _print_environment(report: dict[str, Any]) -> None:
+    rows = [[name, version or "not installed"] for name, version in report["versions"].items()]
+    print_table("versions", ("package", "version"), rows)
+    device, gpu, cpu = report["device"], report["gpu"], report["cpu"]
+    memory = cpu["available_bytes"]
+    rows = [
+        ["device", f"{device['chosen']} ({device['executor']} executor): {device['reason']}"],
+        ["NVIDIA card", "present" if gpu["present"] else "none"],
+        ["driver", gpu["driver"] or "none"],
+        ["torch's CUDA", gpu["torch_cuda"] or "built without"],
+        *(
+            [f"GPU {index}", f"{card['name']}, capability {card['capability']}, {format_bytes(card['memory_bytes'])}"]
+            for index, card in enumerate(gpu["devices"])
+        ),
+        ["CPU cores", f"{cpu['usable_cores']} usable of {cpu['logical_cores']}; torch uses {cpu['torch_threads']}"],
+        ["memory available", "unknown" if memory is None else format_bytes(memory)],
+        ["cache", report["cache"]],
+    ]
+    print_table("machine", ("what", "found"), rows)
+
+
+def _verdict(results: "list[ShiftResult]", healthy: bool) -> str:
+    rates = {result.shift: result.acceptance for result in results}
+    measured = {shift: rate for shift, rate in rates.items() if rate is not None}
+    if rates[0] is None:
+        return "no draft was verified: nothing can be said; take more prompts or tokens"
+    if healthy:
+        return f"the capture boundaries are right: no shift accepts more than {rates[0]:.1%} of the first drafts"
+    best = max(measured, key=lambda shift: measured[shift])
+    found = next(result for result in results if result.shift == best)
+    return (
+        f"the capture boundaries are off by {best:+d}: {measured[best]:.1%} against {rates[0]:.1%} of the first "
+        f"drafts; use --capture-layers {','.join(map(str, found.boundaries))}"
+    )
+
+
+def _print_shifts(results: "list[ShiftResult]", verdict: str) -> None:
+    rows = [
+        [
+            f"{result.shift:+d}" if result.shift else "0",
+            ", ".join(map(str, result.boundaries)),
+            "not run: no boundary can move" if result.drafted is None else f"{result.accepted} of {result.drafted}",
+            "" if result.acceptance is None else f"{result.acceptance:.1%}",
+        ]
+        for result in results
+    ]
+    columns = ("shift", "boundaries", "accepted first drafts", "share")
+    print_table("first-position acceptance under shifted capture boundaries", columns, rows)
+    click.echo(verdict)

@@ -1,0 +1,175 @@
+"""`lowlat generate`: one prompt through any model directory, or a running server, streamed as text or as JSON."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import click
+
+from lowlat.cli.console import print_json, stream_text
+from lowlat.cli.generation import Generation, Output
+from lowlat.cli.options import (
+    CURVE_HELP,
+    DIRECTORY,
+    IntegerList,
+    as_json,
+    bundled,
+    runtime_options,
+    sampling_options,
+    sampling_params,
+    sampling_values,
+    speculation_options,
+    speculative_config,
+    trace_config,
+)
+from lowlat.errors import LowlatError, RequestError
+from lowlat.options.config import RuntimeConfig, SpeculativeConfig
+from lowlat.options.request import SamplingParams
+
+__all__ = ["command"]
+
+MAX_PROMPT_BYTES = 64 << 20
+
+
+@click.command("generate")
+@click.argument("model", type=DIRECTORY, required=False)
+@click.option("--prompt", metavar="TEXT", help="The prompt.")
+@click.option("--prompt-file", type=click.File("rb"), metavar="FILE", help="Read the prompt from a file; - is stdin.")
+@click.option("--token-ids", type=IntegerList(), metavar="1,2,3", help="The prompt as token ids.")
+@click.option("--chat", is_flag=True, help="Wrap the prompt as a user's message in the model's chat template.")
+@click.option("--system", metavar="TEXT", help="A system message before it; needs --chat.")
+@speculation_options
+@sampling_options
+@runtime_options
+@click.option("--trace", metavar="NAMES", help="Log what steps do, on stderr: step,accept,kv,tree.")
+@click.option(
+    "--connect",
+    is_flag=False,
+    flag_value="",
+    metavar="[ENDPOINT]",
+    help="Ask a running server in place of loading a model; without ENDPOINT, your own default one.",
+)
+@click.option("--curve-keys", type=DIRECTORY, metavar="DIR", help=CURVE_HELP + " Needs --connect.")
+@as_json
+def command(model: Path | None, **values: Any) -> None:
+    """Continue a prompt with MODEL, a Hugging Face directory; without one, with the bundled model and its head.
+
+    Text streams to stdout as it is decided; without a tokenizer, token ids do. With --chat, of a model that answers in
+    Harmony's channels a terminal shows the final one as it is and the others dim, a pipe gets the final one alone.
+    """
+    if values["connect"] is not None:
+        _refuse_the_servers_own(click.get_current_context())
+    elif values["curve_keys"] is not None:
+        raise click.UsageError("--curve-keys needs --connect")
+    prompt: str | Sequence[int] = _read_prompt(values)
+    if values["logprobs"] is not None and not values["json_output"]:
+        raise click.UsageError("--logprobs needs --json")
+    params = sampling_params(values)
+    write = None if values["json_output"] else _write
+    if values["connect"] is not None:
+        generation, device = _ask_server(prompt, values, write)
+        _show(generation, values, device, None)
+    else:
+        _run_here(model, prompt, params, values, write)
+
+
+def _run_here(
+    model: Path | None,
+    prompt: str | Sequence[int],
+    params: SamplingParams,
+    values: dict[str, Any],
+    write: Callable[[Output], None] | None,
+) -> None:
+    traces = trace_config(values["trace"])
+    speculative = speculative_config(values, bundled("head") if model is None else None)
+
+    from lowlat.cli.channels import ChannelWriter, channel_dicts
+    from lowlat.cli.running import chat_ids, load_runtime, run_request
+    from lowlat.text import HarmonyParser
+
+    options = {name: values[name] for name in ("device", "dtype", "executor")}
+    directory = bundled("target") if model is None else model
+    context = values["max_context"]
+    with load_runtime(directory, speculative, context, max_batch=1, traces=traces, **options) as runtime:
+        if values["chat"]:
+            prompt = chat_ids(runtime.codec, str(prompt), values["system"])
+        # a stop string may end within a token: its text is known, the channel's without it is not
+        channels = values["chat"] and not params.stop and HarmonyParser.speaks(runtime.codec)
+        writer = ChannelWriter(runtime.codec) if channels and runtime.codec is not None else None
+        generation = run_request(runtime, prompt, params, None if values["json_output"] else writer or write)
+        if channels:
+            generation.channels = channel_dicts(runtime.codec, generation.token_ids)
+        if writer is not None and not writer.answered and not values["json_output"]:
+            click.echo("\nno final channel came before the end; --json shows all that was written", err=True)
+        _show(generation, values, str(runtime.device_choice.device), runtime.speculation_error)
+
+
+def _ask_server(
+    prompt: str | Sequence[int], values: dict[str, Any], write: Callable[[Output], None] | None
+) -> tuple[Generation, str | None]:
+    from lowlat.cli.connecting import Asked, connected
+
+    asked: Any = prompt
+    if values["chat"]:
+        asked = [{"role": "system", "content": values["system"]}] if values["system"] is not None else []
+        asked.append({"role": "user", "content": prompt})
+    with connected(values["connect"], values["curve_keys"], "lowlat generate") as client:
+        generation = Asked(client, asked, sampling_values(values)).run(write)
+        device = None
+        if values["json_output"] and generation.error is None:
+            device = client.stats().get("engine", {}).get("device")
+        return generation, device
+
+
+def _refuse_the_servers_own(ctx: click.Context) -> None:
+    """Raise a usage error for what was settled when the server started."""
+    own = ["model", *SpeculativeConfig.__dataclass_fields__, "head", *RuntimeConfig.__dataclass_fields__, "trace"]
+    for name in own:
+        if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+            shown = "MODEL" if name == "model" else "--" + name.replace("_", "-")
+            raise click.UsageError(f"{shown} is settled where the server is started; leave it out with --connect")
+
+
+def _show(generation: Generation, values: dict[str, Any], device: str | None, speculation_error: str | None) -> None:
+    """The JSON object, or the line after the text. Raises LowlatError where the request failed."""
+    if values["json_output"]:
+        print_json(generation.to_dict(device, speculation_error))
+    else:
+        click.echo()
+        click.echo(generation.closing_line(), err=True)
+    if generation.error is not None:
+        raise LowlatError(f"the request failed: {generation.error}")
+
+
+def _read_prompt(values: dict[str, Any]) -> str | tuple[int, ...]:
+    """The prompt from the one place that was named. Raises RequestError, or a usage error."""
+    named = [name for name in ("prompt", "prompt_file", "token_ids") if values[name] is not None]
+    if len(named) != 1:
+        raise click.UsageError("give the prompt in one of --prompt, --prompt-file and --token-ids")
+    if values["system"] is not None and not values["chat"]:
+        raise click.UsageError("--system needs --chat")
+    if values["token_ids"] is not None:
+        if values["chat"]:
+            raise click.UsageError("--chat needs a text prompt, not --token-ids")
+        return tuple(values["token_ids"])
+    if values["prompt_file"] is not None:
+        return _read_text(values["prompt_file"])
+    return str(values["prompt"])
+
+
+def _read_text(file: BinaryIO) -> str:
+    data = file.read(MAX_PROMPT_BYTES + 1)
+    if len(data) > MAX_PROMPT_BYTES:
+        raise RequestError(f"{file.name}: a prompt may have {MAX_PROMPT_BYTES} bytes at most")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{file.name}: is not UTF-8: byte {error.start}") from error
+
+
+def _write(output: Output) -> None:
+    """Stream what a step decided: text, or token ids where there is no tokenizer."""
+    if output.text is not None:
+        stream_text(output.text)
+    else:
+        stream_text("".join(f"{token} " for token in output.token_ids))

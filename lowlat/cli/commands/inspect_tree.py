@@ -1,0 +1,211 @@
+"""`lowlat inspect tree`: a tree's nodes, levels, paths, masks and buffers; with --what-if, a better one."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from lowlat.cli.console import print_json, print_table
+from lowlat.cli.options import DIRECTORY, IntegerList, as_json, bundled
+from lowlat.errors import ConfigError
+from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig
+
+if TYPE_CHECKING:
+    from lowlat.speculators.tree.topology import TreePlan, TreeTopology, WhatIf
+
+__all__ = ["tree"]
+
+MAX_TABLE_BYTES = 1 << 20
+DEFAULT_BUDGETS = (2, 4, 8, 16, 32, 64)
+# Assumed where nothing was measured: of accepted parents' next tokens, the share that the draft ranks first, second...
+ASSUMED_ACCEPTANCE = [[0.70, 0.12, 0.05, 0.03, 0.02, 0.01, 0.01, 0.01]] * MAX_SPECULATIVE_TOKENS
+# The step's buffers that a tree shapes or fills, without the activations of its rows.
+TREE_BUFFERS = (
+    *("drafts", "num_drafts", "tree_masks", "tree_paths"),
+    *("row_tokens", "row_positions", "row_live", "row_masks", "paths", "num_verified", "verified_depth"),
+    *("target_tokens", "accepted_tokens", "accepted_nodes", "accepted_lens", "best_path"),
+)
+
+
+@click.command("tree")
+@click.argument("file", type=DIRECTORY, required=False)
+@click.option("--chain", type=click.IntRange(1, MAX_SPECULATIVE_TOKENS), metavar="S", help="The chain of S drafts.")
+@click.option("--batch", type=click.IntRange(1, 8), default=RuntimeConfig.max_batch, show_default=True, metavar="N")
+@click.option("--target", type=DIRECTORY, metavar="DIR", help="Shapes are for this pair.  [default: the bundled one]")
+@click.option("--head", type=DIRECTORY, metavar="DIR", help="Its head.")
+@click.option("--what-if", is_flag=True, help="Recommend a tree and the limits it needs.")
+@click.option(
+    "--acceptance",
+    type=DIRECTORY,
+    metavar="FILE",
+    help="With --what-if: JSON, for each depth the acceptance of each rank.",
+)
+@click.option(
+    "--budgets", type=IntegerList(), default=DEFAULT_BUDGETS, metavar="T,T,..", help="Rows a slot to consider."
+)
+@click.option("--step-times-us", type=IntegerList(), metavar="N,N,..", help="Microseconds of a step, for each budget.")
+@as_json
+def tree(
+    file: Path | None,
+    chain: int | None,
+    batch: int,
+    target: Path | None,
+    head: Path | None,
+    what_if: bool,
+    acceptance: Path | None,
+    budgets: tuple[int, ...],
+    step_times_us: tuple[int, ...] | None,
+    json_output: bool,
+) -> None:
+    """Show the tree of FILE, a table of choices in YAML, TOML or JSON; or a chain."""
+    if (target is None) != (head is None):
+        raise click.UsageError("--target and --head go together")
+    if (acceptance is not None or step_times_us is not None) and not what_if:
+        raise click.UsageError("--acceptance and --step-times-us need --what-if")
+    if file is not None and chain is not None:
+        raise click.UsageError("give FILE or --chain, not both")
+    if file is None and chain is None and not what_if:
+        raise click.UsageError("give FILE, --chain S or --what-if")
+    report: dict[str, Any] = {}
+    if file is not None or chain is not None:
+        report |= _tree_report(file, chain, batch, target or bundled("target"), head or bundled("head"))
+    if what_if:
+        report["what_if"] = _what_if_report(acceptance, budgets, step_times_us)
+    if json_output:
+        print_json(report)
+        return
+    if "nodes" in report:
+        _print_tree(report)
+    if what_if:
+        _print_what_if(report["what_if"])
+
+
+def _tree_report(file: Path | None, chain: int | None, batch: int, target: Path, head: Path) -> dict[str, Any]:
+    from lowlat.cli.reports.sizes import buffer_dict, plan_runtime
+    from lowlat.cli.running import default_context
+    from lowlat.speculators.tree.topology import TreeTopology
+
+    topology = TreeTopology.from_choices(file) if file is not None else TreeTopology.chain(chain or 0)
+    choices = [list(path) for path in topology.choices]
+    speculative = SpeculativeConfig(model=head, num_speculative_tokens=topology.depth, tree=choices)
+    options = RuntimeConfig(max_batch=batch, max_context=default_context(target, None))
+    program = plan_runtime(target, options, speculative).program(batch, topology.depth)
+    return {
+        "tree": str(file) if file is not None else f"chain of {topology.depth}",
+        **_shape(topology),
+        "batch": batch,
+        "buffers": [buffer_dict(program.buffers[name]) for name in TREE_BUFFERS],
+    }
+
+
+def _shape(topology: "TreeTopology") -> dict[str, Any]:
+    nodes = [
+        {
+            "node": node,
+            "choice": list(topology.choices[node - 1]) if node else [],
+            "parent": topology.parents[node],
+            "depth": topology.depths[node],
+            "rank": topology.ranks[node],
+            "leaf": topology.leaf_mask[node],
+            "mask": f"{topology.packed_masks[node] & (1 << 64) - 1:#x}",
+        }
+        for node in range(topology.num_nodes)
+    ]
+    return {
+        "num_nodes": topology.num_nodes,
+        "depth": topology.depth,
+        "is_chain": topology.is_chain,
+        "num_paths": len(topology.paths),
+        "max_path_len": topology.depth + 1,
+        "max_decoding_tokens": topology.num_nodes,
+        "max_non_leaves_per_layer": max(len(level) for level in topology.levels) if topology.levels else 0,
+        "nodes": nodes,
+        "levels": [
+            [{"node": branch.node, "children": list(branch.children)} for branch in level] for level in topology.levels
+        ],
+        "paths": [list(path) for path in topology.paths],
+        "mask_shape": [topology.num_nodes],
+        "mask_dtype": "int64",
+    }
+
+
+def _what_if_report(
+    acceptance: Path | None, budgets: tuple[int, ...], step_times_us: tuple[int, ...] | None
+) -> dict[str, Any]:
+    from lowlat.speculators.tree.topology import what_if
+
+    table = ASSUMED_ACCEPTANCE if acceptance is None else _read_acceptance(acceptance)
+    times = None if step_times_us is None else [time * 1e-6 for time in step_times_us]
+    found: WhatIf = what_if(table, budgets, step_times_s=times)
+    source = "assumed, not measured: give --acceptance FILE" if acceptance is None else str(acceptance)
+    return {
+        "acceptance_from": source,
+        "acceptance_by_rank": table,
+        "plans": [_plan_dict(plan) for plan in found.plans],
+        "recommended": _plan_dict(found.recommended),
+        "because": "it is the smallest within 2 % of the longest"
+        if times is None
+        else "it has the most tokens a second",
+    }
+
+
+def _plan_dict(plan: "TreePlan") -> dict[str, Any]:
+    return {
+        "budget": plan.budget,
+        "max_path_len": plan.max_path_len,
+        "max_decoding_tokens": plan.max_decoding_tokens,
+        "max_non_leaves_per_layer": plan.max_non_leaves_per_layer,
+        "mean_acceptance_length": plan.mean_acceptance_length,
+        "chain_acceptance_length": plan.chain_acceptance_length,
+        "tokens_per_s": plan.tokens_per_s,
+        "choices": [list(path) for path in plan.choices],
+    }
+
+
+def _read_acceptance(path: Path) -> list[list[float]]:
+    """The table of a JSON file: lists of numbers, bare or under `acceptance_by_rank`. Raises ConfigError."""
+    from lowlat.text.files import read_text
+
+    text = read_text(path, MAX_TABLE_BYTES)
+    if text is None:
+        raise ConfigError(f"{path}: there is no such file")
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: is not valid JSON: {error!s:.200}") from error
+    table = value.get("acceptance_by_rank") if isinstance(value, dict) else value
+    if not isinstance(table, list) or not table or not all(isinstance(row, list) for row in table):
+        raise ConfigError(f"{path}: expected a list for each depth with the acceptance of each rank")
+    return table
+
+
+def _print_tree(report: Mapping[str, Any]) -> None:
+    limits = [
+        [name, report[name]] for name in ("num_nodes", "depth", "num_paths", "max_path_len", "max_decoding_tokens")
+    ]
+    limits.append(["max_non_leaves_per_layer", report["max_non_leaves_per_layer"]])
+    print_table(f"tree {report['tree']}", ("what", "count"), limits)
+    columns = ("node", "choice", "parent", "depth", "rank", "leaf", "mask")
+    print_table("nodes", columns, [list(node.values()) for node in report["nodes"]])
+    levels = [
+        [depth, ", ".join(f"{branch['node']} -> {branch['children']}" for branch in level)]
+        for depth, level in enumerate(report["levels"])
+    ]
+    print_table("levels: nodes whose children are drafted", ("depth", "nodes"), levels)
+    print_table("paths", ("path", "nodes"), [[index, path] for index, path in enumerate(report["paths"])])
+    title = f"buffers of a step for {report['batch']} slots; masks are one int64 a node"
+    print_table(title, ("name", "shape", "dtype", "role", "bytes"), [list(b.values()) for b in report["buffers"]])
+
+
+def _print_what_if(report: Mapping[str, Any]) -> None:
+    columns = ("rows", "max_path_len", "max_decoding_tokens", "max_non_leaves_per_layer", "tokens a step", "a chain's")
+    rows = [list(plan.values())[: len(columns)] for plan in report["plans"]]
+    print_table(f"what if: the best tree for each budget; acceptance {report['acceptance_from']}", columns, rows)
+    best = report["recommended"]
+    click.echo(
+        f"recommended: max_path_len {best['max_path_len']}, max_decoding_tokens {best['max_decoding_tokens']}, "
+        f"max_non_leaves_per_layer {best['max_non_leaves_per_layer']}: {report['because']}"
+    )
+    click.echo(f"choices: {json.dumps(best['choices'])}")

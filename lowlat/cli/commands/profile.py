@@ -1,0 +1,182 @@
+"""`lowlat profile`: the time of a decode step by stage and by kernel, beside the bytes that it must move."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from lowlat.cli.console import format_bytes, print_json, print_table, progress_bar
+from lowlat.cli.options import DIRECTORY, as_json, bundled, speculation_options, speculative_config
+from lowlat.errors import ConfigError
+from lowlat.options.config import RuntimeConfig, SpeculativeConfig
+
+if TYPE_CHECKING:
+    from lowlat.host.devices import DeviceChoice
+    from lowlat.tools.profile.recording import Profile
+
+__all__ = ["command"]
+
+SHOWN_KERNELS = 12
+STAGE_COLUMNS = ("stage", "us a step", "share", "launches", "bytes", "GB/s", "of the wall", "")
+KERNEL_COLUMNS = ("kernel", "stage", "us a step", "share", "launches", "us each, overlaps included", "of the wall")
+
+
+@click.command("profile")
+@click.argument("model", type=DIRECTORY, required=False)
+@speculation_options
+@click.option("--batch", type=click.IntRange(1, 8), default=1, show_default=True, help="Requests that decode together.")
+@click.option(
+    "--context",
+    type=click.IntRange(1),
+    default=1024,
+    show_default=True,
+    help="Tokens of each prompt; fewer where the model's end is near.",
+)
+@click.option("--steps", type=click.IntRange(1, 1000), default=10, show_default=True, help="Steps to record.")
+@click.option("--trace", type=DIRECTORY, metavar="FILE", help="Write the steps as a trace for ui.perfetto.dev.")
+@click.option("--device", default=RuntimeConfig.device, show_default=True, help="auto, cuda or cuda:N.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["auto", "bfloat16"]),
+    default="auto",
+    show_default=True,
+    help="Compute dtype; auto is the checkpoint's.",
+)
+@click.option(
+    "--executor",
+    type=click.Choice(["graph", "eager"]),
+    default="graph",
+    show_default=True,
+    help="How steps are run: replayed, or launched one by one.",
+)
+@as_json
+def command(model: Path | None, trace: Path | None, json_output: bool, **values: Any) -> None:
+    """Record decode steps of MODEL on an NVIDIA card and show where their time goes; by default the bundled pair's.
+
+    Prompts are random tokens: their text means nothing. A stage's time is by how much its kernels move on the latest
+    end so far, so that stages add up to the step although kernels overlap. The wall is what the card's memory
+    delivers to a kernel that only reads, measured in the same run.
+    """
+    from lowlat.tools.profile.recording import choose_card
+
+    speculative = speculative_config(values, bundled("head") if model is None else None)
+    card = choose_card(values["device"], values["executor"])
+    if trace is not None and not trace.resolve().parent.is_dir():
+        raise ConfigError(f"the trace cannot be written: there is no directory {trace.resolve().parent}")
+    profile, conditions = _profile(bundled("target") if model is None else model, speculative, card, values)
+    if trace is not None:
+        from lowlat.tools.profile.trace import write_trace
+
+        write_trace(trace, profile.steps, f"lowlat, {conditions['model']}, {profile.bucket}")
+        click.echo(f"trace of {len(profile.steps)} steps in {trace}: open it in ui.perfetto.dev", err=True)
+    if json_output:
+        print_json({**conditions, **profile.to_dict()})
+    else:
+        _show(profile, conditions)
+
+
+def _profile(
+    model: Path, speculative: SpeculativeConfig | None, card: "DeviceChoice", values: dict[str, Any]
+) -> tuple["Profile", dict[str, Any]]:
+    """The profile and what it was made with. Raises ConfigError, or LowlatError for a recording that is not whole."""
+    from lowlat.cli.running import load_runtime
+    from lowlat.models.target import read_model_config
+    from lowlat.tools.profile import recording as profiling
+
+    config = read_model_config(model)
+    room = profiling.find_room(
+        values["context"],
+        config.max_position,
+        batch=values["batch"],
+        num_speculative_tokens=0 if speculative is None else speculative.num_speculative_tokens,
+        num_steps=values["steps"],
+        prefill_chunk=RuntimeConfig.prefill_chunk,
+    )
+    if room.prompt_length < values["context"]:
+        click.echo(
+            f"prompts of {room.prompt_length} tokens, not {values['context']}: the model has {config.max_position} "
+            f"positions and the steps need {room.max_tokens}",
+            err=True,
+        )
+    wall = profiling.card_wall(card.device)
+    options = {name: values[name] for name in ("device", "dtype", "executor")}
+    with load_runtime(model, speculative, room.max_context, max_batch=values["batch"], **options) as runtime:
+        prompts = profiling.random_prompts(config.vocab_size, values["batch"], room.prompt_length)
+        with progress_bar("prefill") as update:
+            lengths = profiling.start_decoding(runtime, prompts, room.max_tokens, update)
+        profile = profiling.profile_steps(runtime, lengths, values["steps"], wall)
+    conditions = {
+        "model": model.name,
+        "device": str(card.device),
+        "card": profiling.card_name(card.device),
+        "executor": values["executor"],
+        "wall_gb_per_s": wall,
+    }
+    return profile, conditions
+
+
+def _show(profile: "Profile", conditions: dict[str, Any]) -> None:
+    summary, contexts = profile.summary, profile.contexts
+    rows = [
+        (
+            str(row.stage),
+            _number(row.time_us, ".1f"),
+            _number(row.share, ".1%"),
+            str(row.num_launches) if row.within is None else "",
+            format_bytes(row.moved_bytes) if row.moved_bytes else "",
+            _number(row.gb_per_s, ".0f"),
+            _number(row.share_of_wall, ".1%"),
+            "" if row.within is None else f"done by kernels of {row.within}",
+        )
+        for row in summary.stages
+    ]
+    total = (
+        *("the step", f"{summary.step_us:.1f}", "", str(summary.num_launches), format_bytes(summary.moved_bytes)),
+        *(_number(summary.gb_per_s, ".0f"), _number(summary.share_of_wall, ".1%"), ""),
+    )
+    around = f"{min(contexts)}" if min(contexts) == max(contexts) else f"{min(contexts)} to {max(contexts)}"
+    title = (
+        f"{conditions['model']} on {conditions['card']}, {conditions['executor']} executor: {profile.bucket}, "
+        f"context {around}, means over {summary.num_steps} steps"
+    )
+    print_table(title, STAGE_COLUMNS, _to_the_right([*rows, total], 1, 7))
+    kernels = [
+        (
+            row.kernel,
+            str(row.stage),
+            f"{row.time_us:.1f}",
+            f"{row.share:.1%}",
+            str(row.num_launches),
+            f"{row.duration_us:.1f}",
+            _number(row.share_of_wall, ".1%"),
+        )
+        for row in summary.kernels[:SHOWN_KERNELS]
+    ]
+    left = len(summary.kernels) - len(kernels)
+    more = f"; {left} more with --json" if left else ""
+    print_table(f"kernels that take most{more}", KERNEL_COLUMNS, _to_the_right(kernels, 2, 7))
+    idle = summary.idle
+    click.echo(
+        f"bytes: weights, keys and values that must be read; wall: {conditions['wall_gb_per_s']:.0f} GB/s\n"
+        f"steps took {summary.min_step_us:.1f} to {summary.max_step_us:.1f} us on the device; without the profiler "
+        f"{profile.host_us:.1f} us by the host's clock, its own work included\n"
+        f"idle: no kernel ran for {idle.share:.1%} of {idle.span_us:.0f} us; between steps {idle.between_us:.0f} us, "
+        f"within them {max(0.0, idle.idle_us - idle.between_us):.0f} us"
+    )
+
+
+def _to_the_right(rows: Sequence[tuple[str, ...]], first: int, end: int) -> list[tuple[str, ...]]:
+    """The rows with the cells of columns [first, end) as wide as the widest of their column."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        tuple(
+            cell.rjust(width) if first <= place < end else cell
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)

@@ -1,0 +1,174 @@
+"""The same prompts with speculation and without it, in two runtimes, one request at a time: what the demo shows."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lowlat.cli.running import Generation, chat_ids, load_runtime, run_request
+from lowlat.errors import ConfigError
+from lowlat.host.metrics import SpeculativeDecodingStats
+from lowlat.host.runtime import Runtime
+from lowlat.options.config import SpeculativeConfig
+from lowlat.options.request import SamplingParams, StepOutput
+
+__all__ = ["Comparison", "Question", "Row", "compare", "read_questions"]
+
+WARM_UP_TOKENS = 4
+
+
+@dataclass(frozen=True)
+class Question:
+    """One prompt: where it is from, its text, and whether it is a user's message or text to go on with."""
+
+    domain: str
+    text: str
+    is_message: bool = False
+
+
+@dataclass(frozen=True)
+class Row:
+    """One prompt's two runs."""
+
+    question: Question
+    speculated: Generation
+    baseline: Generation
+
+    @property
+    def identical(self) -> bool:
+        """Whether both runs gave the same tokens and the same end."""
+        left, right = self.speculated, self.baseline
+        return left.token_ids == right.token_ids and left.finish_reason == right.finish_reason
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens a drafted step, bonus included; 0.0 where nothing was drafted."""
+        stats = self.speculated.record.speculation
+        return 0.0 if stats is None else stats.mean_acceptance_length
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON values."""
+        return {
+            "domain": self.question.domain,
+            "num_tokens": len(self.speculated.token_ids),
+            "finish_reason": self.speculated.finish_reason,
+            "tokens_per_s": self.speculated.record.tokens_per_s,
+            "baseline_tokens_per_s": self.baseline.record.tokens_per_s,
+            "mean_acceptance_length": self.mean_acceptance_length,
+            "identical": self.identical,
+        }
+
+
+@dataclass
+class Comparison:
+    """All prompts' runs, and the totals over them."""
+
+    model: str
+    device: str
+    device_reason: str
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def identical(self) -> bool:
+        """Whether every prompt gave the same tokens twice."""
+        return all(row.identical for row in self.rows)
+
+    @property
+    def error(self) -> str | None:
+        """What failed, if a request did."""
+        runs = [run for row in self.rows for run in (row.speculated, row.baseline)]
+        return next((run.error for run in runs if run.error is not None), None)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens a second of decoding, with speculation."""
+        return _rate([row.speculated for row in self.rows])
+
+    @property
+    def baseline_tokens_per_s(self) -> float:
+        """Tokens a second of decoding, without."""
+        return _rate([row.baseline for row in self.rows])
+
+    @property
+    def stats(self) -> SpeculativeDecodingStats:
+        """Acceptance over all prompts."""
+        total = SpeculativeDecodingStats()
+        for row in self.rows:
+            if row.speculated.record.speculation is not None:
+                total.merge(row.speculated.record.speculation)
+        return total
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON values; `eagle_speculation` is absent when nothing was drafted."""
+        stats = self.stats
+        return {
+            "tokens_per_s": self.tokens_per_s,
+            "baseline_tokens_per_s": self.baseline_tokens_per_s,
+            "identical": self.identical,
+            "device": self.device,
+            "device_reason": self.device_reason,
+            "model": self.model,
+            "prompts": [row.to_dict() for row in self.rows],
+            **({"eagle_speculation": stats.to_dict()} if stats.num_drafts else {}),
+        }
+
+
+def read_questions(path: Path, domains: Sequence[str]) -> list[Question]:
+    """The first prompt of each domain of a bundled file. Raises ConfigError for a file that is not such a one."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return [Question(domain, str(found[domain][0])) for domain in domains]
+    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        raise ConfigError(f"{path}: expected lists of prompts under {', '.join(domains)}: {error!r:.200}") from error
+
+
+def compare(
+    target: Path,
+    speculative: SpeculativeConfig,
+    questions: Sequence[Question],
+    params: SamplingParams,
+    *,
+    chat: bool,
+    on_prompt: Callable[[Question], None],
+    on_text: Callable[[str], None],
+) -> Comparison:
+    """Run every prompt with speculation, handing on its text, then every one in a runtime without a head.
+
+    chat wraps each as a user's message. Before anything is timed each runtime runs a few tokens.
+    Raises ConfigError and RequestError.
+    """
+
+    def show(output: StepOutput) -> None:
+        on_text(output.text or "")
+
+    questions = [Question(question.domain, question.text, chat) for question in questions]
+    with load_runtime(target, speculative, None, max_batch=1) as runtime:
+        choice = runtime.device_choice
+        comparison = Comparison(target.name, str(choice.device), choice.reason)
+        _warm_up(runtime, params)
+        speculated = []
+        for question in questions:
+            on_prompt(question)
+            speculated.append(run_request(runtime, _prompt(runtime, question), params, show))
+            on_text("\n")
+    with load_runtime(target, None, None, max_batch=1) as runtime:
+        _warm_up(runtime, params)
+        for question, first in zip(questions, speculated, strict=True):
+            second = run_request(runtime, _prompt(runtime, question), params)
+            comparison.rows.append(Row(question, first, second))
+    return comparison
+
+
+def _prompt(runtime: Runtime, question: Question) -> str | list[int]:
+    return chat_ids(runtime.codec, question.text) if question.is_message else question.text
+
+
+def _warm_up(runtime: Runtime, params: SamplingParams) -> None:
+    """Run a few tokens, so that no figure holds what only the first steps of a process take."""
+    run_request(runtime, "The", SamplingParams(max_tokens=min(WARM_UP_TOKENS, params.max_tokens)))
+
+
+def _rate(runs: Sequence[Generation]) -> float:
+    seconds = sum(run.record.decode_s or 0.0 for run in runs)
+    return sum(run.record.completion_tokens for run in runs) / seconds if seconds else 0.0

@@ -1,0 +1,176 @@
+"""The reports of `lowlat inspect model` and `inspect head`, as JSON values."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowlat.checkpoint.fields import Fields
+from lowlat.checkpoint.tensors import INDEX_FILE, SINGLE_FILE, Checkpoint
+from lowlat.cli.reports.sizes import Plan, buffer_dict, kv_bytes_per_token, parts_of, plan_runtime
+from lowlat.cli.running import default_context
+from lowlat.errors import ConfigError
+from lowlat.executors.make import settle_executor
+from lowlat.host.devices import DeviceChoice, choose_device
+from lowlat.models.geometry import DraftConfig, ModelConfig
+from lowlat.models.hf_config import read_config
+from lowlat.models.target import read_model_config, target_groups
+from lowlat.options.config import RuntimeConfig, SpeculativeConfig, options_from
+from lowlat.program.program import Program
+from lowlat.speculators.eagle3.capture import IDS_KEY, default_boundaries
+from lowlat.speculators.eagle3.config import parse_draft
+from lowlat.speculators.weight_plan import weight_plan
+
+__all__ = ["draft_report", "model_report"]
+
+
+def model_report(
+    directory: Path, speculative: SpeculativeConfig | None, options: dict[str, Any], *, buffers: bool
+) -> dict[str, Any]:
+    """A target's geometry, parts, KV and memory; with `buffers` those of one step. Raises ConfigError.
+
+    options  of RuntimeConfig; max_context may be None for the usual one
+    """
+    runtime = options_from({**options, "max_context": default_context(directory, options["max_context"])})
+    plan = plan_runtime(directory, runtime, speculative)
+    config, head = plan.geometry.config, plan.geometry.head
+    choice = settle_executor(_planned_device(runtime), runtime.executor, config, head, runtime.block_size)
+    if runtime.max_context > config.max_position:
+        raise ConfigError(
+            f"max_context {runtime.max_context} exceeds the model's max_position_embeddings {config.max_position}"
+        )
+    depth = 0 if speculative is None else speculative.num_speculative_tokens
+    program = plan.program(runtime.max_batch, depth)
+    report: dict[str, Any] = {
+        "directory": str(directory),
+        "device": str(choice.device),
+        "executor": choice.executor,
+        "device_reason": choice.reason,
+        "files": _files(directory, config),
+        "geometry": _plain(asdict(config)),
+        "parts": parts_of(weight_plan(config)),
+        "default_capture_boundaries": default_boundaries(config.num_layers),
+        "kv": _kv(plan, program, runtime),
+        "memory": plan.memory(runtime.max_batch, choice),
+    }
+    if head is not None:
+        report["head_parts"] = parts_of(weight_plan(head, dtype=config.dtype))
+    if buffers:
+        report["bucket"] = program.name
+        report["buffers"] = [buffer_dict(spec) for spec in program.buffers.values()]
+    return report
+
+
+def _planned_device(options: RuntimeConfig) -> DeviceChoice:
+    """The device that a runtime here would get; one that is named need not be here, nothing is allocated for a plan."""
+    try:
+        return choose_device(options.device, options.executor)
+    except ConfigError as error:
+        name, _, index = options.device.partition(":")
+        if name != "cuda" or (index and not index.isdigit()):
+            raise
+        executor = "graph" if options.executor == "auto" else options.executor
+        return DeviceChoice(torch.device("cuda", int(index or 0)), executor, f"planned alone: {error}")
+
+
+def _files(directory: Path, config: ModelConfig) -> dict[str, int] | None:
+    """The weights' files, their headers compared with the config; None where there are none yet.
+
+    Raises ConfigError for what a runtime would refuse before it reads a weight.
+    """
+    if not any((directory / name).exists() for name in (SINGLE_FILE, INDEX_FILE)):
+        return None
+    checkpoint = Checkpoint.open(directory)
+    target_groups(config, checkpoint)
+    entries = checkpoint.entries.values()
+    return {
+        "count": len({entry.file for entry in entries}),
+        "tensors": len(entries),
+        "bytes": sum(entry.num_bytes for entry in entries),
+    }
+
+
+def _kv(plan: Plan, program: Program, options: RuntimeConfig) -> dict[str, int]:
+    """The caches: bytes a token, and the pool that holds max_batch requests of the largest size."""
+    caches = [spec for spec in program.buffers.values() if "_cache" in spec.name]
+    heads = [spec for spec in caches if spec.name.startswith("head.")]
+    targets = [spec for spec in caches if spec not in heads]
+    return {
+        "bytes_per_token": kv_bytes_per_token(targets, options.block_size),
+        "head_bytes_per_token": kv_bytes_per_token(heads, options.block_size),
+        "max_context": options.max_context,
+        "max_batch": options.max_batch,
+        "block_size": options.block_size,
+        "num_blocks": plan.geometry.num_blocks,
+        "bytes": sum(spec.num_bytes for spec in caches),
+    }
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    """Tuples as lists, as JSON has them."""
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+def draft_report(directory: Path, target: Path, capture_layers: tuple[int, ...] | None) -> dict[str, Any]:
+    """A head's geometry, flags, layout, boundaries with the convention found, draft vocabulary; from headers.
+
+    Raises ConfigError for a head that does not fit its target.
+    """
+    target_config = read_model_config(target)
+    head, _, notes = parse_draft(directory, target_config, capture_layers)
+    values = _plain(asdict(head))
+    boundaries = values.pop("capture_boundaries")
+    flags = {name: values.pop(name) for name, value in list(values.items()) if isinstance(value, bool)}
+    drafted = values["draft_vocab_size"]
+    return {
+        "directory": str(directory),
+        "target": str(target),
+        "layout": head.layout,
+        "geometry": values,
+        "flags": flags,
+        "capture": {
+            "boundaries": boundaries,
+            "target_layers": target_config.num_layers,
+            **_convention(directory, head, overridden=capture_layers is not None),
+        },
+        "draft_vocabulary": {
+            "draft_ids": drafted,
+            "target_ids": head.vocab_size,
+            "share": drafted / head.vocab_size,
+            "map": "d2t" if head.own_draft_map else "the identity",
+            "lm_head": "the head's own" if head.own_lm_head else "the target's",
+            "embedding": "the head's own" if head.own_embedding else "the target's",
+        },
+        "parts": parts_of(weight_plan(head, dtype=target_config.dtype)),
+        "notes": list(notes),
+    }
+
+
+def _convention(directory: Path, head: DraftConfig, *, overridden: bool) -> dict[str, Any]:
+    """Which ids the config names, where, and what they mean (see `lowlat.speculators.eagle3.capture`)."""
+    place, ids = _named_ids(read_config(directory))
+    boundaries = list(head.capture_boundaries)
+    if overridden:
+        meaning = "boundaries, from --capture-layers"
+    elif ids is None:
+        meaning = "no ids: the default boundaries 2, N / 2, N - 3"
+    elif ids == boundaries:
+        meaning = "boundaries: id k is the residual stream entering layer k"
+    else:
+        meaning = "layers' outputs: id k is boundary k + 1"
+    return {"ids": ids, "ids_from": place, "convention": meaning}
+
+
+def _named_ids(config: Fields) -> tuple[str | None, list[int] | None]:
+    """The ids that a head's config names and under which key; it has been checked that all places agree."""
+    eagle = config.values.get("eagle_config")
+    nested = eagle if isinstance(eagle, dict) else {}
+    for place, values, key in (
+        (IDS_KEY, config.values, IDS_KEY),
+        ("eagle_config.layer_ids", nested, "layer_ids"),
+        (f"eagle_config.{IDS_KEY}", nested, IDS_KEY),
+    ):
+        if values.get(key):
+            return place, list(values[key])
+    return None, None

@@ -1,0 +1,131 @@
+"""What a model, a head and a runtime of them will take, by part, from their configs alone: no weight is read."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowlat.checkpoint.stored import ahead_bytes
+from lowlat.graphs import Bucket, BufferSpec
+from lowlat.host.devices import DeviceChoice
+from lowlat.host.loading import bucket_batches, make_geometry, make_topologies
+from lowlat.host.memory.plan import memory_need
+from lowlat.models.target import LoadedTarget, read_model_config, target_groups
+from lowlat.options.config import RuntimeConfig, SpeculativeConfig
+from lowlat.program.program import Program
+from lowlat.speculators.eagle3.config import read_draft_config
+from lowlat.speculators.eagle3.weights import LoadedDraftModel
+from lowlat.speculators.tree.topology import TreeTopology
+from lowlat.speculators.weight_plan import weight_plan
+from lowlat.step.decode import build_step
+from lowlat.step.prefill import build_prefills
+from lowlat.step.state import StepGeometry
+
+__all__ = ["Plan", "buffer_dict", "kv_bytes_per_token", "parts_of", "plan_runtime"]
+
+WeightPlan = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+PART_OF = {  # the last name but the tensor's own: `layers.3.qkv.weight` is qkv
+    **dict.fromkeys(("embed",), "embedding"),
+    **dict.fromkeys(("qkv", "q", "kv", "o", "q_norm", "k_norm", "sinks"), "attention"),
+    **dict.fromkeys(("gate_up", "down"), "ffn"),
+    **dict.fromkeys(("router", "experts"), "experts"),
+    **dict.fromkeys(("attn_norm", "ffn_norm", "norm", "embed_norm", "hidden_norm", "input_norm", "fc_norm"), "norms"),
+    **dict.fromkeys(("fc",), "fc"),
+    **dict.fromkeys(("lm_head",), "lm_head"),
+    **dict.fromkeys(("draft_to_target",), "draft_map"),
+}
+
+
+def parts_of(plan: WeightPlan) -> dict[str, dict[str, int]]:
+    """Parameters and bytes by part, and in all; MXFP4 blocks hold two parameters a byte, scales and maps none."""
+    parts: dict[str, dict[str, int]] = {}
+    for name, (shape, dtype) in plan.items():
+        count = 1
+        for extent in shape:
+            count *= extent
+        parameters = count if dtype.is_floating_point else 2 * count if name.endswith(".blocks") else 0
+        for part in (_part(name), "total"):
+            entry = parts.setdefault(part, {"parameters": 0, "bytes": 0})
+            entry["parameters"] += parameters
+            entry["bytes"] += count * dtype.itemsize
+    parts["total"] = parts.pop("total")
+    return parts
+
+
+def _part(name: str) -> str:
+    pieces = [piece for piece in name.split(".") if not piece.isdecimal() and piece not in ("layers", "head")]
+    return PART_OF.get(pieces[0], pieces[0])
+
+
+def kv_bytes_per_token(specs: Iterable[BufferSpec], block_size: int) -> int:
+    """Bytes that one more token takes in the caches among these buffers, [P, G, block, D] each."""
+    return sum(spec.num_bytes // (spec.shape[0] * block_size) for spec in specs if "_cache" in spec.name)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A runtime's shapes and programs, with weights that have shapes and no content."""
+
+    geometry: StepGeometry
+    topologies: Mapping[int, TreeTopology]
+    weights: Mapping[str, torch.Tensor]
+    read_ahead_bytes: int
+
+    def program(self, batch: int, num_speculative_tokens: int) -> Program:
+        """The step's program in one bucket."""
+        topology = self.topologies[num_speculative_tokens]
+        return build_step(self.geometry, Bucket(batch, topology.num_nodes, num_speculative_tokens), topology)
+
+    def memory(self, max_batch: int, choice: DeviceChoice) -> dict[str, int]:
+        """Bytes on the device by part and in all, and the most that the host holds, Python and libraries left out."""
+        programs = [self.program(batch, depth) for batch in bucket_batches(max_batch) for depth in self.topologies]
+        every = (*programs, *build_prefills(self.geometry).values())
+        head = sum(tensor.nbytes for name, tensor in self.weights.items() if name.startswith("head."))
+        need = memory_need(
+            every,
+            self.weights,
+            choice.device,
+            has_kernels=choice.has_kernels,
+            host_load_bytes=self.read_ahead_bytes + head,
+        )
+        on_host = need.total_bytes if choice.device.type == "cpu" else 0
+        return {
+            **need.parts(),
+            "total_bytes": need.total_bytes,
+            "host_load_bytes": need.host_load_bytes,
+            "host_peak_bytes": need.host_load_bytes + on_host,
+        }
+
+
+def plan_runtime(target: Path, options: RuntimeConfig, speculative: SpeculativeConfig | None) -> Plan:
+    """The plan of `Runtime.load` with these options. Raises ConfigError."""
+    config = read_model_config(target, dtype=options.dtype)
+    weights = _without_content(weight_plan(config))
+    if config.tie_embeddings:
+        weights["lm_head.weight"] = weights["embed.weight"]
+    loaded_target = LoadedTarget(config, {}, target)
+    head, topologies = None, {0: TreeTopology.chain(0)}
+    if speculative is not None:
+        draft_config = read_draft_config(speculative.model, config, capture_layers=speculative.capture_layers)
+        head = LoadedDraftModel(draft_config, {}, Path(speculative.model), ())
+        topologies = make_topologies(speculative)
+        weights.update(_without_content(weight_plan(draft_config, dtype=config.dtype)))
+    geometry = make_geometry(loaded_target, head, topologies, options, speculative)
+    return Plan(geometry, topologies, weights, ahead_bytes(target_groups(config)))
+
+
+def _without_content(plan: WeightPlan) -> dict[str, torch.Tensor]:
+    return {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in plan.items()}
+
+
+def buffer_dict(spec: BufferSpec) -> dict[str, Any]:
+    """One buffer as JSON values."""
+    return {
+        "name": spec.name,
+        "shape": list(spec.shape),
+        "dtype": str(spec.dtype).removeprefix("torch."),
+        "role": spec.role.value,
+        "bytes": spec.num_bytes,
+    }

@@ -1,0 +1,4 @@
+"""The host's side of decoding: the runtime, its scheduler, sessions and mailbox, and steps launched ahead.
+
+It knows no kernel.
+"""

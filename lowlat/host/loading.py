@@ -1,0 +1,173 @@
+"""From options to a ready executor: checkpoint, head, ladder, programs, buffers. Nothing half-loaded stays behind.
+
+A target's weights go from its files to their final place one at a time, while the executor is made. A head is read
+whole before: one that is damaged must be known in time to go on without it.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lowlat.checkpoint.source import JoinedWeights
+from lowlat.errors import ConfigError
+from lowlat.executors import Executor
+from lowlat.executors.make import make_executor, settle_executor
+from lowlat.graphs import BucketLadder
+from lowlat.host.devices import DeviceChoice, choose_device
+from lowlat.host.memory.plan import check_fits, memory_need
+from lowlat.models.target import LoadedTarget, StoredTarget, open_target
+from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig
+from lowlat.speculators.eagle3.weights import LoadedDraftModel, load_draft_model
+from lowlat.speculators.tree.topology import TreeTopology
+from lowlat.step.decode import build_step
+from lowlat.step.prefill import build_prefills
+from lowlat.step.state import StepGeometry
+
+__all__ = ["Loaded", "bucket_batches", "load", "make_geometry", "make_topologies"]
+
+logger = logging.getLogger("lowlat")
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Everything that a Runtime drives; `speculation_error` says why a head that was asked for is not in use."""
+
+    target: StoredTarget
+    head: LoadedDraftModel | None
+    geometry: StepGeometry
+    ladder: BucketLadder
+    topologies: dict[int, TreeTopology]
+    executor: Executor
+    choice: DeviceChoice
+    speculation_error: str | None
+
+
+def load(
+    model: str | Path,
+    speculative: SpeculativeConfig | None,
+    options: RuntimeConfig,
+    progress: Progress | None = None,
+    captured: Progress | None = None,
+) -> Loaded:
+    """Load a target and, where asked for, its head; allocate everything, compile and capture what runs on a GPU.
+
+    progress   called with bytes read and bytes in all; captured with buckets captured and buckets in all
+
+    Raises ConfigError; for a head that cannot be used only if `speculative.strict`, otherwise it is one warning
+    and the baseline.
+    """
+    choice = choose_device(options.device, options.executor)
+    if choice.loud:
+        logger.warning("running on %s: %s", choice.device, choice.reason)
+    else:
+        logger.info("running on %s: %s", choice.device, choice.reason)
+    target = open_target(model, dtype=options.dtype, progress=progress)
+    if options.max_context > target.config.max_position:
+        raise ConfigError(
+            f"max_context {options.max_context} exceeds the model's max_position_embeddings "
+            f"{target.config.max_position} ({target.directory / 'config.json'})"
+        )
+    head, topologies, error = _load_speculation(target, speculative)
+    geometry = make_geometry(target, head, topologies, options, speculative)
+    ladder = BucketLadder(bucket_batches(options.max_batch), {s: t.num_nodes for s, t in topologies.items()})
+    programs = {bucket: build_step(geometry, bucket, topologies[bucket.num_speculative_tokens])
+                for bucket in ladder.buckets}  # fmt: skip
+    own: Mapping[str, torch.Tensor] = {} if head is None else head.weights
+    weights = JoinedWeights(target.weights, own)
+    prefills = build_prefills(geometry)
+    draft_config = None if head is None else head.config
+    choice = settle_executor(choice, options.executor, target.config, draft_config, options.block_size)
+    if choice.loud:
+        logger.warning("running on %s: %s", choice.device, choice.reason)
+    need = memory_need(
+        (*programs.values(), *prefills.values()),
+        weights.shapes(),
+        choice.device,
+        has_kernels=choice.has_kernels,
+        host_load_bytes=weights.arena_bytes,
+    )
+    check_fits(need, choice.device)
+    executor = make_executor(choice, programs, prefills, weights, captured, device_loop=options.device_loop)
+    return Loaded(target, head, geometry, ladder, topologies, executor, choice, error)
+
+
+def _load_speculation(
+    target: StoredTarget, speculative: SpeculativeConfig | None
+) -> tuple[LoadedDraftModel | None, dict[int, TreeTopology], str | None]:
+    baseline = {0: TreeTopology.chain(0)}
+    if speculative is None or not speculative.enabled:
+        return None, baseline, None
+    topologies = make_topologies(speculative)
+    try:
+        head = load_draft_model(speculative.model, target.config, capture_layers=speculative.capture_layers)
+    except ConfigError as error:
+        if speculative.strict:
+            raise
+        logger.warning("speculation is off, decoding goes on without it: %s", error)
+        return None, baseline, str(error)
+    for note in head.notes:
+        logger.info("head %s: %s", head.directory, note)
+    return head, topologies, None
+
+
+def make_topologies(speculative: SpeculativeConfig) -> dict[int, TreeTopology]:
+    """What each depth S drafts: chains of every depth, or the baseline and the tree. Raises ConfigError."""
+    if speculative.tree is None:
+        limit = speculative.max_decoding_tokens
+        if limit is not None and limit < speculative.num_speculative_tokens + 1:
+            raise ConfigError(
+                f"max_decoding_tokens {limit} is below num_speculative_tokens + 1 = "
+                f"{speculative.num_speculative_tokens + 1}"
+            )
+        return {s: TreeTopology.chain(s) for s in range(MAX_SPECULATIVE_TOKENS + 1)}
+    tree = TreeTopology.load(
+        speculative.tree,
+        max_path_len=speculative.max_path_len,
+        max_decoding_tokens=speculative.max_decoding_tokens,
+        max_non_leaves_per_layer=speculative.max_non_leaves_per_layer,
+    )
+    if tree.depth != speculative.num_speculative_tokens:
+        raise ConfigError(
+            f"the tree is {tree.depth} deep but num_speculative_tokens is {speculative.num_speculative_tokens}; "
+            "set it to the tree's depth"
+        )
+    return {0: TreeTopology.chain(0), tree.depth: tree}
+
+
+def make_geometry(
+    target: LoadedTarget | StoredTarget,
+    head: LoadedDraftModel | None,
+    topologies: dict[int, TreeTopology],
+    options: RuntimeConfig,
+    speculative: SpeculativeConfig | None,
+) -> StepGeometry:
+    """The shapes of all programs; the pool defaults to max_batch requests of the largest size."""
+    max_rows = max(topology.num_nodes for topology in topologies.values())
+    worst = -(-(options.max_context + max_rows) // options.block_size)
+    num_blocks = options.kv_blocks if options.kv_blocks is not None else options.max_batch * worst + 1
+    simulated = head is not None and speculative is not None
+    return StepGeometry(
+        config=target.config,
+        head=None if head is None else head.config,
+        max_batch=options.max_batch,
+        max_context=options.max_context,
+        max_rows=max_rows,
+        num_paths=max(len(topology.paths) for topology in topologies.values()),
+        path_width=max(len(path) for topology in topologies.values() for path in topology.paths),
+        block_size=options.block_size,
+        num_blocks=num_blocks,
+        prefill_chunk=options.prefill_chunk,
+        max_prefill_chunks=options.max_prefill_chunks,
+        draft_window=speculative.draft_window if simulated and speculative else None,
+        simulated_accept_length=speculative.simulated_accept_length if simulated and speculative else None,
+        simulated_seed=speculative.simulated_seed if simulated and speculative else 0,
+    )
+
+
+def bucket_batches(max_batch: int) -> list[int]:
+    """1, 2, 4, 8 up to the largest, which is always there."""
+    return sorted({size for size in (1, 2, 4, 8) if size < max_batch} | {max_batch})

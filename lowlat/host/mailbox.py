@@ -1,0 +1,254 @@
+"""The host's side of a step: what it writes for the step to read, and what it reads of the step's publications.
+
+It knows the layout of the slot records, the command ring and the publication ring; it knows no request. Host memory
+is written and read through numpy, whose scalars cost a tenth of torch's: all of this lies between two steps.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from lowlat.kernels.reference.step.accept import FINISH_ERROR, FINISH_LENGTH, FINISH_STOP
+from lowlat.kernels.reference.step.publish import (
+    ACCEPTED,
+    COMMITTED,
+    FINISH,
+    LENGTH_AFTER,
+    SLOT,
+    VERIFIED,
+    VERIFIED_DEPTH,
+)
+from lowlat.kernels.reference.step.slot_record import (
+    DRAFT_LIMIT,
+    FREQUENCY,
+    LENGTH,
+    MAX_LENGTH,
+    MIN_P,
+    MIN_TOKENS,
+    NUM_LOGPROBS,
+    PRESENCE,
+    PROMPT_LENGTH,
+    REPETITION,
+    SEED,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+)
+from lowlat.kernels.reference.step.slots import CANCEL, JOIN
+from lowlat.options.request import FinishReason, SamplingParams, TokenLogprobs
+
+__all__ = ["Entry", "Mailbox", "SlotPublication"]
+
+FINISH_REASONS: dict[int, FinishReason] = {FINISH_STOP: "stop", FINISH_LENGTH: "length", FINISH_ERROR: "error"}
+STAGED = tuple(
+    f"staged_{part}" for part in ("ints", "floats", "tokens", "table", "stop_ids", "bias_ids", "bias_values")
+)
+PREFILL = ("tokens", "chunk", "live", "draft_live", "table", "positions", "draft_positions")
+WRITTEN = (*STAGED, "command_ring", "command_tail", *(f"prefill_{part}" for part in PREFILL))
+READ = ("ring_records", "ring_tokens", "ring_logprob_values", "ring_logprob_ids", "ring_head")
+
+
+class SlotPublication(NamedTuple):
+    """What one step did to one slot; `accepted` counts committed drafts, `length` committed tokens after it."""
+
+    slot: int
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+    verified: int
+    verified_depth: int
+    accepted: int
+    length: int
+    logprobs: tuple[TokenLogprobs, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One step's entry of the ring, of which only the records have been read.
+
+    number   steps published before it
+    records  one a row of the entry; SLOT is -1 where no slot took part
+    """
+
+    number: int
+    records: list[list[int]]
+
+    @property
+    def ended(self) -> list[int]:
+        """Slots that the step ended."""
+        return [record[SLOT] for record in self.records if record[SLOT] >= 0 and record[FINISH] in FINISH_REASONS]
+
+
+class Mailbox:
+    """Writes commands and staged records into an executor's state, and reads its publications in order.
+
+    `num_seen` counts the entries that `poll` has given, `num_unread` those of them that `read` was not given yet:
+    until then the step must not write over them.
+    """
+
+    def __init__(self, state: Mapping[str, torch.Tensor], max_draft_tokens: int) -> None:
+        self._host = _HostView({name: state[name] for name in (*WRITTEN, *READ)})
+        self._arrays = self._host.arrays
+        self._head, self._records = self._arrays["ring_head"], self._arrays["ring_records"]
+        self._max_draft_tokens = max_draft_tokens
+        self._num_read = 0
+        self._num_commands = 0
+        self.num_seen = 0
+
+    @property
+    def num_entries(self) -> int:
+        """Entries that the ring holds."""
+        return len(self._records)
+
+    @property
+    def num_unread(self) -> int:
+        """Entries that were seen and must stay as they are."""
+        return self.num_seen - self._num_read
+
+    def join(
+        self,
+        slot: int,
+        prompt: Sequence[int],
+        table: Sequence[int],
+        max_length: int,
+        params: SamplingParams,
+        seed: int,
+        stop_ids: Sequence[int],
+    ) -> None:
+        """Stage a slot's record and command it to join at the next step; none may be under way."""
+        arrays = self._arrays
+        ints = arrays["staged_ints"][slot]
+        limit = self._max_draft_tokens if params.max_draft_tokens is None else params.max_draft_tokens
+        for column, value in (
+            (LENGTH, len(prompt)),
+            (MAX_LENGTH, max_length),
+            (PROMPT_LENGTH, len(prompt)),
+            (MIN_TOKENS, params.min_tokens),
+            (TOP_K, params.top_k),
+            (SEED, seed),
+            (DRAFT_LIMIT, limit),
+            (NUM_LOGPROBS, -1 if params.logprobs is None else params.logprobs),
+        ):
+            ints[column] = value
+        floats = arrays["staged_floats"][slot]
+        for column, number in (
+            (TEMPERATURE, params.temperature),
+            (TOP_P, params.top_p),
+            (MIN_P, params.min_p),
+            (REPETITION, params.repetition_penalty),
+            (PRESENCE, params.presence_penalty),
+            (FREQUENCY, params.frequency_penalty),
+        ):
+            floats[column] = number
+        biases = params.logit_bias or {}
+        _fill(arrays["staged_tokens"][slot], prompt, 0)
+        _fill(arrays["staged_table"][slot], table, 0)
+        _fill(arrays["staged_stop_ids"][slot], stop_ids, -1)
+        _fill(arrays["staged_bias_ids"][slot], list(biases), -1)
+        _fill(arrays["staged_bias_values"][slot], list(biases.values()), 0.0)
+        self._host.send(STAGED)
+        self._command(JOIN, slot)
+
+    def cancel(self, slot: int) -> None:
+        """Command a slot to leave; the next step to begin sees it, in a loop too."""
+        self._command(CANCEL, slot)
+
+    def _command(self, opcode: int, slot: int) -> None:
+        ring = self._arrays["command_ring"]
+        ring[self._num_commands % len(ring)] = (opcode, slot, 0, 0)
+        self._num_commands += 1
+        self._host.send(("command_ring",))
+        self._arrays["command_tail"][0] = self._num_commands  # the last: a step may be reading
+        self._host.send(("command_tail",))
+
+    def write_chunk(
+        self, tokens: Sequence[int], start: int, table: Sequence[int], num_target: int, num_head: int
+    ) -> None:
+        """Write what prefill reads: `tokens` from position `start` on, live rows of target and head."""
+        arrays = self._arrays
+        size = len(arrays["prefill_tokens"])
+        _fill(arrays["prefill_tokens"], tokens[:size], 0)
+        _fill(arrays["prefill_table"][0], table, 0)
+        arrays["prefill_chunk"][:] = (start, num_target)
+        rows = np.arange(size)
+        arrays["prefill_live"][:] = rows < num_target
+        arrays["prefill_draft_live"][:] = (rows < num_head) & (rows + start >= 1)
+        arrays["prefill_positions"][:] = rows + start
+        arrays["prefill_draft_positions"][:] = np.maximum(rows + start - 1, 0)
+        self._host.send(tuple(f"prefill_{part}" for part in PREFILL))
+
+    def poll(self) -> list[Entry]:
+        """The entries of the ring that were not seen yet, in order; `read` them in this order, too."""
+        self._host.fetch(READ)
+        head = int(self._head[0])
+        entries = []
+        for number in range(self.num_seen, head):
+            entries.append(Entry(number, self._records[number % self.num_entries].tolist()))
+        self.num_seen = head
+        return entries
+
+    def read(self, entry: Entry) -> list[SlotPublication]:
+        """What an entry says of each slot; the step may then write over it."""
+        place = entry.number % self.num_entries
+        rows = enumerate(entry.records)
+        publications = [self._read_slot(place, row, record) for row, record in rows if record[SLOT] >= 0]
+        self._num_read = entry.number + 1
+        return publications
+
+    def _read_slot(self, place: int, row: int, record: list[int]) -> SlotPublication:
+        arrays, count = self._arrays, record[COMMITTED]
+        ids = arrays["ring_logprob_ids"][place, row]
+        logprobs = None
+        if count and ids[0, 0] >= 0:
+            values = arrays["ring_logprob_values"][place, row, :count].tolist()
+            logprobs = tuple(_token_logprobs(i, v) for i, v in zip(ids[:count].tolist(), values, strict=True))
+        return SlotPublication(
+            slot=record[SLOT],
+            token_ids=tuple(arrays["ring_tokens"][place, row, :count].tolist()),
+            finish_reason=FINISH_REASONS.get(record[FINISH]),
+            verified=record[VERIFIED],
+            verified_depth=record[VERIFIED_DEPTH],
+            accepted=record[ACCEPTED],
+            length=record[LENGTH_AFTER],
+            logprobs=logprobs,
+        )
+
+
+class _HostView:
+    """Buffers as numpy arrays: views of host memory, copies of what lies on a device.
+
+    What was written into a copy goes to the device by `send`, and comes from there by `fetch`; both wait for it.
+    """
+
+    def __init__(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        held = {name: tensor if tensor.device.type == "cpu" else tensor.cpu() for name, tensor in buffers.items()}
+        self.arrays: dict[str, np.ndarray[Any, Any]] = {name: tensor.numpy() for name, tensor in held.items()}
+        self._copied = {name: (buffers[name], held[name]) for name in held if held[name] is not buffers[name]}
+
+    def send(self, names: Sequence[str]) -> None:
+        """Bring what was written to the device."""
+        if self._copied:
+            for name in names:
+                if name in self._copied:
+                    there, here = self._copied[name]
+                    there.copy_(here)
+
+    def fetch(self, names: Sequence[str]) -> None:
+        """Bring what the device has written."""
+        if self._copied:
+            for name in names:
+                if name in self._copied:
+                    there, here = self._copied[name]
+                    here.copy_(there)
+
+
+def _token_logprobs(ids: list[int], values: list[float]) -> TokenLogprobs:
+    top = tuple((token, value) for token, value in zip(ids[1:], values[1:], strict=True) if token >= 0)
+    return TokenLogprobs(ids[0], values[0], top)
+
+
+def _fill(target: np.ndarray[Any, Any], values: Sequence[float], pad: float) -> None:
+    target[: len(values)] = values
+    target[len(values) :] = pad

@@ -1,0 +1,1 @@
+"""The memory of a runtime: what it will allocate, the KV blocks, and the prefixes that requests share."""

@@ -1,0 +1,323 @@
+"""What decoding cost and what speculation brought: counters, their summaries, and the book that keeps them.
+
+Pure Python: it knows neither devices nor the scheduler. The names of the fields are the field's own
+(EAGLE and the serving engines); accepted totals exclude the bonus token.
+"""
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from lowlat.errors import RequestError
+from lowlat.options.config import MAX_SPECULATIVE_TOKENS
+
+__all__ = ["MetricsBook", "RequestMetrics", "RuntimeMetrics", "SpeculativeDecodingStats"]
+
+MAX_ENDED = 1000
+NUM_LENGTHS = MAX_SPECULATIVE_TOKENS + 1  # 0 to 6, and 7 or more
+
+
+@dataclass
+class SpeculativeDecodingStats:
+    """How often the target agreed with the drafts; add with `record`, read at any time.
+
+    num_drafts                 steps in which at least one draft token was verified
+    total_draft_tokens         draft tokens verified in them
+    total_accepted_tokens      of those, accepted; the bonus token is not counted
+    num_accepted_ge2           drafts of which at least two tokens were accepted
+    num_rewound_tokens         draft tokens verified and rejected
+    rewind_steps               drafts of which at least one token was rejected
+    accepted_length_histogram  drafts by accepted tokens: 0 to 6, and 7 or more
+    drafted_by_position        drafts that verified a token at depth 1, 2, ... (index 0 is depth 1)
+    accepted_by_position       of those, drafts that accepted it
+    simulated                  acceptance was imposed for a benchmark; the text means nothing
+
+    Every ratio is 0.0 while there is nothing to divide by.
+    """
+
+    num_drafts: int = 0
+    total_draft_tokens: int = 0
+    total_accepted_tokens: int = 0
+    num_accepted_ge2: int = 0
+    num_rewound_tokens: int = 0
+    rewind_steps: int = 0
+    accepted_length_histogram: list[int] = field(default_factory=lambda: [0] * NUM_LENGTHS)
+    drafted_by_position: list[int] = field(default_factory=lambda: [0] * MAX_SPECULATIVE_TOKENS)
+    accepted_by_position: list[int] = field(default_factory=lambda: [0] * MAX_SPECULATIVE_TOKENS)
+    simulated: bool = False
+
+    def record(self, drafted: int, accepted: int, *, drafted_depth: int | None = None) -> None:
+        """Add one slot's step; one that verified nothing changes nothing.
+
+        drafted        draft tokens verified, the root excluded; of a tree all nodes
+        accepted       tokens of the accepted path, root and bonus excluded
+        drafted_depth  depth of the tree's deepest verified node; None: a chain, whose depth is `drafted`
+        Raises ValueError for counts that no step can have; then nothing was added.
+        """
+        depth = drafted if drafted_depth is None else drafted_depth
+        if not 0 <= accepted <= depth <= drafted or (drafted > 0 and depth == 0):
+            raise ValueError(
+                f"a step cannot accept {accepted} of {drafted} draft tokens of depth {depth}: "
+                "0 <= accepted <= depth <= drafted must hold"
+            )
+        if drafted == 0:
+            return
+        self.num_drafts += 1
+        self.total_draft_tokens += drafted
+        self.total_accepted_tokens += accepted
+        self.num_accepted_ge2 += accepted >= 2
+        self.num_rewound_tokens += drafted - accepted
+        self.rewind_steps += accepted < drafted
+        self.accepted_length_histogram[min(accepted, NUM_LENGTHS - 1)] += 1
+        for position in range(min(depth, MAX_SPECULATIVE_TOKENS)):
+            self.drafted_by_position[position] += 1
+            self.accepted_by_position[position] += position < accepted
+
+    def merge(self, other: "SpeculativeDecodingStats") -> None:
+        """Add another's counts, as a total over requests does."""
+        for name in _COUNTS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name in _COUNT_LISTS:
+            mine, theirs = getattr(self, name), getattr(other, name)
+            setattr(self, name, [a + b for a, b in zip(mine, theirs, strict=True)])
+        self.simulated = self.simulated or other.simulated
+
+    def snapshot(self) -> "SpeculativeDecodingStats":
+        """Return a copy that later records do not change."""
+        return deepcopy(self)
+
+    @property
+    def mean_acceptance_rate(self) -> float:
+        """Accepted draft tokens over verified ones."""
+        return _ratio(self.total_accepted_tokens, self.total_draft_tokens)
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens a drafted step, bonus included: 1 + accepted / drafts; 0.0 without drafts."""
+        return 1.0 + self.total_accepted_tokens / self.num_drafts if self.num_drafts else 0.0
+
+    @property
+    def fraction_accepted_ge2(self) -> float:
+        """Share of drafts of which at least two tokens were accepted."""
+        return _ratio(self.num_accepted_ge2, self.num_drafts)
+
+    @property
+    def acceptance_by_position(self) -> list[float]:
+        """Of the drafts that verified a token at depth 1, 2, ..., the share that accepted it."""
+        pairs = zip(self.accepted_by_position, self.drafted_by_position, strict=True)
+        return [_ratio(accepted, drafted) for accepted, drafted in pairs]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return counts and ratios as JSON values: the block `eagle_speculation`."""
+        return {
+            "num_drafts": self.num_drafts,
+            "total_draft_tokens": self.total_draft_tokens,
+            "total_accepted_tokens": self.total_accepted_tokens,
+            "mean_acceptance_rate": self.mean_acceptance_rate,
+            "mean_acceptance_length": self.mean_acceptance_length,
+            "fraction_accepted_ge2": self.fraction_accepted_ge2,
+            "num_rewound_tokens": self.num_rewound_tokens,
+            "rewind_steps": self.rewind_steps,
+            "accepted_length_histogram": list(self.accepted_length_histogram),
+            "acceptance_by_position": self.acceptance_by_position,
+            "drafted_by_position": list(self.drafted_by_position),
+            "accepted_by_position": list(self.accepted_by_position),
+            "simulated": self.simulated,
+        }
+
+
+_COUNTS = (
+    "num_drafts",
+    "total_draft_tokens",
+    "total_accepted_tokens",
+    "num_accepted_ge2",
+    "num_rewound_tokens",
+    "rewind_steps",
+)
+_COUNT_LISTS = ("accepted_length_histogram", "drafted_by_position", "accepted_by_position")
+
+
+@dataclass(frozen=True)
+class RequestMetrics:
+    """One request's figures, as they stood when asked for; times not reached yet are None.
+
+    prompt_tokens          tokens of the prompt
+    completion_tokens      tokens generated
+    cached_prompt_tokens   of the prompt, tokens whose KV was reused from an earlier request
+    queued_s               from submission to a slot
+    prefill_s              from the slot to the end of prefill
+    time_to_first_token_s  from submission to the first token
+    decode_s               from the end of prefill to the last token so far
+    tokens_per_s           completion_tokens over decode_s; 0.0 before there is any
+    num_steps              decode steps in which the request was active
+    finish_reason          None while it runs
+    seed                   the seed that reproduces it
+    speculation            None when no draft token was verified
+    """
+
+    request_id: str
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    queued_s: float | None = None
+    prefill_s: float | None = None
+    time_to_first_token_s: float | None = None
+    decode_s: float | None = None
+    num_steps: int = 0
+    finish_reason: str | None = None
+    seed: int | None = None
+    speculation: SpeculativeDecodingStats | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("prompt_tokens", "completion_tokens", "cached_prompt_tokens", "num_steps"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        for name in ("queued_s", "prefill_s", "time_to_first_token_s", "decode_s"):
+            value = getattr(self, name)
+            if value is not None and not value >= 0.0:
+                raise ValueError(f"{name} must not be negative, got {value}")
+        if self.cached_prompt_tokens > self.prompt_tokens:
+            raise ValueError(
+                f"cached_prompt_tokens {self.cached_prompt_tokens} exceed prompt_tokens {self.prompt_tokens}"
+            )
+        stats = self.speculation
+        # frozen: what the caller goes on recording must not show here
+        object.__setattr__(self, "speculation", stats.snapshot() if stats and stats.num_drafts else None)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens generated a second of decoding."""
+        return self.completion_tokens / self.decode_s if self.decode_s else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON values; `eagle_speculation` is absent when speculation did not run."""
+        values = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "speculation"}
+        values["tokens_per_s"] = self.tokens_per_s
+        return values | _speculation_block(self.speculation)
+
+
+@dataclass(frozen=True)
+class RuntimeMetrics:
+    """A Runtime's totals: over every request ended, and those still live.
+
+    num_requests           requests ended, however
+    num_live               requests queued or running
+    finish_reasons         finish reason -> requests ended so
+    prompt_tokens, completion_tokens, cached_prompt_tokens, num_steps, decode_s
+                           sums over requests ended and live
+    speculation            None when no draft token was verified
+    """
+
+    num_requests: int = 0
+    num_live: int = 0
+    finish_reasons: Mapping[str, int] = field(default_factory=dict)
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    num_steps: int = 0
+    decode_s: float = 0.0
+    speculation: SpeculativeDecodingStats | None = None
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens a second of a request's decoding, on average; several requests may share a second."""
+        return self.completion_tokens / self.decode_s if self.decode_s else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON values; `eagle_speculation` is absent when speculation did not run."""
+        values = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "speculation"}
+        values["finish_reasons"] = dict(self.finish_reasons)
+        values["tokens_per_s"] = self.tokens_per_s
+        return values | _speculation_block(self.speculation)
+
+
+class _Sums:
+    """Running totals over requests."""
+
+    names = ("prompt_tokens", "completion_tokens", "cached_prompt_tokens", "num_steps")
+
+    def __init__(self) -> None:
+        self.counts = dict.fromkeys(self.names, 0)
+        self.decode_s = 0.0
+        self.speculation = SpeculativeDecodingStats()
+
+    def add(self, metrics: RequestMetrics) -> None:
+        for name in self.names:
+            self.counts[name] += getattr(metrics, name)
+        self.decode_s += metrics.decode_s or 0.0
+        if metrics.speculation is not None:
+            self.speculation.merge(metrics.speculation)
+
+
+class MetricsBook:
+    """The latest metrics of live requests and of the last `max_ended` ended ones, and totals over all.
+
+    Not safe to call from several threads at once.
+    """
+
+    def __init__(self, max_ended: int = MAX_ENDED) -> None:
+        if max_ended < 0:
+            raise ValueError(f"max_ended must not be negative, got {max_ended}")
+        self._max_ended = max_ended
+        self._live: dict[str, RequestMetrics] = {}
+        self._ended: OrderedDict[str, RequestMetrics] = OrderedDict()
+        self._finish_reasons: dict[str, int] = {}
+        self._num_requests = 0
+        self._sums = _Sums()
+
+    def update(self, metrics: RequestMetrics) -> None:
+        """Put a live request's newest figures in the book; a finish reason ends it.
+
+        Raises ValueError for a request that has ended already.
+        """
+        request_id = metrics.request_id
+        if request_id in self._ended:
+            raise ValueError(f"request {request_id!r} has ended already")
+        if metrics.finish_reason is None:
+            self._live[request_id] = metrics
+            return
+        self._live.pop(request_id, None)
+        self._ended[request_id] = metrics
+        while len(self._ended) > self._max_ended:
+            self._ended.popitem(last=False)
+        self._num_requests += 1
+        reason = metrics.finish_reason
+        self._finish_reasons[reason] = self._finish_reasons.get(reason, 0) + 1
+        self._sums.add(metrics)
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._ended
+
+    def get(self, request_id: str) -> RequestMetrics:
+        """Return a request's metrics; RequestError for one that is unknown or ended too long ago."""
+        found = self._live.get(request_id) or self._ended.get(request_id)
+        if found is None:
+            raise RequestError(
+                f"no metrics of request {request_id!r:.80}: it is unknown, "
+                f"or more than {self._max_ended} requests ended after it"
+            )
+        return found
+
+    def totals(self) -> RuntimeMetrics:
+        """Return the totals over all requests ended, kept or not, and the live ones as last updated."""
+        sums = deepcopy(self._sums)
+        for metrics in self._live.values():
+            sums.add(metrics)
+        return RuntimeMetrics(
+            num_requests=self._num_requests,
+            num_live=len(self._live),
+            finish_reasons=dict(self._finish_reasons),
+            decode_s=sums.decode_s,
+            speculation=sums.speculation if sums.speculation.num_drafts else None,
+            **sums.counts,
+        )
+
+
+def _speculation_block(stats: SpeculativeDecodingStats | None) -> dict[str, Any]:
+    return {"eagle_speculation": stats.to_dict()} if stats is not None and stats.num_drafts else {}
+
+
+def _ratio(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0

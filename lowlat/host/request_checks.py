@@ -1,0 +1,87 @@
+"""What one model refuses of a request, known from its load on: any thread may ask, for nothing here changes.
+
+What depends on the moment (a full queue, a request's name) is the scheduler's to refuse.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lowlat.errors import RequestError
+from lowlat.options.request import SamplingParams
+
+__all__ = ["RequestChecks"]
+
+
+@dataclass(frozen=True)
+class RequestChecks:
+    """The limits of a loaded model.
+
+    max_context       tokens of prompt and completion, at most
+    vocab_size        token ids are below it
+    eos_token_ids     the model's own end tokens
+    has_text          there is a tokenizer, which stop strings need
+    max_stop_ids      stop tokens of a request that the device can hold, the model's own included
+    max_total_tokens  prompt and max_tokens for which the whole KV pool has room
+    block_size        positions of a KV block, for the message
+    """
+
+    max_context: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    has_text: bool
+    max_stop_ids: int
+    max_total_tokens: int
+    block_size: int
+
+    def check(self, prompt: Sequence[int], params: SamplingParams) -> tuple[int, ...]:
+        """Refuse a prompt and parameters that can never be served; return the prompt as a tuple of ints.
+
+        prompt   token ids [n], n >= 1
+        Raises RequestError naming value, limit and knob.
+        """
+        prompt_ids = self.prompt_ids(prompt)
+        if not prompt_ids:
+            raise RequestError("the prompt is empty; it needs at least one token")
+        total = len(prompt_ids) + params.max_tokens
+        if total > self.max_context:
+            raise RequestError(
+                f"prompt of {len(prompt_ids)} tokens and max_tokens {params.max_tokens} exceed "
+                f"{self.max_context} (max_context)"
+            )
+        if total > self.max_total_tokens:
+            raise RequestError(
+                f"prompt of {len(prompt_ids)} tokens and max_tokens {params.max_tokens} exceed "
+                f"{self.max_total_tokens}, for which the KV pool has blocks of {self.block_size} positions (kv_blocks)"
+            )
+        if params.stop and not self.has_text:
+            raise RequestError("stop strings need tokenizer.json in the model directory; use stop_token_ids")
+        for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias or {})):
+            for token in ids:
+                if token >= self.vocab_size:
+                    raise RequestError(f"{name}: {token} is not a token id; the vocabulary has {self.vocab_size}")
+        self.stop_ids(params)
+        return prompt_ids
+
+    def prompt_ids(self, prompt: Sequence[int]) -> tuple[int, ...]:
+        """The prompt's ids as ints of the vocabulary. Raises RequestError naming the first that is none."""
+        ids = tuple(prompt)
+        # all at once first: a long prompt is checked while others wait for their tokens
+        if not ids or (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < self.vocab_size):
+            return ids
+        for place, token in enumerate(ids):
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:
+                raise RequestError(
+                    f"prompt token {place} is {token!r:.80}; ids are integers from 0 to {self.vocab_size - 1}"
+                )
+        return ids
+
+    def stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
+        """The tokens that end a request, the model's own included. Raises RequestError for too many."""
+        own = () if params.ignore_eos else self.eos_token_ids
+        stop_ids = tuple(dict.fromkeys((*params.stop_token_ids, *own)))
+        if len(stop_ids) > self.max_stop_ids:
+            raise RequestError(
+                f"{len(stop_ids)} stop tokens, the model's own {len(own)} included, exceed {self.max_stop_ids}; "
+                "give fewer stop_token_ids, or ignore_eos"
+            )
+        return stop_ids

@@ -1,0 +1,89 @@
+"""Which steps the device has been given: one, one more ahead of the caller, or a loop. It knows no request.
+
+Everything is launched on one stream, so whatever is launched later runs later. What is under way may still end, or
+publish for, a slot that the host has given up meanwhile: the caller drops such publications.
+"""
+
+from collections.abc import Sequence
+
+from lowlat.errors import DeviceError
+from lowlat.executors import Executor, LoopingExecutor
+from lowlat.graphs import Bucket
+from lowlat.host.mailbox import Entry, Mailbox
+
+__all__ = ["Launches"]
+
+
+class Launches:
+    """Launches steps and waits for their entries of the ring.
+
+    loop  the same executor, if it repeats steps by itself; None: every step is launched
+
+    `under_way` says whether entries are still to come, `looping` whether a loop brings them, `bucket` is the bucket of
+    the last launch. At most one step or one loop is under way.
+    """
+
+    def __init__(self, executor: Executor, mailbox: Mailbox, loop: LoopingExecutor | None = None) -> None:
+        self._executor, self._mailbox, self._loop = executor, mailbox, loop
+        self._expected = 0  # entries published when all that was launched has ended; a loop may end with fewer
+        self._first = 0  # the first entry of the last launch
+        self._in_loop = False
+        self._stopping = False
+        self.bucket: Bucket | None = None
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a step, or a loop, was launched whose entries have not all been seen."""
+        return self._mailbox.num_seen < self._expected
+
+    @property
+    def looping(self) -> bool:
+        """Whether a loop is under way that was not told to stop."""
+        return self._in_loop and not self._stopping and self.under_way
+
+    def start(self, bucket: Bucket, *, may_loop: bool) -> None:
+        """Launch a step; or a loop, where there is one and the caller's next steps may be like this one.
+
+        A loop gets at most half of the ring, so that the next can start before the host has read all of the last.
+        Raises DeviceError when the device has failed.
+        """
+        mailbox = self._mailbox
+        budget = min(mailbox.num_entries // 2, mailbox.num_entries - mailbox.num_unread)
+        self._in_loop = self._loop is not None and may_loop and budget > 0
+        self._stopping = False
+        self._first, self.bucket = mailbox.num_seen, bucket
+        if self._loop is not None and self._in_loop:
+            self._loop.start_loop(bucket, budget)
+            self._expected = self._first + budget
+        else:
+            self._executor.step(bucket)
+            self._expected = self._first + 1
+
+    def stop(self) -> None:
+        """Ask a loop to end soon; nothing where none is under way."""
+        if self._loop is not None and self.looping:
+            self._loop.stop_loop()
+            self._stopping = True
+
+    def wait(self) -> Sequence[Entry]:
+        """The next entries, at least one; none where a loop has ended without more. Raises DeviceError."""
+        return self._wait(self._mailbox.num_seen + 1)
+
+    def drain(self) -> Sequence[Entry]:
+        """All entries that are still to come, however many; a loop is stopped. Raises DeviceError."""
+        self.stop()
+        return self._wait(self._expected)
+
+    def _wait(self, count: int) -> Sequence[Entry]:
+        mailbox = self._mailbox
+        if self._loop is not None and self._in_loop:
+            ended = not self._loop.wait_loop(count)
+        else:
+            self._executor.wait_published(count)
+            ended = False
+        entries = mailbox.poll()
+        if ended:
+            if mailbox.num_seen == self._first:
+                raise DeviceError(f"a loop on the device has ended without a step ({self.bucket})")
+            self._expected = mailbox.num_seen
+        return entries

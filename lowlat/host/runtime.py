@@ -1,0 +1,374 @@
+"""The runtime: load once, submit requests, step until they end. Owns the weights, the buffers, the KV pool.
+
+One step does at most one chunk of prefill and one decode step for every active slot. While nobody joins or leaves, the
+next step is launched before the last one's outputs are made, or the device repeats steps by itself; that changes no
+token: what a step does to a slot depends on nothing that the host does in between, and what is published for a slot
+that the host has given up is dropped. Not safe for use by several threads: one thread owns a runtime.
+"""
+
+import hashlib
+import itertools
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from lowlat.errors import ConfigError, LowlatError, RequestError
+from lowlat.executors import LoopingExecutor
+from lowlat.graphs import Bucket
+from lowlat.host.devices import make_current
+from lowlat.host.loading import Loaded, load
+from lowlat.host.mailbox import Entry, Mailbox, SlotPublication
+from lowlat.host.memory.kvcache import KVCache
+from lowlat.host.metrics import MetricsBook, RequestMetrics
+from lowlat.host.request_checks import RequestChecks
+from lowlat.host.run_ahead import Launches
+from lowlat.host.scheduler import Phase, PrefillChunk, ScheduledRequest, Scheduler
+from lowlat.host.session import Session
+from lowlat.host.trace import Tracer
+from lowlat.kernels.reference.step.slot_record import MAX_STOPS
+from lowlat.options.config import RuntimeConfig, SpeculativeConfig, options_from
+from lowlat.options.request import SamplingParams, StepOutput
+from lowlat.text import TextCodec
+
+__all__ = ["Runtime"]
+
+
+class Runtime:
+    """Decodes requests against one target, with EAGLE3 speculation where a head is loaded.
+
+    Use `Runtime.load`; as a context manager it closes itself. `codec` is the tokenizer (None without one),
+    `device_choice` says where it runs and why, `speculation_error` why a head that was asked for is not used, `checks`
+    refuses requests and may be asked by any thread.
+    """
+
+    def __init__(self, loaded: Loaded, config: RuntimeConfig, speculative: SpeculativeConfig | None) -> None:
+        self.config = config
+        self.directory = loaded.target.directory
+        self.model_config = loaded.target.config
+        self.ladder = loaded.ladder
+        self.executor = loaded.executor
+        self.device_choice = loaded.choice
+        self.speculation_error = loaded.speculation_error
+        self.draft_config = None if loaded.head is None else loaded.head.config
+        self.codec = TextCodec.load(loaded.target.directory)
+        geometry = loaded.geometry
+        self.geometry = geometry
+        self.num_speculative_tokens = 0
+        if speculative is not None and loaded.head is not None:
+            self.num_speculative_tokens = speculative.num_speculative_tokens
+        self.simulated = geometry.simulated_accept_length is not None
+        self.kvcache = KVCache(
+            geometry.num_blocks,
+            geometry.block_size,
+            geometry.prefill_chunk,
+            reuse=config.prefix_reuse,
+            share_decoded=config.share_decoded,
+            namespace=_namespace(loaded),
+        )
+        self.scheduler = Scheduler(
+            self.ladder,
+            self.kvcache,
+            config.max_batch,
+            config.max_queue,
+            geometry.prefill_chunk,
+            max_prefill_chunks=geometry.max_prefill_chunks,
+            has_draft_model=loaded.head is not None,
+            num_overprovision=geometry.max_rows,
+        )
+        self.checks = RequestChecks(
+            max_context=config.max_context,
+            vocab_size=loaded.target.config.vocab_size,
+            eos_token_ids=loaded.target.config.eos_token_ids,
+            has_text=self.codec is not None,
+            max_stop_ids=MAX_STOPS,
+            max_total_tokens=self.kvcache.capacity * geometry.block_size - geometry.max_rows,
+            block_size=geometry.block_size,
+        )
+        self._mailbox = Mailbox(self.executor.state, geometry.max_rows - 1)
+        self._launches = Launches(self.executor, self._mailbox, self._loop())
+        self._tracer = Tracer.from_config(config.traces)
+        self._book = MetricsBook()
+        self._sessions: dict[str, Session] = {}
+        self._slots: dict[int, Session] = {}
+        self._pending: list[StepOutput] = []
+        self._ids = itertools.count()
+        self._closed = False
+
+    @classmethod
+    def load(
+        cls,
+        model: str | Path,
+        speculative: SpeculativeConfig | None = None,
+        *,
+        progress: Callable[[int, int], None] | None = None,
+        captured: Callable[[int, int], None] | None = None,
+        **options: Any,
+    ) -> Self:
+        """Load a Hugging Face directory and, where asked for, an EAGLE3 head.
+
+        progress   called with bytes read and bytes in all
+        captured   called with graphs captured and graphs in all, where the executor captures
+        options    fields of RuntimeConfig: max_batch, max_context, dtype, device, ...
+        Raises ConfigError for anything wrong with the directory, the head (under strict) or an option.
+        """
+        config = options_from(options)
+        return cls(load(model, speculative, config, progress, captured), config, speculative)
+
+    def submit(
+        self, prompt: Sequence[int] | str, params: SamplingParams | None = None, *, request_id: str | None = None
+    ) -> str:
+        """Queue a request and return its id.
+
+        prompt   token ids [n], n >= 1, or text (needs a tokenizer)
+        Raises RequestError for a prompt or parameter that cannot be served, CapacityError when the queue is full.
+        """
+        self._check_open()
+        params = SamplingParams() if params is None else params
+        prompt_ids = self.checks.check(self._encode(prompt), params)
+        name = self._new_id() if request_id is None else request_id
+        if name in self._book:
+            raise RequestError(f"request id {name!r:.80} was used by a request that has ended")
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        stop_ids = self.checks.stop_ids(params)
+        session = Session(name, prompt_ids, params, seed, stop_ids, self.codec, simulated=self.simulated)
+        total = len(prompt_ids) + params.max_tokens
+        self.scheduler.enqueue(ScheduledRequest(name, prompt_ids, total))
+        self._sessions[name] = session
+        self._stop_outdated()
+        return name
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything left to step for."""
+        return bool(self._pending) or self.scheduler.busy
+
+    def step(self, num_speculative_tokens: int | None = None) -> list[StepOutput]:
+        """Admit, run at most one prefill chunk, and one decode step for every active slot.
+
+        num_speculative_tokens   depth S of this step; None: the configured one. Without a head it is 0. Only steps of
+                                 the configured depth are run ahead of the caller
+        Returns what each request gained, ends included; steps that ran meanwhile are in it, too, so a request may be
+        there several times, in order. Where such steps are all that it returns, nobody was admitted yet.
+        Raises ConfigError for a depth without a bucket, DeviceError when the device has failed.
+        """
+        self._check_open()
+        depth = self._depth(num_speculative_tokens)
+        ahead = num_speculative_tokens is None and self.executor.asynchronous and self._tracer is None
+        outputs, self._pending = self._pending, []
+        if not self.scheduler.busy:
+            return outputs
+        num_ended = len(outputs)
+        while self._launches.under_way:
+            outputs.extend(self._go_on(depth, ahead))
+            if ahead and len(outputs) > num_ended:
+                return outputs
+        # Nothing is under way from here on: whoever joins now is in no step that was launched before.
+        plan = self.scheduler.plan()
+        for admission in plan.admitted:
+            session = self._sessions[admission.request_id]
+            session.place(admission.slot, admission.table, admission.num_cached_tokens)
+            self._slots[admission.slot] = session
+        if plan.prefill is not None:
+            self._prefill(plan.prefill)
+        for name in plan.joins:
+            self._join(self._sessions[name])
+        if self.scheduler.num_active:
+            self._launch(self.scheduler.choose_bucket(depth), ahead)
+            outputs.extend(self._take(self._launches.wait(), depth, ahead))
+        return outputs
+
+    def cancel(self, request_id: str) -> None:
+        """End a request; its last output says "cancelled". Raises RequestError for an unknown or ended one."""
+        self._check_open()
+        session = self._sessions.get(request_id)
+        if session is None:
+            raise RequestError(f"request {request_id!r} is unknown or has ended")
+        phase = self._leave(session)
+        if phase is Phase.DECODING:
+            self._mailbox.cancel(session.slot)
+        self._pending.append(session.output((), "cancelled"))
+        self._end(session)
+        self._stop_outdated()
+
+    def metrics(self, request_id: str) -> RequestMetrics:
+        """Figures of a live request or of one of the last thousand ended. Raises RequestError for others."""
+        session = self._sessions.get(request_id)
+        return self._book.get(request_id) if session is None else session.metrics()
+
+    def summary(self) -> dict[str, Any]:
+        """Totals since the load, as JSON; `eagle_speculation` is there only if speculation ran."""
+        for session in self._sessions.values():
+            self._book.update(session.metrics())
+        return {
+            **self._book.totals().to_dict(),
+            "kv": asdict(self.kvcache.stats()),
+            "device": str(self.device_choice.device),
+        }
+
+    def slots(self) -> list[dict[str, Any]]:
+        """The requests that have a slot, by slot, as JSON: phase, tokens of prompt and completion, and their bound."""
+        return [
+            {
+                "slot": slot,
+                "request_id": session.request_id,
+                "phase": str(self.scheduler.phase(session.request_id)),
+                "prompt_tokens": len(session.prompt),
+                "completion_tokens": len(session.committed) - len(session.prompt),
+                "max_tokens": session.params.max_tokens,
+            }
+            for slot, session in sorted(self._slots.items())
+        ]
+
+    def adopt_thread(self) -> None:
+        """Hand the runtime to the calling thread; the one before must be done with it. A CUDA context is a thread's."""
+        make_current(self.device_choice.device)
+
+    def close(self) -> None:
+        """Drop requests, buffers and weights; harmless when repeated."""
+        if self._closed:
+            return
+        self._closed = True
+        self._sessions.clear()
+        self._slots.clear()
+        self._launches.stop()
+        self.executor.close()
+        if self.codec is not None:
+            self.codec.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _loop(self) -> LoopingExecutor | None:
+        if not self.config.device_loop:
+            return None
+        if not isinstance(self.executor, LoopingExecutor):
+            raise ConfigError(f"device_loop needs executor 'graph', and this runtime has {self.executor.name!r}")
+        return self.executor
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise LowlatError("the runtime is closed")
+
+    def _new_id(self) -> str:
+        names = (f"request-{number}" for number in self._ids)
+        return next(name for name in names if name not in self._book and name not in self._sessions)
+
+    def _depth(self, asked: int | None) -> int:
+        depth = self.num_speculative_tokens if asked is None else asked
+        if asked is None and self.draft_config is None:
+            return 0
+        self.ladder.choose(1, depth)  # refuses a depth that has no bucket
+        return depth
+
+    def _encode(self, prompt: Sequence[int] | str) -> Sequence[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        if self.codec is None:
+            raise RequestError("a text prompt needs tokenizer.json in the model directory; give token ids")
+        return self.codec.encode(prompt)
+
+    def _prefill(self, chunk: PrefillChunk) -> None:
+        session = self._sessions[chunk.request_id]
+        tokens = session.prompt[chunk.start : chunk.start + chunk.size]
+        self._mailbox.write_chunk(tokens, chunk.start, session.table, chunk.num_target_tokens, chunk.num_draft_rows)
+        self.executor.prefill(self.geometry.prefill_size(max(chunk.num_target_tokens, chunk.num_draft_rows)))
+        self.scheduler.prefill_done(chunk)
+
+    def _join(self, session: Session) -> None:
+        max_length = len(session.prompt) + session.params.max_tokens
+        self._mailbox.join(
+            session.slot, session.prompt, session.table, max_length, session.params, session.seed, session.stop_ids
+        )
+        session.joined(self._mailbox.num_seen)
+
+    def _launch(self, bucket: Bucket, ahead: bool) -> None:
+        self._launches.start(bucket, may_loop=ahead and not self.scheduler.has_work)
+
+    def _go_on(self, depth: int, ahead: bool) -> list[StepOutput]:
+        """Outputs of steps that were launched before: the next, or all of them where others are wanted from now on."""
+        entries = self._launches.wait() if ahead and self._fits(depth) else self._launches.drain()
+        return self._take(entries, depth, ahead)
+
+    def _take(self, entries: Sequence[Entry], depth: int, ahead: bool) -> list[StepOutput]:
+        """Outputs of entries; where the step after them is certain, it is launched first."""
+        if ahead and not self._launches.under_way:
+            self._launch_ahead(entries, depth)
+        bucket = self._launches.bucket
+        outputs: list[StepOutput] = []
+        for entry in entries:
+            publications = [p for p in self._mailbox.read(entry) if self._is_live(p.slot, entry.number)]
+            if self._tracer is not None and bucket is not None:
+                self._tracer.step(bucket, publications, self.executor, self.kvcache)
+            outputs.extend([self._apply(publication) for publication in publications])
+        self._stop_outdated()
+        return outputs
+
+    def _launch_ahead(self, entries: Sequence[Entry], depth: int) -> None:
+        """Launch the next step if its plan is known before the entries' outputs are made.
+
+        A stop string that they hold is not known yet: the step then runs for that slot, too, and its share is dropped.
+        """
+        scheduler = self.scheduler
+        num_ended = sum(self._is_live(slot, entry.number) for entry in entries for slot in entry.ended)
+        num_left = scheduler.num_active - num_ended
+        if num_left and not scheduler.has_work and not (num_ended and scheduler.num_queued):
+            self._launch(self.ladder.choose(num_left, depth), ahead=True)
+
+    def _is_live(self, slot: int, entry: int) -> bool:
+        """Whether an entry is about the session in a slot: not about one before it, nor about one that has ended."""
+        session = self._slots.get(slot)
+        return session is not None and entry >= session.first_entry
+
+    def _fits(self, depth: int) -> bool:
+        """Whether one more step like the last is what is wanted now."""
+        scheduler = self.scheduler
+        if scheduler.has_work or not scheduler.num_active:
+            return False
+        return scheduler.choose_bucket(depth) == self._launches.bucket
+
+    def _stop_outdated(self) -> None:
+        """Ask a loop to end where something else is wanted now; the next `step` takes what it published."""
+        launches = self._launches
+        if launches.looping and launches.bucket and not self._fits(launches.bucket.num_speculative_tokens):
+            launches.stop()
+
+    def _apply(self, publication: SlotPublication) -> StepOutput:
+        session = self._slots[publication.slot]
+        output = session.take(publication)
+        if output.finish_reason is not None:
+            if publication.finish_reason is None:
+                self._mailbox.cancel(session.slot)  # a stop string: the device does not know yet
+            self._leave(session, poisoned=output.finish_reason == "error")
+            self._end(session)
+        return output
+
+    def _leave(self, session: Session, *, poisoned: bool = False) -> Phase:
+        # Steps under way may still write to its blocks. Others get them only in a later prefill or step, and all of
+        # these run on one stream, one after the other; what is shared lies before the positions that are written.
+        committed, written = session.committed, session.num_written
+        phase = self.scheduler.cancel(session.request_id, committed, num_written=written, poisoned=poisoned)
+        if phase is not Phase.QUEUED:
+            del self._slots[session.slot]
+        blocks = self.kvcache.take_blocks_to_clear()
+        if blocks:
+            self._launches.stop()  # a loop would have to end first
+            self.executor.clear_blocks(blocks)
+        return phase
+
+    def _end(self, session: Session) -> None:
+        del self._sessions[session.request_id]
+        self._book.update(session.metrics())
+
+
+def _namespace(loaded: Loaded) -> bytes:
+    """What must agree for KV to be shared: target, head, dtype."""
+    parts = (loaded.target.directory, loaded.target.config, loaded.head and loaded.head.config)
+    return hashlib.sha256(repr(parts).encode()).digest()

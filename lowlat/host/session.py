@@ -1,0 +1,153 @@
+"""One request as the runtime sees it: what it asked for, where it lies, what it has got so far.
+
+It turns a step's publication into the caller's output: text, stop strings, ends. It knows no device.
+"""
+
+import time
+from collections.abc import Sequence
+
+from lowlat.host.mailbox import SlotPublication
+from lowlat.host.metrics import RequestMetrics, SpeculativeDecodingStats
+from lowlat.options.request import FinishReason, SamplingParams, StepOutput, TokenLogprobs
+from lowlat.text import IncrementalDetokenizer, TextCodec
+
+__all__ = ["Session"]
+
+
+class Session:
+    """A live request.
+
+    `committed` holds prompt and completion, `num_written` bounds the KV certainly written, and `first_entry` is the
+    first entry of the ring that can be about it.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: tuple[int, ...],
+        params: SamplingParams,
+        seed: int,
+        stop_ids: tuple[int, ...],
+        codec: TextCodec | None,
+        *,
+        simulated: bool,
+    ) -> None:
+        self.request_id = request_id
+        self.prompt = prompt
+        self.params = params
+        self.seed = seed
+        self.stop_ids = stop_ids
+        self.slot = -1
+        self.table: Sequence[int] = ()
+        self.committed = list(prompt)
+        self.num_written = 0  # positions before the last step's: that step may not have extended the head's KV
+        self.first_entry = 0
+        self.simulated = simulated
+        self.finish_reason: FinishReason | None = None
+        self._num_steps = 0
+        self._num_cached = 0
+        self._stats = SpeculativeDecodingStats(simulated=simulated)
+        self._submitted = time.monotonic()
+        self._placed: float | None = None
+        self._joined: float | None = None
+        self._first: float | None = None
+        self._last: float | None = None
+        self._text: IncrementalDetokenizer | None = None
+        if codec is not None:
+            self._text = IncrementalDetokenizer(
+                codec, stop=params.stop, prefix_ids=prompt, stop_enabled_after=params.min_tokens
+            )
+
+    def place(self, slot: int, table: Sequence[int], num_cached: int) -> None:
+        """The scheduler gave it a slot and blocks, which hold num_cached tokens' KV already."""
+        self.slot, self.table, self._num_cached = slot, table, num_cached
+        self._placed = time.monotonic()
+
+    def joined(self, first_entry: int) -> None:
+        """Its prompt is prefilled; it takes part in the next step, which will write this entry."""
+        self.first_entry = first_entry
+        self._joined = time.monotonic()
+
+    def metrics(self) -> RequestMetrics:
+        """Its figures as they stand now."""
+        start = self._submitted
+        return RequestMetrics(
+            request_id=self.request_id,
+            prompt_tokens=len(self.prompt),
+            completion_tokens=len(self.committed) - len(self.prompt),
+            cached_prompt_tokens=self._num_cached,
+            queued_s=_between(start, self._placed),
+            prefill_s=_between(self._placed, self._joined),
+            time_to_first_token_s=_between(start, self._first),
+            decode_s=_between(self._joined, self._last),
+            num_steps=self._num_steps,
+            finish_reason=self.finish_reason,
+            seed=self.seed,
+            speculation=self._stats,
+        )
+
+    def take(self, publication: SlotPublication) -> StepOutput:
+        """Add a step's tokens; a stop string found in their text drops the tokens after it and ends the request."""
+        tokens, reason = publication.token_ids, publication.finish_reason
+        text, stopped = None, None
+        if self._text is not None:
+            delta = self._text.push(tokens)
+            text, stopped = delta.text, delta.stopped
+            if stopped is not None:
+                tokens, reason = tokens[: delta.num_tokens_used], "stop"
+            elif reason is not None:
+                text += self._text.finish()
+                if self._text.stopped is not None:
+                    stopped, reason = self._text.stopped, "stop"
+        self.num_written = len(self.committed) - 1
+        self.committed.extend(tokens)
+        self._count(publication, len(tokens))
+        stop_reason: str | int | None = stopped
+        if stopped is None and reason == "stop":
+            stop_reason = tokens[-1]
+        error = None
+        if reason == "error":
+            error = f"logits at position {len(self.committed)} are not finite"
+        logprobs = publication.logprobs
+        if logprobs is not None:
+            logprobs = logprobs[: len(tokens)]
+        return self.output(tokens, reason, text=text, stop_reason=stop_reason, logprobs=logprobs, error=error)
+
+    def _count(self, publication: SlotPublication, num_tokens: int) -> None:
+        self._num_steps += 1
+        # drafts behind a stop string were dropped with their tokens: they count as rewound
+        accepted = min(publication.accepted, num_tokens)
+        self._stats.record(publication.verified, accepted, drafted_depth=publication.verified_depth)
+        if num_tokens:
+            self._last = time.monotonic()
+            if self._first is None:
+                self._first = self._last
+
+    def output(
+        self,
+        tokens: tuple[int, ...],
+        reason: FinishReason | None,
+        *,
+        text: str | None = None,
+        stop_reason: str | int | None = None,
+        logprobs: tuple[TokenLogprobs, ...] | None = None,
+        error: str | None = None,
+    ) -> StepOutput:
+        """What the caller gets; a reason ends the request, and a cancelled one gets the text that was held back."""
+        self.finish_reason = reason
+        if reason == "cancelled" and self._text is not None:
+            text = self._text.finish()
+        return StepOutput(
+            request_id=self.request_id,
+            token_ids=tokens,
+            finish_reason=reason,
+            text=text,
+            stop_reason=stop_reason,
+            logprobs=logprobs,
+            error=error,
+            simulated=self.simulated,
+        )
+
+
+def _between(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else end - start

@@ -1,0 +1,129 @@
+"""What target families share: dense attention and FFN recipes, and the geometry keys they all have.
+
+It knows the checkpoint names of transformers' decoders; each family's own keys are in its own module.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from lowlat.checkpoint.fields import Fields
+from lowlat.checkpoint.recipes import Piece, Recipe
+from lowlat.models.geometry import ModelConfig
+from lowlat.models.hf_config import MAX_VOCABULARY, check_head_counts
+
+__all__ = ["TORCH_DTYPES", "Sizes", "attention_recipes", "dense_recipes", "outer_recipes", "parse_sizes"]
+
+TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+MAX_WIDTH = 1 << 20
+MAX_LAYERS = 1024
+MAX_HEADS = 4096
+MAX_HEAD_DIM = 1024
+MAX_POSITIONS = 1 << 30
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes that config.json of every decoder names."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position: int
+    rms_norm_eps: float
+
+
+def parse_sizes(
+    fields: Fields,
+    *,
+    default_head_dim: int | None = None,
+    default_vocab_size: int | None = None,
+    default_max_position: int | None = None,
+) -> Sizes:
+    """The sizes of a decoder, checked; head_dim is hidden_size / num_attention_heads where there is no default."""
+    hidden_size = fields.integer("hidden_size", 1, MAX_WIDTH)
+    num_heads = fields.integer("num_attention_heads", 1, MAX_HEADS)
+    num_kv_heads = fields.integer("num_key_value_heads", 1, MAX_HEADS, default=num_heads)
+    head_dim = fields.optional_integer("head_dim", 2, MAX_HEAD_DIM) or default_head_dim
+    if head_dim is None:
+        if hidden_size % num_heads:
+            raise fields.error("hidden_size", f"a multiple of num_attention_heads {num_heads}, without head_dim,")
+        head_dim = hidden_size // num_heads
+    check_head_counts(fields, num_heads, num_kv_heads, head_dim)
+    return Sizes(
+        hidden_size=hidden_size,
+        intermediate_size=fields.integer("intermediate_size", 1, MAX_WIDTH),
+        num_layers=fields.integer("num_hidden_layers", 1, MAX_LAYERS),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        vocab_size=fields.integer("vocab_size", 1, MAX_VOCABULARY, default=default_vocab_size),
+        max_position=fields.integer("max_position_embeddings", 1, MAX_POSITIONS, default=default_max_position),
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-12, 1.0),
+    )
+
+
+def outer_recipes(config: ModelConfig) -> list[Recipe]:
+    """Embedding, final norm, and the LM head unless it is the embedding."""
+    dtype = TORCH_DTYPES[config.dtype]
+    table = (config.vocab_size, config.hidden_size)
+    recipes = [
+        Recipe("embed.weight", (Piece("model.embed_tokens.weight", table),), dtype),
+        Recipe("norm.weight", (Piece("model.norm.weight", (config.hidden_size,)),), dtype),
+    ]
+    if not config.tie_embeddings:
+        recipes.append(Recipe("lm_head.weight", (Piece("lm_head.weight", table),), dtype))
+    return recipes
+
+
+def attention_recipes(config: ModelConfig, layer: int) -> list[Recipe]:
+    """Norms, fused projections, biases, query and key norms, and sinks of one layer."""
+    dtype = TORCH_DTYPES[config.dtype]
+    stored, canonical = f"model.layers.{layer}", f"layers.{layer}"
+    hidden, rows = config.hidden_size, {"q": config.query_size, "k": config.kv_size, "v": config.kv_size}
+    attention = f"{stored}.self_attn"
+
+    def one(weight: str, name: str, *shape: int, as_dtype: torch.dtype = dtype) -> Recipe:
+        return Recipe(f"{canonical}.{weight}", (Piece(name, shape),), as_dtype)
+
+    fused = tuple(Piece(f"{attention}.{part}_proj.weight", (count, hidden)) for part, count in rows.items())
+    recipes = [
+        one("attn_norm.weight", f"{stored}.input_layernorm.weight", hidden),
+        Recipe(f"{canonical}.qkv.weight", fused, dtype),
+        one("o.weight", f"{attention}.o_proj.weight", hidden, config.query_size),
+        one("ffn_norm.weight", f"{stored}.post_attention_layernorm.weight", hidden),
+    ]
+    if config.qkv_bias:
+        biases = tuple(Piece(f"{attention}.{part}_proj.bias", (count,)) for part, count in rows.items())
+        recipes.append(Recipe(f"{canonical}.qkv.bias", biases, dtype))
+    if config.output_bias:
+        recipes.append(one("o.bias", f"{attention}.o_proj.bias", hidden))
+    if config.qk_norm:
+        recipes += [one(f"{part}_norm.weight", f"{attention}.{part}_norm.weight", config.head_dim) for part in "qk"]
+    if config.sinks:
+        recipes.append(one("sinks", f"{attention}.sinks", config.num_heads, as_dtype=torch.float32))
+    return recipes
+
+
+def dense_recipes(config: ModelConfig, layer: int) -> list[Recipe]:
+    """The gated FFN of one layer."""
+    dtype = TORCH_DTYPES[config.dtype]
+    stored, canonical = f"model.layers.{layer}.mlp", f"layers.{layer}"
+    hidden, inner = config.hidden_size, config.intermediate_size
+    gates = tuple(Piece(f"{stored}.{part}_proj.weight", (inner, hidden)) for part in ("gate", "up"))
+    recipes = [
+        Recipe(f"{canonical}.gate_up.weight", gates, dtype),
+        Recipe(f"{canonical}.down.weight", (Piece(f"{stored}.down_proj.weight", (hidden, inner)),), dtype),
+    ]
+    if config.mlp_bias:
+        biases = tuple(Piece(f"{stored}.{part}_proj.bias", (inner,)) for part in ("gate", "up"))
+        recipes += [
+            Recipe(f"{canonical}.gate_up.bias", biases, dtype),
+            Recipe(f"{canonical}.down.bias", (Piece(f"{stored}.down_proj.bias", (hidden,)),), dtype),
+        ]
+    return recipes

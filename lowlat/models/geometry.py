@@ -1,0 +1,126 @@
+"""The geometry of targets and heads: frozen facts that loading establishes and programs are emitted from.
+
+It knows neither files nor tensors: `lowlat.checkpoint` fills these records from config.json, `lowlat.models`
+reads them.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["DraftConfig", "ExpertsConfig", "ModelConfig", "RopeConfig"]
+
+Family = Literal["llama", "qwen3", "gpt_oss"]
+DraftLayout = Literal["safeai", "specforge", "modelopt", "speculators"]
+ComputeDtype = Literal["bfloat16", "float32"]
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding: base, and how its frequencies are scaled for contexts past the trained one.
+
+    Source: the `rope_theta`, `rope_scaling` and `rope_parameters` entries of config.json.
+    """
+
+    theta: float
+    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
+    factor: float = 1.0
+    original_max_position: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0  # multiplies cos and sin; resolved at load (0.1 ln(factor) + 1 for YaRN)
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """A mixture of experts in place of the dense FFN (gpt-oss): softmax over the chosen, clamped SwiGLU."""
+
+    num_experts: int
+    num_experts_per_token: int
+    swiglu_limit: float
+    swiglu_alpha: float
+    mxfp4: bool  # weights stay in MXFP4 blocks and scales
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A target's geometry, checked; every field is in use by `lowlat.models.decoder`."""
+
+    family: Family
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    tie_embeddings: bool
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    sinks: bool
+    windows: tuple[int | None, ...]  # [L]; None: full attention
+    experts: ExpertsConfig | None
+    dtype: ComputeDtype
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+
+    @property
+    def query_size(self) -> int:
+        """Width of the queries, H * D."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width of the keys (or the values), G * D."""
+        return self.num_kv_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class DraftConfig:
+    """An EAGLE3 head's geometry and flags, every capture convention already turned into boundaries.
+
+    Boundary b is the target's residual stream entering layer b, 0 to L (L: after the last layer, before the
+    final norm). Source: EAGLE-3, arXiv 2503.01840; SpecForge, ModelOpt and speculators exporters.
+    """
+
+    layout: DraftLayout
+    hidden_size: int
+    target_hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    draft_vocab_size: int
+    max_position: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    capture_boundaries: tuple[int, ...]
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    norm_before_residual: bool = False
+    own_embedding: bool = False
+    own_lm_head: bool = True
+    own_draft_map: bool = True  # the checkpoint carries d2t
+
+    @property
+    def query_size(self) -> int:
+        """Width of the queries, H * D."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width of the keys (or the values), G * D."""
+        return self.num_kv_heads * self.head_dim

@@ -1,0 +1,176 @@
+"""Targets: a Hugging Face directory in, checked geometry and canonical weights out.
+
+It knows which families there are; what each needs is in the family's module.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from lowlat.checkpoint.fields import Fields
+from lowlat.checkpoint.json_file import shown
+from lowlat.checkpoint.recipes import Progress, Recipe, check_recipes
+from lowlat.checkpoint.stored import Group, StoredWeights
+from lowlat.checkpoint.tensors import DTYPES, Checkpoint, OpenFiles, TensorEntry
+from lowlat.errors import ConfigError
+from lowlat.models.families import gpt_oss, llama, qwen3
+from lowlat.models.geometry import ComputeDtype, ModelConfig
+from lowlat.models.hf_config import read_config, resolve_dtype
+
+__all__ = [
+    "LoadedTarget",
+    "StoredTarget",
+    "load_target",
+    "open_target",
+    "read_model_config",
+    "target_groups",
+    "target_recipes",
+]
+
+COMPARED_BYTES = 8 << 20
+
+Parse = Callable[[Fields, Path, ComputeDtype], ModelConfig]
+FAMILIES: Mapping[str, tuple[Parse, Callable[[ModelConfig], list[Recipe]]]] = {
+    "llama": (llama.parse, llama.recipes),
+    "qwen3": (qwen3.parse, qwen3.recipes),
+    "gpt_oss": (gpt_oss.parse, gpt_oss.recipes),
+}
+
+
+@dataclass(frozen=True)
+class LoadedTarget:
+    """A target's geometry, and its weights on the CPU by canonical name."""
+
+    config: ModelConfig
+    weights: dict[str, torch.Tensor]
+    directory: Path
+
+
+@dataclass(frozen=True)
+class StoredTarget:
+    """A target's geometry, and its weights in their files, read when they are asked for."""
+
+    config: ModelConfig
+    weights: StoredWeights
+    directory: Path
+
+
+def read_model_config(directory: str | Path, *, dtype: str = "auto") -> ModelConfig:
+    """Read and check config.json and generation_config.json; no weights are read.
+
+    dtype is "auto", "bfloat16" or "float32"; "auto" is the config's, and where it names none the dtype of the
+    largest stored tensor, for which the weight files' headers are read. Raises ConfigError.
+    """
+    directory = Path(directory)
+    fields = read_config(directory)
+    family = fields.optional_string("model_type")
+    if family is None or family not in FAMILIES:
+        raise ConfigError(
+            f"{fields.label}: model_type {shown(family)} is not implemented; implemented: {', '.join(FAMILIES)}"
+        )
+    return FAMILIES[family][0](fields, directory, resolve_dtype(fields, dtype, directory))
+
+
+def target_recipes(config: ModelConfig) -> list[Recipe]:
+    """How every canonical weight of a target is made of its checkpoint's tensors."""
+    return FAMILIES[config.family][1](config)
+
+
+def _ignored(config: ModelConfig, checkpoint: Checkpoint) -> set[str]:
+    """Buffers that old versions of transformers stored, and the copy of a tied embedding."""
+    ignored = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(config.num_layers)}
+    ignored.add("model.rotary_emb.inv_freq")
+    if config.tie_embeddings:
+        ignored.add("lm_head.weight")
+    return ignored & set(checkpoint.entries)
+
+
+def _check_tied_copy(checkpoint: Checkpoint, weights: Mapping[str, torch.Tensor]) -> None:
+    embedding = weights["embed.weight"]
+    entry = checkpoint.entries["lm_head.weight"]
+    if entry.shape != tuple(embedding.shape) or not _same_rows(entry, embedding):
+        raise ConfigError(
+            f"{entry.file}: tensor 'lm_head.weight' differs from the embedding, though config.json says that "
+            f"they are tied (tie_word_embeddings)"
+        )
+
+
+def _same_rows(entry: TensorEntry, embedding: torch.Tensor) -> bool:
+    """Compare a stored table with one in memory, a few rows at a time."""
+    step = max(1, COMPARED_BYTES // entry.row_bytes)
+    with OpenFiles() as files:
+        for first in range(0, entry.shape[0], step):
+            known = embedding[first : first + step]
+            stored = torch.empty(known.shape, dtype=DTYPES[entry.dtype])
+            files.read(entry, stored, first=first)
+            if not torch.equal(stored.to(known.dtype), known):
+                return False
+    return True
+
+
+def _normalise_scales(label: str, name: str, weights: Mapping[str, torch.Tensor]) -> None:
+    gpt_oss.normalise_scales(label, weights[f"{name}.blocks"], weights[f"{name}.scales"])
+
+
+def target_groups(config: ModelConfig, checkpoint: Checkpoint | None = None) -> list[Group]:
+    """What is read and checked together: MXFP4 blocks with their scales, all else alone; checked against headers.
+
+    Without a checkpoint nothing is checked, and the groups tell sizes alone. Raises ConfigError.
+    """
+    recipes = target_recipes(config)
+    if checkpoint is not None:
+        check_recipes(checkpoint, recipes, _ignored(config, checkpoint))
+    entries: Mapping[str, TensorEntry] = {} if checkpoint is None else checkpoint.entries
+    by_name = {recipe.weight: recipe for recipe in recipes}
+    groups = []
+    for weight, recipe in by_name.items():
+        name, _, kind = weight.rpartition(".")
+        if kind == "scales":
+            continue
+        if kind == "blocks":
+            scales = by_name[f"{name}.scales"]
+            stored = scales.pieces[0].name
+            label = f"{entries[stored].file}: tensor {stored!r}" if stored in entries else stored
+            groups.append(Group((recipe, scales), partial(_normalise_scales, label, name)))
+        elif (
+            weight == "embed.weight"
+            and checkpoint is not None
+            and config.tie_embeddings
+            and "lm_head.weight" in entries
+        ):
+            groups.append(Group((recipe,), partial(_check_tied_copy, checkpoint)))
+        else:
+            groups.append(Group((recipe,)))
+    return groups
+
+
+def open_target(directory: str | Path, *, dtype: str = "auto", progress: Progress | None = None) -> StoredTarget:
+    """Check a target's config and the headers of its weights, and read none of them yet.
+
+    progress is called with (bytes read, bytes in all) as the weights are streamed. MXFP4 experts stay blocks and
+    scales in either dtype; sinks are float32. With tied embeddings lm_head.weight is a second name of embed.weight.
+    Raises ConfigError naming file, tensor, expected and found; values (NaN, scales) are checked as they are read.
+    """
+    directory = Path(directory)
+    config = read_model_config(directory, dtype=dtype)
+    checkpoint = Checkpoint.open(directory)
+    weights = StoredWeights(
+        checkpoint,
+        target_groups(config, checkpoint),
+        aliases={"lm_head.weight": "embed.weight"} if config.tie_embeddings else None,
+        progress=progress,
+    )
+    return StoredTarget(config, weights, directory)
+
+
+def load_target(directory: str | Path, *, dtype: str = "auto", progress: Progress | None = None) -> LoadedTarget:
+    """Load a target whole: what `open_target` gives, with all weights in memory on the CPU.
+
+    With tied embeddings lm_head.weight is the very tensor of embed.weight. Time: one pass over the files; memory: the
+    weights and a few pieces of some megabytes. Raises ConfigError naming file, tensor, expected and found.
+    """
+    target = open_target(directory, dtype=dtype, progress=progress)
+    return LoadedTarget(target.config, target.weights.loaded(), target.directory)

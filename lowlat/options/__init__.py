@@ -1,0 +1,1 @@
+"""What a caller asks for: options of a runtime, sampling parameters, outputs. Nothing here knows a model."""

@@ -1,0 +1,1 @@
+"""The Program: operations in order on named buffers. It knows no operation's meaning and no executor."""

@@ -1,0 +1,1 @@
+"""EAGLE3: draft models from their checkpoints, and their operations in prefill and in a step."""

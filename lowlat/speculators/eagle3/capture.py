@@ -1,0 +1,96 @@
+"""Which of the target's residual streams an EAGLE3 head reads: every convention turned into boundaries.
+
+Boundary b is the residual stream entering layer b; b = N, the number of the target's layers, is the stream after
+the last layer, before the final norm. It knows ids and conventions, and no tensors.
+
+The rule, from the consumers that the published heads were tuned on:
+
+1. `capture_layers`, the caller's option, is boundaries, verbatim; repeats are allowed.
+2. `eagle_aux_hidden_state_layer_ids` at the top level, speculators' or not, and `eagle_config.layer_ids` are
+   boundaries (vLLM).
+3. `eagle_config.eagle_aux_hidden_state_layer_ids` names layers whose output is taken, so boundary id + 1, when the
+   first id is 1 or the head is a ModelOpt export; in SpecForge's and SafeAILab's heads other ids are boundaries
+   (SGLang). An id equal to N can only be a boundary, and then all ids are (nvidia's gpt-oss v3).
+4. Without ids: boundaries 2, N // 2, N - 3 (SafeAILab, and what all other defaults amount to).
+
+Ids must not descend: all engines concatenate the captured streams in the order of the layers.
+"""
+
+from lowlat.checkpoint.fields import Fields
+from lowlat.errors import ConfigError
+from lowlat.models.geometry import DraftLayout
+
+__all__ = ["capture_boundaries", "default_boundaries"]
+
+IDS_KEY = "eagle_aux_hidden_state_layer_ids"
+MAX_FEATURES = 16
+OVERRIDE = "give capture_layers, the boundaries themselves"
+
+
+def _check(label: str, ids: tuple[int, ...], num_layers: int, num_features: int) -> None:
+    if len(ids) != num_features:
+        raise ConfigError(
+            f"{label} = {list(ids)}: expected {num_features} entries, as fc.weight has features, found {len(ids)}"
+        )
+    for layer in ids:
+        if not 0 <= layer <= num_layers:
+            raise ConfigError(
+                f"{label} = {list(ids)}: expected boundaries from 0 to the target's {num_layers} layers, found {layer}"
+            )
+
+
+def default_boundaries(num_layers: int) -> tuple[int, int, int] | None:
+    """Where a head reads that names no layers; None below 7 layers, where the three are not different streams."""
+    return (2, num_layers // 2, num_layers - 3) if num_layers >= 7 else None
+
+
+def _from_config(
+    fields: Fields, eagle: Fields | None, layout: DraftLayout, num_layers: int
+) -> tuple[str, tuple[int, ...]]:
+    """The boundaries that the config names, or the default, and where they come from."""
+    found: list[tuple[str, tuple[int, ...]]] = []
+    places = [(fields, IDS_KEY, True)]
+    if eagle is not None:
+        places += [(eagle, "layer_ids", True), (eagle, IDS_KEY, layout == "speculators")]
+    for place, key, are_boundaries in places:
+        ids = place.optional_integers(key, 0, num_layers, max_count=MAX_FEATURES)
+        if ids:
+            if not are_boundaries:
+                outputs = ids[0] == 1 or layout == "modelopt"
+                ids = tuple(layer + 1 for layer in ids) if outputs and max(ids) < num_layers else ids
+            found.append((f"{place.label}: {key}", ids))
+    if not found:
+        default = default_boundaries(num_layers)
+        if default is None:
+            raise ConfigError(
+                f"{fields.label}: {IDS_KEY} is missing, and its default (2, N / 2, N - 3) needs a target of 7 layers "
+                f"or more, found {num_layers}; {OVERRIDE}"
+            )
+        return f"{fields.label}: the default {IDS_KEY}", default
+    for label, ids in found[1:]:
+        if ids != found[0][1]:
+            raise ConfigError(
+                f"{found[0][0]} means boundaries {list(found[0][1])}, {label} means {list(ids)}; {OVERRIDE}"
+            )
+    return found[0]
+
+
+def capture_boundaries(
+    fields: Fields,
+    eagle: Fields | None,
+    layout: DraftLayout,
+    *,
+    num_layers: int,
+    num_features: int,
+    override: tuple[int, ...] | None,
+) -> tuple[int, ...]:
+    """The boundaries whose streams the head concatenates, by the rule in the module's docstring.
+
+    eagle is the config's eagle_config; num_features is fc's columns over the target's width. Raises ConfigError
+    for ids out of range, descending, or of another count than num_features.
+    """
+    label, ids = _from_config(fields, eagle, layout, num_layers) if override is None else ("capture_layers", override)
+    _check(label, ids, num_layers, num_features)
+    if override is None and list(ids) != sorted(ids):
+        raise ConfigError(f"{label} = {list(ids)}: expected ascending ids; {OVERRIDE}")
+    return ids

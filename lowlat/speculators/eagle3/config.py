@@ -1,0 +1,288 @@
+"""EAGLE3 heads: config.json and tensor headers to geometry and flags, in the four public layouts.
+
+    layout        told by                                        names          layer's sizes in
+    speculators   speculators_model_type                         layers.0.      transformer_layer_config
+    specforge     midlayer, LlamaForCausalLMEagle3 or eagle_config  midlayer.   the top level
+    safeai        midlayer, neither of them                      midlayer.      the top level
+    modelopt      layers.0, no speculators_model_type            layers.0.      the top level
+
+Where config and tensors could disagree, the tensors are trusted for sizes and presence and a contradiction is
+refused. It knows no weights. Source: SafeAILab/EAGLE, SpecForge, TensorRT Model Optimizer and speculators.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from lowlat.checkpoint.fields import Fields
+from lowlat.errors import ConfigError
+from lowlat.models.families.dense import Sizes, parse_sizes
+from lowlat.models.geometry import DraftConfig, DraftLayout, ModelConfig
+from lowlat.models.hf_config import (
+    HARMLESS_KEYS,
+    MAX_VOCABULARY,
+    check_architecture,
+    parse_rope,
+    read_config,
+    refuse_windows,
+)
+from lowlat.speculators.eagle3.capture import IDS_KEY, MAX_FEATURES, capture_boundaries
+from lowlat.speculators.eagle3.tensors import DraftTensors, open_draft_model
+
+__all__ = ["parse_draft", "read_draft_config"]
+
+ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "LlamaForCausalLMEagle3",
+    "Eagle3LlamaForCausalLM",
+    "Eagle3DraftModel",
+    "Eagle3Speculator",
+)
+LAYER_TYPES = ("llama", "qwen2", "qwen3", "gpt_oss")
+# What speculators and other trainers write down beside the geometry.
+HARMLESS_HEAD_KEYS = HARMLESS_KEYS | {
+    "auto_map",
+    "dtype",
+    "embed_requires_grad",
+    "enable_sp_ulysses",
+    "experts_per_token",
+    "has_no_defaults_at_init",
+    "num_experts_per_tok",
+    "num_local_experts",
+    "speculators_config",
+    "speculators_version",
+    "torch_dtype",
+    "truncated_vocab_size",
+    "ttt_steps",
+}
+
+
+class _DraftFile:
+    """The config's places: the top level, the layer's sizes, eagle_config; and the notes made on the way."""
+
+    def __init__(self, fields: Fields, tensors: DraftTensors) -> None:
+        self.top = fields
+        self.layout = _layout(fields, tensors)
+        nested = fields.optional_object("transformer_layer_config")
+        if self.layout == "speculators" and nested is None:
+            raise ConfigError(f"{fields.label}: transformer_layer_config is missing; speculators' heads have it")
+        if self.layout != "speculators" and nested is not None:
+            raise ConfigError(f"{fields.label}: transformer_layer_config without speculators_model_type is not known")
+        self.layer = nested or fields
+        self.eagle = fields.optional_object("eagle_config")
+        self.notes: list[str] = []
+
+    def places(self) -> list[Fields]:
+        """Where flags may stand: all must agree."""
+        places = [self.top] if self.layer is self.top else [self.top, self.layer]
+        return places if self.eagle is None else [*places, self.eagle]
+
+    def flag(self, key: str) -> bool | None:
+        """A flag from wherever it stands, None when it stands nowhere; contradictions are refused."""
+        values = {place.label: place.optional_boolean(key) for place in self.places()}
+        given = {label: value for label, value in values.items() if value is not None}
+        if len(set(given.values())) > 1:
+            raise ConfigError(
+                f"{key} is contradictory: " + ", ".join(f"{value} in {at}" for at, value in given.items())
+            )
+        return next(iter(given.values()), None)
+
+
+def _layout(fields: Fields, tensors: DraftTensors) -> DraftLayout:
+    kind = fields.optional_string("speculators_model_type")
+    if kind is not None:
+        if kind != "eagle3":
+            raise ConfigError(f"{fields.label}: speculators_model_type must be 'eagle3', found {kind!r}")
+        return "speculators"
+    if not tensors.has_midlayer:
+        return "modelopt"
+    named = "LlamaForCausalLMEagle3" in (fields.optional_strings("architectures", max_count=16) or ())
+    return "specforge" if named or fields.values.get("eagle_config") else "safeai"
+
+
+def _refuse_unimplemented(file: _DraftFile) -> None:
+    check_architecture(file.top, ARCHITECTURES)
+    layer, why = file.layer, "one Llama-style layer over captured features"
+    layer.refuse_unless("model_type", LAYER_TYPES, why)
+    layer.refuse_unless("num_hidden_layers", (1,), "heads of one draft layer")
+    layer.refuse_unless("hidden_act", ("silu",), "only the SiLU gate")
+    refuse_windows(layer, off_by_default=layer.values.get("model_type") == "qwen3")
+    for place in file.places():
+        place.refuse_unless("quantization_config", (), "quantised heads")
+        place.refuse_unless("use_aux_hidden_state", (True,), why)
+        place.refuse_unless("parallel_draft_step", (0, 1), "one token a draft step")
+    if file.eagle is not None:
+        file.eagle.refuse_unless("use_input_layernorm_in_first_layer", (True,), "the embedding is normed")
+        file.eagle.refuse_unless("use_last_layernorm", (True,), "the state is normed before the LM head")
+        file.eagle.refuse_unless("use_mtp_layernorm", (False,), why)
+        file.eagle.refuse_unless("next_layer_regular", (True,), why)
+        file.eagle.raw("parallel_draft_heads_num_layers")  # of no effect with one draft step
+
+
+def _biases(file: _DraftFile, tensors: DraftTensors) -> dict[str, bool]:
+    """Which projections have biases, as the tensors say; a promise that exporters keep must be kept."""
+    attention, mlp = "layers.0.self_attn", "layers.0.mlp"
+    found = {
+        "qkv_bias": any(f"{attention}.{part}_proj.bias" in tensors for part in "qkv"),
+        "output_bias": f"{attention}.o_proj.bias" in tensors,
+        "mlp_bias": any(f"{mlp}.{part}_proj.bias" in tensors for part in ("gate", "up", "down")),
+    }
+    promised = {"attention_bias": "qkv_bias", "mlp_bias": "mlp_bias", "qkv_bias": "qkv_bias"}
+    for key, name in promised.items():
+        if not file.layer.boolean(key, False) or found[name]:
+            continue
+        if file.layout in ("modelopt", "speculators"):
+            raise ConfigError(f"{file.layer.label}: {key} is true, but {tensors.checkpoint.directory} has no such bias")
+        # SpecForge and SafeAILab copy the key from the target's config and never read it
+        file.notes.append(f"{key} is true in the config, but there are no such tensors: ignored")
+    return found
+
+
+def _norm_flag(file: _DraftFile, key: str, present: bool) -> bool:
+    """A norm before fc: the flag and the tensors must agree; without a flag the tensors decide."""
+    flag = file.flag(key)
+    if flag is None:
+        if present:
+            file.notes.append(f"{key} is not in the config, but its tensors are there: applied")
+        return present
+    if flag != present:
+        raise ConfigError(f"{file.top.label}: {key} is {flag}, but its tensors are {'there' if present else 'missing'}")
+    return flag
+
+
+def _feedback(file: _DraftFile, fc_norm: bool) -> bool:
+    """Whether the state fed to the next draft step is the one after the final norm.
+
+    speculators, ModelOpt and the engines mean that by norm_output. SpecForge's own trainer once wrote it as true
+    by default and meant only that the LM head sees the normed state, so there it counts together with fc_norm,
+    the other half of EAGLE 3.1.
+    """
+    explicit = file.flag("return_hidden_post_norm")
+    flag = file.flag("norm_output")
+    if explicit is not None:
+        return explicit
+    if flag and file.layout in ("specforge", "safeai") and not fc_norm:
+        file.notes.append("norm_output without fc_norm says nothing about feedback in this layout: pre-norm feedback")
+        return False
+    return bool(flag)
+
+
+def _residual(file: _DraftFile) -> bool:
+    """Whether the layer's residual is the normed state; speculators' own default, unlike vLLM's, is no."""
+    flag = file.flag("norm_before_residual")
+    if flag is None and file.layout == "speculators":
+        file.notes.append("norm_before_residual is not in the config: taken as false, as speculators does")
+    return bool(flag)
+
+
+def _vocabulary(file: _DraftFile, tensors: DraftTensors, sizes: Sizes, target: ModelConfig) -> dict[str, Any]:
+    """The draft vocabulary, and which of embedding, LM head and map the head brings itself."""
+    own_draft_model, own_map = "lm_head.weight" in tensors, "d2t" in tensors
+    own_embedding = "embed_tokens.weight" in tensors
+    label = file.top.label
+    if sizes.vocab_size != target.vocab_size:
+        raise ConfigError(f"{label}: vocab_size {sizes.vocab_size} is not the target's {target.vocab_size}")
+    rows = tensors.entry("lm_head.weight", 2).shape[0] if own_draft_model else target.vocab_size
+    stated = file.top.optional_integer("draft_vocab_size", 1, MAX_VOCABULARY)
+    if stated is not None and stated != rows:
+        raise ConfigError(f"{label}: draft_vocab_size {stated} is not the {rows} rows of the LM head")
+    if not 1 <= rows <= target.vocab_size:
+        raise ConfigError(f"{label}: the draft vocabulary of {rows} is not from 1 to the target's {target.vocab_size}")
+    if rows < target.vocab_size and not own_map:
+        raise ConfigError(f"{label}: tensor 'd2t' is missing; {rows} draft ids cannot be mapped to the target's")
+    shared = [name for name, own in (("lm_head", own_draft_model), ("embed_tokens", own_embedding)) if not own]
+    if shared and sizes.hidden_size != target.hidden_size:
+        raise ConfigError(
+            f"{label}: {shared[0]}.weight is missing and the target's cannot be used: hidden_size "
+            f"{sizes.hidden_size} is not the target's {target.hidden_size}"
+        )
+    tied = [place.boolean("tie_word_embeddings", False) for place in file.places()]
+    if any(tied) and not own_draft_model and (own_embedding or not target.tie_embeddings):
+        raise ConfigError(f"{label}: tie_word_embeddings without lm_head.weight is not implemented for heads")
+    return {
+        "draft_vocab_size": rows,
+        "own_embedding": own_embedding,
+        "own_lm_head": own_draft_model,
+        "own_draft_map": own_map,
+    }
+
+
+def _num_features(file: _DraftFile, tensors: DraftTensors, target: ModelConfig) -> int:
+    stated = file.top.optional_integer("target_hidden_size", 1, 1 << 20)
+    if stated is not None and stated != target.hidden_size:
+        raise ConfigError(f"{file.top.label}: target_hidden_size {stated} is not the target's {target.hidden_size}")
+    entry = tensors.entry("fc.weight", 2)
+    count, rest = divmod(entry.shape[1], target.hidden_size)
+    if rest or not 1 <= count <= MAX_FEATURES:
+        raise ConfigError(
+            f"{entry.file}: tensor {entry.name!r}: expected columns a multiple of the target's hidden_size "
+            f"{target.hidden_size}, found {list(entry.shape)}: a head for another target"
+        )
+    named = file.top.optional_integer("num_aux_hidden_states", 1, MAX_FEATURES)
+    if named is not None and named != count:
+        raise ConfigError(f"{file.top.label}: num_aux_hidden_states {named}, but fc.weight has columns for {count}")
+    return count
+
+
+def _refuse_unknown(file: _DraftFile) -> None:
+    file.top.raw(IDS_KEY)  # not read when the caller overrides them
+    if file.eagle is not None:
+        file.eagle.raw(IDS_KEY)
+        file.eagle.raw("layer_ids")
+    for place in file.places():
+        place.refuse_unknown(() if place is file.eagle else HARMLESS_HEAD_KEYS)
+
+
+def parse_draft(
+    directory: Path, target: ModelConfig, capture_layers: tuple[int, ...] | None
+) -> tuple[DraftConfig, DraftTensors, tuple[str, ...]]:
+    """A head's geometry, its tensors by normalised name, and what its user should know. Raises ConfigError."""
+    fields = read_config(directory)
+    tensors = open_draft_model(directory)
+    file = _DraftFile(fields, tensors)
+    _refuse_unimplemented(file)
+    sizes = parse_sizes(file.layer, default_vocab_size=target.vocab_size, default_max_position=target.max_position)
+    num_features = _num_features(file, tensors, target)
+    fc_norm = _norm_flag(file, "fc_norm", any(name.startswith("fc_norm.") for name in tensors.stored))
+    norm_before_fc = _norm_flag(file, "norm_before_fc", "input_norm.weight" in tensors)
+    boundaries = capture_boundaries(
+        file.top,
+        file.eagle,
+        file.layout,
+        num_layers=target.num_layers,
+        num_features=num_features,
+        override=capture_layers,
+    )
+    config = DraftConfig(
+        layout=file.layout,
+        hidden_size=sizes.hidden_size,
+        target_hidden_size=target.hidden_size,
+        intermediate_size=sizes.intermediate_size,
+        num_heads=sizes.num_heads,
+        num_kv_heads=sizes.num_kv_heads,
+        head_dim=sizes.head_dim,
+        vocab_size=target.vocab_size,
+        max_position=sizes.max_position,
+        rms_norm_eps=sizes.rms_norm_eps,
+        rope=parse_rope(file.layer, max_position=sizes.max_position),
+        capture_boundaries=boundaries,
+        qk_norm=any(f"layers.0.self_attn.{part}_norm.weight" in tensors for part in "qk"),
+        norm_before_fc=norm_before_fc,
+        fc_norm=fc_norm,
+        norm_output=_feedback(file, fc_norm),
+        norm_before_residual=_residual(file),
+        **_biases(file, tensors),
+        **_vocabulary(file, tensors, sizes, target),
+    )
+    _refuse_unknown(file)
+    return config, tensors, tuple(file.notes)
+
+
+def read_draft_config(
+    directory: str | Path, target: ModelConfig, *, capture_layers: tuple[int, ...] | None = None
+) -> DraftConfig:
+    """Read and check an EAGLE3 head's geometry for a target; of the weights only the headers are read.
+
+    capture_layers, boundaries, overrides what the config says. Raises ConfigError for a head that is not EAGLE3,
+    was made for another target, or asks for what is not implemented.
+    """
+    return parse_draft(Path(directory), target, capture_layers)[0]

@@ -1,0 +1,178 @@
+"""Drafting inside the step: the head over the accepted rows, then over one level of the tree after another.
+
+Source: EAGLE-3, arXiv 2503.01840, section 3. The rows of accepted tokens use the target's true features and leave
+keys and values for all; attention, FFN and LM head run on each slot's last row alone. Deeper levels use the head's
+own fed-back state, and their keys and values are overwritten by the next step.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from lowlat.graphs import Bucket
+from lowlat.models.geometry import DraftConfig
+from lowlat.models.layers import Emitter, Rows
+from lowlat.program.program import ProgramBuilder, Stage
+from lowlat.speculators.eagle3.emitter import Eagle3Emitter
+from lowlat.speculators.tree.topology import TreeTopology
+from lowlat.step.state import StepGeometry
+
+__all__ = ["emit_draft"]
+
+BY_SLOT = {"slots": "slots", "block_table": "block_table"}
+
+
+def emit_draft(
+    builder: ProgramBuilder,
+    geometry: StepGeometry,
+    bucket: Bucket,
+    topology: TreeTopology,
+    boundaries: Sequence[str],
+    tables: tuple[str, str],
+) -> None:
+    """Extend the head's KV over the accepted rows and, where the bucket drafts, draft `topology`."""
+    if geometry.head is None:
+        raise ValueError("drafting needs a head")
+    eagle = Eagle3Emitter(geometry.config, geometry.head, tables, geometry.draft_window)
+    drafter = _Drafter(builder, geometry, geometry.head, bucket, topology, eagle)
+    both, residual = drafter.extend(boundaries)
+    if bucket.num_speculative_tokens:
+        drafter.draft(both, residual)
+
+
+class _Drafter:
+    def __init__(
+        self,
+        builder: ProgramBuilder,
+        geometry: StepGeometry,
+        head: DraftConfig,
+        bucket: Bucket,
+        topology: TreeTopology,
+        eagle: Eagle3Emitter,
+    ) -> None:
+        self.builder, self.geometry, self.head = builder, geometry, head
+        self.topology, self.eagle = topology, eagle
+        self.batch, self.rows = bucket.batch, bucket.rows
+
+    def extend(self, boundaries: Sequence[str]) -> tuple[str, str]:
+        """Keys and values of the accepted rows; returns the attention input [B * T, 2H] and the residual."""
+        batch, rows, head = self.batch, self.rows, self.head
+        ints = self._ints
+        names = ("accepted_tokens", "commit_lens", "draft_live", "dense_lens")
+        outs = {
+            "tokens": ints("head.tokens", batch, rows),
+            "positions": ints("head.positions", batch, rows),
+            "row_live": ints("head.row_live", batch, rows, dtype=torch.uint8),
+            "write_lens": ints("head.write_lens", batch),
+            "live_positions": ints("head.live_positions", batch, 1),
+        }
+        self.builder.emit("draft_rows", Stage.EAGLE_DRAFT_FC, reads={n: n for n in names}, writes=outs)
+        write = {**BY_SLOT, "row_live": "head.row_live", "write_lens": "head.write_lens", "offsets": "node_offsets"}
+        all_rows = Rows("head.", batch * rows, "head.row_live", "head.positions", {}, write)
+        emitter = Emitter(self.builder, all_rows, self.geometry.dtype, Stage.EAGLE_DRAFT_FC)
+        captured = [boundaries[boundary] for boundary in head.capture_boundaries]
+        features = emitter.scratch("features", batch * rows, len(captured) * head.target_hidden_size)
+        sources = {f"source{k}": name for k, name in enumerate(captured)}
+        emitter.emit("gather_features", {"accepted_nodes": "accepted_nodes", **sources}, {"out": features})
+        hidden = self.eagle.emit_fc(emitter, features)
+        emitter.emit(
+            "store_boundary",
+            {"hidden": hidden, "positions": "head.positions", "row_live": "head.row_live", **BY_SLOT},
+            {"block_features": "block_features"},
+            block_size=self.geometry.block_size,
+        )
+        emitter.stage = Stage.EAGLE_DRAFT_ATTENTION_FMHA
+        both, residual = self.eagle.emit_input(emitter, "head.tokens", hidden)
+        self.eagle.emit_kv(emitter, both)
+        return both, residual
+
+    def draft(self, both: str, residual: str) -> None:
+        """All levels, then the masks and paths of the next step."""
+        batch = self.batch
+        alone = self.builder.constant("head.no_ancestors", torch.zeros(batch, 1, dtype=torch.int64))
+        attention = {**BY_SLOT, "dense_lens": "draft_lens", "row_masks": alone}
+        rows = Rows("draft.0.", batch, "draft_live", "head.live_positions", attention, {})
+        level = Emitter(self.builder, rows, self.geometry.dtype, Stage.EAGLE_DRAFT_ATTENTION_FMHA)
+        live = {}
+        for name, source in (("both", both), ("residual", residual)):
+            live[name] = level.scratch(name, batch, self.builder.spec(source).shape[1])
+            level.emit("take_last", {"x": source, "commit_lens": "commit_lens"}, {"out": live[name]})
+        self._ints("draft_nodes", batch, self.topology.num_nodes)
+        feedback = self._finish_level(level, 0, live["both"], live["residual"])
+        for depth in range(1, self.topology.depth):
+            feedback = self._deeper_level(depth, feedback)
+        self._masks()
+
+    def _deeper_level(self, depth: int, feedback: str) -> str:
+        topology, batch, prefix = self.topology, self.batch, f"draft.{depth}."
+        nodes = [branch.node for branch in topology.levels[depth]]
+        above = [branch.node for branch in topology.levels[depth - 1]]
+        ordinals = [topology.non_leaf_ordinal[node] for node in nodes]
+        live = self._ints(f"{prefix}row_live", batch, len(nodes), dtype=torch.uint8)
+        masks = self._ints(f"{prefix}row_masks", batch, len(nodes), dtype=torch.int64)
+        positions = self._ints(f"{prefix}positions", batch, len(nodes))
+        offsets = self._constant(f"{prefix}offsets", ordinals)
+        attention = {**BY_SLOT, "dense_lens": "draft_lens", "row_masks": masks}
+        write = {**BY_SLOT, "row_live": live, "write_lens": "draft_lens", "offsets": offsets}
+        rows = Rows(prefix, batch * len(nodes), live, positions, attention, write)
+        level = Emitter(self.builder, rows, self.geometry.dtype, Stage.EAGLE_DRAFT_ATTENTION_FMHA)
+        tokens = self._ints(f"{prefix}tokens", batch, len(nodes))
+        hidden = level.scratch("hidden", batch * len(nodes), self.builder.spec(feedback).shape[1])
+        parents = [above.index(topology.parents[node]) for node in nodes]
+        ancestors = [topology.draft_masks[ordinal] for ordinal in ordinals]
+        level.emit(
+            "gather_level",
+            {
+                "feedback": feedback,
+                "draft_nodes": "draft_nodes",
+                "draft_live": "draft_live",
+                "draft_lens": "draft_lens",
+                "nodes": self._constant(f"{prefix}nodes", nodes),
+                "parent_rows": self._constant(f"{prefix}parents", parents),
+                "masks": self._constant(f"{prefix}masks", ancestors, torch.int64),
+            },
+            {"hidden": hidden, "tokens": tokens, "row_live": live, "positions": positions, "row_masks": masks},
+            depth=depth,
+        )
+        both, residual = self.eagle.emit_input(level, tokens, hidden)
+        self.eagle.emit_kv(level, both)
+        return self._finish_level(level, depth, both, residual)
+
+    def _finish_level(self, level: Emitter, depth: int, both: str, residual: str) -> str:
+        """Attention, FFN and LM head of a level, and its children's tokens; returns the fed-back state."""
+        topology, prefix = self.topology, level.rows.prefix
+        middle = self.eagle.emit_attention(level, both, residual)
+        level.stage = Stage.EAGLE_DRAFT_FFN
+        output = self.eagle.emit_ffn(level, middle)
+        tokens, feedback = self.eagle.emit_draft(level, output, topology.max_rank_by_level[depth] + 1)
+        branches = topology.levels[depth]
+        children = [child for branch in branches for child in branch.children]
+        rows = [row for row, branch in enumerate(branches) for _ in branch.children]
+        reads = {
+            "top_tokens": tokens,
+            "children": self._constant(f"{prefix}children", children),
+            "child_rows": self._constant(f"{prefix}child_rows", rows),
+            "child_ranks": self._constant(f"{prefix}child_ranks", [topology.ranks[child] for child in children]),
+        }
+        level.emit("assign_drafts", reads, {"draft_nodes": "draft_nodes"})
+        return feedback
+
+    def _masks(self) -> None:
+        topology = self.topology
+        width = topology.depth + 1
+        paths = [[*path, *[-1] * (width - len(path))] for path in topology.paths]
+        reads = {
+            "draft_nodes": "draft_nodes",
+            "draft_live": "draft_live",
+            "slots": "slots",
+            "topology_masks": self._constant("topology.masks", list(topology.packed_masks), torch.int64),
+            "topology_paths": self.builder.constant("topology.paths", torch.tensor(paths, dtype=torch.int32)),
+        }
+        names = ("drafts", "num_drafts", "tree_masks", "tree_paths")
+        self.builder.emit("tree_masks", Stage.EAGLE_TREE_MASKS, reads=reads, writes={n: n for n in names})
+
+    def _ints(self, name: str, *shape: int, dtype: torch.dtype = torch.int32) -> str:
+        return self.builder.scratch(name, shape, dtype)
+
+    def _constant(self, name: str, values: Sequence[int], dtype: torch.dtype = torch.int32) -> str:
+        return self.builder.constant(name, torch.tensor(values, dtype=dtype))

@@ -1,0 +1,158 @@
+"""EAGLE3 heads: canonical weights, and the map from draft ids to target ids, checked.
+
+It knows the normalised names of head tensors; config and layouts are `draft_config`'s.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lowlat.checkpoint.recipes import Piece, Progress, Recipe, check_recipes
+from lowlat.checkpoint.stored import Group, StoredWeights
+from lowlat.errors import ConfigError
+from lowlat.models.families.dense import TORCH_DTYPES
+from lowlat.models.geometry import DraftConfig, ModelConfig
+from lowlat.speculators.eagle3.config import parse_draft
+from lowlat.speculators.eagle3.tensors import DraftTensors
+
+__all__ = ["LoadedDraftModel", "draft_recipes", "load_draft_model", "read_draft_map"]
+
+DRAFT_MAP = "head.draft_to_target"
+
+
+@dataclass(frozen=True)
+class LoadedDraftModel:
+    """A head's geometry, its weights on the CPU by canonical name, and notes for its user."""
+
+    config: DraftConfig
+    weights: dict[str, torch.Tensor]
+    directory: Path
+    notes: tuple[str, ...]
+
+
+def draft_recipes(config: DraftConfig, dtype: torch.dtype) -> list[Recipe]:
+    """How every canonical weight of a head but the draft map is made, of pieces by normalised name."""
+    hidden, inner, both = config.hidden_size, config.intermediate_size, 2 * config.hidden_size
+    width, layer = config.target_hidden_size, "layers.0"
+    features = len(config.capture_boundaries)
+    rows = {"q": config.query_size, "k": config.kv_size, "v": config.kv_size}
+
+    def one(weight: str, name: str, *shape: int) -> Recipe:
+        return Recipe(f"head.{weight}", (Piece(name, shape),), dtype)
+
+    def projections(weight: str, part: str, names: str, *columns: int) -> Recipe:
+        pieces = tuple(Piece(f"{layer}.self_attn.{name}_proj.{part}", (rows[name], *columns)) for name in names)
+        return Recipe(f"head.{weight}.{part}", pieces, dtype)
+
+    def gates(part: str, *columns: int) -> Recipe:
+        pieces = tuple(Piece(f"{layer}.mlp.{name}_proj.{part}", (inner, *columns)) for name in ("gate", "up"))
+        return Recipe(f"head.gate_up.{part}", pieces, dtype)
+
+    made = [
+        one("fc.weight", "fc.weight", hidden, features * width),
+        one("embed_norm.weight", f"{layer}.input_layernorm.weight", hidden),
+        one("hidden_norm.weight", f"{layer}.hidden_norm.weight", hidden),
+        projections("q", "weight", "q", both),
+        projections("kv", "weight", "kv", both),
+        one("o.weight", f"{layer}.self_attn.o_proj.weight", hidden, config.query_size),
+        one("ffn_norm.weight", f"{layer}.post_attention_layernorm.weight", hidden),
+        gates("weight", hidden),
+        one("down.weight", f"{layer}.mlp.down_proj.weight", hidden, inner),
+        one("norm.weight", "norm.weight", hidden),
+    ]
+    if config.norm_before_fc:
+        made.append(one("input_norm.weight", "input_norm.weight", features * width))
+    if config.fc_norm:
+        made += [one(f"fc_norm.{k}.weight", f"fc_norm.{k}.weight", width) for k in range(features)]
+    if config.qkv_bias:
+        made += [projections("q", "bias", "q"), projections("kv", "bias", "kv")]
+    if config.qk_norm:
+        made += [one(f"{part}_norm.weight", f"{layer}.self_attn.{part}_norm.weight", config.head_dim) for part in "qk"]
+    if config.output_bias:
+        made.append(one("o.bias", f"{layer}.self_attn.o_proj.bias", hidden))
+    if config.mlp_bias:
+        made += [gates("bias"), one("down.bias", f"{layer}.mlp.down_proj.bias", hidden)]
+    if config.own_embedding:
+        made.append(one("embed.weight", "embed_tokens.weight", config.vocab_size, hidden))
+    if config.own_lm_head:
+        made.append(one("lm_head.weight", "lm_head.weight", config.draft_vocab_size, hidden))
+    return made
+
+
+def _stored(recipe: Recipe, tensors: DraftTensors) -> Recipe:
+    """The recipe with the names that this head's file uses."""
+    pieces = tuple(Piece(tensors.stored.get(piece.name, piece.name), piece.shape) for piece in recipe.pieces)
+    return Recipe(recipe.weight, pieces, recipe.dtype, recipe.arrange)
+
+
+def _vocabulary_tensor(tensors: DraftTensors, name: str, dtypes: tuple[str, ...], size: int) -> torch.Tensor:
+    entry = tensors.entry(name, 1)
+    if entry.dtype not in dtypes or entry.shape != (size,):
+        raise ConfigError(
+            f"{entry.file}: tensor {entry.name!r}: expected dtype {' or '.join(dtypes)} and shape [{size}], "
+            f"found {entry.dtype} {list(entry.shape)}"
+        )
+    (found,) = (tensor for _, tensor in tensors.checkpoint.read([entry.name]))
+    return found
+
+
+def read_draft_map(tensors: DraftTensors, draft_vocab_size: int, vocab_size: int) -> torch.Tensor:
+    """Target ids of the draft ids, [Vd] int32: index plus stored offset, strictly increasing, below V.
+
+    Raises ConfigError.
+    """
+    draft = torch.arange(draft_vocab_size, dtype=torch.int64)
+    if "d2t" not in tensors:
+        if draft_vocab_size != vocab_size:
+            raise ConfigError(
+                f"{tensors.checkpoint.directory}: tensor 'd2t' is missing; {draft_vocab_size} draft ids cannot be "
+                f"mapped to the target's {vocab_size}"
+            )
+        return draft.to(torch.int32)
+    file = tensors.entry("d2t", 1).file
+    offsets = _vocabulary_tensor(tensors, "d2t", ("I64", "I32"), draft_vocab_size).to(torch.int64)
+    room = vocab_size - draft_vocab_size  # ascending ids leave no more
+    ids = draft + offsets
+    wrong = (offsets < 0) | (offsets > room)
+    wrong[1:] |= ids[1:] <= ids[:-1]
+    if bool(wrong.any()):
+        at = int(wrong.nonzero()[0])
+        raise ConfigError(
+            f"{file}: tensor 'd2t': expected offsets whose target ids, index + offset, ascend from 0 to "
+            f"{vocab_size - 1}, found offset {int(offsets[at])} at {at}"
+        )
+    if "t2d" in tensors:
+        mask = _vocabulary_tensor(tensors, "t2d", ("BOOL", "U8"), vocab_size).to(torch.bool)
+        if not torch.equal(mask.nonzero().reshape(-1), ids):
+            raise ConfigError(f"{file}: tensors 'd2t' and 't2d' name different target ids")
+    return ids.to(torch.int32)
+
+
+def load_draft_model(
+    directory: str | Path,
+    target: ModelConfig,
+    *,
+    capture_layers: tuple[int, ...] | None = None,
+    dtype: str | None = None,
+    progress: Progress | None = None,
+) -> LoadedDraftModel:
+    """Load an EAGLE3 head for a target: geometry, and weights by canonical name, on the CPU.
+
+    capture_layers, boundaries, overrides what the config says. dtype is "bfloat16" or "float32", None the
+    target's, whatever the head is stored in. head.draft_to_target is always there, int32, the identity where the
+    head drafts the whole vocabulary. progress is called with (bytes done, bytes in all). Raises ConfigError naming
+    file, tensor, expected and found.
+    """
+    directory = Path(directory)
+    name = target.dtype if dtype is None else dtype
+    if name not in TORCH_DTYPES:
+        raise ConfigError(f"dtype must be 'bfloat16' or 'float32', got {name!r}")
+    config, tensors, notes = parse_draft(directory, target, capture_layers)
+    draft_map = read_draft_map(tensors, config.draft_vocab_size, config.vocab_size)
+    ignored = tensors.ignored() | {tensors.stored[name] for name in ("d2t", "t2d") if name in tensors}
+    recipes = [_stored(recipe, tensors) for recipe in draft_recipes(config, TORCH_DTYPES[name])]
+    check_recipes(tensors.checkpoint, recipes, ignored)
+    weights = StoredWeights(tensors.checkpoint, [Group((recipe,)) for recipe in recipes], progress=progress).loaded()
+    weights[DRAFT_MAP] = draft_map
+    return LoadedDraftModel(config, weights, directory, notes)

@@ -1,0 +1,1 @@
+"""Speculation trees: choices read from files, topology with paths and masks, and plans for other trees."""

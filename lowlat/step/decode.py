@@ -1,0 +1,174 @@
+"""The decode step as a Program, for one bucket: verify, accept, commit, draft, masks, publish.
+
+Source of the order and of the rows' meaning: EAGLE-3, arXiv 2503.01840; the head's extension over the accepted rows
+with the target's true features, then one level of drafts after another.
+"""
+
+import torch
+
+from lowlat.graphs import Bucket
+from lowlat.kernels.reference.step.slot_record import MAX_LOGPROBS
+from lowlat.models.decoder import emit_decoder, emit_lm_head
+from lowlat.models.layers import Rows
+from lowlat.program.program import Program, ProgramBuilder, Stage
+from lowlat.speculators.eagle3.draft import emit_draft
+from lowlat.speculators.tree.topology import TreeTopology
+from lowlat.step.state import StepGeometry, declare_tables, state_specs
+
+__all__ = ["build_step"]
+
+JOIN_STATE = ("slot_ints", "slot_floats", "tokens", "block_table", "stop_ids", "bias_ids", "bias_values")
+STAGED = ("ints", "floats", "tokens", "table", "stop_ids", "bias_ids", "bias_values")
+
+
+def build_step(geometry: StepGeometry, bucket: Bucket, topology: TreeTopology) -> Program:
+    """The Program of one step in a bucket; `topology` is what the step drafts, and has the bucket's rows."""
+    return _StepBuilder(geometry, bucket, topology).build()
+
+
+class _StepBuilder:
+    """Emits one step's stages in order. Shapes: B slots, T rows a slot, M = B * T."""
+
+    def __init__(self, geometry: StepGeometry, bucket: Bucket, topology: TreeTopology) -> None:
+        self.geometry = geometry
+        self.bucket = bucket
+        self.topology = topology
+        self.batch, self.width = bucket.batch, bucket.rows
+        self.builder = ProgramBuilder(f"step[{bucket}]")
+        for spec in state_specs(geometry):
+            self.builder.declare(spec)
+        self.tables = declare_tables(self.builder, geometry)
+
+    def build(self) -> Program:
+        """All stages, checked and frozen."""
+        self._active_slots()
+        boundaries = self._target()
+        self._accept()
+        self._commit()
+        if self.geometry.head is not None:
+            emit_draft(self.builder, self.geometry, self.bucket, self.topology, boundaries, self.tables["head"])
+        self._publish()
+        return self.builder.build()
+
+    def _ints(self, name: str, *shape: int, dtype: torch.dtype = torch.int32) -> str:
+        return self.builder.scratch(name, shape, dtype)
+
+    def _active_slots(self) -> None:
+        stage, batch, rows = Stage.ACTIVE_SLOTS, self.batch, self.width
+        staged = {f"staged_{name}": f"staged_{name}" for name in STAGED}
+        updated = (*JOIN_STATE, "command_head", "lengths", "active", "num_drafts", "prompt_seen", "output_counts")
+        self.builder.emit(
+            "apply_commands",
+            stage,
+            reads={"command_ring": "command_ring", "command_tail": "command_tail", **staged},
+            writes={name: name for name in updated},
+        )
+        self._ints("slots", batch)
+        self.builder.emit("list_active_slots", stage, reads={"active": "active"}, writes={"slots": "slots"})
+        outs = {
+            "row_tokens": self._ints("row_tokens", batch, rows),
+            "row_positions": self._ints("row_positions", batch, rows),
+            "row_live": self._ints("row_live", batch, rows, dtype=torch.uint8),
+            "row_masks": self._ints("row_masks", batch, rows, dtype=torch.int64),
+            "paths": self._ints("paths", batch, self.geometry.num_paths, self.geometry.path_width),
+            "dense_lens": self._ints("dense_lens", batch),
+            "num_verified": self._ints("num_verified", batch),
+            "verified_depth": self._ints("verified_depth", batch),
+        }
+        state = ("slots", "lengths", "tokens", "drafts", "num_drafts", "tree_masks", "tree_paths", "slot_ints")
+        self.builder.emit("gather_rows", stage, reads={name: name for name in state}, writes=outs)
+
+    def _target(self) -> list[str]:
+        offsets = self.builder.constant("node_offsets", torch.arange(self.width, dtype=torch.int32))
+        common = {"slots": "slots", "block_table": "block_table"}
+        rows = Rows(
+            prefix="",
+            count=self.batch * self.width,
+            live="row_live",
+            positions="row_positions",
+            attention={**common, "dense_lens": "dense_lens", "row_masks": "row_masks"},
+            write={**common, "row_live": "row_live", "write_lens": "dense_lens", "offsets": offsets},
+        )
+        stage, config = Stage.BASE_DECODE_STEP, self.geometry.config
+        boundaries = emit_decoder(self.builder, config, rows, "row_tokens", self.tables["target"], stage)
+        emit_lm_head(self.builder, config, rows, boundaries[-1], stage)
+        return boundaries
+
+    def _accept(self) -> None:
+        stage, batch, rows = Stage.EAGLE_ACCEPT, self.batch, self.width
+        emit = self.builder.emit
+        logits = {"logits": "target.logits", "row_live": "row_live"}
+        finite = self._ints("finite", batch, rows, dtype=torch.uint8)
+        emit("finite", stage, reads=logits, writes={"finite": finite})
+        state = ("slots", "lengths", "slot_ints", "slot_floats", "prompt_seen", "output_counts")
+        same = (*state, "bias_ids", "bias_values", "stop_ids", "row_tokens", "row_masks")
+        targets = self._ints("target_tokens", batch, rows)
+        emit(
+            "sample",
+            stage,
+            reads={**logits, **{name: name for name in same}},
+            writes={"target_tokens": targets},
+        )
+        shape = (batch, rows, MAX_LOGPROBS + 1)
+        outs = {
+            "logprob_values": self.builder.scratch("logprob_values", shape, torch.float32),
+            "logprob_ids": self._ints("logprob_ids", *shape),
+        }
+        reads = {**logits, "target_tokens": targets, "slots": "slots", "slot_ints": "slot_ints"}
+        emit("logprobs", stage, reads=reads, writes=outs)
+        reads = {"target_tokens": targets, "draft_tokens": "row_tokens", "paths": "paths", "slots": "slots"}
+        writes = {
+            "accepted_tokens": self._ints("accepted_tokens", batch, rows),
+            "accepted_nodes": self._ints("accepted_nodes", batch, rows),
+            "accepted_lens": self._ints("accepted_lens", batch),
+            "best_path": self._ints("best_path", batch),
+        }
+        mean = self.geometry.simulated_accept_length
+        if mean is None:
+            emit("accept", stage, reads=reads, writes=writes)
+        else:
+            reads["lengths"] = "lengths"
+            seed = self.geometry.simulated_seed
+            emit("accept_simulated", stage, reads=reads, writes=writes, mean_length=mean, seed=seed)
+
+    def _commit(self) -> None:
+        stage, batch = Stage.EAGLE_TAIL_COMMIT, self.batch
+        accepted = {"accepted_tokens": "accepted_tokens", "accepted_nodes": "accepted_nodes"}
+        state = ("accepted_lens", "finite", "slots", "lengths", "slot_ints", "stop_ids")
+        outs = {"commit_lens": self._ints("commit_lens", batch), "finish": self._ints("finish", batch)}
+        reads = {**accepted, **{name: name for name in state}}
+        self.builder.emit("truncate", stage, reads=reads, writes=outs)
+        if not self.topology.is_chain or self.geometry.num_paths > 1:
+            self._compact(stage)
+        kept = ("accepted_tokens", "commit_lens", "finish", "slots")
+        updated = ("tokens", "lengths", "active", "output_counts", "num_drafts")
+        outs = {
+            **{name: name for name in updated},
+            "draft_live": self._ints("draft_live", batch, dtype=torch.uint8),
+            "draft_lens": self._ints("draft_lens", batch),
+        }
+        self.builder.emit("commit", stage, reads={name: name for name in kept}, writes=outs)
+
+    def _compact(self, stage: Stage) -> None:
+        names = ("accepted_nodes", "commit_lens", "dense_lens", "block_table", "slots")
+        for layer in range(self.geometry.config.num_layers):
+            caches = {part: f"{part}.{layer}" for part in ("k_cache", "v_cache")}
+            self.builder.emit("kv_compact", stage, reads={name: name for name in names}, writes=caches)
+
+    def _publish(self) -> None:
+        names = (
+            "slots",
+            "commit_lens",
+            "accepted_lens",
+            "accepted_tokens",
+            "accepted_nodes",
+            "finish",
+            "num_verified",
+            "verified_depth",
+            "lengths",
+            "logprob_values",
+            "logprob_ids",
+        )
+        rings = ("ring_records", "ring_tokens", "ring_logprob_values", "ring_logprob_ids", "ring_head")
+        writes = {name: name for name in rings}
+        self.builder.emit("publish", Stage.PUBLISH, reads={name: name for name in names}, writes=writes)

@@ -1,0 +1,183 @@
+"""The state that outlives a step: one address and the largest strides for all buckets.
+
+It lists buffers; what they mean is told by the operations that read and write them, in `lowlat.kernels.reference`.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from lowlat.errors import ConfigError
+from lowlat.graphs import BufferSpec, Role
+from lowlat.kernels.reference.step.publish import RECORD_WIDTH
+from lowlat.kernels.reference.step.slot_record import MAX_BIASES, MAX_LOGPROBS, MAX_STOPS, NUM_FLOATS, NUM_INTS
+from lowlat.kernels.reference.step.slots import COMMAND_WIDTH
+from lowlat.models.decoder import kv_specs
+from lowlat.models.geometry import DraftConfig, ModelConfig
+from lowlat.models.layers import TORCH_DTYPES
+from lowlat.models.rope import rope_tables
+from lowlat.program.program import ProgramBuilder
+from lowlat.speculators.eagle3.emitter import draft_kv_specs
+
+__all__ = ["RING_ENTRIES", "StepGeometry", "declare_tables", "state_specs"]
+
+RING_ENTRIES = 64
+SHORT_STEP = 64  # positions: parts of a chunk are multiples of it
+
+
+@dataclass(frozen=True)
+class StepGeometry:
+    """Everything that fixes the shapes of a runtime's programs, apart from the bucket.
+
+    max_rows     T of the largest bucket
+    num_paths    root-to-leaf paths of the widest topology
+    path_width   nodes of the longest path, root included
+    num_blocks   KV blocks, the null block included
+    prefill_chunk       positions of a chunk of prefill
+    max_prefill_chunks  chunks of a prompt that run at once, at most
+    """
+
+    config: ModelConfig
+    head: DraftConfig | None
+    max_batch: int
+    max_context: int
+    max_rows: int
+    num_paths: int
+    path_width: int
+    block_size: int
+    num_blocks: int
+    prefill_chunk: int
+    max_prefill_chunks: int = 1
+    draft_window: int | None = None
+    simulated_accept_length: float | None = None
+    simulated_seed: int = 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The compute dtype."""
+        return TORCH_DTYPES[self.config.dtype]
+
+    @property
+    def table_width(self) -> int:
+        """Blocks of one slot's table: the context and a step's overhang."""
+        return -(-(self.max_context + self.max_rows) // self.block_size)
+
+    @property
+    def num_positions(self) -> int:
+        """Positions that RoPE's tables cover: a padded last chunk, or a step's overhang."""
+        return self.max_context + max(self.prefill_sizes[-1], self.max_rows)
+
+    @cached_property
+    def prefill_sizes(self) -> tuple[int, ...]:
+        """Positions that are prefilled at once, ascending: 1, 2, 3, 4, 6, 8, 12, ... chunks, and as many as may be.
+
+        Before them a half, a quarter and so on of a chunk, in multiples of SHORT_STEP: for short prompts, and for ends.
+        A program is made for each.
+        """
+        most, part = self.max_prefill_chunks, self.prefill_chunk
+        counts = {odd << shift for odd in (1, 3) for shift in range(most.bit_length())}
+        sizes = {self.prefill_chunk * min(count, most) for count in counts}
+        while part % (2 * SHORT_STEP) == 0:
+            part //= 2
+            sizes.add(part)
+        return tuple(sorted(sizes))
+
+    def prefill_size(self, num_positions: int) -> int:
+        """The least of `prefill_sizes` that holds so many positions. Raises ConfigError where none does."""
+        for size in self.prefill_sizes:
+            if num_positions <= size:
+                return size
+        raise ConfigError(
+            f"{num_positions} positions to prefill at once; max_prefill_chunks {self.max_prefill_chunks} allow "
+            f"{self.prefill_sizes[-1]}"
+        )
+
+    @cached_property
+    def tables(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """RoPE's cos and sin of the target and the head, [C, D / 2] float32, made once for all programs."""
+        target = (self.config.rope, self.config.head_dim)
+        tables = {"target": rope_tables(*target, self.num_positions)}
+        if self.head is not None:
+            own = (self.head.rope, self.head.head_dim)
+            tables["head"] = tables["target"] if own == target else rope_tables(*own, self.num_positions)
+        return tables
+
+
+def state_specs(geometry: StepGeometry) -> list[BufferSpec]:
+    """All buffers of role STATE, COMMAND and PUBLICATION."""
+    return [*_slot_state(geometry), *_host_buffers(geometry), *_kv_state(geometry)]
+
+
+def _slot_state(geometry: StepGeometry) -> list[BufferSpec]:
+    batch, rows, vocab = geometry.max_batch, geometry.max_rows, geometry.config.vocab_size
+    specs: list[tuple[str, tuple[int, ...], torch.dtype]] = [
+        ("command_head", (1,), torch.int64),
+        ("slot_ints", (batch, NUM_INTS), torch.int64),
+        ("slot_floats", (batch, NUM_FLOATS), torch.float32),
+        ("tokens", (batch, geometry.max_context), torch.int32),
+        ("lengths", (batch,), torch.int32),
+        ("active", (batch,), torch.int32),
+        ("block_table", (batch, geometry.table_width), torch.int32),
+        ("stop_ids", (batch, MAX_STOPS), torch.int32),
+        ("bias_ids", (batch, MAX_BIASES), torch.int32),
+        ("bias_values", (batch, MAX_BIASES), torch.float32),
+        ("prompt_seen", (batch, vocab), torch.uint8),
+        ("output_counts", (batch, vocab), torch.int32),
+        ("drafts", (batch, rows), torch.int32),
+        ("num_drafts", (batch,), torch.int32),
+        ("tree_masks", (batch, rows), torch.int64),
+        ("tree_paths", (batch, geometry.num_paths, geometry.path_width), torch.int32),
+    ]
+    return [BufferSpec(name, shape, dtype, Role.STATE) for name, shape, dtype in specs]
+
+
+def _host_buffers(geometry: StepGeometry) -> list[BufferSpec]:
+    batch, rows, context = geometry.max_batch, geometry.max_rows, geometry.max_context
+    commands: list[tuple[str, tuple[int, ...], torch.dtype]] = [
+        ("command_ring", (RING_ENTRIES, COMMAND_WIDTH), torch.int64),
+        ("command_tail", (1,), torch.int64),
+        ("staged_ints", (batch, NUM_INTS), torch.int64),
+        ("staged_floats", (batch, NUM_FLOATS), torch.float32),
+        ("staged_tokens", (batch, context), torch.int32),
+        ("staged_table", (batch, geometry.table_width), torch.int32),
+        ("staged_stop_ids", (batch, MAX_STOPS), torch.int32),
+        ("staged_bias_ids", (batch, MAX_BIASES), torch.int32),
+        ("staged_bias_values", (batch, MAX_BIASES), torch.float32),
+        ("prefill_tokens", (geometry.prefill_sizes[-1],), torch.int32),
+        ("prefill_chunk", (2,), torch.int32),
+        ("prefill_live", (geometry.prefill_sizes[-1],), torch.uint8),
+        ("prefill_draft_live", (geometry.prefill_sizes[-1],), torch.uint8),
+        ("prefill_table", (1, geometry.table_width), torch.int32),
+        ("prefill_positions", (geometry.prefill_sizes[-1],), torch.int32),
+        ("prefill_draft_positions", (geometry.prefill_sizes[-1],), torch.int32),
+    ]
+    publications: list[tuple[str, tuple[int, ...], torch.dtype]] = [
+        ("ring_records", (RING_ENTRIES, batch, RECORD_WIDTH), torch.int32),
+        ("ring_tokens", (RING_ENTRIES, batch, rows), torch.int32),
+        ("ring_logprob_values", (RING_ENTRIES, batch, rows, MAX_LOGPROBS + 1), torch.float32),
+        ("ring_logprob_ids", (RING_ENTRIES, batch, rows, MAX_LOGPROBS + 1), torch.int32),
+        ("ring_head", (1,), torch.int64),
+    ]
+    return [
+        *(BufferSpec(name, shape, dtype, Role.COMMAND) for name, shape, dtype in commands),
+        *(BufferSpec(name, shape, dtype, Role.PUBLICATION) for name, shape, dtype in publications),
+    ]
+
+
+def _kv_state(geometry: StepGeometry) -> list[BufferSpec]:
+    specs = kv_specs(geometry.config, geometry.num_blocks, geometry.block_size)
+    if geometry.head is not None:
+        specs += draft_kv_specs(geometry.head, geometry.dtype, geometry.num_blocks, geometry.block_size)
+    return specs
+
+
+def declare_tables(builder: ProgramBuilder, geometry: StepGeometry) -> dict[str, tuple[str, str]]:
+    """RoPE tables of the target and the head as constants, [C, D / 2] float32; equal ones are one."""
+    names: dict[str, tuple[str, str]] = {}
+    known: dict[int, tuple[str, str]] = {}
+    for owner, (cos, sin) in geometry.tables.items():
+        if id(cos) not in known:
+            known[id(cos)] = (builder.constant(f"{owner}.cos", cos), builder.constant(f"{owner}.sin", sin))
+        names[owner] = known[id(cos)]
+    return names

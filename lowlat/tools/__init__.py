@@ -1,0 +1,1 @@
+"""Tools that the runtime never imports: comparison, profiling, training, tools for draft models."""

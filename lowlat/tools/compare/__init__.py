@@ -1,0 +1,1 @@
+"""Comparison, stage by stage, of what lowlat computes with another implementation."""

@@ -1,0 +1,120 @@
+"""The EAGLE3 head in plain torch, for comparison alone: no kernel, no cache, no program.
+
+It reads the checkpoint's own tensors and computes the whole sequence afresh at each call, from the equations of
+EAGLE-3 (arXiv 2503.01840, section 3) and the head's flags. It shares with the runtime what the head's config means,
+and the RoPE tables.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from lowlat.checkpoint.tensors import Checkpoint
+from lowlat.models.geometry import DraftConfig
+from lowlat.models.rope import rope_tables
+from lowlat.speculators.eagle3.tensors import open_draft_model
+
+__all__ = ["PlainDraftModel"]
+
+EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+class PlainDraftModel:
+    """One head over one target, in one dtype, on the CPU.
+
+    tensors  the head's tensors by normalised name, and what it borrows of the target
+    """
+
+    def __init__(self, config: DraftConfig, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.config = config
+        self.tensors = tensors
+        offsets = tensors.get("d2t")
+        self.offsets = torch.zeros(config.draft_vocab_size, dtype=torch.int64) if offsets is None else offsets.long()
+
+    @classmethod
+    def load(cls, config: DraftConfig, head: str | Path, target: str | Path, dtype: torch.dtype) -> "PlainDraftModel":
+        """Read the head's tensors, and the target's embedding and LM head where it has none of its own."""
+        stored = open_draft_model(Path(head))
+        names = {name: normalised for normalised, name in stored.stored.items() if normalised != "t2d"}
+        tensors = {names[entry.name]: tensor for entry, tensor in stored.checkpoint.read(list(names))}
+        checkpoint = Checkpoint.open(Path(target))
+        borrowed = {}
+        if not config.own_embedding:
+            borrowed["embed_tokens.weight"] = EMBEDDING
+        if not config.own_lm_head:
+            borrowed["lm_head.weight"] = LM_HEAD if LM_HEAD in checkpoint.entries else EMBEDDING
+        for own, name in borrowed.items():
+            ((_, tensors[own]),) = checkpoint.read([name])
+        floats = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
+        return cls(config, floats)
+
+    def fc(self, captured: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Captured residual streams, each [n, Ht] -> the head's features [n, H]."""
+        if self.config.fc_norm:
+            captured = [self._norm(x, f"fc_norm.{k}") for k, x in enumerate(captured)]
+        joined = torch.cat(list(captured), dim=-1)
+        if self.config.norm_before_fc:
+            joined = self._norm(joined, "input_norm")
+        return F.linear(joined, self.tensors["fc.weight"])
+
+    def stages(
+        self, tokens: Sequence[int], features: torch.Tensor, drafts: Sequence[int]
+    ) -> list[dict[str, torch.Tensor]]:
+        """The last row's stages when each draft is made: after the tokens, then after every draft but the last.
+
+        tokens    x[0..n]
+        features  [n, H], of x[0..n-1]
+        drafts    [S] the drafts that were made
+        """
+        following, states, result = list(tokens[1:]), features, []
+        for draft in drafts:
+            middle, out, normed = self._layer(following, states)
+            logits = F.linear(normed, self.tensors["lm_head.weight"])
+            result.append({"attention": middle, "ffn": out, "logits": logits})
+            states = torch.cat((states, (normed if self.config.norm_output else out)[None]))
+            following.append(draft)
+        return result
+
+    def _layer(self, tokens: Sequence[int], hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """After attention, after the FFN, after the final norm: the last row of each, [H]."""
+        embedded = self.tensors["embed_tokens.weight"][torch.tensor(list(tokens))]
+        normed = self._norm(hidden, "layers.0.hidden_norm")
+        both = torch.cat((self._norm(embedded, "layers.0.input_layernorm"), normed), dim=-1)
+        residual = normed if self.config.norm_before_residual else hidden
+        middle = residual + self._attend(both)
+        inner = self._norm(middle, "layers.0.post_attention_layernorm")
+        gated = F.silu(self._linear(inner, "mlp.gate_proj")) * self._linear(inner, "mlp.up_proj")
+        out = middle + self._linear(gated, "mlp.down_proj")
+        return middle[-1], out[-1], self._norm(out, "norm")[-1]
+
+    def _attend(self, both: torch.Tensor) -> torch.Tensor:
+        config, count = self.config, both.shape[0]
+        q = self._linear(both, "self_attn.q_proj").view(count, config.num_heads, config.head_dim)
+        k = self._linear(both, "self_attn.k_proj").view(count, config.num_kv_heads, config.head_dim)
+        v = self._linear(both, "self_attn.v_proj").view(count, config.num_kv_heads, config.head_dim)
+        if config.qk_norm:
+            q, k = self._norm(q, "layers.0.self_attn.q_norm"), self._norm(k, "layers.0.self_attn.k_norm")
+        q, k = self._rotate(q), self._rotate(k)
+        group = config.num_heads // config.num_kv_heads
+        attended = F.scaled_dot_product_attention(
+            q.transpose(0, 1),
+            k.repeat_interleave(group, dim=1).transpose(0, 1),
+            v.repeat_interleave(group, dim=1).transpose(0, 1),
+            is_causal=True,
+        )
+        return self._linear(attended.transpose(0, 1).reshape(count, -1), "self_attn.o_proj")
+
+    def _rotate(self, x: torch.Tensor) -> torch.Tensor:
+        cos, sin = (table[:, None] for table in rope_tables(self.config.rope, self.config.head_dim, x.shape[0]))
+        low, high = x.float().chunk(2, dim=-1)
+        return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
+
+    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        weight = self.tensors[f"{name}.weight"].float()
+        return F.rms_norm(x.float(), x.shape[-1:], weight, self.config.rms_norm_eps).to(x.dtype)
+
+    def _linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        name = f"layers.0.{name}"
+        return F.linear(x, self.tensors[f"{name}.weight"], self.tensors.get(f"{name}.bias"))

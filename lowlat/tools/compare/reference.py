@@ -1,0 +1,97 @@
+"""The other implementation of a comparison: transformers for the target, plain torch for the head.
+
+transformers is optional: it is imported when it is asked for, and its absence is a ConfigError that says how to get
+it. It runs the recorded tokens in one pass without a cache, on the CPU.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowlat.errors import ConfigError
+from lowlat.models.target import read_model_config
+from lowlat.speculators.eagle3.config import read_draft_config
+from lowlat.tools.compare.draft_model import PlainDraftModel
+from lowlat.tools.compare.stages import Recording
+
+__all__ = ["expected_recording"]
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def expected_recording(
+    found: Recording, target: str | Path, head: str | Path | None, dtype: str = "float32"
+) -> Recording:
+    """What the stages of a recording should be, for the same tokens and drafts.
+
+    dtype is "auto", "float32" or "bfloat16", as in the recording. Raises ConfigError without transformers, or where
+    it cannot load the target.
+    """
+    config = read_model_config(target, dtype=dtype)
+    compute = DTYPES[config.dtype]
+    stages = _target_stages(found, Path(target), compute, mxfp4=config.experts is not None and config.experts.mxfp4)
+    if head is not None and found.positions:
+        plain = PlainDraftModel.load(read_draft_config(head, config), head, target, compute)
+        stages.update(_head_stages(found, plain, stages, compute))
+    rounded = {name: rows.float() for name, rows in stages.items()}
+    return Recording(found.tokens, found.num_prompt, found.positions, found.drafts, rounded)
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError(
+            "comparing a target needs transformers, which is not installed: pip install 'transformers>=5', "
+            "or compare with saved tensors (--against DIR)"
+        ) from error
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    return transformers
+
+
+@torch.no_grad()
+def _target_stages(found: Recording, target: Path, dtype: torch.dtype, *, mxfp4: bool) -> dict[str, torch.Tensor]:
+    transformers = _transformers()
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager", "local_files_only": True}
+    if mxfp4:
+        options["quantization_config"] = transformers.Mxfp4Config(dequantize=True)
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(target, **options).to(dtype).eval()
+    except (OSError, ValueError, RuntimeError, ImportError, KeyError) as error:
+        raise ConfigError(f"transformers cannot load {target}: {error}") from error
+    rows: dict[str, torch.Tensor] = {}
+
+    def keep(stage: str) -> Any:
+        def hook(_module: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+            rows[stage] = (arguments[0] if arguments else keywords["hidden_states"])[0].clone()
+
+        return hook
+
+    layers = model.model.layers
+    for boundary, module in enumerate([*layers, model.model.norm]):
+        module.register_forward_pre_hook(keep(f"target.residual.{boundary}"), with_kwargs=True)
+    model.lm_head.register_forward_pre_hook(keep("target.final_norm"), with_kwargs=True)
+    logits = model(torch.tensor([found.tokens[:-1]]), use_cache=False).logits[0]
+    first = found.num_prompt - 1
+    rows["target.final_norm"] = rows["target.final_norm"][first:]
+    rows["target.logits"] = logits[first:]
+    return rows
+
+
+@torch.no_grad()
+def _head_stages(
+    found: Recording, plain: PlainDraftModel, target: dict[str, torch.Tensor], dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """The head over the other implementation's own residual streams."""
+    captured = [target[f"target.residual.{boundary}"].to(dtype) for boundary in plain.config.capture_boundaries]
+    features = plain.fc(captured)
+    rows: dict[str, list[torch.Tensor]] = {}
+    for position, drafts in zip(found.positions, found.drafts, strict=True):
+        rows.setdefault("head.fc", []).append(features[position])
+        levels = plain.stages(found.tokens[: position + 2], features[: position + 1], drafts)
+        for level, stages in enumerate(levels):
+            for stage, row in stages.items():
+                rows.setdefault(f"head.{level}.{stage}", []).append(row)
+    return {name: torch.stack(parts) for name, parts in rows.items()}

@@ -1,0 +1,268 @@
+"""Where a decode step's time goes on a card: requests brought to decoding, steps recorded, kernels given to stages.
+
+Steps are run as a caller's are, through `Runtime.step`, and the kernels inside a replayed graph are recorded by
+torch's profiler (CUPTI). It knows the executors' groups, from which it learns what each launch is for; the arithmetic
+is in `profiling_times` and `profiling_report`.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from lowlat.errors import ConfigError, LowlatError
+from lowlat.graphs import Bucket
+from lowlat.host.devices import DeviceChoice, choose_device
+from lowlat.host.runtime import Runtime
+from lowlat.options.request import SamplingParams
+from lowlat.tools.profile.report import Summary, summarise
+from lowlat.tools.profile.times import CallSite, KernelEvent, StepTimes, attribute
+from lowlat.tools.profile.wall import measure_wall
+
+if TYPE_CHECKING:
+    from lowlat.executors.kernel_executor import KernelExecutor
+    from lowlat.executors.lowering.lowering import Group
+
+__all__ = [
+    "LEAD",
+    "Profile",
+    "Record",
+    "Room",
+    "call_sites",
+    "card_name",
+    "card_wall",
+    "choose_card",
+    "find_room",
+    "moved_bytes",
+    "own_kernels",
+    "profile_steps",
+    "random_prompts",
+    "record_kernels",
+    "start_decoding",
+]
+
+WARM_UP = 5  # steps before anything is timed
+LEAD = 2  # recorded steps that do not count: the profiler's own start falls into them
+OURS = ("lowlat", "kernels")  # parts of the names of all kernels of this package, mangled or not
+
+Record = Callable[[Callable[[], None], torch.device], list[KernelEvent]]
+Update = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Room:
+    """How long the prompts may be, and what is left for the steps."""
+
+    prompt_length: int
+    max_tokens: int
+
+    @property
+    def max_context(self) -> int:
+        """Tokens of prompt and steps."""
+        return self.prompt_length + self.max_tokens
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What was recorded, and under which conditions.
+
+    contexts  tokens of each request, in order of submission, at the first recorded step
+    host_us   a step by the host's clock, without the profiler: the median of as many steps
+    """
+
+    bucket: Bucket
+    contexts: tuple[int, ...]
+    host_us: float
+    steps: tuple[StepTimes, ...]
+    summary: Summary
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON values, the single steps left out."""
+        return {
+            "batch": self.bucket.batch,
+            "rows": self.bucket.rows,
+            "num_speculative_tokens": self.bucket.num_speculative_tokens,
+            "contexts": list(self.contexts),
+            "host_us": self.host_us,
+            **self.summary.to_dict(),
+        }
+
+
+def choose_card(device: str, executor: str) -> DeviceChoice:
+    """The card to profile on. Raises ConfigError where there is none that can be used."""
+    choice = choose_device(device, "auto" if device in ("auto", "cpu") else executor)
+    if not choice.has_kernels:
+        raise ConfigError(f"lowlat profile needs an NVIDIA card, and there is none to use: {choice.reason}")
+    return choice
+
+
+def card_wall(device: torch.device) -> float:
+    """What the card's memory delivers, GB/s; the memory that it takes to measure it is given back."""
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        wall = measure_wall(device)
+    torch.cuda.empty_cache()
+    return wall.gb_per_s
+
+
+def find_room(
+    context: int, max_position: int, *, batch: int, num_speculative_tokens: int, num_steps: int, prefill_chunk: int
+) -> Room:
+    """Room for the steps behind a context of this length; the prompt is shortened where the model's end is near.
+
+    While one request prefills those before it decode, one token a step; one step may be run ahead of its caller.
+    Raises ConfigError where there is no room.
+    """
+    waiting = 1 + batch * (1 + -(-context // prefill_chunk))
+    steps = WARM_UP + num_steps + LEAD + num_steps + 1
+    room = waiting + steps * (num_speculative_tokens + 1) + 1
+    length = min(context, max_position - room)
+    if length < 1:
+        raise ConfigError(
+            f"{num_steps} steps need room for {room} tokens and the model has {max_position} positions; "
+            "take fewer steps or a shorter context"
+        )
+    return Room(length, room)
+
+
+def random_prompts(vocab_size: int, batch: int, length: int, seed: int = 0) -> list[list[int]]:
+    """Prompts of random tokens, all different, so that no request shares another's keys and values."""
+    generator = torch.Generator().manual_seed(seed)
+    prompts: list[list[int]] = torch.randint(vocab_size, (batch, length), generator=generator).tolist()
+    return prompts
+
+
+def start_decoding(
+    runtime: Runtime, prompts: Sequence[Sequence[int]], max_tokens: int, progress: Update | None = None
+) -> dict[str, int]:
+    """Submit greedy requests that go on to `max_tokens`, and step until all decode; their lengths by request.
+
+    progress   called with steps done and steps needed
+    Raises LowlatError for a request that ends before.
+    """
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=0)
+    lengths = {runtime.submit(prompt, params): len(prompt) for prompt in prompts}
+    chunk = runtime.geometry.prefill_chunk
+    needed = sum(1 + -(-length // chunk) for length in lengths.values())
+    for done in range(needed):
+        if runtime.scheduler.num_active == len(lengths):
+            break
+        _step(runtime, lengths, depth=0)
+        if progress is not None:
+            progress(done + 1, needed)
+    if runtime.scheduler.num_active != len(lengths):
+        raise LowlatError(f"{runtime.scheduler.num_active} of {len(lengths)} requests decode after {needed} steps")
+    return lengths
+
+
+def _step(runtime: Runtime, lengths: dict[str, int], depth: int | None = None) -> None:
+    """One step; adds what each request gained to its length. Raises LowlatError for one that ends."""
+    for output in runtime.step(depth):
+        if output.finish_reason is not None:
+            raise LowlatError(f"{output.request_id} ended early ({output.finish_reason}): {output.error or 'no error'}")
+        lengths[output.request_id] += len(output.token_ids)
+
+
+def profile_steps(
+    runtime: Runtime,
+    lengths: dict[str, int],
+    num_steps: int,
+    wall_gb_per_s: float | None,
+    record: Record | None = None,
+) -> Profile:
+    """Warm up, time `num_steps` steps by the host's clock, then record as many.
+
+    lengths   of the requests that `start_decoding` brought to decoding; all of them decode on
+    record    runs a function and returns the kernels that ran meanwhile; None: `record_kernels`
+    Raises LowlatError where the recorded kernels are not those of whole steps.
+    """
+    device = runtime.device_choice.device
+    bucket = runtime.scheduler.choose_bucket(runtime.num_speculative_tokens)
+    for _ in range(WARM_UP):
+        _step(runtime, lengths)
+    durations = []
+    for _ in range(num_steps):
+        start = time.perf_counter()
+        _step(runtime, lengths)
+        durations.append(1e6 * (time.perf_counter() - start))
+    seen: list[dict[str, int]] = []
+
+    def run() -> None:
+        for _ in range(LEAD + num_steps):
+            seen.append(dict(lengths))
+            _step(runtime, lengths)
+
+    events = (record or record_kernels)(run, device)
+    executor = cast("KernelExecutor", runtime.executor)
+    tokens = [list(each.values()) for each in seen[LEAD:]]
+    sites = call_sites(executor.groups(bucket), executor.state, tokens)
+    steps = attribute(events, sites, skip=LEAD)
+    contexts = tuple(seen[LEAD].values())
+    return Profile(bucket, contexts, median(durations), tuple(steps), summarise(steps, wall_gb_per_s))
+
+
+def record_kernels(run: Callable[[], None], device: torch.device) -> list[KernelEvent]:
+    """Run a function and return every kernel of this package that ran on the device meanwhile."""
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize(device)
+    # acc_events: torch warns of profiles without it
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
+        run()
+        torch.cuda.synchronize(device)
+    return own_kernels(profiler.events() or (), device.index or 0)
+
+
+def own_kernels(events: Sequence[Any], index: int) -> list[KernelEvent]:
+    """The kernels of this package among torch's events of one device; copies and others' kernels are left out."""
+    return [
+        KernelEvent(event.name, event.time_range.start, event.time_range.end)
+        for event in events
+        if event.device_type.name == "CUDA" and event.device_index == index and all(part in event.name for part in OURS)
+    ]
+
+
+def call_sites(
+    groups: Sequence["Group"], buffers: Mapping[str, torch.Tensor], lengths: Sequence[Sequence[int]]
+) -> tuple[CallSite, ...]:
+    """A step's launches in order; bytes are means over steps, of which `lengths` gives every request's tokens.
+
+    buffers   the step's state by name, of which the caches' shapes matter
+    """
+    sites = []
+    for group in groups:
+        also = tuple(dict.fromkeys(op.stage for op in group.ops if op.stage is not group.stage))
+        for place, call in enumerate(group.calls):
+            moved = fmean(moved_bytes(group, place, buffers, tokens) for tokens in lengths)
+            source = call.kernel.function.__module__.rpartition(".")[2]
+            sites.append(CallSite(group.stage, call.kernel.name, source, moved, also))
+    return tuple(sites)
+
+
+def moved_bytes(group: "Group", place: int, buffers: Mapping[str, torch.Tensor], lengths: Sequence[int]) -> int:
+    """Bytes that the `place`-th call of a group must read: a product's weight; attention's keys and values.
+
+    lengths   tokens of every active request before the step
+    Attention reads the positions before the last token, and its group's first call counts for all of them. Neglected
+    are drafts' positions, rows, norms, tables, logits and all that is written: small beside weights and caches.
+    """
+    call = group.calls[place]
+    if call.kernel.name.startswith("decode_gemm"):
+        tiles = call.arguments[0]
+        return tiles.numel() * tiles.element_size() if isinstance(tiles, torch.Tensor) else 0
+    op = next((op for op in group.ops if op.kind == "attention"), None)
+    if op is None or place:
+        return 0
+    from lowlat.kernels.attention.attention import attention_bytes
+
+    _, kv_heads, _, head_dim = buffers[op.reads["k_cache"]].shape
+    options: dict[str, Any] = {name: op.params[name] for name in ("first", "window", "keep_first") if name in op.params}
+    dense = [max(0, length - 1) for length in lengths]
+    return attention_bytes(dense, kv_heads=kv_heads, head_dim=head_dim, **options)
+
+
+def card_name(device: torch.device) -> str:
+    """What the card is called."""
+    return str(torch.cuda.get_device_name(device))

@@ -1,0 +1,149 @@
+"""What a profile says: recorded steps summed up by stage and by kernel, beside the bytes that must move.
+
+All times are means over the recorded steps, so that stages add up to the step. It knows no device.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import Any
+
+from lowlat.program.program import Stage
+from lowlat.tools.profile.times import CallSite, CallTime, Idle, StepTimes, idle_time
+
+__all__ = ["KernelRow", "StageRow", "Summary", "summarise"]
+
+
+@dataclass(frozen=True)
+class StageRow:
+    """One stage of a step.
+
+    time_us        a step; None where another stage's kernels cover all of it
+    share          of the step's time
+    num_launches   a step
+    moved_bytes    that its launches must read a step
+    gb_per_s       those bytes over the time; None where there are none
+    share_of_wall  that rate over the card's; None without bytes or without a wall
+    within         the stage whose kernels cover it, where it has none of its own
+    """
+
+    stage: Stage
+    time_us: float | None
+    share: float | None
+    num_launches: int
+    moved_bytes: int
+    gb_per_s: float | None
+    share_of_wall: float | None
+    within: Stage | None = None
+
+
+@dataclass(frozen=True)
+class KernelRow:
+    """One kernel in one stage, all its launches of a step together.
+
+    time_us      a step: by how much the launches moved on the latest end
+    duration_us  one launch, from its start to its end: waiting for others included
+    """
+
+    stage: Stage
+    kernel: str
+    num_launches: int
+    time_us: float
+    duration_us: float
+    share: float
+    moved_bytes: int
+    gb_per_s: float | None
+    share_of_wall: float | None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """All of a profile's figures.
+
+    step_us, min_step_us, max_step_us  the recorded steps, from the first kernel's start to the last one's end
+    step                               the whole step as a row; its stage is the first one's and means nothing
+    kernels                            those that take most first
+    """
+
+    num_steps: int
+    step_us: float
+    min_step_us: float
+    max_step_us: float
+    num_launches: int
+    moved_bytes: int
+    gb_per_s: float | None
+    share_of_wall: float | None
+    stages: tuple[StageRow, ...]
+    kernels: tuple[KernelRow, ...]
+    idle: Idle
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON values, with the idle share beside the idle times."""
+        values = asdict(self)
+        values["stages"], values["kernels"] = list(values["stages"]), list(values["kernels"])
+        values["idle"]["share"] = self.idle.share
+        return values
+
+
+def summarise(steps: Sequence[StepTimes], wall_gb_per_s: float | None) -> Summary:
+    """Sum up recorded steps, at least one; `wall_gb_per_s` is what the card's memory delivers."""
+    sites = [call.site for call in steps[0].calls]
+    times = [fmean(step.calls[place].time_us for step in steps) for place in range(len(sites))]
+    lasted = [fmean(_duration(step.calls[place]) for step in steps) for place in range(len(sites))]
+    total = fmean(step.time_us for step in steps)
+    moved = sum(site.moved_bytes for site in sites)
+    every = [step.time_us for step in steps]
+    kernels: dict[tuple[Stage, str], list[int]] = {}
+    for place, site in enumerate(sites):
+        kernels.setdefault((site.stage, site.kernel), []).append(place)
+    rows = []
+    for (stage, name), places in kernels.items():
+        time_us, mine = sum(times[place] for place in places), sum(sites[place].moved_bytes for place in places)
+        rates = _rates(mine, time_us, wall_gb_per_s)
+        duration = fmean(lasted[place] for place in places)
+        share = _part(time_us, total)
+        rows.append(KernelRow(stage, name, len(places), time_us, duration, share, round(mine), *rates))
+    return Summary(
+        num_steps=len(steps),
+        step_us=total,
+        min_step_us=min(every),
+        max_step_us=max(every),
+        num_launches=len(sites),
+        moved_bytes=round(moved),
+        **dict(zip(("gb_per_s", "share_of_wall"), _rates(moved, total, wall_gb_per_s), strict=True)),
+        stages=tuple(_stage_rows(sites, times, total, wall_gb_per_s)),
+        kernels=tuple(sorted(rows, key=lambda row: -row.time_us)),
+        idle=idle_time(steps),
+    )
+
+
+def _stage_rows(
+    sites: Sequence[CallSite], times: Sequence[float], total: float, wall_gb_per_s: float | None
+) -> Iterable[StageRow]:
+    """The stages in the step's order; one without launches of its own names the stage that covers it."""
+    for stage in Stage:
+        places = [place for place, site in enumerate(sites) if site.stage is stage]
+        if places:
+            time_us, moved = sum(times[place] for place in places), sum(sites[place].moved_bytes for place in places)
+            rates = _rates(moved, time_us, wall_gb_per_s)
+            yield StageRow(stage, time_us, _part(time_us, total), len(places), round(moved), *rates)
+            continue
+        within = next((site.stage for site in sites if stage in site.also), None)
+        if within is not None:
+            yield StageRow(stage, None, None, 0, 0, None, None, within)
+
+
+def _duration(call: CallTime) -> float:
+    return call.event.end_us - call.event.start_us
+
+
+def _part(time_us: float, total_us: float) -> float:
+    return time_us / total_us if total_us else 0.0
+
+
+def _rates(moved_bytes: float, time_us: float, wall_gb_per_s: float | None) -> tuple[float | None, float | None]:
+    """GB/s and its share of the wall."""
+    if not moved_bytes or not time_us:
+        return None, None
+    rate = moved_bytes / time_us / 1e3
+    return rate, rate / wall_gb_per_s if wall_gb_per_s else None

@@ -1,0 +1,275 @@
+"""Train an EAGLE3 head for a local Hugging Face target (llama, qwen3, gpt_oss and others of that make).
+
+    python -m lowlat.tools.train.draft_model --target DIR --text FILE --out DIR [--prompts FILE] [--draft-vocab N]
+        [--minutes 4]
+
+Half or more of the data is written by the target itself: it continues windows of the text, or answers the
+questions of `--prompts` under its chat template, greedy and at `--temperature`. The loss is the cross-entropy to
+the target's distribution at each of `--ttt-steps` simulated draft steps (training-time test), later steps
+weighing less. Tokens outside the draft vocabulary keep their share of the probability and are not learned.
+
+The head starts from the target: its LM head, its final norm, its last layer where shapes agree, and an fc that
+passes the highest feature through. Learning is driven by elapsed time or `--steps`; the rate ends at zero.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lowlat.tools.train.corpus import read_documents, read_prompts, split, tokenize
+from lowlat.tools.train.eagle3 import DraftSizes, Eagle3DraftModel, save_draft_model
+from lowlat.tools.train.evaluate import encode_prompts, evaluate, print_table
+from lowlat.tools.train.rows import WritingPlan, load_rows, mix_batches, save_rows, write_rows
+from lowlat.tools.train.target import learning_rate_scale
+from lowlat.tools.train.teacher import Teacher, default_boundaries
+
+__all__ = ["build_draft_model", "choose_draft_ids", "draft_loss", "train_draft_model"]
+
+
+def draft_sizes(teacher: Teacher, *, draft_vocabulary: int, ffn: int | None = None) -> DraftSizes:
+    """Return the sizes of a head that fits a target: the target's own attention geometry, one layer."""
+    config = teacher.model.config
+    rope = getattr(config, "rope_parameters", None) or {}
+    theta = rope.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0
+    vocabulary = int(teacher.model.get_output_embeddings().weight.shape[0])
+    return DraftSizes(
+        hidden=config.hidden_size,
+        target_hidden=config.hidden_size,
+        intermediate=ffn or config.intermediate_size,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        vocabulary=vocabulary,
+        draft_vocabulary=min(draft_vocabulary or vocabulary, vocabulary),
+        max_context=config.max_position_embeddings,
+        rope_theta=float(theta),
+        rms_norm_eps=config.rms_norm_eps,
+        boundaries=default_boundaries(teacher.num_layers),
+    )
+
+
+def choose_draft_ids(tokens: Tensor, sizes: DraftSizes) -> Tensor:
+    """Return the target ids kept as draft vocabulary: the most frequent among the tokens to learn, sorted."""
+    counts = torch.bincount(tokens, minlength=sizes.vocabulary)
+    order = counts.argsort(descending=True, stable=True)
+    total = int(counts.sum())
+    for size in (sizes.draft_vocabulary * k // 4 for k in (2, 3, 4, 5, 6, 8)):
+        share = 100 * int(counts[order[:size]].sum()) / max(1, total)
+        print(f"the {min(size, len(order))} most frequent ids are {share:.2f} % of {total} tokens", flush=True)
+    return order[: sizes.draft_vocabulary].sort().values
+
+
+def _written(teacher: Teacher, text: Any, arguments: argparse.Namespace) -> tuple[Tensor, Tensor]:
+    """Read the rows that an earlier run kept, or let the target write them and keep them."""
+    if arguments.written and Path(arguments.written).exists():
+        return load_rows(arguments.written)
+    questions: list[list[int]] = []
+    if arguments.prompts:
+        for some in read_prompts(arguments.prompts).values():
+            questions += [teacher.chat_ids(question) for question in some]
+        imagined = teacher.imagine_questions(arguments.imagined, batch=arguments.generate_batch)
+        for prompt in imagined[:12]:
+            print(repr(teacher.tokenizer.decode(prompt)[-200:]), flush=True)
+        print(f"{len(questions)} questions given, {len(imagined)} of the target's own", flush=True)
+        questions += imagined
+    plan = WritingPlan(
+        length=arguments.length,
+        max_rows=arguments.generated_rows,
+        minutes=arguments.generate_minutes,
+        batch=arguments.generate_batch,
+        answer_tokens=arguments.answer_tokens,
+        temperature=arguments.temperature,
+    )
+    rows = write_rows(teacher, plan, text, questions)
+    if arguments.written:
+        save_rows(rows, arguments.written)
+    return rows
+
+
+@torch.no_grad()
+def build_draft_model(teacher: Teacher, sizes: DraftSizes, draft_ids: Tensor) -> Eagle3DraftModel:
+    """Return a head that starts from the target's weights, fp32."""
+    head = Eagle3DraftModel(sizes, draft_ids)
+    model = teacher.model
+    head.lm_head.weight.copy_(model.get_output_embeddings().weight[draft_ids.to(teacher.device)].float())
+    head.norm.weight.copy_(model.model.norm.weight.float())
+    nn.init.normal_(head.fc.weight, std=0.02 / sizes.hidden**0.5)
+    if sizes.hidden == sizes.target_hidden:
+        head.fc.weight[:, 2 * sizes.hidden :] += torch.eye(sizes.hidden)
+    source = dict(model.model.layers[-1].named_parameters())
+    for name, parameter in head.midlayer.named_parameters():
+        weight = source.get(name)
+        if name in ("input_layernorm.weight", "hidden_norm.weight"):
+            parameter.fill_(1.0)
+            if name == "hidden_norm.weight" and "input_layernorm.weight" in source:
+                parameter.copy_(source["input_layernorm.weight"].float())
+        elif weight is not None and weight.shape == parameter.shape:
+            parameter.copy_(weight.float())
+        elif parameter.ndim == 2:
+            nn.init.normal_(parameter, std=0.5 / parameter.shape[1] ** 0.5)
+            if weight is not None and weight.shape == (parameter.shape[0], sizes.hidden):
+                parameter[:, sizes.hidden :] = weight.float()
+    return head
+
+
+def draft_loss(
+    teacher: Teacher,
+    head: Eagle3DraftModel,
+    tokens: Tensor,
+    keep: Tensor,
+    *,
+    steps: int,
+    decay: float,
+    sharpness: float,
+) -> tuple[Tensor, Tensor]:
+    """Return the weighted loss over draft steps and the share of rows whose draft is the target's choice, by step.
+
+    tokens     [rows, length + 1] int64
+    keep       [rows, length + 1] bool   the tokens worth predicting (not the prompt, not padding)
+    sharpness  the target's distribution is taken at this temperature
+    """
+    rows = torch.cat([keep[:, 2:], keep[:, -1:]], dim=1)
+    rows[:, : steps - 1] = False  # where a later step has no true row to start from
+    with torch.no_grad():
+        features, last = teacher.features(tokens, head.sizes.boundaries)
+        embedded = teacher.embed(tokens[:, 1:])
+        logits = teacher.logits(last[:, 1:][rows])
+        best = logits.argmax(-1)
+        total = (logits / sharpness).logsumexp(-1, keepdim=True)
+        probabilities = (logits[:, head.draft_ids] / sharpness - total).exp()
+        del logits
+    draft_ids = head.draft_ids
+    loss: Any = 0.0
+    matches = []
+    for step, state in enumerate(head.steps(embedded, features[:, :-1], steps)):
+        drafted = head.lm_head(state[rows])
+        entropy = -(probabilities * drafted.float().log_softmax(-1)).sum(-1)
+        loss = loss + decay**step / sum(decay**k for k in range(steps)) * entropy.mean()
+        matches.append((draft_ids[drafted.detach().argmax(-1)] == best).float().mean())
+    return loss, torch.stack(matches)
+
+
+def train_draft_model(
+    teacher: Teacher, head: Eagle3DraftModel, batches: Iterator[tuple[Tensor, Tensor]], arguments: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Train in place for `--steps` steps or `--minutes`, whichever is given; return the log."""
+    device = teacher.device
+    head.to(device).train()
+    optimizer = torch.optim.AdamW(
+        head.parameters(), lr=arguments.learning_rate, betas=(0.9, 0.95), weight_decay=0.01, fused=device.type == "cuda"
+    )
+    log: list[dict[str, Any]] = []
+    running: list[Tensor] = []
+    start, step, tokens_seen, progress = time.monotonic(), 0, 0, 0.0
+    while progress < 1:
+        tokens, keep = (tensor.to(device, non_blocking=True) for tensor in next(batches))
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
+            loss, matches = draft_loss(
+                teacher,
+                head,
+                tokens,
+                keep,
+                steps=arguments.ttt_steps,
+                decay=arguments.decay,
+                sharpness=arguments.label_temperature,
+            )
+        step += 1
+        elapsed = (time.monotonic() - start) / (60 * arguments.minutes)
+        progress = step / arguments.steps if arguments.steps else elapsed
+        for group in optimizer.param_groups:
+            group["lr"] = arguments.learning_rate * learning_rate_scale(progress, warmup=0.02, hold=0.2)
+        loss.backward()
+        nn.utils.clip_grad_norm_(head.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        tokens_seen += tokens.numel()
+        running.append(torch.cat([loss.detach()[None], matches]))
+        if step % arguments.log_every == 0 or progress >= 1:
+            mean = torch.stack(running).mean(0).tolist()
+            running.clear()
+            entry = {"step": step, "s": round(time.monotonic() - start, 1), "tokens": tokens_seen}
+            log.append({**entry, "loss": round(mean[0], 4), "match_by_step": [round(m, 4) for m in mean[1:]]})
+            if len(log) % 5 == 1 or progress >= 1:
+                print(log[-1], flush=True)
+    return log
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Train an EAGLE3 head for a local Hugging Face target.")
+    parser.add_argument("--target", required=True, help="Hugging Face directory of the target")
+    parser.add_argument("--text", required=True, help="documents separated by <|endoftext|> lines; .xz is read too")
+    parser.add_argument("--prompts", help="questions for the chat template: JSON, or one a line")
+    parser.add_argument("--out", help="directory to write; without it only the target writes its rows (--written)")
+    parser.add_argument("--written", help="file of rows the target wrote: read if it exists, else made")
+    parser.add_argument("--imagined", type=int, default=0, help="questions that a chat target makes up itself")
+    parser.add_argument("--eval-prompts", help="held-out prompts, JSON by domain; measured at the end")
+    parser.add_argument("--draft-vocab", type=int, default=0, help="ids the head can propose; 0: the target's all")
+    parser.add_argument("--ffn", type=int, help="the head's FFN width; the target's own by default")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--steps", type=int, default=0, help="optimizer steps; 0: train for --minutes")
+    parser.add_argument("--minutes", type=float, default=4.0)
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--rows", type=int, default=64, help="rows of --length tokens a step")
+    parser.add_argument("--length", type=int, default=512, help="tokens of a row written by the target")
+    parser.add_argument("--text-length", type=int, default=1024, help="tokens of a row of text")
+    parser.add_argument("--generated-share", type=float, default=0.6, help="share of batches written by the target")
+    parser.add_argument("--generated-rows", type=int, default=20_000, help="rows the target writes at most")
+    parser.add_argument("--generate-minutes", type=float, default=2.0, help="time for that at most")
+    parser.add_argument("--generate-batch", type=int, default=1024)
+    parser.add_argument("--answer-tokens", type=int, default=256, help="longest answer to a question")
+    parser.add_argument("--temperature", type=float, default=0.7, help="of three in five written batches")
+    parser.add_argument("--ttt-steps", type=int, default=4, help="draft steps simulated in training")
+    parser.add_argument("--decay", type=float, default=0.8, help="weight of each draft step over the one before")
+    parser.add_argument("--label-temperature", type=float, default=0.7, help="of the distribution that is learned")
+    parser.add_argument("--text-mb", type=float, default=0.0, help="megabytes of text to use; 0: all")
+    parser.add_argument("--log-every", type=int, default=20)
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = _arguments()
+    torch.manual_seed(0)
+    torch.set_float32_matmul_precision("high")
+    teacher = Teacher.load(arguments.target, arguments.device)
+    training, _ = split(read_documents(arguments.text))
+    if arguments.text_mb:
+        training = training[:: max(1, int(sum(map(len, training)) / 1e6 / arguments.text_mb))]
+    text = tokenize(teacher.tokenizer, training, separator=teacher.tokenizer.eos_token_id)
+    sizes = draft_sizes(teacher, draft_vocabulary=arguments.draft_vocab, ffn=arguments.ffn)
+    written = _written(teacher, text, arguments)
+    seen = written[0][written[1]].long()
+    if not arguments.prompts:
+        seen = torch.cat([seen, torch.from_numpy(text.astype(np.int64))])
+    draft_ids = choose_draft_ids(seen, sizes)
+    if not arguments.out:
+        return
+    head = build_draft_model(teacher, sizes, draft_ids)
+    print(f"{sum(p.numel() for p in head.parameters())} parameters in the head", flush=True)
+    batches = mix_batches(
+        text,
+        written,
+        batch=arguments.rows,
+        length=arguments.length,
+        text_length=arguments.text_length,
+        own_share=arguments.generated_share,
+    )
+    log = train_draft_model(teacher, head, batches, arguments)
+    out = Path(arguments.out)
+    save_draft_model(head, out)
+    (out / "loss.json").write_text(json.dumps({"log": log}))
+    if arguments.eval_prompts:
+        prompts = encode_prompts(teacher, read_prompts(arguments.eval_prompts), chat=bool(arguments.prompts))
+        result = evaluate(teacher, head, prompts)
+        (out / "acceptance.json").write_text(json.dumps(result, indent=1) + "\n")
+        print_table(result)
+
+
+if __name__ == "__main__":
+    main()

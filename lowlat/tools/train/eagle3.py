@@ -1,0 +1,259 @@
+"""The EAGLE3 head as a torch module for training, with several draft steps simulated in parallel.
+
+Row j of a head belongs to the feature of position j and takes the token after it, x[j + 1]; it predicts x[j + 2].
+In step 0 every row has the target's true features. In step k row j stands for a draft that left the true features
+behind at row j - k: its hidden input is what step k - 1 gave at row j - 1, and it attends to the step 0 rows up to
+j - k and, for i = 1..k, to row j - k + i of step i. Nothing here knows about caches or generation.
+
+Source: EAGLE-3, arXiv 2503.01840, section 3 (training-time test).
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional
+
+__all__ = ["DraftSizes", "Eagle3DraftModel", "load_draft_model", "save_draft_model"]
+
+
+@dataclass(frozen=True)
+class DraftSizes:
+    """Sizes of a head; `boundaries` are the target's residual streams entering those layers."""
+
+    hidden: int
+    target_hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    draft_vocabulary: int
+    max_context: int
+    rope_theta: float
+    rms_norm_eps: float
+    boundaries: tuple[int, int, int]
+
+
+class RmsNorm(nn.Module):
+    """Root-mean-square norm in fp32 with a learned gain."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return (wide * self.weight.float()).to(x.dtype)
+
+
+class _Attention(nn.Module):
+    def __init__(self, sizes: DraftSizes) -> None:
+        super().__init__()
+        width = 2 * sizes.hidden
+        self.q_proj = nn.Linear(width, sizes.heads * sizes.head_dim, bias=False)
+        self.k_proj = nn.Linear(width, sizes.kv_heads * sizes.head_dim, bias=False)
+        self.v_proj = nn.Linear(width, sizes.kv_heads * sizes.head_dim, bias=False)
+        self.o_proj = nn.Linear(sizes.heads * sizes.head_dim, sizes.hidden, bias=False)
+
+
+class _Mlp(nn.Module):
+    def __init__(self, sizes: DraftSizes) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(sizes.hidden, sizes.intermediate, bias=False)
+        self.up_proj = nn.Linear(sizes.hidden, sizes.intermediate, bias=False)
+        self.down_proj = nn.Linear(sizes.intermediate, sizes.hidden, bias=False)
+
+
+class _Layer(nn.Module):
+    def __init__(self, sizes: DraftSizes) -> None:
+        super().__init__()
+        self.input_layernorm = RmsNorm(sizes.hidden, sizes.rms_norm_eps)
+        self.hidden_norm = RmsNorm(sizes.hidden, sizes.rms_norm_eps)
+        self.self_attn = _Attention(sizes)
+        self.post_attention_layernorm = RmsNorm(sizes.hidden, sizes.rms_norm_eps)
+        self.mlp = _Mlp(sizes)
+
+
+class Eagle3DraftModel(nn.Module):
+    """fc, one decoder layer whose attention reads (embedding, hidden), a final norm and an LM head.
+
+    Parameter names are those of the published checkpoints: midlayer.*, fc, norm, lm_head; buffers d2t and t2d.
+    """
+
+    d2t: Tensor
+    t2d: Tensor
+
+    def __init__(self, sizes: DraftSizes, draft_ids: Tensor | None = None) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self.fc = nn.Linear(3 * sizes.target_hidden, sizes.hidden, bias=False)
+        self.midlayer = _Layer(sizes)
+        self.norm = RmsNorm(sizes.hidden, sizes.rms_norm_eps)
+        self.lm_head = nn.Linear(sizes.hidden, sizes.draft_vocabulary, bias=False)
+        ids = torch.arange(sizes.draft_vocabulary) if draft_ids is None else draft_ids.long().sort().values
+        kept = torch.zeros(sizes.vocabulary, dtype=torch.bool)
+        kept[ids] = True
+        self.register_buffer("d2t", ids - torch.arange(sizes.draft_vocabulary))
+        self.register_buffer("t2d", kept)
+
+    @property
+    def draft_ids(self) -> Tensor:
+        """The target id of each draft id, [Vd] int64, increasing."""
+        return torch.arange(self.d2t.shape[0], device=self.d2t.device) + self.d2t
+
+    def steps(self, embeddings: Tensor, features: Tensor, num_steps: int) -> Iterator[Tensor]:
+        """Yield what the LM head reads in steps 0, 1, ...; rows j < k of step k have no meaning.
+
+        embeddings  [rows, length, N]       the target's embedding of the token after each position
+        features    [rows, length, 3 * Nt]  the target's three residual streams, low to high
+        yields      [rows, length, N]           normed; `lm_head` makes draft logits of any of its rows
+        """
+        rotation = self._rotation(embeddings.shape[1], embeddings.device)
+        embedded = self.midlayer.input_layernorm(embeddings)
+        hidden = self.fc(features)
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        for step in range(num_steps):
+            if step:
+                hidden = functional.pad(hidden[:, :-1], (0, 0, 1, 0))
+            hidden = self._layer(embedded, hidden, rotation, keys, values)
+            yield self.norm(hidden)
+
+    def _layer(
+        self,
+        embedded: Tensor,
+        hidden: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        keys: list[Tensor],
+        values: list[Tensor],
+    ) -> Tensor:
+        layer, sizes = self.midlayer, self.sizes
+        attention = layer.self_attn
+        both = torch.cat([embedded, layer.hidden_norm(hidden)], dim=-1)
+        rows, length = both.shape[:2]
+
+        def split_heads(x: Tensor, count: int) -> Tensor:
+            return x.view(rows, length, count, sizes.head_dim).transpose(1, 2)
+
+        query = _rotate(split_heads(attention.q_proj(both), sizes.heads), rotation)
+        key = _rotate(split_heads(attention.k_proj(both), sizes.kv_heads), rotation)
+        value = split_heads(attention.v_proj(both), sizes.kv_heads)
+        group = sizes.heads // sizes.kv_heads
+        keys.append(key.repeat_interleave(group, dim=1))
+        values.append(value.repeat_interleave(group, dim=1))
+        mixed = _attend(query, keys, values)
+        hidden = hidden + attention.o_proj(mixed.transpose(1, 2).reshape(rows, length, -1))
+        inner = layer.post_attention_layernorm(hidden)
+        mlp = layer.mlp
+        out: Tensor = hidden + mlp.down_proj(functional.silu(mlp.gate_proj(inner)) * mlp.up_proj(inner))
+        return out
+
+    def _rotation(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        half = torch.arange(0, self.sizes.head_dim, 2, device=device, dtype=torch.float32) / self.sizes.head_dim
+        angles = torch.arange(length, device=device, dtype=torch.float32)[:, None] / self.sizes.rope_theta**half
+        angles = torch.cat([angles, angles], dim=-1)
+        return angles.cos(), angles.sin()
+
+
+def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotary embedding of [rows, heads, length, D], the two halves of a head paired."""
+    low, high = x.chunk(2, dim=-1)
+    turned = torch.cat([-high, low], dim=-1)
+    return (x.float() * rotation[0] + turned.float() * rotation[1]).to(x.dtype)
+
+
+def _attend(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+    """Attend as step k = len(keys) - 1 does: step 0's rows up to j - k, and row j - k + i of every later step i."""
+    step, length = len(keys) - 1, query.shape[2]
+    if step == 0:
+        return functional.scaled_dot_product_attention(query, keys[0], values[0], is_causal=True)
+    position = torch.arange(length, device=query.device)
+    behind = position[:, None] - position[None, :]  # how far the key's row lies behind the query's
+    seen = [behind >= step, *(behind == step - i for i in range(1, step + 1))]
+    return functional.scaled_dot_product_attention(
+        query, torch.cat(keys, dim=2), torch.cat(values, dim=2), attn_mask=torch.cat(seen, dim=1)
+    )
+
+
+def _config(sizes: DraftSizes) -> dict[str, Any]:
+    low, middle, high = sizes.boundaries
+    if low != 2:
+        raise ValueError(f"the first boundary is {low}; ids of layer outputs can only be told apart when it is 2")
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": sizes.hidden,
+        "target_hidden_size": sizes.target_hidden,
+        "intermediate_size": sizes.intermediate,
+        "num_hidden_layers": 1,
+        "num_attention_heads": sizes.heads,
+        "num_key_value_heads": sizes.kv_heads,
+        "head_dim": sizes.head_dim,
+        "max_position_embeddings": sizes.max_context,
+        "rms_norm_eps": sizes.rms_norm_eps,
+        "rope_theta": sizes.rope_theta,
+        "rope_scaling": None,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "vocab_size": sizes.vocabulary,
+        "draft_vocab_size": sizes.draft_vocabulary,
+        "torch_dtype": "bfloat16",
+        # ids name the layers whose output is taken, so boundary b is written as b - 1
+        "eagle_config": {
+            "eagle_aux_hidden_state_layer_ids": [low - 1, middle - 1, high - 1],
+            "use_aux_hidden_state": True,
+        },
+    }
+
+
+def save_draft_model(head: Eagle3DraftModel, directory: str | Path) -> None:
+    """Write config.json and model.safetensors (bf16), names as published; d2t, t2d only if ids are left out."""
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    state = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
+    tensors = {k: v.to(torch.bfloat16) if v.is_floating_point() else v for k, v in state.items()}
+    if head.sizes.draft_vocabulary == head.sizes.vocabulary:
+        del tensors["d2t"], tensors["t2d"]
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(_config(head.sizes), indent=1) + "\n", encoding="utf-8")
+
+
+def load_draft_model(directory: str | Path) -> Eagle3DraftModel:
+    """Read a head that `save_draft_model` wrote; fp32, on the CPU."""
+    directory = Path(directory)
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    tensors = load_file(directory / "model.safetensors")
+    low, middle, high = (i + 1 for i in config["eagle_config"]["eagle_aux_hidden_state_layer_ids"])
+    sizes = DraftSizes(
+        hidden=config["hidden_size"],
+        target_hidden=config["target_hidden_size"],
+        intermediate=config["intermediate_size"],
+        heads=config["num_attention_heads"],
+        kv_heads=config["num_key_value_heads"],
+        head_dim=config["head_dim"],
+        vocabulary=config["vocab_size"],
+        draft_vocabulary=config["draft_vocab_size"],
+        max_context=config["max_position_embeddings"],
+        rope_theta=config["rope_theta"],
+        rms_norm_eps=config["rms_norm_eps"],
+        boundaries=(low, middle, high),
+    )
+    offsets = tensors.pop("d2t", None)
+    tensors.pop("t2d", None)
+    draft_ids = None if offsets is None else torch.arange(offsets.shape[0]) + offsets
+    head = Eagle3DraftModel(sizes, draft_ids)
+    missing = head.load_state_dict({k: v.float() for k, v in tensors.items()}, strict=False)
+    unexpected = [*missing.unexpected_keys, *(k for k in missing.missing_keys if k not in ("d2t", "t2d"))]
+    if unexpected:
+        raise ValueError(f"{directory} is no such head: {unexpected} do not fit")
+    return head

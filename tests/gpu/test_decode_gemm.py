@@ -1,0 +1,136 @@
+"""The thin matrix product against torch in float64, and a row's bits in any company."""
+
+import dataclasses
+
+import pytest
+import torch
+from selection_cases import best_of, best_pairs
+
+from lowlat.executors.launcher import Launcher
+from lowlat.kernels.gemm.decode.gemm import (
+    MAX_ROWS,
+    DecodeGemmPlan,
+    NormPrologue,
+    PartialArgmax,
+    decode_gemm,
+    plan_decode_gemm,
+    steps_to_hold,
+)
+from lowlat.kernels.gemm.packing import gate_up_permutation, pack
+from lowlat.kernels.rows.norm import rms_norm
+from lowlat.kernels.sampling.select import BROKEN, FINITE
+from lowlat.kernels.toolchain.kernel import H200
+
+pytestmark = pytest.mark.gpu
+
+SHAPES = ((256, 320), (6144, 4096), (320, 896), (97, 200), (4096, 14336), (48, 32))
+ROWS = (1, 3, 8, 9, 17, 40, 64, 70)
+
+
+@pytest.fixture(scope="module")
+def launcher() -> Launcher:
+    """One launcher for all tests."""
+    return Launcher(torch.device("cuda", 0))
+
+
+def _random(*shape: int, scale: float = 1.0) -> torch.Tensor:
+    return (torch.randn(*shape, device="cuda") * scale).bfloat16()
+
+
+def _error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.double() - want).norm() / want.norm())
+
+
+@pytest.mark.parametrize(("width", "depth"), SHAPES)
+def test_product_matches_torch(launcher: Launcher, width: int, depth: int) -> None:
+    """Every number of rows, with and without a bias, in float32."""
+    weight, bias = _random(width, depth, scale=depth**-0.5), _random(width)
+    packed = pack(weight)
+    for rows in ROWS:
+        x = _random(rows, depth)
+        for offset in (None, bias):
+            out = torch.full((rows, width), torch.nan, device="cuda")
+            launcher.run(*decode_gemm(x=x, weight=packed, out=out, bias=offset))
+            want = x.double() @ weight.double().t() + (0 if offset is None else offset.double())
+            assert _error(out, want) < 1e-5
+
+
+@pytest.mark.parametrize(("width", "depth"), [(256, 320), (4096, 4096)])
+def test_residual_and_activation(launcher: Launcher, width: int, depth: int) -> None:
+    """Fused parts equal the same parts apart; dead rows give zeros after the activation."""
+    weight = _random(width, depth, scale=depth**-0.5)
+    plain, gated = pack(weight), pack(weight, gate_up_permutation(width // 2))
+    for rows in ROWS[1:]:
+        x, live = _random(rows, depth), torch.ones(rows, dtype=torch.uint8, device="cuda")
+        live[rows // 2] = 0
+        product = x.double() @ weight.double().t()
+        residual = _random(rows, width)
+        out = torch.full((rows, width), torch.nan, device="cuda", dtype=torch.bfloat16)
+        launcher.run(*decode_gemm(x=x, weight=plain, out=out, residual=residual))
+        assert _error(out, residual.double() + product) < 4e-3
+        act = torch.full((rows, width // 2), torch.nan, device="cuda", dtype=torch.bfloat16)
+        launcher.run(*decode_gemm(x=x, weight=gated, out=act, row_live=live, silu=True))
+        gate, up = product.chunk(2, dim=-1)
+        assert _error(act, torch.nn.functional.silu(gate) * up * live[:, None]) < 4e-3
+        assert not act[rows // 2].any()
+
+
+@pytest.mark.parametrize(("width", "depth"), [(256, 320), (4096, 4096), (512, 14336)])
+def test_a_row_has_the_same_bits_in_any_company(launcher: Launcher, width: int, depth: int) -> None:
+    """Alone, among others that hold NaN, at any place, and however the product is cut."""
+    weight = pack(_random(width, depth, scale=depth**-0.5))
+    row = _random(1, depth)
+    alone = torch.empty(1, width, device="cuda")
+    launcher.run(*decode_gemm(x=row, weight=weight, out=alone))
+    for rows in ROWS[1:]:
+        x = torch.full((rows, depth), torch.nan, device="cuda", dtype=torch.bfloat16)
+        place = int(torch.randint(rows, (1,)))
+        x[place] = row
+        plans: list[DecodeGemmPlan | None] = [None]
+        if rows <= MAX_ROWS:
+            default = plan_decode_gemm(rows, width, H200)
+            plans += [dataclasses.replace(default, weight_tiles=1, stages=1)]
+            plans += [dataclasses.replace(default, num_blocks=7)]
+        for plan in plans:
+            out = torch.empty(rows, width, device="cuda")
+            launcher.run(*decode_gemm(x=x, weight=weight, out=out, plan=plan))
+            assert torch.equal(out[place], alone[0])
+
+
+@pytest.mark.parametrize(("width", "depth"), [(97, 200), (32000, 320), (128256, 128)])
+def test_best_pairs_are_those_of_the_rows_it_leaves(launcher: Launcher, width: int, depth: int) -> None:
+    """Every number of rows; ties, a row that is not finite; the product's own bits stay."""
+    weight = _random(width, depth)
+    weight[width // 3] = weight[width - 5] = weight[width // 3 + 1]
+    packed = pack(weight)
+    for rows in ROWS:
+        x = _random(rows, depth)
+        x[rows // 2, 1] = torch.inf
+        plain, out = (torch.full((rows, width), torch.nan, device="cuda") for _ in range(2))
+        pairs = torch.full((rows, 132, 2), 77, dtype=torch.int32, device="cuda")
+        launcher.run(*decode_gemm(x=x, weight=packed, out=plain))
+        launcher.run(*decode_gemm(x=x, weight=packed, out=out, best=PartialArgmax(pairs, FINITE)))
+        assert torch.equal(plain.view(torch.int32), out.view(torch.int32))
+        (largest, low), (want, want_low) = best_of(pairs), best_of(best_pairs(out, FINITE, 1))
+        assert torch.equal(largest, want)
+        whole = largest != BROKEN
+        assert not whole[rows // 2] and torch.equal(low[whole], want_low[whole])
+
+
+@pytest.mark.parametrize(("width", "depth"), [(256, 320), (5120, 2880), (6144, 4096), (97, 200), (48, 8192)])
+def test_a_product_norms_its_rows_as_a_norm_alone_does(launcher: Launcher, width: int, depth: int) -> None:
+    """Bit for bit, and again behind each other without a wait between them."""
+    eps, weight, scale = 1e-5, pack(_random(width, depth, scale=depth**-0.5)), _random(depth)
+    for rows in (1, 2, 3, 4, 5, 8):
+        if not steps_to_hold(rows, depth, H200):
+            continue
+        x, live = _random(rows, depth), torch.ones(rows, dtype=torch.uint8, device="cuda")
+        live[rows // 2] = rows == 1
+        normed, want = torch.full_like(x, torch.nan), torch.full((rows, width), torch.nan, device="cuda")
+        norm = NormPrologue(scale, eps, live)
+        apart = rms_norm(x, scale, live, out=normed, eps=eps)
+        launcher.run(*apart, *decode_gemm(x=normed, weight=weight, out=want))
+        outs = [torch.full((rows, width), torch.nan, device="cuda") for _ in range(20)]
+        launcher.run(*(call for out in outs for call in decode_gemm(x=x, weight=weight, out=out, norm=norm)))
+        assert want.isfinite().all()
+        assert all(torch.equal(out, want) for out in outs)

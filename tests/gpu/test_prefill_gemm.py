@@ -1,0 +1,164 @@
+"""Wide products against float64, and a row's bits in any company, at any place, under any plan."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from lowlat.executors.launcher import Launcher
+from lowlat.kernels.gemm.packing import PackedMatrix, gate_up_permutation, pack, rope_permutation, runs_of
+from lowlat.kernels.gemm.prefill.activation_layout import arranged_shape
+from lowlat.kernels.gemm.prefill.gemm import prefill_gemm
+from lowlat.kernels.gemm.prefill.plan import PrefillGemmPlan, partials_shape, plan_prefill_gemm, plans_of
+from lowlat.kernels.toolchain.kernel import KernelCall
+
+pytestmark = pytest.mark.gpu
+
+SHAPES = ((8, 8), (200, 72), (5120, 2880), (4096, 14336))
+ROWS = (64, 192, 256, 1024)
+
+
+@pytest.fixture(scope="module")
+def launcher() -> Launcher:
+    """One launcher for all tests."""
+    return Launcher(torch.device("cuda", 0))
+
+
+def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
+    return (torch.randn(*shape, device="cuda") * scale).bfloat16()
+
+
+class Product:
+    """A weight, and what its products want."""
+
+    def __init__(
+        self, launcher: Launcher, width: int, depth: int, order: torch.Tensor | None = None, *, bias: bool = False
+    ) -> None:
+        self.launcher, self.weight = launcher, random(width, depth, scale=depth**-0.5)
+        self.packed: PackedMatrix = pack(self.weight, order)
+        self.plain_bias = random(width) if bias else None
+        self.bias, self.columns = self.plain_bias, None
+        if order is not None:
+            self.columns = runs_of(order).cuda()
+            if self.plain_bias is not None:
+                self.bias = self.plain_bias[order.cuda()].contiguous()
+
+    def plans(self, rows: int) -> list[PrefillGemmPlan]:
+        return plans_of(rows, self.packed.rows, self.packed.columns, self.launcher.card)
+
+    def calls(self, rows: int, plan: PrefillGemmPlan) -> list[KernelCall]:
+        """Over memory that nobody has written."""
+        return self._calls(torch.empty(rows, self.weight.shape[1], device="cuda", dtype=torch.bfloat16), plan)[0]
+
+    def start(self, x: torch.Tensor, plan: PrefillGemmPlan | None = None) -> Callable[[], torch.Tensor]:
+        """A function that launches, without waiting, and gives the product's buffer."""
+        if plan is None:
+            plan = plan_prefill_gemm(x.shape[0], self.packed.rows, self.packed.columns, self.launcher.card)
+        calls, out = self._calls(x, plan)
+
+        def launch() -> torch.Tensor:
+            self.launcher.run(*calls)
+            return out
+
+        return launch
+
+    def _calls(self, x: torch.Tensor, plan: PrefillGemmPlan) -> tuple[list[KernelCall], torch.Tensor]:
+        rows = x.shape[0]
+        arranged = torch.full(arranged_shape(rows, self.packed.columns), torch.nan, device="cuda", dtype=torch.bfloat16)
+        partials = torch.full(
+            partials_shape(plan, rows, self.packed.rows, self.packed.columns), torch.nan, device="cuda"
+        )
+        out = torch.full((rows, self.packed.rows), torch.nan, device="cuda")
+        calls = prefill_gemm(
+            x=x, weight=self.packed, bias=self.bias, columns=self.columns, arranged=arranged, partials=partials,
+            out=out, card=self.launcher.card, plan=plan,
+        )  # fmt: skip
+        return calls, out
+
+    def run(self, x: torch.Tensor, plan: PrefillGemmPlan | None = None) -> torch.Tensor:
+        return self.start(x, plan)()
+
+    def want(self, x: torch.Tensor) -> torch.Tensor:
+        exact = x.double() @ self.weight.double().t()
+        return exact if self.plain_bias is None else exact + self.plain_bias.double()
+
+
+def where(found: torch.Tensor, want: torch.Tensor) -> str:
+    """Which rows and columns of a product are wrong, to learn from one run."""
+    wrong = ((found.double() - want).abs() > 0.02 * want.abs().max()) | found.isnan()
+    rows, columns = wrong.any(1).nonzero().flatten(), wrong.any(0).nonzero().flatten()
+    few = found[:4, :8].tolist(), want[:4, :8].tolist()
+    return (
+        f"{int(wrong.sum())} of {wrong.numel()} wrong, {int(found.isnan().sum())} NaN; {len(rows)} rows: "
+        f"{rows[:24].tolist()}; {len(columns)} columns: {columns[:40].tolist()}; begins {few}"
+    )
+
+
+def check(found: torch.Tensor, want: torch.Tensor) -> None:
+    error = float((found.double() - want).norm() / want.norm())
+    assert error < 1e-5, f"{error}: {where(found, want)}"
+
+
+@pytest.mark.parametrize(("width", "depth"), SHAPES)
+def test_product_is_torch_s(launcher: Launcher, width: int, depth: int) -> None:
+    product = Product(launcher, width, depth, bias=True)
+    for rows in (64, 512):
+        x = random(rows, depth)
+        check(product.run(x), product.want(x))
+
+
+@pytest.mark.parametrize(
+    ("order", "depth"),
+    [(gate_up_permutation(14336), 4096), (gate_up_permutation(40), 200), (rope_permutation(40, 8, 128), 4096)],
+)
+def test_rows_that_were_packed_in_another_order_come_out_in_theirs(
+    launcher: Launcher, order: torch.Tensor, depth: int
+) -> None:
+    product = Product(launcher, len(order), depth, order, bias=True)
+    x = random(128, depth)
+    check(product.run(x), product.want(x))
+
+
+@pytest.mark.parametrize(("width", "depth"), [(264, 1000), (2880, 4096)])
+def test_neither_plans_nor_company_change_a_bit_of_a_row(launcher: Launcher, width: int, depth: int) -> None:
+    product, row = Product(launcher, width, depth), random(1, depth)
+    launcher.compile_ahead(call for rows in ROWS for plan in product.plans(rows) for call in product.calls(rows, plan))
+    alone = torch.zeros(64, depth, device="cuda", dtype=torch.bfloat16)
+    alone[0] = row
+    bits = product.run(alone)[0]
+    for rows in ROWS:
+        x = random(rows, depth, scale=4.0)
+        first = product.run(x)
+        check(first, product.want(x))
+        for plan in product.plans(rows):
+            found = product.run(x, plan)
+            assert torch.equal(found, first), f"{rows} rows, {plan}: {where(found, first.double())}"
+            for place in (0, 7, 63, rows // 2 + 5, rows - 1):
+                mixed = x.clone()
+                mixed[place] = row
+                if place != 7:
+                    mixed[place - 1], mixed[(place + 1) % rows] = torch.nan, torch.inf
+                assert torch.equal(product.run(mixed, plan)[place], bits), (rows, place, plan)
+
+
+def test_a_row_that_is_not_finite_spoils_itself_alone(launcher: Launcher) -> None:
+    product, x = Product(launcher, 6144, 4096), random(256, 4096)
+    clean = product.run(x)
+    x[100, 4000], x[3, 0] = torch.nan, torch.nan
+    spoilt = product.run(x)
+    others = [row for row in range(256) if row not in (3, 100)]
+    assert torch.equal(spoilt[others], clean[others])
+    assert spoilt[[3, 100]].isnan().all()
+
+
+def test_launches_behind_each_other_do_not_meet(launcher: Launcher) -> None:
+    products = [Product(launcher, width, depth) for width, depth in ((6144, 4096), (264, 1000), (2880, 4096))]
+    rows = (192, 64, 512)
+    chosen = [(product, random(count, product.weight.shape[1])) for count in rows for product in products]
+    wanted = [product.run(x) for product, x in chosen]
+    torch.cuda.synchronize()
+    starts = [product.start(x) for product, x in chosen]
+    for _ in range(20):
+        found = [start() for start in starts]
+    for each, want in zip(found, wanted, strict=True):
+        assert torch.equal(each, want)

@@ -1,0 +1,110 @@
+"""The EAGLE3 head in plain torch, from the paper's equations and the checkpoint's own tensors; no lowlat code.
+
+A row j of the head takes the token after position j and the feature of position j: the fc of the target's captured
+residual streams where the target has run, its own fed-back state where it has not. Every call computes the whole
+sequence afresh: no cache, no rows laid out in advance.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+__all__ = ["PaperDraftModel"]
+
+WINDOW_SINKS = 4  # rows that a windowed head keeps seeing
+
+
+class PaperDraftModel:
+    """One head over one target, from config.json and tensors in the speculators' names."""
+
+    def __init__(
+        self, config: dict[str, Any], tensors: dict[str, torch.Tensor], target: Any, window: int | None = None
+    ) -> None:
+        self.config, self.layer, self.tensors = config, config["transformer_layer_config"], tensors
+        self.embedding = tensors.get("embed_tokens.weight", target.model.embed_tokens.weight)
+        self.lm_head = tensors.get("lm_head.weight", target.lm_head.weight)
+        self.offsets = tensors.get("d2t", torch.zeros(self.lm_head.shape[0], dtype=torch.int64))
+        self.window = window
+
+    def features(self, captured: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The target's residual streams, each [n, Ht], low to high -> g [n, H]."""
+        if self.config["fc_norm"]:
+            captured = [self._norm(x, f"fc_norm.{k}") for k, x in enumerate(captured)]
+        joined = torch.cat(list(captured), dim=-1)
+        if self.config["norm_before_fc"]:
+            joined = self._norm(joined, "input_norm")
+        return joined @ self.tensors["fc.weight"].T
+
+    def draft_logits(self, tokens: Sequence[int], features: torch.Tensor, drafted: Sequence[int]) -> torch.Tensor:
+        """Draft logits [d + 1, Vd] after the tokens x[0..n], and after each of the d drafted ones.
+
+        features are g [n, H] of x[0..n-1]; the head's own states stand in for those of x[n] and of the drafts.
+        """
+        following, states, logits = list(tokens[1:]), features, []
+        for token in (*drafted, None):
+            feedback, row = self._forward(following, states)
+            logits.append(row)
+            states = torch.cat((states, feedback[None]))
+            following += [] if token is None else [token]
+        return torch.stack(logits)
+
+    def draft_chain(self, tokens: Sequence[int], features: torch.Tensor, depth: int) -> list[int]:
+        """The greedy chain of `depth` drafts, as target ids; arguments as in `draft_logits`."""
+        chain: list[int] = []
+        for _ in range(depth):
+            chain += self.target_ids(self.draft_logits(tokens, features, chain)[-1], 1)
+        return chain
+
+    def target_ids(self, logits: torch.Tensor, count: int) -> list[int]:
+        """The target's ids of the likeliest draft ids [Vd], likeliest first."""
+        best = logits.topk(count).indices
+        return (best + self.offsets[best]).tolist()
+
+    def _forward(self, tokens: Sequence[int], g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """All rows; of the last one, the state to feed back [H] and the logits [Vd]."""
+        e = self.embedding[torch.tensor(list(tokens))]
+        normed = self._norm(g, "layers.0.hidden_norm")
+        a = torch.cat((self._norm(e, "layers.0.input_layernorm"), normed), dim=-1)
+        r = normed if self.config["norm_before_residual"] else g
+        h1 = r + self._attend(a)
+        m = self._norm(h1, "layers.0.post_attention_layernorm")
+        gated = F.silu(self._linear(m, "mlp.gate_proj")) * self._linear(m, "mlp.up_proj")
+        h2 = h1 + self._linear(gated, "mlp.down_proj")
+        z = self._norm(h2, "norm")
+        return (z if self.config["norm_output"] else h2)[-1], z[-1] @ self.lm_head.T
+
+    def _attend(self, a: torch.Tensor) -> torch.Tensor:
+        count, width = a.shape[0], self.layer["head_dim"]
+        heads, kv_heads = self.layer["num_attention_heads"], self.layer["num_key_value_heads"]
+        q = self._linear(a, "self_attn.q_proj").view(count, heads, width)
+        k = self._linear(a, "self_attn.k_proj").view(count, kv_heads, width)
+        v = self._linear(a, "self_attn.v_proj").view(count, kv_heads, width)
+        if "layers.0.self_attn.q_norm.weight" in self.tensors:
+            q = self._norm(q, "layers.0.self_attn.q_norm")
+            k = self._norm(k, "layers.0.self_attn.k_norm")
+        q, k = self._rotate(q), self._rotate(k)
+        k, v = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (k, v))
+        scores = torch.einsum("ihd,jhd->hij", q, k) / width**0.5
+        i, j = torch.arange(count)[:, None], torch.arange(count)[None]
+        visible = j <= i
+        if self.window is not None:
+            visible &= (j > i - self.window) | (j < WINDOW_SINKS)
+        weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+        mixed = torch.einsum("hij,jhd->ihd", weights, v).reshape(count, heads * width)
+        return self._linear(mixed, "self_attn.o_proj")
+
+    def _rotate(self, x: torch.Tensor) -> torch.Tensor:
+        """Rotary embedding [n, heads, D], the halves of a head paired."""
+        half = x.shape[-1] // 2
+        angles = torch.arange(x.shape[0])[:, None] * self.layer["rope_theta"] ** (-torch.arange(half) / half)
+        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+        low, high = x[..., :half], x[..., half:]
+        return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
+
+    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return F.rms_norm(x, x.shape[-1:], self.tensors[f"{name}.weight"], self.layer["rms_norm_eps"])
+
+    def _linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return F.linear(x, self.tensors[f"layers.0.{name}.weight"], self.tensors.get(f"layers.0.{name}.bias"))

@@ -1,0 +1,248 @@
+"""The thin products' kernel itself, walked thread by thread on a CPU: what it computes, copies, waits for and leaves.
+
+Small sizes; the walker checks every address, and copies arrive both as late and as early as they can.
+"""
+
+import dataclasses
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from kernel_inventory import B200, CARDS
+from kernel_walk import Walker, walkable
+from rowwise_cases import canonical_norm, flags
+from selection_cases import best_of, best_pairs
+
+from lowlat.errors import ShapeError
+from lowlat.kernels.gemm.decode.gemm import NormPrologue, PartialArgmax, decode_gemm, plan_decode_gemm, steps_to_hold
+from lowlat.kernels.gemm.packing import gate_up_permutation, pack, rope_permutation
+from lowlat.kernels.sampling.select import BROKEN, FINITE, INFINITY
+from lowlat.kernels.toolchain.kernel import H200, Card
+
+SHARED = ("common.activation", "common.handover", "common.norm_math", "common.norm_row", "rows.norm", "sampling.select")
+PARTS = ("plan", "norm_prologue", "mainloop", "partial_argmax", "epilogue", "gemm")
+NAMES = (*SHARED, *(f"gemm.decode.{part}" for part in PARTS))
+SMALL = Card(2, 227 * 1024, (9, 0))
+
+
+def walked(walker: Walker) -> Any:
+    return walkable(walker, *NAMES)
+
+
+def run(walker: Walker, modules: list[ModuleType], changes: dict[str, int], **arguments: Any) -> None:
+    thin = modules[-1]
+    plan = thin.plan_decode_gemm(arguments["x"].shape[0], arguments["weight"].rows, SMALL)
+    for call in thin.decode_gemm(**arguments, card=SMALL, plan=dataclasses.replace(plan, **changes)):
+        walker.run(call)
+
+
+def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
+    return (torch.randn(*shape) * scale).bfloat16()
+
+
+def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x.double() @ weight.double().t()
+
+
+@pytest.mark.parametrize(
+    ("late", "rows", "width", "depth", "changes"),
+    [
+        (True, 1, 80, 600, {}),
+        (False, 1, 48, 1096, {"stages": 1, "weight_tiles": 1}),
+        (True, 2, 100, 200, {"stages": 3, "areas": 1}),
+        (False, 3, 80, 72, {"weight_tiles": 2, "stages": 2, "num_blocks": 2}),
+        (True, 8, 48, 640, {"stages": 2}),
+        (False, 9, 112, 64, {"weight_tiles": 4, "stages": 2, "areas": 1, "num_blocks": 1}),
+        (True, 19, 33, 128, {"stages": 1}),
+    ],
+)
+def test_a_product_is_torch_s(late: bool, rows: int, width: int, depth: int, changes: dict[str, int]) -> None:
+    """Tiles that end inside of a width and steps that end inside of a depth; more blocks' turns than one, pipelines
+    that hold less than a tile and more."""
+    x, weight, bias = random(rows, depth), random(width, depth, scale=depth**-0.5), random(width)
+    out = torch.full((rows, width), torch.nan)
+    walker = Walker(late)
+    with walked(walker) as modules:
+        run(walker, modules, changes, x=x, weight=pack(weight), bias=bias, out=out)
+    torch.testing.assert_close(out.double(), product(x, weight) + bias.double(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "changes"),
+    [
+        (1, 200, {}),
+        (3, 97, {"weight_tiles": 2, "stages": 2, "num_blocks": 2}),
+        (9, 130, {"num_blocks": 1}),
+        (19, 33, {"stages": 1}),
+    ],
+)
+def test_best_pairs_are_left_beside_a_product(rows: int, width: int, changes: dict[str, int]) -> None:
+    """Of equal numbers the lowest index; zeros of both signs are equal; places without a block; rows that hold what is
+    not finite, where that is asked for, or no number."""
+    x, weight = random(rows, 64), random(width, 64)
+    weight[width // 2] = weight[width - 2] = weight[width // 2 - 1]
+    if rows > 3:
+        x[1], x[2, 3], x[3, 0], x[4] = 0, torch.inf, torch.nan, -x[4].abs()
+        weight[:, 3] = weight[:, 3].abs()  # plus infinity alone
+    for limit in (FINITE, INFINITY):
+        out = torch.full((rows, width), torch.nan)
+        pairs = torch.full((rows, 5, 2), 77, dtype=torch.int32)
+        walker = Walker()
+        with walked(walker) as modules:
+            best = modules[-1].PartialArgmax(pairs, limit)
+            run(walker, modules, changes, x=x, weight=pack(weight), out=out, best=best)
+        (largest, low), (want, want_low) = best_of(pairs), best_of(best_pairs(out, limit, blocks=1))
+        assert torch.equal(largest, want)
+        whole = largest != BROKEN
+        assert torch.equal(low[whole], want_low[whole])
+        assert not pairs[:, changes.get("num_blocks", 2) :].any()
+        if rows > 3:
+            assert whole.tolist() == [row != 3 and (row != 2 or limit == INFINITY) for row in range(rows)]
+
+
+def test_best_pairs_want_places_and_float32() -> None:
+    x, weight = random(2, 64), pack(random(48, 64))
+    for options, message in (
+        ({"out": torch.empty(2, 48).bfloat16()}, "float32 rows, not of bfloat16"),
+        ({"best": PartialArgmax(torch.zeros(2, 1, 2, dtype=torch.int32), FINITE)}, "best.pairs has 1 places a row"),
+        ({"best": PartialArgmax(torch.zeros(3, 9, 2, dtype=torch.int32), FINITE)}, "best.pairs must"),
+    ):
+        good = {"out": torch.empty(2, 48), "best": PartialArgmax(torch.zeros(2, 9, 2, dtype=torch.int32), FINITE)}
+        with pytest.raises(ShapeError, match=message):
+            decode_gemm(x=x, weight=weight, card=SMALL, **{**good, **options})  # type: ignore[arg-type]
+
+
+def test_every_byte_of_the_weights_is_read_once() -> None:
+    x, weight = random(1, 320), random(112, 320)
+    walker = Walker()
+    packed = pack(weight)
+    with walked(walker) as modules:
+        run(walker, modules, {"weight_tiles": 1}, x=x, weight=packed, out=torch.empty(1, 112))
+    assert walker.bytes_copied == packed.num_bytes + 7 * x.numel() * 2  # and the row once for each tile
+
+
+@pytest.mark.parametrize("rows", [1, 5, 12])
+def test_residuals_and_activations(rows: int) -> None:
+    weight, residual = random(64, 96, scale=0.1), random(rows, 64)
+    x, live = random(rows, 96), torch.ones(rows, dtype=torch.uint8)
+    live[rows // 2] = 0
+    walker, out = Walker(), torch.full((rows, 64), torch.nan).bfloat16()
+    act = torch.full((rows, 32), torch.nan).bfloat16()
+    with walked(walker) as modules:
+        run(walker, modules, {}, x=x, weight=pack(weight), residual=residual, out=out)
+        gated = pack(weight, gate_up_permutation(32))
+        run(walker, modules, {}, x=x, weight=gated, silu=True, row_live=live, out=act)
+    wanted = product(x, weight)
+    torch.testing.assert_close(out.double(), residual.double() + wanted, rtol=2**-7, atol=1e-3)
+    want = torch.nn.functional.silu(wanted[:, :32]) * wanted[:, 32:]
+    want[live == 0] = 0
+    torch.testing.assert_close(act.double(), want, rtol=2**-7, atol=1e-3)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_queries_and_keys_are_rotated_and_the_cache_is_written(rows: int) -> None:
+    """Two slots of the other order, a dead row; what nobody writes stays."""
+    queries, groups, dim, depth, block, batch = 4, 2, 32, 64, 16, 2
+    heads = queries + 2 * groups
+    weight, bias = random(heads * dim, depth, scale=0.1), random(heads * dim)
+    order = rope_permutation(queries + groups, groups, dim)
+    count = batch * rows
+    x, live = random(count, depth), torch.ones(count, dtype=torch.uint8)
+    live[-1] = 0
+    angles = torch.rand(64, dim // 2) * 6
+    cos, sin = angles.cos(), angles.sin()
+    table = torch.tensor([[3, 1], [2, 5]], dtype=torch.int32)
+    slots, lens = torch.tensor([1, 0], dtype=torch.int32), torch.tensor([14, 3], dtype=torch.int32)
+    offsets = torch.arange(rows, dtype=torch.int32)
+    positions = (lens[:, None] + offsets).reshape(-1).contiguous()
+    walker = Walker()
+    caches = [torch.zeros(6, groups, block, dim).bfloat16() for _ in range(2)]
+    got = torch.full((count, queries, dim), torch.nan).bfloat16()
+    with walked(walker) as modules:
+        rotation = modules[-1].Rotation(
+            positions=positions, cos=cos, sin=sin, row_live=live, k_cache=caches[0], v_cache=caches[1],
+            block_table=table, slots=slots, write_lens=lens, offsets=offsets,
+        )  # fmt: skip
+        packed, ordered = pack(weight, order), bias[order].contiguous()
+        run(walker, modules, {}, x=x, weight=packed, bias=ordered, rotation=rotation, head_dim=dim, out=got)
+    qkv = (product(x, weight) + bias.double()).float().view(count, heads, dim)
+    parts = {name: torch.empty(count, number, dim).bfloat16() for name, number in (("q", queries), ("k", groups))}
+    for name, start in (("q", 0), ("k", queries)):
+        source = qkv[:, start : start + parts[name].shape[1]]
+        low, high = source.chunk(2, dim=-1)
+        c, s = cos[positions.long()][:, None], sin[positions.long()][:, None]
+        parts[name] = torch.cat((low * c - high * s, high * c + low * s), dim=-1)
+    torch.testing.assert_close(got.float(), parts["q"], rtol=2**-7, atol=2e-3)
+    for cache, want in zip(caches, (parts["k"], qkv[:, queries + groups :]), strict=True):
+        expected = torch.zeros(cache.shape)
+        for row in range(count):
+            if live[row]:
+                position = int(positions[row])
+                page = int(table[slots[row // rows], position // block])
+                expected[page, :, position % block] = want[row]
+        torch.testing.assert_close(cache.float(), expected, rtol=2**-7, atol=2e-3)
+
+
+def test_a_row_has_the_same_bits_in_any_company() -> None:
+    weight, row = pack(random(48, 520)), random(1, 520)
+    walker = Walker()
+    with walked(walker) as modules:
+        alone = torch.empty(1, 48)
+        run(walker, modules, {}, x=row, weight=weight, out=alone)
+        for rows, changes in ((2, {"stages": 1}), (11, {"areas": 1})):
+            x, out = torch.full((rows, 520), torch.nan).bfloat16(), torch.empty(rows, 48)
+            place = int(torch.randint(rows, (1,)))
+            x[place] = row[0]
+            run(walker, modules, changes, x=x, weight=weight, out=out)
+            assert torch.equal(out[place], alone[0])
+
+
+@pytest.mark.parametrize(
+    ("late", "rows", "width", "depth", "changes"),
+    [
+        (True, 1, 40, 136, {}),
+        (False, 3, 32, 200, {"stages": 1}),
+        (True, 1, 64, 576, {"stages": 2}),
+        (False, 2, 33, 72, {"weight_tiles": 2, "stages": 2, "num_blocks": 2}),
+        (True, 5, 16, 64, {"areas": 1}),
+        (True, 1, 16, 4096 + 72, {}),
+    ],
+)
+def test_rows_are_normed_in_every_block(late: bool, rows: int, width: int, depth: int, changes: dict[str, int]) -> None:
+    """What comes out has the bits of the norm and the product apart."""
+    eps, live = 1e-5, flags(rows)
+    x, weight, norm_weight = random(rows, depth), pack(random(width, depth)), random(depth)
+    normed = torch.where(live[:, None] != 0, canonical_norm(x, norm_weight, eps), 0).bfloat16()
+    got, want = torch.full((rows, width), torch.nan), torch.full((rows, width), torch.nan)
+    walker = Walker(late)
+    with walked(walker) as modules:
+        norm = modules[-1].NormPrologue(norm_weight, eps, live)
+        run(walker, modules, changes, x=x, weight=weight, out=got, norm=norm)
+        run(walker, modules, {}, x=normed, weight=weight, out=want)
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("card", [*CARDS.values(), B200], ids=str)
+def test_held_rows_leave_most_of_a_block_to_weights(card: Card) -> None:
+    for rows in (1, 2, 4, 8):
+        for depth in (64, 2880, 4096, 8192, 14336):
+            held = steps_to_hold(rows, depth, card)
+            assert held in (0, -(-depth // 64))
+            plan = plan_decode_gemm(rows, 4096, card, held)
+            assert plan.shared_bytes <= card.shared_bytes
+            assert not held or (plan.threads == 512 and 3 * held * 128 * plan.columns <= card.shared_bytes)
+    assert steps_to_hold(8, 4096, H200) == 64 and steps_to_hold(1, 14336, H200) == 224
+    assert not steps_to_hold(9, 64, H200) and not steps_to_hold(4, 14336, H200)
+
+
+def test_norms_that_do_not_fit_are_refused() -> None:
+    x, weight, out = random(4, 64), pack(random(16, 64)), torch.empty(4, 16)
+    for norm, message in (
+        (NormPrologue(random(72), 1e-5), "norm.weight must have shape"),
+        (NormPrologue(random(64), 1e-5, flags(3)), "row_live must have 4 entries"),
+    ):
+        with pytest.raises(ShapeError, match=message):
+            decode_gemm(x=x, weight=weight, out=out, norm=norm)
+    with pytest.raises(ShapeError, match="holds 9 rows of 64"):
+        decode_gemm(x=random(9, 64), weight=weight, out=torch.empty(9, 16), norm=NormPrologue(random(64), 1e-5))

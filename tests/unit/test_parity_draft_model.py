@@ -1,0 +1,217 @@
+"""The EAGLE3 head against plain torch from the paper's equations, fed with transformers' features."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from paper_draft_model import PaperDraftModel
+from recording import check_invariants, run_all, run_one
+from tiny_models import make_target, random_draft_model, residual_streams
+
+from lowlat import Runtime, SamplingParams, SpeculativeConfig
+
+TOLERANCE = 1e-4
+MAX_TOKENS = 24
+TREE = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (0, 1, 1))
+OPTIONS: dict[str, Any] = {"max_batch": 2, "max_context": 128, "block_size": 4, "prefill_chunk": 8} | {
+    "device": "cpu",
+    "dtype": "float32",
+}
+# how many drafts of each step are replaced by the true continuation: every length of acceptance occurs
+PLANTED = (0, 2, 1, 3, 0, 1, 2, 0, 3, 1)
+
+FLAGS: dict[str, Mapping[str, Any]] = {
+    "plain": {},
+    "norm_before_fc": {"norm_before_fc": True},
+    "fc_norm": {"fc_norm": True},
+    "norm_output": {"norm_output": True},
+    "norm_before_residual": {"norm_before_residual": True},
+    "both-residual-and-output": {"norm_before_residual": True, "norm_output": True},
+    "eagle-3.1": {"fc_norm": True, "norm_output": True},
+    "norms-before-fc": {"norm_before_fc": True, "norm_before_residual": True},
+    "own-embedding": {"own_embedding": True},
+    "other-width": {"hidden_size": 24, "own_embedding": True, "head_dim": 10},
+    "qk-norm": {"qk_norm": True},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "target-lm-head": {"own_lm_head": False},
+    "d2t": {"draft_vocab_size": 41},
+    "d2t-other-width": {"draft_vocab_size": 33, "hidden_size": 20, "own_embedding": True},
+    "one-kv-head": {"num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 12},
+    "rope-theta": {"rope_theta": 500.0},
+    "adjacent-captures": {"captures": (0, 1, 2)},
+    "repeated-captures": {"captures": (3, 3, 3)},
+    "all-at-once": (
+        {"norm_before_fc": True, "norm_output": True, "norm_before_residual": True, "qk_norm": True}
+        | {"draft_vocab_size": 50, "hidden_size": 24, "own_embedding": True}
+    ),
+}
+
+
+class Pair:
+    """A random target and head on disk, with the plain implementation of both."""
+
+    def __init__(self, path: Path, family: str, window: int | None = None, **flags: Any) -> None:
+        self.target_dir, self.head_dir, self.window = path / "target", path / "head", window
+        self.model = make_target(self.target_dir, family, seed=5)
+        config, tensors = random_draft_model(self.head_dir, self.model, seed=6, **flags)
+        self.paper = PaperDraftModel(config, tensors, self.model, window)
+        self.captures = config["eagle_aux_hidden_state_layer_ids"]
+
+    def load(self, depth: int, **speculative: Any) -> Runtime:
+        """A runtime that speculates; a head that does not load is an error."""
+        config = SpeculativeConfig(
+            model=self.head_dir,
+            num_speculative_tokens=depth,
+            draft_window=self.window,
+            strict=True,
+            **speculative,
+        )
+        return Runtime.load(self.target_dir, config, **OPTIONS)
+
+    def features(self, tokens: Sequence[int]) -> torch.Tensor:
+        """The fc of the target's true features of all tokens but the last, [n, H]."""
+        streams = residual_streams(self.model, list(tokens[:-1]))
+        return self.paper.features([streams[boundary] for boundary in self.captures])
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    """A random prompt."""
+    return torch.randint(0, 97, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def check_drafts(pair: Pair, runtime: Runtime, tokens: list[int], depth: int) -> None:
+    """What the last step drafted for the only request equals the paper's chain, and so do its logits."""
+    state = runtime.executor.state
+    slot = int(state["active"].nonzero())
+    assert int(state["num_drafts"][slot]) == depth
+    drafts = state["drafts"][slot, 1 : depth + 1].tolist()
+    features = pair.features(tokens)
+    assert drafts == pair.paper.draft_chain(tokens, features, depth)
+    expected = pair.paper.draft_logits(tokens, features, drafts[:-1])
+    scratch = runtime.executor.scratch(runtime.ladder.choose(1, depth))
+    found = torch.stack([scratch[f"draft.{level}.logits"][0] for level in range(depth)])
+    difference = (found - expected).abs().amax() / expected.abs().amax()
+    assert difference < TOLERANCE, f"relative difference {difference:.2e}"
+
+
+def plant(runtime: Runtime, continuation: Sequence[int], count: int) -> None:
+    """Replace the first drafts of the only request by its true continuation, so that they are accepted."""
+    drafts = runtime.executor.state["drafts"]
+    slot = int(runtime.executor.state["active"].nonzero())
+    drafts[slot, 1 : count + 1] = torch.tensor(continuation[:count], dtype=drafts.dtype)
+
+
+def drive(pair: Pair, runtime: Runtime, prompt: list[int], truth: list[int], depths: Sequence[int]) -> list[int]:
+    """Decode one request, checking every step's drafts; returns how many drafts each step accepted."""
+    name = runtime.submit(prompt, SamplingParams(max_tokens=MAX_TOKENS))
+    tokens, accepted, number = list(prompt), [], 0
+    while runtime.busy:
+        depth = depths[number % len(depths)]
+        outputs = runtime.step(depth)
+        if not outputs:
+            continue  # prefill
+        (output,) = outputs
+        tokens += output.token_ids
+        accepted.append(len(output.token_ids) - 1)
+        number += 1
+        if output.finish_reason is None and depth:
+            check_drafts(pair, runtime, tokens, depth)
+            done = len(tokens) - len(prompt)
+            plant(runtime, truth[done:], min(PLANTED[number % len(PLANTED)], depth, MAX_TOKENS - done))
+    check_invariants(runtime)
+    assert tokens == prompt + truth, name
+    return accepted
+
+
+@pytest.mark.parametrize(
+    ("name", "family"), [(name, ("llama", "gpt_oss")[number % 2]) for number, name in enumerate(FLAGS)]
+)
+def test_drafts_equal_the_paper_after_every_acceptance(name: str, family: str, tmp_path: Path) -> None:
+    pair = Pair(tmp_path, family, **FLAGS[name])
+    prompt = prompt_of(21)
+    with pair.load(3) as runtime:
+        truth = run_one(runtime, prompt_of(21), SamplingParams(max_tokens=MAX_TOKENS), depth=0)
+        accepted = drive(pair, runtime, prompt, truth, depths=[3])  # its prefix is reused
+    assert set(accepted) >= {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("length", [1, 2, 8, 9, 10, 33])
+def test_drafts_equal_the_paper_at_every_length_of_prompt(length: int, tmp_path: Path) -> None:
+    """One token, whole chunks, one more and one less than a chunk."""
+    pair = Pair(tmp_path, "qwen3")
+    prompt = prompt_of(length, seed=length)
+    with pair.load(2) as runtime:
+        runtime.submit(prompt, SamplingParams(max_tokens=MAX_TOKENS, seed=1))
+        cold = next(iter(run_all(runtime, depth=2).values()))
+        drive(pair, runtime, prompt, cold, depths=[2])
+
+
+@pytest.mark.parametrize("depths", [(3, 0, 0, 2, 0, 5), (0, 7), (1, 4, 2, 0), (6,)])
+def test_drafts_equal_the_paper_when_the_depth_changes(depths: tuple[int, ...], tmp_path: Path) -> None:
+    """Steps without speculation extend the head's KV as well, so drafts after them are as good as ever."""
+    pair = Pair(tmp_path, "llama", fc_norm=True)
+    prompt = prompt_of(11)
+    with pair.load(7) as runtime:
+        truth = run_one(runtime, prompt, SamplingParams(max_tokens=MAX_TOKENS), depth=0)
+        drive(pair, runtime, prompt, truth, depths)
+
+
+@pytest.mark.parametrize("window", [1, 3, 7, 16])
+def test_a_draft_window_keeps_the_first_rows_and_the_last(window: int, tmp_path: Path) -> None:
+    pair = Pair(tmp_path, "llama", window=window)
+    prompt = prompt_of(30)
+    with pair.load(3) as runtime:
+        truth = run_one(runtime, prompt, SamplingParams(max_tokens=MAX_TOKENS), depth=0)
+        drive(pair, runtime, prompt, truth, depths=[3])
+    pair.paper.window = None
+    features = pair.features(prompt)
+    plain = pair.paper.draft_logits(prompt, features, ())
+    pair.paper.window = window
+    assert not torch.allclose(plain, pair.paper.draft_logits(prompt, features, ()))
+
+
+def test_capture_layers_override_those_of_the_head(tmp_path: Path) -> None:
+    pair = Pair(tmp_path, "llama")
+    pair.captures = [1, 1, 3]
+    prompt = prompt_of(12)
+    with pair.load(3, capture_layers=(1, 1, 3)) as runtime:
+        truth = run_one(runtime, prompt, SamplingParams(max_tokens=MAX_TOKENS), depth=0)
+        drive(pair, runtime, prompt, truth, depths=[3])
+
+
+@pytest.mark.parametrize("name", ["plain", "norm_output", "d2t", "other-width"])
+def test_a_trees_nodes_are_the_papers_likeliest_children(name: str, tmp_path: Path) -> None:
+    """Node (0, 1) is the second likeliest token after the likeliest: by the paper, along each path on its own."""
+    pair = Pair(tmp_path, "llama", **FLAGS[name])
+    prompt = prompt_of(14)
+    with pair.load(3, tree=TREE) as runtime:
+        truth = run_one(runtime, prompt, SamplingParams(max_tokens=MAX_TOKENS), depth=0)
+        runtime.submit(prompt, SamplingParams(max_tokens=MAX_TOKENS))
+        tokens, count = list(prompt), 0
+        while runtime.busy:
+            outputs = runtime.step(3)
+            tokens += [token for output in outputs for token in output.token_ids]
+            if not outputs or outputs[0].finish_reason:
+                continue
+            drafted = check_tree(pair, runtime, tokens)
+            done, rows = len(tokens) - len(prompt), runtime.executor.state["drafts"]
+            if count % 2 and len(truth) > done + 1:  # the second child of the root, and its likeliest child
+                rows[0, drafted.index((1,)) + 1] = truth[done]
+                rows[0, drafted.index((1, 0)) + 1] = truth[done + 1]
+            count += 1
+        assert tokens == prompt + truth
+
+
+def check_tree(pair: Pair, runtime: Runtime, tokens: list[int]) -> list[tuple[int, ...]]:
+    """Every drafted node against the paper; returns the paths in order of nodes."""
+    paths = sorted(TREE, key=lambda path: (len(path), path))
+    state, features = runtime.executor.state, pair.features(tokens)
+    found = dict(zip(paths, state["drafts"][0, 1 : len(paths) + 1].tolist(), strict=True))
+    assert int(state["num_drafts"][0]) == len(paths)
+    for path in paths:
+        above = [found[path[:depth]] for depth in range(1, len(path))]
+        logits = pair.paper.draft_logits(tokens, features, above)[-1]
+        assert found[path] == pair.paper.target_ids(logits, path[-1] + 1)[-1], path
+    return paths
