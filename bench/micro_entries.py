@@ -14,7 +14,7 @@ from bench.dense_cases import LLAMA_8B, Case, make_weights
 from bench.lowlat_step import GraphStep
 from bench.micro import Entry
 from lowlat.executors.launcher import Launcher
-from lowlat.executors.lowering.lowering import Group
+from lowlat.executors.lowering.lower import LoweredGroup
 from lowlat.speculators.tree.topology import TreeTopology
 
 __all__ = ["chain", "tree"]
@@ -42,7 +42,7 @@ def _entries(launcher: Launcher, topology: TreeTopology | None, prefix: str) -> 
     weights = make_weights(GEOMETRY, launcher.device)
     step = GraphStep(GEOMETRY, Case(4, 1024, 3), weights, launcher.device, topology)
     _kept.append(step)
-    groups: dict[str, Group] = {}
+    groups: dict[str, LoweredGroup] = {}
     for group in step.executor.groups(step.bucket):
         if not any(op.kind in LARGE for op in group.ops):
             groups.setdefault(" + ".join(dict.fromkeys(op.kind for op in group.ops)), group)

@@ -1,4 +1,8 @@
-"""Capturing launches into a CUDA graph, and the audit of what was captured. It knows no kernel by name."""
+"""Capturing launches into a CUDA graph, and the audit of what was captured. It knows no kernel by name.
+
+Launches of a library's operations are captured like those of kernels, from torch's current stream. Memory that the
+library takes meanwhile must come from a pool that lives as long as the graph: that is the caller's.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -6,11 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowlat.errors import DeviceError, LowlatError
-from lowlat.graphs.launch import Launch
+from lowlat.graphs.launch import KernelLaunch, Launch
 
 __all__ = ["CapturedGraph", "audit", "capture", "capture_loop"]
 
 KERNEL = "KernelNode"
+LIBRARY = ("KernelNode", "MemcpyNode", "MemsetNode")  # a library's operations may leave these
 CONDITIONAL = ("WhileNode", "ConditionalNode")  # drivers before CUDA 13.2 do not tell which conditional node it is
 
 
@@ -36,17 +41,19 @@ class CapturedGraph:
 def capture(stream: Any, launches: Sequence[Launch]) -> CapturedGraph:
     """Capture launches in order.
 
-    Raises DeviceError where the graph holds anything but those kernels, or the driver refuses what is captured; the
-    stream is as before.
+    Raises DeviceError where the graph holds anything but those kernels and what a library's operations launch, or the
+    driver refuses what is captured; the stream is as before.
     """
     with _building(stream) as builder:
         for launch in launches:
             launch.issue(builder)
         builder.end_building()
-        audit(_kinds(builder.graph_definition), len(launches))
+        kinds = _kinds(builder.graph_definition)
+        num_ours = sum(isinstance(launch, KernelLaunch) for launch in launches)
+        audit(kinds, num_ours, library=num_ours < len(launches))
         graph = builder.complete()
     graph.upload(stream)
-    return CapturedGraph(graph, len(launches))
+    return CapturedGraph(graph, kinds.count(KERNEL))
 
 
 def capture_loop(stream: Any, body: Callable[[int], Iterable[Launch]]) -> CapturedGraph:
@@ -87,10 +94,15 @@ def _building(stream: Any) -> Iterator[Any]:
         raise DeviceError(f"a step cannot be captured: {error}") from error  # cuda.core's own has no public name
 
 
-def audit(kinds: Sequence[str], expected: int) -> None:
-    """Check that a capture holds `expected` kernels and nothing else: no copy, allocation, host call or event."""
-    others = sorted({kind for kind in kinds if kind != KERNEL})
-    if others or len(kinds) != expected:
+def audit(kinds: Sequence[str], expected: int, *, library: bool = False) -> None:
+    """Check that a capture holds `expected` kernels and nothing else: no copy, allocation, host call or event.
+
+    library  a library's operations were captured, too: they may add kernels, copies and fills, but nothing that waits,
+             allocates or calls the host
+    """
+    others = sorted({kind for kind in kinds if kind not in (LIBRARY if library else (KERNEL,))})
+    count = kinds.count(KERNEL)
+    if others or count < expected or (count > expected and not library):
         raise DeviceError(
             f"a captured step must hold {expected} kernels, it holds {len(kinds)} nodes, others: {others}"
         )

@@ -1,13 +1,19 @@
-"""One launch of a loaded kernel on a stream or into a graph under construction. It knows no kernel by name."""
+"""Launches on a stream or into a graph under construction: of a loaded kernel, or of a library's operations.
 
+It knows no kernel by name.
+"""
+
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Launch"]
+import torch
+
+__all__ = ["KernelLaunch", "Launch", "LibraryLaunch"]
 
 
 @dataclass(frozen=True)
-class Launch:
+class KernelLaunch:
     """A loaded kernel, its configuration and its marshalled arguments, ready to be issued any number of times.
 
     name       for profiles and audits
@@ -26,3 +32,23 @@ class Launch:
         from cuda.core import launch
 
         launch(target, self.config, self.kernel, *self.arguments)
+
+
+@dataclass(frozen=True)
+class LibraryLaunch:
+    """A call of torch's operations, which go to torch's current stream: it must be the one that is issued to.
+
+    function  called with `arguments`; it must not wait for the device
+    """
+
+    name: str
+    function: Callable[..., None]
+    arguments: Mapping[str, Any]
+
+    def issue(self, target: Any) -> None:
+        """Run on torch's current stream; where that is being captured, the graph records what it launches."""
+        with torch.inference_mode():
+            self.function(**self.arguments)
+
+
+Launch = KernelLaunch | LibraryLaunch

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from lowlat.executors.eager import EagerExecutor
-from lowlat.executors.lowering.lowering import Group
+from lowlat.executors.lowering.lower import LoweredGroup
 from lowlat.executors.reference import bind
 from lowlat.graphs import Bucket
 from lowlat.program.program import Op, Program
@@ -31,7 +31,7 @@ class Lockstep:
         self.compared: dict[str, int] = {}
         self.problems: list[str] = []
         self._before: dict[str, torch.Tensor] = {}
-        self._groups: list[Group] = []
+        self._groups: list[LoweredGroup] = []
         self._place, self._seen = 0, 0
         executor.set_hook(self._after)
 
@@ -53,7 +53,7 @@ class Lockstep:
         self._place, self._seen = self._place + 1, 0
         self._compare(group)
 
-    def _compare(self, group: Group) -> None:
+    def _compare(self, group: LoweredGroup) -> None:
         program = self.executor.program(self._bucket)
         part = Program(program.name, group.ops, program.buffers, program.constants)
         with torch.inference_mode():

@@ -10,9 +10,9 @@ import torch
 
 from lowlat.executors.allocation import STATE_ROLES
 from lowlat.executors.device_weights import DeviceWeights
-from lowlat.executors.lowering.lowering import Group, Lowering, lower
-from lowlat.executors.lowering.rules import RULES
-from lowlat.executors.lowering.weight_layouts import expert_parts, weight_permutations
+from lowlat.executors.lowering.binding import Binding
+from lowlat.executors.lowering.lower import LoweredGroup, lower, weight_layouts
+from lowlat.executors.lowering.weight_parts import expert_parts, gemm_weights
 from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import Bucket, BufferSet, Role
 from lowlat.host.loading import make_geometry, make_topologies
@@ -32,18 +32,18 @@ CPU = torch.device("cpu")
 
 @dataclass
 class Lowered:
-    """A step's program, the memory it was lowered on, and the groups it became."""
+    """A program, the memory it was lowered on, and the groups it became."""
 
     program: Program
     buffers: Mapping[str, torch.Tensor]
     weights: DeviceWeights
     workspace: SharedWorkspace
-    groups: tuple[Group, ...]
+    groups: tuple[LoweredGroup, ...]
 
     @property
     def calls(self) -> list[KernelCall]:
-        """Every call, in order."""
-        return [call for group in self.groups for call in group.calls]
+        """Every launch of our kernels, in order."""
+        return [call for group in self.groups for call in group.kernel_calls]
 
     def owned(self) -> list[torch.Tensor]:
         """All memory that a call may point into."""
@@ -53,7 +53,10 @@ class Lowered:
 class Pair:
     """A target and perhaps its head, read from files, with the programs of any bucket."""
 
-    def __init__(self, target: Path, head: Path | None = None, *, dtype: str = "bfloat16", **speculation: Any) -> None:
+    def __init__(
+        self, target: Path, head: Path | None = None, *, dtype: str = "bfloat16", fuse: bool = True, **speculation: Any
+    ) -> None:
+        self.fuse = fuse
         self.target: LoadedTarget = load_target(target, dtype=dtype)
         self.head: LoadedDraftModel | None = None if head is None else load_draft_model(head, self.target.config)
         self.config: SpeculativeConfig | None = None
@@ -85,16 +88,18 @@ class Pair:
 
     def weights_on(self, device: torch.device) -> DeviceWeights:
         """The weights of all programs, packed, on a device."""
-        programs = [self.program(depth, 1) for depth in self.topologies]
-        ops = [op for program in (*programs, build_prefill(self.geometry)) for op in program.ops]
-        matrices = {op.weights["weight"] for op in ops if op.kind == "linear"}
-        return DeviceWeights(self.source, matrices, device, weight_permutations(programs), expert_parts(programs))
+        programs = [*(self.program(depth, 1) for depth in self.topologies), build_prefill(self.geometry)]
+        layouts = weight_layouts(programs, fuse=self.fuse)
+        return DeviceWeights(self.source, gemm_weights(programs), device, layouts, expert_parts(programs))
 
     def lower(self, depth: int, batch: int, card: Card = H200) -> Lowered:
         """A bucket's program, lowered; every buffer has memory of its own."""
-        program = self.program(depth, batch)
+        return self.lower_program(self.program(depth, batch), card)
+
+    def lower_program(self, program: Program, card: Card = H200) -> Lowered:
+        """Any program of the pair, lowered; every buffer has memory of its own."""
         specs = list(program.specs(*STATE_ROLES, Role.SCRATCH, Role.CONSTANT))
         buffers = BufferSet(specs, CPU, program.constants)
         workspace = SharedWorkspace(CPU)
-        groups = lower(Lowering(program, buffers, self.weights, card, workspace), RULES)
+        groups = lower(Binding(program, buffers, self.weights, card, workspace), fuse=self.fuse)
         return Lowered(program, buffers, self.weights, workspace, groups)

@@ -1,5 +1,6 @@
-"""One chunk of prefill by torch and its kernels beside the reference: whole programs of small models."""
+"""One chunk of prefill by its launches on a card beside the reference: whole programs of small models."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,17 @@ from tiny_models import make_pair, mxfp4_target
 
 from lowlat.executors.allocation import STATE_ROLES, pinned_names
 from lowlat.executors.launcher import Launcher
-from lowlat.executors.prefill.arguments import ChunkArguments
-from lowlat.executors.prefill.chunk import BoundPrefill
+from lowlat.executors.lowering.binding import Binding
+from lowlat.executors.lowering.lower import lower
+from lowlat.executors.prefill_arguments import ChunkArguments
 from lowlat.executors.reference import bind
+from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import BufferSet, Role
+from lowlat.graphs.launch import Launch
 from lowlat.program.program import Program
 from lowlat.step.prefill import build_prefill
 
-__all__ = ["NAMES", "chunk_differences", "make_named", "make_prefill"]
+__all__ = ["NAMES", "Prefill", "chunk_differences", "make_named", "make_prefill"]
 
 NAMES = ("llama", "gpt_oss", "mxfp4")
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 64}
@@ -42,36 +46,48 @@ def _fill(buffers: Any, vocab_size: int, live: int) -> None:
     buffers["prefill_draft_positions"].copy_((torch.arange(size) - 1).clamp(min=0))
 
 
-def make_prefill(
-    pair: Pair, program: Program, device: torch.device, launcher: Launcher | None = None
-) -> tuple[BoundPrefill, ChunkArguments, BufferSet]:
-    """A pair's prefill, its arguments, and its buffers as the host sees them."""
+@dataclass
+class Prefill:
+    """A pair's prefill on a card, its arguments, and its buffers as the host sees them."""
+
+    launcher: Launcher
+    launches: list[Launch]
+    arguments: ChunkArguments
+    buffers: BufferSet
+    held: list[Any]  # what the launches point into
+
+    def run(self) -> None:
+        """Issue everything on torch's current stream."""
+        self.launcher.issue(self.launches)
+
+
+def make_prefill(pair: Pair, program: Program, launcher: Launcher) -> Prefill:
+    """Lower a prefill program over buffers of its own."""
+    device = launcher.device
     specs = list(program.specs(*STATE_ROLES, Role.SCRATCH, Role.CONSTANT))
     constants = {name: content.to(device) for name, content in program.constants.items()}
     arguments = ChunkArguments(program, device)
-    pinned = pinned_names(specs) if device.type == "cuda" else ()
-    buffers = BufferSet(specs, device, constants, pinned=pinned, given=arguments.host)
-    weights = pair.weights if device.type == "cpu" else pair.weights_on(device)
-    prefill = BoundPrefill(program, {**buffers, **arguments.device}, weights, launcher=launcher)
-    return prefill, arguments, buffers
+    buffers = BufferSet(specs, device, constants, pinned=pinned_names(specs), given=arguments.host)
+    weights, workspace = pair.weights_on(device), SharedWorkspace(device)
+    groups = lower(Binding(program, {**buffers, **arguments.device}, weights, launcher.card, workspace))
+    launches = launcher.load(call for group in groups for call in group.calls)
+    return Prefill(launcher, launches, arguments, buffers, [weights, workspace, groups])
 
 
-def chunk_differences(
-    pair: Pair, device: torch.device, launcher: Launcher | None = None, *, live: int | None = None
-) -> dict[str, torch.Tensor]:
-    """What a first chunk leaves in caches and features, against the reference on the CPU: of each position the
-    difference's norm over the typical norm of a position, by buffer.
+def chunk_differences(pair: Pair, launcher: Launcher, *, live: int | None = None) -> dict[str, torch.Tensor]:
+    """The differences that a first chunk leaves in caches and features to the reference on the CPU: of each position
+    the difference's norm over the typical norm of a position, by buffer.
 
     live   rows from the first on; None: all
     """
     program = build_prefill(pair.geometry)
-    prefill, chunk, found = make_prefill(pair, program, device, launcher)
+    prefill = make_prefill(pair, program, launcher)
+    found = prefill.buffers
     expected = BufferSet(found.specs.values(), torch.device("cpu"), program.constants)
     for buffers in (found, expected):
         _fill(buffers, pair.target.config.vocab_size, pair.geometry.prefill_chunk if live is None else live)
-    chunk.send()
+    prefill.arguments.send()
     prefill.run()
-    prefill.clear()
     with torch.inference_mode():
         for _, function, arguments in bind(program, expected, pair.source):
             function(**arguments)

@@ -1,4 +1,4 @@
-"""A slot whose cache holds a chunk's prefix and nothing else, and attention of the chunk: by torch, and its meaning."""
+"""A slot whose cache holds a chunk's prefix and nothing else, and attention of the chunk: its calls, and the reference."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from lowlat.executors.prefill.attention import prefill_attention, sight_of
-from lowlat.executors.prefill.flash import FlashAttention
-from lowlat.executors.prefill.kernels import Launches
-from lowlat.executors.prefill.room import AttentionRoom
-from lowlat.kernels.attention.gathered_rows import gathered_rows
+from lowlat.executors.device_weights import DeviceWeights
+from lowlat.executors.lowering.binding import Binding
+from lowlat.executors.lowering.prefill_attention import prefill_attention
+from lowlat.graphs import BufferSpec, Role
 from lowlat.kernels.reference.attention import attention
+from lowlat.program.program import Op, Program, Stage
 
 __all__ = ["BLOCK", "DIM", "GROUPS", "HEADS", "LONGEST", "SIZE", "SMALL", "Shape", "Slot", "close"]
 
@@ -66,37 +66,36 @@ class Slot:
         """What scores are multiplied by."""
         return float(self.shape.dim**-0.5)
 
-    def attend(self, sinks: torch.Tensor | None, **mask: Any) -> torch.Tensor:
-        """The chunk's live rows as they come of masks, on a CPU."""
-        size, block = self.shape.size, self.shape.block
-        whole = -(-(self.shape.longest + size) // block) * block
-        sight = sight_of(self.table, self.chunk, size=size, block=block, whole=whole, **mask)
-        out = self._out(size)
-        keys, values = self.caches
-        prefill_attention(self.q, keys, values, sight, sinks=sinks, out=out, scale=self.scale)
-        return out[: self.count]
-
     def prepare(
         self, launcher: Any, sinks: torch.Tensor | None, part: tuple[int, int] | None = None, **mask: Any
-    ) -> tuple[Callable[..., None], torch.Tensor]:
-        """What runs the chunk by flash attention, and its result; of a part, (first row, rows), as a chunk by itself.
+    ) -> tuple[Callable[[], None], torch.Tensor]:
+        """A function that runs the chunk's attention, and its result; of a part, (first row, rows), as a chunk alone.
 
-        Room and result are NaN before. Every run of the whole chunk reads `chunk` anew.
+        Workspaces and result are NaN before. Every run of the whole chunk reads `chunk` anew.
         """
         offset, size = part or (0, self.shape.size)
-        groups, dim, longest = self.shape.groups, self.shape.dim, self.shape.longest
-        room = AttentionRoom(2 * gathered_rows(size, longest, mask.get("window")) * groups * dim)
-        memory = torch.full((room.num_bytes,), 255, dtype=torch.uint8, device=self._device)
         chunk = self.chunk
         if part is not None:
             live = max(0, min(self.count - offset, size))
             chunk = torch.tensor([self.start + offset, live], dtype=torch.int32, device=self._device)
-        out, (keys, values) = self._out(size), self.caches
-        q, options = self.q[offset : offset + size], {"sinks": sinks, "out": out, "scale": self.scale, **mask}
-        launches = Launches(launcher)
-        run = FlashAttention(launches, longest, room, memory).attend(q, keys, values, self.table, chunk, **options)
-        launches.load()
-        return run, out
+        out, names = self._out(size), ("q", "k_cache", "v_cache", "block_table", "chunk")
+        tensors = (self.q[offset : offset + size], *self.caches, self.table, chunk)
+        held = {"sinks": sinks} if sinks is not None else {}
+        op = Op(
+            "prefill_attention", Stage.PREFILL, {name: name for name in names}, {"out": "out"},
+            {name: name for name in held}, {"scale": self.scale, "chunk_size": size, **mask},
+        )  # fmt: skip
+        tokens = BufferSpec("tokens", (1, self.shape.longest), torch.int32, Role.STATE)
+        program = Program("attention", (op,), {"tokens": tokens}, {})
+        buffers = {**dict(zip(names, tensors, strict=True)), "out": out}
+        weights = DeviceWeights(held, set(), self._device)
+        binding = Binding(program, buffers, weights, launcher.card, self._poisoned)
+        launches = launcher.load(prefill_attention(binding, op))
+        return lambda: launcher.issue(launches), out
+
+    def _poisoned(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        value = torch.nan if dtype.is_floating_point else -1
+        return torch.full(shape, value, dtype=dtype, device=self._device)
 
     def flash(
         self, launcher: Any, sinks: torch.Tensor | None, part: tuple[int, int] | None = None, **mask: Any

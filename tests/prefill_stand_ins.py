@@ -1,13 +1,13 @@
 """What stands for a card in attention of prefill on a CPU: the gathering kernel, and torch's flash attention."""
 
-from collections.abc import Callable, Iterable
-from types import SimpleNamespace
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from gather_cases import wanted_rows
 
-from lowlat.kernels.toolchain.kernel import H200, KernelCall
+from lowlat.executors.lowering.binding import Call, LibraryCall
+from lowlat.kernels.toolchain.kernel import H200
 
 __all__ = ["GatherLauncher", "flash_attention", "gather"]
 
@@ -20,22 +20,22 @@ def gather(*arguments: Any) -> None:
 
 
 class GatherLauncher:
-    """In place of a launcher, for calls of `gather_kv` alone."""
+    """In place of a launcher, for calls of `gather_kv` and of the library."""
 
     card = H200
 
-    def compile_ahead(self, calls: Iterable[KernelCall]) -> int:
-        """None is lacking."""
-        assert all(call.kernel.name.startswith("gather_kv") for call in calls)
-        return 0
+    def load(self, calls: Iterable[Call]) -> list[Call]:
+        """The calls themselves."""
+        return list(calls)
 
-    def stream(self) -> None:
-        """There is none."""
-
-    def prepare(self, call: KernelCall) -> Any:
-        """A launch."""
-        issue: Callable[[None], None] = lambda stream: gather(*call.arguments)  # noqa: E731
-        return SimpleNamespace(issue=issue)
+    def issue(self, launches: Iterable[Call]) -> None:
+        """Do what the calls mean."""
+        for call in launches:
+            if isinstance(call, LibraryCall):
+                call.function(**call.arguments)
+            else:
+                assert call.kernel.name.startswith("gather_kv")
+                gather(*call.arguments)
 
 
 def flash_attention(
@@ -48,7 +48,7 @@ def flash_attention(
     window: int | None,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `lowlat.executors.prefill.flash.flash_attention` says of torch's: it sees no row behind the lengths.
+    """The meaning of `prefill_attention.flash_attention`: it sees no row behind the lengths.
 
     A row that sees nothing is zero, and the logarithm of its sum inf.
     """

@@ -9,8 +9,9 @@ import torch
 
 from lowlat import Runtime
 from lowlat.executors.device_weights import DeviceWeights
-from lowlat.executors.lowering.lowering import Group, Lowering, lower
-from lowlat.executors.lowering.rules import RULES
+from lowlat.executors.lowering.binding import Binding
+from lowlat.executors.lowering.lower import LoweredGroup, lower
+from lowlat.executors.lowering.weight_parts import gemm_weights
 from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import Bucket
 from lowlat.kernels.toolchain.kernel import H200
@@ -24,7 +25,7 @@ __all__ = ["CPU", "cover", "record_of", "recorded"]
 CPU = torch.device("cpu")
 
 
-def cover(runtime: Runtime, target: Path, head: Path | None) -> Callable[[Bucket], tuple[Group, ...]]:
+def cover(runtime: Runtime, target: Path, head: Path | None) -> Callable[[Bucket], tuple[LoweredGroup, ...]]:
     """How the kernels would cover the runtime's steps, by bucket; the weights are read again from the directories."""
     loaded = load_target(target, dtype="bfloat16")
     weights = dict(loaded.weights)
@@ -32,12 +33,11 @@ def cover(runtime: Runtime, target: Path, head: Path | None) -> Callable[[Bucket
         weights.update(load_draft_model(head, loaded.config).weights)
     executor = runtime.executor
 
-    def groups(bucket: Bucket) -> tuple[Group, ...]:
+    def groups(bucket: Bucket) -> tuple[LoweredGroup, ...]:
         program = executor.program(bucket)
-        matrices = {op.weights["weight"] for op in program.ops if op.kind == "linear"}
-        placed = DeviceWeights(weights, matrices, CPU)
+        placed = DeviceWeights(weights, gemm_weights([program]), CPU)
         buffers = {**executor.state, **executor.scratch(bucket)}
-        return lower(Lowering(program, buffers, placed, H200, SharedWorkspace(CPU)), RULES)
+        return lower(Binding(program, buffers, placed, H200, SharedWorkspace(CPU)))
 
     return groups
 
@@ -56,7 +56,7 @@ def recorded(
     return events
 
 
-def record_of(groups: Callable[[Bucket], Sequence[Group]], bucket: Bucket, num_steps: int) -> Record:
+def record_of(groups: Callable[[Bucket], Sequence[LoweredGroup]], bucket: Bucket, num_steps: int) -> Record:
     """A `Record` that runs its function and answers with `num_steps` steps of the bucket."""
 
     def record(run: Callable[[], None], device: torch.device) -> list[KernelEvent]:

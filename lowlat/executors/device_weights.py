@@ -105,6 +105,11 @@ class DeviceWeights:
             self._orders[bias] = self.vector(bias)[:, order.to(self.device)].contiguous()
         return self._orders[bias]
 
+    def permutation(self, name: str) -> torch.Tensor | None:
+        """The permutation of the packed rows of a matrix, or of a GEMM's experts; None: they have their own order."""
+        packed = self._packed.get(name) or self._experts.get(name)
+        return None if packed is None else packed.order
+
     def places(self, name: str) -> torch.Tensor | None:
         """Where the rows of a packed matrix stand in it, [N] int64 on the device; None: where they stood before.
 
@@ -136,7 +141,7 @@ class DeviceWeights:
         """Every tensor that a launch may point into."""
         experts = [part for each in self._experts.values() for part in (each.words, each.scales) if part is not None]
         tiles = [matrix.tiles for matrix in self._packed.values()]
-        runs = [each for _, each in self._runs]
+        runs = [each for _, each in (*self._runs, *self._places)]
         return [*tiles, *experts, *runs, *self._plain.values(), *self._orders.values()]
 
     @property

@@ -1,4 +1,4 @@
-"""The eager executor: kernels launched one by one, an NVTX range a stage. For debugging and profiling."""
+"""The eager executor: launches issued one by one, an NVTX range a stage. For debugging and profiling."""
 
 from collections.abc import Mapping
 from itertools import groupby
@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from lowlat.executors import OpHook
-from lowlat.executors.kernel_executor import KernelExecutor
-from lowlat.executors.lowering.lowering import Group
+from lowlat.executors.kernel_executor import KernelExecutor, Size
+from lowlat.executors.lowering.lower import LoweredGroup
 from lowlat.graphs import Bucket
 from lowlat.graphs.launch import Launch
 from lowlat.program.program import Program
@@ -17,7 +17,7 @@ __all__ = ["EagerExecutor"]
 
 
 class EagerExecutor(KernelExecutor):
-    """Launches a bucket's kernels in order on its own stream; a bucket's kernels are compiled at its first step."""
+    """Issues a program's launches in order on its own stream; they are loaded when the program first runs."""
 
     name = "eager"
 
@@ -28,17 +28,18 @@ class EagerExecutor(KernelExecutor):
         weights: Mapping[str, torch.Tensor],
         device: torch.device,
         *,
+        fuse: bool = True,
         cache_directory: Path | None = None,
     ) -> None:
-        super().__init__(programs, prefills, weights, device, cache_directory=cache_directory)
-        self._prepared: dict[Bucket, list[tuple[Group, list[Launch]]]] = {}
+        super().__init__(programs, prefills, weights, device, fuse=fuse, cache_directory=cache_directory)
+        self._prepared: dict[Size, list[tuple[LoweredGroup, list[Launch]]]] = {}
         self._hook: OpHook | None = None
 
-    def step(self, bucket: Bucket) -> None:
-        """Launch one step; with a hook, wait after every group and call it for each of the group's operations."""
-        prepared = self._prepared.get(bucket)
+    def _run(self, size: Size) -> None:
+        prepared = self._prepared.get(size)
         if prepared is None:
-            prepared = self._prepared[bucket] = self.prepare(bucket)
+            prepared = self._prepared[size] = self.prepare(size)
+        hook = self._hook if isinstance(size, Bucket) else None
         with torch.cuda.stream(self.stream):
             stream = self.launcher.stream()
             for stage, run in groupby(prepared, key=lambda entry: entry[0].stage):
@@ -46,18 +47,18 @@ class EagerExecutor(KernelExecutor):
                     for group, launches in run:
                         for launch in launches:
                             launch.issue(stream)
-                        if self._hook is not None:
+                        if hook is not None:
                             self.synchronize()
-                            self._call_hook(self._hook, bucket, group)
+                            self._call_hook(hook, size, group)
 
-    def _call_hook(self, hook: OpHook, bucket: Bucket, group: Group) -> None:
-        buffers = {**self.state, **self._scratch[bucket]}
+    def _call_hook(self, hook: OpHook, size: Size, group: LoweredGroup) -> None:
+        buffers = {**self.state, **self._scratch[size]}
         for op in group.ops:
             names = {**op.reads, **op.writes}
             hook(op, {argument: buffers[name] for argument, name in names.items() if name not in group.hidden})
 
     def set_hook(self, hook: OpHook | None) -> None:
-        """Call `hook(op, arguments)` for the operations of a group after it; what the group hides is left out."""
+        """Call `hook(op, arguments)` for the operations of a step's group after it, without what the group hides."""
         self._hook = hook
 
     def close(self) -> None:

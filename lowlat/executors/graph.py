@@ -1,25 +1,24 @@
-"""The graph executor: every bucket's launches captured into a CUDA graph at the start, replayed for each step.
+"""The graph executor: every program's launches captured into a CUDA graph at the start, replayed each time it runs.
 
-Where it is asked to, it also captures each bucket as a loop: a WHILE node whose body is the step. A chunk of prefill is
-captured by torch, whose operations it runs, once for each number of positions.
+Where it is asked to, it also captures each bucket as a loop: a WHILE node whose body is the step.
 """
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from lowlat.errors import ConfigError, DeviceError
-from lowlat.executors.kernel_executor import POLLS_BETWEEN_CHECKS, KernelExecutor
-from lowlat.executors.lowering.lowering import Group
-from lowlat.executors.prefill.graphs import capture_prefills
+from lowlat.executors.kernel_executor import POLLS_BETWEEN_CHECKS, KernelExecutor, Size
+from lowlat.executors.lowering.binding import Call, LibraryCall
+from lowlat.executors.lowering.lower import LoweredGroup
 from lowlat.graphs import Bucket
 from lowlat.graphs.capture import CapturedGraph, capture, capture_loop
 from lowlat.graphs.launch import Launch
 from lowlat.kernels.moe.packing import PackedExperts
 from lowlat.kernels.step.publish import LoopControl, for_condition
-from lowlat.kernels.toolchain.kernel import KernelCall
 from lowlat.program.program import Program
 
 __all__ = ["CaptureProgress", "GraphExecutor"]
@@ -30,7 +29,7 @@ NO_CONDITION = 0  # stands for the handle of a condition that is made only while
 
 
 class GraphExecutor(KernelExecutor):
-    """Captures every bucket, the largest first, and prefill; after that nothing is allocated or compiled.
+    """Captures every bucket, the largest first, and all of prefill; then nothing is allocated or compiled any more.
 
     looping   capture every bucket as a loop, too; see `lowlat.executors.LoopingExecutor`
     progress  called with the bucket just captured, buckets done and buckets in all
@@ -48,11 +47,12 @@ class GraphExecutor(KernelExecutor):
         device: torch.device,
         *,
         looping: bool = False,
+        fuse: bool = True,
         cache_directory: Path | None = None,
         progress: CaptureProgress | None = None,
     ) -> None:
-        super().__init__(programs, prefills, weights, device, cache_directory=cache_directory)
-        self._graphs: dict[Bucket, CapturedGraph] = {}
+        super().__init__(programs, prefills, weights, device, fuse=fuse, cache_directory=cache_directory)
+        self._graphs: dict[Size, CapturedGraph] = {}
         self._loops: dict[Bucket, CapturedGraph] = {}
         with torch.cuda.stream(self.stream):
             self._core_stream = self.launcher.stream()
@@ -60,51 +60,57 @@ class GraphExecutor(KernelExecutor):
             self._stop_flag = torch.zeros(1, dtype=torch.int64, pin_memory=True)
             bodies = {bucket: self._lower(bucket, self._control()) for bucket in programs} if looping else {}
             self.launcher.compile_ahead(call for groups in bodies.values() for call in _calls(groups))
-            self._check_addresses([*(self.groups(bucket) for bucket in programs), *bodies.values()])
+            self._check_addresses([*self._groups.values(), *bodies.values()])
+            self._pool = torch.cuda.MemPool()  # of what a library's operations take: it must live as long as the graphs
+            self._run_once(prefills)
             for number, bucket in enumerate(programs):
                 self._graphs[bucket] = self._capture(bucket)
                 if looping:
                     self._loops[bucket] = self._capture_loop(bodies[bucket])
                 if progress is not None:
                     progress(bucket, number + 1, len(programs))
-            self._prefill_graphs = self._capture_prefills()
+            for size in sorted(prefills, reverse=True):
+                self._graphs[size] = self._capture(size)
         self._stop = self._stop_flag.numpy()
         self.synchronize()
 
     def _control(self) -> LoopControl:
         return LoopControl(NO_CONDITION, self.state["active"], self._loop_budget, self._stop_flag)
 
-    def _capture(self, bucket: Bucket) -> CapturedGraph:
-        launches = [launch for _, launches in self.prepare(bucket) for launch in launches]
-        return capture(self._core_stream, launches)
+    def _run_once(self, sizes: Iterable[int]) -> None:
+        """Run prefill over dead rows, so that libraries are loaded and the pool holds what they take."""
+        with self._failures(), torch.cuda.use_mem_pool(self._pool):
+            for size in sorted(sizes, reverse=True):
+                for _, launches in self.prepare(size):
+                    for launch in launches:
+                        launch.issue(self._core_stream)
 
-    def _capture_loop(self, groups: Sequence[Group]) -> CapturedGraph:
+    def _capture(self, size: Size) -> CapturedGraph:
+        launches = [launch for _, launches in self.prepare(size) for launch in launches]
+        with torch.cuda.use_mem_pool(self._pool):
+            return capture(self._core_stream, launches)
+
+    def _capture_loop(self, groups: Sequence[LoweredGroup]) -> CapturedGraph:
         """Capture a body that was lowered and compiled before: lowering may copy, which a capture would record."""
         prepared = [(call, self.launcher.prepare(call)) for call in _calls(groups)]
 
         def body(condition: int) -> Iterator[Launch]:
             for call, launch in prepared:
+                if isinstance(call, LibraryCall):
+                    raise DeviceError(f"{call.name} calls a library, which cannot be part of a loop on the device")
                 bound = for_condition(call, condition)
                 yield launch if bound is call else self.launcher.prepare(bound)
 
         return capture_loop(self._core_stream, body)
 
-    def _capture_prefills(self) -> dict[int, torch.cuda.CUDAGraph]:
-        with self._failures():
-            return capture_prefills(self._prefills, self.stream)
-
-    def _run_prefill(self, size: int) -> None:
-        self._prefill_graphs[size].replay()
-
-    def _check_addresses(self, bodies: Iterable[Sequence[Group]]) -> None:
+    def _check_addresses(self, bodies: Iterable[Sequence[LoweredGroup]]) -> None:
         owned = _Addresses([*self.owned(), self._loop_budget, self._stop_flag])
         for groups in bodies:
             for call in _calls(groups):
                 owned.check(call)
 
-    def step(self, bucket: Bucket) -> None:
-        """Replay a bucket's graph; its publication comes later, see `wait_published`."""
-        self._graphs[bucket].launch(self._core_stream)
+    def _run(self, size: Size) -> None:
+        self._graphs[size].launch(self._core_stream)
 
     def start_loop(self, bucket: Bucket, budget: int) -> None:
         """Start at most `budget` steps on the device. Raises ConfigError where no loops were captured."""
@@ -130,9 +136,9 @@ class GraphExecutor(KernelExecutor):
                 return bool(head[0] >= count)
         return True
 
-    def graph(self, bucket: Bucket) -> CapturedGraph:
-        """A bucket's graph."""
-        return self._graphs[bucket]
+    def graph(self, size: Size) -> CapturedGraph:
+        """The graph of a bucket, or of prefill over so many positions."""
+        return self._graphs[size]
 
     def loop(self, bucket: Bucket) -> CapturedGraph:
         """A bucket's loop. Raises KeyError where none was captured."""
@@ -150,13 +156,11 @@ class GraphExecutor(KernelExecutor):
             graph.close()
         self._graphs.clear()
         self._loops.clear()
-        for prefill in self._prefill_graphs.values():
-            prefill.reset()
-        self._prefill_graphs.clear()
+        del self._pool
         super().close()
 
 
-def _calls(groups: Sequence[Group]) -> Iterator[KernelCall]:
+def _calls(groups: Sequence[LoweredGroup]) -> Iterator[Call]:
     return (call for group in groups for call in group.calls)
 
 
@@ -172,12 +176,14 @@ class _Addresses:
                 self._starts.append(start)
                 self._ends.append(end)
 
-    def check(self, call: KernelCall) -> None:
+    def check(self, call: Call) -> None:
         """Raise DeviceError for a call that points elsewhere."""
-        for number, argument in enumerate(call.arguments):
+        arguments: Sequence[Any] = call.tensors if isinstance(call, LibraryCall) else call.arguments
+        name = call.name if isinstance(call, LibraryCall) else call.kernel.name
+        for number, argument in enumerate(arguments):
             if isinstance(argument, torch.Tensor) and argument.numel():
                 start = argument.data_ptr()
                 end = start + argument.numel() * argument.element_size()
                 place = bisect_right(self._starts, start) - 1
                 if place < 0 or end > self._ends[place]:
-                    raise DeviceError(f"kernel {call.kernel.name}: argument {number} lies in memory that nobody owns")
+                    raise DeviceError(f"{name}: argument {number} lies in memory that nobody owns")

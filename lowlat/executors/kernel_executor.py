@@ -1,11 +1,12 @@
-"""What the eager and the graph executor share: buffers, weights, lowered programs, prefill, the wait for the ring.
+"""The part that the eager and the graph executor share: buffers, weights, lowered programs, the wait for the ring.
 
-Everything a step touches is allocated here, before the first step: state on the device, the host's commands and the
-publications in pinned memory, one arena of scratch for all buckets and for prefill, workspaces. What torch takes while
-a chunk of prefill runs is its own: a captured one has that from its capture on.
+Everything that programs touch is allocated here, before the first step: state on the device, the host's commands and
+the publications in pinned memory, one arena of scratch for all programs, workspaces. A library's operations, in
+prefill, take memory of their own while they run.
 """
 
 import select
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,12 +18,10 @@ from lowlat.executors import OpHook
 from lowlat.executors.allocation import STATE_ROLES, SharedConstants, clear_blocks, first_rows, pinned_names
 from lowlat.executors.device_weights import DeviceWeights
 from lowlat.executors.launcher import Launcher
-from lowlat.executors.lowering.lowering import Group, Lowering, lower
-from lowlat.executors.lowering.rules import RULES
-from lowlat.executors.lowering.weight_layouts import expert_parts, weight_permutations
-from lowlat.executors.prefill.arguments import ChunkArguments
-from lowlat.executors.prefill.chunk import BoundPrefill
-from lowlat.executors.prefill.room import room_of
+from lowlat.executors.lowering.binding import Binding
+from lowlat.executors.lowering.lower import LoweredGroup, lower, weight_layouts
+from lowlat.executors.lowering.weight_parts import expert_parts, gemm_weights
+from lowlat.executors.prefill_arguments import ChunkArguments
 from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import Bucket, BufferSet, Role, aligned_bytes
 from lowlat.graphs.launch import Launch
@@ -30,17 +29,19 @@ from lowlat.kernels.moe.packing import PackedExperts
 from lowlat.kernels.step.publish import LoopControl
 from lowlat.program.program import Program
 
-__all__ = ["KernelExecutor"]
+__all__ = ["KernelExecutor", "Size"]
 
 POLLS_BETWEEN_CHECKS = 4096
+Size = Bucket | int  # of a step's program: its bucket; of a prefill program: the positions that it takes
 
 
-class KernelExecutor:
-    """Lowers programs to kernels; the two executors differ in how a step is issued.
+class KernelExecutor(ABC):
+    """Lowers programs to launches; the two executors differ in how those are issued.
 
     programs  the step's programs by bucket, the largest first
     prefills  the prefill programs by the positions that they take, ascending
     weights   canonical weights, on any device; experts may be packed already, see `DeviceWeights`
+    fuse      False: every operation has launches of its own
     """
 
     name = "kernels"
@@ -53,31 +54,31 @@ class KernelExecutor:
         weights: Mapping[str, torch.Tensor | PackedExperts],
         device: torch.device,
         *,
+        fuse: bool = True,
         cache_directory: Path | None = None,
     ) -> None:
         self.device = device
-        self._programs = dict(programs)
+        self._fuse = fuse
+        largest_first = {size: prefills[size] for size in sorted(prefills, reverse=True)}
+        self._programs: dict[Size, Program] = dict([*programs.items(), *largest_first.items()])
         self.launcher = Launcher(device, cache_directory)
         self.stream = torch.cuda.Stream(device)
-        every, largest = (*programs.values(), *prefills.values()), list(prefills.values())[-1]
-        orders, experts = weight_permutations(programs.values()), expert_parts(programs.values())
-        self._weights = DeviceWeights(weights, _matrices(every), device, orders, experts)
+        every, largest = list(self._programs.values()), prefills[max(prefills)]
+        layouts = weight_layouts(every, self.launcher.card, fuse=fuse)
+        self._weights = DeviceWeights(weights, gemm_weights(every), device, layouts, expert_parts(every))
         specs = [spec for program in (*programs.values(), largest) for spec in program.specs(*STATE_ROLES)]
         with torch.cuda.stream(self.stream):
             self._arguments = ChunkArguments(largest, device)
             self.state = BufferSet(specs, device, pinned=pinned_names(specs), given=self._arguments.host)
             sizes = [sum(aligned_bytes(spec) for spec in program.specs(Role.SCRATCH)) for program in every]
-            extra = room_of(largest, self._weights.shape).num_bytes
-            self._arena = torch.zeros(max(*sizes, sizes[-1] + extra), dtype=torch.uint8, device=device)
+            self._arena = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
             self.workspace = SharedWorkspace(device)
             self._constants = SharedConstants(device)
-            self._scratch = {bucket: self._allocate(program) for bucket, program in programs.items()}
-            self._groups = {bucket: self._lower(bucket) for bucket in programs}
+            self._scratch = {size: self._allocate(program) for size, program in self._programs.items()}
+            self._groups = {size: self._lower(size) for size in self._programs}
             self.launcher.compile_ahead(
                 call for groups in self._groups.values() for group in groups for call in group.calls
             )
-            room = self._arena[sizes[-1] : sizes[-1] + extra]
-            self._prefills = {size: self._bind(prefill, room) for size, prefill in prefills.items()}
         self._ring_head = self.state["ring_head"].numpy()
         # Polling no file takes 0.2 us and gives up the GIL for as long, which a thread that serves sockets needs while
         # this one waits for the card; sleep(0) takes 75 us, and sched_yield can give the core away.
@@ -88,40 +89,41 @@ class KernelExecutor:
         specs = program.specs(Role.SCRATCH, Role.CONSTANT)
         return BufferSet(specs, self.device, self._constants.place(program.constants), arena=self._arena)
 
-    def _bind(self, prefill: Program, room: torch.Tensor) -> BoundPrefill:
-        """A prefill program over the shared buffers."""
-        arguments = {**self._arguments.device, **first_rows(prefill, self._arguments.device)}
-        buffers = {**self.state, **arguments, **self._allocate(prefill)}
-        return BoundPrefill(prefill, buffers, self._weights, room=room, launcher=self.launcher)
+    def _lower(self, size: Size, loop: LoopControl | None = None) -> tuple[LoweredGroup, ...]:
+        program, arguments = self._programs[size], self._arguments.device
+        buffers = {**self.state, **self._scratch[size]}
+        if not isinstance(size, Bucket):
+            buffers |= {**arguments, **first_rows(program, arguments)}
+        binding = Binding(program, buffers, self._weights, self.launcher.card, self.workspace, loop)
+        return lower(binding, fuse=self._fuse)
 
-    def _lower(self, bucket: Bucket, loop: LoopControl | None = None) -> tuple[Group, ...]:
-        buffers = {**self.state, **self._scratch[bucket]}
-        program = self._programs[bucket]
-        return lower(Lowering(program, buffers, self._weights, self.launcher.card, self.workspace, loop), RULES)
+    def prepare(self, size: Size) -> list[tuple[LoweredGroup, list[Launch]]]:
+        """The groups of a program with their launches, compiled and loaded."""
+        return [(group, [self.launcher.prepare(call) for call in group.calls]) for group in self._groups[size]]
 
-    def prepare(self, bucket: Bucket) -> list[tuple[Group, list[Launch]]]:
-        """The groups of a bucket's step with their launches, compiled and loaded."""
-        return [(group, [self.launcher.prepare(call) for call in group.calls]) for group in self._groups[bucket]]
-
-    def groups(self, bucket: Bucket) -> tuple[Group, ...]:
-        """How a bucket's step is covered by kernels."""
-        return self._groups[bucket]
+    def groups(self, size: Size) -> tuple[LoweredGroup, ...]:
+        """The lowered groups of a bucket's step, or of prefill over so many positions."""
+        return self._groups[size]
 
     def owned(self) -> list[torch.Tensor]:
         """Every tensor that a launch may point into."""
         allocated = [*self.state.values(), self._arena, *self._constants.tensors()]
         return [*allocated, *self._arguments.device.values(), *self.workspace.tensors(), *self._weights.tensors()]
 
+    @abstractmethod
+    def _run(self, size: Size) -> None:
+        """Issue a program's launches on the executor's stream, in order."""
+
+    def step(self, bucket: Bucket) -> None:
+        """Issue one step; its publication may come later, see `wait_published`."""
+        self._run(bucket)
+
     def prefill(self, size: int) -> None:
         """Run the prefill program of so many positions over what the host has written."""
         with self._failures(), torch.cuda.stream(self.stream):
             self._arguments.send()
-            self._run_prefill(size)
+            self._run(size)
             self.stream.synchronize()  # the host may write the next arguments now
-
-    def _run_prefill(self, size: int) -> None:
-        """A prefill program, its arguments on the device, on torch's current stream."""
-        self._prefills[size].run()
 
     def wait_published(self, count: int) -> None:
         """Return when `count` steps have been published. Raises DeviceError when the device has failed."""
@@ -161,7 +163,7 @@ class KernelExecutor:
             self.stream.synchronize()
 
     def scratch(self, bucket: Bucket) -> BufferSet:
-        """The scratch buffers and constants of a bucket; buckets share the memory of their scratch."""
+        """The scratch buffers and constants of a bucket; programs share the memory of their scratch."""
         return self._scratch[bucket]
 
     def program(self, bucket: Bucket) -> Program:
@@ -179,13 +181,5 @@ class KernelExecutor:
         self._groups.clear()
         self._scratch.clear()
         self._constants.clear()
-        for prefill in self._prefills.values():
-            prefill.clear()
-        self._prefills.clear()
         self.workspace.clear()
         self._weights.clear()
-
-
-def _matrices(programs: Sequence[Program]) -> set[str]:
-    """Weights that products read."""
-    return {op.weights["weight"] for program in programs for op in program.ops if op.kind == "linear"}

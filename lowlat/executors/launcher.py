@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from lowlat.errors import DeviceError, ShapeError
-from lowlat.graphs.launch import Launch
+from lowlat.executors.lowering.binding import Call, LibraryCall
+from lowlat.graphs.launch import KernelLaunch, Launch, LibraryLaunch
 from lowlat.kernels.toolchain.compiler import compile_ahead, compile_kernel
 from lowlat.kernels.toolchain.kernel import Argument, Card, Kernel, KernelCall
 
@@ -51,10 +52,12 @@ class Launcher:
         self._core.set_current()
         self._loaded: dict[str, Any] = {}
 
-    def prepare(self, call: KernelCall) -> Launch:
+    def prepare(self, call: Call) -> Launch:
         """Compile and load what the call needs. Raises DeviceError or ShapeError."""
         from cuda.core import LaunchConfig
 
+        if isinstance(call, LibraryCall):
+            return LibraryLaunch(call.name, call.function, call.arguments)
         kernel = call.kernel
         config = LaunchConfig(
             grid=call.grid,
@@ -62,11 +65,12 @@ class Launcher:
             shmem_size=kernel.shared_bytes_on(self.card),
             programmatic_stream_serialization=call.dependent and self.capability >= HOPPER,
         )
-        return Launch(kernel.name, self._load(kernel), config, parameters_of(call))
+        return KernelLaunch(kernel.name, self._load(kernel), config, parameters_of(call))
 
-    def compile_ahead(self, calls: Iterable[KernelCall]) -> int:
+    def compile_ahead(self, calls: Iterable[Call]) -> int:
         """Compile what the cache lacks, on all cores; returns how many kernels it lacked."""
-        return compile_ahead((call.kernel for call in calls), self.capability, self._cache)
+        kernels = (call.kernel for call in calls if isinstance(call, KernelCall))
+        return compile_ahead(kernels, self.capability, self._cache)
 
     def stream(self) -> Any:
         """The cuda.core stream around torch's current one."""
@@ -74,11 +78,21 @@ class Launcher:
 
         return Stream.from_handle(torch.cuda.current_stream(self.device).cuda_stream)
 
-    def run(self, *calls: KernelCall) -> None:
-        """Launch at once on torch's current stream, in order."""
+    def load(self, calls: Iterable[Call]) -> list[Launch]:
+        """Compile what the cache lacks, and load everything that calls need, in their order."""
+        made = list(calls)
+        self.compile_ahead(made)
+        return [self.prepare(call) for call in made]
+
+    def issue(self, launches: Iterable[Launch]) -> None:
+        """Issue launches on torch's current stream, in order."""
         stream = self.stream()
-        for call in calls:
-            self.prepare(call).issue(stream)
+        for launch in launches:
+            launch.issue(stream)
+
+    def run(self, *calls: Call) -> None:
+        """Prepare and issue calls at once."""
+        self.issue(map(self.prepare, calls))
 
     def _load(self, kernel: Kernel) -> Any:
         from cuda.core import ObjectCode

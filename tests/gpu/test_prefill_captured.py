@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from prefill_cases import NAMES, make_named, make_prefill
+from prefill_cases import NAMES, Prefill, make_named, make_prefill
 from recording import run_all, waiting_is_an_error
 from tiny_models import PairPaths, make_pair, mxfp4_target
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.executors.launcher import Launcher
-from lowlat.executors.prefill.graphs import capture_prefills
-from lowlat.executors.prefill.memory import temporary_bytes
+from lowlat.executors.lowering.memory import temporary_bytes
+from lowlat.graphs.capture import CapturedGraph, capture
 from lowlat.host.mailbox import Mailbox
 from lowlat.step import state as shapes
 from lowlat.step.prefill import build_prefill
@@ -40,36 +40,44 @@ def assert_same_state(found: dict[str, torch.Tensor], expected: dict[str, torch.
     assert not different
 
 
+def captured_once(prefill: Prefill, stream: torch.cuda.Stream, pool: torch.cuda.MemPool) -> CapturedGraph:
+    """The graph of a prefill, which has run before."""
+    with torch.cuda.stream(stream), torch.cuda.use_mem_pool(pool):
+        prefill.run()
+        return capture(prefill.launcher.stream(), prefill.launches)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_captured_chunks_have_the_bits_of_launched_ones(name: str, tmp_path: Path) -> None:
     """Every chunk of the longest prompt, the last a partial one, over pools of NaN."""
     pair = make_named(name, tmp_path)
     program, launcher = build_prefill(pair.geometry), Launcher(DEVICE)
-    launched, captured = (make_prefill(pair, program, DEVICE, launcher) for _ in range(2))
-    for _, _, buffers in (launched, captured):
-        for key, tensor in buffers.items():
+    launched, captured = (make_prefill(pair, program, launcher) for _ in range(2))
+    for prefill in (launched, captured):
+        for key, tensor in prefill.buffers.items():
             if "_cache" in key:
                 tensor[1:].fill_(torch.nan)  # the null block holds what dead rows left, which is finite
-    stream = torch.cuda.Stream(DEVICE)
+    stream, pool = torch.cuda.Stream(DEVICE), torch.cuda.MemPool()
     torch.cuda.synchronize()
-    before = state_of(captured[2])
-    graph = capture_prefills({CHUNK: captured[0]}, stream)[CHUNK]
+    before = state_of(captured.buffers)
+    graph = captured_once(captured, stream, pool)
     torch.cuda.synchronize()
-    assert_same_state(state_of(captured[2]), before)
+    assert_same_state(state_of(captured.buffers), before)
     tokens = torch.randint(0, 97, (CONTEXT,), generator=torch.Generator().manual_seed(1)).tolist()
     table = list(range(1, 1 + -(-CONTEXT // 16)))
     for start in range(0, CONTEXT - 1, CHUNK):
         count = min(CHUNK, CONTEXT - 1 - start)
-        for prefill, arguments, buffers in (launched, captured):
+        for prefill in (launched, captured):
             head = min(CHUNK, CONTEXT - start)
-            Mailbox(buffers, 7).write_chunk(tokens[start : start + CHUNK], start, table, count, head)
+            Mailbox(prefill.buffers, 7).write_chunk(tokens[start : start + CHUNK], start, table, count, head)
             with torch.cuda.stream(stream):
-                arguments.send()
-                graph.replay() if buffers is captured[2] else prefill.run()
+                prefill.arguments.send()
+                graph.launch(launcher.stream()) if prefill is captured else prefill.run()
             stream.synchronize()
-        assert_same_state(state_of(captured[2]), state_of(launched[2]))
-    assert all(bool(captured[2][key][table[0]].isfinite().all()) for key in captured[2] if key.startswith("k_cache"))
-    graph.reset()
+        assert_same_state(state_of(captured.buffers), state_of(launched.buffers))
+    buffers = captured.buffers
+    assert all(bool(buffers[key][table[0]].isfinite().all()) for key in buffers if key.startswith("k_cache"))
+    graph.close()
 
 
 @pytest.fixture(scope="module")
@@ -177,13 +185,13 @@ def test_a_launched_chunk_waits_for_nothing(name: str, pairs: dict[str, PairPath
         executor: Any = runtime.executor
         runtime.submit(prompt_of(CHUNK + 3, 1), PARAMS)
         run_all(runtime)
-        run = executor._run_prefill
+        run = executor._run
 
-        def checked(size: int) -> None:
+        def checked(size: Any) -> None:
             with waiting_is_an_error():
                 run(size)
 
-        executor._run_prefill = checked
+        executor._run = checked
         runtime.submit(prompt_of(200, 2), PARAMS)
         run_all(runtime)
 
@@ -192,10 +200,10 @@ def test_a_launched_chunk_waits_for_nothing(name: str, pairs: dict[str, PairPath
 def test_a_graph_takes_no_more_than_is_planned(name: str, tmp_path: Path) -> None:
     pair = make_named(name, tmp_path)
     program = build_prefill(pair.geometry)
-    prefill, _, _ = make_prefill(pair, program, DEVICE, Launcher(DEVICE))
+    prefill = make_prefill(pair, program, Launcher(DEVICE))
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    before = torch.cuda.memory_reserved()
-    graph = capture_prefills({CHUNK: prefill}, torch.cuda.Stream(DEVICE))[CHUNK]
-    assert torch.cuda.memory_reserved() - before <= temporary_bytes(program, pair.source.__getitem__)
-    graph.reset()
+    before, pool = torch.cuda.memory_reserved(), torch.cuda.MemPool()
+    graph = captured_once(prefill, torch.cuda.Stream(DEVICE), pool)
+    assert torch.cuda.memory_reserved() - before <= temporary_bytes(program, lambda name: pair.source[name].shape)
+    graph.close()

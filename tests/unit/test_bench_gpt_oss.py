@@ -15,9 +15,9 @@ from lowered import Lowered
 
 from lowlat.executors.allocation import STATE_ROLES
 from lowlat.executors.device_weights import DeviceWeights
-from lowlat.executors.lowering.lowering import Lowering, lower
-from lowlat.executors.lowering.rules import RULES
-from lowlat.executors.lowering.weight_layouts import expert_parts, weight_permutations
+from lowlat.executors.lowering.binding import Binding
+from lowlat.executors.lowering.lower import lower, weight_layouts
+from lowlat.executors.lowering.weight_parts import expert_parts
 from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import Bucket, BufferSet, Role
 from lowlat.kernels.gemm.prefill.plan import segments_of
@@ -93,10 +93,10 @@ def lowered_case(case: Any, alike: bool, vocab_size: int = 512) -> Lowered:
     program = build_step(shapes_of(small, case, drafted), Bucket(case.step.batch, depth + 1, depth), drafted)
     source = make_weights(small, CPU, alike=alike, draft_vocab_size=case.draft_vocab_size)
     matrices = {op.weights["weight"] for op in program.ops if op.kind == "linear"}
-    held = DeviceWeights(source, matrices, CPU, weight_permutations([program]), expert_parts([program]))
+    held = DeviceWeights(source, matrices, CPU, weight_layouts([program]), expert_parts([program]))
     buffers = BufferSet(list(program.specs(*STATE_ROLES, Role.SCRATCH, Role.CONSTANT)), CPU, program.constants)
     workspace = SharedWorkspace(CPU)
-    groups = lower(Lowering(program, buffers, held, H200, workspace), RULES)
+    groups = lower(Binding(program, buffers, held, H200, workspace))
     return Lowered(program, buffers, held, workspace, groups)
 
 
@@ -215,46 +215,11 @@ def test_the_flow_from_cases_to_report(
         gpt_oss.main(["--out", str(out), "--small", "--case", "unknown"])
 
 
-def test_prefill_of_a_small_shape_is_measured(tmp_path: Path) -> None:
-    """On the CPU, where torch multiplies."""
-    from bench import prefill
-    from bench.gpt_oss_cases import SMALL
-
-    out = tmp_path / "results" / "prefill.json"
-    arguments = ["--small", "--device", "cpu", "--layers", "2", "--chunk", "32", "64", "--replays", "2"]
-    assert prefill.main([*arguments, "--commit", "abc", "--out", str(out)]) == 0
-    rows = json.loads(out.read_text())
-    assert [row["name"] for row in rows] == [f"small, 2 of 4 layers, chunk of {chunk} at 0" for chunk in (32, 64)]
-    for row in rows:
-        assert row["all_layers_ms_in_proportion"] == pytest.approx(2 * row["ms_p50"], rel=1e-2)
-        assert row["distinct_experts_of_the_last_layer"] == SMALL.num_experts
-        assert row["room_bytes"] > 4 * row["chunk"] * SMALL.num_experts_per_token * SMALL.hidden_size
-        assert row["commit"] == "abc"
-        assert not row["captured"]  # nothing is captured on a CPU
-    with pytest.raises(SystemExit):
-        prefill.main([*arguments, "--chunk", "33"])
-
-
-def test_prefill_of_a_dense_shape_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from bench import prefill, targets
-    from bench.dense_cases import TINY
-
-    out = tmp_path / "prefill.json"
-    monkeypatch.setitem(targets.BY_NAME, "llama-8b", TINY)
-    arguments = ["--model", "llama-8b", "--device", "cpu", "--layers", "1", "--chunk", "32", "--start", "96"]
-    assert prefill.main([*arguments, "--replays", "2", "--out", str(out)]) == 0
-    (row,) = json.loads(out.read_text())
-    assert row["name"] == "tiny, 1 of 4 layers, chunk of 32 at 96"
-    assert row["room_bytes"] > 0 and not row["captured"]
-    with pytest.raises(SystemExit):
-        prefill.main([*arguments, "--start", "16"])
-
-
 def test_the_products_of_prefill_are_entries() -> None:
     """Every launch has the arrays that it takes, in prefill's own tiles and in others."""
     from bench.gpt_oss_cases import SMALL
     from bench.gpt_oss_step import make_weights
-    from bench.grouped_products import Choices, product_entries
+    from bench.grouped_gemm import Choices, product_entries
 
     weights = make_weights(SMALL, CPU, alike=False, draft_vocab_size=64)
     launched: list[Any] = []

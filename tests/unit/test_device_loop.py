@@ -15,8 +15,8 @@ import lowlat
 from lowlat import ConfigError, Runtime, RuntimeConfig, SamplingParams, SpeculativeConfig, TraceConfig
 from lowlat.errors import DeviceError
 from lowlat.executors.device_weights import DeviceWeights
-from lowlat.executors.lowering.lowering import Lowering, lower
-from lowlat.executors.lowering.rules import RULES
+from lowlat.executors.lowering.binding import Binding
+from lowlat.executors.lowering.lower import lower
 from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import Bucket
 from lowlat.host.loading import Loaded, load
@@ -436,8 +436,8 @@ def calls_of(loaded: Loaded, bucket: Bucket, loop: LoopControl | None) -> list[K
     weights = {**loaded.target.weights, **(loaded.head.weights if loaded.head else {})}
     buffers = {**executor.state, **executor.scratch(bucket)}
     held = DeviceWeights(weights, matrices, cpu)
-    lowering = Lowering(program, buffers, held, H200, SharedWorkspace(cpu), loop)
-    return [call for group in lower(lowering, RULES) for call in group.calls]
+    binding = Binding(program, buffers, held, H200, SharedWorkspace(cpu), loop)
+    return [call for group in lower(binding) for call in group.kernel_calls]
 
 
 @pytest.mark.parametrize("depth", [0, DEPTH])

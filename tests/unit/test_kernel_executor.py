@@ -12,9 +12,11 @@ import torch
 from prefill_cases import NAMES, make_named
 
 from lowlat.executors import kernel_executor
+from lowlat.executors.eager import EagerExecutor
 from lowlat.executors.graph import _Addresses
+from lowlat.executors.lowering.binding import LibraryCall
 from lowlat.graphs import Bucket
-from lowlat.kernels.toolchain.kernel import H200, Card, KernelCall
+from lowlat.kernels.toolchain.kernel import H200, Card
 from lowlat.step.prefill import build_prefills
 
 CPU = torch.device("cpu")
@@ -22,22 +24,15 @@ AMPERE = Card(108, 163 * 1024, (8, 0))
 
 
 class Recorder:
-    """A launcher that keeps the calls it is to prepare."""
+    """A launcher that compiles and launches nothing."""
 
     card = H200
 
     def __init__(self, *_: object) -> None:
-        self.calls: list[KernelCall] = []
+        """It needs no device."""
 
-    def compile_ahead(self, calls: Iterable[KernelCall]) -> int:
+    def compile_ahead(self, calls: Iterable[Any]) -> int:
         return len(list(calls))
-
-    def prepare(self, call: KernelCall) -> Any:
-        self.calls.append(call)
-        return SimpleNamespace(issue=lambda stream: None)
-
-    def stream(self) -> None:
-        """There is none."""
 
 
 @pytest.fixture(params=[H200, AMPERE], ids=["9.0", "8.0"])
@@ -59,16 +54,20 @@ def test_prefill_of_every_size_is_bound_to_memory_of_the_executor(name: str, car
     pair = make_named(name, tmp_path)
     pair.geometry = replace(pair.geometry, prefill_chunk=128, max_prefill_chunks=2, max_context=512)
     bucket, program = Bucket(1, 1, 0), pair.program(0, 1)
-    executor: Any = kernel_executor.KernelExecutor({bucket: program}, build_prefills(pair.geometry), pair.source, CPU)
-    assert list(executor._prefills) == [64, 128, 256]
+    executor: Any = EagerExecutor({bucket: program}, build_prefills(pair.geometry), pair.source, CPU)
+    sizes = (64, 128, 256)
+    assert set(executor._groups) == {bucket, *sizes}
     owned = _Addresses(executor.owned())
-    calls = executor.launcher.calls
-    for call in calls:
-        owned.check(call)
-    assert any(call.kernel.name.startswith("prefill_gemm") for call in calls) == (card is H200)
-    for size, prefill in executor._prefills.items():
-        tokens = {len(each["tokens"]) for _, each in prefill._bound if "tokens" in each}
-        assert tokens == {size}
-        chunks = [each["chunk"] for _, each in prefill._bound if "chunk" in each]
-        assert {each.data_ptr() for each in chunks} == {executor.state["prefill_chunk"].data_ptr()}
+    for size in sizes:
+        groups = executor.groups(size)
+        calls = [call for group in groups for call in group.calls]
+        for call in calls:
+            owned.check(call)
+        names = [call.name if isinstance(call, LibraryCall) else call.kernel.name for call in calls]
+        assert any(name.startswith("prefill_gemm") for name in names) == (card is H200)
+        assert ("linear" in names) == (card is not H200)
+        attended = [
+            call.arguments for call in calls if isinstance(call, LibraryCall) and call.name == "flash_attention"
+        ]
+        assert {len(each["q"]) for each in attended} == {size}
     executor.close()

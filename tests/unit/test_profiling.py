@@ -16,7 +16,7 @@ from lowlat import Runtime, SpeculativeConfig
 from lowlat.cli.options import bundled
 from lowlat.errors import ConfigError, LowlatError
 from lowlat.executors.eager import EagerExecutor
-from lowlat.executors.lowering.lowering import Group
+from lowlat.executors.lowering.lower import LoweredGroup
 from lowlat.graphs import Bucket
 from lowlat.program.program import Stage
 from lowlat.tools.profile import recording as profiling
@@ -197,7 +197,7 @@ def test_only_this_package_s_kernels_of_this_device_count() -> None:
     assert (found[0].start_us, found[0].end_us) == (1.5, 2.5)
 
 
-Covered = tuple[Runtime, Callable[[Bucket], tuple[Group, ...]]]
+Covered = tuple[Runtime, Callable[[Bucket], tuple[LoweredGroup, ...]]]
 
 
 @pytest.fixture(scope="module")
@@ -371,7 +371,7 @@ class Ranges:
         self.open.pop()
 
 
-def eager(groups: tuple[Group, ...], launch: Callable[[str, str], None]) -> EagerExecutor:
+def eager(groups: tuple[LoweredGroup, ...], launch: Callable[[str, str], None]) -> EagerExecutor:
     """An eager executor of these groups whose launches call `launch` with their stage and their kernel."""
     executor = EagerExecutor.__new__(EagerExecutor)
     executor.stream, executor._hook = SimpleNamespace(), None  # type: ignore[assignment]

@@ -1,1 +1,6 @@
-"""How a Program is covered with kernels: the operations' kernels, and the fusions of several into one."""
+"""How a Program becomes launches: a table of the operations' own kernels (`operations`), and a table of fusions.
+
+`fusion` cuts a program by the second table, `lower` binds what it finds to buffers. `gemm_fusions`, `row_fusions`,
+`step_fusions` and `moe_fusions` hold the entries, `prefill_gemm` and `prefill_attention` the kernels of prefill that
+take libraries, `memory` counts beforehand what all of it takes. Nothing here compiles, launches or captures.
+"""

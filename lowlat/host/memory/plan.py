@@ -8,9 +8,8 @@ from pathlib import Path
 import torch
 
 from lowlat.errors import ConfigError
-from lowlat.executors.lowering.weight_layouts import EXPERT_PRODUCTS
-from lowlat.executors.prefill.memory import temporary_bytes
-from lowlat.executors.prefill.room import room_of
+from lowlat.executors.lowering.memory import temporary_bytes, workspace_bytes
+from lowlat.executors.lowering.weight_parts import EXPERT_GEMMS, gemm_weights
 from lowlat.graphs import Role
 from lowlat.kernels.gemm.packing import TILE_COLUMNS, TILE_ROWS
 from lowlat.kernels.reference.moe.mxfp4 import BLOCK
@@ -55,14 +54,15 @@ def memory_need(
     """Add up the buffers of all programs and the weights as the executor keeps them.
 
     weights      canonical weights, or tensors without content in their place
-    has_kernels  programs run one at a time in the memory of the largest one's scratch, which in prefill has
-                 room for its experts and its attention; and matrices lie in tiles
+    has_kernels  programs run one at a time in the memory of the largest one's scratch; prefill has workspaces beside
+                 it; and matrices lie in tiles
     """
     kv: dict[str, int] = {}
     state: dict[str, int] = {}
     parts = []
-    temporary = 0
-    matrices: set[str] = set()
+    temporary = workspaces = 0
+    programs = list(programs)
+    matrices = gemm_weights(programs)
 
     def shape_of(name: str) -> torch.Size:
         return weights[name].shape
@@ -75,18 +75,18 @@ def memory_need(
             else:
                 part = kv if "_cache" in spec.name else state
                 part[spec.name] = max(part.get(spec.name, 0), spec.num_bytes)
-        parts.append(scratch + (room_of(program, shape_of).num_bytes if has_kernels else 0))
+        parts.append(scratch)
         if has_kernels:
-            temporary = max(temporary, temporary_bytes(program, weights.__getitem__))
-        matrices |= {op.weights["weight"] for op in program.ops if op.kind == "linear"}
+            workspaces = max(workspaces, workspace_bytes(program, shape_of))
+            temporary = max(temporary, temporary_bytes(program, shape_of))
         for op in program.ops:
-            if op.kind in EXPERT_PRODUCTS:
+            if op.kind in EXPERT_GEMMS:
                 matrices |= {weight for argument, weight in op.weights.items() if argument != "bias"}
     expand = device.type == "cpu" and not has_kernels
     tiled = {id(weights[name]) for name in matrices if name in weights} if has_kernels else set()
     unique = {id(tensor): tensor for tensor in weights.values()}
     size = sum(_kept_bytes(tensor, expand=expand, tiled=key in tiled) for key, tensor in unique.items())
-    total = max(parts, default=0) if has_kernels else sum(parts)
+    total = max(parts, default=0) + workspaces if has_kernels else sum(parts)
     return MemoryNeed(size, sum(kv.values()), sum(state.values()), total, host_load_bytes, temporary)
 
 

@@ -24,7 +24,7 @@ from lowlat.tools.profile.wall import measure_wall
 
 if TYPE_CHECKING:
     from lowlat.executors.kernel_executor import KernelExecutor
-    from lowlat.executors.lowering.lowering import Group
+    from lowlat.executors.lowering.lower import LoweredGroup
 
 __all__ = [
     "LEAD",
@@ -225,7 +225,7 @@ def own_kernels(events: Sequence[Any], index: int) -> list[KernelEvent]:
 
 
 def call_sites(
-    groups: Sequence["Group"], buffers: Mapping[str, torch.Tensor], lengths: Sequence[Sequence[int]]
+    groups: Sequence["LoweredGroup"], buffers: Mapping[str, torch.Tensor], lengths: Sequence[Sequence[int]]
 ) -> tuple[CallSite, ...]:
     """A step's launches in order; bytes are means over steps, of which `lengths` gives every request's tokens.
 
@@ -234,21 +234,21 @@ def call_sites(
     sites = []
     for group in groups:
         also = tuple(dict.fromkeys(op.stage for op in group.ops if op.stage is not group.stage))
-        for place, call in enumerate(group.calls):
+        for place, call in enumerate(group.kernel_calls):
             moved = fmean(moved_bytes(group, place, buffers, tokens) for tokens in lengths)
-            source = call.kernel.function.__module__.rpartition(".")[2]
+            source = call.kernel.function.__name__
             sites.append(CallSite(group.stage, call.kernel.name, source, moved, also))
     return tuple(sites)
 
 
-def moved_bytes(group: "Group", place: int, buffers: Mapping[str, torch.Tensor], lengths: Sequence[int]) -> int:
+def moved_bytes(group: "LoweredGroup", place: int, buffers: Mapping[str, torch.Tensor], lengths: Sequence[int]) -> int:
     """Bytes that the `place`-th call of a group must read: a product's weight; attention's keys and values.
 
     lengths   tokens of every active request before the step
     Attention reads the positions before the last token, and its group's first call counts for all of them. Neglected
     are drafts' positions, rows, norms, tables, logits and all that is written: small beside weights and caches.
     """
-    call = group.calls[place]
+    call = group.kernel_calls[place]
     if call.kernel.name.startswith("decode_gemm"):
         tiles = call.arguments[0]
         return tiles.numel() * tiles.element_size() if isinstance(tiles, torch.Tensor) else 0

@@ -32,7 +32,7 @@ class CallSite:
     """One launch of a step, in order.
 
     kernel       the kernel's name, its constants included
-    source       the module it was written in: part of the name that profilers show
+    source       the Python function it was written as: part of the name that profilers show
     moved_bytes  that it must read: weights, keys and values; 0 where that is not what bounds it
     also         other stages whose operations the launch's group covers
     """

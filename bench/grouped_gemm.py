@@ -1,17 +1,27 @@
-"""Grouped products alone, as `bench.prefill` times them: a mixture's launches one by one and together, and a dense one.
+"""Times of grouped GEMMs alone: a mixture's launches one by one and together, and a dense GEMM by the same kernel.
 
-Rows choose their experts at random. The dense product is what the same kernel makes of a plain packed matrix: one
-expert, all rows its pairs; prefill does not take it.
+    python -m bench.grouped_gemm --chunk 512 2048 --pairs 32 64 96 --warps 4 8 --out /tmp/grouped.json
+
+Rows choose their experts at random. The dense GEMM takes a plain packed matrix as one expert, all rows its pairs; prefill
+does not use it. `--pairs`, `--warps` and `--skip` ask for other tiles, larger blocks, and other numbers of tiles of 8
+pairs that are left out together, beside prefill's own. Whole prompts are measured by `bench.prompts`.
 """
 
+import argparse
 import itertools
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from bench.clock import own_stream
+from bench.conditions import stamps_of, write_json
+from bench.gpt_oss_cases import MODELS
 from bench.micro import Entry, time_entries
+from bench.targets import target_weights
 from bench.wall import measure_wall
 from lowlat.executors.launcher import Launcher
 from lowlat.kernels.gemm.packing import PackedMatrix
@@ -24,7 +34,7 @@ from lowlat.kernels.moe.prefill.plan import WARPS, GroupedPlan, plan_grouped
 from lowlat.kernels.moe.prefill.rank_sum import add_ranks
 from lowlat.kernels.toolchain.kernel import KernelCall
 
-__all__ = ["Choices", "measure", "product_entries"]
+__all__ = ["Choices", "main", "measure", "product_entries"]
 
 COPIES = 4
 RANKS, LIMIT, ALPHA = 4, 7.0, 1.702
@@ -37,6 +47,34 @@ class Choices:
     pairs: Sequence[int] = ()
     warps: Sequence[int] = ()
     skip: Sequence[int] = ()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure the experts of one layer, print a row an entry, and write them where that is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=sorted(MODELS), default="120b")
+    parser.add_argument("--chunk", type=int, nargs="+", default=[128, 512, 2048], help="rows")
+    for name in ("pairs", "warps", "skip"):
+        parser.add_argument(f"--{name}", type=int, nargs="*", default=[], help="see above")
+    parser.add_argument("--replays", type=int, default=20)
+    parser.add_argument("--commit", default="", help="what is measured, where there is no git checkout to ask")
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--out", type=Path, default=None)
+    options = parser.parse_args(arguments)
+    if min((*options.pairs, *options.warps, *options.skip, *options.chunk, options.replays)) < 1:
+        parser.error("--chunk, --pairs, --warps, --skip and --replays want at least 1")
+    device = torch.device(options.device)
+    stamps = stamps_of(device, options.commit)
+    with own_stream(device):
+        launcher = Launcher(device)
+        weights = target_weights(replace(MODELS[options.model], num_layers=1), device)
+        choices = Choices(options.pairs, options.warps, options.skip)
+        rows = [{**row, **stamps} for row in measure(launcher, weights, options.chunk, choices, options.replays)]
+    for row in rows:
+        print(json.dumps(row))
+    if options.out is not None:
+        write_json(options.out, rows)
+    return 0
 
 
 def measure(
@@ -189,3 +227,7 @@ def _dense(launcher: Launcher, width: int, chunk: int) -> Iterator[tuple[Entry, 
 
     moved = matrices[0].num_bytes + 2 * x.numel() + 4 * out.numel()
     yield Entry(f"dense {rows} x {width}, {chunk} rows", calls, COPIES, moved), 2 * chunk * rows * width
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

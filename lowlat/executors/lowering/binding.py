@@ -1,0 +1,106 @@
+"""The memory that a program is lowered onto, and the kinds of calls that it becomes. It knows no operation."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from lowlat.errors import ConfigError
+from lowlat.executors.device_weights import DeviceWeights
+from lowlat.kernels.step.publish import LoopControl
+from lowlat.kernels.toolchain.kernel import Card, KernelCall, Workspace
+from lowlat.program.program import Op, Program, Stage
+
+__all__ = ["Binding", "Call", "LeftArgmax", "LibraryCall", "decodes"]
+
+
+@dataclass(frozen=True)
+class LibraryCall:
+    """A call of torch's operations on the current stream; a capture records it as it records a kernel's launch.
+
+    function   called with `arguments`; it must not wait for the device, and nothing in it may depend on the contents
+               of tensors
+    """
+
+    name: str
+    function: Callable[..., None]
+    arguments: Mapping[str, Any]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors among the arguments."""
+        return [each for each in self.arguments.values() if isinstance(each, torch.Tensor)]
+
+
+Call = KernelCall | LibraryCall
+
+
+def decodes(op: Op) -> bool:
+    """Whether an operation runs over the few rows of a step; prefill's GEMMs and experts have kernels of their own."""
+    return op.stage is not Stage.PREFILL
+
+
+@dataclass(frozen=True)
+class LeftArgmax:
+    """The best pair of each row and block of a GEMM's logits.
+
+    logits  the buffer that the logits are in
+    pairs   [M, blocks, 2] int32
+    limit   bits of the largest magnitude that leaves a row whole, see `PartialArgmax`
+    """
+
+    logits: str
+    pairs: torch.Tensor
+    limit: int
+
+
+@dataclass
+class Binding:
+    """A program with its buffers, weights and workspaces on one device.
+
+    loop            the control of the device loop whose body the step is, if it is one
+    num_awaited     mixtures of experts so far whose logits are awaited; each fills the next one's with sentinels
+    left            the partial argmax that the last GEMM left beside its logits, if it did
+    """
+
+    program: Program
+    buffers: Mapping[str, torch.Tensor]
+    weights: DeviceWeights
+    card: Card
+    workspace: Workspace
+    loop: LoopControl | None = None
+    num_awaited: int = 0
+    left: "LeftArgmax | None" = None
+
+    def arguments(self, op: Op) -> dict[str, Any]:
+        """The buffers and parameters of an operation by argument name; its weights are left out."""
+        named = (*op.reads.items(), *op.writes.items())
+        return {**{name: self.buffers[buffer] for name, buffer in named}, **op.params}
+
+    def vectors(self, op: Op) -> dict[str, Any]:
+        """The weights of an operation that reads nothing but vectors and small tables, by argument name."""
+        return {name: self.weights.vector(weight) for name, weight in op.weights.items()}
+
+    def bias(self, op: Op) -> torch.Tensor | None:
+        """The bias of a GEMM in the order of its packed weight's rows, if it has one."""
+        return self.weights.bias(op.weights["bias"]) if "bias" in op.weights else None
+
+    def sinks(self, op: Op) -> torch.Tensor | None:
+        """The attention sinks of an operation, [H], if it has them."""
+        return self.weights.vector(op.weights["sinks"]) if "sinks" in op.weights else None
+
+    @cached_property
+    def max_context(self) -> int:
+        """The positions of the longest context."""
+        return self.program.buffers["tokens"].shape[1]
+
+    @cached_property
+    def prefill_chunk(self) -> int:
+        """The positions of a chunk of prefill. Raises ConfigError for a program that is no prefill."""
+        for op in self.program.ops:
+            size = op.params.get("chunk_size")
+            if op.kind == "prefill_attention" and isinstance(size, int):
+                return size
+        raise ConfigError(f"{self.program.name} has no attention of prefill, and so no size of its chunks")

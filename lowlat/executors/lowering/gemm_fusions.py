@@ -1,0 +1,178 @@
+"""Fusions of a decode GEMM: the norm of its rows as a prologue, and an epilogue of whatever reads its product.
+
+Every block norms few rows for itself and holds them (`steps_to_hold`); more rows are normed by a launch of their own.
+Epilogues that want values side by side in a tile rely on permuted weight rows. Logits of which one token is chosen
+leave their partial argmax, with which the choice begins.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from lowlat.executors.lowering.binding import Binding, Call, LeftArgmax, decodes
+from lowlat.executors.lowering.fusion import Fusion, Run
+from lowlat.kernels.gemm.decode.gemm import NormPrologue, PartialArgmax, Rotation, decode_gemm, steps_to_hold
+from lowlat.kernels.gemm.packing import TILE_ROWS, gate_up_permutation, rope_permutation
+from lowlat.kernels.sampling.select import FINITE, INFINITY
+from lowlat.kernels.toolchain.kernel import Card
+
+__all__ = ["GEMM_FUSIONS"]
+
+ROTATED = ("positions", "cos", "sin")
+WRITTEN = ("row_live", "k_cache", "v_cache", "block_table", "slots", "write_lens", "offsets")
+
+
+def _product(run: Run) -> str:
+    return run.op("linear").writes["out"]
+
+
+def _fits(run: Run, card: Card) -> bool:
+    """Whether the GEMM is one of few rows and, with a norm before it, its blocks can hold what they norm."""
+    norm, linear = run.find("rms_norm"), run.op("linear")
+    if not decodes(linear):
+        return False
+    if norm is None:
+        return True
+    rows, depth = run.shape(norm.reads["x"])
+    same = linear.reads["x"] == norm.writes["out"] and norm.stage is linear.stage
+    return same and steps_to_hold(rows, depth, card) > 0
+
+
+def _reads_product(kind: str, argument: str) -> Any:
+    """The precondition of an epilogue: the operation of this kind takes the product as this argument, once."""
+
+    def applies(run: Run, card: Card) -> bool:
+        reads = run.op(kind).reads
+        return _fits(run, card) and [name for name, each in reads.items() if each == _product(run)] == [argument]
+
+    return applies
+
+
+def _normed(run: Run) -> list[str]:
+    norm = run.find("rms_norm")
+    return [] if norm is None else [norm.writes["out"]]
+
+
+def _normed_and_product(run: Run) -> list[str]:
+    return [*_normed(run), _product(run)]
+
+
+def _prologue(binding: Binding, run: Run) -> dict[str, Any]:
+    """The GEMM's operands, with the norm of its rows if the run has one."""
+    linear, norm = run.op("linear"), run.find("rms_norm")
+    options: dict[str, Any] = {
+        "x": binding.buffers[linear.reads["x"]],
+        "weight": binding.weights.matrix(linear.weights["weight"]),
+        "bias": binding.bias(linear),
+        "card": binding.card,
+    }
+    if norm is not None:
+        given = binding.arguments(norm)
+        weight = binding.weights.vector(norm.weights["weight"])
+        options |= {"x": given["x"], "norm": NormPrologue(weight, given["eps"], given.get("row_live"))}
+    return options
+
+
+def _with_silu(binding: Binding, run: Run) -> Sequence[Call]:
+    given = binding.arguments(run.op("silu_mul"))
+    return decode_gemm(**_prologue(binding, run), silu=True, row_live=given.get("row_live"), out=given["out"])
+
+
+def _with_residual(binding: Binding, run: Run) -> Sequence[Call]:
+    given = binding.arguments(run.op("add"))
+    return decode_gemm(**_prologue(binding, run), residual=given["a"], out=given["out"])
+
+
+def _rounded(binding: Binding, run: Run) -> Sequence[Call]:
+    return decode_gemm(**_prologue(binding, run), out=binding.arguments(run.op("cast"))["out"])
+
+
+def _plain(binding: Binding, run: Run, best: PartialArgmax | None = None) -> Sequence[Call]:
+    columns = binding.weights.runs(run.op("linear").weights["weight"])
+    return decode_gemm(
+        **_prologue(binding, run),
+        out=binding.buffers[_product(run)],
+        best=best,
+        **({} if columns is None else {"columns": columns}),
+    )
+
+
+def _gate_up(run: Run) -> dict[str, torch.Tensor]:
+    linear = run.op("linear")
+    return {linear.weights["weight"]: gate_up_permutation(run.shape(_product(run))[1] // 2)}
+
+
+def _rotates(run: Run, card: Card) -> bool:
+    """Whether queries alone, keys and values alone, or all three are rotated, and keys and values written behind it."""
+    rope, write = run.op("rope"), run.find("kv_write")
+    sizes = {run.shape(name)[2] for name in rope.writes.values()}
+    if not _fits(run, card) or rope.reads["qkv"] != _product(run) or any(size % TILE_ROWS for size in sizes):
+        return False
+    if write is None:
+        return "k" not in rope.writes and "v" not in rope.writes
+    return all(part in rope.writes and write.reads[part] == rope.writes[part] for part in ("k", "v"))
+
+
+def _rotated_hides(run: Run) -> list[str]:
+    rope = run.op("rope")
+    return [*_normed_and_product(run), *(rope.writes[part] for part in ("k", "v") if part in rope.writes)]
+
+
+def _heads(run: Run) -> dict[str, torch.Tensor]:
+    rope = run.op("rope")
+    shapes = {part: run.shape(name) for part, name in rope.writes.items()}
+    counts = {part: shapes[part][1] if part in shapes else 0 for part in ("q", "k", "v")}
+    permutation = rope_permutation(counts["q"] + counts["k"], counts["v"], _head_dim(run))
+    return {run.op("linear").weights["weight"]: permutation}
+
+
+def _head_dim(run: Run) -> int:
+    return run.shape(next(iter(run.op("rope").writes.values())))[2]
+
+
+def _rotated(binding: Binding, run: Run) -> Sequence[Call]:
+    write = run.find("kv_write")
+    rope, written = binding.arguments(run.op("rope")), {} if write is None else binding.arguments(write)
+    rotation = Rotation(
+        **{name: rope[name] for name in ROTATED}, **{name: written[name] for name in WRITTEN if name in written}
+    )
+    return decode_gemm(**_prologue(binding, run), out=rope.get("q"), rotation=rotation, head_dim=_head_dim(run))
+
+
+def _limit(run: Run) -> int | None:
+    """The largest magnitude that leaves a row whole, for the choice that reads this product next, if one does."""
+    following = run.following
+    if following is None or following.reads.get("logits") != _product(run):
+        return None
+    if following.kind == "draft_topk":
+        return INFINITY if following.params["k"] == 1 else None
+    return FINITE if following.kind in ("finite", "sample") else None
+
+
+def _chosen_from(run: Run, card: Card) -> bool:
+    return _fits(run, card) and _limit(run) is not None
+
+
+def _with_argmax(binding: Binding, run: Run) -> Sequence[Call]:
+    """Logits, and the best pairs of their rows, with which the choice behind it begins."""
+    product, limit = _product(run), _limit(run)
+    if limit is None:
+        raise ValueError(f"nothing chooses by {product}")
+    blocks = binding.card.num_multiprocessors
+    pairs = binding.workspace("gemm.partial_argmax", (run.shape(product)[0], blocks, 2), torch.int32)
+    binding.left = LeftArgmax(product, pairs, limit)
+    return _plain(binding, run, best=PartialArgmax(pairs, limit))
+
+
+GEMM_FUSIONS = (
+    Fusion(
+        "gemm+silu", "rms_norm? linear silu_mul", 1, _with_silu, _reads_product("silu_mul", "gate_up"),
+        _normed_and_product, _gate_up,
+    ),
+    Fusion("gemm+add", "rms_norm? linear add", 1, _with_residual, _reads_product("add", "b"), _normed_and_product),
+    Fusion("gemm+cast", "rms_norm? linear cast", 1, _rounded, _reads_product("cast", "x"), _normed_and_product),
+    Fusion("gemm+rope+kv_write", "rms_norm? linear rope kv_write?", 1, _rotated, _rotates, _rotated_hides, _heads),
+    Fusion("gemm+argmax", "rms_norm? linear", 1, _with_argmax, _chosen_from, _normed),
+    Fusion("norm+gemm", "rms_norm linear", 1, _plain, _fits, _normed),
+)  # fmt: skip

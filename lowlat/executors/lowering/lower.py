@@ -1,0 +1,84 @@
+"""Lowering: a program's operations become groups of calls, by the table of fusions and each operation's own kernel."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+
+from lowlat.executors.lowering.binding import Binding, Call
+from lowlat.executors.lowering.fusion import cover
+from lowlat.executors.lowering.gemm_fusions import GEMM_FUSIONS
+from lowlat.executors.lowering.moe_fusions import MOE_FUSIONS
+from lowlat.executors.lowering.operations import lower_alone
+from lowlat.executors.lowering.row_fusions import ROW_FUSIONS
+from lowlat.executors.lowering.step_fusions import STEP_FUSIONS
+from lowlat.kernels.toolchain.kernel import H200, Card, KernelCall
+from lowlat.program.program import Op, Program, Stage
+
+__all__ = ["FUSIONS", "LoweredGroup", "lower", "weight_layouts"]
+
+FUSIONS = (*STEP_FUSIONS, *MOE_FUSIONS, *GEMM_FUSIONS, *ROW_FUSIONS)
+
+
+@dataclass(frozen=True)
+class LoweredGroup:
+    """Operations that one or more calls cover.
+
+    name    the fusion's, or the operation's kind
+    hidden  buffers that the operations write by their meaning and the calls keep to themselves
+    """
+
+    name: str
+    stage: Stage
+    ops: tuple[Op, ...]
+    calls: tuple[Call, ...]
+    hidden: frozenset[str]
+
+    @property
+    def kernel_calls(self) -> tuple[KernelCall, ...]:
+        """The calls that are launches of our kernels."""
+        return tuple(call for call in self.calls if isinstance(call, KernelCall))
+
+    @property
+    def written(self) -> tuple[str, ...]:
+        """Buffers that hold what the operations wrote, in order, each once."""
+        names = (name for op in self.ops for name in op.writes.values() if name not in self.hidden)
+        return tuple(dict.fromkeys(names))
+
+
+def lower(binding: Binding, *, fuse: bool = True) -> tuple[LoweredGroup, ...]:
+    """Cover a whole program with calls; every operation has some, whatever stands beside it.
+
+    fuse  False: each operation by its own kernel. Raises ShapeError for sizes that its kernel does not take.
+    """
+    groups = []
+    settled = False  # what the step before, or the step's beginning, wrote: later kernels read it before they wait
+    for fusion, run in cover(binding.program, binding.card, FUSIONS if fuse else (), binding.weights.permutation):
+        if binding.left is not None and any(binding.left.logits in op.writes.values() for op in run.ops):
+            binding.left = None
+        calls = list(lower_alone(binding, run.ops[0]) if fusion is None else fusion.lower(binding, run))
+        if not settled:
+            calls[0] = _awaits_all(calls[0])
+        settled = run.ops[-1].stage is not Stage.ACTIVE_SLOTS
+        hidden = frozenset(() if fusion is None else fusion.hides(run))
+        name = run.ops[0].kind if fusion is None else fusion.name
+        groups.append(LoweredGroup(name, run.ops[0].stage, run.ops, tuple(calls), hidden))
+    return tuple(groups)
+
+
+def _awaits_all(call: Call) -> Call:
+    """The call as one that starts only when all before it has ended."""
+    return replace(call, dependent=False) if isinstance(call, KernelCall) else call
+
+
+def weight_layouts(programs: Iterable[Program], card: Card = H200, *, fuse: bool = True) -> dict[str, torch.Tensor]:
+    """The permutations of packed weights' rows that the fusions of these programs want, by weight.
+
+    The first that wants a weight has it; a fusion that wants it otherwise is then not applied.
+    """
+    layouts: dict[str, torch.Tensor] = {}
+    for program in programs:
+        for fusion, run in cover(program, card, FUSIONS if fuse else ()):
+            if fusion is not None:
+                layouts = {**fusion.layouts(run), **layouts}
+    return layouts

@@ -1,0 +1,98 @@
+"""The memory that prefill takes on a card beside its buffers, counted beforehand for the memory plan.
+
+`workspace_bytes` are workspaces that its kernels ask for, `temporary_bytes` an upper bound of what torch's operations
+take while they run.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+
+from lowlat.executors.lowering.weight_parts import EXPERT_GEMMS
+from lowlat.graphs import Role
+from lowlat.kernels.attention.gathered_rows import gathered_rows
+from lowlat.kernels.gemm.packing import TILE_COLUMNS, TILE_ROWS
+from lowlat.kernels.gemm.prefill.activation_layout import arranged_shape
+from lowlat.kernels.gemm.prefill.plan import MOST_ROWS, segments_of
+from lowlat.program.program import Op, Program, Stage
+
+__all__ = ["temporary_bytes", "workspace_bytes"]
+
+LIBRARY_BYTES = 64 << 20  # workspaces of the matrix libraries, and what the allocator rounds up
+TEMPORARIES = 6  # float32 copies of a row-wise operation's widest operand, at most
+SUMS = 4  # float32 copies of attention's sums of weights, at most
+
+ShapeOf = Callable[[str], torch.Size]
+
+
+def workspace_bytes(program: Program, shape_of: ShapeOf) -> int:
+    """Bytes of a prefill program's workspaces; none of a program that is no prefill.
+
+    shape_of  the shape of a weight by its canonical name; asked of GEMMs' matrices [N, K] and experts' biases [E, N]
+    """
+    most: dict[str, int] = {}
+    for op in program.ops:
+        if op.stage is Stage.PREFILL:
+            for name, num_bytes in _workspaces(program, op, shape_of).items():
+                most[name] = max(most.get(name, 0), num_bytes)
+    return sum(most.values())
+
+
+def _workspaces(program: Program, op: Op, shape_of: ShapeOf) -> Mapping[str, int]:
+    """Bytes of an operation's workspaces by name."""
+    if op.kind == "linear":
+        rows = min(program.buffers[op.writes["out"]].shape[0], MOST_ROWS)
+        height, width = shape_of(op.weights["weight"])
+        segments = segments_of(height, width)[0]
+        partials = 4 * segments * rows * height if segments > 1 else 0
+        return {"arranged": 2 * math.prod(arranged_shape(rows, width)), "partials": partials}
+    if op.kind == "prefill_attention":
+        cache, size = program.buffers[op.reads["k_cache"]], program.buffers[op.reads["q"]].shape[0]
+        window = op.params.get("window")
+        longest = program.buffers["tokens"].shape[1]
+        rows = gathered_rows(size, longest, window if isinstance(window, int) else None)
+        gathered = rows * cache.shape[1] * cache.shape[3] * cache.dtype.itemsize
+        return {"keys": gathered, "values": gathered, "lengths": 16}
+    return {}
+
+
+def temporary_bytes(program: Program, shape_of: ShapeOf) -> int:
+    """Bytes that torch's operations take in a prefill program's largest chunk; none of a program that is no prefill.
+
+    shape_of  the shape of a GEMM's matrix [N, K] by its canonical name
+    The largest GEMM, the largest attention and the largest of all else are added up: the allocator may keep blocks of
+    one size from serving another.
+    """
+    ops = [op for op in program.ops if op.stage is Stage.PREFILL]
+    if not ops:
+        return 0
+    size = program.buffers["prefill_tokens"].shape[0]
+    largest = {"gemm": 0, "attention": 0, "else": 0}
+    for op in ops:
+        if op.kind == "linear":
+            kind, found = "gemm", _gemm_bytes(size, shape_of(op.weights["weight"]))
+        elif op.kind == "prefill_attention":
+            kind, found = "attention", _attention_bytes(program, op)
+        elif op.kind in EXPERT_GEMMS:
+            continue
+        else:
+            names = (*op.reads.values(), *op.writes.values())
+            sizes = [program.buffers[name] for name in names if program.buffers[name].role is Role.SCRATCH]
+            widest = max((spec.num_bytes // spec.dtype.itemsize for spec in sizes), default=0)
+            kind, found = "else", TEMPORARIES * 4 * widest
+        largest[kind] = max(largest[kind], found)
+    return sum(largest.values()) + LIBRARY_BYTES
+
+
+def _gemm_bytes(size: int, shape: torch.Size) -> int:
+    """The unpacked matrix, and the product in the order of its packed rows."""
+    rows, columns = shape
+    padded = -(-rows // TILE_ROWS) * TILE_ROWS * -(-columns // TILE_COLUMNS) * TILE_COLUMNS
+    return 2 * padded + 4 * size * rows
+
+
+def _attention_bytes(program: Program, op: Op) -> int:
+    """The result and its sums; in float32 where sinks scale it."""
+    size, heads, dim = program.buffers[op.reads["q"]].shape
+    return (6 if "sinks" in op.weights else 2) * size * heads * dim + SUMS * 4 * heads * size

@@ -1,0 +1,96 @@
+"""Fusions of a mixture of experts: in a step the norm with the router, then everything else; in prefill the norm alone.
+
+In a step the router leaves logits in a workspace, where the blocks of the next launch await them word by word: each
+mixture fills the workspace of the one after it with sentinels, before that one may begin.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from lowlat.executors.lowering.binding import Binding, Call, decodes
+from lowlat.executors.lowering.fusion import Fusion, Run
+from lowlat.executors.lowering.weight_parts import experts_name
+from lowlat.kernels.gemm.packing import gate_up_permutation
+from lowlat.kernels.moe.decode.mlp import experts_mlp
+from lowlat.kernels.moe.decode.topk_routing import Choice
+from lowlat.kernels.moe.router import router
+from lowlat.kernels.toolchain.kernel import Card
+
+__all__ = ["MOE_FUSIONS"]
+
+PARTIALS = "moe.partials"  # what each of a row's experts adds to it
+LOGITS = ("moe.logits.even", "moe.logits.odd")
+
+
+def _mixes(run: Run, card: Card) -> bool:
+    """Whether each operation reads those before it, by the argument that it must."""
+    norm, routing, gate_up, down, total = run.ops
+    chosen = [routing.writes[name] for name in ("expert_ids", "expert_weights")]
+    return (
+        decodes(routing)
+        and routing.reads["x"] == gate_up.reads["x"] == norm.writes["out"]
+        and routing.reads.get("row_live") == norm.reads.get("row_live")
+        and gate_up.reads["expert_ids"] == chosen[0]
+        and [down.reads[name] for name in ("expert_ids", "expert_weights")] == chosen
+        and down.reads["activated"] == gate_up.writes["out"]
+        and total.reads["b"] == down.writes["out"]
+    )
+
+
+def _summed(run: Run) -> list[str]:
+    return [run.op("experts_down").writes["out"]]
+
+
+def _gate_up(run: Run) -> dict[str, torch.Tensor]:
+    op = run.op("experts_gate_up")
+    return {experts_name(op): gate_up_permutation(run.shape(op.writes["out"])[2])}
+
+
+def _mixture(binding: Binding, run: Run) -> Sequence[Call]:
+    norm, routed, first, second, total = (binding.arguments(op) for op in run.ops)
+    norm_op, router_op, gate_up, down, _ = run.ops
+    weights = binding.weights
+    num_experts = weights.vector(router_op.weights["bias"]).shape[0]
+    rows, number = routed["x"].shape[0], binding.num_awaited
+    binding.num_awaited += 1
+    size = (-(-rows * num_experts // 4) * 4,)  # in whole 16 bytes
+    own, following = (binding.workspace(LOGITS[(number + k) % 2], size, torch.float32) for k in range(2))
+    choice = Choice(own[: rows * num_experts].view(rows, num_experts), routed.get("row_live"))
+    partials = binding.workspace(PARTIALS, (*first["out"].shape[:2], second["out"].shape[1]), torch.float32)
+    calls = router(
+        norm["x"],
+        weights.vector(norm_op.weights["weight"]),
+        row_live=choice.row_live,
+        normed=norm["out"],
+        logits=choice.logits,
+        eps=norm["eps"],
+        awaited=(first["out"], partials, following),
+        **binding.vectors(router_op),
+        card=binding.card,
+    )
+    return calls + experts_mlp(
+        x=first["x"],
+        choice=choice,
+        gate_up=weights.experts(experts_name(gate_up)),
+        gate_up_bias=weights.experts_bias(experts_name(gate_up)),
+        down=weights.experts(experts_name(down)),
+        down_bias=weights.vector(down.weights["bias"]),
+        expert_ids=routed["expert_ids"],
+        expert_weights=routed["expert_weights"],
+        activated=first["out"],
+        partials=partials,
+        residual=total["a"],
+        total=total["out"],
+        limit=first["limit"],
+        alpha=first["alpha"],
+        early=number > 0,  # nobody filled the first one's logits
+        card=binding.card,
+    )
+
+
+MOE_FUSIONS = (
+    Fusion(
+        "mixture", "rms_norm router experts_gate_up experts_down add", 3, _mixture, _mixes, _summed, _gate_up
+    ),
+)  # fmt: skip

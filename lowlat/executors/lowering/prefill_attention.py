@@ -1,0 +1,93 @@
+"""Attention of a chunk of prefill: keys and values gathered side by side, then torch's flash attention.
+
+How much a chunk sees is read on the device, so one captured chunk serves every start, in time that grows with what it
+sees. Flash attention takes keys in blocks of a fixed size, counted from the first that was gathered, the last block
+first; blocks that a row does not see change nothing of its sums. So a row's bits depend neither on the chunk's size nor
+on the rows beside it. It knows no model.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from lowlat.errors import ShapeError
+from lowlat.executors.lowering.binding import Binding, Call, LibraryCall
+from lowlat.kernels.attention.gather_kv import gather_kv
+from lowlat.kernels.attention.gathered_rows import gathered_rows
+from lowlat.program.program import Op
+
+__all__ = ["flash_attention", "prefill_attention"]
+
+
+def prefill_attention(binding: Binding, op: Op) -> Sequence[Call]:
+    """The calls of the reference's `prefill_attention`; queries and caches are bf16.
+
+    Rows past the live ones see zeros in place of what was not written: they are finite wherever q is. Raises ShapeError
+    for dtypes that do not fit.
+    """
+    given, longest = binding.arguments(op), binding.max_context
+    q, k_cache, v_cache = given["q"], given["k_cache"], given["v_cache"]
+    if {q.dtype, k_cache.dtype, v_cache.dtype} != {torch.bfloat16}:
+        raise ShapeError(f"queries and caches must be bfloat16, got {q.dtype}, {k_cache.dtype}, {v_cache.dtype}")
+    window = given.get("window")
+    if window is not None and window >= longest:
+        window = None
+    _, groups, _, dim = k_cache.shape
+    shape = (gathered_rows(q.shape[0], longest, window), groups, dim)
+    keys, values = (binding.workspace(f"prefill.{part}", shape, k_cache.dtype) for part in ("keys", "values"))
+    lengths = binding.workspace("prefill.lengths", (2, 2), torch.int32)
+    gather = gather_kv(
+        k_cache=k_cache, v_cache=v_cache, block_table=given["block_table"], chunk=given["chunk"], keys=keys,
+        values=values, lengths=lengths, size=q.shape[0], window=window, card=binding.card,
+    )  # fmt: skip
+    sinks = binding.sinks(op)
+    attended = {
+        "q": q, "keys": keys, "values": values, "lengths": lengths, "longest": longest, "window": window,
+        "scale": given["scale"], "sinks": None if sinks is None else sinks.float(), "out": given["out"].view(q.shape),
+    }  # fmt: skip
+    return [*gather, LibraryCall("flash_attention", _attend, attended)]
+
+
+def _attend(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    longest: int,
+    window: int | None,
+    scale: float,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """Flash attention into `out`; a sink is one more score of each head, [H] float32, of no value."""
+    attended, logarithms = flash_attention(q, keys, values, lengths, longest=longest, window=window, scale=scale)
+    if sinks is not None:
+        attended = attended * torch.sigmoid(logarithms.t() - sinks)[..., None]
+    out.copy_(attended)
+
+
+def flash_attention(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    longest: int,
+    window: int | None,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention of c rows, the last of which stands at the last of the keys.
+
+    q             [c, H, D]  bf16
+    keys, values  [n, G, D]  bf16
+    lengths       [2, 2]     int32  (0, c) and (0, keys that there are), read on the device
+    longest       more than any window; the choice of torch's kernel depends on it and on the shapes alone
+    Returns [c, H, D] bf16 and the logarithms of the sums of weights, [H, c] float32: 0 and inf where nothing is seen.
+    """
+    left = -1 if window is None else window - 1  # keys that a row sees before its own
+    attended, logarithms, *_ = torch.ops.aten._flash_attention_forward(
+        q, keys, values, lengths[0], lengths[1], q.shape[0], longest, 0.0, True, False,
+        scale=scale, window_size_left=left, window_size_right=0,
+    )  # fmt: skip
+    return attended, logarithms

@@ -1,0 +1,94 @@
+"""GEMMs of a chunk of prefill: by packed weights where the card has wgmma, else by torch from an unpacked matrix.
+
+A row's bits depend on the row and the weight alone: ours because rows do not know of each other, torch's because it
+multiplies a whole chunk at a time, padded where there are fewer rows.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from lowlat.executors.lowering.binding import Binding, Call, LibraryCall
+from lowlat.kernels.gemm.packing import PackedMatrix, unpack_rows
+from lowlat.kernels.gemm.prefill.activation_layout import arranged_shape
+from lowlat.kernels.gemm.prefill.gemm import prefill_gemm
+from lowlat.kernels.gemm.prefill.plan import MOST_ROWS, has_prefill_gemm, partials_shape, plan_prefill_gemm
+from lowlat.kernels.toolchain.kernel import Card
+from lowlat.program.program import Op
+
+__all__ = ["prefill_linear", "takes"]
+
+ROWS = 64  # a GEMM of ours has a multiple of so many rows
+WIDTH = 8  # and of so many weight rows and columns
+
+
+def takes(chunk: int, weight: PackedMatrix, card: Card) -> bool:
+    """Whether a weight is multiplied by our GEMM, in chunks of so many rows."""
+    fits = chunk % ROWS == 0 and weight.rows % WIDTH == 0 and weight.columns % WIDTH == 0
+    return fits and has_prefill_gemm(card) and weight.tiles.dtype == torch.bfloat16
+
+
+def prefill_linear(binding: Binding, op: Op) -> Sequence[Call]:
+    """The calls of `linear` over the rows of prefill: x [M, K] @ weight.T + bias, float32 [M, N]."""
+    given, name = binding.arguments(op), op.weights["weight"]
+    weight, chunk = binding.weights.matrix(name), binding.prefill_chunk
+    if takes(chunk, weight, binding.card):
+        return _by_packed(binding, op, weight)
+    bias = binding.weights.vector(op.weights["bias"]) if "bias" in op.weights else None
+    arguments = {
+        "x": given["x"], "weight": weight, "bias": bias, "places": binding.weights.places(name), "chunk": chunk,
+        "out": given["out"],
+    }  # fmt: skip
+    return [LibraryCall("linear", _by_unpacked, arguments)]
+
+
+def _by_packed(binding: Binding, op: Op, weight: PackedMatrix) -> Sequence[Call]:
+    given, calls = binding.arguments(op), []
+    columns = binding.weights.runs(op.weights["weight"])
+    for rows, results in zip(given["x"].split(MOST_ROWS), given["out"].split(MOST_ROWS), strict=True):
+        count = rows.shape[0]
+        plan = plan_prefill_gemm(count, weight.rows, weight.columns, binding.card)
+        shape = partials_shape(plan, count, weight.rows, weight.columns)
+        arranged = binding.workspace("prefill.arranged", arranged_shape(count, weight.columns), torch.bfloat16)
+        partials = binding.workspace("prefill.partials", shape, torch.float32)
+        calls += prefill_gemm(
+            x=rows, weight=weight, bias=binding.bias(op), columns=columns, arranged=arranged, partials=partials,
+            out=results, card=binding.card, plan=plan,
+        )  # fmt: skip
+    return calls
+
+
+def _by_unpacked(
+    x: torch.Tensor,
+    *,
+    weight: PackedMatrix,
+    bias: torch.Tensor | None,
+    places: torch.Tensor | None,
+    chunk: int,
+    out: torch.Tensor,
+) -> None:
+    matrix = unpack_rows(weight)
+    if places is None:
+        _multiply(x, matrix, chunk, out)
+    else:
+        packed = torch.empty(x.shape[0], matrix.shape[0], dtype=torch.float32, device=x.device)
+        _multiply(x, matrix, chunk, packed)
+        torch.index_select(packed, 1, places, out=out)
+    if bias is not None:
+        out += bias
+
+
+def _multiply(x: torch.Tensor, weight: torch.Tensor, chunk: int, out: torch.Tensor) -> None:
+    """x [M, K] @ weight.T [K, N] bf16 into float32 [M, N], `chunk` rows at a time, accumulated in float32.
+
+    The matrix library takes other ways for other shapes, and a chunk's bits must not depend on those beside it: a part
+    of a chunk is padded.
+    """
+    short = -x.shape[0] % chunk
+    if short:
+        whole = torch.empty(x.shape[0] + short, weight.shape[0], dtype=torch.float32, device=x.device)
+        _multiply(torch.nn.functional.pad(x, (0, 0, 0, short)), weight, chunk, whole)
+        out.copy_(whole[: x.shape[0]])
+        return
+    for rows, results in zip(x.split(chunk), out.split(chunk), strict=True):
+        torch.mm(rows, weight.t(), out_dtype=torch.float32, out=results)

@@ -1,0 +1,145 @@
+"""Fusions of row-wise operations: embeddings, sums and rotations with what follows them, a draft model's input."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from lowlat.executors.lowering.binding import Binding, Call
+from lowlat.executors.lowering.fusion import Fusion, Run
+from lowlat.executors.lowering.operations import rotation_weights
+from lowlat.kernels.rows.draft_input import draft_input, draft_level_input
+from lowlat.kernels.rows.draft_rows import take_last
+from lowlat.kernels.rows.embed import embed_norm
+from lowlat.kernels.rows.norm import add_norm
+from lowlat.kernels.rows.rotate import rotate
+from lowlat.kernels.toolchain.kernel import Card
+
+__all__ = ["ROW_FUSIONS"]
+
+
+def _normed(binding: Binding, run: Run) -> dict[str, Any]:
+    norm = run.op("rms_norm")
+    given = binding.arguments(norm)
+    return {
+        "norm_weight": binding.weights.vector(norm.weights["weight"]),
+        "row_live": given.get("row_live"),
+        "normed": given["out"],
+        "eps": given["eps"],
+    }
+
+
+def _norms_result(run: Run, card: Card) -> bool:
+    return run.op("rms_norm").reads["x"] == run.ops[0].writes["out"]
+
+
+def _embed_norm(binding: Binding, run: Run) -> Sequence[Call]:
+    op = run.op("embed")
+    given = binding.arguments(op)
+    table = binding.weights.table(op.weights["weight"])
+    return embed_norm(given["tokens"], table, **_normed(binding, run), out=given["out"])
+
+
+def _add_norm(binding: Binding, run: Run) -> Sequence[Call]:
+    given, norm = binding.arguments(run.op("add")), _normed(binding, run)
+    return add_norm(
+        given["a"], given["b"], norm["norm_weight"], norm["row_live"], total=given["out"], out=norm["normed"],
+        eps=norm["eps"],
+    )  # fmt: skip
+
+
+def _embeds_for_norms(run: Run, card: Card) -> bool:
+    """Whether the draft model's two norms read this embedding and, where rows are gathered, what was gathered."""
+    embed, norms, level = run.op("embed"), run.op("concat_norms"), run.find("gather_level")
+    if norms.reads["embedded"] != embed.writes["out"]:
+        return False
+    if level is None:
+        return True
+    gathered = level.writes
+    same = embed.reads["tokens"] == gathered["tokens"] and norms.reads["hidden"] == gathered["hidden"]
+    return same and norms.reads.get("row_live") == gathered["row_live"]
+
+
+def _embedded(run: Run) -> list[str]:
+    return [run.op("embed").writes["out"]]
+
+
+def _stores_hidden(run: Run, card: Card) -> bool:
+    stored, norms = run.op("store_boundary"), run.op("concat_norms")
+    same = all(stored.reads[name] == norms.reads.get(name) for name in ("hidden", "row_live"))
+    return same and _embeds_for_norms(run, card)
+
+
+def _draft_input(binding: Binding, run: Run) -> Sequence[Call]:
+    """The draft model's input; with the features at block ends where they are stored."""
+    embed, norms, stored = run.op("embed"), run.op("concat_norms"), run.find("store_boundary")
+    given, extra = binding.arguments(norms), dict[str, Any]()
+    if stored is not None:
+        boundary = binding.arguments(stored)
+        names = ("positions", "block_table", "slots", "block_features", "block_size")
+        extra = {name: boundary[name] for name in names}
+    del given["embedded"]
+    return draft_input(
+        binding.buffers[embed.reads["tokens"]], binding.weights.table(embed.weights["weight"]), **given,
+        **binding.vectors(norms), **extra,
+    )  # fmt: skip
+
+
+def _draft_level_input(binding: Binding, run: Run) -> Sequence[Call]:
+    """A deeper level's rows, and the draft model's input made of them."""
+    embed, norms = run.op("embed"), run.op("concat_norms")
+    normed = binding.arguments(norms)
+    outs = {name: normed[name] for name in ("out", "normed_hidden", "eps")}
+    table = binding.weights.table(embed.weights["weight"])
+    return draft_level_input(
+        **binding.arguments(run.op("gather_level")), **outs, weight=table, **binding.vectors(norms)
+    )
+
+
+def _rotates(run: Run, card: Card) -> bool:
+    """Whether each operation reads those before it, and the heads are rotated as they come from their norms."""
+    norm, rope, write = run.find("qk_norm"), run.op("rope"), run.find("kv_write")
+    if norm is not None and rope.reads["qkv"] != norm.writes["out"]:
+        return False
+    return write is None or all(write.reads[part] == rope.writes.get(part) for part in ("k", "v"))
+
+
+def _rotated(run: Run) -> list[str]:
+    norm, write = run.find("qk_norm"), run.find("kv_write")
+    normed = [] if norm is None else [norm.writes["out"]]
+    return normed if write is None else [*normed, write.reads["k"], write.reads["v"]]
+
+
+def _rotate(binding: Binding, run: Run) -> Sequence[Call]:
+    norm, rope, write = run.find("qk_norm"), run.op("rope"), run.find("kv_write")
+    given = binding.arguments(rope)
+    if norm is not None:
+        heads = binding.arguments(norm)
+        weights = rotation_weights(binding, norm)
+        given |= {"qkv": heads["qkv"], "eps": heads["eps"], "row_live": heads.get("row_live"), **weights}
+    if write is not None:
+        written = binding.arguments(write)
+        given |= {name: written[name] for name in written if name not in ("k", "v")}
+        del given["k"], given["v"]
+    return rotate(**given)
+
+
+def _same_lengths(run: Run, card: Card) -> bool:
+    return len({op.reads["commit_lens"] for op in run.ops}) == 1
+
+
+def _take_both(binding: Binding, run: Run) -> Sequence[Call]:
+    each = [binding.arguments(op) for op in run.ops]
+    return take_last([(given["x"], given["out"]) for given in each], each[0]["commit_lens"])
+
+
+ROW_FUSIONS = (
+    Fusion(
+        "store_boundary+draft_input", "store_boundary embed concat_norms", 2, _draft_input, _stores_hidden, _embedded
+    ),
+    Fusion("level+draft_input", "gather_level embed concat_norms", 2, _draft_level_input, _embeds_for_norms, _embedded),
+    Fusion("draft_input", "embed concat_norms", 1, _draft_input, _embeds_for_norms, _embedded),
+    Fusion("embed+norm", "embed rms_norm", 1, _embed_norm, _norms_result),
+    Fusion("add+norm", "add rms_norm", 1, _add_norm, _norms_result),
+    Fusion("qk_norm+rope", "qk_norm rope kv_write?", 1, _rotate, _rotates, _rotated),
+    Fusion("rope+kv_write", "rope kv_write", 1, _rotate, _rotates, _rotated),
+    Fusion("take_last", "take_last take_last", 1, _take_both, _same_lengths),
+)

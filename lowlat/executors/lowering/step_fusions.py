@@ -1,0 +1,110 @@
+"""Fusions of a step's bookkeeping: its beginning, the choice of tokens, acceptance to commit, its end."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lowlat.executors.lowering.binding import Binding, Call
+from lowlat.executors.lowering.fusion import Fusion, Run
+from lowlat.executors.lowering.operations import argmax_of, draft_topk_alone, publication
+from lowlat.kernels.attention.kv_compact import kv_compact
+from lowlat.kernels.sampling.sample import sample
+from lowlat.kernels.step.accept import accept_and_commit
+from lowlat.kernels.step.begin_step import begin_step
+from lowlat.kernels.step.publish import finish_step
+from lowlat.kernels.toolchain.kernel import Card
+from lowlat.program.program import Op
+
+__all__ = ["STEP_FUSIONS"]
+
+ROWS = ("tokens", "positions", "row_live", "write_lens", "live_positions")
+COMPACTED = ("accepted_nodes", "commit_lens", "dense_lens", "block_table", "slots")
+
+
+def _joined(binding: Binding, ops: Sequence[Op]) -> dict[str, Any]:
+    """The arguments of operations that name the same buffers alike, see `_agree`."""
+    return {name: value for op in ops for name, value in binding.arguments(op).items()}
+
+
+def _agree(*kinds: str) -> Any:
+    """The precondition that operations of these kinds name the same buffer wherever they name an argument alike."""
+
+    def applies(run: Run, card: Card) -> bool:
+        known: dict[str, str] = {}
+        ops = [op for op in run.ops if not kinds or op.kind in kinds]
+        named = [item for op in ops for item in ({**op.reads, **op.writes}).items()]
+        return all(known.setdefault(name, buffer) == buffer for name, buffer in named)
+
+    return applies
+
+
+def _begin(binding: Binding, run: Run) -> Sequence[Call]:
+    """Commands, the list of active slots and the rows to verify."""
+    return begin_step(**_joined(binding, run.ops))
+
+
+def _accept(binding: Binding, run: Run) -> Sequence[Call]:
+    """Acceptance to commit, the draft model's rows with it; a tree's rows move afterwards, by what acceptance wrote."""
+    chain = [op for op in run.ops if op.kind not in ("kv_compact", "draft_rows")]
+    arguments = _joined(binding, chain)
+    rows = run.find("draft_rows")
+    if rows is not None:
+        given = binding.arguments(rows)
+        arguments |= {"draft_rows": {name: given[name] for name in ROWS}, "dense_lens": given["dense_lens"]}
+    calls = list(accept_and_commit(**arguments))
+    return [*calls, *_compacted(binding, run)] if run.find("kv_compact") else calls
+
+
+def _accepts(run: Run, card: Card) -> bool:
+    rows, commit = run.find("draft_rows"), run.op("commit")
+    known = {**commit.reads, **commit.writes}
+    linked = rows is None or all(
+        rows.reads[name] == known[name] for name in ("accepted_tokens", "commit_lens", "draft_live")
+    )
+    return linked and _agree("accept", "accept_simulated", "truncate", "commit")(run, card) and _compacts(run, card)
+
+
+def _compacts(run: Run, card: Card) -> bool:
+    compacted = run.all("kv_compact")
+    return all(len({op.reads[name] for op in compacted}) <= 1 for name in COMPACTED)
+
+
+def _compacted(binding: Binding, run: Run) -> Sequence[Call]:
+    each = [binding.arguments(op) for op in run.all("kv_compact")]
+    shared: dict[str, Any] = {name: each[0][name] for name in COMPACTED}
+    caches: dict[str, Any] = {f"{part}_caches": [given[f"{part}_cache"] for given in each] for part in ("k", "v")}
+    return kv_compact(**shared, **caches, workspace=binding.workspace)
+
+
+def _sample(binding: Binding, run: Run) -> Sequence[Call]:
+    """Finite flags and draws."""
+    found = argmax_of(binding, run.op("finite"))
+    workspace = binding.workspace
+    return [*found.calls, *sample(**_joined(binding, run.ops), best=found.pairs, workspace=workspace)]
+
+
+def _draft_topk(binding: Binding, run: Run) -> Sequence[Call]:
+    """Each row's likeliest ids, and the drafts that take them."""
+    children = {name: each for name, each in binding.arguments(run.op("assign_drafts")).items() if name != "top_tokens"}
+    return draft_topk_alone(binding, run.op("draft_topk"), **children)
+
+
+def _assigns(run: Run, card: Card) -> bool:
+    drafting, assigning = run.ops
+    return assigning.reads["top_tokens"] == drafting.writes["out"]
+
+
+def _finish(binding: Binding, run: Run) -> Sequence[Call]:
+    """The next step's masks and paths, and the publication."""
+    masks: Mapping[str, Any] = binding.arguments(run.op("tree_masks"))
+    own = {name: value for name, value in masks.items() if name != "slots"}
+    return finish_step(**own, publication=publication(binding, run.op("publish")), loop=binding.loop)
+
+
+STEP_FUSIONS = (
+    Fusion("begin_step", "apply_commands list_active_slots gather_rows", 2, _begin, _agree()),
+    Fusion("accept+commit", "accept|accept_simulated truncate kv_compact* commit draft_rows?", 2, _accept, _accepts),
+    Fusion("sample", "finite sample", 1, _sample, _agree()),
+    Fusion("kv_compact", "kv_compact kv_compact kv_compact*", 1, _compacted, _compacts),
+    Fusion("draft_topk", "draft_topk assign_drafts", 1, _draft_topk, _assigns),
+    Fusion("finish_step", "tree_masks publish", 1, _finish, _agree("tree_masks", "publish")),
+)
