@@ -9,7 +9,7 @@ from types import MappingProxyType
 from lowlat.executors.device_weights import DeviceWeights
 from lowlat.executors.launcher import Launcher
 from lowlat.graphs.launch import Launch
-from lowlat.kernels.attention.prefill_kv_write import prefill_kv_write
+from lowlat.kernels.attention.kv_write import prefill_kv_write
 from lowlat.kernels.rows.draft_input import concat_norms
 from lowlat.kernels.rows.elementwise import add, cast, silu_mul
 from lowlat.kernels.rows.embed import embed
