@@ -1,4 +1,4 @@
-"""The best pairs of rows of logits that no GEMM left any for: where `sample` and `argmax` stand alone; and finite flags.
+"""The best pairs of rows of logits for which no GEMM left any, where `sample` and `argmax` stand alone; finite flags.
 
 A block reads a chunk of a row and leaves its best pair, as `select` has pairs; so whoever begins with pairs finds what
 the LM head's GEMM would have left, cut otherwise. It knows no request.

@@ -1,9 +1,10 @@
 """The target's draw at every live node, and whether its logits are finite, in one launch of a block a chunk.
 
 A row's largest logit comes from the best pairs that the logits' GEMM left (or `row_pairs` makes), and ends a greedy row
-in its first block, whose others leave at once. Where a slot wishes for another order (penalties, biases, bans), each block processes its
-chunk, and the row's largest is the best of theirs. A row that is drawn has its blocks find the bounds of top_k and
-top_p where they are set, add noise, and find the largest. Order and roundings are those of `kernels.reference.sample`.
+in its first block, whose others leave at once. Where a slot wishes for another order (penalties, biases, bans), each
+block processes its chunk, and the row's largest is the best of theirs. A row that is drawn has its blocks find the
+bounds of top_k and top_p where they are set, add noise, and find the largest. Order and roundings are those of
+`kernels.reference.sample`.
 A draw depends on nothing but its own row, its slot's state and its position. What the step's first kernel settled
 (slots and their state) is read before the kernel before this one has ended.
 """
