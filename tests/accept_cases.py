@@ -1,7 +1,10 @@
-"""Random runs for acceptance, truncation, commit and the head's rows."""
+"""Random runs for acceptance, truncation, commit and the draft model's rows."""
 
 import random
+from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from kernel_cases import SAME_SHAPES, Arrays, Bench, poisoned, random_topology
@@ -21,44 +24,48 @@ TRUNCATE_READS = ("finite", "lengths", "slot_ints", "stop_ids")
 TRUNCATE_OUTS = ("commit_lens", "finish")
 STATE = ("tokens", "lengths", "active", "output_counts", "num_drafts")
 COMMIT_OUTS = ("draft_live", "draft_lens")
-HEAD_OUTS = ("tokens", "positions", "row_live", "write_lens", "live_positions")
+DRAFT_OUTS = ("tokens", "positions", "row_live", "write_lens", "live_positions")
 
 
-def check_accept(bench: Bench, seed: int, *, batch: int, parts: bool, head: bool, mean: float | None) -> Arrays:
-    """One random acceptance and commit against the reference, in one launch or in parts; what the reference gives."""
+def check_accept(bench: Bench, seed: int, *, batch: int, alone: bool, head: bool, mean: float | None) -> Arrays:
+    """One random acceptance and commit against the reference, fused or each alone; returns what the reference gives."""
     torch.manual_seed(seed)
     arrays = _arrays(random.Random(seed // SAME_SHAPES), random.Random(seed), batch)
 
-    def reference(found: Arrays) -> None:
-        reads = {name: found[name] for name in ACCEPT_READS}
-        outs = {name: found[name] for name in ACCEPT_OUTS}
+    def apply(module: Any, found: Arrays) -> list[KernelCall]:
+        """Every operation of a module, the reference's or the kernels', in order."""
+        first = {name: found[name] for name in (*ACCEPT_READS, *ACCEPT_OUTS)}
         if mean is None:
-            accept(**reads, **outs)
+            made = [module.accept(**first)]
         else:
-            accept_simulated(**reads, lengths=found["lengths"], **outs, mean_length=mean, seed=seed * 7919)
+            made = [module.accept_simulated(**first, lengths=found["lengths"], mean_length=mean, seed=seed * 7919)]
         names: tuple[str, ...] = (*ACCEPT_OUTS[:3], *TRUNCATE_READS, "slots", *TRUNCATE_OUTS)
-        truncate(**{name: found[name] for name in names})
+        made.append(module.truncate(**{name: found[name] for name in names}))
         names = ("accepted_tokens", *TRUNCATE_OUTS, "slots", *STATE, *COMMIT_OUTS)
-        commit(**{name: found[name] for name in names})
+        made.append(module.commit(**{name: found[name] for name in names}))
         if head:
             names = ("accepted_tokens", "commit_lens", "draft_live", "dense_lens")
-            draft_rows(**{name: found[name] for name in names}, **_head(found))
+            made.append(module.draft_rows(**{name: found[name] for name in names}, **_draft_outs(found)))
+        return [call for calls in made for call in calls or ()]
 
-    def calls(found: Arrays) -> list[KernelCall]:
-        simulated = {} if mean is None else {"mean_length": mean, "seed": seed * 7919}
-        rows = {"draft_rows": _head(found), "dense_lens": found["dense_lens"]} if head else {}
-        first = {name: found[name] for name in (*ACCEPT_READS, *ACCEPT_OUTS, *TRUNCATE_READS, *TRUNCATE_OUTS)}
-        last = {name: found[name] for name in (*STATE, *COMMIT_OUTS)}
-        if not parts:
-            return kernels.accept_and_commit(**{**first, **last}, **simulated, **rows)  # type: ignore[arg-type]
-        run = {name: found[name] for name in ("accepted_tokens", *TRUNCATE_OUTS, "slots")}
-        return [*kernels.accept(**first, **simulated), *kernels.commit(**run, **last, **rows)]  # type: ignore[arg-type]
+    def fused(found: Arrays) -> list[KernelCall]:
+        names = (*ACCEPT_READS, *ACCEPT_OUTS, *TRUNCATE_READS, *TRUNCATE_OUTS, *STATE, *COMMIT_OUTS)
+        given: dict[str, Any] = {name: found[name] for name in names}
+        if mean is not None:
+            given |= {"mean_length": mean, "seed": seed * 7919}
+        if head:
+            given |= {"draft_rows": _draft_outs(found), "dense_lens": found["dense_lens"]}
+        return kernels.accept_and_commit(**given)
 
-    return bench.compare(arrays, reference, calls)
+    meanings = SimpleNamespace(
+        accept=accept, accept_simulated=accept_simulated, truncate=truncate, commit=commit, draft_rows=draft_rows
+    )
+    calls = partial(apply, kernels) if alone else fused
+    return bench.compare(arrays, partial(apply, meanings), calls)
 
 
-def _head(arrays: Arrays) -> Arrays:
-    return {name: arrays[f"head.{name}"] for name in HEAD_OUTS}
+def _draft_outs(arrays: Arrays) -> Arrays:
+    return {name: arrays[f"draft.{name}"] for name in DRAFT_OUTS}
 
 
 def _arrays(shapes: random.Random, source: random.Random, batch: int) -> Arrays:
@@ -110,13 +117,13 @@ def _arrays(shapes: random.Random, source: random.Random, batch: int) -> Arrays:
         "output_counts": torch.randint(0, 5, (max_batch, VOCABULARY), dtype=torch.int32),
         "num_drafts": torch.randint(0, 5, (max_batch,), dtype=torch.int32),
         "draft_live": poisoned(batch, dtype=torch.uint8),
-        "head.tokens": poisoned(batch, rows),
-        "head.positions": poisoned(batch, rows),
-        "head.row_live": poisoned(batch, rows, dtype=torch.uint8),
-        "head.live_positions": poisoned(batch, 1),
+        "draft.tokens": poisoned(batch, rows),
+        "draft.positions": poisoned(batch, rows),
+        "draft.row_live": poisoned(batch, rows, dtype=torch.uint8),
+        "draft.live_positions": poisoned(batch, 1),
     }
     for name in ("accepted_tokens", "accepted_nodes"):
         arrays[name] = poisoned(batch, rows)
-    for name in ("accepted_lens", "best_path", "commit_lens", "finish", "draft_lens", "head.write_lens"):
+    for name in ("accepted_lens", "best_path", "commit_lens", "finish", "draft_lens", "draft.write_lens"):
         arrays[name] = poisoned(batch)
     return arrays

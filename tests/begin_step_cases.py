@@ -15,7 +15,8 @@ from lowlat.kernels.reference.step.slots import (
     gather_rows,
     list_active_slots,
 )
-from lowlat.kernels.step.begin_step import begin_step
+from lowlat.kernels.step import begin_step
+from lowlat.kernels.toolchain.kernel import KernelCall
 
 __all__ = ["check_begin_step"]
 
@@ -23,16 +24,19 @@ RING, TABLE, STOPS, BIASES = 8, 7, 5, 9
 STATE = ("ints", "floats", "tokens", "table", "stop_ids", "bias_ids", "bias_values")
 JOINED = ("slot_ints", "slot_floats", "tokens", "block_table", "stop_ids", "bias_ids", "bias_values")
 COUNTED = ("lengths", "active", "num_drafts", "prompt_seen", "output_counts")
+LISTED = ("active", "slots")
 OUTS = ("row_tokens", "row_positions", "row_live", "row_masks", "paths", "dense_lens", "num_verified", "verified_depth")
 
 
-def check_begin_step(bench: Bench, seed: int, *, batch: int, max_batch: int, num_commands: int, context: int) -> None:
-    """One random step against the reference."""
+def check_begin_step(
+    bench: Bench, seed: int, *, batch: int, max_batch: int, num_commands: int, context: int, alone: bool = False
+) -> None:
+    """One random step against the reference, fused or each operation alone."""
     torch.manual_seed(seed)
     shapes, source = random.Random(seed // SAME_SHAPES), random.Random(seed)
     arrays = _arrays(shapes, source, batch, max_batch, num_commands, context)
     arrays["staged_tokens"] = _same_tail(arrays, max_batch)
-    bench.compare(arrays, _reference, lambda found: begin_step(**found))
+    bench.compare(arrays, _reference, _alone if alone else lambda found: begin_step.begin_step(**found))
 
 
 def _same_tail(arrays: Arrays, max_batch: int) -> torch.Tensor:
@@ -44,13 +48,26 @@ def _same_tail(arrays: Arrays, max_batch: int) -> torch.Tensor:
     return staged
 
 
+def _each(arrays: Arrays) -> tuple[Arrays, Arrays, Arrays]:
+    """The arguments of the three operations."""
+    staged = (f"staged_{name}" for name in STATE)
+    applied = ("command_ring", "command_tail", *staged, "command_head", *JOINED, *COUNTED)
+    read = ("slots", "lengths", "tokens", "drafts", "num_drafts", "tree_masks", "tree_paths", "slot_ints")
+    first, second, third = ({name: arrays[name] for name in names} for names in (applied, LISTED, (*read, *OUTS)))
+    return first, second, third
+
+
 def _reference(arrays: Arrays) -> None:
-    staged = {f"staged_{name}": arrays[f"staged_{name}"] for name in STATE}
-    updated = {name: arrays[name] for name in ("command_head", *JOINED, *COUNTED)}
-    apply_commands(arrays["command_ring"], arrays["command_tail"], **staged, **updated)
-    list_active_slots(arrays["active"], slots=arrays["slots"])
-    names = ("slots", "lengths", "tokens", "drafts", "num_drafts", "tree_masks", "tree_paths", "slot_ints")
-    gather_rows(**{name: arrays[name] for name in names}, **{name: arrays[name] for name in OUTS})
+    applied, listed, gathered = _each(arrays)
+    apply_commands(**applied)
+    list_active_slots(**listed)
+    gather_rows(**gathered)
+
+
+def _alone(arrays: Arrays) -> list[KernelCall]:
+    applied, listed, gathered = _each(arrays)
+    calls = begin_step.apply_commands(**applied), begin_step.list_active_slots(**listed)
+    return [*calls[0], *calls[1], *begin_step.gather_rows(**gathered)]
 
 
 def _arrays(

@@ -354,6 +354,7 @@ class Walker:
             "store_global_128": store(at, np.uint32, 16),
             "store_global_f32": store(at, np.float32, 4),
             "store_global_i32": store(at, np.int32, 4),
+            "store_global_u8": store(at, np.uint8, 1),
             "store_relaxed_gpu_f32": store(at, np.float32, 4),
             "store_global_u16": store(at, np.uint16, 2),
             "store_relaxed_gpu_u16": store(at, np.uint16, 2),

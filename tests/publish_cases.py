@@ -5,7 +5,7 @@ import random
 import torch
 from kernel_cases import SAME_SHAPES, Arrays, Bench, poisoned, random_topology
 
-from lowlat.kernels.reference.rows.draft_rows import assign_drafts, tree_masks
+from lowlat.kernels.reference.rows.draft_rows import tree_masks
 from lowlat.kernels.reference.step.publish import RECORD_WIDTH, publish
 from lowlat.kernels.step import publish as kernels
 from lowlat.kernels.step.publish import LoopControl
@@ -21,13 +21,10 @@ READS = (
 RINGS = ("ring_records", "ring_tokens", "ring_logprob_values", "ring_logprob_ids", "ring_head")
 DRAFT_READS = ("draft_nodes", "draft_live", "topology_masks", "topology_paths")
 DRAFTS = ("drafts", "num_drafts", "tree_masks", "tree_paths")
-ASSIGNED = ("top_tokens", "children", "child_rows", "child_ranks")
 
 
-def check_publish(
-    bench: Bench, seed: int, *, drafting: bool, assigning: bool = False, batch: int = 3, loop: LoopControl | None = None
-) -> Arrays:
-    """Against the reference: the ring alone, or after the drafts, or after the last level's tokens too."""
+def check_publish(bench: Bench, seed: int, *, drafting: str, batch: int = 3, loop: LoopControl | None = None) -> Arrays:
+    """Against the reference: the ring alone ("no" drafts), after the drafts ("fused"), or both in turn ("alone")."""
     torch.manual_seed(seed)
     arrays = _arrays(
         random.Random(seed // SAME_SHAPES),
@@ -37,20 +34,18 @@ def check_publish(
     )
 
     def reference(found: Arrays) -> None:
-        if assigning:
-            assign_drafts(**{name: found[name] for name in ASSIGNED}, draft_nodes=found["draft_nodes"])
-        if drafting:
+        if drafting != "no":
             tree_masks(**{name: found[name] for name in (*DRAFT_READS, "slots", *DRAFTS)})
         publish(**{name: found[name] for name in (*READS, *RINGS)})
         found["ring_count"] += 1
 
     def calls(found: Arrays) -> list[KernelCall]:
         publication = {name: found[name] for name in (*READS, *RINGS, "ring_count")}
-        if not drafting:
-            return kernels.publish(**publication, loop=loop)
-        assignment = tuple(found[name] for name in ASSIGNED) if assigning else None
         drafted = {name: found[name] for name in (*DRAFT_READS, *DRAFTS)}
-        return kernels.finish_step(**drafted, publication=publication, assignment=assignment, loop=loop)  # type: ignore[arg-type]
+        if drafting == "fused":
+            return kernels.finish_step(**drafted, publication=publication, loop=loop)
+        masks = kernels.tree_masks(**drafted, slots=found["slots"]) if drafting == "alone" else []
+        return [*masks, *kernels.publish(**publication, loop=loop)]
 
     return bench.compare(arrays, reference, calls)
 
@@ -68,11 +63,7 @@ def _arrays(shapes: random.Random, source: random.Random, batch: int, max_batch:
     width, num_paths = topology.depth + 1, len(topology.paths)
     paths = [[*path, *[-1] * (width - len(path))] for path in topology.paths]
     head = source.randint(0, 99)
-    level = topology.levels[-1] if topology.levels else ()
-    children = [child for branch in level for child in branch.children]
-    ranks = max((topology.ranks[child] for child in children), default=0) + 1
     drafted = torch.randint(-1 if source.random() < 0.5 else 0, 9, (batch, rows), dtype=torch.int32)
-    lists = (children, [row for row, branch in enumerate(level) for _ in branch.children])
     values = torch.randn(batch, rows, COLUMNS)
     values[0, 0, 0] = torch.nan
     arrays: Arrays = {
@@ -98,10 +89,6 @@ def _arrays(shapes: random.Random, source: random.Random, batch: int, max_batch:
         "num_drafts": poisoned(max_batch),
         "tree_masks": poisoned(max_batch, max_rows, dtype=torch.int64),
         "tree_paths": poisoned(max_batch, num_paths + shapes.randint(0, 1), width + shapes.randint(0, 1)),
-        "top_tokens": torch.randint(0, 9, (batch * max(len(level), 1), ranks), dtype=torch.int32),
-        "children": torch.tensor(lists[0], dtype=torch.int32),
-        "child_rows": torch.tensor(lists[1], dtype=torch.int32),
-        "child_ranks": torch.tensor([topology.ranks[child] for child in children], dtype=torch.int32),
     }
     arrays.update({name: torch.randint(0, 9, (batch,), dtype=torch.int32) for name in ("finish", "num_verified")})
     arrays["verified_depth"] = torch.randint(0, 9, (batch,), dtype=torch.int32)

@@ -1,16 +1,27 @@
-"""Random rows for what is gathered, moved and laid out around the head."""
+"""Random rows for what is gathered, moved, stored and laid out around the draft model."""
 
 import random
+from collections.abc import Callable
 
 import torch
 from kernel_cases import Arrays, Bench, poisoned, random_topology
 
 from lowlat.kernels import reference
-from lowlat.kernels.attention.kv_compact import kv_compact
+from lowlat.kernels.attention.kv_compact import kv_compact, kv_compact_layer
+from lowlat.kernels.attention.kv_write import kv_write
+from lowlat.kernels.rows import draft_level as draft_level
 from lowlat.kernels.rows import draft_rows as draft_rows
 from lowlat.kernels.toolchain.kernel import KernelCall
 
-__all__ = ["check_boundary", "check_compaction", "check_features", "check_last"]
+__all__ = [
+    "check_boundary",
+    "check_compaction",
+    "check_features",
+    "check_last",
+    "check_level",
+    "check_prefill_rows",
+    "check_write",
+]
 
 BLOCK, TABLE = 4, 9
 
@@ -20,7 +31,7 @@ def bf16(*shape: int) -> torch.Tensor:
 
 
 def check_compaction(bench: Bench, seed: int, *, layers: int, dtype: torch.dtype = torch.bfloat16) -> None:
-    """All layers' rows of a random tree move."""
+    """All layers' rows of a random tree move, in one launch or each layer's alone."""
     source = random.Random(seed)
     torch.manual_seed(seed)
     batch, heads, size = 3, 2, 16
@@ -64,7 +75,12 @@ def check_compaction(bench: Bench, seed: int, *, layers: int, dtype: torch.dtype
         KEPT.append(memory)
         return made
 
+    def alone(found: Arrays) -> list[KernelCall]:
+        each = [{f"{part}_cache": found[f"{part}.{layer}"] for part in ("k", "v")} for layer in range(layers)]
+        return [call for caches in each for call in kv_compact_layer(**common(found), **caches)]
+
     bench.compare(arrays, reference_, calls)
+    bench.compare(arrays, reference_, alone)
 
 
 KEPT: list[Arrays] = []  # workspaces live as long as their calls
@@ -77,8 +93,17 @@ def check_features(bench: Bench, seed: int, *, width: int, num_sources: int) -> 
     arrays = {f"source{number}": bf16(batch * rows, width) for number in range(num_sources)}
     arrays["accepted_nodes"] = torch.randint(-1, rows, (batch, rows), dtype=torch.int32)
     arrays["out"] = poisoned(batch * rows, num_sources * width, dtype=torch.bfloat16)
-    operation = reference.OPERATIONS["gather_features"]
-    bench.compare(arrays, lambda found: operation(**found), lambda found: draft_rows.gather_features(**found))
+    compare_alone(bench, arrays, "gather_features", draft_rows.gather_features)
+    del arrays["accepted_nodes"]
+    compare_alone(bench, arrays, "join_features", draft_rows.join_features)
+
+
+def compare_alone(
+    bench: Bench, arrays: Arrays, kind: str, build: Callable[..., list[KernelCall]], **params: int
+) -> Arrays:
+    """An operation against its kernel, whose arguments all arrays are."""
+    operation = reference.OPERATIONS[kind]
+    return bench.compare(arrays, lambda found: operation(**found, **params), lambda found: build(**found, **params))
 
 
 def check_last(bench: Bench, seed: int, *, widths: tuple[int, ...]) -> None:
@@ -97,6 +122,8 @@ def check_last(bench: Bench, seed: int, *, widths: tuple[int, ...]) -> None:
 
     def calls(found: Arrays) -> list[KernelCall]:
         pairs = [(found[f"x{number}"], found[f"out{number}"]) for number in range(len(widths))]
+        if len(pairs) == 1:
+            return draft_rows.take_last_row(pairs[0][0], found["commit_lens"], out=pairs[0][1])
         return draft_rows.take_last(pairs, found["commit_lens"])
 
     bench.compare(arrays, reference_, calls)
@@ -116,9 +143,72 @@ def check_boundary(bench: Bench, seed: int, *, width: int) -> None:
         "block_features": poisoned(batch * TABLE + 1, width, dtype=torch.bfloat16),
     }
     arrays["row_live"][2] = 0
-    operation = reference.OPERATIONS["store_boundary"]
-    bench.compare(
-        arrays,
-        lambda found: operation(**found, block_size=BLOCK),
-        lambda found: draft_rows.store_boundary(**found, block_size=BLOCK),
-    )
+    compare_alone(bench, arrays, "store_boundary", draft_rows.store_boundary, block_size=BLOCK)
+
+
+def check_prefill_rows(bench: Bench, seed: int, *, width: int, start: int, live: int, size: int = 14) -> None:
+    """A chunk's features, of which the last may be dead, behind a prompt's start or another chunk."""
+    torch.manual_seed(seed)
+    table = torch.full((1, (start + size) // BLOCK + 1), 1 << 20, dtype=torch.int32)  # what is not known is not read
+    used = -(-(start + live) // BLOCK)
+    table[0, :used] = torch.randperm(used).int() + 1
+    arrays = {
+        "hidden": bf16(size, width),
+        "chunk": torch.tensor([start, live], dtype=torch.int32),
+        "block_table": table,
+        "block_features": bf16(used + 1, width),
+        "shifted": poisoned(size, width, dtype=torch.bfloat16),
+    }
+    before = arrays["block_features"].clone()
+    after = compare_alone(bench, arrays, "draft_prefill_rows", draft_rows.draft_prefill_rows, block_size=BLOCK)
+    kept = (after["block_features"] != before).any(1)
+    assert int(kept.sum()) == live // BLOCK
+
+
+def check_level(bench: Bench, seed: int, *, width: int, batch: int = 3, above: int = 2, wide: int = 3) -> None:
+    """A level's rows, and its children's tokens."""
+    torch.manual_seed(seed)
+    num_nodes = 2 * wide + 2
+    arrays = {
+        "feedback": bf16(batch * above, width),
+        "draft_nodes": torch.randint(-1, 9, (batch, num_nodes), dtype=torch.int32),
+        "draft_live": torch.randint(0, 2, (batch,), dtype=torch.uint8),
+        "draft_lens": torch.randint(3, 1000, (batch,), dtype=torch.int32),
+        "nodes": torch.randperm(num_nodes)[:wide].int(),
+        "parent_rows": torch.randint(0, above, (wide,), dtype=torch.int32),
+        "masks": torch.randint(-(1 << 62), 1 << 62, (wide,)),
+        "hidden": poisoned(batch * wide, width, dtype=torch.bfloat16),
+        "tokens": poisoned(batch, wide),
+        "row_live": poisoned(batch, wide, dtype=torch.uint8),
+        "positions": poisoned(batch, wide),
+        "row_masks": poisoned(batch, wide, dtype=torch.int64),
+    }
+    compare_alone(bench, arrays, "gather_level", draft_level.gather_level, depth=3)
+    count, ranks = num_nodes - 1, 4
+    arrays = {
+        "top_tokens": torch.randint(-1, 99, (batch * wide, ranks), dtype=torch.int32),
+        "children": torch.randperm(num_nodes)[:count].int(),
+        "child_rows": torch.randint(0, wide, (count,), dtype=torch.int32),
+        "child_ranks": torch.randint(0, ranks, (count,), dtype=torch.int32),
+        "draft_nodes": poisoned(batch, num_nodes),
+    }
+    compare_alone(bench, arrays, "assign_drafts", draft_level.assign_drafts)
+
+
+def check_write(bench: Bench, seed: int, *, heads: int, dim: int, dtype: torch.dtype = torch.bfloat16) -> None:
+    """A step's keys and values: dead rows, a slot that pads, places in any order."""
+    torch.manual_seed(seed)
+    batch, rows = 3, 4
+    live = torch.randint(0, 2, (batch, rows), dtype=torch.uint8)
+    live[1] = 0
+    arrays = {name: torch.randn(batch * rows, heads, dim).to(dtype) for name in ("k", "v")}
+    arrays |= {
+        "block_table": (torch.randperm(batch * TABLE) + 1).reshape(batch, TABLE).int(),
+        "slots": torch.tensor([2, -1, 0], dtype=torch.int32),
+        "row_live": live,
+        "write_lens": torch.randint(0, BLOCK * TABLE - rows - 2, (batch,), dtype=torch.int32),
+        "offsets": torch.randperm(rows + 2)[:rows].int(),
+    }
+    pool = (batch * TABLE + 1, heads, BLOCK, dim)
+    arrays |= {name: torch.randn(pool).to(dtype) for name in ("k_cache", "v_cache")}
+    compare_alone(bench, arrays, "kv_write", kv_write)

@@ -13,7 +13,7 @@ from lowlat.kernels.gemm.packing import pack
 from lowlat.kernels.moe import router
 from lowlat.kernels.reference import OPERATIONS
 from lowlat.kernels.rows import draft_input as draft_input
-from lowlat.kernels.rows import elementwise, embed, norm, rotate
+from lowlat.kernels.rows import elementwise, embed, norm, qk_norm, rotate
 from lowlat.kernels.toolchain.kernel import KernelCall
 
 BF16 = torch.bfloat16
@@ -111,7 +111,8 @@ class Lab:
 
 
 def check_elementwise(lab: Lab, rows: int, width: int) -> None:
-    """cast, add, silu_mul; the first two bit for bit."""
+    """identity, cast, add, silu_mul; the first three bit for bit."""
+    check_identity(lab, rows * width)
     x, a = torch.randn(rows, width) * 30, (torch.randn(rows, width) * 30).to(BF16)
     found = lab.both("cast", elementwise.cast, {"out": poison(rows, width)}, x=x)
     assert same_bits(found["out"], x.to(BF16))
@@ -121,6 +122,20 @@ def check_elementwise(lab: Lab, rows: int, width: int) -> None:
     gate_up = torch.randn(rows, 2 * width) * 5
     for live in (None, flags(rows)):
         lab.both("silu_mul", elementwise.silu_mul, {"out": poison(rows, width)}, gate_up=gate_up, row_live=live)
+
+
+def check_identity(lab: Lab, count: int) -> None:
+    """Every dtype, sizes that 16 bytes do not divide, addresses that are not multiples of it, and no element at all."""
+    for size, dtype in ((count, BF16), (count + 1, torch.uint8), (3, torch.int64), (count, torch.float32), (0, BF16)):
+        x = torch.randint(0, 200, (size,)).to(dtype)
+        assert torch.equal(lab.launch(elementwise.identity, {"out": poison(size, dtype=dtype)}, x=x)["out"].cpu(), x)
+    inside, around = torch.randint(0, 99, (count,)).int(), poison(count + 3, dtype=torch.int32)
+
+    def shifted(*, x: torch.Tensor, out: torch.Tensor) -> list[KernelCall]:
+        return elementwise.identity(x, out=out[1:-2])
+
+    found = lab.launch(shifted, {"out": around}, x=inside)["out"].cpu()
+    assert torch.equal(found, torch.cat((around[:1], inside, around[-2:])))
 
 
 def check_norms(lab: Lab, rows: int, width: int) -> None:
@@ -347,7 +362,7 @@ def check_level_input(lab: Lab, batch: int, wide: int, above: int, width: int, *
 def check_rotate(
     lab: Lab, heads: tuple[int, int, int], eps: float | None, *, batch: int = 2, rows: int = 2, block: int = 12
 ) -> None:
-    """Queries, KV heads and their size; buffers, then caches. Without a norm bit for bit."""
+    """Queries, KV heads and their size; buffers, then caches. The norm and the rotation alone have the bits of both."""
     queries, groups, dim = heads
     count, contexts, live = batch * rows, 64, flags(batch * rows).view(batch, rows)
     live[-1] = 1
@@ -366,13 +381,17 @@ def check_rotate(
     expected = {key: tensor.clone() for key, tensor in outs.items()}
     product = qkv
     if eps is not None:
-        product = torch.empty_like(qkv)
         sizes: dict[str, Any] = {"num_heads": queries, "num_kv_heads": groups, "head_dim": dim, "eps": eps}
-        OPERATIONS["qk_norm"](qkv, **norms, out=product, **sizes)
+        wide = {"out": poison(*qkv.shape, dtype=torch.float32)}
+        product = lab.both("qk_norm", qk_norm.qk_norm, wide, qkv=qkv, **norms, **sizes)["out"].cpu()
+        values = (queries + groups) * dim
+        assert torch.equal(product[:, values:], qkv[:, values:])
     OPERATIONS["rope"](product, **options, **expected)
+    alone = lab.launch(rotate.rotate, outs, qkv=product, **options)
+    assert all(same_bits(alone[key], expected[key]) for key in outs)
     found = lab.launch(rotate.rotate, outs, qkv=qkv, **options, **norms, eps=eps)
     check(f"rotate {heads}", found, expected)
-    assert eps is not None or all(same_bits(found[key], expected[key]) for key in outs)
+    assert all(same_bits(found[key], alone[key]) for key in outs)
     if groups:
         outs.pop("k"), outs.pop("v")
         check_write(lab, outs, found, block, qkv=qkv, **options, **norms, eps=eps)

@@ -1,4 +1,4 @@
-"""Move a tree's accepted rows of K and V to the dense tail: all layers, both caches, all slots in one launch.
+"""Move a tree's accepted rows of K and V to the dense tail: one layer or all, both caches, all slots in one launch.
 
 A thread moves the same 16 bytes of a row from place to place, in order; so no barrier is needed.
 """
@@ -13,10 +13,10 @@ from lowlat.errors import ShapeError
 from lowlat.kernels.common.memory import divide, int_at, long_at, threads_for, wide_count
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain import ptx
-from lowlat.kernels.toolchain.kernel import Kernel, KernelCall, Workspace
+from lowlat.kernels.toolchain.kernel import Argument, Kernel, KernelCall, Workspace
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int64, types
 
-__all__ = ["examples", "kv_compact"]
+__all__ = ["examples", "kv_compact", "kv_compact_layer"]
 
 BATCH = 4  # rows under way in a thread
 
@@ -42,20 +42,46 @@ def kv_compact(
     k_caches, v_caches  L times [P, G, block, D]       updated; one shape, rows of whole multiples of 16 bytes
     The caches' addresses are kept in a workspace, filled here. Raises ShapeError for shapes that do not fit.
     """
-    batch, rows = accepted_nodes.shape
     caches = [*k_caches, *v_caches]
-    for array in (commit_lens, dense_lens, slots):
-        check_shape("commit_lens, dense_lens and slots", array, batch)
     for cache_ in caches:
         check_shape("a cache", cache_, *caches[0].shape)
         if cache_.dtype != caches[0].dtype or not cache_.is_contiguous():
             raise ShapeError("the caches of all layers must be contiguous and of one dtype")
-    _, num_heads, block, _ = caches[0].shape
     addresses = workspace("kv_compact.addresses", (len(caches),), torch.int64)
     addresses.copy_(torch.tensor([cache_.data_ptr() for cache_ in caches], dtype=torch.int64))
-    kernel = _make(rows, num_heads, block, wide_count("a cache", caches[0]), block_table.shape[1])
-    arguments = (accepted_nodes, commit_lens, dense_lens, block_table, slots, addresses)
-    return [KernelCall(kernel, (len(caches), batch, 1), arguments)]
+    reads = (accepted_nodes, commit_lens, dense_lens, block_table, slots)
+    return _calls(reads, caches[0], (addresses, 0), len(caches))
+
+
+def kv_compact_layer(
+    accepted_nodes: torch.Tensor,
+    commit_lens: torch.Tensor,
+    dense_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+) -> list[KernelCall]:
+    """`kv_compact` of the reference for one layer; arguments and errors as for `kv_compact`, but no workspace."""
+    check_shape("v_cache", v_cache, *k_cache.shape)
+    if v_cache.dtype != k_cache.dtype or not (k_cache.is_contiguous() and v_cache.is_contiguous()):
+        raise ShapeError("k_cache and v_cache must be contiguous and of one dtype")
+    wide_count("v_cache", v_cache)
+    reads = (accepted_nodes, commit_lens, dense_lens, block_table, slots)
+    return _calls(reads, k_cache, (k_cache, v_cache), 0)
+
+
+def _calls(
+    reads: tuple[torch.Tensor, ...], cache_: torch.Tensor, targets: tuple[Argument, Argument], listed: int
+) -> list[KernelCall]:
+    """The launch over so many listed caches; none listed: over the two targets themselves."""
+    (batch, rows), table_width = reads[0].shape, reads[3].shape[1]
+    for array in (reads[1], reads[2], reads[4]):
+        check_shape("commit_lens, dense_lens and slots", array, batch)
+    _, num_heads, block, _ = cache_.shape
+    kernel = _make(rows, num_heads, block, wide_count("a cache", cache_), table_width, listed > 0)
+    return [KernelCall(kernel, (listed or 2, batch, 1), (*reads, *targets))]
 
 
 @device_function
@@ -107,19 +133,28 @@ def _move_four(base: Any, place: Any, moving: Any, head: Any, part: Any, sizes: 
 
 
 @cache
-def _make(rows: int, num_heads: int, block: int, parts: int, table_width: int) -> Kernel:
+def _make(rows: int, num_heads: int, block: int, parts: int, table_width: int, listed: bool) -> Kernel:
+    """listed: the first target is a list of caches; else the two targets are the caches."""
     num_parts = num_heads * parts
     threads = threads_for(num_parts)
     sizes = (num_heads, block, parts)
 
     def kernel(
-        accepted_nodes: Any, commit_lens: Any, dense_lens: Any, block_table: Any, slots: Any, addresses: Any
+        accepted_nodes: Any,
+        commit_lens: Any,
+        dense_lens: Any,
+        block_table: Any,
+        slots: Any,
+        first: Any,
+        second: Any,
     ) -> None:
         ptx.wait_for_previous_kernel()
         ptx.let_next_kernel_start()
         index = int64(cuda.blockIdx.y)
         slot, count = int_at(slots, index), int_at(commit_lens, index)
-        base, cache_ = int_at(dense_lens, index), long_at(addresses, int64(cuda.blockIdx.x))
+        base, cache_ = int_at(dense_lens, index), first if cuda.blockIdx.x == 0 else second
+        if listed:
+            cache_ = long_at(first, int64(cuda.blockIdx.x))
         nodes = accepted_nodes + index * (rows * 4)
         table = block_table + max(slot, int64(0)) * (table_width * 4)
         unit = int64(cuda.threadIdx.x)
@@ -134,10 +169,10 @@ def _make(rows: int, num_heads: int, block: int, parts: int, table_width: int) -
                 place += BATCH
             unit += threads
 
-    name = f"kv_compact_{rows}_{num_heads}_{block}_{parts}_{table_width}"
-    return Kernel(name, kernel, (types.int64,) * 6, threads)
+    name = f"kv_compact_{rows}_{num_heads}_{block}_{parts}_{table_width}_{'listed' if listed else 'layer'}"
+    return Kernel(name, kernel, (types.int64,) * 7, threads)
 
 
 def examples() -> list[Kernel]:
-    """What CI compiles: Llama-8B's and gpt-oss's caches."""
-    return [_make(64, 8, 32, 16, 1028), _make(16, 8, 64, 8, 520)]
+    """What CI compiles: Llama-8B's and gpt-oss's caches, and one layer."""
+    return [_make(64, 8, 32, 16, 1028, True), _make(16, 8, 64, 8, 520, True), _make(64, 8, 32, 16, 1028, False)]

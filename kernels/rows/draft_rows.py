@@ -1,4 +1,4 @@
-"""Rows gathered between the target and the head: accepted features, each slot's last row, features at block ends.
+"""Rows gathered between the target and the draft model: features, each slot's last row, features at block ends.
 
 One launch each, a block a row. It knows neither model nor dtype: rows are whole multiples of 16 bytes.
 """
@@ -16,7 +16,15 @@ from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Argument, Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import cuda, int64, types
 
-__all__ = ["examples", "gather_features", "store_boundary", "take_last"]
+__all__ = [
+    "draft_prefill_rows",
+    "examples",
+    "gather_features",
+    "join_features",
+    "store_boundary",
+    "take_last",
+    "take_last_row",
+]
 
 MAX_SOURCES = 5
 PAIRS = 2
@@ -31,26 +39,44 @@ def gather_features(accepted_nodes: torch.Tensor, *, out: torch.Tensor, **source
     Raises ShapeError for shapes that do not fit.
     """
     batch, rows = accepted_nodes.shape
+    return _gathered(batch * rows, rows, accepted_nodes, out, sources)
+
+
+def join_features(*, out: torch.Tensor, **sources: torch.Tensor) -> list[KernelCall]:
+    """A chunk's captured residual streams side by side: source0.. [c, Ht], five at most -> out [c, F * Ht] out.
+
+    Raises ShapeError for shapes that do not fit.
+    """
+    return _gathered(out.shape[0], 0, 0, out, sources)
+
+
+def _gathered(
+    count: int, rows: int, nodes: Argument, out: torch.Tensor, sources: dict[str, torch.Tensor]
+) -> list[KernelCall]:
     given = [sources[f"source{number}"] for number in range(len(sources))]
     if not 1 <= len(given) <= MAX_SOURCES:
         raise ShapeError(f"features have 1 to {MAX_SOURCES} sources, got {len(given)}")
     for source in given:
-        check_shape("source", source, batch * rows, given[0].shape[1])
-    check_shape("out", out, batch * rows, len(given) * given[0].shape[1])
+        check_shape("source", source, count, given[0].shape[1])
+    check_shape("out", out, count, len(given) * given[0].shape[1])
     kernel = _make_gather(rows, len(given), wide_count("source0", given[0]))
     padded: list[Argument] = [*given, *[0] * (MAX_SOURCES - len(given))]
-    return [KernelCall(kernel, (batch * rows, len(given), 1), (accepted_nodes, *padded, out))]
+    return [KernelCall(kernel, (count, len(given), 1), (nodes, *padded, out))]
 
 
 @cache
-def _make_gather(rows: int, num_sources: int, count: int) -> Kernel:
-    threads = threads_for(count)
+def _make_gather(rows: int, num_sources: int, width: int) -> Kernel:
+    """Grid (M, F). rows: of a slot, by whose nodes rows are taken; 0: every row is its own."""
+    threads = threads_for(width)
 
     def kernel(nodes: Any, source0: Any, source1: Any, source2: Any, source3: Any, source4: Any, out: Any) -> None:
         ptx.wait_for_previous_kernel()
         ptx.let_next_kernel_start()
         row, number = int64(cuda.blockIdx.x), int64(cuda.blockIdx.y)
-        node, thread = int_at(nodes, row), int64(cuda.threadIdx.x)
+        thread, origin = int64(cuda.threadIdx.x), row
+        if rows > 0:
+            node = int_at(nodes, row)
+            origin = divide(row, rows)[0] * rows + node if node >= 0 else int64(-1)
         source = source0
         if number == 1:
             source = source1
@@ -60,14 +86,19 @@ def _make_gather(rows: int, num_sources: int, count: int) -> Kernel:
             source = source3
         elif number == 4:
             source = source4
-        target = out + (row * num_sources + number) * (count * 16)
-        if node >= 0:
-            index, _ = divide(row, rows)
-            copy_row(thread, threads, count, source + (index * rows + node) * (count * 16), target)
+        target = out + (row * num_sources + number) * (width * 16)
+        if origin >= 0:
+            copy_row(thread, threads, width, source + origin * (width * 16), target)
         else:
-            zero_row(thread, threads, count, target)
+            zero_row(thread, threads, width, target)
 
-    return Kernel(f"gather_features_{rows}_{num_sources}_{count}", kernel, (types.int64,) * 7, threads)
+    name = f"gather_features_{rows}_{num_sources}_{width}" if rows else f"join_features_{num_sources}_{width}"
+    return Kernel(name, kernel, (types.int64,) * 7, threads)
+
+
+def take_last_row(x: torch.Tensor, commit_lens: torch.Tensor, *, out: torch.Tensor) -> list[KernelCall]:
+    """`take_last` of the reference, whose arguments these are: of one tensor."""
+    return take_last([(x, out)], commit_lens)
 
 
 def take_last(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], commit_lens: torch.Tensor) -> list[KernelCall]:
@@ -153,6 +184,56 @@ def _make_store(rows: int, count: int, table_width: int, block: int) -> Kernel:
     return Kernel(name, kernel, (types.int64,) * 6, threads)
 
 
+def draft_prefill_rows(
+    hidden: torch.Tensor,
+    chunk: torch.Tensor,
+    block_table: torch.Tensor,
+    *,
+    block_features: torch.Tensor,
+    shifted: torch.Tensor,
+    block_size: int,
+) -> list[KernelCall]:
+    """Shift a chunk's features by one row and keep those of complete blocks, as the reference's `draft_prefill_rows`.
+
+    Its arguments are these; start and count are read on the device. `hidden` and `shifted` are apart. Raises ShapeError
+    for shapes that do not fit.
+    """
+    rows, width = hidden.shape
+    check_shape("shifted", shifted, rows, width)
+    check_shape("block_features", block_features, block_features.shape[0], width)
+    check_shape("chunk", chunk, 2)
+    check_shape("block_table", block_table, 1, block_table.shape[-1])
+    kernel = _make_prefill(wide_count("hidden", hidden), block_size)
+    return [KernelCall(kernel, (rows, 1, 1), (hidden, chunk, block_table, block_features, shifted))]
+
+
+@cache
+def _make_prefill(count: int, block: int) -> Kernel:
+    """A block a row, which makes the row after it, and keeps it if it ends a complete block of the KV cache."""
+    threads = threads_for(count)
+
+    def kernel(hidden: Any, chunk: Any, table: Any, block_features: Any, shifted: Any) -> None:
+        ptx.wait_for_previous_kernel()
+        ptx.let_next_kernel_start()
+        row, thread = int64(cuda.blockIdx.x), int64(cuda.threadIdx.x)
+        start, live = int_at(chunk, int64(0)), int_at(chunk, int64(1))
+        source = hidden + row * (count * 16)
+        if row + 1 < int64(cuda.gridDim.x):
+            copy_row(thread, threads, count, source, shifted + (row + 1) * (count * 16))
+        if row == 0:
+            if start > 0:
+                before = int_at(table, divide(start - 1, block)[0])
+                copy_row(thread, threads, count, block_features + before * (count * 16), shifted)
+            else:
+                zero_row(thread, threads, count, shifted)
+        if divide(row + 1, block)[1] == 0 and row < live:
+            kept = int_at(table, divide(start + row, block)[0])
+            copy_row(thread, threads, count, source, block_features + kept * (count * 16))
+
+    return Kernel(f"draft_prefill_rows_{count}_{block}", kernel, (types.int64,) * 5, threads)
+
+
 def examples() -> list[Kernel]:
     """What CI compiles."""
-    return [_make_gather(4, 3, 512), _make_take(4, 1024, 512), _make_store(4, 512, 513, 32)]
+    gathers = [_make_gather(4, 3, 512), _make_gather(0, 3, 512)]
+    return [*gathers, _make_take(4, 1024, 512), _make_store(4, 512, 513, 32), _make_prefill(512, 32)]

@@ -1,6 +1,6 @@
-"""Rounding, residual sums and the gated activation on their own: for where no product takes them over.
+"""Copies, rounding, residual sums and the gated activation on their own: for where no GEMM takes them over.
 
-Every thread has 8 elements. It knows no rows but for the activation's dead ones.
+Every thread has 8 elements, or 16 bytes. It knows no rows but for the activation's dead ones.
 """
 
 from functools import cache
@@ -10,6 +10,7 @@ import torch
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.common.activation import silu_times
+from lowlat.kernels.common.memory import WIDE
 from lowlat.kernels.common.norm_row import chunk_values, is_live
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.rows.norm import check_dtype, check_row_live
@@ -17,10 +18,28 @@ from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import cuda, int64, types, uint32
 
-__all__ = ["add", "cast", "examples", "silu_mul"]
+__all__ = ["add", "cast", "examples", "identity", "silu_mul"]
 
 THREADS = 128
 CHUNK = 8
+
+
+@cache
+def _make_identity() -> Kernel:
+    """A thread has 16 bytes, or one of the few that are left."""
+
+    def identity(x: Any, out: Any, chunks: Any, rest: Any) -> None:
+        ptx.wait_for_previous_kernel()
+        ptx.let_next_kernel_start()
+        place = int64(cuda.blockIdx.x) * int64(THREADS) + int64(cuda.threadIdx.x)
+        if place < chunks:
+            a, b, c, d = ptx.load_global_128(x + place * int64(WIDE))
+            ptx.store_global_128(out + place * int64(WIDE), a, b, c, d)
+        elif place < chunks + rest:
+            at = chunks * int64(WIDE) + place - chunks
+            ptx.store_global_u8(out + at, ptx.load_global_u8(x + at))
+
+    return Kernel("identity", identity, (types.int64,) * 4, THREADS)
 
 
 @cache
@@ -103,6 +122,22 @@ def _chunks(out: torch.Tensor) -> int:
     return out.numel() // CHUNK
 
 
+def identity(x: torch.Tensor, *, out: torch.Tensor) -> list[KernelCall]:
+    """A copy of x, contiguous, of any shape and dtype, which out has too; by single bytes where 16 are not aligned.
+
+    One launch. Raises ShapeError unless shapes and dtypes agree and both are contiguous.
+    """
+    check_shape("x", x, *out.shape)
+    check_dtype(out.dtype, x=x)
+    if not (x.is_contiguous() and out.is_contiguous()):
+        raise ShapeError("x and out must be contiguous")
+    size = x.numel() * x.element_size()
+    chunks = 0 if (x.data_ptr() | out.data_ptr()) % WIDE else size // WIDE
+    rest = size - chunks * WIDE
+    grid = (max(1, -(-(chunks + rest) // THREADS)), 1, 1)
+    return [KernelCall(_make_identity(), grid, (x, out, chunks, rest))]
+
+
 def cast(x: torch.Tensor, *, out: torch.Tensor) -> list[KernelCall]:
     """Round a product once: x [M, N] float32 (or bf16, copied) -> out [M, N] bf16 out.
 
@@ -147,4 +182,4 @@ def silu_mul(gate_up: torch.Tensor, row_live: torch.Tensor | None = None, *, out
 
 def examples() -> list[Kernel]:
     """Specialisations that stand for all, to compile without a GPU."""
-    return [_make_cast(True), _make_add(False, True), _make_add(False, False), _make_silu_mul(14336)]
+    return [_make_identity(), _make_cast(True), _make_add(False, True), _make_add(False, False), _make_silu_mul(14336)]

@@ -1,9 +1,8 @@
-"""Rotary embedding of a product's heads, with Qwen3's norm of each head before it and the KV write behind it.
+"""Rotary embedding of a GEMM's heads, with Qwen3's norm of each head before it and the KV write behind it.
 
-A warp has a head of a row; lane i has elements 4i to 4i + 3 of both halves, which are each other's partners. The
-rotation is two products and a sum, each rounded, as torch does it. A head's norm sums each lane's squares by fused
-multiply-adds, the lower half first, and the lanes by a butterfly (offsets 16, 8, 4, 2, 1). So a row's bits depend on
-the row alone. It knows nothing of attention.
+Lanes have a head's elements as `qk_norm` says, so that a lane's elements are each other's partners. The rotation is two
+products and a sum, each rounded, as torch does it. So a row's bits depend on the row alone. It knows nothing of
+attention.
 """
 
 from dataclasses import dataclass
@@ -13,19 +12,23 @@ from typing import Any
 import torch
 
 from lowlat.errors import ShapeError
-from lowlat.kernels.common.norm_math import high_value, inverse_rms, lane_sum, low_value, normalised
 from lowlat.kernels.common.norm_row import is_live
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.rows.norm import check_dtype, check_row_live
+from lowlat.kernels.rows.qk_norm import (
+    THREADS,
+    WARPS,
+    check_head_dim,
+    head_weights,
+    load_four,
+    load_weights,
+    normed_head,
+)
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Argument, Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, types, uint32
 
 __all__ = ["examples", "rotate"]
-
-WARPS = 4
-THREADS = WARPS * 32
-MAX_HEAD_DIM = 256
 
 
 @dataclass(frozen=True)
@@ -58,48 +61,8 @@ class _Heads:
 
 
 @device_function
-def _load_four(address: Any, active: Any) -> Any:
-    """Four float32; zeros in a lane past the head's end."""
-    words = (uint32(0), uint32(0), uint32(0), uint32(0))
-    if active:
-        words = ptx.load_global_128(address)
-    return (
-        ptx.float_of_bits(words[0]),
-        ptx.float_of_bits(words[1]),
-        ptx.float_of_bits(words[2]),
-        ptx.float_of_bits(words[3]),
-    )
-
-
-@device_function
-def _load_weights(address: Any, active: Any) -> Any:
-    """Four bf16 as float32; zeros in a lane past the head's end."""
-    words = (uint32(0), uint32(0))
-    if active:
-        words = ptx.load_global_64(address)
-    return low_value(words[0]), high_value(words[0]), low_value(words[1]), high_value(words[1])
-
-
-@device_function
 def _store_four(address: Any, x: Any) -> None:
     ptx.store_global_64(address, ptx.bf16_pair(x[0], x[1]), ptx.bf16_pair(x[2], x[3]))
-
-
-@device_function
-def _squares(total: Any, x: Any) -> Any:
-    for k in range(4):
-        total = ptx.fma_rn(x[k], x[k], total)
-    return total
-
-
-@device_function
-def _scaled(x: Any, inverse: Any, weights: Any) -> Any:
-    return (
-        normalised(x[0], inverse, weights[0]),
-        normalised(x[1], inverse, weights[1]),
-        normalised(x[2], inverse, weights[2]),
-        normalised(x[3], inverse, weights[3]),
-    )
 
 
 @device_function
@@ -181,11 +144,11 @@ def _make_rotate(heads: _Heads) -> Kernel:
         low_weights = high_weights = (float32(0.0), float32(0.0), float32(0.0), float32(0.0))
         if normed and turns:
             weight = (q_weight if head < int64(queries) else k_weight) + lane * int64(8)
-            low_weights, high_weights = _load_weights(weight, active), _load_weights(weight + int64(dim), active)
+            low_weights, high_weights = load_weights(weight, active), load_weights(weight + int64(dim), active)
         ptx.wait_for_previous_kernel()
         ptx.let_next_kernel_start()
         source = qkv + (row * int64(count) + head) * int64(4 * dim) + lane * int64(16)
-        low, high = _load_four(source, active), _load_four(source + int64(2 * dim), active)
+        low, high = load_four(source, active), load_four(source + int64(2 * dim), active)
         position = int64(ptx.load_global_i32(positions + row * int64(4)))
         live = is_live(row_live, row)
         target, group, group_count, written = q, head, int64(queries), active
@@ -201,13 +164,9 @@ def _make_rotate(heads: _Heads) -> Kernel:
             at, written = (block * group_count + group) * int64(block_size) + inside, active and live
         if turns:
             angle = position * int64(2 * dim) + lane * int64(16)
-            c, s = _load_four(cos + angle, active), _load_four(sin + angle, active)
+            c, s = load_four(cos + angle, active), load_four(sin + angle, active)
             if normed:
-                total = lane_sum(_squares(_squares(float32(0.0), low), high))
-                inverse = inverse_rms(total, dim, eps)
-                low, high = _scaled(low, inverse, low_weights), _scaled(high, inverse, high_weights)
-                if not live:
-                    low = high = (float32(0.0), float32(0.0), float32(0.0), float32(0.0))
+                low, high = normed_head(low, high, low_weights, high_weights, live, dim, eps)
             low, high = _turned(low, c, _negative(high), s), _turned(high, c, low, s)
         if written:
             target += at * int64(2 * dim) + lane * int64(8)
@@ -250,7 +209,7 @@ def rotate(
     k, v                [M, G, D]           bf16   out, in place of the caches
     k_cache, v_cache    [P, G, block, D]    bf16   updated: live rows at write_lens[slot] + offsets[row]
     One launch. Raises ShapeError for shapes that do not fit, parts that do not go together, or D that is no multiple
-    of 8 or above MAX_HEAD_DIM.
+    of 8 or above `qk_norm.MAX_HEAD_DIM`.
     """
     caches = _pair("k_cache", k_cache, v_cache)
     buffers = _pair("k", k, v)
@@ -262,8 +221,7 @@ def rotate(
         raise ShapeError("nothing to rotate: neither q nor k and v nor caches")
     rows, dim = positions.numel(), some.shape[-1]
     queries, groups = 0 if q is None else q.shape[1], kept[0].shape[1] if kept else 0
-    if dim % 8 or not 8 <= dim <= MAX_HEAD_DIM:
-        raise ShapeError(f"head_dim must be a multiple of 8, at most {MAX_HEAD_DIM}, got {dim}")
+    check_head_dim(dim)
     check_shape("qkv", qkv, rows, (queries + 2 * groups) * dim)
     check_shape("cos", cos, cos.shape[0], dim // 2)
     check_shape("sin", sin, cos.shape[0], dim // 2)
@@ -275,7 +233,7 @@ def rotate(
         check_shape("q", q, rows, queries, dim)
     for name, buffer in zip(("k", "v"), buffers, strict=False):
         check_shape(name, buffer, rows, groups, dim)
-    weights = _weights(eps, q_weight if queries else None, k_weight if groups else None, queries, groups, dim)
+    weights = head_weights(eps, q_weight if queries else None, k_weight if groups else None, queries, groups, dim)
     per_slot, block_size, write = 0, 0, (0, 0, 0, 0, 0)
     if caches:
         per_slot, block_size, write = _write_arguments(  # type: ignore[assignment]
@@ -295,27 +253,6 @@ def _pair(name: str, first: torch.Tensor | None, second: torch.Tensor | None) ->
     if first is None or second is None or first.shape != second.shape:
         raise ShapeError(f"{name} and its partner must come together and have one shape")
     return first, second
-
-
-def _weights(
-    eps: float | None,
-    q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None,
-    queries: int,
-    groups: int,
-    dim: int,
-) -> tuple[Argument, Argument]:
-    found: list[Argument] = []
-    for name, weight, heads in (("q_weight", q_weight, queries), ("k_weight", k_weight, groups)):
-        if eps is None or not heads:
-            found.append(0)
-        elif weight is None:
-            raise ShapeError(f"a norm of the heads needs {name}")
-        else:
-            check_shape(name, weight, dim)
-            check_dtype(torch.bfloat16, **{name: weight})
-            found.append(weight)
-    return found[0], found[1]
 
 
 def _write_arguments(

@@ -1,6 +1,6 @@
-"""The head's proposals: the likeliest draft ids of each row, as target ids, and the tree's children that take them.
+"""The draft model's proposals: the likeliest draft ids of each row, as target ids, and the tree's children of these.
 
-Chains (k = 1) go through `argmax`, which reads no logits. Trees rank: each block its chunk, the last block of a row the
+Chains (k = 1) go through `argmax`, which reads pairs. Trees rank: each block its chunk, the last block of a row the
 row. It knows no tree beyond the three lists that say which rank of which row each child takes.
 """
 
@@ -13,6 +13,7 @@ from lowlat.errors import ShapeError
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.sampling.argmax import argmax
 from lowlat.kernels.sampling.ranking import block_ranks, row_ranks
+from lowlat.kernels.sampling.row_pairs import row_pairs
 from lowlat.kernels.sampling.select import (
     BROKEN,
     CHUNK,
@@ -59,11 +60,11 @@ def draft_topk(
     draft_to_target  [Vd]         int32
     row_live         [R] or [..]  uint8    R entries; None: all live
     out              [R, k]       int32    out: by rank; -1 in a dead row and in one that holds a NaN
-    best             [R, B, 2]     int32    with k = 1: what the logits' product left, see `decode_gemm.PartialArgmax`
+    best             [R, B, 2]     int32    with k = 1: what the logits' GEMM left, with the limit INFINITY (see
+                                            `decode_gemm.PartialArgmax`); None: one more launch makes them
     children, child_rows, child_ranks  [n] int32, and draft_nodes [B, T] int32, updated: see `assign_drafts`
     Time: with k = 1 some trips to memory; else one read of the logits, and k steps of a warp, three times over.
-    Raises ShapeError for k outside 1..64 or above Vd, for Vd above 262144, for k = 1 without `best` and for shapes that
-    do not fit.
+    Raises ShapeError for k outside 1..64 or above Vd, for Vd above 262144, and for shapes that do not fit.
     """
     rows, width = logits.shape
     if not 1 <= k <= min(width, MAX_RANKS):
@@ -74,10 +75,11 @@ def draft_topk(
     if children is not None and child_rows is not None and child_ranks is not None and draft_nodes is not None:
         assign = (children, child_rows, child_ranks, draft_nodes)
     if k == 1:
+        calls: list[KernelCall] = []
         if best is None:
-            raise ShapeError("k = 1 takes the best pairs that the logits' product left, got none")
+            best, calls = row_pairs(logits, INFINITY, workspace)
         check_shape("best", best, rows, best.shape[1], 2)
-        return argmax(best, row_live, out=out.reshape(-1), names=draft_to_target, assign=assign)
+        return [*calls, *argmax(best, row_live, out=out.reshape(-1), names=draft_to_target, assign=assign)]
     return _ranked(logits, draft_to_target, row_live, out, assign, workspace)
 
 

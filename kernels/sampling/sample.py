@@ -1,9 +1,10 @@
 """The target's draw at every live node, and whether its logits are finite, in one launch of a block a chunk.
 
-A row's largest logit comes from the best pairs that the logits' product left, and ends a greedy row in its first block,
-whose others leave at once. Where a slot wishes for another order (penalties, biases, bans), each block processes its
-chunk, and the row's largest is the best of theirs. A row that is drawn has its blocks find the bounds of top_k and
-top_p where they are set, add noise, and find the largest. Order and roundings are those of `kernels.reference.sample`.
+A row's largest logit comes from the best pairs that the logits' GEMM left (or `row_pairs` makes), and ends a greedy row
+in its first block, whose others leave at once. Where a slot wishes for another order (penalties, biases, bans), each
+block processes its chunk, and the row's largest is the best of theirs. A row that is drawn has its blocks find the
+bounds of top_k and top_p where they are set, add noise, and find the largest. Order and roundings are those of
+`kernels.reference.sample`.
 A draw depends on nothing but its own row, its slot's state and its position. What the step's first kernel settled
 (slots and their state) is read before the kernel before this one has ended.
 """
@@ -29,6 +30,7 @@ from lowlat.kernels.reference.step.slot_record import (
 )
 from lowlat.kernels.sampling.cutoff import BINS, PASSES, TALLY_WORDS, clear_masses, make_find_bound, odds, wait_for_row
 from lowlat.kernels.sampling.logit_history import draw_position, make_apply_history, read_wishes, touches, touches_any
+from lowlat.kernels.sampling.row_pairs import row_pairs
 from lowlat.kernels.sampling.select import (
     BROKEN,
     CHUNK,
@@ -103,15 +105,17 @@ def sample(
     bias_values: torch.Tensor,
     stop_ids: torch.Tensor,
     *,
-    best: torch.Tensor,
     target_tokens: torch.Tensor,
-    finite: torch.Tensor,
     workspace: Workspace,
+    best: torch.Tensor | None = None,
+    finite: torch.Tensor | None = None,
 ) -> list[KernelCall]:
-    """Flag the rows whose logits are finite and draw the target's token at every live node.
+    """Draw the target's token at every live node, and on request flag the rows whose logits are finite.
 
-    Arguments are those of the reference's `sample`, finite [B, T] uint8, out: 1 for a live row without NaN or infinity,
-    and best [B * T, n, 2] int32: what the logits' product left, with the limit FINITE (`decode_gemm.PartialArgmax`).
+    Arguments are those of the reference's `sample`, and
+    best    [B * T, n, 2]  int32  what the logits' GEMM left, with the limit FINITE (`decode_gemm.PartialArgmax`); None:
+                                  one more launch makes them
+    finite  [B, T]         uint8  out: 1 for a live row without NaN or infinity; None: kept to itself
     target_tokens is -1 for a dead row or a pad slot, 0 where logits are not finite.
     Time: plain greedy rows are not read, others once. Raises ShapeError for shapes that do not fit, V above 262144,
     and T above 64.
@@ -119,6 +123,11 @@ def sample(
     batch, rows = target_tokens.shape
     count, width, slot_count = batch * rows, prompt_seen.shape[1], lengths.shape[0]
     check_shape("logits", logits, count, width)
+    calls: list[KernelCall] = []
+    if best is None:
+        best, calls = row_pairs(logits, FINITE, workspace)
+    if finite is None:
+        finite = workspace(f"sample.finite.{count}", (batch, rows), torch.uint8)
     for name, array in (("row_tokens", row_tokens), ("row_masks", row_masks), ("finite", finite)):
         check_shape(name, array, batch, rows)
     check_shape("slots", slots, batch)
@@ -144,7 +153,7 @@ def sample(
     masses = workspace(f"sample.masses.{count}", (count, TABLES, BINS), torch.int64)
     row = (logits, live, row_tokens, row_masks.reshape(-1), slots, *state, best)
     chosen = (target_tokens.reshape(-1), finite.reshape(-1), largest, drawn, counters, masses)
-    return [KernelCall(_make(width, rows, best.shape[1]), (chunks, count, 1), (*row, *chosen))]
+    return [*calls, KernelCall(_make(width, rows, best.shape[1]), (chunks, count, 1), (*row, *chosen))]
 
 
 @device_function
@@ -282,7 +291,7 @@ def _make_processed_best(width: int, rows: int) -> Any:
 
 @functools.cache
 def _make(width: int, rows: int, blocks: int) -> Kernel:
-    """Specialised by V, T and the blocks of the logits' product."""
+    """Specialised by V, T and the best pairs of a row."""
     chunks = count_chunks("logits", width)
     stage, processed_best, find_bounds = make_stage(width), _make_processed_best(width, rows), _make_find_bounds(width)
 

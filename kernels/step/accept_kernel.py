@@ -1,4 +1,4 @@
-"""The kernel behind `kernels.accept`: a block a slot, a thread a row and a path, everything it reads in shared memory.
+"""The kernel of acceptance and commit: a block a slot, a thread a row and a path, all that it reads in shared memory.
 
 It is specialised by an `AcceptPlan`, and knows addresses only.
 """
@@ -15,10 +15,15 @@ from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Kernel
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int32, int64, types, uint32, uint64
 
-__all__ = ["MAX_PATHS", "MAX_ROWS", "NUM_ARGUMENTS", "AcceptPlan", "accept_kernel"]
+__all__ = ["ARGUMENTS", "MAX_PATHS", "MAX_ROWS", "AcceptPlan", "accept_kernel"]
 
-NUM_ARGUMENTS = 26
 MAX_ROWS = 64
+ARGUMENTS = (
+    *("target_tokens", "draft_tokens", "paths", "finite", "slots", "lengths", "slot_ints", "stop_ids", "dense_lens"),
+    *("accepted_tokens", "accepted_nodes", "accepted_lens", "best_path", "commit_lens", "finish"),
+    *("tokens", "active", "output_counts", "num_drafts", "draft_live", "draft_lens"),
+    *("row_tokens", "row_positions", "row_live", "write_lens", "live_positions"),
+)
 NOTHING = 1 << 20  # larger than any event
 MAX_PATHS = 1 << 10
 WORD, HALF = uint64(0xFFFFFFFF), uint64(32)
@@ -26,10 +31,10 @@ WORD, HALF = uint64(0xFFFFFFFF), uint64(32)
 
 @dataclass(frozen=True)
 class AcceptPlan:
-    """What the kernel is specialised by.
+    """The extents and operations that the kernel is specialised by; extents of operations that it lacks are 1.
 
-    accepts, commits, head  which parts it does; `head` only with `commits`
-    mean_length             None: acceptance is real
+    accepts, truncates, commits, lays_out  its operations, a run of them: `lays_out` is `draft_rows`
+    mean_length                            None: acceptance is real
     """
 
     rows: int
@@ -39,8 +44,9 @@ class AcceptPlan:
     context: int
     vocabulary: int
     accepts: bool
+    truncates: bool
     commits: bool
-    head: bool
+    lays_out: bool
     mean_length: float | None = None
     seed: int = 0
 
@@ -109,37 +115,45 @@ def _count_tokens(row: Any, count: Any, token: Any, base: Any, vocabulary: Any, 
 
 
 @device_function
-def _lay_out_head_rows(
+def _lay_out_draft_rows(
     index: Any, row: Any, rows: Any, token: Any, count: Any, going: Any, dense: Any, outs: Any
 ) -> None:
-    """The head's rows, as `draft_rows` has them."""
-    head_tokens, head_positions, head_row_live, write_lens, live_positions = outs
+    """The draft model's rows, as `draft_rows` has them."""
+    row_tokens, row_positions, row_live, write_lens, live_positions = outs
     live = going and row < count
-    set_int(head_tokens, index * rows + row, token if live else int64(-1))
-    set_int(head_positions, index * rows + row, dense + row if live else int64(0))
-    set_byte(head_row_live, index * rows + row, 1 if live else 0)
+    set_int(row_tokens, index * rows + row, token if live else int64(-1))
+    set_int(row_positions, index * rows + row, dense + row if live else int64(0))
+    set_byte(row_live, index * rows + row, 1 if live else 0)
     if row == 0:
         set_int(write_lens, index, dense + 1 if going else int64(0))
         set_int(live_positions, index, dense + count - 1 if going else int64(0))
 
 
 @device_function
-def _load_inputs(thread: Any, threads: Any, index: Any, slot: Any, sizes: Any, addresses: Any, shared: Any) -> None:
-    """Everything that an entry's acceptance reads, into shared memory."""
+def _load_inputs(
+    thread: Any, threads: Any, index: Any, slot: Any, sizes: Any, parts: Any, addresses: Any, shared: Any
+) -> None:
+    """Everything that an entry's acceptance and truncation read, into shared memory."""
     rows, num_paths, width, num_stops = sizes
+    accepts, truncates = parts
     target_tokens, draft_tokens, paths, finite, stop_ids = addresses
     targets, drafts, flags, nodes, stops, best = shared
     if thread < rows:
-        target, draft = int_at(target_tokens, index * rows + thread), int_at(draft_tokens, index * rows + thread)
-        flag = byte_at(finite, index * rows + thread)
+        place, target, draft, flag = index * rows + thread, int64(-1), int64(-1), int64(0)
+        if accepts:
+            target, draft = int_at(target_tokens, place), int_at(draft_tokens, place)
+        if truncates:
+            flag = byte_at(finite, place)
         targets[thread] = target
         drafts[thread] = draft
         flags[thread] = flag
     if thread == 0:
         best[0] = 0
         best[1] = NOTHING
-    _load(thread, threads, num_paths * width, paths + index * (num_paths * width * 4), nodes)
-    _load(thread, threads, num_stops, stop_ids + max(slot, int64(0)) * (num_stops * 4), stops)
+    if accepts:
+        _load(thread, threads, num_paths * width, paths + index * (num_paths * width * 4), nodes)
+    if truncates:
+        _load(thread, threads, num_stops, stop_ids + max(slot, int64(0)) * (num_stops * 4), stops)
 
 
 @device_function
@@ -154,11 +168,11 @@ def _walk_all(thread: Any, threads: Any, num_paths: Any, width: Any, simulated: 
 
 
 @device_function
-def _take(index: Any, row: Any, slot: Any, sizes: Any, room: Any, simulated: Any, shared: Any, outs: Any) -> Any:
-    """The accepted run cut where it ends: this row's token, the tokens to commit, and why it ends."""
-    rows, width, num_stops, limit = sizes
-    targets, drafts, flags, nodes, stops, best = shared
-    accepted_tokens, accepted_nodes, accepted_lens, best_path, commit_lens, finish = outs
+def _take(index: Any, row: Any, slot: Any, sizes: Any, simulated: Any, shared: Any, outs: Any) -> Any:
+    """The accepted run: this row's token and node, and the rows that it has."""
+    rows, width, limit = sizes
+    targets, drafts, _flags, nodes, _stops, best = shared
+    accepted_tokens, accepted_nodes, accepted_lens, best_path = outs
     count, number = min(int64(best[0]) >> 10, limit), MAX_PATHS - 1 - (int64(best[0]) & (MAX_PATHS - 1))
     if slot < 0:
         count, number = int64(0), int64(-1)
@@ -168,22 +182,32 @@ def _take(index: Any, row: Any, slot: Any, sizes: Any, room: Any, simulated: Any
         token = int64(targets[node])
         if simulated and row + 1 < count:
             token = int64(drafts[nodes[number * width + row + 1]])
-        cuda.atomic.min(best, 1, _event(row, node, token, room, num_stops, flags, stops))
     if row < rows:
         set_int(accepted_tokens, index * rows + row, token)
         set_int(accepted_nodes, index * rows + row, node)
+    if row == 0:
+        set_int(accepted_lens, index, count)
+        set_int(best_path, index, number)
+    return token, node, count
+
+
+@device_function
+def _cut(index: Any, row: Any, run: Any, room: Any, num_stops: Any, shared: Any, outs: Any) -> Any:
+    """The run cut where it ends: the tokens to commit, and why it ends."""
+    token, node, count = run
+    _targets, _drafts, flags, _nodes, stops, best = shared
+    commit_lens, finish = outs
+    if row < count:
+        cuda.atomic.min(best, 1, _event(row, node, token, room, num_stops, flags, stops))
     cuda.syncthreads()
-    event = int64(best[1])
-    committed, reason = count, int64(0)
+    event, committed, reason = int64(best[1]), count, int64(0)
     if event != NOTHING:
         reason = event & 3
         committed = event >> 2 if reason == FINISH_ERROR else (event >> 2) + 1
     if row == 0:
-        set_int(accepted_lens, index, count)
-        set_int(best_path, index, number)
         set_int(commit_lens, index, committed)
         set_int(finish, index, reason)
-    return token, committed, reason
+    return committed, reason
 
 
 @device_function
@@ -209,12 +233,13 @@ def _commit(index: Any, row: Any, slot: Any, length: Any, run: Any, sizes: Any, 
 
 @cache
 def accept_kernel(plan: AcceptPlan) -> Kernel:
-    """The kernel for a plan; arguments are addresses, zero for those of parts that it does not do."""
+    """The kernel for a plan; arguments are addresses, zero for those of operations that it lacks."""
     rows, num_paths, width, num_stops, context, vocabulary = astuple(plan)[:6]
-    accepts, commits, head, seed = plan.accepts, plan.commits, plan.head, plan.seed
+    accepts, truncates, commits, lays_out, seed = plan.accepts, plan.truncates, plan.commits, plan.lays_out, plan.seed
     simulated, mean = plan.mean_length is not None, plan.mean_length or 1.0
     whole, fraction = int(mean - 1), mean - 1 - int(mean - 1)
     threads, num_nodes = 32 if rows <= 32 else MAX_ROWS, num_paths * width
+    slotted, measured = accepts or truncates or commits, simulated or truncates or commits
 
     def kernel(
         target_tokens: Any,
@@ -238,9 +263,9 @@ def accept_kernel(plan: AcceptPlan) -> Kernel:
         num_drafts: Any,
         draft_live: Any,
         draft_lens: Any,
-        head_tokens: Any,
-        head_positions: Any,
-        head_row_live: Any,
+        row_tokens: Any,
+        row_positions: Any,
+        row_live: Any,
         write_lens: Any,
         live_positions: Any,
     ) -> None:
@@ -253,37 +278,50 @@ def accept_kernel(plan: AcceptPlan) -> Kernel:
         stops = cuda.shared.array(shape=num_stops, dtype=int32)
         best = cuda.shared.array(shape=2, dtype=int32)
         index, row = int64(cuda.blockIdx.x), int64(cuda.threadIdx.x)
-        slot = int_at(slots, index)
+        slot, length, room, limit = int64(0), int64(0), int64(0), int64(rows)
+        token, node, count, reason = int64(-1), int64(-1), int64(0), int64(0)
+        shared = (targets, drafts, flags, nodes, stops, best)
+        if slotted:
+            slot = int_at(slots, index)
         known = max(slot, int64(0))
-        length = int_at(lengths, known)
+        if measured:
+            length = int_at(lengths, known)
+        if truncates:
+            room = long_at(slot_ints, known * NUM_INTS + MAX_LENGTH) - length
+        if accepts or truncates:
+            inputs, sizes = (target_tokens, draft_tokens, paths, finite, stop_ids), (rows, num_paths, width, num_stops)
+            _load_inputs(row, threads, index, slot, sizes, (accepts, truncates), inputs, shared)
+            cuda.syncthreads()
         if accepts:
-            room, shared = (
-                long_at(slot_ints, known * NUM_INTS + MAX_LENGTH) - length,
-                (targets, drafts, flags, nodes, stops, best),
-            )
-            inputs = (target_tokens, draft_tokens, paths, finite, stop_ids)
-            _load_inputs(row, threads, index, slot, (rows, num_paths, width, num_stops), inputs, shared)
-            cuda.syncthreads()
             _walk_all(row, threads, num_paths, width, simulated, shared)
-            limit = _simulated_count(slot, length, seed, whole, fraction) if simulated else int64(rows)
+            if simulated:
+                limit = _simulated_count(slot, length, seed, whole, fraction)
             cuda.syncthreads()
-            outs = (accepted_tokens, accepted_nodes, accepted_lens, best_path, commit_lens, finish)
-            token, count, reason = _take(
-                index, row, slot, (rows, width, num_stops, limit), room, simulated, shared, outs
-            )
+            outs = (accepted_tokens, accepted_nodes, accepted_lens, best_path)
+            token, node, count = _take(index, row, slot, (rows, width, limit), simulated, shared, outs)
         else:
             token = int_at(accepted_tokens, index * rows + min(row, int64(rows - 1)))
-            count, reason = int_at(commit_lens, index), int_at(finish, index)
+            if truncates:
+                node = int_at(accepted_nodes, index * rows + min(row, int64(rows - 1)))
+                count = int_at(accepted_lens, index) if slot >= 0 else int64(0)
+            else:
+                count = int_at(commit_lens, index)
+        if truncates:
+            count, reason = _cut(index, row, (token, node, count), room, num_stops, shared, (commit_lens, finish))
+        elif commits:
+            reason = int_at(finish, index)
         if commits:
             if row < rows:
                 targets[row] = token
             cuda.syncthreads()
             state = (tokens, lengths, active, output_counts, num_drafts, draft_live, draft_lens)
             _commit(index, row, slot, length, (token, count, reason), (context, vocabulary), targets, state)
-        if head and row < rows:
-            head_outs = (head_tokens, head_positions, head_row_live, write_lens, live_positions)
+        if lays_out and row < rows:
+            draft_outs = (row_tokens, row_positions, row_live, write_lens, live_positions)
             going = slot >= 0 and reason == 0
-            _lay_out_head_rows(index, row, rows, token, count, going, int_at(dense_lens, index), head_outs)
+            if not commits:
+                going = byte_at(draft_live, index) != 0
+            _lay_out_draft_rows(index, row, rows, token, count, going, int_at(dense_lens, index), draft_outs)
 
     name = "accept_" + "_".join(str(part) for part in astuple(plan))
-    return Kernel(name, kernel, (types.int64,) * NUM_ARGUMENTS, threads)
+    return Kernel(name, kernel, (types.int64,) * len(ARGUMENTS), threads)

@@ -1,4 +1,4 @@
-"""The kernel behind `kernels.publish`: one block hands the drafts to the next step and writes an entry of the ring.
+"""The kernel of a step's end: one block hands the drafts to the next step and writes an entry of the ring.
 
 The ring lies in pinned host memory: nothing is read from there but the flag that stops a device loop, and the ring's
 head is released by one thread after all others have written. It is specialised by a `PublishPlan`.
@@ -23,21 +23,26 @@ from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Kernel
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int32, int64, types, uint32
 
-__all__ = ["NUM_ARGUMENTS", "PublishPlan", "publish_kernel"]
+__all__ = ["ARGUMENTS", "PublishPlan", "publish_kernel"]
 
-NUM_ARGUMENTS = 33
-SIGNATURE = (*[types.int64] * (NUM_ARGUMENTS - 1), types.uint64)
+ARGUMENTS = (
+    *("slots", "commit_lens", "accepted_lens", "accepted_tokens", "accepted_nodes", "finish", "num_verified"),
+    *("verified_depth", "lengths", "logprob_values", "logprob_ids", "ring_count", "ring_records", "ring_tokens"),
+    *("ring_logprob_values", "ring_logprob_ids", "ring_head", "draft_nodes", "draft_live", "topology_masks"),
+    *("topology_paths", "drafts", "num_drafts", "tree_masks", "tree_paths"),
+    *("active", "loop_budget", "stop_flag", "condition"),
+)
 
 
 @dataclass(frozen=True)
 class PublishPlan:
-    """What the kernel is specialised by.
+    """The extents that the kernel is specialised by; extents of an operation that it lacks are 0.
 
-    ring, max_batch, max_rows, columns  of the ring; max_rows is that of the drafts' state too
-    paths, width              of the state's tree paths
+    ring, columns            of the ring; 0: nothing is published
+    max_batch, max_rows      of the ring, and of the drafts' state
+    paths, width             of the state's tree paths
     known_paths, known_width  of the topology's; 0: nothing is drafted
-    children, above, ranks    of the last level's assignment; children 0: it has been done
-    looping                   it decides whether the step is repeated
+    looping                  it decides whether the step is repeated
     """
 
     batch: int
@@ -50,9 +55,6 @@ class PublishPlan:
     width: int = 0
     known_paths: int = 0
     known_width: int = 0
-    children: int = 0
-    above: int = 0
-    ranks: int = 0
     looping: bool = False
     threads: int = 512
 
@@ -146,21 +148,6 @@ def _load_drafts(thread: Any, threads: Any, batch: Any, rows: Any, source: Any, 
 
 
 @device_function
-def _assign(thread: Any, threads: Any, sizes: Any, top_tokens: Any, lists: Any, drafted: Any, draft_nodes: Any) -> None:
-    """The last level's children get their tokens."""
-    batch, rows, children, above, ranks = sizes
-    child_nodes, child_rows, child_ranks = lists
-    for turn in range(turns(batch * children, threads)):
-        place = thread + turn * threads
-        if place < batch * children:
-            index, child = divide(place, children)
-            row, rank, node = int_at(child_rows, child), int_at(child_ranks, child), int_at(child_nodes, child)
-            token = int_at(top_tokens, (index * above + row) * ranks + rank)
-            drafted[index * rows + node] = token
-            set_int(draft_nodes, index * rows + node, token)
-
-
-@device_function
 def _write_drafts(thread: Any, threads: Any, sizes: Any, going: Any, drafted: Any, ends: Any, addresses: Any) -> None:
     """The next step's drafts and masks; the first failed draft of each slot, in `ends`."""
     batch, rows, _max_batch, max_rows, _columns = sizes
@@ -247,9 +234,8 @@ def _repeat(condition: Any, loop_budget: Any, state: Any) -> None:
 def publish_kernel(plan: PublishPlan) -> Kernel:
     """The kernel for a plan; arguments are addresses, zero for those of parts that it does not do."""
     batch, rows, ring, max_batch, max_rows, columns = astuple(plan)[:6]
-    children, above, ranks, looping, threads = astuple(plan)[10:]
-    drafting, assigning, num_rows, num_words = plan.known_paths > 0, children > 0, batch * rows, batch * RECORD_WIDTH
-    path_sizes = astuple(plan)[6:10]
+    publishing, drafting, looping, threads = ring > 0, plan.known_paths > 0, plan.looping, plan.threads
+    num_rows, num_words, path_sizes = batch * rows, batch * RECORD_WIDTH, astuple(plan)[6:10]
 
     def kernel(
         slots: Any,
@@ -277,10 +263,6 @@ def publish_kernel(plan: PublishPlan) -> Kernel:
         num_drafts: Any,
         tree_masks: Any,
         tree_paths: Any,
-        top_tokens: Any,
-        child_nodes: Any,
-        child_rows: Any,
-        child_ranks: Any,
         active: Any,
         loop_budget: Any,
         stop_flag: Any,
@@ -294,33 +276,35 @@ def publish_kernel(plan: PublishPlan) -> Kernel:
         drafted = cuda.shared.array(shape=num_rows, dtype=int32)
         going = cuda.shared.array(shape=batch, dtype=int32)
         ends = cuda.shared.array(shape=batch, dtype=int32)
-        thread, count, shared = int64(cuda.threadIdx.x), long_at(ring_count, 0), (record, tokens, nodes)
-        columns_of = (slots, commit_lens, accepted_lens, finish, num_verified, verified_depth, lengths)
+        thread, count, shared = int64(cuda.threadIdx.x), int64(0), (record, tokens, nodes)
+        sizes = (batch, rows, max_batch, max_rows, columns)
+        if publishing:
+            count = long_at(ring_count, 0)
         if looping and thread == 0:
             state = _loop_state(max_batch, active, loop_budget, stop_flag)
-        _load_entry(thread, threads, batch, rows, columns_of, (accepted_tokens, accepted_nodes), shared)
+        if publishing:
+            columns_of = (slots, commit_lens, accepted_lens, finish, num_verified, verified_depth, lengths)
+            _load_entry(thread, threads, batch, rows, columns_of, (accepted_tokens, accepted_nodes), shared)
         if drafting:
             _load_going(thread, batch, slots, draft_live, going)
             _load_drafts(thread, threads, batch, rows, draft_nodes, drafted, ends)
         cuda.syncthreads()
-        if assigning:
-            lists = (child_nodes, child_rows, child_ranks)
-            _assign(thread, threads, (batch, rows, children, above, ranks), top_tokens, lists, drafted, draft_nodes)
-            cuda.syncthreads()
-        rings = (ring_records, ring_tokens, ring_logprob_values, ring_logprob_ids)
-        sizes, sources = (batch, rows, max_batch, max_rows, columns), (logprob_values, logprob_ids)
-        _write_entry(thread, threads, sizes, count % ring, shared, sources, rings)
+        if publishing:
+            rings = (ring_records, ring_tokens, ring_logprob_values, ring_logprob_ids)
+            sources = (logprob_values, logprob_ids)
+            _write_entry(thread, threads, sizes, count % ring, shared, sources, rings)
         if drafting:
             _write_drafts(thread, threads, sizes, going, drafted, ends, (topology_masks, drafts, tree_masks))
             _write_paths(thread, threads, batch, path_sizes, going, topology_paths, tree_paths)
         cuda.syncthreads()
         if drafting and thread < batch and going[thread] >= 0:
             set_int(num_drafts, int64(going[thread]), int64(ends[thread]) - 1)
-        if thread == 0:
+        if publishing and thread == 0:
             set_long(ring_count, 0, count + 1)
             ptx.store_release_system(ring_head, count + 1)
             if looping:
                 _repeat(condition, loop_budget, state)
 
     name = "publish_" + "_".join(str(part) for part in astuple(plan))
-    return Kernel(name, kernel, SIGNATURE, threads, linked=not looping)
+    signature = (*[types.int64] * (len(ARGUMENTS) - 1), types.uint64)
+    return Kernel(name, kernel, signature, threads, linked=not looping)

@@ -12,6 +12,7 @@ __all__ = [
     "atomic_add_gpu",
     "bf16_bits",
     "bf16_pair",
+    "bits_of_float",
     "exp2_approx",
     "fence_system",
     "float_of_bits",
@@ -142,6 +143,12 @@ def bf16_pair(low: float, high: float) -> np.uint32:
 def float_of_bits(bits: int) -> np.float32:
     """The float32 with these bits."""
     return np.uint32(bits).view(np.float32)
+
+
+def bits_of_float(value: float) -> np.uint32:
+    """The bits of a float32."""
+    bits: np.uint32 = np.float32(value).view(np.uint32)
+    return bits
 
 
 def array_address(array: Any) -> int:

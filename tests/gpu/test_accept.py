@@ -16,9 +16,9 @@ def bench() -> Bench:
     return Bench(device, Launcher(device).run)
 
 
-@pytest.mark.parametrize("parts", [False, True])
+@pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("mean", [None, 2.6])
 @pytest.mark.parametrize("group", [1, 2, 5])
-def test_against_the_reference(bench: Bench, group: int, mean: float | None, parts: bool) -> None:
+def test_against_the_reference(bench: Bench, group: int, mean: float | None, alone: bool) -> None:
     for seed in range(10 * group, 10 * group + 10):
-        check_accept(bench, seed, batch=4, parts=parts, head=group != 2, mean=mean)
+        check_accept(bench, seed, batch=4, alone=alone, head=group != 2, mean=mean)

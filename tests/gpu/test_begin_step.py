@@ -19,4 +19,5 @@ def bench() -> Bench:
 @pytest.mark.parametrize(("batch", "context"), [(1, 30), (4, 3000), (8, 30)])
 def test_against_the_reference(bench: Bench, batch: int, context: int) -> None:
     for seed in range(10):
-        check_begin_step(bench, seed, batch=batch, max_batch=8, num_commands=seed % 7, context=context)
+        sizes = {"max_batch": 8, "num_commands": seed % 7, "context": context}
+        check_begin_step(bench, seed, batch=batch, **sizes, alone=seed % 2 > 0)

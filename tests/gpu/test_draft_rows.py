@@ -1,9 +1,9 @@
-"""The rows around the head on a card."""
+"""The rows around the draft model on a card."""
 
 import pytest
 import torch
 from kernel_cases import Bench
-from row_cases import check_boundary, check_features, check_last
+from row_cases import check_boundary, check_features, check_last, check_level, check_prefill_rows
 
 from lowlat.executors.launcher import Launcher
 
@@ -22,6 +22,8 @@ def test_against_the_reference(bench: Bench, width: int) -> None:
         check_features(bench, seed, width=width, num_sources=3)
         check_last(bench, seed, widths=(2 * width, width))
         check_boundary(bench, seed, width=width)
+        check_level(bench, seed, width=width)
+        check_prefill_rows(bench, seed, width=width, start=4 * seed, live=14 - 3 * seed)
 
 
 @pytest.mark.parametrize("count", [1, 5])

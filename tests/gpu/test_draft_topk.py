@@ -43,9 +43,9 @@ def test_ranks_and_children(launcher: Launcher, width: int, k: int) -> None:
     out, out_nodes = expected.cuda(), nodes.cuda()
     reference.draft_topk(logits, names, live, out=expected, k=k)
     assign_drafts(expected, *tree, draft_nodes=nodes)
-    memory, best = Memory("cuda"), best_pairs(logits, INFINITY, 132).cuda() if k == 1 else None
+    memory, pairs = Memory("cuda"), best_pairs(logits, INFINITY, 132).cuda() if k == 1 else None
     children, child_rows, child_ranks = (array.cuda() for array in tree)
-    for _ in range(2):
+    for best in (pairs, None):
         out.fill_(-77)
         calls = draft_topk(
             logits.cuda(),
@@ -65,6 +65,6 @@ def test_ranks_and_children(launcher: Launcher, width: int, k: int) -> None:
     assert torch.equal(out_nodes.cpu(), nodes)
     assert memory.at_rest()
     whole = torch.full((2, k), -77, dtype=torch.int32, device="cuda")
-    first = None if best is None else best[:2]
+    first = None if pairs is None else pairs[:2]
     launcher.run(*draft_topk(logits[:2].cuda(), names.cuda(), out=whole, k=k, workspace=memory, best=first))
     assert torch.equal(whole.cpu(), expected[:2])

@@ -16,8 +16,8 @@ def bench() -> Bench:
     return Bench(device, Launcher(device).run)
 
 
-@pytest.mark.parametrize("drafting", ["no", "drafts", "tokens"])
+@pytest.mark.parametrize("drafting", ["no", "fused", "alone"])
 @pytest.mark.parametrize("group", [1, 4])
 def test_against_the_reference(bench: Bench, group: int, drafting: str) -> None:
     for seed in range(10 * group, 10 * group + 10):
-        check_publish(bench, seed, drafting=drafting != "no", assigning=drafting == "tokens", batch=4)
+        check_publish(bench, seed, drafting=drafting, batch=4)

@@ -9,6 +9,7 @@ from unit.kernels.sampling import World
 
 from lowlat.executors.launcher import Launcher
 from lowlat.kernels.reference.sampling import sample as reference
+from lowlat.kernels.sampling.row_pairs import finite
 from lowlat.kernels.sampling.sample import sample
 from lowlat.kernels.sampling.select import FINITE
 
@@ -72,6 +73,11 @@ class Nodes:
             launcher.run(*sample(*arguments, **out, best=best, workspace=memory))
             first = first or [out["target_tokens"].clone()]
             assert torch.equal(first[0], out["target_tokens"])
+        flags = out["finite"].clone()
+        out["target_tokens"].fill_(-77), out["finite"].fill_(9)
+        launcher.run(*finite(arguments[0], arguments[1], finite=out["finite"], workspace=memory))
+        launcher.run(*sample(*arguments, target_tokens=out["target_tokens"], workspace=memory))
+        assert torch.equal(first[0], out["target_tokens"]) and torch.equal(flags, out["finite"])
         assert memory.at_rest()
         return {name: array.cpu() for name, array in out.items()}
 

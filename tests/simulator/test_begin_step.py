@@ -12,6 +12,6 @@ BENCH = Bench(torch.device("cpu"), simulate)
 
 @pytest.mark.parametrize("seed", range(24))
 def test_against_the_reference(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = 1 + seed % 3
+    batch, sizes = 1 + seed % 3, {"num_commands": seed % 5, "context": 30}
     monkeypatch.setattr(begin_step, "THREADS", 96)
-    check_begin_step(BENCH, seed * 7, batch=batch, max_batch=batch + seed % 2, num_commands=seed % 5, context=30)
+    check_begin_step(BENCH, seed * 7, batch=batch, max_batch=batch + seed % 2, **sizes, alone=seed % 4 > 1)

@@ -12,11 +12,11 @@ from lowlat.kernels.toolchain import ptx
 BENCH = Bench(torch.device("cpu"), simulate)
 
 
-@pytest.mark.parametrize("drafting", ["no", "drafts", "tokens"])
+@pytest.mark.parametrize("drafting", ["no", "fused", "alone"])
 def test_against_the_reference(drafting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publish, "THREADS", 32)
     for seed in range(0, 100, 8):
-        check_publish(BENCH, seed, drafting=drafting != "no", assigning=drafting == "tokens", batch=1 + seed % 4)
+        check_publish(BENCH, seed, drafting=drafting, batch=1 + seed % 4)
 
 
 @pytest.mark.parametrize(
@@ -29,6 +29,6 @@ def test_a_loop_ends(active: list[int], budget: int, stop: int, again: int, monk
     monkeypatch.setattr(ptx, "set_graph_condition", lambda handle, value: decided.append((int(handle), int(value))))
     left = torch.tensor([budget])
     loop = LoopControl(77, torch.tensor(active, dtype=torch.int32), left, torch.tensor([stop]))
-    check_publish(BENCH, 3, drafting=True, batch=2, loop=loop)
+    check_publish(BENCH, 3, drafting="fused", batch=2, loop=loop)
     assert decided == [(77, again)]
     assert left.tolist() == [budget - 1]

@@ -1,9 +1,17 @@
-"""Compaction and the rows around the head in the simulator."""
+"""Compaction, KV writes and the rows around the draft model in the simulator."""
 
 import pytest
 import torch
 from kernel_cases import Bench, simulate
-from row_cases import check_boundary, check_compaction, check_features, check_last
+from row_cases import (
+    check_boundary,
+    check_compaction,
+    check_features,
+    check_last,
+    check_level,
+    check_prefill_rows,
+    check_write,
+)
 
 BENCH = Bench(torch.device("cpu"), simulate)
 
@@ -19,3 +27,14 @@ def test_features_last_rows_and_boundaries() -> None:
     check_last(BENCH, 3, widths=(16, 8))
     check_last(BENCH, 4, widths=(8,))
     check_boundary(BENCH, 5, width=16)
+
+
+@pytest.mark.parametrize(("start", "live"), [(0, 14), (0, 3), (4, 9), (12, 12), (8, 0), (5, 8)])
+def test_prefill_rows(start: int, live: int) -> None:
+    check_prefill_rows(BENCH, 6, width=16, start=start, live=live)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_levels_and_writes(seed: int) -> None:
+    check_level(BENCH, seed, width=24)
+    check_write(BENCH, seed, heads=1 + seed, dim=8 + 8 * seed)

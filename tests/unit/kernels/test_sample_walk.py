@@ -11,7 +11,10 @@ from unit.kernels.sampling import World
 from lowlat.kernels.reference.sampling import sample as reference
 from lowlat.kernels.sampling.select import FINITE, INFINITY
 
-NAMES = ("sampling.select", "common.philox", "sampling.cutoff", "sampling.logit_history", "sampling.sample")
+NAMES = (
+    *("sampling.select", "common.philox", "sampling.cutoff", "sampling.logit_history", "sampling.row_pairs"),
+    "sampling.sample",
+)
 OPTIONS: list[dict[str, float]] = [
     {"temperature": 0.0},
     {"temperature": 0.0, "repetition": 1.3, "presence": 0.7, "frequency": 0.4},
@@ -22,23 +25,21 @@ OPTIONS: list[dict[str, float]] = [
 ]
 
 
-def draw(world: World, logits: torch.Tensor, slots: list[int], live: torch.Tensor, memory: Memory) -> dict[str, Any]:
-    """What the kernel leaves for rows of one node each."""
+def draw(
+    world: World, logits: torch.Tensor, slots: list[int], live: torch.Tensor, memory: Memory, *, alone: bool = False
+) -> dict[str, Any]:
+    """What the kernels leave for rows of one node each: of the pairs of a GEMM, or `finite` and `sample` alone."""
     shape = (len(slots), 1)
     out = {"target_tokens": torch.full(shape, -77, dtype=torch.int32), "finite": torch.full(shape, 9).byte()}
     rows = torch.zeros(shape, dtype=torch.int32), torch.ones(shape, dtype=torch.int64)
-    best = best_pairs(logits, FINITE)
+    arguments = (logits, live, *rows, torch.tensor(slots, dtype=torch.int32), *state_of(world))
     with walkable(walker := Walker(may_leave=True), *NAMES) as modules:
-        calls = modules[-1].sample(
-            logits,
-            live,
-            *rows,
-            torch.tensor(slots, dtype=torch.int32),
-            *state_of(world),
-            best=best,
-            workspace=memory,
-            **out,
-        )
+        kernels: Any = modules[-1]
+        if alone:
+            calls = modules[-2].finite(logits, live, finite=out["finite"], workspace=memory)
+            calls += kernels.sample(*arguments, target_tokens=out["target_tokens"], workspace=memory)
+        else:
+            calls = kernels.sample(*arguments, best=best_pairs(logits, FINITE), workspace=memory, **out)
         walker.run(*calls)
     return out
 
@@ -60,8 +61,8 @@ def test_tokens_of_the_reference(vocabulary: int) -> None:
     logits, live = torch.randn(len(slots), vocabulary) * 3, torch.ones(len(slots), 1, dtype=torch.uint8)
     live[-2:] = 0
     want, memory = expected(world, logits, slots, live), Memory("cpu")
-    for _ in range(2):  # counters as they were
-        got = draw(world, logits, slots, live, memory)
+    for alone in (False, True):  # counters as they were
+        got = draw(world, logits, slots, live, memory, alone=alone)
         assert torch.equal(got["finite"], want["finite"])
         assert torch.equal(got["target_tokens"], want["target_tokens"])
         assert memory.at_rest()
@@ -74,7 +75,7 @@ def test_rows_that_are_not_finite_and_rows_without_a_choice_leave_memory_at_rest
     for broken in (torch.nan, torch.inf, -torch.inf):
         logits = torch.randn(4, 4104)
         logits[:, 4100] = broken
-        got = draw(world, logits, slots, live, memory)
+        got = draw(world, logits, slots, live, memory, alone=broken != torch.inf)
         assert not got["finite"].any() and not got["target_tokens"].any() and memory.at_rest()
     banned = World(2, 1)
     banned.set(0, min_tokens=100, temperature=1.0)
@@ -84,16 +85,31 @@ def test_rows_that_are_not_finite_and_rows_without_a_choice_leave_memory_at_rest
     assert got["target_tokens"].tolist() == [[0]] and memory.at_rest()
 
 
-def test_a_chain_s_drafts_are_the_likeliest() -> None:
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_chain_s_drafts_are_the_likeliest(alone: bool) -> None:
     logits = torch.randn(6, 100).round()
     logits[1, 99], logits[3] = torch.nan, -torch.inf
     live = torch.tensor([[1, 1, 0], [1, 1, 1]], dtype=torch.uint8)
     names, out = torch.randperm(100, dtype=torch.int32), torch.full((6,), -77, dtype=torch.int32)
     children, child_rows = torch.tensor([1, 2, 3], dtype=torch.int32), torch.tensor([0, 1, 2], dtype=torch.int32)
     nodes = torch.full((2, 4), -77, dtype=torch.int32)
-    with walkable(walker := Walker(), "sampling.select", "sampling.argmax") as modules:
-        assign = children, child_rows, torch.zeros(3, dtype=torch.int32), nodes
-        walker.run(*modules[-1].argmax(best_pairs(logits, INFINITY), live, out=out, names=names, assign=assign))
+    names_of = ("sampling.select", "sampling.row_pairs", "sampling.argmax", "sampling.draft_topk")
+    with walkable(walker := Walker(), *names_of) as modules:
+        kernels: Any = modules[-1]
+        calls = kernels.draft_topk(
+            logits,
+            names,
+            live,
+            out=out[:, None],
+            k=1,
+            workspace=Memory("cpu"),
+            best=None if alone else best_pairs(logits, INFINITY),
+            children=children,
+            child_rows=child_rows,
+            child_ranks=torch.zeros(3, dtype=torch.int32),
+            draft_nodes=nodes,
+        )
+        walker.run(*calls)
     lowest = [
         int((row == row.max()).nonzero()[0, 0]) if row.isfinite().all() or k == 3 else 0 for k, row in enumerate(logits)
     ]

@@ -13,10 +13,11 @@ from lowlat.kernels.reference.step.slot_record import MAX_LOGPROBS, NUM_INTS
 from lowlat.kernels.sampling import argmax as argmax_kernels
 from lowlat.kernels.sampling import draft_topk as draft_kernels
 from lowlat.kernels.sampling import logprobs as logprob_kernels
+from lowlat.kernels.sampling import row_pairs as pair_kernels
 from lowlat.kernels.sampling import sample as sample_kernels
 from lowlat.kernels.toolchain.kernel import Kernel
 
-MODULES = (argmax_kernels, draft_kernels, logprob_kernels, sample_kernels)
+MODULES = (argmax_kernels, draft_kernels, logprob_kernels, pair_kernels, sample_kernels)
 KERNELS = [kernel for module in MODULES for kernel in module.examples()]
 HOPPER = (9, 0)
 REGISTERS = 128  # two blocks of 256 threads and more fit on a multiprocessor
@@ -30,7 +31,9 @@ def test_resources(kernel: Kernel, compiled: Compiled) -> None:
     assert code.shared_bytes <= 48 * 1024
 
 
-READING = [kernel for kernel in KERNELS if "_97" not in kernel.name and not kernel.name.startswith("argmax")]
+READING = [
+    kernel for kernel in KERNELS if "_97" not in kernel.name and not kernel.name.startswith(("argmax", "finite"))
+]
 
 
 @pytest.mark.parametrize("kernel", READING, ids=lambda k: k.name)
@@ -62,6 +65,25 @@ def test_argmax_calls_and_refusals() -> None:
             argmax_kernels.argmax(**{**good, **options})
 
 
+def test_what_stands_alone_makes_its_own_pairs() -> None:
+    memory, logits = Memory("cpu"), torch.zeros(6, 5000)
+    chain = draft_kernels.draft_topk(logits, ints(5000), out=ints(6, 1), k=1, workspace=memory)
+    flags = torch.zeros(2, 3, dtype=torch.uint8)
+    finite = pair_kernels.finite(logits, flags, finite=flags, workspace=memory)
+    for calls, names in (
+        (chain, ["row_pairs_5000_7f800000", "argmax"]),
+        (finite, ["row_pairs_5000_7f7fffff", "finite"]),
+    ):
+        assert [call.kernel.name.startswith(name) for call, name in zip(calls, names, strict=True)] == [True, True]
+        assert calls[0].grid == (2, 6, 1)
+        pairs = (calls[0].arguments[1], calls[1].arguments[0])
+        assert all(isinstance(each, torch.Tensor) and each.shape == (6, 2, 2) for each in pairs)
+    with pytest.raises(ShapeError, match="row_live must"):
+        pair_kernels.finite(logits, flags[:1], finite=flags, workspace=memory)
+    with pytest.raises(ShapeError, match="logits must"):
+        pair_kernels.finite(torch.zeros(6, 262145), flags, finite=flags, workspace=memory)
+
+
 @pytest.mark.parametrize("k", [1, 4])
 def test_draft_topk_calls_and_refusals(k: int) -> None:
     memory, logits = Memory("cpu"), torch.zeros(6, 300)
@@ -87,7 +109,6 @@ def test_draft_topk_calls_and_refusals(k: int) -> None:
         ({"child_rows": ints(2)}, "child_rows must"),
         ({"child_ranks": ints(4)}, "child_ranks must"),
         ({"draft_nodes": ints(4, 5)}, "best must" if k == 1 else "logits must"),
-        ({"k": 1, "out": ints(6, 1), "best": None}, "best pairs"),
         ({"k": 1, "out": ints(6, 1), "best": ints(5, 3, 2)}, "best must"),
     ):
         with pytest.raises(ShapeError, match=match):
@@ -144,6 +165,8 @@ def test_sample_calls_and_refusals() -> None:
     }
     (call,) = sample_kernels.sample(**good, workspace=memory)
     assert call.grid == (2, 4, 1)
+    pairs, alone = sample_kernels.sample(**{**good, "best": None, "finite": None}, workspace=memory)
+    assert pairs.kernel.name == "row_pairs_5000_7f7fffff" and alone.arguments[13] is pairs.arguments[1]
     for name, array in good.items():
         if name not in ("lengths", "target_tokens"):
             with pytest.raises(ShapeError, match=f"{name} must"):

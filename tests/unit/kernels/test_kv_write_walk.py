@@ -9,7 +9,7 @@ from kv_write_cases import Chunk
 
 from lowlat.errors import ShapeError
 from lowlat.kernels import reference
-from lowlat.kernels.attention.prefill_kv_write import prefill_kv_write
+from lowlat.kernels.attention.kv_write import prefill_kv_write
 
 CASES = [
     Chunk(32, 0, 32),
@@ -24,7 +24,7 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=repr)
 def test_rows_are_stored_where_the_reference_stores_them(case: Chunk) -> None:
     found, expected = case.arrays(), case.arrays()
-    with walkable(walker := Walker(), "common.memory", "attention.prefill_kv_write") as modules:
+    with walkable(walker := Walker(), "common.memory", "attention.kv_write") as modules:
         kernels: Any = modules[-1]
         walker.run(*kernels.prefill_kv_write(**found))
     reference.kv.prefill_kv_write(**expected)

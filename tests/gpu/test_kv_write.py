@@ -1,12 +1,14 @@
-"""Keys and values of prefill stored to the caches on a card."""
+"""Keys and values of a step and of prefill stored to the caches on a card."""
 
 import pytest
 import torch
+from kernel_cases import Bench
 from kv_write_cases import Chunk
+from row_cases import check_write
 
 from lowlat.executors.launcher import Launcher
 from lowlat.kernels import reference
-from lowlat.kernels.attention.prefill_kv_write import prefill_kv_write
+from lowlat.kernels.attention.kv_write import prefill_kv_write
 
 pytestmark = pytest.mark.gpu
 
@@ -26,3 +28,11 @@ def test_rows_are_stored_where_the_reference_stores_them(case: Chunk) -> None:
     reference.kv.prefill_kv_write(**expected)
     for name in ("k_cache", "v_cache"):
         assert torch.equal(found[name].cpu(), expected[name]), name
+
+
+@pytest.mark.parametrize(("heads", "dim"), [(8, 128), (1, 8), (3, 256)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_step_s_rows_are_stored(heads: int, dim: int, dtype: torch.dtype) -> None:
+    device = torch.device("cuda", 0)
+    for seed in range(5):
+        check_write(Bench(device, Launcher(device).run), seed, heads=heads, dim=dim, dtype=dtype)

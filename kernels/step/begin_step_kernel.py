@@ -1,0 +1,365 @@
+"""The kernel of a step's start: one block applies commands, lists active slots, and lays out the rows to verify.
+
+The commands and what joining slots begin with lie in pinned host memory, a microsecond away. So the rows are laid out
+while the ring's tail is on its way, and once more where there are commands. It is specialised by a `BeginStepPlan`.
+"""
+
+from dataclasses import astuple, dataclass
+from functools import cache
+from typing import Any
+
+from lowlat.kernels.common.memory import int_at, long_at, set_byte, set_int, set_long, turns
+from lowlat.kernels.reference.step.slot_record import DRAFT_LIMIT, LENGTH, MAX_LENGTH, NUM_FLOATS, NUM_INTS
+from lowlat.kernels.reference.step.slots import CANCEL, COMMAND_WIDTH, JOIN, SET_DRAFT_LIMIT
+from lowlat.kernels.toolchain import ptx
+from lowlat.kernels.toolchain.kernel import Kernel
+from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int32, int64, types, uint64
+
+__all__ = ["ARGUMENTS", "BeginStepPlan", "begin_step_kernel"]
+
+ARGUMENTS = (
+    *("command_ring", "command_tail", "staged_ints", "staged_floats", "staged_tokens", "staged_table"),
+    *("staged_stop_ids", "staged_bias_ids", "staged_bias_values", "command_head", "slot_ints", "slot_floats"),
+    *("tokens", "block_table", "stop_ids", "bias_ids", "bias_values", "lengths", "active", "num_drafts"),
+    *("prompt_seen", "output_counts", "drafts", "tree_masks", "tree_paths", "slots", "row_tokens", "row_positions"),
+    *("row_live", "row_masks", "paths", "dense_lens", "num_verified", "verified_depth"),
+)
+ACTIVE, COMMITTED, DRAFTED, DEEPEST, RECORD = 0, 1, 2, 3, 4  # columns of a slot's record in shared memory
+OPCODE, SLOT, VALUE, COMMAND = 0, 1, 2, 3  # of a command
+WAITING = 64  # commands fetched at a time
+WAITING_WORDS = WAITING * COMMAND
+
+
+@dataclass(frozen=True)
+class BeginStepPlan:
+    """The extents and operations that the kernel is specialised by; extents of operations that it lacks are 1.
+
+    applies, lists, gathers  its operations: `apply_commands`, `list_active_slots`, `gather_rows`
+    """
+
+    batch: int
+    rows: int
+    num_paths: int
+    width: int
+    max_batch: int
+    max_rows: int
+    context: int
+    vocabulary: int
+    table: int
+    stops: int
+    biases: int
+    ring: int
+    threads: int
+    applies: bool
+    lists: bool
+    gathers: bool
+
+
+@device_function
+def _load_slots(
+    thread: Any, batch: Any, max_batch: Any, rows: Any, lists: Any, gathers: Any, state: Any, shared: Any
+) -> None:
+    """What decides the rows of each slot, into shared memory; all loads before all stores, or they would queue."""
+    lengths, active, num_drafts, slot_ints = state
+    record, alive, depths, _nodes = shared
+    if thread < batch:
+        alive[thread] = 0
+        depths[thread] = 0
+    if thread < max_batch:
+        is_active, length, drafted, limit, longest = int64(0), int64(0), int64(0), int64(0), int64(0)
+        if lists:
+            is_active = int_at(active, thread)
+        if gathers:
+            length, drafted = int_at(lengths, thread), int_at(num_drafts, thread)
+            limit = long_at(slot_ints, thread * NUM_INTS + DRAFT_LIMIT)
+            longest = long_at(slot_ints, thread * NUM_INTS + MAX_LENGTH)
+        record[thread * RECORD + ACTIVE] = is_active
+        record[thread * RECORD + COMMITTED] = length
+        record[thread * RECORD + DRAFTED] = max(min(min(drafted, limit), int64(rows - 1)), int64(0))
+        record[thread * RECORD + DEEPEST] = max(longest - length - 1, int64(0))
+
+
+@device_function
+def _find(index: Any, max_batch: Any, record: Any) -> Any:
+    """The slot that is the index-th active one; -1 where there is none."""
+    found, rank = int64(-1), int64(0)
+    for slot in range(max_batch):
+        if record[slot * RECORD + ACTIVE] != 0:
+            if rank == index:
+                found = int64(slot)
+            rank += 1
+    return found
+
+
+@device_function
+def _lay_out_row(index: Any, row: Any, slot: Any, sizes: Any, shared: Any, arrays: Any) -> None:
+    """One row: its token, position, liveness and mask; counted among the entry's live rows."""
+    rows, max_rows, context = sizes
+    record, alive, depths, _nodes = shared
+    tokens, drafts, tree_masks, row_tokens, row_positions, row_live, row_masks = arrays
+    token, position, live, mask = int64(-1), int64(0), int64(0), int64(0)
+    if slot >= 0 and row <= record[slot * RECORD + DRAFTED]:
+        length = record[slot * RECORD + COMMITTED]
+        if row == 0:
+            mask, token = int64(1), int_at(tokens, slot * context + max(length - 1, int64(0)))
+        else:
+            mask, token = long_at(tree_masks, slot * max_rows + row), int_at(drafts, slot * max_rows + row)
+        depth = int64(cuda.popc(uint64(mask))) - 1
+        if depth <= record[slot * RECORD + DEEPEST]:
+            live, position = int64(1), length - 1 + depth
+            cuda.atomic.or_(alive, index, int64(1) << row)
+            cuda.atomic.max(depths, index, int32(depth))
+        else:
+            token, mask = int64(-1), int64(0)
+    place = index * rows + row
+    set_int(row_tokens, place, token)
+    set_int(row_positions, place, position)
+    set_byte(row_live, place, live)
+    set_long(row_masks, place, mask)
+
+
+@device_function
+def _keep_paths(index: Any, lane: Any, slot: Any, count: Any, early: Any, source: Any, nodes: Any) -> None:
+    """An entry's paths into shared memory, by a warp; `early` is what the first turn has loaded already."""
+    if lane < count:
+        nodes[index * count + lane] = early
+    for turn in range(1, turns(count, 32)):
+        place = lane + turn * 32
+        if slot >= 0 and place < count:
+            nodes[index * count + place] = int_at(source, slot * count + place)
+
+
+@device_function
+def _lay_out_path(first: Any, slot: Any, width: Any, live: Any, nodes: Any, out: Any) -> None:
+    """One path up to its first dead node, and the root in any case.
+
+    first  where the path begins, in shared memory and in the output
+    live   the bits of the entry's live rows
+    """
+    going = slot >= 0
+    for place in range(width):
+        node = int64(nodes[first + place])
+        going = going and node >= 0 and node < 64 and (live >> (node & 63)) & 1 == 1 and (place == 0 or node != 0)
+        known = node if going else int64(-1)
+        if place == 0 and slot >= 0:
+            known = int64(0)
+        set_int(out, first + place, known)
+
+
+@device_function
+def _commands_wait(thread: Any, head: Any, tail: Any, words: Any) -> Any:
+    """Tell all threads what the first knows: head and tail, as the first two words; whether they differ."""
+    if thread == 0:
+        if head != tail:
+            ptx.fence_system()
+        words[0] = head
+        words[1] = tail
+    cuda.syncthreads()
+    return words[0] != words[1]
+
+
+@device_function
+def _copy_row(thread: Any, threads: Any, slot: Any, num_words: Any, source: Any, target: Any) -> None:
+    """Copy a slot's row of 32-bit words."""
+    place = thread
+    while place < num_words:
+        set_int(target, slot * num_words + place, int_at(source, slot * num_words + place))
+        place += threads
+
+
+@device_function
+def _keep_token(slot: Any, place: Any, end: Any, token: Any, context: Any, vocabulary: Any, arrays: Any) -> None:
+    tokens, prompt_seen = arrays
+    if place < end:
+        set_int(tokens, slot * context + place, token)
+        if token >= 0 and token < vocabulary:
+            set_byte(prompt_seen, slot * vocabulary + token, 1)
+
+
+@device_function
+def _join_tokens(thread: Any, threads: Any, slot: Any, end: Any, sizes: Any, staged: Any, arrays: Any) -> None:
+    """Copy and mark the tokens of the prompt: four loads at a time, because each takes a trip over the bus."""
+    context, vocabulary = sizes
+    first, place = slot * context, thread
+    while place < end:
+        second, third, fourth = place + threads, place + threads * 2, place + threads * 3
+        a, b = int_at(staged, first + place), int_at(staged, first + min(second, end - 1))
+        c, d = int_at(staged, first + min(third, end - 1)), int_at(staged, first + min(fourth, end - 1))
+        _keep_token(slot, place, end, a, context, vocabulary, arrays)
+        _keep_token(slot, second, end, b, context, vocabulary, arrays)
+        _keep_token(slot, third, end, c, context, vocabulary, arrays)
+        _keep_token(slot, fourth, end, d, context, vocabulary, arrays)
+        place += threads * 4
+
+
+@device_function
+def _join(thread: Any, threads: Any, slot: Any, extents: Any, staged: Any, joined: Any, counts: Any) -> None:
+    """Copy what is staged for a slot and forget its last request, by all threads."""
+    context, vocabulary, table, stops, biases = extents
+    _copy_row(thread, threads, slot, 2 * NUM_INTS, staged[0], joined[0])
+    _copy_row(thread, threads, slot, NUM_FLOATS, staged[1], joined[1])
+    _copy_row(thread, threads, slot, table, staged[3], joined[3])
+    _copy_row(thread, threads, slot, stops, staged[4], joined[4])
+    _copy_row(thread, threads, slot, biases, staged[5], joined[5])
+    _copy_row(thread, threads, slot, biases, staged[6], joined[6])
+    prompt_seen, output_counts = counts
+    token = thread
+    while token < vocabulary:
+        set_byte(prompt_seen, slot * vocabulary + token, 0)
+        set_int(output_counts, slot * vocabulary + token, 0)
+        token += threads
+    cuda.syncthreads()
+    end = min(long_at(joined[0], slot * NUM_INTS + LENGTH), int64(context))
+    _join_tokens(thread, threads, slot, end, (context, vocabulary), staged[2], (joined[2], prompt_seen))
+
+
+@device_function
+def _set_slot(opcode: Any, slot: Any, value: Any, state: Any) -> None:
+    """What a command changes beside the rows that a join copies; by one thread."""
+    lengths, active, num_drafts, slot_ints = state
+    if opcode == SET_DRAFT_LIMIT:
+        set_long(slot_ints, slot * NUM_INTS + DRAFT_LIMIT, value)
+    elif opcode in (JOIN, CANCEL):
+        set_int(active, slot, 1 if opcode == JOIN else 0)
+        set_int(num_drafts, slot, 0)
+        if opcode == JOIN:
+            set_int(lengths, slot, long_at(slot_ints, slot * NUM_INTS + LENGTH))
+
+
+@device_function
+def _apply(
+    thread: Any, threads: Any, ring: Any, extents: Any, words: Any, source: Any, rows: Any, state: Any, counts: Any
+) -> None:
+    """All commands, in order; head and tail are the first two words at first."""
+    staged, joined = rows
+    head, tail = words[0], words[1]
+    while head < tail:
+        cuda.syncthreads()
+        if thread < WAITING and head + thread < tail:
+            entry = (head + thread) % ring * COMMAND_WIDTH
+            opcode, slot, value = long_at(source, entry), long_at(source, entry + 1), long_at(source, entry + 2)
+            words[thread * COMMAND + OPCODE] = opcode
+            words[thread * COMMAND + SLOT] = slot
+            words[thread * COMMAND + VALUE] = value
+        cuda.syncthreads()
+        count = min(tail - head, int64(WAITING))
+        for number in range(count):
+            opcode, slot = words[number * COMMAND + OPCODE], words[number * COMMAND + SLOT]
+            if opcode == JOIN:
+                _join(thread, threads, slot, extents, staged, joined, counts)
+            if thread == 0:
+                _set_slot(opcode, slot, words[number * COMMAND + VALUE], state)
+            cuda.syncthreads()
+        head += count
+
+
+@device_function
+def _lay_out(
+    thread: Any, plan: Any, parts: Any, state: Any, shared: Any, row_arrays: Any, path_arrays: Any, outs: Any
+) -> None:
+    """List the active slots, or take those that are listed, and lay out their rows and paths: a warp an entry."""
+    batch, rows, num_paths, width, max_batch, max_rows, context = plan
+    lists, gathers = parts
+    record, alive, depths, nodes = shared
+    tree_paths, paths = path_arrays
+    slots, dense_lens, num_verified, verified_depth = outs
+    _load_slots(thread, batch, max_batch, rows, lists, gathers, state, shared)
+    cuda.syncthreads()
+    index, lane, slot = thread >> 5, thread & 31, int64(-1)
+    if index < batch:
+        slot = _find(index, max_batch, record) if lists else int_at(slots, index)
+    if index < batch and gathers:
+        count, early = num_paths * width, int64(-1)
+        if slot >= 0:
+            early = int_at(tree_paths, slot * count + min(lane, int64(count - 1)))
+        for turn in range(turns(rows, 32)):
+            row = lane + turn * 32
+            if row < rows:
+                _lay_out_row(index, row, slot, (rows, max_rows, context), shared, row_arrays)
+        _keep_paths(index, lane, slot, count, early, tree_paths, nodes)
+    cuda.syncthreads()
+    if index < batch and gathers:
+        live = alive[index]
+        for turn in range(turns(num_paths, 32)):
+            path = lane + turn * 32
+            if path < num_paths:
+                _lay_out_path((index * num_paths + path) * width, slot, width, live, nodes, paths)
+        if lane == 0:
+            set_int(dense_lens, index, record[slot * RECORD + COMMITTED] - 1 if slot >= 0 else int64(0))
+            set_int(num_verified, index, int64(cuda.popc(uint64(live))) - 1 if slot >= 0 else int64(0))
+            set_int(verified_depth, index, depths[index])
+    if index < batch and lists and lane == 0:
+        set_int(slots, index, slot)
+
+
+@cache
+def begin_step_kernel(plan: BeginStepPlan) -> Kernel:
+    """The kernel for a plan; arguments are addresses, zero for those of operations that it lacks."""
+    sizes, extents, ring, threads = astuple(plan)[:7], astuple(plan)[6:11], plan.ring, plan.threads
+    batch, num_records, num_nodes = plan.batch, plan.max_batch * RECORD, plan.batch * plan.num_paths * plan.width
+    applies, lays_out, parts = plan.applies, plan.lists or plan.gathers, (plan.lists, plan.gathers)
+
+    def kernel(
+        command_ring: Any,
+        command_tail: Any,
+        staged_ints: Any,
+        staged_floats: Any,
+        staged_tokens: Any,
+        staged_table: Any,
+        staged_stop_ids: Any,
+        staged_bias_ids: Any,
+        staged_bias_values: Any,
+        command_head: Any,
+        slot_ints: Any,
+        slot_floats: Any,
+        tokens: Any,
+        block_table: Any,
+        stop_ids: Any,
+        bias_ids: Any,
+        bias_values: Any,
+        lengths: Any,
+        active: Any,
+        num_drafts: Any,
+        prompt_seen: Any,
+        output_counts: Any,
+        drafts: Any,
+        tree_masks: Any,
+        tree_paths: Any,
+        slots: Any,
+        row_tokens: Any,
+        row_positions: Any,
+        row_live: Any,
+        row_masks: Any,
+        paths: Any,
+        dense_lens: Any,
+        num_verified: Any,
+        verified_depth: Any,
+    ) -> None:
+        ptx.wait_for_previous_kernel()
+        ptx.let_next_kernel_start()
+        record = cuda.shared.array(shape=num_records, dtype=int64)
+        alive = cuda.shared.array(shape=batch, dtype=int64)
+        depths = cuda.shared.array(shape=batch, dtype=int32)
+        nodes = cuda.shared.array(shape=num_nodes, dtype=int32)
+        words = cuda.shared.array(shape=WAITING_WORDS, dtype=int64)
+        thread = int64(cuda.threadIdx.x)
+        head, tail = int64(0), int64(0)
+        if applies and thread == 0:
+            tail, head = ptx.load_volatile_i64(command_tail), long_at(command_head, 0)
+        state, shared = (lengths, active, num_drafts, slot_ints), (record, alive, depths, nodes)
+        row_arrays = (tokens, drafts, tree_masks, row_tokens, row_positions, row_live, row_masks)
+        outs = (slots, dense_lens, num_verified, verified_depth)
+        if lays_out:
+            _lay_out(thread, sizes, parts, state, shared, row_arrays, (tree_paths, paths), outs)
+        if applies and _commands_wait(thread, head, tail, words):
+            staged = (staged_ints, staged_floats, staged_tokens, staged_table, staged_stop_ids, staged_bias_ids)
+            joined = (slot_ints, slot_floats, tokens, block_table, stop_ids, bias_ids, bias_values)
+            rows_joined, counts = ((*staged, staged_bias_values), joined), (prompt_seen, output_counts)
+            _apply(thread, threads, ring, extents, words, command_ring, rows_joined, state, counts)
+            if thread == 0:
+                set_long(command_head, 0, tail)
+            if lays_out:
+                _lay_out(thread, sizes, parts, state, shared, row_arrays, (tree_paths, paths), outs)
+
+    name = "begin_step_" + "_".join(str(extent) for extent in astuple(plan))
+    return Kernel(name, kernel, (types.int64,) * len(ARGUMENTS), threads)
