@@ -13,8 +13,8 @@ from lowlat.executors.lowering.gemm_rules import normed_linear
 from lowlat.executors.lowering.lowering import Covered, Lowering, Rule, unsupported
 from lowlat.executors.lowering.weight_layouts import experts_name
 from lowlat.kernels.moe.decode.mlp import experts_mlp
-from lowlat.kernels.moe.decode.topk_routing import Choice
-from lowlat.kernels.moe.router import router
+from lowlat.kernels.moe.router import RouterNorm, router_logits
+from lowlat.kernels.moe.topk_routing import TopKRouting
 from lowlat.kernels.rows.norm import rms_norm
 
 __all__ = ["EXPERT_RULES"]
@@ -45,22 +45,19 @@ def _mixture(lowering: Lowering, start: int) -> Covered:
     room = (-(-rows * num_experts // 4) * 4,)  # in whole 16 bytes
     own, following = (lowering.workspace(LOGITS[(number + k) % 2], room, torch.float32) for k in range(2))
     logits = own[: rows * num_experts].view(rows, num_experts)
-    choice = Choice(logits, routed.get("row_live"))
+    routing = TopKRouting(logits, routed.get("row_live"))
     partials = lowering.workspace(PARTIALS, (*first["out"].shape[:2], second["out"].shape[1]), torch.float32)
-    calls = router(
+    calls = router_logits(
         norm["x"],
-        lowering.weights.vector(ops[0].weights["weight"]),
-        row_live=choice.row_live,
-        normed=norm["out"],
+        norm=RouterNorm(lowering.weights.vector(ops[0].weights["weight"]), norm["eps"], norm["out"], routing.row_live),
         logits=logits,
-        eps=norm["eps"],
         awaited=(first["out"], partials, following),
         **lowering.vectors(start + 1),
         card=lowering.card,
     )
     calls += experts_mlp(
         x=first["x"],
-        choice=choice,
+        routing=routing,
         gate_up=lowering.weights.experts(experts_name(ops[2])),
         gate_up_bias=lowering.weights.experts_bias(experts_name(ops[2])),
         down=lowering.weights.experts(experts_name(ops[3])),

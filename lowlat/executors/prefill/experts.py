@@ -11,29 +11,23 @@ import torch
 
 from lowlat.executors.prefill.kernels import Launches
 from lowlat.executors.prefill.room import ExpertsRoom
-from lowlat.kernels.moe.decode.topk_routing import Choice
 from lowlat.kernels.moe.packing import PackedExperts, unpack_expert
-from lowlat.kernels.moe.plan import DOWN, GATE_UP, ExpertShape
-from lowlat.kernels.moe.prefill.grouped_gemm import grouped_down, grouped_gate_up
-from lowlat.kernels.moe.prefill.grouping import group_pairs
-from lowlat.kernels.moe.prefill.pair_tiles import most_tiles, tile_pairs_of
-from lowlat.kernels.moe.prefill.plan import GroupedPlan, plan_grouped
-from lowlat.kernels.moe.prefill.rank_sum import add_ranks
-from lowlat.kernels.moe.prefill.topk_routing import route_top_k
-from lowlat.kernels.moe.router import router
+from lowlat.kernels.moe.prefill.experts import prefill_down, prefill_gate_up
+from lowlat.kernels.moe.router import RouterNorm, router
 
 __all__ = ["GroupedExperts", "choose_by_torch", "down_by_torch", "gate_up_by_torch", "product"]
 
 
 class GroupedExperts:
-    """Makes the choices and the products of a chunk's mixtures, of launches that are loaded later.
+    """The top-k routing and the GEMMs of a chunk's mixtures, of launches that are loaded later.
 
     room  uint8, at least `size.num_bytes`: one layer's logits, lists of pairs, and what its experts add to each row
     """
 
     def __init__(self, launches: Launches, size: ExpertsRoom, room: torch.Tensor) -> None:
         self._launches = launches
-        self._order, self._tiles, self._values, self._logits = size.cut(room)
+        names = ("experts.order", "experts.tiles", "experts.partials", "router.logits")
+        self._parts = dict(zip(names, size.cut(room), strict=True))
 
     def choose(
         self,
@@ -48,14 +42,12 @@ class GroupedExperts:
         expert_weights: torch.Tensor,
         eps: float,
     ) -> Callable[..., None]:
-        """What norms all rows, and then lets the live ones choose, over these buffers."""
-        rows, num_experts = x.shape[0], weight.shape[0]
-        logits = self._logits[: rows * num_experts].view(rows, num_experts)
-        calls = router(x, norm_weight, weight, bias, normed=normed, logits=logits, eps=eps, card=self._launches.card)
-        choice = Choice(logits, row_live)
-        return self._launches.add(
-            calls + route_top_k(choice=choice, expert_ids=expert_ids, expert_weights=expert_weights)
-        )
+        """Norm all rows, and then let the live ones choose, over these buffers."""
+        calls = router(
+            x, weight, bias, row_live, expert_ids=expert_ids, expert_weights=expert_weights,
+            norm=RouterNorm(norm_weight, eps, normed), workspace=self._workspace, card=self._launches.card,
+        )  # fmt: skip
+        return self._launches.add(calls)
 
     def gate_up(
         self,
@@ -68,14 +60,14 @@ class GroupedExperts:
         limit: float,
         alpha: float,
     ) -> Callable[..., None]:
-        """What groups the pairs, and then does gate and up products and the clamped SwiGLU, over these buffers.
+        """Group the pairs, and then do gate and up GEMMs and the clamped SwiGLU, over these buffers.
 
         bias  [E, 2I] in the matrices' own order
         """
-        tile_pairs, lists = self._lists(expert_ids, experts)
-        calls = group_pairs(expert_ids=expert_ids, num_experts=experts.num_experts, tile_pairs=tile_pairs, **lists)
-        plan = self._plan(GATE_UP, experts, expert_ids, tile_pairs)
-        calls += grouped_gate_up(x=x, **lists, weight=experts, bias=bias, out=out, limit=limit, alpha=alpha, plan=plan)
+        calls = prefill_gate_up(
+            x, expert_ids, experts=experts, bias=bias, out=out, limit=limit, alpha=alpha,
+            workspace=self._workspace, card=self._launches.card,
+        )  # fmt: skip
         return self._launches.add(calls)
 
     def down(
@@ -88,30 +80,19 @@ class GroupedExperts:
         bias: torch.Tensor,
         out: torch.Tensor,
     ) -> Callable[..., None]:
-        """Down products, weighed and added by rank; they must come right behind `gate_up` of the same ids.
+        """Down GEMMs, weighed and added by rank; they must come right behind `gate_up` of the same ids.
 
         bias  [E, N]
         """
-        tile_pairs, lists = self._lists(expert_ids, experts)
-        plan = self._plan(DOWN, experts, expert_ids, tile_pairs)
-        partials = self._values[: expert_ids.numel() * experts.rows].view(*expert_ids.shape, experts.rows)
-        calls = grouped_down(
-            activated=activated, **lists, expert_weights=expert_weights, weight=experts, bias=bias, out=partials,
-            plan=plan,
+        calls = prefill_down(
+            activated, expert_ids, expert_weights, experts=experts, bias=bias, out=out, grouped=True,
+            workspace=self._workspace, card=self._launches.card,
         )  # fmt: skip
-        return self._launches.add(calls + add_ranks(partials=partials, expert_ids=expert_ids, out=out))
+        return self._launches.add(calls)
 
-    def _lists(self, expert_ids: torch.Tensor, experts: PackedExperts) -> tuple[int, dict[str, torch.Tensor]]:
-        """Pairs of a tile, and the lists of pairs and of tiles."""
-        count = expert_ids.numel()
-        tile_pairs = tile_pairs_of(count, experts.num_experts)
-        tiles = self._tiles[: most_tiles(count, experts.num_experts, tile_pairs)]
-        return tile_pairs, {"order": self._order[:count], "tiles": tiles}
-
-    def _plan(self, kind: str, experts: PackedExperts, expert_ids: torch.Tensor, tile_pairs: int) -> GroupedPlan:
-        quantised = experts.scales is not None
-        shape = ExpertShape(kind, experts.rows, experts.columns, expert_ids.shape[1], quantised)
-        return plan_grouped(tile_pairs, shape, self._launches.card)
+    def _workspace(self, name: str, shape: tuple[int, ...], _dtype: torch.dtype) -> torch.Tensor:
+        """The start of a part, in a shape of its dtype."""
+        return self._parts[name].view(-1)[: torch.Size(shape).numel()].view(shape)
 
 
 def choose_by_torch(

@@ -125,7 +125,7 @@ def test_best_pairs_want_places_and_float32() -> None:
 def test_a_permuted_weight_gives_original_columns(
     order: torch.Tensor, rows: int, wide: bool, biased: bool, changes: dict[str, int]
 ) -> None:
-    """The bits of the weight as it was, in float32 and in bf16; of a last tile that has a run of eight alone as well."""
+    """The bits of the weight as it was, in float32 and in bf16; also of a last tile that has a run of eight alone."""
     width = len(order)
     x, weight, bias = random(rows, 136), random(width, 136), random(width)
     kind = torch.float32 if wide else torch.bfloat16
