@@ -20,11 +20,11 @@ from bench.wall import measure_wall
 from lowlat.errors import ShapeError
 from lowlat.executors.launcher import Launcher
 from lowlat.kernels.moe.decode.mlp import experts_mlp
-from lowlat.kernels.moe.decode.mlp_plan import Pair, plan_pair
-from lowlat.kernels.moe.decode.topk_routing import Choice
+from lowlat.kernels.moe.decode.mlp_plan import MlpPlan, plan_mlp
 from lowlat.kernels.moe.packing import SCALE_OFFSET, PackedExperts, allocate_experts
 from lowlat.kernels.moe.plan import DOWN, GATE_UP, ExpertShape
-from lowlat.kernels.moe.router import router
+from lowlat.kernels.moe.router import RouterNorm, router_logits
+from lowlat.kernels.moe.topk_routing import TopKRouting
 from lowlat.kernels.toolchain.kernel import KernelCall
 
 __all__ = ["entries", "main"]
@@ -68,7 +68,7 @@ def entries(launcher: Launcher, num_experts: int, quantised: bool, cuts: Sequenc
             f", {name} {value}" for name, value in cut.items()
         )
         try:
-            plan = plan_pair(rows, first, second, launcher.card, **cut)
+            plan = plan_mlp(rows, first, second, launcher.card, **cut)
         except ShapeError as error:
             print(f"{label}: {error}")
             continue
@@ -81,7 +81,7 @@ def entries(launcher: Launcher, num_experts: int, quantised: bool, cuts: Sequenc
 
 def _calls(
     launcher: Launcher, x: torch.Tensor, ids: list[torch.Tensor], experts: tuple[PackedExperts, PackedExperts],
-    biases: tuple[torch.Tensor, ...], plan: Pair,
+    biases: tuple[torch.Tensor, ...], plan: MlpPlan,
 ) -> Callable[[int], list[KernelCall]]:  # fmt: skip
     """A router of its own logits, and the mixture of the experts with these ids."""
     rows, num_experts = x.shape[0], experts[0].num_experts
@@ -92,12 +92,11 @@ def _calls(
     logits = [torch.zeros_like(ignored).scatter_(1, each.long(), 9.0) for each in ids]
 
     def calls(copy: int) -> list[KernelCall]:
-        filling = router(
-            x, norm_weight, weight, offset, normed=normed, logits=ignored, eps=1e-5, card=launcher.card,
-            awaited=(activated, partials),
-        )  # fmt: skip
+        norm = RouterNorm(norm_weight, 1e-5, normed)
+        awaited = activated, partials
+        filling = router_logits(x, weight, offset, norm=norm, logits=ignored, card=launcher.card, awaited=awaited)
         return filling + experts_mlp(
-            x=normed, choice=Choice(logits[copy]), gate_up=experts[0], gate_up_bias=biases[0], down=experts[1],
+            x=normed, routing=TopKRouting(logits[copy]), gate_up=experts[0], gate_up_bias=biases[0], down=experts[1],
             down_bias=biases[1], expert_ids=found, expert_weights=shares, activated=activated, partials=partials,
             residual=x, total=total, limit=7.0, alpha=1.702, card=launcher.card, plan=plan,
         )  # fmt: skip

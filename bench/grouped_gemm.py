@@ -31,7 +31,7 @@ from lowlat.kernels.moe.prefill.grouped_gemm import grouped_down, grouped_gate_u
 from lowlat.kernels.moe.prefill.grouping import group_pairs
 from lowlat.kernels.moe.prefill.pair_tiles import TILE_WORDS, most_tiles, tile_pairs_of
 from lowlat.kernels.moe.prefill.plan import WARPS, GroupedPlan, plan_grouped
-from lowlat.kernels.moe.prefill.rank_sum import add_ranks
+from lowlat.kernels.moe.rank_sum import add_ranks
 from lowlat.kernels.toolchain.kernel import KernelCall
 
 __all__ = ["Choices", "main", "measure", "product_entries"]

@@ -9,10 +9,10 @@ import torch
 from expert_cases import ALPHA, LIMIT, Experts, choices, make_experts, want_gate_up
 
 from lowlat.kernels.gemm.packing import gate_up_permutation
-from lowlat.kernels.moe.decode.mlp_plan import Pair, plan_pair
-from lowlat.kernels.moe.decode.topk_routing import Choice
+from lowlat.kernels.moe.decode.mlp_plan import MlpPlan, plan_mlp
 from lowlat.kernels.moe.packing import pack_experts, unpack_expert
 from lowlat.kernels.moe.plan import DOWN, GATE_UP, ExpertShape, rows_a_launch
+from lowlat.kernels.moe.topk_routing import TopKRouting
 from lowlat.kernels.reference.moe import experts as reference
 from lowlat.kernels.toolchain.kernel import Card
 
@@ -49,7 +49,7 @@ class Mixture:
         return torch.randn(count, self.up.packed.columns, device=self.up.bias.device).bfloat16()
 
     def arguments(self, x: torch.Tensor, ranks: int) -> dict[str, Any]:
-        """What a launch over rows x [M, K] takes but their choice; residuals are random, nothing is written yet."""
+        """What a launch over rows x [M, K] takes but their routing; residuals are random, nothing is written yet."""
         assert self.up.order is not None
         rows, inner, hidden, device = x.shape[0], self.down.packed.columns, self.down.packed.rows, x.device
         return {
@@ -70,13 +70,13 @@ class Mixture:
 
     def plan(
         self, rows: int, ranks: int, card: Card, *, warps: int | None = None, stages: int | None = None, **changes: Any
-    ) -> Pair:
-        """`plan_pair`'s, with changes of both products' plans; parts stay as long as they are, at most."""
+    ) -> MlpPlan:
+        """`plan_mlp`'s, with changes of both products' plans; parts stay as long as they are, at most."""
         up, down = (
             ExpertShape(kind, each.packed.rows, each.packed.columns, ranks, each.packed.scales is not None)
             for kind, each in ((GATE_UP, self.up), (DOWN, self.down))
         )
-        pair = plan_pair(min(rows, rows_a_launch(ranks)), up, down, card, warps=warps, stages=stages)
+        pair = plan_mlp(min(rows, rows_a_launch(ranks)), up, down, card, warps=warps, stages=stages)
         part = changes.pop("part", pair.up_plan.part + pair.down_plan.part)
         first, second = (replace(each, part=min(part, each.part), **changes) for each in (pair.up_plan, pair.down_plan))
         return replace(pair, up_plan=first, down_plan=second)
@@ -157,7 +157,7 @@ def logits_of(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
     return torch.zeros(ids.shape[0], num_experts, device=ids.device).scatter_(1, ids.long(), 9 - ranks / 4)
 
 
-def make_topk_routing(kind: str, rows: int, ranks: int, num_experts: int, device: str = "cpu") -> Choice:
+def make_topk_routing(kind: str, rows: int, ranks: int, num_experts: int, device: str = "cpu") -> TopKRouting:
     """By logits as `make_logits` has them; random ones, where a third of the rows is live ("dead") or no row ("none");
     or such that choose as many different experts as there are ("apart")."""
     live = None
@@ -167,15 +167,15 @@ def make_topk_routing(kind: str, rows: int, ranks: int, num_experts: int, device
         logits = logits_of(choices("apart", rows, ranks, num_experts), num_experts)
     else:
         logits = make_logits("random" if live is not None else kind, rows, num_experts)
-    return Choice(logits.to(device), live)
+    return TopKRouting(logits.to(device), live)
 
 
-def want_routing(choice: Choice, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
+def want_routing(routing: TopKRouting, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The reference's ids and shares [M, R], on the CPU: those of a router of nothing but biases."""
-    rows, num_experts = choice.logits.shape
+    rows, num_experts = routing.logits.shape
     ids, shares = torch.full((rows, ranks), 77, dtype=torch.int32), torch.full((rows, ranks), torch.nan)
     nothing = torch.zeros(1, 8), torch.zeros(num_experts, 8)
-    logits, flags = choice.logits.cpu(), None if choice.row_live is None else choice.row_live.cpu().view(-1)
+    logits, flags = routing.logits.cpu(), None if routing.row_live is None else routing.row_live.cpu().view(-1)
     for row in range(rows):
         part = slice(row, row + 1)
         live = None if flags is None else flags[part]

@@ -4,8 +4,8 @@ from typing import Any
 
 from kernel_walk import Walker, walkable
 
-from lowlat.kernels.moe.decode.mlp_plan import Pair
-from lowlat.kernels.moe.decode.topk_routing import Choice
+from lowlat.kernels.moe.decode.mlp_plan import MlpPlan
+from lowlat.kernels.moe.topk_routing import TopKRouting
 from lowlat.kernels.toolchain.kernel import Card
 
 __all__ = ["NAMES", "small_card", "walk"]
@@ -18,10 +18,9 @@ PARTS = (
     "gemm",
     "swiglu_epilogue",
     "weighing_epilogue",
-    "topk_routing",
     "rank_sum",
 )
-NAMES = (*SHARED, "moe.plan", *(f"moe.decode.{part}" for part in (*PARTS, "mlp_plan", "mlp")))
+NAMES = (*SHARED, "moe.plan", "moe.topk_routing", *(f"moe.decode.{part}" for part in (*PARTS, "mlp_plan", "mlp")))
 
 
 def small_card(blocks: int) -> Card:
@@ -30,11 +29,11 @@ def small_card(blocks: int) -> Card:
 
 
 def walk(
-    walker: Walker, arguments: dict[str, Any], choice: Choice, blocks: int, *, early: bool = False,
-    plan: Pair | None = None,
+    walker: Walker, arguments: dict[str, Any], routing: TopKRouting, blocks: int, *, early: bool = False,
+    plan: MlpPlan | None = None,
 ) -> None:  # fmt: skip
     """All launches over the arguments' rows."""
     with walkable(walker, *NAMES) as modules:
-        calls = modules[-1].experts_mlp(choice=choice, card=small_card(blocks), early=early, plan=plan, **arguments)
+        calls = modules[-1].experts_mlp(routing=routing, card=small_card(blocks), early=early, plan=plan, **arguments)
         for call in calls:
             walker.run(call)

@@ -184,7 +184,7 @@ def check_add_norm(lab: Lab, rows: int, width: int, dtype: torch.dtype) -> None:
 
 
 def canonical_logits(normed: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """Logits [M, E] float32 of bf16 rows [M, N], every sum rounded in the order that `router` promises."""
+    """Logits [M, E] float32 of bf16 rows [M, N], every sum rounded in the order that `router_logits` promises."""
     pad = (0, -normed.shape[1] % 1024)
     rows, columns = (torch.nn.functional.pad(each, pad).double() for each in (normed, weight))
     totals = torch.zeros(normed.shape[0], weight.shape[0], 4, 32)
@@ -204,7 +204,14 @@ def route(lab: Lab, options: dict[str, Any]) -> Arrays:
     """The router's two results."""
     rows, experts = options["x"].shape[0], options["weight"].shape[0]
     outs = {"normed": poison(*options["x"].shape), "logits": poison(rows, experts, dtype=torch.float32)}
-    return lab.launch(router.router, outs, **options, eps=EPS)
+    return lab.launch(normed_logits, outs, **options)
+
+
+def normed_logits(
+    *, norm_weight: torch.Tensor, row_live: torch.Tensor | None, normed: torch.Tensor, **more: Any
+) -> list[KernelCall]:
+    """Logits with the norm before them."""
+    return router.router_logits(norm=router.RouterNorm(norm_weight, EPS, normed, row_live), **more)
 
 
 def router_inputs(rows: int, width: int, experts: int) -> Arrays:
@@ -251,9 +258,9 @@ def check_router_fills(lab: Lab, rows: int, width: int, experts: int, chunks: in
     outs["others"] = poison(rows + 2, 4, dtype=torch.float32)
 
     def filling(*, halves: torch.Tensor, words: torch.Tensor, others: torch.Tensor, **more: Any) -> list[KernelCall]:
-        return router.router(awaited=(halves[1:-1], words[1:-1], others[1:-1]), **more)
+        return normed_logits(awaited=(halves[1:-1], words[1:-1], others[1:-1]), **more)
 
-    found = {key: tensor.cpu() for key, tensor in lab.launch(filling, outs, **options, eps=EPS).items()}
+    found = {key: tensor.cpu() for key, tensor in lab.launch(filling, outs, **options).items()}
     plain = route(lab, options)
     assert same_bits(found["normed"], plain["normed"])
     assert torch.equal(found["logits"], plain["logits"].cpu())

@@ -4,9 +4,11 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
+
 from lowlat.errors import ShapeError
 from lowlat.kernels.common.handover import BARRIER_BYTES
-from lowlat.kernels.toolchain.kernel import Card
+from lowlat.kernels.toolchain.kernel import Card, WorkspaceShape
 
 __all__ = [
     "CODE_BYTES",
@@ -17,6 +19,7 @@ __all__ = [
     "SCALE_BYTES",
     "ExpertPlan",
     "ExpertShape",
+    "partials_workspace",
     "parts_of",
     "plan_experts",
     "rows_a_launch",
@@ -193,6 +196,11 @@ def plan_experts(
         f"a product of experts for {rows} rows does not fit the {card.shared_bytes} bytes of shared memory that a "
         "block may have"
     )
+
+
+def partials_workspace(rows: int, ranks: int, width: int) -> WorkspaceShape:
+    """The workspace of a down GEMM [M, N] over R ranks, for few rows and many: weighed products [M, R, N] float32."""
+    return "experts.partials", (rows, ranks, width), torch.float32
 
 
 def parts_of(rows: int, ranks: int) -> Iterator[tuple[slice, int]]:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["H200", "Argument", "Card", "Kernel", "KernelCall", "Workspace", "examples_for"]
+__all__ = ["H200", "Argument", "Card", "Kernel", "KernelCall", "Workspace", "WorkspaceShape", "examples_for"]
 
 T = TypeVar("T")
 
@@ -19,6 +19,7 @@ GRAIN = 128  # of shared memory
 Argument = torch.Tensor | int | float
 # name, shape, dtype -> memory that a lowering owns and calls share, zero at first; kernels leave counters at zero
 Workspace = Callable[[str, tuple[int, ...], torch.dtype], torch.Tensor]
+WorkspaceShape = tuple[str, tuple[int, ...], torch.dtype]  # what a workspace is asked for
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from lowlat.kernels.moe.prefill.grouped_gemm import grouped_down, grouped_gate_u
 from lowlat.kernels.moe.prefill.grouping import group_pairs
 from lowlat.kernels.moe.prefill.pair_tiles import TILE_PAIRS, most_tiles
 from lowlat.kernels.moe.prefill.plan import GroupedPlan, plan_grouped
-from lowlat.kernels.moe.prefill.rank_sum import add_ranks
+from lowlat.kernels.moe.rank_sum import add_ranks
 
 pytestmark = pytest.mark.gpu
 

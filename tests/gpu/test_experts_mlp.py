@@ -19,10 +19,10 @@ from mixture_cases import (
 
 from lowlat.executors.launcher import Launcher
 from lowlat.kernels.moe.decode.mlp import experts_mlp
-from lowlat.kernels.moe.decode.mlp_plan import Pair
-from lowlat.kernels.moe.decode.topk_routing import Choice
+from lowlat.kernels.moe.decode.mlp_plan import MlpPlan
 from lowlat.kernels.moe.packing import unpack_expert
-from lowlat.kernels.moe.router import router
+from lowlat.kernels.moe.router import RouterNorm, router_logits
+from lowlat.kernels.moe.topk_routing import TopKRouting
 from lowlat.kernels.toolchain.kernel import KernelCall
 
 pytestmark = pytest.mark.gpu
@@ -43,27 +43,27 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def run(
-    launcher: Launcher, mixture: Mixture, x: torch.Tensor, choice: Choice, ranks: int, *, plan: Pair | None = None,
-    **changes: Any,
+    launcher: Launcher, mixture: Mixture, x: torch.Tensor, routing: TopKRouting, ranks: int, *,
+    plan: MlpPlan | None = None, **changes: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """What was given and what was found, by the names of the launch."""
     found = mixture.arguments(x, ranks) | changes
-    launcher.run(*experts_mlp(choice=choice, card=launcher.card, plan=plan, **found))
+    launcher.run(*experts_mlp(routing=routing, card=launcher.card, plan=plan, **found))
     return found
 
 
 def compile_ahead(
-    launcher: Launcher, mixture: Mixture, ranks: int, sizes: tuple[int, ...], plans: tuple[Pair, ...] = ()
+    launcher: Launcher, mixture: Mixture, ranks: int, sizes: tuple[int, ...], plans: tuple[MlpPlan, ...] = ()
 ) -> None:
     """What launches over so many rows need, and over one row by such plans, on all cores."""
     calls: list[KernelCall] = []
     count = mixture.up.packed.num_experts
     for rows, plan in [*((rows, None) for rows in sizes), *((1, plan) for plan in plans)]:
-        choice, arguments = (
+        routing, arguments = (
             make_topk_routing("random", rows, ranks, count, "cuda"),
             mixture.arguments(mixture.rows(rows), ranks),
         )
-        calls += experts_mlp(choice=choice, card=launcher.card, plan=plan, **arguments)
+        calls += experts_mlp(routing=routing, card=launcher.card, plan=plan, **arguments)
     launcher.compile_ahead(calls)
 
 
@@ -80,9 +80,9 @@ def test_products_and_their_sum_are_right(
     compile_ahead(launcher, mixture, ranks, ROWS)
     for rows in ROWS:
         for kind in ("random", "shared", "apart", "ties", "odd", "dead", "none"):
-            choice = make_topk_routing(kind, rows, ranks, count, "cuda")
-            found = run(launcher, mixture, mixture.rows(rows), choice, ranks)
-            wanted, about = want_routing(choice, ranks)
+            routing = make_topk_routing(kind, rows, ranks, count, "cuda")
+            found = run(launcher, mixture, mixture.rows(rows), routing, ranks)
+            wanted, about = want_routing(routing, ranks)
             assert torch.equal(found["expert_ids"].cpu(), wanted), (rows, kind)
             torch.testing.assert_close(found["expert_weights"].cpu(), about, rtol=1e-5, atol=1e-7, equal_nan=True)
             mixture.check(found)
@@ -98,13 +98,13 @@ def test_what_logits_choose_is_the_reference_s(launcher: Launcher, kind: str, co
         logits, x = make_logits(kind, rows, count).cuda(), mixture.rows(rows)
         flags = (torch.arange(rows, device="cuda") % 3 != 1).to(torch.uint8).view(1, rows)
         for live in (None, flags):
-            choice = Choice(logits, live)
-            found = run(launcher, mixture, x, choice, ranks)
-            wanted, about = want_routing(choice, ranks)
+            routing = TopKRouting(logits, live)
+            found = run(launcher, mixture, x, routing, ranks)
+            wanted, about = want_routing(routing, ranks)
             assert torch.equal(found["expert_ids"].cpu(), wanted)
             torch.testing.assert_close(found["expert_weights"].cpu(), about, rtol=1e-5, atol=1e-7, equal_nan=True)
         own = {"residual": found["residual"][-1:].clone()}
-        alone = run(launcher, mixture, x[-1:], Choice(logits[-1:], flags[:, -1:].contiguous()), ranks, **own)
+        alone = run(launcher, mixture, x[-1:], TopKRouting(logits[-1:], flags[:, -1:].contiguous()), ranks, **own)
         for name in RESULTS:
             assert torch.equal(bits(alone[name]), bits(found[name][-1:])), name
 
@@ -119,20 +119,20 @@ def test_a_row_has_the_same_bits_in_any_company(launcher: Launcher, quantised: b
     plans = tuple(mixture.plan(8, ranks, launcher.card, **cut) for cut in cuts)
     compile_ahead(launcher, mixture, ranks, (1, 2, 8, 70), plans)
     row, own = mixture.rows(1), make_topk_routing("random", 1, ranks, count, "cuda").logits
-    alone = run(launcher, mixture, row, Choice(own), ranks)
+    alone = run(launcher, mixture, row, TopKRouting(own), ranks)
     mixture.check(alone)
     for rows, plan in [(2, None), (8, None), (70, None), *((8, plan) for plan in plans)]:
         for kind in ("random", "shared", "dead"):
-            x, choice = (
+            x, routing = (
                 torch.full_like(row, torch.nan).repeat(rows, 1),
                 make_topk_routing(kind, rows, ranks, count, "cuda"),
             )
             residual = torch.randn(rows, hidden, device="cuda").bfloat16()
             place = int(torch.randint(rows, (1,)))
-            x[place], choice.logits[place], residual[place] = row[0], own[0], alone["residual"][0]
-            if choice.row_live is not None:
-                choice.row_live[0, place] = 1
-            found = run(launcher, mixture, x, choice, ranks, plan=plan, residual=residual)
+            x[place], routing.logits[place], residual[place] = row[0], own[0], alone["residual"][0]
+            if routing.row_live is not None:
+                routing.row_live[0, place] = 1
+            found = run(launcher, mixture, x, routing, ranks, plan=plan, residual=residual)
             for name in RESULTS:
                 assert torch.equal(bits(found[name][place]), bits(alone[name][0])), (name, rows, kind)
 
@@ -175,7 +175,7 @@ def test_every_code_at_the_extremes_of_scales(launcher: Launcher, gated: bool, s
     matrix = unpack_expert(experts.packed, 0)[:64].double()
     hot = torch.eye(64, device="cuda").bfloat16() * size
     for x in (hot, -hot) if gated else (hot,):
-        found = run(launcher, mixture, x, Choice(torch.zeros(64, 1, device="cuda")), 1, **PASSES)
+        found = run(launcher, mixture, x, TopKRouting(torch.zeros(64, 1, device="cuda")), 1, **PASSES)
         got, want = found["activated" if gated else "partials"][:, 0].double(), x.double() @ matrix.t()
         assert torch.equal(got, want.clamp(min=0) if gated else want)
 
@@ -205,11 +205,12 @@ def test_many_behind_each_other(launcher: Launcher, sizes: tuple[int, ...]) -> N
             results |= {"residual": outs[-1][:rows], "total": total[:rows]}
             kept.append((flags, results))
             own, following = logits[layer % 2, :rows], logits[(layer + 1) % 2, : sizes[(layer + 1) % len(sizes)]]
-            calls = router(
-                x[layer, :rows], ones, weight[layer], zeros, flags, normed=normed[:rows], logits=own, eps=1e-5,
+            norm = RouterNorm(ones, 1e-5, normed[:rows], flags)
+            calls = router_logits(
+                x[layer, :rows], weight[layer], zeros, norm=norm, logits=own,
                 awaited=(results["activated"], results["partials"], following), card=launcher.card,
             )  # fmt: skip
-            calls += experts_mlp(choice=Choice(own, flags), early=layer > 0, card=launcher.card, **results)
+            calls += experts_mlp(routing=TopKRouting(own, flags), early=layer > 0, card=launcher.card, **results)
             launches += [launcher.prepare(call) for call in calls]
             outs.append(total)
             chosen.append(results["expert_ids"])

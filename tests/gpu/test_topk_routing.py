@@ -1,12 +1,11 @@
-"""The choice of experts in a launch of its own, on a card: the reference's, and a row's bits in any company."""
+"""The routing of experts in a launch of its own, on a card: the reference's, and a row's bits in any company."""
 
 import pytest
 import torch
 from mixture_cases import make_logits, want_routing
 
 from lowlat.executors.launcher import Launcher
-from lowlat.kernels.moe.decode.topk_routing import Choice
-from lowlat.kernels.moe.prefill.topk_routing import route_top_k
+from lowlat.kernels.moe.topk_routing import TopKRouting, route_top_k
 
 pytestmark = pytest.mark.gpu
 
@@ -18,11 +17,11 @@ def launcher() -> Launcher:
     return Launcher(DEVICE)
 
 
-def chosen(launcher: Launcher, choice: Choice, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = len(choice.logits)
+def chosen(launcher: Launcher, routing: TopKRouting, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = len(routing.logits)
     ids = torch.full((rows, ranks), 77, dtype=torch.int32, device=DEVICE)
     shares = torch.full((rows, ranks), torch.nan, device=DEVICE)
-    launcher.run(*route_top_k(choice=choice, expert_ids=ids, expert_weights=shares))
+    launcher.run(*route_top_k(routing=routing, expert_ids=ids, expert_weights=shares))
     return ids, shares
 
 
@@ -36,17 +35,17 @@ def test_rows_choose_as_the_reference_does(
 ) -> None:
     logits = make_logits(kind, rows, count)
     live = (torch.arange(rows) % 3 != 1).to(torch.uint8) if flagged else None
-    wanted, about = want_routing(Choice(logits, live), ranks)
-    choice = Choice(logits.to(DEVICE), None if live is None else live.to(DEVICE))
-    ids, shares = chosen(launcher, choice, ranks)
+    wanted, about = want_routing(TopKRouting(logits, live), ranks)
+    routing = TopKRouting(logits.to(DEVICE), None if live is None else live.to(DEVICE))
+    ids, shares = chosen(launcher, routing, ranks)
     assert torch.equal(ids.cpu(), wanted)
     torch.testing.assert_close(shares.cpu(), about, rtol=1e-5, atol=1e-7, equal_nan=True)
 
 
 def test_a_row_s_choice_has_the_same_bits_in_any_company(launcher: Launcher) -> None:
     logits = make_logits("random", 130, 128).to(DEVICE)
-    together = chosen(launcher, Choice(logits), 4)
+    together = chosen(launcher, TopKRouting(logits), 4)
     for part in ([0], [129], [7, 5], list(range(60, 99))):
-        alone = chosen(launcher, Choice(logits[part].contiguous()), 4)
+        alone = chosen(launcher, TopKRouting(logits[part].contiguous()), 4)
         for own, every in zip(alone, together, strict=True):
             assert torch.equal(own, every[part])

@@ -84,8 +84,12 @@ def _make_total(plan: DecodeGemmPlan) -> Any:
 
 
 def _make_epilogue(shape: DecodeGemmShape, plan: DecodeGemmPlan, keep_argmax: Any) -> _Epilogue:
-    """Bias, residual or activation; in float32, or rounded to bf16. keep_argmax: `Best.keep`."""
-    width, epilogue = shape.width, shape.epilogue
+    """Bias, residual or activation; in float32, or rounded to bf16.
+
+    keep_argmax  `Best.keep`
+    With `shape.scattered` the address of `columns` takes the residual's place.
+    """
+    width, epilogue, scattered = shape.width, shape.epilogue, shape.scattered
     has_bias, live, silu, add = shape.bias, shape.live, epilogue == SILU, epilogue == ADD
     wide = epilogue == FLOAT32
     columns = 8 if silu else 16
@@ -116,6 +120,9 @@ def _make_epilogue(shape: DecodeGemmShape, plan: DecodeGemmPlan, keep_argmax: An
             other = ptx.load_global_bf16(bias + (tile * 16 + int64(column)) * 2 + 16)
         if add:
             other = ptx.load_global_bf16(residual + offset_of(tile, row, column) * 2)
+        if scattered:  # the original column of the run of eight, in place of `alive`, which is of SILU
+            run = tile * 2 + int64(uint32(column >> uint32(3)))
+            alive = uint32(ptx.load_global_i32(residual + run * 4))
         if silu and live:
             alive = ptx.load_global_u8(row_live + int64(row))
         return own, other, alive
@@ -124,6 +131,8 @@ def _make_epilogue(shape: DecodeGemmShape, plan: DecodeGemmPlan, keep_argmax: An
     def finish(area: Any, tile: Any, row: Any, column: Any, loaded: Any, out: Any, totals: Any) -> None:
         own, other, alive = loaded
         at, value = offset_of(tile, row, column), total_of(area, row, column)
+        if scattered:
+            at = int64(row) * out_width + int64(uint32(alive + (column & uint32(7))))
         if has_bias:
             value = ptx.add_rn(value, own)
         if silu:

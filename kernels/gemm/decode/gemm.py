@@ -37,7 +37,7 @@ from lowlat.kernels.gemm.decode.plan import (
     rows_at_once,
     steps_to_hold,
 )
-from lowlat.kernels.gemm.packing import PackedMatrix
+from lowlat.kernels.gemm.packing import RUN, PackedMatrix
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.rows.norm import check_dtype, check_row_live
 from lowlat.kernels.sampling.select import FINITE
@@ -122,6 +122,7 @@ def decode_gemm(
     head_dim: int = 0,
     norm: NormPrologue | None = None,
     best: PartialArgmax | None = None,
+    columns: torch.Tensor | None = None,
     card: Card = H200,
     plan: DecodeGemmPlan | None = None,
 ) -> list[KernelCall]:
@@ -136,6 +137,8 @@ def decode_gemm(
                          [M, H, D] bf16, or None where there are none
     norm         x is normed first: for so many rows, and so wide ones, as `steps_to_hold` of them is not 0
     best         the best pairs of rows in float32 are left beside them
+    columns      [N / 8] int32, as `runs_of` a permuted weight's order has it: out's columns are the original ones.
+                 Of a plain product, without residual, silu, rotation or best; None: columns are in the weight's order
     rotation     the product is of queries, keys and values of `head_dim`, in the order of `rope_permutation`
     card         what it runs on
     plan         how to cut it; None: `plan_decode_gemm`'s
@@ -159,9 +162,11 @@ def decode_gemm(
         check_shape("out", out, count, weight.rows // 2 if silu else weight.rows)
         wide = FLOAT32 if out.dtype == torch.float32 else BFLOAT16
         epilogue = SILU if silu else ADD if residual is not None else wide
-        live = silu and row_live is not None
         kept = None if best is None else _argmax_shape(best, count, epilogue)
-        shape = DecodeGemmShape(weight.rows, depth, epilogue, bias is not None, live, None, before, kept)
+        live, scattered = silu and row_live is not None, columns is not None
+        shape = DecodeGemmShape(weight.rows, depth, epilogue, bias is not None, live, None, before, kept, scattered)
+    if columns is not None:
+        _check_columns(columns, shape)
     calls = []
     normed = (0,) * NUM_NORM if norm is None else _norm_arguments(norm)
     most = MAX_ROWS if plan else rows_at_once(card)
@@ -174,9 +179,8 @@ def decode_gemm(
         )  # fmt: skip
         pairs = None if best is None else _pairs_of(best, part, chosen)
         alive = None if row_live is None else row_live.reshape(-1)[part]
-        optional = (
-            alive, bias, None if residual is None else residual[part], None if out is None else out[part], pairs,
-        )  # fmt: skip
+        beside = columns if residual is None else residual[part]
+        optional = (alive, bias, beside, None if out is None else out[part], pairs)
         arguments: tuple[Argument, ...] = (weight.tiles, x[part], *(0 if each is None else each for each in optional))
         turned = (0,) * NUM_ROTATION if rotation is None else _rotation_arguments(rotation, part)
         calls.append(KernelCall(_make(shape, chosen), (chosen.num_blocks, 1, 1), (*arguments, rows, *turned, *normed)))
@@ -212,6 +216,15 @@ def _argmax_shape(best: PartialArgmax, rows: int, epilogue: str) -> ArgmaxShape:
     return ArgmaxShape(best.pairs.shape[1], best.limit)
 
 
+def _check_columns(columns: torch.Tensor, shape: DecodeGemmShape) -> None:
+    if shape.epilogue not in (FLOAT32, BFLOAT16) or shape.best is not None:
+        raise ShapeError(f"columns are of plain products, not of {shape.epilogue} ones or those that keep best pairs")
+    if shape.width % RUN:
+        raise ShapeError(f"columns come in runs of {RUN}, which do not divide a weight of {shape.width} rows")
+    check_shape("columns", columns, shape.width // RUN)
+    check_dtype(torch.int32, columns=columns)
+
+
 def _pairs_of(best: PartialArgmax, part: slice, plan: DecodeGemmPlan) -> torch.Tensor:
     if plan.num_blocks > best.pairs.shape[1]:
         raise ShapeError(f"best.pairs has {best.pairs.shape[1]} places a row, {plan.num_blocks} blocks leave a pair")
@@ -232,7 +245,7 @@ def _norm_arguments(norm: NormPrologue) -> tuple[Argument, ...]:
 
 @cache
 def _make(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Kernel:
-    flags = "".join(letter for letter, on in (("b", shape.bias), ("l", shape.live)) if on)
+    flags = "".join(letter for letter, on in (("b", shape.bias), ("l", shape.live), ("s", shape.scattered)) if on)
     heads = "" if shape.heads is None else "_" + "x".join(map(str, astuple(shape.heads)))
     norm = "" if shape.norm_eps is None else f"_norm_eps{shape.norm_eps!r}"
     best = "" if shape.best is None else f"_best{shape.best.blocks}x{shape.best.limit:x}"
@@ -304,6 +317,8 @@ def examples(card: Card = H200) -> list[Kernel]:
     chosen = DecodeGemmShape(128256, 4096, FLOAT32, False, False, best=ArgmaxShape(card.num_multiprocessors, FINITE))
     for rows in examples_for(card, (1, 16), 1):
         made.append(_make(chosen, plan_decode_gemm(rows, 128256, card, keeps_argmax=True)))
+    scattered = DecodeGemmShape(6144, 4096, BFLOAT16, True, False, scattered=True)
+    made.append(_make(scattered, plan_decode_gemm(4, 6144, card)))
     rotated = DecodeGemmShape(6144, 4096, ROTATE, False, False, HeadsShape(32, 8, 128, 4, 32, 289))
     made.append(_make(rotated, plan_decode_gemm(4, 6144, card)))
     heads = HeadsShape(64, 8, 64, 1, 32, 1025)

@@ -155,8 +155,9 @@ class ArgmaxShape:
 class DecodeGemmShape:
     """A weight [width, depth], what comes before and what follows its product.
 
-    heads  with ROTATE alone
-    best   with FLOAT32 alone
+    heads      with ROTATE alone
+    best       with FLOAT32 alone
+    scattered  with FLOAT32 and BFLOAT16 alone: columns are written where they lay before the weight was permuted
     """
 
     width: int
@@ -167,6 +168,7 @@ class DecodeGemmShape:
     heads: HeadsShape | None = None
     norm_eps: float | None = None
     best: ArgmaxShape | None = None
+    scattered: bool = False
 
     @property
     def steps(self) -> int:

@@ -23,7 +23,7 @@ from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.numba_cuda import device_function, float32, int64, uint32
 
 __all__ = [
-    "Ending",
+    "Epilogue",
     "make_finishing",
     "make_multiplying",
     "make_prefetching",
@@ -34,7 +34,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Ending:
+class Epilogue:
     """What becomes of a product, as device functions.
 
     begin   of a tile: load what a pair's value needs at its end, two uint32 that nothing waits for
@@ -210,7 +210,7 @@ def _make_next_part(shape: ExpertShape, plan: ExpertPlan, prefetch_behind: Any) 
 
 
 def make_finishing(
-    shape: ExpertShape, plan: ExpertPlan, epilogue: Ending, handover: Handover, first_thread: int
+    shape: ExpertShape, plan: ExpertPlan, epilogue: Epilogue, handover: Handover, first_thread: int
 ) -> Any:
     """A function of the warps that finish: add up the others' sums, and hand each pair's values to the epilogue."""
     tiles, values, area_bytes = shape.tiles, shape.values, plan.area_bytes

@@ -24,13 +24,13 @@ from lowlat.kernels.moe.decode.gemm import (
     nothing_prefetched,
     run_of,
 )
-from lowlat.kernels.moe.decode.mlp_plan import Pair, plan_pair
+from lowlat.kernels.moe.decode.mlp_plan import MlpPlan, plan_mlp
 from lowlat.kernels.moe.decode.rank_sum import make_sum_rows
 from lowlat.kernels.moe.decode.swiglu_epilogue import make_swiglu
-from lowlat.kernels.moe.decode.topk_routing import Choice, make_choose, make_publish
 from lowlat.kernels.moe.decode.weighing_epilogue import make_weighing
 from lowlat.kernels.moe.packing import PackedExperts
 from lowlat.kernels.moe.plan import DOWN, GATE_UP, ExpertShape, parts_of
+from lowlat.kernels.moe.topk_routing import TopKRouting, make_publish, make_route
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.rows.norm import check_dtype
 from lowlat.kernels.toolchain import ptx
@@ -43,7 +43,7 @@ __all__ = ["examples", "experts_mlp"]
 def experts_mlp(
     *,
     x: torch.Tensor,
-    choice: Choice,
+    routing: TopKRouting,
     gate_up: PackedExperts,
     gate_up_bias: torch.Tensor,
     down: PackedExperts,
@@ -58,12 +58,12 @@ def experts_mlp(
     alpha: float,
     early: bool = False,
     card: Card = H200,
-    plan: Pair | None = None,
+    plan: MlpPlan | None = None,
 ) -> list[KernelCall]:
     """Each row's experts, and what they add to the residual stream, in one launch for each 64 rows.
 
     x               [M, K]      bf16; with MXFP4 magnitudes below 2**64
-    choice          by what rows choose their experts
+    routing          by what rows choose their experts
     gate_up         [E, 2I, K]  packed in the order of `gate_up_permutation`
     gate_up_bias    [E, 2I]     bf16, in the weight's order
     down            [E, N, I]   packed
@@ -79,14 +79,14 @@ def experts_mlp(
     early           logits are awaited while the kernel before still writes them: they must have been filled with
                     `awaited.MISSING` before the kernel before that one has ended
     card            what it runs on: all blocks must be on it at once, one a multiprocessor
-    plan            how to cut both products; None: `plan_pair`'s
+    plan            how to cut both products; None: `plan_mlp`'s
     activated and partials must be filled with `awaited.MISSING` before: blocks await there what others compute.
     It lets the next kernel start only when the kernel before it has ended: what was written before it is settled then.
     Time: the distinct experts' bytes over the memory's bandwidth. Captured: yes.
     Raises ShapeError for shapes that do not fit.
     """
     rows, ranks = expert_ids.shape
-    choice.check(rows, ranks, gate_up.num_experts)
+    routing.check(rows, ranks, gate_up.num_experts)
     _check_weights(gate_up, gate_up_bias, down, down_bias)
     check_shape("x", x, rows, gate_up.columns)
     check_shape("expert_weights", expert_weights, rows, ranks)
@@ -104,13 +104,13 @@ def experts_mlp(
     )
     calls = []
     for part, count in parts_of(rows, ranks):
-        pair = plan or plan_pair(count, up_shape, down_shape, card)
+        chosen = plan or plan_mlp(count, up_shape, down_shape, card)
         arguments = (
             *(gate_up.words, up_scales, gate_up_bias, down.words, down_scales, down_bias),
-            *(x[part], *choice.of(part), expert_ids[part], expert_weights[part], activated[part], partials[part]),
+            *(x[part], *routing.of(part), expert_ids[part], expert_weights[part], activated[part], partials[part]),
             *(residual[part], total[part], count * ranks, int(early), limit, alpha),
         )
-        calls.append(KernelCall(_make(pair, choice.num_experts), (pair.up_plan.num_blocks, 1, 1), arguments))
+        calls.append(KernelCall(_make(chosen, routing.num_experts), (chosen.up_plan.num_blocks, 1, 1), arguments))
     return calls
 
 
@@ -130,27 +130,27 @@ def _check_weights(
 
 
 @cache
-def _make(pair: Pair, num_experts: int) -> Kernel:
-    up, down, first, second = pair.up, pair.down, pair.up_plan, pair.down_plan
+def _make(plan: MlpPlan, num_experts: int) -> Kernel:
+    up, down, first, second = plan.up, plan.down, plan.up_plan, plan.down_plan
     name = (
         f"experts_mlp_{up.rows}x{up.columns}x{down.rows}x{up.ranks}_"
         f"{'mxfp4' if up.quantised else 'bf16'}{'mxfp4' if down.quantised else 'bf16'}_"
         f"{first.columns}x{first.capacity}x{first.warps}x{second.warps}x{first.finishing}x{first.part}x{second.part}"
-        f"x{first.stages}{'' if pair.overlaps else '_apart'}{'' if first.patient else '_awake'}_e{num_experts}"
+        f"x{first.stages}{'' if plan.overlaps else '_apart'}{'' if first.patient else '_awake'}_e{num_experts}"
     )
     signature = (*(types.int64,) * 17, types.float32, types.float32)
-    function, shared_bytes = _kernel(pair, num_experts), pair.places[-1]
-    return Kernel(name, function, signature, pair.whole.threads, 1, shared_bytes, most_blocks=1)
+    function, shared_bytes = _kernel(plan, num_experts), plan.places[-1]
+    return Kernel(name, function, signature, plan.whole.threads, 1, shared_bytes, most_blocks=1)
 
 
-def _kernel(pair: Pair, num_experts: int) -> Callable[..., None]:
-    up, down, first, second, whole = pair.up, pair.down, pair.up_plan, pair.down_plan, pair.whole
-    up_tiles, down_tiles, warps, stages = up.tiles, down.tiles, pair.warps, first.stages
-    up_areas_at, down_areas_at, lists_at, barriers_at, _ = pair.places
+def _kernel(plan: MlpPlan, num_experts: int) -> Callable[..., None]:
+    up, down, first, second, whole = plan.up, plan.down, plan.up_plan, plan.down_plan, plan.whole
+    up_tiles, down_tiles, warps, stages = up.tiles, down.tiles, plan.warps, first.stages
+    up_areas_at, down_areas_at, lists_at, barriers_at, _ = plan.places
     up_sums = make_handover(stages, first.warps, first.finishing, patient=first.patient)
     down_sums = make_handover(stages, second.warps, second.finishing, patient=second.patient)
     (up_begin, _), (down_begin, down_prefetch) = make_prefetching(up, first), make_prefetching(down, second)
-    overlaps, stage_bytes = pair.overlaps, pair.stage_bytes
+    overlaps, stage_bytes = plan.overlaps, plan.stage_bytes
     fill, multiply_up = make_multiplying(
         up, first, up_sums, stage_bytes, down_prefetch if overlaps else nothing_prefetched
     )
@@ -159,7 +159,7 @@ def _kernel(pair: Pair, num_experts: int) -> Callable[..., None]:
     finish_up = make_finishing(up, first, swiglu, up_sums, warps * 32)
     finish_down = make_finishing(down, second, weighing, down_sums, warps * 32)
     clear_up, clear_down, begin_up, begin_down = swiglu.clear, weighing.clear, up_sums.begin, down_sums.begin
-    choose, publish = make_choose(whole, up.ranks, num_experts), make_publish(whole)
+    choose, publish = make_route(whole, up.ranks, num_experts), make_publish(whole)
     list_units, wait_for_all = make_list_units(whole), ptx.copies_wait(0)
     up_warps, down_warps, ranks = first.warps, second.warps, up.ranks
     sum_rows = make_sum_rows(down.rows, ranks, first.finishing)
@@ -233,5 +233,5 @@ def examples(card: Card = H200) -> list[Kernel]:
     for rows, (width, inner, hidden), ranks, quantised, num_experts in examples_for(card, cases, 1):
         up = ExpertShape(GATE_UP, width, hidden, ranks, quantised)
         down = ExpertShape(DOWN, hidden, inner, ranks, quantised)
-        made.append(_make(plan_pair(rows, up, down, card), num_experts))
+        made.append(_make(plan_mlp(rows, up, down, card), num_experts))
     return made

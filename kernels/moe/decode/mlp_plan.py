@@ -8,11 +8,11 @@ from lowlat.kernels.common.handover import BARRIER_BYTES
 from lowlat.kernels.moe.plan import ExpertPlan, ExpertShape, plan_experts
 from lowlat.kernels.toolchain.kernel import Card
 
-__all__ = ["Pair", "plan_pair"]
+__all__ = ["MlpPlan", "plan_mlp"]
 
 
 @dataclass(frozen=True)
-class Pair:
+class MlpPlan:
     """Shapes and plans of both products, which share a block's threads, its lists and its pipelines.
 
     overlaps  weights of the second product travel while the last ones of the first are multiplied
@@ -50,9 +50,9 @@ class Pair:
         return first, second, lists, barriers, barriers + 2 * stages * BARRIER_BYTES
 
 
-def plan_pair(
+def plan_mlp(
     rows: int, up: ExpertShape, down: ExpertShape, card: Card, *, warps: int | None = None, stages: int | None = None
-) -> Pair:
+) -> MlpPlan:
     """The plans of both products for M rows: as `plan_experts` has them, in as much of the room as leaves the rest.
 
     warps, stages  as `plan_experts` has them, of both products
@@ -76,8 +76,8 @@ def plan_pair(
             "stages": min(first.stages, second.stages),
         }
         # a single row's weights are so few that those of the second product would only delay the last of the first
-        pair = Pair(up, down, replace(first, **common), replace(second, **common), overlaps=first.columns > 1)
-        excess = pair.places[-1] - card.shared_bytes
+        plan = MlpPlan(up, down, replace(first, **common), replace(second, **common), overlaps=first.columns > 1)
+        excess = plan.places[-1] - card.shared_bytes
         if excess <= 0:
-            return pair
+            return plan
         room -= excess

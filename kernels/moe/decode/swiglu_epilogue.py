@@ -4,7 +4,7 @@ from typing import Any
 
 from lowlat.kernels.common.activation import clamped_swiglu
 from lowlat.kernels.moe.decode.expert_list import make_chosen, make_expert_of, make_pair_of
-from lowlat.kernels.moe.decode.gemm import Ending, make_total
+from lowlat.kernels.moe.decode.gemm import Epilogue, make_total
 from lowlat.kernels.moe.plan import ExpertPlan, ExpertShape
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int64, uint32
@@ -12,7 +12,7 @@ from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int64, ui
 __all__ = ["make_swiglu"]
 
 
-def make_swiglu(shape: ExpertShape, plan: ExpertPlan) -> Ending:
+def make_swiglu(shape: ExpertShape, plan: ExpertPlan) -> Epilogue:
     """What becomes of gate and up values: activations [M, R, I] bf16, which other blocks await."""
     rows, expert_of, pair_of, total_of = shape.rows, make_expert_of(plan), make_pair_of(plan), make_total(plan)
     width = rows // 2
@@ -33,7 +33,7 @@ def make_swiglu(shape: ExpertShape, plan: ExpertPlan) -> Ending:
         at = int64(pair) * width + int64(tile) * 8 + int64(value)
         ptx.store_relaxed_gpu_u16(out + at * 2, ptx.bf16_bits(clamped_swiglu(gate, up, limit, alpha)))
 
-    return Ending(begin, finish, _make_clear(shape, plan.finishing * 32))
+    return Epilogue(begin, finish, _make_clear(shape, plan.finishing * 32))
 
 
 def _make_clear(shape: ExpertShape, threads: int) -> Any:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from lowlat.kernels.moe.decode.expert_list import make_chosen, make_expert_of, make_pair_of, make_share_of
-from lowlat.kernels.moe.decode.gemm import Ending, make_total
+from lowlat.kernels.moe.decode.gemm import Epilogue, make_total
 from lowlat.kernels.moe.plan import ExpertPlan, ExpertShape
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, uint32
@@ -11,7 +11,7 @@ from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, 
 __all__ = ["make_weighing"]
 
 
-def make_weighing(shape: ExpertShape, plan: ExpertPlan) -> Ending:
+def make_weighing(shape: ExpertShape, plan: ExpertPlan) -> Epilogue:
     """What becomes of down's values: products [M, R, N] float32 times their shares, whose sum others await."""
     rows, expert_of, pair_of, total_of = shape.rows, make_expert_of(plan), make_pair_of(plan), make_total(plan)
     share_of = make_share_of(plan)
@@ -35,7 +35,7 @@ def make_weighing(shape: ExpertShape, plan: ExpertPlan) -> Ending:
             at = out + (int64(pair) * rows + row) * 4
             ptx.store_relaxed_gpu_f32(at, ptx.mul_rn(ptx.float_of_bits(second), total))
 
-    return Ending(begin, finish, _make_clear(shape, plan.finishing * 32))
+    return Epilogue(begin, finish, _make_clear(shape, plan.finishing * 32))
 
 
 def _make_clear(shape: ExpertShape, threads: int) -> Any:

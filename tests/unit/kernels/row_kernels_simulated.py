@@ -16,7 +16,7 @@ from numba.cuda.simulator import kernelapi
 from numba.np import numpy_support
 from simulated_blocks import fibers_for_threads
 
-from lowlat.kernels.moe import router
+from lowlat.kernels.moe import router_kernel
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import KernelCall
 from lowlat.kernels.toolchain.numba_cuda import SIMULATED, cuda
@@ -78,7 +78,7 @@ def simulate_router() -> None:
     ptx.load_shared_128, ptx.store_shared_128, ptx.copy_async_16 = memory.load, memory.store, memory.copy
     ptx.load_global_bf16, ptx.copies_commit = bf16_value, lambda: None
     kernelapi.FakeCUDAShared.array = shared_array
-    vars(router)["copies_wait_all"] = lambda: None
+    vars(router_kernel)["copies_wait_all"] = lambda: None
 
 
 def simulate(*calls: KernelCall) -> None:

@@ -121,8 +121,8 @@ def test_nothing_is_counted_on_twice(compiled: Compiled) -> None:
 def test_a_mixture_in_parts_of_one_step_finds_the_next_unit() -> None:
     """Where the assembler counts twice, if a unit's number is not `varying`: with bf16 weights, in such parts alone."""
     mixture, ranks = make_mixture(4, 2880, 2880, quantised=False), 4
-    arguments, choice = mixture.arguments(mixture.rows(8), ranks), make_topk_routing("random", 8, ranks, 4)
-    (call,) = experts_mlp(choice=choice, card=H200, plan=mixture.plan(8, ranks, H200, part=1), **arguments)
+    arguments, routing = mixture.arguments(mixture.rows(8), ranks), make_topk_routing("random", 8, ranks, 4)
+    (call,) = experts_mlp(routing=routing, card=H200, plan=mixture.plan(8, ranks, H200, part=1), **arguments)
     assert not counted_twice(whole_instructions(compile_kernel(call.kernel, HOPPER).code))
 
 

@@ -16,7 +16,7 @@ from selection_cases import best_of, best_pairs
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.gemm.decode.gemm import NormPrologue, PartialArgmax, decode_gemm, plan_decode_gemm, steps_to_hold
-from lowlat.kernels.gemm.packing import gate_up_permutation, pack, rope_permutation
+from lowlat.kernels.gemm.packing import gate_up_permutation, pack, rope_permutation, runs_of
 from lowlat.kernels.sampling.select import BROKEN, FINITE, INFINITY
 from lowlat.kernels.toolchain.kernel import H200, Card
 
@@ -111,6 +111,50 @@ def test_best_pairs_want_places_and_float32() -> None:
         good = {"out": torch.empty(2, 48), "best": PartialArgmax(torch.zeros(2, 9, 2, dtype=torch.int32), FINITE)}
         with pytest.raises(ShapeError, match=message):
             decode_gemm(x=x, weight=weight, card=SMALL, **{**good, **options})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("rows", "wide", "biased", "changes"),
+    [
+        (1, True, True, {}),
+        (3, False, True, {"weight_tiles": 2, "stages": 2, "num_blocks": 2}),
+        (9, True, False, {"num_blocks": 1}),
+    ],
+)
+@pytest.mark.parametrize("order", [gate_up_permutation(40), rope_permutation(2, 1, 32)[:88]], ids=["gate_up", "rope"])
+def test_a_permuted_weight_gives_original_columns(
+    order: torch.Tensor, rows: int, wide: bool, biased: bool, changes: dict[str, int]
+) -> None:
+    """The bits of the weight as it was, in float32 and in bf16; also of a last tile that has a run of eight alone."""
+    width = len(order)
+    x, weight, bias = random(rows, 136), random(width, 136), random(width)
+    kind = torch.float32 if wide else torch.bfloat16
+    got, want = (torch.full((rows, width), torch.nan, dtype=kind) for _ in range(2))
+    walker = Walker()
+    with walked(walker) as modules:
+        own, plain = (bias[order].contiguous(), bias) if biased else (None, None)
+        runs = runs_of(order)
+        run(walker, modules, changes, x=x, weight=pack(weight, order), bias=own, columns=runs, out=got)
+        run(walker, modules, changes, x=x, weight=pack(weight), bias=plain, out=want)
+    assert bool(want.isfinite().all()) and torch.equal(got, want)
+
+
+def test_columns_are_of_plain_products_in_runs() -> None:
+    order = gate_up_permutation(24)
+    x, residual, out, runs = random(2, 64), random(2, 48), torch.empty(2, 48), runs_of(order)
+    good: dict[str, Any] = {"x": x, "weight": pack(random(48, 64), order), "out": out, "columns": runs, "card": SMALL}
+    assert decode_gemm(**good)[0].kernel.name != decode_gemm(**(good | {"columns": None}))[0].kernel.name
+    best = PartialArgmax(torch.zeros(2, 9, 2, dtype=torch.int32), FINITE)
+    for options, message in (
+        ({"residual": residual, "out": out.bfloat16()}, "columns are of plain products, not of add ones"),
+        ({"silu": True, "out": out[:, :24].bfloat16()}, "not of silu ones"),
+        ({"best": best}, "or those that keep best pairs"),
+        ({"weight": pack(random(50, 64)), "out": torch.empty(2, 50)}, "runs of 8, which do not divide a weight of 50"),
+        ({"columns": runs[:5]}, "columns must have shape"),
+        ({"columns": runs.long()}, "columns must be torch.int32"),
+    ):
+        with pytest.raises(ShapeError, match=message):
+            decode_gemm(**(good | options))
 
 
 def test_every_byte_of_the_weights_is_read_once() -> None:

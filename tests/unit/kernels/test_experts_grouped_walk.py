@@ -30,7 +30,7 @@ from lowlat.kernels.moe.prefill.grouped_gemm import grouped_down, grouped_gate_u
 from lowlat.kernels.moe.prefill.grouping import group_pairs
 from lowlat.kernels.moe.prefill.pair_tiles import most_tiles, tile_pairs_of
 from lowlat.kernels.moe.prefill.plan import GroupedPlan, plan_grouped
-from lowlat.kernels.moe.prefill.rank_sum import add_ranks
+from lowlat.kernels.moe.rank_sum import add_ranks
 from lowlat.kernels.toolchain.kernel import H200, Card
 
 NAMES = ("common.activation", "common.norm_math", "common.norm_row", "rows.norm", "moe.plan", "moe.decode.mainloop")

@@ -14,9 +14,9 @@ from mixture_walk import NAMES, small_card, walk
 from lowlat.errors import ShapeError
 from lowlat.kernels.common.sentinels import MISSING
 from lowlat.kernels.moe.decode.mlp import experts_mlp
-from lowlat.kernels.moe.decode.mlp_plan import plan_pair
-from lowlat.kernels.moe.decode.topk_routing import Choice
+from lowlat.kernels.moe.decode.mlp_plan import plan_mlp
 from lowlat.kernels.moe.plan import DOWN, GATE_UP, ExpertShape, plan_experts, rows_a_launch, warps_of
+from lowlat.kernels.moe.topk_routing import TopKRouting
 from lowlat.kernels.toolchain.kernel import H200, Card
 
 
@@ -39,9 +39,9 @@ def test_it_is_the_reference_s(
     found = mixture.arguments(mixture.rows(rows), ranks)
     logits = make_logits("random" if kind == "none" else kind, rows, 5)
     live = ((torch.arange(rows) % 3 != 1) & (kind != "none")).to(torch.uint8).view(1, rows)
-    choice = Choice(logits, live)
-    walk(walker, found, choice, blocks, early=late)
-    wanted, about = want_routing(choice, ranks)
+    routing = TopKRouting(logits, live)
+    walk(walker, found, routing, blocks, early=late)
+    wanted, about = want_routing(routing, ranks)
     assert torch.equal(found["expert_ids"], wanted)
     torch.testing.assert_close(found["expert_weights"], about, rtol=1e-5, atol=1e-7)
     mixture.check(found)
@@ -68,9 +68,9 @@ def test_rows_choose_as_the_reference_does(kind: str, rows: int, ranks: int, cou
     logits = make_logits("random" if kind == "none" else kind, rows, count)
     if flagged:
         live = ((torch.arange(rows) % 3 != 1) & (kind != "none")).to(torch.uint8).view(1, rows)
-    choice = Choice(logits, live)
-    walk(Walker(), found, choice, 2, plan=mixture.plan(rows, ranks, small_card(2), warps=2))
-    wanted, about = want_routing(choice, ranks)
+    routing = TopKRouting(logits, live)
+    walk(Walker(), found, routing, 2, plan=mixture.plan(rows, ranks, small_card(2), warps=2))
+    wanted, about = want_routing(routing, ranks)
     assert torch.equal(found["expert_ids"], wanted)
     exact = exact_shares(logits, wanted)
     torch.testing.assert_close(found["expert_weights"], exact, rtol=0, atol=0, equal_nan=True)
@@ -83,7 +83,7 @@ def test_equal_logits_go_to_the_lowest_ids_and_what_is_not_finite_stays_in_its_r
     logits[1, 5], logits[2, 2], logits[2, 5], logits[3, 2] = torch.nan, torch.inf, -torch.inf, -torch.inf
     mixture = make_mixture(9, 64, 32)
     found, plan = mixture.arguments(mixture.rows(4), 8), mixture.plan(4, 8, small_card(2), warps=2)
-    walk(Walker(), found, Choice(logits), 2, plan=plan)
+    walk(Walker(), found, TopKRouting(logits), 2, plan=plan)
     ids, shares = found["expert_ids"], found["expert_weights"]
     assert ids[0].tolist() == [3, 1, 2, 4, 5, 6, 8, 0]
     assert ids[1].tolist() == [5, 3, 1, 2, 4, 6, 8, 0]
@@ -94,7 +94,7 @@ def test_equal_logits_go_to_the_lowest_ids_and_what_is_not_finite_stays_in_its_r
     assert found["total"][[1, 2]].isnan().all() and found["total"][[0, 3]].isfinite().all()
     logits[3, 7] = -torch.inf
     found = mixture.arguments(mixture.rows(4), 8)
-    walk(Walker(), found, Choice(logits), 2, plan=plan)
+    walk(Walker(), found, TopKRouting(logits), 2, plan=plan)
     assert found["expert_ids"][3].tolist() == [3, 1, 4, 5, 6, 8, 0, 2] and found["expert_weights"][3, 7] == 0
 
 
@@ -150,7 +150,7 @@ def test_mixtures_choose_while_their_routers_still_run() -> None:
                 shared = {"x": normed, "activated": activated, "partials": partials}
                 mine = {name: arguments[name].clone() for name in ("expert_ids", "expert_weights", "total")}
                 calls += modules[-1].experts_mlp(
-                    choice=Choice(logits[own]), card=small_card(2), early=layer > 0, plan=plan,
+                    routing=TopKRouting(logits[own]), card=small_card(2), early=layer > 0, plan=plan,
                     **(arguments | shared | mine),
                 )  # fmt: skip
                 outs.append(mine)
@@ -158,19 +158,19 @@ def test_mixtures_choose_while_their_routers_still_run() -> None:
                 walker.run(*run)
         found.append(outs)
     for layer in range(layers):
-        assert torch.equal(found[0][layer]["expert_ids"], want_routing(Choice(choices[layer]), 2)[0])
+        assert torch.equal(found[0][layer]["expert_ids"], want_routing(TopKRouting(choices[layer]), 2)[0])
         for name, want in found[0][layer].items():
             assert torch.equal(found[1][layer][name], want) and bool(want.isfinite().all())
 
 
 def test_more_rows_than_a_launch_takes_choose_by_their_own_logits() -> None:
-    mixture, choice = make_mixture(3, 64, 32), Choice(torch.randn(67, 3), torch.ones(1, 67, dtype=torch.uint8))
+    mixture, routing = make_mixture(3, 64, 32), TopKRouting(torch.randn(67, 3), torch.ones(1, 67, dtype=torch.uint8))
     arguments = mixture.arguments(mixture.rows(67), 2)
-    calls = experts_mlp(choice=choice, **arguments)
+    calls = experts_mlp(routing=routing, **arguments)
     assert [call.arguments[-4] for call in calls] == [128, 6]
     later = [each.data_ptr() for each in calls[1].arguments if isinstance(each, torch.Tensor)]
-    assert choice.logits[64:].data_ptr() in later
-    assert choice.row_live is not None and choice.row_live.view(-1)[64:].data_ptr() in later
+    assert routing.logits[64:].data_ptr() in later
+    assert routing.row_live is not None and routing.row_live.view(-1)[64:].data_ptr() in later
     for name in ("x", "expert_ids", "expert_weights", "activated", "partials", "residual", "total"):
         assert arguments[name][64:].data_ptr() in later
 
@@ -182,7 +182,7 @@ def test_plans_fit_their_card(rows: int, card: Card, quantised: bool) -> None:
     """A block a multiprocessor, since all must be there at once; the lists and the threads are those of both plans, and
     a tile is finished a value a lane, or by one warp."""
     up, down = ExpertShape(GATE_UP, 5760, 2880, 4, quantised), ExpertShape(DOWN, 2880, 2880, 4, quantised)
-    pair = plan_pair(rows, up, down, card)
+    pair = plan_mlp(rows, up, down, card)
     first, second = pair.up_plan, pair.down_plan
     assert pair.places[-1] <= card.shared_bytes
     assert first.num_blocks == second.num_blocks == card.num_multiprocessors
@@ -216,21 +216,21 @@ def test_what_no_block_holds_is_refused() -> None:
         plan_experts(64, ExpertShape(DOWN, 4096, 14336, 4, False), H200, warps=1)
     up, down = ExpertShape(GATE_UP, 5760, 2880, 4, True), ExpertShape(DOWN, 2880, 2880, 4, True)
     with pytest.raises(ShapeError, match="both products of experts for 64 rows do not fit the 31000 bytes"):
-        plan_pair(64, up, down, Card(132, 31000, (9, 0)))
+        plan_mlp(64, up, down, Card(132, 31000, (9, 0)))
 
 
 def test_arguments_that_do_not_fit_are_refused() -> None:
-    mixture, choice = make_mixture(3, 64, 32), Choice(torch.zeros(3, 3), torch.ones(3, 1, dtype=torch.uint8))
-    fine = {"choice": choice, **mixture.arguments(mixture.rows(3), 2)}
+    mixture, routing = make_mixture(3, 64, 32), TopKRouting(torch.zeros(3, 3), torch.ones(3, 1, dtype=torch.uint8))
+    fine = {"routing": routing, **mixture.arguments(mixture.rows(3), 2)}
     assert len(experts_mlp(**fine)) == 1
     for wrong, message in (
-        (Choice(torch.zeros(2, 3)), "logits must have shape"),
-        (Choice(torch.zeros(3, 3).double()), "logits must be torch.float32"),
-        (Choice(torch.zeros(3, 3), torch.ones(2, dtype=torch.uint8)), "row_live must have 3 entries"),
-        (Choice(torch.zeros(3, 3), torch.ones(3)), "row_live must be torch.uint8"),
+        (TopKRouting(torch.zeros(2, 3)), "logits must have shape"),
+        (TopKRouting(torch.zeros(3, 3).double()), "logits must be torch.float32"),
+        (TopKRouting(torch.zeros(3, 3), torch.ones(2, dtype=torch.uint8)), "row_live must have 3 entries"),
+        (TopKRouting(torch.zeros(3, 3), torch.ones(3)), "row_live must be torch.uint8"),
     ):
         with pytest.raises(ShapeError, match=message):
-            experts_mlp(**(fine | {"choice": wrong}))
+            experts_mlp(**(fine | {"routing": wrong}))
     for name in ("x", "gate_up_bias", "down_bias", "expert_weights", "activated", "partials", "residual", "total"):
         with pytest.raises(ShapeError, match=f"{name} must have shape"):
             experts_mlp(**(fine | {name: fine[name][:1]}))
@@ -241,4 +241,4 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
         experts_mlp(**(fine | {"down": other, "activated": torch.zeros(3, 2, 64).bfloat16()}))
     for rows, ranks, count in ((1, 9, 20), (1, 4, 3), (1, 2, 257), (1, 0, 4)):
         with pytest.raises(ShapeError, match="a row chooses at most 8 experts of at most 256"):
-            Choice(torch.zeros(rows, count)).check(rows, ranks, count)
+            TopKRouting(torch.zeros(rows, count)).check(rows, ranks, count)

@@ -12,19 +12,19 @@ from kernel_walk import Walker
 from mixture_cases import PASSES, Mixture, logits_of, make_mixture, make_topk_routing, of_codes, passing, want_routing
 from mixture_walk import small_card, walk
 
-from lowlat.kernels.moe.decode.topk_routing import Choice
+from lowlat.kernels.moe.topk_routing import TopKRouting
 
 MAGNITUDES = (0, 0.5, 1, 1.5, 2, 3, 4, 6)  # of codes
 STEP_BYTES = {True: 544, False: 2048}  # of a tile of 16 rows by 64 columns, by whether it is quantised
 
 
 def run(
-    walker: Walker, mixture: Mixture, x: torch.Tensor, choice: Choice, ranks: int, *, blocks: int = 3, **cut: int
+    walker: Walker, mixture: Mixture, x: torch.Tensor, routing: TopKRouting, ranks: int, *, blocks: int = 3, **cut: int
 ) -> dict[str, Any]:
     """By two warps and two stages, but where a cut says otherwise."""
     found = mixture.arguments(x, ranks)
     plan = mixture.plan(len(x), ranks, small_card(blocks), **({"warps": 2, "stages": 2} | cut))
-    walk(walker, found, choice, blocks, plan=plan)
+    walk(walker, found, routing, blocks, plan=plan)
     return found
 
 
@@ -52,10 +52,10 @@ def test_products_are_the_reference_s(
     """Of 5 and of 3 steps' columns one of two warps has one more than the other, of one step one warp has none; 11 rows
     of one expert are two units, of 8 and of 3 pairs."""
     mixture, walker = make_mixture(5, hidden, inner, quantised=quantised), Walker(late)
-    choice = make_topk_routing(kind, rows, ranks, 5)
-    found = run(walker, mixture, mixture.rows(rows), choice, ranks)
+    routing = make_topk_routing(kind, rows, ranks, 5)
+    found = run(walker, mixture, mixture.rows(rows), routing, ranks)
     ids = found["expert_ids"]
-    assert torch.equal(ids, want_routing(choice, ranks)[0])
+    assert torch.equal(ids, want_routing(routing, ranks)[0])
     mixture.check(found)
     units = sum(-(-int((ids == each).sum()) // 8) for each in ids[ids >= 0].unique())
     assert walker.bytes_copied == bytes_of(mixture, units)
@@ -79,7 +79,7 @@ def test_units_begin_and_end_inside_of_runs(late: bool, hidden: int, inner: int,
     and taken in parts of all of a warp's steps, of some, of one."""
     mixture, walker = make_mixture(5, hidden, inner), Walker(late)
     ids = torch.tensor([[0, 3], [4, 3], [1, 0]], dtype=torch.int32)
-    found = run(walker, mixture, mixture.rows(3), Choice(logits_of(ids, 5)), 2, blocks=5, **cut)
+    found = run(walker, mixture, mixture.rows(3), TopKRouting(logits_of(ids, 5)), 2, blocks=5, **cut)
     assert torch.equal(found["expert_ids"], ids)
     mixture.check(found)
     assert walker.bytes_copied == bytes_of(mixture, 4)
@@ -87,13 +87,13 @@ def test_units_begin_and_end_inside_of_runs(late: bool, hidden: int, inner: int,
 
 @pytest.mark.parametrize(("up_warps", "down_warps"), [(3, 2), (1, 3)])
 def test_warps_that_only_one_product_has(up_warps: int, down_warps: int) -> None:
-    mixture, choice = make_mixture(4, 96, 96), make_topk_routing("random", 1, 2, 4)
+    mixture, routing = make_mixture(4, 96, 96), make_topk_routing("random", 1, 2, 4)
     found, pair = mixture.arguments(mixture.rows(1), 2), mixture.plan(1, 2, small_card(3), warps=3, part=1)
     first, second = (
         dataclasses.replace(plan, warps=warps)
         for plan, warps in ((pair.up_plan, up_warps), (pair.down_plan, down_warps))
     )
-    walk(Walker(), found, choice, 3, plan=dataclasses.replace(pair, up_plan=first, down_plan=second))
+    walk(Walker(), found, routing, 3, plan=dataclasses.replace(pair, up_plan=first, down_plan=second))
     mixture.check(found)
 
 
@@ -108,16 +108,16 @@ def test_a_row_has_the_same_bits_in_any_company() -> None:
     """Beside rows that hold NaN, whoever shares its experts, and however the products are cut."""
     mixture, ids = make_mixture(4, 160, 32), torch.tensor([[2, 1]], dtype=torch.int32)
     row, own, walker = mixture.rows(1), logits_of(ids, 4), Walker()
-    alone = run(walker, mixture, row, Choice(own), 2)
+    alone = run(walker, mixture, row, TopKRouting(own), 2)
     assert alone["partials"].isfinite().all()
     cuts: list[dict[str, int]] = [{}, {"part": 1, "blocks": 4}, {"stages": 1}]
     for rows, kind, cut in zip((9, 4, 3), ("shared", "random", "dead"), cuts, strict=True):
-        x, choice = torch.full((rows, 160), torch.nan).bfloat16(), make_topk_routing(kind, rows, 2, 4)
+        x, routing = torch.full((rows, 160), torch.nan).bfloat16(), make_topk_routing(kind, rows, 2, 4)
         place = int(torch.randint(rows, (1,)))
-        x[place], choice.logits[place] = row[0], own[0]
-        if choice.row_live is not None:
-            choice.row_live[0, place] = 1
-        found = run(walker, mixture, x, choice, 2, **cut)
+        x[place], routing.logits[place] = row[0], own[0]
+        if routing.row_live is not None:
+            routing.row_live[0, place] = 1
+        found = run(walker, mixture, x, routing, 2, **cut)
         for name in ("expert_ids", "expert_weights", "activated", "partials"):
             assert torch.equal(found[name][place], alone[name][0]), (name, rows, kind)
 
@@ -141,7 +141,7 @@ def test_extremes_neither_overflow_nor_vanish(gated: bool, scale: int, size: flo
     mixture = Mixture(experts, of_codes(codes, 100, gated=False)) if gated else Mixture(passing(64), experts)
     x = (torch.rand(1, 64) + 1).bfloat16() * size
     found = mixture.arguments(x, 1) | PASSES
-    walk(Walker(), found, Choice(torch.zeros(1, 1)), 2, plan=mixture.plan(1, 1, small_card(2), warps=2))
+    walk(Walker(), found, TopKRouting(torch.zeros(1, 1)), 2, plan=mixture.plan(1, 1, small_card(2), warps=2))
     matrix = torch.tensor(MAGNITUDES).double()[codes.long()] * 2.0 ** (scale - 127)
     want = matrix @ x[0].double()
     assert bool((want > 2.0**-126).all()) and bool((want < 2.0**127).all())

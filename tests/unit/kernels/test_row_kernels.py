@@ -89,7 +89,7 @@ def test_a_router_fills_whole_chunks_alone() -> None:
     for place in range(3):
         awaited = tuple(tensor(3, 6 if number == place else 8) for number in range(3))
         with pytest.raises(ShapeError, match="must be of a multiple of 16 bytes, got 36"):
-            router.router(x, tensor(64), tensor(5, 64), tensor(5), normed=x, logits=logits, eps=1e-5, awaited=awaited)
+            router.router_logits(x, tensor(5, 64), tensor(5), logits=logits, awaited=awaited)
 
 
 def test_dtypes_are_checked() -> None:

@@ -1,4 +1,4 @@
-"""The choice of experts in a launch of its own, walked thread by thread on a CPU."""
+"""The routing of experts in a launch of its own, walked thread by thread on a CPU."""
 
 import pytest
 import torch
@@ -6,24 +6,22 @@ from kernel_walk import Walker, walkable
 from mixture_cases import exact_shares, make_logits, want_routing
 
 from lowlat.errors import ShapeError
-from lowlat.kernels.moe.decode.topk_routing import Choice
-from lowlat.kernels.moe.prefill.topk_routing import route_top_k
+from lowlat.kernels.moe.topk_routing import TopKRouting, route_top_k
 
 NAMES = (
     "common.norm_row",
     "common.norm_math",
     "common.sentinels",
-    "moe.decode.topk_routing",
-    "moe.prefill.topk_routing",
+    "moe.topk_routing",
 )
 
 
-def chosen(choice: Choice, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    rows, walker = len(choice.logits), Walker()
+def chosen(routing: TopKRouting, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, walker = len(routing.logits), Walker()
     ids = torch.full((rows, ranks), 77, dtype=torch.int32)
     shares = torch.full((rows, ranks), torch.nan)
     with walkable(walker, *NAMES) as modules:
-        for call in modules[-1].route_top_k(choice=choice, expert_ids=ids, expert_weights=shares):
+        for call in modules[-1].route_top_k(routing=routing, expert_ids=ids, expert_weights=shares):
             walker.run(call)
     return ids, shares
 
@@ -43,22 +41,22 @@ def test_rows_choose_as_the_reference_does(kind: str, rows: int, ranks: int, cou
     """Blocks that are full and that are not; no row for a warp, some or all dead."""
     logits = make_logits("random" if kind == "none" else kind, rows, count)
     live = ((torch.arange(rows) % 3 != 1) & (kind != "none")).to(torch.uint8) if flagged else None
-    choice = Choice(logits, live)
-    ids, shares = chosen(choice, ranks)
-    wanted, about = want_routing(choice, ranks)
+    routing = TopKRouting(logits, live)
+    ids, shares = chosen(routing, ranks)
+    wanted, about = want_routing(routing, ranks)
     assert torch.equal(ids, wanted)
     torch.testing.assert_close(shares, exact_shares(logits, wanted), rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(shares, about, rtol=1e-5, atol=1e-7, equal_nan=True)
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    choice = Choice(torch.zeros(3, 9))
+    routing = TopKRouting(torch.zeros(3, 9))
     ids, shares = torch.zeros(3, 4, dtype=torch.int32), torch.zeros(3, 4)
     with pytest.raises(ShapeError, match="at most 8 experts of at most 256, got 10 of 9"):
-        route_top_k(choice=choice, expert_ids=torch.zeros(3, 10, dtype=torch.int32), expert_weights=shares)
+        route_top_k(routing=routing, expert_ids=torch.zeros(3, 10, dtype=torch.int32), expert_weights=shares)
     with pytest.raises(ShapeError, match="expert_weights"):
-        route_top_k(choice=choice, expert_ids=ids, expert_weights=shares[:2])
+        route_top_k(routing=routing, expert_ids=ids, expert_weights=shares[:2])
     with pytest.raises(ShapeError, match="expert_ids"):
-        route_top_k(choice=choice, expert_ids=ids.long(), expert_weights=shares)
+        route_top_k(routing=routing, expert_ids=ids.long(), expert_weights=shares)
     with pytest.raises(ShapeError, match="logits"):
-        route_top_k(choice=choice, expert_ids=ids[:2], expert_weights=shares[:2])
+        route_top_k(routing=routing, expert_ids=ids[:2], expert_weights=shares[:2])

@@ -1,11 +1,13 @@
-"""The choice of rows' experts by their logits, which a block makes for itself.
+"""Top-k routing: each row's experts and their shares by its logits.
 
-A warp has a row, and leaves its experts and their shares in shared memory, where `experts_list` reads them. It knows
-neither who wrote the logits nor what the experts compute.
+A warp has a row, and leaves its experts and their shares in shared memory. Where rows are few, every block of a mixture
+routes all of them for itself (`make_route`), and `expert_list` reads what it left; `route_top_k` is a launch of its
+own. It knows neither who wrote the logits nor what the experts compute.
 """
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -16,20 +18,30 @@ from lowlat.kernels.common.sentinels import is_missing
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.rows.norm import check_dtype, check_row_live
 from lowlat.kernels.toolchain import ptx
-from lowlat.kernels.toolchain.kernel import Argument
-from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, uint32
+from lowlat.kernels.toolchain.kernel import Argument, Kernel, KernelCall
+from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, types, uint32
 
-__all__ = ["MAX_CHOSEN", "MAX_EXPERTS", "Choice", "Place", "make_choose", "make_publish"]
+__all__ = [
+    "MAX_CHOSEN",
+    "MAX_EXPERTS",
+    "RoutingArea",
+    "TopKRouting",
+    "examples",
+    "make_publish",
+    "make_route",
+    "route_top_k",
+]
 
 MAX_EXPERTS, MAX_CHOSEN = 256, 8
 EVERY_LANE = 0xFFFFFFFF
 SIGN = 0x80000000
+ROWS = 4  # of a block of `route_top_k`
 LOG2_E = math.log2(math.e)
 
 
 @dataclass(frozen=True)
-class Choice:
-    """What rows choose their experts by: the largest logits, and the softmax over the chosen as their shares.
+class TopKRouting:
+    """The logits by which rows choose their experts: the largest ones, and the softmax over them as shares.
 
     logits    [M, E]  float32
     row_live  [M] or [B, T]  uint8; None: all rows are live
@@ -57,12 +69,12 @@ class Choice:
         check_row_live(self.row_live, rows)
 
     def of(self, part: slice) -> tuple[Argument, Argument]:
-        """What a launch over some rows takes: their logits, and their flags or 0."""
+        """The arguments of a launch over some rows: their logits, and their flags or 0."""
         return self.logits[part], 0 if self.row_live is None else self.row_live.view(-1)[part]
 
 
-class Place(Protocol):
-    """Where a block leaves what rows have chosen: ids from the area's start, shares so many bytes further."""
+class RoutingArea(Protocol):
+    """The area of shared memory for a block's ids, from its start on, and shares, so many bytes further."""
 
     @property
     def threads(self) -> int: ...
@@ -70,27 +82,44 @@ class Place(Protocol):
     def shares_at(self) -> int: ...
 
 
-def make_choose(plan: Place, ranks: int, num_experts: int) -> Any:
-    """A function of all threads: ids and shares of the rows of `count` pairs to their places at `area`; one barrier."""
-    choose, warps = _make_choose_row(plan, ranks, num_experts), plan.threads // 32
+def route_top_k(*, routing: TopKRouting, expert_ids: torch.Tensor, expert_weights: torch.Tensor) -> list[KernelCall]:
+    """Choose R experts for each of M rows, and their shares, as `TopKRouting` says, in one launch of a warp a row.
+
+    expert_ids      [M, R]  int32    out: -1 in dead rows
+    expert_weights  [M, R]  float32  out: 0 in dead rows
+    Some microseconds. Captured: yes. Raises ShapeError for shapes that do not fit.
+    """
+    rows, ranks = expert_ids.shape
+    routing.check(rows, ranks, routing.num_experts)
+    check_shape("expert_weights", expert_weights, rows, ranks)
+    check_dtype(torch.int32, expert_ids=expert_ids)
+    check_dtype(torch.float32, expert_weights=expert_weights)
+    grid = (-(-rows // ROWS), 1, 1)
+    arguments = (*routing.of(slice(None)), expert_ids, expert_weights, rows)
+    return [KernelCall(_make(routing.num_experts, ranks), grid, arguments)]
+
+
+def make_route(plan: RoutingArea, ranks: int, num_experts: int) -> Any:
+    """A function of all threads: route the rows of `count` pairs, ids and shares to `area`; one barrier."""
+    route_row, warps = _make_route_row(plan, ranks, num_experts), plan.threads // 32
 
     @device_function
-    def choose_rows(area: Any, logits: Any, row_live: Any, count: Any, thread: Any) -> None:
+    def route(area: Any, logits: Any, row_live: Any, count: Any, thread: Any) -> None:
         row, lane = uint32(thread >> uint32(5)), uint32(thread & uint32(31))
         while int64(row) * int64(ranks) < count:
-            choose(area, logits + int64(row) * int64(4 * num_experts), row_live, row, lane)
+            route_row(area, logits + int64(row) * int64(4 * num_experts), row_live, row, lane)
             row = uint32(row + uint32(warps))
         cuda.syncthreads()
 
-    return choose_rows
+    return route
 
 
-def _make_choose_row(plan: Place, ranks: int, num_experts: int) -> Any:
+def _make_route_row(plan: RoutingArea, ranks: int, num_experts: int) -> Any:
     own, shares_at = -(-num_experts // 32), plan.shares_at
 
     @device_function
-    def choose(area: Any, logits: Any, row_live: Any, row: Any, lane: Any) -> None:
-        """One warp: a row's largest logits and their softmax, when the logits are there, as `awaited` has it."""
+    def route_row(area: Any, logits: Any, row_live: Any, row: Any, lane: Any) -> None:
+        """Find a row's largest logits and their softmax, by one warp, once the logits are there (see `sentinels`)."""
         values, keys = cuda.local.array(own, float32), cuda.local.array(own, uint32)
         waits = True
         while waits:
@@ -128,10 +157,10 @@ def _make_choose_row(plan: Place, ranks: int, num_experts: int) -> Any:
             ptx.store_shared_u32(at, mine_id if live else uint32(EVERY_LANE))
             ptx.store_shared_f32(at + uint32(shares_at), ptx.div_rn(mine, total) if live else float32(0))
 
-    return choose
+    return route_row
 
 
-def make_publish(plan: Place) -> Any:
+def make_publish(plan: RoutingArea) -> Any:
     """A function of all threads: the last block writes ids and shares of `count` pairs to global memory."""
     shares_at = plan.shares_at
 
@@ -164,3 +193,41 @@ def _value(key: Any) -> Any:
     if not key & uint32(SIGN):
         bits = uint32(key ^ uint32(EVERY_LANE))
     return ptx.float_of_bits(bits)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """The area of a block of `route_top_k`: ids and then shares of its pairs."""
+
+    threads: int
+    shares_at: int
+
+
+@cache
+def _make(num_experts: int, ranks: int) -> Kernel:
+    pairs, threads = ROWS * ranks, 32 * ROWS
+    shares_at = 4 * pairs
+    route = make_route(_Block(threads, shares_at), ranks, num_experts)
+
+    def route_top_k(logits: Any, row_live: Any, ids: Any, shares: Any, rows: Any) -> None:
+        area = ptx.shared_address(cuda.shared.array(shape=0, dtype=float32))
+        thread, first = uint32(cuda.threadIdx.x), uint32(uint32(cuda.blockIdx.x) * uint32(ROWS))
+        live = row_live
+        if live != int64(0):
+            live = row_live + int64(first)
+        count = uint32(min(uint32(uint32(rows) - first), uint32(ROWS)) * uint32(ranks))
+        ptx.wait_for_previous_kernel()
+        ptx.let_next_kernel_start()
+        route(area, logits + int64(first) * int64(4 * num_experts), live, int64(count), thread)
+        if thread < count:
+            at, own = int64(first * uint32(ranks) + thread) * int64(4), uint32(area + thread * uint32(4))
+            ptx.store_global_u32(ids + at, ptx.load_shared_u32(own))
+            ptx.store_global_f32(shares + at, ptx.load_shared_f32(uint32(own + uint32(shares_at))))
+
+    signature = (*(types.int64,) * 5,)
+    return Kernel(f"route_top_k_{num_experts}x{ranks}", route_top_k, signature, threads, 1, 2 * shares_at)
+
+
+def examples() -> list[Kernel]:
+    """Specialisations that stand for all, to compile without a GPU."""
+    return [_make(128, 4)]

@@ -1,0 +1,222 @@
+"""Each GEMM of a mixture of experts in a launch of its own, for few rows whose experts are given.
+
+`mlp` does both in one launch where top-k routing comes right before and the residual sum right behind. The same parts
+compute here: both have the bits of that launch, since the cut of K is that of the weight's shape alone. No block awaits
+another, so nothing need be filled before.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+from lowlat.errors import ShapeError
+from lowlat.kernels.common.handover import make_handover
+from lowlat.kernels.moe.decode.expert_list import make_list_units
+from lowlat.kernels.moe.decode.gemm import (
+    make_finishing,
+    make_multiplying,
+    make_prefetching,
+    nothing_prefetched,
+    run_of,
+)
+from lowlat.kernels.moe.decode.swiglu_epilogue import make_swiglu
+from lowlat.kernels.moe.decode.weighing_epilogue import make_weighing
+from lowlat.kernels.moe.packing import PackedExperts
+from lowlat.kernels.moe.plan import (
+    DOWN,
+    GATE_UP,
+    ExpertPlan,
+    ExpertShape,
+    partials_workspace,
+    parts_of,
+    plan_experts,
+)
+from lowlat.kernels.moe.rank_sum import add_ranks
+from lowlat.kernels.reference.shapes import check_shape
+from lowlat.kernels.rows.norm import check_dtype
+from lowlat.kernels.toolchain import ptx
+from lowlat.kernels.toolchain.kernel import H200, Argument, Card, Kernel, KernelCall, Workspace, examples_for
+from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, types, uint32
+
+__all__ = ["examples", "experts_down", "experts_gate_up"]
+
+
+def experts_gate_up(
+    x: torch.Tensor,
+    expert_ids: torch.Tensor,
+    *,
+    experts: PackedExperts,
+    bias: torch.Tensor,
+    out: torch.Tensor,
+    limit: float,
+    alpha: float,
+    card: Card = H200,
+    plan: ExpertPlan | None = None,
+) -> list[KernelCall]:
+    """Multiply rows by the gate and up matrices of their experts, and apply the clamped SwiGLU.
+
+    x           [M, K]      bf16; with MXFP4 magnitudes below 2**64
+    expert_ids  [M, R]      int32  -1 dead
+    experts     [E, 2I, K]  packed in the order of `gate_up_permutation`
+    bias        [E, 2I]     bf16, in the weight's order
+    out         [M, R, I]   bf16, out: (up + 1) * gate * sigmoid(alpha * gate), the gate at most `limit`, up within
+                            +-`limit`; in float32, rounded once; zero where dead
+    card        what it runs on
+    plan        how to cut the GEMM; None: `plan_experts`'
+    One launch for each 64 rows. Time: the distinct experts' bytes over the memory's bandwidth. Captured: yes.
+    Raises ShapeError for shapes that do not fit.
+    """
+    check_shape("x", x, expert_ids.shape[0], experts.columns)
+    check_shape("out", out, *expert_ids.shape, experts.rows // 2)
+    check_dtype(torch.bfloat16, x=x, out=out)
+    if experts.rows % 16:
+        raise ShapeError(f"experts_gate_up: a matrix must have a multiple of 16 rows, got {experts.rows}")
+    return _calls(GATE_UP, x, expert_ids, None, experts, bias, out, limit, alpha, card, plan)
+
+
+def experts_down(
+    activated: torch.Tensor,
+    expert_ids: torch.Tensor,
+    expert_weights: torch.Tensor,
+    *,
+    experts: PackedExperts,
+    bias: torch.Tensor,
+    out: torch.Tensor,
+    workspace: Workspace,
+    card: Card = H200,
+    plan: ExpertPlan | None = None,
+) -> list[KernelCall]:
+    """Multiply activations by the down matrices of their experts, weigh the products, and add them up by rank.
+
+    activated       [M, R, I]  bf16; with MXFP4 magnitudes below 2**64; dead pairs' are not read
+    expert_ids      [M, R]     int32    -1 dead
+    expert_weights  [M, R]     float32  shares
+    experts         [E, N, I]  packed
+    bias            [E, N]     bf16
+    out             [M, N]     float32, out: the sum over ranks, from the first on, of share * (down @ activated +
+                               bias), every product and sum rounded by itself; zero for a dead row
+    workspace       is asked for `partials_workspace`
+    card, plan, time, errors  as `experts_gate_up` has them; one launch more, which adds up
+    """
+    rows, ranks = expert_ids.shape
+    check_shape("activated", activated, rows, ranks, experts.columns)
+    check_shape("expert_weights", expert_weights, rows, ranks)
+    check_shape("out", out, rows, experts.rows)
+    check_dtype(torch.bfloat16, activated=activated)
+    check_dtype(torch.float32, expert_weights=expert_weights, out=out)
+    if experts.rows % 4:
+        raise ShapeError(f"experts_down: a matrix must have a multiple of 4 rows, got {experts.rows}")
+    partials = workspace(*partials_workspace(rows, ranks, experts.rows))
+    calls = _calls(DOWN, activated, expert_ids, expert_weights, experts, bias, partials, 0.0, 0.0, card, plan)
+    return calls + add_ranks(partials=partials, expert_ids=expert_ids, out=out)
+
+
+def _calls(
+    kind: str,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    shares: torch.Tensor | None,
+    experts: PackedExperts,
+    bias: torch.Tensor,
+    out: torch.Tensor,
+    limit: float,
+    alpha: float,
+    card: Card,
+    plan: ExpertPlan | None,
+) -> list[KernelCall]:
+    rows, ranks = ids.shape
+    check_shape("bias", bias, experts.num_experts, experts.rows)
+    check_dtype(torch.bfloat16, bias=bias)
+    check_dtype(torch.int32, expert_ids=ids)
+    if experts.columns % 8:
+        raise ShapeError(f"experts' columns must be a multiple of 8, got {experts.columns}")
+    shape = ExpertShape(kind, experts.rows, experts.columns, ranks, experts.scales is not None)
+    scales: Argument = 0 if experts.scales is None else experts.scales
+    calls = []
+    for part, count in parts_of(rows, ranks):
+        cut = plan or plan_experts(count, shape, card)
+        own: Argument = 0 if shares is None else shares[part]
+        arguments = (experts.words, scales, bias, x[part], ids[part], own, out[part], count * ranks, limit, alpha)
+        calls.append(KernelCall(_make(shape, cut), (cut.num_blocks, 1, 1), arguments))
+    return calls
+
+
+@cache
+def _make(shape: ExpertShape, plan: ExpertPlan) -> Kernel:
+    name = (
+        f"experts_gemm_{shape.kind}_{shape.rows}x{shape.columns}x{shape.ranks}_"
+        f"{'mxfp4' if shape.quantised else 'bf16'}_{plan.columns}x{plan.capacity}x{plan.warps}x{plan.finishing}"
+        f"x{plan.part}x{plan.stages}{'' if plan.patient else '_awake'}"
+    )
+    signature = (*(types.int64,) * 8, types.float32, types.float32)
+    return Kernel(name, _kernel(shape, plan), signature, plan.threads, 1, plan.shared_bytes(shape), most_blocks=1)
+
+
+def _kernel(shape: ExpertShape, plan: ExpertPlan) -> Callable[..., None]:
+    tiles, warps, stage_bytes = shape.tiles, plan.warps, plan.stage_bytes(shape)
+    areas_at = warps * plan.ring_bytes(shape)
+    lists_at = areas_at + plan.stages * plan.area_bytes
+    barriers_at = lists_at + plan.list_bytes
+    handover = make_handover(plan.stages, warps, plan.finishing, patient=plan.patient)
+    begin_run, _ = make_prefetching(shape, plan)
+    fill, multiply_run = make_multiplying(shape, plan, handover, stage_bytes, nothing_prefetched)
+    epilogue = make_swiglu(shape, plan) if shape.kind == GATE_UP else make_weighing(shape, plan)
+    finish_run = make_finishing(shape, plan, epilogue, handover, warps * 32)
+    load_routing, list_units, clear = _make_load_routing(shape, plan), make_list_units(plan), epilogue.clear
+    begin_handover, wait_for_all = handover.begin, ptx.copies_wait(0)
+
+    def experts_gemm(
+        words: Any, scales: Any, bias: Any, x: Any, ids: Any, shares: Any, out: Any, count: Any, limit: Any, alpha: Any
+    ) -> None:
+        base = ptx.varying(ptx.shared_address(cuda.shared.array(shape=0, dtype=float32)))
+        thread, block, blocks = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x), uint32(cuda.gridDim.x)
+        lane, warp = uint32(thread & uint32(31)), uint32(thread >> uint32(5))
+        areas, lists = uint32(base + uint32(areas_at)), uint32(base + uint32(lists_at))
+        barriers = uint32(base + uint32(barriers_at))
+        if thread == uint32(0):
+            begin_handover(barriers)
+        ptx.wait_for_previous_kernel()
+        ptx.let_next_kernel_start()
+        load_routing(lists, ids, shares, count, thread)
+        units = list_units(lists, count, thread)
+        run = run_of(units, tiles, block, blocks)
+        if warp < uint32(warps):
+            weights = words, scales, words, scales
+            ahead = begin_run(lists, run, warp)
+            ahead, behind = fill(base, lists, weights, ahead, ahead, warp, lane)
+            multiply_run(base, areas, barriers, lists, weights, x, run, ahead, behind, uint32(0), warp, lane)
+            wait_for_all()
+        else:
+            clear(lists, out, count, uint32(thread - uint32(warps * 32)))
+            finish_run(areas, barriers, lists, bias, out, run, thread, limit, alpha)
+
+    return experts_gemm
+
+
+def _make_load_routing(shape: ExpertShape, plan: ExpertPlan) -> Any:
+    """A function of all threads: ids, and shares where they are used, of `count` pairs to the lists; one barrier."""
+    shares_at, weighs = plan.shares_at, shape.kind == DOWN
+
+    @device_function
+    def load_routing(lists: Any, ids: Any, shares: Any, count: Any, thread: Any) -> None:
+        if int64(thread) < count:
+            at, own = int64(thread) * int64(4), uint32(lists + thread * uint32(4))
+            ptx.store_shared_u32(own, uint32(ptx.load_global_i32(ids + at)))
+            if weighs:
+                ptx.store_shared_f32(own + uint32(shares_at), ptx.load_global_f32(shares + at))
+        cuda.syncthreads()
+
+    return load_routing
+
+
+def examples(card: Card = H200) -> list[Kernel]:
+    """Representative specialisations, as a card has them: both GEMMs of gpt-oss in MXFP4, and odd shapes in bf16."""
+    cases = (
+        (1, ExpertShape(GATE_UP, 5760, 2880, 4, True)),
+        (64, ExpertShape(DOWN, 2880, 2880, 4, True)),
+        (4, ExpertShape(GATE_UP, 192, 104, 2, False)),
+        (3, ExpertShape(DOWN, 100, 200, 1, False)),
+    )
+    return [_make(shape, plan_experts(rows, shape, card)) for rows, shape in examples_for(card, cases, 2)]

@@ -1,0 +1,108 @@
+"""The GEMMs of a mixture of experts for many rows: pairs of a row and a rank grouped by expert, then grouped GEMMs.
+
+Each operation groups its pairs for itself, so that it may stand alone; a down GEMM right behind the gate_up GEMM of the
+same pairs takes the lists that it left in the workspace. What they ask workspaces for follows from shapes alone.
+"""
+
+import torch
+
+from lowlat.kernels.moe.packing import PackedExperts
+from lowlat.kernels.moe.plan import DOWN, GATE_UP, ExpertShape, partials_workspace
+from lowlat.kernels.moe.prefill.grouped_gemm import grouped_down, grouped_gate_up
+from lowlat.kernels.moe.prefill.grouping import group_pairs
+from lowlat.kernels.moe.prefill.pair_tiles import TILE_WORDS, most_tiles, tile_pairs_of
+from lowlat.kernels.moe.prefill.plan import GroupedPlan, plan_grouped
+from lowlat.kernels.moe.rank_sum import add_ranks
+from lowlat.kernels.toolchain.kernel import Card, KernelCall, Workspace, WorkspaceShape
+
+__all__ = ["list_workspaces", "prefill_down", "prefill_gate_up"]
+
+
+def list_workspaces(rows: int, ranks: int, num_experts: int) -> tuple[WorkspaceShape, WorkspaceShape]:
+    """The workspaces of both GEMMs for M rows, R ranks and E experts: the list of pairs, and that of tiles of pairs."""
+    pairs = rows * ranks
+    tiles = most_tiles(pairs, num_experts, tile_pairs_of(pairs, num_experts))
+    return ("experts.order", (pairs,), torch.int32), ("experts.tiles", (tiles, TILE_WORDS), torch.int32)
+
+
+def prefill_gate_up(
+    x: torch.Tensor,
+    expert_ids: torch.Tensor,
+    *,
+    experts: PackedExperts,
+    bias: torch.Tensor,
+    out: torch.Tensor,
+    limit: float,
+    alpha: float,
+    workspace: Workspace,
+    card: Card,
+) -> list[KernelCall]:
+    """Group pairs by expert, multiply them by the gate and up matrices, and apply the clamped SwiGLU: two launches.
+
+    x           [M, K]      bf16
+    expert_ids  [M, R]      int32: no expert twice in a row; -1 dead
+    experts     [E, 2I, K]  packed in the order of `gate_up_permutation`
+    bias        [E, 2I]     bf16, in the weight's order
+    out         [M, R, I]   bf16, out: as `grouped_gate_up` has it; dead pairs' are not written
+    workspace   is asked for `list_workspaces`
+    Captured: yes. Raises ShapeError for shapes that do not fit.
+    """
+    calls = _group(expert_ids, experts, workspace)
+    lists, plan = _lists(expert_ids, experts, workspace), _plan(GATE_UP, expert_ids, experts, card)
+    return calls + grouped_gate_up(
+        x=x, **lists, weight=experts, bias=bias, out=out, limit=limit, alpha=alpha, plan=plan
+    )
+
+
+def prefill_down(
+    activated: torch.Tensor,
+    expert_ids: torch.Tensor,
+    expert_weights: torch.Tensor,
+    *,
+    experts: PackedExperts,
+    bias: torch.Tensor,
+    out: torch.Tensor,
+    workspace: Workspace,
+    card: Card,
+    grouped: bool = False,
+) -> list[KernelCall]:
+    """Group pairs by expert, multiply them by the down matrices, weigh the products and add them up by rank.
+
+    activated       [M, R, I]  bf16; dead pairs' are not read
+    expert_ids      [M, R]     int32: no expert twice in a row; -1 dead
+    expert_weights  [M, R]     float32: shares
+    experts         [E, N, I]  packed
+    bias            [E, N]     bf16
+    out             [M, N]     float32, out: share * (down @ activated + bias), added from the first rank to the last,
+                               every product and sum rounded by itself; zero for a dead row
+    workspace       is asked for `list_workspaces` and `partials_workspace`
+    grouped         the workspace has the lists of these very ids: `prefill_gate_up` of them, with as many experts,
+                    comes right before. Two launches then, else three
+    Captured: yes. Raises ShapeError for shapes that do not fit.
+    """
+    calls = [] if grouped else _group(expert_ids, experts, workspace)
+    lists, plan = _lists(expert_ids, experts, workspace), _plan(DOWN, expert_ids, experts, card)
+    partials = workspace(*partials_workspace(*expert_ids.shape, experts.rows))
+    calls += grouped_down(
+        activated=activated, **lists, expert_weights=expert_weights, weight=experts, bias=bias, out=partials, plan=plan
+    )
+    return calls + add_ranks(partials=partials, expert_ids=expert_ids, out=out)
+
+
+def _group(ids: torch.Tensor, experts: PackedExperts, workspace: Workspace) -> list[KernelCall]:
+    return group_pairs(
+        expert_ids=ids,
+        num_experts=experts.num_experts,
+        tile_pairs=tile_pairs_of(ids.numel(), experts.num_experts),
+        **_lists(ids, experts, workspace),
+    )
+
+
+def _lists(ids: torch.Tensor, experts: PackedExperts, workspace: Workspace) -> dict[str, torch.Tensor]:
+    order, tiles = list_workspaces(*ids.shape, experts.num_experts)
+    return {"order": workspace(*order), "tiles": workspace(*tiles)}
+
+
+def _plan(kind: str, ids: torch.Tensor, experts: PackedExperts, card: Card) -> GroupedPlan:
+    shape = ExpertShape(kind, experts.rows, experts.columns, ids.shape[1], experts.scales is not None)
+    return plan_grouped(tile_pairs_of(ids.numel(), experts.num_experts), shape, card)
