@@ -2,9 +2,9 @@
 
     python -m bench.grouped_gemm --chunk 512 2048 --pairs 32 64 96 --warps 4 8 --out /tmp/grouped.json
 
-Rows choose their experts at random. The dense GEMM takes a plain packed matrix as one expert, all rows its pairs; prefill
-does not use it. `--pairs`, `--warps` and `--skip` ask for other tiles, larger blocks, and other numbers of tiles of 8
-pairs that are left out together, beside prefill's own. Whole prompts are measured by `bench.prompts`.
+Rows choose their experts at random. The dense GEMM takes a plain packed matrix as one expert, all rows its pairs;
+prefill does not use it. `--pairs`, `--warps` and `--skip` ask for other tiles, larger blocks, and other numbers of
+tiles of 8 pairs that are left out together, beside prefill's own. Whole prompts are measured by `bench.prompts`.
 """
 
 import argparse

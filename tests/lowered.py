@@ -12,6 +12,7 @@ from lowlat.executors.allocation import STATE_ROLES
 from lowlat.executors.device_weights import DeviceWeights
 from lowlat.executors.lowering.binding import Binding
 from lowlat.executors.lowering.lower import LoweredGroup, lower, weight_layouts
+from lowlat.executors.lowering.memory import workspaces_of
 from lowlat.executors.lowering.weight_parts import expert_parts, gemm_weights
 from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import Bucket, BufferSet, Role
@@ -101,5 +102,6 @@ class Pair:
         specs = list(program.specs(*STATE_ROLES, Role.SCRATCH, Role.CONSTANT))
         buffers = BufferSet(specs, CPU, program.constants)
         workspace = SharedWorkspace(CPU)
+        workspace.reserve(workspaces_of(program, lambda name: self.source[name].shape))
         groups = lower(Binding(program, buffers, self.weights, card, workspace), fuse=self.fuse)
         return Lowered(program, buffers, self.weights, workspace, groups)

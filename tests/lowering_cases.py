@@ -109,5 +109,5 @@ def reached(calls: tuple[KernelCall, ...], tensor: torch.Tensor) -> bool:
 
 def kinds_of(step: Lowered, *stages: Stage) -> list[str]:
     """The kernels of some stages, by the part of their names before the sizes."""
-    names = (call.kernel.name for group in step.groups if group.stage in stages for call in group.calls)
+    names = (call.kernel.name for group in step.groups if group.stage in stages for call in group.kernel_calls)
     return [re.split(r"_\d|_[a-z]\d", name)[0] for name in names]

@@ -1,4 +1,4 @@
-"""A slot whose cache holds a chunk's prefix and nothing else, and attention of the chunk: its calls, and the reference."""
+"""A slot whose cache holds a chunk's prefix and nothing else, and the chunk's attention: its calls, and its meaning."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -61,8 +61,8 @@ def record_of(groups: Callable[[Bucket], Sequence[LoweredGroup]], bucket: Bucket
 
     def record(run: Callable[[], None], device: torch.device) -> list[KernelEvent]:
         run()
-        calls = [(group.stage, call.kernel) for group in groups(bucket) for call in group.calls]
-        sites = [CallSite(s, k.name, k.function.__module__.rpartition(".")[2]) for s, k in calls]
+        calls = [(group.stage, call.kernel) for group in groups(bucket) for call in group.kernel_calls]
+        sites = [CallSite(s, k.name, k.function.__name__) for s, k in calls]
         return recorded(sites, num_steps)
 
     return record

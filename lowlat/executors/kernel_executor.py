@@ -20,6 +20,7 @@ from lowlat.executors.device_weights import DeviceWeights
 from lowlat.executors.launcher import Launcher
 from lowlat.executors.lowering.binding import Binding
 from lowlat.executors.lowering.lower import LoweredGroup, lower, weight_layouts
+from lowlat.executors.lowering.memory import workspaces_of
 from lowlat.executors.lowering.weight_parts import expert_parts, gemm_weights
 from lowlat.executors.prefill_arguments import ChunkArguments
 from lowlat.executors.workspace import SharedWorkspace
@@ -75,6 +76,7 @@ class KernelExecutor(ABC):
             self.workspace = SharedWorkspace(device)
             self._constants = SharedConstants(device)
             self._scratch = {size: self._allocate(program) for size, program in self._programs.items()}
+            self.workspace.reserve(workspaces_of(largest, self._weights.shape))
             self._groups = {size: self._lower(size) for size in self._programs}
             self.launcher.compile_ahead(
                 call for groups in self._groups.values() for group in groups for call in group.calls

@@ -1,5 +1,7 @@
 """Memory that a lowering owns and nobody else knows: partial results, counters, tables of addresses."""
 
+from collections.abc import Mapping
+
 import torch
 
 __all__ = ["SharedWorkspace"]
@@ -8,8 +10,8 @@ __all__ = ["SharedWorkspace"]
 class SharedWorkspace:
     """Hands out zeroed memory by name; calls that use one name run one after the other and share it.
 
-    Addresses never change once handed out: a larger request than any before gets new memory, so the largest bucket
-    should ask first.
+    Addresses never change once handed out: a larger request than any before gets new memory, so the largest should ask
+    first, or be reserved.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -27,6 +29,11 @@ class SharedWorkspace:
                 return known[:count].view(shape)
         held.append(torch.zeros(count, dtype=dtype, device=self._device))
         return held[-1].view(shape)
+
+    def reserve(self, sizes: Mapping[tuple[str, torch.dtype], int]) -> None:
+        """Take memory of so many elements by name and dtype, before smaller requests come."""
+        for (name, dtype), count in sizes.items():
+            self(name, (count,), dtype)
 
     def tensors(self) -> list[torch.Tensor]:
         """Everything handed out."""

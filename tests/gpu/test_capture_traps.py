@@ -3,6 +3,7 @@
 import gc
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from lowlat.errors import DeviceError, LowlatError
 from lowlat.executors.graph import GraphExecutor
 from lowlat.executors.launcher import Launcher
 from lowlat.graphs.capture import CapturedGraph, capture, capture_loop
-from lowlat.graphs.launch import Launch
+from lowlat.graphs.launch import KernelLaunch, Launch
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import cuda, types
 
@@ -39,7 +40,7 @@ def launcher() -> Launcher:
     return Launcher(torch.device("cuda", 0))
 
 
-class Straying(Launch):
+class Straying(KernelLaunch):
     """A launch that does something besides; `stray` gets the builder."""
 
     stray: Callable[[Any], object]
@@ -59,8 +60,10 @@ class Bench:
         with torch.cuda.stream(self.stream):
             self.core_stream = launcher.stream()
 
-    def launch_of(self, step: int) -> Launch:
-        return self.launcher.prepare(KernelCall(ADD, (1, 1, 1), (self.values, step)))
+    def launch_of(self, step: int) -> KernelLaunch:
+        launch = self.launcher.prepare(KernelCall(ADD, (1, 1, 1), (self.values, step)))
+        assert isinstance(launch, KernelLaunch)
+        return launch
 
     def capture(self, step: int = 1, stray: Callable[[Any], object] | None = None) -> CapturedGraph:
         launch = self.launch_of(step)
@@ -268,7 +271,7 @@ def test_an_address_that_nobody_owns_is_refused_by_name(pair: PairPaths) -> None
         foreign = torch.zeros(1 << 20, dtype=torch.int64, device="cuda")
         group = groups[0][0]
         call = KernelCall(ADD, (1, 1, 1), (foreign, 1))
-        stray = type(group)(group.stage, group.ops, (*group.calls, call), group.hidden)
+        stray = replace(group, calls=(*group.calls, call))
         with pytest.raises(DeviceError, match="trap_add: argument 0 lies in memory that nobody owns"):
             executor._check_addresses([(stray,)])
 

@@ -12,7 +12,7 @@ from lowlat.errors import ConfigError, DeviceError, ShapeError
 from lowlat.executors.launcher import default_cache_directory, parameters_of
 from lowlat.graphs import BufferSet, BufferSpec, Role, aligned_bytes
 from lowlat.graphs.capture import audit, capture, capture_loop
-from lowlat.graphs.launch import Launch
+from lowlat.graphs.launch import KernelLaunch
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import compile_ptx, types
 
@@ -152,8 +152,8 @@ def issued(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     return seen
 
 
-def launches(count: int) -> list[Launch]:
-    return [Launch(f"kernel{k}", f"loaded{k}", f"config{k}", (k, k + 1)) for k in range(count)]
+def launches(count: int) -> list[KernelLaunch]:
+    return [KernelLaunch(f"kernel{k}", f"loaded{k}", f"config{k}", (k, k + 1)) for k in range(count)]
 
 
 def test_a_capture_holds_its_launches_in_order(issued: list[tuple[Any, ...]]) -> None:
@@ -197,7 +197,7 @@ def test_the_audit_counts_kernels_and_names_the_rest(kinds: list[str], expected:
 def test_a_loop_is_one_node_around_its_body(issued: list[tuple[Any, ...]]) -> None:
     handles: list[int] = []
 
-    def body(handle: int) -> list[Launch]:
+    def body(handle: int) -> list[KernelLaunch]:
         handles.append(handle)
         return launches(2)
 

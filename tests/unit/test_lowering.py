@@ -343,7 +343,7 @@ def test_a_fusion_saves_the_launches_that_it_says(name: str, lowered: LoweredPai
         group = next(groups)
         if fusion is not None:
             binding.left = None
-            alone = sum(len(lowering.lower_alone(binding, op)) for op in run.ops)
+            alone = sum(len(operations.lower_alone(binding, op)) for op in run.ops)
             assert alone - len(group.calls) >= fusion.saves, fusion.name
             found.add(fusion.name)
     assert len(found) >= 8

@@ -12,10 +12,10 @@ from lowering_cases import MIXTURES, TARGETS, LoweredPairs, kinds_of, span
 from lowlat.errors import ConfigError
 from lowlat.executors.lowering.binding import Binding
 from lowlat.executors.lowering.lower import LoweredGroup, lower
-from lowlat.graphs import Role
+from lowlat.graphs import BufferSpec, Role
 from lowlat.kernels.gemm.packing import gate_up_permutation
 from lowlat.kernels.toolchain.kernel import H200, KernelCall
-from lowlat.program.program import Stage
+from lowlat.program.program import Op, Stage
 
 # of a mixture's layer; a short window needs no second launch for its attention
 MIXTURE_HEAD, MIXTURE_TAIL = ["decode_gemm_rotate", "attention"], ["decode_gemm_add", "router", "experts_mlp"]
@@ -136,8 +136,14 @@ def test_mixtures_that_read_anything_else_are_not_fused(kind: str, argument: str
 
 def test_weighed_products_that_others_read_are_written(lowered: LoweredPairs) -> None:
     step = lowered("gpt_oss+alone", 0, 2)
-    product = step.program.ops[place_of(step, "experts_down")].writes["out"]
-    groups = lower_with_other_input(step, place_of(step, "experts_down", "rms_norm"), "x", product)
+    down = place_of(step, "experts_down")
+    product = step.program.ops[down].writes["out"]
+    cast = Op("cast", Stage.BASE_DECODE_STEP, {"x": product}, {"out": "rounded"}, {}, {})
+    ops = (*step.program.ops[: down + 2], cast, *step.program.ops[down + 2 :])
+    spec = BufferSpec("rounded", step.buffers[product].shape, torch.bfloat16, Role.SCRATCH)
+    program = replace(step.program, ops=ops, buffers={**step.program.buffers, "rounded": spec})
+    buffers = {**step.buffers, "rounded": torch.zeros(spec.shape, dtype=spec.dtype)}
+    groups = lower(Binding(program, buffers, step.weights, H200, step.workspace))
     assert [group.name for group in groups].count("mixture") == 1
     assert any(product in group.written for group in groups)
 
@@ -150,13 +156,12 @@ def place_of(step: Lowered, *kinds: str) -> int:
     return place
 
 
-def lower_with_other_input(step: Lowered, place: int, argument: str, name: str = "") -> tuple[LoweredGroup, ...]:
-    """Lower the program, one argument of one operation another buffer: a copy of its own, where none is named."""
+def lower_with_other_input(step: Lowered, place: int, argument: str) -> tuple[LoweredGroup, ...]:
+    """Lower the program, one argument of one operation a copy of its buffer."""
     ops, buffers, specs = list(step.program.ops), dict(step.buffers), dict(step.program.buffers)
     own = ops[place].reads[argument]
-    if not name:
-        name, buffers["copy"] = "copy", step.buffers[own].clone()
-        specs["copy"] = replace(specs[own], name="copy", role=Role.STATE)
-    ops[place] = replace(ops[place], reads={**ops[place].reads, argument: name})
+    buffers["copy"] = step.buffers[own].clone()
+    specs["copy"] = replace(specs[own], name="copy", role=Role.STATE)
+    ops[place] = replace(ops[place], reads={**ops[place].reads, argument: "copy"})
     program = replace(step.program, ops=tuple(ops), buffers=specs)
     return lower(Binding(program, buffers, step.weights, H200, step.workspace))

@@ -73,7 +73,7 @@ def test_workspaces_are_in_the_plan(name: str, tmp_path: Path) -> None:
     program = build_prefill(pair.geometry)
     asked = pair.lower_program(program, H200).workspace.num_bytes
     planned = workspace_bytes(program, lambda weight: pair.source[weight].shape)
-    assert asked <= planned <= asked * 1.05 + 4096
+    assert asked == planned > 0
     assert workspace_bytes(pair.program(0, 1), lambda weight: pair.source[weight].shape) == 0
 
 

@@ -405,7 +405,7 @@ def test_nvtx_ranges_are_the_stages_in_order(covered: Covered, monkeypatch: pyte
         launched.append(kernel)
 
     eager(groups, launch).step(bucket)
-    assert launched == [call.kernel.name for group in groups for call in group.calls]
+    assert launched == [call.kernel.name for group in groups for call in group.kernel_calls]
     names = ranges.log[::2]
     assert ranges.log[1::2] == ["pop"] * len(names)
     assert not ranges.open

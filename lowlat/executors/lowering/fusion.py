@@ -87,7 +87,8 @@ class Fusion:
 
     pattern  kinds of operations in order, by spaces: `a|b` is either, `a?` may be absent, `a*` may come any number of
              times; the longest match is tried first
-    saves    launches fewer than the operations would take by their own kernels
+    saves    launches fewer than the operations would take by their own kernels, at least; none where the gain is an
+             operation's behind the run
     lower    the calls that cover a run
     applies  the precondition beside the pattern: what the operations read of each other, sizes, the card
     hides    buffers of the run that the calls leave unwritten; nothing may read them after it

@@ -90,12 +90,8 @@ def _rounded(binding: Binding, run: Run) -> Sequence[Call]:
 
 def _plain(binding: Binding, run: Run, best: PartialArgmax | None = None) -> Sequence[Call]:
     columns = binding.weights.runs(run.op("linear").weights["weight"])
-    return decode_gemm(
-        **_prologue(binding, run),
-        out=binding.buffers[_product(run)],
-        best=best,
-        **({} if columns is None else {"columns": columns}),
-    )
+    out, operands = binding.buffers[_product(run)], _prologue(binding, run)
+    return decode_gemm(**operands, out=out, columns=columns, best=best)
 
 
 def _gate_up(run: Run) -> dict[str, torch.Tensor]:
@@ -173,6 +169,6 @@ GEMM_FUSIONS = (
     Fusion("gemm+add", "rms_norm? linear add", 1, _with_residual, _reads_product("add", "b"), _normed_and_product),
     Fusion("gemm+cast", "rms_norm? linear cast", 1, _rounded, _reads_product("cast", "x"), _normed_and_product),
     Fusion("gemm+rope+kv_write", "rms_norm? linear rope kv_write?", 1, _rotated, _rotates, _rotated_hides, _heads),
-    Fusion("gemm+argmax", "rms_norm? linear", 1, _with_argmax, _chosen_from, _normed),
+    Fusion("gemm+argmax", "rms_norm? linear", 0, _with_argmax, _chosen_from, _normed),
     Fusion("norm+gemm", "rms_norm linear", 1, _plain, _fits, _normed),
 )  # fmt: skip

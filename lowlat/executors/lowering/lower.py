@@ -9,7 +9,7 @@ from lowlat.executors.lowering.binding import Binding, Call
 from lowlat.executors.lowering.fusion import cover
 from lowlat.executors.lowering.gemm_fusions import GEMM_FUSIONS
 from lowlat.executors.lowering.moe_fusions import MOE_FUSIONS
-from lowlat.executors.lowering.operations import lower_alone
+from lowlat.executors.lowering.operations import lower_alone, operation_layouts
 from lowlat.executors.lowering.row_fusions import ROW_FUSIONS
 from lowlat.executors.lowering.step_fusions import STEP_FUSIONS
 from lowlat.kernels.toolchain.kernel import H200, Card, KernelCall
@@ -72,12 +72,13 @@ def _awaits_all(call: Call) -> Call:
 
 
 def weight_layouts(programs: Iterable[Program], card: Card = H200, *, fuse: bool = True) -> dict[str, torch.Tensor]:
-    """The permutations of packed weights' rows that the fusions of these programs want, by weight.
+    """The permutations of packed weights' rows that kernels and fusions of these programs want, by weight.
 
     The first that wants a weight has it; a fusion that wants it otherwise is then not applied.
     """
     layouts: dict[str, torch.Tensor] = {}
     for program in programs:
+        layouts = {**operation_layouts(program), **layouts}
         for fusion, run in cover(program, card, FUSIONS if fuse else ()):
             if fusion is not None:
                 layouts = {**fusion.layouts(run), **layouts}

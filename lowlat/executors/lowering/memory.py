@@ -1,23 +1,27 @@
 """The memory that prefill takes on a card beside its buffers, counted beforehand for the memory plan.
 
-`workspace_bytes` are workspaces that its kernels ask for, `temporary_bytes` an upper bound of what torch's operations
-take while they run.
+`workspaces_of` are those that its kernels ask for, `temporary_bytes` is an upper bound of the memory that torch's
+operations take while they run.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 
+from lowlat.executors.lowering.prefill_attention import attention_workspaces
+from lowlat.executors.lowering.prefill_gemm import gemm_workspaces
 from lowlat.executors.lowering.weight_parts import EXPERT_GEMMS
 from lowlat.graphs import Role
-from lowlat.kernels.attention.gathered_rows import gathered_rows
 from lowlat.kernels.gemm.packing import TILE_COLUMNS, TILE_ROWS
-from lowlat.kernels.gemm.prefill.activation_layout import arranged_shape
-from lowlat.kernels.gemm.prefill.plan import MOST_ROWS, segments_of
+from lowlat.kernels.gemm.prefill.plan import MOST_ROWS
+from lowlat.kernels.moe.plan import partials_workspace
+from lowlat.kernels.moe.prefill.experts import list_workspaces
+from lowlat.kernels.moe.router import router_workspace
+from lowlat.kernels.toolchain.kernel import WorkspaceShape
 from lowlat.program.program import Op, Program, Stage
 
-__all__ = ["temporary_bytes", "workspace_bytes"]
+__all__ = ["temporary_bytes", "workspace_bytes", "workspaces_of"]
 
 LIBRARY_BYTES = 64 << 20  # workspaces of the matrix libraries, and what the allocator rounds up
 TEMPORARIES = 6  # float32 copies of a row-wise operation's widest operand, at most
@@ -26,35 +30,44 @@ SUMS = 4  # float32 copies of attention's sums of weights, at most
 ShapeOf = Callable[[str], torch.Size]
 
 
-def workspace_bytes(program: Program, shape_of: ShapeOf) -> int:
-    """Bytes of a prefill program's workspaces; none of a program that is no prefill.
+def workspaces_of(program: Program, shape_of: ShapeOf) -> dict[tuple[str, torch.dtype], int]:
+    """The workspaces of a prefill program, and the elements that each needs; none of a program that is no prefill.
 
-    shape_of  the shape of a weight by its canonical name; asked of GEMMs' matrices [N, K] and experts' biases [E, N]
+    shape_of  the shape of a weight by its canonical name; asked of GEMMs' matrices [N, K] and of the biases of experts
+              [E, N] and routers [E]
     """
-    most: dict[str, int] = {}
+    most: dict[tuple[str, torch.dtype], int] = {}
     for op in program.ops:
         if op.stage is Stage.PREFILL:
-            for name, num_bytes in _workspaces(program, op, shape_of).items():
-                most[name] = max(most.get(name, 0), num_bytes)
-    return sum(most.values())
+            for name, shape, dtype in _workspaces(program, op, shape_of):
+                most[name, dtype] = max(most.get((name, dtype), 0), math.prod(shape))
+    return {key: count for key, count in most.items() if count}
 
 
-def _workspaces(program: Program, op: Op, shape_of: ShapeOf) -> Mapping[str, int]:
-    """Bytes of an operation's workspaces by name."""
+def workspace_bytes(program: Program, shape_of: ShapeOf) -> int:
+    """Bytes of a program's workspaces, see `workspaces_of`."""
+    return sum(count * dtype.itemsize for (_, dtype), count in workspaces_of(program, shape_of).items())
+
+
+def _workspaces(program: Program, op: Op, shape_of: ShapeOf) -> list[WorkspaceShape]:
+    """The workspaces that an operation asks for."""
     if op.kind == "linear":
         rows = min(program.buffers[op.writes["out"]].shape[0], MOST_ROWS)
-        height, width = shape_of(op.weights["weight"])
-        segments = segments_of(height, width)[0]
-        partials = 4 * segments * rows * height if segments > 1 else 0
-        return {"arranged": 2 * math.prod(arranged_shape(rows, width)), "partials": partials}
+        return gemm_workspaces(rows, *shape_of(op.weights["weight"]))
     if op.kind == "prefill_attention":
         cache, size = program.buffers[op.reads["k_cache"]], program.buffers[op.reads["q"]].shape[0]
         window = op.params.get("window")
         longest = program.buffers["tokens"].shape[1]
-        rows = gathered_rows(size, longest, window if isinstance(window, int) else None)
-        gathered = rows * cache.shape[1] * cache.shape[3] * cache.dtype.itemsize
-        return {"keys": gathered, "values": gathered, "lengths": 16}
-    return {}
+        return attention_workspaces(cache, size, longest, window if isinstance(window, int) else None)
+    if op.kind in EXPERT_GEMMS:
+        rows, ranks = program.buffers[op.reads["expert_ids"]].shape
+        num_experts, width = shape_of(op.weights["bias"])
+        down = [partials_workspace(rows, ranks, width)] if op.kind == "experts_down" else []
+        return [*list_workspaces(rows, ranks, num_experts), *down]
+    if op.kind == "router":
+        rows = program.buffers[op.writes["expert_ids"]].shape[0]
+        return [router_workspace(rows, shape_of(op.weights["bias"])[0])]
+    return []
 
 
 def temporary_bytes(program: Program, shape_of: ShapeOf) -> int:

@@ -10,16 +10,18 @@ import torch
 
 from lowlat.executors.lowering.binding import Binding, Call, decodes
 from lowlat.executors.lowering.fusion import Fusion, Run
+from lowlat.executors.lowering.operations import down_alone, lower_alone
 from lowlat.executors.lowering.weight_parts import experts_name
 from lowlat.kernels.gemm.packing import gate_up_permutation
 from lowlat.kernels.moe.decode.mlp import experts_mlp
-from lowlat.kernels.moe.decode.topk_routing import Choice
-from lowlat.kernels.moe.router import router
+from lowlat.kernels.moe.plan import partials_workspace
+from lowlat.kernels.moe.router import RouterNorm, router, router_logits
+from lowlat.kernels.moe.topk_routing import TopKRouting
 from lowlat.kernels.toolchain.kernel import Card
+from lowlat.program.program import Op
 
 __all__ = ["MOE_FUSIONS"]
 
-PARTIALS = "moe.partials"  # what each of a row's experts adds to it
 LOGITS = ("moe.logits.even", "moe.logits.odd")
 
 
@@ -56,22 +58,20 @@ def _mixture(binding: Binding, run: Run) -> Sequence[Call]:
     binding.num_awaited += 1
     size = (-(-rows * num_experts // 4) * 4,)  # in whole 16 bytes
     own, following = (binding.workspace(LOGITS[(number + k) % 2], size, torch.float32) for k in range(2))
-    choice = Choice(own[: rows * num_experts].view(rows, num_experts), routed.get("row_live"))
-    partials = binding.workspace(PARTIALS, (*first["out"].shape[:2], second["out"].shape[1]), torch.float32)
-    calls = router(
+    routing = TopKRouting(own[: rows * num_experts].view(rows, num_experts), routed.get("row_live"))
+    ranks, width = first["out"].shape[1], second["out"].shape[1]
+    partials = binding.workspace(*partials_workspace(rows, ranks, width))
+    calls = router_logits(
         norm["x"],
-        weights.vector(norm_op.weights["weight"]),
-        row_live=choice.row_live,
-        normed=norm["out"],
-        logits=choice.logits,
-        eps=norm["eps"],
+        norm=_norm(binding, norm_op),
+        logits=routing.logits,
         awaited=(first["out"], partials, following),
         **binding.vectors(router_op),
         card=binding.card,
     )
     return calls + experts_mlp(
         x=first["x"],
-        choice=choice,
+        routing=routing,
         gate_up=weights.experts(experts_name(gate_up)),
         gate_up_bias=weights.experts_bias(experts_name(gate_up)),
         down=weights.experts(experts_name(down)),
@@ -89,8 +89,41 @@ def _mixture(binding: Binding, run: Run) -> Sequence[Call]:
     )
 
 
+def _norm(binding: Binding, op: Op) -> RouterNorm:
+    given = binding.arguments(op)
+    return RouterNorm(binding.weights.vector(op.weights["weight"]), given["eps"], given["out"], given.get("row_live"))
+
+
+def _norms_routed(run: Run, card: Card) -> bool:
+    return run.op("router").reads["x"] == run.op("rms_norm").writes["out"]
+
+
+def _normed_router(binding: Binding, run: Run) -> Sequence[Call]:
+    """The norm of all rows, which is kept, and the choice of experts."""
+    routing = run.op("router")
+    given, norm = binding.arguments(routing), _norm(binding, run.op("rms_norm"))
+    given["x"] = binding.buffers[run.op("rms_norm").reads["x"]]
+    vectors = binding.vectors(routing)
+    return router(**given, **vectors, norm=norm, workspace=binding.workspace, card=binding.card)
+
+
+def _grouped(run: Run, card: Card) -> bool:
+    gate_up, down = run.op("experts_gate_up"), run.op("experts_down")
+    return not decodes(down) and gate_up.reads["expert_ids"] == down.reads["expert_ids"]
+
+
+def _experts(binding: Binding, run: Run) -> Sequence[Call]:
+    """Both GEMMs of many rows, by one grouping of their pairs."""
+    return [
+        *lower_alone(binding, run.op("experts_gate_up")),
+        *down_alone(binding, run.op("experts_down"), grouped=True),
+    ]
+
+
 MOE_FUSIONS = (
     Fusion(
         "mixture", "rms_norm router experts_gate_up experts_down add", 3, _mixture, _mixes, _summed, _gate_up
     ),
+    Fusion("norm+router", "rms_norm router", 1, _normed_router, _norms_routed),
+    Fusion("experts", "experts_gate_up experts_down", 1, _experts, _grouped),
 )  # fmt: skip

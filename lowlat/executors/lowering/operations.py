@@ -5,7 +5,6 @@ needed (a table that may be packed, workspaces, the card), the operation has a f
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -15,31 +14,50 @@ from lowlat.errors import ConfigError
 from lowlat.executors.lowering.binding import Binding, Call, decodes
 from lowlat.executors.lowering.prefill_attention import prefill_attention
 from lowlat.executors.lowering.prefill_gemm import prefill_linear
+from lowlat.executors.lowering.weight_parts import experts_name
 from lowlat.kernels.attention.attention import attention, choose_split, num_stages
-from lowlat.kernels.attention.kv_compact import kv_compact
-from lowlat.kernels.attention.prefill_kv_write import prefill_kv_write
+from lowlat.kernels.attention.kv_compact import kv_compact_layer
+from lowlat.kernels.attention.kv_write import kv_write, prefill_kv_write
 from lowlat.kernels.gemm.decode.gemm import decode_gemm
+from lowlat.kernels.gemm.packing import gate_up_permutation
+from lowlat.kernels.moe.decode.experts import experts_down, experts_gate_up
+from lowlat.kernels.moe.prefill.experts import prefill_down, prefill_gate_up
+from lowlat.kernels.moe.router import router
 from lowlat.kernels.rows.draft_input import concat_norms
-from lowlat.kernels.rows.draft_rows import gather_features, store_boundary, take_last
-from lowlat.kernels.rows.elementwise import add, cast, silu_mul
+from lowlat.kernels.rows.draft_level import assign_drafts, gather_level
+from lowlat.kernels.rows.draft_rows import (
+    draft_prefill_rows,
+    gather_features,
+    join_features,
+    store_boundary,
+    take_last_row,
+)
+from lowlat.kernels.rows.elementwise import add, cast, identity, silu_mul
 from lowlat.kernels.rows.embed import embed
 from lowlat.kernels.rows.norm import rms_norm, split_norms
+from lowlat.kernels.rows.qk_norm import qk_norm
 from lowlat.kernels.rows.rotate import rotate
 from lowlat.kernels.sampling.draft_topk import draft_topk
 from lowlat.kernels.sampling.logprobs import logprobs
+from lowlat.kernels.sampling.row_pairs import finite
+from lowlat.kernels.sampling.sample import sample
 from lowlat.kernels.sampling.select import FINITE, INFINITY
-from lowlat.kernels.step.publish import publish
+from lowlat.kernels.step.accept import accept, accept_simulated, commit, draft_rows, truncate
+from lowlat.kernels.step.begin_step import apply_commands, gather_rows, list_active_slots
+from lowlat.kernels.step.publish import publish, tree_masks
 from lowlat.kernels.toolchain.kernel import KernelCall
-from lowlat.program.program import Op, Stage
+from lowlat.program.program import Op, Program, Stage
 
-
-    raise NotImplementedError
-
-
-    raise NotImplementedError
-
-
-__all__ = ["RING_COUNT", "argmax_of", "draft_topk_alone", "lower_alone", "publication", "rotation_weights"]
+__all__ = [
+    "RING_COUNT",
+    "down_alone",
+    "draft_topk_alone",
+    "left_argmax",
+    "lower_alone",
+    "operation_layouts",
+    "publication",
+    "rotation_weights",
+]
 
 RING_COUNT = "publish.count"  # entries written to the ring so far, kept on the device
 Lower = Callable[[Binding, Op], Sequence[Call]]
@@ -73,7 +91,7 @@ def _linear(binding: Binding, op: Op) -> Sequence[Call]:
     given, name = binding.arguments(op), op.weights["weight"]
     return decode_gemm(
         x=given["x"], weight=binding.weights.matrix(name), bias=binding.bias(op), out=given["out"],
-        **({} if binding.weights.runs(name) is None else {"columns": 1}), card=binding.card,
+        columns=binding.weights.runs(name), card=binding.card,
     )  # fmt: skip
 
 
@@ -92,17 +110,6 @@ def _attention(binding: Binding, op: Op) -> Sequence[Call]:
     )
 
 
-def _kv_compact(binding: Binding, op: Op) -> Sequence[Call]:
-    given = binding.arguments(op)
-    caches: dict[str, Any] = {f"{part}_caches": [given.pop(f"{part}_cache")] for part in ("k", "v")}
-    return kv_compact(**given, **caches, workspace=binding.workspace)
-
-
-def _take_last(binding: Binding, op: Op) -> Sequence[Call]:
-    given = binding.arguments(op)
-    return take_last([(given["x"], given["out"])], given["commit_lens"])
-
-
 def rotation_weights(binding: Binding, norm: Op) -> dict[str, torch.Tensor | None]:
     """The weights of the heads' norms, for those of queries and keys that a GEMM's product has."""
     counts = {"q_weight": norm.params["num_heads"], "k_weight": norm.params["num_kv_heads"]}
@@ -110,31 +117,47 @@ def rotation_weights(binding: Binding, norm: Op) -> dict[str, torch.Tensor | Non
     return {name: vectors[name] if count else None for name, count in counts.items()}
 
 
-@dataclass(frozen=True)
-class FoundArgmax:
-    """The partial argmax of logits, and the calls that make it where no GEMM left it."""
-
-    pairs: torch.Tensor
-    calls: Sequence[KernelCall] = ()
-
-
-def argmax_of(binding: Binding, op: Op) -> FoundArgmax:
-    """The partial argmax of the logits that an operation chooses by."""
+def left_argmax(binding: Binding, op: Op) -> torch.Tensor | None:
+    """The partial argmax of an operation's logits, if the GEMM that made them left it."""
     limit, left = INFINITY if op.kind == "draft_topk" else FINITE, binding.left
-    if left is not None and (left.logits, left.limit) == (op.reads["logits"], limit):
-        return FoundArgmax(left.pairs)
-    logits = binding.buffers[op.reads["logits"]]
-    pairs = binding.workspace("sampling.partial_argmax", pairs_shape(logits), torch.int32)
-    return FoundArgmax(pairs, row_pairs(logits=logits, pairs=pairs, limit=limit))
+    return left.pairs if left is not None and (left.logits, left.limit) == (op.reads["logits"], limit) else None
 
 
 def draft_topk_alone(binding: Binding, op: Op, **children: Any) -> Sequence[Call]:
     """The calls of `draft_topk`; of `assign_drafts` too, where `children` are its arguments."""
-    given, vectors, workspace = binding.arguments(op), binding.vectors(op), binding.workspace
-    if given["k"] > 1:
-        return draft_topk(**given, **vectors, **children, workspace=workspace)
-    found = argmax_of(binding, op)
-    return [*found.calls, *draft_topk(**given, **vectors, **children, best=found.pairs, workspace=workspace)]
+    given, best = {**binding.arguments(op), **binding.vectors(op)}, left_argmax(binding, op)
+    return draft_topk(**given, **children, best=best if given["k"] == 1 else None, workspace=binding.workspace)
+
+
+def _sample(binding: Binding, op: Op) -> Sequence[Call]:
+    return sample(**binding.arguments(op), best=left_argmax(binding, op), workspace=binding.workspace)
+
+
+def _router(binding: Binding, op: Op) -> Sequence[Call]:
+    given, vectors = binding.arguments(op), binding.vectors(op)
+    return router(**given, **vectors, workspace=binding.workspace, card=binding.card)
+
+
+def _gate_up(binding: Binding, op: Op) -> Sequence[Call]:
+    name = experts_name(op)
+    given = {**binding.arguments(op), "experts": binding.weights.experts(name)}
+    given |= {"bias": binding.weights.experts_bias(name), "card": binding.card}
+    return experts_gate_up(**given) if decodes(op) else prefill_gate_up(**given, workspace=binding.workspace)
+
+
+def down_alone(binding: Binding, op: Op, *, grouped: bool = False) -> Sequence[Call]:
+    """The calls of `experts_down`; grouped: the pairs of many rows were grouped by the gate-up GEMM right before."""
+    given = {**binding.arguments(op), "experts": binding.weights.experts(experts_name(op))}
+    given |= {"bias": binding.weights.vector(op.weights["bias"]), "card": binding.card}
+    if decodes(op):
+        return experts_down(**given, workspace=binding.workspace)
+    return prefill_down(**given, workspace=binding.workspace, grouped=grouped)
+
+
+def operation_layouts(program: Program) -> dict[str, torch.Tensor]:
+    """The permutations of packed weights' rows that operations want by themselves, by weight."""
+    gate_ups = [op for op in program.ops if op.kind == "experts_gate_up"]
+    return {experts_name(op): gate_up_permutation(program.buffers[op.writes["out"]].shape[2]) for op in gate_ups}
 
 
 def publication(binding: Binding, op: Op) -> dict[str, Any]:
@@ -146,26 +169,28 @@ def _publish(binding: Binding, op: Op) -> Sequence[Call]:
     return publish(**publication(binding, op), loop=binding.loop)
 
 
+_BY_NAME = (
+    *(accept, accept_simulated, add, apply_commands, assign_drafts, cast, commit, concat_norms, draft_prefill_rows),
+    *(draft_rows, gather_features, gather_level, gather_rows, identity, join_features, kv_write, list_active_slots),
+    *(prefill_kv_write, qk_norm, rms_norm, silu_mul, split_norms, store_boundary, tree_masks, truncate),
+)
 OPERATIONS: Mapping[str, Lower] = MappingProxyType(
     {
-        "add": _by_name(add),
+        **{build.__name__: _by_name(build) for build in _BY_NAME},
         "attention": _attention,
-        "cast": _by_name(cast),
-        "concat_norms": _by_name(concat_norms),
         "draft_topk": draft_topk_alone,
         "embed": _embed,
-        "gather_features": _by_name(gather_features),
-        "kv_compact": _kv_compact,
+        "experts_down": down_alone,
+        "experts_gate_up": _gate_up,
+        "finite": _with_workspace(finite),
+        "kv_compact": _by_name(kv_compact_layer),
         "linear": _linear,
         "logprobs": _with_workspace(logprobs),
         "prefill_attention": prefill_attention,
-        "prefill_kv_write": _by_name(prefill_kv_write),
         "publish": _publish,
-        "rms_norm": _by_name(rms_norm),
         "rope": _by_name(rotate),
-        "silu_mul": _by_name(silu_mul),
-        "split_norms": _by_name(split_norms),
-        "store_boundary": _by_name(store_boundary),
-        "take_last": _take_last,
+        "router": _router,
+        "sample": _sample,
+        "take_last": _by_name(take_last_row),
     }
 )

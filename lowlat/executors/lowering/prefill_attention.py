@@ -12,11 +12,24 @@ import torch
 
 from lowlat.errors import ShapeError
 from lowlat.executors.lowering.binding import Binding, Call, LibraryCall
+from lowlat.graphs import BufferSpec
 from lowlat.kernels.attention.gather_kv import gather_kv
 from lowlat.kernels.attention.gathered_rows import gathered_rows
+from lowlat.kernels.toolchain.kernel import WorkspaceShape
 from lowlat.program.program import Op
 
-__all__ = ["flash_attention", "prefill_attention"]
+__all__ = ["attention_workspaces", "flash_attention", "prefill_attention"]
+
+
+def attention_workspaces(cache: BufferSpec, size: int, longest: int, window: int | None) -> list[WorkspaceShape]:
+    """The workspaces of a chunk's attention: gathered keys and values [n, G, D], and their lengths [2, 2].
+
+    cache  [P, G, block, D]; size: rows; longest: positions of the longest context
+    """
+    _, groups, _, dim = cache.shape
+    shape = (gathered_rows(size, longest, window), groups, dim)
+    gathered: list[WorkspaceShape] = [(f"prefill.{part}", shape, cache.dtype) for part in ("keys", "values")]
+    return [*gathered, ("prefill.lengths", (2, 2), torch.int32)]
 
 
 def prefill_attention(binding: Binding, op: Op) -> Sequence[Call]:
@@ -32,10 +45,9 @@ def prefill_attention(binding: Binding, op: Op) -> Sequence[Call]:
     window = given.get("window")
     if window is not None and window >= longest:
         window = None
-    _, groups, _, dim = k_cache.shape
-    shape = (gathered_rows(q.shape[0], longest, window), groups, dim)
-    keys, values = (binding.workspace(f"prefill.{part}", shape, k_cache.dtype) for part in ("keys", "values"))
-    lengths = binding.workspace("prefill.lengths", (2, 2), torch.int32)
+    cache = binding.program.buffers[op.reads["k_cache"]]
+    asked = attention_workspaces(cache, q.shape[0], longest, window)
+    keys, values, lengths = (binding.workspace(*each) for each in asked)
     gather = gather_kv(
         k_cache=k_cache, v_cache=v_cache, block_table=given["block_table"], chunk=given["chunk"], keys=keys,
         values=values, lengths=lengths, size=q.shape[0], window=window, card=binding.card,

@@ -12,14 +12,22 @@ from lowlat.executors.lowering.binding import Binding, Call, LibraryCall
 from lowlat.kernels.gemm.packing import PackedMatrix, unpack_rows
 from lowlat.kernels.gemm.prefill.activation_layout import arranged_shape
 from lowlat.kernels.gemm.prefill.gemm import prefill_gemm
-from lowlat.kernels.gemm.prefill.plan import MOST_ROWS, has_prefill_gemm, partials_shape, plan_prefill_gemm
-from lowlat.kernels.toolchain.kernel import Card
+from lowlat.kernels.gemm.prefill.plan import MOST_ROWS, has_prefill_gemm, plan_prefill_gemm, segments_of
+from lowlat.kernels.toolchain.kernel import Card, WorkspaceShape
 from lowlat.program.program import Op
 
-__all__ = ["prefill_linear", "takes"]
+__all__ = ["gemm_workspaces", "prefill_linear", "takes"]
 
 ROWS = 64  # a GEMM of ours has a multiple of so many rows
 WIDTH = 8  # and of so many weight rows and columns
+
+
+def gemm_workspaces(rows: int, height: int, width: int) -> list[WorkspaceShape]:
+    """The workspaces of our GEMM of so many rows with a weight [height, width]: activations, and sums of segments of K."""
+    segments = segments_of(height, width)[0]
+    partials = (segments, rows, height) if segments > 1 else (0, rows, height)
+    arranged = arranged_shape(rows, width)
+    return [("prefill.arranged", arranged, torch.bfloat16), ("prefill.partials", partials, torch.float32)]
 
 
 def takes(chunk: int, weight: PackedMatrix, card: Card) -> bool:
@@ -48,9 +56,8 @@ def _by_packed(binding: Binding, op: Op, weight: PackedMatrix) -> Sequence[Call]
     for rows, results in zip(given["x"].split(MOST_ROWS), given["out"].split(MOST_ROWS), strict=True):
         count = rows.shape[0]
         plan = plan_prefill_gemm(count, weight.rows, weight.columns, binding.card)
-        shape = partials_shape(plan, count, weight.rows, weight.columns)
-        arranged = binding.workspace("prefill.arranged", arranged_shape(count, weight.columns), torch.bfloat16)
-        partials = binding.workspace("prefill.partials", shape, torch.float32)
+        asked = gemm_workspaces(count, weight.rows, weight.columns)
+        arranged, partials = (binding.workspace(*each) for each in asked)
         calls += prefill_gemm(
             x=rows, weight=weight, bias=binding.bias(op), columns=columns, arranged=arranged, partials=partials,
             out=results, card=binding.card, plan=plan,

@@ -5,7 +5,7 @@ from typing import Any
 
 from lowlat.executors.lowering.binding import Binding, Call
 from lowlat.executors.lowering.fusion import Fusion, Run
-from lowlat.executors.lowering.operations import argmax_of, draft_topk_alone, publication
+from lowlat.executors.lowering.operations import draft_topk_alone, left_argmax, publication
 from lowlat.kernels.attention.kv_compact import kv_compact
 from lowlat.kernels.sampling.sample import sample
 from lowlat.kernels.step.accept import accept_and_commit
@@ -77,9 +77,8 @@ def _compacted(binding: Binding, run: Run) -> Sequence[Call]:
 
 def _sample(binding: Binding, run: Run) -> Sequence[Call]:
     """Finite flags and draws."""
-    found = argmax_of(binding, run.op("finite"))
-    workspace = binding.workspace
-    return [*found.calls, *sample(**_joined(binding, run.ops), best=found.pairs, workspace=workspace)]
+    best = left_argmax(binding, run.op("finite"))
+    return sample(**_joined(binding, run.ops), best=best, workspace=binding.workspace)
 
 
 def _draft_topk(binding: Binding, run: Run) -> Sequence[Call]:
