@@ -48,7 +48,7 @@ class Bench:
     def compare(
         self,
         arrays: Mapping[str, torch.Tensor],
-        reference: Callable[[Arrays], None],
+        reference: Callable[[Arrays], object],
         calls: Callable[[Arrays], Sequence[KernelCall]],
     ) -> Arrays:
         """Run both on copies of the arrays: all must end equal, bit for bit. Returns what they are then."""

@@ -130,6 +130,21 @@ def _lay_out_draft_rows(
 
 
 @device_function
+def _load_slot(index: Any, needs: Any, slots: Any, lengths: Any, slot_ints: Any) -> Any:
+    """An entry's slot, its committed length, and the tokens that it may still get; zeros for what nothing needs."""
+    slotted, measured, limited = needs
+    slot, length, room = int64(0), int64(0), int64(0)
+    if slotted:
+        slot = int_at(slots, index)
+    known = max(slot, int64(0))
+    if measured:
+        length = int_at(lengths, known)
+    if limited:
+        room = long_at(slot_ints, known * NUM_INTS + MAX_LENGTH) - length
+    return slot, length, room
+
+
+@device_function
 def _load_inputs(
     thread: Any, threads: Any, index: Any, slot: Any, sizes: Any, parts: Any, addresses: Any, shared: Any
 ) -> None:
@@ -192,6 +207,33 @@ def _take(index: Any, row: Any, slot: Any, sizes: Any, simulated: Any, shared: A
 
 
 @device_function
+def _accept(
+    row: Any, threads: Any, index: Any, slot: Any, length: Any, sizes: Any, simulation: Any, shared: Any, outs: Any
+) -> Any:
+    """Follow all paths, or pretend to, and take the longest run: as `_take` gives it."""
+    rows, num_paths, width = sizes
+    simulated, seed, whole, fraction = simulation
+    _walk_all(row, threads, num_paths, width, simulated, shared)
+    limit = _simulated_count(slot, length, seed, whole, fraction) if simulated else int64(rows)
+    cuda.syncthreads()
+    return _take(index, row, slot, (rows, width, limit), simulated, shared, outs)
+
+
+@device_function
+def _load_run(index: Any, row: Any, rows: Any, slot: Any, truncates: Any, run: Any) -> Any:
+    """A run that another launch left: this row's token and node, and the rows that it has, cut already or not."""
+    accepted_tokens, accepted_nodes, accepted_lens, commit_lens = run
+    place = index * rows + min(row, int64(rows - 1))
+    token, node, count = int_at(accepted_tokens, place), int64(-1), int64(0)
+    if truncates:
+        node = int_at(accepted_nodes, place)
+        count = int_at(accepted_lens, index) if slot >= 0 else int64(0)
+    else:
+        count = int_at(commit_lens, index)
+    return token, node, count
+
+
+@device_function
 def _cut(index: Any, row: Any, run: Any, room: Any, num_stops: Any, shared: Any, outs: Any) -> Any:
     """The run cut where it ends: the tokens to commit, and why it ends."""
     token, node, count = run
@@ -235,11 +277,11 @@ def _commit(index: Any, row: Any, slot: Any, length: Any, run: Any, sizes: Any, 
 def accept_kernel(plan: AcceptPlan) -> Kernel:
     """The kernel for a plan; arguments are addresses, zero for those of operations that it lacks."""
     rows, num_paths, width, num_stops, context, vocabulary = astuple(plan)[:6]
-    accepts, truncates, commits, lays_out, seed = plan.accepts, plan.truncates, plan.commits, plan.lays_out, plan.seed
+    accepts, truncates, commits, lays_out = plan.accepts, plan.truncates, plan.commits, plan.lays_out
     simulated, mean = plan.mean_length is not None, plan.mean_length or 1.0
-    whole, fraction = int(mean - 1), mean - 1 - int(mean - 1)
+    simulation = (simulated, plan.seed, int(mean - 1), mean - 1 - int(mean - 1))
     threads, num_nodes = 32 if rows <= 32 else MAX_ROWS, num_paths * width
-    slotted, measured = accepts or truncates or commits, simulated or truncates or commits
+    needs = (accepts or truncates or commits, simulated or truncates or commits, truncates)
 
     def kernel(
         target_tokens: Any,
@@ -278,34 +320,18 @@ def accept_kernel(plan: AcceptPlan) -> Kernel:
         stops = cuda.shared.array(shape=num_stops, dtype=int32)
         best = cuda.shared.array(shape=2, dtype=int32)
         index, row = int64(cuda.blockIdx.x), int64(cuda.threadIdx.x)
-        slot, length, room, limit = int64(0), int64(0), int64(0), int64(rows)
-        token, node, count, reason = int64(-1), int64(-1), int64(0), int64(0)
-        shared = (targets, drafts, flags, nodes, stops, best)
-        if slotted:
-            slot = int_at(slots, index)
-        known = max(slot, int64(0))
-        if measured:
-            length = int_at(lengths, known)
-        if truncates:
-            room = long_at(slot_ints, known * NUM_INTS + MAX_LENGTH) - length
+        reason, shared = int64(0), (targets, drafts, flags, nodes, stops, best)
+        slot, length, room = _load_slot(index, needs, slots, lengths, slot_ints)
         if accepts or truncates:
             inputs, sizes = (target_tokens, draft_tokens, paths, finite, stop_ids), (rows, num_paths, width, num_stops)
             _load_inputs(row, threads, index, slot, sizes, (accepts, truncates), inputs, shared)
             cuda.syncthreads()
         if accepts:
-            _walk_all(row, threads, num_paths, width, simulated, shared)
-            if simulated:
-                limit = _simulated_count(slot, length, seed, whole, fraction)
-            cuda.syncthreads()
-            outs = (accepted_tokens, accepted_nodes, accepted_lens, best_path)
-            token, node, count = _take(index, row, slot, (rows, width, limit), simulated, shared, outs)
+            extents, outs = (rows, num_paths, width), (accepted_tokens, accepted_nodes, accepted_lens, best_path)
+            token, node, count = _accept(row, threads, index, slot, length, extents, simulation, shared, outs)
         else:
-            token = int_at(accepted_tokens, index * rows + min(row, int64(rows - 1)))
-            if truncates:
-                node = int_at(accepted_nodes, index * rows + min(row, int64(rows - 1)))
-                count = int_at(accepted_lens, index) if slot >= 0 else int64(0)
-            else:
-                count = int_at(commit_lens, index)
+            run = (accepted_tokens, accepted_nodes, accepted_lens, commit_lens)
+            token, node, count = _load_run(index, row, rows, slot, truncates, run)
         if truncates:
             count, reason = _cut(index, row, (token, node, count), room, num_stops, shared, (commit_lens, finish))
         elif commits:
