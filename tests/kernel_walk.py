@@ -279,6 +279,12 @@ class Walker:
             def y(self) -> int:
                 return self.value() // _this().home.launch.width
 
+        class Grid(Line):
+            @property
+            def y(self) -> int:
+                launch = _this().home.launch
+                return launch.grid // launch.width
+
         def atomic(better: Callable[[Any, Any], Any]) -> Callable[[list[Any], int, Any], None]:
             def update(array: list[Any], place: int, value: Any) -> None:
                 array[place] = better(array[place], value)
@@ -288,7 +294,7 @@ class Walker:
         return SimpleNamespace(
             threadIdx=Line(lambda: _this().place_in_block),
             blockIdx=Block(lambda: _this().home.block),
-            gridDim=Line(lambda: _this().home.launch.width),
+            gridDim=Grid(lambda: _this().home.launch.width),
             blockDim=Line(lambda: _this().home.launch.threads),
             syncthreads=self._sync_block,
             syncthreads_count=self._count,

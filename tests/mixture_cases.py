@@ -14,11 +14,12 @@ from lowlat.kernels.moe.packing import pack_experts, unpack_expert
 from lowlat.kernels.moe.plan import DOWN, GATE_UP, ExpertShape, rows_a_launch
 from lowlat.kernels.moe.topk_routing import TopKRouting
 from lowlat.kernels.reference.moe import experts as reference
-from lowlat.kernels.toolchain.kernel import Card
+from lowlat.kernels.toolchain.kernel import Card, WorkspaceShape
 
 __all__ = [
     "PASSES",
     "Mixture",
+    "Poisoned",
     "awaited",
     "exact_shares",
     "logits_of",
@@ -35,6 +36,26 @@ PASSES: dict[str, Any] = {
     "alpha": 2.0**127,
 }  # SwiGLU of an up value of 0 is the gate where that is positive, else 0
 ONE = 2  # the code of 1.0
+
+
+class Poisoned:
+    """Workspaces that hold NaN, or numbers that are no index; one name is one memory while requests do not grow.
+
+    asked  every request
+    """
+
+    def __init__(self, device: str | torch.device = "cpu") -> None:
+        self._device = device
+        self._held: dict[str, torch.Tensor] = {}
+        self.asked: list[WorkspaceShape] = []
+
+    def __call__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        self.asked.append((name, shape, dtype))
+        count = math.prod(shape)
+        if name not in self._held or self._held[name].numel() < count:
+            rest = torch.nan if dtype.is_floating_point else -77
+            self._held[name] = torch.full((count,), rest, dtype=dtype, device=self._device)
+        return self._held[name][:count].view(shape)
 
 
 @dataclass

@@ -207,6 +207,14 @@ def route(lab: Lab, options: dict[str, Any]) -> Arrays:
     return lab.launch(normed_logits, outs, **options)
 
 
+def check_router_alone(lab: Lab, rows: int, width: int, experts: int) -> None:
+    """The logits of rows that are normed already are those of the norm and the router together, bit for bit."""
+    options = router_inputs(rows, width, experts)
+    together, logits = route(lab, options), {"logits": poison(rows, experts, dtype=torch.float32)}
+    given = {"x": together["normed"].cpu(), "weight": options["weight"], "bias": options["bias"]}
+    assert torch.equal(lab.launch(router.router_logits, logits, **given)["logits"], together["logits"])
+
+
 def normed_logits(
     *, norm_weight: torch.Tensor, row_live: torch.Tensor | None, normed: torch.Tensor, **more: Any
 ) -> list[KernelCall]:

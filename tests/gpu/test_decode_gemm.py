@@ -16,7 +16,7 @@ from lowlat.kernels.gemm.decode.gemm import (
     plan_decode_gemm,
     steps_to_hold,
 )
-from lowlat.kernels.gemm.packing import gate_up_permutation, pack
+from lowlat.kernels.gemm.packing import gate_up_permutation, pack, rope_permutation, runs_of
 from lowlat.kernels.rows.norm import rms_norm
 from lowlat.kernels.sampling.select import BROKEN, FINITE
 from lowlat.kernels.toolchain.kernel import H200
@@ -53,6 +53,22 @@ def test_product_matches_torch(launcher: Launcher, width: int, depth: int) -> No
             launcher.run(*decode_gemm(x=x, weight=packed, out=out, bias=offset))
             want = x.double() @ weight.double().t() + (0 if offset is None else offset.double())
             assert _error(out, want) < 1e-5
+
+
+@pytest.mark.parametrize("order", [gate_up_permutation(2048), rope_permutation(40, 8, 64)], ids=["gate_up", "rope"])
+def test_a_permuted_weight_gives_original_columns(launcher: Launcher, order: torch.Tensor) -> None:
+    """The bits of the weight as it was, in float32 and in bf16, with and without a bias, at every number of rows."""
+    width, runs, order = len(order), runs_of(order).cuda(), order.cuda()
+    weight, bias = _random(width, 896, scale=0.03), _random(width)
+    permuted, plain = pack(weight, order), pack(weight)
+    for rows in ROWS:
+        x = _random(rows, 896)
+        for kind, own in ((torch.float32, None), (torch.bfloat16, bias)):
+            got, want = (torch.full((rows, width), torch.nan, device="cuda", dtype=kind) for _ in range(2))
+            ordered = None if own is None else own[order].contiguous()
+            launcher.run(*decode_gemm(x=x, weight=permuted, bias=ordered, columns=runs, out=got))
+            launcher.run(*decode_gemm(x=x, weight=plain, bias=own, out=want))
+            assert bool(want.isfinite().all()) and torch.equal(got, want)
 
 
 @pytest.mark.parametrize(("width", "depth"), [(256, 320), (4096, 4096)])

@@ -14,10 +14,12 @@ from expert_cases import (
     shares_of,
     want_gate_up,
 )
+from mixture_cases import Poisoned
 
 from lowlat.executors.launcher import Launcher
 from lowlat.kernels.moe.packing import unpack_expert
 from lowlat.kernels.moe.plan import DOWN, GATE_UP, ExpertShape
+from lowlat.kernels.moe.prefill.experts import prefill_down, prefill_gate_up
 from lowlat.kernels.moe.prefill.grouped_gemm import grouped_down, grouped_gate_up
 from lowlat.kernels.moe.prefill.grouping import group_pairs
 from lowlat.kernels.moe.prefill.pair_tiles import TILE_PAIRS, most_tiles
@@ -124,6 +126,31 @@ def test_gate_up_is_the_reference_s(
             got, live = run_gate_up(launcher, experts, x, ids, tile_pairs), ids >= 0
             assert (got[~live] == FILL).all()
             assert apart(got[live], want_gate_up(experts, x, ids)[live]) < 4e-3, (tile_pairs, kind)
+
+
+@pytest.mark.parametrize("rows", [5, 128, 600])
+def test_a_down_gemm_stands_alone_or_behind_the_gate_up_gemm(launcher: Launcher, rows: int) -> None:
+    """Where it groups pairs for itself it has the bits of one that takes the gate_up GEMM's lists."""
+    up = make_experts(16, 640, 352, quantised=True, gated=True, device="cuda")
+    down = make_experts(16, 96, 320, quantised=True, gated=False, device="cuda")
+    assert up.order is not None
+    x, card, chain = torch.randn(rows, 352, device="cuda").bfloat16(), launcher.card, Poisoned("cuda")
+    for kind in ("random", "shared", "dead"):
+        ids = choices(kind, rows, 4, 16, "cuda")
+        shares, activated = shares_of(ids), torch.full((rows, 4, 320), torch.nan, device="cuda").bfloat16()
+        outs = torch.full((2, rows, 96), torch.nan, device="cuda")
+        bias = up.bias[:, up.order.cuda()].contiguous()
+        calls = prefill_gate_up(
+            x, ids, experts=up.packed, bias=bias, out=activated, limit=LIMIT, alpha=ALPHA, workspace=chain, card=card
+        )
+        rest: dict[str, Any] = {"experts": down.packed, "bias": down.bias, "card": card}
+        calls += prefill_down(activated, ids, shares, **rest, out=outs[0], workspace=chain, grouped=True)
+        calls += prefill_down(activated, ids, shares, **rest, out=outs[1], workspace=Poisoned("cuda"))
+        launcher.run(*calls)
+        live = ids >= 0
+        assert apart(activated[live], want_gate_up(up, x, ids)[live]) < 4e-3
+        assert torch.equal(outs[0], outs[1]) and bool(outs[0][live.any(1)].ne(0).any(1).all())
+        assert not outs[0][~live.any(1)].any()
 
 
 @pytest.mark.parametrize("quantised", [True, False])

@@ -9,6 +9,7 @@ from expert_cases import want_gate_up
 from mixture_cases import (
     PASSES,
     Mixture,
+    Poisoned,
     make_logits,
     make_mixture,
     make_topk_routing,
@@ -18,9 +19,11 @@ from mixture_cases import (
 )
 
 from lowlat.executors.launcher import Launcher
+from lowlat.kernels.moe.decode.experts import experts_down, experts_gate_up
 from lowlat.kernels.moe.decode.mlp import experts_mlp
 from lowlat.kernels.moe.decode.mlp_plan import MlpPlan
 from lowlat.kernels.moe.packing import unpack_expert
+from lowlat.kernels.moe.plan import partials_workspace
 from lowlat.kernels.moe.router import RouterNorm, router_logits
 from lowlat.kernels.moe.topk_routing import TopKRouting
 from lowlat.kernels.toolchain.kernel import KernelCall
@@ -87,6 +90,41 @@ def test_products_and_their_sum_are_right(
             torch.testing.assert_close(found["expert_weights"].cpu(), about, rtol=1e-5, atol=1e-7, equal_nan=True)
             mixture.check(found)
             assert kind == "odd" or found["total"].isfinite().all()
+
+
+def run_alone(launcher: Launcher, found: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Both GEMMs in launches of their own, over what the one launch was given and chose."""
+    ids, given = found["expert_ids"], found["activated"]
+    activated, workspace = torch.full_like(given, torch.nan), Poisoned("cuda")
+    out = torch.full(found["total"].shape, torch.nan, device="cuda")
+    calls = experts_gate_up(
+        found["x"], ids, experts=found["gate_up"], bias=found["gate_up_bias"], out=activated, limit=found["limit"],
+        alpha=found["alpha"], card=launcher.card,
+    )  # fmt: skip
+    calls += experts_down(
+        activated, ids, found["expert_weights"], experts=found["down"], bias=found["down_bias"], out=out,
+        workspace=workspace, card=launcher.card,
+    )  # fmt: skip
+    launcher.run(*calls)
+    total = (found["residual"].float() + out).bfloat16()
+    partials = workspace(*partials_workspace(*ids.shape, out.shape[1]))
+    return {"activated": activated, "partials": partials, "total": total}
+
+
+@pytest.mark.parametrize("quantised", [True, False])
+@pytest.mark.parametrize(("count", "hidden", "inner"), [(4, 96, 160), (32, 2880, 2880), (128, 2080, 320)])
+def test_gemms_alone_have_the_bits_of_the_one_launch(
+    launcher: Launcher, quantised: bool, count: int, hidden: int, inner: int
+) -> None:
+    """At every number of rows, whoever shares experts; dead rows among them."""
+    mixture = make_mixture(count, hidden, inner, quantised=quantised, device="cuda")
+    compile_ahead(launcher, mixture, 4, ROWS)
+    for rows in ROWS:
+        for kind in ("random", "shared", "apart", "dead"):
+            routing = make_topk_routing(kind, rows, 4, count, "cuda")
+            found = run(launcher, mixture, mixture.rows(rows), routing, 4)
+            for name, alone in run_alone(launcher, found).items():
+                assert torch.equal(bits(alone), bits(found[name])), (name, rows, kind)
 
 
 @pytest.mark.parametrize("kind", ["random", "shared", "ties", "odd"])

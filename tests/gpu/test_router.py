@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+from mixture_cases import Poisoned
 from rowwise_cases import (
+    EPS,
     Lab,
     check_router,
+    check_router_alone,
     check_router_extremes,
     check_router_fills,
     route,
@@ -13,6 +16,8 @@ from rowwise_cases import (
 )
 
 from lowlat.executors.launcher import Launcher
+from lowlat.kernels.moe.router import RouterNorm, router
+from lowlat.kernels.moe.topk_routing import TopKRouting, route_top_k
 
 pytestmark = pytest.mark.gpu
 
@@ -27,6 +32,34 @@ def lab() -> Lab:
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 17, 64])
 def test_the_router_in_its_promised_order(lab: Lab, rows: int, width: int, experts: int) -> None:
     check_router(lab, rows, width, experts)
+
+
+@pytest.mark.parametrize(("width", "experts"), [(2880, 128), (8, 3), (6144, 256)])
+@pytest.mark.parametrize("rows", [1, 2, 3, 64, 513])
+def test_a_router_of_normed_rows_has_the_bits_of_norm_and_router_together(
+    lab: Lab, rows: int, width: int, experts: int
+) -> None:
+    """Its logits, and what rows choose by them in launches of its own."""
+    check_router_alone(lab, rows, width, experts)
+    given = {name: lab.place(each) for name, each in router_inputs(rows, width, experts).items()}
+    norm_weight, live, x = given.pop("norm_weight"), given["row_live"], given.pop("x")
+    together = route(lab, {**given, "x": x, "norm_weight": norm_weight})
+    found = []
+    for apart in (None, True, False):
+        ids = torch.full((rows, 3), 77, dtype=torch.int32, device=lab.device)
+        shares, normed = torch.full((rows, 3), torch.nan, device=lab.device), torch.full_like(x, torch.nan)
+        chosen = {"expert_ids": ids, "expert_weights": shares}
+        if apart is None:
+            calls = route_top_k(routing=TopKRouting(together["logits"], live), **chosen)
+        elif apart:
+            calls = router(together["normed"], **given, **chosen, workspace=Poisoned(lab.device))
+        else:
+            norm = RouterNorm(norm_weight, EPS, normed, live)
+            calls = router(x, **given, **chosen, norm=norm, workspace=Poisoned(lab.device))
+        lab.run(*calls)
+        found.append((ids, shares))
+    for ids, shares in found[1:]:
+        assert torch.equal(ids, found[0][0]) and torch.equal(shares, found[0][1])
 
 
 @pytest.mark.parametrize("width", [64, 2880])

@@ -112,6 +112,7 @@ def main() -> None:
     cases.check_router(lab, 5, 264, 6)
     cases.check_router(lab, 1, 4096 + 72, 7)
     cases.check_router_extremes(lab, 64)
+    cases.check_router_alone(lab, 5, 264, 6)
     cases.check_router_fills(lab, 1, 64, 6, 1100)
     cases.check_router_fills(lab, 5, 64, 3, 300)
     cases.check_embeddings(lab, 3, 72, 37)
