@@ -36,7 +36,7 @@ from lowlat.executors.prefill.arguments import ChunkArguments
 from lowlat.executors.prefill.chunk import BoundPrefill
 from lowlat.executors.prefill.graphs import capture_prefills
 from lowlat.executors.prefill.room import room_of
-from lowlat.graphs import Bucket, BufferSet, Role
+from lowlat.graphs import Bucket, BufferSet, Paging, Role
 from lowlat.program.program import Program
 from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.decode import build_step
@@ -165,9 +165,9 @@ def _buffers(program: Program, device: torch.device, arguments: ChunkArguments) 
 
 
 def _fill(buffers: BufferSet, vocab_size: int, chunk: int, start: int) -> None:
-    for name, tensor in buffers.items():
-        if "_cache" in name:
-            tensor.normal_()
+    for name, spec in buffers.specs.items():
+        if spec.paging is Paging.POSITIONS:
+            buffers[name].normal_()
     buffers["prefill_tokens"].random_(vocab_size)
     width = min(buffers["prefill_table"].shape[1], (start + chunk) // BLOCK_SIZE)
     buffers["prefill_table"][0, :width] = torch.arange(1, width + 1)

@@ -12,7 +12,7 @@ from lowlat.executors.launcher import Launcher
 from lowlat.executors.prefill.arguments import ChunkArguments
 from lowlat.executors.prefill.chunk import BoundPrefill
 from lowlat.executors.reference import bind
-from lowlat.graphs import BufferSet, Role
+from lowlat.graphs import BufferSet, Paging, Role
 from lowlat.program.program import Program
 from lowlat.step.prefill import build_prefill
 
@@ -77,8 +77,9 @@ def chunk_differences(
             function(**arguments)
     differences = {}
     for name in found:
-        if "_cache" in name or name == "block_features":
-            ours, theirs = (_positions(name, buffers[name]) for buffers in (found, expected))
+        paging = program.buffers[name].paging
+        if paging is not None:
+            ours, theirs = (_positions(paging, buffers[name]) for buffers in (found, expected))
             size = theirs.norm(dim=-1)
             if not bool((size > 0).any()):
                 assert live is not None, f"the reference wrote nothing to {name}"
@@ -88,7 +89,7 @@ def chunk_differences(
     return differences
 
 
-def _positions(name: str, tensor: torch.Tensor) -> torch.Tensor:
+def _positions(paging: Paging, tensor: torch.Tensor) -> torch.Tensor:
     """[positions, values]: caches are [P, G, block, D], features [P, ..]."""
     plain = tensor.double().cpu()
-    return plain.transpose(1, 2).flatten(0, 1).flatten(1) if "_cache" in name else plain.flatten(1)
+    return plain.transpose(1, 2).flatten(0, 1).flatten(1) if paging is Paging.POSITIONS else plain.flatten(1)

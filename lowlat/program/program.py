@@ -98,32 +98,34 @@ class Program:
 
     def _check_buffers(self, op: Op, written: set[str]) -> None:
         """Roles, order, and that no buffer is written through one argument and used through another."""
-        reads, writes = op.reads.values(), op.writes.values()
-        for name in reads:
-            if name not in written and self.buffers[name].role is Role.SCRATCH:
+        reads, writes = set(op.reads.values()), set(op.writes.values())
+        for name in reads - written:
+            if self.buffers[name].role is Role.SCRATCH:
                 raise ConfigError(f"reads {name} before it is written")
         for name in writes:
-            if self.buffers[name].role in (Role.CONSTANT, Role.COMMAND):
-                raise ConfigError(f"writes {name}, which it may not: its role is {self.buffers[name].role}")
-            if name in reads or list(writes).count(name) > 1:
-                raise ConfigError(f"writes {name} and has it as another argument, too")
+            role = self.buffers[name].role
+            if role is Role.CONSTANT or role is Role.COMMAND:
+                raise ConfigError(f"writes {name}, which it may not: its role is {role}")
+        if len(writes) < len(op.writes) or not reads.isdisjoint(writes):
+            raise ConfigError("writes a buffer that is also another of its arguments: " + str(op))
 
 
 def _check_arguments(op: Op, types: Mapping[str, ArrayType], fitting: set[object]) -> None:
     """Check an operation against its schema; `fitting` holds what has passed."""
-    for name in (*op.reads.values(), *op.writes.values()):
+    reads, writes, params = op.reads, op.writes, op.params
+    names = (*reads.values(), *writes.values())
+    for name in names:
         if name not in types:
             raise ConfigError(f"uses undeclared buffer {name}")
-    reads = {argument: types[name] for argument, name in op.reads.items()}
-    writes = {argument: types[name] for argument, name in op.writes.items()}
-    arrays = (tuple(reads.items()), tuple(writes.items()), tuple(op.weights))
-    key = (op.kind, arrays, tuple((name, type(value), value) for name, value in op.params.items()))
+    given = (*reads, "", *writes, "", *op.weights, "", *params, *map(repr, params.values()))
+    key = (op.kind, given, tuple([types[name] for name in names]))
     if key in fitting:
         return
     known = OPERATIONS.get(op.kind)
     if known is None:
         raise ConfigError("no such operation in lowlat.kernels.reference.OPERATIONS")
-    check_operation(known.schema, reads, writes, dict.fromkeys(op.weights), op.params)
+    read, written = ({argument: types[name] for argument, name in part.items()} for part in (reads, writes))
+    check_operation(known.schema, read, written, dict.fromkeys(op.weights), params)
     fitting.add(key)
 
 

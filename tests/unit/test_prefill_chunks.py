@@ -109,7 +109,7 @@ def pair_of(name: str, directory: Path, **shape: Any) -> Pair:
 def poisoned(buffers: BufferSet) -> None:
     """NaN in every cache, feature and scratch buffer."""
     for name, tensor in buffers.items():
-        if "_cache" in name or name == "block_features" or name.startswith(("prefill.", "prefill_rows")):
+        if buffers.specs[name].paging or name.startswith(("prefill.", "prefill_rows")):
             tensor.fill_(NAN if tensor.is_floating_point() else 0)
 
 
@@ -137,7 +137,7 @@ def test_a_chunk_of_dead_rows_keeps_nothing(name: str, tmp_path: Path) -> None:
     pair = pair_of(name, tmp_path)
     prefill, arguments, buffers = make_prefill(pair, build_prefill(pair.geometry), torch.device("cpu"))
     poisoned(buffers)
-    state = {key: tensor.clone() for key, tensor in buffers.items() if "_cache" in key or key == "block_features"}
+    state = {key: buffers[key].clone() for key, spec in buffers.specs.items() if spec.paging}
     assert len(state) > 3
     arguments.send()
     prefill.run()
