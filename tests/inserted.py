@@ -29,7 +29,7 @@ def with_identities(program: Program, count: int, seed: int) -> Program:
             name = scratch[index % len(scratch)]
             copy = f"{name}.copy.{index}"
             buffers[copy] = replace(buffers[name], name=copy)
-            ops.append(Op("identity", op.stage, *map(MappingProxyType, ({"x": name}, {"out": copy}, {}, {}))))  # type: ignore[arg-type]
+            ops.append(Op("identity", op.stage, *map(MappingProxyType, ({"x": name}, {"out": copy}, {}, {}))))
             copies[name] = copy
     made = replace(program, ops=tuple(ops), buffers=MappingProxyType(buffers))
     made.validate()

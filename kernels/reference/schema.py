@@ -41,7 +41,7 @@ __all__ = ["Access", "Argument", "Operation", "OperationSchema", "Parameter", "o
 
 Reference = TypeVar("Reference", bound=Callable[..., None])
 
-LINE = re.compile(r"(read|write|update|weight)\s+([\w{}, ]+?)\s\s+(\w+)\s+(flat )?\s*\[([^\]]*)\]\s*(.*)")
+LINE = re.compile(r"(read|write|update|weight)\s+([\w{}, ]+?)\s\s+(\w+)\s+(flat )?\s*\[([^\]]*)\].*")
 _DECLARED: dict[str, list["Operation"]] = {}
 
 
@@ -62,7 +62,6 @@ class Argument:
     extents   of the shape; the number of elements alone where it is flat
     rest      the symbol of all further extents, if any
     count     the symbol that counts name0, name1, ..., or None for a single array
-    meaning   words that the declaration has besides
     """
 
     name: str
@@ -73,7 +72,6 @@ class Argument:
     flat: bool
     optional: bool
     count: str | None
-    meaning: str
 
     @cached_property
     def bare(self) -> tuple[tuple[int, str], ...]:
@@ -194,7 +192,7 @@ def _read_line(line: str, signature: Mapping[str, inspect.Parameter], kind: str)
     match = LINE.fullmatch(line)
     if match is None:
         raise ValueError(f"{kind}: cannot read {line!r}; expected: access names  dtype  [shape]  meaning")
-    access, names, dtype, flat, shape, meaning = match.groups()
+    access, names, dtype, flat, shape = match.groups()
     if dtype not in ("compute", "float", "any") and not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise ValueError(f"{kind}: {dtype} is no dtype, in {line!r}")
     extents = [extent.strip() for extent in shape.split(",") if extent.strip()]
@@ -207,6 +205,6 @@ def _read_line(line: str, signature: Mapping[str, inspect.Parameter], kind: str)
         if parameter is None and not count:
             raise ValueError(f"{kind}: {name} is no parameter of the function")
         optional = parameter is not None and parameter.default is None
-        made = Argument(name, Access(access), dtype, parsed, rest, bool(flat), optional, count or None, meaning)
+        made = Argument(name, Access(access), dtype, parsed, rest, bool(flat), optional, count or None)
         found.append(made)
     return found

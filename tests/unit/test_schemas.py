@@ -31,7 +31,8 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Pair]:
 
     def make(name: str) -> Pair:
         files = write_pair(name, tmp_path_factory.mktemp(re.sub(r"\W", "_", name)))
-        return Pair(*files, **({"num_speculative_tokens": 3, "tree": TREE} if name == "llama" else {}))
+        tree: dict[str, Any] = {"num_speculative_tokens": 3, "tree": TREE} if name == "llama" else {}
+        return Pair(*files, **tree)
 
     return {name: make(name) for name in NAMES}
 
