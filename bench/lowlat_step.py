@@ -8,7 +8,7 @@ import torch
 
 from bench.dense_cases import Case, DenseGeometry
 from lowlat.executors.graph import GraphExecutor
-from lowlat.graphs import Bucket
+from lowlat.graphs import Bucket, Paging
 from lowlat.kernels.moe.packing import PackedExperts
 from lowlat.kernels.reference.step.slot_record import DRAFT_LIMIT, MAX_LENGTH, NUM_LOGPROBS, REPETITION, TOP_P
 from lowlat.models.geometry import DraftConfig, ModelConfig, RopeConfig
@@ -111,9 +111,9 @@ class ExecutorStep:
 
     def _fill(self, shapes: StepGeometry) -> None:
         state, batch = self.executor.state, self.case.batch
-        for name, tensor in state.items():
-            if "_cache" in name:
-                tensor.normal_()
+        for name, spec in state.specs.items():
+            if spec.paging is Paging.POSITIONS:
+                state[name].normal_()
         width = state["block_table"].shape[1]
         blocks = 1 + torch.randperm(shapes.num_blocks - 1)[: batch * width].view(batch, width)
         state["block_table"].copy_(blocks)

@@ -25,7 +25,7 @@ from bench.gpt_oss_step import Weights
 from bench.targets import BY_NAME, target_shapes, target_weights
 from lowlat.executors import Executor
 from lowlat.executors.make import make_executor
-from lowlat.graphs import Bucket
+from lowlat.graphs import Bucket, Paging
 from lowlat.host.devices import DeviceChoice
 from lowlat.host.mailbox import Mailbox
 from lowlat.speculators.tree.topology import TreeTopology
@@ -89,9 +89,9 @@ def _executor(shapes: StepGeometry, weights: Weights, device: torch.device) -> E
     kind = "graph" if device.type == "cuda" else "reference"
     choice = DeviceChoice(device, kind, "a benchmark")
     executor = make_executor(choice, programs, build_prefills(shapes), weights)  # type: ignore[arg-type]
-    for name, tensor in executor.state.items():
-        if "_cache" in name:
-            tensor.zero_()
+    for name, spec in executor.state.specs.items():
+        if spec.paging is Paging.POSITIONS:
+            executor.state[name].zero_()
     return executor
 
 

@@ -1,6 +1,6 @@
 """Static buffers and buckets: what a captured step needs to know of memory. It knows nothing about models."""
 
 from lowlat.graphs.buckets import Bucket, BucketLadder
-from lowlat.graphs.buffers import BufferSet, BufferSpec, Role, aligned_bytes
+from lowlat.graphs.buffers import BufferSet, BufferSpec, Paging, Role, aligned_bytes
 
-__all__ = ["Bucket", "BucketLadder", "BufferSet", "BufferSpec", "Role", "aligned_bytes"]
+__all__ = ["Bucket", "BucketLadder", "BufferSet", "BufferSpec", "Paging", "Role", "aligned_bytes"]

@@ -12,7 +12,7 @@ import torch
 
 from lowlat.errors import ConfigError
 
-__all__ = ["BufferSet", "BufferSpec", "Role", "aligned_bytes"]
+__all__ = ["BufferSet", "BufferSpec", "Paging", "Role", "aligned_bytes"]
 
 ALIGNMENT = 256
 
@@ -27,14 +27,22 @@ class Role(StrEnum):
     PUBLICATION = "publication"  # written by the step, read by the host
 
 
+class Paging(StrEnum):
+    """What a buffer holds of each block of the KV pool, which is its first dimension."""
+
+    POSITIONS = "positions"  # a value for every position of a block: a cache of keys or values, [P, G, block, D]
+    BLOCKS = "blocks"  # one value for a whole block, [P, ..]
+
+
 @dataclass(frozen=True)
 class BufferSpec:
-    """One buffer: its name, shape, dtype and role."""
+    """One buffer: its name, shape, dtype and role, and how it is paged by blocks of the KV pool, if it is."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     role: Role
+    paging: Paging | None = None
 
     @property
     def num_bytes(self) -> int:

@@ -13,7 +13,7 @@ from tiny_models import make_pair, make_target, mxfp4_target, random_draft_model
 from lowlat.kernels.toolchain.kernel import H200, KernelCall
 from lowlat.program.program import Stage
 
-__all__ = ["HEADS", "MIXTURES", "TARGETS", "LoweredPairs", "kinds_of", "reached", "span"]
+__all__ = ["HEADS", "MIXTURES", "TARGETS", "LoweredPairs", "kinds_of", "reached", "span", "write_pair"]
 
 DEMO = Path(__file__).parents[1] / "lowlat" / "demo"
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 64}
@@ -70,12 +70,12 @@ class LoweredPairs:
         if key not in self._pairs:
             options = {"num_speculative_tokens": 3, "tree": TREE} if tree else {}
             if name not in self._files:
-                self._files[name] = _write(name, self._factory.mktemp(name))
+                self._files[name] = write_pair(name, self._factory.mktemp(name))
             self._pairs[key] = Pair(*self._files[name], **{**options, **speculation})
         return self._pairs[key]
 
 
-def _write(name: str, directory: Path) -> tuple[Path, Path | None]:
+def write_pair(name: str, directory: Path) -> tuple[Path, Path | None]:
     """The files of a pair: the bundled one, a target with a head that copies it, or one with a random head."""
     if name == "demo":
         return DEMO / "target", DEMO / "head"

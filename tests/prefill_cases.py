@@ -15,7 +15,7 @@ from lowlat.executors.lowering.lower import lower
 from lowlat.executors.prefill_arguments import ChunkArguments
 from lowlat.executors.reference import bind
 from lowlat.executors.workspace import SharedWorkspace
-from lowlat.graphs import BufferSet, Role
+from lowlat.graphs import BufferSet, Paging, Role
 from lowlat.graphs.launch import Launch
 from lowlat.program.program import Program
 from lowlat.step.prefill import build_prefill
@@ -93,8 +93,9 @@ def chunk_differences(pair: Pair, launcher: Launcher, *, live: int | None = None
             function(**arguments)
     differences = {}
     for name in found:
-        if "_cache" in name or name == "block_features":
-            ours, theirs = (_positions(name, buffers[name]) for buffers in (found, expected))
+        paging = program.buffers[name].paging
+        if paging is not None:
+            ours, theirs = (_positions(paging, buffers[name]) for buffers in (found, expected))
             size = theirs.norm(dim=-1)
             if not bool((size > 0).any()):
                 assert live is not None, f"the reference wrote nothing to {name}"
@@ -104,7 +105,7 @@ def chunk_differences(pair: Pair, launcher: Launcher, *, live: int | None = None
     return differences
 
 
-def _positions(name: str, tensor: torch.Tensor) -> torch.Tensor:
+def _positions(paging: Paging, tensor: torch.Tensor) -> torch.Tensor:
     """[positions, values]: caches are [P, G, block, D], features [P, ..]."""
     plain = tensor.double().cpu()
-    return plain.transpose(1, 2).flatten(0, 1).flatten(1) if "_cache" in name else plain.flatten(1)
+    return plain.transpose(1, 2).flatten(0, 1).flatten(1) if paging is Paging.POSITIONS else plain.flatten(1)

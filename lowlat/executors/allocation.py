@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from lowlat.graphs import BufferSpec, Role
+from lowlat.graphs import BufferSet, BufferSpec, Role
 from lowlat.program.program import Program
 
 __all__ = ["STATE_ROLES", "SharedConstants", "clear_blocks", "first_rows", "pinned_names"]
@@ -53,9 +53,9 @@ class SharedConstants:
         self._known.clear()
 
 
-def clear_blocks(state: Mapping[str, torch.Tensor], blocks: Sequence[int], device: torch.device) -> None:
+def clear_blocks(state: BufferSet, blocks: Sequence[int], device: torch.device) -> None:
     """Zero KV blocks, the features at their ends included, on torch's current stream."""
     index = torch.tensor(list(blocks), dtype=torch.long, device=device)
-    for name, tensor in state.items():
-        if "_cache" in name or name == "block_features":
-            tensor[index] = 0
+    for name, spec in state.specs.items():
+        if spec.paging is not None:
+            state[name][index] = 0

@@ -39,14 +39,14 @@ def bind(
 
 def meaning_of(program: Program, op: Op) -> Callable[..., None]:
     """An operation's reference. Raises ConfigError for one that has none."""
-    function = OPERATIONS.get(op.kind)
-    if function is None:
+    found = OPERATIONS.get(op.kind)
+    if found is None:
         raise ConfigError(f"{program.name}: operation {op.kind} has no reference")
-    return function
+    return found.function
 
 
 def arguments_of(op: Op, buffers: Mapping[str, torch.Tensor]) -> dict[str, object]:
-    """What an operation is called with, by argument name: buffers and parameters, weights left out."""
+    """The buffers and parameters of an operation by argument name, weights left out; its schema keeps them apart."""
     named = (*op.reads.items(), *op.writes.items())
     return {**{name: buffers[buffer] for name, buffer in named}, **op.params}
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from lowlat.graphs import BufferSpec, Role
+from lowlat.graphs import BufferSpec, Paging, Role
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.layers import TORCH_DTYPES, Emitter, Rows
 from lowlat.program.program import ProgramBuilder, Stage
@@ -17,7 +17,7 @@ def kv_specs(config: ModelConfig, num_blocks: int, block_size: int) -> list[Buff
     shape = (num_blocks, config.num_kv_heads, block_size, config.head_dim)
     dtype = TORCH_DTYPES[config.dtype]
     return [
-        BufferSpec(f"{part}_cache.{layer}", shape, dtype, Role.STATE)
+        BufferSpec(f"{part}_cache.{layer}", shape, dtype, Role.STATE, Paging.POSITIONS)
         for layer in range(config.num_layers)
         for part in ("k", "v")
     ]

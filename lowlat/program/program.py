@@ -1,7 +1,8 @@
 """The decode step as data: operations in order, on named buffers whose dtypes fix the rounding points.
 
 A Program says what a step means, not how it is run. Executors lower it: the reference runs each operation by
-its torch meaning, the others cover runs of operations with kernels. This module knows no operation's meaning.
+its torch meaning, the others cover runs of operations with kernels. Every operation is checked against its schema in
+`lowlat.kernels.reference`; this module knows no operation by name.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,6 +14,9 @@ import torch
 
 from lowlat.errors import ConfigError
 from lowlat.graphs import BufferSpec, Role
+from lowlat.kernels.reference import OPERATIONS
+from lowlat.kernels.reference.schema import Access
+from lowlat.kernels.reference.schema_check import ArrayType, check_operation
 
 __all__ = ["Op", "Program", "ProgramBuilder", "Stage"]
 
@@ -41,7 +45,7 @@ class Op:
 
     kind     the name of the operation in `lowlat.kernels.reference.OPERATIONS`
     reads    argument name -> buffer it reads
-    writes   argument name -> buffer it writes; a buffer of role STATE may be in both by being updated
+    writes   argument name -> buffer it writes or updates
     weights  argument name -> canonical weight name
     params   argument name -> host constant
     """
@@ -52,6 +56,12 @@ class Op:
     writes: Mapping[str, str]
     weights: Mapping[str, str]
     params: Mapping[str, Param]
+
+    @property
+    def updates(self) -> tuple[str, ...]:
+        """Of the buffers that it writes those that it also reads, or writes in part; the others it overwrites whole."""
+        arguments = OPERATIONS[self.kind].schema.arguments
+        return tuple(name for argument, name in self.writes.items() if arguments[argument].access is Access.UPDATE)
 
     def __str__(self) -> str:
         return f"{self.kind}({', '.join(self.reads.values())}) -> {', '.join(self.writes.values())}"
@@ -71,22 +81,52 @@ class Program:
         return (spec for spec in self.buffers.values() if spec.role in roles)
 
     def validate(self) -> None:
-        """Check that every buffer is declared, and that scratch is written before it is read.
+        """Check every operation against its schema, that every buffer is declared, and that scratch is written first.
 
-        Raises ConfigError naming the operation and the buffer.
+        Raises ConfigError naming the operation, the argument or the buffer, and what was expected and found.
         """
+        types = {name: (spec.shape, spec.dtype) for name, spec in self.buffers.items()}
+        fitting: set[object] = set()  # layers are alike: what fitted once is not checked again
         written: set[str] = set()
         for index, op in enumerate(self.ops):
-            for name in (*op.reads.values(), *op.writes.values()):
-                if name not in self.buffers:
-                    raise ConfigError(f"{self.name}: op {index} {op.kind} uses undeclared buffer {name}")
-            for name in op.reads.values():
-                if self.buffers[name].role is Role.SCRATCH and name not in written:
-                    raise ConfigError(f"{self.name}: op {index} {op.kind} reads {name} before it is written")
-            for name in op.writes.values():
-                if self.buffers[name].role in (Role.CONSTANT, Role.COMMAND):
-                    raise ConfigError(f"{self.name}: op {index} {op.kind} writes {name}, which it may not")
+            try:
+                _check_arguments(op, types, fitting)
+                self._check_buffers(op, written)
+            except ConfigError as error:
+                raise ConfigError(f"{self.name}: op {index} {op.kind}: {error}") from None
             written.update(op.writes.values())
+
+    def _check_buffers(self, op: Op, written: set[str]) -> None:
+        """Roles, order, and that no buffer is written through one argument and used through another."""
+        reads, writes = set(op.reads.values()), set(op.writes.values())
+        for name in reads - written:
+            if self.buffers[name].role is Role.SCRATCH:
+                raise ConfigError(f"reads {name} before it is written")
+        for name in writes:
+            role = self.buffers[name].role
+            if role is Role.CONSTANT or role is Role.COMMAND:
+                raise ConfigError(f"writes {name}, which it may not: its role is {role}")
+        if len(writes) < len(op.writes) or not reads.isdisjoint(writes):
+            raise ConfigError("writes a buffer that is also another of its arguments: " + str(op))
+
+
+def _check_arguments(op: Op, types: Mapping[str, ArrayType], fitting: set[object]) -> None:
+    """Check an operation against its schema; `fitting` holds what has passed."""
+    reads, writes, params = op.reads, op.writes, op.params
+    names = (*reads.values(), *writes.values())
+    for name in names:
+        if name not in types:
+            raise ConfigError(f"uses undeclared buffer {name}")
+    given = (*reads, "", *writes, "", *op.weights, "", *params, *map(repr, params.values()))
+    key = (op.kind, given, tuple([types[name] for name in names]))
+    if key in fitting:
+        return
+    known = OPERATIONS.get(op.kind)
+    if known is None:
+        raise ConfigError("no such operation in lowlat.kernels.reference.OPERATIONS")
+    read, written = ({argument: types[name] for argument, name in part.items()} for part in (reads, writes))
+    check_operation(known.schema, read, written, dict.fromkeys(op.weights), params)
+    fitting.add(key)
 
 
 @dataclass

@@ -13,6 +13,7 @@ from tiny_models import PairPaths, make_pair, mxfp4_target
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.executors.launcher import Launcher
 from lowlat.executors.lowering.memory import temporary_bytes
+from lowlat.graphs import BufferSet, Paging
 from lowlat.graphs.capture import CapturedGraph, capture
 from lowlat.host.mailbox import Mailbox
 from lowlat.step import state as shapes
@@ -25,13 +26,9 @@ CHUNK, CONTEXT = 32, 250
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 64}
 
 
-def state_of(buffers: Any) -> dict[str, torch.Tensor]:
+def state_of(buffers: BufferSet) -> dict[str, torch.Tensor]:
     """What a chunk leaves, as bytes."""
-    return {
-        name: tensor.view(torch.uint8).cpu()
-        for name, tensor in buffers.items()
-        if "_cache" in name or name == "block_features"
-    }
+    return {name: buffers[name].view(torch.uint8).cpu() for name, spec in buffers.specs.items() if spec.paging}
 
 
 def assert_same_state(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -54,9 +51,9 @@ def test_captured_chunks_have_the_bits_of_launched_ones(name: str, tmp_path: Pat
     program, launcher = build_prefill(pair.geometry), Launcher(DEVICE)
     launched, captured = (make_prefill(pair, program, launcher) for _ in range(2))
     for prefill in (launched, captured):
-        for key, tensor in prefill.buffers.items():
-            if "_cache" in key:
-                tensor[1:].fill_(torch.nan)  # the null block holds what dead rows left, which is finite
+        for key, spec in prefill.buffers.specs.items():
+            if spec.paging is Paging.POSITIONS:
+                prefill.buffers[key][1:].fill_(torch.nan)  # the null block holds what dead rows left, which is finite
     stream, pool = torch.cuda.Stream(DEVICE), torch.cuda.MemPool()
     torch.cuda.synchronize()
     before = state_of(captured.buffers)
@@ -159,8 +156,7 @@ def tokens_and_state(
     for length in lengths:
         request = runtime.submit(prompt_of(length, length), PARAMS)
         tokens.append(run_all(runtime)[request])
-    state = {key: tensor for key, tensor in runtime.executor.state.items() if "_cache" in key}
-    state["block_features"] = runtime.executor.state["block_features"] if name != "mxfp4" else torch.zeros(2)
+    state = {key: runtime.executor.state[key] for key, spec in runtime.executor.state.specs.items() if spec.paging}
     return tokens, {key: tensor[1:].cpu() for key, tensor in state.items()}
 
 

@@ -27,7 +27,6 @@ from lowlat.program.program import Op, Program, ProgramBuilder, Stage
 
 BATCHES = (1, 2, 4, 8)
 # operations that write a part of their buffer and leave the rest
-PARTIAL = {"assign_drafts"}
 # what calls reach through tables of addresses, made when the program was lowered
 BY_ADDRESS = {"kv_compact"}
 # where a call takes the best pairs that the product of its logits left, in place of these
@@ -78,7 +77,7 @@ def read_later(program: Program, name: str, after: int) -> Op | None:
     for op in program.ops[after + 1 :]:
         if name in op.reads.values():
             return op
-        if name in op.writes.values() and op.kind not in PARTIAL:
+        if name in op.writes.values() and name not in op.updates:
             return None
     return None
 

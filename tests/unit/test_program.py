@@ -1,5 +1,7 @@
 """Programs as data: order, ownership and shapes are checked before anything runs."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -11,19 +13,28 @@ from lowlat.program.program import ProgramBuilder, Stage
 CPU = torch.device("cpu")
 
 
+def product() -> ProgramBuilder:
+    """A program of one product, which is valid."""
+    builder = ProgramBuilder("p")
+    builder.declare(BufferSpec("x", (2, 4), torch.bfloat16, Role.STATE))
+    builder.scratch("y", (2, 8), torch.float32)
+    builder.emit("linear", Stage.PREFILL, reads={"x": "x"}, writes={"out": "y"}, weights={"weight": "w.weight"})
+    return builder
+
+
 def test_scratch_must_be_written_before_it_is_read() -> None:
     builder = ProgramBuilder("p")
     builder.scratch("a", (1, 4), torch.float32)
     builder.scratch("b", (1, 4), torch.float32)
     builder.emit("cast", Stage.PREFILL, reads={"x": "a"}, writes={"out": "b"})
-    with pytest.raises(ConfigError, match=r"op 0 cast reads a before it is written"):
+    with pytest.raises(ConfigError, match=r"op 0 cast: reads a before it is written"):
         builder.build()
 
 
 def test_undeclared_buffers_are_named() -> None:
     builder = ProgramBuilder("p")
     builder.emit("cast", Stage.PREFILL, reads={"x": "nowhere"}, writes={})
-    with pytest.raises(ConfigError, match="undeclared buffer nowhere"):
+    with pytest.raises(ConfigError, match="op 0 cast: uses undeclared buffer nowhere"):
         builder.build()
 
 
@@ -31,7 +42,8 @@ def test_undeclared_buffers_are_named() -> None:
 def test_a_step_may_not_write_what_the_host_owns(role: Role) -> None:
     builder = ProgramBuilder("p")
     builder.declare(BufferSpec("a", (2,), torch.int32, role))
-    builder.emit("cast", Stage.PREFILL, reads={}, writes={"out": "a"})
+    builder.declare(BufferSpec("b", (2,), torch.int32, Role.STATE))
+    builder.emit("identity", Stage.PREFILL, reads={"x": "b"}, writes={"out": "a"})
     with pytest.raises(ConfigError, match="writes a, which it may not"):
         builder.build()
 
@@ -73,16 +85,12 @@ def test_two_specs_of_one_name_are_refused() -> None:
 
 
 def test_binding_names_the_missing_weight_and_operation() -> None:
-    builder = ProgramBuilder("p")
-    builder.scratch("a", (1, 4), torch.float32)
-    builder.emit("linear", Stage.PREFILL, reads={}, writes={"out": "a"}, weights={"weight": "w.weight"})
-    program = builder.build()
+    program = product().build()
     with pytest.raises(ConfigError, match=r"needs weight w\.weight, which is missing"):
-        bind(program, {"a": torch.zeros(1, 4)}, {})
-    builder = ProgramBuilder("p")
-    builder.emit("no_such_thing", Stage.PREFILL, reads={}, writes={})
+        bind(program, {"x": torch.zeros(2, 4), "y": torch.zeros(2, 8)}, {})
+    unknown = replace(program, ops=(replace(program.ops[0], kind="no_such_thing"),))
     with pytest.raises(ConfigError, match="operation no_such_thing has no reference"):
-        bind(builder.build(), {}, {})
+        bind(unknown, {}, {})
 
 
 def test_the_ladder_takes_the_smallest_bucket_that_fits() -> None:

@@ -6,6 +6,8 @@ order, so a row's bits depend on its own positions alone. Masked keys and values
 
 import torch
 
+from lowlat.kernels.reference.schema import operation
+
 __all__ = ["attention", "prefill_attention"]
 
 TILE = 256  # keys a tile
@@ -54,6 +56,17 @@ def _bits(mask: int) -> list[int]:
     return [bit for bit in range(64) if mask >> bit & 1]
 
 
+@operation("""
+    read    q                 compute  [B * R, H, D]
+    read    k_cache, v_cache  compute  [P, G, block, D]
+    read    block_table       int32    [max_B, blocks]
+    read    slots             int32    [B]               -1 pads
+    read    dense_lens        int32    [B]               positions [first, dense) are everybody's
+    read    row_live          uint8    flat [B * R]
+    read    row_masks         int64    [B, R]            bit a: sees node a, stored at dense + a, itself included
+    weight  sinks             float    [H]               one more score a head, of no value
+    write   out               compute  [B * R, H * D]    dead rows zero
+""")
 def attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -73,15 +86,6 @@ def attention(
 ) -> None:
     """Each row attends to its slot's dense prefix and to its own ancestors in the tree.
 
-    q                 [B * R, H, D]       compute dtype
-    k_cache, v_cache  [P, G, block, D]
-    block_table       [max B, C / block]  int32
-    slots             [B]                 int32; -1 pads
-    dense_lens        [B]                 int32  positions [first, dense) are everybody's
-    row_live          [B * R]             uint8
-    row_masks         [B, R]              int64  bit a: sees node a, stored at dense + a, itself included
-    sinks             [H]                 float32 or None
-    out               [B * R, H * D]      out; dead rows zero
     A row stands at position p = dense + bits - 1. With a window it sees positions above p - window, and
     [first, first + keep_first) besides.
     """
@@ -134,6 +138,14 @@ def _attend_tiles(
         state.add(tile[0], tile[1], visible)
 
 
+@operation("""
+    read    q                 compute  [c, H, D]         row i stands at position start + i
+    read    k_cache, v_cache  compute  [P, G, block, D]
+    read    block_table       int32    [1, blocks]
+    read    chunk             int32    [2]               start, live rows; rows past them give rubbish that nobody reads
+    weight  sinks             float    [H]
+    write   out               compute  [c, H * D]
+""")
 def prefill_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -150,11 +162,7 @@ def prefill_attention(
     """Causal attention of a chunk, or several, over the positions up to each one's own: its shape depends on where it
     starts alone.
 
-    q            [c, H, D]         compute dtype; row i stands at position start + i
-    block_table  [1, C / block]    int32
-    chunk        [2]               int32  start, live rows; rows past them give rubbish that nobody reads
-    out          [c, H * D]        out
-    chunk_size   rows of a chunk; None: all are one. Fewer rows are attended to as the first of so many
+    chunk_size  rows of a chunk; None: all are one. Fewer rows are attended to as the first of so many
     """
     start, count = chunk.tolist()
     size = chunk_size or q.shape[0]

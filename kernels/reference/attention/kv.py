@@ -5,9 +5,20 @@ Position p of a slot lies in block table[p // block], at offset p % block. Block
 
 import torch
 
+from lowlat.kernels.reference.schema import operation
+
 __all__ = ["kv_compact", "kv_write", "prefill_kv_write"]
 
 
+@operation("""
+    read    k, v              compute  [B * R, G, D]
+    read    block_table       int32    [max_B, blocks]
+    read    slots             int32    [B]               -1 pads
+    read    row_live          uint8    flat [B * R]
+    read    write_lens        int32    [B]               first position
+    read    offsets           int32    [R]
+    update  k_cache, v_cache  compute  [P, G, block, D]
+""")
 def kv_write(
     k: torch.Tensor,
     v: torch.Tensor,
@@ -20,16 +31,7 @@ def kv_write(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
 ) -> None:
-    """Store the keys and values of live rows at position write_lens[slot] + offsets[row].
-
-    k, v              [B * R, G, D]        compute dtype
-    block_table       [max B, C / block]   int32
-    slots             [B]                  int32; -1 pads
-    row_live          [B * R]              uint8
-    write_lens        [B]                  int32  first position
-    offsets           [R]                  int32
-    k_cache, v_cache  [P, G, block, D]     updated
-    """
+    """Store the keys and values of live rows at position write_lens[slot] + offsets[row]."""
     block = k_cache.shape[2]
     rows = offsets.shape[0]
     live = row_live.reshape(-1, rows) != 0
@@ -42,6 +44,13 @@ def kv_write(
     v_cache[blocks, :, position % block] = v[owner * rows + row]
 
 
+@operation("""
+    read    k, v              compute  [c, G, D]
+    read    row_live          uint8    [c]
+    read    block_table       int32    [1, blocks]
+    read    chunk             int32    [2]               start, live target rows
+    update  k_cache, v_cache  compute  [P, G, block, D]
+""")
 def prefill_kv_write(
     k: torch.Tensor,
     v: torch.Tensor,
@@ -52,14 +61,7 @@ def prefill_kv_write(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
 ) -> None:
-    """Store a chunk's live rows at positions start + row.
-
-    k, v              [c, G, D]         compute dtype
-    row_live          [c]               uint8
-    block_table       [1, C / block]    int32
-    chunk             [2]               int32  start, live target rows
-    k_cache, v_cache  [P, G, block, D]  updated
-    """
+    """Store a chunk's live rows at positions start + row."""
     block = k_cache.shape[2]
     row = row_live.nonzero().reshape(-1).to(k.device)
     position = row + int(chunk[0])
@@ -68,6 +70,14 @@ def prefill_kv_write(
     v_cache[blocks, :, position % block] = v[row]
 
 
+@operation("""
+    read    accepted_nodes    int32    [B, T]            path from the root; nodes ascend, so no source is overwritten
+    read    commit_lens       int32    [B]               rows to keep
+    read    dense_lens        int32    [B]               position of the root
+    read    block_table       int32    [max_B, blocks]
+    read    slots             int32    [B]
+    update  k_cache, v_cache  compute  [P, G, block, D]
+""")
 def kv_compact(
     accepted_nodes: torch.Tensor,
     commit_lens: torch.Tensor,
@@ -78,13 +88,7 @@ def kv_compact(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
 ) -> None:
-    """Move the accepted nodes' rows, node i of the path to position dense_lens + i.
-
-    accepted_nodes    [B, T]            int32  path from the root; nodes ascend, so no source is overwritten
-    commit_lens       [B]               int32  rows to keep
-    dense_lens        [B]               int32  position of the root
-    k_cache, v_cache  [P, G, block, D]  updated
-    """
+    """Move the accepted nodes' rows, node i of the path to position dense_lens + i."""
     block = k_cache.shape[2]
     for index, (slot, count, base) in enumerate(
         zip(slots.tolist(), commit_lens.tolist(), dense_lens.tolist(), strict=True)

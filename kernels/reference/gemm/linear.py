@@ -10,6 +10,7 @@ rows come in blocks of one fixed size, padded with zero rows, and the weight's l
 import torch
 
 from lowlat.errors import ShapeError
+from lowlat.kernels.reference.schema import operation
 from lowlat.kernels.reference.shapes import check_shape
 
 __all__ = ["ROW_BLOCK", "linear", "linear_block"]
@@ -52,6 +53,12 @@ def linear_block(x: torch.Tensor, weight: torch.Tensor, row_block: int = ROW_BLO
     return out
 
 
+@operation("""
+    read    x       compute  [M, K]
+    weight  weight  float    [N, K]  on a CPU best float32 already, anything else is expanded at every call
+    weight  bias    float    [N]     added in float32 after the product
+    write   out     float32  [M, N]
+""")
 def linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -62,10 +69,6 @@ def linear(
 ) -> None:
     """x @ weight.T + bias in float32.
 
-    x       [M, K]  any float dtype
-    weight  [N, K]  any float dtype; on a CPU best float32 already, anything else is expanded at every call
-    bias    [N]     added in float32 after the product
-    out     [M, N]  float32, out
     row_block  rows a product: fixed by the program, so that a row's bits do not depend on M; a chunk of
                prefill, whose M is fixed, is one block
     Raises ShapeError on the host for shapes that do not fit.

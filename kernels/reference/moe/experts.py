@@ -12,11 +12,22 @@ import torch
 from lowlat.errors import ShapeError
 from lowlat.kernels.reference.gemm.linear import ROW_BLOCK, linear, linear_block
 from lowlat.kernels.reference.moe.mxfp4 import dequantise
+from lowlat.kernels.reference.schema import operation
 from lowlat.kernels.reference.shapes import check_shape, live_rows
 
 __all__ = ["experts_down", "experts_gate_up", "router"]
 
+FORMS = (("weight",), ("blocks", "scales"))  # plain, or MXFP4
 
+
+@operation("""
+    read    x               compute  [M, N]
+    weight  weight          float    [E, N]
+    weight  bias            float    [E]
+    read    row_live        uint8    flat [M]  absent: all live
+    write   expert_ids      int32    [M, K]    largest logit first, the lowest id among equals; -1 in dead rows
+    write   expert_weights  float32  [M, K]    sum to 1; 0 in dead rows
+""")
 def router(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -29,11 +40,6 @@ def router(
 ) -> None:
     """Choose each row's experts, and their shares by softmax over the chosen.
 
-    x               [M, N]  compute dtype
-    weight, bias    [E, N], [E]  any float dtype
-    row_live        [M] or [B, T]  uint8; None: all live
-    expert_ids      [M, K]  int32    out: largest logit first, the lowest id among equals; -1 in dead rows
-    expert_weights  [M, K]  float32  out: sum to 1; 0 in dead rows
     Logits are float32, never rounded to the compute dtype. Raises ShapeError for shapes that do not fit.
     """
     rows, count = expert_ids.shape
@@ -95,6 +101,18 @@ def _products(
     return out
 
 
+@operation(
+    """
+    read    x           compute  [M, N]
+    read    expert_ids  int32    [M, K]                  -1 dead
+    weight  bias        float    [E, 2 * I]              all gate rows, then all up rows
+    weight  weight      float    [E, 2 * I, N]           plain weights, or MXFP4's
+    weight  blocks      uint8    [E, 2 * I, N / 32, 16]
+    weight  scales      uint8    [E, 2 * I, N / 32]
+    write   out         compute  [M, K, I]               zero where dead
+    """,
+    forms=FORMS,
+)
 def experts_gate_up(
     x: torch.Tensor,
     expert_ids: torch.Tensor,
@@ -110,14 +128,8 @@ def experts_gate_up(
 ) -> None:
     """Gate and up products of the chosen experts, and the clamped SwiGLU.
 
-    x           [M, N]               compute dtype
-    expert_ids  [M, K]               int32  -1 dead
-    bias        [E, 2I]              all gate rows, then all up rows
-    weight      [E, 2I, N]           plain weights, or
-    blocks      [E, 2I, N / 32, 16]  uint8, and
-    scales      [E, 2I, N / 32]      uint8: MXFP4
-    out         [M, K, I]            compute dtype, out: (up + 1) * gate * sigmoid(alpha * gate), the gate at most
-                                     `limit`, up within +-`limit`; in float32, rounded once; zero where dead
+    out is (up + 1) * gate * sigmoid(alpha * gate), the gate at most `limit`, up within +-`limit`; in float32, rounded
+    once.
     row_block   rows a product: an expert's pairs come in blocks of so many, in order of row and rank
     Raises ShapeError for shapes that do not fit.
     """
@@ -136,6 +148,19 @@ def experts_gate_up(
         flat[pair] = (up + 1.0) * (gate * torch.sigmoid(gate * alpha))
 
 
+@operation(
+    """
+    read    activated       compute  [M, K, I]
+    read    expert_ids      int32    [M, K]              -1 dead
+    read    expert_weights  float32  [M, K]
+    weight  bias            float    [E, N]
+    weight  weight          float    [E, N, I]           plain weights, or MXFP4's
+    weight  blocks          uint8    [E, N, I / 32, 16]
+    weight  scales          uint8    [E, N, I / 32]
+    write   out             float32  [M, N]              zero for a dead row
+    """,
+    forms=FORMS,
+)
 def experts_down(
     activated: torch.Tensor,
     expert_ids: torch.Tensor,
@@ -150,17 +175,8 @@ def experts_down(
 ) -> None:
     """Down products of the chosen experts, each weighted, added from the first rank to the last.
 
-    activated       [M, K, I]             compute dtype
-    expert_ids      [M, K]                int32  -1 dead
-    expert_weights  [M, K]                float32
-    bias            [E, N]
-    weight          [E, N, I]             plain weights, or
-    blocks          [E, N, I / 32, 16]    uint8, and
-    scales          [E, N, I / 32]        uint8: MXFP4
-    out             [M, N]                float32, out: the sum of share * (down @ activated + bias), every product
-                                          and every sum rounded by itself; zero for a dead row
-    row_block       as in `experts_gate_up`
-    Raises ShapeError for shapes that do not fit.
+    out is the sum of share * (down @ activated + bias), every product and every sum rounded by itself; row_block as in
+    `experts_gate_up`. Raises ShapeError for shapes that do not fit.
     """
     rows, count = expert_ids.shape
     check_shape("out", out, rows, bias.shape[1])

@@ -6,6 +6,8 @@ cached block depends on its own prefix alone; index 0 is never used.
 
 import torch
 
+from lowlat.kernels.reference.schema import operation
+
 __all__ = [
     "assign_drafts",
     "draft_prefill_rows",
@@ -19,6 +21,17 @@ __all__ = [
 ]
 
 
+@operation("""
+    read    accepted_tokens  int32  [B, T]
+    read    commit_lens      int32  [B]
+    read    draft_live       uint8  [B]
+    read    dense_lens       int32  [B]     the root's position n - 1, which is the first feature's
+    write   tokens           int32  [B, T]  -1 where dead
+    write   positions        int32  [B, T]  the feature's position, for RoPE
+    write   row_live         uint8  [B, T]
+    write   write_lens       int32  [B]     index of row 0, n
+    write   live_positions   int32  [B, 1]  the position of the last live row
+""")
 def draft_rows(
     accepted_tokens: torch.Tensor,
     commit_lens: torch.Tensor,
@@ -31,18 +44,7 @@ def draft_rows(
     write_lens: torch.Tensor,
     live_positions: torch.Tensor,
 ) -> None:
-    """Lay out the head's rows after a commit: row r is the r-th committed token with the feature before it.
-
-    accepted_tokens  [B, T]  int32
-    commit_lens      [B]     int32
-    draft_live       [B]     uint8
-    dense_lens       [B]     int32  the root's position n - 1, which is the first feature's
-    tokens           [B, T]  int32  out, -1 where dead
-    positions        [B, T]  int32  out: the feature's position, for RoPE
-    row_live         [B, T]  uint8  out
-    write_lens       [B]     int32  out: index of row 0, n
-    live_positions   [B, 1]  int32  out: the position of the last live row
-    """
+    """Lay out the draft model's rows after a commit: row r is the r-th committed token with the feature before it."""
     row = torch.arange(tokens.shape[1], device=tokens.device)
     live = (row[None] < commit_lens[:, None]) & (draft_live[:, None] != 0)
     row_live.copy_(live)
@@ -53,13 +55,13 @@ def draft_rows(
     live_positions.copy_(torch.where(draft_live != 0, last, 0)[:, None])
 
 
+@operation("""
+    read    accepted_nodes  int32    [B, T]           -1 pads
+    read    source{F}       compute  [B * T, Ht]      captured boundaries, low to high
+    write   out             compute  [B * T, F * Ht]  zero for pads
+""")
 def gather_features(accepted_nodes: torch.Tensor, *, out: torch.Tensor, **sources: torch.Tensor) -> None:
-    """Features of the accepted rows in order, the captured residual streams side by side.
-
-    accepted_nodes  [B, T]          int32  -1 pads
-    source0..       [B * T, Ht]            captured boundaries, low to high
-    out             [B * T, F * Ht]        out; zero for pads
-    """
+    """Features of the accepted rows in order, the captured residual streams side by side."""
     rows = accepted_nodes.shape[1]
     base = torch.arange(accepted_nodes.shape[0], device=out.device)[:, None] * rows
     at = (base + accepted_nodes.clamp(min=0)).reshape(-1).long()
@@ -67,19 +69,36 @@ def gather_features(accepted_nodes: torch.Tensor, *, out: torch.Tensor, **source
     out.copy_(torch.where((accepted_nodes.reshape(-1) >= 0)[:, None], features, 0))
 
 
+@operation("""
+    read    source{F}  compute  [c, Ht]
+    write   out        compute  [c, F * Ht]
+""")
 def join_features(*, out: torch.Tensor, **sources: torch.Tensor) -> None:
-    """A chunk's captured residual streams side by side: source0.. [c, Ht] -> out [c, F * Ht] out."""
+    """A chunk's captured residual streams side by side."""
     out.copy_(torch.cat([sources[f"source{k}"] for k in range(len(sources))], dim=1))
 
 
+@operation("""
+    read    x            compute  [B * T, W]
+    read    commit_lens  int32    [B]
+    write   out          compute  [B, W]      zero where nothing was committed
+""")
 def take_last(x: torch.Tensor, commit_lens: torch.Tensor, *, out: torch.Tensor) -> None:
-    """Row commit_lens - 1 of each slot: x [B * T, W] -> out [B, W] out; zero where nothing was committed."""
+    """Row commit_lens - 1 of each slot."""
     batch = commit_lens.shape[0]
     last = (commit_lens - 1).clamp(min=0).long()
     picked = x.reshape(batch, -1, x.shape[-1])[torch.arange(batch, device=x.device), last]
     out.copy_(torch.where((commit_lens > 0)[:, None], picked, 0))
 
 
+@operation("""
+    read    hidden          compute  [B * T, H]       the draft model's input for each row
+    read    positions       int32    [B, T]           the features' positions
+    read    row_live        uint8    [B, T]
+    read    block_table     int32    [max_B, blocks]
+    read    slots           int32    [B]
+    update  block_features  compute  [P, H]
+""")
 def store_boundary(
     hidden: torch.Tensor,
     positions: torch.Tensor,
@@ -90,13 +109,7 @@ def store_boundary(
     block_features: torch.Tensor,
     block_size: int,
 ) -> None:
-    """Keep the feature of each block's last position: a reused prefix has nobody else to give it.
-
-    hidden          [B * T, H]   the head's input for each row
-    positions       [B, T]       int32  the features' positions
-    row_live        [B, T]       uint8
-    block_features  [P, H]       updated
-    """
+    """Keep the feature of each block's last position: a reused prefix has nobody else to give it."""
     rows = positions.shape[1]
     ends = (row_live != 0) & ((positions + 1) % block_size == 0)
     owner, row = ends.nonzero(as_tuple=True)
@@ -105,6 +118,13 @@ def store_boundary(
         block_features[blocks] = hidden[owner * rows + row]
 
 
+@operation("""
+    read    hidden          compute  [c, H]       the draft model's input made of the chunk's features
+    read    chunk           int32    [2]          start, live target rows
+    read    block_table     int32    [1, blocks]
+    update  block_features  compute  [P, H]
+    write   shifted         compute  [c, H]       row i holds the feature of position start + i - 1
+""")
 def draft_prefill_rows(
     hidden: torch.Tensor,
     chunk: torch.Tensor,
@@ -114,14 +134,7 @@ def draft_prefill_rows(
     shifted: torch.Tensor,
     block_size: int,
 ) -> None:
-    """Shift a chunk's features by one row, the first taken from the block before, and keep the new block ends.
-
-    hidden          [c, H]          the head's input made of the chunk's features
-    chunk           [2]      int32  start, live target rows
-    block_table     [1, ..]  int32
-    block_features  [P, H]          updated
-    shifted         [c, H]          out: row i holds the feature of position start + i - 1
-    """
+    """Shift a chunk's features by one row, the first taken from the block before, and keep the new block ends."""
     start, count = chunk.tolist()
     shifted[1:] = hidden[:-1]
     if start:
@@ -132,6 +145,13 @@ def draft_prefill_rows(
         block_features[int(block_table[0, (start + end - 1) // block_size])] = hidden[end - 1]
 
 
+@operation("""
+    read    top_tokens   int32  [B * W, k]  the level's likeliest tokens by rank
+    read    children     int32  [n]         node index of each child
+    read    child_rows   int32  [n]         its parent's row in the level
+    read    child_ranks  int32  [n]         its rank among the parent's tokens
+    update  draft_nodes  int32  [B, T]
+""")
 def assign_drafts(
     top_tokens: torch.Tensor,
     children: torch.Tensor,
@@ -140,19 +160,26 @@ def assign_drafts(
     *,
     draft_nodes: torch.Tensor,
 ) -> None:
-    """Give the children of a level their tokens.
-
-    top_tokens   [B * W, k]  int32  the level's likeliest tokens by rank
-    children     [n]         int32  node index of each child
-    child_rows   [n]         int32  its parent's row in the level
-    child_ranks  [n]         int32  its rank among the parent's tokens
-    draft_nodes  [B, T]      int32  updated
-    """
+    """Give the children of a level their tokens."""
     batch = draft_nodes.shape[0]
     by_row = top_tokens.reshape(batch, -1, top_tokens.shape[-1])
     draft_nodes[:, children.long()] = by_row[:, child_rows.long(), child_ranks.long()]
 
 
+@operation("""
+    read    feedback     compute  [B * V, H]  the level above
+    read    draft_nodes  int32    [B, T]
+    read    draft_live   uint8    [B]
+    read    draft_lens   int32    [B]         n'
+    read    nodes        int32    [W]         the level's nodes that have children
+    read    parent_rows  int32    [W]         their parents' rows in the level above
+    read    masks        int64    [W]         drafted ancestors and self, by ordinal
+    write   hidden       compute  [B * W, H]
+    write   tokens       int32    [B, W]      -1 where dead
+    write   row_live     uint8    [B, W]
+    write   positions    int32    [B, W]      n' - 2 + depth
+    write   row_masks    int64    [B, W]
+""")
 def gather_level(
     feedback: torch.Tensor,
     draft_nodes: torch.Tensor,
@@ -169,21 +196,7 @@ def gather_level(
     row_masks: torch.Tensor,
     depth: int,
 ) -> None:
-    """Lay out one deeper level: its nodes' tokens, each with the state fed back by its parent.
-
-    feedback     [B * V, H]  the level above
-    draft_nodes  [B, T]      int32
-    draft_live   [B]         uint8
-    draft_lens    [B]         int32  n'
-    nodes        [W]         int32  the level's nodes that have children
-    parent_rows  [W]         int32  their parents' rows in the level above
-    masks        [W]         int64  drafted ancestors and self, by ordinal
-    hidden       [B * W, H]  out
-    tokens       [B, W]      int32  out, -1 where dead
-    row_live     [B, W]      uint8  out
-    positions    [B, W]      int32  out: n' - 2 + depth
-    row_masks    [B, W]      int64  out
-    """
+    """Lay out one deeper level: its nodes' tokens, each with the state fed back by its parent."""
     batch = draft_nodes.shape[0]
     above = feedback.reshape(batch, -1, feedback.shape[-1])
     hidden.copy_(above[:, parent_rows.long()].reshape(hidden.shape))
@@ -195,6 +208,17 @@ def gather_level(
     row_masks.copy_(torch.where(live, masks[None], 0))
 
 
+@operation("""
+    read    draft_nodes     int32  [B, T]                 node 0 unused; -1 where a draft failed: the rest is dropped
+    read    draft_live      uint8  [B]
+    read    slots           int32  [B]
+    read    topology_masks  int64  [T]                    ancestors and self
+    read    topology_paths  int32  [P, W]                 -1 pads
+    update  drafts          int32  [max_B, max_T]
+    update  num_drafts      int32  [max_B]
+    update  tree_masks      int64  [max_B, max_T]
+    update  tree_paths      int32  [max_B, max_P, max_W]  rows and columns past the topology's are -1
+""")
 def tree_masks(
     draft_nodes: torch.Tensor,
     draft_live: torch.Tensor,
@@ -207,16 +231,7 @@ def tree_masks(
     tree_masks: torch.Tensor,
     tree_paths: torch.Tensor,
 ) -> None:
-    """Hand the drafts to the next step: nodes, count, packed masks, paths.
-
-    draft_nodes     [B, T]           int32  node 0 unused; -1 where a draft failed: what follows is dropped
-    topology_masks  [T]              int64  ancestors and self
-    topology_paths  [P, W]           int32  -1 pads
-    drafts          [max B, max T]   int32  updated
-    num_drafts      [max B]          int32  updated
-    tree_masks      [max B, max T]   int64  updated
-    tree_paths      [max B, P', W']  int32  updated; rows and columns past the topology's are -1
-    """
+    """Hand the drafts to the next step: nodes, count, packed masks, paths."""
     rows = draft_nodes.shape[1]
     for index, (slot, live) in enumerate(zip(slots.tolist(), draft_live.tolist(), strict=True)):
         if slot < 0 or not live:

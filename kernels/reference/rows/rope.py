@@ -2,6 +2,8 @@
 
 import torch
 
+from lowlat.kernels.reference.schema import operation
+
 __all__ = ["rope"]
 
 
@@ -10,6 +12,14 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
 
 
+@operation("""
+    read    qkv        float32  [M, (H + K + V) * D]  the parts that are asked for alone, in this order
+    read    positions  int32    flat [M]              below C; dead rows hold 0
+    read    cos, sin   float32  [C, D / 2]
+    write   q          compute  [M, H, D]
+    write   k          compute  [M, K, D]
+    write   v          compute  [M, V, D]
+""")
 def rope(
     qkv: torch.Tensor,
     positions: torch.Tensor,
@@ -20,14 +30,7 @@ def rope(
     k: torch.Tensor | None = None,
     v: torch.Tensor | None = None,
 ) -> None:
-    """Rotate queries and keys by their positions, halves of a head paired (Hugging Face's order).
-
-    qkv        [M, (H + 2G) * D]  float32; only the parts that are asked for need be there, in this order
-    positions  [M] or [B, T]      int32, below C; dead rows hold 0
-    cos, sin   [C, D / 2]         float32
-    q          [M, H, D]          out, compute dtype
-    k, v       [M, G, D]          out, compute dtype
-    """
+    """Rotate queries and keys by their positions, halves of a head paired (Hugging Face's order)."""
     at = positions.reshape(-1).long()
     c, s = cos[at][:, None], sin[at][:, None]
     start = 0

@@ -3,11 +3,18 @@
 import torch
 
 from lowlat.errors import ShapeError
+from lowlat.kernels.reference.schema import operation
 from lowlat.kernels.reference.shapes import check_shape, live_rows
 
 __all__ = ["draft_topk"]
 
 
+@operation("""
+    read    logits           float32  [R, Vd]
+    weight  draft_to_target  int32    [Vd]      target id of each draft id
+    read    row_live         uint8    flat [R]  absent: all live
+    write   out              int32    [R, k]    by rank; -1 in a dead row and in one that holds a NaN
+""")
 def draft_topk(
     logits: torch.Tensor,
     draft_to_target: torch.Tensor,
@@ -18,10 +25,6 @@ def draft_topk(
 ) -> None:
     """Take the k largest logits of each row, the lowest draft id first among equals, and name their target ids.
 
-    logits           [R, Vd]      float32
-    draft_to_target  [Vd]         int32    target id of each draft id
-    row_live         [R] or [..]  uint8    R entries; None: all live
-    out              [R, k]       int32    out: by rank; -1 in a dead row and in one that holds a NaN
     Time: one sort a row. Captured: yes. Raises ShapeError for k outside 1..Vd or shapes that do not fit.
     Source: EAGLE-3, arXiv 2503.01840, section 3; greedy proposals, so that sample-and-match is exact.
     """

@@ -2,12 +2,22 @@
 
 import torch
 
+from lowlat.kernels.reference.schema import operation
 from lowlat.kernels.reference.shapes import check_shape, live_rows
-from lowlat.kernels.reference.step.slot_record import MAX_LOGPROBS, NUM_LOGPROBS
+from lowlat.kernels.reference.step.slot_record import MAX_LOGPROBS, NUM_INTS, NUM_LOGPROBS
 
 __all__ = ["logprobs"]
 
 
+@operation(f"""
+    read    logits          float32  [B * T, V]                  before any processing
+    read    row_live        uint8    flat [B * T]
+    read    target_tokens   int32    [B, T]                      the draws; -1 dead
+    read    slots           int32    [B]                         -1 pads
+    read    slot_ints       int64    [max_B, {NUM_INTS}]         column NUM_LOGPROBS: -1 none, 0 the drawn token alone
+    write   logprob_values  float32  [B, T, {MAX_LOGPROBS + 1}]  the drawn token, then likeliest first; 0 where unused
+    write   logprob_ids     int32    [B, T, {MAX_LOGPROBS + 1}]  their ids; -1 where unused
+""")
 def logprobs(
     logits: torch.Tensor,
     row_live: torch.Tensor,
@@ -18,15 +28,8 @@ def logprobs(
     logprob_values: torch.Tensor,
     logprob_ids: torch.Tensor,
 ) -> None:
-    """Log-softmax of the drawn token and of the NUM_LOGPROBS likeliest, for the slots that ask.
+    """Log-softmax of the drawn token and of the MAX_LOGPROBS likeliest, for the slots that ask.
 
-    logits          [B * T, V]        float32  before any processing
-    row_live        [B, T] or [B*T]   uint8
-    target_tokens   [B, T]            int32    the draws; -1 dead
-    slots           [B]               int32    -1 pads
-    slot_ints       [max B, NUM_INTS] int64    column NUM_LOGPROBS: -1 none, 0 the drawn token alone
-    logprob_values  [B, T, 21]        float32  out: column 0 the drawn token, then likeliest first; 0 where unused
-    logprob_ids     [B, T, 21]        int32    out: the ids of the columns; -1 where unused
     Equal logits come lowest id first. A row whose logits are not finite gives nothing: its request fails.
     Raises ShapeError on the host for shapes that do not fit.
     """

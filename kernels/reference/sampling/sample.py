@@ -20,11 +20,16 @@ import math
 import torch
 
 from lowlat.kernels.reference.sampling.random import gumbel
+from lowlat.kernels.reference.schema import operation
 from lowlat.kernels.reference.shapes import check_shape, live_rows
 from lowlat.kernels.reference.step.slot_record import (
     FREQUENCY,
+    MAX_BIASES,
+    MAX_STOPS,
     MIN_P,
     MIN_TOKENS,
+    NUM_FLOATS,
+    NUM_INTS,
     PRESENCE,
     PROMPT_LENGTH,
     REPETITION,
@@ -41,13 +46,13 @@ LARGEST = torch.finfo(torch.float32).max
 MASK_BITS = (1 << 64) - 1
 
 
+@operation("""
+    read    logits    float32  [B * T, V]
+    read    row_live  uint8    flat [B * T]
+    write   finite    uint8    [B, T]        1 for a live row without NaN or infinity, else 0
+""")
 def finite(logits: torch.Tensor, row_live: torch.Tensor, *, finite: torch.Tensor) -> None:
-    """Flag the rows whose raw logits are all finite; minus infinity from a model counts as a failure too.
-
-    logits    [M, V]            float32
-    row_live  [M] or [B, T]     uint8
-    finite    [B, T]            uint8  out: 1 for a live row without NaN or infinity, else 0
-    """
+    """Flag the rows whose raw logits are all finite; minus infinity from a model counts as a failure too."""
     check_shape("logits", logits, finite.numel(), logits.shape[1])
     sound = logits.isfinite().all(-1) & (row_live.reshape(-1) != 0)
     finite.copy_(sound.reshape(finite.shape))
@@ -162,6 +167,22 @@ class _Rows:
         return places, ids[places]
 
 
+@operation(f"""
+    read    logits         float32  [B * T, V]             raw
+    read    row_live       uint8    flat [B * T]
+    read    row_tokens     int32    [B, T]                 the node's token; node 0 the last committed; -1 dead
+    read    row_masks      int64    [B, T]                 bit j: node j is an ancestor or the node itself
+    read    slots          int32    [B]                    the state row of each bucket slot; -1 pads
+    read    lengths        int32    [max_B]                committed tokens n
+    read    slot_ints      int64    [max_B, {NUM_INTS}]    see `slot_record`
+    read    slot_floats    float32  [max_B, {NUM_FLOATS}]  see `slot_record`
+    read    prompt_seen    uint8    [max_B, V]             1 where the prompt has the token
+    read    output_counts  int32    [max_B, V]             times the token was generated and committed
+    read    bias_ids       int32    [max_B, {MAX_BIASES}]  distinct; -1 pads
+    read    bias_values    float32  [max_B, {MAX_BIASES}]
+    read    stop_ids       int32    [max_B, {MAX_STOPS}]   -1 pads
+    write   target_tokens  int32    [B, T]                 the draw; -1 for a dead row, 0 where logits are not finite
+""")
 def sample(
     logits: torch.Tensor,
     row_live: torch.Tensor,
@@ -181,22 +202,8 @@ def sample(
 ) -> None:
     """Draw the target's token at every live node; the module's docstring gives the order of processing.
 
-    logits         [B * T, V]            float32  raw
-    row_live       [B * T] or [B, T]     uint8
-    row_tokens     [B, T]                int32    the node's token; node 0 the last committed; -1 dead
-    row_masks      [B, T]                int64    bit j: node j is an ancestor or the node itself
-    slots          [B]                   int32    the state row of each bucket slot; -1 pads
-    lengths        [max B]               int32    committed tokens n; the draw after a node of depth d has the
-                                                  absolute position n + d, d = bits set in its mask - 1
-    slot_ints      [max B, NUM_INTS]     int64    see `slot_record`
-    slot_floats    [max B, NUM_FLOATS]   float32  see `slot_record`
-    prompt_seen    [max B, V]            uint8    1 where the prompt has the token
-    output_counts  [max B, V]            int32    times the token was generated and committed; a node's own
-                                                  ancestors and itself are added, node 0 excepted
-    bias_ids       [max B, 300]          int32    distinct; -1 pads
-    bias_values    [max B, 300]          float32
-    stop_ids       [max B, 32]           int32    -1 pads
-    target_tokens  [B, T]                int32    out: the draw; -1 for a dead row, 0 where logits are not finite
+    The draw after a node of depth d (bits set in its mask - 1) has the absolute position n + d. A node's own ancestors
+    and itself are added to output_counts, node 0 excepted.
     Time: a few passes over each live row, a sort where top_p is set. Captured: yes, as a kernel.
     Raises ShapeError on the host for shapes that do not fit.
     Source: Gumbel-max over counter-based numbers, see `random`; penalties as OpenAI's and CTRL's (arXiv

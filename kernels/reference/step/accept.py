@@ -7,7 +7,8 @@ committed tokens are those of decoding without drafts, whatever was drafted.
 import torch
 
 from lowlat.kernels.reference.sampling.random import uniforms
-from lowlat.kernels.reference.step.slot_record import MAX_LENGTH
+from lowlat.kernels.reference.schema import operation
+from lowlat.kernels.reference.step.slot_record import MAX_LENGTH, MAX_STOPS, NUM_INTS
 
 __all__ = ["FINISH_ERROR", "FINISH_LENGTH", "FINISH_STOP", "accept", "accept_simulated", "commit", "truncate"]
 
@@ -15,6 +16,16 @@ FINISH_STOP, FINISH_LENGTH, FINISH_ERROR = 1, 2, 3
 SIMULATION_STREAM = 7
 
 
+@operation("""
+    read    target_tokens    int32  [B, T]     the target's draw after each node; -1 where dead
+    read    draft_tokens     int32  [B, T]     the tree's tokens, node 0 the last committed; -1 pads
+    read    paths            int32  [B, P, W]  node indices root to leaf; -1 pads
+    read    slots            int32  [B]        -1 pads
+    write   accepted_tokens  int32  [B, T]     tokens to commit; -1 pads
+    write   accepted_nodes   int32  [B, T]     the nodes whose draws these are, root first; -1 pads
+    write   accepted_lens    int32  [B]        1..T for an active slot, 0 for a dead one
+    write   best_path        int32  [B]        the path taken, the first of the longest; -1 for a dead slot
+""")
 def accept(
     target_tokens: torch.Tensor,
     draft_tokens: torch.Tensor,
@@ -26,17 +37,7 @@ def accept(
     accepted_lens: torch.Tensor,
     best_path: torch.Tensor,
 ) -> None:
-    """Take the longest drafted path that the target agrees with, and the target's token after it.
-
-    target_tokens    [B, T]     int32  the target's draw after each node; -1 where dead
-    draft_tokens     [B, T]     int32  the tree's tokens, node 0 the last committed; -1 pads
-    paths            [B, P, W]  int32  node indices root to leaf; -1 pads
-    slots            [B]        int32  -1 pads
-    accepted_tokens  [B, T]     int32  out: tokens to commit; -1 pads
-    accepted_nodes   [B, T]     int32  out: the nodes whose draws these are, root first; -1 pads
-    accepted_lens    [B]        int32  out: 1..T for an active slot, 0 for a dead one
-    best_path        [B]        int32  out: the path taken, the first of the longest; -1 for a dead slot
-    """
+    """Take the longest drafted path that the target agrees with, and the target's token after it."""
     accepted_tokens.fill_(-1)
     accepted_nodes.fill_(-1)
     best_path.fill_(-1)
@@ -57,6 +58,17 @@ def accept(
         _take(index, best, [targets[node] for node in best], accepted_tokens, accepted_nodes, accepted_lens)
 
 
+@operation("""
+    read    target_tokens    int32  [B, T]     the target's draw after each node; -1 where dead
+    read    draft_tokens     int32  [B, T]     the tree's tokens, node 0 the last committed; -1 pads
+    read    paths            int32  [B, P, W]  node indices root to leaf; -1 pads
+    read    slots            int32  [B]        -1 pads
+    read    lengths          int32  [max_B]    committed tokens
+    write   accepted_tokens  int32  [B, T]     tokens to commit; -1 pads
+    write   accepted_nodes   int32  [B, T]     the nodes whose draws these are, root first; -1 pads
+    write   accepted_lens    int32  [B]        1..T for an active slot, 0 for a dead one
+    write   best_path        int32  [B]        the path taken, the first of the longest; -1 for a dead slot
+""")
 def accept_simulated(
     target_tokens: torch.Tensor,
     draft_tokens: torch.Tensor,
@@ -71,7 +83,7 @@ def accept_simulated(
     mean_length: float,
     seed: int,
 ) -> None:
-    """Accept a fixed mean number of drafts whatever they are, for benchmarks; arrays as in `accept`.
+    """Accept a fixed mean number of drafts whatever they are, for benchmarks.
 
     The count is the floor of mean_length - 1, plus one with the remaining probability, by a coin keyed by
     (seed, position); a slot with fewer drafts accepts them all. The text means nothing.
@@ -107,6 +119,18 @@ def _take(
     accepted_lens[index] = count
 
 
+@operation(f"""
+    read    accepted_tokens  int32  [B, T]                as `accept` wrote them, with nodes and lengths
+    read    accepted_nodes   int32  [B, T]
+    read    accepted_lens    int32  [B]
+    read    finite           uint8  [B, T]                per node
+    read    slots            int32  [B]
+    read    lengths          int32  [max_B]               committed tokens n
+    read    slot_ints        int64  [max_B, {NUM_INTS}]
+    read    stop_ids         int32  [max_B, {MAX_STOPS}]  -1 pads
+    write   commit_lens      int32  [B]                   tokens to commit, 0 for a dead slot
+    write   finish           int32  [B]                   0, FINISH_STOP, FINISH_LENGTH or FINISH_ERROR
+""")
 def truncate(
     accepted_tokens: torch.Tensor,
     accepted_nodes: torch.Tensor,
@@ -120,15 +144,7 @@ def truncate(
     commit_lens: torch.Tensor,
     finish: torch.Tensor,
 ) -> None:
-    """Cut the accepted run at the first stop token, at the length limit, or before logits that are not finite.
-
-    accepted_*   [B, T], [B]         as `accept` wrote them
-    finite       [B, T]       uint8  per node
-    lengths      [max B]      int32  committed tokens n
-    stop_ids     [max B, ..]  int32  -1 pads
-    commit_lens  [B]          int32  out: tokens to commit, 0 for a dead slot
-    finish       [B]          int32  out: 0, FINISH_STOP, FINISH_LENGTH or FINISH_ERROR
-    """
+    """Cut the accepted run at the first stop token, at the length limit, or before logits that are not finite."""
     commit_lens.zero_()
     finish.zero_()
     for index, (slot, count) in enumerate(zip(slots.tolist(), accepted_lens.tolist(), strict=True)):
@@ -149,6 +165,19 @@ def truncate(
                 break
 
 
+@operation("""
+    read    accepted_tokens  int32  [B, T]
+    read    commit_lens      int32  [B]
+    read    finish           int32  [B]
+    read    slots            int32  [B]
+    update  tokens           int32  [max_B, C]
+    update  lengths          int32  [max_B]
+    update  active           int32  [max_B]
+    update  output_counts    int32  [max_B, V]
+    update  num_drafts       int32  [max_B]
+    write   draft_live       uint8  [B]         1 for slots that go on and so will draft
+    write   draft_lens       int32  [B]         the new committed length n' of such slots, else 0
+""")
 def commit(
     accepted_tokens: torch.Tensor,
     commit_lens: torch.Tensor,
@@ -163,12 +192,7 @@ def commit(
     draft_live: torch.Tensor,
     draft_lens: torch.Tensor,
 ) -> None:
-    """Append the tokens, advance lengths and counts, end finished slots, retract all drafts.
-
-    tokens, lengths, active, output_counts, num_drafts  [max B, ..]  updated
-    draft_live  [B]  uint8  out: 1 for slots that go on and so will draft
-    draft_lens   [B]  int32  out: the new committed length n' of such slots, else 0
-    """
+    """Append the tokens, advance lengths and counts, end finished slots, retract all drafts."""
     draft_live.zero_()
     draft_lens.zero_()
     entries = zip(slots.tolist(), commit_lens.tolist(), finish.tolist(), strict=True)

@@ -2,6 +2,8 @@
 
 import torch
 
+from lowlat.kernels.reference.schema import operation
+
 __all__ = [
     "ACCEPTED",
     "COMMITTED",
@@ -17,6 +19,24 @@ __all__ = [
 SLOT, COMMITTED, FINISH, VERIFIED, ACCEPTED, LENGTH_AFTER, VERIFIED_DEPTH, RECORD_WIDTH = range(8)
 
 
+@operation(f"""
+    read    slots                int32    [B]
+    read    commit_lens          int32    [B]
+    read    accepted_lens        int32    [B]
+    read    accepted_tokens      int32    [B, T]
+    read    accepted_nodes       int32    [B, T]
+    read    finish               int32    [B]
+    read    num_verified         int32    [B]
+    read    verified_depth       int32    [B]
+    read    lengths              int32    [max_B]
+    read    logprob_values       float32  [B, T, n]
+    read    logprob_ids          int32    [B, T, n]
+    update  ring_records         int32    [R, max_B, {RECORD_WIDTH}]  see the column names; SLOT is -1 for a pad
+    update  ring_tokens          int32    [R, max_B, max_T]           committed tokens, -1 pads
+    update  ring_logprob_values  float32  [R, max_B, max_T, n]        of each committed token
+    update  ring_logprob_ids     int32    [R, max_B, max_T, n]        -1 where none was asked for
+    update  ring_head            int64    [1]                         entries written so far
+""")
 def publish(
     slots: torch.Tensor,
     commit_lens: torch.Tensor,
@@ -38,11 +58,6 @@ def publish(
 ) -> None:
     """Write one entry of the ring, then advance its head; the order is what a polling host relies on.
 
-    ring_records         [R, max B, 7]          int32    out: see the column names; SLOT is -1 for a pad
-    ring_tokens          [R, max B, max T]      int32    out: committed tokens, -1 pads
-    ring_logprob_values  [R, max B, max T, 21]  float32  out: of each committed token
-    ring_logprob_ids     [R, max B, max T, 21]  int32    out: -1 where none was asked for
-    ring_head            [1]                    int64    updated: entries written so far
     ACCEPTED counts committed drafts: the bonus token is none, nor is what truncation dropped.
     """
     entry = int(ring_head) % ring_records.shape[0]

@@ -6,7 +6,16 @@ active slots, so that a step may run in another bucket than the step before.
 
 import torch
 
-from lowlat.kernels.reference.step.slot_record import DRAFT_LIMIT, LENGTH, MAX_LENGTH
+from lowlat.kernels.reference.schema import operation
+from lowlat.kernels.reference.step.slot_record import (
+    DRAFT_LIMIT,
+    LENGTH,
+    MAX_BIASES,
+    MAX_LENGTH,
+    MAX_STOPS,
+    NUM_FLOATS,
+    NUM_INTS,
+)
 
 __all__ = ["CANCEL", "COMMAND_WIDTH", "JOIN", "SET_DRAFT_LIMIT", "apply_commands", "gather_rows", "list_active_slots"]
 
@@ -14,6 +23,30 @@ JOIN, CANCEL, SET_DRAFT_LIMIT = 1, 2, 3
 COMMAND_WIDTH = 4  # opcode, slot, value, reserved
 
 
+@operation(f"""
+    read    command_ring        int64    [R, {COMMAND_WIDTH}]   opcode, slot, value, 0
+    read    command_tail        int64    [1]                    commands written so far
+    read    staged_ints         int64    [max_B, {NUM_INTS}]    staged_*: a joining slot's first state, from the host
+    read    staged_floats       float32  [max_B, {NUM_FLOATS}]
+    read    staged_tokens       int32    [max_B, C]
+    read    staged_table        int32    [max_B, blocks]
+    read    staged_stop_ids     int32    [max_B, {MAX_STOPS}]
+    read    staged_bias_ids     int32    [max_B, {MAX_BIASES}]
+    read    staged_bias_values  float32  [max_B, {MAX_BIASES}]
+    update  command_head        int64    [1]                    commands taken so far
+    update  slot_ints           int64    [max_B, {NUM_INTS}]    and below: the slots' state
+    update  slot_floats         float32  [max_B, {NUM_FLOATS}]
+    update  tokens              int32    [max_B, C]
+    update  block_table         int32    [max_B, blocks]
+    update  stop_ids            int32    [max_B, {MAX_STOPS}]
+    update  bias_ids            int32    [max_B, {MAX_BIASES}]
+    update  bias_values         float32  [max_B, {MAX_BIASES}]
+    update  lengths             int32    [max_B]
+    update  active              int32    [max_B]
+    update  num_drafts          int32    [max_B]
+    update  prompt_seen         uint8    [max_B, V]
+    update  output_counts       int32    [max_B, V]
+""")
 def apply_commands(
     command_ring: torch.Tensor,
     command_tail: torch.Tensor,
@@ -39,14 +72,7 @@ def apply_commands(
     prompt_seen: torch.Tensor,
     output_counts: torch.Tensor,
 ) -> None:
-    """Take the commands between head and tail off the ring: a slot joins, leaves, or changes its draft limit.
-
-    command_ring   [R, 4]       int64  opcode, slot, value, 0
-    command_tail   [1]          int64  commands written so far
-    staged_*       [max B, ..]         what a joining slot's state begins with, written by the host
-    command_head   [1]          int64  updated: commands taken so far
-    the others     [max B, ..]         updated: the slots' state
-    """
+    """Take the commands between head and tail off the ring: a slot joins, leaves, or changes its draft limit."""
     tail = int(command_tail)
     for index in range(int(command_head), tail):
         opcode, slot, value, _ = command_ring[index % command_ring.shape[0]].tolist()
@@ -77,13 +103,35 @@ def apply_commands(
     command_head.fill_(tail)
 
 
+@operation("""
+    read    active  int32  [max_B]
+    write   slots   int32  [B]      -1 pads
+""")
 def list_active_slots(active: torch.Tensor, *, slots: torch.Tensor) -> None:
-    """List the active slots in order: active [max B] int32 -> slots [B] int32 out, -1 pads."""
+    """List the active slots in order."""
     listed = active.nonzero().reshape(-1)[: slots.shape[0]].to(slots.dtype)
     slots.fill_(-1)
     slots[: listed.shape[0]] = listed
 
 
+@operation(f"""
+    read    slots           int32  [B]
+    read    lengths         int32  [max_B]              committed tokens n
+    read    tokens          int32  [max_B, C]           committed tokens
+    read    drafts          int32  [max_B, max_T]       drafted nodes, topological order, node 0 unused
+    read    num_drafts      int32  [max_B]
+    read    tree_masks      int64  [max_B, max_T]       ancestors and self of each drafted node
+    read    tree_paths      int32  [max_B, P, W]        root to leaf, -1 pads
+    read    slot_ints       int64  [max_B, {NUM_INTS}]  per-slot limits
+    write   row_tokens      int32  [B, T]               -1 where dead
+    write   row_positions   int32  [B, T]               absolute; 0 where dead
+    write   row_live        uint8  [B, T]
+    write   row_masks       int64  [B, T]
+    write   paths           int32  [B, P, W]            -1 from the first dead node on
+    write   dense_lens      int32  [B]                  n - 1, the root's position; 0 for a pad
+    write   num_verified    int32  [B]                  live drafted nodes
+    write   verified_depth  int32  [B]                  depth of the deepest
+""")
 def gather_rows(
     slots: torch.Tensor,
     lengths: torch.Tensor,
@@ -105,22 +153,6 @@ def gather_rows(
 ) -> None:
     """Lay out the rows of this step: the last committed token, then the drafted nodes that may be verified.
 
-    slots           [B]               int32
-    lengths         [max B]           int32  committed tokens n
-    tokens          [max B, C]        int32  committed tokens
-    drafts          [max B, max T]    int32  drafted nodes, topological order, node 0 unused
-    num_drafts      [max B]           int32
-    tree_masks      [max B, max T]    int64  ancestors and self of each drafted node
-    tree_paths      [max B, P, W]     int32  root to leaf, -1 pads
-    slot_ints       [max B, ..]       int64  per-slot limits
-    row_tokens      [B, T]            int32  out, -1 where dead
-    row_positions   [B, T]            int32  out, absolute; 0 where dead
-    row_live        [B, T]            uint8  out
-    row_masks       [B, T]            int64  out
-    paths           [B, P, W]         int32  out, -1 from the first dead node on
-    dense_lens      [B]               int32  out: n - 1, the root's position; 0 for a pad
-    num_verified    [B]               int32  out: live drafted nodes
-    verified_depth  [B]               int32  out: depth of the deepest
     A slot verifies min(its drafts, the bucket's, its request's limit) nodes, none past its maximal length.
     """
     rows = row_tokens.shape[1]

@@ -12,6 +12,7 @@ from lowlat.cli.reports.sizes import Plan, buffer_dict, kv_bytes_per_token, part
 from lowlat.cli.running import default_context
 from lowlat.errors import ConfigError
 from lowlat.executors.make import settle_executor
+from lowlat.graphs import Paging
 from lowlat.host.devices import DeviceChoice, choose_device
 from lowlat.models.geometry import DraftConfig, ModelConfig
 from lowlat.models.hf_config import read_config
@@ -93,7 +94,7 @@ def _files(directory: Path, config: ModelConfig) -> dict[str, int] | None:
 
 def _kv(plan: Plan, program: Program, options: RuntimeConfig) -> dict[str, int]:
     """The caches: bytes a token, and the pool that holds max_batch requests of the largest size."""
-    caches = [spec for spec in program.buffers.values() if "_cache" in spec.name]
+    caches = [spec for spec in program.buffers.values() if spec.paging is Paging.POSITIONS]
     heads = [spec for spec in caches if spec.name.startswith("head.")]
     targets = [spec for spec in caches if spec not in heads]
     return {

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lowlat.checkpoint.stored import ahead_bytes
-from lowlat.graphs import Bucket, BufferSpec
+from lowlat.graphs import Bucket, BufferSpec, Paging
 from lowlat.host.devices import DeviceChoice
 from lowlat.host.loading import bucket_batches, make_geometry, make_topologies
 from lowlat.host.memory.plan import memory_need
@@ -61,7 +61,8 @@ def _part(name: str) -> str:
 
 def kv_bytes_per_token(specs: Iterable[BufferSpec], block_size: int) -> int:
     """Bytes that one more token takes in the caches among these buffers, [P, G, block, D] each."""
-    return sum(spec.num_bytes // (spec.shape[0] * block_size) for spec in specs if "_cache" in spec.name)
+    caches = (spec for spec in specs if spec.paging is Paging.POSITIONS)
+    return sum(spec.num_bytes // (spec.shape[0] * block_size) for spec in caches)
 
 
 @dataclass(frozen=True)

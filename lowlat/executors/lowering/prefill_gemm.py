@@ -23,7 +23,7 @@ WIDTH = 8  # and of so many weight rows and columns
 
 
 def gemm_workspaces(rows: int, height: int, width: int) -> list[WorkspaceShape]:
-    """The workspaces of our GEMM of so many rows with a weight [height, width]: activations, and sums of segments of K."""
+    """The workspaces of our GEMM of rows with a weight [height, width]: activations, and sums of segments of K."""
     segments = segments_of(height, width)[0]
     partials = (segments, rows, height) if segments > 1 else (0, rows, height)
     arranged = arranged_shape(rows, width)

@@ -10,7 +10,7 @@ import torch
 from lowlat.errors import ConfigError
 from lowlat.executors.lowering.memory import temporary_bytes, workspace_bytes
 from lowlat.executors.lowering.weight_parts import EXPERT_GEMMS, gemm_weights
-from lowlat.graphs import Role
+from lowlat.graphs import Paging, Role
 from lowlat.kernels.gemm.packing import TILE_COLUMNS, TILE_ROWS
 from lowlat.kernels.reference.moe.mxfp4 import BLOCK
 from lowlat.program.program import Program
@@ -73,7 +73,7 @@ def memory_need(
             if spec.role is Role.SCRATCH:
                 scratch += spec.num_bytes
             else:
-                part = kv if "_cache" in spec.name else state
+                part = kv if spec.paging is Paging.POSITIONS else state
                 part[spec.name] = max(part.get(spec.name, 0), spec.num_bytes)
         parts.append(scratch)
         if has_kernels:

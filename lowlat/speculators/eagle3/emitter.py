@@ -6,7 +6,7 @@ where the target has run, and the head's own fed-back state where it has not; fc
 
 import torch
 
-from lowlat.graphs import BufferSpec, Role
+from lowlat.graphs import BufferSpec, Paging, Role
 from lowlat.models.geometry import DraftConfig, ModelConfig
 from lowlat.models.layers import TORCH_DTYPES, Emitter
 from lowlat.program.program import Stage
@@ -21,8 +21,8 @@ def draft_kv_specs(head: DraftConfig, dtype: torch.dtype, num_blocks: int, block
     """The head's KV cache, [P, G, block, D], and the features at block ends, [P, H]."""
     shape = (num_blocks, head.num_kv_heads, block_size, head.head_dim)
     return [
-        *(BufferSpec(name, shape, dtype, Role.STATE) for name in HEAD_CACHES),
-        BufferSpec("block_features", (num_blocks, head.hidden_size), dtype, Role.STATE),
+        *(BufferSpec(name, shape, dtype, Role.STATE, Paging.POSITIONS) for name in HEAD_CACHES),
+        BufferSpec("block_features", (num_blocks, head.hidden_size), dtype, Role.STATE, Paging.BLOCKS),
     ]
 
 

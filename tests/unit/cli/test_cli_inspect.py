@@ -13,7 +13,7 @@ from tiny_models import PairPaths, make_target, mxfp4_target, random_draft_model
 from lowlat import Runtime, SpeculativeConfig
 from lowlat.cli.options import bundled
 from lowlat.cli.reports.sizes import parts_of
-from lowlat.graphs import BufferSet, Role
+from lowlat.graphs import BufferSet, Paging, Role
 from lowlat.models.target import load_target, open_target
 from lowlat.speculators.eagle3.weights import load_draft_model
 
@@ -43,7 +43,7 @@ def test_inspect_model_forecasts_what_a_runtime_allocates(pair: PairPaths, with_
     speculative = SpeculativeConfig(model=pair.head, num_speculative_tokens=2) if with_draft_model else None
     with Runtime.load(pair.target, speculative, max_batch=3, max_context=100) as runtime:
         state = runtime.executor.state
-        caches = sum(spec.num_bytes for name, spec in state.specs.items() if "_cache" in name)
+        caches = sum(spec.num_bytes for spec in state.specs.values() if spec.paging is Paging.POSITIONS)
         assert found["memory"]["kv_bytes"] == found["kv"]["bytes"] == caches
         bucket = runtime.ladder.choose(3, 2 if with_draft_model else 0)
         program = runtime.executor.program(bucket)
