@@ -57,7 +57,7 @@ class IntegerList(click.ParamType[tuple[int, ...]]):
 
 
 def bundled(part: str) -> Path:
-    """The path of a bundled directory or file: target, head, chat_head, prompts.json, chat_prompts.json."""
+    """The path of a bundled directory or file: target, head (its draft model), chat_head, *.json."""
     return Path(__file__).resolve().parent.parent / "demo" / part
 
 

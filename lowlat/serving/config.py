@@ -165,8 +165,10 @@ def speculative_config(
     values = {option.name: given[option.key] for option in GROUPS["speculation"] if option.key in given}
     values.setdefault("model", default_draft_model)
     if values["model"] is None:
+        if values.get("num_speculative_tokens") == 0:
+            del values["num_speculative_tokens"]
         needing = [option.key for option in GROUPS["speculation"] if values.get(option.name) is not None]
-        if needing and (needing != ["num_speculative_tokens"] or values["num_speculative_tokens"] != 0):
+        if needing:
             raise ConfigError(
                 f"{named(min(needing))} needs a draft model ({SETTINGS['head'].flag} DIR): "
                 "without one there is no speculation"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lowlat.cli.console import loading_bar, print_json, print_table
-from lowlat.cli.options import DIRECTORY, IntegerList, as_json
+from lowlat.cli.options import DIRECTORY, IntegerList, as_json, draft_model_option
 from lowlat.options.config import MAX_SPECULATIVE_TOKENS
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ COLUMNS = ("stage", "rows", "mean difference", "max difference", "cosine", "top-
 
 @click.command("compare")
 @click.argument("target", type=DIRECTORY)
-@click.option("--head", type=DIRECTORY, metavar="DIR", help="An EAGLE3 head to compare as well.")
+@draft_model_option("An EAGLE3 draft model to compare as well.")
 @click.option(
     "--against",
     metavar="transformers|DIR",
@@ -65,12 +65,12 @@ def command(
     json_output: bool,
     **options: Any,
 ) -> None:
-    """Compare a target, and a head, stage by stage with an independent implementation.
+    """Compare a target, and a draft model, stage by stage with an independent implementation.
 
-    A few greedy tokens are decoded, and every residual stream, the logits and each stage of the head's drafts are
-    set beside those of transformers (the target) and of plain torch (the head), or beside saved tensors: mean and
-    largest difference, cosine of the worst row, overlap of the ten likeliest ids. Exits with 1 when a stage falls
-    below --min-cosine. --save alone compares nothing.
+    A few greedy tokens are decoded, and every residual stream, the logits and each stage of the drafts are set beside
+    those of transformers (the target) and of plain torch (the draft model), or beside saved tensors: mean and largest
+    difference, cosine of the worst row, overlap of the ten likeliest ids. Exits with 1 when a stage falls below
+    --min-cosine. --save alone compares nothing.
     """
     from lowlat.host.devices import leave_a_core
     from lowlat.tools.compare.stages import load_recording, record, save_recording

@@ -54,7 +54,7 @@ MAX_PROMPT_BYTES = 64 << 20
 @click.option("--curve-keys", type=DIRECTORY, metavar="DIR", help=CURVE_HELP + " Needs --connect.")
 @as_json
 def command(model: Path | None, **values: Any) -> None:
-    """Continue a prompt with MODEL, a Hugging Face directory; without one, with the bundled model and its head.
+    """Continue a prompt with MODEL, a Hugging Face directory; without one, with the bundled pair.
 
     Text streams to stdout as it is decided; without a tokenizer, token ids do. With --chat, of a model that answers in
     Harmony's channels a terminal shows the final one as it is and the others dim, a pipe gets the final one alone.

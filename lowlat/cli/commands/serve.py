@@ -45,7 +45,7 @@ class _Grouped(click.Command):
 def command(
     config: Path | None, show_config: bool, make_curve_keys: Path | None, json_output: bool, **options: Any
 ) -> None:
-    """Serve a model to other processes of this machine; without options, the bundled model and its head.
+    """Serve a model to other processes of this machine; without options, the bundled pair.
 
     Every setting can be given as an option, as LOWLAT_NAME in the environment, or as `name = value` in a TOML file;
     the former wins over the latter. SIGTERM or Ctrl-C ends the server when running requests have ended, or --drain-s

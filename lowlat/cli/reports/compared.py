@@ -133,7 +133,7 @@ def compare(
     on_prompt: Callable[[Question], None],
     on_text: Callable[[str], None],
 ) -> Comparison:
-    """Run every prompt with speculation, handing on its text, then every one in a runtime without a head.
+    """Run every prompt with speculation, handing on its text, then every one in a runtime without a draft model.
 
     chat wraps each as a user's message. Before anything is timed each runtime runs a few tokens.
     Raises ConfigError and RequestError.
