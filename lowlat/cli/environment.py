@@ -1,4 +1,4 @@
-"""What this machine has: versions, the GPU and why it is used or not, threads, memory, the cache. Loads no model."""
+"""Facts of this machine: versions, the GPU and why it is used or not, threads, memory, the cache. Loads no model."""
 
 import os
 import platform

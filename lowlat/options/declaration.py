@@ -103,7 +103,7 @@ def declare(default: Any, help: str, **details: Any) -> Any:
 
 
 @cache
-def options_of(record: type) -> tuple[Option, ...]:
+def options_of(record: Any) -> tuple[Option, ...]:
     """The options that a dataclass declares, in order."""
     return tuple(
         Option(
@@ -121,16 +121,17 @@ def options_of(record: type) -> tuple[Option, ...]:
 
 def documented(record: type[T]) -> type[T]:
     """Append a line for each declared option to a record's docstring."""
+    options: Any = record
     lines = [
-        f"{option.name}  {option.help}{f' ({option.otherwise})' if option.otherwise else ''}"
-        for option in options_of(record)
+        f"    {option.name}  {option.help}{f' ({option.otherwise})' if option.otherwise else ''}"
+        for option in options_of(options)
     ]
-    record.__doc__ = "\n".join([str(record.__doc__).rstrip(), "", *("    " + line for line in lines)])
+    record.__doc__ = "\n".join([(record.__doc__ or "").rstrip(), "", *lines])
     return record
 
 
 def _of_annotation(annotation: Any) -> dict[str, Any]:
-    """What a field's type says: kind, choices, and whether None is allowed."""
+    """The kind, the choices and whether None is allowed, from a field's annotation."""
     union = get_origin(annotation) in (Union, UnionType)
     parts = [part for part in (get_args(annotation) if union else (annotation,)) if part is not NoneType]
     found: dict[str, Any] = {"kind": "record", "nullable": union and NoneType in get_args(annotation)}
@@ -148,7 +149,8 @@ def _of_annotation(annotation: Any) -> dict[str, Any]:
 
 def check_options(record: Any, error: type[Exception]) -> None:
     """Refuse values that are of another kind than their options, or beyond their limits, with `error`."""
-    for option in options_of(type(record)):
+    kind: Any = type(record)
+    for option in options_of(kind):
         value = getattr(record, option.name)
         if value is None and option.nullable:
             continue

@@ -128,7 +128,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What one step (or a cancellation) brought to one request.
+    """The output of one step (or a cancellation) for one request.
 
     `token_ids` are new and final. `text` is what they make certain of the text (None without a tokenizer):
     incomplete UTF-8 and what could begin a stop string are held back. `stop_reason` is the stop string or

@@ -108,12 +108,13 @@ class ServingHandler(QueueHandler):
 
     def __init__(self, descriptor: int = 2, max_lines: int = MAX_LINES) -> None:
         # a queue without a bound of its own always has room for the sentinel that ends the writer
-        super().__init__(SimpleQueue())
+        self._lines: SimpleQueue[bytes | None] = SimpleQueue()
+        super().__init__(self._lines)
         self.setLevel(logging.INFO)
         self.addFilter(RateLimit())
         self.num_dropped = 0
         self._max_lines = max_lines
-        self._writer = _Writer(self.queue, descriptor)
+        self._writer = _Writer(self._lines, descriptor)
         self._writer.start()
 
     def prepare(self, record: logging.LogRecord) -> bytes:
@@ -126,8 +127,8 @@ class ServingHandler(QueueHandler):
 
     def enqueue(self, record: Any) -> None:
         """Queue a line, or drop it."""
-        if self.queue.qsize() < self._max_lines:
-            self.queue.put_nowait(record)
+        if self._lines.qsize() < self._max_lines:
+            self._lines.put(record)
         else:
             self.num_dropped += 1
 

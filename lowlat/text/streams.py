@@ -7,8 +7,8 @@ decoder provably does not look across the cut. Two kinds of decoder allow that:
 - chains of decoders that work token by token (`Replace`, `Metaspace`, `WordPiece`, `Strip`), `ByteFallback`,
   which joins runs of byte tokens, and a last `Fuse` and `Strip` at the left (Llama 2, Gemma, Mistral, BERT).
 
-`tokenizers`' own DecodeStream does not keep that: it gives out a byte-fallback character before the run of bytes that may
-turn it into U+FFFD has ended, raises where it then does, and takes no prefix that ends within a character.
+`tokenizers`' own DecodeStream does not keep that: it gives out a byte-fallback character before the run of bytes that
+may yet turn it into U+FFFD has ended, and raises where the run then does.
 
 Other decoders (`BPEDecoder`, `CTC`) change the text of a token when the next one arrives; they are refused at
 load.

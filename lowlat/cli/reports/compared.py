@@ -76,7 +76,7 @@ class Comparison:
 
     @property
     def error(self) -> str | None:
-        """What failed, if a request did."""
+        """The error of a request that failed, if one did."""
         runs = [run for row in self.rows for run in (row.speculated, row.baseline)]
         return next((run.error for run in runs if run.error is not None), None)
 
