@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
-from lowlat.options.config import RuntimeConfig, SpeculativeConfig, TraceConfig
+from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig, TraceConfig
 from lowlat.options.declaration import Option, options_of
 from lowlat.options.request import SamplingParams
 
@@ -20,9 +20,11 @@ __all__ = [
     "as_json",
     "bundled",
     "declared_options",
+    "depth_option",
     "draft_model_option",
     "given_options",
     "parse_biases",
+    "record_options",
     "runtime_options",
     "sampling_options",
     "sampling_params",
@@ -68,7 +70,27 @@ def declared_options(function: F, options: Iterable[Option]) -> F:
     return function
 
 
-def _flag(option: Option) -> Callable[[F], F]:
+def record_options(record: type, *keys: str, filled: bool = False) -> Callable[[F], F]:
+    """Add some of a record's options as flags; where `filled`, one that is not given has its default."""
+    found = {option.key: option for option in options_of(record)}
+
+    def add(function: F) -> F:
+        for key in reversed(keys):
+            function = _flag(found[key], filled=filled)(function)
+        return function
+
+    return add
+
+
+def depth_option(help: str) -> Callable[[F], F]:
+    """Add -S for a command that cannot do without speculation."""
+    least_one = click.IntRange(1, MAX_SPECULATIVE_TOKENS)
+    default = SpeculativeConfig.num_speculative_tokens
+    names = ("-S", "--num-speculative-tokens")
+    return click.option(*names, type=least_one, default=default, show_default=True, metavar="N", help=help)
+
+
+def _flag(option: Option, *, filled: bool = False) -> Callable[[F], F]:
     """The flag of one declared option."""
     spellings = [*option.flags, *("--" + name.replace("_", "-") for name in (*option.aliases, option.key))]
     repeatable = option.kind in ("texts", "biases") or "stop_token_id" in option.aliases
@@ -90,7 +112,13 @@ def _flag(option: Option) -> Callable[[F], F]:
     }
     kind, metavar = kinds[option.kind]
     return click.option(
-        *spellings, option.key, type=kind, metavar=option.metavar or metavar or None, multiple=repeatable, help=text
+        *spellings,
+        option.key,
+        type=kind,
+        metavar=option.metavar or metavar or None,
+        multiple=repeatable,
+        default=option.default if filled else None,
+        help=text,
     )
 
 
@@ -156,9 +184,7 @@ def speculative_config(values: Mapping[str, Any], default_draft_model: Path | No
 
 def runtime_options(function: F) -> F:
     """Add device, dtype, executor and context of a runtime; `given_options` has those that were given."""
-    wanted = ("max_context", "device", "dtype", "executor")
-    found = {option.name: option for option in options_of(RuntimeConfig)}
-    return declared_options(function, (found[name] for name in wanted))
+    return record_options(RuntimeConfig, "max_context", "device", "dtype", "executor")(function)
 
 
 def trace_config(names: str | None) -> TraceConfig:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lowlat.cli.console import loading_bar, print_json, print_table
-from lowlat.cli.options import DIRECTORY, IntegerList, as_json, draft_model_option
-from lowlat.options.config import MAX_SPECULATIVE_TOKENS
+from lowlat.cli.options import DIRECTORY, IntegerList, as_json, depth_option, draft_model_option, record_options
+from lowlat.options.config import RuntimeConfig
 
 if TYPE_CHECKING:
     from lowlat.tools.compare.stages import Recording
@@ -33,16 +33,9 @@ COLUMNS = ("stage", "rows", "mean difference", "max difference", "cosine", "top-
 @click.option("--prompt", metavar="TEXT", help="Text to start from; needs a tokenizer.")
 @click.option("--token-ids", type=IntegerList(), metavar="ID,ID,...", help="Token ids to start from.")
 @click.option("--num-tokens", type=click.IntRange(1, 1024), default=16, show_default=True, help="Tokens to decode.")
-@click.option(
-    "--num-speculative-tokens",
-    "-S",
-    type=click.IntRange(1, MAX_SPECULATIVE_TOKENS),
-    default=3,
-    show_default=True,
-    help="Levels of drafts to compare.",
-)
+@depth_option("Levels of drafts to compare.")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16", "auto"]), default="float32", show_default=True)
-@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
+@record_options(RuntimeConfig, "device", filled=True)
 @click.option(
     "--min-cosine",
     type=click.FloatRange(-1.0, 1.0),

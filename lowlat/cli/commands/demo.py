@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lowlat.cli.console import print_json, print_table, stream_text
-from lowlat.cli.options import DIRECTORY, bundled
+from lowlat.cli.options import DIRECTORY, bundled, depth_option
 from lowlat.errors import LowlatError
-from lowlat.options.config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
+from lowlat.options.config import SpeculativeConfig
 from lowlat.options.directories import cache_directory
 from lowlat.options.request import SamplingParams
 
@@ -35,15 +35,7 @@ CHAT_NOTICE = (
 @click.option("--max-tokens", type=int, default=64, show_default=True, metavar="N", help="Tokens a prompt, at most.")
 @click.option("--temperature", type=float, default=0.0, show_default=True, metavar="X", help="0 is greedy.")
 @click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="Keys the random numbers.")
-@click.option(
-    "-S",
-    "--num-speculative-tokens",
-    type=click.IntRange(1, MAX_SPECULATIVE_TOKENS),
-    default=3,
-    show_default=True,
-    metavar="N",
-    help="Depth of speculation.",
-)
+@depth_option("Depth of speculation.")
 def command(
     chat: bool,
     wheel: Path | None,

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lowlat.cli.console import format_bytes, print_json, print_table
-from lowlat.cli.options import DIRECTORY, as_json, bundled, draft_model_option
+from lowlat.cli.options import DIRECTORY, as_json, bundled, draft_model_option, record_options
+from lowlat.options.config import RuntimeConfig
 
 if TYPE_CHECKING:
     from lowlat.cli.reports.shifts import ShiftResult
@@ -26,7 +27,7 @@ __all__ = ["command"]
 @click.option("--num-prompts", type=click.IntRange(1, 256), default=8, show_default=True, help="Prompts to take.")
 @click.option("--max-tokens", type=click.IntRange(2), default=32, show_default=True, help="Tokens a prompt.")
 @click.option("--chat", is_flag=True, help="Wrap the prompts in the target's chat template.")
-@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
+@record_options(RuntimeConfig, "device", filled=True)
 @click.option("--environment-only", is_flag=True, help="Load no model.")
 @as_json
 def command(

@@ -6,8 +6,8 @@ from typing import Any
 import click
 
 from lowlat.cli.console import format_bytes, print_json, print_table
-from lowlat.cli.options import DIRECTORY, IntegerList, as_json
-from lowlat.options.config import MAX_SPECULATIVE_TOKENS
+from lowlat.cli.options import DIRECTORY, IntegerList, as_json, depth_option, record_options
+from lowlat.options.config import RuntimeConfig
 
 __all__ = ["command", "shrink"]
 
@@ -32,10 +32,8 @@ def command() -> None:
 @click.option("--num-prompts", type=click.IntRange(1, 256), default=8, show_default=True, help="Prompts to take.")
 @click.option("--max-tokens", type=click.IntRange(2), default=64, show_default=True, help="Tokens a prompt.")
 @click.option("--chat", is_flag=True, help="Wrap the prompts in the target's chat template.")
-@click.option(
-    "-S", "--num-speculative-tokens", type=click.IntRange(1, MAX_SPECULATIVE_TOKENS), default=3, show_default=True
-)
-@click.option("--device", default="auto", show_default=True, help="Where to measure.")
+@depth_option("Depth of speculation, where it is measured.")
+@record_options(RuntimeConfig, "device", filled=True)
 @as_json
 def shrink(
     directory: Path,

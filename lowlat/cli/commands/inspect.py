@@ -8,8 +8,8 @@ import click
 
 from lowlat.cli.commands.inspect_tree import tree
 from lowlat.cli.console import format_bytes, print_json, print_table
-from lowlat.cli.options import DIRECTORY, IntegerList, as_json, bundled, draft_model_option
-from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig
+from lowlat.cli.options import DIRECTORY, IntegerList, as_json, bundled, record_options, speculative_config
+from lowlat.options.config import RuntimeConfig, SpeculativeConfig
 
 __all__ = ["command", "draft_model", "model"]
 
@@ -24,28 +24,21 @@ command.add_command(tree)
 
 @command.command("model")
 @click.argument("directory", type=DIRECTORY, required=False)
-@draft_model_option("Add an EAGLE3 draft model's share.", "draft_directory")
-@click.option("-S", "--num-speculative-tokens", type=click.IntRange(0, MAX_SPECULATIVE_TOKENS), metavar="N")
-@click.option(
-    "--tree", "tree_file", type=DIRECTORY, metavar="FILE", help="Speculate with this tree; needs --draft-model."
-)
+@record_options(SpeculativeConfig, "head", "num_speculative_tokens", "tree")
 @click.option("--context", type=int, metavar="N", help="Tokens of a request.  [default: 2048, or the model's if less]")
 @click.option("--batch", type=int, default=RuntimeConfig.max_batch, show_default=True, metavar="N", help="Slots.")
-@click.option("--dtype", type=click.Choice(["auto", "bfloat16", "float32"]), default="auto", show_default=True)
-@click.option("--device", default="auto", show_default=True, help="Where the memory is needed.")
+@record_options(RuntimeConfig, "dtype", "device", filled=True)
 @click.option("--buffers", is_flag=True, help="List the buffers of the step for --batch slots at depth -S.")
 @as_json
 def model(
     directory: Path | None,
-    draft_directory: Path | None,
-    num_speculative_tokens: int | None,
-    tree_file: Path | None,
     context: int | None,
     batch: int,
     dtype: str,
     device: str,
     buffers: bool,
     json_output: bool,
+    **values: Any,
 ) -> None:
     """Show a target's geometry, parameters, bytes by part, and the memory that a runtime of it needs.
 
@@ -53,13 +46,9 @@ def model(
     """
     from lowlat.cli.reports.models import model_report
 
-    if draft_directory is None and tree_file is not None:
-        raise click.UsageError("--tree needs --draft-model DIR: without a draft model there is no speculation")
-    if draft_directory is None and num_speculative_tokens:
-        raise click.UsageError("-S needs --draft-model DIR: without a draft model there is no speculation")
     report = model_report(
         directory or bundled("target"),
-        _speculative(draft_directory, num_speculative_tokens, tree_file),
+        speculative_config(values),
         {"max_context": context, "max_batch": batch, "dtype": dtype, "device": device},
         buffers=buffers,
     )
@@ -67,18 +56,6 @@ def model(
         print_json(report)
     else:
         _print_model(report)
-
-
-def _speculative(directory: Path | None, depth: int | None, tree_file: Path | None) -> SpeculativeConfig | None:
-    if directory is None:
-        return None
-    if tree_file is None:
-        chosen = SpeculativeConfig.num_speculative_tokens if depth is None else depth
-        return SpeculativeConfig(model=directory, num_speculative_tokens=chosen)
-    from lowlat.speculators.tree.topology import TreeTopology
-
-    chosen = TreeTopology.from_choices(tree_file).depth if depth is None else depth
-    return SpeculativeConfig(model=directory, num_speculative_tokens=chosen, tree=tree_file)
 
 
 def _print_model(report: dict[str, Any]) -> None:
