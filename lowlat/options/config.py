@@ -35,20 +35,18 @@ class SpeculativeConfig:
     method: Literal["eagle3"] = declare("eagle3", "How drafts are made.")
     num_speculative_tokens: int = declare(
         3,
-        f"Depth of speculation, 0 to {MAX_SPECULATIVE_TOKENS}; 0: none.",
-        low=0,
-        high=MAX_SPECULATIVE_TOKENS,
+        "Depth of speculation; 0: none.",
+        0,
+        MAX_SPECULATIVE_TOKENS,
         flags=("-S",),
         otherwise="3, or the tree's depth",
     )
     max_path_len: int | None = declare(
-        None, "Nodes of a tree's longest path, root included, at most.", low=1, high=MAX_SPECULATIVE_TOKENS + 1
+        None, "Nodes of a tree's longest path, root included, at most.", 1, MAX_SPECULATIVE_TOKENS + 1
     )
-    max_decoding_tokens: int | None = declare(
-        None, "Nodes of a tree, root included, at most.", low=1, high=MAX_DECODING_TOKENS
-    )
+    max_decoding_tokens: int | None = declare(None, "Nodes of a tree, root included, at most.", 1, MAX_DECODING_TOKENS)
     max_non_leaves_per_layer: int | None = declare(
-        None, "A tree's nodes with children at one depth, at most.", low=1, high=MAX_DECODING_TOKENS
+        None, "A tree's nodes with children at one depth, at most.", 1, MAX_DECODING_TOKENS
     )
     capture_layers: tuple[int, ...] | None = declare(
         None, "Boundaries that the draft model reads, in place of its config's.", metavar="B,B,B"
@@ -57,14 +55,14 @@ class SpeculativeConfig:
         None, "A table of choices: YAML, TOML or JSON.", metavar="FILE"
     )
     draft_window: int | None = declare(
-        None, "The draft model attends to the first 4 and the last N rows only.", low=1, high=1 << 20
+        None, "The draft model attends to the first 4 and the last N rows only.", 1, 1 << 20
     )
     enabled: bool = declare(True, "Whether to speculate.", python_only=True)
     strict: bool = declare(False, "A draft model that does not fit is an error.")
     simulated_accept_length: float | None = declare(
         None, "Impose so many tokens a step, 1 to S + 1, for benchmarks; the text then means nothing."
     )
-    simulated_seed: int = declare(0, "Seed of the imposed acceptance.", low=0, high=(1 << 63) - 1)
+    simulated_seed: int = declare(0, "Seed of the imposed acceptance.", 0, (1 << 63) - 1)
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, (str, Path)) or not str(self.model):
@@ -104,42 +102,25 @@ class TraceConfig:
 class RuntimeConfig:
     """Sizes and policies of one Runtime."""
 
-    max_batch: int = declare(4, "Requests that decode together.", low=1, high=8)
-    max_context: int = declare(
-        2048, "Tokens of prompt and text of one request, at most.", low=2, high=1 << 20,
-        otherwise="2048, or the model's if less",
-    )  # fmt: skip
+    max_batch: int = declare(4, "Requests that decode together.", 1, 8)
+    max_context: int = declare(2048, "Tokens of prompt and text.", 2, 1 << 20, otherwise="2048, or the model's if less")
     dtype: Literal["auto", "bfloat16", "float32"] = declare("auto", "Compute dtype; auto is the checkpoint's.")
     device: str = declare("auto", "auto, cpu, cuda or cuda:N.")
     executor: Literal["auto", "reference", "eager", "graph"] = declare("auto", "How steps are run.")
-    block_size: int = declare(32, "Positions of one KV block.", low=1, high=1024)
+    block_size: int = declare(32, "Positions of one KV block.", 1, 1024)
     prefill_chunk: int = declare(
-        128,
-        "Positions of one prefill chunk, a multiple of block_size: chunks start at its multiples, and are what "
-        "requests with equal prefixes share.",
-        low=1,
-        high=1 << 16,
+        128, "Positions of a prefill chunk, a multiple of block_size: the unit of shared prefixes.", 1, 1 << 16
     )
     max_prefill_chunks: int = declare(
-        4,
-        "Chunks of one prompt that run at once, at most: more of them read a long prompt sooner and hold up those who "
-        "decode for longer.",
-        low=1,
-        high=64,
+        4, "Chunks of a prompt that run at once: more read it sooner, and hold up those who decode.", 1, 64
     )
-    kv_blocks: int | None = declare(
-        None, "KV blocks in the pool.", low=2, high=(1 << 31) - 1, otherwise="what max_batch requests need at worst"
-    )
+    kv_blocks: int | None = declare(None, "KV blocks in the pool.", 2, (1 << 31) - 1, otherwise="what max_batch needs")
     prefix_reuse: bool = declare(True, "Share the KV of complete prefill chunks between requests with equal prefixes.")
     share_decoded: bool = declare(
         False, "Also share what decoding wrote: a later request's bits may then differ from a cold start."
     )
     max_queue: int = declare(
-        256,
-        "Requests that may wait for a slot; more are refused with CapacityError.",
-        low=0,
-        high=1 << 20,
-        python_only=True,
+        256, "Requests that may wait for a slot; more are refused with CapacityError.", 0, 1 << 20, python_only=True
     )
     device_loop: bool = declare(
         False,

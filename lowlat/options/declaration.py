@@ -84,39 +84,28 @@ class Option:
 
     def takes(self, value: object) -> bool:
         """Whether a value is of the option's kind; limits are not looked at."""
-        if self.kind == "int":
-            return isinstance(value, int) and not isinstance(value, bool)
-        if self.kind == "float":
-            return isinstance(value, (int, float)) and not isinstance(value, bool)
-        if self.kind == "bool":
-            return isinstance(value, bool)
-        if self.kind == "path":
-            return isinstance(value, (str, Path)) and bool(str(value))
         if self.kind == "ints":
             return isinstance(value, (list, tuple)) and all(type(item) is int for item in value)
-        return isinstance(value, str) and bool(value)
+        types: Any = {"int": int, "float": (int, float), "bool": bool, "path": (str, Path)}.get(self.kind, str)
+        if isinstance(value, bool):
+            return self.kind == "bool"
+        return isinstance(value, types) and (not isinstance(value, (str, Path)) or bool(str(value)))
 
 
-def declare(default: Any, help: str, **details: Any) -> Any:
-    """A field of an options record: its default, what it is for, and any of Option's other attributes."""
-    return field(default=default, metadata={"help": help, **details})
+def declare(default: Any, help: str, low: float | None = None, high: float | None = None, **details: Any) -> Any:
+    """A field of an options record: its default, its help, its limits, and any of Option's other attributes."""
+    return field(default=default, metadata={"help": help, "low": low, "high": high, **details})
 
 
 @cache
 def options_of(record: Any) -> tuple[Option, ...]:
     """The options that a dataclass declares, in order."""
-    return tuple(
-        Option(
-            item.name,
-            **{
-                "key": item.name,
-                "default": None if item.default is MISSING or "otherwise" in item.metadata else item.default,
-                **_of_annotation(item.type),
-                **item.metadata,
-            },
-        )
-        for item in fields(record)
-    )
+    found = []
+    for item in fields(record):
+        default = None if item.default is MISSING or "otherwise" in item.metadata else item.default
+        details = {"key": item.name, "default": default, **_of_annotation(item.type), **item.metadata}
+        found.append(Option(item.name, **details))
+    return tuple(found)
 
 
 def documented(record: type[T]) -> type[T]:
@@ -167,19 +156,16 @@ def check_options(record: Any, error: type[Exception]) -> None:
             raise error(f"{option.name} must be {choices}, got {value!r:.80}")
 
 
-def check_integer(name: str, value: object, low: float | None, high: float | None, error: type[Exception]) -> None:
+def check_integer(name: str, value: object, low: Any, high: Any, error: type[Exception]) -> None:
     """Refuse anything but an int in [low, high] with `error`, naming the option, the value and the limits."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise error(f"{name} must be an integer, got {shown(value)}")
-    if low is not None and high is not None and not low <= value <= high:
+    if not low <= value <= high:
         raise error(f"{name} must be from {low} to {high}, got {shown(value)}")
 
 
-def check_number(
-    name: str, value: object, low: float, high: float | None, error: type[Exception], *, above: bool = False
-) -> None:
+def check_number(name: str, value: object, low: Any, high: Any, error: type[Exception], *, above: bool = False) -> None:
     """Refuse anything but a finite number in [low, high], or (low, high] where `above`, with `error`."""
-    high = math.inf if high is None else high
     # isfinite would turn a huge integer into a float, and overflow
     infinite = isinstance(value, float) and not math.isfinite(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or infinite:

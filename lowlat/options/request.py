@@ -34,26 +34,24 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 class SamplingParams:
     """How one request's tokens are chosen and when it ends."""
 
-    temperature: float = declare(
-        0.0, "0 is greedy; otherwise logits are divided by it, at most 100.", low=0.0, high=100.0
-    )
-    top_k: int = declare(0, "Keep the N likeliest tokens; 0 keeps all.", low=0, high=MAX_INT32)
-    top_p: float = declare(1.0, "Keep the smallest set of this probability.", low=0.0, high=1.0, above=True)
-    min_p: float = declare(0.0, "Keep tokens at least so likely, relative to the likeliest.", low=0.0, high=1.0)
+    temperature: float = declare(0.0, "0 is greedy; otherwise logits are divided by it, at most 100.", 0.0, 100.0)
+    top_k: int = declare(0, "Keep the N likeliest tokens; 0 keeps all.", 0, MAX_INT32)
+    top_p: float = declare(1.0, "Keep the smallest set of this probability.", 0.0, 1.0, above=True)
+    min_p: float = declare(0.0, "Keep tokens at least so likely, relative to the likeliest.", 0.0, 1.0)
     repetition_penalty: float = declare(
         1.0,
         "Divides positive and multiplies negative logits of tokens seen, those of the prompt too.",
-        low=0.0,
-        high=10.0,
+        0.0,
+        10.0,
         above=True,
     )
-    presence_penalty: float = declare(0.0, "Subtracted once from tokens generated.", low=-2.0, high=2.0)
-    frequency_penalty: float = declare(0.0, "Subtracted for every time a token was generated.", low=-2.0, high=2.0)
+    presence_penalty: float = declare(0.0, "Subtracted once from tokens generated.", -2.0, 2.0)
+    frequency_penalty: float = declare(0.0, "Subtracted for every time a token was generated.", -2.0, 2.0)
     logit_bias: Mapping[int, float] | None = declare(
         None, f"Add -100 to 100 to a token's logit; at most {MAX_LOGIT_BIASES} tokens.", metavar="ID=BIAS"
     )
     seed: int | None = declare(
-        None, "Keys the random numbers, with the absolute position.", low=0, high=(1 << 63) - 1, otherwise="a fresh one"
+        None, "Keys the random numbers, with the absolute position.", 0, (1 << 63) - 1, otherwise="a fresh one"
     )
     stop_token_ids: tuple[int, ...] = declare(
         (),
@@ -62,16 +60,16 @@ class SamplingParams:
         metavar="ID",
     )
     stop: tuple[str, ...] = declare((), f"End before this text; at most {MAX_STOP_STRINGS} of them.", metavar="TEXT")
-    max_tokens: int = declare(256, "Tokens to generate at most.", low=1, high=MAX_INT32)
+    max_tokens: int = declare(256, "Tokens to generate at most.", 1, MAX_INT32)
     min_tokens: int = declare(
-        0, "Before so many tokens no stop token can be chosen and no stop string matches.", low=0, high=MAX_INT32
+        0, "Before so many tokens no stop token can be chosen and no stop string matches.", 0, MAX_INT32
     )
     ignore_eos: bool = declare(False, "The model's own end tokens do not end it.")
     logprobs: int | None = declare(
-        None, f"With every token its N likeliest alternatives, 0 to {MAX_LOGPROBS}.", low=0, high=MAX_LOGPROBS
+        None, f"With every token its N likeliest alternatives, 0 to {MAX_LOGPROBS}.", 0, MAX_LOGPROBS
     )
     max_draft_tokens: int | None = declare(
-        None, "Draft tokens verified in one step, at most; 0: no speculation.", low=0, high=63
+        None, "Draft tokens verified in one step, at most; 0: no speculation.", 0, 63
     )
 
     def __post_init__(self) -> None:
