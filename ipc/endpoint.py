@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import platformdirs
+
 from lowlat.errors import ConfigError
 
 __all__ = ["Endpoint", "EndpointLock", "default_endpoint", "parse_endpoint"]
@@ -42,7 +44,9 @@ class Endpoint:
 def default_endpoint(environ: Mapping[str, str] = os.environ) -> str:
     """LOWLAT_ENDPOINT, else lowlat/default.sock in XDG_RUNTIME_DIR, else lowlat/run/default.sock in the user's cache.
 
-    The cache holds other things of lowlat's, too, and may be open to others: there the socket has its own folder.
+    The cache holds other things of lowlat's, too, and may be open to others: there the socket has its own folder. A
+    library's choice of a runtime directory would not do: it falls back to a temporary one that all users share. Where
+    the cache is, is this process's own environment's to say, whatever `environ` is.
     """
     chosen = environ.get("LOWLAT_ENDPOINT")
     if chosen:
@@ -51,8 +55,7 @@ def default_endpoint(environ: Mapping[str, str] = os.environ) -> str:
     if runtime and Path(runtime).is_absolute():
         folder = Path(runtime) / "lowlat"
     else:
-        cache = environ.get("XDG_CACHE_HOME")
-        folder = (Path(cache) if cache and Path(cache).is_absolute() else Path.home() / ".cache") / "lowlat" / "run"
+        folder = platformdirs.user_cache_path("lowlat", appauthor=False) / "run"
     return f"ipc://{folder / 'default.sock'}"
 
 

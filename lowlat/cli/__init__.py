@@ -22,12 +22,19 @@ COMMANDS = {
     "serve": ("lowlat.cli.commands.serve", "Serve a model to other processes, until it is ended."),
     "chat": ("lowlat.cli.commands.chat", "Talk with a running server."),
     "top": ("lowlat.cli.commands.top", "Watch a running server: slots, queue, speed, acceptance."),
-    "inspect": ("lowlat.cli.commands.inspect", "Show a model's, a head's or a tree's geometry, memory and buffers."),
-    "head": ("lowlat.cli.commands.draft_model", "Make a head that drafts fewer ids of one that drafts more."),
-    "compare": ("lowlat.cli.commands.compare", "Compare target and head, stage by stage, with another implementation."),
+    "inspect": ("lowlat.cli.commands.inspect", "Show a target's, a draft model's or a tree's geometry and memory."),
+    "draft-model": (
+        "lowlat.cli.commands.draft_model",
+        "Make a draft model that drafts fewer ids of one that has more.",
+    ),
+    "compare": (
+        "lowlat.cli.commands.compare",
+        "Compare target and draft model, stage by stage, with another implementation.",
+    ),
     "profile": ("lowlat.cli.commands.profile", "Show where a decode step's time goes on an NVIDIA card."),
-    "doctor": ("lowlat.cli.commands.doctor", "Check this machine, and that a head and its target fit together."),
+    "doctor": ("lowlat.cli.commands.doctor", "Check this machine, and that a draft model and its target fit together."),
 }
+ALIASES = {"head": "draft-model"}
 INTERRUPTED = 130
 
 
@@ -40,9 +47,10 @@ class LazyGroup(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import one command's module; None for an unknown name."""
-        if cmd_name not in COMMANDS:
+        name = ALIASES.get(cmd_name, cmd_name)
+        if name not in COMMANDS:
             return None
-        command = import_module(COMMANDS[cmd_name][0]).command
+        command = import_module(COMMANDS[name][0]).command
         return command if isinstance(command, click.Command) else None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -1,4 +1,4 @@
-"""What a model that speaks Harmony writes, on a terminal: the final channel as it is, all others dim.
+"""The channels of a model that speaks Harmony, on a terminal: the final one as it is, all others dim.
 
 A pipe or file gets the answer alone: the final channel, and text that is in no channel.
 """

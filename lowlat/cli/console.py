@@ -1,4 +1,4 @@
-"""What commands write: results on stdout, everything else on stderr; colours and bars on a terminal only.
+"""Output of commands: results on stdout, everything else on stderr; colours and bars on a terminal only.
 
 It knows neither models nor commands. rich is imported when a table or a bar is drawn.
 """

@@ -1,4 +1,4 @@
-"""What this machine has: versions, the GPU and why it is used or not, threads, memory, the cache. Loads no model."""
+"""Facts of this machine: versions, the GPU and why it is used or not, threads, memory, the cache. Loads no model."""
 
 import os
 import platform
@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 import lowlat
-from lowlat.cli.commands.demo import cache_directory
 from lowlat.host.devices import choose_device, nvidia_card_present
 from lowlat.host.memory.plan import available_bytes
+from lowlat.options.directories import cache_directory
 from lowlat.text.files import read_text
 
 __all__ = ["environment"]

@@ -1,4 +1,4 @@
-"""What one request brought, wherever it ran, and how commands show it: as JSON, as a closing line.
+"""The outcome of one request, wherever it ran, and how commands show it: as JSON, as a closing line.
 
 It loads neither torch nor NumPy, so that a client of a server starts at once.
 """
@@ -13,7 +13,7 @@ __all__ = ["Generation", "Output"]
 
 
 class Output(Protocol):
-    """What a step, or a chunk from a server, brings to a request."""
+    """The output of a step, or a chunk from a server, for one request."""
 
     @property
     def token_ids(self) -> tuple[int, ...]: ...
@@ -31,7 +31,7 @@ class Output(Protocol):
 
 @dataclass
 class Generation:
-    """What one request brought.
+    """The outcome of one request.
 
     text      None without a tokenizer
     metrics   its figures as JSON values

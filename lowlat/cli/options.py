@@ -1,17 +1,17 @@
-"""Options that commands share: of sampling, speculation and the runtime; and how they become lowlat's own records.
+"""Options that commands share: flags made of the declared options, and how they become lowlat's own records.
 
 Defaults are the records' own: an option that was not given is not passed on.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import reduce
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
 from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig, TraceConfig
-from lowlat.options.request import MAX_LOGPROBS, SamplingParams
+from lowlat.options.declaration import Option, options_of
+from lowlat.options.request import SamplingParams
 
 __all__ = [
     "CURVE_HELP",
@@ -19,7 +19,12 @@ __all__ = [
     "IntegerList",
     "as_json",
     "bundled",
+    "declared_options",
+    "depth_option",
+    "draft_model_option",
+    "given_options",
     "parse_biases",
+    "record_options",
     "runtime_options",
     "sampling_options",
     "sampling_params",
@@ -54,47 +59,78 @@ class IntegerList(click.ParamType[tuple[int, ...]]):
 
 
 def bundled(part: str) -> Path:
-    """The path of a bundled directory or file: target, head, chat_head, prompts.json, chat_prompts.json."""
+    """The path of a bundled directory or file: target, head (its draft model), chat_head, *.json."""
     return Path(__file__).resolve().parent.parent / "demo" / part
 
 
-def _apply(options: Sequence[Callable[[F], F]], function: F) -> F:
-    """Decorate with options so that the help keeps their order."""
-    return reduce(lambda inner, option: option(inner), reversed(options), function)
+def declared_options(function: F, options: Iterable[Option]) -> F:
+    """Add declared options as flags, in their order; one that is not given is None, or () where it is repeatable."""
+    for option in reversed(list(options)):
+        function = _flag(option)(function)
+    return function
 
 
-def _integer(name: str, text: str, *extra: str) -> Callable[[F], F]:
-    return click.option(*extra, name, type=int, metavar="N", help=text)
+def record_options(record: type, *keys: str, filled: bool = False) -> Callable[[F], F]:
+    """Add some of a record's options as flags; where `filled`, one that is not given has its default."""
+    found = {option.key: option for option in options_of(record)}
+
+    def add(function: F) -> F:
+        for key in reversed(keys):
+            function = _flag(found[key], filled=filled)(function)
+        return function
+
+    return add
 
 
-def _number(name: str, text: str) -> Callable[[F], F]:
-    return click.option(name, type=float, metavar="X", help=text)
+def depth_option(help: str) -> Callable[[F], F]:
+    """Add -S for a command that cannot do without speculation."""
+    least_one = click.IntRange(1, MAX_SPECULATIVE_TOKENS)
+    default = SpeculativeConfig.num_speculative_tokens
+    names = ("-S", "--num-speculative-tokens")
+    return click.option(*names, type=least_one, default=default, show_default=True, metavar="N", help=help)
+
+
+def _flag(option: Option, *, filled: bool = False) -> Callable[[F], F]:
+    """The flag of one declared option."""
+    spellings = [*option.flags, *("--" + name.replace("_", "-") for name in (*option.aliases, option.key))]
+    repeatable = option.kind in ("texts", "biases") or "stop_token_id" in option.aliases
+    text = option.help + (" Repeatable." if repeatable else "")
+    default = option.otherwise or ("" if option.default in (None, ()) else str(option.default))
+    if default:
+        text += f"  [default: {default.lower() if option.kind == 'bool' else default}]"
+    if option.kind == "bool":
+        return click.option(f"{option.flag}/--no-{option.flag[2:]}", option.key, default=None, help=text)
+    kinds: dict[str, tuple[Any, str]] = {
+        "int": (int, "N"),
+        "float": (float, "X"),
+        "str": (str, "TEXT"),
+        "choice": (click.Choice(option.choices), ""),
+        "path": (DIRECTORY, "PATH"),
+        "ints": (int if repeatable else IntegerList(), "N,N"),
+        "texts": (str, "TEXT"),
+        "biases": (str, "ID=BIAS"),
+    }
+    kind, metavar = kinds[option.kind]
+    return click.option(
+        *spellings,
+        option.key,
+        type=kind,
+        metavar=option.metavar or metavar or None,
+        multiple=repeatable,
+        default=option.default if filled else None,
+        help=text,
+    )
+
+
+def given_options(values: Mapping[str, Any], record: type) -> dict[str, Any]:
+    """The options of a record among the values that were given, by field."""
+    found = {option.name: values.get(option.key) for option in options_of(record)}
+    return {name: value for name, value in found.items() if value not in (None, ())}
 
 
 def sampling_options(function: F) -> F:
     """Add every field of SamplingParams as an option; `sampling_params` builds the record."""
-    own = SamplingParams
-    options: list[Callable[[F], F]] = [
-        _integer("--max-tokens", f"Tokens to generate at most.  [default: {own.max_tokens}]"),
-        _integer("--min-tokens", "Before so many tokens no stop token can be chosen."),
-        _number("--temperature", f"0 is greedy.  [default: {own.temperature}]"),
-        _integer("--top-k", "Keep the N likeliest tokens; 0 keeps all."),
-        _number("--top-p", "Keep the smallest set of this probability."),
-        _number("--min-p", "Keep tokens at least so likely, relative to the likeliest."),
-        _number("--repetition-penalty", "Divides the logits of tokens seen."),
-        _number("--presence-penalty", "Subtracted once from tokens generated."),
-        _number("--frequency-penalty", "Subtracted for every time a token was generated."),
-        click.option("--logit-bias", multiple=True, metavar="ID=BIAS", help="Add to a token's logit; repeatable."),
-        _integer("--seed", "Keys the random numbers.  [default: a fresh one]"),
-        click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; repeatable."),
-        click.option(
-            "--stop-token-id", "stop_token_ids", multiple=True, type=int, metavar="ID", help="End with it; repeatable."
-        ),
-        click.option("--ignore-eos", is_flag=True, default=None, help="The model's own end tokens do not end it."),
-        _integer("--logprobs", f"With every token its N likeliest alternatives, 0 to {MAX_LOGPROBS}; needs --json."),
-        _integer("--max-draft-tokens", "Draft tokens verified in one step, at most; 0: no speculation."),
-    ]
-    return _apply(options, function)
+    return declared_options(function, options_of(SamplingParams))
 
 
 def sampling_params(values: Mapping[str, Any]) -> SamplingParams:
@@ -104,7 +140,7 @@ def sampling_params(values: Mapping[str, Any]) -> SamplingParams:
 
 def sampling_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of SamplingParams among the options that were given, in their own types."""
-    given = {name: values[name] for name in SamplingParams.__dataclass_fields__ if values.get(name) not in (None, ())}
+    given = given_options(values, SamplingParams)
     if "logit_bias" in given:
         given["logit_bias"] = parse_biases(given["logit_bias"])
     return given
@@ -126,74 +162,29 @@ def parse_biases(entries: Sequence[str]) -> dict[int, float]:
 
 
 def speculation_options(function: F) -> F:
-    """Add the head and how to speculate with it; `speculative_config` builds the record."""
-    depth = (
-        f"Depth of speculation, 0 to {MAX_SPECULATIVE_TOKENS}.  "
-        f"[default: {SpeculativeConfig.num_speculative_tokens}, or the tree's depth]"
-    )
-    options: list[Callable[[F], F]] = [
-        click.option("--head", type=DIRECTORY, metavar="DIR", help="An EAGLE3 head for the model."),
-        _integer("--num-speculative-tokens", depth, "-S"),
-        click.option("--tree", type=DIRECTORY, metavar="FILE", help="A table of choices: YAML, TOML or JSON."),
-        _integer("--max-path-len", "Nodes of a tree's longest path, root included, at most."),
-        _integer("--max-decoding-tokens", "Nodes of a tree, root included, at most."),
-        _integer("--max-non-leaves-per-layer", "A tree's nodes with children at one depth, at most."),
-        click.option(
-            "--capture-layers",
-            type=IntegerList(),
-            metavar="B,B,B",
-            help="Boundaries that the head reads, in place of its config's.",
-        ),
-        _integer("--draft-window", "The head attends to the first 4 and the last N rows only."),
-        click.option("--strict", is_flag=True, default=None, help="A head that does not fit is an error."),
-        _number("--simulated-accept-length", "Impose so many tokens a step; the text then means nothing."),
-        _integer("--simulated-seed", "Seed of the imposed acceptance."),
-    ]
-    return _apply(options, function)
+    """Add the draft model and how to speculate with it; `speculative_config` builds the record."""
+    return declared_options(function, (option for option in options_of(SpeculativeConfig) if not option.python_only))
 
 
-def speculative_config(values: Mapping[str, Any], default_head: Path | None = None) -> SpeculativeConfig | None:
-    """Build SpeculativeConfig from the options given; None where no head is named and there is no default.
+def draft_model_option(help: str, name: str = "head") -> Callable[[F], F]:
+    """Add --draft-model, and its other name --head."""
+    return click.option("--draft-model", "--head", name, type=DIRECTORY, metavar="DIR", help=help)
 
-    Raises ConfigError for values out of range, and a usage error for an option of speculation without a head.
+
+def speculative_config(values: Mapping[str, Any], default_draft_model: Path | None = None) -> SpeculativeConfig | None:
+    """Build SpeculativeConfig from the options given; None where no draft model is named and there is no default.
+
+    Raises ConfigError for values out of range, and for an option that needs a draft model where there is none.
     """
-    names = SpeculativeConfig.__dataclass_fields__.keys() - {"model"}
-    given = {name: values[name] for name in names if values.get(name) is not None}
-    head = values.get("head") or default_head
-    if head is None:
-        if given:
-            option = "--" + min(given).replace("_", "-")
-            raise click.UsageError(f"{option} needs --head DIR: without a head there is no speculation")
-        return None
-    if "tree" in given and "num_speculative_tokens" not in given:
-        from lowlat.speculators.tree.topology import TreeTopology
+    from lowlat.serving.config import SETTINGS, speculative_config
 
-        given["num_speculative_tokens"] = TreeTopology.from_choices(given["tree"]).depth
-    return SpeculativeConfig(model=head, **given)
+    given = {name: value for name, value in values.items() if value is not None}
+    return speculative_config(given, default_draft_model, lambda name: SETTINGS[name].flag)
 
 
 def runtime_options(function: F) -> F:
-    """Add device, dtype, executor and context of a runtime."""
-    own = RuntimeConfig
-    options: list[Callable[[F], F]] = [
-        _integer("--max-context", f"Tokens of prompt and text.  [default: {own.max_context}, or the model's if less]"),
-        click.option("--device", default=own.device, show_default=True, help="auto, cpu, cuda or cuda:N."),
-        click.option(
-            "--dtype",
-            type=click.Choice(["auto", "bfloat16", "float32"]),
-            default=own.dtype,
-            show_default=True,
-            help="Compute dtype; auto is the checkpoint's.",
-        ),
-        click.option(
-            "--executor",
-            type=click.Choice(["auto", "reference", "eager", "graph"]),
-            default=own.executor,
-            show_default=True,
-            help="How steps are run.",
-        ),
-    ]
-    return _apply(options, function)
+    """Add device, dtype, executor and context of a runtime; `given_options` has those that were given."""
+    return record_options(RuntimeConfig, "max_context", "device", "dtype", "executor")(function)
 
 
 def trace_config(names: str | None) -> TraceConfig:

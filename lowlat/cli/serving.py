@@ -80,7 +80,7 @@ def _drained_by_signals(server: Server) -> Iterator[None]:
 
 
 class _Loading:
-    """What becomes known when the model is loaded: facts for the ready line, and the codec that the server has."""
+    """A load in the decode thread, and the facts that it makes known: for the ready line, and the server's codec."""
 
     def __init__(self, settings: ServeConfig, bundled_target: Path, bundled_draft_model: Path) -> None:
         self._settings = settings

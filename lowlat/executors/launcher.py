@@ -13,6 +13,7 @@ from lowlat.executors.lowering.binding import Call, LibraryCall
 from lowlat.graphs.launch import KernelLaunch, Launch, LibraryLaunch
 from lowlat.kernels.toolchain.compiler import compile_ahead, compile_kernel
 from lowlat.kernels.toolchain.kernel import Argument, Card, Kernel, KernelCall
+from lowlat.options.directories import cache_directory
 
 __all__ = ["Launcher", "default_cache_directory"]
 
@@ -29,10 +30,7 @@ _SCALARS: dict[str, Any] = {
 def default_cache_directory() -> Path:
     """Where compiled kernels are kept: LOWLAT_KERNEL_CACHE, else below the user's cache directory."""
     own = os.environ.get("LOWLAT_KERNEL_CACHE", "")
-    if own:
-        return Path(own)
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if base else Path.home() / ".cache") / "lowlat" / "kernels"
+    return Path(own) if own else cache_directory() / "kernels"
 
 
 class Launcher:

@@ -1,1 +1,1 @@
-"""What a caller asks for: options of a runtime, sampling parameters, outputs. Nothing here knows a model."""
+"""Options of a runtime, of speculation and of a request, each declared once. Nothing here knows a model."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lowlat.errors import ConfigError
+from lowlat.options.declaration import REQUIRED, check_integer, check_options, declare, documented
 
 __all__ = ["MAX_SPECULATIVE_TOKENS", "RuntimeConfig", "SpeculativeConfig", "TraceConfig"]
 
@@ -17,73 +18,62 @@ MAX_SPECULATIVE_TOKENS = 7
 MAX_DECODING_TOKENS = 64
 
 
-def check_int(name: str, value: object, low: int, high: int) -> None:
-    """Refuse anything but an int in [low, high], naming the option, the value and the limits."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(f"{name} must be an integer, got {value!r:.80}")
-    if not low <= value <= high:
-        # Python refuses to print the digits of a huge integer
-        shown = value if value.bit_length() <= 64 else f"an integer of {value.bit_length()} bits"
-        raise ConfigError(f"{name} must be from {low} to {high}, got {shown}")
-
-
-def check_bools(options: object, *names: str) -> None:
-    """Refuse options that are not True or False, naming them."""
-    for name in names:
-        value = getattr(options, name)
-        if not isinstance(value, bool):
-            raise ConfigError(f"{name} must be true or false, got {value!r:.80}")
-
-
+@documented
 @dataclass(frozen=True)
 class SpeculativeConfig:
-    """How to speculate: the head, the depth, and the tree.
+    """How to speculate: the draft model, the depth, and the tree.
 
-    num_speculative_tokens is S, the depth; a chain verifies S + 1 rows a slot. `tree` is a choices table (a
-    path to YAML, TOML or JSON, or the list of paths itself, each a list of child ranks); None is the chain.
-    `max_path_len`, `max_decoding_tokens` and `max_non_leaves_per_layer` bound the tree, root included in the
-    first two; None takes what the tree needs. `capture_layers` overrides the head's capture boundaries
-    (boundary b: the residual stream entering layer b). `draft_window` keeps the draft's attention to the
-    first 4 and the last W rows. `strict` turns a head that does not fit into a ConfigError instead of one
-    warning and the baseline. `simulated_accept_length` imposes a mean number of tokens a step (1 to S + 1,
-    bonus included) for benchmarks; its text means nothing and every output says so.
+    num_speculative_tokens is S, the depth; a chain verifies S + 1 rows a slot. `tree` is a path or the list of paths
+    itself, each a list of child ranks; None is the chain. Limits of the tree that are None take what it needs.
+    Boundary b of `capture_layers` is the residual stream entering layer b. Without `strict`, a draft model that does
+    not fit is one warning and the baseline.
     """
 
-    model: str | Path
-    method: Literal["eagle3"] = "eagle3"
-    num_speculative_tokens: int = 3
-    max_path_len: int | None = None
-    max_decoding_tokens: int | None = None
-    max_non_leaves_per_layer: int | None = None
-    capture_layers: tuple[int, ...] | None = None
-    tree: str | Path | Sequence[Sequence[int]] | None = None
-    draft_window: int | None = None
-    enabled: bool = True
-    strict: bool = False
-    simulated_accept_length: float | None = None
-    simulated_seed: int = 0
+    model: str | Path = declare(
+        REQUIRED, "An EAGLE3 draft model for the model.", key="head", aliases=("draft_model",), metavar="DIR"
+    )
+    method: Literal["eagle3"] = declare("eagle3", "How drafts are made.")
+    num_speculative_tokens: int = declare(
+        3,
+        "Depth of speculation; 0: none.",
+        0,
+        MAX_SPECULATIVE_TOKENS,
+        flags=("-S",),
+        otherwise="3, or the tree's depth",
+    )
+    max_path_len: int | None = declare(
+        None, "Nodes of a tree's longest path, root included, at most.", 1, MAX_SPECULATIVE_TOKENS + 1
+    )
+    max_decoding_tokens: int | None = declare(None, "Nodes of a tree, root included, at most.", 1, MAX_DECODING_TOKENS)
+    max_non_leaves_per_layer: int | None = declare(
+        None, "A tree's nodes with children at one depth, at most.", 1, MAX_DECODING_TOKENS
+    )
+    capture_layers: tuple[int, ...] | None = declare(
+        None, "Boundaries that the draft model reads, in place of its config's.", metavar="B,B,B"
+    )
+    tree: str | Path | Sequence[Sequence[int]] | None = declare(
+        None, "A table of choices: YAML, TOML or JSON.", metavar="FILE"
+    )
+    draft_window: int | None = declare(
+        None, "The draft model attends to the first 4 and the last N rows only.", 1, 1 << 20
+    )
+    enabled: bool = declare(True, "Whether to speculate.", python_only=True)
+    strict: bool = declare(False, "A draft model that does not fit is an error.")
+    simulated_accept_length: float | None = declare(
+        None, "Impose so many tokens a step, 1 to S + 1, for benchmarks; the text then means nothing."
+    )
+    simulated_seed: int = declare(0, "Seed of the imposed acceptance.", 0, (1 << 63) - 1)
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, (str, Path)) or not str(self.model):
-            raise ConfigError(f"model must be the path of a head's directory, got {self.model!r:.80}")
-        if self.method != "eagle3":
-            raise ConfigError(f"method must be 'eagle3', got {self.method!r}")
-        check_int("num_speculative_tokens", self.num_speculative_tokens, 0, MAX_SPECULATIVE_TOKENS)
-        if self.max_path_len is not None:
-            check_int("max_path_len", self.max_path_len, 1, MAX_SPECULATIVE_TOKENS + 1)
-        if self.max_decoding_tokens is not None:
-            check_int("max_decoding_tokens", self.max_decoding_tokens, 1, MAX_DECODING_TOKENS)
-        if self.max_non_leaves_per_layer is not None:
-            check_int("max_non_leaves_per_layer", self.max_non_leaves_per_layer, 1, MAX_DECODING_TOKENS)
-        if self.draft_window is not None:
-            check_int("draft_window", self.draft_window, 1, 1 << 20)
+            raise ConfigError(f"model must be the path of a draft model's directory, got {self.model!r:.80}")
+        check_options(self, ConfigError)
         if self.capture_layers is not None:
             if not isinstance(self.capture_layers, (tuple, list)):
                 raise ConfigError(f"capture_layers must be a list of boundaries, got {self.capture_layers!r:.80}")
             for layer in self.capture_layers:
-                check_int("capture_layers", layer, 0, 1 << 16)
+                check_integer("capture_layers", layer, 0, 1 << 16, ConfigError)
             object.__setattr__(self, "capture_layers", tuple(self.capture_layers))
-        check_bools(self, "enabled", "strict")
         length = self.simulated_accept_length
         if length is not None and (isinstance(length, bool) or not isinstance(length, (int, float))):
             raise ConfigError(f"simulated_accept_length must be a number, got {length!r:.80}")
@@ -92,12 +82,11 @@ class SpeculativeConfig:
                 f"simulated_accept_length must be from 1 to num_speculative_tokens + 1 = "
                 f"{self.num_speculative_tokens + 1}, got {length}"
             )
-        check_int("simulated_seed", self.simulated_seed, 0, (1 << 63) - 1)
 
 
 @dataclass(frozen=True)
 class TraceConfig:
-    """Which debug traces to log, on the logger `lowlat.trace`; all off, and then they cost nothing."""
+    """The debug traces to log, on the logger `lowlat.trace`; all off, and then they cost nothing."""
 
     step: bool = False
     accept: bool = False
@@ -105,71 +94,53 @@ class TraceConfig:
     tree: bool = False
 
     def __post_init__(self) -> None:
-        check_bools(self, "step", "accept", "kv", "tree")
+        check_options(self, ConfigError)
 
 
+@documented
 @dataclass(frozen=True)
 class RuntimeConfig:
-    """Sizes and policies of one Runtime.
+    """Sizes and policies of one Runtime."""
 
-    max_batch       slots that decode together
-    max_context     tokens of prompt and completion of one request, at most
-    dtype           "auto" (the checkpoint's), "bfloat16" or "float32"
-    device          "auto", "cpu", "cuda" or "cuda:N"
-    executor        "auto", "reference", "eager" or "graph"
-    block_size      positions of one KV block
-    prefill_chunk   positions of one prefill chunk, a multiple of block_size: chunks start at its multiples, and are
-                    what requests with equal prefixes share
-    max_prefill_chunks  chunks of one prompt that run at once, at most: more of them read a long prompt sooner and
-                    hold up those who decode for longer
-    kv_blocks       KV blocks in the pool; None: max_batch worst-case requests
-    prefix_reuse    share the KV of complete prefill chunks between requests with equal prefixes
-    share_decoded   also share what decoding wrote: a later request's bits may then differ from a cold start
-    max_queue       requests that may wait for a slot; more are refused with CapacityError
-    device_loop     let the GPU repeat steps by itself while nobody joins or leaves: step times then do not depend on
-                    what the host does. Needs executor "graph"; loading captures every bucket twice
-    traces          debug traces
-    """
-
-    max_batch: int = 4
-    max_context: int = 2048
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    device: str = "auto"
-    executor: Literal["auto", "reference", "eager", "graph"] = "auto"
-    block_size: int = 32
-    prefill_chunk: int = 128
-    max_prefill_chunks: int = 4
-    kv_blocks: int | None = None
-    prefix_reuse: bool = True
-    share_decoded: bool = False
-    max_queue: int = 256
-    device_loop: bool = False
-    traces: TraceConfig = TraceConfig()
+    max_batch: int = declare(4, "Requests that decode together.", 1, 8)
+    max_context: int = declare(2048, "Tokens of prompt and text.", 2, 1 << 20, otherwise="2048, or the model's if less")
+    dtype: Literal["auto", "bfloat16", "float32"] = declare("auto", "Compute dtype; auto is the checkpoint's.")
+    device: str = declare("auto", "auto, cpu, cuda or cuda:N.")
+    executor: Literal["auto", "reference", "eager", "graph"] = declare("auto", "How steps are run.")
+    block_size: int = declare(32, "Positions of one KV block.", 1, 1024)
+    prefill_chunk: int = declare(
+        128, "Positions of a prefill chunk, a multiple of block_size: the unit of shared prefixes.", 1, 1 << 16
+    )
+    max_prefill_chunks: int = declare(
+        4, "Chunks of a prompt that run at once: more read it sooner, and hold up those who decode.", 1, 64
+    )
+    kv_blocks: int | None = declare(None, "KV blocks in the pool.", 2, (1 << 31) - 1, otherwise="what max_batch needs")
+    prefix_reuse: bool = declare(True, "Share the KV of complete prefill chunks between requests with equal prefixes.")
+    share_decoded: bool = declare(
+        False, "Also share what decoding wrote: a later request's bits may then differ from a cold start."
+    )
+    max_queue: int = declare(
+        256, "Requests that may wait for a slot; more are refused with CapacityError.", 0, 1 << 20, python_only=True
+    )
+    device_loop: bool = declare(
+        False,
+        "Let the GPU repeat steps by itself while nobody joins or leaves: step times then do not depend on what the "
+        "host does. Needs executor graph; loading captures every bucket twice.",
+    )
+    traces: TraceConfig = declare(TraceConfig(), "Debug traces.", python_only=True)
 
     def __post_init__(self) -> None:
-        check_int("max_batch", self.max_batch, 1, 8)
-        check_int("max_context", self.max_context, 2, 1 << 20)
-        check_int("block_size", self.block_size, 1, 1024)
-        check_int("prefill_chunk", self.prefill_chunk, 1, 1 << 16)
-        check_int("max_prefill_chunks", self.max_prefill_chunks, 1, 64)
+        check_options(self, ConfigError)
         if self.prefill_chunk % self.block_size:
             raise ConfigError(
                 f"prefill_chunk must be a multiple of block_size {self.block_size}, got {self.prefill_chunk}"
             )
-        if self.kv_blocks is not None:
-            check_int("kv_blocks", self.kv_blocks, 2, (1 << 31) - 1)
-        check_int("max_queue", self.max_queue, 0, 1 << 20)
-        check_bools(self, "prefix_reuse", "share_decoded", "device_loop")
         if not isinstance(self.device, str):
             raise ConfigError(f"device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got {self.device!r:.80}")
         if not isinstance(self.traces, TraceConfig):
             raise ConfigError(f"traces must be a TraceConfig, got {self.traces!r:.80}")
         if self.share_decoded and not self.prefix_reuse:
             raise ConfigError("share_decoded needs prefix_reuse, which is off")
-        if self.dtype not in ("auto", "bfloat16", "float32"):
-            raise ConfigError(f"dtype must be 'auto', 'bfloat16' or 'float32', got {self.dtype!r}")
-        if self.executor not in ("auto", "reference", "eager", "graph"):
-            raise ConfigError(f"executor must be 'auto', 'reference', 'eager' or 'graph', got {self.executor!r}")
 
 
 def options_from(values: Mapping[str, Any]) -> RuntimeConfig:

@@ -1,4 +1,4 @@
-"""What `lowlat serve` is told: options before the environment before a TOML file before defaults, every name known.
+"""The settings of `lowlat serve`: options before the environment before a TOML file before defaults, every name known.
 
 A setting has one name everywhere: `max_queue` is --max-queue, LOWLAT_MAX_QUEUE, and `max_queue = 256` in the file.
 Checked without torch: whether a directory or a device is any good is the loader's to say.
@@ -7,17 +7,18 @@ Checked without torch: whether a directory or a device is any good is the loader
 import os
 import stat
 import tomllib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lowlat.errors import ConfigError
 from lowlat.ipc.endpoint import Endpoint, default_endpoint, parse_endpoint
 from lowlat.ipc.limits import Limits
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig
+from lowlat.options.declaration import KINDS, Option, declare, options_of
 
-__all__ = ["SETTINGS", "ServeConfig", "Setting", "unknown_variables"]
+__all__ = ["GROUPS", "SETTINGS", "ServeConfig", "speculative_config", "unknown_variables"]
 
 PREFIX = "LOWLAT_"
 MAX_FILE_BYTES = 1 << 20
@@ -26,117 +27,40 @@ _TRUTHS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false"
 
 
 @dataclass(frozen=True)
-class Setting:
-    """One setting.
+class _Server:
+    """Where and to whom."""
 
-    kind     "int", "float", "bool", "str", "path" or "ints": a list of integers, with commas between them in text
-    default  what holds where nobody says anything; None: found at load
-    group    "server", "model", "speculation", "runtime" or "limits"
-    help     one phrase
-    """
-
-    name: str
-    kind: str
-    default: Any
-    group: str
-    help: str
-    choices: tuple[str, ...] = ()
-
-    @property
-    def option(self) -> str:
-        """Its option on the command line."""
-        return "--" + self.name.replace("_", "-")
-
-    @property
-    def variable(self) -> str:
-        """Its variable in the environment."""
-        return PREFIX + self.name.upper()
+    endpoint: str | None = declare(None, "Where to listen: ipc://PATH or tcp://ADDRESS:PORT.")
+    allow_uid: tuple[int, ...] = declare((), "User ids that may connect beside the server's own.")
+    curve_keys: Path | None = declare(None, "Folder of CURVE keys, for tcp:// (see --make-curve-keys).")
+    log_format: Literal["text", "json"] = declare("text", "How the log on stderr is written.")
 
 
-def _server() -> list[Setting]:
-    return [
-        Setting("endpoint", "str", None, "server", "Where to listen: ipc://PATH or tcp://ADDRESS:PORT."),
-        Setting("allow_uid", "ints", (), "server", "User ids that may connect beside the server's own."),
-        Setting("curve_keys", "path", None, "server", "Folder of CURVE keys, for tcp:// (see --make-curve-keys)."),
-        Setting("log_format", "str", "text", "server", "How the log on stderr is written.", ("text", "json")),
-    ]
+@dataclass(frozen=True)
+class _Model:
+    """The model served."""
+
+    model: Path | None = declare(None, "A Hugging Face directory; the bundled model by default.")
+    name: str | None = declare(None, "What clients are told the model is called.")
 
 
-def _model() -> list[Setting]:
-    head = SpeculativeConfig
-    return [
-        Setting("model", "path", None, "model", "A Hugging Face directory; the bundled model by default."),
-        Setting("name", "str", None, "model", "What clients are told the model is called."),
-        Setting("head", "path", None, "speculation", "An EAGLE3 head for the model; the bundled model has its own."),
-        Setting("num_speculative_tokens", "int", None, "speculation", "Depth of speculation; 0: none."),
-        Setting("tree", "path", None, "speculation", "A table of choices: YAML, TOML or JSON."),
-        Setting("max_path_len", "int", None, "speculation", "Nodes of a tree's longest path, at most."),
-        Setting("max_decoding_tokens", "int", None, "speculation", "Nodes of a tree, at most."),
-        Setting("max_non_leaves_per_layer", "int", None, "speculation", "A tree's nodes with children at one depth."),
-        Setting("capture_layers", "ints", None, "speculation", "Boundaries that the head reads."),
-        Setting("draft_window", "int", None, "speculation", "The head attends to the first 4 and last N rows only."),
-        Setting("strict", "bool", head.strict, "speculation", "A head that does not fit is an error."),
-        Setting("simulated_accept_length", "float", None, "speculation", "Impose so many tokens a step."),
-        Setting("simulated_seed", "int", head.simulated_seed, "speculation", "Seed of the imposed acceptance."),
-    ]
-
-
-def _runtime() -> list[Setting]:
-    own = RuntimeConfig
-    executors = ("auto", "reference", "eager", "graph")
-    dtypes = ("auto", "bfloat16", "float32")
-    return [
-        Setting("max_batch", "int", own.max_batch, "runtime", "Requests that decode together."),
-        Setting(
-            "max_context", "int", None, "runtime", f"Tokens of prompt and text; {own.max_context}, or the model's."
-        ),
-        Setting("device", "str", own.device, "runtime", "auto, cpu, cuda or cuda:N."),
-        Setting("dtype", "str", own.dtype, "runtime", "Compute dtype; auto is the checkpoint's.", dtypes),
-        Setting("executor", "str", own.executor, "runtime", "How steps are run.", executors),
-        Setting("block_size", "int", own.block_size, "runtime", "Positions of a KV block."),
-        Setting("prefill_chunk", "int", own.prefill_chunk, "runtime", "Positions of a prefill chunk."),
-        Setting("max_prefill_chunks", "int", own.max_prefill_chunks, "runtime", "Chunks of a prompt at once."),
-        Setting("kv_blocks", "int", None, "runtime", "KV blocks in the pool; by default what max_batch needs."),
-        Setting("prefix_reuse", "bool", own.prefix_reuse, "runtime", "Share the KV of equal prefixes."),
-        Setting("share_decoded", "bool", own.share_decoded, "runtime", "Also what decoding wrote; bits may differ."),
-        Setting("device_loop", "bool", own.device_loop, "runtime", "Let the GPU repeat steps by itself."),
-    ]
-
-
-_LIMITS_HELP = {
-    "max_message_bytes": "Bytes of a client's frame.",
-    "max_clients": "Connections at once.",
-    "max_requests_per_client": "Requests of one connection, waiting and running.",
-    "max_queue": "Requests that wait for a slot; beyond it `busy`.",
-    "max_credit": "Tokens that a request may be granted at once.",
-    "max_bad_messages": "Wrong messages before a peer is dropped.",
-    "max_messages_per_s": "Messages of one client in a second; one that sends more is dropped.",
-    "high_water_mark": "Messages queued to one peer by its socket.",
-    "slow_consumer_s": "Seconds that tokens wait for credit before the stream ends.",
-    "heartbeat_interval_s": "Seconds between heartbeats.",
-    "heartbeat_timeout_s": "Seconds without a sign of life after which a peer is gone.",
-    "drain_s": "Seconds that SIGTERM lets requests finish.",
-    "watchdog_factor": "A step so many times older than its usual p99 hangs.",
-    "watchdog_min_s": "But no step of fewer seconds does.",
-    "linger_s": "Seconds that last messages may take to leave.",
-    "spin_s": "Seconds awake after a request, where another came so soon before; 0 never.",
+_RECORDS = {
+    "server": _Server,
+    "model": _Model,
+    "speculation": SpeculativeConfig,
+    "runtime": RuntimeConfig,
+    "limits": Limits,
 }
+GROUPS = {
+    group: [option for option in options_of(record) if not option.python_only] for group, record in _RECORDS.items()
+}
+SETTINGS: dict[str, Option] = {option.key: option for options in GROUPS.values() for option in options}
+_KEYS = {name: option.key for option in SETTINGS.values() for name in (option.key, *option.aliases)}
 
 
-def _limits() -> list[Setting]:
-    return [
-        Setting(
-            item.name,
-            "float" if isinstance(item.default, float) else "int",
-            item.default,
-            "limits",
-            _LIMITS_HELP.get(item.name, ""),
-        )
-        for item in fields(Limits)
-    ]
-
-
-SETTINGS: dict[str, Setting] = {setting.name: setting for setting in (*_server(), *_model(), *_runtime(), *_limits())}
+def _variable(name: str) -> str:
+    """A setting's variable in the environment."""
+    return PREFIX + name.upper()
 
 
 @dataclass(frozen=True)
@@ -157,16 +81,19 @@ class ServeConfig:
         values = {name: setting.default for name, setting in SETTINGS.items()}
         values["endpoint"] = default_endpoint({**environment, "LOWLAT_ENDPOINT": ""})
         sources = dict.fromkeys(SETTINGS, "default")
-        layers: list[tuple[str, Mapping[str, Any]]] = []
+        layers: list[tuple[str, Mapping[str, Any], Callable[[str], str]]] = []
         if file is not None:
-            layers.append((str(file), _read_file(Path(file))))
-        layers.append(("environment", _read_environment(environment)))
-        layers.append(("option", {name: value for name, value in options.items() if value is not None}))
-        for source, layer in layers:
+            layers.append((str(file), _read_file(Path(file)), lambda name: f"{file}: {name}"))
+        layers.append(("environment", _read_environment(environment), _variable))
+        given = {name: value for name, value in options.items() if value is not None}
+        layers.append(("option", given, lambda name: SETTINGS[_KEYS[name]].flag))
+        for source, layer, place in layers:
             for name, value in layer.items():
-                place = {"environment": SETTINGS[name].variable, "option": SETTINGS[name].option}.get(source)
-                values[name] = _checked(SETTINGS[name], value, place or f"{source}: {name}")
-                sources[name] = source
+                key = _KEYS[name]
+                if key != name and key in layer:
+                    raise ConfigError(f"{place(name)} and {place(key)} are the same setting; give one of them")
+                values[key] = _checked(SETTINGS[key], value, place(name))
+                sources[key] = source
         config = cls(values, sources)
         config.check()
         return config
@@ -190,22 +117,12 @@ class ServeConfig:
         return options
 
     def speculation(self, bundled_draft_model: Path) -> SpeculativeConfig | None:
-        """How to speculate; None without a head. Raises ConfigError, also for settings that need a head."""
-        names = [name for name, setting in SETTINGS.items() if setting.group == "speculation" and name != "head"]
-        given = {name: self[name] for name in names if self.sources[name] != "default"}
-        head = self["head"]
-        if head is None and self["model"] is None:
-            head = bundled_draft_model
-        if head is None:
-            if given:
-                name = min(given)
-                raise ConfigError(f"{name} ({self.sources[name]}) needs a head: without one there is no speculation")
-            return None
-        if "tree" in given and "num_speculative_tokens" not in given:
-            from lowlat.speculators.tree.topology import TreeTopology
-
-            given["num_speculative_tokens"] = TreeTopology.from_choices(given["tree"]).depth
-        return SpeculativeConfig(model=head, **given)
+        """How to speculate; None without a draft model. Raises ConfigError, also for settings that need one."""
+        given = {
+            option.key: self[option.key] for option in GROUPS["speculation"] if self.sources[option.key] != "default"
+        }
+        default = bundled_draft_model if self["model"] is None else None
+        return speculative_config(given, default, lambda name: f"{name} ({self.sources[name]})")
 
     def check(self) -> None:
         """Refuse what can be refused without loading anything. Raises ConfigError."""
@@ -220,50 +137,73 @@ class ServeConfig:
 
     def to_toml(self) -> str:
         """A file that says the same, each line with where its value came from; what is unset is a comment."""
+        import tomli_w
+
         lines: list[str] = []
-        group = ""
-        for name, setting in SETTINGS.items():
-            if setting.group != group:
-                group = setting.group
-                lines += ["", f"# {group}"] if lines else [f"# {group}"]
-            value = self[name]
-            text = f"# {name} =" if value is None else f"{name} = {_toml(value)}"
-            lines.append(f"{text:<40} # {self.sources[name]}; {setting.help}")
+        for group, options in GROUPS.items():
+            lines += ["", f"# {group}"] if lines else [f"# {group}"]
+            for name in (option.key for option in options):
+                value = self[name]
+                shown = str(value) if isinstance(value, Path) else value
+                text = f"# {name} =" if value is None else tomli_w.dumps({name: shown}).rstrip()
+                lines.append(f"{text:<40} # {self.sources[name]}; {SETTINGS[name].help}")
         return "\n".join(lines)
 
     def _group(self, group: str) -> dict[str, Any]:
-        return {name: self[name] for name, setting in SETTINGS.items() if setting.group == group}
+        return {option.name: self[option.key] for option in GROUPS[group]}
+
+
+def speculative_config(
+    given: Mapping[str, Any], default_draft_model: Path | None, named: Callable[[str], str]
+) -> SpeculativeConfig | None:
+    """Build SpeculativeConfig from the settings given; None, plain decoding, without a draft model.
+
+    given   by key; a depth of 0 alone needs no draft model
+    named   a setting's name for a message
+    Raises ConfigError for values out of range, and for settings that need a draft model.
+    """
+    values = {option.name: given[option.key] for option in GROUPS["speculation"] if option.key in given}
+    values.setdefault("model", default_draft_model)
+    if values["model"] is None:
+        if values.get("num_speculative_tokens") == 0:
+            del values["num_speculative_tokens"]
+        needing = [option.key for option in GROUPS["speculation"] if values.get(option.name) is not None]
+        if needing:
+            raise ConfigError(
+                f"{named(min(needing))} needs a draft model ({SETTINGS['head'].flag} DIR): "
+                "without one there is no speculation"
+            )
+        return None
+    if "tree" in values and "num_speculative_tokens" not in values:
+        from lowlat.speculators.tree.topology import TreeTopology
+
+        values["num_speculative_tokens"] = TreeTopology.from_choices(values["tree"]).depth
+    return SpeculativeConfig(**values)
 
 
 def unknown_variables(environment: Mapping[str, str]) -> list[str]:
     """Variables that begin like ours and are none: likely a slip of the pen."""
-    known = {setting.variable for setting in SETTINGS.values()} | OTHERS_VARIABLES
+    known = {_variable(name) for name in _KEYS} | OTHERS_VARIABLES
     return sorted(name for name in environment if name.startswith(PREFIX) and name not in known)
 
 
 def _read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     """Settings in the environment; an empty variable says nothing."""
-    found = {}
-    for name, setting in SETTINGS.items():
-        text = environment.get(setting.variable, "")
-        if text:
-            found[name] = _from_text(setting, text)
-    return found
+    texts = {name: environment.get(_variable(name), "") for name in _KEYS}
+    return {name: _from_text(SETTINGS[_KEYS[name]], text, _variable(name)) for name, text in texts.items() if text}
 
 
-def _from_text(setting: Setting, text: str) -> Any:
+def _from_text(option: Option, text: str, place: str) -> Any:
+    readers: dict[str, Callable[[str], Any]] = {
+        "int": int,
+        "float": float,
+        "ints": lambda text: tuple(int(part) for part in text.replace(",", " ").split()),
+        "bool": lambda text: _TRUTHS[text.lower()],
+    }
     try:
-        if setting.kind == "int":
-            return int(text)
-        if setting.kind == "float":
-            return float(text)
-        if setting.kind == "ints":
-            return tuple(int(part) for part in text.replace(",", " ").split())
-        if setting.kind == "bool":
-            return _TRUTHS[text.lower()]
+        return readers.get(option.kind, str)(text)
     except (ValueError, KeyError):
-        raise ConfigError(f"{setting.variable} must be {_KINDS[setting.kind]}, got {text!r:.80}") from None
-    return text
+        raise ConfigError(f"{place} must be {KINDS[option.kind]}, got {text!r:.80}") from None
 
 
 def _read_file(path: Path) -> dict[str, Any]:
@@ -284,57 +224,21 @@ def _read_file(path: Path) -> dict[str, Any]:
         values = tomllib.loads(data.decode("utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: is no TOML: {error!s:.200}") from error
-    _refuse_unknown(values, str(path))
-    for name in ("model", "head", "tree", "curve_keys"):  # beside the file, wherever the server is started
-        if isinstance(values.get(name), str) and values[name]:
-            values[name] = str(path.parent / values[name])
+    for name in values:
+        if name not in _KEYS:
+            raise ConfigError(f"{path}: unknown setting {name!r:.80}; known are {', '.join(SETTINGS)}")
+    for name, value in values.items():  # paths are beside the file, wherever the server is started
+        if SETTINGS[_KEYS[name]].kind == "path" and isinstance(value, str) and value:
+            values[name] = str(path.parent / value)
     return values
 
 
-def _refuse_unknown(names: Iterable[str], place: str) -> None:
-    for name in names:
-        if name not in SETTINGS:
-            raise ConfigError(f"{place}: unknown setting {name!r:.80}; known are {', '.join(SETTINGS)}")
-
-
-_KINDS = {
-    "int": "an integer",
-    "float": "a number",
-    "bool": "true or false",
-    "str": "a string",
-    "path": "a path",
-    "ints": "a list of integers",
-}
-
-
-def _checked(setting: Setting, value: Any, place: str) -> Any:
+def _checked(option: Option, value: Any, place: str) -> Any:
     """The value in its own type. Raises ConfigError saying where it stands and what it must be."""
-    kind = setting.kind
-    if kind == "int" and isinstance(value, int) and not isinstance(value, bool):
-        return value
-    if kind == "float" and isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value)
-    if kind == "bool" and isinstance(value, bool):
-        return value
-    if kind == "str" and isinstance(value, str) and value:
-        if setting.choices and value not in setting.choices:
-            raise ConfigError(f"{place} must be one of {', '.join(setting.choices)}, got {value!r:.80}")
-        return value
-    if kind == "path" and isinstance(value, (str, Path)) and str(value):
+    if option.kind == "choice" and value not in option.choices:
+        raise ConfigError(f"{place} must be one of {', '.join(option.choices)}, got {value!r:.80}")
+    if not option.takes(value):
+        raise ConfigError(f"{place} must be {KINDS[option.kind]}, got {value!r:.80}")
+    if option.kind == "path":
         return Path(value).expanduser()
-    whole = isinstance(value, (list, tuple)) and all(type(item) is int for item in value)
-    if kind == "ints" and whole:
-        return tuple(value)
-    raise ConfigError(f"{place} must be {_KINDS[kind]}, got {value!r:.80}")
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, tuple):
-        return "[" + ", ".join(str(item) for item in value) + "]"
-    if isinstance(value, (str, Path)):
-        text = str(value)
-        escaped = "".join("\\" + c if c in '"\\' else c if c.isprintable() else f"\\U{ord(c):08X}" for c in text)
-        return f'"{escaped}"'
-    return repr(value)
+    return {"float": float, "ints": tuple}.get(option.kind, lambda same: same)(value)

@@ -8,19 +8,19 @@ import json
 import logging
 import os
 import sys
-import threading
 import time
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from logging.handlers import QueueHandler, QueueListener
+from queue import SimpleQueue
 from typing import Any
 
 __all__ = ["ServingHandler", "formatter", "serving_log"]
 
 MAX_LINES = 4096
 MAX_LINE_CHARACTERS = 16_384
-MAX_KEYS = 1024
+MAX_KINDS = 1024
 BURST = 20.0
 PER_SECOND = 5.0
 FLUSH_S = 0.5
@@ -28,7 +28,7 @@ _STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    """What a record was given as `extra`."""
+    """The fields that a record was given as `extra`."""
     return {name: value for name, value in record.__dict__.items() if name not in _STANDARD}
 
 
@@ -73,91 +73,101 @@ def formatter(log_format: str) -> logging.Formatter:
     return JsonFormatter() if log_format == "json" else TextFormatter()
 
 
-class _Bucket:
-    """Lets a burst pass, then so many a second; counts what it holds back."""
+class RateLimit(logging.Filter):
+    """Lets a burst of records of one kind pass, then so many a second, and tells the next one how many it held back.
 
-    __slots__ = ("filled", "suppressed", "tokens")
-
-    def __init__(self, now: float) -> None:
-        self.tokens, self.filled, self.suppressed = BURST, now, 0
-
-    def take(self, now: float) -> bool:
-        self.tokens = min(BURST, self.tokens + (now - self.filled) * PER_SECOND)
-        self.filled = now
-        if self.tokens < 1.0:
-            self.suppressed += 1
-            return False
-        self.tokens -= 1.0
-        return True
-
-
-class ServingHandler(logging.Handler):
-    """Queues lines for a thread that writes them to a descriptor; records of one kind are rate-limited.
-
-    descriptor   where to write; not closed
     A kind is the place in the code that logs.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._buckets: dict[tuple[str, int], tuple[float, float, int]] = {}  # tokens, when they were filled, held back
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the record passes."""
+        now, kind = time.monotonic(), (record.pathname, record.lineno)
+        if len(self._buckets) >= MAX_KINDS and kind not in self._buckets:
+            self._buckets.clear()
+        tokens, filled, suppressed = self._buckets.get(kind, (BURST, now, 0))
+        tokens = min(BURST, tokens + (now - filled) * PER_SECOND)
+        if tokens < 1.0:
+            self._buckets[kind] = (tokens, now, suppressed + 1)
+            return False
+        if suppressed:
+            record.suppressed = suppressed
+        self._buckets[kind] = (tokens - 1.0, now, 0)
+        return True
+
+
+class ServingHandler(QueueHandler):
+    """Formats records and queues their lines for a thread that writes them; beyond `max_lines` they are dropped.
+
+    descriptor   where to write; not closed
+    num_dropped  lines dropped because nobody reads the log
+    """
+
     def __init__(self, descriptor: int = 2, max_lines: int = MAX_LINES) -> None:
-        super().__init__(logging.INFO)
-        self._descriptor = descriptor
-        self._is_terminal = descriptor == 2 and sys.stderr.isatty()
-        self._lines: deque[bytes] = deque()
+        # a queue without a bound of its own always has room for the sentinel that ends the writer
+        self._lines: SimpleQueue[bytes | None] = SimpleQueue()
+        super().__init__(self._lines)
+        self.setLevel(logging.INFO)
+        self.addFilter(RateLimit())
+        self.num_dropped = 0
         self._max_lines = max_lines
-        self._num_dropped = 0
-        self._buckets: dict[tuple[str, int], _Bucket] = {}
-        self._wake = threading.Event()
-        self._closing = False
-        self._writer = threading.Thread(target=self._write, name="lowlat-log", daemon=True)
+        self._writer = _Writer(self._lines, descriptor)
         self._writer.start()
 
-    def emit(self, record: logging.LogRecord) -> None:
-        """Queue a record's line, or drop it where the queue is full or its kind comes too often."""
-        now = time.monotonic()
-        kind = (record.pathname, record.lineno)
-        bucket = self._buckets.get(kind)
-        if bucket is None:
-            if len(self._buckets) >= MAX_KEYS:
-                self._buckets.clear()
-            bucket = self._buckets[kind] = _Bucket(now)
-        if not bucket.take(now):
-            return
-        if bucket.suppressed:
-            record.suppressed, bucket.suppressed = bucket.suppressed, 0
-        if len(self._lines) >= self._max_lines:
-            self._num_dropped += 1
-            return
+    def prepare(self, record: logging.LogRecord) -> bytes:
+        """The record's line."""
         try:
             line = self.format(record)
         except Exception:  # a record that cannot be formatted must not end a thread that serves
             line = f"a log record of {record.pathname}:{record.lineno} could not be formatted"
-        self._lines.append(line[:MAX_LINE_CHARACTERS].encode("utf-8", "replace") + b"\n")
-        self._wake.set()
+        return line[:MAX_LINE_CHARACTERS].encode("utf-8", "replace") + b"\n"
 
-    @property
-    def num_dropped(self) -> int:
-        """Lines dropped because nobody reads the log."""
-        return self._num_dropped
+    def enqueue(self, record: Any) -> None:
+        """Queue a line, or drop it."""
+        if self._lines.qsize() < self._max_lines:
+            self._lines.put(record)
+        else:
+            self.num_dropped += 1
 
     def close(self) -> None:
         """Write what is queued, for half a second at most."""
-        if not self._closing:
-            self._closing = True
-            self._wake.set()
-            self._writer.join(FLUSH_S)
+        self._writer.stop()
         super().close()
 
-    def _write(self) -> None:
-        while True:
-            self._wake.wait()
-            self._wake.clear()
-            while self._lines:
-                try:
-                    self._put(self._lines.popleft())
-                except OSError:
-                    return  # nobody will ever read it
-            if self._closing:
-                return
+
+class _Writer(QueueListener):
+    """The thread that writes lines to a descriptor, until there is nobody who could read them."""
+
+    def __init__(self, lines: Any, descriptor: int) -> None:
+        super().__init__(lines)
+        self._descriptor = descriptor
+        self._is_terminal = descriptor == 2 and sys.stderr.isatty()
+        self._is_broken = False
+
+    def start(self) -> None:
+        """Start the thread."""
+        super().start()
+        if self._thread is not None:
+            self._thread.name = "lowlat-log"
+
+    def stop(self) -> None:
+        """Let the thread write what is queued and end; unlike the library's, this waits for FLUSH_S at most."""
+        if self._thread is not None:
+            self.enqueue_sentinel()
+            self._thread.join(FLUSH_S)
+            self._thread = None
+
+    def handle(self, record: Any) -> None:
+        """Write a line."""
+        if self._is_broken:
+            return
+        try:
+            self._put(record)
+        except OSError:
+            self._is_broken = True
 
     def _put(self, line: bytes) -> None:
         if self._is_terminal:

@@ -15,7 +15,7 @@ __all__ = ["IncrementalDetokenizer", "TextDelta"]
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """What one push made certain.
+    """The text that one push made certain.
 
     text             to be output; joined over all pushes and `finish`, the decoding of all ids used
     stopped          the stop string that ended the text, or None

@@ -1,4 +1,4 @@
-"""Token ids one by one to text: what each token makes certain of the text of all of them.
+"""Token ids one by one to text: each token brings the text that it makes certain.
 
 The joined text equals decoding all ids at once, because a stream cuts the ids only where the tokenizer's
 decoder provably does not look across the cut. Two kinds of decoder allow that:
@@ -6,6 +6,9 @@ decoder provably does not look across the cut. Two kinds of decoder allow that:
 - `ByteLevel` (GPT-2, Llama 3, Qwen, gpt-oss): every token is a string of bytes, whatever stands beside it.
 - chains of decoders that work token by token (`Replace`, `Metaspace`, `WordPiece`, `Strip`), `ByteFallback`,
   which joins runs of byte tokens, and a last `Fuse` and `Strip` at the left (Llama 2, Gemma, Mistral, BERT).
+
+`tokenizers`' own DecodeStream does not keep that: it gives out a byte-fallback character before the run of bytes that
+may yet turn it into U+FFFD has ended, and raises where the run then does.
 
 Other decoders (`BPEDecoder`, `CTC`) change the text of a token when the next one arrives; they are refused at
 load.

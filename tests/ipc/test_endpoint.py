@@ -16,10 +16,13 @@ from lowlat.ipc.endpoint import EndpointLock, default_endpoint, parse_endpoint
 def test_the_default_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     assert default_endpoint({"LOWLAT_ENDPOINT": "tcp://127.0.0.1:9"}) == "tcp://127.0.0.1:9"
     assert default_endpoint({"XDG_RUNTIME_DIR": "/run/user/7"}) == "ipc:///run/user/7/lowlat/default.sock"
-    assert default_endpoint({"XDG_CACHE_HOME": "/c"}) == "ipc:///c/lowlat/run/default.sock"
+    monkeypatch.setenv("XDG_CACHE_HOME", "/c")
+    assert default_endpoint({}) == "ipc:///c/lowlat/run/default.sock"
     monkeypatch.setenv("HOME", "/home/somebody")
-    for environment in ({}, {"XDG_RUNTIME_DIR": "relative", "XDG_CACHE_HOME": "", "LOWLAT_ENDPOINT": ""}):
-        assert default_endpoint(environment) == "ipc:///home/somebody/.cache/lowlat/run/default.sock"
+    for cache in ("", "relative"):
+        monkeypatch.setenv("XDG_CACHE_HOME", cache)
+        for environment in ({}, {"XDG_RUNTIME_DIR": "relative", "LOWLAT_ENDPOINT": ""}):
+            assert default_endpoint(environment) == "ipc:///home/somebody/.cache/lowlat/run/default.sock"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from serving_process import Serving, serving
 
 from lowlat.cli import COMMANDS
 from lowlat.ipc.wire import Cancel, Credit, End, Hello, Sampling, Submit, Tokens, encode, pack_tokens
-from lowlat.serving.config import SETTINGS
+from lowlat.serving.config import ServeConfig
 
 README = Path(__file__).resolve().parents[2] / "README.md"
 SECTION = "## From other processes"
@@ -30,8 +30,9 @@ def blocks(text: str, language: str) -> list[str]:
 
 
 PAGE = README.parent / "ipc" / "README.md"
-PYTHON = [*blocks(section(), "python"), *blocks(PAGE.read_text(), "python")]
-SHELL = [line for block in blocks(section(), "") for line in block.splitlines() if line]
+SERVING = section() + PAGE.read_text()
+PYTHON = blocks(SERVING, "python")
+SHELL = [line for block in blocks(SERVING, "") for line in block.splitlines() if line]
 
 
 @pytest.fixture(scope="module")
@@ -90,8 +91,13 @@ def test_serving_over_tcp_with_curve_keys_runs(tmp_path: Path) -> None:
 
 
 def test_the_settings_shown_exist(tmp_path: Path) -> None:
-    (example,) = blocks(section(), "toml")
-    assert set(tomllib.loads(example)) <= set(SETTINGS)
+    (example,) = blocks(PAGE.read_text(), "toml")
+    (tmp_path / "serve.toml").write_text(example)
+    settings = ServeConfig.gather({}, {}, tmp_path / "serve.toml")
+    assert settings["head"] == tmp_path / "models" / "draft"
+    assert {name for name, source in settings.sources.items() if source != "default"} == {
+        "head" if name == "draft_model" else name for name in tomllib.loads(example)
+    }
     assert {"serve", "chat", "top", "generate"} <= set(COMMANDS)
 
 

@@ -86,9 +86,9 @@ def test_switches_are_bools(make: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("model", ["", None, 5, b"head"])
-def test_the_head_is_a_path(model: Any) -> None:
+def test_the_draft_model_is_a_path(model: Any) -> None:
     assert SpeculativeConfig(Path("head")).model == Path("head")
-    with pytest.raises(ConfigError, match=r"^model must be the path of a head's directory, got "):
+    with pytest.raises(ConfigError, match=r"^model must be the path of a draft model's directory, got "):
         SpeculativeConfig(model)
 
 

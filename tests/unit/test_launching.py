@@ -13,8 +13,10 @@ from lowlat.executors.launcher import default_cache_directory, parameters_of
 from lowlat.graphs import BufferSet, BufferSpec, Role, aligned_bytes
 from lowlat.graphs.capture import audit, capture, capture_loop
 from lowlat.graphs.launch import KernelLaunch
+from lowlat.ipc.endpoint import default_endpoint
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import compile_ptx, types
+from lowlat.options.directories import cache_directory
 
 SIGNATURE = (types.Array(types.uint16, 2, "C"), types.int64, types.int32, types.uint32, types.float32, types.uint64)
 CPU = torch.device("cpu")
@@ -80,9 +82,12 @@ def test_where_compiled_kernels_are_kept(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.delenv("LOWLAT_KERNEL_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
     assert default_cache_directory() == Path("/cache/lowlat/kernels")
-    monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/someone")
-    assert default_cache_directory() == Path("/home/someone/.cache/lowlat/kernels")
+    for nothing in ("relative", ""):  # a relative path is to be ignored, here as for sockets and fetched models
+        monkeypatch.setenv("XDG_CACHE_HOME", nothing)
+        assert default_cache_directory() == cache_directory() / "kernels"
+        assert cache_directory() == Path("/home/someone/.cache/lowlat")
+        assert default_endpoint({}) == f"ipc://{cache_directory()}/run/default.sock"
 
 
 class KernelNode:

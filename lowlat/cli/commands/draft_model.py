@@ -1,4 +1,4 @@
-"""`lowlat head shrink`: a head that drafts fewer ids, and so drafts faster."""
+"""`lowlat draft-model shrink`: a draft model that drafts fewer ids, and so drafts faster."""
 
 from pathlib import Path
 from typing import Any
@@ -6,34 +6,34 @@ from typing import Any
 import click
 
 from lowlat.cli.console import format_bytes, print_json, print_table
-from lowlat.cli.options import DIRECTORY, IntegerList, as_json
-from lowlat.options.config import MAX_SPECULATIVE_TOKENS
+from lowlat.cli.options import DIRECTORY, IntegerList, as_json, depth_option, record_options
+from lowlat.options.config import RuntimeConfig
 
 __all__ = ["command", "shrink"]
 
 
-@click.group("head")
+@click.group("draft-model")
 def command() -> None:
-    """Make one EAGLE3 head of another."""
+    """Make one EAGLE3 draft model of another."""
 
 
 @command.command("shrink")
 @click.argument("directory", type=DIRECTORY)
-@click.option("--out", type=DIRECTORY, required=True, metavar="DIR", help="Where to write the new head.")
-@click.option("--draft-vocab", type=int, required=True, metavar="N", help="Ids that the new head drafts.")
+@click.option("--out", type=DIRECTORY, required=True, metavar="DIR", help="Where to write the new draft model.")
+@click.option("--draft-vocab", type=int, required=True, metavar="N", help="Ids that the new one drafts.")
 @click.option("--text", type=DIRECTORY, metavar="FILE", help="Text to count tokens in; needs --target's tokenizer.")
 @click.option("--token-ids", type=DIRECTORY, metavar="FILE", help="Token ids to count, as numbers or in .json lists.")
-@click.option("--target", type=DIRECTORY, metavar="DIR", help="The head's target; its stop ids are kept.")
+@click.option("--target", type=DIRECTORY, metavar="DIR", help="The draft model's target; its stop ids are kept.")
 @click.option("--keep-chat-tokens", is_flag=True, help="Keep the special tokens that the target's chat template uses.")
 @click.option("--keep", type=IntegerList(), metavar="ID,ID,...", help="Keep these ids, too.")
-@click.option("--prompts", type=DIRECTORY, metavar="FILE", help="Measure both heads on these; see `lowlat doctor`.")
+@click.option(
+    "--prompts", type=DIRECTORY, metavar="FILE", help="Measure both draft models on these; see `lowlat doctor`."
+)
 @click.option("--num-prompts", type=click.IntRange(1, 256), default=8, show_default=True, help="Prompts to take.")
 @click.option("--max-tokens", type=click.IntRange(2), default=64, show_default=True, help="Tokens a prompt.")
 @click.option("--chat", is_flag=True, help="Wrap the prompts in the target's chat template.")
-@click.option(
-    "-S", "--num-speculative-tokens", type=click.IntRange(1, MAX_SPECULATIVE_TOKENS), default=3, show_default=True
-)
-@click.option("--device", default="auto", show_default=True, help="Where to measure.")
+@depth_option("Depth of speculation, where it is measured.")
+@record_options(RuntimeConfig, "device", filled=True)
 @as_json
 def shrink(
     directory: Path,
@@ -48,11 +48,11 @@ def shrink(
     json_output: bool,
     **measuring: Any,
 ) -> None:
-    """Write a head that drafts the N ids most frequent in a text, of those that DIRECTORY drafts.
+    """Write a draft model that drafts the N ids most frequent in a text, of those that DIRECTORY drafts.
 
     Every tenth part of the text is held out, and tells how much of such text the ids cover. With --target and
-    --prompts both heads decode the prompts: acceptance, time of drafting, and the tokens, which must be identical
-    (exit code 1 otherwise).
+    --prompts both draft models decode the prompts: acceptance, time of drafting, and the tokens, which must be
+    identical (exit code 1 otherwise).
     """
     if (text is None) == (token_ids is None):
         raise click.UsageError("give the tokens to count in one of --text and --token-ids")
@@ -87,13 +87,13 @@ def _print(report: dict[str, Any]) -> None:
         ["all tensors", format_bytes(old["bytes"]), format_bytes(new["bytes"])],
         ["LM head read by a draft", format_bytes(old["lm_head_bytes"]), format_bytes(new["lm_head_bytes"])],
     ]
-    print_table(f"head {report['out']}", ("what", "before", "after"), rows)
+    print_table(f"draft model {report['out']}", ("what", "before", "after"), rows)
     counted, held = report["counted_tokens"], report["held_out_tokens"]
     click.echo(f"{counted:,} tokens counted, {held:,} held out, {report['kept']} ids kept whatever their count")
     if report["never_seen"]:
         click.echo(f"{report['never_seen']} of the ids occur nowhere in it: a longer text would choose better")
     if report["not_kept"]:
-        click.echo(f"not kept, because the old head does not draft them either: {report['not_kept']}")
+        click.echo(f"not kept, because the old draft model does not draft them either: {report['not_kept']}")
     measured = report.get("measured")
     if measured is None:
         return

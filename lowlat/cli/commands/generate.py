@@ -14,6 +14,7 @@ from lowlat.cli.options import (
     IntegerList,
     as_json,
     bundled,
+    given_options,
     runtime_options,
     sampling_options,
     sampling_params,
@@ -24,6 +25,7 @@ from lowlat.cli.options import (
 )
 from lowlat.errors import LowlatError, RequestError
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig
+from lowlat.options.declaration import options_of
 from lowlat.options.request import SamplingParams
 
 __all__ = ["command"]
@@ -52,7 +54,7 @@ MAX_PROMPT_BYTES = 64 << 20
 @click.option("--curve-keys", type=DIRECTORY, metavar="DIR", help=CURVE_HELP + " Needs --connect.")
 @as_json
 def command(model: Path | None, **values: Any) -> None:
-    """Continue a prompt with MODEL, a Hugging Face directory; without one, with the bundled model and its head.
+    """Continue a prompt with MODEL, a Hugging Face directory; without one, with the bundled pair.
 
     Text streams to stdout as it is decided; without a tokenizer, token ids do. With --chat, of a model that answers in
     Harmony's channels a terminal shows the final one as it is and the others dim, a pipe gets the final one alone.
@@ -87,10 +89,9 @@ def _run_here(
     from lowlat.cli.running import chat_ids, load_runtime, run_request
     from lowlat.text import HarmonyParser
 
-    options = {name: values[name] for name in ("device", "dtype", "executor")}
+    options = {"max_context": None, **given_options(values, RuntimeConfig)}
     directory = bundled("target") if model is None else model
-    context = values["max_context"]
-    with load_runtime(directory, speculative, context, max_batch=1, traces=traces, **options) as runtime:
+    with load_runtime(directory, speculative, max_batch=1, traces=traces, **options) as runtime:
         if values["chat"]:
             prompt = chat_ids(runtime.codec, str(prompt), values["system"])
         # a stop string may end within a token: its text is known, the channel's without it is not
@@ -123,10 +124,10 @@ def _ask_server(
 
 def _refuse_the_servers_own(ctx: click.Context) -> None:
     """Raise a usage error for what was settled when the server started."""
-    own = ["model", *SpeculativeConfig.__dataclass_fields__, "head", *RuntimeConfig.__dataclass_fields__, "trace"]
-    for name in own:
+    options = [*options_of(SpeculativeConfig), *options_of(RuntimeConfig)]
+    own = {"model": "MODEL", **{option.key: option.flag for option in options}, "trace": "--trace"}
+    for name, shown in own.items():
         if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
-            shown = "MODEL" if name == "model" else "--" + name.replace("_", "-")
             raise click.UsageError(f"{shown} is settled where the server is started; leave it out with --connect")
 
 

@@ -1,5 +1,6 @@
-"""`lowlat inspect model|head|tree`: geometry, memory and buffers, from configs and headers alone."""
+"""`lowlat inspect model|draft-model|tree`: geometry, memory and buffers, from configs and headers alone."""
 
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -7,15 +8,15 @@ import click
 
 from lowlat.cli.commands.inspect_tree import tree
 from lowlat.cli.console import format_bytes, print_json, print_table
-from lowlat.cli.options import DIRECTORY, IntegerList, as_json, bundled
-from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig
+from lowlat.cli.options import DIRECTORY, IntegerList, as_json, bundled, record_options, speculative_config
+from lowlat.options.config import RuntimeConfig, SpeculativeConfig
 
-__all__ = ["command", "head", "model"]
+__all__ = ["command", "draft_model", "model"]
 
 
 @click.group("inspect")
 def command() -> None:
-    """Show what a model, a head or a tree is, and what it takes."""
+    """Show what a model, a draft model or a tree is, and what it takes."""
 
 
 command.add_command(tree)
@@ -23,26 +24,21 @@ command.add_command(tree)
 
 @command.command("model")
 @click.argument("directory", type=DIRECTORY, required=False)
-@click.option("--head", "draft_directory", type=DIRECTORY, metavar="DIR", help="Add an EAGLE3 head's share.")
-@click.option("-S", "--num-speculative-tokens", type=click.IntRange(0, MAX_SPECULATIVE_TOKENS), metavar="N")
-@click.option("--tree", "tree_file", type=DIRECTORY, metavar="FILE", help="Speculate with this tree; needs --head.")
+@record_options(SpeculativeConfig, "head", "num_speculative_tokens", "tree")
 @click.option("--context", type=int, metavar="N", help="Tokens of a request.  [default: 2048, or the model's if less]")
 @click.option("--batch", type=int, default=RuntimeConfig.max_batch, show_default=True, metavar="N", help="Slots.")
-@click.option("--dtype", type=click.Choice(["auto", "bfloat16", "float32"]), default="auto", show_default=True)
-@click.option("--device", default="auto", show_default=True, help="Where the memory is needed.")
+@record_options(RuntimeConfig, "dtype", "device", filled=True)
 @click.option("--buffers", is_flag=True, help="List the buffers of the step for --batch slots at depth -S.")
 @as_json
 def model(
     directory: Path | None,
-    draft_directory: Path | None,
-    num_speculative_tokens: int | None,
-    tree_file: Path | None,
     context: int | None,
     batch: int,
     dtype: str,
     device: str,
     buffers: bool,
     json_output: bool,
+    **values: Any,
 ) -> None:
     """Show a target's geometry, parameters, bytes by part, and the memory that a runtime of it needs.
 
@@ -50,13 +46,9 @@ def model(
     """
     from lowlat.cli.reports.models import model_report
 
-    if draft_directory is None and tree_file is not None:
-        raise click.UsageError("--tree needs --head DIR: without a head there is no speculation")
-    if draft_directory is None and num_speculative_tokens:
-        raise click.UsageError("-S needs --head DIR: without a head there is no speculation")
     report = model_report(
         directory or bundled("target"),
-        _speculative(draft_directory, num_speculative_tokens, tree_file),
+        speculative_config(values),
         {"max_context": context, "max_batch": batch, "dtype": dtype, "device": device},
         buffers=buffers,
     )
@@ -66,27 +58,15 @@ def model(
         _print_model(report)
 
 
-def _speculative(head: Path | None, depth: int | None, tree_file: Path | None) -> SpeculativeConfig | None:
-    if head is None:
-        return None
-    if tree_file is None:
-        chosen = SpeculativeConfig.num_speculative_tokens if depth is None else depth
-        return SpeculativeConfig(model=head, num_speculative_tokens=chosen)
-    from lowlat.speculators.tree.topology import TreeTopology
-
-    chosen = TreeTopology.from_choices(tree_file).depth if depth is None else depth
-    return SpeculativeConfig(model=head, num_speculative_tokens=chosen, tree=tree_file)
-
-
 def _print_model(report: dict[str, Any]) -> None:
     print_table(f"target {report['directory']}", ("field", "value"), _fields(report["geometry"]))
     _print_parts(report["parts"])
     if "head_parts" in report:
-        _print_parts(report["head_parts"], "of the head: ")
+        _print_parts(report["head_parts"], "of the draft model: ")
     kv, memory = report["kv"], report["memory"]
     rows = [
         ["KV bytes a token, target", kv["bytes_per_token"]],
-        ["KV bytes a token, head", kv["head_bytes_per_token"]],
+        ["KV bytes a token, draft model", kv["head_bytes_per_token"]],
         ["context", kv["max_context"]],
         ["slots", kv["max_batch"]],
         ["KV blocks", kv["num_blocks"]],
@@ -103,7 +83,9 @@ def _print_model(report: dict[str, Any]) -> None:
         size = format_bytes(files["bytes"])
         click.echo(f"weights: {size} in {files['count']} files, {files['tensors']} tensors, as the config asks for")
     default = report["default_capture_boundaries"]
-    click.echo(f"capture boundaries of a head that names none: {default or 'none, the target has too few layers'}")
+    click.echo(
+        f"capture boundaries of a draft model that names none: {default or 'none, the target has too few layers'}"
+    )
     if "buffers" in report:
         title = f"buffers of one step: {report['bucket']}"
         rows = [list(buffer.values()) for buffer in report["buffers"]]
@@ -128,32 +110,37 @@ def _print_parts(parts: dict[str, dict[str, int]], prefix: str = "") -> None:
     print_table(f"{prefix}parameters and bytes by part", ("part", "parameters", "size"), rows)
 
 
-@command.command("head")
+@command.command("draft-model")
 @click.argument("directory", type=DIRECTORY, required=False)
-@click.option("--target", type=DIRECTORY, metavar="DIR", help="The head's target.")
+@click.option("--target", type=DIRECTORY, metavar="DIR", help="The draft model's target.")
 @click.option(
     "--capture-layers", type=IntegerList(), metavar="B,B,B", help="Boundaries in place of those of the config."
 )
 @as_json
-def head(
+def draft_model(
     directory: Path | None, target: Path | None, capture_layers: tuple[int, ...] | None, json_output: bool
 ) -> None:
-    """Show an EAGLE3 head's geometry, flags, layout, capture boundaries and draft vocabulary.
+    """Show an EAGLE3 draft model's geometry, flags, layout, capture boundaries and draft vocabulary.
 
     DIRECTORY and --target go together; without them, it is the bundled pair.
     """
     if (directory is None) != (target is None):
-        raise click.UsageError("DIRECTORY and --target go together: a head is read for its target")
+        raise click.UsageError("DIRECTORY and --target go together: a draft model is read for its target")
     from lowlat.cli.reports.models import draft_report
 
     report = draft_report(directory or bundled("head"), target or bundled("target"), capture_layers)
     if json_output:
         print_json(report)
         return
-    print_table(f"head {report['directory']}", ("field", "value"), _fields(report["geometry"]))
+    print_table(f"draft model {report['directory']}", ("field", "value"), _fields(report["geometry"]))
     print_table("flags", ("flag", "value"), list(report["flags"].items()))
     print_table("capture", ("what", "found"), _fields(report["capture"]))
     print_table("draft vocabulary", ("what", "found"), _fields(report["draft_vocabulary"]))
     _print_parts(report["parts"])
     for note in report["notes"]:
         click.echo(f"note: {note}")
+
+
+_alias = copy(draft_model)
+_alias.hidden = True
+command.add_command(_alias, "head")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lowlat.cli.console import print_json, print_table
-from lowlat.cli.options import DIRECTORY, IntegerList, as_json, bundled
+from lowlat.cli.options import DIRECTORY, IntegerList, as_json, bundled, draft_model_option
 from lowlat.errors import ConfigError
 from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig
 
@@ -34,7 +34,7 @@ TREE_BUFFERS = (
 @click.option("--chain", type=click.IntRange(1, MAX_SPECULATIVE_TOKENS), metavar="S", help="The chain of S drafts.")
 @click.option("--batch", type=click.IntRange(1, 8), default=RuntimeConfig.max_batch, show_default=True, metavar="N")
 @click.option("--target", type=DIRECTORY, metavar="DIR", help="Shapes are for this pair.  [default: the bundled one]")
-@click.option("--head", type=DIRECTORY, metavar="DIR", help="Its head.")
+@draft_model_option("Its draft model.")
 @click.option("--what-if", is_flag=True, help="Recommend a tree and the limits it needs.")
 @click.option(
     "--acceptance",
@@ -61,7 +61,7 @@ def tree(
 ) -> None:
     """Show the tree of FILE, a table of choices in YAML, TOML or JSON; or a chain."""
     if (target is None) != (head is None):
-        raise click.UsageError("--target and --head go together")
+        raise click.UsageError("--target and --draft-model go together")
     if (acceptance is not None or step_times_us is not None) and not what_if:
         raise click.UsageError("--acceptance and --step-times-us need --what-if")
     if file is not None and chain is not None:

@@ -2,26 +2,22 @@
 
 import logging
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
 from lowlat.cli.console import print_json
-from lowlat.cli.options import DIRECTORY, IntegerList, bundled
-from lowlat.serving.config import SETTINGS, ServeConfig, Setting, unknown_variables
+from lowlat.cli.options import DIRECTORY, F, bundled, declared_options
+from lowlat.serving.config import GROUPS, SETTINGS, ServeConfig, unknown_variables
 
 __all__ = ["command"]
 
 logger = logging.getLogger("lowlat.serving")
-GROUPS = {
-    "server": "Server",
-    "model": "Model",
-    "speculation": "Speculation",
-    "runtime": "Runtime",
-    "limits": "Limits",
-}
+
+
+def _settings(function: F) -> F:
+    return declared_options(function, SETTINGS.values())
 
 
 class _Grouped(click.Command):
@@ -29,36 +25,15 @@ class _Grouped(click.Command):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write a section for each group of settings, and one for the rest."""
-        sections: dict[str, list[tuple[str, str]]] = {title: [] for title in ("Options", *GROUPS.values())}
+        groups = {option.key: group for group, options in GROUPS.items() for option in options}
+        sections: dict[str, list[tuple[str, str]]] = {title: [] for title in ("options", *GROUPS)}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
-            setting = SETTINGS.get(parameter.name or "")
             if record is not None:
-                sections["Options" if setting is None else GROUPS[setting.group]].append(record)
+                sections[groups.get(parameter.name or "", "options")].append(record)
         for title, records in sections.items():
-            with formatter.section(title):
+            with formatter.section(title.capitalize()):
                 formatter.write_dl(records)
-
-
-def _option(setting: Setting) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A setting's option; one that is not given is None, so that the environment or the file may speak."""
-    text = setting.help
-    if setting.default not in (None, ()):
-        shown = str(setting.default).lower() if isinstance(setting.default, bool) else setting.default
-        text += f"  [default: {shown}]"
-    if setting.kind == "bool":
-        return click.option(f"{setting.option}/--no-{setting.option[2:]}", default=None, help=text)
-    kinds: dict[str, Any] = {"int": int, "float": float, "path": DIRECTORY, "ints": IntegerList(), "str": str}
-    kind = click.Choice(setting.choices) if setting.choices else kinds[setting.kind]
-    metavar = {"int": "N", "float": "X", "path": "PATH", "ints": "N,N", "str": "TEXT"}[setting.kind]
-    short = ["-S"] if setting.name == "num_speculative_tokens" else []
-    return click.option(*short, setting.option, type=kind, metavar=None if setting.choices else metavar, help=text)
-
-
-def _settings(function: Callable[..., Any]) -> Callable[..., Any]:
-    for setting in reversed(SETTINGS.values()):
-        function = _option(setting)(function)
-    return function
 
 
 @click.command("serve", cls=_Grouped)
@@ -70,7 +45,7 @@ def _settings(function: Callable[..., Any]) -> Callable[..., Any]:
 def command(
     config: Path | None, show_config: bool, make_curve_keys: Path | None, json_output: bool, **options: Any
 ) -> None:
-    """Serve a model to other processes of this machine; without options, the bundled model and its head.
+    """Serve a model to other processes of this machine; without options, the bundled pair.
 
     Every setting can be given as an option, as LOWLAT_NAME in the environment, or as `name = value` in a TOML file;
     the former wins over the latter. SIGTERM or Ctrl-C ends the server when running requests have ended, or --drain-s

@@ -90,7 +90,7 @@ def render(stats: dict[str, Any], endpoint: str) -> "RenderableType":
 
     engine = stats.get("engine", {})
     speed = f"{stats.get('tokens_per_s', 0.0):,.1f} tokens/s"
-    head = (
+    title = (
         f"{stats.get('model', '')} on {engine.get('device', '?')}, {stats.get('state', '?')} for "
         f"{_duration(stats.get('uptime_s', 0.0))} at {endpoint}"
     )
@@ -99,7 +99,7 @@ def render(stats: dict[str, Any], endpoint: str) -> "RenderableType":
         f"waiting {stats.get('num_waiting', 0)}/{stats.get('max_queue', 0)}   clients {stats.get('num_clients', 0)}   "
         f"requests {stats.get('num_requests', 0):,}   tokens {stats.get('num_tokens', 0):,}"
     )
-    parts: list[RenderableType] = [Text(head, style="bold"), Text(counts)]
+    parts: list[RenderableType] = [Text(title, style="bold"), Text(counts)]
     ends = {**stats.get("ends", {}), **{f"refused: {code}": n for code, n in stats.get("refusals", {}).items()}}
     if ends:
         parts.append(Text("ended     " + ", ".join(f"{name} {count:,}" for name, count in ends.items())))

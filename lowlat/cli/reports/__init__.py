@@ -1,1 +1,1 @@
-"""What commands report, as JSON values: sizes, geometry, comparisons. Nothing here prints."""
+"""The reports of commands, as JSON values: sizes, geometry, comparisons. Nothing here prints."""

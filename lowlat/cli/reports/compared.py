@@ -76,7 +76,7 @@ class Comparison:
 
     @property
     def error(self) -> str | None:
-        """What failed, if a request did."""
+        """The error of a request that failed, if one did."""
         runs = [run for row in self.rows for run in (row.speculated, row.baseline)]
         return next((run.error for run in runs if run.error is not None), None)
 
@@ -133,7 +133,7 @@ def compare(
     on_prompt: Callable[[Question], None],
     on_text: Callable[[str], None],
 ) -> Comparison:
-    """Run every prompt with speculation, handing on its text, then every one in a runtime without a head.
+    """Run every prompt with speculation, handing on its text, then every one in a runtime without a draft model.
 
     chat wraps each as a user's message. Before anything is timed each runtime runs a few tokens.
     Raises ConfigError and RequestError.

@@ -1,4 +1,4 @@
-"""The reports of `lowlat inspect model` and `inspect head`, as JSON values."""
+"""The reports of `lowlat inspect model` and `inspect draft-model`, as JSON values."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -116,7 +116,7 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
 def draft_report(directory: Path, target: Path, capture_layers: tuple[int, ...] | None) -> dict[str, Any]:
     """A head's geometry, flags, layout, boundaries with the convention found, draft vocabulary; from headers.
 
-    Raises ConfigError for a head that does not fit its target.
+    Raises ConfigError for a draft model that does not fit its target.
     """
     target_config = read_model_config(target)
     head, _, notes = parse_draft(directory, target_config, capture_layers)
@@ -164,7 +164,7 @@ def _convention(directory: Path, head: DraftConfig, *, overridden: bool) -> dict
 
 
 def _named_ids(config: Fields) -> tuple[str | None, list[int] | None]:
-    """The ids that a head's config names and under which key; it has been checked that all places agree."""
+    """The ids that a draft model's config names and under which key; it has been checked that all places agree."""
     eagle = config.values.get("eagle_config")
     nested = eagle if isinstance(eagle, dict) else {}
     for place, values, key in (

@@ -1,6 +1,6 @@
-"""Whether a head reads the right residual streams: acceptance of the first draft under shifted capture boundaries.
+"""The check of capture boundaries: acceptance of a draft model's first draft where they are shifted by one.
 
-Being off by one layer is this field's commonest silent failure: the head works, and accepts little.
+Being off by one layer is this field's commonest silent failure: the draft model works, and accepts little.
 """
 
 import json
@@ -87,7 +87,7 @@ def measure_shifts(
     chat: bool,
     **options: Any,
 ) -> list[ShiftResult]:
-    """Decode the prompts greedily, one draft a step, once for each shift of the head's capture boundaries.
+    """Decode the prompts greedily, one draft a step, once for each shift of the draft model's capture boundaries.
 
     Boundaries stay between 0 and the target's layers; where that undoes a shift, nothing is run for it. Raises
     ConfigError and RequestError.

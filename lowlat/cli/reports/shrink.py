@@ -1,4 +1,4 @@
-"""What `lowlat head shrink` reports: the choice of ids, and both heads' acceptance and time on the same prompts."""
+"""The report of `lowlat draft-model shrink`: the choice of ids, and both draft models' acceptance and time."""
 
 import time
 from collections.abc import Sequence
@@ -93,7 +93,7 @@ def measure(
     num_speculative_tokens: int,
     device: str,
 ) -> dict[str, Any]:
-    """Decode the prompts greedily without a head and with each; acceptance, times, and whether the tokens agree.
+    """Decode the prompts greedily without a draft model and with each; acceptance, times, and whether the tokens agree.
 
     Time of drafting is told where operations run one by one and are waited for, on the reference executor of a CPU;
     elsewhere the change of a step's time is that of drafting, for all else in it is the same. Raises ConfigError.

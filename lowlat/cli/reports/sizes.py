@@ -1,4 +1,4 @@
-"""What a model, a head and a runtime of them will take, by part, from their configs alone: no weight is read."""
+"""The size of a model, a draft model and a runtime of them, by part, from their configs alone: no weight is read."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

@@ -93,7 +93,7 @@ def test_a_model_without_a_tokenizer_gives_token_ids(wordless: str, pair: PairPa
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        (("--head", "x"), "--head is settled where the server is started"),
+        (("--head", "x"), "--draft-model is settled where the server is started"),
         (("--device", "cpu"), "--device is settled"),
         (("--max-context", 8), "--max-context is settled"),
         (("--trace", "step"), "--trace is settled"),

@@ -63,7 +63,7 @@ def test_unknown_command_and_option_are_usage_errors() -> None:
         (["--token-ids", "1", "--top-p", "0"], "top_p must be above 0.0"),
         (["--token-ids", "1", "--logit-bias", "5"], "'5' is not ID=BIAS"),
         (["--token-ids", "1", "--trace", "everything"], "'everything' is no trace"),
-        (["--token-ids", "1", "-S", "2"], "--num-speculative-tokens needs --head DIR"),
+        (["--token-ids", "1", "-S", "2"], "--num-speculative-tokens needs a draft model (--draft-model DIR)"),
         (["--token-ids", "1,97"], "prompt token 1 is 97; ids are integers from 0 to 96"),
         (["--token-ids", "-3"], "prompt token 0 is -3"),
         (["--token-ids", ""], "the prompt is empty"),

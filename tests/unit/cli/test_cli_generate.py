@@ -40,6 +40,14 @@ def test_generate_answers_in_json_with_the_runtimes_own_tokens(pair: PairPaths) 
     assert found["metrics"]["eagle_speculation"]["drafted_by_position"][2] == 0
 
 
+def test_a_depth_of_zero_is_plain_decoding_with_a_draft_model_and_without(pair: PairPaths) -> None:
+    common = ("generate", pair.target, "--token-ids", "5,6,7", "--max-tokens", 12, "--json")
+    plain = answer(*common)
+    for arguments in (("-S", 0), ("-S", 0, "--head", pair.head), ("-S", 0, "--draft-model", pair.head)):
+        found = answer(*common, *arguments)
+        assert found["token_ids"] == plain["token_ids"] and "eagle_speculation" not in found["metrics"]
+
+
 def test_generate_streams_token_ids_without_a_tokenizer(pair: PairPaths) -> None:
     result = lowlat("generate", pair.target, "--token-ids", "5,6,7", "--max-tokens", 6)
     assert result.exit_code == 0

@@ -107,7 +107,7 @@ def test_inspect_model_knows_gpt_oss(tmp_path: Path) -> None:
 def test_inspect_model_refuses_what_load_refuses(pair: PairPaths) -> None:
     assert "max_context 513 exceeds" in refusal("inspect", "model", pair.target, "--context", 513)
     assert "max_batch must be from 1 to 8" in refusal("inspect", "model", pair.target, "--batch", 9)
-    assert "-S needs --head" in refusal("inspect", "model", pair.target, "-S", 3)
+    assert "--num-speculative-tokens needs a draft model" in refusal("inspect", "model", pair.target, "-S", 3)
 
 
 def test_mxfp4_blocks_hold_two_parameters_a_byte() -> None:
@@ -125,10 +125,12 @@ def test_mxfp4_blocks_hold_two_parameters_a_byte() -> None:
     ("override", "boundaries", "meaning"),
     [((), [0, 2, 2], "boundaries: id k"), (("--capture-layers", "1,1,2"), [1, 1, 2], "--capture-layers")],
 )
-def test_inspect_head_names_convention_and_vocabulary(
+def test_inspect_draft_model_names_convention_and_vocabulary(
     pair: PairPaths, override: tuple[str, ...], boundaries: list[int], meaning: str
 ) -> None:
-    found = answer("inspect", "head", pair.head, "--target", pair.target, *override, "--json")
+    arguments = (pair.head, "--target", pair.target, *override, "--json")
+    found = answer("inspect", "draft-model", *arguments)
+    assert found == answer("inspect", "head", *arguments)
     assert found["layout"] == "speculators"
     assert found["capture"]["boundaries"] == boundaries
     assert meaning in found["capture"]["convention"]

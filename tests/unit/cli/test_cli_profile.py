@@ -54,7 +54,7 @@ def test_without_a_card_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--batch", "9"], "9 is not in the range 1<=x<=8"),
         (["--context", "0"], "0 is not in the range"),
         (["--steps", "0"], "0 is not in the range"),
-        ([str(bundled("target")), "-S", "2"], "--num-speculative-tokens needs --head DIR"),
+        ([str(bundled("target")), "-S", "2"], "--num-speculative-tokens needs a draft model (--draft-model DIR)"),
         (["-S", "8"], "num_speculative_tokens must be from 0 to 7"),
     ],
 )

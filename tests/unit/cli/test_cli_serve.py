@@ -58,8 +58,9 @@ def test_without_arguments_the_bundled_model_is_served_on_the_default_endpoint(f
 
 
 def test_a_live_endpoint_is_refused_and_a_dead_ones_socket_is_taken_over(folder: Path, talker: Path) -> None:
-    common = ("--model", talker, "--max-context", 64)
+    common = ("--model", talker, "--max-context", 64, "-S", 0)
     with serving(folder, common) as server:
+        assert server.ready["num_speculative_tokens"] == 0 and server.ready["speculation_error"] is None
         started = time.monotonic()
         refused = run(folder, "serve", *common, code=2)
         assert f"another server, process {server.process.pid}, holds" in refused.stderr and not refused.stdout
@@ -135,7 +136,7 @@ def test_ready_lines_can_be_copied(folder: Path, talker: Path) -> None:
         (("--curve-keys", "/nowhere"), "server.key_secret: No such file"),
         (("--allow-uid", "root"), "'root' is not an integer"),
         (("--config", "/nowhere.toml"), "/nowhere.toml: No such file"),
-        (("--model", "x", "-S", 2), "num_speculative_tokens (option) needs a head"),
+        (("--model", "x", "-S", 2), "num_speculative_tokens (option) needs a draft model"),
     ],
 )
 def test_what_cannot_be_served_is_refused_in_a_line(

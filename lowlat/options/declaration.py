@@ -1,0 +1,182 @@
+"""The declaration of an option, from which its checks, its flag, its variable and its TOML key come.
+
+An option is a field of a frozen dataclass: its annotation says what kind of value it takes, its metadata what it is
+for and within which limits. The records check themselves with `check_options`; `lowlat.cli.options` makes flags of the
+same fields, and `lowlat.serving.config` variables and keys. It knows no particular option.
+"""
+
+import math
+from dataclasses import MISSING, dataclass, field, fields
+from functools import cache
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+
+__all__ = [
+    "KINDS",
+    "REQUIRED",
+    "Option",
+    "check_integer",
+    "check_number",
+    "check_options",
+    "declare",
+    "documented",
+    "options_of",
+    "shown",
+]
+
+T = TypeVar("T")
+REQUIRED = MISSING  # the default of an option that has none
+
+# a kind of value, and how a message names it
+KINDS = {
+    "int": "an integer",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "a string",
+    "choice": "one of its choices",
+    "path": "a path",
+    "ints": "a list of integers",
+    "texts": "a list of strings",
+    "biases": "a table of numbers by token id",
+}
+_SCALARS = {int: "int", float: "float", bool: "bool", str: "str"}
+
+
+@dataclass(frozen=True)
+class Option:
+    """One declared option.
+
+    name         its field
+    key          its name on the command line, in the environment and in TOML; most often the field's
+    kind         one of KINDS, or "record" for an option of Python alone
+    default      the field's default; None where `otherwise` says what holds, which depends on the model
+    nullable     whether None is allowed
+    help         a sentence or two
+    low, high    limits of a number, both included; low is excluded where `above`
+    choices      the strings allowed, where there are few
+    aliases      further names of the key
+    flags        short spellings on the command line
+    metavar      the value's name in the help; None: the kind's
+    python_only  cannot be set on the command line, in the environment or in a file
+    """
+
+    name: str
+    key: str
+    kind: str
+    default: Any
+    nullable: bool
+    help: str = ""
+    low: float | None = None
+    high: float | None = None
+    above: bool = False
+    choices: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
+    metavar: str | None = None
+    otherwise: str = ""
+    python_only: bool = False
+
+    @property
+    def flag(self) -> str:
+        """Its first spelling on the command line."""
+        return "--" + (self.aliases or (self.key,))[0].replace("_", "-")
+
+    def takes(self, value: object) -> bool:
+        """Whether a value is of the option's kind; limits are not looked at."""
+        if self.kind == "ints":
+            return isinstance(value, (list, tuple)) and all(type(item) is int for item in value)
+        types: Any = {"int": int, "float": (int, float), "bool": bool, "path": (str, Path)}.get(self.kind, str)
+        if isinstance(value, bool):
+            return self.kind == "bool"
+        return isinstance(value, types) and (not isinstance(value, (str, Path)) or bool(str(value)))
+
+
+def declare(default: Any, help: str, low: float | None = None, high: float | None = None, **details: Any) -> Any:
+    """A field of an options record: its default, its help, its limits, and any of Option's other attributes."""
+    return field(default=default, metadata={"help": help, "low": low, "high": high, **details})
+
+
+@cache
+def options_of(record: Any) -> tuple[Option, ...]:
+    """The options that a dataclass declares, in order."""
+    found = []
+    for item in fields(record):
+        default = None if item.default is MISSING or "otherwise" in item.metadata else item.default
+        details = {"key": item.name, "default": default, **_of_annotation(item.type), **item.metadata}
+        found.append(Option(item.name, **details))
+    return tuple(found)
+
+
+def documented(record: type[T]) -> type[T]:
+    """Append a line for each declared option to a record's docstring."""
+    options: Any = record
+    lines = [
+        f"    {option.name}  {option.help}{f' ({option.otherwise})' if option.otherwise else ''}"
+        for option in options_of(options)
+    ]
+    record.__doc__ = "\n".join([(record.__doc__ or "").rstrip(), "", *lines])
+    return record
+
+
+def _of_annotation(annotation: Any) -> dict[str, Any]:
+    """The kind, the choices and whether None is allowed, from a field's annotation."""
+    union = get_origin(annotation) in (Union, UnionType)
+    parts = [part for part in (get_args(annotation) if union else (annotation,)) if part is not NoneType]
+    found: dict[str, Any] = {"kind": "record", "nullable": union and NoneType in get_args(annotation)}
+    first = parts[0]
+    if get_origin(first) is Literal:
+        return found | {"kind": "choice", "choices": get_args(first)}
+    if Path in parts:
+        return found | {"kind": "path"}
+    if get_origin(first) is tuple:
+        return found | {"kind": "ints" if get_args(first)[0] is int else "texts"}
+    if len(get_args(first)) == 2:
+        return found | {"kind": "biases"}
+    return found | {"kind": _SCALARS.get(first, "record")}
+
+
+def check_options(record: Any, error: type[Exception]) -> None:
+    """Refuse values that are of another kind than their options, or beyond their limits, with `error`."""
+    kind: Any = type(record)
+    for option in options_of(kind):
+        value = getattr(record, option.name)
+        if value is None and option.nullable:
+            continue
+        if option.kind == "int":
+            check_integer(option.name, value, option.low, option.high, error)
+        elif option.kind == "float" and option.low is not None:
+            check_number(option.name, value, option.low, option.high, error, above=option.above)
+        elif option.kind == "bool" and not option.takes(value):
+            raise error(f"{option.name} must be true or false, got {shown(value)}")
+        elif option.kind == "choice" and value not in option.choices:
+            choices = " or ".join(
+                ", ".join(map(repr, part)) for part in (option.choices[:-1], option.choices[-1:]) if part
+            )
+            raise error(f"{option.name} must be {choices}, got {value!r:.80}")
+
+
+def check_integer(name: str, value: object, low: Any, high: Any, error: type[Exception]) -> None:
+    """Refuse anything but an int in [low, high] with `error`, naming the option, the value and the limits."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise error(f"{name} must be an integer, got {shown(value)}")
+    if not low <= value <= high:
+        raise error(f"{name} must be from {low} to {high}, got {shown(value)}")
+
+
+def check_number(name: str, value: object, low: Any, high: Any, error: type[Exception], *, above: bool = False) -> None:
+    """Refuse anything but a finite number in [low, high], or (low, high] where `above`, with `error`."""
+    # isfinite would turn a huge integer into a float, and overflow
+    infinite = isinstance(value, float) and not math.isfinite(value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or infinite:
+        raise error(f"{name} must be a finite number, got {shown(value)}")
+    if not low <= value <= high or (above and value == low):
+        interval = f"above {low} and at most {high}" if above else f"from {low} to {high}"
+        raise error(f"{name} must be {interval}, got {shown(value)}")
+
+
+def shown(value: object) -> str:
+    """A value for a message: short, and not the digits of a huge integer, which Python refuses to print."""
+    if isinstance(value, int) and value.bit_length() > 64:
+        return f"an integer of {value.bit_length()} bits"
+    return f"{value!r:.80}"
