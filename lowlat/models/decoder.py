@@ -1,4 +1,4 @@
-"""The target's decoder, from its geometry: Llama, Qwen3 and gpt-oss differ by fields of ModelConfig alone."""
+"""The target's decoder, from its geometry: the families differ by fields of ModelConfig alone."""
 
 from dataclasses import replace
 

@@ -9,7 +9,6 @@ from typing import Literal
 
 __all__ = ["DraftConfig", "ExpertsConfig", "ModelConfig", "RopeConfig"]
 
-Family = Literal["llama", "qwen3", "gpt_oss"]
 DraftLayout = Literal["safeai", "specforge", "modelopt", "speculators"]
 ComputeDtype = Literal["bfloat16", "float32"]
 
@@ -48,7 +47,7 @@ class ExpertsConfig:
 class ModelConfig:
     """A target's geometry, checked; every field is in use by `lowlat.models.decoder`."""
 
-    family: Family
+    family: str  # a name in the table of `lowlat.models.families`
     hidden_size: int
     intermediate_size: int
     num_layers: int

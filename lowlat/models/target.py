@@ -3,21 +3,20 @@
 It knows which families there are; what each needs is in the family's module.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from lowlat.checkpoint.fields import Fields
 from lowlat.checkpoint.json_file import shown
 from lowlat.checkpoint.recipes import Progress, Recipe, check_recipes
 from lowlat.checkpoint.stored import Group, StoredWeights
 from lowlat.checkpoint.tensors import DTYPES, Checkpoint, OpenFiles, TensorEntry
 from lowlat.errors import ConfigError
-from lowlat.models.families import gpt_oss, llama, qwen3
-from lowlat.models.geometry import ComputeDtype, ModelConfig
+from lowlat.models.families import FAMILIES, gpt_oss
+from lowlat.models.geometry import ModelConfig
 from lowlat.models.hf_config import read_config, resolve_dtype
 
 __all__ = [
@@ -31,14 +30,6 @@ __all__ = [
 ]
 
 COMPARED_BYTES = 8 << 20
-
-Parse = Callable[[Fields, Path, ComputeDtype], ModelConfig]
-FAMILIES: Mapping[str, tuple[Parse, Callable[[ModelConfig], list[Recipe]]]] = {
-    "llama": (llama.parse, llama.recipes),
-    "qwen3": (qwen3.parse, qwen3.recipes),
-    "gpt_oss": (gpt_oss.parse, gpt_oss.recipes),
-}
-
 
 @dataclass(frozen=True)
 class LoadedTarget:
@@ -71,12 +62,12 @@ def read_model_config(directory: str | Path, *, dtype: str = "auto") -> ModelCon
         raise ConfigError(
             f"{fields.label}: model_type {shown(family)} is not implemented; implemented: {', '.join(FAMILIES)}"
         )
-    return FAMILIES[family][0](fields, directory, resolve_dtype(fields, dtype, directory))
+    return FAMILIES[family].parse(fields, directory, resolve_dtype(fields, dtype, directory))
 
 
 def target_recipes(config: ModelConfig) -> list[Recipe]:
     """How every canonical weight of a target is made of its checkpoint's tensors."""
-    return FAMILIES[config.family][1](config)
+    return FAMILIES[config.family].recipes(config)
 
 
 def _ignored(config: ModelConfig, checkpoint: Checkpoint) -> set[str]:

@@ -11,9 +11,10 @@ import torch
 from lowlat.checkpoint.fields import Fields
 from lowlat.checkpoint.recipes import Arrange, Piece, Recipe
 from lowlat.errors import ConfigError
-from lowlat.models.families.dense import TORCH_DTYPES, Sizes, attention_recipes, outer_recipes, parse_sizes
+from lowlat.models.families.dense import Sizes, attention_recipes, outer_recipes, parse_sizes
 from lowlat.models.geometry import ComputeDtype, ExpertsConfig, ModelConfig
 from lowlat.models.hf_config import HARMLESS_KEYS, check_architecture, parse_rope, special_tokens
+from lowlat.models.layers import TORCH_DTYPES
 
 __all__ = ["normalise_scales", "parse", "recipes"]
 

@@ -28,6 +28,9 @@ CASES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama-biases-tied": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
     "llama-legacy": {"legacy_config": True, "rope_parameters": LLAMA3_ROPE},
+    "mistral": {},
+    "qwen2": {},
+    "qwen2-tied": {"tie_word_embeddings": True},
     "qwen3": {},
     "qwen3-biases": {"attention_bias": True},
     "gpt_oss": {},
@@ -48,7 +51,8 @@ def expected_weights(model: Any) -> dict[str, torch.Tensor]:
         found["o.weight"] = attention.o_proj.weight
         if attention.q_proj.bias is not None:
             found["qkv.bias"] = torch.cat([p.bias for p in projections])
-            found["o.bias"] = attention.o_proj.bias
+            if attention.o_proj.bias is not None:
+                found["o.bias"] = attention.o_proj.bias
         if hasattr(attention, "q_norm"):
             found["q_norm.weight"], found["k_norm.weight"] = attention.q_norm.weight, attention.k_norm.weight
         if hasattr(attention, "sinks"):
