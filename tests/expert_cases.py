@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 
+from lowlat.kernels.formats.mxfp4 import MAX_SCALE
 from lowlat.kernels.gemm.packing import gate_up_permutation
-from lowlat.kernels.moe.packing import MAX_SCALE, PackedExperts, pack_experts
+from lowlat.kernels.moe.packing import PackedExperts, pack_experts
 from lowlat.kernels.reference.moe import experts as reference
 
 __all__ = [

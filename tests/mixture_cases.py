@@ -73,7 +73,7 @@ class Mixture:
     ) -> Pair:
         """`plan_pair`'s, with changes of both products' plans; parts stay as long as they are, at most."""
         up, down = (
-            ExpertShape(kind, each.packed.rows, each.packed.columns, ranks, each.packed.scales is not None)
+            ExpertShape(kind, each.packed.rows, each.packed.columns, ranks, each.packed.format)
             for kind, each in ((GATE_UP, self.up), (DOWN, self.down))
         )
         pair = plan_pair(min(rows, rows_a_launch(ranks)), up, down, card, warps=warps, stages=stages)

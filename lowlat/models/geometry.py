@@ -40,7 +40,7 @@ class ExpertsConfig:
     num_experts_per_token: int
     swiglu_limit: float
     swiglu_alpha: float
-    mxfp4: bool  # weights stay in MXFP4 blocks and scales
+    weight_format: str  # of its matrices: a name in the table of `lowlat.kernels.formats`
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ def plan_of(
     launcher: Launcher, kind: str, experts: Experts, ids: torch.Tensor, tile_pairs: int, **changes: int
 ) -> GroupedPlan:
     packed = experts.packed
-    shape = ExpertShape(kind, packed.rows, packed.columns, ids.shape[1], packed.scales is not None)
+    shape = ExpertShape(kind, packed.rows, packed.columns, ids.shape[1], packed.format)
     return plan_grouped(tile_pairs, shape, launcher.card, **changes)
 
 

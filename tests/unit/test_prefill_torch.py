@@ -16,11 +16,11 @@ from lowlat.executors.prefill import flash
 from lowlat.executors.prefill import kernels as prefill_kernels
 from lowlat.executors.prefill.experts import choose_by_torch, down_by_torch, gate_up_by_torch
 from lowlat.executors.prefill.room import ExpertsRoom, room_of
+from lowlat.kernels.formats.mxfp4 import quantise
 from lowlat.kernels.gemm.packing import gate_up_permutation
 from lowlat.kernels.moe.packing import PackedExperts, pack_experts, unpack_expert
 from lowlat.kernels.reference import OPERATIONS
 from lowlat.kernels.reference.moe import experts as reference
-from lowlat.kernels.reference.moe.mxfp4 import quantise
 from lowlat.kernels.toolchain.kernel import H200
 from lowlat.step.prefill import build_prefill
 

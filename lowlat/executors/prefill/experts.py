@@ -109,8 +109,7 @@ class GroupedExperts:
         return tile_pairs, {"order": self._order[:count], "tiles": tiles}
 
     def _plan(self, kind: str, experts: PackedExperts, expert_ids: torch.Tensor, tile_pairs: int) -> GroupedPlan:
-        quantised = experts.scales is not None
-        shape = ExpertShape(kind, experts.rows, experts.columns, expert_ids.shape[1], quantised)
+        shape = ExpertShape(kind, experts.rows, experts.columns, expert_ids.shape[1], experts.format)
         return plan_grouped(tile_pairs, shape, self._launches.card)
 
 

@@ -8,12 +8,11 @@ from pathlib import Path
 import torch
 
 from lowlat.errors import ConfigError
-from lowlat.executors.lowering.weight_layouts import EXPERT_PRODUCTS
+from lowlat.executors.lowering.weight_layouts import expert_parts
 from lowlat.executors.prefill.memory import temporary_bytes
 from lowlat.executors.prefill.room import room_of
 from lowlat.graphs import Role
-from lowlat.kernels.gemm.packing import TILE_COLUMNS, TILE_ROWS
-from lowlat.kernels.reference.moe.mxfp4 import BLOCK
+from lowlat.kernels.formats import format_of
 from lowlat.program.program import Program
 
 __all__ = ["MemoryNeed", "available_bytes", "check_fits", "memory_need"]
@@ -56,13 +55,13 @@ def memory_need(
 
     weights      canonical weights, or tensors without content in their place
     has_kernels  programs run one at a time in the memory of the largest one's scratch, which in prefill has
-                 room for its experts and its attention; and matrices lie in tiles
+                 room for its experts and its attention; and matrices are packed
     """
     kv: dict[str, int] = {}
     state: dict[str, int] = {}
     parts = []
     temporary = 0
-    matrices: set[str] = set()
+    products: dict[str, Mapping[str, str]] = {}
 
     def shape_of(name: str) -> torch.Size:
         return weights[name].shape
@@ -78,30 +77,37 @@ def memory_need(
         parts.append(scratch + (room_of(program, shape_of).num_bytes if has_kernels else 0))
         if has_kernels:
             temporary = max(temporary, temporary_bytes(program, weights.__getitem__))
-        matrices |= {op.weights["weight"] for op in program.ops if op.kind == "linear"}
-        for op in program.ops:
-            if op.kind in EXPERT_PRODUCTS:
-                matrices |= {weight for argument, weight in op.weights.items() if argument != "bias"}
-    expand = device.type == "cpu" and not has_kernels
-    tiled = {id(weights[name]) for name in matrices if name in weights} if has_kernels else set()
-    unique = {id(tensor): tensor for tensor in weights.values()}
-    size = sum(_kept_bytes(tensor, expand=expand, tiled=key in tiled) for key, tensor in unique.items())
+        products |= {
+            op.weights["weight"]: {"weight": op.weights["weight"]} for op in program.ops if op.kind == "linear"
+        }
+        products |= expert_parts([program])
+    size = _weight_bytes(weights, products.values() if has_kernels else (), device)
     total = max(parts, default=0) if has_kernels else sum(parts)
     return MemoryNeed(size, sum(kv.values()), sum(state.values()), total, host_load_bytes, temporary)
 
 
-def _kept_bytes(tensor: torch.Tensor, *, expand: bool, tiled: bool) -> int:
-    """What an executor keeps of a weight: float32 on a CPU; matrices that kernels multiply by, in whole tiles.
+def _weight_bytes(
+    weights: Mapping[str, torch.Tensor], products: Iterable[Mapping[str, str]], device: torch.device
+) -> int:
+    """Bytes that an executor keeps of the weights, each tensor once.
 
-    Those are [N, K], of experts [E, N, K], in MXFP4 [E, N, K / 32, 16] and [E, N, K / 32].
+    products  by part the weights of every matrix that kernels multiply by: these are packed, as their format counts;
+              without any, on a CPU, floating-point weights are kept in float32
     """
-    itemsize = 4 if expand and tensor.is_floating_point() else tensor.element_size()
-    if not tiled:
-        return tensor.numel() * itemsize
-    outer, (rows, columns, *inner) = ((1,), tensor.shape) if tensor.dim() == 2 else (tensor.shape[:1], tensor.shape[1:])
-    width = TILE_COLUMNS if tensor.is_floating_point() else TILE_COLUMNS // BLOCK
-    padded = -(-rows // TILE_ROWS) * TILE_ROWS * -(-columns // width) * width
-    return math.prod((*outer, padded, *inner)) * itemsize
+    left = {id(tensor): tensor for tensor in weights.values()}
+    total, packed = 0, False
+    for names in products:
+        packed = True
+        parts = {part: weights[name] for part, name in names.items() if name in weights}
+        if len(parts) < len(names) or any(left.pop(id(tensor), None) is None for tensor in parts.values()):
+            continue
+        weight_format = format_of(parts)
+        *outer, rows, columns = weight_format.shape(parts)
+        total += math.prod(outer) * weight_format.packed_bytes(rows, columns)
+    expand = device.type == "cpu" and not packed
+    for tensor in left.values():
+        total += tensor.numel() * (4 if expand and tensor.is_floating_point() else tensor.element_size())
+    return total
 
 
 def available_bytes(device: torch.device) -> int | None:

@@ -10,6 +10,7 @@ import torch
 
 from lowlat.checkpoint.fields import Fields
 from lowlat.checkpoint.recipes import Piece, Recipe
+from lowlat.formats import read_format
 from lowlat.models.geometry import ComputeDtype, ModelConfig
 from lowlat.models.hf_config import (
     HARMLESS_KEYS,
@@ -102,7 +103,7 @@ def parse_decoder(
     """
     check_architecture(fields, (architecture,))
     fields.refuse_unless("hidden_act", ("silu",), "only the SiLU gate")
-    fields.refuse_unless("quantization_config", (), "quantised weights, but for gpt-oss in MXFP4")
+    read_format(fields)
     sizes = parse_sizes(fields, default_head_dim=default_head_dim)
     ends, begin = special_tokens(directory, fields, sizes.vocab_size)
     config = ModelConfig(

@@ -65,7 +65,11 @@ LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_fr
         ("mxfp4", {"intermediate_size": 48}, ["intermediate_size must be a multiple of 32", "found 48"]),
         ("llama", {"sliding_window": 128}, ["sliding window attention", "sliding_window 128"]),
         ("qwen3", {"use_sliding_window": True, "sliding_window": 64}, ["sliding window attention"]),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 64}, ["sliding window attention (use_sliding_window True"]),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "sliding_window": 64},
+            ["(use_sliding_window True"],
+        ),
         ("qwen2", {"architectures": ["Qwen2ForSequenceClassification"]}, ["implemented: Qwen2ForCausalLM"]),
         ("qwen2", {"mlp_bias": True}, ["'mlp_bias' = True"]),
         ("mistral", {"sliding_window": 4096}, ["sliding window attention", "sliding_window 4096"]),

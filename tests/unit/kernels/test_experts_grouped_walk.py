@@ -24,6 +24,7 @@ from kernel_inventory import B200, CARDS
 from kernel_walk import Walker, walkable
 
 from lowlat.errors import ShapeError
+from lowlat.kernels.formats import BF16, MXFP4
 from lowlat.kernels.moe.packing import unpack_expert
 from lowlat.kernels.moe.plan import DOWN, GATE_UP, ExpertShape
 from lowlat.kernels.moe.prefill.grouped_gemm import grouped_down, grouped_gate_up
@@ -225,11 +226,11 @@ def test_tiles_suit_the_pairs_and_plans_the_cards() -> None:
     for card in (*CARDS.values(), B200):
         for quantised in (True, False):
             for kind, rows in ((GATE_UP, 5760), (DOWN, 2880)):
-                shape = ExpertShape(kind, rows, 2880, 4, quantised)
+                shape = ExpertShape(kind, rows, 2880, 4, MXFP4 if quantised else BF16)
                 for pairs in (16, 32, 64, 96):
                     plan = plan_grouped(pairs, shape, card)
                     assert plan.stages >= 2 and plan.shared_bytes(shape) <= card.shared_bytes
-    shape = ExpertShape(DOWN, 64, 64, 4, True)
+    shape = ExpertShape(DOWN, 64, 64, 4, MXFP4)
     with pytest.raises(ShapeError, match="does not fit the 8192 bytes"):
         plan_grouped(16, shape, Card(132, 8192, (9, 0)))
     with pytest.raises(ShapeError, match="tiles of 24 pairs; a multiple of 16, at most 128"):
