@@ -8,7 +8,7 @@ from lowlat.kernels.moe.decode.mlp_plan import Pair
 from lowlat.kernels.moe.decode.topk_routing import Choice
 from lowlat.kernels.toolchain.kernel import Card
 
-__all__ = ["NAMES", "small_card", "walk"]
+__all__ = ["FRAGMENTS", "NAMES", "small_card", "walk"]
 
 SHARED = tuple(f"common.{part}" for part in ("handover", "norm_row", "norm_math", "sentinels", "activation"))
 PARTS = (
@@ -21,7 +21,8 @@ PARTS = (
     "topk_routing",
     "rank_sum",
 )
-NAMES = (*SHARED, "moe.plan", *(f"moe.decode.{part}" for part in (*PARTS, "mlp_plan", "mlp")))
+FRAGMENTS = ("formats.bf16_fragment", "formats.mxfp4_fragment")
+NAMES = (*SHARED, *FRAGMENTS, "moe.plan", *(f"moe.decode.{part}" for part in (*PARTS, "mlp_plan", "mlp")))
 
 
 def small_card(blocks: int) -> Card:

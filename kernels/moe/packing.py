@@ -77,7 +77,7 @@ def pack_expert_into(packed: PackedExperts, index: int, **parts: torch.Tensor) -
     try:
         packed.format.pack_into(parts, (packed.rows, packed.columns), packed.order, packed.words[index], scales)
     except ConfigError as error:
-        raise ConfigError(f"expert {index}: {error}") from error
+        raise type(error)(f"expert {index}: {error}") from error
 
 
 def pack_experts(

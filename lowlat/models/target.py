@@ -128,8 +128,9 @@ def open_target(directory: str | Path, *, dtype: str = "auto", progress: Progres
     """Check a target's config and the headers of its weights, and read none of them yet.
 
     progress is called with (bytes read, bytes in all) as the weights are streamed. Quantised weights stay the
-    parts of their format in either dtype; sinks are float32. With tied embeddings lm_head.weight is a second name of embed.weight.
-    Raises ConfigError naming file, tensor, expected and found; values (NaN, scales) are checked as they are read.
+    parts of their format in either dtype; sinks are float32. With tied embeddings lm_head.weight is a second name of
+    embed.weight. Raises ConfigError naming file, tensor, expected and found; values (NaN, scales) are checked as they
+    are read.
     """
     directory = Path(directory)
     config = read_model_config(directory, dtype=dtype)

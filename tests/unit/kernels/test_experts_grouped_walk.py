@@ -22,6 +22,7 @@ from expert_cases import (
 )
 from kernel_inventory import B200, CARDS
 from kernel_walk import Walker, walkable
+from mixture_walk import FRAGMENTS
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.formats import BF16, MXFP4
@@ -34,7 +35,7 @@ from lowlat.kernels.moe.prefill.plan import GroupedPlan, plan_grouped
 from lowlat.kernels.moe.prefill.rank_sum import add_ranks
 from lowlat.kernels.toolchain.kernel import H200, Card
 
-NAMES = ("common.activation", "common.norm_math", "common.norm_row", "rows.norm", "moe.plan", "moe.decode.mainloop")
+NAMES = ("common.activation", "common.norm_math", "common.norm_row", "rows.norm", *FRAGMENTS, "moe.plan")
 KERNELS = tuple(f"moe.prefill.{part}" for part in ("plan", "grouping", "mainloop", "grouped_gemm", "rank_sum"))
 FILL = -77
 
