@@ -11,6 +11,7 @@ from lowlat import Runtime
 from lowlat.executors.device_weights import DeviceWeights
 from lowlat.executors.lowering.lowering import Group, Lowering, lower
 from lowlat.executors.lowering.rules import RULES
+from lowlat.executors.lowering.weight_layouts import expert_parts, weight_permutations
 from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import Bucket
 from lowlat.kernels.toolchain.kernel import H200
@@ -35,7 +36,7 @@ def cover(runtime: Runtime, target: Path, head: Path | None) -> Callable[[Bucket
     def groups(bucket: Bucket) -> tuple[Group, ...]:
         program = executor.program(bucket)
         matrices = {op.weights["weight"] for op in program.ops if op.kind == "linear"}
-        placed = DeviceWeights(weights, matrices, CPU)
+        placed = DeviceWeights(weights, matrices, CPU, weight_permutations([program]), expert_parts([program]))
         buffers = {**executor.state, **executor.scratch(bucket)}
         return lower(Lowering(program, buffers, placed, H200, SharedWorkspace(CPU)), RULES)
 

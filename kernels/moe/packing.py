@@ -3,7 +3,7 @@
 It knows no kernel.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from lowlat.errors import ConfigError, ShapeError
 from lowlat.kernels.formats import WeightFormat, format_of, tiles_of
 
-__all__ = ["PackedExperts", "allocate_experts", "pack_expert_into", "pack_experts", "unpack_expert"]
+__all__ = ["PackedExperts", "allocate_experts", "bytes_an_expert", "pack_expert_into", "pack_experts", "unpack_expert"]
 
 
 @dataclass(frozen=True)
@@ -111,6 +111,12 @@ def pack_experts(
     for index in range(count):
         pack_expert_into(packed, index, **{name: part[index] for name, part in parts.items()})
     return packed
+
+
+def bytes_an_expert(arguments: Iterable[object]) -> int:
+    """Bytes of one expert's packed words and scales among a call's arguments, which alone have four dimensions."""
+    tensors = (each for each in arguments if isinstance(each, torch.Tensor) and each.dim() == 4)
+    return sum(tensor.nbytes // tensor.shape[0] for tensor in tensors)
 
 
 def unpack_expert(packed: PackedExperts, expert: int) -> torch.Tensor:
