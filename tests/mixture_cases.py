@@ -131,7 +131,7 @@ def of_codes(codes: torch.Tensor, scale: int, *, gated: bool) -> Experts:
     scales = torch.full((1, rows, columns // 32), scale, dtype=torch.uint8, device=codes.device)
     matrices, order = {"blocks": blocks, "scales": scales}, gate_up_permutation(rows // 2) if gated else None
     bias = torch.zeros(1, rows, device=codes.device).bfloat16()
-    return Experts(matrices, pack_experts(**matrices, order=order), bias, order)
+    return Experts(matrices, pack_experts(matrices, order=order), bias, order)
 
 
 def passing(width: int, device: str = "cpu") -> Experts:

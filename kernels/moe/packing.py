@@ -3,7 +3,7 @@
 It knows no kernel.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -81,10 +81,10 @@ def pack_expert_into(packed: PackedExperts, index: int, **parts: torch.Tensor) -
 
 
 def pack_experts(
+    parts: Mapping[str, torch.Tensor | Sequence[torch.Tensor]],
     *,
     order: torch.Tensor | None = None,
     device: torch.device | None = None,
-    **parts: torch.Tensor | Sequence[torch.Tensor],
 ) -> PackedExperts:
     """Pack the matrices [E, N, K] of all experts, given by the parts of their format, rows taken in `order` first.
 

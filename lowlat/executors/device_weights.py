@@ -183,7 +183,7 @@ class _Waiting:
         found = self._found.setdefault(name, {})
         found[part] = tensor
         if len(found) == len(self._parts[name]):
-            packed[name] = pack_experts(**self._found.pop(name), device=self._device, order=self._orders.get(name))
+            packed[name] = pack_experts(self._found.pop(name), device=self._device, order=self._orders.get(name))
         return True
 
     def check(self, packed: Mapping[str, PackedExperts]) -> None:

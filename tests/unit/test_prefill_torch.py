@@ -37,9 +37,9 @@ def random_experts(rows: int, columns: int, quantised: bool, order: torch.Tensor
     """Seven experts: their canonical weights, as the reference takes them, and packed."""
     matrices = (torch.randn(7, rows, columns) / columns**0.5).to(BF16)
     if not quantised:
-        return {"weight": matrices}, pack_experts(weight=matrices, order=order)
+        return {"weight": matrices}, pack_experts({"weight": matrices}, order=order)
     blocks, scales = quantise(matrices)
-    return {"blocks": blocks, "scales": scales}, pack_experts(blocks=blocks, scales=scales, order=order)
+    return {"blocks": blocks, "scales": scales}, pack_experts({"blocks": blocks, "scales": scales}, order=order)
 
 
 def choices(kind: str, rows: int) -> torch.Tensor:

@@ -256,8 +256,8 @@ def test_chosen_experts_bytes_are_counted_as_their_format_does(
     else:
         make_target(tmp_path, "gpt_oss", **sizes, **mixture)
     expert = FORMATS[name].packed_bytes(2 * 96, 64) + FORMATS[name].packed_bytes(64, 96)
-    options = {"max_batch": 2, "max_context": 256, "device": "cpu", "dtype": "bfloat16"}
-    with Runtime.load(tmp_path, **options) as runtime:  # type: ignore[arg-type]
+    options: dict[str, Any] = {"max_batch": 2, "max_context": 256, "device": "cpu", "dtype": "bfloat16"}
+    with Runtime.load(tmp_path, **options) as runtime:
         bucket, groups = runtime.scheduler.ladder.choose(2, 0), cover(runtime, tmp_path, None)
         sites = [profiling.call_sites(groups(bucket), runtime.executor.state, [[20, 20]], count) for count in (0, 3.5)]
         none, some = ([site.moved_bytes for site in each] for each in sites)
@@ -266,9 +266,13 @@ def test_chosen_experts_bytes_are_counted_as_their_format_does(
 
         lengths = profiling.start_decoding(runtime, profiling.random_prompts(97, 2, 20), 40)
         monkeypatch.setattr(runtime.executor, "groups", groups, raising=False)
-        chosen = []
-        count = profiling.chosen_experts
-        monkeypatch.setattr(profiling, "chosen_experts", lambda *given: chosen.append(count(*given)) or chosen[-1])
+        chosen, count = [], profiling.chosen_experts
+
+        def counted(runtime: Runtime, bucket: Bucket) -> int:
+            chosen.append(count(runtime, bucket))
+            return chosen[-1]
+
+        monkeypatch.setattr(profiling, "chosen_experts", counted)
         record = record_of(groups, bucket, profiling.LEAD + 2)
         profile = profiling.profile_steps(runtime, lengths, 2, None, record)
         assert len(chosen) == profiling.WARM_UP and all(4 <= each <= 8 for each in chosen)
