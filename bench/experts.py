@@ -19,9 +19,11 @@ from bench.micro import Entry, time_entries, write_rows
 from bench.wall import measure_wall
 from lowlat.errors import ShapeError
 from lowlat.executors.launcher import Launcher
+from lowlat.kernels.formats import BF16, MXFP4, WeightFormat
+from lowlat.kernels.formats.mxfp4 import SCALE_OFFSET
 from lowlat.kernels.moe.decode.mlp import experts_mlp
 from lowlat.kernels.moe.decode.mlp_plan import MlpPlan, plan_mlp
-from lowlat.kernels.moe.packing import SCALE_OFFSET, PackedExperts, allocate_experts
+from lowlat.kernels.moe.packing import PackedExperts, allocate_experts
 from lowlat.kernels.moe.plan import DOWN, GATE_UP, ExpertShape
 from lowlat.kernels.moe.router import RouterNorm, router_logits
 from lowlat.kernels.moe.topk_routing import TopKRouting
@@ -33,9 +35,9 @@ HIDDEN, RANKS, COPIES = 2880, 4, 24
 CASES = ((1, 4), (4, 4), (4, 16), (16, 4), (16, 40), (64, 110))  # rows, distinct experts
 
 
-def _experts(rows: int, num_experts: int, quantised: bool, device: torch.device) -> PackedExperts:
+def _experts(rows: int, num_experts: int, weight_format: WeightFormat, device: torch.device) -> PackedExperts:
     """Random codes; the order of rows is of no matter here."""
-    packed = allocate_experts(num_experts=num_experts, rows=rows, columns=HIDDEN, quantised=quantised, device=device)
+    packed = allocate_experts(weight_format, num_experts=num_experts, rows=rows, columns=HIDDEN, device=device)
     if packed.scales is None:
         packed.words.normal_()
     else:
@@ -56,10 +58,11 @@ def _ids(rows: int, distinct: int, num_experts: int, copy: int, device: torch.de
 def entries(launcher: Launcher, num_experts: int, quantised: bool, cuts: Sequence[dict[str, int]]) -> list[Entry]:
     """One entry a case and a cut."""
     device = launcher.device
-    up, down = (_experts(rows, num_experts, quantised, device) for rows in (2 * HIDDEN, HIDDEN))
+    weight_format = MXFP4 if quantised else BF16
+    up, down = (_experts(rows, num_experts, weight_format, device) for rows in (2 * HIDDEN, HIDDEN))
     biases = tuple(torch.randn(num_experts, rows, device=device).bfloat16() for rows in (2 * HIDDEN, HIDDEN))
-    first = ExpertShape(GATE_UP, 2 * HIDDEN, HIDDEN, RANKS, quantised)
-    second = ExpertShape(DOWN, HIDDEN, HIDDEN, RANKS, quantised)
+    first = ExpertShape(GATE_UP, 2 * HIDDEN, HIDDEN, RANKS, weight_format)
+    second = ExpertShape(DOWN, HIDDEN, HIDDEN, RANKS, weight_format)
     made = []
     for (rows, distinct), cut in itertools.product(CASES, cuts):
         if distinct > num_experts:

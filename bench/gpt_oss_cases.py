@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.dense_cases import Case
+from lowlat.kernels.formats import MXFP4
 from lowlat.models.geometry import DraftConfig, ExpertsConfig, ModelConfig, RopeConfig
 
 __all__ = [
@@ -119,7 +120,7 @@ def model_config(model: OssModel, max_position: int) -> ModelConfig:
         qk_norm=False,
         sinks=True,
         windows=tuple(None if layer % 2 else model.window for layer in range(model.num_layers)),
-        experts=ExpertsConfig(model.num_experts, model.num_experts_per_token, 7.0, 1.702, mxfp4=True),
+        experts=ExpertsConfig(model.num_experts, model.num_experts_per_token, 7.0, 1.702, MXFP4.name),
         dtype="bfloat16",
     )
 
@@ -145,8 +146,9 @@ def draft_config(model: OssModel, draft_vocab_size: int, max_position: int) -> D
 
 
 def expert_bytes(model: OssModel) -> int:
-    """Bytes of one expert of one layer: 17 for 32 weights."""
-    return 3 * model.intermediate_size * model.hidden_size // 32 * 17
+    """Bytes of one expert of one layer: in MXFP4 17 for 32 weights."""
+    hidden, inner = model.hidden_size, model.intermediate_size
+    return MXFP4.num_bytes(2 * inner, hidden) + MXFP4.num_bytes(hidden, inner)
 
 
 def step_bytes(model: OssModel, case: OssCase, distinct_experts: float) -> int:

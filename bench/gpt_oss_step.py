@@ -11,8 +11,9 @@ import torch
 
 from bench.gpt_oss_cases import IMPOSED, OssCase, OssModel, draft_config, expert_bytes, model_config
 from bench.lowlat_step import BLOCK_SIZE, ROOM, ExecutorStep
+from lowlat.kernels.formats.mxfp4 import MXFP4, SCALE_OFFSET
 from lowlat.kernels.gemm.packing import gate_up_permutation
-from lowlat.kernels.moe.packing import SCALE_OFFSET, PackedExperts, allocate_experts
+from lowlat.kernels.moe.packing import PackedExperts, allocate_experts
 from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.speculators.weight_plan import weight_plan
 from lowlat.step.state import StepGeometry
@@ -71,7 +72,7 @@ def _layer_experts(
     shapes = {"gate_up": (2 * inner, hidden, gate_up_permutation(inner)), "down": (hidden, inner, None)}
     for part, (rows, columns, order) in shapes.items():
         packed = allocate_experts(
-            num_experts=model.num_experts, rows=rows, columns=columns, quantised=True, order=order, device=device
+            MXFP4, num_experts=model.num_experts, rows=rows, columns=columns, order=order, device=device
         )
         packed.words.random_(-(1 << 31), 1 << 31, generator=generator)
         if packed.scales is not None:

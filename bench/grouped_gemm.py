@@ -24,6 +24,7 @@ from bench.micro import Entry, time_entries
 from bench.targets import target_weights
 from bench.wall import measure_wall
 from lowlat.executors.launcher import Launcher
+from lowlat.kernels.formats import BF16
 from lowlat.kernels.gemm.packing import PackedMatrix
 from lowlat.kernels.moe.packing import PackedExperts
 from lowlat.kernels.moe.plan import DOWN, GATE_UP, ExpertShape
@@ -171,7 +172,7 @@ class _Mixture:
 
     def _plan(self, part: str, width: int, warps: int, skip: int | None) -> GroupedPlan:
         each = self._packed[part][0]
-        shape = ExpertShape(part, each.rows, each.columns, RANKS, each.scales is not None)
+        shape = ExpertShape(part, each.rows, each.columns, RANKS, each.format)
         plan = plan_grouped(width, shape, self._launcher.card, warps=warps)
         return plan if skip is None else replace(plan, skip=skip)
 
@@ -206,7 +207,7 @@ class _Together:
 def _dense(launcher: Launcher, width: int, chunk: int) -> Iterator[tuple[Entry, int]]:
     """A plain matrix [4096, N] as one expert of all rows, its sums weighed by ones."""
     rows, device, pairs = 4096, launcher.device, 96 if chunk > 64 else 64 if chunk > 32 else 32
-    shape = ExpertShape(DOWN, rows, width, 1, False)
+    shape = ExpertShape(DOWN, rows, width, 1, BF16)
     tiles = torch.randn(COPIES, shape.tiles, shape.steps, 1024, device=device).bfloat16()
     matrices = [PackedMatrix(each, rows, width) for each in tiles]
     order = torch.arange(chunk, dtype=torch.int32, device=device)
@@ -220,7 +221,7 @@ def _dense(launcher: Launcher, width: int, chunk: int) -> Iterator[tuple[Entry, 
 
     def calls(copy: int) -> list[KernelCall]:
         matrix = matrices[copy % COPIES]
-        weight = PackedExperts(matrix.tiles[None], None, 1, matrix.rows, matrix.columns)
+        weight = PackedExperts(BF16, matrix.tiles[None], None, 1, matrix.rows, matrix.columns)
         return grouped_down(
             activated=x, order=order, tiles=listed, expert_weights=ones, weight=weight, bias=bias, out=out, plan=plan
         )

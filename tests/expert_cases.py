@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 
+from lowlat.kernels.formats.mxfp4 import MAX_SCALE
 from lowlat.kernels.gemm.packing import gate_up_permutation
-from lowlat.kernels.moe.packing import MAX_SCALE, PackedExperts, pack_experts
+from lowlat.kernels.moe.packing import PackedExperts, pack_experts
 from lowlat.kernels.reference.moe import experts as reference
 
 __all__ = [
@@ -52,7 +53,7 @@ def make_experts(
         matrices = {"weight": weight.bfloat16()}
     bias = torch.randn(num_experts, rows, **kinds).bfloat16()
     order = gate_up_permutation(rows // 2) if gated else None
-    return Experts(matrices, pack_experts(**matrices, order=order), bias, order)
+    return Experts(matrices, pack_experts(matrices, order=order), bias, order)
 
 
 def all_codes_and_scales(device: str = "cpu") -> PackedExperts:
@@ -61,7 +62,7 @@ def all_codes_and_scales(device: str = "cpu") -> PackedExperts:
     codes = (places + torch.arange(MAX_SCALE, device=device)[:, None] + places // 16).remainder(16)
     blocks = (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8).view(1, MAX_SCALE, 2, 16)
     scales = torch.arange(1, MAX_SCALE + 1, dtype=torch.uint8, device=device)[:, None].repeat(1, 2)
-    return pack_experts(blocks=blocks, scales=scales[None])
+    return pack_experts({"blocks": blocks, "scales": scales[None]})
 
 
 def choices(kind: str, rows: int, ranks: int, num_experts: int, device: str = "cpu") -> torch.Tensor:

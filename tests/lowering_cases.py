@@ -37,6 +37,8 @@ HEADS: dict[str, dict[str, Any]] = {
 }
 TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
+    "mistral": ("mistral", {}),
+    "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
     "tied": ("llama", {"tie_word_embeddings": True}),
     "biased": ("llama", {"attention_bias": True, "mlp_bias": True}),

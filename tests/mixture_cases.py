@@ -94,7 +94,7 @@ class Mixture:
     ) -> MlpPlan:
         """`plan_mlp`'s, with changes of both products' plans; parts stay as long as they are, at most."""
         up, down = (
-            ExpertShape(kind, each.packed.rows, each.packed.columns, ranks, each.packed.scales is not None)
+            ExpertShape(kind, each.packed.rows, each.packed.columns, ranks, each.packed.format)
             for kind, each in ((GATE_UP, self.up), (DOWN, self.down))
         )
         pair = plan_mlp(min(rows, rows_a_launch(ranks)), up, down, card, warps=warps, stages=stages)
@@ -152,7 +152,7 @@ def of_codes(codes: torch.Tensor, scale: int, *, gated: bool) -> Experts:
     scales = torch.full((1, rows, columns // 32), scale, dtype=torch.uint8, device=codes.device)
     matrices, order = {"blocks": blocks, "scales": scales}, gate_up_permutation(rows // 2) if gated else None
     bias = torch.zeros(1, rows, device=codes.device).bfloat16()
-    return Experts(matrices, pack_experts(**matrices, order=order), bias, order)
+    return Experts(matrices, pack_experts(matrices, order=order), bias, order)
 
 
 def passing(width: int, device: str = "cpu") -> Experts:

@@ -8,7 +8,7 @@ from lowlat.kernels.moe.decode.mlp_plan import MlpPlan
 from lowlat.kernels.moe.topk_routing import TopKRouting
 from lowlat.kernels.toolchain.kernel import Card
 
-__all__ = ["ALONE", "NAMES", "small_card", "walk"]
+__all__ = ["ALONE", "FRAGMENTS", "NAMES", "small_card", "walk"]
 
 SHARED = tuple(f"common.{part}" for part in ("handover", "norm_row", "norm_math", "sentinels", "activation"))
 PARTS = (
@@ -20,7 +20,9 @@ PARTS = (
     "weighing_epilogue",
     "rank_sum",
 )
-NAMES = (*SHARED, "moe.plan", "moe.topk_routing", *(f"moe.decode.{part}" for part in (*PARTS, "mlp_plan", "mlp")))
+FRAGMENTS = ("formats.bf16_fragment", "formats.mxfp4_fragment")
+OWN = ("moe.plan", "moe.topk_routing", *(f"moe.decode.{part}" for part in (*PARTS, "mlp_plan", "mlp")))
+NAMES = (*SHARED, *FRAGMENTS, *OWN)
 
 ALONE = (*NAMES, "moe.rank_sum", "moe.decode.experts")  # each GEMM in a launch of its own
 

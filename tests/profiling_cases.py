@@ -10,8 +10,8 @@ import torch
 from lowlat import Runtime
 from lowlat.executors.device_weights import DeviceWeights
 from lowlat.executors.lowering.binding import Binding
-from lowlat.executors.lowering.lower import LoweredGroup, lower
-from lowlat.executors.lowering.weight_parts import gemm_weights
+from lowlat.executors.lowering.lower import LoweredGroup, lower, weight_layouts
+from lowlat.executors.lowering.weight_parts import expert_parts, gemm_weights
 from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import Bucket
 from lowlat.kernels.toolchain.kernel import H200
@@ -35,7 +35,8 @@ def cover(runtime: Runtime, target: Path, head: Path | None) -> Callable[[Bucket
 
     def groups(bucket: Bucket) -> tuple[LoweredGroup, ...]:
         program = executor.program(bucket)
-        placed = DeviceWeights(weights, gemm_weights([program]), CPU)
+        layouts = weight_layouts([program])
+        placed = DeviceWeights(weights, gemm_weights([program]), CPU, layouts, expert_parts([program]))
         buffers = {**executor.state, **executor.scratch(bucket)}
         return lower(Binding(program, buffers, placed, H200, SharedWorkspace(CPU)))
 

@@ -16,6 +16,10 @@ from transformers import (
     GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -23,6 +27,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.utils.logging import disable_progress_bar
 
 __all__ = [
+    "DISTINCT_FAMILIES",
     "FAMILIES",
     "PairPaths",
     "copying_draft_model",
@@ -36,9 +41,12 @@ __all__ = [
 
 FAMILIES: dict[str, tuple[Any, Any]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "gpt_oss": (GptOssConfig, GptOssForCausalLM),
 }
+DISTINCT_FAMILIES = ("llama", "qwen3", "gpt_oss")  # the others' programs differ from these by biases alone
 COMMON: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 32,
@@ -67,6 +75,7 @@ GPT_OSS: dict[str, Any] = {
         "original_max_position_embeddings": 32,
     },
 }
+OWN_FIELDS: dict[str, dict[str, Any]] = {"gpt_oss": GPT_OSS, "mistral": {"sliding_window": None}}
 
 
 def make_target(directory: Path, family: str, *, seed: int = 0, gain: float = 0.8, **options: Any) -> Any:
@@ -78,7 +87,7 @@ def make_target(directory: Path, family: str, *, seed: int = 0, gain: float = 0.
     """
     legacy = options.pop("legacy_config", False)
     make_config, make_model = FAMILIES[family]
-    fields = {**COMMON, **(GPT_OSS if family == "gpt_oss" else {}), **options}
+    fields = {**COMMON, **OWN_FIELDS.get(family, {}), **options}
     disable_progress_bar()
     torch.manual_seed(seed)
     model = make_model(make_config(**fields)).float().eval()

@@ -8,15 +8,14 @@ import torch
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.common.handover import BARRIER_BYTES
+from lowlat.kernels.formats import WeightFormat
 from lowlat.kernels.toolchain.kernel import Card, WorkspaceShape
 
 __all__ = [
-    "CODE_BYTES",
     "DOWN",
     "GATE_UP",
     "MAX_PAIRS",
     "PAD",
-    "SCALE_BYTES",
     "ExpertPlan",
     "ExpertShape",
     "partials_workspace",
@@ -27,8 +26,6 @@ __all__ = [
 ]
 
 GATE_UP, DOWN = "gate_up", "down"
-CODE_BYTES, SCALE_BYTES = 512, 32  # of a tile of 16 rows by 64 columns in MXFP4
-BF16_BYTES = 2048  # of the same tile in bf16
 MAX_PAIRS = 256  # of a row and a rank, in one launch: each has a thread while they are listed
 MAX_COLUMNS = 8  # of a tile of mma
 PAD = 20  # floats from one pair's partial sums to the next one's
@@ -42,16 +39,16 @@ MOST_STAGES = 2  # parts under way; more only queue up before the memory
 class ExpertShape:
     """Weights [E, rows, columns] and what follows their product.
 
-    kind       GATE_UP or DOWN
-    ranks      experts a row
-    quantised  MXFP4, else bf16
+    kind    GATE_UP or DOWN
+    ranks   experts a row
+    format  of the weights
     """
 
     kind: str
     rows: int
     columns: int
     ranks: int
-    quantised: bool
+    format: WeightFormat
 
     @property
     def tiles(self) -> int:
@@ -70,8 +67,13 @@ class ExpertShape:
 
     @property
     def step_bytes(self) -> int:
-        """Of a tile's words of one step."""
-        return CODE_BYTES if self.quantised else BF16_BYTES
+        """Bytes of a tile's words of one step."""
+        return self.format.tile_bytes
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of a tile's scales of one step."""
+        return self.format.scale_bytes
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,7 @@ class ExpertPlan:
 
     def stage_bytes(self, shape: ExpertShape) -> int:
         """One part of a warp's steps: their words, then their scales."""
-        return self.part * (shape.step_bytes + (SCALE_BYTES if shape.quantised else 0))
+        return self.part * (shape.step_bytes + shape.scale_bytes)
 
     def ring_bytes(self, shape: ExpertShape) -> int:
         """All stages of a warp."""

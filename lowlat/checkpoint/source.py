@@ -25,7 +25,7 @@ class WeightSource(Mapping[str, torch.Tensor]):
 
         arena  uint8, `arena_bytes` long at least: tensors lie in it, and one is good until the next is asked for;
                None: they have memory of their own, and are the caller's to keep
-        Blocks and scales of quantised weights come one after the other, and both are good until the one after them.
+        Parts of a quantised weight come one after the other, and all are good until the tensor after them.
         """
 
     @abstractmethod

@@ -20,7 +20,7 @@ from lowlat.checkpoint.recipes import Progress, Recipe, check_values, place_rows
 from lowlat.checkpoint.source import Named, WeightSource
 from lowlat.checkpoint.tensors import DTYPES, Checkpoint, OpenFiles, TensorEntry
 
-__all__ = ["Group", "StoredWeights", "ahead_bytes"]
+__all__ = ["Group", "StoredWeights", "Weights", "ahead_bytes"]
 
 CHUNK_BYTES = 8 << 20  # fits a core's caches with its copy: the check for NaN then reads no memory
 MAX_READERS = 4

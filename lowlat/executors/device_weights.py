@@ -11,8 +11,7 @@ import torch
 from lowlat.checkpoint.source import WeightSource, streamed
 from lowlat.errors import ConfigError
 from lowlat.kernels.gemm.packing import PackedMatrix, pack, runs_of
-from lowlat.kernels.moe.packing import PackedExperts, allocate_experts, pack_expert_into
-from lowlat.kernels.reference.moe.mxfp4 import BLOCK
+from lowlat.kernels.moe.packing import PackedExperts, pack_experts
 
 __all__ = ["DeviceWeights"]
 
@@ -189,7 +188,7 @@ class _Waiting:
         found = self._found.setdefault(name, {})
         found[part] = tensor
         if len(found) == len(self._parts[name]):
-            packed[name] = _pack_experts(self._found.pop(name), self._device, self._orders.get(name))
+            packed[name] = pack_experts(self._found.pop(name), device=self._device, order=self._orders.get(name))
         return True
 
     def check(self, packed: Mapping[str, PackedExperts]) -> None:
@@ -198,25 +197,6 @@ class _Waiting:
             missing = [weight for part, weight in parts.items() if part not in self._found.get(name, {})]
             if name not in packed and missing:
                 raise ConfigError(f"weight {missing[0]} is missing")
-
-
-def _pack_experts(
-    tensors: Mapping[str, torch.Tensor], device: torch.device, order: torch.Tensor | None
-) -> PackedExperts:
-    """Pack one expert after the other to its place on the device: there is never a second copy of all of them."""
-    quantised = "scales" in tensors
-    count, rows, columns = tensors["scales" if quantised else "weight"].shape
-    packed = allocate_experts(
-        num_experts=count,
-        rows=rows,
-        columns=columns * (BLOCK if quantised else 1),
-        quantised=quantised,
-        order=order,
-        device=device,
-    )
-    for index in range(count):
-        pack_expert_into(packed, index, **{argument: tensor[index] for argument, tensor in tensors.items()})
-    return packed
 
 
 def _check_dtype(name: str, tensor: torch.Tensor) -> None:

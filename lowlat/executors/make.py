@@ -10,6 +10,7 @@ from lowlat.executors import Executor
 from lowlat.executors.reference import ReferenceExecutor
 from lowlat.graphs import Bucket
 from lowlat.host.devices import DeviceChoice
+from lowlat.kernels.formats import FORMATS
 from lowlat.models.geometry import DraftConfig, ExpertsConfig, ModelConfig
 from lowlat.program.program import Program
 
@@ -20,7 +21,7 @@ HEAD_SIZES = (64, 128)
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 WIDTHS_OF, MAX_WIDTH = 8, 65536
 MAX_VOCABULARY = 262144
-MAX_EXPERTS, MAX_CHOSEN, MAX_ROUTED_WIDTH, MXFP4_BLOCK = 256, 8, 6144, 32
+MAX_EXPERTS, MAX_CHOSEN, MAX_ROUTED_WIDTH = 256, 8, 6144
 
 
 def uncovered(config: ModelConfig, head: DraftConfig | None, block_size: int = 32) -> str | None:
@@ -59,9 +60,10 @@ def _uncovered_experts(config: ModelConfig, experts: ExpertsConfig) -> tuple[str
         return f"at most {MAX_CHOSEN} experts a token", f"tokens choose {experts.num_experts_per_token}"
     if config.hidden_size > MAX_ROUTED_WIDTH:
         return f"a hidden size of at most {MAX_ROUTED_WIDTH} where experts are chosen", f"is {config.hidden_size}"
+    weight_format = FORMATS[experts.weight_format]
     for name, size in (("hidden size", config.hidden_size), ("FFN's width", config.intermediate_size)):
-        if experts.mxfp4 and size % MXFP4_BLOCK:
-            return f"multiples of {MXFP4_BLOCK} as widths of MXFP4", f"{name} is {size}"
+        if size % weight_format.block:
+            return f"multiples of {weight_format.block} as widths of {weight_format.name.upper()}", f"{name} is {size}"
     return None
 
 

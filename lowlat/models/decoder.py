@@ -1,10 +1,11 @@
-"""The target's decoder, from its geometry: Llama, Qwen3 and gpt-oss differ by fields of ModelConfig alone."""
+"""The target's decoder, from its geometry: the families differ by fields of ModelConfig alone."""
 
 from dataclasses import replace
 
 import torch
 
 from lowlat.graphs import BufferSpec, Paging, Role
+from lowlat.kernels.formats import FORMATS
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.layers import TORCH_DTYPES, Emitter, Rows
 from lowlat.program.program import ProgramBuilder, Stage
@@ -87,13 +88,13 @@ def _emit_experts(emitter: Emitter, config: ModelConfig, layer: int, normed: str
         {"expert_ids": ids, "expert_weights": shares},
         weights={"weight": f"{name}.router.weight", "bias": f"{name}.router.bias"},
     )
-    parts = ("blocks", "scales") if experts.mxfp4 else ("weight",)
+    parts = (*FORMATS[experts.weight_format].parts, "bias")
     activated = emitter.scratch("activated", count, chosen, config.intermediate_size)
     emitter.emit(
         "experts_gate_up",
         {"x": normed, "expert_ids": ids},
         {"out": activated},
-        weights={part: f"{name}.experts.gate_up.{part}" for part in (*parts, "bias")},
+        weights={part: f"{name}.experts.gate_up.{part}" for part in parts},
         limit=experts.swiglu_limit,
         alpha=experts.swiglu_alpha,
     )
@@ -102,7 +103,7 @@ def _emit_experts(emitter: Emitter, config: ModelConfig, layer: int, normed: str
         "experts_down",
         {"activated": activated, "expert_ids": ids, "expert_weights": shares},
         {"out": output},
-        weights={part: f"{name}.experts.down.{part}" for part in (*parts, "bias")},
+        weights={part: f"{name}.experts.down.{part}" for part in parts},
     )
     return output
 

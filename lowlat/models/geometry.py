@@ -9,7 +9,6 @@ from typing import Literal
 
 __all__ = ["DraftConfig", "ExpertsConfig", "ModelConfig", "RopeConfig"]
 
-Family = Literal["llama", "qwen3", "gpt_oss"]
 DraftLayout = Literal["safeai", "specforge", "modelopt", "speculators"]
 ComputeDtype = Literal["bfloat16", "float32"]
 
@@ -41,14 +40,14 @@ class ExpertsConfig:
     num_experts_per_token: int
     swiglu_limit: float
     swiglu_alpha: float
-    mxfp4: bool  # weights stay in MXFP4 blocks and scales
+    weight_format: str  # of its matrices: a name in the table of `lowlat.kernels.formats`
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """A target's geometry, checked; every field is in use by `lowlat.models.decoder`."""
 
-    family: Family
+    family: str  # a name in the table of `lowlat.models.families`
     hidden_size: int
     intermediate_size: int
     num_layers: int

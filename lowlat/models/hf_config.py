@@ -1,4 +1,4 @@
-"""What config.json files of all families share: harmless keys, RoPE in both spellings, dtype, special tokens.
+"""Common parts of all families' config.json: harmless keys, RoPE in both spellings, dtype, special tokens.
 
 It knows transformers' conventions as of versions 4 and 5 and no family's own keys.
 """
@@ -81,7 +81,7 @@ def check_head_counts(fields: Fields, num_heads: int, num_kv_heads: int, head_di
 def refuse_windows(fields: Fields, *, off_by_default: bool) -> None:
     """Refuse sliding windows in families that lowlat runs with full attention.
 
-    off_by_default: without use_sliding_window the size alone asks for nothing (Qwen3).
+    off_by_default: without use_sliding_window the size alone asks for nothing (Qwen2, Qwen3).
     """
     uses = fields.optional_boolean("use_sliding_window")
     window = fields.optional_integer("sliding_window", 0, 1 << 30)

@@ -1,6 +1,6 @@
-"""What decoders and heads share: the rows a program runs over, and the projections around attention.
+"""Layers of decoders and draft models as operations: the rows they run over, and projections around attention.
 
-Products give float32; whoever consumes one rounds it once, to the dtype of the buffer it writes.
+GEMMs give float32; an operation that reads one rounds it once, to the dtype of the buffer it writes.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import torch
 
 from lowlat.program.program import ProgramBuilder, Stage
 
-__all__ = ["Emitter", "Rows"]
+__all__ = ["TORCH_DTYPES", "Emitter", "Rows"]
 
 TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 

@@ -1,23 +1,23 @@
 """Targets: a Hugging Face directory in, checked geometry and canonical weights out.
 
-It knows which families there are; what each needs is in the family's module.
+Families say how their weights are made of stored tensors, formats how quantised ones are checked.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from lowlat.checkpoint.fields import Fields
 from lowlat.checkpoint.json_file import shown
 from lowlat.checkpoint.recipes import Progress, Recipe, check_recipes
 from lowlat.checkpoint.stored import Group, StoredWeights
 from lowlat.checkpoint.tensors import DTYPES, Checkpoint, OpenFiles, TensorEntry
 from lowlat.errors import ConfigError
-from lowlat.models.families import gpt_oss, llama, qwen3
-from lowlat.models.geometry import ComputeDtype, ModelConfig
+from lowlat.formats import part_groups
+from lowlat.models.families import FAMILIES
+from lowlat.models.geometry import ModelConfig
 from lowlat.models.hf_config import read_config, resolve_dtype
 
 __all__ = [
@@ -31,13 +31,6 @@ __all__ = [
 ]
 
 COMPARED_BYTES = 8 << 20
-
-Parse = Callable[[Fields, Path, ComputeDtype], ModelConfig]
-FAMILIES: Mapping[str, tuple[Parse, Callable[[ModelConfig], list[Recipe]]]] = {
-    "llama": (llama.parse, llama.recipes),
-    "qwen3": (qwen3.parse, qwen3.recipes),
-    "gpt_oss": (gpt_oss.parse, gpt_oss.recipes),
-}
 
 
 @dataclass(frozen=True)
@@ -71,12 +64,12 @@ def read_model_config(directory: str | Path, *, dtype: str = "auto") -> ModelCon
         raise ConfigError(
             f"{fields.label}: model_type {shown(family)} is not implemented; implemented: {', '.join(FAMILIES)}"
         )
-    return FAMILIES[family][0](fields, directory, resolve_dtype(fields, dtype, directory))
+    return FAMILIES[family].parse(fields, directory, resolve_dtype(fields, dtype, directory))
 
 
 def target_recipes(config: ModelConfig) -> list[Recipe]:
     """How every canonical weight of a target is made of its checkpoint's tensors."""
-    return FAMILIES[config.family][1](config)
+    return FAMILIES[config.family].recipes(config)
 
 
 def _ignored(config: ModelConfig, checkpoint: Checkpoint) -> set[str]:
@@ -111,48 +104,33 @@ def _same_rows(entry: TensorEntry, embedding: torch.Tensor) -> bool:
     return True
 
 
-def _normalise_scales(label: str, name: str, weights: Mapping[str, torch.Tensor]) -> None:
-    gpt_oss.normalise_scales(label, weights[f"{name}.blocks"], weights[f"{name}.scales"])
-
-
 def target_groups(config: ModelConfig, checkpoint: Checkpoint | None = None) -> list[Group]:
-    """What is read and checked together: MXFP4 blocks with their scales, all else alone; checked against headers.
+    """Weights that are read and checked together, as their formats want it; all names checked against headers.
 
     Without a checkpoint nothing is checked, and the groups tell sizes alone. Raises ConfigError.
     """
     recipes = target_recipes(config)
-    if checkpoint is not None:
-        check_recipes(checkpoint, recipes, _ignored(config, checkpoint))
-    entries: Mapping[str, TensorEntry] = {} if checkpoint is None else checkpoint.entries
-    by_name = {recipe.weight: recipe for recipe in recipes}
-    groups = []
-    for weight, recipe in by_name.items():
-        name, _, kind = weight.rpartition(".")
-        if kind == "scales":
-            continue
-        if kind == "blocks":
-            scales = by_name[f"{name}.scales"]
-            stored = scales.pieces[0].name
-            label = f"{entries[stored].file}: tensor {stored!r}" if stored in entries else stored
-            groups.append(Group((recipe, scales), partial(_normalise_scales, label, name)))
-        elif (
-            weight == "embed.weight"
-            and checkpoint is not None
-            and config.tie_embeddings
-            and "lm_head.weight" in entries
-        ):
-            groups.append(Group((recipe,), partial(_check_tied_copy, checkpoint)))
-        else:
-            groups.append(Group((recipe,)))
+    if checkpoint is None:
+        return part_groups(recipes, {})
+    check_recipes(checkpoint, recipes, _ignored(config, checkpoint))
+    groups = part_groups(recipes, checkpoint.entries)
+    if config.tie_embeddings and "lm_head.weight" in checkpoint.entries:
+        tied = partial(_check_tied_copy, checkpoint)
+        groups = [replace(group, finish=tied) if _is_embedding(group) else group for group in groups]
     return groups
+
+
+def _is_embedding(group: Group) -> bool:
+    return any(recipe.weight == "embed.weight" for recipe in group.recipes)
 
 
 def open_target(directory: str | Path, *, dtype: str = "auto", progress: Progress | None = None) -> StoredTarget:
     """Check a target's config and the headers of its weights, and read none of them yet.
 
-    progress is called with (bytes read, bytes in all) as the weights are streamed. MXFP4 experts stay blocks and
-    scales in either dtype; sinks are float32. With tied embeddings lm_head.weight is a second name of embed.weight.
-    Raises ConfigError naming file, tensor, expected and found; values (NaN, scales) are checked as they are read.
+    progress is called with (bytes read, bytes in all) as the weights are streamed. Quantised weights stay the
+    parts of their format in either dtype; sinks are float32. With tied embeddings lm_head.weight is a second name of
+    embed.weight. Raises ConfigError naming file, tensor, expected and found; values (NaN, scales) are checked as they
+    are read.
     """
     directory = Path(directory)
     config = read_model_config(directory, dtype=dtype)

@@ -6,8 +6,8 @@ from types import MappingProxyType
 import torch
 
 from lowlat.errors import ConfigError
-from lowlat.models.families.dense import TORCH_DTYPES
 from lowlat.models.geometry import DraftConfig, ModelConfig
+from lowlat.models.layers import TORCH_DTYPES
 from lowlat.models.target import target_recipes
 from lowlat.speculators.eagle3.weights import DRAFT_MAP, draft_recipes
 

@@ -23,7 +23,7 @@ DEMO = Path(__file__).parents[2] / "lowlat" / "demo"
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 64}
 OPTIONS: dict[str, Any] = {"max_batch": 4, "max_context": 160, "block_size": 16, "prefill_chunk": 32, "device": "cuda"}
 TREE = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (1, 0, 0))
-NAMES = ["llama", "qwen3", "gpt_oss", "mxfp4", "alike", "demo"]
+NAMES = ["llama", "mistral", "qwen2", "qwen3", "gpt_oss", "mxfp4", "alike", "demo"]
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "sampled": {"temperature": 1.0},
@@ -38,7 +38,8 @@ MODES: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PairPaths]:
     """Pairs by name: small random ones, of them three mixtures of experts, and the bundled one."""
-    made = {family: make_pair(tmp_path_factory.mktemp(family), family, **SIZES) for family in ("llama", "qwen3")}
+    dense = ("llama", "mistral", "qwen2", "qwen3")
+    made = {family: make_pair(tmp_path_factory.mktemp(family), family, **SIZES) for family in dense}
     plain = {"num_local_experts": 5, "num_experts_per_tok": 3}
     made["gpt_oss"] = make_pair(tmp_path_factory.mktemp("gpt_oss"), "gpt_oss", **SIZES, **plain)
     made |= {name: mixture(tmp_path_factory.mktemp(name), alike=name == "alike") for name in ("mxfp4", "alike")}

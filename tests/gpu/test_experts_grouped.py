@@ -1,5 +1,6 @@
 """Grouped products of experts against the reference and float64, and a pair's bits in any company and tiles."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -50,7 +51,7 @@ def plan_of(
     launcher: Launcher, kind: str, experts: Experts, ids: torch.Tensor, tile_pairs: int, **changes: int
 ) -> GroupedPlan:
     packed = experts.packed
-    shape = ExpertShape(kind, packed.rows, packed.columns, ids.shape[1], packed.scales is not None)
+    shape = ExpertShape(kind, packed.rows, packed.columns, ids.shape[1], packed.format)
     return plan_grouped(tile_pairs, shape, launcher.card, **changes)
 
 
@@ -210,7 +211,7 @@ def test_every_code_at_every_scale_is_exact(launcher: Launcher) -> None:
     packed = all_codes_and_scales("cuda")
     rows = packed.rows // 4 * 4
     matrix = unpack_expert(packed, 0)[:rows]
-    held = type(packed)(packed.words, packed.scales, 1, rows, packed.columns)
+    held = replace(packed, rows=rows)
     experts = Experts({}, held, torch.zeros(1, rows, device="cuda").bfloat16(), None)
     activated = torch.eye(64, device="cuda").bfloat16()[:, None]
     ids = torch.zeros(64, 1, dtype=torch.int32, device="cuda")

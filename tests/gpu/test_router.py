@@ -50,7 +50,7 @@ def test_a_router_of_normed_rows_has_the_bits_of_norm_and_router_together(
     for apart in (None, True, False):
         ids = torch.full((rows, 3), 77, dtype=torch.int32, device=lab.device)
         shares, normed = torch.full((rows, 3), torch.nan, device=lab.device), torch.full_like(x, torch.nan)
-        chosen = {"expert_ids": ids, "expert_weights": shares}
+        chosen: dict[str, Any] = {"expert_ids": ids, "expert_weights": shares}
         if apart is None:
             calls = route_top_k(routing=TopKRouting(together["logits"], live), **chosen)
         elif apart:

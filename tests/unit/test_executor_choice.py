@@ -19,7 +19,7 @@ from lowlat.models.target import load_target
 from lowlat.speculators.eagle3.weights import load_draft_model
 
 DEMO = Path(lowlat.__file__).parent / "demo"
-EXPERTS = ExpertsConfig(4, 2, 7.0, 1.7, mxfp4=True)
+EXPERTS = ExpertsConfig(4, 2, 7.0, 1.7, "mxfp4")
 CARD = DeviceChoice(torch.device("cuda", 0), "graph", "a usable NVIDIA card is present")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from recording import Depth, Recorder, run_all
-from tiny_models import FAMILIES, PairPaths, make_pair
+from tiny_models import DISTINCT_FAMILIES, PairPaths, make_pair
 
 import lowlat
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
@@ -41,7 +41,7 @@ Trace = tuple[list[int], dict[int, torch.Tensor]]
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PairPaths]:
     """A target and a head of every family."""
-    return {family: make_pair(tmp_path_factory.mktemp(family), family) for family in FAMILIES}
+    return {family: make_pair(tmp_path_factory.mktemp(family), family) for family in DISTINCT_FAMILIES}
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
@@ -84,7 +84,7 @@ def assert_same(found: Trace, expected: Trace) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DISTINCT_FAMILIES)
 def test_no_depth_changes_anything(family: str, mode: str, pairs: dict[str, PairPaths]) -> None:
     prompt, sampling = prompt_of(19), params(mode)
     expected = baseline(pairs[family], prompt, sampling)
@@ -97,7 +97,7 @@ def test_no_depth_changes_anything(family: str, mode: str, pairs: dict[str, Pair
 
 @pytest.mark.parametrize("reuse", [False, True])
 @pytest.mark.parametrize("mode", ["greedy", "sampled"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DISTINCT_FAMILIES)
 def test_a_depth_that_changes_at_each_step_changes_nothing(
     family: str, mode: str, reuse: bool, pairs: dict[str, PairPaths]
 ) -> None:
@@ -110,7 +110,7 @@ def test_a_depth_that_changes_at_each_step_changes_nothing(
 
 
 @pytest.mark.parametrize(("name", "mode"), list(zip(TREES, ["greedy", "sampled"] * 2, strict=True)))
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DISTINCT_FAMILIES)
 def test_no_tree_changes_anything(family: str, name: str, mode: str, pairs: dict[str, PairPaths]) -> None:
     prompt, sampling = prompt_of(13, seed=2), params(mode)
     expected = baseline(pairs[family], prompt, sampling)
@@ -133,7 +133,7 @@ def test_trees_accept_what_chains_cannot(pairs: dict[str, PairPaths]) -> None:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DISTINCT_FAMILIES)
 def test_random_trees_change_nothing(family: str, shared: bool, pairs: dict[str, PairPaths]) -> None:
     prompt, sampling = prompt_of(17, seed=3), params("sampled", seed=11)
     expected = baseline(pairs[family], prompt, sampling)
@@ -178,7 +178,7 @@ class Crowd:
 
 
 @pytest.mark.parametrize(("tree", "seed"), [(None, 0), ("bushy", 1)])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DISTINCT_FAMILIES)
 def test_no_neighbour_changes_anything(family: str, tree: str | None, seed: int, pairs: dict[str, PairPaths]) -> None:
     pair, modes = pairs[family], list(MODES)
     wanted = [(prompt_of(5 + 9 * k, seed=k), params(modes[k], seed=k)) for k in range(4)]
@@ -205,7 +205,7 @@ def test_no_neighbour_changes_anything(family: str, tree: str | None, seed: int,
 
 
 @pytest.mark.parametrize("mode", ["greedy", "sampled"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DISTINCT_FAMILIES)
 def test_a_reused_prefix_changes_nothing(family: str, mode: str, pairs: dict[str, PairPaths]) -> None:
     """The second of two equal prompts, and one that shares the first half, find chunks in the cache."""
     pair, sampling = pairs[family], params(mode, max_tokens=10)
@@ -219,7 +219,7 @@ def test_a_reused_prefix_changes_nothing(family: str, mode: str, pairs: dict[str
             assert_same(traced(runtime, request, sampling), baseline(pair, request, sampling))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DISTINCT_FAMILIES)
 def test_a_crowded_pool_changes_nothing(family: str, pairs: dict[str, PairPaths]) -> None:
     """Room for two requests only: cached chunks are evicted, requests wait, blocks change hands."""
     pair, sampling = pairs[family], params("sampled")
@@ -232,7 +232,7 @@ def test_a_crowded_pool_changes_nothing(family: str, pairs: dict[str, PairPaths]
 
 
 @pytest.mark.parametrize("length", [1, 8, 9])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DISTINCT_FAMILIES)
 def test_bfloat16_loses_nothing(family: str, length: int, pairs: dict[str, PairPaths]) -> None:
     """Prompts of one token, of a chunk, of one more; products add in float32 and round once, in every bucket."""
     prompt, sampling = prompt_of(length, seed=length), params("sampled")
@@ -244,7 +244,7 @@ def test_bfloat16_loses_nothing(family: str, length: int, pairs: dict[str, PairP
 
 
 @pytest.mark.parametrize("tree", [None, "bushy"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DISTINCT_FAMILIES)
 def test_long_contexts_lose_nothing(family: str, tree: str | None, pairs: dict[str, PairPaths]) -> None:
     """Past the first tile of keys, and over its end: rows that see the same keys add them in the same order."""
     prompt, sampling = prompt_of(247, seed=5), params("sampled")
@@ -256,7 +256,7 @@ def test_long_contexts_lose_nothing(family: str, tree: str | None, pairs: dict[s
             assert_same(traced(runtime, prompt, sampling), expected)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DISTINCT_FAMILIES)
 def test_chunks_that_run_together_have_the_bits_of_chunks_alone(family: str, pairs: dict[str, PairPaths]) -> None:
     """One, three or eight at once; and behind prefixes of other lengths that others have left in the cache."""
     prompt, sampling, found = prompt_of(61, seed=6), params("sampled"), []
@@ -272,7 +272,7 @@ def test_chunks_that_run_together_have_the_bits_of_chunks_alone(family: str, pai
         assert_same(trace, found[0])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DISTINCT_FAMILIES)
 def test_ends_of_prompts_have_the_bits_of_whole_chunks(
     family: str, pairs: dict[str, PairPaths], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from recording import check_invariants, run_all, run_one
-from tiny_models import FAMILIES, PairPaths, make_pair
+from tiny_models import DISTINCT_FAMILIES, PairPaths, make_pair
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.errors import RequestError
@@ -25,7 +25,7 @@ OPTIONS: dict[str, Any] = {"max_batch": 3, "max_context": 96, "block_size": 4, "
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PairPaths]:
     """A target and a head of every family."""
-    return {family: make_pair(tmp_path_factory.mktemp(family), family) for family in FAMILIES}
+    return {family: make_pair(tmp_path_factory.mktemp(family), family) for family in DISTINCT_FAMILIES}
 
 
 @pytest.fixture
@@ -169,7 +169,7 @@ def poison(runtime: Runtime, name: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("tree", [None, TREE])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DISTINCT_FAMILIES)
 def test_nan_fails_its_request_alone(family: str, tree: Any, pairs: dict[str, PairPaths]) -> None:
     prompts = [prompt_of(length, seed=length) for length in (6, 17, 21)]
     sampling = SamplingParams(max_tokens=30, temperature=1.0, seed=4)

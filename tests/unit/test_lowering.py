@@ -45,7 +45,7 @@ CASES: list[tuple[str, int, int, bool]] = [
     *CHAINS,
     *(("demo", depth, batch, False) for depth, batch in ((0, 1), (3, 1), (3, 4), (7, 8))),
     *((name, depth, batch, True) for name in ("llama", "qwen3", "demo") for depth, batch in ((0, 1), (3, 2), (3, 8))),
-    *((name, depth, 2, False) for name in ("tied", "biased", "one_group") for depth in (0, 3)),
+    *((name, depth, 2, False) for name in ("mistral", "qwen2", "tied", "biased", "one_group") for depth in (0, 3)),
     *((f"llama+{flags}", depth, 2, False) for flags in HEADS for depth in (0, 1, 3)),
     *((f"qwen3+{flags}", 3, 4, True) for flags in HEADS),
     ("tied+target_s_lm_head", 3, 2, False),
@@ -212,7 +212,7 @@ def test_every_kind_of_kernel_has_an_example_that_is_compiled(lowered: LoweredPa
 # to eight rows for themselves
 AFTER = ["attention", "attention_combine", "decode_gemm_add", "decode_gemm_silu", "decode_gemm_add"]
 AFTER_MANY = [*AFTER[:3], "norms", *AFTER[3:], "norms"]
-QKV = {"llama": ["decode_gemm_rotate"], "qwen3": ["decode_gemm_float32", "rotate"]}
+QKV = {"llama": ["decode_gemm_rotate"], "qwen2": ["decode_gemm_rotate"], "qwen3": ["decode_gemm_float32", "rotate"]}
 LEVEL = ["draft_level_input", "decode_gemm_rotate", "decode_gemm_rotate", *AFTER, "decode_gemm_float32", "argmax"]
 AROUND = ["begin_step", "sample", "logprobs", "accept"]
 AROUND += ["gather_features", "decode_gemm_bfloat16", "draft_input", "publish"]

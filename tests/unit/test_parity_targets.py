@@ -53,6 +53,11 @@ CASES = {
     "llama-one-token-prompt": Case("llama", prompt=1),
     "llama-whole-chunks": Case("llama", prompt=65),
     "llama-past-tiles": Case("llama", {"max_position_embeddings": 1024}, prompt=545),
+    "mistral": Case("mistral"),
+    "mistral-wide-heads": Case("mistral", {"head_dim": 24, "num_key_value_heads": 1, "legacy_config": True}),
+    "qwen2": Case("qwen2"),
+    "qwen2-tied": Case("qwen2", {"tie_word_embeddings": True, "legacy_config": True, "hidden_size": 48}),
+    "qwen2-yarn": Case("qwen2", {"rope_parameters": YARN_ROPE, "max_position_embeddings": 192}),
     "qwen3": Case("qwen3"),
     "qwen3-wide-heads": Case("qwen3", {"head_dim": 20, "num_attention_heads": 3, "num_key_value_heads": 1}),
     "qwen3-tied-biased": Case("qwen3", {"tie_word_embeddings": True, "attention_bias": True}),
@@ -104,7 +109,7 @@ def test_logits_and_greedy_tokens_equal_those_of_transformers(name: str, seed: i
     assert_close(found, expected[case.prompt - 1 : -1])
 
 
-@pytest.mark.parametrize("name", ["llama-biases", "llama-llama3-rope", "qwen3", "gpt_oss", "gpt_oss-mxfp4"])
+@pytest.mark.parametrize("name", ["llama-biases", "llama-llama3-rope", "qwen2", "qwen3", "gpt_oss", "gpt_oss-mxfp4"])
 def test_prefill_gives_the_residual_streams_of_transformers(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     model = build(case, tmp_path, seed=2)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from profiling_cases import CPU, cover, record_of, recorded
+from tiny_models import make_target, mxfp4_target
 
 from lowlat import Runtime, SpeculativeConfig
 from lowlat.cli.options import bundled
@@ -18,6 +19,7 @@ from lowlat.errors import ConfigError, LowlatError
 from lowlat.executors.eager import EagerExecutor
 from lowlat.executors.lowering.lower import LoweredGroup
 from lowlat.graphs import Bucket
+from lowlat.kernels.formats import FORMATS
 from lowlat.program.program import Stage
 from lowlat.tools.profile import recording as profiling
 from lowlat.tools.profile import wall as profiling_wall
@@ -241,6 +243,42 @@ def test_bytes_are_those_of_weights_and_caches(
     assert rows[Stage.EAGLE_TAIL_COMMIT].within is Stage.EAGLE_ACCEPT
     assert rows[Stage.PUBLISH].within is Stage.EAGLE_TREE_MASKS
     assert list(rows) == [stage for stage in Stage if stage is not Stage.PREFILL]
+
+
+@pytest.mark.parametrize("name", ["bf16", "mxfp4"])
+def test_chosen_experts_bytes_are_counted_as_their_format_does(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 64, "num_hidden_layers": 2}
+    mixture = {"num_local_experts": 9, "num_experts_per_tok": 4}
+    if name == "mxfp4":
+        mxfp4_target(tmp_path, **sizes, **mixture)
+    else:
+        make_target(tmp_path, "gpt_oss", **sizes, **mixture)
+    expert = FORMATS[name].packed_bytes(2 * 96, 64) + FORMATS[name].packed_bytes(64, 96)
+    options: dict[str, Any] = {"max_batch": 2, "max_context": 256, "device": "cpu", "dtype": "bfloat16"}
+    with Runtime.load(tmp_path, **options) as runtime:
+        bucket, groups = runtime.scheduler.ladder.choose(2, 0), cover(runtime, tmp_path, None)
+        sites = [profiling.call_sites(groups(bucket), runtime.executor.state, [[20, 20]], count) for count in (0, 3.5)]
+        none, some = ([site.moved_bytes for site in each] for each in sites)
+        added = [more - less for less, more in zip(none, some, strict=True) if more != less]
+        assert sum(added) == 2 * 3.5 * expert  # two layers
+
+        lengths = profiling.start_decoding(runtime, profiling.random_prompts(97, 2, 20), 40)
+        monkeypatch.setattr(runtime.executor, "groups", groups, raising=False)
+        chosen, count = [], profiling.chosen_experts
+
+        def counted(runtime: Runtime, bucket: Bucket) -> int:
+            chosen.append(count(runtime, bucket))
+            return chosen[-1]
+
+        monkeypatch.setattr(profiling, "chosen_experts", counted)
+        record = record_of(groups, bucket, profiling.LEAD + 2)
+        profile = profiling.profile_steps(runtime, lengths, 2, None, record)
+        assert len(chosen) == profiling.WARM_UP and all(4 <= each <= 8 for each in chosen)
+        bare = profiling.call_sites(groups(bucket), runtime.executor.state, [profile.contexts])
+        moved = profile.summary.moved_bytes - sum(site.moved_bytes for site in bare)
+        assert moved == pytest.approx(2 * expert * sum(chosen) / len(chosen), rel=0.05)
 
 
 def test_steps_are_those_that_were_recorded(covered: Covered, monkeypatch: pytest.MonkeyPatch) -> None:

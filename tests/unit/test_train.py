@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiny_models import make_target, transformers_logits
 from torch import Tensor
 
 from lowlat.tools.train.corpus import domain_of, is_held_out, pack, read_documents, split, tokenize
@@ -241,6 +242,20 @@ def test_batched_decoding_writes_what_single_forwards_do(tmp_path: Path, ends: t
         expected = (teacher.model(torch.tensor([[1, 2]])).logits[0, -1] / 0.7).softmax(-1)
     share = np.bincount([tokens[0] for tokens in drawn], minlength=257) / 4000
     assert np.abs(share - expected.numpy()).max() < 0.04
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen2"])
+def test_other_families_decode_alike(family: str, tmp_path: Path) -> None:
+    from lowlat.tools.train.decode import can_decode, decode
+
+    model = make_target(tmp_path, family, seed=1)
+    assert can_decode(model)
+    prompts = [[1, 2, 3, 4, 5, 6], [7], [8, 9, 10]]
+    for prompt, new in zip(prompts, decode(model, prompts, 12, temperature=0.0, ends=()), strict=True):
+        chosen = transformers_logits(model, prompt + new)[len(prompt) - 1 : -1].argmax(-1)
+        assert new == chosen.tolist()
+    windowed = make_target(tmp_path / "windowed", "mistral", sliding_window=4)
+    assert not can_decode(windowed) and not can_decode(make_target(tmp_path / "other", "qwen3"))
 
 
 def test_rows_keep_what_the_target_wrote(tmp_path: Path) -> None:

@@ -7,12 +7,13 @@ from typing import Any
 
 from lowlat.kernels.common.sentinels import lacks_one
 from lowlat.kernels.moe.decode.expert_list import make_members_of, make_pair_of
-from lowlat.kernels.moe.decode.mainloop import scaled
-from lowlat.kernels.moe.plan import CODE_BYTES, GATE_UP, SCALE_BYTES, ExpertPlan, ExpertShape
+from lowlat.kernels.moe.plan import GATE_UP, ExpertPlan, ExpertShape
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.numba_cuda import device_function, int64, uint32
 
 __all__ = ["make_fetch", "make_load_inputs"]
+
+PIECE_BYTES = 512  # that a warp copies at once
 
 
 def make_fetch(shape: ExpertShape, plan: ExpertPlan) -> Any:
@@ -22,8 +23,8 @@ def make_fetch(shape: ExpertShape, plan: ExpertPlan) -> Any:
     from lane to lane; the number of the part's first step among those of all tiles of all experts, how many steps the
     warp has left from there, and the lane.
     """
-    part, step_bytes, quantised = plan.part, shape.step_bytes, shape.quantised
-    pieces, even = step_bytes // CODE_BYTES, plan.is_even(shape)
+    part, step_bytes, scale_bytes = plan.part, shape.step_bytes, shape.scale_bytes
+    has_scales, pieces, even = shape.format.has_scales, step_bytes // PIECE_BYTES, plan.is_even(shape)
 
     @device_function
     def fetch(place: Any, words: Any, scales: Any, number: Any, count: Any, lane: Any) -> None:
@@ -31,12 +32,12 @@ def make_fetch(shape: ExpertShape, plan: ExpertPlan) -> Any:
         for step in range(part):
             if even or uint32(step) < count:
                 for piece in range(pieces):
-                    at = step * step_bytes + piece * CODE_BYTES
+                    at = step * step_bytes + piece * PIECE_BYTES
                     ptx.copy_async_16_once(uint32(place + uint32(at)), words + at)
-        if quantised:
+        if has_scales:
             whole = uint32(part) if even else min(uint32(part), count)
-            if lane < uint32(whole * uint32(SCALE_BYTES // 16)):
-                ptx.copy_async_16_once(uint32(place + uint32(part * step_bytes)), scales + int64(number) * SCALE_BYTES)
+            if lane < uint32(whole * uint32(scale_bytes // 16)):
+                ptx.copy_async_16_once(uint32(place + uint32(part * step_bytes)), scales + int64(number) * scale_bytes)
 
     return fetch
 
@@ -57,7 +58,7 @@ def make_load_inputs(shape: ExpertShape, plan: ExpertPlan, *, awaited: bool) -> 
     part, depth, most = plan.part, shape.columns, plan.columns - 1
     whole = plan.is_even(shape) and depth % 64 == 0
     ranks = shape.ranks if shape.kind == GATE_UP else 1
-    quantised, members_of, pair_of = shape.quantised, make_members_of(plan), make_pair_of(plan)
+    (as_multiplied, _), members_of, pair_of = shape.format.decode_fragment(), make_members_of(plan), make_pair_of(plan)
     load_words = ptx.load_relaxed_gpu_128 if awaited else ptx.load_global_128
 
     @device_function
@@ -79,13 +80,6 @@ def make_load_inputs(shape: ExpertShape, plan: ExpertPlan, *, awaited: bool) -> 
         two = load_step(row, uint32(at + uint32(64))) if part > 1 else one
         three = load_step(row, uint32(at + uint32(128))) if part > 2 else two
         return one, two, three
-
-    @device_function
-    def as_multiplied(words: Any) -> Any:
-        if not quantised:
-            return words
-        a, b, c, d, e, f, g, h = words
-        return scaled(a), scaled(b), scaled(c), scaled(d), scaled(e), scaled(f), scaled(g), scaled(h)
 
     @device_function
     def load_inputs(lists: Any, x: Any, unit: Any, first: Any, lane: Any) -> Any:

@@ -13,6 +13,7 @@ import torch
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.common.handover import make_handover
+from lowlat.kernels.formats import BF16, MXFP4
 from lowlat.kernels.moe.decode.expert_list import make_list_units
 from lowlat.kernels.moe.decode.gemm import (
     make_finishing,
@@ -132,7 +133,7 @@ def _calls(
     check_dtype(torch.int32, expert_ids=ids)
     if experts.columns % 8:
         raise ShapeError(f"experts' columns must be a multiple of 8, got {experts.columns}")
-    shape = ExpertShape(kind, experts.rows, experts.columns, ranks, experts.scales is not None)
+    shape = ExpertShape(kind, experts.rows, experts.columns, ranks, experts.format)
     scales: Argument = 0 if experts.scales is None else experts.scales
     calls = []
     for part, count in parts_of(rows, ranks):
@@ -147,7 +148,7 @@ def _calls(
 def _make(shape: ExpertShape, plan: ExpertPlan) -> Kernel:
     name = (
         f"experts_gemm_{shape.kind}_{shape.rows}x{shape.columns}x{shape.ranks}_"
-        f"{'mxfp4' if shape.quantised else 'bf16'}_{plan.columns}x{plan.capacity}x{plan.warps}x{plan.finishing}"
+        f"{shape.format.name}_{plan.columns}x{plan.capacity}x{plan.warps}x{plan.finishing}"
         f"x{plan.part}x{plan.stages}{'' if plan.patient else '_awake'}"
     )
     signature = (*(types.int64,) * 8, types.float32, types.float32)
@@ -214,9 +215,9 @@ def _make_load_routing(shape: ExpertShape, plan: ExpertPlan) -> Any:
 def examples(card: Card = H200) -> list[Kernel]:
     """Representative specialisations, as a card has them: both GEMMs of gpt-oss in MXFP4, and odd shapes in bf16."""
     cases = (
-        (1, ExpertShape(GATE_UP, 5760, 2880, 4, True)),
-        (64, ExpertShape(DOWN, 2880, 2880, 4, True)),
-        (4, ExpertShape(GATE_UP, 192, 104, 2, False)),
-        (3, ExpertShape(DOWN, 100, 200, 1, False)),
+        (1, ExpertShape(GATE_UP, 5760, 2880, 4, MXFP4)),
+        (64, ExpertShape(DOWN, 2880, 2880, 4, MXFP4)),
+        (4, ExpertShape(GATE_UP, 192, 104, 2, BF16)),
+        (3, ExpertShape(DOWN, 100, 200, 1, BF16)),
     )
     return [_make(shape, plan_experts(rows, shape, card)) for rows, shape in examples_for(card, cases, 2)]

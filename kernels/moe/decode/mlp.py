@@ -16,6 +16,7 @@ import torch
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.common.handover import BARRIER_BYTES, make_handover
+from lowlat.kernels.formats import BF16, MXFP4
 from lowlat.kernels.moe.decode.expert_list import make_list_units
 from lowlat.kernels.moe.decode.gemm import (
     make_finishing,
@@ -99,7 +100,7 @@ def experts_mlp(
     check_dtype(torch.int32, expert_ids=expert_ids)
     up_scales, down_scales = (0 if each.scales is None else each.scales for each in (gate_up, down))
     up_shape, down_shape = (
-        ExpertShape(kind, each.rows, each.columns, ranks, each.scales is not None)
+        ExpertShape(kind, each.rows, each.columns, ranks, each.format)
         for kind, each in ((GATE_UP, gate_up), (DOWN, down))
     )
     calls = []
@@ -134,7 +135,7 @@ def _make(plan: MlpPlan, num_experts: int) -> Kernel:
     up, down, first, second = plan.up, plan.down, plan.up_plan, plan.down_plan
     name = (
         f"experts_mlp_{up.rows}x{up.columns}x{down.rows}x{up.ranks}_"
-        f"{'mxfp4' if up.quantised else 'bf16'}{'mxfp4' if down.quantised else 'bf16'}_"
+        f"{up.format.name}{down.format.name}_"
         f"{first.columns}x{first.capacity}x{first.warps}x{second.warps}x{first.finishing}x{first.part}x{second.part}"
         f"x{first.stages}{'' if plan.overlaps else '_apart'}{'' if first.patient else '_awake'}_e{num_experts}"
     )
@@ -225,13 +226,13 @@ def examples(card: Card = H200) -> list[Kernel]:
     """Representative specialisations, as a card has them: gpt-oss in MXFP4 and bf16, 1 to 64 rows, an odd shape."""
     made = []
     cases = (
-        (64, (5760, 2880, 2880), 4, True, 128),
-        (1, (5760, 2880, 2880), 4, True, 128),
-        (4, (5760, 2880, 2880), 4, False, 128),
-        (3, (192, 96, 104), 2, True, 5),
+        (64, (5760, 2880, 2880), 4, MXFP4, 128),
+        (1, (5760, 2880, 2880), 4, MXFP4, 128),
+        (4, (5760, 2880, 2880), 4, BF16, 128),
+        (3, (192, 96, 104), 2, MXFP4, 5),
     )
-    for rows, (width, inner, hidden), ranks, quantised, num_experts in examples_for(card, cases, 1):
-        up = ExpertShape(GATE_UP, width, hidden, ranks, quantised)
-        down = ExpertShape(DOWN, hidden, inner, ranks, quantised)
+    for rows, (width, inner, hidden), ranks, weight_format, num_experts in examples_for(card, cases, 1):
+        up = ExpertShape(GATE_UP, width, hidden, ranks, weight_format)
+        down = ExpertShape(DOWN, hidden, inner, ranks, weight_format)
         made.append(_make(plan_mlp(rows, up, down, card), num_experts))
     return made

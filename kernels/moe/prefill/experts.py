@@ -104,5 +104,5 @@ def _lists(ids: torch.Tensor, experts: PackedExperts, workspace: Workspace) -> d
 
 
 def _plan(kind: str, ids: torch.Tensor, experts: PackedExperts, card: Card) -> GroupedPlan:
-    shape = ExpertShape(kind, experts.rows, experts.columns, ids.shape[1], experts.scales is not None)
+    shape = ExpertShape(kind, experts.rows, experts.columns, ids.shape[1], experts.format)
     return plan_grouped(tile_pairs_of(ids.numel(), experts.num_experts), shape, card)

@@ -12,6 +12,7 @@ import torch
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.common.activation import clamped_swiglu
+from lowlat.kernels.formats import BF16, MXFP4
 from lowlat.kernels.moe.packing import PackedExperts
 from lowlat.kernels.moe.plan import DOWN, GATE_UP, ExpertShape
 from lowlat.kernels.moe.prefill.mainloop import make_begin, make_multiply_tile, make_store_sums
@@ -108,7 +109,7 @@ def _calls(
     check_shape("bias", bias, weight.num_experts, weight.rows)
     if weight.columns % 8:
         raise ShapeError(f"experts' columns must be a multiple of 8, got {weight.columns}")
-    shape = ExpertShape(kind, weight.rows, weight.columns, ranks, weight.scales is not None)
+    shape = ExpertShape(kind, weight.rows, weight.columns, ranks, weight.format)
     scales = 0 if weight.scales is None else weight.scales
     arguments = (weight.words, scales, inputs, order, tiles, shares, bias, out, limit, alpha)
     return [KernelCall(_make(shape, plan), (tiles.shape[0] * plan.row_blocks(shape), 1, 1), arguments)]
@@ -150,9 +151,8 @@ def _make(shape: ExpertShape, plan: GroupedPlan) -> Kernel:
             ptx.sync_warp()
             finish(area, pairs, (shares, bias), out, expert, weights[3], live, lane, limit, alpha)
 
-    quantised = "mxfp4" if shape.quantised else "bf16"
     name = (
-        f"experts_grouped_{shape.kind}_{shape.rows}x{shape.columns}x{shape.ranks}_{quantised}_"
+        f"experts_grouped_{shape.kind}_{shape.rows}x{shape.columns}x{shape.ranks}_{shape.format.name}_"
         f"{plan.pairs}x{plan.warps}x{plan.stages}x{plan.skip}"
     )
     signature = (*(types.int64,) * 8, types.float32, types.float32)
@@ -248,6 +248,6 @@ def _make_weighing(shape: ExpertShape) -> Any:
 
 def examples(card: Card = H200) -> list[Kernel]:
     """Representative specialisations, as a card has them: gpt-oss in MXFP4, an odd shape in bf16."""
-    up, down = ExpertShape(GATE_UP, 5760, 2880, 4, True), ExpertShape(DOWN, 2880, 2880, 4, True)
-    cases = ((up, 96), (down, 32), (ExpertShape(DOWN, 100, 72, 2, False), 16))
+    up, down = ExpertShape(GATE_UP, 5760, 2880, 4, MXFP4), ExpertShape(DOWN, 2880, 2880, 4, MXFP4)
+    cases = ((up, 96), (down, 32), (ExpertShape(DOWN, 100, 72, 2, BF16), 16))
     return [_make(shape, plan_grouped(pairs, shape, card)) for shape, pairs in cases]

@@ -1,14 +1,13 @@
 """A block of a grouped product: 32 weight rows a warp times a tile of pairs, column after column in one order.
 
 Inputs of a step are shared by the block, each pair's 128 bytes with their pieces of 16 so permuted that lanes meet no
-bank twice; a warp's weights are its own lanes' alone. Codes become exact bf16 in registers: so every pair's sums are
-those of plain weights, the same in any company and in tiles of any size.
+bank twice; a warp's weights are its own lanes' alone. The weights' format makes exact bf16 of them in registers: so
+every pair's sums are those of plain weights, the same in any company and in tiles of any size.
 """
 
 from typing import Any
 
-from lowlat.kernels.moe.decode.mainloop import MINUS_ZEROS, decode, scaled
-from lowlat.kernels.moe.plan import GATE_UP, SCALE_BYTES, ExpertShape
+from lowlat.kernels.moe.plan import GATE_UP, ExpertShape
 from lowlat.kernels.moe.prefill.plan import PAIR_BYTES, STEP_ROW_BYTES, SUM_PITCH, WARP_TILES, GroupedPlan
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int64, uint32
@@ -16,39 +15,6 @@ from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int64, ui
 __all__ = ["make_begin", "make_multiply_tile", "make_store_sums"]
 
 ROW_PIECES = STEP_ROW_BYTES // 16
-TWICE = 0x00800080  # a byte to the exponents of both halves
-# A code times 2**-126 wants 2 to the scale less 1, whose exponent is 63 above the stored one. Stored ones from 192 on
-# leave bf16 that way: they are applied in two parts.
-ABOVE = 0x1F801F80
-TOP_BITS = 0x80808080
-
-
-@device_function
-def _expanded(word: Any, stored: Any) -> Any:
-    """Eight numbers of a word of codes, exactly, as four words; stored: their block's scale, below 192."""
-    power = uint32(uint32(uint32(stored & uint32(255)) * uint32(TWICE)) + uint32(ABOVE))
-    a, b, c, d = decode(word)
-    none = uint32(MINUS_ZEROS)
-    return (
-        ptx.fma_bf16_pair(a, power, none),
-        ptx.fma_bf16_pair(b, power, none),
-        ptx.fma_bf16_pair(c, power, none),
-        ptx.fma_bf16_pair(d, power, none),
-    )
-
-
-@device_function
-def _expanded_twice(word: Any, stored: Any) -> Any:
-    """As `_expanded`, for every scale that packing takes."""
-    power = uint32(uint32(stored & uint32(255)) * uint32(TWICE))
-    a, b, c, d = decode(word)
-    none = uint32(MINUS_ZEROS)
-    return (
-        ptx.fma_bf16_pair(scaled(a), power, none),
-        ptx.fma_bf16_pair(scaled(b), power, none),
-        ptx.fma_bf16_pair(scaled(c), power, none),
-        ptx.fma_bf16_pair(scaled(d), power, none),
-    )
 
 
 def _make_multiply_half(plan: GroupedPlan) -> Any:
@@ -85,52 +51,9 @@ def _make_multiply_from(plan: GroupedPlan, first: int) -> Any:
     return multiply
 
 
-def _make_multiply_step(shape: ExpertShape, plan: GroupedPlan) -> Any:
-    """A function: add one step to a warp's sums.
-
-    It takes the sums, the addresses of the lane's words, of its scales and of its inputs in the first and the second
-    half of the columns, and how many pairs there are.
-    """
-    multiply, tile_bytes = _make_multiply_half(plan), shape.step_bytes
-
-    @device_function
-    def multiply_codes_half(
-        sums: Any, top: Any, low: Any, powers: Any, second_top: Any, second_low: Any, second_powers: Any, wide: Any,
-        rows: Any, live: Any,
-    ) -> Any:  # fmt: skip
-        if wide:
-            a, b = _expanded_twice(top, powers), _expanded_twice(low, uint32(powers >> uint32(16)))
-            c = _expanded_twice(second_top, second_powers)
-            d = _expanded_twice(second_low, uint32(second_powers >> uint32(16)))
-        else:
-            a, b = _expanded(top, powers), _expanded(low, uint32(powers >> uint32(16)))
-            c = _expanded(second_top, second_powers)
-            d = _expanded(second_low, uint32(second_powers >> uint32(16)))
-        return multiply(sums, a, b, c, d, rows, live)
-
-    @device_function
-    def multiply_codes(sums: Any, words: Any, scales: Any, rows: Any, later_rows: Any, live: Any) -> Any:
-        # of a row the blocks 0 and 1, of the row 8 below the blocks 0 and 1
-        w0, w1, w2, w3 = ptx.load_shared_128(words)
-        v0, v1, v2, v3 = ptx.load_shared_128(uint32(words + uint32(tile_bytes)))
-        p, q = ptx.load_shared_u32(scales), ptx.load_shared_u32(uint32(scales + uint32(SCALE_BYTES)))
-        large = uint32(uint32((p & (p << uint32(1))) | (q & (q << uint32(1)))) & uint32(TOP_BITS))
-        wide = large != uint32(0)
-        sums = multiply_codes_half(sums, w0, w2, p, v0, v2, q, wide, rows, live)
-        p, q = uint32(p >> uint32(8)), uint32(q >> uint32(8))
-        return multiply_codes_half(sums, w1, w3, p, v1, v3, q, wide, later_rows, live)
-
-    @device_function
-    def multiply_numbers(sums: Any, words: Any, _scales: Any, rows: Any, later_rows: Any, live: Any) -> Any:
-        a, b = ptx.load_shared_128(words), ptx.load_shared_128(uint32(words + uint32(1024)))
-        second = uint32(words + uint32(tile_bytes))
-        c, d = ptx.load_shared_128(second), ptx.load_shared_128(uint32(second + uint32(1024)))
-        sums = multiply(sums, a, b, c, d, rows, live)
-        a, b = ptx.load_shared_128(uint32(words + uint32(512))), ptx.load_shared_128(uint32(words + uint32(1536)))
-        c, d = ptx.load_shared_128(uint32(second + uint32(512))), ptx.load_shared_128(uint32(second + uint32(1536)))
-        return multiply(sums, a, b, c, d, later_rows, live)
-
-    return multiply_codes if shape.quantised else multiply_numbers
+def _scale_pitch(shape: ExpertShape) -> int:
+    """Bytes from a tile's scales to the next one's; without scales there are addresses all the same, never read."""
+    return shape.scale_bytes or 32
 
 
 def make_begin(shape: ExpertShape, plan: GroupedPlan) -> Any:
@@ -140,6 +63,7 @@ def make_begin(shape: ExpertShape, plan: GroupedPlan) -> Any:
     assembler keeps them: it would make each anew in every step.
     """
     tiles, steps, step_bytes, warps = shape.tiles, shape.steps, shape.step_bytes, plan.warps
+    pitch = _scale_pitch(shape)
     paired = tiles % WARP_TILES == 0
 
     @device_function
@@ -154,7 +78,7 @@ def make_begin(shape: ExpertShape, plan: GroupedPlan) -> Any:
         second_words = words + int64(steps * step_bytes)
         if not paired:
             second_words = ptx.varying_long(weight + int64(second) * int64(steps * step_bytes) + along)
-        powers = scales + int64(own if lane < uint32(2) else second) * int64(steps * SCALE_BYTES)
+        powers = scales + int64(own if lane < uint32(2) else second) * int64(steps * pitch)
         powers = ptx.varying_long(powers + int64(uint32(uint32(lane & uint32(1)) * uint32(16))))
         return words, second_words, powers, first
 
@@ -163,7 +87,8 @@ def make_begin(shape: ExpertShape, plan: GroupedPlan) -> Any:
 
 def _make_places(shape: ExpertShape, plan: GroupedPlan) -> Any:
     """A function: where in a stage a thread puts the first of its inputs' pieces, its words and its scales."""
-    words_at, scales_at, step_bytes = plan.words_at(), plan.scales_at(shape), shape.step_bytes
+    words_at, scales_at = plan.words_at(), plan.scales_at(shape)
+    step_bytes, pitch = shape.step_bytes, _scale_pitch(shape)
 
     @device_function
     def places(thread: Any) -> Any:
@@ -173,7 +98,7 @@ def _make_places(shape: ExpertShape, plan: GroupedPlan) -> Any:
         return (
             ptx.varying(uint32(row * uint32(STEP_ROW_BYTES) + swizzled * uint32(16))),
             ptx.varying(uint32(uint32(words_at) + warp * uint32(WARP_TILES * step_bytes) + lane * uint32(16))),
-            ptx.varying(uint32(uint32(scales_at) + warp * uint32(WARP_TILES * SCALE_BYTES) + lane * uint32(16))),
+            ptx.varying(uint32(uint32(scales_at) + warp * uint32(WARP_TILES * pitch) + lane * uint32(16))),
         )
 
     return places
@@ -182,8 +107,8 @@ def _make_places(shape: ExpertShape, plan: GroupedPlan) -> Any:
 def _make_issue(shape: ExpertShape, plan: GroupedPlan) -> Any:
     """A function: let one step's inputs and weights travel to a stage."""
     turns, rows_a_turn = -(-plan.pairs * ROW_PIECES // plan.threads), plan.threads // ROW_PIECES
-    depth, step_bytes, quantised = shape.columns, shape.step_bytes, shape.quantised
-    pieces, whole = step_bytes // 512, depth % 64 == 0
+    depth, step_bytes, pitch = shape.columns, shape.step_bytes, _scale_pitch(shape)
+    has_scales, pieces, whole = shape.format.has_scales, step_bytes // 512, depth % 64 == 0
 
     @device_function
     def issue(stage: Any, step: Any, x: Any, inputs: Any, weights: Any, places: Any, live: Any, thread: Any) -> None:
@@ -206,9 +131,9 @@ def _make_issue(shape: ExpertShape, plan: GroupedPlan) -> Any:
         for part in range(pieces):
             there = uint32(mine + uint32(step_bytes + part * 512))
             ptx.copy_async_16_once(there, second_words + at + int64(part * 512))
-        if quantised:
+        if has_scales:
             wanted = uint32(1) if uint32(thread & uint32(31)) < uint32(2 * WARP_TILES) else uint32(0)
-            source = powers + int64(step) * int64(SCALE_BYTES)
+            source = powers + int64(step) * int64(pitch)
             ptx.copy_async_16_once_if(uint32(stage + places[2]), source, wanted)
 
     return issue
@@ -238,10 +163,10 @@ def make_multiply_tile(shape: ExpertShape, plan: GroupedPlan) -> Any:
     whether the warp has weight rows, how many pairs there are, and the thread.
     """
     steps, stages, stage_bytes = shape.steps, plan.stages, plan.stage_bytes(shape)
-    scales_at = plan.scales_at(shape)
+    scales_at, pitch = plan.scales_at(shape), _scale_pitch(shape)
     turns, ahead = -(-plan.pairs * ROW_PIECES // plan.threads), plan.stages - 1
     find_inputs, issue = _make_find_inputs(shape, plan), _make_issue(shape, plan)
-    multiply, make_places = _make_multiply_step(shape, plan), _make_places(shape, plan)
+    multiply, make_places = shape.format.prefill_fragment(_make_multiply_half(plan)), _make_places(shape, plan)
     zeros, wait, wait_for_all = ptx.zeros(8 * plan.pair_tiles), ptx.copies_wait(stages - 2), ptx.copies_wait(0)
 
     @device_function
@@ -258,7 +183,7 @@ def make_multiply_tile(shape: ExpertShape, plan: GroupedPlan) -> Any:
         piece = uint32(uint32(lane & uint32(3)) ^ uint32(uint32(group & uint32(1)) << uint32(2)))
         to_rows = ptx.varying(uint32(group * uint32(STEP_ROW_BYTES) + piece * uint32(16)))
         to_later = ptx.varying(uint32(to_rows ^ uint32(64)))
-        to_scales = uint32(uint32(scales_at) + warp * uint32(WARP_TILES * SCALE_BYTES) + group * uint32(4))
+        to_scales = uint32(uint32(scales_at) + warp * uint32(WARP_TILES * pitch) + group * uint32(4))
         to_scales = ptx.varying(to_scales)
         sums, step = zeros(), uint32(0)
         here, free = base, uint32(base + uint32(ahead * stage_bytes))

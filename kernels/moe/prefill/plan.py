@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from lowlat.errors import ShapeError
-from lowlat.kernels.moe.plan import SCALE_BYTES, ExpertShape
+from lowlat.kernels.moe.plan import ExpertShape
 from lowlat.kernels.toolchain.kernel import Card
 
 __all__ = [
@@ -75,7 +75,7 @@ class GroupedPlan:
 
     def stage_bytes(self, shape: ExpertShape) -> int:
         """Inputs, words and scales of one step."""
-        return self.scales_at(shape) + (self.warps * WARP_TILES * SCALE_BYTES if shape.quantised else 0)
+        return self.scales_at(shape) + self.warps * WARP_TILES * shape.scale_bytes
 
     def list_at(self, shape: ExpertShape) -> int:
         """Bytes to the numbers of the tile's pairs: behind the stages, and the sums that take their place."""

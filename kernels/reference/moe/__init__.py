@@ -1,1 +1,1 @@
-"""References of a mixture of experts, and of the MXFP4 format."""
+"""References of a mixture of experts."""

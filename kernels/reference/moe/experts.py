@@ -1,17 +1,17 @@
 """A mixture of experts as gpt-oss has it: router, clamped SwiGLU, and the weighted sum by rank.
 
-Weights come plain, [E, out, in], or as MXFP4 blocks and scales of the same rows; gate_up has all
-gate rows, then all up rows. Each expert that any row chose is expanded once a call.
+Experts' matrices [E, out, in] come as the parts of their format (`kernels.formats`); gate_up has all gate rows, then
+all up rows. Each expert that any row chose is expanded once a call.
 Source: gpt-oss model card, arXiv 2508.10925, section 2, and the reference implementation's SwiGLU.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 
 from lowlat.errors import ShapeError
+from lowlat.kernels.formats import format_of
 from lowlat.kernels.reference.gemm.linear import ROW_BLOCK, linear, linear_block
-from lowlat.kernels.reference.moe.mxfp4 import dequantise
 from lowlat.kernels.reference.schema import operation
 from lowlat.kernels.reference.shapes import check_shape, live_rows
 
@@ -59,27 +59,25 @@ def router(
 
 
 def _expert_matrices(
-    expert_ids: torch.Tensor,
-    weight: torch.Tensor | None,
-    blocks: torch.Tensor | None,
-    scales: torch.Tensor | None,
-    dtype: torch.dtype,
+    expert_ids: torch.Tensor, parts: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
     """Each chosen expert once: its id, the flat (row, rank) pairs that chose it, its [out, in] matrix.
 
-    MXFP4 is expanded to float32 on a CPU and to `dtype`, as exactly, on a device that multiplies it natively.
+    A quantised one is expanded to float32 on a CPU and to `dtype`, as exactly, on a device that multiplies it natively.
     """
+    weight_format, expanded = format_of(parts), dtype if expert_ids.is_cuda else torch.float32
     flat = expert_ids.reshape(-1)
     for expert in sorted(set(flat.tolist()) - {-1}):
         pairs = (flat == expert).nonzero()[:, 0]
-        if weight is not None:
-            matrix = weight[expert] if weight.is_cuda else weight[expert].float()
-        elif blocks is not None and scales is not None:
-            expanded = dtype if expert_ids.is_cuda else torch.float32
-            matrix = dequantise(blocks[expert], scales[expert], expanded)
-        else:
-            raise ShapeError("experts need either weight or both blocks and scales")
-        yield expert, pairs, matrix
+        yield expert, pairs, weight_format.dequantise({name: part[expert] for name, part in parts.items()}, expanded)
+
+
+def _given(
+    weight: torch.Tensor | None, blocks: torch.Tensor | None, scales: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
+    """The parts of the experts' matrices that were given, by name."""
+    parts = {"weight": weight, "blocks": blocks, "scales": scales}
+    return {name: part for name, part in parts.items() if part is not None}
 
 
 def _products(
@@ -87,7 +85,7 @@ def _products(
     source: torch.Tensor,
     expert_ids: torch.Tensor,
     bias: torch.Tensor,
-    weights: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
+    parts: Mapping[str, torch.Tensor],
     row_block: int,
 ) -> torch.Tensor:
     """Each pair's product with its expert, bias added: [M * K, out] float32; zero where nobody was chosen.
@@ -95,7 +93,7 @@ def _products(
     inputs [n, in]; source [M * K] int64: the input row of each pair.
     """
     out = torch.zeros(expert_ids.numel(), bias.shape[1], dtype=torch.float32, device=inputs.device)
-    for expert, pairs, matrix in _expert_matrices(expert_ids, *weights, inputs.dtype):
+    for expert, pairs, matrix in _expert_matrices(expert_ids, parts, inputs.dtype):
         for part in pairs.split(row_block):
             out[part] = linear_block(inputs[source[part]], matrix, row_block) + bias[expert].float()
     return out
@@ -137,7 +135,7 @@ def experts_gate_up(
     check_shape("out", out, rows, count, bias.shape[1] // 2)
     check_shape("x", x, rows, x.shape[1])
     source = torch.arange(rows * count, device=x.device) // count
-    products = _products(x, source, expert_ids, bias, (weight, blocks, scales), row_block)
+    products = _products(x, source, expert_ids, bias, _given(weight, blocks, scales), row_block)
     flat = out.view(rows * count, -1)
     flat.zero_()
     for pair, expert in enumerate(expert_ids.reshape(-1).tolist()):
@@ -183,7 +181,7 @@ def experts_down(
     check_shape("activated", activated, rows, count, activated.shape[2])
     source = torch.arange(rows * count, device=activated.device)
     inputs = activated.reshape(rows * count, -1)
-    products = _products(inputs, source, expert_ids, bias, (weight, blocks, scales), row_block)
+    products = _products(inputs, source, expert_ids, bias, _given(weight, blocks, scales), row_block)
     products = products.reshape(rows, count, -1)
     out.zero_()
     for rank in range(count):

@@ -158,7 +158,8 @@ def _show(profile: "Profile", conditions: dict[str, Any]) -> None:
     print_table(f"kernels that take most{more}", KERNEL_COLUMNS, _to_the_right(kernels, 2, 7))
     idle = summary.idle
     click.echo(
-        f"bytes: weights, keys and values that must be read; wall: {conditions['wall_gb_per_s']:.0f} GB/s\n"
+        "bytes: weights, of experts those chosen, keys and values that must be read; "
+        f"wall: {conditions['wall_gb_per_s']:.0f} GB/s\n"
         f"steps took {summary.min_step_us:.1f} to {summary.max_step_us:.1f} us on the device; without the profiler "
         f"{profile.host_us:.1f} us by the host's clock, its own work included\n"
         f"idle: no kernel ran for {idle.share:.1%} of {idle.span_us:.0f} us; between steps {idle.between_us:.0f} us, "

@@ -12,6 +12,7 @@ from lowlat.graphs import Bucket, BufferSpec, Paging
 from lowlat.host.devices import DeviceChoice
 from lowlat.host.loading import bucket_batches, make_geometry, make_topologies
 from lowlat.host.memory.plan import memory_need
+from lowlat.kernels.formats import numbers_an_entry
 from lowlat.models.target import LoadedTarget, read_model_config, target_groups
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig
 from lowlat.program.program import Program
@@ -39,13 +40,14 @@ PART_OF = {  # the last name but the tensor's own: `layers.3.qkv.weight` is qkv
 
 
 def parts_of(plan: WeightPlan) -> dict[str, dict[str, int]]:
-    """Parameters and bytes by part, and in all; MXFP4 blocks hold two parameters a byte, scales and maps none."""
+    """Parameters and bytes by part, and in all, as the weights' formats count them; maps hold no parameters."""
     parts: dict[str, dict[str, int]] = {}
     for name, (shape, dtype) in plan.items():
         count = 1
         for extent in shape:
             count *= extent
-        parameters = count if dtype.is_floating_point else 2 * count if name.endswith(".blocks") else 0
+        numbers = numbers_an_entry(name.rpartition(".")[2])
+        parameters = count * (int(dtype.is_floating_point) if numbers is None else numbers)
         for part in (_part(name), "total"):
             entry = parts.setdefault(part, {"parameters": 0, "bytes": 0})
             entry["parameters"] += parameters

@@ -9,10 +9,9 @@ import torch
 
 from lowlat.errors import ConfigError
 from lowlat.executors.lowering.memory import temporary_bytes, workspace_bytes
-from lowlat.executors.lowering.weight_parts import EXPERT_GEMMS, gemm_weights
+from lowlat.executors.lowering.weight_parts import expert_parts, gemm_weights
 from lowlat.graphs import Paging, Role
-from lowlat.kernels.gemm.packing import TILE_COLUMNS, TILE_ROWS
-from lowlat.kernels.reference.moe.mxfp4 import BLOCK
+from lowlat.kernels.formats import format_of
 from lowlat.program.program import Program
 
 __all__ = ["MemoryNeed", "available_bytes", "check_fits", "memory_need"]
@@ -55,14 +54,13 @@ def memory_need(
 
     weights      canonical weights, or tensors without content in their place
     has_kernels  programs run one at a time in the memory of the largest one's scratch; prefill has workspaces beside
-                 it; and matrices lie in tiles
+                 it; and matrices are packed
     """
     kv: dict[str, int] = {}
     state: dict[str, int] = {}
     parts = []
     temporary = workspaces = 0
     programs = list(programs)
-    matrices = gemm_weights(programs)
 
     def shape_of(name: str) -> torch.Size:
         return weights[name].shape
@@ -79,29 +77,35 @@ def memory_need(
         if has_kernels:
             workspaces = max(workspaces, workspace_bytes(program, shape_of))
             temporary = max(temporary, temporary_bytes(program, shape_of))
-        for op in program.ops:
-            if op.kind in EXPERT_GEMMS:
-                matrices |= {weight for argument, weight in op.weights.items() if argument != "bias"}
-    expand = device.type == "cpu" and not has_kernels
-    tiled = {id(weights[name]) for name in matrices if name in weights} if has_kernels else set()
-    unique = {id(tensor): tensor for tensor in weights.values()}
-    size = sum(_kept_bytes(tensor, expand=expand, tiled=key in tiled) for key, tensor in unique.items())
+    packed = [{"weight": name} for name in gemm_weights(programs)]
+    packed += expert_parts(programs).values()
+    size = _weight_bytes(weights, packed if has_kernels else (), device)
     total = max(parts, default=0) + workspaces if has_kernels else sum(parts)
     return MemoryNeed(size, sum(kv.values()), sum(state.values()), total, host_load_bytes, temporary)
 
 
-def _kept_bytes(tensor: torch.Tensor, *, expand: bool, tiled: bool) -> int:
-    """What an executor keeps of a weight: float32 on a CPU; matrices that kernels multiply by, in whole tiles.
+def _weight_bytes(
+    weights: Mapping[str, torch.Tensor], products: Iterable[Mapping[str, str]], device: torch.device
+) -> int:
+    """Bytes that an executor keeps of the weights, each tensor once.
 
-    Those are [N, K], of experts [E, N, K], in MXFP4 [E, N, K / 32, 16] and [E, N, K / 32].
+    products  by part the weights of every matrix that kernels multiply by: these are packed, as their format counts;
+              without any, on a CPU, floating-point weights are kept in float32
     """
-    itemsize = 4 if expand and tensor.is_floating_point() else tensor.element_size()
-    if not tiled:
-        return tensor.numel() * itemsize
-    outer, (rows, columns, *inner) = ((1,), tensor.shape) if tensor.dim() == 2 else (tensor.shape[:1], tensor.shape[1:])
-    width = TILE_COLUMNS if tensor.is_floating_point() else TILE_COLUMNS // BLOCK
-    padded = -(-rows // TILE_ROWS) * TILE_ROWS * -(-columns // width) * width
-    return math.prod((*outer, padded, *inner)) * itemsize
+    left = {id(tensor): tensor for tensor in weights.values()}
+    total, packed = 0, False
+    for names in products:
+        packed = True
+        parts = {part: weights[name] for part, name in names.items() if name in weights}
+        if len(parts) < len(names) or any(left.pop(id(tensor), None) is None for tensor in parts.values()):
+            continue
+        weight_format = format_of(parts)
+        *outer, rows, columns = weight_format.shape(parts)
+        total += math.prod(outer) * weight_format.packed_bytes(rows, columns)
+    expand = device.type == "cpu" and not packed
+    for tensor in left.values():
+        total += tensor.numel() * (4 if expand and tensor.is_floating_point() else tensor.element_size())
+    return total
 
 
 def available_bytes(device: torch.device) -> int | None:

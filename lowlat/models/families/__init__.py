@@ -1,1 +1,33 @@
-"""The families of targets, one file each: config.json to geometry, and checkpoint tensors to canonical weights."""
+"""Families of targets, one file each: config.json to geometry, and recipes where they are not the plain decoder's.
+
+`FAMILIES` is the only table of them, by the model_type of config.json. It knows neither programs nor kernels.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from lowlat.checkpoint.fields import Fields
+from lowlat.checkpoint.recipes import Recipe
+from lowlat.models.families import gpt_oss, llama, mistral, qwen2, qwen3
+from lowlat.models.families.dense import decoder_recipes
+from lowlat.models.geometry import ComputeDtype, ModelConfig
+
+__all__ = ["FAMILIES", "Family"]
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family: how its config.json is read, and how its canonical weights are made of stored tensors."""
+
+    parse: Callable[[Fields, Path, ComputeDtype], ModelConfig]
+    recipes: Callable[[ModelConfig], list[Recipe]] = decoder_recipes
+
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family(llama.parse),
+    "mistral": Family(mistral.parse),
+    "qwen2": Family(qwen2.parse),
+    "qwen3": Family(qwen3.parse),
+    "gpt_oss": Family(gpt_oss.parse, gpt_oss.recipes),
+}

@@ -1,20 +1,36 @@
-"""What target families share: dense attention and FFN recipes, and the geometry keys they all have.
+"""Common parts of the target families: the keys that all configs have, and the recipes of attention and dense FFN.
 
 It knows the checkpoint names of transformers' decoders; each family's own keys are in its own module.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from lowlat.checkpoint.fields import Fields
 from lowlat.checkpoint.recipes import Piece, Recipe
-from lowlat.models.geometry import ModelConfig
-from lowlat.models.hf_config import MAX_VOCABULARY, check_head_counts
+from lowlat.formats import read_format
+from lowlat.models.geometry import ComputeDtype, ModelConfig
+from lowlat.models.hf_config import (
+    HARMLESS_KEYS,
+    MAX_VOCABULARY,
+    check_architecture,
+    check_head_counts,
+    parse_rope,
+    special_tokens,
+)
+from lowlat.models.layers import TORCH_DTYPES
 
-__all__ = ["TORCH_DTYPES", "Sizes", "attention_recipes", "dense_recipes", "outer_recipes", "parse_sizes"]
-
-TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+__all__ = [
+    "Sizes",
+    "attention_recipes",
+    "decoder_recipes",
+    "dense_recipes",
+    "outer_recipes",
+    "parse_decoder",
+    "parse_sizes",
+]
 
 MAX_WIDTH = 1 << 20
 MAX_LAYERS = 1024
@@ -66,6 +82,57 @@ def parse_sizes(
         max_position=fields.integer("max_position_embeddings", 1, MAX_POSITIONS, default=default_max_position),
         rms_norm_eps=fields.number("rms_norm_eps", 1e-12, 1.0),
     )
+
+
+def parse_decoder(
+    fields: Fields,
+    directory: Path,
+    dtype: ComputeDtype,
+    *,
+    family: str,
+    architecture: str,
+    default_head_dim: int | None = None,
+    qkv_bias: bool = False,
+    output_bias: bool = False,
+    mlp_bias: bool = False,
+    qk_norm: bool = False,
+) -> ModelConfig:
+    """The geometry of a dense decoder with full attention in every layer, from the keys that such families share.
+
+    The family's own keys must have been read before: here every key that nobody read is refused. Raises ConfigError.
+    """
+    check_architecture(fields, (architecture,))
+    fields.refuse_unless("hidden_act", ("silu",), "only the SiLU gate")
+    read_format(fields)
+    sizes = parse_sizes(fields, default_head_dim=default_head_dim)
+    ends, begin = special_tokens(directory, fields, sizes.vocab_size)
+    config = ModelConfig(
+        family=family,
+        **vars(sizes),
+        rope=parse_rope(fields, max_position=sizes.max_position),
+        tie_embeddings=fields.boolean("tie_word_embeddings", False),
+        qkv_bias=qkv_bias,
+        output_bias=output_bias,
+        mlp_bias=mlp_bias,
+        qk_norm=qk_norm,
+        sinks=False,
+        windows=(None,) * sizes.num_layers,
+        experts=None,
+        dtype=dtype,
+        eos_token_ids=ends,
+        bos_token_id=begin,
+    )
+    fields.refuse_unknown(HARMLESS_KEYS)
+    return config
+
+
+def decoder_recipes(config: ModelConfig) -> list[Recipe]:
+    """How every canonical weight of a dense decoder is made."""
+    made = outer_recipes(config)
+    for layer in range(config.num_layers):
+        made += attention_recipes(config, layer)
+        made += dense_recipes(config, layer)
+    return made
 
 
 def outer_recipes(config: ModelConfig) -> list[Recipe]:

@@ -1,20 +1,13 @@
-"""Qwen3 (dense): config.json to geometry. Its weights are Llama's and the norms of query and key heads."""
+"""Qwen3 (dense): config.json to geometry. Query and key heads are normed."""
 
 from pathlib import Path
 
 from lowlat.checkpoint.fields import Fields
-from lowlat.models.families.dense import parse_sizes
-from lowlat.models.families.llama import recipes
+from lowlat.models.families.dense import parse_decoder
 from lowlat.models.geometry import ComputeDtype, ModelConfig
-from lowlat.models.hf_config import (
-    HARMLESS_KEYS,
-    check_architecture,
-    parse_rope,
-    refuse_windows,
-    special_tokens,
-)
+from lowlat.models.hf_config import refuse_windows
 
-__all__ = ["parse", "recipes"]
+__all__ = ["parse"]
 
 DEFAULT_HEAD_DIM = 128
 
@@ -24,28 +17,16 @@ def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
 
     Source: transformers models/qwen3.
     """
-    check_architecture(fields, ("Qwen3ForCausalLM",))
-    fields.refuse_unless("hidden_act", ("silu",), "only the SiLU gate")
-    fields.refuse_unless("quantization_config", (), "quantised weights, but for gpt-oss in MXFP4")
     refuse_windows(fields, off_by_default=True)
-    sizes = parse_sizes(fields, default_head_dim=DEFAULT_HEAD_DIM)
-    attention_bias = fields.boolean("attention_bias", False)
-    ends, begin = special_tokens(directory, fields, sizes.vocab_size)
-    config = ModelConfig(
+    biased = fields.boolean("attention_bias", False)
+    return parse_decoder(
+        fields,
+        directory,
+        dtype,
         family="qwen3",
-        **vars(sizes),
-        rope=parse_rope(fields, max_position=sizes.max_position),
-        tie_embeddings=fields.boolean("tie_word_embeddings", False),
-        qkv_bias=attention_bias,
-        output_bias=attention_bias,
-        mlp_bias=False,
+        architecture="Qwen3ForCausalLM",
+        default_head_dim=DEFAULT_HEAD_DIM,
+        qkv_bias=biased,
+        output_bias=biased,
         qk_norm=True,
-        sinks=False,
-        windows=(None,) * sizes.num_layers,
-        experts=None,
-        dtype=dtype,
-        eos_token_ids=ends,
-        bos_token_id=begin,
     )
-    fields.refuse_unknown(HARMLESS_KEYS)
-    return config

@@ -37,7 +37,7 @@ ARCHITECTURES = (
     "Eagle3DraftModel",
     "Eagle3Speculator",
 )
-LAYER_TYPES = ("llama", "qwen2", "qwen3", "gpt_oss")
+LAYER_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gpt_oss")
 # What speculators and other trainers write down beside the geometry.
 HARMLESS_HEAD_KEYS = HARMLESS_KEYS | {
     "auto_map",
@@ -105,7 +105,7 @@ def _refuse_unimplemented(file: _DraftFile) -> None:
     layer.refuse_unless("model_type", LAYER_TYPES, why)
     layer.refuse_unless("num_hidden_layers", (1,), "heads of one draft layer")
     layer.refuse_unless("hidden_act", ("silu",), "only the SiLU gate")
-    refuse_windows(layer, off_by_default=layer.values.get("model_type") == "qwen3")
+    refuse_windows(layer, off_by_default=layer.values.get("model_type") in ("qwen2", "qwen3"))
     for place in file.places():
         place.refuse_unless("quantization_config", (), "quantised heads")
         place.refuse_unless("use_aux_hidden_state", (True,), why)

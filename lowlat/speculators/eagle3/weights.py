@@ -11,8 +11,8 @@ import torch
 from lowlat.checkpoint.recipes import Piece, Progress, Recipe, check_recipes
 from lowlat.checkpoint.stored import Group, StoredWeights
 from lowlat.errors import ConfigError
-from lowlat.models.families.dense import TORCH_DTYPES
 from lowlat.models.geometry import DraftConfig, ModelConfig
+from lowlat.models.layers import TORCH_DTYPES
 from lowlat.speculators.eagle3.config import parse_draft
 from lowlat.speculators.eagle3.tensors import DraftTensors
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from lowlat.errors import ConfigError
+from lowlat.formats import STORED_FORMATS, StoredFormat
 from lowlat.models.target import read_model_config
 from lowlat.speculators.eagle3.config import read_draft_config
 from lowlat.tools.compare.draft_model import PlainDraftModel
@@ -30,7 +31,8 @@ def expected_recording(
     """
     config = read_model_config(target, dtype=dtype)
     compute = DTYPES[config.dtype]
-    stages = _target_stages(found, Path(target), compute, mxfp4=config.experts is not None and config.experts.mxfp4)
+    stored = STORED_FORMATS["bf16" if config.experts is None else config.experts.weight_format]
+    stages = _target_stages(found, Path(target), compute, stored)
     if head is not None and found.positions:
         plain = PlainDraftModel.load(read_draft_config(head, config), head, target, compute)
         stages.update(_head_stages(found, plain, stages, compute))
@@ -52,11 +54,11 @@ def _transformers() -> Any:
 
 
 @torch.no_grad()
-def _target_stages(found: Recording, target: Path, dtype: torch.dtype, *, mxfp4: bool) -> dict[str, torch.Tensor]:
+def _target_stages(found: Recording, target: Path, dtype: torch.dtype, stored: StoredFormat) -> dict[str, torch.Tensor]:
     transformers = _transformers()
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager", "local_files_only": True}
-    if mxfp4:
-        options["quantization_config"] = transformers.Mxfp4Config(dequantize=True)
+    if stored.transformers_config is not None:
+        options["quantization_config"] = getattr(transformers, stored.transformers_config)(dequantize=True)
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(target, **options).to(dtype).eval()
     except (OSError, ValueError, RuntimeError, ImportError, KeyError) as error:

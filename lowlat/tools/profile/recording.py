@@ -2,7 +2,7 @@
 
 Steps are run as a caller's are, through `Runtime.step`, and the kernels inside a replayed graph are recorded by
 torch's profiler (CUPTI). It knows the executors' groups, from which it learns what each launch is for; the arithmetic
-is in `profiling_times` and `profiling_report`.
+is in `times` and `report`.
 """
 
 import time
@@ -17,6 +17,7 @@ from lowlat.errors import ConfigError, LowlatError
 from lowlat.graphs import Bucket
 from lowlat.host.devices import DeviceChoice, choose_device
 from lowlat.host.runtime import Runtime
+from lowlat.kernels.moe.packing import bytes_an_expert
 from lowlat.options.request import SamplingParams
 from lowlat.tools.profile.report import Summary, summarise
 from lowlat.tools.profile.times import CallSite, KernelEvent, StepTimes, attribute
@@ -35,6 +36,7 @@ __all__ = [
     "card_name",
     "card_wall",
     "choose_card",
+    "chosen_experts",
     "find_room",
     "moved_bytes",
     "own_kernels",
@@ -46,6 +48,7 @@ __all__ = [
 
 WARM_UP = 5  # steps before anything is timed
 LEAD = 2  # recorded steps that do not count: the profiler's own start falls into them
+EXPERT_GEMMS = ("experts_gate_up", "experts_down")
 OURS = ("lowlat", "kernels")  # parts of the names of all kernels of this package, mangled or not
 
 Record = Callable[[Callable[[], None], torch.device], list[KernelEvent]]
@@ -180,8 +183,10 @@ def profile_steps(
     """
     device = runtime.device_choice.device
     bucket = runtime.scheduler.choose_bucket(runtime.num_speculative_tokens)
+    chosen = []
     for _ in range(WARM_UP):
         _step(runtime, lengths)
+        chosen.append(chosen_experts(runtime, bucket))
     durations = []
     for _ in range(num_steps):
         start = time.perf_counter()
@@ -197,7 +202,7 @@ def profile_steps(
     events = (record or record_kernels)(run, device)
     executor = cast("KernelExecutor", runtime.executor)
     tokens = [list(each.values()) for each in seen[LEAD:]]
-    sites = call_sites(executor.groups(bucket), executor.state, tokens)
+    sites = call_sites(executor.groups(bucket), executor.state, tokens, fmean(chosen))
     steps = attribute(events, sites, skip=LEAD)
     contexts = tuple(seen[LEAD].values())
     return Profile(bucket, contexts, median(durations), tuple(steps), summarise(steps, wall_gb_per_s))
@@ -224,27 +229,51 @@ def own_kernels(events: Sequence[Any], index: int) -> list[KernelEvent]:
     ]
 
 
+def chosen_experts(runtime: Runtime, bucket: Bucket) -> int:
+    """Distinct experts that the rows of the last step chose in its last mixture; 0 for a model without any.
+
+    The layers share a buffer of choices, so that the others' are gone; this waits for all steps under way.
+    """
+    routers = [op for op in runtime.executor.program(bucket).ops if op.kind == "router"]
+    if not routers:
+        return 0
+    runtime.executor.synchronize()
+    ids = runtime.executor.scratch(bucket)[routers[-1].writes["expert_ids"]]
+    return len(set(ids.flatten().tolist()) - {-1})
+
+
 def call_sites(
-    groups: Sequence["LoweredGroup"], buffers: Mapping[str, torch.Tensor], lengths: Sequence[Sequence[int]]
+    groups: Sequence["LoweredGroup"],
+    buffers: Mapping[str, torch.Tensor],
+    lengths: Sequence[Sequence[int]],
+    num_experts: float = 0.0,
 ) -> tuple[CallSite, ...]:
     """A step's launches in order; bytes are means over steps, of which `lengths` gives every request's tokens.
 
-    buffers   the step's state by name, of which the caches' shapes matter
+    buffers      the step's state by name, of which the caches' shapes matter
+    num_experts  distinct experts that a layer's rows choose, on average
     """
     sites = []
     for group in groups:
         also = tuple(dict.fromkeys(op.stage for op in group.ops if op.stage is not group.stage))
         for place, call in enumerate(group.kernel_calls):
-            moved = fmean(moved_bytes(group, place, buffers, tokens) for tokens in lengths)
+            moved = fmean(moved_bytes(group, place, buffers, tokens, num_experts) for tokens in lengths)
             source = call.kernel.function.__name__
             sites.append(CallSite(group.stage, call.kernel.name, source, moved, also))
     return tuple(sites)
 
 
-def moved_bytes(group: "LoweredGroup", place: int, buffers: Mapping[str, torch.Tensor], lengths: Sequence[int]) -> int:
-    """Bytes that the `place`-th call of a group must read: a product's weight; attention's keys and values.
+def moved_bytes(
+    group: "LoweredGroup",
+    place: int,
+    buffers: Mapping[str, torch.Tensor],
+    lengths: Sequence[int],
+    num_experts: float = 0.0,
+) -> int:
+    """Bytes that the `place`-th call of a group must read: a GEMM's weight; experts' matrices; keys and values.
 
-    lengths   tokens of every active request before the step
+    lengths      tokens of every active request before the step
+    num_experts  distinct experts that the rows choose: each one's matrices are read once
     Attention reads the positions before the last token, and its group's first call counts for all of them. Neglected
     are drafts' positions, rows, norms, tables, logits and all that is written: small beside weights and caches.
     """
@@ -252,6 +281,8 @@ def moved_bytes(group: "LoweredGroup", place: int, buffers: Mapping[str, torch.T
     if call.kernel.name.startswith("decode_gemm"):
         tiles = call.arguments[0]
         return tiles.numel() * tiles.element_size() if isinstance(tiles, torch.Tensor) else 0
+    if any(op.kind in EXPERT_GEMMS for op in group.ops):
+        return round(num_experts * bytes_an_expert(call.arguments))
     op = next((op for op in group.ops if op.kind == "attention"), None)
     if op is None or place:
         return 0

@@ -1,4 +1,4 @@
-"""Batched text from a Llama target in plain torch: a static cache, a few matrix products a layer.
+"""Batched text from a dense target in plain torch: a static cache, a few matrix products a layer.
 
 For writing training data by the ten million tokens; transformers' own loop is several times slower at such batch
 sizes. It uses the model's modules, so weights and norms are the target's; attention is written out.
@@ -17,8 +17,9 @@ _CHECK_EVERY = 16  # steps between looks at whether every text has ended; each l
 
 
 def can_decode(model: Any) -> bool:
-    """Say whether `decode` knows this architecture."""
-    return getattr(model.config, "model_type", "") == "llama"
+    """Say whether `decode` knows this architecture: Llama's layers, biased or not, with full attention."""
+    plain = getattr(model.config, "sliding_window", None) is None
+    return plain and getattr(model.config, "model_type", "") in ("llama", "mistral", "qwen2")
 
 
 class _Cache:

@@ -1,4 +1,4 @@
-"""Train an EAGLE3 head for a local Hugging Face target (llama, qwen3, gpt_oss and others of that make).
+"""Train an EAGLE3 head for a local Hugging Face target (llama, qwen2, qwen3, mistral, gpt_oss and others of that make).
 
     python -m lowlat.tools.train.draft_model --target DIR --text FILE --out DIR [--prompts FILE] [--draft-vocab N]
         [--minutes 4]

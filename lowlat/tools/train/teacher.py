@@ -1,7 +1,7 @@
 """A local Hugging Face target seen by head training: its features, its logits, and text that it writes.
 
 Works for every causal model of transformers whose decoder layers are `model.model.layers` and take the residual
-stream as first argument (llama, qwen3, gpt_oss among them). Knows nothing about heads.
+stream as first argument (llama, qwen2, qwen3, mistral, gpt_oss among them). Knows nothing about heads.
 """
 
 from collections.abc import Sequence

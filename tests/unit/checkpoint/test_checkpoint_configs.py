@@ -9,7 +9,7 @@ import pytest
 from checkpoint_files import edit_json
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny_models import make_target, mxfp4_target
+from tiny_models import FAMILIES, make_target, mxfp4_target
 
 from lowlat.errors import ConfigError
 from lowlat.models.geometry import ModelConfig
@@ -21,7 +21,7 @@ from lowlat.speculators.weight_plan import weight_plan
 def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A directory of each family; only the JSON is read here."""
     root = tmp_path_factory.mktemp("families")
-    for family in ("llama", "qwen3", "gpt_oss"):
+    for family in FAMILIES:
         make_target(root / family, family)
     mxfp4_target(root / "mxfp4")
     return {path.name: path for path in root.iterdir()}
@@ -50,7 +50,11 @@ LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_fr
 @pytest.mark.parametrize(
     ("family", "changes", "parts"),
     [
-        ("llama", {"model_type": "mistral"}, ["model_type 'mistral' is not implemented", "llama, qwen3, gpt_oss"]),
+        (
+            "llama",
+            {"model_type": "gemma3_text"},
+            ["model_type 'gemma3_text' is not implemented", "llama, mistral, qwen2, qwen3, gpt_oss"],
+        ),
         ("llama", {"model_type": ...}, ["model_type None is not implemented"]),
         ("llama", {"model_type": ["llama"]}, ["model_type must be a string, found ['llama']"]),
         ("llama", {"architectures": ["LlamaForSequenceClassification"]}, ["'LlamaForSequenceClassification'"]),
@@ -61,6 +65,18 @@ LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_fr
         ("mxfp4", {"intermediate_size": 48}, ["intermediate_size must be a multiple of 32", "found 48"]),
         ("llama", {"sliding_window": 128}, ["sliding window attention", "sliding_window 128"]),
         ("qwen3", {"use_sliding_window": True, "sliding_window": 64}, ["sliding window attention"]),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "sliding_window": 64},
+            ["(use_sliding_window True"],
+        ),
+        ("qwen2", {"architectures": ["Qwen2ForSequenceClassification"]}, ["implemented: Qwen2ForCausalLM"]),
+        ("qwen2", {"mlp_bias": True}, ["'mlp_bias' = True"]),
+        ("mistral", {"sliding_window": 4096}, ["sliding window attention", "sliding_window 4096"]),
+        ("mistral", {"sliding_window": ...}, ["sliding_window is missing, which means 4096", "null"]),
+        ("mistral", {"layer_types": ["sliding_attention"] * 3}, ["'sliding_attention'"]),
+        ("mistral", {"attention_bias": True}, ["'attention_bias' = True"]),
+        ("mistral", {"quantization_config": {"quant_method": "fp8"}}, ["quantization_config", "not implemented"]),
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention", "x"]}, ["'sliding_attention'"]),
         ("gpt_oss", {"layer_types": ["full_attention"] * 2}, ["layer_types has 2 entries, expected 3"]),
         ("gpt_oss", {"layer_types": ["full_attention"] * 2 + ["chunked"]}, ["'chunked' is not implemented"]),
@@ -192,7 +208,7 @@ def mutate(draw: Any, value: Any) -> Any:
 
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_oss", "mxfp4"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gpt_oss", "mxfp4"])
 @given(data=st.data())
 def test_mutated_configs_load_or_are_refused(
     family: str, made: dict[str, Path], tmp_path: Path, data: st.DataObject

@@ -90,6 +90,12 @@ def test_heads_take_the_targets_dtype(dtype: str, tmp_path: Path) -> None:
     refused(tmp_path, "dtype must be 'bfloat16' or 'float32', got 'float16'", dtype="float16")
 
 
+@pytest.mark.parametrize("layer", [{"model_type": "qwen2", "sliding_window": 131072}, {"model_type": "mistral"}])
+def test_draft_models_of_other_families_layers(layer: dict[str, Any], tmp_path: Path) -> None:
+    tensors = write_draft_layout(tmp_path, "speculators", layer=layer)
+    assert_same(load_draft_model(tmp_path, TARGET).weights, expected_weights(tensors))
+
+
 def test_a_leading_model_is_dropped(tmp_path: Path) -> None:
     tensors = write_draft_layout(tmp_path, "speculators")
     save_file({f"model.{name}": value for name, value in tensors.items()}, tmp_path / "model.safetensors")
@@ -363,6 +369,7 @@ def test_maps_that_do_not_ascend_or_disagree(tmp_path: Path) -> None:
         ("speculators", {"config": {"transformer_layer_config": None}}, ["transformer_layer_config is missing"]),
         ("safeai", {"config": {"transformer_layer_config": {"a": 1}}}, ["without speculators_model_type"]),
         ("speculators", {"layer": {"use_sliding_window": True, "sliding_window": 64}}, ["sliding window"]),
+        ("speculators", {"layer": {"model_type": "mistral", "sliding_window": 4096}}, ["sliding_window 4096"]),
         ("speculators", {"layer": {"layer_types": ["sliding_attention"]}}, ["'sliding_attention'"]),
         ("safeai", {"layer": {"rope_scaling": {"type": "dynamic", "factor": 2.0}}}, ["'dynamic' is not implemented"]),
         ("safeai", {"config": {"quantization_config": {"quant_method": "fp8"}}}, ["quantised heads"]),

@@ -28,6 +28,9 @@ CASES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama-biases-tied": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
     "llama-legacy": {"legacy_config": True, "rope_parameters": LLAMA3_ROPE},
+    "mistral": {},
+    "qwen2": {},
+    "qwen2-tied": {"tie_word_embeddings": True},
     "qwen3": {},
     "qwen3-biases": {"attention_bias": True},
     "gpt_oss": {},
@@ -48,7 +51,8 @@ def expected_weights(model: Any) -> dict[str, torch.Tensor]:
         found["o.weight"] = attention.o_proj.weight
         if attention.q_proj.bias is not None:
             found["qkv.bias"] = torch.cat([p.bias for p in projections])
-            found["o.bias"] = attention.o_proj.bias
+            if attention.o_proj.bias is not None:
+                found["o.bias"] = attention.o_proj.bias
         if hasattr(attention, "q_norm"):
             found["q_norm.weight"], found["k_norm.weight"] = attention.q_norm.weight, attention.k_norm.weight
         if hasattr(attention, "sinks"):
@@ -121,7 +125,7 @@ def test_gpt_oss_geometry(tmp_path: Path) -> None:
     make_target(tmp_path, "gpt_oss", swiglu_alpha=1.5)
     config = read_model_config(tmp_path)
     assert config.windows == (16, None, 16)
-    assert config.experts is not None and not config.experts.mxfp4
+    assert config.experts is not None and config.experts.weight_format == "bf16"
     assert (config.experts.num_experts, config.experts.num_experts_per_token) == (4, 2)
     assert (config.experts.swiglu_limit, config.experts.swiglu_alpha) == (2.0, 1.5)
     assert config.rope.kind == "yarn" and not config.rope.truncate
@@ -161,7 +165,7 @@ def decoded(weights: dict[str, torch.Tensor], name: str) -> torch.Tensor:
 def test_mxfp4_experts_stay_packed_and_mean_the_same(dtype: str, tmp_path: Path) -> None:
     model = mxfp4_target(tmp_path)
     loaded = load_target(tmp_path, dtype=dtype)
-    assert loaded.config.experts is not None and loaded.config.experts.mxfp4
+    assert loaded.config.experts is not None and loaded.config.experts.weight_format == "mxfp4"
     expected = expected_weights(model)
     for i in range(3):
         for part in ("gate_up", "down"):

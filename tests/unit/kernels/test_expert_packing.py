@@ -7,20 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowlat.errors import ConfigError, ShapeError
+from lowlat.kernels.formats import BF16, MXFP4, WeightFormat, mxfp4_fragment
+from lowlat.kernels.formats.mxfp4 import MAGNITUDES, MAX_SCALE, SCALE_OFFSET, dequantise, pack_codes, unpack_codes
 from lowlat.kernels.gemm.packing import gate_up_permutation
-from lowlat.kernels.moe.decode import mainloop as experts_multiply
 from lowlat.kernels.moe.packing import (
-    MAX_SCALE,
-    SCALE_OFFSET,
     PackedExperts,
     allocate_experts,
-    pack_codes,
     pack_expert_into,
     pack_experts,
-    unpack_codes,
     unpack_expert,
 )
-from lowlat.kernels.reference.moe.mxfp4 import MAGNITUDES, dequantise
 
 
 def random_blocks(*shape: int, low: int = 1, high: int = MAX_SCALE) -> dict[str, torch.Tensor]:
@@ -33,7 +29,7 @@ def random_blocks(*shape: int, low: int = 1, high: int = MAX_SCALE) -> dict[str,
 def test_unpacking_gives_mxfp4_back(experts: int, rows: int, width: int, ordered: bool) -> None:
     made = random_blocks(experts, rows, width)
     order = torch.randperm(rows) if ordered else None
-    packed = pack_experts(**made, order=order)
+    packed = pack_experts(made, order=order)
     assert (packed.num_experts, packed.rows, packed.columns) == (experts, rows, width * 32)
     assert packed.scales is not None
     tiles = (experts, -(-rows // 16), -(-width // 2))
@@ -50,7 +46,7 @@ def test_unpacking_gives_mxfp4_back(experts: int, rows: int, width: int, ordered
 @given(st.integers(1, 3), st.integers(1, 70), st.integers(1, 150), st.booleans())
 def test_unpacking_gives_bf16_back(experts: int, rows: int, columns: int, ordered: bool) -> None:
     weight = torch.randn(experts, rows, columns).bfloat16()
-    packed = pack_experts(weight=weight, order=torch.randperm(rows) if ordered else None)
+    packed = pack_experts({"weight": weight}, order=torch.randperm(rows) if ordered else None)
     assert packed.scales is None
     for expert in range(experts):
         assert torch.equal(unpack_expert(packed, expert), weight[expert])
@@ -58,8 +54,8 @@ def test_unpacking_gives_bf16_back(experts: int, rows: int, columns: int, ordere
 
 def test_experts_are_packed_one_by_one_in_any_order_to_the_same() -> None:
     made, order = random_blocks(4, 48, 3), gate_up_permutation(24)
-    whole = pack_experts(**made, order=order)
-    apart = allocate_experts(num_experts=4, rows=48, columns=96, quantised=True, order=order)
+    whole = pack_experts(made, order=order)
+    apart = allocate_experts(MXFP4, num_experts=4, rows=48, columns=96, order=order)
     assert apart.scales is not None and whole.scales is not None
     address = apart.words.data_ptr()
     for expert in (2, 0, 3, 1):
@@ -75,7 +71,7 @@ def test_a_lane_finds_its_codes(row: int, column: int) -> None:
     blocks[0, row, column // 32, column % 32 // 2] = 5 << 4 * (column % 2)
     scales = torch.full((1, 47, 6), 127, dtype=torch.uint8)
     scales[0, row, column // 32] = 99
-    packed = pack_experts(blocks=blocks, scales=scales)
+    packed = pack_experts({"blocks": blocks, "scales": scales})
     (place,) = packed.words.nonzero().tolist()
     lane = row % 8 * 4 + column % 32 // 8
     word = row % 16 // 8 * 2 + column % 64 // 32
@@ -91,7 +87,7 @@ def test_a_lane_finds_its_codes(row: int, column: int) -> None:
 def decode(words: torch.Tensor) -> list[torch.Tensor]:
     """The kernel's own decoding, run by Python's integers, as pairs of bf16."""
     with np.errstate(over="ignore"):
-        rows = [experts_multiply.decode.py_func(np.uint32(int(word) & 0xFFFFFFFF)) for word in words]
+        rows = [mxfp4_fragment.decode.py_func(np.uint32(int(word) & 0xFFFFFFFF)) for word in words]
     return [torch.tensor([int(row[pair]) & 0xFFFFFFFF for row in rows]) for pair in range(4)]
 
 
@@ -121,16 +117,15 @@ def test_scales_out_of_range_are_refused_but_for_zeros() -> None:
     for scale in (0, 192, 252, 255):
         blocks = torch.full((1, 16, 1, 16), 0x80, dtype=torch.uint8)  # zeros, every other one negative
         scales = torch.full((1, 16, 1), scale, dtype=torch.uint8)
-        got = unpack_expert(pack_experts(blocks=blocks, scales=scales), 0)
+        got = unpack_expert(pack_experts({"blocks": blocks, "scales": scales}), 0)
         assert not got.any()
         blocks[0, 3, 0, 7] = 1
         with pytest.raises(ConfigError, match=f"expert 0: scale {scale} of an MXFP4 block; kernels take 1 to 191"):
-            pack_experts(blocks=blocks, scales=scales)
+            pack_experts({"blocks": blocks, "scales": scales})
 
 
-def room(**changes: int | bool) -> PackedExperts:
-    made = {"num_experts": 2, "rows": 16, "columns": 64, "quantised": True} | changes
-    return allocate_experts(**made)  # type: ignore[arg-type]
+def room(weight_format: WeightFormat = MXFP4, *, rows: int = 16, columns: int = 64) -> PackedExperts:
+    return allocate_experts(weight_format, num_experts=2, rows=rows, columns=columns)
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -138,16 +133,16 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ShapeError, match="multiple of 32"):
         room(columns=40)
     with pytest.raises(ShapeError, match="order"):
-        allocate_experts(num_experts=1, rows=16, columns=64, quantised=True, order=torch.arange(8))
+        allocate_experts(MXFP4, num_experts=1, rows=16, columns=64, order=torch.arange(8))
     with pytest.raises(ShapeError, match="expert 2 of 2"):
         pack_expert_into(room(), 2, **fine)
     with pytest.raises(ShapeError, match="blocks and scales alone"):
         pack_expert_into(room(), 0, weight=torch.zeros(16, 64))
     with pytest.raises(ShapeError, match="weight alone"):
-        pack_expert_into(room(quantised=False), 0, **fine)
+        pack_expert_into(room(BF16), 0, **fine)
     with pytest.raises(ShapeError, match="blocks must have shape"):
         pack_expert_into(room(rows=32), 0, **fine)
-    with pytest.raises(ShapeError, match="either weight or both"):
-        pack_experts(blocks=fine["blocks"][None])
-    with pytest.raises(ShapeError, match="not from both"):
-        pack_experts(weight=torch.zeros(1, 16, 64), **fine)
+    with pytest.raises(ShapeError, match="held by weight, or blocks and scales; got blocks"):
+        pack_experts({"blocks": fine["blocks"][None]})
+    with pytest.raises(ShapeError, match="got weight and blocks and scales"):
+        pack_experts({"weight": torch.zeros(1, 16, 64), **fine})

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lowlat.errors import ShapeError
+from lowlat.kernels.formats.mxfp4 import dequantise, quantise
 from lowlat.kernels.reference.moe.experts import experts_down, experts_gate_up, router
-from lowlat.kernels.reference.moe.mxfp4 import dequantise, quantise
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 NAN = float("nan")

@@ -14,6 +14,7 @@ from mixture_walk import ALONE, small_card, walk
 from rowwise_cases import EPS, canonical_logits, canonical_norm, router_inputs
 
 from lowlat.errors import ShapeError
+from lowlat.kernels.formats import BF16, MXFP4
 from lowlat.kernels.moe.decode.experts import experts_down, experts_gate_up
 from lowlat.kernels.moe.plan import DOWN, GATE_UP, ExpertShape, partials_workspace, plan_experts
 from lowlat.kernels.moe.prefill.experts import list_workspaces, prefill_down, prefill_gate_up
@@ -81,9 +82,9 @@ def test_gemms_alone_have_the_bits_of_the_one_launch(
 def test_plans_of_one_gemm_cut_k_as_those_of_both() -> None:
     for card in (*CARDS.values(), B200):
         for rows in (1, 8, 64):
-            for quantised in (True, False):
-                mixture_up = ExpertShape(GATE_UP, 5760, 2880, 4, quantised)
-                for shape in (mixture_up, ExpertShape(DOWN, 2880, 2880, 4, quantised)):
+            for held in (MXFP4, BF16):
+                mixture_up = ExpertShape(GATE_UP, 5760, 2880, 4, held)
+                for shape in (mixture_up, ExpertShape(DOWN, 2880, 2880, 4, held)):
                     plan = plan_experts(rows, shape, card)
                     assert plan.warps == 15 and plan.shared_bytes(shape) <= card.shared_bytes
 

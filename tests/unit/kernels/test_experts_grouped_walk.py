@@ -22,8 +22,10 @@ from expert_cases import (
 )
 from kernel_inventory import B200, CARDS
 from kernel_walk import Walker, walkable
+from mixture_walk import FRAGMENTS
 
 from lowlat.errors import ShapeError
+from lowlat.kernels.formats import BF16, MXFP4
 from lowlat.kernels.moe.packing import unpack_expert
 from lowlat.kernels.moe.plan import DOWN, GATE_UP, ExpertShape
 from lowlat.kernels.moe.prefill.grouped_gemm import grouped_down, grouped_gate_up
@@ -33,7 +35,7 @@ from lowlat.kernels.moe.prefill.plan import GroupedPlan, plan_grouped
 from lowlat.kernels.moe.rank_sum import add_ranks
 from lowlat.kernels.toolchain.kernel import H200, Card
 
-NAMES = ("common.activation", "common.norm_math", "common.norm_row", "rows.norm", "moe.plan", "moe.decode.mainloop")
+NAMES = ("common.activation", "common.norm_math", "common.norm_row", "rows.norm", *FRAGMENTS, "moe.plan")
 KERNELS = tuple(f"moe.prefill.{part}" for part in ("plan", "grouping", "mainloop", "grouped_gemm", "rank_sum"))
 FILL = -77
 
@@ -43,7 +45,8 @@ def walked(walker: Walker) -> Any:
 
 
 def named(modules: list[ModuleType]) -> SimpleNamespace:
-    return SimpleNamespace(**dict(zip((*NAMES, *KERNELS), modules, strict=True)))
+    names = (name.rpartition(".")[2] for name in KERNELS)
+    return SimpleNamespace(**dict(zip(names, modules[len(NAMES) :], strict=True)))
 
 
 def wanted_groups(ids: torch.Tensor, num_experts: int, tile_pairs: int) -> tuple[list[int], list[list[int]]]:
@@ -64,7 +67,7 @@ def grouped(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     order = torch.full((ids.numel(),), FILL, dtype=torch.int32)
     tiles = torch.full((most_tiles(ids.numel(), num_experts, tile_pairs), 4), FILL, dtype=torch.int32)
-    calls = kernels.experts_grouping.group_pairs(
+    calls = kernels.grouping.group_pairs(
         expert_ids=ids, num_experts=num_experts, tile_pairs=tile_pairs, order=order, tiles=tiles
     )
     walker.run(*calls)
@@ -101,7 +104,7 @@ def test_a_warp_goes_through_its_pairs_in_rounds(monkeypatch: pytest.MonkeyPatch
     ids, walker = choices("random", 37, 4, 9), Walker()
     with walked(walker) as modules:
         kernels = named(modules)
-        monkeypatch.setattr(kernels.experts_grouping, "MAX_WARPS", 2)
+        monkeypatch.setattr(kernels.grouping, "MAX_WARPS", 2)
         order, tiles = grouped(walker, kernels, ids, 9, 16)
     want_order, want_tiles = wanted_groups(ids, 9, 16)
     assert order.tolist() == want_order and tiles[: len(want_tiles)].tolist() == want_tiles
@@ -115,7 +118,7 @@ def run_gate_up(
     with walked(walker) as modules:
         kernels = named(modules)
         order, tiles = grouped(walker, kernels, ids, packed.num_experts, plan.pairs)
-        calls = kernels.experts_grouped.grouped_gate_up(
+        calls = kernels.grouped_gemm.grouped_gate_up(
             x=x, order=order, tiles=tiles, weight=packed, bias=experts.bias[:, experts.order].contiguous(), out=out,
             limit=LIMIT, alpha=ALPHA, plan=plan,
         )  # fmt: skip
@@ -133,11 +136,11 @@ def run_down(
     with walked(walker) as modules:
         kernels = named(modules)
         order, tiles = grouped(walker, kernels, ids, packed.num_experts, plan.pairs)
-        calls = kernels.experts_grouped.grouped_down(
+        calls = kernels.grouped_gemm.grouped_down(
             activated=activated, order=order, tiles=tiles, expert_weights=shares_of(ids), weight=packed,
             bias=experts.bias, out=out, plan=plan,
         )  # fmt: skip
-        calls += kernels.add_ranks.add_ranks(partials=out, expert_ids=ids, out=total)
+        calls += kernels.rank_sum.add_ranks(partials=out, expert_ids=ids, out=total)
         walker.run(*calls)
     return out, total
 
@@ -225,11 +228,11 @@ def test_tiles_suit_the_pairs_and_plans_the_cards() -> None:
     for card in (*CARDS.values(), B200):
         for quantised in (True, False):
             for kind, rows in ((GATE_UP, 5760), (DOWN, 2880)):
-                shape = ExpertShape(kind, rows, 2880, 4, quantised)
+                shape = ExpertShape(kind, rows, 2880, 4, MXFP4 if quantised else BF16)
                 for pairs in (16, 32, 64, 96):
                     plan = plan_grouped(pairs, shape, card)
                     assert plan.stages >= 2 and plan.shared_bytes(shape) <= card.shared_bytes
-    shape = ExpertShape(DOWN, 64, 64, 4, True)
+    shape = ExpertShape(DOWN, 64, 64, 4, MXFP4)
     with pytest.raises(ShapeError, match="does not fit the 8192 bytes"):
         plan_grouped(16, shape, Card(132, 8192, (9, 0)))
     with pytest.raises(ShapeError, match="tiles of 24 pairs; a multiple of 16, at most 128"):

@@ -13,6 +13,7 @@ from mixture_walk import NAMES, small_card, walk
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.common.sentinels import MISSING
+from lowlat.kernels.formats import BF16, MXFP4
 from lowlat.kernels.moe.decode.mlp import experts_mlp
 from lowlat.kernels.moe.decode.mlp_plan import plan_mlp
 from lowlat.kernels.moe.plan import DOWN, GATE_UP, ExpertShape, plan_experts, rows_a_launch, warps_of
@@ -181,7 +182,8 @@ def test_more_rows_than_a_launch_takes_choose_by_their_own_logits() -> None:
 def test_plans_fit_their_card(rows: int, card: Card, quantised: bool) -> None:
     """A block a multiprocessor, since all must be there at once; the lists and the threads are those of both plans, and
     a tile is finished a value a lane, or by one warp."""
-    up, down = ExpertShape(GATE_UP, 5760, 2880, 4, quantised), ExpertShape(DOWN, 2880, 2880, 4, quantised)
+    held = MXFP4 if quantised else BF16
+    up, down = ExpertShape(GATE_UP, 5760, 2880, 4, held), ExpertShape(DOWN, 2880, 2880, 4, held)
     pair = plan_mlp(rows, up, down, card)
     first, second = pair.up_plan, pair.down_plan
     assert pair.places[-1] <= card.shared_bytes
@@ -205,7 +207,7 @@ def test_steps_are_shared_evenly() -> None:
 
 
 def test_what_no_block_holds_is_refused() -> None:
-    wide = ExpertShape(DOWN, 4096, 14336, 2, False)
+    wide = ExpertShape(DOWN, 4096, 14336, 2, BF16)
     plan = plan_experts(8, wide, H200)
     assert plan.part < plan.steps_a_warp(wide) == 15
     with pytest.raises(ShapeError, match="experts for 8 rows does not fit the 16384 bytes"):
@@ -213,8 +215,8 @@ def test_what_no_block_holds_is_refused() -> None:
     with pytest.raises(ShapeError, match="300 experts a row; at most 256"):
         rows_a_launch(300)
     with pytest.raises(ShapeError, match="160 threads list no more"):
-        plan_experts(64, ExpertShape(DOWN, 4096, 14336, 4, False), H200, warps=1)
-    up, down = ExpertShape(GATE_UP, 5760, 2880, 4, True), ExpertShape(DOWN, 2880, 2880, 4, True)
+        plan_experts(64, ExpertShape(DOWN, 4096, 14336, 4, BF16), H200, warps=1)
+    up, down = ExpertShape(GATE_UP, 5760, 2880, 4, MXFP4), ExpertShape(DOWN, 2880, 2880, 4, MXFP4)
     with pytest.raises(ShapeError, match="both products of experts for 64 rows do not fit the 31000 bytes"):
         plan_mlp(64, up, down, Card(132, 31000, (9, 0)))
 

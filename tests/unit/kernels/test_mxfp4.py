@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lowlat.errors import ConfigError, ShapeError
-from lowlat.kernels.reference.moe.mxfp4 import dequantise, quantise
+from lowlat.kernels.formats.mxfp4 import dequantise, quantise
 
 VALUES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 CODES = [*VALUES, *(-value for value in VALUES)]

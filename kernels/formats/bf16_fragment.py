@@ -1,0 +1,49 @@
+"""Fragments of bf16 weights, which are the words that mma reads."""
+
+from typing import Any
+
+from lowlat.kernels.formats.bf16 import BF16
+from lowlat.kernels.toolchain import ptx
+from lowlat.kernels.toolchain.numba_cuda import device_function, uint32
+
+__all__ = ["as_multiplied", "make_multiply_tiles", "multiply_step"]
+
+TILE_BYTES = BF16.tile_bytes
+
+
+@device_function
+def as_multiplied(words: Any) -> Any:
+    """A lane's inputs of a step, as they are."""
+    return words
+
+
+@device_function
+def multiply_step(sums: Any, words: Any, _scales: Any, x: Any) -> Any:
+    """A step of a tile: see `WeightFormat.decode_fragment`."""
+    c0, c1, c2, c3 = sums
+    for part in range(2):
+        a0, a1, a2, a3 = ptx.load_shared_128(words + uint32(part * 512))
+        b0, b1, b2, b3 = ptx.load_shared_128(words + uint32(part * 512 + 1024))
+        if part == 0:
+            c0, c1, c2, c3 = ptx.mma_bf16(c0, c1, c2, c3, a0, b0, a1, b1, x[0], x[1])
+            c0, c1, c2, c3 = ptx.mma_bf16(c0, c1, c2, c3, a2, b2, a3, b3, x[2], x[3])
+        else:
+            c0, c1, c2, c3 = ptx.mma_bf16(c0, c1, c2, c3, a0, b0, a1, b1, x[4], x[5])
+            c0, c1, c2, c3 = ptx.mma_bf16(c0, c1, c2, c3, a2, b2, a3, b3, x[6], x[7])
+    return c0, c1, c2, c3
+
+
+def make_multiply_tiles(multiply: Any) -> Any:
+    """A function: see `WeightFormat.prefill_fragment`."""
+
+    @device_function
+    def multiply_numbers(sums: Any, words: Any, _scales: Any, rows: Any, later_rows: Any, live: Any) -> Any:
+        a, b = ptx.load_shared_128(words), ptx.load_shared_128(uint32(words + uint32(1024)))
+        second = uint32(words + uint32(TILE_BYTES))
+        c, d = ptx.load_shared_128(second), ptx.load_shared_128(uint32(second + uint32(1024)))
+        sums = multiply(sums, a, b, c, d, rows, live)
+        a, b = ptx.load_shared_128(uint32(words + uint32(512))), ptx.load_shared_128(uint32(words + uint32(1536)))
+        c, d = ptx.load_shared_128(uint32(second + uint32(512))), ptx.load_shared_128(uint32(second + uint32(1536)))
+        return multiply(sums, a, b, c, d, later_rows, live)
+
+    return multiply_numbers

@@ -1,0 +1,84 @@
+"""Weight formats in files, one file each: names of stored tensors, keys of quantization_config, checks of values.
+
+`STORED_FORMATS` is the only table of them. A format's other side, packed and decoded in kernels, is in
+`lowlat.kernels.formats` under the same name. They know neither families nor operations.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import torch
+
+from lowlat.checkpoint.fields import Fields
+from lowlat.checkpoint.recipes import Recipe
+from lowlat.checkpoint.stored import Group, Weights
+from lowlat.checkpoint.tensors import TensorEntry
+from lowlat.errors import ConfigError
+from lowlat.formats.base import Matrices, StoredFormat
+from lowlat.formats.bf16 import STORED_BF16
+from lowlat.formats.mxfp4 import STORED_MXFP4
+
+__all__ = ["STORED_FORMATS", "Matrices", "StoredFormat", "check_widths", "part_groups", "read_format"]
+
+STORED_FORMATS: Mapping[str, StoredFormat] = {each.name: each for each in (STORED_BF16, STORED_MXFP4)}
+
+
+def read_format(fields: Fields, quantised: Sequence[str] = ()) -> StoredFormat:
+    """The format of a model's matrices: quantization_config's, or the plain one where there is none.
+
+    quantised  names of the formats besides the plain one that the family implements
+    Raises ConfigError for another quant_method, and for keys that are not implemented.
+    """
+    quantization = fields.optional_object("quantization_config")
+    if quantization is None:
+        return STORED_BF16
+    method = quantization.optional_string("quant_method")
+    for name in quantised:
+        if STORED_FORMATS[name].method == method:
+            STORED_FORMATS[name].check_quantization(quantization)
+            return STORED_FORMATS[name]
+    known = ", ".join(repr(STORED_FORMATS[name].method) for name in quantised) or "none, only plain weights"
+    raise ConfigError(
+        f"{quantization.label}: quant_method {method!r} is not implemented for this family; implemented: {known}"
+    )
+
+
+def check_widths(fields: Fields, stored: StoredFormat, widths: Mapping[str, int]) -> None:
+    """Raise ConfigError for a width of matrices, by its key in config.json, that the format cannot hold in rows."""
+    block = stored.packed.block
+    for key, size in widths.items():
+        if size % block:
+            raise ConfigError(
+                f"{fields.label}: {key} must be a multiple of {block} for {stored.name.upper()}, found {size}"
+            )
+
+
+def part_groups(recipes: Sequence[Recipe], entries: Mapping[str, TensorEntry]) -> list[Group]:
+    """Recipes in groups that are read and checked together: the parts of a quantised weight, every other one alone.
+
+    entries  stored tensors, whose files messages name; may be empty
+    """
+    owners = {
+        part: each for each in STORED_FORMATS.values() if len(each.packed.parts) > 1 for part in each.packed.parts
+    }
+    by_name = {recipe.weight: recipe for recipe in recipes}
+    groups = []
+    for weight, recipe in by_name.items():
+        name, _, part = weight.rpartition(".")
+        if part not in owners:
+            groups.append(Group((recipe,)))
+        elif part == next(iter(owners[part].packed.parts)):
+            parts = {each: by_name[f"{name}.{each}"] for each in owners[part].packed.parts}
+            labels = {each: _label(found, entries) for each, found in parts.items()}
+            groups.append(Group(tuple(parts.values()), partial(_check_parts, owners[part], labels, name)))
+    return groups
+
+
+def _label(recipe: Recipe, entries: Mapping[str, TensorEntry]) -> str:
+    stored = recipe.pieces[0].name
+    return f"{entries[stored].file}: tensor {stored!r}" if stored in entries else stored
+
+
+def _check_parts(stored: StoredFormat, labels: Mapping[str, str], name: str, weights: Weights) -> None:
+    parts: dict[str, torch.Tensor] = {part: weights[f"{name}.{part}"] for part in labels}
+    stored.check_parts(labels, parts)

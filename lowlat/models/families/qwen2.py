@@ -1,0 +1,20 @@
+"""Qwen2 and Qwen2.5 (dense): config.json to geometry. Queries, keys and values have biases, always."""
+
+from pathlib import Path
+
+from lowlat.checkpoint.fields import Fields
+from lowlat.models.families.dense import parse_decoder
+from lowlat.models.geometry import ComputeDtype, ModelConfig
+from lowlat.models.hf_config import refuse_windows
+
+__all__ = ["parse"]
+
+
+def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
+    """The geometry of a Qwen2. Raises ConfigError for what lowlat does not implement.
+
+    Its configs name a window's size where no layer has one: that is `use_sliding_window`'s to say.
+    Source: transformers models/qwen2.
+    """
+    refuse_windows(fields, off_by_default=True)
+    return parse_decoder(fields, directory, dtype, family="qwen2", architecture="Qwen2ForCausalLM", qkv_bias=True)

@@ -1,0 +1,106 @@
+"""Weight formats: both sides know the same ones, what is counted is what is held, and layers import downwards alone."""
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+
+from lowlat.checkpoint.fields import Fields
+from lowlat.errors import ConfigError, ShapeError
+from lowlat.formats import STORED_FORMATS, Matrices, check_widths, part_groups, read_format
+from lowlat.kernels.formats import BF16, FORMATS, MXFP4, format_of, numbers_an_entry
+from lowlat.kernels.moe.packing import bytes_an_expert, pack_experts, unpack_expert
+from lowlat.models.families import FAMILIES
+
+# each package of the lower half, and those below it
+BELOW = {
+    "checkpoint": {"errors"},
+    "formats": {"errors", "kernels", "checkpoint"},
+    "models": {"errors", "kernels", "graphs", "program", "checkpoint", "formats"},
+}
+
+
+def random_parts(name: str, count: int, rows: int, columns: int) -> dict[str, torch.Tensor]:
+    """Parts of E random matrices."""
+    parts = {}
+    for part, (shape, dtype) in FORMATS[name].specs(rows, columns, torch.bfloat16).items():
+        if dtype.is_floating_point:
+            parts[part] = torch.randn(count, *shape).to(dtype)
+        else:
+            parts[part] = torch.randint(100, 120, (count, *shape), dtype=dtype)
+    return parts
+
+
+def test_both_sides_know_the_same_formats() -> None:
+    assert set(FORMATS) == set(STORED_FORMATS) == {"bf16", "mxfp4"}
+    parts = [part for each in FORMATS.values() for part in each.parts]
+    assert len(parts) == len(set(parts)), "a part tells its format"
+    for name, each in FORMATS.items():
+        assert STORED_FORMATS[name].packed is each is format_of(each.parts)
+    assert [numbers_an_entry(part) for part in ("weight", "blocks", "scales", "bias")] == [1, 2, 0, None]
+    with pytest.raises(ShapeError, match="held by weight, or blocks and scales; got blocks"):
+        format_of({"blocks": 0})
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("rows", "columns"), [(32, 128), (40, 96), (5, 32)])
+def test_what_is_counted_is_what_is_held(name: str, rows: int, columns: int) -> None:
+    held, parts = FORMATS[name], random_parts(name, 3, rows, columns)
+    assert held.shape(parts) == (3, rows, columns)
+    assert 3 * held.num_bytes(rows, columns) == sum(part.nbytes for part in parts.values())
+    numbers = sum((numbers_an_entry(part) or 0) * tensor.numel() for part, tensor in parts.items())
+    assert numbers == 3 * rows * columns
+    packed = pack_experts(parts)
+    tensors = [each for each in (packed.words, packed.scales) if each is not None]
+    assert packed.num_bytes == 3 * held.packed_bytes(rows, columns) == sum(each.nbytes for each in tensors)
+    assert bytes_an_expert((7, torch.zeros(3, rows), *tensors)) == held.packed_bytes(rows, columns)
+    assert held.packed_bytes(rows, columns) >= held.num_bytes(rows, columns)
+    assert packed.format is held and held.has_scales == (packed.scales is not None)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_packing_and_dequantising_mean_the_same_numbers(name: str) -> None:
+    parts = random_parts(name, 2, 24, 64)
+    packed, plain = pack_experts(parts, order=torch.randperm(24)), FORMATS[name].dequantise(parts, torch.bfloat16)
+    for expert in range(2):
+        assert torch.equal(unpack_expert(packed, expert), plain[expert])
+    exact = FORMATS[name].dequantise(parts, torch.float32)
+    assert exact.dtype == torch.float32 and torch.equal(exact, plain.float())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("transposed", [True, False])
+def test_stored_tensors_make_the_parts(name: str, transposed: bool) -> None:
+    matrices = Matrices("layers.0.experts.gate_up", "stored.gate_up", (4, 32, 64), True, transposed)
+    recipes = STORED_FORMATS[name].recipes(matrices, torch.float32)
+    specs = FORMATS[name].specs(32, 64, torch.float32)
+    made = {recipe.weight.rpartition(".")[2]: (recipe.shape, recipe.dtype) for recipe in recipes}
+    assert made == {part: ((4, *shape), dtype) for part, (shape, dtype) in specs.items()}
+    (group,) = part_groups(recipes, {})
+    assert group.recipes == tuple(recipes)
+
+
+def test_quantization_config_names_the_format_or_is_refused() -> None:
+    assert read_format(Fields({}, "config.json")).packed is BF16
+    named = Fields({"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["x"]}}, "config.json")
+    assert read_format(named, ("mxfp4",)).packed is MXFP4
+    with pytest.raises(ConfigError, match="quant_method 'mxfp4' is not implemented for this family; implemented: none"):
+        read_format(named)
+    check_widths(named, STORED_FORMATS["mxfp4"], {"hidden_size": 64})
+    with pytest.raises(ConfigError, match=r"config\.json: hidden_size must be a multiple of 32 for MXFP4, found 40"):
+        check_widths(named, STORED_FORMATS["mxfp4"], {"hidden_size": 40})
+
+
+def test_files_configs_and_models_import_downwards_alone(repository: Path) -> None:
+    for package, below in BELOW.items():
+        for path in (repository / "lowlat" / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("lowlat."):
+                    used = node.module.split(".")[1]
+                    assert used in below or used == package, f"{path} imports {node.module}"
+
+
+def test_the_readme_of_models_names_every_family(repository: Path) -> None:
+    text = (repository / "lowlat" / "models" / "README.md").read_text()
+    assert all(f"`{name}`" in text for name in FAMILIES)
