@@ -12,7 +12,7 @@ from lowlat.kernels.reference.gemm import linear
 from lowlat.kernels.reference.moe import experts
 from lowlat.kernels.reference.rows import draft_rows as draft_rows
 from lowlat.kernels.reference.rows import elementwise, rope
-from lowlat.kernels.reference.sampling import draft_topk, logprobs, sample
+from lowlat.kernels.reference.sampling import draft_topk, logprobs, ngram_draft, sample
 from lowlat.kernels.reference.step import accept, publish, slots
 
 __all__ = ["OPERATIONS"]
@@ -50,6 +50,7 @@ _FUNCTIONS: tuple[Callable[..., None], ...] = (
     kv.prefill_kv_write,
     linear.linear,
     logprobs.logprobs,
+    ngram_draft.ngram_draft,
     publish.publish,
     rope.rope,
     sample.finite,

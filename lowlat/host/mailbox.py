@@ -164,9 +164,9 @@ class Mailbox:
         self._host.send(("command_tail",))
 
     def write_chunk(
-        self, tokens: Sequence[int], start: int, table: Sequence[int], num_target: int, num_head: int
+        self, tokens: Sequence[int], start: int, table: Sequence[int], num_target: int, num_draft: int
     ) -> None:
-        """Write what prefill reads: `tokens` from position `start` on, live rows of target and head."""
+        """Write what prefill reads: `tokens` from position `start` on, live rows of target and draft model."""
         arrays = self._arrays
         size = len(arrays["prefill_tokens"])
         _fill(arrays["prefill_tokens"], tokens[:size], 0)
@@ -174,7 +174,7 @@ class Mailbox:
         arrays["prefill_chunk"][:] = (start, num_target)
         rows = np.arange(size)
         arrays["prefill_live"][:] = rows < num_target
-        arrays["prefill_draft_live"][:] = (rows < num_head) & (rows + start >= 1)
+        arrays["prefill_draft_live"][:] = (rows < num_draft) & (rows + start >= 1)
         arrays["prefill_positions"][:] = rows + start
         arrays["prefill_draft_positions"][:] = np.maximum(rows + start - 1, 0)
         self._host.send(tuple(f"prefill_{part}" for part in PREFILL))

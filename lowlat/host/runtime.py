@@ -37,10 +37,10 @@ __all__ = ["Runtime"]
 
 
 class Runtime:
-    """Decodes requests against one target, with EAGLE3 speculation where a head is loaded.
+    """Decodes requests against one target, with speculation where a speculator is loaded.
 
     Use `Runtime.load`; as a context manager it closes itself. `codec` is the tokenizer (None without one),
-    `device_choice` says where it runs and why, `speculation_error` why a head that was asked for is not used, `checks`
+    `device_choice` says where it runs and why, `speculation_error` why a draft model is not used, `checks`
     refuses requests and may be asked by any thread.
     """
 
@@ -52,12 +52,13 @@ class Runtime:
         self.executor = loaded.executor
         self.device_choice = loaded.choice
         self.speculation_error = loaded.speculation_error
-        self.draft_config = None if loaded.head is None else loaded.head.config
+        self.speculator = loaded.geometry.speculator
+        self.draft_config = None if self.speculator is None else self.speculator.draft_config
         self.codec = TextCodec.load(loaded.target.directory)
         geometry = loaded.geometry
         self.geometry = geometry
         self.num_speculative_tokens = 0
-        if speculative is not None and loaded.head is not None:
+        if speculative is not None and self.speculator is not None:
             self.num_speculative_tokens = speculative.num_speculative_tokens
         self.simulated = geometry.simulated_accept_length is not None
         self.kvcache = KVCache(
@@ -75,7 +76,7 @@ class Runtime:
             config.max_queue,
             geometry.prefill_chunk,
             max_prefill_chunks=geometry.max_prefill_chunks,
-            has_draft_model=loaded.head is not None,
+            covers_last_token=self.speculator is not None and self.speculator.covers_last_token,
             num_overprovision=geometry.max_rows,
         )
         self.checks = RequestChecks(
@@ -107,12 +108,12 @@ class Runtime:
         captured: Callable[[int, int], None] | None = None,
         **options: Any,
     ) -> Self:
-        """Load a Hugging Face directory and, where asked for, an EAGLE3 head.
+        """Load a Hugging Face directory and, where asked for, a speculator.
 
         progress   called with bytes read and bytes in all
         captured   called with graphs captured and graphs in all, where the executor captures
         options    fields of RuntimeConfig: max_batch, max_context, dtype, device, ...
-        Raises ConfigError for anything wrong with the directory, the head (under strict) or an option.
+        Raises ConfigError for anything wrong with the directory, the draft model (under strict) or an option.
         """
         config = options_from(options)
         return cls(load(model, speculative, config, progress, captured), config, speculative)
@@ -148,7 +149,7 @@ class Runtime:
     def step(self, num_speculative_tokens: int | None = None) -> list[StepOutput]:
         """Admit, run at most one prefill chunk, and one decode step for every active slot.
 
-        num_speculative_tokens   depth S of this step; None: the configured one. Without a head it is 0. Only steps of
+        num_speculative_tokens   depth S of this step; None: the configured one. Without a speculator it is 0. Only steps of
                                  the configured depth are run ahead of the caller
         Returns what each request gained, ends included; steps that ran meanwhile are in it, too, so a request may be
         there several times, in order. Where such steps are all that it returns, nobody was admitted yet.
@@ -263,7 +264,7 @@ class Runtime:
 
     def _depth(self, asked: int | None) -> int:
         depth = self.num_speculative_tokens if asked is None else asked
-        if asked is None and self.draft_config is None:
+        if asked is None and self.speculator is None:
             return 0
         self.ladder.choose(1, depth)  # refuses a depth that has no bucket
         return depth
@@ -369,6 +370,6 @@ class Runtime:
 
 
 def _namespace(loaded: Loaded) -> bytes:
-    """What must agree for KV to be shared: target, head, dtype."""
-    parts = (loaded.target.directory, loaded.target.config, loaded.head and loaded.head.config)
+    """What must agree for KV to be shared: target, speculator, dtype."""
+    parts = (loaded.target.directory, loaded.target.config, loaded.geometry.speculator)
     return hashlib.sha256(repr(parts).encode()).digest()

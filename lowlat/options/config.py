@@ -7,6 +7,7 @@ against layers) is checked at load.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from lowlat.errors import ConfigError
@@ -15,6 +16,16 @@ __all__ = ["MAX_SPECULATIVE_TOKENS", "RuntimeConfig", "SpeculativeConfig", "Trac
 
 MAX_SPECULATIVE_TOKENS = 7
 MAX_DECODING_TOKENS = 64
+MAX_LOOKUP = 16
+
+# Options of one method alone: with others they must keep their defaults. Options that stand nowhere are of all methods.
+_TREES = ("tree", "max_path_len", "max_non_leaves_per_layer")
+METHOD_OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "eagle3": ("model", "capture_layers", "draft_window", *_TREES),
+        "ngram": ("prompt_lookup_min", "prompt_lookup_max"),
+    }
+)
 
 
 def check_int(name: str, value: object, low: int, high: int) -> None:
@@ -37,20 +48,22 @@ def check_bools(options: object, *names: str) -> None:
 
 @dataclass(frozen=True)
 class SpeculativeConfig:
-    """How to speculate: the head, the depth, and the tree.
+    """How to speculate: the method, the depth, and the tree.
 
+    method is "eagle3", with a draft model in the directory `model`, or "ngram", which needs none: it drafts what followed
+    the longest ending of the text, of `prompt_lookup_min` to `prompt_lookup_max` tokens, where it stood before.
     num_speculative_tokens is S, the depth; a chain verifies S + 1 rows a slot. `tree` is a choices table (a
     path to YAML, TOML or JSON, or the list of paths itself, each a list of child ranks); None is the chain.
     `max_path_len`, `max_decoding_tokens` and `max_non_leaves_per_layer` bound the tree, root included in the
-    first two; None takes what the tree needs. `capture_layers` overrides the head's capture boundaries
+    first two; None takes what the tree needs. `capture_layers` overrides the draft model's capture boundaries
     (boundary b: the residual stream entering layer b). `draft_window` keeps the draft's attention to the
-    first 4 and the last W rows. `strict` turns a head that does not fit into a ConfigError instead of one
+    first 4 and the last W rows. `strict` turns a draft model that does not fit into a ConfigError instead of one
     warning and the baseline. `simulated_accept_length` imposes a mean number of tokens a step (1 to S + 1,
     bonus included) for benchmarks; its text means nothing and every output says so.
     """
 
-    model: str | Path
-    method: Literal["eagle3"] = "eagle3"
+    model: str | Path | None = None
+    method: Literal["eagle3", "ngram"] = "eagle3"
     num_speculative_tokens: int = 3
     max_path_len: int | None = None
     max_decoding_tokens: int | None = None
@@ -58,16 +71,15 @@ class SpeculativeConfig:
     capture_layers: tuple[int, ...] | None = None
     tree: str | Path | Sequence[Sequence[int]] | None = None
     draft_window: int | None = None
+    prompt_lookup_min: int = 2
+    prompt_lookup_max: int = 4
     enabled: bool = True
     strict: bool = False
     simulated_accept_length: float | None = None
     simulated_seed: int = 0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.model, (str, Path)) or not str(self.model):
-            raise ConfigError(f"model must be the path of a head's directory, got {self.model!r:.80}")
-        if self.method != "eagle3":
-            raise ConfigError(f"method must be 'eagle3', got {self.method!r}")
+        self._check_method()
         check_int("num_speculative_tokens", self.num_speculative_tokens, 0, MAX_SPECULATIVE_TOKENS)
         if self.max_path_len is not None:
             check_int("max_path_len", self.max_path_len, 1, MAX_SPECULATIVE_TOKENS + 1)
@@ -93,6 +105,22 @@ class SpeculativeConfig:
                 f"{self.num_speculative_tokens + 1}, got {length}"
             )
         check_int("simulated_seed", self.simulated_seed, 0, (1 << 63) - 1)
+
+    def _check_method(self) -> None:
+        """The method, and that no option of another method was given."""
+        methods = " or ".join(repr(name) for name in METHOD_OPTIONS)
+        if self.method not in METHOD_OPTIONS:
+            raise ConfigError(f"method must be {methods}, got {self.method!r:.80}")
+        for method, names in METHOD_OPTIONS.items():
+            for name in names if method != self.method else ():
+                if getattr(self, name) != getattr(SpeculativeConfig, name):
+                    raise ConfigError(f"{name} is an option of method {method!r}, and method is {self.method!r}")
+        if "model" in METHOD_OPTIONS[self.method] and (not isinstance(self.model, (str, Path)) or not str(self.model)):
+            raise ConfigError(
+                f"model must be the path of a draft model's directory for method {self.method!r}, got {self.model!r:.80}"
+            )
+        check_int("prompt_lookup_max", self.prompt_lookup_max, 1, MAX_LOOKUP)
+        check_int("prompt_lookup_min", self.prompt_lookup_min, 1, self.prompt_lookup_max)
 
 
 @dataclass(frozen=True)

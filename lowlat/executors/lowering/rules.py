@@ -17,6 +17,7 @@ from lowlat.kernels.rows.embed import embed, embed_norm
 from lowlat.kernels.rows.norm import add_norm, split_norms
 from lowlat.kernels.rows.rotate import rotate
 from lowlat.kernels.sampling.draft_topk import draft_topk
+from lowlat.kernels.sampling.ngram_draft import ngram_draft
 from lowlat.kernels.toolchain.kernel import KernelCall
 from lowlat.program.program import Stage
 
@@ -190,6 +191,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "embed": _embed,
         "gather_level": _gather_level,
         "linear": linear,
+        "ngram_draft": _alone(ngram_draft),
         "qk_norm": _rotate,
         "rope": _rotate,
         "silu_mul": _alone(silu_mul),

@@ -1,0 +1,80 @@
+"""Drafts copied from a slot's own text: prompt lookup. Source: prompt lookup decoding, A. Saxena, 2023."""
+
+import torch
+
+from lowlat.errors import ShapeError
+from lowlat.kernels.reference.shapes import check_shape
+
+__all__ = ["MAX_MATCH", "check_ngram", "ngram_draft"]
+
+MAX_MATCH = 16
+
+
+def ngram_draft(
+    tokens: torch.Tensor,
+    slots: torch.Tensor,
+    draft_live: torch.Tensor,
+    draft_lens: torch.Tensor,
+    *,
+    draft_nodes: torch.Tensor,
+    min_match: int,
+    max_match: int,
+) -> None:
+    """Draft what followed the longest ending of the text that stands in it before.
+
+    tokens       [max B, C]  int32  committed tokens
+    slots        [B]         int32  -1 pads
+    draft_live   [B]         uint8  slots that go on
+    draft_lens   [B]         int32  committed tokens n' of such slots, C at most
+    draft_nodes  [B, T]      int32  out: drafts from node 1 on, -1 in node 0 and where nothing was found
+    An ending has max_match tokens, or fewer, but no less than min_match. It may overlap the place where it stood before.
+    Of equally long ones the last counts: the text then goes on with a period, from that place to the end, which the
+    drafts repeat where they reach past the end. So a slot has T - 1 drafts or none.
+    Time: one read of the text. Captured: yes. Raises ShapeError for shapes and lengths that do not fit.
+    """
+    check_ngram(tokens, slots, draft_live, draft_lens, draft_nodes, min_match, max_match)
+    draft_nodes.fill_(-1)
+    count = draft_nodes.shape[1] - 1
+    for index, (slot, live) in enumerate(zip(slots.tolist(), draft_live.tolist(), strict=True)):
+        if slot < 0 or not live:
+            continue
+        length = int(draft_lens[index])
+        start = _continuation(tokens[slot, :length], min_match, max_match)
+        if start:
+            at = start + torch.arange(count, device=tokens.device) % (length - start)
+            draft_nodes[index, 1:] = tokens[slot, at]
+
+
+def _continuation(text: torch.Tensor, min_match: int, max_match: int) -> int:
+    """Where the text [n] goes on behind the last of the longest matches of its ending; 0 where there is none."""
+    length = text.shape[0]
+    lengths = torch.zeros(length, dtype=torch.int64, device=text.device)  # of the match that ends before each position
+    going = torch.ones(length, dtype=torch.bool, device=text.device)
+    going[0] = False
+    for back in range(1, min(max_match, length - 1) + 1):
+        going[:back] = False
+        going[back:] &= text[: length - back] == text[length - back]
+        lengths += going
+    best = lengths.max() if length > 1 else lengths.sum()
+    if int(best) < min_match:
+        return 0
+    return int((lengths == best).nonzero()[-1])
+
+
+def check_ngram(
+    tokens: torch.Tensor,
+    slots: torch.Tensor,
+    draft_live: torch.Tensor,
+    draft_lens: torch.Tensor,
+    draft_nodes: torch.Tensor,
+    min_match: int,
+    max_match: int,
+) -> None:
+    """Raise ShapeError for shapes and lengths that `ngram_draft` does not take."""
+    batch = draft_nodes.shape[0]
+    if tokens.dim() != 2 or batch > tokens.shape[0]:
+        raise ShapeError(f"tokens must have rows for {batch} slots, got shape {list(tokens.shape)}")
+    for name, array in (("slots", slots), ("draft_live", draft_live), ("draft_lens", draft_lens)):
+        check_shape(name, array, batch)
+    if not 1 <= min_match <= max_match <= MAX_MATCH:
+        raise ShapeError(f"matches must be from 1 to {MAX_MATCH} long, got min {min_match} and max {max_match}")
