@@ -109,7 +109,7 @@ class SpeculativeConfig:
     def _check_method(self) -> None:
         """The method, and that no option of another method was given."""
         methods = " or ".join(repr(name) for name in METHOD_OPTIONS)
-        if self.method not in METHOD_OPTIONS:
+        if not isinstance(self.method, str) or self.method not in METHOD_OPTIONS:
             raise ConfigError(f"method must be {methods}, got {self.method!r:.80}")
         for method, names in METHOD_OPTIONS.items():
             for name in names if method != self.method else ():

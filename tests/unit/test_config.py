@@ -47,6 +47,7 @@ def runtime(**options: Any) -> RuntimeConfig:
 
 def test_every_option_is_covered_here() -> None:
     others = {"model", "method", "capture_layers", "tree", "enabled", "strict", "simulated_accept_length"}
+    others |= set(METHOD_OPTIONS["ngram"])
     assert {item.name for item in dataclasses.fields(SpeculativeConfig)} == {*SPECULATIVE_BOUNDS, *others}
     others = {"dtype", "device", "executor", "prefix_reuse", "share_decoded", "device_loop", "traces"}
     assert {item.name for item in dataclasses.fields(RuntimeConfig)} == {*RUNTIME_BOUNDS, *others}
