@@ -90,7 +90,9 @@ def test_switches_are_bools(make: Any, name: str) -> None:
 @pytest.mark.parametrize("model", ["", None, 5, b"head"])
 def test_the_head_is_a_path(model: Any) -> None:
     assert SpeculativeConfig(Path("head")).model == Path("head")
-    with pytest.raises(ConfigError, match=r"^model must be the path of a draft model's directory for method 'eagle3', got "):
+    with pytest.raises(
+        ConfigError, match=r"^model must be the path of a draft model's directory for method 'eagle3', got "
+    ):
         SpeculativeConfig(model)
 
 
