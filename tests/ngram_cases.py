@@ -1,6 +1,7 @@
 """Random texts for n-gram drafts, and what to draft from them as plainly as it can be said."""
 
 import random
+from typing import Any
 
 import torch
 from kernel_cases import Arrays, Bench, poisoned
@@ -54,11 +55,11 @@ def check_ngram_draft(bench: Bench, seed: int, *, context: int, lengths: list[in
     }
     for slot, text in zip(order, texts, strict=True):
         arrays["tokens"][slot, : len(text)] = torch.tensor(text, dtype=torch.int32)
-    options = {"min_match": matches[0], "max_match": matches[1]}
+    options: dict[str, Any] = {"min_match": matches[0], "max_match": matches[1]}
     found = bench.compare(
         arrays,
-        lambda given: ngram_draft(**given, **options),
-        lambda given: kernel(**given, **options),
+        lambda given: ngram_draft(**{**given, **options}),
+        lambda given: kernel(**{**given, **options}),
     )
     expected = [drafted(text, rows - 1, *matches) for text in texts[: len(lengths)]]
     nodes = [[-1, *(drafts or [-1] * (rows - 1))] for drafts in (*expected, [], [])]

@@ -10,7 +10,13 @@ from typing import Any, TypeVar
 
 import click
 
-from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig, TraceConfig
+from lowlat.options.config import (
+    MAX_SPECULATIVE_TOKENS,
+    METHOD_OPTIONS,
+    RuntimeConfig,
+    SpeculativeConfig,
+    TraceConfig,
+)
 from lowlat.options.request import MAX_LOGPROBS, SamplingParams
 
 __all__ = [
@@ -132,6 +138,11 @@ def speculation_options(function: F) -> F:
         f"[default: {SpeculativeConfig.num_speculative_tokens}, or the tree's depth]"
     )
     options: list[Callable[[F], F]] = [
+        click.option(
+            "--method",
+            type=click.Choice(list(METHOD_OPTIONS)),
+            help=f"How to draft; ngram needs no head.  [default: {SpeculativeConfig.method}]",
+        ),
         click.option("--head", type=DIRECTORY, metavar="DIR", help="An EAGLE3 head for the model."),
         _integer("--num-speculative-tokens", depth, "-S"),
         click.option("--tree", type=DIRECTORY, metavar="FILE", help="A table of choices: YAML, TOML or JSON."),
@@ -145,6 +156,10 @@ def speculation_options(function: F) -> F:
             help="Boundaries that the head reads, in place of its config's.",
         ),
         _integer("--draft-window", "The head attends to the first 4 and the last N rows only."),
+        _integer(
+            "--prompt-lookup-min", f"Tokens of an n-gram, at least.  [default: {SpeculativeConfig.prompt_lookup_min}]"
+        ),
+        _integer("--prompt-lookup-max", f"At most.  [default: {SpeculativeConfig.prompt_lookup_max}]"),
         click.option("--strict", is_flag=True, default=None, help="A head that does not fit is an error."),
         _number("--simulated-accept-length", "Impose so many tokens a step; the text then means nothing."),
         _integer("--simulated-seed", "Seed of the imposed acceptance."),
@@ -153,14 +168,16 @@ def speculation_options(function: F) -> F:
 
 
 def speculative_config(values: Mapping[str, Any], default_head: Path | None = None) -> SpeculativeConfig | None:
-    """Build SpeculativeConfig from the options given; None where no head is named and there is no default.
+    """Build SpeculativeConfig from the options given; None where the method needs a head and there is none.
 
     Raises ConfigError for values out of range, and a usage error for an option of speculation without a head.
     """
     names = SpeculativeConfig.__dataclass_fields__.keys() - {"model"}
     given = {name: values[name] for name in names if values.get(name) is not None}
-    head = values.get("head") or default_head
-    if head is None:
+    head, needs_head = values.get("head"), "model" in METHOD_OPTIONS[given.get("method", SpeculativeConfig.method)]
+    if needs_head and head is None:
+        head = default_head
+    if needs_head and head is None:
         if given:
             option = "--" + min(given).replace("_", "-")
             raise click.UsageError(f"{option} needs --head DIR: without a head there is no speculation")

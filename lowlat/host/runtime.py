@@ -149,7 +149,7 @@ class Runtime:
     def step(self, num_speculative_tokens: int | None = None) -> list[StepOutput]:
         """Admit, run at most one prefill chunk, and one decode step for every active slot.
 
-        num_speculative_tokens   depth S of this step; None: the configured one. Without a speculator it is 0. Only steps of
+        num_speculative_tokens   depth S of this step; None: the configured one, 0 without a speculator. Only steps of
                                  the configured depth are run ahead of the caller
         Returns what each request gained, ends included; steps that ran meanwhile are in it, too, so a request may be
         there several times, in order. Where such steps are all that it returns, nobody was admitted yet.
@@ -200,13 +200,14 @@ class Runtime:
         return self._book.get(request_id) if session is None else session.metrics()
 
     def summary(self) -> dict[str, Any]:
-        """Totals since the load, as JSON; `eagle_speculation` is there only if speculation ran."""
+        """Totals since the load, as JSON: `speculator` where one is loaded, `eagle_speculation` only if it drafted."""
         for session in self._sessions.values():
             self._book.update(session.metrics())
         return {
             **self._book.totals().to_dict(),
             "kv": asdict(self.kvcache.stats()),
             "device": str(self.device_choice.device),
+            **({} if self.speculator is None else {"speculator": self.speculator.report()}),
         }
 
     def slots(self) -> list[dict[str, Any]]:

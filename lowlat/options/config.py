@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from lowlat.errors import ConfigError
 
-__all__ = ["MAX_SPECULATIVE_TOKENS", "RuntimeConfig", "SpeculativeConfig", "TraceConfig"]
+__all__ = ["MAX_SPECULATIVE_TOKENS", "METHOD_OPTIONS", "RuntimeConfig", "SpeculativeConfig", "TraceConfig"]
 
 MAX_SPECULATIVE_TOKENS = 7
 MAX_DECODING_TOKENS = 64
@@ -50,8 +50,8 @@ def check_bools(options: object, *names: str) -> None:
 class SpeculativeConfig:
     """How to speculate: the method, the depth, and the tree.
 
-    method is "eagle3", with a draft model in the directory `model`, or "ngram", which needs none: it drafts what followed
-    the longest ending of the text, of `prompt_lookup_min` to `prompt_lookup_max` tokens, where it stood before.
+    method is "eagle3", with a draft model in the directory `model`, or "ngram", which needs none: it drafts what
+    followed the longest ending of the text, `prompt_lookup_min` to `prompt_lookup_max` tokens, where it stood before.
     num_speculative_tokens is S, the depth; a chain verifies S + 1 rows a slot. `tree` is a choices table (a
     path to YAML, TOML or JSON, or the list of paths itself, each a list of child ranks); None is the chain.
     `max_path_len`, `max_decoding_tokens` and `max_non_leaves_per_layer` bound the tree, root included in the
@@ -115,9 +115,10 @@ class SpeculativeConfig:
             for name in names if method != self.method else ():
                 if getattr(self, name) != getattr(SpeculativeConfig, name):
                     raise ConfigError(f"{name} is an option of method {method!r}, and method is {self.method!r}")
-        if "model" in METHOD_OPTIONS[self.method] and (not isinstance(self.model, (str, Path)) or not str(self.model)):
+        found, is_path = self.model, isinstance(self.model, (str, Path))
+        if "model" in METHOD_OPTIONS[self.method] and not (is_path and str(found)):
             raise ConfigError(
-                f"model must be the path of a draft model's directory for method {self.method!r}, got {self.model!r:.80}"
+                f"model must be the path of a draft model's directory for method {self.method!r}, got {found!r:.80}"
             )
         check_int("prompt_lookup_max", self.prompt_lookup_max, 1, MAX_LOOKUP)
         check_int("prompt_lookup_min", self.prompt_lookup_min, 1, self.prompt_lookup_max)

@@ -15,7 +15,7 @@ from typing import Any
 from lowlat.errors import ConfigError
 from lowlat.ipc.endpoint import Endpoint, default_endpoint, parse_endpoint
 from lowlat.ipc.limits import Limits
-from lowlat.options.config import RuntimeConfig, SpeculativeConfig
+from lowlat.options.config import METHOD_OPTIONS, RuntimeConfig, SpeculativeConfig
 
 __all__ = ["SETTINGS", "ServeConfig", "Setting", "unknown_variables"]
 
@@ -67,6 +67,7 @@ def _model() -> list[Setting]:
     return [
         Setting("model", "path", None, "model", "A Hugging Face directory; the bundled model by default."),
         Setting("name", "str", None, "model", "What clients are told the model is called."),
+        Setting("method", "str", head.method, "speculation", "How to draft; ngram needs no head.", (*METHOD_OPTIONS,)),
         Setting("head", "path", None, "speculation", "An EAGLE3 head for the model; the bundled model has its own."),
         Setting("num_speculative_tokens", "int", None, "speculation", "Depth of speculation; 0: none."),
         Setting("tree", "path", None, "speculation", "A table of choices: YAML, TOML or JSON."),
@@ -75,6 +76,8 @@ def _model() -> list[Setting]:
         Setting("max_non_leaves_per_layer", "int", None, "speculation", "A tree's nodes with children at one depth."),
         Setting("capture_layers", "ints", None, "speculation", "Boundaries that the head reads."),
         Setting("draft_window", "int", None, "speculation", "The head attends to the first 4 and last N rows only."),
+        Setting("prompt_lookup_min", "int", head.prompt_lookup_min, "speculation", "Tokens of an n-gram, at least."),
+        Setting("prompt_lookup_max", "int", head.prompt_lookup_max, "speculation", "Tokens of an n-gram, at most."),
         Setting("strict", "bool", head.strict, "speculation", "A head that does not fit is an error."),
         Setting("simulated_accept_length", "float", None, "speculation", "Impose so many tokens a step."),
         Setting("simulated_seed", "int", head.simulated_seed, "speculation", "Seed of the imposed acceptance."),
@@ -190,13 +193,13 @@ class ServeConfig:
         return options
 
     def speculation(self, bundled_draft_model: Path) -> SpeculativeConfig | None:
-        """How to speculate; None without a head. Raises ConfigError, also for settings that need a head."""
+        """How to speculate; None where the method needs a head and there is none. Raises ConfigError."""
         names = [name for name, setting in SETTINGS.items() if setting.group == "speculation" and name != "head"]
         given = {name: self[name] for name in names if self.sources[name] != "default"}
-        head = self["head"]
-        if head is None and self["model"] is None:
+        head, needs_head = self["head"], "model" in METHOD_OPTIONS[self["method"]]
+        if needs_head and head is None and self["model"] is None:
             head = bundled_draft_model
-        if head is None:
+        if needs_head and head is None:
             if given:
                 name = min(given)
                 raise ConfigError(f"{name} ({self.sources[name]}) needs a head: without one there is no speculation")

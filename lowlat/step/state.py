@@ -54,6 +54,11 @@ class StepGeometry:
     simulated_seed: int = 0
 
     @property
+    def state_sizes(self) -> StateSizes:
+        """The extents of a speculator's state."""
+        return StateSizes(self.dtype, self.max_batch, self.max_context, self.num_blocks, self.block_size)
+
+    @property
     def dtype(self) -> torch.dtype:
         """The compute dtype."""
         return TORCH_DTYPES[self.config.dtype]
@@ -168,8 +173,7 @@ def _host_buffers(geometry: StepGeometry) -> list[BufferSpec]:
 def _kv_state(geometry: StepGeometry) -> list[BufferSpec]:
     specs = kv_specs(geometry.config, geometry.num_blocks, geometry.block_size)
     if geometry.speculator is not None:
-        extents = (geometry.max_batch, geometry.max_context, geometry.num_blocks, geometry.block_size)
-        specs += geometry.speculator.state_specs(StateSizes(geometry.dtype, *extents))
+        specs += geometry.speculator.state_specs(geometry.state_sizes)
     return specs
 
 

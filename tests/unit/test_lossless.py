@@ -54,10 +54,10 @@ def params(mode: str, seed: int = 7, max_tokens: int = MAX_TOKENS, **others: Any
     return SamplingParams(seed=seed, max_tokens=max_tokens, **MODES[mode], **others)
 
 
-def load(pair: PairPaths, depth: int = 7, *, tree: Any = None, method: str = "eagle3", **options: Any) -> Runtime:
+def load(pair: PairPaths, depth: int = 7, *, tree: Any = None, method: Any = "eagle3", **options: Any) -> Runtime:
     """A runtime that speculates; a draft model that does not load is an error."""
     own: dict[str, Any] = {"eagle3": {"model": pair.head, "tree": tree}, "ngram": {"prompt_lookup_min": 1}}[method]
-    config = SpeculativeConfig(method=method, num_speculative_tokens=depth, strict=True, **own)  # type: ignore[arg-type]
+    config = SpeculativeConfig(method=method, num_speculative_tokens=depth, strict=True, **own)
     return Runtime.load(pair.target, config, **{**OPTIONS, **options})
 
 
@@ -327,7 +327,7 @@ def bundled() -> PairPaths:
 @pytest.mark.parametrize("tree", [None, "bushy"])
 @pytest.mark.parametrize("mode", ["greedy", "sampled"])
 def test_the_bundled_pair_loses_nothing(mode: str, tree: str | None, bundled: PairPaths) -> None:
-    options = {"dtype": "auto", "block_size": 32, "prefill_chunk": 128}
+    options: dict[str, Any] = {"dtype": "auto", "block_size": 32, "prefill_chunk": 128}
     sampling = params(mode, max_tokens=16)
     with Runtime.load(bundled.target, **{**OPTIONS, **options}) as runtime:
         prompts = [list(range(300, 300 + length)) for length in (5, 30)]

@@ -27,9 +27,9 @@ def ngram_draft(
     draft_live   [B]         uint8  slots that go on
     draft_lens   [B]         int32  committed tokens n' of such slots, C at most
     draft_nodes  [B, T]      int32  out: drafts from node 1 on, -1 in node 0 and where nothing was found
-    An ending has max_match tokens, or fewer, but no less than min_match. It may overlap the place where it stood before.
-    Of equally long ones the last counts: the text then goes on with a period, from that place to the end, which the
-    drafts repeat where they reach past the end. So a slot has T - 1 drafts or none.
+    An ending has max_match tokens, or fewer, but no less than min_match, and may overlap the place where it stood
+    before. Of several places the last counts. What follows it up to the text's end is a period: drafts that reach past
+    the end begin it anew. So a slot has T - 1 drafts or none.
     Time: one read of the text. Captured: yes. Raises ShapeError for shapes and lengths that do not fit.
     """
     check_ngram(tokens, slots, draft_live, draft_lens, draft_nodes, min_match, max_match)

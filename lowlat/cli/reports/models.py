@@ -99,8 +99,9 @@ def _files(directory: Path, config: ModelConfig) -> dict[str, int] | None:
 def _kv(plan: Plan, program: Program, options: RuntimeConfig) -> dict[str, int]:
     """The caches: bytes a token, and the pool that holds max_batch requests of the largest size."""
     caches = [spec for spec in program.buffers.values() if "_cache" in spec.name]
-    heads = [spec for spec in caches if spec.name.startswith("head.")]
-    targets = [spec for spec in caches if spec not in heads]
+    speculator = plan.geometry.speculator
+    own = [] if speculator is None else speculator.state_specs(plan.geometry.state_sizes)
+    heads, targets = [spec for spec in caches if spec in own], [spec for spec in caches if spec not in own]
     return {
         "bytes_per_token": kv_bytes_per_token(targets, options.block_size),
         "head_bytes_per_token": kv_bytes_per_token(heads, options.block_size),

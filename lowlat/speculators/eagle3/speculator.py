@@ -1,4 +1,7 @@
-"""The speculator of method "eagle3": a draft model over captured residual streams. Source: EAGLE-3, arXiv 2503.01840."""
+"""The speculator of method "eagle3": a draft model over captured residual streams.
+
+Source: EAGLE-3, arXiv 2503.01840.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

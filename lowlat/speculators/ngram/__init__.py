@@ -1,1 +1,1 @@
-"""N-gram drafts (prompt lookup): drafts copied from the request's own text. There is no draft model and no checkpoint."""
+"""N-gram drafts (prompt lookup): drafts copied from a request's own text, without a draft model or a checkpoint."""

@@ -16,7 +16,6 @@ from lowlat.models.geometry import RopeConfig
 from lowlat.speculators.eagle3.config import read_draft_config
 from lowlat.speculators.eagle3.weights import draft_weight_plan, load_draft_model
 
-
 LAYOUTS = ("safeai", "specforge", "modelopt", "speculators")
 TARGET = target_geometry()
 ATTENTION = "layers.0.self_attn"
