@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -95,6 +95,7 @@ class Runtime:
         self._sessions: dict[str, Session] = {}
         self._slots: dict[int, Session] = {}
         self._pending: list[StepOutput] = []
+        self._limited: set[str] = set()  # requests whose limit of drafts was changed since the last launch
         self._ids = itertools.count()
         self._closed = False
 
@@ -194,6 +195,19 @@ class Runtime:
         self._end(session)
         self._stop_outdated()
 
+    def set_draft_limit(self, request_id: str, max_draft_tokens: int | None) -> None:
+        """Change how many draft tokens of a live request are verified in one step, from the next launched step on.
+
+        max_draft_tokens   as in SamplingParams: None is as many as the bucket has, 0 none at all
+        No token depends on it. Raises RequestError for an unknown or ended request, or a limit out of range.
+        """
+        self._check_open()
+        session = self._sessions.get(request_id)
+        if session is None:
+            raise RequestError(f"request {request_id!r} is unknown or has ended")
+        session.params = replace(session.params, max_draft_tokens=max_draft_tokens)
+        self._limited.add(request_id)
+
     def metrics(self, request_id: str) -> RequestMetrics:
         """Figures of a live request or of one of the last thousand ended. Raises RequestError for others."""
         session = self._sessions.get(request_id)
@@ -292,6 +306,10 @@ class Runtime:
         session.joined(self._mailbox.num_seen)
 
     def _launch(self, bucket: Bucket, ahead: bool) -> None:
+        for name in self._limited & self._sessions.keys():
+            if self.scheduler.phase(name) is Phase.DECODING:  # others bring their limit along when they join
+                self._mailbox.set_draft_limit(self._sessions[name].slot, self._sessions[name].params)
+        self._limited.clear()
         self._launches.start(bucket, may_loop=ahead and not self.scheduler.has_work)
 
     def _go_on(self, depth: int, ahead: bool) -> list[StepOutput]:

@@ -13,7 +13,7 @@ from recording import run_all, run_one
 from tiny_models import make_target
 
 from lowlat import ConfigError, Runtime, SamplingParams, SpeculativeConfig
-from lowlat.errors import ShapeError
+from lowlat.errors import RequestError, ShapeError
 from lowlat.graphs import Bucket, Role
 from lowlat.host.loading import make_topologies
 from lowlat.kernels.reference.sampling.ngram_draft import ngram_draft
@@ -184,6 +184,33 @@ def test_limits_of_requests_hold(target: Path) -> None:
         run_all(runtime)
         stats = runtime.metrics(name).speculation
         assert stats is not None and stats.total_draft_tokens == stats.num_drafts > 0
+
+
+def test_a_limit_can_be_changed_while_a_request_runs(target: Path) -> None:
+    """And before it has a slot; whatever it is, the tokens are the same."""
+    sampling, prompt = SamplingParams(max_tokens=60, temperature=0.0), [5, 6] * 5
+    with Runtime.load(target, **OPTIONS) as runtime:
+        expected = run_one(runtime, prompt, sampling)
+    with Runtime.load(target, NGRAM, **OPTIONS) as runtime:
+        name, tokens, verified = runtime.submit(prompt, sampling), [], []
+        runtime.set_draft_limit(name, 0)
+        for number in range(200):
+            if number in (16, 20):
+                runtime.set_draft_limit(name, {16: 2, 20: None}[number])
+            before = runtime.metrics(name).speculation
+            for output in runtime.step():
+                tokens += output.token_ids
+            after = runtime.metrics(name).speculation
+            verified.append((after.total_draft_tokens if after else 0) - (before.total_draft_tokens if before else 0))
+            if not runtime.busy:
+                break
+        assert tokens == expected
+        assert set(verified[:16]) == {0} and max(verified[16:20]) == 2 and max(verified[20:24]) == 4
+        for wrong in (-1, 1.5, "2"):
+            with pytest.raises(RequestError, match="max_draft_tokens"):
+                runtime.set_draft_limit(runtime.submit(prompt, sampling), wrong)  # type: ignore[arg-type]
+        with pytest.raises(RequestError, match="unknown or has ended"):
+            runtime.set_draft_limit(name, 1)
 
 
 def test_what_is_missing_or_too_much_is_refused(target: Path) -> None:
