@@ -1,19 +1,23 @@
-"""Real acceptance of a target and its head on held-out prompts, by domain, greedy and sampled, with both speeds.
+"""Real acceptance of a target and its drafts on held-out prompts, by domain, greedy and sampled, with both speeds.
 
     python bench/acceptance.py --out bench/results/cpu/bundled.json
+    python bench/acceptance.py --method ngram eagle3 --text plain repeating --num-speculative-tokens 1 2 4 7 --totals \
+        --limit 2 --max-tokens 64 --out bench/results/cpu/ngram.json
 
-Decodes every prompt at S = 0 and at S, compares the tokens, and writes rows with the commit, the machine and the
+Decodes every prompt at S = 0 and at each S, compares the tokens, and writes rows with the commit, the machine and the
 conditions. Nothing is simulated. Prompts whose greedy text repeats itself are also left out in rows of their own,
-since a small model's loops are easy to draft.
+since a small model's loops are easy to draft. A repeating text is the prompt, the prompt again, and half of it.
 """
 
 import argparse
+import itertools
 import json
 import platform
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +40,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and write one JSON file."""
     options = _options(arguments)
     domains = json.loads(options.prompts.read_text(encoding="utf-8"))
-    rows = []
-    for temperature in options.temperature:
-        rows += _measure(options, domains, temperature)
+    rows, baselines = [], _Baselines(options.max_tokens)
+    for method in options.method:
+        with _load(options, method) as runtime:
+            for text, depth in itertools.product(options.text, options.num_speculative_tokens):
+                for temperature in options.temperature:
+                    bench = _Bench(options, runtime, baselines, text, depth, temperature)
+                    labels = {"method": method, "text": text, "num_speculative_tokens": depth}
+                    rows += [{**labels, **row} for row in bench.rows(domains)]
+        rows[-1]["runs_on"] = _runs_on(runtime)
     result = {
         "conditions": {
             "commit": options.commit or _commit(),
@@ -47,10 +57,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "machine": f"{_processor()}, {torch.get_num_threads()} threads",
             "runs_on": sorted({row.pop("runs_on") for row in rows if "runs_on" in row}),
             "target": options.target.name,
-            "head": options.head.name,
+            "head": options.head.name if "eagle3" in options.method else None,
             "batch": 1,
             "max_tokens": options.max_tokens,
-            "num_speculative_tokens": options.num_speculative_tokens,
+            "prompts_a_domain": options.limit,
             "simulated": "nothing: trained weights, real prompts, real acceptance",
         },
         "rows": rows,
@@ -66,34 +76,91 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--target", type=Path, default=DEMO / "target")
     parser.add_argument("--head", type=Path, default=DEMO / "head")
     parser.add_argument("--prompts", type=Path, default=DEMO / "prompts.json", help="JSON: domain -> prompts")
+    parser.add_argument("--method", nargs="+", choices=("eagle3", "ngram"), default=["eagle3"])
+    parser.add_argument("--text", nargs="+", choices=("plain", "repeating"), default=["plain"])
+    parser.add_argument("--totals", action="store_true", help="rows over all domains alone")
     parser.add_argument("--chat", action="store_true", help="wrap each prompt with the model's chat template")
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 0.7])
     parser.add_argument("--limit", type=int, default=20, help="prompts a domain")
     parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--num-speculative-tokens", type=int, default=3)
+    parser.add_argument("--num-speculative-tokens", type=int, nargs="+", default=[3])
     parser.add_argument("--device", default="auto")
     parser.add_argument("--commit", default="", help="what is measured, where there is no git checkout to ask")
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args(arguments)
 
 
-def _measure(options: argparse.Namespace, domains: dict[str, Any], temperature: float) -> list[dict[str, Any]]:
-    head = SpeculativeConfig(model=options.head, num_speculative_tokens=options.num_speculative_tokens, strict=True)
-    rows, every, straight = [], _Sum(), _Sum()
-    with Runtime.load(
-        options.target, head, max_batch=1, max_context=1024, device=options.device, prefix_reuse=False
-    ) as runtime:
+def _load(options: argparse.Namespace, method: str) -> Runtime:
+    """A runtime that drafts by a method, as deep as any row needs."""
+    own: dict[str, Any] = {"model": options.head} if method == "eagle3" else {"method": method}
+    config = SpeculativeConfig(num_speculative_tokens=max(options.num_speculative_tokens), strict=True, **own)
+    sizes: dict[str, Any] = {"max_batch": 1, "max_context": 1024, "prefix_reuse": False}
+    return Runtime.load(options.target, config, device=options.device, **sizes)
+
+
+class _Baselines:
+    """Prompts decoded without drafts, each once at a temperature, whatever else is asked of the runtime."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self.max_tokens = max_tokens
+        self._known: dict[tuple[float, tuple[int, ...] | str], tuple[list[int], float, RequestMetrics]] = {}
+
+    def params(self, temperature: float) -> SamplingParams:
+        """How a prompt is continued."""
+        return SamplingParams(max_tokens=self.max_tokens, temperature=temperature, seed=1)
+
+    def of(
+        self, runtime: Runtime, prompt: str | list[int], temperature: float
+    ) -> tuple[list[int], float, RequestMetrics]:
+        """Tokens, seconds and figures of a prompt at S = 0."""
+        key = (temperature, prompt if isinstance(prompt, str) else tuple(prompt))
+        if key not in self._known:
+            self._known[key] = _decode(runtime, prompt, self.params(temperature), 0)
+        return self._known[key]
+
+
+@dataclass(frozen=True)
+class _Bench:
+    """One method at one depth and temperature over one kind of text."""
+
+    options: argparse.Namespace
+    runtime: Runtime
+    baselines: _Baselines
+    text: str
+    depth: int
+    temperature: float
+
+    def rows(self, domains: dict[str, Any] | list[str]) -> list[dict[str, Any]]:
+        """Over all prompts, over those whose text does not loop, and by domain."""
+        rows, every, straight = [], _Sum(), _Sum()
         for domain, prompts in _listed(domains).items():
             own = _Sum()
-            for prompt in prompts[: options.limit]:
-                text = _wrap(runtime, prompt) if options.chat else prompt
-                one = _decode_both(runtime, text, options, temperature)
+            for prompt in prompts[: self.options.limit]:
+                one = self._decode_both(self._prompt(prompt))
                 for total in (own, every) if one.loops else (own, every, straight):
                     total.add(one)
-            rows.append(own.row(domain, temperature))
+            rows.append(own.row(domain, self.temperature))
             print(json.dumps(rows[-1]), file=sys.stderr)
-        rows[-1]["runs_on"] = _runs_on(runtime)
-    return [every.row("all", temperature), straight.row("all, not looping", temperature), *rows]
+        totals = [every.row("all", self.temperature), straight.row("all, not looping", self.temperature)]
+        return totals if self.options.totals else [*totals, *rows]
+
+    def _prompt(self, prompt: str) -> str | list[int]:
+        if self.text == "repeating":
+            prompt = f"{prompt}\n{prompt}\n{prompt[: len(prompt) // 2]}"
+        return _wrap(self.runtime, prompt) if self.options.chat else prompt
+
+    def _decode_both(self, prompt: str | list[int]) -> "_Sum":
+        one = _Sum()
+        baseline, one.baseline_seconds, before = self.baselines.of(self.runtime, prompt, self.temperature)
+        params = self.baselines.params(self.temperature)
+        tokens, one.seconds, after = _decode(self.runtime, prompt, params, self.depth)
+        one.baseline_decode_seconds, one.decode_seconds = before.decode_s or 0.0, after.decode_s or 0.0
+        one.prompts, one.tokens, one.steps = 1, len(tokens), after.num_steps
+        one.identical = tokens == baseline
+        one.loops = _loops(tokens)
+        if after.speculation is not None:
+            one.stats.merge(after.speculation)
+        return one
 
 
 def _runs_on(runtime: Runtime) -> str:
@@ -123,7 +190,7 @@ class _Sum:
     """Figures added up over prompts."""
 
     def __init__(self) -> None:
-        self.prompts = self.tokens = 0
+        self.prompts = self.tokens = self.steps = 0
         self.seconds = self.baseline_seconds = 0.0  # from submission to the end
         self.decode_seconds = self.baseline_decode_seconds = 0.0  # without prefill
         self.identical = True
@@ -133,6 +200,7 @@ class _Sum:
     def add(self, other: "_Sum") -> None:
         self.prompts += other.prompts
         self.tokens += other.tokens
+        self.steps += other.steps
         self.seconds += other.seconds
         self.baseline_seconds += other.baseline_seconds
         self.decode_seconds += other.decode_seconds
@@ -148,6 +216,8 @@ class _Sum:
             "prompts": self.prompts,
             "tokens": self.tokens,
             "identical": self.identical,
+            "tokens_per_step": round(self.tokens / self.steps, 3) if self.steps else 0.0,
+            "steps_that_verified_drafts": round(self.stats.num_drafts / self.steps, 3) if self.steps else 0.0,
             "mean_acceptance_length": round(stats["mean_acceptance_length"], 3),
             "acceptance_by_position": [round(share, 3) for share in stats["acceptance_by_position"][:3]],
             "tokens_per_s": round(self.tokens / self.seconds, 1) if self.seconds else 0.0,
@@ -157,20 +227,6 @@ class _Sum:
                 round(self.tokens / self.baseline_decode_seconds, 1) if self.baseline_decode_seconds else 0.0
             ),
         }
-
-
-def _decode_both(runtime: Runtime, prompt: str | list[int], options: argparse.Namespace, temperature: float) -> _Sum:
-    params = SamplingParams(max_tokens=options.max_tokens, temperature=temperature, seed=1)
-    one = _Sum()
-    baseline, one.baseline_seconds, before = _decode(runtime, prompt, params, 0)
-    tokens, one.seconds, after = _decode(runtime, prompt, params, options.num_speculative_tokens)
-    one.baseline_decode_seconds, one.decode_seconds = before.decode_s or 0.0, after.decode_s or 0.0
-    one.prompts, one.tokens = 1, len(tokens)
-    one.identical = tokens == baseline
-    one.loops = _loops(tokens)
-    if after.speculation is not None:
-        one.stats.merge(after.speculation)
-    return one
 
 
 def _decode(

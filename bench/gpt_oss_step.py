@@ -14,8 +14,10 @@ from bench.lowlat_step import BLOCK_SIZE, ROOM, ExecutorStep
 from lowlat.kernels.formats.mxfp4 import MXFP4, SCALE_OFFSET
 from lowlat.kernels.gemm.packing import gate_up_permutation
 from lowlat.kernels.moe.packing import PackedExperts, allocate_experts
+from lowlat.models.weight_plan import weight_plan
+from lowlat.speculators.eagle3.speculator import Eagle3Speculator
+from lowlat.speculators.eagle3.weights import draft_weight_plan
 from lowlat.speculators.tree.topology import TreeTopology
-from lowlat.speculators.weight_plan import weight_plan
 from lowlat.step.state import StepGeometry
 from lowlat.tools.profile.times import CallSite
 
@@ -36,7 +38,7 @@ def make_weights(
     config = model_config(model, ROOM)
     head = draft_config(model, draft_vocab_size, ROOM)
     weights: Weights = {}
-    for name, (shape, dtype) in {**weight_plan(config), **weight_plan(head)}.items():
+    for name, (shape, dtype) in {**weight_plan(config), **draft_weight_plan(head)}.items():
         if name.endswith(("blocks", "scales")):
             continue
         if dtype == torch.int32:
@@ -88,7 +90,7 @@ def shapes_of(
     drafts = step.num_speculative_tokens > 0
     return StepGeometry(
         config=model_config(model, context),
-        head=draft_config(model, case.draft_vocab_size, context) if drafts else None,
+        speculator=Eagle3Speculator(draft_config(model, case.draft_vocab_size, context)) if drafts else None,
         max_batch=step.batch,
         max_context=context,
         max_rows=drafted.num_nodes,

@@ -12,6 +12,7 @@ from lowlat.graphs import Bucket, Paging
 from lowlat.kernels.moe.packing import PackedExperts
 from lowlat.kernels.reference.step.slot_record import DRAFT_LIMIT, MAX_LENGTH, NUM_LOGPROBS, REPETITION, TOP_P
 from lowlat.models.geometry import DraftConfig, ModelConfig, RopeConfig
+from lowlat.speculators.eagle3.speculator import Eagle3Speculator
 from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.decode import build_step
 from lowlat.step.prefill import build_prefills
@@ -62,7 +63,7 @@ def step_geometry(geometry: DenseGeometry, case: Case, topology: TreeTopology) -
         dtype="bfloat16",
         **shared,  # type: ignore[arg-type]
     )
-    head = DraftConfig(
+    draft = DraftConfig(
         layout="specforge",
         target_hidden_size=geometry.hidden_size,
         draft_vocab_size=geometry.draft_vocab_size,
@@ -71,7 +72,7 @@ def step_geometry(geometry: DenseGeometry, case: Case, topology: TreeTopology) -
     )
     return StepGeometry(
         config=config,
-        head=head if depth else None,
+        speculator=Eagle3Speculator(draft) if depth else None,
         max_batch=case.batch,
         max_context=case.context + ROOM,
         max_rows=topology.num_nodes,

@@ -21,7 +21,8 @@ from lowlat.kernels.toolchain.kernel import H200, Card, KernelCall
 from lowlat.models.target import LoadedTarget, load_target
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig
 from lowlat.program.program import Program
-from lowlat.speculators.eagle3.weights import LoadedDraftModel, load_draft_model
+from lowlat.speculators.base import LoadedSpeculator
+from lowlat.speculators.methods import load_speculator
 from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.decode import build_step
 from lowlat.step.prefill import build_prefill
@@ -59,18 +60,20 @@ class Pair:
     ) -> None:
         self.fuse = fuse
         self.target: LoadedTarget = load_target(target, dtype=dtype)
-        self.head: LoadedDraftModel | None = None if head is None else load_draft_model(head, self.target.config)
+        self.speculator: LoadedSpeculator | None = None
         self.config: SpeculativeConfig | None = None
         self.topologies = {0: TreeTopology.chain(0)}
-        if head is not None:
+        if head is not None or "method" in speculation:
             self.config = SpeculativeConfig(model=head, **{"num_speculative_tokens": 7, **speculation})
+            self.speculator = load_speculator(self.config, self.target.config)
             self.topologies = make_topologies(self.config)
 
     @cached_property
     def geometry(self) -> Any:
         """The shapes of all programs."""
         options = RuntimeConfig(max_batch=8, max_context=256, block_size=16, prefill_chunk=32)
-        return make_geometry(self.target, self.head, self.topologies, options, self.config)
+        speculator = None if self.speculator is None else self.speculator.speculator
+        return make_geometry(self.target.config, speculator, self.topologies, options, self.config)
 
     def program(self, depth: int, batch: int) -> Program:
         """The program of a bucket."""
@@ -80,7 +83,7 @@ class Pair:
     @cached_property
     def source(self) -> dict[str, torch.Tensor]:
         """Canonical weights."""
-        return {**self.target.weights, **({} if self.head is None else self.head.weights)}
+        return {**self.target.weights, **({} if self.speculator is None else self.speculator.weights)}
 
     @cached_property
     def weights(self) -> DeviceWeights:

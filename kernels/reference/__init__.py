@@ -9,7 +9,7 @@ from lowlat.kernels.reference.attention import attention, kv
 from lowlat.kernels.reference.gemm import linear
 from lowlat.kernels.reference.moe import experts
 from lowlat.kernels.reference.rows import draft_rows, elementwise, rope
-from lowlat.kernels.reference.sampling import draft_topk, logprobs, sample
+from lowlat.kernels.reference.sampling import draft_topk, logprobs, ngram_draft, sample
 from lowlat.kernels.reference.schema import Operation, OperationSchema, operations_of
 from lowlat.kernels.reference.step import accept, publish, slots
 
@@ -25,6 +25,7 @@ OPERATIONS = operations_of(
     kv,
     linear,
     logprobs,
+    ngram_draft,
     publish,
     rope,
     sample,

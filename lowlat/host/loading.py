@@ -1,7 +1,7 @@
-"""From options to a ready executor: checkpoint, head, ladder, programs, buffers. Nothing half-loaded stays behind.
+"""From options to a ready executor: checkpoint, speculator, ladder, programs, buffers. Nothing half-loaded stays.
 
-A target's weights go from its files to their final place one at a time, while the executor is made. A head is read
-whole before: one that is damaged must be known in time to go on without it.
+A target's weights go from its files to their final place one at a time, while the executor is made. A speculator is
+loaded whole before: one that is damaged must be known in time to go on without it.
 """
 
 import logging
@@ -18,9 +18,11 @@ from lowlat.executors.make import make_executor, settle_executor
 from lowlat.graphs import BucketLadder
 from lowlat.host.devices import DeviceChoice, choose_device
 from lowlat.host.memory.plan import check_fits, memory_need
-from lowlat.models.target import LoadedTarget, StoredTarget, open_target
+from lowlat.models.geometry import ModelConfig
+from lowlat.models.target import StoredTarget, open_target
 from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig
-from lowlat.speculators.eagle3.weights import LoadedDraftModel, load_draft_model
+from lowlat.speculators.base import LoadedSpeculator, Speculator
+from lowlat.speculators.methods import load_speculator
 from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.decode import build_step
 from lowlat.step.prefill import build_prefills
@@ -34,10 +36,10 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Loaded:
-    """Everything that a Runtime drives; `speculation_error` says why a head that was asked for is not in use."""
+    """Everything that a Runtime drives; `speculation_error` says why speculation that was asked for is not in use."""
 
     target: StoredTarget
-    head: LoadedDraftModel | None
+    speculator: LoadedSpeculator | None
     geometry: StepGeometry
     ladder: BucketLadder
     topologies: dict[int, TreeTopology]
@@ -53,11 +55,11 @@ def load(
     progress: Progress | None = None,
     captured: Progress | None = None,
 ) -> Loaded:
-    """Load a target and, where asked for, its head; allocate everything, compile and capture what runs on a GPU.
+    """Load a target and, where asked for, its speculator; allocate everything, compile and capture what runs on a GPU.
 
     progress   called with bytes read and bytes in all; captured with buckets captured and buckets in all
 
-    Raises ConfigError; for a head that cannot be used only if `speculative.strict`, otherwise it is one warning
+    Raises ConfigError; for a draft model that cannot be used only if `speculative.strict`, otherwise it is one warning
     and the baseline.
     """
     choice = choose_device(options.device, options.executor)
@@ -71,15 +73,16 @@ def load(
             f"max_context {options.max_context} exceeds the model's max_position_embeddings "
             f"{target.config.max_position} ({target.directory / 'config.json'})"
         )
-    head, topologies, error = _load_speculation(target, speculative)
-    geometry = make_geometry(target, head, topologies, options, speculative)
+    loaded, topologies, error = _load_speculation(target, speculative)
+    speculator = None if loaded is None else loaded.speculator
+    geometry = make_geometry(target.config, speculator, topologies, options, speculative)
     ladder = BucketLadder(bucket_batches(options.max_batch), {s: t.num_nodes for s, t in topologies.items()})
     programs = {bucket: build_step(geometry, bucket, topologies[bucket.num_speculative_tokens])
                 for bucket in ladder.buckets}  # fmt: skip
-    own: Mapping[str, torch.Tensor] = {} if head is None else head.weights
+    own: Mapping[str, torch.Tensor] = {} if loaded is None else loaded.weights
     weights = JoinedWeights(target.weights, own)
     prefills = build_prefills(geometry)
-    draft_config = None if head is None else head.config
+    draft_config = None if speculator is None else speculator.draft_config
     choice = settle_executor(choice, options.executor, target.config, draft_config, options.block_size)
     if choice.loud:
         logger.warning("running on %s: %s", choice.device, choice.reason)
@@ -92,26 +95,26 @@ def load(
     )
     check_fits(need, choice.device)
     executor = make_executor(choice, programs, prefills, weights, captured, device_loop=options.device_loop)
-    return Loaded(target, head, geometry, ladder, topologies, executor, choice, error)
+    return Loaded(target, loaded, geometry, ladder, topologies, executor, choice, error)
 
 
 def _load_speculation(
     target: StoredTarget, speculative: SpeculativeConfig | None
-) -> tuple[LoadedDraftModel | None, dict[int, TreeTopology], str | None]:
+) -> tuple[LoadedSpeculator | None, dict[int, TreeTopology], str | None]:
     baseline = {0: TreeTopology.chain(0)}
     if speculative is None or not speculative.enabled:
         return None, baseline, None
     topologies = make_topologies(speculative)
     try:
-        head = load_draft_model(speculative.model, target.config, capture_layers=speculative.capture_layers)
+        loaded = load_speculator(speculative, target.config)
     except ConfigError as error:
         if speculative.strict:
             raise
         logger.warning("speculation is off, decoding goes on without it: %s", error)
         return None, baseline, str(error)
-    for note in head.notes:
-        logger.info("head %s: %s", head.directory, note)
-    return head, topologies, None
+    for note in loaded.notes:
+        logger.info("draft model %s: %s", loaded.directory, note)
+    return loaded, topologies, None
 
 
 def make_topologies(speculative: SpeculativeConfig) -> dict[int, TreeTopology]:
@@ -139,8 +142,8 @@ def make_topologies(speculative: SpeculativeConfig) -> dict[int, TreeTopology]:
 
 
 def make_geometry(
-    target: LoadedTarget | StoredTarget,
-    head: LoadedDraftModel | None,
+    config: ModelConfig,
+    speculator: Speculator | None,
     topologies: dict[int, TreeTopology],
     options: RuntimeConfig,
     speculative: SpeculativeConfig | None,
@@ -149,10 +152,10 @@ def make_geometry(
     max_rows = max(topology.num_nodes for topology in topologies.values())
     worst = -(-(options.max_context + max_rows) // options.block_size)
     num_blocks = options.kv_blocks if options.kv_blocks is not None else options.max_batch * worst + 1
-    simulated = head is not None and speculative is not None
+    simulated = speculative if speculator is not None else None
     return StepGeometry(
-        config=target.config,
-        head=None if head is None else head.config,
+        config=config,
+        speculator=speculator,
         max_batch=options.max_batch,
         max_context=options.max_context,
         max_rows=max_rows,
@@ -162,9 +165,8 @@ def make_geometry(
         num_blocks=num_blocks,
         prefill_chunk=options.prefill_chunk,
         max_prefill_chunks=options.max_prefill_chunks,
-        draft_window=speculative.draft_window if simulated and speculative else None,
-        simulated_accept_length=speculative.simulated_accept_length if simulated and speculative else None,
-        simulated_seed=speculative.simulated_seed if simulated and speculative else 0,
+        simulated_accept_length=None if simulated is None else simulated.simulated_accept_length,
+        simulated_seed=0 if simulated is None else simulated.simulated_seed,
     )
 
 

@@ -37,7 +37,7 @@ from lowlat.kernels.reference.step.slot_record import (
     TOP_K,
     TOP_P,
 )
-from lowlat.kernels.reference.step.slots import CANCEL, JOIN
+from lowlat.kernels.reference.step.slots import CANCEL, JOIN, SET_DRAFT_LIMIT
 from lowlat.options.request import FinishReason, SamplingParams, TokenLogprobs
 
 __all__ = ["Entry", "Mailbox", "SlotPublication"]
@@ -120,7 +120,7 @@ class Mailbox:
         """Stage a slot's record and command it to join at the next step; none may be under way."""
         arrays = self._arrays
         ints = arrays["staged_ints"][slot]
-        limit = self._max_draft_tokens if params.max_draft_tokens is None else params.max_draft_tokens
+        limit = self._draft_limit(params)
         for column, value in (
             (LENGTH, len(prompt)),
             (MAX_LENGTH, max_length),
@@ -155,18 +155,25 @@ class Mailbox:
         """Command a slot to leave; the next step to begin sees it, in a loop too."""
         self._command(CANCEL, slot)
 
-    def _command(self, opcode: int, slot: int) -> None:
+    def set_draft_limit(self, slot: int, params: SamplingParams) -> None:
+        """Command a slot that decodes to verify so many drafts in a step from now on; the next step sees it."""
+        self._command(SET_DRAFT_LIMIT, slot, self._draft_limit(params))
+
+    def _draft_limit(self, params: SamplingParams) -> int:
+        return self._max_draft_tokens if params.max_draft_tokens is None else params.max_draft_tokens
+
+    def _command(self, opcode: int, slot: int, value: int = 0) -> None:
         ring = self._arrays["command_ring"]
-        ring[self._num_commands % len(ring)] = (opcode, slot, 0, 0)
+        ring[self._num_commands % len(ring)] = (opcode, slot, value, 0)
         self._num_commands += 1
         self._host.send(("command_ring",))
         self._arrays["command_tail"][0] = self._num_commands  # the last: a step may be reading
         self._host.send(("command_tail",))
 
     def write_chunk(
-        self, tokens: Sequence[int], start: int, table: Sequence[int], num_target: int, num_head: int
+        self, tokens: Sequence[int], start: int, table: Sequence[int], num_target: int, num_draft: int
     ) -> None:
-        """Write what prefill reads: `tokens` from position `start` on, live rows of target and head."""
+        """Write what prefill reads: `tokens` from position `start` on, live rows of target and draft model."""
         arrays = self._arrays
         size = len(arrays["prefill_tokens"])
         _fill(arrays["prefill_tokens"], tokens[:size], 0)
@@ -174,7 +181,7 @@ class Mailbox:
         arrays["prefill_chunk"][:] = (start, num_target)
         rows = np.arange(size)
         arrays["prefill_live"][:] = rows < num_target
-        arrays["prefill_draft_live"][:] = (rows < num_head) & (rows + start >= 1)
+        arrays["prefill_draft_live"][:] = (rows < num_draft) & (rows + start >= 1)
         arrays["prefill_positions"][:] = rows + start
         arrays["prefill_draft_positions"][:] = np.maximum(rows + start - 1, 0)
         self._host.send(tuple(f"prefill_{part}" for part in PREFILL))

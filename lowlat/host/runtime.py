@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -37,10 +37,10 @@ __all__ = ["Runtime"]
 
 
 class Runtime:
-    """Decodes requests against one target, with EAGLE3 speculation where a head is loaded.
+    """Decodes requests against one target, with speculation where a speculator is loaded.
 
     Use `Runtime.load`; as a context manager it closes itself. `codec` is the tokenizer (None without one),
-    `device_choice` says where it runs and why, `speculation_error` why a head that was asked for is not used, `checks`
+    `device_choice` says where it runs and why, `speculation_error` why a draft model is not used, `checks`
     refuses requests and may be asked by any thread.
     """
 
@@ -52,12 +52,13 @@ class Runtime:
         self.executor = loaded.executor
         self.device_choice = loaded.choice
         self.speculation_error = loaded.speculation_error
-        self.draft_config = None if loaded.head is None else loaded.head.config
+        self.speculator = loaded.geometry.speculator
+        self.draft_config = None if self.speculator is None else self.speculator.draft_config
         self.codec = TextCodec.load(loaded.target.directory)
         geometry = loaded.geometry
         self.geometry = geometry
         self.num_speculative_tokens = 0
-        if speculative is not None and loaded.head is not None:
+        if speculative is not None and self.speculator is not None:
             self.num_speculative_tokens = speculative.num_speculative_tokens
         self.simulated = geometry.simulated_accept_length is not None
         self.kvcache = KVCache(
@@ -75,7 +76,7 @@ class Runtime:
             config.max_queue,
             geometry.prefill_chunk,
             max_prefill_chunks=geometry.max_prefill_chunks,
-            has_draft_model=loaded.head is not None,
+            covers_last_token=self.speculator is not None and self.speculator.covers_last_token,
             num_overprovision=geometry.max_rows,
         )
         self.checks = RequestChecks(
@@ -94,6 +95,7 @@ class Runtime:
         self._sessions: dict[str, Session] = {}
         self._slots: dict[int, Session] = {}
         self._pending: list[StepOutput] = []
+        self._limited: set[str] = set()  # requests whose limit of drafts was changed since the last launch
         self._ids = itertools.count()
         self._closed = False
 
@@ -107,12 +109,12 @@ class Runtime:
         captured: Callable[[int, int], None] | None = None,
         **options: Any,
     ) -> Self:
-        """Load a Hugging Face directory and, where asked for, an EAGLE3 head.
+        """Load a Hugging Face directory and, where asked for, a speculator.
 
         progress   called with bytes read and bytes in all
         captured   called with graphs captured and graphs in all, where the executor captures
         options    fields of RuntimeConfig: max_batch, max_context, dtype, device, ...
-        Raises ConfigError for anything wrong with the directory, the head (under strict) or an option.
+        Raises ConfigError for anything wrong with the directory, the draft model (under strict) or an option.
         """
         config = options_from(options)
         return cls(load(model, speculative, config, progress, captured), config, speculative)
@@ -148,7 +150,7 @@ class Runtime:
     def step(self, num_speculative_tokens: int | None = None) -> list[StepOutput]:
         """Admit, run at most one prefill chunk, and one decode step for every active slot.
 
-        num_speculative_tokens   depth S of this step; None: the configured one. Without a head it is 0. Only steps of
+        num_speculative_tokens   depth S of this step; None: the configured one, 0 without a speculator. Only steps of
                                  the configured depth are run ahead of the caller
         Returns what each request gained, ends included; steps that ran meanwhile are in it, too, so a request may be
         there several times, in order. Where such steps are all that it returns, nobody was admitted yet.
@@ -193,19 +195,33 @@ class Runtime:
         self._end(session)
         self._stop_outdated()
 
+    def set_draft_limit(self, request_id: str, max_draft_tokens: int | None) -> None:
+        """Change how many draft tokens of a live request are verified in one step, from the next launched step on.
+
+        max_draft_tokens   as in SamplingParams: None is as many as the bucket has, 0 none at all
+        No token depends on it. Raises RequestError for an unknown or ended request, or a limit out of range.
+        """
+        self._check_open()
+        session = self._sessions.get(request_id)
+        if session is None:
+            raise RequestError(f"request {request_id!r} is unknown or has ended")
+        session.params = replace(session.params, max_draft_tokens=max_draft_tokens)
+        self._limited.add(request_id)
+
     def metrics(self, request_id: str) -> RequestMetrics:
         """Figures of a live request or of one of the last thousand ended. Raises RequestError for others."""
         session = self._sessions.get(request_id)
         return self._book.get(request_id) if session is None else session.metrics()
 
     def summary(self) -> dict[str, Any]:
-        """Totals since the load, as JSON; `eagle_speculation` is there only if speculation ran."""
+        """Totals since the load, as JSON: `speculator` where one is loaded, `eagle_speculation` only if it drafted."""
         for session in self._sessions.values():
             self._book.update(session.metrics())
         return {
             **self._book.totals().to_dict(),
             "kv": asdict(self.kvcache.stats()),
             "device": str(self.device_choice.device),
+            **({} if self.speculator is None else {"speculator": self.speculator.report()}),
         }
 
     def slots(self) -> list[dict[str, Any]]:
@@ -263,7 +279,7 @@ class Runtime:
 
     def _depth(self, asked: int | None) -> int:
         depth = self.num_speculative_tokens if asked is None else asked
-        if asked is None and self.draft_config is None:
+        if asked is None and self.speculator is None:
             return 0
         self.ladder.choose(1, depth)  # refuses a depth that has no bucket
         return depth
@@ -290,6 +306,10 @@ class Runtime:
         session.joined(self._mailbox.num_seen)
 
     def _launch(self, bucket: Bucket, ahead: bool) -> None:
+        for name in self._limited & self._sessions.keys():
+            if self.scheduler.phase(name) is Phase.DECODING:  # others bring their limit along when they join
+                self._mailbox.set_draft_limit(self._sessions[name].slot, self._sessions[name].params)
+        self._limited.clear()
         self._launches.start(bucket, may_loop=ahead and not self.scheduler.has_work)
 
     def _go_on(self, depth: int, ahead: bool) -> list[StepOutput]:
@@ -369,6 +389,6 @@ class Runtime:
 
 
 def _namespace(loaded: Loaded) -> bytes:
-    """What must agree for KV to be shared: target, head, dtype."""
-    parts = (loaded.target.directory, loaded.target.config, loaded.head and loaded.head.config)
+    """What must agree for KV to be shared: target, speculator, dtype."""
+    parts = (loaded.target.directory, loaded.target.config, loaded.geometry.speculator)
     return hashlib.sha256(repr(parts).encode()).digest()

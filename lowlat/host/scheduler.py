@@ -63,12 +63,11 @@ class Admission:
 
 @dataclass(frozen=True)
 class PrefillChunk:
-    """One chunk to run, or several of one prompt: target rows [start, start + num_target_tokens), head rows [start,
-    start + num_draft_rows), of `size` positions in whole chunks.
+    """One chunk to run, or several of one prompt: target rows [start, start + num_target_tokens), the draft model's
+    [start, start + num_draft_rows), of `size` positions in whole chunks.
 
-    The target covers the prompt but its last token, the head all of it (row i takes token i and the target's
-    feature at i - 1; row 0 is counted but dead). So a last chunk may have no target row and one head row.
-    previous_block holds position start - 1, whose feature the head's first row needs; 0 at the start.
+    The target covers the prompt but its last token, a draft model all of it (row i takes token i and the target's
+    feature at i - 1; row 0 is counted but dead). So a last chunk may have no target row and one draft row.
     """
 
     request_id: str
@@ -78,7 +77,6 @@ class PrefillChunk:
     num_target_tokens: int
     num_draft_rows: int
     last: bool
-    previous_block: int
 
 
 @dataclass(frozen=True)
@@ -116,7 +114,7 @@ class Scheduler:
     ladder              the buckets; its largest batch must be at least max_batch
     max_queue           requests that may wait beyond those that free slots take; more raise CapacityError
     max_prefill_chunks  chunks of one prompt that run at once, at most
-    has_draft_model            an EAGLE3 head is loaded and its rows are prefilled
+    covers_last_token   the speculator has a row of prefill for a prompt's last token, see `Speculator`
     num_overprovision   positions that a step may write past a request's total; None: the ladder's most rows
 
     Not safe for use by several threads. Raises ConfigError for sizes that do not fit each other.
@@ -131,7 +129,7 @@ class Scheduler:
         prefill_chunk: int,
         *,
         max_prefill_chunks: int = 1,
-        has_draft_model: bool = False,
+        covers_last_token: bool = False,
         num_overprovision: int | None = None,
     ) -> None:
         if not 1 <= max_batch <= ladder.batches[-1]:
@@ -144,7 +142,7 @@ class Scheduler:
         self.max_queue = max_queue
         self.prefill_chunk = prefill_chunk
         self.max_prefill_chunks = max_prefill_chunks
-        self.has_draft_model = has_draft_model
+        self.covers_last_token = covers_last_token
         self.num_overprovision = max(ladder.rows_of.values()) if num_overprovision is None else num_overprovision
         self._queue: deque[ScheduledRequest] = deque()
         self._slots: list[_Slot | None] = [None] * max_batch
@@ -157,11 +155,6 @@ class Scheduler:
     def num_active(self) -> int:
         """Slots that decode."""
         return sum(slot is not None and slot.phase is Phase.DECODING for slot in self._slots)
-
-    @property
-    def num_prefilling(self) -> int:
-        """Slots that prefill."""
-        return sum(slot is not None and slot.phase is Phase.PREFILLING for slot in self._slots)
 
     @property
     def num_queued(self) -> int:
@@ -252,24 +245,6 @@ class Scheduler:
         if chunk.last:
             slot.phase = Phase.DECODING
 
-    def finished(
-        self,
-        request_id: str,
-        token_ids: Sequence[int] | None = None,
-        *,
-        num_written: int | None = None,
-        poisoned: bool = False,
-    ) -> None:
-        """A decoding request ended: free its slot and blocks; the rest is `KVCache.release`'s.
-
-        The device must write to its blocks no more. Raises RequestError for one that does not decode.
-        """
-        slot = self._find(request_id)
-        if slot is None or slot.phase is not Phase.DECODING:
-            raise RequestError(f"request {request_id} cannot finish: it is {self.phase(request_id)}")
-        self._leave(slot)
-        self.kvcache.release(request_id, token_ids, num_written=num_written, poisoned=poisoned)
-
     def cancel(
         self,
         request_id: str,
@@ -278,9 +253,9 @@ class Scheduler:
         num_written: int | None = None,
         poisoned: bool = False,
     ) -> Phase:
-        """Take a request out wherever it is, and return where it was; otherwise as `finished`.
+        """Take a request out wherever it is, ended or not, and return where it was; the rest is `KVCache.release`'s.
 
-        Raises RequestError for one that is unknown or has ended.
+        The device must write to its blocks no more. Raises RequestError for one that is unknown or was taken out.
         """
         slot = self._find(request_id)
         if slot is None:
@@ -358,9 +333,9 @@ class Scheduler:
         return allocation
 
     def _num_rows(self, slot: _Slot) -> int:
-        """Where prefill ends: the head covers the last token, too; a prompt of one token needs none."""
+        """Where prefill ends: behind the last token where it is covered, too; a prompt of one token needs none."""
         num_tokens = len(slot.request.prompt_token_ids)
-        return num_tokens if self.has_draft_model and num_tokens > 1 else num_tokens - 1
+        return num_tokens if self.covers_last_token and num_tokens > 1 else num_tokens - 1
 
     def _num_chunks_left(self, slot: _Slot) -> int:
         return max(0, -(-(self._num_rows(slot) - slot.next_start) // self.prefill_chunk))
@@ -388,7 +363,6 @@ class Scheduler:
             start=start,
             size=size,
             num_target_tokens=max(0, min(end, num_tokens - 1) - start),
-            num_draft_rows=min(end, num_tokens) - start if self.has_draft_model else 0,
+            num_draft_rows=min(end, num_tokens) - start if self.covers_last_token else 0,
             last=end >= self._num_rows(slot),
-            previous_block=slot.table[start // self.kvcache.block_size - 1] if start else 0,
         )

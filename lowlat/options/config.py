@@ -7,32 +7,45 @@ against layers) is checked at load.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from lowlat.errors import ConfigError
-from lowlat.options.declaration import REQUIRED, check_integer, check_options, declare, documented
+from lowlat.options.declaration import check_integer, check_options, declare, documented
 
-__all__ = ["MAX_SPECULATIVE_TOKENS", "RuntimeConfig", "SpeculativeConfig", "TraceConfig"]
+__all__ = ["MAX_SPECULATIVE_TOKENS", "METHOD_OPTIONS", "RuntimeConfig", "SpeculativeConfig", "TraceConfig"]
 
 MAX_SPECULATIVE_TOKENS = 7
 MAX_DECODING_TOKENS = 64
+MAX_LOOKUP = 16
+
+# Options of one method alone: with others they must keep their defaults. Options that stand nowhere are of all methods.
+_TREES = ("tree", "max_path_len", "max_non_leaves_per_layer")
+METHOD_OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "eagle3": ("model", "capture_layers", "draft_window", *_TREES),
+        "ngram": ("prompt_lookup_min", "prompt_lookup_max"),
+    }
+)
 
 
 @documented
 @dataclass(frozen=True)
 class SpeculativeConfig:
-    """How to speculate: the draft model, the depth, and the tree.
+    """How to speculate: the method, the depth, and the tree.
 
+    `method` is "eagle3", with a draft model in the directory `model`, or "ngram", which needs none: it drafts what
+    followed the longest ending of the text, `prompt_lookup_min` to `prompt_lookup_max` tokens, where it stood before.
     num_speculative_tokens is S, the depth; a chain verifies S + 1 rows a slot. `tree` is a path or the list of paths
     itself, each a list of child ranks; None is the chain. Limits of the tree that are None take what it needs.
     Boundary b of `capture_layers` is the residual stream entering layer b. Without `strict`, a draft model that does
     not fit is one warning and the baseline.
     """
 
-    model: str | Path = declare(
-        REQUIRED, "An EAGLE3 draft model for the model.", key="head", aliases=("draft_model",), metavar="DIR"
+    model: str | Path | None = declare(
+        None, "An EAGLE3 draft model for the model.", key="head", aliases=("draft_model",), metavar="DIR"
     )
-    method: Literal["eagle3"] = declare("eagle3", "How drafts are made.")
+    method: Literal["eagle3", "ngram"] = declare("eagle3", "How drafts are made; ngram needs no draft model.")
     num_speculative_tokens: int = declare(
         3,
         "Depth of speculation; 0: none.",
@@ -57,6 +70,8 @@ class SpeculativeConfig:
     draft_window: int | None = declare(
         None, "The draft model attends to the first 4 and the last N rows only.", 1, 1 << 20
     )
+    prompt_lookup_min: int = declare(2, "Tokens of an n-gram, at least.", 1, MAX_LOOKUP)
+    prompt_lookup_max: int = declare(4, "Tokens of an n-gram, at most.", 1, MAX_LOOKUP)
     enabled: bool = declare(True, "Whether to speculate.", python_only=True)
     strict: bool = declare(False, "A draft model that does not fit is an error.")
     simulated_accept_length: float | None = declare(
@@ -65,9 +80,8 @@ class SpeculativeConfig:
     simulated_seed: int = declare(0, "Seed of the imposed acceptance.", 0, (1 << 63) - 1)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.model, (str, Path)) or not str(self.model):
-            raise ConfigError(f"model must be the path of a draft model's directory, got {self.model!r:.80}")
         check_options(self, ConfigError)
+        self._check_method()
         if self.capture_layers is not None:
             if not isinstance(self.capture_layers, (tuple, list)):
                 raise ConfigError(f"capture_layers must be a list of boundaries, got {self.capture_layers!r:.80}")
@@ -82,6 +96,19 @@ class SpeculativeConfig:
                 f"simulated_accept_length must be from 1 to num_speculative_tokens + 1 = "
                 f"{self.num_speculative_tokens + 1}, got {length}"
             )
+
+    def _check_method(self) -> None:
+        """The options of the method, and that none of another method was given."""
+        for method, names in METHOD_OPTIONS.items():
+            for name in names if method != self.method else ():
+                if getattr(self, name) != getattr(SpeculativeConfig, name):
+                    raise ConfigError(f"{name} is an option of method {method!r}, and method is {self.method!r}")
+        if "model" in METHOD_OPTIONS[self.method] and not (isinstance(self.model, (str, Path)) and str(self.model)):
+            raise ConfigError(
+                f"model must be the path of a draft model's directory for method {self.method!r}, "
+                f"got {self.model!r:.80}"
+            )
+        check_integer("prompt_lookup_min", self.prompt_lookup_min, 1, self.prompt_lookup_max, ConfigError)
 
 
 @dataclass(frozen=True)

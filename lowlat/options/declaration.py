@@ -14,7 +14,6 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 __all__ = [
     "KINDS",
-    "REQUIRED",
     "Option",
     "check_integer",
     "check_number",
@@ -26,7 +25,6 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-REQUIRED = MISSING  # the default of an option that has none
 
 # a kind of value, and how a message names it
 KINDS = {

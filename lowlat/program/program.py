@@ -24,13 +24,14 @@ Param = int | float | bool | str | None
 
 
 class Stage(StrEnum):
-    """The stages of a step, in order; an NVTX range each."""
+    """The stages of a step, in order; an NVTX range each. DRAFT is any speculator's, EAGLE_DRAFT_* a draft model's."""
 
     PREFILL = "PREFILL"
     ACTIVE_SLOTS = "ACTIVE_SLOTS"
     BASE_DECODE_STEP = "BASE_DECODE_STEP"
     EAGLE_ACCEPT = "EAGLE_ACCEPT"
     EAGLE_TAIL_COMMIT = "EAGLE_TAIL_COMMIT"
+    DRAFT = "DRAFT"
     EAGLE_DRAFT_FC = "EAGLE_DRAFT_FC"
     EAGLE_DRAFT_ATTENTION_FMHA = "EAGLE_DRAFT_ATTENTION_FMHA"
     EAGLE_DRAFT_FFN = "EAGLE_DRAFT_FFN"

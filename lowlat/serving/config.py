@@ -15,7 +15,7 @@ from typing import Any, Literal
 from lowlat.errors import ConfigError
 from lowlat.ipc.endpoint import Endpoint, default_endpoint, parse_endpoint
 from lowlat.ipc.limits import Limits
-from lowlat.options.config import RuntimeConfig, SpeculativeConfig
+from lowlat.options.config import METHOD_OPTIONS, RuntimeConfig, SpeculativeConfig
 from lowlat.options.declaration import KINDS, Option, declare, options_of
 
 __all__ = ["GROUPS", "SETTINGS", "ServeConfig", "speculative_config", "unknown_variables"]
@@ -156,15 +156,18 @@ class ServeConfig:
 def speculative_config(
     given: Mapping[str, Any], default_draft_model: Path | None, named: Callable[[str], str]
 ) -> SpeculativeConfig | None:
-    """Build SpeculativeConfig from the settings given; None, plain decoding, without a draft model.
+    """Build SpeculativeConfig from the settings given; None, plain decoding, where the method needs a draft model
+    and there is none.
 
     given   by key; a depth of 0 alone needs no draft model
     named   a setting's name for a message
     Raises ConfigError for values out of range, and for settings that need a draft model.
     """
     values = {option.name: given[option.key] for option in GROUPS["speculation"] if option.key in given}
-    values.setdefault("model", default_draft_model)
-    if values["model"] is None:
+    needs_model = "model" in METHOD_OPTIONS[given.get("method", SpeculativeConfig.method)]
+    if needs_model:
+        values.setdefault("model", default_draft_model)
+    if needs_model and values["model"] is None:
         if values.get("num_speculative_tokens") == 0:
             del values["num_speculative_tokens"]
         needing = [option.key for option in GROUPS["speculation"] if values.get(option.name) is not None]

@@ -1,1 +1,4 @@
-"""Speculators propose tokens that the target's step verifies. Acceptance belongs to none of them."""
+"""Speculators: the interface (base), the methods by name (methods), EAGLE3, n-gram drafts, and the trees they draft.
+
+It knows neither the step's acceptance nor the host; executors see no more of it than the operations it emits.
+"""

@@ -1,7 +1,7 @@
 """The decode step as a Program, for one bucket: verify, accept, commit, draft, masks, publish.
 
-Source of the order and of the rows' meaning: EAGLE-3, arXiv 2503.01840; the head's extension over the accepted rows
-with the target's true features, then one level of drafts after another.
+Source of the order and of the rows' meaning: EAGLE-3, arXiv 2503.01840. How drafts are made is the speculator's; how
+they are verified, accepted and committed is the same for all.
 """
 
 import torch
@@ -11,7 +11,7 @@ from lowlat.kernels.reference.step.slot_record import MAX_LOGPROBS
 from lowlat.models.decoder import emit_decoder, emit_lm_head
 from lowlat.models.layers import Rows
 from lowlat.program.program import Program, ProgramBuilder, Stage
-from lowlat.speculators.eagle3.draft import emit_draft
+from lowlat.speculators.base import StepScope
 from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.state import StepGeometry, declare_tables, state_specs
 
@@ -45,8 +45,7 @@ class _StepBuilder:
         boundaries = self._target()
         self._accept()
         self._commit()
-        if self.geometry.head is not None:
-            emit_draft(self.builder, self.geometry, self.bucket, self.topology, boundaries, self.tables["head"])
+        self._draft(boundaries)
         self._publish()
         return self.builder.build()
 
@@ -154,6 +153,32 @@ class _StepBuilder:
         for layer in range(self.geometry.config.num_layers):
             caches = {part: f"{part}.{layer}" for part in ("k_cache", "v_cache")}
             self.builder.emit("kv_compact", stage, reads={name: name for name in names}, writes=caches)
+
+    def _draft(self, boundaries: list[str]) -> None:
+        """What the speculator does with the accepted rows and, where the bucket drafts, the next step's drafts."""
+        geometry, speculator = self.geometry, self.geometry.speculator
+        if speculator is None:
+            return
+        own = (geometry.config, boundaries, self.tables.get("draft"), geometry.block_size)
+        scope = StepScope(self.builder, *own, self.bucket, self.topology)
+        extended = speculator.emit_extend(scope)
+        if self.bucket.num_speculative_tokens:
+            self._hand_over(speculator.emit_draft(scope, extended))
+
+    def _hand_over(self, draft_nodes: str) -> None:
+        """The drafts with their masks and paths, for the next step."""
+        topology, constant = self.topology, self.builder.constant
+        width = topology.depth + 1
+        paths = [[*path, *[-1] * (width - len(path))] for path in topology.paths]
+        reads = {
+            "draft_nodes": draft_nodes,
+            "draft_live": "draft_live",
+            "slots": "slots",
+            "topology_masks": constant("topology.masks", torch.tensor(topology.packed_masks, dtype=torch.int64)),
+            "topology_paths": constant("topology.paths", torch.tensor(paths, dtype=torch.int32)),
+        }
+        names = ("drafts", "num_drafts", "tree_masks", "tree_paths")
+        self.builder.emit("tree_masks", Stage.EAGLE_TREE_MASKS, reads=reads, writes={n: n for n in names})
 
     def _publish(self) -> None:
         names = (

@@ -14,11 +14,11 @@ from lowlat.kernels.reference.step.publish import RECORD_WIDTH
 from lowlat.kernels.reference.step.slot_record import MAX_BIASES, MAX_LOGPROBS, MAX_STOPS, NUM_FLOATS, NUM_INTS
 from lowlat.kernels.reference.step.slots import COMMAND_WIDTH
 from lowlat.models.decoder import kv_specs
-from lowlat.models.geometry import DraftConfig, ModelConfig
+from lowlat.models.geometry import ModelConfig
 from lowlat.models.layers import TORCH_DTYPES
 from lowlat.models.rope import rope_tables
 from lowlat.program.program import ProgramBuilder
-from lowlat.speculators.eagle3.emitter import draft_kv_specs
+from lowlat.speculators.base import Speculator, StateSizes
 
 __all__ = ["RING_ENTRIES", "StepGeometry", "declare_tables", "state_specs"]
 
@@ -30,6 +30,7 @@ SHORT_STEP = 64  # positions: parts of a chunk are multiples of it
 class StepGeometry:
     """Everything that fixes the shapes of a runtime's programs, apart from the bucket.
 
+    speculator   what drafts; None: the baseline alone
     max_rows     T of the largest bucket
     num_paths    root-to-leaf paths of the widest topology
     path_width   nodes of the longest path, root included
@@ -39,7 +40,7 @@ class StepGeometry:
     """
 
     config: ModelConfig
-    head: DraftConfig | None
+    speculator: Speculator | None
     max_batch: int
     max_context: int
     max_rows: int
@@ -49,9 +50,13 @@ class StepGeometry:
     num_blocks: int
     prefill_chunk: int
     max_prefill_chunks: int = 1
-    draft_window: int | None = None
     simulated_accept_length: float | None = None
     simulated_seed: int = 0
+
+    @property
+    def state_sizes(self) -> StateSizes:
+        """The extents of a speculator's state."""
+        return StateSizes(self.dtype, self.max_batch, self.max_context, self.num_blocks, self.block_size)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -95,12 +100,12 @@ class StepGeometry:
 
     @cached_property
     def tables(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """RoPE's cos and sin of the target and the head, [C, D / 2] float32, made once for all programs."""
+        """RoPE's cos and sin of "target" and, where it has its own, "draft", [C, D / 2] float32; made once for all."""
         target = (self.config.rope, self.config.head_dim)
         tables = {"target": rope_tables(*target, self.num_positions)}
-        if self.head is not None:
-            own = (self.head.rope, self.head.head_dim)
-            tables["head"] = tables["target"] if own == target else rope_tables(*own, self.num_positions)
+        own = None if self.speculator is None else self.speculator.rope
+        if own is not None:
+            tables["draft"] = tables["target"] if own == target else rope_tables(*own, self.num_positions)
         return tables
 
 
@@ -167,13 +172,13 @@ def _host_buffers(geometry: StepGeometry) -> list[BufferSpec]:
 
 def _kv_state(geometry: StepGeometry) -> list[BufferSpec]:
     specs = kv_specs(geometry.config, geometry.num_blocks, geometry.block_size)
-    if geometry.head is not None:
-        specs += draft_kv_specs(geometry.head, geometry.dtype, geometry.num_blocks, geometry.block_size)
+    if geometry.speculator is not None:
+        specs += geometry.speculator.state_specs(geometry.state_sizes)
     return specs
 
 
 def declare_tables(builder: ProgramBuilder, geometry: StepGeometry) -> dict[str, tuple[str, str]]:
-    """RoPE tables of the target and the head as constants, [C, D / 2] float32; equal ones are one."""
+    """RoPE tables of the target and the speculator as constants, [C, D / 2] float32; equal ones are one."""
     names: dict[str, tuple[str, str]] = {}
     known: dict[int, tuple[str, str]] = {}
     for owner, (cos, sin) in geometry.tables.items():

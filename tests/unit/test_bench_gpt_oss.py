@@ -44,7 +44,8 @@ def test_bytes_are_those_of_the_parts() -> None:
     """Against the sums of the canonical weights themselves, of every kind once."""
     from bench.dense_cases import Case
     from bench.gpt_oss_cases import MODELS, OssCase, draft_config, expert_bytes, model_config, step_bytes
-    from lowlat.speculators.weight_plan import weight_plan
+    from lowlat.models.weight_plan import weight_plan
+    from lowlat.speculators.eagle3.weights import draft_weight_plan
 
     for name, model in MODELS.items():
         plan = weight_plan(model_config(model, 4096))
@@ -60,7 +61,7 @@ def test_bytes_are_those_of_the_parts() -> None:
         kv = 2 * model.num_kv_heads * model.head_dim * 2 * (model.num_layers // 2) * (4096 + 128)
         assert step_bytes(model, base, 0) == matrices + kv
         assert step_bytes(model, base, model.num_experts) == matrices + kv + experts
-        head = weight_plan(draft_config(model, 32000, 4096))
+        head = draft_weight_plan(draft_config(model, 32000, 4096))
         reads = {"head.fc.weight": 1}
         drafted = sum(
             reads.get(weight, 3) * 2 * shape[0] * shape[1] for weight, (shape, _) in head.items() if len(shape) == 2
@@ -241,7 +242,7 @@ def test_the_plan_counts_the_workspaces_of_a_chunk_s_experts_and_attention(chunk
     from bench.gpt_oss_cases import MODELS, OssCase, model_config
     from bench.gpt_oss_step import shapes_of
     from lowlat.host.memory.plan import memory_need
-    from lowlat.speculators.weight_plan import weight_plan
+    from lowlat.models.weight_plan import weight_plan
     from lowlat.step.prefill import build_prefill
 
     model = MODELS["120b"]

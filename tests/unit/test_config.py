@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from lowlat.errors import ConfigError
 from lowlat.options import config as module
-from lowlat.options.config import RuntimeConfig, SpeculativeConfig, TraceConfig, options_from
+from lowlat.options.config import METHOD_OPTIONS, RuntimeConfig, SpeculativeConfig, TraceConfig, options_from
+from lowlat.speculators.methods import METHODS
 
 SPECULATIVE_BOUNDS = {
     "num_speculative_tokens": (0, 7),
@@ -46,6 +47,7 @@ def runtime(**options: Any) -> RuntimeConfig:
 
 def test_every_option_is_covered_here() -> None:
     others = {"model", "method", "capture_layers", "tree", "enabled", "strict", "simulated_accept_length"}
+    others |= set(METHOD_OPTIONS["ngram"])
     assert {item.name for item in dataclasses.fields(SpeculativeConfig)} == {*SPECULATIVE_BOUNDS, *others}
     others = {"dtype", "device", "executor", "prefix_reuse", "share_decoded", "device_loop", "traces"}
     assert {item.name for item in dataclasses.fields(RuntimeConfig)} == {*RUNTIME_BOUNDS, *others}
@@ -88,14 +90,45 @@ def test_switches_are_bools(make: Any, name: str) -> None:
 @pytest.mark.parametrize("model", ["", None, 5, b"head"])
 def test_the_draft_model_is_a_path(model: Any) -> None:
     assert SpeculativeConfig(Path("head")).model == Path("head")
-    with pytest.raises(ConfigError, match=r"^model must be the path of a draft model's directory, got "):
+    with pytest.raises(
+        ConfigError, match=r"^model must be the path of a draft model's directory for method 'eagle3', got "
+    ):
         SpeculativeConfig(model)
 
 
 @pytest.mark.parametrize("method", ["eagle", "EAGLE3", "", None, 3])
-def test_the_method_is_eagle3(method: Any) -> None:
-    with pytest.raises(ConfigError, match=f"^method must be 'eagle3', got {method!r}$"):
+def test_a_method_is_one_of_the_table(method: Any) -> None:
+    assert METHOD_OPTIONS.keys() == METHODS.keys()
+    with pytest.raises(ConfigError, match=f"^method must be 'eagle3' or 'ngram', got {method!r}$"):
         speculative(method=method)
+
+
+def test_ngram_needs_no_model() -> None:
+    config = SpeculativeConfig(method="ngram", num_speculative_tokens=4, prompt_lookup_min=3, prompt_lookup_max=3)
+    assert config.model is None and config.prompt_lookup_min == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model": "head"}, "model is an option of method 'eagle3', and method is 'ngram'"),
+        ({"tree": ((0,),)}, "tree is an option of method 'eagle3', and method is 'ngram'"),
+        ({"draft_window": 8}, "draft_window is an option of method 'eagle3', and method is 'ngram'"),
+        ({"capture_layers": (1,)}, "capture_layers is an option of method 'eagle3', and method is 'ngram'"),
+        ({"prompt_lookup_max": 0}, "prompt_lookup_max must be from 1 to 16, got 0"),
+        ({"prompt_lookup_max": 17}, "prompt_lookup_max must be from 1 to 16, got 17"),
+        ({"prompt_lookup_min": 0}, "prompt_lookup_min must be from 1 to 4, got 0"),
+        ({"prompt_lookup_min": 5}, "prompt_lookup_min must be from 1 to 4, got 5"),
+    ],
+)
+def test_ngram_refuses_by_name(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}$"):
+        SpeculativeConfig(**{"method": "ngram", **options})
+
+
+def test_eagle3_refuses_what_ngram_takes() -> None:
+    with pytest.raises(ConfigError, match="prompt_lookup_max is an option of method 'ngram', and method is 'eagle3'"):
+        speculative(prompt_lookup_max=3)
 
 
 def test_capture_layers() -> None:

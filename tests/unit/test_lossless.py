@@ -54,9 +54,10 @@ def params(mode: str, seed: int = 7, max_tokens: int = MAX_TOKENS, **others: Any
     return SamplingParams(seed=seed, max_tokens=max_tokens, **MODES[mode], **others)
 
 
-def load(pair: PairPaths, depth: int = 7, *, tree: Any = None, **options: Any) -> Runtime:
-    """A runtime that speculates; a head that does not load is an error."""
-    config = SpeculativeConfig(model=pair.head, num_speculative_tokens=depth, tree=tree, strict=True)
+def load(pair: PairPaths, depth: int = 7, *, tree: Any = None, method: Any = "eagle3", **options: Any) -> Runtime:
+    """A runtime that speculates; a draft model that does not load is an error."""
+    own: dict[str, Any] = {"eagle3": {"model": pair.head, "tree": tree}, "ngram": {"prompt_lookup_min": 1}}[method]
+    config = SpeculativeConfig(method=method, num_speculative_tokens=depth, strict=True, **own)
     return Runtime.load(pair.target, config, **{**OPTIONS, **options})
 
 
@@ -93,6 +94,25 @@ def test_no_depth_changes_anything(family: str, mode: str, pairs: dict[str, Pair
             assert_same(traced(runtime, prompt, sampling, depth), expected)
         speculation = runtime.summary()["eagle_speculation"]
     assert 0 < speculation["total_accepted_tokens"] < speculation["total_draft_tokens"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", DISTINCT_FAMILIES)
+def test_no_depth_of_ngram_drafts_changes_anything(family: str, mode: str, pairs: dict[str, PairPaths]) -> None:
+    """The text repeats itself, so that some drafts are right and some are not; lengths of chunks, and one token."""
+    repeating = prompt_of(6) * 4
+    with load(pairs[family], method="ngram") as runtime:
+        for length, depths in ((23, (0, 1, 2, 4, 7)), (8, (7,)), (1, (7,))):
+            prompt, sampling = repeating[:length], params(mode, max_tokens=30)
+            expected = baseline(pairs[family], prompt, sampling)
+            for depth in depths:
+                assert_same(traced(runtime, prompt, sampling, depth), expected)
+            changing = random.Random(1).choices(range(8), k=99)
+            assert_same(traced(runtime, prompt, sampling, changing.__getitem__), expected)
+        speculation = runtime.summary()["eagle_speculation"]
+    # repeating is what penalties forbid
+    assert speculation["total_accepted_tokens"] < speculation["total_draft_tokens"]
+    assert speculation["total_accepted_tokens"] > 0 or mode == "penalised"
 
 
 @pytest.mark.parametrize("reuse", [False, True])
@@ -177,14 +197,16 @@ class Crowd:
             self.runtime.cancel(name)
 
 
-@pytest.mark.parametrize(("tree", "seed"), [(None, 0), ("bushy", 1)])
+@pytest.mark.parametrize(("method", "tree", "seed"), [("eagle3", None, 0), ("eagle3", "bushy", 1), ("ngram", None, 2)])
 @pytest.mark.parametrize("family", DISTINCT_FAMILIES)
-def test_no_neighbour_changes_anything(family: str, tree: str | None, seed: int, pairs: dict[str, PairPaths]) -> None:
+def test_no_neighbour_changes_anything(
+    family: str, method: str, tree: str | None, seed: int, pairs: dict[str, PairPaths]
+) -> None:
     pair, modes = pairs[family], list(MODES)
     wanted = [(prompt_of(5 + 9 * k, seed=k), params(modes[k], seed=k)) for k in range(4)]
     expected = [baseline(pair, *request) for request in wanted]
     depth = 3 if tree else 7
-    with load(pair, depth, tree=TREES[tree] if tree else None, max_queue=16) as runtime:
+    with load(pair, depth, tree=TREES[tree] if tree else None, method=method, max_queue=16) as runtime:
         crowd, recorder = Crowd(runtime, seed), Recorder(runtime)
         names: list[str] = []
         tokens: dict[str, list[int]] = {}
@@ -204,14 +226,15 @@ def test_no_neighbour_changes_anything(family: str, tree: str | None, seed: int,
         assert runtime.kvcache.stats().num_used == 0
 
 
+@pytest.mark.parametrize("method", ["eagle3", "ngram"])
 @pytest.mark.parametrize("mode", ["greedy", "sampled"])
 @pytest.mark.parametrize("family", DISTINCT_FAMILIES)
-def test_a_reused_prefix_changes_nothing(family: str, mode: str, pairs: dict[str, PairPaths]) -> None:
+def test_a_reused_prefix_changes_nothing(family: str, mode: str, method: str, pairs: dict[str, PairPaths]) -> None:
     """The second of two equal prompts, and one that shares the first half, find chunks in the cache."""
     pair, sampling = pairs[family], params(mode, max_tokens=10)
     prompt = prompt_of(33)
     other = prompt[:20] + prompt_of(12, seed=8)
-    with load(pair, 4) as runtime:
+    with load(pair, 4, method=method) as runtime:
         for request, cached in ((prompt, 0), (prompt, 32), (other, 16), (prompt[:8], 0), (prompt[:9], 8)):
             name = runtime.submit(request, sampling)
             run_all(runtime)
@@ -304,7 +327,7 @@ def bundled() -> PairPaths:
 @pytest.mark.parametrize("tree", [None, "bushy"])
 @pytest.mark.parametrize("mode", ["greedy", "sampled"])
 def test_the_bundled_pair_loses_nothing(mode: str, tree: str | None, bundled: PairPaths) -> None:
-    options = {"dtype": "auto", "block_size": 32, "prefill_chunk": 128}
+    options: dict[str, Any] = {"dtype": "auto", "block_size": 32, "prefill_chunk": 128}
     sampling = params(mode, max_tokens=16)
     with Runtime.load(bundled.target, **{**OPTIONS, **options}) as runtime:
         prompts = [list(range(300, 300 + length)) for length in (5, 30)]

@@ -27,7 +27,7 @@ def make(
     at_once: int = 1,
 ) -> Scheduler:
     cache = KVCache(num_blocks, BLOCK, CHUNK, reuse=reuse, share_decoded=False, namespace=b"")
-    return Scheduler(LADDER, cache, max_batch, max_queue, CHUNK, has_draft_model=head, max_prefill_chunks=at_once)
+    return Scheduler(LADDER, cache, max_batch, max_queue, CHUNK, covers_last_token=head, max_prefill_chunks=at_once)
 
 
 def request(name: str, prompt: int | tuple[int, ...], extra: int = 4) -> ScheduledRequest:
@@ -100,24 +100,24 @@ def test_chunks_of_a_prompt_run_together(
             assert chunk is not None
             found.append((chunk.start, chunk.size, chunk.num_target_tokens))
         assert found == expected
-        scheduler.finished("a")
+        scheduler.cancel("a")
         scheduler.enqueue(request("b", num_tokens + 1))
         assert scheduler.plan().admitted[0].num_cached_tokens == (num_tokens - 1) // CHUNK * CHUNK
 
 
-def test_a_cached_prefix_is_skipped_and_its_last_block_named() -> None:
+def test_a_cached_prefix_is_skipped() -> None:
     for head, expected in ((True, [(8, 0, 1, True)]), (False, [])):
         scheduler = make(head=head)
         scheduler.enqueue(request("a", 9))
         chunks(scheduler, "a")
-        scheduler.finished("a")
+        scheduler.cancel("a")
         scheduler.enqueue(request("b", 9))
         plan = scheduler.plan()
         assert plan.admitted[0].num_cached_tokens == 8 and plan.joins == ("b",)
         if plan.prefill is None:
             assert expected == []
             continue
-        assert plan.prefill == PrefillChunk("b", 0, 8, 4, 0, 1, True, plan.admitted[0].table[3])
+        assert plan.prefill == PrefillChunk("b", 0, 8, 4, 0, 1, True)
         assert scheduler.phase("b") is Phase.PREFILLING
         scheduler.prefill_done(plan.prefill)
         assert scheduler.phase("b") is Phase.DECODING
@@ -132,7 +132,7 @@ def test_one_chunk_a_step_fewest_left_first() -> None:
     assert plans[0].joins == ("one",) and scheduler.num_queued == 1
     assert [plan.prefill.request_id for plan in plans if plan.prefill] == ["short", "short", "also", "also"]
     assert [plan.joins for plan in plans[1:]] == [("short",), (), ("also",)]
-    scheduler.finished("short")
+    scheduler.cancel("short")
     plan = step(scheduler)
     assert [(a.request_id, a.slot) for a in plan.admitted] == [("waits", 1)] and plan.joins == ("waits",)
 
@@ -147,7 +147,7 @@ def test_a_long_prompt_is_passed_over_a_bounded_number_of_times() -> None:
         if plan.prefill is not None and plan.prefill.request_id == "long":
             starts.append(number)
         for name in plan.joins:
-            scheduler.finished(name)
+            scheduler.cancel(name)
     assert starts and starts[0] <= MAX_PASSED_OVER
     assert max(b - a for a, b in pairwise(starts)) <= MAX_PASSED_OVER + 1
 
@@ -159,7 +159,7 @@ def test_first_come_first_served_even_past_a_large_head() -> None:
     scheduler.enqueue(request("large", 2, extra=20))
     scheduler.enqueue(request("small", 1))
     assert not step(scheduler).admitted
-    scheduler.finished("a")
+    scheduler.cancel("a")
     assert [admission.request_id for admission in step(scheduler).admitted] == ["large", "small"]
 
 
@@ -172,7 +172,7 @@ def test_a_full_queue_names_the_limit_and_the_knob() -> None:
     step(scheduler)
     with pytest.raises(CapacityError):
         scheduler.enqueue(request("c", 1))
-    scheduler.finished("a")
+    scheduler.cancel("a")
     scheduler.enqueue(request("c", 1))
 
 
@@ -194,11 +194,9 @@ def test_refuses_what_cannot_be_served_by_name() -> None:
     scheduler.enqueue(request("a", 1))
     with pytest.raises(RequestError, match="exists already"):
         scheduler.enqueue(request("a", 1))
-    for call in (scheduler.cancel, scheduler.finished, scheduler.phase, scheduler.slot):
+    for call in (scheduler.cancel, scheduler.phase, scheduler.slot):
         with pytest.raises(RequestError, match="unknown or has ended"):
             call("nobody")
-    with pytest.raises(RequestError, match="it is queued"):
-        scheduler.finished("a")
     with pytest.raises(ConfigError, match="max_batch"):
         make(max_batch=5)
     with pytest.raises(ConfigError, match="prefill_chunk"):
@@ -253,7 +251,7 @@ def test_a_refused_head_asks_again_only_when_something_changed(monkeypatch: pyte
     for _ in range(5):
         step(scheduler)
     assert asked == ["b"]
-    scheduler.finished("a")
+    scheduler.cancel("a")
     step(scheduler)
     assert asked == ["b", "b"] and scheduler.phase("b") is Phase.DECODING
 
@@ -316,7 +314,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def step(self) -> None:
         waiting = [name for name, e in self.requests.items() if e.target is None]
-        num_left = self.scheduler.num_prefilling
+        num_left = sum(e.target is not None and not e.joined for e in self.requests.values())
         plan = self.scheduler.plan()
         names = [admission.request_id for admission in plan.admitted]
         assert names == waiting[: len(names)]
@@ -337,14 +335,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert not expected.joined
             expected.joined = True
             assert expected.target == list(range(size - 1))
-            if self.scheduler.has_draft_model and size > 1:
+            if self.scheduler.covers_last_token and size > 1:
                 assert expected.head == list(range(size))
 
     @precondition(lambda self: any(e.joined for e in self.requests.values()))
     @rule(data=st.data(), poisoned=st.booleans())
     def finish(self, data: st.DataObject, poisoned: bool) -> None:
         name = data.draw(st.sampled_from([n for n, e in self.requests.items() if e.joined]))
-        self.scheduler.finished(name, poisoned=poisoned)
+        self.scheduler.cancel(name, poisoned=poisoned)
         del self.requests[name]
 
     @precondition(lambda self: self.requests)
@@ -375,7 +373,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         for _ in range(200):
             for name in [n for n, e in self.requests.items() if e.joined]:
-                self.scheduler.finished(name)
+                self.scheduler.cancel(name)
                 del self.requests[name]
             self.scheduler.kvcache.take_blocks_to_clear()
             if not self.requests:

@@ -42,6 +42,17 @@ def test_every_limit_and_option_of_a_runtime_and_of_speculation_can_be_set() -> 
     assert unset == {"enabled"}
 
 
+def test_ngram_drafts_need_no_head() -> None:
+    """With the bundled model, too, which has one."""
+    config = gather(method="ngram", environment={"LOWLAT_PROMPT_LOOKUP_MAX": "3"}, num_speculative_tokens=5)
+    expected = SpeculativeConfig(method="ngram", num_speculative_tokens=5, prompt_lookup_max=3)
+    assert config.speculation(Path("/h")) == expected
+    with pytest.raises(ConfigError, match="model is an option of method 'eagle3', and method is 'ngram'"):
+        gather(method="ngram", environment={"LOWLAT_HEAD": "/h"})
+    with pytest.raises(ConfigError, match="prompt_lookup_min is an option of method 'ngram'"):
+        gather(prompt_lookup_min=1)
+
+
 def test_options_win_over_the_environment_over_the_file(tmp_path: Path) -> None:
     file = tmp_path / "serve.toml"
     file.write_text('max_queue = 1\nmax_clients = 2\nmax_batch = 3\nmodel = "here"\nprefix_reuse = false\n')

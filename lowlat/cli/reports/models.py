@@ -17,11 +17,12 @@ from lowlat.host.devices import DeviceChoice, choose_device
 from lowlat.models.geometry import DraftConfig, ModelConfig
 from lowlat.models.hf_config import read_config
 from lowlat.models.target import read_model_config, target_groups
+from lowlat.models.weight_plan import weight_plan
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig, options_from
 from lowlat.program.program import Program
 from lowlat.speculators.eagle3.capture import IDS_KEY, default_boundaries
 from lowlat.speculators.eagle3.config import parse_draft
-from lowlat.speculators.weight_plan import weight_plan
+from lowlat.speculators.eagle3.weights import draft_weight_plan
 
 __all__ = ["draft_report", "model_report"]
 
@@ -35,8 +36,9 @@ def model_report(
     """
     runtime = options_from({**options, "max_context": default_context(directory, options["max_context"])})
     plan = plan_runtime(directory, runtime, speculative)
-    config, head = plan.geometry.config, plan.geometry.head
-    choice = settle_executor(_planned_device(runtime), runtime.executor, config, head, runtime.block_size)
+    config, speculator = plan.geometry.config, plan.geometry.speculator
+    draft = None if speculator is None else speculator.draft_config
+    choice = settle_executor(_planned_device(runtime), runtime.executor, config, draft, runtime.block_size)
     if runtime.max_context > config.max_position:
         raise ConfigError(
             f"max_context {runtime.max_context} exceeds the model's max_position_embeddings {config.max_position}"
@@ -55,8 +57,11 @@ def model_report(
         "kv": _kv(plan, program, runtime),
         "memory": plan.memory(runtime.max_batch, choice),
     }
-    if head is not None:
-        report["head_parts"] = parts_of(weight_plan(head, dtype=config.dtype))
+    if speculator is not None:
+        report["speculator"] = speculator.report()
+        own = speculator.weight_plan(config.dtype)
+        if own:
+            report["head_parts"] = parts_of(own)
     if buffers:
         report["bucket"] = program.name
         report["buffers"] = [buffer_dict(spec) for spec in program.buffers.values()]
@@ -95,8 +100,9 @@ def _files(directory: Path, config: ModelConfig) -> dict[str, int] | None:
 def _kv(plan: Plan, program: Program, options: RuntimeConfig) -> dict[str, int]:
     """The caches: bytes a token, and the pool that holds max_batch requests of the largest size."""
     caches = [spec for spec in program.buffers.values() if spec.paging is Paging.POSITIONS]
-    heads = [spec for spec in caches if spec.name.startswith("head.")]
-    targets = [spec for spec in caches if spec not in heads]
+    speculator = plan.geometry.speculator
+    own = [] if speculator is None else speculator.state_specs(plan.geometry.state_sizes)
+    heads, targets = [spec for spec in caches if spec in own], [spec for spec in caches if spec not in own]
     return {
         "bytes_per_token": kv_bytes_per_token(targets, options.block_size),
         "head_bytes_per_token": kv_bytes_per_token(heads, options.block_size),
@@ -143,7 +149,7 @@ def draft_report(directory: Path, target: Path, capture_layers: tuple[int, ...] 
             "lm_head": "the head's own" if head.own_lm_head else "the target's",
             "embedding": "the head's own" if head.own_embedding else "the target's",
         },
-        "parts": parts_of(weight_plan(head, dtype=target_config.dtype)),
+        "parts": parts_of(draft_weight_plan(head, dtype=target_config.dtype)),
         "notes": list(notes),
     }
 

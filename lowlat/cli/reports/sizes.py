@@ -1,4 +1,4 @@
-"""The size of a model, a draft model and a runtime of them, by part, from their configs alone: no weight is read."""
+"""Sizes of a model, a speculator and a runtime of them, by part, from their configs alone: no weight is read."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -13,13 +13,12 @@ from lowlat.host.devices import DeviceChoice
 from lowlat.host.loading import bucket_batches, make_geometry, make_topologies
 from lowlat.host.memory.plan import memory_need
 from lowlat.kernels.formats import numbers_an_entry
-from lowlat.models.target import LoadedTarget, read_model_config, target_groups
+from lowlat.models.target import read_model_config, target_groups
+from lowlat.models.weight_plan import weight_plan
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig
 from lowlat.program.program import Program
-from lowlat.speculators.eagle3.config import read_draft_config
-from lowlat.speculators.eagle3.weights import LoadedDraftModel
+from lowlat.speculators.methods import plan_speculator
 from lowlat.speculators.tree.topology import TreeTopology
-from lowlat.speculators.weight_plan import weight_plan
 from lowlat.step.decode import build_step
 from lowlat.step.prefill import build_prefills
 from lowlat.step.state import StepGeometry
@@ -85,13 +84,14 @@ class Plan:
         """Bytes on the device by part and in all, and the most that the host holds, Python and libraries left out."""
         programs = [self.program(batch, depth) for batch in bucket_batches(max_batch) for depth in self.topologies]
         every = (*programs, *build_prefills(self.geometry).values())
-        head = sum(tensor.nbytes for name, tensor in self.weights.items() if name.startswith("head."))
+        speculator, dtype = self.geometry.speculator, self.geometry.config.dtype
+        own = () if speculator is None else speculator.weight_plan(dtype)
         need = memory_need(
             every,
             self.weights,
             choice.device,
             has_kernels=choice.has_kernels,
-            host_load_bytes=self.read_ahead_bytes + head,
+            host_load_bytes=self.read_ahead_bytes + sum(self.weights[name].nbytes for name in own),
         )
         on_host = need.total_bytes if choice.device.type == "cpu" else 0
         return {
@@ -108,14 +108,11 @@ def plan_runtime(target: Path, options: RuntimeConfig, speculative: SpeculativeC
     weights = _without_content(weight_plan(config))
     if config.tie_embeddings:
         weights["lm_head.weight"] = weights["embed.weight"]
-    loaded_target = LoadedTarget(config, {}, target)
-    head, topologies = None, {0: TreeTopology.chain(0)}
+    speculator, topologies = None, {0: TreeTopology.chain(0)}
     if speculative is not None:
-        draft_config = read_draft_config(speculative.model, config, capture_layers=speculative.capture_layers)
-        head = LoadedDraftModel(draft_config, {}, Path(speculative.model), ())
-        topologies = make_topologies(speculative)
-        weights.update(_without_content(weight_plan(draft_config, dtype=config.dtype)))
-    geometry = make_geometry(loaded_target, head, topologies, options, speculative)
+        speculator, topologies = plan_speculator(speculative, config), make_topologies(speculative)
+        weights.update(_without_content(speculator.weight_plan(config.dtype)))
+    geometry = make_geometry(config, speculator, topologies, options, speculative)
     return Plan(geometry, topologies, weights, ahead_bytes(target_groups(config)))
 
 

@@ -1,62 +1,36 @@
-"""Drafting inside the step: the head over the accepted rows, then over one level of the tree after another.
+"""Drafting inside the step: the draft model over the accepted rows, then over one level of the tree after another.
 
 Source: EAGLE-3, arXiv 2503.01840, section 3. The rows of accepted tokens use the target's true features and leave
-keys and values for all; attention, FFN and LM head run on each slot's last row alone. Deeper levels use the head's
-own fed-back state, and their keys and values are overwritten by the next step.
+keys and values for all; attention, FFN and LM head run on each slot's last row alone. Deeper levels use the draft
+model's own fed-back state, and their keys and values are overwritten by the next step.
 """
 
 from collections.abc import Sequence
 
 import torch
 
-from lowlat.graphs import Bucket
-from lowlat.models.geometry import DraftConfig
 from lowlat.models.layers import Emitter, Rows
-from lowlat.program.program import ProgramBuilder, Stage
+from lowlat.program.program import Stage
+from lowlat.speculators.base import StepScope
 from lowlat.speculators.eagle3.emitter import Eagle3Emitter
-from lowlat.speculators.tree.topology import TreeTopology
-from lowlat.step.state import StepGeometry
 
-__all__ = ["emit_draft"]
+__all__ = ["Drafter"]
 
 BY_SLOT = {"slots": "slots", "block_table": "block_table"}
 
 
-def emit_draft(
-    builder: ProgramBuilder,
-    geometry: StepGeometry,
-    bucket: Bucket,
-    topology: TreeTopology,
-    boundaries: Sequence[str],
-    tables: tuple[str, str],
-) -> None:
-    """Extend the head's KV over the accepted rows and, where the bucket drafts, draft `topology`."""
-    if geometry.head is None:
-        raise ValueError("drafting needs a head")
-    eagle = Eagle3Emitter(geometry.config, geometry.head, tables, geometry.draft_window)
-    drafter = _Drafter(builder, geometry, geometry.head, bucket, topology, eagle)
-    both, residual = drafter.extend(boundaries)
-    if bucket.num_speculative_tokens:
-        drafter.draft(both, residual)
+class Drafter:
+    """Appends what an EAGLE3 draft model does behind a commit. Shapes: B slots, T rows a slot."""
 
+    def __init__(self, scope: StepScope, eagle: Eagle3Emitter) -> None:
+        self.scope, self.eagle = scope, eagle
+        self.builder, self.draft_config = scope.builder, eagle.head
+        self.topology, self.dtype = scope.topology, scope.dtype
+        self.batch, self.rows = scope.bucket.batch, scope.bucket.rows
 
-class _Drafter:
-    def __init__(
-        self,
-        builder: ProgramBuilder,
-        geometry: StepGeometry,
-        head: DraftConfig,
-        bucket: Bucket,
-        topology: TreeTopology,
-        eagle: Eagle3Emitter,
-    ) -> None:
-        self.builder, self.geometry, self.head = builder, geometry, head
-        self.topology, self.eagle = topology, eagle
-        self.batch, self.rows = bucket.batch, bucket.rows
-
-    def extend(self, boundaries: Sequence[str]) -> tuple[str, str]:
+    def extend(self) -> tuple[str, str]:
         """Keys and values of the accepted rows; returns the attention input [B * T, 2H] and the residual."""
-        batch, rows, head = self.batch, self.rows, self.head
+        batch, rows, draft = self.batch, self.rows, self.draft_config
         ints = self._ints
         names = ("accepted_tokens", "commit_lens", "draft_live", "dense_lens")
         outs = {
@@ -69,9 +43,9 @@ class _Drafter:
         self.builder.emit("draft_rows", Stage.EAGLE_DRAFT_FC, reads={n: n for n in names}, writes=outs)
         write = {**BY_SLOT, "row_live": "head.row_live", "write_lens": "head.write_lens", "offsets": "node_offsets"}
         all_rows = Rows("head.", batch * rows, "head.row_live", "head.positions", {}, write)
-        emitter = Emitter(self.builder, all_rows, self.geometry.dtype, Stage.EAGLE_DRAFT_FC)
-        captured = [boundaries[boundary] for boundary in head.capture_boundaries]
-        features = emitter.scratch("features", batch * rows, len(captured) * head.target_hidden_size)
+        emitter = Emitter(self.builder, all_rows, self.dtype, Stage.EAGLE_DRAFT_FC)
+        captured = [self.scope.boundaries[boundary] for boundary in draft.capture_boundaries]
+        features = emitter.scratch("features", batch * rows, len(captured) * draft.target_hidden_size)
         sources = {f"source{k}": name for k, name in enumerate(captured)}
         emitter.emit("gather_features", {"accepted_nodes": "accepted_nodes", **sources}, {"out": features})
         hidden = self.eagle.emit_fc(emitter, features)
@@ -79,29 +53,29 @@ class _Drafter:
             "store_boundary",
             {"hidden": hidden, "positions": "head.positions", "row_live": "head.row_live", **BY_SLOT},
             {"block_features": "block_features"},
-            block_size=self.geometry.block_size,
+            block_size=self.scope.block_size,
         )
         emitter.stage = Stage.EAGLE_DRAFT_ATTENTION_FMHA
         both, residual = self.eagle.emit_input(emitter, "head.tokens", hidden)
         self.eagle.emit_kv(emitter, both)
         return both, residual
 
-    def draft(self, both: str, residual: str) -> None:
-        """All levels, then the masks and paths of the next step."""
+    def draft(self, both: str, residual: str) -> str:
+        """All levels; returns the drafted nodes."""
         batch = self.batch
         alone = self.builder.constant("head.no_ancestors", torch.zeros(batch, 1, dtype=torch.int64))
         attention = {**BY_SLOT, "dense_lens": "draft_lens", "row_masks": alone}
         rows = Rows("draft.0.", batch, "draft_live", "head.live_positions", attention, {})
-        level = Emitter(self.builder, rows, self.geometry.dtype, Stage.EAGLE_DRAFT_ATTENTION_FMHA)
+        level = Emitter(self.builder, rows, self.dtype, Stage.EAGLE_DRAFT_ATTENTION_FMHA)
         live = {}
         for name, source in (("both", both), ("residual", residual)):
             live[name] = level.scratch(name, batch, self.builder.spec(source).shape[1])
             level.emit("take_last", {"x": source, "commit_lens": "commit_lens"}, {"out": live[name]})
-        self._ints("draft_nodes", batch, self.topology.num_nodes)
+        nodes = self.scope.draft_nodes()
         feedback = self._finish_level(level, 0, live["both"], live["residual"])
         for depth in range(1, self.topology.depth):
             feedback = self._deeper_level(depth, feedback)
-        self._masks()
+        return nodes
 
     def _deeper_level(self, depth: int, feedback: str) -> str:
         topology, batch, prefix = self.topology, self.batch, f"draft.{depth}."
@@ -115,7 +89,7 @@ class _Drafter:
         attention = {**BY_SLOT, "dense_lens": "draft_lens", "row_masks": masks}
         write = {**BY_SLOT, "row_live": live, "write_lens": "draft_lens", "offsets": offsets}
         rows = Rows(prefix, batch * len(nodes), live, positions, attention, write)
-        level = Emitter(self.builder, rows, self.geometry.dtype, Stage.EAGLE_DRAFT_ATTENTION_FMHA)
+        level = Emitter(self.builder, rows, self.dtype, Stage.EAGLE_DRAFT_ATTENTION_FMHA)
         tokens = self._ints(f"{prefix}tokens", batch, len(nodes))
         hidden = level.scratch("hidden", batch * len(nodes), self.builder.spec(feedback).shape[1])
         parents = [above.index(topology.parents[node]) for node in nodes]
@@ -156,20 +130,6 @@ class _Drafter:
         }
         level.emit("assign_drafts", reads, {"draft_nodes": "draft_nodes"})
         return feedback
-
-    def _masks(self) -> None:
-        topology = self.topology
-        width = topology.depth + 1
-        paths = [[*path, *[-1] * (width - len(path))] for path in topology.paths]
-        reads = {
-            "draft_nodes": "draft_nodes",
-            "draft_live": "draft_live",
-            "slots": "slots",
-            "topology_masks": self._constant("topology.masks", list(topology.packed_masks), torch.int64),
-            "topology_paths": self.builder.constant("topology.paths", torch.tensor(paths, dtype=torch.int32)),
-        }
-        names = ("drafts", "num_drafts", "tree_masks", "tree_paths")
-        self.builder.emit("tree_masks", Stage.EAGLE_TREE_MASKS, reads=reads, writes={n: n for n in names})
 
     def _ints(self, name: str, *shape: int, dtype: torch.dtype = torch.int32) -> str:
         return self.builder.scratch(name, shape, dtype)

@@ -3,8 +3,10 @@
 It knows the normalised names of head tensors; config and layouts are `draft_config`'s.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -16,7 +18,7 @@ from lowlat.models.layers import TORCH_DTYPES
 from lowlat.speculators.eagle3.config import parse_draft
 from lowlat.speculators.eagle3.tensors import DraftTensors
 
-__all__ = ["LoadedDraftModel", "draft_recipes", "load_draft_model", "read_draft_map"]
+__all__ = ["LoadedDraftModel", "draft_recipes", "draft_weight_plan", "load_draft_model", "read_draft_map"]
 
 DRAFT_MAP = "head.draft_to_target"
 
@@ -78,6 +80,20 @@ def draft_recipes(config: DraftConfig, dtype: torch.dtype) -> list[Recipe]:
     if config.own_lm_head:
         made.append(one("lm_head.weight", "lm_head.weight", config.draft_vocab_size, hidden))
     return made
+
+
+def draft_weight_plan(
+    config: DraftConfig, *, dtype: str = "bfloat16"
+) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Canonical name -> (shape, dtype) of every weight of a draft model's own, in a compute dtype.
+
+    Embedding and LM head are absent where they are the target's. Raises ConfigError for another dtype.
+    """
+    if dtype not in TORCH_DTYPES:
+        raise ConfigError(f"dtype must be 'bfloat16' or 'float32', got {dtype!r}")
+    plan = {recipe.weight: (recipe.shape, recipe.dtype) for recipe in draft_recipes(config, TORCH_DTYPES[dtype])}
+    plan[DRAFT_MAP] = ((config.draft_vocab_size,), torch.int32)
+    return MappingProxyType(plan)
 
 
 def _stored(recipe: Recipe, tensors: DraftTensors) -> Recipe:

@@ -14,7 +14,7 @@ from tiny_models import FAMILIES, make_target, mxfp4_target
 from lowlat.errors import ConfigError
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.target import read_model_config
-from lowlat.speculators.weight_plan import weight_plan
+from lowlat.models.weight_plan import weight_plan
 
 
 @pytest.fixture(scope="module")

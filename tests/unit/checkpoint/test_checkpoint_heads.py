@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_file
 from lowlat.errors import ConfigError
 from lowlat.models.geometry import RopeConfig
 from lowlat.speculators.eagle3.config import read_draft_config
-from lowlat.speculators.eagle3.weights import load_draft_model
-from lowlat.speculators.weight_plan import weight_plan
+from lowlat.speculators.eagle3.weights import draft_weight_plan, load_draft_model
 
 LAYOUTS = ("safeai", "specforge", "modelopt", "speculators")
 TARGET = target_geometry()
@@ -85,7 +84,7 @@ def test_heads_take_the_targets_dtype(dtype: str, tmp_path: Path) -> None:
         assert tensor.dtype == (torch.int32 if name == "head.draft_to_target" else compute)
     assert_same(loaded.weights, expected_weights(halves))
     held = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in loaded.weights.items()}
-    assert dict(weight_plan(loaded.config, dtype=dtype)) == held
+    assert dict(draft_weight_plan(loaded.config, dtype=dtype)) == held
     assert load_draft_model(tmp_path, TARGET, dtype="bfloat16").weights["head.q.weight"].dtype == torch.bfloat16
     refused(tmp_path, "dtype must be 'bfloat16' or 'float32', got 'float16'", dtype="float16")
 
@@ -139,7 +138,7 @@ def test_every_option_at_once(tmp_path: Path) -> None:
     assert config.norm_before_fc and config.fc_norm and config.norm_output and not config.norm_before_residual
     assert config.capture_boundaries == (1, 2, 7, 8)
     held = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in loaded.weights.items()}
-    assert dict(weight_plan(config, dtype="float32")) == held
+    assert dict(draft_weight_plan(config, dtype="float32")) == held
 
 
 IDS = "eagle_aux_hidden_state_layer_ids"
@@ -480,7 +479,7 @@ def test_mutated_configs_load_or_are_refused(layout: str, tmp_path: Path, data: 
         return
     assert len(loaded.config.capture_boundaries) == 3
     held = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in loaded.weights.items()}
-    assert dict(weight_plan(loaded.config, dtype="float32")) == held
+    assert dict(draft_weight_plan(loaded.config, dtype="float32")) == held
 
 
 def test_sharded_heads_load(tmp_path: Path) -> None:

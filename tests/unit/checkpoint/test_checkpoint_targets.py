@@ -14,7 +14,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from lowlat.errors import ConfigError
 from lowlat.models.geometry import RopeConfig
 from lowlat.models.target import load_target, read_model_config
-from lowlat.speculators.weight_plan import weight_plan
+from lowlat.models.weight_plan import weight_plan
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",

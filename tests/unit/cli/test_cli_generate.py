@@ -48,6 +48,26 @@ def test_a_depth_of_zero_is_plain_decoding_with_a_draft_model_and_without(pair: 
         assert found["token_ids"] == plain["token_ids"] and "eagle_speculation" not in found["metrics"]
 
 
+def test_generate_drafts_n_grams_without_a_head(pair: PairPaths) -> None:
+    common = (
+        "generate",
+        pair.target,
+        "--token-ids",
+        "5,6,7,5,6,7,5,6",
+        "--max-tokens",
+        30,
+        "--temperature",
+        0,
+        "--json",
+    )
+    found = answer(*common, "--method", "ngram", "-S", 4, "--prompt-lookup-min", 1)
+    plain = answer(*common)
+    assert found["token_ids"] == plain["token_ids"]
+    assert found["metrics"]["num_steps"] < plain["metrics"]["num_steps"] == 30
+    assert found["metrics"]["eagle_speculation"]["total_accepted_tokens"] > 0
+    assert "of method 'eagle3', and method is 'ngram'" in refusal(*common, "--method", "ngram", "--head", pair.head)
+
+
 def test_generate_streams_token_ids_without_a_tokenizer(pair: PairPaths) -> None:
     result = lowlat("generate", pair.target, "--token-ids", "5,6,7", "--max-tokens", 6)
     assert result.exit_code == 0

@@ -1,0 +1,166 @@
+"""The interface of speculators: what drafts tokens for a target, what it keeps, and what it adds to the programs.
+
+A speculator proposes and the target's step decides. Acceptance, commit and publication belong to the step and are the
+same for all of them; so is the host, which knows this interface and no implementation. The methods that can be asked
+for by name stand in `lowlat.speculators.methods`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+
+from lowlat.graphs import Bucket, BufferSpec
+from lowlat.models.geometry import DraftConfig, ModelConfig, RopeConfig
+from lowlat.models.layers import TORCH_DTYPES
+from lowlat.options.config import SpeculativeConfig
+from lowlat.program.program import ProgramBuilder
+from lowlat.speculators.tree.topology import TreeTopology
+
+__all__ = ["LoadedSpeculator", "PrefillScope", "Scope", "Speculator", "StateSizes", "StepScope"]
+
+Tables = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class StateSizes:
+    """The extents of the state that a speculator may keep: by slot, by position or by KV block.
+
+    dtype       the target's compute dtype
+    num_blocks  KV blocks of the pool, the null block included
+    block_size  positions of a block
+    """
+
+    dtype: torch.dtype
+    max_batch: int
+    max_context: int
+    num_blocks: int
+    block_size: int
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What a speculator sees of a program that it appends to.
+
+    config      the target's geometry
+    boundaries  the target's residual stream entering layers 0 to L - 1 and leaving the last: buffer names, [M, N]
+    tables      cos and sin of the speculator's own RoPE, [C, D / 2] float32; None where it has none
+    block_size  positions of a KV block
+    """
+
+    builder: ProgramBuilder
+    config: ModelConfig
+    boundaries: Sequence[str]
+    tables: Tables | None
+    block_size: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The target's compute dtype."""
+        return TORCH_DTYPES[self.config.dtype]
+
+
+@dataclass(frozen=True)
+class PrefillScope(Scope):
+    """A program of prefill. The host writes `prefill_*` before it runs: tokens, the table, the chunk, live rows.
+
+    size   positions that the program takes
+    chunk  positions of one chunk
+    """
+
+    size: int
+    chunk: int
+
+
+@dataclass(frozen=True)
+class StepScope(Scope):
+    """A decode step behind its commit, for one bucket.
+
+    Buffers that the step has written by then: `slots`, `accepted_tokens`, `accepted_nodes`, `commit_lens`, `dense_lens`
+    (the root's position), `draft_live` (slots that go on) and `draft_lens` (their committed tokens); state: `tokens`,
+    `lengths`, `block_table`. The constant `node_offsets` [T] holds 0 to T - 1.
+    topology  what the next step is to verify
+    """
+
+    bucket: Bucket
+    topology: TreeTopology
+
+    def draft_nodes(self) -> str:
+        """The buffer that drafting fills: [B, T] int32 by node, node 0 unused, -1 from the first missing draft on."""
+        return self.builder.scratch("draft_nodes", (self.bucket.batch, self.topology.num_nodes), torch.int32)
+
+
+class Speculator(ABC):
+    """A way of drafting for one target: geometry and programs, without the content of weights.
+
+    method             its name in `SpeculativeConfig`
+    covers_last_token  whether prefill has a row for the prompt's last token, which the target leaves to the first step
+    """
+
+    method: ClassVar[str]
+    covers_last_token: ClassVar[bool] = False
+
+    @classmethod
+    @abstractmethod
+    def plan(cls, options: SpeculativeConfig, target: ModelConfig) -> Self:
+        """The speculator of these options, without reading a weight. Raises ConfigError where it cannot draft."""
+
+    @classmethod
+    @abstractmethod
+    def load(cls, options: SpeculativeConfig, target: ModelConfig) -> "LoadedSpeculator":
+        """The speculator of these options with its weights, checked against the target. Raises ConfigError."""
+
+    @property
+    def draft_config(self) -> DraftConfig | None:
+        """The geometry of its draft model; None where it has none."""
+        return None
+
+    @property
+    def rope(self) -> tuple[RopeConfig, int] | None:
+        """The rotary embedding of its own attention and the size of a head; None where it has no attention."""
+        return None
+
+    def state_specs(self, sizes: StateSizes) -> list[BufferSpec]:
+        """The buffers of role STATE that it keeps between steps."""
+        return []
+
+    def weight_plan(self, dtype: str) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Canonical name -> (shape, dtype) of its own weights in a compute dtype, as `load` gives them."""
+        return {}
+
+    def report(self) -> dict[str, Any]:
+        """The method and its settings, as JSON values, for reports and logs."""
+        return {"method": self.method}
+
+    def emit_prefill(self, scope: PrefillScope) -> None:
+        """Append what it does for the positions of a prompt, behind the target's layers."""
+        return
+
+    def emit_extend(self, scope: StepScope) -> tuple[str, ...]:
+        """Append what it does with the accepted rows, whether or not the bucket drafts; returns buffers to draft from.
+
+        It runs in every bucket, those of S = 0 too: drafting can then begin again at any step.
+        """
+        return ()
+
+    @abstractmethod
+    def emit_draft(self, scope: StepScope, extended: tuple[str, ...]) -> str:
+        """Append drafting: a level at a time, a block at once, or from text alone; returns `scope.draft_nodes()`."""
+
+
+@dataclass(frozen=True)
+class LoadedSpeculator:
+    """A speculator and the content of its weights.
+
+    weights    by canonical name, on the CPU
+    directory  where they were read; None for a speculator without a checkpoint
+    notes      what its user should know
+    """
+
+    speculator: Speculator
+    weights: Mapping[str, torch.Tensor]
+    directory: Path | None = None
+    notes: tuple[str, ...] = ()

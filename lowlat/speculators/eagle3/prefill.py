@@ -1,0 +1,29 @@
+"""The draft model's rows in prefill: keys and values from the target's features, shifted by one position."""
+
+from lowlat.models.layers import Emitter, Rows
+from lowlat.program.program import Stage
+from lowlat.speculators.base import PrefillScope
+from lowlat.speculators.eagle3.emitter import Eagle3Emitter
+
+__all__ = ["emit_draft_prefill"]
+
+
+def emit_draft_prefill(scope: PrefillScope, eagle: Eagle3Emitter) -> None:
+    """Append fc, the shift and the KV write for a program's positions; the boundaries must have been computed."""
+    draft, common = eagle.head, {"block_table": "prefill_table", "chunk": "prefill_chunk"}
+    write = {"row_live": "prefill_draft_live", **common}
+    rows = Rows("prefill.head.", scope.size, None, "prefill_draft_positions", common, write, scope.chunk)
+    emitter = Emitter(scope.builder, rows, scope.dtype, Stage.PREFILL)
+    features = emitter.scratch("features", scope.size, len(draft.capture_boundaries) * draft.target_hidden_size)
+    sources = {f"source{k}": scope.boundaries[boundary] for k, boundary in enumerate(draft.capture_boundaries)}
+    emitter.emit("join_features", sources, {"out": features})
+    hidden = eagle.emit_fc(emitter, features)
+    shifted = emitter.scratch("shifted", scope.size, draft.hidden_size)
+    emitter.emit(
+        "draft_prefill_rows",
+        {"hidden": hidden, **common},
+        {"block_features": "block_features", "shifted": shifted},
+        block_size=scope.block_size,
+    )
+    both, _ = eagle.emit_input(emitter, "prefill_tokens", shifted)
+    eagle.emit_kv(emitter, both)

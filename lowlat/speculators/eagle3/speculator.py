@@ -1,0 +1,99 @@
+"""The speculator of method "eagle3": a draft model over captured residual streams.
+
+Source: EAGLE-3, arXiv 2503.01840.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+
+from lowlat.errors import ConfigError
+from lowlat.graphs import BufferSpec
+from lowlat.models.geometry import DraftConfig, ModelConfig, RopeConfig
+from lowlat.options.config import SpeculativeConfig
+from lowlat.speculators.base import LoadedSpeculator, PrefillScope, Scope, Speculator, StateSizes, StepScope
+from lowlat.speculators.eagle3.config import read_draft_config
+from lowlat.speculators.eagle3.draft import Drafter
+from lowlat.speculators.eagle3.emitter import Eagle3Emitter, draft_kv_specs
+from lowlat.speculators.eagle3.prefill import emit_draft_prefill
+from lowlat.speculators.eagle3.weights import draft_weight_plan, load_draft_model
+
+__all__ = ["Eagle3Speculator"]
+
+
+@dataclass(frozen=True)
+class Eagle3Speculator(Speculator):
+    """Drafts with an EAGLE3 model.
+
+    config  the draft model's geometry and flags
+    window  the draft's attention keeps to the first 4 and the last so many rows; None: to all
+    """
+
+    method: ClassVar[str] = "eagle3"
+    covers_last_token: ClassVar[bool] = True  # row i takes token i and the target's feature at i - 1
+    config: DraftConfig
+    window: int | None = None
+
+    @classmethod
+    def plan(cls, options: SpeculativeConfig, target: ModelConfig) -> Self:
+        """The geometry alone, from the checkpoint's config and headers. Raises ConfigError."""
+        config = read_draft_config(_checkpoint(options), target, capture_layers=options.capture_layers)
+        return cls(config, options.draft_window)
+
+    @classmethod
+    def load(cls, options: SpeculativeConfig, target: ModelConfig) -> LoadedSpeculator:
+        """The draft model with its weights, read whole: one that is damaged must be known in time to go on without."""
+        found = load_draft_model(_checkpoint(options), target, capture_layers=options.capture_layers)
+        return LoadedSpeculator(cls(found.config, options.draft_window), found.weights, found.directory, found.notes)
+
+    @property
+    def draft_config(self) -> DraftConfig:
+        """The draft model's geometry."""
+        return self.config
+
+    @property
+    def rope(self) -> tuple[RopeConfig, int]:
+        """The draft model's own."""
+        return self.config.rope, self.config.head_dim
+
+    def state_specs(self, sizes: StateSizes) -> list[BufferSpec]:
+        """KV cache of the draft model, and the features at the ends of blocks."""
+        return draft_kv_specs(self.config, sizes.dtype, sizes.num_blocks, sizes.block_size)
+
+    def weight_plan(self, dtype: str) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+        """The draft model's weights; embedding and LM head only where it brings its own."""
+        return draft_weight_plan(self.config, dtype=dtype)
+
+    def report(self) -> dict[str, Any]:
+        """The method, the boundaries it reads and the sizes of its vocabulary."""
+        return {
+            "method": self.method,
+            "capture_boundaries": list(self.config.capture_boundaries),
+            "draft_vocab_size": self.config.draft_vocab_size,
+            "draft_window": self.window,
+        }
+
+    def emit_prefill(self, scope: PrefillScope) -> None:
+        """Keys and values of the draft model for a prompt's positions."""
+        emit_draft_prefill(scope, self._emitter(scope))
+
+    def emit_extend(self, scope: StepScope) -> tuple[str, ...]:
+        """Keys and values of the accepted rows; returns the attention's input and the residual stream."""
+        return Drafter(scope, self._emitter(scope)).extend()
+
+    def emit_draft(self, scope: StepScope, extended: tuple[str, ...]) -> str:
+        """One level of the tree after another."""
+        return Drafter(scope, self._emitter(scope)).draft(*extended)
+
+    def _emitter(self, scope: Scope) -> Eagle3Emitter:
+        if scope.tables is None:
+            raise ValueError("an EAGLE3 draft model needs the tables of its RoPE")
+        return Eagle3Emitter(scope.config, self.config, scope.tables, self.window)
+
+
+def _checkpoint(options: SpeculativeConfig) -> str:
+    if options.model is None:
+        raise ConfigError("method 'eagle3' needs a model: the directory of an EAGLE3 draft model")
+    return str(options.model)

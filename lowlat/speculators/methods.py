@@ -1,0 +1,25 @@
+"""The methods of speculation by name, and the choice of one by its options."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from lowlat.models.geometry import ModelConfig
+from lowlat.options.config import SpeculativeConfig
+from lowlat.speculators.base import LoadedSpeculator, Speculator
+from lowlat.speculators.eagle3.speculator import Eagle3Speculator
+from lowlat.speculators.ngram.speculator import NgramSpeculator
+
+__all__ = ["METHODS", "load_speculator", "plan_speculator"]
+
+_CLASSES: tuple[type[Speculator], ...] = (Eagle3Speculator, NgramSpeculator)
+METHODS: Mapping[str, type[Speculator]] = MappingProxyType({each.method: each for each in _CLASSES})
+
+
+def plan_speculator(options: SpeculativeConfig, target: ModelConfig) -> Speculator:
+    """The speculator that the options ask for, no weight read. Raises ConfigError where it does not fit the target."""
+    return METHODS[options.method].plan(options, target)
+
+
+def load_speculator(options: SpeculativeConfig, target: ModelConfig) -> LoadedSpeculator:
+    """The speculator that the options ask for, with its weights. Raises ConfigError where it does not fit."""
+    return METHODS[options.method].load(options, target)

@@ -1,0 +1,52 @@
+"""The speculator of method "ngram": what followed the end of the text where it stood before is what is drafted.
+
+It reads the committed tokens that the step keeps anyway, so it has no state, no weights and nothing to do in prefill.
+Source: prompt lookup decoding (A. Saxena, 2023), here on the device. A slot drafts once a step of its own has
+committed: the first step of a request verifies its root alone.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from lowlat.models.geometry import ModelConfig
+from lowlat.options.config import SpeculativeConfig
+from lowlat.program.program import Stage
+from lowlat.speculators.base import LoadedSpeculator, Speculator, StepScope
+
+__all__ = ["NgramSpeculator"]
+
+
+@dataclass(frozen=True)
+class NgramSpeculator(Speculator):
+    """Drafts by the longest ending of the text, of min_match to max_match tokens, that stands in it before."""
+
+    method: ClassVar[str] = "ngram"
+    min_match: int
+    max_match: int
+
+    @classmethod
+    def plan(cls, options: SpeculativeConfig, target: ModelConfig) -> Self:
+        """The speculator of these options; it fits every target."""
+        return cls(options.prompt_lookup_min, options.prompt_lookup_max)
+
+    @classmethod
+    def load(cls, options: SpeculativeConfig, target: ModelConfig) -> LoadedSpeculator:
+        """The same: there is nothing to read."""
+        return LoadedSpeculator(cls.plan(options, target), {})
+
+    def report(self) -> dict[str, Any]:
+        """The method and the lengths that it looks for."""
+        return {"method": self.method, "prompt_lookup_min": self.min_match, "prompt_lookup_max": self.max_match}
+
+    def emit_draft(self, scope: StepScope, extended: tuple[str, ...]) -> str:
+        """One operation over the committed tokens; see `ngram_draft` of the references."""
+        nodes = scope.draft_nodes()
+        scope.builder.emit(
+            "ngram_draft",
+            Stage.DRAFT,
+            reads={name: name for name in ("tokens", "slots", "draft_live", "draft_lens")},
+            writes={"draft_nodes": nodes},
+            min_match=self.min_match,
+            max_match=self.max_match,
+        )
+        return nodes

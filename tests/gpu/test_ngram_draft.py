@@ -1,0 +1,28 @@
+"""N-gram drafts on a card."""
+
+import pytest
+import torch
+from kernel_cases import Bench
+from ngram_cases import check_ngram_draft
+
+from lowlat.executors.launcher import Launcher
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def bench() -> Bench:
+    device = torch.device("cuda", 0)
+    return Bench(device, Launcher(device).run)
+
+
+@pytest.mark.parametrize("matches", [(1, 1), (2, 4), (1, 16)])
+@pytest.mark.parametrize("context", [1001, 8192])
+def test_against_the_reference(bench: Bench, context: int, matches: tuple[int, int]) -> None:
+    for seed in range(20):
+        lengths = [1, 2, 3, 100 + seed, context - seed, context]
+        check_ngram_draft(bench, seed, context=context, lengths=lengths, matches=matches)
+
+
+def test_a_long_text_is_searched_to_its_beginning(bench: Bench) -> None:
+    check_ngram_draft(bench, 1, context=131072, lengths=[131072, 131071], matches=(2, 4))
