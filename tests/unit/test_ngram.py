@@ -138,7 +138,7 @@ def test_every_bucket_lowers(depth: int, target: Path) -> None:
     assert sum(name.startswith("ngram_draft_256_") for name in names) == (depth > 0)
     for group in lowered.groups:
         if group.ops[0].kind == "ngram_draft":
-            (call,) = group.calls
+            (call,) = group.kernel_calls
             assert call.grid == (3, 1, 1)
 
 
@@ -208,7 +208,7 @@ def test_a_limit_can_be_changed_while_a_request_runs(target: Path) -> None:
         assert set(verified[:16]) == {0} and max(verified[16:20]) == 2 and max(verified[20:24]) == 4
         for wrong in (-1, 1.5, "2"):
             with pytest.raises(RequestError, match="max_draft_tokens"):
-                runtime.set_draft_limit(runtime.submit(prompt, sampling), wrong)  # type: ignore[arg-type]
+                runtime.set_draft_limit(runtime.submit(prompt, sampling), wrong)
         with pytest.raises(RequestError, match="unknown or has ended"):
             runtime.set_draft_limit(name, 1)
 

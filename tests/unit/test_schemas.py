@@ -129,7 +129,7 @@ def mutations(program: Program, index: int) -> Iterator[tuple[str, Program]]:
 def test_mutated_programs_are_refused_and_the_operation_is_named(name: str, pairs: Mapping[str, Pair]) -> None:
     pair = pairs[name]
     seen, count = set(), 0
-    for program in (pair.program(3 if pair.head else 0, 2), next(iter(build_prefills(pair.geometry).values()))):
+    for program in (pair.program(3 if pair.speculator else 0, 2), next(iter(build_prefills(pair.geometry).values()))):
         for index, op in enumerate(program.ops):
             if (op.kind, op.stage) in seen:
                 continue
