@@ -22,6 +22,7 @@ from lowlat.kernels.toolchain.numba_cuda import compile_ptx, fork_compiler, targ
 __all__ = ["CompiledKernel", "compile_ahead", "compile_kernel", "link", "source_digest"]
 
 WORTH_FORKING = 4  # kernels
+SOURCES = Path(__file__).parents[1]  # lowlat.kernels; its references too: kernels take constants from them
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class CompiledKernel:
 def source_digest() -> str:
     """A digest of everything that decides what a kernel compiles to: our sources and the compilers' versions."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.rglob("*.py")):  # the references too: kernels take constants from them
+    for path in sorted(SOURCES.rglob("*.py")):
         digest.update(path.read_bytes())
     for package in ("numba-cuda", "numba", "llvmlite", "cuda-bindings", "nvidia-nvvm", "nvidia-nvjitlink"):
         try:

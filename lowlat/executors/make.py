@@ -12,8 +12,9 @@ from lowlat.graphs import Bucket
 from lowlat.host.devices import DeviceChoice
 from lowlat.models.geometry import DraftConfig, ExpertsConfig, ModelConfig
 from lowlat.program.program import Program
+from lowlat.step.state import StepGeometry
 
-__all__ = ["make_executor", "settle_executor", "uncovered"]
+__all__ = ["check_positions", "make_executor", "settle_executor", "uncovered"]
 
 # what the kernels refuse by ShapeError; repeated here, where a machine without a GPU loads no kernel
 HEAD_SIZES = (64, 128)
@@ -63,6 +64,23 @@ def _uncovered_experts(config: ModelConfig, experts: ExpertsConfig) -> tuple[str
         if experts.mxfp4 and size % MXFP4_BLOCK:
             return f"multiples of {MXFP4_BLOCK} as widths of MXFP4", f"{name} is {size}"
     return None
+
+
+def check_positions(geometry: StepGeometry) -> None:
+    """Raise ConfigError for a context that the kernels' attention does not reach, in a layer without a window."""
+    from lowlat.kernels.attention.attention import most_positions
+
+    windowless: list[ModelConfig | DraftConfig] = [geometry.config] if None in geometry.config.windows else []
+    if geometry.head is not None and geometry.draft_window is None:
+        windowless.append(geometry.head)
+    for part in windowless:
+        limit = most_positions(geometry.max_batch, geometry.max_context, part.num_kv_heads) - geometry.max_rows
+        most = limit // geometry.block_size * geometry.block_size - geometry.max_rows
+        if geometry.max_context > most:
+            raise ConfigError(
+                f"max_context {geometry.max_context} is above {most}, the most that the kernels' attention reaches "
+                f"without a window; lower max_context, or use executor 'reference'"
+            )
 
 
 def settle_executor(
