@@ -7,7 +7,14 @@ import torch
 from lowlat.graphs import BufferSpec, Role
 from lowlat.program.program import Program
 
-__all__ = ["STATE_ROLES", "SharedConstants", "clear_blocks", "first_rows", "pinned_names"]
+__all__ = [
+    "STATE_ROLES",
+    "SharedConstants",
+    "clear_blocks",
+    "first_rows",
+    "pinned_names",
+    "release_cached_memory",
+]
 
 STATE_ROLES = (Role.STATE, Role.COMMAND, Role.PUBLICATION)  # one address for all buckets
 
@@ -59,3 +66,10 @@ def clear_blocks(state: Mapping[str, torch.Tensor], blocks: Sequence[int], devic
     for name, tensor in state.items():
         if "_cache" in name or name == "block_features":
             tensor[index] = 0
+
+
+def release_cached_memory(device: torch.device) -> None:
+    """Give the memory that torch keeps for later, and that nothing uses, back to the device."""
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.empty_cache()

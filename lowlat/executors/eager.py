@@ -29,8 +29,9 @@ class EagerExecutor(KernelExecutor):
         device: torch.device,
         *,
         cache_directory: Path | None = None,
+        watchdog: tuple[float, float] = (10.0, 2.0),
     ) -> None:
-        super().__init__(programs, prefills, weights, device, cache_directory=cache_directory)
+        super().__init__(programs, prefills, weights, device, cache_directory=cache_directory, watchdog=watchdog)
         self._prepared: dict[Bucket, list[tuple[Group, list[Launch]]]] = {}
         self._hook: OpHook | None = None
 
@@ -61,6 +62,7 @@ class EagerExecutor(KernelExecutor):
         self._hook = hook
 
     def close(self) -> None:
-        """Drop every reference to buffers and weights."""
-        super().close()
+        """Drop every reference to programs, launches, buffers and weights."""
         self._prepared.clear()
+        self._hook = None
+        super().close()

@@ -14,7 +14,14 @@ import torch
 
 from lowlat.errors import ConfigError, DeviceError
 from lowlat.executors import OpHook
-from lowlat.executors.allocation import STATE_ROLES, SharedConstants, clear_blocks, first_rows, pinned_names
+from lowlat.executors.allocation import (
+    STATE_ROLES,
+    SharedConstants,
+    clear_blocks,
+    first_rows,
+    pinned_names,
+    release_cached_memory,
+)
 from lowlat.executors.device_weights import DeviceWeights
 from lowlat.executors.launcher import Launcher
 from lowlat.executors.lowering.lowering import Group, Lowering, lower
@@ -23,6 +30,7 @@ from lowlat.executors.lowering.weight_layouts import expert_parts, weight_permut
 from lowlat.executors.prefill.arguments import ChunkArguments
 from lowlat.executors.prefill.chunk import BoundPrefill
 from lowlat.executors.prefill.room import room_of
+from lowlat.executors.watchdog import Watchdog
 from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import Bucket, BufferSet, Role, aligned_bytes
 from lowlat.graphs.launch import Launch
@@ -41,6 +49,7 @@ class KernelExecutor:
     programs  the step's programs by bucket, the largest first
     prefills  the prefill programs by the positions that they take, ascending
     weights   canonical weights, on any device; experts may be packed already, see `DeviceWeights`
+    watchdog  its factor and min_s, see `Watchdog`: a step or a prefill that lasts too long is a DeviceError
     """
 
     name = "kernels"
@@ -54,8 +63,12 @@ class KernelExecutor:
         device: torch.device,
         *,
         cache_directory: Path | None = None,
+        watchdog: tuple[float, float] = (10.0, 2.0),
     ) -> None:
         self.device = device
+        self._step_watchdog, self._prefill_watchdog = Watchdog(*watchdog), Watchdog(*watchdog)
+        self._num_prefills = 0
+        self._failed = False
         self._programs = dict(programs)
         self.launcher = Launcher(device, cache_directory)
         self.stream = torch.cuda.Stream(device)
@@ -117,20 +130,52 @@ class KernelExecutor:
         with self._failures(), torch.cuda.stream(self.stream):
             self._arguments.send()
             self._run_prefill(size)
-            self.stream.synchronize()  # the host may write the next arguments now
+            self._wait_for_prefill()  # the host may write the next arguments then
+
+    def _wait_for_prefill(self) -> None:
+        """Return when the stream is idle. Raises DeviceError for a prefill that hangs."""
+        self._num_prefills += 1
+        polls, since, watchdog = 0, 0.0, self._prefill_watchdog
+        while not self.stream.query():
+            self._let_others_run(0)
+            polls += 1
+            if polls % POLLS_BETWEEN_CHECKS == 0:
+                since = since or watchdog.begin()
+                complaint = watchdog.complaint(since, self._num_prefills)
+                if complaint is not None and not self.stream.query():
+                    raise self._hangs(f"a prefill {complaint}")
+        if since:
+            watchdog.end(since)
 
     def _run_prefill(self, size: int) -> None:
         """A prefill program, its arguments on the device, on torch's current stream."""
         self._prefills[size].run()
 
     def wait_published(self, count: int) -> None:
-        """Return when `count` steps have been published. Raises DeviceError when the device has failed."""
-        head, polls, let_others_run = self._ring_head, 0, self._let_others_run
+        """Return when `count` steps have been published. Raises DeviceError when the device has failed or hangs."""
+        head, polls, since, let_others_run = self._ring_head, 0, 0.0, self._let_others_run
         while head[0] < count:
             let_others_run(0)
             polls += 1
             if polls % POLLS_BETWEEN_CHECKS == 0:
-                self._check(count)
+                if self.idle() and head[0] < count:
+                    raise DeviceError(f"the device is idle and has published {int(head[0])} of {count} steps")
+                since = self._check_age(since, count)
+        if since:
+            self._step_watchdog.end(since)
+
+    def _check_age(self, since: float, count: int) -> float:
+        """When the wait for `count` steps was looked at first (0.0: now). Raises DeviceError for one that hangs."""
+        since = since or self._step_watchdog.begin()
+        complaint = self._step_watchdog.complaint(since, count)
+        if complaint is not None and self._ring_head[0] < count:  # else it was this process that was stopped
+            raise self._hangs(f"step {count} {complaint}")
+        return since
+
+    def _hangs(self, problem: str) -> DeviceError:
+        """The error for work that hangs; what waits for the device later would wait for ever."""
+        self._failed = True
+        return DeviceError(f"the device {self.device} hangs: {problem}")
 
     def idle(self) -> bool:
         """Whether all that was started is done. Raises DeviceError when the device has failed."""
@@ -143,11 +188,8 @@ class KernelExecutor:
         try:
             yield
         except RuntimeError as error:
+            self._failed = True
             raise DeviceError(f"the device {self.device} failed: {error}") from error
-
-    def _check(self, count: int) -> None:
-        if self.idle() and self._ring_head[0] < count:
-            raise DeviceError(f"the device is idle and has published {int(self._ring_head[0])} of {count} steps")
 
     @torch.inference_mode()
     def clear_blocks(self, blocks: Sequence[int]) -> None:
@@ -174,8 +216,13 @@ class KernelExecutor:
             raise ConfigError(f"executor {self.name!r} runs no hooks between operations; use 'eager' or 'reference'")
 
     def close(self) -> None:
-        """Drop every reference to buffers and weights."""
-        self.synchronize()
+        """Drop every reference to programs, kernels, buffers and weights, and give their memory back.
+
+        A device that has failed is not waited for.
+        """
+        if not self._failed:
+            self.synchronize()
+        self._programs.clear()
         self._groups.clear()
         self._scratch.clear()
         self._constants.clear()
@@ -184,6 +231,12 @@ class KernelExecutor:
         self._prefills.clear()
         self.workspace.clear()
         self._weights.clear()
+        self.launcher.clear()
+        self._arguments.clear()
+        self.state.clear()
+        del self._arena, self._ring_head
+        if not self._failed:
+            release_cached_memory(self.device)
 
 
 def _matrices(programs: Sequence[Program]) -> set[str]:

@@ -80,6 +80,10 @@ class Launcher:
         for call in calls:
             self.prepare(call).issue(stream)
 
+    def clear(self) -> None:
+        """Unload every kernel; launches that were prepared may be issued no more."""
+        self._loaded.clear()
+
     def _load(self, kernel: Kernel) -> Any:
         from cuda.core import ObjectCode
 

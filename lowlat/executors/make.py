@@ -107,9 +107,11 @@ def make_executor(
     captured: Callable[[int, int], None] | None = None,
     *,
     device_loop: bool = False,
+    watchdog: tuple[float, float] = (10.0, 2.0),
 ) -> Executor:
     """Allocate, compile and capture. `captured` is called with buckets captured and buckets in all.
 
+    watchdog   its factor and min_s, see `lowlat.executors.watchdog`: for work on a device
     Raises ConfigError for a device loop where steps are not captured.
     """
     if device_loop and choice.executor != "graph":
@@ -121,11 +123,13 @@ def make_executor(
     if choice.executor == "eager":
         from lowlat.executors.eager import EagerExecutor
 
-        return EagerExecutor(programs, prefills, weights, choice.device)
+        return EagerExecutor(programs, prefills, weights, choice.device, watchdog=watchdog)
     from lowlat.executors.graph import GraphExecutor
 
     def progress(_: Bucket, done: int, total: int) -> None:
         if captured is not None:
             captured(done, total)
 
-    return GraphExecutor(programs, prefills, weights, choice.device, looping=device_loop, progress=progress)
+    return GraphExecutor(
+        programs, prefills, weights, choice.device, looping=device_loop, progress=progress, watchdog=watchdog
+    )

@@ -104,7 +104,10 @@ def load(
         host_load_bytes=weights.arena_bytes,
     )
     check_fits(need, choice.device)
-    executor = make_executor(choice, programs, prefills, weights, captured, device_loop=options.device_loop)
+    watchdog = options.watchdog_factor, options.watchdog_min_s
+    executor = make_executor(
+        choice, programs, prefills, weights, captured, device_loop=options.device_loop, watchdog=watchdog
+    )
     return Loaded(target, codec, head, geometry, ladder, topologies, executor, choice, error)
 
 

@@ -229,13 +229,14 @@ class Runtime:
         make_current(self.device_choice.device)
 
     def close(self) -> None:
-        """Drop requests, buffers and weights; harmless when repeated."""
+        """Drop requests, buffers, KV and weights, and give their memory back; harmless when repeated."""
         if self._closed:
             return
         self._closed = True
         self._sessions.clear()
         self._slots.clear()
         self._launches.stop()
+        del self._launches, self._mailbox  # their views of the executor's buffers go with them
         self.executor.close()
         if self.codec is not None:
             self.codec.close()

@@ -27,6 +27,14 @@ def check_int(name: str, value: object, low: int, high: int) -> None:
         raise ConfigError(f"{name} must be from {low} to {high}, got {shown}")
 
 
+def check_number(name: str, value: object, low: float, high: float) -> None:
+    """Refuse anything but a number in [low, high], naming the option, the value and the limits."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ConfigError(f"{name} must be a number, got {value!r:.80}")
+    if not low <= value <= high:
+        raise ConfigError(f"{name} must be from {low:g} to {high:g}, got {value!r:.80}")
+
+
 def check_bools(options: object, *names: str) -> None:
     """Refuse options that are not True or False, naming them."""
     for name in names:
@@ -128,6 +136,8 @@ class RuntimeConfig:
     max_queue       requests that may wait for a slot; more are refused with CapacityError
     device_loop     let the GPU repeat steps by itself while nobody joins or leaves: step times then do not depend on
                     what the host does. Needs executor "graph"; loading captures every bucket twice
+    watchdog_factor a step or a prefill on a GPU that runs so many times longer than usual is a DeviceError
+    watchdog_min_s  but none of fewer seconds
     traces          debug traces
     """
 
@@ -144,6 +154,8 @@ class RuntimeConfig:
     share_decoded: bool = False
     max_queue: int = 256
     device_loop: bool = False
+    watchdog_factor: float = 10.0
+    watchdog_min_s: float = 2.0
     traces: TraceConfig = TraceConfig()
 
     def __post_init__(self) -> None:
@@ -159,6 +171,8 @@ class RuntimeConfig:
         if self.kv_blocks is not None:
             check_int("kv_blocks", self.kv_blocks, 2, (1 << 31) - 1)
         check_int("max_queue", self.max_queue, 0, 1 << 20)
+        check_number("watchdog_factor", self.watchdog_factor, 2.0, 1000.0)
+        check_number("watchdog_min_s", self.watchdog_min_s, 0.1, 3600.0)
         check_bools(self, "prefix_reuse", "share_decoded", "device_loop")
         if not isinstance(self.device, str):
             raise ConfigError(f"device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got {self.device!r:.80}")

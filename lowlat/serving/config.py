@@ -185,6 +185,7 @@ class ServeConfig:
     def runtime_options(self) -> dict[str, Any]:
         """Options of `Runtime.load` but max_context. Raises ConfigError for one out of its range."""
         options = self._group("runtime")
+        options |= {name: self[name] for name in ("watchdog_factor", "watchdog_min_s")}  # of the server's watchdog, too
         context = options.pop("max_context")
         RuntimeConfig(**options, **({} if context is None else {"max_context": context}))
         return options

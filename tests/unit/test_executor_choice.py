@@ -108,8 +108,8 @@ def test_kv_blocks_that_the_kernels_do_not_take_are_named(size: int, known: tupl
 
 def geometry(config: ModelConfig, head: DraftConfig | None, max_context: int, **changes: Any) -> StepGeometry:
     return StepGeometry(
-        config, head, max_context=max_context, block_size=32, num_paths=1, path_width=8, num_blocks=9, prefill_chunk=128,
-        **{"max_batch": 1, "max_rows": 8, **changes},
+        config, head, max_context=max_context, block_size=32, num_paths=1, path_width=8, num_blocks=9,
+        prefill_chunk=128, **{"max_batch": 1, "max_rows": 8, **changes},
     )  # fmt: skip
 
 
@@ -117,9 +117,10 @@ def attend(sizes: StepGeometry, kv_heads: int) -> None:
     """The kernel's own check of what a slot may have, without memory."""
     with torch.device("meta"):
         attention(
-            torch.zeros(8, kv_heads, 64, dtype=torch.bfloat16),
-            *(torch.zeros(9, kv_heads, sizes.block_size, 64, dtype=torch.bfloat16) for _ in range(2)),
-            torch.zeros(1, sizes.table_width, dtype=torch.int32),
+            q=torch.zeros(8, kv_heads, 64, dtype=torch.bfloat16),
+            k_cache=torch.zeros(9, kv_heads, sizes.block_size, 64, dtype=torch.bfloat16),
+            v_cache=torch.zeros(9, kv_heads, sizes.block_size, 64, dtype=torch.bfloat16),
+            block_table=torch.zeros(1, sizes.table_width, dtype=torch.int32),
             slots=torch.zeros(1, dtype=torch.int32),
             dense_lens=torch.zeros(1, dtype=torch.int32),
             row_live=torch.ones(8, dtype=torch.uint8),
