@@ -23,7 +23,7 @@ def test_counting_twice_is_seen() -> None:
 
 
 def make_copying(*, varying: bool) -> Kernel:
-    """A kernel whose lanes all copy the same 64 bytes; `varying`: the assembler does not know that they are the same."""
+    """A kernel whose lanes all copy the same 64 bytes; varying: the assembler does not know that they do."""
     wait, same = ptx.copies_wait(0), not varying
 
     def copying(source: Any, out: Any) -> None:
@@ -62,7 +62,7 @@ def elf(*instructions: tuple[int, int]) -> bytes:
 
 def test_a_number_counted_twice_is_refused_by_the_kernel_s_name() -> None:
     check_linked("sound", "", elf(COUNT, SCALE, READ))
-    with pytest.raises(DeviceError, match="kernel broken: the assembler counts a number twice .* at instruction 2"):
+    with pytest.raises(DeviceError, match=r"kernel broken: the assembler counts a number twice .* at instruction 2"):
         check_linked("broken", "", elf(COUNT, SCALE, READ_AGAIN))
 
 
