@@ -107,6 +107,18 @@ def test_a_mixture_in_parts_of_one_step_finds_the_next_unit() -> None:
     assert compile_kernel(call.kernel, HOPPER).is_cubin  # checked when it is linked
 
 
+def test_whoever_waits_for_another_block_gives_up_some_time(compiled: Compiled) -> None:
+    """A launch that would spin for ever fails, so that the host hears of it and the process can end."""
+    waiting = set()
+    for capability, made in EXAMPLES.items():
+        for _, kernel in made:
+            _, ptx = compiled.of(capability, kernel)
+            if "ld.acquire.gpu" in ptx or "ld.relaxed.gpu" in ptx:
+                assert "trap;" in ptx, f"{capability}: {kernel.name}"
+                waiting.add(family(kernel))
+    assert len(waiting) >= 3  # the mixture, top-k routing, the sampler
+
+
 def test_streams_are_read_past_the_first_cache(compiled: Compiled) -> None:
     for _, kernel in EXAMPLES[HOPPER]:
         if kernel.name.startswith("stream_read"):
