@@ -106,6 +106,11 @@ class BufferSet(Mapping[str, torch.Tensor]):
     def __len__(self) -> int:
         return len(self._tensors)
 
+    def clear(self) -> None:
+        """Drop every buffer; the set is empty from now on."""
+        self.specs.clear()
+        self._tensors.clear()
+
     def num_bytes(self, role: Role | None = None) -> int:
         """Bytes of all buffers, or of those with one role."""
         return sum(spec.num_bytes for spec in self.specs.values() if role in (None, spec.role))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kernel_inventory import CARDS, examples
+from kernel_inventory import CARDS, MINOR_CARDS, examples, first_examples
 from numba.cuda import compiler as numba_compiler
 
 from lowlat.kernels.toolchain import compiler
@@ -24,7 +24,10 @@ from lowlat.kernels.toolchain.numba_cuda import compile_ptx, fork_compiler
 __all__ = ["EXAMPLES", "Compiled", "lowered_once"]
 
 Capability = tuple[int, int]
-EXAMPLES = {capability: list(examples(card)) for capability, card in CARDS.items()}
+EXAMPLES = {
+    **{capability: list(examples(card)) for capability, card in CARDS.items()},
+    **{capability: list(first_examples(card)) for capability, card in MINOR_CARDS.items()},
+}
 
 
 @contextmanager

@@ -12,7 +12,18 @@ from typing import Any
 import lowlat.kernels
 from lowlat.kernels.toolchain.kernel import H200, Card, Kernel
 
-__all__ = ["B200", "CARDS", "examples", "factories", "family", "fingerprint", "modules", "offers_calls"]
+__all__ = [
+    "B200",
+    "CARDS",
+    "MINOR_CARDS",
+    "examples",
+    "factories",
+    "family",
+    "fingerprint",
+    "first_examples",
+    "modules",
+    "offers_calls",
+]
 
 B200 = Card(148, 227 * 1024, (10, 0))
 # A card of each capability for which kernels must compile: A100, H200, RTX 5090. 10.0 stands for the capability alone,
@@ -27,6 +38,9 @@ CARDS = {
         Card(170, 99 * 1024, (12, 0)),
     )
 }
+# Capabilities between those, of which one kernel of each kind must compile: the whole step of a Llama and a mixture's.
+# They have the RTX 5090's size, so that Numba's part is done once for all three.
+MINOR_CARDS = {capability: Card(170, 99 * 1024, capability) for capability in ((8, 6), (8, 9))}
 
 
 def modules() -> dict[str, Any]:
@@ -44,6 +58,14 @@ def examples(card: Card = H200) -> Iterator[tuple[str, Kernel]]:
             made = module.examples(card) if takes_card else module.examples()
             for kernel in {id(kernel): kernel for kernel in made}.values():
                 yield name, kernel
+
+
+def first_examples(card: Card) -> Iterator[tuple[str, Kernel]]:
+    """(module, kernel) for the first example of each kind of kernel."""
+    kinds: dict[str, tuple[str, Kernel]] = {}
+    for name, kernel in examples(card):
+        kinds.setdefault(family(kernel), (name, kernel))
+    yield from kinds.values()
 
 
 def offers_calls(module: Any) -> list[str]:

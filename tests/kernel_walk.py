@@ -234,6 +234,9 @@ class Walker:
             self._fibers.sleep((f"phase at {int(address)}", home.key))
         return 1
 
+    def _trap(self) -> None:
+        raise AssertionError("a launch gave up waiting for another block")
+
     def _array(self, shape: int, dtype: Any, alignment: int = 1) -> Any:
         """A static array of shared memory, the same for all threads that come to it; None for dynamic memory.
 
@@ -377,6 +380,7 @@ class Walker:
             "barrier_is_over_soon": self._is_over,
             "sync_threads": self._sync_some,
             "sync_warp": warp.sync,
+            "trap": self._trap,
             "lanes_of_same": warp.same,
             "ballot": warp.ballot,
             "warp_max": warp.largest,

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from lowlat.errors import ShapeError
-from lowlat.kernels.attention.combine import combine_splits
+from lowlat.kernels.attention.combine import MAX_SPLITS, combine_splits
 from lowlat.kernels.attention.copies import DESCRIPTOR_WORDS, make_is_early, make_issue, make_lane_offset, make_look_up
 from lowlat.kernels.attention.merge import LOG2_E, make_merge
 from lowlat.kernels.attention.plan import (
@@ -37,7 +37,7 @@ from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import H200, Card, Kernel, KernelCall, Workspace, examples_for
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int32, int64, types, uint32
 
-__all__ = ["attention", "attention_bytes", "choose_split", "examples", "num_stages"]
+__all__ = ["attention", "attention_bytes", "choose_split", "examples", "most_positions", "num_stages"]
 
 MANY_ITEMS = 1024
 WHOLE_WINDOW = 256
@@ -154,6 +154,11 @@ def choose_split(max_batch: int, max_context: int, kv_heads: int) -> int:
     (4 slots at 16K on an H200: 83 us with 256, 76 with 512; 1 slot at 8K: 14.7 and 16.9).
     """
     return 512 if max_batch * -(-max_context // 256) * kv_heads > MANY_ITEMS else 256
+
+
+def most_positions(max_batch: int, max_context: int, kv_heads: int) -> int:
+    """The most positions of a slot, its blocks' last ones and a step's rows included, without a window."""
+    return MAX_SPLITS * choose_split(max_batch, max_context, kv_heads)
 
 
 def attention_bytes(

@@ -3,15 +3,21 @@
 Before the launch their place is filled with a NaN that arithmetic never gives; whoever reads asks again until none of
 it is left. Every number says for itself whether it is there, so that nobody needs a fence, which would wait for all
 copies that a block has under way. It knows nothing of what the numbers are.
+
+Whoever waits in a loop for what another block does, here or at a barrier of blocks, counts its turns: after so many of
+them the other will never come, and the launch ends as a failed one, which the host hears of. Turns are counted and not
+time, so that a process that is suspended, or shares its card, loses nothing.
 """
 
 from typing import Any
 
+from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.numba_cuda import device_function, uint32
 
-__all__ = ["MISSING", "is_missing", "lacks_one"]
+__all__ = ["MISSING", "SPIN_LIMIT", "is_missing", "lacks_one", "next_turn"]
 
 MISSING = 0xFFFFFFFF  # a float32, or two bf16; the NaN of arithmetic are 0x7FFFFFFF and 0x7FFF
+SPIN_LIMIT = 1 << 23  # turns, each with a load past L1: at least 3 seconds, most often some 7
 
 
 @device_function
@@ -25,3 +31,11 @@ def lacks_one(word: Any) -> Any:
     """Whether one of a word's two bf16 is not there: a half of its complement is zero."""
     rest = uint32(word ^ uint32(MISSING))
     return (uint32(rest - uint32(0x00010001)) & word & uint32(0x80008000)) != uint32(0)
+
+
+@device_function
+def next_turn(turns: Any) -> Any:
+    """Count one more turn of a loop that waits for another block; the launch fails when they are too many."""
+    if turns == uint32(SPIN_LIMIT):
+        ptx.trap()
+    return uint32(turns + uint32(1))

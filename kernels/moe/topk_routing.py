@@ -14,7 +14,7 @@ import torch
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.common.norm_row import is_live
-from lowlat.kernels.common.sentinels import is_missing
+from lowlat.kernels.common.sentinels import is_missing, next_turn
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.rows.norm import check_dtype, check_row_live
 from lowlat.kernels.toolchain import ptx
@@ -121,8 +121,9 @@ def _make_route_row(plan: RoutingArea, ranks: int, num_experts: int) -> Any:
     def route_row(area: Any, logits: Any, row_live: Any, row: Any, lane: Any) -> None:
         """Find a row's largest logits and their softmax, by one warp, once the logits are there (see `sentinels`)."""
         values, keys = cuda.local.array(own, float32), cuda.local.array(own, uint32)
-        waits = True
+        waits, turns = True, uint32(0)
         while waits:
+            turns = next_turn(turns)
             for part in range(own):  # all loads are under way before anything waits for one
                 expert = min(uint32(lane + uint32(32 * part)), uint32(num_experts - 1))
                 values[part] = ptx.load_relaxed_gpu_f32(logits + int64(expert) * int64(4))

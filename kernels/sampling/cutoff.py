@@ -11,6 +11,7 @@ import functools
 import math
 from typing import Any
 
+from lowlat.kernels.common.sentinels import next_turn
 from lowlat.kernels.reference.sampling.sample import MASS_UNIT
 from lowlat.kernels.sampling.select import CHUNK, EVERY_LANE, THREADS, WARPS
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, float64, int64, uint32
@@ -70,8 +71,9 @@ def wait_for_row(counter: Any, target: Any) -> None:
     cuda.syncthreads()
     if cuda.threadIdx.x == 0:
         atomic_add_gpu(counter, uint32(1))
+        turns = uint32(0)
         while int64(load_acquire_gpu(counter)) < target:
-            pass
+            turns = next_turn(turns)
     cuda.syncthreads()
 
 

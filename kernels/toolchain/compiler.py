@@ -17,11 +17,13 @@ from pathlib import Path
 
 from lowlat.errors import DeviceError
 from lowlat.kernels.toolchain.kernel import Kernel
+from lowlat.kernels.toolchain.link_checks import check_linked
 from lowlat.kernels.toolchain.numba_cuda import compile_ptx, fork_compiler, target_of
 
 __all__ = ["CompiledKernel", "compile_ahead", "compile_kernel", "link", "source_digest"]
 
 WORTH_FORKING = 4  # kernels
+SOURCES = Path(__file__).parents[1]  # lowlat.kernels; its references too: kernels take constants from them
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class CompiledKernel:
 def source_digest() -> str:
     """A digest of everything that decides what a kernel compiles to: our sources and the compilers' versions."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.rglob("*.py")):  # the references too: kernels take constants from them
+    for path in sorted(SOURCES.rglob("*.py")):
         digest.update(path.read_bytes())
     for package in ("numba-cuda", "numba", "llvmlite", "cuda-bindings", "nvidia-nvvm", "nvidia-nvjitlink"):
         try:
@@ -64,7 +66,7 @@ def source_digest() -> str:
 def compile_kernel(kernel: Kernel, capability: tuple[int, int], cache_directory: Path | None = None) -> CompiledKernel:
     """Compile, or take from `cache_directory` what an earlier run compiled from the same sources.
 
-    Raises DeviceError when the linker refuses the PTX, with its log.
+    Raises DeviceError when the linker refuses the PTX, with its log, and for machine code that is known to be wrong.
     """
     if cache_directory is None:
         return _compile(kernel, capability)
@@ -121,7 +123,7 @@ def _compile(kernel: Kernel, capability: tuple[int, int]) -> CompiledKernel:
 
 
 def link(ptx: str, entry: str, capability: tuple[int, int], name: str, specific: bool = False) -> CompiledKernel:
-    """Assemble PTX to a cubin. Raises DeviceError with the assembler's log.
+    """Assemble PTX to a cubin. Raises DeviceError with the assembler's log, or for an error of the assembler's own.
 
     specific  with the instructions that no later capability has
     """
@@ -146,6 +148,7 @@ def link(ptx: str, entry: str, capability: tuple[int, int], name: str, specific:
     used = re.search(r"used (\d+) registers.*?(\d+) stack(?:, (\d+) bytes smem)?", log.decode(errors="replace"))
     if used is None:
         raise DeviceError(f"kernel {name}: the linker's log tells no registers: {log.decode(errors='replace')}")
+    check_linked(name, ptx, bytes(code))
     registers, stack, shared = (int(part or 0) for part in used.groups())
     return CompiledKernel(entry, bytes(code), registers, stack, shared)
 

@@ -83,6 +83,7 @@ __all__ = [
     "store_shared_u32",
     "sync_threads",
     "sync_warp",
+    "trap",
     "varying",
     "varying_long",
     "wait_for_previous_kernel",
@@ -394,6 +395,9 @@ store_relaxed_gpu_u16 = instruction(
 )
 store_release_system = instruction("st.release.sys.global.s64 [$0], $1;", None, (i64, i64))
 fence_system = instruction("fence.acq_rel.sys;", None, ())
+
+# ends the launch, which then has failed
+trap = instruction("trap;", None, ())
 
 
 @intrinsic

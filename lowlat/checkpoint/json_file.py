@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any, NoReturn
 
+from lowlat.checkpoint.files import read_bytes
 from lowlat.errors import ConfigError
 
 __all__ = ["parse_object", "read_object", "shown"]
@@ -80,13 +81,4 @@ def parse_object(data: bytes, label: str) -> dict[str, Any]:
 
 def read_object(path: Path, *, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
     """Read and decode a JSON object from a regular file of at most max_bytes. Raises ConfigError."""
-    try:
-        if not path.is_file():
-            raise ConfigError(f"{path}: no such file")
-        size = path.stat().st_size
-        if size > max_bytes:
-            raise ConfigError(f"{path}: {size} bytes, more than the {max_bytes} a file of its kind may have")
-        data = path.read_bytes()
-    except (OSError, ValueError) as error:  # ValueError: a null byte in the path
-        raise ConfigError(f"{path}: cannot be read") from error
-    return parse_object(data, str(path))
+    return parse_object(read_bytes(path, max_bytes), str(path))

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 import lowlat
+from lowlat.checkpoint.files import find_text
 from lowlat.host.devices import choose_device, nvidia_card_present
 from lowlat.host.memory.plan import available_bytes
 from lowlat.options.directories import cache_directory
-from lowlat.text.files import read_text
 
 __all__ = ["environment"]
 
@@ -55,7 +55,7 @@ def _version(package: str) -> str | None:
 
 def _gpu() -> dict[str, Any]:
     """The NVIDIA cards, the driver, and what torch sees of them."""
-    driver = read_text(Path("/proc/driver/nvidia/version"), MAX_VERSION_FILE)
+    driver = find_text(Path("/proc/driver/nvidia/version"), MAX_VERSION_FILE)
     usable = torch.cuda.is_available()
     devices = []
     for index in range(torch.cuda.device_count() if usable else 0):

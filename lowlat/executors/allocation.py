@@ -7,7 +7,14 @@ import torch
 from lowlat.graphs import BufferSet, BufferSpec, Role
 from lowlat.program.program import Program
 
-__all__ = ["STATE_ROLES", "SharedConstants", "clear_blocks", "first_rows", "pinned_names"]
+__all__ = [
+    "STATE_ROLES",
+    "SharedConstants",
+    "clear_blocks",
+    "first_rows",
+    "pinned_names",
+    "release_cached_memory",
+]
 
 STATE_ROLES = (Role.STATE, Role.COMMAND, Role.PUBLICATION)  # one address for all buckets
 
@@ -59,3 +66,10 @@ def clear_blocks(state: BufferSet, blocks: Sequence[int], device: torch.device) 
     for name, spec in state.specs.items():
         if spec.paging is not None:
             state[name][index] = 0
+
+
+def release_cached_memory(device: torch.device) -> None:
+    """Give the memory that torch keeps for later, and that nothing uses, back to the device."""
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.empty_cache()

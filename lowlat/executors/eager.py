@@ -30,8 +30,11 @@ class EagerExecutor(KernelExecutor):
         *,
         fuse: bool = True,
         cache_directory: Path | None = None,
+        watchdog: tuple[float, float] = (10.0, 2.0),
     ) -> None:
-        super().__init__(programs, prefills, weights, device, fuse=fuse, cache_directory=cache_directory)
+        super().__init__(
+            programs, prefills, weights, device, fuse=fuse, cache_directory=cache_directory, watchdog=watchdog
+        )
         self._prepared: dict[Size, list[tuple[LoweredGroup, list[Launch]]]] = {}
         self._hook: OpHook | None = None
 
@@ -62,6 +65,7 @@ class EagerExecutor(KernelExecutor):
         self._hook = hook
 
     def close(self) -> None:
-        """Drop every reference to buffers and weights."""
-        super().close()
+        """Drop every reference to programs, launches, buffers and weights."""
         self._prepared.clear()
+        self._hook = None
+        super().close()

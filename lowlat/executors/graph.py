@@ -50,8 +50,11 @@ class GraphExecutor(KernelExecutor):
         fuse: bool = True,
         cache_directory: Path | None = None,
         progress: CaptureProgress | None = None,
+        watchdog: tuple[float, float] = (10.0, 2.0),
     ) -> None:
-        super().__init__(programs, prefills, weights, device, fuse=fuse, cache_directory=cache_directory)
+        super().__init__(
+            programs, prefills, weights, device, fuse=fuse, cache_directory=cache_directory, watchdog=watchdog
+        )
         self._graphs: dict[Size, CapturedGraph] = {}
         self._loops: dict[Bucket, CapturedGraph] = {}
         with torch.cuda.stream(self.stream):
@@ -127,14 +130,21 @@ class GraphExecutor(KernelExecutor):
         self._stop[0] = 1
 
     def wait_loop(self, count: int) -> bool:
-        """Return True when `count` steps have been published, False when the loop has ended before."""
-        head, polls, let_others_run = self._ring_head, 0, self._let_others_run
+        """Return True when `count` steps have been published, False when the loop has ended before.
+
+        Raises DeviceError when the device has failed, or hangs in a step.
+        """
+        head, polls, since, let_others_run = self._ring_head, 0, 0.0, self._let_others_run
         while head[0] < count:
             let_others_run(0)
             polls += 1
-            if polls % (POLLS_WHILE_STOPPING if self._stop[0] else POLLS_BETWEEN_CHECKS) == 0 and self.idle():
-                return bool(head[0] >= count)
-        return True
+            if polls % (POLLS_WHILE_STOPPING if self._stop[0] else POLLS_BETWEEN_CHECKS) == 0:
+                if self.idle():
+                    break
+                since = self._check_age(since, count)
+        if since:
+            self._step_watchdog.end(since)
+        return bool(head[0] >= count)
 
     def graph(self, size: Size) -> CapturedGraph:
         """The graph of a bucket, or of prefill over so many positions."""
@@ -149,14 +159,15 @@ class GraphExecutor(KernelExecutor):
         return self._graphs[bucket].num_kernels
 
     def close(self) -> None:
-        """Stop a loop, release the graphs, then buffers and weights."""
+        """Stop a loop, release the graphs, then buffers and weights. A device that has failed is not waited for."""
         self.stop_loop()
-        self.synchronize()
-        for graph in (*self._graphs.values(), *self._loops.values()):
-            graph.close()
+        if not self._failed:
+            self.synchronize()
+            for graph in (*self._graphs.values(), *self._loops.values()):
+                graph.close()
         self._graphs.clear()
         self._loops.clear()
-        del self._pool
+        del self._pool, self._loop_budget, self._stop_flag, self._stop
         super().close()
 
 

@@ -15,7 +15,14 @@ import torch
 
 from lowlat.errors import ConfigError, DeviceError
 from lowlat.executors import OpHook
-from lowlat.executors.allocation import STATE_ROLES, SharedConstants, clear_blocks, first_rows, pinned_names
+from lowlat.executors.allocation import (
+    STATE_ROLES,
+    SharedConstants,
+    clear_blocks,
+    first_rows,
+    pinned_names,
+    release_cached_memory,
+)
 from lowlat.executors.device_weights import DeviceWeights
 from lowlat.executors.launcher import Launcher
 from lowlat.executors.lowering.binding import Binding
@@ -23,6 +30,7 @@ from lowlat.executors.lowering.lower import LoweredGroup, lower, weight_layouts
 from lowlat.executors.lowering.memory import workspaces_of
 from lowlat.executors.lowering.weight_parts import expert_parts, gemm_weights
 from lowlat.executors.prefill_arguments import ChunkArguments
+from lowlat.executors.watchdog import Watchdog
 from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import Bucket, BufferSet, Role, aligned_bytes
 from lowlat.graphs.launch import Launch
@@ -43,6 +51,7 @@ class KernelExecutor(ABC):
     prefills  the prefill programs by the positions that they take, ascending
     weights   canonical weights, on any device; experts may be packed already, see `DeviceWeights`
     fuse      False: every operation has launches of its own
+    watchdog  its factor and min_s, see `Watchdog`: a step or a prefill that lasts too long is a DeviceError
     """
 
     name = "kernels"
@@ -57,9 +66,13 @@ class KernelExecutor(ABC):
         *,
         fuse: bool = True,
         cache_directory: Path | None = None,
+        watchdog: tuple[float, float] = (10.0, 2.0),
     ) -> None:
         self.device = device
         self._fuse = fuse
+        self._step_watchdog, self._prefill_watchdog = Watchdog(*watchdog), Watchdog(*watchdog)
+        self._num_prefills = 0
+        self._failed = False
         largest_first = {size: prefills[size] for size in sorted(prefills, reverse=True)}
         self._programs: dict[Size, Program] = dict([*programs.items(), *largest_first.items()])
         self.launcher = Launcher(device, cache_directory)
@@ -125,16 +138,48 @@ class KernelExecutor(ABC):
         with self._failures(), torch.cuda.stream(self.stream):
             self._arguments.send()
             self._run(size)
-            self.stream.synchronize()  # the host may write the next arguments now
+            self._wait_for_prefill()  # the host may write the next arguments then
+
+    def _wait_for_prefill(self) -> None:
+        """Return when the stream is idle. Raises DeviceError for a prefill that hangs."""
+        self._num_prefills += 1
+        polls, since, watchdog = 0, 0.0, self._prefill_watchdog
+        while not self.stream.query():
+            self._let_others_run(0)
+            polls += 1
+            if polls % POLLS_BETWEEN_CHECKS == 0:
+                since = since or watchdog.begin()
+                complaint = watchdog.complaint(since, self._num_prefills)
+                if complaint is not None and not self.stream.query():
+                    raise self._hangs(f"a prefill {complaint}")
+        if since:
+            watchdog.end(since)
 
     def wait_published(self, count: int) -> None:
-        """Return when `count` steps have been published. Raises DeviceError when the device has failed."""
-        head, polls, let_others_run = self._ring_head, 0, self._let_others_run
+        """Return when `count` steps have been published. Raises DeviceError when the device has failed or hangs."""
+        head, polls, since, let_others_run = self._ring_head, 0, 0.0, self._let_others_run
         while head[0] < count:
             let_others_run(0)
             polls += 1
             if polls % POLLS_BETWEEN_CHECKS == 0:
-                self._check(count)
+                if self.idle() and head[0] < count:
+                    raise DeviceError(f"the device is idle and has published {int(head[0])} of {count} steps")
+                since = self._check_age(since, count)
+        if since:
+            self._step_watchdog.end(since)
+
+    def _check_age(self, since: float, count: int) -> float:
+        """When the wait for `count` steps was looked at first (0.0: now). Raises DeviceError for one that hangs."""
+        since = since or self._step_watchdog.begin()
+        complaint = self._step_watchdog.complaint(since, count)
+        if complaint is not None and self._ring_head[0] < count:  # else it was this process that was stopped
+            raise self._hangs(f"step {count} {complaint}")
+        return since
+
+    def _hangs(self, problem: str) -> DeviceError:
+        """The error for work that hangs; what waits for the device later would wait for ever."""
+        self._failed = True
+        return DeviceError(f"the device {self.device} hangs: {problem}")
 
     def idle(self) -> bool:
         """Whether all that was started is done. Raises DeviceError when the device has failed."""
@@ -147,11 +192,8 @@ class KernelExecutor(ABC):
         try:
             yield
         except RuntimeError as error:
+            self._failed = True
             raise DeviceError(f"the device {self.device} failed: {error}") from error
-
-    def _check(self, count: int) -> None:
-        if self.idle() and self._ring_head[0] < count:
-            raise DeviceError(f"the device is idle and has published {int(self._ring_head[0])} of {count} steps")
 
     @torch.inference_mode()
     def clear_blocks(self, blocks: Sequence[int]) -> None:
@@ -178,10 +220,21 @@ class KernelExecutor(ABC):
             raise ConfigError(f"executor {self.name!r} runs no hooks between operations; use 'eager' or 'reference'")
 
     def close(self) -> None:
-        """Drop every reference to buffers and weights."""
-        self.synchronize()
+        """Drop every reference to programs, kernels, buffers and weights, and give their memory back.
+
+        A device that has failed is not waited for.
+        """
+        if not self._failed:
+            self.synchronize()
+        self._programs.clear()
         self._groups.clear()
         self._scratch.clear()
         self._constants.clear()
         self.workspace.clear()
         self._weights.clear()
+        self.launcher.clear()
+        self._arguments.clear()
+        self.state.clear()
+        del self._arena, self._ring_head
+        if not self._failed:
+            release_cached_memory(self.device)

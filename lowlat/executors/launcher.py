@@ -92,6 +92,10 @@ class Launcher:
         """Prepare and issue calls at once."""
         self.issue(map(self.prepare, calls))
 
+    def clear(self) -> None:
+        """Unload every kernel; launches that were prepared may be issued no more."""
+        self._loaded.clear()
+
     def _load(self, kernel: Kernel) -> Any:
         from cuda.core import ObjectCode
 

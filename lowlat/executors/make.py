@@ -13,8 +13,9 @@ from lowlat.host.devices import DeviceChoice
 from lowlat.kernels.formats import FORMATS
 from lowlat.models.geometry import DraftConfig, ExpertsConfig, ModelConfig
 from lowlat.program.program import Program
+from lowlat.step.state import StepGeometry
 
-__all__ = ["make_executor", "settle_executor", "uncovered"]
+__all__ = ["check_positions", "make_executor", "settle_executor", "uncovered"]
 
 # what the kernels refuse by ShapeError; repeated here, where a machine without a GPU loads no kernel
 HEAD_SIZES = (64, 128)
@@ -67,6 +68,24 @@ def _uncovered_experts(config: ModelConfig, experts: ExpertsConfig) -> tuple[str
     return None
 
 
+def check_positions(geometry: StepGeometry) -> None:
+    """Raise ConfigError for a context that the kernels' attention does not reach, in a layer without a window."""
+    from lowlat.kernels.attention.attention import most_positions
+
+    windowless: list[ModelConfig | DraftConfig] = [geometry.config] if None in geometry.config.windows else []
+    speculator = geometry.speculator
+    if speculator is not None and speculator.draft_config is not None and speculator.attends_everything:
+        windowless.append(speculator.draft_config)
+    for part in windowless:
+        limit = most_positions(geometry.max_batch, geometry.max_context, part.num_kv_heads) - geometry.max_rows
+        most = limit // geometry.block_size * geometry.block_size - geometry.max_rows
+        if geometry.max_context > most:
+            raise ConfigError(
+                f"max_context {geometry.max_context} is above {most}, the most that the kernels' attention reaches "
+                f"without a window; lower max_context, or use executor 'reference'"
+            )
+
+
 def settle_executor(
     choice: DeviceChoice, asked: str, config: ModelConfig, head: DraftConfig | None, block_size: int = 32
 ) -> DeviceChoice:
@@ -91,9 +110,13 @@ def make_executor(
     captured: Callable[[int, int], None] | None = None,
     *,
     device_loop: bool = False,
+    fuse: bool = True,
+    watchdog: tuple[float, float] = (10.0, 2.0),
 ) -> Executor:
     """Allocate, compile and capture. `captured` is called with buckets captured and buckets in all.
 
+    fuse       False: every operation has launches of its own, on a device
+    watchdog   its factor and min_s, see `lowlat.executors.watchdog`: for work on a device
     Raises ConfigError for a device loop where steps are not captured.
     """
     if device_loop and choice.executor != "graph":
@@ -105,11 +128,14 @@ def make_executor(
     if choice.executor == "eager":
         from lowlat.executors.eager import EagerExecutor
 
-        return EagerExecutor(programs, prefills, weights, choice.device)
+        return EagerExecutor(programs, prefills, weights, choice.device, fuse=fuse, watchdog=watchdog)
     from lowlat.executors.graph import GraphExecutor
 
     def progress(_: Bucket, done: int, total: int) -> None:
         if captured is not None:
             captured(done, total)
 
-    return GraphExecutor(programs, prefills, weights, choice.device, looping=device_loop, progress=progress)
+    return GraphExecutor(
+        programs, prefills, weights, choice.device, looping=device_loop, progress=progress, fuse=fuse,
+        watchdog=watchdog,
+    )  # fmt: skip

@@ -31,6 +31,12 @@ class ChunkArguments:
         if self._there is not self._here:
             self._there.copy_(self._here, non_blocking=True)
 
+    def clear(self) -> None:
+        """Drop the host's commands and the device's copies."""
+        self.host.clear()
+        self.device.clear()
+        self._here = self._there = torch.empty(0, dtype=torch.uint8)
+
 
 def _laid_out(specs: list[BufferSpec], arena: torch.Tensor) -> BufferSet:
     return BufferSet(specs, arena.device, arena=arena, in_arena=Role.COMMAND)

@@ -12,7 +12,13 @@ import torch
 from lowlat.checkpoint.source import streamed
 from lowlat.errors import ConfigError
 from lowlat.executors import OpHook
-from lowlat.executors.allocation import STATE_ROLES, SharedConstants, clear_blocks, first_rows
+from lowlat.executors.allocation import (
+    STATE_ROLES,
+    SharedConstants,
+    clear_blocks,
+    first_rows,
+    release_cached_memory,
+)
 from lowlat.graphs import Bucket, BufferSet, Role
 from lowlat.kernels.reference import OPERATIONS
 from lowlat.program.program import Op, Program
@@ -140,12 +146,16 @@ class ReferenceExecutor:
         self._hook = hook
 
     def close(self) -> None:
-        """Drop every reference to buffers and weights."""
+        """Drop every reference to programs, buffers and weights."""
+        self._hook = None
+        self._programs.clear()
         self._bound.clear()
         self._scratch.clear()
         self._constants.clear()
         self._prefills.clear()
-        self._weights = {}
+        self._weights.clear()
+        self.state.clear()
+        release_cached_memory(self.device)
 
 
 def _place(weights: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:

@@ -1,7 +1,8 @@
-"""From options to a ready executor: checkpoint, speculator, ladder, programs, buffers. Nothing half-loaded stays.
+"""From options to a ready executor: checkpoint, tokenizer, speculator, ladder, programs, buffers.
 
-A target's weights go from its files to their final place one at a time, while the executor is made. A speculator is
-loaded whole before: one that is damaged must be known in time to go on without it.
+What is quick to read is read first: configs, headers of weights, the tokenizer. A target's weights go from its files to
+their final place one at a time, while the executor is made. A speculator is loaded whole before: one that is damaged
+must be known in time to go on without it. Nothing half-loaded stays behind.
 """
 
 import logging
@@ -14,7 +15,7 @@ import torch
 from lowlat.checkpoint.source import JoinedWeights
 from lowlat.errors import ConfigError
 from lowlat.executors import Executor
-from lowlat.executors.make import make_executor, settle_executor
+from lowlat.executors.make import check_positions, make_executor, settle_executor
 from lowlat.graphs import BucketLadder
 from lowlat.host.devices import DeviceChoice, choose_device
 from lowlat.host.memory.plan import check_fits, memory_need
@@ -27,6 +28,7 @@ from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.decode import build_step
 from lowlat.step.prefill import build_prefills
 from lowlat.step.state import StepGeometry
+from lowlat.text import TextCodec
 
 __all__ = ["Loaded", "bucket_batches", "load", "make_geometry", "make_topologies"]
 
@@ -36,9 +38,13 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Loaded:
-    """Everything that a Runtime drives; `speculation_error` says why speculation that was asked for is not in use."""
+    """Everything that a Runtime drives; `speculation_error` says why speculation that was asked for is not in use.
+
+    codec   the tokenizer; None where the directory has none
+    """
 
     target: StoredTarget
+    codec: TextCodec | None
     speculator: LoadedSpeculator | None
     geometry: StepGeometry
     ladder: BucketLadder
@@ -46,6 +52,12 @@ class Loaded:
     executor: Executor
     choice: DeviceChoice
     speculation_error: str | None
+
+    def close(self) -> None:
+        """Release the executor's buffers and weights, and end the tokenizer's process."""
+        self.executor.close()
+        if self.codec is not None:
+            self.codec.close()
 
 
 def load(
@@ -63,29 +75,30 @@ def load(
     and the baseline.
     """
     choice = choose_device(options.device, options.executor)
-    if choice.loud:
-        logger.warning("running on %s: %s", choice.device, choice.reason)
-    else:
-        logger.info("running on %s: %s", choice.device, choice.reason)
+    _say(choice)
     target = open_target(model, dtype=options.dtype, progress=progress)
     if options.max_context > target.config.max_position:
         raise ConfigError(
             f"max_context {options.max_context} exceeds the model's max_position_embeddings "
             f"{target.config.max_position} ({target.directory / 'config.json'})"
         )
+    codec = TextCodec.load(target.directory)
     loaded, topologies, error = _load_speculation(target, speculative)
     speculator = None if loaded is None else loaded.speculator
     geometry = make_geometry(target.config, speculator, topologies, options, speculative)
+    draft_config = None if speculator is None else speculator.draft_config
+    settled = settle_executor(choice, options.executor, target.config, draft_config, options.block_size)
+    if settled is not choice:
+        _say(settled)
+    choice = settled
+    if choice.has_kernels:
+        check_positions(geometry)
     ladder = BucketLadder(bucket_batches(options.max_batch), {s: t.num_nodes for s, t in topologies.items()})
     programs = {bucket: build_step(geometry, bucket, topologies[bucket.num_speculative_tokens])
                 for bucket in ladder.buckets}  # fmt: skip
     own: Mapping[str, torch.Tensor] = {} if loaded is None else loaded.weights
     weights = JoinedWeights(target.weights, own)
     prefills = build_prefills(geometry)
-    draft_config = None if speculator is None else speculator.draft_config
-    choice = settle_executor(choice, options.executor, target.config, draft_config, options.block_size)
-    if choice.loud:
-        logger.warning("running on %s: %s", choice.device, choice.reason)
     need = memory_need(
         (*programs.values(), *prefills.values()),
         weights.shapes(),
@@ -94,8 +107,18 @@ def load(
         host_load_bytes=weights.arena_bytes,
     )
     check_fits(need, choice.device)
-    executor = make_executor(choice, programs, prefills, weights, captured, device_loop=options.device_loop)
-    return Loaded(target, loaded, geometry, ladder, topologies, executor, choice, error)
+    watchdog = options.watchdog_factor, options.watchdog_min_s
+    executor = make_executor(
+        choice, programs, prefills, weights, captured, device_loop=options.device_loop, fuse=options.fuse,
+        watchdog=watchdog,
+    )  # fmt: skip
+    return Loaded(target, codec, loaded, geometry, ladder, topologies, executor, choice, error)
+
+
+def _say(choice: DeviceChoice) -> None:
+    """Log where the runtime runs, as a warning where that is not what a user would expect."""
+    level = logging.WARNING if choice.loud else logging.INFO
+    logger.log(level, "running on %s: %s", choice.device, choice.reason)
 
 
 def _load_speculation(

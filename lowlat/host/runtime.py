@@ -6,7 +6,6 @@ token: what a step does to a slot depends on nothing that the host does in betwe
 that the host has given up is dropped. Not safe for use by several threads: one thread owns a runtime.
 """
 
-import hashlib
 import itertools
 import secrets
 from collections.abc import Callable, Sequence
@@ -31,7 +30,6 @@ from lowlat.host.trace import Tracer
 from lowlat.kernels.reference.step.slot_record import MAX_STOPS
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig, options_from
 from lowlat.options.request import SamplingParams, StepOutput
-from lowlat.text import TextCodec
 
 __all__ = ["Runtime"]
 
@@ -54,7 +52,7 @@ class Runtime:
         self.speculation_error = loaded.speculation_error
         self.speculator = loaded.geometry.speculator
         self.draft_config = None if self.speculator is None else self.speculator.draft_config
-        self.codec = TextCodec.load(loaded.target.directory)
+        self.codec = loaded.codec
         geometry = loaded.geometry
         self.geometry = geometry
         self.num_speculative_tokens = 0
@@ -67,7 +65,6 @@ class Runtime:
             geometry.prefill_chunk,
             reuse=config.prefix_reuse,
             share_decoded=config.share_decoded,
-            namespace=_namespace(loaded),
         )
         self.scheduler = Scheduler(
             self.ladder,
@@ -117,7 +114,12 @@ class Runtime:
         Raises ConfigError for anything wrong with the directory, the draft model (under strict) or an option.
         """
         config = options_from(options)
-        return cls(load(model, speculative, config, progress, captured), config, speculative)
+        loaded = load(model, speculative, config, progress, captured)
+        try:
+            return cls(loaded, config, speculative)
+        except BaseException:
+            loaded.close()
+            raise
 
     def submit(
         self, prompt: Sequence[int] | str, params: SamplingParams | None = None, *, request_id: str | None = None
@@ -243,13 +245,14 @@ class Runtime:
         make_current(self.device_choice.device)
 
     def close(self) -> None:
-        """Drop requests, buffers and weights; harmless when repeated."""
+        """Drop requests, buffers, KV and weights, and give their memory back; harmless when repeated."""
         if self._closed:
             return
         self._closed = True
         self._sessions.clear()
         self._slots.clear()
         self._launches.stop()
+        del self._launches, self._mailbox  # their views of the executor's buffers go with them
         self.executor.close()
         if self.codec is not None:
             self.codec.close()
@@ -386,9 +389,3 @@ class Runtime:
     def _end(self, session: Session) -> None:
         del self._sessions[session.request_id]
         self._book.update(session.metrics())
-
-
-def _namespace(loaded: Loaded) -> bytes:
-    """What must agree for KV to be shared: target, speculator, dtype."""
-    parts = (loaded.target.directory, loaded.target.config, loaded.geometry.speculator)
-    return hashlib.sha256(repr(parts).encode()).digest()

@@ -154,6 +154,11 @@ class RuntimeConfig:
         "Let the GPU repeat steps by itself while nobody joins or leaves: step times then do not depend on what the "
         "host does. Needs executor graph; loading captures every bucket twice.",
     )
+    fuse: bool = declare(True, "Cover runs of operations by one launch; without it each has its own: for debugging.")
+    watchdog_factor: float = declare(
+        10.0, "A step or a prefill on a GPU that runs so many times longer than usual is an error.", 2.0, 1000.0
+    )
+    watchdog_min_s: float = declare(2.0, "But none of fewer seconds.", 0.1, 3600.0)
     traces: TraceConfig = declare(TraceConfig(), "Debug traces.", python_only=True)
 
     def __post_init__(self) -> None:

@@ -4,14 +4,13 @@ A setting has one name everywhere: `max_queue` is --max-queue, LOWLAT_MAX_QUEUE,
 Checked without torch: whether a directory or a device is any good is the loader's to say.
 """
 
-import os
-import stat
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from lowlat.checkpoint.files import read_text
 from lowlat.errors import ConfigError
 from lowlat.ipc.endpoint import Endpoint, default_endpoint, parse_endpoint
 from lowlat.ipc.limits import Limits
@@ -112,6 +111,7 @@ class ServeConfig:
     def runtime_options(self) -> dict[str, Any]:
         """Options of `Runtime.load` but max_context. Raises ConfigError for one out of its range."""
         options = self._group("runtime")
+        options |= {name: self[name] for name in ("watchdog_factor", "watchdog_min_s")}  # of the server's watchdog, too
         context = options.pop("max_context")
         RuntimeConfig(**options, **({} if context is None else {"max_context": context}))
         return options
@@ -211,21 +211,8 @@ def _from_text(option: Option, text: str, place: str) -> Any:
 
 def _read_file(path: Path) -> dict[str, Any]:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # not to wait for a pipe's writer
-        try:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise ConfigError(f"{path}: is not a file")
-            with open(descriptor, "rb", closefd=False) as file:
-                data = file.read(MAX_FILE_BYTES + 1)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from error
-    if len(data) > MAX_FILE_BYTES:
-        raise ConfigError(f"{path}: has more than {MAX_FILE_BYTES} bytes")
-    try:
-        values = tomllib.loads(data.decode("utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        values = tomllib.loads(read_text(path, MAX_FILE_BYTES))
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: is no TOML: {error!s:.200}") from error
     for name in values:
         if name not in _KEYS:

@@ -123,6 +123,11 @@ class Speculator(ABC):
         """The rotary embedding of its own attention and the size of a head; None where it has no attention."""
         return None
 
+    @property
+    def attends_everything(self) -> bool:
+        """Whether its own attention has no window: it then bounds the context, as the target's does."""
+        return False
+
     def state_specs(self, sizes: StateSizes) -> list[BufferSpec]:
         """The buffers of role STATE that it keeps between steps."""
         return []

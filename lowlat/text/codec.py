@@ -4,6 +4,7 @@ It knows no model: whether ids fit the model's vocabulary is checked elsewhere.
 """
 
 import hashlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,9 +12,9 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from lowlat.checkpoint.files import find_bytes, find_text
 from lowlat.errors import ConfigError, RequestError
 from lowlat.text.chat import ChatTemplates
-from lowlat.text.files import read_bytes, read_json, read_text
 from lowlat.text.streams import Streams, TokenStream
 
 __all__ = ["TextCodec"]
@@ -62,12 +63,12 @@ class TextCodec:
         """
         directory = Path(directory)
         path = directory / "tokenizer.json"
-        data = read_bytes(path, MAX_TOKENIZER_BYTES)
+        data = find_bytes(path, MAX_TOKENIZER_BYTES)
         if data is None:
             return None
         config_path = directory / "tokenizer_config.json"
-        config = read_json(config_path, MAX_CONFIG_BYTES)
-        named = read_json(directory / "special_tokens_map.json", MAX_CONFIG_BYTES)
+        config = _find_object(config_path)
+        named = _find_object(directory / "special_tokens_map.json")
         templates = _templates(directory, config)
         with _naming(path):
             return cls(
@@ -203,6 +204,20 @@ class TextCodec:
             self._chat.close()
 
 
+def _find_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file, an empty one where there is no file. Raises ConfigError for anything else."""
+    text = find_text(path, MAX_CONFIG_BYTES)
+    if text is None:
+        return {}
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: is not valid JSON: {error!s:.200}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: must hold a JSON object, found {type(value).__name__}")
+    return value
+
+
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
     """Name the file in every ConfigError that does not name one yet."""
@@ -247,7 +262,7 @@ def _flag(path: Path, config: Mapping[str, Any], name: str) -> bool | None:
 def _templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Return the chat templates by name: chat_template.jinja, else tokenizer_config.json's entry."""
     path = directory / "chat_template.jinja"
-    source = read_text(path, MAX_TEMPLATE_BYTES)
+    source = find_text(path, MAX_TEMPLATE_BYTES)
     if source is not None:
         return {"default": source}
     path = directory / "tokenizer_config.json"

@@ -50,6 +50,7 @@ def test_every_option_is_covered_here() -> None:
     others |= set(METHOD_OPTIONS["ngram"])
     assert {item.name for item in dataclasses.fields(SpeculativeConfig)} == {*SPECULATIVE_BOUNDS, *others}
     others = {"dtype", "device", "executor", "prefix_reuse", "share_decoded", "device_loop", "traces"}
+    others |= {"watchdog_factor", "watchdog_min_s"}
     assert {item.name for item in dataclasses.fields(RuntimeConfig)} == {*RUNTIME_BOUNDS, *others}
     assert all(hasattr(module, name) for name in module.__all__)
 
@@ -198,6 +199,19 @@ def test_configs_are_frozen() -> None:
     for made, name in ((RuntimeConfig(), "max_batch"), (speculative(), "tree"), (TraceConfig(), "kv")):
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(made, name, 1)
+
+
+@pytest.mark.parametrize(("name", "low", "high"), [("watchdog_factor", 2.0, 1000.0), ("watchdog_min_s", 0.1, 3600.0)])
+def test_number_bounds(name: str, low: float, high: float) -> None:
+    make: Any = RuntimeConfig
+    for value in (low, high, round(high)):
+        assert getattr(make(**{name: value}), name) == value
+    for value in (low - 0.01, high + 1, math.nan, math.inf, -1):
+        with pytest.raises(ConfigError, match=f"{name} must be from {low:g} to {high:g}, got"):
+            make(**{name: value})
+    for wrong in (True, "1", None, [1.0]):
+        with pytest.raises(ConfigError, match=f"{name} must be a number"):
+            make(**{name: wrong})
 
 
 ANYTHING = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.lists(st.integers()))

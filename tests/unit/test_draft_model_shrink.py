@@ -177,7 +177,7 @@ def test_every_token_is_counted_once(tmp_path_factory: pytest.TempPathFactory, i
         ("a.json", b'{"a": 1}', "expected a list of token ids"),
         ("a.json", b"[[1, true]]", "True is not a token id"),
         ("a.json", b"[1, -4]", "token id -4 is not"),
-        ("a.json", b"[1,", "cannot be read as JSON"),
+        ("a.json", b"[1,", "is not valid JSON"),
         ("a.json", b"[1e400]", "inf is not a token id"),
     ],
 )

@@ -1,5 +1,6 @@
 """Which executor a model gets: kernels where they cover it; torch's operations, or a refusal by name, elsewhere."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,14 +10,19 @@ import torch
 
 import lowlat
 from lowlat.errors import ConfigError, ShapeError
-from lowlat.executors.make import settle_executor, uncovered
+from lowlat.executors.make import check_positions, settle_executor, uncovered
+from lowlat.host import loading
 from lowlat.host.devices import DeviceChoice
+from lowlat.kernels.attention.attention import attention, choose_split
 from lowlat.kernels.gemm.packing import gate_up_permutation
 from lowlat.kernels.rows.norm import check_width
 from lowlat.kernels.sampling.select import count_chunks
 from lowlat.models.geometry import DraftConfig, ExpertsConfig, ModelConfig
 from lowlat.models.target import load_target
+from lowlat.options.config import RuntimeConfig
 from lowlat.speculators.eagle3.weights import load_draft_model
+from lowlat.speculators.eagle3.speculator import Eagle3Speculator
+from lowlat.step.state import StepGeometry
 
 DEMO = Path(lowlat.__file__).parent / "demo"
 EXPERTS = ExpertsConfig(4, 2, 7.0, 1.7, "mxfp4")
@@ -99,3 +105,64 @@ def test_kv_blocks_that_the_kernels_do_not_take_are_named(size: int, known: tupl
         settle_executor(replace(CARD, executor="graph"), "graph", *known, size)
     settled = settle_executor(CARD, "auto", *known, size)
     assert (settled.executor, settled.loud) == ("reference", True)
+
+
+def geometry(config: ModelConfig, head: DraftConfig | None, max_context: int, **changes: Any) -> StepGeometry:
+    window = changes.pop("draft_window", None)
+    speculator = None if head is None else Eagle3Speculator(head, window)
+    return StepGeometry(
+        config, speculator, max_context=max_context, block_size=32, num_paths=1, path_width=8, num_blocks=9,
+        prefill_chunk=128, **{"max_batch": 1, "max_rows": 8, **changes},
+    )  # fmt: skip
+
+
+def attend(sizes: StepGeometry, kv_heads: int) -> None:
+    """The kernel's own check of what a slot may have, without memory."""
+    with torch.device("meta"):
+        attention(
+            q=torch.zeros(8, kv_heads, 64, dtype=torch.bfloat16),
+            k_cache=torch.zeros(9, kv_heads, sizes.block_size, 64, dtype=torch.bfloat16),
+            v_cache=torch.zeros(9, kv_heads, sizes.block_size, 64, dtype=torch.bfloat16),
+            block_table=torch.zeros(1, sizes.table_width, dtype=torch.int32),
+            slots=torch.zeros(1, dtype=torch.int32),
+            dense_lens=torch.zeros(1, dtype=torch.int32),
+            row_live=torch.ones(8, dtype=torch.uint8),
+            row_masks=torch.ones(1, 8, dtype=torch.int64),
+            out=torch.zeros(8, kv_heads * 64, dtype=torch.bfloat16),
+            scale=1.0,
+            workspace=lambda name, shape, dtype: torch.zeros(shape, dtype=dtype),
+            split=choose_split(sizes.max_batch, sizes.max_context, kv_heads),
+        )
+
+
+@pytest.mark.parametrize(("kv_heads", "most"), [(1, 262104), (4, 524248)])
+def test_a_context_that_attention_does_not_reach_is_refused(
+    kv_heads: int, most: int, known: tuple[ModelConfig, DraftConfig]
+) -> None:
+    """Where the kernels refuse it, to the position; a window in every layer reaches anywhere."""
+    config, head = replace(known[0], num_kv_heads=kv_heads), replace(known[1], num_kv_heads=kv_heads)
+    for other in (None, head):
+        check_positions(geometry(config, other, most))
+        with pytest.raises(ConfigError, match=rf"max_context {most + 1} is above {most}, .*lower max_context"):
+            check_positions(geometry(config, other, most + 1))
+    attend(geometry(config, None, most), kv_heads)
+    with pytest.raises(ShapeError, match="exceeds"):
+        attend(geometry(config, None, most + 1), kv_heads)
+    windows = replace(config, windows=(128,) * config.num_layers)
+    check_positions(geometry(windows, None, 1 << 20))
+    check_positions(geometry(windows, head, 1 << 20, draft_window=256))
+    with pytest.raises(ConfigError, match="max_context"):
+        check_positions(geometry(windows, head, 1 << 20))
+
+
+def test_such_a_context_is_refused_before_weights_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in (DEMO / "target").iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "config.json").unlink()
+    config = json.loads((DEMO / "target" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 1 << 20}))
+    monkeypatch.setattr(loading, "choose_device", lambda device, executor: CARD)
+    read: list[int] = []
+    with pytest.raises(ConfigError, match="max_context 600000 is above"):
+        loading.load(tmp_path, None, RuntimeConfig(max_context=600_000), lambda done, total: read.append(done))
+    assert not read

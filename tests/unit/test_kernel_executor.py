@@ -1,20 +1,25 @@
 """What the executors with kernels allocate and bind, where a launcher that launches nothing stands for a card."""
 
+import time
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from prefill_cases import NAMES, make_named
+from tensors_alive import left_in, storages
 
-from lowlat.executors import kernel_executor
+from lowlat.errors import DeviceError
+from lowlat.executors import kernel_executor, watchdog
 from lowlat.executors.eager import EagerExecutor
-from lowlat.executors.graph import _Addresses
+from lowlat.executors.graph import GraphExecutor, _Addresses
 from lowlat.executors.lowering.binding import LibraryCall
+from lowlat.executors.watchdog import COLD_FACTOR, MIN_SAMPLES, Watchdog
 from lowlat.graphs import Bucket
 from lowlat.kernels.toolchain.kernel import H200, Card
 from lowlat.step.prefill import build_prefills
@@ -33,6 +38,9 @@ class Recorder:
 
     def compile_ahead(self, calls: Iterable[Any]) -> int:
         return len(list(calls))
+
+    def clear(self) -> None:
+        """Nothing was loaded."""
 
 
 @pytest.fixture(params=[H200, AMPERE], ids=["9.0", "8.0"])
@@ -55,19 +63,110 @@ def test_prefill_of_every_size_is_bound_to_memory_of_the_executor(name: str, car
     pair.geometry = replace(pair.geometry, prefill_chunk=128, max_prefill_chunks=2, max_context=512)
     bucket, program = Bucket(1, 1, 0), pair.program(0, 1)
     executor: Any = EagerExecutor({bucket: program}, build_prefills(pair.geometry), pair.source, CPU)
+    del program
     sizes = (64, 128, 256)
     assert set(executor._groups) == {bucket, *sizes}
     owned = _Addresses(executor.owned())
     for size in sizes:
-        groups = executor.groups(size)
-        calls = [call for group in groups for call in group.calls]
+        calls = [call for group in executor.groups(size) for call in group.calls]
         for call in calls:
             owned.check(call)
         names = [call.name if isinstance(call, LibraryCall) else call.kernel.name for call in calls]
         assert any(name.startswith("prefill_gemm") for name in names) == (card is H200)
         assert ("linear" in names) == (card is not H200)
-        attended = [
-            call.arguments for call in calls if isinstance(call, LibraryCall) and call.name == "flash_attention"
-        ]
-        assert {len(each["q"]) for each in attended} == {size}
+        attended = [call for call in calls if isinstance(call, LibraryCall) and call.name == "flash_attention"]
+        assert {len(each.arguments["q"]) for each in attended} == {size}
+    given = [*pair.source.values(), *executor._constants.tensors()]  # kept by others, on a CPU
+    own = storages(executor.owned()) - storages(given)
+    del calls, call, attended, given
     executor.close()
+    assert not left_in(own)
+
+
+def make_executor(name: str, card: Card, directory: Path, **options: Any) -> Any:
+    """An executor of one bucket, and the bucket."""
+    pair = make_named(name, directory)
+    bucket = Bucket(1, 1, 0)
+    programs, prefills = {bucket: pair.program(0, 1)}, build_prefills(pair.geometry)
+    return EagerExecutor(programs, prefills, pair.source, CPU, **options)
+
+
+class Stuck:
+    """A stream whose work never ends."""
+
+    def query(self) -> bool:
+        return False
+
+    def synchronize(self) -> None:
+        raise AssertionError("nobody may wait for a device that hangs")
+
+
+def test_a_step_that_hangs_is_an_error_and_the_executor_can_be_closed(card: Card, tmp_path: Path) -> None:
+    executor = make_executor("llama", card, tmp_path, watchdog=(2.0, 0.1))
+    executor.stream = Stuck()
+    start = time.monotonic()
+    with pytest.raises(DeviceError, match=r"cpu hangs: step 17 has run for .* 0\.1 s are allowed .*watchdog_min_s"):
+        executor.wait_published(MIN_SAMPLES + 1)
+    assert 0.1 <= time.monotonic() - start < 5.0
+    executor.close()
+
+
+def test_a_prefill_that_hangs_is_an_error(card: Card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "COLD_FACTOR", 1.0)
+    executor = make_executor("llama", card, tmp_path, watchdog=(2.0, 0.1))
+    executor.stream = Stuck()
+    monkeypatch.setattr(executor, "_run", lambda size: None)
+    with pytest.raises(DeviceError, match=r"hangs: a prefill has run for .* 0\.1 s are allowed"):
+        executor.prefill(64)
+    executor.close()
+
+
+def test_a_loop_that_hangs_is_an_error_and_one_that_ends_is_none(card: Card, tmp_path: Path) -> None:
+    executor = make_executor("llama", card, tmp_path, watchdog=(2.0, 0.1))
+    executor._stop = torch.zeros(1, dtype=torch.int64).numpy()
+    assert GraphExecutor.wait_loop(executor, 5) is False  # idle: it has ended before
+    executor.stream = Stuck()
+    for stopping in (0, 1):
+        executor._stop[0] = stopping
+        with pytest.raises(DeviceError, match="hangs: step 17"):
+            GraphExecutor.wait_loop(executor, MIN_SAMPLES + 1)
+    executor.close()
+
+
+def test_a_slow_step_is_none_that_hangs(card: Card, tmp_path: Path) -> None:
+    """It ends in time, and those after it may be as slow; or this process was stopped, and it has ended long ago."""
+    executor = make_executor("llama", card, tmp_path, watchdog=(4.0, 0.3))
+    executor.stream = Stuck()
+
+    def publish(after_s: float, number: int) -> Thread:
+        def run() -> None:
+            time.sleep(after_s)
+            executor.state["ring_head"][0] = number
+
+        thread = Thread(target=run)
+        thread.start()
+        return thread
+
+    thread = publish(0.2, 20)
+    executor.wait_published(20)
+    thread.join()
+    assert 0.4 < executor._step_watchdog.allowed_s(21) < 10.0
+    executor._check_age(1e-9, 20)
+    with pytest.raises(DeviceError, match="step 21"):
+        executor._check_age(1e-9, 21)
+    executor.close()
+
+
+def test_watchdogs_know_what_is_usual() -> None:
+    own = Watchdog(10.0, 2.0)
+    assert own.allowed_s(1) == own.allowed_s(MIN_SAMPLES) == 2.0 * COLD_FACTOR
+    assert own.allowed_s(MIN_SAMPLES + 1) == 2.0
+    own.end(time.monotonic() - 1.0)
+    assert own.allowed_s(100) == pytest.approx(10.0, rel=0.1)
+    for _ in range(400):
+        own.end(time.monotonic())
+    assert own.allowed_s(100) == 2.0  # one slow wait is forgotten
+    since = own.begin()
+    assert own.complaint(since, 100) is None
+    assert "has run for 3" in str(own.complaint(since - 3.0, 100))
+    assert own.complaint(since - 3.0, 1) is None

@@ -15,10 +15,8 @@ from lowlat.host.memory.prefix_index import CachedChunk
 BLOCK, CHUNK, OVERPROVISION = 2, 4, 3
 
 
-def make(
-    num_blocks: int = 33, *, reuse: bool = True, share_decoded: bool = False, namespace: bytes = b"model"
-) -> KVCache:
-    return KVCache(num_blocks, BLOCK, CHUNK, reuse=reuse, share_decoded=share_decoded, namespace=namespace)
+def make(num_blocks: int = 33, *, reuse: bool = True, share_decoded: bool = False) -> KVCache:
+    return KVCache(num_blocks, BLOCK, CHUNK, reuse=reuse, share_decoded=share_decoded)
 
 
 def admit(cache: KVCache, name: str, prompt: list[int], extra: int = 4) -> Allocation:
@@ -77,17 +75,10 @@ def test_an_equal_chunk_after_another_prefix_is_not_shared() -> None:
     assert admit(cache, "b", [2, 2, 2, 2, 7, 7, 7, 7, 0]).num_cached_tokens == 0
 
 
-def test_namespaces_and_reuse_off_share_nothing() -> None:
-    digests = {next(iter(_cached(make(namespace=name)))) for name in (b"model", b"other", b"")}
-    assert len(digests) == 3
+def test_nothing_is_shared_with_reuse_off() -> None:
     cache = make(reuse=False, share_decoded=True)
     run(cache, "a", PROMPT)
     assert admit(cache, "b", PROMPT).num_cached_tokens == 0
-
-
-def _cached(cache: KVCache) -> list[bytes]:
-    run(cache, "a", PROMPT)
-    return [chunk.digest for chunk in cache._index]
 
 
 def test_equal_prompts_at_once_keep_their_own_blocks() -> None:
@@ -243,7 +234,7 @@ def test_refuses_what_cannot_work_by_name() -> None:
     with pytest.raises(ConfigError, match="kv_blocks"):
         make(num_blocks=1)
     with pytest.raises(ConfigError, match="multiple of block_size 4"):
-        KVCache(8, 4, 6, reuse=True, share_decoded=False, namespace=b"")
+        KVCache(8, 4, 6, reuse=True, share_decoded=False)
     cache = make(num_blocks=5)
     with pytest.raises(RequestError, match=r"needs 5 KV blocks.*pool has 4 \(kv_blocks\)"):
         cache.admit("a", [1], 7, OVERPROVISION)

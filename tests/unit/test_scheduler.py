@@ -26,7 +26,7 @@ def make(
     reuse: bool = True,
     at_once: int = 1,
 ) -> Scheduler:
-    cache = KVCache(num_blocks, BLOCK, CHUNK, reuse=reuse, share_decoded=False, namespace=b"")
+    cache = KVCache(num_blocks, BLOCK, CHUNK, reuse=reuse, share_decoded=False)
     return Scheduler(LADDER, cache, max_batch, max_queue, CHUNK, covers_last_token=head, max_prefill_chunks=at_once)
 
 

@@ -10,11 +10,13 @@ import torch
 from tiny_models import make_target, transformers_logits
 from torch import Tensor
 
+from lowlat.errors import ConfigError
 from lowlat.tools.train.corpus import domain_of, is_held_out, pack, read_documents, split, tokenize
+from lowlat.tools.train.draft_model import boundaries_of
 from lowlat.tools.train.eagle3 import DraftSizes, Eagle3DraftModel, load_draft_model, save_draft_model
 from lowlat.tools.train.evaluate import draft_matches, loops, walk_cycles
 from lowlat.tools.train.target import learning_rate_scale
-from lowlat.tools.train.teacher import Teacher, default_boundaries
+from lowlat.tools.train.teacher import Teacher
 
 
 def tiny_sizes(draft_vocabulary: int = 20) -> DraftSizes:
@@ -159,7 +161,7 @@ def tiny_teacher(tmp_path: Path) -> Teacher:
 
 def test_features_are_the_streams_entering_layers(tmp_path: Path) -> None:
     teacher = tiny_teacher(tmp_path)
-    boundaries = default_boundaries(teacher.num_layers)
+    boundaries = boundaries_of(teacher.num_layers)
     assert boundaries == (2, 3, 4)
     tokens = torch.randint(0, 257, (2, 9))
     features, last = teacher.features(tokens, boundaries)
@@ -171,6 +173,14 @@ def test_features_are_the_streams_entering_layers(tmp_path: Path) -> None:
     assert [len(tokens) for tokens in greedy] == [5, 5]
     with torch.no_grad():
         assert greedy[1][0] == int(teacher.model(torch.tensor([[4]])).logits[0, -1].argmax())
+
+
+def test_boundaries_are_three_different_streams() -> None:
+    for num_layers in range(7, 40):
+        assert len(set(boundaries_of(num_layers))) == 3
+    for num_layers in (1, 5, 6):
+        with pytest.raises(ConfigError, match=f"has {num_layers} layers"):
+            boundaries_of(num_layers)
 
 
 def test_matches_have_a_row_a_position(tmp_path: Path) -> None:

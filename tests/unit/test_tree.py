@@ -174,7 +174,7 @@ BOMB = "a: &a [0]\n" + "".join(f"b{k}: &b{k} [{', '.join([f'*b{k - 1}' if k else
         ("tree.yaml", b"&a [*a]", "aliases are not allowed"),
         ("tree.yaml", b"[" * 60_000, "nested deeper"),
         ("tree.yaml", b"- [0]\n" * 2000, "more than 1024 values"),
-        ("tree.yaml", b"#" * 65_537, "at most 65536 bytes"),
+        ("tree.yaml", b"#" * 65_537, "larger than 65536 bytes"),
         ("tree.yaml", b"!!python/object/apply:os.getcwd []", "not valid YAML"),
         ("tree.yaml", b"choices: [[0]", "not valid YAML"),
         ("tree.yaml", b"\xff\xfe\xff", "not valid YAML"),
@@ -201,8 +201,8 @@ def test_hostile_files_are_refused_by_name(tmp_path: Path, name: str, data: byte
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "folder.yaml").mkdir()
-    for name in ("missing.yaml", "folder.yaml"):
-        with pytest.raises(ConfigError, match="no such tree file"):
+    for name, problem in (("missing.yaml", "no such file"), ("folder.yaml", "is not a regular file")):
+        with pytest.raises(ConfigError, match=problem):
             TreeTopology.load(tmp_path / name)
 
 

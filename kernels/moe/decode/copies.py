@@ -5,7 +5,7 @@ A part is some steps of a tile, which lie behind each other in memory: in a stag
 
 from typing import Any
 
-from lowlat.kernels.common.sentinels import lacks_one
+from lowlat.kernels.common.sentinels import lacks_one, next_turn
 from lowlat.kernels.moe.decode.expert_list import make_members_of, make_pair_of
 from lowlat.kernels.moe.plan import GATE_UP, ExpertPlan, ExpertShape
 from lowlat.kernels.toolchain import ptx
@@ -90,7 +90,9 @@ def make_load_inputs(shape: ExpertShape, plan: ExpertPlan, *, awaited: bool) -> 
         at = uint32(first * uint32(64) + (lane & uint32(3)) * uint32(8))
         one, two, three = load_part(row, at)
         if awaited:
+            turns = uint32(0)
             while _lacks(one) or _lacks(two) or _lacks(three):
+                turns = next_turn(turns)
                 one, two, three = load_part(row, at)
         return as_multiplied(one), as_multiplied(two), as_multiplied(three)
 

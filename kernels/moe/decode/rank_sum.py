@@ -7,7 +7,7 @@ the sum.
 from typing import Any
 
 from lowlat.kernels.common.norm_math import high_value, low_value
-from lowlat.kernels.common.sentinels import is_missing
+from lowlat.kernels.common.sentinels import is_missing, next_turn
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, uint32
 
@@ -75,7 +75,9 @@ def _make_add_ranks(width: int, chosen: int) -> Any:
             sums[k] = float32(0)
         for start in range(0, chosen, TOGETHER):
             load_ranks(words, place, start)
+            turns = uint32(0)
             while lacks_one(words, start):
+                turns = next_turn(turns)
                 load_ranks(words, place, start)
             for rank in range(TOGETHER):
                 if start + rank < chosen:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from lowlat.checkpoint.files import read_json
 from lowlat.cli.console import print_json, print_table
 from lowlat.cli.options import DIRECTORY, IntegerList, as_json, bundled, draft_model_option
 from lowlat.errors import ConfigError
@@ -166,15 +167,7 @@ def _plan_dict(plan: "TreePlan") -> dict[str, Any]:
 
 def _read_acceptance(path: Path) -> list[list[float]]:
     """The table of a JSON file: lists of numbers, bare or under `acceptance_by_rank`. Raises ConfigError."""
-    from lowlat.text.files import read_text
-
-    text = read_text(path, MAX_TABLE_BYTES)
-    if text is None:
-        raise ConfigError(f"{path}: there is no such file")
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: is not valid JSON: {error!s:.200}") from error
+    value = read_json(path, MAX_TABLE_BYTES)
     table = value.get("acceptance_by_rank") if isinstance(value, dict) else value
     if not isinstance(table, list) or not table or not all(isinstance(row, list) for row in table):
         raise ConfigError(f"{path}: expected a list for each depth with the acceptance of each rank")

@@ -1,11 +1,11 @@
 """The same prompts with speculation and without it, in two runtimes, one request at a time: what the demo shows."""
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lowlat.checkpoint.files import read_json
 from lowlat.cli.running import Generation, chat_ids, load_runtime, run_request
 from lowlat.errors import ConfigError
 from lowlat.host.metrics import SpeculativeDecodingStats
@@ -16,6 +16,7 @@ from lowlat.options.request import SamplingParams, StepOutput
 __all__ = ["Comparison", "Question", "Row", "compare", "read_questions"]
 
 WARM_UP_TOKENS = 4
+MAX_PROMPT_FILE = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -117,9 +118,9 @@ class Comparison:
 def read_questions(path: Path, domains: Sequence[str]) -> list[Question]:
     """The first prompt of each domain of a bundled file. Raises ConfigError for a file that is not such a one."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path, MAX_PROMPT_FILE)
         return [Question(domain, str(found[domain][0])) for domain in domains]
-    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+    except (KeyError, IndexError, TypeError) as error:
         raise ConfigError(f"{path}: expected lists of prompts under {', '.join(domains)}: {error!r:.200}") from error
 
 

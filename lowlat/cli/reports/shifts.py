@@ -3,12 +3,12 @@
 Being off by one layer is this field's commonest silent failure: the draft model works, and accepts little.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lowlat.checkpoint.files import read_json, read_text
 from lowlat.cli.running import chat_ids, load_runtime
 from lowlat.errors import ConfigError, LowlatError
 from lowlat.host.runtime import Runtime
@@ -16,7 +16,6 @@ from lowlat.models.target import read_model_config
 from lowlat.options.config import SpeculativeConfig
 from lowlat.options.request import SamplingParams
 from lowlat.speculators.eagle3.config import read_draft_config
-from lowlat.text.files import read_text
 
 __all__ = ["SHIFTS", "ShiftResult", "measure_shifts", "read_prompts", "unshifted_is_best"]
 
@@ -57,16 +56,10 @@ def read_prompts(path: Path, limit: int) -> list[Prompt]:
     A .json file holds a list of prompts, or lists by domain; a prompt is a text or a list of token ids. Any other
     file holds a prompt a line. Raises ConfigError.
     """
-    text = read_text(path, MAX_PROMPT_FILE)
-    if text is None:
-        raise ConfigError(f"{path}: there is no such file")
-    if path.suffix != ".json":
-        found: Any = [line for line in text.splitlines() if line.strip()]
+    if path.suffix == ".json":
+        found: Any = read_json(path, MAX_PROMPT_FILE)
     else:
-        try:
-            found = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{path}: is not valid JSON: {error!s:.200}") from error
+        found = [line for line in read_text(path, MAX_PROMPT_FILE).splitlines() if line.strip()]
     groups = list(found.values()) if isinstance(found, dict) else [found]
     if not groups or not all(isinstance(group, list) and group for group in groups):
         raise ConfigError(f"{path}: expected a list of prompts, or such lists by domain, none of them empty")

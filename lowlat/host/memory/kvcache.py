@@ -65,7 +65,6 @@ class KVCache:
     prefill_chunk   positions of one prefill chunk, a multiple of block_size: the unit of sharing
     reuse           share complete chunks written by prefill
     share_decoded   also share chunks that decoding wrote, wholly or in part
-    namespace       bytes that tell apart what must not be shared: the model, the dtype, the head
 
     A block is free, in use (in a table), evictable (content nobody uses, free for admission), or waiting to
     be cleared. Admission reserves the worst case, so that no step can run out. Not safe for use by several
@@ -80,7 +79,6 @@ class KVCache:
         *,
         reuse: bool,
         share_decoded: bool,
-        namespace: bytes,
     ) -> None:
         if num_blocks < 2:
             raise ConfigError(f"kv_blocks must be at least 2 (block 0 is the null block), got {num_blocks}")
@@ -94,7 +92,7 @@ class KVCache:
         self.reuse = reuse
         self.share_decoded = reuse and share_decoded
         self.generation = 0  # grows whenever an admission that did not fit might fit now
-        self._index = PrefixIndex(namespace)
+        self._index = PrefixIndex()
         self._free = list(range(num_blocks - 1, 0, -1))  # a stack: the lowest on top at first
         self._to_clear: list[int] = []
         self._dirty: set[int] = set()

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from lowlat.errors import ConfigError
+from lowlat.executors.allocation import release_cached_memory
 from lowlat.executors.lowering.memory import temporary_bytes, workspace_bytes
 from lowlat.executors.lowering.weight_parts import expert_parts, gemm_weights
 from lowlat.graphs import Paging, Role
@@ -109,8 +110,9 @@ def _weight_bytes(
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Free memory of the device; None where it cannot be told."""
+    """Free memory of the device, what only torch's cache holds included; None where it cannot be told."""
     if device.type == "cuda":
+        release_cached_memory(device)  # not merely counted: memory of one stream's cache is of no use to another
         return int(torch.cuda.mem_get_info(device)[0])
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()

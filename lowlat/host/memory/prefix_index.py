@@ -1,4 +1,4 @@
-"""The prefix index: which complete chunks of KV may be shared, who uses them, and which goes first.
+"""The prefix index: which complete chunks of one runtime's KV may be shared, who uses them, and which goes first.
 
 Its unit is the chunk, the unit in which KV may be shared at all: one with a block missing would be of no use
 to anybody. It hands out no blocks and knows no requests; `lowlat.host.memory.kvcache` does both.
@@ -14,8 +14,7 @@ __all__ = ["CachedChunk", "PrefixIndex"]
 
 @dataclass(eq=False, slots=True)
 class CachedChunk:
-    """One written, immutable chunk: the chained digest of its content, its blocks, and how many tables hold
-    it.
+    """One written, immutable chunk: the chained digest of its content, its blocks, and the tables that hold it.
 
     A chunk that left the index (`listed` False) keeps its users until they end; its blocks are not shared
     again.
@@ -32,14 +31,11 @@ class CachedChunk:
 class PrefixIndex:
     """Chunks by chained content digest, and an LRU of those without users.
 
-    namespace   bytes that tell apart what must not be shared: the model, the dtype, the head
-
     The parent of a listed chunk is listed. Unused chunks are in the order in which they go: `retire` and
     `touch` are called leaf first, so that a chunk is older than its unused ancestors.
     """
 
-    def __init__(self, namespace: bytes) -> None:
-        self._key = hashlib.sha256(namespace).digest()
+    def __init__(self) -> None:
         self._chunks: dict[bytes, CachedChunk] = {}
         self._unused: dict[bytes, CachedChunk] = {}  # insertion order: oldest first
 
@@ -57,7 +53,7 @@ class PrefixIndex:
     def digest(self, parent: bytes, token_ids: Sequence[int]) -> bytes:
         """The digest of a chunk after `parent` (empty for the first chunk of a sequence)."""
         content = array("q", token_ids).tobytes()
-        return hashlib.blake2b(parent + content, digest_size=32, key=self._key).digest()
+        return hashlib.blake2b(parent + content, digest_size=32).digest()
 
     def get(self, digest: bytes) -> CachedChunk | None:
         """The listed chunk with this digest."""

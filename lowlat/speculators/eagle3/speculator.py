@@ -58,6 +58,11 @@ class Eagle3Speculator(Speculator):
         """The draft model's own."""
         return self.config.rope, self.config.head_dim
 
+    @property
+    def attends_everything(self) -> bool:
+        """Without a draft window."""
+        return self.window is None
+
     def state_specs(self, sizes: StateSizes) -> list[BufferSpec]:
         """KV cache of the draft model, and the features at the ends of blocks."""
         return draft_kv_specs(self.config, sizes.dtype, sizes.num_blocks, sizes.block_size)

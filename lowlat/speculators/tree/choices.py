@@ -14,6 +14,7 @@ from pathlib import Path
 
 import yaml
 
+from lowlat.checkpoint.files import read_bytes
 from lowlat.errors import ConfigError
 
 __all__ = ["MAX_DEPTH", "MAX_NODES", "MAX_RANKS", "read_choices"]
@@ -77,15 +78,7 @@ def _read_file(path: Path) -> object:
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
         raise ConfigError(f"{path}: a tree file must end in .yaml, .yml, .toml or .json")
-    try:
-        if not path.is_file():
-            raise ConfigError(f"{path}: no such tree file")
-        with path.open("rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
-    if len(data) > MAX_FILE_BYTES:
-        raise ConfigError(f"{path}: a tree file has at most {MAX_FILE_BYTES} bytes")
+    data = read_bytes(path, MAX_FILE_BYTES)
     try:
         return reader(data.decode("utf-8"))
     except (ValueError, yaml.YAMLError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""What another tree would give: the best choices for a budget of rows, from measured acceptance by rank.
+"""The planner of trees: the best choices for a budget of rows, from measured acceptance by rank.
 
 It takes acceptance at a depth and rank to be the same under every parent, which is what the statistics of a
 run know of it; the length that a tree then reaches is a forecast, to be measured before it is believed.
@@ -21,10 +21,10 @@ NEARLY_BEST = 0.98  # of the best length: what a recommendation without step tim
 class TreePlan:
     """The best tree for a budget, the limits that it needs, and what it is expected to give.
 
-    mean_acceptance_length     tokens a step, bonus included: 1 + the sum over nodes of their paths'
-    acceptance chain_acceptance_length    the same for the longest chain within the budget
-    tokens_per_s               mean_acceptance_length over the budget's step time; None where no time is given
-    max_decoding_tokens is the budget, or less where no more nodes have a chance.
+    mean_acceptance_length   tokens a step, bonus included: 1 + the sum of all nodes' path acceptance
+    chain_acceptance_length  the same for the longest chain within the budget
+    tokens_per_s             mean_acceptance_length over the budget's step time; None where no time is given
+    max_decoding_tokens      the budget, or less where no more nodes have a chance
     """
 
     budget: int

@@ -32,8 +32,8 @@ class TreeTopology:
     in int64.
 
     choices            [T - 1]   paths of child ranks, in order of nodes: of node i + 1
-    num_nodes          T, root included: the rows that a slot verifies
-    depth              S
+    num_nodes                    T, root included: the rows that a slot verifies
+    depth                        S
     parents            [T]       -1 for the root
     depths             [T]       0 for the root
     ranks              [T]       among the draft's choices after the parent; -1 for the root
@@ -43,8 +43,8 @@ class TreeTopology:
     packed_masks       [T]       bits of a node's ancestors and of itself
     max_rank_by_level  [S]       the largest rank drafted at a level: the draft's best max + 1 are needed
     non_leaf_ordinal   [T]       of drafted non-leaf nodes (depth >= 1), in order of nodes; -1 for others
-    draft_masks        [..]      for each ordinal, the bits of the ordinals of its drafted ancestors and its
-    own is_chain           every level is the draft's likeliest token alone
+    draft_masks        [..]      for each ordinal, the bits of its drafted ancestors' ordinals and of its own
+    is_chain                     whether every level is the draft's likeliest token alone
     """
 
     choices: tuple[tuple[int, ...], ...]
@@ -78,8 +78,7 @@ class TreeTopology:
         max_decoding_tokens: int | None = None,
         max_non_leaves_per_layer: int | None = None,
     ) -> "TreeTopology":
-        """The tree of a choices table (see `lowlat.speculators.tree.choices`), within limits; None takes what the tree
-        needs.
+        """The tree of a choices table (see `lowlat.speculators.tree.choices`), within limits; None: no limit.
 
         max_path_len               nodes of a path at most, root included
         max_decoding_tokens        nodes at most, root included

@@ -3,7 +3,6 @@
 Every tenth piece of the file is held out, so that both parts have all that is in it. It knows no models.
 """
 
-import json
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from lowlat.checkpoint.files import read_json
 from lowlat.errors import ConfigError
 from lowlat.text import TextCodec
 
@@ -87,12 +87,7 @@ def _number_pieces(path: Path) -> Iterator[list[int]]:
 
 
 def _json_pieces(path: Path) -> Iterator[list[int]]:
-    try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise ConfigError(f"{path}: is larger than {MAX_JSON_BYTES} bytes; give the ids as plain numbers")
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: cannot be read as JSON: {error!s:.200}") from error
+    found = read_json(path, MAX_JSON_BYTES)
     if not isinstance(found, list):
         raise ConfigError(f"{path}: expected a list of token ids, or of such lists, found {type(found).__name__}")
     loose = [item for item in found if not isinstance(item, list)]

@@ -23,14 +23,27 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lowlat.errors import ConfigError
+from lowlat.speculators.eagle3.capture import default_boundaries
 from lowlat.tools.train.corpus import read_documents, read_prompts, split, tokenize
 from lowlat.tools.train.eagle3 import DraftSizes, Eagle3DraftModel, save_draft_model
 from lowlat.tools.train.evaluate import encode_prompts, evaluate, print_table
 from lowlat.tools.train.rows import WritingPlan, load_rows, mix_batches, save_rows, write_rows
 from lowlat.tools.train.target import learning_rate_scale
-from lowlat.tools.train.teacher import Teacher, default_boundaries
+from lowlat.tools.train.teacher import Teacher
 
-__all__ = ["build_draft_model", "choose_draft_ids", "draft_loss", "train_draft_model"]
+__all__ = ["boundaries_of", "build_draft_model", "choose_draft_ids", "draft_loss", "train_draft_model"]
+
+
+def boundaries_of(num_layers: int) -> tuple[int, int, int]:
+    """The boundaries that a new draft model captures, EAGLE-3's: streams entering layers 2, L // 2 and L - 3.
+
+    Raises ConfigError below 7 layers, where the three are not different streams.
+    """
+    boundaries = default_boundaries(num_layers)
+    if boundaries is None:
+        raise ConfigError(f"the target has {num_layers} layers; three different streams (2, L / 2, L - 3) need 7")
+    return boundaries
 
 
 def draft_sizes(teacher: Teacher, *, draft_vocabulary: int, ffn: int | None = None) -> DraftSizes:
@@ -51,7 +64,7 @@ def draft_sizes(teacher: Teacher, *, draft_vocabulary: int, ffn: int | None = No
         max_context=config.max_position_embeddings,
         rope_theta=float(theta),
         rms_norm_eps=config.rms_norm_eps,
-        boundaries=default_boundaries(teacher.num_layers),
+        boundaries=boundaries_of(teacher.num_layers),
     )
 
 

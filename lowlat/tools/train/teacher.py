@@ -15,15 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from lowlat.tools.train.decode import can_decode, decode
 
-__all__ = ["Teacher", "default_boundaries"]
-
-
-def default_boundaries(num_layers: int) -> tuple[int, int, int]:
-    """Return the boundaries that EAGLE-3 captures: residual streams entering layers 2, L // 2 and L - 3."""
-    if num_layers < 5:
-        raise ValueError(f"the target has {num_layers} layers; three distinct features need at least 5")
-    low, middle, high = 2, num_layers // 2, num_layers - 3
-    return low, max(middle, low), max(high, middle)
+__all__ = ["Teacher"]
 
 
 @dataclass

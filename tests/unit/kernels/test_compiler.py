@@ -70,7 +70,7 @@ def test_other_sources_and_other_compilers_are_another_cache(tmp_path: Path, mon
     files = [tmp_path / "compiler.py", tmp_path / "reference" / "slot_record.py"]
     for path in files:
         path.write_text("1")
-    monkeypatch.setattr(compiler, "__file__", str(files[0]))
+    monkeypatch.setattr(compiler, "SOURCES", tmp_path)
     digests = {source_digest.__wrapped__()}
     for path in files:
         path.write_text("2")
@@ -78,6 +78,11 @@ def test_other_sources_and_other_compilers_are_another_cache(tmp_path: Path, mon
     monkeypatch.setattr(compiler, "version", lambda package: f"{package} of another kind")
     digests.add(source_digest.__wrapped__())
     assert len(digests) == 4
+
+
+def test_the_sources_are_all_of_the_kernels() -> None:
+    found = {path.relative_to(compiler.SOURCES).parts[0] for path in compiler.SOURCES.rglob("*.py")}
+    assert {"attention", "common", "gemm", "moe", "reference", "rows", "sampling", "step", "toolchain"} <= found
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,8 @@ from unit.kernels.sampling import World
 from lowlat.kernels.reference.sampling import sample as reference
 from lowlat.kernels.sampling.select import FINITE, INFINITY
 
-NAMES = (
-    *("sampling.select", "common.philox", "sampling.cutoff", "sampling.logit_history", "sampling.row_pairs"),
-    "sampling.sample",
-)
+SHARED = ("sampling.select", "common.philox", "common.sentinels")
+NAMES = (*SHARED, *(f"sampling.{part}" for part in ("cutoff", "logit_history", "row_pairs", "sample")))
 OPTIONS: list[dict[str, float]] = [
     {"temperature": 0.0},
     {"temperature": 0.0, "repetition": 1.3, "presence": 0.7, "frequency": 0.4},

@@ -1,0 +1,73 @@
+"""Small files from elsewhere, untrusted: regular files alone, read with a limit, without waiting for a pipe's writer.
+
+It knows nothing of what is in them.
+"""
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+from lowlat.errors import ConfigError
+
+__all__ = ["decode_text", "find_bytes", "find_text", "read_bytes", "read_json", "read_text"]
+
+
+def find_bytes(path: Path, max_bytes: int) -> bytes | None:
+    """A file's bytes; None where there is none. Raises ConfigError for what is no file, too large or unreadable."""
+    try:
+        # without O_NONBLOCK a named pipe would block the open for ever
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:  # a null byte in the path
+        raise ConfigError(f"{str(path)!r:.80} is not a path: {error}") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ConfigError(f"{path}: is not a regular file")
+    with open(descriptor, "rb") as file:
+        try:
+            data = file.read(max_bytes + 1)
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    if len(data) > max_bytes:
+        raise ConfigError(f"{path}: is larger than {max_bytes} bytes, the most that is read of such a file")
+    return data
+
+
+def read_bytes(path: Path, max_bytes: int) -> bytes:
+    """A file's bytes. Raises ConfigError as `find_bytes` does, and where there is no file."""
+    data = find_bytes(path, max_bytes)
+    if data is None:
+        raise ConfigError(f"{path}: no such file")
+    return data
+
+
+def decode_text(path: Path, data: bytes) -> str:
+    """A file's bytes as text. Raises ConfigError for what is not UTF-8."""
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: is not UTF-8: byte {error.start}") from error
+
+
+def find_text(path: Path, max_bytes: int) -> str | None:
+    """A file's text; None where there is none. Raises ConfigError as `find_bytes` and `decode_text` do."""
+    data = find_bytes(path, max_bytes)
+    return None if data is None else decode_text(path, data)
+
+
+def read_text(path: Path, max_bytes: int) -> str:
+    """A file's text. Raises ConfigError as `read_bytes` and `decode_text` do."""
+    return decode_text(path, read_bytes(path, max_bytes))
+
+
+def read_json(path: Path, max_bytes: int) -> Any:
+    """The JSON value in a file. Raises ConfigError as `read_text` does, and for what is not JSON."""
+    try:
+        return json.loads(read_text(path, max_bytes))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: is not valid JSON: {error!s:.200}") from error
