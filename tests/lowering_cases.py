@@ -64,10 +64,11 @@ class LoweredPairs:
         """A bucket's program, lowered."""
         key = (name, depth, batch, tree, card, *speculation.items())
         if key not in self._made:
-            self._made[key] = self._pair(name, tree, **speculation).lower(depth, batch, card)
+            self._made[key] = self.pair(name, tree, **speculation).lower(depth, batch, card)
         return self._made[key]
 
-    def _pair(self, name: str, tree: bool, **speculation: Any) -> Pair:
+    def pair(self, name: str, tree: bool = False, **speculation: Any) -> Pair:
+        """A pair by name."""
         key = (name, tree, *speculation.items())
         if key not in self._pairs:
             options = {"num_speculative_tokens": 3, "tree": TREE} if tree else {}

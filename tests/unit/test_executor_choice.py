@@ -20,8 +20,8 @@ from lowlat.kernels.sampling.select import count_chunks
 from lowlat.models.geometry import DraftConfig, ExpertsConfig, ModelConfig
 from lowlat.models.target import load_target
 from lowlat.options.config import RuntimeConfig
-from lowlat.speculators.eagle3.weights import load_draft_model
 from lowlat.speculators.eagle3.speculator import Eagle3Speculator
+from lowlat.speculators.eagle3.weights import load_draft_model
 from lowlat.step.state import StepGeometry
 
 DEMO = Path(lowlat.__file__).parent / "demo"

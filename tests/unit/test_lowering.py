@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from inserted import with_identities
 from kernel_inventory import B200, CARDS, examples, family, fingerprint
 from lowered import Lowered
 from lowering_cases import HEADS, MIXTURES, LoweredPairs, kinds_of, reached, span
@@ -329,6 +330,27 @@ def test_no_operation_demands_its_neighbours(kind: str, lowered: LoweredPairs) -
     program = without(step.program, kind)
     groups = lower(Binding(program, step.buffers, step.weights, H200, step.workspace))
     assert [op for group in groups for op in group.ops] == list(program.ops)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", ["llama", "qwen3+everything", "gpt_oss", "gpt_oss_mxfp4+alone"])
+def test_identities_anywhere_cost_the_fusions_that_they_interrupt(name: str, seed: int, lowered: LoweredPairs) -> None:
+    """And nothing else; what is copied is read in its place, before a kernel waits too."""
+    depth = 0 if name.endswith("alone") else 3
+    plain = lowered(name, depth, 2)
+    step = lowered.pair(name).lower_program(with_identities(plain.program, seed))
+    assert len(step.groups) > len(plain.groups)
+    test_every_operation_is_covered_once_and_in_order(step)
+    test_what_is_hidden_is_never_read_again(step)
+    test_calls_reach_what_their_operations_name_and_nothing_hidden(step)
+    test_every_tensor_of_a_call_is_somebody_s(step)
+    fresh: set[str] = set()
+    for group in step.groups:
+        first = group.kernel_calls[0]
+        fresh = set() if not first.dependent else fresh
+        early = {name for op in group.ops for name in operations.early_reads(op)}
+        assert fresh.isdisjoint(early), f"{group.name} reads {early & fresh} before it waits"
+        fresh |= {name for op in group.ops for name in op.writes.values()}
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt_oss", "gpt_oss_mxfp4", "llama+everything"])

@@ -9,7 +9,7 @@ from lowlat.executors.lowering.binding import Binding, Call
 from lowlat.executors.lowering.fusion import cover
 from lowlat.executors.lowering.gemm_fusions import GEMM_FUSIONS
 from lowlat.executors.lowering.moe_fusions import MOE_FUSIONS
-from lowlat.executors.lowering.operations import lower_alone, operation_layouts
+from lowlat.executors.lowering.operations import early_reads, lower_alone, operation_layouts
 from lowlat.executors.lowering.row_fusions import ROW_FUSIONS
 from lowlat.executors.lowering.step_fusions import STEP_FUSIONS
 from lowlat.kernels.toolchain.kernel import H200, Card, KernelCall
@@ -51,15 +51,16 @@ def lower(binding: Binding, *, fuse: bool = True) -> tuple[LoweredGroup, ...]:
 
     fuse  False: each operation by its own kernel. Raises ShapeError for sizes that its kernel does not take.
     """
-    groups = []
-    settled = False  # what the step before, or the step's beginning, wrote: later kernels read it before they wait
+    groups: list[LoweredGroup] = []
+    awaits, fresh = True, set[str]()  # whether the next call awaits all before it; buffers written since one did
     for fusion, run in cover(binding.program, binding.card, FUSIONS if fuse else (), binding.weights.permutation):
         if binding.left is not None and any(binding.left.logits in op.writes.values() for op in run.ops):
             binding.left = None
         calls = list(lower_alone(binding, run.ops[0]) if fusion is None else fusion.lower(binding, run))
-        if not settled:
-            calls[0] = _awaits_all(calls[0])
-        settled = run.ops[-1].stage is not Stage.ACTIVE_SLOTS
+        if awaits or not fresh.isdisjoint(name for op in run.ops for name in early_reads(op)):
+            calls[0], fresh = _awaits_all(calls[0]), set()
+        awaits = run.ops[-1].stage is Stage.ACTIVE_SLOTS  # nearly every kernel after it reads slots and lengths
+        fresh.update(name for op in run.ops for name in op.writes.values())
         hidden = frozenset(() if fusion is None else fusion.hides(run))
         name = run.ops[0].kind if fusion is None else fusion.name
         groups.append(LoweredGroup(name, run.ops[0].stage, run.ops, tuple(calls), hidden))

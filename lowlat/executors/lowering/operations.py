@@ -53,6 +53,7 @@ __all__ = [
     "RING_COUNT",
     "down_alone",
     "draft_topk_alone",
+    "early_reads",
     "left_argmax",
     "lower_alone",
     "operation_layouts",
@@ -60,6 +61,14 @@ __all__ = [
     "rotation_weights",
 ]
 
+# arguments that kernels read before they wait for the kernel before them, which may not have written these
+EARLY: Mapping[str, tuple[str, ...]] = {
+    "attention": ("slots", "block_table", "dense_lens", "row_live", "row_masks"),
+    "sample": (
+        *("slots", "row_live", "row_tokens", "row_masks", "lengths", "slot_ints", "slot_floats"),
+        *("bias_ids", "bias_values", "stop_ids", "prompt_seen", "output_counts"),
+    ),
+}
 RING_COUNT = "publish.count"  # entries written to the ring so far, kept on the device
 Lower = Callable[[Binding, Op], Sequence[Call]]
 
@@ -159,6 +168,13 @@ def operation_layouts(program: Program) -> dict[str, torch.Tensor]:
     """The permutations of packed weights' rows that operations want by themselves, by weight."""
     gate_ups = [op for op in program.ops if op.kind == "experts_gate_up"]
     return {experts_name(op): gate_up_permutation(program.buffers[op.writes["out"]].shape[2]) for op in gate_ups}
+
+
+def early_reads(op: Op) -> list[str]:
+    """The buffers that an operation's kernel reads before it waits; a draft's attention reads none."""
+    if op.kind == "attention" and op.stage is not Stage.BASE_DECODE_STEP:
+        return []
+    return [op.reads[name] for name in EARLY.get(op.kind, ()) if name in op.reads]
 
 
 def publication(binding: Binding, op: Op) -> dict[str, Any]:

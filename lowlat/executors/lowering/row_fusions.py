@@ -99,6 +99,8 @@ def _rotates(run: Run, card: Card) -> bool:
     norm, rope, write = run.find("qk_norm"), run.op("rope"), run.find("kv_write")
     if norm is not None and rope.reads["qkv"] != norm.writes["out"]:
         return False
+    if norm is not None and write is not None and norm.reads.get("row_live") != write.reads["row_live"]:
+        return False
     return write is None or all(write.reads[part] == rope.writes.get(part) for part in ("k", "v"))
 
 
