@@ -1,4 +1,4 @@
-"""Steps of an expert's product for one warp: each 16 weight rows by 64 columns times up to eight inputs.
+"""Steps of an expert's GEMM for one warp: each 16 weight rows by 64 columns times up to eight inputs.
 
 MXFP4: a code's sign and its three bits of magnitude, put at bits 15 and 8 to 6 of a bf16, are its value times 2**-126;
 the lowest magnitudes are subnormal there, and mma reads those exactly. Inputs come times 2**63 (exact for magnitudes

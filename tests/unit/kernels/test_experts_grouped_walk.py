@@ -1,4 +1,4 @@
-"""Grouped products of experts, walked thread by thread on a CPU: grouping, both products, the sum by rank.
+"""Grouped GEMMs of experts, walked thread by thread on a CPU: grouping, both GEMMs, the sum by rank.
 
 Small sizes; the walker checks every address, and copies arrive both as late and as early as they can.
 """
@@ -34,7 +34,8 @@ from lowlat.kernels.moe.rank_sum import add_ranks
 from lowlat.kernels.toolchain.kernel import H200, Card
 
 NAMES = ("common.activation", "common.norm_math", "common.norm_row", "rows.norm", "moe.plan", "moe.decode.mainloop")
-KERNELS = tuple(f"moe.prefill.{part}" for part in ("plan", "grouping", "mainloop", "grouped_gemm", "rank_sum"))
+PARTS = tuple(f"moe.prefill.{part}" for part in ("plan", "grouping", "mainloop", "grouped_gemm"))
+KERNELS = (*PARTS, "moe.rank_sum")
 FILL = -77
 
 
@@ -43,7 +44,9 @@ def walked(walker: Walker) -> Any:
 
 
 def named(modules: list[ModuleType]) -> SimpleNamespace:
-    return SimpleNamespace(**dict(zip((*NAMES, *KERNELS), modules, strict=True)))
+    """The kernels' modules by the last part of their names."""
+    own = modules[len(NAMES) :]
+    return SimpleNamespace(**{name.rpartition(".")[2]: module for name, module in zip(KERNELS, own, strict=True)})
 
 
 def wanted_groups(ids: torch.Tensor, num_experts: int, tile_pairs: int) -> tuple[list[int], list[list[int]]]:
@@ -64,7 +67,7 @@ def grouped(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     order = torch.full((ids.numel(),), FILL, dtype=torch.int32)
     tiles = torch.full((most_tiles(ids.numel(), num_experts, tile_pairs), 4), FILL, dtype=torch.int32)
-    calls = kernels.experts_grouping.group_pairs(
+    calls = kernels.grouping.group_pairs(
         expert_ids=ids, num_experts=num_experts, tile_pairs=tile_pairs, order=order, tiles=tiles
     )
     walker.run(*calls)
@@ -101,7 +104,7 @@ def test_a_warp_goes_through_its_pairs_in_rounds(monkeypatch: pytest.MonkeyPatch
     ids, walker = choices("random", 37, 4, 9), Walker()
     with walked(walker) as modules:
         kernels = named(modules)
-        monkeypatch.setattr(kernels.experts_grouping, "MAX_WARPS", 2)
+        monkeypatch.setattr(kernels.grouping, "MAX_WARPS", 2)
         order, tiles = grouped(walker, kernels, ids, 9, 16)
     want_order, want_tiles = wanted_groups(ids, 9, 16)
     assert order.tolist() == want_order and tiles[: len(want_tiles)].tolist() == want_tiles
@@ -115,7 +118,7 @@ def run_gate_up(
     with walked(walker) as modules:
         kernels = named(modules)
         order, tiles = grouped(walker, kernels, ids, packed.num_experts, plan.pairs)
-        calls = kernels.experts_grouped.grouped_gate_up(
+        calls = kernels.grouped_gemm.grouped_gate_up(
             x=x, order=order, tiles=tiles, weight=packed, bias=experts.bias[:, experts.order].contiguous(), out=out,
             limit=LIMIT, alpha=ALPHA, plan=plan,
         )  # fmt: skip
@@ -133,11 +136,11 @@ def run_down(
     with walked(walker) as modules:
         kernels = named(modules)
         order, tiles = grouped(walker, kernels, ids, packed.num_experts, plan.pairs)
-        calls = kernels.experts_grouped.grouped_down(
+        calls = kernels.grouped_gemm.grouped_down(
             activated=activated, order=order, tiles=tiles, expert_weights=shares_of(ids), weight=packed,
             bias=experts.bias, out=out, plan=plan,
         )  # fmt: skip
-        calls += kernels.add_ranks.add_ranks(partials=out, expert_ids=ids, out=total)
+        calls += kernels.rank_sum.add_ranks(partials=out, expert_ids=ids, out=total)
         walker.run(*calls)
     return out, total
 
