@@ -107,7 +107,7 @@ def run_alone(launcher: Launcher, found: dict[str, Any]) -> dict[str, torch.Tens
     )  # fmt: skip
     launcher.run(*calls)
     total = (found["residual"].float() + out).bfloat16()
-    partials = workspace(*partials_workspace(*ids.shape, out.shape[1]))
+    partials = workspace(*partials_workspace(ids.shape[0], ids.shape[1], out.shape[1]))
     return {"activated": activated, "partials": partials, "total": total}
 
 

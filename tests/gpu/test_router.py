@@ -1,5 +1,7 @@
 """The logits that experts are chosen by, on a card: promised bits, and a row's in any company; and what is awaited."""
 
+from typing import Any
+
 import pytest
 import torch
 from mixture_cases import Poisoned
@@ -41,14 +43,14 @@ def test_a_router_of_normed_rows_has_the_bits_of_norm_and_router_together(
 ) -> None:
     """Its logits, and what rows choose by them in launches of its own."""
     check_router_alone(lab, rows, width, experts)
-    given = {name: lab.place(each) for name, each in router_inputs(rows, width, experts).items()}
+    given: dict[str, Any] = {name: lab.place(each) for name, each in router_inputs(rows, width, experts).items()}
     norm_weight, live, x = given.pop("norm_weight"), given["row_live"], given.pop("x")
     together = route(lab, {**given, "x": x, "norm_weight": norm_weight})
     found = []
     for apart in (None, True, False):
         ids = torch.full((rows, 3), 77, dtype=torch.int32, device=lab.device)
         shares, normed = torch.full((rows, 3), torch.nan, device=lab.device), torch.full_like(x, torch.nan)
-        chosen = {"expert_ids": ids, "expert_weights": shares}
+        chosen: dict[str, Any] = {"expert_ids": ids, "expert_weights": shares}
         if apart is None:
             calls = route_top_k(routing=TopKRouting(together["logits"], live), **chosen)
         elif apart:

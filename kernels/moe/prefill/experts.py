@@ -82,7 +82,8 @@ def prefill_down(
     """
     calls = [] if grouped else _group(expert_ids, experts, workspace)
     lists, plan = _lists(expert_ids, experts, workspace), _plan(DOWN, expert_ids, experts, card)
-    partials = workspace(*partials_workspace(*expert_ids.shape, experts.rows))
+    rows, ranks = expert_ids.shape
+    partials = workspace(*partials_workspace(rows, ranks, experts.rows))
     calls += grouped_down(
         activated=activated, **lists, expert_weights=expert_weights, weight=experts, bias=bias, out=partials, plan=plan
     )
@@ -99,7 +100,8 @@ def _group(ids: torch.Tensor, experts: PackedExperts, workspace: Workspace) -> l
 
 
 def _lists(ids: torch.Tensor, experts: PackedExperts, workspace: Workspace) -> dict[str, torch.Tensor]:
-    order, tiles = list_workspaces(*ids.shape, experts.num_experts)
+    rows, ranks = ids.shape
+    order, tiles = list_workspaces(rows, ranks, experts.num_experts)
     return {"order": workspace(*order), "tiles": workspace(*tiles)}
 
 
