@@ -82,8 +82,7 @@ def prefill_down(
     """
     calls = [] if grouped else _group(expert_ids, experts, workspace)
     lists, plan = _lists(expert_ids, experts, workspace), _plan(DOWN, expert_ids, experts, card)
-    rows, ranks = expert_ids.shape
-    partials = workspace(*partials_workspace(rows, ranks, experts.rows))
+    partials = workspace(*partials_workspace(expert_ids.shape[0], expert_ids.shape[1], experts.rows))
     calls += grouped_down(
         activated=activated, **lists, expert_weights=expert_weights, weight=experts, bias=bias, out=partials, plan=plan
     )
@@ -100,8 +99,7 @@ def _group(ids: torch.Tensor, experts: PackedExperts, workspace: Workspace) -> l
 
 
 def _lists(ids: torch.Tensor, experts: PackedExperts, workspace: Workspace) -> dict[str, torch.Tensor]:
-    rows, ranks = ids.shape
-    order, tiles = list_workspaces(rows, ranks, experts.num_experts)
+    order, tiles = list_workspaces(ids.shape[0], ids.shape[1], experts.num_experts)
     return {"order": workspace(*order), "tiles": workspace(*tiles)}
 
 

@@ -44,9 +44,8 @@ def walked(walker: Walker) -> Any:
 
 
 def named(modules: list[ModuleType]) -> SimpleNamespace:
-    """The kernels' modules by the last part of their names."""
-    own = modules[len(NAMES) :]
-    return SimpleNamespace(**{name.rpartition(".")[2]: module for name, module in zip(KERNELS, own, strict=True)})
+    names = (name.rpartition(".")[2] for name in KERNELS)
+    return SimpleNamespace(**dict(zip(names, modules[len(NAMES) :], strict=True)))
 
 
 def wanted_groups(ids: torch.Tensor, num_experts: int, tile_pairs: int) -> tuple[list[int], list[list[int]]]:
