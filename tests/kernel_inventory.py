@@ -69,8 +69,12 @@ def first_examples(card: Card) -> Iterator[tuple[str, Kernel]]:
 
 
 def offers_calls(module: Any) -> list[str]:
-    """Public functions of a module that return kernel calls, by their annotation."""
+    """Public functions of a module that return kernel calls, by their annotation; none where it only puts together what
+    other modules make."""
     tree = ast.parse(Path(module.__file__).read_text())
+    called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    if "KernelCall" not in called:
+        return []
     functions = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name[0] != "_")
     return [f.name for f in functions if f.returns is not None and "KernelCall" in ast.unparse(f.returns)]
 

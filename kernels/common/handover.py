@@ -36,9 +36,9 @@ class Handover:
     after: Any
 
 
-def make_handover(areas: int, givers: int, takers: int, *, patient: bool) -> Handover:
-    """For so many areas and warps. patient: a warp that waits may be put to sleep, which a card must be able to."""
-    is_over = ptx.barrier_is_over_soon if patient else ptx.barrier_is_over
+def make_handover(areas: int, givers: int, takers: int, *, suspends: bool) -> Handover:
+    """A handover for so many areas and warps. suspends: a waiting warp may be suspended, as `Card.suspends` has it."""
+    is_over = ptx.barrier_is_over_soon if suspends else ptx.barrier_is_over
 
     @device_function
     def begin(barriers: Any) -> None:

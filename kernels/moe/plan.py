@@ -1,4 +1,4 @@
-"""How the products of a mixture of experts are cut, and the constants that their parts share. It knows no kernel."""
+"""How the GEMMs of a mixture of experts are cut, and the constants that their parts share. It knows no kernel."""
 
 import itertools
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ MOST_STAGES = 2  # parts under way; more only queue up before the memory
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """Weights [E, rows, columns] and what follows their product.
+    """Weights [E, rows, columns] and the kind of their GEMM.
 
     kind    GATE_UP or DOWN
     ranks   experts a row
@@ -78,16 +78,16 @@ class ExpertShape:
 
 @dataclass(frozen=True)
 class ExpertPlan:
-    """How a product is cut: nothing but `warps` changes any bit of the result.
+    """How a GEMM is cut: nothing but `warps` changes any bit of the result.
 
     columns     pairs that one reading of an expert's weights serves: 1, 2, 4 or 8
     capacity    pairs that a block can list: a multiple of 4
     warps       that multiply: each has an equal run of a tile's steps
     finishing   warps that finish a tile, a value a lane or several
-    part        steps of a tile that travel together: all that a warp has, or fewer
+    part        steps of a tile that are copied together: all that a warp has, or fewer
     stages      parts under way, of each warp; and areas of sums: one is added up while the others fill
     num_blocks  of the grid
-    patient     a warp that waits for sums may be put to sleep, which a card must be able to
+    suspends    a warp that waits for sums may be suspended, as `Card.suspends` has it
     """
 
     columns: int
@@ -97,7 +97,7 @@ class ExpertPlan:
     part: int
     stages: int
     num_blocks: int
-    patient: bool
+    suspends: bool
 
     @property
     def threads(self) -> int:
@@ -187,15 +187,15 @@ def plan_experts(
     threads = (warps + finishing) * 32
     if capacity > min(MAX_PAIRS, threads):
         raise ShapeError(f"{rows} rows of {shape.ranks} experts; {threads} threads list no more pairs than they are")
-    num_blocks, patient = min(rows * shape.ranks * shape.tiles, card.num_multiprocessors), card.patient
+    num_blocks, suspends = min(rows * shape.ranks * shape.tiles, card.num_multiprocessors), card.suspends
     parts = range(min(MOST_PART, -(-shape.steps // warps)), 0, -1)
     depths = (MOST_STAGES, 1) if stages is None else (stages,)
     for depth, part in itertools.product(depths, parts):
-        plan = ExpertPlan(columns, capacity, warps, finishing, part, depth, num_blocks, patient)
+        plan = ExpertPlan(columns, capacity, warps, finishing, part, depth, num_blocks, suspends)
         if plan.shared_bytes(shape) <= card.shared_bytes:
             return plan
     raise ShapeError(
-        f"a product of experts for {rows} rows does not fit the {card.shared_bytes} bytes of shared memory that a "
+        f"a GEMM of experts for {rows} rows does not fit the {card.shared_bytes} bytes of shared memory that a "
         "block may have"
     )
 

@@ -1,4 +1,4 @@
-"""What a mixture's experts give for each row: its weighed products, added from the first rank to the last.
+"""The sum of a mixture's weighed products by row, from the first rank to the last, in a launch of its own.
 
 It knows neither who wrote the products nor what becomes of the sums.
 """

@@ -34,8 +34,8 @@ class Card:
     capability: tuple[int, int]
 
     @property
-    def patient(self) -> bool:
-        """Whether a warp that waits at a barrier in shared memory may be put to sleep."""
+    def suspends(self) -> bool:
+        """Whether a warp that waits at a barrier in shared memory may be suspended."""
         return self.capability >= (9, 0)
 
     def most_bytes(self, blocks: int) -> int:

@@ -1,4 +1,4 @@
-"""What becomes of a tile's sums: a product's bias, residual, activation, or rotation and the write to the cache."""
+"""Epilogues of a decode GEMM: bias, residual, activation, or rotation and the write to the cache."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ __all__ = ["make_finishing"]
 
 @dataclass(frozen=True)
 class _Epilogue:
-    """How a tile ends: values of each row that it gives, at most, and device functions for one of them.
+    """The epilogue of a tile: the most values that it gives of a row, and device functions for one of them.
 
     locate   (tile, index, count) -> row, column, and whether there is such a value
     begin    load what its end needs beside the sums; nobody waits for it
@@ -31,7 +31,7 @@ class _Epilogue:
 
 
 def make_finishing(shape: DecodeGemmShape, plan: DecodeGemmPlan, handover: Handover) -> Any:
-    """A function of the warps that finish: all tiles of a block, as the others hand them over."""
+    """A function of the warps that finish: finish all tiles of a block, as the others hand them over."""
     tiles, best = plan.groups(shape.width), make_argmax(shape, plan)
     rotated = shape.epilogue == ROTATE
     epilogue = _make_rotated_epilogue(shape, plan) if rotated else _make_epilogue(shape, plan, best.keep)

@@ -1,12 +1,12 @@
-"""Thin matrix products: 1 to 64 rows by a packed bf16 weight, float32 accumulation, and what goes with them.
+"""Decode GEMMs: 1 to 64 rows by a packed bf16 weight, float32 accumulation, with their prologues and epilogues.
 
 A persistent grid walks tiles of 16 weight rows, one, two or four at a time. The warps of a block share a tile's k
 steps in turn (warp w takes steps w, w + WARPS, ..), each through its own pipeline of asynchronous copies which runs on
 across tiles. Other warps add a tile's sums in order and finish it, with what that needs loaded ahead, while the first
 go on: the order of accumulation depends on the weight's shape alone, and a row has the same bits whatever the number
 of rows. Weights come first: no kernel writes them, so a block fills itself before the kernel before this one has
-ended, in paces that leave room for what that one reads. The rows' own k steps travel beside the weights', or a block
-norms few rows for itself and holds them.
+ended, throttled so that what that one reads need not queue. The rows' own k steps are copied beside the weights', or a
+block norms few rows for itself and holds them.
 """
 
 from collections.abc import Callable
@@ -63,7 +63,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Rotation:
-    """Rotation of a product's queries and keys, and the write of keys and values to the cache.
+    """The rotation of a GEMM's queries and keys, and the write of keys and values to the cache.
 
     positions            [M]              int32, below C
     cos, sin             [C, D / 2]       float32
@@ -86,7 +86,7 @@ class Rotation:
 
 @dataclass(frozen=True)
 class NormPrologue:
-    """The norm of a product's rows, which every block makes for itself; bit for bit what `rms_norm` gives.
+    """The norm of a GEMM's rows, which every block makes for itself; bit for bit what `rms_norm` gives.
 
     weight    [K]        bf16
     row_live  [M]        uint8; None: all rows are live; dead ones become zeros
@@ -99,7 +99,7 @@ class NormPrologue:
 
 @dataclass(frozen=True)
 class PartialArgmax:
-    """The best pair of each row among the columns of each block, as `select` has pairs: what choices begin with.
+    """The partial argmax: the best pair of each row among the columns of each block, as `select` has pairs.
 
     pairs  [M, B, 2]  int32, out: uint32 in truth; B at least the blocks of a grid; a place without a number is (0, 0)
     limit  bits of the largest magnitude that leaves a row whole: `select.FINITE` or `select.INFINITY`
@@ -126,7 +126,7 @@ def decode_gemm(
     card: Card = H200,
     plan: DecodeGemmPlan | None = None,
 ) -> list[KernelCall]:
-    """x @ weight.T and what follows, in one launch for each 64 rows, or `rows_at_once` of the card.
+    """x @ weight.T with its prologue and epilogue, in one launch for each 64 rows, or `rows_at_once` of the card.
 
     x            [M, K]  bf16
     weight       [N, K]  packed; with silu in the order of `gate_up_permutation`
@@ -252,7 +252,7 @@ def _make(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Kernel:
     name = (
         f"decode_gemm_{shape.epilogue}{heads}_{shape.width}x{shape.depth}_{flags}_"
         f"{plan.row_tiles}x{plan.columns}x{plan.weight_tiles}x{plan.stages}x{plan.areas}"
-        f"{norm}{best}{'' if plan.patient else '_awake'}"
+        f"{norm}{best}{'' if plan.suspends else '_awake'}"
     )
     signature = (types.int64,) * (8 + NUM_ROTATION + NUM_NORM)
     return Kernel(name, _kernel(shape, plan), signature, plan.threads, plan.sharing, plan.shared_bytes)
@@ -263,7 +263,7 @@ def _kernel(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Callable[..., None]
     sums_at = WARPS * ring_bytes
     barriers_at = sums_at + plan.areas * WARPS * plan.sum_bytes
     held_at = barriers_at + plan.areas * BARRIER_BYTES
-    handover = make_handover(plan.areas, WARPS, finishing, patient=plan.patient)
+    handover = make_handover(plan.areas, WARPS, finishing, suspends=plan.suspends)
     begin_handover, fill = handover.begin, make_fill(shape, plan)
     multiply_tiles, finish = make_multiplying(shape, plan, handover), make_finishing(shape, plan, handover)
     norm = make_norm(shape, plan)

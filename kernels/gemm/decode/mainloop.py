@@ -16,8 +16,8 @@ __all__ = ["make_fill", "make_multiplying"]
 
 def make_fill(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
     """A function of a warp: fill its stages with weights, in paces; the tile and step behind, and how many are full."""
-    tiles, steps, stages, pace = plan.groups(shape.width), shape.steps, plan.stages, plan.pace
-    stage_bytes, hold_back = plan.stage_bytes, ptx.copies_wait(plan.pace - 1)
+    tiles, steps, stages, throttle = plan.groups(shape.width), shape.steps, plan.stages, plan.throttle
+    stage_bytes, hold_back = plan.stage_bytes, ptx.copies_wait(plan.throttle - 1)
     issue_weights = _issue_weights(shape, plan)
 
     @device_function
@@ -31,7 +31,7 @@ def make_fill(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
                 if step >= steps:
                     step, tile = first, tile + int64(cuda.gridDim.x)
             ptx.copies_commit()
-            if pace - 1 <= number < stages - 1:
+            if throttle - 1 <= number < stages - 1:
                 hold_back()
         return tile, step, filled
 

@@ -1,4 +1,4 @@
-"""How a thin matrix product is cut, and the constants that its parts share. It knows no kernel."""
+"""How a decode GEMM is cut, and the constants that its parts share. It knows no kernel."""
 
 from dataclasses import dataclass, replace
 
@@ -29,7 +29,7 @@ __all__ = [
 
 WARPS = 8  # that multiply
 MOST_FINISHING = {1: 4, 2: 4, 4: 2, 8: 2}  # warps, by tiles of rows: more rows leave fewer registers
-PACE = 4  # tiles of a warp's k step under way before the kernel before this one has ended
+THROTTLE = 4  # tiles of a warp's k step under way before the kernel before this one has ended
 STEP_BYTES = 2048  # 16 weight rows by 64 columns
 ROW_BYTES = 128  # a row by 64 columns
 MAX_ROWS = 64
@@ -41,7 +41,7 @@ FLOAT32, BFLOAT16, ADD, SILU, ROTATE = "float32", "bfloat16", "add", "silu", "ro
 
 @dataclass(frozen=True)
 class DecodeGemmPlan:
-    """How a product is cut: none of it changes any bit of the result.
+    """How a decode GEMM is cut: none of it changes any bit of the result.
 
     row_tiles     tiles of 8 rows: 1, 2, 4 or 8
     columns       rows of a tile that have a place: 1, 2, 4 or 8; 8 where there are more tiles than one
@@ -50,9 +50,9 @@ class DecodeGemmPlan:
     areas         of partial sums of one tile: with two, one is added up while the other fills
     num_blocks    blocks of the grid
     sharing       blocks that fit on a multiprocessor: 1 or 2
-    patient       a warp that waits for sums may be put to sleep, which a card must be able to
-    steps_held    k steps of its rows, all of them, that a block norms and holds; 0: rows travel beside the weights
-    keeps_argmax    a block keeps the best pair of each of its rows: see `decode_gemm_best`
+    suspends      a warp that waits for sums may be suspended, as `Card.suspends` has it
+    steps_held    k steps of its rows, all of them, that a block norms and holds; 0: rows are copied beside the weights
+    keeps_argmax  a block keeps the partial argmax of each of its rows: see `partial_argmax`
     """
 
     row_tiles: int
@@ -62,7 +62,7 @@ class DecodeGemmPlan:
     areas: int
     num_blocks: int
     sharing: int
-    patient: bool
+    suspends: bool
     steps_held: int = 0
     keeps_argmax: bool = False
 
@@ -86,9 +86,9 @@ class DecodeGemmPlan:
         return NORM_THREADS if self.steps_held else (WARPS + self.finishing) * 32
 
     @property
-    def pace(self) -> int:
-        """Stages under way at once before the kernel before this one has ended: what that one reads is not to queue."""
-        return max(1, PACE // self.weight_tiles)
+    def throttle(self) -> int:
+        """The most stages under way before the kernel before this one has ended: its own reads are not to queue."""
+        return max(1, THROTTLE // self.weight_tiles)
 
     @property
     def rows_bytes(self) -> int:
@@ -153,7 +153,7 @@ class ArgmaxShape:
 
 @dataclass(frozen=True)
 class DecodeGemmShape:
-    """A weight [width, depth], what comes before and what follows its product.
+    """A weight [width, depth], the prologue and the epilogue of its GEMM.
 
     heads      with ROTATE alone
     best       with FLOAT32 alone
@@ -199,7 +199,7 @@ def rows_at_once(card: Card) -> int:
 
 
 def _least_bytes(row_tiles: int) -> int:
-    return DecodeGemmPlan(row_tiles, 8, 1, 1, 1, 1, 1, patient=False).shared_bytes
+    return DecodeGemmPlan(row_tiles, 8, 1, 1, 1, 1, 1, suspends=False).shared_bytes
 
 
 def steps_to_hold(rows: int, depth: int, card: Card) -> int:
@@ -234,7 +234,7 @@ def plan_decode_gemm(
         num_blocks = min(_groups(width, weight_tiles), card.num_multiprocessors)
         for stages in range(most, 0, -1):
             plan = DecodeGemmPlan(
-                row_tiles, columns, weight_tiles, stages, areas, num_blocks, 1, card.patient, steps_held, keeps_argmax
+                row_tiles, columns, weight_tiles, stages, areas, num_blocks, 1, card.suspends, steps_held, keeps_argmax
             )
             if plan.shared_bytes <= card.shared_bytes:
                 shares = plan.shared_bytes <= card.most_bytes(2) and not steps_held

@@ -99,7 +99,7 @@ def prefill_gemm(
 @cache
 def _make(cut: Cut, plan: PrefillGemmPlan, with_bias: bool, with_columns: bool) -> Kernel:
     """Grid: as many blocks as the card has multiprocessors, or units where those are fewer."""
-    handover = make_handover(plan.stages, PRODUCERS, 4 * CONSUMERS, patient=True)
+    handover = make_handover(plan.stages, PRODUCERS, 4 * CONSUMERS, suspends=True)
     produce = make_produce(cut, plan, handover)
     consume = make_consume(cut, plan, handover, make_finish(cut, plan, with_bias, with_columns))
     begin, barriers_at, last_warp = handover.begin, plan.stages * plan.stage_bytes, 4 * CONSUMERS

@@ -1,4 +1,4 @@
-"""What a warp that multiplies fetches for itself: its steps of its tiles, part after part, and the inputs of its steps.
+"""Copies of a warp that multiplies: its steps of its tiles, part after part, and the inputs of its steps.
 
 A part is some steps of a tile, which lie behind each other in memory: in a stage first their words, then their scales.
 """
@@ -17,7 +17,7 @@ PIECE_BYTES = 512  # that a warp copies at once
 
 
 def make_fetch(shape: ExpertShape, plan: ExpertPlan) -> Any:
-    """A function of a warp's lanes: let a part travel to a stage.
+    """A function of a warp's lanes: copy a part to a stage, asynchronously.
 
     It takes the lane's place in the stage and its addresses in the words and scales of the first step of all, 16 bytes
     from lane to lane; the number of the part's first step among those of all tiles of all experts, how many steps the
@@ -52,8 +52,8 @@ def _lacks(words: Any) -> Any:
 def make_load_inputs(shape: ExpertShape, plan: ExpertPlan, *, awaited: bool) -> Any:
     """A function of a warp's lanes: a lane's inputs of a part, eight words a step; zeros past the last column.
 
-    Columns of the product that no pair has get another pair's inputs: nobody reads them.
-    awaited  other blocks write them meanwhile, as `awaited` has it
+    Columns of the GEMM that no pair has get another pair's inputs: nobody reads them.
+    awaited  other blocks write them meanwhile, as `sentinels` has it
     """
     part, depth, most = plan.part, shape.columns, plan.columns - 1
     whole = plan.is_even(shape) and depth % 64 == 0

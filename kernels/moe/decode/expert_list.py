@@ -16,7 +16,7 @@ __all__ = ["make_chosen", "make_expert_of", "make_list_units", "make_members_of"
 def make_list_units(plan: ExpertPlan) -> Any:
     """A function of all threads: list the units of `count` ids, which stand at `area`; returns how many there are.
 
-    A barrier must be behind whoever wrote the ids.
+    A barrier must stand between the writes of the ids and this call.
     """
     return _make_list_few(plan) if plan.capacity <= 32 else _make_list_many(plan)
 

@@ -149,7 +149,7 @@ def _make(shape: ExpertShape, plan: ExpertPlan) -> Kernel:
     name = (
         f"experts_gemm_{shape.kind}_{shape.rows}x{shape.columns}x{shape.ranks}_"
         f"{shape.format.name}_{plan.columns}x{plan.capacity}x{plan.warps}x{plan.finishing}"
-        f"x{plan.part}x{plan.stages}{'' if plan.patient else '_awake'}"
+        f"x{plan.part}x{plan.stages}{'' if plan.suspends else '_awake'}"
     )
     signature = (*(types.int64,) * 8, types.float32, types.float32)
     return Kernel(name, _kernel(shape, plan), signature, plan.threads, 1, plan.shared_bytes(shape), most_blocks=1)
@@ -160,7 +160,7 @@ def _kernel(shape: ExpertShape, plan: ExpertPlan) -> Callable[..., None]:
     areas_at = warps * plan.ring_bytes(shape)
     lists_at = areas_at + plan.stages * plan.area_bytes
     barriers_at = lists_at + plan.list_bytes
-    handover = make_handover(plan.stages, warps, plan.finishing, patient=plan.patient)
+    handover = make_handover(plan.stages, warps, plan.finishing, suspends=plan.suspends)
     begin_run, _ = make_prefetching(shape, plan)
     fill, multiply_run = make_multiplying(shape, plan, handover, stage_bytes, nothing_prefetched)
     epilogue = make_swiglu(shape, plan) if shape.kind == GATE_UP else make_weighing(shape, plan)

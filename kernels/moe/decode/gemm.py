@@ -1,4 +1,4 @@
-"""The products of a mixture of experts: every expert that a step chose is read once for all pairs that chose it.
+"""The GEMMs of a mixture of experts: every expert that a step chose is read once for all pairs that chose it.
 
 A persistent grid shares out the tiles of all units (an expert and up to eight of its pairs) in runs. A block walks its
 run a tile at a time. Its warps share a tile's steps: each has a fixed run of them, whose inputs it holds while a unit
@@ -35,11 +35,11 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Epilogue:
-    """What becomes of a product, as device functions.
+    """The epilogue of a GEMM, as device functions.
 
     begin   of a tile: load what a pair's value needs at its end, two uint32 that nothing waits for
     finish  a pair's value of a tile
-    clear   what dead pairs get, by the threads that finish
+    clear   store zeros for dead pairs, by the threads that finish
     """
 
     begin: Any
@@ -60,7 +60,7 @@ def run_of(units: Any, tiles: Any, block: Any, blocks: Any) -> Any:
 
 
 def make_prefetching(shape: ExpertShape, plan: ExpertPlan) -> tuple[Any, Any]:
-    """Two functions of a warp: where its copies begin in a run, and let the next part travel, if there is one.
+    """Two functions of a warp: where its copies begin in a run, and prefetch the next part, if there is one.
 
     Where copies are: the number of the warp's first step of a tile, tiles left of the unit, the unit, tiles of the run
     behind it, and the steps of the tile that are behind.
@@ -78,7 +78,7 @@ def make_prefetching(shape: ExpertShape, plan: ExpertPlan) -> tuple[Any, Any]:
         return number, count, unit, uint32(left - count), uint32(0)
 
     @device_function
-    def travel(place: Any, lists: Any, words: Any, scales: Any, ahead: Any, warp: Any, lane: Any) -> Any:
+    def prefetch(place: Any, lists: Any, words: Any, scales: Any, ahead: Any, warp: Any, lane: Any) -> Any:
         number, count, unit, left, done = ahead
         if count > uint32(0):
             along = int64(lane * uint32(16))
@@ -93,7 +93,7 @@ def make_prefetching(shape: ExpertShape, plan: ExpertPlan) -> tuple[Any, Any]:
                     number, count, unit, left, done = begin(lists, (unit, uint32(0), left), warp)
         return number, count, unit, left, done
 
-    return begin, travel
+    return begin, prefetch
 
 
 @device_function
@@ -106,7 +106,7 @@ def _left_of(first: Any, done: Any, steps: Any, own: Any) -> Any:
 
 @device_function
 def nothing_prefetched(_place: Any, _lists: Any, _words: Any, _scales: Any, ahead: Any, _warp: Any, _lane: Any) -> Any:
-    """What travels behind the last product's parts, or behind one whose successor fills its pipeline itself."""
+    """Prefetch nothing: behind the last GEMM's parts, or behind one whose successor fills its pipeline itself."""
     return ahead
 
 
@@ -121,12 +121,12 @@ def make_multiplying(
 ) -> tuple[Any, Any]:
     """Two functions of the warps that multiply: fill a warp's pipeline, and multiply its steps of all tiles of a run.
 
-    Sums are left to who finishes. Where the run has no more parts, those of the product behind it travel in their
+    Sums are left to who finishes. Where the run has no more parts, those of the GEMM behind it are prefetched in their
     stead, so that their first ones are there when it begins; it begins with the stage that the first one leaves off at.
 
     stage_bytes    from a stage to the next one
-    prefetch_behind  as `make_prefetching` makes it, of the product behind; or `nothing_prefetched`
-    awaited        other blocks write the inputs meanwhile, as `awaited` has it
+    prefetch_behind  as `make_prefetching` makes it, of the GEMM behind; or `nothing_prefetched`
+    awaited        other blocks write the inputs meanwhile, as `sentinels` has it
     """
     tiles, steps, part, own, stages = shape.tiles, shape.steps, plan.part, plan.steps_a_warp(shape), plan.stages
     words_bytes, sum_bytes, area_bytes = part * shape.step_bytes, plan.sum_bytes, plan.area_bytes
@@ -193,14 +193,14 @@ def make_multiplying(
 
 
 def _make_next_part(shape: ExpertShape, plan: ExpertPlan, prefetch_behind: Any) -> Any:
-    """A function of a warp: let the next part travel, or where none is left, the next one of the product behind."""
-    _, travel = make_prefetching(shape, plan)
+    """A function of a warp: prefetch the next part, or where none is left, the next one of the GEMM behind."""
+    _, prefetch = make_prefetching(shape, plan)
 
     @device_function
     def next_part(place: Any, lists: Any, weights: Any, ahead: Any, behind: Any, warp: Any, lane: Any) -> Any:
         words, scales, words_behind, scales_behind = weights
         if ahead[1] > uint32(0):
-            ahead = travel(place, lists, words, scales, ahead, warp, lane)
+            ahead = prefetch(place, lists, words, scales, ahead, warp, lane)
         else:
             behind = prefetch_behind(place, lists, words_behind, scales_behind, behind, warp, lane)
         ptx.copies_commit()

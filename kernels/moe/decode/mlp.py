@@ -1,11 +1,12 @@
-"""A mixture of experts of the rows that choose: gate and up products, the clamped SwiGLU, the weighed down products,
-and their sum into the residual stream.
+"""A mixture of experts for few rows in one launch: top-k routing, gate and up GEMMs, the clamped SwiGLU, the weighed
+down GEMM, and the sum into the residual stream.
 
-All is one launch, which may begin while the router still runs: logits are awaited, so that weights travel as soon as a
-block knows its experts. Every block has a run of the tiles of both products, and parts of the sum. A tile of the second
-product needs what many blocks compute in the first, as the sum does of the second, and awaits it word by word
-(`awaited`); so all blocks must be on the card at once. Weights of the second product travel while the last tiles of the
-first are multiplied, or where there is a single row, behind them. `experts_product` tells how a product is computed.
+It may begin while the router still runs: logits are awaited, so that weights are prefetched as soon as a block knows
+its experts. Every block has a run of the tiles of both GEMMs, and parts of the sum. A tile of the second GEMM needs
+activations of many blocks, as the sum needs products of many, and awaits them word by word (`sentinels`); so all
+blocks must be on the card at once. Weights of the second GEMM are prefetched while the last tiles of the first are
+multiplied, or where there is a single row, behind them. `gemm` tells how a GEMM is computed, and `experts` has each
+GEMM in a launch of its own.
 """
 
 from collections.abc import Callable
@@ -61,10 +62,10 @@ def experts_mlp(
     card: Card = H200,
     plan: MlpPlan | None = None,
 ) -> list[KernelCall]:
-    """Each row's experts, and what they add to the residual stream, in one launch for each 64 rows.
+    """Choose each row's experts, and add what they give to the residual stream, in one launch for each 64 rows.
 
     x               [M, K]      bf16; with MXFP4 magnitudes below 2**64
-    routing          by what rows choose their experts
+    routing         the logits by which rows choose their experts
     gate_up         [E, 2I, K]  packed in the order of `gate_up_permutation`
     gate_up_bias    [E, 2I]     bf16, in the weight's order
     down            [E, N, I]   packed
@@ -78,10 +79,10 @@ def experts_mlp(
     residual        [M, N]      bf16
     total           [M, N]      bf16     out: residual + the sum of the partials from the first rank on
     early           logits are awaited while the kernel before still writes them: they must have been filled with
-                    `awaited.MISSING` before the kernel before that one has ended
+                    `sentinels.MISSING` before the kernel before that one has ended
     card            what it runs on: all blocks must be on it at once, one a multiprocessor
-    plan            how to cut both products; None: `plan_mlp`'s
-    activated and partials must be filled with `awaited.MISSING` before: blocks await there what others compute.
+    plan            how to cut both GEMMs; None: `plan_mlp`'s
+    activated and partials must be filled with `sentinels.MISSING` before: blocks await there what others compute.
     It lets the next kernel start only when the kernel before it has ended: what was written before it is settled then.
     Time: the distinct experts' bytes over the memory's bandwidth. Captured: yes.
     Raises ShapeError for shapes that do not fit.
@@ -137,7 +138,7 @@ def _make(plan: MlpPlan, num_experts: int) -> Kernel:
         f"experts_mlp_{up.rows}x{up.columns}x{down.rows}x{up.ranks}_"
         f"{up.format.name}{down.format.name}_"
         f"{first.columns}x{first.capacity}x{first.warps}x{second.warps}x{first.finishing}x{first.part}x{second.part}"
-        f"x{first.stages}{'' if plan.overlaps else '_apart'}{'' if first.patient else '_awake'}_e{num_experts}"
+        f"x{first.stages}{'' if plan.overlaps else '_apart'}{'' if first.suspends else '_awake'}_e{num_experts}"
     )
     signature = (*(types.int64,) * 17, types.float32, types.float32)
     function, shared_bytes = _kernel(plan, num_experts), plan.places[-1]
@@ -148,8 +149,8 @@ def _kernel(plan: MlpPlan, num_experts: int) -> Callable[..., None]:
     up, down, first, second, whole = plan.up, plan.down, plan.up_plan, plan.down_plan, plan.whole
     up_tiles, down_tiles, warps, stages = up.tiles, down.tiles, plan.warps, first.stages
     up_areas_at, down_areas_at, lists_at, barriers_at, _ = plan.places
-    up_sums = make_handover(stages, first.warps, first.finishing, patient=first.patient)
-    down_sums = make_handover(stages, second.warps, second.finishing, patient=second.patient)
+    up_sums = make_handover(stages, first.warps, first.finishing, suspends=first.suspends)
+    down_sums = make_handover(stages, second.warps, second.finishing, suspends=second.suspends)
     (up_begin, _), (down_begin, down_prefetch) = make_prefetching(up, first), make_prefetching(down, second)
     overlaps, stage_bytes = plan.overlaps, plan.stage_bytes
     fill, multiply_up = make_multiplying(
@@ -160,7 +161,7 @@ def _kernel(plan: MlpPlan, num_experts: int) -> Callable[..., None]:
     finish_up = make_finishing(up, first, swiglu, up_sums, warps * 32)
     finish_down = make_finishing(down, second, weighing, down_sums, warps * 32)
     clear_up, clear_down, begin_up, begin_down = swiglu.clear, weighing.clear, up_sums.begin, down_sums.begin
-    choose, publish = make_route(whole, up.ranks, num_experts), make_publish(whole)
+    route, publish = make_route(whole, up.ranks, num_experts), make_publish(whole)
     list_units, wait_for_all = make_list_units(whole), ptx.copies_wait(0)
     up_warps, down_warps, ranks = first.warps, second.warps, up.ranks
     sum_rows = make_sum_rows(down.rows, ranks, first.finishing)
@@ -186,7 +187,7 @@ def _kernel(plan: MlpPlan, num_experts: int) -> Callable[..., None]:
             begin_down(down_barriers)
         if early == int64(0):
             ptx.wait_for_previous_kernel()
-        choose(lists, logits, row_live, count, thread)
+        route(lists, logits, row_live, count, thread)
         units = list_units(lists, count, thread)
         up_run, down_run = run_of(units, up_tiles, block, blocks), run_of(units, down_tiles, block, blocks)
         if warp < uint32(warps):

@@ -1,4 +1,4 @@
-"""How both products of a mixture of experts are cut to share the blocks of one launch. It knows no kernel."""
+"""How both GEMMs of a mixture of experts are cut to share the blocks of one launch. It knows no kernel."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,9 +13,9 @@ __all__ = ["MlpPlan", "plan_mlp"]
 
 @dataclass(frozen=True)
 class MlpPlan:
-    """Shapes and plans of both products, which share a block's threads, its lists and its pipelines.
+    """Shapes and plans of both GEMMs, which share a block's threads, its lists and its pipelines.
 
-    overlaps  weights of the second product travel while the last ones of the first are multiplied
+    overlaps  weights of the second GEMM are prefetched while the last ones of the first are multiplied
     """
 
     up: ExpertShape
@@ -26,22 +26,22 @@ class MlpPlan:
 
     @property
     def warps(self) -> int:
-        """That multiply in one of the products at least."""
+        """Warps that multiply in one of the GEMMs at least."""
         return max(self.up_plan.warps, self.down_plan.warps)
 
     @property
     def whole(self) -> ExpertPlan:
-        """The plan of what is neither product's own: the lists and the block's threads."""
+        """The plan of the lists and of the block's threads, which are neither GEMM's own."""
         return replace(self.up_plan, warps=self.warps)
 
     @property
     def stage_bytes(self) -> int:
-        """Of a warp, for a part of either product."""
+        """Bytes of a warp's stage, for a part of either GEMM."""
         return max(self.up_plan.stage_bytes(self.up), self.down_plan.stage_bytes(self.down))
 
     @property
     def places(self) -> tuple[int, int, int, int, int]:
-        """Of both products' areas, the lists, the barriers, and the end of all, in bytes."""
+        """Places of both GEMMs' areas, the lists, the barriers, and the end of all, in bytes."""
         stages = self.up_plan.stages
         first = self.warps * stages * self.stage_bytes
         second = first + stages * self.up_plan.area_bytes
@@ -53,21 +53,21 @@ class MlpPlan:
 def plan_mlp(
     rows: int, up: ExpertShape, down: ExpertShape, card: Card, *, warps: int | None = None, stages: int | None = None
 ) -> MlpPlan:
-    """The plans of both products for M rows: as `plan_experts` has them, in as much of the room as leaves the rest.
+    """The plans of both GEMMs for M rows, as `plan_experts` has them, which share a block's memory.
 
-    warps, stages  as `plan_experts` has them, of both products
+    warps, stages  as `plan_experts` has them, of both GEMMs
     Raises ShapeError as `plan_experts` does.
     """
-    room = card.shared_bytes
+    available = card.shared_bytes
     while True:
         try:
-            left = replace(card, shared_bytes=room)
+            left = replace(card, shared_bytes=available)
             first, second = (plan_experts(rows, each, left, warps=warps, stages=stages) for each in (up, down))
         except ShapeError as error:
-            if room == card.shared_bytes:
+            if available == card.shared_bytes:
                 raise
             raise ShapeError(
-                f"both products of experts for {rows} rows do not fit the {card.shared_bytes} bytes of shared memory "
+                f"both GEMMs of experts for {rows} rows do not fit the {card.shared_bytes} bytes of shared memory "
                 "that a block may have"
             ) from error
         common: dict[str, Any] = {
@@ -75,9 +75,9 @@ def plan_mlp(
             "num_blocks": max(first.num_blocks, second.num_blocks),
             "stages": min(first.stages, second.stages),
         }
-        # a single row's weights are so few that those of the second product would only delay the last of the first
+        # a single row's weights are so few that those of the second GEMM would only delay the last of the first
         plan = MlpPlan(up, down, replace(first, **common), replace(second, **common), overlaps=first.columns > 1)
         excess = plan.places[-1] - card.shared_bytes
         if excess <= 0:
             return plan
-        room -= excess
+        available -= excess

@@ -1,4 +1,4 @@
-"""What a mixture of experts adds to the residual stream: each row's weighed products, from the first rank to the last.
+"""The sum that a mixture of experts adds to the residual stream: weighed products, from the first rank to the last.
 
 Every sum is rounded by itself, as the reference has it. It knows neither who writes the products nor what becomes of
 the sum.
@@ -17,10 +17,10 @@ TOGETHER = 4  # ranks whose loads are under way at once
 
 
 def make_sum_rows(width: int, chosen: int, warps: int) -> Any:
-    """A function of some warps of every block: residual plus ranks of all rows, while others still write the ranks'.
+    """A function of some warps of every block: add residual and ranks of all rows, while others still write the ranks'.
 
     It takes addresses of partials [M, R, N], residual and total [M, N], how many rows there are, and the number of the
-    thread among those of these warps. Partials are awaited, as `awaited` has it.
+    thread among those of these warps. Partials are awaited, as `sentinels` has it.
     """
     add_ranks, chunks = _make_add_ranks(width, chosen), width // 8
     parts = -(-chunks // 32)  # of a row
@@ -50,7 +50,7 @@ def _make_add_ranks(width: int, chosen: int) -> Any:
 
     @device_function
     def load_ranks(words: Any, place: Any, start: Any) -> None:
-        """TOGETHER ranks from one on, whose loads are under way at once."""
+        """Load TOGETHER ranks from one on, all loads under way at once."""
         for rank in range(TOGETHER):
             if start + rank < chosen:
                 at = place + int64((start + rank) * 4 * width)

@@ -1,4 +1,4 @@
-"""The clamped SwiGLU of experts' gate and up values, as they come out of the first product of a mixture."""
+"""The clamped SwiGLU of experts' gate and up values, as they come out of the first GEMM of a mixture."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ __all__ = ["make_swiglu"]
 
 
 def make_swiglu(shape: ExpertShape, plan: ExpertPlan) -> Epilogue:
-    """What becomes of gate and up values: activations [M, R, I] bf16, which other blocks await."""
+    """The epilogue of gate and up values: activations [M, R, I] bf16, which other blocks may await."""
     rows, expert_of, pair_of, total_of = shape.rows, make_expert_of(plan), make_pair_of(plan), make_total(plan)
     width = rows // 2
 
@@ -37,7 +37,7 @@ def make_swiglu(shape: ExpertShape, plan: ExpertPlan) -> Epilogue:
 
 
 def _make_clear(shape: ExpertShape, threads: int) -> Any:
-    """A function: zeros for the dead pairs, each from one block; no product reads them."""
+    """A function: store zeros for the dead pairs, each from one block; no GEMM reads them."""
     pieces, chosen = shape.rows // 16, make_chosen()
 
     @device_function

@@ -1,4 +1,4 @@
-"""The weighing of experts' down values, as they come out of the second product of a mixture."""
+"""The weighing of experts' down values, as they come out of the second GEMM of a mixture."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ __all__ = ["make_weighing"]
 
 
 def make_weighing(shape: ExpertShape, plan: ExpertPlan) -> Epilogue:
-    """What becomes of down's values: products [M, R, N] float32 times their shares, whose sum others await."""
+    """The epilogue of down's values: products [M, R, N] float32 times their shares, which other blocks may await."""
     rows, expert_of, pair_of, total_of = shape.rows, make_expert_of(plan), make_pair_of(plan), make_total(plan)
     share_of = make_share_of(plan)
 
@@ -39,7 +39,7 @@ def make_weighing(shape: ExpertShape, plan: ExpertPlan) -> Epilogue:
 
 
 def _make_clear(shape: ExpertShape, threads: int) -> Any:
-    """A function: zeros for the dead pairs, each from one block."""
+    """A function: store zeros for the dead pairs, each from one block."""
     rows, chosen = shape.rows, make_chosen()
 
     @device_function

@@ -1,8 +1,8 @@
-"""Grouped products of a mixture's experts over many rows: packed weights, read once for each tile of an expert's pairs.
+"""Grouped GEMMs of a mixture's experts over many rows: packed weights, read once for each tile of an expert's pairs.
 
 A block has 32 weight rows a warp and one tile of pairs; blocks of a tile stand side by side, and so do an expert's
-tiles: what they share is in the L2. Who chose which expert is `experts_grouping`'s; the grid depends on shapes alone,
-and blocks of tiles that there are not leave at once.
+tiles: what they share is in the L2. `grouping` lists the pairs; the grid depends on shapes alone, and blocks of tiles
+that there are not leave at once.
 """
 
 from functools import cache
@@ -38,7 +38,7 @@ def grouped_gate_up(
     alpha: float,
     plan: GroupedPlan,
 ) -> list[KernelCall]:
-    """Gate and up products of grouped pairs and the clamped SwiGLU, in one launch.
+    """Multiply grouped pairs by gate and up matrices, and apply the clamped SwiGLU, in one launch.
 
     x      [M, K]      bf16
     order  [M * R]     int32: pairs by expert, as `group_pairs` has them
@@ -69,7 +69,7 @@ def grouped_down(
     out: torch.Tensor,
     plan: GroupedPlan,
 ) -> list[KernelCall]:
-    """Down products of grouped pairs, each times its share, in one launch.
+    """Multiply grouped pairs by down matrices, each product times its share, in one launch.
 
     activated       [M, R, I]  bf16; dead pairs' are not read
     order, tiles               as `grouped_gate_up` takes them
@@ -170,7 +170,7 @@ def _high(word: Any) -> Any:
 
 
 def _make_swiglu(shape: ExpertShape) -> Any:
-    """A function of a warp: what becomes of its gate and up sums; a lane has eight channels of a tile, two a pair."""
+    """A function of a warp: the epilogue of its gate and up sums; a lane has eight channels of a tile, two a pair."""
     num_tiles, rows, width = shape.tiles, shape.rows, shape.rows // 2
 
     @device_function
@@ -214,7 +214,7 @@ def _make_swiglu(shape: ExpertShape) -> Any:
 
 
 def _make_weighing(shape: ExpertShape) -> Any:
-    """A function of a warp: what becomes of its down sums; a lane has four rows, eight lanes a pair."""
+    """A function of a warp: the epilogue of its down sums; a lane has four rows, eight lanes a pair."""
     rows = shape.rows
 
     @device_function

@@ -1,4 +1,4 @@
-"""Pairs of a row and a rank sorted by expert, and cut into tiles for grouped products: one launch of one block.
+"""Pairs of a row and a rank sorted by expert, and cut into tiles for grouped GEMMs: one launch of one block.
 
 A counting sort: each warp counts the experts of its own run of pairs, counts are added up over warps and experts, and
 each warp then puts its pairs where they belong. Pairs of an expert stay in order, so the result is the same however

@@ -1,4 +1,4 @@
-"""A block of a grouped product: 32 weight rows a warp times a tile of pairs, column after column in one order.
+"""The main loop of a grouped GEMM: 32 weight rows a warp times a tile of pairs, column after column in one order.
 
 Inputs of a step are shared by the block, each pair's 128 bytes with their pieces of 16 so permuted that lanes meet no
 bank twice; a warp's weights are its own lanes' alone. The weights' format makes exact bf16 of them in registers: so
@@ -105,7 +105,7 @@ def _make_places(shape: ExpertShape, plan: GroupedPlan) -> Any:
 
 
 def _make_issue(shape: ExpertShape, plan: GroupedPlan) -> Any:
-    """A function: let one step's inputs and weights travel to a stage."""
+    """A function: copy one step's inputs and weights to a stage, asynchronously."""
     turns, rows_a_turn = -(-plan.pairs * ROW_PIECES // plan.threads), plan.threads // ROW_PIECES
     depth, step_bytes, pitch = shape.columns, shape.step_bytes, _scale_pitch(shape)
     has_scales, pieces, whole = shape.format.has_scales, step_bytes // 512, depth % 64 == 0

@@ -1,18 +1,18 @@
-"""How the pairs of a row and a rank are cut into tiles of one expert each, for grouped products. It knows no kernel."""
+"""How the pairs of a row and a rank are cut into tiles of one expert each, for grouped GEMMs. It knows no kernel."""
 
 __all__ = ["TILE_PAIRS", "TILE_WORDS", "most_tiles", "tile_pairs_of"]
 
 TILE_PAIRS = (16, 32, 64, 96)
 TILE_WORDS = 4  # of a tile: its expert, where its pairs begin, how many they are, and nothing
-ROOM = 1.5  # pairs of a tile for each that an expert has on average: of unequal ones few take a second tile
+SPARE = 1.5  # pairs of a tile for each that an expert has on average: of unequal ones few take a second tile
 
 
 def tile_pairs_of(num_pairs: int, num_experts: int) -> int:
-    """Pairs of a tile, where so many are spread over so many experts."""
-    wanted = ROOM * num_pairs / num_experts
+    """The pairs of a tile, where so many are spread over so many experts."""
+    wanted = SPARE * num_pairs / num_experts
     return next((each for each in TILE_PAIRS if each >= wanted), TILE_PAIRS[-1])
 
 
 def most_tiles(num_pairs: int, num_experts: int, tile_pairs: int) -> int:
-    """Tiles that there can be: full ones, and one more of each expert."""
+    """The most tiles that there can be: full ones, and one more of each expert."""
     return min(num_pairs, num_pairs // tile_pairs + num_experts)

@@ -1,4 +1,4 @@
-"""How a grouped product of experts is cut: tiles of pairs, warps, stages. It knows no kernel."""
+"""How a grouped GEMM of experts is cut: tiles of pairs, warps, stages. It knows no kernel."""
 
 from dataclasses import dataclass
 
@@ -29,7 +29,7 @@ MOST_STAGES = 4
 
 @dataclass(frozen=True)
 class GroupedPlan:
-    """How a product is cut; nothing of it changes any bit of the result. Raises ShapeError for what does not divide.
+    """How a grouped GEMM is cut; nothing of it changes any bit of the result. Raises ShapeError for odd tiles.
 
     pairs   of a tile: the inputs that one reading of an expert's weights serves; a multiple of 8 * `skip`
     warps   of a block, each with 32 weight rows and all pairs
@@ -102,7 +102,7 @@ def plan_grouped(
     fitting = [plan for plan in plans if plan.shared_bytes(shape) <= card.shared_bytes]
     if not fitting:
         raise ShapeError(
-            f"a grouped product of tiles of {tile_pairs} pairs does not fit the {card.shared_bytes} bytes of shared "
+            f"a grouped GEMM of tiles of {tile_pairs} pairs does not fit the {card.shared_bytes} bytes of shared "
             "memory that a block may have"
         )
     full = [plan for plan in fitting if plan.shared_bytes(shape) <= card.most_bytes(plan.min_blocks)]

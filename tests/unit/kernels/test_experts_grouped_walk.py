@@ -1,4 +1,4 @@
-"""Grouped products of experts, walked thread by thread on a CPU: grouping, both products, the sum by rank.
+"""Grouped GEMMs of experts, walked thread by thread on a CPU: grouping, both GEMMs, the sum by rank.
 
 Small sizes; the walker checks every address, and copies arrive both as late and as early as they can.
 """
@@ -36,7 +36,8 @@ from lowlat.kernels.moe.rank_sum import add_ranks
 from lowlat.kernels.toolchain.kernel import H200, Card
 
 NAMES = ("common.activation", "common.norm_math", "common.norm_row", "rows.norm", *FRAGMENTS, "moe.plan")
-KERNELS = tuple(f"moe.prefill.{part}" for part in ("plan", "grouping", "mainloop", "grouped_gemm", "rank_sum"))
+PARTS = tuple(f"moe.prefill.{part}" for part in ("plan", "grouping", "mainloop", "grouped_gemm"))
+KERNELS = (*PARTS, "moe.rank_sum")
 FILL = -77
 
 

@@ -188,11 +188,11 @@ def test_plans_fit_their_card(rows: int, card: Card, quantised: bool) -> None:
     first, second = pair.up_plan, pair.down_plan
     assert pair.places[-1] <= card.shared_bytes
     assert first.num_blocks == second.num_blocks == card.num_multiprocessors
-    common = ("columns", "capacity", "finishing", "stages", "patient")
+    common = ("columns", "capacity", "finishing", "stages", "suspends")
     assert all(getattr(first, name) == getattr(second, name) for name in common)
     assert pair.whole.threads >= first.capacity >= rows * 4
     assert first.warps == second.warps == pair.warps == warps_of(45) == 15
-    assert first.patient == (card.capability >= (9, 0))
+    assert first.suspends == (card.capability >= (9, 0))
     assert first.finishing == 1 or first.finishing * 32 == first.columns * down.values
     if quantised:
         assert (first.columns, first.part, second.part, first.stages) == (min(rows, 8), 3, 3, 2)
@@ -210,14 +210,14 @@ def test_what_no_block_holds_is_refused() -> None:
     wide = ExpertShape(DOWN, 4096, 14336, 2, BF16)
     plan = plan_experts(8, wide, H200)
     assert plan.part < plan.steps_a_warp(wide) == 15
-    with pytest.raises(ShapeError, match="experts for 8 rows does not fit the 16384 bytes"):
+    with pytest.raises(ShapeError, match="GEMM of experts for 8 rows does not fit the 16384 bytes"):
         plan_experts(8, wide, Card(132, 16384, (9, 0)))
     with pytest.raises(ShapeError, match="300 experts a row; at most 256"):
         rows_a_launch(300)
     with pytest.raises(ShapeError, match="160 threads list no more"):
         plan_experts(64, ExpertShape(DOWN, 4096, 14336, 4, BF16), H200, warps=1)
     up, down = ExpertShape(GATE_UP, 5760, 2880, 4, MXFP4), ExpertShape(DOWN, 2880, 2880, 4, MXFP4)
-    with pytest.raises(ShapeError, match="both products of experts for 64 rows do not fit the 31000 bytes"):
+    with pytest.raises(ShapeError, match="both GEMMs of experts for 64 rows do not fit the 31000 bytes"):
         plan_mlp(64, up, down, Card(132, 31000, (9, 0)))
 
 
