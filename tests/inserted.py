@@ -1,35 +1,40 @@
-"""Programs with identities put in at random places: what read a buffer reads its copy."""
+"""Programs with copies put in between: operations that mean nothing, and must change nothing."""
 
-import random
+from collections.abc import Mapping
 from dataclasses import replace
+from random import Random
+from types import MappingProxyType
 
-from lowlat.graphs import BufferSpec, Role
+from lowlat.graphs import Role
 from lowlat.program.program import Op, Program
 
 __all__ = ["with_identities"]
 
-ROLES = (Role.SCRATCH, Role.STATE, Role.CONSTANT)
+
+def with_identities(program: Program, count: int, seed: int) -> Program:
+    """The program with `count` operations `identity`, each behind a random operation: it copies a scratch buffer that
+    the operation overwrote, and the copy is read in its place until the buffer is written again."""
+    places = Random(seed).sample(range(len(program.ops)), min(count, len(program.ops)))
+    buffers = dict(program.buffers)
+    ops: list[Op] = []
+    copies: dict[str, str] = {}  # buffers that are read through their copy
+    for index, op in enumerate(program.ops):
+        moved = replace(op, reads=_renamed(op.reads, copies))
+        ops.append(moved)
+        for name in op.writes.values():
+            copies.pop(name, None)
+        names = [name for name in op.writes.values() if name not in op.updates]
+        scratch = [name for name in names if program.buffers[name].role is Role.SCRATCH]
+        if index in places and scratch:
+            name = scratch[index % len(scratch)]
+            copy = f"{name}.copy.{index}"
+            buffers[copy] = replace(buffers[name], name=copy)
+            ops.append(Op("identity", op.stage, *map(MappingProxyType, ({"x": name}, {"out": copy}, {}, {}))))
+            copies[name] = copy
+    made = replace(program, ops=tuple(ops), buffers=MappingProxyType(buffers))
+    made.validate()
+    return made
 
 
-def with_identities(program: Program, seed: int, count: int = 12, most_bytes: int = 1 << 22) -> Program:
-    """The program with up to `count` more operations, each a copy of one buffer for one of its readers."""
-    chosen, ops, buffers = random.Random(seed), list(program.ops), dict(program.buffers)
-    for number in range(count):
-        place = chosen.randrange(len(ops))
-        op = ops[place]
-        readable = [
-            argument
-            for argument, name in op.reads.items()
-            if buffers[name].role in ROLES and buffers[name].num_bytes <= most_bytes and name not in op.writes.values()
-        ]
-        if op.kind == "identity" or not readable:
-            continue
-        argument = chosen.choice(readable)
-        source = buffers[op.reads[argument]]
-        copy = BufferSpec(f"copy.{number}", source.shape, source.dtype, Role.SCRATCH)
-        buffers[copy.name] = copy
-        ops[place] = replace(op, reads={**op.reads, argument: copy.name})
-        ops.insert(place, Op("identity", op.stage, {"x": source.name}, {"out": copy.name}, {}, {}))
-    changed = replace(program, ops=tuple(ops), buffers=buffers)
-    changed.validate()
-    return changed
+def _renamed(arguments: Mapping[str, str], copies: Mapping[str, str]) -> Mapping[str, str]:
+    return MappingProxyType({argument: copies.get(name, name) for argument, name in arguments.items()})

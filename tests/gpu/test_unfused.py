@@ -82,7 +82,7 @@ def inserting(build: Callable[..., Any], seed: int) -> Callable[..., Any]:
     def built(*arguments: Any) -> Any:
         made = build(*arguments)
         if isinstance(made, Program):
-            return with_identities(made, seed)
-        return {size: with_identities(each, seed) for size, each in made.items()}
+            return with_identities(made, 12, seed)
+        return {size: with_identities(each, 12, seed) for size, each in made.items()}
 
     return built

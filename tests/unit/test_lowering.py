@@ -338,7 +338,7 @@ def test_identities_anywhere_cost_the_fusions_that_they_interrupt(name: str, see
     """And nothing else; what is copied is read in its place, before a kernel waits too."""
     depth = 0 if name.endswith("alone") else 3
     plain = lowered(name, depth, 2)
-    step = lowered.pair(name).lower_program(with_identities(plain.program, seed))
+    step = lowered.pair(name).lower_program(with_identities(plain.program, 12, seed))
     assert len(step.groups) > len(plain.groups)
     test_every_operation_is_covered_once_and_in_order(step)
     test_what_is_hidden_is_never_read_again(step)

@@ -62,7 +62,7 @@ class Run:
         if self.program.buffers[buffer].role is not Role.SCRATCH:
             return False
         for op in self.program.ops[self.start + self.count :]:
-            if buffer in op.reads.values():
+            if buffer in op.reads.values() or buffer in op.updates:
                 return False
             if buffer in op.writes.values():
                 return True
