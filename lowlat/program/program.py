@@ -8,6 +8,7 @@ its torch meaning, the others cover runs of operations with kernels. Every opera
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from types import MappingProxyType
 
 import torch
@@ -58,7 +59,7 @@ class Op:
     weights: Mapping[str, str]
     params: Mapping[str, Param]
 
-    @property
+    @cached_property
     def updates(self) -> tuple[str, ...]:
         """Of the buffers that it writes those that it also reads, or writes in part; the others it overwrites whole."""
         arguments = OPERATIONS[self.kind].schema.arguments

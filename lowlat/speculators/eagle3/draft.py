@@ -24,7 +24,7 @@ class Drafter:
 
     def __init__(self, scope: StepScope, eagle: Eagle3Emitter) -> None:
         self.scope, self.eagle = scope, eagle
-        self.builder, self.draft_config = scope.builder, eagle.head
+        self.builder, self.draft_config = scope.builder, eagle.draft
         self.topology, self.dtype = scope.topology, scope.dtype
         self.batch, self.rows = scope.bucket.batch, scope.bucket.rows
 

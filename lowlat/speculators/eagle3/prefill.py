@@ -10,7 +10,7 @@ __all__ = ["emit_draft_prefill"]
 
 def emit_draft_prefill(scope: PrefillScope, eagle: Eagle3Emitter) -> None:
     """Append fc, the shift and the KV write for a program's positions; the boundaries must have been computed."""
-    draft, common = eagle.head, {"block_table": "prefill_table", "chunk": "prefill_chunk"}
+    draft, common = eagle.draft, {"block_table": "prefill_table", "chunk": "prefill_chunk"}
     write = {"row_live": "prefill_draft_live", **common}
     rows = Rows("prefill.head.", scope.size, None, "prefill_draft_positions", common, write, scope.chunk)
     emitter = Emitter(scope.builder, rows, scope.dtype, Stage.PREFILL)
