@@ -164,9 +164,9 @@ wait_for_previous_kernel = instruction("griddepcontrol.wait;", None, ())
 let_next_kernel_start = instruction("griddepcontrol.launch_dependents;", None, ())
 
 # Global memory. Which load is right, by PTX's memory model:
-#   after wait_for_previous_kernel, a plain one, of whatever any kernel before has written: griddepcontrol.wait makes all
-#     that the kernel before wrote visible, which itself had waited so. Past L1 or through it is then a hint and no more.
-#   before it, the nc form of what no kernel of the step writes (weights); it is kept out of L1. Where a builder is told
+#   after wait_for_previous_kernel a plain one, of whatever any kernel before has written: griddepcontrol.wait makes
+#     all that the kernel before wrote visible, which itself had waited so. To read past L1 is then a mere hint.
+#   before it the nc form, of what no kernel of the step writes (weights); it is kept out of L1. Where a builder is told
 #     that slots' lengths and tables are older than the kernel before (`early_metadata`), those too: that kernel let
 #     this one start after it had waited for whoever wrote them.
 #   of what blocks of this launch write meanwhile, or those of the one before, the relaxed ones below.
