@@ -66,7 +66,7 @@ def _make(width: int, ranks: int) -> Kernel:
             for rank in range(ranks):
                 pair = int64(row) * int64(ranks) + int64(rank)
                 alive = ptx.load_global_i32(ids + pair * int64(4)) >= 0
-                words = ptx.load_global_128_l2(partials + pair * int64(4 * width) + column)
+                words = ptx.load_global_128(partials + pair * int64(4 * width) + column)
                 sums = add(sums, words, alive)
             a, b, c, d = sums
             ptx.store_global_128(

@@ -43,7 +43,6 @@ __all__ = [
     "load_acquire_gpu",
     "load_global_64",
     "load_global_128",
-    "load_global_128_l2",
     "load_global_bf16",
     "load_global_f32",
     "load_global_i32",
@@ -164,11 +163,15 @@ def _typed(signature: Any, codegen: Any, count: int) -> Any:
 wait_for_previous_kernel = instruction("griddepcontrol.wait;", None, ())
 let_next_kernel_start = instruction("griddepcontrol.launch_dependents;", None, ())
 
-# global memory; the nc form is for data that no kernel of the step writes (weights), and is kept out of L1
+# Global memory. Which load is right, by PTX's memory model:
+#   after wait_for_previous_kernel a plain one, of whatever any kernel before has written: griddepcontrol.wait makes
+#     all that the kernel before wrote visible, which itself had waited so. To read past L1 is then a mere hint.
+#   before it the nc form, of what no kernel of the step writes (weights); it is kept out of L1. Where a builder is told
+#     that slots' lengths and tables are older than the kernel before (`early_metadata`), those too: that kernel let
+#     this one start after it had waited for whoever wrote them.
+#   of what blocks of this launch write meanwhile, or those of the one before, the relaxed ones below.
 load_global_nc_128 = instruction("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {$0,$1,$2,$3}, [$4];", (u32, 4), (i64,))
 load_global_128 = instruction("ld.global.v4.u32 {$0,$1,$2,$3}, [$4];", (u32, 4), (i64,))
-# past L1, which may hold what was there before an earlier kernel of those under way wrote it
-load_global_128_l2 = instruction("ld.global.cg.v4.u32 {$0,$1,$2,$3}, [$4];", (u32, 4), (i64,))
 load_global_64 = instruction("ld.global.v2.u32 {$0,$1}, [$2];", (u32, 2), (i64,))
 load_global_f32 = instruction("ld.global.f32 $0, [$1];", f32, (i64,))
 load_global_i32 = instruction("ld.global.s32 $0, [$1];", i32, (i64,))

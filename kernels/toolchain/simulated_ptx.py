@@ -21,7 +21,6 @@ __all__ = [
     "load_acquire_gpu",
     "load_global_64",
     "load_global_128",
-    "load_global_128_l2",
     "load_global_f32",
     "load_global_i32",
     "load_global_i64",
@@ -80,7 +79,7 @@ def load_global_128(address: int) -> tuple[int, int, int, int]:
     return a, b, c, d
 
 
-load_global_nc_128 = load_global_128_l2 = load_global_128
+load_global_nc_128 = load_global_128
 
 
 def load_global_64(address: int) -> tuple[int, int]:

@@ -96,7 +96,7 @@ def _make_load_rows(shape: DecodeGemmShape, plan: DecodeGemmPlan, own: int) -> A
                 chunk = uint32(thread + uint32(part * THREADS))
                 a, b, c, d = uint32(0), uint32(0), uint32(0), uint32(0)
                 if chunk < uint32(chunks):
-                    a, b, c, d = ptx.load_global_128_l2(source + int64(chunk) * int64(16))
+                    a, b, c, d = ptx.load_global_128(source + int64(chunk) * int64(16))
                 at = 4 * (row * own + part)
                 words[at], words[at + 1], words[at + 2], words[at + 3] = a, b, c, d
 

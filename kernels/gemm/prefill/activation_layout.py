@@ -100,7 +100,7 @@ def _make(columns: int) -> Kernel:
         column = uint32(piece * uint32(8))
         a, b, c, d = uint32(0), uint32(0), uint32(0), uint32(0)
         if row < uint32(rows) and column < uint32(columns):
-            a, b, c, d = ptx.load_global_128_l2(x + (int64(row) * int64(columns) + int64(column)) * int64(2))
+            a, b, c, d = ptx.load_global_128(x + (int64(row) * int64(columns) + int64(column)) * int64(2))
         a, b, c, d = _transposed((a, b, c, d), uint32(cuda.threadIdx.x))
         if row < uint32(rows):
             step, place = uint32(piece >> uint32(3)), uint32((piece ^ row) & uint32(7))

@@ -70,7 +70,7 @@ def _make(width: int, segments: int, with_bias: bool, with_columns: bool) -> Ker
             sums = (zero, zero, zero, zero)
             at = partials + (int64(row) * int64(width) + int64(column)) * int64(4)
             for segment in range(segments):
-                sums = add(sums, ptx.load_global_128_l2(at + int64(segment) * int64(rows) * int64(4 * width)))
+                sums = add(sums, ptx.load_global_128(at + int64(segment) * int64(rows) * int64(4 * width)))
             if with_bias:
                 low, high = ptx.load_global_64(bias + int64(column) * int64(2))
                 sums = add(sums, biases(low, high))

@@ -35,7 +35,7 @@ def make_sum_rows(width: int, chosen: int, warps: int) -> Any:
             chunk = uint32((part - row * uint32(parts)) * uint32(32) + lane)
             if chunk < uint32(chunks):
                 place = int64(row) * int64(width * 2) + int64(chunk) * int64(16)
-                old = ptx.load_global_128_l2(residual + place)
+                old = ptx.load_global_128(residual + place)
                 at = partials + int64(row) * int64(4 * chosen * width) + int64(chunk) * int64(32)
                 a, b, c, d = add_ranks(old, at)
                 ptx.store_global_128(total + place, a, b, c, d)

@@ -135,7 +135,7 @@ def _make(shape: ExpertShape, plan: GroupedPlan) -> Kernel:
         pairs = uint32(base + uint32(list_at))
         ptx.wait_for_previous_kernel()
         ptx.let_next_kernel_start()
-        expert, first, live, _ = ptx.load_global_128_l2(tiles + int64(tile) * int64(16))
+        expert, first, live, _ = ptx.load_global_128(tiles + int64(tile) * int64(16))
         if live == uint32(0):
             return
         if thread < live:
