@@ -3,6 +3,7 @@
 Where it is asked to, it also captures each bucket as a loop: a WHILE node whose body is the step.
 """
 
+import ctypes
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -167,6 +168,8 @@ class GraphExecutor(KernelExecutor):
                 graph.close()
         self._graphs.clear()
         self._loops.clear()
+        if self._failed:  # its destructor would end the process; what a failed device holds is the driver's to free
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._pool))
         del self._pool, self._loop_budget, self._stop_flag, self._stop
         super().close()
 
