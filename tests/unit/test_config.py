@@ -171,13 +171,13 @@ def test_configs_are_frozen() -> None:
 @pytest.mark.parametrize(("name", "low", "high"), [("watchdog_factor", 2.0, 1000.0), ("watchdog_min_s", 0.1, 3600.0)])
 def test_number_bounds(name: str, low: float, high: float) -> None:
     for value in (low, high, round(high)):
-        assert getattr(RuntimeConfig(**{name: value}), name) == value
+        assert getattr(options_from({name: value}), name) == value
     for value in (low - 0.01, high + 1, math.nan, math.inf, -1):
         with pytest.raises(ConfigError, match=f"{name} must be from {low:g} to {high:g}, got"):
-            RuntimeConfig(**{name: value})
+            options_from({name: value})
     for wrong in (True, "1", None, [1.0]):
         with pytest.raises(ConfigError, match=f"{name} must be a number"):
-            RuntimeConfig(**{name: wrong})
+            options_from({name: wrong})
 
 
 ANYTHING = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.lists(st.integers()))
