@@ -54,10 +54,10 @@ class Loaded:
     speculation_error: str | None
 
     def close(self) -> None:
-        """Release the executor's buffers and weights, and end the tokenizer's process."""
-        self.executor.close()
+        """End the tokenizer's process, and release the executor's buffers and weights."""
         if self.codec is not None:
             self.codec.close()
+        self.executor.close()
 
 
 def load(

@@ -253,9 +253,9 @@ class Runtime:
         self._slots.clear()
         self._launches.stop()
         del self._launches, self._mailbox  # their views of the executor's buffers go with them
-        self.executor.close()
         if self.codec is not None:
             self.codec.close()
+        self.executor.close()  # the last: a device that has failed says so
 
     def __enter__(self) -> Self:
         return self

@@ -236,16 +236,16 @@ def num_values(value: object) -> int:
 
 
 class Repeated(NamedTuple):
-    """A part `count` times over, which stands for the whole in what Hypothesis prints and compares."""
+    """A part so many times over, which stands for the whole in what Hypothesis prints and compares."""
 
     part: Any
-    count: int
+    times: int
 
 
 def expanded(value: Any) -> Any:
     """A value with its repeated parts as long as they say."""
     if isinstance(value, Repeated):
-        return value.part * value.count
+        return value.part * value.times
     if isinstance(value, dict):
         return {key: expanded(part) for key, part in value.items()}
     return [expanded(part) for part in value] if isinstance(value, list) else value

@@ -13,6 +13,7 @@ import lowlat
 from lowlat import ConfigError, Runtime, SamplingParams, SpeculativeConfig
 from lowlat.cli.reports import compared, shrink
 from lowlat.cli.reports.shifts import measure_shifts
+from lowlat.executors.make import make_executor
 from lowlat.executors.reference import ReferenceExecutor
 from lowlat.graphs import Role
 from lowlat.host import loading
@@ -43,7 +44,7 @@ def memory_of(executor: Any) -> set[int]:
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
     """Looks what an executor has left at the moment when it is closed: later its memory may be another's."""
-    found, make, close = Memory(), loading.make_executor, ReferenceExecutor.close
+    found, make, close = Memory(), make_executor, ReferenceExecutor.close
 
     def made(*arguments: Any, **options: Any) -> Any:
         assert found.made == found.closed, "two at a time"

@@ -26,7 +26,8 @@ def test_files_are_read_up_to_their_limit(tmp_path: Path) -> None:
 
 def test_only_some_do_without_a_file(tmp_path: Path) -> None:
     path = tmp_path / "absent"
-    assert find_bytes(path, 1) is find_text(path, 1) is None
+    assert find_bytes(path, 1) is None
+    assert find_text(path, 1) is None
     for read in (read_bytes, read_text, read_json):
         with pytest.raises(ConfigError, match="absent: no such file"):
             read(path, 1)

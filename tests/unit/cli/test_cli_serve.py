@@ -135,7 +135,7 @@ def test_ready_lines_can_be_copied(folder: Path, talker: Path) -> None:
         (("--endpoint", "tcp://0.0.0.0:5577"), "needs CURVE keys"),
         (("--curve-keys", "/nowhere"), "server.key_secret: No such file"),
         (("--allow-uid", "root"), "'root' is not an integer"),
-        (("--config", "/nowhere.toml"), "/nowhere.toml: No such file"),
+        (("--config", "/nowhere.toml"), "/nowhere.toml: no such file"),
         (("--model", "x", "-S", 2), "num_speculative_tokens (option) needs a draft model"),
     ],
 )
