@@ -86,7 +86,8 @@ class Slot:
             {name: name for name in held}, {"scale": self.scale, "chunk_size": size, **mask},
         )  # fmt: skip
         tokens = BufferSpec("tokens", (1, self.shape.longest), torch.int32, Role.STATE)
-        program = Program("attention", (op,), {"tokens": tokens}, {})
+        cache = BufferSpec("k_cache", tuple(self.caches[0].shape), self.caches[0].dtype, Role.STATE)
+        program = Program("attention", (op,), {"tokens": tokens, "k_cache": cache}, {})
         buffers = {**dict(zip(names, tensors, strict=True)), "out": out}
         weights = DeviceWeights(held, set(), self._device)
         binding = Binding(program, buffers, weights, launcher.card, self._poisoned)

@@ -7,7 +7,6 @@ against layers) is checked at load.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal
 
 from lowlat.errors import ConfigError
@@ -21,12 +20,10 @@ MAX_LOOKUP = 16
 
 # Options of one method alone: with others they must keep their defaults. Options that stand nowhere are of all methods.
 _TREES = ("tree", "max_path_len", "max_non_leaves_per_layer")
-METHOD_OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "eagle3": ("model", "capture_layers", "draft_window", *_TREES),
-        "ngram": ("prompt_lookup_min", "prompt_lookup_max"),
-    }
-)
+METHOD_OPTIONS: dict[str, tuple[str, ...]] = {
+    "eagle3": ("model", "capture_layers", "draft_window", *_TREES),
+    "ngram": ("prompt_lookup_min", "prompt_lookup_max"),
+}
 
 
 @documented
@@ -45,7 +42,9 @@ class SpeculativeConfig:
     model: str | Path | None = declare(
         None, "An EAGLE3 draft model for the model.", key="head", aliases=("draft_model",), metavar="DIR"
     )
-    method: Literal["eagle3", "ngram"] = declare("eagle3", "How drafts are made; ngram needs no draft model.")
+    method: str = declare(
+        "eagle3", "How drafts are made; ngram needs no draft model.", kind="choice", choices=METHOD_OPTIONS
+    )
     num_speculative_tokens: int = declare(
         3,
         "Depth of speculation; 0: none.",
@@ -156,9 +155,13 @@ class RuntimeConfig:
     )
     fuse: bool = declare(True, "Cover runs of operations by one launch; without it each has its own: for debugging.")
     watchdog_factor: float = declare(
-        10.0, "A step or a prefill on a GPU that runs so many times longer than usual is an error.", 2.0, 1000.0
+        10.0,
+        "A step or a prefill on a GPU that runs so many times longer than usual is an error.",
+        2.0,
+        1000.0,
+        python_only=True,
     )
-    watchdog_min_s: float = declare(2.0, "But none of fewer seconds.", 0.1, 3600.0)
+    watchdog_min_s: float = declare(2.0, "But none of fewer seconds.", 0.1, 3600.0, python_only=True)
     traces: TraceConfig = declare(TraceConfig(), "Debug traces.", python_only=True)
 
     def __post_init__(self) -> None:

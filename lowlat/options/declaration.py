@@ -6,6 +6,7 @@ same fields, and `lowlat.serving.config` variables and keys. It knows no particu
 """
 
 import math
+from collections.abc import Collection
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from pathlib import Path
@@ -68,7 +69,7 @@ class Option:
     low: float | None = None
     high: float | None = None
     above: bool = False
-    choices: tuple[str, ...] = ()
+    choices: Collection[str] = ()
     aliases: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()
     metavar: str | None = None
@@ -148,9 +149,8 @@ def check_options(record: Any, error: type[Exception]) -> None:
         elif option.kind == "bool" and not option.takes(value):
             raise error(f"{option.name} must be true or false, got {shown(value)}")
         elif option.kind == "choice" and value not in option.choices:
-            choices = " or ".join(
-                ", ".join(map(repr, part)) for part in (option.choices[:-1], option.choices[-1:]) if part
-            )
+            allowed = tuple(option.choices)
+            choices = " or ".join(", ".join(map(repr, part)) for part in (allowed[:-1], allowed[-1:]) if part)
             raise error(f"{option.name} must be {choices}, got {value!r:.80}")
 
 

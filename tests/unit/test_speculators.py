@@ -86,21 +86,21 @@ class Periodic(Speculator):
     def emit_draft(self, scope: StepScope, extended: tuple[str, ...]) -> str:
         assert extended == ("periodic.last",)
         nodes, names = scope.draft_nodes(), ("tokens", "slots", "draft_live", "draft_lens")
-        reads, lengths = {name: name for name in names}, {"min_match": 1, "max_match": 1}
-        scope.builder.emit("ngram_draft", Stage.DRAFT, reads=reads, writes={"draft_nodes": nodes}, **lengths)
+        reads, writes = {name: name for name in names}, {"draft_nodes": nodes}
+        scope.builder.emit("ngram_draft", Stage.DRAFT, reads=reads, writes=writes, min_match=1, max_match=1)
         return nodes
 
 
 def test_a_third_method_needs_a_line_in_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And its name among the options: nothing else knows it, and it changes no token."""
     monkeypatch.setattr(methods, "METHODS", {**methods.METHODS, "periodic": Periodic})
-    monkeypatch.setattr(options_module, "METHOD_OPTIONS", {**options_module.METHOD_OPTIONS, "periodic": ()})
+    monkeypatch.setitem(options_module.METHOD_OPTIONS, "periodic", ())
     make_target(tmp_path, "qwen3", gain=0.3, num_hidden_layers=2)
     prompt, sampling = [4, 5, 6] * 6, SamplingParams(max_tokens=30, temperature=0.5, seed=3)
     with Runtime.load(tmp_path, **OPTIONS) as runtime:
         expected = run_one(runtime, prompt, sampling)
         assert "speculator" not in runtime.summary()
-    config = SpeculativeConfig(method="periodic", num_speculative_tokens=3)  # type: ignore[arg-type]
+    config = SpeculativeConfig(method="periodic", num_speculative_tokens=3)
     with Runtime.load(tmp_path, config, **OPTIONS) as runtime:
         for depth in (None, 0, 1, 7):
             assert run_one(runtime, prompt, sampling, depth) == expected

@@ -9,7 +9,6 @@ import torch
 
 from lowlat.errors import ConfigError
 from lowlat.executors.allocation import release_cached_memory
-from lowlat.executors.lowering.memory import temporary_bytes, workspace_bytes
 from lowlat.executors.lowering.weight_parts import expert_parts, gemm_weights
 from lowlat.graphs import Paging, Role
 from lowlat.kernels.formats import format_of
@@ -76,6 +75,8 @@ def memory_need(
                 part[spec.name] = max(part.get(spec.name, 0), spec.num_bytes)
         parts.append(scratch)
         if has_kernels:
+            from lowlat.executors.lowering.memory import temporary_bytes, workspace_bytes
+
             workspaces = max(workspaces, workspace_bytes(program, shape_of))
             temporary = max(temporary, temporary_bytes(program, shape_of))
     packed = [{"weight": name} for name in gemm_weights(programs)]

@@ -10,7 +10,7 @@ from expert_cases import ALPHA, LIMIT, choices, make_experts, shares_of, want_ga
 from kernel_inventory import B200, CARDS
 from kernel_walk import Walker, walkable
 from mixture_cases import Poisoned, make_logits, make_mixture, want_routing
-from mixture_walk import ALONE, small_card, walk
+from mixture_walk import ALONE, FRAGMENTS, small_card, walk
 from rowwise_cases import EPS, canonical_logits, canonical_norm, router_inputs
 
 from lowlat.errors import ShapeError
@@ -28,7 +28,7 @@ ROUTER = (
 )
 COMMON = ("common.activation", "common.norm_math", "common.norm_row", "rows.norm", "moe.plan", "moe.decode.mainloop")
 PREFILL = (
-    *(*COMMON, "moe.rank_sum"),
+    *(*COMMON, *FRAGMENTS, "moe.rank_sum"),
     *(f"moe.prefill.{part}" for part in ("plan", "grouping", "mainloop", "grouped_gemm", "experts")),
 )
 
