@@ -101,7 +101,7 @@ class FreeExecutor:
     def wait_published(self, count: int) -> None:
         """Everything is published at once."""
 
-    def prefill(self) -> None:
+    def prefill(self, size: int) -> None:
         """Nothing to do."""
 
     def clear_blocks(self, blocks: Sequence[int]) -> None:
