@@ -3,7 +3,6 @@
 Where it is asked to, it also captures each bucket as a loop: a WHILE node whose body is the step.
 """
 
-import ctypes
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 
 from lowlat.errors import ConfigError, DeviceError
-from lowlat.executors.kernel_executor import POLLS_BETWEEN_CHECKS, KernelExecutor, Size
+from lowlat.executors.kernel_executor import POLLS_BETWEEN_CHECKS, KernelExecutor, Size, abandon
 from lowlat.executors.lowering.binding import Call, LibraryCall
 from lowlat.executors.lowering.lower import LoweredGroup
 from lowlat.graphs import Bucket
@@ -168,8 +167,8 @@ class GraphExecutor(KernelExecutor):
                 graph.close()
         self._graphs.clear()
         self._loops.clear()
-        if self._failed:  # its destructor would end the process; what a failed device holds is the driver's to free
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._pool))
+        if self._failed:
+            abandon([self._pool, self._loop_budget, self._stop_flag, self._stop])
         del self._pool, self._loop_budget, self._stop_flag, self._stop
         super().close()
 

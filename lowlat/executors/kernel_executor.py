@@ -5,11 +5,13 @@ the publications in pinned memory, one arena of scratch for all programs, worksp
 prefill, take memory of their own while they run.
 """
 
+import ctypes
 import select
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -38,10 +40,16 @@ from lowlat.kernels.moe.packing import PackedExperts
 from lowlat.kernels.step.publish import LoopControl
 from lowlat.program.program import Program
 
-__all__ = ["KernelExecutor", "Size"]
+__all__ = ["KernelExecutor", "Size", "abandon"]
 
 POLLS_BETWEEN_CHECKS = 4096
 Size = Bucket | int  # of a step's program: its bucket; of a prefill program: the positions that it takes
+
+
+def abandon(held: list[Any]) -> None:
+    """Keep objects for ever: where a device has failed, torch ends the process when it frees memory there, pinned host
+    memory too; the driver frees it at the process's end."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
 
 
 class KernelExecutor(ABC):
@@ -224,7 +232,9 @@ class KernelExecutor(ABC):
 
         A device that has failed is not waited for.
         """
-        if not self._failed:
+        if self._failed:
+            abandon([self.owned(), self.state, self._arguments, self._ring_head])
+        else:
             self.synchronize()
         self._programs.clear()
         self._groups.clear()
