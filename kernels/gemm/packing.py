@@ -5,6 +5,7 @@ columns, 2 KiB each, stored tile row by tile row, the k steps of one tile row si
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -83,6 +84,7 @@ def unpack(packed: PackedMatrix) -> torch.Tensor:
     return restored
 
 
+@cache
 def gate_up_permutation(width: int) -> torch.Tensor:
     """Rows of a fused gate and up matrix [2I, N] so that a tile holds 8 gates and their 8 ups: [2I] int64.
 
@@ -107,6 +109,7 @@ def runs_of(order: torch.Tensor) -> torch.Tensor:
     return runs[:, 0].to(torch.int32).contiguous()
 
 
+@cache
 def rope_permutation(num_rotated_heads: int, num_plain_heads: int, head_dim: int) -> torch.Tensor:
     """Rows of a fused q, k, v matrix so that a tile holds 8 dimensions of a head and their 8 rotation partners.
 

@@ -5,7 +5,7 @@ its torch meaning, the others cover runs of operations with kernels. Every opera
 `lowlat.kernels.reference`; this module knows no operation by name.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -77,6 +77,16 @@ class Program:
     ops: tuple[Op, ...]
     buffers: Mapping[str, BufferSpec]
     constants: Mapping[str, torch.Tensor]
+
+    @cached_property
+    def uses(self) -> Mapping[str, Sequence[tuple[int, bool]]]:
+        """The operations that use each buffer, in order: their places, and whether they read what it holds."""
+        found: dict[str, list[tuple[int, bool]]] = {}
+        for place, op in enumerate(self.ops):
+            read = {*op.reads.values(), *op.updates}
+            for name in dict.fromkeys((*op.reads.values(), *op.writes.values())):
+                found.setdefault(name, []).append((place, name in read))
+        return found
 
     def specs(self, *roles: Role) -> Iterator[BufferSpec]:
         """The buffers with one of the roles."""

@@ -5,9 +5,10 @@ pattern matches and whose precondition holds covers its run of operations, and a
 covered by its own kernel. So an operation put in between costs the fusions that it interrupts and nothing else.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 import torch
 
@@ -30,7 +31,7 @@ class Run:
     start: int
     count: int
 
-    @property
+    @cached_property
     def ops(self) -> tuple[Op, ...]:
         """The operations in order."""
         return self.program.ops[self.start : self.start + self.count]
@@ -61,12 +62,9 @@ class Run:
         """Whether nothing reads a scratch buffer after this run, before it is written anew."""
         if self.program.buffers[buffer].role is not Role.SCRATCH:
             return False
-        for op in self.program.ops[self.start + self.count :]:
-            if buffer in op.reads.values() or buffer in op.updates:
-                return False
-            if buffer in op.writes.values():
-                return True
-        return True
+        uses = self.program.uses.get(buffer, ())
+        place = bisect_left(uses, (self.start + self.count, False))
+        return place == len(uses) or not uses[place][1]
 
 
 def _always(run: Run, card: Card) -> bool:

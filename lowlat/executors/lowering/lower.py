@@ -75,10 +75,15 @@ def _awaits_all(call: Call) -> Call:
 def weight_layouts(programs: Iterable[Program], card: Card = H200, *, fuse: bool = True) -> dict[str, torch.Tensor]:
     """The permutations of packed weights' rows that kernels and fusions of these programs want, by weight.
 
-    The first that wants a weight has it; a fusion that wants it otherwise is then not applied.
+    The first program that has a weight decides; a fusion that wants it otherwise is then not applied.
     """
     layouts: dict[str, torch.Tensor] = {}
+    seen: set[str] = set()
     for program in programs:
+        weights = {name for op in program.ops for name in op.weights.values()}
+        if weights <= seen:
+            continue
+        seen |= weights
         layouts = {**operation_layouts(program), **layouts}
         for fusion, run in cover(program, card, FUSIONS if fuse else ()):
             if fusion is not None:
