@@ -141,7 +141,7 @@ def _load_speculation(
 
 
 def make_topologies(speculative: SpeculativeConfig) -> dict[int, TreeTopology]:
-    """What each depth S drafts: chains of every depth, or the baseline and the tree. Raises ConfigError."""
+    """The topology for each depth S: chains of every depth, or the baseline and the tree. Raises ConfigError."""
     if speculative.tree is None:
         limit = speculative.max_decoding_tokens
         if limit is not None and limit < speculative.num_speculative_tokens + 1:
