@@ -7,9 +7,9 @@ import torch
 
 from lowlat.errors import ConfigError
 from lowlat.executors import Executor
+from lowlat.executors.devices import DeviceChoice
 from lowlat.executors.reference import ReferenceExecutor
 from lowlat.graphs import Bucket
-from lowlat.host.devices import DeviceChoice
 from lowlat.kernels.formats import FORMATS
 from lowlat.models.geometry import DraftConfig, ExpertsConfig, ModelConfig
 from lowlat.program.program import Program

@@ -15,9 +15,9 @@ import torch
 from lowlat.checkpoint.source import JoinedWeights
 from lowlat.errors import ConfigError
 from lowlat.executors import Executor
+from lowlat.executors.devices import DeviceChoice, choose_device
 from lowlat.executors.make import check_positions, make_executor, settle_executor
 from lowlat.graphs import BucketLadder
-from lowlat.host.devices import DeviceChoice, choose_device
 from lowlat.host.memory.plan import check_fits, memory_need
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.target import StoredTarget, open_target

@@ -10,9 +10,9 @@ import torch
 
 import lowlat
 from lowlat.errors import ConfigError, ShapeError
+from lowlat.executors.devices import DeviceChoice
 from lowlat.executors.make import check_positions, settle_executor, uncovered
 from lowlat.host import loading
-from lowlat.host.devices import DeviceChoice
 from lowlat.kernels.attention.attention import attention, choose_split
 from lowlat.kernels.gemm.packing import gate_up_permutation
 from lowlat.kernels.rows.norm import check_width

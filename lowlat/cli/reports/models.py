@@ -11,9 +11,9 @@ from lowlat.checkpoint.tensors import INDEX_FILE, SINGLE_FILE, Checkpoint
 from lowlat.cli.reports.sizes import Plan, buffer_dict, kv_bytes_per_token, parts_of, plan_runtime
 from lowlat.cli.running import default_context
 from lowlat.errors import ConfigError
+from lowlat.executors.devices import DeviceChoice, choose_device
 from lowlat.executors.make import settle_executor
 from lowlat.graphs import Paging
-from lowlat.host.devices import DeviceChoice, choose_device
 from lowlat.models.geometry import DraftConfig, ModelConfig
 from lowlat.models.hf_config import read_config
 from lowlat.models.target import read_model_config, target_groups

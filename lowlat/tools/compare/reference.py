@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from lowlat.checkpoint.formats import STORED_FORMATS, StoredFormat
 from lowlat.errors import ConfigError
-from lowlat.formats import STORED_FORMATS, StoredFormat
 from lowlat.models.target import read_model_config
 from lowlat.speculators.eagle3.config import read_draft_config
 from lowlat.tools.compare.draft_model import PlainDraftModel

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from lowlat.errors import ConfigError, LowlatError
+from lowlat.executors.devices import DeviceChoice, choose_device
 from lowlat.graphs import Bucket
-from lowlat.host.devices import DeviceChoice, choose_device
 from lowlat.host.runtime import Runtime
 from lowlat.kernels.moe.packing import bytes_an_expert
 from lowlat.options.request import SamplingParams
