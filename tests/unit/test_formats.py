@@ -1,4 +1,4 @@
-"""Weight formats: both sides know the same ones, what is counted is what is held, and layers import downwards alone."""
+"""Weight formats: both sides know the same ones, and what is counted is what is held."""
 
 from pathlib import Path
 
@@ -11,8 +11,6 @@ from lowlat.errors import ConfigError, ShapeError
 from lowlat.kernels.formats import BF16, FORMATS, MXFP4, format_of, numbers_an_entry
 from lowlat.kernels.moe.packing import bytes_an_expert, pack_experts, unpack_expert
 from lowlat.models.families import FAMILIES
-
-# each package of the lower half, and those below it
 
 
 def random_parts(name: str, count: int, rows: int, columns: int) -> dict[str, torch.Tensor]:
