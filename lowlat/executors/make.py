@@ -1,4 +1,4 @@
-"""Which executor a runtime really gets, and making it: kernels where they cover the model, torch where they do not."""
+"""The executor that a runtime really gets: kernels where they cover the model, torch where they do not."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace

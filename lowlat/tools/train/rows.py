@@ -83,7 +83,7 @@ def write_rows(
 
 
 def save_rows(rows: Rows, path: str | Path) -> None:
-    """Keep written rows for another run; ids travel as int32."""
+    """Keep written rows for another run; ids are int32."""
     save_file({"tokens": rows[0].int().contiguous(), "keep": rows[1].contiguous()}, path)
 
 
