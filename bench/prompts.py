@@ -24,9 +24,9 @@ from bench.dense_cases import TINY
 from bench.gpt_oss_step import Weights
 from bench.targets import BY_NAME, target_shapes, target_weights
 from lowlat.executors import Executor
+from lowlat.executors.devices import DeviceChoice
 from lowlat.executors.make import make_executor
 from lowlat.graphs import Bucket, Paging
-from lowlat.host.devices import DeviceChoice
 from lowlat.host.mailbox import Mailbox
 from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.decode import build_step

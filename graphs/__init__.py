@@ -1,4 +1,4 @@
-"""Static buffers and buckets: what a captured step needs to know of memory. It knows nothing about models."""
+"""Buckets, static buffers, launches, and the capture of CUDA graphs. It knows nothing about models."""
 
 from lowlat.graphs.buckets import Bucket, BucketLadder
 from lowlat.graphs.buffers import BufferSet, BufferSpec, Paging, Role, aligned_bytes

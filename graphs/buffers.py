@@ -18,7 +18,7 @@ ALIGNMENT = 256
 
 
 class Role(StrEnum):
-    """Who owns a buffer's content, and for how long it lives."""
+    """The owner and lifetime of a buffer's content."""
 
     STATE = "state"  # outlives a step; one address and the largest strides for all buckets
     SCRATCH = "scratch"  # written before it is read within one step; belongs to one bucket
@@ -28,7 +28,7 @@ class Role(StrEnum):
 
 
 class Paging(StrEnum):
-    """What a buffer holds of each block of the KV pool, which is its first dimension."""
+    """The content of a buffer for each block of the KV pool, which is its first dimension."""
 
     POSITIONS = "positions"  # a value for every position of a block: a cache of keys or values, [P, G, block, D]
     BLOCKS = "blocks"  # one value for a whole block, [P, ..]

@@ -1,4 +1,4 @@
-"""What the server needs of whoever decodes and of whoever knows the text, as Protocols: it knows no model.
+"""The server's Protocols for an engine that decodes and a codec that knows the text: it knows no model.
 
 An engine is driven by the decode thread alone, but for `validate`, which any thread may call. A codec is called from
 the text thread.
@@ -15,7 +15,7 @@ __all__ = ["Codec", "Engine", "EngineInfo", "EngineOutput"]
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """What clients are told of the model, and what the server plans by.
+    """The model's description for clients and for the server's planning.
 
     max_running   requests that decode together: the server hands over no more at once
     max_context   tokens of prompt and completion, at most
@@ -45,7 +45,7 @@ class TokenLogprobs(Protocol):
 
 
 class EngineOutput(Protocol):
-    """What a step brought to one request; a request may be in a step's outputs several times, in order."""
+    """The output of a step for one request; a request may be in a step's outputs several times, in order."""
 
     @property
     def request_id(self) -> str: ...

@@ -1,4 +1,4 @@
-"""What both sides do with a socket of libzmq, which carries tcp:// and its CURVE: options, and sending without waiting.
+"""Both sides' use of a socket of libzmq, which carries tcp:// and its CURVE: options, and sending without waiting.
 
 It knows nothing of what is in a message.
 """

@@ -1,4 +1,4 @@
-"""The messages of wire format 1, one struct each; what they mean, and how they travel, is said in wire.py.
+"""The messages of wire format 1, one struct each; what they mean, and how they are sent, is said in wire.py.
 
 Structs of a client's messages carry their bounds, so that decoding is checking.
 """
@@ -85,7 +85,7 @@ class Hello(Struct, forbid_unknown_fields=True):
 
 
 class ServerLimits(Struct):
-    """What a client must know of the server's limits; the rest stays the server's own business."""
+    """The server's limits that a client must know; the rest stays the server's own business."""
 
     max_message_bytes: int
     max_prompt_tokens: int
@@ -198,7 +198,7 @@ class TokenLogprob(Struct, array_like=True, gc=False):
 
 
 class Tokens(Struct, array_like=True, gc=False):
-    """What a step, or several, brought to a request: token ids as packed int32, and the text that is certain now.
+    """The output of a step, or several, for a request: token ids as packed int32, and the text that is certain now.
 
     text is None without a tokenizer; a chunk may have text and no token (what was held back), or tokens and no text.
     simulated marks imposed acceptance: the text means nothing.
@@ -226,7 +226,7 @@ class End(Struct, array_like=True):
 
 
 class Error(Struct, omit_defaults=True):
-    """What is wrong, with a request that it ends, or with the connection."""
+    """An error of a request that it ends, or of the connection."""
 
     code: str
     message: str

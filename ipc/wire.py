@@ -14,8 +14,8 @@ their suffix. The server refuses unknown fields; a client must ignore them, and 
 
 Headers of a client's messages have at most 4096 bytes; SUBMIT's 2 MiB, a text or a chat included, and at most 16384
 values, keys counted: so no frame keeps the server's other threads from running for more than about 2 ms. Longer prompts
-travel as token ids. Where any values may stand (template_options, tool_calls) they are JSON's, at most 10,000 of them,
-nested 32 deep.
+are sent as token ids. Where any values may stand (template_options, tool_calls) they are JSON's, at most 10,000, nested
+32 deep.
 
     client          byte                          server          byte
     HELLO           0x01  first, once             WELCOME         0x81  answers HELLO

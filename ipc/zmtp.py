@@ -75,7 +75,7 @@ def encode_command(name: bytes, data: bytes) -> bytes:
 
 
 def encode_ready(socket_type: bytes, identity: bytes = b"") -> bytes:
-    """What each side says after its greeting."""
+    """The READY command of each side after its greeting."""
     properties = ((b"Socket-Type", socket_type), (b"Identity", identity))
     data = b"".join(bytes((len(name),)) + name + _PROPERTY_SIZE.pack(len(value)) + value for name, value in properties)
     return encode_command(b"READY", data)

@@ -1,1 +1,1 @@
-"""One operation a file, each beside the reference that says what it means; nothing about requests."""
+"""Kernels by kind, references that say what operations mean, and the toolchain. Nothing here knows requests."""

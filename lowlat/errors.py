@@ -1,10 +1,10 @@
 """Every error that lowlat raises on purpose.
 
 LowlatError
-├── ConfigError      the model directory, the head or an option is wrong; nothing was loaded
+├── ConfigError      the model directory, the draft model or an option is wrong; nothing was loaded
 │   └── ShapeError   arrays do not have the shapes that a bucket fixes
 ├── RequestError     one request is wrong; that request alone fails
-├── CapacityError    the request is right but there is no room for it now; try later
+├── CapacityError    the request is right but there is no capacity for it now; try later
 │   └── Busy         a server says so, and when to try again
 ├── StreamError      a request to a server broke off; what had come of it is kept
 │   └── ServerGone   because the server ended, was killed, is silent, or was never there
@@ -32,7 +32,7 @@ class LowlatError(Exception):
 
 
 class ConfigError(LowlatError):
-    """The model directory, the head or an option cannot be used; nothing half-loaded stays behind."""
+    """The model directory, the draft model or an option cannot be used; nothing half-loaded stays behind."""
 
 
 class ShapeError(ConfigError):
@@ -48,7 +48,7 @@ class CapacityError(LowlatError):
 
 
 class Busy(CapacityError):
-    """The server has no room for the request; it expects some after `retry_after_s`, or does not know (None)."""
+    """The server has no capacity for the request; it expects some after `retry_after_s`, or does not know (None)."""
 
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)

@@ -261,7 +261,7 @@ class AsyncClient(BaseClient[AsyncLink, asyncio.Lock]):
 
     @property
     def server(self) -> Welcome:
-        """What the server said of itself when the client connected. Raises LowlatError before that."""
+        """The server's description from when the client connected. Raises LowlatError before that."""
         if not self._links:
             raise LowlatError("the client has not connected yet; await connect()")
         return self._links[0].connection.greeting.take()

@@ -1,4 +1,4 @@
-"""What both clients are: options, one connection or none, and the process that they belong to."""
+"""The base of both clients: options, one connection or none, and the process that they belong to."""
 
 import os
 import weakref
@@ -66,7 +66,7 @@ class BaseClient(ABC, Generic[LinkType, LockType]):
 
     @abstractmethod
     def _new_lock(self) -> LockType:
-        """What is held while a connection is made."""
+        """The lock held while a connection is made."""
 
     def _end(self) -> None:
         """Close for good; harmless when repeated, and in a fork."""

@@ -116,7 +116,7 @@ class Client(BaseClient[Link, "threading.Lock"]):
 
     @property
     def server(self) -> Welcome:
-        """What the server says of itself: version, epoch, model, tokenizer, limits. Connects where needed."""
+        """The server's description: version, epoch, model, tokenizer, limits. Connects where needed."""
         return self._connected().connection.greeting.take()
 
     def generate(

@@ -1,4 +1,4 @@
-"""What a client hands to its caller for every message of a request."""
+"""The chunk that a client hands to its caller for every message of a request."""
 
 from typing import Any
 

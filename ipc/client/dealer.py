@@ -68,7 +68,7 @@ class DealerTransport(Transport):
         return False
 
     def receive(self, told: bool) -> bytes | None:
-        """What tells whether there is a message costs more than to receive it, and to learn that there is none most."""
+        """Receive without asking first: asking costs more than receiving, and an answer of nothing most."""
         self._skip()
         if not told and not has_message(self._dealer):
             return None

@@ -190,7 +190,7 @@ class Stream(Waiter):
 
 
 class Connection:
-    """What is under way on one connection, from HELLO to its end.
+    """The state of one connection, from HELLO to its end.
 
     outgoing   messages to send, in order, each a tuple of frames
     welcome    the server's answer to HELLO, None before it

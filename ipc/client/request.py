@@ -128,7 +128,7 @@ def _sampling(given: Mapping[str, Any]) -> Sampling:
 
 
 def _plain(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What callers may give in several forms, in the one that is sent."""
+    """A value that callers may give in several forms, in the one that is sent."""
     options = dict(given)
     if isinstance(options.get("stop"), str):
         options["stop"] = (options["stop"],)

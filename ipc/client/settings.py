@@ -1,4 +1,4 @@
-"""What both clients are made with, checked once; and what their attempts to connect have in common."""
+"""The settings of both clients, checked once, and the clock of their attempts to connect."""
 
 import math
 
@@ -46,7 +46,7 @@ class Settings:
         return DealerTransport(self.endpoint, self.curve)
 
     def unreachable(self, failure: LowlatError | None) -> ServerGone:
-        """What to raise when the time to connect is over; failure is what the last attempt ended by."""
+        """The error to raise when the time to connect is over; failure is the error of the last attempt."""
         why = "" if failure is None else f" ({failure})"
         keys = ""
         if self.endpoint.scheme == "tcp" and self.curve is None:

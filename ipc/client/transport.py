@@ -1,4 +1,4 @@
-"""What a client wants of a connection's sockets: ipc:// is lowlat's own (`unix`), tcp:// is libzmq's (`dealer`)."""
+"""The interface of a client's connection: ipc:// is lowlat's own (`unix`), tcp:// is libzmq's (`dealer`)."""
 
 from abc import ABC, abstractmethod
 

@@ -35,4 +35,4 @@ class UnixTransport(Channel, Transport):
         return None
 
     def look(self) -> None:
-        """What is lost is found where it is received."""
+        """Nothing to do: losses are found at receiving."""

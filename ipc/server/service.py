@@ -1,4 +1,4 @@
-"""What a server answers: every message of a client has one method here; requests are born and end in `Requests`."""
+"""The answers of a server: every message of a client has one method here; requests are born and end in `Requests`."""
 
 import logging
 import time

@@ -45,7 +45,7 @@ DESCRIPTOR_WORDS = 4  # place and flags, tile of positions, row of the tree
 
 @device_function
 def row_swizzle(row: Any) -> Any:
-    """What a row's piece numbers are xor-ed with: eight rows differ, and neighbours differ in bit 2."""
+    """The number that a row's piece numbers are xor-ed with: eight rows differ, and neighbours differ in bit 2."""
     return uint32(((uint32(row) & uint32(1)) << uint32(2)) | ((uint32(row) >> uint32(1)) & uint32(3)))
 
 

@@ -157,5 +157,5 @@ def _make(num_heads: int, block: int, parts: int) -> Kernel:
 
 
 def examples() -> list[Kernel]:
-    """What CI compiles: Llama-8B's and gpt-oss's caches, and one of a single head."""
+    """Specialisations that CI compiles: Llama-8B's and gpt-oss's caches, and one of a single head."""
     return [_make(8, 32, 16), _make(8, 64, 8), _make(1, 16, 16)]

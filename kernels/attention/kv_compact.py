@@ -174,5 +174,5 @@ def _make(rows: int, num_heads: int, block: int, parts: int, table_width: int, l
 
 
 def examples() -> list[Kernel]:
-    """What CI compiles: Llama-8B's and gpt-oss's caches, and one layer."""
+    """Specialisations that CI compiles: Llama-8B's and gpt-oss's caches, and one layer."""
     return [_make(64, 8, 32, 16, 1028, True), _make(16, 8, 64, 8, 520, True), _make(64, 8, 32, 16, 1028, False)]

@@ -140,5 +140,5 @@ def _make(num_heads: int, block: int, parts: int, rows: int, table_width: int) -
 
 
 def examples() -> list[Kernel]:
-    """What CI compiles: Llama-8B's and gpt-oss's caches, one of a single head, and a step's rows."""
+    """Specialisations that CI compiles: Llama-8B's and gpt-oss's caches, one of a single head, and a step's rows."""
     return [_make(8, 32, 16, 0, 0), _make(8, 64, 8, 0, 0), _make(1, 16, 16, 0, 0), _make(8, 32, 16, 4, 1028)]

@@ -1,1 +1,4 @@
-"""Device functions that kernels of several folders share: memory, sums between warps, norms, random numbers."""
+"""Device functions that kernels of several folders share: memory, sums between warps, norms, random numbers.
+
+They know no operation.
+"""

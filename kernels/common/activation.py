@@ -1,4 +1,4 @@
-"""Gated activations as device functions: what products' epilogues and the stand-alone kernel share."""
+"""Gated activations as device functions: shared by GEMMs' epilogues and the stand-alone kernel."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""What kernels that work on whole rows share: chunks of 16 bytes, rows of a weight in either layout, the norm of a row.
+"""Device functions on whole rows: chunks of 16 bytes, rows of a weight in either layout, the norm of a row.
 
 A block of `norm_math.THREADS` threads has a row; thread t has its chunks t, t + THREADS, .. and keeps the first in
 registers, so a row of up to 8 * THREADS elements is read once. It knows no operation.

@@ -25,7 +25,7 @@ LARGEST = float32(random.LARGEST)
 def philox(counter0: Any, counter1: Any, counter2: Any, counter3: Any, key0: Any, key1: Any) -> Any:
     """Four random words, uint32, for a counter of four words and a key of two, uint32 all.
 
-    Time: 20 wide products. The words are kept in 64 bits with the upper half zero, where no sum wraps.
+    Time: 20 products of 64 bits. The words are kept in 64 bits with the upper half zero, where no sum wraps.
     """
     c0, c1, c2, c3 = uint64(counter0), uint64(counter1), uint64(counter2), uint64(counter3)
     k0, k1 = uint64(key0), uint64(key1)

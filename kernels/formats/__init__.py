@@ -1,7 +1,7 @@
-"""Formats of weights, one file each, and another with what decodes one in registers; `FORMATS` is their table.
+"""Formats of weights, one file each, and another that decodes one in registers; `FORMATS` is their table.
 
 They know matrices and tiles, and neither files nor operations. A further format is a file here with a `WeightFormat`,
-its fragments beside it, an entry below, and its side of files in `lowlat.formats`.
+its fragments beside it, an entry below, and its side of files in `lowlat.checkpoint.formats`.
 """
 
 from collections.abc import Mapping

@@ -2,7 +2,7 @@
 
 A canonical matrix [N, K] is one or more tensors, the format's parts; a stack of matrices has them with more dimensions
 in front. Packed, it is cut into tiles of 16 rows by 64 columns as `gemm.packing` has them, each with its words and
-perhaps its scales. Files are none of its business: that is `lowlat.formats`.
+perhaps its scales. Files are none of its business: that is `lowlat.checkpoint.formats`.
 """
 
 import math

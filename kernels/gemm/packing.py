@@ -1,4 +1,4 @@
-"""Weights in the order in which the lanes of a warp read them, and back; row orders that fused epilogues want.
+"""Weights in the order in which the lanes of a warp read them, and back; the row permutations of fused epilogues.
 
 A matrix [N, K] is padded with zeros to multiples of 16 rows and 64 columns and cut into tiles of 16 rows by 64
 columns, 2 KiB each, stored tile row by tile row, the k steps of one tile row side by side. It knows no kernel.
@@ -45,7 +45,7 @@ class PackedMatrix:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that a product reads."""
+        """Bytes that a GEMM reads."""
         return self.tiles.numel() * self.tiles.element_size()
 
 

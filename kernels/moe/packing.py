@@ -50,7 +50,7 @@ def allocate_experts(
     order: torch.Tensor | None = None,
     device: torch.device | str | None = None,
 ) -> PackedExperts:
-    """Room for E matrices [N, K]; every expert must be packed into it.
+    """Memory for E matrices [N, K]; every expert must be packed into it.
 
     order   [N] int64 or None, as `gemm.packing.pack` takes it
     Raises ShapeError for a K that the format cannot hold, or another order.

@@ -201,7 +201,7 @@ def plan_experts(
 
 
 def partials_workspace(rows: int, ranks: int, width: int) -> WorkspaceShape:
-    """The workspace of a down GEMM [M, N] over R ranks, for few rows and many: weighed products [M, R, N] float32."""
+    """The workspace of a down GEMM [M, N] over R ranks, for few rows and many: weighed outputs [M, R, N] float32."""
     return "experts.partials", (rows, ranks, width), torch.float32
 
 

@@ -1,6 +1,6 @@
-"""The sum of a mixture's weighed products by row, from the first rank to the last, in a launch of its own.
+"""The sum of a mixture's weighed outputs by row, from the first rank to the last, in a launch of its own.
 
-It knows neither who wrote the products nor what becomes of the sums.
+It knows neither who wrote the outputs nor what becomes of the sums.
 """
 
 from functools import cache
@@ -20,7 +20,7 @@ THREADS = 256
 
 
 def add_ranks(*, partials: torch.Tensor, expert_ids: torch.Tensor, out: torch.Tensor) -> list[KernelCall]:
-    """Add up the products of each row's ranks, in one launch.
+    """Add up the outputs of each row's ranks, in one launch.
 
     partials    [M, R, N]  float32; those of dead pairs are not used
     expert_ids  [M, R]     int32: -1 dead

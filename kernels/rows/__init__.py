@@ -1,1 +1,4 @@
-"""Row-wise kernels: norms, embeddings, sums, activations, rotary embedding, a draft model's input."""
+"""Row-wise kernels: norms, embeddings, sums, activations, rotary embedding, a draft model's input.
+
+They know neither GEMMs nor attention.
+"""

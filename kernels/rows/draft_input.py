@@ -1,7 +1,7 @@
-"""The EAGLE3 head's attention input: normed embedding beside normed hidden state, with what makes the rows, one launch.
+"""The EAGLE3 draft model's attention input: normed embedding beside normed hidden state, in one launch.
 
 Two blocks have a row: the left half is the token's embedding, the right half the hidden state, which comes from the
-fc, or in deeper levels of the tree from the parent's fed-back state. It knows neither the head's weights nor the tree.
+fc, or in deeper levels of the tree from the parent's fed-back state. It knows neither weights nor the tree.
 """
 
 from functools import cache

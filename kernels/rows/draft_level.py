@@ -137,5 +137,5 @@ def _make_assign_drafts(count: int, num_nodes: int, above: int, ranks: int) -> K
 
 
 def examples() -> list[Kernel]:
-    """What CI compiles."""
+    """Specialisations that CI compiles."""
     return [_make_gather_level(8, 64, 6, 512, 3), _make_assign_drafts(25, 64, 8, 10)]

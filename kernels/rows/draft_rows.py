@@ -234,6 +234,6 @@ def _make_prefill(count: int, block: int) -> Kernel:
 
 
 def examples() -> list[Kernel]:
-    """What CI compiles."""
+    """Specialisations that CI compiles."""
     gathers = [_make_gather(4, 3, 512), _make_gather(0, 3, 512)]
     return [*gathers, _make_take(4, 1024, 512), _make_store(4, 512, 513, 32), _make_prefill(512, 32)]

@@ -139,7 +139,7 @@ def identity(x: torch.Tensor, *, out: torch.Tensor) -> list[KernelCall]:
 
 
 def cast(x: torch.Tensor, *, out: torch.Tensor) -> list[KernelCall]:
-    """Round a product once: x [M, N] float32 (or bf16, copied) -> out [M, N] bf16 out.
+    """Round a GEMM's output once: x [M, N] float32 (or bf16, copied) -> out [M, N] bf16 out.
 
     One launch. Raises ShapeError unless the shapes agree and M * N is a multiple of 8.
     """
@@ -161,7 +161,7 @@ def add(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> list[KernelCa
 
 
 def silu_mul(gate_up: torch.Tensor, row_live: torch.Tensor | None = None, *, out: torch.Tensor) -> list[KernelCall]:
-    """silu(gate) * up of a fused product; dead rows give zero.
+    """silu(gate) * up of a fused gate-up GEMM's output; dead rows give zero.
 
     gate_up   [M, 2I]  float32, gates first
     row_live  [M]      uint8; None: all rows are live

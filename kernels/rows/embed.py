@@ -1,4 +1,4 @@
-"""Embedding rows, from a row-major weight or from the packed one that the LM head's product reads; with the first norm.
+"""Embedding rows, from a row-major weight or from the packed one that the LM head's GEMM reads; with the first norm.
 
 Tied embeddings so need one copy. It knows no model: a token is a row of a weight, -1 a row of zeros.
 """

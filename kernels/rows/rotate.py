@@ -33,9 +33,9 @@ __all__ = ["examples", "rotate"]
 
 @dataclass(frozen=True)
 class _Heads:
-    """What the kernel's code depends on.
+    """The shape that the kernel's code depends on.
 
-    queries, keys, values  heads of each kind in a row of the product, in this order
+    queries, keys, values  heads of each kind in a row of the GEMM's output, in this order
     dim                    elements of a head
     eps                    of the norm of queries and keys; None: they are not normalised
     rows, block_size       rows a slot and positions a KV block; 0 where keys and values go to buffers

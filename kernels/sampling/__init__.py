@@ -1,1 +1,1 @@
-"""The choice of tokens: draws, argmax, top-k, logprobs. It knows no request."""
+"""Sampling of tokens: draws, argmax, top-k, logprobs. It knows no request."""

@@ -1,4 +1,4 @@
-"""What a request's history and wishes do to a chunk of its logits in shared memory: a device function of `sample`.
+"""Penalties, biases and banned stops on a chunk of logits in shared memory: a device function of `sample`.
 
 Penalties, biases and bans, in the order and with the roundings of `kernels.reference.sample`. It draws nothing.
 """
@@ -118,7 +118,7 @@ def _make_add_penalties(width: int, rows: int) -> Any:
 def read_wishes(
     slot: Any, mask: Any, lengths: Any, slot_ints: Any, slot_floats: Any, bias_ids: Any, stop_ids: Any
 ) -> Any:
-    """What `apply_history` must know of a slot: penalties, the thread's bias and stop ids, whether stops are banned.
+    """The arguments of `apply_history` for a slot: penalties, the thread's bias and stop ids, whether stops are banned.
 
     No load waits for another, and none for the logits: a step's first kernel settles all of it.
     """

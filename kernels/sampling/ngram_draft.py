@@ -1,6 +1,6 @@
 """Drafts copied from a slot's own text in one launch, a block a slot: the reference's `ngram_draft`.
 
-All threads look at every position of the text for the ending's last token, many loads under way at a time; only where
+All threads look at every position of the text for the suffix's last token, many loads under way at a time; only where
 it stands are the tokens before it compared. It knows no request and no model.
 """
 
@@ -32,7 +32,7 @@ def ngram_draft(
     min_match: int,
     max_match: int,
 ) -> list[KernelCall]:
-    """Draft what followed the longest ending of the text, as the reference's `ngram_draft`, whose arguments these are.
+    """Draft what followed the longest suffix of the text, as the reference's `ngram_draft`, whose arguments these are.
 
     Time: 4 bytes a position by one multiprocessor, 32 KiB of them under way: a trip to memory for 8192 positions, some
     8 us for 131072 (of its 64 bytes a clock). Raises ShapeError for shapes and lengths that do not fit.
@@ -45,7 +45,7 @@ def ngram_draft(
 
 @device_function
 def _key(text: Any, place: Any, ending: Any, longest: Any) -> Any:
-    """The key of the match that ends with a position's token, which is the ending's last.
+    """The key of the match that ends with a position's token, which is the suffix's last.
 
     text    the address of the text's first token
     ending  the text's last tokens, the last first
@@ -123,5 +123,5 @@ def _make(context: int, rows: int, shortest: int, longest: int) -> Kernel:
 
 
 def examples() -> list[Kernel]:
-    """What CI compiles: the default lengths, and the longest matches over an odd context."""
+    """Specialisations that CI compiles: the default lengths, and the longest matches over an odd context."""
     return [_make(131072, 5, 2, 4), _make(8191, 8, 1, 16)]

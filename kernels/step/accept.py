@@ -202,7 +202,7 @@ def _calls(
 
 
 def examples() -> list[Kernel]:
-    """What CI compiles: a chain and a tree, real and simulated, and each operation alone."""
+    """Specialisations that CI compiles: a chain and a tree, real and simulated, and each operation alone."""
     chain = AcceptPlan(4, 1, 8, 32, 8192, 128256, accepts=True, truncates=True, commits=True, lays_out=True)
     tree = replace(chain, rows=64, num_paths=42)
     lone = replace(tree, accepts=False, truncates=False, commits=False, lays_out=False)

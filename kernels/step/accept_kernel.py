@@ -81,7 +81,7 @@ def _walk(path: Any, width: Any, simulated: Any, nodes: Any, targets: Any, draft
 
 @device_function
 def _event(row: Any, node: Any, token: Any, room: Any, num_stops: Any, finite: Any, stops: Any) -> Any:
-    """What ends the run at this row, in the low two bits below the row; NOTHING where it goes on."""
+    """The reason that ends the run at this row, in the low two bits below the row; NOTHING where it goes on."""
     reason = int64(0)
     if row + 1 >= room:
         reason = int64(FINISH_LENGTH)

@@ -124,7 +124,7 @@ def _check(given: dict[str, torch.Tensor], plan: BeginStepPlan) -> None:
 
 
 def examples() -> list[Kernel]:
-    """What CI compiles: a chain's bucket, a tree's, and each operation of a tree's alone."""
+    """Specialisations that CI compiles: a chain's bucket, a tree's, and each operation of a tree's alone."""
     parts = dict.fromkeys(("applies", "lists", "gathers"), True)
     chain = BeginStepPlan(1, 4, 1, 4, 4, 8, 8192, 128256, 513, 32, 300, 64, THREADS, **parts)
     tree = BeginStepPlan(8, 64, 42, 8, 8, 64, 32768, 201088, 2052, 32, 300, 64, THREADS, **parts)

@@ -59,7 +59,7 @@ class BeginStepPlan:
 def _load_slots(
     thread: Any, batch: Any, max_batch: Any, rows: Any, lists: Any, gathers: Any, state: Any, shared: Any
 ) -> None:
-    """What decides the rows of each slot, into shared memory; all loads before all stores, or they would queue."""
+    """Copy each slot's state to shared memory; all loads before all stores, or they would queue."""
     lengths, active, num_drafts, slot_ints = state
     record, alive, depths, _nodes = shared
     if thread < batch:
@@ -215,7 +215,7 @@ def _join(thread: Any, threads: Any, slot: Any, extents: Any, staged: Any, joine
 
 @device_function
 def _set_slot(opcode: Any, slot: Any, value: Any, state: Any) -> None:
-    """What a command changes beside the rows that a join copies; by one thread."""
+    """A command's changes beside the rows that a join copies; by one thread."""
     lengths, active, num_drafts, slot_ints = state
     if opcode == SET_DRAFT_LIMIT:
         set_long(slot_ints, slot * NUM_INTS + DRAFT_LIMIT, value)

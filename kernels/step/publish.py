@@ -24,7 +24,7 @@ MAX_ROWS = 2048  # of all slots: three words of shared memory each
 
 @dataclass(frozen=True)
 class LoopControl:
-    """What makes the step the body of a WHILE node.
+    """The buffers that make the step the body of a WHILE node.
 
     condition    the node's handle
     active       [max B]  int32  the loop ends when no slot is active
@@ -170,7 +170,7 @@ def for_condition(call: KernelCall, condition: int) -> KernelCall:
 
 
 def examples() -> list[Kernel]:
-    """What CI compiles: the baseline, a chain, a tree, its masks alone, and a loop's body."""
+    """Specialisations that CI compiles: the baseline, a chain, a tree, its masks alone, and a loop's body."""
     baseline, chain = PublishPlan(4, 1, 64, 4, 8, 21), PublishPlan(1, 4, 64, 4, 8, 21, 1, 8, 1, 4)
     tree = PublishPlan(8, 64, 64, 8, 64, 21, 42, 8, 42, 8)
     plans = (baseline, chain, tree, replace(tree, ring=0, columns=0), replace(chain, looping=True))

@@ -184,7 +184,7 @@ def _write_paths(thread: Any, threads: Any, batch: Any, sizes: Any, going: Any, 
 
 @device_function
 def _load_entry(thread: Any, threads: Any, batch: Any, rows: Any, addresses: Any, run: Any, shared: Any) -> None:
-    """What an entry of the ring is made of."""
+    """The fields of an entry of the ring."""
     record, tokens, nodes = shared
     if thread < batch:
         _load_record(thread, addresses, record)
@@ -213,7 +213,7 @@ def _load_going(thread: Any, batch: Any, slots: Any, draft_live: Any, going: Any
 
 @device_function
 def _loop_state(max_batch: Any, active: Any, loop_budget: Any, stop_flag: Any) -> Any:
-    """What decides whether the step is repeated: a stop, the budget, the number of active slots."""
+    """The conditions by which the step is repeated: a stop, the budget, the number of active slots."""
     stop, budget = ptx.load_volatile_i64(stop_flag), long_at(loop_budget, 0)
     num_active = int64(0)
     for slot in range(max_batch):

@@ -154,7 +154,7 @@ def link(ptx: str, entry: str, capability: tuple[int, int], name: str, specific:
 
 
 def _read(path: Path) -> CompiledKernel | None:
-    """What a file holds; None where there is none, or not the whole of what was written."""
+    """The content of a file; None where there is none, or not the whole of what was written."""
     try:
         header, code = path.read_bytes().split(b"\n", 1)
         fields = json.loads(header)

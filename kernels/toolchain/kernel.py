@@ -1,4 +1,4 @@
-"""What a kernel is before it is compiled, and what one launch of it needs; nothing here touches a device.
+"""A kernel before it is compiled, and the arguments of one launch of it; nothing here touches a device.
 
 A kernel's module makes `Kernel`s (a Python function specialised by constants) and `KernelCall`s (a kernel, a grid
 and its arguments). An executor compiles, launches or captures them.
@@ -24,7 +24,7 @@ WorkspaceShape = tuple[str, tuple[int, ...], torch.dtype]  # what a workspace is
 
 @dataclass(frozen=True)
 class Card:
-    """What of a device decides how kernels are cut.
+    """The properties of a device by which kernels are cut.
 
     shared_bytes  shared memory that one block may have
     """

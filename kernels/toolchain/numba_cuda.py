@@ -131,7 +131,7 @@ def fork_compiler() -> int:
 
 
 def target_of(capability: tuple[int, int], specific: bool = False) -> str:
-    """What PTX and the assembler call a capability. specific: with the instructions that no later one has."""
+    """The name of a capability in PTX and the assembler. specific: with the instructions that no later one has."""
     return f"sm_{capability[0]}{capability[1]}{'a' if specific else ''}"
 
 

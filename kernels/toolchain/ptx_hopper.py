@@ -1,4 +1,4 @@
-"""PTX that capability 9.0 brought: bulk copies that count at a barrier, and products of a warpgroup.
+"""PTX that capability 9.0 brought: bulk copies that count at a barrier, and a warpgroup's `wgmma`.
 
 Four warps are a warpgroup. `multiply_group` is an instruction of 9.0 alone: kernels with it are `specific`. Nothing of
 it has a meaning under Numba's simulator.
@@ -39,7 +39,7 @@ barrier_expect = instruction("{ .reg .b64 t; mbarrier.arrive.expect_tx.shared.b6
 # from global to shared memory: address there, source, bytes, the barrier that counts them; all multiples of 16
 _BULK = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
 copy_bulk = instruction(f"{_BULK} [$0], [$1], $2, [$3];", None, (u32, i64, u32, u32))
-# and with one of these policies of the L2: what is read once makes room first (its number as in `ptx`)
+# and with one of these policies of the L2: what is read once is evicted first (its number as in `ptx`)
 copy_bulk_hinted = instruction(f"{_BULK}.L2::cache_hint [$0], [$1], $2, [$3], $4;", None, (u32, i64, u32, u32, i64))
 KEPT_AS_USUAL, READ_ONCE = 0x1000000000000000, 0x12F0000000000000
 
@@ -100,7 +100,7 @@ def _multiply_text(rows: int, count: int) -> str:
 
 
 def await_group(rows: int) -> Any:
-    """An intrinsic of a warpgroup: wait for all products under way.
+    """An intrinsic of a warpgroup: wait for all `wgmma` under way.
 
     The sums of one go through it, and its words go in: until then nothing may be written where they stand.
     """
@@ -131,8 +131,8 @@ def await_group(rows: int) -> Any:
 def replace_words(count: int) -> Any:
     """An intrinsic: the second of two tuples of words, where a number is not zero, as it never is.
 
-    To the assembler a product has done with its words when it has begun, and it loads others where they stand: so they
-    are used once more here, behind what waits for the product.
+    To the assembler a `wgmma` has done with its words when it has begun, and it loads others where they stand: so they
+    are used once more here, behind the wait for it.
     """
 
     @intrinsic
@@ -174,7 +174,7 @@ def add_tiles(count: int) -> Any:
 
 
 def store_group_half(rows: int, half: int, pitch: int) -> Any:
-    """An intrinsic: a lane's sums of one weight row plus a number, each to the place of its row of the product.
+    """An intrinsic: a lane's sums of one weight row plus a number, each to the place of its row of the output.
 
     It takes the global address of the lane's first row (of t * 2, t the lane's lowest two bits), the number, and the
     sums of `multiply_group(rows)`. half: 0 for weight row g, 1 for g + 8. pitch: bytes from row to row.

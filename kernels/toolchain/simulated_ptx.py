@@ -1,4 +1,4 @@
-"""What the scalar instructions of `ptx` mean in Python, for Numba's simulator: loads, stores, order, rounding."""
+"""The meaning of the scalar instructions of `ptx` in Python, for Numba's simulator: loads, stores, order, rounding."""
 
 import ctypes
 from collections.abc import Callable

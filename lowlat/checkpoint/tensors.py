@@ -151,7 +151,7 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
 
 
 def _stamp(descriptor: int) -> tuple[int, int]:
-    """What tells that a file has changed."""
+    """The properties by which a changed file is noticed."""
     found = os.fstat(descriptor)
     return found.st_size, found.st_mtime_ns
 

@@ -8,7 +8,7 @@ from typing import Any
 from lowlat.cli.console import Update, loading_bar, progress_bar
 from lowlat.cli.generation import Generation
 from lowlat.errors import RequestError
-from lowlat.host.devices import leave_a_core
+from lowlat.executors.devices import leave_a_core
 from lowlat.host.runtime import Runtime
 from lowlat.models.target import read_model_config
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig

@@ -1,7 +1,7 @@
-"""One Program, several ways to run it: what every executor offers, and which one a device gets.
+"""The executors of Programs: their protocol, and the one that a device gets.
 
 The reference executor runs each operation by its torch meaning, on any device; the eager and graph executors are
-for GPUs and lower the same programs to kernels.
+for GPUs and lower the same programs to kernels. They know neither models nor requests.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -65,7 +65,7 @@ class LoopingExecutor(Executor, Protocol):
     def start_loop(self, bucket: Bucket, budget: int) -> None:
         """Start at most `budget` steps in the bucket, 1 at least; fewer when no slot is active any more.
 
-        The ring must have room for all of them. No step and no loop may be under way.
+        The ring must hold all of them. No step and no loop may be under way.
         """
 
     def stop_loop(self) -> None:

@@ -1,4 +1,4 @@
-"""What every executor allocates by the same rule: the state of all programs, constants kept once, blocks cleared."""
+"""Allocations that every executor makes alike: the state of all programs, constants kept once, blocks cleared."""
 
 from collections.abc import Iterable, Mapping, Sequence
 

@@ -20,10 +20,10 @@ class DeviceWeights:
     """Canonical weights on one device.
 
     source   canonical name -> tensor, on any device; two names of one tensor share its copy; experts that are packed
-             already stand under the name of their product
-    matrices names that products read: they are packed, the others are placed as they are
-    orders   orders of the rows of packed matrices, by name; a matrix without one keeps its own
-    experts  names of a mixture's products -> the weights that hold their matrices, as `orders.expert_parts` has them
+             already stand under the name of their GEMM
+    matrices names that GEMMs read: they are packed, the others are placed as they are
+    orders   permutations of the rows of packed matrices, by name; a matrix without one keeps its own
+    experts  names of a mixture's GEMMs -> the weights that hold their matrices, as `weight_parts` has them
     Raises ConfigError for a weight whose dtype the kernels do not read.
     """
 
@@ -60,7 +60,7 @@ class DeviceWeights:
     def matrix(self, name: str) -> PackedMatrix:
         """A packed matrix. Raises ConfigError for a weight that is missing or was not packed."""
         if name not in self._packed:
-            raise ConfigError(f"weight {name} is missing, or no product reads it")
+            raise ConfigError(f"weight {name} is missing, or no GEMM reads it")
         return self._packed[name]
 
     def shape(self, name: str) -> torch.Size:
@@ -69,7 +69,7 @@ class DeviceWeights:
         return self.vector(name).shape if packed is None else torch.Size((packed.rows, packed.columns))
 
     def table(self, name: str) -> torch.Tensor | PackedMatrix:
-        """An embedding: row-major, or packed where a product reads it too."""
+        """An embedding: row-major, or packed where a GEMM reads it too."""
         packed = self._packed.get(name)
         return self.vector(name) if packed is None else packed
 
@@ -89,13 +89,13 @@ class DeviceWeights:
         return self._orders[name]
 
     def experts(self, name: str) -> PackedExperts:
-        """The experts of a product. Raises ConfigError for a product whose experts were not packed."""
+        """The experts of a GEMM. Raises ConfigError for one whose experts were not packed."""
         if name not in self._experts:
-            raise ConfigError(f"experts {name} are missing, or no product reads them")
+            raise ConfigError(f"experts {name} are missing, or no GEMM reads them")
         return self._experts[name]
 
     def experts_bias(self, name: str) -> torch.Tensor:
-        """The biases of a product's experts in the order of its packed matrices, [E, N] bf16."""
+        """The biases of a GEMM's experts in the order of its packed matrices, [E, N] bf16."""
         bias = f"{name}.bias"
         order = self.experts(name).order
         if order is None:
@@ -126,7 +126,7 @@ class DeviceWeights:
     def _once(
         self, made: list[tuple[torch.Tensor, torch.Tensor]], name: str, make: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor | None:
-        """What is made of a packed matrix's order, once for all matrices of one order."""
+        """A table made of a packed matrix's permutation, once for all matrices of one permutation."""
         order = self.matrix(name).order
         if order is None:
             return None
@@ -160,14 +160,14 @@ class DeviceWeights:
 
 
 def _tensors(source: Mapping[str, torch.Tensor | PackedExperts]) -> Mapping[str, torch.Tensor]:
-    """What is not packed already; a source that reads files has nothing else."""
+    """The weights that are not packed already; a source that reads files has nothing else."""
     if isinstance(source, WeightSource):
         return source
     return {name: part for name, part in source.items() if isinstance(part, torch.Tensor)}
 
 
 class _Waiting:
-    """Parts of experts' matrices until those of a product are together, which are then packed at once."""
+    """Parts of experts' matrices until those of a GEMM are together, which are then packed at once."""
 
     def __init__(
         self, experts: Mapping[str, Mapping[str, str]], orders: Mapping[str, torch.Tensor], device: torch.device
@@ -179,7 +179,7 @@ class _Waiting:
         self._found: dict[str, dict[str, torch.Tensor]] = {}
 
     def take(self, weight: str, tensor: torch.Tensor, packed: dict[str, PackedExperts]) -> bool:
-        """Whether a weight is a part of experts; the last of its product's puts these among the packed."""
+        """Whether a weight is a part of experts; the last of its GEMM's puts these among the packed."""
         if weight not in self._owner:
             return False
         name, part = self._owner[weight]

@@ -1,4 +1,4 @@
-"""Which executor a runtime really gets, and making it: kernels where they cover the model, torch where they do not."""
+"""The executor that a runtime really gets: kernels where they cover the model, torch where they do not."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -7,9 +7,9 @@ import torch
 
 from lowlat.errors import ConfigError
 from lowlat.executors import Executor
+from lowlat.executors.devices import DeviceChoice
 from lowlat.executors.reference import ReferenceExecutor
 from lowlat.graphs import Bucket
-from lowlat.host.devices import DeviceChoice
 from lowlat.kernels.formats import FORMATS
 from lowlat.models.geometry import DraftConfig, ExpertsConfig, ModelConfig
 from lowlat.program.program import Program
@@ -34,7 +34,7 @@ def uncovered(config: ModelConfig, head: DraftConfig | None, block_size: int = 3
     problem = None if config.experts is None else _uncovered_experts(config, config.experts)
     if problem is not None:
         return f"the kernels take {problem[0]} and the target's {problem[1]}"
-    for owner, part in (("target", config), ("head", head)):
+    for owner, part in (("target", config), ("draft model", head)):
         problem = None if part is None else _uncovered_sizes(part)
         if problem is not None:
             return f"the kernels take {problem[0]} and the {owner}'s {problem[1]}"
@@ -42,7 +42,7 @@ def uncovered(config: ModelConfig, head: DraftConfig | None, block_size: int = 3
 
 
 def _uncovered_sizes(part: ModelConfig | DraftConfig) -> tuple[str, str] | None:
-    """What the kernels take, and what a target or a head has instead."""
+    """The first requirement of the kernels that a target or draft model misses."""
     if part.head_dim not in HEAD_SIZES:
         return "heads of 64 or 128 dimensions", f"have {part.head_dim}"
     if part.vocab_size > MAX_VOCABULARY:
@@ -54,7 +54,7 @@ def _uncovered_sizes(part: ModelConfig | DraftConfig) -> tuple[str, str] | None:
 
 
 def _uncovered_experts(config: ModelConfig, experts: ExpertsConfig) -> tuple[str, str] | None:
-    """What the kernels take of a mixture, and what this one has instead."""
+    """The first requirement of the kernels that a mixture of experts misses."""
     if experts.num_experts > MAX_EXPERTS:
         return f"at most {MAX_EXPERTS} experts", f"layers have {experts.num_experts}"
     if experts.num_experts_per_token > MAX_CHOSEN:

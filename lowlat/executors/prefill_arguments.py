@@ -1,4 +1,4 @@
-"""What the host writes of a chunk of prefill, side by side, so that one copy brings all of it to the device."""
+"""The host's arguments of a chunk of prefill, side by side, so that one copy brings all of it to the device."""
 
 import torch
 

@@ -15,9 +15,9 @@ import torch
 from lowlat.checkpoint.source import JoinedWeights
 from lowlat.errors import ConfigError
 from lowlat.executors import Executor
+from lowlat.executors.devices import DeviceChoice, choose_device
 from lowlat.executors.make import check_positions, make_executor, settle_executor
 from lowlat.graphs import BucketLadder
-from lowlat.host.devices import DeviceChoice, choose_device
 from lowlat.host.memory.plan import check_fits, memory_need
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.target import StoredTarget, open_target
@@ -141,7 +141,7 @@ def _load_speculation(
 
 
 def make_topologies(speculative: SpeculativeConfig) -> dict[int, TreeTopology]:
-    """What each depth S drafts: chains of every depth, or the baseline and the tree. Raises ConfigError."""
+    """The topology for each depth S: chains of every depth, or the baseline and the tree. Raises ConfigError."""
     if speculative.tree is None:
         limit = speculative.max_decoding_tokens
         if limit is not None and limit < speculative.num_speculative_tokens + 1:

@@ -52,7 +52,7 @@ READ = ("ring_records", "ring_tokens", "ring_logprob_values", "ring_logprob_ids"
 
 
 class SlotPublication(NamedTuple):
-    """What one step did to one slot; `accepted` counts committed drafts, `length` committed tokens after it."""
+    """The outcome of one step for one slot; `accepted` counts committed drafts, `length` committed tokens after it."""
 
     slot: int
     token_ids: tuple[int, ...]
@@ -197,7 +197,7 @@ class Mailbox:
         return entries
 
     def read(self, entry: Entry) -> list[SlotPublication]:
-        """What an entry says of each slot; the step may then write over it."""
+        """The publication of each slot in an entry; the step may then write over it."""
         place = entry.number % self.num_entries
         rows = enumerate(entry.records)
         publications = [self._read_slot(place, row, record) for row, record in rows if record[SLOT] >= 0]

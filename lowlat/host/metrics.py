@@ -1,4 +1,4 @@
-"""What decoding cost and what speculation brought: counters, their summaries, and the book that keeps them.
+"""Metrics of decoding and speculation: counters, their summaries, and the book that keeps them.
 
 Pure Python: it knows neither devices nor the scheduler. The names of the fields are the field's own
 (EAGLE and the serving engines); accepted totals exclude the bonus token.

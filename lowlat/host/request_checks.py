@@ -1,4 +1,4 @@
-"""What one model refuses of a request, known from its load on: any thread may ask, for nothing here changes.
+"""Checks of a request that one model makes, known from its load on: any thread may ask, for nothing here changes.
 
 What depends on the moment (a full queue, a request's name) is the scheduler's to refuse.
 """

@@ -16,8 +16,8 @@ from typing import Any, Self
 
 from lowlat.errors import ConfigError, LowlatError, RequestError
 from lowlat.executors import LoopingExecutor
+from lowlat.executors.devices import make_current
 from lowlat.graphs import Bucket
-from lowlat.host.devices import make_current
 from lowlat.host.loading import Loaded, load
 from lowlat.host.mailbox import Entry, Mailbox, SlotPublication
 from lowlat.host.memory.kvcache import KVCache

@@ -1,4 +1,4 @@
-"""Admission, slots, prefill order and bucket choice: pure Python, no device.
+"""Admission, slots, prefill order and choice of buckets: pure Python, no device.
 
 A request is queued, then prefilling in a slot, then decoding in it, then gone. The order is first come, first
 served: nothing overtakes the head of the queue, not even a smaller request that would fit, because every
@@ -44,7 +44,7 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True)
 class ScheduledRequest:
-    """What scheduling needs of a request; max_total_tokens counts prompt and completion."""
+    """The properties of a request that scheduling needs; max_total_tokens counts prompt and completion."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -81,7 +81,7 @@ class PrefillChunk:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What to do before the next decode step, in this order.
+    """The work before the next decode step, in this order.
 
     admitted   requests that got a slot
     prefill    chunks of one request at most; call `Scheduler.prefill_done` with them once they are launched

@@ -40,7 +40,7 @@ class Session:
         self.slot = -1
         self.table: Sequence[int] = ()
         self.committed = list(prompt)
-        self.num_written = 0  # positions before the last step's: that step may not have extended the head's KV
+        self.num_written = 0  # positions before the last step's: that step may not have extended the draft model's KV
         self.first_entry = 0
         self.simulated = simulated
         self.finish_reason: FinishReason | None = None
@@ -133,7 +133,7 @@ class Session:
         logprobs: tuple[TokenLogprobs, ...] | None = None,
         error: str | None = None,
     ) -> StepOutput:
-        """What the caller gets; a reason ends the request, and a cancelled one gets the text that was held back."""
+        """The caller's output; a reason ends the request, and a cancelled one gets the text that was held back."""
         self.finish_reason = reason
         if reason == "cancelled" and self._text is not None:
             text = self._text.finish()

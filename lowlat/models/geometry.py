@@ -83,7 +83,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class DraftConfig:
-    """An EAGLE3 head's geometry and flags, every capture convention already turned into boundaries.
+    """An EAGLE3 draft model's geometry and flags, every capture convention already turned into boundaries.
 
     Boundary b is the target's residual stream entering layer b, 0 to L (L: after the last layer, before the
     final norm). Source: EAGLE-3, arXiv 2503.01840; SpecForge, ModelOpt and speculators exporters.

@@ -74,7 +74,7 @@ class Emitter:
         return out
 
     def linear(self, x: str, weight: str, width: int, name: str, *, bias: bool = False) -> str:
-        """A product in float32, [M, width]; the bias is the weight's sibling."""
+        """A GEMM's output in float32, [M, width]; the bias is the weight's sibling."""
         out = self.scratch(name, self.rows.count, width, dtype=torch.float32)
         weights = {"weight": f"{weight}.weight"} | ({"bias": f"{weight}.bias"} if bias else {})
         block = 8 if self.rows.live is not None else self.rows.count
@@ -88,14 +88,14 @@ class Emitter:
         return out
 
     def rotate(self, product: str, heads: dict[str, int], head_dim: int, tables: tuple[str, str]) -> dict[str, str]:
-        """Split a product into q, k, v (those named in `heads`) and rotate; rounded to the compute dtype."""
+        """Split a GEMM's output into q, k, v (those named in `heads`) and rotate; rounded to the compute dtype."""
         outs = {part: self.scratch(part, self.rows.count, count, head_dim) for part, count in heads.items()}
         reads = {"qkv": product, "positions": self.rows.positions, "cos": tables[0], "sin": tables[1]}
         self.emit("rope", reads, outs)
         return outs
 
     def qk_norm(self, product: str, weight: str, heads: tuple[int, int], head_dim: int, eps: float) -> str:
-        """Norm of the query and key heads of a product, in float32."""
+        """Norm of the query and key heads of a GEMM's output, in float32."""
         out = self.scratch("qk_normed", *self.builder.spec(product).shape, dtype=torch.float32)
         self.emit(
             "qk_norm",

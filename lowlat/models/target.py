@@ -10,12 +10,12 @@ from pathlib import Path
 
 import torch
 
+from lowlat.checkpoint.formats import part_groups
 from lowlat.checkpoint.json_file import shown
 from lowlat.checkpoint.recipes import Progress, Recipe, check_recipes
 from lowlat.checkpoint.stored import Group, StoredWeights
 from lowlat.checkpoint.tensors import DTYPES, Checkpoint, OpenFiles, TensorEntry
 from lowlat.errors import ConfigError
-from lowlat.formats import part_groups
 from lowlat.models.families import FAMILIES
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.hf_config import read_config, resolve_dtype

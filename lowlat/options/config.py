@@ -32,7 +32,7 @@ class SpeculativeConfig:
     """How to speculate: the method, the depth, and the tree.
 
     `method` is "eagle3", with a draft model in the directory `model`, or "ngram", which needs none: it drafts what
-    followed the longest ending of the text, `prompt_lookup_min` to `prompt_lookup_max` tokens, where it stood before.
+    followed the longest suffix of the text, `prompt_lookup_min` to `prompt_lookup_max` tokens, where it stood before.
     num_speculative_tokens is S, the depth; a chain verifies S + 1 rows a slot. `tree` is a path or the list of paths
     itself, each a list of child ranks; None is the chain. Limits of the tree that are None take what it needs.
     Boundary b of `capture_layers` is the residual stream entering layer b. Without `strict`, a draft model that does

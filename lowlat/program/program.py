@@ -1,7 +1,7 @@
 """The decode step as data: operations in order, on named buffers whose dtypes fix the rounding points.
 
 A Program says what a step means, not how it is run. Executors lower it: the reference runs each operation by
-its torch meaning, the others cover runs of operations with kernels. Every operation is checked against its schema in
+its torch meaning, the others lower runs of operations to kernels. Every operation is checked against its schema in
 `lowlat.kernels.reference`; this module knows no operation by name.
 """
 

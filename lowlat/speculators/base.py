@@ -43,7 +43,7 @@ class StateSizes:
 
 @dataclass(frozen=True)
 class Scope:
-    """What a speculator sees of a program that it appends to.
+    """The part of a program that a speculator reads and appends to.
 
     config      the target's geometry
     boundaries  the target's residual stream entering layers 0 to L - 1 and leaving the last: buffer names, [M, N]

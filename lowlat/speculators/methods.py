@@ -1,4 +1,4 @@
-"""The methods of speculation by name, and the choice of one by its options."""
+"""The methods of speculation by name, and the one that the options ask for."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

@@ -155,7 +155,7 @@ class _StepBuilder:
             self.builder.emit("kv_compact", stage, reads={name: name for name in names}, writes=caches)
 
     def _draft(self, boundaries: list[str]) -> None:
-        """What the speculator does with the accepted rows and, where the bucket drafts, the next step's drafts."""
+        """The speculator's operations over the accepted rows and, where the bucket drafts, the next step's drafts."""
         geometry, speculator = self.geometry, self.geometry.speculator
         if speculator is None:
             return

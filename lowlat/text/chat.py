@@ -28,7 +28,7 @@ START_TIMEOUT_S = 60.0  # a Python interpreter on a machine that is busy loading
 
 @dataclass(frozen=True)
 class ChatLimits:
-    """What one rendering may use.
+    """The limits of one rendering.
 
     max_cpu_s         processor time; the kernel ends the worker beyond it
     max_wall_s        time by the clock, for what waits instead of working

@@ -51,7 +51,7 @@ class GenerationBlock(Extension):
 
 
 def raise_exception(message: object = "") -> NoReturn:
-    """What templates call to refuse messages."""
+    """The function that templates call to refuse messages."""
     raise Refusal(str(message))
 
 

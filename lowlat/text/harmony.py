@@ -1,4 +1,4 @@
-"""What a gpt-oss answers, taken apart into channels as it comes: analysis, commentary, final.
+"""The answer of a gpt-oss, taken apart into channels as it comes: analysis, commentary, final.
 
 The format is Harmony's: `<|start|>role<|channel|>name<|message|>text`, then `<|end|>`, `<|return|>` or `<|call|>`. It
 is read from token ids: the markers are tokens of their own, so text that merely spells one changes nothing. Any stream
@@ -156,7 +156,7 @@ class HarmonyParser:
                 message.content_type = plain[0]
 
     def _as_text(self, deltas: list[ChannelDelta]) -> None:
-        """What was taken for a header is text in no channel."""
+        """A header that was none becomes text in no channel."""
         message = self._open
         message.stream = IncrementalDetokenizer(self._codec)
         message.channel = None

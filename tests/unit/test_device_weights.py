@@ -52,7 +52,7 @@ def test_rows_of_packed_matrices_are_found_at_their_places(
     assert torch.equal(unpack_rows(weights.matrix("gate_up.weight"))[places], source["gate_up.weight"])
     assert weights.places("o.weight") is None
     assert torch.equal(unpack_rows(weights.matrix("o.weight")), source["o.weight"])
-    with pytest.raises(ConfigError, match=r"norm\.weight is missing, or no product reads it"):
+    with pytest.raises(ConfigError, match=r"norm\.weight is missing, or no GEMM reads it"):
         weights.places("norm.weight")
 
 
@@ -105,7 +105,7 @@ def test_errors_name_the_weight(weights: DeviceWeights) -> None:
     for get in (weights.matrix, weights.vector, weights.places):
         with pytest.raises(ConfigError, match=r"weight absent\.weight is missing"):
             get("absent.weight")
-    with pytest.raises(ConfigError, match=r"norm\.weight is missing, or no product reads it"):
+    with pytest.raises(ConfigError, match=r"norm\.weight is missing, or no GEMM reads it"):
         weights.matrix("norm.weight")
     with pytest.raises(ConfigError, match=r"gate_up\.weight is missing"):
         weights.vector("gate_up.weight")  # there is only the packed copy

@@ -8,8 +8,8 @@ import torch
 
 import lowlat
 from lowlat import ConfigError, Runtime
-from lowlat.host import devices
-from lowlat.host.devices import choose_device, leave_a_core
+from lowlat.executors import devices
+from lowlat.executors.devices import choose_device, leave_a_core
 
 TARGET = Path(lowlat.__file__).parent / "demo" / "target"
 

@@ -126,8 +126,8 @@ def _spoil_map(directory: Path) -> None:
 @pytest.mark.parametrize(
     ("draft_vocab", "spoil", "message"),
     [
-        (0, None, "draft_vocab must be from 1 to 11, below the head's own, got 0"),
-        (12, None, "draft_vocab must be from 1 to 11, below the head's own, got 12"),
+        (0, None, "draft_vocab must be from 1 to 11, below the draft model's own, got 0"),
+        (12, None, "draft_vocab must be from 1 to 11, below the draft model's own, got 12"),
         (4, lambda head: (head.parent / "out").mkdir() or (head.parent / "out" / "x").touch(), "not empty"),
         (4, lambda head: (head.parent / "out").touch(), "is there already"),
         (4, _spoil_map, "tensor 'd2t': expected offsets"),

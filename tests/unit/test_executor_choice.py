@@ -10,9 +10,9 @@ import torch
 
 import lowlat
 from lowlat.errors import ConfigError, ShapeError
+from lowlat.executors.devices import DeviceChoice
 from lowlat.executors.make import check_positions, settle_executor, uncovered
 from lowlat.host import loading
-from lowlat.host.devices import DeviceChoice
 from lowlat.kernels.attention.attention import attention, choose_split
 from lowlat.kernels.gemm.packing import gate_up_permutation
 from lowlat.kernels.rows.norm import check_width
@@ -56,10 +56,10 @@ def changed(
         ({"experts": EXPERTS, "intermediate_size": 72}, {}, "multiples of 32 as widths of MXFP4"),
         ({"head_dim": 8}, None, "the target's have 8"),
         ({"head_dim": 8}, {}, "heads of 64 or 128 dimensions and the target's have 8"),
-        ({}, {"head_dim": 96}, "the head's have 96"),
+        ({}, {"head_dim": 96}, "the draft model's have 96"),
         ({"hidden_size": 60}, {}, "multiples of 8 up to 65536 as widths and the target's hidden size is 60"),
         ({"intermediate_size": 65544}, {}, "the target's FFN's width is 65544"),
-        ({}, {"intermediate_size": 100}, "the head's FFN's width is 100"),
+        ({}, {"intermediate_size": 100}, "the draft model's FFN's width is 100"),
         ({"vocab_size": 262145}, None, "vocabularies of at most 262144 and the target's has 262145"),
     ],
 )

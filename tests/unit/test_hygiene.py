@@ -17,6 +17,12 @@ TOP_LEVEL = {
 }
 FOLDERS = ("graphs", "kernels", "ipc")
 PACKAGES = ("lowlat", *FOLDERS)
+# lowlat's own folders, bottom up: imports go down only, so that there is no circle
+LAYERS = (
+    *("errors", "options", "program", "checkpoint", "text", "models", "speculators", "step", "executors"),
+    *("host", "serving", "tools", "cli"),
+)
+MAX_ENTRIES = 13  # of a folder, without __init__.py and __main__.py
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 80
 TRAIN_ONLY = {"gguf", "matplotlib", "transformers"}  # the extra `train`; may be absent where tests run
@@ -199,6 +205,21 @@ def layering_faults(module: Module) -> Iterator[str]:
             yield f"{module.path}:{line}: {module.folder} may not know {name}"
 
 
+def upward_imports(module: Module) -> Iterator[str]:
+    """Every import of a layer above a module's own; the package itself, which knows them all, is the topmost's."""
+    layer = module.path.parts[1].removesuffix(".py")
+    if layer not in LAYERS:
+        yield f"{module.path}: {layer} is no layer"
+        return
+    height = LAYERS.index(layer)
+    for line, name in lowlat_imports(module):
+        other = name.split(".")[1] if "." in name else ""
+        if lies_in(name, *(f"lowlat.{folder}" for folder in FOLDERS)) or layer == LAYERS[-1]:
+            continue
+        if other not in LAYERS or LAYERS.index(other) > height:
+            yield f"{module.path}:{line}: {layer} may not import {name}, which lies above it"
+
+
 def gpu_import_faults(module: Module) -> Iterator[str]:
     """Every import of a GPU library where it does not belong, or at module level where it must be lazy."""
     names = bindings(module.tree, module.package)
@@ -325,6 +346,41 @@ def test_dependencies_point_one_way(modules: list[Module]) -> None:
 def test_gpu_import_check_sees_what_it_must(path: str, source: str, clean: bool) -> None:
     module = Module(Path(path), source, ast.parse(source))
     assert (not list(gpu_import_faults(module))) == clean
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "clean"),
+    [
+        ("lowlat/host/a.py", "from lowlat.executors.make import x\nfrom lowlat.kernels.rows import norm", True),
+        ("lowlat/host/a.py", "from . import b\nfrom lowlat.text import TextCodec", True),
+        ("lowlat/executors/a.py", "def f():\n    from lowlat.host.runtime import Runtime", False),
+        ("lowlat/executors/a.py", "from lowlat import host", False),
+        ("lowlat/executors/a.py", "from lowlat import Runtime", False),
+        ("lowlat/text/a.py", "import lowlat.models.geometry", False),
+        ("lowlat/text/a.py", "from ..models import geometry", False),
+        ("lowlat/cli/a.py", "from lowlat import __version__", True),
+        ("lowlat/elsewhere/a.py", "", False),
+    ],
+)
+def test_upward_import_check_sees_what_it_must(path: str, source: str, clean: bool) -> None:
+    module = Module(Path(path), source, ast.parse(source))
+    assert (not list(upward_imports(module))) == clean
+
+
+def test_no_folder_of_lowlat_imports_one_above_it(modules: list[Module]) -> None:
+    own = [module for module in modules if module.folder == "lowlat" and module.path != Path("lowlat/__init__.py")]
+    faults = [fault for module in own for fault in upward_imports(module)]
+    assert not faults, "\n".join(faults)
+
+
+def test_no_folder_has_more_than_a_dozen_entries(modules: list[Module]) -> None:
+    entries: dict[Path, set[str]] = {}
+    for module in modules:
+        for folder, entry in zip(module.path.parents, (module.path, *module.path.parents), strict=False):
+            entries.setdefault(folder, set()).add(entry.name)
+    own = {"__init__.py", "__main__.py"}
+    full = {str(folder): sorted(names - own) for folder, names in entries.items() if len(names - own) > MAX_ENTRIES}
+    assert not full, full
 
 
 def test_gpu_libraries_are_imported_where_they_belong(modules: list[Module]) -> None:

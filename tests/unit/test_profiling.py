@@ -326,7 +326,7 @@ def test_room_is_what_the_model_has() -> None:
 
 
 def test_without_a_card_there_is_no_profile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lowlat.host.devices.nvidia_card_present", lambda: False)
+    monkeypatch.setattr("lowlat.executors.devices.nvidia_card_present", lambda: False)
     with pytest.raises(ConfigError, match=r"lowlat profile needs an NVIDIA card, .*: no NVIDIA card is present"):
         profiling.choose_card("auto", "graph")
     with pytest.raises(ConfigError, match=r"lowlat profile needs an NVIDIA card, .*: the CPU was asked for"):
@@ -338,8 +338,8 @@ def test_without_a_card_there_is_no_profile(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("device", ["auto", "cuda", "cuda:0"])
 @pytest.mark.parametrize("executor", ["graph", "eager"])
 def test_with_a_card_it_is_that_card(device: str, executor: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lowlat.host.devices.nvidia_card_present", lambda: True)
-    monkeypatch.setattr("lowlat.host.devices._cuda_problem", lambda _index: None)
+    monkeypatch.setattr("lowlat.executors.devices.nvidia_card_present", lambda: True)
+    monkeypatch.setattr("lowlat.executors.devices._cuda_problem", lambda _index: None)
     choice = profiling.choose_card(device, executor)
     assert (choice.device, choice.has_kernels) == (torch.device("cuda", 0), True)
 

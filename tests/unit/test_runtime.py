@@ -12,8 +12,8 @@ import torch
 
 import lowlat
 from lowlat import CapacityError, ConfigError, LowlatError, RequestError, Runtime, SamplingParams, SpeculativeConfig
+from lowlat.executors.devices import choose_device
 from lowlat.graphs import BufferSpec, Role
-from lowlat.host.devices import choose_device
 from lowlat.host.memory.plan import MemoryNeed, check_fits
 from lowlat.options.request import StepOutput
 

@@ -205,7 +205,7 @@ class Requests:
                 self._end(stream, "error", code=code, message=message)
 
     def figures(self, now: float) -> dict[str, Any]:
-        """What STATS answers."""
+        """The answer to STATS."""
         return {
             "model": self._info.model,
             "state": "draining" if self.draining else "serving",
@@ -343,7 +343,7 @@ class Requests:
         self.peers.send(peer, Error(code, message, number=number, field=field, retry_after_ms=retry_after_ms))
 
     def _retry_after_ms(self) -> int:
-        """When a slot may be free for one more: what waits, at the pace of the requests that have ended."""
+        """When a slot may be free for one more: what waits, at the rate of the requests that have ended."""
         usual_s = self._statistics.duration.percentile(0.5)
         turns = (self.num_waiting + 1) / self._info.max_running
         return min(MAX_RETRY_MS, max(MIN_RETRY_MS, int(1000 * usual_s * turns)))

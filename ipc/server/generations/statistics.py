@@ -1,4 +1,4 @@
-"""What the server counts: times in small fixed histograms, tokens a second, how requests ended; prompts never."""
+"""The server's counters: times in small fixed histograms, tokens a second, how requests ended; prompts never."""
 
 import math
 import time

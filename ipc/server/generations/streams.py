@@ -59,7 +59,7 @@ class Stream(Struct, eq=False):
     last: float = 0.0
 
     def next_message(self) -> tuple[Tokens, int] | None:
-        """What waits and may be sent, as one message, and its number of tokens; None without credit or outputs.
+        """Outputs that wait and may be sent, as one message, and its number of tokens; None without credit or outputs.
 
         Text without tokens needs no credit, so that an end is never held up by it.
         """

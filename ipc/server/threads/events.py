@@ -1,4 +1,4 @@
-"""What the threads of a server tell one another, in structs because these cost next to nothing to make."""
+"""Events that the threads of a server send one another, in structs because these cost next to nothing to make."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -38,7 +38,7 @@ class StepClock:
         self.started = now
 
     def step(self, num_running: int, joining: bool) -> None:
-        """What kind of step it is."""
+        """The kind of the step."""
         self._kind = (num_running, joining)
 
     def end(self, now: float) -> None:

@@ -50,7 +50,7 @@ class Connection(ABC):
 
 
 class Handlers(Struct, frozen=True):
-    """What a listener calls, from within `receive`.
+    """The events that a listener calls, from within `receive`.
 
     message     frames came on a connection: a new one, where it was not named before
     ended       a connection is over; named or not, it is not named again

@@ -1,4 +1,4 @@
-"""Who may talk to a server: the user behind a connection, and CURVE for tcp://. It knows no message."""
+"""The right to talk to a server: the user behind a connection, and CURVE for tcp://. It knows no message."""
 
 import socket
 import struct

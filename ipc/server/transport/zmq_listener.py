@@ -38,7 +38,7 @@ _EVENT = struct.Struct("=Hi")  # a monitor's event, and its descriptor
 
 
 class ZmqConnection(Connection):
-    """What ROUTER calls by a routing id, as long as it is the same client's.
+    """The peer that ROUTER calls by a routing id, as long as it is the same client's.
 
     greeted   it said HELLO
     suspect   a connection with its descriptor has ended a moment ago
@@ -81,7 +81,7 @@ class ZmqConnection(Connection):
         """Nor can ROUTER end one that is not."""
 
     def mute(self) -> None:
-        """What it says is read all the same, and told: ROUTER cannot leave one out."""
+        """Ignored: messages are read all the same, and told, as ROUTER cannot leave one out."""
 
     def end(self) -> None:
         """There is no call for it."""

@@ -161,7 +161,7 @@ def _make_rotated_epilogue(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> _Epi
     """
     heads, total_of, has_bias = shape.heads, _make_total(plan), shape.bias
     if heads is None:
-        raise ValueError("a rotated product needs its heads")
+        raise ValueError("a GEMM with rotation needs its heads")
     queries, groups, dim = heads.queries, heads.groups, heads.dim
     tiles, half = dim // 16, dim // 2
     cache_row = _make_cache_row(shape)

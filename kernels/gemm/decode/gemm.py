@@ -138,8 +138,8 @@ def decode_gemm(
     norm         x is normed first: for so many rows, and so wide ones, as `steps_to_hold` of them is not 0
     best         the best pairs of rows in float32 are left beside them
     columns      [N / 8] int32, as `runs_of` a permuted weight's order has it: out's columns are the original ones.
-                 Of a plain product, without residual, silu, rotation or best; None: columns are in the weight's order
-    rotation     the product is of queries, keys and values of `head_dim`, in the order of `rope_permutation`
+                 Of a plain GEMM, without residual, silu, rotation or best; None: columns are in the weight's order
+    rotation     the GEMM is of queries, keys and values of `head_dim`, in the order of `rope_permutation`
     card         what it runs on
     plan         how to cut it; None: `plan_decode_gemm`'s
     Time: the weight's bytes over the memory's bandwidth. Captured: yes.
@@ -148,7 +148,7 @@ def decode_gemm(
     count, depth = x.shape
     check_shape("x", x, count, weight.columns)
     if depth % 8:
-        raise ShapeError(f"a product's depth must be a multiple of 8, got {depth}")
+        raise ShapeError(f"a GEMM's depth must be a multiple of 8, got {depth}")
     before, held = (None, 0) if norm is None else (_norm_eps(norm, x), steps_to_hold(count, depth, card))
     if norm is not None and not held:
         raise ShapeError(f"no block norms and holds {count} rows of {depth} elements")
@@ -157,7 +157,7 @@ def decode_gemm(
         shape = DecodeGemmShape(weight.rows, depth, ROTATE, bias is not None, False, heads, before)
         row_live = rotation.row_live
     elif out is None:
-        raise ShapeError("a product without rotation needs `out`")
+        raise ShapeError("a GEMM without rotation needs `out`")
     else:
         check_shape("out", out, count, weight.rows // 2 if silu else weight.rows)
         wide = FLOAT32 if out.dtype == torch.float32 else BFLOAT16
@@ -212,13 +212,13 @@ def _argmax_shape(best: PartialArgmax, rows: int, epilogue: str) -> ArgmaxShape:
     check_shape("best.pairs", best.pairs, rows, best.pairs.shape[1], 2)
     check_dtype(torch.int32, pairs=best.pairs)
     if epilogue != FLOAT32:
-        raise ShapeError(f"best pairs are of a product's float32 rows, not of {epilogue} ones")
+        raise ShapeError(f"best pairs are of a GEMM's float32 rows, not of {epilogue} ones")
     return ArgmaxShape(best.pairs.shape[1], best.limit)
 
 
 def _check_columns(columns: torch.Tensor, shape: DecodeGemmShape) -> None:
     if shape.epilogue not in (FLOAT32, BFLOAT16) or shape.best is not None:
-        raise ShapeError(f"columns are of plain products, not of {shape.epilogue} ones or those that keep best pairs")
+        raise ShapeError(f"columns are of plain GEMMs, not of {shape.epilogue} ones or those that keep best pairs")
     if shape.width % RUN:
         raise ShapeError(f"columns come in runs of {RUN}, which do not divide a weight of {shape.width} rows")
     check_shape("columns", columns, shape.width // RUN)
@@ -300,7 +300,7 @@ def _kernel(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Callable[..., None]
 
 
 def examples(card: Card = H200) -> list[Kernel]:
-    """Representative specialisations, as a card has them: products of Llama-3.1-8B, all epilogues, odd shapes."""
+    """Representative specialisations, as a card has them: GEMMs of Llama-3.1-8B, all epilogues, odd shapes."""
     made = []
     products = (
         (16, 28672, 4096, SILU),

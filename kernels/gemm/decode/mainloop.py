@@ -1,7 +1,7 @@
-"""The warps of a thin product that multiply: how a block's tiles of weights travel, and become sums.
+"""The main loop of a decode GEMM: the warps that copy a block's tiles of weights and multiply them to sums.
 
 A warp reads what its own lanes copied, so its pipeline needs no barrier of the block; where a block holds its rows
-whole, they are there before. It knows nothing of what follows a product.
+whole, they are there before. It knows nothing of the epilogue.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ __all__ = ["make_fill", "make_multiplying"]
 
 
 def make_fill(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
-    """A function of a warp: fill its stages with weights, in paces; the tile and step behind, and how many are full."""
+    """A function of a warp: fill its stages with weights, throttled; the next tile and step, and how many are full."""
     tiles, steps, stages, throttle = plan.groups(shape.width), shape.steps, plan.stages, plan.throttle
     stage_bytes, hold_back = plan.stage_bytes, ptx.copies_wait(plan.throttle - 1)
     issue_weights = _issue_weights(shape, plan)
@@ -148,7 +148,7 @@ def _issue_weights(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
 def _issue_rows(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
     """Copy a lane's bytes of the rows' k step.
 
-    Lanes of rows that do not exist copy nothing and feed rubbish to columns of the product that nobody reads.
+    Lanes of rows that do not exist copy nothing and feed rubbish to columns of the output that nobody reads.
     """
     depth, row_tiles, offset = shape.depth, plan.row_tiles, plan.weight_tiles * STEP_BYTES
     rows_bytes, half_bytes = plan.rows_bytes, plan.rows_bytes // 2

@@ -1,4 +1,4 @@
-"""The norm of a thin product's rows, by every block for itself: a launch and a trip to memory less than a norm alone.
+"""The norm of a decode GEMM's rows, by every block for itself: a launch and a trip to memory less than a norm alone.
 
 A block has as many threads as `norm_math` sums squares with, so a row has the bits that `rms_norm` gives it.
 """
@@ -126,7 +126,7 @@ def _make_scale_rows(shape: DecodeGemmShape, plan: DecodeGemmPlan, own: int, eps
 
     @device_function
     def scale_rows(held: Any, sums: Any, words: Any, scales: Any, row_live: Any, count: Any, thread: Any) -> None:
-        """The norm of all rows, step by step as the product reads them; zeros for dead rows and past a row's end."""
+        """The norm of all rows, step by step as the GEMM reads them; zeros for dead rows and past a row's end."""
         for row in range(columns):
             live = is_live(row_live, min(int64(row), int64(count) - int64(1)))
             inverse = inverse_rms(_total(sums + uint32(row * WARPS * 4)), depth, eps)

@@ -1,4 +1,4 @@
-"""The best pair of each row among the columns that a block's product gives it: what `argmax` and `sample` begin with.
+"""The partial argmax: the best pair of each row among a block's columns, with which `argmax` and `sample` begin.
 
 A lane that finishes values has the same row and the same place in every tile; it keeps the best of what it saw in
 shared memory, and at the block's end the lanes of a row agree. Pairs, and what breaks a row, are as `select` has them.
@@ -17,7 +17,7 @@ __all__ = ["Best", "make_argmax"]
 
 @dataclass(frozen=True)
 class Best:
-    """Device functions of the warps that finish; where a product keeps no best pairs, they do nothing.
+    """Device functions of the warps that finish; where a GEMM keeps no best pairs, they do nothing.
 
     begin  (totals, thread)                 forget
     keep   (totals, tile, index, value)     a value of a tile of 16 columns: index is row * 16 + column
@@ -30,7 +30,7 @@ class Best:
 
 
 def make_argmax(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Best:
-    """How a product keeps its rows' best pairs behind all else that a block has in shared memory."""
+    """How a GEMM keeps its rows' best pairs behind all else that a block has in shared memory."""
     best = shape.best
     if best is None:
         return Best(_nothing_begins, _nothing_is_kept, _nothing_is_left)

@@ -124,7 +124,7 @@ class DecodeGemmPlan:
 
 @dataclass(frozen=True)
 class HeadsShape:
-    """What a product of queries, keys and values is made of, and where keys and values go.
+    """The operands of RoPE in the epilogue of a q, k, v GEMM, and the place of keys and values.
 
     rows         rows a slot, for the write to the cache
     block_size   positions a block of the cache; 0: queries alone
@@ -141,7 +141,7 @@ class HeadsShape:
 
 @dataclass(frozen=True)
 class ArgmaxShape:
-    """The best pair of each row that every block leaves beside its product, as `select` has pairs.
+    """The best pair of each row that every block leaves beside its output, as `select` has pairs.
 
     blocks  places of a row: at least as many as the grid has blocks
     limit   bits of the largest magnitude that leaves a row whole; a larger one breaks it
@@ -203,7 +203,7 @@ def _least_bytes(row_tiles: int) -> int:
 
 
 def steps_to_hold(rows: int, depth: int, card: Card) -> int:
-    """The k steps of M rows [M, K], if a block can norm and hold them and has most of its room for weights; or 0."""
+    """The k steps of M rows [M, K] if a block can norm and hold them and keeps most of its memory for weights; or 0."""
     steps, columns = -(-depth // 64), _columns(rows)
     fits = rows <= 8 and columns * -(-depth // (8 * NORM_THREADS)) <= MOST_CHUNKS
     return steps if fits and 3 * steps * columns * ROW_BYTES <= card.shared_bytes else 0

@@ -1,1 +1,4 @@
-"""GEMMs of hundreds of rows for capability 9.0: wgmma, K in fixed segments, the segments' sums added in order."""
+"""GEMMs of hundreds of rows for capability 9.0: wgmma, K in fixed segments, the segments' sums added in order.
+
+They know no chunk, prompt or cache.
+"""

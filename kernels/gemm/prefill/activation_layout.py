@@ -1,4 +1,4 @@
-"""Rows as the second matrix of a wide product wants them: steps of 64 columns side by side, permuted and swizzled.
+"""The layout of rows as the second operand of a prefill GEMM: steps of 64 columns side by side, permuted and swizzled.
 
 A step's rows are 128 bytes each, behind each other. Packed weights go to the tensor cores as lanes read them, 8 columns
 at a time, where the instruction expects 2 and 2; so its slice of 16 columns stands for other columns of the weight, and

@@ -1,4 +1,4 @@
-"""Products of many rows with a packed bf16 weight by warpgroups' tensor cores, for cards of capability 9.0.
+"""GEMMs of many rows with a packed bf16 weight by warpgroups' tensor cores, for cards of capability 9.0.
 
 The weight's tiles are the first matrix, in registers, as they were packed; rows of x, arranged once, are the second one
 in shared memory. A persistent grid, one block a multiprocessor. A row's bits depend on the row and the weight alone.
@@ -70,7 +70,7 @@ def prefill_gemm(
     check_shape("out", out, rows, weight.rows)
     check_shape("arranged", arranged, *arranged_shape(rows, depth))
     if weight.tiles.dtype != torch.bfloat16 or x.dtype != torch.bfloat16:
-        raise ShapeError(f"a wide product is of bf16, got {x.dtype} and {weight.tiles.dtype}")
+        raise ShapeError(f"a prefill GEMM is of bf16, got {x.dtype} and {weight.tiles.dtype}")
     if bias is not None:
         check_shape("bias", bias, weight.rows)
     if columns is not None:
@@ -138,7 +138,7 @@ def _make(cut: Cut, plan: PrefillGemmPlan, with_bias: bool, with_columns: bool) 
 
 
 def examples(card: Card = H200) -> list[Kernel]:
-    """Representative specialisations, for a card that has the instructions: Llama's products, and an odd one."""
+    """Representative specialisations, for a card that has the instructions: Llama's GEMMs, and an odd one."""
     if not has_prefill_gemm(card):
         return []
     cases = (

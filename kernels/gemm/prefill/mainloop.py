@@ -1,4 +1,4 @@
-"""What a block of a wide product does: one warp lets steps travel to shared memory, two warpgroups multiply them.
+"""The main loop of a prefill GEMM: one warp copies steps to shared memory, two warpgroups multiply them.
 
 A stage holds the rows of x, as `arrange_activations` left them, then the tiles of the weights. Copies run on across
 the tiles of a block, and before the kernel before this one has ended they are of weights alone.
@@ -70,7 +70,7 @@ def make_unit_of(cut: Cut, plan: PrefillGemmPlan) -> Any:
 
 
 def _make_send(cut: Cut, plan: PrefillGemmPlan) -> Any:
-    """Functions of a copying warp: where a unit's weights and rows begin, and let a stage of each travel."""
+    """Functions of a copying warp: where a unit's weights and rows begin, and the copy of a stage of each."""
     stage_bytes, x_bytes, depth = plan.stage_bytes, plan.rows * STEP_ROW_BYTES, plan.depth
     weight_bytes = (stage_bytes - depth * x_bytes) // PRODUCERS
     block_tiles, tiles = BLOCK_ROWS // TILE_ROWS, BLOCK_ROWS // TILE_ROWS // PRODUCERS
@@ -111,7 +111,7 @@ def _make_send(cut: Cut, plan: PrefillGemmPlan) -> Any:
 
 
 def make_produce(cut: Cut, plan: PrefillGemmPlan, handover: Handover) -> Any:
-    """A function of the warps that copy: let all steps of a block's units travel; wait for the kernel before meanwhile.
+    """A function of the warps that copy: copy all steps of a block's units; wait for the kernel before meanwhile.
 
     Each warp has its part of a stage's weights, of which a lane each copies a tile; one lane of the first warp copies
     the rows of x. It takes the warp's number among them in `part`.

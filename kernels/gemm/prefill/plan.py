@@ -1,7 +1,7 @@
-"""How a wide product is cut: segments of K, which decide its bits, and tiles, stages and blocks, which do not.
+"""The plan of a prefill GEMM: segments of K, which decide its bits, and tiles, stages and blocks, which do not.
 
 A block multiplies 128 weight rows by a tile of x's rows, step by step. Of L2 to multiprocessors it moves what
-every block reads: weights once for each tile of x, x once for each tile of weights. Where a product has too few tiles
+every block reads: weights once for each tile of x, x once for each tile of weights. Where a GEMM has too few tiles
 to keep a card busy, its segments are blocks' own, and their sums are added afterwards. It knows no kernel.
 """
 
@@ -54,7 +54,7 @@ TILE_ROW_US, ADD_US = 0.01, 3.0  # to end a tile, a row of x; to begin the kerne
 
 @dataclass(frozen=True)
 class PrefillGemmPlan:
-    """How a product is cut; nothing of it changes any bit of the result. Raises ShapeError for what does not fit.
+    """Tiles and stages of a GEMM, which change no bit of the result. Raises ShapeError for what does not fit.
 
     rows    of x, of a tile: 64 or 128
     depth   steps of 64 columns of a stage: 1 or 2
@@ -69,7 +69,7 @@ class PrefillGemmPlan:
 
     def __post_init__(self) -> None:
         if self.rows not in TILE_ROWS or self.depth not in (1, 2) or self.stages < 2:
-            raise ShapeError(f"no wide product is cut by {self}")
+            raise ShapeError(f"no prefill GEMM is cut by {self}")
 
     @property
     def sums(self) -> int:
@@ -92,12 +92,12 @@ class PrefillGemmPlan:
         return ALIGNMENT + self.stages * self.stage_bytes + BARRIER_BYTES
 
     def units(self, rows: int, weight_rows: int, segments: int) -> int:
-        """What blocks take one by one: tiles, or segments of them."""
+        """The units that blocks take one by one: tiles, or segments of them."""
         return rows // self.rows * -(-weight_rows // BLOCK_ROWS) * (segments if self.apart else 1)
 
 
 def has_prefill_gemm(card: Card) -> bool:
-    """Whether a card has the instructions of wide products."""
+    """Whether a card has the instructions of prefill GEMMs."""
     return card.capability == HOPPER
 
 
@@ -132,12 +132,12 @@ def plans_of(rows: int, weight_rows: int, columns: int, card: Card) -> list[Pref
     """
     if not has_prefill_gemm(card):
         raise ShapeError(
-            f"wide products are for cards of capability 9.0, not {card.capability[0]}.{card.capability[1]}"
+            f"prefill GEMMs are for cards of capability 9.0, not {card.capability[0]}.{card.capability[1]}"
         )
     if rows % 64 or not 0 < rows <= MOST_ROWS:
-        raise ShapeError(f"a wide product takes a multiple of 64 rows up to {MOST_ROWS}, got {rows}")
+        raise ShapeError(f"a prefill GEMM takes a multiple of 64 rows up to {MOST_ROWS}, got {rows}")
     if weight_rows % 8 or columns % 8:
-        raise ShapeError(f"a wide product's weight must have multiples of 8 as sizes, got {weight_rows} x {columns}")
+        raise ShapeError(f"a prefill GEMM's weight must have multiples of 8 as sizes, got {weight_rows} x {columns}")
     (segments, length), steps = segments_of(weight_rows, columns), -(-columns // STEP)
     plans = [
         plan
@@ -147,7 +147,7 @@ def plans_of(rows: int, weight_rows: int, columns: int, card: Card) -> list[Pref
         if rows % tile == 0 and (plan := _fitted(tile, depth, apart, segments, card)) is not None
     ]
     if not plans:
-        raise ShapeError(f"a wide product does not fit the {card.shared_bytes} bytes of shared memory of a block")
+        raise ShapeError(f"a prefill GEMM does not fit the {card.shared_bytes} bytes of shared memory of a block")
     return plans
 
 

@@ -1,4 +1,4 @@
-"""What a wide product's segments give together: added from the first to the last, with the bias, in original columns.
+"""The sum of a prefill GEMM's segments of K: added from the first to the last, with the bias, in original columns.
 
 It knows neither who wrote them nor what becomes of the sums.
 """

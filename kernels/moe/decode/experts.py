@@ -89,7 +89,7 @@ def experts_down(
     card: Card = H200,
     plan: ExpertPlan | None = None,
 ) -> list[KernelCall]:
-    """Multiply activations by the down matrices of their experts, weigh the products, and add them up by rank.
+    """Multiply activations by the down matrices of their experts, weigh the outputs, and add them up by rank.
 
     activated       [M, R, I]  bf16; with MXFP4 magnitudes below 2**64; dead pairs' are not read
     expert_ids      [M, R]     int32    -1 dead

@@ -3,7 +3,7 @@ down GEMM, and the sum into the residual stream.
 
 It may begin while the router still runs: logits are awaited, so that weights are prefetched as soon as a block knows
 its experts. Every block has a run of the tiles of both GEMMs, and parts of the sum. A tile of the second GEMM needs
-activations of many blocks, as the sum needs products of many, and awaits them word by word (`sentinels`); so all
+activations of many blocks, as the sum needs outputs of many, and awaits them word by word (`sentinels`); so all
 blocks must be on the card at once. Weights of the second GEMM are prefetched while the last tiles of the first are
 multiplied, or where there is a single row, behind them. `gemm` tells how a GEMM is computed, and `experts` has each
 GEMM in a launch of its own.

@@ -1,6 +1,6 @@
-"""The sum that a mixture of experts adds to the residual stream: weighed products, from the first rank to the last.
+"""The sum that a mixture of experts adds to the residual stream: weighed outputs, from the first rank to the last.
 
-Every sum is rounded by itself, as the reference has it. It knows neither who writes the products nor what becomes of
+Every sum is rounded by itself, as the reference has it. It knows neither who writes the outputs nor what becomes of
 the sum.
 """
 

@@ -12,7 +12,7 @@ __all__ = ["make_weighing"]
 
 
 def make_weighing(shape: ExpertShape, plan: ExpertPlan) -> Epilogue:
-    """The epilogue of down's values: products [M, R, N] float32 times their shares, which other blocks may await."""
+    """The epilogue of down's values: outputs [M, R, N] float32 times their shares, which other blocks may await."""
     rows, expert_of, pair_of, total_of = shape.rows, make_expert_of(plan), make_pair_of(plan), make_total(plan)
     share_of = make_share_of(plan)
 

@@ -66,7 +66,7 @@ def prefill_down(
     card: Card,
     grouped: bool = False,
 ) -> list[KernelCall]:
-    """Group pairs by expert, multiply them by the down matrices, weigh the products and add them up by rank.
+    """Group pairs by expert, multiply them by the down matrices, weigh the outputs and add them up by rank.
 
     activated       [M, R, I]  bf16; dead pairs' are not read
     expert_ids      [M, R]     int32: no expert twice in a row; -1 dead

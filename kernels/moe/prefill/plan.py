@@ -22,7 +22,7 @@ STEP_ROW_BYTES = 128  # of an input, a step
 PAIR_BYTES = 4  # of its number
 SUM_PITCH = (WARP_ROWS + 4) * 4  # bytes from a pair's sums to the next one's: no bank is met twice
 WARPS = 4
-# blocks a multiprocessor that registers must leave room for, by pairs of a tile
+# blocks a multiprocessor whose registers must fit, by pairs of a tile
 MIN_BLOCKS = {16: 5, 32: 5, 64: 3, 96: 3, 128: 2}
 MOST_STAGES = 4
 
@@ -91,7 +91,7 @@ def plan_grouped(
 ) -> GroupedPlan:
     """The plan for tiles of so many pairs, as `pair_tiles` has them or another multiple of 16.
 
-    stages  None: as many as pay, and as fit where as many blocks meet on a multiprocessor as registers leave room for
+    stages  None: as many as pay, and as fit where as many blocks meet on a multiprocessor as registers allow
     Raises ShapeError for a card whose blocks have too little shared memory, or tiles of other sizes.
     """
     if tile_pairs < 16 or tile_pairs % 16 or tile_pairs > 32 * warps:

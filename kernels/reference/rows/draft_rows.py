@@ -1,4 +1,4 @@
-"""The rows that the EAGLE3 head runs over: accepted rows, the live one among them, and the tree's levels.
+"""The rows that the EAGLE3 draft model runs over: accepted rows, the live one among them, and the tree's levels.
 
 The head's row for the token at index i uses the target's feature at i - 1 and is stored at index i, so that a
 cached block depends on its own prefix alone; index 0 is never used.

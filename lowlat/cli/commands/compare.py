@@ -65,7 +65,7 @@ def command(
     difference, cosine of the worst row, overlap of the ten likeliest ids. Exits with 1 when a stage falls below
     --min-cosine. --save alone compares nothing.
     """
-    from lowlat.host.devices import leave_a_core
+    from lowlat.executors.devices import leave_a_core
     from lowlat.tools.compare.stages import load_recording, record, save_recording
 
     leave_a_core()

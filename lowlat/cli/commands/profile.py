@@ -12,7 +12,7 @@ from lowlat.errors import ConfigError
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig
 
 if TYPE_CHECKING:
-    from lowlat.host.devices import DeviceChoice
+    from lowlat.executors.devices import DeviceChoice
     from lowlat.tools.profile.recording import Profile
 
 __all__ = ["command"]

@@ -11,9 +11,9 @@ from lowlat.checkpoint.tensors import INDEX_FILE, SINGLE_FILE, Checkpoint
 from lowlat.cli.reports.sizes import Plan, buffer_dict, kv_bytes_per_token, parts_of, plan_runtime
 from lowlat.cli.running import default_context
 from lowlat.errors import ConfigError
+from lowlat.executors.devices import DeviceChoice, choose_device
 from lowlat.executors.make import settle_executor
 from lowlat.graphs import Paging
-from lowlat.host.devices import DeviceChoice, choose_device
 from lowlat.models.geometry import DraftConfig, ModelConfig
 from lowlat.models.hf_config import read_config
 from lowlat.models.target import read_model_config, target_groups
@@ -146,8 +146,8 @@ def draft_report(directory: Path, target: Path, capture_layers: tuple[int, ...] 
             "target_ids": head.vocab_size,
             "share": drafted / head.vocab_size,
             "map": "d2t" if head.own_draft_map else "the identity",
-            "lm_head": "the head's own" if head.own_lm_head else "the target's",
-            "embedding": "the head's own" if head.own_embedding else "the target's",
+            "lm_head": "the draft model's own" if head.own_lm_head else "the target's",
+            "embedding": "the draft model's own" if head.own_embedding else "the target's",
         },
         "parts": parts_of(draft_weight_plan(head, dtype=target_config.dtype)),
         "notes": list(notes),

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from lowlat.checkpoint.stored import ahead_bytes
+from lowlat.executors.devices import DeviceChoice
 from lowlat.graphs import Bucket, BufferSpec, Paging
-from lowlat.host.devices import DeviceChoice
 from lowlat.host.loading import bucket_batches, make_geometry, make_topologies
 from lowlat.host.memory.plan import memory_need
 from lowlat.kernels.formats import numbers_an_entry

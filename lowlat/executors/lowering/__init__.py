@@ -1,4 +1,4 @@
-"""How a Program becomes launches: a table of the operations' own kernels (`operations`), and a table of fusions.
+"""Lowering of Programs to launches: a table of the operations' own kernels (`operations`), and a table of fusions.
 
 `fusion` cuts a program by the second table, `lower` binds what it finds to buffers. `gemm_fusions`, `row_fusions`,
 `step_fusions` and `moe_fusions` hold the entries, `prefill_gemm` and `prefill_attention` the kernels of prefill that

@@ -158,7 +158,7 @@ def _tokens(pattern: str) -> tuple[_Token, ...]:
 
 
 def _counts(tokens: Sequence[_Token], ops: Sequence[Op], start: int) -> Iterator[int]:
-    """The lengths of the pattern's matches from `start` on, the longest of each choice first; no empty one."""
+    """The lengths of the pattern's matches from `start` on, the longest of each token first; no empty one."""
     if not tokens:
         yield 0
         return

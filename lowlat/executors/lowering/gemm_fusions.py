@@ -1,8 +1,8 @@
-"""Fusions of a decode GEMM: the norm of its rows as a prologue, and an epilogue of whatever reads its product.
+"""Fusions of a decode GEMM: the norm of its rows as a prologue, and an epilogue of the operation that reads its output.
 
 Every block norms few rows for itself and holds them (`steps_to_hold`); more rows are normed by a launch of their own.
 Epilogues that want values side by side in a tile rely on permuted weight rows. Logits of which one token is chosen
-leave their partial argmax, with which the choice begins.
+leave their partial argmax, with which sampling begins.
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ def _fits(run: Run, card: Card) -> bool:
 
 
 def _reads_product(kind: str, argument: str) -> Any:
-    """The precondition of an epilogue: the operation of this kind takes the product as this argument, once."""
+    """The precondition of an epilogue: the operation of this kind takes the GEMM's output as this argument, once."""
 
     def applies(run: Run, card: Card) -> bool:
         reads = run.op(kind).reads
@@ -137,7 +137,7 @@ def _rotated(binding: Binding, run: Run) -> Sequence[Call]:
 
 
 def _limit(run: Run) -> int | None:
-    """The largest magnitude that leaves a row whole, for the choice that reads this product next, if one does."""
+    """The largest magnitude of a finite row, for the next operation that takes these logits' argmax, if any."""
     following = run.following
     if following is None or following.reads.get("logits") != _product(run):
         return None
@@ -151,10 +151,10 @@ def _chosen_from(run: Run, card: Card) -> bool:
 
 
 def _with_argmax(binding: Binding, run: Run) -> Sequence[Call]:
-    """Logits, and the best pairs of their rows, with which the choice behind it begins."""
+    """Logits, and the partial argmax of their rows, with which the next operation begins."""
     product, limit = _product(run), _limit(run)
     if limit is None:
-        raise ValueError(f"nothing chooses by {product}")
+        raise ValueError(f"nothing takes the argmax of {product}")
     blocks = binding.card.num_multiprocessors
     pairs = binding.workspace("gemm.partial_argmax", (run.shape(product)[0], blocks, 2), torch.int32)
     binding.left = LeftArgmax(product, pairs, limit)

@@ -99,7 +99,7 @@ def temporary_bytes(program: Program, shape_of: ShapeOf) -> int:
 
 
 def _gemm_bytes(size: int, shape: torch.Size) -> int:
-    """The unpacked matrix, and the product in the order of its packed rows."""
+    """The unpacked matrix, and the output in the order of its packed rows."""
     rows, columns = shape
     padded = -(-rows // TILE_ROWS) * TILE_ROWS * -(-columns // TILE_COLUMNS) * TILE_COLUMNS
     return 2 * padded + 4 * size * rows

@@ -99,7 +99,7 @@ def _norms_routed(run: Run, card: Card) -> bool:
 
 
 def _normed_router(binding: Binding, run: Run) -> Sequence[Call]:
-    """The norm of all rows, which is kept, and the choice of experts."""
+    """The norm of all rows, which is kept, and top-k routing."""
     routing = run.op("router")
     given, norm = binding.arguments(routing), _norm(binding, run.op("rms_norm"))
     given["x"] = binding.buffers[run.op("rms_norm").reads["x"]]

@@ -1,4 +1,4 @@
-"""The table of operations: the kernels, or the library call, by which each operation is covered alone.
+"""The table of operations: the kernels, or the library call, by which each operation is lowered alone.
 
 A kernel takes its operation's buffers, weights and parameters by the names that the reference has. Where more is
 needed (a table that may be packed, workspaces, the card), the operation has a function here.
@@ -121,7 +121,7 @@ def _attention(binding: Binding, op: Op) -> Sequence[Call]:
 
 
 def rotation_weights(binding: Binding, norm: Op) -> dict[str, torch.Tensor | None]:
-    """The weights of the heads' norms, for those of queries and keys that a GEMM's product has."""
+    """The weights of the heads' norms, for those of queries and keys that a GEMM's output has."""
     counts = {"q_weight": norm.params["num_heads"], "k_weight": norm.params["num_kv_heads"]}
     vectors = binding.vectors(norm)
     return {name: vectors[name] if count else None for name, count in counts.items()}

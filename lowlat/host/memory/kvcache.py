@@ -1,6 +1,6 @@
 """Paged KV bookkeeping on the host: tables, free blocks, prefix reuse, and what must balance.
 
-One table serves the target's KV and the head's: the same block ids index both pools. It touches no memory:
+One table serves the target's KV and the draft model's: the same block ids index both pools. It touches no memory:
 the runtime writes the KV, says what was written, and zeroes what `take_blocks_to_clear` names. Everything is
 ordered by the device's stream: a block that is freed here may be handed out at once, since later work runs
 later.
@@ -180,7 +180,7 @@ class KVCache:
 
         token_ids     the whole committed sequence, prompt included; used by share_decoded alone
         num_written   positions of it whose KV (target's and head's) is certainly written; None: all but the
-                      last. With a head give less: a slot's last step does not extend the head's KV
+                      last. With a draft model give less: a slot's last step does not extend its KV
         poisoned      the request failed with NaN: nothing that it wrote or read is shared again, and every
                       block of it is cleared before reuse
         Raises RequestError for an unknown id, InvariantError for a sequence that does not continue the

@@ -1,4 +1,4 @@
-"""What a runtime will allocate, by part, and whether it fits: refused at start, with the numbers and the knobs."""
+"""The memory plan of a runtime, by part, and whether it fits: refused at start, with the numbers and the knobs."""
 
 import math
 from collections.abc import Iterable, Mapping

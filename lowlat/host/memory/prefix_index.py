@@ -116,7 +116,7 @@ class PrefixIndex:
         return dropped
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with the index itself, in words; nothing when it is sound."""
+        """Faults of the index itself, in words; nothing when it is sound."""
         position = {digest: place for place, digest in enumerate(self._unused)}
         for digest, chunk in self._chunks.items():
             name = digest.hex()[:8]

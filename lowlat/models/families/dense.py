@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from lowlat.checkpoint.fields import Fields
+from lowlat.checkpoint.formats import read_format
 from lowlat.checkpoint.recipes import Piece, Recipe
-from lowlat.formats import read_format
 from lowlat.models.geometry import ComputeDtype, ModelConfig
 from lowlat.models.hf_config import (
     HARMLESS_KEYS,

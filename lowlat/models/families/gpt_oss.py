@@ -7,9 +7,9 @@ Source: transformers models/gpt_oss.
 from pathlib import Path
 
 from lowlat.checkpoint.fields import Fields
+from lowlat.checkpoint.formats import STORED_FORMATS, Matrices, check_widths, read_format
 from lowlat.checkpoint.recipes import Arrange, Piece, Recipe
 from lowlat.errors import ConfigError
-from lowlat.formats import STORED_FORMATS, Matrices, check_widths, read_format
 from lowlat.models.families.dense import Sizes, attention_recipes, outer_recipes, parse_sizes
 from lowlat.models.geometry import ComputeDtype, ExpertsConfig, ModelConfig
 from lowlat.models.hf_config import HARMLESS_KEYS, check_architecture, parse_rope, special_tokens

@@ -1,1 +1,4 @@
-"""EAGLE3: draft models from their checkpoints, and their operations in prefill and in a step."""
+"""EAGLE3: draft models from their checkpoints, and their operations in prefill and in a step.
+
+It knows no executor, and nothing of acceptance.
+"""

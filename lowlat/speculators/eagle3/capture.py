@@ -1,4 +1,4 @@
-"""Which of the target's residual streams an EAGLE3 head reads: every convention turned into boundaries.
+"""Which of the target's residual streams an EAGLE3 draft model reads: every convention turned into boundaries.
 
 Boundary b is the residual stream entering layer b; b = N, the number of the target's layers, is the stream after
 the last layer, before the final norm. It knows ids and conventions, and no tensors.
@@ -9,7 +9,7 @@ The rule, from the consumers that the published heads were tuned on:
 2. `eagle_aux_hidden_state_layer_ids` at the top level, speculators' or not, and `eagle_config.layer_ids` are
    boundaries (vLLM).
 3. `eagle_config.eagle_aux_hidden_state_layer_ids` names layers whose output is taken, so boundary id + 1, when the
-   first id is 1 or the head is a ModelOpt export; in SpecForge's and SafeAILab's heads other ids are boundaries
+   first id is 1 or the draft model is a ModelOpt export; in SpecForge's and SafeAILab's other ids are boundaries
    (SGLang). An id equal to N can only be a boundary, and then all ids are (nvidia's gpt-oss v3).
 4. Without ids: boundaries 2, N // 2, N - 3 (SafeAILab, and what all other defaults amount to).
 
@@ -40,7 +40,7 @@ def _check(label: str, ids: tuple[int, ...], num_layers: int, num_features: int)
 
 
 def default_boundaries(num_layers: int) -> tuple[int, int, int] | None:
-    """Where a head reads that names no layers; None below 7 layers, where the three are not different streams."""
+    """The boundaries where no layers are named; None below 7 layers, where the three are not different streams."""
     return (2, num_layers // 2, num_layers - 3) if num_layers >= 7 else None
 
 
@@ -84,7 +84,7 @@ def capture_boundaries(
     num_features: int,
     override: tuple[int, ...] | None,
 ) -> tuple[int, ...]:
-    """The boundaries whose streams the head concatenates, by the rule in the module's docstring.
+    """The boundaries whose streams the draft model concatenates, by the rule in the module's docstring.
 
     eagle is the config's eagle_config; num_features is fc's columns over the target's width. Raises ConfigError
     for ids out of range, descending, or of another count than num_features.

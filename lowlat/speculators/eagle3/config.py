@@ -1,4 +1,4 @@
-"""EAGLE3 heads: config.json and tensor headers to geometry and flags, in the four public layouts.
+"""EAGLE3 draft models: config.json and tensor headers to geometry and flags, in the four public layouts.
 
     layout        told by                                        names          layer's sizes in
     speculators   speculators_model_type                         layers.0.      transformer_layer_config
@@ -175,7 +175,7 @@ def _residual(file: _DraftFile) -> bool:
 
 
 def _vocabulary(file: _DraftFile, tensors: DraftTensors, sizes: Sizes, target: ModelConfig) -> dict[str, Any]:
-    """The draft vocabulary, and which of embedding, LM head and map the head brings itself."""
+    """The draft vocabulary, and which of embedding, LM head and map the draft model brings itself."""
     own_draft_model, own_map = "lm_head.weight" in tensors, "d2t" in tensors
     own_embedding = "embed_tokens.weight" in tensors
     label = file.top.label
@@ -215,7 +215,7 @@ def _num_features(file: _DraftFile, tensors: DraftTensors, target: ModelConfig) 
     if rest or not 1 <= count <= MAX_FEATURES:
         raise ConfigError(
             f"{entry.file}: tensor {entry.name!r}: expected columns a multiple of the target's hidden_size "
-            f"{target.hidden_size}, found {list(entry.shape)}: a head for another target"
+            f"{target.hidden_size}, found {list(entry.shape)}: a draft model for another target"
         )
     named = file.top.optional_integer("num_aux_hidden_states", 1, MAX_FEATURES)
     if named is not None and named != count:
@@ -280,9 +280,9 @@ def parse_draft(
 def read_draft_config(
     directory: str | Path, target: ModelConfig, *, capture_layers: tuple[int, ...] | None = None
 ) -> DraftConfig:
-    """Read and check an EAGLE3 head's geometry for a target; of the weights only the headers are read.
+    """Read and check an EAGLE3 draft model's geometry for a target; of the weights only the headers are read.
 
-    capture_layers, boundaries, overrides what the config says. Raises ConfigError for a head that is not EAGLE3,
+    capture_layers, boundaries, overrides what the config says. Raises ConfigError for a draft model that is not EAGLE3,
     was made for another target, or asks for what is not implemented.
     """
     return parse_draft(Path(directory), target, capture_layers)[0]

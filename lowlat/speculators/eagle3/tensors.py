@@ -1,4 +1,4 @@
-"""The tensors of EAGLE3 heads under one set of names, whatever their producer called them, and the layout they tell.
+"""The tensors of EAGLE3 draft models under one set of names, whatever their producer called them, and the layout.
 
 Names lose a leading `model.`, and `midlayer.` becomes `layers.0.`. It knows names and shapes, not configs.
 """
@@ -37,7 +37,8 @@ class DraftTensors:
     def entry(self, name: str, dimensions: int) -> TensorEntry:
         """The entry of a tensor that must be there with that many dimensions. Raises ConfigError."""
         if name not in self.stored:
-            raise ConfigError(f"{self.checkpoint.directory}: tensor {name!r} is missing; an EAGLE3 head needs it")
+            directory = self.checkpoint.directory
+            raise ConfigError(f"{directory}: tensor {name!r} is missing; an EAGLE3 draft model needs it")
         entry = self.checkpoint.entries[self.stored[name]]
         if len(entry.shape) != dimensions:
             raise ConfigError(
@@ -56,7 +57,7 @@ def _normalised(name: str) -> str:
 
 
 def _refuse_other_kinds(directory: Path, names: dict[str, str]) -> None:
-    """Heads that are not EAGLE3, or of a kind that is not implemented, by what their tensors are called."""
+    """Refuse draft models that are not EAGLE3, or of a kind that is not implemented, by their tensors' names."""
 
     def refuse(name: str, kind: str) -> ConfigError:
         return ConfigError(f"{directory}: tensor {names[name]!r}: {kind}")
@@ -64,29 +65,27 @@ def _refuse_other_kinds(directory: Path, names: dict[str, str]) -> None:
     for name in names:
         parts = name.split(".")
         if any(part in MLA_PARTS for part in parts):
-            raise refuse(name, "heads with multi-head latent attention (MLA) are not implemented")
+            raise refuse(name, "draft models with multi-head latent attention (MLA) are not implemented")
         if parts[0] == "parallel_draft_heads":
-            raise refuse(name, "parallel draft heads (parallel_draft_step above 1) are not implemented")
+            raise refuse(name, "parallel drafting (parallel_draft_step above 1) is not implemented")
         if parts[0].startswith("medusa"):
-            raise refuse(name, "a Medusa head is not an EAGLE3 head; method must be 'eagle3'")
+            raise refuse(name, "Medusa heads are not an EAGLE3 draft model; method must be 'eagle3'")
         if parts[0] == "layers" and len(parts) > 1 and parts[1] != "0":
-            raise refuse(name, "heads of more than one draft layer are not implemented")
+            raise refuse(name, "draft models of more than one layer are not implemented")
     if "fc.bias" in names:
-        hint = "" if "layers.0.hidden_norm.weight" in names else ": an EAGLE-1 or EAGLE-2 head is not an EAGLE3 head"
+        hint = "" if "layers.0.hidden_norm.weight" in names else ": EAGLE-1 and EAGLE-2 are not EAGLE3"
         raise refuse("fc.bias", f"a bias on fc is not implemented{hint}")
     if "fc.weight" not in names:
         raise ConfigError(
-            f"{directory}: tensor 'fc.weight' is missing: not an EAGLE3 head, or one trained with "
+            f"{directory}: tensor 'fc.weight' is missing: not an EAGLE3 draft model, or one trained with "
             f"use_aux_hidden_state false, which is not implemented"
         )
     if "layers.0.hidden_norm.weight" not in names:
-        raise ConfigError(
-            f"{directory}: tensor 'hidden_norm.weight' is missing: an EAGLE-1 or EAGLE-2 head is not an EAGLE3 head"
-        )
+        raise ConfigError(f"{directory}: tensor 'hidden_norm.weight' is missing: EAGLE-1 and EAGLE-2 are not EAGLE3")
 
 
 def open_draft_model(directory: Path) -> DraftTensors:
-    """Read the headers of a head's weights and bring the names to one form. Raises ConfigError.
+    """Read the headers of a draft model's weights and bring the names to one form. Raises ConfigError.
 
     Refused by name: MLA, several layers, parallel drafting, Medusa, EAGLE-1 and EAGLE-2, a bias on fc, two tensors
     of one name.

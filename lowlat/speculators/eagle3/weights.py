@@ -1,4 +1,4 @@
-"""EAGLE3 heads: canonical weights, and the map from draft ids to target ids, checked.
+"""EAGLE3 draft models: canonical weights, and the map from draft ids to target ids, checked.
 
 It knows the normalised names of head tensors; config and layouts are `draft_config`'s.
 """
@@ -34,7 +34,7 @@ class LoadedDraftModel:
 
 
 def draft_recipes(config: DraftConfig, dtype: torch.dtype) -> list[Recipe]:
-    """How every canonical weight of a head but the draft map is made, of pieces by normalised name."""
+    """How every canonical weight of a draft model but the draft map is made, of pieces by normalised name."""
     hidden, inner, both = config.hidden_size, config.intermediate_size, 2 * config.hidden_size
     width, layer = config.target_hidden_size, "layers.0"
     features = len(config.capture_boundaries)
@@ -153,10 +153,10 @@ def load_draft_model(
     dtype: str | None = None,
     progress: Progress | None = None,
 ) -> LoadedDraftModel:
-    """Load an EAGLE3 head for a target: geometry, and weights by canonical name, on the CPU.
+    """Load an EAGLE3 draft model for a target: geometry, and weights by canonical name, on the CPU.
 
     capture_layers, boundaries, overrides what the config says. dtype is "bfloat16" or "float32", None the
-    target's, whatever the head is stored in. head.draft_to_target is always there, int32, the identity where the
+    target's, whatever the draft model is stored in. head.draft_to_target is always there, int32, the identity where the
     head drafts the whole vocabulary. progress is called with (bytes done, bytes in all). Raises ConfigError naming
     file, tensor, expected and found.
     """

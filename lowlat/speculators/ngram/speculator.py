@@ -1,4 +1,4 @@
-"""The speculator of method "ngram": what followed the end of the text where it stood before is what is drafted.
+"""The speculator of method "ngram": drafts continue an earlier occurrence of the text's end.
 
 It reads the committed tokens that the step keeps anyway, so it has no state, no weights and nothing to do in prefill.
 Source: prompt lookup decoding (A. Saxena, 2023), here on the device. A slot drafts once a step of its own has
@@ -18,7 +18,7 @@ __all__ = ["NgramSpeculator"]
 
 @dataclass(frozen=True)
 class NgramSpeculator(Speculator):
-    """Drafts by the longest ending of the text, of min_match to max_match tokens, that stands in it before."""
+    """Drafts by the longest suffix of the text, of min_match to max_match tokens, that stands in it before."""
 
     method: ClassVar[str] = "ngram"
     min_match: int

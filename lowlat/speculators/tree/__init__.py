@@ -1,1 +1,4 @@
-"""Speculation trees: choices read from files, topology with paths and masks, and plans for other trees."""
+"""Speculation trees: choices read from files, topology with paths and masks, and plans for other trees.
+
+It knows no speculator.
+"""

@@ -1,1 +1,1 @@
-"""Comparison, stage by stage, of what lowlat computes with another implementation."""
+"""Comparison, stage by stage, of lowlat's values with another implementation's. It knows no command."""

@@ -1,7 +1,7 @@
-"""The EAGLE3 head in plain torch, for comparison alone: no kernel, no cache, no program.
+"""The EAGLE3 draft model in plain torch, for comparison alone: no kernel, no cache, no program.
 
 It reads the checkpoint's own tensors and computes the whole sequence afresh at each call, from the equations of
-EAGLE-3 (arXiv 2503.01840, section 3) and the head's flags. It shares with the runtime what the head's config means,
+EAGLE-3 (arXiv 2503.01840, section 3) and the draft model's flags. It shares with the runtime the reading of the config,
 and the RoPE tables.
 """
 
@@ -24,7 +24,7 @@ EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 class PlainDraftModel:
     """One head over one target, in one dtype, on the CPU.
 
-    tensors  the head's tensors by normalised name, and what it borrows of the target
+    tensors  the draft model's tensors by normalised name, and what it borrows of the target
     """
 
     def __init__(self, config: DraftConfig, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -35,7 +35,7 @@ class PlainDraftModel:
 
     @classmethod
     def load(cls, config: DraftConfig, head: str | Path, target: str | Path, dtype: torch.dtype) -> "PlainDraftModel":
-        """Read the head's tensors, and the target's embedding and LM head where it has none of its own."""
+        """Read the draft model's tensors, and the target's embedding and LM head where it has none of its own."""
         stored = open_draft_model(Path(head))
         names = {name: normalised for normalised, name in stored.stored.items() if normalised != "t2d"}
         tensors = {names[entry.name]: tensor for entry, tensor in stored.checkpoint.read(list(names))}
@@ -51,7 +51,7 @@ class PlainDraftModel:
         return cls(config, floats)
 
     def fc(self, captured: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Captured residual streams, each [n, Ht] -> the head's features [n, H]."""
+        """Captured residual streams, each [n, Ht] -> the draft model's features [n, H]."""
         if self.config.fc_norm:
             captured = [self._norm(x, f"fc_norm.{k}") for k, x in enumerate(captured)]
         joined = torch.cat(list(captured), dim=-1)

@@ -1,4 +1,4 @@
-"""The other implementation of a comparison: transformers for the target, plain torch for the head.
+"""The other implementation of a comparison: transformers for the target, plain torch for the draft model.
 
 transformers is optional: it is imported when it is asked for, and its absence is a ConfigError that says how to get
 it. It runs the recorded tokens in one pass without a cache, on the CPU.
@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from lowlat.checkpoint.formats import STORED_FORMATS, StoredFormat
 from lowlat.errors import ConfigError
-from lowlat.formats import STORED_FORMATS, StoredFormat
 from lowlat.models.target import read_model_config
 from lowlat.speculators.eagle3.config import read_draft_config
 from lowlat.tools.compare.draft_model import PlainDraftModel
@@ -24,7 +24,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def expected_recording(
     found: Recording, target: str | Path, head: str | Path | None, dtype: str = "float32"
 ) -> Recording:
-    """What the stages of a recording should be, for the same tokens and drafts.
+    """The expected values of a recording's stages, for the same tokens and drafts.
 
     dtype is "auto", "float32" or "bfloat16", as in the recording. Raises ConfigError without transformers, or where
     it cannot load the target.
@@ -86,7 +86,7 @@ def _target_stages(found: Recording, target: Path, dtype: torch.dtype, stored: S
 def _head_stages(
     found: Recording, plain: PlainDraftModel, target: dict[str, torch.Tensor], dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """The head over the other implementation's own residual streams."""
+    """The draft model over the other implementation's own residual streams."""
     captured = [target[f"target.residual.{boundary}"].to(dtype) for boundary in plain.config.capture_boundaries]
     features = plain.fc(captured)
     rows: dict[str, list[torch.Tensor]] = {}

@@ -1,7 +1,7 @@
 """Stage by stage against another implementation: what lowlat computed, how far it lies from what was expected.
 
 A recording holds the tokens of one greedy request and every stage's rows: the residual streams of all tokens,
-the final norm and the logits of the decoded ones, and for each step with drafts the head's stages. It is taken
+the final norm and the logits of the decoded ones, and for each step with drafts the draft model's stages. It is taken
 from a real runtime by a hook, so it says what decoding did. This module knows no other implementation.
 """
 

@@ -60,7 +60,7 @@ def _count(path: Path, pieces: Iterable[list[int]], vocab_size: int) -> TokenCou
         found = torch.tensor(ids, dtype=torch.int64)
         if found.numel() and not 0 <= int(found.min()) <= int(found.max()) < vocab_size:
             wrong = int(found.min()) if int(found.min()) < 0 else int(found.max())
-            raise ConfigError(f"{path}: token id {wrong} is not from 0 to {vocab_size - 1}, the head's vocabulary")
+            raise ConfigError(f"{path}: token id {wrong} is not from 0 to {vocab_size - 1}, the vocabulary")
         parts[place % HELD_OUT_EVERY == HELD_OUT_EVERY - 1] += torch.bincount(found, minlength=vocab_size)
     if not int(parts[0].sum()):
         raise ConfigError(f"{path}: there are no tokens in it")

@@ -33,7 +33,7 @@ MAX_COPIED_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class Shrunk:
-    """What was made: draft ids before and after, as target ids ascending, and the bytes of all tensors."""
+    """The result of shrinking: draft ids before and after, as target ids ascending, and the bytes of all tensors."""
 
     directory: Path
     old_ids: torch.Tensor
@@ -45,7 +45,7 @@ class Shrunk:
 
 
 def head_vocabulary(directory: str | Path, target: str | Path | None = None) -> int:
-    """The size of a head's target vocabulary, from its config; from its target's where one is given.
+    """The size of a draft model's target vocabulary, from its config; from its target's where one is given.
 
     Raises ConfigError.
     """
@@ -69,25 +69,26 @@ def shrink_draft_model(
     keep: Collection[int] = (),
     target: str | Path | None = None,
 ) -> Shrunk:
-    """Write a head that drafts the `draft_vocab` ids that occur most, of those that it drafts already.
+    """Write a draft model that drafts the `draft_vocab` ids that occur most, of those that it drafts already.
 
     counts  [V] int64, occurrences by target id; ties go to the lower id
     keep    ids that stay whatever their count
-    target  the target's directory; needed where the head uses the target's LM head
+    target  the target's directory; needed where the draft model uses the target's LM head
     The new directory must not be there, or be empty; it appears whole or not at all. Raises ConfigError.
     """
     directory, out = Path(directory), Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out}: is there already and not empty; a head is written to a new directory")
+        raise ConfigError(f"{out}: is there already and not empty; a draft model is written to a new directory")
     tensors = open_draft_model(directory)
     model = None if target is None else read_model_config(target)
     if model is not None:
-        load_draft_model(directory, model)  # refuses a head that does not fit
+        load_draft_model(directory, model)  # refuses a draft model that does not fit
     vocab = head_vocabulary(directory, target)
     lm_head = _lm_head(tensors, vocab, None if target is None else Path(target), model)
     old_ids = read_draft_map(tensors, lm_head.shape[0], vocab).long()
     if not 1 <= draft_vocab < len(old_ids):
-        raise ConfigError(f"draft_vocab must be from 1 to {len(old_ids) - 1}, below the head's own, got {draft_vocab}")
+        limit = len(old_ids) - 1
+        raise ConfigError(f"draft_vocab must be from 1 to {limit}, below the draft model's own, got {draft_vocab}")
     rows, missing = _chosen_rows(old_ids, counts, draft_vocab, keep)
     stored = {entry.name: tensor for entry, tensor in tensors.checkpoint.read(list(tensors.checkpoint.entries))}
     old_bytes = sum(tensor.nbytes for tensor in stored.values())
@@ -108,7 +109,7 @@ def _name(tensors: DraftTensors, name: str) -> str:
 
 
 def _lm_head(tensors: DraftTensors, vocab: int, target: Path | None, model: ModelConfig | None) -> torch.Tensor:
-    """The head's LM head, [Vd, H], or the target's, [V, H]."""
+    """The draft model's LM head, [Vd, H], or the target's, [V, H]."""
     if "lm_head.weight" in tensors:
         entry = tensors.entry("lm_head.weight", 2)
         if entry.dtype not in ("BF16", "F16", "F32") or not 1 <= entry.shape[0] <= vocab:
@@ -119,7 +120,7 @@ def _lm_head(tensors: DraftTensors, vocab: int, target: Path | None, model: Mode
         checkpoint, name = tensors.checkpoint, entry.name
     elif target is None or model is None:
         raise ConfigError(
-            f"{tensors.checkpoint.directory}: the head has no lm_head.weight of its own and uses its target's: "
+            f"{tensors.checkpoint.directory}: the draft model has no lm_head.weight of its own and uses its target's: "
             f"give the target (--target DIR)"
         )
     else:
@@ -171,7 +172,7 @@ def _write(
 
 
 def _config(config: dict[str, Any], draft_vocab: int) -> dict[str, Any]:
-    """The config with the new size; a head that has an LM head of its own is tied to nothing any more."""
+    """The config with the new size; a draft model that has an LM head of its own is tied to nothing any more."""
     changed = {**config, "draft_vocab_size": draft_vocab}
     nested = changed.get("transformer_layer_config")
     if isinstance(nested, dict):

@@ -1,1 +1,1 @@
-"""Profiles of a decode step on a card: recording, times by stage and kernel, the memory wall, traces."""
+"""Profiles of a decode step on a card: recording, times, the memory wall, traces. It knows no command."""

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from lowlat.errors import ConfigError, LowlatError
+from lowlat.executors.devices import DeviceChoice, choose_device
 from lowlat.graphs import Bucket
-from lowlat.host.devices import DeviceChoice, choose_device
 from lowlat.host.runtime import Runtime
 from lowlat.kernels.moe.packing import bytes_an_expert
 from lowlat.options.request import SamplingParams
@@ -70,7 +70,7 @@ class Room:
 
 @dataclass(frozen=True)
 class Profile:
-    """What was recorded, and under which conditions.
+    """A recording, with its conditions.
 
     contexts  tokens of each request, in order of submission, at the first recorded step
     host_us   a step by the host's clock, without the profiler: the median of as many steps
@@ -103,7 +103,7 @@ def choose_card(device: str, executor: str) -> DeviceChoice:
 
 
 def card_wall(device: torch.device) -> float:
-    """What the card's memory delivers, GB/s; the memory that it takes to measure it is given back."""
+    """The card's memory bandwidth, GB/s; the memory that it takes to measure it is given back."""
     with torch.cuda.stream(torch.cuda.Stream(device)):
         wall = measure_wall(device)
     torch.cuda.empty_cache()
@@ -295,5 +295,5 @@ def moved_bytes(
 
 
 def card_name(device: torch.device) -> str:
-    """What the card is called."""
+    """The card's name."""
     return str(torch.cuda.get_device_name(device))

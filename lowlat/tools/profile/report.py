@@ -1,4 +1,4 @@
-"""What a profile says: recorded steps summed up by stage and by kernel, beside the bytes that must move.
+"""The report of a profile: recorded steps summed up by stage and by kernel, beside the bytes that must move.
 
 All times are means over the recorded steps, so that stages add up to the step. It knows no device.
 """

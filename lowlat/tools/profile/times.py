@@ -1,4 +1,4 @@
-"""Whose time is whose: from the starts and ends of recorded kernels to the time of every call, stage and step.
+"""The time of every call, stage and step, from the starts and ends of recorded kernels.
 
 Kernels overlap: a dependent launch starts early and waits for the one before it, so durations do not add up. A call's
 time is by how much it moves on the latest end so far; the calls' times of a step add up to the step. What a call waits

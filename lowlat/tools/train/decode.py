@@ -1,4 +1,4 @@
-"""Batched text from a dense target in plain torch: a static cache, a few matrix products a layer.
+"""Batched text from a dense target in plain torch: a static cache, a few GEMMs a layer.
 
 For writing training data by the ten million tokens; transformers' own loop is several times slower at such batch
 sizes. It uses the model's modules, so weights and norms are the target's; attention is written out.

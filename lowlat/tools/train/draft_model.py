@@ -1,4 +1,4 @@
-"""Train an EAGLE3 head for a local Hugging Face target (llama, qwen2, qwen3, mistral, gpt_oss and others of that make).
+"""Train an EAGLE3 draft model for a local Hugging Face target (llama, qwen2, qwen3, mistral, gpt_oss and the like).
 
     python -m lowlat.tools.train.draft_model --target DIR --text FILE --out DIR [--prompts FILE] [--draft-vocab N]
         [--minutes 4]
@@ -8,7 +8,7 @@ questions of `--prompts` under its chat template, greedy and at `--temperature`.
 the target's distribution at each of `--ttt-steps` simulated draft steps (training-time test), later steps
 weighing less. Tokens outside the draft vocabulary keep their share of the probability and are not learned.
 
-The head starts from the target: its LM head, its final norm, its last layer where shapes agree, and an fc that
+The draft model starts from the target: its LM head, its final norm, its last layer where shapes agree, and an fc that
 passes the highest feature through. Learning is driven by elapsed time or `--steps`; the rate ends at zero.
 """
 
@@ -47,7 +47,7 @@ def boundaries_of(num_layers: int) -> tuple[int, int, int]:
 
 
 def draft_sizes(teacher: Teacher, *, draft_vocabulary: int, ffn: int | None = None) -> DraftSizes:
-    """Return the sizes of a head that fits a target: the target's own attention geometry, one layer."""
+    """Return the sizes of a draft model that fits a target: the target's own attention geometry, one layer."""
     config = teacher.model.config
     rope = getattr(config, "rope_parameters", None) or {}
     theta = rope.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0
@@ -108,7 +108,7 @@ def _written(teacher: Teacher, text: Any, arguments: argparse.Namespace) -> tupl
 
 @torch.no_grad()
 def build_draft_model(teacher: Teacher, sizes: DraftSizes, draft_ids: Tensor) -> Eagle3DraftModel:
-    """Return a head that starts from the target's weights, fp32."""
+    """Return a draft model that starts from the target's weights, fp32."""
     head = Eagle3DraftModel(sizes, draft_ids)
     model = teacher.model
     head.lm_head.weight.copy_(model.get_output_embeddings().weight[draft_ids.to(teacher.device)].float())
@@ -142,7 +142,7 @@ def draft_loss(
     decay: float,
     sharpness: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return the weighted loss over draft steps and the share of rows whose draft is the target's choice, by step.
+    """Return the weighted loss over draft steps and the share of rows whose draft is the target's argmax, by step.
 
     tokens     [rows, length + 1] int64
     keep       [rows, length + 1] bool   the tokens worth predicting (not the prompt, not padding)
@@ -215,7 +215,7 @@ def train_draft_model(
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train an EAGLE3 head for a local Hugging Face target.")
+    parser = argparse.ArgumentParser(description="Train an EAGLE3 draft model for a local Hugging Face target.")
     parser.add_argument("--target", required=True, help="Hugging Face directory of the target")
     parser.add_argument("--text", required=True, help="documents separated by <|endoftext|> lines; .xz is read too")
     parser.add_argument("--prompts", help="questions for the chat template: JSON, or one a line")
@@ -223,8 +223,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--written", help="file of rows the target wrote: read if it exists, else made")
     parser.add_argument("--imagined", type=int, default=0, help="questions that a chat target makes up itself")
     parser.add_argument("--eval-prompts", help="held-out prompts, JSON by domain; measured at the end")
-    parser.add_argument("--draft-vocab", type=int, default=0, help="ids the head can propose; 0: the target's all")
-    parser.add_argument("--ffn", type=int, help="the head's FFN width; the target's own by default")
+    parser.add_argument("--draft-vocab", type=int, default=0, help="ids that can be drafted; 0: the target's all")
+    parser.add_argument("--ffn", type=int, help="the draft model's FFN width; the target's own by default")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, default=0, help="optimizer steps; 0: train for --minutes")
     parser.add_argument("--minutes", type=float, default=4.0)
@@ -264,7 +264,7 @@ def main() -> None:
     if not arguments.out:
         return
     head = build_draft_model(teacher, sizes, draft_ids)
-    print(f"{sum(p.numel() for p in head.parameters())} parameters in the head", flush=True)
+    print(f"{sum(p.numel() for p in head.parameters())} parameters in the draft model", flush=True)
     batches = mix_batches(
         text,
         written,

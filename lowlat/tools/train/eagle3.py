@@ -1,6 +1,6 @@
-"""The EAGLE3 head as a torch module for training, with several draft steps simulated in parallel.
+"""The EAGLE3 draft model as a torch module for training, with several draft steps simulated in parallel.
 
-Row j of a head belongs to the feature of position j and takes the token after it, x[j + 1]; it predicts x[j + 2].
+Row j belongs to the feature of position j and takes the token after it, x[j + 1]; it predicts x[j + 2].
 In step 0 every row has the target's true features. In step k row j stands for a draft that left the true features
 behind at row j - k: its hidden input is what step k - 1 gave at row j - 1, and it attends to the step 0 rows up to
 j - k and, for i = 1..k, to row j - k + i of step i. Nothing here knows about caches or generation.
@@ -24,7 +24,7 @@ __all__ = ["DraftSizes", "Eagle3DraftModel", "load_draft_model", "save_draft_mod
 
 @dataclass(frozen=True)
 class DraftSizes:
-    """Sizes of a head; `boundaries` are the target's residual streams entering those layers."""
+    """Sizes of a draft model; `boundaries` are the target's residual streams entering those layers."""
 
     hidden: int
     target_hidden: int
@@ -229,7 +229,7 @@ def save_draft_model(head: Eagle3DraftModel, directory: str | Path) -> None:
 
 
 def load_draft_model(directory: str | Path) -> Eagle3DraftModel:
-    """Read a head that `save_draft_model` wrote; fp32, on the CPU."""
+    """Read a draft model that `save_draft_model` wrote; fp32, on the CPU."""
     directory = Path(directory)
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     tensors = load_file(directory / "model.safetensors")

@@ -1,11 +1,11 @@
-"""Measure the acceptance of an EAGLE3 head, without the runtime.
+"""Measure the acceptance of an EAGLE3 draft model, without the runtime.
 
     python -m lowlat.tools.train.evaluate --target DIR --head DIR --prompts FILE [--chat] [--spec-tokens 3]
 
 The target writes a continuation of each prompt, greedy and at a temperature. Acceptance is then a fact about the
 finished text: a cycle that starts at a position drafts S tokens from the true features before it, and a draft is
 accepted when it equals the text (for sampling this is sample-and-match: the text is what the target drew). All
-positions are drafted in one parallel pass; the cycles are walked over the result. A chain draft is the head's
+positions are drafted in one parallel pass; the cycles are walked over the result. A chain draft is the draft model's
 argmax, so that a cycle's fed-back tokens equal the text as long as it still counts.
 
 Reported by domain, and again without the texts that loop, since loops are easy to draft.
@@ -158,9 +158,9 @@ def print_table(result: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure the acceptance of an EAGLE3 head.")
+    parser = argparse.ArgumentParser(description="Measure the acceptance of an EAGLE3 draft model.")
     parser.add_argument("--target", required=True, help="Hugging Face directory of the target")
-    parser.add_argument("--head", required=True, help="directory of the head")
+    parser.add_argument("--head", required=True, help="directory of the draft model")
     parser.add_argument("--prompts", required=True, help="JSON by domain, JSON list, or one prompt a line")
     parser.add_argument("--chat", action="store_true", help="put prompts under the target's chat template")
     parser.add_argument("--spec-tokens", type=int, default=3)

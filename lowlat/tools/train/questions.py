@@ -1,9 +1,9 @@
-"""Questions for a chat target to answer, made from a text: what a head for that target is trained on.
+"""Questions for a chat target to answer, made from a text: what a draft model for that target is trained on.
 
     python -m lowlat.tools.train.questions --text FILE --out FILE.json [--count 40000] [--exclude FILE.json]
 
 Words, places, functions, titles and passages found in the training documents are put into hand-written forms. The
-questions need not be good ones: the head learns the target's own answers, whatever they are.
+questions need not be good ones: the draft model learns the target's own answers, whatever they are.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Rows that a head is trained on: written by the target itself, and text.
+"""Rows that a draft model is trained on: written by the target itself, and text.
 
 A row is up to `length` + 1 token ids with a mask of the tokens worth predicting; prompts and padding are not.
 Knows nothing about heads.
@@ -83,7 +83,7 @@ def write_rows(
 
 
 def save_rows(rows: Rows, path: str | Path) -> None:
-    """Keep written rows for another run; ids travel as int32."""
+    """Keep written rows for another run; ids are int32."""
     save_file({"tokens": rows[0].int().contiguous(), "keep": rows[1].contiguous()}, path)
 
 

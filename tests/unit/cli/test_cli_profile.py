@@ -11,7 +11,7 @@ from profiling_cases import CPU, cover, record_of
 from lowlat import Runtime
 from lowlat.cli import running
 from lowlat.cli.options import bundled
-from lowlat.host.devices import DeviceChoice
+from lowlat.executors.devices import DeviceChoice
 from lowlat.tools.profile import recording as profiling
 
 SMALL = ("profile", "--context", 20, "--steps", 2)
@@ -41,7 +41,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def test_without_a_card_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lowlat.host.devices.nvidia_card_present", lambda: False)
+    monkeypatch.setattr("lowlat.executors.devices.nvidia_card_present", lambda: False)
     assert "lowlat profile needs an NVIDIA card, and there is none to use: no NVIDIA card" in refusal("profile")
     assert "lowlat profile needs an NVIDIA card" in refusal("profile", "--device", "cpu", "--executor", "eager")
 

@@ -65,7 +65,7 @@ def _refuse_kernels(executor: str, why: str) -> None:
 def leave_a_core() -> int:
     """Set this process's torch threads to one fewer than its cores, at least one; return their number.
 
-    The reference executor's products are small, and a product on all cores waits for the slowest thread: beside one
+    The reference executor's GEMMs are small, and a GEMM on all cores waits for the slowest thread: beside one
     busy process decoding was seen to fall from 66 to 5 tokens a second on two cores. OMP_NUM_THREADS takes precedence.
     """
     if "OMP_NUM_THREADS" not in os.environ:

@@ -10,13 +10,13 @@ from functools import partial
 import torch
 
 from lowlat.checkpoint.fields import Fields
+from lowlat.checkpoint.formats.base import Matrices, StoredFormat
+from lowlat.checkpoint.formats.bf16 import STORED_BF16
+from lowlat.checkpoint.formats.mxfp4 import STORED_MXFP4
 from lowlat.checkpoint.recipes import Recipe
 from lowlat.checkpoint.stored import Group, Weights
 from lowlat.checkpoint.tensors import TensorEntry
 from lowlat.errors import ConfigError
-from lowlat.formats.base import Matrices, StoredFormat
-from lowlat.formats.bf16 import STORED_BF16
-from lowlat.formats.mxfp4 import STORED_MXFP4
 
 __all__ = ["STORED_FORMATS", "Matrices", "StoredFormat", "check_widths", "part_groups", "read_format"]
 

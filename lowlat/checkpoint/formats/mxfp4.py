@@ -8,9 +8,9 @@ from collections.abc import Mapping
 import torch
 
 from lowlat.checkpoint.fields import Fields
+from lowlat.checkpoint.formats.base import Matrices, StoredFormat
 from lowlat.checkpoint.recipes import Arrange, Piece, Recipe
 from lowlat.errors import ConfigError
-from lowlat.formats.base import Matrices, StoredFormat
 from lowlat.kernels.formats import MXFP4
 
 __all__ = ["STORED_MXFP4", "normalise_scales"]

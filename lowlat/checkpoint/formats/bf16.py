@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 import torch
 
+from lowlat.checkpoint.formats.base import Matrices, StoredFormat
 from lowlat.checkpoint.recipes import Arrange, Piece, Recipe
-from lowlat.formats.base import Matrices, StoredFormat
 from lowlat.kernels.formats import BF16
 
 __all__ = ["STORED_BF16"]
