@@ -1,4 +1,4 @@
-"""Every example of a kernel, compiled once for all capabilities, with its PTX; tests share them.
+"""Every example of a kernel, compiled once for a stage's capabilities, with its PTX; tests share them.
 
 Most of a compilation is Numba's, which ends with code that is the same for every capability: so a function is taken
 that far once, and from there for each capability; what comes of it differs in the names of symbols alone. Kernels are
@@ -21,13 +21,14 @@ from lowlat.kernels.toolchain.compiler import CompiledKernel, compile_kernel
 from lowlat.kernels.toolchain.kernel import Kernel
 from lowlat.kernels.toolchain.numba_cuda import compile_ptx, fork_compiler
 
-__all__ = ["EXAMPLES", "Compiled", "lowered_once"]
+__all__ = ["EXAMPLES", "FIRST_STAGE", "Compiled", "lowered_once"]
 
 Capability = tuple[int, int]
 EXAMPLES = {
     **{capability: list(examples(card)) for capability, card in CARDS.items()},
     **{capability: list(first_examples(card)) for capability, card in MINOR_CARDS.items()},
 }
+FIRST_STAGE = ((8, 0), (9, 0))  # what other capabilities get is left to the second stage
 
 
 @contextmanager
@@ -47,8 +48,13 @@ def lowered_once() -> Iterator[None]:
         yield
 
 
+def _examples(first: bool) -> Iterator[tuple[Capability, list[tuple[str, Kernel]]]]:
+    """The examples of one stage's capabilities."""
+    return ((capability, made) for capability, made in EXAMPLES.items() if (capability in FIRST_STAGE) == first)
+
+
 class Compiled:
-    """Examples, compiled at first use in as many processes as there are cores.
+    """Examples, compiled a stage at a time at first use in as many processes as there are cores.
 
     directory   may be shared with other workers: whoever comes first compiles for all
     """
@@ -59,23 +65,24 @@ class Compiled:
 
     def of(self, capability: Capability, kernel: Kernel) -> tuple[CompiledKernel, str]:
         """A kernel and its PTX."""
-        if not self._made:
-            self._compile()
+        if capability not in self._made:
+            self._compile(capability in FIRST_STAGE)
         return self._made[capability][kernel.name]
 
-    def _compile(self) -> None:
+    def _compile(self, first: bool) -> None:
         self._directory.mkdir(exist_ok=True)
+        done = self._directory / f"done-{first}"
         with (self._directory / "lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not (self._directory / "done").exists():
-                self._compile_all()
-                (self._directory / "done").touch()
-        for capability, made in EXAMPLES.items():
+            if not done.exists():
+                self._compile_all(first)
+                done.touch()
+        for capability, made in _examples(first):
             self._made[capability] = {kernel.name: self._of(capability, kernel) for _, kernel in made}
 
-    def _compile_all(self) -> None:
+    def _compile_all(self, first: bool) -> None:
         modules: dict[str, list[tuple[Capability, Kernel]]] = {}
-        for capability, made in EXAMPLES.items():
+        for capability, made in _examples(first):
             for module, kernel in made:
                 modules.setdefault(module, []).append((capability, kernel))
         # those with most functions first: a long one at the end would have one process wait for another
@@ -88,7 +95,7 @@ class Compiled:
                 try:
                     with lowered_once():
                         for module, kernels in longest_first:
-                            if self._claim(module):
+                            if self._claim(f"{module}-{first}"):
                                 for capability, kernel in kernels:
                                     self._of(capability, kernel)
                     status = 0
@@ -98,9 +105,9 @@ class Compiled:
         for child in children:
             os.waitpid(child, 0)  # one that failed leaves its kernels to `_of`, which then tells why
 
-    def _claim(self, module: str) -> bool:
+    def _claim(self, name: str) -> bool:
         try:
-            os.close(os.open(self._directory / f"{module}.claimed", os.O_CREAT | os.O_EXCL))
+            os.close(os.open(self._directory / f"{name}.claimed", os.O_CREAT | os.O_EXCL))
         except FileExistsError:
             return False
         return True

@@ -109,7 +109,11 @@ class ReferenceExecutor:
         """The same operations with decode's products packed, as far as PACKED_BYTES go."""
         for op, _, arguments in bound:
             weight = arguments.get("weight")
-            if op.kind != "linear" or op.params.get("row_block", ROW_BLOCK) != ROW_BLOCK or not isinstance(weight, torch.Tensor):
+            if (
+                op.kind != "linear"
+                or op.params.get("row_block", ROW_BLOCK) != ROW_BLOCK
+                or not isinstance(weight, torch.Tensor)
+            ):
                 continue
             name = op.weights["weight"]
             if name not in self._packs:
