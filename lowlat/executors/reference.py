@@ -108,7 +108,6 @@ class ReferenceExecutor:
     def _packed(self, bound: tuple[Bound, ...]) -> tuple[Bound, ...]:
         """The same operations with decode's products packed, as far as PACKED_BYTES go."""
         for op, _, arguments in bound:
-            weight = arguments.get("weight")
             if (
                 op.kind != "linear"
                 or op.params.get("row_block", ROW_BLOCK) != ROW_BLOCK

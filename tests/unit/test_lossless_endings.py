@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from recording import check_invariants, run_all, run_one
-from tiny_models import DISTINCT_FAMILIES, PairPaths, make_pair
+from tiny_models import DISTINCT_FAMILIES, STAGED_FAMILIES, PairPaths, make_pair
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.errors import RequestError

@@ -26,8 +26,8 @@ class PackedWeight:
     def __init__(self, weight: torch.Tensor, part: int) -> None:
         self.shape = weight.shape
         self._parts = [
-            (start, torch.ops.mkldnn._reorder_linear_weight(columns.contiguous(), FEWEST_ROWS))
-            for start, columns in zip(range(0, weight.shape[1], part), weight.split(part, dim=1), strict=True)
+            torch.ops.mkldnn._reorder_linear_weight(columns.contiguous(), FEWEST_ROWS)
+            for columns in weight.split(part, dim=1)
         ]
         self._width = part
 
@@ -38,14 +38,10 @@ class PackedWeight:
         if rows < FEWEST_ROWS:
             x = torch.cat((x, x.new_zeros(FEWEST_ROWS - rows, x.shape[1])))
         linear = torch.ops.mkldnn._linear_pointwise
-        out = None
-        for start, packed in self._parts:
-            part = x[:, start : start + self._width]
-            if out is None:
-                out = linear(part, packed, None, "none", [], "")
-            else:
-                out = linear.binary(part, out, packed, None, "add")
-        assert out is not None
+        out: torch.Tensor = linear(x[:, : self._width], self._parts[0], None, "none", [], "")
+        for index, packed in enumerate(self._parts[1:], 1):
+            start = index * self._width
+            out = linear.binary(x[:, start : start + self._width], out, packed, None, "add")
         return out[:rows]
 
     def agrees(self, weight: torch.Tensor) -> bool:

@@ -125,7 +125,7 @@ def test_whoever_waits_for_another_block_gives_up_some_time(capability: tuple[in
         if "ld.acquire.gpu" in ptx or "ld.relaxed.gpu" in ptx:
             assert "trap;" in ptx, f"{capability}: {kernel.name}"
             waiting.add(family(kernel))
-    assert len(waiting) >= 3  # the mixture, top-k routing, the sampler
+    assert capability in MINOR_CARDS or len(waiting) >= 3  # the mixture, top-k routing, the sampler
 
 
 def test_streams_are_read_past_the_first_cache(compiled: Compiled) -> None:
