@@ -108,13 +108,10 @@ class ReferenceExecutor:
     def _packed(self, bound: tuple[Bound, ...]) -> tuple[Bound, ...]:
         """The same operations with decode's products packed, as far as PACKED_BYTES go."""
         for op, _, arguments in bound:
-            if (
-                op.kind != "linear"
-                or op.params.get("row_block", ROW_BLOCK) != ROW_BLOCK
-                or not isinstance(weight, torch.Tensor)
-            ):
+            if op.kind != "linear" or op.params.get("row_block", ROW_BLOCK) != ROW_BLOCK:
                 continue
             name = op.weights["weight"]
+            weight = self._weights[name]
             if name not in self._packs:
                 room = self._packed_bytes + weight.nbytes <= PACKED_BYTES
                 self._packs[name] = pack(weight) if room else None
