@@ -1,4 +1,4 @@
-"""Every example of a kernel, compiled once for a stage's capabilities, with its PTX; tests share them.
+"""Every example of a kernel, compiled once for a stage, with its PTX; tests share them.
 
 Most of a compilation is Numba's, which ends with code that is the same for every capability: so a function is taken
 that far once, and from there for each capability; what comes of it differs in the names of symbols alone. Kernels are
@@ -7,7 +7,7 @@ shared out between processes by the module that made them, and each process comp
 
 import fcntl
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,17 +18,18 @@ from numba.cuda import compiler as numba_compiler
 
 from lowlat.kernels.toolchain import compiler
 from lowlat.kernels.toolchain.compiler import CompiledKernel, compile_kernel
-from lowlat.kernels.toolchain.kernel import Kernel
+from lowlat.kernels.toolchain.kernel import H200, Kernel
 from lowlat.kernels.toolchain.numba_cuda import compile_ptx, fork_compiler
 
-__all__ = ["EXAMPLES", "FIRST_STAGE", "Compiled", "lowered_once"]
+__all__ = ["EXAMPLES", "FIRST_STAGE", "Compiled", "lowered_once", "staged", "staged_cases"]
 
 Capability = tuple[int, int]
 EXAMPLES = {
     **{capability: list(examples(card)) for capability, card in CARDS.items()},
     **{capability: list(first_examples(card)) for capability, card in MINOR_CARDS.items()},
 }
-FIRST_STAGE = ((8, 0), (9, 0))  # what other capabilities get is left to the second stage
+# One of each kind for the usual card; the other sizes and capabilities are left to the second stage.
+FIRST_STAGE = {(H200.capability, kernel.name) for _, kernel in first_examples(H200)}
 
 
 @contextmanager
@@ -48,9 +49,22 @@ def lowered_once() -> Iterator[None]:
         yield
 
 
-def _examples(first: bool) -> Iterator[tuple[Capability, list[tuple[str, Kernel]]]]:
-    """The examples of one stage's capabilities."""
-    return ((capability, made) for capability, made in EXAMPLES.items() if (capability in FIRST_STAGE) == first)
+def _examples(first: bool) -> Iterator[tuple[Capability, str, Kernel]]:
+    """The examples of one stage, each with its capability and module."""
+    for capability, made in EXAMPLES.items():
+        for module, kernel in made:
+            if ((capability, kernel.name) in FIRST_STAGE) == first:
+                yield capability, module, kernel
+
+
+def staged(capability: Capability, kernel: Kernel) -> Any:
+    """The marks of a test of one example."""
+    return () if (capability, kernel.name) in FIRST_STAGE else pytest.mark.second
+
+
+def staged_cases(kernels: Iterable[Kernel]) -> list[Any]:
+    """The usual card's kernels as parameters of a test, named, those of the second stage marked."""
+    return [pytest.param(each, id=each.name, marks=staged(H200.capability, each)) for each in kernels]
 
 
 class Compiled:
@@ -61,13 +75,14 @@ class Compiled:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._made: dict[Capability, dict[str, tuple[CompiledKernel, str]]] = {}
+        self._made: dict[tuple[Capability, str], tuple[CompiledKernel, str]] = {}
 
     def of(self, capability: Capability, kernel: Kernel) -> tuple[CompiledKernel, str]:
         """A kernel and its PTX."""
-        if capability not in self._made:
-            self._compile(capability in FIRST_STAGE)
-        return self._made[capability][kernel.name]
+        key = (capability, kernel.name)
+        if key not in self._made:
+            self._compile(key in FIRST_STAGE)
+        return self._made[key]
 
     def _compile(self, first: bool) -> None:
         self._directory.mkdir(exist_ok=True)
@@ -77,14 +92,13 @@ class Compiled:
             if not done.exists():
                 self._compile_all(first)
                 done.touch()
-        for capability, made in _examples(first):
-            self._made[capability] = {kernel.name: self._of(capability, kernel) for _, kernel in made}
+        for capability, _, kernel in _examples(first):
+            self._made[capability, kernel.name] = self._of(capability, kernel)
 
     def _compile_all(self, first: bool) -> None:
         modules: dict[str, list[tuple[Capability, Kernel]]] = {}
-        for capability, made in _examples(first):
-            for module, kernel in made:
-                modules.setdefault(module, []).append((capability, kernel))
+        for capability, module, kernel in _examples(first):
+            modules.setdefault(module, []).append((capability, kernel))
         # those with most functions first: a long one at the end would have one process wait for another
         longest_first = sorted(modules.items(), key=lambda item: -len({kernel.function for _, kernel in item[1]}))
         children = []

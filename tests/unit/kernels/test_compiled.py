@@ -7,7 +7,7 @@ from collections import defaultdict
 from typing import Any
 
 import pytest
-from compiled_examples import EXAMPLES, FIRST_STAGE, Compiled
+from compiled_examples import EXAMPLES, Compiled, staged
 from kernel_inventory import CARDS, MINOR_CARDS, factories, family, fingerprint, modules, offers_calls
 from mixture_cases import make_mixture, make_topk_routing
 
@@ -22,17 +22,12 @@ REGISTERS = 65536  # of a multiprocessor, of every capability from 8.0 on
 REGISTERS_A_THREAD = 255
 # of shared memory, by the system, beside what a block may have; for 9.0 the linker counts them as the kernel's
 RESERVED_BYTES = {HOPPER: 1024}
-LATER = {capability: () if capability in FIRST_STAGE else pytest.mark.second for capability in EXAMPLES}
-CAPABILITIES = [
-    pytest.param(each, id=f"{each[0]}.{each[1]}", marks=later)
-    for each, later in LATER.items()  # type: ignore[arg-type]
-]
 CASES = [
     pytest.param(
         capability,
         kernel,
         id=f"{capability[0]}.{capability[1]}-{kernel.name}",
-        marks=LATER[capability],  # type: ignore[arg-type]
+        marks=staged(capability, kernel),
     )
     for capability, made in EXAMPLES.items()
     for _, kernel in made
@@ -63,7 +58,8 @@ def test_a_kernel_fits_its_card(capability: tuple[int, int], kernel: Kernel, com
 
 
 @pytest.mark.parametrize("family_name", ["argmax", "norms"])
-@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.second
+@pytest.mark.parametrize("capability", EXAMPLES)
 def test_what_is_done_once_for_all_capabilities_is_what_each_would_get(
     capability: tuple[int, int], family_name: str, compiled: Compiled
 ) -> None:
@@ -108,6 +104,7 @@ def test_a_kernel_has_the_instructions_that_were_meant(
     assert any(each.startswith("call") for each in used) == (not kernel.linked), "a function that was not inlined"
 
 
+@pytest.mark.second
 def test_a_mixture_in_parts_of_one_step_finds_the_next_unit() -> None:
     """Where the assembler counts twice, if a unit's number is not `varying`: with bf16 weights, in such parts alone."""
     mixture, ranks = make_mixture(4, 2880, 2880, quantised=False), 4
@@ -116,7 +113,8 @@ def test_a_mixture_in_parts_of_one_step_finds_the_next_unit() -> None:
     assert compile_kernel(call.kernel, HOPPER).is_cubin  # checked when it is linked
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.second
+@pytest.mark.parametrize("capability", EXAMPLES)
 def test_whoever_waits_for_another_block_gives_up_some_time(capability: tuple[int, int], compiled: Compiled) -> None:
     """A launch that would spin for ever fails, so that the host hears of it and the process can end."""
     waiting = set()
@@ -128,6 +126,7 @@ def test_whoever_waits_for_another_block_gives_up_some_time(capability: tuple[in
     assert capability in MINOR_CARDS or len(waiting) >= 3  # the mixture, top-k routing, the sampler
 
 
+@pytest.mark.second
 def test_streams_are_read_past_the_first_cache(compiled: Compiled) -> None:
     for _, kernel in EXAMPLES[HOPPER]:
         if kernel.name.startswith("stream_read"):
@@ -135,6 +134,7 @@ def test_streams_are_read_past_the_first_cache(compiled: Compiled) -> None:
             assert "ld.global.nc.L1::no_allocate.L2::128B.v4.u32" in ptx
 
 
+@pytest.mark.second
 def test_a_mixture_lets_the_next_kernel_start_only_when_the_one_before_has_ended(compiled: Compiled) -> None:
     """In both kinds of its warps, and whether or not it began to read before."""
     kernels = [kernel for _, kernel in EXAMPLES[HOPPER] if kernel.name.startswith("experts_mlp")]
@@ -145,6 +145,7 @@ def test_a_mixture_lets_the_next_kernel_start_only_when_the_one_before_has_ended
         assert len(together) == ptx.count("griddepcontrol.launch_dependents;") == 2
 
 
+@pytest.mark.second
 def test_tensor_cores_of_a_warpgroup_have_their_registers_to_themselves(compiled: Compiled) -> None:
     """Nothing is loaded or moved there until they are awaited; the assembler waits no more often than it was told."""
     group, multiply = 0x9C5, 0xDF0  # to begin or await products of a warpgroup; one of them
