@@ -36,8 +36,8 @@ def linear(
         weight = weight.float()
     for start in range(0, x.shape[0], row_block):
         part = slice(start, start + row_block)
-        packed = isinstance(weight, PackedWeight)
-        out[part] = weight.product(x[part]) if packed else linear_block(x[part], weight, row_block)
+        rows = x[part]
+        out[part] = weight.product(rows) if isinstance(weight, PackedWeight) else linear_block(rows, weight, row_block)
     if bias is not None:
         check_shape("bias", bias, weight.shape[0])
         out += bias.float()
