@@ -1,4 +1,4 @@
-"""Every example of a kernel, compiled once for all capabilities, with its PTX; tests share them.
+"""Every example of a kernel, compiled once for a stage, with its PTX; tests share them.
 
 Most of a compilation is Numba's, which ends with code that is the same for every capability: so a function is taken
 that far once, and from there for each capability; what comes of it differs in the names of symbols alone. Kernels are
@@ -7,7 +7,7 @@ shared out between processes by the module that made them, and each process comp
 
 import fcntl
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,16 +18,18 @@ from numba.cuda import compiler as numba_compiler
 
 from lowlat.kernels.toolchain import compiler
 from lowlat.kernels.toolchain.compiler import CompiledKernel, compile_kernel
-from lowlat.kernels.toolchain.kernel import Kernel
+from lowlat.kernels.toolchain.kernel import H200, Kernel
 from lowlat.kernels.toolchain.numba_cuda import compile_ptx, fork_compiler
 
-__all__ = ["EXAMPLES", "Compiled", "lowered_once"]
+__all__ = ["EXAMPLES", "FIRST_STAGE", "Compiled", "lowered_once", "staged", "staged_cases"]
 
 Capability = tuple[int, int]
 EXAMPLES = {
     **{capability: list(examples(card)) for capability, card in CARDS.items()},
     **{capability: list(first_examples(card)) for capability, card in MINOR_CARDS.items()},
 }
+# One of each kind for the usual card; the other sizes and capabilities are left to the second stage.
+FIRST_STAGE = {(H200.capability, kernel.name) for _, kernel in first_examples(H200)}
 
 
 @contextmanager
@@ -47,37 +49,56 @@ def lowered_once() -> Iterator[None]:
         yield
 
 
+def _examples(first: bool) -> Iterator[tuple[Capability, str, Kernel]]:
+    """The examples of one stage, each with its capability and module."""
+    for capability, made in EXAMPLES.items():
+        for module, kernel in made:
+            if ((capability, kernel.name) in FIRST_STAGE) == first:
+                yield capability, module, kernel
+
+
+def staged(capability: Capability, kernel: Kernel) -> Any:
+    """The marks of a test of one example."""
+    return () if (capability, kernel.name) in FIRST_STAGE else pytest.mark.second
+
+
+def staged_cases(kernels: Iterable[Kernel]) -> list[Any]:
+    """The usual card's kernels as parameters of a test, named, those of the second stage marked."""
+    return [pytest.param(each, id=each.name, marks=staged(H200.capability, each)) for each in kernels]
+
+
 class Compiled:
-    """Examples, compiled at first use in as many processes as there are cores.
+    """Examples, compiled a stage at a time at first use in as many processes as there are cores.
 
     directory   may be shared with other workers: whoever comes first compiles for all
     """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._made: dict[Capability, dict[str, tuple[CompiledKernel, str]]] = {}
+        self._made: dict[tuple[Capability, str], tuple[CompiledKernel, str]] = {}
 
     def of(self, capability: Capability, kernel: Kernel) -> tuple[CompiledKernel, str]:
         """A kernel and its PTX."""
-        if not self._made:
-            self._compile()
-        return self._made[capability][kernel.name]
+        key = (capability, kernel.name)
+        if key not in self._made:
+            self._compile(key in FIRST_STAGE)
+        return self._made[key]
 
-    def _compile(self) -> None:
+    def _compile(self, first: bool) -> None:
         self._directory.mkdir(exist_ok=True)
+        done = self._directory / f"done-{first}"
         with (self._directory / "lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not (self._directory / "done").exists():
-                self._compile_all()
-                (self._directory / "done").touch()
-        for capability, made in EXAMPLES.items():
-            self._made[capability] = {kernel.name: self._of(capability, kernel) for _, kernel in made}
+            if not done.exists():
+                self._compile_all(first)
+                done.touch()
+        for capability, _, kernel in _examples(first):
+            self._made[capability, kernel.name] = self._of(capability, kernel)
 
-    def _compile_all(self) -> None:
+    def _compile_all(self, first: bool) -> None:
         modules: dict[str, list[tuple[Capability, Kernel]]] = {}
-        for capability, made in EXAMPLES.items():
-            for module, kernel in made:
-                modules.setdefault(module, []).append((capability, kernel))
+        for capability, module, kernel in _examples(first):
+            modules.setdefault(module, []).append((capability, kernel))
         # those with most functions first: a long one at the end would have one process wait for another
         longest_first = sorted(modules.items(), key=lambda item: -len({kernel.function for _, kernel in item[1]}))
         children = []
@@ -88,7 +109,7 @@ class Compiled:
                 try:
                     with lowered_once():
                         for module, kernels in longest_first:
-                            if self._claim(module):
+                            if self._claim(f"{module}-{first}"):
                                 for capability, kernel in kernels:
                                     self._of(capability, kernel)
                     status = 0
@@ -98,9 +119,9 @@ class Compiled:
         for child in children:
             os.waitpid(child, 0)  # one that failed leaves its kernels to `_of`, which then tells why
 
-    def _claim(self, module: str) -> bool:
+    def _claim(self, name: str) -> bool:
         try:
-            os.close(os.open(self._directory / f"{module}.claimed", os.O_CREAT | os.O_EXCL))
+            os.close(os.open(self._directory / f"{name}.claimed", os.O_CREAT | os.O_EXCL))
         except FileExistsError:
             return False
         return True

@@ -39,8 +39,12 @@ settings.load_profile("lowlat")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what this machine or this invocation cannot run, and say why."""
+    """Leave the second stage out unless it or one of its tests is named; skip what cannot run here, and say why."""
     selected = str(config.getoption("markexpr"))
+    if "second" not in selected and not any("::" in argument for argument in config.args):
+        second = [item for item in items if item.get_closest_marker("second") is not None]
+        items[:] = [item for item in items if item.get_closest_marker("second") is None]
+        config.hook.pytest_deselected(items=second)
     reasons = {}
     if not torch.cuda.is_available():
         reasons["gpu"] = "needs a CUDA device"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -29,6 +30,7 @@ from transformers.utils.logging import disable_progress_bar
 __all__ = [
     "DISTINCT_FAMILIES",
     "FAMILIES",
+    "STAGED_FAMILIES",
     "PairPaths",
     "copying_draft_model",
     "make_pair",
@@ -47,6 +49,8 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "gpt_oss": (GptOssConfig, GptOssForCausalLM),
 }
 DISTINCT_FAMILIES = ("llama", "qwen3", "gpt_oss")  # the others' programs differ from these by biases alone
+# the same as cases of a test: what lies between the plainest and the richest comes in the second stage
+STAGED_FAMILIES = ("llama", pytest.param("qwen3", marks=pytest.mark.second), "gpt_oss")
 COMMON: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 32,

@@ -21,10 +21,13 @@ from lowlat.executors.allocation import (
 )
 from lowlat.graphs import Bucket, BufferSet, Role
 from lowlat.kernels.reference import OPERATIONS
+from lowlat.kernels.reference.gemm.linear_block import ROW_BLOCK
+from lowlat.kernels.reference.gemm.packed import PackedWeight, pack
 from lowlat.program.program import Op, Program
 
 __all__ = ["ReferenceExecutor", "arguments_of", "bind", "meaning_of"]
 
+PACKED_BYTES = 4 << 30  # of the second copies of weights in which decode reads them on a CPU
 Bound = tuple[Op, Callable[..., None], dict[str, object]]
 
 
@@ -85,6 +88,8 @@ class ReferenceExecutor:
         every = (*programs.values(), *list(prefills.values())[-1:])
         self.state = BufferSet((spec for program in every for spec in program.specs(*STATE_ROLES)), device)
         self._constants = SharedConstants(device)
+        self._packs: dict[str, PackedWeight | None] = {}
+        self._packed_bytes = 0
         self._scratch: dict[Bucket, BufferSet] = {}
         self._bound: dict[Bucket, tuple[Bound, ...]] = {}
         self._hook: OpHook | None = None
@@ -98,7 +103,22 @@ class ReferenceExecutor:
         view = _View(self.state)
         view.update(own)
         view.update(first_rows(program, self.state))
-        return own, bind(program, view, self._weights)
+        return own, self._packed(bind(program, view, self._weights))
+
+    def _packed(self, bound: tuple[Bound, ...]) -> tuple[Bound, ...]:
+        """The same operations with decode's products packed, as far as PACKED_BYTES go."""
+        for op, _, arguments in bound:
+            if op.kind != "linear" or op.params.get("row_block", ROW_BLOCK) != ROW_BLOCK:
+                continue
+            name = op.weights["weight"]
+            weight = self._weights[name]
+            if name not in self._packs:
+                room = self._packed_bytes + weight.nbytes <= PACKED_BYTES
+                self._packs[name] = pack(weight) if room else None
+                self._packed_bytes += weight.nbytes if self._packs[name] is not None else 0
+            if (packed := self._packs[name]) is not None:
+                arguments["weight"] = packed
+        return bound
 
     @torch.inference_mode()
     def step(self, bucket: Bucket) -> None:
@@ -153,6 +173,7 @@ class ReferenceExecutor:
         self._scratch.clear()
         self._constants.clear()
         self._prefills.clear()
+        self._packs.clear()
         self._weights.clear()
         self.state.clear()
         release_cached_memory(self.device)

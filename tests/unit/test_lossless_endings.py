@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from recording import check_invariants, run_all, run_one
-from tiny_models import DISTINCT_FAMILIES, PairPaths, make_pair
+from tiny_models import DISTINCT_FAMILIES, STAGED_FAMILIES, PairPaths, make_pair
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.errors import RequestError
@@ -169,7 +169,7 @@ def poison(runtime: Runtime, name: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("tree", [None, TREE])
-@pytest.mark.parametrize("family", DISTINCT_FAMILIES)
+@pytest.mark.parametrize("family", STAGED_FAMILIES)
 def test_nan_fails_its_request_alone(family: str, tree: Any, pairs: dict[str, PairPaths]) -> None:
     prompts = [prompt_of(length, seed=length) for length in (6, 17, 21)]
     sampling = SamplingParams(max_tokens=30, temperature=1.0, seed=4)

@@ -1,56 +1,13 @@
-"""Products with float32 accumulation in which a row's bits depend on the row and the weight alone.
-
-Matrix libraries choose another kernel, and so another order of accumulation, for another number of rows, and for
-narrow weights even for another place of the row. Measured with MKL in torch 2.13 on an AVX-512 processor, blocks
-of 8 rows: a row's bits change with its place for widths 2 to 11 (three matrices in four), never from 12 up. So
-rows come in blocks of one fixed size, padded with zero rows, and the weight's last columns outside a multiple of
-16 (all of them below 64) go through a product of their own that is padded to 64 columns.
-"""
+"""The linear operation: blocks of rows, or packed rows, through products with float32 accumulation."""
 
 import torch
 
-from lowlat.errors import ShapeError
+from lowlat.kernels.reference.gemm.linear_block import ROW_BLOCK, linear_block
+from lowlat.kernels.reference.gemm.packed import PackedWeight
 from lowlat.kernels.reference.schema import operation
 from lowlat.kernels.reference.shapes import check_shape
 
 __all__ = ["ROW_BLOCK", "linear", "linear_block"]
-
-ROW_BLOCK = 8
-WIDTH_STEP = 16
-MIN_WIDTH = 64
-
-
-def _product(block: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    if block.is_cuda and block.dtype == weight.dtype and block.dtype != torch.float32:
-        return torch.mm(block, weight.t(), out_dtype=torch.float32)
-    return block.float() @ weight.float().t()
-
-
-def linear_block(x: torch.Tensor, weight: torch.Tensor, row_block: int = ROW_BLOCK) -> torch.Tensor:
-    """x @ weight.T for at most `row_block` rows, computed as if there were exactly so many.
-
-    x       [m, K]  any float dtype, m <= row_block
-    weight  [N, K]  any float dtype
-    Returns [m, N] float32: accumulated in float32; on CUDA equal 16-bit dtypes are multiplied natively.
-    Raises ShapeError for more rows than the block has.
-    """
-    rows, depth = x.shape
-    width = weight.shape[0]
-    if rows > row_block:
-        raise ShapeError(f"linear_block takes at most {row_block} rows (row_block), got {rows}")
-    check_shape("weight", weight, width, depth)
-    block = x.new_zeros(row_block, depth)
-    block[:rows] = x
-    even = width - width % WIDTH_STEP if width >= MIN_WIDTH else 0
-    if even == width:
-        return _product(block, weight)[:rows]
-    out = torch.empty(rows, width, dtype=torch.float32, device=x.device)
-    if even:
-        out[:, :even] = _product(block, weight[:even])[:rows]
-    tail = weight.new_zeros(MIN_WIDTH, depth)
-    tail[: width - even] = weight[even:]
-    out[:, even:] = _product(block, tail)[:rows, : width - even]
-    return out
 
 
 @operation("""
@@ -61,7 +18,7 @@ def linear_block(x: torch.Tensor, weight: torch.Tensor, row_block: int = ROW_BLO
 """)
 def linear(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | PackedWeight,
     bias: torch.Tensor | None = None,
     *,
     out: torch.Tensor,
@@ -69,15 +26,18 @@ def linear(
 ) -> None:
     """x @ weight.T + bias in float32.
 
+    weight     packed for blocks of ROW_BLOCK rows alone
     row_block  rows a product: fixed by the program, so that a row's bits do not depend on M; a chunk of
                prefill, whose M is fixed, is one block
     Raises ShapeError on the host for shapes that do not fit.
     """
     check_shape("out", out, x.shape[0], weight.shape[0])
-    weight = weight if x.is_cuda else weight.float()
+    if isinstance(weight, torch.Tensor) and not x.is_cuda:
+        weight = weight.float()
     for start in range(0, x.shape[0], row_block):
         part = slice(start, start + row_block)
-        out[part] = linear_block(x[part], weight, row_block)
+        rows = x[part]
+        out[part] = weight.product(rows) if isinstance(weight, PackedWeight) else linear_block(rows, weight, row_block)
     if bias is not None:
         check_shape("bias", bias, weight.shape[0])
         out += bias.float()

@@ -15,6 +15,7 @@ HOPPER = (9, 0)
 H200_SHARED_BYTES, RESERVED_BYTES = 228 * 1024, 1024
 
 
+@pytest.mark.second
 def test_two_blocks_fit_on_a_multiprocessor(compiled: Compiled) -> None:
     for kernel in examples():
         code, _ = compiled.of(HOPPER, kernel)

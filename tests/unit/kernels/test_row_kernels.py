@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from compiled_examples import Compiled
+from compiled_examples import Compiled, staged_cases
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.gemm.packing import pack
@@ -34,7 +34,7 @@ def ints(*shape: int) -> torch.Tensor:
     return tensor(*shape, dtype=torch.int32)
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=name_of)
+@pytest.mark.parametrize("kernel", staged_cases(KERNELS))
 def test_registers_stack_and_wide_loads(kernel: Kernel, compiled: Compiled) -> None:
     made, ptx = compiled.of((9, 0), kernel)
     assert made.stack_bytes == 0

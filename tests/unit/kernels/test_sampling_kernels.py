@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from compiled_examples import Compiled
+from compiled_examples import Compiled, staged_cases
 from selection_cases import Memory, draw_scores, state_of
 from unit.kernels.sampling import World
 
@@ -23,7 +23,7 @@ HOPPER = (9, 0)
 REGISTERS = 128  # two blocks of 256 threads and more fit on a multiprocessor
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("kernel", staged_cases(KERNELS))
 def test_resources(kernel: Kernel, compiled: Compiled) -> None:
     code, _ = compiled.of(HOPPER, kernel)
     assert code.stack_bytes == 0
@@ -36,7 +36,7 @@ READING = [
 ]
 
 
-@pytest.mark.parametrize("kernel", READING, ids=lambda k: k.name)
+@pytest.mark.parametrize("kernel", staged_cases(READING))
 def test_wide_rows_are_read_by_16_bytes_and_divided_exactly(kernel: Kernel, compiled: Compiled) -> None:
     _, ptx = compiled.of(HOPPER, kernel)
     copied = ptx.count("cp.async.cg.shared.global") >= 4 and "ld.shared.v4.u32" in ptx
