@@ -21,7 +21,7 @@ from lowlat.executors.allocation import (
 )
 from lowlat.graphs import Bucket, BufferSet, Role
 from lowlat.kernels.reference import OPERATIONS
-from lowlat.kernels.reference.gemm.linear_block import ROW_BLOCK
+from lowlat.kernels.reference.gemm.linear import ROW_BLOCK, packed_linear
 from lowlat.kernels.reference.gemm.packed import PackedWeight, pack
 from lowlat.program.program import Op, Program
 
@@ -107,7 +107,8 @@ class ReferenceExecutor:
 
     def _packed(self, bound: tuple[Bound, ...]) -> tuple[Bound, ...]:
         """The same operations with decode's products packed, as far as PACKED_BYTES go."""
-        for op, _, arguments in bound:
+        operations = list(bound)
+        for index, (op, _, arguments) in enumerate(bound):
             if op.kind != "linear" or op.params.get("row_block", ROW_BLOCK) != ROW_BLOCK:
                 continue
             name = op.weights["weight"]
@@ -117,8 +118,8 @@ class ReferenceExecutor:
                 self._packs[name] = pack(weight) if room else None
                 self._packed_bytes += weight.nbytes if self._packs[name] is not None else 0
             if (packed := self._packs[name]) is not None:
-                arguments["weight"] = packed
-        return bound
+                operations[index] = (op, packed_linear, {**arguments, "weight": packed})
+        return tuple(operations)
 
     @torch.inference_mode()
     def step(self, bucket: Bucket) -> None:

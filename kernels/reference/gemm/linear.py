@@ -1,4 +1,4 @@
-"""The linear operation: blocks of rows, or packed rows, through products with float32 accumulation."""
+"""The linear operation: blocks of rows through products with float32 accumulation."""
 
 import torch
 
@@ -7,7 +7,7 @@ from lowlat.kernels.reference.gemm.packed import PackedWeight
 from lowlat.kernels.reference.schema import operation
 from lowlat.kernels.reference.shapes import check_shape
 
-__all__ = ["ROW_BLOCK", "linear", "linear_block"]
+__all__ = ["ROW_BLOCK", "linear", "linear_block", "packed_linear"]
 
 
 @operation("""
@@ -18,7 +18,7 @@ __all__ = ["ROW_BLOCK", "linear", "linear_block"]
 """)
 def linear(
     x: torch.Tensor,
-    weight: torch.Tensor | PackedWeight,
+    weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
     out: torch.Tensor,
@@ -26,18 +26,27 @@ def linear(
 ) -> None:
     """x @ weight.T + bias in float32.
 
-    weight     packed for blocks of ROW_BLOCK rows alone
     row_block  rows a product: fixed by the program, so that a row's bits do not depend on M; a chunk of
                prefill, whose M is fixed, is one block
     Raises ShapeError on the host for shapes that do not fit.
     """
     check_shape("out", out, x.shape[0], weight.shape[0])
-    if isinstance(weight, torch.Tensor) and not x.is_cuda:
-        weight = weight.float()
+    weight = weight if x.is_cuda else weight.float()
     for start in range(0, x.shape[0], row_block):
         part = slice(start, start + row_block)
-        rows = x[part]
-        out[part] = weight.product(rows) if isinstance(weight, PackedWeight) else linear_block(rows, weight, row_block)
+        out[part] = linear_block(x[part], weight, row_block)
     if bias is not None:
         check_shape("bias", bias, weight.shape[0])
+        out += bias.float()
+
+
+def packed_linear(
+    x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None, *, out: torch.Tensor, row_block: int
+) -> None:
+    """The same as `linear`, of a packed weight; row_block is at most ROW_BLOCK. Raises ShapeError as `linear` does."""
+    check_shape("out", out, x.shape[0], weight.shape[0])
+    for start in range(0, x.shape[0], row_block):
+        part = slice(start, start + row_block)
+        out[part] = weight.product(x[part])
+    if bias is not None:
         out += bias.float()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lowlat.kernels.reference.gemm import packed as module
-from lowlat.kernels.reference.gemm.linear import linear
+from lowlat.kernels.reference.gemm.linear import linear, packed_linear
 from lowlat.kernels.reference.gemm.linear_block import ROW_BLOCK, linear_block
 from lowlat.kernels.reference.gemm.packed import LEAST_ELEMENTS, PackedWeight, pack
 
@@ -22,7 +22,7 @@ def test_packed_rows_have_the_bits_of_blocks(width: int, depth: int) -> None:
     for rows in (1, 2, 7, 8, 19):
         expected, found = torch.empty(2, rows, width)
         linear(x[:rows], weight, out=expected)
-        linear(x[:rows], packed, out=found)
+        packed_linear(x[:rows], packed, out=found, row_block=ROW_BLOCK)
         assert torch.equal(expected, found), rows
 
 
