@@ -148,10 +148,10 @@ def check_options(record: Any, error: type[Exception]) -> None:
             check_number(option.name, value, option.low, option.high, error, above=option.above)
         elif option.kind == "bool" and not option.takes(value):
             raise error(f"{option.name} must be true or false, got {shown(value)}")
-        elif option.kind == "choice" and value not in option.choices:
+        elif option.kind == "choice" and value not in tuple(option.choices):
             allowed = tuple(option.choices)
             choices = " or ".join(", ".join(map(repr, part)) for part in (allowed[:-1], allowed[-1:]) if part)
-            raise error(f"{option.name} must be {choices}, got {value!r:.80}")
+            raise error(f"{option.name} must be {choices}, got {shown(value)}")
 
 
 def check_integer(name: str, value: object, low: Any, high: Any, error: type[Exception]) -> None:

@@ -210,7 +210,7 @@ def test_number_bounds(name: str, low: float, high: float) -> None:
         with pytest.raises(ConfigError, match=f"{name} must be (from {low} to {high}|a finite number), got"):
             make(**{name: value})
     for wrong in (True, "1", None, [1.0]):
-        with pytest.raises(ConfigError, match=f"{name} must be a number"):
+        with pytest.raises(ConfigError, match=f"{name} must be a finite number"):
             make(**{name: wrong})
 
 
