@@ -41,7 +41,12 @@ def linear(
 
 
 def packed_linear(
-    x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None, *, out: torch.Tensor, row_block: int
+    x: torch.Tensor,
+    weight: PackedWeight,
+    bias: torch.Tensor | None = None,
+    *,
+    out: torch.Tensor,
+    row_block: int = ROW_BLOCK,
 ) -> None:
     """The same as `linear`, of a packed weight; row_block is at most ROW_BLOCK. Raises ShapeError as `linear` does."""
     check_shape("out", out, x.shape[0], weight.shape[0])
