@@ -78,6 +78,7 @@ def test_rows_choose_as_the_reference_does(kind: str, rows: int, ranks: int, cou
     torch.testing.assert_close(found["expert_weights"], about, rtol=1e-5, atol=1e-7, equal_nan=True)
 
 
+@pytest.mark.second
 def test_equal_logits_go_to_the_lowest_ids_and_what_is_not_finite_stays_in_its_row() -> None:
     plain = [-1.0, 0.0, -0.0, 2.0, 0.0, -0.0, 0.0, -3.0, 0.0]
     logits = torch.tensor([plain] * 4)
@@ -126,6 +127,7 @@ def router_of(modules: list[ModuleType], **arguments: Any) -> Any:
     return SimpleNamespace(kernel=kernel, grid=(2, 1, 1), arguments=values, dependent=True)
 
 
+@pytest.mark.second
 def test_mixtures_choose_while_their_routers_still_run() -> None:
     """Routers and mixtures that start as early as they may, in memory that they share: as one after the other."""
     rows, layers, walker = 2, 3, Walker()
