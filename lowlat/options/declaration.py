@@ -6,7 +6,6 @@ same fields, and `lowlat.serving.config` variables and keys. It knows no particu
 """
 
 import math
-from collections.abc import Collection
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from pathlib import Path
@@ -69,7 +68,7 @@ class Option:
     low: float | None = None
     high: float | None = None
     above: bool = False
-    choices: Collection[str] = ()
+    choices: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()
     metavar: str | None = None
@@ -148,9 +147,9 @@ def check_options(record: Any, error: type[Exception]) -> None:
             check_number(option.name, value, option.low, option.high, error, above=option.above)
         elif option.kind == "bool" and not option.takes(value):
             raise error(f"{option.name} must be true or false, got {shown(value)}")
-        elif option.kind == "choice" and value not in tuple(option.choices):
-            allowed = tuple(option.choices)
-            choices = " or ".join(", ".join(map(repr, part)) for part in (allowed[:-1], allowed[-1:]) if part)
+        elif option.kind == "choice" and value not in option.choices:
+            allowed = (option.choices[:-1], option.choices[-1:])
+            choices = " or ".join(", ".join(map(repr, part)) for part in allowed if part)
             raise error(f"{option.name} must be {choices}, got {shown(value)}")
 
 
