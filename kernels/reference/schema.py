@@ -46,7 +46,7 @@ _DECLARED: dict[str, list["Operation"]] = {}
 
 
 class Access(StrEnum):
-    """What an operation does with an argument."""
+    """The use that an operation makes of an argument."""
 
     READ = "read"
     WRITE = "write"
@@ -84,7 +84,7 @@ class Argument:
         return tuple((place, each) for place, each in enumerate(self.extents) if not isinstance(each, ast.Name))
 
     def sizes(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """What of a shape is compared with the declared extents."""
+        """The sizes of a shape that are compared with the declared extents."""
         return (math.prod(shape),) if self.flat else shape
 
     def __str__(self) -> str:

@@ -9,6 +9,7 @@ import torch
 from lowlat.executors import OpHook
 from lowlat.executors.kernel_executor import KernelExecutor, Size
 from lowlat.executors.lowering.lower import LoweredGroup
+from lowlat.executors.watchdog import WATCHDOG
 from lowlat.graphs import Bucket
 from lowlat.graphs.launch import Launch
 from lowlat.program.program import Program
@@ -30,7 +31,7 @@ class EagerExecutor(KernelExecutor):
         *,
         fuse: bool = True,
         cache_directory: Path | None = None,
-        watchdog: tuple[float, float] = (10.0, 2.0),
+        watchdog: tuple[float, float] = WATCHDOG,
     ) -> None:
         super().__init__(
             programs, prefills, weights, device, fuse=fuse, cache_directory=cache_directory, watchdog=watchdog

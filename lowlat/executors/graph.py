@@ -14,6 +14,7 @@ from lowlat.errors import ConfigError, DeviceError
 from lowlat.executors.kernel_executor import POLLS_BETWEEN_CHECKS, KernelExecutor, Size, abandon
 from lowlat.executors.lowering.binding import Call, LibraryCall
 from lowlat.executors.lowering.lower import LoweredGroup
+from lowlat.executors.watchdog import WATCHDOG
 from lowlat.graphs import Bucket
 from lowlat.graphs.capture import CapturedGraph, capture, capture_loop
 from lowlat.graphs.launch import Launch
@@ -50,7 +51,7 @@ class GraphExecutor(KernelExecutor):
         fuse: bool = True,
         cache_directory: Path | None = None,
         progress: CaptureProgress | None = None,
-        watchdog: tuple[float, float] = (10.0, 2.0),
+        watchdog: tuple[float, float] = WATCHDOG,
     ) -> None:
         super().__init__(
             programs, prefills, weights, device, fuse=fuse, cache_directory=cache_directory, watchdog=watchdog

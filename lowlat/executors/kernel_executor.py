@@ -32,7 +32,7 @@ from lowlat.executors.lowering.lower import LoweredGroup, lower, weight_layouts
 from lowlat.executors.lowering.memory import workspaces_of
 from lowlat.executors.lowering.weight_parts import expert_parts, gemm_weights
 from lowlat.executors.prefill_arguments import ChunkArguments
-from lowlat.executors.watchdog import Watchdog
+from lowlat.executors.watchdog import WATCHDOG, Watchdog
 from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import Bucket, BufferSet, Role, aligned_bytes
 from lowlat.graphs.launch import Launch
@@ -74,7 +74,7 @@ class KernelExecutor(ABC):
         *,
         fuse: bool = True,
         cache_directory: Path | None = None,
-        watchdog: tuple[float, float] = (10.0, 2.0),
+        watchdog: tuple[float, float] = WATCHDOG,
     ) -> None:
         self.device = device
         self._fuse = fuse

@@ -9,6 +9,7 @@ from lowlat.errors import ConfigError
 from lowlat.executors import Executor
 from lowlat.executors.devices import DeviceChoice
 from lowlat.executors.reference import ReferenceExecutor
+from lowlat.executors.watchdog import WATCHDOG
 from lowlat.graphs import Bucket
 from lowlat.kernels.formats import FORMATS
 from lowlat.models.geometry import DraftConfig, ExpertsConfig, ModelConfig
@@ -111,7 +112,7 @@ def make_executor(
     *,
     device_loop: bool = False,
     fuse: bool = True,
-    watchdog: tuple[float, float] = (10.0, 2.0),
+    watchdog: tuple[float, float] = WATCHDOG,
 ) -> Executor:
     """Allocate, compile and capture. `captured` is called with buckets captured and buckets in all.
 

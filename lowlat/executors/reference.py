@@ -25,7 +25,7 @@ from lowlat.kernels.reference.gemm.linear import ROW_BLOCK, packed_linear
 from lowlat.kernels.reference.gemm.packed import PackedWeight, pack
 from lowlat.program.program import Op, Program
 
-__all__ = ["ReferenceExecutor", "arguments_of", "bind", "meaning_of"]
+__all__ = ["ReferenceExecutor", "bind", "meaning_of"]
 
 PACKED_BYTES = 4 << 30  # of the second copies of weights in which decode reads them on a CPU
 Bound = tuple[Op, Callable[..., None], dict[str, object]]
@@ -37,7 +37,7 @@ def bind(
     """Resolve every operation's arguments once. Raises ConfigError for a missing weight or operation."""
     bound = []
     for op in program.ops:
-        function, arguments = meaning_of(program, op), arguments_of(op, buffers)
+        function, arguments = meaning_of(program, op), op.arguments(buffers)
         for name, weight in op.weights.items():
             if weight not in weights:
                 raise ConfigError(f"{program.name}: operation {op.kind} needs weight {weight}, which is missing")
@@ -52,16 +52,6 @@ def meaning_of(program: Program, op: Op) -> Callable[..., None]:
     if found is None:
         raise ConfigError(f"{program.name}: operation {op.kind} has no reference")
     return found.function
-
-
-def arguments_of(op: Op, buffers: Mapping[str, torch.Tensor]) -> dict[str, object]:
-    """The buffers and parameters of an operation by argument name, weights left out; its schema keeps them apart."""
-    named = (*op.reads.items(), *op.writes.items())
-    return {**{name: buffers[buffer] for name, buffer in named}, **op.params}
-
-
-class _View(dict[str, torch.Tensor]):
-    """State and one program's own buffers, by name."""
 
 
 class ReferenceExecutor:
@@ -89,7 +79,6 @@ class ReferenceExecutor:
         self.state = BufferSet((spec for program in every for spec in program.specs(*STATE_ROLES)), device)
         self._constants = SharedConstants(device)
         self._packs: dict[str, PackedWeight | None] = {}
-        self._packed_bytes = 0
         self._scratch: dict[Bucket, BufferSet] = {}
         self._bound: dict[Bucket, tuple[Bound, ...]] = {}
         self._hook: OpHook | None = None
@@ -100,9 +89,7 @@ class ReferenceExecutor:
     def _allocate(self, program: Program) -> tuple[BufferSet, tuple[Bound, ...]]:
         specs = program.specs(Role.SCRATCH, Role.CONSTANT)
         own = BufferSet(specs, self.device, self._constants.place(program.constants))
-        view = _View(self.state)
-        view.update(own)
-        view.update(first_rows(program, self.state))
+        view = {**self.state, **own, **first_rows(program, self.state)}
         return own, self._packed(bind(program, view, self._weights))
 
     def _packed(self, bound: tuple[Bound, ...]) -> tuple[Bound, ...]:
@@ -114,9 +101,8 @@ class ReferenceExecutor:
             name = op.weights["weight"]
             weight = self._weights[name]
             if name not in self._packs:
-                room = self._packed_bytes + weight.nbytes <= PACKED_BYTES
-                self._packs[name] = pack(weight) if room else None
-                self._packed_bytes += weight.nbytes if self._packs[name] is not None else 0
+                taken = sum(self._weights[each].nbytes for each, made in self._packs.items() if made is not None)
+                self._packs[name] = pack(weight) if taken + weight.nbytes <= PACKED_BYTES else None
             if (packed := self._packs[name]) is not None:
                 operations[index] = (op, packed_linear, {**arguments, "weight": packed})
         return tuple(operations)

@@ -5,8 +5,11 @@ It knows neither steps nor devices, and costs nothing where work ends within a m
 
 import time
 
-__all__ = ["Watchdog"]
+from lowlat.options.config import RuntimeConfig
 
+__all__ = ["WATCHDOG", "Watchdog"]
+
+WATCHDOG = (RuntimeConfig.watchdog_factor, RuntimeConfig.watchdog_min_s)  # by default
 MIN_SAMPLES = 16
 COLD_FACTOR = 30.0  # of min_s, while fewer were seen: the first ones load code
 MEMORY = 0.99  # how much of the slowest wait is remembered at each further one
@@ -20,7 +23,7 @@ class Watchdog:
     Usual is the slowest wait of late.
     """
 
-    def __init__(self, factor: float = 10.0, min_s: float = 2.0) -> None:
+    def __init__(self, factor: float = WATCHDOG[0], min_s: float = WATCHDOG[1]) -> None:
         self._factor, self._min_s = factor, min_s
         self._usual_s = 0.0
 

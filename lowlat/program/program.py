@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -64,6 +65,11 @@ class Op:
         """Of the buffers that it writes those that it also reads, or writes in part; the others it overwrites whole."""
         arguments = OPERATIONS[self.kind].schema.arguments
         return tuple(name for argument, name in self.writes.items() if arguments[argument].access is Access.UPDATE)
+
+    def arguments(self, buffers: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """Its buffers and parameters by argument name, weights left out; its schema keeps them apart."""
+        named = (*self.reads.items(), *self.writes.items())
+        return {**{name: buffers[buffer] for name, buffer in named}, **self.params}
 
     def __str__(self) -> str:
         return f"{self.kind}({', '.join(self.reads.values())}) -> {', '.join(self.writes.values())}"

@@ -1,5 +1,7 @@
 """The linear operation: blocks of rows through products with float32 accumulation."""
 
+from collections.abc import Callable
+
 import torch
 
 from lowlat.kernels.reference.gemm.linear_block import ROW_BLOCK, linear_block
@@ -30,14 +32,8 @@ def linear(
                prefill, whose M is fixed, is one block
     Raises ShapeError on the host for shapes that do not fit.
     """
-    check_shape("out", out, x.shape[0], weight.shape[0])
     weight = weight if x.is_cuda else weight.float()
-    for start in range(0, x.shape[0], row_block):
-        part = slice(start, start + row_block)
-        out[part] = linear_block(x[part], weight, row_block)
-    if bias is not None:
-        check_shape("bias", bias, weight.shape[0])
-        out += bias.float()
+    _by_blocks(lambda rows: linear_block(rows, weight, row_block), x, weight.shape[0], bias, out, row_block)
 
 
 def packed_linear(
@@ -49,9 +45,22 @@ def packed_linear(
     row_block: int = ROW_BLOCK,
 ) -> None:
     """The same as `linear`, of a packed weight; row_block is at most ROW_BLOCK. Raises ShapeError as `linear` does."""
-    check_shape("out", out, x.shape[0], weight.shape[0])
+    _by_blocks(weight.product, x, weight.shape[0], bias, out, row_block)
+
+
+def _by_blocks(
+    product: Callable[[torch.Tensor], torch.Tensor],
+    x: torch.Tensor,
+    width: int,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    row_block: int,
+) -> None:
+    """The products of blocks of rows, and the bias."""
+    check_shape("out", out, x.shape[0], width)
     for start in range(0, x.shape[0], row_block):
         part = slice(start, start + row_block)
-        out[part] = weight.product(x[part])
+        out[part] = product(x[part])
     if bias is not None:
+        check_shape("bias", bias, width)
         out += bias.float()

@@ -72,12 +72,11 @@ class Binding:
     workspace: Workspace
     loop: LoopControl | None = None
     num_awaited: int = 0
-    left: "LeftArgmax | None" = None
+    left: LeftArgmax | None = None
 
     def arguments(self, op: Op) -> dict[str, Any]:
         """The buffers and parameters of an operation by argument name; its weights are left out."""
-        named = (*op.reads.items(), *op.writes.items())
-        return {**{name: self.buffers[buffer] for name, buffer in named}, **op.params}
+        return op.arguments(self.buffers)
 
     def vectors(self, op: Op) -> dict[str, Any]:
         """The weights of an operation that reads nothing but vectors and small tables, by argument name."""

@@ -58,7 +58,6 @@ __all__ = [
     "lower_alone",
     "operation_layouts",
     "publication",
-    "rotation_weights",
 ]
 
 # arguments that kernels read before they wait for the kernel before them, which may not have written these
@@ -118,13 +117,6 @@ def _attention(binding: Binding, op: Op) -> Sequence[Call]:
         early_metadata=op.stage is Stage.BASE_DECODE_STEP,
         tail=binding.program.buffers["row_tokens"].shape[1],  # no row has more ancestors than a slot has rows
     )
-
-
-def rotation_weights(binding: Binding, norm: Op) -> dict[str, torch.Tensor | None]:
-    """The weights of the heads' norms, for those of queries and keys that a GEMM's output has."""
-    counts = {"q_weight": norm.params["num_heads"], "k_weight": norm.params["num_kv_heads"]}
-    vectors = binding.vectors(norm)
-    return {name: vectors[name] if count else None for name, count in counts.items()}
 
 
 def left_argmax(binding: Binding, op: Op) -> torch.Tensor | None:

@@ -3,15 +3,17 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from lowlat.executors.lowering.binding import Binding, Call
 from lowlat.executors.lowering.fusion import Fusion, Run
-from lowlat.executors.lowering.operations import rotation_weights
 from lowlat.kernels.rows.draft_input import draft_input, draft_level_input
 from lowlat.kernels.rows.draft_rows import take_last
 from lowlat.kernels.rows.embed import embed_norm
 from lowlat.kernels.rows.norm import add_norm
 from lowlat.kernels.rows.rotate import rotate
 from lowlat.kernels.toolchain.kernel import Card
+from lowlat.program.program import Op
 
 __all__ = ["ROW_FUSIONS"]
 
@@ -110,12 +112,19 @@ def _rotated(run: Run) -> list[str]:
     return normed if write is None else [*normed, write.reads["k"], write.reads["v"]]
 
 
+def _head_weights(binding: Binding, norm: Op) -> dict[str, torch.Tensor | None]:
+    """The weights of the heads' norms, for those of queries and keys that a GEMM's output has."""
+    counts = {"q_weight": norm.params["num_heads"], "k_weight": norm.params["num_kv_heads"]}
+    vectors = binding.vectors(norm)
+    return {name: vectors[name] if count else None for name, count in counts.items()}
+
+
 def _rotate(binding: Binding, run: Run) -> Sequence[Call]:
     norm, rope, write = run.find("qk_norm"), run.op("rope"), run.find("kv_write")
     given = binding.arguments(rope)
     if norm is not None:
         heads = binding.arguments(norm)
-        weights = rotation_weights(binding, norm)
+        weights = _head_weights(binding, norm)
         given |= {"qkv": heads["qkv"], "eps": heads["eps"], "row_live": heads.get("row_live"), **weights}
     if write is not None:
         written = binding.arguments(write)
