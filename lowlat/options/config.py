@@ -43,7 +43,7 @@ class SpeculativeConfig:
         None, "An EAGLE3 draft model for the model.", key="head", aliases=("draft_model",), metavar="DIR"
     )
     method: str = declare(
-        "eagle3", "How drafts are made; ngram needs no draft model.", kind="choice", choices=tuple(METHOD_OPTIONS)
+        "eagle3", "How drafts are made; ngram needs no draft model.", kind="choice", choices=METHOD_OPTIONS
     )
     num_speculative_tokens: int = declare(
         3,

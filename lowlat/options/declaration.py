@@ -6,6 +6,7 @@ same fields, and `lowlat.serving.config` variables and keys. It knows no particu
 """
 
 import math
+from collections.abc import Collection
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from pathlib import Path
@@ -68,7 +69,7 @@ class Option:
     low: float | None = None
     high: float | None = None
     above: bool = False
-    choices: tuple[str, ...] = ()
+    choices: Collection[str] = ()
     aliases: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()
     metavar: str | None = None
@@ -79,6 +80,10 @@ class Option:
     def flag(self) -> str:
         """Its first spelling on the command line."""
         return "--" + (self.aliases or (self.key,))[0].replace("_", "-")
+
+    def offers(self, value: object) -> bool:
+        """Whether a value, of any type, is one of the choices, which may be the keys of a table."""
+        return value in tuple(self.choices)
 
     def takes(self, value: object) -> bool:
         """Whether a value is of the option's kind; limits are not looked at."""
@@ -147,9 +152,9 @@ def check_options(record: Any, error: type[Exception]) -> None:
             check_number(option.name, value, option.low, option.high, error, above=option.above)
         elif option.kind == "bool" and not option.takes(value):
             raise error(f"{option.name} must be true or false, got {shown(value)}")
-        elif option.kind == "choice" and value not in option.choices:
-            allowed = (option.choices[:-1], option.choices[-1:])
-            choices = " or ".join(", ".join(map(repr, part)) for part in allowed if part)
+        elif option.kind == "choice" and not option.offers(value):
+            allowed = tuple(option.choices)
+            choices = " or ".join(", ".join(map(repr, part)) for part in (allowed[:-1], allowed[-1:]) if part)
             raise error(f"{option.name} must be {choices}, got {shown(value)}")
 
 

@@ -225,7 +225,7 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 def _checked(option: Option, value: Any, place: str) -> Any:
     """The value in its own type. Raises ConfigError saying where it stands and what it must be."""
-    if option.kind == "choice" and value not in option.choices:
+    if option.kind == "choice" and not option.offers(value):
         raise ConfigError(f"{place} must be one of {', '.join(option.choices)}, got {value!r:.80}")
     if not option.takes(value):
         raise ConfigError(f"{place} must be {KINDS[option.kind]}, got {value!r:.80}")
