@@ -166,10 +166,11 @@ class GraphExecutor(KernelExecutor):
             self.synchronize()
             for graph in (*self._graphs.values(), *self._loops.values()):
                 graph.close()
+        if self._failed:  # the driver waits for a loop that hangs when it destroys its graph
+            graphs = (*self._graphs.values(), *self._loops.values())
+            abandon([self._pool, self._loop_budget, self._stop_flag, self._stop, *graphs])
         self._graphs.clear()
         self._loops.clear()
-        if self._failed:
-            abandon([self._pool, self._loop_budget, self._stop_flag, self._stop])
         del self._pool, self._loop_budget, self._stop_flag, self._stop
         super().close()
 

@@ -166,11 +166,16 @@ def test_nothing_is_allocated_by_a_captured_chunk(name: str, pairs: dict[str, Pa
         runtime.submit(prompt_of(CHUNK + 3, 1), PARAMS)
         run_all(runtime)
         torch.cuda.synchronize()
-        before = torch.cuda.memory_stats()["allocation.all.allocated"], torch.cuda.mem_get_info()[0]
-        runtime.submit(prompt_of(200, 2), PARAMS)
-        for _ in range(8):
-            runtime.step()
-        assert (torch.cuda.memory_stats()["allocation.all.allocated"], torch.cuda.mem_get_info()[0]) == before
+        undisturbed = False
+        for seed in range(2, 8):  # the card's free memory is also what other processes take and give back
+            before, free = torch.cuda.memory_stats()["allocation.all.allocated"], torch.cuda.mem_get_info()[0]
+            runtime.submit(prompt_of(200, seed), PARAMS)
+            for _ in range(8):
+                runtime.step()
+            assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+            undisturbed |= torch.cuda.mem_get_info()[0] == free
+            run_all(runtime)
+        assert undisturbed
         run_all(runtime)
 
 
