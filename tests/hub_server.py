@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-__all__ = ["COMMIT", "Hub", "hub_running"]
+import pytest
+
+__all__ = ["COMMIT", "DEMO", "Hub", "hub_here", "hub_running"]
 
 COMMIT = "c0ffee" * 6 + "beef"
+DEMO = Path(__file__).resolve().parents[1] / "lowlat" / "demo"
 
 
 @dataclass
@@ -150,3 +153,17 @@ def hub_running(root: Path) -> Iterator[Hub]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+@contextmanager
+def hub_here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub with the bundled pair, where huggingface_hub looks for one in this process, and an empty cache."""
+    from huggingface_hub import constants
+
+    with hub_running(folder / "hub") as hub:
+        hub.add("some/target", DEMO / "target", model_bin="a pickle", README_md="much text")
+        hub.add("some/head", DEMO / "head")
+        for name, value in hub.constants(folder).items():
+            monkeypatch.setattr(constants, name, value)
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        yield hub

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hub_server import COMMIT, Hub, hub_running
+from hub_server import COMMIT, DEMO, Hub, hub_here
 
 from lowlat.checkpoint import hub as hub_module
 from lowlat.checkpoint.hub import fetch, outline
@@ -21,20 +21,10 @@ from lowlat.models.target import fetch_target, open_target
 from lowlat.options.config import SpeculativeConfig
 from lowlat.options.model_names import Repository, display_name, find_repository
 
-DEMO = Path(__file__).resolve().parents[3] / "lowlat" / "demo"
-
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """A hub with the bundled pair, where huggingface_hub looks for one, and an empty cache."""
-    from huggingface_hub import constants
-
-    with hub_running(tmp_path / "hub") as hub:
-        hub.add("some/target", DEMO / "target", model_bin="a pickle", README_md="much text")
-        hub.add("some/head", DEMO / "head")
-        for name, value in hub.constants(tmp_path).items():
-            monkeypatch.setattr(constants, name, value)
-        monkeypatch.delenv("HF_TOKEN", raising=False)
+    with hub_here(tmp_path, monkeypatch) as hub:
         yield hub
 
 
