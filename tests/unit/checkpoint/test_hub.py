@@ -19,7 +19,8 @@ from lowlat.errors import ConfigError
 from lowlat.host.runtime import Runtime
 from lowlat.models.target import fetch_target, open_target
 from lowlat.options.config import SpeculativeConfig
-from lowlat.options.model_names import Repository, display_name, find_repository
+from lowlat.options.model_names import Repository, find_repository
+from lowlat.serving.engine import RuntimeEngine
 
 
 @pytest.fixture
@@ -59,7 +60,7 @@ def test_a_pair_is_fetched_once_and_then_needs_no_network(
         with Runtime.load("some/target", head, downloaded=lambda *b: told.append(b), max_context=512) as runtime:
             runtime.submit([1, 2, 3])
             tokens = [token for _ in range(4) for output in runtime.step() for token in output.token_ids]
-            return tokens, display_name(runtime.directory)
+            return tokens, RuntimeEngine(runtime).info.model
 
     first = run()
     assert first[1] == "some/target"
