@@ -28,6 +28,7 @@ class Hub:
     repositories: dict[str, Path] = field(default_factory=dict)
     token: str | None = None  # whoever does not show it is refused
     gated: bool = False
+    page: bytes | None = None  # in place of what the API says, as a portal of a network would
     silent: threading.Event = field(default_factory=threading.Event)  # unset: requests wait
     cut: int | None = None  # the next large file breaks off after so many bytes
     asked: list[str] = field(default_factory=list)
@@ -86,6 +87,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(404, "Repository not found", "RepoNotFound")
         elif (revision or "main") not in ("main", "v1", COMMIT):
             self._refuse(404, "Invalid rev id", "RevisionNotFound")
+        elif api and hub.page is not None:
+            self._send(200, hub.page, body=body)
         elif api:
             files = sorted(file for file in hub.repositories[name].rglob("*") if file.is_file())
             listed = [

@@ -234,20 +234,18 @@ def _write_header(listing: _Listing, name: str, path: Path) -> None:
     url = hf_hub_url(listing.repository.name, name, revision=listing.commit)
     headers = {**build_hf_headers(library_name="lowlat"), "range": f"bytes=0-{8 + MAX_HEADER_BYTES - 1}"}
     data, wanted = bytearray(), 8
-    with (
-        _explained(listing.repository),
-        get_session().stream("GET", url, headers=headers, timeout=HF_HUB_DOWNLOAD_TIMEOUT) as response,
-    ):
-        hf_raise_for_status(response)
-        for chunk in response.iter_bytes(CHUNK):
-            data += chunk
-            if len(data) >= 8:
-                wanted = 8 + min(int.from_bytes(data[:8], "little"), MAX_HEADER_BYTES)
-            if len(data) >= wanted:
-                break
-    with path.open("wb") as file:
-        file.write(data[:wanted])
-        file.truncate(listing.sizes[name])
+    with _explained(listing.repository):
+        with get_session().stream("GET", url, headers=headers, timeout=HF_HUB_DOWNLOAD_TIMEOUT) as response:
+            hf_raise_for_status(response)
+            for chunk in response.iter_bytes(CHUNK):
+                data += chunk
+                if len(data) >= 8:
+                    wanted = 8 + min(int.from_bytes(data[:8], "little"), MAX_HEADER_BYTES)
+                if len(data) >= wanted:
+                    break
+        with path.open("wb") as file:
+            file.write(data[:wanted])
+            file.truncate(listing.sizes[name])
 
 
 def _room() -> tuple[Path, int]:
@@ -310,7 +308,7 @@ def _explained(repository: Repository) -> Iterator[None]:
         yield
     except ConfigError:
         raise
-    except (httpx2.HTTPError, errors.HFValidationError, OSError) as error:
+    except (httpx2.HTTPError, errors.OfflineModeIsEnabled, OSError, ValueError, KeyError) as error:  # or no hub answers
         raise ConfigError(_explanation(repository, error)) from error
 
 

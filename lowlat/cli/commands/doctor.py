@@ -16,9 +16,7 @@ __all__ = ["command"]
 
 
 @click.command("doctor")
-@click.option(
-    "--target", type=DIRECTORY, metavar="MODEL", help="A target.  [default: the bundled pair]"
-)
+@click.option("--target", type=DIRECTORY, metavar="MODEL", help="A target.  [default: the bundled pair]")
 @draft_model_option("Its EAGLE3 draft model.")
 @click.option(
     "--prompts",

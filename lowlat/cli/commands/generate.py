@@ -56,8 +56,11 @@ def command(model: Path | None, **values: Any) -> None:
     as it is and the others dim, a pipe gets the final one alone.
     """
     served = values["endpoint"] is not None
-    if served and not _named_prompts(values) and model is not None:
-        model, values["text"] = None, str(model)
+    if served and not _named_prompts(values):  # PROMPT stands where MODEL or ENDPOINT would
+        if model is not None:
+            model, values["text"] = None, str(model)
+        elif values["endpoint"] and "://" not in values["endpoint"]:
+            values["text"], values["endpoint"] = values["endpoint"], ""
     if served:
         refuse_the_servers_own(click.get_current_context(), model)
     elif values["curve_keys"] is not None:

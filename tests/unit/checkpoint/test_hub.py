@@ -135,6 +135,8 @@ def test_what_does_not_run_is_refused_before_its_weights_are_fetched(hub: Hub) -
         ("some/target@v2", {}, "some/target on .* has no revision 'v2'; give a branch, a tag or a commit after the @"),
         ("some/target", {"gated": True}, "some/target is gated: accept its terms at http://127.* and set HF_TOKEN"),
         ("some/target", {"token": "secret"}, "without a token that may .status 401.: set HF_TOKEN"),
+        ("some/target", {"page": b"<html>Sign in"}, "could not be fetched from http://127.*JSONDecodeError"),
+        ("some/target", {"page": b"{}"}, "could not be fetched from http://127.*KeyError"),
         ("some/pickle", {}, r"found neither \(found model.bin: pickles are never read"),
         ("some/nothing", {}, "has no config.json"),
     ],
