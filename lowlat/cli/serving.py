@@ -144,7 +144,7 @@ def _how_to_reach(facts: dict[str, Any], curve_keys: Path | None) -> str:
         keys = ""
     else:
         keys = " --curve-keys DIR"
-    lines.append(f"  shell     lowlat generate --connect{shell}{keys} {asked}")
+    lines.append(f"  shell     lowlat generate --endpoint{shell}{keys} {asked}")
     if facts["has_tokenizer"]:
         lines.append(f"            lowlat chat{' --endpoint' + shell if own else ''}{keys}")
     lines.append("Ctrl-C ends it.")

@@ -104,17 +104,20 @@ class Runtime:
         *,
         progress: Callable[[int, int], None] | None = None,
         captured: Callable[[int, int], None] | None = None,
+        downloaded: Callable[[int, int], None] | None = None,
         **options: Any,
     ) -> Self:
-        """Load a Hugging Face directory and, where asked for, a speculator.
+        """Load a model and, where asked for, a speculator.
 
-        progress   called with bytes read and bytes in all
-        captured   called with graphs captured and graphs in all, where the executor captures
-        options    fields of RuntimeConfig: max_batch, max_context, dtype, device, ...
+        model       a Hugging Face directory, or `ORG/NAME[@REVISION]` of a repository, fetched into the hub's cache
+        progress    called with bytes read and bytes in all
+        captured    called with graphs captured and graphs in all, where the executor captures
+        downloaded  called with bytes fetched and bytes in all, for each repository; None: huggingface_hub's own bars
+        options     fields of RuntimeConfig: max_batch, max_context, dtype, device, ...
         Raises ConfigError for anything wrong with the directory, the draft model (under strict) or an option.
         """
         config = options_from(options)
-        loaded = load(model, speculative, config, progress, captured)
+        loaded = load(model, speculative, config, progress, captured, downloaded)
         try:
             return cls(loaded, config, speculative)
         except BaseException:

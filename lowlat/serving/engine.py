@@ -7,6 +7,7 @@ from typing import Any
 from lowlat.host.runtime import Runtime
 from lowlat.ipc.engine import EngineInfo
 from lowlat.ipc.wire import Sampling
+from lowlat.options.model_names import display_name
 from lowlat.options.request import SamplingParams, StepOutput
 
 __all__ = ["RuntimeEngine", "sampling_params"]
@@ -20,7 +21,7 @@ def sampling_params(sampling: Sampling) -> SamplingParams:
 class RuntimeEngine:
     """Drives a Runtime for `lowlat.ipc.engine.Engine`; what it takes it also closes.
 
-    name   what clients are told the model is called; None: its directory's name
+    name   what clients are told the model is called; None: its directory's name, or its repository's
     The first call from another thread than the last hands the runtime to that thread.
     """
 
@@ -29,7 +30,7 @@ class RuntimeEngine:
         self._owner = threading.get_ident()
         codec = runtime.codec
         self.info = EngineInfo(
-            model=runtime.directory.name if name is None else name,
+            model=display_name(runtime.directory) if name is None else name,
             vocab_size=runtime.model_config.vocab_size,
             max_running=runtime.config.max_batch,
             max_context=runtime.config.max_context,
