@@ -84,7 +84,7 @@ class StepScope(Scope):
     (the root's position), `draft_live` (slots that go on) and `draft_lens` (their committed tokens); state: `tokens`,
     `lengths`, `block_table`. The constant `node_offsets` [T] holds 0 to T - 1.
     topology  what the next step is to verify
-    In a `prefilled` bucket the one row came out of prefill, and there are no boundaries.
+    In a `prefilled` bucket the one row came out of prefill, and of the boundaries the last alone is there.
     """
 
     bucket: Bucket

@@ -88,7 +88,7 @@ class _StepBuilder:
         self.builder.emit("gather_rows", stage, reads={name: name for name in state}, writes=outs)
 
     def _target(self) -> list[str]:
-        """The target's logits; returns the residual stream at its boundaries, of which prefill leaves none."""
+        """The target's logits; returns the residual stream at its boundaries, of which prefill leaves the last."""
         offsets = self.builder.constant("node_offsets", torch.arange(self.width, dtype=torch.int32))
         common = {"slots": "slots", "block_table": "block_table"}
         rows = Rows(
@@ -102,7 +102,7 @@ class _StepBuilder:
         stage, config = Stage.BASE_DECODE_STEP, self.geometry.config
         if self.bucket.prefilled:
             emit_lm_head(self.builder, config, rows, "prefilled_residual", stage)
-            return []
+            return ["prefilled_residual"]
         boundaries = emit_decoder(self.builder, config, rows, "row_tokens", self.tables["target"], stage)
         emit_lm_head(self.builder, config, rows, boundaries[-1], stage)
         return boundaries
