@@ -16,8 +16,8 @@ __all__ = ["Bucket", "BucketLadder"]
 class Bucket:
     """B slots of T rows, drafting S levels deep.
 
-    prefilled  the step behind a prompt's last chunk, which chooses its first token: of one slot, whose one row comes out
-               of prefill
+    prefilled  the step behind a prompt's last chunk, which chooses its first token: one slot, one row, and that row
+               comes out of prefill
     """
 
     batch: int

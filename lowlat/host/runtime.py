@@ -1,9 +1,10 @@
 """The runtime: load once, submit requests, step until they end. Owns the weights, the buffers, the KV pool.
 
-A prompt's first token comes out of prefill and is given to the caller at once; then every active slot gets a decode step
-before anything else is prefilled. While nobody joins or leaves, the next step is launched before the last one's outputs are made, or the device repeats steps by itself; that changes no
-token: what a step does to a slot depends on nothing that the host does in between, and what is published for a slot
-that the host has given up is dropped. Not safe for use by several threads: one thread owns a runtime.
+A prompt's first token comes out of prefill and is given to the caller at once; then every active slot gets a decode
+step before anything else is prefilled. While nobody joins or leaves, the next step is launched before the last one's
+outputs are made, or the device repeats steps by itself; that changes no token: what a step does to a slot depends on
+nothing that the host does in between, and what is published for a slot that the host has given up is dropped. Not safe
+for use by several threads: one thread owns a runtime.
 """
 
 import itertools

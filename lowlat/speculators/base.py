@@ -65,8 +65,7 @@ class Scope:
 
 @dataclass(frozen=True)
 class PrefillScope(Scope):
-    """A program of prefill. The host writes `prefill_*` before it runs: tokens, the table, the chunk, live rows and their
-    number.
+    """A program of prefill. The host writes `prefill_*` before it runs: tokens, table, chunk, live rows, their number.
 
     size   positions that the program takes
     chunk  positions of one chunk

@@ -11,6 +11,7 @@ from tiny_models import PairPaths, make_pair
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.executors.reference import ReferenceExecutor
+from lowlat.graphs import Bucket
 
 OPTIONS: dict[str, Any] = {"max_batch": 3, "max_context": 96, "block_size": 4, "prefill_chunk": 8, "dtype": "float32"}
 TREE = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
@@ -26,8 +27,13 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> PairPaths:
 @pytest.fixture
 def num_steps(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     """Counts the steps that reference executors run from here on."""
-    ran, step = [], ReferenceExecutor.step
-    monkeypatch.setattr(ReferenceExecutor, "step", lambda own, bucket: (ran.append(bucket), step(own, bucket))[1])
+    ran, step = list[Bucket](), ReferenceExecutor.step
+
+    def counted(executor: ReferenceExecutor, bucket: Bucket) -> None:
+        ran.append(bucket)
+        step(executor, bucket)
+
+    monkeypatch.setattr(ReferenceExecutor, "step", counted)
     return lambda: len(ran)
 
 
@@ -52,8 +58,8 @@ def test_a_request_that_ends_with_its_first_token_takes_no_step(
             prompt = prompt_of(length)
             expected, *_ = run_one(runtime, prompt, SamplingParams(max_tokens=3, **sampling))
             before = num_steps()
-            for reason, more in (("length", {"max_tokens": 1}), ("stop", {"max_tokens": 3, "stop_token_ids": (expected,)})):
-                name = runtime.submit(prompt, SamplingParams(**sampling, **more))
+            for reason, limit, stops in (("length", 1, ()), ("stop", 3, (expected,))):
+                name = runtime.submit(prompt, SamplingParams(max_tokens=limit, stop_token_ids=stops, **sampling))
                 outputs = [output for _ in range(-(-length // 32)) for output in runtime.step()]
                 assert [(output.token_ids, output.finish_reason) for output in outputs] == [((expected,), reason)]
                 assert outputs[0].logprobs is not None and outputs[0].logprobs[0].token_id == expected
@@ -80,8 +86,9 @@ def test_the_first_step_verifies_drafts(tree: Any, pair: PairPaths) -> None:
             assert speculation.total_draft_tokens == (len(TREE) if tree else 3)
             run_all(runtime)
         expected = run_one(runtime, prompt_of(9), SamplingParams(max_tokens=20), 0)
-        for depths in ((3, 0), (0, 3)):
-            assert run_one(runtime, prompt_of(9), SamplingParams(max_tokens=20), lambda k: depths[k % 2]) == expected
+        for odd in (0, 3):
+            depths = [odd, 3 - odd] * 20
+            assert run_one(runtime, prompt_of(9), SamplingParams(max_tokens=20), depths.__getitem__) == expected
 
 
 @pytest.mark.parametrize("ahead", [False, True])

@@ -85,7 +85,7 @@ def test_chunks_of_a_prompt_run_together(num_tokens: int, expected: list[tuple[i
     """At most three of them; what is cached of a prompt ends with a chunk, not with those that ran together."""
     scheduler = make(at_once=3)
     scheduler.enqueue(request("a", num_tokens))
-    found = []
+    found: list[tuple[int, int, int]] = []
     while not found or scheduler.phase("a") is not Phase.DECODING:
         chunk = step(scheduler).prefill
         assert chunk is not None
