@@ -6,8 +6,8 @@
 Llama-3.1-8B's shape with its head, random weights, written to the directory once as `bench.start` writes them. Every
 request has a prompt of its own of random tokens and is alone; nothing of it is cached. `process`: from `Runtime.submit`
 to the step that returns its first token. `socket`: the same through `lowlat serve` in another process and the blocking
-client over ipc, from `generate` to the first chunk. `next_ms_p50` is from there to the next tokens: a whole step. It asks
-public names alone, so a commit before this file was there can be measured by a copy of it.
+client over ipc, from `generate` to the first chunk. `next_ms_p50` is from there to the next tokens: a whole step. It
+asks public names alone, so a commit before this file was there can be measured by a copy of it.
 """
 
 import argparse

@@ -5,7 +5,7 @@
     python -m bench.prompts --small --device cpu --prompt 50 200 --out /tmp/prompts.json
 
 A row is a prompt's length and how many chunks ran at once (`max_prefill_chunks`): from the first chunk's arguments on
-the host to the end of the last chunk, by the host's clock, nothing else running. `bench.first_token` measures all of the
+the host to the end of the last chunk, by the host's clock, nothing else running. `bench.first_token` measures the whole
 way to the first token.
 """
 
