@@ -44,6 +44,8 @@ def _fill(buffers: Any, vocab_size: int, live: int) -> None:
     buffers["prefill_draft_live"].copy_((torch.arange(size) > 0) & (torch.arange(size) < live))
     buffers["prefill_positions"].copy_(torch.arange(size))
     buffers["prefill_draft_positions"].copy_((torch.arange(size) - 1).clamp(min=0))
+    buffers["prefill_slot"].fill_(1)
+    buffers["prefill_count"].fill_(live)
 
 
 @dataclass

@@ -32,7 +32,7 @@ NO_CONDITION = 0  # stands for the handle of a condition that is made only while
 class GraphExecutor(KernelExecutor):
     """Captures every bucket, the largest first, and all of prefill; then nothing is allocated or compiled any more.
 
-    looping   capture every bucket as a loop, too; see `lowlat.executors.LoopingExecutor`
+    looping   capture every bucket of steps as a loop, too; see `lowlat.executors.LoopingExecutor`
     progress  called with the bucket just captured, buckets done and buckets in all
     Raises DeviceError for a capture that holds anything but the step's kernels, or an address that nobody owns.
     """
@@ -62,14 +62,15 @@ class GraphExecutor(KernelExecutor):
             self._core_stream = self.launcher.stream()
             self._loop_budget = torch.zeros(1, dtype=torch.int64, device=device)
             self._stop_flag = torch.zeros(1, dtype=torch.int64, pin_memory=True)
-            bodies = {bucket: self._lower(bucket, self._control()) for bucket in programs} if looping else {}
+            repeated = [bucket for bucket in programs if looping and not bucket.prefilled]
+            bodies = {bucket: self._lower(bucket, self._control()) for bucket in repeated}
             self.launcher.compile_ahead(call for groups in bodies.values() for call in _calls(groups))
             self._check_addresses([*self._groups.values(), *bodies.values()])
             self._pool = torch.cuda.MemPool()  # of what a library's operations take: it must live as long as the graphs
             self._run_once(prefills)
             for number, bucket in enumerate(programs):
                 self._graphs[bucket] = self._capture(bucket)
-                if looping:
+                if bucket in bodies:
                     self._loops[bucket] = self._capture_loop(bodies[bucket])
                 if progress is not None:
                     progress(bucket, number + 1, len(programs))

@@ -99,7 +99,7 @@ def load(
         check_positions(geometry)
     ladder = BucketLadder(bucket_batches(options.max_batch), {s: t.num_nodes for s, t in topologies.items()})
     programs = {bucket: build_step(geometry, bucket, topologies[bucket.num_speculative_tokens])
-                for bucket in ladder.buckets}  # fmt: skip
+                for bucket in (*ladder.buckets, *ladder.first_tokens)}  # fmt: skip
     own: Mapping[str, torch.Tensor] = {} if loaded is None else loaded.weights
     weights = JoinedWeights(target.weights, own)
     prefills = build_prefills(geometry)

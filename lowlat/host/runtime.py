@@ -1,9 +1,10 @@
 """The runtime: load once, submit requests, step until they end. Owns the weights, the buffers, the KV pool.
 
-One step does at most one chunk of prefill and one decode step for every active slot. While nobody joins or leaves, the
-next step is launched before the last one's outputs are made, or the device repeats steps by itself; that changes no
-token: what a step does to a slot depends on nothing that the host does in between, and what is published for a slot
-that the host has given up is dropped. Not safe for use by several threads: one thread owns a runtime.
+A prompt's first token comes out of prefill and is given to the caller at once; then every active slot gets a decode
+step before anything else is prefilled. While nobody joins or leaves, the next step is launched before the last one's
+outputs are made, or the device repeats steps by itself; that changes no token: what a step does to a slot depends on
+nothing that the host does in between, and what is published for a slot that the host has given up is dropped. Not safe
+for use by several threads: one thread owns a runtime.
 """
 
 import itertools
@@ -73,7 +74,6 @@ class Runtime:
             config.max_queue,
             geometry.prefill_chunk,
             max_prefill_chunks=geometry.max_prefill_chunks,
-            covers_last_token=self.speculator is not None and self.speculator.covers_last_token,
             num_overprovision=geometry.max_rows,
         )
         self.checks = RequestChecks(
@@ -92,6 +92,7 @@ class Runtime:
         self._sessions: dict[str, Session] = {}
         self._slots: dict[int, Session] = {}
         self._pending: list[StepOutput] = []
+        self._owes_step = False  # a first token was returned, and no step followed it yet
         self._limited: set[str] = set()  # requests whose limit of drafts was changed since the last launch
         self._ids = itertools.count()
         self._closed = False
@@ -155,6 +156,7 @@ class Runtime:
     def step(self, num_speculative_tokens: int | None = None) -> list[StepOutput]:
         """Admit, run at most one prefill chunk, and one decode step for every active slot.
 
+        Where the chunk is a prompt's last its first token is returned at once, and the next call begins with the step.
         num_speculative_tokens   depth S of this step; None: the configured one, 0 without a speculator. Only steps of
                                  the configured depth are run ahead of the caller
         Returns what each request gained, ends included; steps that ran meanwhile are in it, too, so a request may be
@@ -173,15 +175,13 @@ class Runtime:
             if ahead and len(outputs) > num_ended:
                 return outputs
         # Nothing is under way from here on: whoever joins now is in no step that was launched before.
-        plan = self.scheduler.plan()
-        for admission in plan.admitted:
-            session = self._sessions[admission.request_id]
-            session.place(admission.slot, admission.table, admission.num_cached_tokens)
-            self._slots[admission.slot] = session
-        if plan.prefill is not None:
-            self._prefill(plan.prefill)
-        for name in plan.joins:
-            self._join(self._sessions[name])
+        if not (self._owes_step and self.scheduler.num_active):
+            entries = self._admit(depth)
+            if entries:
+                outputs.extend(self._take(entries, depth, ahead))
+                self._owes_step = not self._launches.under_way
+                return outputs
+        self._owes_step = False
         if self.scheduler.num_active:
             self._launch(self.scheduler.choose_bucket(depth), ahead)
             outputs.extend(self._take(self._launches.wait(), depth, ahead))
@@ -297,12 +297,24 @@ class Runtime:
             raise RequestError("a text prompt needs tokenizer.json in the model directory; give token ids")
         return self.codec.encode(prompt)
 
-    def _prefill(self, chunk: PrefillChunk) -> None:
+    def _admit(self, depth: int) -> Sequence[Entry]:
+        """Give free slots to who waits and run a chunk of prefill; returns the entry of a first token, if one came."""
+        plan = self.scheduler.plan()
+        for admission in plan.admitted:
+            session = self._sessions[admission.request_id]
+            session.place(admission.slot, admission.table, admission.num_cached_tokens)
+            self._slots[admission.slot] = session
+        return () if plan.prefill is None else self._prefill(plan.prefill, depth)
+
+    def _prefill(self, chunk: PrefillChunk, depth: int) -> Sequence[Entry]:
         session = self._sessions[chunk.request_id]
-        tokens = session.prompt[chunk.start : chunk.start + chunk.size]
-        self._mailbox.write_chunk(tokens, chunk.start, session.table, chunk.num_target_tokens, chunk.num_draft_rows)
-        self.executor.prefill(self.geometry.prefill_size(max(chunk.num_target_tokens, chunk.num_draft_rows)))
+        tokens = session.prompt[chunk.start : chunk.start + chunk.num_tokens]
+        self._mailbox.write_chunk(session.slot, tokens, chunk.start, session.table)
+        if chunk.last:
+            self._join(session)
         self.scheduler.prefill_done(chunk)
+        first = Bucket.first_token(depth) if chunk.last else None
+        return self._launches.prefill(self.geometry.prefill_size(chunk.num_tokens), first)
 
     def _join(self, session: Session) -> None:
         max_length = len(session.prompt) + session.params.max_tokens

@@ -49,7 +49,7 @@ class Session:
         self._stats = SpeculativeDecodingStats(simulated=simulated)
         self._submitted = time.monotonic()
         self._placed: float | None = None
-        self._joined: float | None = None
+        self._prefilled: float | None = None
         self._first: float | None = None
         self._last: float | None = None
         self._text: IncrementalDetokenizer | None = None
@@ -64,9 +64,8 @@ class Session:
         self._placed = time.monotonic()
 
     def joined(self, first_entry: int) -> None:
-        """Its prompt is prefilled; it takes part in the next step, which will write this entry."""
+        """Its last chunk is about to be run; its first token will be in this entry."""
         self.first_entry = first_entry
-        self._joined = time.monotonic()
 
     def metrics(self) -> RequestMetrics:
         """Its figures as they stand now."""
@@ -77,9 +76,9 @@ class Session:
             completion_tokens=len(self.committed) - len(self.prompt),
             cached_prompt_tokens=self._num_cached,
             queued_s=_between(start, self._placed),
-            prefill_s=_between(self._placed, self._joined),
+            prefill_s=_between(self._placed, self._prefilled),
             time_to_first_token_s=_between(start, self._first),
-            decode_s=_between(self._joined, self._last),
+            decode_s=_between(self._prefilled, self._last),
             num_steps=self._num_steps,
             finish_reason=self.finish_reason,
             seed=self.seed,
@@ -114,14 +113,18 @@ class Session:
         return self.output(tokens, reason, text=text, stop_reason=stop_reason, logprobs=logprobs, error=error)
 
     def _count(self, publication: SlotPublication, num_tokens: int) -> None:
-        self._num_steps += 1
+        now = time.monotonic()
+        if self._prefilled is None:
+            self._prefilled = now  # what comes first comes out of prefill, not of a step
+        else:
+            self._num_steps += 1
         # drafts behind a stop string were dropped with their tokens: they count as rewound
         accepted = min(publication.accepted, num_tokens)
         self._stats.record(publication.verified, accepted, drafted_depth=publication.verified_depth)
         if num_tokens:
-            self._last = time.monotonic()
+            self._last = now
             if self._first is None:
-                self._first = self._last
+                self._first = now
 
     def output(
         self,

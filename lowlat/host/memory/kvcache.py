@@ -157,13 +157,13 @@ class KVCache:
 
         Call it after every chunk; it lists the complete chunks among them for sharing. Where an equal chunk
         is listed already, the request keeps its own blocks to itself. Raises RequestError for an unknown id,
-        InvariantError when num_tokens goes back or past the prompt's last token but one.
+        InvariantError when num_tokens goes back or past the prompt's last token.
         """
         entry = self._entry(request_id)
-        if not entry.num_prefilled <= num_tokens <= len(entry.prompt) - 1:
+        if not entry.num_prefilled <= num_tokens <= len(entry.prompt):
             raise InvariantError(
                 f"request {request_id}: {num_tokens} prompt tokens cannot be prefilled after "
-                f"{entry.num_prefilled} of {len(entry.prompt) - 1}"
+                f"{entry.num_prefilled} of {len(entry.prompt)}"
             )
         entry.num_prefilled = num_tokens
         self._register(entry, entry.prompt, num_tokens)
@@ -189,7 +189,7 @@ class KVCache:
         entry = self._entry(request_id)
         if poisoned:
             self._distrust(entry)
-        elif self.share_decoded and token_ids is not None and entry.num_prefilled == len(entry.prompt) - 1:
+        elif self.share_decoded and token_ids is not None and entry.num_prefilled == len(entry.prompt):
             written = len(token_ids) - 1 if num_written is None else min(num_written, len(token_ids) - 1)
             if list(token_ids[: len(entry.prompt)]) != list(entry.prompt):
                 raise InvariantError(f"request {request_id}: the committed sequence does not start with its prompt")

@@ -63,7 +63,7 @@ def test_generate_drafts_n_grams_without_a_head(pair: PairPaths) -> None:
     found = answer(*common, "--method", "ngram", "-S", 4, "--prompt-lookup-min", 1)
     plain = answer(*common)
     assert found["token_ids"] == plain["token_ids"]
-    assert found["metrics"]["num_steps"] < plain["metrics"]["num_steps"] == 30
+    assert found["metrics"]["num_steps"] < plain["metrics"]["num_steps"] == 29
     assert found["metrics"]["eagle_speculation"]["total_accepted_tokens"] > 0
     assert "of method 'eagle3', and method is 'ngram'" in refusal(*common, "--method", "ngram", "--head", pair.head)
 
