@@ -1,7 +1,7 @@
 """The server's Protocols for an engine that decodes and a codec that knows the text: it knows no model.
 
 An engine is driven by the decode thread alone, but for `validate`, which any thread may call. A codec is called from
-the text thread.
+the text threads, of which there are two.
 """
 
 from collections.abc import Mapping, Sequence
@@ -75,8 +75,11 @@ class Engine(Protocol):
     def validate(self, prompt: Sequence[int], sampling: Sampling) -> None:
         """Refuse what can never be served. Any thread. Raises RequestError naming value, limit and knob."""
 
-    def submit(self, request_id: str, prompt: Sequence[int], sampling: Sampling) -> None:
-        """Take a request. Raises RequestError, CapacityError."""
+    def submit(self, request_id: str, prompt: Sequence[int], sampling: Sampling, cache_salt: str) -> None:
+        """Take a request, which shares a cached prefix only with those of the same salt.
+
+        Raises RequestError, CapacityError.
+        """
 
     def cancel(self, request_id: str) -> None:
         """End a request; the next step's output of it says "cancelled". Raises RequestError for an unknown one."""
@@ -99,10 +102,16 @@ class Engine(Protocol):
 
 
 class Codec(Protocol):
-    """Text to token ids; the engine itself gives text for ids. Raises RequestError for what cannot be encoded."""
+    """Text to token ids; the engine itself gives text for ids. Raises RequestError for what cannot be encoded.
 
-    def encode(self, text: str) -> Sequence[int]:
+    allow_special   special tokens that the caller's text spells become those tokens; otherwise they stay text
+    max_tokens      a prompt of more is refused, and before it is tokenized where its length alone says so
+    """
+
+    def encode(self, text: str, *, allow_special: bool, max_tokens: int) -> Sequence[int]:
         """Token ids of a plain prompt."""
 
-    def encode_chat(self, messages: Sequence[Message], options: Mapping[str, Any]) -> Sequence[int]:
+    def encode_chat(
+        self, messages: Sequence[Message], options: Mapping[str, Any], *, allow_special: bool, max_tokens: int
+    ) -> Sequence[int]:
         """Token ids of a chat through the model's template."""

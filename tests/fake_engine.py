@@ -18,6 +18,7 @@ from lowlat.ipc.wire import Message, Sampling
 __all__ = ["FakeCodec", "FakeEngine", "FakeOutput", "expected_text", "expected_tokens"]
 
 VOCAB_SIZE = 1000
+MAX_TOKENS = 1 << 30
 MAX_REMEMBERED = 200  # requests that have ended: a server of it may run for long
 
 
@@ -75,7 +76,9 @@ class FakeCodec:
         self.delay_s = delay_s
         self.fails = fails
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, allow_special: bool = False, max_tokens: int = MAX_TOKENS) -> list[int]:
+        if len(text) > max_tokens:
+            raise RequestError(f"{len(text)} bytes are too many; {max_tokens} fit (max_context)")
         if self.fails is not None:
             raise self.fails
         if self.delay_s:
@@ -84,10 +87,13 @@ class FakeCodec:
             raise RequestError("the text is empty")
         return list(text.encode())
 
-    def encode_chat(self, messages: Sequence[Message], options: Mapping[str, Any]) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[Message], options: Mapping[str, Any], *, allow_special: bool, max_tokens: int
+    ) -> list[int]:
         if options.get("fail"):
             raise RequestError("the template does not know the option 'fail'")
-        return self.encode("".join(f"<{message.role}>{message.content or ''}" for message in messages))
+        text = "".join(f"<{message.role}>{message.content or ''}" for message in messages)
+        return self.encode(text, allow_special=allow_special, max_tokens=max_tokens)
 
 
 class FakeEngine:
@@ -139,6 +145,7 @@ class FakeEngine:
         self.max_seen_running = 0
         self.cancelled_at: dict[str, int] = {}  # request id -> steps done when cancel came
         self.order: list[str] = []
+        self.salts: list[str] = []
         self._running: dict[str, _Request] = {}
         self._ended: dict[str, dict[str, Any]] = {}
         self._pending: list[FakeOutput] = []
@@ -153,7 +160,9 @@ class FakeEngine:
                 f"{self.info.max_context} (max_context)"
             )
 
-    def submit(self, request_id: str, prompt: Sequence[int], sampling: Sampling) -> None:
+    def submit(self, request_id: str, prompt: Sequence[int], sampling: Sampling, cache_salt: str = "") -> None:
+        self.salts.append(cache_salt)
+        del self.salts[:-MAX_REMEMBERED]
         self.threads.add(threading.get_ident())
         fault = self.faults.get(prompt[0])
         if fault == "refuse":

@@ -53,7 +53,7 @@ def chat_ids(codec: TextCodec | None, user: str, system: str | None = None) -> l
         raise RequestError("a chat needs tokenizer.json in the model directory; give token ids")
     messages = [] if system is None else [{"role": "system", "content": system}]
     messages.append({"role": "user", "content": user})
-    return codec.encode(codec.apply_chat_template(messages), add_special_tokens=False)
+    return codec.encode_chat(messages)
 
 
 def run_request(

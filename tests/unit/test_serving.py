@@ -80,6 +80,9 @@ def test_bounds_stand_in_the_wires_own_types() -> None:
         sampling_params(on_the_wire(max_tokens=4, min_tokens=5))
 
 
+ROOM: dict[str, Any] = {"allow_special": False, "max_tokens": 1 << 20}
+
+
 @pytest.fixture(scope="module")
 def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("talker")
@@ -211,7 +214,7 @@ def test_a_chat_goes_through_the_template_without_special_tokens(codec: ServingC
     chat = [Message(role="system", content="be kind"), Message(role="user", content="hi", name="Ann")]
     expected = "[system] be kind\n[user Ann] hi\n"
     for options, tail in (({}, "> "), ({"add_generation_prompt": False}, ""), ({"shout": True}, "!> ")):
-        ids = asked.encode_chat(chat, options)
+        ids = asked.encode_chat(chat, options, **ROOM)
         assert list(ids) == bare.encode(expected + tail, add_special_tokens=False).ids
 
 
@@ -220,16 +223,16 @@ def test_text_gets_what_the_tokenizer_puts_around_it(codec: ServingCodec, talker
 
     own = TextCodec.load(talker)
     assert own is not None
-    assert codec.encode("hello") == own.encode("hello")
+    assert codec.encode("hello", **ROOM) == own.encode("hello")
     own.close()
 
 
-@pytest.mark.parametrize("name", ["messages", "self"])
+@pytest.mark.parametrize("name", ["allow_special", "max_tokens", "messages", "self"])
 def test_options_cannot_take_the_messages_place(codec: ServingCodec, name: str) -> None:
     with pytest.raises(RequestError, match=f"may not hold '{name}'"):
-        codec.encode_chat([Message(role="user", content="hi")], {name: []})
+        codec.encode_chat([Message(role="user", content="hi")], {name: []}, **ROOM)
     with pytest.raises(RequestError, match="add_generation_prompt must be true or false"):
-        codec.encode_chat([Message(role="user", content="hi")], {"add_generation_prompt": 1})
+        codec.encode_chat([Message(role="user", content="hi")], {"add_generation_prompt": 1}, **ROOM)
 
 
 def test_a_template_that_uses_too_much_fails_its_request_alone() -> None:
@@ -239,6 +242,6 @@ def test_a_template_that_uses_too_much_fails_its_request_alone() -> None:
     codec = TextCodec(byte_level(), templates={"default": endless})
     try:
         with pytest.raises(RequestError, match="the chat template"):
-            ServingCodec(codec).encode_chat([Message(role="user", content="hi")], {})
+            ServingCodec(codec).encode_chat([Message(role="user", content="hi")], {}, **ROOM)
     finally:
         codec.close()

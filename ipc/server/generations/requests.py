@@ -115,8 +115,7 @@ class Requests:
     def credit(self, stream: Stream, tokens: int) -> None:
         """The client grants so many tokens more."""
         stream.balance += tokens
-        if stream.starving % 2:
-            stream.starving += 1
+        self._fed(stream)
         if stream.waiting and not stream.peer.unsent:
             self._pump(stream)
 
@@ -229,7 +228,7 @@ class Requests:
         self._num_preparing += 1
         self._prompt_bytes += size
         if submit.deadline_ms is not None:
-            self._timers.after(submit.deadline_ms / 1000, self._late, stream)
+            stream.deadline = self._timers.after(submit.deadline_ms / 1000, self._late, stream)
         if 0 < len(body) <= MAX_INLINE_BYTES:
             self.prepared(prepare(stream, submit, body, self._engine, self._codec, self._log))
         else:
@@ -268,12 +267,10 @@ class Requests:
             if stream.peer.unsent:
                 return
         if stream.waiting:
-            if not stream.starving % 2:
-                stream.starving += 1
-                self._timers.after(self._limits.slow_consumer_s, self._starved, stream, stream.starving)
+            if stream.starving is None:
+                stream.starving = self._timers.after(self._limits.slow_consumer_s, self._starved, stream)
             return
-        if stream.starving % 2:
-            stream.starving += 1
+        self._fed(stream)
         if stream.final is not None:
             self._end_decoded(stream, stream.final)
 
@@ -291,15 +288,17 @@ class Requests:
             self._log.error("the engine gave an unknown finish reason", extra={"reason": reason})
             self._end(stream, "error", code="internal", message="the engine ended it for an unknown reason")
 
-    def _starved(self, stream: Stream, starving: int) -> None:
-        if not stream.over and stream.starving == starving:
-            message = f"{sum(len(one.token_ids) for one in stream.waiting)} tokens waited for credit for "
-            message += f"{self._limits.slow_consumer_s:g} s (slow_consumer_s)"
-            self._end(stream, "error", code="slow_consumer", message=message)
+    def _fed(self, stream: Stream) -> None:
+        self._timers.cancel(stream.starving)
+        stream.starving = None
+
+    def _starved(self, stream: Stream) -> None:
+        message = f"{sum(len(one.token_ids) for one in stream.waiting)} tokens waited for credit for "
+        message += f"{self._limits.slow_consumer_s:g} s (slow_consumer_s)"
+        self._end(stream, "error", code="slow_consumer", message=message)
 
     def _late(self, stream: Stream) -> None:
-        if not stream.over:
-            self._end(stream, "cancelled", code="deadline", message="deadline_ms has passed")
+        self._end(stream, "cancelled", code="deadline", message="deadline_ms has passed")
 
     def _end(
         self,
@@ -334,6 +333,9 @@ class Requests:
             self._decode(DecodeCancel(stream.request_id))
         stream.over = True
         stream.waiting.clear()
+        stream.prompt = ()
+        self._timers.cancel(stream.deadline)
+        self._fed(stream)
         del stream.peer.streams[stream.number]
         self._live -= 1
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct, field
 
 from lowlat.ipc.engine import EngineOutput
+from lowlat.ipc.server.generations.timers import Timer
 from lowlat.ipc.wire import End, FinishReason, Sampling, TokenLogprob, Tokens, pack_tokens
 
 if TYPE_CHECKING:
@@ -32,7 +33,8 @@ class Stream(Struct, eq=False):
 
     balance    tokens that may be sent; negative by less than a step
     waiting    outputs that were not sent, in order
-    starving   counts the times it ran out of credit; odd while it is out
+    deadline   ends it when its time has passed
+    starving   ends it when it has been without credit for too long; None while it has credit
     over       END or ERROR went out, or nobody is there to read it
     final      the output that ended it in the engine
     """
@@ -49,7 +51,8 @@ class Stream(Struct, eq=False):
     sequence: int = 0
     num_sent: int = 0
     waiting: list[EngineOutput] = []  # each has its own: msgspec copies it
-    starving: int = 0
+    deadline: Timer | None = None
+    starving: Timer | None = None
     cancelled: bool = False
     final: EngineOutput | None = None
     metrics: Mapping[str, Any] = {}
