@@ -14,7 +14,7 @@ from lowlat.errors import RequestError
 from lowlat.text import TextCodec
 from lowlat.text.lengths import LengthBound
 
-SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+SPLIT = r"(?i:'s|'t|'ll)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 CHATML = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 LLAMA = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 
@@ -63,7 +63,8 @@ TEMPLATES = {
     "qwen": "{% for m in messages %}<|im_start|>{{ m['role'] }}\n<think>{{ m['content'] }}<|im_end|>\n{% endfor %}",
     "smollm": "{% for m in messages %}{{ '<|im_' + 'start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}"
     "{% endfor %}{{ tools | tojson if tools else '' }}<|im_start|>assistant\n",
-    "sentencepiece": "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}{{ eos_token }}{% endfor %}",
+    "sentencepiece": "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}{{ eos_token }}"
+    "{% endfor %}",
 }
 BOS = {"llama3": "<|begin_of_text|>", "sentencepiece": "<s>"}
 
