@@ -33,7 +33,7 @@ from lowlat.ipc.messages import (
 )
 from lowlat.ipc.wire import WireError, decode_server, encode, unpack_tokens
 
-__all__ = ["DEFAULT_WINDOW", "HEARTBEAT_INTERVAL_S", "SILENCE_S", "Connection", "Reply", "Stream", "Waiter"]
+__all__ = ["DEFAULT_WINDOW", "HEARTBEAT_INTERVAL_S", "SILENCE_S", "ClientProtocol", "Reply", "Stream", "Waiter"]
 
 DEFAULT_WINDOW = 1024
 HEARTBEAT_INTERVAL_S = 1.0
@@ -189,8 +189,8 @@ class Stream(Waiter):
         self._sequence += 1
 
 
-class Connection:
-    """The state of one connection, from HELLO to its end.
+class ClientProtocol:
+    """The state of a connection, from HELLO to its end.
 
     outgoing   messages to send, in order, each a tuple of frames
     welcome    the server's answer to HELLO, None before it

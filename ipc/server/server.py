@@ -16,11 +16,13 @@ from lowlat.errors import ConfigError, LowlatError
 from lowlat.ipc.endpoint import EndpointLock, parse_endpoint
 from lowlat.ipc.engine import Codec, Engine
 from lowlat.ipc.limits import Limits
+from lowlat.ipc.server.admission import Curve, Users
 from lowlat.ipc.server.generations.prepare import TextThread
 from lowlat.ipc.server.generations.requests import Requests
 from lowlat.ipc.server.generations.statistics import Statistics
 from lowlat.ipc.server.generations.timers import Timers
 from lowlat.ipc.server.peers import Peers
+from lowlat.ipc.server.router import Router
 from lowlat.ipc.server.service import Service
 from lowlat.ipc.server.threads.decode_thread import DecodeThread
 from lowlat.ipc.server.threads.events import DecodeStop, DrainAsked, Event, Failed
@@ -29,10 +31,6 @@ from lowlat.ipc.server.threads.spin import Spin
 from lowlat.ipc.server.threads.wake import Inbox
 from lowlat.ipc.server.threads.wakeable_flag import Attention
 from lowlat.ipc.server.threads.watchdog import StepClock, Watchdog
-from lowlat.ipc.server.transport.listener import Listener
-from lowlat.ipc.server.transport.security import Curve, Users
-from lowlat.ipc.server.transport.unix_listener import UnixListener
-from lowlat.ipc.server.transport.zmq_listener import ZmqListener
 
 __all__ = ["Server"]
 
@@ -175,8 +173,9 @@ class Server:
     def _serve(self) -> None:
         engine, limits, log = self._decode.engine, self.limits, self._log
         timers, statistics = Timers(), Statistics()
-        listener = self._listen(timers)
-        self.endpoint = listener.endpoint
+        router = Router(self._where, self._lock, limits, timers, log, users=self._users, curve=self._curve)
+        self.endpoint = router.endpoint
+        peers = Peers(limits, timers, router)
         self._text = TextThread(engine, self._codec, self._offer, log)
         requests = Requests(
             engine,
@@ -185,13 +184,12 @@ class Server:
             timers,
             statistics,
             self._clock,
+            peers,
             log,
             epoch=self.epoch,
             decode=self._decode.put,
             text_thread=self._text,
         )
-        peers = Peers(limits, timers, requests.peer_gone, requests.peer_unblocked)
-        requests.peers = peers
         service = Service(
             engine.info,
             limits,
@@ -206,7 +204,7 @@ class Server:
             drain=self.drain,
         )
         self._io = IoThread(
-            listener,
+            router,
             self._inbox,
             timers,
             peers,
@@ -221,11 +219,6 @@ class Server:
         for thread in (self._text, self._io, self._watchdog):
             thread.start()
         log.info("serving", extra={"endpoint": self.endpoint, "model": engine.info.model, "server_pid": os.getpid()})
-
-    def _listen(self, timers: Timers) -> Listener:
-        if self._lock is not None:
-            return UnixListener(self.endpoint, self._lock, self.limits, timers, self._log, users=self._users)
-        return ZmqListener(self._where, self.limits, timers, self._curve)
 
     def _check(self) -> str | None:
         if self._lock is not None and (state := self._lock.state()) != "own":

@@ -12,8 +12,8 @@ from lowlat.ipc.limits import Limits
 from lowlat.ipc.server.generations.requests import Requests
 from lowlat.ipc.server.generations.statistics import Statistics
 from lowlat.ipc.server.logs import describe
-from lowlat.ipc.server.peers import Peer, Peers
-from lowlat.ipc.server.transport.listener import Connection
+from lowlat.ipc.server.peer import Peer
+from lowlat.ipc.server.peers import Peers
 from lowlat.ipc.wire import (
     VERSION,
     Cancel,
@@ -78,18 +78,12 @@ class Service:
             Drain: self._drain_asked,
         }
 
-    def receive(self, connection: Connection, frames: Sequence[bytes]) -> None:
+    def receive(self, peer: Peer, frames: Sequence[bytes]) -> None:
         """Take one message and answer it; what is wrong with it is answered, too."""
-        peer, is_new = self._peers.find(connection)
         if peer.dropped:
             return
         if peer.messages.exceeds(self._limits.max_messages_per_s):
             self._drop(peer, f"more than {self._limits.max_messages_per_s} messages in a second (max_messages_per_s)")
-            return
-        if is_new and connection.stranger:
-            self._log.warning("refused a client of another user", extra={"uid": peer.uid, "peer_pid": peer.pid})
-            self._peers.send(peer, Error("forbidden", f"the server does not serve uid {peer.uid}"))
-            self._peers.drop(peer, "forbidden", "ask for --allow-uid")
             return
         try:
             header, body = decode_client(frames)
@@ -125,7 +119,6 @@ class Service:
             self._peers.drop(peer, "busy", message)
             return
         peer.greeted, peer.name = True, hello.name
-        peer.connection.admit()
         self._peers.send(peer, self._welcome)
 
     def _submit(self, peer: Peer, submit: Submit, body: bytes) -> None:
@@ -168,10 +161,10 @@ class Service:
         self._peers.send(peer, StatsReply(self._requests.figures(time.monotonic())))
 
     def _drain_asked(self, peer: Peer, drain: Drain) -> None:
-        if peer.uid != self._own_uid:
+        if peer.user.uid != self._own_uid:
             self._wrong(peer, "forbidden", "only clients of the server's own user, over ipc://, may end it")
             return
-        self._log.info("a client asks to drain", extra={"peer_pid": peer.pid})
+        self._log.info("a client asks to drain", extra={"peer_pid": peer.user.pid})
         self._drain(drain.deadline_s)
 
     def _malformed(self, peer: Peer, error: WireError) -> None:
@@ -189,14 +182,14 @@ class Service:
         """Answer a wrong message; after too many the peer is dropped."""
         peer.num_bad_messages += 1
         self._statistics.num_bad_messages += 1
-        self._log.warning("a wrong message", extra={"code": code, "field": field, "peer_pid": peer.pid})
+        self._log.warning("a wrong message", extra={"code": code, "field": field, "peer_pid": peer.user.pid})
         self._peers.send(peer, Error(code, message, number=number, field=field))
         if peer.num_bad_messages >= self._limits.max_bad_messages:
             self._drop(peer, f"{peer.num_bad_messages} wrong messages (max_bad_messages)")
 
     def _drop(self, peer: Peer, message: str) -> None:
         self._statistics.num_dropped_peers += 1
-        self._log.warning("dropped a client", extra={"reason": message, "peer_pid": peer.pid})
+        self._log.warning("dropped a client", extra={"reason": message, "peer_pid": peer.user.pid})
         self._peers.drop(peer, "dropped", message)
 
 

@@ -12,7 +12,8 @@ from lowlat.ipc.server.generations.prepare import MAX_INLINE_BYTES, TextThread, 
 from lowlat.ipc.server.generations.statistics import Statistics
 from lowlat.ipc.server.generations.streams import Phase, Stream
 from lowlat.ipc.server.generations.timers import Timers
-from lowlat.ipc.server.peers import Peer, Peers
+from lowlat.ipc.server.peer import Peer
+from lowlat.ipc.server.peers import Peers
 from lowlat.ipc.server.threads.events import Command, DecodeCancel, DecodeSubmit, Prepare, Prepared, Refused, Step
 from lowlat.ipc.server.threads.watchdog import StepClock
 from lowlat.ipc.wire import Error, FinishReason, Submit
@@ -38,6 +39,7 @@ class Requests:
         timers: Timers,
         statistics: Statistics,
         clock: StepClock,
+        peers: Peers,
         log: logging.Logger,
         *,
         epoch: str,
@@ -62,7 +64,8 @@ class Requests:
         self._inside: dict[str, Stream] = {}
         self._dirty: list[Stream] = []
         self._live = 0
-        self.peers: Peers  # set by the I/O thread: each needs the other
+        self._peers = peers
+        peers.tell(self)
         self.engine_figures: Mapping[str, Any] = {}
         self.draining = False
 
@@ -199,7 +202,7 @@ class Requests:
 
     def end_all(self, code: str, message: str) -> None:
         """End whatever is under way with this code."""
-        for peer in self.peers:
+        for peer in self._peers:
             for stream in list(peer.streams.values()):
                 self._end(stream, "error", code=code, message=message)
 
@@ -208,7 +211,7 @@ class Requests:
         return {
             "model": self._info.model,
             "state": "draining" if self.draining else "serving",
-            "num_clients": self.peers.num_greeted,
+            "num_clients": self._peers.num_greeted,
             "num_slots": self._info.max_running,
             "num_running": self.num_running,
             "num_waiting": self.num_waiting,
@@ -249,7 +252,7 @@ class Requests:
 
     def _pump(self, stream: Stream) -> None:
         """Send what may be sent; then its END, if that was all."""
-        peers, statistics = self.peers, self._statistics
+        peers, statistics = self._peers, self._statistics
         while (sendable := stream.next_message()) is not None:
             message, num_tokens = sendable
             if not peers.send(stream.peer, message):
@@ -316,7 +319,7 @@ class Requests:
         self._statistics.end(code or reason)
         self._statistics.duration.record(time.monotonic() - stream.arrived)
         self._leave(stream)
-        self.peers.send(stream.peer, end)
+        self._peers.send(stream.peer, end)
 
     def _fail_early(self, stream: Stream, code: str, message: str) -> None:
         """ERROR in place of END, for one that brought nothing yet."""
@@ -342,7 +345,7 @@ class Requests:
     def _refuse(self, peer: Peer, number: int, code: str, message: str, *, field: str | None = None) -> None:
         self._statistics.refuse(code)
         retry_after_ms = self._retry_after_ms() if code == "busy" else None
-        self.peers.send(peer, Error(code, message, number=number, field=field, retry_after_ms=retry_after_ms))
+        self._peers.send(peer, Error(code, message, number=number, field=field, retry_after_ms=retry_after_ms))
 
     def _retry_after_ms(self) -> int:
         """When a slot may be free for one more: what waits, at the rate of the requests that have ended."""

@@ -12,7 +12,7 @@ from lowlat.ipc.server.generations.timers import Timer
 from lowlat.ipc.wire import End, FinishReason, Sampling, TokenLogprob, Tokens, pack_tokens
 
 if TYPE_CHECKING:
-    from lowlat.ipc.server.peers import Peer
+    from lowlat.ipc.server.peer import Peer
 
 __all__ = ["Phase", "Stream"]
 

@@ -3,8 +3,7 @@
 All that touches the sockets happens under one lock, but for the waiting itself: the leader, one of those who wait,
 polls bare descriptors without it. So others can send meanwhile. A send may swallow the signal that a message has come;
 so whoever sends looks for messages afterwards, hands them out, and wakes whom they are for. While nobody waits nobody
-listens; but where the server's heartbeats must be answered a thread looks once in a while, which does not keep the
-interpreter alive.
+listens: libzmq answers the server's heartbeats.
 """
 
 import contextlib
@@ -16,18 +15,18 @@ from collections import deque
 from types import TracebackType
 
 from lowlat.errors import LowlatError
-from lowlat.ipc.client.protocol import HEARTBEAT_INTERVAL_S, SILENCE_S, Connection, Waiter
-from lowlat.ipc.client.transport import Transport
+from lowlat.ipc.client.dealer import Dealer
+from lowlat.ipc.client.protocol import ClientProtocol, Waiter
 
-__all__ = ["Link"]
+__all__ = ["Connection"]
 
 
-class Link:
-    """Sockets and the connection on them. As a context manager it is the lock, under which the connection is used."""
+class Connection:
+    """A dealer and the protocol on it. As a context manager it is the lock, under which the protocol is used."""
 
-    def __init__(self, sockets: Transport, connection: Connection) -> None:
-        self.connection = connection
-        self._sockets = sockets
+    def __init__(self, dealer: Dealer, protocol: ClientProtocol) -> None:
+        self.protocol = protocol
+        self._dealer = dealer
         self._lock = threading.Lock()
         self._leader: Waiter | None = None
         self._followers: dict[Waiter, threading.Lock] = {}
@@ -38,15 +37,13 @@ class Link:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poll = select.poll()  # the leader's, who polls it without the lock
         self._news = select.poll()
-        for descriptor in (sockets.message_fd, sockets.loss_fd, self._wake):
-            if descriptor is not None:
-                self._poll.register(descriptor, select.POLLIN)
-                self._news.register(descriptor, select.POLLIN)
-        self._ended = threading.Event()
+        for descriptor in (dealer.message_fd, dealer.loss_fd, self._wake):
+            self._poll.register(descriptor, select.POLLIN)
+            self._news.register(descriptor, select.POLLIN)
 
-    def __enter__(self) -> Connection:
+    def __enter__(self) -> ClientProtocol:
         self._lock.acquire()
-        return self.connection
+        return self.protocol
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -54,7 +51,7 @@ class Link:
         self._leave()
 
     def _leave(self) -> None:
-        if self.connection.failure is not None:
+        if self.protocol.failure is not None:
             self._shut_down()
         self._lock.release()
         if self._abandoned:
@@ -62,15 +59,15 @@ class Link:
 
     def send(self) -> None:
         """Under the lock: send what is to be sent; if nobody listens, who waits next looks for what has come."""
-        if self._leader is not None or self._shut or self.connection.failure is not None:
+        if self._leader is not None or self._shut or self.protocol.failure is not None:
             self.pump()
             return
-        self._unread = self._unread or not self._sockets.stays_readable
+        self._unread = True
         try:
             self._send()
         except BaseException:
             # half a message may have left, as when Ctrl-C falls between its frames
-            self.connection.fail("interrupted while a message was sent")
+            self.protocol.fail("interrupted while a message was sent")
             raise
 
     def pump(self, until: Waiter | None = None) -> None:
@@ -84,15 +81,15 @@ class Link:
             self._exchange(until)
         except BaseException:
             # a message may have been taken and not handed out, as when Ctrl-C falls between
-            self.connection.fail("interrupted while a message was taken")
+            self.protocol.fail("interrupted while a message was taken")
             raise
         finally:
-            if self.connection.failure is not None:
+            if self.protocol.failure is not None:
                 self._wake_all()
 
     def check_news(self) -> None:
         """Under the lock: check, if anything has happened: whatever happens makes a descriptor readable."""
-        if self.connection.failure is None and (self._unread or self._news.poll(0)):
+        if self.protocol.failure is None and (self._unread or self._news.poll(0)):
             self.check()
 
     def check(self) -> None:
@@ -100,15 +97,15 @@ class Link:
         self.pump()
         if self._shut:
             return
-        self._sockets.look()
-        if self._sockets.lost is not None:
-            self.connection.fail(self._sockets.lost)
+        self._dealer.look()
+        if self._dealer.lost is not None:
+            self.protocol.fail(self._dealer.lost, self._dealer.refusal)
             self._wake_all()
 
     def wait(self, waiter: Waiter, deadline: float | None) -> bool:
         """Under the lock: wait until there is something to take; False when the deadline (monotonic) has passed."""
         try:
-            while not waiter.ready and self.connection.failure is None:
+            while not waiter.ready and self.protocol.failure is None:
                 now = time.monotonic()
                 if deadline is not None and now >= deadline:
                     return False
@@ -127,42 +124,25 @@ class Link:
         self._abandoned.append(number)
         self._sweep()
 
-    def keep(self) -> None:
-        """Under no lock: answer the server's heartbeats from now on while nobody waits, where nobody else does."""
-        welcome = self.connection.welcome
-        if welcome is None or not self._sockets.needs_reader:
-            return
-        pause_s = min(HEARTBEAT_INTERVAL_S, welcome.limits.heartbeat_interval_s)
-        threading.Thread(target=self._keep, args=(pause_s,), name="lowlat-client", daemon=True).start()
-
-    def _keep(self, pause_s: float) -> None:
-        while not self._ended.wait(pause_s):
-            if self._leader is None and self._lock.acquire(blocking=False):
-                try:
-                    self.pump()
-                finally:
-                    self._leave()
-
     def close(self, reason: str) -> None:
         """End all that is under way."""
         with self:
-            if self.connection.failure is None and not self._shut:
-                self.connection.fail(reason, LowlatError(reason))
+            if self.protocol.failure is None and not self._shut:
+                self.protocol.fail(reason, LowlatError(reason))
                 self._wake_all()
 
     def _lead(self, waiter: Waiter, deadline: float | None, now: float) -> None:
         self._leader = waiter
-        connection = self.connection
+        protocol = self.protocol
         try:
-            connection.attend(now)
-            if self._unread or connection.outgoing or not self._sockets.stays_readable:
-                self.pump()
-            while not waiter.ready and connection.failure is None:
+            protocol.attend(now)
+            self.pump()
+            while not waiter.ready and protocol.failure is None:
                 now = time.monotonic()
                 if deadline is not None and now >= deadline:
                     return
-                due = connection.tick(now)
-                if connection.outgoing or connection.failure is not None:
+                due = protocol.tick(now)
+                if protocol.outgoing or protocol.failure is not None:
                     self.pump()
                     if waiter.ready:
                         return
@@ -183,7 +163,7 @@ class Link:
             if descriptor == self._wake:
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._wake)
-            elif descriptor == self._sockets.loss_fd:
+            elif descriptor == self._dealer.loss_fd:
                 self.check()
 
     def _follow(self, waiter: Waiter, deadline: float | None, now: float) -> None:
@@ -205,40 +185,26 @@ class Link:
             raise
 
     def _send(self) -> None:
-        outgoing, sockets = self.connection.outgoing, self._sockets
-        while outgoing and sockets.send(outgoing[0]):
+        outgoing, dealer = self.protocol.outgoing, self._dealer
+        while outgoing and dealer.send(outgoing[0]):
             if outgoing:
                 outgoing.popleft()
-            if sockets.pending:
-                self._finish_sending()
-
-    def _finish_sending(self) -> None:
-        """The rest of a message that is longer than the kernel's buffer: a server that lives takes it at once."""
-        writable = select.poll()
-        writable.register(self._sockets.message_fd, select.POLLOUT)
-        while not self._sockets.flush():
-            if not writable.poll(SILENCE_S * 1000.0):
-                self.connection.fail(f"the server took nothing for {SILENCE_S:g} s")
-                return
 
     def _exchange(self, until: Waiter | None) -> None:
-        connection, sockets = self.connection, self._sockets
+        protocol, dealer = self.protocol, self._dealer
         told = until is not None
         while True:
             self._send()
-            if connection.failure is not None:
+            if protocol.failure is not None:
                 return
-            frame = sockets.receive(told)
-            if frame is None:
-                if sockets.lost is not None:
-                    connection.fail(sockets.lost)
-                elif not told:
-                    self._unread = False
-                    return
-                told = False
-                continue
+            frame = dealer.receive(told)
+            if frame is None and not told:
+                self._unread = False
+                return
             told = False
-            waiter = connection.receive(frame, time.monotonic())
+            if frame is None:
+                continue
+            waiter = protocol.receive(frame, time.monotonic())
             if waiter is not None and waiter is until and waiter.goes_on:
                 self._unread = True  # its reader has waited long enough
                 return
@@ -267,7 +233,7 @@ class Link:
         while self._abandoned and self._lock.acquire(blocking=False):
             try:
                 while self._abandoned:
-                    self._deliver(self.connection.abandon(self._abandoned.popleft()))
+                    self._deliver(self.protocol.abandon(self._abandoned.popleft()))
                 self.pump()
             finally:
                 self._lock.release()
@@ -277,6 +243,5 @@ class Link:
         if self._shut or self._leader is not None:
             return
         self._shut = True
-        self._ended.set()
-        self._sockets.close()
+        self._dealer.close()
         os.close(self._wake)
