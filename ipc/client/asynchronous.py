@@ -273,11 +273,14 @@ class AsyncClient(BaseClient[AsyncLink, asyncio.Lock]):
         timeout_s: float | None = None,
         deadline_s: float | None = None,
         template_options: Mapping[str, Any] | None = None,
+        fit_context: bool = False,
         **sampling: Any,
     ) -> AsyncGeneration:
         """Check a request, and return its chunks to iterate over; see Client.generate."""
         check_seconds("timeout_s", timeout_s)
-        request = make_request(prompt, sampling, deadline_s=deadline_s, template_options=template_options)
+        request = make_request(
+            prompt, sampling, deadline_s=deadline_s, template_options=template_options, fit_context=fit_context
+        )
         return AsyncGeneration(self, request, timeout_s)
 
     async def health(self, timeout_s: float = 5.0) -> Pong:
