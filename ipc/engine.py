@@ -42,10 +42,29 @@ class TokenLogprobs(Protocol):
     def logprob(self) -> float: ...
     @property
     def top(self) -> Sequence[tuple[int, float]]: ...
+    @property
+    def texts(self) -> Sequence[bytes] | None: ...
+
+
+class ToolCallPart(Protocol):
+    """A part of a tool call; the fields are those of `wire.ToolCallDelta`."""
+
+    @property
+    def index(self) -> int: ...
+    @property
+    def arguments(self) -> str: ...
+    @property
+    def id(self) -> str | None: ...
+    @property
+    def name(self) -> str | None: ...
 
 
 class EngineOutput(Protocol):
-    """The output of a step for one request; a request may be in a step's outputs several times, in order."""
+    """The output of a step for one request; a request may be in a step's outputs several times, in order.
+
+    num_accepted           of token_ids, how many at the front were accepted drafts
+    reasoning, tool_calls  what text is not, of an answer that is parsed
+    """
 
     @property
     def request_id(self) -> str: ...
@@ -63,6 +82,12 @@ class EngineOutput(Protocol):
     def error(self) -> str | None: ...
     @property
     def simulated(self) -> bool: ...
+    @property
+    def num_accepted(self) -> int: ...
+    @property
+    def reasoning(self) -> str: ...
+    @property
+    def tool_calls(self) -> Sequence[ToolCallPart]: ...
 
 
 class Engine(Protocol):

@@ -35,7 +35,7 @@ the prompt in one of three forms: `text`, `messages` for the model's chat templa
 answered by TOKENS, as often as there is something to say, and one END; or by one ERROR that names it, and nothing
 else. TOKENS and END of a request are numbered by `sequence` from 0 without a gap; END repeats how many tokens were
 sent: so a client can prove that nothing was lost, doubled or reordered. Texts of all TOKENS, joined, are the text of
-the completion.
+the completion; where `sampling.parse` asks for it, its content, apart from reasoning and tool calls.
 
 A server sends as many tokens as it was granted: `credit` of SUBMIT, and what CREDIT adds to it. It sends a chunk while
 the balance is positive, so a step's tokens may overdraw it by less than a step. Without credit the tokens wait in the
@@ -88,6 +88,7 @@ from lowlat.ipc.messages import (
     Submit,
     TokenLogprob,
     Tokens,
+    ToolCallDelta,
     Welcome,
 )
 from lowlat.ipc.structure import count_values
@@ -119,6 +120,7 @@ __all__ = [
     "Submit",
     "TokenLogprob",
     "Tokens",
+    "ToolCallDelta",
     "Welcome",
     "WireError",
     "check_submit_size",

@@ -13,7 +13,7 @@ from typing import Any
 
 from lowlat.errors import CapacityError, DeviceError, RequestError
 from lowlat.ipc.engine import EngineInfo
-from lowlat.ipc.wire import Message, Sampling
+from lowlat.ipc.wire import Message, Sampling, ToolCallDelta
 
 __all__ = ["FakeCodec", "FakeEngine", "FakeOutput", "expected_text", "expected_tokens"]
 
@@ -27,6 +27,7 @@ class FakeLogprobs:
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...]
+    texts: tuple[bytes, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,9 @@ class FakeOutput:
     logprobs: tuple[FakeLogprobs, ...] | None = None
     error: str | None = None
     simulated: bool = False
+    num_accepted: int = 0
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
 @dataclass
@@ -245,7 +249,10 @@ class FakeEngine:
             self._end(request_id, self._running.pop(request_id))
         logprobs = None
         if request.sampling.logprobs is not None:
-            logprobs = tuple(FakeLogprobs(token, -0.5, ((token, -0.5),)) for token in tokens)
+            logprobs = tuple(
+                FakeLogprobs(token, -0.5, ((token, -0.5),), texts=(expected_text([token]).encode(),) * 2)
+                for token in tokens
+            )
         return FakeOutput(
             request_id,
             tokens,
@@ -253,6 +260,7 @@ class FakeEngine:
             text=expected_text(tokens) if self.text else None,
             stop_reason=tokens[-1] if reason == "stop" else None,
             logprobs=logprobs,
+            num_accepted=max(0, len(tokens) - 1),
         )
 
     def _end(self, request_id: str, request: _Request) -> None:

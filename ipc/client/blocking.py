@@ -97,6 +97,7 @@ class Client(BaseClient[Connection, "threading.Lock"]):
         timeout_s: float | None = None,
         deadline_s: float | None = None,
         template_options: Mapping[str, Any] | None = None,
+        fit_context: bool = False,
         **sampling: Any,
     ) -> Generation:
         """Send a request, and iterate over what comes of it.
@@ -105,12 +106,15 @@ class Client(BaseClient[Connection, "threading.Lock"]):
         timeout_s         after so long here, StreamError with the code "timeout" is raised
         deadline_s        after so long there, the server cancels: the last chunk has the code "deadline"
         template_options  for the model's chat template: tools, enable_thinking, ...
+        fit_context       lower max_tokens to what the context has room for beside the prompt
         sampling          max_tokens, temperature, stop, seed, logprobs, ...: the fields of lowlat.SamplingParams
         Raises RequestError for a prompt or option that cannot be served, before anything is sent where it can be
         known; Busy when the queue is full; StreamError, ServerGone when the request breaks off, with its tokens.
         """
         deadline = deadline_of(timeout_s)
-        request = make_request(prompt, sampling, deadline_s=deadline_s, template_options=template_options)
+        request = make_request(
+            prompt, sampling, deadline_s=deadline_s, template_options=template_options, fit_context=fit_context
+        )
         submission: Submission[Connection] = Submission()
         connection = self._connected()
         with connection:

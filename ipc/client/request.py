@@ -50,6 +50,7 @@ def make_request(
     *,
     deadline_s: float | None = None,
     template_options: Mapping[str, Any] | None = None,
+    fit_context: bool = False,
 ) -> Request:
     """Check a prompt (text, token ids, or chat messages) and the options by name. Raises RequestError."""
     text: str | None = None
@@ -73,7 +74,9 @@ def make_request(
             raise RequestError(f"template_options must be a mapping, got {type(template_options).__name__}")
         options = dict(template_options)
     deadline_ms = None if deadline_s is None else _deadline_ms(deadline_s)
-    return Request(Submit(0, 1, _sampling(sampling), text, messages, options, deadline_ms), body)
+    if not isinstance(fit_context, bool):
+        raise RequestError(f"fit_context must be true or false, got {fit_context!r:.80}")
+    return Request(Submit(0, 1, _sampling(sampling), text, messages, options, deadline_ms, fit_context), body)
 
 
 def _entries(prompt: object) -> list[Any]:

@@ -4,6 +4,7 @@ import logging
 import threading
 from collections.abc import Sequence
 
+import msgspec
 from msgspec import Struct
 
 from lowlat.errors import RequestError
@@ -25,7 +26,11 @@ def prepare(
     """Token ids of a request, or the reason why it cannot be served; never an exception."""
     try:
         prompt = _encode(submit, body, codec, engine.info.max_context)
-        engine.validate(prompt, submit.sampling)
+        if submit.fit_context:
+            room = max(1, engine.info.max_context - len(prompt))
+            if room < submit.sampling.max_tokens:
+                stream.sampling = msgspec.structs.replace(submit.sampling, max_tokens=room)
+        engine.validate(prompt, stream.sampling)
     except RequestError as error:
         return Prepared(stream, code="invalid", message=str(error))
     except Exception as error:
