@@ -9,6 +9,7 @@ from msgspec import Meta, Struct
 
 __all__ = [
     "HEADERS",
+    "MAX_SALT",
     "VERSION",
     "Bye",
     "Cancel",
@@ -36,6 +37,7 @@ __all__ = [
 ]
 
 VERSION = 1
+MAX_SALT = 256
 
 Int32 = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 Number = Annotated[int, Meta(ge=0, le=(1 << 62))]
@@ -155,7 +157,9 @@ class Message(Struct, forbid_unknown_fields=True, omit_defaults=True):
 class Submit(Struct, forbid_unknown_fields=True, omit_defaults=True):
     """A request. Exactly one of text, messages and the body is there; template_options go with messages alone.
 
-    fit_context lowers max_tokens to what the context has room for beside the prompt.
+    fit_context lowers max_tokens to what the context has room for beside the prompt. allow_special takes special tokens
+    that text or messages spell as these tokens; otherwise they stay text. A cached prefix is shared only among requests
+    of the same user and the same cache_salt.
     """
 
     number: Number
@@ -166,6 +170,8 @@ class Submit(Struct, forbid_unknown_fields=True, omit_defaults=True):
     template_options: dict[str, Any] | None = None
     deadline_ms: Annotated[int, Meta(ge=1, le=(1 << 40))] | None = None
     fit_context: bool = False
+    allow_special: bool = False
+    cache_salt: Annotated[str, Meta(max_length=MAX_SALT)] = ""
 
 
 class Cancel(Struct, array_like=True, forbid_unknown_fields=True, gc=False):

@@ -111,6 +111,8 @@ class AsyncClient(BaseClient[AsyncConnection, asyncio.Lock]):
         deadline_s: float | None = None,
         template_options: Mapping[str, Any] | None = None,
         fit_context: bool = False,
+        allow_special: bool = False,
+        cache_salt: str = "",
         **sampling: Any,
     ) -> AsyncGeneration:
         """Send a request, and iterate over what comes of it; see Client.generate.
@@ -120,7 +122,13 @@ class AsyncClient(BaseClient[AsyncConnection, asyncio.Lock]):
         """
         deadline = deadline_of(timeout_s)
         request = make_request(
-            prompt, sampling, deadline_s=deadline_s, template_options=template_options, fit_context=fit_context
+            prompt,
+            sampling,
+            deadline_s=deadline_s,
+            template_options=template_options,
+            fit_context=fit_context,
+            allow_special=allow_special,
+            cache_salt=cache_salt,
         )
         self.check_process()
         try:

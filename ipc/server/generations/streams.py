@@ -13,6 +13,7 @@ from lowlat.ipc.wire import End, FinishReason, Sampling, TokenLogprob, Tokens, T
 
 if TYPE_CHECKING:
     from lowlat.ipc.server.peer import Peer
+    from lowlat.ipc.server.threads.events import Prepare
 
 __all__ = ["Phase", "Stream"]
 
@@ -33,6 +34,8 @@ class Stream(Struct, eq=False):
 
     balance    tokens that may be sent; negative by less than a step
     waiting    outputs that were not sent, in order
+    cache_salt  its user, and what the request says: only those of the same share cached prefixes
+    job        at the text thread's, while it is prepared there
     deadline   ends it when its time has passed
     starving   ends it when it has been without credit for too long; None while it has credit
     over       END or ERROR went out, or nobody is there to read it
@@ -45,7 +48,9 @@ class Stream(Struct, eq=False):
     sampling: Sampling
     num_bytes: int
     balance: int
+    cache_salt: str = ""
     prompt: Sequence[int] = ()
+    job: "Prepare | None" = None
     phase: Phase = Phase.PREPARING
     over: bool = False
     sequence: int = 0
