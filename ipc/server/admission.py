@@ -142,12 +142,10 @@ class Admission:
         self._socket.close()
 
     def _reply(self, question: Sequence[bytes]) -> list[bytes]:
-        version, request, _, address, routing_id, mechanism, *credentials = question
+        version, request, _, address, _, mechanism, *credentials = question
         try:
             if version != VERSION:
                 raise _RefusedError(f"ZAP {version!r:.20} is not spoken")
-            if routing_id:
-                raise _RefusedError("it has a routing id of its own")
             user = self._user(address.decode("ascii", "replace"), mechanism, credentials)
         except _RefusedError as error:
             self._log.warning("refused a connection", extra={"reason": str(error)})

@@ -9,9 +9,11 @@ Several threads may use it, one at a time; the owner may sleep meanwhile, as it 
 descriptors become readable when something happens, and not because something is left to read: so `unread` asks.
 """
 
+import ctypes
 import errno
 import logging
 import os
+import resource
 import select
 import socket
 import struct
@@ -41,6 +43,8 @@ MAX_UNREAD = 128  # messages of a connection that lie here, and no more than so 
 MAX_UNREAD_BYTES = 32 << 20  # the rest of a flood stays with whoever sends it
 PROBE_AFTER_S = (0.0, 0.005, 0.05, 0.5)  # a monitor's event can come before the connection's end is known to the socket
 RETRY_S = 0.005
+SPARE_DESCRIPTORS = 256  # files, devices, libzmq's own
+MANY_DESCRIPTORS = 1 << 16
 _PROBE = encode(Pong(0, "serving", 0.0, 0, 0))
 _NOBLOCK = int(zmq.NOBLOCK)  # bare numbers: enum's own arithmetic takes microseconds in a process that has just woken
 _ACCEPTED = int(zmq.EVENT_ACCEPTED)
@@ -92,10 +96,12 @@ class Router:
         users: Users,
         curve: Curve | None = None,
     ) -> None:
+        _allow_descriptors(limits.max_clients + SPARE_CONNECTIONS)
         self._limits = limits
         self._timers = timers
         self._log = log
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        _forget_routing_ids()
         self._router = self._context.socket(zmq.ROUTER)
         try:
             self._admission = Admission(self._context, self._router, None if lock is None else users, curve, log)
@@ -223,6 +229,9 @@ class Router:
         connection = self._connections.get(descriptor)
         if connection is None:
             return None
+        if routing_id[0]:  # the peer's own choice, under which another connection may come; libzmq's begin with a zero
+            self._refuse(descriptor, connection, "a routing id of its own")
+            return None
         peer = Peer(routing_id, descriptor, User.of(str(frame.get("User-Id"))))
         self.peers[routing_id] = connection.peer = peer
         return peer
@@ -310,3 +319,29 @@ def _inode(descriptor: int) -> int:
         return os.fstat(descriptor).st_ino
     except OSError:
         return 0
+
+
+def _forget_routing_ids() -> None:
+    """Make a ROUTER that is made now count its routing ids from where nobody knows.
+
+    libzmq begins at a number of C's rand(), unseeded, and ends the process where a peer has chosen the next one.
+    """
+    ctypes.CDLL(None).srand(int.from_bytes(os.urandom(4), "little"))
+
+
+def _allow_descriptors(num_connections: int) -> None:
+    """Let this process have many more descriptors than connections. Raises ConfigError where it may not.
+
+    libzmq ends the process where it cannot accept an ipc:// connection, and connections that are too many are ended
+    only after they were accepted.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed, most = num_connections + SPARE_DESCRIPTORS, hard if hard != resource.RLIM_INFINITY else MANY_DESCRIPTORS
+    if most < needed:
+        raise ConfigError(
+            f"{num_connections} connections (max_clients and {SPARE_CONNECTIONS} more) need {needed} descriptors, and "
+            f"this process may have {most}; raise `ulimit -Hn` or lower max_clients"
+        )
+    wanted = min(most, max(needed, MANY_DESCRIPTORS))
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -114,9 +114,6 @@ def test_cancel_ends_by_a_chunk_and_unread_tokens_stay_at_the_server(server: Scr
             assert not [message for message in server.received if isinstance(message, Credit)]
             await generation.cancel()
             assert (await all_of(generation))[-1].finish_reason == "cancelled"
-            unsent = client.generate("b")
-            await unsent.cancel()
-            assert await all_of(unsent) == []
 
     asyncio.run(main())
 
@@ -202,7 +199,7 @@ def test_two_tasks_may_not_read_one_stream(server: ScriptedServer) -> None:
             generation = client.generate("a")
             task = asyncio.ensure_future(anext(generation))
             await asyncio.sleep(0.05)
-            with pytest.raises(LowlatError, match="another task reads"):
+            with pytest.raises(LowlatError, match="another thread or task reads"):
                 await anext(generation)
             await asyncio.sleep(0.01)
             assert not task.done()
