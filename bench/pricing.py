@@ -6,19 +6,22 @@
 The server is `lowlat serve` with the bundled pair, a process of its own; each attack has as many processes as it says
 and comes again when the server drops it. A client asks for "Hi" every 50 ms and notes when the first token comes.
 Rounds with and without an attack alternate. Beside the times stands by how much the server's memory grew in the
-rounds with the attack. Attackers are processes, too: `idle_cores`, the same number of processes that compute and send
-nothing, says what they take from a machine of few cores without any server.
+rounds with the attack. What is no attack stands beside them: `idle_cores` is a process that computes and asks the
+server nothing, which takes from a machine of few cores what attackers take as well; `plain` asks for as many tokens
+as `stops` and `deadlines` do, and takes slots.
 """
 
 import argparse
 import json
 import os
+import socket
+import struct
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from statistics import quantiles
 from typing import Any
@@ -27,7 +30,7 @@ import zmq
 
 from bench.serving import conditions
 from lowlat.ipc import Client
-from lowlat.ipc.wire import Bye, End, Error, Hello, Sampling, Stats, Submit, decode_server, encode, pack_tokens
+from lowlat.ipc.wire import Bye, End, Error, Hello, Message, Sampling, Stats, Submit, decode_server, encode, pack_tokens
 
 __all__ = ["ATTACKS", "main", "measure"]
 
@@ -36,6 +39,7 @@ MAX_ROUND_S, MIN_REQUESTS = 20.0, 3
 STATS_PER_S = 9_000  # just under what a client may say in a second
 LONG_TEXT = "sixteen texts, all of them too long for any answer; " * 36_500  # 1.9 MB
 FITTING_TEXT = "one text of few tokens for its length" + " " * 60_000
+_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 STOPS = tuple(chr(0x61 + place) * 1000 + f" the end of answer {place:05d}" for place in range(16))
 
 
@@ -48,11 +52,15 @@ class Attacker:
         self._socket.sndtimeo = self._socket.rcvtimeo = 2000
         self._socket.connect(endpoint)
         self._number = -1
+        self.path = endpoint.removeprefix("ipc://")
         self.say(Hello(name="attacker"))
         self.hear()
 
     def say(self, header: Any, *body: bytes) -> None:
         self._socket.send_multipart([encode(header), *body])
+
+    def say_raw(self, frame: bytes) -> None:
+        self._socket.send(frame)
 
     def submit(self, *body: bytes, **fields: Any) -> None:
         self._number += 1
@@ -106,21 +114,55 @@ def fitting(attacker: Attacker) -> None:
         attacker.hear_ends(16)
 
 
-def stops(attacker: Attacker) -> None:
-    """Short requests with sixteen stop strings of a thousand characters."""
+def plain(attacker: Attacker, stop: tuple[str, ...] = ()) -> None:
+    """Three short requests at a time, which take slots as anybody's do."""
     while True:
-        for _ in range(4):
-            attacker.submit(pack_tokens([5, 6, 7]), sampling=Sampling(max_tokens=2, stop=STOPS))
-        attacker.hear_ends(4)
+        for _ in range(3):
+            attacker.submit(pack_tokens([5, 6, 7]), sampling=Sampling(max_tokens=2, stop=stop))
+        attacker.hear_ends(3)
+
+
+def stops(attacker: Attacker) -> None:
+    """The same with sixteen stop strings of a thousand characters."""
+    plain(attacker, STOPS)
 
 
 def deadlines(attacker: Attacker) -> None:
     """Requests that end long before their deadline: with stop strings of 16 kB each."""
-    stop = tuple(f"{place:04d}" * 256 for place in range(16))
+    sampling = Sampling(max_tokens=2, stop=tuple(f"{place:04d}" * 256 for place in range(16)))
     while True:
-        for _ in range(4):
-            attacker.submit(pack_tokens([5, 6, 7]), sampling=Sampling(max_tokens=1, stop=stop), deadline_ms=3_600_000)
-        attacker.hear_ends(4)
+        for _ in range(3):
+            attacker.submit(pack_tokens([5, 6, 7]), sampling=sampling, deadline_ms=3_600_000)
+        attacker.hear_ends(3)
+
+
+def malformed(attacker: Attacker) -> None:
+    """Requests with what is no JSON, and messages of no kind, until dropped."""
+    while True:
+        for _ in range(8):
+            attacker.submit(messages=[Message("user", tool_calls=[{"x": float("nan")}])])
+        attacker.hear_ends(8)
+        attacker.say_raw(b"\xff")
+
+
+def strangers(attacker: Attacker) -> None:
+    """Sixteen connections that never say HELLO: half of them most of a message, half a byte of one now and then."""
+    attacker.close()
+    said = _GREETING + b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+    frame = b"\x02" + struct.pack(">Q", 8 << 20)
+    while True:
+        with ExitStack() as stack:
+            connections = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(16)]
+            for connection in connections:
+                connection.connect(attacker.path)
+                connection.sendall(said + frame)
+            for connection in connections[:8]:
+                connection.sendall(bytes((8 << 20) - 1))
+            with suppress(OSError):
+                while True:
+                    for connection in connections[8:]:
+                        connection.sendall(b"x")
+                    time.sleep(0.01)
 
 
 def idle_cores(attacker: Attacker) -> None:
@@ -135,8 +177,11 @@ ATTACKS: dict[str, tuple[Callable[[Attacker], None], int]] = {
     "stats": (stats, 4),
     "texts": (texts, 1),
     "fitting": (fitting, 1),
+    "plain": (plain, 1),
     "stops": (stops, 1),
     "deadlines": (deadlines, 1),
+    "malformed": (malformed, 1),
+    "strangers": (strangers, 1),
 }
 
 
