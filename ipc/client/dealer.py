@@ -19,6 +19,7 @@ __all__ = ["Dealer"]
 
 MAX_FRAME_BYTES = 1 << 26  # of a server's message
 HEARTBEAT_TIMEOUT_S = 3.5  # after a heartbeat, which leaves within a second: so within 5 s in all
+NEVER_MS = 3_600_000  # -1 would have libzmq drop what came before the connection's end and was not received yet
 HIGH_WATER_MARK = 1 << 16  # streams are bounded by their windows; beyond this the server's queue fills
 _EVENTS = (
     zmq.EVENT_DISCONNECTED
@@ -56,7 +57,7 @@ class Dealer:
                 heartbeat_interval_s=HEARTBEAT_INTERVAL_S,
                 heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
             )
-            self._dealer.setsockopt(zmq.RECONNECT_IVL, -1)
+            self._dealer.setsockopt(zmq.RECONNECT_IVL, NEVER_MS)
             if curve is not None:
                 _apply(curve, self._dealer)
             self._monitor: zmq.Socket[bytes] = self._dealer.get_monitor_socket(_EVENTS)

@@ -115,7 +115,7 @@ class Router:
         self._connections: dict[int, _Connection] = {}
         self._handlers: Handlers
         self._poll = select.poll()
-        self._wake = -1
+        self._wake = self._changes = -1
         self._found: list[tuple[int, int]] = []
         self._asked = self._changed = True  # questions to the admission, and the monitor's events, may wait untold of
 
@@ -123,7 +123,8 @@ class Router:
         """Before anything else: who is told, and a descriptor that ends a `wait` when it is readable."""
         self._wake = wake
         self._handlers = handlers
-        for descriptor in (wake, self._router.FD, self._monitor.FD, self._admission.descriptor):
+        self._changes = int(self._monitor.FD)
+        for descriptor in (wake, int(self._router.FD), self._changes, self._admission.descriptor):
             self._poll.register(descriptor, select.POLLIN)
         self._timers.after(self._limits.heartbeat_interval_s, self._look_after)
 
@@ -144,7 +145,7 @@ class Router:
         """Call the handlers for what has come: a bounded number of messages, and at most one after `enough`."""
         for descriptor, _ in self._found:
             self._asked = self._asked or descriptor == self._admission.descriptor
-            self._changed = self._changed or descriptor == self._monitor.FD
+            self._changed = self._changed or descriptor == self._changes
         self._found = []
         if self._asked:
             self._asked = not self._admission.answer()
