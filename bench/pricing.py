@@ -47,9 +47,9 @@ class Attacker:
     """A DEALER that says what it likes; `hear` ends the attack's turn when the server has dropped it."""
 
     def __init__(self, endpoint: str) -> None:
-        self._socket = zmq.Context.instance().socket(zmq.DEALER)
-        self._socket.linger = 0
-        self._socket.sndtimeo = self._socket.rcvtimeo = 2000
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        for option, value in ((zmq.LINGER, 0), (zmq.SNDTIMEO, 2000), (zmq.RCVTIMEO, 2000)):
+            self._socket.setsockopt(option, value)
         self._socket.connect(endpoint)
         self._number = -1
         self.path = endpoint.removeprefix("ipc://")

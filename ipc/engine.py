@@ -100,7 +100,7 @@ class Engine(Protocol):
     def validate(self, prompt: Sequence[int], sampling: Sampling) -> None:
         """Refuse what can never be served. Any thread. Raises RequestError naming value, limit and knob."""
 
-    def submit(self, request_id: str, prompt: Sequence[int], sampling: Sampling, cache_salt: str) -> None:
+    def submit(self, request_id: str, prompt: Sequence[int], sampling: Sampling, cache_salt: str = "") -> None:
         """Take a request, which shares a cached prefix only with those of the same salt.
 
         Raises RequestError, CapacityError.
@@ -130,13 +130,20 @@ class Codec(Protocol):
     """Text to token ids; the engine itself gives text for ids. Raises RequestError for what cannot be encoded.
 
     allow_special   special tokens that the caller's text spells become those tokens; otherwise they stay text
-    max_tokens      a prompt of more is refused, and before it is tokenized where its length alone says so
+    max_context     a prompt that exceeds it with max_tokens for the answer is refused, and before it is tokenized
+                    where its length alone says so
     """
 
-    def encode(self, text: str, *, allow_special: bool, max_tokens: int) -> Sequence[int]:
+    def encode(self, text: str, *, allow_special: bool, max_context: int, max_tokens: int) -> Sequence[int]:
         """Token ids of a plain prompt."""
 
     def encode_chat(
-        self, messages: Sequence[Message], options: Mapping[str, Any], *, allow_special: bool, max_tokens: int
+        self,
+        messages: Sequence[Message],
+        options: Mapping[str, Any],
+        *,
+        allow_special: bool,
+        max_context: int,
+        max_tokens: int,
     ) -> Sequence[int]:
         """Token ids of a chat through the model's template."""

@@ -18,7 +18,6 @@ from lowlat.ipc.wire import Message, Sampling, ToolCallDelta
 __all__ = ["FakeCodec", "FakeEngine", "FakeOutput", "expected_text", "expected_tokens"]
 
 VOCAB_SIZE = 1000
-MAX_TOKENS = 1 << 30
 MAX_REMEMBERED = 200  # requests that have ended: a server of it may run for long
 
 
@@ -80,9 +79,9 @@ class FakeCodec:
         self.delay_s = delay_s
         self.fails = fails
 
-    def encode(self, text: str, *, allow_special: bool = False, max_tokens: int = MAX_TOKENS) -> list[int]:
-        if len(text) > max_tokens:
-            raise RequestError(f"{len(text)} bytes are too many; {max_tokens} fit (max_context)")
+    def encode(self, text: str, *, allow_special: bool, max_context: int, max_tokens: int) -> list[int]:
+        if len(text) + max_tokens > max_context:
+            raise RequestError(f"{len(text)} bytes and max_tokens {max_tokens} exceed {max_context} (max_context)")
         if self.fails is not None:
             raise self.fails
         if self.delay_s:
@@ -91,13 +90,11 @@ class FakeCodec:
             raise RequestError("the text is empty")
         return list(text.encode())
 
-    def encode_chat(
-        self, messages: Sequence[Message], options: Mapping[str, Any], *, allow_special: bool, max_tokens: int
-    ) -> list[int]:
+    def encode_chat(self, messages: Sequence[Message], options: Mapping[str, Any], **how: Any) -> list[int]:
         if options.get("fail"):
             raise RequestError("the template does not know the option 'fail'")
         text = "".join(f"<{message.role}>{message.content or ''}" for message in messages)
-        return self.encode(text, allow_special=allow_special, max_tokens=max_tokens)
+        return self.encode(text, **how)
 
 
 class FakeEngine:

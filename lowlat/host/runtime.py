@@ -301,8 +301,8 @@ class Runtime:
             return prompt
         if self.codec is None:
             raise RequestError("a text prompt needs tokenizer.json in the model directory; give token ids")
-        max_tokens = max(1, self.config.max_context - params.max_tokens)
-        return self.codec.encode(prompt, allow_special=allow_special, max_tokens=max_tokens)
+        max_context, max_tokens = self.config.max_context, params.max_tokens
+        return self.codec.encode(prompt, allow_special=allow_special, max_context=max_context, max_tokens=max_tokens)
 
     def _prefill(self, chunk: PrefillChunk) -> None:
         session = self._sessions[chunk.request_id]

@@ -43,7 +43,7 @@ class RuntimeEngine:
         """Refuse what can never be served; any thread may ask. Raises RequestError."""
         self._runtime.checks.check(prompt, sampling_params(sampling))
 
-    def submit(self, request_id: str, prompt: Sequence[int], sampling: Sampling, cache_salt: str) -> None:
+    def submit(self, request_id: str, prompt: Sequence[int], sampling: Sampling, cache_salt: str = "") -> None:
         """Take a request. Raises RequestError, CapacityError."""
         self._adopt()
         self._runtime.submit(prompt, sampling_params(sampling), request_id=request_id, cache_salt=cache_salt)

@@ -127,30 +127,33 @@ class TextCodec:
         *,
         add_special_tokens: bool = True,
         allow_special: bool = False,
-        max_tokens: int | None = None,
+        max_context: int | None = None,
+        max_tokens: int = 1,
     ) -> list[int]:
         """Return a text's token ids.
 
         add_special_tokens  what tokenizer.json puts around a text, corrected by add_bos_token and
                             add_eos_token
         allow_special       special tokens spelled out in it become those tokens; otherwise they stay text
-        max_tokens          refuse more; a text that must be more by its length alone is refused at once
+        max_context         refuse what is more with max_tokens for the answer; a text that must be more by its
+                            length alone is refused at once
         Raises RequestError for what is not text, not Unicode, longer than 16 Mi characters, or too many tokens.
         """
-        self._check_text(text, max_tokens)
+        self._check_text(text, max_context, max_tokens)
         if not allow_special:
             self._literal.check(text)
-        ids = self._ids(text, add_special_tokens, allow_special, max_tokens)
+        ids = self._ids(text, add_special_tokens, allow_special, max_context, max_tokens)
         if not add_special_tokens or (self._add_bos is None and self._add_eos is None):
             return ids
-        return self._with_edges(ids, lambda: self._ids(text, False, allow_special, None))
+        return self._with_edges(ids, lambda: self._ids(text, False, allow_special, None, 0))
 
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         allow_special: bool = False,
-        max_tokens: int | None = None,
+        max_context: int | None = None,
+        max_tokens: int = 1,
         **variables: Any,
     ) -> list[int]:
         """Return the token ids of messages as the model's chat template writes them.
@@ -158,18 +161,20 @@ class TextCodec:
         messages       as in `apply_chat_template`, and so is `variables`
         allow_special  special tokens that messages and variables spell become those tokens; otherwise they stay text,
                        and only the template's own, one of which no part is a message's, are tokens
-        max_tokens     as in `encode`
+        max_context, max_tokens   as in `encode`
         Raises what `apply_chat_template` and `encode` raise.
         """
         if allow_special:
             text = self.apply_chat_template(messages, **variables)
-            return self.encode(text, add_special_tokens=False, allow_special=True, max_tokens=max_tokens)
+            return self.encode(
+                text, add_special_tokens=False, allow_special=True, max_context=max_context, max_tokens=max_tokens
+            )
         values, mark = self._literal.marked({"messages": _checked_messages(messages), **variables})
         text, with_placeholders = self._literal.template_tokens(self.apply_chat_template(**values), mark)
-        self._check_text(text, max_tokens)
+        self._check_text(text, max_context, max_tokens)
         if mark:
             self._literal.check(text)
-        return self._ids(with_placeholders, False, False, max_tokens)
+        return self._ids(with_placeholders, False, False, max_context, max_tokens)
 
     def _with_edges(self, ids: list[int], bare: Callable[[], list[int]]) -> list[int]:
         """Correct what tokenizer.json puts around a text; bare gives its token ids without that."""
@@ -193,7 +198,7 @@ class TextCodec:
                     ids = ids[:-1]
         return ids
 
-    def _check_text(self, text: str, max_tokens: int | None) -> None:
+    def _check_text(self, text: str, max_context: int | None, max_tokens: int) -> None:
         if not isinstance(text, str):
             raise RequestError(f"text must be a string, got {type(text).__name__}")
         if len(text) > MAX_TEXT_CHARACTERS:
@@ -202,17 +207,21 @@ class TextCodec:
             num_bytes = len(text.encode("utf-8"))
         except UnicodeEncodeError as error:
             raise RequestError(f"text is not Unicode: a lone surrogate at character {error.start}") from error
-        if max_tokens is not None and (least := self._lengths.least_tokens(text, num_bytes)) > max_tokens:
-            raise RequestError(f"a text of {num_bytes} bytes is at least {least} tokens; {_room(max_tokens)}")
+        least = self._lengths.least_tokens(text, num_bytes)
+        if max_context is not None and least + max_tokens > max_context:
+            raise _too_long(f"text of {num_bytes} bytes, at least {least} tokens,", max_context, max_tokens)
 
-    def _ids(self, text: str, add_special_tokens: bool, allow_special: bool, max_tokens: int | None) -> list[int]:
+    def _ids(
+        self, text: str, add_special_tokens: bool, allow_special: bool, max_context: int | None, max_tokens: int
+    ) -> list[int]:
         if allow_special:
             # not `encode`, which keeps the GIL: other threads would wait 50 ms for 100,000 characters
             (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         else:
             encoding = self._literal.encode(text, add_special_tokens=add_special_tokens)
-        if max_tokens is not None and len(encoding) > max_tokens:  # before they become numbers, with the GIL
-            raise RequestError(f"the prompt has {len(encoding)} tokens; {_room(max_tokens)}")
+        if max_context is not None and len(encoding) + max_tokens > max_context:
+            # before they become numbers, which takes the GIL
+            raise _too_long(f"prompt of {len(encoding)} tokens", max_context, max_tokens)
         return encoding.ids if allow_special else self._literal.ids(encoding)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -258,8 +267,8 @@ class TextCodec:
             self._chat.close()
 
 
-def _room(max_tokens: int) -> str:
-    return f"{max_tokens} fit beside max_tokens (max_context)"
+def _too_long(what: str, max_context: int, max_tokens: int) -> RequestError:
+    return RequestError(f"{what} and max_tokens {max_tokens} exceed {max_context} (max_context)")
 
 
 def _checked_messages(messages: object) -> Sequence[Mapping[str, Any]]:

@@ -49,7 +49,7 @@ class SlowCodec(FakeCodec):
         super().__init__()
         self.order = ""
 
-    def encode(self, text: str, *, allow_special: bool = False, max_tokens: int = 0) -> list[int]:
+    def encode(self, text: str, **how: Any) -> list[int]:
         self.order += text[0]
         time.sleep(len(text) * 2e-6)
         return [1, 2, 3]
@@ -133,7 +133,7 @@ def test_a_codec_is_told_what_fits(serve: Serve) -> None:
     client.finish(fits, too_long, fitted)
     assert (len(fits.token_ids), len(fitted.token_ids)) == (100, 10)
     assert too_long.error is not None
-    assert "900 fit" in too_long.error.message
+    assert "901 bytes and max_tokens 100 exceed 1000" in too_long.error.message
 
 
 def test_requests_that_ended_leave_nothing_to_their_deadline(serve: Serve) -> None:
@@ -274,11 +274,16 @@ def test_who_has_a_key_and_never_says_hello_is_ended(keyed: Any, monkeypatch: py
 
 
 def test_who_asks_and_reads_nothing_is_dropped_when_its_queue_is_full(serve: Serve, transport: dict[str, str]) -> None:
-    served = serve(high_water_mark=16, max_messages_per_s=1 << 20, **transport)
+    # without heartbeats: libzmq 4.3.5 aborts its process where one is due on a connection that ended while it was full
+    beats = {"heartbeat_interval_s": 60.0, "heartbeat_timeout_s": 120.0}
+    served = serve(high_water_mark=16, max_messages_per_s=1 << 20, **beats, **transport)
     good, deaf = served.client(), served.client(rcvhwm=1, rcvbuf=4096)
     deaf.socket.sndtimeo = 100
     with suppress(zmq.Again):  # its own queue is full when nobody takes from it any more
         for _ in range(200_000):
             deaf.say(Health(5))
-    eventually(lambda: good.stats()["num_clients"] == 1)
+    end = time.monotonic() + 5.0
+    while good.stats()["num_clients"] > 1 and time.monotonic() < end:
+        time.sleep(0.05)
+    assert good.stats()["num_clients"] == 1
     good.finish(good.submit(1, max_tokens=5))

@@ -80,7 +80,7 @@ def test_bounds_stand_in_the_wires_own_types() -> None:
         sampling_params(on_the_wire(max_tokens=4, min_tokens=5))
 
 
-ROOM: dict[str, Any] = {"allow_special": False, "max_tokens": 1 << 20}
+ROOM: dict[str, Any] = {"allow_special": False, "max_context": 1 << 20, "max_tokens": 1}
 
 
 @pytest.fixture(scope="module")
@@ -227,7 +227,7 @@ def test_text_gets_what_the_tokenizer_puts_around_it(codec: ServingCodec, talker
     own.close()
 
 
-@pytest.mark.parametrize("name", ["allow_special", "max_tokens", "messages", "self"])
+@pytest.mark.parametrize("name", ["allow_special", "max_context", "max_tokens", "messages", "self"])
 def test_options_cannot_take_the_messages_place(codec: ServingCodec, name: str) -> None:
     with pytest.raises(RequestError, match=f"may not hold '{name}'"):
         codec.encode_chat([Message(role="user", content="hi")], {name: []}, **ROOM)

@@ -181,11 +181,12 @@ def test_no_text_is_fewer_tokens_than_its_length_says(name: str, data: st.DataOb
     assert bound.max_token_bytes is not None
     dense = ["\u1fbe\u0308\u0301", "\u212a", "the quick", "not amused", "    ", "日本", "<think>", *special_of_all()]
     text = "".join(data.draw(st.lists(st.sampled_from(dense) | st.text(max_size=4), max_size=30)))
+    codec = TextCodec(tokenizer)
     for special in (True, False):
-        tokenizer_codec = TextCodec(tokenizer)
-        ids = tokenizer_codec.encode(text, add_special_tokens=False, allow_special=special)
+        ids = codec.encode(text, add_special_tokens=False, allow_special=special)
         assert bound.least_tokens(text, len(text.encode())) <= len(ids)
-        assert tokenizer_codec.encode(text, add_special_tokens=False, allow_special=special, max_tokens=len(ids)) == ids
+        limit = len(ids) + 1
+        assert codec.encode(text, add_special_tokens=False, allow_special=special, max_context=limit) == ids
 
 
 def test_canonical_composition_shrinks_by_less_than_the_bound_assumes() -> None:
@@ -205,10 +206,11 @@ def test_a_text_too_long_for_any_answer_is_refused_at_once_and_by_both_numbers()
     codec = TextCodec(byte_level())
     longest = LengthBound(byte_level()).max_token_bytes
     assert longest is not None and longest < 30
-    with pytest.raises(RequestError, match=r"a text of 2000000 bytes is at least \d+ tokens; 100 fit .*max_context"):
-        codec.encode("the quick " * 200_000, max_tokens=100)
-    with pytest.raises(RequestError, match=r"the prompt has \d+ tokens; 10 fit"):
-        codec.encode("the quick brown fox jumps over", max_tokens=10)
+    words = r"text of 2000000 bytes, at least \d+ tokens, and max_tokens 9 exceed 109 \(max_context\)"
+    with pytest.raises(RequestError, match=words):
+        codec.encode("the quick " * 200_000, max_context=109, max_tokens=9)
+    with pytest.raises(RequestError, match=r"prompt of \d+ tokens and max_tokens 1 exceed 11 \(max_context\)"):
+        codec.encode("the quick brown fox jumps over", max_context=11)
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,12 @@
 from collections import deque
 from collections.abc import Hashable, Mapping
 from types import MappingProxyType
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 __all__ = ["FairQueue"]
 
 Item = TypeVar("Item")
-NOBODY: Mapping[Hashable, int] = MappingProxyType({})
+NOTHING: Mapping[Any, int] = MappingProxyType({})
 
 
 class FairQueue(Generic[Item]):
@@ -28,7 +28,7 @@ class FairQueue(Generic[Item]):
         self._users.setdefault(user, {}).setdefault(client, deque()).append(item)
         self.num_items += 1
 
-    def pop(self, served: Mapping[Hashable, int] = NOBODY) -> Item:
+    def pop(self, served: Mapping[Any, int] = NOTHING) -> Item:
         """The oldest of the client whose turn it is; somebody must wait.
 
         served   how much each user has already: who has least is first

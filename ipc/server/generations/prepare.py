@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -28,8 +29,7 @@ def prepare(
     """Token ids of a request, or the reason why it cannot be served; never an exception."""
     try:
         max_context = engine.info.max_context
-        max_tokens = max_context - (1 if submit.fit_context else submit.sampling.max_tokens)
-        prompt = _encode(submit, body, codec, max_context, max(1, max_tokens))
+        prompt = _encode(submit, body, codec, max_context)
         if submit.fit_context:
             room = max(1, max_context - len(prompt))
             if room < submit.sampling.max_tokens:
@@ -43,7 +43,7 @@ def prepare(
     return Prepared(stream, prompt)
 
 
-def _encode(submit: Submit, body: bytes, codec: Codec | None, max_context: int, max_tokens: int) -> Sequence[int]:
+def _encode(submit: Submit, body: bytes, codec: Codec | None, max_context: int) -> Sequence[int]:
     if submit.text is None and submit.messages is None:
         if len(body) // 4 >= max_context:  # before it becomes numbers, which takes the GIL for long
             raise RequestError(
@@ -53,11 +53,14 @@ def _encode(submit: Submit, body: bytes, codec: Codec | None, max_context: int, 
         return unpack_tokens(body)
     if codec is None:
         raise RequestError("this server's model has no tokenizer; send token ids")
-    allow_special = submit.allow_special
+    how: dict[str, Any] = {
+        "allow_special": submit.allow_special,
+        "max_context": max_context,
+        "max_tokens": 1 if submit.fit_context else submit.sampling.max_tokens,
+    }
     if submit.text is not None:
-        return codec.encode(submit.text, allow_special=allow_special, max_tokens=max_tokens)
-    options = submit.template_options or {}
-    return codec.encode_chat(submit.messages or (), options, allow_special=allow_special, max_tokens=max_tokens)
+        return codec.encode(submit.text, **how)
+    return codec.encode_chat(submit.messages or (), submit.template_options or {}, **how)
 
 
 class _Stop(Struct, frozen=True):
