@@ -106,7 +106,7 @@ def check_owner(path: Path, trusted: Collection[int]) -> None:
         if found.st_uid not in trusted:
             raise ConfigError(
                 f"{place} belongs to uid {found.st_uid}, which is neither yours nor root's: another may listen "
-                "there than you think; server_uid=... says that you mean that user"
+                "there than you think; server_uid=... (or LOWLAT_SERVER_UID) says that you mean that user"
             )
     if found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX:
         raise ConfigError(

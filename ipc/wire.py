@@ -5,8 +5,8 @@ A client is a DEALER, the server a ROUTER. A message is one frame, or two where 
     frame 1   a byte that names the kind, then a msgpack value: the header
     frame 2   SUBMIT alone, and only for a prompt of token ids: the ids as little-endian int32, packed
 
-Below it is ZMTP: over ipc:// version 3 with the NULL mechanism, which lowlat speaks itself (`lowlat.ipc.zmtp`), as
-every ZeroMQ since 4.0 does; over tcp:// what libzmq speaks, with CURVE off the loopback.
+Below it is ZMTP 3.1, which libzmq speaks since 4.2: over ipc:// and on the loopback with the NULL mechanism, over other
+tcp:// with CURVE.
 
 Headers of control messages are msgpack maps by field name; fields left out have their defaults. Those of TOKENS, END,
 CANCEL and CREDIT are msgpack arrays, fields in order. Integers are signed 64-bit, strings UTF-8, times in the unit of

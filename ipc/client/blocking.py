@@ -79,7 +79,7 @@ class Client(BaseClient[Connection, "threading.Lock"]):
     connect_timeout_s  how long the first call may wait for the server to answer
     window             tokens of a request that may wait unread here; beyond them the server pauses that request
     curve              keys, for tcp:// off this machine
-    server_uid         a user beside this one and root whose server may be talked to over ipc://
+    server_uid         a user beside this one and root whose server is trusted over ipc://; None: LOWLAT_SERVER_UID
     Connects on first use; when the connection was lost, the next call makes a new one. Use it as a
     context manager, or close it. Raises ConfigError for an endpoint or an option that cannot be; calls raise
     ServerGone when no server answers, Busy when it takes no more clients.

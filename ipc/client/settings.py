@@ -43,9 +43,7 @@ class Settings:
         self.window = window
         self.connect_timeout_s = connect_timeout_s
         self.curve = curve
-        if server_uid is not None and (isinstance(server_uid, bool) or not isinstance(server_uid, int)):
-            raise ConfigError(f"server_uid must be a user's number, got {server_uid!r:.80}")
-        self._trusted = frozenset({0, os.geteuid()} if server_uid is None else {0, os.geteuid(), server_uid})
+        self._trusted = frozenset({0, os.geteuid(), *_server_uids(server_uid)})
 
     def open(self, now: float) -> "tuple[Dealer, ClientProtocol]":
         """A dealer that connects, and a protocol whose HELLO waits to be sent.
@@ -72,6 +70,19 @@ class Settings:
             f"(connect_timeout_s){why}; `lowlat serve` starts one{keys}",
             code="gone",
         )
+
+
+def _server_uids(server_uid: int | None) -> tuple[int, ...]:
+    """The user that is trusted by choice, if any."""
+    named: object = server_uid
+    if server_uid is None:
+        text = os.environ.get("LOWLAT_SERVER_UID", "")
+        if not text:
+            return ()
+        named = int(text) if text.isascii() and text.isdigit() else text
+    if isinstance(named, bool) or not isinstance(named, int) or named < 0:
+        raise ConfigError(f"server_uid (LOWLAT_SERVER_UID) must be a user's number, got {named!r:.80}")
+    return (named,)
 
 
 def deadline_of(timeout_s: float | None) -> float | None:

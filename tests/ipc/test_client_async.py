@@ -59,6 +59,43 @@ def test_several_streams_at_once(server: ScriptedServer) -> None:
     assert len(server.wait_for(Hello)) == 1
 
 
+@pytest.mark.parametrize("connected", [True, False])
+def test_requests_are_sent_by_the_call_and_cancelled_when_dropped(server: ScriptedServer, connected: bool) -> None:
+    async def main() -> None:
+        client = AsyncClient(server.url, window=4)
+        if connected:
+            await client.connect()
+        generations = [client.generate([number], max_tokens=100) for number in range(4)]
+        while len(server.running) < 4:
+            await asyncio.sleep(0.005)
+        kept = generations.pop(0)
+        del generations
+        while sum(isinstance(message, Cancel) for message in server.received) < 3:
+            await asyncio.sleep(0.005)
+        assert ids_of(await all_of(kept)) == expected_tokens((0,), 100)
+        dropped = client.generate([9], max_tokens=100)
+        await dropped.aclose()
+        assert await all_of(dropped) == []
+        await client.close()
+
+    asyncio.run(asyncio.wait_for(main(), 10.0))
+
+
+def test_what_hinders_a_request_is_raised_to_its_reader(tmp_path: Path) -> None:
+    async def main() -> None:
+        client = AsyncClient(ipc_url(tmp_path, "nobody"), connect_timeout_s=0.2)
+        with pytest.raises(StreamError, match="has not connected yet"):
+            await all_of(client.generate("a", timeout_s=0.05))
+        generation = client.generate("a")
+        with pytest.raises(ServerGone, match="no lowlat server answers"):
+            await all_of(generation)
+        assert await all_of(generation) == []
+
+    asyncio.run(main())
+    with pytest.raises(LowlatError, match="needs a running event loop"):
+        AsyncClient(ipc_url(tmp_path)).generate("a")
+
+
 @OVER_EACH
 def test_a_tasks_cancellation_cancels_its_request(server: ScriptedServer) -> None:
     server.handlers[Submit] = lambda s, i, message, b: [] if message.text == "wait" else None

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import re
 import resource
 import socket
 import threading
@@ -87,7 +88,7 @@ def test_users_may_be_let_in_by_choice_and_are_who_the_kernel_says(
 
 def test_without_the_kernels_word_nobody_is_let_in(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """As from a libzmq that was built without it."""
-    monkeypatch.setattr(admission, "_ADDRESS", admission.re.compile("never"))
+    monkeypatch.setattr(admission, "_ADDRESS", re.compile("never"))
     served = serve()
     zmtp_peer(served.server.endpoint, {}, [[HELLO]], until=b"ERROR").close()
     assert not peers_of(served)
