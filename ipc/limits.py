@@ -24,10 +24,7 @@ class Limits:
     max_credit: int = _limit(1 << 20, 1, (1 << 31) - 1, "Tokens that a request may be granted at once.")
     max_bad_messages: int = _limit(8, 1, 1 << 16, "Wrong messages in a minute before a peer is dropped.")
     max_messages_per_s: int = _limit(
-        10_000,
-        10,
-        1 << 30,
-        "Messages of one client in a second; one that sends more is dropped. STATS counts as a hundredth.",
+        10_000, 10, 1 << 30, "Messages of one client in a second, STATS counted as 10; one that sends more is dropped."
     )
     high_water_mark: int = _limit(4096, 1, 1 << 20, "Messages queued to one peer by its socket.")
     slow_consumer_s: float = _limit(

@@ -37,7 +37,7 @@ __all__ = ["Service"]
 
 BUSY_RETRY_MS = 1000
 FIGURES_S = 0.1  # so old may an answer to STATS be
-MAX_STATS = 100  # of a client in a second, at max_messages_per_s or as its part of them
+STATS_COST = 10  # in messages
 
 
 class Service:
@@ -89,8 +89,7 @@ class Service:
         """Take one message and answer it; what is wrong with it is answered, too."""
         if peer.dropped:
             return
-        if peer.messages.exceeds(self._limits.max_messages_per_s):
-            self._drop(peer, f"more than {self._limits.max_messages_per_s} messages in a second (max_messages_per_s)")
+        if not self._affords(peer, 1):
             return
         try:
             header, body = decode_client(frames)
@@ -105,6 +104,15 @@ class Service:
         except Exception as error:
             self._log.error("a message was not handled: %s", describe(error), extra={"kind": type(header).__name__})
             self._wrong(peer, "internal", "the server failed on this message; its log says more")
+
+    def _affords(self, peer: Peer, cost: int) -> bool:
+        """Count a message's cost; whether the peer may still be heard, who is dropped otherwise."""
+        limit = self._limits.max_messages_per_s
+        if not peer.messages.exceeds(limit, cost):
+            return True
+        words = f"more than {limit} messages in a second, STATS counted as {STATS_COST} (max_messages_per_s)"
+        self._drop(peer, words)
+        return False
 
     def _dispatch(self, peer: Peer, header: Struct) -> None:
         if peer.greeted or type(header) is Hello:
@@ -168,9 +176,7 @@ class Service:
         self._peers.send(peer, Pong(health.nonce, state, self._step_age(), requests.num_running, requests.num_waiting))
 
     def _stats(self, peer: Peer, stats: Stats) -> None:
-        limit = self._limits.max_messages_per_s
-        if peer.messages.exceeds(limit, max(1, limit // MAX_STATS)):
-            self._drop(peer, f"more than {MAX_STATS} questions for figures in a second")
+        if not self._affords(peer, STATS_COST - 1):
             return
         now = time.monotonic()
         if now >= self._figures_until:
@@ -189,6 +195,7 @@ class Service:
         if number is not None and number > peer.last_number and peer.greeted:
             # the request alone is wrong, not its client: it may have others under way
             peer.last_number = number
+            self._statistics.num_bad_messages += 1
             self._requests.refuse(peer, number, "malformed", str(error), field=error.field)
             return
         self._wrong(peer, "malformed", str(error), field=error.field)

@@ -16,7 +16,9 @@ from raw_client import Completion, RawClient, raw_client
 from served import Serve, eventually
 
 import lowlat.ipc.server.peer
+from lowlat.errors import RequestError
 from lowlat.ipc import Server
+from lowlat.ipc.client.request import make_request
 from lowlat.ipc.limits import Limits
 from lowlat.ipc.server import router
 from lowlat.ipc.server.admission import Curve
@@ -85,19 +87,19 @@ def test_figures_are_made_ten_times_a_second_however_many_ask(serve: Serve, monk
     assert len(made) >= 2
 
 
-def test_a_question_for_figures_costs_a_hundred_others(serve: Serve) -> None:
+def test_a_question_for_figures_costs_ten_others(serve: Serve) -> None:
     served = serve(max_messages_per_s=1000)
     modest, greedy = served.client(), served.client()
     for _ in range(50):
         modest.say(Stats())
-    for _ in range(300):
+    for _ in range(400):
         modest.say(Health(5))
-    heard = Counter(type(modest.receive()) for _ in range(350))
-    assert heard == {StatsReply: 50, Pong: 300}
-    for _ in range(150):
+    heard = Counter(type(modest.receive()) for _ in range(450))
+    assert heard == {StatsReply: 50, Pong: 400}
+    for _ in range(110):
         greedy.say(Stats())
     bye = hear_bye(greedy)
-    assert (bye.reason, "100 questions for figures in a second" in bye.message) == ("dropped", True)
+    assert (bye.reason, "1000 messages in a second, STATS counted as 10" in bye.message) == ("dropped", True)
 
 
 def test_a_short_text_waits_for_no_long_one_and_long_ones_take_turns(serve: Serve) -> None:
@@ -194,6 +196,12 @@ def test_a_salt_is_the_users_and_the_requests(serve: Serve) -> None:
     client.finish(salted)
     plain, own = served.engine.salts
     assert plain.startswith("uid ") and own == plain + "mine"
+    client.say(Submit(3, 10, text="a", cache_salt="x" * 257))
+    assert client.hear(Error).field == "$.cache_salt"
+    with pytest.raises(RequestError, match="cache_salt must be a string of at most 256 characters"):
+        make_request("a", {}, cache_salt="x" * 257)
+    with pytest.raises(RequestError, match="allow_special must be true or false"):
+        make_request("a", {}, allow_special=1)  # type: ignore[arg-type]
 
 
 @pytest.fixture
