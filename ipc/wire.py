@@ -50,8 +50,10 @@ that answers and does not step is not well. STATS asks for a snapshot of figures
 runs and to end; only clients of the server's own user may. A server that ends says BYE.
 
 An ERROR without a number is about the connection. Its `code` is stable, `field` is the path of the field that is
-wrong ("$.sampling.top_p"), `retry_after_ms` stands with `busy`. After `Limits.max_bad_messages` wrong messages the
-server says BYE with the reason `dropped` and forgets the peer.
+wrong ("$.sampling.top_p"), `retry_after_ms` stands with `busy`. A SUBMIT that is wrong ends by its own ERROR where its
+number can be read. After `Limits.max_bad_messages` other wrong messages in a minute the server says BYE with the reason
+`dropped` and forgets the peer; so it does after `max_messages_per_s` messages in a second, of which STATS counts as 10.
+A STATS reply may be 100 ms old.
 """
 
 import math
