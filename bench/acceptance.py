@@ -182,7 +182,7 @@ def _wrap(runtime: Runtime, prompt: str) -> list[int]:
     if runtime.codec is None:
         raise SystemExit("--chat needs a tokenizer")
     text = runtime.codec.apply_chat_template([{"role": "user", "content": prompt}])
-    ids: list[int] = runtime.codec.encode(text, add_special_tokens=False)
+    ids: list[int] = runtime.codec.encode(text, add_special_tokens=False, allow_special=True)
     return ids
 
 

@@ -35,7 +35,7 @@ the prompt in one of three forms: `text`, `messages` for the model's chat templa
 answered by TOKENS, as often as there is something to say, and one END; or by one ERROR that names it, and nothing
 else. TOKENS and END of a request are numbered by `sequence` from 0 without a gap; END repeats how many tokens were
 sent: so a client can prove that nothing was lost, doubled or reordered. Texts of all TOKENS, joined, are the text of
-the completion.
+the completion; where `sampling.parse` asks for it, its content, apart from reasoning and tool calls.
 
 A server sends as many tokens as it was granted: `credit` of SUBMIT, and what CREDIT adds to it. It sends a chunk while
 the balance is positive, so a step's tokens may overdraw it by less than a step. Without credit the tokens wait in the
@@ -50,8 +50,10 @@ that answers and does not step is not well. STATS asks for a snapshot of figures
 runs and to end; only clients of the server's own user may. A server that ends says BYE.
 
 An ERROR without a number is about the connection. Its `code` is stable, `field` is the path of the field that is
-wrong ("$.sampling.top_p"), `retry_after_ms` stands with `busy`. After `Limits.max_bad_messages` wrong messages the
-server says BYE with the reason `dropped` and forgets the peer.
+wrong ("$.sampling.top_p"), `retry_after_ms` stands with `busy`. A SUBMIT that is wrong ends by its own ERROR where its
+number can be read. After `Limits.max_bad_messages` other wrong messages in a minute the server says BYE with the reason
+`dropped` and forgets the peer; so it does after `max_messages_per_s` messages in a second, of which STATS counts as 10.
+A STATS reply may be 100 ms old.
 """
 
 import math
@@ -88,6 +90,7 @@ from lowlat.ipc.messages import (
     Submit,
     TokenLogprob,
     Tokens,
+    ToolCallDelta,
     Welcome,
 )
 from lowlat.ipc.structure import count_values
@@ -119,6 +122,7 @@ __all__ = [
     "Submit",
     "TokenLogprob",
     "Tokens",
+    "ToolCallDelta",
     "Welcome",
     "WireError",
     "check_submit_size",

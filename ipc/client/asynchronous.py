@@ -110,6 +110,9 @@ class AsyncClient(BaseClient[AsyncConnection, asyncio.Lock]):
         timeout_s: float | None = None,
         deadline_s: float | None = None,
         template_options: Mapping[str, Any] | None = None,
+        fit_context: bool = False,
+        allow_special: bool = False,
+        cache_salt: str = "",
         **sampling: Any,
     ) -> AsyncGeneration:
         """Send a request, and iterate over what comes of it; see Client.generate.
@@ -118,7 +121,15 @@ class AsyncClient(BaseClient[AsyncConnection, asyncio.Lock]):
         server is raised when the first chunk is asked for. Raises LowlatError outside an event loop.
         """
         deadline = deadline_of(timeout_s)
-        request = make_request(prompt, sampling, deadline_s=deadline_s, template_options=template_options)
+        request = make_request(
+            prompt,
+            sampling,
+            deadline_s=deadline_s,
+            template_options=template_options,
+            fit_context=fit_context,
+            allow_special=allow_special,
+            cache_salt=cache_salt,
+        )
         self.check_process()
         try:
             loop = asyncio.get_running_loop()

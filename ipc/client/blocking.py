@@ -97,6 +97,9 @@ class Client(BaseClient[Connection, "threading.Lock"]):
         timeout_s: float | None = None,
         deadline_s: float | None = None,
         template_options: Mapping[str, Any] | None = None,
+        fit_context: bool = False,
+        allow_special: bool = False,
+        cache_salt: str = "",
         **sampling: Any,
     ) -> Generation:
         """Send a request, and iterate over what comes of it.
@@ -105,12 +108,23 @@ class Client(BaseClient[Connection, "threading.Lock"]):
         timeout_s         after so long here, StreamError with the code "timeout" is raised
         deadline_s        after so long there, the server cancels: the last chunk has the code "deadline"
         template_options  for the model's chat template: tools, enable_thinking, ...
+        fit_context       lower max_tokens to what the context has room for beside the prompt
+        allow_special     special tokens that text or messages spell become these tokens; otherwise they stay text
+        cache_salt        a cached prefix is shared only with this user's requests of the same salt
         sampling          max_tokens, temperature, stop, seed, logprobs, ...: the fields of lowlat.SamplingParams
         Raises RequestError for a prompt or option that cannot be served, before anything is sent where it can be
         known; Busy when the queue is full; StreamError, ServerGone when the request breaks off, with its tokens.
         """
         deadline = deadline_of(timeout_s)
-        request = make_request(prompt, sampling, deadline_s=deadline_s, template_options=template_options)
+        request = make_request(
+            prompt,
+            sampling,
+            deadline_s=deadline_s,
+            template_options=template_options,
+            fit_context=fit_context,
+            allow_special=allow_special,
+            cache_salt=cache_salt,
+        )
         submission: Submission[Connection] = Submission()
         connection = self._connected()
         with connection:

@@ -147,7 +147,17 @@ class Stream(Waiter):
         if text:
             self._texts.append(text)
         logprobs = None if message.logprobs is None else tuple(message.logprobs)
-        self.chunks.append(Chunk(token_ids, text, logprobs=logprobs, simulated=message.simulated))
+        self.chunks.append(
+            Chunk(
+                token_ids,
+                text,
+                logprobs=logprobs,
+                simulated=message.simulated,
+                reasoning_content=message.reasoning or "",
+                tool_calls=tuple(message.tool_calls or ()),
+                accepted=() if message.accepted is None else tuple(map(bool, message.accepted)),
+            )
+        )
 
     def end(self, message: End) -> None:
         """Take an END. Raises StreamError when something before it is missing."""

@@ -39,8 +39,13 @@ class User:
     @property
     def id(self) -> str:
         """As libzmq keeps it."""
+        return self.account if self.uid is None else f"{self.account} {self.pid}"
+
+    @property
+    def account(self) -> str:
+        """Whose turns, shares and cached prefixes are one: a user's or a key's, over all connections."""
         if self.uid is not None:
-            return f"uid {self.uid} {self.pid}"
+            return f"uid {self.uid}"
         return "anybody" if self.key is None else f"key {self.key}"
 
     @classmethod

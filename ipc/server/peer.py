@@ -11,27 +11,29 @@ if TYPE_CHECKING:
 
 __all__ = ["Peer", "Rate"]
 
-WINDOW_S = 1.0
+MESSAGES_WINDOW_S = 1.0
+BAD_MESSAGES_WINDOW_S = 60.0
 
 
 class Rate:
-    """Counts what comes, and asks for the time only where that is too much."""
+    """Counts what comes in a window of time, and asks for the time only where that is too much."""
 
-    __slots__ = ("_count", "_end")
+    __slots__ = ("_count", "_end", "_window_s")
 
-    def __init__(self) -> None:
+    def __init__(self, window_s: float) -> None:
         self._count = 0
-        self._end = time.monotonic() + WINDOW_S
+        self._window_s = window_s
+        self._end = time.monotonic() + window_s
 
-    def exceeds(self, limit: int) -> bool:
-        """Count one; whether there were more than so many in this second."""
-        self._count += 1
+    def exceeds(self, limit: int, cost: int = 1) -> bool:
+        """Count one, or what it costs; whether there were more than so many in this window."""
+        self._count += cost
         if self._count <= limit:
             return False
         now = time.monotonic()
         late = now > self._end
         if late:
-            self._count, self._end = 0, now + WINDOW_S
+            self._count, self._end = 0, now + self._window_s
         return not late
 
 
@@ -49,6 +51,7 @@ class Peer:
     """
 
     __slots__ = (
+        "bad_messages",
         "blocked_since",
         "descriptor",
         "dropped",
@@ -58,7 +61,6 @@ class Peer:
         "last_number",
         "messages",
         "name",
-        "num_bad_messages",
         "routing_id",
         "streams",
         "unsent",
@@ -75,8 +77,8 @@ class Peer:
         self.dropped = False
         self.gone = False
         self.full = False
-        self.num_bad_messages = 0
-        self.messages = Rate()
+        self.messages = Rate(MESSAGES_WINDOW_S)
+        self.bad_messages = Rate(BAD_MESSAGES_WINDOW_S)
         self.last_number = -1
         self.streams: dict[int, Stream] = {}
         self.unsent: deque[bytes] = deque()

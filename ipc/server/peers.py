@@ -52,11 +52,20 @@ class Peers:
         """Peers that have said HELLO and are not dropped."""
         return sum(peer.greeted and not peer.dropped for peer in self._router.peers.values())
 
+    def num_greeted_of(self, account: str) -> int:
+        """Those of a user."""
+        return sum(
+            peer.greeted and not peer.dropped and peer.user.account == account for peer in self._router.peers.values()
+        )
+
     def send(self, peer: Peer, message: Struct) -> bool:
         """Send, or keep for later when the peer's queue is full; False when the peer is gone."""
+        return self.send_frame(peer, encode(message))
+
+    def send_frame(self, peer: Peer, frame: bytes) -> bool:
+        """Send a message that is encoded."""
         if peer.gone or peer.dropped:
             return False
-        frame = encode(message)
         if not peer.unsent:
             if self._router.send(peer, frame):
                 return True

@@ -17,7 +17,7 @@ from lowlat.ipc.endpoint import EndpointLock, parse_endpoint
 from lowlat.ipc.engine import Codec, Engine
 from lowlat.ipc.limits import Limits
 from lowlat.ipc.server.admission import Curve, Users
-from lowlat.ipc.server.generations.prepare import TextThread
+from lowlat.ipc.server.generations.prepare import TextThreads
 from lowlat.ipc.server.generations.requests import Requests
 from lowlat.ipc.server.generations.statistics import Statistics
 from lowlat.ipc.server.generations.timers import Timers
@@ -82,7 +82,7 @@ class Server:
         self._decode.post, self._decode.offer = self._post, self._offer
         self._watchdog = Watchdog(self._clock, self.limits, self._stalled)
         self._lock: EndpointLock | None = None
-        self._text: TextThread | None = None
+        self._text: TextThreads | None = None
         self._io: IoThread | None = None
         self._attention = Attention()  # the end is near: whoever runs the server should look
         self._failed = False
@@ -147,14 +147,16 @@ class Server:
         if self._text is not None:
             self._text.stop()
         self._decode.put(DecodeStop())
-        for thread in (self._text, self._decode, self._watchdog):
-            if thread is not None and thread.ident is not None:
+        text_threads = () if self._text is None else self._text.threads
+        for thread in (*text_threads, self._decode, self._watchdog):
+            if thread.ident is not None:
                 thread.join(JOIN_S)
         if self._lock is not None:
             self._lock.release()
-        for owner in (self._text, self._decode):
-            if owner is not None and not owner.is_alive():
-                owner.close()
+        if self._text is not None:
+            self._text.close()
+        if not self._decode.is_alive():
+            self._decode.close()
         self._inbox.close()
         if self._runs:
             self._attention.set()  # `run` closes it
@@ -176,7 +178,8 @@ class Server:
         router = Router(self._where, self._lock, limits, timers, log, users=self._users, curve=self._curve)
         self.endpoint = router.endpoint
         peers = Peers(limits, timers, router)
-        self._text = TextThread(engine, self._codec, self._offer, log)
+        shared = bool(self._users.others) if self._lock is not None else self._curve is not None
+        self._text = TextThreads(engine, self._codec, self._offer, log)
         requests = Requests(
             engine,
             self._codec,
@@ -188,7 +191,8 @@ class Server:
             log,
             epoch=self.epoch,
             decode=self._decode.put,
-            text_thread=self._text,
+            text_threads=self._text,
+            shared=shared,
         )
         service = Service(
             engine.info,
@@ -202,6 +206,7 @@ class Server:
             own_uid=self._users.own,
             step_age=self._clock.age_s,
             drain=self.drain,
+            shared=shared,
         )
         self._io = IoThread(
             router,

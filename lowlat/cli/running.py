@@ -71,13 +71,15 @@ def load_runtime(
         )
 
 
-def chat_ids(codec: TextCodec | None, user: str, system: str | None = None) -> list[int]:
+def chat_ids(
+    codec: TextCodec | None, user: str, system: str | None = None, *, allow_special: bool = False
+) -> list[int]:
     """Token ids of a user's message in the model's chat template. Raises RequestError where there is none."""
     if codec is None:
         raise RequestError("a chat needs tokenizer.json in the model directory; give token ids")
     messages = [] if system is None else [{"role": "system", "content": system}]
     messages.append({"role": "user", "content": user})
-    return codec.encode(codec.apply_chat_template(messages), add_special_tokens=False)
+    return codec.encode_chat(messages, allow_special=allow_special)
 
 
 def run_request(
@@ -85,9 +87,11 @@ def run_request(
     prompt: Sequence[int] | str,
     params: SamplingParams,
     on_output: Callable[[StepOutput], None] | None = None,
+    *,
+    allow_special: bool = False,
 ) -> Generation:
     """Run one request to its end, handing on what each step brings; a long prefill has a bar."""
-    name = runtime.submit(prompt, params)
+    name = runtime.submit(prompt, params, allow_special=allow_special)
     generation = Generation()
     for output in step_outputs(runtime, name):
         generation.add(output)

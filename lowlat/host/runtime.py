@@ -126,16 +126,25 @@ class Runtime:
             raise
 
     def submit(
-        self, prompt: Sequence[int] | str, params: SamplingParams | None = None, *, request_id: str | None = None
+        self,
+        prompt: Sequence[int] | str,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        allow_special: bool = False,
+        cache_salt: str = "",
     ) -> str:
         """Queue a request and return its id.
 
-        prompt   token ids [n], n >= 1, or text (needs a tokenizer)
+        prompt         token ids [n], n >= 1, or text (needs a tokenizer)
+        allow_special  special tokens that a text spells become these tokens; otherwise they stay text
+        cache_salt     only requests of the same salt share cached prefixes: others cannot learn, by the time to the
+                       first token, what was asked before
         Raises RequestError for a prompt or parameter that cannot be served, CapacityError when the queue is full.
         """
         self._check_open()
         params = SamplingParams() if params is None else params
-        prompt_ids = self.checks.check(self._encode(prompt), params)
+        prompt_ids = self.checks.check(self._encode(prompt, params, allow_special), params)
         name = self._new_id() if request_id is None else request_id
         if name in self._book:
             raise RequestError(f"request id {name!r:.80} was used by a request that has ended")
@@ -143,7 +152,7 @@ class Runtime:
         stop_ids = self.checks.stop_ids(params)
         session = Session(name, prompt_ids, params, seed, stop_ids, self.codec, simulated=self.simulated)
         total = len(prompt_ids) + params.max_tokens
-        self.scheduler.enqueue(ScheduledRequest(name, prompt_ids, total))
+        self.scheduler.enqueue(ScheduledRequest(name, prompt_ids, total, cache_salt))
         self._sessions[name] = session
         self._stop_outdated()
         return name
@@ -290,12 +299,13 @@ class Runtime:
         self.ladder.choose(1, depth)  # refuses a depth that has no bucket
         return depth
 
-    def _encode(self, prompt: Sequence[int] | str) -> Sequence[int]:
+    def _encode(self, prompt: Sequence[int] | str, params: SamplingParams, allow_special: bool) -> Sequence[int]:
         if not isinstance(prompt, str):
             return prompt
         if self.codec is None:
             raise RequestError("a text prompt needs tokenizer.json in the model directory; give token ids")
-        return self.codec.encode(prompt)
+        max_context, max_tokens = self.config.max_context, params.max_tokens
+        return self.codec.encode(prompt, allow_special=allow_special, max_context=max_context, max_tokens=max_tokens)
 
     def _admit(self, depth: int) -> Sequence[Entry]:
         """Give free slots to who waits and run a chunk of prefill; returns the entry of a first token, if one came."""

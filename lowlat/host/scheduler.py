@@ -44,11 +44,15 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True)
 class ScheduledRequest:
-    """The properties of a request that scheduling needs; max_total_tokens counts prompt and completion."""
+    """The properties of a request that scheduling needs; max_total_tokens counts prompt and completion.
+
+    Only requests of the same cache_salt share cached prefixes.
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     max_total_tokens: int
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True)
@@ -310,7 +314,11 @@ class Scheduler:
         if self._refused is not None and self._refused == (request, self.kvcache.generation):
             return None
         allocation = self.kvcache.admit(
-            request.request_id, request.prompt_token_ids, request.max_total_tokens, self.num_overprovision
+            request.request_id,
+            request.prompt_token_ids,
+            request.max_total_tokens,
+            self.num_overprovision,
+            request.cache_salt,
         )
         self._refused = (request, self.kvcache.generation) if allocation is None else None
         return allocation

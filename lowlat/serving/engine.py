@@ -44,10 +44,10 @@ class RuntimeEngine:
         """Refuse what can never be served; any thread may ask. Raises RequestError."""
         self._runtime.checks.check(prompt, sampling_params(sampling))
 
-    def submit(self, request_id: str, prompt: Sequence[int], sampling: Sampling) -> None:
+    def submit(self, request_id: str, prompt: Sequence[int], sampling: Sampling, cache_salt: str = "") -> None:
         """Take a request. Raises RequestError, CapacityError."""
         self._adopt()
-        self._runtime.submit(prompt, sampling_params(sampling), request_id=request_id)
+        self._runtime.submit(prompt, sampling_params(sampling), request_id=request_id, cache_salt=cache_salt)
 
     def cancel(self, request_id: str) -> None:
         """End a request; the next step's output of it says so. Raises RequestError for an unknown one."""

@@ -212,6 +212,8 @@ def parse_channels(
     if codec is None or not HarmonyParser.speaks(codec):
         return None
     parser = HarmonyParser(codec, role=role)
-    parser.push(codec.encode(answer, add_special_tokens=False) if isinstance(answer, str) else answer)
+    if isinstance(answer, str):
+        answer = codec.encode(answer, add_special_tokens=False, allow_special=True)
+    parser.push(answer)
     parser.finish()
     return parser.messages

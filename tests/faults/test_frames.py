@@ -95,7 +95,9 @@ def test_after_all_of_it_the_next_client_is_served(serve: Serve) -> None:
     for entry in SENDABLE[::40]:
         bad = served.client()
         bad.say_raw(*frames_of(entry))
-        bad.hear(Error)
+        if bad.hear(Error).number is not None:  # a request that is refused by itself
+            bad.say_raw(b"\xff")
+            bad.hear(Error)
         assert bad.hear(Bye).reason == "dropped"
         client: RawClient = served.client()
         done = client.submit(1, max_tokens=3)

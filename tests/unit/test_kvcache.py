@@ -107,7 +107,7 @@ def test_evicts_the_oldest_and_leaves_before_parents() -> None:
     assert cache.admit("old", PROMPT, 10, 0) == Allocation(
         [*cache._entries["old"].table], 4
     )  # the leaf went, its parent is still of use
-    assert cache._lookup([5] * 9)[1] != []
+    assert cache._lookup([5] * 9, cache._index.root(""))[1] != []
 
 
 def test_a_parent_dropped_under_a_user_takes_the_chain_with_it() -> None:
@@ -139,7 +139,7 @@ def test_a_chunk_never_outlives_what_leads_to_it() -> None:
     admit(cache, "c", [2], extra=2 * (cache.stats().num_free + 1) - OVERPROVISION)
     cache.invariants()
     assert cache.stats().num_evictable == 2
-    assert cache._lookup([1] * 9)[1] != []
+    assert cache._lookup([1] * 9, cache._index.root(""))[1] != []
 
 
 def test_a_chunk_whose_parent_went_is_not_listed() -> None:
@@ -308,11 +308,12 @@ class Live:
     num_prompt: int
     table: list[int]
     num_written: int
+    salt: str
     wrote: set[int] = field(default_factory=set)
 
 
 class KVCacheMachine(RuleBasedStateMachine):
-    """Each written position holds the whole prefix that its KV depends on; a cached one must hold exactly that."""
+    """Each written position holds its salt and the prefix that its KV depends on; a cached one holds exactly that."""
 
     @initialize(share=st.booleans(), num_blocks=st.integers(9, 40))
     def start(self, share: bool, num_blocks: int) -> None:
@@ -327,10 +328,10 @@ class KVCacheMachine(RuleBasedStateMachine):
         others = [other for other in self.live.values() if other is not request and block in other.table]
         assert not others, "a shared block was written"
         request.wrote.add(block)
-        self.content[block, position % BLOCK] = tuple(request.tokens[: position + 1])
+        self.content[block, position % BLOCK] = (request.salt, *request.tokens[: position + 1])
 
-    @rule(prompt=PROMPTS, extra=st.integers(1, 8))
-    def admit(self, prompt: list[int], extra: int) -> None:
+    @rule(prompt=PROMPTS, extra=st.integers(1, 8), salt=st.sampled_from(["", "", "a"]))
+    def admit(self, prompt: list[int], extra: int, salt: str) -> None:
         total = -(-(len(prompt) + extra + OVERPROVISION) // BLOCK)
         used = {block for request in self.live.values() for block in request.table}
         available = self.cache.capacity - len(used) - len(self.pending)
@@ -339,7 +340,7 @@ class KVCacheMachine(RuleBasedStateMachine):
             with pytest.raises(RequestError):
                 self.cache.admit(name, prompt, len(prompt) + extra, OVERPROVISION)
             return
-        allocation = self.cache.admit(name, prompt, len(prompt) + extra, OVERPROVISION)
+        allocation = self.cache.admit(name, prompt, len(prompt) + extra, OVERPROVISION, salt)
         if allocation is None:
             assert total > available
             return
@@ -347,12 +348,12 @@ class KVCacheMachine(RuleBasedStateMachine):
         assert len(table) == total and num_cached % CHUNK == 0 and num_cached <= len(prompt) - 1
         for position in range(num_cached):
             held = self.content.get((table[position // BLOCK], position % BLOCK))
-            assert held == tuple(prompt[: position + 1])
+            assert held == (salt, *prompt[: position + 1])
         fresh = set(table[num_cached // BLOCK :])
         assert not fresh & (used | self.pending | {0})
         for block in fresh:
             assert "nan" not in (self.content.get((block, 0)), self.content.get((block, 1)))
-        self.live[name] = Live(list(prompt), len(prompt), table, num_cached)
+        self.live[name] = Live(list(prompt), len(prompt), table, num_cached, salt)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())

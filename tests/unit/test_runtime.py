@@ -185,6 +185,15 @@ def test_a_prefix_is_reused_and_changes_nothing() -> None:
         assert runtime.metrics(second).cached_prompt_tokens == 128
         same = runtime.metrics(first).speculation, runtime.metrics(second).speculation
         assert same[0] == same[1]  # the head's KV too: the very same drafts were accepted
+        for salt, cached in (("a", 0), ("b", 0), ("a", 128)):  # nobody learns from another's salt what was asked
+            name = runtime.submit(prompt, params, cache_salt=salt)
+            salted = [token for output in _all_steps(runtime) for token in output.token_ids]
+            assert (runtime.metrics(name).cached_prompt_tokens, salted) == (cached, cold)
+
+
+def _all_steps(runtime: Runtime) -> Iterator[StepOutput]:
+    while runtime.busy:
+        yield from runtime.step()
 
 
 def test_what_decoding_wrote_is_shared_only_when_asked_for() -> None:

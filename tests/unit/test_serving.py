@@ -43,6 +43,7 @@ EDGES: dict[str, tuple[list[Any], list[Any]]] = {
     "ignore_eos": ([True], [1, "yes"]),
     "logprobs": ([0, 20], [-1, 21]),
     "max_draft_tokens": ([0, 63], [-1, 64]),
+    "parse": (["reasoning", "tools"], ["all", 1]),
 }
 
 
@@ -75,9 +76,12 @@ def test_bounds_stand_in_the_wires_own_types() -> None:
         for name, hint in get_type_hints(Sampling, include_extras=True).items()
         if any(get_origin(part) is Annotated for part in (hint, *get_args(hint)))
     }
-    assert bounded == set(EDGES) - {"ignore_eos"}
+    assert bounded == set(EDGES) - {"ignore_eos", "parse"}
     with pytest.raises(RequestError, match="min_tokens must be at most max_tokens 4, got 5"):
         sampling_params(on_the_wire(max_tokens=4, min_tokens=5))
+
+
+ROOM: dict[str, Any] = {"allow_special": False, "max_context": 1 << 20, "max_tokens": 1}
 
 
 @pytest.fixture(scope="module")
@@ -211,7 +215,7 @@ def test_a_chat_goes_through_the_template_without_special_tokens(codec: ServingC
     chat = [Message(role="system", content="be kind"), Message(role="user", content="hi", name="Ann")]
     expected = "[system] be kind\n[user Ann] hi\n"
     for options, tail in (({}, "> "), ({"add_generation_prompt": False}, ""), ({"shout": True}, "!> ")):
-        ids = asked.encode_chat(chat, options)
+        ids = asked.encode_chat(chat, options, **ROOM)
         assert list(ids) == bare.encode(expected + tail, add_special_tokens=False).ids
 
 
@@ -220,16 +224,16 @@ def test_text_gets_what_the_tokenizer_puts_around_it(codec: ServingCodec, talker
 
     own = TextCodec.load(talker)
     assert own is not None
-    assert codec.encode("hello") == own.encode("hello")
+    assert codec.encode("hello", **ROOM) == own.encode("hello")
     own.close()
 
 
-@pytest.mark.parametrize("name", ["messages", "self"])
+@pytest.mark.parametrize("name", ["allow_special", "max_context", "max_tokens", "messages", "self"])
 def test_options_cannot_take_the_messages_place(codec: ServingCodec, name: str) -> None:
     with pytest.raises(RequestError, match=f"may not hold '{name}'"):
-        codec.encode_chat([Message(role="user", content="hi")], {name: []})
+        codec.encode_chat([Message(role="user", content="hi")], {name: []}, **ROOM)
     with pytest.raises(RequestError, match="add_generation_prompt must be true or false"):
-        codec.encode_chat([Message(role="user", content="hi")], {"add_generation_prompt": 1})
+        codec.encode_chat([Message(role="user", content="hi")], {"add_generation_prompt": 1}, **ROOM)
 
 
 def test_a_template_that_uses_too_much_fails_its_request_alone() -> None:
@@ -239,6 +243,6 @@ def test_a_template_that_uses_too_much_fails_its_request_alone() -> None:
     codec = TextCodec(byte_level(), templates={"default": endless})
     try:
         with pytest.raises(RequestError, match="the chat template"):
-            ServingCodec(codec).encode_chat([Message(role="user", content="hi")], {})
+            ServingCodec(codec).encode_chat([Message(role="user", content="hi")], {}, **ROOM)
     finally:
         codec.close()

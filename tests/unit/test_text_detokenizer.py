@@ -139,6 +139,22 @@ def test_the_matcher_agrees_with_a_full_search(stops: list[str], pieces: list[st
     assert fed + matcher.finish() == "".join(pieces)
 
 
+def test_long_stop_strings_cost_nothing_until_they_match_and_little_then() -> None:
+    stops = [chr(97 + place) * 1023 + "!" for place in range(16)]
+    made = []
+    for _ in range(20):
+        start = time.perf_counter()
+        matcher = StopMatcher(stops)
+        made.append(time.perf_counter() - start)
+    assert min(made) < 0.002  # of 16 kB; nothing of it is read before text comes
+    text = "a" * 5000 + "b" * 2000
+    start = time.perf_counter()
+    certain, found = matcher.feed(text)
+    assert time.perf_counter() - start < 1.0  # of which it is 20 ms: no character is looked at again and again
+    assert (found, certain + matcher.finish()) == (None, text)
+    assert matcher.feed("x" + "p" * 1024 + "!y") == ("xp", stops[15])
+
+
 def longest_beginning(text: str, stops: Sequence[str]) -> str:
     """The longest end of the text that begins a stop string, and so must be held back; no more is."""
     ends = [stop[:size] for stop in stops for size in range(len(stop)) if text.endswith(stop[:size])]

@@ -23,7 +23,7 @@ def codec(kind: str = "byte") -> TextCodec:
 
 
 def ids(text: str) -> list[int]:
-    return codec().encode(text, add_special_tokens=False)
+    return codec().encode(text, add_special_tokens=False, allow_special=True)
 
 
 def seen(text: str) -> list[tuple[str | None, str, bool]]:

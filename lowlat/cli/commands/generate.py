@@ -42,6 +42,7 @@ MAX_PROMPT_BYTES = 64 << 20
 @click.option("--token-ids", type=IntegerList(), metavar="1,2,3", help="The prompt as token ids.")
 @click.option("--chat", is_flag=True, help="Wrap the prompt as a user's message in the model's chat template.")
 @click.option("--system", metavar="TEXT", help="A system message before it; needs --chat.")
+@click.option("--allow-special", is_flag=True, help="Special tokens that the prompt spells are tokens, and not text.")
 @speculation_options
 @sampling_options
 @runtime_options
@@ -95,11 +96,12 @@ def _run_here(
     directory = bundled("target") if model is None else model
     with load_runtime(directory, speculative, max_batch=1, traces=traces, **options) as runtime:
         if values["chat"]:
-            prompt = chat_ids(runtime.codec, str(prompt), values["system"])
+            prompt = chat_ids(runtime.codec, str(prompt), values["system"], allow_special=values["allow_special"])
         # a stop string may end within a token: its text is known, the channel's without it is not
         channels = values["chat"] and not params.stop and HarmonyParser.speaks(runtime.codec)
         writer = ChannelWriter(runtime.codec) if channels and runtime.codec is not None else None
-        generation = run_request(runtime, prompt, params, None if values["json_output"] else writer or write)
+        shown = None if values["json_output"] else writer or write
+        generation = run_request(runtime, prompt, params, shown, allow_special=values["allow_special"])
         if channels:
             generation.channels = channel_dicts(runtime.codec, generation.token_ids)
         if writer is not None and not writer.answered and not values["json_output"]:
@@ -115,7 +117,8 @@ def _ask_server(
         asked = [{"role": "system", "content": values["system"]}] if values["system"] is not None else []
         asked.append({"role": "user", "content": prompt})
     with connected(values["endpoint"], values["curve_keys"], "lowlat generate") as client:
-        generation = Asked(client, asked, sampling_values(values)).run(write)
+        options = {**sampling_values(values), "allow_special": values["allow_special"]}
+        generation = Asked(client, asked, options).run(write)
         device = None
         if values["json_output"] and generation.error is None:
             device = client.stats().get("engine", {}).get("device")
