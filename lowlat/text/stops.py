@@ -61,6 +61,11 @@ class StopMatcher:
             node = self._fallback[node]
         return self._children[0].get(character, 0)
 
+    @property
+    def num_held(self) -> int:
+        """Characters taken that are not certain yet."""
+        return len(self._held)
+
     def feed(self, text: str) -> tuple[str, str | None]:
         """Take more text; return what of it is certain to be output, and the stop string found in it.
 

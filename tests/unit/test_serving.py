@@ -43,6 +43,7 @@ EDGES: dict[str, tuple[list[Any], list[Any]]] = {
     "ignore_eos": ([True], [1, "yes"]),
     "logprobs": ([0, 20], [-1, 21]),
     "max_draft_tokens": ([0, 63], [-1, 64]),
+    "parse": (["reasoning", "tools"], ["all", 1]),
 }
 
 
@@ -75,7 +76,7 @@ def test_bounds_stand_in_the_wires_own_types() -> None:
         for name, hint in get_type_hints(Sampling, include_extras=True).items()
         if any(get_origin(part) is Annotated for part in (hint, *get_args(hint)))
     }
-    assert bounded == set(EDGES) - {"ignore_eos"}
+    assert bounded == set(EDGES) - {"ignore_eos", "parse"}
     with pytest.raises(RequestError, match="min_tokens must be at most max_tokens 4, got 5"):
         sampling_params(on_the_wire(max_tokens=4, min_tokens=5))
 
