@@ -115,8 +115,10 @@ class TextCodec:
 
     def spells(self, text: str) -> bool:
         """Whether the vocabulary has the text as a token, or a chat template writes it."""
-        if self._tokenizer.token_to_id(text) is not None:
-            return True
+        return self._tokenizer.token_to_id(text) is not None or self.template_has(text)
+
+    def template_has(self, text: str) -> bool:
+        """Whether a chat template writes, or asks for, this text."""
         return self._chat is not None and any(text in source for source in self._chat.sources)
 
     def token_bytes(self, token_id: int) -> bytes:

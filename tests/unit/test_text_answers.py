@@ -107,7 +107,8 @@ PIECES = st.sampled_from(
 def test_any_text_is_read_the_same_however_it_is_cut(written: list[str], sizes: list[int], data: st.DataObject) -> None:
     text = "".join(written)
     kind = data.draw(st.sampled_from(list(FORMATS)))
-    pieces, at = [], 0
+    pieces: list[str] = []
+    at = 0
     while at < len(text):
         size = sizes[len(pieces) % len(sizes)]
         pieces.append(text[at : at + size])

@@ -1,6 +1,7 @@
 """The tool calls of Llama 3: an answer that is a JSON object, or several with `;` between.
 
-`<|python_tag|>` before them is a special token, and no part of the text; some answers have it, some do not. Any other answer, and what follows the calls, is content.
+`<|python_tag|>`, with which some answers begin, is a special token, and so no part of the text. Any other answer, and
+what follows the calls, is content.
 """
 
 from collections.abc import Sequence
