@@ -8,8 +8,8 @@ import msgspec
 from msgspec import Struct
 
 from lowlat.errors import RequestError
-from lowlat.ipc.messages import Message, Sampling, Submit
-from lowlat.ipc.wire import WireError, check_submit_size, encode, pack_tokens
+from lowlat.ipc.messages import MAX_MESSAGES, Message, Sampling, Submit
+from lowlat.ipc.wire import WireError, check_submit, check_submit_size, encode, pack_tokens
 
 __all__ = ["Prompt", "Request", "make_request"]
 
@@ -76,7 +76,12 @@ def make_request(
     deadline_ms = None if deadline_s is None else _deadline_ms(deadline_s)
     if not isinstance(fit_context, bool):
         raise RequestError(f"fit_context must be true or false, got {fit_context!r:.80}")
-    return Request(Submit(0, 1, _sampling(sampling), text, messages, options, deadline_ms, fit_context), body)
+    submit = Submit(0, 1, _sampling(sampling), text, messages, options, deadline_ms, fit_context)
+    try:
+        check_submit(submit, body)
+    except WireError as error:
+        raise RequestError(f"{(error.field or '$.request')[2:]}: {error}") from error
+    return Request(submit, body)
 
 
 def _entries(prompt: object) -> list[Any]:
@@ -109,6 +114,8 @@ def _is_int32(token: object) -> bool:
 
 
 def _messages(entries: list[Any]) -> list[Message]:
+    if len(entries) > MAX_MESSAGES:
+        raise RequestError(f"a chat has at most {MAX_MESSAGES} messages, got {len(entries)}")
     plain = [dict(entry) if isinstance(entry, Mapping) else entry for entry in entries]
     try:
         return msgspec.convert(plain, list[Message])

@@ -26,7 +26,6 @@ FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/page.css": ("page.css", "text/css; charset=utf-8"),
     "/page.js": ("page.js", "text/javascript; charset=utf-8"),
-    "/draw.js": ("draw.js", "text/javascript; charset=utf-8"),
 }
 OPEN_PATHS = (*FILES, "/favicon.ico", "/health", "/ready")
 SAFE_HEADERS = {

@@ -14,6 +14,8 @@ __all__ = ["ApiError", "answer_error", "api_error"]
 INVALID = "invalid_request_error"
 _PARAM = re.compile(r"([a-z][a-z_]*)(?:\[.*?\])?(?:: | must )")
 
+_OWN_NAMES = {"template_options": "chat_template_kwargs"}  # of this interface, for what the server calls otherwise
+
 
 class ApiError(Exception):
     """An answer that is an error.
@@ -55,7 +57,7 @@ def api_error(error: LowlatError) -> ApiError:
         return ApiError(429, text, kind="rate_limit_error", code="rate_limit_exceeded", headers=headers)
     if isinstance(error, (RequestError, ConfigError)):
         named = _PARAM.match(text)
-        return ApiError(400, text, param=None if named is None else named[1])
+        return ApiError(400, text, param=None if named is None else _OWN_NAMES.get(named[1], named[1]))
     if isinstance(error, ServerGone):
         return ApiError(503, text, kind="server_error", code=error.code or "gone")
     code = error.code if isinstance(error, StreamError) else "internal"

@@ -2,8 +2,11 @@
 
 import asyncio
 import logging
+import signal
 import socket
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import uvicorn
@@ -83,18 +86,30 @@ def run(
             timeout_graceful_shutdown=SHUTDOWN_S,
         )
         opened(address)
-        asyncio.run(_serve(uvicorn.Server(config), listener, parent))
+        asyncio.run(_Server(config).run_until_ended(listener, parent))
 
 
-async def _serve(server: uvicorn.Server, listener: socket.socket, parent: int | None) -> None:
-    if parent is not None:
+class _Server(uvicorn.Server):
+    """A server that a signal ends well; uvicorn's own raises the signal again."""
 
-        def ended() -> None:
-            server.should_exit = True
-            asyncio.get_running_loop().remove_reader(parent)
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals to `run_until_ended`."""
+        yield
 
-        asyncio.get_running_loop().add_reader(parent, ended)
-    await server.serve(sockets=[listener])
+    async def run_until_ended(self, listener: socket.socket, parent: int | None) -> None:
+        """Serve until a signal, or the end of the parent."""
+        loop = asyncio.get_running_loop()
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, self.handle_exit, number, None)
+        if parent is not None:
+            loop.add_reader(parent, self._parent_ended, loop, parent)
+        await self.serve(sockets=[listener])
+
+    def _parent_ended(self, loop: asyncio.AbstractEventLoop, parent: int) -> None:
+        self.should_exit = True
+        loop.remove_reader(parent)
 
 
 def _bind(address: Address) -> socket.socket:
