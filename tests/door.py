@@ -13,9 +13,9 @@ from typing import Any
 from fake_engine import FakeCodec, FakeEngine, FakeOutput
 from served import Served, serve_in
 
-from lowlat.http.server import Address, run
 from lowlat.ipc.client import AsyncClient
 from lowlat.ipc.limits import Limits
+from lowlat.serving.http.server import Address, run
 
 __all__ = ["KEY", "Doored", "ScriptedEngine", "door_at", "doored"]
 

@@ -15,12 +15,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from served import eventually
 
 from lowlat.errors import ConfigError
-from lowlat.http.auth import key_of
-from lowlat.http.metrics import exposition
-from lowlat.http.server import Address, parse_address
-from lowlat.http.streaming import MAX_BODY_BYTES
 from lowlat.ipc.limits import Limits
 from lowlat.ipc.server.generations.statistics import Statistics
+from lowlat.serving.http.auth import key_of
+from lowlat.serving.http.metrics import exposition
+from lowlat.serving.http.server import Address, parse_address
+from lowlat.serving.http.streaming import MAX_BODY_BYTES
 
 CHAT: dict[str, Any] = {"model": "fake", "messages": [{"role": "user", "content": "Hi"}]}
 COMPLETION: dict[str, Any] = {"model": "fake", "prompt": "Hi"}

@@ -125,8 +125,8 @@ def test_reasoning_and_tool_calls_stand_apart(tmp_path: Path, stream: bool) -> N
         else:
             choice = client.chat.completions.create(**asked).choices[0]
             content, reason = choice.message.content or "", choice.finish_reason
-            reasoning = choice.message.reasoning_content  # type: ignore[attr-defined]
-            seen = [(c.id, c.function.name, c.function.arguments) for c in choice.message.tool_calls or ()]  # type: ignore[union-attr]
+            reasoning = choice.message.reasoning_content
+            seen = [(c.id, c.function.name, c.function.arguments) for c in choice.message.tool_calls or ()]
         assert (content, reasoning, reason) == ("I look.", "Let me see.", "tool_calls")
         assert seen == [("call_a", "weather", '{"city": "Bonn"}'), ("call_b", "time", "{}")]
         assert engine.asked[0].parse == "tools"

@@ -8,10 +8,10 @@ from browser import CHROMIUM, browser
 from door import KEY, ScriptedEngine, doored
 from fake_engine import FakeCodec, expected_text, expected_tokens
 
-import lowlat.http
+import lowlat.serving.http
 from lowlat.ipc.messages import Message
 
-PAGE = Path(lowlat.http.__file__).parent / "page"
+PAGE = Path(lowlat.serving.http.__file__).parent / "page"
 ASK = "document.getElementById('prompt').value = 'Hi'; document.getElementById('send').click()"
 BACKGROUND = "getComputedStyle(document.body).backgroundColor"
 

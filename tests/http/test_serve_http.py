@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import select
 import shutil
 import signal
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 from served import eventually
-from serving_process import Serving, serving
+from serving_process import serving
 
 from lowlat.errors import ConfigError
 from lowlat.serving import door
@@ -40,16 +41,16 @@ def alive(pid: int) -> bool:
     return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
-def door_of(server: Serving) -> int:
+def door_of(server: int) -> int:
     """The process of a server's door."""
-    children = Path(f"/proc/{server.process.pid}/task").glob("*/children")
+    children = Path(f"/proc/{server}/task").glob("*/children")
     for pid in (int(pid) for file in children for pid in file.read_text().split()):
         if b"--parent" in Path(f"/proc/{pid}/cmdline").read_bytes():
             return pid
     raise AssertionError("no door")
 
 
-def test_a_server_opens_a_door_and_outlives_it(tmp_path: Path) -> None:
+def test_a_server_opens_a_door_and_outlives_it(tmp_path: Path, repository: Path) -> None:
     with serving(tmp_path, ["--http", "0"]) as server:
         facts = server.ready["http"]
         assert facts["page"] == f"{facts['url']}/#key={facts['key']}"
@@ -62,6 +63,14 @@ def test_a_server_opens_a_door_and_outlives_it(tmp_path: Path) -> None:
         assert text.endswith("data: [DONE]\n\n") and events[-1]["choices"][0]["finish_reason"] == "length"
         assert len(events) > 2 and "".join(event["choices"][0]["text"] for event in events).strip()
         assert f'generation_tokens_total{{model_name="{MODEL}"}} 12.0' in curl(f"{facts['url']}/metrics", facts["key"])
+        section = (repository / "README.md").read_text().split("## Over HTTP")[1].split("\n## ")[0]
+        (asked,) = re.findall(r"^curl .*?\'$", section, re.MULTILINE | re.DOTALL)
+        (example,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+        environment = {**server.environment, "LOWLAT_API_KEY": facts["key"]}
+        for command in (["sh", "-c", asked], [sys.executable, "-c", example]):
+            command[-1] = command[-1].replace("http://127.0.0.1:8000", facts["url"])
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+            assert len(done.stdout.strip()) > 20
         alone = [sys.executable, "-P", "-m", "lowlat.cli", "http", "0", "--json"]
         environment = {**server.environment, "LOWLAT_API_KEY": KEY}
         with subprocess.Popen(alone, stdout=subprocess.PIPE, env=environment, text=True) as other:
@@ -71,15 +80,23 @@ def test_a_server_opens_a_door_and_outlives_it(tmp_path: Path) -> None:
             assert json.loads(curl(f"{said['url']}/v1/models", KEY))["data"][0]["id"] == MODEL
             other.terminate()
             assert other.wait(30) == 0
-        os.kill(door_of(server), signal.SIGKILL)
+        os.kill(door_of(server.process.pid), signal.SIGKILL)
         eventually(lambda: "the HTTP door ended with exit code -9" in server.log.read_text())
         assert server.process.poll() is None
 
 
 def test_a_door_ends_with_its_server_however_that_ends(tmp_path: Path) -> None:
-    with serving(tmp_path, ["--http", "0"]) as server:
-        pid = door_of(server)
-        server.process.kill()
+    opens = f"""
+import json, time
+from lowlat.serving.door import http_door
+with http_door("0", "ipc://{tmp_path}/none.sock", None, None) as facts:
+    print(json.dumps(facts), flush=True)
+    time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", opens], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and json.loads(process.stdout.readline())["event"] == "http"
+        pid = door_of(process.pid)
+        process.kill()
         eventually(lambda: not alive(pid), 20.0)
 
 

@@ -10,7 +10,7 @@ from lowlat.cli.connecting import server_options
 from lowlat.cli.console import print_json
 
 if TYPE_CHECKING:
-    from lowlat.http.server import Address
+    from lowlat.serving.http.server import Address
 
 __all__ = ["command"]
 
@@ -35,9 +35,9 @@ def command(
     from lowlat.serving.door import check_door
 
     check_door(address)
-    from lowlat.http.auth import KEY_VARIABLE, key_of
-    from lowlat.http.server import parse_address, run
     from lowlat.ipc.client import AsyncClient
+    from lowlat.serving.http.auth import KEY_VARIABLE, key_of
+    from lowlat.serving.http.server import parse_address, run
 
     wanted = parse_address(address)
     key, made = key_of(os.environ)

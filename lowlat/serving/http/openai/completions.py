@@ -6,13 +6,13 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lowlat.http.choices import Choices
-from lowlat.http.door import Door
-from lowlat.http.errors import ApiError
-from lowlat.http.openai.answers import Choice, ChoicesAnswer, seeded
-from lowlat.http.openai.schema import CompletionRequest, decode
-from lowlat.http.streaming import read_body, respond
 from lowlat.ipc.client import Chunk
+from lowlat.serving.http.choices import Choices
+from lowlat.serving.http.door import Door
+from lowlat.serving.http.errors import ApiError
+from lowlat.serving.http.openai.answers import Choice, ChoicesAnswer, seeded
+from lowlat.serving.http.openai.schema import CompletionRequest, decode
+from lowlat.serving.http.streaming import read_body, respond
 
 __all__ = ["completions"]
 

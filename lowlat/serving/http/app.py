@@ -12,12 +12,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from lowlat.errors import LowlatError
-from lowlat.http import status
-from lowlat.http.auth import Guard
-from lowlat.http.door import Door
-from lowlat.http.errors import ApiError, answer_error
-from lowlat.http.openai import chat, completions, responses
 from lowlat.ipc.client import AsyncClient
+from lowlat.serving.http import status
+from lowlat.serving.http.auth import Guard
+from lowlat.serving.http.door import Door
+from lowlat.serving.http.errors import ApiError, answer_error
+from lowlat.serving.http.openai import chat, completions, responses
 
 __all__ = ["make_app"]
 

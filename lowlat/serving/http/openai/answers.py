@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lowlat.errors import StreamError
-from lowlat.http.openai.logprobs import CompletionLogprobs
-from lowlat.http.openai.schema import StreamOptions
-from lowlat.http.streaming import DONE, event
 from lowlat.ipc.client import Chunk
 from lowlat.ipc.messages import TokenLogprob
+from lowlat.serving.http.openai.logprobs import CompletionLogprobs
+from lowlat.serving.http.openai.schema import StreamOptions
+from lowlat.serving.http.streaming import DONE, event
 
 __all__ = ["Choice", "ChoicesAnswer", "finish_reason", "seeded", "usage_of"]
 

@@ -8,15 +8,15 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lowlat.http.choices import Choices
-from lowlat.http.door import Door
-from lowlat.http.errors import ApiError
-from lowlat.http.openai.answers import Choice, ChoicesAnswer, seeded
-from lowlat.http.openai.logprobs import chat_logprobs
-from lowlat.http.openai.schema import ChatMessage, ChatRequest, ContentPart, ToolCall, decode, unsupported
-from lowlat.http.streaming import read_body, respond
 from lowlat.ipc.client import Chunk
 from lowlat.ipc.messages import Welcome
+from lowlat.serving.http.choices import Choices
+from lowlat.serving.http.door import Door
+from lowlat.serving.http.errors import ApiError
+from lowlat.serving.http.openai.answers import Choice, ChoicesAnswer, seeded
+from lowlat.serving.http.openai.logprobs import chat_logprobs
+from lowlat.serving.http.openai.schema import ChatMessage, ChatRequest, ContentPart, ToolCall, decode, unsupported
+from lowlat.serving.http.streaming import read_body, respond
 
 __all__ = ["chat_completions", "chat_messages", "check_template", "text_of"]
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from lowlat.http.errors import ApiError
+from lowlat.serving.http.errors import ApiError
 
 __all__ = [
     "ChatMessage",

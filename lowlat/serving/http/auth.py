@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lowlat.errors import ConfigError
-from lowlat.http.errors import ApiError
+from lowlat.serving.http.errors import ApiError
 
 __all__ = ["KEY_VARIABLE", "Guard", "key_of"]
 

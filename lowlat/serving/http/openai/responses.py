@@ -8,13 +8,13 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lowlat.http.choices import Choices
-from lowlat.http.door import Door
-from lowlat.http.openai.answers import finish_reason, usage_of
-from lowlat.http.openai.chat import check_template, text_of
-from lowlat.http.openai.schema import ResponsesRequest, decode
-from lowlat.http.streaming import event, read_body, respond
 from lowlat.ipc.client import Chunk
+from lowlat.serving.http.choices import Choices
+from lowlat.serving.http.door import Door
+from lowlat.serving.http.openai.answers import finish_reason, usage_of
+from lowlat.serving.http.openai.chat import check_template, text_of
+from lowlat.serving.http.openai.schema import ResponsesRequest, decode
+from lowlat.serving.http.streaming import event, read_body, respond
 
 __all__ = ["responses"]
 
@@ -82,7 +82,7 @@ class _Response:
                     events += self._open(kind)
                 self._text.append(text)
                 name = "output_text" if kind == "message" else "reasoning_text"
-                logprobs = {"logprobs": []} if kind == "message" else {}
+                logprobs: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
                 events.append(self._event(f"response.{name}.delta", **self._place(), delta=text, **logprobs))
         if chunk.finish_reason is not None:
             self._finish(chunk)
@@ -128,7 +128,7 @@ class _Response:
             return []
         text = "".join(self._text)
         name = "output_text" if self._kind == "message" else "reasoning_text"
-        logprobs = {"logprobs": []} if self._kind == "message" else {}
+        logprobs: dict[str, Any] = {"logprobs": []} if self._kind == "message" else {}
         item = self._item("completed")
         events = [
             self._event(f"response.{name}.done", **self._place(), text=text, **logprobs),

@@ -3,9 +3,9 @@
 import time
 from typing import Any
 
-from lowlat.http.errors import ApiError
 from lowlat.ipc.client import AsyncClient
 from lowlat.ipc.messages import Welcome
+from lowlat.serving.http.errors import ApiError
 
 __all__ = ["Door"]
 

@@ -6,9 +6,9 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from lowlat.http.door import Door
-from lowlat.http.metrics import CONTENT_TYPE, exposition
 from lowlat.ipc.messages import Pong
+from lowlat.serving.http.door import Door
+from lowlat.serving.http.metrics import CONTENT_TYPE, exposition
 
 __all__ = ["health", "metrics", "model", "models", "ready", "stats"]
 

@@ -11,9 +11,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from lowlat.errors import LowlatError
-from lowlat.http.choices import Choices
-from lowlat.http.errors import ApiError, api_error
 from lowlat.ipc.client import Chunk
+from lowlat.serving.http.choices import Choices
+from lowlat.serving.http.errors import ApiError, api_error
 
 __all__ = ["DONE", "MAX_BODY_BYTES", "Answer", "Caller", "EventStream", "event", "read_body", "respond"]
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import uvicorn
 
 from lowlat.errors import ConfigError
-from lowlat.http.app import make_app
 from lowlat.ipc.client import AsyncClient
+from lowlat.serving.http.app import make_app
 
 __all__ = ["Address", "parse_address", "run"]
 
@@ -21,7 +21,7 @@ MAX_CONNECTIONS = 1000
 SHUTDOWN_S = 2
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
-logger = logging.getLogger("lowlat.http")
+logger = logging.getLogger("lowlat.serving.http")
 
 
 @dataclass(frozen=True)
