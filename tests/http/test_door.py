@@ -45,6 +45,7 @@ def nested(depth: int) -> bytes:
         ("chat/completions", CHAT | {"top_logprobs": 2}, 400, "top_logprobs", "logprobs: true"),
         ("chat/completions", CHAT | {"logprobs": True, "top_logprobs": 21}, 400, "logprobs", "20"),
         ("chat/completions", CHAT | {"stop": [""]}, 400, "stop", ""),
+        ("chat/completions", CHAT | {"stream_options": {}}, 400, "stream_options", "stream: true"),
         ("chat/completions", CHAT | {"store": True}, 400, "store", ""),
         ("chat/completions", {"model": "fake"}, 400, "messages", "Missing required parameter"),
         ("chat/completions", CHAT | {"model": "gpt-4"}, 404, "model", "'fake' does"),

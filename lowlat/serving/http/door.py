@@ -4,7 +4,7 @@ import time
 from typing import Any
 
 from lowlat.ipc.client import AsyncClient
-from lowlat.ipc.messages import Welcome
+from lowlat.ipc.messages import Pong, Welcome
 from lowlat.serving.http.errors import ApiError
 
 __all__ = ["Door"]
@@ -18,6 +18,8 @@ class Door:
     def __init__(self, client: AsyncClient) -> None:
         self.client = client
         self.created = int(time.time())
+        self._pong: Pong | None = None
+        self._pong_at = -STATS_S
         self._stats: dict[str, Any] = {}
         self._stats_at = -STATS_S
 
@@ -36,6 +38,15 @@ class Door:
                 code="model_not_found",
             )
         return server
+
+    async def health(self) -> Pong:
+        """The server's state, at most 0.1 s old: anybody may ask. Raises ServerGone."""
+        now = time.monotonic()
+        if self._pong is None or now - self._pong_at >= STATS_S:
+            self._pong = None  # what was known is not so where this fails
+            self._pong = await self.client.health()
+            self._pong_at = now
+        return self._pong
 
     async def stats(self) -> dict[str, Any]:
         """The server's figures, at most 0.1 s old. Raises ServerGone."""

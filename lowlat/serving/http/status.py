@@ -42,14 +42,14 @@ def _model(door: Door, name: str, max_context: int) -> dict[str, Any]:
 async def health(request: Request) -> Response:
     """Say whether the server answers and steps: 200, or 503."""
     door: Door = request.app.state.door
-    pong = await door.client.health()
+    pong = await door.health()
     return _pong(pong, well=pong.last_step_age_s < STALLED_S)
 
 
 async def ready(request: Request) -> Response:
     """Say whether the server takes requests: 200, or 503."""
     door: Door = request.app.state.door
-    pong = await door.client.health()
+    pong = await door.health()
     return _pong(pong, well=pong.state == "serving" and pong.last_step_age_s < STALLED_S)
 
 

@@ -86,7 +86,11 @@ class _Choosing(Generating, kw_only=True):
     logit_bias: dict[str, float] | None = None
 
     def sampling(self) -> dict[str, Any]:
-        """See Generating; and the fields of this one. Raises ApiError for a bias of what is no token id."""
+        """See Generating; and the fields of this one. Raises ApiError for a bias of what is no token id, and for
+        options of a stream where none is asked for.
+        """
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(400, "stream_options needs stream: true", param="stream_options", code="invalid_value")
         names = ("stop", "seed", "presence_penalty", "frequency_penalty")
         values = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         if self.logit_bias:
