@@ -9,6 +9,7 @@ from msgspec import Meta, Struct
 
 __all__ = [
     "HEADERS",
+    "MAX_MESSAGES",
     "MAX_SALT",
     "VERSION",
     "Bye",
@@ -37,6 +38,7 @@ __all__ = [
 ]
 
 VERSION = 1
+MAX_MESSAGES = 4096  # of a chat
 MAX_SALT = 256
 
 Int32 = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
@@ -166,7 +168,7 @@ class Submit(Struct, forbid_unknown_fields=True, omit_defaults=True):
     credit: Annotated[int, Meta(ge=1, le=(1 << 31) - 1)]
     sampling: Sampling = Sampling()
     text: str | None = None
-    messages: Annotated[list[Message], Meta(min_length=1, max_length=4096)] | None = None
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
     template_options: dict[str, Any] | None = None
     deadline_ms: Annotated[int, Meta(ge=1, le=(1 << 40))] | None = None
     fit_context: bool = False

@@ -125,6 +125,7 @@ __all__ = [
     "ToolCallDelta",
     "Welcome",
     "WireError",
+    "check_submit",
     "check_submit_size",
     "decode_client",
     "decode_server",
@@ -201,7 +202,7 @@ def decode_client(frames: Sequence[bytes]) -> tuple[Struct, bytes]:
     body = None if len(frames) == 1 else frames[1]
     try:
         submit = _decode(decoder, frame[1:])
-        _check_submit(submit, body)
+        check_submit(submit, body)
     except WireError as error:
         error.number = _number(frame[1:])
         raise
@@ -297,8 +298,11 @@ def _plain_number(value: memoryview) -> int | None:
         return None
 
 
-def _check_submit(submit: Submit, body: bytes | None) -> None:
-    """Refuse what the types cannot say: one prompt, whole tokens, plain values where any may stand."""
+def check_submit(submit: Submit, body: bytes | None) -> None:
+    """Refuse what the types cannot say: one prompt, whole tokens, plain values where any may stand. Raises WireError.
+
+    body  token ids, packed
+    """
     if (submit.text is not None) + (submit.messages is not None) + (body is not None) != 1:
         raise WireError("a request has exactly one of text, messages and a body of token ids", "$")
     if body is not None and (not body or len(body) % 4):

@@ -8,8 +8,8 @@ import msgspec
 from msgspec import Struct
 
 from lowlat.errors import RequestError
-from lowlat.ipc.messages import MAX_SALT, Message, Sampling, Submit
-from lowlat.ipc.wire import WireError, check_submit_size, encode, pack_tokens
+from lowlat.ipc.messages import MAX_MESSAGES, MAX_SALT, Message, Sampling, Submit
+from lowlat.ipc.wire import WireError, check_submit, check_submit_size, encode, pack_tokens
 
 __all__ = ["Prompt", "Request", "make_request"]
 
@@ -93,6 +93,10 @@ def make_request(
         allow_special=allow_special,
         cache_salt=cache_salt,
     )
+    try:
+        check_submit(submit, body)
+    except WireError as error:
+        raise RequestError(f"{(error.field or '$.request')[2:]}: {error}") from error
     return Request(submit, body)
 
 
@@ -126,6 +130,8 @@ def _is_int32(token: object) -> bool:
 
 
 def _messages(entries: list[Any]) -> list[Message]:
+    if len(entries) > MAX_MESSAGES:
+        raise RequestError(f"a chat has at most {MAX_MESSAGES} messages, got {len(entries)}")
     plain = [dict(entry) if isinstance(entry, Mapping) else entry for entry in entries]
     try:
         return msgspec.convert(plain, list[Message])

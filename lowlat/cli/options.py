@@ -148,7 +148,7 @@ def given_options(values: Mapping[str, Any], record: type) -> dict[str, Any]:
 
 def sampling_options(function: F) -> F:
     """Add every field of SamplingParams as an option; `sampling_params` builds the record."""
-    return declared_options(function, options_of(SamplingParams))
+    return declared_options(function, (option for option in options_of(SamplingParams) if not option.python_only))
 
 
 def sampling_params(values: Mapping[str, Any]) -> SamplingParams:

@@ -51,6 +51,11 @@ class ServingCodec:
         """
         # a field left out is absent for the template, too: None would be written as a word
         values = [msgspec.to_builtins(message) for message in messages]
+        for value in values:  # templates differ in what they call these
+            if "thinking" in value:
+                value["reasoning_content"] = value["thinking"]
+            if value["role"] == "developer" and not self._codec.template_has("developer"):
+                value["role"] = "system"
         for name in ("self", "messages", "allow_special", "max_context", "max_tokens"):
             if name in options:
                 raise RequestError(f"template_options may not hold {name!r}")

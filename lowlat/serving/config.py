@@ -23,7 +23,7 @@ __all__ = ["GROUPS", "SETTINGS", "ServeConfig", "speculative_config", "unknown_v
 PREFIX = "LOWLAT_"
 MAX_FILE_BYTES = 1 << 20
 MODELS = ("model", "head")  # which may be names of repositories
-OTHERS_VARIABLES = {"LOWLAT_KERNEL_CACHE"}  # of this package, but not the server's
+OTHERS_VARIABLES = {"LOWLAT_KERNEL_CACHE", "LOWLAT_API_KEY"}  # of this package, but not the server's
 _TRUTHS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
@@ -34,6 +34,12 @@ class _Server:
     endpoint: str | None = declare(None, "Where to listen: ipc://PATH or tcp://ADDRESS:PORT.")
     allow_uid: tuple[int, ...] = declare((), "User ids that may connect beside the server's own.")
     curve_keys: Path | None = declare(None, "Folder of CURVE keys, for tcp:// (see --make-curve-keys).")
+    http: str | None = declare(
+        None, "Open an HTTP door as well, for OpenAI's clients and browsers: [HOST:]PORT.", metavar="[HOST:]PORT"
+    )
+    http_host: str | None = declare(
+        None, "Further names under which the HTTP door is reached, with commas between.", metavar="NAMES"
+    )
     log_format: Literal["text", "json"] = declare("text", "How the log on stderr is written.")
 
 

@@ -117,6 +117,18 @@ class TextCodec:
             if text in named or any(text in source for source in sources)
         )
 
+    def spells(self, text: str) -> bool:
+        """Whether the vocabulary has the text as a token, or a chat template writes it."""
+        return self._tokenizer.token_to_id(text) is not None or self.template_has(text)
+
+    def template_has(self, text: str) -> bool:
+        """Whether a chat template writes, or asks for, this text."""
+        return self._chat is not None and any(text in source for source in self._chat.sources)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of a token, alone and within a text; those of an incomplete character, too."""
+        return self._streams.bytes_within(token_id)
+
     def token_id(self, token: str) -> int | None:
         """Return a token's id, None when the vocabulary has no such token."""
         return self._tokenizer.token_to_id(token)

@@ -27,6 +27,11 @@ class StopMatcher:
         self._matched: dict[int, int] = {}  # characters of a string that end the text, where there are any
         self._held = ""
 
+    @property
+    def num_held(self) -> int:
+        """Characters taken that are not certain yet."""
+        return len(self._held)
+
     def feed(self, text: str) -> tuple[str, str | None]:
         """Take more text; return what of it is certain to be output, and the stop string found in it.
 

@@ -96,6 +96,20 @@ class Streams:
             self._bytes[token_id] = bytes(known) if whole else spelling.encode("utf-8")
         return self._bytes[token_id]
 
+    def bytes_within(self, token_id: int) -> bytes:
+        """Return the bytes of a token of any kind, special ones included, as it reads after other text."""
+        if self.byte_level:
+            return self.token_bytes(token_id, False)
+        spelling = self.spelling(token_id, False)
+        if spelling is None:
+            return b""
+        if self.byte_fallback and BYTE_TOKEN.fullmatch(spelling):
+            try:
+                return bytes((int(spelling[3:5], 16),))
+            except ValueError:
+                pass  # not two hexadecimal digits: text like any other
+        return self.decode_inner([token_id]).encode("utf-8")
+
     def decode(self, ids: list[int]) -> str:
         """Decode ids of which none is to be left out."""
         return self.tokenizer.decode(ids, skip_special_tokens=False)

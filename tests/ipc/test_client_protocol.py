@@ -352,7 +352,7 @@ def test_requests_that_have_no_encoding_or_no_room_are_refused() -> None:
     for prompt, options, message in (
         ("x" * 1001, None, "server takes 1000 .max_message_bytes."),
         ([1] * 251, None, "server takes 1000"),
-        ([{"role": "user"}], {"a": object()}, "no encoding"),
+        ([{"role": "user"}], {"a": object()}, "no JSON values"),
         ([{"role": "user"}], {"a": 1 << 70}, "no encoding"),
     ):
         with pytest.raises(RequestError, match=message):
@@ -388,7 +388,7 @@ def test_forms_of_prompts_and_options() -> None:
     ("prompt", "message"),
     [
         ("ü" * (1 << 20), r"2097[0-9]* bytes, more than 2097152; send a longer prompt as token ids"),
-        ([{"role": "user", "tool_calls": [{"a": ["x"] * 20_000}]}], "more than 16384 values"),
+        ([{"role": "user", "tool_calls": [{"a": ["x"] * 9_000}]}] * 2, "more than 16384 values"),
     ],
 )
 def test_what_a_server_would_refuse_unread_is_not_sent(prompt: Any, message: str) -> None:

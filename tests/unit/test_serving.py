@@ -17,6 +17,7 @@ from lowlat.ipc.engine import Codec, Engine
 from lowlat.ipc.wire import Message, Sampling
 from lowlat.serving.codec import ServingCodec
 from lowlat.serving.engine import RuntimeEngine, sampling_params
+from lowlat.text import TextCodec
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}{% if m.name is defined %} {{ m.name }}{% endif %}] {{ m.content }}\n"
@@ -162,6 +163,38 @@ def test_a_request_runs_as_in_process_in_whichever_thread_steps(engine: RuntimeE
     assert found == expected
     metrics = engine.metrics("r")
     assert metrics["seed"] == seed == 3 and metrics["completion_tokens"] == len(expected)
+
+
+def test_parsing_moves_text_and_no_token(engine: RuntimeEngine, talker: Path) -> None:
+    """The prompt opens a thought, so that all that follows is reasoning."""
+    prompt = TextCodec(byte_level()).encode("Q: a?\n<think>\n", add_special_tokens=False)
+    found = {}
+    for parse in ("none", "reasoning"):
+        engine.submit(parse, prompt, Sampling(max_tokens=30, ignore_eos=True, seed=2, logprobs=1, parse=parse))
+        outputs = []
+        while engine.busy:
+            outputs += engine.step()
+        found[parse] = outputs
+    plain, parsed = found["none"], found["reasoning"]
+    text = "".join(output.text or "" for output in plain)
+    assert [output.token_ids for output in plain] == [output.token_ids for output in parsed]
+    assert text.strip() and "".join(output.reasoning for output in parsed) == text.strip()
+    assert not any(output.text for output in parsed) and not any(output.reasoning for output in plain)
+    texts = [one.texts for output in plain for one in output.logprobs or ()]
+    assert b"".join(own[0] for own in texts if own is not None).decode("utf-8", "replace").strip() == text.strip()
+    assert all(own is not None and len(own) == 2 for own in texts)
+
+
+def test_templates_are_given_reasoning_and_roles_as_they_know_them(tmp_path: Path) -> None:
+    source = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.reasoning_content }}|{{ m.thinking }}|{{ m.content }}{% endfor %}"
+    )
+    for template, role in ((source, "system"), (source + "{# developer #}", "developer")):
+        own = TextCodec.load(write_directory(tmp_path, byte_level(), chat_template=template))
+        assert own is not None
+        ids = ServingCodec(own).encode_chat([Message("developer", "a", thinking="b")], {})
+        assert own.decode(ids) == f"[{role}]b|b|a"
+        own.close()
 
 
 def test_stats_say_who_has_a_slot_and_who_waits(engine: RuntimeEngine) -> None:
