@@ -37,12 +37,12 @@ SAFE_HEADERS = {
 }
 
 
-def make_app(client: AsyncClient, *, key: str, host: str, hosts: Iterable[str] = ()) -> Starlette:
+def make_app(client: AsyncClient, *, key: str | None, host: str | None, hosts: Iterable[str] = ()) -> Starlette:
     """The application.
 
     client  of the server behind the door; it is closed with the application
-    key     that every request but the page's files, /health and /ready must carry
-    host    where it is bound; hosts are further names under which it is reached
+    key     that every request but the page's files, /health and /ready must carry; None: none
+    host    where it is bound, None where a proxy stands before it; hosts are further names under which it is reached
     """
     door = Door(client)
 

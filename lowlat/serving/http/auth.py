@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from lowlat.errors import ConfigError
 from lowlat.serving.http.errors import ApiError
 
-__all__ = ["KEY_VARIABLE", "Guard", "key_of"]
+__all__ = ["KEY_VARIABLE", "Guard", "checked_key", "key_of"]
 
 KEY_VARIABLE = "LOWLAT_API_KEY"
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -25,27 +25,33 @@ MIN_KEY = 16
 def key_of(environment: Mapping[str, str]) -> tuple[str, bool]:
     """The key in LOWLAT_API_KEY, else a new one; and whether it is new. Raises ConfigError for one too short."""
     key = environment.get(KEY_VARIABLE, "")
-    if not key:
-        return secrets.token_urlsafe(24), True
+    return (checked_key(key), False) if key else (secrets.token_urlsafe(24), True)
+
+
+def checked_key(key: str) -> str:
+    """The key, where it is one. Raises ConfigError for one too short."""
     if len(key) < MIN_KEY or not key.isascii() or not key.isprintable() or " " in key:
         raise ConfigError(f"{KEY_VARIABLE} must have {MIN_KEY} printable ASCII characters at least, got {len(key)}")
-    return key, False
+    return key
 
 
 class Guard:
     """Refuses requests with a wrong Host or key.
 
-    key        of `Authorization: Bearer KEY`
-    host       where the door is bound
+    key        of `Authorization: Bearer KEY`; None: nobody is asked for one
+    host       where the door is bound; None: behind a proxy, which any name may reach
     hosts      further names under which it is reached
     open_paths paths that need no key
     """
 
-    def __init__(self, app: ASGIApp, *, key: str, host: str, hosts: Iterable[str], open_paths: Iterable[str]) -> None:
+    def __init__(
+        self, app: ASGIApp, *, key: str | None, host: str | None, hosts: Iterable[str], open_paths: Iterable[str]
+    ) -> None:
         self._app = app
-        self._key = key.encode()
-        self._hosts = {name.lower() for name in (*LOOPBACK_NAMES, *hosts, *({host} - WILDCARDS))}
-        self._any_address = host in WILDCARDS
+        self._key = None if key is None else key.encode()
+        own = () if host is None or host in WILDCARDS else (host,)
+        self._hosts = {name.lower() for name in (*LOOPBACK_NAMES, *hosts, *own)}
+        self._any_name, self._any_address = host is None, host in WILDCARDS
         self._open_paths = frozenset(open_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -59,14 +65,14 @@ class Guard:
 
     def _check_host(self, header: bytes) -> ApiError | None:
         name = _host_name(header.decode("latin-1").lower())
-        if name in self._hosts or (self._any_address and _is_address(name)):
+        if self._any_name or name in self._hosts or (self._any_address and _is_address(name)):
             return None
         return ApiError(
             403, f"the Host header names {name!r:.80}, which is not this door; --http-host adds names", code="host"
         )
 
     def _check_key(self, path: str, headers: Mapping[bytes, bytes]) -> ApiError | None:
-        if path in self._open_paths:
+        if self._key is None or path in self._open_paths:
             return None
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
         if scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._key):
