@@ -13,9 +13,14 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# One thread: the models are tiny, and beside a busy process a product on two threads of two cores waits for the
+# scheduler at every barrier (measured: 16 ms in place of 2 us).
+os.environ["OMP_NUM_THREADS"] = "1"
+# What workers, and the processes that tests start, import is compiled once: two seconds a process where it is not kept.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -24,9 +29,6 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 # `import kernels` would find the folder here in place of Hugging Face's package.
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != REPOSITORY]
 
-# One thread: the models are tiny, and beside a busy process a product on two threads of two cores waits for the
-# scheduler at every barrier (measured: 16 ms in place of 2 us).
-torch.set_num_threads(1)
 # Deadlines and checks of how examples come would fail a sound test on a busy machine or by an unlucky draw; the blob
 # reproduces a failure elsewhere.
 settings.register_profile(
@@ -45,6 +47,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         second = [item for item in items if item.get_closest_marker("second") is not None]
         items[:] = [item for item in items if item.get_closest_marker("second") is None]
         config.hook.pytest_deselected(items=second)
+    import torch  # here: the process that only hands tests out needs none
+
     reasons = {}
     if not torch.cuda.is_available():
         reasons["gpu"] = "needs a CUDA device"

@@ -25,11 +25,6 @@ TARGET = target_geometry()
 COUNTS = torch.zeros(40, dtype=torch.int64)
 
 
-@pytest.fixture(autouse=True)
-def keep_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
 def full_tensors() -> dict[str, torch.Tensor]:
     """A head that drafts the whole vocabulary of 40."""
     tensors = {name: value for name, value in draft_tensors(draft_vocab=40).items() if name not in ("d2t", "t2d")}
