@@ -16,12 +16,13 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # One thread: the models are tiny, and beside a busy process a product on two threads of two cores waits for the
 # scheduler at every barrier (measured: 16 ms in place of 2 us).
 os.environ["OMP_NUM_THREADS"] = "1"
-# What workers, and the processes that tests start, import is compiled once: two seconds a process where it is not kept.
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-sys.dont_write_bytecode = False
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+# What workers, and the processes that tests start, import is compiled once: two seconds a process where it is not kept.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -68,35 +69,21 @@ def _locked(path: Path, how: int) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def turn_of_module(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path | None]:
-    """Where the locks are by which workers take turns; None for a module that runs alone, or without workers.
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Run beside other workers' tests, and when nobody is or wants to be alone; a test marked `alone` runs by itself.
 
-    A module marked `alone` waits until no other worker runs a test, and holds them up until it is through: its times
-    say something only where nobody computes beside it.
+    Its times say something only where nobody computes beside it: it waits until no other worker runs a test, and holds
+    them up until it is through. What a test waits here is no part of its own time.
     """
     if "PYTEST_XDIST_WORKER" not in os.environ:
-        yield None
-        return
-    folder = tmp_path_factory.getbasetemp().parent
-    if request.node.get_closest_marker("alone") is None:
-        yield folder
-        return
-    # with the gate nobody else begins, and with the other nobody is left
-    with _locked(folder / "gate", fcntl.LOCK_EX), _locked(folder / "running", fcntl.LOCK_EX):
-        yield None
-
-
-@pytest.fixture(autouse=True)
-def turn(turn_of_module: Path | None) -> Iterator[None]:
-    """Run beside other workers' tests, and when nobody is or wants to be alone."""
-    if turn_of_module is None:
-        yield
-        return
-    with ExitStack() as running:
-        with _locked(turn_of_module / "gate", fcntl.LOCK_EX):
-            running.enter_context(_locked(turn_of_module / "running", fcntl.LOCK_SH))
-        yield
+        return (yield)
+    folder = Path(item.config.getoption("basetemp")).parent  # the same for all workers
+    alone = item.get_closest_marker("alone") is not None
+    with ExitStack() as held:
+        with _locked(folder / "gate", fcntl.LOCK_EX):  # nobody else begins
+            held.enter_context(_locked(folder / "running", fcntl.LOCK_EX if alone else fcntl.LOCK_SH))
+        return (yield)
 
 
 @pytest.fixture(scope="session")
