@@ -47,14 +47,8 @@ class _Thread(Fiber):
         self.waited = False
 
 
-def _this() -> _Thread:
-    thread: _Thread = this_fiber()
-    return thread
-
-
-def this_thread() -> Any:
-    """The thread that runs: its home, warp and lane."""
-    return _this()
+_this: Callable[[], _Thread] = this_fiber
+this_thread: Callable[[], Any] = this_fiber  # that runs: its home, warp and lane
 
 
 class Walker:
