@@ -1,6 +1,7 @@
 """What every test shares: no network, one thread, what markers need, whose turn it is, the list of the tree's files."""
 
 import fcntl
+import gc
 import os
 import subprocess
 import sys
@@ -60,6 +61,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for marker, reason in reasons.items():
             if item.get_closest_marker(marker) is not None:
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported and collected out of the garbage collector's sight: it is nearly all, and stays."""
+    gc.collect()
+    gc.freeze()
 
 
 @contextmanager
