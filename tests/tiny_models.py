@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from stages import later
 from transformers import (
     GptOssConfig,
     GptOssForCausalLM,
@@ -50,7 +50,7 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
 }
 DISTINCT_FAMILIES = ("llama", "qwen3", "gpt_oss")  # the others' programs differ from these by biases alone
 # the same as cases of a test: what lies between the plainest and the richest comes in the second stage
-STAGED_FAMILIES = ("llama", pytest.param("qwen3", marks=pytest.mark.second), "gpt_oss")
+STAGED_FAMILIES = ("llama", later("qwen3"), "gpt_oss")
 COMMON: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 32,
