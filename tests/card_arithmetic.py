@@ -5,8 +5,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["bf16_bits", "bf16_value", "bits_of", "fma_pair", "multiplied", "plain"]
-
 WARP = 32
 NAN = np.uint32(0x7FFFFFFF).view(np.float32)
 

@@ -21,8 +21,6 @@ from lowlat.kernels.toolchain.compiler import CompiledKernel, compile_kernel
 from lowlat.kernels.toolchain.kernel import H200, Kernel
 from lowlat.kernels.toolchain.numba_cuda import compile_ptx, fork_compiler
 
-__all__ = ["EXAMPLES", "FIRST_STAGE", "Compiled", "lowered_once", "staged", "staged_cases"]
-
 Capability = tuple[int, int]
 EXAMPLES = {
     **{capability: list(examples(card)) for capability, card in CARDS.items()},

@@ -11,8 +11,6 @@ from typing import Any
 
 from greenlet import GreenletExit, getcurrent, greenlet
 
-__all__ = ["Combine", "Fiber", "Fibers", "this_fiber"]
-
 OTHERS = "others"
 PATIENCE = 100  # times that each may let others go on while nobody does anything else
 Combine = Callable[[list[Any]], Sequence[Any]]

@@ -19,8 +19,6 @@ from fibers import Combine, Fiber, Fibers, this_fiber
 from walked_launch import Arrivals, Home, Launch, Matrix, Words
 from walked_warp import MASK, WARP, Warp
 
-__all__ = ["Walker", "this_thread", "walkable"]
-
 LONG_MASK = 0xFFFFFFFFFFFFFFFF
 
 

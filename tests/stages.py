@@ -5,8 +5,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["later", "staged"]
-
 
 def later(*values: Any) -> Any:
     """A case of the second stage, by its parameters."""

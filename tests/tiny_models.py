@@ -27,20 +27,6 @@ from transformers import (
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.utils.logging import disable_progress_bar
 
-__all__ = [
-    "DISTINCT_FAMILIES",
-    "FAMILIES",
-    "STAGED_FAMILIES",
-    "PairPaths",
-    "copying_draft_model",
-    "make_pair",
-    "make_target",
-    "mxfp4_target",
-    "random_draft_model",
-    "residual_streams",
-    "transformers_logits",
-]
-
 FAMILIES: dict[str, tuple[Any, Any]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
