@@ -169,10 +169,10 @@ class KernelExecutor(ABC):
         if not self._await_ring(count):
             raise DeviceError(f"the device is idle and has published {int(self._ring_head[0])} of {count} steps")
 
-    def _await_ring(self, count: int, stopping: Sequence[int] = (0,)) -> bool:
+    def _await_ring(self, count: int, stopping: Any = (0,)) -> bool:
         """Return True when `count` steps have been published, False when the device is idle before.
 
-        stopping   not 0 while work that was told to end goes on: it is looked at more often
+        stopping   its first value is not 0 while work that was told to end goes on: it is looked at more often
         """
         head, polls, since, let_others_run = self._ring_head, 0, 0.0, self._let_others_run
         while head[0] < count:

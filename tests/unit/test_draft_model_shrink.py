@@ -212,7 +212,7 @@ def test_the_bundled_head_shrinks_and_both_are_measured(tmp_path: Path) -> None:
     measured = found["measured"]
     assert measured["identical"] is True and measured["num_prompts"] == 2
     assert 0 < measured["new"]["mean_acceptance_length"] <= 4 and measured["without"]["draft_ms"] == 0
-    assert measured["old"]["draft_ms"] > measured["new"]["draft_ms"] * 0.5 > 0  # a timing: only its presence is sure
+    assert measured["old"]["draft_ms"] > 0 and measured["new"]["draft_ms"] > 0
     again = answer(
         "head", "shrink", bundled("chat_head"), "--out", tmp_path / "chat", "--draft-vocab", 1000,
         "--token-ids", tmp_path / "ids.json", "--json",
