@@ -18,8 +18,6 @@ from lowlat.kernels.reference.step.slots import (
 from lowlat.kernels.step import begin_step
 from lowlat.kernels.toolchain.kernel import KernelCall
 
-__all__ = ["check_begin_step"]
-
 RING, TABLE, STOPS, BIASES = 8, 7, 5, 9
 STATE = ("ints", "floats", "tokens", "table", "stop_ids", "bias_ids", "bias_values")
 JOINED = ("slot_ints", "slot_floats", "tokens", "block_table", "stop_ids", "bias_ids", "bias_values")

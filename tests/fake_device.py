@@ -21,8 +21,6 @@ from lowlat.host.loading import load
 from lowlat.kernels.reference.step.publish import SLOT
 from lowlat.program.program import Program
 
-__all__ = ["FakeDevice", "load_fake"]
-
 
 class FakeDevice:
     """An executor, see `lowlat.executors`; `log` holds what was asked of it and what it did, in order.

@@ -27,8 +27,6 @@ from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.decode import build_step
 from lowlat.step.prefill import build_prefill
 
-__all__ = ["Lowered", "Pair"]
-
 CPU = torch.device("cpu")
 
 

@@ -20,8 +20,6 @@ from lowlat.graphs.launch import Launch
 from lowlat.program.program import Program
 from lowlat.step.prefill import build_prefill
 
-__all__ = ["NAMES", "Prefill", "chunk_differences", "make_named", "make_prefill"]
-
 NAMES = ("llama", "gpt_oss", "mxfp4")
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 64}
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lowlat.errors import ConfigError, DeviceError
-from lowlat.executors.kernel_executor import POLLS_BETWEEN_CHECKS, KernelExecutor, Size, abandon
+from lowlat.executors.kernel_executor import KernelExecutor, Size, abandon
 from lowlat.executors.lowering.binding import Call, LibraryCall
 from lowlat.executors.lowering.lower import LoweredGroup
 from lowlat.executors.watchdog import WATCHDOG
@@ -25,7 +25,6 @@ from lowlat.program.program import Program
 __all__ = ["CaptureProgress", "GraphExecutor"]
 
 CaptureProgress = Callable[[Bucket, int, int], None]
-POLLS_WHILE_STOPPING = 64  # a loop that was stopped ends within two steps
 NO_CONDITION = 0  # stands for the handle of a condition that is made only while its graph is captured
 
 
@@ -136,17 +135,7 @@ class GraphExecutor(KernelExecutor):
 
         Raises DeviceError when the device has failed, or hangs in a step.
         """
-        head, polls, since, let_others_run = self._ring_head, 0, 0.0, self._let_others_run
-        while head[0] < count:
-            let_others_run(0)
-            polls += 1
-            if polls % (POLLS_WHILE_STOPPING if self._stop[0] else POLLS_BETWEEN_CHECKS) == 0:
-                if self.idle():
-                    break
-                since = self._check_age(since, count)
-        if since:
-            self._step_watchdog.end(since)
-        return bool(head[0] >= count)
+        return self._await_ring(count, self._stop)
 
     def graph(self, size: Size) -> CapturedGraph:
         """The graph of a bucket, or of prefill over so many positions."""

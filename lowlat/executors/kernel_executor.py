@@ -43,6 +43,7 @@ from lowlat.program.program import Program
 __all__ = ["KernelExecutor", "Size", "abandon"]
 
 POLLS_BETWEEN_CHECKS = 4096
+POLLS_WHILE_STOPPING = 64  # a loop that was stopped ends within two steps
 Size = Bucket | int  # of a step's program: its bucket; of a prefill program: the positions that it takes
 
 
@@ -172,16 +173,25 @@ class KernelExecutor(ABC):
 
     def wait_published(self, count: int) -> None:
         """Return when `count` steps have been published. Raises DeviceError when the device has failed or hangs."""
+        if not self._await_ring(count):
+            raise DeviceError(f"the device is idle and has published {int(self._ring_head[0])} of {count} steps")
+
+    def _await_ring(self, count: int, stopping: Any = (0,)) -> bool:
+        """Return True when `count` steps have been published, False when the device is idle before.
+
+        stopping   its first value is not 0 while work that was told to end goes on: it is looked at more often
+        """
         head, polls, since, let_others_run = self._ring_head, 0, 0.0, self._let_others_run
         while head[0] < count:
             let_others_run(0)
             polls += 1
-            if polls % POLLS_BETWEEN_CHECKS == 0:
-                if self.idle() and head[0] < count:
-                    raise DeviceError(f"the device is idle and has published {int(head[0])} of {count} steps")
+            if polls % (POLLS_WHILE_STOPPING if stopping[0] else POLLS_BETWEEN_CHECKS) == 0:
+                if self.idle():
+                    break
                 since = self._check_age(since, count)
         if since:
             self._step_watchdog.end(since)
+        return bool(head[0] >= count)
 
     def _check_age(self, since: float, count: int) -> float:
         """When the wait for `count` steps was looked at first (0.0: now). Raises DeviceError for one that hangs."""

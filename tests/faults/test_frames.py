@@ -11,8 +11,6 @@ from served import Serve, eventually
 
 from lowlat.ipc.wire import Bye, Error
 
-pytestmark = pytest.mark.alone
-
 TABLE: list[dict[str, Any]] = json.loads((Path(__file__).parents[1] / "ipc" / "bad_frames" / "v1.json").read_text())
 SENDABLE = [entry for entry in TABLE if entry["frames"]]  # a message without frames ZeroMQ itself refuses
 MAX_BYTES = 16 << 20  # some are longer than the default lets through

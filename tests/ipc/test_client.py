@@ -22,8 +22,6 @@ from lowlat.ipc import Chunk, Client, libzmq
 from lowlat.ipc.client import protocol
 from lowlat.ipc.wire import Bye, Cancel, Credit, End, Error, Health, Hello, Submit, Tokens, encode, pack_tokens
 
-pytestmark = pytest.mark.alone
-
 
 @pytest.fixture
 def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ScriptedServer]:

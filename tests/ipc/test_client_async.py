@@ -16,8 +16,6 @@ from lowlat.ipc.client import protocol
 from lowlat.ipc.client.asynchronous import AsyncGeneration
 from lowlat.ipc.wire import Cancel, Credit, Error, Health, Hello, Submit
 
-pytestmark = pytest.mark.alone
-
 
 @pytest.fixture
 def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ScriptedServer]:

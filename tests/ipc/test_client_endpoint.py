@@ -17,8 +17,6 @@ from scripted_server import ScriptedServer, ipc_url
 from lowlat.errors import ConfigError, LowlatError, ServerGone
 from lowlat.ipc import AsyncClient, Client, ClientCurve, libzmq
 
-pytestmark = pytest.mark.alone
-
 
 def test_no_server_and_what_the_message_says(tmp_path: Path) -> None:
     client = Client(ipc_url(tmp_path), connect_timeout_s=0.2)

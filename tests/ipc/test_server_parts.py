@@ -18,8 +18,6 @@ from lowlat.ipc.server.generations.timers import Timers
 from lowlat.ipc.server.threads.wake import Inbox
 from lowlat.ipc.server.threads.watchdog import COLD_FACTOR, StepClock
 
-pytestmark = pytest.mark.alone
-
 
 @given(st.lists(st.floats(2e-6, 100.0), min_size=1, max_size=200), st.sampled_from([0.01, 0.5, 0.9, 0.99, 1.0]))
 def test_percentiles_are_within_a_tenth(seconds: list[float], fraction: float) -> None:

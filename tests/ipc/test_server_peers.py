@@ -24,8 +24,6 @@ from lowlat.ipc.wire import (
     pack_tokens,
 )
 
-pytestmark = pytest.mark.alone
-
 
 def num_clients(client: RawClient) -> int:
     return int(client.stats()["num_clients"])

@@ -124,6 +124,7 @@ def test_wheel_holds_every_module_and_all_data_under_lowlat(wheel: Path, expecte
     assert any(name.endswith("entry_points.txt") for name in metadata)
 
 
+@pytest.mark.second
 def test_sdist_builds_the_same_wheel(clone: Path, wheel: Path) -> None:
     build(clone, clone / "through-sdist")  # without an option: the sdist, then the wheel from the sdist
     (other,) = (clone / "through-sdist").glob("*.whl")
