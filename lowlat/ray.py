@@ -23,10 +23,10 @@ from starlette.routing import Mount
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lowlat.errors import ConfigError, DeviceError
-from lowlat.http.app import make_app
-from lowlat.http.auth import KEY_VARIABLE, checked_key
 from lowlat.ipc.client import AsyncClient
 from lowlat.serving.config import SETTINGS, ServeConfig
+from lowlat.serving.http.app import make_app
+from lowlat.serving.http.auth import KEY_VARIABLE, checked_key
 
 if TYPE_CHECKING:
     from ray.serve import Application

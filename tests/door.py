@@ -15,6 +15,7 @@ from served import Served, serve_in
 
 from lowlat.ipc.client import AsyncClient
 from lowlat.ipc.limits import Limits
+from lowlat.ipc.wire import Sampling
 from lowlat.serving.http.server import Address, run
 
 __all__ = ["KEY", "Doored", "ScriptedEngine", "door_at", "doored"]
@@ -34,10 +35,10 @@ class ScriptedEngine(FakeEngine):
         self.reason = reason
         self.asked: list[Any] = []
 
-    def submit(self, request_id: str, prompt: Sequence[int], sampling: Any) -> None:
+    def submit(self, request_id: str, prompt: Sequence[int], sampling: Sampling, cache_salt: str = "") -> None:
         """Take a request."""
         self.asked.append(sampling)
-        super().submit(request_id, prompt, sampling)
+        super().submit(request_id, prompt, sampling, cache_salt)
 
     def _advance(self, request_id: str, request: Any) -> FakeOutput:
         if not self.parts:

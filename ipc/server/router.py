@@ -39,8 +39,9 @@ SPARE_CONNECTIONS = 64  # beyond max_clients, so that these can be told that the
 MAX_MESSAGES_A_TURN = 64  # then tokens go out before more is read
 MAX_EVENTS_A_TURN = 1024
 MAX_FRAMES = 3  # one more than any message has: the rest of a longer one is not kept
-MAX_UNREAD = 128  # messages of a connection that lie here, and no more than so many bytes in their longest frames:
-MAX_UNREAD_BYTES = 32 << 20  # the rest of a flood stays with whoever sends it
+# Messages of a connection that may lie here unread: the rest of a flood stays with whoever sends it. No honest client
+# comes near, so that libzmq seldom stops reading: where it has, a connection's end can end its process (see the README).
+MAX_UNREAD = 1024
 PROBE_AFTER_S = (0.0, 0.005, 0.05, 0.5)  # a monitor's event can come before the connection's end is known to the socket
 RETRY_S = 0.005
 SPARE_DESCRIPTORS = 256  # files, devices, libzmq's own
@@ -212,8 +213,7 @@ class Router:
             heartbeat_timeout_s=limits.heartbeat_timeout_s,
         )
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        max_unread = min(MAX_UNREAD, max(1, MAX_UNREAD_BYTES // limits.max_message_bytes))
-        router.setsockopt(zmq.RCVHWM, min(limits.high_water_mark, max_unread))
+        router.setsockopt(zmq.RCVHWM, min(limits.high_water_mark, MAX_UNREAD))
         if ":" in endpoint.host:
             router.setsockopt(zmq.IPV6, 1)
         if lock is not None:

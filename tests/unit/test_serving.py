@@ -192,7 +192,8 @@ def test_templates_are_given_reasoning_and_roles_as_they_know_them(tmp_path: Pat
     for template, role in ((source, "system"), (source + "{# developer #}", "developer")):
         own = TextCodec.load(write_directory(tmp_path, byte_level(), chat_template=template))
         assert own is not None
-        ids = ServingCodec(own).encode_chat([Message("developer", "a", thinking="b")], {})
+        asked = [Message("developer", "a", thinking="b")]
+        ids = ServingCodec(own).encode_chat(asked, {}, allow_special=False, max_context=100, max_tokens=1)
         assert own.decode(ids) == f"[{role}]b|b|a"
         own.close()
 
