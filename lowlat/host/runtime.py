@@ -28,6 +28,7 @@ from lowlat.host.scheduler import Phase, PrefillChunk, ScheduledRequest, Schedul
 from lowlat.host.session import Session
 from lowlat.host.trace import Tracer
 from lowlat.kernels.reference.step.slot_record import MAX_STOPS
+from lowlat.models.target import OpenedTarget
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig, options_from
 from lowlat.options.request import SamplingParams, StepOutput
 
@@ -99,7 +100,7 @@ class Runtime:
     @classmethod
     def load(
         cls,
-        model: str | Path,
+        model: str | Path | OpenedTarget,
         speculative: SpeculativeConfig | None = None,
         *,
         progress: Callable[[int, int], None] | None = None,
@@ -108,6 +109,7 @@ class Runtime:
     ) -> Self:
         """Load a Hugging Face directory and, where asked for, a speculator.
 
+        model      the directory, or a target that was opened otherwise
         progress   called with bytes read and bytes in all
         captured   called with graphs captured and graphs in all, where the executor captures
         options    fields of RuntimeConfig: max_batch, max_context, dtype, device, ...
