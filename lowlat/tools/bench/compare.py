@@ -77,7 +77,8 @@ def compare_results(
                 found += _differences(name, row, other, tolerance)
     if not found:
         raise ConfigError(
-            f"nothing to compare: the old results have {_named(old)}, the new ones {_named(new)}, and no case is in both"
+            f"nothing to compare: the old results are of {', '.join(old)}, the new ones of {', '.join(new)}, and "
+            "no case is in both"
         )
     return found
 
@@ -112,7 +113,7 @@ def _differences(scenario: str, old: Row, new: Row, tolerance: float) -> list[Di
                 worse=worse,
                 noise=noise,
                 judgement=judgement,
-            )  # fmt: skip
+            )
         )
     return found
 
@@ -128,7 +129,3 @@ def _noise(before: Sequence[float], after: Sequence[float]) -> float | None:
         return None
     error = sqrt(variance(before) / len(before) + variance(after) / len(after))
     return STANDARD_ERRORS * error / abs(fmean(before))
-
-
-def _named(results: Mapping[str, Result]) -> str:
-    return ", ".join(results)

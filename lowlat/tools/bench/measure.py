@@ -66,9 +66,9 @@ class Samples:
 
     @property
     def token_ms(self) -> list[float]:
-        """Milliseconds of each step over the tokens that it brought an active request."""
+        """For every token its step's time over the tokens that the step brought an active request, on average."""
         figures = zip(self.step_ms, self.tokens, self.active, strict=True)
-        return [ms * active / tokens for ms, tokens, active in figures if tokens]
+        return [ms * active / tokens for ms, tokens, active in figures for _ in range(tokens)]
 
     def add(self, elapsed_ms: float, steps: Sequence[dict[str, int]], lengths: dict[str, int]) -> None:
         """Add steps whose outputs came together; lengths, by request, grow by what they brought."""

@@ -85,7 +85,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     simulated_accept_length  tokens a step that were imposed; None: acceptance is the draft model's own
     mean_context             tokens of a request, mean over the timed steps
     ms_per_step              between a step's tokens and the next one's, by the host's clock
-    ms_per_token             of one request: a step over the tokens that it brought an active slot
+    ms_per_token             of one request, a sample a token: a step over the tokens that it brought an active slot
     time_to_first_token_ms   from submission, the requests of a batch together; None where prompts were shared
     tokens_per_s             of all requests together
     effective_accept_length  tokens that a step brings an active slot, steps without drafts included
