@@ -221,7 +221,14 @@ def _subject(values: Mapping[str, Any], *, drafts: bool) -> Iterator["Subject"]:
             prompts = prompts or bundled("prompts.json")
         elif given and given.get("method", "eagle3") == "eagle3" and "model" not in given:
             raise click.UsageError("options of speculation need a draft model (--draft-model DIR), or --method ngram")
-        yield open_model(model or bundled("target"), given or None, own, prompts=prompts, temperature=temperature)
+        yield open_model(
+            model or bundled("target"),
+            given or None,
+            own,
+            prompts=prompts,
+            temperature=temperature,
+            name=None if model else "bundled pair",
+        )
         return
     if values["model"] is not None:
         raise click.UsageError("give one of --model and --geometry")

@@ -28,7 +28,7 @@ from lowlat.tools.bench.step_bytes import step_bytes
 __all__ = ["CaseRun", "Samples", "room_of"]
 
 CHURN_FACTOR = 4  # requests a slot of a churning repeat
-CANCELLED = 10  # of them, every tenth is cancelled half-way
+CANCELLED = 8  # of them, every eighth is cancelled half-way
 LOOP_ROOM = 512  # steps that a loop on the device may run before the host stops it
 PER_CHUNK = RuntimeConfig.prefill_chunk * RuntimeConfig.max_prefill_chunks
 
@@ -247,7 +247,10 @@ class CaseRun:
         return list(zip(self._prompts.some(case, lengths), wanted, strict=True))
 
     def _take(self, outputs: Sequence[StepOutput], *, may_end: bool = False) -> list[dict[str, int]]:
-        """Tokens by request of each step in the outputs of one call. Raises LowlatError for a request that fails."""
+        """Tokens by request of each step in the outputs of one call; several of one request are of steps in a row.
+
+        Raises LowlatError for a request that fails.
+        """
         seen: Counter[str] = Counter()
         steps: list[dict[str, int]] = []
         for output in outputs:

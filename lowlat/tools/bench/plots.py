@@ -90,6 +90,7 @@ def _against_context(axes: Any, rows: Sequence[Row]) -> bool:
 def _wall_shares(axes: Any, rows: Sequence[Row]) -> bool:
     known = [row for row in rows if row.share_of_wall is not None]
     axes.barh([row.case.name for row in known], [100 * (row.share_of_wall or 0) for row in known])
+    _fit_bars(axes, len(known))
     axes.set_xlabel("% of the wall, bytes of a step over its median time")
     axes.set_xlim(0, 100)
     axes.invert_yaxis()
@@ -146,9 +147,15 @@ def _tails(axes: Any, rows: Sequence[Row]) -> bool:
         ("median", [row.ms_per_step.p50 for row in rows]),
     ):
         axes.barh(names, values, label=label)
+    _fit_bars(axes, len(rows))
     axes.set_xlabel("ms a step")
     axes.invert_yaxis()
     return bool(rows)
+
+
+def _fit_bars(axes: Any, count: int) -> None:
+    """Make the figure as high as its bars need."""
+    axes.figure.set_figheight(1.2 + 0.3 * count)
 
 
 def _lines(rows: Iterable[Row], key: Callable[[Row], tuple[int, int]]) -> Mapping[tuple[int, int], list[Row]]:

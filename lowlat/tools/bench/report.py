@@ -20,7 +20,8 @@ COLUMNS = (
 )  # fmt: skip
 STYLE = (
     "body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:70rem;padding:0 1rem}"
-    "table{border-collapse:collapse;margin:1rem 0}th,td{border:1px solid #ccc;padding:.2rem .6rem;text-align:right}"
+    "table{border-collapse:collapse;margin:1rem 0;display:block;overflow-x:auto}"
+    "th,td{border:1px solid #ccc;padding:.2rem .6rem;text-align:right;white-space:nowrap}"
     "th:first-child,td:first-child{text-align:left}svg{max-width:100%;height:auto}"
     ".warning{background:#fff3cd;padding:.4rem .8rem}"
 )

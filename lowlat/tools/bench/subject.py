@@ -6,12 +6,12 @@ import re
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import lowlat
 from lowlat.checkpoint.files import find_text
 from lowlat.errors import ConfigError
 from lowlat.executors.devices import DeviceChoice, choose_device
@@ -72,7 +72,7 @@ class Subject:
         choice = self.choice()
         cuda = choice.device.type == "cuda"
         return Environment(
-            lowlat=lowlat.__version__,
+            lowlat=_installed(),
             commit=commit or _commit(),
             python=platform.python_version(),
             torch=str(torch.__version__),
@@ -120,8 +120,12 @@ def open_model(
     *,
     prompts: Path | None,
     temperature: float = 0.0,
+    name: str | None = None,
 ) -> Subject:
-    """A model in a directory; prompts are a file, or else random tokens. Raises ConfigError."""
+    """A model in a directory, whose name it has where none is given; prompts are a file, or else random tokens.
+
+    Raises ConfigError.
+    """
     config = read_model_config(directory, dtype=options.get("dtype", "auto"))
     codec = None if prompts is None else TextCodec.load(directory)
     try:
@@ -129,7 +133,7 @@ def open_model(
     finally:
         if codec is not None:
             codec.close()
-    return Subject(directory, directory.resolve().name, config, speculation, options, found, temperature)
+    return Subject(directory, name or directory.resolve().name, config, speculation, options, found, temperature)
 
 
 def open_random(
@@ -158,6 +162,14 @@ def open_random(
 
 def _prompts(path: Path | None, codec: TextCodec | None, vocab_size: int) -> Prompts:
     return Prompts.random(vocab_size) if path is None else Prompts.read(path, codec, vocab_size)
+
+
+def _installed() -> str:
+    """The version of lowlat that is installed; empty where it is merely on the path."""
+    try:
+        return metadata.version("lowlat")
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def _commit() -> str:
