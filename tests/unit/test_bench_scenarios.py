@@ -11,7 +11,9 @@ import pytest
 import torch
 from bench_cases import environment, result, row
 from benches import bench
+from profiling_cases import cover, record_of
 
+from lowlat.cli.options import bundled
 from lowlat.errors import ConfigError
 from lowlat.host.runtime import Runtime
 from lowlat.options.config import SpeculativeConfig
@@ -21,10 +23,11 @@ from lowlat.tools.bench.geometry import RandomWeights, random_target, read_geome
 from lowlat.tools.bench.measure import CaseRun, room_of
 from lowlat.tools.bench.plots import plain_svg
 from lowlat.tools.bench.prompts import Prompts
-from lowlat.tools.bench.report import make_report
+from lowlat.tools.bench.report import StageProfile, make_report
 from lowlat.tools.bench.results import read_results, write_struct
 from lowlat.tools.bench.scenarios import Case, Gate, Scenario, read_plan
 from lowlat.tools.bench.step_bytes import attended, step_bytes
+from lowlat.tools.profile import recording
 
 PLAIN, DRAFTED = Case(8192, 1, 0), Case(8192, 1, 3)
 
@@ -141,6 +144,22 @@ def test_churn_ends_every_request_and_leaves_nothing(tiny: tuple[Runtime, Runtim
     assert not runtime.busy and not runtime.slots()
     assert found.active_slots.max == 2 and found.num_tokens >= 7 * (12 // 4)
     assert room_of(case, scenario, device_loop=True) > 512
+
+
+def test_a_case_is_profiled_by_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, head = bundled("target"), bundled("head")
+    case = Case(30, 1, 3)
+    draft = SpeculativeConfig(model=head, num_speculative_tokens=3, strict=True)
+    with Runtime.load(target, draft, max_batch=1, max_context=512, device="cpu") as runtime:
+        groups, bucket = cover(runtime, target, head), runtime.ladder.choose(1, 3)
+        monkeypatch.setattr(runtime.executor, "groups", groups, raising=False)
+        monkeypatch.setattr(recording, "record_kernels", record_of(groups, bucket, recording.LEAD + 2))
+        scenario = Scenario((30,), (1,), (3,), steps=40)
+        figures = CaseRun(runtime, case, scenario, Prompts.random(4096), wall_gb_per_s=4000.0).profile(2)
+        assert not runtime.busy
+    found = msgspec.convert({**figures, "model": "m", "card": "A Card"}, StageProfile)
+    assert found.step_us == pytest.approx(sum(stage.time_us or 0.0 for stage in found.stages))
+    assert "BASE_DECODE_STEP" in [stage.stage for stage in found.stages if stage.share_of_wall]
 
 
 def test_prompts_are_cut_from_the_text_and_begin_differently(tmp_path: Path) -> None:

@@ -78,8 +78,11 @@ def _subject_options(function: F) -> F:
 @click.option("--repeats", type=int, metavar="N", help="Repeats of each case.")
 @click.option("--fresh", is_flag=True, help="Begin anew where there are results already.")
 @click.option("--force", is_flag=True, help="Run a gated scenario whose gates are not green; the result says so.")
+@click.option("--profile", is_flag=True, help="Write the time of each stage, too: needs an NVIDIA card.")
 @_subject_options
-def run(scenario: str, out: Path, fresh: bool, force: bool, plan_file: Path | None, **values: Any) -> None:
+def run(
+    scenario: str, out: Path, fresh: bool, force: bool, profile: bool, plan_file: Path | None, **values: Any
+) -> None:
     """Measure SCENARIO: baseline, single, batch, large-context, stress, or one of your own (--file).
 
     Rows are written as they are made: a run that was interrupted goes on where it ended. The last line on stdout is a
@@ -93,7 +96,9 @@ def run(scenario: str, out: Path, fresh: bool, force: bool, plan_file: Path | No
 
         forced = chosen.gated and _check_gates(scenario, subject, out, values["commit"], force)
         path = out / f"{scenario}.json"
-        prepared = ScenarioRun(scenario, chosen, subject, path, fresh=fresh, forced=forced, commit=values["commit"])
+        prepared = ScenarioRun(
+            scenario, chosen, subject, path, fresh=fresh, forced=forced, commit=values["commit"], profile=profile
+        )
         if prepared.num_done:
             click.echo(f"{prepared.num_done} cases are in {path} already", err=True)
         with progress_bar(scenario) as update:

@@ -121,6 +121,16 @@ class CaseRun:
         run = self._churn if self._scenario.traffic == "churn" else self._steady
         self._samples.append(run())
 
+    def profile(self, num_steps: int) -> dict[str, Any]:
+        """Record steps on the card and sum them up by stage, as `lowlat profile --json` does. Raises LowlatError."""
+        from lowlat.tools.profile.recording import profile_steps
+
+        lengths = self._begin()
+        try:
+            return profile_steps(self._runtime, lengths, num_steps, self._wall).to_dict()
+        finally:
+            self._end(lengths)
+
     def row(self) -> Row:
         """All repeats as one row."""
         case, runtime = self._case, self._runtime

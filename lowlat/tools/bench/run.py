@@ -1,12 +1,13 @@
 """A scenario, run case by case into one result file: written after every row, resumed under the same conditions."""
 
 import gc
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from lowlat.errors import ConfigError
+from lowlat.errors import ConfigError, DeviceError, LowlatError
 from lowlat.executors.devices import DeviceChoice
 from lowlat.host.memory.plan import available_bytes
 from lowlat.host.runtime import Runtime
@@ -19,6 +20,7 @@ __all__ = ["Report", "ScenarioRun", "measure_wall_of"]
 
 Report = Callable[[Row | Failure], None]
 Progress = Callable[[int, int], None]
+PROFILED_STEPS = 10
 EXTRA_ROWS = 64  # a step's rows behind a request's last token, at most
 
 
@@ -28,6 +30,7 @@ class ScenarioRun:
     fresh   begin anew whatever the file holds
     forced  its gates were not green; the file says so
     commit  what is measured, where there is no git checkout to ask
+    profile  write each case's stages beside the result, which needs a card
     Raises ConfigError where no case fits the model, or where the file holds rows of other conditions.
     """
 
@@ -41,9 +44,12 @@ class ScenarioRun:
         fresh: bool = False,
         forced: bool = False,
         commit: str = "",
+        profile: bool = False,
     ) -> None:
-        self.path, self.scenario, self.subject = path, scenario, subject
+        self.path, self.scenario, self.subject, self.profile = path, scenario, subject, profile
         environment = subject.environment(commit)
+        if profile and (environment.executor == "reference" or environment.device_loop):
+            raise ConfigError("a profile needs an NVIDIA card and steps that are launched one by one: no --device-loop")
         self.result = Result(name=name, scenario=scenario, environment=environment, forced=forced)
         if path.exists() and not fresh:
             self._resume(read_result(path), environment)
@@ -82,7 +88,7 @@ class ScenarioRun:
     def _run_depth(
         self, depth: int, cases: list[Case], wall: float | None, report: Report | None, advance: Callable[[], None]
     ) -> None:
-        """Cases that a runtime for the largest of them serves; one that does not fit the memory is left out."""
+        """Cases that a runtime for the largest of them serves; where one fails, the next ones have another."""
         free = _free_memory(self.subject.choice())
         runtime: Runtime | None = None
         try:
@@ -93,17 +99,18 @@ class ScenarioRun:
                         runtime = self._load(depth, cases[place:])
                     found = self._measure(runtime, case, wall, free, advance)
                     self.result.rows.append(found)
-                except ConfigError as error:
+                except DeviceError:
+                    raise
+                except (LowlatError, torch.OutOfMemoryError) as error:
                     found = Failure(case, str(error))
                     self.result.failures.append(found)
+                    _close(runtime)
+                    runtime = None
                 write_struct(self.path, self.result)
                 if report is not None:
                     report(found)
         finally:
-            if runtime is not None:
-                runtime.close()
-            del runtime
-            gc.collect()
+            _close(runtime)
 
     def _measure(
         self, runtime: Runtime, case: Case, wall: float | None, free: int | None, advance: Callable[[], None]
@@ -116,7 +123,14 @@ class ScenarioRun:
         for _ in range(self.scenario.repeats):
             run.repeat()
             advance()
-        return run.row()
+        row = run.row()
+        if self.profile:
+            environment = self.result.environment
+            place = f"{self.path.stem}-profile-{case.batch}x{case.context}-{case.num_speculative_tokens}.json"
+            conditions = {"model": environment.model, "card": environment.card, "executor": environment.executor}
+            figures = {**conditions, "wall_gb_per_s": wall, **run.profile(PROFILED_STEPS)}
+            self.path.with_name(place).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        return row
 
     def _load(self, depth: int, cases: list[Case]) -> Runtime:
         """A runtime with room for the first case, and so for all after it."""
@@ -177,6 +191,13 @@ def measure_wall_of(choice: DeviceChoice) -> float | None:
     from lowlat.tools.profile.recording import card_wall
 
     return card_wall(choice.device)
+
+
+def _close(runtime: Runtime | None) -> None:
+    """Close a runtime and give its memory back before the next one is loaded."""
+    if runtime is not None:
+        runtime.close()
+    gc.collect()
 
 
 def _free_memory(choice: DeviceChoice) -> int | None:

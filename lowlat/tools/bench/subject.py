@@ -15,10 +15,12 @@ import torch
 from lowlat.checkpoint.files import find_text
 from lowlat.errors import ConfigError
 from lowlat.executors.devices import DeviceChoice, choose_device
+from lowlat.executors.make import settle_executor
 from lowlat.host.runtime import Runtime
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.target import OpenedTarget, read_model_config
 from lowlat.options.config import SpeculativeConfig
+from lowlat.speculators.methods import plan_speculator
 from lowlat.text import TextCodec
 from lowlat.tools.bench.geometry import Geometry, random_target, write_draft_model
 from lowlat.tools.bench.prompts import Prompts
@@ -61,8 +63,14 @@ class Subject:
         return Runtime.load(self.target, self.speculative(depth), **self.options, **sizes)
 
     def choice(self) -> DeviceChoice:
-        """Where it would run. Raises ConfigError."""
-        return choose_device(self.options.get("device", "auto"), self.options.get("executor", "auto"))
+        """Where it will run, and by which executor. Raises ConfigError."""
+        asked = self.options.get("executor", "auto")
+        choice = choose_device(self.options.get("device", "auto"), asked)
+        draft = None
+        if self.speculation is not None and choice.has_kernels:
+            speculative = self.speculative(1)
+            draft = None if speculative is None else plan_speculator(speculative, self.config).draft_config
+        return settle_executor(choice, asked, self.config, draft)
 
     def environment(self, commit: str = "") -> Environment:
         """Code, machine, model and conditions, without a load; commit: where there is no git checkout to ask.

@@ -133,6 +133,7 @@ def test_compare_and_report_read_what_run_wrote(tmp_path: Path) -> None:
         (["run", "single", "--batch", "9"], "<= 8"),
         (["run", "single", "--steps", "0"], ">= 1"),
         (["run", "single", "--model", "m", "--draft-window", "5"], "need a draft model (--draft-model DIR)"),
+        (["run", "single", "--geometry", "tiny", "--device", "cpu", "--profile"], "a profile needs an NVIDIA card"),
         (["compare", "none", "none"], "none: cannot be read: No such file"),
         (["report", "."], "no results of `lowlat bench run` are here"),
     ],
