@@ -172,7 +172,8 @@ def test_prompts_are_cut_from_the_text_and_begin_differently(tmp_path: Path) -> 
         start = each[0] - 1
         assert each == [ring[(start + place) % 7] for place in range(10)]
     assert found == prompts.of(Case(10, 2, 0)), "the same at every depth"
-    assert Prompts.random(160).of(Case(10, 2, 3))[0] != Prompts.random(160).of(Case(10, 2, 3))[1]
+    first, second = Prompts.random(160).of(Case(1000, 2, 3))
+    assert first[:100] != second[:100] and Prompts.random(160).some([100, 30]) == [first[:100], second[:30]]
     path.write_text("[160]")
     with pytest.raises(ConfigError, match="0 to 159"):
         Prompts.read(path, None, 160)

@@ -254,7 +254,7 @@ class CaseRun:
         count = CHURN_FACTOR * case.batch
         lengths = [draw.randint(max(1, case.context // 4), case.context) for _ in range(count)]
         wanted = [draw.randint(max(1, steps // 4), steps) for _ in range(count)]
-        return list(zip(self._prompts.some(case, lengths), wanted, strict=True))
+        return list(zip(self._prompts.some(lengths), wanted, strict=True))
 
     def _take(self, outputs: Sequence[StepOutput], *, may_end: bool = False) -> list[dict[str, int]]:
         """Tokens by request of each step in the outputs of one call; several of one request are of steps in a row.

@@ -55,22 +55,22 @@ class Prompts:
         return cls(path.name, stream, vocab_size)
 
     def of(self, case: Case) -> list[list[int]]:
-        """A case's prompts, one a request; none begins like another, and so none shares another's prefix."""
-        return [self._one(case, number) for number in range(case.batch)]
+        """A case's prompts, one a request: none begins like another; a shorter case's are a longer's prefixes."""
+        return [self._one(number, case.context) for number in range(case.batch)]
 
-    def some(self, case: Case, lengths: list[int]) -> list[list[int]]:
-        """Prompts of these lengths."""
-        return [self._one(case, number)[:length] for number, length in enumerate(lengths)]
+    def some(self, lengths: list[int]) -> list[list[int]]:
+        """Prompts of these lengths, none beginning like another."""
+        return [self._one(number, length) for number, length in enumerate(lengths)]
 
-    def _one(self, case: Case, number: int) -> list[int]:
-        key = zlib.crc32(f"{case.context} {case.batch} {number}".encode())
+    def _one(self, number: int, length: int) -> list[int]:
+        key = zlib.crc32(f"prompt {number}".encode())
         if not self.stream:
             generator = torch.Generator().manual_seed(key)
-            tokens: list[int] = torch.randint(self._vocab_size, (case.context,), generator=generator).tolist()
+            tokens: list[int] = torch.randint(self._vocab_size, (length,), generator=generator).tolist()
             return tokens
         start = key % len(self.stream)
-        turns = -(-(start + case.context) // len(self.stream))
-        return (self.stream * turns)[start : start + case.context]
+        turns = -(-(start + length) // len(self.stream))
+        return (self.stream * turns)[start : start + length]
 
 
 def _leaves(value: Any) -> list[Any]:

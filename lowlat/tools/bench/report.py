@@ -100,7 +100,7 @@ def make_report(directory: Path, *, plots: bool = True) -> ReportPages:
         markdown.extend([f"## {heading}", table.markdown(), *notes, *(f"**{warning}**" for warning in warnings)])
 
     for name, result in results.items():
-        add(name, _rows(result), [conditions(result.environment)], _warnings(result))
+        add(name, _rows(result), [_conditions(result.environment)], _warnings(result))
         if plots:
             html.extend(_figure(heading, svg) for heading, svg in draw_plots(result).items())
     runs = read_state(directory).runs
@@ -124,7 +124,7 @@ def read_profiles(directory: Path) -> list[StageProfile]:
     return found
 
 
-def conditions(environment: Environment) -> str:
+def _conditions(environment: Environment) -> str:
     """One line of what rows stand for."""
     e = environment
     machine = f"{e.card}, driver {e.driver}, CUDA {e.cuda}" if e.card else f"{e.processor}, {e.threads} threads"

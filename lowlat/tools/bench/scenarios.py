@@ -40,7 +40,8 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     steps          timed steps of a repeat; of churn the tokens of the longest request
     warm_up        steps before them
     traffic        steady: all requests decode side by side; churn: they come, go and are cancelled
-    reuse_prompts  share a prompt's keys and values between repeats: only the first one's prefill is then timed
+    reuse_prompts  share keys and values of prompts between repeats and cases: prefill is then timed only where it is
+                   the first, in the largest case
     gated          refused before the gates were green three times in a row
     """
 
