@@ -182,7 +182,7 @@ def _wrap(runtime: Runtime, prompt: str) -> list[int]:
     if runtime.codec is None:
         raise SystemExit("--chat needs a tokenizer")
     text = runtime.codec.apply_chat_template([{"role": "user", "content": prompt}])
-    ids: list[int] = runtime.codec.encode(text, add_special_tokens=False)
+    ids: list[int] = runtime.codec.encode(text, add_special_tokens=False, allow_special=True)
     return ids
 
 
@@ -208,6 +208,11 @@ class _Sum:
         self.identical &= other.identical
         self.stats.merge(other.stats)
 
+    @property
+    def decoded(self) -> int:
+        """Tokens of steps: each prompt's first comes out of prefill."""
+        return self.tokens - self.prompts
+
     def row(self, domain: str, temperature: float) -> dict[str, Any]:
         stats = self.stats.to_dict()
         return {
@@ -216,15 +221,15 @@ class _Sum:
             "prompts": self.prompts,
             "tokens": self.tokens,
             "identical": self.identical,
-            "tokens_per_step": round(self.tokens / self.steps, 3) if self.steps else 0.0,
+            "tokens_per_step": round(self.decoded / self.steps, 3) if self.steps else 0.0,
             "steps_that_verified_drafts": round(self.stats.num_drafts / self.steps, 3) if self.steps else 0.0,
             "mean_acceptance_length": round(stats["mean_acceptance_length"], 3),
             "acceptance_by_position": [round(share, 3) for share in stats["acceptance_by_position"][:3]],
             "tokens_per_s": round(self.tokens / self.seconds, 1) if self.seconds else 0.0,
             "baseline_tokens_per_s": round(self.tokens / self.baseline_seconds, 1) if self.baseline_seconds else 0.0,
-            "decode_tokens_per_s": round(self.tokens / self.decode_seconds, 1) if self.decode_seconds else 0.0,
+            "decode_tokens_per_s": round(self.decoded / self.decode_seconds, 1) if self.decode_seconds else 0.0,
             "baseline_decode_tokens_per_s": (
-                round(self.tokens / self.baseline_decode_seconds, 1) if self.baseline_decode_seconds else 0.0
+                round(self.decoded / self.baseline_decode_seconds, 1) if self.baseline_decode_seconds else 0.0
             ),
         }
 

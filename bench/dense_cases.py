@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 import torch
 
+from lowlat.models.geometry import AttentionWidths
+
 __all__ = [
     "ALL_CASES",
     "CASES",
@@ -32,7 +34,7 @@ SIMULATED_ACCEPT_LENGTH = {3: 3.0}  # tokens a step at S = 3, imposed; other dep
 
 
 @dataclass(frozen=True)
-class DenseGeometry:
+class DenseGeometry(AttentionWidths):
     """A Llama-like target and its EAGLE3 head, which has the target's hidden width and heads."""
 
     name: str
@@ -48,16 +50,6 @@ class DenseGeometry:
     rope_theta: float = 500000.0
     rms_norm_eps: float = 1e-5
     element_bytes: int = 2  # bf16
-
-    @property
-    def query_size(self) -> int:
-        """Width of the queries, H * D."""
-        return self.num_heads * self.head_dim
-
-    @property
-    def kv_size(self) -> int:
-        """Width of the keys (or the values), G * D."""
-        return self.num_kv_heads * self.head_dim
 
 
 LLAMA_8B = DenseGeometry("Llama-3.1-8B", 4096, 32, 32, 8, 128, 14336, 128256, 32000, (2, 16, 29))

@@ -101,8 +101,10 @@ class FreeExecutor:
     def wait_published(self, count: int) -> None:
         """Everything is published at once."""
 
-    def prefill(self, size: int) -> None:
-        """Nothing to do."""
+    def prefill(self, size: int, first: Bucket | None = None) -> None:
+        """Publish, where a first token is asked for."""
+        if first is not None:
+            self.step(first)
 
     def clear_blocks(self, blocks: Sequence[int]) -> None:
         """Nothing to do."""

@@ -5,7 +5,8 @@
     python -m bench.prompts --small --device cpu --prompt 50 200 --out /tmp/prompts.json
 
 A row is a prompt's length and how many chunks ran at once (`max_prefill_chunks`): from the first chunk's arguments on
-the host to the end of the last chunk, by the host's clock, nothing else running. The first token comes one step later.
+the host to the end of the last chunk, by the host's clock, nothing else running. `bench.first_token` measures the whole
+way to the first token.
 """
 
 import argparse
@@ -96,7 +97,7 @@ def _executor(shapes: StepGeometry, weights: Weights, device: torch.device) -> E
 
 
 def measure_prompt(executor: Executor, shapes: StepGeometry, length: int, at_once: int, runs: int) -> list[float]:
-    """Milliseconds of each of `runs` times that a prompt of so many random tokens was prefilled, but its last token."""
+    """Milliseconds of each of `runs` times that a prompt of so many random tokens was prefilled."""
     mailbox = Mailbox(executor.state, shapes.max_rows - 1)
     tokens = torch.randint(shapes.config.vocab_size, (length,)).tolist()
     table, most = list(range(1, shapes.table_width + 1)), at_once * shapes.prefill_chunk
@@ -104,10 +105,10 @@ def measure_prompt(executor: Executor, shapes: StepGeometry, length: int, at_onc
     for _ in range(WARM_UP + runs):
         executor.synchronize()
         begin = time.perf_counter()
-        for start in range(0, length - 1, most):
-            count = min(most, length - 1 - start)
-            mailbox.write_chunk(tokens[start : start + most], start, table, count, 0)
-            executor.prefill(shapes.prefill_size(count))
+        for start in range(0, length, most):
+            chunk = tokens[start : start + most]
+            mailbox.write_chunk(0, chunk, start, table)
+            executor.prefill(shapes.prefill_size(len(chunk)))
         executor.synchronize()
         found.append(1e3 * (time.perf_counter() - begin))
     return found[WARM_UP:]

@@ -89,7 +89,7 @@ def _prompts(codec: TextCodec | None, path: Path, limit: int) -> list[list[int]]
         wrapped = [codec.apply_chat_template([{"role": "user", "content": text}]) for text in texts[:limit]]
     except (ConfigError, RequestError):  # a base model has no template
         wrapped = texts[:limit]
-    return [codec.encode(text, add_special_tokens=False) for text in wrapped]
+    return [codec.encode(text, add_special_tokens=False, allow_special=True) for text in wrapped]
 
 
 def _lowlat(runtime: Runtime, count: int) -> Decode:

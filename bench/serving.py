@@ -153,7 +153,10 @@ class Case:
             self.times[name] += [way() for _ in range(self.in_a_row)]
 
     def row(self) -> dict[str, Any]:
-        """What was measured, us: p50 and p99 of each way, and of what the clients add, round by round."""
+        """What was measured, us: p50 and p99 of each way, and of what the clients add, round by round.
+
+        first_ratio is what a client's first token adds over what the bare pair adds to a sleep as long, at the median.
+        """
         times = self.times
         row: dict[str, Any] = {
             "step_ms": self.step_s * 1e3,
@@ -176,6 +179,8 @@ class Case:
                 "first_added_us": _summary([own - alone for own, alone in zip(own_first, first, strict=True)]),
                 "later_added_us": _summary([own - alone for own, alone in zip(own_later, later, strict=True)]),
             }
+            ratio = row[name]["first_added_us"]["p50"] / row["bare_step_adds_us"]["p50"]
+            row[name]["first_ratio"] = round(ratio, 2)
         return row
 
     def _alone(self) -> Times:
@@ -251,8 +256,8 @@ def conditions() -> dict[str, Any]:
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Rows as a table of Markdown."""
     lines = [
-        "| step | streams | in a row | client | first token | adds | later token | adds | bare ROUTER adds |",
-        "|---:|---:|---:|---|---:|---:|---:|---:|---:|",
+        "| step | streams | in a row | client | first token | adds | later token | adds | bare ROUTER adds | ratio |",
+        "|---:|---:|---:|---|---:|---:|---:|---:|---:|---:|",
     ]
     for row in rows:
         for client in ("engine", "blocking", "asyncio"):
@@ -262,7 +267,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             for which in ("first", "later"):
                 cells.append(_cell(own[f"{which}_us"]))
                 cells.append("-" if client == "engine" else _cell(own[f"{which}_added_us"]))
-            cells.append(_cell(row["bare_step_adds_us"]) if client == "engine" else "")
+            cells += [_cell(row["bare_step_adds_us"]), ""] if client == "engine" else ["", f"{own['first_ratio']:.2f}"]
             lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

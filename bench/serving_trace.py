@@ -47,13 +47,13 @@ def _serve(endpoint: str, step_s: float, out: Path) -> None:
     from lowlat.ipc.server import Server
     from lowlat.ipc.server.generations.requests import Requests
     from lowlat.ipc.server.peers import Peers
+    from lowlat.ipc.server.router import Router
     from lowlat.ipc.server.service import Service
     from lowlat.ipc.server.threads.decode_thread import DecodeThread
-    from lowlat.ipc.server.transport.unix_listener import UnixListener
 
     events: Events = []
     for owner, method, name in (
-        (UnixListener, "wait", "I/O: wait"),
+        (Router, "wait", "I/O: wait"),
         (Service, "receive", "I/O: receive"),
         (Requests, "submit", "I/O: submit"),
         (DecodeThread, "put", "I/O: hand over"),
@@ -73,15 +73,15 @@ def _serve(endpoint: str, step_s: float, out: Path) -> None:
 
 def _ask(endpoint: str, requests: int, in_a_row: int) -> tuple[Events, list[tuple[int, int]]]:
     """Traced requests of two tokens; what the client did, and when each began and had its first token."""
-    from lowlat.ipc.client import blocking, link, protocol, unix
+    from lowlat.ipc.client import blocking, connection, dealer, protocol
 
     events: Events = []
     for owner, method, name in (
         (blocking, "make_request", "client: make"),
-        (protocol.Connection, "submit", "client: submit"),
-        (unix.UnixTransport, "send", "client: send"),
-        (link.Link, "_sleep", "client: wait"),
-        (protocol.Connection, "receive", "client: receive"),
+        (protocol.ClientProtocol, "submit", "client: submit"),
+        (dealer.Dealer, "send", "client: send"),
+        (connection.Connection, "_sleep", "client: wait"),
+        (protocol.ClientProtocol, "receive", "client: receive"),
     ):
         _wrap(owner, method, name, events)
     spans = []

@@ -14,13 +14,25 @@ __all__ = ["Bucket", "BucketLadder"]
 
 @dataclass(frozen=True, order=True)
 class Bucket:
-    """B slots of T rows, drafting S levels deep."""
+    """B slots of T rows, drafting S levels deep.
+
+    prefilled  the step behind a prompt's last chunk, which chooses its first token: one slot, one row, and that row
+               comes out of prefill
+    """
 
     batch: int
     rows: int
     num_speculative_tokens: int
+    prefilled: bool = False
+
+    @classmethod
+    def first_token(cls, num_speculative_tokens: int) -> "Bucket":
+        """The bucket of a prompt's first token, drafting so deep."""
+        return cls(1, 1, num_speculative_tokens, prefilled=True)
 
     def __str__(self) -> str:
+        if self.prefilled:
+            return f"first token, S = {self.num_speculative_tokens}"
         return f"batch {self.batch}, {self.rows} rows, S = {self.num_speculative_tokens}"
 
 
@@ -29,6 +41,8 @@ class BucketLadder:
 
     batches   batch sizes, each at least 1
     rows_of   for each S that may be chosen, the rows T that a slot verifies (1 for S = 0)
+
+    `buckets` holds those of decode steps, `first_tokens` those that choose first tokens, one for each S.
     """
 
     def __init__(self, batches: Iterable[int], rows_of: dict[int, int]) -> None:
@@ -45,6 +59,7 @@ class BucketLadder:
                 reverse=True,
             )
         )
+        self.first_tokens = tuple(Bucket.first_token(depth) for depth in reversed(self.rows_of))
 
     def choose(self, num_active: int, num_speculative_tokens: int) -> Bucket:
         """The smallest bucket for `num_active` slots at the depth asked for.

@@ -10,7 +10,7 @@ import ipaddress
 import os
 import socket
 import stat
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -19,7 +19,7 @@ import platformdirs
 
 from lowlat.errors import ConfigError
 
-__all__ = ["Endpoint", "EndpointLock", "default_endpoint", "parse_endpoint"]
+__all__ = ["Endpoint", "EndpointLock", "check_owner", "default_endpoint", "parse_endpoint"]
 
 MAX_PATH_BYTES = 107  # of sockaddr_un, without its final zero
 LOCK_SUFFIX = ".lock"
@@ -94,6 +94,25 @@ def _parse_tcp(url: str, address: str) -> Endpoint:
     except ValueError:
         loopback = name == "localhost"  # any other name may mean any other machine
     return Endpoint(url, "tcp", host=name, port=port, loopback=loopback)
+
+
+def check_owner(path: Path, trusted: Collection[int]) -> None:
+    """Refuse a socket file, for a client, that none of these users has made, or that another user could replace.
+
+    Raises ConfigError; OSError where it cannot be looked at, as when it is not there.
+    """
+    for place in (path, path.parent):
+        found = place.stat()
+        if found.st_uid not in trusted:
+            raise ConfigError(
+                f"{place} belongs to uid {found.st_uid}, which is neither yours nor root's: another may listen "
+                "there than you think; server_uid=... (or LOWLAT_SERVER_UID) says that you mean that user"
+            )
+    if found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX:
+        raise ConfigError(
+            f"{path.parent} has mode {stat.S_IMODE(found.st_mode):04o}: other users may replace the socket in it; a "
+            "server's folder is writable by its owner alone"
+        )
 
 
 class EndpointLock:

@@ -1,7 +1,7 @@
 """The server's Protocols for an engine that decodes and a codec that knows the text: it knows no model.
 
 An engine is driven by the decode thread alone, but for `validate`, which any thread may call. A codec is called from
-the text thread.
+the text threads, of which there are two.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,10 +42,29 @@ class TokenLogprobs(Protocol):
     def logprob(self) -> float: ...
     @property
     def top(self) -> Sequence[tuple[int, float]]: ...
+    @property
+    def texts(self) -> Sequence[bytes] | None: ...
+
+
+class ToolCallPart(Protocol):
+    """A part of a tool call; the fields are those of `wire.ToolCallDelta`."""
+
+    @property
+    def index(self) -> int: ...
+    @property
+    def arguments(self) -> str: ...
+    @property
+    def id(self) -> str | None: ...
+    @property
+    def name(self) -> str | None: ...
 
 
 class EngineOutput(Protocol):
-    """The output of a step for one request; a request may be in a step's outputs several times, in order."""
+    """The output of a step for one request; a request may be in a step's outputs several times, in order.
+
+    num_accepted           of token_ids, how many at the front were accepted drafts
+    reasoning, tool_calls  what text is not, of an answer that is parsed
+    """
 
     @property
     def request_id(self) -> str: ...
@@ -63,6 +82,12 @@ class EngineOutput(Protocol):
     def error(self) -> str | None: ...
     @property
     def simulated(self) -> bool: ...
+    @property
+    def num_accepted(self) -> int: ...
+    @property
+    def reasoning(self) -> str: ...
+    @property
+    def tool_calls(self) -> Sequence[ToolCallPart]: ...
 
 
 class Engine(Protocol):
@@ -75,8 +100,11 @@ class Engine(Protocol):
     def validate(self, prompt: Sequence[int], sampling: Sampling) -> None:
         """Refuse what can never be served. Any thread. Raises RequestError naming value, limit and knob."""
 
-    def submit(self, request_id: str, prompt: Sequence[int], sampling: Sampling) -> None:
-        """Take a request. Raises RequestError, CapacityError."""
+    def submit(self, request_id: str, prompt: Sequence[int], sampling: Sampling, cache_salt: str = "") -> None:
+        """Take a request, which shares a cached prefix only with those of the same salt.
+
+        Raises RequestError, CapacityError.
+        """
 
     def cancel(self, request_id: str) -> None:
         """End a request; the next step's output of it says "cancelled". Raises RequestError for an unknown one."""
@@ -99,10 +127,23 @@ class Engine(Protocol):
 
 
 class Codec(Protocol):
-    """Text to token ids; the engine itself gives text for ids. Raises RequestError for what cannot be encoded."""
+    """Text to token ids; the engine itself gives text for ids. Raises RequestError for what cannot be encoded.
 
-    def encode(self, text: str) -> Sequence[int]:
+    allow_special   special tokens that the caller's text spells become those tokens; otherwise they stay text
+    max_context     a prompt that exceeds it with max_tokens for the answer is refused, and before it is tokenized
+                    where its length alone says so
+    """
+
+    def encode(self, text: str, *, allow_special: bool, max_context: int, max_tokens: int) -> Sequence[int]:
         """Token ids of a plain prompt."""
 
-    def encode_chat(self, messages: Sequence[Message], options: Mapping[str, Any]) -> Sequence[int]:
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        options: Mapping[str, Any],
+        *,
+        allow_special: bool,
+        max_context: int,
+        max_tokens: int,
+    ) -> Sequence[int]:
         """Token ids of a chat through the model's template."""

@@ -1,4 +1,4 @@
-"""Both sides' use of a socket of libzmq, which carries tcp:// and its CURVE: options, and sending without waiting.
+"""Both sides' use of a socket of libzmq: its version, options, and sending without waiting.
 
 It knows nothing of what is in a message.
 """
@@ -6,8 +6,11 @@ It knows nothing of what is in a message.
 import zmq
 from zmq.backend import Socket as BareSocket
 
+from lowlat.errors import ConfigError
+
 __all__ = ["has_message", "prepare_socket", "send_frames"]
 
+MIN_VERSION = (4, 3)  # heartbeats and a descriptor to listen on are of 4.2, what a monitor tells of a handshake of 4.3
 HANDSHAKE_TIMEOUT_MS = 5000
 # Bare numbers: enum's own arithmetic takes microseconds in a process that has just woken.
 _NOBLOCK = int(zmq.NOBLOCK)
@@ -24,7 +27,12 @@ def prepare_socket(
     heartbeat_interval_s: float,
     heartbeat_timeout_s: float,
 ) -> None:
-    """Set what both sides must bound before they bind or connect: sizes, queues, heartbeats, lingering."""
+    """Set what both sides must bound before they bind or connect: sizes, queues, heartbeats, lingering.
+
+    Raises ConfigError for a libzmq that is too old.
+    """
+    if zmq.zmq_version_info() < MIN_VERSION:
+        raise ConfigError(f"libzmq {zmq.zmq_version()} is too old; 4.3 or newer is needed, as pyzmq's wheels have it")
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
     socket.setsockopt(zmq.SNDHWM, high_water_mark)

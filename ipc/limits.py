@@ -22,9 +22,9 @@ class Limits:
     max_requests_per_client: int = _limit(64, 1, 1 << 16, "Requests of one connection, waiting and running.")
     max_queue: int = _limit(256, 0, 1 << 20, "Requests of all clients that wait for a slot; beyond it `busy`.")
     max_credit: int = _limit(1 << 20, 1, (1 << 31) - 1, "Tokens that a request may be granted at once.")
-    max_bad_messages: int = _limit(8, 1, 1 << 16, "Wrong messages before a peer is dropped.")
+    max_bad_messages: int = _limit(8, 1, 1 << 16, "Wrong messages in a minute before a peer is dropped.")
     max_messages_per_s: int = _limit(
-        10_000, 10, 1 << 30, "Messages of one client in a second; one that sends more is dropped."
+        10_000, 10, 1 << 30, "Messages of one client in a second, STATS counted as 10; one that sends more is dropped."
     )
     high_water_mark: int = _limit(4096, 1, 1 << 20, "Messages queued to one peer by its socket.")
     slow_consumer_s: float = _limit(

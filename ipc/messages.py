@@ -9,6 +9,8 @@ from msgspec import Meta, Struct
 
 __all__ = [
     "HEADERS",
+    "MAX_MESSAGES",
+    "MAX_SALT",
     "VERSION",
     "Bye",
     "Cancel",
@@ -22,6 +24,7 @@ __all__ = [
     "Hello",
     "Kind",
     "Message",
+    "Parse",
     "Pong",
     "Sampling",
     "ServerLimits",
@@ -30,15 +33,19 @@ __all__ = [
     "Submit",
     "TokenLogprob",
     "Tokens",
+    "ToolCallDelta",
     "Welcome",
 ]
 
 VERSION = 1
+MAX_MESSAGES = 4096  # of a chat
+MAX_SALT = 256
 
 Int32 = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 Number = Annotated[int, Meta(ge=0, le=(1 << 62))]
 TokenId = Int32
 FinishReason = Literal["stop", "length", "cancelled", "error"]
+Parse = Literal["none", "reasoning", "tools"]
 Code = Literal[
     "malformed",  # not a message of this format: kind, header or body
     "version",  # no version in common
@@ -135,6 +142,7 @@ class Sampling(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
     ignore_eos: bool = False
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     max_draft_tokens: Annotated[int, Meta(ge=0, le=63)] | None = None
+    parse: Parse = "none"
 
 
 class Message(Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -149,15 +157,23 @@ class Message(Struct, forbid_unknown_fields=True, omit_defaults=True):
 
 
 class Submit(Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """A request. Exactly one of text, messages and the body is there; template_options go with messages alone."""
+    """A request. Exactly one of text, messages and the body is there; template_options go with messages alone.
+
+    fit_context lowers max_tokens to what the context has room for beside the prompt. allow_special takes special tokens
+    that text or messages spell as these tokens; otherwise they stay text. A cached prefix is shared only among requests
+    of the same user and the same cache_salt.
+    """
 
     number: Number
     credit: Annotated[int, Meta(ge=1, le=(1 << 31) - 1)]
     sampling: Sampling = Sampling()
     text: str | None = None
-    messages: Annotated[list[Message], Meta(min_length=1, max_length=4096)] | None = None
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
     template_options: dict[str, Any] | None = None
     deadline_ms: Annotated[int, Meta(ge=1, le=(1 << 40))] | None = None
+    fit_context: bool = False
+    allow_special: bool = False
+    cache_salt: Annotated[str, Meta(max_length=MAX_SALT)] = ""
 
 
 class Cancel(Struct, array_like=True, forbid_unknown_fields=True, gc=False):
@@ -190,18 +206,36 @@ class Drain(Struct, forbid_unknown_fields=True):
 
 
 class TokenLogprob(Struct, array_like=True, gc=False):
-    """A token's logarithmic probability and its likeliest alternatives, likeliest first."""
+    """A token's logarithmic probability and its likeliest alternatives, likeliest first.
+
+    texts  bytes of the token, then of each alternative; None without a tokenizer
+    """
 
     token_id: int
     logprob: float
     top: list[tuple[int, float]]
+    texts: list[bytes] | None = None
+
+
+class ToolCallDelta(Struct, array_like=True, gc=False):
+    """A tool call's beginning, with id and name, or more of its arguments; calls of an answer count from 0.
+
+    arguments  JSON text; joined over all parts of a call it is what the model wrote
+    """
+
+    index: int
+    arguments: str = ""
+    id: str | None = None
+    name: str | None = None
 
 
 class Tokens(Struct, array_like=True, gc=False):
     """The output of a step, or several, for a request: token ids as packed int32, and the text that is certain now.
 
     text is None without a tokenizer; a chunk may have text and no token (what was held back), or tokens and no text.
-    simulated marks imposed acceptance: the text means nothing.
+    simulated marks imposed acceptance: the text means nothing. Of an answer that is parsed (`Sampling.parse`), text is
+    the content alone, beside reasoning and tool_calls. accepted has a byte for each token, 1 for an accepted draft and
+    0 for the target's own choice; None where none of them was drafted.
     """
 
     number: int
@@ -210,6 +244,9 @@ class Tokens(Struct, array_like=True, gc=False):
     text: str | None = None
     logprobs: list[TokenLogprob] | None = None
     simulated: bool = False
+    reasoning: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
+    accepted: bytes | None = None
 
 
 class End(Struct, array_like=True):

@@ -5,8 +5,8 @@ A client is a DEALER, the server a ROUTER. A message is one frame, or two where 
     frame 1   a byte that names the kind, then a msgpack value: the header
     frame 2   SUBMIT alone, and only for a prompt of token ids: the ids as little-endian int32, packed
 
-Below it is ZMTP: over ipc:// version 3 with the NULL mechanism, which lowlat speaks itself (`lowlat.ipc.zmtp`), as
-every ZeroMQ since 4.0 does; over tcp:// what libzmq speaks, with CURVE off the loopback.
+Below it is ZMTP 3.1, which libzmq speaks since 4.2: over ipc:// and on the loopback with the NULL mechanism, over other
+tcp:// with CURVE.
 
 Headers of control messages are msgpack maps by field name; fields left out have their defaults. Those of TOKENS, END,
 CANCEL and CREDIT are msgpack arrays, fields in order. Integers are signed 64-bit, strings UTF-8, times in the unit of
@@ -35,7 +35,7 @@ the prompt in one of three forms: `text`, `messages` for the model's chat templa
 answered by TOKENS, as often as there is something to say, and one END; or by one ERROR that names it, and nothing
 else. TOKENS and END of a request are numbered by `sequence` from 0 without a gap; END repeats how many tokens were
 sent: so a client can prove that nothing was lost, doubled or reordered. Texts of all TOKENS, joined, are the text of
-the completion.
+the completion; where `sampling.parse` asks for it, its content, apart from reasoning and tool calls.
 
 A server sends as many tokens as it was granted: `credit` of SUBMIT, and what CREDIT adds to it. It sends a chunk while
 the balance is positive, so a step's tokens may overdraw it by less than a step. Without credit the tokens wait in the
@@ -50,8 +50,10 @@ that answers and does not step is not well. STATS asks for a snapshot of figures
 runs and to end; only clients of the server's own user may. A server that ends says BYE.
 
 An ERROR without a number is about the connection. Its `code` is stable, `field` is the path of the field that is
-wrong ("$.sampling.top_p"), `retry_after_ms` stands with `busy`. After `Limits.max_bad_messages` wrong messages the
-server says BYE with the reason `dropped` and forgets the peer.
+wrong ("$.sampling.top_p"), `retry_after_ms` stands with `busy`. A SUBMIT that is wrong ends by its own ERROR where its
+number can be read. After `Limits.max_bad_messages` other wrong messages in a minute the server says BYE with the reason
+`dropped` and forgets the peer; so it does after `max_messages_per_s` messages in a second, of which STATS counts as 10.
+A STATS reply may be 100 ms old.
 """
 
 import math
@@ -88,6 +90,7 @@ from lowlat.ipc.messages import (
     Submit,
     TokenLogprob,
     Tokens,
+    ToolCallDelta,
     Welcome,
 )
 from lowlat.ipc.structure import count_values
@@ -119,8 +122,10 @@ __all__ = [
     "Submit",
     "TokenLogprob",
     "Tokens",
+    "ToolCallDelta",
     "Welcome",
     "WireError",
+    "check_submit",
     "check_submit_size",
     "decode_client",
     "decode_server",
@@ -197,7 +202,7 @@ def decode_client(frames: Sequence[bytes]) -> tuple[Struct, bytes]:
     body = None if len(frames) == 1 else frames[1]
     try:
         submit = _decode(decoder, frame[1:])
-        _check_submit(submit, body)
+        check_submit(submit, body)
     except WireError as error:
         error.number = _number(frame[1:])
         raise
@@ -293,8 +298,11 @@ def _plain_number(value: memoryview) -> int | None:
         return None
 
 
-def _check_submit(submit: Submit, body: bytes | None) -> None:
-    """Refuse what the types cannot say: one prompt, whole tokens, plain values where any may stand."""
+def check_submit(submit: Submit, body: bytes | None) -> None:
+    """Refuse what the types cannot say: one prompt, whole tokens, plain values where any may stand. Raises WireError.
+
+    body  token ids, packed
+    """
     if (submit.text is not None) + (submit.messages is not None) + (body is not None) != 1:
         raise WireError("a request has exactly one of text, messages and a body of token ids", "$")
     if body is not None and (not body or len(body) % 4):

@@ -15,8 +15,6 @@ from lowlat.kernels.reference.step.slot_record import MAX_LENGTH, NUM_INTS
 from lowlat.kernels.step import accept as kernels
 from lowlat.kernels.toolchain.kernel import KernelCall
 
-__all__ = ["check_accept"]
-
 STOPS, CONTEXT, VOCABULARY = 6, 40, 30
 ACCEPT_READS = ("target_tokens", "draft_tokens", "paths", "slots")
 ACCEPT_OUTS = ("accepted_tokens", "accepted_nodes", "accepted_lens", "best_path")

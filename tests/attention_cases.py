@@ -8,8 +8,6 @@ import torch
 
 from lowlat.kernels.reference.attention.attention import attention as reference
 
-__all__ = ["Case", "chain", "check", "random_bf16", "tree"]
-
 TOLERANCE = 5e-3  # weights and results are rounded to bf16
 
 

@@ -18,8 +18,6 @@ from lowlat.kernels.reference.step.slots import (
 from lowlat.kernels.step import begin_step
 from lowlat.kernels.toolchain.kernel import KernelCall
 
-__all__ = ["check_begin_step"]
-
 RING, TABLE, STOPS, BIASES = 8, 7, 5, 9
 STATE = ("ints", "floats", "tokens", "table", "stop_ids", "bias_ids", "bias_values")
 JOINED = ("slot_ints", "slot_floats", "tokens", "block_table", "stop_ids", "bias_ids", "bias_values")
@@ -29,14 +27,20 @@ OUTS = ("row_tokens", "row_positions", "row_live", "row_masks", "paths", "dense_
 
 
 def check_begin_step(
-    bench: Bench, seed: int, *, batch: int, max_batch: int, num_commands: int, context: int, alone: bool = False
+    bench: Bench, seed: int, *, batch: int, max_batch: int, num_commands: int, context: int, how: str = "fused"
 ) -> None:
-    """One random step against the reference, fused or each operation alone."""
+    """One random step against the reference: "fused", each operation "alone", or fused over slots that are "given"."""
     torch.manual_seed(seed)
     shapes, source = random.Random(seed // SAME_SHAPES), random.Random(seed)
     arrays = _arrays(shapes, source, batch, max_batch, num_commands, context)
     arrays["staged_tokens"] = _same_tail(arrays, max_batch)
-    bench.compare(arrays, _reference, _alone if alone else lambda found: begin_step.begin_step(**found))
+    if how == "given":
+        given = source.sample(range(max_batch), batch)
+        arrays["slots"] = torch.tensor([slot if source.random() < 0.8 else -1 for slot in given], dtype=torch.int32)
+        bench.compare(arrays, _given, lambda found: begin_step.begin_step(**found, lists=False))
+    else:
+        calls = _alone if how == "alone" else lambda found: begin_step.begin_step(**found)
+        bench.compare(arrays, _reference, calls)
 
 
 def _same_tail(arrays: Arrays, max_batch: int) -> torch.Tensor:
@@ -61,6 +65,12 @@ def _reference(arrays: Arrays) -> None:
     applied, listed, gathered = _each(arrays)
     apply_commands(**applied)
     list_active_slots(**listed)
+    gather_rows(**gathered)
+
+
+def _given(arrays: Arrays) -> None:
+    applied, _, gathered = _each(arrays)
+    apply_commands(**applied)
     gather_rows(**gathered)
 
 

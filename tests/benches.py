@@ -6,8 +6,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-__all__ = ["bench"]
-
 ROOT = Path(__file__).resolve().parents[1]
 
 

@@ -1,10 +1,9 @@
 """What a card's instructions make of numbers and bits, for kernels that are walked on a CPU."""
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
-
-__all__ = ["bf16_bits", "bf16_value", "bits_of", "fma_pair", "multiplied", "plain"]
 
 WARP = 32
 NAN = np.uint32(0x7FFFFFFF).view(np.float32)
@@ -32,10 +31,6 @@ def _halves(words: Any) -> Any:
     return np.stack([low << 16, low & 0xFFFF0000], -1).view(np.float32).astype(np.float64)
 
 
-def _half(word: int, which: int) -> float:
-    return float(np.uint32((word >> (16 * which) & 0xFFFF) << 16).view(np.float32))
-
-
 def bf16_value(bits: int) -> Any:
     return np.uint32(bits << 16).view(np.float32)
 
@@ -57,6 +52,13 @@ def bf16_bits(value: Any) -> int:
     return bits + 0x7FFF + (bits >> 16 & 1) >> 16
 
 
+@lru_cache(maxsize=1 << 16)  # of codes and scales, which are few
 def fma_pair(a: int, b: int, c: int) -> int:
-    low, high = (bf16_bits(np.float32(_half(a, k) * _half(b, k) + _half(c, k))) for k in range(2))
+    low, high = (_fma(a << shift, b << shift, c << shift) for shift in (16, 0))
     return low | high << 16
+
+
+def _fma(*words: int) -> int:
+    """Of the upper halves of words; the product of two bf16 is exact in float64."""
+    a, b, c = (float(np.uint32(word & 0xFFFF0000).view(np.float32)) for word in words)
+    return bf16_bits(np.float32(a * b + c))

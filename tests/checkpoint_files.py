@@ -9,16 +9,6 @@ from safetensors.torch import save_file
 
 from lowlat.models.geometry import ModelConfig, RopeConfig
 
-__all__ = [
-    "HEAD_SIZES",
-    "draft_tensors",
-    "edit_json",
-    "read_header_bytes",
-    "target_geometry",
-    "write_draft_layout",
-    "write_raw",
-]
-
 HEAD_SIZES: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 24,

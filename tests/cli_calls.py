@@ -7,8 +7,6 @@ from click.testing import CliRunner, Result
 
 from lowlat.cli import cli
 
-__all__ = ["answer", "lowlat", "refusal"]
-
 
 def lowlat(*arguments: object) -> Result:
     """Run the command line; it never lets an exception through."""

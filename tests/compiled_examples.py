@@ -1,4 +1,4 @@
-"""Every example of a kernel, compiled once for a stage, with its PTX; tests share them.
+"""Every example of a kernel, compiled once for its sources, with its PTX; tests, workers and later runs share them.
 
 Most of a compilation is Numba's, which ends with code that is the same for every capability: so a function is taken
 that far once, and from there for each capability; what comes of it differs in the names of symbols alone. Kernels are
@@ -20,8 +20,6 @@ from lowlat.kernels.toolchain import compiler
 from lowlat.kernels.toolchain.compiler import CompiledKernel, compile_kernel
 from lowlat.kernels.toolchain.kernel import H200, Kernel
 from lowlat.kernels.toolchain.numba_cuda import compile_ptx, fork_compiler
-
-__all__ = ["EXAMPLES", "FIRST_STAGE", "Compiled", "lowered_once", "staged", "staged_cases"]
 
 Capability = tuple[int, int]
 EXAMPLES = {
@@ -70,11 +68,12 @@ def staged_cases(kernels: Iterable[Kernel]) -> list[Any]:
 class Compiled:
     """Examples, compiled a stage at a time at first use in as many processes as there are cores.
 
-    directory   may be shared with other workers: whoever comes first compiles for all
+    directory   what was compiled from these sources, by this run or an earlier one
+    run         of this run, and shared by its workers: whoever comes first compiles for all
     """
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, run: Path) -> None:
+        self._directory, self._run = directory, run
         self._made: dict[tuple[Capability, str], tuple[CompiledKernel, str]] = {}
 
     def of(self, capability: Capability, kernel: Kernel) -> tuple[CompiledKernel, str]:
@@ -85,13 +84,11 @@ class Compiled:
         return self._made[key]
 
     def _compile(self, first: bool) -> None:
-        self._directory.mkdir(exist_ok=True)
-        done = self._directory / f"done-{first}"
-        with (self._directory / "lock").open("a") as lock:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        with (self._run / "compiling").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not done.exists():
+            if self._claim(f"all-{first}"):
                 self._compile_all(first)
-                done.touch()
         for capability, _, kernel in _examples(first):
             self._made[capability, kernel.name] = self._of(capability, kernel)
 
@@ -121,7 +118,7 @@ class Compiled:
 
     def _claim(self, name: str) -> bool:
         try:
-            os.close(os.open(self._directory / f"{name}.claimed", os.O_CREAT | os.O_EXCL))
+            os.close(os.open(self._run / f"{name}.claimed", os.O_CREAT | os.O_EXCL))
         except FileExistsError:
             return False
         return True
@@ -136,4 +133,4 @@ class Compiled:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(compiler, "compile_ptx", recorded)
-            return compile_kernel(kernel, capability, self._directory), path.read_text()
+            return compile_kernel(kernel, capability, self._directory), path.read_text()  # the PTX is written first

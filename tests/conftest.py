@@ -1,6 +1,7 @@
 """What every test shares: no network, one thread, what markers need, whose turn it is, the list of the tree's files."""
 
 import fcntl
+import gc
 import os
 import subprocess
 import sys
@@ -13,10 +14,16 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# One thread: the models are tiny, and beside a busy process a product on two threads of two cores waits for the
+# scheduler at every barrier (measured: 16 ms in place of 2 us).
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
+
+# What workers, and the processes that tests start, import is compiled once: two seconds a process where it is not kept.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -24,9 +31,6 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 # `import kernels` would find the folder here in place of Hugging Face's package.
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != REPOSITORY]
 
-# One thread: the models are tiny, and beside a busy process a product on two threads of two cores waits for the
-# scheduler at every barrier (measured: 16 ms in place of 2 us).
-torch.set_num_threads(1)
 # Deadlines and checks of how examples come would fail a sound test on a busy machine or by an unlucky draw; the blob
 # reproduces a failure elsewhere.
 settings.register_profile(
@@ -45,6 +49,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         second = [item for item in items if item.get_closest_marker("second") is not None]
         items[:] = [item for item in items if item.get_closest_marker("second") is None]
         config.hook.pytest_deselected(items=second)
+    import torch  # here: the process that only hands tests out needs none
+
     reasons = {}
     if not torch.cuda.is_available():
         reasons["gpu"] = "needs a CUDA device"
@@ -57,6 +63,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
+def pytest_collection_finish() -> None:
+    """Leave what was imported and collected out of the garbage collector's sight: it is nearly all, and stays."""
+    gc.collect()
+    gc.freeze()
+
+
 @contextmanager
 def _locked(path: Path, how: int) -> Iterator[None]:
     with path.open("a") as file:
@@ -64,35 +76,21 @@ def _locked(path: Path, how: int) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def turn_of_module(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path | None]:
-    """Where the locks are by which workers take turns; None for a module that runs alone, or without workers.
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Run beside other workers' tests, and when nobody is or wants to be alone; a test marked `alone` runs by itself.
 
-    A module marked `alone` waits until no other worker runs a test, and holds them up until it is through: its times
-    say something only where nobody computes beside it.
+    Its times say something only where nobody computes beside it: it waits until no other worker runs a test, and holds
+    them up until it is through. What a test waits here is no part of its own time.
     """
     if "PYTEST_XDIST_WORKER" not in os.environ:
-        yield None
-        return
-    folder = tmp_path_factory.getbasetemp().parent
-    if request.node.get_closest_marker("alone") is None:
-        yield folder
-        return
-    # with the gate nobody else begins, and with the other nobody is left
-    with _locked(folder / "gate", fcntl.LOCK_EX), _locked(folder / "running", fcntl.LOCK_EX):
-        yield None
-
-
-@pytest.fixture(autouse=True)
-def turn(turn_of_module: Path | None) -> Iterator[None]:
-    """Run beside other workers' tests, and when nobody is or wants to be alone."""
-    if turn_of_module is None:
-        yield
-        return
-    with ExitStack() as running:
-        with _locked(turn_of_module / "gate", fcntl.LOCK_EX):
-            running.enter_context(_locked(turn_of_module / "running", fcntl.LOCK_SH))
-        yield
+        return (yield)
+    folder = Path(item.config.getoption("basetemp")).parent  # the same for all workers
+    alone = item.get_closest_marker("alone") is not None
+    with ExitStack() as held:
+        with _locked(folder / "gate", fcntl.LOCK_EX):  # nobody else begins
+            held.enter_context(_locked(folder / "running", fcntl.LOCK_EX if alone else fcntl.LOCK_SH))
+        return (yield)
 
 
 @pytest.fixture(scope="session")

@@ -10,11 +10,6 @@ from lowlat.kernels.gemm.packing import gate_up_permutation
 from lowlat.kernels.moe.packing import PackedExperts, pack_experts
 from lowlat.kernels.reference.moe import experts as reference
 
-__all__ = [
-    "ALPHA", "LIMIT", "Experts", "all_codes_and_scales", "choices", "make_experts", "shares_of", "want_down",
-    "want_gate_up",
-]  # fmt: skip
-
 LIMIT, ALPHA = 7.0, 1.702
 
 

@@ -21,8 +21,6 @@ from lowlat.host.loading import load
 from lowlat.kernels.reference.step.publish import SLOT
 from lowlat.program.program import Program
 
-__all__ = ["FakeDevice", "load_fake"]
-
 
 class FakeDevice:
     """An executor, see `lowlat.executors`; `log` holds what was asked of it and what it did, in order.
@@ -41,6 +39,7 @@ class FakeDevice:
         self.log: list[tuple[Any, ...]] = []
         self.num_read: Callable[[], int] = lambda: 0
         self.published: list[list[int]] = []  # the slots of each entry
+        self.first_tokens: set[int] = set()  # the entries that no step has made
         self._random = random.Random(seed)
         self._steps: list[Bucket] = []  # launched one by one and not done
         self._loop: Bucket | None = None
@@ -58,15 +57,19 @@ class FakeDevice:
         return int(self.state["ring_head"])
 
     def _run(self, bucket: Bucket) -> None:
+        self._publish(lambda: self.inner.step(bucket))
+        self.log.append(("ran", bucket))
+
+    def _publish(self, run: Callable[[], None]) -> None:
+        """Run what publishes an entry."""
         if self.head == self.fail_at:
             raise DeviceError("the device failed")
         entry = self.head
-        self.inner.step(bucket)
+        run()
         records = self.state["ring_records"]
         assert self.head - self.num_read() <= records.shape[0], "an entry was written over before it was read"
         slots = records[entry % records.shape[0], :, SLOT].tolist()
         self.published.append([slot for slot in slots if slot >= 0])
-        self.log.append(("ran", bucket))
 
     def _iterate(self) -> None:
         """One run of the loop's body; the flag is looked at before the entry is published."""
@@ -117,10 +120,14 @@ class FakeDevice:
         self._hurry()
         return self.head >= count
 
-    def prefill(self, size: int) -> None:
+    def prefill(self, size: int, first: Bucket | None = None) -> None:
         assert self.idle
         self.log.append(("prefill",))
-        self.inner.prefill(size)
+        if first is None:
+            self.inner.prefill(size)
+        else:
+            self.first_tokens.add(self.head)
+            self._publish(lambda: self.inner.prefill(size, first))
 
     def clear_blocks(self, blocks: Sequence[int]) -> None:
         while not self.idle:

@@ -13,7 +13,7 @@ from typing import Any
 
 from lowlat.errors import CapacityError, DeviceError, RequestError
 from lowlat.ipc.engine import EngineInfo
-from lowlat.ipc.wire import Message, Sampling
+from lowlat.ipc.wire import Message, Sampling, ToolCallDelta
 
 __all__ = ["FakeCodec", "FakeEngine", "FakeOutput", "expected_text", "expected_tokens"]
 
@@ -26,6 +26,7 @@ class FakeLogprobs:
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...]
+    texts: tuple[bytes, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,9 @@ class FakeOutput:
     logprobs: tuple[FakeLogprobs, ...] | None = None
     error: str | None = None
     simulated: bool = False
+    num_accepted: int = 0
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
 @dataclass
@@ -75,7 +79,9 @@ class FakeCodec:
         self.delay_s = delay_s
         self.fails = fails
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, allow_special: bool, max_context: int, max_tokens: int) -> list[int]:
+        if len(text) + max_tokens > max_context:
+            raise RequestError(f"{len(text)} bytes and max_tokens {max_tokens} exceed {max_context} (max_context)")
         if self.fails is not None:
             raise self.fails
         if self.delay_s:
@@ -84,10 +90,11 @@ class FakeCodec:
             raise RequestError("the text is empty")
         return list(text.encode())
 
-    def encode_chat(self, messages: Sequence[Message], options: Mapping[str, Any]) -> list[int]:
+    def encode_chat(self, messages: Sequence[Message], options: Mapping[str, Any], **how: Any) -> list[int]:
         if options.get("fail"):
             raise RequestError("the template does not know the option 'fail'")
-        return self.encode("".join(f"<{message.role}>{message.content or ''}" for message in messages))
+        text = "".join(f"<{message.role}>{message.content or ''}" for message in messages)
+        return self.encode(text, **how)
 
 
 class FakeEngine:
@@ -139,6 +146,7 @@ class FakeEngine:
         self.max_seen_running = 0
         self.cancelled_at: dict[str, int] = {}  # request id -> steps done when cancel came
         self.order: list[str] = []
+        self.salts: list[str] = []
         self._running: dict[str, _Request] = {}
         self._ended: dict[str, dict[str, Any]] = {}
         self._pending: list[FakeOutput] = []
@@ -153,7 +161,9 @@ class FakeEngine:
                 f"{self.info.max_context} (max_context)"
             )
 
-    def submit(self, request_id: str, prompt: Sequence[int], sampling: Sampling) -> None:
+    def submit(self, request_id: str, prompt: Sequence[int], sampling: Sampling, cache_salt: str = "") -> None:
+        self.salts.append(cache_salt)
+        del self.salts[:-MAX_REMEMBERED]
         self.threads.add(threading.get_ident())
         fault = self.faults.get(prompt[0])
         if fault == "refuse":
@@ -236,7 +246,10 @@ class FakeEngine:
             self._end(request_id, self._running.pop(request_id))
         logprobs = None
         if request.sampling.logprobs is not None:
-            logprobs = tuple(FakeLogprobs(token, -0.5, ((token, -0.5),)) for token in tokens)
+            logprobs = tuple(
+                FakeLogprobs(token, -0.5, ((token, -0.5),), texts=(expected_text([token]).encode(),) * 2)
+                for token in tokens
+            )
         return FakeOutput(
             request_id,
             tokens,
@@ -244,6 +257,7 @@ class FakeEngine:
             text=expected_text(tokens) if self.text else None,
             stop_reason=tokens[-1] if reason == "stop" else None,
             logprobs=logprobs,
+            num_accepted=max(0, len(tokens) - 1),
         )
 
     def _end(self, request_id: str, request: _Request) -> None:

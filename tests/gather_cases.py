@@ -7,8 +7,6 @@ import torch
 
 from lowlat.kernels.attention.gathered_rows import ALIGNMENT, gathered_rows
 
-__all__ = ["POISON", "Gather", "wanted_rows"]
-
 POISON = -77.0
 
 

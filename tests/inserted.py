@@ -8,8 +8,6 @@ from types import MappingProxyType
 from lowlat.graphs import Role
 from lowlat.program.program import Op, Program
 
-__all__ = ["with_identities"]
-
 
 def with_identities(program: Program, count: int, seed: int) -> Program:
     """The program with `count` operations `identity`, each behind a random operation: it copies a scratch buffer that

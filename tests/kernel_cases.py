@@ -10,8 +10,6 @@ from lowlat.kernels.toolchain.kernel import KernelCall
 from lowlat.kernels.toolchain.numba_cuda import cuda
 from lowlat.speculators.tree.topology import TreeTopology
 
-__all__ = ["SAME_SHAPES", "Bench", "poisoned", "random_topology", "simulate"]
-
 SAME_SHAPES = 10  # so many consecutive seeds give arrays of the same shapes: one compilation
 Arrays = dict[str, torch.Tensor]
 HOST = ("command_ring", "command_tail", "staged_", "ring_records", "ring_tokens", "ring_logprob", "ring_head")

@@ -12,19 +12,6 @@ from typing import Any
 import lowlat.kernels
 from lowlat.kernels.toolchain.kernel import H200, Card, Kernel
 
-__all__ = [
-    "B200",
-    "CARDS",
-    "MINOR_CARDS",
-    "examples",
-    "factories",
-    "family",
-    "fingerprint",
-    "first_examples",
-    "modules",
-    "offers_calls",
-]
-
 B200 = Card(148, 227 * 1024, (10, 0))
 # A card of each capability for which kernels must compile: A100, H200, RTX 5090. 10.0 stands for the capability alone,
 # with H200's size: it has the same functions, of which Numba's part of a compilation is done once for both. What a

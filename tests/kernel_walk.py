@@ -19,8 +19,6 @@ from fibers import Combine, Fiber, Fibers, this_fiber
 from walked_launch import Arrivals, Home, Launch, Matrix, Words
 from walked_warp import MASK, WARP, Warp
 
-__all__ = ["Walker", "this_thread", "walkable"]
-
 LONG_MASK = 0xFFFFFFFFFFFFFFFF
 
 
@@ -47,14 +45,8 @@ class _Thread(Fiber):
         self.waited = False
 
 
-def _this() -> _Thread:
-    thread: _Thread = this_fiber()
-    return thread
-
-
-def this_thread() -> Any:
-    """The thread that runs: its home, warp and lane."""
-    return _this()
+_this: Callable[[], _Thread] = this_fiber
+this_thread: Callable[[], Any] = this_fiber  # that runs: its home, warp and lane
 
 
 class Walker:

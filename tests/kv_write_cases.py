@@ -4,8 +4,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Chunk"]
-
 
 @dataclass(frozen=True)
 class Chunk:

@@ -12,8 +12,6 @@ from lowlat.executors.reference import bind
 from lowlat.graphs import Bucket
 from lowlat.program.program import Op, Program
 
-__all__ = ["TOLERANCES", "Lockstep"]
-
 TOLERANCES = {torch.bfloat16: 1e-2, torch.float32: 2e-5}  # norm-wise
 LOGPROBS = 1e-5  # absolute
 ROUNDED = 1e-3  # of float32, where a norm that a product keeps to itself is rounded to bfloat16 in between

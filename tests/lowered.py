@@ -27,8 +27,6 @@ from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.decode import build_step
 from lowlat.step.prefill import build_prefill
 
-__all__ = ["Lowered", "Pair"]
-
 CPU = torch.device("cpu")
 
 
@@ -76,9 +74,10 @@ class Pair:
         return make_geometry(self.target.config, speculator, self.topologies, options, self.config)
 
     def program(self, depth: int, batch: int) -> Program:
-        """The program of a bucket."""
+        """The program of a bucket; batch 0: the one that chooses a prompt's first token."""
         topology = self.topologies[depth]
-        return build_step(self.geometry, Bucket(batch, topology.num_nodes, depth), topology)
+        bucket = Bucket(batch, topology.num_nodes, depth) if batch else Bucket.first_token(depth)
+        return build_step(self.geometry, bucket, topology)
 
     @cached_property
     def source(self) -> dict[str, torch.Tensor]:

@@ -13,8 +13,6 @@ from tiny_models import make_pair, make_target, mxfp4_target, random_draft_model
 from lowlat.kernels.toolchain.kernel import H200, KernelCall
 from lowlat.program.program import Stage
 
-__all__ = ["HEADS", "MIXTURES", "TARGETS", "LoweredPairs", "kinds_of", "reached", "span", "write_pair"]
-
 DEMO = Path(__file__).parents[1] / "lowlat" / "demo"
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 64}
 TREE = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (1, 0, 0))

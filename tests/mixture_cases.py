@@ -16,21 +16,6 @@ from lowlat.kernels.moe.topk_routing import TopKRouting
 from lowlat.kernels.reference.moe import experts as reference
 from lowlat.kernels.toolchain.kernel import Card, WorkspaceShape
 
-__all__ = [
-    "PASSES",
-    "Mixture",
-    "Poisoned",
-    "awaited",
-    "exact_shares",
-    "logits_of",
-    "make_logits",
-    "make_mixture",
-    "make_topk_routing",
-    "of_codes",
-    "passing",
-    "want_routing",
-]  # fmt: skip
-
 PASSES: dict[str, Any] = {
     "limit": 3e38,
     "alpha": 2.0**127,

@@ -8,8 +8,6 @@ from lowlat.kernels.moe.decode.mlp_plan import MlpPlan
 from lowlat.kernels.moe.topk_routing import TopKRouting
 from lowlat.kernels.toolchain.kernel import Card
 
-__all__ = ["ALONE", "FRAGMENTS", "NAMES", "small_card", "walk"]
-
 SHARED = tuple(f"common.{part}" for part in ("handover", "norm_row", "norm_math", "sentinels", "activation"))
 PARTS = (
     "expert_list",

@@ -9,8 +9,6 @@ from kernel_cases import Arrays, Bench, poisoned
 from lowlat.kernels.reference.sampling.ngram_draft import ngram_draft
 from lowlat.kernels.sampling.ngram_draft import ngram_draft as kernel
 
-__all__ = ["check_ngram_draft", "drafted", "random_text"]
-
 
 def drafted(text: list[int], count: int, shortest: int, longest: int) -> list[int]:
     """The drafts behind a text: for each length, the longest first, each place, the last first."""

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-__all__ = ["PaperDraftModel"]
-
 WINDOW_SINKS = 4  # rows that a windowed head keeps seeing
 
 

@@ -12,8 +12,6 @@ from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import cuda, int64, types, uint32
 
-__all__ = ["check_philox"]
-
 COUNT = 32
 
 

@@ -20,8 +20,6 @@ from lowlat.graphs.launch import Launch
 from lowlat.program.program import Program
 from lowlat.step.prefill import build_prefill
 
-__all__ = ["NAMES", "Prefill", "chunk_differences", "make_named", "make_prefill"]
-
 NAMES = ("llama", "gpt_oss", "mxfp4")
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 64}
 
@@ -44,6 +42,8 @@ def _fill(buffers: Any, vocab_size: int, live: int) -> None:
     buffers["prefill_draft_live"].copy_((torch.arange(size) > 0) & (torch.arange(size) < live))
     buffers["prefill_positions"].copy_(torch.arange(size))
     buffers["prefill_draft_positions"].copy_((torch.arange(size) - 1).clamp(min=0))
+    buffers["prefill_slot"].fill_(1)
+    buffers["prefill_count"].fill_(live)
 
 
 @dataclass

@@ -13,8 +13,6 @@ from lowlat.graphs import BufferSpec, Role
 from lowlat.kernels.reference.attention import attention
 from lowlat.program.program import Op, Program, Stage
 
-__all__ = ["BLOCK", "DIM", "GROUPS", "HEADS", "LONGEST", "SIZE", "SMALL", "Shape", "Slot", "close"]
-
 BF16 = torch.bfloat16
 SIZE, HEADS, GROUPS, DIM, BLOCK, LONGEST = 32, 8, 2, 64, 16, 300
 SPARE = 4  # positions that a table has beyond the longest context

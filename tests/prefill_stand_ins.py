@@ -9,8 +9,6 @@ from gather_cases import wanted_rows
 from lowlat.executors.lowering.binding import Call, LibraryCall
 from lowlat.kernels.toolchain.kernel import H200
 
-__all__ = ["GatherLauncher", "flash_attention", "gather"]
-
 
 def gather(*arguments: Any) -> None:
     """A call of `gather_kv`, by what it means."""

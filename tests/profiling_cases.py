@@ -20,8 +20,6 @@ from lowlat.speculators.eagle3.weights import load_draft_model
 from lowlat.tools.profile.recording import Record
 from lowlat.tools.profile.times import CallSite, KernelEvent
 
-__all__ = ["CPU", "cover", "record_of", "recorded"]
-
 CPU = torch.device("cpu")
 
 

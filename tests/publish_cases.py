@@ -11,8 +11,6 @@ from lowlat.kernels.step import publish as kernels
 from lowlat.kernels.step.publish import LoopControl
 from lowlat.kernels.toolchain.kernel import KernelCall
 
-__all__ = ["check_publish"]
-
 RING, COLUMNS = 4, 5
 READS = (
     *("slots", "commit_lens", "accepted_lens", "accepted_tokens", "accepted_nodes", "finish", "num_verified"),

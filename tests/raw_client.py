@@ -4,7 +4,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -189,19 +189,26 @@ def bare_socket(endpoint: str) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX if scheme == "ipc" else socket.AF_INET)
     connection.settimeout(TIMEOUT_S)
     host, _, port = address.rpartition(":")
-    connection.connect(address if scheme == "ipc" else (host, int(port)))
+    try:
+        connection.connect(address if scheme == "ipc" else (host, int(port)))
+    except OSError:
+        connection.close()
+        raise
     return connection
 
 
-def zmtp_peer(endpoint: str, properties: dict[bytes, bytes], messages: Sequence[Sequence[bytes]]) -> socket.socket:
+def zmtp_peer(
+    endpoint: str, properties: dict[bytes, bytes], messages: Sequence[Sequence[bytes]], until: bytes = b"READY"
+) -> socket.socket:
     """A peer that speaks ZMTP by hand, and so can say of itself what libzmq would not."""
     connection = bare_socket(endpoint)
-    said = zmtp_bytes(messages, properties)
-    connection.sendall(said[: len(GREETING)])
-    greeting = b""
-    while len(greeting) < len(GREETING):
-        greeting += connection.recv(len(GREETING) - len(greeting))
-    connection.sendall(said[len(GREETING) :])
+    said, ready = zmtp_bytes(messages, properties), len(zmtp_bytes([], properties))
+    connection.sendall(said[:ready])
+    heard = b""
+    while until not in heard and (part := connection.recv(4096)):
+        heard += part
+    with suppress(ConnectionError):
+        connection.sendall(said[ready:])  # libzmq refuses who sends messages before it has said READY itself
     return connection
 
 

@@ -12,8 +12,6 @@ from lowlat.errors import RequestError
 from lowlat.host.scheduler import Phase
 from lowlat.program.program import Op
 
-__all__ = ["Recorder", "check_invariants", "run_all", "run_one", "waiting_is_an_error"]
-
 Depth = int | Callable[[int], int] | None  # S of every step, or by the number of the step
 
 

@@ -13,16 +13,6 @@ from lowlat.kernels.rows import draft_level as draft_level
 from lowlat.kernels.rows import draft_rows as draft_rows
 from lowlat.kernels.toolchain.kernel import KernelCall
 
-__all__ = [
-    "check_boundary",
-    "check_compaction",
-    "check_features",
-    "check_last",
-    "check_level",
-    "check_prefill_rows",
-    "check_write",
-]
-
 BLOCK, TABLE = 4, 9
 
 

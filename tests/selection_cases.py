@@ -21,8 +21,6 @@ from lowlat.kernels.reference.step.slot_record import (
     TOP_P,
 )
 
-__all__ = ["Memory", "best_of", "best_pairs", "draw_scores", "make_world", "state_of"]
-
 SIGN, WORD = 1 << 31, (1 << 32) - 1
 
 

@@ -46,9 +46,9 @@ class ServedModel(RuntimeEngine):
         self.order: list[str] = []
         self.before_step: Callable[[ServedModel], None] | None = None
 
-    def submit(self, request_id: str, prompt: Sequence[int], sampling: Any) -> None:
+    def submit(self, request_id: str, prompt: Sequence[int], sampling: Any, cache_salt: str = "") -> None:
         """Take a request, and note when."""
-        super().submit(request_id, prompt, sampling)
+        super().submit(request_id, prompt, sampling, cache_salt)
         self.order.append(request_id)
 
     def cancel(self, request_id: str) -> None:

@@ -38,7 +38,7 @@ def serving_environment(folder: Path) -> dict[str, str]:
     """An environment whose default endpoint lies in this folder; of lowlat's own settings only the cache's stays."""
     own = {name: value for name, value in os.environ.items() if not name.startswith("LOWLAT_") or name in KEPT}
     folder.chmod(0o700)
-    return {**own, "XDG_RUNTIME_DIR": str(folder), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"}
+    return {**own, "XDG_RUNTIME_DIR": str(folder), "PYTHONWARNINGS": "default"}
 
 
 @contextmanager

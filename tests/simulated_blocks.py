@@ -10,8 +10,6 @@ import numpy as np
 from fibers import Fiber, Fibers, this_fiber
 from numba.cuda.simulator import kernel, kernelapi
 
-__all__ = ["fibers_for_threads"]
-
 
 class _Thread(Fiber):
     """A thread of a block, with what the simulator asks of one."""

@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from listening import Listen, Listening
 from served import Maker, Serve, Served, serve_in
 
 from lowlat.ipc.limits import Limits
-from lowlat.ipc.server.transport.security import Users
 
-__all__ = ["listen", "no_leaks", "serve", "transport"]
+__all__ = ["no_leaks", "serve", "transport"]
 
 SETTLE_S = 5.0
 
@@ -90,19 +88,6 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
             names = set(Limits.__dataclass_fields__) & options.keys()
             limits = Limits(**{name: options.pop(name) for name in names})
             return stack.enter_context(serve_in(tmp_path, engine, codec, limits, options))
-
-        yield start
-
-
-@pytest.fixture
-def listen(tmp_path: Path) -> Iterator[Listen]:
-    """Start listeners on a Unix socket that the test turns; fields of Limits by name."""
-    with ExitStack() as stack:
-
-        def start(users: Users | None = None, **limits: Any) -> Listening:
-            listening = Listening(tmp_path / "s.sock", users or Users(os.geteuid()), **limits)
-            stack.callback(listening.close)
-            return listening
 
         yield start
 

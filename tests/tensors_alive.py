@@ -5,8 +5,6 @@ from collections.abc import Iterable
 
 import torch
 
-__all__ = ["alive_in", "left_in", "storages"]
-
 
 def storages(tensors: Iterable[torch.Tensor]) -> set[int]:
     """Addresses of the memory that tensors, or what they are views of, occupy."""

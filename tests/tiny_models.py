@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from stages import later
 from transformers import (
     GptOssConfig,
     GptOssForCausalLM,
@@ -27,20 +27,6 @@ from transformers import (
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.utils.logging import disable_progress_bar
 
-__all__ = [
-    "DISTINCT_FAMILIES",
-    "FAMILIES",
-    "STAGED_FAMILIES",
-    "PairPaths",
-    "copying_draft_model",
-    "make_pair",
-    "make_target",
-    "mxfp4_target",
-    "random_draft_model",
-    "residual_streams",
-    "transformers_logits",
-]
-
 FAMILIES: dict[str, tuple[Any, Any]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
@@ -50,7 +36,7 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
 }
 DISTINCT_FAMILIES = ("llama", "qwen3", "gpt_oss")  # the others' programs differ from these by biases alone
 # the same as cases of a test: what lies between the plainest and the richest comes in the second stage
-STAGED_FAMILIES = ("llama", pytest.param("qwen3", marks=pytest.mark.second), "gpt_oss")
+STAGED_FAMILIES = ("llama", later("qwen3"), "gpt_oss")
 COMMON: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 32,

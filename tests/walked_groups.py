@@ -16,8 +16,6 @@ from kernel_walk import Walker, this_thread, walkable
 
 from lowlat.kernels.toolchain import ptx_hopper as known
 
-__all__ = ["walkable_groups"]
-
 GROUP, ROW_BYTES = 128, 128  # threads of a warpgroup; bytes of a row of a step
 NAME = "lowlat.kernels.toolchain.ptx_hopper"
 

@@ -4,8 +4,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Arrivals", "Home", "Launch", "Matrix", "Words"]
-
 STATIC_BYTES = 48 << 10
 
 

@@ -7,8 +7,6 @@ import numpy as np
 from card_arithmetic import multiplied
 from fibers import Combine, this_fiber
 
-__all__ = ["MASK", "WARP", "Warp"]
-
 WARP = 32
 MASK = 0xFFFFFFFF
 

@@ -3,31 +3,22 @@
 import os
 import weakref
 from abc import ABC, abstractmethod
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from lowlat.errors import LowlatError, ServerGone
 from lowlat.ipc.client.curve import ClientCurve
-from lowlat.ipc.client.protocol import DEFAULT_WINDOW, Connection
+from lowlat.ipc.client.generation import Driver
+from lowlat.ipc.client.protocol import DEFAULT_WINDOW
 from lowlat.ipc.client.settings import Settings
 
 __all__ = ["BaseClient"]
 
 
-class Closable(Protocol):
-    """A connection and its sockets."""
-
-    connection: Connection
-
-    def close(self, reason: str) -> None:
-        """End all that is under way, from any thread."""
-        ...
-
-
-LinkType = TypeVar("LinkType", bound=Closable)
+DriverType = TypeVar("DriverType", bound=Driver)
 LockType = TypeVar("LockType")
 
 
-class BaseClient(ABC, Generic[LinkType, LockType]):
+class BaseClient(ABC, Generic[DriverType, LockType]):
     """A client of a lowlat server; `Client` says what the options mean."""
 
     def __init__(
@@ -38,13 +29,16 @@ class BaseClient(ABC, Generic[LinkType, LockType]):
         connect_timeout_s: float = 5.0,
         window: int = DEFAULT_WINDOW,
         curve: ClientCurve | None = None,
+        server_uid: int | None = None,
     ) -> None:
-        self._settings = Settings(endpoint, name, connect_timeout_s, window, curve)
+        self._settings = Settings(endpoint, name, connect_timeout_s, window, curve, server_uid)
         self._process = os.getpid()
         self._connecting = self._new_lock()
-        self._links: list[LinkType] = []  # one, or none; a list, so that the finalizer can hold it without the client
+        self._connections: list[
+            DriverType
+        ] = []  # one, or none; a list, for the finalizer, which must not hold the client
         self._closed = False
-        self._finalizer = weakref.finalize(self, _close_all, self._links, self._process)
+        self._finalizer = weakref.finalize(self, _close_all, self._connections, self._process)
 
     @property
     def endpoint(self) -> str:
@@ -82,6 +76,6 @@ class BaseClient(ABC, Generic[LinkType, LockType]):
         return ServerGone(f"{self.endpoint}: no answer within {timeout_s:g} s (timeout_s)", code="timeout")
 
 
-def _close_all(links: list[LinkType], process: int) -> None:
-    while links and os.getpid() == process:
-        links.pop().close("the client was closed")
+def _close_all(connections: list[DriverType], process: int) -> None:
+    while connections and os.getpid() == process:
+        connections.pop().close("the client was closed")

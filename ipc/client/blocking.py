@@ -9,10 +9,11 @@ from typing import Any, Self, TypeVar
 from lowlat.errors import LowlatError, ServerGone
 from lowlat.ipc.client.base import BaseClient
 from lowlat.ipc.client.chunk import Chunk
-from lowlat.ipc.client.link import Link
-from lowlat.ipc.client.protocol import Connection, Reply, Stream
-from lowlat.ipc.client.request import Prompt, Request, make_request
-from lowlat.ipc.client.settings import RETRY_S, check_seconds
+from lowlat.ipc.client.connection import Connection
+from lowlat.ipc.client.generation import BaseGeneration, Submission
+from lowlat.ipc.client.protocol import ClientProtocol, Reply
+from lowlat.ipc.client.request import Prompt, make_request
+from lowlat.ipc.client.settings import RETRY_S, deadline_of
 from lowlat.ipc.messages import Pong, Welcome
 
 __all__ = ["Client", "Generation"]
@@ -20,56 +21,36 @@ __all__ = ["Client", "Generation"]
 Value = TypeVar("Value")
 
 
-class Generation:
-    """The chunks of one request, in order; the last one has a finish_reason.
-
-    Leaving it before (break, close, the end of a `with`, or dropping it) cancels the request. One thread at a time
-    may read it. Raises what Client.generate says.
-    """
-
-    def __init__(self, client: "Client", link: Link, stream: Stream, deadline: float | None) -> None:
-        self._client = client
-        self._link = link
-        self._stream = stream
-        self._deadline = deadline
-        self._reading = False
-        self._done = False
+class Generation(BaseGeneration[Connection]):
+    """The chunks of one request, in order; see BaseGeneration."""
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Chunk:
-        if self._done:
+        if not self._begin():
             raise StopIteration
-        self._client.check_process()
-        if self._reading:
-            raise LowlatError("another thread reads this request; give each its own")
         try:
             chunk = self._next()
         except BaseException:
-            self.close()
+            self._leave()
             raise
+        self._end(chunk)
         if chunk is None:
-            self._done = True
             raise StopIteration
-        if chunk.finish_reason is not None:
-            self._done = True
         return chunk
 
     def cancel(self) -> None:
         """Ask the server to end the request; what it brought until then still comes, the last chunk "cancelled"."""
         self._client.check_process()
-        with self._link as connection:
-            connection.cancel(self._stream.number)
-            self._link.pump()
+        connection, stream = self._submitted()
+        with connection as protocol:
+            protocol.cancel(stream.number)
+            connection.pump()
 
     def close(self) -> None:
         """Cancel the request if it has not ended, and read no more of it."""
-        if self._done:
-            return
-        self._done = True
-        if not self._stream.ended and self._client.in_own_process:
-            self._link.abandon(self._stream.number)
+        self._leave()
 
     def __enter__(self) -> Self:
         return self
@@ -77,30 +58,20 @@ class Generation:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        if not getattr(self, "_done", True):
-            self.close()
+        self._leave()
 
     def _next(self) -> Chunk | None:
-        link, stream = self._link, self._stream
-        with link as connection:
-            if not stream.ready:
-                self._reading = True
-                try:
-                    in_time = link.wait(stream, self._deadline)
-                finally:
-                    self._reading = False
-                if not in_time:
-                    raise stream.broken("timeout_s has passed", "timeout")
-            chunk = connection.take(stream)
-            if connection.outgoing:
-                link.pump()
+        connection, stream = self._submitted()
+        with connection as protocol:
+            if not stream.ready and not connection.wait(stream, self._deadline):
+                raise stream.broken("timeout_s has passed", "timeout")
+            chunk = protocol.take(stream)
+            if protocol.outgoing:
+                connection.pump()
             return chunk
 
 
-class Client(BaseClient[Link, "threading.Lock"]):
+class Client(BaseClient[Connection, "threading.Lock"]):
     """A client of a lowlat server, for programs that block; safe for several threads at once.
 
     endpoint           ipc:///a/path.sock or tcp://host:port; None: LOWLAT_ENDPOINT, or the user's own default
@@ -108,8 +79,8 @@ class Client(BaseClient[Link, "threading.Lock"]):
     connect_timeout_s  how long the first call may wait for the server to answer
     window             tokens of a request that may wait unread here; beyond them the server pauses that request
     curve              keys, for tcp:// off this machine
-    Connects on first use; when the connection was lost, the next call makes a new one. Over ipc:// a process in which
-    no thread gets the GIL for longer than the server's heartbeat_timeout_s (10 s unless set) is given up. Use it as a
+    server_uid         a user beside this one and root whose server is trusted over ipc://; None: LOWLAT_SERVER_UID
+    Connects on first use; when the connection was lost, the next call makes a new one. Use it as a
     context manager, or close it. Raises ConfigError for an endpoint or an option that cannot be; calls raise
     ServerGone when no server answers, Busy when it takes no more clients.
     """
@@ -117,7 +88,7 @@ class Client(BaseClient[Link, "threading.Lock"]):
     @property
     def server(self) -> Welcome:
         """The server's description: version, epoch, model, tokenizer, limits. Connects where needed."""
-        return self._connected().connection.greeting.take()
+        return self._connected().protocol.greeting.take()
 
     def generate(
         self,
@@ -126,6 +97,9 @@ class Client(BaseClient[Link, "threading.Lock"]):
         timeout_s: float | None = None,
         deadline_s: float | None = None,
         template_options: Mapping[str, Any] | None = None,
+        fit_context: bool = False,
+        allow_special: bool = False,
+        cache_salt: str = "",
         **sampling: Any,
     ) -> Generation:
         """Send a request, and iterate over what comes of it.
@@ -134,29 +108,44 @@ class Client(BaseClient[Link, "threading.Lock"]):
         timeout_s         after so long here, StreamError with the code "timeout" is raised
         deadline_s        after so long there, the server cancels: the last chunk has the code "deadline"
         template_options  for the model's chat template: tools, enable_thinking, ...
+        fit_context       lower max_tokens to what the context has room for beside the prompt
+        allow_special     special tokens that text or messages spell become these tokens; otherwise they stay text
+        cache_salt        a cached prefix is shared only with this user's requests of the same salt
         sampling          max_tokens, temperature, stop, seed, logprobs, ...: the fields of lowlat.SamplingParams
         Raises RequestError for a prompt or option that cannot be served, before anything is sent where it can be
         known; Busy when the queue is full; StreamError, ServerGone when the request breaks off, with its tokens.
         """
-        deadline = None if timeout_s is None else _deadline(timeout_s)
-        request = make_request(prompt, sampling, deadline_s=deadline_s, template_options=template_options)
-        link, stream = self._submit(request)
-        return Generation(self, link, stream, deadline)
+        deadline = deadline_of(timeout_s)
+        request = make_request(
+            prompt,
+            sampling,
+            deadline_s=deadline_s,
+            template_options=template_options,
+            fit_context=fit_context,
+            allow_special=allow_special,
+            cache_salt=cache_salt,
+        )
+        submission: Submission[Connection] = Submission()
+        connection = self._connected()
+        with connection:
+            submission.submit(connection, request)
+            connection.send()
+        return Generation(self, submission, deadline)
 
     def health(self, timeout_s: float = 5.0) -> Pong:
         """Whether it serves, and the age of its last step while requests run."""
-        return self._ask(Connection.health, timeout_s)
+        return self._ask(ClientProtocol.health, timeout_s)
 
     def stats(self, timeout_s: float = 5.0) -> dict[str, Any]:
         """A snapshot of the server's figures."""
-        return self._ask(Connection.stats, timeout_s)
+        return self._ask(ClientProtocol.stats, timeout_s)
 
     def drain(self, deadline_s: float = 10.0, timeout_s: float = 5.0) -> Pong:
         """Have the server take no more requests, finish those it has for at most so long, and end.
 
         Returns when the server has understood. Raises RequestError when this user may not ask for it.
         """
-        return self._ask(lambda connection: connection.drain(deadline_s), timeout_s)
+        return self._ask(lambda protocol: protocol.drain(deadline_s), timeout_s)
 
     def connect(self) -> Welcome:
         """Connect now rather than on first use."""
@@ -178,61 +167,52 @@ class Client(BaseClient[Link, "threading.Lock"]):
     def _new_lock(self) -> "threading.Lock":
         return threading.Lock()
 
-    def _submit(self, request: Request) -> tuple[Link, Stream]:
-        link = self._connected()
-        with link as connection:
-            stream = connection.submit(request)
-            link.send()
-        return link, stream
-
-    def _ask(self, question: Callable[[Connection], Reply[Value]], timeout_s: float) -> Value:
-        deadline = _deadline(timeout_s)
-        link = self._connected()
-        with link as connection:
-            reply = question(connection)
-            if not link.wait(reply, deadline):
+    def _ask(self, question: Callable[[ClientProtocol], Reply[Value]], timeout_s: float) -> Value:
+        deadline = deadline_of(timeout_s)
+        connection = self._connected()
+        with connection as protocol:
+            reply = question(protocol)
+            if not connection.wait(reply, deadline):
                 raise self._no_answer(timeout_s)
             return reply.take()
 
-    def _connected(self) -> Link:
+    def _connected(self) -> Connection:
         self.check_process()
         with self._connecting:
-            if self._links:
-                link = self._links[0]
-                with link as connection:
-                    link.check_news()
-                if connection.failure is None:
-                    return link
-                self._links.clear()
+            if self._connections:
+                connection = self._connections[0]
+                with connection as protocol:
+                    connection.check_news()
+                if protocol.failure is None:
+                    return connection
+                self._connections.clear()
             self._check_open()
-            link = self._connect()
-            self._links.append(link)
-            return link
+            connection = self._connect()
+            self._connections.append(connection)
+            return connection
 
-    def _connect(self) -> Link:
+    def _connect(self) -> Connection:
         """Try until a server answers HELLO: it may be about to start, or a socket file may be a dead server's."""
         deadline = time.monotonic() + self._settings.connect_timeout_s
         failure: LowlatError | None = None
         while True:
-            link = Link(*self._settings.open(time.monotonic()))
             try:
-                with link as connection:
-                    link.wait(connection.greeting, deadline)
-                if connection.welcome is not None and connection.failure is None:
-                    link.keep()
-                    return link
-            except BaseException:
-                link.close("interrupted")
-                raise
-            failure = connection.failure or failure  # the last attempt may have no time left to learn why
-            link.close("no answer")
+                connection = Connection(*self._settings.open(time.monotonic()))
+            except ServerGone as error:
+                failure = error
+            else:
+                try:
+                    with connection as protocol:
+                        connection.wait(protocol.greeting, deadline)
+                    if protocol.welcome is not None and protocol.failure is None:
+                        return connection
+                except BaseException:
+                    connection.close("interrupted")
+                    raise
+                failure = protocol.failure or failure  # the last attempt may have no time left to learn why
+                connection.close("no answer")
             if failure is not None and not isinstance(failure, ServerGone):
                 raise failure
             if time.monotonic() >= deadline:
                 raise self._settings.unreachable(failure)
             time.sleep(RETRY_S)
-
-
-def _deadline(timeout_s: float) -> float:
-    check_seconds("timeout_s", timeout_s)
-    return time.monotonic() + timeout_s

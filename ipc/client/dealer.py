@@ -1,27 +1,29 @@
-"""tcp://: a DEALER of libzmq, with CURVE where keys are given, and the monitor that tells when its connection is lost.
+"""The client's socket: a DEALER of libzmq, over ipc:// and tcp:// alike, and the monitor that tells when it is lost.
 
-ZeroMQ connects anew by itself and says nothing; but a stream never resumes, so a connection that was once lost is
-given up, and its sockets with it.
+It connects once: a stream never resumes, so a connection that was lost is given up, and its sockets with it.
 """
 
+import os
 import struct
 
 import zmq
 from zmq import Again
 
-from lowlat.errors import ConfigError
+from lowlat.errors import ConfigError, RequestError
 from lowlat.ipc.client.curve import ClientCurve
 from lowlat.ipc.client.protocol import HEARTBEAT_INTERVAL_S
-from lowlat.ipc.client.transport import MAX_FRAME_BYTES, Transport
 from lowlat.ipc.endpoint import Endpoint
 from lowlat.ipc.libzmq import has_message, prepare_socket, send_frames
 
-__all__ = ["DealerTransport"]
+__all__ = ["Dealer"]
 
+MAX_FRAME_BYTES = 1 << 26  # of a server's message
 HEARTBEAT_TIMEOUT_S = 3.5  # after a heartbeat, which leaves within a second: so within 5 s in all
+NEVER_MS = 3_600_000  # -1 would have libzmq drop what came before the connection's end and was not received yet
 HIGH_WATER_MARK = 1 << 16  # streams are bounded by their windows; beyond this the server's queue fills
 _EVENTS = (
     zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CLOSED
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -30,14 +32,21 @@ _EVENT = struct.Struct("=HI")
 _NOBLOCK = int(zmq.NOBLOCK)  # a bare number: enum's own arithmetic takes microseconds
 
 
-class DealerTransport(Transport):
-    """A context of its own, a DEALER that connects, and its monitor. Raises ConfigError for keys that are missing."""
+class Dealer:
+    """A context of its own, a DEALER that connects, and its monitor. Raises ConfigError for keys that are missing.
+
+    message_fd   becomes readable when a message may have come; then one must receive until there is none
+    loss_fd      becomes readable when `look` may find that the connection is lost
+    lost         why it is lost, None while it is not
+    refusal      the error of a server that does not let this client in, None unless it said so
+    """
 
     def __init__(self, endpoint: Endpoint, curve: ClientCurve | None) -> None:
         if not endpoint.loopback and curve is None:
             raise ConfigError(f"endpoint {endpoint} leaves this machine and needs CURVE: give curve=ClientCurve(...)")
-        self.lost = None
-        self.stays_readable = self.needs_reader = False
+        self.lost: str | None = None
+        self.refusal: RequestError | None = None
+        self._is_local = endpoint.scheme == "ipc"
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
             self._dealer = self._context.socket(zmq.DEALER)
@@ -48,8 +57,7 @@ class DealerTransport(Transport):
                 heartbeat_interval_s=HEARTBEAT_INTERVAL_S,
                 heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
             )
-            self._dealer.setsockopt(zmq.RECONNECT_IVL, 20)
-            self._dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 200)
+            self._dealer.setsockopt(zmq.RECONNECT_IVL, NEVER_MS)
             if curve is not None:
                 _apply(curve, self._dealer)
             self._monitor: zmq.Socket[bytes] = self._dealer.get_monitor_socket(_EVENTS)
@@ -63,12 +71,12 @@ class DealerTransport(Transport):
         self.message_fd = self._dealer.FD
         self.loss_fd = self._monitor.FD
 
-    @property
-    def pending(self) -> bool:
-        return False
-
     def receive(self, told: bool) -> bytes | None:
-        """Receive without asking first: asking costs more than receiving, and an answer of nothing most."""
+        """The first frame of the next message, None without one; this version's messages have no other.
+
+        told   the descriptor was readable, and nothing has been received since: then it receives without asking first,
+               as asking costs more than receiving, and an answer of nothing most
+        """
         self._skip()
         if not told and not has_message(self._dealer):
             return None
@@ -80,22 +88,27 @@ class DealerTransport(Transport):
         return frame
 
     def send(self, frames: tuple[bytes, ...]) -> bool:
+        """Send a message; False when there is no room."""
         try:
             send_frames(self._dealer, frames)
         except Again:
             return False
         return True
 
-    def flush(self) -> bool:
-        return True
-
     def look(self) -> None:
+        """See whether the connection is lost."""
         while has_message(self._monitor):
             event, detail = _EVENT.unpack(self._monitor.recv_multipart(zmq.NOBLOCK)[0])
             if event == zmq.EVENT_DISCONNECTED:
                 self.lost = self.lost or "the connection was lost"
+            elif event == zmq.EVENT_CLOSED:
+                self.lost = self.lost or "nobody listens there"
+            elif self._is_local and event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                self.lost = f"the server does not let uid {os.geteuid()} in; ask for --allow-uid"
+                self.refusal = RequestError(self.lost)
             else:
-                self.lost = f"the handshake failed ({detail}); CURVE keys must fit the server's"
+                keys = "" if self._is_local else "; CURVE keys must fit the server's"
+                self.lost = f"the handshake failed ({detail}){keys}"
 
     def _skip(self) -> None:
         """Drop what follows the frame that was received last: not at once, for its reader waits for it."""
@@ -105,6 +118,7 @@ class DealerTransport(Transport):
                 self._dealer.recv(_NOBLOCK)
 
     def close(self) -> None:
+        """Close all, without waiting for anybody."""
         self._context.destroy(linger=0)
 
 

@@ -33,7 +33,7 @@ from lowlat.ipc.messages import (
 )
 from lowlat.ipc.wire import WireError, decode_server, encode, unpack_tokens
 
-__all__ = ["DEFAULT_WINDOW", "HEARTBEAT_INTERVAL_S", "SILENCE_S", "Connection", "Reply", "Stream", "Waiter"]
+__all__ = ["DEFAULT_WINDOW", "HEARTBEAT_INTERVAL_S", "SILENCE_S", "ClientProtocol", "Reply", "Stream", "Waiter"]
 
 DEFAULT_WINDOW = 1024
 HEARTBEAT_INTERVAL_S = 1.0
@@ -147,7 +147,17 @@ class Stream(Waiter):
         if text:
             self._texts.append(text)
         logprobs = None if message.logprobs is None else tuple(message.logprobs)
-        self.chunks.append(Chunk(token_ids, text, logprobs=logprobs, simulated=message.simulated))
+        self.chunks.append(
+            Chunk(
+                token_ids,
+                text,
+                logprobs=logprobs,
+                simulated=message.simulated,
+                reasoning_content=message.reasoning or "",
+                tool_calls=tuple(message.tool_calls or ()),
+                accepted=() if message.accepted is None else tuple(map(bool, message.accepted)),
+            )
+        )
 
     def end(self, message: End) -> None:
         """Take an END. Raises StreamError when something before it is missing."""
@@ -189,8 +199,8 @@ class Stream(Waiter):
         self._sequence += 1
 
 
-class Connection:
-    """The state of one connection, from HELLO to its end.
+class ClientProtocol:
+    """The state of a connection, from HELLO to its end.
 
     outgoing   messages to send, in order, each a tuple of frames
     welcome    the server's answer to HELLO, None before it

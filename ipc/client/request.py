@@ -8,8 +8,8 @@ import msgspec
 from msgspec import Struct
 
 from lowlat.errors import RequestError
-from lowlat.ipc.messages import Message, Sampling, Submit
-from lowlat.ipc.wire import WireError, check_submit_size, encode, pack_tokens
+from lowlat.ipc.messages import MAX_MESSAGES, MAX_SALT, Message, Sampling, Submit
+from lowlat.ipc.wire import WireError, check_submit, check_submit_size, encode, pack_tokens
 
 __all__ = ["Prompt", "Request", "make_request"]
 
@@ -50,6 +50,9 @@ def make_request(
     *,
     deadline_s: float | None = None,
     template_options: Mapping[str, Any] | None = None,
+    fit_context: bool = False,
+    allow_special: bool = False,
+    cache_salt: str = "",
 ) -> Request:
     """Check a prompt (text, token ids, or chat messages) and the options by name. Raises RequestError."""
     text: str | None = None
@@ -73,7 +76,28 @@ def make_request(
             raise RequestError(f"template_options must be a mapping, got {type(template_options).__name__}")
         options = dict(template_options)
     deadline_ms = None if deadline_s is None else _deadline_ms(deadline_s)
-    return Request(Submit(0, 1, _sampling(sampling), text, messages, options, deadline_ms), body)
+    for name, value in (("fit_context", fit_context), ("allow_special", allow_special)):
+        if not isinstance(value, bool):
+            raise RequestError(f"{name} must be true or false, got {value!r:.80}")
+    if not isinstance(cache_salt, str) or len(cache_salt) > MAX_SALT:
+        raise RequestError(f"cache_salt must be a string of at most {MAX_SALT} characters, got {cache_salt!r:.80}")
+    submit = Submit(
+        0,
+        1,
+        _sampling(sampling),
+        text,
+        messages,
+        options,
+        deadline_ms,
+        fit_context=fit_context,
+        allow_special=allow_special,
+        cache_salt=cache_salt,
+    )
+    try:
+        check_submit(submit, body)
+    except WireError as error:
+        raise RequestError(f"{(error.field or '$.request')[2:]}: {error}") from error
+    return Request(submit, body)
 
 
 def _entries(prompt: object) -> list[Any]:
@@ -106,6 +130,8 @@ def _is_int32(token: object) -> bool:
 
 
 def _messages(entries: list[Any]) -> list[Message]:
+    if len(entries) > MAX_MESSAGES:
+        raise RequestError(f"a chat has at most {MAX_MESSAGES} messages, got {len(entries)}")
     plain = [dict(entry) if isinstance(entry, Mapping) else entry for entry in entries]
     try:
         return msgspec.convert(plain, list[Message])

@@ -1,15 +1,19 @@
 """The settings of both clients, checked once, and the clock of their attempts to connect."""
 
 import math
+import os
+import time
+from typing import TYPE_CHECKING
 
 from lowlat.errors import ConfigError, LowlatError, RequestError, ServerGone
 from lowlat.ipc.client.curve import ClientCurve
-from lowlat.ipc.client.protocol import Connection
-from lowlat.ipc.client.transport import Transport
-from lowlat.ipc.client.unix import UnixTransport
-from lowlat.ipc.endpoint import default_endpoint, parse_endpoint
+from lowlat.ipc.client.protocol import ClientProtocol
+from lowlat.ipc.endpoint import check_owner, default_endpoint, parse_endpoint
 
-__all__ = ["RETRY_S", "Settings", "check_seconds"]
+if TYPE_CHECKING:
+    from lowlat.ipc.client.dealer import Dealer
+
+__all__ = ["RETRY_S", "Settings", "deadline_of"]
 
 RETRY_S = 0.02
 _MAX_NAME = 64
@@ -20,7 +24,13 @@ class Settings:
     """A client's options. Raises ConfigError for one that cannot be."""
 
     def __init__(
-        self, endpoint: str | None, name: str, connect_timeout_s: float, window: int, curve: ClientCurve | None
+        self,
+        endpoint: str | None,
+        name: str,
+        connect_timeout_s: float,
+        window: int,
+        curve: ClientCurve | None,
+        server_uid: int | None,
     ) -> None:
         self.endpoint = parse_endpoint(default_endpoint() if endpoint is None else endpoint)
         if not isinstance(name, str) or len(name) > _MAX_NAME:
@@ -33,17 +43,21 @@ class Settings:
         self.window = window
         self.connect_timeout_s = connect_timeout_s
         self.curve = curve
+        self._trusted = frozenset({0, os.geteuid(), *_server_uids(server_uid)})
 
-    def open(self, now: float) -> tuple[Transport, Connection]:
-        """Sockets that connect, and a connection whose HELLO waits to be sent."""
-        return self._transport(), Connection(str(self.endpoint), self.name, self.window, now)
+    def open(self, now: float) -> "tuple[Dealer, ClientProtocol]":
+        """A dealer that connects, and a protocol whose HELLO waits to be sent.
 
-    def _transport(self) -> Transport:
-        if self.endpoint.scheme == "ipc":
-            return UnixTransport(self.endpoint)
-        from lowlat.ipc.client.dealer import DealerTransport  # libzmq is loaded for those who need it
+        Raises ConfigError for an ipc:// endpoint that another user could have made, ServerGone where there is none.
+        """
+        from lowlat.ipc.client.dealer import Dealer  # libzmq is loaded when it is needed
 
-        return DealerTransport(self.endpoint, self.curve)
+        if self.endpoint.path is not None:
+            try:
+                check_owner(self.endpoint.path, self._trusted)
+            except FileNotFoundError as error:
+                raise ServerGone(f"{self.endpoint}: there is no such file", code="gone") from error
+        return Dealer(self.endpoint, self.curve), ClientProtocol(str(self.endpoint), self.name, self.window, now)
 
     def unreachable(self, failure: LowlatError | None) -> ServerGone:
         """The error to raise when the time to connect is over; failure is the error of the last attempt."""
@@ -58,10 +72,26 @@ class Settings:
         )
 
 
-def check_seconds(name: str, value: float | None) -> None:
-    """Refuse a time to wait that is not one; None waits for ever. Raises RequestError."""
-    if value is not None and not _is_seconds(value):
-        raise RequestError(f"{name} must be a number of seconds above 0, got {value!r:.80}")
+def _server_uids(server_uid: int | None) -> tuple[int, ...]:
+    """The user that is trusted by choice, if any."""
+    named: object = server_uid
+    if server_uid is None:
+        text = os.environ.get("LOWLAT_SERVER_UID", "")
+        if not text:
+            return ()
+        named = int(text) if text.isascii() and text.isdigit() else text
+    if isinstance(named, bool) or not isinstance(named, int) or named < 0:
+        raise ConfigError(f"server_uid (LOWLAT_SERVER_UID) must be a user's number, got {named!r:.80}")
+    return (named,)
+
+
+def deadline_of(timeout_s: float | None) -> float | None:
+    """When a wait that begins now ends (monotonic); None: never. Raises RequestError for what is no time."""
+    if timeout_s is None:
+        return None
+    if not _is_seconds(timeout_s):
+        raise RequestError(f"timeout_s must be a number of seconds above 0, got {timeout_s!r:.80}")
+    return time.monotonic() + timeout_s
 
 
 def _is_seconds(value: object) -> bool:

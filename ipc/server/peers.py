@@ -1,115 +1,73 @@
-"""The clients of a server: who they are, and what could not be sent to them yet. It knows no request and no socket."""
+"""Sending to the peers of a server, and what could not be sent to them yet. It knows no request."""
 
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Protocol
 
 from msgspec import Struct
 
 from lowlat.ipc.limits import Limits
-from lowlat.ipc.server.generations.streams import Stream
 from lowlat.ipc.server.generations.timers import Timers
-from lowlat.ipc.server.transport.listener import Connection
-from lowlat.ipc.server.transport.rate import Rate
+from lowlat.ipc.server.peer import Peer
+from lowlat.ipc.server.router import Router
 from lowlat.ipc.wire import Bye, encode
 
-__all__ = ["Peer", "Peers"]
+__all__ = ["Listener", "Peers"]
 
 END_AFTER_S = 0.2  # time for BYE to leave
 MAX_UNSENT_CONTROL = 256
 
 
-class Peer:
-    """The client at the other end of a connection.
+class Listener(Protocol):
+    """Who is told what becomes of peers."""
 
-    greeted   HELLO came, in a version that is spoken
-    dropped   said BYE to; nothing it sends is read any more
-    gone      its connection is over
-    unsent    messages that the connection's queue had no room for, in order; while there are any, it is blocked
-    """
+    def peer_gone(self, peer: Peer) -> None:
+        """Called once for a peer that is gone or dropped, when nothing can be sent to it any more."""
 
-    __slots__ = (
-        "blocked_since",
-        "connection",
-        "dropped",
-        "gone",
-        "greeted",
-        "last_number",
-        "messages",
-        "name",
-        "num_bad_messages",
-        "streams",
-        "unsent",
-        "watched",
-    )
-
-    def __init__(self, connection: Connection) -> None:
-        self.connection = connection
-        self.name = ""
-        self.greeted = False
-        self.dropped = False
-        self.gone = False
-        self.num_bad_messages = 0
-        self.messages = Rate()
-        self.last_number = -1
-        self.streams: dict[int, Stream] = {}
-        self.unsent: deque[bytes] = deque()
-        self.blocked_since = 0.0
-        self.watched = False
-
-    @property
-    def uid(self) -> int | None:
-        """The user behind it; None over tcp."""
-        return self.connection.credentials.uid
-
-    @property
-    def pid(self) -> int | None:
-        """The process behind it; None over tcp."""
-        return self.connection.credentials.pid
+    def peer_unblocked(self, peer: Peer) -> None:
+        """What waited for a peer's queue has left."""
 
 
 class Peers:
-    """The table of clients, and sending to them.
+    """The peers of a router, to send to; iterating goes over those that are not gone."""
 
-    on_gone     called once for a peer that is gone or dropped, when nothing can be sent to it any more
-    on_unblock  called when what waited for a peer's queue has left
-    """
-
-    def __init__(
-        self, limits: Limits, timers: Timers, on_gone: Callable[[Peer], None], on_unblock: Callable[[Peer], None]
-    ) -> None:
+    def __init__(self, limits: Limits, timers: Timers, router: Router) -> None:
         self._limits = limits
         self._timers = timers
-        self._on_gone = on_gone
-        self._on_unblock = on_unblock
-        self._peers: dict[Connection, Peer] = {}
+        self._router = router
+        self._listener: Listener
+
+    def tell(self, listener: Listener) -> None:
+        """Before the first peer: who is told."""
+        self._listener = listener
 
     def __len__(self) -> int:
-        return len(self._peers)
+        return len(self._router.peers)
 
     def __iter__(self) -> Iterator[Peer]:
-        return iter(list(self._peers.values()))
+        return iter(list(self._router.peers.values()))
 
     @property
     def num_greeted(self) -> int:
         """Peers that have said HELLO and are not dropped."""
-        return sum(peer.greeted and not peer.dropped for peer in self._peers.values())
+        return sum(peer.greeted and not peer.dropped for peer in self._router.peers.values())
 
-    def find(self, connection: Connection) -> tuple[Peer, bool]:
-        """The peer at the other end of a connection, and whether it is new."""
-        peer = self._peers.get(connection)
-        if peer is not None:
-            return peer, False
-        peer = self._peers[connection] = Peer(connection)
-        return peer, True
+    def num_greeted_of(self, account: str) -> int:
+        """Those of a user."""
+        return sum(
+            peer.greeted and not peer.dropped and peer.user.account == account for peer in self._router.peers.values()
+        )
 
     def send(self, peer: Peer, message: Struct) -> bool:
         """Send, or keep for later when the peer's queue is full; False when the peer is gone."""
+        return self.send_frame(peer, encode(message))
+
+    def send_frame(self, peer: Peer, frame: bytes) -> bool:
+        """Send a message that is encoded."""
         if peer.gone or peer.dropped:
             return False
-        frame = encode(message)
         if not peer.unsent:
-            if peer.connection.put(frame):
+            if self._router.send(peer, frame):
                 return True
             peer.blocked_since = time.monotonic()
             if not peer.watched:
@@ -122,38 +80,32 @@ class Peers:
         return True
 
     def drop(self, peer: Peer, reason: str, message: str = "") -> None:
-        """Say BYE to a peer, hear it no more, and end its connection where that can be done."""
+        """Say BYE to a peer, hear it no more, and end its connection."""
         if peer.gone or peer.dropped:
             return
         if not peer.unsent:  # or there is no room for it
             self.send(peer, Bye(reason, message))
         peer.dropped = True
         peer.unsent.clear()
-        peer.connection.mute()
-        self._timers.after(END_AFTER_S, peer.connection.end)
-        self._on_gone(peer)
+        self._timers.after(END_AFTER_S, self._router.shut, peer)
+        self._listener.peer_gone(peer)
 
-    def ended(self, connection: Connection) -> None:
-        """A connection is over."""
-        peer = self._peers.pop(connection, None)
-        if peer is None:
-            return
-        peer.gone = True
+    def ended(self, peer: Peer) -> None:
+        """Its connection is over."""
         peer.unsent.clear()
         if not peer.dropped:
-            self._on_gone(peer)
+            self._listener.peer_gone(peer)
 
-    def unblocked(self, connection: Connection) -> None:
+    def unblocked(self, peer: Peer) -> None:
         """There is room again in the queue to a peer."""
-        peer = self._peers.get(connection)
-        if peer is None or peer.dropped:
+        if peer.dropped:
             return
         while peer.unsent:
-            if not connection.put(peer.unsent[0]):
+            if not self._router.send(peer, peer.unsent[0]):
                 return
             peer.unsent.popleft()
             peer.blocked_since = time.monotonic()
-        self._on_unblock(peer)
+        self._listener.peer_unblocked(peer)
 
     def _watch(self, peer: Peer) -> None:
         """Drop a peer whose queue has had no room for too long."""

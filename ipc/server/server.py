@@ -16,11 +16,13 @@ from lowlat.errors import ConfigError, LowlatError
 from lowlat.ipc.endpoint import EndpointLock, parse_endpoint
 from lowlat.ipc.engine import Codec, Engine
 from lowlat.ipc.limits import Limits
-from lowlat.ipc.server.generations.prepare import TextThread
+from lowlat.ipc.server.admission import Curve, Users
+from lowlat.ipc.server.generations.prepare import TextThreads
 from lowlat.ipc.server.generations.requests import Requests
 from lowlat.ipc.server.generations.statistics import Statistics
 from lowlat.ipc.server.generations.timers import Timers
 from lowlat.ipc.server.peers import Peers
+from lowlat.ipc.server.router import Router
 from lowlat.ipc.server.service import Service
 from lowlat.ipc.server.threads.decode_thread import DecodeThread
 from lowlat.ipc.server.threads.events import DecodeStop, DrainAsked, Event, Failed
@@ -29,10 +31,6 @@ from lowlat.ipc.server.threads.spin import Spin
 from lowlat.ipc.server.threads.wake import Inbox
 from lowlat.ipc.server.threads.wakeable_flag import Attention
 from lowlat.ipc.server.threads.watchdog import StepClock, Watchdog
-from lowlat.ipc.server.transport.listener import Listener
-from lowlat.ipc.server.transport.security import Curve, Users
-from lowlat.ipc.server.transport.unix_listener import UnixListener
-from lowlat.ipc.server.transport.zmq_listener import ZmqListener
 
 __all__ = ["Server"]
 
@@ -84,7 +82,7 @@ class Server:
         self._decode.post, self._decode.offer = self._post, self._offer
         self._watchdog = Watchdog(self._clock, self.limits, self._stalled)
         self._lock: EndpointLock | None = None
-        self._text: TextThread | None = None
+        self._text: TextThreads | None = None
         self._io: IoThread | None = None
         self._attention = Attention()  # the end is near: whoever runs the server should look
         self._failed = False
@@ -149,14 +147,16 @@ class Server:
         if self._text is not None:
             self._text.stop()
         self._decode.put(DecodeStop())
-        for thread in (self._text, self._decode, self._watchdog):
-            if thread is not None and thread.ident is not None:
+        text_threads = () if self._text is None else self._text.threads
+        for thread in (*text_threads, self._decode, self._watchdog):
+            if thread.ident is not None:
                 thread.join(JOIN_S)
         if self._lock is not None:
             self._lock.release()
-        for owner in (self._text, self._decode):
-            if owner is not None and not owner.is_alive():
-                owner.close()
+        if self._text is not None:
+            self._text.close()
+        if not self._decode.is_alive():
+            self._decode.close()
         self._inbox.close()
         if self._runs:
             self._attention.set()  # `run` closes it
@@ -175,9 +175,11 @@ class Server:
     def _serve(self) -> None:
         engine, limits, log = self._decode.engine, self.limits, self._log
         timers, statistics = Timers(), Statistics()
-        listener = self._listen(timers)
-        self.endpoint = listener.endpoint
-        self._text = TextThread(engine, self._codec, self._offer, log)
+        router = Router(self._where, self._lock, limits, timers, log, users=self._users, curve=self._curve)
+        self.endpoint = router.endpoint
+        peers = Peers(limits, timers, router)
+        shared = bool(self._users.others) if self._lock is not None else self._curve is not None
+        self._text = TextThreads(engine, self._codec, self._offer, log)
         requests = Requests(
             engine,
             self._codec,
@@ -185,13 +187,13 @@ class Server:
             timers,
             statistics,
             self._clock,
+            peers,
             log,
             epoch=self.epoch,
             decode=self._decode.put,
-            text_thread=self._text,
+            text_threads=self._text,
+            shared=shared,
         )
-        peers = Peers(limits, timers, requests.peer_gone, requests.peer_unblocked)
-        requests.peers = peers
         service = Service(
             engine.info,
             limits,
@@ -204,9 +206,10 @@ class Server:
             own_uid=self._users.own,
             step_age=self._clock.age_s,
             drain=self.drain,
+            shared=shared,
         )
         self._io = IoThread(
-            listener,
+            router,
             self._inbox,
             timers,
             peers,
@@ -221,11 +224,6 @@ class Server:
         for thread in (self._text, self._io, self._watchdog):
             thread.start()
         log.info("serving", extra={"endpoint": self.endpoint, "model": engine.info.model, "server_pid": os.getpid()})
-
-    def _listen(self, timers: Timers) -> Listener:
-        if self._lock is not None:
-            return UnixListener(self.endpoint, self._lock, self.limits, timers, self._log, users=self._users)
-        return ZmqListener(self._where, self.limits, timers, self._curve)
 
     def _check(self) -> str | None:
         if self._lock is not None and (state := self._lock.state()) != "own":

@@ -9,11 +9,11 @@ from msgspec import Struct
 
 from lowlat.ipc.engine import EngineInfo
 from lowlat.ipc.limits import Limits
-from lowlat.ipc.server.generations.requests import Requests
+from lowlat.ipc.server.generations.requests import FREE_SHARE, Requests
 from lowlat.ipc.server.generations.statistics import Statistics
 from lowlat.ipc.server.logs import describe
-from lowlat.ipc.server.peers import Peer, Peers
-from lowlat.ipc.server.transport.listener import Connection
+from lowlat.ipc.server.peer import Peer
+from lowlat.ipc.server.peers import Peers
 from lowlat.ipc.wire import (
     VERSION,
     Cancel,
@@ -30,11 +30,14 @@ from lowlat.ipc.wire import (
     Welcome,
     WireError,
     decode_client,
+    encode,
 )
 
 __all__ = ["Service"]
 
 BUSY_RETRY_MS = 1000
+FIGURES_S = 0.1  # so old may an answer to STATS be
+STATS_COST = 10  # in messages
 
 
 class Service:
@@ -43,6 +46,7 @@ class Service:
     own_uid     the server's own user, who alone may end it
     step_age    seconds since the last completed step while requests run, else 0.0
     drain       asks the server to end
+    shared      several users are let in: none takes all connections
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class Service:
         own_uid: int,
         step_age: Callable[[], float],
         drain: Callable[[float], None],
+        shared: bool,
     ) -> None:
         self._limits = limits
         self._peers = peers
@@ -68,6 +73,8 @@ class Service:
         self._own_uid = own_uid
         self._step_age = step_age
         self._drain = drain
+        self._shared = shared
+        self._figures, self._figures_until = b"", 0.0
         self._welcome = _welcome(info, limits, epoch, name)
         self._handlers: dict[type[Struct], Callable[[Peer, Any], None]] = {
             Hello: self._hello,
@@ -78,18 +85,11 @@ class Service:
             Drain: self._drain_asked,
         }
 
-    def receive(self, connection: Connection, frames: Sequence[bytes]) -> None:
+    def receive(self, peer: Peer, frames: Sequence[bytes]) -> None:
         """Take one message and answer it; what is wrong with it is answered, too."""
-        peer, is_new = self._peers.find(connection)
         if peer.dropped:
             return
-        if peer.messages.exceeds(self._limits.max_messages_per_s):
-            self._drop(peer, f"more than {self._limits.max_messages_per_s} messages in a second (max_messages_per_s)")
-            return
-        if is_new and connection.stranger:
-            self._log.warning("refused a client of another user", extra={"uid": peer.uid, "peer_pid": peer.pid})
-            self._peers.send(peer, Error("forbidden", f"the server does not serve uid {peer.uid}"))
-            self._peers.drop(peer, "forbidden", "ask for --allow-uid")
+        if not self._affords(peer, 1):
             return
         try:
             header, body = decode_client(frames)
@@ -98,12 +98,21 @@ class Service:
             return
         try:
             if type(header) is Submit and peer.greeted:
-                self._submit(peer, header, body)
+                self._submit(peer, header, body, sum(map(len, frames)))
             else:
                 self._dispatch(peer, header)
         except Exception as error:
             self._log.error("a message was not handled: %s", describe(error), extra={"kind": type(header).__name__})
             self._wrong(peer, "internal", "the server failed on this message; its log says more")
+
+    def _affords(self, peer: Peer, cost: int) -> bool:
+        """Count a message's cost; whether the peer may still be heard, who is dropped otherwise."""
+        limit = self._limits.max_messages_per_s
+        if not peer.messages.exceeds(limit, cost):
+            return True
+        words = f"more than {limit} messages in a second, STATS counted as {STATS_COST} (max_messages_per_s)"
+        self._drop(peer, words)
+        return False
 
     def _dispatch(self, peer: Peer, header: Struct) -> None:
         if peer.greeted or type(header) is Hello:
@@ -119,23 +128,25 @@ class Service:
             message = f"versions {hello.min_version} to {hello.max_version} and the server's {VERSION} do not meet"
             self._wrong(peer, "version", message)
             return
-        if self._peers.num_greeted >= self._limits.max_clients:
-            message = f"{self._limits.max_clients} clients (max_clients) are connected"
+        num_free = self._limits.max_clients - self._peers.num_greeted
+        num_own = self._peers.num_greeted_of(peer.user.account) if self._shared else 0
+        if num_free <= 0 or num_own >= FREE_SHARE * num_free:
+            message = f"{self._limits.max_clients - num_free} clients are connected (max_clients "
+            message += f"{self._limits.max_clients})" + (f", {num_own} of them this user's" if num_own else "")
             self._peers.send(peer, Error("busy", message, retry_after_ms=BUSY_RETRY_MS))
             self._peers.drop(peer, "busy", message)
             return
         peer.greeted, peer.name = True, hello.name
-        peer.connection.admit()
         self._peers.send(peer, self._welcome)
 
-    def _submit(self, peer: Peer, submit: Submit, body: bytes) -> None:
+    def _submit(self, peer: Peer, submit: Submit, body: bytes, size: int) -> None:
         if submit.number <= peer.last_number:
             # without a number: one that names it would seem to end the request that has it
             message = f"number {submit.number} is not above {peer.last_number}, the last of this connection"
             self._wrong(peer, "unexpected", message, field="$.number")
             return
         peer.last_number = submit.number
-        self._requests.submit(peer, submit, body)
+        self._requests.submit(peer, submit, body, size)
 
     def _cancel(self, peer: Peer, cancel: Cancel) -> None:
         if cancel.number > peer.last_number:
@@ -165,38 +176,41 @@ class Service:
         self._peers.send(peer, Pong(health.nonce, state, self._step_age(), requests.num_running, requests.num_waiting))
 
     def _stats(self, peer: Peer, stats: Stats) -> None:
-        self._peers.send(peer, StatsReply(self._requests.figures(time.monotonic())))
+        if not self._affords(peer, STATS_COST - 1):
+            return
+        now = time.monotonic()
+        if now >= self._figures_until:
+            self._figures, self._figures_until = encode(StatsReply(self._requests.figures(now))), now + FIGURES_S
+        self._peers.send_frame(peer, self._figures)
 
     def _drain_asked(self, peer: Peer, drain: Drain) -> None:
-        if peer.uid != self._own_uid:
+        if peer.user.uid != self._own_uid:
             self._wrong(peer, "forbidden", "only clients of the server's own user, over ipc://, may end it")
             return
-        self._log.info("a client asks to drain", extra={"peer_pid": peer.pid})
+        self._log.info("a client asks to drain", extra={"peer_pid": peer.user.pid})
         self._drain(drain.deadline_s)
 
     def _malformed(self, peer: Peer, error: WireError) -> None:
         number = error.number
-        if number is not None:
-            if number > peer.last_number and peer.greeted:
-                peer.last_number = number
-            else:
-                number = None
-        self._wrong(peer, "malformed", str(error), field=error.field, number=number)
+        if number is not None and number > peer.last_number and peer.greeted:
+            # the request alone is wrong, not its client: it may have others under way
+            peer.last_number = number
+            self._statistics.num_bad_messages += 1
+            self._requests.refuse(peer, number, "malformed", str(error), field=error.field)
+            return
+        self._wrong(peer, "malformed", str(error), field=error.field)
 
-    def _wrong(
-        self, peer: Peer, code: str, message: str, *, field: str | None = None, number: int | None = None
-    ) -> None:
-        """Answer a wrong message; after too many the peer is dropped."""
-        peer.num_bad_messages += 1
+    def _wrong(self, peer: Peer, code: str, message: str, *, field: str | None = None) -> None:
+        """Answer a wrong message; after too many in a minute the peer is dropped."""
         self._statistics.num_bad_messages += 1
-        self._log.warning("a wrong message", extra={"code": code, "field": field, "peer_pid": peer.pid})
-        self._peers.send(peer, Error(code, message, number=number, field=field))
-        if peer.num_bad_messages >= self._limits.max_bad_messages:
-            self._drop(peer, f"{peer.num_bad_messages} wrong messages (max_bad_messages)")
+        self._log.warning("a wrong message", extra={"code": code, "field": field, "peer_pid": peer.user.pid})
+        self._peers.send(peer, Error(code, message, field=field))
+        if peer.bad_messages.exceeds(self._limits.max_bad_messages - 1):
+            self._drop(peer, f"{self._limits.max_bad_messages} wrong messages in a minute (max_bad_messages)")
 
     def _drop(self, peer: Peer, message: str) -> None:
         self._statistics.num_dropped_peers += 1
-        self._log.warning("dropped a client", extra={"reason": message, "peer_pid": peer.pid})
+        self._log.warning("dropped a client", extra={"reason": message, "peer_pid": peer.user.pid})
         self._peers.drop(peer, "dropped", message)
 
 

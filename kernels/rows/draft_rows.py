@@ -116,7 +116,7 @@ def take_last(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], commit_lens: t
         check_shape("x", x, batch * rows, out.shape[1])
         check_shape("out", out, batch, out.shape[1])
     both = [pairs[0], pairs[-1]]
-    kernel = _make_take(rows, *(wide_count("x", x) for x, _ in both))
+    kernel = _make_take(rows if batch > 1 else 1, *(wide_count("x", x) for x, _ in both))  # no step from slot to slot
     arguments = (*both[0], *both[1], commit_lens)
     return [KernelCall(kernel, (batch, len(pairs), 1), arguments)]
 

@@ -56,12 +56,13 @@ def gather_rows(**arguments: torch.Tensor) -> list[KernelCall]:
     return _calls(arguments, gathers=True)
 
 
-def begin_step(**arguments: torch.Tensor) -> list[KernelCall]:
+def begin_step(*, lists: bool = True, **arguments: torch.Tensor) -> list[KernelCall]:
     """All three operations, by the arguments of all.
 
+    lists  False: without `list_active_slots`; `slots` says which rows are laid out
     Time: two trips over memory, and a few microseconds for each slot that joins.
     """
-    return _calls(arguments, applies=True, lists=True, gathers=True)
+    return _calls(arguments, applies=True, lists=lists, gathers=True)
 
 
 def _calls(
@@ -124,9 +125,10 @@ def _check(given: dict[str, torch.Tensor], plan: BeginStepPlan) -> None:
 
 
 def examples() -> list[Kernel]:
-    """Specialisations that CI compiles: a chain's bucket, a tree's, and each operation of a tree's alone."""
+    """Specialisations that CI compiles: a chain's bucket, a first token's, a tree's, its operations alone."""
     parts = dict.fromkeys(("applies", "lists", "gathers"), True)
     chain = BeginStepPlan(1, 4, 1, 4, 4, 8, 8192, 128256, 513, 32, 300, 64, THREADS, **parts)
     tree = BeginStepPlan(8, 64, 42, 8, 8, 64, 32768, 201088, 2052, 32, 300, 64, THREADS, **parts)
     lone = [replace(tree, **{other: other == part for other in parts}) for part in parts]
-    return [begin_step_kernel(plan) for plan in (chain, tree, *lone)]
+    first = replace(chain, rows=1, lists=False)
+    return [begin_step_kernel(plan) for plan in (chain, first, tree, *lone)]

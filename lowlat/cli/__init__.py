@@ -18,9 +18,13 @@ __all__ = ["COMMANDS", "LazyGroup", "cli", "main"]
 # name -> (module, which holds a click command of the name `command`; what `lowlat --help` says of it)
 COMMANDS = {
     "demo": ("lowlat.cli.commands.demo", "Speculate on the bundled model, and check it against plain decoding."),
-    "generate": ("lowlat.cli.commands.generate", "Continue a prompt, or answer one, with any model directory."),
+    "generate": (
+        "lowlat.cli.commands.generate",
+        "Continue a prompt, or answer one, with any model.",
+    ),
     "serve": ("lowlat.cli.commands.serve", "Serve a model to other processes, until it is ended."),
-    "chat": ("lowlat.cli.commands.chat", "Talk with a running server."),
+    "http": ("lowlat.cli.commands.http", "Open an HTTP door to a running server: OpenAI's interface, and a page."),
+    "chat": ("lowlat.cli.commands.chat", "Talk with a model, or with a running server."),
     "top": ("lowlat.cli.commands.top", "Watch a running server: slots, queue, speed, acceptance."),
     "inspect": ("lowlat.cli.commands.inspect", "Show a target's, a draft model's or a tree's geometry and memory."),
     "draft-model": (

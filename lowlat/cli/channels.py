@@ -52,4 +52,4 @@ def channel_dicts(codec: TextCodec | None, token_ids: list[int]) -> list[dict[st
     messages = parse_channels(codec, token_ids)
     if messages is None:
         return None
-    return [{key: value for key, value in asdict(message).items() if key != "token_ids"} for message in messages]
+    return [asdict(message) for message in messages]

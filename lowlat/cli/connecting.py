@@ -13,17 +13,31 @@ from lowlat.cli.options import CURVE_HELP, DIRECTORY
 from lowlat.errors import StreamError
 from lowlat.ipc import Chunk, Client
 from lowlat.ipc.engine import TokenLogprobs
+from lowlat.options.config import RuntimeConfig, SpeculativeConfig
+from lowlat.options.declaration import options_of
 
-__all__ = ["Asked", "connected", "server_options"]
+__all__ = ["Asked", "ServedModel", "connected", "refuse_the_servers_own", "server_options"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def server_options(function: F) -> F:
-    """Add --endpoint and --curve-keys."""
+    """Add --endpoint, which --connect means as well, and --curve-keys; "" is the default endpoint, None: not given."""
     function = click.option("--curve-keys", type=DIRECTORY, metavar="DIR", help=CURVE_HELP)(function)
-    help_text = "Where the server listens.  [default: LOWLAT_ENDPOINT, or your own default socket]"
-    return click.option("--endpoint", metavar="ENDPOINT", help=help_text)(function)
+    help_text = "The running server to ask; without ENDPOINT: LOWLAT_ENDPOINT, or your own default socket."
+    names = ("--endpoint", "--connect", "endpoint")
+    return click.option(*names, is_flag=False, flag_value="", metavar="[ENDPOINT]", help=help_text)(function)
+
+
+def refuse_the_servers_own(ctx: click.Context, model: Path | None = None) -> None:
+    """Raise a usage error for what was settled when the server started: the model, and options of loading one."""
+    if model is not None:
+        raise click.UsageError("MODEL is settled where the server is started; leave it out with --endpoint")
+    options = [*options_of(SpeculativeConfig), *options_of(RuntimeConfig)]
+    own = {**{option.key: option.flag for option in options}, "trace": "--trace"}
+    for name, shown in own.items():
+        if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+            raise click.UsageError(f"{shown} is settled where the server is started; leave it out with --endpoint")
 
 
 @contextmanager
@@ -95,3 +109,26 @@ class Asked:
         except StreamError as error:
             generation.finish_reason, generation.error = "error", str(error)
         return generation
+
+
+class ServedModel:
+    """A server's model to chat with."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self.name = client.server.model
+        self.place = client.endpoint
+        self.has_tokenizer = bool(client.server.tokenizer)
+        self.has_chat_template = client.server.has_chat_template
+
+    def ask(self, prompt: str | list[dict[str, Any]], sampling: Mapping[str, Any]) -> Asked:
+        """A request for a text's continuation or a conversation's next message."""
+        return Asked(self._client, prompt, sampling)
+
+    def writer(self, sampling: Mapping[str, Any]) -> Callable[[Output], None] | None:
+        """How an answer is shown: as it comes."""
+        return None
+
+    def answer_of(self, generation: Generation) -> str:
+        """The text that stays in the conversation."""
+        return generation.text or ""

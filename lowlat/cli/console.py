@@ -14,7 +14,7 @@ import click
 
 __all__ = ["format_bytes", "loading_bar", "log_to_stderr", "print_json", "print_table", "progress_bar", "stream_text"]
 
-Update = Callable[[int, int], None]  # done, total
+Update = Callable[[int, int | None], None]  # done, total
 PIPE_WIDTH = 1000  # a table is never cut where there is no terminal
 
 
@@ -116,15 +116,20 @@ def progress_bar(description: str, *, as_bytes: bool = False) -> Iterator[Update
     if not sys.stderr.isatty():
         yield None
         return
+    from rich import progress as bars
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    count = DownloadColumn(binary_units=True) if as_bytes else MofNCompleteColumn()
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), count, TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    counts = [bars.DownloadColumn(binary_units=True), bars.TransferSpeedColumn()] if as_bytes else []
+    columns = (
+        bars.TextColumn("{task.description}", markup=False),
+        bars.BarColumn(),
+        *(counts or [bars.MofNCompleteColumn()]),
+        bars.TimeElapsedColumn(),
+    )
+    with bars.Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(description, total=None)
 
-        def update(done: int, total: int) -> None:
+        def update(done: int, total: int | None) -> None:
             progress.update(task, completed=done, total=total)
 
         yield update

@@ -5,7 +5,7 @@ Defaults are the records' own: an option that was not given is not passed on.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import click
 
@@ -16,6 +16,7 @@ from lowlat.options.request import SamplingParams
 __all__ = [
     "CURVE_HELP",
     "DIRECTORY",
+    "GroupedCommand",
     "IntegerList",
     "as_json",
     "bundled",
@@ -56,6 +57,23 @@ class IntegerList(click.ParamType[tuple[int, ...]]):
                 self.fail(f"{part!r:.40} is not an integer", param, ctx)
             numbers.append(int(part))
         return tuple(numbers)
+
+
+class GroupedCommand(click.Command):
+    """A command whose help lists options in sections; `groups` has an option's section, by its name."""
+
+    groups: ClassVar[Mapping[str, str]] = {}
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write a section for each group, those that are in none first."""
+        sections: dict[str, list[tuple[str, str]]] = {"options": []}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None and isinstance(parameter, click.Option):
+                sections.setdefault(self.groups.get(parameter.name or "", "options"), []).append(record)
+        for title, records in sections.items():
+            with formatter.section(title[:1].upper() + title[1:]):
+                formatter.write_dl(records)
 
 
 def bundled(part: str) -> Path:
@@ -130,7 +148,7 @@ def given_options(values: Mapping[str, Any], record: type) -> dict[str, Any]:
 
 def sampling_options(function: F) -> F:
     """Add every field of SamplingParams as an option; `sampling_params` builds the record."""
-    return declared_options(function, options_of(SamplingParams))
+    return declared_options(function, (option for option in options_of(SamplingParams) if not option.python_only))
 
 
 def sampling_params(values: Mapping[str, Any]) -> SamplingParams:
@@ -168,7 +186,7 @@ def speculation_options(function: F) -> F:
 
 def draft_model_option(help: str, name: str = "head") -> Callable[[F], F]:
     """Add --draft-model, and its other name --head."""
-    return click.option("--draft-model", "--head", name, type=DIRECTORY, metavar="DIR", help=help)
+    return click.option("--draft-model", "--head", name, type=DIRECTORY, metavar="MODEL", help=help)
 
 
 def speculative_config(values: Mapping[str, Any], default_draft_model: Path | None = None) -> SpeculativeConfig | None:

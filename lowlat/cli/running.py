@@ -1,21 +1,25 @@
 """Loading a runtime and running one request in it, with bars on the terminal: what demo, generate and doctor share."""
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lowlat.cli.console import Update, loading_bar, progress_bar
+from lowlat.cli.console import Update, progress_bar
 from lowlat.cli.generation import Generation
+from lowlat.cli.models import local_target
 from lowlat.errors import RequestError
 from lowlat.executors.devices import leave_a_core
 from lowlat.host.runtime import Runtime
 from lowlat.models.target import read_model_config
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig
+from lowlat.options.model_names import display_name
 from lowlat.options.request import SamplingParams, StepOutput
 from lowlat.text import TextCodec
 
-__all__ = ["Generation", "chat_ids", "default_context", "load_runtime", "run_request"]
+__all__ = ["Generation", "chat_ids", "default_context", "load_runtime", "run_request", "step_outputs"]
 
 LONG_PREFILLS = 2  # a shorter prompt is done before a bar could be read
 
@@ -27,33 +31,55 @@ def default_context(model: Path, wanted: int | None) -> int:
     return min(RuntimeConfig.max_context, read_model_config(model).max_position)
 
 
+class _Bars(ExitStack):
+    """One bar at a time: a new one takes the place of the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._description = ""
+        self._update: Update | None = None
+
+    def show(self, description: str, done: int, total: int | None, *, as_bytes: bool = True) -> None:
+        """Show how far something is; its first call makes the bar."""
+        if description != self._description:
+            self.close()
+            self._description, self._update = description, None
+            self._update = self.enter_context(progress_bar(description, as_bytes=as_bytes))
+        if self._update is not None:
+            self._update(done, total)
+
+
 def load_runtime(
     model: Path, speculative: SpeculativeConfig | None, max_context: int | None, **options: Any
 ) -> Runtime:
-    """Load a runtime behind a bar of its bytes and, on a GPU, one of its graphs. Raises ConfigError."""
+    """Load a runtime behind bars: of the bytes fetched and read and, on a GPU, of its graphs. Raises ConfigError."""
     leave_a_core()
-    context = default_context(model, max_context)
-    with ExitStack() as bars:
-        update = bars.enter_context(loading_bar(f"loading {model.name}"))
-        graphs: list[Update | None] = []
+    directory = local_target(model, options.get("dtype", "auto"))
+    loading = f"loading {display_name(directory)}"
+    with _Bars() as bars:
+        bars.show(loading, 0, None)
+        draft = "" if speculative is None else str(speculative.model)
+        on_terminal = sys.stderr.isatty()
+        return Runtime.load(
+            directory,
+            speculative,
+            progress=partial(bars.show, loading),
+            captured=partial(bars.show, "capturing graphs", as_bytes=False),
+            downloaded=partial(bars.show, f"fetching {draft}") if on_terminal else None,
+            max_context=default_context(directory, max_context),
+            **options,
+        )
 
-        def captured(done: int, total: int) -> None:
-            if not graphs:  # the first bar makes room for the second
-                bars.close()
-                graphs.append(bars.enter_context(progress_bar("capturing graphs")))
-            if graphs[0] is not None:
-                graphs[0](done, total)
 
-        return Runtime.load(model, speculative, progress=update, captured=captured, max_context=context, **options)
-
-
-def chat_ids(codec: TextCodec | None, user: str, system: str | None = None) -> list[int]:
+def chat_ids(
+    codec: TextCodec | None, user: str, system: str | None = None, *, allow_special: bool = False
+) -> list[int]:
     """Token ids of a user's message in the model's chat template. Raises RequestError where there is none."""
     if codec is None:
         raise RequestError("a chat needs tokenizer.json in the model directory; give token ids")
     messages = [] if system is None else [{"role": "system", "content": system}]
     messages.append({"role": "user", "content": user})
-    return codec.encode(codec.apply_chat_template(messages), add_special_tokens=False)
+    return codec.encode_chat(messages, allow_special=allow_special)
 
 
 def run_request(
@@ -61,25 +87,27 @@ def run_request(
     prompt: Sequence[int] | str,
     params: SamplingParams,
     on_output: Callable[[StepOutput], None] | None = None,
+    *,
+    allow_special: bool = False,
 ) -> Generation:
     """Run one request to its end, handing on what each step brings; a long prefill has a bar."""
-    name = runtime.submit(prompt, params)
+    name = runtime.submit(prompt, params, allow_special=allow_special)
     generation = Generation()
-    for output in _prefill(runtime, runtime.metrics(name).prompt_tokens):
-        _take(output, generation, on_output)
-    while runtime.busy:
-        for output in runtime.step():
-            _take(output, generation, on_output)
+    for output in step_outputs(runtime, name):
+        generation.add(output)
+        generation.error = output.error
+        if on_output is not None:
+            on_output(output)
     generation.record = runtime.metrics(name)
     generation.metrics = generation.record.to_dict()
     return generation
 
 
-def _take(output: StepOutput, generation: Generation, on_output: Callable[[StepOutput], None] | None) -> None:
-    generation.add(output)
-    generation.error = output.error
-    if on_output is not None:
-        on_output(output)
+def step_outputs(runtime: Runtime, request_id: str) -> Iterator[StepOutput]:
+    """What each step brings of a runtime's only request, to its end; a long prefill has a bar."""
+    yield from _prefill(runtime, runtime.metrics(request_id).prompt_tokens)
+    while runtime.busy:
+        yield from runtime.step()
 
 
 def _prefill(runtime: Runtime, num_tokens: int) -> list[StepOutput]:

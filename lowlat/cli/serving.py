@@ -9,7 +9,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from lowlat.ipc.engine import EngineInfo
 from lowlat.ipc.server import Server
 from lowlat.serving.codec import ServingCodec
 from lowlat.serving.config import ServeConfig
+from lowlat.serving.door import check_door, http_door
 from lowlat.serving.logs import serving_log
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ SWITCH_INTERVAL_S = 0.0005  # a thread that has work waits no longer for one tha
 
 def serve(settings: ServeConfig, bundled_target: Path, bundled_draft_model: Path, *, json_output: bool) -> int:
     """Serve until drained or failed; returns the exit code. Raises ConfigError before anybody could connect."""
+    if settings["http"] is not None:
+        check_door(settings["http"])
     loading = _Loading(settings, bundled_target, bundled_draft_model)
     curve = None
     if settings["curve_keys"] is not None:
@@ -52,8 +55,12 @@ def serve(settings: ServeConfig, bundled_target: Path, bundled_draft_model: Path
         curve=curve,
         name=f"lowlat {lowlat.__version__}",
     )
-    with serving_log(settings["log_format"]), _drained_by_signals(server):
+    with serving_log(settings["log_format"]), _drained_by_signals(server), ExitStack() as door:
         facts = {"event": "ready", "endpoint": server.endpoint, "pid": os.getpid(), **loading.facts}
+        if settings["http"] is not None:
+            facts["http"] = door.enter_context(
+                http_door(settings["http"], server.endpoint, settings["http_host"], settings["curve_keys"])
+            )
         if json_output:
             print_json(facts)
         else:
@@ -144,8 +151,10 @@ def _how_to_reach(facts: dict[str, Any], curve_keys: Path | None) -> str:
         keys = ""
     else:
         keys = " --curve-keys DIR"
-    lines.append(f"  shell     lowlat generate --connect{shell}{keys} {asked}")
+    lines.append(f"  shell     lowlat generate --endpoint{shell}{keys} {asked}")
     if facts["has_tokenizer"]:
         lines.append(f"            lowlat chat{' --endpoint' + shell if own else ''}{keys}")
+    if "http" in facts:
+        lines.append(f"  http      {facts['http']['page']}")
     lines.append("Ctrl-C ends it.")
     return "\n".join(lines)

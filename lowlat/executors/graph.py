@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lowlat.errors import ConfigError, DeviceError
-from lowlat.executors.kernel_executor import POLLS_BETWEEN_CHECKS, KernelExecutor, Size, abandon
+from lowlat.executors.kernel_executor import KernelExecutor, Size, abandon
 from lowlat.executors.lowering.binding import Call, LibraryCall
 from lowlat.executors.lowering.lower import LoweredGroup
 from lowlat.executors.watchdog import WATCHDOG
@@ -25,14 +25,13 @@ from lowlat.program.program import Program
 __all__ = ["CaptureProgress", "GraphExecutor"]
 
 CaptureProgress = Callable[[Bucket, int, int], None]
-POLLS_WHILE_STOPPING = 64  # a loop that was stopped ends within two steps
 NO_CONDITION = 0  # stands for the handle of a condition that is made only while its graph is captured
 
 
 class GraphExecutor(KernelExecutor):
     """Captures every bucket, the largest first, and all of prefill; then nothing is allocated or compiled any more.
 
-    looping   capture every bucket as a loop, too; see `lowlat.executors.LoopingExecutor`
+    looping   capture every bucket of steps as a loop, too; see `lowlat.executors.LoopingExecutor`
     progress  called with the bucket just captured, buckets done and buckets in all
     Raises DeviceError for a capture that holds anything but the step's kernels, or an address that nobody owns.
     """
@@ -62,14 +61,15 @@ class GraphExecutor(KernelExecutor):
             self._core_stream = self.launcher.stream()
             self._loop_budget = torch.zeros(1, dtype=torch.int64, device=device)
             self._stop_flag = torch.zeros(1, dtype=torch.int64, pin_memory=True)
-            bodies = {bucket: self._lower(bucket, self._control()) for bucket in programs} if looping else {}
+            repeated = [bucket for bucket in programs if looping and not bucket.prefilled]
+            bodies = {bucket: self._lower(bucket, self._control()) for bucket in repeated}
             self.launcher.compile_ahead(call for groups in bodies.values() for call in _calls(groups))
             self._check_addresses([*self._groups.values(), *bodies.values()])
             self._pool = torch.cuda.MemPool()  # of what a library's operations take: it must live as long as the graphs
             self._run_once(prefills)
             for number, bucket in enumerate(programs):
                 self._graphs[bucket] = self._capture(bucket)
-                if looping:
+                if bucket in bodies:
                     self._loops[bucket] = self._capture_loop(bodies[bucket])
                 if progress is not None:
                     progress(bucket, number + 1, len(programs))
@@ -135,17 +135,7 @@ class GraphExecutor(KernelExecutor):
 
         Raises DeviceError when the device has failed, or hangs in a step.
         """
-        head, polls, since, let_others_run = self._ring_head, 0, 0.0, self._let_others_run
-        while head[0] < count:
-            let_others_run(0)
-            polls += 1
-            if polls % (POLLS_WHILE_STOPPING if self._stop[0] else POLLS_BETWEEN_CHECKS) == 0:
-                if self.idle():
-                    break
-                since = self._check_age(since, count)
-        if since:
-            self._step_watchdog.end(since)
-        return bool(head[0] >= count)
+        return self._await_ring(count, self._stop)
 
     def graph(self, size: Size) -> CapturedGraph:
         """The graph of a bucket, or of prefill over so many positions."""

@@ -8,7 +8,7 @@ prefill, take memory of their own while they run.
 import ctypes
 import select
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ from lowlat.program.program import Program
 __all__ = ["KernelExecutor", "Size", "abandon"]
 
 POLLS_BETWEEN_CHECKS = 4096
+POLLS_WHILE_STOPPING = 64  # a loop that was stopped ends within two steps
 Size = Bucket | int  # of a step's program: its bucket; of a prefill program: the positions that it takes
 
 
@@ -55,7 +56,7 @@ def abandon(held: list[Any]) -> None:
 class KernelExecutor(ABC):
     """Lowers programs to launches; the two executors differ in how those are issued.
 
-    programs  the step's programs by bucket, the largest first
+    programs  the step's programs by bucket, the largest first; those of first tokens among them
     prefills  the prefill programs by the positions that they take, ascending
     weights   canonical weights, on any device; experts may be packed already, see `DeviceWeights`
     fuse      False: every operation has launches of its own
@@ -141,40 +142,56 @@ class KernelExecutor(ABC):
         """Issue one step; its publication may come later, see `wait_published`."""
         self._run(bucket)
 
-    def prefill(self, size: int) -> None:
-        """Run the prefill program of so many positions over what the host has written."""
+    def prefill(self, size: int, first: Bucket | None = None) -> None:
+        """Run the prefill program of so many positions, and the one that chooses the first token behind it."""
+        entry = int(self._ring_head[0])
         with self._failures(), torch.cuda.stream(self.stream):
             self._arguments.send()
             self._run(size)
-            self._wait_for_prefill()  # the host may write the next arguments then
+            if first is None:
+                self._wait_for_prefill(self.stream.query)
+            else:
+                self._run(first)
+                self._wait_for_prefill(lambda: bool(self._ring_head[0] > entry))
 
-    def _wait_for_prefill(self) -> None:
-        """Return when the stream is idle. Raises DeviceError for a prefill that hangs."""
+    def _wait_for_prefill(self, ended: Callable[[], bool]) -> None:
+        """Return when it has ended: the host may write the next arguments then. Raises DeviceError where it hangs."""
         self._num_prefills += 1
         polls, since, watchdog = 0, 0.0, self._prefill_watchdog
-        while not self.stream.query():
+        while not ended():
             self._let_others_run(0)
             polls += 1
             if polls % POLLS_BETWEEN_CHECKS == 0:
+                if self.stream.query() and not ended():
+                    raise DeviceError("the device is idle and has published no first token")
                 since = since or watchdog.begin()
                 complaint = watchdog.complaint(since, self._num_prefills)
-                if complaint is not None and not self.stream.query():
+                if complaint is not None and not ended():
                     raise self._hangs(f"a prefill {complaint}")
         if since:
             watchdog.end(since)
 
     def wait_published(self, count: int) -> None:
         """Return when `count` steps have been published. Raises DeviceError when the device has failed or hangs."""
+        if not self._await_ring(count):
+            raise DeviceError(f"the device is idle and has published {int(self._ring_head[0])} of {count} steps")
+
+    def _await_ring(self, count: int, stopping: Any = (0,)) -> bool:
+        """Return True when `count` steps have been published, False when the device is idle before.
+
+        stopping   its first value is not 0 while work that was told to end goes on: it is looked at more often
+        """
         head, polls, since, let_others_run = self._ring_head, 0, 0.0, self._let_others_run
         while head[0] < count:
             let_others_run(0)
             polls += 1
-            if polls % POLLS_BETWEEN_CHECKS == 0:
-                if self.idle() and head[0] < count:
-                    raise DeviceError(f"the device is idle and has published {int(head[0])} of {count} steps")
+            if polls % (POLLS_WHILE_STOPPING if stopping[0] else POLLS_BETWEEN_CHECKS) == 0:
+                if self.idle():
+                    break
                 since = self._check_age(since, count)
         if since:
             self._step_watchdog.end(since)
+        return bool(head[0] >= count)
 
     def _check_age(self, since: float, count: int) -> float:
         """When the wait for `count` steps was looked at first (0.0: now). Raises DeviceError for one that hangs."""

@@ -116,9 +116,11 @@ class ReferenceExecutor:
         """A step is published when it returns."""
 
     @torch.inference_mode()
-    def prefill(self, size: int) -> None:
-        """Run the prefill program of so many positions over what the host has written."""
+    def prefill(self, size: int, first: Bucket | None = None) -> None:
+        """Run the prefill program of so many positions, and the one that chooses the first token behind it."""
         self._run(self._prefills[size])
+        if first is not None:
+            self._run(self._bound[first])
 
     def _run(self, bound: tuple[Bound, ...]) -> None:
         hook = self._hook

@@ -20,10 +20,10 @@ from lowlat.executors.make import check_positions, make_executor, settle_executo
 from lowlat.graphs import BucketLadder
 from lowlat.host.memory.plan import check_fits, memory_need
 from lowlat.models.geometry import ModelConfig
-from lowlat.models.target import OpenedTarget, open_target
+from lowlat.models.target import OpenedTarget, fetch_target, open_target
 from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig
 from lowlat.speculators.base import LoadedSpeculator, Speculator
-from lowlat.speculators.methods import load_speculator
+from lowlat.speculators.methods import fetch_speculator, load_speculator
 from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.decode import build_step
 from lowlat.step.prefill import build_prefills
@@ -66,11 +66,13 @@ def load(
     options: RuntimeConfig,
     progress: Progress | None = None,
     captured: Progress | None = None,
+    downloaded: Progress | None = None,
 ) -> Loaded:
     """Load a target and, where asked for, its speculator; allocate everything, compile and capture what runs on a GPU.
 
     model      a directory; or a target whose weights come from elsewhere, opened in the dtype that it is to have
-    progress   called with bytes read and bytes in all; captured with buckets captured and buckets in all
+    progress   called with bytes read and bytes in all; captured with buckets captured and buckets in all; downloaded
+               with bytes fetched and bytes in all, for each model that is a repository's name
 
     Raises ConfigError; for a draft model that cannot be used only if `speculative.strict`, otherwise it is one warning
     and the baseline.
@@ -79,14 +81,15 @@ def load(
     _say(choice)
     target = model
     if not isinstance(target, OpenedTarget):
-        target = open_target(target, dtype=options.dtype, progress=progress)
+        fetched = fetch_target(target, dtype=options.dtype, progress=downloaded)
+        target = open_target(fetched, dtype=options.dtype, progress=progress)
     if options.max_context > target.config.max_position:
         raise ConfigError(
             f"max_context {options.max_context} exceeds the model's max_position_embeddings "
             f"{target.config.max_position} ({target.directory / 'config.json'})"
         )
     codec = TextCodec.load(target.directory)
-    loaded, topologies, error = _load_speculation(target, speculative)
+    loaded, topologies, error = _load_speculation(target, speculative, downloaded)
     speculator = None if loaded is None else loaded.speculator
     geometry = make_geometry(target.config, speculator, topologies, options, speculative)
     draft_config = None if speculator is None else speculator.draft_config
@@ -98,7 +101,7 @@ def load(
         check_positions(geometry)
     ladder = BucketLadder(bucket_batches(options.max_batch), {s: t.num_nodes for s, t in topologies.items()})
     programs = {bucket: build_step(geometry, bucket, topologies[bucket.num_speculative_tokens])
-                for bucket in ladder.buckets}  # fmt: skip
+                for bucket in (*ladder.buckets, *ladder.first_tokens)}  # fmt: skip
     own: Mapping[str, torch.Tensor] = {} if loaded is None else loaded.weights
     weights = JoinedWeights(target.weights, own)
     prefills = build_prefills(geometry)
@@ -125,14 +128,14 @@ def _say(choice: DeviceChoice) -> None:
 
 
 def _load_speculation(
-    target: OpenedTarget, speculative: SpeculativeConfig | None
+    target: OpenedTarget, speculative: SpeculativeConfig | None, downloaded: Progress | None
 ) -> tuple[LoadedSpeculator | None, dict[int, TreeTopology], str | None]:
     baseline = {0: TreeTopology.chain(0)}
     if speculative is None or not speculative.enabled:
         return None, baseline, None
     topologies = make_topologies(speculative)
     try:
-        loaded = load_speculator(speculative, target.config)
+        loaded = load_speculator(fetch_speculator(speculative, target.config, downloaded), target.config)
     except ConfigError as error:
         if speculative.strict:
             raise

@@ -46,7 +46,7 @@ FINISH_REASONS: dict[int, FinishReason] = {FINISH_STOP: "stop", FINISH_LENGTH: "
 STAGED = tuple(
     f"staged_{part}" for part in ("ints", "floats", "tokens", "table", "stop_ids", "bias_ids", "bias_values")
 )
-PREFILL = ("tokens", "chunk", "live", "draft_live", "table", "positions", "draft_positions")
+PREFILL = ("tokens", "chunk", "live", "draft_live", "table", "positions", "draft_positions", "slot", "count")
 WRITTEN = (*STAGED, "command_ring", "command_tail", *(f"prefill_{part}" for part in PREFILL))
 READ = ("ring_records", "ring_tokens", "ring_logprob_values", "ring_logprob_ids", "ring_head")
 
@@ -117,7 +117,7 @@ class Mailbox:
         seed: int,
         stop_ids: Sequence[int],
     ) -> None:
-        """Stage a slot's record and command it to join at the next step; none may be under way."""
+        """Stage a slot's record and command it to join at the next step, or first token; none may be under way."""
         arrays = self._arrays
         ints = arrays["staged_ints"][slot]
         limit = self._draft_limit(params)
@@ -170,18 +170,17 @@ class Mailbox:
         self._arrays["command_tail"][0] = self._num_commands  # the last: a step may be reading
         self._host.send(("command_tail",))
 
-    def write_chunk(
-        self, tokens: Sequence[int], start: int, table: Sequence[int], num_target: int, num_draft: int
-    ) -> None:
-        """Write what prefill reads: `tokens` from position `start` on, live rows of target and draft model."""
-        arrays = self._arrays
-        size = len(arrays["prefill_tokens"])
-        _fill(arrays["prefill_tokens"], tokens[:size], 0)
+    def write_chunk(self, slot: int, tokens: Sequence[int], start: int, table: Sequence[int]) -> None:
+        """Write what prefill reads: `tokens` from position `start` on, all of which are live rows."""
+        arrays, count = self._arrays, len(tokens)
+        _fill(arrays["prefill_tokens"], tokens, 0)
         _fill(arrays["prefill_table"][0], table, 0)
-        arrays["prefill_chunk"][:] = (start, num_target)
-        rows = np.arange(size)
-        arrays["prefill_live"][:] = rows < num_target
-        arrays["prefill_draft_live"][:] = (rows < num_draft) & (rows + start >= 1)
+        arrays["prefill_chunk"][:] = (start, count)
+        arrays["prefill_slot"][0], arrays["prefill_count"][0] = slot, count
+        rows = np.arange(len(arrays["prefill_tokens"]))
+        arrays["prefill_live"][:] = rows < count
+        # row i of a draft model takes token i and the target's feature at i - 1
+        arrays["prefill_draft_live"][:] = (rows < count) & (rows + start >= 1)
         arrays["prefill_positions"][:] = rows + start
         arrays["prefill_draft_positions"][:] = np.maximum(rows + start - 1, 0)
         self._host.send(tuple(f"prefill_{part}" for part in PREFILL))

@@ -59,6 +59,18 @@ class Launches:
             self._executor.step(bucket)
             self._expected = self._first + 1
 
+    def prefill(self, size: int, first: Bucket | None) -> Sequence[Entry]:
+        """Run chunks of prefill; the entry of the first token where `first` is its bucket. Nothing may be under way.
+
+        Raises DeviceError when the device has failed.
+        """
+        self._executor.prefill(size, first)
+        if first is None:
+            return ()
+        self._first, self.bucket, self._in_loop = self._mailbox.num_seen, first, False
+        self._expected = self._first + 1
+        return self._wait(self._expected)
+
     def stop(self) -> None:
         """Ask a loop to end soon; nothing where none is under way."""
         if self._loop is not None and self.looping:

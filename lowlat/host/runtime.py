@@ -1,9 +1,10 @@
 """The runtime: load once, submit requests, step until they end. Owns the weights, the buffers, the KV pool.
 
-One step does at most one chunk of prefill and one decode step for every active slot. While nobody joins or leaves, the
-next step is launched before the last one's outputs are made, or the device repeats steps by itself; that changes no
-token: what a step does to a slot depends on nothing that the host does in between, and what is published for a slot
-that the host has given up is dropped. Not safe for use by several threads: one thread owns a runtime.
+A prompt's first token comes out of prefill and is given to the caller at once; then every active slot gets a decode
+step before anything else is prefilled. While nobody joins or leaves, the next step is launched before the last one's
+outputs are made, or the device repeats steps by itself; that changes no token: what a step does to a slot depends on
+nothing that the host does in between, and what is published for a slot that the host has given up is dropped. Not safe
+for use by several threads: one thread owns a runtime.
 """
 
 import itertools
@@ -74,7 +75,6 @@ class Runtime:
             config.max_queue,
             geometry.prefill_chunk,
             max_prefill_chunks=geometry.max_prefill_chunks,
-            covers_last_token=self.speculator is not None and self.speculator.covers_last_token,
             num_overprovision=geometry.max_rows,
         )
         self.checks = RequestChecks(
@@ -93,6 +93,7 @@ class Runtime:
         self._sessions: dict[str, Session] = {}
         self._slots: dict[int, Session] = {}
         self._pending: list[StepOutput] = []
+        self._owes_step = False  # a first token was returned, and no step followed it yet
         self._limited: set[str] = set()  # requests whose limit of drafts was changed since the last launch
         self._ids = itertools.count()
         self._closed = False
@@ -105,18 +106,21 @@ class Runtime:
         *,
         progress: Callable[[int, int], None] | None = None,
         captured: Callable[[int, int], None] | None = None,
+        downloaded: Callable[[int, int], None] | None = None,
         **options: Any,
     ) -> Self:
-        """Load a Hugging Face directory and, where asked for, a speculator.
+        """Load a model and, where asked for, a speculator.
 
-        model      the directory, or a target that was opened otherwise
-        progress   called with bytes read and bytes in all
-        captured   called with graphs captured and graphs in all, where the executor captures
-        options    fields of RuntimeConfig: max_batch, max_context, dtype, device, ...
+        model       a Hugging Face directory, or `ORG/NAME[@REVISION]` of a repository, fetched into the hub's
+                    cache; or a target that was opened otherwise
+        progress    called with bytes read and bytes in all
+        captured    called with graphs captured and graphs in all, where the executor captures
+        downloaded  called with bytes fetched and bytes in all, for each repository; None: huggingface_hub's own bars
+        options     fields of RuntimeConfig: max_batch, max_context, dtype, device, ...
         Raises ConfigError for anything wrong with the directory, the draft model (under strict) or an option.
         """
         config = options_from(options)
-        loaded = load(model, speculative, config, progress, captured)
+        loaded = load(model, speculative, config, progress, captured, downloaded)
         try:
             return cls(loaded, config, speculative)
         except BaseException:
@@ -124,16 +128,25 @@ class Runtime:
             raise
 
     def submit(
-        self, prompt: Sequence[int] | str, params: SamplingParams | None = None, *, request_id: str | None = None
+        self,
+        prompt: Sequence[int] | str,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        allow_special: bool = False,
+        cache_salt: str = "",
     ) -> str:
         """Queue a request and return its id.
 
-        prompt   token ids [n], n >= 1, or text (needs a tokenizer)
+        prompt         token ids [n], n >= 1, or text (needs a tokenizer)
+        allow_special  special tokens that a text spells become these tokens; otherwise they stay text
+        cache_salt     only requests of the same salt share cached prefixes: others cannot learn, by the time to the
+                       first token, what was asked before
         Raises RequestError for a prompt or parameter that cannot be served, CapacityError when the queue is full.
         """
         self._check_open()
         params = SamplingParams() if params is None else params
-        prompt_ids = self.checks.check(self._encode(prompt), params)
+        prompt_ids = self.checks.check(self._encode(prompt, params, allow_special), params)
         name = self._new_id() if request_id is None else request_id
         if name in self._book:
             raise RequestError(f"request id {name!r:.80} was used by a request that has ended")
@@ -141,7 +154,7 @@ class Runtime:
         stop_ids = self.checks.stop_ids(params)
         session = Session(name, prompt_ids, params, seed, stop_ids, self.codec, simulated=self.simulated)
         total = len(prompt_ids) + params.max_tokens
-        self.scheduler.enqueue(ScheduledRequest(name, prompt_ids, total))
+        self.scheduler.enqueue(ScheduledRequest(name, prompt_ids, total, cache_salt))
         self._sessions[name] = session
         self._stop_outdated()
         return name
@@ -154,6 +167,7 @@ class Runtime:
     def step(self, num_speculative_tokens: int | None = None) -> list[StepOutput]:
         """Admit, run at most one prefill chunk, and one decode step for every active slot.
 
+        Where the chunk is a prompt's last its first token is returned at once, and the next call begins with the step.
         num_speculative_tokens   depth S of this step; None: the configured one, 0 without a speculator. Only steps of
                                  the configured depth are run ahead of the caller
         Returns what each request gained, ends included; steps that ran meanwhile are in it, too, so a request may be
@@ -172,15 +186,13 @@ class Runtime:
             if ahead and len(outputs) > num_ended:
                 return outputs
         # Nothing is under way from here on: whoever joins now is in no step that was launched before.
-        plan = self.scheduler.plan()
-        for admission in plan.admitted:
-            session = self._sessions[admission.request_id]
-            session.place(admission.slot, admission.table, admission.num_cached_tokens)
-            self._slots[admission.slot] = session
-        if plan.prefill is not None:
-            self._prefill(plan.prefill)
-        for name in plan.joins:
-            self._join(self._sessions[name])
+        if not (self._owes_step and self.scheduler.num_active):
+            entries = self._admit(depth)
+            if entries:
+                outputs.extend(self._take(entries, depth, ahead))
+                self._owes_step = not self._launches.under_way
+                return outputs
+        self._owes_step = False
         if self.scheduler.num_active:
             self._launch(self.scheduler.choose_bucket(depth), ahead)
             outputs.extend(self._take(self._launches.wait(), depth, ahead))
@@ -289,19 +301,32 @@ class Runtime:
         self.ladder.choose(1, depth)  # refuses a depth that has no bucket
         return depth
 
-    def _encode(self, prompt: Sequence[int] | str) -> Sequence[int]:
+    def _encode(self, prompt: Sequence[int] | str, params: SamplingParams, allow_special: bool) -> Sequence[int]:
         if not isinstance(prompt, str):
             return prompt
         if self.codec is None:
             raise RequestError("a text prompt needs tokenizer.json in the model directory; give token ids")
-        return self.codec.encode(prompt)
+        max_context, max_tokens = self.config.max_context, params.max_tokens
+        return self.codec.encode(prompt, allow_special=allow_special, max_context=max_context, max_tokens=max_tokens)
 
-    def _prefill(self, chunk: PrefillChunk) -> None:
+    def _admit(self, depth: int) -> Sequence[Entry]:
+        """Give free slots to who waits and run a chunk of prefill; returns the entry of a first token, if one came."""
+        plan = self.scheduler.plan()
+        for admission in plan.admitted:
+            session = self._sessions[admission.request_id]
+            session.place(admission.slot, admission.table, admission.num_cached_tokens)
+            self._slots[admission.slot] = session
+        return () if plan.prefill is None else self._prefill(plan.prefill, depth)
+
+    def _prefill(self, chunk: PrefillChunk, depth: int) -> Sequence[Entry]:
         session = self._sessions[chunk.request_id]
-        tokens = session.prompt[chunk.start : chunk.start + chunk.size]
-        self._mailbox.write_chunk(tokens, chunk.start, session.table, chunk.num_target_tokens, chunk.num_draft_rows)
-        self.executor.prefill(self.geometry.prefill_size(max(chunk.num_target_tokens, chunk.num_draft_rows)))
+        tokens = session.prompt[chunk.start : chunk.start + chunk.num_tokens]
+        self._mailbox.write_chunk(session.slot, tokens, chunk.start, session.table)
+        if chunk.last:
+            self._join(session)
         self.scheduler.prefill_done(chunk)
+        first = Bucket.first_token(depth) if chunk.last else None
+        return self._launches.prefill(self.geometry.prefill_size(chunk.num_tokens), first)
 
     def _join(self, session: Session) -> None:
         max_length = len(session.prompt) + session.params.max_tokens

@@ -44,11 +44,15 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True)
 class ScheduledRequest:
-    """The properties of a request that scheduling needs; max_total_tokens counts prompt and completion."""
+    """The properties of a request that scheduling needs; max_total_tokens counts prompt and completion.
+
+    Only requests of the same cache_salt share cached prefixes.
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     max_total_tokens: int
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True)
@@ -63,19 +67,16 @@ class Admission:
 
 @dataclass(frozen=True)
 class PrefillChunk:
-    """One chunk to run, or several of one prompt: target rows [start, start + num_target_tokens), the draft model's
-    [start, start + num_draft_rows), of `size` positions in whole chunks.
+    """One chunk to run, or several of one prompt: positions [start, start + num_tokens), of `size` in whole chunks.
 
-    The target covers the prompt but its last token, a draft model all of it (row i takes token i and the target's
-    feature at i - 1; row 0 is counted but dead). So a last chunk may have no target row and one draft row.
+    last  the prompt ends with it: its first token comes out of it
     """
 
     request_id: str
     slot: int
     start: int
     size: int
-    num_target_tokens: int
-    num_draft_rows: int
+    num_tokens: int
     last: bool
 
 
@@ -84,17 +85,14 @@ class StepPlan:
     """The work before the next decode step, in this order.
 
     admitted   requests that got a slot
-    prefill    chunks of one request at most; call `Scheduler.prefill_done` with them once they are launched
-    joins      requests that take part in the step from now on: those with nothing to prefill, and the one
-               whose last chunk is `prefill`
+    prefill    chunks of one request at most; call `Scheduler.prefill_done` with them when they are launched
     """
 
     admitted: tuple[Admission, ...]
     prefill: PrefillChunk | None
-    joins: tuple[str, ...]
 
     def __bool__(self) -> bool:
-        return bool(self.admitted or self.prefill or self.joins)
+        return bool(self.admitted or self.prefill)
 
 
 @dataclass(eq=False, slots=True)
@@ -114,7 +112,6 @@ class Scheduler:
     ladder              the buckets; its largest batch must be at least max_batch
     max_queue           requests that may wait beyond those that free slots take; more raise CapacityError
     max_prefill_chunks  chunks of one prompt that run at once, at most
-    covers_last_token   the speculator has a row of prefill for a prompt's last token, see `Speculator`
     num_overprovision   positions that a step may write past a request's total; None: the ladder's most rows
 
     Not safe for use by several threads. Raises ConfigError for sizes that do not fit each other.
@@ -129,7 +126,6 @@ class Scheduler:
         prefill_chunk: int,
         *,
         max_prefill_chunks: int = 1,
-        covers_last_token: bool = False,
         num_overprovision: int | None = None,
     ) -> None:
         if not 1 <= max_batch <= ladder.batches[-1]:
@@ -142,7 +138,6 @@ class Scheduler:
         self.max_queue = max_queue
         self.prefill_chunk = prefill_chunk
         self.max_prefill_chunks = max_prefill_chunks
-        self.covers_last_token = covers_last_token
         self.num_overprovision = max(ladder.rows_of.values()) if num_overprovision is None else num_overprovision
         self._queue: deque[ScheduledRequest] = deque()
         self._slots: list[_Slot | None] = [None] * max_batch
@@ -212,23 +207,15 @@ class Scheduler:
         self._requests[name] = None
 
     def plan(self) -> StepPlan:
-        """Admit what fits, choose one chunk, and say who joins. Time: slots, and what `KVCache.admit` takes.
+        """Admit what fits, and choose one chunk. Time: slots, and what `KVCache.admit` takes.
 
         Raises InvariantError when the chunk of the plan before was not reported by `prefill_done`.
         """
         if self._pending is not None:
             raise InvariantError(f"request {self._pending.request_id}: its last chunk was not reported as done")
         admitted = self._admit()
-        joins = []
-        for admission in admitted:
-            slot = self._requests[admission.request_id]
-            if slot is not None and self._num_chunks_left(slot) == 0:
-                slot.phase = Phase.DECODING
-                joins.append(admission.request_id)
-        self._pending = chunk = self._next_chunk()
-        if chunk is not None and chunk.last:
-            joins.append(chunk.request_id)
-        return StepPlan(tuple(admitted), chunk, tuple(joins))
+        self._pending = self._next_chunk()
+        return StepPlan(tuple(admitted), self._pending)
 
     def prefill_done(self, chunk: PrefillChunk) -> None:
         """Say that the planned chunk is launched: its KV may be shared, and after the last one its slot
@@ -241,7 +228,7 @@ class Scheduler:
             raise InvariantError(f"request {chunk.request_id}: the chunk at {chunk.start} was not planned")
         self._pending = None
         slot.next_start = chunk.start + chunk.size
-        self.kvcache.mark_prefilled(chunk.request_id, chunk.start + chunk.num_target_tokens)
+        self.kvcache.mark_prefilled(chunk.request_id, chunk.start + chunk.num_tokens)
         if chunk.last:
             slot.phase = Phase.DECODING
 
@@ -327,18 +314,17 @@ class Scheduler:
         if self._refused is not None and self._refused == (request, self.kvcache.generation):
             return None
         allocation = self.kvcache.admit(
-            request.request_id, request.prompt_token_ids, request.max_total_tokens, self.num_overprovision
+            request.request_id,
+            request.prompt_token_ids,
+            request.max_total_tokens,
+            self.num_overprovision,
+            request.cache_salt,
         )
         self._refused = (request, self.kvcache.generation) if allocation is None else None
         return allocation
 
-    def _num_rows(self, slot: _Slot) -> int:
-        """Where prefill ends: behind the last token where it is covered, too; a prompt of one token needs none."""
-        num_tokens = len(slot.request.prompt_token_ids)
-        return num_tokens if self.covers_last_token and num_tokens > 1 else num_tokens - 1
-
     def _num_chunks_left(self, slot: _Slot) -> int:
-        return max(0, -(-(self._num_rows(slot) - slot.next_start) // self.prefill_chunk))
+        return max(0, -(-(len(slot.request.prompt_token_ids) - slot.next_start) // self.prefill_chunk))
 
     def _next_chunk(self) -> PrefillChunk | None:
         waiting = [slot for slot in self._slots if slot is not None and slot.phase is Phase.PREFILLING]
@@ -362,7 +348,6 @@ class Scheduler:
             slot=slot.number,
             start=start,
             size=size,
-            num_target_tokens=max(0, min(end, num_tokens - 1) - start),
-            num_draft_rows=min(end, num_tokens) - start if self.covers_last_token else 0,
-            last=end >= self._num_rows(slot),
+            num_tokens=min(end, num_tokens) - start,
+            last=end >= num_tokens,
         )

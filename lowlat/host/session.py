@@ -5,11 +5,12 @@ It turns a step's publication into the caller's output: text, stop strings, ends
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from lowlat.host.mailbox import SlotPublication
 from lowlat.host.metrics import RequestMetrics, SpeculativeDecodingStats
-from lowlat.options.request import FinishReason, SamplingParams, StepOutput, TokenLogprobs
-from lowlat.text import IncrementalDetokenizer, TextCodec
+from lowlat.options.request import FinishReason, SamplingParams, StepOutput, TokenLogprobs, ToolCallDelta
+from lowlat.text import AnswerDelta, AnswerStream, TextCodec
 
 __all__ = ["Session"]
 
@@ -49,13 +50,14 @@ class Session:
         self._stats = SpeculativeDecodingStats(simulated=simulated)
         self._submitted = time.monotonic()
         self._placed: float | None = None
-        self._joined: float | None = None
+        self._prefilled: float | None = None
         self._first: float | None = None
         self._last: float | None = None
-        self._text: IncrementalDetokenizer | None = None
+        self._codec = codec
+        self._text: AnswerStream | None = None
         if codec is not None:
-            self._text = IncrementalDetokenizer(
-                codec, stop=params.stop, prefix_ids=prompt, stop_enabled_after=params.min_tokens
+            self._text = AnswerStream(
+                codec, params.parse, stop=params.stop, prefix_ids=prompt, stop_enabled_after=params.min_tokens
             )
 
     def place(self, slot: int, table: Sequence[int], num_cached: int) -> None:
@@ -64,9 +66,8 @@ class Session:
         self._placed = time.monotonic()
 
     def joined(self, first_entry: int) -> None:
-        """Its prompt is prefilled; it takes part in the next step, which will write this entry."""
+        """Its last chunk is about to be run; its first token will be in this entry."""
         self.first_entry = first_entry
-        self._joined = time.monotonic()
 
     def metrics(self) -> RequestMetrics:
         """Its figures as they stand now."""
@@ -77,9 +78,9 @@ class Session:
             completion_tokens=len(self.committed) - len(self.prompt),
             cached_prompt_tokens=self._num_cached,
             queued_s=_between(start, self._placed),
-            prefill_s=_between(self._placed, self._joined),
+            prefill_s=_between(self._placed, self._prefilled),
             time_to_first_token_s=_between(start, self._first),
-            decode_s=_between(self._joined, self._last),
+            decode_s=_between(self._prefilled, self._last),
             num_steps=self._num_steps,
             finish_reason=self.finish_reason,
             seed=self.seed,
@@ -89,19 +90,20 @@ class Session:
     def take(self, publication: SlotPublication) -> StepOutput:
         """Add a step's tokens; a stop string found in their text drops the tokens after it and ends the request."""
         tokens, reason = publication.token_ids, publication.finish_reason
-        text, stopped = None, None
+        deltas: list[AnswerDelta] = []
+        stopped = None
         if self._text is not None:
-            delta = self._text.push(tokens)
-            text, stopped = delta.text, delta.stopped
+            deltas.append(self._text.push(tokens))
+            stopped = deltas[0].stopped
             if stopped is not None:
-                tokens, reason = tokens[: delta.num_tokens_used], "stop"
+                tokens, reason = tokens[: deltas[0].num_tokens_used], "stop"
             elif reason is not None:
-                text += self._text.finish()
-                if self._text.stopped is not None:
-                    stopped, reason = self._text.stopped, "stop"
+                deltas.append(self._text.finish())
+                stopped = deltas[1].stopped
+                reason = reason if stopped is None else "stop"
         self.num_written = len(self.committed) - 1
         self.committed.extend(tokens)
-        self._count(publication, len(tokens))
+        num_accepted = self._count(publication, len(tokens))
         stop_reason: str | int | None = stopped
         if stopped is None and reason == "stop":
             stop_reason = tokens[-1]
@@ -110,42 +112,69 @@ class Session:
             error = f"logits at position {len(self.committed)} are not finite"
         logprobs = publication.logprobs
         if logprobs is not None:
-            logprobs = logprobs[: len(tokens)]
-        return self.output(tokens, reason, text=text, stop_reason=stop_reason, logprobs=logprobs, error=error)
+            logprobs = tuple(map(self._with_texts, logprobs[: len(tokens)]))
+        return self.output(
+            tokens,
+            reason,
+            deltas=deltas,
+            stop_reason=stop_reason,
+            logprobs=logprobs,
+            error=error,
+            num_accepted=num_accepted,
+        )
 
-    def _count(self, publication: SlotPublication, num_tokens: int) -> None:
-        self._num_steps += 1
+    def _with_texts(self, logprob: TokenLogprobs) -> TokenLogprobs:
+        if self._codec is None:
+            return logprob
+        ids = (logprob.token_id, *(token for token, _ in logprob.top))
+        return replace(logprob, texts=tuple(map(self._codec.token_bytes, ids)))
+
+    def _count(self, publication: SlotPublication, num_tokens: int) -> int:
+        """Count a step, or a first token; returns how many of its tokens were accepted drafts."""
+        now = time.monotonic()
+        if self._prefilled is None:
+            self._prefilled = now  # what comes first comes out of prefill, not of a step
+        else:
+            self._num_steps += 1
         # drafts behind a stop string were dropped with their tokens: they count as rewound
         accepted = min(publication.accepted, num_tokens)
         self._stats.record(publication.verified, accepted, drafted_depth=publication.verified_depth)
         if num_tokens:
-            self._last = time.monotonic()
+            self._last = now
             if self._first is None:
-                self._first = self._last
+                self._first = now
+        return accepted
 
     def output(
         self,
         tokens: tuple[int, ...],
         reason: FinishReason | None,
         *,
-        text: str | None = None,
+        deltas: Sequence[AnswerDelta] = (),
         stop_reason: str | int | None = None,
         logprobs: tuple[TokenLogprobs, ...] | None = None,
         error: str | None = None,
+        num_accepted: int = 0,
     ) -> StepOutput:
         """The caller's output; a reason ends the request, and a cancelled one gets the text that was held back."""
         self.finish_reason = reason
         if reason == "cancelled" and self._text is not None:
-            text = self._text.finish()
+            deltas = (self._text.finish(),)
+        tool_calls: tuple[ToolCallDelta, ...] = ()
+        for delta in deltas:
+            tool_calls += delta.tool_calls
         return StepOutput(
             request_id=self.request_id,
             token_ids=tokens,
             finish_reason=reason,
-            text=text,
+            text="".join(delta.text for delta in deltas) if deltas else None,
             stop_reason=stop_reason,
             logprobs=logprobs,
             error=error,
             simulated=self.simulated,
+            num_accepted=num_accepted,
+            reasoning="".join(delta.reasoning for delta in deltas),
+            tool_calls=tool_calls,
         )
 
 

@@ -29,8 +29,10 @@ class Tracer:
     def step(
         self, bucket: Bucket, publications: Sequence[SlotPublication], executor: Executor, kvcache: KVCache
     ) -> None:
-        """Log one step."""
+        """Log one step; what is read of the device's state is that after all of it."""
         self._steps += 1
+        if self._config.kv or self._config.tree:
+            executor.synchronize()
         if self._config.step:
             logger.info("step %d: %s, slots %s", self._steps, bucket, [p.slot for p in publications])
         if self._config.accept:

@@ -7,7 +7,7 @@ reads them.
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["DraftConfig", "ExpertsConfig", "ModelConfig", "RopeConfig"]
+__all__ = ["AttentionWidths", "DraftConfig", "ExpertsConfig", "ModelConfig", "RopeConfig"]
 
 DraftLayout = Literal["safeai", "specforge", "modelopt", "speculators"]
 ComputeDtype = Literal["bfloat16", "float32"]
@@ -43,8 +43,26 @@ class ExpertsConfig:
     weight_format: str  # of its matrices: a name in the table of `lowlat.kernels.formats`
 
 
+class AttentionWidths:
+    """What a record of a model's geometry says of the widths of its attention, by its numbers of heads."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def query_size(self) -> int:
+        """Width of the queries, H * D."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width of the keys (or the values), G * D."""
+        return self.num_kv_heads * self.head_dim
+
+
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(AttentionWidths):
     """A target's geometry, checked; every field is in use by `lowlat.models.decoder`."""
 
     family: str  # a name in the table of `lowlat.models.families`
@@ -70,19 +88,9 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
 
-    @property
-    def query_size(self) -> int:
-        """Width of the queries, H * D."""
-        return self.num_heads * self.head_dim
-
-    @property
-    def kv_size(self) -> int:
-        """Width of the keys (or the values), G * D."""
-        return self.num_kv_heads * self.head_dim
-
 
 @dataclass(frozen=True)
-class DraftConfig:
+class DraftConfig(AttentionWidths):
     """An EAGLE3 draft model's geometry and flags, every capture convention already turned into boundaries.
 
     Boundary b is the target's residual stream entering layer b, 0 to L (L: after the last layer, before the
@@ -113,13 +121,3 @@ class DraftConfig:
     own_embedding: bool = False
     own_lm_head: bool = True
     own_draft_map: bool = True  # the checkpoint carries d2t
-
-    @property
-    def query_size(self) -> int:
-        """Width of the queries, H * D."""
-        return self.num_heads * self.head_dim
-
-    @property
-    def kv_size(self) -> int:
-        """Width of the keys (or the values), G * D."""
-        return self.num_kv_heads * self.head_dim

@@ -53,7 +53,9 @@ DTYPES = ("auto", "bfloat16", "float32")
 def read_config(directory: Path) -> Fields:
     """The directory's config.json. Raises ConfigError when the directory or the file is missing or malformed."""
     if not directory.is_dir():
-        raise ConfigError(f"{directory}: no such directory; expected a Hugging Face model directory")
+        raise ConfigError(
+            f"{directory}: no such directory; expected a Hugging Face model directory, or ORG/NAME of a repository"
+        )
     path = directory / "config.json"
     return Fields(read_object(path), str(path))
 

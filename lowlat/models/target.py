@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from lowlat.checkpoint import hub
 from lowlat.checkpoint.formats import part_groups
 from lowlat.checkpoint.json_file import shown
 from lowlat.checkpoint.recipes import Progress, Recipe, check_recipes
@@ -25,6 +26,7 @@ __all__ = [
     "LoadedTarget",
     "OpenedTarget",
     "StoredTarget",
+    "fetch_target",
     "load_target",
     "open_target",
     "read_model_config",
@@ -74,6 +76,22 @@ def read_model_config(directory: str | Path, *, dtype: str = "auto") -> ModelCon
             f"{fields.label}: model_type {shown(family)} is not implemented; implemented: {', '.join(FAMILIES)}"
         )
     return FAMILIES[family].parse(fields, directory, resolve_dtype(fields, dtype, directory))
+
+
+def fetch_target(model: str | Path, *, dtype: str = "auto", progress: Progress | None = None) -> Path:
+    """The directory of a target, which is fetched where it is `ORG/NAME` of a repository (see `hub.fetch`).
+
+    progress is called with (bytes fetched, bytes in all). Raises ConfigError; for what lowlat does not run, before any
+    weight is fetched.
+    """
+
+    def check(directory: Path) -> None:
+        fields = read_config(directory)
+        named = fields.optional_string("dtype") or fields.optional_string("torch_dtype")
+        # a config that names no dtype has its weights', which are not there yet
+        read_model_config(directory, dtype=dtype if named or dtype != "auto" else "bfloat16")
+
+    return hub.fetch(model, check=check, progress=progress)
 
 
 def target_recipes(config: ModelConfig) -> list[Recipe]:

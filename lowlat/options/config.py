@@ -31,8 +31,9 @@ METHOD_OPTIONS: dict[str, tuple[str, ...]] = {
 class SpeculativeConfig:
     """How to speculate: the method, the depth, and the tree.
 
-    `method` is "eagle3", with a draft model in the directory `model`, or "ngram", which needs none: it drafts what
-    followed the longest suffix of the text, `prompt_lookup_min` to `prompt_lookup_max` tokens, where it stood before.
+    `method` is "eagle3", with the draft model `model`, a directory or `ORG/NAME[@REVISION]`, or "ngram", which needs
+    none: it drafts what followed the longest suffix of the text, `prompt_lookup_min` to `prompt_lookup_max` tokens,
+    where it stood before.
     num_speculative_tokens is S, the depth; a chain verifies S + 1 rows a slot. `tree` is a path or the list of paths
     itself, each a list of child ranks; None is the chain. Limits of the tree that are None take what it needs.
     Boundary b of `capture_layers` is the residual stream entering layer b. Without `strict`, a draft model that does
@@ -40,7 +41,11 @@ class SpeculativeConfig:
     """
 
     model: str | Path | None = declare(
-        None, "An EAGLE3 draft model for the model.", key="head", aliases=("draft_model",), metavar="DIR"
+        None,
+        "An EAGLE3 draft model for it: a directory, or ORG/NAME.",
+        key="head",
+        aliases=("draft_model",),
+        metavar="MODEL",
     )
     method: str = declare(
         "eagle3", "How drafts are made; ngram needs no draft model.", kind="choice", choices=METHOD_OPTIONS

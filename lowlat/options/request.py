@@ -16,9 +16,11 @@ __all__ = [
     "MAX_STOP_STRINGS",
     "MAX_STOP_TOKEN_IDS",
     "FinishReason",
+    "Parse",
     "SamplingParams",
     "StepOutput",
     "TokenLogprobs",
+    "ToolCallDelta",
 ]
 
 MAX_LOGPROBS = 20
@@ -27,6 +29,7 @@ MAX_STOP_STRINGS = 16
 MAX_LOGIT_BIASES = 300
 MAX_INT32 = (1 << 31) - 1  # what the device's counters hold
 FinishReason = Literal["stop", "length", "cancelled", "error"]
+Parse = Literal["none", "reasoning", "tools"]
 
 
 @documented
@@ -70,6 +73,11 @@ class SamplingParams:
     )
     max_draft_tokens: int | None = declare(
         None, "Draft tokens verified in one step, at most; 0: no speculation.", 0, 63
+    )
+    parse: Parse = declare(
+        "none",
+        "Take from the text what the model's format marks: its reasoning, or tool calls as well.",
+        python_only=True,
     )
 
     def __post_init__(self) -> None:
@@ -122,6 +130,17 @@ class TokenLogprobs:
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...]  # (token id, logprob), likeliest first
+    texts: tuple[bytes, ...] | None = None  # of the token, then of each alternative; None without a tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """A tool call's beginning, with id and name, or more of its arguments, which are JSON text; calls count from 0."""
+
+    index: int
+    arguments: str = ""
+    id: str | None = None
+    name: str | None = None
 
 
 @dataclass(frozen=True)
@@ -130,7 +149,9 @@ class StepOutput:
 
     `token_ids` are new and final. `text` is what they make certain of the text (None without a tokenizer):
     incomplete UTF-8 and what could begin a stop string are held back. `stop_reason` is the stop string or
-    token id that ended the request; `error` says what failed. `simulated` marks imposed acceptance.
+    token id that ended the request; `error` says what failed. `simulated` marks imposed acceptance. The first
+    `num_accepted` of token_ids were accepted drafts. With `SamplingParams.parse`, `text` is the content alone, beside
+    `reasoning` and `tool_calls`.
     """
 
     request_id: str
@@ -141,6 +162,9 @@ class StepOutput:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     error: str | None = None
     simulated: bool = False
+    num_accepted: int = 0
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
 def _as_tuple(name: str, value: object) -> tuple[Any, ...]:

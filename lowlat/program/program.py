@@ -8,7 +8,7 @@ its torch meaning, the others lower runs of operations to kernels. Every operati
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from lowlat.errors import ConfigError
 from lowlat.graphs import BufferSpec, Role
 from lowlat.kernels.reference import OPERATIONS
-from lowlat.kernels.reference.schema import Access
+from lowlat.kernels.reference.schema import Access, OperationSchema
 from lowlat.kernels.reference.schema_check import ArrayType, check_operation
 
 __all__ = ["Op", "Program", "ProgramBuilder", "Stage"]
@@ -104,11 +104,10 @@ class Program:
         Raises ConfigError naming the operation, the argument or the buffer, and what was expected and found.
         """
         types = {name: (spec.shape, spec.dtype) for name, spec in self.buffers.items()}
-        fitting: set[object] = set()  # layers are alike: what fitted once is not checked again
         written: set[str] = set()
         for index, op in enumerate(self.ops):
             try:
-                _check_arguments(op, types, fitting)
+                _check_arguments(op, types)
                 self._check_buffers(op, written)
             except ConfigError as error:
                 raise ConfigError(f"{self.name}: op {index} {op.kind}: {error}") from None
@@ -128,23 +127,30 @@ class Program:
             raise ConfigError("writes a buffer that is also another of its arguments: " + str(op))
 
 
-def _check_arguments(op: Op, types: Mapping[str, ArrayType], fitting: set[object]) -> None:
-    """Check an operation against its schema; `fitting` holds what has passed."""
-    reads, writes, params = op.reads, op.writes, op.params
-    names = (*reads.values(), *writes.values())
-    for name in names:
+def _check_arguments(op: Op, types: Mapping[str, ArrayType]) -> None:
+    """Check an operation against its schema."""
+    for name in (*op.reads.values(), *op.writes.values()):
         if name not in types:
             raise ConfigError(f"uses undeclared buffer {name}")
-    given = (*reads, "", *writes, "", *op.weights, "", *params, *map(repr, params.values()))
-    key = (op.kind, given, tuple([types[name] for name in names]))
-    if key in fitting:
-        return
     known = OPERATIONS.get(op.kind)
     if known is None:
         raise ConfigError("no such operation in lowlat.kernels.reference.OPERATIONS")
-    read, written = ({argument: types[name] for argument, name in part.items()} for part in (reads, writes))
-    check_operation(known.schema, read, written, dict.fromkeys(op.weights), params)
-    fitting.add(key)
+    read, written = (
+        tuple([(argument, types[name]) for argument, name in part.items()]) for part in (op.reads, op.writes)
+    )
+    _check_fitting(known.schema, read, written, tuple(op.weights), tuple(op.params), *op.params.values())
+
+
+@lru_cache(maxsize=4096, typed=True)  # layers and buckets are alike: what fitted once is not checked again
+def _check_fitting(
+    schema: OperationSchema,
+    reads: tuple[tuple[str, ArrayType], ...],
+    writes: tuple[tuple[str, ArrayType], ...],
+    weights: tuple[str, ...],
+    params: tuple[str, ...],
+    *values: Param,
+) -> None:
+    check_operation(schema, dict(reads), dict(writes), dict.fromkeys(weights), dict(zip(params, values, strict=True)))
 
 
 @dataclass
@@ -187,7 +193,7 @@ class ProgramBuilder:
         **params: Param,
     ) -> None:
         """Append one operation."""
-        frozen = (MappingProxyType(dict(part)) for part in (reads, writes, weights or {}, params))
+        frozen = [MappingProxyType(dict(part)) for part in (reads, writes, weights or {}, params)]
         self._ops.append(Op(kind, stage, *frozen))  # type: ignore[arg-type]
 
     def build(self) -> Program:

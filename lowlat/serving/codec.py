@@ -31,25 +31,39 @@ class ServingCodec:
             raise RequestError("this server's model has no tokenizer; send token ids")
         return self._bound
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, allow_special: bool, max_context: int, max_tokens: int) -> list[int]:
         """Token ids of a plain prompt, with what the tokenizer puts around a text. Raises RequestError."""
-        return self._codec.encode(text)
+        return self._codec.encode(text, allow_special=allow_special, max_context=max_context, max_tokens=max_tokens)
 
-    def encode_chat(self, messages: Sequence[Message], options: Mapping[str, Any]) -> list[int]:
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        options: Mapping[str, Any],
+        *,
+        allow_special: bool,
+        max_context: int,
+        max_tokens: int,
+    ) -> list[int]:
         """Token ids of a chat as the model's template writes it.
 
         options   what else the template may use: tools, documents, enable_thinking, add_generation_prompt, ...
-        Raises RequestError without a template, and when it fails on these messages.
+        Raises RequestError without a template, when it fails on these messages, and for too many tokens.
         """
         # a field left out is absent for the template, too: None would be written as a word
         values = [msgspec.to_builtins(message) for message in messages]
-        for name in ("self", "messages"):
+        for value in values:  # templates differ in what they call these
+            if "thinking" in value:
+                value["reasoning_content"] = value["thinking"]
+            if value["role"] == "developer" and not self._codec.template_has("developer"):
+                value["role"] = "system"
+        for name in ("self", "messages", "allow_special", "max_context", "max_tokens"):
             if name in options:
                 raise RequestError(f"template_options may not hold {name!r}")
         if not isinstance(options.get("add_generation_prompt", True), bool):
             raise RequestError("template_options: add_generation_prompt must be true or false")
         try:
-            text = self._codec.apply_chat_template(values, **options)
+            return self._codec.encode_chat(
+                values, allow_special=allow_special, max_context=max_context, max_tokens=max_tokens, **options
+            )
         except ConfigError as error:  # the template uses too much, which is about this request: others go on
             raise RequestError(str(error)) from error
-        return self._codec.encode(text, add_special_tokens=False)

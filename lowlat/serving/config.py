@@ -16,12 +16,14 @@ from lowlat.ipc.endpoint import Endpoint, default_endpoint, parse_endpoint
 from lowlat.ipc.limits import Limits
 from lowlat.options.config import METHOD_OPTIONS, RuntimeConfig, SpeculativeConfig
 from lowlat.options.declaration import KINDS, Option, declare, options_of
+from lowlat.options.model_names import find_repository
 
 __all__ = ["GROUPS", "SETTINGS", "ServeConfig", "speculative_config", "unknown_variables"]
 
 PREFIX = "LOWLAT_"
 MAX_FILE_BYTES = 1 << 20
-OTHERS_VARIABLES = {"LOWLAT_KERNEL_CACHE"}  # of this package, but not the server's
+MODELS = ("model", "head")  # which may be names of repositories
+OTHERS_VARIABLES = {"LOWLAT_KERNEL_CACHE", "LOWLAT_API_KEY"}  # of this package, but not the server's
 _TRUTHS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
@@ -32,6 +34,12 @@ class _Server:
     endpoint: str | None = declare(None, "Where to listen: ipc://PATH or tcp://ADDRESS:PORT.")
     allow_uid: tuple[int, ...] = declare((), "User ids that may connect beside the server's own.")
     curve_keys: Path | None = declare(None, "Folder of CURVE keys, for tcp:// (see --make-curve-keys).")
+    http: str | None = declare(
+        None, "Open an HTTP door as well, for OpenAI's clients and browsers: [HOST:]PORT.", metavar="[HOST:]PORT"
+    )
+    http_host: str | None = declare(
+        None, "Further names under which the HTTP door is reached, with commas between.", metavar="NAMES"
+    )
     log_format: Literal["text", "json"] = declare("text", "How the log on stderr is written.")
 
 
@@ -39,7 +47,9 @@ class _Server:
 class _Model:
     """The model served."""
 
-    model: Path | None = declare(None, "A Hugging Face directory; the bundled model by default.")
+    model: Path | None = declare(
+        None, "A Hugging Face directory, or ORG/NAME of a repository; the bundled model by default.", metavar="MODEL"
+    )
     name: str | None = declare(None, "What clients are told the model is called.")
 
 
@@ -219,7 +229,9 @@ def _read_file(path: Path) -> dict[str, Any]:
             raise ConfigError(f"{path}: unknown setting {name!r:.80}; known are {', '.join(SETTINGS)}")
     for name, value in values.items():  # paths are beside the file, wherever the server is started
         if SETTINGS[_KEYS[name]].kind == "path" and isinstance(value, str) and value:
-            values[name] = str(path.parent / value)
+            beside = path.parent / value
+            by_name = _KEYS[name] in MODELS and not beside.exists() and find_repository(value) is not None
+            values[name] = value if by_name else str(beside)
     return values
 
 

@@ -14,7 +14,7 @@ import zmq.auth
 
 from lowlat.errors import ConfigError
 from lowlat.ipc.client.curve import ClientCurve
-from lowlat.ipc.server.transport.security import Curve
+from lowlat.ipc.server.admission import Curve
 
 __all__ = ["client_curve", "make_curve_keys", "server_curve"]
 

@@ -7,6 +7,7 @@ from typing import Any
 from lowlat.host.runtime import Runtime
 from lowlat.ipc.engine import EngineInfo
 from lowlat.ipc.wire import Sampling
+from lowlat.options.model_names import display_name
 from lowlat.options.request import SamplingParams, StepOutput
 
 __all__ = ["RuntimeEngine", "sampling_params"]
@@ -20,7 +21,7 @@ def sampling_params(sampling: Sampling) -> SamplingParams:
 class RuntimeEngine:
     """Drives a Runtime for `lowlat.ipc.engine.Engine`; what it takes it also closes.
 
-    name   what clients are told the model is called; None: its directory's name
+    name   what clients are told the model is called; None: its directory's name, or its repository's
     The first call from another thread than the last hands the runtime to that thread.
     """
 
@@ -29,7 +30,7 @@ class RuntimeEngine:
         self._owner = threading.get_ident()
         codec = runtime.codec
         self.info = EngineInfo(
-            model=runtime.directory.name if name is None else name,
+            model=display_name(runtime.directory) if name is None else name,
             vocab_size=runtime.model_config.vocab_size,
             max_running=runtime.config.max_batch,
             max_context=runtime.config.max_context,
@@ -43,10 +44,10 @@ class RuntimeEngine:
         """Refuse what can never be served; any thread may ask. Raises RequestError."""
         self._runtime.checks.check(prompt, sampling_params(sampling))
 
-    def submit(self, request_id: str, prompt: Sequence[int], sampling: Sampling) -> None:
+    def submit(self, request_id: str, prompt: Sequence[int], sampling: Sampling, cache_salt: str = "") -> None:
         """Take a request. Raises RequestError, CapacityError."""
         self._adopt()
-        self._runtime.submit(prompt, sampling_params(sampling), request_id=request_id)
+        self._runtime.submit(prompt, sampling_params(sampling), request_id=request_id, cache_salt=cache_salt)
 
     def cancel(self, request_id: str) -> None:
         """End a request; the next step's output of it says so. Raises RequestError for an unknown one."""

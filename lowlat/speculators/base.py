@@ -65,7 +65,7 @@ class Scope:
 
 @dataclass(frozen=True)
 class PrefillScope(Scope):
-    """A program of prefill. The host writes `prefill_*` before it runs: tokens, the table, the chunk, live rows.
+    """A program of prefill. The host writes `prefill_*` before it runs: tokens, table, chunk, live rows, their number.
 
     size   positions that the program takes
     chunk  positions of one chunk
@@ -83,6 +83,7 @@ class StepScope(Scope):
     (the root's position), `draft_live` (slots that go on) and `draft_lens` (their committed tokens); state: `tokens`,
     `lengths`, `block_table`. The constant `node_offsets` [T] holds 0 to T - 1.
     topology  what the next step is to verify
+    In a `prefilled` bucket the one row came out of prefill, and of the boundaries the last alone is there.
     """
 
     bucket: Bucket
@@ -96,12 +97,10 @@ class StepScope(Scope):
 class Speculator(ABC):
     """A way of drafting for one target: geometry and programs, without the content of weights.
 
-    method             its name in `SpeculativeConfig`
-    covers_last_token  whether prefill has a row for the prompt's last token, which the target leaves to the first step
+    method  its name in `SpeculativeConfig`
     """
 
     method: ClassVar[str]
-    covers_last_token: ClassVar[bool] = False
 
     @classmethod
     @abstractmethod
@@ -141,13 +140,17 @@ class Speculator(ABC):
         return {"method": self.method}
 
     def emit_prefill(self, scope: PrefillScope) -> None:
-        """Append what it does for the positions of a prompt, behind the target's layers."""
+        """Append what it does for the positions of a prompt, behind the target's layers.
+
+        What it needs of the last live row to draft behind the first token it keeps in state of its own.
+        """
         return
 
     def emit_extend(self, scope: StepScope) -> tuple[str, ...]:
         """Append what it does with the accepted rows, whether or not the bucket drafts; returns buffers to draft from.
 
-        It runs in every bucket, those of S = 0 too: drafting can then begin again at any step.
+        It runs in every bucket, those of S = 0 too: drafting can then begin again at any step. In a `prefilled` bucket
+        the accepted row is a prompt's first token.
         """
         return ()
 

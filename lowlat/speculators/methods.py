@@ -1,15 +1,17 @@
 """The methods of speculation by name, and the one that the options ask for."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
+from lowlat.checkpoint import hub
 from lowlat.models.geometry import ModelConfig
 from lowlat.options.config import SpeculativeConfig
 from lowlat.speculators.base import LoadedSpeculator, Speculator
 from lowlat.speculators.eagle3.speculator import Eagle3Speculator
 from lowlat.speculators.ngram.speculator import NgramSpeculator
 
-__all__ = ["METHODS", "load_speculator", "plan_speculator"]
+__all__ = ["METHODS", "fetch_speculator", "load_speculator", "plan_speculator"]
 
 _CLASSES: tuple[type[Speculator], ...] = (Eagle3Speculator, NgramSpeculator)
 METHODS: Mapping[str, type[Speculator]] = MappingProxyType({each.method: each for each in _CLASSES})
@@ -18,6 +20,23 @@ METHODS: Mapping[str, type[Speculator]] = MappingProxyType({each.method: each fo
 def plan_speculator(options: SpeculativeConfig, target: ModelConfig) -> Speculator:
     """The speculator that the options ask for, no weight read. Raises ConfigError where it does not fit the target."""
     return METHODS[options.method].plan(options, target)
+
+
+def fetch_speculator(
+    options: SpeculativeConfig, target: ModelConfig, progress: hub.Progress | None = None
+) -> SpeculativeConfig:
+    """The options with their draft model's directory, which is fetched where it is `ORG/NAME` of a repository.
+
+    Raises ConfigError; where it does not fit the target, before its weights are fetched.
+    """
+    if options.model is None:
+        return options
+    with hub.outline(options.model) as found:
+        found_options = replace(options, model=found.directory)
+        if found.download is None:
+            return found_options
+        plan_speculator(found_options, target)
+    return replace(options, model=hub.fetch(options.model, progress=progress))
 
 
 def load_speculator(options: SpeculativeConfig, target: ModelConfig) -> LoadedSpeculator:

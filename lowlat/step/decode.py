@@ -1,5 +1,9 @@
 """The decode step as a Program, for one bucket: verify, accept, commit, draft, masks, publish.
 
+Behind a prompt's last chunk stands the same with one difference (a `prefilled` bucket): the target's row is there, and
+is the slot's only one. What it publishes does not wait for the drafts. So the first token is a step's, with the same
+sampling, and the first step verifies drafts.
+
 Source of the order and of the rows' meaning: EAGLE-3, arXiv 2503.01840. How drafts are made is the speculator's; how
 they are verified, accepted and committed is the same for all.
 """
@@ -45,8 +49,11 @@ class _StepBuilder:
         boundaries = self._target()
         self._accept()
         self._commit()
+        if self.bucket.prefilled:
+            self._publish()
         self._draft(boundaries)
-        self._publish()
+        if not self.bucket.prefilled:
+            self._publish()
         return self.builder.build()
 
     def _ints(self, name: str, *shape: int, dtype: torch.dtype = torch.int32) -> str:
@@ -54,6 +61,9 @@ class _StepBuilder:
 
     def _active_slots(self) -> None:
         stage, batch, rows = Stage.ACTIVE_SLOTS, self.batch, self.width
+        self._ints("slots", batch)
+        if self.bucket.prefilled:
+            self.builder.emit("identity", stage, reads={"x": "prefilled_slot"}, writes={"out": "slots"})
         staged = {f"staged_{name}": f"staged_{name}" for name in STAGED}
         updated = (*JOIN_STATE, "command_head", "lengths", "active", "num_drafts", "prompt_seen", "output_counts")
         self.builder.emit(
@@ -62,8 +72,8 @@ class _StepBuilder:
             reads={"command_ring": "command_ring", "command_tail": "command_tail", **staged},
             writes={name: name for name in updated},
         )
-        self._ints("slots", batch)
-        self.builder.emit("list_active_slots", stage, reads={"active": "active"}, writes={"slots": "slots"})
+        if not self.bucket.prefilled:
+            self.builder.emit("list_active_slots", stage, reads={"active": "active"}, writes={"slots": "slots"})
         outs = {
             "row_tokens": self._ints("row_tokens", batch, rows),
             "row_positions": self._ints("row_positions", batch, rows),
@@ -78,6 +88,7 @@ class _StepBuilder:
         self.builder.emit("gather_rows", stage, reads={name: name for name in state}, writes=outs)
 
     def _target(self) -> list[str]:
+        """The target's logits; returns the residual stream at its boundaries, of which prefill leaves the last."""
         offsets = self.builder.constant("node_offsets", torch.arange(self.width, dtype=torch.int32))
         common = {"slots": "slots", "block_table": "block_table"}
         rows = Rows(
@@ -89,6 +100,9 @@ class _StepBuilder:
             write={**common, "row_live": "row_live", "write_lens": "dense_lens", "offsets": offsets},
         )
         stage, config = Stage.BASE_DECODE_STEP, self.geometry.config
+        if self.bucket.prefilled:
+            emit_lm_head(self.builder, config, rows, "prefilled_residual", stage)
+            return ["prefilled_residual"]
         boundaries = emit_decoder(self.builder, config, rows, "row_tokens", self.tables["target"], stage)
         emit_lm_head(self.builder, config, rows, boundaries[-1], stage)
         return boundaries
@@ -137,7 +151,7 @@ class _StepBuilder:
         outs = {"commit_lens": self._ints("commit_lens", batch), "finish": self._ints("finish", batch)}
         reads = {**accepted, **{name: name for name in state}}
         self.builder.emit("truncate", stage, reads=reads, writes=outs)
-        if not self.topology.is_chain or self.geometry.num_paths > 1:
+        if not self.bucket.prefilled and (not self.topology.is_chain or self.geometry.num_paths > 1):
             self._compact(stage)
         kept = ("accepted_tokens", "commit_lens", "finish", "slots")
         updated = ("tokens", "lengths", "active", "output_counts", "num_drafts")

@@ -2,7 +2,8 @@
 
 Chunks start at multiples of their fixed size, and a chunk's bits depend on its prefix alone, so that complete chunks
 can be shared. Chunks of one prompt that follow each other may run at once, and a chunk that holds few positions as a
-part of one: no bit of them depends on it. The last prompt token is left to the first step, as its root.
+part of one: no bit of them depends on it. What the last live row leaves behind is kept: of a prompt's last chunk the
+first token is chosen from it, see `lowlat.step.decode`.
 """
 
 from collections.abc import Mapping
@@ -39,6 +40,9 @@ def build_prefill(geometry: StepGeometry, size: int | None = None) -> Program:
     write = {"row_live": "prefill_live", **common}
     rows = Rows("prefill.", size, None, "prefill_positions", common, write, geometry.prefill_chunk)
     boundaries = emit_decoder(builder, geometry.config, rows, "prefill_tokens", tables["target"], stage)
+    builder.emit("identity", stage, reads={"x": "prefill_slot"}, writes={"out": "prefilled_slot"})
+    last = {"x": boundaries[-1], "commit_lens": "prefill_count"}
+    builder.emit("take_last", stage, reads=last, writes={"out": "prefilled_residual"})
     if geometry.speculator is not None:
         own = (geometry.config, boundaries, tables.get("draft"), geometry.block_size)
         geometry.speculator.emit_prefill(PrefillScope(builder, *own, size, geometry.prefill_chunk))

@@ -133,6 +133,8 @@ def _slot_state(geometry: StepGeometry) -> list[BufferSpec]:
         ("num_drafts", (batch,), torch.int32),
         ("tree_masks", (batch, rows), torch.int64),
         ("tree_paths", (batch, geometry.num_paths, geometry.path_width), torch.int32),
+        ("prefilled_slot", (1,), torch.int32),  # below: the last prompt whose chunks were run, for its first token
+        ("prefilled_residual", (1, geometry.config.hidden_size), geometry.dtype),
     ]
     return [BufferSpec(name, shape, dtype, Role.STATE) for name, shape, dtype in specs]
 
@@ -156,6 +158,8 @@ def _host_buffers(geometry: StepGeometry) -> list[BufferSpec]:
         ("prefill_table", (1, geometry.table_width), torch.int32),
         ("prefill_positions", (geometry.prefill_sizes[-1],), torch.int32),
         ("prefill_draft_positions", (geometry.prefill_sizes[-1],), torch.int32),
+        ("prefill_slot", (1,), torch.int32),
+        ("prefill_count", (1,), torch.int32),
     ]
     publications: list[tuple[str, tuple[int, ...], torch.dtype]] = [
         ("ring_records", (RING_ENTRIES, batch, RECORD_WIDTH), torch.int32),

@@ -1,10 +1,13 @@
-"""Tokenizer, chat template, incremental detokeniser, stop strings. It knows neither models nor devices."""
+"""Tokenizer, chat template, detokeniser, stop strings, parsed answers. It knows neither models nor devices."""
 
+from lowlat.text.answers import AnswerDelta, AnswerStream
 from lowlat.text.codec import TextCodec
 from lowlat.text.detokenizer import IncrementalDetokenizer, TextDelta
 from lowlat.text.harmony import ChannelText, HarmonyParser, parse_channels
 
 __all__ = [
+    "AnswerDelta",
+    "AnswerStream",
     "ChannelText",
     "HarmonyParser",
     "IncrementalDetokenizer",

@@ -5,7 +5,7 @@ It knows no model: whether ids fit the model's vocabulary is checked elsewhere.
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ from tokenizers import Tokenizer
 from lowlat.checkpoint.files import find_bytes, find_text
 from lowlat.errors import ConfigError, RequestError
 from lowlat.text.chat import ChatTemplates
+from lowlat.text.lengths import LengthBound
+from lowlat.text.literal import LiteralTokenizer
 from lowlat.text.streams import Streams, TokenStream
 
 __all__ = ["TextCodec"]
@@ -47,6 +49,8 @@ class TextCodec:
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._streams = Streams(tokenizer)
+        self._literal = LiteralTokenizer(tokenizer)
+        self._lengths = LengthBound(tokenizer)
         self.fingerprint = fingerprint
         self.special_tokens = dict(special_tokens or {})
         self._add_bos = self._edge("bos_token", add_bos)
@@ -113,49 +117,124 @@ class TextCodec:
             if text in named or any(text in source for source in sources)
         )
 
+    def spells(self, text: str) -> bool:
+        """Whether the vocabulary has the text as a token, or a chat template writes it."""
+        return self._tokenizer.token_to_id(text) is not None or self.template_has(text)
+
+    def template_has(self, text: str) -> bool:
+        """Whether a chat template writes, or asks for, this text."""
+        return self._chat is not None and any(text in source for source in self._chat.sources)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of a token, alone and within a text; those of an incomplete character, too."""
+        return self._streams.bytes_within(token_id)
+
     def token_id(self, token: str) -> int | None:
         """Return a token's id, None when the vocabulary has no such token."""
         return self._tokenizer.token_to_id(token)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return a text's token ids; special tokens spelled out in it become those tokens.
+    def encode(
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool = True,
+        allow_special: bool = False,
+        max_context: int | None = None,
+        max_tokens: int = 1,
+    ) -> list[int]:
+        """Return a text's token ids.
 
         add_special_tokens  what tokenizer.json puts around a text, corrected by add_bos_token and
                             add_eos_token
-        Raises RequestError for what is not text, not Unicode, or longer than 16 Mi characters.
+        allow_special       special tokens spelled out in it become those tokens; otherwise they stay text
+        max_context         refuse what is more with max_tokens for the answer; a text that must be more by its
+                            length alone is refused at once
+        Raises RequestError for what is not text, not Unicode, longer than 16 Mi characters, or too many tokens.
         """
-        if not isinstance(text, str):
-            raise RequestError(f"text must be a string, got {type(text).__name__}")
-        if len(text) > MAX_TEXT_CHARACTERS:
-            raise RequestError(f"text has {len(text)} characters; at most {MAX_TEXT_CHARACTERS}")
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise RequestError(f"text is not Unicode: a lone surrogate at character {error.start}") from error
-        ids = self._ids(text, add_special_tokens)
+        self._check_text(text, max_context, max_tokens)
+        if not allow_special:
+            self._literal.check(text)
+        ids = self._ids(text, add_special_tokens, allow_special, max_context, max_tokens)
         if not add_special_tokens or (self._add_bos is None and self._add_eos is None):
             return ids
-        bare = self._ids(text, False)
+        return self._with_edges(ids, lambda: self._ids(text, False, allow_special, None, 0))
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        allow_special: bool = False,
+        max_context: int | None = None,
+        max_tokens: int = 1,
+        **variables: Any,
+    ) -> list[int]:
+        """Return the token ids of messages as the model's chat template writes them.
+
+        messages       as in `apply_chat_template`, and so is `variables`
+        allow_special  special tokens that messages and variables spell become those tokens; otherwise they stay text,
+                       and only the template's own, one of which no part is a message's, are tokens
+        max_context, max_tokens   as in `encode`
+        Raises what `apply_chat_template` and `encode` raise.
+        """
+        if allow_special:
+            text = self.apply_chat_template(messages, **variables)
+            return self.encode(
+                text, add_special_tokens=False, allow_special=True, max_context=max_context, max_tokens=max_tokens
+            )
+        values, mark = self._literal.marked({"messages": _checked_messages(messages), **variables})
+        text, with_placeholders = self._literal.template_tokens(self.apply_chat_template(**values), mark)
+        self._check_text(text, max_context, max_tokens)
+        if mark:
+            self._literal.check(text)
+        return self._ids(with_placeholders, False, False, max_context, max_tokens)
+
+    def _with_edges(self, ids: list[int], bare: Callable[[], list[int]]) -> list[int]:
+        """Correct what tokenizer.json puts around a text; bare gives its token ids without that."""
         if self._add_bos is not None:
             wanted, token = self._add_bos
             found = ids[:1] == [token]
             if wanted and not found:
                 ids = [token, *ids]
-            elif found and not wanted and ids[1 : 1 + len(bare)] == bare:  # not one that the text spells
-                ids = ids[1:]
+            elif found and not wanted:
+                inner = bare()
+                if ids[1 : 1 + len(inner)] == inner:  # not one that the text spells
+                    ids = ids[1:]
         if self._add_eos is not None:
             wanted, token = self._add_eos
             found = ids[-1:] == [token]
             if wanted and not found:
                 ids = [*ids, token]
-            elif found and not wanted and ids[len(ids) - 1 - len(bare) : -1] == bare:
-                ids = ids[:-1]
+            elif found and not wanted:
+                inner = bare()
+                if ids[len(ids) - 1 - len(inner) : -1] == inner:
+                    ids = ids[:-1]
         return ids
 
-    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
-        # not `encode`, which keeps the GIL: other threads would wait 50 ms for 100,000 characters
-        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return encoding.ids
+    def _check_text(self, text: str, max_context: int | None, max_tokens: int) -> None:
+        if not isinstance(text, str):
+            raise RequestError(f"text must be a string, got {type(text).__name__}")
+        if len(text) > MAX_TEXT_CHARACTERS:
+            raise RequestError(f"text has {len(text)} characters; at most {MAX_TEXT_CHARACTERS}")
+        try:
+            num_bytes = len(text.encode("utf-8"))
+        except UnicodeEncodeError as error:
+            raise RequestError(f"text is not Unicode: a lone surrogate at character {error.start}") from error
+        least = self._lengths.least_tokens(text, num_bytes)
+        if max_context is not None and least + max_tokens > max_context:
+            raise _too_long(f"text of {num_bytes} bytes, at least {least} tokens,", max_context, max_tokens)
+
+    def _ids(
+        self, text: str, add_special_tokens: bool, allow_special: bool, max_context: int | None, max_tokens: int
+    ) -> list[int]:
+        if allow_special:
+            # not `encode`, which keeps the GIL: other threads would wait 50 ms for 100,000 characters
+            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        else:
+            encoding = self._literal.encode(text, add_special_tokens=add_special_tokens)
+        if max_context is not None and len(encoding) + max_tokens > max_context:
+            # before they become numbers, which takes the GIL
+            raise _too_long(f"prompt of {len(encoding)} tokens", max_context, max_tokens)
+        return encoding.ids if allow_special else self._literal.ids(encoding)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids; ids outside the vocabulary have none.
@@ -175,7 +254,7 @@ class TextCodec:
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
     ) -> str:
-        """Write messages as the model's chat template does; encode it with `add_special_tokens=False`.
+        """Write messages as the model's chat template does; `encode_chat` gives its token ids.
 
         messages   mappings such as {"role": "user", "content": "..."}; JSON values only
         variables  what else the template may use (tools, documents, enable_thinking, ...)
@@ -184,17 +263,13 @@ class TextCodec:
         """
         if self._chat is None:
             raise RequestError("the model has no chat template (chat_template.jinja or chat_template)")
-        if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
-            raise RequestError(f"messages must be a list, got {type(messages).__name__}")
-        for index, message in enumerate(messages):
-            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-                raise RequestError(f"messages[{index}] must be a mapping with a role")
+        checked = _checked_messages(messages)
         names = self._chat.names
         name = "tool_use" if variables.get("tools") and "tool_use" in names else "default"
         if name not in names:
             raise RequestError(f"the model has no default chat template, only {', '.join(names)}")
         values = {"tools": None, "documents": None, **self.special_tokens, **variables}
-        values["messages"] = [dict(message) for message in messages]
+        values["messages"] = [dict(message) for message in checked]
         values["add_generation_prompt"] = add_generation_prompt
         return self._chat.render(name, values)
 
@@ -202,6 +277,19 @@ class TextCodec:
         """End the chat template's process; a later use starts it again."""
         if self._chat is not None:
             self._chat.close()
+
+
+def _too_long(what: str, max_context: int, max_tokens: int) -> RequestError:
+    return RequestError(f"{what} and max_tokens {max_tokens} exceed {max_context} (max_context)")
+
+
+def _checked_messages(messages: object) -> Sequence[Mapping[str, Any]]:
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
+        raise RequestError(f"messages must be a list, got {type(messages).__name__}")
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise RequestError(f"messages[{index}] must be a mapping with a role")
+    return messages
 
 
 def _find_object(path: Path) -> dict[str, Any]:

@@ -3,14 +3,21 @@
 It knows the tokenizer only through `TextCodec.open_stream`, and nothing of requests or steps.
 """
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lowlat.errors import RequestError
 from lowlat.text.codec import TextCodec
 from lowlat.text.stops import StopMatcher
 
-__all__ = ["IncrementalDetokenizer", "TextDelta"]
+__all__ = ["IncrementalDetokenizer", "Marker", "TextDelta"]
+
+
+class Marker(str):
+    """The spelling of a token that stands between pieces of text and is no part of it."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +47,7 @@ class IncrementalDetokenizer:
                         certain is not output; a character that it left incomplete is
     stop_enabled_after  tokens before which no stop string may match: a match lies wholly in the text that
                         later tokens make certain
+    markers             token ids to be told of by `take_pieces`, and their spellings
     Time: amortised O(1) a token and a character of text. Raises RequestError for an empty stop string.
     """
 
@@ -51,6 +59,7 @@ class IncrementalDetokenizer:
         skip_special_tokens: bool = True,
         prefix_ids: Sequence[int] = (),
         stop_enabled_after: int = 0,
+        markers: Mapping[int, str] | None = None,
     ) -> None:
         if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop):
             raise RequestError(f"stop must be a sequence of non-empty strings, got {stop!r:.80}")
@@ -62,6 +71,9 @@ class IncrementalDetokenizer:
         self._num_tokens = 0
         self._finished = False
         self.stopped: str | None = None
+        self._markers = markers or {}
+        self._marks: deque[tuple[int, Marker]] = deque()  # characters of the text before each
+        self._num_certain = 0
 
     def push(self, token_ids: Sequence[int]) -> TextDelta:
         """Take new tokens; after a stop string they are ignored. Raises RuntimeError after `finish`."""
@@ -72,6 +84,9 @@ class IncrementalDetokenizer:
         pieces = []
         for used, token_id in enumerate(token_ids, 1):
             self._num_tokens += 1
+            if token_id in self._markers:
+                held = 0 if self._matcher is None else self._matcher.num_held
+                self._marks.append((self._num_certain + held, Marker(self._markers[token_id])))
             text = self._stream.push(token_id)
             if text:
                 pieces.append(self._match(text))
@@ -87,12 +102,29 @@ class IncrementalDetokenizer:
         self._finished = True
         text = self._match(self._stream.finish())
         if self.stopped is None and self._matcher is not None:
-            text += self._matcher.finish()
+            held = self._matcher.finish()
+            self._num_certain += len(held)
+            text += held
         return text
 
     def _match(self, text: str) -> str:
         """Pass text through the stop strings, if they may match already."""
-        if self._matcher is None or self._num_tokens <= self._stop_enabled_after:
-            return text
-        certain, self.stopped = self._matcher.feed(text)
-        return certain
+        if self._matcher is not None and self._num_tokens > self._stop_enabled_after:
+            text, self.stopped = self._matcher.feed(text)
+        self._num_certain += len(text)
+        return text
+
+    def take_pieces(self, text: str) -> list[str]:
+        """Cut text, which the last `push` or `finish` returned, where markers stood; they are among the pieces."""
+        pieces: list[str] = []
+        start = self._num_certain - len(text)
+        done = 0
+        while self._marks and self._marks[0][0] <= self._num_certain:
+            place, marker = self._marks.popleft()
+            if place - start > done:
+                pieces.append(text[done : place - start])
+                done = place - start
+            pieces.append(marker)
+        if done < len(text):
+            pieces.append(text[done:])
+        return pieces

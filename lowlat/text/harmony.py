@@ -1,24 +1,24 @@
 """The answer of a gpt-oss, taken apart into channels as it comes: analysis, commentary, final.
 
-The format is Harmony's: `<|start|>role<|channel|>name<|message|>text`, then `<|end|>`, `<|return|>` or `<|call|>`. It
-is read from token ids: the markers are tokens of their own, so text that merely spells one changes nothing. Any stream
-of tokens is taken, for a model may write anything: what is not in the format is handed on as text without a channel. No
-package is used: openai_harmony brings a vocabulary of its own, which it fetches from the network, and refuses what is
-ill-formed.
+The format is Harmony's: `<|start|>role<|channel|>name<|message|>text`, then `<|end|>`, `<|return|>` or `<|call|>`. The
+markers are tokens of their own, so text that merely spells one changes nothing. Any stream of tokens is taken, for a
+model may write anything: what is not in the format is handed on as text without a channel. No package is used:
+openai_harmony brings a vocabulary of its own, which it fetches from the network, and refuses what is ill-formed.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lowlat.text.codec import TextCodec
-from lowlat.text.detokenizer import IncrementalDetokenizer
+from lowlat.text.detokenizer import IncrementalDetokenizer, Marker
 
-__all__ = ["ChannelDelta", "ChannelText", "HarmonyParser", "parse_channels"]
+__all__ = ["ChannelDelta", "ChannelText", "HarmonyParser", "HarmonyReader", "harmony_markers", "parse_channels"]
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 ENDS = ("<|end|>", "<|return|>", "<|call|>")
 NEEDED = (START, CHANNEL, MESSAGE, ENDS[0])
-MAX_HEADER_TOKENS = 64  # a longer one is none: what follows is text, and can be shown as it comes
+ORDER = (START, CHANNEL, CONSTRAIN, MESSAGE)
+MAX_HEADER_CHARACTERS = 256  # a longer one is none: what follows is text, and can be shown as it comes
 MAX_TOKEN_ID = (1 << 32) - 1
 
 
@@ -30,7 +30,6 @@ class ChannelText:
     recipient     to whom it is, such as "functions.weather", or None
     content_type  what `<|constrain|>` names, such as "json", or None
     complete      whether its end marker came
-    token_ids     all of its tokens, markers included: those of all messages together are the stream's
     """
 
     channel: str | None
@@ -39,113 +38,98 @@ class ChannelText:
     recipient: str | None
     content_type: str | None
     complete: bool
-    token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class ChannelDelta:
-    """Text that some tokens added to a message; `message` counts the messages that have text, from 0."""
+    """Text that was added to a message; `message` counts, from 0, the messages that have text or a recipient."""
 
     message: int
     channel: str | None
     text: str
+    recipient: str | None = None
 
 
 @dataclass
 class _Open:
-    """A message that is still being written; its header, by the marker before each part, until `stream` is there."""
+    """A message that is still being written; its header, by the marker before each part, until `in_text`."""
 
-    tokens: list[int] = field(default_factory=list)
-    header: dict[str, list[int]] = field(default_factory=dict)
+    header: dict[str, str] = field(default_factory=dict)
     part: str = START
+    begun: bool = False
+    in_text: bool = False
+    shown: bool = False
     role: str | None = None
     channel: str | None = None
     recipient: str | None = None
     content_type: str | None = None
     text: list[str] = field(default_factory=list)
-    stream: IncrementalDetokenizer | None = None
 
 
-class HarmonyParser:
-    """Takes one answer's tokens apart. Nothing that a model writes raises; a token is not held back needlessly.
+class HarmonyReader:
+    """Takes one answer's text apart, in which the markers stand as pieces of their own.
 
     role  the role that the prompt's end has named already, with whose channel or text the answer goes on
     """
 
-    def __init__(self, codec: TextCodec, *, role: str | None = "assistant") -> None:
-        self._codec = codec
-        added = {text: number for number, text in codec.added_tokens().items()}
-        self._markers = {added[text]: text for text in (*NEEDED, CONSTRAIN, *ENDS) if text in added}
+    def __init__(self, *, role: str | None = "assistant") -> None:
         self._messages: list[ChannelText] = []
         self._shown = -1
         self._open = _Open(role=role)
-        self._finished = False
-
-    @staticmethod
-    def speaks(codec: TextCodec | None) -> bool:
-        """Whether a model's tokenizer has the format's markers."""
-        return codec is not None and set(NEEDED) <= set(codec.added_tokens().values())
 
     @property
     def messages(self) -> list[ChannelText]:
         """The messages that have ended; all of them after `finish`."""
         return list(self._messages)
 
-    def push(self, token_ids: Sequence[int]) -> list[ChannelDelta]:
-        """Take new tokens; those after `finish` are ignored. Returns what they made certain."""
+    def push(self, pieces: Sequence[str]) -> list[ChannelDelta]:
+        """Take more of the answer; returns what is certain."""
         deltas: list[ChannelDelta] = []
-        if self._finished:
-            return deltas
-        for token in token_ids:
-            marker = self._markers.get(token)
-            if marker is None:
-                self._plain(token, deltas)
-            elif marker in ENDS:
-                self._open.tokens.append(token)
-                self._close(deltas, complete=self._open.stream is not None)
+        for piece in pieces:
+            if not isinstance(piece, Marker):
+                self._plain(piece, deltas)
+            elif piece in ENDS:
+                self._open.begun = True
+                self._close(deltas, complete=self._open.in_text)
             else:
-                self._mark(marker, token, deltas)
+                self._mark(piece, deltas)
         return deltas
 
     def finish(self) -> list[ChannelDelta]:
-        """Return what was held back; no token follows."""
+        """Return what was held back; nothing follows."""
         deltas: list[ChannelDelta] = []
-        if not self._finished:
-            self._close(deltas, complete=False)
-            self._finished = True
+        self._close(deltas, complete=False)
         return deltas
 
-    def _plain(self, token: int, deltas: list[ChannelDelta]) -> None:
+    def _plain(self, text: str, deltas: list[ChannelDelta]) -> None:
         message = self._open
-        message.tokens.append(token)
-        if message.stream is not None:
-            self._show(message.stream.push(_known([token])).text, deltas)
+        message.begun = True
+        if message.in_text:
+            self._show(text, deltas)
             return
-        message.header.setdefault(message.part, []).append(token)
-        if sum(map(len, message.header.values())) > MAX_HEADER_TOKENS:
+        message.header[message.part] = message.header.get(message.part, "") + text
+        if sum(map(len, message.header.values())) > MAX_HEADER_CHARACTERS:
             self._as_text(deltas)
 
-    def _mark(self, marker: str, token: int, deltas: list[ChannelDelta]) -> None:
+    def _mark(self, marker: str, deltas: list[ChannelDelta]) -> None:
         """A marker of a header; in a message's text, or out of its order, it begins another message."""
         message = self._open
-        order = (START, CHANNEL, CONSTRAIN, MESSAGE)
-        in_header = message.stream is None and order.index(marker) > order.index(message.part)
-        if marker == CONSTRAIN and message.stream is not None:
-            message.tokens.append(token)  # no text, and no header without a channel before it
-            return
-        if not in_header and message.tokens:
+        in_header = not message.in_text and ORDER.index(marker) > ORDER.index(message.part)
+        if marker == CONSTRAIN and message.in_text:
+            return  # no text, and no header without a channel before it
+        if not in_header and message.begun:
             self._close(deltas, complete=False)
-        self._open.tokens.append(token)
+        self._open.begun = True
         self._open.part = marker
         if marker == MESSAGE:
             self._read_header(self._open)
-            self._open.stream = IncrementalDetokenizer(self._codec)
+            self._open.in_text = True
 
     def _read_header(self, message: _Open) -> None:
-        words = {part: self._decode(ids).split() for part, ids in message.header.items()}
-        for part, found in words.items():
-            plain = [word for word in found if not word.startswith("to=")]
-            for word in found:
+        for part, text in message.header.items():
+            words = text.split()
+            plain = [word for word in words if not word.startswith("to=")]
+            for word in words:
                 if word.startswith("to=") and len(word) > 3:
                     message.recipient = word[3:]
             if part == START and plain:
@@ -158,18 +142,17 @@ class HarmonyParser:
     def _as_text(self, deltas: list[ChannelDelta]) -> None:
         """A header that was none becomes text in no channel."""
         message = self._open
-        message.stream = IncrementalDetokenizer(self._codec)
+        message.in_text = True
         message.channel = None
-        pieces = message.stream.push(_known([token for ids in message.header.values() for token in ids]))
-        self._show(pieces.text, deltas)
+        self._show("".join(message.header.values()), deltas)
 
     def _close(self, deltas: list[ChannelDelta], *, complete: bool) -> None:
-        if self._open.stream is None and self._open.header:
+        if not self._open.in_text and self._open.header:
             self._as_text(deltas)
         message = self._open
-        if message.stream is not None:
-            self._show(message.stream.finish(), deltas)
-        if message.tokens:
+        if message.recipient is not None:
+            self._show("", deltas)
+        if message.begun:
             self._messages.append(
                 ChannelText(
                     message.channel,
@@ -178,27 +161,61 @@ class HarmonyParser:
                     message.recipient,
                     message.content_type,
                     complete,
-                    tuple(message.tokens),
                 )
             )
         self._open = _Open()
 
     def _show(self, text: str, deltas: list[ChannelDelta]) -> None:
-        if not text:
-            return
         message = self._open
-        if not message.text:
+        if not text and (message.shown or message.recipient is None):
+            return
+        if not message.shown:
             self._shown += 1
+            message.shown = True
         message.text.append(text)
-        deltas.append(ChannelDelta(self._shown, message.channel, text))
-
-    def _decode(self, ids: Sequence[int]) -> str:
-        return self._codec.decode(_known(ids))
+        deltas.append(ChannelDelta(self._shown, message.channel, text, message.recipient))
 
 
-def _known(ids: Sequence[int]) -> list[int]:
-    """Ids that a tokenizer can be asked about."""
-    return [token for token in ids if 0 <= token <= MAX_TOKEN_ID]
+class HarmonyParser:
+    """Takes one answer's tokens apart. Nothing that a model writes raises; a token is not held back needlessly.
+
+    role  as HarmonyReader says
+    """
+
+    def __init__(self, codec: TextCodec, *, role: str | None = "assistant") -> None:
+        self._text = IncrementalDetokenizer(codec, markers=harmony_markers(codec))
+        self._reader = HarmonyReader(role=role)
+        self._finished = False
+
+    @staticmethod
+    def speaks(codec: TextCodec | None) -> bool:
+        """Whether a model's tokenizer has the format's markers."""
+        return codec is not None and set(NEEDED) <= set(codec.added_tokens().values())
+
+    @property
+    def messages(self) -> list[ChannelText]:
+        """The messages that have ended; all of them after `finish`."""
+        return self._reader.messages
+
+    def push(self, token_ids: Sequence[int]) -> list[ChannelDelta]:
+        """Take new tokens; those after `finish` are ignored. Returns what they made certain."""
+        if self._finished:
+            return []
+        known = [token for token in token_ids if 0 <= token <= MAX_TOKEN_ID]
+        return self._reader.push(self._text.take_pieces(self._text.push(known).text))
+
+    def finish(self) -> list[ChannelDelta]:
+        """Return what was held back; no token follows."""
+        if self._finished:
+            return []
+        self._finished = True
+        return self._reader.push(self._text.take_pieces(self._text.finish())) + self._reader.finish()
+
+
+def harmony_markers(codec: TextCodec) -> dict[int, str]:
+    """Ids of the format's markers, and their spellings."""
+    markers = {*ORDER, *ENDS}
+    return {number: text for number, text in codec.added_tokens().items() if text in markers}
 
 
 def parse_channels(
@@ -212,6 +229,8 @@ def parse_channels(
     if codec is None or not HarmonyParser.speaks(codec):
         return None
     parser = HarmonyParser(codec, role=role)
-    parser.push(codec.encode(answer, add_special_tokens=False) if isinstance(answer, str) else answer)
+    if isinstance(answer, str):
+        answer = codec.encode(answer, add_special_tokens=False, allow_special=True)
+    parser.push(answer)
     parser.finish()
     return parser.messages

@@ -24,7 +24,7 @@ from tokenizers import Tokenizer
 
 from lowlat.errors import ConfigError
 
-__all__ = ["ByteStream", "ChainStream", "Streams", "TokenStream"]
+__all__ = ["ByteStream", "ChainStream", "Streams", "TokenStream", "byte_alphabet"]
 
 LOCAL_DECODERS = frozenset({"ByteFallback", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece"})
 BYTE_TOKEN = re.compile(r"<0x..>", re.DOTALL)
@@ -64,7 +64,7 @@ class Streams:
         if self.byte_level:
             if [kind for kind in kinds if kind != "Fuse"] != ["ByteLevel"]:
                 raise ConfigError(f"its decoder {' + '.join(kinds)} cannot be decoded token by token")
-            self._byte_of = _byte_alphabet()
+            self._byte_of = byte_alphabet()
         else:
             _check_chain(steps, kinds)
             self._find_anchor()
@@ -95,6 +95,20 @@ class Streams:
             whole = len(known) == len(values)
             self._bytes[token_id] = bytes(known) if whole else spelling.encode("utf-8")
         return self._bytes[token_id]
+
+    def bytes_within(self, token_id: int) -> bytes:
+        """Return the bytes of a token of any kind, special ones included, as it reads after other text."""
+        if self.byte_level:
+            return self.token_bytes(token_id, False)
+        spelling = self.spelling(token_id, False)
+        if spelling is None:
+            return b""
+        if self.byte_fallback and BYTE_TOKEN.fullmatch(spelling):
+            try:
+                return bytes((int(spelling[3:5], 16),))
+            except ValueError:
+                pass  # not two hexadecimal digits: text like any other
+        return self.decode_inner([token_id]).encode("utf-8")
 
     def decode(self, ids: list[int]) -> str:
         """Decode ids of which none is to be left out."""
@@ -227,7 +241,7 @@ def _check_chain(steps: list[dict[str, Any]], kinds: list[str]) -> None:
         fused = fused or kind == "Fuse"
 
 
-def _byte_alphabet() -> dict[str, int]:
+def byte_alphabet() -> dict[str, int]:
     """Return which byte each character of a byte-level token stands for.
 
     Printable Latin-1 characters stand for themselves; the other bytes take the characters from U+0100 on, in

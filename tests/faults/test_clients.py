@@ -21,8 +21,6 @@ from lowlat.errors import StreamError
 from lowlat.ipc import Client
 from lowlat.ipc.wire import Error, Hello, Stats, encode
 
-pytestmark = pytest.mark.alone
-
 LIBZMQ = """
 import sys, time, zmq
 from lowlat.ipc.wire import Hello, Sampling, Submit, encode, pack_tokens

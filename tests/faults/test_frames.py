@@ -11,8 +11,6 @@ from served import Serve, eventually
 
 from lowlat.ipc.wire import Bye, Error
 
-pytestmark = pytest.mark.alone
-
 TABLE: list[dict[str, Any]] = json.loads((Path(__file__).parents[1] / "ipc" / "bad_frames" / "v1.json").read_text())
 SENDABLE = [entry for entry in TABLE if entry["frames"]]  # a message without frames ZeroMQ itself refuses
 MAX_BYTES = 16 << 20  # some are longer than the default lets through
@@ -95,7 +93,9 @@ def test_after_all_of_it_the_next_client_is_served(serve: Serve) -> None:
     for entry in SENDABLE[::40]:
         bad = served.client()
         bad.say_raw(*frames_of(entry))
-        bad.hear(Error)
+        if bad.hear(Error).number is not None:  # a request that is refused by itself
+            bad.say_raw(b"\xff")
+            bad.hear(Error)
         assert bad.hear(Bye).reason == "dropped"
         client: RawClient = served.client()
         done = client.submit(1, max_tokens=3)

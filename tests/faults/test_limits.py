@@ -17,8 +17,6 @@ from lowlat.errors import Busy
 from lowlat.ipc import Client
 from lowlat.ipc.wire import Error
 
-pytestmark = pytest.mark.alone
-
 # what SUBMIT says, the code, the field's path where the wire knows it, and words that must stand in the message
 REFUSALS: list[tuple[dict[str, Any], list[int], str, str | None, tuple[str, ...]]] = [
     ({"max_tokens": 250}, [1] * 10, "invalid", None, ("10", "250", "256", "max_context")),
@@ -92,6 +90,7 @@ def busy_times(client: RawClient, first: int, count: int) -> list[float]:
     return times
 
 
+@pytest.mark.alone
 def test_beyond_capacity_it_is_busy_within_ten_milliseconds(tmp_path: Path) -> None:
     options = {"engine": {"step_s": 0.3, "max_running": 2}, "limits": {"max_queue": 3}}
     with fake_process(tmp_path, **options), raw_client(f"ipc://{tmp_path}/s.sock") as client:

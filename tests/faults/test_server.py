@@ -18,8 +18,6 @@ from lowlat.errors import LowlatError, ServerGone, StreamError
 from lowlat.ipc import AsyncClient, Client
 from lowlat.ipc.wire import Bye, Hello, Welcome
 
-pytestmark = pytest.mark.alone
-
 NUM_STREAMS = 4
 MAX_TOKENS = 4000
 

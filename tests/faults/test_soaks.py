@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.alone
-
 TESTS = Path(__file__).parents[1]
 MAX_GROWTH = 0.01
 MAX_P99_CHANGE = 0.05

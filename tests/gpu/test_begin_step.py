@@ -18,6 +18,6 @@ def bench() -> Bench:
 
 @pytest.mark.parametrize(("batch", "context"), [(1, 30), (4, 3000), (8, 30)])
 def test_against_the_reference(bench: Bench, batch: int, context: int) -> None:
-    for seed in range(10):
+    for seed in range(12):
         sizes = {"max_batch": 8, "num_commands": seed % 7, "context": context}
-        check_begin_step(bench, seed, batch=batch, **sizes, alone=seed % 2 > 0)
+        check_begin_step(bench, seed, batch=batch, **sizes, how=("fused", "alone", "given")[seed % 3])

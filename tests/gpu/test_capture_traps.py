@@ -208,8 +208,8 @@ def test_nothing_is_allocated_or_waited_for_between_steps(pair: PairPaths) -> No
     with load(pair) as runtime:
         tokens_of(runtime)
         names = [submit(runtime, seed) for seed in (1, 2)]
-        runtime.step()  # prefill and the first step
-        runtime.step()
+        for _ in range(4):  # first tokens, and a step behind each
+            runtime.step()
         torch.cuda.synchronize()
         before, free = torch.cuda.memory_stats()["allocation.all.allocated"], [torch.cuda.mem_get_info()[0]]
         with waiting_is_an_error():
@@ -266,7 +266,7 @@ def test_an_address_that_nobody_owns_is_refused_by_name(pair: PairPaths) -> None
     with load(pair) as runtime:
         executor = runtime.executor
         assert isinstance(executor, GraphExecutor)
-        groups = [executor.groups(bucket) for bucket in runtime.ladder.buckets]
+        groups = [executor.groups(bucket) for bucket in (*runtime.ladder.buckets, *runtime.ladder.first_tokens)]
         executor._check_addresses(groups)
         foreign = torch.zeros(1 << 20, dtype=torch.int64, device="cuda")
         group = groups[0][0]

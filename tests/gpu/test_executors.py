@@ -14,6 +14,7 @@ from tiny_models import PairPaths, copying_draft_model, make_pair, mxfp4_target
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.executors.eager import EagerExecutor
+from lowlat.graphs import Bucket
 from lowlat.models.target import load_target
 from lowlat.speculators.eagle3.weights import load_draft_model
 
@@ -94,13 +95,15 @@ def test_every_group_does_what_its_operations_mean(name: str, tree: Any, pairs: 
         executor = runtime.executor
         assert isinstance(executor, EagerExecutor)
         lockstep = Lockstep(executor, canonical_weights(pairs[name]))
-        step = executor.step
+        run = executor._run
 
-        def stepped(bucket: Any) -> None:
-            lockstep.begin(bucket)
-            step(bucket)
+        def followed(size: Any) -> None:
+            if isinstance(size, Bucket):  # a step, or a first token behind a chunk
+                executor.synchronize()
+                lockstep.begin(size)
+            run(size)
 
-        executor.step = stepped  # type: ignore[method-assign]
+        executor._run = followed  # type: ignore[method-assign]
         for number, mode in enumerate(MODES):
             runtime.submit(prompt_of(20 + 13 * number, number), params(mode, max_tokens=12))
         run_all(runtime, lambda number: (depth, 0, depth)[number % 3])
@@ -122,6 +125,21 @@ def assert_same(found: Any, expected: Any) -> None:
     assert found[0] == expected[0]
     different = [index for index, row in expected[1].items() if not torch.equal(found[1][index], row)]
     assert not different, f"other bits for the tokens at {different}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_first_token_s_logits_are_those_of_a_step_but_for_rounding(name: str, pairs: dict[str, PairPaths]) -> None:
+    """The same text, its last token once in the prompt and once decoded, behind ends of chunks and of blocks."""
+    limit = 0.3 if name in ("gpt_oss", "mxfp4", "alike") else 2e-2  # other experts where two are nearly as likely
+    with load(pairs[name], "eager", prefix_reuse=False) as runtime:
+        for length in (1, 2, 16, 32, 33, 64, 101):
+            prompt = prompt_of(length + 1, length)
+            forced = SamplingParams(max_tokens=2, logit_bias={prompt[-1]: 100.0}, ignore_eos=True)
+            tokens, decoded = traced(runtime, prompt[:-1], forced, 0)
+            assert tokens[0] == prompt[-1]
+            _, prefilled = traced(runtime, prompt, SamplingParams(max_tokens=1), 0)
+            found, expected = (logits[length + 1].float() for logits in (prefilled, decoded))
+            assert (found - expected).norm() < limit * (expected - expected.mean()).norm(), length
 
 
 @pytest.mark.parametrize("mode", ["greedy", "sampled", "penalised"])
@@ -180,7 +198,7 @@ def test_replay_equals_eager_bit_for_bit(name: str, pairs: dict[str, PairPaths])
     with load(pairs[name], "eager") as eager_runtime:
         eager = run(eager_runtime)
     assert graph[0] == eager[0]
-    skipped = ("staged", "prefill", "command")
+    skipped = ("staged", "prefill_", "command")
     different = [
         key
         for key, tensor in eager[1].items()

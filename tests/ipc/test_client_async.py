@@ -16,8 +16,6 @@ from lowlat.ipc.client import protocol
 from lowlat.ipc.client.asynchronous import AsyncGeneration
 from lowlat.ipc.wire import Cancel, Credit, Error, Health, Hello, Submit
 
-pytestmark = pytest.mark.alone
-
 
 @pytest.fixture
 def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ScriptedServer]:
@@ -57,6 +55,43 @@ def test_several_streams_at_once(server: ScriptedServer) -> None:
 
     asyncio.run(main())
     assert len(server.wait_for(Hello)) == 1
+
+
+@pytest.mark.parametrize("connected", [True, False])
+def test_requests_are_sent_by_the_call_and_cancelled_when_dropped(server: ScriptedServer, connected: bool) -> None:
+    async def main() -> None:
+        client = AsyncClient(server.url, window=4)
+        if connected:
+            await client.connect()
+        generations = [client.generate([number], max_tokens=100) for number in range(4)]
+        while len(server.running) < 4:
+            await asyncio.sleep(0.005)
+        kept = generations.pop(0)
+        del generations
+        while sum(isinstance(message, Cancel) for message in server.received) < 3:
+            await asyncio.sleep(0.005)
+        assert ids_of(await all_of(kept)) == expected_tokens((0,), 100)
+        dropped = client.generate([9], max_tokens=100)
+        await dropped.aclose()
+        assert await all_of(dropped) == []
+        await client.close()
+
+    asyncio.run(asyncio.wait_for(main(), 10.0))
+
+
+def test_what_hinders_a_request_is_raised_to_its_reader(tmp_path: Path) -> None:
+    async def main() -> None:
+        client = AsyncClient(ipc_url(tmp_path, "nobody"), connect_timeout_s=0.2)
+        with pytest.raises(StreamError, match="has not connected yet"):
+            await all_of(client.generate("a", timeout_s=0.05))
+        generation = client.generate("a")
+        with pytest.raises(ServerGone, match="no lowlat server answers"):
+            await all_of(generation)
+        assert await all_of(generation) == []
+
+    asyncio.run(main())
+    with pytest.raises(LowlatError, match="needs a running event loop"):
+        AsyncClient(ipc_url(tmp_path)).generate("a")
 
 
 @OVER_EACH
@@ -114,9 +149,6 @@ def test_cancel_ends_by_a_chunk_and_unread_tokens_stay_at_the_server(server: Scr
             assert not [message for message in server.received if isinstance(message, Credit)]
             await generation.cancel()
             assert (await all_of(generation))[-1].finish_reason == "cancelled"
-            unsent = client.generate("b")
-            await unsent.cancel()
-            assert await all_of(unsent) == []
 
     asyncio.run(main())
 
@@ -202,7 +234,7 @@ def test_two_tasks_may_not_read_one_stream(server: ScriptedServer) -> None:
             generation = client.generate("a")
             task = asyncio.ensure_future(anext(generation))
             await asyncio.sleep(0.05)
-            with pytest.raises(LowlatError, match="another task reads"):
+            with pytest.raises(LowlatError, match="another thread or task reads"):
                 await anext(generation)
             await asyncio.sleep(0.01)
             assert not task.done()

@@ -9,7 +9,8 @@ from fake_engine import FakeCodec, FakeEngine, expected_tokens
 from served import Serve, eventually
 
 from lowlat.ipc.server.generations.requests import Requests
-from lowlat.ipc.server.peers import Peer, Peers
+from lowlat.ipc.server.peer import Peer
+from lowlat.ipc.server.peers import Peers
 from lowlat.ipc.server.threads import decode_thread, io_thread
 from lowlat.ipc.server.threads.events import Prepared
 from lowlat.ipc.wire import Bye, Drain, End, Tokens
@@ -44,8 +45,10 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
     return told
 
 
-def test_the_decode_thread_sends_first_tokens_and_the_io_thread_the_rest(serve: Serve, sent: Sent) -> None:
-    client = serve(FakeEngine(0.02)).client()
+def test_the_decode_thread_sends_first_tokens_and_the_io_thread_the_rest(
+    serve: Serve, sent: Sent, transport: dict[str, str]
+) -> None:
+    client = serve(FakeEngine(0.02), **transport).client()
     first: list[str] = []
     for number in range(10):
         request = client.submit(number, [7], max_tokens=3)
@@ -65,14 +68,6 @@ def test_first_tokens_that_are_also_the_last(serve: Serve, sent: Sent) -> None:
         assert request.token_ids == expected_tokens([7], 1)
     assert sent.count((Tokens, DECODE)) == sent.count((End, DECODE)) >= 5
     assert client.stats()["time_to_first_token_ms"]["count"] == 10
-
-
-def test_over_tcp_only_the_io_thread_may_send(serve: Serve, sent: Sent) -> None:
-    client = serve(FakeEngine(0.01), endpoint="tcp://127.0.0.1:*").client()
-    request = client.submit(0, [7], max_tokens=2)
-    client.finish(request)
-    assert request.token_ids == expected_tokens([7], 2)
-    assert {thread for _, thread in sent} == {IO}
 
 
 def test_a_step_of_several_requests_is_the_io_threads(serve: Serve, sent: Sent) -> None:

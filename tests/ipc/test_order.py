@@ -14,7 +14,7 @@ from scripted_server import Running, expected_tokens, welcome
 
 from lowlat.ipc import Client, Limits, Server
 from lowlat.ipc.client.blocking import Generation
-from lowlat.ipc.client.protocol import Connection, Stream
+from lowlat.ipc.client.protocol import ClientProtocol, Stream
 from lowlat.ipc.client.request import make_request
 from lowlat.ipc.wire import Cancel, Credit, Submit, decode_client, encode, unpack_tokens
 
@@ -27,7 +27,7 @@ class CoreMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.core = Connection("ipc:///x", "", WINDOW, 0.0)
+        self.core = ClientProtocol("ipc:///x", "", WINDOW, 0.0)
         self.core.outgoing.clear()
         self.core.receive(encode(welcome()), 0.0)
         self.to_client: deque[bytes] = deque()

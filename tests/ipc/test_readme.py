@@ -93,6 +93,7 @@ def test_serving_over_tcp_with_curve_keys_runs(tmp_path: Path) -> None:
 def test_the_settings_shown_exist(tmp_path: Path) -> None:
     (example,) = blocks(PAGE.read_text(), "toml")
     (tmp_path / "serve.toml").write_text(example)
+    (tmp_path / "models" / "draft").mkdir(parents=True)  # else it could be a repository's name
     settings = ServeConfig.gather({}, {}, tmp_path / "serve.toml")
     assert settings["head"] == tmp_path / "models" / "draft"
     assert {name for name, source in settings.sources.items() if source != "default"} == {

@@ -22,8 +22,6 @@ from lowlat.ipc.limits import Limits
 from lowlat.ipc.server import Curve, Server
 from lowlat.ipc.wire import Bye, Drain, Error, Hello
 
-pytestmark = pytest.mark.alone
-
 
 def test_an_unread_log_stalls_nobody(tmp_path: Path) -> None:
     options = {"engine": {"step_s": 0.001}, "limits": {"max_bad_messages": 60_000}, "log": "json"}

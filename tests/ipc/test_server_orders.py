@@ -11,26 +11,17 @@ from msgspec import Struct
 
 from lowlat.errors import RequestError
 from lowlat.ipc.limits import Limits
+from lowlat.ipc.server.admission import User
 from lowlat.ipc.server.generations.prepare import prepare
 from lowlat.ipc.server.generations.requests import Requests
 from lowlat.ipc.server.generations.statistics import Statistics
 from lowlat.ipc.server.generations.timers import Timers
-from lowlat.ipc.server.peers import Peer
-from lowlat.ipc.server.threads.events import Command, DecodeCancel, DecodeSubmit, Prepare, Refused, Step
+from lowlat.ipc.server.peer import Peer
+from lowlat.ipc.server.threads.events import Command, DecodeCancel, DecodeSubmit, Prepare, Prepared, Refused, Step
 from lowlat.ipc.server.threads.watchdog import StepClock
-from lowlat.ipc.server.transport.listener import Connection
 from lowlat.ipc.wire import End, Error, Sampling, Submit, Tokens, pack_tokens, unpack_tokens
 
 LIMITS = Limits(max_queue=3, max_requests_per_client=4, max_credit=50)
-
-
-class _Connection(Connection):
-    """Nothing is sent by it here: `_Peers` keeps it."""
-
-    def put(self, frame: bytes) -> bool:
-        raise AssertionError("what is sent goes to _Peers")
-
-    admit = mute = end = lambda self: None
 
 
 class _Peers:
@@ -40,6 +31,9 @@ class _Peers:
         self.all: list[Peer] = []
         self.sent: dict[Peer, list[Struct]] = {}
         self.num_greeted = 0
+
+    def tell(self, listener: Requests) -> None:
+        """Nobody goes or is blocked but by the rules."""
 
     def __iter__(self) -> Any:
         return iter(list(self.all))
@@ -51,7 +45,7 @@ class _Peers:
         return True
 
 
-class _TextThread:
+class _TextThreads:
     def __init__(self) -> None:
         self.jobs: list[Prepare] = []
 
@@ -68,7 +62,8 @@ class Orders(RuleBasedStateMachine):
         super().__init__()
         self.engine = FakeEngine(tokens_per_step=2, max_running=2)
         self.commands: list[Command] = []
-        self.text = _TextThread()
+        self.text = _TextThreads()
+        self.taken: list[Prepared] = []  # what the text thread is about to hand back
         self.table = _Peers()
         self.requests = Requests(
             self.engine,
@@ -77,18 +72,19 @@ class Orders(RuleBasedStateMachine):
             Timers(),
             Statistics(),
             StepClock(LIMITS),
+            self.table,  # type: ignore[arg-type]
             logging.getLogger("test"),
             epoch="0123456789abcdef",
             decode=self.commands.append,
-            text_thread=self.text,  # type: ignore[arg-type]
+            text_threads=self.text,  # type: ignore[arg-type]
+            shared=True,
         )
-        self.requests.peers = self.table  # type: ignore[assignment]
         self.asked: dict[tuple[Peer, int], tuple[tuple[int, ...], int]] = {}
         self.granted: dict[tuple[Peer, int], int] = {}
 
-    @rule(target=peers)
-    def connect(self) -> Peer:
-        peer = Peer(_Connection())
+    @rule(target=peers, uid=st.integers(0, 2))
+    def connect(self, uid: int) -> Peer:
+        peer = Peer(bytes(5), 0, User(uid=uid))
         self.table.all.append(peer)
         self.table.sent[peer] = []
         return peer
@@ -108,9 +104,8 @@ class Orders(RuleBasedStateMachine):
         key = (peer, peer.last_number)
         self.asked[key] = (prompt, max_tokens)
         self.granted[key] = credit
-        self.requests.submit(
-            peer, Submit(peer.last_number, credit, Sampling(max_tokens=max_tokens)), pack_tokens(prompt)
-        )
+        submit = Submit(peer.last_number, credit, Sampling(max_tokens=max_tokens))
+        self.requests.submit(peer, submit, pack_tokens(prompt), 100 + 4 * len(prompt))
 
     @rule(peer=peers, which=st.integers(0, 100))
     def cancel(self, peer: Peer, which: int) -> None:
@@ -131,12 +126,17 @@ class Orders(RuleBasedStateMachine):
         self.requests.peer_gone(peer)
 
     @rule()
-    def text_thread(self) -> None:
+    def text_thread_takes(self) -> None:
         if self.text.jobs:
-            job = self.text.jobs.pop(0)
-            self.requests.prepared(
-                prepare(job.stream, job.submit, job.body, self.engine, None, logging.getLogger("test"))
-            )
+            stream, submit, body = self.text.jobs.pop(0).take()
+            assert (submit is None) == stream.over
+            if submit is not None:
+                self.taken.append(prepare(stream, submit, body, self.engine, None, logging.getLogger("test")))
+
+    @rule()
+    def text_thread_hands_back(self) -> None:
+        if self.taken:
+            self.requests.prepared(self.taken.pop(0))
 
     @rule()
     def command(self) -> None:
@@ -146,7 +146,7 @@ class Orders(RuleBasedStateMachine):
         command = self.commands.pop(0)
         if isinstance(command, DecodeSubmit):
             try:
-                self.engine.submit(command.request_id, command.prompt, command.sampling)
+                self.engine.submit(command.request_id, command.prompt, command.sampling, command.cache_salt)
             except RequestError as error:
                 self.requests.refused(Refused(command.request_id, "invalid", str(error)))
         elif isinstance(command, DecodeCancel):
@@ -209,7 +209,8 @@ class Orders(RuleBasedStateMachine):
                 for stream in list(peer.streams.values()):
                     self.granted[peer, stream.number] += 50
                     self.requests.credit(stream, 50)
-            self.text_thread()
+            self.text_thread_takes()
+            self.text_thread_hands_back()
             while self.commands:
                 self.command()
             self.step(1)
@@ -217,6 +218,7 @@ class Orders(RuleBasedStateMachine):
         requests = self.requests
         assert requests.idle
         assert (requests.num_running, requests.num_waiting, requests._prompt_bytes) == (0, 0, 0)
+        assert not (requests._inside_of or requests._live_of or requests._bytes_of)
         assert not self.engine.busy
         ended = {
             (name, message.number)

@@ -2,6 +2,7 @@
 
 import os
 import select
+import sys
 import threading
 import time
 from collections import Counter
@@ -16,8 +17,6 @@ from lowlat.ipc.server.generations.statistics import Histogram, Statistics
 from lowlat.ipc.server.generations.timers import Timers
 from lowlat.ipc.server.threads.wake import Inbox
 from lowlat.ipc.server.threads.watchdog import COLD_FACTOR, StepClock
-
-pytestmark = pytest.mark.alone
 
 
 @given(st.lists(st.floats(2e-6, 100.0), min_size=1, max_size=200), st.sampled_from([0.01, 0.5, 0.9, 0.99, 1.0]))
@@ -51,22 +50,36 @@ def test_tokens_a_second_are_of_the_last_whole_seconds(monkeypatch: pytest.Monke
     assert counted.to_dict(10_000.0)["tokens_per_s"] == 0.0
 
 
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["push", "pop", "remove"]))))
+@given(st.lists(st.tuples(st.sampled_from(["a1", "a2", "b1"]), st.sampled_from(["push", "pop", "remove"]))))
 def test_turns(operations: list[tuple[str, str]]) -> None:
     queue: FairQueue[int] = FairQueue()
     model: dict[str, list[int]] = {}
     for item, (owner, operation) in enumerate(operations):
         if operation == "push":
-            queue.push(owner, item)
+            queue.push(owner[0], owner, item)
             model.setdefault(owner, []).append(item)
         elif operation == "pop" and any(model.values()):
             popped = queue.pop()
             assert popped in [items[0] for items in model.values() if items]  # an owner's own order
             next(items for items in model.values() if popped in items).remove(popped)
         elif operation == "remove" and model.get(owner):
-            assert queue.remove(owner, model[owner].pop())
-            assert not queue.remove(owner, -1)
+            assert queue.remove(owner[0], owner, model[owner].pop())
+            assert not queue.remove(owner[0], owner, -1)
         assert queue.num_items == sum(map(len, model.values()))
+
+
+def test_who_has_least_is_first_and_a_users_clients_take_turns() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for client, item in (("a", "a1"), ("a", "a2"), ("b", "b1"), ("a", "a3")):
+        queue.push("many", client, item)
+    queue.push("few", "c", "c1")
+    queue.push("few", "c", "c2")
+    served = Counter({"many": 2, "few": 1})
+    order = []
+    while queue.num_items:
+        order.append(queue.pop(served))
+        served["few" if order[-1][0] == "c" else "many"] += 1
+    assert order == ["c1", "a1", "c2", "b1", "a2", "a3"]
 
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=6))
@@ -74,7 +87,7 @@ def test_between_two_turns_of_one_everybody_has_one(counts: list[int]) -> None:
     queue: FairQueue[int] = FairQueue()
     for owner, count in enumerate(counts):
         for _ in range(count):
-            queue.push(owner, owner)
+            queue.push(owner, "", owner)
     served: Counter[int] = Counter()
     while queue.num_items:
         served[queue.pop()] += 1
@@ -94,6 +107,25 @@ def test_timers_run_in_order_and_when_due() -> None:
     time.sleep(0.03)
     timers.run()
     assert ran == ["first", "second"]
+
+
+def test_a_cancelled_timer_holds_nothing_and_many_of_them_leave() -> None:
+    timers = Timers()
+    ran: list[int] = []
+    payload = [bytes(1 << 20)]
+    kept = timers.after(0.01, ran.append, 1)
+    timer = timers.after(1e6, ran.extend, payload)
+    timers.cancel(timer)
+    timers.cancel(timer)
+    timers.cancel(None)
+    assert sys.getrefcount(payload) == 2
+    for _ in range(10_000):
+        timers.cancel(timers.after(1e6, ran.append, 0))
+    assert len(timers) < 200
+    time.sleep(0.02)
+    timers.run()
+    timers.cancel(kept)  # after the call
+    assert ran == [1]
 
 
 def test_a_steps_allowance_follows_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:

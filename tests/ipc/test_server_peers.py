@@ -1,23 +1,17 @@
 """Connections of one server: strangers, liars, floods, deaths, and that nobody else notices."""
 
-import os
-import socket
 import time
-from contextlib import suppress
 from typing import Any
 
 import pytest
 import zmq
 from fake_engine import FakeEngine, expected_tokens
 from raw_client import RawClient, bare_socket, zmtp_peer
-from served import Serve, Served, eventually
+from served import Serve, eventually
 
-from lowlat.ipc.server import server
-from lowlat.ipc.server.transport.security import Credentials
 from lowlat.ipc.wire import (
     Bye,
     Credit,
-    Drain,
     Error,
     Health,
     Hello,
@@ -30,23 +24,9 @@ from lowlat.ipc.wire import (
     pack_tokens,
 )
 
-pytestmark = pytest.mark.alone
-
 
 def num_clients(client: RawClient) -> int:
     return int(client.stats()["num_clients"])
-
-
-def welcomed_as(served: Served, routing_id: bytes) -> RawClient:
-    """A client under a routing id that another has just had; ROUTER hears it when it has seen the other's end."""
-    for _ in range(20):
-        client = served.client(greet=False, routing_id=routing_id)
-        client.say(Hello())
-        with suppress(TimeoutError):
-            assert isinstance(client.receive(0.25), Welcome)
-            return client
-        client.close()
-    raise AssertionError("nobody is heard under this routing id any more")
 
 
 @pytest.mark.parametrize(
@@ -94,8 +74,8 @@ def test_a_broken_submit_with_a_number_is_an_error_of_that_request(serve: Serve)
     assert running.end is not None
 
 
-def test_a_dropped_peer_is_disconnected_and_may_come_again(serve: Serve) -> None:
-    served = serve(max_bad_messages=1)
+def test_a_dropped_peer_is_disconnected_and_may_come_again(serve: Serve, transport: dict[str, str]) -> None:
+    served = serve(max_bad_messages=1, **transport)
     client = served.client()
     monitor = client.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
     client.say_raw(b"\xff")
@@ -106,18 +86,6 @@ def test_a_dropped_peer_is_disconnected_and_may_come_again(serve: Serve) -> None
     monitor.close()
     client.say(Hello())
     client.hear(Welcome)
-
-
-def test_a_dropped_peer_over_tcp_is_not_heard_and_may_come_by_another_connection(serve: Serve) -> None:
-    served = serve(max_bad_messages=1, endpoint="tcp://127.0.0.1:*")
-    client = served.client()
-    client.say_raw(b"\xff")
-    assert client.hear(Error).code == "malformed"
-    assert client.hear(Bye).reason == "dropped"
-    client.say(Hello())
-    client.say_raw(b"\xff")
-    assert client.is_quiet(0.3)
-    assert served.client().stats()["num_bad_messages"] == 1
 
 
 def test_hello_comes_first(serve: Serve) -> None:
@@ -187,51 +155,6 @@ def test_a_steady_client_below_the_rate_is_no_flood(serve: Serve) -> None:
         time.sleep(0.025)
 
 
-def test_a_peer_cannot_lie_about_its_user(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = os.geteuid()
-    monkeypatch.setattr(server, "geteuid", lambda: own + 1)  # so this process is a stranger
-    served = serve()
-    address = f"localhost:{own + 1}:0:1".encode()
-    properties = {b"Peer-Address": address, b"User-Id": b"x"}
-    with zmtp_peer(served.server.endpoint, properties, [[encode(Hello())]]) as connection:
-        received = b""
-        while b"shutdown" not in received and (part := connection.recv(4096)):
-            received += part
-    assert b"forbidden" in received
-    assert b"epoch" not in received
-
-
-def test_other_users_are_refused_unless_they_are_allowed(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = os.geteuid()
-    monkeypatch.setattr(server, "geteuid", lambda: own + 1)
-    served = serve()
-    stranger = served.client(greet=False)
-    stranger.say(Hello())
-    assert stranger.hear(Error).code == "forbidden"
-    assert stranger.hear(Bye).reason == "forbidden"
-    served.server.close()
-    admitted = serve(allow_uids=[own]).client()
-    assert admitted.pong().state == "serving"
-    admitted.say(Drain(0.0))
-    assert admitted.hear(Error).code == "forbidden"  # let in, but the server is not theirs to end
-
-
-def test_requests_stay_with_their_connection_and_not_with_a_routing_id(serve: Serve, transport: dict[str, str]) -> None:
-    served = serve(FakeEngine(0.01), **transport)
-    first = served.client(routing_id=b"mine")
-    running = first.submit(5, max_tokens=4000)
-    first.wait_tokens(running, 1)
-    first.close()
-    second = welcomed_as(served, b"mine")
-    with suppress(TimeoutError):
-        while True:  # nothing of the first one's request: at most the server asks whether somebody is there
-            assert isinstance(second.receive(0.2), Pong)
-    eventually(lambda: not served.engine.busy)
-    done = second.submit(5, [8], max_tokens=5)
-    second.finish(done)
-    assert done.token_ids == expected_tokens([8], 5)
-
-
 def test_connections_that_come_and_go_leave_nothing(serve: Serve, transport: dict[str, str]) -> None:
     served = serve(FakeEngine(0.001), **transport)
     good = served.client()
@@ -246,19 +169,13 @@ def test_connections_that_come_and_go_leave_nothing(serve: Serve, transport: dic
     eventually(lambda: num_clients(good) == 1 and not served.engine.busy)
 
 
-def test_credentials() -> None:
-    ours, theirs = socket.socketpair(socket.AF_UNIX)
-    with ours, theirs:
-        assert Credentials.of(ours) == Credentials(uid=os.geteuid(), pid=os.getpid())
-
-
 def test_a_probe_of_the_living_is_ignored_by_a_client(serve: Serve) -> None:
     served = serve(endpoint="tcp://127.0.0.1:*")
     client = served.client()
     client.pong()
-    listener: Any = served.server._io._listener  # type: ignore[union-attr]
-    (connection,) = listener._connections.values()
-    listener._timers.after(0.0, listener._probe, connection.descriptor, True)
+    router: Any = served.server._io._router  # type: ignore[union-attr]
+    (peer,) = router.peers.values()
+    router._timers.after(0.0, router._probe, peer.descriptor)
     client.say(Health(3))
     answers = [client.receive() for _ in range(2)]
     assert {answer.nonce for answer in answers if isinstance(answer, Pong)} == {0, 3}

@@ -13,8 +13,6 @@ from lowlat.errors import RequestError
 from lowlat.ipc.wire import Error, Message, Sampling, StatsReply, Submit, Welcome, encode, pack_tokens
 from lowlat.ipc.wire import Stats as AskStats
 
-pytestmark = pytest.mark.alone
-
 
 def test_tokens_come_whole_and_in_order(serve: Serve) -> None:
     served = serve(FakeEngine(0.001, tokens_per_step=3, text=True, tokenizer="abc"), FakeCodec(), name="lowlat 9")
@@ -184,6 +182,7 @@ def test_credit_beyond_its_limit_is_refused(serve: Serve) -> None:
     client.finish(done)
 
 
+@pytest.mark.alone
 def test_cancel_ends_a_running_request_within_two_steps(serve: Serve, transport: dict[str, str]) -> None:
     served = serve(FakeEngine(0.02), **transport)
     client = served.client()
@@ -203,6 +202,7 @@ def test_cancel_ends_a_running_request_within_two_steps(serve: Serve, transport:
     assert client.is_quiet()
 
 
+@pytest.mark.alone
 def test_cancel_ends_waiting_and_preparing_requests_at_once(serve: Serve) -> None:
     served = serve(FakeEngine(0.05, max_running=1), FakeCodec(delay_s=0.3))
     client = served.client()
@@ -262,6 +262,7 @@ def test_a_deadline_counts_from_arrival(serve: Serve) -> None:
     assert in_time.end.finish_reason == "length"
 
 
+@pytest.mark.alone
 def test_beyond_the_queue_it_is_busy_at_once(serve: Serve) -> None:
     served = serve(FakeEngine(0.2, max_running=1), max_queue=2)
     client = served.client()
@@ -370,6 +371,7 @@ def test_numbers_grow(serve: Serve) -> None:
     assert done.token_ids == expected_tokens([1, 2, 3], 5)
 
 
+@pytest.mark.alone
 def test_figures(serve: Serve) -> None:
     served = serve(FakeEngine(0.005, tokens_per_step=2))
     client = served.client()

@@ -10,10 +10,9 @@ import pytest
 from fake_engine import FakeEngine, expected_tokens
 from served import Serve, eventually
 
+from lowlat.ipc.server.router import Router
 from lowlat.ipc.server.threads import spin as spin_module
 from lowlat.ipc.server.threads.spin import Spin
-from lowlat.ipc.server.transport.unix_listener import UnixListener
-from lowlat.ipc.server.transport.zmq_listener import ZmqListener
 
 LONG_S = 1.0
 
@@ -39,16 +38,15 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 def turns(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How often the listener looked without waiting, and how often it waited."""
+    """How often the router looked without waiting, and how often it waited."""
     counts = [0, 0]
-    for kind in (UnixListener, ZmqListener):
-        wait = kind.wait
+    wait = Router.wait
 
-        def count(listener: Any, timeout_ms: int, wait: Callable[[Any, int], bool] = wait) -> bool:
-            counts[timeout_ms != 0] += 1
-            return wait(listener, timeout_ms)
+    def count(router: Router, timeout_ms: int) -> bool:
+        counts[timeout_ms != 0] += 1
+        return wait(router, timeout_ms)
 
-        monkeypatch.setattr(kind, "wait", count)
+    monkeypatch.setattr(Router, "wait", count)
     return counts
 
 
@@ -107,12 +105,10 @@ def _in_a_row(serve: Serve, engine: FakeEngine, max_tokens: int, **options: Any)
     return ask
 
 
-@pytest.mark.parametrize(("max_tokens", "options"), [(1, {}), (3, {}), (3, {"endpoint": "tcp://127.0.0.1:*"})])
-def test_the_io_thread_stays_awake_between_requests_in_a_row(
-    serve: Serve, turns: list[int], max_tokens: int, options: dict[str, str]
-) -> None:
+@pytest.mark.parametrize("max_tokens", [1, 3])
+def test_the_io_thread_stays_awake_between_requests_in_a_row(serve: Serve, turns: list[int], max_tokens: int) -> None:
     """With one token the decode thread ends the request; with three, the I/O thread."""
-    ask = _in_a_row(serve, FakeEngine(0.005), max_tokens, spin_s=LONG_S, **options)
+    ask = _in_a_row(serve, FakeEngine(0.005), max_tokens, spin_s=LONG_S)
     for _ in range(2):
         ask()
     looked = turns[0]
@@ -131,4 +127,4 @@ def test_the_io_thread_sleeps(serve: Serve, turns: list[int], on_device: bool, l
     for _ in range(4):
         ask()
     time.sleep(0.05)
-    assert turns[0] == 0 < turns[1]
+    assert turns[0] < 20 < 4 * turns[1]

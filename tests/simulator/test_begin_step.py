@@ -14,4 +14,5 @@ BENCH = Bench(torch.device("cpu"), simulate)
 def test_against_the_reference(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     batch, sizes = 1 + seed % 3, {"num_commands": seed % 5, "context": 30}
     monkeypatch.setattr(begin_step, "THREADS", 96)
-    check_begin_step(BENCH, seed * 7, batch=batch, max_batch=batch + seed % 2, **sizes, alone=seed % 4 > 1)
+    how = ("fused", "alone", "given")[seed % 4 % 3]
+    check_begin_step(BENCH, seed * 7, batch=batch, max_batch=batch + seed % 2, **sizes, how=how)

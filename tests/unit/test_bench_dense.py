@@ -237,6 +237,7 @@ def test_dry_run_writes_every_field_of_every_case(dry_run: Path) -> None:
     assert len(result["conditions"]["walls"]) == 2
 
 
+@pytest.mark.second
 def test_the_higher_wall_counts_and_a_failing_case_is_kept_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -259,6 +260,7 @@ def test_the_higher_wall_counts_and_a_failing_case_is_kept_apart(
     assert "1 x 40" not in (tmp_path / "dense.md").read_text()
 
 
+@pytest.mark.second
 def test_torch_alone_and_ours_alone(tmp_path: Path) -> None:
     dense, out = bench("dense"), tmp_path / "dense.json"
     assert dense.main(["--out", str(out), "--dry-run", "--skip-torch", "--case", "1x24x1"]) == 0

@@ -25,11 +25,6 @@ TARGET = target_geometry()
 COUNTS = torch.zeros(40, dtype=torch.int64)
 
 
-@pytest.fixture(autouse=True)
-def keep_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
 def full_tensors() -> dict[str, torch.Tensor]:
     """A head that drafts the whole vocabulary of 40."""
     tensors = {name: value for name, value in draft_tensors(draft_vocab=40).items() if name not in ("d2t", "t2d")}
@@ -217,7 +212,7 @@ def test_the_bundled_head_shrinks_and_both_are_measured(tmp_path: Path) -> None:
     measured = found["measured"]
     assert measured["identical"] is True and measured["num_prompts"] == 2
     assert 0 < measured["new"]["mean_acceptance_length"] <= 4 and measured["without"]["draft_ms"] == 0
-    assert measured["old"]["draft_ms"] > measured["new"]["draft_ms"] * 0.5 > 0  # a timing: only its presence is sure
+    assert measured["old"]["draft_ms"] > 0 and measured["new"]["draft_ms"] > 0
     again = answer(
         "head", "shrink", bundled("chat_head"), "--out", tmp_path / "chat", "--draft-vocab", 1000,
         "--token-ids", tmp_path / "ids.json", "--json",

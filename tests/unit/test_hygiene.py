@@ -4,7 +4,7 @@ import ast
 import importlib
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -297,14 +297,15 @@ def test_nothing_runs_code_out_of_data(modules: list[Module]) -> None:
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize(
-    ("path", "source", "clean"),
-    [
-        (
-            "kernels/a.py",
-            "from lowlat.errors import ShapeError\nfrom lowlat.kernels import b\nimport torch",
-            True,
-        ),
+def test_dependencies_point_one_way(modules: list[Module]) -> None:
+    faults = [fault for module in modules for fault in layering_faults(module)]
+    assert not faults, "\n".join(faults)
+
+
+# what each check of imports must let pass (True), and what not
+IMPORT_CASES = {
+    layering_faults: [
+        ("kernels/a.py", "from lowlat.errors import ShapeError\nfrom lowlat.kernels import b\nimport torch", True),
         ("kernels/reference/a.py", "from . import b\nfrom .. import c", True),
         ("lowlat/a.py", "from lowlat.graphs import Bucket\nfrom . import kernels", True),
         ("kernels/a.py", "from lowlat.graphs import Bucket", False),
@@ -317,20 +318,7 @@ def test_nothing_runs_code_out_of_data(modules: list[Module]) -> None:
         ("lowlat/a.py", "import kernels", False),
         ("lowlat/a.py", "from graphs.buckets import Bucket", False),
     ],
-)
-def test_layering_check_sees_what_it_must(path: str, source: str, clean: bool) -> None:
-    module = Module(Path(path), source, ast.parse(source))
-    assert (not list(layering_faults(module))) == clean
-
-
-def test_dependencies_point_one_way(modules: list[Module]) -> None:
-    faults = [fault for module in modules for fault in layering_faults(module)]
-    assert not faults, "\n".join(faults)
-
-
-@pytest.mark.parametrize(
-    ("path", "source", "clean"),
-    [
+    gpu_import_faults: [
         ("kernels/toolchain/numba_cuda.py", "from numba import cuda", True),
         ("kernels/rows/norm.py", "from lowlat.kernels.toolchain.numba_cuda import cuda", True),
         ("kernels/rows/norm.py", "from numba import cuda", False),
@@ -342,15 +330,7 @@ def test_dependencies_point_one_way(modules: list[Module]) -> None:
         ("graphs/capture.py", "def f():\n    from cuda.core import Device", False),
         ("lowlat/host/runtime.py", "import torch\ntorch.cuda.init()", True),
     ],
-)
-def test_gpu_import_check_sees_what_it_must(path: str, source: str, clean: bool) -> None:
-    module = Module(Path(path), source, ast.parse(source))
-    assert (not list(gpu_import_faults(module))) == clean
-
-
-@pytest.mark.parametrize(
-    ("path", "source", "clean"),
-    [
+    upward_imports: [
         ("lowlat/host/a.py", "from lowlat.executors.make import x\nfrom lowlat.kernels.rows import norm", True),
         ("lowlat/host/a.py", "from . import b\nfrom lowlat.text import TextCodec", True),
         ("lowlat/executors/a.py", "def f():\n    from lowlat.host.runtime import Runtime", False),
@@ -361,10 +341,16 @@ def test_gpu_import_check_sees_what_it_must(path: str, source: str, clean: bool)
         ("lowlat/cli/a.py", "from lowlat import __version__", True),
         ("lowlat/elsewhere/a.py", "", False),
     ],
+}
+
+
+@pytest.mark.parametrize(
+    ("check", "path", "source", "clean"), [(check, *case) for check, cases in IMPORT_CASES.items() for case in cases]
 )
-def test_upward_import_check_sees_what_it_must(path: str, source: str, clean: bool) -> None:
-    module = Module(Path(path), source, ast.parse(source))
-    assert (not list(upward_imports(module))) == clean
+def test_checks_of_imports_see_what_they_must(
+    check: Callable[[Module], Iterator[str]], path: str, source: str, clean: bool
+) -> None:
+    assert (not list(check(Module(Path(path), source, ast.parse(source))))) == clean
 
 
 def test_no_folder_of_lowlat_imports_one_above_it(modules: list[Module]) -> None:

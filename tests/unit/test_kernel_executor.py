@@ -61,12 +61,14 @@ def test_prefill_of_every_size_is_bound_to_memory_of_the_executor(name: str, car
     """And with multiples of 64 rows, by wide products where the card has them."""
     pair = make_named(name, tmp_path)
     pair.geometry = replace(pair.geometry, prefill_chunk=128, max_prefill_chunks=2, max_context=512)
-    bucket, program = Bucket(1, 1, 0), pair.program(0, 1)
-    executor: Any = EagerExecutor({bucket: program}, build_prefills(pair.geometry), pair.source, CPU)
-    del program
+    programs = {Bucket(1, 1, 0): pair.program(0, 1), Bucket.first_token(0): pair.program(0, 0)}
+    executor: Any = EagerExecutor(programs, build_prefills(pair.geometry), pair.source, CPU)
     sizes = (64, 128, 256)
-    assert set(executor._groups) == {bucket, *sizes}
+    assert set(executor._groups) == {*programs, *sizes}
     owned = _Addresses(executor.owned())
+    for call in (call for bucket in programs for group in executor.groups(bucket) for call in group.calls):
+        owned.check(call)
+    programs.clear()
     for size in sizes:
         calls = [call for group in executor.groups(size) for call in group.calls]
         for call in calls:
@@ -116,8 +118,29 @@ def test_a_prefill_that_hangs_is_an_error(card: Card, tmp_path: Path, monkeypatc
     executor = make_executor("llama", card, tmp_path, watchdog=(2.0, 0.1))
     executor.stream = Stuck()
     monkeypatch.setattr(executor, "_run", lambda size: None)
-    with pytest.raises(DeviceError, match=r"hangs: a prefill has run for .* 0\.1 s are allowed"):
-        executor.prefill(64)
+    for first in (None, Bucket.first_token(0)):
+        with pytest.raises(DeviceError, match=r"hangs: a prefill has run for .* 0\.1 s are allowed"):
+            executor.prefill(64, first)
+    executor.close()
+
+
+def test_a_first_token_is_waited_for_in_the_ring(card: Card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drafts behind it are not; a device that has done all it was given and published none has failed."""
+    executor, ran = make_executor("llama", card, tmp_path), []
+    head = executor.state["ring_head"]
+
+    def publish(size: Any) -> None:
+        ran.append(size)
+        head.add_(isinstance(size, Bucket))
+
+    monkeypatch.setattr(executor, "_run", publish)
+    executor.stream = Stuck()
+    executor.prefill(64, Bucket.first_token(0))
+    assert ran == [64, Bucket.first_token(0)]
+    executor.stream = SimpleNamespace(synchronize=lambda: None, query=lambda: True)
+    monkeypatch.setattr(executor, "_run", ran.append)
+    with pytest.raises(DeviceError, match="idle and has published no first token"):
+        executor.prefill(64, Bucket.first_token(0))
     executor.close()
 
 

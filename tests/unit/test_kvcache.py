@@ -27,7 +27,7 @@ def admit(cache: KVCache, name: str, prompt: list[int], extra: int = 4) -> Alloc
 
 def run(cache: KVCache, name: str, prompt: list[int], extra: int = 4) -> Allocation:
     allocation = admit(cache, name, prompt, extra)
-    cache.mark_prefilled(name, len(prompt) - 1)
+    cache.mark_prefilled(name, len(prompt))
     cache.release(name)
     cache.invariants()
     return allocation
@@ -53,7 +53,7 @@ def test_shares_complete_chunks_only_after_they_were_written() -> None:
     cache.mark_prefilled("a", 4)
     second = admit(cache, "b", PROMPT)
     assert second.num_cached_tokens == 4 and second.table[:2] == first.table[:2]
-    cache.mark_prefilled("a", 9)  # of 10 tokens: chunk [8, 12) is incomplete
+    cache.mark_prefilled("a", 10)  # chunk [8, 12) is incomplete
     third = admit(cache, "c", PROMPT)
     assert third.num_cached_tokens == 8 and third.table[:4] == first.table[:4]
     assert not set(third.table[4:]) & set(first.table)
@@ -84,7 +84,7 @@ def test_nothing_is_shared_with_reuse_off() -> None:
 def test_equal_prompts_at_once_keep_their_own_blocks() -> None:
     cache = make()
     first, second = admit(cache, "a", PROMPT), admit(cache, "b", PROMPT)
-    for done in (4, 8, 9):
+    for done in (4, 8, 10):
         cache.mark_prefilled("b", done)
         cache.mark_prefilled("a", done)
         cache.invariants()
@@ -107,7 +107,7 @@ def test_evicts_the_oldest_and_leaves_before_parents() -> None:
     assert cache.admit("old", PROMPT, 10, 0) == Allocation(
         [*cache._entries["old"].table], 4
     )  # the leaf went, its parent is still of use
-    assert cache._lookup([5] * 9)[1] != []
+    assert cache._lookup([5] * 9, cache._index.root(""))[1] != []
 
 
 def test_a_parent_dropped_under_a_user_takes_the_chain_with_it() -> None:
@@ -139,7 +139,7 @@ def test_a_chunk_never_outlives_what_leads_to_it() -> None:
     admit(cache, "c", [2], extra=2 * (cache.stats().num_free + 1) - OVERPROVISION)
     cache.invariants()
     assert cache.stats().num_evictable == 2
-    assert cache._lookup([1] * 9)[1] != []
+    assert cache._lookup([1] * 9, cache._index.root(""))[1] != []
 
 
 def test_a_chunk_whose_parent_went_is_not_listed() -> None:
@@ -187,7 +187,7 @@ def test_decoded_chunks_are_shared_only_when_asked() -> None:
     for share, written, cached in ((False, None, 8), (True, None, 16), (True, 15, 12), (True, 99, 16)):
         cache = make(share_decoded=share)
         admit(cache, "a", PROMPT, extra=8)
-        cache.mark_prefilled("a", 9)
+        cache.mark_prefilled("a", 10)
         cache.release("a", committed, num_written=written)
         cache.invariants()
         assert admit(cache, "b", [*committed, 0]).num_cached_tokens == cached
@@ -205,7 +205,7 @@ def test_a_poisoned_request_shares_nothing_and_its_blocks_are_cleared_first() ->
     cache = make()
     run(cache, "a", PROMPT[:5])
     table = admit(cache, "b", PROMPT).table
-    cache.mark_prefilled("b", 9)
+    cache.mark_prefilled("b", 10)
     cache.release("b", poisoned=True)
     cache.invariants()
     assert cache.stats().num_to_clear == len(table)
@@ -223,7 +223,7 @@ def test_who_shares_with_a_poisoned_request_lives_but_shares_no_more() -> None:
     admit(cache, "b", PROMPT)
     cache.release("a", poisoned=True)
     assert sorted(cache.take_blocks_to_clear()) == sorted(table[4:])  # b still reads the first four
-    cache.mark_prefilled("b", 9)
+    cache.mark_prefilled("b", 10)
     cache.release("b")
     cache.invariants()
     assert sorted(cache.take_blocks_to_clear()) == sorted(table[:4])
@@ -255,10 +255,10 @@ def test_refuses_a_broken_protocol() -> None:
     cache = make(share_decoded=True)
     admit(cache, "a", PROMPT)
     cache.mark_prefilled("a", 8)
-    for num_tokens in (4, 10):
+    for num_tokens in (4, 11):
         with pytest.raises(InvariantError, match="cannot be prefilled"):
             cache.mark_prefilled("a", num_tokens)
-    cache.mark_prefilled("a", 9)
+    cache.mark_prefilled("a", 10)
     with pytest.raises(InvariantError, match="does not start with its prompt"):
         cache.release("a", [0, *PROMPT])
     with pytest.raises(InvariantError, match="exceed"):
@@ -308,11 +308,12 @@ class Live:
     num_prompt: int
     table: list[int]
     num_written: int
+    salt: str
     wrote: set[int] = field(default_factory=set)
 
 
 class KVCacheMachine(RuleBasedStateMachine):
-    """Each written position holds the whole prefix that its KV depends on; a cached one must hold exactly that."""
+    """Each written position holds its salt and the prefix that its KV depends on; a cached one holds exactly that."""
 
     @initialize(share=st.booleans(), num_blocks=st.integers(9, 40))
     def start(self, share: bool, num_blocks: int) -> None:
@@ -327,10 +328,10 @@ class KVCacheMachine(RuleBasedStateMachine):
         others = [other for other in self.live.values() if other is not request and block in other.table]
         assert not others, "a shared block was written"
         request.wrote.add(block)
-        self.content[block, position % BLOCK] = tuple(request.tokens[: position + 1])
+        self.content[block, position % BLOCK] = (request.salt, *request.tokens[: position + 1])
 
-    @rule(prompt=PROMPTS, extra=st.integers(1, 8))
-    def admit(self, prompt: list[int], extra: int) -> None:
+    @rule(prompt=PROMPTS, extra=st.integers(1, 8), salt=st.sampled_from(["", "", "a"]))
+    def admit(self, prompt: list[int], extra: int, salt: str) -> None:
         total = -(-(len(prompt) + extra + OVERPROVISION) // BLOCK)
         used = {block for request in self.live.values() for block in request.table}
         available = self.cache.capacity - len(used) - len(self.pending)
@@ -339,7 +340,7 @@ class KVCacheMachine(RuleBasedStateMachine):
             with pytest.raises(RequestError):
                 self.cache.admit(name, prompt, len(prompt) + extra, OVERPROVISION)
             return
-        allocation = self.cache.admit(name, prompt, len(prompt) + extra, OVERPROVISION)
+        allocation = self.cache.admit(name, prompt, len(prompt) + extra, OVERPROVISION, salt)
         if allocation is None:
             assert total > available
             return
@@ -347,12 +348,12 @@ class KVCacheMachine(RuleBasedStateMachine):
         assert len(table) == total and num_cached % CHUNK == 0 and num_cached <= len(prompt) - 1
         for position in range(num_cached):
             held = self.content.get((table[position // BLOCK], position % BLOCK))
-            assert held == tuple(prompt[: position + 1])
+            assert held == (salt, *prompt[: position + 1])
         fresh = set(table[num_cached // BLOCK :])
         assert not fresh & (used | self.pending | {0})
         for block in fresh:
             assert "nan" not in (self.content.get((block, 0)), self.content.get((block, 1)))
-        self.live[name] = Live(list(prompt), len(prompt), table, num_cached)
+        self.live[name] = Live(list(prompt), len(prompt), table, num_cached, salt)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -360,8 +361,8 @@ class KVCacheMachine(RuleBasedStateMachine):
         """Prefill one chunk, or decode some tokens with a tail that is retracted."""
         name = data.draw(st.sampled_from(sorted(self.live)))
         request = self.live[name]
-        if request.num_written < request.num_prompt - 1:
-            end = min(request.num_written + CHUNK, request.num_prompt - 1)
+        if request.num_written < request.num_prompt:
+            end = min(request.num_written + CHUNK, request.num_prompt)
             for position in range(request.num_written, end):
                 self.write(request, position)
             request.num_written = end
@@ -371,7 +372,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         request.tokens += data.draw(st.lists(st.integers(0, 1), max_size=max(0, min(3, room))))
         for position in range(request.num_written, len(request.tokens) - 1):
             self.write(request, position)
-        request.num_written = len(request.tokens) - 1
+        request.num_written = max(request.num_prompt, len(request.tokens) - 1)
         for position in range(request.num_written, request.num_written + OVERPROVISION):
             block = request.table[position // BLOCK]
             request.wrote.add(block)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from recording import Depth, Recorder, run_all
+from stages import later, staged
 from tiny_models import DISTINCT_FAMILIES, STAGED_FAMILIES, PairPaths, make_pair
 
 import lowlat
@@ -29,10 +30,9 @@ MODES: dict[str, dict[str, Any]] = {
         | {"logit_bias": {3: 2.0, 11: -5.0}}
     ),
 }
-BOTH_ENDS = ("greedy", "penalised")
 # for tests that many others resemble: the first stage runs them with one family
-PLAINEST = [pytest.param(each, marks=() if each == "llama" else pytest.mark.second) for each in DISTINCT_FAMILIES]
-STAGED_MODES = [pytest.param(mode, marks=() if mode in BOTH_ENDS else pytest.mark.second) for mode in MODES]
+PLAINEST = staged(DISTINCT_FAMILIES, first=["llama"])
+STAGED_MODES = staged(MODES, first=["greedy", "penalised"])
 TREES: dict[str, tuple[tuple[int, ...], ...]] = {
     "chain-as-tree": ((0,), (0, 0), (0, 0, 0)),
     "wide": tuple((rank,) for rank in range(6)),
@@ -329,14 +329,7 @@ def bundled() -> PairPaths:
 
 
 @pytest.mark.parametrize(
-    ("mode", "tree"),
-    [
-        ("sampled", "bushy"),
-        *(
-            pytest.param(*each, marks=pytest.mark.second)
-            for each in (("greedy", None), ("greedy", "bushy"), ("sampled", None))
-        ),
-    ],
+    ("mode", "tree"), [("sampled", "bushy"), later("greedy", None), later("greedy", "bushy"), later("sampled", None)]
 )
 def test_the_bundled_pair_loses_nothing(mode: str, tree: str | None, bundled: PairPaths) -> None:
     options: dict[str, Any] = {"dtype": "auto", "block_size": 32, "prefill_chunk": 128}

@@ -55,6 +55,8 @@ CASES: list[tuple[str, int, int, bool]] = [
     *((f"{name}+alone", 0, batch, False) for name in MIXTURES for batch in BATCHES),
     *((f"{name}+plain", depth, batch, False) for name in MIXTURES for depth, batch in ((1, 2), (3, 1), (7, 8))),
     *((f"{name}+norm_output", 3, batch, True) for name in MIXTURES for batch in (2, 8)),
+    *((name, depth, 0, tree) for name in ("llama", "demo") for depth, tree in ((0, False), (3, False), (3, True))),
+    *(("gpt_oss+alone", 0, 0, False), ("qwen3+everything", 7, 0, False)),
 ]
 
 
@@ -143,9 +145,12 @@ def test_arguments_fit_their_parameters(step: Lowered) -> None:
 def test_a_step_starts_after_the_last_one_and_its_rows_after_its_start(step: Lowered) -> None:
     """Later kernels may read slots and lengths before they wait: they must start after the kernel that lists them."""
     waiting = [number for number, call in enumerate(step.calls) if not call.dependent]
-    begin = len(step.groups[0].calls)
-    assert waiting == [0, begin]
-    assert [op.kind for op in step.groups[0].ops] == ["apply_commands", "list_active_slots", "gather_rows"]
+    listed = [op.kind for group in step.groups if group.stage is Stage.ACTIVE_SLOTS for op in group.ops]
+    if listed[0] == "identity":
+        assert waiting == [0, 1, 2] and listed == ["identity", "apply_commands", "gather_rows"]
+    else:
+        assert waiting == [0, len(step.groups[0].calls)]
+        assert listed == ["apply_commands", "list_active_slots", "gather_rows"]
 
 
 def test_tables_of_addresses_point_at_the_caches(lowered: LoweredPairs) -> None:
@@ -233,6 +238,15 @@ def test_kernels_of_a_layer_and_of_a_level(name: str, batch: int, lowered: Lower
     around = [stage for stage in Stage if stage not in (*drafting, Stage.BASE_DECODE_STEP)]
     for depth in (0, 1, 7):
         assert kinds_of(lowered(name, depth, batch), *around) == AROUND
+
+
+def test_kernels_of_a_first_token(lowered: LoweredPairs) -> None:
+    """The LM head's product over a row that is there, and what is published does not wait for the drafts."""
+    begin = ["identity", "begin_step", "decode_gemm_float32", "sample", "logprobs", "accept", "publish"]
+    rows = ["accept", "draft_input", "decode_gemm_rotate"]
+    assert kinds_of(lowered("llama", 0, 0), *Stage) == [*begin, *rows]
+    first = ["take_last", "decode_gemm_rotate", *AFTER, "decode_gemm_float32", "argmax"]
+    assert kinds_of(lowered("llama", 3, 0), *Stage) == [*begin, *rows, *first, *2 * LEVEL, "publish"]
 
 
 def test_no_row_count_has_other_kernels_but_products_and_attention(lowered: LoweredPairs) -> None:

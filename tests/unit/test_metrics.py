@@ -106,7 +106,7 @@ def test_request_metrics_as_json() -> None:
     metrics = RequestMetrics(
         "r",
         prompt_tokens=10,
-        completion_tokens=8,
+        completion_tokens=9,
         cached_prompt_tokens=4,
         queued_s=0.1,
         prefill_s=0.2,
@@ -119,7 +119,7 @@ def test_request_metrics_as_json() -> None:
     assert json.loads(json.dumps(metrics.to_dict())) == {
         "request_id": "r",
         "prompt_tokens": 10,
-        "completion_tokens": 8,
+        "completion_tokens": 9,
         "cached_prompt_tokens": 4,
         "queued_s": 0.1,
         "prefill_s": 0.2,
@@ -188,7 +188,7 @@ def test_totals_are_sums(requests: list[tuple[list[tuple[int, int, int | None]],
                 RequestMetrics(
                     str(number),
                     prompt_tokens=2 * tokens,
-                    completion_tokens=tokens,
+                    completion_tokens=tokens + 1,
                     cached_prompt_tokens=tokens,
                     num_steps=len(part),
                     decode_s=float(tokens),
@@ -200,7 +200,7 @@ def test_totals_are_sums(requests: list[tuple[list[tuple[int, int, int | None]],
     for _ in range(2):  # reading changes nothing
         totals = book.totals()
         tokens = sum(entry[2] for entry in requests)
-        assert (totals.prompt_tokens, totals.completion_tokens) == (2 * tokens, tokens)
+        assert (totals.prompt_tokens, totals.completion_tokens) == (2 * tokens, tokens + len(requests))
         assert (totals.cached_prompt_tokens, totals.decode_s) == (tokens, tokens)
         assert totals.tokens_per_s == (1.0 if tokens else 0.0)
         assert totals.num_steps == len(everything)

@@ -124,6 +124,7 @@ def test_wheel_holds_every_module_and_all_data_under_lowlat(wheel: Path, expecte
     assert any(name.endswith("entry_points.txt") for name in metadata)
 
 
+@pytest.mark.second
 def test_sdist_builds_the_same_wheel(clone: Path, wheel: Path) -> None:
     build(clone, clone / "through-sdist")  # without an option: the sdist, then the wheel from the sdist
     (other,) = (clone / "through-sdist").glob("*.whl")
@@ -209,7 +210,8 @@ def test_dependencies_are_those_that_are_imported(
     repository: Path, tree_files: list[Path], settings: dict[str, Any]
 ) -> None:
     base = set(requirements(settings["project"]["dependencies"]))
-    extra = base | set(requirements(settings["project"]["optional-dependencies"]["train"]))
+    extras = settings["project"]["optional-dependencies"]
+    train, door = (base | set(requirements(extras[name])) for name in ("train", "http"))
     owners = packages_distributions()
     used: set[str] = set()
     for name in tree_files:
@@ -218,7 +220,9 @@ def test_dependencies_are_those_that_are_imported(
         training = name.parts[:2] == ("lowlat", "tools")
         for top, at_module_level in third_party_imports(ast.parse((repository / name).read_text())):
             distributions = {canonicalize_name(owner) for owner in owners.get(top, [top])}
-            allowed = extra if training or not at_module_level else base
+            allowed = train if training or not at_module_level else base
+            if name.parts[:3] == ("lowlat", "serving", "http"):
+                allowed = door
             assert distributions & allowed, f"{name} imports {top}, which pyproject.toml does not declare for it"
             used |= distributions
     unused = base - used - NEED_NO_IMPORT
@@ -234,7 +238,7 @@ def test_constraints_pin_every_dependency_at_the_installed_version(repository: P
     for compiler in ("nvidia-cuda-nvrtc", "nvidia-nvjitlink", "nvidia-nvvm"):
         assert str(pins[compiler].specifier).startswith("==13.0."), f"{compiler} is of another CUDA than torch"
     extras = settings["project"]["optional-dependencies"]
-    declared = requirements([*settings["project"]["dependencies"], *extras["test"], *extras["train"]])
+    declared = requirements([*settings["project"]["dependencies"], *extras["test"], *extras["train"], *extras["http"]])
     for name, requirement in declared.items():
         assert name in pins, f"constraints.txt does not pin {name}"
         (pin,) = pins[name].specifier

@@ -11,6 +11,7 @@ from recording import check_invariants, run_all, run_one
 from tiny_models import make_target, random_draft_model, residual_streams
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
+from lowlat.graphs import Bucket
 
 TOLERANCE = 1e-4
 MAX_TOKENS = 24
@@ -81,8 +82,9 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return torch.randint(0, 97, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def check_drafts(pair: Pair, runtime: Runtime, tokens: list[int], depth: int) -> None:
-    """What the last step drafted for the only request equals the paper's chain, and so do its logits."""
+def check_drafts(pair: Pair, runtime: Runtime, tokens: list[int], depth: int, first: bool) -> None:
+    """What was drafted last for the only request, by a step or behind its first token, equals the paper's chain, and so
+    do its logits."""
     state = runtime.executor.state
     slot = int(state["active"].nonzero())
     assert int(state["num_drafts"][slot]) == depth
@@ -90,7 +92,7 @@ def check_drafts(pair: Pair, runtime: Runtime, tokens: list[int], depth: int) ->
     features = pair.features(tokens)
     assert drafts == pair.paper.draft_chain(tokens, features, depth)
     expected = pair.paper.draft_logits(tokens, features, drafts[:-1])
-    scratch = runtime.executor.scratch(runtime.ladder.choose(1, depth))
+    scratch = runtime.executor.scratch(Bucket.first_token(depth) if first else runtime.ladder.choose(1, depth))
     found = torch.stack([scratch[f"draft.{level}.logits"][0] for level in range(depth)])
     difference = (found - expected).abs().amax() / expected.abs().amax()
     assert difference < TOLERANCE, f"relative difference {difference:.2e}"
@@ -117,7 +119,7 @@ def drive(pair: Pair, runtime: Runtime, prompt: list[int], truth: list[int], dep
         accepted.append(len(output.token_ids) - 1)
         number += 1
         if output.finish_reason is None and depth:
-            check_drafts(pair, runtime, tokens, depth)
+            check_drafts(pair, runtime, tokens, depth, number == 1)
             done = len(tokens) - len(prompt)
             plant(runtime, truth[done:], min(PLANTED[number % len(PLANTED)], depth, MAX_TOKENS - done))
     check_invariants(runtime)

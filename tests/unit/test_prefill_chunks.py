@@ -32,9 +32,8 @@ def test_arguments_of_a_chunk_lie_in_one_block(tmp_path: Path) -> None:
     """What the host sees by name are parts of what one copy brings to the device; a set takes them as its own."""
     program = build_prefill(pair_of("llama", tmp_path).geometry)
     arguments = ChunkArguments(program, torch.device("cpu"))
-    assert set(arguments.host) == {
-        f"prefill_{part}" for part in ("tokens", "chunk", "live", "draft_live", "table", "positions", "draft_positions")
-    }
+    parts = ("tokens", "chunk", "live", "draft_live", "table", "positions", "draft_positions", "slot", "count")
+    assert set(arguments.host) == {f"prefill_{part}" for part in parts}
     storages = {tensor.untyped_storage().data_ptr() for tensor in arguments.host.values()}
     assert len(storages) == 1
     for name, tensor in arguments.host.items():

@@ -50,7 +50,7 @@ def test_defaults_are_valid_and_greedy() -> None:
 
 
 def test_every_parameter_is_covered_here() -> None:
-    others = {"logit_bias", "stop_token_ids", "stop", "ignore_eos"}
+    others = {"logit_bias", "stop_token_ids", "stop", "ignore_eos", "parse"}
     assert {item.name for item in dataclasses.fields(SamplingParams)} == {*INT_BOUNDS, *FLOAT_BOUNDS, *others}
 
 

@@ -67,7 +67,7 @@ def test_metrics_add_up_and_stay_readable(runtime: Runtime) -> None:
     stats = metrics.speculation
     assert stats is not None
     assert metrics.completion_tokens == 20
-    assert metrics.num_steps + stats.total_accepted_tokens == 20
+    assert 1 + metrics.num_steps + stats.total_accepted_tokens == 20
     assert stats.total_draft_tokens == stats.total_accepted_tokens + stats.num_rewound_tokens
     assert sum(stats.accepted_length_histogram) == stats.num_drafts
     assert stats.mean_acceptance_length == pytest.approx(1 + stats.total_accepted_tokens / stats.num_drafts)
@@ -85,7 +85,7 @@ def test_the_block_is_absent_without_speculation(runtime: Runtime) -> None:
     metrics = runtime.metrics(name)
     assert metrics.speculation is None
     assert "eagle_speculation" not in metrics.to_dict()
-    assert metrics.num_steps == 8
+    assert metrics.num_steps == 7  # the first token comes out of prefill
 
 
 @pytest.mark.parametrize("limit", [1, 2])
@@ -185,6 +185,15 @@ def test_a_prefix_is_reused_and_changes_nothing() -> None:
         assert runtime.metrics(second).cached_prompt_tokens == 128
         same = runtime.metrics(first).speculation, runtime.metrics(second).speculation
         assert same[0] == same[1]  # the head's KV too: the very same drafts were accepted
+        for salt, cached in (("a", 0), ("b", 0), ("a", 128)):  # nobody learns from another's salt what was asked
+            name = runtime.submit(prompt, params, cache_salt=salt)
+            salted = [token for output in _all_steps(runtime) for token in output.token_ids]
+            assert (runtime.metrics(name).cached_prompt_tokens, salted) == (cached, cold)
+
+
+def _all_steps(runtime: Runtime) -> Iterator[StepOutput]:
+    while runtime.busy:
+        yield from runtime.step()
 
 
 def test_what_decoding_wrote_is_shared_only_when_asked_for() -> None:

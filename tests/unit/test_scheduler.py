@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -22,12 +23,11 @@ def make(
     num_blocks: int = 257,
     max_batch: int = 4,
     max_queue: int = 8,
-    head: bool = True,
     reuse: bool = True,
     at_once: int = 1,
 ) -> Scheduler:
     cache = KVCache(num_blocks, BLOCK, CHUNK, reuse=reuse, share_decoded=False)
-    return Scheduler(LADDER, cache, max_batch, max_queue, CHUNK, covers_last_token=head, max_prefill_chunks=at_once)
+    return Scheduler(LADDER, cache, max_batch, max_queue, CHUNK, max_prefill_chunks=at_once)
 
 
 def request(name: str, prompt: int | tuple[int, ...], extra: int = 4) -> ScheduledRequest:
@@ -43,98 +43,88 @@ def step(scheduler: Scheduler) -> StepPlan:
     return plan
 
 
-def chunks(scheduler: Scheduler, name: str) -> list[tuple[int, int, int, bool]]:
-    """Run until the request joins; its chunks."""
+def chunks(scheduler: Scheduler, name: str) -> list[tuple[int, int, bool]]:
+    """Run until the request has its first token; its chunks."""
     found = []
     for _ in range(100):
-        plan = step(scheduler)
-        if plan.prefill is not None and plan.prefill.request_id == name:
-            chunk = plan.prefill
-            found.append((chunk.start, chunk.num_target_tokens, chunk.num_draft_rows, chunk.last))
-        if name in plan.joins:
-            return found
+        chunk = step(scheduler).prefill
+        if chunk is not None and chunk.request_id == name:
+            found.append((chunk.start, chunk.num_tokens, chunk.last))
+            if chunk.last:
+                return found
     raise TimeoutError(name)
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "with_draft_model", "without"),
+    ("num_tokens", "expected"),
     [
-        (1, [], []),
-        (2, [(0, 1, 2, True)], [(0, 1, 0, True)]),
-        (4, [(0, 3, 4, True)], [(0, 3, 0, True)]),
-        (5, [(0, 4, 4, False), (4, 0, 1, True)], [(0, 4, 0, True)]),
-        (6, [(0, 4, 4, False), (4, 1, 2, True)], [(0, 4, 0, False), (4, 1, 0, True)]),
-        (9, [(0, 4, 4, False), (4, 4, 4, False), (8, 0, 1, True)], [(0, 4, 0, False), (4, 4, 0, True)]),
+        (1, [(0, 1, True)]),
+        (4, [(0, 4, True)]),
+        (5, [(0, 4, False), (4, 1, True)]),
+        (8, [(0, 4, False), (4, 4, True)]),
+        (9, [(0, 4, False), (4, 4, False), (8, 1, True)]),
     ],
 )
-def test_chunks_cover_target_and_head(
-    num_tokens: int, with_draft_model: list[tuple[int, int, int, bool]], without: list[tuple[int, int, int, bool]]
-) -> None:
-    for head, expected in ((True, with_draft_model), (False, without)):
-        scheduler = make(head=head)
-        scheduler.enqueue(request("a", num_tokens))
-        assert chunks(scheduler, "a") == expected
-        assert scheduler.phase("a") is Phase.DECODING
+def test_chunks_cover_the_prompt(num_tokens: int, expected: list[tuple[int, int, bool]]) -> None:
+    scheduler = make()
+    scheduler.enqueue(request("a", num_tokens))
+    assert chunks(scheduler, "a") == expected
+    assert scheduler.phase("a") is Phase.DECODING
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "with_draft_model", "without"),
+    ("num_tokens", "expected"),
     [
-        (4, [(0, 4, 3)], [(0, 4, 3)]),
-        (9, [(0, 12, 8)], [(0, 8, 8)]),
-        (12, [(0, 12, 11)], [(0, 12, 11)]),
-        (13, [(0, 12, 12), (12, 4, 0)], [(0, 12, 12)]),
-        (30, [(0, 12, 12), (12, 12, 12), (24, 8, 5)], [(0, 12, 12), (12, 12, 12), (24, 8, 5)]),
+        (4, [(0, 4, 4)]),
+        (9, [(0, 12, 9)]),
+        (12, [(0, 12, 12)]),
+        (13, [(0, 12, 12), (12, 4, 1)]),
+        (30, [(0, 12, 12), (12, 12, 12), (24, 8, 6)]),
     ],
 )
-def test_chunks_of_a_prompt_run_together(
-    num_tokens: int, with_draft_model: list[tuple[int, int, int]], without: list[tuple[int, int, int]]
-) -> None:
+def test_chunks_of_a_prompt_run_together(num_tokens: int, expected: list[tuple[int, int, int]]) -> None:
     """At most three of them; what is cached of a prompt ends with a chunk, not with those that ran together."""
-    for head, expected in ((True, with_draft_model), (False, without)):
-        scheduler = make(head=head, at_once=3)
-        scheduler.enqueue(request("a", num_tokens))
-        found = []
-        while scheduler.phase("a") is not Phase.DECODING:
-            chunk = step(scheduler).prefill
-            assert chunk is not None
-            found.append((chunk.start, chunk.size, chunk.num_target_tokens))
-        assert found == expected
-        scheduler.cancel("a")
-        scheduler.enqueue(request("b", num_tokens + 1))
-        assert scheduler.plan().admitted[0].num_cached_tokens == (num_tokens - 1) // CHUNK * CHUNK
+    scheduler = make(at_once=3)
+    scheduler.enqueue(request("a", num_tokens))
+    found: list[tuple[int, int, int]] = []
+    while not found or scheduler.phase("a") is not Phase.DECODING:
+        chunk = step(scheduler).prefill
+        assert chunk is not None
+        found.append((chunk.start, chunk.size, chunk.num_tokens))
+    assert found == expected
+    scheduler.cancel("a")
+    scheduler.enqueue(request("b", num_tokens + 1))
+    assert scheduler.plan().admitted[0].num_cached_tokens == num_tokens // CHUNK * CHUNK
 
 
-def test_a_cached_prefix_is_skipped() -> None:
-    for head, expected in ((True, [(8, 0, 1, True)]), (False, [])):
-        scheduler = make(head=head)
-        scheduler.enqueue(request("a", 9))
-        chunks(scheduler, "a")
-        scheduler.cancel("a")
-        scheduler.enqueue(request("b", 9))
-        plan = scheduler.plan()
-        assert plan.admitted[0].num_cached_tokens == 8 and plan.joins == ("b",)
-        if plan.prefill is None:
-            assert expected == []
-            continue
-        assert plan.prefill == PrefillChunk("b", 0, 8, 4, 0, 1, True)
-        assert scheduler.phase("b") is Phase.PREFILLING
-        scheduler.prefill_done(plan.prefill)
-        assert scheduler.phase("b") is Phase.DECODING
+@pytest.mark.parametrize(("num_tokens", "cached"), [(9, 8), (8, 4)])
+def test_a_cached_prefix_is_skipped_but_for_the_last_token(num_tokens: int, cached: int) -> None:
+    """Its row is what the first token comes out of: where all chunks are cached the last one runs again."""
+    scheduler = make()
+    scheduler.enqueue(request("a", num_tokens))
+    chunks(scheduler, "a")
+    scheduler.cancel("a")
+    scheduler.enqueue(request("b", num_tokens))
+    plan = scheduler.plan()
+    assert plan.admitted[0].num_cached_tokens == cached
+    assert plan.prefill == PrefillChunk("b", 0, cached, 4, num_tokens - cached, last=True)
+    assert scheduler.phase("b") is Phase.PREFILLING
+    scheduler.prefill_done(plan.prefill)
+    assert scheduler.phase("b") is Phase.DECODING
 
 
 def test_one_chunk_a_step_fewest_left_first() -> None:
     scheduler = make(reuse=False)
     for name, size in (("long", 40), ("short", 6), ("one", 1), ("also", 6), ("waits", 2)):
         scheduler.enqueue(request(name, size))
-    plans = [step(scheduler) for _ in range(4)]
-    assert [admission.slot for admission in plans[0].admitted] == [0, 1, 2, 3]
-    assert plans[0].joins == ("one",) and scheduler.num_queued == 1
-    assert [plan.prefill.request_id for plan in plans if plan.prefill] == ["short", "short", "also", "also"]
-    assert [plan.joins for plan in plans[1:]] == [("short",), (), ("also",)]
+    plans = [step(scheduler) for _ in range(5)]
+    assert [admission.slot for admission in plans[0].admitted] == [0, 1, 2, 3] and scheduler.num_queued == 1
+    ran = [(plan.prefill.request_id, plan.prefill.last) for plan in plans if plan.prefill]
+    assert ran == [("one", True), ("short", False), ("short", True), ("also", False), ("also", True)]
     scheduler.cancel("short")
     plan = step(scheduler)
-    assert [(a.request_id, a.slot) for a in plan.admitted] == [("waits", 1)] and plan.joins == ("waits",)
+    assert [(a.request_id, a.slot) for a in plan.admitted] == [("waits", 1)]
+    assert plan.prefill is not None and plan.prefill.request_id == "waits"
 
 
 def test_a_long_prompt_is_passed_over_a_bounded_number_of_times() -> None:
@@ -144,10 +134,11 @@ def test_a_long_prompt_is_passed_over_a_bounded_number_of_times() -> None:
     for number in range(3 * MAX_PASSED_OVER + 3):
         scheduler.enqueue(request(f"s{number}", 2))
         plan = step(scheduler)
-        if plan.prefill is not None and plan.prefill.request_id == "long":
+        assert plan.prefill is not None
+        if plan.prefill.request_id == "long":
             starts.append(number)
-        for name in plan.joins:
-            scheduler.cancel(name)
+        if plan.prefill.last:
+            scheduler.cancel(plan.prefill.request_id)
     assert starts and starts[0] <= MAX_PASSED_OVER
     assert max(b - a for a, b in pairwise(starts)) <= MAX_PASSED_OVER + 1
 
@@ -243,9 +234,9 @@ def test_a_refused_head_asks_again_only_when_something_changed(monkeypatch: pyte
     asked = []
     admit = scheduler.kvcache.admit
 
-    def counted(name: str, tokens: tuple[int, ...], total: int, extra: int) -> object:
+    def counted(name: str, *arguments: Any) -> object:
         asked.append(name)
-        return admit(name, tokens, total, extra)
+        return admit(name, *arguments)
 
     monkeypatch.setattr(scheduler.kvcache, "admit", counted)
     for _ in range(5):
@@ -279,26 +270,24 @@ PROMPTS = st.builds(  # prefixes collide often
 @dataclass
 class Expected:
     tokens: tuple[int, ...]
-    target: list[int] | None = None  # positions covered; None while queued
-    head: list[int] | None = None
+    covered: list[int] | None = None  # positions; None while queued
     joined: bool = False
 
 
 class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
-        head=st.booleans(),
         max_batch=st.integers(1, 4),
         max_queue=st.integers(0, 5),
         num_blocks=st.integers(14, 60),
     )
-    def start(self, head: bool, max_batch: int, max_queue: int, num_blocks: int) -> None:
-        self.scheduler = make(num_blocks=num_blocks, max_batch=max_batch, max_queue=max_queue, head=head)
+    def start(self, max_batch: int, max_queue: int, num_blocks: int) -> None:
+        self.scheduler = make(num_blocks=num_blocks, max_batch=max_batch, max_queue=max_queue)
         self.requests: dict[str, Expected] = {}  # in order of arrival
         self.count = 0
 
     @rule(tokens=PROMPTS, extra=st.integers(1, 6))
     def enqueue(self, tokens: list[int], extra: int) -> None:
-        waiting = sum(e.target is None for e in self.requests.values())
+        waiting = sum(e.covered is None for e in self.requests.values())
         free = self.scheduler.max_batch - (len(self.requests) - waiting)
         name, self.count = f"r{self.count}", self.count + 1
         if -(-(len(tokens) + extra + 4) // BLOCK) > self.scheduler.kvcache.capacity:
@@ -313,30 +302,25 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def step(self) -> None:
-        waiting = [name for name, e in self.requests.items() if e.target is None]
-        num_left = sum(e.target is not None and not e.joined for e in self.requests.values())
+        waiting = [name for name, e in self.requests.items() if e.covered is None]
+        num_left = sum(e.covered is not None and not e.joined for e in self.requests.values())
         plan = self.scheduler.plan()
         names = [admission.request_id for admission in plan.admitted]
         assert names == waiting[: len(names)]
         for admission in plan.admitted:
             expected, cached = self.requests[admission.request_id], admission.num_cached_tokens
-            expected.target, expected.head = list(range(cached)), list(range(cached))
+            assert cached < len(expected.tokens)
+            expected.covered = list(range(cached))
         chunk = plan.prefill
         assert chunk is not None or num_left == 0
         if chunk is not None:
             expected = self.requests[chunk.request_id]
-            assert expected.target is not None and expected.head is not None and not expected.joined
-            assert chunk.start % CHUNK == 0 and chunk.num_target_tokens + chunk.num_draft_rows > 0
-            expected.target += range(chunk.start, chunk.start + chunk.num_target_tokens)
-            expected.head += range(chunk.start, chunk.start + chunk.num_draft_rows)
+            assert expected.covered is not None and not expected.joined
+            assert chunk.start % CHUNK == 0 and chunk.num_tokens > 0
+            expected.covered += range(chunk.start, chunk.start + chunk.num_tokens)
+            expected.joined = chunk.last
+            assert not chunk.last or expected.covered == list(range(len(expected.tokens)))
             self.scheduler.prefill_done(chunk)
-        for name in plan.joins:
-            expected, size = self.requests[name], len(self.requests[name].tokens)
-            assert not expected.joined
-            expected.joined = True
-            assert expected.target == list(range(size - 1))
-            if self.scheduler.covers_last_token and size > 1:
-                assert expected.head == list(range(size))
 
     @precondition(lambda self: any(e.joined for e in self.requests.values()))
     @rule(data=st.data(), poisoned=st.booleans())
@@ -351,7 +335,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(list(self.requests)))
         expected = self.requests.pop(name)
         phase = Phase.DECODING if expected.joined else Phase.PREFILLING
-        assert self.scheduler.cancel(name) is (Phase.QUEUED if expected.target is None else phase)
+        assert self.scheduler.cancel(name) is (Phase.QUEUED if expected.covered is None else phase)
 
     @rule()
     def clear(self) -> None:
@@ -364,7 +348,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.invariants()
         joined = sum(expected.joined for expected in self.requests.values())
         assert self.scheduler.num_active == joined
-        assert self.scheduler.num_queued == sum(e.target is None for e in self.requests.values())
+        assert self.scheduler.num_queued == sum(e.covered is None for e in self.requests.values())
         assert self.scheduler.choose_bucket(0).batch == next(b for b in LADDER.batches if b >= joined)
 
     def teardown(self) -> None:

@@ -17,6 +17,7 @@ from lowlat.ipc.engine import Codec, Engine
 from lowlat.ipc.wire import Message, Sampling
 from lowlat.serving.codec import ServingCodec
 from lowlat.serving.engine import RuntimeEngine, sampling_params
+from lowlat.text import TextCodec
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}{% if m.name is defined %} {{ m.name }}{% endif %}] {{ m.content }}\n"
@@ -43,6 +44,7 @@ EDGES: dict[str, tuple[list[Any], list[Any]]] = {
     "ignore_eos": ([True], [1, "yes"]),
     "logprobs": ([0, 20], [-1, 21]),
     "max_draft_tokens": ([0, 63], [-1, 64]),
+    "parse": (["reasoning", "tools"], ["all", 1]),
 }
 
 
@@ -75,9 +77,12 @@ def test_bounds_stand_in_the_wires_own_types() -> None:
         for name, hint in get_type_hints(Sampling, include_extras=True).items()
         if any(get_origin(part) is Annotated for part in (hint, *get_args(hint)))
     }
-    assert bounded == set(EDGES) - {"ignore_eos"}
+    assert bounded == set(EDGES) - {"ignore_eos", "parse"}
     with pytest.raises(RequestError, match="min_tokens must be at most max_tokens 4, got 5"):
         sampling_params(on_the_wire(max_tokens=4, min_tokens=5))
+
+
+ROOM: dict[str, Any] = {"allow_special": False, "max_context": 1 << 20, "max_tokens": 1}
 
 
 @pytest.fixture(scope="module")
@@ -160,6 +165,38 @@ def test_a_request_runs_as_in_process_in_whichever_thread_steps(engine: RuntimeE
     assert metrics["seed"] == seed == 3 and metrics["completion_tokens"] == len(expected)
 
 
+def test_parsing_moves_text_and_no_token(engine: RuntimeEngine, talker: Path) -> None:
+    """The prompt opens a thought, so that all that follows is reasoning."""
+    prompt = TextCodec(byte_level()).encode("Q: a?\n<think>\n", add_special_tokens=False)
+    found = {}
+    for parse in ("none", "reasoning"):
+        engine.submit(parse, prompt, Sampling(max_tokens=30, ignore_eos=True, seed=2, logprobs=1, parse=parse))
+        outputs = []
+        while engine.busy:
+            outputs += engine.step()
+        found[parse] = outputs
+    plain, parsed = found["none"], found["reasoning"]
+    text = "".join(output.text or "" for output in plain)
+    assert [output.token_ids for output in plain] == [output.token_ids for output in parsed]
+    assert text.strip() and "".join(output.reasoning for output in parsed) == text.strip()
+    assert not any(output.text for output in parsed) and not any(output.reasoning for output in plain)
+    texts = [one.texts for output in plain for one in output.logprobs or ()]
+    assert b"".join(own[0] for own in texts if own is not None).decode("utf-8", "replace").strip() == text.strip()
+    assert all(own is not None and len(own) == 2 for own in texts)
+
+
+def test_templates_are_given_reasoning_and_roles_as_they_know_them(tmp_path: Path) -> None:
+    source = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.reasoning_content }}|{{ m.thinking }}|{{ m.content }}{% endfor %}"
+    )
+    for template, role in ((source, "system"), (source + "{# developer #}", "developer")):
+        own = TextCodec.load(write_directory(tmp_path, byte_level(), chat_template=template))
+        assert own is not None
+        ids = ServingCodec(own).encode_chat([Message("developer", "a", thinking="b")], {})
+        assert own.decode(ids) == f"[{role}]b|b|a"
+        own.close()
+
+
 def test_stats_say_who_has_a_slot_and_who_waits(engine: RuntimeEngine) -> None:
     for name in ("a", "b", "c"):
         engine.submit(name, (1, 2, 3), Sampling(max_tokens=20, ignore_eos=True))
@@ -211,7 +248,7 @@ def test_a_chat_goes_through_the_template_without_special_tokens(codec: ServingC
     chat = [Message(role="system", content="be kind"), Message(role="user", content="hi", name="Ann")]
     expected = "[system] be kind\n[user Ann] hi\n"
     for options, tail in (({}, "> "), ({"add_generation_prompt": False}, ""), ({"shout": True}, "!> ")):
-        ids = asked.encode_chat(chat, options)
+        ids = asked.encode_chat(chat, options, **ROOM)
         assert list(ids) == bare.encode(expected + tail, add_special_tokens=False).ids
 
 
@@ -220,16 +257,16 @@ def test_text_gets_what_the_tokenizer_puts_around_it(codec: ServingCodec, talker
 
     own = TextCodec.load(talker)
     assert own is not None
-    assert codec.encode("hello") == own.encode("hello")
+    assert codec.encode("hello", **ROOM) == own.encode("hello")
     own.close()
 
 
-@pytest.mark.parametrize("name", ["messages", "self"])
+@pytest.mark.parametrize("name", ["allow_special", "max_context", "max_tokens", "messages", "self"])
 def test_options_cannot_take_the_messages_place(codec: ServingCodec, name: str) -> None:
     with pytest.raises(RequestError, match=f"may not hold '{name}'"):
-        codec.encode_chat([Message(role="user", content="hi")], {name: []})
+        codec.encode_chat([Message(role="user", content="hi")], {name: []}, **ROOM)
     with pytest.raises(RequestError, match="add_generation_prompt must be true or false"):
-        codec.encode_chat([Message(role="user", content="hi")], {"add_generation_prompt": 1})
+        codec.encode_chat([Message(role="user", content="hi")], {"add_generation_prompt": 1}, **ROOM)
 
 
 def test_a_template_that_uses_too_much_fails_its_request_alone() -> None:
@@ -239,6 +276,6 @@ def test_a_template_that_uses_too_much_fails_its_request_alone() -> None:
     codec = TextCodec(byte_level(), templates={"default": endless})
     try:
         with pytest.raises(RequestError, match="the chat template"):
-            ServingCodec(codec).encode_chat([Message(role="user", content="hi")], {})
+            ServingCodec(codec).encode_chat([Message(role="user", content="hi")], {}, **ROOM)
     finally:
         codec.close()

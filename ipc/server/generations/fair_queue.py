@@ -1,49 +1,60 @@
-"""The requests that wait for a slot: each client's in order, the clients by turns."""
+"""What waits for its turn: each client's in order, a user's clients by turns, and the users by turns."""
 
-from collections.abc import Hashable
-from typing import Generic, TypeVar
+from collections import deque
+from collections.abc import Hashable, Mapping
+from types import MappingProxyType
+from typing import Any, Generic, TypeVar
 
 __all__ = ["FairQueue"]
 
 Item = TypeVar("Item")
+NOTHING: Mapping[Any, int] = MappingProxyType({})
 
 
 class FairQueue(Generic[Item]):
-    """First in, first out for each owner; round robin between owners, so that nobody's many delay another's one.
+    """First in, first out for each client; round robin between a user's clients, and between users.
 
-    num_items   those that wait, of all owners
+    So nobody's many delay another's one, over however many connections they come.
+
+    num_items   those that wait, of all users
     """
 
     def __init__(self) -> None:
-        self._owners: dict[Hashable, list[Item]] = {}  # by turns
+        self._users: dict[Hashable, dict[Hashable, deque[Item]]] = {}  # both by turns
         self.num_items = 0
 
-    def push(self, owner: Hashable, item: Item) -> None:
-        """Append to the owner's; an owner who had none comes last in turn."""
-        items = self._owners.get(owner)
-        if items is None:
-            self._owners[owner] = [item]
-        else:
-            items.append(item)
+    def push(self, user: Hashable, client: Hashable, item: Item) -> None:
+        """Append to the client's; a user or a client who had none comes last in turn."""
+        self._users.setdefault(user, {}).setdefault(client, deque()).append(item)
         self.num_items += 1
 
-    def pop(self) -> Item:
-        """The oldest of the owner whose turn it is; somebody must wait."""
-        owner = next(iter(self._owners))
-        items = self._owners.pop(owner)
-        item = items.pop(0)
+    def pop(self, served: Mapping[Any, int] = NOTHING) -> Item:
+        """The oldest of the client whose turn it is; somebody must wait.
+
+        served   how much each user has already: who has least is first
+        """
+        user = min(self._users, key=lambda user: served.get(user, 0))  # of several the first
+        clients = self._users.pop(user)
+        client = next(iter(clients))
+        items = clients.pop(client)
+        item = items.popleft()
         self.num_items -= 1
         if items:
-            self._owners[owner] = items
+            clients[client] = items
+        if clients:
+            self._users[user] = clients
         return item
 
-    def remove(self, owner: Hashable, item: Item) -> bool:
+    def remove(self, user: Hashable, client: Hashable, item: Item) -> bool:
         """Take one out of the middle; False if it does not wait here."""
-        items = self._owners.get(owner)
+        clients = self._users.get(user, {})
+        items = clients.get(client)
         if items is None or item not in items:
             return False
         items.remove(item)
         self.num_items -= 1
         if not items:
-            del self._owners[owner]
+            del clients[client]
+            if not clients:
+                del self._users[user]
         return True

@@ -1,22 +1,26 @@
-"""Requests become token ids and are checked: in the text thread, or at once where that takes microseconds."""
+"""Requests become token ids and are checked: in a text thread, or at once where that takes microseconds."""
 
 import logging
 import threading
 from collections.abc import Sequence
+from typing import Any
 
+import msgspec
 from msgspec import Struct
 
 from lowlat.errors import RequestError
 from lowlat.ipc.engine import Codec, Engine
+from lowlat.ipc.server.generations.fair_queue import FairQueue
 from lowlat.ipc.server.generations.streams import Stream
 from lowlat.ipc.server.logs import describe
 from lowlat.ipc.server.threads.events import Post, Prepare, Prepared
 from lowlat.ipc.server.threads.wake import Inbox
 from lowlat.ipc.wire import Submit, unpack_tokens
 
-__all__ = ["MAX_INLINE_BYTES", "TextThread", "prepare"]
+__all__ = ["MAX_INLINE_BYTES", "TextThreads", "prepare"]
 
 MAX_INLINE_BYTES = 4 * 256  # a prompt of ids up to this is checked in microseconds: two changes of thread cost more
+MAX_SHORT_BYTES = 32 << 10  # a request up to this has its token ids in about 10 ms
 
 
 def prepare(
@@ -24,8 +28,13 @@ def prepare(
 ) -> Prepared:
     """Token ids of a request, or the reason why it cannot be served; never an exception."""
     try:
-        prompt = _encode(submit, body, codec, engine.info.max_context)
-        engine.validate(prompt, submit.sampling)
+        max_context = engine.info.max_context
+        prompt = _encode(submit, body, codec, max_context)
+        if submit.fit_context:
+            room = max(1, max_context - len(prompt))
+            if room < submit.sampling.max_tokens:
+                stream.sampling = msgspec.structs.replace(submit.sampling, max_tokens=room)
+        engine.validate(prompt, stream.sampling)
     except RequestError as error:
         return Prepared(stream, code="invalid", message=str(error))
     except Exception as error:
@@ -44,44 +53,74 @@ def _encode(submit: Submit, body: bytes, codec: Codec | None, max_context: int) 
         return unpack_tokens(body)
     if codec is None:
         raise RequestError("this server's model has no tokenizer; send token ids")
+    how: dict[str, Any] = {
+        "allow_special": submit.allow_special,
+        "max_context": max_context,
+        "max_tokens": 1 if submit.fit_context else submit.sampling.max_tokens,
+    }
     if submit.text is not None:
-        return codec.encode(submit.text)
-    return codec.encode_chat(submit.messages or (), submit.template_options or {})
+        return codec.encode(submit.text, **how)
+    return codec.encode_chat(submit.messages or (), submit.template_options or {}, **how)
 
 
 class _Stop(Struct, frozen=True):
-    """End the text thread."""
+    """End a text thread."""
 
 
-class TextThread(threading.Thread):
-    """Runs templates and tokenizers, so that neither sockets nor steps wait for them.
+class _TextThread(threading.Thread):
+    """Prepares requests, one after the other: users and their clients by turns."""
 
-    Its queue holds what the I/O thread admitted, which bounds it.
-    """
-
-    def __init__(self, engine: Engine, codec: Codec | None, offer: Post, log: logging.Logger) -> None:
-        super().__init__(name="lowlat-text", daemon=True)
+    def __init__(self, name: str, engine: Engine, codec: Codec | None, offer: Post, log: logging.Logger) -> None:
+        super().__init__(name=name, daemon=True)
         self._engine = engine
         self._codec = codec
         self._offer = offer
         self._log = log
-        self._jobs: Inbox[Prepare | _Stop] = Inbox()
-
-    def put(self, job: Prepare) -> None:
-        """Queue a request; its Prepared is offered to the I/O thread."""
-        self._jobs.put(job)
-
-    def stop(self) -> None:
-        """End after what is queued."""
-        self._jobs.put(_Stop())
-
-    def close(self) -> None:
-        """Give back what wakes it, once it has ended."""
-        self._jobs.close()
+        self._queue: FairQueue[Prepare] = FairQueue()
+        self.jobs: Inbox[Prepare | _Stop] = Inbox()
 
     def run(self) -> None:
-        while isinstance(job := self._jobs.wait(), Prepare):
-            if job.stream.over:
-                self._offer(Prepared(job.stream))
-            else:
-                self._offer(prepare(job.stream, job.submit, job.body, self._engine, self._codec, self._log))
+        jobs, queue = self.jobs, self._queue
+        while True:
+            job = jobs.take() if queue.num_items else jobs.wait()
+            while isinstance(job, Prepare):
+                queue.push(job.stream.peer.user.account, job.stream.peer, job)
+                job = jobs.take()
+            if job is not None:
+                return
+            stream, submit, body = queue.pop().take()
+            if submit is not None:
+                self._offer(prepare(stream, submit, body, self._engine, self._codec, self._log))
+
+
+class TextThreads:
+    """Run templates and tokenizers, so that neither sockets nor steps wait for them.
+
+    Short requests have a thread of their own: none waits for a long one's tokens. What they hold is what the I/O
+    thread admitted, which bounds it.
+    """
+
+    def __init__(self, engine: Engine, codec: Codec | None, offer: Post, log: logging.Logger) -> None:
+        self._short = _TextThread("lowlat-text", engine, codec, offer, log)
+        self._long = _TextThread("lowlat-long-text", engine, codec, offer, log)
+        self.threads: tuple[threading.Thread, ...] = (self._short, self._long)
+
+    def put(self, job: Prepare) -> None:
+        """Queue a request; its Prepared is offered to the I/O thread, unless the job was dropped before."""
+        (self._short if job.stream.num_bytes <= MAX_SHORT_BYTES else self._long).jobs.put(job)
+
+    def start(self) -> None:
+        """Take jobs."""
+        for thread in self.threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """End after what is under way; what is queued is left."""
+        for thread in (self._short, self._long):
+            thread.jobs.put(_Stop())
+
+    def close(self) -> None:
+        """Give back what wakes the threads that have ended."""
+        for thread in (self._short, self._long):
+            if not thread.is_alive():
+                thread.jobs.close()

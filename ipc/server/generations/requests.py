@@ -2,24 +2,27 @@
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from lowlat.ipc.engine import Codec, Engine, EngineOutput
 from lowlat.ipc.limits import Limits
 from lowlat.ipc.server.generations.fair_queue import FairQueue
-from lowlat.ipc.server.generations.prepare import MAX_INLINE_BYTES, TextThread, prepare
+from lowlat.ipc.server.generations.prepare import MAX_INLINE_BYTES, TextThreads, prepare
 from lowlat.ipc.server.generations.statistics import Statistics
 from lowlat.ipc.server.generations.streams import Phase, Stream
 from lowlat.ipc.server.generations.timers import Timers
-from lowlat.ipc.server.peers import Peer, Peers
+from lowlat.ipc.server.peer import Peer
+from lowlat.ipc.server.peers import Peers
 from lowlat.ipc.server.threads.events import Command, DecodeCancel, DecodeSubmit, Prepare, Prepared, Refused, Step
 from lowlat.ipc.server.threads.watchdog import StepClock
 from lowlat.ipc.wire import Error, FinishReason, Submit
 
-__all__ = ["Requests"]
+__all__ = ["FREE_SHARE", "Requests"]
 
 MAX_PROMPTS = 16  # prompts of max_message_bytes that may lie before the engine, in bytes
+FREE_SHARE = 3  # a user may take so many times the places that it leaves to others
 MIN_RETRY_MS, MAX_RETRY_MS = 50, 30_000
 
 
@@ -27,7 +30,10 @@ class Requests:
     """Every request under way; the I/O thread's own.
 
     At most `info.max_running` are inside the engine, so that bounds, turns and `busy` never wait for a step. Those
-    that end early (cancelled, gone, late) stay counted until the engine says that it has given them up.
+    that end early (cancelled, gone, late) stay counted until the engine says that it has given them up. Turns, and
+    shares of the places where several users are let in, are a user's over all its connections.
+
+    shared   several users are let in
     """
 
     def __init__(
@@ -38,11 +44,13 @@ class Requests:
         timers: Timers,
         statistics: Statistics,
         clock: StepClock,
+        peers: Peers,
         log: logging.Logger,
         *,
         epoch: str,
         decode: Callable[[Command], None],
-        text_thread: TextThread,
+        text_threads: TextThreads,
+        shared: bool,
     ) -> None:
         self._engine = engine
         self._info = engine.info
@@ -53,16 +61,21 @@ class Requests:
         self._clock = clock
         self._log = log
         self._decode = decode
-        self._text_thread = text_thread
+        self._text_threads = text_threads
+        self._shared = shared
         self._prefix = epoch[:12]
         self._num_ids = 0
         self._num_preparing = 0
         self._prompt_bytes = 0
         self._queue: FairQueue[Stream] = FairQueue()
         self._inside: dict[str, Stream] = {}
+        self._inside_of: Counter[str] = Counter()  # by user
+        self._live_of: Counter[str] = Counter()
+        self._bytes_of: Counter[str] = Counter()
         self._dirty: list[Stream] = []
         self._live = 0
-        self.peers: Peers  # set by the I/O thread: each needs the other
+        self._peers = peers
+        peers.tell(self)
         self.engine_figures: Mapping[str, Any] = {}
         self.draining = False
 
@@ -81,27 +94,36 @@ class Requests:
         """Whether no request is under way."""
         return not self._live
 
-    def submit(self, peer: Peer, submit: Submit, body: bytes) -> None:
-        """Take a request, or refuse it at once."""
+    def submit(self, peer: Peer, submit: Submit, body: bytes, size: int) -> None:
+        """Take a request, or refuse it at once; size is that of its message, in bytes."""
         self._statistics.num_requests += 1
         limits = self._limits
-        size = len(body) if body else _text_bytes(submit)
+        num_free = limits.max_queue + self._info.max_running - self.num_waiting - self.num_running
         if self.draining:
-            self._refuse(peer, submit.number, "draining", "the server is about to end and takes no new requests")
+            self.refuse(peer, submit.number, "draining", "the server is about to end and takes no new requests")
         elif submit.credit > limits.max_credit:
             message = f"credit {submit.credit} exceeds {limits.max_credit} (max_credit)"
-            self._refuse(peer, submit.number, "invalid", message, field="$.credit")
+            self.refuse(peer, submit.number, "invalid", message, field="$.credit")
         elif len(peer.streams) >= limits.max_requests_per_client:
             message = f"this client has {len(peer.streams)} requests under way (max_requests_per_client)"
-            self._refuse(peer, submit.number, "busy", message)
-        elif self.num_waiting + self.num_running >= limits.max_queue + self._info.max_running:
+            self.refuse(peer, submit.number, "busy", message)
+        elif num_free <= 0:
             message = f"{self.num_waiting} requests wait for a slot (max_queue {limits.max_queue})"
-            self._refuse(peer, submit.number, "busy", message)
-        elif self._prompt_bytes and self._prompt_bytes + size > MAX_PROMPTS * limits.max_message_bytes:
+            self.refuse(peer, submit.number, "busy", message)
+        elif self._shared and self._live_of[peer.user.account] >= FREE_SHARE * num_free:
+            message = f"this user has {self._live_of[peer.user.account]} requests under way, and {num_free} places are "
+            self.refuse(peer, submit.number, "busy", message + f"left for others (max_queue {limits.max_queue})")
+        elif self._prompt_bytes and size > self._room_for_prompts(peer.user.account):
             message = f"the prompts that wait have {self._prompt_bytes} bytes ({MAX_PROMPTS} times max_message_bytes)"
-            self._refuse(peer, submit.number, "busy", message)
+            self.refuse(peer, submit.number, "busy", message)
         else:
             self._take(peer, submit, body, size)
+
+    def refuse(self, peer: Peer, number: int, code: str, message: str, *, field: str | None = None) -> None:
+        """Answer a SUBMIT by its ERROR."""
+        self._statistics.refuse(code)
+        retry_after_ms = self._retry_after_ms() if code == "busy" else None
+        self._peers.send(peer, Error(code, message, number=number, field=field, retry_after_ms=retry_after_ms))
 
     def cancel(self, stream: Stream) -> None:
         """The client wants it to end; twice is once."""
@@ -115,8 +137,7 @@ class Requests:
     def credit(self, stream: Stream, tokens: int) -> None:
         """The client grants so many tokens more."""
         stream.balance += tokens
-        if stream.starving % 2:
-            stream.starving += 1
+        self._fed(stream)
         if stream.waiting and not stream.peer.unsent:
             self._pump(stream)
 
@@ -137,11 +158,12 @@ class Requests:
     def prepared(self, event: Prepared) -> None:
         """A request came back with its token ids, or with the reason why not."""
         stream = event.stream
-        self._num_preparing -= 1
         if stream.over:
-            self._prompt_bytes -= stream.num_bytes
-        elif event.code is not None:
-            self._prompt_bytes -= stream.num_bytes
+            return
+        self._num_preparing -= 1
+        stream.job = None
+        if event.code is not None:
+            self._let_go(stream)
             self._fail_early(stream, event.code, event.message)
         else:
             stream.prompt = event.prompt
@@ -149,12 +171,12 @@ class Requests:
                 self._hand_over(stream)  # as `_admit` would, sooner
             else:
                 stream.phase = Phase.WAITING
-                self._queue.push(stream.peer, stream)
+                self._queue.push(stream.peer.user.account, stream.peer, stream)
                 self._admit()
 
     def refused(self, event: Refused) -> None:
         """The engine did not take a request after all."""
-        stream = self._inside.pop(event.request_id, None)
+        stream = self._come_out(event.request_id)
         if stream is not None and not stream.over:
             self._fail_early(stream, event.code, event.message)
         self._admit()
@@ -167,13 +189,13 @@ class Requests:
             if stream is None:
                 continue
             if output.finish_reason is not None:
-                del self._inside[output.request_id]
+                self._come_out(output.request_id)
                 any_ended = True
             if stream.over:
                 continue
             if output.finish_reason == "cancelled" and stream.waiting:
                 stream.waiting.clear()  # an end that was asked for does not wait for credit
-            elif output.token_ids or output.text:
+            elif output.token_ids or output.text or output.reasoning or output.tool_calls:
                 stream.waiting.append(output)
             if output.finish_reason is not None:
                 stream.phase = Phase.DECODED
@@ -200,7 +222,7 @@ class Requests:
 
     def end_all(self, code: str, message: str) -> None:
         """End whatever is under way with this code."""
-        for peer in self.peers:
+        for peer in self._peers:
             for stream in list(peer.streams.values()):
                 self._end(stream, "error", code=code, message=message)
 
@@ -209,7 +231,7 @@ class Requests:
         return {
             "model": self._info.model,
             "state": "draining" if self.draining else "serving",
-            "num_clients": self.peers.num_greeted,
+            "num_clients": self._peers.num_greeted,
             "num_slots": self._info.max_running,
             "num_running": self.num_running,
             "num_waiting": self.num_waiting,
@@ -219,38 +241,61 @@ class Requests:
             "engine": dict(self.engine_figures),
         }
 
+    def _room_for_prompts(self, account: str) -> int:
+        """Bytes of prompts that may come of a user."""
+        num_free = MAX_PROMPTS * self._limits.max_message_bytes - self._prompt_bytes
+        if not self._shared:
+            return num_free
+        return min(num_free, FREE_SHARE * num_free - self._bytes_of[account])
+
     def _take(self, peer: Peer, submit: Submit, body: bytes, size: int) -> None:
         self._num_ids += 1
-        stream = Stream(
-            peer, submit.number, f"{self._prefix}-{self._num_ids}", submit.sampling, size, balance=submit.credit
-        )
+        account = peer.user.account
+        request_id, salt = f"{self._prefix}-{self._num_ids}", f"{account} {submit.cache_salt}"
+        stream = Stream(peer, submit.number, request_id, submit.sampling, size, balance=submit.credit, cache_salt=salt)
         peer.streams[submit.number] = stream
         self._live += 1
+        self._live_of[account] += 1
         self._num_preparing += 1
         self._prompt_bytes += size
+        self._bytes_of[account] += size
         if submit.deadline_ms is not None:
-            self._timers.after(submit.deadline_ms / 1000, self._late, stream)
+            stream.deadline = self._timers.after(submit.deadline_ms / 1000, self._late, stream)
         if 0 < len(body) <= MAX_INLINE_BYTES:
             self.prepared(prepare(stream, submit, body, self._engine, self._codec, self._log))
         else:
-            self._text_thread.put(Prepare(stream, submit, body))
+            stream.job = Prepare(stream, submit, body)
+            self._text_threads.put(stream.job)
 
     def _admit(self) -> None:
-        """Hand over to the engine while it has slots, by turns between clients."""
+        """Hand over to the engine while it has slots, by turns: first those of users who have fewest slots."""
         while self._queue.num_items and len(self._inside) < self._info.max_running:
-            self._hand_over(self._queue.pop())
+            self._hand_over(self._queue.pop(self._inside_of))
 
     def _hand_over(self, stream: Stream) -> None:
-        self._decode(DecodeSubmit(stream.request_id, stream.prompt, stream.sampling))
-        self._prompt_bytes -= stream.num_bytes
-        stream.prompt = ()
+        self._decode(DecodeSubmit(stream.request_id, stream.prompt, stream.sampling, stream.cache_salt))
+        self._let_go(stream)
         stream.phase = Phase.RUNNING
         self._inside[stream.request_id] = stream
+        self._inside_of[stream.peer.user.account] += 1
         stream.handed = time.monotonic()
+
+    def _let_go(self, stream: Stream) -> None:
+        """Its prompt lies here no more."""
+        self._prompt_bytes -= stream.num_bytes
+        _count_down(self._bytes_of, stream.peer.user.account, stream.num_bytes)
+        stream.prompt = ()
+
+    def _come_out(self, request_id: str) -> Stream | None:
+        """The engine has given a request up."""
+        stream = self._inside.pop(request_id, None)
+        if stream is not None:
+            _count_down(self._inside_of, stream.peer.user.account)
+        return stream
 
     def _pump(self, stream: Stream) -> None:
         """Send what may be sent; then its END, if that was all."""
-        peers, statistics = self.peers, self._statistics
+        peers, statistics = self._peers, self._statistics
         while (sendable := stream.next_message()) is not None:
             message, num_tokens = sendable
             if not peers.send(stream.peer, message):
@@ -268,12 +313,10 @@ class Requests:
             if stream.peer.unsent:
                 return
         if stream.waiting:
-            if not stream.starving % 2:
-                stream.starving += 1
-                self._timers.after(self._limits.slow_consumer_s, self._starved, stream, stream.starving)
+            if stream.starving is None:
+                stream.starving = self._timers.after(self._limits.slow_consumer_s, self._starved, stream)
             return
-        if stream.starving % 2:
-            stream.starving += 1
+        self._fed(stream)
         if stream.final is not None:
             self._end_decoded(stream, stream.final)
 
@@ -291,15 +334,17 @@ class Requests:
             self._log.error("the engine gave an unknown finish reason", extra={"reason": reason})
             self._end(stream, "error", code="internal", message="the engine ended it for an unknown reason")
 
-    def _starved(self, stream: Stream, starving: int) -> None:
-        if not stream.over and stream.starving == starving:
-            message = f"{sum(len(one.token_ids) for one in stream.waiting)} tokens waited for credit for "
-            message += f"{self._limits.slow_consumer_s:g} s (slow_consumer_s)"
-            self._end(stream, "error", code="slow_consumer", message=message)
+    def _fed(self, stream: Stream) -> None:
+        self._timers.cancel(stream.starving)
+        stream.starving = None
+
+    def _starved(self, stream: Stream) -> None:
+        message = f"{sum(len(one.token_ids) for one in stream.waiting)} tokens waited for credit for "
+        message += f"{self._limits.slow_consumer_s:g} s (slow_consumer_s)"
+        self._end(stream, "error", code="slow_consumer", message=message)
 
     def _late(self, stream: Stream) -> None:
-        if not stream.over:
-            self._end(stream, "cancelled", code="deadline", message="deadline_ms has passed")
+        self._end(stream, "cancelled", code="deadline", message="deadline_ms has passed")
 
     def _end(
         self,
@@ -317,30 +362,34 @@ class Requests:
         self._statistics.end(code or reason)
         self._statistics.duration.record(time.monotonic() - stream.arrived)
         self._leave(stream)
-        self.peers.send(stream.peer, end)
+        self._peers.send(stream.peer, end)
 
     def _fail_early(self, stream: Stream, code: str, message: str) -> None:
         """ERROR in place of END, for one that brought nothing yet."""
         stream.phase = Phase.DECODED  # nothing is left to cancel
         self._leave(stream)
-        self._refuse(stream.peer, stream.number, code, message)
+        self.refuse(stream.peer, stream.number, code, message)
 
     def _leave(self, stream: Stream) -> None:
         """Take it out of the queue or the engine; the engine's slot counts as taken until it says otherwise."""
-        if stream.phase is Phase.WAITING:
-            self._queue.remove(stream.peer, stream)
-            self._prompt_bytes -= stream.num_bytes
+        if stream.phase is Phase.PREPARING:
+            self._num_preparing -= 1
+            self._let_go(stream)
+            if stream.job is not None:
+                stream.job.drop()
+        elif stream.phase is Phase.WAITING:
+            self._queue.remove(stream.peer.user.account, stream.peer, stream)
+            self._let_go(stream)
         elif stream.phase is Phase.RUNNING and not stream.cancelled:
             self._decode(DecodeCancel(stream.request_id))
         stream.over = True
         stream.waiting.clear()
+        stream.prompt = ()
+        self._timers.cancel(stream.deadline)
+        self._fed(stream)
         del stream.peer.streams[stream.number]
         self._live -= 1
-
-    def _refuse(self, peer: Peer, number: int, code: str, message: str, *, field: str | None = None) -> None:
-        self._statistics.refuse(code)
-        retry_after_ms = self._retry_after_ms() if code == "busy" else None
-        self.peers.send(peer, Error(code, message, number=number, field=field, retry_after_ms=retry_after_ms))
+        _count_down(self._live_of, stream.peer.user.account)
 
     def _retry_after_ms(self) -> int:
         """When a slot may be free for one more: what waits, at the rate of the requests that have ended."""
@@ -349,8 +398,7 @@ class Requests:
         return min(MAX_RETRY_MS, max(MIN_RETRY_MS, int(1000 * usual_s * turns)))
 
 
-def _text_bytes(submit: Submit) -> int:
-    """Characters of a text or chat prompt: what it takes before it has token ids, about."""
-    if submit.text is not None:
-        return len(submit.text)
-    return sum(len(message.content or "") + len(message.thinking or "") for message in submit.messages or ())
+def _count_down(counts: Counter[str], name: str, count: int = 1) -> None:
+    counts[name] -= count
+    if not counts[name]:
+        del counts[name]  # else every key that was ever used would stay

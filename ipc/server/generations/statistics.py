@@ -18,6 +18,7 @@ class Histogram:
     def __init__(self) -> None:
         self._counts = [0] * NUM_BUCKETS
         self.count = 0
+        self.sum_s = 0.0
         self.max_s = 0.0
 
     def record(self, seconds: float, times: int = 1) -> None:
@@ -25,6 +26,7 @@ class Histogram:
         bucket = int(math.log2(seconds * 1e6) * BUCKETS_PER_OCTAVE) + 1 if seconds > 1e-6 else 0
         self._counts[bucket if bucket < NUM_BUCKETS else NUM_BUCKETS - 1] += times
         self.count += times
+        self.sum_s += seconds * times
         if seconds > self.max_s:
             self.max_s = seconds
 
@@ -41,9 +43,16 @@ class Histogram:
         return self.max_s
 
     def to_dict(self) -> dict[str, Any]:
-        """Count, percentiles and maximum, in milliseconds."""
+        """Count, sum, percentiles and maximum, in milliseconds.
+
+        octaves  counts of those up to 1 us, 2 us, 4 us, ..., each without those before
+        """
+        counts = self._counts
+        begins = range(1, NUM_BUCKETS, BUCKETS_PER_OCTAVE)
         return {
             "count": self.count,
+            "sum": self.sum_s * 1e3,
+            "octaves": [counts[0], *(sum(counts[begin : begin + BUCKETS_PER_OCTAVE]) for begin in begins)],
             "p50": self.percentile(0.50) * 1e3,
             "p90": self.percentile(0.90) * 1e3,
             "p99": self.percentile(0.99) * 1e3,

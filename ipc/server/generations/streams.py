@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct, field
 
-from lowlat.ipc.engine import EngineOutput
-from lowlat.ipc.wire import End, FinishReason, Sampling, TokenLogprob, Tokens, pack_tokens
+from lowlat.ipc.engine import EngineOutput, TokenLogprobs
+from lowlat.ipc.server.generations.timers import Timer
+from lowlat.ipc.wire import End, FinishReason, Sampling, TokenLogprob, Tokens, ToolCallDelta, pack_tokens
 
 if TYPE_CHECKING:
-    from lowlat.ipc.server.peers import Peer
+    from lowlat.ipc.server.peer import Peer
+    from lowlat.ipc.server.threads.events import Prepare
 
 __all__ = ["Phase", "Stream"]
 
@@ -32,7 +34,10 @@ class Stream(Struct, eq=False):
 
     balance    tokens that may be sent; negative by less than a step
     waiting    outputs that were not sent, in order
-    starving   counts the times it ran out of credit; odd while it is out
+    cache_salt  its user, and what the request says: only those of the same share cached prefixes
+    job        at the text thread's, while it is prepared there
+    deadline   ends it when its time has passed
+    starving   ends it when it has been without credit for too long; None while it has credit
     over       END or ERROR went out, or nobody is there to read it
     final      the output that ended it in the engine
     """
@@ -43,13 +48,16 @@ class Stream(Struct, eq=False):
     sampling: Sampling
     num_bytes: int
     balance: int
+    cache_salt: str = ""
     prompt: Sequence[int] = ()
+    job: "Prepare | None" = None
     phase: Phase = Phase.PREPARING
     over: bool = False
     sequence: int = 0
     num_sent: int = 0
     waiting: list[EngineOutput] = []  # each has its own: msgspec copies it
-    starving: int = 0
+    deadline: Timer | None = None
+    starving: Timer | None = None
     cancelled: bool = False
     final: EngineOutput | None = None
     metrics: Mapping[str, Any] = {}
@@ -68,7 +76,8 @@ class Stream(Struct, eq=False):
             return None
         output = waiting[0]
         token_ids, text, logprobs = output.token_ids, output.text, output.logprobs
-        simulated = output.simulated
+        simulated, reasoning, tool_calls = output.simulated, output.reasoning, output.tool_calls
+        accepted = _accepted(output)
         self.balance -= len(token_ids)
         num_taken = 1
         if len(waiting) > 1:
@@ -83,6 +92,9 @@ class Stream(Struct, eq=False):
                 texts.append(output.text)
                 all_logprobs.extend(output.logprobs or ())
                 simulated = simulated or output.simulated
+                reasoning += output.reasoning
+                tool_calls = (*tool_calls, *output.tool_calls)
+                accepted += _accepted(output)
             token_ids, logprobs = ids, all_logprobs
             text = None if all(part is None for part in texts) else "".join(part or "" for part in texts)
         del waiting[:num_taken]
@@ -91,8 +103,11 @@ class Stream(Struct, eq=False):
             self.sequence,
             pack_tokens(token_ids),
             text,
-            [TokenLogprob(one.token_id, one.logprob, list(one.top)) for one in logprobs] if logprobs else None,
+            [_logprob(one) for one in logprobs] if logprobs else None,
             simulated,
+            reasoning or None,
+            [ToolCallDelta(one.index, one.arguments, one.id, one.name) for one in tool_calls] if tool_calls else None,
+            accepted if any(accepted) else None,
         )
         self.sequence += 1
         num_tokens = len(token_ids)
@@ -123,3 +138,13 @@ class Stream(Struct, eq=False):
             message=message,
             metrics={**self.metrics, "server": times},
         )
+
+
+def _accepted(output: EngineOutput) -> bytes:
+    """A byte for each token: 1 for an accepted draft."""
+    num_accepted = output.num_accepted
+    return b"\x01" * num_accepted + bytes(len(output.token_ids) - num_accepted)
+
+
+def _logprob(one: TokenLogprobs) -> TokenLogprob:
+    return TokenLogprob(one.token_id, one.logprob, list(one.top), None if one.texts is None else list(one.texts))

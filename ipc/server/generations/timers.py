@@ -1,38 +1,74 @@
 """Things to do at a later time, for the I/O thread."""
 
 import heapq
-import itertools
 import math
 import time
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Timers"]
+__all__ = ["Timer", "Timers"]
+
+MIN_CANCELLED = 64  # fewer are left where they are
+
+
+class Timer:
+    """A call to make at a time (monotonic); one that was cancelled holds nothing any more."""
+
+    __slots__ = ("arguments", "at", "call")
+
+    def __init__(self, at: float, call: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        self.at = at
+        self.call: Callable[..., None] | None = call
+        self.arguments = arguments
+
+    def __lt__(self, other: "Timer") -> bool:
+        return self.at < other.at
 
 
 class Timers:
-    """Calls by time. What became pointless until then is the callee's to see: nothing is taken back."""
+    """Calls by time. Those cancelled are taken out when they are half of all: each costs constant time, amortised."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
-        self._ties = itertools.count()
+        self._heap: list[Timer] = []
+        self._num_cancelled = 0
 
-    def after(self, seconds: float, call: Callable[..., None], *arguments: Any) -> None:
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def after(self, seconds: float, call: Callable[..., None], *arguments: Any) -> Timer:
         """Call so many seconds from now."""
-        heapq.heappush(self._heap, (time.monotonic() + seconds, next(self._ties), call, arguments))
+        timer = Timer(time.monotonic() + seconds, call, arguments)
+        heapq.heappush(self._heap, timer)
+        return timer
+
+    def cancel(self, timer: Timer | None) -> None:
+        """Let go of a call and its arguments; harmless for one that was made, or None."""
+        if timer is None or timer.call is None:
+            return
+        timer.call, timer.arguments = None, ()
+        self._num_cancelled += 1
+        if self._num_cancelled >= max(MIN_CANCELLED, len(self._heap) / 2):
+            self._heap[:] = [one for one in self._heap if one.call is not None]
+            heapq.heapify(self._heap)
+            self._num_cancelled = 0
 
     @property
     def due(self) -> float:
         """When the next call is due (monotonic), infinity without one."""
-        return self._heap[0][0] if self._heap else math.inf
+        return self._heap[0].at if self._heap else math.inf
 
     def run(self) -> int:
         """Call what is due; returns how long a poll may wait for the next, in ms, rounded up, -1 without one."""
         heap = self._heap
         while heap:
-            left = heap[0][0] - time.monotonic()
+            left = heap[0].at - time.monotonic()
             if left > 0.0:
                 return int(left * 1000.0) + 1
-            _, _, call, arguments = heapq.heappop(heap)
+            timer = heapq.heappop(heap)
+            call, arguments = timer.call, timer.arguments
+            if call is None:
+                self._num_cancelled -= 1
+                continue
+            timer.call, timer.arguments = None, ()
             call(*arguments)
         return -1

@@ -132,7 +132,7 @@ class DecodeThread(threading.Thread):
 
     def _submit(self, command: DecodeSubmit) -> None:
         try:
-            self.engine.submit(command.request_id, command.prompt, command.sampling)
+            self.engine.submit(command.request_id, command.prompt, command.sampling, command.cache_salt)
         except RequestError as error:
             self.post(Refused(command.request_id, "invalid", str(error)))
         except CapacityError as error:

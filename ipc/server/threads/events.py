@@ -77,6 +77,7 @@ class DecodeSubmit(Struct, frozen=True):
     request_id: str
     prompt: Sequence[int]
     sampling: Sampling
+    cache_salt: str
 
 
 class DecodeCancel(Struct, frozen=True):
@@ -92,12 +93,22 @@ class DecodeStop(Struct, frozen=True):
 Command = DecodeSubmit | DecodeCancel | DecodeStop
 
 
-class Prepare(Struct, frozen=True):
-    """To the text thread: make token ids of a request, and check it."""
+class Prepare(Struct):
+    """To a text thread: make token ids of a request, and check it. What was asked is let go of by `take` or `drop`."""
 
     stream: Stream
-    submit: Submit
+    submit: Submit | None
     body: bytes
+
+    def take(self) -> tuple[Stream, Submit | None, bytes]:
+        """The text thread: the request, and None for one that was dropped."""
+        submit, body = self.submit, self.body
+        self.drop()
+        return self.stream, submit, body
+
+    def drop(self) -> None:
+        """The I/O thread: the request has ended."""
+        self.submit, self.body = None, b""
 
 
 Post = Callable[[Event], None]

@@ -1,4 +1,4 @@
-"""The thread that owns the sockets: it never waits on anything but its listener, and nobody waits for it.
+"""The thread that owns the sockets: it never waits on anything but its router, and nobody waits for it.
 
 Waking it takes long. So while it sleeps others do its work where a first token waits for it, under the lock that it
 holds but for its sleep: the text thread hands a request over, the decode thread sends a request's first tokens (45 us
@@ -14,11 +14,11 @@ from lowlat.ipc.server.generations.requests import Requests
 from lowlat.ipc.server.generations.timers import Timers
 from lowlat.ipc.server.logs import describe
 from lowlat.ipc.server.peers import Peers
+from lowlat.ipc.server.router import Handlers, Router
 from lowlat.ipc.server.service import Service
 from lowlat.ipc.server.threads.events import DrainAsked, EngineFigures, Event, Failed, Prepared, Refused, Step
 from lowlat.ipc.server.threads.spin import Spin
 from lowlat.ipc.server.threads.wake import Inbox
-from lowlat.ipc.server.transport.listener import Handlers, Listener
 from lowlat.ipc.wire import Bye
 
 __all__ = ["IoThread"]
@@ -37,7 +37,7 @@ class IoThread(threading.Thread):
 
     def __init__(
         self,
-        listener: Listener,
+        router: Router,
         inbox: Inbox[Event],
         timers: Timers,
         peers: Peers,
@@ -51,7 +51,7 @@ class IoThread(threading.Thread):
         linger_s: float,
     ) -> None:
         super().__init__(name="lowlat-io", daemon=True)
-        self._listener = listener
+        self._router = router
         self._inbox = inbox
         self._timers = timers
         self._peers = peers
@@ -87,12 +87,12 @@ class IoThread(threading.Thread):
             self._fail("internal", "the server failed; its log says more")
         finally:
             self._say_bye()
-            self._listener.close(self._linger_s)
+            self._router.close(self._linger_s)
             self._on_end()
 
     def do_now(self, event: Event) -> bool:
         """From another thread: handle an event if this thread sleeps. False: nothing was done, post it."""
-        if not self._listener.shared or not self._awake.acquire(blocking=False):
+        if not self._awake.acquire(blocking=False):
             return False
         try:
             if self._inbox.any() or (isinstance(event, Step) and not self._requests.is_first(event)):
@@ -100,7 +100,8 @@ class IoThread(threading.Thread):
             self._handlers[type(event)](event)
             self._requests.flush()
             self._spin.note(self._requests.idle)
-            if self._timers.due < self._sleeps_until or self._requests.draining or self._spin.due:
+            is_due = self._timers.due < self._sleeps_until or self._requests.draining or self._spin.due
+            if is_due or self._router.unread:
                 self._inbox.wake()
         except Exception as error:
             self._log.critical("handling %s failed: %s", type(event).__name__, describe(error))
@@ -110,8 +111,8 @@ class IoThread(threading.Thread):
         return True
 
     def _loop(self) -> None:
-        listener, inbox, timers, requests, spin = self._listener, self._inbox, self._timers, self._requests, self._spin
-        listener.serve(
+        router, inbox, timers, requests, spin = self._router, self._inbox, self._timers, self._requests, self._spin
+        router.serve(
             inbox.descriptor,
             Handlers(message=self._service.receive, ended=self._peers.ended, unblocked=self._peers.unblocked),
         )
@@ -124,19 +125,19 @@ class IoThread(threading.Thread):
             if self._ended or (requests.draining and requests.idle):
                 return
             spin.note(requests.idle)
-            if spin.goes_on():
-                listener.wait(0)
+            if router.unread or spin.goes_on():
+                router.wait(0)
             elif inbox.sleep():
                 inbox.awake(self._sleep(timeout_ms))
             else:
                 continue
-            listener.receive(inbox.any)  # a step's tokens go before anything that clients say
+            router.receive(inbox.any)  # a step's tokens go before anything that clients say
 
     def _sleep(self, timeout_ms: int) -> bool:
         self._sleeps_until = self._timers.due
         self._awake.release()
         try:
-            return self._listener.wait(timeout_ms)
+            return self._router.wait(timeout_ms)
         finally:
             self._awake.acquire()
 

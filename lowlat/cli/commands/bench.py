@@ -35,7 +35,10 @@ def _subject_options(function: F) -> F:
     """Add what is measured and where the results go."""
     options = [
         click.option(
-            "--model", type=DIRECTORY, metavar="DIR", help="A target's directory.  [default: the bundled pair]"
+            "--model",
+            type=DIRECTORY,
+            metavar="MODEL",
+            help="A target's directory or name.  [default: the bundled pair]",
         ),
         click.option("--geometry", metavar="NAME", help="Random weights of a published shape, in place of --model."),
         record_options(SpeculativeConfig, *SPECULATION),
@@ -226,14 +229,14 @@ def _subject(values: Mapping[str, Any], *, drafts: bool) -> Iterator["Subject"]:
             prompts = prompts or bundled("prompts.json")
         elif given and given.get("method", "eagle3") == "eagle3" and "model" not in given:
             raise click.UsageError("options of speculation need a draft model (--draft-model DIR), or --method ngram")
-        yield open_model(
-            model or bundled("target"),
-            given or None,
-            own,
-            prompts=prompts,
-            temperature=temperature,
-            name=None if model else "bundled pair",
-        )
+        from lowlat.cli.models import local_draft_model, local_target
+        from lowlat.options.model_names import display_name
+
+        target = bundled("target") if model is None else local_target(model, values["dtype"] or "auto")
+        if given.get("model") is not None:
+            given["model"] = local_draft_model(Path(given["model"]), target)
+        name = "bundled pair" if model is None else display_name(target)
+        yield open_model(target, given or None, own, prompts=prompts, temperature=temperature, name=name)
         return
     if values["model"] is not None:
         raise click.UsageError("give one of --model and --geometry")

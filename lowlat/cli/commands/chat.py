@@ -1,18 +1,31 @@
-"""`lowlat chat`: talk with a running server, line by line; on a terminal with history, from a pipe a line a turn."""
+"""`lowlat chat`: talk with a model, here or in a server; on a terminal with history, from a pipe a line a turn."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import click
 
-from lowlat.cli.connecting import Asked, connected, server_options
+from lowlat.cli.connecting import ServedModel, connected, refuse_the_servers_own, server_options
 from lowlat.cli.console import stream_text
 from lowlat.cli.generation import Generation, Output
-from lowlat.cli.options import sampling_options, sampling_params, sampling_values
-from lowlat.errors import Busy, CapacityError, LowlatError, RequestError
-from lowlat.ipc import Client
+from lowlat.cli.options import (
+    GroupedCommand,
+    bundled,
+    given_options,
+    runtime_options,
+    sampling_options,
+    sampling_params,
+    sampling_values,
+    speculation_options,
+    speculative_config,
+)
+from lowlat.errors import Busy, CapacityError, LowlatError, RequestError, ServerGone
+from lowlat.options.config import RuntimeConfig, SpeculativeConfig
+from lowlat.options.declaration import options_of
+from lowlat.options.request import SamplingParams
 
 __all__ = ["command"]
 
@@ -23,42 +36,128 @@ HELP = """\
 /quit           end, as does Ctrl-D
 A line that ends with \\ goes on in the next. Ctrl-C ends an answer, not the chat.\
 """
+OFFER = "name a model (`lowlat chat ORG/NAME`), or let `lowlat chat --demo` fetch a small one, once (93 MB)"
 
 
-@click.command("chat")
+class _Asking(Protocol):
+    """One request, here or at a server."""
+
+    generation: Generation
+
+    def run(self, on_output: Callable[[Output], None]) -> Generation: ...
+
+
+class _Model(Protocol):
+    """What a chat asks of the model: see `ServedModel`, `LocalModel`."""
+
+    name: str
+    place: str
+    has_tokenizer: bool
+    has_chat_template: bool
+
+    def ask(self, prompt: str | list[dict[str, Any]], sampling: Mapping[str, Any]) -> _Asking: ...
+    def writer(self, sampling: Mapping[str, Any]) -> Callable[[Output], None] | None: ...
+    def answer_of(self, generation: Generation) -> str: ...
+
+
+class _Help(GroupedCommand):
+    """A command whose help ends with what may be typed in the chat."""
+
+    groups: ClassVar[Mapping[str, str]] = {
+        **{option.key: "sampling" for option in options_of(SamplingParams)},
+        **{option.key: "with MODEL: speculation" for option in options_of(SpeculativeConfig)},
+        **{option.key: "with MODEL: runtime" for option in options_of(RuntimeConfig)},
+    }
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the lines that are commands."""
+        with formatter.section("In the chat"):
+            for line in HELP.splitlines():
+                formatter.write(f"  {line}\n")
+
+
+@click.command("chat", cls=_Help)
+@click.argument("model", type=click.Path(path_type=Path), required=False)
 @server_options
+@click.option("--demo", is_flag=True, help="Talk with SmolLM2-135M-Instruct, fetched once (93 MB).")
 @click.option("--system", metavar="TEXT", help="A system message before the conversation.")
 @click.option("--plain", is_flag=True, help="Continue each line as text, without chat template or memory.")
 @sampling_options
-def command(endpoint: str | None, curve_keys: Path | None, system: str | None, plain: bool, **values: Any) -> None:
-    """Talk with a running server (`lowlat serve`): it remembers what was said, and answers appear as they come.
+@speculation_options
+@runtime_options
+def command(model: Path | None, endpoint: str | None, curve_keys: Path | None, demo: bool, **values: Any) -> None:
+    """Talk with MODEL, a Hugging Face directory or ORG/NAME; without one, with a running server (`lowlat serve`).
 
-    Without a terminal every line of stdin is a message. A model without a chat template continues each line as text.
+    It remembers what was said, and answers appear as they come. Without a terminal every line of stdin is a message.
+    A model without a chat template continues each line as text.
     """
+    system, plain = values["system"], values["plain"]
     if values["logprobs"] is not None:
-        raise click.UsageError("--logprobs is for `lowlat generate --connect --json`")
+        raise click.UsageError("--logprobs is for `lowlat generate --json`")
     if plain and system is not None:
         raise click.UsageError("--system needs a chat; leave out --plain")
+    local = demo or model is not None
+    if local and (endpoint is not None or curve_keys is not None):
+        raise click.UsageError("MODEL and --demo run here; leave out --endpoint and --curve-keys to talk with them")
+    if demo and model is not None:
+        raise click.UsageError("give MODEL or --demo, not both")
+    if not local:
+        refuse_the_servers_own(click.get_current_context())
     sampling_params(values)  # refuses what is out of range before anybody is asked
-    with connected(endpoint, curve_keys, "lowlat chat") as client:
-        server = client.server
-        if not server.tokenizer:
-            raise RequestError(
-                f"model {server.model!r} has no tokenizer; use `lowlat generate --connect --token-ids 1,2,3`"
-            )
-        if not plain and not server.has_chat_template:
-            if system is not None:
-                raise RequestError(f"--system needs a chat template, and model {server.model!r} has none")
-            click.echo(f"{server.model} has no chat template: each line is continued as text.", err=True)
-            plain = True
-        _Chat(client, sampling_values(values), system, plain=plain).run()
+    with ExitStack() as stack:
+        if not local:
+            try:
+                client = stack.enter_context(connected(endpoint, curve_keys, "lowlat chat"))
+            except ServerGone as error:
+                if endpoint is not None or curve_keys is not None:
+                    raise
+                _offer(error)
+                local = demo = True
+        answerer = _load(stack, model, demo, values) if local else ServedModel(client)
+        _talk(answerer, sampling_values(values), system, plain=plain)
+
+
+def _offer(error: ServerGone) -> None:
+    """Ask on a terminal whether to fetch the small model. Raises ServerGone that says what else there is."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise ServerGone(f"{error}; or {OFFER}") from error
+    click.echo(str(error), err=True)
+    if not click.confirm("Fetch a small chat model instead, once (93 MB), and talk with it?", err=True):
+        raise ServerGone(f"nobody to talk with: {OFFER}") from error
+
+
+def _load(stack: ExitStack, model: Path | None, demo: bool, values: dict[str, Any]) -> _Model:
+    """A model of this process, until the stack is closed. Raises ConfigError."""
+    speculative = speculative_config(values, bundled("chat_head") if demo else None)
+
+    from lowlat.cli.local import LocalModel
+    from lowlat.cli.running import load_runtime
+
+    if demo or model is None:
+        from lowlat.cli.commands.demo import chat_model
+
+        model = chat_model(None)
+    options = {"max_context": None, **given_options(values, RuntimeConfig)}
+    return LocalModel(stack.enter_context(load_runtime(model, speculative, max_batch=1, **options)))
+
+
+def _talk(model: _Model, sampling: dict[str, Any], system: str | None, *, plain: bool) -> None:
+    """Chat, or continue lines where the model has no chat template. Raises RequestError without a tokenizer."""
+    if not model.has_tokenizer:
+        raise RequestError(f"model {model.name!r} has no tokenizer; use `lowlat generate` with --token-ids 1,2,3")
+    if not plain and not model.has_chat_template:
+        if system is not None:
+            raise RequestError(f"--system needs a chat template, and model {model.name!r} has none")
+        click.echo(f"{model.name} has no chat template: each line is continued as text.", err=True)
+        plain = True
+    _Chat(model, sampling, system, plain=plain).run()
 
 
 class _Chat:
-    """One conversation; `messages` is what the server is sent, and so all that it knows."""
+    """One conversation; `messages` is what the model is given, and so all that it knows."""
 
-    def __init__(self, client: Client, sampling: dict[str, Any], system: str | None, *, plain: bool) -> None:
-        self._client = client
+    def __init__(self, model: _Model, sampling: dict[str, Any], system: str | None, *, plain: bool) -> None:
+        self._model = model
         self._sampling = sampling
         self._plain = plain
         self._on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
@@ -67,7 +166,7 @@ class _Chat:
     def run(self) -> None:
         """Answer lines until there are no more."""
         if self._on_terminal:
-            click.secho(f"{self._client.server.model} at {self._client.endpoint}; /help says more", dim=True, err=True)
+            click.secho(f"{self._model.name} at {self._model.place}; /help says more", dim=True, err=True)
         for line in _lines(self._on_terminal):
             if not line.strip():
                 continue
@@ -110,9 +209,10 @@ class _Chat:
     def _answer(self, text: str) -> None:
         """Stream an answer; what came of it stays in the conversation, also where it was interrupted."""
         said = [*self._messages, {"role": "user", "content": text}]
-        asked = Asked(self._client, text if self._plain else said, self._sampling)
+        asked = self._model.ask(text if self._plain else said, self._sampling)
+        write = None if self._plain else self._model.writer(self._sampling)
         try:
-            generation = asked.run(_write)
+            generation = asked.run(write or _write)
         except KeyboardInterrupt:
             click.echo()
             if not self._on_terminal:
@@ -124,7 +224,7 @@ class _Chat:
             self._close(generation)
         self._last = text
         if not self._plain:
-            self._messages = [*said, {"role": "assistant", "content": generation.text or ""}]
+            self._messages = [*said, {"role": "assistant", "content": self._model.answer_of(generation)}]
         if generation.error is not None:
             raise LowlatError(generation.error)
 

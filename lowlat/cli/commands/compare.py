@@ -65,22 +65,26 @@ def command(
     difference, cosine of the worst row, overlap of the ten likeliest ids. Exits with 1 when a stage falls below
     --min-cosine. --save alone compares nothing.
     """
+    from lowlat.cli.models import local_draft_model, local_target
     from lowlat.executors.devices import leave_a_core
     from lowlat.tools.compare.stages import load_recording, record, save_recording
 
     leave_a_core()
     if prompt is not None and token_ids is not None:
         raise click.UsageError("give --prompt or --token-ids, not both")
+    directory = local_target(target)
+    draft = None if head is None else local_draft_model(head, directory)
     saved = None if against in (None, "transformers") else load_recording(str(against))
-    start = _prompt(target, saved) if prompt is None and token_ids is None else prompt or token_ids or ()
+    start = _prompt(directory, saved) if prompt is None and token_ids is None else prompt or token_ids or ()
     with loading_bar(f"loading {target.name}") as update:
-        found = record(target, head, start, progress=update, **options)
+        found = record(directory, draft, start, progress=update, **options)
     if save is not None:
         path = save_recording(found, save)
         click.echo(f"saved {len(found.stages)} stages of {len(found.tokens)} tokens to {path}", err=True)
         if against is None:
             return
-    report = _compare(found, saved, target, head, options["dtype"], min_cosine)
+    report = _compare(found, saved, directory, draft, options["dtype"], min_cosine)
+    report |= {"target": str(target), "head": None if head is None else str(head)}
     if json_output:
         print_json(report)
     else:
@@ -115,8 +119,6 @@ def _compare(
         found, expected = common_rows(found, saved)
     stages = differences(found.stages, expected.stages)
     return {
-        "target": str(target),
-        "head": None if head is None else str(head),
         "against": "transformers" if saved is None else "saved tensors",
         "dtype": dtype,
         "num_tokens": len(found.tokens),

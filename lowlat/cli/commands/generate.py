@@ -1,15 +1,16 @@
 """`lowlat generate`: one prompt through any model directory, or a running server, streamed as text or as JSON."""
 
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import click
 
+from lowlat.cli.connecting import Asked, connected, refuse_the_servers_own, server_options
 from lowlat.cli.console import print_json, stream_text
 from lowlat.cli.generation import Generation, Output
 from lowlat.cli.options import (
-    CURVE_HELP,
     DIRECTORY,
     IntegerList,
     as_json,
@@ -24,8 +25,8 @@ from lowlat.cli.options import (
     trace_config,
 )
 from lowlat.errors import LowlatError, RequestError
-from lowlat.options.config import RuntimeConfig, SpeculativeConfig
-from lowlat.options.declaration import options_of
+from lowlat.options.config import RuntimeConfig
+from lowlat.options.model_names import find_repository
 from lowlat.options.request import SamplingParams
 
 __all__ = ["command"]
@@ -35,40 +36,42 @@ MAX_PROMPT_BYTES = 64 << 20
 
 @click.command("generate")
 @click.argument("model", type=DIRECTORY, required=False)
+@click.argument("text", metavar="[PROMPT]", required=False)
 @click.option("--prompt", metavar="TEXT", help="The prompt.")
 @click.option("--prompt-file", type=click.File("rb"), metavar="FILE", help="Read the prompt from a file; - is stdin.")
 @click.option("--token-ids", type=IntegerList(), metavar="1,2,3", help="The prompt as token ids.")
 @click.option("--chat", is_flag=True, help="Wrap the prompt as a user's message in the model's chat template.")
 @click.option("--system", metavar="TEXT", help="A system message before it; needs --chat.")
+@click.option("--allow-special", is_flag=True, help="Special tokens that the prompt spells are tokens, and not text.")
 @speculation_options
 @sampling_options
 @runtime_options
 @click.option("--trace", metavar="NAMES", help="Log what steps do, on stderr: step,accept,kv,tree.")
-@click.option(
-    "--connect",
-    is_flag=False,
-    flag_value="",
-    metavar="[ENDPOINT]",
-    help="Ask a running server in place of loading a model; without ENDPOINT, your own default one.",
-)
-@click.option("--curve-keys", type=DIRECTORY, metavar="DIR", help=CURVE_HELP + " Needs --connect.")
+@server_options
 @as_json
 def command(model: Path | None, **values: Any) -> None:
-    """Continue a prompt with MODEL, a Hugging Face directory; without one, with the bundled pair.
+    """Continue PROMPT with MODEL, a Hugging Face directory or ORG/NAME; without one, with the bundled pair.
 
-    Text streams to stdout as it is decided; without a tokenizer, token ids do. With --chat, of a model that answers in
-    Harmony's channels a terminal shows the final one as it is and the others dim, a pipe gets the final one alone.
+    With --endpoint a running server does it, and PROMPT stands alone. Text streams to stdout as it is decided; without
+    a tokenizer, token ids do. With --chat, of a model that answers in Harmony's channels a terminal shows the final one
+    as it is and the others dim, a pipe gets the final one alone.
     """
-    if values["connect"] is not None:
-        _refuse_the_servers_own(click.get_current_context())
+    served = values["endpoint"] is not None
+    if served and not _named_prompts(values):  # PROMPT stands where MODEL or ENDPOINT would
+        if model is not None:
+            model, values["text"] = None, str(model)
+        elif values["endpoint"] and "://" not in values["endpoint"]:
+            values["text"], values["endpoint"] = values["endpoint"], ""
+    if served:
+        refuse_the_servers_own(click.get_current_context(), model)
     elif values["curve_keys"] is not None:
-        raise click.UsageError("--curve-keys needs --connect")
-    prompt: str | Sequence[int] = _read_prompt(values)
+        raise click.UsageError("--curve-keys needs --endpoint")
+    prompt: str | Sequence[int] = _read_prompt(model, values)
     if values["logprobs"] is not None and not values["json_output"]:
         raise click.UsageError("--logprobs needs --json")
     params = sampling_params(values)
     write = None if values["json_output"] else _write
-    if values["connect"] is not None:
+    if served:
         generation, device = _ask_server(prompt, values, write)
         _show(generation, values, device, None)
     else:
@@ -93,11 +96,12 @@ def _run_here(
     directory = bundled("target") if model is None else model
     with load_runtime(directory, speculative, max_batch=1, traces=traces, **options) as runtime:
         if values["chat"]:
-            prompt = chat_ids(runtime.codec, str(prompt), values["system"])
+            prompt = chat_ids(runtime.codec, str(prompt), values["system"], allow_special=values["allow_special"])
         # a stop string may end within a token: its text is known, the channel's without it is not
         channels = values["chat"] and not params.stop and HarmonyParser.speaks(runtime.codec)
         writer = ChannelWriter(runtime.codec) if channels and runtime.codec is not None else None
-        generation = run_request(runtime, prompt, params, None if values["json_output"] else writer or write)
+        shown = None if values["json_output"] else writer or write
+        generation = run_request(runtime, prompt, params, shown, allow_special=values["allow_special"])
         if channels:
             generation.channels = channel_dicts(runtime.codec, generation.token_ids)
         if writer is not None and not writer.answered and not values["json_output"]:
@@ -108,27 +112,17 @@ def _run_here(
 def _ask_server(
     prompt: str | Sequence[int], values: dict[str, Any], write: Callable[[Output], None] | None
 ) -> tuple[Generation, str | None]:
-    from lowlat.cli.connecting import Asked, connected
-
     asked: Any = prompt
     if values["chat"]:
         asked = [{"role": "system", "content": values["system"]}] if values["system"] is not None else []
         asked.append({"role": "user", "content": prompt})
-    with connected(values["connect"], values["curve_keys"], "lowlat generate") as client:
-        generation = Asked(client, asked, sampling_values(values)).run(write)
+    with connected(values["endpoint"], values["curve_keys"], "lowlat generate") as client:
+        options = {**sampling_values(values), "allow_special": values["allow_special"]}
+        generation = Asked(client, asked, options).run(write)
         device = None
         if values["json_output"] and generation.error is None:
             device = client.stats().get("engine", {}).get("device")
         return generation, device
-
-
-def _refuse_the_servers_own(ctx: click.Context) -> None:
-    """Raise a usage error for what was settled when the server started."""
-    options = [*options_of(SpeculativeConfig), *options_of(RuntimeConfig)]
-    own = {"model": "MODEL", **{option.key: option.flag for option in options}, "trace": "--trace"}
-    for name, shown in own.items():
-        if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
-            raise click.UsageError(f"{shown} is settled where the server is started; leave it out with --connect")
 
 
 def _show(generation: Generation, values: dict[str, Any], device: str | None, speculation_error: str | None) -> None:
@@ -142,11 +136,17 @@ def _show(generation: Generation, values: dict[str, Any], device: str | None, sp
         raise LowlatError(f"the request failed: {generation.error}")
 
 
-def _read_prompt(values: dict[str, Any]) -> str | tuple[int, ...]:
+def _named_prompts(values: dict[str, Any]) -> list[str]:
+    return [name for name in ("text", "prompt", "prompt_file", "token_ids") if values[name] is not None]
+
+
+def _read_prompt(model: Path | None, values: dict[str, Any]) -> str | tuple[int, ...]:
     """The prompt from the one place that was named. Raises RequestError, or a usage error."""
-    named = [name for name in ("prompt", "prompt_file", "token_ids") if values[name] is not None]
+    named = _named_prompts(values)
     if len(named) != 1:
-        raise click.UsageError("give the prompt in one of --prompt, --prompt-file and --token-ids")
+        raise click.UsageError(_what_to_type(model if not named else None))
+    if values["text"] is not None:
+        values["prompt"] = values["text"]
     if values["system"] is not None and not values["chat"]:
         raise click.UsageError("--system needs --chat")
     if values["token_ids"] is not None:
@@ -156,6 +156,20 @@ def _read_prompt(values: dict[str, Any]) -> str | tuple[int, ...]:
     if values["prompt_file"] is not None:
         return _read_text(values["prompt_file"])
     return str(values["prompt"])
+
+
+def _what_to_type(model: Path | None) -> str:
+    """The advice for a command without a prompt, or with several; a text may stand where the model does."""
+    advice = "give the prompt as PROMPT after MODEL, or in one of --prompt, --prompt-file and --token-ids"
+    if model is None:
+        return advice
+    if model.exists() or find_repository(model) is not None:
+        return f'{advice}: lowlat generate {shlex.quote(str(model))} "Hello"'
+    text = shlex.quote(str(model))
+    return (
+        f"{str(model)!r:.80} stands where MODEL does, and there is no prompt; type: lowlat generate --prompt {text} "
+        f"(the bundled model), or: lowlat generate ORG/NAME {text}"
+    )
 
 
 def _read_text(file: BinaryIO) -> str:

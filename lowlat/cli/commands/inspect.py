@@ -10,13 +10,26 @@ from lowlat.cli.commands.inspect_tree import tree
 from lowlat.cli.console import format_bytes, print_json, print_table
 from lowlat.cli.options import DIRECTORY, IntegerList, as_json, bundled, record_options, speculative_config
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig
+from lowlat.options.model_names import find_repository
 
 __all__ = ["command", "draft_model", "model"]
 
 
-@click.group("inspect")
+class _ModelByDefault(click.Group):
+    """A group whose first word may be a model, where it is no command: `lowlat inspect ORG/NAME`."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command; `model` where the word is a repository or a directory."""
+        if self.get_command(ctx, args[0]) is None and (find_repository(args[0]) or Path(args[0]).is_dir()):
+            args = ["model", *args]
+        return super().resolve_command(ctx, args)
+
+
+@click.group("inspect", cls=_ModelByDefault)
 def command() -> None:
-    """Show what a model, a draft model or a tree is, and what it takes."""
+    """Show what a model, a draft model or a tree is, and what it takes; `inspect MODEL` is `inspect model MODEL`."""
 
 
 command.add_command(tree)
@@ -42,16 +55,22 @@ def model(
 ) -> None:
     """Show a target's geometry, parameters, bytes by part, and the memory that a runtime of it needs.
 
-    DIRECTORY is a Hugging Face directory; without one, it is the bundled model.
+    DIRECTORY is a Hugging Face directory, or ORG/NAME of a repository, of which the weights' headers alone are read and
+    what a download would take is told; without one, it is the bundled model.
     """
-    from lowlat.cli.reports.models import model_report
+    from lowlat.cli.models import outlined
+    from lowlat.cli.reports.models import download_report, model_report
 
-    report = model_report(
-        directory or bundled("target"),
-        speculative_config(values),
-        {"max_context": context, "max_batch": batch, "dtype": dtype, "device": device},
-        buffers=buffers,
-    )
+    name = directory or bundled("target")
+    with outlined(name, speculative_config(values)) as (target, speculative, draft_download):
+        report = model_report(
+            target.directory,
+            speculative,
+            {"max_context": context, "max_batch": batch, "dtype": dtype, "device": device},
+            buffers=buffers,
+        )
+    report["directory"] = str(target.directory if target.download is None else name)
+    report["download"] = download_report(target.download, draft_download)
     if json_output:
         print_json(report)
     else:
@@ -82,6 +101,7 @@ def _print_model(report: dict[str, Any]) -> None:
     else:
         size = format_bytes(files["bytes"])
         click.echo(f"weights: {size} in {files['count']} files, {files['tensors']} tensors, as the config asks for")
+    _print_download(report["download"])
     default = report["default_capture_boundaries"]
     click.echo(
         f"capture boundaries of a draft model that names none: {default or 'none, the target has too few layers'}"
@@ -90,6 +110,12 @@ def _print_model(report: dict[str, Any]) -> None:
         title = f"buffers of one step: {report['bucket']}"
         rows = [list(buffer.values()) for buffer in report["buffers"]]
         print_table(title, ("name", "shape", "dtype", "role", "bytes"), rows)
+
+
+def _print_download(download: dict[str, Any] | None) -> None:
+    if download is not None:
+        size, free = format_bytes(download["bytes"]), format_bytes(download["free_bytes"])
+        click.echo(f"to fetch: {size} in {download['files']} files, into {download['cache']}, where {free} are free")
 
 
 def _fields(values: dict[str, Any], prefix: str = "") -> list[list[object]]:
@@ -122,13 +148,17 @@ def draft_model(
 ) -> None:
     """Show an EAGLE3 draft model's geometry, flags, layout, capture boundaries and draft vocabulary.
 
-    DIRECTORY and --target go together; without them, it is the bundled pair.
+    DIRECTORY and --target go together, as directories or ORG/NAME; without them, it is the bundled pair.
     """
     if (directory is None) != (target is None):
         raise click.UsageError("DIRECTORY and --target go together: a draft model is read for its target")
-    from lowlat.cli.reports.models import draft_report
+    from lowlat.cli.models import outlined
+    from lowlat.cli.reports.models import download_report, draft_report
 
-    report = draft_report(directory or bundled("head"), target or bundled("target"), capture_layers)
+    names = directory or bundled("head"), target or bundled("target")
+    with outlined(names[0], None) as (head, *_), outlined(names[1], None) as (its_target, *_):
+        report = draft_report(head.directory, its_target.directory, capture_layers)
+    report |= {"directory": str(names[0]), "target": str(names[1]), "download": download_report(head.download)}
     if json_output:
         print_json(report)
         return
@@ -137,6 +167,7 @@ def draft_model(
     print_table("capture", ("what", "found"), _fields(report["capture"]))
     print_table("draft vocabulary", ("what", "found"), _fields(report["draft_vocabulary"]))
     _print_parts(report["parts"])
+    _print_download(report["download"])
     for note in report["notes"]:
         click.echo(f"note: {note}")
 

@@ -10,6 +10,7 @@ from lowlat.cli.console import format_bytes, print_json, print_table, progress_b
 from lowlat.cli.options import DIRECTORY, as_json, bundled, speculation_options, speculative_config
 from lowlat.errors import ConfigError
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig
+from lowlat.options.model_names import display_name
 
 if TYPE_CHECKING:
     from lowlat.executors.devices import DeviceChoice
@@ -80,10 +81,12 @@ def _profile(
     model: Path, speculative: SpeculativeConfig | None, card: "DeviceChoice", values: dict[str, Any]
 ) -> tuple["Profile", dict[str, Any]]:
     """The profile and what it was made with. Raises ConfigError, or LowlatError for a recording that is not whole."""
+    from lowlat.cli.models import local_target
     from lowlat.cli.running import load_runtime
     from lowlat.models.target import read_model_config
     from lowlat.tools.profile import recording as profiling
 
+    model = local_target(model, values["dtype"])
     config = read_model_config(model)
     room = profiling.find_room(
         values["context"],
@@ -107,7 +110,7 @@ def _profile(
             lengths = profiling.start_decoding(runtime, prompts, room.max_tokens, update)
         profile = profiling.profile_steps(runtime, lengths, values["steps"], wall)
     conditions = {
-        "model": model.name,
+        "model": display_name(model),
         "device": str(card.device),
         "card": profiling.card_name(card.device),
         "executor": values["executor"],

@@ -2,13 +2,14 @@
 
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import click
 
 from lowlat.cli.console import print_json
-from lowlat.cli.options import DIRECTORY, F, bundled, declared_options
+from lowlat.cli.options import DIRECTORY, F, GroupedCommand, bundled, declared_options
 from lowlat.serving.config import GROUPS, SETTINGS, ServeConfig, unknown_variables
 
 __all__ = ["command"]
@@ -20,20 +21,10 @@ def _settings(function: F) -> F:
     return declared_options(function, SETTINGS.values())
 
 
-class _Grouped(click.Command):
+class _Grouped(GroupedCommand):
     """A command whose help lists the settings by group."""
 
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write a section for each group of settings, and one for the rest."""
-        groups = {option.key: group for group, options in GROUPS.items() for option in options}
-        sections: dict[str, list[tuple[str, str]]] = {title: [] for title in ("options", *GROUPS)}
-        for parameter in self.get_params(ctx):
-            record = parameter.get_help_record(ctx)
-            if record is not None:
-                sections[groups.get(parameter.name or "", "options")].append(record)
-        for title, records in sections.items():
-            with formatter.section(title.capitalize()):
-                formatter.write_dl(records)
+    groups: ClassVar[Mapping[str, str]] = {option.key: group for group, options in GROUPS.items() for option in options}
 
 
 @click.command("serve", cls=_Grouped)

@@ -172,4 +172,4 @@ def _warm_up(runtime: Runtime, params: SamplingParams) -> None:
 
 def _rate(runs: Sequence[Generation]) -> float:
     seconds = sum(run.record.decode_s or 0.0 for run in runs)
-    return sum(run.record.completion_tokens for run in runs) / seconds if seconds else 0.0
+    return sum(run.record.decoded_tokens for run in runs) / seconds if seconds else 0.0

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from lowlat.checkpoint.fields import Fields
+from lowlat.checkpoint.hub import Download
 from lowlat.checkpoint.tensors import INDEX_FILE, SINGLE_FILE, Checkpoint
 from lowlat.cli.reports.sizes import Plan, buffer_dict, kv_bytes_per_token, parts_of, plan_runtime
 from lowlat.cli.running import default_context
@@ -24,7 +25,7 @@ from lowlat.speculators.eagle3.capture import IDS_KEY, default_boundaries
 from lowlat.speculators.eagle3.config import parse_draft
 from lowlat.speculators.eagle3.weights import draft_weight_plan
 
-__all__ = ["draft_report", "model_report"]
+__all__ = ["download_report", "draft_report", "model_report"]
 
 
 def model_report(
@@ -66,6 +67,15 @@ def model_report(
         report["bucket"] = program.name
         report["buffers"] = [buffer_dict(spec) for spec in program.buffers.values()]
     return report
+
+
+def download_report(*downloads: Download | None) -> dict[str, Any] | None:
+    """What fetching models takes, together; None where all are here."""
+    wanted = [download for download in downloads if download is not None]
+    if not wanted:
+        return None
+    totals = {"files": sum(each.files for each in wanted), "bytes": sum(each.bytes for each in wanted)}
+    return {**totals, "free_bytes": wanted[0].free_bytes, "cache": wanted[0].cache}
 
 
 def _planned_device(options: RuntimeConfig) -> DeviceChoice:

@@ -150,12 +150,12 @@ def _figures(runs: Sequence[Generation], draft_s: float | None) -> dict[str, Any
             stats.merge(run.record.speculation)
     seconds = sum(run.record.decode_s or 0.0 for run in runs)
     steps = sum(run.record.num_steps for run in runs)
-    completion = sum(run.record.completion_tokens for run in runs)
+    decoded = sum(run.record.decoded_tokens for run in runs)
     return {
         "mean_acceptance_length": stats.mean_acceptance_length,
         "mean_acceptance_rate": stats.mean_acceptance_rate,
         "acceptance_by_position": stats.acceptance_by_position,
-        "tokens_per_s": completion / seconds if seconds else 0.0,
+        "tokens_per_s": decoded / seconds if seconds else 0.0,
         "step_ms": 1e3 * seconds / steps if steps else 0.0,
         "draft_ms": None if draft_s is None or not steps else 1e3 * draft_s / steps,
     }

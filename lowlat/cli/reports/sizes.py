@@ -80,10 +80,16 @@ class Plan:
         topology = self.topologies[num_speculative_tokens]
         return build_step(self.geometry, Bucket(batch, topology.num_nodes, num_speculative_tokens), topology)
 
+    def first_token(self, num_speculative_tokens: int) -> Program:
+        """The program that chooses a prompt's first token and drafts behind it."""
+        bucket = Bucket.first_token(num_speculative_tokens)
+        return build_step(self.geometry, bucket, self.topologies[num_speculative_tokens])
+
     def memory(self, max_batch: int, choice: DeviceChoice) -> dict[str, int]:
         """Bytes on the device by part and in all, and the most that the host holds, Python and libraries left out."""
         programs = [self.program(batch, depth) for batch in bucket_batches(max_batch) for depth in self.topologies]
-        every = (*programs, *build_prefills(self.geometry).values())
+        firsts = [self.first_token(depth) for depth in self.topologies]
+        every = (*programs, *firsts, *build_prefills(self.geometry).values())
         speculator, dtype = self.geometry.speculator, self.geometry.config.dtype
         own = () if speculator is None else speculator.weight_plan(dtype)
         need = memory_need(

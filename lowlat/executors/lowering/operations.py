@@ -106,7 +106,9 @@ def _linear(binding: Binding, op: Op) -> Sequence[Call]:
 
 def _attention(binding: Binding, op: Op) -> Sequence[Call]:
     given = binding.arguments(op)
-    max_batch, max_context = binding.program.buffers["tokens"].shape
+    buffers = binding.program.buffers
+    max_batch, max_context = buffers["tokens"].shape
+    nodes = buffers.get("draft_nodes", buffers["row_tokens"])
     return attention(
         **given,
         split=choose_split(max_batch, max_context, given["k_cache"].shape[1]),
@@ -115,7 +117,7 @@ def _attention(binding: Binding, op: Op) -> Sequence[Call]:
         num_blocks=2 * binding.card.num_multiprocessors,
         stages=num_stages(given["q"].shape[2], binding.card),
         early_metadata=op.stage is Stage.BASE_DECODE_STEP,
-        tail=binding.program.buffers["row_tokens"].shape[1],  # no row has more ancestors than a slot has rows
+        tail=max(nodes.shape[1], buffers["row_tokens"].shape[1]),  # no row has more ancestors than a slot has nodes
     )
 
 

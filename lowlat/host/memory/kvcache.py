@@ -53,6 +53,7 @@ class _Entry:
     table: list[int]
     num_reserved: int
     num_prefilled: int
+    root: bytes
     digests: list[bytes] = field(default_factory=list)
     held: dict[int, CachedChunk] = field(default_factory=dict)
     tainted: bool = False  # it read KV of a poisoned request: nothing of it is shared any more
@@ -123,7 +124,12 @@ class KVCache:
             )
 
     def admit(
-        self, request_id: str, prompt_token_ids: Sequence[int], max_total_tokens: int, num_overprovision: int
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        max_total_tokens: int,
+        num_overprovision: int,
+        salt: str = "",
     ) -> Allocation | None:
         """Reserve a request's worst case, sharing what is cached of its prompt; None when it does not fit
         now.
@@ -131,13 +137,15 @@ class KVCache:
         prompt_token_ids    [n] n >= 1; not copied, and must not change while the request lives
         max_total_tokens    prompt and completion at most
         num_overprovision   positions that a step may write past them
+        salt                only what requests of the same salt have cached is shared
         num_cached_tokens of the result is a multiple of prefill_chunk, at most n - 1.
         Time: one digest a cached chunk, plus the blocks. Raises RequestError for an id in use, an empty
         prompt, a total below the prompt, or a worst case larger than the whole pool.
         """
         total = self.num_blocks_for(max_total_tokens, num_overprovision)
         self._check_admission(request_id, prompt_token_ids, max_total_tokens, total)
-        digests, hits = self._lookup(prompt_token_ids)
+        root = self._index.root(salt)
+        digests, hits = self._lookup(prompt_token_ids, root)
         shared = [block for chunk in hits for block in chunk.blocks]
         num_pinned = sum(len(chunk.blocks) for chunk in hits if not chunk.num_users)
         if total - len(shared) > len(self._free) + self._num_evictable() - num_pinned:
@@ -146,7 +154,9 @@ class KVCache:
             self._index.acquire(chunk)
         table = shared + self._take(total - len(shared))
         num_cached = len(hits) * self.prefill_chunk
-        self._entries[request_id] = _Entry(prompt_token_ids, table, total, num_cached, digests, dict(enumerate(hits)))
+        self._entries[request_id] = _Entry(
+            prompt_token_ids, table, total, num_cached, root, digests, dict(enumerate(hits))
+        )
         self._queries += 1
         self._query_tokens += len(prompt_token_ids)
         self._hit_tokens += num_cached
@@ -157,13 +167,13 @@ class KVCache:
 
         Call it after every chunk; it lists the complete chunks among them for sharing. Where an equal chunk
         is listed already, the request keeps its own blocks to itself. Raises RequestError for an unknown id,
-        InvariantError when num_tokens goes back or past the prompt's last token but one.
+        InvariantError when num_tokens goes back or past the prompt's last token.
         """
         entry = self._entry(request_id)
-        if not entry.num_prefilled <= num_tokens <= len(entry.prompt) - 1:
+        if not entry.num_prefilled <= num_tokens <= len(entry.prompt):
             raise InvariantError(
                 f"request {request_id}: {num_tokens} prompt tokens cannot be prefilled after "
-                f"{entry.num_prefilled} of {len(entry.prompt) - 1}"
+                f"{entry.num_prefilled} of {len(entry.prompt)}"
             )
         entry.num_prefilled = num_tokens
         self._register(entry, entry.prompt, num_tokens)
@@ -189,7 +199,7 @@ class KVCache:
         entry = self._entry(request_id)
         if poisoned:
             self._distrust(entry)
-        elif self.share_decoded and token_ids is not None and entry.num_prefilled == len(entry.prompt) - 1:
+        elif self.share_decoded and token_ids is not None and entry.num_prefilled == len(entry.prompt):
             written = len(token_ids) - 1 if num_written is None else min(num_written, len(token_ids) - 1)
             if list(token_ids[: len(entry.prompt)]) != list(entry.prompt):
                 raise InvariantError(f"request {request_id}: the committed sequence does not start with its prompt")
@@ -256,10 +266,10 @@ class KVCache:
     def _chunk_of(self, token_ids: Sequence[int], k: int) -> Sequence[int]:
         return token_ids[k * self.prefill_chunk : (k + 1) * self.prefill_chunk]
 
-    def _lookup(self, prompt: Sequence[int]) -> tuple[list[bytes], list[CachedChunk]]:
+    def _lookup(self, prompt: Sequence[int], root: bytes) -> tuple[list[bytes], list[CachedChunk]]:
         digests: list[bytes] = []
         hits: list[CachedChunk] = []
-        digest = b""
+        digest = root
         for k in range((len(prompt) - 1) // self.prefill_chunk if self.reuse else 0):
             digest = self._index.digest(digest, self._chunk_of(prompt, k))
             chunk = self._index.get(digest)
@@ -288,7 +298,7 @@ class KVCache:
         """List the new complete chunks below num_written; one whose parent is gone is not listed."""
         per_chunk = self.prefill_chunk // self.block_size
         for k in range(len(entry.digests), num_written // self.prefill_chunk if self.reuse else 0):
-            above = entry.digests[-1] if k else b""
+            above = entry.digests[-1] if k else entry.root
             digest = self._index.digest(above, self._chunk_of(token_ids, k))
             entry.digests.append(digest)
             parent = self._index.get(above)

@@ -50,8 +50,12 @@ class PrefixIndex:
         """Listed chunks that no table holds."""
         return len(self._unused)
 
+    def root(self, salt: str) -> bytes:
+        """The parent of the first chunks of requests with this salt: they are found by none with another."""
+        return hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=32, person=b"salt").digest()
+
     def digest(self, parent: bytes, token_ids: Sequence[int]) -> bytes:
-        """The digest of a chunk after `parent` (empty for the first chunk of a sequence)."""
+        """The digest of a chunk after `parent`, which is the root of its salt for the first chunk of a sequence."""
         content = array("q", token_ids).tobytes()
         return hashlib.blake2b(parent + content, digest_size=32).digest()
 

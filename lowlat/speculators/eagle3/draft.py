@@ -30,7 +30,7 @@ class Drafter:
 
     def extend(self) -> tuple[str, str]:
         """Keys and values of the accepted rows; returns the attention input [B * T, 2H] and the residual."""
-        batch, rows, draft = self.batch, self.rows, self.draft_config
+        batch, rows = self.batch, self.rows
         ints = self._ints
         names = ("accepted_tokens", "commit_lens", "draft_live", "dense_lens")
         outs = {
@@ -44,8 +44,17 @@ class Drafter:
         write = {**BY_SLOT, "row_live": "head.row_live", "write_lens": "head.write_lens", "offsets": "node_offsets"}
         all_rows = Rows("head.", batch * rows, "head.row_live", "head.positions", {}, write)
         emitter = Emitter(self.builder, all_rows, self.dtype, Stage.EAGLE_DRAFT_FC)
+        hidden = "prefilled_feature" if self.scope.bucket.prefilled else self._features(emitter)
+        emitter.stage = Stage.EAGLE_DRAFT_ATTENTION_FMHA
+        both, residual = self.eagle.emit_input(emitter, "head.tokens", hidden)
+        self.eagle.emit_kv(emitter, both)
+        return both, residual
+
+    def _features(self, emitter: Emitter) -> str:
+        """The draft model's input made of the target's features of the accepted rows, kept where a block ends."""
+        draft = self.draft_config
         captured = [self.scope.boundaries[boundary] for boundary in draft.capture_boundaries]
-        features = emitter.scratch("features", batch * rows, len(captured) * draft.target_hidden_size)
+        features = emitter.scratch("features", emitter.rows.count, len(captured) * draft.target_hidden_size)
         sources = {f"source{k}": name for k, name in enumerate(captured)}
         emitter.emit("gather_features", {"accepted_nodes": "accepted_nodes", **sources}, {"out": features})
         hidden = self.eagle.emit_fc(emitter, features)
@@ -55,10 +64,7 @@ class Drafter:
             {"block_features": "block_features"},
             block_size=self.scope.block_size,
         )
-        emitter.stage = Stage.EAGLE_DRAFT_ATTENTION_FMHA
-        both, residual = self.eagle.emit_input(emitter, "head.tokens", hidden)
-        self.eagle.emit_kv(emitter, both)
-        return both, residual
+        return hidden
 
     def draft(self, both: str, residual: str) -> str:
         """All levels; returns the drafted nodes."""

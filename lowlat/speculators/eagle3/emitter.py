@@ -18,11 +18,13 @@ WINDOW_KEEPS_FIRST = 4
 
 
 def draft_kv_specs(draft: DraftConfig, dtype: torch.dtype, num_blocks: int, block_size: int) -> list[BufferSpec]:
-    """The draft model's KV cache, [P, G, block, D], and the features at block ends, [P, H]."""
+    """The draft model's KV cache, [P, G, block, D], and the features at block ends, [P, H], and of the last live row of
+    prefill, [1, H]."""
     shape = (num_blocks, draft.num_kv_heads, block_size, draft.head_dim)
     return [
         *(BufferSpec(name, shape, dtype, Role.STATE, Paging.POSITIONS) for name in DRAFT_CACHES),
         BufferSpec("block_features", (num_blocks, draft.hidden_size), dtype, Role.STATE, Paging.BLOCKS),
+        BufferSpec("prefilled_feature", (1, draft.hidden_size), dtype, Role.STATE),
     ]
 
 

@@ -25,5 +25,6 @@ def emit_draft_prefill(scope: PrefillScope, eagle: Eagle3Emitter) -> None:
         {"block_features": "block_features", "shifted": shifted},
         block_size=scope.block_size,
     )
+    emitter.emit("take_last", {"x": hidden, "commit_lens": "prefill_count"}, {"out": "prefilled_feature"})
     both, _ = eagle.emit_input(emitter, "prefill_tokens", shifted)
     eagle.emit_kv(emitter, both)

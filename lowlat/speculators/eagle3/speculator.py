@@ -32,7 +32,6 @@ class Eagle3Speculator(Speculator):
     """
 
     method: ClassVar[str] = "eagle3"
-    covers_last_token: ClassVar[bool] = True  # row i takes token i and the target's feature at i - 1
     config: DraftConfig
     window: int | None = None
 
@@ -64,7 +63,7 @@ class Eagle3Speculator(Speculator):
         return self.window is None
 
     def state_specs(self, sizes: StateSizes) -> list[BufferSpec]:
-        """KV cache of the draft model, and the features at the ends of blocks."""
+        """KV cache of the draft model, the features at the ends of blocks and of the last prompt prefilled."""
         return draft_kv_specs(self.config, sizes.dtype, sizes.num_blocks, sizes.block_size)
 
     def weight_plan(self, dtype: str) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:

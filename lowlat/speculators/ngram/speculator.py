@@ -1,8 +1,7 @@
 """The speculator of method "ngram": drafts continue an earlier occurrence of the text's end.
 
 It reads the committed tokens that the step keeps anyway, so it has no state, no weights and nothing to do in prefill.
-Source: prompt lookup decoding (A. Saxena, 2023), here on the device. A slot drafts once a step of its own has
-committed: the first step of a request verifies its root alone.
+Source: prompt lookup decoding (A. Saxena, 2023), here on the device.
 """
 
 from dataclasses import dataclass

@@ -92,16 +92,17 @@ class _Recorder:
             self._buffers[name] = arguments[argument]
         if op.kind == "publish":
             self._take_step(arguments)
-            self._buffers.clear()
+        elif op.kind == "tree_masks" and int(arguments["draft_live"][0]):
+            self._take_drafts()
 
     def _take_chunk(self, name: str, rows: torch.Tensor) -> None:
         if name.rpartition(".")[2].isdigit():
-            left = self.num_prompt - 1 - self._prefilled.get(name, 0)
+            left = self.num_prompt - self._prefilled.get(name, 0)
             self._add(f"target.{name}", rows[: max(left, 0)])
             self._prefilled[name] = self._prefilled.get(name, 0) + rows.shape[0]
 
     def _take_step(self, arguments: Mapping[str, torch.Tensor]) -> None:
-        count, slot = int(arguments["commit_lens"][0]), int(arguments["slots"][0])
+        count = int(arguments["commit_lens"][0])
         nodes = arguments["accepted_nodes"][0, :count].long()
         for name, rows in list(self._buffers.items()):
             prefix, _, boundary = name.rpartition(".")
@@ -109,11 +110,14 @@ class _Recorder:
                 self._add(f"target.{name}", rows[nodes])
             elif name in ("target.final", "target.logits"):
                 self._add(name.replace("final", "final_norm"), rows[nodes])
-        if "draft_nodes" not in self._buffers or int(arguments["finish"][0]):
-            return
-        self.positions.append(int(arguments["lengths"][slot]) - 2)
+
+    def _take_drafts(self) -> None:
+        """The draft model's rows behind the last token committed; behind a prompt its feature comes out of prefill."""
+        count = int(self._buffers["commit_lens"][0])
+        feature = self._buffers.get("head.hidden", self._buffers["prefilled_feature"])
+        self.positions.append(int(self._buffers["draft_lens"][0]) - 2)
         self.drafts.append(tuple(self._buffers["draft_nodes"][0, 1:].tolist()))
-        self._add("head.fc", self._buffers["head.hidden"][count - 1 : count])
+        self._add("head.fc", feature[count - 1 : count])
         for level in range(len(self.drafts[-1])):
             for name, stage in LEVEL_STAGES.items():
                 self._add(f"head.{level}.{stage}", self._buffers[f"draft.{level}.{name}"][:1])

@@ -42,7 +42,9 @@ def count_text(path: str | Path, codec: TextCodec, vocab_size: int) -> TokenCoun
     Raises ConfigError for a file that is empty, cannot be read, is not UTF-8, or whose tokens the model lacks.
     """
     path = Path(path)
-    return _count(path, (codec.encode(piece, add_special_tokens=False) for piece in _pieces(path)), vocab_size)
+    return _count(
+        path, (codec.encode(piece, add_special_tokens=False, allow_special=True) for piece in _pieces(path)), vocab_size
+    )
 
 
 def count_token_ids(path: str | Path, vocab_size: int) -> TokenCounts:

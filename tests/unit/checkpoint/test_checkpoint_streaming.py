@@ -226,6 +226,7 @@ def growth(directory: Path, how: str) -> int:
     return int(done.stdout)
 
 
+@pytest.mark.second
 def test_host_memory_is_bounded_however_large_the_model(sharded: tuple[Path, int]) -> None:
     directory, total = sharded
     assert total > 200 * MEGABYTE
@@ -235,6 +236,7 @@ def test_host_memory_is_bounded_however_large_the_model(sharded: tuple[Path, int
     assert growth(directory, "whole") > 0.95 * total > bound  # the bound says something
 
 
+@pytest.mark.second
 def test_the_arena_holds_two_of_the_largest(sharded: tuple[Path, int]) -> None:
     weights = open_target(sharded[0]).weights
     assert isinstance(weights, StoredWeights)

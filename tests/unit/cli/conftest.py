@@ -11,12 +11,6 @@ TEMPLATE = (
 )
 
 
-@pytest.fixture(autouse=True)
-def keep_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands choose the process's threads; here they are the test run's."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> PairPaths:
     """A target without a tokenizer, and a head of which it accepts a good part."""

@@ -36,7 +36,7 @@ def stream(model: Path, text: str) -> bool:
     codec = TextCodec.load(model)
     assert codec is not None
     writer = ChannelWriter(codec)
-    tokens = codec.encode(text, add_special_tokens=False)
+    tokens = codec.encode(text, add_special_tokens=False, allow_special=True)
     for place, token in enumerate(tokens):
         reason: Any = "stop" if place == len(tokens) - 1 else None
         writer(StepOutput(request_id="r", token_ids=(token,), finish_reason=reason))

@@ -1,5 +1,6 @@
 """Commands that ask a server: the same answers as in process, conversations that remember, figures on one page."""
 
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from tiny_models import PairPaths
 
 from lowlat.cli import cli
 from lowlat.cli.commands import chat as chat_module
+from lowlat.cli.connecting import ServedModel
 from lowlat.errors import ServerGone
 from lowlat.host.runtime import Runtime
 from lowlat.ipc import Server
@@ -69,7 +71,7 @@ def without_times(found: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("prompt", [("--prompt", "naïve fox", *SAMPLING), CHAT, ("--token-ids", "5,6,7", *SAMPLING)])
 def test_a_server_answers_as_the_process_itself_does(endpoint: str, talker: Path, prompt: tuple[object, ...]) -> None:
     here = answer("generate", talker, "--max-context", 128, *prompt)
-    for connect in (["--connect"], ["--connect", endpoint]):
+    for connect in (["--connect"], ["--endpoint", endpoint]):
         there = answer("generate", *connect, *prompt)
         assert list(there) == list(here) and "request_id" in there["metrics"]
         assert without_times(there) == without_times(here)
@@ -79,6 +81,10 @@ def test_streamed_text_is_the_same(endpoint: str, talker: Path) -> None:
     common = ("--prompt", "the quick", "--max-tokens", 20)
     result = lowlat("generate", "--connect", endpoint, *common)
     assert result.stdout == lowlat("generate", talker, *common).stdout
+    alone = "the quick", "--max-tokens", 20  # PROMPT in its place
+    for where in (["--endpoint", endpoint], ["--endpoint"]):
+        assert lowlat("generate", *where, *alone).stdout == result.stdout
+    assert lowlat("generate", talker, *alone).stdout == result.stdout
     assert "20 tokens, " in result.stderr and "finish: length" in result.stderr
 
 
@@ -109,7 +115,7 @@ def test_what_a_server_cannot_be_asked_is_refused(endpoint: str, option: tuple[o
 
 def test_a_model_is_refused_beside_connect(endpoint: str, talker: Path) -> None:
     assert "MODEL is settled" in refusal("generate", talker, "--connect", endpoint, "--prompt", "x")
-    assert "--curve-keys needs --connect" in refusal("generate", "--curve-keys", "x", "--prompt", "x")
+    assert "--curve-keys needs --endpoint" in refusal("generate", "--curve-keys", "x", "--prompt", "x")
     assert "server.key" in refusal("generate", "--connect", endpoint, "--curve-keys", "/nowhere", "--prompt", "x")
 
 
@@ -121,8 +127,10 @@ def test_where_no_server_answers_the_message_says_what_to_do(tmp_path: Path) -> 
     assert "must be ipc://" in refusal("top", "--endpoint", "nonsense")
 
 
-def test_a_chat_remembers_what_was_said(endpoint: str, talker: Path) -> None:
-    result = chatted("hello\n\nand then?\n", "--max-tokens", 6, "--system", "be kind")
+@pytest.mark.parametrize("local", [False, True])
+def test_a_chat_remembers_what_was_said(endpoint: str, talker: Path, local: bool) -> None:
+    where = (talker, "--max-context", 128) if local else ()
+    result = chatted("hello\n\nand then?\n", *where, "--max-tokens", 6, "--system", "be kind")
     assert result.exit_code == 0, result.output
     first = answer(
         "generate", talker, "--chat", "--prompt", "hello", "--system", "be kind", "--max-tokens", 6, "--json"
@@ -133,7 +141,7 @@ def test_a_chat_remembers_what_was_said(endpoint: str, talker: Path) -> None:
     ids = byte_level().encode(said, add_special_tokens=False).ids
     second = answer("generate", talker, "--token-ids", ",".join(map(str, ids)), "--max-tokens", 6, "--json")
     assert result.stdout == f"{first['text']}\n{second['text']}\n"
-    assert result.stderr == ""
+    assert local or result.stderr == ""
 
 
 def test_a_plain_chat_continues_each_line_alone(endpoint: str, talker: Path) -> None:
@@ -157,7 +165,7 @@ def test_on_a_terminal_commands_work_and_errors_do_not_end_the_chat(
     lines = ["/help", "hello", "/retry", "hello " * 60, "/nonsense", "/clear", "/retry", "a\nb", "/quit", "never"]
     monkeypatch.setattr(chat_module, "_lines", lambda on_terminal: iter(lines))
     with Client(endpoint) as client:
-        chat = chat_module._Chat(client, {"max_tokens": 4}, None, plain=False)
+        chat = chat_module._Chat(ServedModel(client), {"max_tokens": 4}, None, plain=False)
         chat._on_terminal = True
         chat.run()
         assert [message["content"] for message in chat._messages][:1] == ["a\nb"] and len(chat._messages) == 2
@@ -168,9 +176,11 @@ def test_on_a_terminal_commands_work_and_errors_do_not_end_the_chat(
     assert "/nonsense cannot be done now" in shown.err and "/retry cannot be done now" in shown.err
 
 
+@pytest.mark.parametrize("local", [False, True])
 def test_ctrl_c_ends_an_answer_and_not_the_chat(
-    endpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    endpoint: str, talker: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], local: bool
 ) -> None:
+    from lowlat.cli.local import LocalModel
     from lowlat.ipc import Client
 
     monkeypatch.setattr(chat_module, "_lines", lambda on_terminal: iter(["hello", "again"]))
@@ -180,15 +190,17 @@ def test_ctrl_c_ends_an_answer_and_not_the_chat(
         nonlocal num_interrupts
         if not num_interrupts and output.token_ids:
             num_interrupts += 1
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(chat_module, "_write", write)
-    with Client(endpoint) as client:
-        chat = chat_module._Chat(client, {"max_tokens": 8}, None, plain=False)
+    with Client(endpoint) as client, Runtime.load(talker, max_batch=1, max_context=128) as runtime:
+        model = LocalModel(runtime) if local else ServedModel(client)
+        chat = chat_module._Chat(model, {"max_tokens": 8}, None, plain=False)
         chat._on_terminal = True
         chat.run()
         assert [message["role"] for message in chat._messages] == ["user", "assistant"] * 2
-        assert client.health().num_running == 0
+        assert client.health().num_running == 0 and not runtime.busy
+        runtime.kvcache.invariants()
     assert "[cancelled]" in capsys.readouterr().err
 
 

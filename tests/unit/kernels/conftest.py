@@ -1,9 +1,12 @@
 """What tests of kernels share."""
 
 import os
+import shutil
 
 import pytest
 from compiled_examples import Compiled
+
+from lowlat.kernels.toolchain.compiler import source_digest
 
 COMPILING_S = 900  # whoever comes first compiles for all, and the others wait
 
@@ -16,8 +19,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
-    """The examples of all kernels, compiled for all capabilities."""
+def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Compiled:
+    """The examples of all kernels, compiled for all capabilities; pytest's cache keeps them for the same sources."""
     base = tmp_path_factory.getbasetemp()
-    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    return Compiled(shared / "compiled")
+    run = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    cache = getattr(request.config, "cache", None)
+    kept = run if cache is None else cache.mkdir("kernels")
+    for older in kept.iterdir() if cache else ():
+        if older.name != source_digest():
+            shutil.rmtree(older, ignore_errors=True)
+    return Compiled(kept / source_digest(), run)

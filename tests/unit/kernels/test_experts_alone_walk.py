@@ -12,6 +12,7 @@ from kernel_walk import Walker, walkable
 from mixture_cases import Poisoned, make_logits, make_mixture, want_routing
 from mixture_walk import ALONE, FRAGMENTS, small_card, walk
 from rowwise_cases import EPS, canonical_logits, canonical_norm, router_inputs
+from stages import later
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.formats import BF16, MXFP4
@@ -37,9 +38,9 @@ PREFILL = (
     ("late", "kind", "rows", "ranks", "quantised", "hidden", "inner", "blocks", "cut"),
     [
         (True, "random", 1, 2, True, 288, 96, 3, None),
-        (False, "random", 3, 2, True, 96, 160, 2, {"warps": 2, "stages": 1}),
+        later(False, "random", 3, 2, True, 96, 160, 2, {"warps": 2, "stages": 1}),
         (True, "shared", 11, 1, True, 160, 32, 4, {"warps": 2, "part": 1}),
-        (False, "ties", 4, 3, False, 72, 40, 1, {"warps": 3}),
+        later(False, "ties", 4, 3, False, 72, 40, 1, {"warps": 3}),
         (True, "none", 2, 2, True, 64, 32, 2, {"warps": 2}),
     ],
 )
@@ -124,7 +125,7 @@ def walked_router(rows: int, workspace: Poisoned, given: dict[str, Any], eps: fl
     return found
 
 
-@pytest.mark.parametrize(("rows", "width", "experts"), [(1, 72, 5), (5, 40, 9), (1, 4096 + 72, 6)])
+@pytest.mark.parametrize(("rows", "width", "experts"), [(1, 72, 5), later(5, 40, 9), (1, 4096 + 72, 6)])
 def test_a_router_of_normed_rows_has_the_bits_of_norm_and_router_together(rows: int, width: int, experts: int) -> None:
     """Logits, ids and shares; more rows than a block holds, more chunks of a row than a thread has, dead rows."""
     given, workspaces = router_inputs(rows, width, experts), (Poisoned(), Poisoned())

@@ -10,6 +10,7 @@ from kernel_inventory import B200, CARDS
 from kernel_walk import Walker, walkable
 from mixture_cases import exact_shares, make_logits, make_mixture, want_routing
 from mixture_walk import NAMES, small_card, walk
+from stages import later
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.common.sentinels import MISSING
@@ -25,10 +26,10 @@ from lowlat.kernels.toolchain.kernel import H200, Card
     ("late", "kind", "rows", "ranks", "quantised", "hidden", "inner", "blocks"),
     [
         (True, "random", 1, 2, True, 288, 96, 3),
-        (False, "random", 3, 2, True, 96, 160, 2),
+        later(False, "random", 3, 2, True, 96, 160, 2),
         (True, "shared", 5, 2, True, 64, 64, 4),
         (False, "ties", 11, 1, True, 96, 32, 1),
-        (True, "random", 2, 2, False, 136, 96, 3),
+        later(True, "random", 2, 2, False, 136, 96, 3),
         (False, "none", 2, 2, True, 64, 32, 2),
     ],
 )
@@ -57,7 +58,7 @@ def test_it_is_the_reference_s(
     [
         ("random", 1, 4, 37, False),
         ("odd", 2, 8, 70, False),
-        ("shared", 8, 4, 32, False),
+        later("shared", 8, 4, 32, False),
         ("ties", 11, 3, 33, True),
         ("none", 2, 3, 4, True),
     ],

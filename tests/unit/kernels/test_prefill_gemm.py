@@ -6,6 +6,7 @@ import pytest
 import torch
 from kernel_inventory import B200, CARDS
 from kernel_walk import Walker, walkable
+from stages import later
 from walked_groups import walkable_groups
 
 from lowlat.errors import ShapeError
@@ -81,10 +82,10 @@ TWO_BLOCKS = Card(2, H200.shared_bytes, (9, 0))
         (64, 136, 72, (1, 2), (64, 1, 3, False)),
         (64, 40, 200, (2, 2), (64, 1, 2, False)),
         (128, 136, 200, (2, 2), (64, 1, 2, True)),
-        (128, 264, 248, (2, 2), (64, 2, 2, False)),
+        later(128, 264, 248, (2, 2), (64, 2, 2, False)),
         (128, 136, 256, (2, 2), (128, 2, 2, True)),
-        (128, 136, 200, (2, 2), (128, 1, 3, False)),
-        (256, 264, 72, (1, 2), (128, 1, 2, False)),
+        later(128, 136, 200, (2, 2), (128, 1, 3, False)),
+        later(256, 264, 72, (1, 2), (128, 1, 2, False)),
         (128, 136, 120, (1, 2), (128, 2, 2, False)),
     ],
 )

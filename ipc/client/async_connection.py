@@ -1,0 +1,132 @@
+"""A connection that one event loop drives: it watches the sockets' descriptors, without ZeroMQ's poller between."""
+
+import asyncio
+import select
+import threading
+import time
+
+from lowlat.errors import LowlatError
+from lowlat.ipc.client.dealer import Dealer
+from lowlat.ipc.client.protocol import ClientProtocol, Waiter
+
+__all__ = ["AsyncConnection"]
+
+
+class AsyncConnection:
+    """A dealer and the protocol on it."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, dealer: Dealer, protocol: ClientProtocol) -> None:
+        self.protocol = protocol
+        self.loop = loop
+        self._thread = threading.get_ident()
+        self._dealer = dealer
+        self._waiting: dict[Waiter, asyncio.Future[None]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._shut = False
+        self._news = select.poll()
+        for descriptor, act in ((dealer.message_fd, self.pump), (dealer.loss_fd, self.check)):
+            self._news.register(descriptor, select.POLLIN)
+            loop.add_reader(descriptor, act)
+
+    def pump(self) -> None:
+        """Send what is to be sent, and hand out what has come."""
+        protocol, dealer = self.protocol, self._dealer
+        outgoing = protocol.outgoing
+        while not self._shut:
+            while outgoing and dealer.send(outgoing[0]):
+                outgoing.popleft()
+            if protocol.failure is not None:
+                self._shut_down()
+            elif (frame := dealer.receive(False)) is not None:
+                self._wake(protocol.receive(frame, time.monotonic()))
+            else:
+                return
+
+    def check_news(self) -> None:
+        """Check, if anything has happened: whatever happens makes a descriptor readable."""
+        if not self._shut and self._news.poll(0):
+            self.check()
+
+    def check(self) -> None:
+        """Take what has come, then see whether the connection is lost."""
+        self.pump()
+        if self._shut:
+            return
+        self._dealer.look()
+        if self._dealer.lost is not None:
+            self.fail(self._dealer.lost, self._dealer.refusal)
+
+    def fail(self, reason: str, error: LowlatError | None = None) -> None:
+        """End all that is under way."""
+        self.protocol.fail(reason, error)
+        self._shut_down()
+
+    def close(self, reason: str) -> None:
+        """End all, from any thread, also when the loop has ended."""
+        error = LowlatError(reason)
+        if threading.get_ident() == self._thread or self.loop.is_closed():
+            self.fail(reason, error)
+        else:
+            self.loop.call_soon_threadsafe(self.fail, reason, error)
+
+    async def wait(self, waiter: Waiter, deadline: float | None) -> bool:
+        """Wait until there is something to take; False when the deadline (monotonic) has passed."""
+        self.protocol.attend(time.monotonic())
+        while not waiter.ready and self.protocol.failure is None:
+            future = self._waiting[waiter] = self.loop.create_future()
+            timer = None if deadline is None else self.loop.call_later(deadline - time.monotonic(), _resolve, future)
+            if self._timer is None:
+                self._tick()
+            try:
+                await future
+            finally:
+                self._waiting.pop(waiter, None)
+                if timer is not None:
+                    timer.cancel()
+            if deadline is not None and not waiter.ready and time.monotonic() >= deadline:
+                return False
+        return True
+
+    def abandon(self, number: int) -> None:
+        """Cancel a request whose reader is gone; from any thread, as when memory is collected."""
+        if self.loop.is_closed():
+            return
+        if threading.get_ident() == self._thread:
+            self.loop.call_soon(self._abandon, number)
+        else:
+            self.loop.call_soon_threadsafe(self._abandon, number)
+
+    def _abandon(self, number: int) -> None:
+        self._wake(self.protocol.abandon(number))
+        self.pump()
+
+    def _tick(self) -> None:
+        self._timer = None
+        if self._waiting and not self._shut:
+            due = self.protocol.tick(time.monotonic())
+            self.pump()
+            if not self._shut:
+                self._timer = self.loop.call_later(due, self._tick)
+
+    def _wake(self, waiter: Waiter | None) -> None:
+        future = None if waiter is None else self._waiting.get(waiter)
+        if future is not None:
+            _resolve(future)
+
+    def _shut_down(self) -> None:
+        if self._shut:
+            return
+        self._shut = True
+        if self._timer is not None:
+            self._timer.cancel()
+        for future in self._waiting.values():
+            _resolve(future)
+        if not self.loop.is_closed():
+            self.loop.remove_reader(self._dealer.message_fd)
+            self.loop.remove_reader(self._dealer.loss_fd)
+        self._dealer.close()
+
+
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

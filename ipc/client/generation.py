@@ -1,0 +1,102 @@
+"""A request as both clients hand it out: sent when it is made, read by one at a time, cancelled when it is left."""
+
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+from lowlat.errors import LowlatError
+from lowlat.ipc.client.chunk import Chunk
+from lowlat.ipc.client.protocol import ClientProtocol, Stream
+from lowlat.ipc.client.request import Request
+
+if TYPE_CHECKING:
+    from lowlat.ipc.client.base import BaseClient
+
+__all__ = ["BaseGeneration", "Driver", "Submission"]
+
+
+class Driver(Protocol):
+    """A connection, as far as a request needs it."""
+
+    protocol: ClientProtocol
+
+    def abandon(self, number: int) -> None:
+        """Cancel a request whose reader is gone; from any thread, amid any call, as when memory is collected."""
+
+    def close(self, reason: str) -> None:
+        """End all that is under way, from any thread."""
+
+
+DriverType = TypeVar("DriverType", bound=Driver)
+
+
+class Submission(Generic[DriverType]):
+    """A request on its way to a connection, which may be still to be made.
+
+    left     nobody wants it any more
+    failure  why it never came to a connection
+    """
+
+    __slots__ = ("connection", "failure", "left", "stream")
+
+    def __init__(self) -> None:
+        self.connection: DriverType | None = None
+        self.stream: Stream | None = None
+        self.failure: LowlatError | None = None
+        self.left = False
+
+    def submit(self, connection: DriverType, request: Request) -> None:
+        """Put it among what the connection is to send. Raises what ClientProtocol.submit does."""
+        self.stream = connection.protocol.submit(request)
+        self.connection = connection
+
+
+class BaseGeneration(Generic[DriverType]):
+    """The chunks of one request, in order; the last one has a finish_reason.
+
+    It is sent by the call that makes it. Leaving it before its end (break, close, the end of a `with`, or dropping it,
+    read or not) cancels it. One thread or task at a time may read it. Raises what Client.generate says.
+    """
+
+    def __init__(
+        self, client: "BaseClient[DriverType, Any]", submission: Submission[DriverType], deadline: float | None
+    ) -> None:
+        self._client = client
+        self._submission = submission
+        self._deadline = deadline
+        self._reading = False
+        self._done = False
+
+    def __del__(self) -> None:
+        if not getattr(self, "_done", True):
+            self._leave()
+
+    def _begin(self) -> bool:
+        """Before the next chunk is waited for; False after the last. Then `_end` follows, or `_leave`."""
+        if self._done:
+            return False
+        self._client.check_process()
+        if self._reading:
+            raise LowlatError("another thread or task reads this request; give each its own")
+        self._reading = True
+        return True
+
+    def _submitted(self) -> tuple[DriverType, Stream]:
+        """Its connection and its stream there. Raises why it has none."""
+        connection, stream = self._submission.connection, self._submission.stream
+        if connection is None or stream is None:
+            raise self._submission.failure or LowlatError("the request was never sent: its event loop has ended")
+        return connection, stream
+
+    def _end(self, chunk: Chunk | None) -> None:
+        """A chunk came, or None after the last."""
+        self._reading = False
+        self._done = chunk is None or chunk.finish_reason is not None
+
+    def _leave(self) -> None:
+        """Cancel the request if it has not ended, and read no more of it."""
+        self._reading = False
+        if self._done:
+            return
+        self._done = self._submission.left = True
+        connection, stream = self._submission.connection, self._submission.stream
+        if connection is not None and stream is not None and not stream.ended and self._client.in_own_process:
+            connection.abandon(stream.number)

@@ -1,0 +1,59 @@
+"""`lowlat http`: OpenAI's interface and a page in front of a running server."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from lowlat.cli.connecting import server_options
+from lowlat.cli.console import print_json
+
+if TYPE_CHECKING:
+    from lowlat.serving.http.server import Address
+
+__all__ = ["command"]
+
+DEFAULT = "127.0.0.1:8000"
+
+
+@click.command("http")
+@click.argument("address", default=DEFAULT, metavar="[HOST:]PORT")
+@server_options
+@click.option("--http-host", metavar="NAMES", help="Further names under which it is reached, with commas between.")
+@click.option("--parent", type=int, hidden=True, help="A pipe; its other end closes with whoever started this.")
+@click.option("--json", "json_output", is_flag=True, help="Say that the door is open as one JSON object.")
+def command(
+    address: str, endpoint: str | None, curve_keys: Path | None, http_host: str | None, parent: int | None,
+    json_output: bool,
+) -> None:  # fmt: skip
+    """Open an HTTP door to a running server: /v1/chat/completions and the rest of OpenAI's interface, /metrics, a page.
+
+    Requests need the key in LOWLAT_API_KEY, or else the one that is made and printed at the start. `lowlat serve --http
+    8000` does the same beside the server that it starts.
+    """
+    from lowlat.serving.door import check_door
+
+    check_door(address)
+    from lowlat.ipc.client import AsyncClient
+    from lowlat.serving.http.auth import KEY_VARIABLE, key_of
+    from lowlat.serving.http.server import parse_address, run
+
+    wanted = parse_address(address)
+    key, made = key_of(os.environ)
+    curve = None
+    if curve_keys is not None:
+        from lowlat.serving.curve_keys import client_curve
+
+        curve = client_curve(curve_keys)
+
+    def opened(bound: "Address") -> None:
+        page = f"{bound.url()}/#key={key}" if made else f"{bound.url()}/ (the key is {KEY_VARIABLE}'s)"
+        if json_output:
+            print_json({"event": "http", "url": bound.url(), "page": page, "key": key if made else None})
+        else:
+            click.echo(f"{page}\nCtrl-C ends it.")
+
+    hosts = [name.strip() for name in (http_host or "").split(",") if name.strip()]
+    client = AsyncClient(endpoint or None, name="lowlat http", curve=curve)
+    run(client, wanted, key=key, hosts=hosts, opened=opened, parent=parent)

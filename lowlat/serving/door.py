@@ -1,0 +1,91 @@
+"""The HTTP door of `lowlat serve`: a process of its own, which ends with the server, and without which it goes on."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from lowlat.errors import ConfigError
+
+__all__ = ["check_door", "http_door"]
+
+NEEDED = ("starlette", "uvicorn", "prometheus_client")
+START_S = 60.0
+END_S = 5.0
+
+logger = logging.getLogger("lowlat.serving")
+
+
+def check_door(address: str) -> None:
+    """Refuse a door that cannot be opened, before anything is loaded. Raises ConfigError."""
+    lacking = [name for name in NEEDED if find_spec(name) is None]
+    if lacking:
+        raise ConfigError(f"an HTTP door ({address}) needs {', '.join(lacking)}: pip install 'lowlat[http]'")
+
+
+@contextmanager
+def http_door(address: str, endpoint: str, hosts: str | None, curve_keys: Path | None) -> Iterator[dict[str, Any]]:
+    """Open a door as long as the context lasts; gives its facts: url, page, key where it was made.
+
+    address   [HOST:]PORT; endpoint is the server's
+    hosts     further names under which it is reached, with commas between
+    Raises ConfigError where it does not open.
+    """
+    reading, writing = os.pipe()  # the other end closes with this process, however it ends
+    command = [sys.executable, "-P", "-m", "lowlat.cli", "http", address, "--json", f"--parent={reading}"]
+    command.append(f"--endpoint={endpoint.replace('tcp://0.0.0.0:', 'tcp://127.0.0.1:')}")
+    if hosts is not None:
+        command.append(f"--http-host={hosts}")
+    if curve_keys is not None:
+        command.append(f"--curve-keys={curve_keys}")
+    closing = threading.Event()
+    try:
+        # a session of its own: Ctrl-C is the server's, which lets running requests finish first
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, pass_fds=(reading,), start_new_session=True)
+    except OSError as error:
+        os.close(writing)
+        raise ConfigError(f"the HTTP door could not be started: {error.strerror}") from error
+    finally:
+        os.close(reading)
+    try:
+        facts = _opened(process, address)
+        threading.Thread(target=_watch, args=(process, closing), name="lowlat-door", daemon=True).start()
+        yield facts
+    finally:
+        closing.set()
+        os.close(writing)
+        try:
+            process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def _opened(process: "subprocess.Popen[bytes]", address: str) -> dict[str, Any]:
+    """The line that says that the door is open."""
+    timer = threading.Timer(START_S, process.kill)
+    timer.start()
+    try:
+        line = b"" if process.stdout is None else process.stdout.readline()
+    finally:
+        timer.cancel()
+    try:
+        facts: dict[str, Any] = json.loads(line)
+    except ValueError:
+        raise ConfigError(f"the HTTP door at {address} did not open; stderr says why") from None
+    return facts
+
+
+def _watch(process: "subprocess.Popen[bytes]", closing: threading.Event) -> None:
+    code = process.wait()
+    if not closing.is_set():
+        logger.warning("the HTTP door ended with exit code %d; the server goes on", code)

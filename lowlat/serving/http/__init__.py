@@ -1,0 +1,7 @@
+"""The HTTP door: OpenAI's interface, metrics and a page, in a process of its own in front of a running server.
+
+It is a client of that server like any other, and knows neither models nor tokenizers. It needs the extra
+`lowlat[http]`.
+"""
+
+__all__: list[str] = []

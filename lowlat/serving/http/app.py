@@ -1,0 +1,90 @@
+"""The door as an ASGI application: its routes, its guard, its page."""
+
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from lowlat.errors import LowlatError
+from lowlat.ipc.client import AsyncClient
+from lowlat.serving.http import status
+from lowlat.serving.http.auth import Guard
+from lowlat.serving.http.door import Door
+from lowlat.serving.http.errors import ApiError, answer_error
+from lowlat.serving.http.openai import chat, completions, responses
+
+__all__ = ["make_app"]
+
+PAGE = Path(__file__).parent / "page"
+FILES = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/page.css": ("page.css", "text/css; charset=utf-8"),
+    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
+}
+OPEN_PATHS = (*FILES, "/favicon.ico", "/health", "/ready")
+SAFE_HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+
+
+def make_app(client: AsyncClient, *, key: str | None, host: str | None, hosts: Iterable[str] = ()) -> Starlette:
+    """The application.
+
+    client  of the server behind the door; it is closed with the application
+    key     that every request but the page's files, /health and /ready must carry; None: none
+    host    where it is bound, None where a proxy stands before it; hosts are further names under which it is reached
+    """
+    door = Door(client)
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        yield
+        await client.close()
+
+    routes = [
+        Route("/v1/chat/completions", chat.chat_completions, methods=["POST"]),
+        Route("/v1/completions", completions.completions, methods=["POST"]),
+        Route("/v1/responses", responses.responses, methods=["POST"]),
+        Route("/v1/models", status.models),
+        Route("/v1/models/{name:path}", status.model),
+        Route("/health", status.health),
+        Route("/ready", status.ready),
+        Route("/metrics", status.metrics),
+        Route("/lowlat/stats", status.stats),
+        Route("/favicon.ico", _no_icon),
+        *(Route(path, _file) for path in FILES),
+    ]
+    app = Starlette(
+        routes=routes,
+        middleware=[Middleware(Guard, key=key, host=host, hosts=hosts, open_paths=OPEN_PATHS)],
+        exception_handlers={ApiError: answer_error, LowlatError: answer_error, HTTPException: _answer_http},
+        lifespan=lifespan,
+    )
+    app.state.door = door
+    return app
+
+
+async def _file(request: Request) -> Response:
+    name, kind = FILES[request.url.path]
+    return Response((PAGE / name).read_bytes(), media_type=kind, headers=SAFE_HEADERS)
+
+
+async def _no_icon(request: Request) -> Response:
+    return Response(status_code=204)
+
+
+async def _answer_http(request: Request, error: Exception) -> Response:
+    """An unknown path or method."""
+    code = error.status_code if isinstance(error, HTTPException) else 500
+    message = f"{request.method} {request.url.path!s:.100}: {error.detail if isinstance(error, HTTPException) else ''}"
+    return ApiError(code, message, code="not_found" if code == 404 else None).response()

@@ -1,0 +1,100 @@
+"""Who may ask: a Host header that names this machine, and the key; checked before anything of a request is read.
+
+The Host is checked because a page of another site can have its own name resolve to this machine (DNS rebinding): its
+requests then carry that name. An address in digits cannot be rebound.
+"""
+
+import hmac
+import ipaddress
+import secrets
+from collections.abc import Iterable, Mapping
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from lowlat.errors import ConfigError
+from lowlat.serving.http.errors import ApiError
+
+__all__ = ["KEY_VARIABLE", "Guard", "checked_key", "key_of"]
+
+KEY_VARIABLE = "LOWLAT_API_KEY"
+LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+WILDCARDS = frozenset({"", "0.0.0.0", "::"})
+MIN_KEY = 16
+
+
+def key_of(environment: Mapping[str, str]) -> tuple[str, bool]:
+    """The key in LOWLAT_API_KEY, else a new one; and whether it is new. Raises ConfigError for one too short."""
+    key = environment.get(KEY_VARIABLE, "")
+    return (checked_key(key), False) if key else (secrets.token_urlsafe(24), True)
+
+
+def checked_key(key: str) -> str:
+    """The key, where it is one. Raises ConfigError for one too short."""
+    if len(key) < MIN_KEY or not key.isascii() or not key.isprintable() or " " in key:
+        raise ConfigError(f"{KEY_VARIABLE} must have {MIN_KEY} printable ASCII characters at least, got {len(key)}")
+    return key
+
+
+class Guard:
+    """Refuses requests with a wrong Host or key.
+
+    key        of `Authorization: Bearer KEY`; None: nobody is asked for one
+    host       where the door is bound; None: behind a proxy, which any name may reach
+    hosts      further names under which it is reached
+    open_paths paths that need no key
+    """
+
+    def __init__(
+        self, app: ASGIApp, *, key: str | None, host: str | None, hosts: Iterable[str], open_paths: Iterable[str]
+    ) -> None:
+        self._app = app
+        self._key = None if key is None else key.encode()
+        own = () if host is None or host in WILDCARDS else (host,)
+        self._hosts = {name.lower() for name in (*LOOPBACK_NAMES, *hosts, *own)}
+        self._any_name, self._any_address = host is None, host in WILDCARDS
+        self._open_paths = frozenset(open_paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            headers: dict[bytes, bytes] = dict(scope["headers"])
+            error = self._check_host(headers.get(b"host", b"")) or self._check_key(scope["path"], headers)
+            if error is not None:
+                await error.response()(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _check_host(self, header: bytes) -> ApiError | None:
+        name = _host_name(header.decode("latin-1").lower())
+        if self._any_name or name in self._hosts or (self._any_address and _is_address(name)):
+            return None
+        return ApiError(
+            403, f"the Host header names {name!r:.80}, which is not this door; --http-host adds names", code="host"
+        )
+
+    def _check_key(self, path: str, headers: Mapping[bytes, bytes]) -> ApiError | None:
+        if self._key is None or path in self._open_paths:
+            return None
+        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+        if scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._key):
+            return None
+        return ApiError(
+            401,
+            f"the key is wrong or missing: send Authorization: Bearer KEY ({KEY_VARIABLE}, or as printed at the start)",
+            code="invalid_api_key",
+            headers={"www-authenticate": "Bearer"},
+        )
+
+
+def _host_name(header: str) -> str:
+    """The name in a Host header, without port and brackets."""
+    if header.startswith("["):
+        return header[1:].partition("]")[0]
+    return header.partition(":")[0]
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

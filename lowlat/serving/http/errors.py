@@ -1,0 +1,73 @@
+"""Errors as OpenAI's clients expect them, and how lowlat's own become them."""
+
+import math
+import re
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from lowlat.errors import Busy, CapacityError, ConfigError, LowlatError, RequestError, ServerGone, StreamError
+
+__all__ = ["ApiError", "answer_error", "api_error"]
+
+INVALID = "invalid_request_error"
+_PARAM = re.compile(r"([a-z][a-z_]*)(?:\[.*?\])?(?:: | must )")
+
+_OWN_NAMES = {"template_options": "chat_template_kwargs"}  # of this interface, for what the server calls otherwise
+
+
+class ApiError(Exception):
+    """An answer that is an error.
+
+    status   of HTTP
+    kind     `type` in the body
+    param    the parameter that is wrong, by its path: "messages[0].content"
+    code     a stable name
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = INVALID,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.body: dict[str, Any] = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+        self.headers = headers or {}
+
+    def response(self) -> Response:
+        """The answer itself."""
+        return JSONResponse(self.body, self.status, self.headers)
+
+
+def api_error(error: LowlatError) -> ApiError:
+    """An error of lowlat as an answer."""
+    text = str(error)
+    if isinstance(error, CapacityError):
+        headers = {}
+        if isinstance(error, Busy) and error.retry_after_s is not None:
+            headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+            headers["retry-after-ms"] = str(max(1, round(error.retry_after_s * 1000)))
+        return ApiError(429, text, kind="rate_limit_error", code="rate_limit_exceeded", headers=headers)
+    if isinstance(error, (RequestError, ConfigError)):
+        named = _PARAM.match(text)
+        return ApiError(400, text, param=None if named is None else _OWN_NAMES.get(named[1], named[1]))
+    if isinstance(error, ServerGone):
+        return ApiError(503, text, kind="server_error", code=error.code or "gone")
+    code = error.code if isinstance(error, StreamError) else "internal"
+    return ApiError(500, text, kind="server_error", code=code)
+
+
+async def answer_error(request: Request, error: Exception) -> Response:
+    """The handler of ApiError and LowlatError."""
+    if isinstance(error, LowlatError):
+        error = api_error(error)
+    if isinstance(error, ApiError):
+        return error.response()
+    return ApiError(500, "the door failed on this request", kind="server_error", code="internal").response()

@@ -1,0 +1,111 @@
+"""The server's figures in Prometheus' format: vLLM's names with the prefix `lowlat:`, and acceptance besides.
+
+They are the server's own, of all its clients, whichever door they came through.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4 as CONTENT_TYPE
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+__all__ = ["CONTENT_TYPE", "exposition"]
+
+FIRST_OCTAVE = 6  # buckets of histograms begin at 64 us: nothing that is timed is faster
+GAUGES = {
+    "num_requests_running": ("num_running", "Requests inside the engine."),
+    "num_requests_waiting": ("num_waiting", "Requests that wait for a slot."),
+    "num_clients": ("num_clients", "Clients connected to the server, this door among them."),
+    "num_slots": ("num_slots", "Requests that can decode together."),
+    "uptime_seconds": ("uptime_s", "Since the server started."),
+}
+HISTOGRAMS = {
+    "time_to_first_token_seconds": ("time_to_first_token_ms", "From a request's arrival to its first token."),
+    "inter_token_latency_seconds": ("inter_token_ms", "Between a request's tokens."),
+    "request_queue_time_seconds": ("queued_ms", "From a request's arrival to the engine."),
+    "e2e_request_latency_seconds": ("duration_ms", "From a request's arrival to its end."),
+    "step_duration_seconds": ("step_ms", "One decode step."),
+}
+SPECULATION = {
+    "spec_decode_num_drafts": ("num_drafts", "Steps that verified draft tokens."),
+    "spec_decode_num_draft_tokens": ("total_draft_tokens", "Draft tokens verified."),
+    "spec_decode_num_accepted_tokens": ("total_accepted_tokens", "Draft tokens accepted."),
+    "spec_decode_num_rewound_tokens": ("num_rewound_tokens", "Draft tokens verified and rejected."),
+    "spec_decode_num_rewind_steps": ("rewind_steps", "Steps that rejected a draft token."),
+}
+POSITIONS = {
+    "spec_decode_num_accepted_tokens_per_pos": ("accepted_by_position", "Draft tokens accepted, by position."),
+    "spec_decode_num_draft_tokens_per_pos": ("drafted_by_position", "Draft tokens verified, by position."),
+}
+
+
+class _Snapshot(Collector):
+    """One answer to STATS as metrics; what the server does not say is left out."""
+
+    def __init__(self, stats: Mapping[str, Any]) -> None:
+        self._stats = stats
+        self._engine: Mapping[str, Any] = stats.get("engine", {})
+        self._model = str(stats.get("model", ""))
+
+    def collect(self) -> Iterator[Metric]:
+        stats, engine = self._stats, self._engine
+        for name, (key, help) in GAUGES.items():
+            if key in stats:
+                yield self._gauge(name, help, stats[key])
+        yield self._counter("generation_tokens", "Tokens sent.", [((), stats.get("num_tokens", 0))])
+        if "prompt_tokens" in engine:
+            yield self._counter("prompt_tokens", "Tokens of prompts.", [((), engine["prompt_tokens"])])
+        ends = [((reason,), count) for reason, count in stats.get("ends", {}).items()]
+        yield self._counter("request_success", "Requests that ended, by how.", ends, "finished_reason")
+        refusals = [((code,), count) for code, count in stats.get("refusals", {}).items()]
+        yield self._counter("request_refused", "Requests that were refused, by the code of why.", refusals, "code")
+        for name, (key, help) in HISTOGRAMS.items():
+            if "octaves" in stats.get(key, {}):
+                yield self._histogram(name, help, stats[key])
+        if "query_tokens" in (kv := engine.get("kv", {})):
+            used = kv["num_used"] / max(kv["num_blocks"], 1)
+            yield self._gauge("kv_cache_usage_perc", "Share of KV blocks in use; 1 is all.", used)
+            yield self._counter("prefix_cache_queries", "Tokens of prompts looked up.", [((), kv["query_tokens"])])
+            yield self._counter("prefix_cache_hits", "Of those, tokens found.", [((), kv["hit_tokens"])])
+        yield from self._speculation(engine.get("eagle_speculation", {}))
+
+    def _speculation(self, figures: Mapping[str, Any]) -> Iterator[Metric]:
+        for name, (key, help) in SPECULATION.items():
+            if key in figures:
+                yield self._counter(name, help, [((), figures[key])])
+        for name, (key, help) in POSITIONS.items():
+            if key in figures:
+                counts = [((str(position),), count) for position, count in enumerate(figures[key])]
+                yield self._counter(name, help, counts, "position")
+
+    def _gauge(self, name: str, help: str, value: float) -> Metric:
+        family = GaugeMetricFamily(f"lowlat:{name}", help, labels=["model_name"])
+        family.add_metric([self._model], value)
+        return family
+
+    def _counter(self, name: str, help: str, values: Iterable[tuple[tuple[str, ...], float]], *labels: str) -> Metric:
+        family = CounterMetricFamily(f"lowlat:{name}", help, labels=["model_name", *labels])
+        for own, value in values:
+            family.add_metric([self._model, *own], value)
+        return family
+
+    def _histogram(self, name: str, help: str, figures: Mapping[str, Any]) -> Metric:
+        family = HistogramMetricFamily(f"lowlat:{name}", help, labels=["model_name"])
+        total, buckets = 0, []
+        for octave, count in enumerate(figures["octaves"]):
+            total += count
+            if octave >= FIRST_OCTAVE:
+                buckets.append((f"{1e-6 * 2**octave:.6f}", float(total)))
+        buckets[-1] = ("+Inf", float(total))  # the last octave holds whatever is longer, too
+        family.add_metric([self._model], buckets, figures["sum"] / 1e3)
+        return family
+
+
+def exposition(stats: Mapping[str, Any]) -> bytes:
+    """A snapshot of the server's figures as text."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Snapshot(stats))
+    return generate_latest(registry)

@@ -1,0 +1,83 @@
+"""/v1/completions: prompts of text or token ids in, their continuations out."""
+
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from lowlat.ipc.client import Chunk
+from lowlat.serving.http.choices import Choices
+from lowlat.serving.http.door import Door
+from lowlat.serving.http.errors import ApiError
+from lowlat.serving.http.openai.answers import Choice, ChoicesAnswer, seeded
+from lowlat.serving.http.openai.schema import CompletionRequest, decode
+from lowlat.serving.http.streaming import read_body, respond
+
+__all__ = ["completions"]
+
+MAX_PROMPTS = 16
+DEFAULT_TOKENS = 16  # OpenAI's
+_DECODER = msgspec.json.Decoder(CompletionRequest)
+
+
+async def completions(request: Request) -> Response:
+    """Continue prompts."""
+    door: Door = request.app.state.door
+    asked = decode(_DECODER, await read_body(request))
+    await door.serving(asked.model)
+    sampling = asked.sampling()
+    sampling["max_tokens"] = DEFAULT_TOKENS if asked.max_tokens is None else asked.max_tokens
+    if asked.logprobs is not None:
+        sampling["logprobs"] = asked.logprobs
+    prompts = _prompts(asked.prompt)
+    num = asked.n or 1
+    generations = [
+        door.client.generate(prompt, **seeded(sampling, place)) for prompt in prompts for place in range(num)
+    ]
+    return await respond(request, Choices(generations), _Completion(asked, len(prompts)), stream=bool(asked.stream))
+
+
+def _prompts(given: str | list[Any]) -> list[Any]:
+    """The prompts in a list of their own. Raises ApiError."""
+    if isinstance(given, str):
+        return [given]
+    prompts: list[Any] = [given] if given and all(type(item) is int for item in given) else given
+    if not 1 <= len(prompts) <= MAX_PROMPTS:
+        raise ApiError(400, f"prompt: {len(prompts)} prompts; 1 to {MAX_PROMPTS} are taken", param="prompt")
+    for place, prompt in enumerate(prompts):
+        ids = isinstance(prompt, list) and prompt and all(type(item) is int for item in prompt)
+        if not isinstance(prompt, str) and not ids:
+            raise ApiError(400, f"prompt[{place}]: is neither text nor token ids", param="prompt")
+    return prompts
+
+
+class _Completion(ChoicesAnswer):
+    """The answer to a completion."""
+
+    def __init__(self, asked: CompletionRequest, num_prompts: int) -> None:
+        super().__init__(
+            "cmpl",
+            ("text_completion", "text_completion"),
+            asked.model,
+            stream=asked.stream,
+            options=asked.stream_options,
+            lowlat=asked.lowlat,
+            num_prompts=num_prompts,
+            num_wanted=asked.n or 1,
+        )
+        self._logprobs = asked.logprobs is not None
+
+    def part(self, choice: Choice, chunk: Chunk) -> dict[str, Any]:
+        """See ChoicesAnswer."""
+        if not chunk.text and not chunk.logprobs and chunk.finish_reason is None:
+            return {}
+        return {"text": chunk.text, "logprobs": choice.lists.take(chunk.logprobs) if chunk.logprobs else None}
+
+    def take_part(self, choice: Choice, chunk: Chunk) -> None:
+        """See ChoicesAnswer."""
+
+    def whole(self, choice: Choice) -> dict[str, Any]:
+        """See ChoicesAnswer."""
+        logprobs = choice.lists.take(choice.logprobs) if self._logprobs else None
+        return {"text": "".join(choice.content), "logprobs": logprobs}

@@ -1,0 +1,161 @@
+"""The body of a request and its caller's patience, and answers that come as server-sent events."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from lowlat.errors import LowlatError
+from lowlat.ipc.client import Chunk
+from lowlat.serving.http.choices import Choices
+from lowlat.serving.http.errors import ApiError, api_error
+
+__all__ = ["DONE", "MAX_BODY_BYTES", "Answer", "Caller", "EventStream", "event", "read_body", "respond"]
+
+MAX_BODY_BYTES = 4 << 20
+BODY_TIMEOUT_S = 30.0
+CLIENT_GONE = 499  # for nobody to read
+DONE = b"data: [DONE]\n\n"
+HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-store"),
+    (b"x-accel-buffering", b"no"),
+]
+Value = TypeVar("Value")
+_encode = msgspec.json.Encoder().encode
+
+
+class Answer(Protocol):
+    """An answer in the making, in the shape of one endpoint."""
+
+    def events(self, place: int, chunk: Chunk) -> bytes:
+        """What a chunk of a choice adds to a stream; b"" for nothing."""
+
+    def last_events(self) -> bytes:
+        """The end of a stream."""
+
+    def take(self, place: int, chunk: Chunk) -> None:
+        """Add a chunk of a choice to the whole."""
+
+    def body(self) -> dict[str, Any]:
+        """The whole, when all choices have ended."""
+
+
+def event(value: Any, name: str | None = None) -> bytes:
+    """One event: a JSON value, with a name where its kind is not in the value alone."""
+    head = b"" if name is None else b"event: " + name.encode() + b"\n"
+    return b"".join((head, b"data: ", _encode(value), b"\n\n"))
+
+
+async def read_body(request: Request) -> bytes:
+    """The whole body. Raises ApiError for one that is too long or too slow."""
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > MAX_BODY_BYTES:
+                    raise ApiError(413, f"the body has more than {MAX_BODY_BYTES} bytes", code="too_large")
+    except TimeoutError:
+        raise ApiError(408, f"the body did not come within {BODY_TIMEOUT_S:g} s", code="timeout") from None
+    return bytes(body)
+
+
+class Caller:
+    """Whoever waits for an answer, and may go away before it has come."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._gone = asyncio.ensure_future(_disconnected(receive))
+
+    async def wait_for(self, work: Awaitable[Value]) -> Value | None:
+        """The work's value; None, and the work cancelled, when the caller goes away first."""
+        task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait({task, self._gone}, return_when=asyncio.FIRST_COMPLETED)
+            return await task if task.done() else None
+        finally:
+            if not task.done():
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
+
+    def leave(self) -> None:
+        """Stop looking for its going away."""
+        self._gone.cancel()
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Sends events as they come until they end, fail, or nobody reads them any more.
+
+    events  made already; their first one has come, so that what is refused at once is refused by its status
+    close   ends what the events are made of
+    """
+
+    def __init__(self, events: AsyncIterator[bytes], caller: Caller, close: Callable[[], Awaitable[None]]) -> None:
+        self.background = None
+        self.status_code = 200
+        self._events = events
+        self._caller = caller
+        self._close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+            await self._caller.wait_for(self._send_all(send))
+        finally:
+            self._caller.leave()
+            await self._close()
+
+    async def _send_all(self, send: Send) -> None:
+        try:
+            async for data in self._events:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+        except LowlatError as error:
+            await send({"type": "http.response.body", "body": event(api_error(error).body), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def respond(request: Request, choices: Choices, answer: Answer, *, stream: bool) -> Response:
+    """Answer with what the server generates, as it comes or as a whole; who goes away cancels it."""
+    caller = Caller(request.receive)
+    streaming = False
+    try:
+        if stream:
+            first = await caller.wait_for(choices.next())
+            if first is None:
+                return Response(status_code=CLIENT_GONE)
+            streaming = True
+            return EventStream(_events(first, choices, answer), caller, choices.close)
+        if not await caller.wait_for(_collect(choices, answer)):
+            return Response(status_code=CLIENT_GONE)
+        return Response(_encode(answer.body()), media_type="application/json")
+    finally:
+        if not streaming:
+            caller.leave()
+            await choices.close()
+
+
+async def _collect(choices: Choices, answer: Answer) -> bool:
+    while (got := await choices.next()) is not None:
+        answer.take(*got)
+    return True
+
+
+async def _events(first: tuple[int, Chunk], choices: Choices, answer: Answer) -> AsyncIterator[bytes]:
+    got: tuple[int, Chunk] | None = first
+    while got is not None:
+        data = answer.events(*got)
+        if data:
+            yield data
+        got = await choices.next()
+    yield answer.last_events()

@@ -1,0 +1,205 @@
+"""A tool call written as one JSON object, {"name": ..., "arguments": {...}}, read as it comes.
+
+Its arguments are handed on as they were written, before the object has ended. What is no such object fails; nothing is
+built of nested values, so their depth does not matter.
+"""
+
+import json
+from enum import Enum, auto
+
+__all__ = ["CallReader"]
+
+ARGUMENTS = ("arguments", "parameters")
+SPACE = " \t\r\n"
+SCALAR_BEGINS = "-0123456789tfn"
+MAX_NAME = 256
+
+
+class _At(Enum):
+    """The place in the object."""
+
+    BEGIN = auto()
+    FIRST_KEY = auto()
+    NEXT_KEY = auto()
+    IN_KEY = auto()
+    COLON = auto()
+    VALUE = auto()
+    IN_STRING = auto()
+    IN_NESTED = auto()
+    IN_SCALAR = auto()
+    AFTER = auto()
+    DONE = auto()
+    FAILED = auto()
+
+
+class CallReader:
+    """Reads one call.
+
+    name              of the function, once it is known
+    arguments_needed  an object without them is no call
+    """
+
+    def __init__(self, *, arguments_needed: bool) -> None:
+        self.name: str | None = None
+        self._arguments_needed = arguments_needed
+        self._at = _At.BEGIN
+        self._key = ""
+        self._text: list[str] = []  # of the key or value that is being read
+        self._depth = 0
+        self._quoted = self._escaped = False
+        self._arguments: list[str] = []
+        self._have_arguments = False
+        self._live = False  # the value that is being read is the arguments
+
+    @property
+    def begun(self) -> bool:
+        """Whether it is a call: the name has come, and the beginning of its arguments or its end."""
+        return self.name is not None and self._have_arguments
+
+    @property
+    def done(self) -> bool:
+        """Whether the object has ended."""
+        return self._at is _At.DONE
+
+    @property
+    def failed(self) -> bool:
+        """Whether what came is no call."""
+        return self._at is _At.FAILED
+
+    def push(self, text: str) -> int:
+        """Take more text, up to where something has come to be known; returns how many characters of it were taken.
+
+        All, unless it begun, ended or failed; the character at which it failed is not taken.
+        """
+        was_begun = self.begun
+        for place, character in enumerate(text):
+            self._take(character)
+            if self.failed:
+                return place
+            if self.done or self.begun is not was_begun:
+                return place + 1
+        return len(text)
+
+    def take_arguments(self) -> str:
+        """Return the arguments' text that came since the last call; "" before the name is known."""
+        if self.name is None:
+            return ""
+        text = "".join(self._arguments)
+        self._arguments.clear()
+        return text
+
+    def _take(self, character: str) -> None:
+        at = self._at
+        if at is _At.IN_NESTED:
+            self._nested(character)
+        elif at in (_At.IN_STRING, _At.IN_KEY):
+            self._string(character)
+        elif at is _At.IN_SCALAR and character not in ",}" + SPACE:
+            self._text.append(character)
+        else:
+            if at is _At.IN_SCALAR:
+                self._end_value()
+            if character not in SPACE and self._at is not _At.FAILED:
+                self._structure(character)
+
+    def _structure(self, character: str) -> None:
+        """A character between keys and values."""
+        at = self._at
+        if at is _At.BEGIN and character == "{":
+            self._at = _At.FIRST_KEY
+        elif at in (_At.FIRST_KEY, _At.NEXT_KEY) and character == '"':
+            self._at, self._text, self._escaped = _At.IN_KEY, [character], False
+        elif at is _At.COLON and character == ":":
+            self._at = _At.VALUE
+        elif at is _At.AFTER and character == ",":
+            self._at = _At.NEXT_KEY
+        elif at in (_At.FIRST_KEY, _At.AFTER) and character == "}":
+            self._end()
+        elif at is _At.VALUE:
+            self._begin_value(character)
+        else:
+            self._at = _At.FAILED
+
+    def _begin_value(self, character: str) -> None:
+        self._text = [character]
+        self._live = False
+        if character == '"':
+            self._at, self._escaped = _At.IN_STRING, False
+        elif character in "{[":
+            self._at, self._depth, self._quoted = _At.IN_NESTED, 1, False
+            if self._key in ARGUMENTS and not self._have_arguments and character == "{":
+                self._have_arguments = self._live = True
+                self._arguments.append(character)
+        elif character in SCALAR_BEGINS:
+            self._at = _At.IN_SCALAR
+        else:
+            self._at = _At.FAILED
+
+    def _nested(self, character: str) -> None:
+        if self._live:
+            self._arguments.append(character)
+        if self._quoted:
+            if self._escaped:
+                self._escaped = False
+            elif character == "\\":
+                self._escaped = True
+            elif character == '"':
+                self._quoted = False
+        elif character == '"':
+            self._quoted, self._escaped = True, False
+        elif character in "{[":
+            self._depth += 1
+        elif character in "}]":
+            self._depth -= 1
+            if not self._depth:
+                if self._key in ARGUMENTS and not self._live:
+                    self._at = _At.FAILED  # a list, or arguments a second time
+                elif self._key == "name":
+                    self._at = _At.FAILED
+                else:
+                    self._at = _At.AFTER
+
+    def _string(self, character: str) -> None:
+        self._text.append(character)
+        if self._escaped:
+            self._escaped = False
+        elif character == "\\":
+            self._escaped = True
+        elif character == '"':
+            if self._at is _At.IN_KEY:
+                self._key, self._at = self._decoded() or "", _At.COLON
+            else:
+                self._end_value()
+
+    def _end_value(self) -> None:
+        """A string or a scalar has ended."""
+        self._at = _At.AFTER
+        if self._key == "name":
+            name = self._decoded()
+            if self.name is not None or not name or len(name) > MAX_NAME:
+                self._at = _At.FAILED
+            else:
+                self.name = name
+        elif self._key in ARGUMENTS:
+            value = "{}" if self._text == list("null") else self._decoded()  # some write the object into a string
+            if self._have_arguments or value is None:
+                self._at = _At.FAILED
+            else:
+                self._have_arguments = True
+                self._arguments.append(value)
+
+    def _end(self) -> None:
+        self._at = _At.DONE
+        if self.name is None or (self._arguments_needed and not self._have_arguments):
+            self._at = _At.FAILED
+        elif not self._have_arguments:
+            self._have_arguments = True
+            self._arguments.append("{}")
+
+    def _decoded(self) -> str | None:
+        """The string that was read; None for what is none."""
+        try:
+            value = json.loads("".join(self._text), strict=False)
+        except ValueError:
+            return None
+        return value if isinstance(value, str) else None

@@ -1,0 +1,100 @@
+"""A headless Chromium, driven by the DevTools protocol over a pair of pipes."""
+
+import base64
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+__all__ = ["CHROMIUM", "Page", "browser"]
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+FLAGS = "--headless --no-sandbox --disable-gpu --no-first-run --disable-dev-shm-usage --remote-debugging-pipe"
+
+
+class Page:
+    """One tab."""
+
+    def __init__(self, sending: int, receiving: int) -> None:
+        self._sending = sending
+        self._receiving = receiving
+        self._numbers = itertools.count(1)
+        self._session: str | None = None
+        self._unread = b""
+
+    def call(self, method: str, **params: Any) -> dict[str, Any]:
+        """One command and its result."""
+        number = next(self._numbers)
+        message: dict[str, Any] = {"id": number, "method": method, "params": params}
+        if self._session is not None:
+            message["sessionId"] = self._session
+        os.write(self._sending, json.dumps(message).encode() + b"\0")
+        while (answer := self._receive()).get("id") != number:
+            pass
+        assert "error" not in answer, answer
+        result: dict[str, Any] = answer["result"]
+        return result
+
+    def open(self, url: str, *, width: int = 1100, height: int = 640, scheme: str = "light") -> None:
+        """Go to a page in a tab of its own."""
+        self._session = None
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        self.call("Page.navigate", url=url)
+
+    def evaluate(self, expression: str) -> Any:
+        """The value of an expression in the page."""
+        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in answer, answer
+        return answer["result"].get("value")
+
+    def until(self, expression: str, timeout_s: float = 20.0) -> Any:
+        """The first true value of an expression."""
+        end = time.monotonic() + timeout_s
+        while not (value := self.evaluate(expression)):
+            assert time.monotonic() < end, (expression, self.evaluate("document.body?.innerText"))
+            time.sleep(0.02)
+        return value
+
+    def screenshot(self, path: Path) -> None:
+        """A picture of what is seen, as PNG."""
+        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
+
+    def _receive(self) -> dict[str, Any]:
+        while b"\0" not in self._unread:
+            piece = os.read(self._receiving, 1 << 16)
+            assert piece, "the browser ended"
+            self._unread += piece
+        message, _, self._unread = self._unread.partition(b"\0")
+        found: dict[str, Any] = json.loads(message)
+        return found
+
+
+@contextmanager
+def browser(folder: Path) -> Iterator[Page]:
+    """A browser with an empty profile, as long as the context lasts."""
+    to_read, sending = os.pipe()
+    receiving, to_write = os.pipe()
+    command = f'exec "$0" {FLAGS} --user-data-dir="$1" 3<&{to_read} 4>&{to_write}'
+    with subprocess.Popen(
+        ["bash", "-c", command, str(CHROMIUM), str(folder)],
+        pass_fds=(to_read, to_write),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as process:
+        os.close(to_read)
+        os.close(to_write)
+        try:
+            yield Page(sending, receiving)
+        finally:
+            process.kill()
+            os.close(sending)
+            os.close(receiving)

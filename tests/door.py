@@ -1,0 +1,119 @@
+"""The HTTP door in a thread of the tests' process, in front of a server of a FakeEngine in others."""
+
+import http.client
+import json
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fake_engine import FakeCodec, FakeEngine, FakeOutput
+from served import Served, serve_in
+
+from lowlat.ipc.client import AsyncClient
+from lowlat.ipc.limits import Limits
+from lowlat.serving.http.server import Address, run
+
+__all__ = ["KEY", "Doored", "ScriptedEngine", "door_at", "doored"]
+
+KEY = "a key for tests only"[:16].replace(" ", "-")
+
+
+class ScriptedEngine(FakeEngine):
+    """A FakeEngine whose answers are given: parts of a StepOutput, one a step, then its end.
+
+    asked  the sampling of each request, as it came
+    """
+
+    def __init__(self, *parts: Mapping[str, Any], reason: str = "stop", **options: Any) -> None:
+        super().__init__(**{"step_s": 0.001, "text": True, "tokenizer": "a hash", **options})
+        self.parts = list(parts)
+        self.reason = reason
+        self.asked: list[Any] = []
+
+    def submit(self, request_id: str, prompt: Sequence[int], sampling: Any) -> None:
+        """Take a request."""
+        self.asked.append(sampling)
+        super().submit(request_id, prompt, sampling)
+
+    def _advance(self, request_id: str, request: Any) -> FakeOutput:
+        if not self.parts:
+            return super()._advance(request_id, request)
+        part = self.parts[request.num_steps - 1]
+        last = request.num_steps == len(self.parts)
+        request.num_sent += 1
+        if last:
+            self._end(request_id, self._running.pop(request_id))
+        return FakeOutput(request_id, (7,), self.reason if last else None, **{"text": "", **part})
+
+
+@dataclass
+class Doored:
+    """A door: where it is, and the server behind it."""
+
+    address: Address
+    served: Served | None = None
+
+    @property
+    def url(self) -> str:
+        """For OpenAI's client."""
+        return f"{self.address.url()}/v1"
+
+    def ask(
+        self, path: str, body: object = None, *, headers: Mapping[str, str] | None = None, method: str | None = None
+    ) -> tuple[int, Any, http.client.HTTPMessage]:
+        """One request with the key: status, JSON or text, headers. Bytes are sent as they are."""
+        connection = http.client.HTTPConnection(self.address.host, self.address.port, timeout=30)
+        try:
+            data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+            sent = {"authorization": f"Bearer {KEY}", **(headers or {})}
+            connection.request(method or ("GET" if body is None else "POST"), path, data, sent)
+            answer = connection.getresponse()
+            text = answer.read().decode()
+            kind = answer.headers.get("content-type", "")
+            return answer.status, json.loads(text) if kind.startswith("application/json") else text, answer.headers
+        finally:
+            connection.close()
+
+
+@contextmanager
+def door_at(endpoint: str, **options: Any) -> Iterator[Address]:
+    """A door to this endpoint, on a port of its choice."""
+    opened = threading.Event()
+    addresses: list[Address] = []
+
+    def note(address: Address) -> None:
+        addresses.append(address)
+        opened.set()
+
+    reading, writing = os.pipe()
+    client = AsyncClient(endpoint, name="door", connect_timeout_s=options.pop("connect_timeout_s", 5.0))
+    host = options.pop("host", "127.0.0.1")
+    thread = threading.Thread(
+        target=run, args=(client, Address(host, 0)), kwargs={"key": KEY, "opened": note, "parent": reading, **options}
+    )
+    thread.start()
+    try:
+        assert opened.wait(30)
+        yield addresses[0]
+    finally:
+        os.close(writing)
+        thread.join(30)
+        os.close(reading)
+        assert not thread.is_alive()
+
+
+@contextmanager
+def doored(
+    folder: Path, engine: FakeEngine | None = None, limits: Limits | None = None, **options: Any
+) -> Iterator[Doored]:
+    """A door and the server of an engine behind it, both in this process."""
+    folder.chmod(0o700)
+    engine = engine or ScriptedEngine()
+    with ExitStack() as stack:
+        served = stack.enter_context(serve_in(folder, engine, FakeCodec(), limits or Limits(), {}))
+        address = stack.enter_context(door_at(served.server.endpoint, **options))
+        yield Doored(address, served)

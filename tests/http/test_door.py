@@ -1,0 +1,275 @@
+"""The door itself: refusals by name, key and Host, health, metrics, who goes away, a server that is gone."""
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from door import KEY, Doored, ScriptedEngine, door_at, doored
+from prometheus_client.parser import text_string_to_metric_families
+from served import eventually
+
+from lowlat.errors import ConfigError
+from lowlat.ipc.limits import Limits
+from lowlat.ipc.server.generations.statistics import Statistics
+from lowlat.serving.http.auth import key_of
+from lowlat.serving.http.metrics import exposition
+from lowlat.serving.http.server import Address, parse_address
+from lowlat.serving.http.streaming import MAX_BODY_BYTES
+
+CHAT: dict[str, Any] = {"model": "fake", "messages": [{"role": "user", "content": "Hi"}]}
+COMPLETION: dict[str, Any] = {"model": "fake", "prompt": "Hi"}
+MESSAGES_JSON = json.dumps(CHAT["messages"]).encode()
+
+
+def nested(depth: int) -> bytes:
+    """A chat with a template's variable nested so deep."""
+    value = b"[" * depth + b"]" * depth
+    return b'{"model":"fake","messages":' + MESSAGES_JSON + b',"chat_template_kwargs":{"a":' + value + b"}}"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param", "words"),
+    [
+        ("chat/completions", CHAT | {"functions": []}, 400, "functions", "Unsupported parameter: functions"),
+        ("chat/completions", CHAT | {"response_format": {"type": "json_object"}}, 400, "response_format.type", ""),
+        ("chat/completions", CHAT | {"tool_choice": "required"}, 400, "tool_choice", "cannot be forced"),
+        ("chat/completions", CHAT | {"n": 17}, 400, "n", "<= 16"),
+        ("chat/completions", CHAT | {"temperature": 101}, 400, "temperature", "101"),
+        ("chat/completions", CHAT | {"logit_bias": {"x": 1}}, 400, "logit_bias", "'x' is no token id"),
+        ("chat/completions", CHAT | {"top_logprobs": 2}, 400, "top_logprobs", "logprobs: true"),
+        ("chat/completions", CHAT | {"logprobs": True, "top_logprobs": 21}, 400, "logprobs", "20"),
+        ("chat/completions", CHAT | {"stop": [""]}, 400, "stop", ""),
+        ("chat/completions", CHAT | {"stream_options": {}}, 400, "stream_options", "stream: true"),
+        ("chat/completions", CHAT | {"store": True}, 400, "store", ""),
+        ("chat/completions", {"model": "fake"}, 400, "messages", "Missing required parameter"),
+        ("chat/completions", CHAT | {"model": "gpt-4"}, 404, "model", "'fake' does"),
+        (
+            "chat/completions",
+            CHAT | {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            400,
+            "messages[0].content[0].type",
+            "'image_url'; content is text",
+        ),
+        ("completions", COMPLETION | {"suffix": "x"}, 400, "suffix", "Unsupported"),
+        ("completions", COMPLETION | {"prompt": []}, 400, "prompt", "1 to 16"),
+        ("completions", COMPLETION | {"prompt": [[1], {}]}, 400, "prompt", "prompt[1]"),
+        ("completions", COMPLETION | {"prompt": [1, 5000]}, 400, None, "5000"),
+        ("responses", {"model": "fake", "input": "x", "tools": [{"type": "web_search"}]}, 400, "tools", ""),
+        ("completions", b'{"model": ', 400, None, "no JSON"),
+        ("chat/completions", nested(100_000), 400, None, "nested too deep"),
+        ("chat/completions", nested(40), 400, "chat_template_kwargs", "nested deeper than 32"),
+        ("completions", b" " * (MAX_BODY_BYTES + 1), 413, None, "bytes"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(
+    door: Doored, path: str, body: Any, status: int, param: str | None, words: str
+) -> None:
+    found, answer, _ = door.ask(f"/v1/{path}", body)
+    assert (found, answer["error"]["param"]) == (status, param), answer
+    assert words in answer["error"]["message"] and answer["error"]["type"] == "invalid_request_error"
+
+
+def test_what_is_refused_often_hurts_nobody_else(tmp_path: Path) -> None:
+    with doored(tmp_path, ScriptedEngine(step_s=0.005)) as door, stream(door, COMPLETION | {"max_tokens": 300}) as one:
+        bodies = [("chat/completions", nested(40)), ("completions", json.dumps(COMPLETION | {"top_p": 2}).encode())]
+        for path, body in bodies * 10:
+            assert door.ask(f"/v1/{path}", body)[0] == 400
+        rest = b""
+        while piece := one.recv(1 << 16):
+            rest += piece
+            if b"[DONE]" in rest:
+                break
+        assert b'"length"' in rest
+
+
+def test_a_path_that_is_none_is_not_found(door: Doored) -> None:
+    assert door.ask("/v1/nothing")[0] == 404
+    status, answer, _ = door.ask("/v1/chat/completions")
+    assert status == 405 and "GET /v1/chat/completions" in answer["error"]["message"]
+
+
+def test_a_model_without_a_template_says_what_to_use(tmp_path: Path) -> None:
+    with doored(tmp_path, ScriptedEngine(tokenizer="")) as door:
+        status, answer, _ = door.ask("/v1/chat/completions", CHAT)
+        assert status == 400 and "/v1/completions" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("given", ["", "Bearer", "Bearer wrong", f"Basic {KEY}", f"Bearer {KEY}x", "Bearer é"])
+def test_a_key_is_needed(door: Doored, given: str) -> None:
+    for path in ("/v1/models", "/metrics", "/lowlat/stats", "/v1/nothing", "/page"):
+        status, answer, headers = door.ask(path, headers={"authorization": given})
+        assert status == 401 and answer["error"]["code"] == "invalid_api_key"
+        assert headers["www-authenticate"] == "Bearer"
+    for path in ("/", "/health", "/ready", "/page.js"):
+        assert door.ask(path, headers={"authorization": given})[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("host", "well"),
+    [
+        *[("localhost", True), ("LOCALHOST:80", True), ("[::1]:1", True), ("evil.example", False), ("", False)],
+        *[("127.0.0.1.evil.example", False), ("10.0.0.1", False), ("named.example:1", True)],
+    ],
+)
+def test_a_host_must_name_this_door(tmp_path: Path, host: str, well: bool) -> None:
+    with door_at(f"ipc://{tmp_path}/none.sock", hosts=["named.example"]) as address:
+        status, answer, headers = Doored(address).ask("/", headers={"host": host})
+        assert status == (200 if well else 403)
+        assert well or "--http-host" in answer["error"]["message"]
+        assert "access-control-allow-origin" not in headers
+
+
+def test_any_address_names_a_door_that_is_bound_to_all(tmp_path: Path) -> None:
+    with door_at(f"ipc://{tmp_path}/none.sock", host="0.0.0.0") as bound:
+        door = Doored(Address("127.0.0.1", bound.port))
+        assert door.ask("/", headers={"host": "10.0.0.1:80"})[0] == 200
+        assert door.ask("/", headers={"host": "evil.example"})[0] == 403
+
+
+def test_keys_are_the_environments_or_new() -> None:
+    assert key_of({"LOWLAT_API_KEY": KEY}) == (KEY, False)
+    made, new = key_of({})
+    assert new and len(made) >= 32 and made != key_of({})[0]
+    for short in ("short", "with blanks in it, long", "é" * 20):
+        with pytest.raises(ConfigError, match="LOWLAT_API_KEY must have 16"):
+            key_of({"LOWLAT_API_KEY": short})
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        *[("8000", ("127.0.0.1", 8000)), ("0.0.0.0:80", ("0.0.0.0", 80)), ("[::1]:8000", ("::1", 8000))],
+        *[("box:1", ("box", 1)), ("x", None), ("1:2:3", None), ("h:70000", None), ("", None)],
+    ],
+)
+def test_addresses_are_read(text: str, address: tuple[str, int] | None) -> None:
+    if address is None:
+        with pytest.raises(ConfigError):
+            parse_address(text)
+    else:
+        assert parse_address(text) == Address(*address)
+
+
+def test_a_full_queue_says_when_to_come_again(tmp_path: Path) -> None:
+    with doored(tmp_path, ScriptedEngine(max_running=1, step_s=0.01), Limits(max_queue=0)) as door:
+        with stream(door, COMPLETION | {"max_tokens": 3000}):
+            status, answer, headers = door.ask("/v1/completions", COMPLETION)
+            assert status == 429 and answer["error"]["code"] == "rate_limit_exceeded"
+            assert int(headers["retry-after"]) >= 1 and int(headers["retry-after-ms"]) >= 1
+        assert door.served is not None and isinstance(door.served.engine, ScriptedEngine)
+
+
+@contextmanager
+def stream(
+    door: Doored, body: dict[str, Any], path: str = "completions", whole: bool = False
+) -> Iterator[socket.socket]:
+    """A request on a bare socket, of whose answer the beginning has come, unless it comes as a whole."""
+    data = json.dumps(body if whole else body | {"stream": True}).encode()
+    with socket.create_connection((door.address.host, door.address.port), timeout=30) as caller:
+        caller.sendall(
+            f"POST /v1/{path} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {KEY}\r\n"
+            f"content-length: {len(data)}\r\n\r\n".encode()
+            + data
+        )
+        if not whole:
+            assert caller.recv(1 << 16).startswith(b"HTTP/1.1 200")
+        yield caller
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("n", [1, 3])
+def test_who_goes_away_cancels_what_was_asked(tmp_path: Path, whole: bool, n: int) -> None:
+    with doored(tmp_path, ScriptedEngine(step_s=0.005)) as door:
+        assert door.served is not None
+        engine = door.served.engine
+        with stream(door, CHAT | {"max_tokens": 3000, "n": n}, "chat/completions", whole):
+            eventually(lambda: len(engine.order) == n)
+        eventually(lambda: len(engine.cancelled_at) == n)
+
+
+def test_an_answer_that_breaks_off_says_why(tmp_path: Path) -> None:
+    with doored(tmp_path, ScriptedEngine(faults={5: "nan", 6: "refuse"})) as door:
+        body = COMPLETION | {"prompt": [5], "max_tokens": 9}
+        _, text, _ = door.ask("/v1/completions", body | {"stream": True})
+        *_, last = [line for line in text.splitlines() if line]
+        assert json.loads(last[6:])["error"]["code"] == "not_finite" and "[DONE]" not in text
+        status, answer, _ = door.ask("/v1/completions", body)
+        assert (status, answer["error"]["code"]) == (500, "not_finite")
+        with openai.OpenAI(base_url=door.url, api_key=KEY, max_retries=0) as client, pytest.raises(openai.APIError):
+            list(client.completions.create(model="fake", prompt=[5], stream=True))
+        assert door.ask("/v1/completions", body | {"prompt": [6]})[0] == 400
+
+
+def test_a_server_that_is_gone_is_unavailable_until_it_is_back(tmp_path: Path) -> None:
+    folder = tmp_path / "own"
+    folder.mkdir()
+    with door_at(f"ipc://{folder}/s.sock", connect_timeout_s=0.2) as address:
+        door = Doored(address)
+        for path in ("/health", "/ready", "/v1/models", "/metrics"):
+            assert door.ask(path)[0] == 503
+        status, answer, _ = door.ask("/v1/completions", COMPLETION)
+        assert status == 503 and answer["error"]["type"] == "server_error"
+        assert door.ask("/")[0] == 200
+        with doored(folder) as other:
+            assert other.served is not None and other.served.server.endpoint == f"ipc://{folder}/s.sock"
+            assert door.ask("/v1/completions", COMPLETION)[0] == 200
+            assert door.ask("/ready")[1]["state"] == "serving"
+
+
+def test_a_server_that_drains_is_not_ready(tmp_path: Path) -> None:
+    with doored(tmp_path, ScriptedEngine(step_s=0.005)) as door, stream(door, COMPLETION | {"max_tokens": 3000}):
+        assert door.ask("/ready")[0] == door.ask("/health")[0] == 200
+        assert door.served is not None
+        door.served.server.drain()
+        eventually(lambda: door.ask("/ready")[0] == 503)
+
+
+def metrics_of(text: str) -> dict[tuple[str, ...], float]:
+    """Samples by name and the values of their labels but the model's, as Prometheus' own parser reads them."""
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            assert sample.labels["model_name"] == "fake"
+            own = [value for name, value in sample.labels.items() if name != "model_name"]
+            found[sample.name, *own] = sample.value
+    return found
+
+
+def test_metrics_are_the_servers_figures(tmp_path: Path) -> None:
+    with doored(tmp_path) as door:
+        door.ask("/v1/completions", COMPLETION | {"max_tokens": 7})
+        door.ask("/v1/completions", COMPLETION | {"max_tokens": 1 << 20})
+        time.sleep(0.15)  # longer than figures are kept
+        status, text, headers = door.ask("/metrics")
+        assert status == 200 and headers["content-type"].startswith("text/plain; version=0.0.4")
+        found = metrics_of(text)
+        assert found["lowlat:generation_tokens_total",] == 7
+        assert found["lowlat:request_success_total", "length"] == found["lowlat:request_refused_total", "invalid"] == 1
+        assert found["lowlat:time_to_first_token_seconds_count",] == 1
+        assert found["lowlat:time_to_first_token_seconds_bucket", "+Inf"] == 1
+        assert found["lowlat:inter_token_latency_seconds_count",] == 6
+        assert found["lowlat:num_requests_running",] == 0
+        assert door.ask("/lowlat/stats")[1]["stats"]["num_tokens"] == 7
+
+
+def test_histograms_and_speculation_are_exposed() -> None:
+    statistics = Statistics()
+    for seconds, times in ((0.5e-6, 1), (1.5e-3, 2), (1000.0, 1)):
+        statistics.duration.record(seconds, times)
+    speculation = {"num_drafts": 3, "drafted_by_position": [3, 2], "accepted_by_position": [2, 1]}
+    kv = {"num_blocks": 10, "num_used": 5, "query_tokens": 20, "hit_tokens": 5}
+    stats = {"model": "fake", "engine": {"kv": kv, "eagle_speculation": speculation}} | statistics.to_dict(0.0)
+    found = metrics_of(exposition(stats).decode())
+    name = "lowlat:e2e_request_latency_seconds"
+    assert found[f"{name}_sum",] == pytest.approx(1000.0030005)
+    assert found[f"{name}_bucket", "0.001024"] == 1 and found[f"{name}_bucket", "0.002048"] == 3
+    assert found[f"{name}_bucket", "+Inf"] == found[f"{name}_count",] == 4
+    assert found["lowlat:kv_cache_usage_perc",] == 0.5
+    assert found["lowlat:spec_decode_num_accepted_tokens_per_pos_total", "1"] == 1
+    assert found["lowlat:spec_decode_num_drafts_total",] == 3

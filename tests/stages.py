@@ -1,0 +1,16 @@
+"""Which cases of a parametrised test the second stage runs: those that cost much and rarely tell more than others."""
+
+from collections.abc import Container, Iterable
+from typing import Any
+
+import pytest
+
+
+def later(*values: Any) -> Any:
+    """A case of the second stage, by its parameters."""
+    return pytest.param(*values, marks=pytest.mark.second)
+
+
+def staged(cases: Iterable[Any], first: Container[Any]) -> list[Any]:
+    """All cases, those that are not among the first marked for the second stage; a tuple is several parameters."""
+    return [case if case in first else later(*(case if isinstance(case, tuple) else (case,))) for case in cases]

@@ -1,0 +1,193 @@
+"""Models by name: fetched once, whole or not at all, refused before their weights are, and explained."""
+
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hub_server import COMMIT, DEMO, Hub, hub_here
+
+from lowlat.checkpoint import hub as hub_module
+from lowlat.checkpoint.hub import fetch, outline
+from lowlat.errors import ConfigError
+from lowlat.host.runtime import Runtime
+from lowlat.models.target import fetch_target, open_target
+from lowlat.options.config import SpeculativeConfig
+from lowlat.options.model_names import Repository, find_repository
+from lowlat.serving.engine import RuntimeEngine
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    with hub_here(tmp_path, monkeypatch) as hub:
+        yield hub
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("Qwen/Qwen3-0.6B", Repository("Qwen/Qwen3-0.6B")),
+        ("a/b@v1", Repository("a/b", "v1")),
+        ("a/b@refs/pr/3", Repository("a/b", "refs/pr/3")),
+        *((text, None) for text in ("demo", "/a/b", "./a/b", "../b", "~/b", "a/b/c", "a/b@", "a b/c", "Hello", "")),
+    ],
+)
+def test_names_of_repositories(text: str, found: Repository | None) -> None:
+    assert find_repository(text) == found == find_repository(Path(text) if found else text)
+
+
+def test_a_directory_wins_over_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("some/target").mkdir(parents=True)
+    assert find_repository("some/target") is None and fetch("some/target") == Path("some/target")
+
+
+def test_a_pair_is_fetched_once_and_then_needs_no_network(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from huggingface_hub import constants
+
+    told: list[tuple[int, int]] = []
+    head = SpeculativeConfig(model="some/head", num_speculative_tokens=2, strict=True)
+
+    def run() -> Any:
+        with Runtime.load("some/target", head, downloaded=lambda *b: told.append(b), max_context=512) as runtime:
+            runtime.submit([1, 2, 3])
+            tokens = [token for _ in range(4) for output in runtime.step() for token in output.token_ids]
+            return tokens, RuntimeEngine(runtime).info.model
+
+    first = run()
+    assert first[1] == "some/target"
+    sizes = [sum(file.stat().st_size for file in (DEMO / part).glob("*.safetensors")) for part in ("target", "head")]
+    assert [pair for pair in told if pair[0] == pair[1]] == [(size, size) for size in sizes]
+    assert len(hub.fetched(".safetensors")) == 4  # the head's header before it
+    assert not hub.fetched(".bin") and not hub.fetched(".md") and hub.fetched("tokenizer.json")
+    hub.asked.clear()
+    assert run() == first
+    assert hub.asked == [f"GET /api/models/some/{name}/revision/main" for name in ("target", "head")]
+    hub.asked.clear()
+    fetch(f"some/target@{COMMIT}")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert run() == first and not hub.asked
+    with pytest.raises(ConfigError, match=r"some/other is neither a directory nor whole in the cache.*HF_HUB_OFFLINE"):
+        fetch("some/other")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with caplog.at_level(logging.WARNING, "lowlat"):
+        assert run() == first
+    assert "some/target: taken from the cache as it is" in caplog.text
+
+
+def test_a_broken_transfer_goes_on_where_it_broke(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1000)
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    hub.cut = 1_000_000
+    directory = fetch("some/head@v1")
+    assert (directory / "model.safetensors").read_bytes() == (DEMO / "head" / "model.safetensors").read_bytes()
+    first, second = hub.fetched("model.safetensors")
+    assert "bytes=" not in first and 0 < int(second.partition("bytes=")[2].rstrip("-")) <= 1_000_000
+
+
+def test_a_download_that_ended_midway_goes_on_with_the_file_that_is_missing(hub: Hub) -> None:
+    class EndError(Exception):
+        pass
+
+    def end(done: int, total: int) -> None:
+        if len(hub.fetched("00002-of-00002.safetensors")):
+            raise EndError
+
+    with pytest.raises(EndError):
+        fetch("some/target", progress=end)
+    hub.asked.clear()
+    directory = fetch("some/target")
+    assert not hub.fetched("00001-of-00002.safetensors") and hub.fetched("00002-of-00002.safetensors")
+    assert open_target(directory).weights.loaded().keys() == open_target(DEMO / "target").weights.loaded().keys()
+
+
+def test_what_does_not_run_is_refused_before_its_weights_are_fetched(hub: Hub) -> None:
+    config = json.loads((DEMO / "target" / "config.json").read_text())
+    hub.add("other/family", DEMO / "target", config_json=json.dumps({**config, "model_type": "gpt2"}))
+    with pytest.raises(ConfigError, match="model_type 'gpt2' is not implemented; implemented: llama"):
+        Runtime.load("other/family")
+    half = config | {"dtype": "float16", "torch_dtype": "float16"}
+    hub.add("other/half", DEMO / "target", config_json=json.dumps(half))
+    with pytest.raises(ConfigError, match="stored in 'float16'"):
+        fetch_target("other/half")
+    draft = json.loads((DEMO / "head" / "config.json").read_text())
+    hub.add("other/head", DEMO / "head", config_json=json.dumps({**draft, "hidden_size": draft["hidden_size"] * 2}))
+    with pytest.raises(ConfigError, match="other/head"):
+        Runtime.load(DEMO / "target", SpeculativeConfig(model="other/head", strict=True))
+    assert [line.split()[-1][:8] for line in hub.fetched(".safetensors")] == ["bytes=0-"]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("some/tarrget", {}, "some/tarrget: there is no such directory, and no such repository on http://127"),
+        ("some/target@v2", {}, "some/target on .* has no revision 'v2'; give a branch, a tag or a commit after the @"),
+        ("some/target", {"gated": True}, "some/target is gated: accept its terms at http://127.* and set HF_TOKEN"),
+        ("some/target", {"token": "secret"}, "without a token that may .status 401.: set HF_TOKEN"),
+        ("some/target", {"page": b"<html>Sign in"}, "could not be fetched from http://127.*JSONDecodeError"),
+        ("some/target", {"page": b"{}"}, "could not be fetched from http://127.*KeyError"),
+        ("some/pickle", {}, r"found neither \(found model.bin: pickles are never read"),
+        ("some/nothing", {}, "has no config.json"),
+    ],
+)
+def test_refusals_say_what_to_do(hub: Hub, name: str, change: dict[str, Any], message: str) -> None:
+    hub.add("some/pickle", config_json="{}", model_bin="x")
+    hub.add("some/nothing", README_md="empty")
+    for key, value in change.items():
+        setattr(hub, key, value)
+    with pytest.raises(ConfigError, match=message):
+        fetch(name)
+
+
+def test_a_hub_that_hangs_is_given_up(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.2)
+    hub.silent.clear()
+    with pytest.raises(ConfigError, match=r"could not be fetched from .*ReadTimeout"):
+        fetch("some/target")
+
+
+def test_a_full_disk_is_told_before(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_module, "SPARE_BYTES", 1 << 62)
+    with pytest.raises(ConfigError, match=r"some/target takes 0\.0\d GB, and .* are free in .*cache; .*HF_HOME"):
+        fetch("some/target")
+    assert not hub.fetched("model.safetensors")
+
+
+def test_an_outline_has_headers_and_no_weights(hub: Hub) -> None:
+    whole = open_target(DEMO / "target")
+    files = list((DEMO / "target").glob("*.safetensors"))
+    with outline("some/target") as found:
+        target = open_target(found.directory)
+        assert target.config == whole.config and target.weights.shapes().keys() == whole.weights.shapes().keys()
+        assert found.download is not None and found.download.files == len(files) + 2
+        assert found.download.bytes > sum(file.stat().st_size for file in files)
+        assert all((found.directory / file.name).stat().st_size == file.stat().st_size for file in files)
+    assert not found.directory.exists()
+    assert all("bytes=0-" in line for line in hub.fetched(".safetensors"))
+    fetch("some/target")
+    with outline("some/target") as found:
+        assert found.download is None and open_target(found.directory).weights.loaded()
+
+
+def test_the_variables_of_huggingface_hub_hold(hub: Hub, tmp_path: Path) -> None:
+    hub.token = "secret"
+    program = "from lowlat.checkpoint.hub import fetch; print(fetch('some/head'))"
+    environment = {**os.environ, "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": hub.url, "HF_TOKEN": "secret"}
+    environment["HF_HOME"] = str(tmp_path / "home")
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    expected = tmp_path / "home" / "hub" / "models--some--head" / "snapshots" / COMMIT
+    assert done.stdout.strip() == str(expected), done.stderr
+    assert re.search("secret", done.stderr) is None

@@ -1,0 +1,223 @@
+"""Answers taken apart: each format as models write it and as they do not, however the text is cut."""
+
+import json
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from text_tokenizers import byte_level
+from tokenizers import Tokenizer
+
+from lowlat.options.request import Parse
+from lowlat.text import AnswerStream, IncrementalDetokenizer, TextCodec
+from lowlat.text.answers.base import AnswerFormat, Parts
+from lowlat.text.answers.harmony import HarmonyAnswer
+from lowlat.text.answers.llama3 import PYTHON_TAG, Llama3Answer
+from lowlat.text.answers.tagged import CALL, END_CALL, END_THOUGHT, THOUGHT, TaggedAnswer
+from lowlat.text.detokenizer import Marker
+
+HARMONY = ["<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>"]
+TAGS = [THOUGHT, END_THOUGHT, CALL, END_CALL]
+Call = tuple[str, str]
+Answer = tuple[str, str, list[Call]]
+FORMATS: dict[str, Any] = {
+    "tagged": lambda: TaggedAnswer(thinking=False, tools=True),
+    "thinking": lambda: TaggedAnswer(thinking=True, tools=True),
+    "no tools": lambda: TaggedAnswer(thinking=False, tools=False),
+    "llama3": Llama3Answer,
+}
+
+
+def answer(parts: Parts) -> Answer:
+    """Content, reasoning, calls; each call begins with a name and an id of its own."""
+    calls: dict[int, Call] = {}
+    ids = set()
+    for delta in parts.tool_calls:
+        if delta.name is not None:
+            assert delta.index == len(calls) and delta.id not in ids
+            ids.add(delta.id)
+            calls[delta.index] = (delta.name, "")
+        name, arguments = calls[delta.index]
+        calls[delta.index] = (name, arguments + delta.arguments)
+    return parts.content, parts.reasoning, list(calls.values())
+
+
+def read(parser: AnswerFormat, pieces: list[str]) -> Answer:
+    parts = Parts()
+    for piece in pieces:
+        parser.push([piece], parts)
+    parser.finish(parts)
+    return answer(parts)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "expected"),
+    [
+        ("tagged", "", ("", "", [])),
+        ("tagged", " plain <b>text</b> \n", (" plain <b>text</b> \n", "", [])),
+        ("tagged", "<think>\nso\n\n</think>\n\nHi. ", ("Hi. ", "so", [])),
+        ("tagged", "<think>cut off </thi", ("", "cut off </thi", [])),
+        ("tagged", "x</think>y", ("x</think>y", "", [])),
+        ("thinking", "so </think> Hi", ("Hi", "so", [])),
+        ("no tools", "<think></think>\n<tool_call>{}", ("<tool_call>{}", "", [])),
+        (
+            "tagged",
+            'Let me see.\n<tool_call>\n{"name": "f", "arguments": {"a": "}\\"{ é", "b": [1, {}]}}\n</tool_call>\n'
+            '<tool_call>{"arguments": {"x": 1 }, "name": "g"}</tool_call>',
+            ("Let me see.", "", [("f", '{"a": "}\\"{ é", "b": [1, {}]}'), ("g", '{"x": 1 }')]),
+        ),
+        ("tagged", '<tool_call>{"name": "f"}</tool_call> done', ("done", "", [("f", "{}")])),
+        ("tagged", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"} ', ("", "", [("f", '{"a": 1}')])),
+        ("tagged", '<tool_call>{"name": "f", "arguments": {"a": [1', ("", "", [("f", '{"a": [1')])),
+        ("tagged", '<tool_call>{"name": "f", "arg', ('<tool_call>{"name": "f", "arg', "", [])),
+        ("tagged", "<tool_call>f(1)</tool_call>", ("<tool_call>f(1)</tool_call>", "", [])),
+        ("tagged", '<tool_call>{"name": 3}</tool_call>', ('<tool_call>{"name": 3}</tool_call>', "", [])),
+        (
+            "tagged",
+            '<tool_call>[<tool_call>{"name": "f", "arguments": {}} extra}</tool_call>',
+            ("<tool_call>[extra}</tool_call>", "", [("f", "{}")]),
+        ),
+        ("llama3", '{"name": "f", "parameters": {"a": "b"}}', ("", "", [("f", '{"a": "b"}')])),
+        (
+            "llama3",
+            '{"type": "function", "name": "f", "parameters": {}}; {"name": "g", "parameters": {}}',
+            ("", "", [("f", "{}"), ("g", "{}")]),
+        ),
+        ("llama3", ' {"name": "Bob", "age": 3}', (' {"name": "Bob", "age": 3}', "", [])),
+        ("llama3", '{"name": "f", "parameters": {}} is it', ("is it", "", [("f", "{}")])),
+        ("llama3", "print(1)", ("print(1)", "", [])),
+        ("llama3", ' {"name": "f"', (' {"name": "f"', "", [])),
+    ],
+)
+def test_answers_are_read_however_they_are_cut(kind: str, text: str, expected: Answer) -> None:
+    assert read(FORMATS[kind](), [text]) == expected
+    assert read(FORMATS[kind](), list(text)) == expected
+    for place in range(len(text)):
+        assert read(FORMATS[kind](), [text[:place], text[place:]]) == expected
+
+
+PIECES = st.sampled_from(
+    [*TAGS, '{"name": "f"', ', "arguments": {', '"parameters": {', "}", '"', "\\", "[", ";", " ", "\n", "é"]
+)
+
+
+@given(st.lists(PIECES | st.text(max_size=3), max_size=25), st.lists(st.integers(1, 9), min_size=1), st.data())
+def test_any_text_is_read_the_same_however_it_is_cut(written: list[str], sizes: list[int], data: st.DataObject) -> None:
+    text = "".join(written)
+    kind = data.draw(st.sampled_from(list(FORMATS)))
+    pieces: list[str] = []
+    at = 0
+    while at < len(text):
+        size = sizes[len(pieces) % len(sizes)]
+        pieces.append(text[at : at + size])
+        at += size
+    whole = read(FORMATS[kind](), [text])
+    assert whole == read(FORMATS[kind](), pieces)
+    if kind == "tagged" and not any(tag in text for tag in (THOUGHT, CALL)):
+        assert whole == (text, "", [])
+
+
+VALUES = st.recursive(
+    st.none() | st.text() | st.integers() | st.booleans(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+)
+
+
+@given(VALUES, st.text(min_size=1, max_size=200))
+def test_any_arguments_come_as_they_were_written(value: Any, name: str) -> None:
+    written = json.dumps({"a": value})
+    call = json.dumps({"name": name, "arguments": json.loads(written)})
+    assert read(FORMATS["tagged"](), list(f"{CALL}{call}{END_CALL}")) == ("", "", [(name, written)])
+
+
+@pytest.mark.parametrize("tools", [True, False])
+def test_harmonys_channels_are_parts(tools: bool) -> None:
+    written = [
+        "<|channel|>", "analysis", "<|message|>", "Hm", "m.", "<|end|>",
+        "<|start|>", "assistant", "<|channel|>", "commentary", "<|message|>", "I look. ", "<|end|>",
+        "<|start|>", "assistant", "<|channel|>", "commentary to=functions.f ", "<|constrain|>", "json", "<|message|>",
+        '{"a"', ": 1}", "<|call|>", "<|start|>", "assistant to=functions.g", "<|channel|>", "commentary",
+        "<|message|>", "<|call|>", "<|start|>", "assistant", "<|channel|>", "final", "<|message|>", "4", "<|return|>",
+    ]  # fmt: skip
+    pieces = [Marker(piece) if piece in HARMONY else piece for piece in written]
+    content, reasoning, calls = read(HarmonyAnswer(tools=tools), pieces)
+    assert content == "I look. 4"
+    assert (reasoning, calls) == (("Hmm.", [("f", '{"a": 1}'), ("g", "")]) if tools else ('Hmm.{"a": 1}', []))
+
+
+@cache
+def codec(kind: str) -> TextCodec:
+    """A small tokenizer that marks answers as a family does: as special tokens or as plain ones."""
+    tokenizer = Tokenizer.from_str(byte_level().to_str())
+    if kind == "qwen":
+        tokenizer.add_tokens(TAGS)
+    elif kind != "plain":
+        tokenizer.add_special_tokens(HARMONY if kind == "harmony" else [PYTHON_TAG])
+    return TextCodec(tokenizer)
+
+
+def streamed(kind: str, tokens: list[int], sizes: list[int], **options: Any) -> tuple[Answer, str | None, int]:
+    parse: Parse = options.pop("parse", "tools")
+    stream = AnswerStream(codec(kind), parse, **options)
+    parts, used, at = Parts(), 0, 0
+    stopped = None
+    while at < len(tokens) and stopped is None:
+        size = sizes[at % len(sizes)]
+        delta = stream.push(tokens[at : at + size])
+        parts = Parts(
+            parts.content + delta.text, parts.reasoning + delta.reasoning, [*parts.tool_calls, *delta.tool_calls]
+        )
+        at, used, stopped = at + size, used + delta.num_tokens_used, delta.stopped
+    if stopped is None:
+        delta = stream.finish()
+        parts = Parts(
+            parts.content + delta.text, parts.reasoning + delta.reasoning, [*parts.tool_calls, *delta.tool_calls]
+        )
+        stopped = delta.stopped
+    return answer(parts), stopped, used
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "expected"),
+    [
+        ("qwen", '<think>naïve</think>\n\n<tool_call>{"name": "f", "arguments": {"ü": 1}}</tool_call>',
+         ("", "naïve", [("f", '{"ü": 1}')])),
+        ("harmony", "<|channel|>analysis<|message|>naïve<|end|><|start|>assistant<|channel|>final<|message|>ü",
+         ("ü", "naïve", [])),
+        ("llama3", f'{PYTHON_TAG}{{"name": "f", "parameters": {{"ü": 1}}}}', ("", "", [("f", '{"ü": 1}')])),
+        ("plain", "<think>x</think>", ("<think>x</think>", "", [])),
+    ],
+)  # fmt: skip
+def test_a_models_format_is_found_and_read_from_its_tokens(kind: str, text: str, expected: Answer) -> None:
+    tokens = codec(kind).encode(text, add_special_tokens=False)
+    for sizes in ([1], [3, 1], [len(tokens)]):
+        assert streamed(kind, tokens, sizes) == (expected, None, len(tokens))
+    unparsed = streamed(kind, tokens, [1], parse="none")[0]
+    assert unparsed == (codec(kind).decode(tokens), "", [])
+
+
+def test_a_thought_that_the_prompt_opened_goes_on() -> None:
+    prompt = codec("qwen").encode("Q: 1 + 1?\n<think>\n", add_special_tokens=False)
+    tokens = codec("qwen").encode("two</think>2", add_special_tokens=False)
+    assert streamed("qwen", tokens, [1], prefix_ids=prompt, parse="reasoning")[0] == ("2", "two", [])
+
+
+@pytest.mark.parametrize("kind", ["qwen", "harmony", "llama3"])
+@given(st.data(), st.lists(st.integers(1, 5), min_size=1, max_size=5))
+def test_parsing_changes_neither_tokens_nor_where_they_stop(kind: str, data: st.DataObject, sizes: list[int]) -> None:
+    own = codec(kind)
+    marks = [own.token_id(text) for text in (*HARMONY, *TAGS, PYTHON_TAG)]
+    known = [mark for mark in marks if mark is not None]
+    tokens = data.draw(st.lists(st.sampled_from(known) | st.integers(0, 345), max_size=40))
+    stop = data.draw(st.lists(st.sampled_from(["a", "the", "e ", "<think>", "}"]), max_size=2))
+    parsed, stopped, used = streamed(kind, tokens, sizes, stop=stop)
+    plain = IncrementalDetokenizer(own, stop=stop)
+    delta = plain.push(tokens)
+    text = delta.text + ("" if delta.stopped else plain.finish())
+    assert (stopped, used) == (plain.stopped, delta.num_tokens_used)
+    assert parsed == streamed(kind, tokens, [1], stop=stop)[0]
+    for part in (parsed[0], parsed[1], *(piece for call in parsed[2] for piece in call)):
+        left = iter(text)
+        assert all(character in left for character in part), "in order, and nothing that the text does not have"
