@@ -36,6 +36,7 @@ COMMANDS = {
         "Compare target and draft model, stage by stage, with another implementation.",
     ),
     "profile": ("lowlat.cli.commands.profile", "Show where a decode step's time goes on an NVIDIA card."),
+    "bench": ("lowlat.cli.commands.bench", "Measure scenarios, hold them against gates, compare and report results."),
     "doctor": ("lowlat.cli.commands.doctor", "Check this machine, and that a draft model and its target fit together."),
 }
 ALIASES = {"head": "draft-model"}

@@ -20,7 +20,7 @@ from lowlat.executors.make import check_positions, make_executor, settle_executo
 from lowlat.graphs import BucketLadder
 from lowlat.host.memory.plan import check_fits, memory_need
 from lowlat.models.geometry import ModelConfig
-from lowlat.models.target import StoredTarget, fetch_target, open_target
+from lowlat.models.target import OpenedTarget, fetch_target, open_target
 from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig
 from lowlat.speculators.base import LoadedSpeculator, Speculator
 from lowlat.speculators.methods import fetch_speculator, load_speculator
@@ -43,7 +43,7 @@ class Loaded:
     codec   the tokenizer; None where the directory has none
     """
 
-    target: StoredTarget
+    target: OpenedTarget
     codec: TextCodec | None
     speculator: LoadedSpeculator | None
     geometry: StepGeometry
@@ -61,7 +61,7 @@ class Loaded:
 
 
 def load(
-    model: str | Path,
+    model: str | Path | OpenedTarget,
     speculative: SpeculativeConfig | None,
     options: RuntimeConfig,
     progress: Progress | None = None,
@@ -70,6 +70,7 @@ def load(
 ) -> Loaded:
     """Load a target and, where asked for, its speculator; allocate everything, compile and capture what runs on a GPU.
 
+    model      a directory; or a target whose weights come from elsewhere, opened in the dtype that it is to have
     progress   called with bytes read and bytes in all; captured with buckets captured and buckets in all; downloaded
                with bytes fetched and bytes in all, for each model that is a repository's name
 
@@ -78,9 +79,10 @@ def load(
     """
     choice = choose_device(options.device, options.executor)
     _say(choice)
-    target = open_target(
-        fetch_target(model, dtype=options.dtype, progress=downloaded), dtype=options.dtype, progress=progress
-    )
+    target = model
+    if not isinstance(target, OpenedTarget):
+        fetched = fetch_target(target, dtype=options.dtype, progress=downloaded)
+        target = open_target(fetched, dtype=options.dtype, progress=progress)
     if options.max_context > target.config.max_position:
         raise ConfigError(
             f"max_context {options.max_context} exceeds the model's max_position_embeddings "
@@ -126,7 +128,7 @@ def _say(choice: DeviceChoice) -> None:
 
 
 def _load_speculation(
-    target: StoredTarget, speculative: SpeculativeConfig | None, downloaded: Progress | None
+    target: OpenedTarget, speculative: SpeculativeConfig | None, downloaded: Progress | None
 ) -> tuple[LoadedSpeculator | None, dict[int, TreeTopology], str | None]:
     baseline = {0: TreeTopology.chain(0)}
     if speculative is None or not speculative.enabled:

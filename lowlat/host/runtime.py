@@ -29,6 +29,7 @@ from lowlat.host.scheduler import Phase, PrefillChunk, ScheduledRequest, Schedul
 from lowlat.host.session import Session
 from lowlat.host.trace import Tracer
 from lowlat.kernels.reference.step.slot_record import MAX_STOPS
+from lowlat.models.target import OpenedTarget
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig, options_from
 from lowlat.options.request import SamplingParams, StepOutput
 
@@ -100,7 +101,7 @@ class Runtime:
     @classmethod
     def load(
         cls,
-        model: str | Path,
+        model: str | Path | OpenedTarget,
         speculative: SpeculativeConfig | None = None,
         *,
         progress: Callable[[int, int], None] | None = None,
@@ -110,7 +111,8 @@ class Runtime:
     ) -> Self:
         """Load a model and, where asked for, a speculator.
 
-        model       a Hugging Face directory, or `ORG/NAME[@REVISION]` of a repository, fetched into the hub's cache
+        model       a Hugging Face directory, or `ORG/NAME[@REVISION]` of a repository, fetched into the hub's
+                    cache; or a target that was opened otherwise
         progress    called with bytes read and bytes in all
         captured    called with graphs captured and graphs in all, where the executor captures
         downloaded  called with bytes fetched and bytes in all, for each repository; None: huggingface_hub's own bars

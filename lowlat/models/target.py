@@ -14,6 +14,7 @@ from lowlat.checkpoint import hub
 from lowlat.checkpoint.formats import part_groups
 from lowlat.checkpoint.json_file import shown
 from lowlat.checkpoint.recipes import Progress, Recipe, check_recipes
+from lowlat.checkpoint.source import WeightSource
 from lowlat.checkpoint.stored import Group, StoredWeights
 from lowlat.checkpoint.tensors import DTYPES, Checkpoint, OpenFiles, TensorEntry
 from lowlat.errors import ConfigError
@@ -23,6 +24,7 @@ from lowlat.models.hf_config import read_config, resolve_dtype
 
 __all__ = [
     "LoadedTarget",
+    "OpenedTarget",
     "StoredTarget",
     "fetch_target",
     "load_target",
@@ -45,12 +47,19 @@ class LoadedTarget:
 
 
 @dataclass(frozen=True)
-class StoredTarget:
-    """A target's geometry, and its weights in their files, read when they are asked for."""
+class OpenedTarget:
+    """A target's geometry, and its weights wherever they come from; tokenizer and config.json are in `directory`."""
 
     config: ModelConfig
-    weights: StoredWeights
+    weights: WeightSource
     directory: Path
+
+
+@dataclass(frozen=True)
+class StoredTarget(OpenedTarget):
+    """A target whose weights are in their files, read when they are asked for."""
+
+    weights: StoredWeights
 
 
 def read_model_config(directory: str | Path, *, dtype: str = "auto") -> ModelConfig:

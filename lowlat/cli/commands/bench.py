@@ -1,0 +1,327 @@
+"""`lowlat bench run|gates|compare|report`: measured scenarios, the gates before them, and what is made of results."""
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from lowlat.cli.console import print_json, print_table, progress_bar
+from lowlat.cli.options import DIRECTORY, IntegerList, bundled, given_options, record_options
+from lowlat.errors import ConfigError
+from lowlat.options.config import RuntimeConfig, SpeculativeConfig
+
+if TYPE_CHECKING:
+    from lowlat.tools.bench.results import Failure, Result, Row
+    from lowlat.tools.bench.scenarios import Scenario
+    from lowlat.tools.bench.subject import Subject
+
+__all__ = ["command", "compare", "gates", "report", "run"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+ROW_COLUMNS = ("case", "ms p50", "ms p99", "first token, ms", "tokens/s", "accept length", "of the wall")
+SPECULATION = ("head", "method", "capture_layers", "draft_window", "simulated_accept_length", "simulated_seed")
+RUNNING = ("device", "dtype", "executor", "device_loop")
+
+
+@click.group("bench")
+def command() -> None:
+    """Measure scenarios, hold them against gates, compare two results, and make a report of them."""
+
+
+def _subject_options(function: F) -> F:
+    """Add what is measured and where the results go."""
+    options = [
+        click.option(
+            "--model",
+            type=DIRECTORY,
+            metavar="MODEL",
+            help="A target's directory or name.  [default: the bundled pair]",
+        ),
+        click.option("--geometry", metavar="NAME", help="Random weights of a published shape, in place of --model."),
+        record_options(SpeculativeConfig, *SPECULATION),
+        click.option(
+            "--prompts",
+            type=DIRECTORY,
+            metavar="FILE",
+            help="Text, or .json of texts or token ids, to cut prompts from.  [default: the bundled pair's own; else "
+            "random tokens]",
+        ),
+        click.option("--temperature", type=click.FloatRange(0, 100), default=0.0, show_default=True, help="0: greedy."),
+        record_options(RuntimeConfig, *RUNNING),
+        click.option(
+            "--file", "plan_file", type=DIRECTORY, metavar="FILE", help="Scenarios and gates of your own, in TOML."
+        ),
+        click.option("--commit", default="", help="What is measured, where there is no git checkout to ask."),
+        click.option(
+            "--out", type=DIRECTORY, default=Path("bench-results"), show_default=True, metavar="DIR", help="Results."
+        ),
+    ]
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
+@command.command("run")
+@click.argument("scenario")
+@click.option("--context", type=IntegerList(), metavar="N,N", help="Contexts in place of the scenario's.")
+@click.option("--batch", type=IntegerList(), metavar="N,N", help="Batches in place of the scenario's.")
+@click.option(
+    "-S",
+    "--num-speculative-tokens",
+    "depths",
+    type=IntegerList(),
+    metavar="N,N",
+    help="Depths of speculation in place of its own.",
+)
+@click.option("--steps", type=int, metavar="N", help="Timed steps of a repeat, in place of the scenario's.")
+@click.option("--warm-up", type=int, metavar="N", help="Steps before them.")
+@click.option("--repeats", type=int, metavar="N", help="Repeats of each case.")
+@click.option("--fresh", is_flag=True, help="Begin anew where there are results already.")
+@click.option("--force", is_flag=True, help="Run a gated scenario whose gates are not green; the result says so.")
+@click.option("--profile", is_flag=True, help="Write the time of each stage, too: needs an NVIDIA card.")
+@_subject_options
+def run(
+    scenario: str, out: Path, fresh: bool, force: bool, profile: bool, plan_file: Path | None, **values: Any
+) -> None:
+    """Measure SCENARIO: baseline, single, batch, large-context, stress, or one of your own (--file).
+
+    Rows are written as they are made: a run that was interrupted goes on where it ended. The last line on stdout is a
+    summary in JSON. Exit code 1 where a case could not be measured.
+    """
+    from lowlat.tools.bench.scenarios import read_plan
+
+    chosen = _overridden(read_plan(plan_file).scenario(scenario), values)
+    with _subject(values, drafts=max(chosen.num_speculative_tokens) > 0) as subject:
+        from lowlat.tools.bench.run import ScenarioRun
+
+        forced = chosen.gated and _check_gates(scenario, subject, out, values["commit"], force)
+        path = out / f"{scenario}.json"
+        prepared = ScenarioRun(
+            scenario, chosen, subject, path, fresh=fresh, forced=forced, commit=values["commit"], profile=profile
+        )
+        if prepared.num_done:
+            click.echo(f"{prepared.num_done} cases are in {path} already", err=True)
+        with progress_bar(scenario) as update:
+            result = prepared.run(_tell, update)
+    _show(result)
+    print_json(_summary(result, path))
+    raise click.exceptions.Exit(1 if result.failures else 0)
+
+
+@command.command("gates")
+@_subject_options
+def gates(out: Path, plan_file: Path | None, **values: Any) -> None:
+    """Measure the gates; large-context runs when they were green three times in a row under the same conditions.
+
+    Exit code 1 where one is not green. The last line on stdout is a summary in JSON.
+    """
+    from lowlat.tools.bench.gates import NEEDED, green_in_a_row, read_state, run_gates
+    from lowlat.tools.bench.scenarios import read_plan
+
+    plan = read_plan(plan_file)
+    with _subject(values, drafts=True) as subject, progress_bar("gates") as update:
+        done = run_gates(plan.gates, subject, out, commit=values["commit"], report=_tell, progress=update)
+    rows = [
+        (
+            gate.name,
+            "green" if gate.green else "RED",
+            _number(gate.speed_up, ".2f"),
+            f"{gate.required_speed_up:.2f}",
+            _number(gate.accept_length, ".2f"),
+            f"{gate.required_accept_length:.2f}",
+            gate.error or "",
+        )
+        for gate in done.gates
+    ]
+    columns = ("gate", "state", "speed-up", "asked for", "accept length", "asked for", "")
+    print_table(f"gates of {done.environment.model}", columns, rows)
+    count = green_in_a_row(read_state(out), done.environment)
+    for simulated in done.environment.simulated:
+        click.echo(f"simulated: {simulated}")
+    click.echo(f"green {count} times in a row; large-context asks for {NEEDED}")
+    summary = {"green": done.green, "in_a_row": count, "needed": NEEDED, "simulated": list(done.environment.simulated)}
+    print_json({**summary, "gates": {gate.name: gate.green for gate in done.gates}})
+    raise click.exceptions.Exit(0 if done.green else 1)
+
+
+@command.command("compare")
+@click.argument("old", type=DIRECTORY)
+@click.argument("new", type=DIRECTORY)
+@click.option(
+    "--tolerance", type=click.FloatRange(0, 1), default=0.02, show_default=True, help="A part that never counts."
+)
+@click.option("--force", is_flag=True, help="Compare results of different machines or models, too.")
+def compare(old: Path, new: Path, tolerance: float, force: bool) -> None:
+    """Tell what is worse in NEW than in OLD, each a result file or a directory of them.
+
+    A difference counts where it is more than the tolerance, and more than three standard errors of the repeats. Exit
+    code 1 where something is worse. The last line on stdout is a summary in JSON.
+    """
+    from lowlat.tools.bench.compare import compare_results
+    from lowlat.tools.bench.results import read_results
+
+    found = compare_results(read_results(old), read_results(new), tolerance=tolerance, force=force)
+    rows = [
+        (
+            f"{each.scenario}: {each.case.name}",
+            each.metric,
+            f"{each.old:.3f}",
+            f"{each.new:.3f}",
+            f"{each.worse:+.1%}",
+            "one repeat" if each.noise is None else f"{each.noise:.1%}",
+            "" if each.judgement == "same" else each.judgement.upper(),
+        )
+        for each in found
+    ]
+    print_table(f"{new} against {old}", ("case", "figure", "old", "new", "worse by", "noise", ""), rows)
+    counts = {kind: sum(each.judgement == kind for each in found) for kind in ("regression", "improvement", "same")}
+    worst = [f"{each.scenario}: {each.case.name}: {each.metric}" for each in found if each.judgement == "regression"]
+    print_json({"compared": len(found), **counts, "regressions": worst})
+    raise click.exceptions.Exit(1 if worst else 0)
+
+
+@command.command("report")
+@click.argument("directory", type=DIRECTORY)
+@click.option("--out", type=DIRECTORY, metavar="DIR", help="Where to write.  [default: DIRECTORY]")
+@click.option("--plots/--no-plots", default=True, show_default=True, help="Draw plots, which needs matplotlib.")
+def report(directory: Path, out: Path | None, plots: bool) -> None:
+    """Write report.html, one page that needs no other host, and report.md, of the results in DIRECTORY.
+
+    Profiles that `lowlat profile --json` wrote there are shown by stage.
+    """
+    from lowlat.tools.bench.report import make_report, write_pages
+
+    for path in write_pages(make_report(directory, plots=plots), out or directory):
+        click.echo(path)
+
+
+def _overridden(scenario: "Scenario", values: Mapping[str, Any]) -> "Scenario":
+    """The scenario with the lists and counts that were given. Raises ConfigError for one out of range."""
+    import msgspec
+
+    names = {"context": "contexts", "batch": "batches", "depths": "num_speculative_tokens"}
+    names |= {name: name for name in ("steps", "warm_up", "repeats")}
+    given = {field: values[name] for name, field in names.items() if values[name] is not None}
+    try:
+        return msgspec.convert(msgspec.to_builtins(scenario) | given, type(scenario))
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{error}") from error
+
+
+@contextmanager
+def _subject(values: Mapping[str, Any], *, drafts: bool) -> Iterator["Subject"]:
+    """What the options ask to measure; a random draft model is kept as long as the context."""
+    from lowlat.executors.devices import leave_a_core
+    from lowlat.tools.bench.geometry import read_geometries
+    from lowlat.tools.bench.subject import open_model, open_random
+
+    leave_a_core()
+    given = given_options(values, SpeculativeConfig)
+    own = {option: values[option] for option in RUNNING if values[option] is not None}
+    prompts, temperature, name = values["prompts"], values["temperature"], values["geometry"]
+    if name is None:
+        model = values["model"]
+        if model is None:
+            given = given if given.get("method", "eagle3") != "eagle3" else {"model": bundled("head"), **given}
+            prompts = prompts or bundled("prompts.json")
+        elif given and given.get("method", "eagle3") == "eagle3" and "model" not in given:
+            raise click.UsageError("options of speculation need a draft model (--draft-model DIR), or --method ngram")
+        from lowlat.cli.models import local_draft_model, local_target
+        from lowlat.options.model_names import display_name
+
+        target = bundled("target") if model is None else local_target(model, values["dtype"] or "auto")
+        if given.get("model") is not None:
+            given["model"] = local_draft_model(Path(given["model"]), target)
+        name = "bundled pair" if model is None else display_name(target)
+        yield open_model(target, given or None, own, prompts=prompts, temperature=temperature, name=name)
+        return
+    if values["model"] is not None:
+        raise click.UsageError("give one of --model and --geometry")
+    known = read_geometries()
+    if name not in known:
+        raise click.BadParameter(f"{name!r:.80} is none of {', '.join(known)}", param_hint="--geometry")
+    with tempfile.TemporaryDirectory(prefix="lowlat-bench-") as scratch:
+        yield open_random(
+            name,
+            known[name],
+            given,
+            own,
+            scratch=Path(scratch),
+            drafts=drafts,
+            prompts=prompts,
+            temperature=temperature,
+        )
+
+
+def _check_gates(name: str, subject: "Subject", out: Path, commit: str, force: bool) -> bool:
+    """Whether a gated scenario runs by force. Raises ConfigError where it may not run."""
+    from lowlat.tools.bench.gates import NEEDED, green_in_a_row, read_state
+
+    count = green_in_a_row(read_state(out), subject.environment(commit))
+    if count >= NEEDED:
+        return False
+    if not force:
+        raise ConfigError(
+            f"{name} needs gates that were green {NEEDED} times in a row under the same conditions, and they were "
+            f"{count} times: run `lowlat bench gates` with the same options, or --force"
+        )
+    return True
+
+
+def _tell(found: "Row | Failure") -> None:
+    from lowlat.tools.bench.results import Failure
+
+    if isinstance(found, Failure):
+        click.echo(f"{found.case.name}: not measured: {found.error}", err=True)
+    else:
+        click.echo(
+            f"{found.case.name}: {found.ms_per_step.p50:.3f} ms a step, {found.tokens_per_s:.1f} tokens/s", err=True
+        )
+
+
+def _show(result: "Result") -> None:
+    rows = [
+        (
+            row.case.name,
+            f"{row.ms_per_step.p50:.3f}",
+            f"{row.ms_per_step.p99:.3f}",
+            "" if row.time_to_first_token_ms is None else f"{row.time_to_first_token_ms.p50:.1f}",
+            f"{row.tokens_per_s:.1f}",
+            _number(row.accept_length, ".2f"),
+            _number(row.share_of_wall, ".0%"),
+        )
+        for row in result.rows
+    ]
+    print_table(f"{result.name}: {result.environment.model}", ROW_COLUMNS, rows)
+    for simulated in result.environment.simulated:
+        click.echo(f"simulated: {simulated}")
+
+
+def _summary(result: "Result", path: Path) -> dict[str, Any]:
+    rows = [
+        {
+            "case": row.case.name,
+            "ms_per_step_p50": row.ms_per_step.p50,
+            "ms_per_step_p99": row.ms_per_step.p99,
+            "tokens_per_s": row.tokens_per_s,
+            "accept_length": row.accept_length,
+            "share_of_wall": row.share_of_wall,
+        }
+        for row in result.rows
+    ]
+    return {
+        "scenario": result.name,
+        "out": str(path),
+        "complete": result.complete,
+        "forced": result.forced,
+        "simulated": list(result.environment.simulated),
+        "rows": rows,
+        "failures": {failure.case.name: failure.error for failure in result.failures},
+    }
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)

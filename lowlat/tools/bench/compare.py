@@ -1,0 +1,131 @@
+"""Two results of the same scenarios, row by row: what became worse by more than noise and tolerance.
+
+Noise is told from the repeats: a difference counts where it exceeds three standard errors of the repeats' means, and
+the tolerance. With a single repeat nothing is known of noise, and the tolerance alone decides.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from math import sqrt
+from statistics import fmean, variance
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from lowlat.errors import ConfigError
+from lowlat.tools.bench.results import Environment, Repeat, Result, Row
+from lowlat.tools.bench.scenarios import Case
+
+__all__ = ["METRICS", "Difference", "check_comparable", "compare_results"]
+
+STANDARD_ERRORS = 3.0
+SAME = ("card", "processor", "executor", "device_loop", "dtype", "model", "speculator", "prompts", "temperature")
+Judgement = Literal["regression", "improvement", "same"]
+
+
+class Metric(NamedTuple):
+    """A figure of a repeat, and whether more of it is better."""
+
+    name: str
+    of: Callable[[Repeat], float | None]
+    more_is_better: bool
+
+
+METRICS = (
+    Metric("ms_per_step_p50", lambda repeat: repeat.ms_per_step_p50, False),
+    Metric("ms_per_step_p99", lambda repeat: repeat.ms_per_step_p99, False),
+    Metric("tokens_per_s", lambda repeat: repeat.tokens_per_s, True),
+    Metric("time_to_first_token_ms", lambda repeat: repeat.time_to_first_token_ms, False),
+    Metric("accept_length", lambda repeat: repeat.accept_length, True),
+)
+
+
+class Difference(msgspec.Struct, frozen=True, kw_only=True):
+    """One figure of one case, old and new: means over repeats.
+
+    worse  by which part of the old figure the new one is worse; negative where it is better
+    noise  what repeats alone may differ by, as such a part; None where one side has a single repeat
+    """
+
+    scenario: str
+    case: Case
+    metric: str
+    old: float
+    new: float
+    worse: float
+    noise: float | None
+    judgement: Judgement
+
+
+def compare_results(
+    old: Mapping[str, Result], new: Mapping[str, Result], *, tolerance: float, force: bool = False
+) -> list[Difference]:
+    """Every figure that both have, scenario by scenario.
+
+    tolerance  part of a figure that never counts
+    force      compare even results of different machines or models
+    Raises ConfigError where nothing can be compared.
+    """
+    found: list[Difference] = []
+    for name in old:
+        if name not in new:
+            continue
+        if not force:
+            check_comparable(name, old[name].environment, new[name].environment)
+        for row in old[name].rows:
+            other = new[name].row(row.case)
+            if other is not None:
+                found += _differences(name, row, other, tolerance)
+    if not found:
+        raise ConfigError(
+            f"nothing to compare: the old results are of {', '.join(old)}, the new ones of {', '.join(new)}, and "
+            "no case is in both"
+        )
+    return found
+
+
+def check_comparable(name: str, old: Environment, new: Environment) -> None:
+    """Refuse results of different machines, models or simulations. Raises ConfigError."""
+    fields = (*SAME, "simulated")
+    others = [f"{each}: {getattr(old, each)!r}, {getattr(new, each)!r}" for each in fields
+              if getattr(old, each) != getattr(new, each)]  # fmt: skip
+    if others:
+        raise ConfigError(f"{name}: results of different conditions ({'; '.join(others)}): --force compares them")
+
+
+def _differences(scenario: str, old: Row, new: Row, tolerance: float) -> list[Difference]:
+    found = []
+    for metric in METRICS:
+        before, after = _values(metric, old), _values(metric, new)
+        if not before or not after or not fmean(before):
+            continue
+        mean, other = fmean(before), fmean(after)
+        worse = (mean - other if metric.more_is_better else other - mean) / mean
+        noise = _noise(before, after)
+        limit = max(tolerance, noise or 0.0)
+        judgement: Judgement = "regression" if worse > limit else "improvement" if worse < -limit else "same"
+        found.append(
+            Difference(
+                scenario=scenario,
+                case=old.case,
+                metric=metric.name,
+                old=mean,
+                new=other,
+                worse=worse,
+                noise=noise,
+                judgement=judgement,
+            )
+        )
+    return found
+
+
+def _values(metric: Metric, row: Row) -> list[float]:
+    values = [metric.of(repeat) for repeat in row.repeats]
+    return [value for value in values if value is not None]
+
+
+def _noise(before: Sequence[float], after: Sequence[float]) -> float | None:
+    """What the means may differ by without a reason, as a part of the old one."""
+    if min(len(before), len(after)) < 2:
+        return None
+    error = sqrt(variance(before) / len(before) + variance(after) / len(after))
+    return STANDARD_ERRORS * error / abs(fmean(before))

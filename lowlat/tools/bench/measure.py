@@ -1,0 +1,322 @@
+"""One case on a loaded runtime: requests submitted, steps timed by the host's clock, figures summed up in a row.
+
+Steps are run as any caller runs them, by `Runtime.step`. It knows no scenario files.
+"""
+
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from lowlat.checkpoint.files import find_text
+from lowlat.errors import LowlatError
+from lowlat.host.metrics import SpeculativeDecodingStats
+from lowlat.host.runtime import Runtime
+from lowlat.options.config import RuntimeConfig
+from lowlat.options.request import SamplingParams, StepOutput
+from lowlat.tools.bench.prompts import Prompts
+from lowlat.tools.bench.results import ActiveSlots, Memory, Repeat, Row, Speculation, Spread
+from lowlat.tools.bench.scenarios import Case, Scenario
+from lowlat.tools.bench.step_bytes import step_bytes
+
+__all__ = ["CaseRun", "Samples", "room_of"]
+
+CHURN_FACTOR = 4  # requests a slot of a churning repeat
+CANCELLED = 8  # of them, every eighth is cancelled half-way
+LOOP_ROOM = 512  # steps that a loop on the device may run before the host stops it
+PER_CHUNK = RuntimeConfig.prefill_chunk * RuntimeConfig.max_prefill_chunks
+
+
+def room_of(case: Case, scenario: Scenario, *, device_loop: bool) -> int:
+    """Tokens behind the prompt that a request may need: those of warm-up and steps, and of waiting for the others."""
+    churns = scenario.traffic == "churn"
+    waiting = case.batch * (2 + -(-case.context // PER_CHUNK))
+    steps = scenario.warm_up + (0 if churns else scenario.steps) + 4 + (LOOP_ROOM if device_loop else 0)
+    return max(scenario.steps if churns else 0, waiting + steps * (case.num_speculative_tokens + 1))
+
+
+@dataclass
+class Samples:
+    """The timed steps of one repeat.
+
+    step_ms   between a step's outputs and the next one's
+    tokens    that the step brought all requests together
+    active    requests that it brought something
+    lengths   tokens of an active request, mean, before the step
+    first_ms  from the submission of a request without any shared prefix to its first token
+    """
+
+    step_ms: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    active: list[int] = field(default_factory=list)
+    lengths: list[float] = field(default_factory=list)
+    first_ms: list[float] = field(default_factory=list)
+    stats: SpeculativeDecodingStats = field(default_factory=SpeculativeDecodingStats)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all requests together."""
+        return 1e3 * sum(self.tokens) / sum(self.step_ms)
+
+    @property
+    def token_ms(self) -> list[float]:
+        """For every token its step's time over the tokens that the step brought an active request, on average."""
+        figures = zip(self.step_ms, self.tokens, self.active, strict=True)
+        return [ms * active / tokens for ms, tokens, active in figures for _ in range(tokens)]
+
+    def add(self, elapsed_ms: float, steps: Sequence[dict[str, int]], lengths: dict[str, int]) -> None:
+        """Add steps whose outputs came together; lengths, by request, grow by what they brought."""
+        for step in steps:
+            self.step_ms.append(elapsed_ms / len(steps))
+            self.tokens.append(sum(step.values()))
+            self.active.append(len(step))
+            self.lengths.append(fmean(lengths[name] for name in step))
+            for name, count in step.items():
+                lengths[name] += count
+
+    def summary(self) -> Repeat:
+        """The repeat's figures."""
+        spread = Spread.of(self.step_ms)
+        drafted = self.stats.num_drafts > 0
+        return Repeat(
+            ms_per_step_p50=spread.p50,
+            ms_per_step_p99=spread.p99,
+            tokens_per_s=round(self.tokens_per_s, 3),
+            accept_length=self.stats.mean_acceptance_length if drafted else None,
+            time_to_first_token_ms=Spread.of(self.first_ms).p50 if self.first_ms else None,
+        )
+
+
+class CaseRun:
+    """One case of a scenario on a runtime that has room for it; `repeat` once for each repeat, then `row`.
+
+    wall_gb_per_s  of the card; None without one
+    free_before    bytes free on the card before the runtime was loaded; None without one
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        case: Case,
+        scenario: Scenario,
+        prompts: Prompts,
+        *,
+        temperature: float = 0.0,
+        wall_gb_per_s: float | None = None,
+        free_before: int | None = None,
+    ) -> None:
+        self._runtime, self._case, self._scenario, self._prompts = runtime, case, scenario, prompts
+        self._temperature, self._wall, self._free_before = temperature, wall_gb_per_s, free_before
+        self._samples: list[Samples] = []
+        self._experts: list[int] = []
+
+    def repeat(self) -> None:
+        """Submit the requests, time their steps, and end them. Raises LowlatError where one fails."""
+        run = self._churn if self._scenario.traffic == "churn" else self._steady
+        self._samples.append(run())
+
+    def profile(self, num_steps: int) -> dict[str, Any]:
+        """Record steps on the card and sum them up by stage, as `lowlat profile --json` does. Raises LowlatError."""
+        from lowlat.tools.profile.recording import profile_steps
+
+        lengths = self._begin()
+        try:
+            return profile_steps(self._runtime, lengths, num_steps, self._wall).to_dict()
+        finally:
+            self._end(lengths)
+
+    def row(self) -> Row:
+        """All repeats as one row."""
+        case, runtime = self._case, self._runtime
+        pooled = [ms for samples in self._samples for ms in samples.step_ms]
+        active = [count for samples in self._samples for count in samples.active]
+        length = fmean(each for samples in self._samples for each in samples.lengths)
+        num_tokens = sum(sum(samples.tokens) for samples in self._samples)
+        first = [ms for samples in self._samples for ms in samples.first_ms]
+        stats = SpeculativeDecodingStats(simulated=runtime.simulated)
+        for samples in self._samples:
+            stats.merge(samples.stats)
+        times = Spread.of(pooled)
+        experts = fmean(self._experts) if self._experts else None
+        bucket = runtime.ladder.choose(max(1, round(fmean(active))), case.num_speculative_tokens)
+        moved = step_bytes(runtime, bucket, [length] * max(1, round(fmean(active))), experts)
+        floor = None if self._wall is None else moved / self._wall / 1e6
+        return Row(
+            case=case,
+            simulated_accept_length=runtime.geometry.simulated_accept_length,
+            num_steps=len(pooled),
+            num_tokens=num_tokens,
+            mean_context=round(length, 1),
+            ms_per_step=times,
+            ms_per_token=Spread.of([ms for samples in self._samples for ms in samples.token_ms]),
+            time_to_first_token_ms=Spread.of(first) if first else None,
+            tokens_per_s=round(1e3 * num_tokens / sum(pooled), 3),
+            effective_accept_length=round(num_tokens / sum(active), 5),
+            active_slots=ActiveSlots(min=min(active), mean=round(fmean(active), 4), max=max(active)),
+            bytes_per_step=moved,
+            distinct_experts=experts,
+            wall_gb_per_s=self._wall,
+            floor_ms=floor,
+            share_of_wall=None if floor is None else floor / times.p50,
+            memory=_memory(runtime.device_choice.device, self._free_before),
+            eagle_speculation=Speculation(**stats.to_dict()) if stats.num_drafts else None,
+            repeats=tuple(samples.summary() for samples in self._samples),
+        )
+
+    def _params(self, max_tokens: int, number: int) -> SamplingParams:
+        return SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=number, temperature=self._temperature)
+
+    def _steady(self) -> Samples:
+        """All requests decode side by side: warmed up, then timed."""
+        lengths = self._begin()
+        samples = Samples(first_ms=self._first_token_ms(lengths))
+        self._time(self._scenario.warm_up, Samples(), lengths, self._count_experts)
+        before = self._stats(lengths)
+        self._time(self._scenario.steps, samples, lengths)
+        samples.stats = _since(before, self._stats(lengths))
+        self._end(lengths)
+        return samples
+
+    def _begin(self) -> dict[str, int]:
+        """Submit the requests and step without drafts until each has a token; their lengths by name."""
+        runtime = self._runtime
+        room = room_of(self._case, self._scenario, device_loop=runtime.config.device_loop)
+        prompts = self._prompts.of(self._case)
+        lengths = {runtime.submit(each, self._params(room, seed)): len(each) for seed, each in enumerate(prompts)}
+        waiting = set(lengths)
+        while waiting:
+            for step in self._take(runtime.step(0)):
+                for name, count in step.items():
+                    lengths[name] += count
+                    waiting -= {name} if count else set()
+        return lengths
+
+    def _end(self, lengths: Iterable[str]) -> None:
+        for name in lengths:
+            self._runtime.cancel(name)
+        while self._runtime.busy:
+            self._runtime.step()
+
+    def _time(
+        self, count: int, samples: Samples, lengths: dict[str, int], after: Callable[[], None] | None = None
+    ) -> None:
+        """Run at least `count` steps; `after` is called after each call of `Runtime.step`."""
+        start = time.perf_counter()
+        while len(samples.step_ms) < count:
+            outputs = self._runtime.step()
+            now = time.perf_counter()
+            steps = self._take(outputs)
+            if steps:
+                samples.add(1e3 * (now - start), steps, lengths)
+                start = now
+            if after is not None:
+                after()
+                start = time.perf_counter()
+
+    def _churn(self) -> Samples:
+        """More requests than slots, of many lengths, some cancelled: until all have ended."""
+        if not self._samples:
+            lengths = self._begin()
+            self._time(self._scenario.warm_up, Samples(), lengths, self._count_experts)
+            self._end(lengths)
+        runtime, lengths, limits = self._runtime, {}, {}
+        for number, (prompt, wanted) in enumerate(self._crowd()):
+            name = runtime.submit(prompt, self._params(wanted, number))
+            lengths[name] = len(prompt)
+            if number % CANCELLED == CANCELLED - 1:
+                limits[name] = len(prompt) + wanted // 2
+        samples, start = Samples(), time.perf_counter()
+        while runtime.busy:
+            outputs = runtime.step()
+            now = time.perf_counter()
+            steps = self._take(outputs, may_end=True)
+            if steps:
+                samples.add(1e3 * (now - start), steps, lengths)
+                start = now
+            ended = {output.request_id for output in outputs if output.finish_reason is not None}
+            for name in [name for name, limit in limits.items() if name in ended or lengths[name] >= limit]:
+                del limits[name]
+                if name not in ended:
+                    runtime.cancel(name)
+        samples.first_ms, samples.stats = self._first_token_ms(lengths), self._stats(lengths)
+        return samples
+
+    def _crowd(self) -> list[tuple[list[int], int]]:
+        """The prompts of a churning repeat, and how many tokens each request wants; the same in every repeat."""
+        case, steps = self._case, self._scenario.steps
+        draw = random.Random(f"{case.context} {case.batch}")
+        count = CHURN_FACTOR * case.batch
+        lengths = [draw.randint(max(1, case.context // 4), case.context) for _ in range(count)]
+        wanted = [draw.randint(max(1, steps // 4), steps) for _ in range(count)]
+        return list(zip(self._prompts.some(lengths), wanted, strict=True))
+
+    def _take(self, outputs: Sequence[StepOutput], *, may_end: bool = False) -> list[dict[str, int]]:
+        """Tokens by request of each step in the outputs of one call; several of one request are of steps in a row.
+
+        Raises LowlatError for a request that fails.
+        """
+        seen: Counter[str] = Counter()
+        steps: list[dict[str, int]] = []
+        for output in outputs:
+            if output.finish_reason == "cancelled":
+                continue
+            if output.finish_reason is not None and (not may_end or output.error):
+                reason = output.error or output.finish_reason
+                raise LowlatError(f"{self._case.name}: {output.request_id} ended early: {reason}")
+            place = seen[output.request_id]
+            seen[output.request_id] += 1
+            if place == len(steps):
+                steps.append({})
+            steps[place][output.request_id] = len(output.token_ids)
+        return steps
+
+    def _first_token_ms(self, names: Iterable[str]) -> list[float]:
+        found = [self._runtime.metrics(name) for name in names]
+        times = [each.time_to_first_token_s for each in found if not each.cached_prompt_tokens]
+        return [1e3 * seconds for seconds in times if seconds is not None]
+
+    def _stats(self, names: Iterable[str]) -> SpeculativeDecodingStats:
+        total = SpeculativeDecodingStats()
+        for name in names:
+            stats = self._runtime.metrics(name).speculation
+            if stats is not None:
+                total.merge(stats)
+        return total
+
+    def _count_experts(self) -> None:
+        """Count the experts that rows chose; it waits for the device, and is for steps that are not timed."""
+        if self._runtime.model_config.experts is None:
+            return
+        from lowlat.tools.profile.recording import chosen_experts
+
+        scheduler = self._runtime.scheduler
+        if scheduler.num_active:
+            bucket = scheduler.choose_bucket(self._runtime.num_speculative_tokens)
+            self._experts.append(chosen_experts(self._runtime, bucket))
+
+
+def _since(before: SpeculativeDecodingStats, after: SpeculativeDecodingStats) -> SpeculativeDecodingStats:
+    """What was recorded between two snapshots."""
+    values: dict[str, Any] = {"simulated": after.simulated}
+    for item in fields(SpeculativeDecodingStats):
+        old, new = getattr(before, item.name), getattr(after, item.name)
+        if isinstance(new, list):
+            values[item.name] = [b - a for a, b in zip(old, new, strict=True)]
+        elif item.name not in values:
+            values[item.name] = new - old
+    return SpeculativeDecodingStats(**values)
+
+
+def _memory(device: torch.device, free_before: int | None) -> Memory:
+    taken = None
+    if device.type == "cuda" and free_before is not None:
+        taken = free_before - int(torch.cuda.mem_get_info(device)[0])
+    lines = (find_text(Path("/proc/self/status"), 1 << 16) or "").splitlines()
+    peak = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)
+    return Memory(device_bytes=taken, host_peak_bytes=peak)

@@ -1,0 +1,229 @@
+"""The schema of result files: what was measured, of what, on what. Reading one checks it; it knows no runtime."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+
+from lowlat.errors import ConfigError
+from lowlat.tools.bench.scenarios import Case, Scenario
+
+__all__ = [
+    "ActiveSlots", "Environment", "Failure", "Memory", "Repeat", "Result", "Row", "Speculation", "Spread",
+    "read_result", "read_results", "read_struct", "write_struct",
+]  # fmt: skip
+
+VERSION = 1
+T = TypeVar("T")
+
+
+class Spread(msgspec.Struct, frozen=True, kw_only=True):
+    """A distribution: mean and percentiles, and how many samples they are of."""
+
+    mean: float
+    p50: float
+    p99: float
+    p999: float
+    count: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread":
+        """The distribution of one sample or more."""
+        p50, p99, p999 = (round(float(value), 5) for value in np.percentile(values, (50, 99, 99.9)))
+        return cls(mean=round(float(np.mean(values)), 5), p50=p50, p99=p99, p999=p999, count=len(values))
+
+
+class ActiveSlots(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests that took part in a step, over the timed steps."""
+
+    min: int
+    mean: float
+    max: int
+
+
+class Memory(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes taken on the card since before the load (None without one), and the process's largest size on the host."""
+
+    device_bytes: int | None
+    host_peak_bytes: int
+
+
+class Speculation(msgspec.Struct, frozen=True, kw_only=True):
+    """The block `eagle_speculation` over the timed steps, as `SpeculativeDecodingStats` defines it."""
+
+    num_drafts: int
+    total_draft_tokens: int
+    total_accepted_tokens: int
+    mean_acceptance_rate: float
+    mean_acceptance_length: float
+    fraction_accepted_ge2: float
+    num_rewound_tokens: int
+    rewind_steps: int
+    accepted_length_histogram: list[int]
+    acceptance_by_position: list[float]
+    drafted_by_position: list[int]
+    accepted_by_position: list[int]
+    simulated: bool
+
+
+class Repeat(msgspec.Struct, frozen=True, kw_only=True):
+    """One repeat's figures, from which the noise of the row is told; the first token's is None where not timed."""
+
+    ms_per_step_p50: float
+    ms_per_step_p99: float
+    tokens_per_s: float
+    accept_length: float | None
+    time_to_first_token_ms: float | None
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One case, measured.
+
+    simulated_accept_length  tokens a step that were imposed; None: acceptance is the draft model's own
+    mean_context             tokens of a request, mean over the timed steps
+    ms_per_step              between a step's tokens and the next one's, by the host's clock
+    ms_per_token             of one request, a sample a token: a step over the tokens that it brought an active slot
+    time_to_first_token_ms   from submission, the requests of a batch together; None where prompts were shared
+    tokens_per_s             of all requests together
+    effective_accept_length  tokens that a step brings an active slot, steps without drafts included
+    bytes_per_step           that a step must read: weights, chosen experts' among them, keys and values
+    distinct_experts         that a layer's rows choose, mean; None without a mixture
+    wall_gb_per_s            the card's bandwidth for reading, measured in the same run; None without a card
+    floor_ms                 those bytes at that bandwidth
+    share_of_wall            the floor over the median step
+    """
+
+    case: Case
+    simulated_accept_length: float | None = None
+    num_steps: int
+    num_tokens: int
+    mean_context: float
+    ms_per_step: Spread
+    ms_per_token: Spread
+    time_to_first_token_ms: Spread | None
+    tokens_per_s: float
+    effective_accept_length: float
+    active_slots: ActiveSlots
+    bytes_per_step: int
+    distinct_experts: float | None
+    wall_gb_per_s: float | None
+    floor_ms: float | None
+    share_of_wall: float | None
+    memory: Memory
+    eagle_speculation: Speculation | None
+    repeats: tuple[Repeat, ...]
+
+    @property
+    def accept_length(self) -> float | None:
+        """Tokens a drafted step, bonus included; None where nothing was drafted."""
+        return None if self.eagle_speculation is None else self.eagle_speculation.mean_acceptance_length
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """A case that could not be measured, and why."""
+
+    case: Case
+    error: str
+
+
+class Environment(msgspec.Struct, frozen=True, kw_only=True):
+    """What rows of one file have in common: code, machine, model, and what is not real.
+
+    simulated               what was not measured on real weights, prompts or acceptance
+    distinct_prompt_tokens  tokens of the text that prompts are cut from: longer ones repeat it; 0: random tokens
+    """
+
+    lowlat: str
+    commit: str
+    python: str
+    torch: str
+    cuda: str
+    card: str
+    driver: str
+    processor: str
+    cores: int
+    threads: int
+    executor: str
+    device_loop: bool
+    dtype: str
+    model: str
+    speculator: str
+    prompts: str
+    distinct_prompt_tokens: int
+    temperature: float
+    simulated: tuple[str, ...]
+
+    def differences(self, other: "Environment") -> list[str]:
+        """What is not the same, as `field: mine, theirs`."""
+        names = self.__struct_fields__
+        pairs = {name: (getattr(self, name), getattr(other, name)) for name in names}
+        return [f"{name}: {mine!r}, {theirs!r}" for name, (mine, theirs) in pairs.items() if mine != theirs]
+
+
+class Result(msgspec.Struct, kw_only=True, tag="scenario", tag_field="kind"):
+    """A scenario's file. `forced` says that its gates were not green; it is complete when nothing is left to run."""
+
+    version: int = VERSION
+    name: str
+    scenario: Scenario
+    environment: Environment
+    forced: bool = False
+    complete: bool = False
+    rows: list[Row] = []
+    failures: list[Failure] = []
+
+    def row(self, case: Case) -> Row | None:
+        """A case's row, where it was measured."""
+        return next((row for row in self.rows if row.case == case), None)
+
+
+def write_struct(path: Path, value: msgspec.Struct) -> None:
+    """Write a struct as indented JSON, whole or not at all. Raises ConfigError where that is impossible."""
+    beside = path.with_suffix(path.suffix + ".part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n")
+        os.replace(beside, path)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def read_struct(path: Path, kind: type[T]) -> T:
+    """Read and check one file. Raises ConfigError."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def read_result(path: Path) -> Result:
+    """One result file. Raises ConfigError for one of another kind or version."""
+    result = read_struct(path, Result)
+    if result.version != VERSION:
+        raise ConfigError(f"{path}: version {result.version} of the schema; this lowlat reads version {VERSION}")
+    return result
+
+
+class _Kind(msgspec.Struct):
+    kind: str = ""
+
+
+def _is_result(path: Path) -> bool:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_Kind).kind == "scenario"
+    except (OSError, msgspec.DecodeError):
+        return False
+
+
+def read_results(place: Path) -> dict[str, Result]:
+    """The results in a file, or in the files of a directory, by name. Raises ConfigError where there are none."""
+    paths = sorted(place.glob("*.json")) if place.is_dir() else [place]
+    found = [read_result(path) for path in paths if not place.is_dir() or _is_result(path)]
+    if not found:
+        raise ConfigError(f"{place}: no results of `lowlat bench run` are here")
+    return {result.name: result for result in found}

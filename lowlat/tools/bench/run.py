@@ -1,0 +1,204 @@
+"""A scenario, run case by case into one result file: written after every row, resumed under the same conditions."""
+
+import gc
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from lowlat.errors import ConfigError, DeviceError, LowlatError
+from lowlat.executors.devices import DeviceChoice
+from lowlat.host.memory.plan import available_bytes
+from lowlat.host.runtime import Runtime
+from lowlat.tools.bench.measure import CaseRun, room_of
+from lowlat.tools.bench.results import Environment, Failure, Result, Row, read_result, write_struct
+from lowlat.tools.bench.scenarios import Case, Scenario
+from lowlat.tools.bench.subject import Subject
+
+__all__ = ["Report", "ScenarioRun", "measure_wall_of"]
+
+Report = Callable[[Row | Failure], None]
+Progress = Callable[[int, int], None]
+PROFILED_STEPS = 10
+EXTRA_ROWS = 64  # a step's rows behind a request's last token, at most
+
+
+class ScenarioRun:
+    """One scenario of one subject, and its result file.
+
+    fresh   begin anew whatever the file holds
+    forced  its gates were not green; the file says so
+    commit  what is measured, where there is no git checkout to ask
+    profile  write each case's stages beside the result, which needs a card
+    Raises ConfigError where no case fits the model, or where the file holds rows of other conditions.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        scenario: Scenario,
+        subject: Subject,
+        path: Path,
+        *,
+        fresh: bool = False,
+        forced: bool = False,
+        commit: str = "",
+        profile: bool = False,
+    ) -> None:
+        self.path, self.scenario, self.subject, self.profile = path, scenario, subject, profile
+        environment = subject.environment(commit)
+        if profile and (environment.executor == "reference" or environment.device_loop):
+            raise ConfigError("a profile needs an NVIDIA card and steps that are launched one by one: no --device-loop")
+        self.result = Result(name=name, scenario=scenario, environment=environment, forced=forced)
+        if path.exists() and not fresh:
+            self._resume(read_result(path), environment)
+        self._cases = [case for case in scenario.cases() if self.result.row(case) is None]
+        self._check_room()
+        for depth in sorted({case.num_speculative_tokens for case in self._cases}):
+            subject.speculative(depth)  # refused before anything is loaded
+
+    @property
+    def num_done(self) -> int:
+        """Cases of the scenario that the file holds."""
+        return sum(self.result.row(case) is not None for case in self.scenario.cases())
+
+    def run(self, report: Report | None = None, progress: Progress | None = None) -> Result:
+        """Measure what is left, all cases of one depth with one runtime.
+
+        report    called with each row, and with each case that could not be measured
+        progress  called with repeats done and repeats in all
+        """
+        wall = measure_wall_of(self.subject.choice()) if self._cases else None
+        done, total = 0, len(self._cases) * self.scenario.repeats
+
+        def advance() -> None:
+            nonlocal done
+            done += 1
+            if progress is not None:
+                progress(done, total)
+
+        for depth in dict.fromkeys(case.num_speculative_tokens for case in self._cases):
+            cases = [case for case in self._cases if case.num_speculative_tokens == depth]
+            self._run_depth(depth, cases, wall, report, advance)
+        self.result.complete = not self.result.failures
+        write_struct(self.path, self.result)
+        return self.result
+
+    def _run_depth(
+        self, depth: int, cases: list[Case], wall: float | None, report: Report | None, advance: Callable[[], None]
+    ) -> None:
+        """Cases that a runtime for the largest of them serves; where one fails, the next ones have another."""
+        free = _free_memory(self.subject.choice())
+        runtime: Runtime | None = None
+        try:
+            for place, case in enumerate(cases):
+                found: Row | Failure
+                try:
+                    if runtime is None:
+                        runtime = self._load(depth, cases[place:])
+                    found = self._measure(runtime, case, wall, free, advance)
+                    self.result.rows.append(found)
+                except DeviceError:
+                    raise
+                except (LowlatError, torch.OutOfMemoryError) as error:
+                    found = Failure(case, str(error))
+                    self.result.failures.append(found)
+                    _close(runtime)
+                    runtime = None
+                write_struct(self.path, self.result)
+                if report is not None:
+                    report(found)
+        finally:
+            _close(runtime)
+
+    def _measure(
+        self, runtime: Runtime, case: Case, wall: float | None, free: int | None, advance: Callable[[], None]
+    ) -> Row:
+        subject = self.subject
+        run = CaseRun(
+            runtime, case, self.scenario, subject.prompts,
+            temperature=subject.temperature, wall_gb_per_s=wall, free_before=free,
+        )  # fmt: skip
+        for _ in range(self.scenario.repeats):
+            run.repeat()
+            advance()
+        row = run.row()
+        if self.profile:
+            environment = self.result.environment
+            place = f"{self.path.stem}-profile-{case.batch}x{case.context}-{case.num_speculative_tokens}.json"
+            conditions = {"model": environment.model, "card": environment.card, "executor": environment.executor}
+            figures = {**conditions, "wall_gb_per_s": wall, **run.profile(PROFILED_STEPS)}
+            self.path.with_name(place).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        return row
+
+    def _load(self, depth: int, cases: list[Case]) -> Runtime:
+        """A runtime with room for the first case, and so for all after it."""
+        block = 32
+        sizes = [case.context + self._room(case) for case in cases]
+        blocks = max(case.batch * -(-(size + EXTRA_ROWS) // block) for case, size in zip(cases, sizes, strict=True))
+        return self.subject.load(
+            depth,
+            max_batch=max(case.batch for case in cases),
+            max_context=max(sizes),
+            block_size=block,
+            kv_blocks=blocks + 1,
+            prefix_reuse=self.scenario.reuse_prompts,
+        )
+
+    def _room(self, case: Case) -> int:
+        return room_of(case, self.scenario, device_loop=bool(self.subject.options.get("device_loop", False)))
+
+    def _check_room(self) -> None:
+        """Leave out cases beyond the model's positions. Raises ConfigError where no case is left of some."""
+        most = self.subject.config.max_position
+        fitting = [case for case in self._cases if case.context + self._room(case) <= most]
+        if self._cases and not fitting:
+            least = min(self._cases, key=lambda case: case.context + self._room(case))
+            raise ConfigError(
+                f"no case of {self.result.name} fits the {most} positions of {self.subject.name}: {least.name} needs "
+                f"{least.context} for the prompt and {self._room(least)} for its steps; lower --context or --steps"
+            )
+        for case in self._cases:
+            if case not in fitting:
+                need = case.context + self._room(case)
+                error = f"{need} positions are needed, and {self.subject.name} has {most}"
+                self.result.failures.append(Failure(case, error))
+        self._cases = fitting
+
+    def _resume(self, known: Result, environment: Environment) -> None:
+        """Take the rows of a file. Raises ConfigError where its conditions are others."""
+        others = known.environment.differences(environment)
+        mine, theirs = self.scenario.measuring(), known.scenario.measuring()
+        for name in Scenario.__struct_fields__:
+            if getattr(mine, name) != getattr(theirs, name):
+                others.append(f"{name}: {getattr(theirs, name)!r}, {getattr(mine, name)!r}")
+        if known.name != self.result.name:
+            others.append(f"name: {known.name!r}, {self.result.name!r}")
+        if others:
+            raise ConfigError(
+                f"{self.path} holds rows of other conditions ({'; '.join(others)}): write elsewhere (--out), or begin "
+                "anew (--fresh)"
+            )
+        self.result.rows = list(known.rows)
+        self.result.forced = self.result.forced or known.forced
+
+
+def measure_wall_of(choice: DeviceChoice) -> float | None:
+    """The card's bandwidth, GB/s; None where no card is used."""
+    if not choice.has_kernels or not torch.cuda.is_available():
+        return None
+    from lowlat.tools.profile.recording import card_wall
+
+    return card_wall(choice.device)
+
+
+def _close(runtime: Runtime | None) -> None:
+    """Close a runtime and give its memory back before the next one is loaded."""
+    if runtime is not None:
+        runtime.close()
+    gc.collect()
+
+
+def _free_memory(choice: DeviceChoice) -> int | None:
+    return available_bytes(choice.device) if choice.device.type == "cuda" else None

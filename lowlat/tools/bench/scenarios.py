@@ -1,0 +1,145 @@
+"""Scenarios and gates: what is measured, as TOML declares it, and the cases that it comes to. It knows no model."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from lowlat.errors import ConfigError
+from lowlat.options.config import MAX_SPECULATIVE_TOKENS
+
+__all__ = ["SHIPPED", "Case", "Gate", "Plan", "Scenario", "read_plan"]
+
+SHIPPED = Path(__file__).parent / "scenarios.toml"
+
+Context = Annotated[int, Meta(ge=1, le=1 << 20)]
+Batch = Annotated[int, Meta(ge=1, le=8)]
+Depth = Annotated[int, Meta(ge=0, le=MAX_SPECULATIVE_TOKENS)]
+Count = Annotated[int, Meta(ge=1, le=1 << 20)]
+Positive = Annotated[float, Meta(gt=0)]
+
+
+class Case(msgspec.Struct, frozen=True):
+    """One row of a scenario: `batch` requests of `context` tokens each, S draft tokens deep."""
+
+    context: Context
+    batch: Batch
+    num_speculative_tokens: Depth
+
+    @property
+    def name(self) -> str:
+        """For instance `1 x 8K, S=3`."""
+        context = f"{self.context // 1024}K" if self.context % 1024 == 0 else str(self.context)
+        return f"{self.batch} x {context}, S={self.num_speculative_tokens}"
+
+
+class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What one result file measures.
+
+    steps          timed steps of a repeat; of churn the tokens of the longest request
+    warm_up        steps before them
+    traffic        steady: all requests decode side by side; churn: they come, go and are cancelled
+    reuse_prompts  share keys and values of prompts between repeats and cases: prefill is then timed only where it is
+                   the first, in the largest case
+    gated          refused before the gates were green three times in a row
+    """
+
+    contexts: Annotated[tuple[Context, ...], Meta(min_length=1)]
+    batches: Annotated[tuple[Batch, ...], Meta(min_length=1)]
+    num_speculative_tokens: Annotated[tuple[Depth, ...], Meta(min_length=1)]
+    help: str = ""
+    steps: Count = 400
+    warm_up: Count = 16
+    repeats: Annotated[int, Meta(ge=1, le=100)] = 3
+    traffic: Literal["steady", "churn"] = "steady"
+    reuse_prompts: bool = False
+    gated: bool = False
+
+    def cases(self) -> list[Case]:
+        """All rows: those of one depth together, the largest first."""
+        sizes = sorted(((c, b) for c in set(self.contexts) for b in set(self.batches)), key=_size, reverse=True)
+        return [Case(c, b, depth) for depth in dict.fromkeys(self.num_speculative_tokens) for c, b in sizes]
+
+    def measuring(self) -> "Scenario":
+        """How rows are measured, whichever they are: equal for scenarios whose rows can stand in one file."""
+        return msgspec.structs.replace(self, contexts=(), batches=(), num_speculative_tokens=(), help="")
+
+
+class Gate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A micro measurement that a large suite asks for first: S draft tokens deep beside none.
+
+    min_speed_up         tokens/s over those without speculation, at least
+    experts_bound_share  of a mixture of experts, so much of the bound that was measured is enough where that is less
+    min_accept_length    tokens a drafted step, bonus included, at least
+    """
+
+    name: str
+    context: Context
+    batch: Batch
+    num_speculative_tokens: Annotated[int, Meta(ge=1, le=MAX_SPECULATIVE_TOKENS)]
+    steps: Count
+    min_speed_up: Positive
+    min_accept_length: Positive
+    experts_bound_share: Positive | None = None
+    warm_up: Count = 16
+    repeats: Annotated[int, Meta(ge=1, le=100)] = 3
+
+    def scenario(self) -> Scenario:
+        """The two rows that it compares."""
+        return Scenario(
+            contexts=(self.context,),
+            batches=(self.batch,),
+            num_speculative_tokens=(0, self.num_speculative_tokens),
+            steps=self.steps,
+            warm_up=self.warm_up,
+            repeats=self.repeats,
+            reuse_prompts=True,
+        )
+
+
+class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A file's scenarios by name, and its gates."""
+
+    scenarios: dict[str, Scenario] = {}
+    gates: tuple[Gate, ...] = ()
+
+    def scenario(self, name: str) -> Scenario:
+        """One scenario. Raises ConfigError for an unknown name."""
+        if name not in self.scenarios:
+            raise ConfigError(f"no scenario {name!r:.80}; known: {', '.join(self.scenarios)}")
+        return self.scenarios[name]
+
+
+def read_plan(path: Path | None = None) -> Plan:
+    """The shipped plan; scenarios of a file of one's own go before it, and its gates replace the shipped ones.
+
+    Raises ConfigError naming the file and the field.
+    """
+    shipped = _read(SHIPPED)
+    if path is None:
+        return shipped
+    own = _read(path)
+    return Plan({**shipped.scenarios, **own.scenarios}, own.gates or shipped.gates)
+
+
+def _read(path: Path) -> Plan:
+    try:
+        plan = msgspec.toml.decode(path.read_bytes(), type=Plan)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    names = [gate.name for gate in plan.gates]
+    if len(set(names)) < len(names) or not all(_is_word(name) for name in (*plan.scenarios, *names)):
+        raise ConfigError(f"{path}: scenarios and gates need names of letters, digits and dashes, each another")
+    return plan
+
+
+def _is_word(name: str) -> bool:
+    return bool(name) and all(part.isalnum() and part.isascii() for part in name.split("-"))
+
+
+def _size(size: tuple[int, int]) -> tuple[int, int]:
+    context, batch = size
+    return context * batch, context

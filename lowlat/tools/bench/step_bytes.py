@@ -1,0 +1,68 @@
+"""The bytes that a decode step must read, from its Program: what any executor would have to move. It knows no kernel.
+
+Every weight counts once each time that an operation uses it, in the format that the checkpoint has; of a mixture the
+experts that rows chose; keys and values in front of the last token. Left out, because they are small beside them:
+embedding rows, activations, what the step writes.
+"""
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+from lowlat.graphs import Bucket
+from lowlat.host.runtime import Runtime
+from lowlat.models.target import target_recipes
+from lowlat.program.program import Op, Program
+
+__all__ = ["attended", "step_bytes"]
+
+LIMITS = ("first", "window", "keep_first")  # of the positions that attention reads
+EXPERT_OPS = ("experts_gate_up", "experts_down")
+FEW_ROWS = ("embed", "draft_topk")  # operations that read some rows of a table
+
+
+def step_bytes(runtime: Runtime, bucket: Bucket, lengths: Sequence[float], distinct_experts: float | None) -> int:
+    """Bytes of one step of active requests with so many tokens each; distinct_experts a layer, of a mixture."""
+    sizes = _weight_sizes(runtime)
+    program = runtime.executor.program(bucket)
+    experts = runtime.model_config.experts
+    part = 1.0 if experts is None else (distinct_experts or 0.0) / experts.num_experts
+    total = 0.0
+    for op in program.ops:
+        if op.kind == "attention":
+            total += _cache_bytes(program, op, lengths)
+        elif op.kind not in FEW_ROWS:
+            share = part if op.kind in EXPERT_OPS else 1.0
+            total += share * sum(sizes.get(name, 0) for name in op.weights.values())
+    return round(total)
+
+
+def attended(length: float, *, first: int = 0, window: int | None = None, keep_first: int = 0) -> float:
+    """Positions in front of the last of `length` tokens that attention reads."""
+    end = max(0.0, length - 1)
+    if window is None:
+        return max(0.0, end - first)
+    low = max(float(first), end - window)
+    return end - low + max(0.0, min(low - first, keep_first)) if end > low else 0.0
+
+
+def _cache_bytes(program: Program, op: Op, lengths: Sequence[float]) -> float:
+    limits: dict[str, Any] = {name: op.params[name] for name in LIMITS if op.params.get(name) is not None}
+    positions = sum(attended(length, **limits) for length in lengths)
+    total = 0.0
+    for argument in ("k_cache", "v_cache"):
+        spec = program.buffers[op.reads[argument]]
+        _, kv_heads, _, head_dim = spec.shape
+        total += positions * kv_heads * head_dim * spec.dtype.itemsize
+    return total
+
+
+def _weight_sizes(runtime: Runtime) -> dict[str, int]:
+    """Bytes of every canonical weight of target and draft model."""
+    config = runtime.model_config
+    sizes = {recipe.weight: recipe.num_bytes for recipe in target_recipes(config)}
+    sizes.setdefault("lm_head.weight", sizes["embed.weight"])  # tied
+    if runtime.speculator is not None:
+        plan = runtime.speculator.weight_plan(config.dtype)
+        sizes |= {name: prod(shape) * dtype.itemsize for name, (shape, dtype) in plan.items()}
+    return sizes

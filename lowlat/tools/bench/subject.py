@@ -1,0 +1,211 @@
+"""What is measured: a target, how it speculates, and on what; and the environment that result files name."""
+
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowlat.checkpoint.files import find_text
+from lowlat.errors import ConfigError
+from lowlat.executors.devices import DeviceChoice, choose_device
+from lowlat.executors.make import settle_executor
+from lowlat.host.runtime import Runtime
+from lowlat.models.geometry import ModelConfig
+from lowlat.models.target import OpenedTarget, read_model_config
+from lowlat.options.config import SpeculativeConfig
+from lowlat.speculators.methods import plan_speculator
+from lowlat.text import TextCodec
+from lowlat.tools.bench.geometry import Geometry, random_target, write_draft_model
+from lowlat.tools.bench.prompts import Prompts
+from lowlat.tools.bench.results import Environment
+
+__all__ = ["Subject", "open_model", "open_random"]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A target and a draft model, loaded anew for every depth.
+
+    speculation  fields of SpeculativeConfig but the depth; None: nothing to draft with
+    options      fields of RuntimeConfig: device, dtype, executor, device_loop
+    prompts      that are decoded
+    temperature  of sampling; 0: greedy
+    """
+
+    target: Path | OpenedTarget
+    name: str
+    config: ModelConfig
+    speculation: Mapping[str, Any] | None
+    options: Mapping[str, Any]
+    prompts: Prompts
+    temperature: float = 0.0
+
+    def speculative(self, depth: int) -> SpeculativeConfig | None:
+        """The configuration at one depth; None at 0. Raises ConfigError where there is nothing to draft with."""
+        if depth == 0:
+            return None
+        if self.speculation is None:
+            raise ConfigError(f"S = {depth} needs a draft model (--draft-model DIR), or --method ngram")
+        values = dict(self.speculation)
+        if values.get("simulated_accept_length") is not None:
+            values["simulated_accept_length"] = min(values["simulated_accept_length"], depth + 1.0)
+        return SpeculativeConfig(**values, num_speculative_tokens=depth, strict=True)
+
+    def load(self, depth: int, **sizes: Any) -> Runtime:
+        """A runtime for one depth; sizes are further fields of RuntimeConfig. Raises ConfigError."""
+        return Runtime.load(self.target, self.speculative(depth), **self.options, **sizes)
+
+    def choice(self) -> DeviceChoice:
+        """Where it will run, and by which executor. Raises ConfigError."""
+        asked = self.options.get("executor", "auto")
+        choice = choose_device(self.options.get("device", "auto"), asked)
+        draft = None
+        if self.speculation is not None and choice.has_kernels:
+            speculative = self.speculative(1)
+            draft = None if speculative is None else plan_speculator(speculative, self.config).draft_config
+        return settle_executor(choice, asked, self.config, draft)
+
+    def environment(self, commit: str = "") -> Environment:
+        """Code, machine, model and conditions, without a load; commit: where there is no git checkout to ask.
+
+        Raises ConfigError.
+        """
+        choice = self.choice()
+        cuda = choice.device.type == "cuda"
+        return Environment(
+            lowlat=_installed(),
+            commit=commit or _commit(),
+            python=platform.python_version(),
+            torch=str(torch.__version__),
+            cuda=torch.version.cuda or "",
+            card=torch.cuda.get_device_name(choice.device) if cuda else "",
+            driver=_driver() if cuda else "",
+            processor=_processor(),
+            cores=len(os.sched_getaffinity(0)),
+            threads=torch.get_num_threads(),
+            executor=choice.executor,
+            device_loop=bool(self.options.get("device_loop", False)),
+            dtype=self.config.dtype,
+            model=self.name,
+            speculator=self._speculator(),
+            prompts=self.prompts.name,
+            distinct_prompt_tokens=len(self.prompts.stream),
+            temperature=self.temperature,
+            simulated=self._simulated(),
+        )
+
+    def _speculator(self) -> str:
+        if self.speculation is None:
+            return ""
+        own = ("method", "model", "simulated_accept_length")
+        values = {key: value for key, value in self.speculation.items() if key not in own and value is not None}
+        shown = [str(self.speculation.get("method", "eagle3"))]
+        if self.speculation.get("model") is not None:
+            shown.append(Path(str(self.speculation["model"])).name)
+        return ", ".join([*shown, *(f"{key} {value}" for key, value in values.items())])
+
+    def _simulated(self) -> tuple[str, ...]:
+        found = ["weights: random"] if isinstance(self.target, OpenedTarget) else []
+        if not self.prompts.stream:
+            found.append("prompts: random tokens")
+        length = (self.speculation or {}).get("simulated_accept_length")
+        if length is not None:
+            found.append(f"acceptance: {length} tokens a step imposed, or S + 1 where that is less")
+        return tuple(found)
+
+
+def open_model(
+    directory: Path,
+    speculation: Mapping[str, Any] | None,
+    options: Mapping[str, Any],
+    *,
+    prompts: Path | None,
+    temperature: float = 0.0,
+    name: str | None = None,
+) -> Subject:
+    """A model in a directory, whose name it has where none is given; prompts are a file, or else random tokens.
+
+    Raises ConfigError.
+    """
+    config = read_model_config(directory, dtype=options.get("dtype", "auto"))
+    codec = None if prompts is None else TextCodec.load(directory)
+    try:
+        found = _prompts(prompts, codec, config.vocab_size)
+    finally:
+        if codec is not None:
+            codec.close()
+    return Subject(directory, name or directory.resolve().name, config, speculation, options, found, temperature)
+
+
+def open_random(
+    name: str,
+    geometry: Geometry,
+    speculation: Mapping[str, Any] | None,
+    options: Mapping[str, Any],
+    *,
+    scratch: Path,
+    drafts: bool,
+    prompts: Path | None = None,
+    temperature: float = 0.0,
+) -> Subject:
+    """A geometry with random weights.
+
+    scratch  a directory for the configs, and for the draft model, which is written where `drafts` and none is named
+    Raises ConfigError.
+    """
+    target = random_target(geometry, scratch / name, options.get("dtype", "auto"))
+    values = dict(speculation or {})
+    if drafts and values.get("method", "eagle3") == "eagle3" and values.get("model") is None:
+        values["model"] = write_draft_model(geometry, target.config, scratch / f"{name}-draft-model")
+    found = _prompts(prompts, None, target.config.vocab_size)
+    return Subject(target, name, target.config, values or None, options, found, temperature)
+
+
+def _prompts(path: Path | None, codec: TextCodec | None, vocab_size: int) -> Prompts:
+    return Prompts.random(vocab_size) if path is None else Prompts.read(path, codec, vocab_size)
+
+
+def _installed() -> str:
+    """The version of lowlat that is installed; empty where it is merely on the path."""
+    try:
+        return metadata.version("lowlat")
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _commit() -> str:
+    """The checkout's commit, with a mark where the packages differ from it; empty where this is no checkout."""
+    if not _git("ls-files", Path(__file__).name):
+        return ""
+    folders = [f":/{folder}" for folder in ("lowlat", "graphs", "kernels", "ipc")]
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", *folders)
+    return _git("rev-parse", "--short", "HEAD") + (", changed" if changed else "")
+
+
+def _git(*arguments: str) -> str:
+    try:
+        done = subprocess.run(
+            ("git", *arguments), capture_output=True, text=True, check=False, cwd=Path(__file__).parent, timeout=30
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _driver() -> str:
+    text = find_text(Path("/proc/driver/nvidia/version"), 1 << 12) or ""
+    found = re.search(r"\b\d{3}\.\d+(\.\d+)?\b", text)
+    return found.group() if found else ""
+
+
+def _processor() -> str:
+    text = find_text(Path("/proc/cpuinfo"), 1 << 22) or ""
+    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return found.group(1).strip() if found else platform.machine()

@@ -1,0 +1,150 @@
+"""`lowlat bench` on the command line: small runs on the CPU, resumed, gated, compared and reported."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from cli_calls import lowlat, refusal
+
+from lowlat.cli.options import bundled
+from lowlat.tools.bench.gates import GateState
+from lowlat.tools.bench.measure import CaseRun
+from lowlat.tools.bench.results import read_result, read_struct
+
+TINY = ("--geometry", "tiny", "--device", "cpu", "--simulated-accept-length", 2.5)
+SMALL = ("--context", 40, "--batch", 1, "--steps", 4, "--warm-up", 1)
+GATES = """
+[[gates]]
+name = "small"
+context = 40
+batch = 1
+num_speculative_tokens = 3
+steps = 4
+warm_up = 1
+repeats = 1
+min_speed_up = {speed_up}
+min_accept_length = 2.0
+"""
+
+
+def last_line(*arguments: object, code: int = 0) -> dict[str, Any]:
+    shown = lowlat("bench", *arguments)
+    assert shown.exit_code == code, shown.output
+    found: dict[str, Any] = json.loads(shown.stdout.splitlines()[-1])
+    return found
+
+
+def test_the_bundled_pair_runs_and_its_file_keeps_the_schema(tmp_path: Path) -> None:
+    shown = last_line("run", "single", *SMALL, "-S", "0,3", "--device", "cpu", "--repeats", 2, "--out", tmp_path)
+    found = read_result(tmp_path / "single.json")
+    assert found.complete and not found.failures and shown["complete"] and shown["simulated"] == []
+    assert [each["case"] for each in shown["rows"]] == ["1 x 40, S=0", "1 x 40, S=3"]
+    plain, drafted = found.rows
+    assert plain.eagle_speculation is None and plain.effective_accept_length == 1.0 and plain.num_steps == 8
+    assert drafted.eagle_speculation is not None and drafted.eagle_speculation.num_drafts == 8
+    assert len(plain.repeats) == 2 and plain.memory.host_peak_bytes > 10**8 and plain.memory.device_bytes is None
+    environment = found.environment
+    assert (environment.model, environment.executor, environment.simulated) == ("bundled pair", "reference", ())
+    assert environment.prompts == "prompts.json" and environment.distinct_prompt_tokens > 1000
+
+
+def test_an_interrupted_run_goes_on_where_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ("run", "single", *TINY, *SMALL, "-S", "0,3", "--repeats", 1, "--out", tmp_path, "--commit", "c")
+    repeat, seen = CaseRun.repeat, []
+
+    def interrupted(self: CaseRun) -> None:
+        seen.append(self)
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        repeat(self)
+
+    monkeypatch.setattr(CaseRun, "repeat", interrupted)
+    assert lowlat("bench", *arguments).exit_code == 130
+    path = tmp_path / "single.json"
+    first = read_result(path)
+    assert len(first.rows) == 1 and not first.complete
+    assert last_line(*arguments)["complete"] and len(seen) == 3
+    second = read_result(path)
+    assert second.rows[0] == first.rows[0] and len(second.rows) == 2 and second.complete
+    assert last_line(*arguments)["complete"] and len(seen) == 3, "nothing is left to measure"
+    message = refusal("bench", *arguments, "--steps", 5)
+    assert "holds rows of other conditions" in message and "steps: 4, 5" in message and "--fresh" in message
+    assert "commit: 'c', 'd'" in refusal("bench", *arguments, "--commit", "d")
+    assert last_line(*arguments, "--steps", 5, "--fresh")["complete"] and len(seen) == 5
+
+
+def test_a_case_beyond_the_model_is_named_and_the_others_are_measured(tmp_path: Path) -> None:
+    arguments = ("run", "baseline", *TINY, "--batch", 1, "--steps", 4, "--repeats", 1, "--out", tmp_path)
+    shown = last_line(*arguments, "--context", "40,4096", code=1)
+    assert len(shown["rows"]) == 1 and not shown["complete"]
+    assert "the model" not in shown["failures"] and "and tiny has 2048" in shown["failures"]["1 x 4K, S=0"]
+    message = refusal("bench", *arguments, "--context", 4096, "--fresh")
+    assert "no case of baseline fits the 2048 positions of tiny" in message and "--context" in message
+
+
+def test_gates_open_the_large_suite_after_three_greens_in_a_row(tmp_path: Path) -> None:
+    plan = tmp_path / "own.toml"
+    plan.write_text(GATES.format(speed_up=0.01))
+    common = (*TINY, "--file", plan, "--out", tmp_path / "out", "--commit", "c")
+    large = ("run", "large-context", *common, *SMALL, "-S", 3, "--repeats", 1)
+    first = last_line("gates", *common)
+    assert first["green"] and first["in_a_row"] == 1 and "acceptance: 2.5" in " ".join(first["simulated"])
+    assert "they were 1 times" in refusal("bench", *large)
+    assert last_line("gates", *common)["in_a_row"] == 2
+    plan.write_text(GATES.format(speed_up=1000))
+    red = last_line("gates", *common, code=1)
+    assert not red["green"] and red["in_a_row"] == 0 and red["gates"] == {"small": False}
+    assert last_line(*large, "--force")["forced"]
+    assert read_result(tmp_path / "out" / "large-context.json").forced
+    path = tmp_path / "out" / "gates.json"
+    state = read_struct(path, GateState)
+    assert [each.green for each in state.runs] == [True, True, False]
+    state.runs = state.runs[:1] * 3
+    path.write_bytes(msgspec.json.encode(state))
+    assert not last_line(*large, "--fresh")["forced"]
+    assert "they were 0 times" in refusal("bench", *large, "--fresh", "--temperature", 0.5)
+
+
+def test_compare_and_report_read_what_run_wrote(tmp_path: Path) -> None:
+    for place in ("old", "new"):
+        last_line("run", "stress", *TINY, *SMALL, "-S", 3, "--repeats", 2, "--out", tmp_path / place)
+    found = last_line("compare", tmp_path / "old", tmp_path / "new", "--tolerance", 1)
+    assert found["compared"] == 5
+    path = tmp_path / "new" / "stress.json"
+    content = json.loads(path.read_text())
+    for repeat in content["rows"][0]["repeats"]:
+        repeat["tokens_per_s"] /= 1000
+    path.write_text(json.dumps(content))
+    worse = last_line("compare", tmp_path / "old" / "stress.json", path, "--tolerance", 0.5, code=1)
+    assert "stress: 1 x 40, S=3: tokens_per_s" in worse["regressions"]
+    shown = lowlat("bench", "report", tmp_path / "old", "--no-plots")
+    assert shown.exit_code == 0 and (tmp_path / "old" / "report.html").read_text().startswith("<!doctype html>")
+    assert "1 x 40, S=3" in (tmp_path / "old" / "report.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "singel"], "no scenario 'singel'; known: baseline, single, batch"),
+        (["run", "single", "--geometry", "llama"], "'llama' is none of tiny, tiny-experts, llama-8b"),
+        (["run", "single", "--geometry", "tiny", "--model", "m"], "one of --model and --geometry"),
+        (["run", "single", "--batch", "9"], "<= 8"),
+        (["run", "single", "--steps", "0"], ">= 1"),
+        (["run", "single", "--model", "m", "--draft-window", "5"], "need a draft model (--draft-model DIR)"),
+        (["run", "single", "--geometry", "tiny", "--device", "cpu", "--profile"], "a profile needs an NVIDIA card"),
+        (["compare", "none", "none"], "none: cannot be read: No such file"),
+        (["report", "."], "no results of `lowlat bench run` are here"),
+    ],
+)
+def test_wrong_options_are_refused_by_name(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert message in refusal("bench", *arguments)
+
+
+def test_depth_without_a_draft_model_is_refused_before_a_load(tmp_path: Path) -> None:
+    message = refusal("bench", "run", "single", "--model", bundled("target"), *SMALL, "--out", tmp_path)
+    assert "S = 2 needs a draft model" in message and not list(tmp_path.iterdir())

@@ -1,0 +1,304 @@
+"""Scenarios, gates, comparisons and reports: what TOML declares, what a case measures, what is made of results."""
+
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from bench_cases import environment, result, row
+from benches import bench
+from profiling_cases import cover, record_of
+
+from lowlat.cli.options import bundled
+from lowlat.errors import ConfigError
+from lowlat.host.runtime import Runtime
+from lowlat.options.config import SpeculativeConfig
+from lowlat.tools.bench.compare import compare_results
+from lowlat.tools.bench.gates import GateRun, GateState, green_in_a_row, judge
+from lowlat.tools.bench.geometry import RandomWeights, random_target, read_geometries, write_draft_model
+from lowlat.tools.bench.measure import CaseRun, room_of
+from lowlat.tools.bench.plots import plain_svg
+from lowlat.tools.bench.prompts import Prompts
+from lowlat.tools.bench.report import StageProfile, make_report
+from lowlat.tools.bench.results import read_results, write_struct
+from lowlat.tools.bench.scenarios import Case, Gate, Scenario, read_plan
+from lowlat.tools.bench.step_bytes import attended, step_bytes
+from lowlat.tools.profile import recording
+
+PLAIN, DRAFTED = Case(8192, 1, 0), Case(8192, 1, 3)
+
+
+def test_the_shipped_plan_has_the_suites_and_gates_by_name() -> None:
+    plan = read_plan()
+    assert list(plan.scenarios) == ["baseline", "single", "batch", "large-context", "stress"]
+    single = plan.scenario("single")
+    assert single.contexts == (8192, 16384, 32768, 65536) and single.num_speculative_tokens == (0, 2, 3, 4, 5, 7)
+    assert [name for name, each in plan.scenarios.items() if each.gated] == ["large-context"]
+    cases = plan.scenario("large-context").cases()
+    assert len(set(cases)) == len(cases) == 72 and cases[0] == Case(65536, 8, 0)
+    assert [(g.context, g.batch, g.steps, g.min_speed_up, g.min_accept_length) for g in plan.gates] == [
+        (16384, 4, 128, 1.0, 2.2), (32768, 1, 512, 2.0, 3.0),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[scenarios.a]\ncontexts=[1]\nbatches=[9]\nnum_speculative_tokens=[0]", "<= 8"),
+        ("[scenarios.a]\ncontexts=[]\nbatches=[1]\nnum_speculative_tokens=[0]", "length >= 1"),
+        ("[scenarios.a]\ncontext=[1]\nbatches=[1]\nnum_speculative_tokens=[0]", "unknown field `context`"),
+        ("[scenarios.'../a']\ncontexts=[1]\nbatches=[1]\nnum_speculative_tokens=[0]", "names of letters"),
+        ("nonsense", "own.toml"),
+    ],
+)
+def test_a_wrong_plan_is_refused_by_name(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        read_plan(path)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Runtime, Runtime]]:
+    """The tiny geometry without and with its draft model, three drafts deep, of which 2.5 tokens a step come."""
+    scratch = tmp_path_factory.mktemp("tiny")
+    geometry = read_geometries()["tiny"]
+    target = random_target(geometry, scratch / "target")
+    head = write_draft_model(geometry, target.config, scratch / "head")
+    draft = SpeculativeConfig(model=head, num_speculative_tokens=3, strict=True, simulated_accept_length=2.5)
+    sizes: dict[str, Any] = {"max_batch": 2, "max_context": 512, "device": "cpu"}
+    with Runtime.load(target, **sizes) as plain, Runtime.load(target, draft, **sizes) as drafting:
+        yield plain, drafting
+
+
+def test_every_geometry_parses_and_its_bytes_are_the_published_ones(tmp_path: Path) -> None:
+    sizes = {}
+    for name, geometry in read_geometries().items():
+        target = random_target(geometry, tmp_path / name)
+        weights = target.weights
+        sizes[name] = sum(t.numel() * t.element_size() for t in weights.shapes().values()) / 1e9
+        if name.startswith("tiny"):
+            assert isinstance(weights, RandomWeights)
+            found = {names[0]: tensor for names, tensor in weights.stream()}
+            assert {n: (t.shape, t.dtype) for n, t in found.items()} == {
+                n: (t.shape, t.dtype) for n, t in weights.shapes().items()
+            }
+            assert torch.equal(found["layers.1.qkv.weight"], weights["layers.1.qkv.weight"])
+            assert not torch.equal(found["layers.1.qkv.weight"], found["layers.2.qkv.weight"])
+    assert sizes["llama-8b"] == pytest.approx(16.06, abs=0.01)
+    assert sizes["gpt-oss-120b"] == pytest.approx(65.25, abs=0.01)
+
+
+@pytest.mark.parametrize("depth", [0, 3])
+def test_bytes_of_a_step_are_those_of_the_dense_benchmark(tiny: tuple[Runtime, Runtime], depth: int) -> None:
+    cases = bench("dense_cases")
+    runtime = tiny[bool(depth)]
+    found = step_bytes(runtime, runtime.ladder.choose(2, depth), [200.0, 200.0], None)
+    expected = cases.step_bytes(cases.TINY, cases.Case(2, 200, depth))
+    assert expected < found < 1.04 * expected + 3000  # norms, which that one leaves out
+
+
+@pytest.mark.parametrize(
+    ("length", "options", "expected"),
+    [
+        (101, {}, 100), (101, {"first": 1}, 99), (101, {"window": 30}, 30), (101, {"window": 30, "keep_first": 4}, 34),
+        (21, {"window": 30, "keep_first": 4}, 20), (1, {}, 0), (0, {"window": 3}, 0),
+    ],
+)  # fmt: skip
+def test_attention_reads_what_lies_in_its_window(length: float, options: dict[str, int], expected: float) -> None:
+    assert attended(length, **options) == expected
+
+
+def test_a_case_measures_steps_tokens_and_acceptance(tiny: tuple[Runtime, Runtime]) -> None:
+    runtime, case = tiny[1], Case(200, 2, 3)
+    scenario = Scenario((200,), (2,), (3,), steps=8, warm_up=2, repeats=2, reuse_prompts=True)
+    run = CaseRun(runtime, case, scenario, Prompts.random(160), wall_gb_per_s=2.0)
+    for _ in range(scenario.repeats):
+        run.repeat()
+    found = run.row()
+    assert not runtime.busy
+    assert found.num_steps == 16 and (found.active_slots.min, found.active_slots.max) == (2, 2)
+    stats = found.eagle_speculation
+    assert stats is not None and stats.simulated and stats.num_drafts == 32
+    assert found.num_tokens == stats.total_accepted_tokens + 32
+    assert found.effective_accept_length == pytest.approx(stats.mean_acceptance_length)
+    assert found.ms_per_token.count == found.num_tokens
+    assert found.ms_per_token.mean == pytest.approx(2e3 / found.tokens_per_s, rel=1e-3)
+    assert found.mean_context > 200 and found.simulated_accept_length == 2.5
+    assert found.floor_ms == found.bytes_per_step / 2.0 / 1e6
+    assert found.time_to_first_token_ms is not None and found.time_to_first_token_ms.count == 2  # the first repeat's
+
+
+def test_churn_ends_every_request_and_leaves_nothing(tiny: tuple[Runtime, Runtime]) -> None:
+    runtime, case = tiny[0], Case(40, 2, 0)
+    scenario = Scenario((40,), (2,), (0,), steps=12, warm_up=2, repeats=1, traffic="churn")
+    before = runtime.summary()["finish_reasons"].get("cancelled", 0)
+    run = CaseRun(runtime, case, scenario, Prompts.random(160))
+    run.repeat()
+    found, after = run.row(), runtime.summary()["finish_reasons"]
+    assert (after["length"], after["cancelled"] - before) == (7, 1 + 2)  # every eighth; and two that warmed up
+    assert not runtime.busy and not runtime.slots()
+    assert found.active_slots.max == 2 and found.num_tokens >= 7 * (12 // 4)
+    assert room_of(case, scenario, device_loop=True) > 512
+
+
+def test_a_case_is_profiled_by_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, head = bundled("target"), bundled("head")
+    case = Case(30, 1, 3)
+    draft = SpeculativeConfig(model=head, num_speculative_tokens=3, strict=True)
+    with Runtime.load(target, draft, max_batch=1, max_context=512, device="cpu") as runtime:
+        groups, bucket = cover(runtime, target, head), runtime.ladder.choose(1, 3)
+        monkeypatch.setattr(runtime.executor, "groups", groups, raising=False)
+        monkeypatch.setattr(recording, "record_kernels", record_of(groups, bucket, recording.LEAD + 2))
+        scenario = Scenario((30,), (1,), (3,), steps=40)
+        figures = CaseRun(runtime, case, scenario, Prompts.random(4096), wall_gb_per_s=4000.0).profile(2)
+        assert not runtime.busy
+    found = msgspec.convert({**figures, "model": "m", "card": "A Card"}, StageProfile)
+    assert found.step_us == pytest.approx(sum(stage.time_us or 0.0 for stage in found.stages))
+    assert "BASE_DECODE_STEP" in [stage.stage for stage in found.stages if stage.share_of_wall]
+
+
+def test_prompts_are_cut_from_the_text_and_begin_differently(tmp_path: Path) -> None:
+    path = tmp_path / "ids.json"
+    path.write_text("[[1, 2, 3], [4, 5, 6, 7]]")
+    prompts = Prompts.read(path, None, 160)
+    ring = [1, 2, 3, 4, 5, 6, 7]
+    found = prompts.of(Case(10, 2, 3))
+    for each in found:
+        start = each[0] - 1
+        assert each == [ring[(start + place) % 7] for place in range(10)]
+    assert found == prompts.of(Case(10, 2, 0)), "the same at every depth"
+    first, second = Prompts.random(160).of(Case(1000, 2, 3))
+    assert first[:100] != second[:100] and Prompts.random(160).some([100, 30]) == [first[:100], second[:30]]
+    path.write_text("[160]")
+    with pytest.raises(ConfigError, match="0 to 159"):
+        Prompts.read(path, None, 160)
+    path.write_text('["text"]')
+    with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
+        Prompts.read(path, None, 160)
+
+
+GATE = Gate("g", 8192, 1, 3, 10, min_speed_up=2.0, min_accept_length=2.4, experts_bound_share=0.9)
+
+
+@pytest.mark.parametrize(
+    ("ms", "accept", "drafted_bytes", "mixture", "green"),
+    [
+        (5.0, 2.5, 10**10, False, True),  # 2.05 x
+        (6.0, 2.5, 10**10, False, False),
+        (5.0, 2.3, 10**10, False, False),  # too few accepted
+        (6.0, 2.5, 2 * 10**10, True, True),  # bound 1.25: 1.125 is enough
+        (6.0, 2.5, 10**10, True, False),  # bound 2.5: the threshold stays 2.0
+    ],
+)
+def test_a_gate_is_judged_by_speed_acceptance_and_bound(
+    ms: float, accept: float, drafted_bytes: int, mixture: bool, green: bool
+) -> None:
+    rows = row(PLAIN, [4.1]), row(DRAFTED, [ms], accept=accept, bytes_per_step=drafted_bytes)
+    verdict = judge(GATE, result(*rows), mixture=mixture)
+    assert verdict.green is green and (verdict.bound is not None) is mixture
+    assert not judge(GATE, result(rows[0]), mixture=mixture).green
+
+
+def test_greens_count_in_a_row_and_under_the_same_conditions_alone() -> None:
+    state = GateState()
+
+    def add(green: bool, **others: str) -> int:
+        state.runs.append(GateRun(green=green, environment=environment(**others), gates=()))
+        return green_in_a_row(state, environment())
+
+    assert [add(True), add(True), add(False, commit="other"), add(True), add(False), add(True)] == [1, 2, 2, 3, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "judgement"),
+    [
+        ((4.0, 4.0, 4.0), (4.2, 4.2, 4.2), "regression"),
+        ((4.0, 4.0, 4.0), (4.06, 4.06, 4.06), "same"),  # within the tolerance
+        ((3.5, 4.0, 4.5), (3.8, 4.2, 4.7), "same"),  # within the noise
+        ((3.5, 4.0, 4.5), (8.0, 8.4, 8.8), "regression"),
+        ((4.0, 4.01, 4.0), (3.0, 3.01, 3.0), "improvement"),
+        ((4.0,), (4.2,), "regression"),  # of noise nothing is known
+    ],
+)
+def test_a_difference_counts_beyond_noise_and_tolerance(
+    old: tuple[float, ...], new: tuple[float, ...], judgement: str
+) -> None:
+    found = compare_results({"a": result(row(DRAFTED, old))}, {"a": result(row(DRAFTED, new))}, tolerance=0.02)
+    by_name = {each.metric: each for each in found}
+    assert by_name["ms_per_step_p50"].judgement == by_name["tokens_per_s"].judgement == judgement
+    assert by_name["accept_length"].judgement == "same"
+    assert (by_name["tokens_per_s"].noise is None) == (len(old) == 1)
+
+
+def test_random_noise_alone_is_rarely_a_regression() -> None:
+    draw = random.Random(0)
+
+    def noisy() -> list[float]:
+        return [draw.gauss(4.0, 0.2) for _ in range(5)]
+
+    pairs = [(result(row(PLAIN, noisy())), result(row(PLAIN, noisy()))) for _ in range(200)]
+    found = [d for old, new in pairs for d in compare_results({"a": old}, {"a": new}, tolerance=0.0)]
+    wrong = sum(each.judgement != "same" for each in found)
+    assert wrong < 0.04 * len(found)
+
+
+def test_results_of_other_conditions_are_not_compared() -> None:
+    old, new = result(row(PLAIN)), result(row(PLAIN))
+    new.environment = environment(card="Another")
+    with pytest.raises(ConfigError, match="card: 'A Card', 'Another'"):
+        compare_results({"a": old}, {"a": new}, tolerance=0.0)
+    assert compare_results({"a": old}, {"a": new}, tolerance=0.0, force=True)
+    with pytest.raises(ConfigError, match="nothing to compare"):
+        compare_results({"a": old}, {"b": new}, tolerance=0.0)
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    """A directory with a result, a profile and a file of another kind."""
+    rows = [
+        row(msgspec.structs.replace(case, context=context)) for context in (8192, 16384) for case in (PLAIN, DRAFTED)
+    ]
+    write_struct(tmp_path / "single.json", result(*rows, forced=True))
+    stages = '[{"stage": "PUBLISH", "time_us": 3.0, "share": 0.1, "share_of_wall": 0.5}]'
+    (tmp_path / "profile.json").write_text(
+        '{"model": "m", "card": "A Card", "batch": 1, "num_speculative_tokens": 3, "contexts": [8192], '
+        f'"step_us": 30.0, "stages": {stages}}}'
+    )
+    (tmp_path / "other.json").write_text("[1]")
+    return tmp_path
+
+
+def check_alone(page: str) -> None:
+    """A page loads nothing, and shows nothing unescaped."""
+    assert not re.search(r"https?:|//|<script|<link|<img|@import|url\((?!#)", page.replace("http-equiv", ""))
+    assert "m<1>" not in page and "m&lt;1&gt;" in page
+
+
+def test_the_report_shows_tables_and_conditions_without_another_host(results: Path) -> None:
+    pages = make_report(results, plots=False)
+    check_alone(pages.html)
+    for text in (pages.html, pages.markdown):
+        assert "Run by force" in text and "1 x 16K, S=3" in text and "2.50 x" in text and "PUBLISH" in text
+        assert "commit abc" in text and "simulated: nothing" in text
+    assert list(read_results(results)) == ["single"]
+    with pytest.raises(ConfigError, match="none: cannot be read"):
+        make_report(results / "none")
+
+
+def test_the_report_draws_its_plots_into_the_page(results: Path) -> None:
+    pytest.importorskip("matplotlib")
+    page = make_report(results).html
+    check_alone(page)
+    assert page.count("<svg") == 6 and "bound by bytes" in page and "p99.9" in page
+    assert make_report(results).html == page, "the same figures make the same page"
+
+
+def test_an_svg_is_left_without_what_names_another_host() -> None:
+    prologue, metadata = '<?xml version="1.0"?><!DOCTYPE svg "http://a">', "<metadata>http</metadata>"
+    svg = f'{prologue}<svg xmlns:x="http://b" w="1">{metadata}<g/></svg>\n'
+    assert plain_svg(svg, "t") == '<svg role="img" aria-label="t" w="1"><g/></svg>'
