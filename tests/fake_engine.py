@@ -79,7 +79,9 @@ class FakeCodec:
         self.delay_s = delay_s
         self.fails = fails
 
-    def encode(self, text: str, *, allow_special: bool, max_context: int, max_tokens: int) -> list[int]:
+    def encode(
+        self, text: str, *, allow_special: bool = False, max_context: int = 1 << 31, max_tokens: int = 1
+    ) -> list[int]:
         if len(text) + max_tokens > max_context:
             raise RequestError(f"{len(text)} bytes and max_tokens {max_tokens} exceed {max_context} (max_context)")
         if self.fails is not None:

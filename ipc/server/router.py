@@ -42,6 +42,7 @@ MAX_FRAMES = 3  # one more than any message has: the rest of a longer one is not
 # Messages of a connection that may lie here unread: the rest of a flood stays with whoever sends it. No honest client
 # comes near, so that libzmq seldom stops reading: where it has, a connection's end can end its process (see README).
 MAX_UNREAD = 1024
+MAX_ENDED = 1 << 14  # connections that ended, of which messages may still lie here
 PROBE_AFTER_S = (0.0, 0.005, 0.05, 0.5)  # a monitor's event can come before the connection's end is known to the socket
 RETRY_S = 0.005
 SPARE_DESCRIPTORS = 256  # files, devices, libzmq's own
@@ -114,6 +115,7 @@ class Router:
         self.endpoint = endpoint.url if lock is not None else self._router.getsockopt_string(zmq.LAST_ENDPOINT)
         self.peers: dict[bytes, Peer] = {}
         self._connections: dict[int, _Connection] = {}
+        self._ended: dict[bytes, None] = {}  # routing ids of late; libzmq gives none twice
         self._handlers: Handlers
         self._poll = select.poll()
         self._wake = self._changes = -1
@@ -228,8 +230,12 @@ class Router:
         self._note_connections()
         descriptor = int(frame.get("__fd"))
         connection = self._connections.get(descriptor)
-        if connection is None:
+        if connection is None or routing_id in self._ended:
             return None
+        if connection.peer is not None:  # one of them is of a connection before this one, which had the same descriptor
+            if _is_newer(connection.peer.routing_id, routing_id):
+                return None
+            self._end(connection.peer)
         if routing_id[0]:  # the peer's own choice, under which another connection may come; libzmq's begin with a zero
             self._refuse(descriptor, connection, "a routing id of its own")
             return None
@@ -311,7 +317,16 @@ class Router:
         if not peer.gone:
             peer.gone = True
             del self.peers[peer.routing_id]
+            self._ended[peer.routing_id] = None
+            if len(self._ended) > MAX_ENDED:
+                del self._ended[next(iter(self._ended))]
             self._handlers.ended(peer)
+
+
+def _is_newer(routing_id: bytes, other: bytes) -> bool:
+    """Whether libzmq gave the first of two routing ids later: a zero, and a counter that wraps."""
+    first, second = (int.from_bytes(one[1:5], "big") for one in (routing_id, other))
+    return (first - second) % (1 << 32) < 1 << 31
 
 
 def _inode(descriptor: int) -> int:

@@ -20,7 +20,7 @@ PACKAGES = ("lowlat", *FOLDERS)
 # lowlat's own folders, bottom up: imports go down only, so that there is no circle
 LAYERS = (
     *("errors", "options", "program", "checkpoint", "text", "models", "speculators", "step", "executors"),
-    *("host", "serving", "tools", "cli", "ray"),
+    *("host", "serving", "tools", "ray", "cli"),
 )
 MAX_ENTRIES = 13  # of a folder, without __init__.py and __main__.py
 MAX_FILE_LINES = 500

@@ -191,7 +191,7 @@ def streamed(kind: str, tokens: list[int], sizes: list[int], **options: Any) -> 
     ],
 )  # fmt: skip
 def test_a_models_format_is_found_and_read_from_its_tokens(kind: str, text: str, expected: Answer) -> None:
-    tokens = codec(kind).encode(text, add_special_tokens=False)
+    tokens = codec(kind).encode(text, add_special_tokens=False, allow_special=True)
     for sizes in ([1], [3, 1], [len(tokens)]):
         assert streamed(kind, tokens, sizes) == (expected, None, len(tokens))
     unparsed = streamed(kind, tokens, [1], parse="none")[0]
@@ -199,8 +199,8 @@ def test_a_models_format_is_found_and_read_from_its_tokens(kind: str, text: str,
 
 
 def test_a_thought_that_the_prompt_opened_goes_on() -> None:
-    prompt = codec("qwen").encode("Q: 1 + 1?\n<think>\n", add_special_tokens=False)
-    tokens = codec("qwen").encode("two</think>2", add_special_tokens=False)
+    prompt = codec("qwen").encode("Q: 1 + 1?\n<think>\n", add_special_tokens=False, allow_special=True)
+    tokens = codec("qwen").encode("two</think>2", add_special_tokens=False, allow_special=True)
     assert streamed("qwen", tokens, [1], prefix_ids=prompt, parse="reasoning")[0] == ("2", "two", [])
 
 
