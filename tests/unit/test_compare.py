@@ -12,7 +12,10 @@ from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, make_target, mxfp4_target, random_draft_model
 
 from lowlat.cli.commands.compare import command
+from lowlat.cli.options import bundled
 from lowlat.errors import ConfigError, RequestError
+from lowlat.executors.reference import ReferenceExecutor
+from lowlat.graphs import Bucket
 from lowlat.tools.compare.recording import Recording, load_recording, save_recording
 from lowlat.tools.compare.stages import LEVEL_STAGES, common_rows, differences, record
 
@@ -105,7 +108,8 @@ def test_a_recording_names_the_first_layer_that_changed(pair: tuple[Path, Path],
     assert result.exit_code == 1 and found["first_beyond_tolerance"] == "target.residual.2"
     loose = report_of(compare(*arguments, "--tolerance", "residual=-1", "--tolerance", "residual.3=1"))
     assert loose["first_beyond_tolerance"] == "target.residual.3"
-    assert "part of no stage" in compare(*arguments, "--tolerance", "fc=0.9").stderr
+    for wrong, message in (("fc=0.9", "part of no stage"), ("=1", "STAGE=COSINE"), ("logits=2", "-1.0<=x<=1.0")):
+        assert message in compare(*arguments, "--tolerance", wrong).stderr
 
 
 def test_a_recording_of_another_engine_may_hold_less_and_in_half_precision(
@@ -136,6 +140,36 @@ def test_a_recording_of_another_engine_may_hold_less_and_in_half_precision(
     tensors["draft.1.ffn_out"] *= 1.5
     save_file(tensors, tmp_path / "other.safetensors")
     assert report_of(compare(*arguments))["first_beyond_tolerance"] == "draft.1.ffn_out", "a wrong scale"
+
+
+def test_the_bundled_pair_equals_its_own_recording(tmp_path: Path) -> None:
+    arguments = (bundled("target"), "--head", bundled("head"), "--prompt", "The President shall", "--dtype", "auto")
+    assert compare(*arguments, "--save", tmp_path / "x.safetensors", "--num-tokens", 8).exit_code == 0
+    result = compare(*arguments, "--against", tmp_path / "x.safetensors", "--min-cosine", 1)
+    assert result.exit_code == 0 and "passed: the same greedy tokens" in result.stdout
+    assert "draft.2.pre_head_hidden" in result.stdout and "not compared" not in result.stdout
+
+
+def test_an_executor_that_shows_no_prefill_records_the_rest(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, head = pair
+    expected = record(target, head, [5, 9, 3, 8], num_tokens=6)
+    run = ReferenceExecutor.prefill
+
+    def without_hook(self: ReferenceExecutor, size: int, first: Bucket | None = None) -> None:
+        hook = self._hook
+        self.set_hook(None)
+        run(self, size)
+        self.set_hook(hook)
+        if first is not None:
+            self.step(first)
+
+    monkeypatch.setattr(ReferenceExecutor, "prefill", without_hook)
+    found = record(target, head, [5, 9, 3, 8], num_tokens=6)
+    assert set(found.stages) == set(expected.stages)
+    assert {len(found.stages["target.residual.1"]), len(expected.stages["target.residual.1"]) - 4} == {5}
+    assert all(each.max_difference == 0 for each in differences(*common_rows(found, expected)[:2]))
 
 
 def test_a_recording_shows_a_flag_of_the_head_that_changed(pair: tuple[Path, Path]) -> None:

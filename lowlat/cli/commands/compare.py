@@ -19,6 +19,7 @@ __all__ = ["command"]
 
 DEFAULT_PROMPT_LENGTH = 48
 DEFAULT_NUM_TOKENS = 16
+COSINE = click.FloatRange(-1.0, 1.0)
 COLUMNS = ("stage", "rows", "mean difference", "max difference", "cosine", "top-10 overlap", "")
 
 
@@ -56,7 +57,7 @@ COLUMNS = ("stage", "rows", "mean difference", "max difference", "cosine", "top-
 )
 @click.option(
     "--min-cosine",
-    type=click.FloatRange(-1.0, 1.0),
+    type=COSINE,
     default=0.999,
     show_default=True,
     help="A stage's tolerance: the worst row's cosine.",
@@ -139,7 +140,7 @@ def _tolerances(entries: Sequence[str]) -> list[tuple[str, float]]:
         stage, _, cosine = entry.partition("=")
         if not stage or not cosine:
             raise click.BadParameter(f"{entry!r:.80} is not STAGE=COSINE", param_hint="--tolerance")
-        limits.append((stage, click.FloatRange(-1.0, 1.0).convert(cosine, None, None)))
+        limits.append((stage, COSINE(cosine)))
     return limits
 
 

@@ -215,7 +215,7 @@ def run(
 
     MODEL is a directory or ORG/NAME; without one, it is the bundled pair. Exits with 0 where speculation is active,
     with 3 where it is not: no draft model, one that was refused, a depth or limit of 0, no draft verified, acceptance
-    no better than guessing.
+    that is simulated or no better than guessing.
     """
     speculative = speculative_config(values, bundled("head") if model is None else None)
     params = SamplingParams(**given_options(values, SamplingParams))
@@ -254,8 +254,6 @@ def _print_run(found: "Activity") -> None:
         ["acceptance of guesses", guess],
     ]
     print_table(f"speculation of {found.model}", ("what", "found"), rows)
-    if found.simulated:
-        click.echo("acceptance was simulated: it says nothing about the pair")
     click.echo(f"multi-token speculation is {'active' if found.active else 'NOT active'}")
     for reason in found.reasons:
         click.echo(f"because {reason.text}")

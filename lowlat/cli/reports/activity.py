@@ -23,7 +23,9 @@ __all__ = ["Activity", "Reason", "guess_rate", "measure_activity"]
 ENOUGH_DRAFTS = 10  # verified first drafts; with fewer, acceptance says little
 UNIFORM = 0.5  # where guessing is right more often, the texts repeat one token and tell nothing about drafts
 
-Code = Literal["not_asked_for", "refused", "zero_depth", "draft_limit", "no_drafts", "few_drafts", "chance"]
+Code = Literal[
+    "not_asked_for", "refused", "zero_depth", "draft_limit", "simulated", "no_drafts", "few_drafts", "chance"
+]
 
 
 class Reason(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,7 +61,6 @@ class Activity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     mean_acceptance_length: float
     acceptance_by_position: tuple[float, ...]
     guess_rate: float | None
-    simulated: bool
     eagle_speculation: dict[str, Any] | None
 
 
@@ -114,7 +115,6 @@ def _report(
         mean_acceptance_length=stats.mean_acceptance_length,
         acceptance_by_position=tuple(share for share, drafted in shares if drafted),
         guess_rate=chance,
-        simulated=stats.simulated,
         eagle_speculation=stats.to_dict() if stats.num_drafts else None,
     )
 
@@ -127,7 +127,7 @@ def guess_rate(texts: Sequence[Sequence[int]]) -> float | None:
 
 
 def _why_off(runtime: Runtime, speculative: SpeculativeConfig | None, params: SamplingParams) -> Reason | None:
-    """Why no step can verify a draft, by what was loaded and asked for."""
+    """Why no step can verify a draft, or none truly, by what was loaded and asked for."""
     if speculative is None or not speculative.enabled:
         return Reason(code="not_asked_for", text="no draft model was given: --draft-model MODEL, or --method ngram")
     if runtime.speculation_error is not None:
@@ -136,6 +136,9 @@ def _why_off(runtime: Runtime, speculative: SpeculativeConfig | None, params: Sa
         return Reason(code="zero_depth", text="num_speculative_tokens is 0 (-S): steps verify no drafts")
     if params.max_draft_tokens == 0:
         return Reason(code="draft_limit", text="max_draft_tokens is 0 (--max-draft-tokens): no draft is verified")
+    if runtime.simulated:
+        text = "acceptance is simulated (--simulated-accept-length): it says nothing about the pair"
+        return Reason(code="simulated", text=text)
     return None
 
 

@@ -1,22 +1,6 @@
-"""A recording of one request's stages, and its file: the format in which engines exchange tensors for comparison.
+"""A recording of one request's stages, and its file: safetensors, which any engine can write.
 
-The file is safetensors; every engine can write one. Tensors, of which only `tokens` and `num_prompt` must be there:
-
-    tokens                   [n]          int64  prompt and completion, of which the last token was not run
-    num_prompt               [1]          int64  tokens of the prompt
-    target.residual.B        [m, N]       float  the target's residual stream that enters layer B; of layer L: leaves
-    target.pre_head_hidden   [m, N]       float  after the final norm
-    target.logits            [m, V]       float  raw
-    positions                [steps]      int64  for each step with drafts, the position whose feature begins them
-    drafts                   [steps, S]   int64  target ids drafted there, for positions + 2 and on
-    draft.fc_out             [steps, H]   float  the draft model's feature of that position: fc of captured streams
-    draft.K.attn_out         [steps, H]   float  level K, 0 to S - 1: residual stream after attention is added
-    draft.K.ffn_out          [steps, H]   float  residual stream after the FFN is added
-    draft.K.pre_head_hidden  [steps, H]   float  after the draft model's final norm
-    draft.K.logits           [steps, Vd]  float  raw, by the draft model's own ids
-
-A target's m rows are those of the last m positions that were run, n - 1 - m to n - 2: m may differ by stage. Level K
-takes the token behind a step's position (K = 0) or its draft K - 1 (K > 0). float: float32, float16 or bfloat16.
+lowlat/README.md, "Checking a pair", has the tensors with their names, shapes and rows.
 """
 
 import re
@@ -51,7 +35,7 @@ class Recording:
     num_prompt     tokens of the prompt
     positions      positions of the features from which drafts were made, one a step
     drafts         [steps][S] the drafted tokens
-    stages         stage -> rows in float32, as this module's docstring has them, in order of computation
+    stages         stage -> rows in float32, in order of computation where lowlat recorded them
     """
 
     tokens: tuple[int, ...]

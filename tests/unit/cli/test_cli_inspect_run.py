@@ -18,6 +18,7 @@ CASES: dict[str, tuple[tuple[object, ...], str]] = {
     "refused": ((bundled("target"), "--head", bundled("chat_head"), *SHORT), "576 is not the target's 320"),
     "zero_depth": (("-S", 0, *SHORT), "-S"),
     "draft_limit": (("--max-draft-tokens", 0, *SHORT), "--max-draft-tokens"),
+    "simulated": (("--simulated-accept-length", 3, *SHORT), "nothing about the pair"),
     "no_drafts": (("--num-prompts", 2, "--max-tokens", 1), "the 2 tokens left no step"),
     "few_drafts": (("--num-prompts", 1, "--max-tokens", 4, "--temperature", 100, "--seed", 1), "too few to tell"),
 }
