@@ -43,7 +43,7 @@ class Activity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     reasons            why not; empty where it is active
     guess_rate         how often a token drawn from those of the texts would be accepted; None without text
     tokens_per_s       of decoding, one request at a time, with a short request before
-    eagle_speculation  as in the metrics; None where no draft was verified
+    eagle_speculation  as in the metrics; absent in JSON where no draft was verified
     """
 
     model: str
@@ -61,7 +61,7 @@ class Activity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     mean_acceptance_length: float
     acceptance_by_position: tuple[float, ...]
     guess_rate: float | None
-    eagle_speculation: dict[str, Any] | None
+    eagle_speculation: dict[str, Any] | None = None
 
 
 def measure_activity(

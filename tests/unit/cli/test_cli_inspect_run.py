@@ -43,6 +43,7 @@ def test_a_pair_that_does_not_speculate_says_why(code: str) -> None:
     (reason,) = found.reasons
     assert not found.active and (reason.code, text in reason.text) == (code, True), reason
     assert found.completion_tokens > 0
+    assert (found.eagle_speculation is None) == (code not in ("simulated", "few_drafts"))
 
 
 def test_ngram_drafts_nothing_where_no_text_repeats_itself(tmp_path: Path) -> None:
