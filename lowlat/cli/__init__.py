@@ -1,7 +1,7 @@
 """The command line: `lowlat COMMAND`. A command's module is imported when the command runs, and not before.
 
-Exit codes: 0 well; 1 a failure, or a check that did not hold; 2 a wrong option, model directory or request; 130
-interrupted. Errors are one line on stderr; `--debug` shows the traceback as well.
+Exit codes: 0 well; 1 a failure, or a check that did not hold; 2 a wrong option, model directory or request; 3 `inspect
+run` found no active speculation; 130 interrupted. Errors are one line on stderr; `--debug` shows the traceback as well.
 """
 
 import sys
@@ -26,7 +26,10 @@ COMMANDS = {
     "http": ("lowlat.cli.commands.http", "Open an HTTP door to a running server: OpenAI's interface, and a page."),
     "chat": ("lowlat.cli.commands.chat", "Talk with a model, or with a running server."),
     "top": ("lowlat.cli.commands.top", "Watch a running server: slots, queue, speed, acceptance."),
-    "inspect": ("lowlat.cli.commands.inspect", "Show a target's, a draft model's or a tree's geometry and memory."),
+    "inspect": (
+        "lowlat.cli.commands.inspect",
+        "Show geometry and memory of a model, draft model or tree; see if a pair speculates.",
+    ),
     "draft-model": (
         "lowlat.cli.commands.draft_model",
         "Make a draft model that drafts fewer ids of one that has more.",

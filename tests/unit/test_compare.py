@@ -12,8 +12,12 @@ from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, make_target, mxfp4_target, random_draft_model
 
 from lowlat.cli.commands.compare import command
+from lowlat.cli.options import bundled
 from lowlat.errors import ConfigError, RequestError
-from lowlat.tools.compare.stages import Recording, common_rows, differences, load_recording, record, save_recording
+from lowlat.executors.reference import ReferenceExecutor
+from lowlat.graphs import Bucket
+from lowlat.tools.compare.recording import Recording, load_recording, save_recording
+from lowlat.tools.compare.stages import LEVEL_STAGES, common_rows, differences, record
 
 HEADS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -62,7 +66,7 @@ def test_every_stage_of_a_target_agrees_with_transformers(family: str, tmp_path:
     assert result.exit_code == 0
     assert report["passed"] and report["greedy_identical"]
     names = [stage["stage"] for stage in report["stages"]]
-    assert names == [*(f"target.residual.{b}" for b in range(4)), "target.final_norm", "target.logits"]
+    assert names == [*(f"target.residual.{b}" for b in range(4)), "target.pre_head_hidden", "target.logits"]
     assert [stage["num_rows"] for stage in report["stages"]] == [53] * 4 + [6] * 2
     assert all(stage["cosine"] > 0.999999 and stage["max_difference"] < 1e-3 for stage in report["stages"])
     assert report["stages"][-1]["top_k_overlap"] > 0.99
@@ -74,11 +78,11 @@ def test_every_stage_of_a_head_agrees_with_plain_torch(name: str, tmp_path: Path
     result = compare(tmp_path / "target", "--head", tmp_path / "head", "--json", "--num-tokens", 5)
     report = report_of(result)
     assert result.exit_code == 0, report
-    levels = [f"head.{level}.{stage}" for level in range(3) for stage in ("attention", "ffn", "logits")]
-    stages = {stage["stage"]: stage for stage in report["stages"] if stage["stage"].startswith("head.")}
-    assert list(stages) == ["head.fc", *levels]
+    levels = [f"draft.{level}.{stage}" for level in range(3) for stage in LEVEL_STAGES.values()]
+    stages = {stage["stage"]: stage for stage in report["stages"] if stage["stage"].startswith("draft.")}
+    assert list(stages) == ["draft.fc_out", *levels]
     assert all(stage["cosine"] > 0.999999 for stage in stages.values())
-    assert stages["head.2.logits"]["top_k_overlap"] > 0.99
+    assert stages["draft.2.logits"]["top_k_overlap"] > 0.99
 
 
 def test_bfloat16_is_compared_in_bfloat16(pair: tuple[Path, Path]) -> None:
@@ -89,19 +93,83 @@ def test_bfloat16_is_compared_in_bfloat16(pair: tuple[Path, Path]) -> None:
     assert compare(*arguments, "--min-cosine", 1.0).exit_code == 1
 
 
-def test_saved_tensors_name_the_first_layer_that_changed(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_recording_names_the_first_layer_that_changed(pair: tuple[Path, Path], tmp_path: Path) -> None:
     target, head = pair
-    saved = tmp_path / "saved"
-    assert compare(target, "--head", head, "--save", saved, "--token-ids", "5,9,3, 8").exit_code == 0
-    same = report_of(compare(target, "--head", head, "--against", saved, "--json"))
-    assert same["passed"] and same["greedy_identical"]
+    saved = tmp_path / "folder" / "saved.safetensors"
+    assert compare(target, "--head", head, "--save", saved, "--token-ids", "5,9,3, 8", "-S", 2).exit_code == 0
+    arguments = (target, "--head", head, "--against", saved, "--json")
+    same = report_of(compare(*arguments))
+    assert same["passed"] and same["greedy_identical"] and same["not_compared"] == []
+    assert same["num_tokens"] == 20 and {"draft.0.attn_out", "draft.1.logits"} < {s["stage"] for s in same["stages"]}
     assert all(stage["max_difference"] == 0 for stage in same["stages"])
     change(target, "model.layers.1.mlp.down_proj.weight")
-    result = compare(target, "--head", head, "--against", saved, "--json")
-    assert result.exit_code == 1
-    failed = [stage["stage"] for stage in report_of(result)["stages"] if not stage["passed"]]
-    assert failed[:2] == ["target.residual.2", "target.residual.3"]
-    assert "target.residual.1" not in failed
+    result = compare(*arguments)
+    found = report_of(result)
+    assert result.exit_code == 1 and found["first_beyond_tolerance"] == "target.residual.2"
+    loose = report_of(compare(*arguments, "--tolerance", "residual=-1", "--tolerance", "residual.3=1"))
+    assert loose["first_beyond_tolerance"] == "target.residual.3"
+    for wrong, message in (("fc=0.9", "part of no stage"), ("=1", "STAGE=COSINE"), ("logits=2", "-1.0<=x<=1.0")):
+        assert message in compare(*arguments, "--tolerance", wrong).stderr
+
+
+def test_a_recording_of_another_engine_may_hold_less_and_in_half_precision(
+    pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Logits of the last two positions, one step of three drafts in bfloat16, other drafts behind the first."""
+    target, head = pair
+    full = record(target, head, [5, 9, 3, 8], num_tokens=6)
+    first, *others = full.drafts[0]
+    tensors = {
+        "tokens": torch.tensor(full.tokens),
+        "num_prompt": torch.tensor([4]),
+        "target.logits": full.stages["target.logits"][-2:],
+        "positions": torch.tensor(full.positions[:1]),
+        "drafts": torch.tensor([[first, *((token + 1) % 97 for token in others)]]),
+    }
+    tensors |= {name: rows[:1].bfloat16() for name, rows in full.stages.items() if name.startswith("draft.")}
+    save_file(tensors, tmp_path / "other.safetensors")
+    arguments = (target, "--head", head, "--against", tmp_path / "other.safetensors", "--json")
+    report = report_of(compare(*arguments))
+    assert report["passed"]
+    assert {stage["stage"]: stage["num_rows"] for stage in report["stages"]} == {
+        "target.logits": 2,
+        "draft.fc_out": 1,
+        **{f"draft.{level}.{stage}": 1 for level in range(2) for stage in LEVEL_STAGES.values()},
+    }
+    assert {"target.residual.0", "draft.2.logits"} < set(report["not_compared"])
+    tensors["draft.1.ffn_out"] *= 1.5
+    save_file(tensors, tmp_path / "other.safetensors")
+    assert report_of(compare(*arguments))["first_beyond_tolerance"] == "draft.1.ffn_out", "a wrong scale"
+
+
+def test_the_bundled_pair_equals_its_own_recording(tmp_path: Path) -> None:
+    arguments = (bundled("target"), "--head", bundled("head"), "--prompt", "The President shall", "--dtype", "auto")
+    assert compare(*arguments, "--save", tmp_path / "x.safetensors", "--num-tokens", 8).exit_code == 0
+    result = compare(*arguments, "--against", tmp_path / "x.safetensors", "--min-cosine", 1)
+    assert result.exit_code == 0 and "passed: the same greedy tokens" in result.stdout
+    assert "draft.2.pre_head_hidden" in result.stdout and "not compared" not in result.stdout
+
+
+def test_an_executor_that_shows_no_prefill_records_the_rest(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, head = pair
+    expected = record(target, head, [5, 9, 3, 8], num_tokens=6)
+    run = ReferenceExecutor.prefill
+
+    def without_hook(self: ReferenceExecutor, size: int, first: Bucket | None = None) -> None:
+        hook = self._hook
+        self.set_hook(None)
+        run(self, size)
+        self.set_hook(hook)
+        if first is not None:
+            self.step(first)
+
+    monkeypatch.setattr(ReferenceExecutor, "prefill", without_hook)
+    found = record(target, head, [5, 9, 3, 8], num_tokens=6)
+    assert set(found.stages) == set(expected.stages)
+    assert {len(found.stages["target.residual.1"]), len(expected.stages["target.residual.1"]) - 4} == {5}
+    assert all(each.max_difference == 0 for each in differences(*common_rows(found, expected)[:2]))
 
 
 def test_a_recording_shows_a_flag_of_the_head_that_changed(pair: tuple[Path, Path]) -> None:
@@ -115,10 +183,10 @@ def test_a_recording_shows_a_flag_of_the_head_that_changed(pair: tuple[Path, Pat
     furthest = {
         name: float((rows[0] - expected.stages[name][0]).abs().max())
         for name, rows in found.stages.items()
-        if name.startswith("head.")
+        if name.startswith("draft.")
     }
-    assert furthest["head.0.logits"] == 0
-    assert furthest["head.1.logits"] > 1e-3
+    assert furthest["draft.0.logits"] == 0
+    assert furthest["draft.1.logits"] > 1e-3
 
 
 def test_the_table_shows_the_stages_and_the_verdict(pair: tuple[Path, Path]) -> None:
@@ -130,7 +198,7 @@ def test_the_table_shows_the_stages_and_the_verdict(pair: tuple[Path, Path]) -> 
 
 def test_a_missing_transformers_is_named(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ConfigError, match=r"pip install 'transformers.*--against DIR"):
+    with pytest.raises(ConfigError, match=r"pip install 'transformers.*--against FILE"):
         compare(pair[0], "--num-tokens", 2)
 
 
@@ -155,15 +223,35 @@ def test_a_prompt_that_cannot_be_served_is_refused(pair: tuple[Path, Path]) -> N
         compare(pair[0], "--prompt", "hello")
 
 
-def test_a_damaged_recording_is_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--save DIR"):
-        load_recording(tmp_path)
-    (tmp_path / "recording.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0rubbish!")
+DAMAGES: list[tuple[dict[str, torch.Tensor], str]] = [
+    ({"num_prompt": torch.tensor([6])}, "1 to the 5 tokens, got .6"),
+    ({"tokens": torch.zeros(5)}, "tokens must be 1 dimensions of integers"),
+    ({"positions": torch.tensor([1])}, "1 positions and 0 rows of drafts"),
+    ({"target.logits": torch.zeros(5, 3)}, "5 rows, and must have at most the 4"),
+    ({"draft.fc_out": torch.zeros(1, 3)}, "1 rows, and must have the 0 positions"),
+    ({"target.logits": torch.zeros(3)}, "must be rows of floats"),
+    ({"draft.0.attention": torch.zeros(0, 3)}, "'draft.0.attention' is no stage; stages are target.residual.B"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), DAMAGES)
+def test_a_recording_that_is_not_one_is_refused(tmp_path: Path, change: dict[str, torch.Tensor], message: str) -> None:
+    file = tmp_path / "x.safetensors"
+    save_file({"tokens": torch.arange(5), "num_prompt": torch.tensor([2]), **change}, file)
+    with pytest.raises(ConfigError, match=message):
+        load_recording(file)
+
+
+def test_a_file_that_holds_no_recording_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "x.safetensors"
+    with pytest.raises(ConfigError, match="--save FILE"):
+        load_recording(file)
+    file.write_bytes(b"\x08\0\0\0\0\0\0\0rubbish!")
     with pytest.raises(ConfigError, match="not a recording"):
-        load_recording(tmp_path)
-    save_file({"tokens": torch.zeros(3, dtype=torch.int64)}, tmp_path / "recording.safetensors")
-    with pytest.raises(ConfigError, match="not a recording"):
-        load_recording(tmp_path)
+        load_recording(file)
+    save_file({"num_prompt": torch.zeros(3, dtype=torch.int64)}, file)
+    with pytest.raises(ConfigError, match="'tokens' is missing"):
+        load_recording(file)
 
 
 def recording_of(tokens: tuple[int, ...], rows: torch.Tensor) -> Recording:
@@ -174,10 +262,11 @@ def recording_of(tokens: tuple[int, ...], rows: torch.Tensor) -> Recording:
 def test_rows_that_rest_on_other_tokens_are_not_compared(tmp_path: Path) -> None:
     rows = torch.randn(4, 6)
     ours, theirs = recording_of((1, 2, 3, 4, 5), rows), recording_of((1, 2, 3, 9, 5), rows + 1)
-    save_recording(theirs, tmp_path)
-    found, expected = common_rows(ours, load_recording(tmp_path))
-    assert found.tokens == expected.tokens == (1, 2, 3)
-    assert [len(found.stages[name]) for name in found.stages] == [3, 2]
+    save_recording(theirs, tmp_path / "x.safetensors")
+    found, expected, left_out = common_rows(ours, load_recording(tmp_path / "x.safetensors"))
+    assert left_out == []
+    assert torch.equal(found["target.residual.0"], rows[:3]) and torch.equal(found["target.logits"], rows[1:3])
+    assert torch.equal(expected["target.residual.0"], rows[:3] + 1)
     with pytest.raises(ConfigError, match="different prompts"):
         common_rows(ours, recording_of((1, 7, 3, 4, 5), rows))
 

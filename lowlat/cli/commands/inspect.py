@@ -1,18 +1,36 @@
-"""`lowlat inspect model|draft-model|tree`: geometry, memory and buffers, from configs and headers alone."""
+"""`lowlat inspect model|draft-model|tree`: geometry, memory and buffers, from configs and headers alone;
+`lowlat inspect run`: a pair decodes a few prompts.
+"""
 
 from copy import copy
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from lowlat.cli.commands.inspect_tree import tree
 from lowlat.cli.console import format_bytes, print_json, print_table
-from lowlat.cli.options import DIRECTORY, IntegerList, as_json, bundled, record_options, speculative_config
+from lowlat.cli.options import (
+    DIRECTORY,
+    IntegerList,
+    as_json,
+    bundled,
+    given_options,
+    record_options,
+    runtime_options,
+    speculation_options,
+    speculative_config,
+)
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig
 from lowlat.options.model_names import find_repository
+from lowlat.options.request import SamplingParams
 
-__all__ = ["command", "draft_model", "model"]
+if TYPE_CHECKING:
+    from lowlat.cli.reports.activity import Activity
+
+__all__ = ["command", "draft_model", "model", "run"]
+
+NOT_ACTIVE = 3  # exit code of `run`
 
 
 class _ModelByDefault(click.Group):
@@ -170,6 +188,75 @@ def draft_model(
     _print_download(report["download"])
     for note in report["notes"]:
         click.echo(f"note: {note}")
+
+
+@command.command("run")
+@click.argument("model", type=DIRECTORY, required=False)
+@speculation_options
+@click.option("--prompts", type=DIRECTORY, metavar="FILE", help="As `lowlat doctor` takes.  [default: bundled ones]")
+@click.option("--num-prompts", type=click.IntRange(1, 256), default=4, show_default=True, help="Prompts to take.")
+@click.option("--max-tokens", type=click.IntRange(1), default=64, show_default=True, help="Tokens a prompt.")
+@click.option("--chat", is_flag=True, help="Wrap the prompts in the model's chat template.")
+@record_options(SamplingParams, "temperature", "seed", "max_draft_tokens")
+@runtime_options
+@as_json
+@click.pass_context
+def run(
+    context: click.Context,
+    /,
+    model: Path | None,
+    prompts: Path | None,
+    num_prompts: int,
+    chat: bool,
+    json_output: bool,
+    **values: Any,
+) -> None:
+    """Decode a few prompts with MODEL, and say whether multi-token speculation is active, or why it is not.
+
+    MODEL is a directory or ORG/NAME; without one, it is the bundled pair. Exits with 0 where speculation is active,
+    with 3 where it is not: no draft model, one that was refused, a depth or limit of 0, no draft verified, acceptance
+    that is simulated or no better than guessing.
+    """
+    speculative = speculative_config(values, bundled("head") if model is None else None)
+    params = SamplingParams(**given_options(values, SamplingParams))
+
+    import msgspec
+
+    from lowlat.cli.reports.activity import measure_activity
+    from lowlat.cli.reports.shifts import read_prompts
+
+    found = measure_activity(
+        model or bundled("target"),
+        speculative,
+        read_prompts(prompts or bundled("prompts.json"), num_prompts),
+        params,
+        chat=chat,
+        **{"max_context": None, **given_options(values, RuntimeConfig)},
+    )
+    if json_output:
+        print_json(msgspec.to_builtins(found))
+    else:
+        _print_run(found)
+    context.exit(0 if found.active else NOT_ACTIVE)
+
+
+def _print_run(found: "Activity") -> None:
+    guess = "unknown" if found.guess_rate is None else f"{found.guess_rate:.1%}"
+    rows = [
+        ["draft model", found.draft_model or "none"],
+        ["device", f"{found.device} ({found.executor} executor)"],
+        ["method, draft tokens a step", f"{found.method or 'none'}, {found.num_speculative_tokens}"],
+        ["prompts, tokens decoded", f"{found.num_prompts}, {found.completion_tokens}"],
+        ["steps, of which drafted", f"{found.num_steps}, {(found.eagle_speculation or {}).get('num_drafts', 0)}"],
+        ["tokens/s", f"{found.tokens_per_s:.1f}"],
+        ["tokens a drafted step", f"{found.mean_acceptance_length:.2f}"],
+        ["acceptance by position", " ".join(f"{share:.1%}" for share in found.acceptance_by_position) or "none"],
+        ["acceptance of guesses", guess],
+    ]
+    print_table(f"speculation of {found.model}", ("what", "found"), rows)
+    click.echo(f"multi-token speculation is {'active' if found.active else 'NOT active'}")
+    for reason in found.reasons:
+        click.echo(f"because {reason.text}")
 
 
 _alias = copy(draft_model)

@@ -72,7 +72,7 @@ class PlainDraftModel:
         for draft in drafts:
             middle, out, normed = self._layer(following, states)
             logits = F.linear(normed, self.tensors["lm_head.weight"])
-            result.append({"attention": middle, "ffn": out, "logits": logits})
+            result.append({"attn_out": middle, "ffn_out": out, "pre_head_hidden": normed, "logits": logits})
             states = torch.cat((states, (normed if self.config.norm_output else out)[None]))
             following.append(draft)
         return result

@@ -14,7 +14,7 @@ from lowlat.errors import ConfigError
 from lowlat.models.target import read_model_config
 from lowlat.speculators.eagle3.config import read_draft_config
 from lowlat.tools.compare.draft_model import PlainDraftModel
-from lowlat.tools.compare.stages import Recording
+from lowlat.tools.compare.recording import Recording
 
 __all__ = ["expected_recording"]
 
@@ -46,7 +46,7 @@ def _transformers() -> Any:
     except ImportError as error:
         raise ConfigError(
             "comparing a target needs transformers, which is not installed: pip install 'transformers>=5', "
-            "or compare with saved tensors (--against DIR)"
+            "or compare with a recording (--against FILE)"
         ) from error
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -74,10 +74,10 @@ def _target_stages(found: Recording, target: Path, dtype: torch.dtype, stored: S
     layers = model.model.layers
     for boundary, module in enumerate([*layers, model.model.norm]):
         module.register_forward_pre_hook(keep(f"target.residual.{boundary}"), with_kwargs=True)
-    model.lm_head.register_forward_pre_hook(keep("target.final_norm"), with_kwargs=True)
+    model.lm_head.register_forward_pre_hook(keep("target.pre_head_hidden"), with_kwargs=True)
     logits = model(torch.tensor([found.tokens[:-1]]), use_cache=False).logits[0]
     first = found.num_prompt - 1
-    rows["target.final_norm"] = rows["target.final_norm"][first:]
+    rows["target.pre_head_hidden"] = rows["target.pre_head_hidden"][first:]
     rows["target.logits"] = logits[first:]
     return rows
 
@@ -91,9 +91,9 @@ def _head_stages(
     features = plain.fc(captured)
     rows: dict[str, list[torch.Tensor]] = {}
     for position, drafts in zip(found.positions, found.drafts, strict=True):
-        rows.setdefault("head.fc", []).append(features[position])
+        rows.setdefault("draft.fc_out", []).append(features[position])
         levels = plain.stages(found.tokens[: position + 2], features[: position + 1], drafts)
         for level, stages in enumerate(levels):
             for stage, row in stages.items():
-                rows.setdefault(f"head.{level}.{stage}", []).append(row)
+                rows.setdefault(f"draft.{level}.{stage}", []).append(row)
     return {name: torch.stack(parts) for name, parts in rows.items()}

@@ -1,8 +1,7 @@
 """Stage by stage against another implementation: what lowlat computed, how far it lies from what was expected.
 
-A recording holds the tokens of one greedy request and every stage's rows: the residual streams of all tokens,
-the final norm and the logits of the decoded ones, and for each step with drafts the draft model's stages. It is taken
-from a real runtime by a hook, so it says what decoding did. This module knows no other implementation.
+A recording is taken from a real runtime by a hook, so it says what decoding did. This module knows no other
+implementation.
 """
 
 import math
@@ -12,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from lowlat.errors import ConfigError
 from lowlat.host.runtime import Runtime
@@ -21,40 +18,27 @@ from lowlat.models.target import read_model_config
 from lowlat.options.config import SpeculativeConfig
 from lowlat.options.request import SamplingParams
 from lowlat.program.program import Op
+from lowlat.tools.compare.recording import Recording
 
-__all__ = ["Recording", "StageDifference", "common_rows", "differences", "load_recording", "record", "save_recording"]
+__all__ = ["StageDifference", "common_rows", "differences", "record", "shared_tokens"]
 
-FILE = "recording.safetensors"
 TOP_K = 10
 ROUNDING = 1e-12
-LEVEL_STAGES = {"residual.middle": "attention", "residual.out": "ffn", "logits": "logits"}
-
-
-@dataclass(frozen=True)
-class Recording:
-    """One request's stages.
-
-    tokens         prompt and completion
-    num_prompt     tokens of the prompt
-    positions      positions of the features from which drafts were made, one a step
-    drafts         [steps][S] the drafted tokens
-    stages         stage -> rows in float32, in order of computation: "target.residual.b" [n - 1, N];
-                   "target.final_norm", "target.logits" of the completion's rows; "head.fc" and, for each draft
-                   level k, "head.k.attention", "head.k.ffn", "head.k.logits", one row a step
-    """
-
-    tokens: tuple[int, ...]
-    num_prompt: int
-    positions: tuple[int, ...]
-    drafts: tuple[tuple[int, ...], ...]
-    stages: Mapping[str, torch.Tensor]
+TARGET_STAGES = {"target.final": "target.pre_head_hidden", "target.logits": "target.logits"}
+LEVEL_STAGES = {
+    "residual.middle": "attn_out",
+    "residual.out": "ffn_out",
+    "final": "pre_head_hidden",
+    "logits": "logits",
+}
 
 
 @dataclass(frozen=True)
 class StageDifference:
-    """How far one stage lies from what was expected; differences are absolute, the cosine is the worst row's.
+    """How far one stage lies from what was expected; mean and largest difference are absolute.
 
-    `top_k_overlap` is the share of the expected ten likeliest ids found among the ten likeliest, for logits.
+    `cosine`, and `distance` over the length of the expected row, are the worst row's; `top_k_overlap` is the share of
+    the expected ten likeliest ids found among the ten likeliest, for logits.
     """
 
     stage: str
@@ -62,11 +46,16 @@ class StageDifference:
     mean_difference: float
     max_difference: float
     cosine: float
+    distance: float
     top_k_overlap: float | None
 
-    def reaches(self, min_cosine: float) -> bool:
-        """Whether the cosine is large enough, up to what rounding takes from that of equal rows."""
-        return self.cosine >= min_cosine - ROUNDING
+    def within(self, min_cosine: float) -> bool:
+        """Whether the cosine is large enough, and the distance no larger than it is between rows of equal length with
+        that cosine: so a wrong scale is seen, too. Both up to the rounding of equal rows; a cosine of 0 or less asks
+        for no distance.
+        """
+        farthest = math.sqrt(2 * (1 - min_cosine)) if min_cosine > 0 else math.inf
+        return self.cosine >= min_cosine - ROUNDING and self.distance <= farthest + ROUNDING
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON; None for figures that are not finite."""
@@ -89,7 +78,7 @@ class _Recorder:
         for argument, name in op.writes.items():
             if name.startswith("prefill.residual."):
                 self._take_chunk(name.removeprefix("prefill."), arguments[argument])
-            self._buffers[name] = arguments[argument]
+        self._buffers.update((name, arguments[argument]) for argument, name in {**op.reads, **op.writes}.items())
         if op.kind == "publish":
             self._take_step(arguments)
         elif op.kind == "tree_masks" and int(arguments["draft_live"][0]):
@@ -108,8 +97,8 @@ class _Recorder:
             prefix, _, boundary = name.rpartition(".")
             if prefix == "residual" and boundary.isdigit():
                 self._add(f"target.{name}", rows[nodes])
-            elif name in ("target.final", "target.logits"):
-                self._add(name.replace("final", "final_norm"), rows[nodes])
+            elif name in TARGET_STAGES:
+                self._add(TARGET_STAGES[name], rows[nodes])
 
     def _take_drafts(self) -> None:
         """The draft model's rows behind the last token committed; behind a prompt its feature comes out of prefill."""
@@ -117,10 +106,10 @@ class _Recorder:
         feature = self._buffers.get("head.hidden", self._buffers["prefilled_feature"])
         self.positions.append(int(self._buffers["draft_lens"][0]) - 2)
         self.drafts.append(tuple(self._buffers["draft_nodes"][0, 1:].tolist()))
-        self._add("head.fc", feature[count - 1 : count])
+        self._add("draft.fc_out", feature[count - 1 : count])
         for level in range(len(self.drafts[-1])):
             for name, stage in LEVEL_STAGES.items():
-                self._add(f"head.{level}.{stage}", self._buffers[f"draft.{level}.{name}"][:1])
+                self._add(f"draft.{level}.{stage}", self._buffers[f"draft.{level}.{name}"][:1])
 
     def _add(self, stage: str, rows: torch.Tensor) -> None:
         self.rows.setdefault(stage, []).append(rows.float().cpu().clone())
@@ -135,18 +124,20 @@ def record(
     num_speculative_tokens: int = 3,
     dtype: str = "float32",
     device: str = "auto",
+    executor: str = "reference",
     progress: Callable[[int, int], None] | None = None,
 ) -> Recording:
     """Decode `num_tokens` greedy tokens with lowlat and record every stage.
 
+    executor  "reference"; or "eager", whose launches are then not fused, and which shows nothing of prefill: residual
+              streams are those of the completion alone
     Raises ConfigError for directories that cannot be used, RequestError for a prompt that does not fit.
     """
     speculative = None
     if head is not None:
         speculative = SpeculativeConfig(model=head, num_speculative_tokens=num_speculative_tokens, strict=True)
-    # every buffer is wanted, also those that kernels keep to themselves
-    options: dict[str, Any] = {"max_batch": 1, "dtype": dtype, "device": device, "executor": "reference"}
-    options["prefix_reuse"] = False
+    options: dict[str, Any] = {"max_batch": 1, "dtype": dtype, "device": device, "executor": executor}
+    options |= {"prefix_reuse": False, "fuse": executor != "eager"}  # fused kernels keep some buffers to themselves
     context = _context(target, prompt, num_tokens)
     with Runtime.load(target, speculative, progress=progress, max_context=context, **options) as runtime:
         tokens = runtime.codec.encode(prompt) if isinstance(prompt, str) and runtime.codec else prompt
@@ -167,36 +158,45 @@ def _context(target: str | Path, prompt: Sequence[int] | str, num_tokens: int) -
     return max(2, min(longest + num_tokens, read_model_config(target).max_position))
 
 
-def common_rows(found: Recording, expected: Recording) -> tuple[Recording, Recording]:
-    """Both cut to the rows that rest on equal tokens. Raises ConfigError where even the prompts differ."""
+def shared_tokens(found: Recording, expected: Recording) -> int:
+    """How many tokens at the beginning are the same. Raises ConfigError where even the prompts differ."""
     if found.tokens[: found.num_prompt] != expected.tokens[: expected.num_prompt]:
         raise ConfigError("the recordings begin with different prompts; give the prompt of the saved one")
     pairs = zip(found.tokens, expected.tokens, strict=False)
-    shared = next((k for k, (a, b) in enumerate(pairs) if a != b), min(len(found.tokens), len(expected.tokens)))
-    pairs_of_drafts = zip(found.drafts, expected.drafts, found.positions, expected.positions, strict=False)
-    steps = 0
-    for ours, theirs, place, other in pairs_of_drafts:
-        if place != other or place + 1 >= shared or ours != theirs:
-            break
-        steps += 1
-    return tuple(_cut(recording, shared, steps) for recording in (found, expected))  # type: ignore[return-value]
+    return next((k for k, (a, b) in enumerate(pairs) if a != b), min(len(found.tokens), len(expected.tokens)))
 
 
-def _cut(recording: Recording, num_tokens: int, num_steps: int) -> Recording:
-    decoded = num_tokens - recording.num_prompt + 1
-    stages = {}
-    for name, rows in recording.stages.items():
-        if name.startswith("head."):
-            stages[name] = rows[:num_steps]
-        else:
-            stages[name] = rows[: num_tokens if name.startswith("target.residual.") else decoded]
-    return Recording(
-        recording.tokens[:num_tokens],
-        recording.num_prompt,
-        recording.positions[:num_steps],
-        recording.drafts[:num_steps],
-        stages,
-    )
+def common_rows(
+    found: Recording, expected: Recording
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[str]]:
+    """Of stages that both have, the rows that rest on equal tokens and drafts; and the stages that have no such row.
+
+    Raises ConfigError where even the prompts differ.
+    """
+    shared = shared_tokens(found, expected)
+    ours: dict[str, torch.Tensor] = {}
+    theirs: dict[str, torch.Tensor] = {}
+    for stage in found.stages:
+        if stage not in expected.stages:
+            continue
+        own, other = _rows_by_key(found, stage, shared), _rows_by_key(expected, stage, shared)
+        keys = [key for key in own if key in other]
+        if keys:
+            ours[stage] = found.stages[stage][[own[key] for key in keys]]
+            theirs[stage] = expected.stages[stage][[other[key] for key in keys]]
+    return ours, theirs, [stage for stage in {**found.stages, **expected.stages} if stage not in ours]
+
+
+def _rows_by_key(recording: Recording, stage: str, shared: int) -> dict[tuple[int, ...], int]:
+    """A stage's rows by all that they rest on but the shared tokens: position, and the drafts up to their level."""
+    if stage.startswith("target."):
+        count = len(recording.stages[stage])
+        first = len(recording.tokens) - 1 - count
+        return {(first + row,): row for row in range(min(count, shared - first))}
+    level = stage.split(".")[1]
+    depth = int(level) if level.isdigit() else 0
+    steps = enumerate(zip(recording.positions, recording.drafts, strict=True))
+    return {(place, *drafts[:depth]): row for row, (place, drafts) in steps if place + 1 < shared}
 
 
 def differences(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> list[StageDifference]:
@@ -214,7 +214,8 @@ def differences(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.
 
 
 def _difference(stage: str, rows: torch.Tensor, other: torch.Tensor) -> StageDifference:
-    distance = (rows.double() - other.double()).abs()
+    apart = (rows.double() - other.double()).abs()
+    distance = apart.norm(dim=-1) / other.double().norm(dim=-1).clamp_min(ROUNDING)
     cosine = torch.nn.functional.cosine_similarity(rows.double(), other.double(), dim=-1)
     overlap = None
     if stage.endswith("logits"):
@@ -222,41 +223,11 @@ def _difference(stage: str, rows: torch.Tensor, other: torch.Tensor) -> StageDif
         ours, theirs = rows.topk(count).indices, other.topk(count).indices
         overlap = float((ours[:, :, None] == theirs[:, None]).any(-1).double().mean())
     return StageDifference(
-        stage, rows.shape[0], float(distance.mean()), float(distance.max()), float(cosine.min()), overlap
+        stage,
+        rows.shape[0],
+        mean_difference=float(apart.mean()),
+        max_difference=float(apart.max()),
+        cosine=float(cosine.min()),
+        distance=float(distance.max()),
+        top_k_overlap=overlap,
     )
-
-
-def save_recording(recording: Recording, directory: str | Path) -> Path:
-    """Write a recording as safetensors; the directory is made where it does not exist."""
-    path = Path(directory) / FILE
-    tensors = {f"stage.{name}": rows.contiguous() for name, rows in recording.stages.items()}
-    tensors["tokens"] = torch.tensor(recording.tokens, dtype=torch.int64)
-    tensors["num_prompt"] = torch.tensor([recording.num_prompt])
-    tensors["positions"] = torch.tensor(recording.positions, dtype=torch.int64)
-    tensors["drafts"] = torch.tensor(recording.drafts, dtype=torch.int64)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, path, metadata={f"{k:06d}": name for k, name in enumerate(recording.stages)})
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error}") from error
-    return path
-
-
-def load_recording(directory: str | Path) -> Recording:
-    """Read what `save_recording` wrote. Raises ConfigError for anything else."""
-    path = Path(directory) / FILE
-    if not path.is_file():
-        raise ConfigError(f"{path} does not exist; `lowlat compare --save DIR` writes it")
-    try:
-        with safe_open(path, framework="pt", backend="pread") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-            order = sorted((file.metadata() or {}).items())
-        return Recording(
-            tuple(tensors["tokens"].tolist()),
-            int(tensors["num_prompt"]),
-            tuple(tensors["positions"].tolist()),
-            tuple(tuple(row) for row in tensors["drafts"].tolist()),
-            {name: tensors[f"stage.{name}"] for _, name in order if f"stage.{name}" in tensors},
-        )
-    except (SafetensorError, KeyError, ValueError, TypeError, RuntimeError, OSError) as error:
-        raise ConfigError(f"{path} is not a recording of `lowlat compare --save`: {error}") from error
