@@ -97,7 +97,6 @@ class CaseRun:
     """One case of a scenario on a runtime that has room for it; `repeat` once for each repeat, then `row`.
 
     wall_gb_per_s  of the card; None without one
-    free_before    bytes free on the card before the runtime was loaded; None without one
     """
 
     def __init__(
@@ -109,10 +108,9 @@ class CaseRun:
         *,
         temperature: float = 0.0,
         wall_gb_per_s: float | None = None,
-        free_before: int | None = None,
     ) -> None:
         self._runtime, self._case, self._scenario, self._prompts = runtime, case, scenario, prompts
-        self._temperature, self._wall, self._free_before = temperature, wall_gb_per_s, free_before
+        self._temperature, self._wall = temperature, wall_gb_per_s
         self._samples: list[Samples] = []
         self._experts: list[int] = []
 
@@ -164,7 +162,7 @@ class CaseRun:
             wall_gb_per_s=self._wall,
             floor_ms=floor,
             share_of_wall=None if floor is None else floor / times.p50,
-            memory=_memory(runtime.device_choice.device, self._free_before),
+            memory=_memory(runtime.device_choice.device),
             eagle_speculation=Speculation(**stats.to_dict()) if stats.num_drafts else None,
             repeats=tuple(samples.summary() for samples in self._samples),
         )
@@ -313,10 +311,8 @@ def _since(before: SpeculativeDecodingStats, after: SpeculativeDecodingStats) ->
     return SpeculativeDecodingStats(**values)
 
 
-def _memory(device: torch.device, free_before: int | None) -> Memory:
-    taken = None
-    if device.type == "cuda" and free_before is not None:
-        taken = free_before - int(torch.cuda.mem_get_info(device)[0])
+def _memory(device: torch.device) -> Memory:
+    taken = int(torch.cuda.memory_reserved(device)) if device.type == "cuda" else None
     lines = (find_text(Path("/proc/self/status"), 1 << 16) or "").splitlines()
     peak = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)
     return Memory(device_bytes=taken, host_peak_bytes=peak)

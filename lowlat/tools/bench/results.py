@@ -45,7 +45,7 @@ class ActiveSlots(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes taken on the card since before the load (None without one), and the process's largest size on the host."""
+    """Bytes that torch's allocator holds on the card (None without one), and the process's largest size on the host."""
 
     device_bytes: int | None
     host_peak_bytes: int

@@ -9,7 +9,6 @@ import torch
 
 from lowlat.errors import ConfigError, DeviceError, LowlatError
 from lowlat.executors.devices import DeviceChoice
-from lowlat.host.memory.plan import available_bytes
 from lowlat.host.runtime import Runtime
 from lowlat.tools.bench.measure import CaseRun, room_of
 from lowlat.tools.bench.results import Environment, Failure, Result, Row, read_result, write_struct
@@ -89,7 +88,6 @@ class ScenarioRun:
         self, depth: int, cases: list[Case], wall: float | None, report: Report | None, advance: Callable[[], None]
     ) -> None:
         """Cases that a runtime for the largest of them serves; where one fails, the next ones have another."""
-        free = _free_memory(self.subject.choice())
         runtime: Runtime | None = None
         try:
             for place, case in enumerate(cases):
@@ -97,7 +95,7 @@ class ScenarioRun:
                 try:
                     if runtime is None:
                         runtime = self._load(depth, cases[place:])
-                    found = self._measure(runtime, case, wall, free, advance)
+                    found = self._measure(runtime, case, wall, advance)
                     self.result.rows.append(found)
                 except DeviceError:
                     raise
@@ -112,13 +110,11 @@ class ScenarioRun:
         finally:
             _close(runtime)
 
-    def _measure(
-        self, runtime: Runtime, case: Case, wall: float | None, free: int | None, advance: Callable[[], None]
-    ) -> Row:
+    def _measure(self, runtime: Runtime, case: Case, wall: float | None, advance: Callable[[], None]) -> Row:
         subject = self.subject
         run = CaseRun(
             runtime, case, self.scenario, subject.prompts,
-            temperature=subject.temperature, wall_gb_per_s=wall, free_before=free,
+            temperature=subject.temperature, wall_gb_per_s=wall,
         )  # fmt: skip
         for _ in range(self.scenario.repeats):
             run.repeat()
@@ -198,7 +194,3 @@ def _close(runtime: Runtime | None) -> None:
     if runtime is not None:
         runtime.close()
     gc.collect()
-
-
-def _free_memory(choice: DeviceChoice) -> int | None:
-    return available_bytes(choice.device) if choice.device.type == "cuda" else None

@@ -5,6 +5,7 @@ import platform
 import re
 import subprocess
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -200,8 +201,12 @@ def _git(*arguments: str) -> str:
 
 
 def _driver() -> str:
-    text = find_text(Path("/proc/driver/nvidia/version"), 1 << 12) or ""
-    found = re.search(r"\b\d{3}\.\d+(\.\d+)?\b", text)
+    text = find_text(Path("/proc/driver/nvidia/version"), 1 << 12)
+    if text is None:  # as in a container
+        command = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        with suppress(OSError, subprocess.TimeoutExpired):
+            text = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30).stdout
+    found = re.search(r"\b\d{3}\.\d+(\.\d+)?\b", text or "")
     return found.group() if found else ""
 
 
