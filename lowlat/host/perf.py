@@ -35,7 +35,7 @@ class PerfCounters:
     planned_launches  of these, launches that are cut by the card: GEMMs, attention, experts
     tuned_launches    of these, launches by plans that were measured on such a card
     library_calls     calls of torch's operations in these programs; with the reference executor all operations are
-    fallback_calls    of these, kinds of calls in place of a kernel of ours
+    fallback_calls    of these, calls in place of a kernel of ours
     synchronisations  waits for all of the device's work since the load
     copies            between host and device since the load, prompts' excepted
     undrafted_steps   a slot's steps without drafts where the runtime speculates, by reason: `max_draft_tokens` (the
@@ -112,8 +112,8 @@ def check_launches(config: RuntimeConfig, counts: LaunchCounts) -> None:
         return
     if counts.fallbacks:
         raise ConfigError(
-            f"perf_mode 'strict' runs kernels, and torch stands in for {len(counts.fallbacks)} kinds of them, first for "
-            f"{counts.fallbacks[0]}: no kernel takes such sizes on this card; perf_mode 'default' goes on with torch"
+            f"perf_mode 'strict' runs kernels, and torch stands in for kernels in {len(counts.fallbacks)} calls, the "
+            f"first {counts.fallbacks[0]}: no kernel takes such sizes on this card; perf_mode 'default' goes on so"
         )
     if counts.tuned < counts.planned:
         raise ConfigError(

@@ -27,5 +27,5 @@ def count_launches(programs: Iterable[tuple[str, Iterable[LoweredGroup]]], card:
             counts.tuned += planned if card.is_measured else 0
             counts.library_calls += len(library)
             fallbacks += [f"{call.name} in {name}'s {group.stage}" for call in library if call.is_fallback]
-    counts.fallbacks = tuple(dict.fromkeys(fallbacks))
+    counts.fallbacks = tuple(fallbacks)
     return counts
