@@ -38,6 +38,11 @@ class Card:
         """Whether a warp that waits at a barrier in shared memory may be suspended."""
         return self.capability >= (9, 0)
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether it is like the card that the constants of plans were measured on; others' plans are derived."""
+        return self == H200
+
     def most_bytes(self, blocks: int) -> int:
         """The most shared memory a block of which so many blocks fit on a multiprocessor."""
         return (self.shared_bytes + RESERVED_BYTES) // blocks - RESERVED_BYTES
@@ -47,7 +52,7 @@ class Card:
         return self.most_bytes(blocks + 1) + GRAIN
 
 
-H200 = Card(132, 227 * 1024, (9, 0))
+H200 = Card(132, 227 * 1024, (9, 0))  # an H100 SXM's too
 
 
 def examples_for(card: Card, cases: Sequence[T], few: int) -> Sequence[T]:

@@ -5,6 +5,7 @@ for GPUs and lower the same programs to kernels. They know neither models nor re
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -12,9 +13,31 @@ import torch
 from lowlat.graphs import Bucket, BufferSet
 from lowlat.program.program import Op, Program
 
-__all__ = ["Executor", "LoopingExecutor", "OpHook"]
+__all__ = ["Executor", "LaunchCounts", "LoopingExecutor", "OpHook"]
 
 OpHook = Callable[[Op, Mapping[str, torch.Tensor]], None]
+
+
+@dataclass
+class LaunchCounts:
+    """The launches of all programs of an executor, counted when they were lowered, and its waits and copies.
+
+    launches          of our kernels
+    planned           of these, launches that are cut by the card: GEMMs, attention, experts
+    tuned             of these, launches whose plans hold constants that were measured on such a card
+    library_calls     calls of torch's operations; with the reference executor every operation is one
+    fallbacks         of these, calls in place of a kernel of ours, as `KIND in PROGRAM's STAGE`
+    synchronisations  waits for all of the device's work since the load, whoever asked for them
+    copies            copies between host and device since the load, prompts' excepted
+    """
+
+    launches: int = 0
+    planned: int = 0
+    tuned: int = 0
+    library_calls: int = 0
+    fallbacks: tuple[str, ...] = ()
+    synchronisations: int = 0
+    copies: int = 0
 
 
 class Executor(Protocol):
@@ -22,13 +45,15 @@ class Executor(Protocol):
 
     `state` holds the buffers that outlive a step, the host's commands and the publications among them; the host
     writes and reads only those two roles while steps run. `asynchronous` says whether `step` returns before the step
-    has run, so that the next one may be launched while the host still reads this one's publication.
+    has run, so that the next one may be launched while the host still reads this one's publication. `counts` says what
+    its programs launch.
     """
 
     name: str
     asynchronous: bool
     device: torch.device
     state: BufferSet
+    counts: LaunchCounts
 
     def step(self, bucket: Bucket) -> None:
         """Start one step in the bucket; its publication is in the ring when this returns or later."""

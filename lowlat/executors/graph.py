@@ -76,7 +76,7 @@ class GraphExecutor(KernelExecutor):
             for size in sorted(prefills, reverse=True):
                 self._graphs[size] = self._capture(size)
         self._stop = self._stop_flag.numpy()
-        self.synchronize()
+        self._synchronize()
 
     def _control(self) -> LoopControl:
         return LoopControl(NO_CONDITION, self.state["active"], self._loop_budget, self._stop_flag)
@@ -153,7 +153,7 @@ class GraphExecutor(KernelExecutor):
         """Stop a loop, release the graphs, then buffers and weights. A device that has failed is not waited for."""
         self.stop_loop()
         if not self._failed:
-            self.synchronize()
+            self._synchronize()
             for graph in (*self._graphs.values(), *self._loops.values()):
                 graph.close()
         if self._failed:  # the driver waits for a loop that hangs when it destroys its graph

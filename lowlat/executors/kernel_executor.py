@@ -28,6 +28,7 @@ from lowlat.executors.allocation import (
 from lowlat.executors.device_weights import DeviceWeights
 from lowlat.executors.launcher import Launcher
 from lowlat.executors.lowering.binding import Binding
+from lowlat.executors.lowering.counts import count_launches
 from lowlat.executors.lowering.lower import LoweredGroup, lower, weight_layouts
 from lowlat.executors.lowering.memory import workspaces_of
 from lowlat.executors.lowering.weight_parts import expert_parts, gemm_weights
@@ -103,11 +104,13 @@ class KernelExecutor(ABC):
             self.launcher.compile_ahead(
                 call for groups in self._groups.values() for group in groups for call in group.calls
             )
+        lowered = ((self._programs[size].name, groups) for size, groups in self._groups.items())
+        self.counts = count_launches(lowered, self.launcher.card)
         self._ring_head = self.state["ring_head"].numpy()
         # Polling no file takes 0.2 us and gives up the GIL for as long, which a thread that serves sockets needs while
         # this one waits for the card; sleep(0) takes 75 us, and sched_yield can give the core away.
         self._let_others_run = select.poll().poll
-        self.synchronize()
+        self._synchronize()
 
     def _allocate(self, program: Program) -> BufferSet:
         specs = program.specs(Role.SCRATCH, Role.CONSTANT)
@@ -224,10 +227,16 @@ class KernelExecutor(ABC):
     def clear_blocks(self, blocks: Sequence[int]) -> None:
         """Zero KV blocks, the features at their ends included."""
         with self._failures(), torch.cuda.stream(self.stream):
+            self.counts.copies += 1
             clear_blocks(self.state, blocks, self.device)
 
     def synchronize(self) -> None:
         """Wait until all that was started is done. Raises DeviceError when the device has failed."""
+        self.counts.synchronisations += 1
+        self._synchronize()
+
+    def _synchronize(self) -> None:
+        """The wait, not counted: for loading and closing."""
         with self._failures():
             self.stream.synchronize()
 
@@ -252,7 +261,7 @@ class KernelExecutor(ABC):
         if self._failed:
             abandon([self.owned(), self.state, self._arguments, self._ring_head])
         else:
-            self.synchronize()
+            self._synchronize()
         self._programs.clear()
         self._groups.clear()
         self._scratch.clear()

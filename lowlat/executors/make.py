@@ -112,11 +112,13 @@ def make_executor(
     *,
     device_loop: bool = False,
     fuse: bool = True,
+    hooks: bool = True,
     watchdog: tuple[float, float] = WATCHDOG,
 ) -> Executor:
     """Allocate, compile and capture. `captured` is called with buckets captured and buckets in all.
 
     fuse       False: every operation has launches of its own, on a device
+    hooks      False: the reference executor takes none
     watchdog   its factor and min_s, see `lowlat.executors.watchdog`: for work on a device
     Raises ConfigError for a device loop where steps are not captured.
     """
@@ -125,7 +127,7 @@ def make_executor(
             f"device_loop needs executor 'graph', and this runtime has {choice.executor!r}: {choice.reason}"
         )
     if choice.executor == "reference":
-        return ReferenceExecutor(programs, prefills, weights, choice.device)
+        return ReferenceExecutor(programs, prefills, weights, choice.device, hooks=hooks)
     if choice.executor == "eager":
         from lowlat.executors.eager import EagerExecutor
 

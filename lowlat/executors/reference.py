@@ -11,7 +11,7 @@ import torch
 
 from lowlat.checkpoint.source import streamed
 from lowlat.errors import ConfigError
-from lowlat.executors import OpHook
+from lowlat.executors import LaunchCounts, OpHook
 from lowlat.executors.allocation import (
     STATE_ROLES,
     SharedConstants,
@@ -60,6 +60,7 @@ class ReferenceExecutor:
     programs  the step's programs by bucket
     prefills  the prefill programs by the positions that they take, ascending
     weights   canonical weights; on a CPU they are expanded to float32, integers excepted
+    hooks     False: hooks are refused
     """
 
     name = "reference"
@@ -71,8 +72,11 @@ class ReferenceExecutor:
         prefills: Mapping[int, Program],
         weights: Mapping[str, torch.Tensor],
         device: torch.device,
+        *,
+        hooks: bool = True,
     ) -> None:
         self.device = device
+        self._takes_hooks = hooks
         self._programs = dict(programs)
         self._weights = _place(weights, device)
         every = (*programs.values(), *list(prefills.values())[-1:])
@@ -84,6 +88,8 @@ class ReferenceExecutor:
         self._hook: OpHook | None = None
         for bucket, program in programs.items():
             self._scratch[bucket], self._bound[bucket] = self._allocate(program)
+        operations = sum(len(program.ops) for program in (*programs.values(), *prefills.values()))
+        self.counts = LaunchCounts(library_calls=operations)
         self._prefills = {size: self._allocate(prefill)[1] for size, prefill in prefills.items()}
 
     def _allocate(self, program: Program) -> tuple[BufferSet, tuple[Bound, ...]]:
@@ -135,11 +141,13 @@ class ReferenceExecutor:
     @torch.inference_mode()
     def clear_blocks(self, blocks: Sequence[int]) -> None:
         """Zero KV blocks, the features at their ends included."""
+        self.counts.copies += self.device.type == "cuda"
         clear_blocks(self.state, blocks, self.device)
 
     def synchronize(self) -> None:
         """Wait for the device, where there is one."""
         if self.device.type == "cuda":
+            self.counts.synchronisations += 1
             torch.cuda.synchronize(self.device)
 
     def scratch(self, bucket: Bucket) -> BufferSet:
@@ -151,7 +159,9 @@ class ReferenceExecutor:
         return self._programs[bucket]
 
     def set_hook(self, hook: OpHook | None) -> None:
-        """Call `hook(op, arguments)` after every operation."""
+        """Call `hook(op, arguments)` after every operation. Raises ConfigError where hooks are refused."""
+        if hook is not None and not self._takes_hooks:
+            raise ConfigError("hooks between operations are for debugging, which perf_mode 'strict' refuses")
         self._hook = hook
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ from lowlat.executors.devices import DeviceChoice, choose_device
 from lowlat.executors.make import check_positions, make_executor, settle_executor
 from lowlat.graphs import BucketLadder
 from lowlat.host.memory.plan import check_fits, memory_need
+from lowlat.host.perf import check_device, check_launches
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.target import OpenedTarget, fetch_target, open_target
 from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig
@@ -74,8 +75,8 @@ def load(
     progress   called with bytes read and bytes in all; captured with buckets captured and buckets in all; downloaded
                with bytes fetched and bytes in all, for each model that is a repository's name
 
-    Raises ConfigError; for a draft model that cannot be used only if `speculative.strict`, otherwise it is one warning
-    and the baseline.
+    Raises ConfigError; for a draft model that cannot be used only if `speculative.strict` or perf_mode is strict,
+    otherwise it is one warning and the baseline.
     """
     choice = choose_device(options.device, options.executor)
     _say(choice)
@@ -89,7 +90,7 @@ def load(
             f"{target.config.max_position} ({target.directory / 'config.json'})"
         )
     codec = TextCodec.load(target.directory)
-    loaded, topologies, error = _load_speculation(target, speculative, downloaded)
+    loaded, topologies, error = _load_speculation(target, speculative, downloaded, must_fit=options.is_strict)
     speculator = None if loaded is None else loaded.speculator
     geometry = make_geometry(target.config, speculator, topologies, options, speculative)
     draft_config = None if speculator is None else speculator.draft_config
@@ -97,6 +98,7 @@ def load(
     if settled is not choice:
         _say(settled)
     choice = settled
+    check_device(options, choice)
     if choice.has_kernels:
         check_positions(geometry)
     ladder = BucketLadder(bucket_batches(options.max_batch), {s: t.num_nodes for s, t in topologies.items()})
@@ -116,8 +118,13 @@ def load(
     watchdog = options.watchdog_factor, options.watchdog_min_s
     executor = make_executor(
         choice, programs, prefills, weights, captured, device_loop=options.device_loop, fuse=options.fuse,
-        watchdog=watchdog,
+        hooks=not options.is_strict, watchdog=watchdog,
     )  # fmt: skip
+    try:
+        check_launches(options, executor.counts)
+    except ConfigError:
+        executor.close()
+        raise
     return Loaded(target, codec, loaded, geometry, ladder, topologies, executor, choice, error)
 
 
@@ -128,7 +135,7 @@ def _say(choice: DeviceChoice) -> None:
 
 
 def _load_speculation(
-    target: OpenedTarget, speculative: SpeculativeConfig | None, downloaded: Progress | None
+    target: OpenedTarget, speculative: SpeculativeConfig | None, downloaded: Progress | None, *, must_fit: bool
 ) -> tuple[LoadedSpeculator | None, dict[int, TreeTopology], str | None]:
     baseline = {0: TreeTopology.chain(0)}
     if speculative is None or not speculative.enabled:
@@ -137,7 +144,7 @@ def _load_speculation(
     try:
         loaded = load_speculator(fetch_speculator(speculative, target.config, downloaded), target.config)
     except ConfigError as error:
-        if speculative.strict:
+        if speculative.strict or must_fit:
             raise
         logger.warning("speculation is off, decoding goes on without it: %s", error)
         return None, baseline, str(error)

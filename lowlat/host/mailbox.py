@@ -103,6 +103,11 @@ class Mailbox:
         return len(self._records)
 
     @property
+    def num_copies(self) -> int:
+        """Copies to and from the device so far: none where it reads and writes the host's memory itself."""
+        return self._host.num_copies
+
+    @property
     def num_unread(self) -> int:
         """Entries that were seen and must stay as they are."""
         return self.num_seen - self._num_read
@@ -232,6 +237,7 @@ class _HostView:
         held = {name: tensor if tensor.device.type == "cpu" else tensor.cpu() for name, tensor in buffers.items()}
         self.arrays: dict[str, np.ndarray[Any, Any]] = {name: tensor.numpy() for name, tensor in held.items()}
         self._copied = {name: (buffers[name], held[name]) for name in held if held[name] is not buffers[name]}
+        self.num_copies = 0
 
     def send(self, names: Sequence[str]) -> None:
         """Bring what was written to the device."""
@@ -240,6 +246,7 @@ class _HostView:
                 if name in self._copied:
                     there, here = self._copied[name]
                     there.copy_(here)
+                    self.num_copies += 1
 
     def fetch(self, names: Sequence[str]) -> None:
         """Bring what the device has written."""
@@ -248,6 +255,7 @@ class _HostView:
                 if name in self._copied:
                     there, here = self._copied[name]
                     here.copy_(there)
+                    self.num_copies += 1
 
 
 def _token_logprobs(ids: list[int], values: list[float]) -> TokenLogprobs:

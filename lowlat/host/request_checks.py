@@ -23,6 +23,8 @@ class RequestChecks:
     max_stop_ids      stop tokens of a request that the device can hold, the model's own included
     max_total_tokens  prompt and max_tokens for which the whole KV pool has room
     block_size        positions of a KV block, for the message
+    greedy_only       sampling is refused: perf_mode is strict
+    must_draft        so are requests without drafts: perf_mode is strict, and there is a speculator
     """
 
     max_context: int
@@ -32,6 +34,8 @@ class RequestChecks:
     max_stop_ids: int
     max_total_tokens: int
     block_size: int
+    greedy_only: bool = False
+    must_draft: bool = False
 
     def check(self, prompt: Sequence[int], params: SamplingParams) -> tuple[int, ...]:
         """Refuse a prompt and parameters that can never be served; return the prompt as a tuple of ints.
@@ -60,7 +64,15 @@ class RequestChecks:
                 if token >= self.vocab_size:
                     raise RequestError(f"{name}: {token} is not a token id; the vocabulary has {self.vocab_size}")
         self.stop_ids(params)
+        if self.greedy_only and params.temperature:
+            raise RequestError(f"perf_mode 'strict' decodes greedily: temperature must be 0, got {params.temperature}")
+        self.check_drafts(params.max_draft_tokens)
         return prompt_ids
+
+    def check_drafts(self, max_draft_tokens: int | None) -> None:
+        """Raise RequestError for a request that would not speculate where all must."""
+        if self.must_draft and max_draft_tokens == 0:
+            raise RequestError("perf_mode 'strict' speculates in every step: max_draft_tokens must be 1 or more, got 0")
 
     def prompt_ids(self, prompt: Sequence[int]) -> tuple[int, ...]:
         """The prompt's ids as ints of the vocabulary. Raises RequestError naming the first that is none."""

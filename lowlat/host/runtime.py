@@ -9,6 +9,7 @@ for use by several threads: one thread owns a runtime.
 
 import itertools
 import secrets
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from lowlat.host.loading import Loaded, load
 from lowlat.host.mailbox import Entry, Mailbox, SlotPublication
 from lowlat.host.memory.kvcache import KVCache
 from lowlat.host.metrics import MetricsBook, RequestMetrics
+from lowlat.host.perf import PerfCounters, StepChecks, reason_for_no_drafts
 from lowlat.host.request_checks import RequestChecks
 from lowlat.host.run_ahead import Launches
 from lowlat.host.scheduler import Phase, PrefillChunk, ScheduledRequest, Scheduler
@@ -85,11 +87,15 @@ class Runtime:
             max_stop_ids=MAX_STOPS,
             max_total_tokens=self.kvcache.capacity * geometry.block_size - geometry.max_rows,
             block_size=geometry.block_size,
+            greedy_only=config.is_strict,
+            must_draft=config.is_strict and self.num_speculative_tokens > 0,
         )
         self._mailbox = Mailbox(self.executor.state, geometry.max_rows - 1)
         self._launches = Launches(self.executor, self._mailbox, self._loop())
         self._tracer = Tracer.from_config(config.traces)
         self._book = MetricsBook()
+        self._undrafted: Counter[str] = Counter()  # steps of slots, by reason
+        self._step_checks = self._make_step_checks() if config.is_strict else None
         self._sessions: dict[str, Session] = {}
         self._slots: dict[int, Session] = {}
         self._pending: list[StepOutput] = []
@@ -221,6 +227,7 @@ class Runtime:
         session = self._sessions.get(request_id)
         if session is None:
             raise RequestError(f"request {request_id!r} is unknown or has ended")
+        self.checks.check_drafts(max_draft_tokens)
         session.params = replace(session.params, max_draft_tokens=max_draft_tokens)
         self._limited.add(request_id)
 
@@ -229,6 +236,10 @@ class Runtime:
         session = self._sessions.get(request_id)
         return self._book.get(request_id) if session is None else session.metrics()
 
+    def perf(self) -> PerfCounters:
+        """What its programs launch, and its waits, copies and steps without drafts since the load."""
+        return PerfCounters.of(self.executor.counts, self._mailbox.num_copies, self._undrafted)
+
     def summary(self) -> dict[str, Any]:
         """Totals since the load, as JSON: `speculator` where one is loaded, `eagle_speculation` only if it drafted."""
         for session in self._sessions.values():
@@ -236,6 +247,7 @@ class Runtime:
         return {
             **self._book.totals().to_dict(),
             "kv": asdict(self.kvcache.stats()),
+            "perf": self.perf().to_dict(),
             "device": str(self.device_choice.device),
             **({} if self.speculator is None else {"speculator": self.speculator.report()}),
         }
@@ -279,6 +291,13 @@ class Runtime:
     ) -> None:
         self.close()
 
+    def _make_step_checks(self) -> StepChecks:
+        return StepChecks(
+            max_drafts=self.geometry.max_rows - 1,
+            vocab_size=self.model_config.vocab_size,
+            must_draft=self.num_speculative_tokens > 0 and self.draft_config is not None,
+        )
+
     def _loop(self) -> LoopingExecutor | None:
         if not self.config.device_loop:
             return None
@@ -298,6 +317,8 @@ class Runtime:
         depth = self.num_speculative_tokens if asked is None else asked
         if asked is None and self.speculator is None:
             return 0
+        if self.config.is_strict and depth != self.num_speculative_tokens:
+            raise ConfigError(f"perf_mode 'strict' decodes at S = {self.num_speculative_tokens} alone, got {depth}")
         self.ladder.choose(1, depth)  # refuses a depth that has no bucket
         return depth
 
@@ -392,6 +413,8 @@ class Runtime:
 
     def _apply(self, publication: SlotPublication) -> StepOutput:
         session = self._slots[publication.slot]
+        if self._step_checks is not None or not publication.verified:
+            self._look_at(session, publication)
         output = session.take(publication)
         if output.finish_reason is not None:
             if publication.finish_reason is None:
@@ -399,6 +422,13 @@ class Runtime:
             self._leave(session, poisoned=output.finish_reason == "error")
             self._end(session)
         return output
+
+    def _look_at(self, session: Session, publication: SlotPublication) -> None:
+        """Count a step without drafts where the runtime speculates; in strict mode, check the step."""
+        if session.has_begun and not publication.verified and self.num_speculative_tokens:
+            self._undrafted[reason_for_no_drafts(session.params.max_draft_tokens, session.room)] += 1
+        if self._step_checks is not None:
+            self._step_checks.check(publication, len(session.committed), first=not session.has_begun, room=session.room)
 
     def _leave(self, session: Session, *, poisoned: bool = False) -> Phase:
         # Steps under way may still write to its blocks. Others get them only in a later prefill or step, and all of

@@ -69,6 +69,16 @@ class Session:
         """Its last chunk is about to be run; its first token will be in this entry."""
         self.first_entry = first_entry
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether its first token has come: what comes next is a decode step's."""
+        return self._prefilled is not None
+
+    @property
+    def room(self) -> int:
+        """Tokens that it may still get."""
+        return len(self.prompt) + self.params.max_tokens - len(self.committed)
+
     def metrics(self) -> RequestMetrics:
         """Its figures as they stand now."""
         start = self._submitted

@@ -158,6 +158,11 @@ class RuntimeConfig:
         "Let the GPU repeat steps by itself while nobody joins or leaves: step times then do not depend on what the "
         "host does. Needs executor graph; loading captures every bucket twice.",
     )
+    perf_mode: Literal["default", "strict"] = declare(
+        "default",
+        "strict: greedy requests alone, no debugging, and an error in place of anything slower than the kernels that "
+        "were tuned: for measuring.",
+    )
     fuse: bool = declare(True, "Cover runs of operations by one launch; without it each has its own: for debugging.")
     watchdog_factor: float = declare(
         10.0,
@@ -181,6 +186,23 @@ class RuntimeConfig:
             raise ConfigError(f"traces must be a TraceConfig, got {self.traces!r:.80}")
         if self.share_decoded and not self.prefix_reuse:
             raise ConfigError("share_decoded needs prefix_reuse, which is off")
+        self._check_perf_mode()
+
+    def _check_perf_mode(self) -> None:
+        """Refuse what is for debugging, where measuring is asked for."""
+        debugging = {
+            "executor": self.executor == "eager",
+            "fuse": not self.fuse,
+            "traces": self.traces != TraceConfig(),
+        }
+        for name, is_on in debugging.items():
+            if self.is_strict and is_on:
+                raise ConfigError(f"{name} {getattr(self, name)!r} is for debugging, which perf_mode 'strict' refuses")
+
+    @property
+    def is_strict(self) -> bool:
+        """Whether perf_mode is strict."""
+        return self.perf_mode == "strict"
 
 
 def options_from(values: Mapping[str, Any]) -> RuntimeConfig:

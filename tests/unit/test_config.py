@@ -49,7 +49,17 @@ def test_every_option_is_covered_here() -> None:
     others = {"model", "method", "capture_layers", "tree", "enabled", "strict", "simulated_accept_length"}
     others |= set(METHOD_OPTIONS["ngram"])
     assert {item.name for item in dataclasses.fields(SpeculativeConfig)} == {*SPECULATIVE_BOUNDS, *others}
-    others = {"dtype", "device", "executor", "prefix_reuse", "share_decoded", "device_loop", "fuse", "traces"}
+    others = {
+        "dtype",
+        "device",
+        "executor",
+        "prefix_reuse",
+        "share_decoded",
+        "device_loop",
+        "fuse",
+        "perf_mode",
+        "traces",
+    }
     others |= {"watchdog_factor", "watchdog_min_s"}
     assert {item.name for item in dataclasses.fields(RuntimeConfig)} == {*RUNTIME_BOUNDS, *others}
     assert all(hasattr(module, name) for name in module.__all__)
@@ -161,12 +171,13 @@ def test_simulated_accept_length() -> None:
 @pytest.mark.parametrize(("name", "choices"), [
     ("dtype", ("auto", "bfloat16", "float32")),
     ("executor", ("auto", "reference", "eager", "graph")),
+    ("perf_mode", ("default", "strict")),
 ])  # fmt: skip
 def test_choices(name: str, choices: tuple[str, ...]) -> None:
     for value in choices:
         assert getattr(runtime(**{name: value}), name) == value
     for wrong in ("float16", "", None, 5, ["auto"]):
-        with pytest.raises(ConfigError, match=f"^{name} must be 'auto', .* or '{choices[-1]}', got ") as caught:
+        with pytest.raises(ConfigError, match=f"^{name} must be '{choices[0]}'.* or '{choices[-1]}', got ") as caught:
             runtime(**{name: wrong})
         assert str(caught.value).endswith(f"got {wrong!r}")
 

@@ -1,5 +1,6 @@
 """What the executors with kernels allocate and bind, where a launcher that launches nothing stands for a card."""
 
+import re
 import time
 from collections.abc import Iterable
 from contextlib import nullcontext
@@ -78,11 +79,28 @@ def test_prefill_of_every_size_is_bound_to_memory_of_the_executor(name: str, car
         assert ("linear" in names) == (card is not H200)
         attended = [call for call in calls if isinstance(call, LibraryCall) and call.name == "flash_attention"]
         assert {len(each.arguments["q"]) for each in attended} == {size}
+    check_counts(executor, card)
     given = [*pair.source.values(), *executor._constants.tensors()]  # kept by others, on a CPU
     own = storages(executor.owned()) - storages(given)
     del calls, call, attended, given
     executor.close()
     assert not left_in(own)
+
+
+def check_counts(executor: Any, card: Card) -> None:
+    """Launches are counted as they were lowered: what the card decides, and what a library does in a kernel's place."""
+    calls = [call for size in executor._groups for group in executor.groups(size) for call in group.calls]
+    library = [call.name for call in calls if isinstance(call, LibraryCall)]
+    counts = executor.counts
+    assert (counts.launches, counts.library_calls) == (len(calls) - len(library), len(library))
+    assert len(counts.fallbacks) == library.count("linear")
+    assert all(re.fullmatch(r"linear in .*'s PREFILL", each) for each in counts.fallbacks)
+    gemms = sum("gemm" in call.kernel.name for call in calls if not isinstance(call, LibraryCall))
+    assert gemms < counts.planned < counts.launches
+    assert counts.tuned == (counts.planned if card is H200 else 0)
+    assert (counts.synchronisations, counts.copies) == (0, 0)
+    executor.synchronize()
+    assert counts.synchronisations == 1
 
 
 def make_executor(name: str, card: Card, directory: Path, **options: Any) -> Any:

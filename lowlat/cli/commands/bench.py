@@ -23,7 +23,7 @@ __all__ = ["command", "compare", "gates", "report", "run"]
 F = TypeVar("F", bound=Callable[..., Any])
 ROW_COLUMNS = ("case", "ms p50", "ms p99", "first token, ms", "tokens/s", "accept length", "of the wall")
 SPECULATION = ("head", "method", "capture_layers", "draft_window", "simulated_accept_length", "simulated_seed")
-RUNNING = ("device", "dtype", "executor", "device_loop")
+RUNNING = ("device", "dtype", "executor", "device_loop", "perf_mode")
 
 
 @click.group("bench")

@@ -20,13 +20,15 @@ __all__ = ["Binding", "Call", "LeftArgmax", "LibraryCall", "decodes"]
 class LibraryCall:
     """A call of torch's operations on the current stream; a capture records it as it records a kernel's launch.
 
-    function   called with `arguments`; it must not wait for the device, and nothing in it may depend on the contents
-               of tensors
+    function     called with `arguments`; it must not wait for the device, and nothing in it may depend on the contents
+                 of tensors
+    is_fallback  a kernel of ours would do it for another card or other sizes
     """
 
     name: str
     function: Callable[..., None]
     arguments: Mapping[str, Any]
+    is_fallback: bool = False
 
     @property
     def tensors(self) -> list[torch.Tensor]:

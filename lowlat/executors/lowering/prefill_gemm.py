@@ -47,7 +47,7 @@ def prefill_linear(binding: Binding, op: Op) -> Sequence[Call]:
         "x": given["x"], "weight": weight, "bias": bias, "places": binding.weights.places(name), "chunk": chunk,
         "out": given["out"],
     }  # fmt: skip
-    return [LibraryCall("linear", _by_unpacked, arguments)]
+    return [LibraryCall("linear", _by_unpacked, arguments, is_fallback=True)]
 
 
 def _by_packed(binding: Binding, op: Op, weight: PackedMatrix) -> Sequence[Call]:

@@ -17,11 +17,12 @@ import torch
 from lowlat.checkpoint.files import find_text
 from lowlat.errors import LowlatError
 from lowlat.host.metrics import SpeculativeDecodingStats
+from lowlat.host.perf import PerfCounters
 from lowlat.host.runtime import Runtime
 from lowlat.options.config import RuntimeConfig
 from lowlat.options.request import SamplingParams, StepOutput
 from lowlat.tools.bench.prompts import Prompts
-from lowlat.tools.bench.results import ActiveSlots, Memory, Repeat, Row, Speculation, Spread
+from lowlat.tools.bench.results import ActiveSlots, Memory, Perf, Repeat, Row, Speculation, Spread
 from lowlat.tools.bench.scenarios import Case, Scenario
 from lowlat.tools.bench.step_bytes import step_bytes
 
@@ -33,10 +34,13 @@ LOOP_ROOM = 512  # steps that a loop on the device may run before the host stops
 PER_CHUNK = RuntimeConfig.prefill_chunk * RuntimeConfig.max_prefill_chunks
 
 
-def room_of(case: Case, scenario: Scenario, *, device_loop: bool) -> int:
-    """Tokens behind the prompt that a request may need: those of warm-up and steps, and of waiting for the others."""
+def room_of(case: Case, scenario: Scenario, *, device_loop: bool, strict: bool = False) -> int:
+    """Tokens behind the prompt that a request may need: those of warm-up and steps, and of waiting for the others.
+
+    strict  requests draft while they wait, too
+    """
     churns = scenario.traffic == "churn"
-    waiting = case.batch * (2 + -(-case.context // PER_CHUNK))
+    waiting = case.batch * (2 + -(-case.context // PER_CHUNK)) * (case.num_speculative_tokens + 1 if strict else 1)
     steps = scenario.warm_up + (0 if churns else scenario.steps) + 4 + (LOOP_ROOM if device_loop else 0)
     return max(scenario.steps if churns else 0, waiting + steps * (case.num_speculative_tokens + 1))
 
@@ -58,6 +62,7 @@ class Samples:
     lengths: list[float] = field(default_factory=list)
     first_ms: list[float] = field(default_factory=list)
     stats: SpeculativeDecodingStats = field(default_factory=SpeculativeDecodingStats)
+    perf: PerfCounters = field(default_factory=PerfCounters)
 
     @property
     def tokens_per_s(self) -> float:
@@ -140,6 +145,10 @@ class CaseRun:
         stats = SpeculativeDecodingStats(simulated=runtime.simulated)
         for samples in self._samples:
             stats.merge(samples.stats)
+        perf = runtime.perf()
+        perf = perf.since(perf)  # without what was not timed
+        for samples in self._samples:
+            perf = perf.plus(samples.perf)
         times = Spread.of(pooled)
         experts = fmean(self._experts) if self._experts else None
         bucket = runtime.ladder.choose(max(1, round(fmean(active))), case.num_speculative_tokens)
@@ -165,6 +174,7 @@ class CaseRun:
             memory=_memory(runtime.device_choice.device),
             eagle_speculation=Speculation(**stats.to_dict()) if stats.num_drafts else None,
             repeats=tuple(samples.summary() for samples in self._samples),
+            perf=Perf(**perf.to_dict()),
         )
 
     def _params(self, max_tokens: int, number: int) -> SamplingParams:
@@ -175,21 +185,22 @@ class CaseRun:
         lengths = self._begin()
         samples = Samples(first_ms=self._first_token_ms(lengths))
         self._time(self._scenario.warm_up, Samples(), lengths, self._count_experts)
-        before = self._stats(lengths)
+        before, perf = self._stats(lengths), self._runtime.perf()
         self._time(self._scenario.steps, samples, lengths)
-        samples.stats = _since(before, self._stats(lengths))
+        samples.stats, samples.perf = _since(before, self._stats(lengths)), self._runtime.perf().since(perf)
         self._end(lengths)
         return samples
 
     def _begin(self) -> dict[str, int]:
-        """Submit the requests and step without drafts until each has a token; their lengths by name."""
+        """Submit the requests and step until each has a token, without drafts where that is allowed; their lengths."""
         runtime = self._runtime
-        room = room_of(self._case, self._scenario, device_loop=runtime.config.device_loop)
+        config = runtime.config
+        room = room_of(self._case, self._scenario, device_loop=config.device_loop, strict=config.is_strict)
         prompts = self._prompts.of(self._case)
         lengths = {runtime.submit(each, self._params(room, seed)): len(each) for seed, each in enumerate(prompts)}
         waiting = set(lengths)
         while waiting:
-            for step in self._take(runtime.step(0)):
+            for step in self._take(runtime.step(None if config.is_strict else 0)):
                 for name, count in step.items():
                     lengths[name] += count
                     waiting -= {name} if count else set()
@@ -229,6 +240,7 @@ class CaseRun:
             lengths[name] = len(prompt)
             if number % CANCELLED == CANCELLED - 1:
                 limits[name] = len(prompt) + wanted // 2
+        perf = runtime.perf()
         samples, start = Samples(), time.perf_counter()
         while runtime.busy:
             outputs = runtime.step()
@@ -243,6 +255,7 @@ class CaseRun:
                 if name not in ended:
                     runtime.cancel(name)
         samples.first_ms, samples.stats = self._first_token_ms(lengths), self._stats(lengths)
+        samples.perf = runtime.perf().since(perf)
         return samples
 
     def _crowd(self) -> list[tuple[list[int], int]]:

@@ -127,10 +127,11 @@ def read_profiles(directory: Path) -> list[StageProfile]:
 def _conditions(environment: Environment) -> str:
     """One line of what rows stand for."""
     e = environment
+    strict = ", strict" if e.perf_mode == "strict" else ""
     machine = f"{e.card}, driver {e.driver}, CUDA {e.cuda}" if e.card else f"{e.processor}, {e.threads} threads"
     parts = [
         f"{e.model}, {e.dtype}" + (f", drafts by {e.speculator}" if e.speculator else ""),
-        f"{machine}, {e.executor} executor{', device loop' if e.device_loop else ''}, {e.cores} cores",
+        f"{machine}, {e.executor} executor{', device loop' if e.device_loop else ''}{strict}, {e.cores} cores",
         f"lowlat {e.lowlat}{f', commit {e.commit}' if e.commit else ''}, torch {e.torch}, Python {e.python}",
         f"prompts: {e.prompts}" + (f", {e.distinct_prompt_tokens} tokens" if e.distinct_prompt_tokens else ""),
         f"temperature {e.temperature}",

@@ -12,7 +12,7 @@ from lowlat.errors import ConfigError
 from lowlat.tools.bench.scenarios import Case, Scenario
 
 __all__ = [
-    "ActiveSlots", "Environment", "Failure", "Memory", "Repeat", "Result", "Row", "Speculation", "Spread",
+    "ActiveSlots", "Environment", "Failure", "Memory", "Perf", "Repeat", "Result", "Row", "Speculation", "Spread",
     "read_result", "read_results", "read_struct", "write_struct",
 ]  # fmt: skip
 
@@ -69,6 +69,19 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
     simulated: bool
 
 
+class Perf(msgspec.Struct, frozen=True, kw_only=True):
+    """The runtime's counters, as `PerfCounters` defines them; waits, copies and steps are of the timed steps."""
+
+    launches: int
+    planned_launches: int
+    tuned_launches: int
+    library_calls: int
+    fallback_calls: int
+    synchronisations: int
+    copies: int
+    undrafted_steps: dict[str, int]
+
+
 class Repeat(msgspec.Struct, frozen=True, kw_only=True):
     """One repeat's figures, from which the noise of the row is told; the first token's is None where not timed."""
 
@@ -94,6 +107,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     wall_gb_per_s            the card's bandwidth for reading, measured in the same run; None without a card
     floor_ms                 those bytes at that bandwidth
     share_of_wall            the floor over the median step
+    perf                     None in files of before there were counters
     """
 
     case: Case
@@ -115,6 +129,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     memory: Memory
     eagle_speculation: Speculation | None
     repeats: tuple[Repeat, ...]
+    perf: Perf | None = None
 
     @property
     def accept_length(self) -> float | None:
@@ -155,6 +170,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     distinct_prompt_tokens: int
     temperature: float
     simulated: tuple[str, ...]
+    perf_mode: str = "default"
 
     def differences(self, other: "Environment") -> list[str]:
         """What is not the same, as `field: mine, theirs`."""

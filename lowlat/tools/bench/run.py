@@ -143,7 +143,9 @@ class ScenarioRun:
         )
 
     def _room(self, case: Case) -> int:
-        return room_of(case, self.scenario, device_loop=bool(self.subject.options.get("device_loop", False)))
+        options = self.subject.options
+        strict = options.get("perf_mode") == "strict"
+        return room_of(case, self.scenario, device_loop=bool(options.get("device_loop", False)), strict=strict)
 
     def _check_room(self) -> None:
         """Leave out cases beyond the model's positions. Raises ConfigError where no case is left of some."""

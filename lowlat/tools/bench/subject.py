@@ -35,7 +35,7 @@ class Subject:
     """A target and a draft model, loaded anew for every depth.
 
     speculation  fields of SpeculativeConfig but the depth; None: nothing to draft with
-    options      fields of RuntimeConfig: device, dtype, executor, device_loop
+    options      fields of RuntimeConfig: device, dtype, executor, device_loop, perf_mode
     prompts      that are decoded
     temperature  of sampling; 0: greedy
     """
@@ -100,6 +100,7 @@ class Subject:
             distinct_prompt_tokens=len(self.prompts.stream),
             temperature=self.temperature,
             simulated=self._simulated(),
+            perf_mode=str(self.options.get("perf_mode", "default")),
         )
 
     def _speculator(self) -> str:

@@ -1,0 +1,160 @@
+"""Performance counters of a runtime, and the checks of `perf_mode="strict"`.
+
+What strict mode refuses, and where: debugging (`RuntimeConfig`), a draft model that cannot be used (`load`), torch's
+operations in place of kernels and plans that were not measured on such a card (`check_device`, `check_launches`),
+sampling and requests without drafts (`RequestChecks`), a step at another depth (`Runtime.step`), a step's result that
+does not add up and drafts that fail to come (`StepChecks`).
+
+What needs no check: a step's shapes are those of its bucket, and a size without a bucket is refused in every mode. A
+captured step holds kernels alone, as the audit of its capture says, and the host reads what it publishes from pinned
+memory; the counters of waits and copies are of what is done between steps. A loop on the device begins with a fill of
+its budget, eight bytes, which neither waits nor copies and is not counted. Masks are made on the device, from a tree
+that was checked when it was read. Attention of a prompt is a library's in every mode: no kernel of ours does it.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from lowlat.errors import ConfigError, DeviceError
+from lowlat.executors import LaunchCounts
+from lowlat.executors.devices import DeviceChoice
+from lowlat.host.mailbox import SlotPublication
+from lowlat.options.config import RuntimeConfig
+
+__all__ = ["PerfCounters", "StepChecks", "check_device", "check_launches", "reason_for_no_drafts"]
+
+REQUEST_LIMIT, LAST_TOKEN, NO_DRAFTS = "max_draft_tokens", "last_token", "no_drafts"
+
+
+@dataclass(frozen=True)
+class PerfCounters:
+    """What a runtime launches, and what it did beside launching.
+
+    launches          of our kernels, over the programs of all buckets, first tokens and prefill
+    planned_launches  of these, launches that are cut by the card: GEMMs, attention, experts
+    tuned_launches    of these, launches by plans that were measured on such a card
+    library_calls     calls of torch's operations in these programs; with the reference executor all operations are
+    fallback_calls    of these, calls in place of a kernel of ours
+    synchronisations  waits for all of the device's work since the load
+    copies            between host and device since the load, prompts' excepted
+    undrafted_steps   a slot's steps without drafts where the runtime speculates, by reason: `max_draft_tokens` (the
+                      request wants none), `last_token` (there is room for one token), `no_drafts` (the speculator had
+                      none, or the step before was asked for without)
+    """
+
+    launches: int = 0
+    planned_launches: int = 0
+    tuned_launches: int = 0
+    library_calls: int = 0
+    fallback_calls: int = 0
+    synchronisations: int = 0
+    copies: int = 0
+    undrafted_steps: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, counts: LaunchCounts, mailbox_copies: int, undrafted: Mapping[str, int]) -> "PerfCounters":
+        """The counters as they stand now."""
+        return cls(
+            launches=counts.launches,
+            planned_launches=counts.planned,
+            tuned_launches=counts.tuned,
+            library_calls=counts.library_calls,
+            fallback_calls=len(counts.fallbacks),
+            synchronisations=counts.synchronisations,
+            copies=counts.copies + mailbox_copies,
+            undrafted_steps=dict(undrafted),
+        )
+
+    def since(self, before: "PerfCounters") -> "PerfCounters":
+        """These counters with waits, copies and steps since earlier ones of the same runtime."""
+        return self._with(before, -1)
+
+    def plus(self, other: "PerfCounters") -> "PerfCounters":
+        """These counters with another's waits, copies and steps added."""
+        return self._with(other, 1)
+
+    def _with(self, other: "PerfCounters", sign: int) -> "PerfCounters":
+        steps = Counter(self.undrafted_steps)
+        for reason, count in other.undrafted_steps.items():
+            steps[reason] += sign * count
+        return replace(
+            self,
+            synchronisations=self.synchronisations + sign * other.synchronisations,
+            copies=self.copies + sign * other.copies,
+            undrafted_steps={reason: count for reason, count in steps.items() if count},
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON values."""
+        return asdict(self)
+
+
+def reason_for_no_drafts(max_draft_tokens: int | None, room: int) -> str:
+    """Why a step verified no draft: the request's limit, or no room for any beside the token of the step itself."""
+    if max_draft_tokens == 0:
+        return REQUEST_LIMIT
+    return LAST_TOKEN if room <= 1 else NO_DRAFTS
+
+
+def check_device(config: RuntimeConfig, choice: DeviceChoice) -> None:
+    """Raise ConfigError where strict mode would run torch's operations that nobody has asked for by name."""
+    if config.is_strict and not choice.has_kernels and config.executor != "reference":
+        raise ConfigError(
+            f"perf_mode 'strict' runs kernels, and this runtime would run torch's operations ({choice.reason}); "
+            f"a test may ask for them by name: executor 'reference'"
+        )
+
+
+def check_launches(config: RuntimeConfig, counts: LaunchCounts) -> None:
+    """Raise ConfigError where strict mode would launch what was not tuned, or a library in place of a kernel."""
+    if not config.is_strict:
+        return
+    if counts.fallbacks:
+        raise ConfigError(
+            f"perf_mode 'strict' runs kernels, and torch stands in for kernels in {len(counts.fallbacks)} calls, the "
+            f"first {counts.fallbacks[0]}: no kernel takes such sizes on this card; perf_mode 'default' goes on so"
+        )
+    if counts.tuned < counts.planned:
+        raise ConfigError(
+            f"perf_mode 'strict' launches by measured plans, and {counts.planned - counts.tuned} of {counts.planned} "
+            "launches have plans that were derived for this card; perf_mode 'default' goes on with them"
+        )
+
+
+class StepChecks:
+    """Checks what a step publishes for a slot, in strict mode.
+
+    max_drafts   draft tokens that a step can verify, at most
+    vocab_size   token ids are below it
+    must_draft   every step has drafts, but a slot's last: of a draft model, not of text alone
+    """
+
+    def __init__(self, *, max_drafts: int, vocab_size: int, must_draft: bool) -> None:
+        self._max_drafts, self._vocab_size, self._must_draft = max_drafts, vocab_size, must_draft
+
+    def check(self, publication: SlotPublication, num_committed: int, *, first: bool, room: int) -> None:
+        """Raise DeviceError where it does not add up, or has no drafts though there was room for some.
+
+        num_committed  tokens of prompt and completion before the step
+        first          it is a prompt's first token, which verifies nothing
+        room           tokens that the request may still get
+        """
+        tokens, p = publication.token_ids, publication
+        problem = None
+        if not 0 <= p.accepted <= p.verified_depth <= p.verified <= self._max_drafts:
+            problem = (
+                f"accepted {p.accepted} of {p.verified} drafts, {p.verified_depth} deep, "
+                f"and {self._max_drafts} can be verified"
+            )
+        elif len(tokens) > min(p.accepted + 1, room):
+            problem = f"gave {len(tokens)} tokens, having accepted {p.accepted} and room for {room}"
+        elif p.length != num_committed + len(tokens):
+            problem = f"ended at length {p.length}, and {num_committed} and {len(tokens)} tokens were committed"
+        elif any(not 0 <= token < self._vocab_size for token in tokens):
+            problem = f"gave tokens {list(tokens)}, of a vocabulary of {self._vocab_size}"
+        elif self._must_draft and not first and p.verified == 0 and room > 1:
+            problem = f"verified no draft with room for {room} tokens"
+        if problem is not None:
+            raise DeviceError(f"perf_mode 'strict': a step of slot {p.slot} {problem}")
