@@ -85,7 +85,7 @@ class IncrementalDetokenizer:
         for used, token_id in enumerate(token_ids, 1):
             self._num_tokens += 1
             if token_id in self._markers:
-                held = 0 if self._matcher is None else self._matcher.num_held
+                held = self._stream.num_held + (0 if self._matcher is None else self._matcher.num_held)
                 self._marks.append((self._num_certain + held, Marker(self._markers[token_id])))
             text = self._stream.push(token_id)
             if text:
@@ -119,8 +119,9 @@ class IncrementalDetokenizer:
         pieces: list[str] = []
         start = self._num_certain - len(text)
         done = 0
-        while self._marks and self._marks[0][0] <= self._num_certain:
+        while self._marks and (self._finished or self._marks[0][0] <= self._num_certain):
             place, marker = self._marks.popleft()
+            place = min(place, self._num_certain)  # bytes held before it and others behind it can make one character
             if place - start > done:
                 pieces.append(text[done : place - start])
                 done = place - start

@@ -34,6 +34,10 @@ FIRST_TOKENS = 16  # of a prefix, to learn whether it has any text; tokens witho
 class TokenStream(Protocol):
     """Turns one request's token ids into text."""
 
+    @property
+    def num_held(self) -> int:
+        """Characters of the text still held back, were nothing to follow."""
+
     def prime(self, prefix_ids: Sequence[int]) -> None:
         """Take the tokens that stand before the first one; their text is not output."""
 
@@ -144,6 +148,11 @@ class ByteStream:
         self._skip = skip_special_tokens
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
+    @property
+    def num_held(self) -> int:
+        """See TokenStream: one for an incomplete character."""
+        return 1 if self._decoder.getstate()[0] else 0
+
     def prime(self, prefix_ids: Sequence[int]) -> None:
         """Keep a character that the prefix leaves incomplete: at most its last three bytes."""
         tail = b""
@@ -176,6 +185,11 @@ class ChainStream:
         self._pending: list[int] = []
         self._first = True
 
+    @property
+    def num_held(self) -> int:
+        """See TokenStream."""
+        return len(self._pending_text())
+
     def prime(self, prefix_ids: Sequence[int]) -> None:
         """Learn whether text stands before, and keep the run of byte tokens that the prefix ends with."""
         streams = self._streams
@@ -198,15 +212,17 @@ class ChainStream:
         return self._flush()
 
     def _flush(self) -> str:
-        if not self._pending:
-            return ""
-        streams = self._streams
-        text = streams.decode(self._pending) if self._first else streams.decode_inner(self._pending)
+        text = self._pending_text()
         if self._first and not text:
             return ""
         self._first = False
         self._pending = []
         return text
+
+    def _pending_text(self) -> str:
+        if not self._pending:
+            return ""
+        return self._streams.decode(self._pending) if self._first else self._streams.decode_inner(self._pending)
 
     def _is_byte(self, token_id: int) -> bool:
         spelling = self._streams.spelling(token_id, self._skip)
