@@ -7,7 +7,9 @@ built of nested values, so their depth does not matter.
 import json
 from enum import Enum, auto
 
-__all__ = ["CallReader"]
+from lowlat.text.answers.base import Calls, Parts
+
+__all__ = ["CallReader", "PendingCall"]
 
 ARGUMENTS = ("arguments", "parameters")
 SPACE = " \t\r\n"
@@ -203,3 +205,42 @@ class CallReader:
         except ValueError:
             return None
         return value if isinstance(value, str) else None
+
+
+class PendingCall:
+    """A call in an answer's text: its parts once it is certain to be one, and its text as long as it is not.
+
+    raw   text that belongs to it, as far as it was taken; "" once it has begun
+    """
+
+    def __init__(self, raw: str, *, arguments_needed: bool) -> None:
+        self.raw = raw
+        self._reader = CallReader(arguments_needed=arguments_needed)
+
+    @property
+    def begun(self) -> bool:
+        """Whether it is certain to be a call."""
+        return self._reader.begun
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended."""
+        return self._reader.done
+
+    @property
+    def failed(self) -> bool:
+        """Whether what came is no call, or does not go on as one."""
+        return self._reader.failed
+
+    def push(self, text: str, calls: Calls, parts: Parts) -> str:
+        """Take more text and add what is certain of the call to the parts; returns the text that was not taken."""
+        reader, was_begun = self._reader, self._reader.begun
+        taken = reader.push(text)
+        if not was_begun:
+            self.raw += text[:taken]
+        if reader.begun and not reader.failed:
+            if not was_begun:
+                self.raw = ""
+                calls.begin(reader.name or "", parts)
+            calls.arguments(reader.take_arguments(), parts)
+        return text[taken:]

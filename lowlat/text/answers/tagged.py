@@ -6,7 +6,7 @@ A tag is text, whether the tokenizer has a token for it or not. White space besi
 from collections.abc import Sequence
 
 from lowlat.text.answers.base import Calls, Parts, TrimmedText, held_suffix
-from lowlat.text.answers.json_call import CallReader
+from lowlat.text.answers.json_call import PendingCall
 
 __all__ = ["CALL", "END_CALL", "END_THOUGHT", "THOUGHT", "TaggedAnswer"]
 
@@ -28,8 +28,7 @@ class TaggedAnswer:
         self._thought = TrimmedText()
         self._content = TrimmedText(leading=True)
         self._called = False
-        self._reader: CallReader | None = None
-        self._raw = ""  # of a call that is not certain to be one
+        self._call: PendingCall | None = None
         self._step = self._in_thought if thinking else self._at_begin
 
     def push(self, pieces: Sequence[str], parts: Parts) -> None:
@@ -43,8 +42,8 @@ class TaggedAnswer:
         if self._step == self._in_thought:
             parts.reasoning += self._thought.push(self._held)
         elif self._step == self._in_call:
-            self._give_up(parts)
-            parts.content += self._content.push(self._held)
+            raw = "" if self._call is None else self._call.raw
+            parts.content += self._content.push(raw + self._held)
         elif self._step != self._after_call:
             parts.content += self._content.push(self._held)
         self._held = ""
@@ -86,31 +85,22 @@ class TaggedAnswer:
         parts.content += self._content.push(text[: len(text) - keep])
         self._held = rest if tag else text[len(text) - keep :]
         if tag:
-            self._reader = CallReader(arguments_needed=False)
-            self._raw = CALL
+            self._call = PendingCall(CALL, arguments_needed=False)
             self._step = self._in_call
         return bool(tag)
 
     def _in_call(self, parts: Parts) -> bool:
-        reader = self._reader
-        if reader is None:
+        call = self._call
+        if call is None:
             return False
-        was_begun = reader.begun
-        taken = reader.push(self._held)
-        if not was_begun:
-            self._raw += self._held[:taken]
-        self._held = self._held[taken:]
-        if reader.begun and not reader.failed:
-            if not was_begun:
-                self._content, self._called = TrimmedText(), True
-                self._calls.begin(reader.name or "", parts)
-                self._raw = ""
-            self._calls.arguments(reader.take_arguments(), parts)
-        if reader.failed and not was_begun:
-            self._give_up(parts)
+        self._held = call.push(self._held, self._calls, parts)
+        if call.failed and call.raw:  # what is no call is content, its tag included
+            parts.content += self._content.push(call.raw)
             self._step = self._in_content
-        elif reader.done or reader.failed:
+        elif call.failed or call.done:
             self._step = self._after_call
+        if call.begun and not call.failed:
+            self._content, self._called = TrimmedText(), True
         return True
 
     def _after_call(self, parts: Parts) -> bool:
@@ -122,8 +112,3 @@ class TaggedAnswer:
             return False
         self._step = self._in_content
         return True
-
-    def _give_up(self, parts: Parts) -> None:
-        """A call that is none is content, its tag included."""
-        parts.content += self._content.push(self._raw)
-        self._raw = ""
