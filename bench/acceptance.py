@@ -12,8 +12,6 @@ since a small model's loops are easy to draft. A repeating text is the prompt, t
 import argparse
 import itertools
 import json
-import platform
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -31,6 +29,7 @@ from lowlat import (
     SpeculativeDecodingStats,
     __version__,
 )
+from lowlat.tools.bench.machine import commit_at, driver, processor
 
 DEMO = Path(__file__).parent.parent / "lowlat" / "demo"
 LOOP = 8  # a text loops when some run of 8 tokens stands in it more than twice
@@ -51,10 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows[-1]["runs_on"] = _runs_on(runtime)
     result = {
         "conditions": {
-            "commit": options.commit or _commit(),
+            "commit": options.commit or commit_at(DEMO) or "unknown",
             "lowlat": __version__,
             "torch": torch.__version__,
-            "machine": f"{_processor()}, {torch.get_num_threads()} threads",
+            "machine": f"{processor()}, {torch.get_num_threads()} threads",
             "runs_on": sorted({row.pop("runs_on") for row in rows if "runs_on" in row}),
             "target": options.target.name,
             "head": options.head.name if "eagle3" in options.method else None,
@@ -168,10 +167,8 @@ def _runs_on(runtime: Runtime) -> str:
     device = runtime.device_choice.device
     if device.type != "cuda":
         return f"{device}, {runtime.device_choice.executor} executor"
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    driver = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split("\n")[0]
     name = torch.cuda.get_device_name(device)
-    return f"{name}, driver {driver}, CUDA {torch.version.cuda}, {runtime.device_choice.executor} executor"
+    return f"{name}, driver {driver()}, CUDA {torch.version.cuda}, {runtime.device_choice.executor} executor"
 
 
 def _listed(domains: dict[str, Any] | list[str]) -> dict[str, list[str]]:
@@ -249,20 +246,6 @@ def _decode(
 def _loops(tokens: list[int]) -> bool:
     runs = [tuple(tokens[k : k + LOOP]) for k in range(len(tokens) - LOOP + 1)]
     return any(runs.count(run) > 2 for run in set(runs))
-
-
-def _commit() -> str:
-    answer = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False, cwd=DEMO
-    )
-    return answer.stdout.strip() or "unknown"
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.machine()
 
 
 if __name__ == "__main__":

@@ -3,13 +3,13 @@
 import gc
 import json
 import platform
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench.clock import Timed, percentile, time_waited
+from lowlat.tools.bench.machine import commit_at, driver
 
 __all__ = ["SUMMARY", "release", "stamps_of", "summary_of", "write_json"]
 
@@ -28,23 +28,12 @@ def stamps_of(device: torch.device, commit: str = "") -> dict[str, Any]:
     """Commit, card and versions; `commit` where there is no git checkout to ask."""
     cuda = device.type == "cuda"
     return {
-        "commit": commit or _output("git", "rev-parse", "--short", "HEAD") or "unknown",
+        "commit": commit or commit_at(Path(__file__).parent) or "unknown",
         "card": torch.cuda.get_device_name(device) if cuda else platform.machine(),
-        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if cuda else "",
+        "driver": driver() if cuda else "",
         "torch": torch.__version__,
         "cuda": torch.version.cuda or "",
     }
-
-
-def _output(*command: str) -> str:
-    """The first line that a command prints; empty where it fails or is not there."""
-    try:
-        answer = subprocess.run(
-            command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent, timeout=30
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return answer.stdout.strip().partition("\n")[0] if answer.returncode == 0 else ""
 
 
 def write_json(path: Path, content: Any) -> None:

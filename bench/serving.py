@@ -33,6 +33,7 @@ from fake_engine import FakeEngine
 
 from lowlat.ipc import AsyncClient, Client
 from lowlat.ipc.wire import Sampling
+from lowlat.tools.bench.machine import commit_at, processor
 
 __all__ = ["MAX_STREAMS", "Case", "bare_echo", "conditions", "main", "served", "table"]
 
@@ -236,14 +237,9 @@ def _summary(values: Sequence[float]) -> dict[str, float]:
 
 def conditions() -> dict[str, Any]:
     """Commit, machine and versions, and how busy the machine is."""
-    folder = Path(__file__).parent
-    asked = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False, cwd=folder
-    )
-    models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     return {
-        "commit": asked.stdout.strip() or "unknown",
-        "cpu": models[0].partition(":")[2].strip() if models else platform.machine(),
+        "commit": commit_at(Path(__file__).parent) or "unknown",
+        "cpu": processor(),
         "cores": len(os.sched_getaffinity(0)),
         "kernel": platform.release(),
         "python": platform.python_version(),

@@ -2,18 +2,13 @@
 
 import os
 import platform
-import re
-import subprocess
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lowlat.checkpoint.files import find_text
 from lowlat.errors import ConfigError
 from lowlat.executors.devices import DeviceChoice, choose_device
 from lowlat.executors.make import settle_executor
@@ -24,6 +19,7 @@ from lowlat.options.config import SpeculativeConfig
 from lowlat.speculators.methods import plan_speculator
 from lowlat.text import TextCodec
 from lowlat.tools.bench.geometry import Geometry, random_target, write_draft_model
+from lowlat.tools.bench.machine import changed_commit, driver, installed_version, processor
 from lowlat.tools.bench.prompts import Prompts
 from lowlat.tools.bench.results import Environment
 
@@ -81,14 +77,14 @@ class Subject:
         choice = self.choice()
         cuda = choice.device.type == "cuda"
         return Environment(
-            lowlat=_installed(),
-            commit=commit or _commit(),
+            lowlat=installed_version(),
+            commit=commit or changed_commit(),
             python=platform.python_version(),
             torch=str(torch.__version__),
             cuda=torch.version.cuda or "",
             card=torch.cuda.get_device_name(choice.device) if cuda else "",
-            driver=_driver() if cuda else "",
-            processor=_processor(),
+            driver=driver() if cuda else "",
+            processor=processor(),
             cores=len(os.sched_getaffinity(0)),
             threads=torch.get_num_threads(),
             executor=choice.executor,
@@ -172,46 +168,3 @@ def open_random(
 
 def _prompts(path: Path | None, codec: TextCodec | None, vocab_size: int) -> Prompts:
     return Prompts.random(vocab_size) if path is None else Prompts.read(path, codec, vocab_size)
-
-
-def _installed() -> str:
-    """The version of lowlat that is installed; empty where it is merely on the path."""
-    try:
-        return metadata.version("lowlat")
-    except metadata.PackageNotFoundError:
-        return ""
-
-
-def _commit() -> str:
-    """The checkout's commit, with a mark where the packages differ from it; empty where this is no checkout."""
-    if not _git("ls-files", Path(__file__).name):
-        return ""
-    folders = [f":/{folder}" for folder in ("lowlat", "graphs", "kernels", "ipc")]
-    changed = _git("status", "--porcelain", "--untracked-files=no", "--", *folders)
-    return _git("rev-parse", "--short", "HEAD") + (", changed" if changed else "")
-
-
-def _git(*arguments: str) -> str:
-    try:
-        done = subprocess.run(
-            ("git", *arguments), capture_output=True, text=True, check=False, cwd=Path(__file__).parent, timeout=30
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
-
-
-def _driver() -> str:
-    text = find_text(Path("/proc/driver/nvidia/version"), 1 << 12)
-    if text is None:  # as in a container
-        command = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-        with suppress(OSError, subprocess.TimeoutExpired):
-            text = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30).stdout
-    found = re.search(r"\b\d{3}\.\d+(\.\d+)?\b", text or "")
-    return found.group() if found else ""
-
-
-def _processor() -> str:
-    text = find_text(Path("/proc/cpuinfo"), 1 << 22) or ""
-    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    return found.group(1).strip() if found else platform.machine()
