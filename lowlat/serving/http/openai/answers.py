@@ -10,7 +10,7 @@ from lowlat.errors import StreamError
 from lowlat.ipc.client import Chunk
 from lowlat.ipc.messages import TokenLogprob
 from lowlat.serving.http.openai.logprobs import CompletionLogprobs
-from lowlat.serving.http.openai.schema import StreamOptions
+from lowlat.serving.http.openai.schema import Choosing
 from lowlat.serving.http.streaming import DONE, event
 
 __all__ = ["Choice", "ChoicesAnswer", "finish_reason", "seeded", "usage_of"]
@@ -37,32 +37,19 @@ class Choice:
 class ChoicesAnswer(ABC):
     """An answer in choices.
 
-    kind        of the whole and of a stream's chunks: the field `object`
-    num_wanted  choices of one prompt
-    lowlat      whether lowlat's own field is asked for
+    kind  of the whole and of a stream's chunks: the field `object`
     """
 
-    def __init__(
-        self,
-        prefix: str,
-        kind: tuple[str, str],
-        model: str,
-        *,
-        stream: bool | None,
-        options: StreamOptions | None,
-        lowlat: bool,
-        num_prompts: int,
-        num_wanted: int,
-    ) -> None:
-        self._usage = options is not None and options.include_usage
-        self._lowlat = lowlat
-        self._num_wanted = num_wanted
-        self._choices = [Choice() for _ in range(num_prompts * num_wanted)]
+    def __init__(self, prefix: str, kind: tuple[str, str], asked: Choosing, num_prompts: int = 1) -> None:
+        self._usage = asked.stream_options is not None and asked.stream_options.include_usage
+        self._lowlat = asked.lowlat
+        self._num_wanted = asked.n or 1
+        self._choices = [Choice() for _ in range(num_prompts * self._num_wanted)]
         self._head = {
             "id": f"{prefix}-{uuid.uuid4().hex}",
-            "object": kind[1 if stream else 0],
+            "object": kind[1 if asked.stream else 0],
             "created": int(time.time()),
-            "model": model,
+            "model": asked.model,
         }
 
     @abstractmethod

@@ -122,16 +122,7 @@ class _Chat(ChoicesAnswer):
     """The answer to a chat."""
 
     def __init__(self, asked: ChatRequest) -> None:
-        super().__init__(
-            "chatcmpl",
-            ("chat.completion", "chat.completion.chunk"),
-            asked.model,
-            stream=asked.stream,
-            options=asked.stream_options,
-            lowlat=asked.lowlat,
-            num_prompts=1,
-            num_wanted=asked.n or 1,
-        )
+        super().__init__("chatcmpl", ("chat.completion", "chat.completion.chunk"), asked)
         self._logprobs = bool(asked.logprobs)
         self._one_call = asked.parallel_tool_calls is False
 

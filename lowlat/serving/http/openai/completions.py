@@ -56,16 +56,7 @@ class _Completion(ChoicesAnswer):
     """The answer to a completion."""
 
     def __init__(self, asked: CompletionRequest, num_prompts: int) -> None:
-        super().__init__(
-            "cmpl",
-            ("text_completion", "text_completion"),
-            asked.model,
-            stream=asked.stream,
-            options=asked.stream_options,
-            lowlat=asked.lowlat,
-            num_prompts=num_prompts,
-            num_wanted=asked.n or 1,
-        )
+        super().__init__("cmpl", ("text_completion", "text_completion"), asked, num_prompts)
         self._logprobs = asked.logprobs is not None
 
     def part(self, choice: Choice, chunk: Chunk) -> dict[str, Any]:

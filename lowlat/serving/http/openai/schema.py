@@ -12,6 +12,7 @@ from lowlat.serving.http.errors import ApiError
 __all__ = [
     "ChatMessage",
     "ChatRequest",
+    "Choosing",
     "CompletionRequest",
     "ContentPart",
     "Generating",
@@ -74,7 +75,7 @@ class Generating(Struct, forbid_unknown_fields=True, kw_only=True):
 _OWN = ("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "max_draft_tokens")
 
 
-class _Choosing(Generating, kw_only=True):
+class Choosing(Generating, kw_only=True):
     """The fields that chats and completions share."""
 
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
@@ -159,7 +160,7 @@ class TextFormat(Struct, forbid_unknown_fields=True, frozen=True):
     type: Literal["text"] = "text"
 
 
-class ChatRequest(_Choosing, kw_only=True):
+class ChatRequest(Choosing, kw_only=True):
     """The body of /v1/chat/completions.
 
     chat_template_kwargs  further variables of the model's template, such as enable_thinking
@@ -179,7 +180,7 @@ class ChatRequest(_Choosing, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class CompletionRequest(_Choosing, kw_only=True):
+class CompletionRequest(Choosing, kw_only=True):
     """The body of /v1/completions."""
 
     prompt: str | list[Any]
