@@ -413,7 +413,7 @@ class Runtime:
 
     def _apply(self, publication: SlotPublication) -> StepOutput:
         session = self._slots[publication.slot]
-        if self._step_checks is not None or not publication.verified:
+        if self._step_checks is not None or (self.num_speculative_tokens and not publication.verified):
             self._look_at(session, publication)
         output = session.take(publication)
         if output.finish_reason is not None:
