@@ -96,5 +96,5 @@ def test_the_long_runs_are_on_record(repository: Path) -> None:
     check_kills(on_record(repository, "kill_soak"), 100, MAX_GROWTH)
     bad = on_record(repository, "bad_clients")
     assert bad["bad"] == ["slow", "killed", "malicious"]
-    assert {kind: len(rounds) for kind, rounds in bad["inter_token_ms"].items()} == dict.fromkeys(KINDS, 4)
+    assert {kind: len(rounds) for kind, rounds in bad["inter_token_ms"].items()} == dict.fromkeys(KINDS, 5)
     check_bad_clients(bad)
