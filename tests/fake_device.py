@@ -19,7 +19,7 @@ from lowlat.executors.reference import ReferenceExecutor
 from lowlat.graphs import Bucket, BufferSet
 from lowlat.host.loading import load
 from lowlat.kernels.reference.step.publish import SLOT
-from lowlat.program.program import Program
+from lowlat.models.program import Program
 
 
 class FakeDevice:

@@ -6,7 +6,7 @@ from random import Random
 from types import MappingProxyType
 
 from lowlat.graphs import Role
-from lowlat.program.program import Op, Program
+from lowlat.models.program import Op, Program
 
 
 def with_identities(program: Program, count: int, seed: int) -> Program:

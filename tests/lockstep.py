@@ -10,7 +10,7 @@ from lowlat.executors.eager import EagerExecutor
 from lowlat.executors.lowering.lower import LoweredGroup
 from lowlat.executors.reference import bind
 from lowlat.graphs import Bucket
-from lowlat.program.program import Op, Program
+from lowlat.models.program import Op, Program
 
 TOLERANCES = {torch.bfloat16: 1e-2, torch.float32: 2e-5}  # norm-wise
 LOGPROBS = 1e-5  # absolute

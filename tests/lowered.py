@@ -18,9 +18,9 @@ from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import Bucket, BufferSet, Role
 from lowlat.host.loading import make_geometry, make_topologies
 from lowlat.kernels.toolchain.kernel import H200, Card, KernelCall
+from lowlat.models.program import Program
 from lowlat.models.target import LoadedTarget, load_target
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig
-from lowlat.program.program import Program
 from lowlat.speculators.base import LoadedSpeculator
 from lowlat.speculators.methods import load_speculator
 from lowlat.speculators.tree.topology import TreeTopology

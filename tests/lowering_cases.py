@@ -11,7 +11,7 @@ from lowered import Lowered, Pair
 from tiny_models import make_pair, make_target, mxfp4_target, random_draft_model
 
 from lowlat.kernels.toolchain.kernel import H200, KernelCall
-from lowlat.program.program import Stage
+from lowlat.models.program import Stage
 
 DEMO = Path(__file__).parents[1] / "lowlat" / "demo"
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 64}

@@ -17,7 +17,7 @@ from lowlat.executors.reference import bind
 from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import BufferSet, Paging, Role
 from lowlat.graphs.launch import Launch
-from lowlat.program.program import Program
+from lowlat.models.program import Program
 from lowlat.step.prefill import build_prefill
 
 NAMES = ("llama", "gpt_oss", "mxfp4")

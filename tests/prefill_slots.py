@@ -11,7 +11,7 @@ from lowlat.executors.lowering.binding import Binding
 from lowlat.executors.lowering.prefill_attention import prefill_attention
 from lowlat.graphs import BufferSpec, Role
 from lowlat.kernels.reference.attention import attention
-from lowlat.program.program import Op, Program, Stage
+from lowlat.models.program import Op, Program, Stage
 
 BF16 = torch.bfloat16
 SIZE, HEADS, GROUPS, DIM, BLOCK, LONGEST = 32, 8, 2, 64, 16, 300

@@ -10,7 +10,7 @@ import torch
 from lowlat import Runtime, SamplingParams
 from lowlat.errors import RequestError
 from lowlat.host.scheduler import Phase
-from lowlat.program.program import Op
+from lowlat.models.program import Op
 
 Depth = int | Callable[[int], int] | None  # S of every step, or by the number of the step
 

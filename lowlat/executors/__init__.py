@@ -11,7 +11,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from lowlat.graphs import Bucket, BufferSet
-from lowlat.program.program import Op, Program
+from lowlat.models.program import Op, Program
 
 __all__ = ["Executor", "LaunchCounts", "LoopingExecutor", "OpHook"]
 

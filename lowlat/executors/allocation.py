@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from lowlat.graphs import BufferSet, BufferSpec, Role
-from lowlat.program.program import Program
+from lowlat.models.program import Program
 
 __all__ = [
     "STATE_ROLES",

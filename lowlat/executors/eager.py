@@ -12,7 +12,7 @@ from lowlat.executors.lowering.lower import LoweredGroup
 from lowlat.executors.watchdog import WATCHDOG
 from lowlat.graphs import Bucket
 from lowlat.graphs.launch import Launch
-from lowlat.program.program import Program
+from lowlat.models.program import Program
 
 __all__ = ["EagerExecutor"]
 

@@ -20,7 +20,7 @@ from lowlat.graphs.capture import CapturedGraph, capture, capture_loop
 from lowlat.graphs.launch import Launch
 from lowlat.kernels.moe.packing import PackedExperts
 from lowlat.kernels.step.publish import LoopControl, for_condition
-from lowlat.program.program import Program
+from lowlat.models.program import Program
 
 __all__ = ["CaptureProgress", "GraphExecutor"]
 

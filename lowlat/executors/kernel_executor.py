@@ -39,7 +39,7 @@ from lowlat.graphs import Bucket, BufferSet, Role, aligned_bytes
 from lowlat.graphs.launch import Launch
 from lowlat.kernels.moe.packing import PackedExperts
 from lowlat.kernels.step.publish import LoopControl
-from lowlat.program.program import Program
+from lowlat.models.program import Program
 
 __all__ = ["KernelExecutor", "Size", "abandon"]
 

@@ -13,7 +13,7 @@ from lowlat.executors.watchdog import WATCHDOG
 from lowlat.graphs import Bucket
 from lowlat.kernels.formats import FORMATS
 from lowlat.models.geometry import DraftConfig, ExpertsConfig, ModelConfig
-from lowlat.program.program import Program
+from lowlat.models.program import Program
 from lowlat.step.state import StepGeometry
 
 __all__ = ["check_positions", "make_executor", "settle_executor", "uncovered"]

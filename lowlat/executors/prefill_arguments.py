@@ -4,7 +4,7 @@ import torch
 
 from lowlat.graphs import BufferSet, Role
 from lowlat.graphs.buffers import BufferSpec, aligned_bytes
-from lowlat.program.program import Program
+from lowlat.models.program import Program
 
 __all__ = ["ChunkArguments"]
 

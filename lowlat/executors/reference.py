@@ -23,7 +23,7 @@ from lowlat.graphs import Bucket, BufferSet, Role
 from lowlat.kernels.reference import OPERATIONS
 from lowlat.kernels.reference.gemm.linear import ROW_BLOCK, packed_linear
 from lowlat.kernels.reference.gemm.packed import PackedWeight, pack
-from lowlat.program.program import Op, Program
+from lowlat.models.program import Op, Program
 
 __all__ = ["ReferenceExecutor", "bind", "meaning_of"]
 

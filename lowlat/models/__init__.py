@@ -1,4 +1,4 @@
-"""Targets: geometry, checkpoints of the families, and the decoder as operations of a Program.
+"""Targets: geometry, checkpoints of the families, and the decoder as operations of a Program, which stands here, too.
 
 It knows no speculator.
 """

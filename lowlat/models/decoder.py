@@ -8,7 +8,7 @@ from lowlat.graphs import BufferSpec, Paging, Role
 from lowlat.kernels.formats import FORMATS
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.layers import TORCH_DTYPES, Emitter, Rows
-from lowlat.program.program import ProgramBuilder, Stage
+from lowlat.models.program import ProgramBuilder, Stage
 
 __all__ = ["emit_decoder", "emit_lm_head", "kv_specs"]
 

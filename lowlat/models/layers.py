@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lowlat.program.program import ProgramBuilder, Stage
+from lowlat.models.program import ProgramBuilder, Stage
 
 __all__ = ["TORCH_DTYPES", "Emitter", "Rows"]
 

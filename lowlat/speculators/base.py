@@ -16,8 +16,8 @@ import torch
 from lowlat.graphs import Bucket, BufferSpec
 from lowlat.models.geometry import DraftConfig, ModelConfig, RopeConfig
 from lowlat.models.layers import TORCH_DTYPES
+from lowlat.models.program import ProgramBuilder
 from lowlat.options.config import SpeculativeConfig
-from lowlat.program.program import ProgramBuilder
 from lowlat.speculators.tree.topology import TreeTopology
 
 __all__ = ["LoadedSpeculator", "PrefillScope", "Scope", "Speculator", "StateSizes", "StepScope"]

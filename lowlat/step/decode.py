@@ -14,7 +14,7 @@ from lowlat.graphs import Bucket
 from lowlat.kernels.reference.step.slot_record import MAX_LOGPROBS
 from lowlat.models.decoder import emit_decoder, emit_lm_head
 from lowlat.models.layers import Rows
-from lowlat.program.program import Program, ProgramBuilder, Stage
+from lowlat.models.program import Program, ProgramBuilder, Stage
 from lowlat.speculators.base import StepScope
 from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.state import StepGeometry, declare_tables, state_specs

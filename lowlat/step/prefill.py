@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from lowlat.models.decoder import emit_decoder
 from lowlat.models.layers import Rows
-from lowlat.program.program import Program, ProgramBuilder, Stage
+from lowlat.models.program import Program, ProgramBuilder, Stage
 from lowlat.speculators.base import PrefillScope
 from lowlat.step.state import StepGeometry, declare_tables, state_specs
 

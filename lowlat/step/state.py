@@ -16,8 +16,8 @@ from lowlat.kernels.reference.step.slots import COMMAND_WIDTH
 from lowlat.models.decoder import kv_specs
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.layers import TORCH_DTYPES
+from lowlat.models.program import ProgramBuilder
 from lowlat.models.rope import rope_tables
-from lowlat.program.program import ProgramBuilder
 from lowlat.speculators.base import Speculator, StateSizes
 
 __all__ = ["RING_ENTRIES", "StepGeometry", "declare_tables", "state_specs"]

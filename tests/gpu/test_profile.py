@@ -7,7 +7,7 @@ import pytest
 from cli_calls import answer, lowlat
 
 from lowlat.cli.options import bundled
-from lowlat.program.program import Stage
+from lowlat.models.program import Stage
 
 pytestmark = pytest.mark.gpu
 

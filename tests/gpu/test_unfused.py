@@ -12,7 +12,7 @@ from tiny_models import PairPaths, make_pair, mxfp4_target
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.host import loading
-from lowlat.program.program import Program
+from lowlat.models.program import Program
 
 pytestmark = pytest.mark.gpu
 

@@ -23,7 +23,7 @@ from lowlat.graphs import Bucket, BufferSet, Role
 from lowlat.kernels.gemm.prefill.plan import segments_of
 from lowlat.kernels.moe.packing import unpack_expert
 from lowlat.kernels.toolchain.kernel import H200
-from lowlat.program.program import Stage
+from lowlat.models.program import Stage
 from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.decode import build_step
 from lowlat.tools.profile.report import Summary, summarise

@@ -24,7 +24,7 @@ from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import BufferSet, BufferSpec, Role
 from lowlat.kernels.sampling.select import FINITE, INFINITY
 from lowlat.kernels.toolchain.kernel import H200, Card
-from lowlat.program.program import Op, Program, ProgramBuilder, Stage
+from lowlat.models.program import Op, Program, ProgramBuilder, Stage
 
 BATCHES = (1, 2, 4, 8)
 # operations that write a part of their buffer and leave the rest

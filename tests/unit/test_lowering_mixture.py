@@ -15,7 +15,7 @@ from lowlat.executors.lowering.lower import LoweredGroup, lower
 from lowlat.graphs import BufferSpec, Role
 from lowlat.kernels.gemm.packing import gate_up_permutation
 from lowlat.kernels.toolchain.kernel import H200, KernelCall
-from lowlat.program.program import Op, Stage
+from lowlat.models.program import Op, Stage
 
 # of a mixture's layer; a short window needs no second launch for its attention
 MIXTURE_HEAD, MIXTURE_TAIL = ["decode_gemm_rotate", "attention"], ["decode_gemm_add", "router", "experts_mlp"]

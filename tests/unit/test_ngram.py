@@ -18,8 +18,8 @@ from lowlat.graphs import Bucket, Role
 from lowlat.host.loading import make_topologies
 from lowlat.kernels.reference.sampling.ngram_draft import ngram_draft
 from lowlat.kernels.sampling.ngram_draft import ngram_draft as kernel
+from lowlat.models.program import Program, Stage
 from lowlat.models.target import read_model_config
-from lowlat.program.program import Program, Stage
 from lowlat.speculators.methods import METHODS, load_speculator, plan_speculator
 from lowlat.speculators.ngram.speculator import NgramSpeculator
 

@@ -20,7 +20,7 @@ from lowlat.executors.eager import EagerExecutor
 from lowlat.executors.lowering.lower import LoweredGroup
 from lowlat.graphs import Bucket
 from lowlat.kernels.formats import FORMATS
-from lowlat.program.program import Stage
+from lowlat.models.program import Stage
 from lowlat.tools.profile import recording as profiling
 from lowlat.tools.profile import wall as profiling_wall
 from lowlat.tools.profile.report import summarise

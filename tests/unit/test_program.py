@@ -8,7 +8,7 @@ import torch
 from lowlat.errors import ConfigError
 from lowlat.executors.reference import bind
 from lowlat.graphs import Bucket, BucketLadder, BufferSet, BufferSpec, Role
-from lowlat.program.program import ProgramBuilder, Stage
+from lowlat.models.program import ProgramBuilder, Stage
 
 CPU = torch.device("cpu")
 

@@ -19,7 +19,7 @@ from lowlat.kernels.reference import OPERATIONS
 from lowlat.kernels.reference.extents import evaluate, parse, solve
 from lowlat.kernels.reference.schema import operation, operations_of
 from lowlat.kernels.reference.schema_check import ArrayType, check_operation
-from lowlat.program.program import Op, Program, ProgramBuilder, Stage
+from lowlat.models.program import Op, Program, ProgramBuilder, Stage
 from lowlat.step.prefill import build_prefills
 
 NAMES = (*(f"{target}+alone" for target in MIXTURES), *TARGETS, *(f"llama+{head}" for head in HEADS))

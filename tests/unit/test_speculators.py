@@ -12,8 +12,8 @@ from tiny_models import make_target
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.graphs import BufferSpec, Role
 from lowlat.models.geometry import ModelConfig
+from lowlat.models.program import Stage
 from lowlat.options import config as options_module
-from lowlat.program.program import Stage
 from lowlat.speculators import methods
 from lowlat.speculators.base import LoadedSpeculator, PrefillScope, Speculator, StateSizes, StepScope
 

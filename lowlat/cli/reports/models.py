@@ -17,10 +17,10 @@ from lowlat.executors.make import settle_executor
 from lowlat.graphs import Paging
 from lowlat.models.geometry import DraftConfig, ModelConfig
 from lowlat.models.hf_config import read_config
+from lowlat.models.program import Program
 from lowlat.models.target import read_model_config, target_groups
 from lowlat.models.weight_plan import weight_plan
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig, options_from
-from lowlat.program.program import Program
 from lowlat.speculators.eagle3.capture import IDS_KEY, default_boundaries
 from lowlat.speculators.eagle3.config import parse_draft
 from lowlat.speculators.eagle3.weights import draft_weight_plan

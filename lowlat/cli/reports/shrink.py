@@ -12,10 +12,10 @@ from lowlat.cli.running import Generation, chat_ids, load_runtime, run_request
 from lowlat.errors import ConfigError, LowlatError
 from lowlat.host.metrics import SpeculativeDecodingStats
 from lowlat.host.runtime import Runtime
+from lowlat.models.program import Op
 from lowlat.models.target import read_model_config
 from lowlat.options.config import SpeculativeConfig
 from lowlat.options.request import SamplingParams
-from lowlat.program.program import Op
 from lowlat.text import TextCodec
 from lowlat.tools.draft_model import count_text, count_token_ids, shrink_draft_model
 from lowlat.tools.draft_model.shrink import head_vocabulary

@@ -13,10 +13,10 @@ from lowlat.graphs import Bucket, BufferSpec, Paging
 from lowlat.host.loading import bucket_batches, make_geometry, make_topologies
 from lowlat.host.memory.plan import memory_need
 from lowlat.kernels.formats import numbers_an_entry
+from lowlat.models.program import Program
 from lowlat.models.target import read_model_config, target_groups
 from lowlat.models.weight_plan import weight_plan
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig
-from lowlat.program.program import Program
 from lowlat.speculators.methods import plan_speculator
 from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.decode import build_step

@@ -11,7 +11,7 @@ from lowlat.errors import ConfigError
 from lowlat.executors.device_weights import DeviceWeights
 from lowlat.kernels.step.publish import LoopControl
 from lowlat.kernels.toolchain.kernel import Card, KernelCall, Workspace
-from lowlat.program.program import Op, Program, Stage
+from lowlat.models.program import Op, Program, Stage
 
 __all__ = ["Binding", "Call", "LeftArgmax", "LibraryCall", "decodes"]
 

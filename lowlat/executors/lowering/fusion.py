@@ -15,7 +15,7 @@ import torch
 from lowlat.executors.lowering.binding import Binding, Call
 from lowlat.graphs import Role
 from lowlat.kernels.toolchain.kernel import Card
-from lowlat.program.program import Op, Program
+from lowlat.models.program import Op, Program
 
 __all__ = ["Fusion", "LayoutOf", "Run", "cover"]
 

@@ -13,7 +13,7 @@ from lowlat.executors.lowering.operations import early_reads, lower_alone, opera
 from lowlat.executors.lowering.row_fusions import ROW_FUSIONS
 from lowlat.executors.lowering.step_fusions import STEP_FUSIONS
 from lowlat.kernels.toolchain.kernel import H200, Card, KernelCall
-from lowlat.program.program import Op, Program, Stage
+from lowlat.models.program import Op, Program, Stage
 
 __all__ = ["FUSIONS", "LoweredGroup", "lower", "weight_layouts"]
 

@@ -19,7 +19,7 @@ from lowlat.kernels.moe.plan import partials_workspace
 from lowlat.kernels.moe.prefill.experts import list_workspaces
 from lowlat.kernels.moe.router import router_workspace
 from lowlat.kernels.toolchain.kernel import WorkspaceShape
-from lowlat.program.program import Op, Program, Stage
+from lowlat.models.program import Op, Program, Stage
 
 __all__ = ["temporary_bytes", "workspace_bytes", "workspaces_of"]
 

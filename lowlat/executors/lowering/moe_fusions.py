@@ -18,7 +18,7 @@ from lowlat.kernels.moe.plan import partials_workspace
 from lowlat.kernels.moe.router import RouterNorm, router, router_logits
 from lowlat.kernels.moe.topk_routing import TopKRouting
 from lowlat.kernels.toolchain.kernel import Card
-from lowlat.program.program import Op
+from lowlat.models.program import Op
 
 __all__ = ["MOE_FUSIONS"]
 

@@ -47,7 +47,7 @@ from lowlat.kernels.step.accept import accept, accept_simulated, commit, draft_r
 from lowlat.kernels.step.begin_step import apply_commands, gather_rows, list_active_slots
 from lowlat.kernels.step.publish import publish, tree_masks
 from lowlat.kernels.toolchain.kernel import KernelCall
-from lowlat.program.program import Op, Program, Stage
+from lowlat.models.program import Op, Program, Stage
 
 __all__ = [
     "RING_COUNT",

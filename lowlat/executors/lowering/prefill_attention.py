@@ -16,7 +16,7 @@ from lowlat.graphs import BufferSpec
 from lowlat.kernels.attention.gather_kv import gather_kv
 from lowlat.kernels.attention.gathered_rows import gathered_rows
 from lowlat.kernels.toolchain.kernel import WorkspaceShape
-from lowlat.program.program import Op
+from lowlat.models.program import Op
 
 __all__ = ["attention_workspaces", "flash_attention", "prefill_attention"]
 

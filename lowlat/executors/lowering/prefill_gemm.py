@@ -14,7 +14,7 @@ from lowlat.kernels.gemm.prefill.activation_layout import arranged_shape
 from lowlat.kernels.gemm.prefill.gemm import prefill_gemm
 from lowlat.kernels.gemm.prefill.plan import MOST_ROWS, has_prefill_gemm, plan_prefill_gemm, segments_of
 from lowlat.kernels.toolchain.kernel import Card, WorkspaceShape
-from lowlat.program.program import Op
+from lowlat.models.program import Op
 
 __all__ = ["gemm_workspaces", "prefill_linear", "takes"]
 

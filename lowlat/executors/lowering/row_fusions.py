@@ -13,7 +13,7 @@ from lowlat.kernels.rows.embed import embed_norm
 from lowlat.kernels.rows.norm import add_norm
 from lowlat.kernels.rows.rotate import rotate
 from lowlat.kernels.toolchain.kernel import Card
-from lowlat.program.program import Op
+from lowlat.models.program import Op
 
 __all__ = ["ROW_FUSIONS"]
 

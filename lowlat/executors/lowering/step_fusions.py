@@ -12,7 +12,7 @@ from lowlat.kernels.step.accept import accept_and_commit
 from lowlat.kernels.step.begin_step import begin_step
 from lowlat.kernels.step.publish import finish_step
 from lowlat.kernels.toolchain.kernel import Card
-from lowlat.program.program import Op
+from lowlat.models.program import Op
 
 __all__ = ["STEP_FUSIONS"]
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from lowlat.program.program import Op, Program
+from lowlat.models.program import Op, Program
 
 __all__ = ["EXPERT_GEMMS", "expert_parts", "experts_name", "gemm_weights"]
 

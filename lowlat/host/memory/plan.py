@@ -12,7 +12,7 @@ from lowlat.executors.allocation import release_cached_memory
 from lowlat.executors.lowering.weight_parts import expert_parts, gemm_weights
 from lowlat.graphs import Paging, Role
 from lowlat.kernels.formats import format_of
-from lowlat.program.program import Program
+from lowlat.models.program import Program
 
 __all__ = ["MemoryNeed", "available_bytes", "check_fits", "memory_need"]
 

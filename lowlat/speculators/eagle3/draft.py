@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from lowlat.models.layers import Emitter, Rows
-from lowlat.program.program import Stage
+from lowlat.models.program import Stage
 from lowlat.speculators.base import StepScope
 from lowlat.speculators.eagle3.emitter import Eagle3Emitter
 

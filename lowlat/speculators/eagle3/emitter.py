@@ -9,7 +9,7 @@ import torch
 from lowlat.graphs import BufferSpec, Paging, Role
 from lowlat.models.geometry import DraftConfig, ModelConfig
 from lowlat.models.layers import TORCH_DTYPES, Emitter
-from lowlat.program.program import Stage
+from lowlat.models.program import Stage
 
 __all__ = ["Eagle3Emitter", "draft_kv_specs"]
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from lowlat.models.geometry import ModelConfig
+from lowlat.models.program import Stage
 from lowlat.options.config import SpeculativeConfig
-from lowlat.program.program import Stage
 from lowlat.speculators.base import LoadedSpeculator, Speculator, StepScope
 
 __all__ = ["NgramSpeculator"]

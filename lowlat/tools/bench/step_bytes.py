@@ -11,8 +11,8 @@ from typing import Any
 
 from lowlat.graphs import Bucket
 from lowlat.host.runtime import Runtime
+from lowlat.models.program import Op, Program
 from lowlat.models.target import target_recipes
-from lowlat.program.program import Op, Program
 
 __all__ = ["attended", "step_bytes"]
 

@@ -14,10 +14,10 @@ import torch
 
 from lowlat.errors import ConfigError
 from lowlat.host.runtime import Runtime
+from lowlat.models.program import Op
 from lowlat.models.target import read_model_config
 from lowlat.options.config import SpeculativeConfig
 from lowlat.options.request import SamplingParams
-from lowlat.program.program import Op
 from lowlat.tools.compare.recording import Recording
 
 __all__ = ["StageDifference", "common_rows", "differences", "record", "shared_tokens"]

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
-from lowlat.program.program import Stage
+from lowlat.models.program import Stage
 from lowlat.tools.profile.times import CallSite, CallTime, Idle, StepTimes, idle_time
 
 __all__ = ["KernelRow", "StageRow", "Summary", "summarise"]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from lowlat.errors import LowlatError
-from lowlat.program.program import Stage
+from lowlat.models.program import Stage
 
 __all__ = ["CallSite", "CallTime", "Idle", "KernelEvent", "StepTimes", "attribute", "idle_time"]
 
