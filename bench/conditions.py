@@ -1,4 +1,4 @@
-"""What rows of all benchmarks share: the machine and commit that they stand for, their times' summary, their file."""
+"""The parts that rows of all benchmarks share: their machine and commit, the summary of their times, their file."""
 
 import gc
 import json

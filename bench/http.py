@@ -1,4 +1,4 @@
-"""What the HTTP door adds to a token, beside a client over ipc that asks the same server, in turns.
+"""The time that the HTTP door adds to a token, beside a client over ipc that asks the same server, in turns.
 
     PYTHONPATH=tests python -m bench.http --out bench/results/cpu/http.json
 

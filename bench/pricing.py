@@ -1,4 +1,4 @@
-"""What an attack by other clients costs a client: its first token with the attack and without it, by turns.
+"""The price of an attack by other clients to a client: its first token with the attack and without it, by turns.
 
     python -m bench.pricing --out bench/results/cpu/pricing.json
     python -m bench.pricing --only texts,stops --rounds 2
@@ -241,7 +241,7 @@ def first_tokens(client: Client, count: int) -> list[float]:
 
 
 def memory_mb(process: int) -> float:
-    """What a process has in memory, MB."""
+    """Memory of a process, MB."""
     lines = Path(f"/proc/{process}/status").read_text(encoding="ascii", errors="replace").splitlines()
     return next(int(line.split()[1]) / 1e3 for line in lines if line.startswith("VmRSS:"))
 

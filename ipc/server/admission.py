@@ -30,7 +30,7 @@ _NOBLOCK = int(zmq.NOBLOCK)
 
 @dataclass(frozen=True)
 class User:
-    """Who is at the other end of a connection: over ipc:// as the kernel says, over tcp:// by a CURVE key (Z85)."""
+    """The user at the other end of a connection: over ipc:// as the kernel says, over tcp:// by a CURVE key (Z85)."""
 
     uid: int | None = None
     pid: int | None = None
@@ -43,7 +43,7 @@ class User:
 
     @property
     def account(self) -> str:
-        """Whose turns, shares and cached prefixes are one: a user's or a key's, over all connections."""
+        """The account whose turns, shares and cached prefixes are one: a user's or a key's, over all connections."""
         if self.uid is not None:
             return f"uid {self.uid}"
         return "anybody" if self.key is None else f"key {self.key}"

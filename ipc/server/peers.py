@@ -19,13 +19,13 @@ MAX_UNSENT_CONTROL = 256
 
 
 class Listener(Protocol):
-    """Who is told what becomes of peers."""
+    """A listener that is told of peers' ends and room."""
 
     def peer_gone(self, peer: Peer) -> None:
         """Called once for a peer that is gone or dropped, when nothing can be sent to it any more."""
 
     def peer_unblocked(self, peer: Peer) -> None:
-        """What waited for a peer's queue has left."""
+        """The messages that waited for a peer's queue have left."""
 
 
 class Peers:

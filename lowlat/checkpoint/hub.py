@@ -36,7 +36,7 @@ SPARE_BYTES = 64 << 20  # of the cache's disk, that a download leaves
 
 @dataclass(frozen=True)
 class Download:
-    """What fetching a model will take: files and bytes that are not in the cache yet, and the room that there is."""
+    """The download of a model: files and bytes that are not in the cache yet, and the room that there is."""
 
     files: int
     bytes: int

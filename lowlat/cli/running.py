@@ -104,7 +104,7 @@ def run_request(
 
 
 def step_outputs(runtime: Runtime, request_id: str) -> Iterator[StepOutput]:
-    """What each step brings of a runtime's only request, to its end; a long prefill has a bar."""
+    """The outputs of a runtime's only request, step by step, to its end; a long prefill has a bar."""
     yield from _prefill(runtime, runtime.metrics(request_id).prompt_tokens)
     while runtime.busy:
         yield from runtime.step()

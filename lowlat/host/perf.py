@@ -30,7 +30,7 @@ REQUEST_LIMIT, LAST_TOKEN, NO_DRAFTS = "max_draft_tokens", "last_token", "no_dra
 
 @dataclass(frozen=True)
 class PerfCounters:
-    """What a runtime launches, and what it did beside launching.
+    """Launches of a runtime, and its waits, copies and steps without drafts.
 
     launches          of our kernels, over the programs of all buckets, first tokens and prefill
     planned_launches  of these, launches that are cut by the card: GEMMs, attention, experts

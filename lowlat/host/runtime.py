@@ -237,7 +237,7 @@ class Runtime:
         return self._book.get(request_id) if session is None else session.metrics()
 
     def perf(self) -> PerfCounters:
-        """What its programs launch, and its waits, copies and steps without drafts since the load."""
+        """Return the launches of its programs, and its waits, copies and steps without drafts since the load."""
         return PerfCounters.of(self.executor.counts, self._mailbox.num_copies, self._undrafted)
 
     def summary(self) -> dict[str, Any]:

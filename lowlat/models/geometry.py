@@ -44,7 +44,7 @@ class ExpertsConfig:
 
 
 class AttentionWidths:
-    """What a record of a model's geometry says of the widths of its attention, by its numbers of heads."""
+    """The widths of attention, by the numbers of heads in a record of a model's geometry."""
 
     num_heads: int
     num_kv_heads: int

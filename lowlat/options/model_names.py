@@ -35,6 +35,6 @@ def find_repository(model: str | Path) -> Repository | None:
 
 
 def display_name(directory: Path) -> str:
-    """What people call the model in a directory: its last part, or `ORG/NAME` in the hub's cache."""
+    """The name of the model in a directory: its last part, or `ORG/NAME` in the hub's cache."""
     found = _SNAPSHOT.fullmatch(directory.parent.parent.name) if directory.parent.name == "snapshots" else None
     return directory.name if found is None else f"{found[1]}/{found[2]}"

@@ -213,7 +213,7 @@ def _overridden(scenario: "Scenario", values: Mapping[str, Any]) -> "Scenario":
 
 @contextmanager
 def _subject(values: Mapping[str, Any], *, drafts: bool) -> Iterator["Subject"]:
-    """What the options ask to measure; a random draft model is kept as long as the context."""
+    """The subject that the options name; a random draft model is kept as long as the context."""
     from lowlat.executors.devices import leave_a_core
     from lowlat.tools.bench.geometry import read_geometries
     from lowlat.tools.bench.subject import open_model, open_random

@@ -48,7 +48,7 @@ class _Asking(Protocol):
 
 
 class _Model(Protocol):
-    """What a chat asks of the model: see `ServedModel`, `LocalModel`."""
+    """The model as a chat needs it: see `ServedModel`, `LocalModel`."""
 
     name: str
     place: str

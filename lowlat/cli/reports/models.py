@@ -70,7 +70,7 @@ def model_report(
 
 
 def download_report(*downloads: Download | None) -> dict[str, Any] | None:
-    """What fetching models takes, together; None where all are here."""
+    """The downloads of models, together; None where all are here."""
     wanted = [download for download in downloads if download is not None]
     if not wanted:
         return None

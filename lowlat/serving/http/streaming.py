@@ -34,7 +34,7 @@ class Answer(Protocol):
     """An answer in the making, in the shape of one endpoint."""
 
     def events(self, place: int, chunk: Chunk) -> bytes:
-        """What a chunk of a choice adds to a stream; b"" for nothing."""
+        """Return the events that a chunk of a choice adds to a stream; b"" for nothing."""
 
     def last_events(self) -> bytes:
         """The end of a stream."""
@@ -67,7 +67,7 @@ async def read_body(request: Request) -> bytes:
 
 
 class Caller:
-    """Whoever waits for an answer, and may go away before it has come."""
+    """The caller who waits for an answer, and may go away before it has come."""
 
     def __init__(self, receive: Receive) -> None:
         self._gone = asyncio.ensure_future(_disconnected(receive))

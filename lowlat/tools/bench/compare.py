@@ -124,7 +124,7 @@ def _values(metric: Metric, row: Row) -> list[float]:
 
 
 def _noise(before: Sequence[float], after: Sequence[float]) -> float | None:
-    """What the means may differ by without a reason, as a part of the old one."""
+    """The difference of means that needs no reason, as a part of the old one."""
     if min(len(before), len(after)) < 2:
         return None
     error = sqrt(variance(before) / len(before) + variance(after) / len(after))

@@ -50,7 +50,7 @@ class GateState(msgspec.Struct, kw_only=True, tag="gates", tag_field="kind"):
 
 
 def read_state(directory: Path) -> GateState:
-    """What a directory remembers; nothing where no gates were run. Raises ConfigError for a damaged file."""
+    """The state that a directory remembers; nothing where no gates were run. Raises ConfigError for a damaged file."""
     path = directory / STATE_FILE
     return read_struct(path, GateState) if path.exists() else GateState()
 

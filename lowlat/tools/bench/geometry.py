@@ -161,7 +161,7 @@ def _draft_config(head: Head, target: ModelConfig) -> DraftConfig:
 
 
 def _published(config: DraftConfig) -> Mapping[str, Any]:
-    """What a draft model's config.json says of a geometry."""
+    """The config.json of a draft model for a geometry."""
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",

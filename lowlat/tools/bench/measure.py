@@ -313,7 +313,7 @@ class CaseRun:
 
 
 def _since(before: SpeculativeDecodingStats, after: SpeculativeDecodingStats) -> SpeculativeDecodingStats:
-    """What was recorded between two snapshots."""
+    """The statistics between two snapshots."""
     values: dict[str, Any] = {"simulated": after.simulated}
     for item in fields(SpeculativeDecodingStats):
         old, new = getattr(before, item.name), getattr(after, item.name)

@@ -37,7 +37,7 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StageProfile(msgspec.Struct, frozen=True, kw_only=True):
-    """What `lowlat profile --json` wrote, as far as the report needs it."""
+    """A file of `lowlat profile --json`, as far as the report needs it."""
 
     model: str
     card: str

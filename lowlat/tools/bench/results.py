@@ -145,7 +145,7 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True):
-    """What rows of one file have in common: code, machine, model, and what is not real.
+    """The conditions that rows of one file have in common: code, machine, model, and what is not real.
 
     simulated               what was not measured on real weights, prompts or acceptance
     distinct_prompt_tokens  tokens of the text that prompts are cut from: longer ones repeat it; 0: random tokens
@@ -173,7 +173,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     perf_mode: str = "default"
 
     def differences(self, other: "Environment") -> list[str]:
-        """What is not the same, as `field: mine, theirs`."""
+        """The fields that differ, as `field: mine, theirs`."""
         names = self.__struct_fields__
         pairs = {name: (getattr(self, name), getattr(other, name)) for name in names}
         return [f"{name}: {mine!r}, {theirs!r}" for name, (mine, theirs) in pairs.items() if mine != theirs]

@@ -35,7 +35,7 @@ class Case(msgspec.Struct, frozen=True):
 
 
 class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one result file measures.
+    """The cases and sizes that one result file measures.
 
     steps          timed steps of a repeat; of churn the tokens of the longest request
     warm_up        steps before them

@@ -1,4 +1,4 @@
-"""What is measured: a target, how it speculates, and on what; and the environment that result files name."""
+"""The subject of a measurement: a target, how it speculates, and on what; and the environment of result files."""
 
 import os
 import platform

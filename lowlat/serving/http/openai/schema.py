@@ -30,7 +30,7 @@ Body = TypeVar("Body", bound=Struct)
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
-    """What a stream holds beside the answer; obfuscation, random filling against who counts bytes, is never sent."""
+    """The parts of a stream beside the answer; obfuscation, random filling against who counts bytes, is never sent."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
