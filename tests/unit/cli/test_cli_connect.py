@@ -193,7 +193,8 @@ def test_ctrl_c_ends_an_answer_and_not_the_chat(
             signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(chat_module, "_write", write)
-    with Client(endpoint) as client, Runtime.load(talker, max_batch=1, max_context=128) as runtime:
+    # with so small a window the server cannot have ended the answer before it hears of Ctrl-C
+    with Client(endpoint, window=4) as client, Runtime.load(talker, max_batch=1, max_context=128) as runtime:
         model = LocalModel(runtime) if local else ServedModel(client)
         chat = chat_module._Chat(model, {"max_tokens": 24}, None, plain=False)
         chat._on_terminal = True
