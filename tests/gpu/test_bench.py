@@ -10,7 +10,8 @@ from lowlat.tools.bench.results import read_result
 
 pytestmark = pytest.mark.gpu
 
-SMALL = ("--context", 200, "--batch", "1,2", "-S", "0,3", "--steps", 20, "--warm-up", 3, "--repeats", 2)
+# two drafts: what a loop on the device may run ahead fits the bundled pair's positions
+SMALL = ("--context", 200, "--batch", "1,2", "-S", "0,2", "--steps", 20, "--warm-up", 3, "--repeats", 2)
 
 
 @pytest.mark.parametrize("extra", ["--profile", "--device-loop"])

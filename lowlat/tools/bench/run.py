@@ -125,6 +125,7 @@ class ScenarioRun:
             place = f"{self.path.stem}-profile-{case.batch}x{case.context}-{case.num_speculative_tokens}.json"
             conditions = {"model": environment.model, "card": environment.card, "executor": environment.executor}
             figures = {**conditions, "wall_gb_per_s": wall, **run.profile(PROFILED_STEPS)}
+            self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.with_name(place).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
         return row
 
