@@ -18,6 +18,8 @@ T = TypeVar("T")
 
 RESERVED_BYTES = 1024  # of shared memory, a block: what the driver takes from 8.0 on
 GRAIN = 128  # of shared memory
+H200_GB_S = 4850.0  # of memory; for cards that do not say
+READ_SHARE = 0.93  # of it, that streaming reads get
 Argument = torch.Tensor | int | float
 # name, shape, dtype -> memory that a lowering owns and calls share, zero at first; kernels leave counters at zero
 Workspace = Callable[[str, tuple[int, ...], torch.dtype], torch.Tensor]
@@ -43,6 +45,11 @@ class Card:
     def suspends(self) -> bool:
         """Whether a warp that waits at a barrier in shared memory may be suspended."""
         return self.capability >= (9, 0)
+
+    @property
+    def read_gb_s(self) -> float:
+        """Bandwidth of streaming reads, GB/s, reckoned by the memory's peak: the same at every load."""
+        return READ_SHARE * (self.peak_gb_s or H200_GB_S)
 
     def most_bytes(self, blocks: int) -> int:
         """The most shared memory a block of which so many blocks fit on a multiprocessor."""

@@ -49,7 +49,7 @@ class TuningTable:
     """One card's tuned plans, by kind of launch and key.
 
     card              its name, as the driver has it
-    num_multiprocessors, shared_bytes, capability  as `Card` has them: a part of a card is another card
+    num_multiprocessors, shared_bytes, capability, peak_gb_s  as `Card` has them: a part of a card is another card
     driver, commit    by which it was measured
     read_gb_s         measured bandwidth of streaming reads, GB/s; 0.0: not measured
     entries           by kind, then key
@@ -59,6 +59,7 @@ class TuningTable:
     capability: tuple[int, int]
     num_multiprocessors: int
     shared_bytes: int
+    peak_gb_s: float = 0.0
     driver: str = ""
     commit: str = ""
     read_gb_s: float = 0.0
@@ -90,7 +91,7 @@ class TuningTable:
         path.write_text(f'{head}, "entries": {{\n' + ",\n".join(kinds) + "\n}}\n", encoding="utf-8")
 
 
-_FACTS = ("card", "capability", "num_multiprocessors", "shared_bytes", "driver", "commit", "read_gb_s")
+_FACTS = ("card", "capability", "num_multiprocessors", "shared_bytes", "peak_gb_s", "driver", "commit", "read_gb_s")
 
 
 def read_table(path: Path) -> TuningTable:
