@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar
 
 from lowlat.errors import ConfigError
 
-__all__ = ["SHIPPED", "Entry", "Knobs", "Plan", "Planned", "TuningTable", "choose_plan", "key_of", "read_table"]
+__all__ = ["SHIPPED", "Entry", "Fact", "Knobs", "Plan", "Planned", "TuningTable", "choose_plan", "key_of", "read_table"]
 
 SHIPPED = Path(__file__).parent / "tables"
 FORMAT = 1

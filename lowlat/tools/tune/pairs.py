@@ -74,7 +74,7 @@ def open_pair(target: Path, draft_model: Path | None, dtype: str = "auto") -> Pa
 
 
 def random_pair(name: str, directory: Path) -> Pair:
-    """A named geometry; its target's config.json is written into a directory. Raises ConfigError for an unknown name."""
+    """A named geometry; its target's config.json is written into a directory. Raises ConfigError for another name."""
     from lowlat.tools.bench.geometry import draft_config, random_target, read_geometries
 
     known = read_geometries()
