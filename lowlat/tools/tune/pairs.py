@@ -17,6 +17,7 @@ from lowlat.executors.device_weights import DeviceWeights
 from lowlat.executors.lowering.binding import Binding
 from lowlat.executors.lowering.lower import LoweredGroup, lower, weight_layouts
 from lowlat.executors.lowering.weight_parts import expert_parts, gemm_weights
+from lowlat.executors.make import uncovered
 from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import Bucket, Role
 from lowlat.host.loading import make_geometry
@@ -99,11 +100,17 @@ def _few_layers(pair: Pair) -> Pair:
 
 
 class PairPrograms:
-    """The programs of a pair for a card: steps of the buckets, first tokens, prefills of all sizes."""
+    """The programs of a pair for a card: steps of the buckets, first tokens, prefills of all sizes.
+
+    Raises ConfigError for a pair that the kernels do not cover.
+    """
 
     def __init__(self, pair: Pair, card: Card, sizes: Sizes) -> None:
         self.pair, self._card = _few_layers(pair), card
         config, speculator = self.pair.config, self.pair.speculator
+        problem = uncovered(config, None if speculator is None else speculator.draft_config)
+        if problem is not None:
+            raise ConfigError(f"{pair.name} has no launches to tune: {problem}")
         depths = sizes.depths if speculator is not None else (0,)
         topologies = {depth: TreeTopology.chain(depth) for depth in sorted({0, *depths})}
         options = RuntimeConfig(

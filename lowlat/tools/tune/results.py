@@ -1,5 +1,6 @@
 """Tables made of what was swept, in the file of a card; and the schema that every table keeps to."""
 
+import math
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -51,7 +52,8 @@ def table_of(
     """The table of a card with an entry for each launch that was swept."""
     entries: dict[str, dict[str, Entry]] = {}
     for each in swept:
-        times = round(each.default_us, 3), round(each.best_us, 3)
+        default_us = each.default_us if math.isfinite(each.default_us) else 0.0
+        times = round(default_us, 3), round(each.best_us, 3)
         entry = Entry(dict(each.plan.knobs), *times, tuple(each.shape.stages))
         entries.setdefault(each.shape.kind, {})[each.shape.key] = entry
     sizes = card.capability, card.num_multiprocessors, card.shared_bytes, card.peak_gb_s

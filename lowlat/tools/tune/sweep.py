@@ -1,4 +1,4 @@
-"""The sweep: every launch's plans are compiled, the likeliest of all launches first, and timed, within a budget."""
+"""The sweep: every launch's plans are compiled, the likeliest of all launches first, and timed, until a time."""
 
 import math
 import os
@@ -11,13 +11,12 @@ from lowlat.kernels.toolchain.kernel import KernelCall
 from lowlat.kernels.tuning.table import Plan
 from lowlat.tools.tune.shapes import Shape
 
-__all__ = ["Bench", "Swept", "sweep"]
+__all__ = ["Bench", "Swept", "compile_plans", "time_plans"]
 
-COMPILE_SHARE = 0.65  # of the budget, at most, that kernels are compiled in
 KERNELS_A_CORE = 4  # that are compiled before the clock is looked at
 NOISE = 0.01  # of a time: a plan that is faster by less is not faster
 
-Progress = Callable[[str, int, int], None]
+Progress = Callable[[int, int], None]
 Variants = Sequence[tuple[KernelCall, ...]]
 
 
@@ -67,67 +66,43 @@ class Swept:
         return 1 - self.best_us / self.default_us if math.isfinite(self.default_us) else 0.0
 
 
-def sweep(
+def compile_plans(
     shapes: Sequence[Shape],
     calls: Mapping[tuple[str, str], Variants],
     bench: Bench,
     *,
-    budget_s: float,
-    progress: Progress = lambda what, done, total: None,
+    until: float,
+    progress: Progress = lambda done, total: None,
     clock: Callable[[], float] = time.monotonic,
-) -> list[Swept]:
-    """Compile and time as many plans as the budget allows; launches whose derived plan was not timed are left out.
+) -> dict[tuple[str, str], int]:
+    """Compile plans, the first of all launches before the second of any; return how many of each launch are ready.
 
     calls      of each launch under each of its plans, the derived one first, see `calls_by_plan`
-    budget_s   seconds in all
-    progress   called with what is done, how many and of how many
+    until      a time of the clock, after which nothing more is begun
+    progress   called with kernels compiled and kernels in all
     """
-    start = clock()
-    ready = _compile(shapes, calls, bench, start + COMPILE_SHARE * budget_s, progress, clock)
-    found = []
-    for done, shape in enumerate(shapes):
-        if clock() - start > budget_s:
-            break
-        variants = calls[shape.place][: ready[shape.place]]
-        if variants:
-            times = bench.times_us(shape, variants)
-            if math.isfinite(min(times)):
-                found.append(Swept(shape, tuple(times)))
-        progress("timed", done + 1, len(shapes))
-    return found
-
-
-def _compile(
-    shapes: Sequence[Shape],
-    calls: Mapping[tuple[str, str], Variants],
-    bench: Bench,
-    deadline: float,
-    progress: Progress,
-    clock: Callable[[], float],
-) -> dict[tuple[str, str], int]:
-    """Compile plans, the first of all launches before the second of any; return how many of each launch are ready."""
     ready = {shape.place: 0 for shape in shapes}
-    known: set[str] = set()
     total = len({call.kernel.name for variants in calls.values() for each in variants for call in each})
-    waiting: list[KernelCall] = []
+    known: set[str] = set()
+    waiting: dict[str, KernelCall] = {}
     places: list[tuple[str, str]] = []
     most = KERNELS_A_CORE * len(os.sched_getaffinity(0))
 
     def flush() -> None:
-        bench.compile(waiting)
-        known.update(call.kernel.name for call in waiting)
+        bench.compile(list(waiting.values()))
+        known.update(waiting)
         for place in places:
             ready[place] += 1
         waiting.clear()
         places.clear()
-        progress("compiled", len(known), total)
+        progress(len(known), total)
 
     for place, variant in _by_rank(shapes, calls):
-        waiting += [call for call in variant if call.kernel.name not in known]
+        waiting.update({call.kernel.name: call for call in variant if call.kernel.name not in known})
         places.append(place)
-        if len({call.kernel.name for call in waiting}) >= most:
+        if len(waiting) >= most:
             flush()
-            if clock() > deadline:
+            if clock() > until:
                 return ready
     flush()
     return ready
@@ -140,3 +115,31 @@ def _by_rank(
         for shape in shapes:
             if rank < len(calls[shape.place]):
                 yield shape.place, calls[shape.place][rank]
+
+
+def time_plans(
+    shapes: Sequence[Shape],
+    calls: Mapping[tuple[str, str], Variants],
+    ready: Mapping[tuple[str, str], int],
+    bench: Bench,
+    *,
+    until: float,
+    progress: Progress = lambda done, total: None,
+    clock: Callable[[], float] = time.monotonic,
+) -> list[Swept]:
+    """Time the plans that are compiled; launches that the clock did not allow, or none of whose plans can be launched,
+    are left out.
+
+    ready     plans of each launch, see `compile_plans`
+    progress  called with launches timed and launches in all
+    """
+    found = []
+    for done, shape in enumerate(shapes):
+        if clock() > until:
+            break
+        variants = calls[shape.place][: ready[shape.place]]
+        times = bench.times_us(shape, variants) if variants else []
+        if times and math.isfinite(min(times)):
+            found.append(Swept(shape, tuple(times)))
+        progress(done + 1, len(shapes))
+    return found
