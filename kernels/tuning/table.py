@@ -8,12 +8,31 @@ from typing import Any, Protocol, TypeVar
 
 from lowlat.errors import ConfigError
 
-__all__ = ["SHIPPED", "Entry", "Knobs", "Plan", "Planned", "TuningTable", "choose_plan", "key_of", "read_table"]
+__all__ = ["SHIPPED", "Entry", "Fact", "Knobs", "Plan", "Planned", "TuningTable", "choose_plan", "key_of", "read_table"]
 
 SHIPPED = Path(__file__).parent / "tables"
 FORMAT = 1
 Knobs = Mapping[str, int | bool]
 Fact = int | bool | str | None
+
+
+class CardSizes(Protocol):
+    """A card's sizes, as `Card` has them."""
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """Compute capability."""
+        ...
+
+    @property
+    def num_multiprocessors(self) -> int:
+        """Multiprocessors."""
+        ...
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory that one block may have, bytes."""
+        ...
 
 
 class Plan(Protocol):
@@ -67,6 +86,11 @@ class TuningTable:
 
     def __len__(self) -> int:
         return sum(map(len, self.entries.values()))
+
+    def is_of(self, card: CardSizes) -> bool:
+        """Whether it was measured on a card of these sizes."""
+        sizes = (card.capability, card.num_multiprocessors, card.shared_bytes)
+        return sizes == (self.capability, self.num_multiprocessors, self.shared_bytes)
 
     def find(self, kind: str, key: str) -> Knobs | None:
         """The knobs of a launch, or None where it has no entry."""

@@ -45,6 +45,7 @@ from lowlat.kernels.sampling.select import FINITE
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import H200, Argument, Card, Kernel, KernelCall, examples_for
 from lowlat.kernels.toolchain.numba_cuda import cuda, float32, int64, types, uint32
+from lowlat.kernels.tuning.table import Planned
 
 NUM_ROTATION = 10  # arguments of a kernel that only ROTATE uses
 NUM_NORM = 2  # and those of a norm
@@ -174,9 +175,11 @@ def decode_gemm(
     for start in range(0, count, most):
         part = slice(start, min(start + most, count))
         rows = part.stop - start
-        chosen, planned = choose_decode_plan(rows, shape, card, held)
-        if plan is not None:
-            chosen, planned = replace(plan, steps_held=held, keeps_argmax=best is not None), None
+        planned: Planned | None = None
+        if plan is None:
+            chosen, planned = choose_decode_plan(rows, shape, card, held)
+        else:
+            chosen = replace(plan, steps_held=held, keeps_argmax=best is not None)
         pairs = None if best is None else _pairs_of(best, part, chosen)
         alive = None if row_live is None else row_live.reshape(-1)[part]
         beside = columns if residual is None else residual[part]

@@ -8,7 +8,7 @@ from lowlat.errors import ShapeError
 from lowlat.kernels.common.handover import BARRIER_BYTES
 from lowlat.kernels.common.norm_math import THREADS as NORM_THREADS
 from lowlat.kernels.toolchain.kernel import Card
-from lowlat.kernels.tuning.table import Knobs, Planned, choose_plan
+from lowlat.kernels.tuning.table import Fact, Knobs, Planned, choose_plan
 
 __all__ = [
     "ADD",
@@ -244,7 +244,7 @@ def choose_decode_plan(
     """The plan for M rows by a card's table, or the derived one; and its place in tables. Raises as they do."""
     keeps = shape.best is not None
     plans = candidate_plans(rows, shape.width, card, steps_held, keeps_argmax=keeps)
-    facts = {
+    facts: dict[str, Fact] = {
         "rows": 8 * plans[0].row_tiles if rows > 8 else plans[0].columns, "N": shape.width, "K": shape.depth,
         "epilogue": shape.epilogue, "normed": steps_held > 0, "argmax": keeps,
     }  # fmt: skip
@@ -283,9 +283,9 @@ def _candidates(
     tiles, stages, areas = derived[0].weight_tiles, derived[0].stages, derived[0].areas
     near = [(tiles, stages + 1, areas), (tiles, stages * 3 // 4, areas), (tiles, stages, 3 - areas)]
     far = [(tiles, stages // 2, areas), *((p.weight_tiles, p.stages * 3 // 4, p.areas) for p in derived[1:2])]
-    near, far = ([cut(*sizes) for sizes in some if sizes[1] > 0] for some in (near, far))
-    rest = (cut(tiles, *sizes) for _, tiles in ranked for sizes in product(range(MOST_STAGES, 0, -1), (2, 1)))
-    plans = dict.fromkeys((*derived[:2], *near, *derived[2:], *far, *rest))
+    rest = product((tiles for _, tiles in ranked), range(MOST_STAGES, 0, -1), (2, 1))
+    cuts = ((cut(*sizes) for sizes in some if sizes[1] > 0) for some in (near, far, rest))
+    plans = dict.fromkeys((*derived[:2], *next(cuts), *derived[2:], *next(cuts), *next(cuts)))
     return tuple(plan for plan in plans if plan.shared_bytes <= card.shared_bytes)
 
 

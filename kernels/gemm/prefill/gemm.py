@@ -32,6 +32,7 @@ from lowlat.kernels.toolchain import ptx, ptx_hopper
 from lowlat.kernels.toolchain.kernel import H200, Card, Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import cuda, float32, types, uint32
 from lowlat.kernels.toolchain.ptx_hopper import KEPT_AS_USUAL, READ_ONCE
+from lowlat.kernels.tuning.table import Planned
 
 __all__ = ["examples", "prefill_gemm"]
 
@@ -63,11 +64,10 @@ def prefill_gemm(
     Raises ShapeError for shapes that do not fit, or a card without such instructions.
     """
     rows, depth = x.shape
+    planned: Planned | None = None
     if plan is None:
         plan, planned = choose_prefill_plan(rows, weight.rows, weight.columns, card)
-    elif plan in plans_of(rows, weight.rows, weight.columns, card):
-        planned = None
-    else:
+    elif plan not in plans_of(rows, weight.rows, weight.columns, card):
         raise ShapeError(f"{plan} is no plan for {rows} rows by a weight of {weight.rows} x {weight.columns}")
     check_shape("x", x, rows, weight.columns)
     check_shape("out", out, rows, weight.rows)

@@ -1,0 +1,114 @@
+"""A run of `lowlat tune`: launches collected, plans compiled and timed within a budget, the table written."""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lowlat.errors import ConfigError
+from lowlat.kernels.toolchain.kernel import H200, Card
+from lowlat.kernels.tuning.choice import file_name
+from lowlat.kernels.tuning.table import TuningTable, read_table
+from lowlat.options.directories import tuning_directory
+from lowlat.tools.tune.pairs import Pair, PairPrograms, Sizes
+from lowlat.tools.tune.results import table_of, write_table
+from lowlat.tools.tune.shapes import KINDS, Shape, calls_by_plan, collect
+from lowlat.tools.tune.sweep import Swept, compile_plans, time_plans
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["COMMANDS", "Tuned", "kinds_of", "listed", "tune"]
+
+COMMANDS = (*KINDS, "all")
+COMPILE_SHARE = 0.65  # of the budget, at most, that kernels are compiled in
+WALL_BYTES, WALL_REPLAYS = 1 << 30, 10
+
+Update = Callable[[int, int | None], None]
+Bar = Callable[[str], AbstractContextManager[Update | None]]
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """A run's result.
+
+    card_name  of the card
+    swept      launches whose plans were timed
+    left       launches that the budget did not allow
+    table      as it was written, other entries of the file included
+    path       of the file
+    seconds    that it took
+    """
+
+    card_name: str
+    swept: tuple[Swept, ...]
+    left: tuple[Shape, ...]
+    table: TuningTable
+    path: Path
+    seconds: float
+
+
+def kinds_of(command: str) -> tuple[str, ...]:
+    """The kinds of launches that a command tunes."""
+    return KINDS[command] if command in KINDS else tuple(kind for kinds in KINDS.values() for kind in kinds)
+
+
+def listed(pairs: Sequence[Pair], command: str, sizes: Sizes, card: Card = H200) -> list[Shape]:
+    """The launches that a command would time for a card, with their plans; nothing runs."""
+    return collect([PairPrograms(pair, card, sizes) for pair in pairs], card, kinds_of(command))
+
+
+def tune(
+    pairs: Sequence[Pair],
+    command: str,
+    sizes: Sizes,
+    device: "torch.device",
+    *,
+    num_candidates: int,
+    budget_s: float,
+    only_missing: bool,
+    out: Path | None,
+    commit: str,
+    bar: Bar,
+) -> Tuned:
+    """Sweep the plans of launches on a CUDA device and write the table of its card.
+
+    num_candidates  plans of a launch at most, the derived one included
+    budget_s        seconds in all, beside the plans of one launch
+    only_missing    launches that have an entry in the file are left out
+    out             the file; None: in the user's own tables. Entries that are in it stay, or are replaced.
+    Raises ConfigError for a file of another card.
+    """
+    import torch
+
+    from lowlat.tools.bench.machine import changed_commit, driver
+    from lowlat.tools.profile.wall import measure_wall
+    from lowlat.tools.tune.bench import CardBench
+
+    start, bench, name = time.monotonic(), CardBench(device), torch.cuda.get_device_name(device)
+    path = tuning_directory() / file_name(name) if out is None else out
+    known = read_table(path) if path.exists() else None
+    if known is not None and (known.card != name or not known.is_of(bench.card)):
+        raise ConfigError(f"{path} is a table of {known.card}, not of {name}; name another file with --out")
+    shapes = listed(pairs, command, sizes, bench.card)
+    if only_missing and known is not None:
+        shapes = [shape for shape in shapes if known.find(*shape.place) is None]
+    wall = measure_wall(device, WALL_BYTES, WALL_REPLAYS)
+    calls = calls_by_plan(shapes, bench.card, num_candidates)
+    with bar("compiling") as update:
+        until = start + COMPILE_SHARE * budget_s
+        ready = compile_plans(shapes, calls, bench, until=until, progress=update or _quietly)
+    with bar("timing") as update:
+        swept = time_plans(shapes, calls, ready, bench, until=start + budget_s, progress=update or _quietly)
+    commit = commit or changed_commit()
+    table = table_of(swept, name, bench.card, driver=driver(), commit=commit, read_gb_s=wall.gb_per_s)
+    table = write_table(table, path)
+    done = {each.shape.place for each in swept}
+    left = tuple(shape for shape in shapes if shape.place not in done)
+    return Tuned(name, tuple(swept), left, table, path, time.monotonic() - start)
+
+
+def _quietly(done: int, total: int | None) -> None:
+    """Show nothing."""
