@@ -136,7 +136,7 @@ def test_candidates_fit_the_card_differ_in_knobs_and_begin_with_the_derived_one(
             assert set(wide[0].knobs) == KNOBS["prefill_gemm"]
 
 
-def test_launches_of_a_pair_are_met_by_their_stages(shapes: list[Shape]) -> None:
+def test_launches_of_a_pair_are_met_by_their_stages(shapes: list[Shape], programs: PairPrograms) -> None:
     tags = {tag for shape in shapes for tag in shape.stages}
     parts = ("QKV", "O", "FFN_GATE_UP", "FFN_DOWN")
     assert {f"BASE_{part}" for part in (*parts, "LM_HEAD")} <= tags
@@ -144,6 +144,8 @@ def test_launches_of_a_pair_are_met_by_their_stages(shapes: list[Shape]) -> None
     assert {f"PREFILL_{part}" for part in parts} <= tags and "EAGLE3_PREFILL_FC" in tags
     assert len({shape.place for shape in shapes}) == len(shapes)
     keys = [shape.key for shape in shapes if "BASE_LM_HEAD" in shape.stages]
+    planned = [c.planned for p in programs.programs for g in programs.groups(p, H200) for c in g.kernel_calls]
+    assert {each.kind for each in planned if each is not None} <= set(kinds_of("all"))
     assert any("N=4096 K=320 epilogue=float32 normed=1 argmax=1" in key for key in keys)
 
 
@@ -267,6 +269,6 @@ def test_a_shipped_table_has_knobs_alone_and_a_plan_of_every_launch(path: Path, 
     names = [name for name in read_geometries() if name != NOT_COVERED and name != "tiny-experts"]
     pairs = [open_pair(DEMO / "target", DEMO / "head"), *(random_pair(name, tmp_path / name) for name in names)]
     for shape in listed(pairs, "all", Sizes(), card):
-        entry = found.entries[shape.kind].get(shape.key)
-        assert entry is not None, f"{shape.place} has no entry"
-        assert any(dict(plan.knobs) == dict(entry.knobs) for plan in shape.candidates), shape.place
+        knobs = found.find(*shape.place)
+        assert knobs is not None, f"{shape.place} has no entry"
+        assert any(dict(plan.knobs) == dict(knobs) for plan in shape.candidates), shape.place
