@@ -102,6 +102,7 @@ def _few_layers(pair: Pair) -> Pair:
 class PairPrograms:
     """The programs of a pair for a card: steps of the buckets, first tokens, prefills of all sizes.
 
+    workspace  of all of them; it has no memory
     Raises ConfigError for a pair that the kernels do not cover.
     """
 
@@ -123,6 +124,8 @@ class PairPrograms:
         ]
         steps = [build_step(geometry, bucket, topologies[bucket.num_speculative_tokens]) for bucket in buckets]
         self.programs: tuple[Program, ...] = (*steps, *build_prefills(geometry).values())
+        self.workspace = SharedWorkspace(META)
+        self._buffers: dict[int, Mapping[str, torch.Tensor]] = {}
 
     @cached_property
     def weight_shapes(self) -> dict[str, torch.Tensor]:
@@ -158,9 +161,10 @@ class PairPrograms:
         return sum(tensor.nbytes for tensor in unique)
 
     def groups(self, program: Program, card: Card) -> tuple[LoweredGroup, ...]:
-        """A program lowered for a card: its own, with another table perhaps."""
-        buffers: Mapping[str, torch.Tensor] = {
-            spec.name: torch.empty(spec.shape, dtype=spec.dtype, device=META)
-            for spec in program.specs(*STATE_ROLES, Role.SCRATCH, Role.CONSTANT)
-        }
-        return lower(Binding(program, buffers, self.weights, card, SharedWorkspace(META)))
+        """One of the programs lowered for the pair's card, with another table perhaps, onto the same tensors."""
+        buffers = self._buffers.get(id(program))
+        if buffers is None:
+            specs = program.specs(*STATE_ROLES, Role.SCRATCH, Role.CONSTANT)
+            buffers = {spec.name: torch.empty(spec.shape, dtype=spec.dtype, device=META) for spec in specs}
+            self._buffers[id(program)] = buffers
+        return lower(Binding(program, buffers, self.weights, card, self.workspace))
