@@ -19,9 +19,9 @@ from lowlat.tools.tune.shapes import Shape
 __all__ = ["CardBench"]
 
 logger = logging.getLogger("lowlat")
-LEAST_LAUNCHES, MOST_LAUNCHES = 8, 32  # of a graph, but one for each place of the weights at least
-GRAPH_US = 400.0  # a graph's time at least, where the memory is read at its peak
-TURNS, REPLAYS = 6, 4  # of each plan; replays of a turn
+LEAST_LAUNCHES, MOST_LAUNCHES = 4, 32  # of a graph, but one for each place of the weights at least
+GRAPH_US = 300.0  # a graph's time at least, where the memory is read at its peak
+TURNS, REPLAYS = 5, 4  # of each plan; replays of a turn
 LEAD = 2
 
 
