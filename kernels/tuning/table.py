@@ -55,12 +55,14 @@ class Entry:
     default_us  time of the plan that is derived without a table; 0.0: not measured
     best_us     time of these knobs' plan
     stages      where the launch was met, as `EAGLE3_FC`
+    cases       both times by case, as contexts of attention, of which those above are geometric means; none: one case
     """
 
     knobs: Knobs
     default_us: float = 0.0
     best_us: float = 0.0
     stages: tuple[str, ...] = ()
+    cases: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,14 +129,18 @@ def read_table(path: Path) -> TuningTable:
         facts = {name: found[name] for name in _FACTS}
         facts["capability"] = tuple(facts["capability"])
         entries = {
-            str(kind): {
-                str(key): Entry(**{**entry, "stages": tuple(entry["stages"])}) for key, entry in of_kind.items()
-            }
+            str(kind): {str(key): _entry(entry) for key, entry in of_kind.items()}
             for kind, of_kind in found["entries"].items()
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path}: no tuning table: {type(error).__name__}: {error}; run `lowlat tune`") from error
     return TuningTable(**facts, entries=entries)
+
+
+def _entry(found: Mapping[str, Any]) -> Entry:
+    """An entry as it was written."""
+    cases = {name: (times[0], times[1]) for name, times in found["cases"].items()}
+    return Entry(**{**found, "stages": tuple(found["stages"]), "cases": cases})
 
 
 @dataclass(frozen=True)

@@ -1,26 +1,23 @@
 """Memory for calls whose arguments have none: aliased as before, filled so that a launch does what a step's does.
 
 Weights are given several places, which are used in turn, so that a launch finds none of them in the L2 that would not
-be there in a step either. What a kind of launch wants in its arguments beyond numbers is in FILLS.
+be there in a step either. What a kind of launch wants in its arguments beyond numbers is in `cases`.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from types import MappingProxyType
 
 import torch
 
 from lowlat.kernels.gemm.packing import RUN
 from lowlat.kernels.toolchain.kernel import Argument, KernelCall
 
-__all__ = ["FILLS", "Fill", "Places", "fill_numbers"]
+__all__ = ["MOST_PLACES", "ROTATED_BYTES", "Places", "fill_numbers"]
 
 ROTATED_BYTES = 160 << 20  # more than the L2 of any card
 MOST_PLACES = 64
 DEVIATION = 0.05
-
-Fill = Callable[[Sequence[KernelCall]], None]
 
 
 def fill_numbers(calls: Sequence[KernelCall]) -> None:
@@ -33,10 +30,6 @@ def fill_numbers(calls: Sequence[KernelCall]) -> None:
             tensor.normal_(0.0, DEVIATION)
         elif tensor.dtype == torch.uint8:
             tensor.fill_(1)
-
-
-# kinds of launches whose arguments need more than numbers -> how those are filled
-FILLS: Mapping[str, Fill] = MappingProxyType({})
 
 
 class Places:

@@ -13,7 +13,8 @@ from lowlat.graphs.capture import CapturedGraph, capture
 from lowlat.graphs.launch import Launch
 from lowlat.kernels.toolchain.kernel import Card, KernelCall
 from lowlat.tools.profile.wall import event_times
-from lowlat.tools.tune.arguments import FILLS, Places, fill_numbers
+from lowlat.tools.tune.arguments import Places
+from lowlat.tools.tune.cases import Case, cases_of
 from lowlat.tools.tune.shapes import Shape
 
 __all__ = ["CardBench"]
@@ -37,37 +38,44 @@ class CardBench:
         """Compile what the cache lacks, on all cores."""
         self.launcher.compile_ahead(calls)
 
-    def times_us(self, shape: Shape, plans: Sequence[Sequence[KernelCall]]) -> list[float]:
-        """Microseconds of a launch under each plan, the calls of its group included; infinite for one that fails.
+    def times_us(self, shape: Shape, plans: Sequence[Sequence[KernelCall]]) -> dict[str, list[float]]:
+        """Microseconds of a launch under each plan, by case, the calls of its group included; infinite for a failure.
 
         A plan that does not load, or whose registers do not suffice, fails.
         """
-        pair = shape.source[0]
+        pair, found = shape.source[0], dict[str, list[float]]()
         places = Places(self._device, pair.weights.tensors(), pair.weight_bytes)
-        with torch.cuda.stream(self._stream), ExitStack() as stack:
+        num_places = places.num_copies(plans[0])
+        with torch.cuda.stream(self._stream):
+            for case in cases_of(shape.kind, places.place(plans[0], 0), num_places):
+                found[case.name] = self._times_of(shape, places, case, plans)
+        self.launcher.clear()
+        return found
+
+    def _times_of(self, shape: Shape, places: Places, case: Case, plans: Sequence[Sequence[KernelCall]]) -> list[float]:
+        kept: list[tuple[KernelCall, ...]] = []  # launches know addresses alone; the calls own the memory
+        with ExitStack() as stack:
             replays, counts = [], []
             for calls in plans:
-                graph, count = self._graph(shape, places, calls)
+                copies = max(case.copies, num_places := places.num_copies(calls))
+                placed = [case.fill(places.place(calls, copy % num_places), copy) for copy in range(copies)]
+                kept += placed
+                graph, count = self._graph(shape, placed)
                 replays.append(None if graph is None else self._replay(stack, graph))
                 counts.append(count)
             times = _in_turns(replays)
             self._stream.synchronize()
-        self.launcher.clear()
         return [math.inf if each is None else 1e3 * each / count for each, count in zip(times, counts, strict=True)]
 
-    def _graph(self, shape: Shape, places: Places, calls: Sequence[KernelCall]) -> tuple[CapturedGraph | None, int]:
-        copies = places.num_copies(calls)
-        placed = [places.place(calls, copy) for copy in range(copies)]
-        for each in placed:
-            FILLS.get(shape.kind, fill_numbers)(each)
-        moved = max(_num_bytes(call) for call in calls)
+    def _graph(self, shape: Shape, placed: Sequence[tuple[KernelCall, ...]]) -> tuple[CapturedGraph | None, int]:
+        moved = max(_num_bytes(call) for call in placed[0])
         wanted = round(GRAPH_US * 1e3 * self.card.read_gb_s / moved)
-        count = max(LEAST_LAUNCHES, copies, min(MOST_LAUNCHES, wanted))
+        count = max(LEAST_LAUNCHES, len(placed), min(MOST_LAUNCHES, wanted))
         launches: list[Launch] = []
         try:
             prepared = [[self.launcher.prepare(call) for call in each] for each in placed]
             for index in range(count):
-                launches += prepared[index % copies]
+                launches += prepared[index % len(placed)]
             return capture(self.launcher.stream(), launches), count
         except Exception as error:  # cuda.core's own has no public name
             logger.warning("%s %s: a plan cannot be launched: %s", shape.kind, shape.key, error)

@@ -39,6 +39,7 @@ from lowlat.step.prefill import build_prefills
 __all__ = ["Pair", "PairPrograms", "Sizes", "open_pair", "random_pair"]
 
 META = torch.device("meta")
+LONG_CONTEXT, SHORT_POSITIONS = 65536, 32768  # of a slot; of all slots: as many as are split shortly
 LEAST_LAYERS = 2  # so that a layer stands beside another
 
 
@@ -63,6 +64,12 @@ class Sizes:
     batches: tuple[int, ...] = (1, 2, 4, 8)
     depths: tuple[int, ...] = (0, 2, 3, 4, 5, 7)
     max_context: int = 4096
+
+    @property
+    def of_attention(self) -> tuple["Sizes", ...]:
+        """The sizes of which both splits of positions come, with the longest contexts that each has."""
+        short = (replace(self, batches=(batch,), max_context=SHORT_POSITIONS // batch) for batch in self.batches)
+        return replace(self, max_context=LONG_CONTEXT), *short
 
 
 def open_pair(target: Path, draft_model: Path | None, dtype: str = "auto") -> Pair:

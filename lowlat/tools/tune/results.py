@@ -21,6 +21,7 @@ class EntryFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     default_us: float
     best_us: float
     stages: tuple[str, ...]
+    cases: dict[str, tuple[float, float]]
 
 
 class TableFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -52,12 +53,17 @@ def table_of(
     """The table of a card with an entry for each launch that was swept."""
     entries: dict[str, dict[str, Entry]] = {}
     for each in swept:
-        default_us = each.default_us if math.isfinite(each.default_us) else 0.0
-        times = round(default_us, 3), round(each.best_us, 3)
-        entry = Entry(dict(each.plan.knobs), *times, tuple(each.shape.stages))
+        times = _us(each.default_us), _us(each.best_us)
+        cases = {name: (_us(found[0]), _us(found[each.best])) for name, found in each.by_case.items()}
+        entry = Entry(dict(each.plan.knobs), *times, tuple(each.shape.stages), cases)
         entries.setdefault(each.shape.kind, {})[each.shape.key] = entry
     sizes = card.capability, card.num_multiprocessors, card.shared_bytes, card.peak_gb_s
     return TuningTable(card_name, *sizes, driver, commit, round(read_gb_s, 1), entries)
+
+
+def _us(time: float) -> float:
+    """A time as tables have it, 0.0 where a plan failed."""
+    return round(time, 3) if math.isfinite(time) else 0.0
 
 
 def write_table(table: TuningTable, path: Path) -> TuningTable:

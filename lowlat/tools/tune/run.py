@@ -57,7 +57,12 @@ def kinds_of(command: str) -> tuple[str, ...]:
 
 def listed(pairs: Sequence[Pair], command: str, sizes: Sizes, card: Card = H200) -> list[Shape]:
     """The launches that a command would time for a card, with their plans; nothing runs."""
-    return collect([PairPrograms(pair, card, sizes) for pair in pairs], card, kinds_of(command))
+    kinds, rest = kinds_of(command), KINDS["attention"]
+    found = collect([PairPrograms(pair, card, sizes) for pair in pairs], card, [k for k in kinds if k not in rest])
+    if set(rest) <= set(kinds):
+        programs = [PairPrograms(pair, card, each) for pair in pairs for each in sizes.of_attention]
+        found += collect(programs, card, rest)
+    return found
 
 
 def tune(

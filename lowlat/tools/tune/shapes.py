@@ -1,7 +1,7 @@
 """Launches that a card cuts, collected by lowering programs; and the calls of each under any of its plans.
 
 A launch is timed with the calls that its plan brings along: those of its group, as a GEMM whose segments are added up
-by another kernel. Where a group has several such launches, each is timed alone.
+by another kernel. Where a group has several such launches, each is timed alone, unless they have one plan together.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,9 +18,10 @@ __all__ = ["KINDS", "Shape", "calls_by_plan", "collect", "stage_tag"]
 # commands of `lowlat tune` -> kinds of launches
 KINDS: Mapping[str, tuple[str, ...]] = {
     "gemm": ("decode_gemm", "prefill_gemm"),
-    "experts": ("experts", "experts_mlp", "experts_grouped", "router"),
+    "experts": ("experts", "experts_mlp", "experts_grouped"),
     "attention": ("attention",),
 }
+TOGETHER = {"experts_grouped"}  # kinds of which several launches of a group have one plan
 PARTS = {"gate_up": "FFN_GATE_UP", "down": "FFN_DOWN"}
 KERNELS = {"attention": "ATTENTION", "prefill_attention": "ATTENTION", "router": "ROUTER"}
 
@@ -49,7 +50,8 @@ class Shape:
 
 def stage_tag(group: LoweredGroup, pair: PairPrograms) -> str:
     """The place of a group in a step: `BASE_QKV`, `EAGLE3_FFN_DOWN`, `EAGLE3_LM_HEAD_SMALLVOC`, `PREFILL_O`."""
-    op = next((op for op in group.ops if op.kind == "linear" or op.kind in KERNELS or "experts" in op.kind), None)
+    experts = (op for op in group.ops if "experts" in op.kind)
+    op = next(experts, None) or next((op for op in group.ops if op.kind == "linear" or op.kind in KERNELS), None)
     part = group.name.upper() if op is None else _part(op)
     drafts = op is not None and op.weights.get("weight", "").startswith("head.")
     if group.stage is Stage.PREFILL:
@@ -126,8 +128,9 @@ def _calls(groups: Iterable[LoweredGroup]) -> dict[tuple[str, str], tuple[Kernel
     found: dict[tuple[str, str], tuple[KernelCall, ...]] = {}
     for group in groups:
         cut = list(_planned(group))
+        kinds = {call.planned.kind for call in cut if call.planned is not None}
         places = [(call.planned.kind, call.planned.key) for call in cut if call.planned is not None]
         for call, place in zip(cut, places, strict=True):
-            alone = len(set(places)) > 1 or len(places) > 1
+            alone = len(set(places)) > 1 or (len(places) > 1 and not kinds <= TOGETHER)
             found.setdefault(place, (call,) if alone else group.kernel_calls)
     return found

@@ -4,7 +4,8 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from statistics import mean
 from typing import Protocol
 
 from lowlat.kernels.toolchain.kernel import KernelCall
@@ -27,17 +28,22 @@ class Bench(Protocol):
         """Compile what is not compiled yet."""
         ...
 
-    def times_us(self, shape: Shape, plans: Variants) -> list[float]:
-        """Microseconds of a launch under each plan; infinite for one that fails."""
+    def times_us(self, shape: Shape, plans: Variants) -> Mapping[str, Sequence[float]]:
+        """Microseconds of a launch under each plan, by case; infinite for one that fails."""
         ...
 
 
 @dataclass(frozen=True)
 class Swept:
-    """A launch with the times of its plans, us: the derived one's first."""
+    """A launch with the times of its plans, us: the derived one's first.
+
+    times_us  geometric means over the cases
+    by_case   times in each case, where there are several
+    """
 
     shape: Shape
     times_us: tuple[float, ...]
+    by_case: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     @property
     def default_us(self) -> float:
@@ -138,8 +144,9 @@ def time_plans(
         if clock() > until:
             break
         variants = calls[shape.place][: ready[shape.place]]
-        times = bench.times_us(shape, variants) if variants else []
+        by_case = bench.times_us(shape, variants) if variants else {}
+        times = tuple(math.exp(mean(map(math.log, each))) for each in zip(*by_case.values(), strict=True))
         if times and math.isfinite(min(times)):
-            found.append(Swept(shape, tuple(times)))
+            found.append(Swept(shape, times, by_case if len(by_case) > 1 else {}))
         progress(done + 1, len(shapes))
     return found
