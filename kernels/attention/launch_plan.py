@@ -128,7 +128,7 @@ def choose_attention_plan(work: AttentionWork, card: Card) -> tuple[AttentionPla
 @cache
 def _split_plans(head_dim: int, query_tiles: int, windowed: bool, card: Card) -> tuple[AttentionPlan, ...]:
     """Two blocks a multiprocessor are derived, of as many stages as pay and fit, else one; heads of 64 share keys and
-    values between two tiles of query rows, for which those of 128 have just the registers, and only from 9.0 on."""
+    values between two tiles of query rows, for which those of 128 have just the registers, and only on 9.0."""
 
     def fits(plan: AttentionPlan) -> bool:
         needed = pipeline_bytes(head_dim, plan.stages, 1) + STATIC_BYTES
@@ -144,7 +144,7 @@ def _split_plans(head_dim: int, query_tiles: int, windowed: bool, card: Card) ->
     row_tiles = 2 if head_dim == 64 and several else 1
     usual = [AttentionPlan(row_tiles, stages, 2) for stages in range(DERIVED_STAGES[head_dim], LEAST_STAGES - 1, -1)]
     derived = next(filter(fits, usual), AttentionPlan(row_tiles, LEAST_STAGES, 1))
-    shares = several and (head_dim == 64 or (card.capability >= HOPPER and not windowed))
+    shares = several and (head_dim == 64 or (card.capability == HOPPER and not windowed))
     other = 3 - row_tiles if shares else row_tiles
 
     def found() -> Iterator[AttentionPlan]:

@@ -12,9 +12,10 @@ import lowlat as package
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.kernels.toolchain.kernel import KernelCall
 from lowlat.kernels.tuning.choice import file_name
-from lowlat.tools.tune.arguments import FILLS, Places, fill_numbers
+from lowlat.tools.tune.arguments import Places
 from lowlat.tools.tune.bench import CardBench
-from lowlat.tools.tune.pairs import PairPrograms, Sizes, open_pair
+from lowlat.tools.tune.cases import cases_of
+from lowlat.tools.tune.pairs import PairPrograms, Sizes, open_pair, random_pair
 from lowlat.tools.tune.results import check_table
 from lowlat.tools.tune.run import kinds_of
 from lowlat.tools.tune.shapes import calls_by_plan, collect
@@ -32,26 +33,34 @@ def bench() -> CardBench:
     return CardBench(torch.device("cuda", 0))
 
 
-def test_every_plan_of_a_launch_leaves_the_same_bits(bench: CardBench) -> None:
+@pytest.mark.parametrize("command", ["gemm", "attention", "experts"])
+def test_every_plan_of_a_launch_leaves_the_same_bits(command: str, bench: CardBench, tmp_path: Path) -> None:
     """In all that a step reads of it; partial sums and partial argmaxes are a plan's own."""
-    pair = PairPrograms(open_pair(DEMO / "target", DEMO / "head"), bench.card, Sizes((1, 4, 8), (0, 2, 7)))
-    shapes = collect([pair], bench.card, kinds_of("gemm"))[::2]
-    calls = calls_by_plan(shapes, bench.card, NUM_PLANS)
+    source = open_pair(DEMO / "target", DEMO / "head")
+    if command == "experts":
+        source = random_pair("tiny-experts", tmp_path)
+    pair = PairPrograms(source, bench.card, Sizes((1, 4, 8), (0, 2, 7)))
+    shapes = collect([pair], bench.card, kinds_of(command))[:: 2 if command == "gemm" else 1]
+    assert shapes
+    calls = calls_by_plan(shapes, bench.card, 99 if command != "gemm" else NUM_PLANS)
     bench.compile([call for variants in calls.values() for each in variants for call in each])
     own = {tensor.untyped_storage()._cdata for tensor in pair.workspace.tensors()}
     for shape in shapes:
-        places, left = Places(torch.device("cuda", 0), pair.weights.tensors(), 0), list[dict[int, torch.Tensor]]()
-        for variant in calls[shape.place]:
-            placed = places.place(variant, 0)
-            torch.manual_seed(7)
-            FILLS.get(shape.kind, fill_numbers)(places.place(calls[shape.place][0], 0))
-            bench.launcher.run(*placed)
-            torch.cuda.synchronize()
-            left.append({name: tensor.clone() for name, tensor in common(variant, placed, own).items()})
-        for number, found in enumerate(left[1:], 1):
-            assert found.keys() == left[0].keys()
-            same = [torch.equal(found[name].view(torch.uint8), left[0][name].view(torch.uint8)) for name in found]
-            assert all(same), f"{shape.place}: plan {shape.candidates[number]}"
+        places = Places(torch.device("cuda", 0), pair.weights.tensors(), 0)
+        for case in cases_of(shape.kind, places.place(calls[shape.place][0], 0)):
+            left = list[dict[int, torch.Tensor]]()
+            for variant in calls[shape.place]:
+                torch.manual_seed(7)
+                case.fill(places.place(calls[shape.place][0], 0), 0)  # once for the first plan's own, the same for all
+                torch.manual_seed(7)
+                placed = case.fill(places.place(variant, 0), 0)
+                bench.launcher.run(*placed)
+                torch.cuda.synchronize()
+                left.append({name: tensor.clone() for name, tensor in common(variant, placed, own).items()})
+            for number, found in enumerate(left[1:], 1):
+                assert found.keys() == left[0].keys()
+                same = [torch.equal(found[name].view(torch.uint8), left[0][name].view(torch.uint8)) for name in found]
+                assert all(same), f"{shape.place}, {case.name}: plan {shape.candidates[number]}"
 
 
 def common(variant: tuple[KernelCall, ...], placed: tuple[KernelCall, ...], own: set[int]) -> dict[int, torch.Tensor]:

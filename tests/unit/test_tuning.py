@@ -30,7 +30,14 @@ from lowlat.tools.tune.sweep import Swept, compile_plans, time_plans
 DEMO = Path(package.__file__).parent / "demo"
 FEW = Sizes((1, 4), (0, 3))
 # all that a table may choose; what decides bits is none of it
-KNOBS = {"decode_gemm": {"weight_tiles", "stages", "areas"}, "prefill_gemm": {"rows", "depth", "stages", "apart"}}
+KNOBS = {
+    "decode_gemm": {"weight_tiles", "stages", "areas"},
+    "prefill_gemm": {"rows", "depth", "stages", "apart"},
+    "attention": {"row_tiles", "stages", "blocks"},
+    "experts": {"stages", "part", "columns"},
+    "experts_mlp": {"stages", "part", "columns", "overlaps"},
+    "experts_grouped": {"pairs", "warps", "stages"},
+}
 NOT_COVERED = "tiny"  # heads of 16 dimensions
 
 
@@ -199,10 +206,10 @@ class FakeBench:
         self.compiled += [call.kernel.name for call in calls]
         self.now += self.seconds_a_kernel * len(calls)
 
-    def times_us(self, shape: Shape, plans: Sequence[Sequence[KernelCall]]) -> list[float]:
+    def times_us(self, shape: Shape, plans: Sequence[Sequence[KernelCall]]) -> dict[str, list[float]]:
         self.now += 1.0
         times = [10.0, 9.95, 5.0, math.inf][: len(plans)]
-        return [math.inf] * len(plans) if "K=960" in shape.key else times
+        return {"": [math.inf] * len(plans) if "K=960" in shape.key else times}
 
 
 def test_the_sweep_keeps_the_fastest_plan_and_writes_it(shapes: list[Shape], tmp_path: Path) -> None:

@@ -54,6 +54,11 @@ WHAT = ("gemm", "experts", "attention", "all")
     "--budget-s", type=click.FloatRange(1), default=180.0, show_default=True, help="Seconds, compiling included."
 )
 @click.option("--missing", is_flag=True, help="Leave out what the table has already.")
+@click.option(
+    "--tiles",
+    is_flag=True,
+    help="With --list: the tiles of positions that attention walks, by context; no card needed.",
+)
 @click.option("--list", "only_list", is_flag=True, help="Show launches and plans; needs no card.")
 @click.option("--device", default="auto", show_default=True, help="auto, cuda or cuda:N.")
 @click.option(
@@ -67,6 +72,7 @@ def command(
     head: Path | None,
     geometries: str | None,
     only_list: bool,
+    tiles: bool,
     json_output: bool,
     **values: Any,
 ) -> None:
@@ -78,6 +84,8 @@ def command(
     """
     if head is not None and model is None:
         raise click.UsageError("--draft-model needs --model")
+    if tiles and not only_list:
+        raise click.UsageError("--tiles needs --list")
     from lowlat.tools.tune.pairs import Sizes
 
     sizes = Sizes(values["batch"], values["depths"])
@@ -86,7 +94,7 @@ def command(
     with tempfile.TemporaryDirectory(prefix="lowlat-tune-") as scratch:
         pairs = _pairs(model, head, geometries, Path(scratch))
         if only_list:
-            _list(what, pairs, sizes, values["candidates"], json_output=json_output)
+            _list(what, pairs, sizes, values["candidates"], tiles=tiles, json_output=json_output)
         else:
             _tune(what, pairs, sizes, values, json_output=json_output)
 
@@ -107,12 +115,18 @@ def _pairs(model: Path | None, head: Path | None, geometries: str | None, scratc
     return pairs
 
 
-def _list(what: str, pairs: Sequence["Pair"], sizes: Any, num_candidates: int, *, json_output: bool) -> None:
-    from lowlat.tools.tune.run import listed
+def _list(
+    what: str, pairs: Sequence["Pair"], sizes: Any, num_candidates: int, *, tiles: bool, json_output: bool
+) -> None:
+    from lowlat.tools.tune.run import counted, listed
 
     shapes = listed(pairs, what, sizes)
+    walked = counted(shapes) if tiles else []
     if json_output:
-        print_json({"card": "as an H200 cuts", "shapes": [_shape(shape, num_candidates) for shape in shapes]})
+        found: dict[str, Any] = {"shapes": [_shape(shape, num_candidates) for shape in shapes]}
+        if tiles:
+            found["tiles"] = [each.to_dict() for each in walked]
+        print_json({"card": "as an H200 cuts", **found})
         return
     rows = [
         (shape.kind, shape.key, ", ".join(shape.stages), len(shape.candidates), _knobs(shape.candidates[0].knobs))
@@ -120,6 +134,10 @@ def _list(what: str, pairs: Sequence["Pair"], sizes: Any, num_candidates: int, *
     ]
     title = f"{len(shapes)} launches of {', '.join(pair.name for pair in pairs)}, as an H200 cuts them"
     print_table(title, ("kind", "shape", "stages", "plans", "derived plan"), rows)
+    if tiles:
+        counts = [tuple(each.to_dict().values()) for each in walked]
+        columns = ("shape", "context", "row tiles", "total", "empty", "masked", "executed")
+        print_table("tiles of 64 positions that attention walks, of chains", columns, counts)
 
 
 def _shape(shape: "Shape", num_candidates: int) -> dict[str, Any]:

@@ -1,17 +1,21 @@
 """A run of `lowlat tune`: launches collected, plans compiled and timed within a budget, the table written."""
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lowlat.errors import ConfigError
+from lowlat.kernels.attention.launch_plan import AttentionPlan
+from lowlat.kernels.attention.tile_counts import TileCounts
 from lowlat.kernels.toolchain.kernel import H200, Card
 from lowlat.kernels.tuning.choice import file_name
 from lowlat.kernels.tuning.table import TuningTable, read_table
 from lowlat.options.directories import tuning_directory
+from lowlat.tools.tune.cases import contexts_of, tile_counts
 from lowlat.tools.tune.pairs import Pair, PairPrograms, Sizes
 from lowlat.tools.tune.results import table_of, write_table
 from lowlat.tools.tune.shapes import KINDS, Shape, calls_by_plan, collect
@@ -20,7 +24,7 @@ from lowlat.tools.tune.sweep import Swept, compile_plans, time_plans
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["COMMANDS", "Tuned", "kinds_of", "listed", "tune"]
+__all__ = ["COMMANDS", "Tuned", "Walked", "counted", "kinds_of", "listed", "tune"]
 
 COMMANDS = (*KINDS, "all")
 COMPILE_SHARE = 0.65  # of the budget, at most, that kernels are compiled in
@@ -62,6 +66,36 @@ def listed(pairs: Sequence[Pair], command: str, sizes: Sizes, card: Card = H200)
     if set(rest) <= set(kinds):
         programs = [PairPrograms(pair, card, each) for pair in pairs for each in sizes.of_attention]
         found += collect(programs, card, rest)
+    return found
+
+
+@dataclass(frozen=True)
+class Walked:
+    """The tiles that a launch of attention walks where all slots have a context, and rows are a chain.
+
+    row_tiles  of the plan: what else it may choose does not change them
+    """
+
+    key: str
+    context: int
+    row_tiles: int
+    counts: TileCounts
+
+    def to_dict(self) -> dict[str, int | str]:
+        """The fields, the counts among them."""
+        return {"shape": self.key, "context": self.context, "row_tiles": self.row_tiles, **asdict(self.counts)}
+
+
+def counted(shapes: Sequence[Shape], card: Card = H200) -> list[Walked]:
+    """The tiles of launches of attention in each context in which they would be timed, by tiles of rows."""
+    found = []
+    calls = calls_by_plan([shape for shape in shapes if shape.kind == "attention"], card, 1)
+    for shape in shapes:
+        plans = {plan.row_tiles: plan for plan in shape.candidates if isinstance(plan, AttentionPlan)}
+        for (call, *_), (row_tiles, plan) in itertools.product(calls.get(shape.place, ()), plans.items()):
+            for context in contexts_of(call):
+                counts = tile_counts(shape.key, call, plan, context)
+                found += [] if counts is None else [Walked(shape.key, context, row_tiles, counts)]
     return found
 
 

@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import mean
+from statistics import geometric_mean
 from typing import Protocol
 
 from lowlat.kernels.toolchain.kernel import KernelCall
@@ -145,7 +145,8 @@ def time_plans(
             break
         variants = calls[shape.place][: ready[shape.place]]
         by_case = bench.times_us(shape, variants) if variants else {}
-        times = tuple(math.exp(mean(map(math.log, each))) for each in zip(*by_case.values(), strict=True))
+        each_plan = list(zip(*by_case.values(), strict=True))
+        times = tuple(each[0] if len(each) == 1 else geometric_mean(each) for each in each_plan)
         if times and math.isfinite(min(times)):
             found.append(Swept(shape, times, by_case if len(by_case) > 1 else {}))
         progress(done + 1, len(shapes))
