@@ -3,11 +3,13 @@
 import logging
 import math
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from statistics import median
 
 import torch
 
+from lowlat.errors import DeviceError
+from lowlat.executors.kernel_executor import abandon
 from lowlat.executors.launcher import Launcher
 from lowlat.graphs.capture import CapturedGraph, capture
 from lowlat.graphs.launch import Launch
@@ -40,10 +42,17 @@ class CardBench:
     def times_us(self, shape: Shape, plans: Sequence[Sequence[KernelCall]]) -> list[float]:
         """Microseconds of a launch under each plan, the calls of its group included; infinite for one that fails.
 
-        A plan that does not load, or whose registers do not suffice, fails.
+        A plan that does not load, or whose registers do not suffice, fails. Raises DeviceError where the device fails.
         """
         pair = shape.source[0]
         places = Places(self._device, pair.weights.tensors(), pair.weight_bytes)
+        try:
+            return self._times_us(shape, plans, places)
+        except (RuntimeError, DeviceError) as error:  # torch's, of a device whose context is lost
+            abandon([places])
+            raise DeviceError(f"the device {self._device} failed: {error}") from error
+
+    def _times_us(self, shape: Shape, plans: Sequence[Sequence[KernelCall]], places: Places) -> list[float]:
         with torch.cuda.stream(self._stream), ExitStack() as stack:
             replays, counts = [], []
             for calls in plans:
@@ -74,9 +83,14 @@ class CardBench:
             return None, count
 
     def _replay(self, stack: ExitStack, graph: CapturedGraph) -> Callable[[], None]:
-        stack.callback(graph.close)
+        stack.callback(_close, graph)
         stream = self.launcher.stream()
         return lambda: graph.launch(stream)
+
+
+def _close(graph: CapturedGraph) -> None:
+    with suppress(Exception):  # of a device that has failed; cuda.core's own has no public name
+        graph.close()
 
 
 def _num_bytes(call: KernelCall) -> int:
