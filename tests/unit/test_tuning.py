@@ -5,7 +5,10 @@ import itertools
 import logging
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -20,10 +23,12 @@ from lowlat.kernels.toolchain.kernel import H200, Card, KernelCall
 from lowlat.kernels.tuning.choice import file_name, find_table, tuned_card
 from lowlat.kernels.tuning.table import SHIPPED, Entry, TuningTable, choose_plan, key_of, read_table
 from lowlat.tools.bench.geometry import read_geometries
+from lowlat.tools.profile import wall
+from lowlat.tools.tune import bench as card_bench
 from lowlat.tools.tune.arguments import Places, fill_numbers
 from lowlat.tools.tune.pairs import Pair, PairPrograms, Sizes, open_pair, random_pair
 from lowlat.tools.tune.results import check_table, table_of, write_table
-from lowlat.tools.tune.run import kinds_of, listed
+from lowlat.tools.tune.run import Tuned, kinds_of, listed, tune
 from lowlat.tools.tune.shapes import Shape, calls_by_plan, collect
 from lowlat.tools.tune.sweep import Swept, compile_plans, time_plans
 
@@ -257,6 +262,31 @@ def test_the_command_lists_launches_and_plans_without_a_card(pair: Pair) -> None
     assert "geometry 'x' is not known; there are" in refusal("tune", "--list", "--geometry", "x")
     assert "--draft-model needs --model" in refusal("tune", "--draft-model", "x")
     assert "--batch takes slots" in refusal("tune", "--batch", "0")
+
+
+def test_a_run_writes_the_card_s_table_and_goes_on_where_it_ended(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOWLAT_TUNING", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A Card")
+    monkeypatch.setattr(wall, "measure_wall", lambda *sizes: SimpleNamespace(gb_per_s=4500.0))
+
+    def run(**options: Any) -> Tuned:
+        fake: Any = FakeBench()
+        fake.card = H200
+        monkeypatch.setattr(card_bench, "CardBench", lambda device: fake)
+        given = {"num_candidates": 3, "budget_s": 1e9, "only_missing": False, "out": None, "commit": "abc", **options}
+        return tune([pair], "gemm", Sizes((1,), (0,)), torch.device("cpu"), bar=lambda _: nullcontext(), **given)
+
+    first = run()
+    assert first.path == tmp_path / "a-card.json" and len(first.table) == len(first.swept) > 10
+    assert {shape.stages[0] for shape in first.left} == {"EAGLE3_FC", "EAGLE3_PREFILL_FC"}  # whose plans fail
+    again = run(only_missing=True)
+    assert again.swept == () and len(again.left) == len(first.left) and again.table.entries == first.table.entries
+    assert find_table("A Card", H200, tmp_path, tmp_path / "none") is not None
+    table("Another Card").write(tmp_path / "other.json")
+    with pytest.raises(ConfigError, match="is a table of Another Card, not of A Card; name another file with --out"):
+        run(out=tmp_path / "other.json")
 
 
 TABLES = sorted(SHIPPED.glob("*.json"))

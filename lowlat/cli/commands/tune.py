@@ -10,6 +10,7 @@ import click
 from lowlat.cli.console import print_json, print_table, progress_bar
 from lowlat.cli.options import DIRECTORY, IntegerList, as_json, bundled
 from lowlat.errors import ConfigError
+from lowlat.options.config import MAX_SPECULATIVE_TOKENS
 
 if TYPE_CHECKING:
     from lowlat.tools.tune.pairs import Pair
@@ -39,9 +40,9 @@ WHAT = ("gemm", "experts", "attention", "all")
     "--num-speculative-tokens",
     "depths",
     type=IntegerList(),
-    default=(0, 2, 3, 4, 5, 7),
+    default=tuple(range(MAX_SPECULATIVE_TOKENS + 1)),
     metavar="N,N",
-    help="Depths of speculation.  [default: 0,2,3,4,5,7]",
+    help="Depths of speculation.  [default: all]",
 )
 @click.option(
     "--candidates",

@@ -3,11 +3,13 @@
 import logging
 import math
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from statistics import median
 
 import torch
 
+from lowlat.errors import DeviceError
+from lowlat.executors.kernel_executor import abandon
 from lowlat.executors.launcher import Launcher
 from lowlat.graphs.capture import CapturedGraph, capture
 from lowlat.graphs.launch import Launch
@@ -41,15 +43,19 @@ class CardBench:
     def times_us(self, shape: Shape, plans: Sequence[Sequence[KernelCall]]) -> dict[str, list[float]]:
         """Microseconds of a launch under each plan, by case, the calls of its group included; infinite for a failure.
 
-        A plan that does not load, or whose registers do not suffice, fails.
+        A plan that does not load, or whose registers do not suffice, fails. Raises DeviceError where the device fails.
         """
         pair, found = shape.source[0], dict[str, list[float]]()
         places = Places(self._device, pair.weights.tensors(), pair.weight_bytes)
         num_places = places.num_copies(plans[0])
-        with torch.cuda.stream(self._stream):
-            for case in cases_of(shape.kind, places.place(plans[0], 0), num_places):
-                found[case.name] = self._times_of(shape, places, case, plans)
-        self.launcher.clear()
+        try:
+            with torch.cuda.stream(self._stream):
+                for case in cases_of(shape.kind, places.place(plans[0], 0), num_places):
+                    found[case.name] = self._times_of(shape, places, case, plans)
+            self.launcher.clear()
+        except (RuntimeError, DeviceError) as error:  # torch's, of a device whose context is lost
+            abandon([places])
+            raise DeviceError(f"the device {self._device} failed: {error}") from error
         return found
 
     def _times_of(self, shape: Shape, places: Places, case: Case, plans: Sequence[Sequence[KernelCall]]) -> list[float]:
@@ -82,9 +88,14 @@ class CardBench:
             return None, count
 
     def _replay(self, stack: ExitStack, graph: CapturedGraph) -> Callable[[], None]:
-        stack.callback(graph.close)
+        stack.callback(_close, graph)
         stream = self.launcher.stream()
         return lambda: graph.launch(stream)
+
+
+def _close(graph: CapturedGraph) -> None:
+    with suppress(Exception):  # of a device that has failed; cuda.core's own has no public name
+        graph.close()
 
 
 def _num_bytes(call: KernelCall) -> int:

@@ -28,7 +28,7 @@ from lowlat.models.geometry import ModelConfig
 from lowlat.models.program import Program
 from lowlat.models.target import read_model_config
 from lowlat.models.weight_plan import weight_plan
-from lowlat.options.config import RuntimeConfig, SpeculativeConfig
+from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig
 from lowlat.speculators.base import Speculator
 from lowlat.speculators.eagle3.speculator import Eagle3Speculator
 from lowlat.speculators.methods import plan_speculator
@@ -62,7 +62,7 @@ class Sizes:
     """
 
     batches: tuple[int, ...] = (1, 2, 4, 8)
-    depths: tuple[int, ...] = (0, 2, 3, 4, 5, 7)
+    depths: tuple[int, ...] = tuple(range(MAX_SPECULATIVE_TOKENS + 1))
     max_context: int = 4096
 
     @property

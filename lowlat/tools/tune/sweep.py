@@ -1,5 +1,6 @@
 """The sweep: every launch's plans are compiled, the likeliest of all launches first, and timed, until a time."""
 
+import logging
 import math
 import os
 import time
@@ -8,12 +9,14 @@ from dataclasses import dataclass, field
 from statistics import geometric_mean
 from typing import Protocol
 
+from lowlat.errors import DeviceError
 from lowlat.kernels.toolchain.kernel import KernelCall
 from lowlat.kernels.tuning.table import Plan
 from lowlat.tools.tune.shapes import Shape
 
 __all__ = ["Bench", "Swept", "compile_plans", "time_plans"]
 
+logger = logging.getLogger("lowlat")
 KERNELS_A_CORE = 4  # that are compiled before the clock is looked at
 NOISE = 0.01  # of a time: a plan that is faster by less is not faster
 
@@ -29,7 +32,7 @@ class Bench(Protocol):
         ...
 
     def times_us(self, shape: Shape, plans: Variants) -> Mapping[str, Sequence[float]]:
-        """Microseconds of a launch under each plan, by case; infinite for one that fails."""
+        """Microseconds of a launch under each plan, by case; infinite for one that fails. Raises DeviceError."""
         ...
 
 
@@ -134,7 +137,7 @@ def time_plans(
     clock: Callable[[], float] = time.monotonic,
 ) -> list[Swept]:
     """Time the plans that are compiled; launches that the clock did not allow, or none of whose plans can be launched,
-    are left out.
+    are left out. Where the device fails, that is logged, and what was timed before is returned.
 
     ready     plans of each launch, see `compile_plans`
     progress  called with launches timed and launches in all
@@ -144,7 +147,11 @@ def time_plans(
         if clock() > until:
             break
         variants = calls[shape.place][: ready[shape.place]]
-        by_case = bench.times_us(shape, variants) if variants else {}
+        try:
+            by_case = bench.times_us(shape, variants) if variants else {}
+        except DeviceError as error:
+            logger.error("%s %s: %s; %d launches are left out", shape.kind, shape.key, error, len(shapes) - done)
+            break
         each_plan = list(zip(*by_case.values(), strict=True))
         times = tuple(each[0] if len(each) == 1 else geometric_mean(each) for each in each_plan)
         if times and math.isfinite(min(times)):
