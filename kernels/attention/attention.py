@@ -18,7 +18,18 @@ import torch
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.attention.combine import MAX_SPLITS, combine_splits
-from lowlat.kernels.attention.copies import DESCRIPTOR_WORDS, make_is_early, make_issue, make_lane_offset, make_look_up
+from lowlat.kernels.attention.copies import make_is_early, make_issue, make_lane_offset, make_look_up
+from lowlat.kernels.attention.launch_plan import (
+    ALIGNMENT,
+    DESCRIPTOR_WORDS,
+    TEAMS,
+    TILE_BYTES,
+    AttentionPlan,
+    AttentionWork,
+    candidate_plans,
+    choose_attention_plan,
+    pipeline_bytes,
+)
 from lowlat.kernels.attention.merge import LOG2_E, make_merge
 from lowlat.kernels.attention.plan import (
     CURSOR_FIELDS,
@@ -37,18 +48,12 @@ from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import H200, Card, Kernel, KernelCall, Workspace, examples_for
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int32, int64, types, uint32
 
-__all__ = ["attention", "attention_bytes", "choose_split", "examples", "most_positions", "num_stages"]
+__all__ = ["attention", "attention_bytes", "choose_split", "examples", "most_positions"]
 
 MANY_ITEMS = 1024
-WHOLE_WINDOW = 256
-TEAMS = {64: 3, 128: 2}  # of four warps, side by side: a window of 128 spans three tiles
 
 MAX_BATCH, MAX_TREE, MAX_ROWS = 16, 64, 512
 PLAN_INTS = MAX_BATCH * PLAN_STRIDE
-TILE_BYTES = {64: 16 * 1024, 128: 32 * 1024}  # keys and values of 64 positions
-STAGES = {64: 4, 128: 3}
-ROOMY = 110 * 1024  # bytes of shared memory a block that these stages need
-ALIGNMENT = 128  # of the stages: pieces of rows are permuted within 128 bytes
 
 
 def attention(
@@ -69,10 +74,11 @@ def attention(
     keep_first: int = 0,
     workspace: Workspace,
     early_metadata: bool = False,
-    num_blocks: int = 264,
-    stages: int | None = None,
     tail: int | None = None,
     split: int = 256,
+    card: Card = H200,
+    plan: AttentionPlan | None = None,
+    num_blocks: int | None = None,
 ) -> list[KernelCall]:
     """Each row attends to its slot's dense prefix and to its own ancestors in the tree.
 
@@ -87,10 +93,11 @@ def attention(
     out               [B * R, H * D]       bf16, out; dead rows zero
     workspace         sums of splits
     early_metadata    all but q and what the rows themselves wrote is older than the kernel before this one
-    num_blocks        blocks of the grid; two fit on a multiprocessor
-    stages            tiles of 64 positions under way in a block
     tail              the most ancestors that a row may have; None: R
     split             positions of a split, 256 or 512: a row's bits depend on it; see `choose_split`
+    card              what it runs on
+    plan              how to cut the launch; None: by the card's table, or the derived one
+    num_blocks        blocks of the grid; None: the plan's on every multiprocessor
     With a short window (`is_whole`) there is one launch and no workspace. The window and `keep_first` mean what they
     mean in the reference. Time: `attention_bytes` over the bandwidth and some 4 us. Captured: yes. Raises ShapeError.
     """
@@ -107,25 +114,23 @@ def attention(
     if sinks is not None:
         check_shape("sinks", sinks, heads)
     _check_dtypes(q=q, k_cache=k_cache, v_cache=v_cache, out=out)
-    group = heads // kv_heads
-    row_tiles = 2 if head_dim == 64 and rows * group > 16 else 1  # 128 has no registers for two
-    shape = AttentionShape(
-        head_dim, group, kv_heads, block, first, window, keep_first if window is not None else 0, row_tiles,
-        stages or STAGES[head_dim], sinks is not None, early_metadata, split,
-    )  # fmt: skip
-    shape = _whole(shape) if is_whole(window, keep_first) else shape
+    group, keep = heads // kv_heads, keep_first if window is not None else 0
+    work = AttentionWork(batch, rows, group, kv_heads, head_dim, window, keep, split)
+    chosen, planned = (plan, None) if plan is not None else choose_attention_plan(work, card)
+    shape = _shape_of(work, chosen, block, first, sinks is not None, early_metadata)
+    grid = (chosen.blocks * card.num_multiprocessors if num_blocks is None else num_blocks, 1, 1)
     given = (q, k_cache, v_cache, block_table, slots, dense_lens, row_live, row_masks)
     numbers = (batch, rows, tail or rows, block_table.shape[1])
     if shape.whole:
         ends = (0 if sinks is None else sinks, out)
-        return [KernelCall(_make(shape), (num_blocks, 1, 1), (*given, *ends, *numbers, 0, scale * LOG2_E))]
+        return [KernelCall(_make(shape), grid, (*given, *ends, *numbers, 0, scale * LOG2_E), planned=planned)]
     splits = _capacity(shape, tail or rows, block_table.shape[1] * block)
-    tiles = -(-rows * group // (16 * row_tiles)) * row_tiles
+    tiles = -(-rows * group // (16 * shape.row_tiles)) * shape.row_tiles
     parts = batch * kv_heads * tiles * splits * min(16, rows * group)
     partials = workspace("attention.partials", (parts, head_dim), torch.float32)
     sums = workspace("attention.sums", (parts, 2), torch.float32)
-    ends = (partials, sums)
-    first_half = KernelCall(_make(shape), (num_blocks, 1, 1), (*given, *ends, *numbers, splits, scale * LOG2_E))
+    arguments = (*given, partials, sums, *numbers, splits, scale * LOG2_E)
+    first_half = KernelCall(_make(shape), grid, arguments, planned=planned)
     second_half = combine_splits(
         shape, partials, sums, slots=slots, dense_lens=dense_lens, row_live=row_live, sinks=sinks, out=out, rows=rows,
         tail=tail or rows, capacity=splits,
@@ -133,18 +138,15 @@ def attention(
     return [first_half, second_half]
 
 
-def is_whole(window: int | None, keep_first: int) -> bool:
-    """Whether a block takes all positions of its rows: a window of few tiles, and none kept at the start besides.
-
-    It decides bits, and depends on nothing but the layer.
-    """
-    return window is not None and window <= WHOLE_WINDOW and not keep_first
-
-
-def _whole(shape: AttentionShape) -> AttentionShape:
-    """A short window's shape: its few tiles lie side by side, none behind another, and its rows in blocks of their own,
-    which leaves registers for the blocks before and after."""
-    return replace(shape, whole=True, teams=TEAMS[shape.head_dim], stages=1, row_tiles=1)
+def _shape_of(
+    work: AttentionWork, plan: AttentionPlan, block: int, first: int, sinks: bool, early: bool
+) -> AttentionShape:
+    """The specialisation for a launch by a plan."""
+    teams, blocks = (TEAMS[work.head_dim], 0) if work.whole else (1, plan.blocks)  # few busy blocks have room anywhere
+    return AttentionShape(
+        work.head_dim, work.group, work.kv_heads, block, first, work.window, work.keep_first, plan.row_tiles,
+        plan.stages, sinks, early, work.split, work.whole, teams, blocks,
+    )  # fmt: skip
 
 
 def choose_split(max_batch: int, max_context: int, kv_heads: int) -> int:
@@ -179,27 +181,27 @@ def attention_bytes(
     return total * kv_heads * head_dim * 4
 
 
-def num_stages(head_dim: int, card: Card) -> int:
-    """Tiles of 64 positions under way in a block: as many as its shared memory holds beside the plan."""
-    return STAGES.get(head_dim, 2) if card.shared_bytes >= ROOMY else 2
-
-
 def examples(card: Card = H200) -> list[Kernel]:
-    """Specialisations, as a card has them: Llama, gpt-oss with and without a window, a head with a window."""
-    wide, narrow = num_stages(128, card), num_stages(64, card)
-    shapes = (
-        AttentionShape(128, 4, 8, 32, 0, None, 0, 1, wide, False, True),
-        AttentionShape(64, 8, 8, 32, 0, None, 0, 2, narrow, True, True),
-        _whole(AttentionShape(64, 8, 8, 32, 0, 128, 0, 1, narrow, True, True)),
-        _whole(AttentionShape(128, 4, 2, 16, 1, 100, 0, 1, wide, False, False)),
-        AttentionShape(128, 3, 2, 16, 1, 512, 4, 1, wide, False, False),
+    """Specialisations, as a card has them: Llama, gpt-oss with and without a window, heads with windows, and plans that
+    only a table chooses."""
+    llama, oss = AttentionWork(1, 4, 4, 8, 128, None, 0, 256), AttentionWork(1, 4, 8, 8, 64, None, 0, 256)
+    short = AttentionWork(1, 1, 4, 2, 128, 100, 0, 256)
+    cases = (
+        (llama, 32, 0, False, True),
+        (oss, 32, 0, True, True),
+        (replace(oss, window=128), 32, 0, True, True),
+        (short, 16, 1, False, False),
+        (replace(short, group=3, window=512, keep_first=4), 16, 1, False, False),
     )
-    return [_make(shape) for shape in examples_for(card, shapes, 4)]
+    derived = [(work, candidate_plans(work, card)[0], *facts) for work, *facts in examples_for(card, cases, 4)]
+    rows = replace(llama, rows=8)
+    others = [(work, plan, *cases[0][1:]) for work in (rows, oss) for plan in candidate_plans(work, card)[1:3]]
+    return [_make(_shape_of(*each)) for each in (*derived, *examples_for(card, others, 0))]
 
 
 def _check_sizes(batch: int, rows: int, heads: int, kv_heads: int, head_dim: int, block: int) -> None:
     limits = (
-        (head_dim in STAGES, f"the head size must be 64 or 128, got {head_dim}"),
+        (head_dim in TILE_BYTES, f"the head size must be 64 or 128, got {head_dim}"),
         (block in (16, 32, 64, 128, 256), f"the cache's block must be a power of two from 16 to 256, got {block}"),
         (heads % kv_heads == 0, f"{heads} query heads do not divide among {kv_heads} key-value heads"),
         (kv_heads <= 1024, f"at most 1024 key-value heads, got {kv_heads}"),
@@ -230,13 +232,21 @@ def _capacity(shape: AttentionShape, tail: int, positions: int) -> int:
 
 @cache
 def _make(shape: AttentionShape) -> Kernel:
-    pipeline = shape.stages * (shape.teams * TILE_BYTES[shape.head_dim] + shape.warps * DESCRIPTOR_WORDS * 4)
+    pipeline = pipeline_bytes(shape.head_dim, shape.stages, shape.teams)
     signature = (*(types.int64,) * 10, *(types.int32,) * 5, types.float32)
-    # by registers: 3 leaves room beside two blocks for another kernel's, where nothing spills for it on 9.0 and later
-    min_blocks = 3 if shape.head_dim == 128 and shape.window is None else 1 if shape.whole else 2
-    most = 0 if shape.whole else 2  # what a grid is made for; a window's few busy blocks have room anywhere
     threads = 32 * shape.warps
-    return Kernel(shape.name, _kernel(shape), signature, threads, min_blocks, pipeline + ALIGNMENT, most_blocks=most)
+    return Kernel(
+        shape.name, _kernel(shape), signature, threads, _min_blocks(shape), pipeline, most_blocks=shape.blocks
+    )
+
+
+def _min_blocks(shape: AttentionShape) -> int:
+    """The blocks a multiprocessor by registers: one more than meet there leaves room for another kernel's, where
+    nothing spills for it from 9.0 on."""
+    if shape.whole:
+        return 1
+    roomy = shape.head_dim == 128 and shape.window is None and shape.row_tiles == 1
+    return max(3 if roomy else 2, shape.blocks)
 
 
 def _kernel(shape: AttentionShape) -> Callable[..., None]:

@@ -37,10 +37,9 @@ from lowlat.kernels.attention.plan import (
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int32, int64, uint32, uint64
 
-__all__ = ["DESCRIPTOR_WORDS", "make_is_early", "make_issue", "make_lane_offset", "make_look_up", "row_swizzle"]
+__all__ = ["make_is_early", "make_issue", "make_lane_offset", "make_look_up", "row_swizzle"]
 
 FULL_WARP = 0xFFFFFFFF
-DESCRIPTOR_WORDS = 4  # place and flags, tile of positions, row of the tree
 
 
 @device_function

@@ -53,6 +53,7 @@ class AttentionShape:
     split      positions of a split
     whole      an item has all positions of its rows, and writes their results itself: short windows without others
     teams      of four warps: team t takes the tiles whose number leaves t when divided by `teams`
+    blocks     that may meet on a multiprocessor; 0: as many as fit
     """
 
     head_dim: int
@@ -69,6 +70,7 @@ class AttentionShape:
     split: int = 256
     whole: bool = False
     teams: int = 1
+    blocks: int = 2
 
     @property
     def warps(self) -> int:
@@ -87,7 +89,7 @@ class AttentionShape:
         window = "all" if self.window is None else f"{self.window}w{self.keep_first}"
         return (
             f"attention_{self.head_dim}x{self.group}x{self.kv_heads}_b{self.block}_{window}_f{self.first}_"
-            f"{self.row_tiles}x{self.stages}x{self.split}{flags}{self.teams}"
+            f"{self.row_tiles}x{self.stages}x{self.split}{flags}{self.teams}x{self.blocks}"
         )
 
 

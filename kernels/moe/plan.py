@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -10,14 +11,22 @@ from lowlat.errors import ShapeError
 from lowlat.kernels.common.handover import BARRIER_BYTES
 from lowlat.kernels.formats import WeightFormat
 from lowlat.kernels.toolchain.kernel import Card, WorkspaceShape
+from lowlat.kernels.tuning.table import Knobs, Planned, choose_plan
 
 __all__ = [
     "DOWN",
     "GATE_UP",
+    "MAX_COLUMNS",
     "MAX_PAIRS",
+    "MOST_PART",
     "PAD",
     "ExpertPlan",
     "ExpertShape",
+    "choose_expert_plan",
+    "expert_plans",
+    "facts_of",
+    "near_cuts",
+    "next_power",
     "partials_workspace",
     "parts_of",
     "plan_experts",
@@ -25,6 +34,7 @@ __all__ = [
     "warps_of",
 ]
 
+KIND = "experts"
 GATE_UP, DOWN = "gate_up", "down"
 MAX_PAIRS = 256  # of a row and a rank, in one launch: each has a thread while they are listed
 MAX_COLUMNS = 8  # of a tile of mma
@@ -100,6 +110,11 @@ class ExpertPlan:
     suspends: bool
 
     @property
+    def knobs(self) -> Knobs:
+        """What a table may choose."""
+        return {"stages": self.stages, "part": self.part, "columns": self.columns}
+
+    @property
     def threads(self) -> int:
         """Threads of a block."""
         return (self.warps + self.finishing) * 32
@@ -153,6 +168,11 @@ def rows_a_launch(ranks: int, limit: int = 64) -> int:
     return min(limit, MAX_PAIRS // ranks)
 
 
+def next_power(count: int) -> int:
+    """The power of two that is no less."""
+    return 1 << (count - 1).bit_length()
+
+
 def warps_of(steps: int) -> int:
     """The warps that multiply: so many that none has more steps than with most warps."""
     return max(LEAST_WARPS, -(-steps // -(-steps // MOST_WARPS)))
@@ -165,22 +185,22 @@ def plan_experts(
     *,
     warps: int | None = None,
     stages: int | None = None,
+    part: int = MOST_PART,
+    columns: int = MAX_COLUMNS,
 ) -> ExpertPlan:
     """The plan for M rows: a block a multiprocessor, and parts of all steps that a warp has, if they fit.
 
-    rows    M, at most `rows_a_launch`
-    warps   None: `warps_of` the steps; another number gives other bits
-    stages  None: as many as fit, and at most so many as pay
+    rows     M, at most `rows_a_launch`
+    warps    None: `warps_of` the steps; another number gives other bits
+    stages   None: as many as fit, and at most so many as pay
+    part     the most steps that are copied together
+    columns  the most pairs that one reading of an expert's weights serves: a power of two
     Raises ShapeError for a card whose blocks have too little shared memory, or threads that cannot list the pairs.
     """
-    capacity = 4
-    while capacity < rows * shape.ranks:
-        capacity *= 2
+    capacity = max(4, next_power(rows * shape.ranks))
     if warps is None:
         warps = warps_of(shape.steps)
-    columns = 1
-    while columns < min(rows, MAX_COLUMNS):
-        columns *= 2
+    columns = min(columns, next_power(min(rows, MAX_COLUMNS)))
     finishing = -(-columns * shape.values // 32)
     if card.capability[0] not in (9, 10):  # where 16 warps leave registers enough, and 17 do not
         finishing = 1
@@ -188,7 +208,7 @@ def plan_experts(
     if capacity > min(MAX_PAIRS, threads):
         raise ShapeError(f"{rows} rows of {shape.ranks} experts; {threads} threads list no more pairs than they are")
     num_blocks, suspends = min(rows * shape.ranks * shape.tiles, card.num_multiprocessors), card.suspends
-    parts = range(min(MOST_PART, -(-shape.steps // warps)), 0, -1)
+    parts = range(min(part, MOST_PART, -(-shape.steps // warps)), 0, -1)
     depths = (MOST_STAGES, 1) if stages is None else (stages,)
     for depth, part in itertools.product(depths, parts):
         plan = ExpertPlan(columns, capacity, warps, finishing, part, depth, num_blocks, suspends)
@@ -198,6 +218,37 @@ def plan_experts(
         f"a GEMM of experts for {rows} rows does not fit the {card.shared_bytes} bytes of shared memory that a "
         "block may have"
     )
+
+
+def near_cuts(stages: int, part: int, columns: int) -> list[dict[str, int]]:
+    """Other stages, parts and columns than those that are derived, those that are likely to be faster first."""
+    cuts = [(stages + 1, part, columns), (stages + 1, part - 1, columns), (stages, part - 1, columns)]
+    cuts += [(stages, part, columns // 2), (stages + 2, 1, columns), (stages - 1, part, columns)]
+    return [{"stages": s, "part": p, "columns": c} for s, p, c in cuts if min(s, p, c) > 0]
+
+
+def expert_plans(rows: int, shape: ExpertShape, card: Card) -> tuple[ExpertPlan, ...]:
+    """The plans of a GEMM for M rows that fit a card, the derived one first. Raises ShapeError as `plan_experts`."""
+    derived = plan_experts(rows, shape, card)
+    plans = [derived]
+    for cut in near_cuts(derived.stages, derived.part, derived.columns):
+        with suppress(ShapeError):
+            plans.append(plan_experts(rows, shape, card, **cut))
+    return tuple(dict.fromkeys(plans))
+
+
+def choose_expert_plan(rows: int, shape: ExpertShape, card: Card, num_experts: int) -> tuple[ExpertPlan, Planned]:
+    """The plan of a GEMM for M rows by a card's table, or the derived one; and its place in tables."""
+    facts = {"kind": shape.kind, **facts_of(rows, shape, num_experts)}
+    return choose_plan(card.tuning, KIND, facts, expert_plans(rows, shape, card))
+
+
+def facts_of(rows: int, shape: ExpertShape, num_experts: int) -> dict[str, int | str]:
+    """What plans of a GEMM of E experts depend on; M rows count by the next power of two."""
+    return {
+        "rows": next_power(rows), "N": shape.rows, "K": shape.columns, "ranks": shape.ranks, "experts": num_experts,
+        "format": shape.format.name,
+    }  # fmt: skip
 
 
 def partials_workspace(rows: int, ranks: int, width: int) -> WorkspaceShape:

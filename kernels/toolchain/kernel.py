@@ -5,10 +5,12 @@ and its arguments). An executor compiles, launches or captures them.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
+
+from lowlat.kernels.tuning.table import Planned, TuningTable
 
 __all__ = ["H200", "Argument", "Card", "Kernel", "KernelCall", "Workspace", "WorkspaceShape", "examples_for"]
 
@@ -16,6 +18,8 @@ T = TypeVar("T")
 
 RESERVED_BYTES = 1024  # of shared memory, a block: what the driver takes from 8.0 on
 GRAIN = 128  # of shared memory
+H200_GB_S = 4850.0  # of memory; for cards that do not say
+READ_SHARE = 0.93  # of it, that streaming reads get
 Argument = torch.Tensor | int | float
 # name, shape, dtype -> memory that a lowering owns and calls share, zero at first; kernels leave counters at zero
 Workspace = Callable[[str, tuple[int, ...], torch.dtype], torch.Tensor]
@@ -27,11 +31,15 @@ class Card:
     """The properties of a device by which kernels are cut.
 
     shared_bytes  shared memory that one block may have
+    peak_gb_s     bandwidth of its memory by clock and width, GB/s; 0.0: unknown
+    tuning        plans that were measured on such a card; None: all plans are derived
     """
 
     num_multiprocessors: int
     shared_bytes: int
     capability: tuple[int, int]
+    peak_gb_s: float = field(default=0.0, compare=False)
+    tuning: TuningTable | None = field(default=None, compare=False, repr=False)
 
     @property
     def suspends(self) -> bool:
@@ -39,9 +47,9 @@ class Card:
         return self.capability >= (9, 0)
 
     @property
-    def is_measured(self) -> bool:
-        """Whether it is like the card that the constants of plans were measured on; others' plans are derived."""
-        return self == H200
+    def read_gb_s(self) -> float:
+        """Bandwidth of streaming reads, GB/s, reckoned by the memory's peak: the same at every load."""
+        return READ_SHARE * (self.peak_gb_s or H200_GB_S)
 
     def most_bytes(self, blocks: int) -> int:
         """The most shared memory a block of which so many blocks fit on a multiprocessor."""
@@ -100,12 +108,14 @@ class KernelCall:
     """One launch: tensors are passed as arrays or by address, as the kernel's signature says.
 
     dependent  may start before the kernel before it ends (programmatic dependent launch, capability 9.0 on)
+    planned    its place in tables of tuned plans; None: no card cuts it otherwise than another
     """
 
     kernel: Kernel
     grid: tuple[int, int, int]
     arguments: tuple[Argument, ...]
     dependent: bool = True
+    planned: Planned | None = None
 
     def __post_init__(self) -> None:
         if len(self.arguments) != len(self.kernel.signature):

@@ -24,7 +24,7 @@ class LaunchCounts:
 
     launches          of our kernels
     planned           of these, launches that are cut by the card: GEMMs, attention, experts
-    tuned             of these, launches whose plans hold constants that were measured on such a card
+    tuned             of these, launches whose plans are entries of the card's tuning table
     library_calls     calls of torch's operations; with the reference executor every operation is one
     fallbacks         of these, calls in place of a kernel of ours, as `KIND in PROGRAM's STAGE`
     synchronisations  waits for all of the device's work since the load, whoever asked for them

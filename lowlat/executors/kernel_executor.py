@@ -105,7 +105,7 @@ class KernelExecutor(ABC):
                 call for groups in self._groups.values() for group in groups for call in group.calls
             )
         lowered = ((self._programs[size].name, groups) for size, groups in self._groups.items())
-        self.counts = count_launches(lowered, self.launcher.card)
+        self.counts = count_launches(lowered)
         self._ring_head = self.state["ring_head"].numpy()
         # Polling no file takes 0.2 us and gives up the GIL for as long, which a thread that serves sockets needs while
         # this one waits for the card; sleep(0) takes 75 us, and sched_yield can give the core away.

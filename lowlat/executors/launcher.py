@@ -13,7 +13,8 @@ from lowlat.executors.lowering.binding import Call, LibraryCall
 from lowlat.graphs.launch import KernelLaunch, Launch, LibraryLaunch
 from lowlat.kernels.toolchain.compiler import compile_ahead, compile_kernel
 from lowlat.kernels.toolchain.kernel import Argument, Card, Kernel, KernelCall
-from lowlat.options.directories import cache_directory
+from lowlat.kernels.tuning.choice import tuned_card
+from lowlat.options.directories import cache_directory, tuning_directory
 
 __all__ = ["Launcher", "default_cache_directory"]
 
@@ -42,9 +43,17 @@ class Launcher:
         self.device = device
         self.capability: tuple[int, int] = torch.cuda.get_device_capability(device)
         facts: Any = torch.cuda.get_device_properties(device)
-        self.card = Card(facts.multi_processor_count, facts.shared_memory_per_block_optin, self.capability)
         self._cache = default_cache_directory() if cache_directory is None else cache_directory
         self._core = Device(device.index or 0)
+        memory = self._core.properties
+        card = Card(
+            facts.multi_processor_count,
+            facts.shared_memory_per_block_optin,
+            self.capability,
+            # bits at twice the clock, kHz
+            memory.memory_clock_rate * memory.global_memory_bus_width / 4e6,
+        )
+        self.card = tuned_card(str(facts.name), card, tuning_directory())
         torch.cuda.init()
         torch.cuda.current_stream(device)
         self._core.set_current()

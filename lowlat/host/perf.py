@@ -1,7 +1,7 @@
 """Performance counters of a runtime, and the checks of `perf_mode="strict"`.
 
 What strict mode refuses, and where: debugging (`RuntimeConfig`), a draft model that cannot be used (`load`), torch's
-operations in place of kernels and plans that were not measured on such a card (`check_device`, `check_launches`),
+operations in place of kernels and plans that no tuning table has (`check_device`, `check_launches`),
 sampling and requests without drafts (`RequestChecks`), a step at another depth (`Runtime.step`), a step's result that
 does not add up and drafts that fail to come (`StepChecks`).
 
@@ -34,7 +34,7 @@ class PerfCounters:
 
     launches          of our kernels, over the programs of all buckets, first tokens and prefill
     planned_launches  of these, launches that are cut by the card: GEMMs, attention, experts
-    tuned_launches    of these, launches by plans that were measured on such a card
+    tuned_launches    of these, launches by plans of the card's tuning table
     library_calls     calls of torch's operations in these programs; with the reference executor all operations are
     fallback_calls    of these, calls in place of a kernel of ours
     synchronisations  waits for all of the device's work since the load
@@ -119,7 +119,8 @@ def check_launches(config: RuntimeConfig, counts: LaunchCounts) -> None:
     if counts.tuned < counts.planned:
         raise ConfigError(
             f"perf_mode 'strict' launches by measured plans, and {counts.planned - counts.tuned} of {counts.planned} "
-            "launches have plans that were derived for this card; perf_mode 'default' goes on with them"
+            "launches have plans that were derived for this card; `lowlat tune` measures them, and perf_mode 'default' "
+            "goes on with them"
         )
 
 

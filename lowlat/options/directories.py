@@ -1,12 +1,19 @@
-"""The directories of lowlat on a machine: where it keeps what it fetched and compiled. It creates none of them."""
+"""The directories of lowlat on a machine: where it keeps what it fetched, compiled and measured. It creates none."""
 
+import os
 from pathlib import Path
 
 import platformdirs
 
-__all__ = ["cache_directory"]
+__all__ = ["cache_directory", "tuning_directory"]
 
 
 def cache_directory() -> Path:
     """The user's cache of lowlat: below XDG_CACHE_HOME, where that is an absolute path, else the system's own place."""
     return platformdirs.user_cache_path("lowlat", appauthor=False)
+
+
+def tuning_directory() -> Path:
+    """The folder of the user's own tuning tables: LOWLAT_TUNING, else below the user's data directory."""
+    own = os.environ.get("LOWLAT_TUNING", "")
+    return Path(own) if own else platformdirs.user_data_path("lowlat", appauthor=False) / "tuning"

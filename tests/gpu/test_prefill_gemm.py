@@ -1,6 +1,6 @@
 """Wide products against float64, and a row's bits in any company, at any place, under any plan."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ class Product:
             if self.plain_bias is not None:
                 self.bias = self.plain_bias[order.cuda()].contiguous()
 
-    def plans(self, rows: int) -> list[PrefillGemmPlan]:
+    def plans(self, rows: int) -> Sequence[PrefillGemmPlan]:
         return plans_of(rows, self.packed.rows, self.packed.columns, self.launcher.card)
 
     def calls(self, rows: int, plan: PrefillGemmPlan) -> list[KernelCall]:

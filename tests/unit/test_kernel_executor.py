@@ -15,14 +15,17 @@ import torch
 from prefill_cases import NAMES, make_named
 from tensors_alive import left_in, storages
 
-from lowlat.errors import DeviceError
+from lowlat.errors import ConfigError, DeviceError
 from lowlat.executors import kernel_executor, watchdog
 from lowlat.executors.eager import EagerExecutor
 from lowlat.executors.graph import GraphExecutor, _Addresses
 from lowlat.executors.lowering.binding import LibraryCall
 from lowlat.executors.watchdog import COLD_FACTOR, MIN_SAMPLES, Watchdog
 from lowlat.graphs import Bucket
+from lowlat.host.perf import check_launches
 from lowlat.kernels.toolchain.kernel import H200, Card
+from lowlat.kernels.tuning.table import Entry, Planned, TuningTable
+from lowlat.options.config import RuntimeConfig
 from lowlat.step.prefill import build_prefills
 
 CPU = torch.device("cpu")
@@ -79,7 +82,7 @@ def test_prefill_of_every_size_is_bound_to_memory_of_the_executor(name: str, car
         assert ("linear" in names) == (card is not H200)
         attended = [call for call in calls if isinstance(call, LibraryCall) and call.name == "flash_attention"]
         assert {len(each.arguments["q"]) for each in attended} == {size}
-    check_counts(executor, card)
+    check_counts(executor)
     given = [*pair.source.values(), *executor._constants.tensors()]  # kept by others, on a CPU
     own = storages(executor.owned()) - storages(given)
     del calls, call, attended, given
@@ -87,7 +90,33 @@ def test_prefill_of_every_size_is_bound_to_memory_of_the_executor(name: str, car
     assert not left_in(own)
 
 
-def check_counts(executor: Any, card: Card) -> None:
+def planned_of(executor: Any) -> list[tuple[str, Planned]]:
+    """Launches that the card cuts, by the names of their kernels."""
+    calls = [call for groups in executor._groups.values() for group in groups for call in group.kernel_calls]
+    return [(call.kernel.name, call.planned) for call in calls if call.planned is not None]
+
+
+def test_launches_with_an_entry_are_tuned_and_strict_mode_asks_for_one_of_each(
+    card: Card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An entry's plan is taken, even the last that anybody would try."""
+    strict, entries = RuntimeConfig(perf_mode="strict"), dict[str, dict[str, Entry]]()
+    plain = make_executor("mxfp4", card, tmp_path / "plain")
+    for _, each in planned_of(plain):
+        entries.setdefault(each.kind, {})[each.key] = Entry(each.candidates[-1].knobs)
+    with pytest.raises(ConfigError, match="derived for this card; `lowlat tune` measures"):
+        check_launches(strict, replace(plain.counts, fallbacks=()))
+    table = TuningTable("a card", card.capability, card.num_multiprocessors, card.shared_bytes, entries=entries)
+    monkeypatch.setattr(Recorder, "card", replace(card, tuning=table))
+    tuned = make_executor("mxfp4", card, tmp_path / "tuned")
+    assert (plain.counts.tuned, tuned.counts.tuned) == (0, tuned.counts.planned)
+    check_launches(strict, replace(tuned.counts, fallbacks=()))
+    before, after = planned_of(plain), planned_of(tuned)
+    assert [(each.kind, each.key) for _, each in after] == [(each.kind, each.key) for _, each in before]
+    assert {name for name, _ in after}.isdisjoint(name for name, each in before if len(each.candidates) > 1)
+
+
+def check_counts(executor: Any) -> None:
     """Launches are counted as they were lowered: what the card decides, and what a library does in a kernel's place."""
     calls = [call for size in executor._groups for group in executor.groups(size) for call in group.calls]
     library = [call.name for call in calls if isinstance(call, LibraryCall)]
@@ -95,9 +124,9 @@ def check_counts(executor: Any, card: Card) -> None:
     assert (counts.launches, counts.library_calls) == (len(calls) - len(library), len(library))
     assert len(counts.fallbacks) == library.count("linear")
     assert all(re.fullmatch(r"linear in .*'s PREFILL", each) for each in counts.fallbacks)
-    gemms = sum("gemm" in call.kernel.name for call in calls if not isinstance(call, LibraryCall))
-    assert gemms < counts.planned < counts.launches
-    assert counts.tuned == (counts.planned if card is H200 else 0)
+    gemms = sum("_gemm" in call.kernel.name for call in calls if not isinstance(call, LibraryCall))
+    assert gemms <= counts.planned < counts.launches
+    assert counts.tuned == 0
     assert (counts.synchronisations, counts.copies) == (0, 0)
     executor.synchronize()
     assert counts.synchronisations == 1

@@ -33,6 +33,7 @@ from lowlat.kernels.gemm.decode.plan import (
     DecodeGemmPlan,
     DecodeGemmShape,
     HeadsShape,
+    choose_decode_plan,
     plan_decode_gemm,
     rows_at_once,
     steps_to_hold,
@@ -44,6 +45,7 @@ from lowlat.kernels.sampling.select import FINITE
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import H200, Argument, Card, Kernel, KernelCall, examples_for
 from lowlat.kernels.toolchain.numba_cuda import cuda, float32, int64, types, uint32
+from lowlat.kernels.tuning.table import Planned
 
 NUM_ROTATION = 10  # arguments of a kernel that only ROTATE uses
 NUM_NORM = 2  # and those of a norm
@@ -141,7 +143,7 @@ def decode_gemm(
                  Of a plain GEMM, without residual, silu, rotation or best; None: columns are in the weight's order
     rotation     the GEMM is of queries, keys and values of `head_dim`, in the order of `rope_permutation`
     card         what it runs on
-    plan         how to cut it; None: `plan_decode_gemm`'s
+    plan         how to cut it; None: by the card's table, or `plan_decode_gemm`'s
     Time: the weight's bytes over the memory's bandwidth. Captured: yes.
     Raises ShapeError for shapes that do not fit.
     """
@@ -173,17 +175,19 @@ def decode_gemm(
     for start in range(0, count, most):
         part = slice(start, min(start + most, count))
         rows = part.stop - start
-        keeps = best is not None
-        chosen = replace(plan, steps_held=held, keeps_argmax=keeps) if plan else plan_decode_gemm(
-            rows, weight.rows, card, held, keeps_argmax=keeps
-        )  # fmt: skip
+        planned: Planned | None = None
+        if plan is None:
+            chosen, planned = choose_decode_plan(rows, shape, card, held)
+        else:
+            chosen = replace(plan, steps_held=held, keeps_argmax=best is not None)
         pairs = None if best is None else _pairs_of(best, part, chosen)
         alive = None if row_live is None else row_live.reshape(-1)[part]
         beside = columns if residual is None else residual[part]
         optional = (alive, bias, beside, None if out is None else out[part], pairs)
         arguments: tuple[Argument, ...] = (weight.tiles, x[part], *(0 if each is None else each for each in optional))
         turned = (0,) * NUM_ROTATION if rotation is None else _rotation_arguments(rotation, part)
-        calls.append(KernelCall(_make(shape, chosen), (chosen.num_blocks, 1, 1), (*arguments, rows, *turned, *normed)))
+        arguments = (*arguments, rows, *turned, *normed)
+        calls.append(KernelCall(_make(shape, chosen), (chosen.num_blocks, 1, 1), arguments, planned=planned))
     return calls
 
 

@@ -1,11 +1,14 @@
 """How a decode GEMM is cut, and the constants that its parts share. It knows no kernel."""
 
 from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.common.handover import BARRIER_BYTES
 from lowlat.kernels.common.norm_math import THREADS as NORM_THREADS
 from lowlat.kernels.toolchain.kernel import Card
+from lowlat.kernels.tuning.table import Fact, Knobs, Planned, choose_plan
 
 __all__ = [
     "ADD",
@@ -22,6 +25,8 @@ __all__ = [
     "DecodeGemmPlan",
     "DecodeGemmShape",
     "HeadsShape",
+    "candidate_plans",
+    "choose_decode_plan",
     "plan_decode_gemm",
     "rows_at_once",
     "steps_to_hold",
@@ -36,6 +41,11 @@ MAX_ROWS = 64
 MOST_CHUNKS = 16  # of 8 elements of rows that a thread norms: they are in its registers
 PAD = 20  # floats from one row of partial sums to the next: no bank conflicts
 SUM_BYTES = 8 * PAD * 4  # 8 rows of partial sums
+MOST_STAGES = 12  # of one tile of rows, as long as they fit
+MOST_STAGES_OF_MORE = 4
+SHARE = 0.78  # of a block's shared memory, for stages and sums of more tiles of rows
+ROWS_COST = 0.0132  # of rows beside weights, for each GB/s of the memory that a multiprocessor has for itself
+KIND = "decode_gemm"
 FLOAT32, BFLOAT16, ADD, SILU, ROTATE = "float32", "bfloat16", "add", "silu", "rotate"
 
 
@@ -65,6 +75,11 @@ class DecodeGemmPlan:
     suspends: bool
     steps_held: int = 0
     keeps_argmax: bool = False
+
+    @property
+    def knobs(self) -> Knobs:
+        """What a table may choose."""
+        return {"weight_tiles": self.weight_tiles, "stages": self.stages, "areas": self.areas}
 
     def groups(self, width: int) -> int:
         """Groups of weight tiles, which the grid walks, of a weight of so many rows."""
@@ -176,22 +191,6 @@ class DecodeGemmShape:
         return -(-self.depth // 64)
 
 
-# (row tiles, weight tiles) -> most stages, areas of sums; README.md beside this file tells what was tried
-_PLANS = {
-    (1, 1): (12, 2),
-    (1, 2): (6, 2),
-    (2, 1): (4, 2),
-    (2, 2): (3, 2),
-    (2, 4): (2, 1),
-    (4, 1): (3, 1),
-    (4, 2): (2, 2),
-    (4, 4): (2, 1),
-    (8, 1): (2, 1),
-    (8, 2): (1, 2),
-    (8, 4): (1, 1),
-}
-
-
 def rows_at_once(card: Card) -> int:
     """The most rows of one launch: 64, or fewer where a block has too little shared memory for them."""
     fitting = (tiles for tiles in (8, 4, 2) if _least_bytes(tiles) <= card.shared_bytes)
@@ -217,34 +216,83 @@ def _columns(rows: int) -> int:
     return next(count for count in (1, 2, 4, 8) if count >= min(rows, 8))
 
 
-def plan_decode_gemm(
+def candidate_plans(
     rows: int, width: int, card: Card, steps_held: int = 0, *, keeps_argmax: bool = False
-) -> DecodeGemmPlan:
-    """The plan for M rows by [N, K]: one block a multiprocessor, as many tiles at once as keep most of them busy.
+) -> tuple[DecodeGemmPlan, ...]:
+    """The plans for M rows by [N, K] that fit a card, the derived one first, then those that are likely to be faster.
 
     steps_held  of the rows: what `steps_to_hold` gives, or 0
     Raises ShapeError for a card whose blocks have too little shared memory.
     """
     row_tiles = next(tiles for tiles in (1, 2, 4, 8) if 8 * tiles >= rows)
-    columns = _columns(rows)
-    each = 0 if steps_held else row_tiles * columns * ROW_BYTES
-    known = sorted((_cost(each, tiles, width, card), tiles) for rows_, tiles in _PLANS if rows_ == row_tiles)
-    for _, weight_tiles in known:
-        most, areas = _PLANS[row_tiles, weight_tiles]
+    plans = _candidates(row_tiles, _columns(rows), width, card, card.read_gb_s, steps_held, keeps_argmax)
+    if not plans:
+        raise ShapeError(f"{rows} rows do not fit the {card.shared_bytes} bytes of shared memory that a block may have")
+    return plans
+
+
+def plan_decode_gemm(
+    rows: int, width: int, card: Card, steps_held: int = 0, *, keeps_argmax: bool = False
+) -> DecodeGemmPlan:
+    """The derived plan for M rows by [N, K]: the first of `candidate_plans`, which see."""
+    return candidate_plans(rows, width, card, steps_held, keeps_argmax=keeps_argmax)[0]
+
+
+def choose_decode_plan(
+    rows: int, shape: DecodeGemmShape, card: Card, steps_held: int = 0
+) -> tuple[DecodeGemmPlan, Planned]:
+    """The plan for M rows by a card's table, or the derived one; and its place in tables. Raises as they do."""
+    keeps = shape.best is not None
+    plans = candidate_plans(rows, shape.width, card, steps_held, keeps_argmax=keeps)
+    facts: dict[str, Fact] = {
+        "rows": 8 * plans[0].row_tiles if rows > 8 else plans[0].columns, "N": shape.width, "K": shape.depth,
+        "epilogue": shape.epilogue, "normed": steps_held > 0, "argmax": keeps,
+    }  # fmt: skip
+    return choose_plan(card.tuning, KIND, facts, plans)
+
+
+@cache
+def _candidates(
+    row_tiles: int, columns: int, width: int, card: Card, read_gb_s: float, steps_held: int, keeps_argmax: bool
+) -> tuple[DecodeGemmPlan, ...]:
+    """One block a multiprocessor; the derived plan multiplies as many tiles at once as keep most of them busy."""
+
+    def cut(weight_tiles: int, stages: int, areas: int) -> DecodeGemmPlan:
         num_blocks = min(_groups(width, weight_tiles), card.num_multiprocessors)
-        for stages in range(most, 0, -1):
-            plan = DecodeGemmPlan(
-                row_tiles, columns, weight_tiles, stages, areas, num_blocks, 1, card.suspends, steps_held, keeps_argmax
-            )
-            if plan.shared_bytes <= card.shared_bytes:
-                shares = plan.shared_bytes <= card.most_bytes(2) and not steps_held
-                return replace(plan, sharing=2) if shares else plan
-    raise ShapeError(f"{rows} rows do not fit the {card.shared_bytes} bytes of shared memory that a block may have")
+        plan = DecodeGemmPlan(
+            row_tiles, columns, weight_tiles, stages, areas, num_blocks, 1, card.suspends, steps_held, keeps_argmax
+        )
+        shares = plan.shared_bytes <= card.most_bytes(2) and not steps_held
+        return replace(plan, sharing=2) if shares else plan
+
+    def derive(weight_tiles: int) -> DecodeGemmPlan | None:
+        """The first that fits, of the most stages on."""
+        whole, part = card.shared_bytes, int(card.shared_bytes * SHARE)
+        sizes = [(stages, areas, part) for stages in range(MOST_STAGES_OF_MORE, 1, -1) for areas in (2, 1)]
+        if row_tiles == 1:
+            sizes = [(stages, 2, whole) for stages in range(MOST_STAGES, 0, -1)]
+        sizes += [(2, 2, whole), (2, 1, whole), (1, 2, part), (1, 1, whole)]
+        plans = ((cut(weight_tiles, stages, areas), budget) for stages, areas, budget in sizes)
+        return next((plan for plan, budget in plans if plan.shared_bytes <= budget), None)
+
+    each = 0 if steps_held else row_tiles * columns * ROW_BYTES
+    ranked = sorted((_cost(each, tiles, width, card), tiles) for tiles in ((1, 2) if row_tiles == 1 else (1, 2, 4)))
+    derived = [plan for _, tiles in ranked if (plan := derive(tiles)) is not None]
+    if not derived:
+        return ()
+    tiles, stages, areas = derived[0].weight_tiles, derived[0].stages, derived[0].areas
+    near = [(tiles, stages + 1, areas), (tiles, stages * 3 // 4, areas), (tiles, stages, 3 - areas)]
+    far = [(tiles, stages // 2, areas), *((p.weight_tiles, p.stages * 3 // 4, p.areas) for p in derived[1:2])]
+    rest = product((tiles for _, tiles in ranked), range(MOST_STAGES, 0, -1), (2, 1))
+    cuts = ((cut(*sizes) for sizes in some if sizes[1] > 0) for some in (near, far, rest))
+    plans = dict.fromkeys((*derived[:2], *next(cuts), *derived[2:], *next(cuts), *next(cuts)))
+    return tuple(plan for plan in plans if plan.shared_bytes <= card.shared_bytes)
 
 
 def _cost(rows_bytes: int, weight_tiles: int, width: int, card: Card) -> float:
-    """Time beside a stream of the weights alone, as measured on an H200: rows that are read again for every group of
-    tiles cost near half of what weights do, and multiprocessors without a group in the last turn are lost."""
+    """Time beside a stream of the weights alone: rows that are read again for every group of tiles cost a part of what
+    weights do, by what the L2 gives a multiprocessor, and multiprocessors without a group in the last turn are lost."""
     groups = _groups(width, weight_tiles)
     busy = groups / (-(-groups // card.num_multiprocessors) * card.num_multiprocessors)
-    return (1 + 0.45 * rows_bytes / (weight_tiles * STEP_BYTES)) / busy
+    rows_cost = ROWS_COST * card.read_gb_s / card.num_multiprocessors
+    return (1 + rows_cost * rows_bytes / (weight_tiles * STEP_BYTES)) / busy

@@ -19,6 +19,7 @@ from lowlat.kernels.gemm.prefill.plan import (
     CONSUMERS,
     PRODUCERS,
     PrefillGemmPlan,
+    choose_prefill_plan,
     has_prefill_gemm,
     partials_shape,
     plan_prefill_gemm,
@@ -31,6 +32,7 @@ from lowlat.kernels.toolchain import ptx, ptx_hopper
 from lowlat.kernels.toolchain.kernel import H200, Card, Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import cuda, float32, types, uint32
 from lowlat.kernels.toolchain.ptx_hopper import KEPT_AS_USUAL, READ_ONCE
+from lowlat.kernels.tuning.table import Planned
 
 __all__ = ["examples", "prefill_gemm"]
 
@@ -56,15 +58,16 @@ def prefill_gemm(
     arranged  [ceil(K/64), M, 64] bf16: workspace, as `arranged_shape` has it
     partials  [S, M, N]           float32: workspace, as `partials_shape` has it; None where S is 0
     out       [M, N]              float32, out
-    plan      as `plan_prefill_gemm` has it, or another one of `plans_of`: no bit depends on it
+    plan      one of `plans_of`: no bit depends on it; None: by the card's table, or `plan_prefill_gemm`'s
     Time: the largest of the weight's bytes over the memory's bandwidth, what blocks read over the L2's, and 2 M N K
     operations over the tensor cores' rate. Captured: yes.
     Raises ShapeError for shapes that do not fit, or a card without such instructions.
     """
     rows, depth = x.shape
-    plans = plans_of(rows, weight.rows, weight.columns, card)
-    plan = plan_prefill_gemm(rows, weight.rows, weight.columns, card) if plan is None else plan
-    if plan not in plans:
+    planned: Planned | None = None
+    if plan is None:
+        plan, planned = choose_prefill_plan(rows, weight.rows, weight.columns, card)
+    elif plan not in plans_of(rows, weight.rows, weight.columns, card):
         raise ShapeError(f"{plan} is no plan for {rows} rows by a weight of {weight.rows} x {weight.columns}")
     check_shape("x", x, rows, weight.columns)
     check_shape("out", out, rows, weight.rows)
@@ -90,7 +93,7 @@ def prefill_gemm(
         units, READ_ONCE if x_tiles == 1 else KEPT_AS_USUAL,
     )  # fmt: skip
     calls = arrange(x=x, out=arranged)
-    calls.append(KernelCall(kernel, (min(units, card.num_multiprocessors), 1, 1), arguments))
+    calls.append(KernelCall(kernel, (min(units, card.num_multiprocessors), 1, 1), arguments, planned=planned))
     if plan.apart:
         calls += add_segments(partials=target, bias=bias, columns=columns, out=out)
     return calls

@@ -5,11 +5,12 @@ every block reads: weights once for each tile of x, x once for each tile of weig
 to keep a card busy, its segments are blocks' own, and their sums are added afterwards. It knows no kernel.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.toolchain.kernel import Card
+from lowlat.kernels.tuning.table import Knobs, Planned, choose_plan
 
 __all__ = [
     "BLOCK_ROWS",
@@ -20,6 +21,7 @@ __all__ = [
     "STEP",
     "STEP_ROW_BYTES",
     "PrefillGemmPlan",
+    "choose_prefill_plan",
     "has_prefill_gemm",
     "partials_shape",
     "plan_prefill_gemm",
@@ -27,6 +29,7 @@ __all__ = [
     "segments_of",
 ]
 
+KIND = "prefill_gemm"
 HOPPER = (9, 0)
 STEP = 64  # columns
 GROUP_ROWS = 64  # weight rows that a warpgroup multiplies at once
@@ -42,7 +45,8 @@ BARRIER_BYTES = 256  # of all stages
 STAGE_COUNTS = range(8, 1, -1)
 BLOCK_ROWS = CONSUMERS * GROUP_ROWS  # of weights
 
-# What times are reckoned with, of an H200; segments with these alone, so that bits are the same on every card.
+# What times are reckoned with, of an H200; segments with these alone, so that bits are the same on every card. Plans
+# are reckoned with the card's own multiprocessors and memory.
 MULTIPROCESSORS = 132
 SEGMENT_ROWS = 128  # of x: where segments matter most
 # a step, by a tile's rows and a stage's depth
@@ -70,6 +74,11 @@ class PrefillGemmPlan:
     def __post_init__(self) -> None:
         if self.rows not in TILE_ROWS or self.depth not in (1, 2) or self.stages < 2:
             raise ShapeError(f"no prefill GEMM is cut by {self}")
+
+    @property
+    def knobs(self) -> Knobs:
+        """What a table may choose."""
+        return {"rows": self.rows, "depth": self.depth, "stages": self.stages, "apart": self.apart}
 
     @property
     def sums(self) -> int:
@@ -112,20 +121,29 @@ def segments_of(weight_rows: int, columns: int) -> tuple[int, int]:
         length = -(-steps // count)
         count = -(-steps // length)
         plan = PrefillGemmPlan(SEGMENT_ROWS, 1, 2, count > 1)
-        time = _time_us(plan, SEGMENT_ROWS, weight_rows, steps, (count, length), MULTIPROCESSORS)
+        speeds = (MULTIPROCESSORS, MEMORY_BYTES_A_US)
+        time = _time_us(plan, SEGMENT_ROWS, weight_rows, steps, (count, length), *speeds)
         choices.append((time, count, length))
     return min(choices)[1:]
 
 
 def plan_prefill_gemm(rows: int, weight_rows: int, columns: int, card: Card) -> PrefillGemmPlan:
-    """The plan for [M, K] by [N, K]: of all `plans_of` it the one that should take least time. Raises as that does."""
-    segments, steps = segments_of(weight_rows, columns), -(-columns // STEP)
+    """The derived plan for [M, K] by [N, K]: the first of `plans_of`. Raises as that does."""
+    return plans_of(rows, weight_rows, columns, card)[0]
+
+
+def choose_prefill_plan(rows: int, weight_rows: int, columns: int, card: Card) -> tuple[PrefillGemmPlan, Planned]:
+    """The plan for [M, K] by [N, K] by a card's table, or the derived one; and its place in tables.
+
+    Raises as `plans_of` does.
+    """
     plans = plans_of(rows, weight_rows, columns, card)
-    return min(plans, key=lambda plan: _time_us(plan, rows, weight_rows, steps, segments, card.num_multiprocessors))
+    return choose_plan(card.tuning, KIND, {"rows": rows, "N": weight_rows, "K": columns}, plans)
 
 
-def plans_of(rows: int, weight_rows: int, columns: int, card: Card) -> list[PrefillGemmPlan]:
-    """All plans for [M, K] by [N, K], with as many stages as fit.
+def plans_of(rows: int, weight_rows: int, columns: int, card: Card) -> tuple[PrefillGemmPlan, ...]:
+    """All plans for [M, K] by [N, K]: with as many stages as fit, first the one that should take least time, then with
+    fewer.
 
     Raises ShapeError for M that is no multiple of 64 or above 1024, N or K that is no multiple of 8, or a card that
     `has_prefill_gemm` denies.
@@ -138,17 +156,26 @@ def plans_of(rows: int, weight_rows: int, columns: int, card: Card) -> list[Pref
         raise ShapeError(f"a prefill GEMM takes a multiple of 64 rows up to {MOST_ROWS}, got {rows}")
     if weight_rows % 8 or columns % 8:
         raise ShapeError(f"a prefill GEMM's weight must have multiples of 8 as sizes, got {weight_rows} x {columns}")
+    plans = _plans(rows, weight_rows, columns, card, card.read_gb_s)
+    if not plans:
+        raise ShapeError(f"a prefill GEMM does not fit the {card.shared_bytes} bytes of shared memory of a block")
+    return plans
+
+
+@cache
+def _plans(rows: int, weight_rows: int, columns: int, card: Card, read_gb_s: float) -> tuple[PrefillGemmPlan, ...]:
     (segments, length), steps = segments_of(weight_rows, columns), -(-columns // STEP)
-    plans = [
+    full = [
         plan
         for tile in TILE_ROWS
         for depth in ((1, 2) if length % 2 == 0 and steps % 2 == 0 else (1,))
         for apart in ((False, True) if segments > 1 else (False,))
         if rows % tile == 0 and (plan := _fitted(tile, depth, apart, segments, card)) is not None
     ]
-    if not plans:
-        raise ShapeError(f"a prefill GEMM does not fit the {card.shared_bytes} bytes of shared memory of a block")
-    return plans
+    speeds = (card.num_multiprocessors, 1000 * read_gb_s)
+    full.sort(key=lambda plan: _time_us(plan, rows, weight_rows, steps, (segments, length), *speeds))
+    fewer = [replace(plan, stages=plan.stages * parts // 4) for parts in (3, 2) for plan in full if plan.stages >= 4]
+    return tuple(dict.fromkeys((*full, *fewer)))
 
 
 def partials_shape(plan: PrefillGemmPlan, rows: int, weight_rows: int, columns: int) -> tuple[int, int, int]:
@@ -164,14 +191,20 @@ def _fitted(tile: int, depth: int, apart: bool, segments: int, card: Card) -> Pr
 
 
 def _time_us(
-    plan: PrefillGemmPlan, rows: int, weight_rows: int, steps: int, segments: tuple[int, int], multiprocessors: int
+    plan: PrefillGemmPlan,
+    rows: int,
+    weight_rows: int,
+    steps: int,
+    segments: tuple[int, int],
+    multiprocessors: int,
+    memory_bytes_a_us: float,
 ) -> float:
     """A rough time, to choose by: steps as they were measured, but no faster than the memory."""
     count, length = segments
     turns = -(-plan.units(rows, weight_rows, count) // multiprocessors)
     own = length if plan.apart else steps
     time = turns * (own * STEP_US[plan.rows, plan.depth] + TILE_ROW_US * plan.rows)
-    time = max(time, 2 * weight_rows * steps * STEP / MEMORY_BYTES_A_US)
+    time = max(time, 2 * weight_rows * steps * STEP / memory_bytes_a_us)
     if plan.apart:
         time += ADD_US + 8 * count * rows * weight_rows / SUM_BYTES_A_US
     return time

@@ -30,6 +30,7 @@ from lowlat.kernels.moe.plan import (
     GATE_UP,
     ExpertPlan,
     ExpertShape,
+    choose_expert_plan,
     partials_workspace,
     parts_of,
     plan_experts,
@@ -65,7 +66,7 @@ def experts_gate_up(
     out         [M, R, I]   bf16, out: (up + 1) * gate * sigmoid(alpha * gate), the gate at most `limit`, up within
                             +-`limit`; in float32, rounded once; zero where dead
     card        what it runs on
-    plan        how to cut the GEMM; None: `plan_experts`'
+    plan        how to cut the GEMM; None: by the card's table, or `plan_experts`'
     One launch for each 64 rows. Time: the distinct experts' bytes over the memory's bandwidth. Captured: yes.
     Raises ShapeError for shapes that do not fit.
     """
@@ -137,10 +138,10 @@ def _calls(
     scales: Argument = 0 if experts.scales is None else experts.scales
     calls = []
     for part, count in parts_of(rows, ranks):
-        cut = plan or plan_experts(count, shape, card)
+        cut, planned = (plan, None) if plan else choose_expert_plan(count, shape, card, experts.num_experts)
         own: Argument = 0 if shares is None else shares[part]
         arguments = (experts.words, scales, bias, x[part], ids[part], own, out[part], count * ranks, limit, alpha)
-        calls.append(KernelCall(_make(shape, cut), (cut.num_blocks, 1, 1), arguments))
+        calls.append(KernelCall(_make(shape, cut), (cut.num_blocks, 1, 1), arguments, planned=planned))
     return calls
 
 

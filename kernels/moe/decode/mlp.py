@@ -26,7 +26,7 @@ from lowlat.kernels.moe.decode.gemm import (
     nothing_prefetched,
     run_of,
 )
-from lowlat.kernels.moe.decode.mlp_plan import MlpPlan, plan_mlp
+from lowlat.kernels.moe.decode.mlp_plan import MlpPlan, choose_mlp_plan, plan_mlp
 from lowlat.kernels.moe.decode.rank_sum import make_sum_rows
 from lowlat.kernels.moe.decode.swiglu_epilogue import make_swiglu
 from lowlat.kernels.moe.decode.weighing_epilogue import make_weighing
@@ -81,7 +81,7 @@ def experts_mlp(
     early           logits are awaited while the kernel before still writes them: they must have been filled with
                     `sentinels.MISSING` before the kernel before that one has ended
     card            what it runs on: all blocks must be on it at once, one a multiprocessor
-    plan            how to cut both GEMMs; None: `plan_mlp`'s
+    plan            how to cut both GEMMs; None: by the card's table, or `plan_mlp`'s
     activated and partials must be filled with `sentinels.MISSING` before: blocks await there what others compute.
     It lets the next kernel start only when the kernel before it has ended: what was written before it is settled then.
     Time: the distinct experts' bytes over the memory's bandwidth. Captured: yes.
@@ -106,13 +106,16 @@ def experts_mlp(
     )
     calls = []
     for part, count in parts_of(rows, ranks):
-        chosen = plan or plan_mlp(count, up_shape, down_shape, card)
+        chosen, planned = plan, None
+        if chosen is None:
+            chosen, planned = choose_mlp_plan(count, up_shape, down_shape, card, routing.num_experts)
         arguments = (
             *(gate_up.words, up_scales, gate_up_bias, down.words, down_scales, down_bias),
             *(x[part], *routing.of(part), expert_ids[part], expert_weights[part], activated[part], partials[part]),
             *(residual[part], total[part], count * ranks, int(early), limit, alpha),
         )
-        calls.append(KernelCall(_make(chosen, routing.num_experts), (chosen.up_plan.num_blocks, 1, 1), arguments))
+        kernel = _make(chosen, routing.num_experts)
+        calls.append(KernelCall(kernel, (chosen.up_plan.num_blocks, 1, 1), arguments, planned=planned))
     return calls
 
 

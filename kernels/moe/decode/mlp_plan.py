@@ -1,14 +1,26 @@
 """How both GEMMs of a mixture of experts are cut to share the blocks of one launch. It knows no kernel."""
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.common.handover import BARRIER_BYTES
-from lowlat.kernels.moe.plan import ExpertPlan, ExpertShape, plan_experts
+from lowlat.kernels.moe.plan import (
+    MAX_COLUMNS,
+    MOST_PART,
+    ExpertPlan,
+    ExpertShape,
+    facts_of,
+    near_cuts,
+    plan_experts,
+)
 from lowlat.kernels.toolchain.kernel import Card
+from lowlat.kernels.tuning.table import Knobs, Planned, choose_plan
 
-__all__ = ["MlpPlan", "plan_mlp"]
+__all__ = ["MlpPlan", "choose_mlp_plan", "mlp_plans", "plan_mlp"]
+
+KIND = "experts_mlp"
 
 
 @dataclass(frozen=True)
@@ -23,6 +35,14 @@ class MlpPlan:
     up_plan: ExpertPlan
     down_plan: ExpertPlan
     overlaps: bool
+
+    @property
+    def knobs(self) -> Knobs:
+        """What a table may choose; a part of the GEMM whose parts are longer."""
+        part = max(self.up_plan.part, self.down_plan.part)
+        return {
+            "stages": self.up_plan.stages, "part": part, "columns": self.up_plan.columns, "overlaps": self.overlaps,
+        }  # fmt: skip
 
     @property
     def warps(self) -> int:
@@ -51,18 +71,29 @@ class MlpPlan:
 
 
 def plan_mlp(
-    rows: int, up: ExpertShape, down: ExpertShape, card: Card, *, warps: int | None = None, stages: int | None = None
+    rows: int,
+    up: ExpertShape,
+    down: ExpertShape,
+    card: Card,
+    *,
+    warps: int | None = None,
+    stages: int | None = None,
+    part: int = MOST_PART,
+    columns: int = MAX_COLUMNS,
+    overlaps: bool | None = None,
 ) -> MlpPlan:
     """The plans of both GEMMs for M rows, as `plan_experts` has them, which share a block's memory.
 
-    warps, stages  as `plan_experts` has them, of both GEMMs
+    warps, stages, part, columns  as `plan_experts` has them, of both GEMMs
+    overlaps                      None: for more than one row
     Raises ShapeError as `plan_experts` does.
     """
     available = card.shared_bytes
     while True:
         try:
             left = replace(card, shared_bytes=available)
-            first, second = (plan_experts(rows, each, left, warps=warps, stages=stages) for each in (up, down))
+            cut: dict[str, Any] = {"warps": warps, "stages": stages, "part": part, "columns": columns}
+            first, second = (plan_experts(rows, each, left, **cut) for each in (up, down))
         except ShapeError as error:
             if available == card.shared_bytes:
                 raise
@@ -76,8 +107,30 @@ def plan_mlp(
             "stages": min(first.stages, second.stages),
         }
         # a single row's weights are so few that those of the second GEMM would only delay the last of the first
-        plan = MlpPlan(up, down, replace(first, **common), replace(second, **common), overlaps=first.columns > 1)
+        ahead = rows > 1 if overlaps is None else overlaps
+        plan = MlpPlan(up, down, replace(first, **common), replace(second, **common), ahead)
         excess = plan.places[-1] - card.shared_bytes
         if excess <= 0:
             return plan
         available -= excess
+
+
+def mlp_plans(rows: int, up: ExpertShape, down: ExpertShape, card: Card) -> tuple[MlpPlan, ...]:
+    """The plans for M rows that fit a card, the derived one first. Raises ShapeError as `plan_mlp` does."""
+    derived = plan_mlp(rows, up, down, card)
+    usual = {name: int(value) for name, value in derived.knobs.items() if name != "overlaps"}
+    cuts: list[dict[str, Any]] = [{**usual, "overlaps": not derived.overlaps}]
+    cuts += [{**cut, "overlaps": derived.overlaps} for cut in near_cuts(**usual)]
+    plans = [derived]
+    for cut in cuts:
+        with suppress(ShapeError):
+            plans.append(plan_mlp(rows, up, down, card, **cut))
+    return tuple({tuple(plan.knobs.values()): plan for plan in reversed(plans)}.values())[::-1]
+
+
+def choose_mlp_plan(
+    rows: int, up: ExpertShape, down: ExpertShape, card: Card, num_experts: int
+) -> tuple[MlpPlan, Planned]:
+    """The plan for M rows by a card's table, or the derived one; and its place in tables."""
+    facts = {**facts_of(rows, up, num_experts), "down": down.rows, "down_format": down.format.name}
+    return choose_plan(card.tuning, KIND, facts, mlp_plans(rows, up, down, card))

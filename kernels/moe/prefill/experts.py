@@ -4,16 +4,19 @@ Each operation groups its pairs for itself, so that it may stand alone; a down G
 same pairs takes the lists that it left in the workspace. What they ask workspaces for follows from shapes alone.
 """
 
+from dataclasses import replace
+
 import torch
 
 from lowlat.kernels.moe.packing import PackedExperts
 from lowlat.kernels.moe.plan import DOWN, GATE_UP, ExpertShape, partials_workspace
 from lowlat.kernels.moe.prefill.grouped_gemm import grouped_down, grouped_gate_up
 from lowlat.kernels.moe.prefill.grouping import group_pairs
-from lowlat.kernels.moe.prefill.pair_tiles import TILE_WORDS, most_tiles, tile_pairs_of
-from lowlat.kernels.moe.prefill.plan import GroupedPlan, plan_grouped
+from lowlat.kernels.moe.prefill.pair_tiles import TILE_PAIRS, TILE_WORDS, most_tiles
+from lowlat.kernels.moe.prefill.plan import MixturePlan, choose_mixture_plan
 from lowlat.kernels.moe.rank_sum import add_ranks
 from lowlat.kernels.toolchain.kernel import Card, KernelCall, Workspace, WorkspaceShape
+from lowlat.kernels.tuning.table import Planned
 
 __all__ = ["list_workspaces", "prefill_down", "prefill_gate_up"]
 
@@ -21,7 +24,7 @@ __all__ = ["list_workspaces", "prefill_down", "prefill_gate_up"]
 def list_workspaces(rows: int, ranks: int, num_experts: int) -> tuple[WorkspaceShape, WorkspaceShape]:
     """The workspaces of both GEMMs for M rows, R ranks and E experts: the list of pairs, and that of tiles of pairs."""
     pairs = rows * ranks
-    tiles = most_tiles(pairs, num_experts, tile_pairs_of(pairs, num_experts))
+    tiles = most_tiles(pairs, num_experts, TILE_PAIRS[0])  # the smallest ones that a plan may have are the most
     return ("experts.order", (pairs,), torch.int32), ("experts.tiles", (tiles, TILE_WORDS), torch.int32)
 
 
@@ -47,11 +50,12 @@ def prefill_gate_up(
     workspace   is asked for `list_workspaces`
     Captured: yes. Raises ShapeError for shapes that do not fit.
     """
-    calls = _group(expert_ids, experts, workspace)
-    lists, plan = _lists(expert_ids, experts, workspace), _plan(GATE_UP, expert_ids, experts, card)
-    return calls + grouped_gate_up(
-        x=x, **lists, weight=experts, bias=bias, out=out, limit=limit, alpha=alpha, plan=plan
+    shape, plan, planned = _plan(GATE_UP, expert_ids, experts, card)
+    lists = _lists(expert_ids, experts, workspace, plan)
+    product = grouped_gate_up(
+        x=x, **lists, weight=experts, bias=bias, out=out, limit=limit, alpha=alpha, plan=plan.of(shape, card)
     )
+    return _group(expert_ids, experts, plan, lists) + _marked(product, planned)
 
 
 def prefill_down(
@@ -80,29 +84,36 @@ def prefill_down(
                     comes right before. Two launches then, else three
     Captured: yes. Raises ShapeError for shapes that do not fit.
     """
-    calls = [] if grouped else _group(expert_ids, experts, workspace)
-    lists, plan = _lists(expert_ids, experts, workspace), _plan(DOWN, expert_ids, experts, card)
+    shape, plan, planned = _plan(DOWN, expert_ids, experts, card)
+    lists = _lists(expert_ids, experts, workspace, plan)
+    calls = [] if grouped else _group(expert_ids, experts, plan, lists)
     partials = workspace(*partials_workspace(expert_ids.shape[0], expert_ids.shape[1], experts.rows))
-    calls += grouped_down(
-        activated=activated, **lists, expert_weights=expert_weights, weight=experts, bias=bias, out=partials, plan=plan
-    )
-    return calls + add_ranks(partials=partials, expert_ids=expert_ids, out=out)
+    product = grouped_down(
+        activated=activated, **lists, expert_weights=expert_weights, weight=experts, bias=bias, out=partials,
+        plan=plan.of(shape, card),
+    )  # fmt: skip
+    return calls + _marked(product, planned) + add_ranks(partials=partials, expert_ids=expert_ids, out=out)
 
 
-def _group(ids: torch.Tensor, experts: PackedExperts, workspace: Workspace) -> list[KernelCall]:
-    return group_pairs(
-        expert_ids=ids,
-        num_experts=experts.num_experts,
-        tile_pairs=tile_pairs_of(ids.numel(), experts.num_experts),
-        **_lists(ids, experts, workspace),
-    )
+def _group(
+    ids: torch.Tensor, experts: PackedExperts, plan: MixturePlan, lists: dict[str, torch.Tensor]
+) -> list[KernelCall]:
+    return group_pairs(expert_ids=ids, num_experts=experts.num_experts, tile_pairs=plan.pairs, **lists)
 
 
-def _lists(ids: torch.Tensor, experts: PackedExperts, workspace: Workspace) -> dict[str, torch.Tensor]:
+def _lists(
+    ids: torch.Tensor, experts: PackedExperts, workspace: Workspace, plan: MixturePlan
+) -> dict[str, torch.Tensor]:
     order, tiles = list_workspaces(ids.shape[0], ids.shape[1], experts.num_experts)
-    return {"order": workspace(*order), "tiles": workspace(*tiles)}
+    count = most_tiles(ids.numel(), experts.num_experts, plan.pairs)
+    return {"order": workspace(*order), "tiles": workspace(*tiles)[:count]}
 
 
-def _plan(kind: str, ids: torch.Tensor, experts: PackedExperts, card: Card) -> GroupedPlan:
+def _plan(kind: str, ids: torch.Tensor, experts: PackedExperts, card: Card) -> tuple[ExpertShape, MixturePlan, Planned]:
     shape = ExpertShape(kind, experts.rows, experts.columns, ids.shape[1], experts.format)
-    return plan_grouped(tile_pairs_of(ids.numel(), experts.num_experts), shape, card)
+    return shape, *choose_mixture_plan(ids.numel(), experts.num_experts, shape, card)
+
+
+def _marked(calls: list[KernelCall], planned: Planned) -> list[KernelCall]:
+    """Calls with their place in tables."""
+    return [replace(call, planned=planned) for call in calls]

@@ -1,10 +1,13 @@
-"""How a grouped GEMM of experts is cut: tiles of pairs, warps, stages. It knows no kernel."""
+"""How the grouped GEMMs of a mixture are cut: tiles of pairs, warps, stages. It knows no kernel."""
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 from lowlat.errors import ShapeError
-from lowlat.kernels.moe.plan import ExpertShape
+from lowlat.kernels.moe.plan import DOWN, GATE_UP, ExpertShape
+from lowlat.kernels.moe.prefill.pair_tiles import TILE_PAIRS, tile_pairs_of
 from lowlat.kernels.toolchain.kernel import Card
+from lowlat.kernels.tuning.table import Knobs, Planned, choose_plan
 
 __all__ = [
     "PAIR_BYTES",
@@ -13,8 +16,13 @@ __all__ = [
     "WARP_ROWS",
     "WARP_TILES",
     "GroupedPlan",
+    "MixturePlan",
+    "choose_mixture_plan",
+    "mixture_plans",
     "plan_grouped",
 ]
+
+KIND = "experts_grouped"
 
 WARP_TILES = 2  # of 16 weight rows
 WARP_ROWS = 16 * WARP_TILES
@@ -86,18 +94,85 @@ class GroupedPlan:
         return self.list_at(shape) + self.pairs * PAIR_BYTES
 
 
+@dataclass(frozen=True)
+class MixturePlan:
+    """How both grouped GEMMs of a mixture are cut, which share the tiles of pairs; no bit depends on it.
+
+    pairs   of a tile
+    warps   of a block
+    stages  the most of each GEMM
+    """
+
+    pairs: int
+    warps: int
+    stages: int
+
+    @property
+    def knobs(self) -> Knobs:
+        """What a table may choose."""
+        return {"pairs": self.pairs, "warps": self.warps, "stages": self.stages}
+
+    def of(self, shape: ExpertShape, card: Card) -> GroupedPlan:
+        """The plan of one GEMM. Raises ShapeError as `plan_grouped` does."""
+        return plan_grouped(self.pairs, shape, card, warps=self.warps, most_stages=self.stages)
+
+
+def mixture_plans(
+    num_pairs: int, num_experts: int, shapes: tuple[ExpertShape, ...], card: Card
+) -> tuple[MixturePlan, ...]:
+    """The plans for so many pairs, by which all shapes' GEMMs fit a card: the derived one first, which need not."""
+    pairs = tile_pairs_of(num_pairs, num_experts)
+    derived, place = MixturePlan(pairs, WARPS, MOST_STAGES), TILE_PAIRS.index(pairs)
+    near = [*TILE_PAIRS[place + 1 : place + 2], *TILE_PAIRS[max(place - 1, 0) : place]]
+    plans = [MixturePlan(pairs, WARPS, MOST_STAGES - 1), MixturePlan(pairs, 2 * WARPS, MOST_STAGES)]
+    plans += [MixturePlan(each, WARPS, MOST_STAGES) for each in near]
+    plans += [MixturePlan(pairs, WARPS, 2), *(MixturePlan(each, 2 * WARPS, MOST_STAGES) for each in near)]
+    fitting = [derived]
+    for plan in plans:
+        with suppress(ShapeError):
+            if [plan.of(shape, card) for shape in shapes] not in [[f.of(s, card) for s in shapes] for f in fitting]:
+                fitting.append(plan)
+    return tuple(fitting)
+
+
+def choose_mixture_plan(
+    num_pairs: int, num_experts: int, shape: ExpertShape, card: Card
+) -> tuple[MixturePlan, Planned]:
+    """The plan of both GEMMs of a mixture by a card's table, or the derived one; and its place in tables.
+
+    shape  of either: that of the other follows
+    """
+    gated = shape.kind == GATE_UP
+    hidden, inner = (shape.columns, shape.rows // 2) if gated else (shape.rows, shape.columns)
+    both = (
+        ExpertShape(GATE_UP, 2 * inner, hidden, shape.ranks, shape.format),
+        ExpertShape(DOWN, hidden, inner, shape.ranks, shape.format),
+    )
+    facts = {
+        "rows": num_pairs // shape.ranks, "N": hidden, "inner": inner, "ranks": shape.ranks, "experts": num_experts,
+        "format": shape.format.name,
+    }  # fmt: skip
+    return choose_plan(card.tuning, KIND, facts, mixture_plans(num_pairs, num_experts, both, card))
+
+
 def plan_grouped(
-    tile_pairs: int, shape: ExpertShape, card: Card, *, warps: int = WARPS, stages: int | None = None
+    tile_pairs: int,
+    shape: ExpertShape,
+    card: Card,
+    *,
+    warps: int = WARPS,
+    stages: int | None = None,
+    most_stages: int = MOST_STAGES,
 ) -> GroupedPlan:
     """The plan for tiles of so many pairs, as `pair_tiles` has them or another multiple of 16.
 
-    stages  None: as many as pay, and as fit where as many blocks meet on a multiprocessor as registers allow
+    stages  None: at most `most_stages`, as fit where as many blocks meet on a multiprocessor as registers allow
     Raises ShapeError for a card whose blocks have too little shared memory, or tiles of other sizes.
     """
     if tile_pairs < 16 or tile_pairs % 16 or tile_pairs > 32 * warps:
         raise ShapeError(f"tiles of {tile_pairs} pairs; a multiple of 16, at most {32 * warps}, is wanted")
     skip = 1 if tile_pairs == 16 else 2
-    depths = range(MOST_STAGES, 1, -1) if stages is None else (stages,)
+    depths = range(most_stages, 1, -1) if stages is None else (stages,)
     plans = [GroupedPlan(tile_pairs, warps, depth, skip) for depth in depths]
     fitting = [plan for plan in plans if plan.shared_bytes(shape) <= card.shared_bytes]
     if not fitting:

@@ -8,27 +8,28 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lowlat.cli.commands.inspect_tree import tree
 from lowlat.cli.console import format_bytes, print_json, print_table
 from lowlat.cli.options import (
     DIRECTORY,
     IntegerList,
     as_json,
     bundled,
+    draft_model_option,
     given_options,
     record_options,
     runtime_options,
     speculation_options,
     speculative_config,
 )
-from lowlat.options.config import RuntimeConfig, SpeculativeConfig
+from lowlat.cli.reports.trees import DEFAULT_BUDGETS, print_tree, print_what_if, tree_report, what_if_report
+from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig
 from lowlat.options.model_names import find_repository
 from lowlat.options.request import SamplingParams
 
 if TYPE_CHECKING:
     from lowlat.cli.reports.activity import Activity
 
-__all__ = ["command", "draft_model", "model", "run"]
+__all__ = ["command", "draft_model", "model", "run", "tree"]
 
 NOT_ACTIVE = 3  # exit code of `run`
 
@@ -48,9 +49,6 @@ class _ModelByDefault(click.Group):
 @click.group("inspect", cls=_ModelByDefault)
 def command() -> None:
     """Show what a model, a draft model or a tree is, and what it takes; `inspect MODEL` is `inspect model MODEL`."""
-
-
-command.add_command(tree)
 
 
 @command.command("model")
@@ -188,6 +186,59 @@ def draft_model(
     _print_download(report["download"])
     for note in report["notes"]:
         click.echo(f"note: {note}")
+
+
+@command.command("tree")
+@click.argument("file", type=DIRECTORY, required=False)
+@click.option("--chain", type=click.IntRange(1, MAX_SPECULATIVE_TOKENS), metavar="S", help="The chain of S drafts.")
+@click.option("--batch", type=click.IntRange(1, 8), default=RuntimeConfig.max_batch, show_default=True, metavar="N")
+@click.option("--target", type=DIRECTORY, metavar="DIR", help="Shapes are for this pair.  [default: the bundled one]")
+@draft_model_option("Its draft model.")
+@click.option("--what-if", is_flag=True, help="Recommend a tree and the limits it needs.")
+@click.option(
+    "--acceptance",
+    type=DIRECTORY,
+    metavar="FILE",
+    help="With --what-if: JSON, for each depth the acceptance of each rank.",
+)
+@click.option(
+    "--budgets", type=IntegerList(), default=DEFAULT_BUDGETS, metavar="T,T,..", help="Rows a slot to consider."
+)
+@click.option("--step-times-us", type=IntegerList(), metavar="N,N,..", help="Microseconds of a step, for each budget.")
+@as_json
+def tree(
+    file: Path | None,
+    chain: int | None,
+    batch: int,
+    target: Path | None,
+    head: Path | None,
+    what_if: bool,
+    acceptance: Path | None,
+    budgets: tuple[int, ...],
+    step_times_us: tuple[int, ...] | None,
+    json_output: bool,
+) -> None:
+    """Show the tree of FILE, a table of choices in YAML, TOML or JSON; or a chain."""
+    if (target is None) != (head is None):
+        raise click.UsageError("--target and --draft-model go together")
+    if (acceptance is not None or step_times_us is not None) and not what_if:
+        raise click.UsageError("--acceptance and --step-times-us need --what-if")
+    if file is not None and chain is not None:
+        raise click.UsageError("give FILE or --chain, not both")
+    if file is None and chain is None and not what_if:
+        raise click.UsageError("give FILE, --chain S or --what-if")
+    report: dict[str, Any] = {}
+    if file is not None or chain is not None:
+        report |= tree_report(file, chain, batch, target or bundled("target"), head or bundled("head"))
+    if what_if:
+        report["what_if"] = what_if_report(acceptance, budgets, step_times_us)
+    if json_output:
+        print_json(report)
+        return
+    if "nodes" in report:
+        print_tree(report)
+    if what_if:
+        print_what_if(report["what_if"])
 
 
 @command.command("run")

@@ -15,7 +15,7 @@ from lowlat.executors.lowering.binding import Binding, Call, decodes
 from lowlat.executors.lowering.prefill_attention import prefill_attention
 from lowlat.executors.lowering.prefill_gemm import prefill_linear
 from lowlat.executors.lowering.weight_parts import experts_name
-from lowlat.kernels.attention.attention import attention, choose_split, num_stages
+from lowlat.kernels.attention.attention import attention, choose_split
 from lowlat.kernels.attention.kv_compact import kv_compact_layer
 from lowlat.kernels.attention.kv_write import kv_write, prefill_kv_write
 from lowlat.kernels.gemm.decode.gemm import decode_gemm
@@ -114,8 +114,7 @@ def _attention(binding: Binding, op: Op) -> Sequence[Call]:
         split=choose_split(max_batch, max_context, given["k_cache"].shape[1]),
         sinks=binding.sinks(op),
         workspace=binding.workspace,
-        num_blocks=2 * binding.card.num_multiprocessors,
-        stages=num_stages(given["q"].shape[2], binding.card),
+        card=binding.card,
         early_metadata=op.stage is Stage.BASE_DECODE_STEP,
         tail=max(nodes.shape[1], buffers["row_tokens"].shape[1]),  # no row has more ancestors than a slot has nodes
     )

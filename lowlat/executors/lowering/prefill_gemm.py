@@ -12,7 +12,7 @@ from lowlat.executors.lowering.binding import Binding, Call, LibraryCall
 from lowlat.kernels.gemm.packing import PackedMatrix, unpack_rows
 from lowlat.kernels.gemm.prefill.activation_layout import arranged_shape
 from lowlat.kernels.gemm.prefill.gemm import prefill_gemm
-from lowlat.kernels.gemm.prefill.plan import MOST_ROWS, has_prefill_gemm, plan_prefill_gemm, segments_of
+from lowlat.kernels.gemm.prefill.plan import MOST_ROWS, has_prefill_gemm, segments_of
 from lowlat.kernels.toolchain.kernel import Card, WorkspaceShape
 from lowlat.models.program import Op
 
@@ -55,12 +55,11 @@ def _by_packed(binding: Binding, op: Op, weight: PackedMatrix) -> Sequence[Call]
     columns = binding.weights.runs(op.weights["weight"])
     for rows, results in zip(given["x"].split(MOST_ROWS), given["out"].split(MOST_ROWS), strict=True):
         count = rows.shape[0]
-        plan = plan_prefill_gemm(count, weight.rows, weight.columns, binding.card)
         asked = gemm_workspaces(count, weight.rows, weight.columns)
         arranged, partials = (binding.workspace(*each) for each in asked)
         calls += prefill_gemm(
             x=rows, weight=weight, bias=binding.bias(op), columns=columns, arranged=arranged, partials=partials,
-            out=results, card=binding.card, plan=plan,
+            out=results, card=binding.card,
         )  # fmt: skip
     return calls
 

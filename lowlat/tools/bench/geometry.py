@@ -21,7 +21,7 @@ from lowlat.models.geometry import DraftConfig, ModelConfig, RopeConfig
 from lowlat.models.target import OpenedTarget, read_model_config, target_recipes
 from lowlat.speculators.eagle3.weights import draft_recipes
 
-__all__ = ["Geometry", "Head", "RandomWeights", "random_target", "read_geometries", "write_draft_model"]
+__all__ = ["Geometry", "Head", "RandomWeights", "draft_config", "random_target", "read_geometries", "write_draft_model"]
 
 TABLE = Path(__file__).parent / "geometries.toml"
 NOISE = (1 << 22) + 3  # numbers drawn once and used everywhere; odd, so that rows of a matrix differ
@@ -131,7 +131,7 @@ def write_draft_model(geometry: Geometry, target: ModelConfig, directory: Path, 
     from safetensors.torch import save_file
 
     head = geometry.head
-    config = _draft_config(head, target)
+    config = draft_config(head, target)
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
     for recipe in draft_recipes(config, torch.bfloat16):
@@ -147,7 +147,8 @@ def write_draft_model(geometry: Geometry, target: ModelConfig, directory: Path, 
     return directory
 
 
-def _draft_config(head: Head, target: ModelConfig) -> DraftConfig:
+def draft_config(head: Head, target: ModelConfig) -> DraftConfig:
+    """The geometry of a draft model for a target."""
     names = ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "max_position", "rms_norm_eps")
     return DraftConfig(
         layout="specforge",

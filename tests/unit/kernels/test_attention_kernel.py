@@ -16,10 +16,12 @@ H200_SHARED_BYTES, RESERVED_BYTES = 228 * 1024, 1024
 
 
 @pytest.mark.second
-def test_two_blocks_fit_on_a_multiprocessor(compiled: Compiled) -> None:
+def test_as_many_blocks_fit_on_a_multiprocessor_as_a_plan_says(compiled: Compiled) -> None:
     for kernel in examples():
         code, _ = compiled.of(HOPPER, kernel)
-        assert 2 * (kernel.shared_bytes + code.shared_bytes + RESERVED_BYTES) <= H200_SHARED_BYTES
+        assert (kernel.most_blocks or 2) * (
+            kernel.shared_bytes + code.shared_bytes + RESERVED_BYTES
+        ) <= H200_SHARED_BYTES
 
 
 def test_names_tell_specialisations_apart() -> None:

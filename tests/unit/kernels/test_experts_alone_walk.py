@@ -212,7 +212,7 @@ def test_arrays_that_do_not_fit_are_refused() -> None:
 def test_lists_and_partials_are_sized_by_shapes_alone() -> None:
     assert list_workspaces(512, 4, 128) == (
         ("experts.order", (2048,), torch.int32),
-        ("experts.tiles", (2048 // 32 + 128, 4), torch.int32),
+        ("experts.tiles", (2048 // 16 + 128, 4), torch.int32),
     )
     assert router_workspace(7, 128) == ("router.logits", (7, 128), torch.float32)
     experts, ids, asked = make_experts(4, 32, 64, quantised=True, gated=True), choices("random", 5, 2, 4), Poisoned()

@@ -1,4 +1,4 @@
-"""`lowlat inspect tree`: a tree's nodes, levels, paths, masks and buffers; with --what-if, a better one."""
+"""A tree's nodes, levels, paths, masks and buffers, and the best tree for a budget, as `lowlat inspect tree` shows."""
 
 import json
 from collections.abc import Mapping
@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lowlat.checkpoint.files import read_json
-from lowlat.cli.console import print_json, print_table
-from lowlat.cli.options import DIRECTORY, IntegerList, as_json, bundled, draft_model_option
+from lowlat.cli.console import print_table
 from lowlat.errors import ConfigError
 from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig
 
 if TYPE_CHECKING:
     from lowlat.speculators.tree.topology import TreePlan, TreeTopology, WhatIf
 
-__all__ = ["tree"]
+__all__ = ["DEFAULT_BUDGETS", "print_tree", "print_what_if", "tree_report", "what_if_report"]
 
 MAX_TABLE_BYTES = 1 << 20
 DEFAULT_BUDGETS = (2, 4, 8, 16, 32, 64)
@@ -30,60 +29,8 @@ TREE_BUFFERS = (
 )
 
 
-@click.command("tree")
-@click.argument("file", type=DIRECTORY, required=False)
-@click.option("--chain", type=click.IntRange(1, MAX_SPECULATIVE_TOKENS), metavar="S", help="The chain of S drafts.")
-@click.option("--batch", type=click.IntRange(1, 8), default=RuntimeConfig.max_batch, show_default=True, metavar="N")
-@click.option("--target", type=DIRECTORY, metavar="DIR", help="Shapes are for this pair.  [default: the bundled one]")
-@draft_model_option("Its draft model.")
-@click.option("--what-if", is_flag=True, help="Recommend a tree and the limits it needs.")
-@click.option(
-    "--acceptance",
-    type=DIRECTORY,
-    metavar="FILE",
-    help="With --what-if: JSON, for each depth the acceptance of each rank.",
-)
-@click.option(
-    "--budgets", type=IntegerList(), default=DEFAULT_BUDGETS, metavar="T,T,..", help="Rows a slot to consider."
-)
-@click.option("--step-times-us", type=IntegerList(), metavar="N,N,..", help="Microseconds of a step, for each budget.")
-@as_json
-def tree(
-    file: Path | None,
-    chain: int | None,
-    batch: int,
-    target: Path | None,
-    head: Path | None,
-    what_if: bool,
-    acceptance: Path | None,
-    budgets: tuple[int, ...],
-    step_times_us: tuple[int, ...] | None,
-    json_output: bool,
-) -> None:
-    """Show the tree of FILE, a table of choices in YAML, TOML or JSON; or a chain."""
-    if (target is None) != (head is None):
-        raise click.UsageError("--target and --draft-model go together")
-    if (acceptance is not None or step_times_us is not None) and not what_if:
-        raise click.UsageError("--acceptance and --step-times-us need --what-if")
-    if file is not None and chain is not None:
-        raise click.UsageError("give FILE or --chain, not both")
-    if file is None and chain is None and not what_if:
-        raise click.UsageError("give FILE, --chain S or --what-if")
-    report: dict[str, Any] = {}
-    if file is not None or chain is not None:
-        report |= _tree_report(file, chain, batch, target or bundled("target"), head or bundled("head"))
-    if what_if:
-        report["what_if"] = _what_if_report(acceptance, budgets, step_times_us)
-    if json_output:
-        print_json(report)
-        return
-    if "nodes" in report:
-        _print_tree(report)
-    if what_if:
-        _print_what_if(report["what_if"])
-
-
-def _tree_report(file: Path | None, chain: int | None, batch: int, target: Path, head: Path) -> dict[str, Any]:
+def tree_report(file: Path | None, chain: int | None, batch: int, target: Path, head: Path) -> dict[str, Any]:
+    """The tree of a file, or a chain, and its buffers in a pair's step. Raises ConfigError."""
     from lowlat.cli.reports.sizes import buffer_dict, plan_runtime
     from lowlat.cli.running import default_context
     from lowlat.speculators.tree.topology import TreeTopology
@@ -132,9 +79,10 @@ def _shape(topology: "TreeTopology") -> dict[str, Any]:
     }
 
 
-def _what_if_report(
+def what_if_report(
     acceptance: Path | None, budgets: tuple[int, ...], step_times_us: tuple[int, ...] | None
 ) -> dict[str, Any]:
+    """The best tree of each budget, by acceptance that was measured or is assumed. Raises ConfigError."""
     from lowlat.speculators.tree.topology import what_if
 
     table = ASSUMED_ACCEPTANCE if acceptance is None else _read_acceptance(acceptance)
@@ -174,7 +122,8 @@ def _read_acceptance(path: Path) -> list[list[float]]:
     return table
 
 
-def _print_tree(report: Mapping[str, Any]) -> None:
+def print_tree(report: Mapping[str, Any]) -> None:
+    """Print what `tree_report` gave."""
     limits = [
         [name, report[name]] for name in ("num_nodes", "depth", "num_paths", "max_path_len", "max_decoding_tokens")
     ]
@@ -192,7 +141,8 @@ def _print_tree(report: Mapping[str, Any]) -> None:
     print_table(title, ("name", "shape", "dtype", "role", "bytes"), [list(b.values()) for b in report["buffers"]])
 
 
-def _print_what_if(report: Mapping[str, Any]) -> None:
+def print_what_if(report: Mapping[str, Any]) -> None:
+    """Print what `what_if_report` gave."""
     columns = ("rows", "max_path_len", "max_decoding_tokens", "max_non_leaves_per_layer", "tokens a step", "a chain's")
     rows = [list(plan.values())[: len(columns)] for plan in report["plans"]]
     print_table(f"what if: the best tree for each budget; acceptance {report['acceptance_from']}", columns, rows)

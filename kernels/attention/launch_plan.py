@@ -1,0 +1,172 @@
+"""How a launch of attention is cut: which of its numbers change no bit, all plans that fit a card, the choice of one.
+
+What decides bits (the split, teams of warps, whether a block has a whole window) follows from shapes alone and is no
+plan's. It knows no kernel.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+
+from lowlat.kernels.toolchain.kernel import Card
+from lowlat.kernels.tuning.table import Knobs, Planned, choose_plan
+
+__all__ = [
+    "ALIGNMENT",
+    "DESCRIPTOR_WORDS",
+    "KIND",
+    "STATIC_BYTES",
+    "TEAMS",
+    "TILE_BYTES",
+    "AttentionPlan",
+    "AttentionWork",
+    "candidate_plans",
+    "choose_attention_plan",
+    "is_whole",
+    "pipeline_bytes",
+]
+
+KIND = "attention"
+TILE_BYTES = {64: 16 * 1024, 128: 32 * 1024}  # keys and values of 64 positions
+TEAMS = {64: 3, 128: 2}  # of four warps, side by side, over a whole window: one of 128 spans three tiles
+DESCRIPTOR_WORDS = 4  # of a stage and warp: place and flags, tile of positions, row of the tree
+ALIGNMENT = 128  # of the stages: pieces of rows are permuted within 128 bytes
+STATIC_BYTES = 5 * 1024  # at most, of shared memory that the kernel declares itself
+WHOLE_WINDOW = 256
+QUERY_ROWS = 16  # of a tile
+DERIVED_STAGES = {64: 4, 128: 3}
+LEAST_STAGES = 2
+MOST_STAGES = 8
+MOST_BLOCKS = 3
+HOPPER = (9, 0)
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """How a launch is cut; nothing of it changes any bit of the result.
+
+    row_tiles  tiles of 16 query rows that share one reading of keys and values
+    stages     tiles of positions under way in each block
+    blocks     of the grid, for each multiprocessor; of those that split the positions no more meet on one
+    """
+
+    row_tiles: int
+    stages: int
+    blocks: int
+
+    @property
+    def knobs(self) -> Knobs:
+        """What a table may choose."""
+        return {"row_tiles": self.row_tiles, "stages": self.stages, "blocks": self.blocks}
+
+
+@dataclass(frozen=True)
+class AttentionWork:
+    """What a launch's plan depends on; never the contexts, which change while a bucket is replayed.
+
+    batch, rows  slots of the step, and rows of each
+    window       None: all positions
+    keep_first   positions kept before a window
+    split        positions of a split
+    """
+
+    batch: int
+    rows: int
+    group: int
+    kv_heads: int
+    head_dim: int
+    window: int | None
+    keep_first: int
+    split: int
+
+    @property
+    def whole(self) -> bool:
+        """Whether a block has all positions of its rows, as `is_whole` says."""
+        return is_whole(self.window, self.keep_first)
+
+    @property
+    def query_tiles(self) -> int:
+        """Tiles of 16 query rows of a slot and key-value head."""
+        return -(-self.rows * self.group // QUERY_ROWS)
+
+    @property
+    def facts(self) -> dict[str, int | bool]:
+        """The key of tables: slots and tiles of query rows count by the next power of two."""
+        return {
+            "batch": _next_power(self.batch), "query_tiles": _next_power(self.query_tiles), "group": self.group,
+            "kv_heads": self.kv_heads, "head_dim": self.head_dim, "window": self.window or 0,
+            "keeps": self.keep_first > 0, "split": 0 if self.whole else self.split,
+        }  # fmt: skip
+
+
+def is_whole(window: int | None, keep_first: int) -> bool:
+    """Whether a block takes all positions of its rows: a window of few tiles, and none kept at the start besides.
+
+    It decides bits, and depends on nothing but the layer.
+    """
+    return window is not None and window <= WHOLE_WINDOW and not keep_first
+
+
+def pipeline_bytes(head_dim: int, stages: int, teams: int) -> int:
+    """Dynamic shared memory of a block: its stages, their descriptors, and what aligns them."""
+    return stages * teams * (TILE_BYTES[head_dim] + 4 * DESCRIPTOR_WORDS * 4) + ALIGNMENT
+
+
+def candidate_plans(work: AttentionWork, card: Card) -> tuple[AttentionPlan, ...]:
+    """The plans that fit a card: the derived one first, then those that are likely to be faster."""
+    tiles = work.query_tiles
+    if work.whole:
+        return _whole_plans(work.head_dim, tiles)
+    return _split_plans(work.head_dim, tiles, work.window is not None, card)
+
+
+def choose_attention_plan(work: AttentionWork, card: Card) -> tuple[AttentionPlan, Planned]:
+    """The plan of a launch by a card's table, or the derived one; and its place in tables."""
+    return choose_plan(card.tuning, KIND, work.facts, candidate_plans(work, card))
+
+
+@cache
+def _split_plans(head_dim: int, query_tiles: int, windowed: bool, card: Card) -> tuple[AttentionPlan, ...]:
+    """Two blocks a multiprocessor are derived, of as many stages as pay and fit, else one; heads of 64 share keys and
+    values between two tiles of query rows, for which those of 128 have just the registers, and only on 9.0."""
+
+    def fits(plan: AttentionPlan) -> bool:
+        needed = pipeline_bytes(head_dim, plan.stages, 1) + STATIC_BYTES
+        return needed <= card.most_bytes(plan.blocks) and (plan.blocks < MOST_BLOCKS or has_registers(plan.row_tiles))
+
+    def has_registers(row_tiles: int) -> bool:
+        return not windowed and row_tiles * head_dim <= 128 and card.capability >= HOPPER
+
+    def most_stages(blocks: int) -> int:
+        return max((s for s in range(1, MOST_STAGES + 1) if fits(AttentionPlan(1, s, blocks))), default=0)
+
+    several = query_tiles > 1
+    row_tiles = 2 if head_dim == 64 and several else 1
+    usual = [AttentionPlan(row_tiles, stages, 2) for stages in range(DERIVED_STAGES[head_dim], LEAST_STAGES - 1, -1)]
+    derived = next(filter(fits, usual), AttentionPlan(row_tiles, LEAST_STAGES, 1))
+    shares = several and (head_dim == 64 or (card.capability == HOPPER and not windowed))
+    other = 3 - row_tiles if shares else row_tiles
+
+    def found() -> Iterator[AttentionPlan]:
+        yield replace(derived, row_tiles=other)
+        for tiles in dict.fromkeys((row_tiles, other)):
+            yield AttentionPlan(tiles, most_stages(3), 3)
+            yield AttentionPlan(tiles, most_stages(1), 1)
+            yield AttentionPlan(tiles, most_stages(2), 2)
+            yield AttentionPlan(tiles, derived.stages - 1, derived.blocks)
+
+    return tuple(dict.fromkeys((derived, *(plan for plan in found() if plan.stages >= LEAST_STAGES and fits(plan)))))
+
+
+@cache
+def _whole_plans(head_dim: int, query_tiles: int) -> tuple[AttentionPlan, ...]:
+    """A short window's few tiles lie side by side, none behind another: teams that end an item after different numbers
+    of tiles must meet in one stage. Its rows are derived to lie in blocks of their own, which leaves registers for the
+    blocks before and after."""
+    shared = 2 if head_dim == 64 and query_tiles > 1 else 1
+    cuts = ((1, 2), (1, 1), (shared, 2), (shared, 1))
+    return tuple(dict.fromkeys(AttentionPlan(row_tiles, 1, blocks) for row_tiles, blocks in cuts))
+
+
+def _next_power(count: int) -> int:
+    return 1 << (count - 1).bit_length()

@@ -1,0 +1,215 @@
+"""`lowlat tune`: the plans of a pair's launches swept on this card, and the table that is written of them."""
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from lowlat.cli.console import print_json, print_table, progress_bar
+from lowlat.cli.options import DIRECTORY, IntegerList, as_json, bundled
+from lowlat.errors import ConfigError
+from lowlat.options.config import MAX_SPECULATIVE_TOKENS
+
+if TYPE_CHECKING:
+    from lowlat.tools.tune.pairs import Pair
+    from lowlat.tools.tune.run import Tuned
+    from lowlat.tools.tune.shapes import Shape
+
+__all__ = ["command"]
+
+BUNDLED = "bundled"
+WHAT = ("gemm", "experts", "attention", "all")
+
+
+@click.command("tune")
+@click.argument("what", type=click.Choice(WHAT), default="all")
+@click.option("--model", type=DIRECTORY, metavar="MODEL", help="A target's directory or name.")
+@click.option("--draft-model", "head", type=DIRECTORY, metavar="MODEL", help="Its EAGLE3 draft model.")
+@click.option(
+    "--geometry",
+    "geometries",
+    metavar="NAME,NAME",
+    help="Published shapes, as `lowlat bench run` knows them; `bundled`: the bundled pair.  [default: bundled, without "
+    "--model]",
+)
+@click.option("--batch", type=IntegerList(), default=(1, 2, 4, 8), metavar="N,N", help="Slots.  [default: 1,2,4,8]")
+@click.option(
+    "-S",
+    "--num-speculative-tokens",
+    "depths",
+    type=IntegerList(),
+    default=tuple(range(MAX_SPECULATIVE_TOKENS + 1)),
+    metavar="N,N",
+    help="Depths of speculation.  [default: all]",
+)
+@click.option(
+    "--candidates",
+    type=click.IntRange(1),
+    default=6,
+    show_default=True,
+    help="Plans of a launch that are timed, the derived one included.",
+)
+@click.option(
+    "--budget-s", type=click.FloatRange(1), default=180.0, show_default=True, help="Seconds, compiling included."
+)
+@click.option("--missing", is_flag=True, help="Leave out what the table has already.")
+@click.option(
+    "--tiles",
+    is_flag=True,
+    help="With --list: the tiles of positions that attention walks, by context; no card needed.",
+)
+@click.option("--list", "only_list", is_flag=True, help="Show launches and plans; needs no card.")
+@click.option("--device", default="auto", show_default=True, help="auto, cuda or cuda:N.")
+@click.option(
+    "--out", type=DIRECTORY, metavar="FILE", help="The table.  [default: this card's among the user's own tables]"
+)
+@click.option("--commit", default="", help="What is measured, where there is no git checkout to ask.")
+@as_json
+def command(
+    what: str,
+    model: Path | None,
+    head: Path | None,
+    geometries: str | None,
+    only_list: bool,
+    tiles: bool,
+    json_output: bool,
+    **values: Any,
+) -> None:
+    """Time the plans of every launch of a pair that a card cuts, and write this card's table of the fastest.
+
+    Every GEMM, attention and mixture of experts of all buckets and of prefill is met by its shape. A plan changes no
+    bit of a result. Runtimes on this card take their plans from the table; without one they are derived from the card's
+    sizes. What the budget does not allow is left out: `--missing` goes on with it.
+    """
+    if head is not None and model is None:
+        raise click.UsageError("--draft-model needs --model")
+    if tiles and not only_list:
+        raise click.UsageError("--tiles needs --list")
+    from lowlat.tools.tune.pairs import Sizes
+
+    sizes = Sizes(values["batch"], values["depths"])
+    if not sizes.batches or min(sizes.batches) < 1 or min(sizes.depths, default=-1) < 0:
+        raise click.UsageError("--batch takes slots from 1 on, -S depths from 0 on")
+    with tempfile.TemporaryDirectory(prefix="lowlat-tune-") as scratch:
+        pairs = _pairs(model, head, geometries, Path(scratch))
+        if only_list:
+            _list(what, pairs, sizes, values["candidates"], tiles=tiles, json_output=json_output)
+        else:
+            _tune(what, pairs, sizes, values, json_output=json_output)
+
+
+def _pairs(model: Path | None, head: Path | None, geometries: str | None, scratch: Path) -> list["Pair"]:
+    from lowlat.cli.models import local_draft_model, local_target
+    from lowlat.tools.tune.pairs import open_pair, random_pair
+
+    pairs = []
+    if model is not None:
+        target = local_target(model)
+        pairs.append(open_pair(target, None if head is None else local_draft_model(head, target)))
+    for name in (geometries or ("" if pairs else BUNDLED)).replace(",", " ").split():
+        if name == BUNDLED:
+            pairs.append(open_pair(bundled("target"), bundled("head")))
+        else:
+            pairs.append(random_pair(name, scratch / name))
+    return pairs
+
+
+def _list(
+    what: str, pairs: Sequence["Pair"], sizes: Any, num_candidates: int, *, tiles: bool, json_output: bool
+) -> None:
+    from lowlat.tools.tune.run import counted, listed
+
+    shapes = listed(pairs, what, sizes)
+    walked = counted(shapes) if tiles else []
+    if json_output:
+        found: dict[str, Any] = {"shapes": [_shape(shape, num_candidates) for shape in shapes]}
+        if tiles:
+            found["tiles"] = [each.to_dict() for each in walked]
+        print_json({"card": "as an H200 cuts", **found})
+        return
+    rows = [
+        (shape.kind, shape.key, ", ".join(shape.stages), len(shape.candidates), _knobs(shape.candidates[0].knobs))
+        for shape in shapes
+    ]
+    title = f"{len(shapes)} launches of {', '.join(pair.name for pair in pairs)}, as an H200 cuts them"
+    print_table(title, ("kind", "shape", "stages", "plans", "derived plan"), rows)
+    if tiles:
+        counts = [tuple(each.to_dict().values()) for each in walked]
+        columns = ("shape", "context", "row tiles", "total", "empty", "masked", "executed")
+        print_table("tiles of 64 positions that attention walks, of chains", columns, counts)
+
+
+def _shape(shape: "Shape", num_candidates: int) -> dict[str, Any]:
+    plans = [dict(plan.knobs) for plan in shape.candidates[:num_candidates]]
+    return {
+        "kind": shape.kind,
+        "key": shape.key,
+        "stages": shape.stages,
+        "num_plans": len(shape.candidates),
+        "plans": plans,
+    }
+
+
+def _tune(what: str, pairs: Sequence["Pair"], sizes: Any, values: dict[str, Any], *, json_output: bool) -> None:
+    from lowlat.executors.devices import choose_device
+    from lowlat.tools.tune.run import tune
+
+    choice = choose_device(values["device"], "auto")
+    if not choice.has_kernels:
+        raise ConfigError(f"lowlat tune needs an NVIDIA card ({choice.reason}); --list needs none")
+    tuned = tune(
+        pairs,
+        what,
+        sizes,
+        choice.device,
+        num_candidates=values["candidates"],
+        budget_s=values["budget_s"],
+        only_missing=values["missing"],
+        out=values["out"],
+        commit=values["commit"],
+        bar=progress_bar,
+    )
+    if not json_output:
+        _show(tuned)
+    print_json(_summary(tuned))
+
+
+def _show(tuned: "Tuned") -> None:
+    rows = [
+        (
+            each.shape.kind,
+            each.shape.key,
+            ", ".join(each.shape.stages),
+            f"{each.default_us:.2f}",
+            f"{each.best_us:.2f}",
+            f"{each.gain:.1%}",
+            _knobs(each.plan.knobs),
+        )
+        for each in tuned.swept
+    ]
+    columns = ("kind", "shape", "stages", "derived, us", "best, us", "gain", "plan")
+    print_table(f"{len(rows)} launches on {tuned.card_name}, {tuned.seconds:.0f} s", columns, rows)
+    if tuned.left:
+        click.echo(f"{len(tuned.left)} launches were left out: --missing goes on with them")
+    click.echo(f"{tuned.path} has {len(tuned.table)} plans")
+
+
+def _summary(tuned: "Tuned") -> dict[str, Any]:
+    gains = [each.gain for each in tuned.swept]
+    return {
+        "card": tuned.card_name,
+        "table": str(tuned.path),
+        "entries": len(tuned.table),
+        "timed": len(tuned.swept),
+        "left_out": len(tuned.left),
+        "faster_than_derived": sum(gain > 0 for gain in gains),
+        "largest_gain": max(gains, default=0.0),
+        "beyond_3_percent": sum(gain > 0.03 for gain in gains),
+        "seconds": round(tuned.seconds, 1),
+    }
+
+
+def _knobs(knobs: Any) -> str:
+    return " ".join(f"{name}={int(value)}" for name, value in knobs.items())

@@ -1,0 +1,6 @@
+"""Tuning: the launches of a pair that a card cuts, the sweep of their plans, and the table that is written of it.
+
+`pairs` has the programs of a pair, `shapes` collects launches by lowering them, `arguments` gives launches memory,
+`sweep` compiles and times plans within a budget, `results` makes a table of it. It knows no kernel: what a plan may be
+is said by the launch itself, see `lowlat.kernels.tuning`.
+"""

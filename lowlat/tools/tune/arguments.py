@@ -1,0 +1,84 @@
+"""Memory for calls whose arguments have none: aliased as before, filled so that a launch does what a step's does.
+
+Weights are given several places, which are used in turn, so that a launch finds none of them in the L2 that would not
+be there in a step either. What a kind of launch wants in its arguments beyond numbers is in `cases`.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from lowlat.kernels.gemm.packing import RUN
+from lowlat.kernels.toolchain.kernel import Argument, KernelCall
+
+__all__ = ["MOST_PLACES", "ROTATED_BYTES", "Places", "fill_numbers"]
+
+ROTATED_BYTES = 160 << 20  # more than the L2 of any card
+MOST_PLACES = 64
+DEVIATION = 0.05
+
+
+def fill_numbers(calls: Sequence[KernelCall]) -> None:
+    """Fill floating-point arguments with random numbers, and flags of rows with ones; integers stay as they are.
+
+    Slot 0, position 0, block 0 and no position to write are there in any pair.
+    """
+    for tensor in _tensors(calls):
+        if tensor.is_floating_point():
+            tensor.normal_(0.0, DEVIATION)
+        elif tensor.dtype == torch.uint8:
+            tensor.fill_(1)
+
+
+class Places:
+    """Memory on a device for the arguments of a launch, the same for all of its plans.
+
+    device       where
+    weights      the tensors without memory that are weights
+    total_bytes  of all weights of the pair: where that is less than an L2 holds, a step finds them there, too
+    """
+
+    def __init__(self, device: torch.device, weights: Sequence[torch.Tensor], total_bytes: int) -> None:
+        self._device, self._total_bytes = device, total_bytes
+        self._weights = {_storage(tensor) for tensor in weights}
+        self._memory: dict[tuple[int, int], torch.Tensor] = {}
+
+    def num_copies(self, calls: Sequence[KernelCall]) -> int:
+        """The places of the weights of these calls."""
+        weights = [tensor for tensor in _tensors(calls) if _storage(tensor) in self._weights]
+        moved = sum({_storage(tensor): tensor.untyped_storage().nbytes() for tensor in weights}.values())
+        rotated = min(ROTATED_BYTES, self._total_bytes)
+        return max(1, min(MOST_PLACES, math.ceil(rotated / moved))) if moved else 1
+
+    def place(self, calls: Sequence[KernelCall], copy: int) -> tuple[KernelCall, ...]:
+        """The calls with arguments on the device, zero at first; weights are in their place of this number."""
+        return tuple(
+            replace(call, arguments=tuple(self._placed(each, copy) for each in call.arguments)) for call in calls
+        )
+
+    def _placed(self, argument: Argument, copy: int) -> Argument:
+        if not isinstance(argument, torch.Tensor):
+            return argument
+        storage = _storage(argument)
+        is_weight = storage in self._weights
+        place = storage, copy if is_weight else 0
+        if place not in self._memory:
+            self._memory[place] = self._allocate(argument, is_weight)
+        whole = self._memory[place].view(argument.dtype)
+        return whole.as_strided(argument.shape, argument.stride(), argument.storage_offset())
+
+    def _allocate(self, argument: torch.Tensor, is_weight: bool) -> torch.Tensor:
+        size = argument.untyped_storage().nbytes()
+        if is_weight and argument.dtype == torch.int32:  # columns of a permuted weight: each at a place of its own
+            return torch.arange(0, size // 4 * RUN, RUN, dtype=torch.int32, device=self._device).view(torch.uint8)
+        return torch.zeros(size, dtype=torch.uint8, device=self._device)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _tensors(calls: Sequence[KernelCall]) -> list[torch.Tensor]:
+    return [each for call in calls for each in call.arguments if isinstance(each, torch.Tensor)]

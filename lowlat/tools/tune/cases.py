@@ -1,0 +1,216 @@
+"""The states of a launch's arguments in which its plans are timed: contexts of attention, routings of a mixture.
+
+A plan is chosen once for a bucket, whose contexts and routings change while it is replayed. So its time is the
+geometric mean over cases. Launches that follow each other in a graph read other blocks of the cache, or other experts,
+as layers of a step do: nothing is found in the L2 that would not be there in a step.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+import torch
+
+from lowlat.kernels.attention.launch_plan import AttentionPlan, AttentionWork
+from lowlat.kernels.attention.tile_counts import TileCounts, count_tiles
+from lowlat.kernels.formats.mxfp4 import SCALE_OFFSET
+from lowlat.kernels.toolchain.kernel import Argument, KernelCall
+from lowlat.tools.tune.arguments import MOST_PLACES, ROTATED_BYTES, fill_numbers
+
+__all__ = ["CONTEXTS", "Calls", "Case", "cases_of", "contexts_of", "tile_counts"]
+
+CONTEXTS = (1024, 4096, 16384, 65536)  # positions
+SCALES = (112 + SCALE_OFFSET, 122 + SCALE_OFFSET)  # of weights about 1
+MIXTURE_COPIES = 8
+RANDOM, EQUAL = "random", "equal"
+
+Calls = tuple[KernelCall, ...]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A state of the arguments.
+
+    name    of the case: positions of a context, or a routing
+    copies  calls that follow each other in a graph, at least, each with arguments of its own
+    fill    (calls, copy) -> calls with their arguments; numbers are filled where a copy is the first of its place
+    """
+
+    name: str
+    copies: int
+    fill: Callable[[Calls, int], Calls]
+
+
+def cases_of(kind: str, calls: Calls, num_places: int = 1) -> tuple[Case, ...]:
+    """The cases of a launch. num_places: of its weights; copies beyond have the weights of earlier ones."""
+    made = CASES.get(kind)
+    return (Case("", 1, _numbers(num_places)),) if made is None else made(calls, num_places)
+
+
+def _numbers(num_places: int) -> Callable[[Calls, int], Calls]:
+    def fill(calls: Calls, copy: int) -> Calls:
+        if copy < num_places:
+            fill_numbers(calls)
+        return calls
+
+    return fill
+
+
+def _named(call: KernelCall) -> dict[str, Argument]:
+    """The arguments of a call by the names of its kernel's parameters."""
+    return dict(zip(inspect.signature(call.kernel.function).parameters, call.arguments, strict=True))
+
+
+def _tensor(named: Mapping[str, Argument], name: str) -> torch.Tensor:
+    found = named[name]
+    if not isinstance(found, torch.Tensor):
+        raise TypeError(f"{name} is no tensor")
+    return found
+
+
+def _number(named: Mapping[str, Argument], name: str) -> int:
+    found = named[name]
+    if isinstance(found, torch.Tensor):
+        raise TypeError(f"{name} is a tensor")
+    return int(found)
+
+
+def _changed(call: KernelCall, changes: Mapping[str, torch.Tensor]) -> KernelCall:
+    """The call with other tensors in the places of some, by name."""
+    arguments = tuple(changes.get(name, argument) for name, argument in _named(call).items())
+    return replace(call, arguments=arguments)
+
+
+def _attention(calls: Calls, num_places: int) -> tuple[Case, ...]:
+    """A case for each context that the cache holds; the longest that it does where it holds none of them."""
+    named = _named(calls[0])
+    pool, kv_heads, block, head_dim = _tensor(named, "k_cache").shape
+    batch, tail = _number(named, "batch"), _number(named, "tail")
+
+    def case(context: int) -> Case:
+        blocks = -(-context // block)
+        moved = batch * context * kv_heads * head_dim * 4
+        copies = max(1, min((pool - 1) // (batch * blocks), -(-ROTATED_BYTES // moved), MOST_PLACES))
+
+        def fill(calls: Calls, copy: int) -> Calls:
+            if not copy:
+                fill_numbers(calls)
+            state = _step_state(named, context - tail, copy, blocks)
+            return tuple(_changed(call, state) for call in calls)
+
+        return Case(str(context), copies, fill)
+
+    return tuple(map(case, contexts_of(calls[0])))
+
+
+def _step_state(named: Mapping[str, Argument], dense: int, copy: int, blocks: int) -> dict[str, torch.Tensor]:
+    """Slots of one length, each with blocks of its own, anywhere in the pool; rows are a chain."""
+    table, masks, device = _tensor(named, "table"), _tensor(named, "row_masks"), _tensor(named, "q").device
+    batch, rows = masks.shape
+    order = torch.randperm(_tensor(named, "k_cache").shape[0] - 1, generator=torch.Generator().manual_seed(1)) + 1
+    own = torch.zeros(table.shape, dtype=torch.int32)
+    own[:batch, :blocks] = order[copy * batch * blocks :][: batch * blocks].view(batch, blocks)
+    chain = [(1 << row + 1) - 1 for row in range(rows)]
+    state = {
+        "table": own,
+        "slots": torch.arange(batch, dtype=torch.int32),
+        "dense_lens": torch.full((batch,), dense, dtype=torch.int32),
+        "row_live": torch.ones(batch * rows, dtype=torch.uint8),
+        "row_masks": torch.tensor([chain] * batch, dtype=torch.int64),
+    }
+    return {name: tensor.to(device) for name, tensor in state.items()}
+
+
+def _mixture(calls: Calls, num_places: int) -> tuple[Case, ...]:
+    """Rows that choose their experts at random, and rows that all choose the same; other ones in every launch.
+
+    The router is one of the calls: its rows decide.
+    """
+    copies = max(num_places, MIXTURE_COPIES)
+
+    def case(name: str) -> Case:
+        def fill(calls: Calls, copy: int) -> Calls:
+            if copy < num_places:
+                _fill_experts(calls)
+            return tuple(_routed(call, name, copy) for call in calls)
+
+        return Case(name, copies, fill)
+
+    return tuple(map(case, (RANDOM, EQUAL)))
+
+
+def _routed(call: KernelCall, routing: str, copy: int) -> KernelCall:
+    """A router's call with rows of its own."""
+    if call.kernel.function.__name__ != "router":
+        return call
+    x = _tensor(_named(call), "x")
+    drawn = torch.randn(x.shape, generator=torch.Generator().manual_seed(copy)).to(x.device, x.dtype)
+    return _changed(call, {"x": drawn[:1].expand_as(drawn).contiguous() if routing == EQUAL else drawn})
+
+
+def _grouped(calls: Calls, num_places: int) -> tuple[Case, ...]:
+    """As `_mixture`, with the ids that the router of a prompt left."""
+    named = [_named(call) for call in calls]
+    experts = next(_tensor(each, "bias").shape[0] for each in named if "bias" in each)
+    shape = next(_tensor(each, "ids").shape for each in named if "ids" in each)
+    copies = max(num_places, MIXTURE_COPIES)
+
+    def case(name: str) -> Case:
+        def fill(calls: Calls, copy: int) -> Calls:
+            if copy < num_places:
+                _fill_experts(calls)
+            rows = torch.rand(1 if name == EQUAL else shape[0], experts, generator=torch.Generator().manual_seed(copy))
+            ids = rows.argsort(1)[:, : shape[1]].int().expand(*shape).contiguous()
+            return tuple(
+                _changed(call, {"ids": ids.to(_tensor(_named(call), "ids").device)}) if "ids" in _named(call) else call
+                for call in calls
+            )
+
+        return Case(name, copies, fill)
+
+    return tuple(map(case, (RANDOM, EQUAL)))
+
+
+def _fill_experts(calls: Calls) -> None:
+    """Numbers, and codes and scales of quantised weights, of which any is a number."""
+    fill_numbers(calls)
+    for call in calls:
+        for name, each in _named(call).items():
+            if isinstance(each, torch.Tensor) and not each.is_floating_point():
+                if name.endswith("words") or name == "weight":
+                    each.random_()
+                elif name.endswith("scales"):
+                    each.random_(*SCALES)
+
+
+CASES: Mapping[str, Callable[[Calls, int], tuple[Case, ...]]] = MappingProxyType(
+    {"attention": _attention, "experts_mlp": _mixture, "experts_grouped": _grouped}
+)
+
+
+def contexts_of(call: KernelCall) -> list[int]:
+    """The contexts in which a launch of attention is timed: those that its cache holds, its longest where it holds
+    none."""
+    named = _named(call)
+    pool, _, block, _ = _tensor(named, "k_cache").shape
+    longest = min(_number(named, "width"), (pool - 1) // _number(named, "batch")) * block
+    return [context for context in CONTEXTS if context <= longest] or [longest]
+
+
+def tile_counts(key: str, call: KernelCall, plan: AttentionPlan, context: int) -> TileCounts | None:
+    """The tiles that a launch of attention walks under a plan, where every slot has a context and rows are a chain;
+    None where it keeps positions before a window, how many its key does not say.
+
+    key, call  of the launch
+    """
+    named, facts = _named(call), {name: int(value) for name, value in (each.split("=") for each in key.split())}
+    if facts["keeps"]:
+        return None
+    batch, rows = _tensor(named, "row_masks").shape
+    tail, window = _number(named, "tail"), facts["window"] or None
+    work = AttentionWork(
+        batch, rows, facts["group"], facts["kv_heads"], facts["head_dim"], window, 0, facts["split"] or 256
+    )
+    chain = [(1 << row + 1) - 1 for row in range(rows)]
+    return count_tiles(work, plan, [context - tail] * batch, [chain] * batch, tail=tail)

@@ -1,0 +1,177 @@
+"""The pairs whose launches are tuned: programs of all buckets over tensors that have shapes and no memory.
+
+Layers of a model are alike, so a pair has few of them: every kind of attention window, and as many as the draft model
+reads. No weight is read.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from lowlat.errors import ConfigError
+from lowlat.executors.allocation import STATE_ROLES
+from lowlat.executors.device_weights import DeviceWeights
+from lowlat.executors.lowering.binding import Binding
+from lowlat.executors.lowering.lower import LoweredGroup, lower, weight_layouts
+from lowlat.executors.lowering.weight_parts import expert_parts, gemm_weights
+from lowlat.executors.make import uncovered
+from lowlat.executors.workspace import SharedWorkspace
+from lowlat.graphs import Bucket, Role
+from lowlat.host.loading import make_geometry
+from lowlat.kernels.formats import format_of
+from lowlat.kernels.moe.packing import PackedExperts, allocate_experts
+from lowlat.kernels.toolchain.kernel import Card
+from lowlat.models.geometry import ModelConfig
+from lowlat.models.program import Program
+from lowlat.models.target import read_model_config
+from lowlat.models.weight_plan import weight_plan
+from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig
+from lowlat.speculators.base import Speculator
+from lowlat.speculators.eagle3.speculator import Eagle3Speculator
+from lowlat.speculators.methods import plan_speculator
+from lowlat.speculators.tree.topology import TreeTopology
+from lowlat.step.decode import build_step
+from lowlat.step.prefill import build_prefills
+
+__all__ = ["Pair", "PairPrograms", "Sizes", "open_pair", "random_pair"]
+
+META = torch.device("meta")
+LONG_CONTEXT, SHORT_POSITIONS = 65536, 32768  # of a slot; of all slots: as many as are split shortly
+LEAST_LAYERS = 2  # so that a layer stands beside another
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target and its speculator, by their configs. speculator  None: none."""
+
+    name: str
+    config: ModelConfig
+    speculator: Speculator | None
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The buckets that are tuned for.
+
+    batches      slots
+    depths       draft tokens; 0: no drafts
+    max_context  positions
+    """
+
+    batches: tuple[int, ...] = (1, 2, 4, 8)
+    depths: tuple[int, ...] = tuple(range(MAX_SPECULATIVE_TOKENS + 1))
+    max_context: int = 4096
+
+    @property
+    def of_attention(self) -> tuple["Sizes", ...]:
+        """The sizes of which both splits of positions come, with the longest contexts that each has."""
+        short = (replace(self, batches=(batch,), max_context=SHORT_POSITIONS // batch) for batch in self.batches)
+        return replace(self, max_context=LONG_CONTEXT), *short
+
+
+def open_pair(target: Path, draft_model: Path | None, dtype: str = "auto") -> Pair:
+    """The pair of two directories, no weight read. Raises ConfigError."""
+    config = read_model_config(target, dtype=dtype)
+    speculator = None
+    if draft_model is not None:
+        speculator = plan_speculator(SpeculativeConfig(model=draft_model, num_speculative_tokens=1), config)
+    return Pair(target.resolve().name, config, speculator)
+
+
+def random_pair(name: str, directory: Path) -> Pair:
+    """A named geometry; its target's config.json is written into a directory. Raises ConfigError for another name."""
+    from lowlat.tools.bench.geometry import draft_config, random_target, read_geometries
+
+    known = read_geometries()
+    if name not in known:
+        raise ConfigError(f"geometry {name!r} is not known; there are {', '.join(sorted(known))}")
+    config = random_target(known[name], directory).config
+    return Pair(name, config, Eagle3Speculator(draft_config(known[name].head, config)))
+
+
+def _few_layers(pair: Pair) -> Pair:
+    """The pair with few layers of each kind."""
+    config, speculator = pair.config, pair.speculator
+    boundaries: tuple[int, ...] = ()
+    if isinstance(speculator, Eagle3Speculator):
+        boundaries = tuple(range(1, len(speculator.config.capture_boundaries) + 1))
+        draft = replace(speculator.config, capture_boundaries=boundaries)
+        speculator = replace(speculator, config=draft)
+    kinds = tuple(dict.fromkeys(config.windows))
+    count = min(config.num_layers, max(LEAST_LAYERS, len(kinds), *boundaries, 0))
+    windows = (*kinds, *config.windows)[:count]
+    return Pair(pair.name, replace(config, num_layers=count, windows=windows), speculator)
+
+
+class PairPrograms:
+    """The programs of a pair for a card: steps of the buckets, first tokens, prefills of all sizes.
+
+    workspace  of all of them; it has no memory
+    Raises ConfigError for a pair that the kernels do not cover.
+    """
+
+    def __init__(self, pair: Pair, card: Card, sizes: Sizes) -> None:
+        self.pair, self._card = _few_layers(pair), card
+        config, speculator = self.pair.config, self.pair.speculator
+        problem = uncovered(config, None if speculator is None else speculator.draft_config)
+        if problem is not None:
+            raise ConfigError(f"{pair.name} has no launches to tune: {problem}")
+        depths = sizes.depths if speculator is not None else (0,)
+        topologies = {depth: TreeTopology.chain(depth) for depth in sorted({0, *depths})}
+        options = RuntimeConfig(
+            max_batch=max(sizes.batches), max_context=min(sizes.max_context, config.max_position), dtype=config.dtype
+        )
+        geometry = make_geometry(config, speculator, topologies, options, None)
+        buckets = [
+            *(Bucket(batch, depth + 1, depth) for batch in sizes.batches for depth in depths),
+            *(Bucket.first_token(depth) for depth in depths),
+        ]
+        steps = [build_step(geometry, bucket, topologies[bucket.num_speculative_tokens]) for bucket in buckets]
+        self.programs: tuple[Program, ...] = (*steps, *build_prefills(geometry).values())
+        self.workspace = SharedWorkspace(META)
+        self._buffers: dict[int, Mapping[str, torch.Tensor]] = {}
+
+    @cached_property
+    def weight_shapes(self) -> dict[str, torch.Tensor]:
+        """Canonical weights, without memory."""
+        config, speculator = self.pair.config, self.pair.speculator
+        plan = dict(weight_plan(config)) | dict({} if speculator is None else speculator.weight_plan(config.dtype))
+        found = {name: torch.empty(shape, dtype=dtype, device=META) for name, (shape, dtype) in plan.items()}
+        if config.tie_embeddings:
+            found["lm_head.weight"] = found["embed.weight"]
+        return found
+
+    @cached_property
+    def weights(self) -> DeviceWeights:
+        """The weights as kernels read them, without memory."""
+        layouts, parts = weight_layouts(self.programs, self._card), expert_parts(self.programs)
+        source: dict[str, torch.Tensor | PackedExperts] = dict(self.weight_shapes)
+        for name, weights in parts.items():
+            given = {part: self.weight_shapes[weight] for part, weight in weights.items()}
+            for weight in weights.values():
+                del source[weight]
+            weight_format = format_of(given)
+            rows, columns = weight_format.shape({part: tensor[0] for part, tensor in given.items()})
+            count = len(next(iter(given.values())))
+            source[name] = allocate_experts(
+                weight_format, num_experts=count, rows=rows, columns=columns, order=layouts.get(name), device=META
+            )
+        return DeviceWeights(source, gemm_weights(self.programs), META, layouts)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights of these few layers."""
+        unique = {id(tensor): tensor for tensor in self.weight_shapes.values()}.values()
+        return sum(tensor.nbytes for tensor in unique)
+
+    def groups(self, program: Program, card: Card) -> tuple[LoweredGroup, ...]:
+        """One of the programs lowered for the pair's card, with another table perhaps, onto the same tensors."""
+        buffers = self._buffers.get(id(program))
+        if buffers is None:
+            specs = program.specs(*STATE_ROLES, Role.SCRATCH, Role.CONSTANT)
+            buffers = {spec.name: torch.empty(spec.shape, dtype=spec.dtype, device=META) for spec in specs}
+            self._buffers[id(program)] = buffers
+        return lower(Binding(program, buffers, self.weights, card, self.workspace))

@@ -1,0 +1,153 @@
+"""A run of `lowlat tune`: launches collected, plans compiled and timed within a budget, the table written."""
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lowlat.errors import ConfigError
+from lowlat.kernels.attention.launch_plan import AttentionPlan
+from lowlat.kernels.attention.tile_counts import TileCounts
+from lowlat.kernels.toolchain.kernel import H200, Card
+from lowlat.kernels.tuning.choice import file_name
+from lowlat.kernels.tuning.table import TuningTable, read_table
+from lowlat.options.directories import tuning_directory
+from lowlat.tools.tune.cases import contexts_of, tile_counts
+from lowlat.tools.tune.pairs import Pair, PairPrograms, Sizes
+from lowlat.tools.tune.results import table_of, write_table
+from lowlat.tools.tune.shapes import KINDS, Shape, calls_by_plan, collect
+from lowlat.tools.tune.sweep import Swept, compile_plans, time_plans
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["COMMANDS", "Tuned", "Walked", "counted", "kinds_of", "listed", "tune"]
+
+COMMANDS = (*KINDS, "all")
+COMPILE_SHARE = 0.65  # of the budget, at most, that kernels are compiled in
+WALL_BYTES, WALL_REPLAYS = 1 << 30, 10
+
+Update = Callable[[int, int | None], None]
+Bar = Callable[[str], AbstractContextManager[Update | None]]
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """A run's result.
+
+    card_name  of the card
+    swept      launches whose plans were timed
+    left       launches that the budget did not allow
+    table      as it was written, other entries of the file included
+    path       of the file
+    seconds    that it took
+    """
+
+    card_name: str
+    swept: tuple[Swept, ...]
+    left: tuple[Shape, ...]
+    table: TuningTable
+    path: Path
+    seconds: float
+
+
+def kinds_of(command: str) -> tuple[str, ...]:
+    """The kinds of launches that a command tunes."""
+    return KINDS[command] if command in KINDS else tuple(kind for kinds in KINDS.values() for kind in kinds)
+
+
+def listed(pairs: Sequence[Pair], command: str, sizes: Sizes, card: Card = H200) -> list[Shape]:
+    """The launches that a command would time for a card, with their plans; nothing runs."""
+    kinds, rest = kinds_of(command), KINDS["attention"]
+    found = collect([PairPrograms(pair, card, sizes) for pair in pairs], card, [k for k in kinds if k not in rest])
+    if set(rest) <= set(kinds):
+        programs = [PairPrograms(pair, card, each) for pair in pairs for each in sizes.of_attention]
+        found += collect(programs, card, rest)
+    return found
+
+
+@dataclass(frozen=True)
+class Walked:
+    """The tiles that a launch of attention walks where all slots have a context, and rows are a chain.
+
+    row_tiles  of the plan: what else it may choose does not change them
+    """
+
+    key: str
+    context: int
+    row_tiles: int
+    counts: TileCounts
+
+    def to_dict(self) -> dict[str, int | str]:
+        """The fields, the counts among them."""
+        return {"shape": self.key, "context": self.context, "row_tiles": self.row_tiles, **asdict(self.counts)}
+
+
+def counted(shapes: Sequence[Shape], card: Card = H200) -> list[Walked]:
+    """The tiles of launches of attention in each context in which they would be timed, by tiles of rows."""
+    found = []
+    calls = calls_by_plan([shape for shape in shapes if shape.kind == "attention"], card, 1)
+    for shape in shapes:
+        plans = {plan.row_tiles: plan for plan in shape.candidates if isinstance(plan, AttentionPlan)}
+        for (call, *_), (row_tiles, plan) in itertools.product(calls.get(shape.place, ()), plans.items()):
+            for context in contexts_of(call):
+                counts = tile_counts(shape.key, call, plan, context)
+                found += [] if counts is None else [Walked(shape.key, context, row_tiles, counts)]
+    return found
+
+
+def tune(
+    pairs: Sequence[Pair],
+    command: str,
+    sizes: Sizes,
+    device: "torch.device",
+    *,
+    num_candidates: int,
+    budget_s: float,
+    only_missing: bool,
+    out: Path | None,
+    commit: str,
+    bar: Bar,
+) -> Tuned:
+    """Sweep the plans of launches on a CUDA device and write the table of its card.
+
+    num_candidates  plans of a launch at most, the derived one included
+    budget_s        seconds in all, beside the plans of one launch
+    only_missing    launches that have an entry in the file are left out
+    out             the file; None: in the user's own tables. Entries that are in it stay, or are replaced.
+    Raises ConfigError for a file of another card.
+    """
+    import torch
+
+    from lowlat.tools.bench.machine import changed_commit, driver
+    from lowlat.tools.profile.wall import measure_wall
+    from lowlat.tools.tune.bench import CardBench
+
+    start, bench, name = time.monotonic(), CardBench(device), torch.cuda.get_device_name(device)
+    path = tuning_directory() / file_name(name) if out is None else out
+    known = read_table(path) if path.exists() else None
+    if known is not None and (known.card != name or not known.is_of(bench.card)):
+        raise ConfigError(f"{path} is a table of {known.card}, not of {name}; name another file with --out")
+    shapes = listed(pairs, command, sizes, bench.card)
+    if only_missing and known is not None:
+        shapes = [shape for shape in shapes if known.find(*shape.place) is None]
+    wall = measure_wall(device, WALL_BYTES, WALL_REPLAYS)
+    calls = calls_by_plan(shapes, bench.card, num_candidates)
+    with bar("compiling") as update:
+        until = start + COMPILE_SHARE * budget_s
+        ready = compile_plans(shapes, calls, bench, until=until, progress=update or _quietly)
+    with bar("timing") as update:
+        swept = time_plans(shapes, calls, ready, bench, until=start + budget_s, progress=update or _quietly)
+    commit = commit or changed_commit()
+    table = table_of(swept, name, bench.card, driver=driver(), commit=commit, read_gb_s=wall.gb_per_s)
+    table = write_table(table, path)
+    done = {each.shape.place for each in swept}
+    left = tuple(shape for shape in shapes if shape.place not in done)
+    return Tuned(name, tuple(swept), left, table, path, time.monotonic() - start)
+
+
+def _quietly(done: int, total: int | None) -> None:
+    """Show nothing."""

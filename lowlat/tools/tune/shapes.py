@@ -1,0 +1,136 @@
+"""Launches that a card cuts, collected by lowering programs; and the calls of each under any of its plans.
+
+A launch is timed with the calls that its plan brings along: those of its group, as a GEMM whose segments are added up
+by another kernel. Where a group has several such launches, each is timed alone, unless they have one plan together.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from lowlat.executors.lowering.lower import LoweredGroup
+from lowlat.kernels.toolchain.kernel import Card, KernelCall
+from lowlat.kernels.tuning.table import Entry, Plan, TuningTable
+from lowlat.models.program import Op, Program, Stage
+from lowlat.tools.tune.pairs import PairPrograms
+
+__all__ = ["KINDS", "Shape", "calls_by_plan", "collect", "stage_tag"]
+
+# commands of `lowlat tune` -> kinds of launches
+KINDS: Mapping[str, tuple[str, ...]] = {
+    "gemm": ("decode_gemm", "prefill_gemm"),
+    "experts": ("experts", "experts_mlp", "experts_grouped"),
+    "attention": ("attention",),
+}
+TOGETHER = {"experts_grouped"}  # kinds of which several launches of a group have one plan
+PARTS = {"gate_up": "FFN_GATE_UP", "down": "FFN_DOWN"}
+KERNELS = {"attention": "ATTENTION", "prefill_attention": "ATTENTION", "router": "ROUTER"}
+
+
+@dataclass
+class Shape:
+    """A launch that a card cuts.
+
+    kind, key   its place in tables
+    candidates  plans that it may have, the derived one first
+    source      the pair and the program in which it was met first
+    stages      where it was met, as `EAGLE3_FC`
+    """
+
+    kind: str
+    key: str
+    candidates: tuple[Plan, ...]
+    source: tuple[PairPrograms, Program]
+    stages: list[str] = field(default_factory=list)
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """Kind and key."""
+        return self.kind, self.key
+
+
+def stage_tag(group: LoweredGroup, pair: PairPrograms) -> str:
+    """The place of a group in a step: `BASE_QKV`, `EAGLE3_FFN_DOWN`, `EAGLE3_LM_HEAD_SMALLVOC`, `PREFILL_O`."""
+    experts = (op for op in group.ops if "experts" in op.kind)
+    op = next(experts, None) or next((op for op in group.ops if op.kind == "linear" or op.kind in KERNELS), None)
+    part = group.name.upper() if op is None else _part(op)
+    drafts = op is not None and op.weights.get("weight", "").startswith("head.")
+    if group.stage is Stage.PREFILL:
+        return f"EAGLE3_PREFILL_{part}" if drafts else f"PREFILL_{part}"
+    if group.stage is Stage.BASE_DECODE_STEP:
+        return f"BASE_{part}"
+    speculator = pair.pair.speculator
+    draft = None if speculator is None else speculator.draft_config
+    if part == "LM_HEAD" and draft is not None and draft.draft_vocab_size < pair.pair.config.vocab_size:
+        part = "LM_HEAD_SMALLVOC"
+    return f"EAGLE3_{part}"
+
+
+def _part(op: Op) -> str:
+    if "experts" in op.kind:
+        return "EXPERTS"
+    if op.kind in KERNELS:
+        return KERNELS[op.kind]
+    name = op.weights["weight"].removesuffix(".weight").rpartition(".")[2]
+    return PARTS.get(name, name.upper())
+
+
+def _planned(group: LoweredGroup) -> Iterator[KernelCall]:
+    return (call for call in group.kernel_calls if call.planned is not None)
+
+
+def collect(pairs: Iterable[PairPrograms], card: Card, kinds: Sequence[str]) -> list[Shape]:
+    """The launches of these kinds in all programs of the pairs, each once, with plans as derived for the card."""
+    found: dict[tuple[str, str], Shape] = {}
+    plain = replace(card, tuning=None)
+    for pair in pairs:
+        for program in pair.programs:
+            for group in pair.groups(program, plain):
+                for call in _planned(group):
+                    planned = call.planned
+                    if planned is None or planned.kind not in kinds:
+                        continue
+                    place = planned.kind, planned.key
+                    shape = found.setdefault(place, Shape(*place, planned.candidates, (pair, program)))
+                    tag = stage_tag(group, pair)
+                    if tag not in shape.stages:
+                        shape.stages.append(tag)
+    return list(found.values())
+
+
+def calls_by_plan(
+    shapes: Iterable[Shape], card: Card, num_candidates: int
+) -> dict[tuple[str, str], list[tuple[KernelCall, ...]]]:
+    """For each launch, by kind and key, its calls under each of its first plans; arguments have no memory."""
+    by_source: dict[tuple[int, int], list[Shape]] = {}
+    for shape in shapes:
+        by_source.setdefault((id(shape.source[0]), id(shape.source[1])), []).append(shape)
+    found: dict[tuple[str, str], list[tuple[KernelCall, ...]]] = {shape.place: [] for shape in shapes}
+    for together in by_source.values():
+        pair, program = together[0].source
+        for rank in range(min(num_candidates, max(len(shape.candidates) for shape in together))):
+            wanted = [shape for shape in together if rank < len(shape.candidates)]
+            table = _forced(card, wanted, rank)
+            calls = _calls(pair.groups(program, replace(card, tuning=table)))
+            for shape in wanted:
+                found[shape.place].append(calls[shape.place])
+    return found
+
+
+def _forced(card: Card, shapes: Sequence[Shape], rank: int) -> TuningTable:
+    """A table that makes launches have their plan of one rank."""
+    entries: dict[str, dict[str, Entry]] = {}
+    for shape in shapes:
+        entries.setdefault(shape.kind, {})[shape.key] = Entry(shape.candidates[rank].knobs)
+    return TuningTable("", card.capability, card.num_multiprocessors, card.shared_bytes, entries=entries)
+
+
+def _calls(groups: Iterable[LoweredGroup]) -> dict[tuple[str, str], tuple[KernelCall, ...]]:
+    found: dict[tuple[str, str], tuple[KernelCall, ...]] = {}
+    for group in groups:
+        cut = list(_planned(group))
+        kinds = {call.planned.kind for call in cut if call.planned is not None}
+        places = [(call.planned.kind, call.planned.key) for call in cut if call.planned is not None]
+        for call, place in zip(cut, places, strict=True):
+            alone = len(set(places)) > 1 or (len(places) > 1 and not kinds <= TOGETHER)
+            found.setdefault(place, (call,) if alone else group.kernel_calls)
+    return found

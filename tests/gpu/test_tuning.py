@@ -1,0 +1,103 @@
+"""Tuning on a card: a plan changes no bit, and what `lowlat tune` writes is what a runtime takes, strict or not."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cli_calls import lowlat
+
+import lowlat as package
+from lowlat import Runtime, SamplingParams, SpeculativeConfig
+from lowlat.kernels.toolchain.kernel import KernelCall
+from lowlat.kernels.tuning.choice import file_name
+from lowlat.tools.tune.arguments import Places
+from lowlat.tools.tune.bench import CardBench
+from lowlat.tools.tune.cases import cases_of
+from lowlat.tools.tune.pairs import PairPrograms, Sizes, open_pair, random_pair
+from lowlat.tools.tune.results import check_table
+from lowlat.tools.tune.run import kinds_of
+from lowlat.tools.tune.shapes import calls_by_plan, collect
+
+pytestmark = pytest.mark.gpu
+
+DEMO = Path(package.__file__).parent / "demo"
+HEAD = SpeculativeConfig(model=DEMO / "head", num_speculative_tokens=3)
+NUM_PLANS = 5
+TEXT = "The Congress shall have power to"
+
+
+@pytest.fixture
+def bench() -> CardBench:
+    return CardBench(torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize("command", ["gemm", "attention", "experts"])
+def test_every_plan_of_a_launch_leaves_the_same_bits(command: str, bench: CardBench, tmp_path: Path) -> None:
+    """In all that a step reads of it; partial sums and partial argmaxes are a plan's own."""
+    source = open_pair(DEMO / "target", DEMO / "head")
+    if command == "experts":
+        source = random_pair("tiny-experts", tmp_path)
+    pair = PairPrograms(source, bench.card, Sizes((1, 4, 8), (0, 2, 7)))
+    shapes = collect([pair], bench.card, kinds_of(command))[:: 2 if command == "gemm" else 1]
+    assert shapes
+    calls = calls_by_plan(shapes, bench.card, 99 if command != "gemm" else NUM_PLANS)
+    bench.compile([call for variants in calls.values() for each in variants for call in each])
+    own = {tensor.untyped_storage()._cdata for tensor in pair.workspace.tensors()}
+    for shape in shapes:
+        places = Places(torch.device("cuda", 0), pair.weights.tensors(), 0)
+        for case in cases_of(shape.kind, places.place(calls[shape.place][0], 0)):
+            left = list[dict[int, torch.Tensor]]()
+            for variant in calls[shape.place]:
+                torch.manual_seed(7)
+                case.fill(places.place(calls[shape.place][0], 0), 0)  # once for the first plan's own, the same for all
+                torch.manual_seed(7)
+                placed = case.fill(places.place(variant, 0), 0)
+                bench.launcher.run(*placed)
+                torch.cuda.synchronize()
+                left.append({name: tensor.clone() for name, tensor in common(variant, placed, own).items()})
+            for number, found in enumerate(left[1:], 1):
+                assert found.keys() == left[0].keys()
+                same = [torch.equal(found[name].view(torch.uint8), left[0][name].view(torch.uint8)) for name in found]
+                assert all(same), f"{shape.place}, {case.name}: plan {shape.candidates[number]}"
+
+
+def common(variant: tuple[KernelCall, ...], placed: tuple[KernelCall, ...], own: set[int]) -> dict[int, torch.Tensor]:
+    """The arguments that are no workspace, each once."""
+    found: dict[int, torch.Tensor] = {}
+    for before, after in zip(variant, placed, strict=True):
+        for meta, tensor in zip(before.arguments, after.arguments, strict=True):
+            if isinstance(meta, torch.Tensor) and isinstance(tensor, torch.Tensor):
+                storage = meta.untyped_storage()._cdata
+                if storage not in own:
+                    found.setdefault(storage, tensor)
+    return found
+
+
+def test_what_was_tuned_is_what_a_runtime_launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOWLAT_TUNING", str(tmp_path))
+    options: dict[str, Any] = {"max_batch": 1, "max_context": 512, "device": "cuda"}
+    with Runtime.load(DEMO / "target", HEAD, **options) as runtime:
+        derived = decode(runtime)
+    sizes = ("--batch", 1, "-S", "0,1,2,3,4,5,6,7", "--candidates", 2, "--budget-s", 200)
+    result = lowlat("tune", "all", *sizes)
+    assert result.exit_code == 0, result.output
+    path = tmp_path / file_name(torch.cuda.get_device_name(0))
+    assert all(entry.best_us > 0 for entries in check_table(path).entries.values() for entry in entries.values())
+    with Runtime.load(DEMO / "target", HEAD, **options) as runtime:
+        counters = runtime.perf()
+        assert 0 < counters.tuned_launches == counters.planned_launches
+    if not counters.fallback_calls:
+        with Runtime.load(DEMO / "target", HEAD, perf_mode="strict", **options) as runtime:
+            assert decode(runtime) == derived
+    again = lowlat("tune", "all", *sizes, "--missing", "--json")
+    assert again.exit_code == 0 and json.loads(again.stdout.splitlines()[-1])["timed"] == 0
+
+
+def decode(runtime: Runtime) -> list[int]:
+    runtime.submit(TEXT, SamplingParams(max_tokens=60, ignore_eos=True))
+    tokens: list[int] = []
+    while runtime.busy:
+        tokens += [token for output in runtime.step() for token in output.token_ids]
+    return tokens

@@ -1,0 +1,123 @@
+"""Counts of attention's tiles against the steps of the kernel itself, walked thread by thread; and its plans."""
+
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from attention_cases import Case, chain, tree
+from kernel_inventory import CARDS
+from kernel_walk import Walker, walkable
+
+from lowlat.kernels.attention.launch_plan import (
+    STATIC_BYTES,
+    AttentionPlan,
+    AttentionWork,
+    candidate_plans,
+    choose_attention_plan,
+    pipeline_bytes,
+)
+from lowlat.kernels.attention.tile_counts import TileCounts, count_tiles
+from lowlat.kernels.toolchain.kernel import H200, Card
+
+NAMES = tuple(f"attention.{part}" for part in ("plan", "copies", "tile", "merge", "combine", "attention"))
+WARPS = 4
+
+
+def walked(case: Case, plan: AttentionPlan, tail: int | None) -> tuple[torch.Tensor, TileCounts]:
+    """The kernel's result, and its steps: of each warp's first lane, those that attend and those that multiply."""
+    out, seen = torch.full_like(case.q.reshape(case.q.shape[0], -1), math.nan), Counter[str]()
+
+    def workspace(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.full(shape, math.nan, dtype=dtype)
+
+    def counted(name: str, function: Any) -> Any:
+        def count(*arguments: Any) -> Any:
+            seen[name] += int(arguments[-1]) == 0  # the lane
+            return function(*arguments)
+
+        return count
+
+    walker = Walker(may_leave=True)
+    with walkable(walker, *NAMES) as modules:
+        tile, kernel = modules[2], modules[-1]
+        products, hide, attend = tile._make_products, tile._make_hide, kernel.make_attend
+        tile._make_products = lambda shape: (counted("executed", products(shape)[0]), products(shape)[1])
+        tile._make_hide = lambda shape: counted("masked", hide(shape))
+        kernel.make_attend = lambda shape: counted("total", attend(shape))
+        calls = kernel.attention(
+            **case.arguments(), **case.options, out=out, workspace=workspace, early_metadata=True, plan=plan, tail=tail,
+            num_blocks=len(case.lengths),
+        )  # fmt: skip
+        walker.run(*calls)
+    total, masked, executed = (seen[name] for name in ("total", "masked", "executed"))
+    assert not total % WARPS and not executed % WARPS
+    return out, TileCounts(*(count // WARPS for count in (total, total - executed, masked, executed)))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "masks", "options"),
+    [
+        ([290, 70], chain(2), {}),
+        ([70], tree(4, 2), {"group": 5}),
+        ([60], tree(4, 4), {"window": 100, "group": 5, "live": [1, 1, 0, 1]}),
+        ([330], chain(3), {"window": 65, "keep_first": 70, "first": 1}),
+        ([300], tree(2, 1), {"window": 257, "tail": 8}),
+    ],
+    ids=str,
+)
+def test_tiles_are_counted_as_the_kernel_walks_them_and_no_plan_changes_a_bit(
+    lengths: list[int], masks: list[int], options: dict[str, Any]
+) -> None:
+    tail = options.get("tail")
+    facts = {"group": 2, **{name: value for name, value in options.items() if name != "tail"}}
+    case = Case(lengths, [masks] * len(lengths), head_dim=64, kv_heads=1, block=16, device="cpu", **facts)
+    work = AttentionWork(
+        len(lengths), len(masks), facts["group"], 1, 64, facts.get("window"), facts.get("keep_first", 0), 256
+    )
+    plans = {plan.row_tiles: plan for plan in candidate_plans(work, H200)}  # the last of each, of as few stages as any
+    results = []
+    for plan in plans.values():
+        result, found = walked(case, plan, tail)
+        live = None if "live" not in facts else [bool(each) for each in facts["live"]]
+        counts = count_tiles(
+            work, plan, lengths, [masks] * len(lengths), live=live, tail=tail, first=facts.get("first", 0)
+        )
+        assert counts == found
+        assert counts.total == counts.empty + counts.executed and 0 < counts.masked <= counts.executed
+        results.append(result.view(torch.int16))
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_counts_of_a_long_context() -> None:
+    """By hand: 16K positions and four rows of a chain in each of four slots, eight heads."""
+    work = AttentionWork(4, 4, 4, 8, 128, None, 0, 512)
+    plan, masks = candidate_plans(work, H200)[0], [chain(4)] * 4
+    assert count_tiles(work, plan, [16380] * 4, masks) == TileCounts(8 * 4 * 256, 0, 8 * 4, 8 * 4 * 256)
+    grown = AttentionWork(4, 8, 4, 8, 128, None, 0, 512)  # two tiles of query rows, read twice or shared
+    for row_tiles, turns in ((1, 2), (2, 1)):
+        counts = count_tiles(grown, AttentionPlan(row_tiles, 3, 2), [16384] * 4, [chain(8)] * 4)
+        assert counts.total == 8 * 4 * turns * 257 and counts.empty == 0
+
+
+@pytest.mark.parametrize("card", CARDS.values(), ids=map(str, CARDS))
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("window", [None, 128, 1000])
+def test_plans_fit_their_card_and_begin_with_the_derived_one(head_dim: int, window: int | None, card: Card) -> None:
+    for rows, group in ((1, 8), (8, 4), (64, 4)):
+        work = AttentionWork(3, rows, group, 8, head_dim, window, 0, 256)
+        plans = candidate_plans(work, card)
+        assert len(set(plans)) == len(plans) == len({tuple(plan.knobs.values()) for plan in plans})
+        for plan in plans:
+            teams = {64: 3, 128: 2}[head_dim] if work.whole else 1
+            most = card.shared_bytes if work.whole else card.most_bytes(plan.blocks)
+            assert pipeline_bytes(head_dim, plan.stages, teams) + STATIC_BYTES <= most
+            assert not work.whole or plan.stages == 1, "teams meet in one stage"
+        if card == H200 and window is None:
+            several = rows * group > 16
+            derived = {64: AttentionPlan(2 if several else 1, 4, 2), 128: AttentionPlan(1, 3, 2)}[head_dim]
+            assert plans[0] == derived and {plan.blocks for plan in plans} == {1, 2, 3}
+            assert {plan.row_tiles for plan in plans} == ({1, 2} if several else {1})
+    facts = choose_attention_plan(work, card)[1].key
+    assert facts.startswith(f"batch=4 query_tiles=16 group=4 kv_heads=8 head_dim={head_dim} window={window or 0}")

@@ -1,0 +1,311 @@
+"""Tuning: tables, the choice of plans by them, launches of a pair and their sweep; nothing here needs a card."""
+
+import dataclasses
+import itertools
+import logging
+import math
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from cli_calls import answer, lowlat, refusal
+from kernel_inventory import CARDS
+
+import lowlat as package
+from lowlat.errors import ConfigError
+from lowlat.kernels.gemm.decode.plan import candidate_plans, plan_decode_gemm, steps_to_hold
+from lowlat.kernels.gemm.prefill.plan import plans_of
+from lowlat.kernels.toolchain.kernel import H200, Card, KernelCall
+from lowlat.kernels.tuning.choice import file_name, find_table, tuned_card
+from lowlat.kernels.tuning.table import SHIPPED, Entry, TuningTable, choose_plan, key_of, read_table
+from lowlat.tools.bench.geometry import read_geometries
+from lowlat.tools.profile import wall
+from lowlat.tools.tune import bench as card_bench
+from lowlat.tools.tune.arguments import Places, fill_numbers
+from lowlat.tools.tune.pairs import Pair, PairPrograms, Sizes, open_pair, random_pair
+from lowlat.tools.tune.results import check_table, table_of, write_table
+from lowlat.tools.tune.run import Tuned, kinds_of, listed, tune
+from lowlat.tools.tune.shapes import Shape, calls_by_plan, collect
+from lowlat.tools.tune.sweep import Swept, compile_plans, time_plans
+
+DEMO = Path(package.__file__).parent / "demo"
+FEW = Sizes((1, 4), (0, 3))
+# all that a table may choose; what decides bits is none of it
+KNOBS = {
+    "decode_gemm": {"weight_tiles", "stages", "areas"},
+    "prefill_gemm": {"rows", "depth", "stages", "apart"},
+    "attention": {"row_tiles", "stages", "blocks"},
+    "experts": {"stages", "part", "columns"},
+    "experts_mlp": {"stages", "part", "columns", "overlaps"},
+    "experts_grouped": {"pairs", "warps", "stages"},
+}
+NOT_COVERED = "tiny"  # heads of 16 dimensions
+
+
+@pytest.fixture(scope="module")
+def pair() -> Pair:
+    return open_pair(DEMO / "target", DEMO / "head")
+
+
+@pytest.fixture(scope="module")
+def programs(pair: Pair) -> PairPrograms:
+    return PairPrograms(pair, H200, FEW)
+
+
+@pytest.fixture(scope="module")
+def shapes(programs: PairPrograms) -> list[Shape]:
+    return collect([programs], H200, kinds_of("gemm"))
+
+
+def table(card: str = "A Card", of: Card = H200, **entries: dict[str, Entry]) -> TuningTable:
+    return TuningTable(card, of.capability, of.num_multiprocessors, of.shared_bytes, entries=entries)
+
+
+def test_a_table_is_read_as_it_was_written_and_another_one_takes_precedence(tmp_path: Path) -> None:
+    first = table(kind={"a": Entry({"x": 1, "y": True}, 2.5, 2.0, ("BASE_O",)), "b": Entry({"x": 2})}, other={})
+    first.write(tmp_path / "folder" / "a-card.json")
+    found = read_table(tmp_path / "folder" / "a-card.json")
+    assert dataclasses.asdict(found) == dataclasses.asdict(first) and len(found) == 2
+    assert check_table(tmp_path / "folder" / "a-card.json").entries["kind"]["a"].knobs["y"] is True
+    both = found.merged(table(kind={"b": Entry({"x": 3})}, new={"c": Entry({})}))
+    assert [both.find("kind", key) for key in "abc"] == [{"x": 1, "y": True}, {"x": 3}, None] and len(both) == 3
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("[]", "no tuning table"),
+        ("{", "no tuning table"),
+        ('{"format": 2}', "of format 2, not 1"),
+        ('{"format": 1, "card": "x"}', "KeyError"),
+    ],
+)
+def test_a_damaged_table_is_refused_and_left_out_with_a_warning(
+    content: str, problem: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "a-card.json").write_text(content)
+    with pytest.raises(ConfigError, match=problem):
+        read_table(tmp_path / "a-card.json")
+    with caplog.at_level(logging.WARNING):
+        assert find_table("A Card", H200, tmp_path, tmp_path / "none") is None
+    assert problem in caplog.text
+
+
+def test_a_card_has_its_own_table_and_the_user_s_entries_first(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    own, shipped = tmp_path / "own", tmp_path / "shipped"
+    assert file_name("NVIDIA H100 80GB HBM3") == "nvidia-h100-80gb-hbm3.json"
+    table(kind={"a": Entry({"x": 1}), "b": Entry({"x": 1})}).write(shipped / "a-card.json")
+    table(kind={"b": Entry({"x": 2})}).write(own / "a-card.json")
+    table("Another Card").write(shipped / "a-card-.json")
+    with caplog.at_level(logging.INFO):
+        tuned_card("A Card", H200, own, shipped)
+        found = tuned_card("A Card", H200, own, shipped).tuning
+        assert tuned_card("B Card", H200, own, shipped).tuning is None
+    assert found is not None and (found.find("kind", "a"), found.find("kind", "b")) == ({"x": 1}, {"x": 2})
+    assert caplog.text.count("tuning table of A Card: 2 plans") == 1
+    assert "B Card has no tuning table: plans are derived" in caplog.text and "`lowlat tune`" in caplog.text
+    part = dataclasses.replace(H200, num_multiprocessors=16)  # as one of several instances on a card
+    assert find_table("A Card", part, own, shipped) is None
+    assert dataclasses.replace(H200, tuning=found) == H200
+
+
+def test_a_plan_is_an_entry_s_where_that_is_a_candidate_s() -> None:
+    plans = candidate_plans(4, 4096, H200)
+    facts = {"rows": 4, "normed": False}
+    key = key_of(facts)
+    assert key == "rows=4 normed=0"
+    assert choose_plan(None, "kind", facts, plans)[0] is plans[0]
+    for knobs, wanted in ((plans[3].knobs, plans[3]), ({"stages": 99}, plans[0])):
+        plan, planned = choose_plan(table(kind={key: Entry(knobs)}), "kind", facts, plans)
+        assert plan is wanted and planned.is_tuned == (wanted is plans[3])
+        assert (planned.kind, planned.key, planned.candidates) == ("kind", key, plans)
+
+
+@pytest.mark.parametrize("card", CARDS.values(), ids=map(str, CARDS))
+def test_candidates_fit_the_card_differ_in_knobs_and_begin_with_the_derived_one(card: Card) -> None:
+    for rows, width, held in itertools.product((1, 2, 4, 8, 16, 32, 64), (97, 2880, 28672), (False, True)):
+        steps = steps_to_hold(rows, 2880, card) if held else 0
+        try:
+            plans = candidate_plans(rows, width, card, steps)
+        except ConfigError:
+            assert card.shared_bytes < 128 * 1024 and rows > 8
+            continue
+        assert plans[0] == plan_decode_gemm(rows, width, card, steps)
+        assert len({tuple(plan.knobs.values()) for plan in plans}) == len(plans) > 1
+        assert all(plan.shared_bytes <= card.shared_bytes for plan in plans)
+        fixed = {(p.row_tiles, p.columns, p.steps_held, p.keeps_argmax, p.suspends) for p in plans}
+        assert len(fixed) == 1 and set(plans[0].knobs) == KNOBS["decode_gemm"]
+    if card.capability == (9, 0):
+        for rows, matrix in itertools.product((64, 128, 512), ((6144, 4096), (4096, 14336), (200, 72))):
+            wide = plans_of(rows, *matrix, card)
+            assert len({tuple(plan.knobs.values()) for plan in wide}) == len(wide)
+            assert set(wide[0].knobs) == KNOBS["prefill_gemm"]
+
+
+def test_launches_of_a_pair_are_met_by_their_stages(shapes: list[Shape], programs: PairPrograms) -> None:
+    tags = {tag for shape in shapes for tag in shape.stages}
+    parts = ("QKV", "O", "FFN_GATE_UP", "FFN_DOWN")
+    assert {f"BASE_{part}" for part in (*parts, "LM_HEAD")} <= tags
+    assert {"EAGLE3_FC", "EAGLE3_Q", "EAGLE3_KV", "EAGLE3_FFN_GATE_UP", "EAGLE3_LM_HEAD"} <= tags
+    assert {f"PREFILL_{part}" for part in parts} <= tags and "EAGLE3_PREFILL_FC" in tags
+    assert len({shape.place for shape in shapes}) == len(shapes)
+    keys = [shape.key for shape in shapes if "BASE_LM_HEAD" in shape.stages]
+    planned = [c.planned for p in programs.programs for g in programs.groups(p, H200) for c in g.kernel_calls]
+    assert {each.kind for each in planned if each is not None} <= set(kinds_of("all"))
+    assert any("N=4096 K=320 epilogue=float32 normed=1 argmax=1" in key for key in keys)
+
+
+def test_a_launch_has_a_kernel_for_each_of_its_plans(shapes: list[Shape]) -> None:
+    calls = calls_by_plan(shapes, H200, 3)
+    for shape in shapes:
+        variants = calls[shape.place]
+        assert len(variants) == min(3, len(shape.candidates))
+        names = {tuple(call.kernel.name for call in each) for each in variants}
+        assert len(names) == len(variants)
+        for rank, each in enumerate(variants):
+            (cut,) = [call.planned for call in each if call.planned is not None and call.planned.key == shape.key]
+            assert cut.is_tuned and cut.candidates[rank] == shape.candidates[rank]
+        if shape.kind == "prefill_gemm":
+            assert all(each[0].kernel.name.startswith("arrange") for each in variants)
+
+
+def test_arguments_get_memory_that_is_aliased_as_before(shapes: list[Shape], programs: PairPrograms) -> None:
+    shape = next(shape for shape in shapes if shape.kind == "prefill_gemm")
+    (calls,) = calls_by_plan([shape], H200, 1)[shape.place]
+    places = Places(torch.device("cpu"), programs.weights.tensors(), programs.weight_bytes)
+    copies = places.num_copies(calls)
+    assert 1 < copies <= 64
+    placed = [places.place(calls, copy) for copy in range(2)]
+    for each in placed:
+        fill_numbers(each)
+    (arranged, gemm), (again, other) = ([call for call in each if len(call.arguments) > 1][:2] for each in placed)
+    shared = {t.data_ptr() for t in arranged.arguments if isinstance(t, torch.Tensor)}
+    assert any(t.data_ptr() in shared for t in gemm.arguments if isinstance(t, torch.Tensor))
+    weights = [call.arguments[0] for call in (gemm, other)]
+    assert all(isinstance(weight, torch.Tensor) and weight.std() > 0 for weight in weights)
+    assert weights[0].data_ptr() != weights[1].data_ptr()  # type: ignore[union-attr]
+    columns = [t for t in gemm.arguments if isinstance(t, torch.Tensor) and t.dtype == torch.int32]
+    assert all(len(set(t.tolist())) == t.numel() for t in columns)
+    assert arranged.arguments[0].data_ptr() == again.arguments[0].data_ptr()  # type: ignore[union-attr]
+
+
+class FakeBench:
+    """A device on which a launch's plan number 2 takes half of the derived one's time."""
+
+    def __init__(self, seconds_a_kernel: float = 0.0) -> None:
+        self.compiled: list[str] = []
+        self.seconds_a_kernel = seconds_a_kernel
+        self.now = 0.0
+
+    def clock(self) -> float:
+        return self.now
+
+    def compile(self, calls: Sequence[KernelCall]) -> None:
+        assert not {call.kernel.name for call in calls} & set(self.compiled)
+        self.compiled += [call.kernel.name for call in calls]
+        self.now += self.seconds_a_kernel * len(calls)
+
+    def times_us(self, shape: Shape, plans: Sequence[Sequence[KernelCall]]) -> dict[str, list[float]]:
+        self.now += 1.0
+        times = [10.0, 9.95, 5.0, math.inf][: len(plans)]
+        return {"": [math.inf] * len(plans) if "K=960" in shape.key else times}
+
+
+def test_the_sweep_keeps_the_fastest_plan_and_writes_it(shapes: list[Shape], tmp_path: Path) -> None:
+    calls, bench = calls_by_plan(shapes, H200, 4), FakeBench()
+    done: list[tuple[int, int]] = []
+    ready = compile_plans(shapes, calls, bench, until=1.0, progress=lambda *at: done.append(at), clock=bench.clock)
+    assert ready == {place: len(variants) for place, variants in calls.items()}
+    assert len(bench.compiled) == len(set(bench.compiled)) == done[-1][0] == done[-1][1]
+    swept = time_plans(shapes, calls, ready, bench, until=1e9, clock=bench.clock)
+    assert {each.shape.place for each in swept} == {s.place for s in shapes if "K=960" not in s.key}
+    for each in swept:
+        assert each.best == 2 and each.plan is each.shape.candidates[2] and each.gain == 0.5
+    assert Swept(shapes[0], (10.0, 9.95)).best == 0  # within noise
+    made = write_table(table_of(swept, "A Card", H200, driver="580", commit="abc", read_gb_s=4600.04), tmp_path / "t")
+    assert write_table(made, tmp_path / "t").find(*swept[0].shape.place) == dict(swept[0].plan.knobs)
+    assert check_table(tmp_path / "t").entries["decode_gemm"][swept[0].shape.key].default_us == 10.0
+    with pytest.raises(ConfigError, match="is of A Card, not of B Card"):
+        write_table(table_of(swept, "B Card", H200), tmp_path / "t")
+    (tmp_path / "t").write_text('{"format": 1, "more": 2}')
+    with pytest.raises(ConfigError, match="no tuning table"):
+        check_table(tmp_path / "t")
+
+
+def test_a_budget_leaves_the_derived_plans_of_all_launches(shapes: list[Shape]) -> None:
+    """The first plan of every launch is compiled before the second of any, and the clock ends both parts."""
+    calls, bench = calls_by_plan(shapes, H200, 4), FakeBench(seconds_a_kernel=1.0)
+    firsts = len({call.kernel.name for variants in calls.values() for call in variants[0]})
+    ready = compile_plans(shapes, calls, bench, until=firsts - 1.0, clock=bench.clock)
+    assert min(ready.values()) >= 1 and max(ready.values()) <= 2
+    swept = time_plans(shapes, calls, ready, bench, until=bench.now + 4.5, clock=bench.clock)
+    assert 0 < len(swept) <= 5
+
+
+def test_the_command_lists_launches_and_plans_without_a_card(pair: Pair) -> None:
+    options = ("tune", "gemm", "--list", "--batch", 1, "-S", "0,2", "--candidates", 2)
+    found = answer(*options, "--json")["shapes"]
+    assert all(set(each["plans"][0]) == KNOBS[each["kind"]] and len(each["plans"]) == 2 for each in found)
+    assert {shape.place for shape in listed([pair], "gemm", Sizes((1,), (0, 2)))} == {
+        (each["kind"], each["key"]) for each in found
+    }
+    shown = lowlat(*options, "--geometry", "tiny-experts").output
+    assert "EAGLE3_LM_HEAD_SMALLVOC" in " ".join(shown.split()) and "launches of tiny-experts" in shown
+    assert "needs an NVIDIA card" in refusal("tune", "--device", "cpu")
+    assert "heads of 64 or 128 dimensions" in refusal("tune", "--list", "--geometry", NOT_COVERED)
+    assert "geometry 'x' is not known; there are" in refusal("tune", "--list", "--geometry", "x")
+    assert "--draft-model needs --model" in refusal("tune", "--draft-model", "x")
+    assert "--batch takes slots" in refusal("tune", "--batch", "0")
+
+
+def test_a_run_writes_the_card_s_table_and_goes_on_where_it_ended(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOWLAT_TUNING", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A Card")
+    monkeypatch.setattr(wall, "measure_wall", lambda *sizes: SimpleNamespace(gb_per_s=4500.0))
+
+    def run(**options: Any) -> Tuned:
+        fake: Any = FakeBench()
+        fake.card = H200
+        monkeypatch.setattr(card_bench, "CardBench", lambda device: fake)
+        given = {"num_candidates": 3, "budget_s": 1e9, "only_missing": False, "out": None, "commit": "abc", **options}
+        return tune([pair], "gemm", Sizes((1,), (0,)), torch.device("cpu"), bar=lambda _: nullcontext(), **given)
+
+    first = run()
+    assert first.path == tmp_path / "a-card.json" and len(first.table) == len(first.swept) > 10
+    assert {shape.stages[0] for shape in first.left} == {"EAGLE3_FC", "EAGLE3_PREFILL_FC"}  # whose plans fail
+    again = run(only_missing=True)
+    assert again.swept == () and len(again.left) == len(first.left) and again.table.entries == first.table.entries
+    assert find_table("A Card", H200, tmp_path, tmp_path / "none") is not None
+    table("Another Card").write(tmp_path / "other.json")
+    with pytest.raises(ConfigError, match="is a table of Another Card, not of A Card; name another file with --out"):
+        run(out=tmp_path / "other.json")
+
+
+TABLES = sorted(SHIPPED.glob("*.json"))
+
+
+@pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
+def test_a_shipped_table_has_knobs_alone_and_a_plan_of_every_launch(path: Path, tmp_path: Path) -> None:
+    """Of the bundled pair and every geometry: an entry that is no candidate's would count as none."""
+    written, found = check_table(path), read_table(path)
+    assert path.name == file_name(found.card) and found.commit and found.driver and found.read_gb_s > 0
+    for kind, entries in written.entries.items():
+        for key, entry in entries.items():
+            assert set(entry.knobs) == KNOBS[kind], key
+            assert 0 < entry.best_us <= entry.default_us and entry.stages, key
+    sizes = (found.num_multiprocessors, found.shared_bytes, found.capability, found.peak_gb_s)
+    card = Card(*sizes, tuning=found)
+    names = [name for name in read_geometries() if name != NOT_COVERED and name != "tiny-experts"]
+    pairs = [open_pair(DEMO / "target", DEMO / "head"), *(random_pair(name, tmp_path / name) for name in names)]
+    for shape in listed(pairs, "all", Sizes(), card):
+        knobs = found.find(*shape.place)
+        assert knobs is not None, f"{shape.place} has no entry"
+        assert any(dict(plan.knobs) == dict(knobs) for plan in shape.candidates), shape.place
