@@ -4,12 +4,14 @@ Everything is launched on one stream, so whatever is launched later runs later. 
 publish for, a slot that the host has given up meanwhile: the caller drops such publications.
 """
 
+import time
 from collections.abc import Sequence
 
 from lowlat.errors import DeviceError
 from lowlat.executors import Executor, LoopingExecutor
 from lowlat.graphs import Bucket
 from lowlat.host.mailbox import Entry, Mailbox
+from lowlat.host.pace import Pace
 
 __all__ = ["Launches"]
 
@@ -31,6 +33,7 @@ class Launches:
         self._first = 0  # entries seen at the last launch
         self._in_loop = False
         self._stopping = False
+        self._pace = Pace() if executor.device.type == "cuda" else None  # others work in the host's time
         self.bucket: Bucket | None = None
 
     @property
@@ -101,7 +104,12 @@ class Launches:
 
     def wait(self) -> Sequence[Entry]:
         """The next entries, at least one; none where all loops have ended without more. Raises DeviceError."""
-        return self._wait(self._mailbox.num_seen + 1)
+        if self._pace is None:
+            return self._wait(self._mailbox.num_seen + 1)
+        self._pace.nap(self.bucket)
+        entries = self._wait(self._mailbox.num_seen + 1)
+        self._pace.saw(self.bucket, time.monotonic())
+        return entries
 
     def drain(self) -> Sequence[Entry]:
         """All entries that are still to come, however many; a loop is stopped. Raises DeviceError."""

@@ -11,6 +11,7 @@ from recording import run_all
 from tiny_models import PairPaths, make_pair
 
 from lowlat import Runtime, SamplingParams
+from lowlat.host.pace import Pace
 from lowlat.ipc import Client
 from lowlat.ipc.server import Server
 from lowlat.serving.engine import RuntimeEngine
@@ -73,3 +74,22 @@ def test_a_stop_that_nobody_could_foresee_costs_one_step(pair: PairPaths) -> Non
         assert device.published == [[0]] * (place + 1) + [[]]
         again = runtime.submit([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True))
         assert run_all(runtime)[again] == tokens[:4]
+
+
+def test_the_host_sleeps_through_half_of_a_step_whose_pace_is_known() -> None:
+    pace = Pace()
+    ends = [0.004 * number for number in range(1, 12)]
+    for end in ends[:8]:
+        pace.saw("bucket", end)
+        assert pace.nap_s("bucket", end) == 0.0  # not known yet
+    pace.saw("bucket", ends[8])
+    assert pace.nap_s("bucket", ends[8] + 0.0005) == pytest.approx(0.0015)
+    assert pace.nap_s("bucket", ends[8] + 0.003) == 0.0
+    assert pace.nap_s("another", ends[8]) == 0.0
+    pace.saw("bucket", ends[9] + 0.0015)  # late: the next step has begun before
+    assert pace.nap_s("bucket", ends[9] + 0.0015) == 0.0
+    pace.saw("bucket", ends[10])
+    assert pace.nap_s("bucket", ends[10]) == pytest.approx(0.002)
+    for number in range(20):
+        pace.saw("bucket", 1.0 + 0.0015 * number)
+    assert pace.nap_s("bucket", 1.0 + 0.0015 * 19) == 0.0  # short steps are polled for
