@@ -15,7 +15,7 @@ import torch
 
 from lowlat.tools.profile.wall import event_times
 
-__all__ = ["Timed", "own_stream", "percentile", "round_robin", "time_replays", "time_waited"]
+__all__ = ["LEAD", "Timed", "own_stream", "percentile", "round_robin", "time_replays", "time_waited"]
 
 LEAD = 2  # replays before the timed ones of a turn, so that the device is never waiting for the host
 

@@ -38,7 +38,7 @@ from typing import Any
 import zmq
 from fake_process import fake_process
 from raw_client import RawClient
-from soak import percentile, record, start_worker
+from soak import milliseconds, percentile, record, start_worker
 
 from lowlat.ipc import Client
 from lowlat.ipc.wire import Bye, Error, Health, Sampling, Submit, encode, pack_tokens
@@ -179,7 +179,7 @@ def measure(
                 os.killpg(child, signal.SIGKILL)
     assert not (found["lost"] or found["doubled"] or found["reordered"]), found
     assert alive == bad, f"of the bad ones only {alive} lasted"
-    gaps = [gap / 1000 for gap in found["gaps_us"]]
+    gaps = milliseconds(found["gaps_us"])
     return {"p50": percentile(gaps, 0.5), "p99": percentile(gaps, 0.99), "max": max(gaps), "num_gaps": len(gaps)}
 
 

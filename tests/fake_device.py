@@ -1,7 +1,8 @@
 """A device that does its work later: the reference executor behind a queue, with loops as the kernels make them.
 
 Work is done when somebody waits for it, or at random before. It checks what a runtime must keep to: no entry of the
-ring is written over before it was read, and prefill and loops start when nothing else is under way.
+ring is written over before it was read, prefill starts when nothing else is under way, and only a loop stands behind a
+loop, which was not told to stop.
 """
 
 import random
@@ -41,16 +42,19 @@ class FakeDevice:
         self.num_read: Callable[[], int] = lambda: 0
         self.published: list[list[int]] = []  # the slots of each entry
         self.first_tokens: set[int] = set()  # the entries that no step has made
+        self.last_ones: list[int] = []  # the entries behind which nothing had been launched when they were published
         self._random = random.Random(seed)
-        self._steps: list[Bucket] = []  # launched one by one and not done
-        self._loop: Bucket | None = None
-        self._budget = 0
+        self._queue: list[tuple[Bucket, int | None]] = []  # a bucket, and the steps that are left of a loop
         self._stop = False
 
     @property
     def idle(self) -> bool:
         """Whether all work is done."""
-        return not self._steps and self._loop is None
+        return not self._queue
+
+    @property
+    def _looping(self) -> bool:
+        return any(budget is not None for _, budget in self._queue)
 
     @property
     def head(self) -> int:
@@ -72,37 +76,34 @@ class FakeDevice:
         slots = records[entry % records.shape[0], :, SLOT].tolist()
         self.published.append([slot for slot in slots if slot >= 0])
 
-    def _iterate(self) -> None:
-        """One run of the loop's body; the flag is looked at before the entry is published."""
-        assert self._loop is not None
-        stop = self._stop
-        self._run(self._loop)
-        self._budget -= 1
-        if stop or self._budget == 0 or not int(self.state["active"].sum()):
-            self._loop = None
-
     def _work(self) -> None:
-        """Do something if there is anything to do."""
-        if self._steps:
-            self._run(self._steps.pop(0))
-        elif self._loop is not None:
-            self._iterate()
+        """Run the step that is due, if there is one; a loop looks at the flag before its entry is published."""
+        if not self._queue:
+            return
+        bucket, budget = self._queue.pop(0)
+        if not self._queue and (budget is None or budget == 1):
+            self.last_ones.append(self.head)
+        stop = self._stop
+        self._run(bucket)
+        if budget is not None and budget > 1 and not stop and int(self.state["active"].sum()):
+            self._queue.insert(0, (bucket, budget - 1))
 
     def _hurry(self) -> None:
         for _ in range(self._random.randint(0, self.lead)):
             self._work()
 
     def step(self, bucket: Bucket) -> None:
-        assert self._loop is None
+        assert not self._looping
         self.log.append(("step", bucket))
-        self._steps.append(bucket)
+        self._queue.append((bucket, None))
         self._hurry()
 
     def start_loop(self, bucket: Bucket, budget: int) -> None:
-        assert self.idle
+        assert self.idle or not self._stop
         assert budget >= 1
         self.log.append(("loop", bucket, budget))
-        self._loop, self._budget, self._stop = bucket, budget, False
+        self._queue.append((bucket, budget))
+        self._stop = False
         self._hurry()
 
     def stop_loop(self) -> None:
@@ -116,8 +117,8 @@ class FakeDevice:
             self._work()
 
     def wait_loop(self, count: int) -> bool:
-        while self.head < count and self._loop is not None:
-            self._iterate()
+        while self.head < count and not self.idle:
+            self._work()
         self._hurry()
         return self.head >= count
 

@@ -5,14 +5,24 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-__all__ = ["WORKER", "num_descriptors", "percentile", "record", "resident_bytes", "start_worker", "steady_growth"]
+__all__ = [
+    "WORKER",
+    "milliseconds",
+    "num_descriptors",
+    "percentile",
+    "record",
+    "resident_bytes",
+    "start_worker",
+    "steady_growth",
+]
 
 WORKER = Path(__file__).with_name("stream_worker.py")
+MAX_TIMES = 1_000_000
 
 
 def start_worker(endpoint: str, **options: Any) -> "subprocess.Popen[str]":
@@ -29,6 +39,13 @@ def percentile(values: Sequence[float], fraction: float) -> float:
     """The value below which this fraction lies; 0.0 without values."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(fraction * len(ordered)))] if ordered else 0.0
+
+
+def milliseconds(counts: Mapping[str, int]) -> list[float]:
+    """Counted microseconds as a list of all, in order, thinned out where they are millions."""
+    every = max(1, sum(counts.values()) // MAX_TIMES)
+    ordered = sorted((int(value), count) for value, count in counts.items())
+    return [value / 1000 for value, count in ordered for _ in range(-(-count // every))]
 
 
 def resident_bytes(pid: int) -> int:

@@ -9,6 +9,7 @@ place          of this process among its like: part of every prompt, so that no 
 num_streams    at once
 requests       of each stream, one after another; None: without end
 max_tokens     of a request
+until_s        no request begins so long after the first
 num_seconds    in place of it: a request is cancelled after so long
 window         tokens that may wait unread
 pause_s        between two chunks: a slow reader
@@ -21,8 +22,9 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 from fake_engine import FakeEngine
@@ -33,20 +35,20 @@ from lowlat.ipc.wire import Sampling
 
 @dataclass
 class Found:
-    """What came of the streams: tokens, what was wrong with them, and the times between chunks."""
+    """What came of the streams: tokens, what was wrong with them, and the times between chunks, to three digits."""
 
     num_tokens: int = 0
-    num_streams: int = 0
+    num_requests: int = 0
     num_chunks: int = 0
     lost: int = 0
     doubled: int = 0
     reordered: int = 0
-    first_us: list[int] = field(default_factory=list)
-    gaps_us: list[int] = field(default_factory=list)
+    first_us: Counter[int] = field(default_factory=Counter)
+    gaps_us: Counter[int] = field(default_factory=Counter)
 
     def compare(self, found: Sequence[int], expected: Sequence[int], *, whole: bool) -> None:
         """Count what differs; without `whole` the stream was left early."""
-        self.num_streams += 1
+        self.num_requests += 1
         self.num_tokens += len(found)
         expected = expected if whole else expected[: len(found)]
         if list(found) == list(expected):
@@ -70,9 +72,13 @@ class Streams:
     def prompt(self, stream: int, request: int) -> list[int]:
         return [1 + self.options["place"], stream, request % 1000]
 
-    def num_requests(self) -> Any:
-        wanted = self.options.get("requests")
-        return iter(int, 1) if wanted is None else iter(range(wanted))
+    def requests(self) -> Iterator[int]:
+        wanted, until_s = self.options.get("requests"), self.options.get("until_s")
+        end = None if until_s is None else time.perf_counter() + until_s
+        for number in count() if wanted is None else range(wanted):
+            if end is not None and time.perf_counter() > end:
+                return
+            yield number
 
     def one(self, stream: int, request: int) -> "One":
         return One(self, stream, request)
@@ -106,7 +112,7 @@ class One:
         """Add a chunk; whether to go on."""
         now = time.perf_counter()
         if token_ids:
-            self.gaps.append(int((now - self.last) * 1e6))
+            self.gaps.append(_three_digits(int((now - self.last) * 1e6)))
             self.last = now
             self.num_chunks += 1
             self.tokens.extend(token_ids)
@@ -119,8 +125,13 @@ class One:
             found = self.streams.found
             found.compare(self.tokens, expected, whole=whole)
             found.num_chunks += self.num_chunks
-            found.first_us.extend(self.gaps[:1])
-            found.gaps_us.extend(self.gaps[1:])
+            found.first_us.update(self.gaps[:1])
+            found.gaps_us.update(self.gaps[1:])
+
+
+def _three_digits(value: int) -> int:
+    """A number that is off by half a percent at most, so that few of them differ."""
+    return round(value, 3 - len(str(value)))
 
 
 def in_process(prompt: Sequence[int], max_tokens: int) -> list[int]:
@@ -137,7 +148,7 @@ def run_blocking(endpoint: str, streams: Streams) -> None:
         begin()
 
         def run(stream: int) -> None:
-            for request in streams.num_requests():
+            for request in streams.requests():
                 one = streams.one(stream, request)
                 go_on = True
                 for chunk in client.generate(one.prompt, max_tokens=one.max_tokens):
@@ -162,7 +173,7 @@ async def run_asyncio(endpoint: str, streams: Streams) -> None:
         begin()
 
         async def run(stream: int) -> None:
-            for request in streams.num_requests():
+            for request in streams.requests():
                 one = streams.one(stream, request)
                 go_on = True
                 async with client.generate(one.prompt, max_tokens=one.max_tokens) as chunks:

@@ -94,14 +94,18 @@ class LoopingExecutor(Executor, Protocol):
     def start_loop(self, bucket: Bucket, budget: int) -> None:
         """Start at most `budget` steps in the bucket, 1 at least; fewer when no slot is active any more.
 
-        The ring must hold all of them. No step and no loop may be under way.
+        The ring must hold all of them. Behind another loop that is under way, it runs one step at least, even where
+        that one ends because no slot is active; behind one that was told to stop none may be started.
         """
 
     def stop_loop(self) -> None:
-        """Ask the loop to end after the step that runs, or the one after it; returns at once."""
+        """Ask the loop to end after the step that runs, or the one after it; returns at once.
+
+        A loop that is queued behind it ends after one step.
+        """
 
     def wait_loop(self, count: int) -> bool:
-        """Return True when `count` steps in all have been published, False when the loop has ended before.
+        """Return True when `count` steps in all have been published, False when all loops have ended before.
 
         Raises DeviceError when the device has failed.
         """

@@ -117,21 +117,24 @@ class GraphExecutor(KernelExecutor):
         self._graphs[size].launch(self._core_stream)
 
     def start_loop(self, bucket: Bucket, budget: int) -> None:
-        """Start at most `budget` steps on the device. Raises ConfigError where no loops were captured."""
+        """Start at most `budget` steps on the device, behind what was started before.
+
+        Raises ConfigError where no loops were captured.
+        """
         loop = self._loops.get(bucket)
         if loop is None or budget < 1:
             raise ConfigError(f"no loop of {budget} steps can be started for {bucket}; see device_loop")
-        self._stop[0] = 0  # the last loop has read it: its last step was seen
+        self._stop[0] = 0  # a loop that was told to stop has read it: its last step was seen
         with torch.cuda.stream(self.stream):
             self._loop_budget.fill_(budget)  # on the stream: the last loop writes its own after it has published
         loop.launch(self._core_stream)
 
     def stop_loop(self) -> None:
-        """Ask the loop to end; returns at once."""
+        """Ask all loops to end; returns at once."""
         self._stop[0] = 1
 
     def wait_loop(self, count: int) -> bool:
-        """Return True when `count` steps have been published, False when the loop has ended before.
+        """Return True when `count` steps have been published, False when all loops have ended before.
 
         Raises DeviceError when the device has failed, or hangs in a step.
         """

@@ -1,17 +1,21 @@
-"""Which steps the device has been given: one, one more ahead of the caller, or a loop. It knows no request.
+"""Which steps the device has been given: the one that runs and the one behind it, or loops. It knows no request.
 
 Everything is launched on one stream, so whatever is launched later runs later. What is under way may still end, or
 publish for, a slot that the host has given up meanwhile: the caller drops such publications.
 """
 
+import time
 from collections.abc import Sequence
 
 from lowlat.errors import DeviceError
 from lowlat.executors import Executor, LoopingExecutor
 from lowlat.graphs import Bucket
 from lowlat.host.mailbox import Entry, Mailbox
+from lowlat.host.pace import Pace
 
 __all__ = ["Launches"]
+
+MAX_STEPS = 2  # under way: with one more behind the step that runs, the device never waits for the host
 
 
 class Launches:
@@ -20,16 +24,22 @@ class Launches:
     loop  the same executor, if it repeats steps by itself; None: every step is launched
 
     `under_way` says whether entries are still to come, `looping` whether a loop brings them, `bucket` is the bucket of
-    the last launch. At most one step or one loop is under way.
+    the last launch. At most two steps or two loops are under way, the second queued behind the first.
     """
 
     def __init__(self, executor: Executor, mailbox: Mailbox, loop: LoopingExecutor | None = None) -> None:
         self._executor, self._mailbox, self._loop = executor, mailbox, loop
-        self._expected = 0  # entries published when all that was launched has ended; a loop may end with fewer
-        self._first = 0  # the first entry of the last launch
+        self._expected = 0  # entries published when all that was launched has ended; loops may end with fewer
+        self._first = 0  # entries seen at the last launch
         self._in_loop = False
         self._stopping = False
+        self._pace = Pace() if executor.device.type == "cuda" else None  # others work in the host's time
         self.bucket: Bucket | None = None
+
+    @property
+    def num_under_way(self) -> int:
+        """Steps that were launched and whose entries were not seen; of loops, the most that there can be."""
+        return max(0, self._expected - self._mailbox.num_seen)
 
     @property
     def under_way(self) -> bool:
@@ -39,25 +49,40 @@ class Launches:
     @property
     def looping(self) -> bool:
         """Whether a loop is under way that was not told to stop."""
-        return self._in_loop and not self._stopping and self.under_way
+        return self.in_loop and not self._stopping
+
+    @property
+    def in_loop(self) -> bool:
+        """Whether a loop is under way, told to stop or not."""
+        return self._in_loop and self.under_way
+
+    def has_room(self, bucket: Bucket) -> bool:
+        """Whether a launch in this bucket may be queued behind what is under way.
+
+        A loop is followed in its own bucket only, in the second half of its steps, and not when it was told to stop.
+        """
+        if not self._in_loop:
+            return self.num_under_way < MAX_STEPS
+        return self.looping and bucket == self.bucket and self.num_under_way <= self._budget // 2
 
     def start(self, bucket: Bucket, *, may_loop: bool) -> None:
         """Launch a step; or a loop, where there is one and the caller's next steps may be like this one.
 
-        A loop gets at most half of the ring, so that the next can start before the host has read all of the last.
+        Where something is under way `has_room` must say so, and a loop is followed by a loop. A loop gets at most half
+        of the ring, so that the next can be queued before the host has read all of the last.
         Raises DeviceError when the device has failed.
         """
-        mailbox = self._mailbox
-        budget = min(mailbox.num_entries // 2, mailbox.num_entries - mailbox.num_unread)
+        mailbox, ahead = self._mailbox, self.num_under_way
+        budget = min(self._budget, mailbox.num_entries - mailbox.num_unread - ahead)
         self._in_loop = self._loop is not None and may_loop and budget > 0
         self._stopping = False
         self._first, self.bucket = mailbox.num_seen, bucket
         if self._loop is not None and self._in_loop:
             self._loop.start_loop(bucket, budget)
-            self._expected = self._first + budget
+            self._expected = self._first + ahead + budget
         else:
             self._executor.step(bucket)
-            self._expected = self._first + 1
+            self._expected = self._first + ahead + 1
 
     def prefill(self, size: int, first: Bucket | None) -> Sequence[Entry]:
         """Run chunks of prefill; the entry of the first token where `first` is its bucket. Nothing may be under way.
@@ -72,19 +97,29 @@ class Launches:
         return self._wait(self._expected)
 
     def stop(self) -> None:
-        """Ask a loop to end soon; nothing where none is under way."""
+        """Ask loops to end soon; nothing where none is under way. One that is queued still runs a step."""
         if self._loop is not None and self.looping:
             self._loop.stop_loop()
             self._stopping = True
 
     def wait(self) -> Sequence[Entry]:
-        """The next entries, at least one; none where a loop has ended without more. Raises DeviceError."""
-        return self._wait(self._mailbox.num_seen + 1)
+        """The next entries, at least one; none where all loops have ended without more. Raises DeviceError."""
+        if self._pace is None:
+            return self._wait(self._mailbox.num_seen + 1)
+        self._pace.nap(self.bucket)
+        entries = self._wait(self._mailbox.num_seen + 1)
+        self._pace.saw(self.bucket, time.monotonic())
+        return entries
 
     def drain(self) -> Sequence[Entry]:
         """All entries that are still to come, however many; a loop is stopped. Raises DeviceError."""
         self.stop()
         return self._wait(self._expected)
+
+    @property
+    def _budget(self) -> int:
+        """Steps of a loop, at most."""
+        return self._mailbox.num_entries // 2
 
     def _wait(self, count: int) -> Sequence[Entry]:
         mailbox = self._mailbox

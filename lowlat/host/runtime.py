@@ -1,10 +1,10 @@
 """The runtime: load once, submit requests, step until they end. Owns the weights, the buffers, the KV pool.
 
 A prompt's first token comes out of prefill and is given to the caller at once; then every active slot gets a decode
-step before anything else is prefilled. While nobody joins or leaves, the next step is launched before the last one's
-outputs are made, or the device repeats steps by itself; that changes no token: what a step does to a slot depends on
-nothing that the host does in between, and what is published for a slot that the host has given up is dropped. Not safe
-for use by several threads: one thread owns a runtime.
+step before anything else is prefilled. While nobody joins or leaves, a step is launched before the one ahead of it has
+ended, or the device repeats steps by itself; that changes no token: what a step does to a slot depends on nothing that
+the host does in between, and what is published for a slot that the host has given up is dropped. Not safe for use by
+several threads: one thread owns a runtime.
 """
 
 import itertools
@@ -201,7 +201,7 @@ class Runtime:
         self._owes_step = False
         if self.scheduler.num_active:
             self._launch(self.scheduler.choose_bucket(depth), ahead)
-            outputs.extend(self._take(self._launches.wait(), depth, ahead))
+            outputs.extend(self._go_on(depth, ahead))
         return outputs
 
     def speculate(self, num_speculative_tokens: int) -> None:
@@ -378,9 +378,35 @@ class Runtime:
         self._launches.start(bucket, may_loop=ahead and not self.scheduler.has_work)
 
     def _go_on(self, depth: int, ahead: bool) -> list[StepOutput]:
-        """Outputs of steps that were launched before: the next, or all of them where others are wanted from now on."""
-        entries = self._launches.wait() if ahead and self._fits(depth) else self._launches.drain()
-        return self._take(entries, depth, ahead)
+        """Outputs of what is under way: of the next step, or of all where others are wanted from now on.
+
+        What follows is queued first, where it is certain: then the device does not wait while the host waits, makes
+        outputs, or stands still.
+        """
+        launches = self._launches
+        if not ahead or (launches.in_loop and not self._fits(depth)):
+            return self._take(launches.drain(), depth, ahead)
+        if self._is_certain(depth):
+            self._launch(self.scheduler.choose_bucket(depth), ahead)
+        return self._take(launches.wait(), depth, ahead)
+
+    def _is_certain(self, depth: int) -> bool:
+        """Whether a step is wanted behind all that is under way, whatever that brings.
+
+        It is not where all requests may have ended by their length then, or one has and somebody waits for its slot. A
+        stop id or string cannot be foreseen: where it ends the last request, one step is run for nobody.
+        """
+        scheduler, launches = self.scheduler, self._launches
+        if scheduler.has_work or not scheduler.num_active or not launches.has_room(scheduler.choose_bucket(depth)):
+            return False
+        rooms = [self._room_behind(session, depth) for session in self._slots.values()]
+        return max(rooms) > 0 and (min(rooms) > 0 or not scheduler.num_queued)
+
+    def _room_behind(self, session: Session, depth: int) -> int:
+        """Tokens that a request may still get when all that is under way has brought it as many as it can."""
+        limit = session.params.max_draft_tokens
+        most = 1 + (depth if limit is None else min(depth, limit))
+        return session.room - most * self._launches.num_under_way
 
     def _take(self, entries: Sequence[Entry], depth: int, ahead: bool) -> list[StepOutput]:
         """Outputs of entries; where the step after them is certain, it is launched first."""

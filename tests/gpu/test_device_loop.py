@@ -108,12 +108,21 @@ def test_budgets_are_kept_exactly(runtimes: tuple[Runtime, Runtime]) -> None:
         assert not executor.wait_loop(head + budget + 1)
         executor.synchronize()
         assert head_of(runtime) == head + budget
+    head = head_of(runtime)
+    for budget in (30, 20):  # the second is queued behind the first
+        executor.start_loop(bucket, budget)
+    assert executor.wait_loop(head + 50)
+    executor.synchronize()
+    assert head_of(runtime) == head + 50
     with pytest.raises(ConfigError, match="loop of 0 steps"):
         executor.start_loop(bucket, 0)
     drained(runtime)
 
 
-def test_the_flag_ends_a_loop_within_two_steps(runtimes: tuple[Runtime, Runtime]) -> None:
+@pytest.mark.parametrize("num_loops", [1, 2])
+def test_the_flag_ends_a_loop_within_two_steps_and_one_behind_it_after_one(
+    num_loops: int, runtimes: tuple[Runtime, Runtime]
+) -> None:
     runtime = runtimes[1]
     executor = executor_of(runtime)
     late = []
@@ -122,7 +131,8 @@ def test_the_flag_ends_a_loop_within_two_steps(runtimes: tuple[Runtime, Runtime]
         while not runtime.step(DEPTH):
             pass
         bucket, head = runtime.scheduler.choose_bucket(DEPTH), head_of(runtime)
-        executor.start_loop(bucket, RING_ENTRIES)
+        for _ in range(num_loops):
+            executor.start_loop(bucket, RING_ENTRIES // num_loops)
         assert executor.wait_loop(head + 5)
         executor.stop_loop()
         seen = head_of(runtime)
@@ -130,7 +140,7 @@ def test_the_flag_ends_a_loop_within_two_steps(runtimes: tuple[Runtime, Runtime]
         assert executor.idle()
         late.append(head_of(runtime) - seen)
         drained(runtime)
-    assert max(late) <= 2, late
+    assert max(late) <= 1 + num_loops, late
 
 
 def test_a_loop_ends_with_its_last_slot(runtimes: tuple[Runtime, Runtime]) -> None:
@@ -140,9 +150,10 @@ def test_a_loop_ends_with_its_last_slot(runtimes: tuple[Runtime, Runtime]) -> No
     while not runtime.step(DEPTH):
         pass
     head = head_of(runtime)
-    executor.start_loop(runtime.scheduler.choose_bucket(DEPTH), 32)
+    for _ in range(2):
+        executor.start_loop(runtime.scheduler.choose_bucket(DEPTH), 32)
     assert not executor.wait_loop(head + 32)
-    assert head_of(runtime) == head + 9
+    assert head_of(runtime) == head + 9 + 1  # the loop behind it runs one step for nobody
     drained(runtime)
 
 

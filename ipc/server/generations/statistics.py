@@ -77,9 +77,11 @@ class _Rate:
         return whole / WINDOW_S
 
     def _turn(self, second: int) -> None:
+        if second <= self._now:
+            return
         for passed in range(self._now + 1, min(second, self._now + len(self._seconds)) + 1):
             self._seconds[passed % len(self._seconds)] = 0
-        self._now = max(second, self._now)
+        self._now = second
 
 
 class Statistics:

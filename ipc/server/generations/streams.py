@@ -77,7 +77,7 @@ class Stream(Struct, eq=False):
         output = waiting[0]
         token_ids, text, logprobs = output.token_ids, output.text, output.logprobs
         simulated, reasoning, tool_calls = output.simulated, output.reasoning, output.tool_calls
-        accepted = _accepted(output)
+        accepted = _accepted(output) if output.num_accepted or len(waiting) > 1 else b""
         self.balance -= len(token_ids)
         num_taken = 1
         if len(waiting) > 1:
