@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from pathlib import Path
 from statistics import quantiles
 from typing import Any
@@ -178,7 +179,7 @@ def _parts(events: Events, span: Span, points: Sequence[str]) -> list[int] | Non
         if not moments:
             return None
         passed.append(moments[0])
-    return [after - before for before, after in zip(passed, passed[1:], strict=False)]
+    return [after - before for before, after in pairwise(passed)]
 
 
 def _report(events: Events, spans: Sequence[Span], points: dict[str, str]) -> None:
