@@ -1,6 +1,6 @@
 """Where the time of a first token goes, part by part, beside a bare ROUTER and DEALER, for whoever hunts it.
 
-    PYTHONPATH=tests python -m bench.serving_trace --step-ms 2 --requests 400 --in-a-row 10
+    PYTHONPATH=tests python -m bench.serving_trace --out bench/results/cpu/first_token_parts.json
 
 Methods of both sides are wrapped from outside to note when they begin or end: each note costs some microseconds where
 caches are cold, so these parts add up to more than `bench/test_serving.py` measures. Between blocks of requests all
@@ -25,11 +25,12 @@ from typing import Any
 
 import zmq
 
+from bench.serving import PROMPT, conditions
+
 __all__ = ["main"]
 
 REST_S = 0.05
 TOKENS = 5
-PROMPT = tuple(range(16))
 BARE_BYTES = 48
 Events = list[tuple[str, int]]
 Span = tuple[int, int]
@@ -182,7 +183,8 @@ def _parts(events: Events, span: Span, points: Sequence[str]) -> list[int] | Non
     return [after - before for before, after in pairwise(passed)]
 
 
-def _report(events: Events, spans: Sequence[Span], points: dict[str, str]) -> None:
+def _times(events: Events, spans: Sequence[Span], points: dict[str, str]) -> list[dict[str, Any]]:
+    """The parts of these requests in order, us at p25 and p50."""
     events = sorted(events, key=lambda event: event[1])
     rows, place = [], 0
     for span in spans:
@@ -190,19 +192,21 @@ def _report(events: Events, spans: Sequence[Span], points: dict[str, str]) -> No
             place += 1
         end = next((i for i in range(place, len(events)) if events[i][1] >= span[1]), len(events))
         rows.append(_parts(events[place:end], span, list(points)))
-    whole = [row for row in rows if row is not None]
-    print(f"{len(whole)} of {len(rows)} requests; p25, p50 in us")
-    for words, times in zip(points.values(), zip(*whole, strict=True), strict=True):
-        low, middle, _ = quantiles(times, n=4)
-        print(f"{low / 1e3:8.0f} {middle / 1e3:8.0f}  {words}")
+    columns = zip(*(row for row in rows if row is not None), strict=True)
+    quarters = [quantiles(times, n=4) for times in columns]
+    return [
+        {"part": words, "p25_us": round(low / 1e3, 1), "p50_us": round(middle / 1e3, 1)}
+        for words, (low, middle, _) in zip(points.values(), quarters, strict=True)
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Trace and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--step-ms", type=float, default=2.0)
-    parser.add_argument("--requests", type=int, default=400)
+    parser.add_argument("--requests", type=int, default=600)
     parser.add_argument("--in-a-row", type=int, default=10)
+    parser.add_argument("--out", type=Path, help="where to write the same as JSON")
     parser.add_argument("--run", nargs=3, metavar=("KIND", "ENDPOINT", "OUT"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     step_s = options.step_ms / 1e3
@@ -225,9 +229,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 for way in random.sample(list(ways), len(ways)):
                     time.sleep(REST_S)
                     spans[way] += [ways[way]() for _ in range(options.in_a_row)]
+    result = conditions() | {"step_ms": options.step_ms, "in_a_row": options.in_a_row, "requests": options.requests}
     for way, events, points in (("served", served, SERVED), ("bare", bare, BARE)):
-        print(f"{way}: ", end="")
-        _report(events, spans[way][options.in_a_row :], points)
+        result[way] = _times(events, spans[way][options.in_a_row :], points)  # the first ones warm up
+        print(f"{way}: p25, p50, us")
+        for row in result[way]:
+            print(f"{row['p25_us']:8.0f} {row['p50_us']:8.0f}  {row['part']}")
+    if options.out is not None:
+        options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
