@@ -35,7 +35,7 @@ from lowlat.ipc import AsyncClient, Client
 from lowlat.ipc.wire import Sampling
 from lowlat.tools.bench.machine import commit_at, processor
 
-__all__ = ["MAX_STREAMS", "Case", "bare_echo", "conditions", "main", "served", "table"]
+__all__ = ["MAX_STREAMS", "PROMPT", "Case", "bare_echo", "conditions", "main", "served", "table"]
 
 MAX_STREAMS = 16
 PROMPT = tuple(range(16))

@@ -181,9 +181,10 @@ class Client(BaseClient[Connection, "threading.Lock"]):
         with self._connecting:
             if self._connections:
                 connection = self._connections[0]
-                with connection as protocol:
-                    connection.check_news()
-                if protocol.failure is None:
+                if connection.has_news:
+                    with connection:
+                        connection.check()
+                if connection.protocol.failure is None:
                     return connection
                 self._connections.clear()
             self._check_open()

@@ -87,10 +87,10 @@ class Connection:
             if self.protocol.failure is not None:
                 self._wake_all()
 
-    def check_news(self) -> None:
-        """Under the lock: check, if anything has happened: whatever happens makes a descriptor readable."""
-        if self.protocol.failure is None and (self._unread or self._news.poll(0)):
-            self.check()
+    @property
+    def has_news(self) -> bool:
+        """Whether `check` may find anything: whatever happens makes a descriptor readable. One thread at a time."""
+        return self._unread or bool(self._news.poll(0))
 
     def check(self) -> None:
         """Under the lock: take what has come, then see whether the connection is lost."""
@@ -194,7 +194,8 @@ class Connection:
         protocol, dealer = self.protocol, self._dealer
         told = until is not None
         while True:
-            self._send()
+            if protocol.outgoing:
+                self._send()
             if protocol.failure is not None:
                 return
             frame = dealer.receive(told)

@@ -77,7 +77,8 @@ class Dealer:
         told   the descriptor was readable, and nothing has been received since: then it receives without asking first,
                as asking costs more than receiving, and an answer of nothing most
         """
-        self._skip()
+        if self._may_follow:
+            self._skip()
         if not told and not has_message(self._dealer):
             return None
         try:
@@ -112,10 +113,9 @@ class Dealer:
 
     def _skip(self) -> None:
         """Drop what follows the frame that was received last: not at once, for its reader waits for it."""
-        if self._may_follow:
-            self._may_follow = False
-            while self._dealer.getsockopt(zmq.RCVMORE):
-                self._dealer.recv(_NOBLOCK)
+        self._may_follow = False
+        while self._dealer.getsockopt(zmq.RCVMORE):
+            self._dealer.recv(_NOBLOCK)
 
     def close(self) -> None:
         """Close all, without waiting for anybody."""

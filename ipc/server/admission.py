@@ -10,6 +10,7 @@ import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import zmq
@@ -41,7 +42,7 @@ class User:
         """As libzmq keeps it."""
         return self.account if self.uid is None else f"{self.account} {self.pid}"
 
-    @property
+    @cached_property
     def account(self) -> str:
         """The account whose turns, shares and cached prefixes are one: a user's or a key's, over all connections."""
         if self.uid is not None:

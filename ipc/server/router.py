@@ -119,16 +119,16 @@ class Router:
         self._ended: dict[bytes, None] = {}  # routing ids of late; libzmq gives none twice
         self._handlers: Handlers
         self._poll = select.poll()
-        self._wake = self._changes = -1
-        self._found: list[tuple[int, int]] = []
+        self._wake = self._changes = self._messages = -1
+        self._found: dict[int, int] = {}
         self._asked = self._changed = True  # questions to the admission, and the monitor's events, may wait untold of
 
     def serve(self, wake: int, handlers: Handlers) -> None:
         """Before anything else: who is told, and a descriptor that ends a `wait` when it is readable."""
         self._wake = wake
         self._handlers = handlers
-        self._changes = int(self._monitor.FD)
-        for descriptor in (wake, int(self._router.FD), self._changes, self._admission.descriptor):
+        self._messages, self._changes = int(self._router.FD), int(self._monitor.FD)
+        for descriptor in (wake, self._messages, self._changes, self._admission.descriptor):
             self._poll.register(descriptor, select.POLLIN)
         self._timers.after(self._limits.heartbeat_interval_s, self._look_after)
 
@@ -142,25 +142,28 @@ class Router:
 
         The only method that may be called while another thread is in one.
         """
-        self._found = self._poll.poll(timeout_ms)
-        return any(descriptor == self._wake for descriptor, _ in self._found)
+        self._found = dict(self._poll.poll(timeout_ms))
+        return self._wake in self._found
 
     def receive(self, enough: Callable[[], bool]) -> None:
         """Call the handlers for what has come: a bounded number of messages, and at most one after `enough`."""
-        for descriptor, _ in self._found:
-            self._asked = self._asked or descriptor == self._admission.descriptor
-            self._changed = self._changed or descriptor == self._changes
-        self._found = []
+        found, self._found = self._found, {}
+        self._asked = self._asked or self._admission.descriptor in found
+        self._changed = self._changed or self._changes in found
         if self._asked:
             self._asked = not self._admission.answer()
         if self._changed:
             self._note_connections()
-        router = self._router
+        router, told = self._router, self._messages in found
         for _ in range(MAX_MESSAGES_A_TURN):
             # To ask is cheaper than an exception, while the decode thread waits for the GIL with what was submitted.
-            if not has_message(router):
+            if not (told or has_message(router)):
                 return
-            routing_id = router.recv(_NOBLOCK)
+            try:
+                routing_id = router.recv(_NOBLOCK)
+            except zmq.Again:
+                return
+            told = False
             frame = router.recv(copy=False)
             frames = [frame]
             while frame.more:

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -69,9 +69,9 @@ class Requests:
         self._prompt_bytes = 0
         self._queue: FairQueue[Stream] = FairQueue()
         self._inside: dict[str, Stream] = {}
-        self._inside_of: Counter[str] = Counter()  # by user
-        self._live_of: Counter[str] = Counter()
-        self._bytes_of: Counter[str] = Counter()
+        self._inside_of: defaultdict[str, int] = defaultdict(int)  # by user
+        self._live_of: defaultdict[str, int] = defaultdict(int)
+        self._bytes_of: defaultdict[str, int] = defaultdict(int)
         self._dirty: list[Stream] = []
         self._live = 0
         self._peers = peers
@@ -110,7 +110,7 @@ class Requests:
         elif num_free <= 0:
             message = f"{self.num_waiting} requests wait for a slot (max_queue {limits.max_queue})"
             self.refuse(peer, submit.number, "busy", message)
-        elif self._shared and self._live_of[peer.user.account] >= FREE_SHARE * num_free:
+        elif self._shared and self._live_of.get(peer.user.account, 0) >= FREE_SHARE * num_free:
             message = f"this user has {self._live_of[peer.user.account]} requests under way, and {num_free} places are "
             self.refuse(peer, submit.number, "busy", message + f"left for others (max_queue {limits.max_queue})")
         elif self._prompt_bytes and size > self._room_for_prompts(peer.user.account):
@@ -246,7 +246,7 @@ class Requests:
         num_free = MAX_PROMPTS * self._limits.max_message_bytes - self._prompt_bytes
         if not self._shared:
             return num_free
-        return min(num_free, FREE_SHARE * num_free - self._bytes_of[account])
+        return min(num_free, FREE_SHARE * num_free - self._bytes_of.get(account, 0))
 
     def _take(self, peer: Peer, submit: Submit, body: bytes, size: int) -> None:
         self._num_ids += 1
@@ -398,7 +398,7 @@ class Requests:
         return min(MAX_RETRY_MS, max(MIN_RETRY_MS, int(1000 * usual_s * turns)))
 
 
-def _count_down(counts: Counter[str], name: str, count: int = 1) -> None:
+def _count_down(counts: defaultdict[str, int], name: str, count: int = 1) -> None:
     counts[name] -= count
     if not counts[name]:
         del counts[name]  # else every key that was ever used would stay
