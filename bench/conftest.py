@@ -1,6 +1,6 @@
 """What the suites in this folder share: their options, the pair and its runtimes, the machine in their results.
 
-    python -m pytest bench/test_step.py bench/test_cycle.py --geometry llama-8b --benchmark-save=step --benchmark-save-data
+    python -m pytest bench/test_step.py --geometry llama-8b --benchmark-save=step --benchmark-save-data
     python -m pytest bench/test_step.py --benchmark-compare --benchmark-compare-fail=median:3%
 
 Run them from the root of a checkout.
@@ -62,4 +62,6 @@ def stage(request: pytest.FixtureRequest) -> Iterator[Stage]:
 def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
     """Add the code, the card, its driver and its clocks to what pytest-benchmark says of the machine."""
     asked = config.option.device
-    machine_info.update(describe_machine(torch.device(("cuda" if torch.cuda.is_available() else "cpu") if asked == "auto" else asked)))
+    machine_info.update(
+        describe_machine(torch.device(("cuda" if torch.cuda.is_available() else "cpu") if asked == "auto" else asked))
+    )

@@ -45,7 +45,7 @@ PERCENTILES = (("50", 50.0), ("99", 99.0), ("999", 99.9))
 
 
 def share_of_wall(moved_bytes: float, milliseconds: float, wall_gb_per_s: float | None) -> float | None:
-    """The part of the card's bandwidth that so many bytes in this time come to; None without a card, or for no bytes."""
+    """The part of the card's bandwidth that so many bytes in this time are; None without a card, or for no bytes."""
     if not wall_gb_per_s or not moved_bytes:
         return None
     return round(moved_bytes / milliseconds / 1e6 / wall_gb_per_s, 4)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from bench.conditions import stamps_of
+from lowlat.executors.devices import leave_a_core
 from lowlat.host.runtime import Runtime
 from lowlat.tools.bench.machine import processor
 from lowlat.tools.bench.measure import CaseRun, room_of
@@ -65,6 +66,7 @@ class Stage:
     """
 
     def __init__(self, subject: Subject, options: argparse.Namespace) -> None:
+        leave_a_core()
         self.subject, self._options = subject, options
         self.choice = subject.choice()
         on_card = self.choice.device.type == "cuda"
@@ -75,7 +77,7 @@ class Stage:
         self._key: tuple[Case, ...] = ()
 
     def runtime(self, cases: Sequence[Case]) -> Runtime:
-        """A runtime with room for any of these cases, which are of one depth; the last one where it was for the same."""
+        """A runtime with room for any of these cases, which are of one depth; the last one where that was so, too."""
         key = tuple(sorted(cases, key=lambda case: (case.context, case.batch)))
         if self._runtime is None or key != self._key:
             self.close()

@@ -48,7 +48,9 @@ def open_subject(
         if model is not None:
             raise ConfigError("give one of a geometry and a model")
         with tempfile.TemporaryDirectory(prefix="lowlat-bench-") as scratch:
-            yield open_random(geometry, known_geometry(geometry), imposed, options, scratch=Path(scratch), drafts=drafts)
+            yield open_random(
+                geometry, known_geometry(geometry), imposed, options, scratch=Path(scratch), drafts=drafts
+            )
         return
     prompts = None
     if model is None:

@@ -1,7 +1,7 @@
 """Plain decode steps: from one step's outputs of `Runtime.step` to the next one's, requests side by side, no drafts.
 
-    python -m pytest bench/test_step.py --benchmark-save=step --benchmark-save-data
-    python -m pytest bench/test_step.py --geometry llama-8b --context 8192,32768 --batch 1,4
+python -m pytest bench/test_step.py --benchmark-save=step --benchmark-save-data
+python -m pytest bench/test_step.py --geometry llama-8b --context 8192,32768 --batch 1,4
 """
 
 import msgspec
