@@ -54,7 +54,7 @@ def stage(request: pytest.FixtureRequest) -> Iterator[Stage]:
         draft_model=options.draft_model,
         accept_length=options.accept_length,
     ) as subject:
-        stage = Stage(subject, options)
+        stage = Stage(subject, options.rounds)
         yield stage
         stage.close()
 

@@ -60,18 +60,20 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
 
 
 class Stage:
-    """A subject, its last runtime, and the card's bandwidth.
+    """A subject, its last runtime, and the card's bandwidth; steps, warm-up and repeats of a case.
 
     wall_gb_per_s  None without a card
     """
 
-    def __init__(self, subject: Subject, options: argparse.Namespace) -> None:
+    def __init__(
+        self, subject: Subject, rounds: int | None = None, warm_up: int | None = None, repeats: int = 1
+    ) -> None:
         leave_a_core()
-        self.subject, self._options = subject, options
+        self.subject, self.repeats = subject, repeats
         self.choice = subject.choice()
         on_card = self.choice.device.type == "cuda"
-        self.rounds: int = options.rounds or (300 if on_card else 30)
-        self.warm_up = 16 if on_card else 3
+        self.rounds: int = rounds or (300 if on_card else 30)
+        self.warm_up = warm_up or (16 if on_card else 3)
         self.wall_gb_per_s = measure_wall_of(self.choice)
         self._runtime: Runtime | None = None
         self._key: tuple[Case, ...] = ()
@@ -96,8 +98,8 @@ class Stage:
             )
         return self._runtime
 
-    def steps(self, case: Case, cases: Sequence[Case]) -> tuple[list[float], Row]:
-        """Milliseconds of each timed step of a case, and its row; `cases` share the runtime."""
+    def run(self, case: Case, cases: Sequence[Case]) -> CaseRun:
+        """A case whose repeats were run; `cases` share the runtime. Raises LowlatError where it fails."""
         run = CaseRun(
             self.runtime([other for other in cases if other.num_speculative_tokens == case.num_speculative_tokens]),
             case,
@@ -105,8 +107,14 @@ class Stage:
             self.subject.prompts,
             wall_gb_per_s=self.wall_gb_per_s,
         )
-        run.repeat()
-        return run.step_ms, run.row()
+        for _ in range(self.repeats):
+            run.repeat()
+        return run
+
+    def steps(self, case: Case, cases: Sequence[Case]) -> tuple[list[float], Row]:
+        """Milliseconds of each timed step of a case, and its row."""
+        run = self.run(case, cases)
+        return [ms for samples in run.samples for ms in samples.step_ms], run.row()
 
     def _scenario(self, case: Case) -> Scenario:
         return Scenario(
@@ -115,7 +123,7 @@ class Stage:
             num_speculative_tokens=(case.num_speculative_tokens,),
             steps=self.rounds,
             warm_up=self.warm_up,
-            repeats=1,
+            repeats=self.repeats,
         )
 
     def close(self) -> None:

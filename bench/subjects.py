@@ -43,18 +43,18 @@ def open_subject(
     random_prompts  take random tokens even where the bundled pair has prompts of its own
     Raises ConfigError.
     """
-    imposed = {} if accept_length is None else {"simulated_accept_length": accept_length}
+    imposed: dict[str, Any] = {} if accept_length is None else {"simulated_accept_length": accept_length}
     if geometry is not None:
         if model is not None:
             raise ConfigError("give one of a geometry and a model")
         with tempfile.TemporaryDirectory(prefix="lowlat-bench-") as scratch:
-            yield open_random(
-                geometry, known_geometry(geometry), imposed, options, scratch=Path(scratch), drafts=drafts
-            )
+            speculation = {**imposed} if draft_model is None else {"model": draft_model, **imposed}
+            known = known_geometry(geometry)
+            yield open_random(geometry, known, speculation, options, scratch=Path(scratch), drafts=drafts)
         return
     prompts = None
     if model is None:
         model, draft_model = DEMO / "target", draft_model or DEMO / "head"
         prompts = None if random_prompts else DEMO / "prompts.json"
-    speculation = {"model": draft_model, **imposed} if draft_model is not None else None
-    yield open_model(model, speculation, options, prompts=prompts)
+    drafting = {"model": draft_model, **imposed} if draft_model is not None else None
+    yield open_model(model, drafting, options, prompts=prompts)

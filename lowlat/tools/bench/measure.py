@@ -135,14 +135,14 @@ class CaseRun:
             self._end(lengths)
 
     @property
-    def step_ms(self) -> list[float]:
-        """The timed steps of all repeats, milliseconds."""
-        return [ms for samples in self._samples for ms in samples.step_ms]
+    def samples(self) -> tuple[Samples, ...]:
+        """The timed steps, repeat by repeat."""
+        return tuple(self._samples)
 
     def row(self) -> Row:
         """All repeats as one row."""
         case, runtime = self._case, self._runtime
-        pooled = self.step_ms
+        pooled = [ms for samples in self._samples for ms in samples.step_ms]
         active = [count for samples in self._samples for count in samples.active]
         length = fmean(each for samples in self._samples for each in samples.lengths)
         num_tokens = sum(sum(samples.tokens) for samples in self._samples)
