@@ -15,6 +15,7 @@ import torch
 
 from bench.stage import Stage, describe_machine, suite_cases
 from bench.subjects import open_subject
+from lowlat.tools.bench.scenarios import Case
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -39,8 +40,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Give `step_case`, `cycle_case` and `prompt_case` the cases that the options name."""
     for kind in ("step_case", "cycle_case", "prompt_case"):
         if kind in metafunc.fixturenames:
-            cases = suite_cases(kind, metafunc.config.option)
-            metafunc.parametrize(kind, cases, ids=[case.name for case in cases])
+            names = [case.name for case in suite_cases(kind, metafunc.config.option)]
+            metafunc.parametrize(kind, names, indirect=True)
+
+
+def _case(request: pytest.FixtureRequest) -> Case:
+    kind = str(request.fixturename)
+    return next(case for case in suite_cases(kind, request.config.option) if case.name == request.param)
+
+
+step_case = pytest.fixture(_case, name="step_case")
+cycle_case = pytest.fixture(_case, name="cycle_case")
+prompt_case = pytest.fixture(_case, name="prompt_case")
 
 
 @pytest.fixture(scope="session")

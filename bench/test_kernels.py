@@ -34,24 +34,24 @@ def _wall() -> float:
 
 
 @cache
-def _entries() -> tuple[Launcher, tuple[Entry, ...]]:
-    """The kernels of a chain's and a tree's step, on a step of each that is kept for the session."""
+def _entries() -> tuple[Launcher, dict[str, Entry]]:
+    """The kernels of a chain's and a tree's step by name, on a step of each that is kept for the session."""
     with own_stream(_device()):
         launcher = Launcher(_device())
-        return launcher, (*chain(launcher), *tree(launcher))
+        return launcher, {entry.name: entry for entry in (*chain(launcher), *tree(launcher))}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A test for each kernel; their names are known where the step can be lowered, on a card."""
     if torch.cuda.is_available():
-        entries = [pytest.param(entry, id=entry.name) for entry in _entries()[1]]
+        metafunc.parametrize("name", list(_entries()[1]))
     else:
-        entries = [pytest.param(None, marks=pytest.mark.skip(reason="needs a CUDA device"), id="kernels")]
-    metafunc.parametrize("entry", entries)
+        metafunc.parametrize("name", [pytest.param("all", marks=pytest.mark.skip(reason="needs a CUDA device"))])
 
 
-def test_kernel(entry: Entry, benchmark: BenchmarkFixture) -> None:
-    launcher = _entries()[0]
+def test_kernel(name: str, benchmark: BenchmarkFixture) -> None:
+    launcher, entries = _entries()
+    entry = entries[name]
     with own_stream(launcher.device):
         replay = capture(launcher, entry)
         reset()

@@ -34,7 +34,8 @@ def write_gguf(target: OpenedTarget, path: Path) -> Path:
     config = target.config
     if config.family not in FAMILIES or config.experts is not None:
         raise ConfigError(f"no GGUF is written of family {config.family!r}; known: {', '.join(FAMILIES)}")
-    writer = gguf.GGUFWriter(path, FAMILIES[config.family])
+    beside = path.with_suffix(".part")
+    writer = gguf.GGUFWriter(beside, FAMILIES[config.family])
     _describe(writer, config)
     tied = {"lm_head.weight"} if config.tie_embeddings else set()
     shapes = {name: tensor for name, tensor in target.weights.shapes().items() if name not in tied}
@@ -53,7 +54,7 @@ def write_gguf(target: OpenedTarget, path: Path) -> Path:
         for _, part in _parts(name, target.weights[name], config):
             writer.write_tensor_data(_array(part))
     writer.close()
-    return path
+    return beside.replace(path)
 
 
 def _describe(writer: gguf.GGUFWriter, config: ModelConfig) -> None:

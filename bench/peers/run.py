@@ -24,6 +24,7 @@ from bench.peers.engine import Job
 from bench.peers.engines import ENGINES
 from bench.peers.gguf_file import FAMILIES, write_gguf
 from bench.peers.results import NotCompared, PeerResult, PeerRow
+from bench.peers.worker import COMMAND
 from bench.subjects import DEMO, known_geometry, open_subject
 from lowlat.errors import ConfigError, LowlatError
 from lowlat.models.target import open_target
@@ -178,7 +179,7 @@ def _in_a_process(job: Job, scratch: Path, limit_s: float) -> PeerRow:
     asked.parent.mkdir(parents=True, exist_ok=True)
     out.unlink(missing_ok=True)
     asked.write_bytes(msgspec.json.encode(job))
-    command = [sys.executable, "-m", "bench.peers.worker", str(asked), str(out)]
+    command = [*COMMAND, str(asked), str(out)]
     print(f"{job.engine}: {job.case.name}", file=sys.stderr, flush=True)
     with log.open("wb") as said, _group(command, said.fileno()) as process:
         try:

@@ -1,4 +1,9 @@
-"""`python -m bench.peers.worker JOB OUT`: one case of one engine, in a process that nothing else was loaded into."""
+"""One case of one engine, in a process that nothing else was loaded into: `COMMAND JOB OUT`, two files.
+
+Engines start processes of their own, which import their parent's main module again, so there is none: `COMMAND` is a
+line of Python. And the checkout leaves `sys.path` before an engine is imported, because its folder kernels/ would stand
+in for Hugging Face's package.
+"""
 
 import resource
 import sys
@@ -12,7 +17,9 @@ from bench.peers.results import PeerRow
 from lowlat.executors.devices import leave_a_core
 from lowlat.tools.bench.results import Memory, Spread, write_struct
 
-__all__ = ["main", "row_of"]
+__all__ = ["COMMAND", "main", "row_of"]
+
+COMMAND = (sys.executable, "-c", "from bench.peers.worker import main; main()")
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -65,15 +72,10 @@ def row_of(job: Job, version: str, measured: Measured, device_bytes: int | None)
 
 def main() -> None:
     """Measure the job in a file, and write its row into another."""
-    # The checkout goes behind the installed packages: its folder kernels/ would stand in for Hugging Face's package.
-    sys.path[:] = [*(entry for entry in sys.path if Path(entry or ".").resolve() != ROOT), str(ROOT)]
+    sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT]
     leave_a_core()
     job = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Job)
     engine = ENGINES[job.engine]
     memory = CardMemory(job.device)
     measured = engine.measure(job, memory.mark)
     write_struct(Path(sys.argv[2]), row_of(job, engine.available().version, measured, memory.grown))
-
-
-if __name__ == "__main__":
-    main()
