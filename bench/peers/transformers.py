@@ -1,7 +1,7 @@
 """transformers: `generate`, greedy, with the cache that is fastest on the device; token times by a stopping criterion.
 
-On a card a static cache, with which `generate` compiles the decode step into CUDA graphs by itself; elsewhere, and where
-that fails, the dynamic one.
+On a card a static cache, with which `generate` compiles the decode step into CUDA graphs by itself; elsewhere, and
+where that fails, the dynamic one.
 """
 
 from typing import Any

@@ -202,14 +202,9 @@ def test_a_gguf_holds_the_targets_weights(tmp_path: Path) -> None:
         bench("peers.gguf_file").write_gguf(random_target(known["tiny-experts"], tmp_path / "e"), tmp_path / "e.gguf")
 
 
-def test_transformers_generates_the_steps_asked_for() -> None:
-    geometry = read_geometries()["tiny"]
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as folder:
-        random_target(geometry, Path(folder))
-        job = make_job("transformers", batch=2, directory=folder)
-        measured = peers["transformers"].measure(job, lambda: None)
+def test_transformers_generates_the_steps_asked_for(tmp_path: Path) -> None:
+    random_target(read_geometries()["tiny"], tmp_path)
+    measured = peers["transformers"].measure(make_job("transformers", batch=2, directory=str(tmp_path)), lambda: None)
     assert [len(samples.step_ms) for samples in measured.repeats] == [4, 4]
     assert all(samples.tokens == [2] * 4 and len(samples.first_ms) == 2 for samples in measured.repeats)
     assert measured.settings["cache"] == "dynamic"
