@@ -33,14 +33,14 @@ def open_subject(
     draft_model: Path | None = None,
     accept_length: float | None = None,
     drafts: bool = True,
-    random_prompts: bool = False,
+    prompts: Path | None = None,
 ) -> Iterator[Subject]:
     """A subject: `geometry` or `model`, or the bundled pair where neither is named.
 
-    options         fields of RuntimeConfig
-    accept_length   tokens a drafted step that are imposed; None: the draft model's own
-    drafts          write a random draft model for a geometry
-    random_prompts  take random tokens even where the bundled pair has prompts of its own
+    options        fields of RuntimeConfig
+    accept_length  tokens a drafted step that are imposed; None: the draft model's own
+    drafts         write a random draft model for a geometry
+    prompts        file to cut prompts from; None: the bundled pair's own, random tokens for others
     Raises ConfigError.
     """
     imposed: dict[str, Any] = {} if accept_length is None else {"simulated_accept_length": accept_length}
@@ -50,11 +50,11 @@ def open_subject(
         with tempfile.TemporaryDirectory(prefix="lowlat-bench-") as scratch:
             speculation = {**imposed} if draft_model is None else {"model": draft_model, **imposed}
             known = known_geometry(geometry)
-            yield open_random(geometry, known, speculation, options, scratch=Path(scratch), drafts=drafts)
+            place = Path(scratch)
+            yield open_random(geometry, known, speculation, options, scratch=place, drafts=drafts, prompts=prompts)
         return
-    prompts = None
     if model is None:
         model, draft_model = DEMO / "target", draft_model or DEMO / "head"
-        prompts = None if random_prompts else DEMO / "prompts.json"
+        prompts = prompts or DEMO / "prompts.json"
     drafting = {"model": draft_model, **imposed} if draft_model is not None else None
     yield open_model(model, drafting, options, prompts=prompts)

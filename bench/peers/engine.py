@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from importlib.util import find_spec
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -25,6 +26,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     draft_directory  the draft model's files; None: nothing to draft with
     geometry         name of the random weights' shape
     gguf             the target's weights for llama.cpp
+    prompts          token ids to cut prompts from, in JSON; None: random ones
     accept_length    tokens a step that are imposed where the engine can; None: acceptance is the draft model's
     """
 
@@ -40,6 +42,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     draft_directory: str | None = None
     geometry: str | None = None
     gguf: str | None = None
+    prompts: str | None = None
     accept_length: float | None = None
 
     @property
@@ -102,8 +105,10 @@ def found_package(module: str, distribution: str = "") -> Found:
 
 
 def prompts_of(job: Job) -> list[list[int]]:
-    """The case's prompts: the same random tokens for every engine."""
-    return Prompts.random(job.vocab_size).of(job.case)
+    """The case's prompts, the same for every engine. Raises ConfigError for a file that holds none."""
+    if job.prompts is None:
+        return Prompts.random(job.vocab_size).of(job.case)
+    return Prompts.read(Path(job.prompts), None, job.vocab_size).of(job.case)
 
 
 class Arrivals:

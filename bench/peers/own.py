@@ -32,7 +32,7 @@ class Own:
             draft_model=None if job.draft_directory is None or not job.depth else Path(job.draft_directory),
             accept_length=job.imposed_length,
             drafts=job.depth > 0,
-            random_prompts=True,
+            prompts=None if job.prompts is None else Path(job.prompts),
         ) as subject:
             stage = Stage(subject, job.steps, job.warm_up, job.repeats)
             samples = stage.run(job.case, [job.case]).samples

@@ -27,7 +27,7 @@ from bench.peers.results import NotCompared, PeerResult, PeerRow
 from bench.peers.worker import COMMAND
 from bench.subjects import DEMO, known_geometry, open_subject
 from lowlat.errors import ConfigError, LowlatError
-from lowlat.models.target import open_target
+from lowlat.models.target import OpenedTarget, open_target
 from lowlat.tools.bench.geometry import random_target, write_draft_model
 from lowlat.tools.bench.results import Environment, read_struct, write_struct
 from lowlat.tools.bench.scenarios import Case
@@ -71,6 +71,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, help="a target's directory; without either, the bundled one")
     parser.add_argument("--draft-model", type=Path, help="an EAGLE3 draft model's directory")
     parser.add_argument("--gguf", type=Path, help="the target for llama.cpp; one is written for a dense geometry")
+    parser.add_argument("--prompts", type=Path, help="text or token ids; the bundled pair's own, else random tokens")
     parser.add_argument("--context", type=_numbers, default=(8192,), help="N,N: tokens of a prompt")
     parser.add_argument("--batch", type=_numbers, default=(1,), help="N,N: requests")
     parser.add_argument("-S", "--num-speculative-tokens", dest="depth", type=_numbers, default=(0,), help="N,N")
@@ -98,37 +99,25 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def _prepare(options: argparse.Namespace, scratch: Path) -> tuple[list[Job], Environment]:
     """The jobs, case by case, and lowlat's conditions; what engines need is written. Raises ConfigError."""
+    scratch.mkdir(parents=True, exist_ok=True)
     drafts = max(options.depth) > 0
-    draft = options.draft_model
-    if options.geometry is not None:
-        geometry = known_geometry(options.geometry)
-        target = random_target(geometry, scratch / options.geometry)
-        if drafts and draft is None:
-            draft = scratch / f"{options.geometry}-draft-model"
-            if not (draft / "model.safetensors").is_file():
-                write_draft_model(geometry, target.config, draft)
-    else:
-        directory = options.model or DEMO / "target"
-        draft = draft or (DEMO / "head" if options.model is None else None)
-        target = open_target(directory)
+    target, draft = _pair(options, scratch, drafts)
     with open_subject(
         {"device": options.device},
         geometry=options.geometry,
-        model=None if options.geometry else target.directory,
+        model=options.model,
         draft_model=draft if drafts else None,
         accept_length=options.accept_length if drafts else None,
         drafts=False,
-        random_prompts=True,
+        prompts=options.prompts,
     ) as subject:
-        environment, choice = subject.environment(), subject.choice().device
+        environment, choice, stream = subject.environment(), subject.choice().device, subject.prompts.stream
     if choice.type == "cuda" and choice.index:
         raise ConfigError(f"{choice}: engines take the first card that they see; choose it by CUDA_VISIBLE_DEVICES")
-    gguf = options.gguf
-    usable = "llama.cpp" in options.engines and ENGINES["llama.cpp"].available().version
-    if gguf is None and usable and target.config.family in FAMILIES and not target.config.qkv_bias:
-        gguf = scratch / "target.gguf"
-        if not gguf.is_file():
-            write_gguf(target, gguf)
+    prompts = scratch / "prompts.json" if stream else None
+    if prompts is not None:
+        prompts.write_bytes(msgspec.json.encode(stream))
+    gguf = options.gguf or _gguf(options, target, scratch / f"{environment.model.replace('/', '-')}.gguf")
     cases = [Case(context, batch, depth) for depth in options.depth for context in options.context
              for batch in options.batch]  # fmt: skip
     jobs = [
@@ -145,12 +134,38 @@ def _prepare(options: argparse.Namespace, scratch: Path) -> tuple[list[Job], Env
             draft_directory=None if draft is None else str(draft),
             geometry=options.geometry,
             gguf=None if gguf is None else str(gguf),
+            prompts=None if prompts is None else str(prompts),
             accept_length=options.accept_length,
         )
         for case in cases
         for name in options.engines
     ]
     return jobs, environment
+
+
+def _pair(options: argparse.Namespace, scratch: Path, drafts: bool) -> tuple[OpenedTarget, Path | None]:
+    """The target and its draft model's directory; of a geometry, a config.json and a random draft model are written."""
+    if options.geometry is None:
+        bundled = DEMO / "head" if options.model is None else None
+        return open_target(options.model or DEMO / "target"), options.draft_model or bundled
+    geometry = known_geometry(options.geometry)
+    target = random_target(geometry, scratch / options.geometry)
+    if not drafts or options.draft_model is not None:
+        return target, options.draft_model
+    draft = scratch / f"{options.geometry}-draft-model"
+    if not (draft / "config.json").is_file():  # written last
+        write_draft_model(geometry, target.config, draft)
+    return target, draft
+
+
+def _gguf(options: argparse.Namespace, target: OpenedTarget, path: Path) -> Path | None:
+    """The target for llama.cpp, written once where that is asked for, installed, and knows the family."""
+    config = target.config
+    if "llama.cpp" not in options.engines or ENGINES["llama.cpp"].available().reason:
+        return None
+    if config.family not in FAMILIES or config.experts is not None or config.qkv_bias:
+        return None
+    return path if path.is_file() else write_gguf(target, path)
 
 
 def _measure(job: Job, result: PeerResult, scratch: Path, limit_s: float) -> None:
