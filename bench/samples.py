@@ -17,6 +17,7 @@ from bench.clock import percentile
 
 __all__ = ["MEASURED", "measured_time", "record", "share_of_wall"]
 
+PERCENTILES = (("50", 50.0), ("99", 99.0), ("999", 99.9))
 _elapsed = [0.0]
 
 
@@ -39,9 +40,6 @@ def record(benchmark: BenchmarkFixture, milliseconds: Sequence[float], extra: Ma
     benchmark.pedantic(take, rounds=len(milliseconds))  # type: ignore[no-untyped-call]
     figures = {f"ms_p{name}": round(percentile(milliseconds, percent), 6) for name, percent in PERCENTILES}
     benchmark.extra_info.update({**figures, "samples": len(milliseconds), **extra})
-
-
-PERCENTILES = (("50", 50.0), ("99", 99.0), ("999", 99.9))
 
 
 def share_of_wall(moved_bytes: float, milliseconds: float, wall_gb_per_s: float | None) -> float | None:

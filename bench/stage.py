@@ -79,22 +79,20 @@ class Stage:
         self._key: tuple[Case, ...] = ()
 
     def runtime(self, cases: Sequence[Case]) -> Runtime:
-        """A runtime with room for any of these cases, which are of one depth; the last one where that was so, too."""
+        """A runtime with room for any of these cases, all of one depth; kept for the same cases."""
         key = tuple(sorted(cases, key=lambda case: (case.context, case.batch)))
         if self._runtime is None or key != self._key:
             self.close()
             sizes = [case.context + room_of(case, self._scenario(case), device_loop=False) for case in key]
             needed = (case.batch * -(-(size + EXTRA_ROWS) // BLOCK_SIZE) for case, size in zip(key, sizes, strict=True))
-            self._runtime, self._key = (
-                self.subject.load(
-                    key[0].num_speculative_tokens,
-                    max_batch=max(case.batch for case in key),
-                    max_context=max(sizes),
-                    block_size=BLOCK_SIZE,
-                    kv_blocks=max(needed) + 1,
-                    prefix_reuse=False,
-                ),
-                key,
+            self._key = key
+            self._runtime = self.subject.load(
+                key[0].num_speculative_tokens,
+                max_batch=max(case.batch for case in key),
+                max_context=max(sizes),
+                block_size=BLOCK_SIZE,
+                kv_blocks=max(needed) + 1,
+                prefix_reuse=False,
             )
         return self._runtime
 

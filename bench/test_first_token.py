@@ -20,7 +20,7 @@ from lowlat.tools.bench.scenarios import Case
 pytestmark = MEASURED
 
 
-@pytest.mark.parametrize("through", ["process", "socket"])
+@pytest.mark.parametrize("through", ["process", "socket"], scope="module")  # one after the other: fewer loads
 def test_first_token(
     stage: Stage, prompt_case: Case, through: str, benchmark: BenchmarkFixture, pytestconfig: pytest.Config
 ) -> None:

@@ -36,7 +36,6 @@ class Sglang:
             "dtype": job.dtype,
             "context_length": job.case.context + job.room,
             "max_running_requests": job.case.batch,
-            "cuda_graph_max_bs": job.case.batch,
             "disable_radix_cache": True,
             "random_seed": 0,
         }

@@ -139,7 +139,7 @@ def test_sglang_is_asked_as_documented(monkeypatch: pytest.MonkeyPatch, depth: i
     job = make_job("sglang", depth, batch, device="cuda", accept_length=2.5)
     measured = peers["sglang"].measure(job, lambda: None)
     asked = given["engine"]
-    assert asked["load_format"] == "dummy" and asked["disable_radix_cache"] and asked["cuda_graph_max_bs"] == batch
+    assert asked["load_format"] == "dummy" and asked["disable_radix_cache"] and asked["max_running_requests"] == batch
     assert asked.get("speculative_algorithm") == ("EAGLE3" if depth else None)
     chain = (3, 1, 4) if depth else (None, None, None)
     names = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
