@@ -3,7 +3,7 @@
     PYTHONPATH=tests python -m bench.serving_trace --step-ms 2 --requests 200 --in-a-row 40
 
 Methods of both sides are wrapped from outside, and each wrap costs a microsecond or two: use it to see what comes
-where, and `bench/test_ipc.py` for figures. Between blocks of requests the server rests, so the first of each block
+where, and `bench/test_serving.py` for figures. Between blocks of requests the server rests, so the first of each block
 meets cold caches. Times are medians since the call of `generate`, us; `<` is a method's begin, `>` its end.
 """
 
