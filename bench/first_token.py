@@ -18,9 +18,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,7 +29,10 @@ from bench.conditions import stamps_of, write_json
 from bench.dense_cases import LLAMA_8B, TINY
 from bench.start import write_checkpoint
 
-__all__ = ["main"]
+if TYPE_CHECKING:
+    from lowlat import Runtime
+
+__all__ = ["MAX_TOKENS", "WARM_UP", "Ask", "ask_often", "asking", "asking_server", "main"]
 
 WARM_UP = 3
 MAX_TOKENS = 12
@@ -76,12 +79,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _measure(ask: Ask, vocab_size: int, length: int, runs: int) -> dict[str, Any]:
-    """Milliseconds to the first token of `runs` requests, one after the other, after some to warm up."""
-    generator = torch.Generator().manual_seed(length)
-    found = []
-    for _ in range(WARM_UP + runs):
-        found.append(ask(torch.randint(vocab_size, (length,), generator=generator).tolist()))
-    first, later = ([1e3 * each[place] for each in found[WARM_UP:]] for place in range(2))
+    """A row of `runs` requests."""
+    first, later = ask_often(ask, vocab_size, length, runs)
     return {
         "ms_p50": round(percentile(first, 50), 3),
         "ms_p99": round(percentile(first, 99), 3),
@@ -91,35 +90,57 @@ def _measure(ask: Ask, vocab_size: int, length: int, runs: int) -> dict[str, Any
     }
 
 
+def ask_often(ask: Ask, vocab_size: int, length: int, runs: int) -> tuple[list[float], list[float]]:
+    """Milliseconds to the first token, and from it to the next, of `runs` requests in a row, after some to warm up."""
+    generator = torch.Generator().manual_seed(length)
+    found = []
+    for _ in range(WARM_UP + runs):
+        found.append(ask(torch.randint(vocab_size, (length,), generator=generator).tolist()))
+    first, later = ([1e3 * each[place] for each in found[WARM_UP:]] for place in range(2))
+    return first, later
+
+
 @contextmanager
 def _in_process(target: Path, head: Path | None, depth: int, options: argparse.Namespace) -> Iterator[Ask]:
     """Requests of a Runtime here."""
-    from lowlat import Runtime, SamplingParams, SpeculativeConfig
+    from lowlat import Runtime, SpeculativeConfig
 
     draft = None if head is None else SpeculativeConfig(model=head, num_speculative_tokens=depth, strict=True)
-    sampling = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
     with Runtime.load(target, draft, device=options.device, max_batch=1, max_context=_context(options)) as runtime:
+        yield asking(runtime)
 
-        def ask(prompt: list[int]) -> tuple[float, float]:
-            begin, seen = time.perf_counter(), list[float]()
-            runtime.submit(prompt, sampling)
-            while runtime.busy:
-                if any(output.token_ids for output in runtime.step()):
-                    seen.append(time.perf_counter())
-            return seen[0] - begin, seen[1] - seen[0]
 
-        yield ask
+def asking(runtime: "Runtime") -> Ask:
+    """The times of a request of a runtime here, which decodes nothing else."""
+    from lowlat import SamplingParams
+
+    sampling = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
+
+    def ask(prompt: list[int]) -> tuple[float, float]:
+        begin, seen = time.perf_counter(), list[float]()
+        runtime.submit(prompt, sampling)
+        while runtime.busy:
+            if any(output.token_ids for output in runtime.step()):
+                seen.append(time.perf_counter())
+        return seen[0] - begin, seen[1] - seen[0]
+
+    return ask
+
+
+def _by_socket(target: Path, head: Path | None, depth: int, options: argparse.Namespace) -> AbstractContextManager[Ask]:
+    """Requests of a client of a server in another process."""
+    return asking_server(target, head, depth, max_context=_context(options), device=options.device)
 
 
 @contextmanager
-def _by_socket(target: Path, head: Path | None, depth: int, options: argparse.Namespace) -> Iterator[Ask]:
-    """Requests of a client of a server in another process."""
+def asking_server(target: Path, head: Path | None, depth: int, *, max_context: int, device: str) -> Iterator[Ask]:
+    """The times of a request of the blocking client, whose server `lowlat serve` runs in another process."""
     from lowlat.ipc import Client
 
     with tempfile.TemporaryDirectory() as folder:
         endpoint = f"ipc://{folder}/s.sock"
         draft = [] if head is None else ["--draft-model", head, "--num-speculative-tokens", depth]
-        size = ["--max-batch", 1, "--max-context", _context(options), "--device", options.device]
+        size = ["--max-batch", 1, "--max-context", max_context, "--device", device]
         command = [sys.executable, "-m", "lowlat.cli", "serve", "--model", target, *draft, *size]
         asked = [str(part) for part in (*command, "--endpoint", endpoint, "--json")]
         with subprocess.Popen(asked, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as server:

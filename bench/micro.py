@@ -1,15 +1,11 @@
 """Times of single kernels inside a graph: N copies of a call over rotating buffers, the graph's time over N.
 
-It knows no kernel: a module of the benchmark's user offers `entries(launcher) -> list[Entry]`.
-
-    python -m bench.micro --entries MODULE:FUNCTION --out /tmp/micro.json
+It knows no kernel. `bench/test_kernels.py` times those of a step, `bench.experts` and others sweep their own.
 
 Copies work on buffers of their own, so that what they read has left the L2 by the time it is read again, as it has in
 a step; an entry whose buffers are small in the step too says so by making the same calls for every copy.
 """
 
-import argparse
-import importlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,15 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bench.clock import Timed, own_stream, percentile, round_robin
+from bench.clock import Timed, percentile, round_robin
 from bench.conditions import write_json
-from bench.wall import measure_wall
 
 if TYPE_CHECKING:
     from lowlat.executors.launcher import Launcher
     from lowlat.kernels.toolchain.kernel import KernelCall
 
-__all__ = ["Entry", "capture", "describe", "main", "time_entries", "write_rows"]
+__all__ = ["Entry", "capture", "describe", "time_entries", "write_rows"]
 
 TURN = 10
 
@@ -113,30 +108,3 @@ def write_rows(rows: Sequence[dict[str, Any]], out: Path | None, device: torch.d
     if out is not None:
         result = {"card": torch.cuda.get_device_name(device), "wall_gb_per_s": wall_gb_per_s, "rows": rows}
         write_json(out, result)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Time what a module offers, print the rows, and write them where that is asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--entries", action="append", required=True, metavar="MODULE:FUNCTION", help="may repeat")
-    parser.add_argument("--replays", type=int, default=50)
-    parser.add_argument("--only", default="", help="a part of the name")
-    parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--out", type=Path, default=None)
-    options = parser.parse_args(arguments)
-    from lowlat.executors.launcher import Launcher
-
-    device = torch.device(options.device)
-    with own_stream(device):
-        launcher = Launcher(device)
-        entries: list[Entry] = []
-        for place in options.entries:
-            module, _, function = place.partition(":")
-            entries += getattr(importlib.import_module(module), function)(launcher)
-        wall = measure_wall(device).gb_per_s
-        rows = time_entries(launcher, [e for e in entries if options.only in e.name], options.replays, wall)
-    write_rows(rows, options.out, device, wall)
-
-
-if __name__ == "__main__":
-    main()

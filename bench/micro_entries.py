@@ -1,11 +1,10 @@
-"""The small kernels of a step for `bench.micro`, with the arguments that a step of Llama-3.1-8B's width gives them.
+"""The kernels of a step for `bench/test_kernels.py`, with the arguments that a step of Llama-3.1-8B's width gives them.
 
-    python -m bench.micro --entries bench.micro_entries:chain --entries bench.micro_entries:tree --replays 20
-
-The step is of 4 slots at 1024 tokens with S = 3; four layers, since the kernels timed here see one layer at a time.
-Acceptance is simulated. Some copies change state: with 20 replays no slot reaches its limit.
+The step is of 4 slots at 1024 tokens with S = 3; four layers, so that what a copy reads has left the L2 by the time it
+is read again. Acceptance is simulated. Some copies change state: with 20 replays no slot reaches its limit.
 """
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -16,38 +15,75 @@ from bench.micro import Entry
 from lowlat.executors.launcher import Launcher
 from lowlat.executors.lowering.lower import LoweredGroup
 from lowlat.speculators.tree.topology import TreeTopology
+from lowlat.tools.profile.recording import moved_bytes
 
-__all__ = ["chain", "tree"]
+__all__ = ["chain", "group_name", "groups_by_name", "reset", "tree"]
 
 GEOMETRY = replace(LLAMA_8B, num_layers=4, capture_boundaries=(1, 2, 3))
-LARGE = ("linear", "attention")  # those are bound by the memory: the dense benchmark times them
+CASE = Case(4, 1024, 3)
 COPIES = 8
 TREE = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (1, 0, 0))
+TREES_OWN = ("accept", "tree_masks", "draft_topk", "gather_level", "apply_commands", "finite")
 _kept: list[GraphStep] = []  # entries know calls alone; the step owns the buffers
 
 
 def chain(launcher: Launcher) -> list[Entry]:
-    """Each small group of a chain's step."""
+    """Each group of a chain's step."""
     return _entries(launcher, None, "")
 
 
 def tree(launcher: Launcher) -> list[Entry]:
     """Those groups of a tree's step that a chain has not, or has of another size."""
-    kinds = ("accept", "tree_masks", "draft_topk", "gather_level", "apply_commands", "finite")
     topology = TreeTopology.from_choices(TREE)
-    return [entry for entry in _entries(launcher, topology, "tree: ") if any(kind in entry.name for kind in kinds)]
+    return [entry for entry in _entries(launcher, topology, "tree: ") if any(kind in entry.name for kind in TREES_OWN)]
+
+
+def reset() -> None:
+    """Put the slots of all steps back to the case's context, which some kernels advance."""
+    for step in _kept:
+        step.reset()
+
+
+def group_name(group: LoweredGroup) -> str:
+    """A group's operations, each once, and the weights that they read, whichever layer's they are."""
+    kinds = " + ".join(dict.fromkeys(op.kind for op in group.ops))
+    weights = dict.fromkeys(_without_layer(name) for op in group.ops for name in op.weights.values())
+    matrices = [name for name in weights if "norm" not in name]
+    return f"{kinds} ({', '.join(matrices)})" if matrices else kinds
+
+
+def _without_layer(weight: str) -> str:
+    parts = weight.removesuffix(".weight").split(".")
+    return ".".join(part for part in parts if part != "layers" and not part.isdigit())
+
+
+def groups_by_name(groups: Iterable[LoweredGroup]) -> dict[str, list[LoweredGroup]]:
+    """Groups of the same operations and kernels, of all layers together: they differ in what they read.
+
+    The same operations by other kernels have a number behind the name.
+    """
+    found: dict[str, dict[tuple[str, ...], list[LoweredGroup]]] = {}
+    for group in groups:
+        kernels = tuple(call.kernel.name for call in group.kernel_calls)
+        if kernels:
+            found.setdefault(group_name(group), {}).setdefault(kernels, []).append(group)
+    return {
+        name + (f" #{number}" if number > 1 else ""): same
+        for name, kinds in found.items()
+        for number, same in enumerate(kinds.values(), start=1)
+    }
 
 
 def _entries(launcher: Launcher, topology: TreeTopology | None, prefix: str) -> list[Entry]:
-    weights = make_weights(GEOMETRY, launcher.device)
-    step = GraphStep(GEOMETRY, Case(4, 1024, 3), weights, launcher.device, topology)
+    step = GraphStep(GEOMETRY, CASE, make_weights(GEOMETRY, launcher.device), launcher.device, topology)
     _kept.append(step)
-    groups: dict[str, LoweredGroup] = {}
-    for group in step.executor.groups(step.bucket):
-        if not any(op.kind in LARGE for op in group.ops):
-            groups.setdefault(" + ".join(dict.fromkeys(op.kind for op in group.ops)), group)
     torch.cuda.synchronize(launcher.device)
-    return [
-        Entry(prefix + name, lambda _, calls=group.calls: calls, COPIES)  # type: ignore[misc]
-        for name, group in groups.items()
-    ]
+    found = groups_by_name(step.executor.groups(step.bucket)).items()
+    return [_entry(prefix + name, same, step.executor.state) for name, same in found]
+
+
+def _entry(name: str, groups: Sequence[LoweredGroup], state: Mapping[str, torch.Tensor]) -> Entry:
+    lengths = [CASE.context] * CASE.batch
+    first = groups[0]
+    moved = sum(moved_bytes(first, place, state, lengths) for place in range(len(first.kernel_calls)))
+    return Entry(name, lambda copy: groups[copy % len(groups)].kernel_calls, COPIES, moved)

@@ -1,6 +1,6 @@
 """What serving adds to a token: clients over ipc beside the engine alone, in turns, with a step of constant time.
 
-    python -m pytest bench/test_serving.py --serving-out bench/results/cpu/serving.json
+    python -m pytest bench/test_ipc.py --serving-out bench/results/cpu/serving.json
     PYTHONPATH=tests python -m bench.serving bench/results/cpu/serving.json
 
 The first measures, the second prints the table. The server is another process; its engine sleeps for a step, without

@@ -134,6 +134,11 @@ class CaseRun:
         finally:
             self._end(lengths)
 
+    @property
+    def samples(self) -> tuple[Samples, ...]:
+        """The timed steps, repeat by repeat."""
+        return tuple(self._samples)
+
     def row(self) -> Row:
         """All repeats as one row."""
         case, runtime = self._case, self._runtime

@@ -1,7 +1,7 @@
-"""First and later tokens over ipc beside the engine alone; `bench/serving.py` says how.
+"""First and later tokens over ipc beside the engine alone; `bench/serving.py` says how. And the codec's part of them.
 
-The limit of the first token is checked where the machine has nothing else to do and the cores stay awake, for requests
-in a row with a short step; elsewhere it is reported alone.
+Samples of a case are the blocking client's first tokens. The limit of the first token is checked where the machine has
+nothing else to do and the cores stay awake, for requests in a row with a short step; elsewhere it is reported alone.
 """
 
 import json
@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
+from bench.samples import MEASURED, record
 from bench.serving import Case, conditions, served
+from lowlat.ipc.wire import Submit, Tokens, decode_client, decode_server, encode, pack_tokens
 
 WARMUP = 3
 FIRST_RATIO, LATER_US = 2.0, 150.0  # over what a bare pair adds; us
@@ -54,6 +56,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         yield endpoint, request.param
 
 
+@MEASURED
 @pytest.mark.parametrize(("num_streams", "in_a_row"), [(1, 10), (1, 1), (4, 1), (16, 1)])
 def test_what_serving_adds(
     server: tuple[str, float],
@@ -68,13 +71,29 @@ def test_what_serving_adds(
         for _ in range(WARMUP):
             case.round()
         case.clear()
-        benchmark.pedantic(  # type: ignore[no-untyped-call]
-            case.round, rounds=ROUNDS[step_s, num_streams, in_a_row]
-        )
+        for _ in range(ROUNDS[step_s, num_streams, in_a_row]):
+            case.round()
         row = case.row()
+        first_ms = [stream[0] / 1e3 for times in case.times["blocking"] for stream in times]
     rows.append(row)
-    benchmark.extra_info.update(row)
+    record(benchmark, first_ms, row)
     if num_streams == 1:
         assert row["blocking"]["later_added_us"]["p50"] <= LATER_US
         if in_a_row > 1 and step_s < AWAKE_S and QUIET:
             assert row["blocking"]["first_ratio"] <= FIRST_RATIO
+
+
+def test_codec_of_tokens(benchmark: BenchmarkFixture) -> None:
+    """A step's tokens of one request, encoded and decoded."""
+    said = Tokens(number=7, sequence=11, token_ids=pack_tokens([40, 41, 42]), text=" of the people")
+    assert benchmark(lambda: decode_server(encode(said))) == said
+
+
+def test_codec_of_a_prompt(benchmark: BenchmarkFixture) -> None:
+    """A request of 8192 token ids, packed, encoded, decoded and checked."""
+    tokens = list(range(8192))
+
+    def through() -> bytes:
+        return decode_client([encode(Submit(number=1, credit=64)), pack_tokens(tokens)])[1]
+
+    assert len(benchmark(through)) == 4 * len(tokens)

@@ -1,0 +1,114 @@
+"""llama.cpp: its own `llama-bench` for one request, `llama-batched-bench` for several, on a GGUF of the same weights.
+
+Both tell the time of many steps alone, so a sample is a mean; neither samples tokens, nor speculates.
+Source: tools/llama-bench/README.md and tools/batched-bench/README.md of github.com/ggml-org/llama.cpp.
+"""
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from typing import Any
+
+from bench.peers.engine import Found, Job, Mark, Measured
+from lowlat.errors import LowlatError
+from lowlat.tools.bench.measure import Samples
+
+__all__ = ["LlamaCpp"]
+
+ONE, SEVERAL = "llama-bench", "llama-batched-bench"
+
+
+class LlamaCpp:
+    """llama.cpp's benchmarks, as they are found on PATH."""
+
+    name = "llama.cpp"
+
+    def available(self) -> Found:
+        """The build that is on PATH, as the benchmark's own help or version names it."""
+        if shutil.which(ONE) is None:
+            return Found("", f"not installed: no {ONE} on PATH")
+        server = shutil.which("llama-cli") or shutil.which("llama-server")
+        if server is None:
+            return Found("unknown")
+        done = subprocess.run([server, "--version"], capture_output=True, text=True, timeout=60, check=False)
+        found = re.search(r"version:\s*(\S+(?: \(\w+\))?)", done.stdout + done.stderr)
+        return Found(found.group(1) if found else "unknown")
+
+    def refusal(self, job: Job) -> str:
+        """It measures no speculation, needs a GGUF, and for several requests its other benchmark."""
+        if job.depth:
+            return f"{ONE} measures no speculation, and llama.cpp has no EAGLE3 checkpoint of this layout"
+        if job.gguf is None:
+            return "no GGUF of this model (--gguf FILE), and none is written for its family"
+        if job.case.batch > 1 and shutil.which(SEVERAL) is None:
+            return f"not installed: no {SEVERAL} on PATH"
+        return ""
+
+    def commands(self, job: Job) -> list[list[str]]:
+        """What is run: of one request, the prompt and then the steps behind it; of several, each repeat."""
+        model, layers = ["-m", str(job.gguf)], "99" if job.device.startswith("cuda") else "0"
+        context, steps, batch = job.case.context, job.steps, job.case.batch
+        if batch == 1:
+            rest = ["-r", str(job.repeats), "-ngl", layers, "-fa", "1", "-o", "json"]
+            prompt = ["-p", str(context), "-n", "0"]
+            return [[ONE, *model, *each, *rest] for each in (prompt, ["-p", "0", "-n", str(steps), "-d", str(context)])]
+        sizes = ["-c", str(batch * (context + steps)), "-npp", str(context), "-ntg", str(steps), "-npl", str(batch)]
+        one = [SEVERAL, *model, *sizes, "-ngl", layers, "-fa", "on", "--output-format", "jsonl"]
+        return [one] * job.repeats
+
+    def measure(self, job: Job, mark: Mark) -> Measured:
+        """Run the benchmarks. Raises LowlatError where one fails or tells something else."""
+        del mark  # the processes that hold the memory have ended
+        shown = [_output(command) for command in self.commands(job)]
+        repeats = (
+            self.read_one(job, *shown) if job.case.batch == 1 else [self.read_several(job, text) for text in shown]
+        )
+        command = " ".join(self.commands(job)[-1][3:])
+        return Measured(repeats, {"command": command, "dtype": "bfloat16"}, steps_a_sample=job.steps)
+
+    def read_one(self, job: Job, prompt: str, steps: str) -> list[Samples]:
+        """Repeats of `llama-bench`'s two outputs."""
+        first, later = (_field(_parsed(text)[0], "samples_ns") for text in (prompt, steps))
+        return [_samples(job, 1e-6 * one, 1e-6 * other) for one, other in zip(first, later, strict=True)]
+
+    def read_several(self, job: Job, text: str) -> Samples:
+        """A repeat of `llama-batched-bench`."""
+        lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+        if len(lines) != 1:
+            raise LowlatError(f"{SEVERAL} printed {len(lines)} rows in place of one: {text[-200:]!r}")
+        return _samples(job, 1e3 * _field(lines[0], "t_pp"), 1e3 * _field(lines[0], "t_tg"))
+
+
+def _samples(job: Job, first_ms: float, steps_ms: float) -> Samples:
+    batch, samples = job.case.batch, Samples(first_ms=[first_ms])
+    samples.add(steps_ms / job.steps, [{str(slot): 1 for slot in range(batch)}], _lengths(job))
+    return samples
+
+
+def _lengths(job: Job) -> dict[str, int]:
+    return {str(slot): job.case.context + job.steps // 2 for slot in range(job.case.batch)}
+
+
+def _parsed(text: str) -> list[dict[str, Any]]:
+    try:
+        rows = json.loads(text)
+    except ValueError as error:
+        raise LowlatError(f"{ONE} printed no JSON: {text[-200:]!r}") from error
+    if not isinstance(rows, list) or len(rows) != 1:
+        raise LowlatError(f"{ONE} printed {text[:200]!r} in place of one row")
+    return rows
+
+
+def _field(row: dict[str, Any], name: str) -> Any:
+    if name not in row:
+        raise LowlatError(f"llama.cpp's row has no {name!r}: {', '.join(row)}")
+    return row[name]
+
+
+def _output(command: Sequence[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise LowlatError(f"{command[0]} ended with {done.returncode}: {done.stderr.strip()[-400:]}")
+    return done.stdout

@@ -1,0 +1,41 @@
+"""lowlat itself, measured as `lowlat bench run` measures it."""
+
+from pathlib import Path
+
+from bench.peers.engine import Found, Job, Mark, Measured
+from bench.stage import Stage
+from bench.subjects import open_subject
+from lowlat import __version__
+
+__all__ = ["Own"]
+
+
+class Own:
+    """The engine of this repository; its executor is what `auto` chooses."""
+
+    name = "lowlat"
+
+    def available(self) -> Found:
+        """Always."""
+        return Found(__version__)
+
+    def refusal(self, job: Job) -> str:
+        """A depth asks for a draft model."""
+        return "no draft model" if job.depth and job.draft_directory is None else ""
+
+    def measure(self, job: Job, mark: Mark) -> Measured:
+        """Measure a case by `CaseRun`. Raises LowlatError where it fails."""
+        with open_subject(
+            {"device": job.device, "dtype": job.dtype},
+            geometry=job.geometry,
+            model=None if job.geometry else Path(job.directory),
+            draft_model=None if job.draft_directory is None or not job.depth else Path(job.draft_directory),
+            accept_length=job.imposed_length,
+            drafts=job.depth > 0,
+            prompts=None if job.prompts is None else Path(job.prompts),
+        ) as subject:
+            stage = Stage(subject, job.steps, job.warm_up, job.repeats)
+            samples = stage.run(job.case, [job.case]).samples
+            mark()
+            stage.close()
+            return Measured(list(samples), {"executor": stage.choice.executor, "dtype": subject.config.dtype})

@@ -1,0 +1,72 @@
+"""The schema of a comparison with other engines: rows by engine and case, and what could not be compared, and why."""
+
+from pathlib import Path
+
+import msgspec
+
+from lowlat.errors import ConfigError
+from lowlat.tools.bench.results import Environment, Memory, Spread, read_struct
+from lowlat.tools.bench.scenarios import Case
+
+__all__ = ["NotCompared", "PeerResult", "PeerRow", "read_peers"]
+
+VERSION = 1
+
+
+class PeerRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One case of one engine.
+
+    settings              of the engine that its figures depend on, as it was given them
+    num_steps             timed, over all repeats
+    steps_a_sample        1, or how many steps each sample of an engine that tells totals alone is the mean of
+    ms_per_step           from a step's tokens in the caller's hands to the next one's
+    ms_per_token          of one request: a step over the tokens that it brought an active request
+    first_token_ms        from submission, the requests of a batch together
+    tokens_per_s          of all requests together, without prefill
+    accept_length         tokens that a step brings a request; None without drafts
+    memory                what the card's use grew by (None where that is not known), and the host's largest process
+    """
+
+    engine: str
+    version: str
+    case: Case
+    settings: dict[str, str]
+    num_steps: int
+    steps_a_sample: int
+    ms_per_step: Spread
+    ms_per_token: Spread
+    first_token_ms: Spread | None
+    tokens_per_s: float
+    accept_length: float | None
+    memory: Memory
+
+
+class NotCompared(msgspec.Struct, frozen=True, kw_only=True):
+    """A figure, or all of a case's or an engine's, that does not stand beside lowlat's."""
+
+    engine: str
+    case: Case | None
+    figures: str
+    reason: str
+
+
+class PeerResult(msgspec.Struct, kw_only=True, tag="peers", tag_field="kind"):
+    """A comparison's file; environment is lowlat's, whose card, driver and model all engines share."""
+
+    version: int = VERSION
+    environment: Environment
+    steps: int
+    warm_up: int
+    repeats: int
+    accept_length: float | None
+    engines: tuple[str, ...]
+    rows: list[PeerRow] = []
+    not_compared: list[NotCompared] = []
+
+
+def read_peers(path: Path) -> PeerResult:
+    """One result file. Raises ConfigError for one of another kind or version."""
+    result = read_struct(path, PeerResult)
+    if result.version != VERSION:
+        raise ConfigError(f"{path}: version {result.version} of the schema; this is for version {VERSION}")
+    return result
