@@ -5,7 +5,7 @@ On a CPU, bf16 weights are expanded to float32 once: every product accumulates i
 depend on its company (measured: MKL's float32 product gives a row the same bits at every place of a block of 8).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -27,7 +27,8 @@ from lowlat.models.program import Op, Program
 
 __all__ = ["ReferenceExecutor", "bind", "meaning_of"]
 
-PACKED_BYTES = 4 << 30  # of the second copies of weights in which decode reads them on a CPU
+FEWEST_BYTES = 64 << 20  # of decode's weights on a CPU: fewer lie in its caches, where packing gains little
+MOST_BYTES = 4 << 30  # of the packed copies of them
 Bound = tuple[Op, Callable[..., None], dict[str, object]]
 
 
@@ -82,7 +83,7 @@ class ReferenceExecutor:
         every = (*programs.values(), *list(prefills.values())[-1:])
         self.state = BufferSet((spec for program in every for spec in program.specs(*STATE_ROLES)), device)
         self._constants = SharedConstants(device)
-        self._packs: dict[str, PackedWeight | None] = {}
+        self._packs = _packs(programs.values(), self._weights)
         self._scratch: dict[Bucket, BufferSet] = {}
         self._bound: dict[Bucket, tuple[Bound, ...]] = {}
         self._hook: OpHook | None = None
@@ -99,17 +100,10 @@ class ReferenceExecutor:
         return own, self._packed(bind(program, view, self._weights))
 
     def _packed(self, bound: tuple[Bound, ...]) -> tuple[Bound, ...]:
-        """The same operations with decode's products packed, as far as PACKED_BYTES go."""
+        """The same operations with decode's products packed."""
         operations = list(bound)
         for index, (op, _, arguments) in enumerate(bound):
-            if op.kind != "linear" or op.params.get("row_block", ROW_BLOCK) != ROW_BLOCK:
-                continue
-            name = op.weights["weight"]
-            weight = self._weights[name]
-            if name not in self._packs:
-                taken = sum(self._weights[each].nbytes for each, made in self._packs.items() if made is not None)
-                self._packs[name] = pack(weight) if taken + weight.nbytes <= PACKED_BYTES else None
-            if (packed := self._packs[name]) is not None:
+            if _is_decode_gemm(op) and (packed := self._packs.get(op.weights["weight"])) is not None:
                 operations[index] = (op, packed_linear, {**arguments, "weight": packed})
         return tuple(operations)
 
@@ -176,6 +170,25 @@ class ReferenceExecutor:
         self._weights.clear()
         self.state.clear()
         release_cached_memory(self.device)
+
+
+def _is_decode_gemm(op: Op) -> bool:
+    return op.kind == "linear" and op.params.get("row_block", ROW_BLOCK) == ROW_BLOCK
+
+
+def _packs(programs: Iterable[Program], weights: Mapping[str, torch.Tensor]) -> dict[str, PackedWeight]:
+    """Decode's weights packed, where that is worth it and as far as MOST_BYTES go."""
+    names = {op.weights["weight"] for program in programs for op in program.ops if _is_decode_gemm(op)} & set(weights)
+    packs: dict[str, PackedWeight] = {}
+    if sum(weights[name].nbytes for name in names) < FEWEST_BYTES:
+        return packs
+    left = MOST_BYTES
+    for name in sorted(names):
+        packed = pack(weights[name]) if weights[name].nbytes // 2 <= left else None
+        if packed is not None:
+            packs[name] = packed
+            left -= packed.nbytes
+    return packs
 
 
 def _place(weights: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:

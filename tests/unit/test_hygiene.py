@@ -28,7 +28,7 @@ MAX_FUNCTION_LINES = 80
 TRAIN_ONLY = {"gguf", "matplotlib", "transformers"}  # the extra `train`; may be absent where tests run
 # who may import the GPU's libraries: a port to another compiler or launcher touches these files alone
 IMPORTERS = {
-    "numba": {"kernels/toolchain/numba_cuda.py"},
+    "numba": {"kernels/toolchain/numba_cuda.py", "kernels/toolchain/numba_cpu.py"},
     "llvmlite": {"kernels/toolchain/ptx.py", "kernels/toolchain/ptx_hopper.py"},
     "cuda": {"kernels/toolchain/compiler.py", "graphs/launch.py", "lowlat/executors/launcher.py"},
 }

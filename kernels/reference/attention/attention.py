@@ -4,6 +4,9 @@ Keys lie in tiles at fixed absolute positions; each tile's product has one fixed
 order, so a row's bits depend on its own positions alone. Masked keys and values are replaced by zero on load.
 """
 
+from functools import lru_cache
+from typing import NamedTuple
+
 import torch
 
 from lowlat.kernels.reference.schema import operation
@@ -14,11 +17,13 @@ TILE = 256  # keys a tile
 
 
 def _load(cache: torch.Tensor, table: torch.Tensor, count: int) -> torch.Tensor:
-    """Positions [0, count) of a slot as float32 [G, count, D]."""
-    block = cache.shape[2]
-    blocks = table[: -(-count // block)].long()
-    rows = cache[blocks].float().transpose(0, 1)
-    return rows.reshape(rows.shape[0], -1, rows.shape[-1])[:, :count]
+    """Positions [0, count) of a slot as float32 [G, n, D], n the tiles that hold them; zero where nothing is stored."""
+    blocks = cache[table[: -(-count // cache.shape[2])].long()].transpose(0, 1)
+    rows = blocks.reshape(blocks.shape[0], -1, blocks.shape[-1])[:, :count]
+    shape = (rows.shape[0], -(-count // TILE) * TILE, rows.shape[2])
+    loaded = torch.zeros(shape, dtype=torch.float32, device=cache.device)
+    loaded[:, : rows.shape[1]] = rows
+    return loaded
 
 
 class _Softmax:
@@ -26,25 +31,29 @@ class _Softmax:
 
     def __init__(self, queries: torch.Tensor, scale: float) -> None:
         self.queries, self.scale = queries, scale
-        self.peak = queries.new_full((*queries.shape[:2], 1), -torch.inf)
-        self.total = torch.zeros_like(self.peak)
-        self.out = torch.zeros_like(queries)
+        self.peak: torch.Tensor | None = None
+        self.total = self.out = queries
 
-    def add(self, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor | None) -> None:
-        """Add one tile: keys and values [G, n, D]; visible [n] or [R, n] bool, None where all are."""
-        scores = torch.bmm(self.queries, keys.transpose(1, 2)) * self.scale
-        if visible is not None:
-            scores = scores.masked_fill(~visible, -torch.inf)
-        peak = torch.maximum(self.peak, scores.amax(-1, keepdim=True))
+    def add(self, keys: torch.Tensor, values: torch.Tensor, hidden: torch.Tensor | None) -> None:
+        """Add one tile: keys and values [G, n, D]; hidden [n] or [R, n] bool, None where all are visible."""
+        scores = torch.bmm(self.queries, keys.transpose(1, 2)).mul_(self.scale)
+        if hidden is not None:
+            scores.masked_fill_(hidden, -torch.inf)
+        peak = scores.amax(-1, keepdim=True)
+        if self.peak is not None:
+            peak = torch.maximum(self.peak, peak)
         safe = torch.where(torch.isinf(peak), 0, peak)
-        weights = torch.exp(scores - safe)
-        decay = torch.exp(self.peak - safe)
-        self.total = self.total * decay + weights.sum(-1, keepdim=True)
-        self.out = self.out * decay + torch.bmm(weights, values)
-        self.peak = peak
+        weights = scores.sub_(safe).exp_()
+        total, out = weights.sum(-1, keepdim=True), torch.bmm(weights, values)
+        if self.peak is not None:
+            decay = torch.exp(self.peak - safe)
+            total, out = self.total * decay + total, self.out * decay + out
+        self.peak, self.total, self.out = peak, total, out
 
     def finish(self, sinks: torch.Tensor | None) -> torch.Tensor:
-        """The weighted mean; sinks [G, R, 1] are one more score each, of no value."""
+        """The weighted mean, zero where there was no tile; sinks [G, R, 1] are one more score each, of no value."""
+        if self.peak is None:
+            return torch.zeros_like(self.queries)
         if sinks is None:
             return self.out / torch.where(self.total == 0, 1, self.total)
         peak = torch.maximum(self.peak, sinks)
@@ -53,7 +62,7 @@ class _Softmax:
 
 
 def _bits(mask: int) -> list[int]:
-    return [bit for bit in range(64) if mask >> bit & 1]
+    return [bit for bit in range(mask.bit_length()) if mask >> bit & 1]
 
 
 @operation("""
@@ -109,33 +118,45 @@ def attention(
             k, v = keys, values
             if order and order != list(range(len(order))):
                 tail = torch.tensor([dense + a for a in order], device=q.device)
-                k, v = (torch.cat((x[:, :dense], x[:, tail]), dim=1) for x in (keys, values))
+                k, v = keys.clone(), values.clone()
+                k[:, dense:end], v[:, dense:end] = keys[:, tail], values[:, tail]
             low = first if window is None else max(first, end - window)
             state = _Softmax(q[place].float().reshape(kv_heads, -1, head_dim), scale)
-            _attend_tiles(state, k, v, first, low, end, keep_first)
+            for start in range(0, end, TILE):
+                if start + TILE > low or start < first + keep_first:
+                    tile = (x[:, start : start + TILE].contiguous() for x in (k, v))
+                    _add_tile(state, *tile, _View(start, first, low, end, keep_first), end == stored)
             out[place].copy_(state.finish(sink_rows).reshape(-1))
 
 
-def _attend_tiles(
-    state: _Softmax, keys: torch.Tensor, values: torch.Tensor, first: int, low: int, end: int, keep_first: int
-) -> None:
-    """Add the tiles that hold positions [low, end) and [first, first + keep_first)."""
-    for start in range(0, end, TILE):
-        stop = start + TILE
-        if stop <= low and start >= first + keep_first:
-            continue
-        if first <= start and low <= start and stop <= end:
-            state.add(keys[:, start:stop].contiguous(), values[:, start:stop].contiguous(), None)
-            continue
-        position = torch.arange(start, stop, device=keys.device)
-        visible = ((position >= low) | (position < first + keep_first)) & (position >= first) & (position < end)
-        tile = []
-        for source in (keys, values):
-            padded = source.new_zeros(source.shape[0], TILE, source.shape[2])
-            part = source[:, start : min(stop, end)]
-            padded[:, : part.shape[1]] = part
-            tile.append(torch.where(visible[None, :, None], padded, 0))
-        state.add(tile[0], tile[1], visible)
+class _View(NamedTuple):
+    """The positions that a row attends to, of the tile at start: [low, end) and [first, first + keep_first)."""
+
+    start: int
+    first: int
+    low: int
+    end: int
+    keep_first: int
+
+
+def _add_tile(state: _Softmax, keys: torch.Tensor, values: torch.Tensor, view: _View, zero_from_end: bool) -> None:
+    """Add the tile at view.start; zero_from_end: keys and values from the end on are zero already."""
+    from_start = max(view.first, view.low) <= view.start
+    if from_start and view.start + TILE <= view.end:
+        state.add(keys, values, None)
+        return
+    hidden = _hidden(view, keys.device)
+    if not (from_start and zero_from_end):
+        keys, values = (x.masked_fill(hidden[:, None], 0) for x in (keys, values))
+    state.add(keys, values, hidden)
+
+
+@lru_cache(maxsize=64)  # the layers of a step ask for the same few
+def _hidden(view: _View, device: torch.device) -> torch.Tensor:
+    """The positions of a tile that are masked: [TILE] bool."""
+    position = torch.arange(view.start, view.start + TILE, device=device)
+    visible = (position >= view.low) | (position < view.first + view.keep_first)
+    return ~(visible & (position >= view.first) & (position < view.end))
 
 
 @operation("""
@@ -189,9 +210,6 @@ def _attend_chunk(
     start, count = place
     end = start + size
     keys, values = (_load(cache, table, end) for cache in caches)
-    short = end - keys.shape[1]
-    if short > 0:
-        keys, values = (torch.nn.functional.pad(x, (0, 0, 0, short)) for x in (keys, values))
     group = heads // kv_heads
     queries = q.float().reshape(size, kv_heads, group, head_dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, head_dim)
     state = _Softmax(queries, scale)
@@ -208,7 +226,7 @@ def _attend_chunk(
         state.add(
             torch.where(written, keys[:, tile:stop], 0),
             torch.where(written, values[:, tile:stop], 0),
-            visible.repeat(group, 1),
+            ~visible.repeat(group, 1),
         )
     sink_rows = None
     if sinks is not None:

@@ -32,16 +32,17 @@ def kv_write(
     v_cache: torch.Tensor,
 ) -> None:
     """Store the keys and values of live rows at position write_lens[slot] + offsets[row]."""
-    block = k_cache.shape[2]
-    rows = offsets.shape[0]
-    live = row_live.reshape(-1, rows) != 0
-    owner, row = live.nonzero(as_tuple=True)
-    if owner.numel() == 0:
+    lives, firsts, steps, owners = (x.reshape(-1).tolist() for x in (row_live, write_lens, offsets, slots))
+    rows = [row for row, live in enumerate(lives) if live]
+    if not rows:
         return
-    position = (write_lens[owner] + offsets[row]).long()
-    blocks = block_table[slots[owner].long(), position // block].long()
-    k_cache[blocks, :, position % block] = k[owner * rows + row]
-    v_cache[blocks, :, position % block] = v[owner * rows + row]
+    count, block = len(steps), k_cache.shape[2]
+    places = [firsts[row // count] + steps[row % count] for row in rows]
+    lists = (rows, [owners[row // count] for row in rows], [p // block for p in places], [p % block for p in places])
+    row, slot, index, place = torch.tensor(lists, device=k.device).unbind()
+    blocks = block_table[slot, index].long()
+    k_cache[blocks, :, place] = k[row]
+    v_cache[blocks, :, place] = v[row]
 
 
 @operation("""

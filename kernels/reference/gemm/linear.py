@@ -1,7 +1,5 @@
 """The linear operation: blocks of rows through products with float32 accumulation."""
 
-from collections.abc import Callable
-
 import torch
 
 from lowlat.kernels.reference.gemm.linear_block import ROW_BLOCK, linear_block
@@ -33,7 +31,11 @@ def linear(
     Raises ShapeError on the host for shapes that do not fit.
     """
     weight = weight if x.is_cuda else weight.float()
-    _by_blocks(lambda rows: linear_block(rows, weight, row_block), x, weight.shape[0], bias, out, row_block)
+    check_shape("out", out, x.shape[0], weight.shape[0])
+    for start in range(0, x.shape[0], row_block):
+        part = slice(start, start + row_block)
+        out[part] = linear_block(x[part], weight, row_block)
+    _add_bias(bias, out)
 
 
 def packed_linear(
@@ -44,23 +46,13 @@ def packed_linear(
     out: torch.Tensor,
     row_block: int = ROW_BLOCK,
 ) -> None:
-    """The same as `linear`, of a packed weight; row_block is at most ROW_BLOCK. Raises ShapeError as `linear` does."""
-    _by_blocks(weight.product, x, weight.shape[0], bias, out, row_block)
+    """The same as `linear`, of a packed weight and in blocks of ROW_BLOCK. Raises ShapeError as `linear` does."""
+    check_shape("out", out, x.shape[0], weight.shape[0])
+    weight.product(x, out)
+    _add_bias(bias, out)
 
 
-def _by_blocks(
-    product: Callable[[torch.Tensor], torch.Tensor],
-    x: torch.Tensor,
-    width: int,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    row_block: int,
-) -> None:
-    """The products of blocks of rows, and the bias."""
-    check_shape("out", out, x.shape[0], width)
-    for start in range(0, x.shape[0], row_block):
-        part = slice(start, start + row_block)
-        out[part] = product(x[part])
+def _add_bias(bias: torch.Tensor | None, out: torch.Tensor) -> None:
     if bias is not None:
-        check_shape("bias", bias, width)
+        check_shape("bias", bias, out.shape[1])
         out += bias.float()

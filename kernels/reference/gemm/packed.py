@@ -1,63 +1,81 @@
-"""Weights of decode's products in oneDNN's layout: the bits of `linear_block`, without the padding to its rows.
+"""Weights of decode's products in panels of bf16: the bits of `linear_block`, at half the bytes and without padding.
 
-MKL accumulates a product in float32 over parts of K, in order inside a part, and adds the parts in order. oneDNN does
-the same over a part that it is given, at any number of rows from two up, and reads a packed weight at the speed of
-memory. So a weight is packed in MKL's parts. The parts depend on the processor: they are found by trial, and a weight
-whose packed product differs from `linear_block`'s in one bit of a trial stays as it is.
+MKL accumulates a product in float32 over parts of K, in order inside a part, and adds the parts in order, as
+`panel_product` does. The parts depend on the processor: they are found by trial, and a weight whose packed product
+differs from `linear_block`'s in one bit of a trial stays as it is.
 """
 
+import threading
 from functools import lru_cache
 
+import numpy as np
 import torch
 
 from lowlat.kernels.reference.gemm.linear_block import ROW_BLOCK, linear_block
 
-__all__ = ["LEAST_ELEMENTS", "PackedWeight", "pack"]
+__all__ = ["PackedWeight", "pack"]
 
-LEAST_ELEMENTS = 1 << 18  # 1 MiB; a smaller weight stays in a core's cache, where calls cost more than bytes
-FEWEST_ROWS = 2  # a single row goes through a product of another order
 USUAL_PART = 192
 TRIAL_WIDTH = 64
+_running = threading.Lock()  # not every pool of threads that Numba may choose takes two callers
 
 
 class PackedWeight:
-    """One weight [N, K] in parts of K, each in oneDNN's layout."""
+    """One weight [N, K] of bf16 numbers in panels.
+
+    part  columns of K that are summed up before the next
+    """
 
     def __init__(self, weight: torch.Tensor, part: int) -> None:
-        self.shape = weight.shape
-        self._parts = [
-            torch.ops.mkldnn._reorder_linear_weight(columns.contiguous(), FEWEST_ROWS)
-            for columns in weight.split(part, dim=1)
-        ]
-        self._width = part
+        from lowlat.kernels.reference.gemm import panels  # here: a process that packs nothing needs no compiler
+        from lowlat.kernels.toolchain.numba_cpu import use_threads
 
-    def product(self, x: torch.Tensor) -> torch.Tensor:
-        """x @ weight.T for rows x [m, K] of any float dtype, m <= ROW_BLOCK: [m, N] float32."""
-        rows = x.shape[0]
-        x = x.float()
-        if rows < FEWEST_ROWS:
-            x = torch.cat((x, x.new_zeros(FEWEST_ROWS - rows, x.shape[1])))
-        linear = torch.ops.mkldnn._linear_pointwise
-        out: torch.Tensor = linear(x[:, : self._width], self._parts[0], None, "none", [], "")
-        for index, packed in enumerate(self._parts[1:], 1):
-            start = index * self._width
-            out = linear.binary(x[:, start : start + self._width], out, packed, None, "add")
-        return out[:rows]
+        self.shape = weight.shape
+        width, depth = weight.shape
+        count = -(-width // panels.PANEL_WIDTH)
+        bits = torch.zeros(count * panels.PANEL_WIDTH, depth, dtype=torch.bfloat16)
+        bits[:width] = weight
+        laid = bits.view(torch.int16).reshape(count, panels.PANEL_WIDTH, depth).transpose(1, 2).contiguous()
+        self._panels = laid.numpy().view(np.uint16)
+        self._part = part
+        self._product = panels.panel_product
+        self._use_threads = use_threads
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes of memory."""
+        return int(self._panels.nbytes)
+
+    def product(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """x @ weight.T.
+
+        x    [m, K]  any float dtype
+        out  [m, N]  float32, contiguous: out
+        """
+        count, depth = x.shape
+        pairs = torch.zeros(-(-count // 2), depth, 2)
+        pairs[:, :, 0] = x[::2]
+        if count > 1:
+            pairs[: count // 2, :, 1] = x[1::2]
+        with _running:
+            self._use_threads(torch.get_num_threads())
+            self._product(pairs.numpy(), self._panels, self._part, out.numpy())
 
     def agrees(self, weight: torch.Tensor) -> bool:
-        """Whether random rows have the bits of `linear_block`, for every number of rows."""
+        """Whether a block of random rows has the bits of `linear_block`; fewer rows are computed in the same way."""
         drawn = torch.Generator().manual_seed(0)
         x = torch.randn(ROW_BLOCK, self.shape[1], generator=drawn).bfloat16().float()
-        wanted = linear_block(x, weight)
-        return all(torch.equal(self.product(x[:rows]), wanted[:rows]) for rows in range(1, ROW_BLOCK + 1))
+        found = torch.empty(ROW_BLOCK, self.shape[0])
+        self.product(x, found)
+        return torch.equal(found, linear_block(x, weight))
 
 
 def pack(weight: torch.Tensor) -> PackedWeight | None:
-    """A float32 weight [N, K] on a CPU, packed; None for one that is small or whose bits a packed one would not have.
+    """A float32 weight [N, K] on a CPU, packed; None for one that is no bf16, or whose bits would not be the same.
 
-    The packed weight is a copy of the same size.
+    The packed weight takes half of its bytes besides it.
     """
-    if weight.is_cuda or weight.dtype != torch.float32 or weight.dim() != 2 or weight.numel() < LEAST_ELEMENTS:
+    if weight.is_cuda or weight.dtype != torch.float32 or not torch.equal(weight.bfloat16().float(), weight):
         return None
     part = _part_of(weight.shape[1], torch.get_num_threads())
     if part is None:
@@ -68,9 +86,7 @@ def pack(weight: torch.Tensor) -> PackedWeight | None:
 
 @lru_cache
 def _part_of(depth: int, _threads: int) -> int | None:
-    """The columns of K that MKL adds up before the next, or None where oneDNN is missing or no usual width is it."""
-    if not torch.backends.mkldnn.is_available():
-        return None
-    weight = torch.randn(TRIAL_WIDTH, depth, generator=torch.Generator().manual_seed(1))
+    """The columns of K that MKL adds up before the next, or None where no usual width is it."""
+    weight = torch.randn(TRIAL_WIDTH, depth, generator=torch.Generator().manual_seed(1)).bfloat16().float()
     parts = dict.fromkeys((min(USUAL_PART, depth), *(-(-depth // count) for count in range(1, 5))))
     return next((part for part in parts if PackedWeight(weight, part).agrees(weight)), None)

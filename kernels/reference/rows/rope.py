@@ -32,12 +32,12 @@ def rope(
 ) -> None:
     """Rotate queries and keys by their positions, halves of a head paired (Hugging Face's order)."""
     at = positions.reshape(-1).long()
-    c, s = cos[at][:, None], sin[at][:, None]
+    parts = [part for part in (q, k, v) if part is not None]
+    heads = qkv.reshape(qkv.shape[0], -1, parts[0].shape[2])
+    turning = sum(part.shape[1] for part in (q, k) if part is not None)
+    turned = _rotate(heads[:, :turning], cos[at][:, None], sin[at][:, None])
     start = 0
-    for part, rotated in ((q, True), (k, True), (v, False)):
-        if part is None:
-            continue
-        width = part.shape[1] * part.shape[2]
-        values = qkv[:, start : start + width].reshape(part.shape)
-        part.copy_(_rotate(values, c, s) if rotated else values)
-        start += width
+    for part in parts:
+        stop = start + part.shape[1]
+        part.copy_(turned[:, start:stop] if stop <= turning else heads[:, start:stop])
+        start = stop
