@@ -1,7 +1,6 @@
 """What stands for a card in attention of prefill on a CPU: the gathering kernel, and torch's flash attention."""
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from gather_cases import wanted_rows

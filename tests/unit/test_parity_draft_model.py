@@ -43,6 +43,17 @@ FLAGS: dict[str, Mapping[str, Any]] = {
     "rope-theta": {"rope_theta": 500.0},
     "adjacent-captures": {"captures": (0, 1, 2)},
     "repeated-captures": {"captures": (3, 3, 3)},
+    "five-captures": {"captures": (0, 1, 1, 2, 3), "fc_norm": True},
+    "two-layers": {"num_hidden_layers": 2},
+    "three-layers": (
+        {"num_hidden_layers": 3, "qk_norm": True, "mlp_bias": True, "norm_before_residual": True}
+        | {"hidden_size": 24, "own_embedding": True, "norm_output": True}
+    ),
+    "window": {"windows": (5,)},
+    "two-layers-one-window": {"num_hidden_layers": 2, "windows": (None, 6), "attention_bias": True},
+    "two-windows": {"num_hidden_layers": 2, "windows": (7, 7)},
+    "no-features": {"final_hidden": True},
+    "no-features-three-layers": {"final_hidden": True, "num_hidden_layers": 3, "norm_output": True},
     "all-at-once": (
         {"norm_before_fc": True, "norm_output": True, "norm_before_residual": True, "qk_norm": True}
         | {"draft_vocab_size": 50, "hidden_size": 24, "own_embedding": True}
@@ -58,7 +69,7 @@ class Pair:
         self.model = make_target(self.target_dir, family, seed=5)
         config, tensors = random_draft_model(self.head_dir, self.model, seed=6, **flags)
         self.paper = PaperDraftModel(config, tensors, self.model, window)
-        self.captures = config["eagle_aux_hidden_state_layer_ids"]
+        self.captures = config["eagle_aux_hidden_state_layer_ids"] or [self.model.config.num_hidden_layers]
 
     def load(self, depth: int, **speculative: Any) -> Runtime:
         """A runtime that speculates; a head that does not load is an error."""
