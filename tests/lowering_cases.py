@@ -28,7 +28,9 @@ HEADS: dict[str, dict[str, Any]] = {
     "own_embedding": {"own_embedding": True},
     "small_vocabulary": {"draft_vocab_size": 40},
     "target_s_lm_head": {"own_lm_head": False},
-    "one_capture": {"captures": (1,)},
+    "five_captures": {"captures": (0, 1, 1, 2, 2)},
+    "no_features": {"final_hidden": True},
+    "several_layers": {"num_hidden_layers": 3, "windows": (None, 96, 96)},
     "everything": dict.fromkeys(
         ("norm_before_fc", "fc_norm", "norm_output", "qk_norm", "attention_bias", "mlp_bias", "own_embedding"), True
     ),

@@ -28,7 +28,7 @@ class PaperDraftModel:
         self.final_norm = target.model.norm
 
     def features(self, captured: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The target's residual streams, each [n, Ht], low to high -> g [n, H]; without fc, the last normed as it is."""
+        """The target's residual streams, each [n, Ht], low to high -> g [n, H]; without fc, normed as the target's."""
         if "fc.weight" not in self.tensors:
             return self.final_norm(captured[0])
         if self.config["fc_norm"]:

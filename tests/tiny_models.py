@@ -273,16 +273,18 @@ def _random_head_values(name: str, shape: tuple[int, ...], generator: torch.Gene
     return (3 if "lm_head" in name else 1) * noise / math.sqrt(shape[-1])
 
 
-def copying_draft_model(directory: Path, target: Any, *, draft_vocab_size: int | None = None, seed: int = 0) -> None:
+def copying_draft_model(
+    directory: Path, target: Any, *, draft_vocab_size: int | None = None, seed: int = 0, **flags: Any
+) -> None:
     """Write a head that answers what the target's embedding, final norm and LM head alone would answer.
 
     Its one wide attention head looks at its own row; so over a target made with a low gain, a good part of its
-    drafts is accepted, and a good part is not.
+    drafts is accepted, and a good part is not. Later layers, which `flags` may ask for, add little.
     """
     width, vocab = target.config.hidden_size, target.config.vocab_size
     shape = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": width, "norm_before_residual": True}
     config, tensors = random_draft_model(
-        directory, target, seed=seed, draft_vocab_size=draft_vocab_size or vocab, **shape
+        directory, target, seed=seed, draft_vocab_size=draft_vocab_size or vocab, **{**shape, **flags}
     )
     left = torch.cat((torch.eye(width), torch.zeros(width, width)), dim=1)
     for part, gain in (("q", 1.5), ("k", 1.5), ("v", 1.0)):
@@ -290,7 +292,10 @@ def copying_draft_model(directory: Path, target: Any, *, draft_vocab_size: int |
     tensors["layers.0.self_attn.o_proj.weight"] = torch.eye(width)
     tensors["layers.0.input_layernorm.weight"] = torch.ones(width)
     tensors["layers.0.hidden_norm.weight"] = torch.full((width,), 0.1)
-    tensors["layers.0.mlp.down_proj.weight"] *= 0.1
+    for layer in range(config["transformer_layer_config"]["num_hidden_layers"]):
+        tensors[f"layers.{layer}.mlp.down_proj.weight"] *= 0.1
+        if layer:
+            tensors[f"layers.{layer}.self_attn.o_proj.weight"] *= 0.1
     tensors["norm.weight"] = target.model.norm.weight.clone()
     kept = torch.arange(vocab)[tensors["t2d"]] if "t2d" in tensors else torch.arange(vocab)
     tensors["lm_head.weight"] = target.lm_head.weight[kept].clone()
