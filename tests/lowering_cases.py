@@ -22,7 +22,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "fc_norm": {"fc_norm": True},
     "norm_output": {"norm_output": True},
     "norm_before_residual": {"norm_before_residual": True},
-    "qk_norm": {"qk_norm": True},
+    "qk_norm": {"qk_norm": True, "num_key_value_heads": 1},
     "attention_bias": {"attention_bias": True},
     "mlp_bias": {"mlp_bias": True},
     "own_embedding": {"own_embedding": True},

@@ -30,7 +30,8 @@ class PaperDraftModel:
     def features(self, captured: Sequence[torch.Tensor]) -> torch.Tensor:
         """The target's residual streams, each [n, Ht], low to high -> g [n, H]; without fc, normed as the target's."""
         if "fc.weight" not in self.tensors:
-            return self.final_norm(captured[0])
+            normed: torch.Tensor = self.final_norm(captured[0])
+            return normed
         if self.config["fc_norm"]:
             captured = [self._norm(x, f"fc_norm.{k}") for k, x in enumerate(captured)]
         joined = torch.cat(list(captured), dim=-1)

@@ -1,6 +1,7 @@
 """What stands for a card in attention of prefill on a CPU: the gathering kernel, and torch's flash attention."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from gather_cases import wanted_rows
@@ -12,7 +13,7 @@ from lowlat.kernels.toolchain.kernel import H200, KernelCall
 def gather(call: KernelCall) -> None:
     """A call of `gather_kv`, by what it means."""
     names = ("k_cache", "v_cache", "block_table", "chunk", "keys", "values", "lengths", "size", "window")
-    given = dict(zip(names, call.arguments, strict=True))
+    given: dict[str, Any] = dict(zip(names, call.arguments, strict=True))
     first = call.kernel.name.partition("_from")[2]
     wanted_rows(**{**given, "window": given["window"] or None}, first=int(first or 0))
 

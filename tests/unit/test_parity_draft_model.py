@@ -34,7 +34,7 @@ FLAGS: dict[str, Mapping[str, Any]] = {
     "norms-before-fc": {"norm_before_fc": True, "norm_before_residual": True},
     "own-embedding": {"own_embedding": True},
     "other-width": {"hidden_size": 24, "own_embedding": True, "head_dim": 10},
-    "qk-norm": {"qk_norm": True},
+    "qk-norm": {"qk_norm": True, "num_key_value_heads": 1},
     "biases": {"attention_bias": True, "mlp_bias": True},
     "target-lm-head": {"own_lm_head": False},
     "d2t": {"draft_vocab_size": 41},

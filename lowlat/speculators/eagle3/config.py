@@ -76,7 +76,7 @@ def _refuse_unimplemented(file: DraftFile) -> None:
         file.eagle.raw("parallel_draft_heads_num_layers")  # of no effect with one draft step
 
 
-def _biases(file: DraftFile, tensors: DraftTensors) -> dict[str, bool]:
+def _biases(file: DraftFile, tensors: DraftTensors) -> dict[str, Any]:
     """Which projections have biases, as the tensors say; a promise that exporters keep must be kept."""
     found = {
         "qkv_bias": any(tensors.in_any_layer(f"self_attn.{part}_proj.bias") for part in "qkv"),

@@ -128,7 +128,7 @@ class Drafter:
     def _finish_level(self, level: Emitter, depth: int, x: str, residual: str) -> str:
         """Attention, FFN and LM head of a level's last layer, and its children's tokens; returns the fed-back state."""
         topology, prefix = self.topology, level.rows.prefix
-        middle = self.eagle.emit_attention(level, x, residual, self.eagle.last)
+        middle = self.eagle.emit_attention(level, x, residual)
         level.stage = Stage.EAGLE_DRAFT_FFN
         output = self.eagle.emit_ffn(level, middle, self.eagle.last)
         tokens, feedback = self.eagle.emit_draft(level, output, topology.max_rank_by_level[depth] + 1)

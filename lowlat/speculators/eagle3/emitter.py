@@ -4,6 +4,8 @@ A row takes the embedding of a token and the feature before it. The feature is t
 where the target has run, and the draft model's own fed-back state where it has not; fc is never applied to the latter.
 """
 
+from typing import Any
+
 import torch
 
 from lowlat.graphs import BufferSpec, Paging, Role
@@ -49,6 +51,7 @@ class Eagle3Emitter:
         self.tables = tables
         self.draft_window = draft_window
         self.last = draft.num_layers - 1
+        self.name = layer_name(self.last)
         self.embedding = "head.embed.weight" if draft.own_embedding else "embed.weight"
         self.lm_head = "head.lm_head" if draft.own_lm_head else "lm_head"
 
@@ -93,41 +96,54 @@ class Eagle3Emitter:
 
         Returns the input of the last layer's attention, [M, H] or of a single layer [M, 2H], and its residual [M, H].
         """
-        x = both
+        draft, x = self.draft, both
         for layer in range(self.last):
-            self.emit_kv(emitter, x, layer)
-            middle = self.emit_attention(emitter, x, residual, layer)
+            middle = self._emit_layer_attention(emitter, x, residual, layer)
             _move(emitter, Stage.EAGLE_DRAFT_FFN)
             residual = self.emit_ffn(emitter, middle, layer)
             _move(emitter, Stage.EAGLE_DRAFT_ATTENTION_FMHA)
-            weight = f"{layer_name(layer + 1)}.attn_norm.weight"
-            x = emitter.norm(residual, weight, self.draft.rms_norm_eps, "input.normed")
-        self.emit_kv(emitter, x, self.last)
-        return x, residual
-
-    def emit_kv(self, emitter: Emitter, x: str, layer: int) -> None:
-        """Keys and values of all rows, written to the layer's cache."""
-        draft, name = self.draft, layer_name(layer)
-        product = emitter.linear(x, f"{name}.kv", 2 * draft.kv_size, "kv", bias=draft.qkv_bias)
+            x = emitter.norm(residual, f"{layer_name(layer + 1)}.attn_norm.weight", draft.rms_norm_eps, "input.normed")
+        product = emitter.linear(x, f"{self.name}.kv", 2 * draft.kv_size, "kv", bias=draft.qkv_bias)
         if draft.qk_norm:
-            product = emitter.qk_norm(product, name, (0, draft.num_kv_heads), draft.head_dim, draft.rms_norm_eps)
+            product = self._normed_heads(emitter, product, "k_normed", self.last, (0, draft.num_kv_heads))
         counts = {"k": draft.num_kv_heads, "v": draft.num_kv_heads}
         parts = emitter.rotate(product, counts, draft.head_dim, self.tables)
-        emitter.kv_write(parts["k"], parts["v"], _caches(layer))
+        emitter.kv_write(parts["k"], parts["v"], _caches(self.last))
+        return x, residual
 
-    def emit_attention(self, emitter: Emitter, x: str, residual: str, layer: int) -> str:
-        """Queries of these rows against the layer's cache, and the residual sum [M, H]."""
-        draft, name = self.draft, layer_name(layer)
-        product = emitter.linear(x, f"{name}.q", draft.query_size, "query", bias=draft.qkv_bias)
+    def emit_attention(self, emitter: Emitter, x: str, residual: str) -> str:
+        """Queries of these rows against the last layer's cache, and the residual sum [M, H]."""
+        draft = self.draft
+        product = emitter.linear(x, f"{self.name}.q", draft.query_size, "query", bias=draft.qkv_bias)
         if draft.qk_norm:
-            product = emitter.qk_norm(product, name, (draft.num_heads, 0), draft.head_dim, draft.rms_norm_eps)
+            product = self._normed_heads(emitter, product, "q_normed", self.last, (draft.num_heads, 0))
         query = emitter.rotate(product, {"q": draft.num_heads}, draft.head_dim, self.tables)["q"]
+        return self._attend(emitter, query, residual, self.last)
+
+    def _emit_layer_attention(self, emitter: Emitter, x: str, residual: str, layer: int) -> str:
+        """Attention of a layer before the last, whose queries, keys and values are of the same rows: [M, H]."""
+        draft, name, heads = self.draft, layer_name(layer), (self.draft.num_heads, self.draft.num_kv_heads)
+        width = draft.query_size + 2 * draft.kv_size
+        product = emitter.linear(x, f"{name}.qkv", width, "qkv", bias=draft.qkv_bias)
+        if draft.qk_norm:
+            product = self._normed_heads(emitter, product, "qk_normed", layer, heads)
+        counts = {"q": heads[0], "k": heads[1], "v": heads[1]}
+        parts = emitter.rotate(product, counts, draft.head_dim, self.tables)
+        emitter.kv_write(parts["k"], parts["v"], _caches(layer))
+        return self._attend(emitter, parts["q"], residual, layer)
+
+    def _normed_heads(self, emitter: Emitter, product: str, name: str, layer: int, heads: tuple[int, int]) -> str:
+        draft = self.draft
+        return emitter.qk_norm(product, layer_name(layer), heads, draft.head_dim, draft.rms_norm_eps, name)
+
+    def _attend(self, emitter: Emitter, query: str, residual: str, layer: int) -> str:
+        draft = self.draft
         window, keep_first = effective_window(draft.windows[layer], self.draft_window)
-        seen: dict[str, int | None] = {"first": 1, "window": window}
+        seen: dict[str, Any] = {"scale": draft.head_dim**-0.5, "first": 1, "window": window}
         if emitter.rows.chunk is None:
             seen["keep_first"] = keep_first
-        attended = emitter.attention(query, _caches(layer), draft.query_size, scale=draft.head_dim**-0.5, **seen)
-        output = emitter.linear(attended, f"{name}.o", draft.hidden_size, "output", bias=draft.output_bias)
+        attended = emitter.attention(query, _caches(layer), draft.query_size, **seen)
+        output = emitter.linear(attended, f"{layer_name(layer)}.o", draft.hidden_size, "output", bias=draft.output_bias)
         return emitter.add(residual, output, self._stream("middle", layer))
 
     def emit_ffn(self, emitter: Emitter, middle: str, layer: int) -> str:

@@ -57,7 +57,10 @@ def draft_recipes(config: DraftConfig, dtype: torch.dtype) -> list[Recipe]:
 
 
 def _layer_recipes(config: DraftConfig, dtype: torch.dtype, layer: int) -> list[Recipe]:
-    """The weights of one layer: the first reads embedding and feature side by side, the others the layer before."""
+    """The weights of one layer: the first reads embedding and feature side by side, the others the layer before.
+
+    Of the last, keys and values are made of more rows than queries are.
+    """
     name, own = layer_name(layer), f"layers.{layer}"
     hidden, inner = config.hidden_size, config.intermediate_size
     rows = {"q": config.query_size, "k": config.kv_size, "v": config.kv_size}
@@ -74,19 +77,19 @@ def _layer_recipes(config: DraftConfig, dtype: torch.dtype, layer: int) -> list[
         return Recipe(f"{name}.gate_up.{part}", pieces, dtype)
 
     read = hidden if layer else 2 * hidden
+    products = ("q", "kv") if layer == config.num_layers - 1 else ("qkv",)
     made = [one("attn_norm.weight" if layer else "embed_norm.weight", "input_layernorm.weight", hidden)]
     if not layer:
         made.append(one("hidden_norm.weight", "hidden_norm.weight", hidden))
     made += [
-        projections("q", "weight", "q", read),
-        projections("kv", "weight", "kv", read),
+        *(projections(product, "weight", product, read) for product in products),
         one("o.weight", "self_attn.o_proj.weight", hidden, config.query_size),
         one("ffn_norm.weight", "post_attention_layernorm.weight", hidden),
         gates("weight", hidden),
         one("down.weight", "mlp.down_proj.weight", hidden, inner),
     ]
     if config.qkv_bias:
-        made += [projections("q", "bias", "q"), projections("kv", "bias", "kv")]
+        made += [projections(product, "bias", product) for product in products]
     if config.qk_norm:
         made += [one(f"{part}_norm.weight", f"self_attn.{part}_norm.weight", config.head_dim) for part in "qk"]
     if config.output_bias:

@@ -91,7 +91,7 @@ class PlainDraftModel:
         normed = self._norm(hidden, "layers.0.hidden_norm")
         x = torch.cat((self._norm(embedded, "layers.0.input_layernorm"), normed), dim=-1)
         stream = normed if self.config.norm_before_residual else hidden
-        found = {}
+        found: dict[str, torch.Tensor] = {}
         for layer in range(self.config.num_layers):
             own = f"layers.{layer}"
             x = self._norm(stream, f"{own}.input_layernorm") if layer else x

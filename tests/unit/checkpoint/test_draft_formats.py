@@ -101,12 +101,13 @@ def test_layers_of_every_layout(layout: str, tmp_path: Path) -> None:
     loaded = load_draft_model(tmp_path, TARGET)
     assert loaded.config.num_layers == 3 and loaded.config.windows == (None, None, None)
     assert loaded.config.layout == ("modelopt" if numbered else layout)
-    for layer, name in enumerate(("head", "head.layers.1", "head.layers.2")):
-        own = f"layers.{layer}"
-        norm = "attn_norm" if layer else "embed_norm"
+    for number, name in enumerate(("head", "head.layers.1", "head.layers.2")):
+        own = f"layers.{number}"
+        norm = "attn_norm" if number else "embed_norm"
         assert torch.equal(loaded.weights[f"{name}.{norm}.weight"], tensors[f"{own}.input_layernorm.weight"])
-        keys = torch.cat([tensors[f"{own}.self_attn.{part}_proj.weight"] for part in "kv"])
-        assert torch.equal(loaded.weights[f"{name}.kv.weight"], keys)
+        for product in ("q", "kv") if number == 2 else ("qkv",):
+            rows = torch.cat([tensors[f"{own}.self_attn.{part}_proj.weight"] for part in product])
+            assert torch.equal(loaded.weights[f"{name}.{product}.weight"], rows)
         assert torch.equal(loaded.weights[f"{name}.down.weight"], tensors[f"{own}.mlp.down_proj.weight"])
     held = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in loaded.weights.items()}
     assert dict(draft_weight_plan(loaded.config, dtype="float32")) == held
