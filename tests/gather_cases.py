@@ -21,12 +21,13 @@ def wanted_rows(
     lengths: torch.Tensor,
     size: int,
     window: int | None,
+    first: int = 0,
 ) -> None:
     """What `gather_kv` means; shapes as there, anywhere."""
     start, count = chunk.tolist()
     origin = 0 if window is None else max(start - (window - 1), 0) // ALIGNMENT * ALIGNMENT
     seen, block = start + size - origin, k_cache.shape[2]
-    lengths.copy_(torch.tensor([[0, size], [0, seen]]))
+    lengths.copy_(torch.tensor([[0, size], [0 if origin else first, seen]]))
     for cache, rows in ((k_cache, keys), (v_cache, values)):
         rows[:seen] = 0
         at = torch.arange(origin, start + count)
@@ -42,6 +43,7 @@ class Gather:
     start: int
     live: int
     window: int | None = None
+    first: int = 0
     heads: int = 2
     block: int = 16
     dim: int = 16
@@ -70,4 +72,4 @@ class Gather:
     @property
     def options(self) -> dict[str, Any]:
         """What else the kernel is told."""
-        return {"size": self.size, "window": self.window}
+        return {"size": self.size, "window": self.window, "first": self.first}

@@ -22,13 +22,15 @@ HEADS: dict[str, dict[str, Any]] = {
     "fc_norm": {"fc_norm": True},
     "norm_output": {"norm_output": True},
     "norm_before_residual": {"norm_before_residual": True},
-    "qk_norm": {"qk_norm": True},
+    "qk_norm": {"qk_norm": True, "num_key_value_heads": 1},
     "attention_bias": {"attention_bias": True},
     "mlp_bias": {"mlp_bias": True},
     "own_embedding": {"own_embedding": True},
     "small_vocabulary": {"draft_vocab_size": 40},
     "target_s_lm_head": {"own_lm_head": False},
-    "one_capture": {"captures": (1,)},
+    "five_captures": {"captures": (0, 1, 1, 2, 2)},
+    "no_features": {"final_hidden": True},
+    "several_layers": {"num_hidden_layers": 3, "windows": (None, 96, 96)},
     "everything": dict.fromkeys(
         ("norm_before_fc", "fc_norm", "norm_output", "qk_norm", "attention_bias", "mlp_bias", "own_embedding"), True
     ),

@@ -25,9 +25,13 @@ class PaperDraftModel:
         self.lm_head = tensors.get("lm_head.weight", target.lm_head.weight)
         self.offsets = tensors.get("d2t", torch.zeros(self.lm_head.shape[0], dtype=torch.int64))
         self.window = window
+        self.final_norm = target.model.norm
 
     def features(self, captured: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The target's residual streams, each [n, Ht], low to high -> g [n, H]."""
+        """The target's residual streams, each [n, Ht], low to high -> g [n, H]; without fc, normed as the target's."""
+        if "fc.weight" not in self.tensors:
+            normed: torch.Tensor = self.final_norm(captured[0])
+            return normed
         if self.config["fc_norm"]:
             captured = [self._norm(x, f"fc_norm.{k}") for k, x in enumerate(captured)]
         joined = torch.cat(list(captured), dim=-1)
@@ -65,33 +69,41 @@ class PaperDraftModel:
         e = self.embedding[torch.tensor(list(tokens))]
         normed = self._norm(g, "layers.0.hidden_norm")
         a = torch.cat((self._norm(e, "layers.0.input_layernorm"), normed), dim=-1)
-        r = normed if self.config["norm_before_residual"] else g
-        h1 = r + self._attend(a)
-        m = self._norm(h1, "layers.0.post_attention_layernorm")
-        gated = F.silu(self._linear(m, "mlp.gate_proj")) * self._linear(m, "mlp.up_proj")
-        h2 = h1 + self._linear(gated, "mlp.down_proj")
-        z = self._norm(h2, "norm")
-        return (z if self.config["norm_output"] else h2)[-1], z[-1] @ self.lm_head.T
+        h = normed if self.config["norm_before_residual"] else g
+        for layer in range(self.layer["num_hidden_layers"]):
+            a = self._norm(h, f"layers.{layer}.input_layernorm") if layer else a
+            h = h + self._attend(a, layer)
+            m = self._norm(h, f"layers.{layer}.post_attention_layernorm")
+            gated = F.silu(self._linear(m, layer, "mlp.gate_proj")) * self._linear(m, layer, "mlp.up_proj")
+            h = h + self._linear(gated, layer, "mlp.down_proj")
+        z = self._norm(h, "norm")
+        return (z if self.config["norm_output"] else h)[-1], z[-1] @ self.lm_head.T
 
-    def _attend(self, a: torch.Tensor) -> torch.Tensor:
+    def _attend(self, a: torch.Tensor, layer: int) -> torch.Tensor:
         count, width = a.shape[0], self.layer["head_dim"]
         heads, kv_heads = self.layer["num_attention_heads"], self.layer["num_key_value_heads"]
-        q = self._linear(a, "self_attn.q_proj").view(count, heads, width)
-        k = self._linear(a, "self_attn.k_proj").view(count, kv_heads, width)
-        v = self._linear(a, "self_attn.v_proj").view(count, kv_heads, width)
-        if "layers.0.self_attn.q_norm.weight" in self.tensors:
-            q = self._norm(q, "layers.0.self_attn.q_norm")
-            k = self._norm(k, "layers.0.self_attn.k_norm")
+        q = self._linear(a, layer, "self_attn.q_proj").view(count, heads, width)
+        k = self._linear(a, layer, "self_attn.k_proj").view(count, kv_heads, width)
+        v = self._linear(a, layer, "self_attn.v_proj").view(count, kv_heads, width)
+        if f"layers.{layer}.self_attn.q_norm.weight" in self.tensors:
+            q = self._norm(q, f"layers.{layer}.self_attn.q_norm")
+            k = self._norm(k, f"layers.{layer}.self_attn.k_norm")
         q, k = self._rotate(q), self._rotate(k)
         k, v = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (k, v))
         scores = torch.einsum("ihd,jhd->hij", q, k) / width**0.5
-        i, j = torch.arange(count)[:, None], torch.arange(count)[None]
-        visible = j <= i
-        if self.window is not None:
-            visible &= (j > i - self.window) | (j < WINDOW_SINKS)
-        weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+        weights = scores.masked_fill(~self._visible(count, layer), -torch.inf).softmax(-1)
         mixed = torch.einsum("hij,jhd->ihd", weights, v).reshape(count, heads * width)
-        return self._linear(mixed, "self_attn.o_proj")
+        return self._linear(mixed, layer, "self_attn.o_proj")
+
+    def _visible(self, count: int, layer: int) -> torch.Tensor:
+        """Which rows j a row i sees: those of its window, the smaller of the layer's own and the one asked for."""
+        i, j = torch.arange(count)[:, None], torch.arange(count)[None]
+        slides = self.layer.get("layer_types", ["full_attention"] * (layer + 1))[layer] == "sliding_attention"
+        given = [self.window] if self.window is not None else []
+        windows = [*given, self.layer["sliding_window"]] if slides else given
+        if not windows:
+            return j <= i
+        return (j <= i) & ((j > i - min(windows)) | (j < (0 if slides else WINDOW_SINKS)))
 
     def _rotate(self, x: torch.Tensor) -> torch.Tensor:
         """Rotary embedding [n, heads, D], the halves of a head paired."""
@@ -104,5 +116,6 @@ class PaperDraftModel:
     def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         return F.rms_norm(x, x.shape[-1:], self.tensors[f"{name}.weight"], self.layer["rms_norm_eps"])
 
-    def _linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return F.linear(x, self.tensors[f"layers.0.{name}.weight"], self.tensors.get(f"layers.0.{name}.bias"))
+    def _linear(self, x: torch.Tensor, layer: int, name: str) -> torch.Tensor:
+        name = f"layers.{layer}.{name}"
+        return F.linear(x, self.tensors[f"{name}.weight"], self.tensors.get(f"{name}.bias"))

@@ -7,14 +7,15 @@ import torch
 from gather_cases import wanted_rows
 
 from lowlat.executors.lowering.binding import Call, LibraryCall
-from lowlat.kernels.toolchain.kernel import H200
+from lowlat.kernels.toolchain.kernel import H200, KernelCall
 
 
-def gather(*arguments: Any) -> None:
+def gather(call: KernelCall) -> None:
     """A call of `gather_kv`, by what it means."""
     names = ("k_cache", "v_cache", "block_table", "chunk", "keys", "values", "lengths", "size", "window")
-    given = dict(zip(names, arguments, strict=True))
-    wanted_rows(**{**given, "window": given["window"] or None})
+    given: dict[str, Any] = dict(zip(names, call.arguments, strict=True))
+    first = call.kernel.name.partition("_from")[2]
+    wanted_rows(**{**given, "window": given["window"] or None}, first=int(first or 0))
 
 
 class GatherLauncher:
@@ -33,7 +34,7 @@ class GatherLauncher:
                 call.function(**call.arguments)
             else:
                 assert call.kernel.name.startswith("gather_kv")
-                gather(*call.arguments)
+                gather(call)
 
 
 def flash_attention(

@@ -169,8 +169,9 @@ def random_draft_model(directory: Path, target: Any, *, seed: int = 0, **flags: 
     """Write a random EAGLE3 head in the speculators' layout; return its config.json and its tensors.
 
     flags  norm_before_fc, fc_norm, norm_output, norm_before_residual, qk_norm (a Qwen3 layer), attention_bias,
-           mlp_bias, own_embedding, own_lm_head (True), draft_vocab_size, captures, and geometry: hidden_size,
-           num_attention_heads, num_key_value_heads, head_dim, intermediate_size, rope_theta
+           mlp_bias, own_embedding, own_lm_head (True), draft_vocab_size, captures, final_hidden (no fc), windows (one
+           for each layer, None: full attention), and geometry: num_hidden_layers, hidden_size, num_attention_heads,
+           num_key_value_heads, head_dim, intermediate_size, rope_theta
     """
     config = draft_config(target, **flags)
     generator = torch.Generator().manual_seed(seed)
@@ -191,7 +192,7 @@ def draft_config(target: Any, **flags: Any) -> dict[str, Any]:
         "model_type": "qwen3" if flags.get("qk_norm") else "llama",
         "hidden_size": flags.get("hidden_size", config.hidden_size),
         "intermediate_size": flags.get("intermediate_size", 40),
-        "num_hidden_layers": 1,
+        "num_hidden_layers": flags.get("num_hidden_layers", 1),
         "num_attention_heads": flags.get("num_attention_heads", 4),
         "num_key_value_heads": flags.get("num_key_value_heads", 2),
         "head_dim": flags.get("head_dim", 8),
@@ -203,13 +204,19 @@ def draft_config(target: Any, **flags: Any) -> dict[str, Any]:
         "attention_bias": flags.get("attention_bias", False),
         "mlp_bias": flags.get("mlp_bias", False),
     }
+    windows = flags.get("windows", (None,))
+    if any(windows):
+        layer["sliding_window"] = max(window or 0 for window in windows)
+        layer["layer_types"] = ["sliding_attention" if window else "full_attention" for window in windows]
+    features = () if flags.get("final_hidden") else flags.get("captures", (0, 2, config.num_hidden_layers))
     switches = ("norm_before_fc", "fc_norm", "norm_output", "norm_before_residual")
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
         "draft_vocab_size": flags.get("draft_vocab_size", config.vocab_size),
         "target_hidden_size": config.hidden_size,
-        "eagle_aux_hidden_state_layer_ids": list(flags.get("captures", (0, 2, config.num_hidden_layers))),
+        "eagle_aux_hidden_state_layer_ids": list(features),
+        "use_aux_hidden_state": not flags.get("final_hidden"),
         "transformer_layer_config": layer,
         **{name: bool(flags.get(name)) for name in switches},
         "dtype": "float32",
@@ -222,24 +229,28 @@ def _head_shapes(config: dict[str, Any], flags: dict[str, Any]) -> dict[str, tup
     count = len(config["eagle_aux_hidden_state_layer_ids"])
     queries = layer["num_attention_heads"] * layer["head_dim"]
     keys = layer["num_key_value_heads"] * layer["head_dim"]
-    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (width, count * target), "norm.weight": (width,)}
-    for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
-        shapes[f"layers.0.{name}.weight"] = (width,)
-    for name, rows, columns, biased in (
-        ("self_attn.q_proj", queries, 2 * width, "attention_bias"),
-        ("self_attn.k_proj", keys, 2 * width, "attention_bias"),
-        ("self_attn.v_proj", keys, 2 * width, "attention_bias"),
-        ("self_attn.o_proj", width, queries, "output_bias" if flags.get("qk_norm") else "attention_bias"),
-        ("mlp.gate_proj", inner, width, "mlp_bias"),
-        ("mlp.up_proj", inner, width, "mlp_bias"),
-        ("mlp.down_proj", width, inner, "mlp_bias"),
-    ):
-        shapes[f"layers.0.{name}.weight"] = (rows, columns)
-        if layer.get(biased):
-            shapes[f"layers.0.{name}.bias"] = (rows,)
-    if flags.get("qk_norm"):
-        shapes["layers.0.self_attn.q_norm.weight"] = (layer["head_dim"],)
-        shapes["layers.0.self_attn.k_norm.weight"] = (layer["head_dim"],)
+    shapes: dict[str, tuple[int, ...]] = {"norm.weight": (width,)}
+    if count:
+        shapes["fc.weight"] = (width, count * target)
+    for number in range(layer["num_hidden_layers"]):
+        own, read = f"layers.{number}", width if number else 2 * width
+        for name in ("input_layernorm", "post_attention_layernorm", *(() if number else ("hidden_norm",))):
+            shapes[f"{own}.{name}.weight"] = (width,)
+        for name, rows, columns, biased in (
+            ("self_attn.q_proj", queries, read, "attention_bias"),
+            ("self_attn.k_proj", keys, read, "attention_bias"),
+            ("self_attn.v_proj", keys, read, "attention_bias"),
+            ("self_attn.o_proj", width, queries, "output_bias" if flags.get("qk_norm") else "attention_bias"),
+            ("mlp.gate_proj", inner, width, "mlp_bias"),
+            ("mlp.up_proj", inner, width, "mlp_bias"),
+            ("mlp.down_proj", width, inner, "mlp_bias"),
+        ):
+            shapes[f"{own}.{name}.weight"] = (rows, columns)
+            if layer.get(biased):
+                shapes[f"{own}.{name}.bias"] = (rows,)
+        if flags.get("qk_norm"):
+            shapes[f"{own}.self_attn.q_norm.weight"] = (layer["head_dim"],)
+            shapes[f"{own}.self_attn.k_norm.weight"] = (layer["head_dim"],)
     if flags.get("norm_before_fc"):
         shapes["input_norm.weight"] = (count * target,)
     if flags.get("fc_norm"):
@@ -262,16 +273,18 @@ def _random_head_values(name: str, shape: tuple[int, ...], generator: torch.Gene
     return (3 if "lm_head" in name else 1) * noise / math.sqrt(shape[-1])
 
 
-def copying_draft_model(directory: Path, target: Any, *, draft_vocab_size: int | None = None, seed: int = 0) -> None:
+def copying_draft_model(
+    directory: Path, target: Any, *, draft_vocab_size: int | None = None, seed: int = 0, **flags: Any
+) -> None:
     """Write a head that answers what the target's embedding, final norm and LM head alone would answer.
 
     Its one wide attention head looks at its own row; so over a target made with a low gain, a good part of its
-    drafts is accepted, and a good part is not.
+    drafts is accepted, and a good part is not. Later layers, which `flags` may ask for, add little.
     """
     width, vocab = target.config.hidden_size, target.config.vocab_size
     shape = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": width, "norm_before_residual": True}
     config, tensors = random_draft_model(
-        directory, target, seed=seed, draft_vocab_size=draft_vocab_size or vocab, **shape
+        directory, target, seed=seed, draft_vocab_size=draft_vocab_size or vocab, **{**shape, **flags}
     )
     left = torch.cat((torch.eye(width), torch.zeros(width, width)), dim=1)
     for part, gain in (("q", 1.5), ("k", 1.5), ("v", 1.0)):
@@ -279,7 +292,10 @@ def copying_draft_model(directory: Path, target: Any, *, draft_vocab_size: int |
     tensors["layers.0.self_attn.o_proj.weight"] = torch.eye(width)
     tensors["layers.0.input_layernorm.weight"] = torch.ones(width)
     tensors["layers.0.hidden_norm.weight"] = torch.full((width,), 0.1)
-    tensors["layers.0.mlp.down_proj.weight"] *= 0.1
+    for layer in range(config["transformer_layer_config"]["num_hidden_layers"]):
+        tensors[f"layers.{layer}.mlp.down_proj.weight"] *= 0.1
+        if layer:
+            tensors[f"layers.{layer}.self_attn.o_proj.weight"] *= 0.1
     tensors["norm.weight"] = target.model.norm.weight.clone()
     kept = torch.arange(vocab)[tensors["t2d"]] if "t2d" in tensors else torch.arange(vocab)
     tensors["lm_head.weight"] = target.lm_head.weight[kept].clone()

@@ -36,6 +36,7 @@ def gather_kv(
     size: int,
     window: int | None,
     card: Card,
+    first: int = 0,
 ) -> list[KernelCall]:
     """Copy positions [origin, start + size) of a slot, in one launch; those of no live row become zero.
 
@@ -43,10 +44,11 @@ def gather_kv(
     block_table       [1, C / block]    int32
     chunk             [2]               int32  start, live rows; positions up to the last live one are in the table
     keys, values      [n, G, D]         out: row i is position origin + i; n >= `gathered_rows`; further rows stay
-    lengths           [2, 2]            int32, out: (0, size) and (0, start + size - origin), as flash attention takes
-                                        the cumulative lengths of queries and of keys
+    lengths           [2, 2]            int32, out: (0, size) and (begin, start + size - origin), as flash attention
+                                        takes the cumulative lengths of queries and of keys
     size              rows of the chunk; row i stands at position start + i
     window            positions that a row sees, its own included; None: all
+    first             the first position that is seen: `begin` is it where the origin is 0, and 0 elsewhere
     The origin is 0, or with a window the last multiple of ALIGNMENT that no window reaches below: so blocks of rows
     hold the same positions wherever a chunk starts, and whatever its size.
     Time: 4 * (start + size - origin) * G * D * itemsize over the memory's bandwidth. Captured: yes.
@@ -66,7 +68,7 @@ def gather_kv(
         wide_count(name, rows)
     blocks = min(-(-keys.shape[0] * num_heads * parts // (BATCH * THREADS)), BLOCKS * card.num_multiprocessors)
     arguments = (k_cache, v_cache, block_table, chunk, keys, values, lengths, size, window or 0)
-    return [KernelCall(_make(num_heads, block, parts), (blocks, 1, 1), arguments)]
+    return [KernelCall(_make(num_heads, block, parts, first), (blocks, 1, 1), arguments)]
 
 
 @device_function
@@ -126,7 +128,7 @@ def _copy_four(place: Any, step: Any, count: Any, origin: Any, end: Any, table: 
 
 
 @cache
-def _make(num_heads: int, block: int, parts: int) -> Kernel:
+def _make(num_heads: int, block: int, parts: int, first: int = 0) -> Kernel:
     """A place is 16 bytes of a row's copy; the grid takes places in turn until all are done."""
     sizes = (num_heads, block, parts)
 
@@ -144,7 +146,7 @@ def _make(num_heads: int, block: int, parts: int) -> Kernel:
         if place == 0:
             set_int(lengths, int64(0), int64(0))
             set_int(lengths, int64(1), size)
-            set_int(lengths, int64(2), int64(0))
+            set_int(lengths, int64(2), int64(first) if origin == 0 else int64(0))
             set_int(lengths, int64(3), seen)
         count = seen * int64(num_heads * parts)
         pairs = (k_cache, v_cache, keys, values)
@@ -152,10 +154,10 @@ def _make(num_heads: int, block: int, parts: int) -> Kernel:
             _copy_four(place, step, count, origin, end, table, sizes, pairs)
             place += step * BATCH
 
-    name = f"gather_kv_{num_heads}_{block}_{parts}"
+    name = f"gather_kv_{num_heads}_{block}_{parts}" + (f"_from{first}" if first else "")
     return Kernel(name, gather_kv_kernel, (types.int64,) * 9, THREADS, min_blocks=BLOCKS)
 
 
 def examples() -> list[Kernel]:
-    """Specialisations that CI compiles: Llama-8B's and gpt-oss's caches, and one of a single head."""
-    return [_make(8, 32, 16), _make(8, 64, 8), _make(1, 16, 16)]
+    """Specialisations that CI compiles: Llama-8B's and gpt-oss's caches, one of a single head, and a draft model's."""
+    return [_make(8, 32, 16), _make(8, 64, 8), _make(1, 16, 16), _make(8, 32, 16, 1)]

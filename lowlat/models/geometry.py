@@ -9,7 +9,7 @@ from typing import Literal
 
 __all__ = ["AttentionWidths", "DraftConfig", "ExpertsConfig", "ModelConfig", "RopeConfig"]
 
-DraftLayout = Literal["safeai", "specforge", "modelopt", "speculators"]
+DraftLayout = Literal["safeai", "specforge", "modelopt", "speculators", "deepspec"]
 ComputeDtype = Literal["bfloat16", "float32"]
 
 
@@ -110,6 +110,9 @@ class DraftConfig(AttentionWidths):
     rms_norm_eps: float
     rope: RopeConfig
     capture_boundaries: tuple[int, ...]
+    num_layers: int = 1  # the first reads embedding and feature side by side, the others the one before
+    windows: tuple[int | None, ...] = (None,)  # [num_layers]; None: full attention
+    final_hidden: bool = False  # the feature is the captured stream after the target's final norm; there is no fc
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False

@@ -94,9 +94,11 @@ class Emitter:
         self.emit("rope", reads, outs)
         return outs
 
-    def qk_norm(self, product: str, weight: str, heads: tuple[int, int], head_dim: int, eps: float) -> str:
+    def qk_norm(
+        self, product: str, weight: str, heads: tuple[int, int], head_dim: int, eps: float, name: str = "qk_normed"
+    ) -> str:
         """Norm of the query and key heads of a GEMM's output, in float32."""
-        out = self.scratch("qk_normed", *self.builder.spec(product).shape, dtype=torch.float32)
+        out = self.scratch(name, *self.builder.spec(product).shape, dtype=torch.float32)
         self.emit(
             "qk_norm",
             {"qkv": product, **self.live()},

@@ -10,7 +10,7 @@ import torch
 from lockstep import Lockstep
 from recording import Recorder, check_invariants, run_all
 from safetensors.torch import load_file, save_file
-from tiny_models import PairPaths, copying_draft_model, make_pair, mxfp4_target
+from tiny_models import PairPaths, copying_draft_model, make_pair, make_target, mxfp4_target
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.executors.eager import EagerExecutor
@@ -24,7 +24,11 @@ DEMO = Path(__file__).parents[2] / "lowlat" / "demo"
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 64}
 OPTIONS: dict[str, Any] = {"max_batch": 4, "max_context": 160, "block_size": 16, "prefill_chunk": 32, "device": "cuda"}
 TREE = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (1, 0, 0))
-NAMES = ["llama", "mistral", "qwen2", "qwen3", "gpt_oss", "mxfp4", "alike", "demo"]
+FORMS: dict[str, dict[str, Any]] = {
+    "layers": {"num_hidden_layers": 3, "windows": (None, 40, 40)},
+    "features": {"final_hidden": True, "windows": (24,)},
+}
+NAMES = ["llama", "mistral", "qwen2", "qwen3", "gpt_oss", "mxfp4", "alike", *FORMS, "demo"]
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "sampled": {"temperature": 1.0},
@@ -44,6 +48,11 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PairPaths]:
     plain = {"num_local_experts": 5, "num_experts_per_tok": 3}
     made["gpt_oss"] = make_pair(tmp_path_factory.mktemp("gpt_oss"), "gpt_oss", **SIZES, **plain)
     made |= {name: mixture(tmp_path_factory.mktemp(name), alike=name == "alike") for name in ("mxfp4", "alike")}
+    for name, form in FORMS.items():
+        folder = tmp_path_factory.mktemp(name)
+        made[name] = PairPaths(folder / "target", folder / "head")
+        target = make_target(made[name].target, "llama", gain=0.45, num_hidden_layers=2, **SIZES)
+        copying_draft_model(made[name].head, target, draft_vocab_size=80, **form)
     return {**made, "demo": PairPaths(DEMO / "target", DEMO / "head")}
 
 

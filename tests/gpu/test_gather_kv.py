@@ -40,6 +40,7 @@ def launcher() -> Launcher:
         Gather(128, LONGEST, 16_000, 77, heads=4, block=32, dim=128),
         Gather(512, LONGEST, 0, 512, block=64, dim=64),
         Gather(512, LONGEST, 8192, 511, window=128, block=64, dim=64),
+        Gather(512, LONGEST, 0, 512, first=1, block=64, dim=64),
     ],
     ids=repr,
 )

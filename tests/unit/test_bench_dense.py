@@ -165,7 +165,7 @@ class Pair:
         embedded = paper.embedding[torch.tensor(tokens[1 : context + 1])]
         both = (paper._norm(embedded, "layers.0.input_layernorm"), paper._norm(features, "layers.0.hidden_norm"))
         for cache, part in zip(step.caches[-1], ("k_proj", "v_proj"), strict=True):
-            rows = paper._linear(torch.cat(both, -1), f"self_attn.{part}").view(context, 2, 8)
+            rows = paper._linear(torch.cat(both, -1), 0, f"self_attn.{part}").view(context, 2, 8)
             cache[slot, :, :context] = (paper._rotate(rows) if part == "k_proj" else rows).transpose(0, 1)
 
 

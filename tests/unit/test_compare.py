@@ -26,7 +26,9 @@ HEADS: dict[str, dict[str, Any]] = {
     "d2t-other-width": {"draft_vocab_size": 33, "hidden_size": 20, "own_embedding": True},
     "qk-norm-biased": {"qk_norm": True, "attention_bias": True, "mlp_bias": True},
     "target-lm-head": {"own_lm_head": False},
-    "repeated-captures": {"captures": (3, 3, 3)},
+    "five-captures": {"captures": (1, 2, 3, 3, 3)},
+    "three-layers": {"num_hidden_layers": 3, "windows": (None, 9, 9), "norm_before_residual": True},
+    "no-features": {"final_hidden": True},
 }
 
 
@@ -78,7 +80,9 @@ def test_every_stage_of_a_head_agrees_with_plain_torch(name: str, tmp_path: Path
     result = compare(tmp_path / "target", "--head", tmp_path / "head", "--json", "--num-tokens", 5)
     report = report_of(result)
     assert result.exit_code == 0, report
-    levels = [f"draft.{level}.{stage}" for level in range(3) for stage in LEVEL_STAGES.values()]
+    earlier = range(HEADS[name].get("num_hidden_layers", 1) - 1)
+    layers = [f"layers.{layer}.{part}" for layer in earlier for part in ("attn_out", "ffn_out")]
+    levels = [f"draft.{level}.{stage}" for level in range(3) for stage in (*layers, *LEVEL_STAGES.values())]
     stages = {stage["stage"]: stage for stage in report["stages"] if stage["stage"].startswith("draft.")}
     assert list(stages) == ["draft.fc_out", *levels]
     assert all(stage["cosine"] > 0.999999 for stage in stages.values())

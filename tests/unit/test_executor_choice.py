@@ -151,6 +151,7 @@ def test_a_context_that_attention_does_not_reach_is_refused(
     windows = replace(config, windows=(128,) * config.num_layers)
     check_positions(geometry(windows, None, 1 << 20))
     check_positions(geometry(windows, head, 1 << 20, draft_window=256))
+    check_positions(geometry(windows, replace(head, windows=(512,)), 1 << 20))
     with pytest.raises(ConfigError, match="max_context"):
         check_positions(geometry(windows, head, 1 << 20))
 

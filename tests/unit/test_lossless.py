@@ -9,7 +9,7 @@ import pytest
 import torch
 from recording import Depth, Recorder, run_all
 from stages import later, staged
-from tiny_models import DISTINCT_FAMILIES, STAGED_FAMILIES, PairPaths, make_pair
+from tiny_models import DISTINCT_FAMILIES, STAGED_FAMILIES, PairPaths, copying_draft_model, make_pair, make_target
 
 import lowlat
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
@@ -154,6 +154,31 @@ def test_trees_accept_what_chains_cannot(pairs: dict[str, PairPaths]) -> None:
             run_all(runtime)
             moved += recorder.num_moved
     assert moved > 3
+
+
+@pytest.mark.parametrize(
+    ("form", "mode"),
+    [
+        ({"num_hidden_layers": 2}, "greedy"),
+        ({"num_hidden_layers": 3, "windows": (6, None, 4)}, "sampled"),
+        ({"windows": (5,), "norm_before_residual": False}, "penalised"),
+        ({"final_hidden": True, "num_hidden_layers": 2}, "filtered"),
+        ({"captures": (0, 0, 1, 2, 2), "fc_norm": True, "norm_output": True}, "greedy"),
+    ],
+    ids=["layers", "layers and windows", "window", "no features", "eagle-3.1 of five"],
+)
+def test_no_form_of_draft_model_changes_anything(form: dict[str, Any], mode: str, tmp_path: Path) -> None:
+    pair, sampling = PairPaths(tmp_path / "target", tmp_path / "head"), params(mode)
+    target = make_target(pair.target, "llama", gain=0.45, num_hidden_layers=2)
+    copying_draft_model(pair.head, target, draft_vocab_size=80, **form)
+    prompts = [prompt_of(21), prompt_of(8, seed=1)]
+    expected = [baseline(pair, prompt, sampling) for prompt in prompts]
+    for tree in (None, TREES["bushy"]):
+        with load(pair, 3 if tree else 5, tree=tree) as runtime:
+            for prompt, trace in zip(prompts * 2, expected * 2, strict=True):  # the second time, prefixes are found
+                assert_same(traced(runtime, prompt, sampling, lambda number: 3 * (number % 4 > 0)), trace)
+            speculation = runtime.summary()["eagle_speculation"]
+        assert 0 < speculation["total_accepted_tokens"] < speculation["total_draft_tokens"]
 
 
 @pytest.mark.parametrize("shared", [False, True])

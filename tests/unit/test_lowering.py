@@ -249,6 +249,17 @@ def test_kernels_of_a_first_token(lowered: LoweredPairs) -> None:
     assert kinds_of(lowered("llama", 3, 0), *Stage) == [*begin, *rows, *first, *2 * LEVEL, "publish"]
 
 
+def test_a_draft_model_s_layers_before_its_last_cost_what_a_target_s_do(lowered: LoweredPairs) -> None:
+    """Over the accepted rows, and over each deeper level's; attention with a window is not split."""
+    windowed = [kernel for kernel in AFTER if kernel != "attention_combine"]
+    before = [*("decode_gemm_rotate", *AFTER), *("decode_gemm_rotate", *windowed), "norms", "decode_gemm_rotate"]
+    last = ["decode_gemm_rotate", *windowed, "decode_gemm_float32", "argmax"]
+    drafting = [stage for stage in Stage if stage.startswith("EAGLE_DRAFT_") and stage is not Stage.EAGLE_DRAFT_FC]
+    for depth in (1, 3):
+        expected = [*before, "take_last", *last, *["draft_level_input", *before, *last] * (depth - 1)]
+        assert kinds_of(lowered("llama+several_layers", depth, 2), *drafting) == expected
+
+
 def test_no_row_count_has_other_kernels_but_products_and_attention(lowered: LoweredPairs) -> None:
     """What decides bits must not depend on the bucket: plans of products and of attention may, and change none, and
     norms may be made by the product after them."""

@@ -34,7 +34,7 @@ FLAGS: dict[str, Mapping[str, Any]] = {
     "norms-before-fc": {"norm_before_fc": True, "norm_before_residual": True},
     "own-embedding": {"own_embedding": True},
     "other-width": {"hidden_size": 24, "own_embedding": True, "head_dim": 10},
-    "qk-norm": {"qk_norm": True},
+    "qk-norm": {"qk_norm": True, "num_key_value_heads": 1},
     "biases": {"attention_bias": True, "mlp_bias": True},
     "target-lm-head": {"own_lm_head": False},
     "d2t": {"draft_vocab_size": 41},
@@ -43,6 +43,17 @@ FLAGS: dict[str, Mapping[str, Any]] = {
     "rope-theta": {"rope_theta": 500.0},
     "adjacent-captures": {"captures": (0, 1, 2)},
     "repeated-captures": {"captures": (3, 3, 3)},
+    "five-captures": {"captures": (0, 1, 1, 2, 3), "fc_norm": True},
+    "two-layers": {"num_hidden_layers": 2},
+    "three-layers": (
+        {"num_hidden_layers": 3, "qk_norm": True, "mlp_bias": True, "norm_before_residual": True}
+        | {"hidden_size": 24, "own_embedding": True, "norm_output": True}
+    ),
+    "window": {"windows": (5,)},
+    "two-layers-one-window": {"num_hidden_layers": 2, "windows": (None, 6), "attention_bias": True},
+    "two-windows": {"num_hidden_layers": 2, "windows": (7, 7)},
+    "no-features": {"final_hidden": True},
+    "no-features-three-layers": {"final_hidden": True, "num_hidden_layers": 3, "norm_output": True},
     "all-at-once": (
         {"norm_before_fc": True, "norm_output": True, "norm_before_residual": True, "qk_norm": True}
         | {"draft_vocab_size": 50, "hidden_size": 24, "own_embedding": True}
@@ -58,7 +69,7 @@ class Pair:
         self.model = make_target(self.target_dir, family, seed=5)
         config, tensors = random_draft_model(self.head_dir, self.model, seed=6, **flags)
         self.paper = PaperDraftModel(config, tensors, self.model, window)
-        self.captures = config["eagle_aux_hidden_state_layer_ids"]
+        self.captures = config["eagle_aux_hidden_state_layer_ids"] or [self.model.config.num_hidden_layers]
 
     def load(self, depth: int, **speculative: Any) -> Runtime:
         """A runtime that speculates; a head that does not load is an error."""
@@ -139,10 +150,10 @@ def test_drafts_equal_the_paper_after_every_acceptance(name: str, family: str, t
     assert set(accepted) >= {0, 1, 2, 3}
 
 
-@pytest.mark.parametrize("length", [1, 2, 8, 9, 10, 33])
-def test_drafts_equal_the_paper_at_every_length_of_prompt(length: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("length", "layers"), [(1, 2), (2, 1), (8, 2), (9, 1), (10, 2), (33, 2)])
+def test_drafts_equal_the_paper_at_every_length_of_prompt(length: int, layers: int, tmp_path: Path) -> None:
     """One token, whole chunks, one more and one less than a chunk."""
-    pair = Pair(tmp_path, "qwen3")
+    pair = Pair(tmp_path, "qwen3", num_hidden_layers=layers)
     prompt = prompt_of(length, seed=length)
     with pair.load(2) as runtime:
         runtime.submit(prompt, SamplingParams(max_tokens=MAX_TOKENS, seed=1))
@@ -150,19 +161,22 @@ def test_drafts_equal_the_paper_at_every_length_of_prompt(length: int, tmp_path:
         drive(pair, runtime, prompt, cold, depths=[2])
 
 
-@pytest.mark.parametrize("depths", [(3, 0, 0, 2, 0, 5), (0, 7), (1, 4, 2, 0), (6,)])
-def test_drafts_equal_the_paper_when_the_depth_changes(depths: tuple[int, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("depths", "layers"), [((3, 0, 0, 2, 0, 5), 1), ((0, 7), 1), ((1, 4, 2, 0), 2), ((6,), 2)])
+def test_drafts_equal_the_paper_when_the_depth_changes(depths: tuple[int, ...], layers: int, tmp_path: Path) -> None:
     """Steps without speculation extend the head's KV as well, so drafts after them are as good as ever."""
-    pair = Pair(tmp_path, "llama", fc_norm=True)
+    pair = Pair(tmp_path, "llama", fc_norm=True, num_hidden_layers=layers)
     prompt = prompt_of(11)
     with pair.load(7) as runtime:
         truth = run_one(runtime, prompt, SamplingParams(max_tokens=MAX_TOKENS), depth=0)
         drive(pair, runtime, prompt, truth, depths)
 
 
-@pytest.mark.parametrize("window", [1, 3, 7, 16])
-def test_a_draft_window_keeps_the_first_rows_and_the_last(window: int, tmp_path: Path) -> None:
-    pair = Pair(tmp_path, "llama", window=window)
+@pytest.mark.parametrize(
+    ("window", "own"), [(1, None), (3, None), (7, None), (16, None), (3, (7,)), (16, (7, 7)), (6, (9, None))]
+)
+def test_a_draft_window_keeps_the_first_rows_and_the_last(window: int, own: Any, tmp_path: Path) -> None:
+    """Where a layer has a window of its own, the smaller holds, and no first row is kept."""
+    pair = Pair(tmp_path, "llama", window=window, **({"windows": own, "num_hidden_layers": len(own)} if own else {}))
     prompt = prompt_of(30)
     with pair.load(3) as runtime:
         truth = run_one(runtime, prompt, SamplingParams(max_tokens=MAX_TOKENS), depth=0)
@@ -171,7 +185,8 @@ def test_a_draft_window_keeps_the_first_rows_and_the_last(window: int, tmp_path:
     features = pair.features(prompt)
     plain = pair.paper.draft_logits(prompt, features, ())
     pair.paper.window = window
-    assert not torch.allclose(plain, pair.paper.draft_logits(prompt, features, ()))
+    same = torch.allclose(plain, pair.paper.draft_logits(prompt, features, ()))
+    assert same == (own == (7, 7))
 
 
 def test_capture_layers_override_those_of_the_head(tmp_path: Path) -> None:
@@ -183,7 +198,7 @@ def test_capture_layers_override_those_of_the_head(tmp_path: Path) -> None:
         drive(pair, runtime, prompt, truth, depths=[3])
 
 
-@pytest.mark.parametrize("name", ["plain", "norm_output", "d2t", "other-width"])
+@pytest.mark.parametrize("name", ["plain", "norm_output", "d2t", "two-layers-one-window"])
 def test_a_trees_nodes_are_the_papers_likeliest_children(name: str, tmp_path: Path) -> None:
     """Node (0, 1) is the second likeliest token after the likeliest: by the paper, along each path on its own."""
     pair = Pair(tmp_path, "llama", **FLAGS[name])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from kernel_inventory import CARDS
 from lowered import Pair
-from lowering_cases import span
+from lowering_cases import span, write_pair
 from prefill_cases import NAMES, make_named
 from tiny_models import mxfp4_target
 
@@ -74,6 +74,21 @@ def test_workspaces_are_in_the_plan(name: str, tmp_path: Path) -> None:
     planned = workspace_bytes(program, lambda weight: pair.source[weight].shape)
     assert asked == planned > 0
     assert workspace_bytes(pair.program(0, 1), lambda weight: pair.source[weight].shape) == 0
+
+
+def test_layers_of_a_draft_model_before_its_last_attend_in_prefill(tmp_path: Path) -> None:
+    """From the first row that there is on; keys and values of all layers are kept."""
+    pair = Pair(*write_pair("llama+several_layers", tmp_path))
+    made = pair.lower_program(build_prefill(pair.geometry), H200)
+    own = [op for op in made.program.ops if op.kind == "prefill_attention" and op.reads["k_cache"].startswith("head.")]
+    assert [(op.reads["k_cache"], op.params["first"], op.params["window"]) for op in own] == [
+        ("head.k_cache", 1, None),
+        ("head.k_cache.1", 1, 96),
+    ]
+    written = [op.writes["k_cache"] for op in made.program.ops if op.kind == "prefill_kv_write"]
+    assert written[-3:] == ["head.k_cache", "head.k_cache.1", "head.k_cache.2"]
+    gathered = [call.kernel.name for call in made.calls if call.kernel.name.startswith("gather_kv")]
+    assert [name.endswith("_from1") for name in gathered] == [False, False, True, True]
 
 
 def test_what_torch_takes_meanwhile_is_in_the_plan(tmp_path: Path) -> None:

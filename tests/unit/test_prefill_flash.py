@@ -29,6 +29,19 @@ def test_attention_is_the_reference_s(start: int, window: int | None, sinks: tor
         assert bool(found.isfinite().all())
 
 
+@pytest.mark.parametrize("window", [None, 40, 129])
+@pytest.mark.parametrize("start", STARTS)
+def test_positions_before_the_first_are_not_seen(start: int, window: int | None) -> None:
+    """They may hold anything; a row before the first is zero."""
+    slot = Slot(start, SIZE)
+    for cache in slot.caches:
+        cache[slot.table[0, 0], :, 0] = 1e4
+    found = slot.flash(GatherLauncher(), None, window=window, first=1)
+    assert close(found[: slot.count], slot.expected(None, window=window, first=1), 8e-3)
+    assert start or not bool(found[0].any())
+    assert bool((found.abs() < 100).all())
+
+
 def test_all_rows_may_be_dead_and_nothing_be_written() -> None:
     for window in (None, 40):
         assert not bool(Slot(0, 0).flash(GatherLauncher(), SINKS, window=window).any())

@@ -178,12 +178,14 @@ def prefill_attention(
     out: torch.Tensor,
     scale: float,
     chunk_size: int | None = None,
+    first: int = 0,
     window: int | None = None,
 ) -> None:
     """Causal attention of a chunk, or several, over the positions up to each one's own: its shape depends on where it
     starts alone.
 
     chunk_size  rows of a chunk; None: all are one. Fewer rows are attended to as the first of so many
+    first       the first position that is seen; a row before it gives zero
     """
     start, count = chunk.tolist()
     size = chunk_size or q.shape[0]
@@ -192,7 +194,7 @@ def prefill_attention(
         whole = torch.nn.functional.pad(rows, (0, 0, 0, 0, 0, size - len(rows)))
         attended = out.new_empty(size, out.shape[1])
         place = start + begin, count - begin
-        _attend_chunk(whole, (k_cache, v_cache), block_table[0], place, window, sinks, attended, scale)
+        _attend_chunk(whole, (k_cache, v_cache), block_table[0], place, (first, window), sinks, attended, scale)
         results.copy_(attended[: len(rows)])
 
 
@@ -201,13 +203,14 @@ def _attend_chunk(
     caches: tuple[torch.Tensor, torch.Tensor],
     table: torch.Tensor,
     place: tuple[int, int],
-    window: int | None,
+    span: tuple[int, int | None],
     sinks: torch.Tensor | None,
     out: torch.Tensor,
     scale: float,
 ) -> None:
     (size, heads, head_dim), kv_heads = q.shape, caches[0].shape[1]
     start, count = place
+    first, window = span
     end = start + size
     keys, values = (_load(cache, table, end) for cache in caches)
     group = heads // kv_heads
@@ -219,10 +222,10 @@ def _attend_chunk(
         if window is not None and stop <= start + 1 - window:
             continue
         at = torch.arange(tile, stop, device=q.device)
-        visible = at[None] <= mine[:, None]
+        visible = (at[None] <= mine[:, None]) & (at[None] >= first)
         if window is not None:
             visible &= at[None] > mine[:, None] - window
-        written = (at < start + count)[None, :, None]
+        written = ((at < start + count) & (at >= first))[None, :, None]
         state.add(
             torch.where(written, keys[:, tile:stop], 0),
             torch.where(written, values[:, tile:stop], 0),

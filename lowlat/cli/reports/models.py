@@ -21,7 +21,7 @@ from lowlat.models.program import Program
 from lowlat.models.target import read_model_config, target_groups
 from lowlat.models.weight_plan import weight_plan
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig, options_from
-from lowlat.speculators.eagle3.capture import IDS_KEY, default_boundaries
+from lowlat.speculators.eagle3.capture import IDS_KEY, OUTPUTS_KEY, default_boundaries
 from lowlat.speculators.eagle3.config import parse_draft
 from lowlat.speculators.eagle3.weights import draft_weight_plan
 
@@ -170,6 +170,8 @@ def _convention(directory: Path, head: DraftConfig, *, overridden: bool) -> dict
     boundaries = list(head.capture_boundaries)
     if overridden:
         meaning = "boundaries, from --capture-layers"
+    elif head.final_hidden:
+        return {"ids": None, "ids_from": None, "convention": "no auxiliary features: the target's final hidden state"}
     elif ids is None:
         meaning = "no ids: the default boundaries 2, N / 2, N - 3"
     elif ids == boundaries:
@@ -185,6 +187,7 @@ def _named_ids(config: Fields) -> tuple[str | None, list[int] | None]:
     nested = eagle if isinstance(eagle, dict) else {}
     for place, values, key in (
         (IDS_KEY, config.values, IDS_KEY),
+        (OUTPUTS_KEY, config.values, OUTPUTS_KEY),
         ("eagle_config.layer_ids", nested, "layer_ids"),
         (f"eagle_config.{IDS_KEY}", nested, IDS_KEY),
     ):

@@ -50,7 +50,7 @@ def prefill_attention(binding: Binding, op: Op) -> Sequence[Call]:
     keys, values, lengths = (binding.workspace(*each) for each in asked)
     gather = gather_kv(
         k_cache=k_cache, v_cache=v_cache, block_table=given["block_table"], chunk=given["chunk"], keys=keys,
-        values=values, lengths=lengths, size=q.shape[0], window=window, card=binding.card,
+        values=values, lengths=lengths, size=q.shape[0], window=window, card=binding.card, first=given.get("first", 0),
     )  # fmt: skip
     sinks = binding.sinks(op)
     attended = {

@@ -11,7 +11,10 @@ The rule, from the consumers that the published heads were tuned on:
 3. `eagle_config.eagle_aux_hidden_state_layer_ids` names layers whose output is taken, so boundary id + 1, when the
    first id is 1 or the draft model is a ModelOpt export; in SpecForge's and SafeAILab's other ids are boundaries
    (SGLang). An id equal to N can only be a boundary, and then all ids are (nvidia's gpt-oss v3).
-4. Without ids: boundaries 2, N // 2, N - 3 (SafeAILab, and what all other defaults amount to).
+4. `target_layer_ids` names layers whose output is taken, so boundary id + 1; never the last layer, whose hidden
+   state transformers gives after the final norm (DeepSpec).
+5. Without ids: boundaries 2, N // 2, N - 3 (SafeAILab, and what all other defaults amount to).
+6. A draft model without auxiliary features reads one stream, boundary N, after the target's final norm.
 
 Ids must not descend: all engines concatenate the captured streams in the order of the layers.
 """
@@ -23,6 +26,7 @@ from lowlat.models.geometry import DraftLayout
 __all__ = ["capture_boundaries", "default_boundaries"]
 
 IDS_KEY = "eagle_aux_hidden_state_layer_ids"
+OUTPUTS_KEY = "target_layer_ids"
 MAX_FEATURES = 16
 OVERRIDE = "give capture_layers, the boundaries themselves"
 
@@ -30,7 +34,7 @@ OVERRIDE = "give capture_layers, the boundaries themselves"
 def _check(label: str, ids: tuple[int, ...], num_layers: int, num_features: int) -> None:
     if len(ids) != num_features:
         raise ConfigError(
-            f"{label} = {list(ids)}: expected {num_features} entries, as fc.weight has features, found {len(ids)}"
+            f"{label} = {list(ids)}: expected {num_features} entries, as the draft model has features, found {len(ids)}"
         )
     for layer in ids:
         if not 0 <= layer <= num_layers:
@@ -59,6 +63,14 @@ def _from_config(
                 outputs = ids[0] == 1 or layout == "modelopt"
                 ids = tuple(layer + 1 for layer in ids) if outputs and max(ids) < num_layers else ids
             found.append((f"{place.label}: {key}", ids))
+    outputs_of = fields.optional_integers(OUTPUTS_KEY, 0, num_layers - 1, max_count=MAX_FEATURES)
+    if outputs_of:
+        if max(outputs_of) == num_layers - 1:
+            raise ConfigError(
+                f"{fields.label}: {OUTPUTS_KEY} = {list(outputs_of)}: layer {num_layers - 1} is the target's last, "
+                f"whose hidden state may be meant after the final norm or before it; {OVERRIDE}"
+            )
+        found.append((f"{fields.label}: {OUTPUTS_KEY}", tuple(layer + 1 for layer in outputs_of)))
     if not found:
         default = default_boundaries(num_layers)
         if default is None:
@@ -83,13 +95,20 @@ def capture_boundaries(
     num_layers: int,
     num_features: int,
     override: tuple[int, ...] | None,
+    final_hidden: bool = False,
 ) -> tuple[int, ...]:
     """The boundaries whose streams the draft model concatenates, by the rule in the module's docstring.
 
-    eagle is the config's eagle_config; num_features is fc's columns over the target's width. Raises ConfigError
-    for ids out of range, descending, or of another count than num_features.
+    eagle is the config's eagle_config; num_features is fc's columns over the target's width, or 1 with final_hidden,
+    where the draft model has no auxiliary features and ids mean nothing. Raises ConfigError for ids out of range,
+    descending, or of another count than num_features.
     """
-    label, ids = _from_config(fields, eagle, layout, num_layers) if override is None else ("capture_layers", override)
+    if override is not None:
+        label, ids = "capture_layers", override
+    elif final_hidden:
+        label, ids = "the final hidden state", (num_layers,)
+    else:
+        label, ids = _from_config(fields, eagle, layout, num_layers)
     _check(label, ids, num_layers, num_features)
     if override is None and list(ids) != sorted(ids):
         raise ConfigError(f"{label} = {list(ids)}: expected ascending ids; {OVERRIDE}")

@@ -1,42 +1,39 @@
-"""EAGLE3 draft models: config.json and tensor headers to geometry and flags, in the four public layouts.
-
-    layout        told by                                        names          layer's sizes in
-    speculators   speculators_model_type                         layers.0.      transformer_layer_config
-    specforge     midlayer, LlamaForCausalLMEagle3 or eagle_config  midlayer.   the top level
-    safeai        midlayer, neither of them                      midlayer.      the top level
-    modelopt      layers.0, no speculators_model_type            layers.0.      the top level
+"""EAGLE3 draft models: config.json and tensor headers to geometry and flags, in the public layouts.
 
 Where config and tensors could disagree, the tensors are trusted for sizes and presence and a contradiction is
-refused. It knows no weights. Source: SafeAILab/EAGLE, SpecForge, TensorRT Model Optimizer and speculators.
+refused. It knows no weights. Source: SafeAILab/EAGLE, SpecForge, TensorRT Model Optimizer, speculators and DeepSpec.
 """
 
 from pathlib import Path
 from typing import Any
 
-from lowlat.checkpoint.fields import Fields
 from lowlat.errors import ConfigError
 from lowlat.models.families.dense import Sizes, parse_sizes
-from lowlat.models.geometry import DraftConfig, DraftLayout, ModelConfig
+from lowlat.models.geometry import DraftConfig, ModelConfig
 from lowlat.models.hf_config import (
     HARMLESS_KEYS,
     MAX_VOCABULARY,
     check_architecture,
     parse_rope,
     read_config,
-    refuse_windows,
 )
-from lowlat.speculators.eagle3.capture import IDS_KEY, MAX_FEATURES, capture_boundaries
+from lowlat.speculators.eagle3.capture import IDS_KEY, MAX_FEATURES, OUTPUTS_KEY, capture_boundaries
+from lowlat.speculators.eagle3.draft_file import DEEPSPEC, DraftFile
 from lowlat.speculators.eagle3.tensors import DraftTensors, open_draft_model
+from lowlat.speculators.eagle3.windows import draft_windows
 
 __all__ = ["parse_draft", "read_draft_config"]
 
 ARCHITECTURES = (
     "LlamaForCausalLM",
     "LlamaForCausalLMEagle3",
+    "LlamaForCausalLMEagle3Deep",
     "Eagle3LlamaForCausalLM",
     "Eagle3DraftModel",
     "Eagle3Speculator",
+    DEEPSPEC,
 )
+MAX_DRAFT_LAYERS = 16
 LAYER_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gpt_oss")
 # What speculators and other trainers write down beside the geometry.
 HARMLESS_HEAD_KEYS = HARMLESS_KEYS | {
@@ -50,65 +47,26 @@ HARMLESS_HEAD_KEYS = HARMLESS_KEYS | {
     "num_local_experts",
     "speculators_config",
     "speculators_version",
+    "step_loss_decay",
+    "target_model_name_or_path",
+    "target_model_type",
     "torch_dtype",
     "truncated_vocab_size",
+    "ttt_length",
     "ttt_steps",
 }
 
 
-class _DraftFile:
-    """The config's places: the top level, the layer's sizes, eagle_config; and the notes made on the way."""
-
-    def __init__(self, fields: Fields, tensors: DraftTensors) -> None:
-        self.top = fields
-        self.layout = _layout(fields, tensors)
-        nested = fields.optional_object("transformer_layer_config")
-        if self.layout == "speculators" and nested is None:
-            raise ConfigError(f"{fields.label}: transformer_layer_config is missing; speculators' heads have it")
-        if self.layout != "speculators" and nested is not None:
-            raise ConfigError(f"{fields.label}: transformer_layer_config without speculators_model_type is not known")
-        self.layer = nested or fields
-        self.eagle = fields.optional_object("eagle_config")
-        self.notes: list[str] = []
-
-    def places(self) -> list[Fields]:
-        """Where flags may stand: all must agree."""
-        places = [self.top] if self.layer is self.top else [self.top, self.layer]
-        return places if self.eagle is None else [*places, self.eagle]
-
-    def flag(self, key: str) -> bool | None:
-        """A flag from wherever it stands, None when it stands nowhere; contradictions are refused."""
-        values = {place.label: place.optional_boolean(key) for place in self.places()}
-        given = {label: value for label, value in values.items() if value is not None}
-        if len(set(given.values())) > 1:
-            raise ConfigError(
-                f"{key} is contradictory: " + ", ".join(f"{value} in {at}" for at, value in given.items())
-            )
-        return next(iter(given.values()), None)
-
-
-def _layout(fields: Fields, tensors: DraftTensors) -> DraftLayout:
-    kind = fields.optional_string("speculators_model_type")
-    if kind is not None:
-        if kind != "eagle3":
-            raise ConfigError(f"{fields.label}: speculators_model_type must be 'eagle3', found {kind!r}")
-        return "speculators"
-    if not tensors.has_midlayer:
-        return "modelopt"
-    named = "LlamaForCausalLMEagle3" in (fields.optional_strings("architectures", max_count=16) or ())
-    return "specforge" if named or fields.values.get("eagle_config") else "safeai"
-
-
-def _refuse_unimplemented(file: _DraftFile) -> None:
+def _refuse_unimplemented(file: DraftFile) -> None:
     check_architecture(file.top, ARCHITECTURES)
-    layer, why = file.layer, "one Llama-style layer over captured features"
+    layer, why = file.layer, "Llama-style layers over captured features"
     layer.refuse_unless("model_type", LAYER_TYPES, why)
-    layer.refuse_unless("num_hidden_layers", (1,), "heads of one draft layer")
     layer.refuse_unless("hidden_act", ("silu",), "only the SiLU gate")
-    refuse_windows(layer, off_by_default=layer.values.get("model_type") in ("qwen2", "qwen3"))
+    if file.layout == "deepspec":  # each of its layers would read the embedding, and its own evaluator takes one
+        for key in ("num_hidden_layers", "draft_num_hidden_layers"):
+            layer.refuse_unless(key, (1,), "DeepSpec's draft models of one layer")
     for place in file.places():
         place.refuse_unless("quantization_config", (), "quantised heads")
-        place.refuse_unless("use_aux_hidden_state", (True,), why)
         place.refuse_unless("parallel_draft_step", (0, 1), "one token a draft step")
     if file.eagle is not None:
         file.eagle.refuse_unless("use_input_layernorm_in_first_layer", (True,), "the embedding is normed")
@@ -118,13 +76,12 @@ def _refuse_unimplemented(file: _DraftFile) -> None:
         file.eagle.raw("parallel_draft_heads_num_layers")  # of no effect with one draft step
 
 
-def _biases(file: _DraftFile, tensors: DraftTensors) -> dict[str, bool]:
+def _biases(file: DraftFile, tensors: DraftTensors) -> dict[str, Any]:
     """Which projections have biases, as the tensors say; a promise that exporters keep must be kept."""
-    attention, mlp = "layers.0.self_attn", "layers.0.mlp"
     found = {
-        "qkv_bias": any(f"{attention}.{part}_proj.bias" in tensors for part in "qkv"),
-        "output_bias": f"{attention}.o_proj.bias" in tensors,
-        "mlp_bias": any(f"{mlp}.{part}_proj.bias" in tensors for part in ("gate", "up", "down")),
+        "qkv_bias": any(tensors.in_any_layer(f"self_attn.{part}_proj.bias") for part in "qkv"),
+        "output_bias": tensors.in_any_layer("self_attn.o_proj.bias"),
+        "mlp_bias": any(tensors.in_any_layer(f"mlp.{part}_proj.bias") for part in ("gate", "up", "down")),
     }
     promised = {"attention_bias": "qkv_bias", "mlp_bias": "mlp_bias", "qkv_bias": "qkv_bias"}
     for key, name in promised.items():
@@ -137,7 +94,7 @@ def _biases(file: _DraftFile, tensors: DraftTensors) -> dict[str, bool]:
     return found
 
 
-def _norm_flag(file: _DraftFile, key: str, present: bool) -> bool:
+def _norm_flag(file: DraftFile, key: str, present: bool) -> bool:
     """A norm before fc: the flag and the tensors must agree; without a flag the tensors decide."""
     flag = file.flag(key)
     if flag is None:
@@ -149,7 +106,7 @@ def _norm_flag(file: _DraftFile, key: str, present: bool) -> bool:
     return flag
 
 
-def _feedback(file: _DraftFile, fc_norm: bool) -> bool:
+def _feedback(file: DraftFile, fc_norm: bool) -> bool:
     """Whether the state fed to the next draft step is the one after the final norm.
 
     speculators, ModelOpt and the engines mean that by norm_output. SpecForge's own trainer once wrote it as true
@@ -166,7 +123,7 @@ def _feedback(file: _DraftFile, fc_norm: bool) -> bool:
     return bool(flag)
 
 
-def _residual(file: _DraftFile) -> bool:
+def _residual(file: DraftFile) -> bool:
     """Whether the layer's residual is the normed state; speculators' own default, unlike vLLM's, is no."""
     flag = file.flag("norm_before_residual")
     if flag is None and file.layout == "speculators":
@@ -174,7 +131,7 @@ def _residual(file: _DraftFile) -> bool:
     return bool(flag)
 
 
-def _vocabulary(file: _DraftFile, tensors: DraftTensors, sizes: Sizes, target: ModelConfig) -> dict[str, Any]:
+def _vocabulary(file: DraftFile, tensors: DraftTensors, sizes: Sizes, target: ModelConfig) -> dict[str, Any]:
     """The draft vocabulary, and which of embedding, LM head and map the draft model brings itself."""
     own_draft_model, own_map = "lm_head.weight" in tensors, "d2t" in tensors
     own_embedding = "embed_tokens.weight" in tensors
@@ -206,10 +163,42 @@ def _vocabulary(file: _DraftFile, tensors: DraftTensors, sizes: Sizes, target: M
     }
 
 
-def _num_features(file: _DraftFile, tensors: DraftTensors, target: ModelConfig) -> int:
-    stated = file.top.optional_integer("target_hidden_size", 1, 1 << 20)
-    if stated is not None and stated != target.hidden_size:
-        raise ConfigError(f"{file.top.label}: target_hidden_size {stated} is not the target's {target.hidden_size}")
+def _layers(file: DraftFile, tensors: DraftTensors, sizes: Sizes) -> dict[str, Any]:
+    """How many layers there are, and the window of each."""
+    count = file.layer.integer("num_hidden_layers", 1, MAX_DRAFT_LAYERS)
+    tensors.check_layers(count, sizes.hidden_size, file.layer.label)
+    return {"num_layers": count, "windows": draft_windows(file, count)}
+
+
+def _has_no_features(file: DraftFile, tensors: DraftTensors, sizes: Sizes, target: ModelConfig) -> bool:
+    """Whether the draft model reads the target's final hidden state in place of captured features."""
+    directory = tensors.checkpoint.directory
+    if file.flag("use_aux_hidden_state") is not False:
+        if "fc.weight" not in tensors:
+            raise ConfigError(
+                f"{directory}: tensor 'fc.weight' is missing: not an EAGLE3 draft model, or one without auxiliary "
+                f"features, whose config says use_aux_hidden_state false"
+            )
+        return False
+    if sizes.hidden_size != target.hidden_size:
+        raise ConfigError(
+            f"{file.layer.label}: hidden_size {sizes.hidden_size} is not the target's {target.hidden_size}, whose "
+            f"final hidden state it reads (use_aux_hidden_state is false)"
+        )
+    if "fc.weight" in tensors:
+        file.notes.append("use_aux_hidden_state is false: fc.weight is not used")
+    return True
+
+
+def _check_target(file: DraftFile, target: ModelConfig) -> None:
+    """Refuse a draft model that says it was trained for a target of another shape."""
+    for key, own in (("target_hidden_size", target.hidden_size), ("num_target_layers", target.num_layers)):
+        stated = file.top.optional_integer(key, 1, 1 << 20)
+        if stated is not None and stated != own:
+            raise ConfigError(f"{file.top.label}: {key} {stated} is not the target's {own}")
+
+
+def _num_features(file: DraftFile, tensors: DraftTensors, target: ModelConfig) -> int:
     entry = tensors.entry("fc.weight", 2)
     count, rest = divmod(entry.shape[1], target.hidden_size)
     if rest or not 1 <= count <= MAX_FEATURES:
@@ -223,8 +212,9 @@ def _num_features(file: _DraftFile, tensors: DraftTensors, target: ModelConfig) 
     return count
 
 
-def _refuse_unknown(file: _DraftFile) -> None:
-    file.top.raw(IDS_KEY)  # not read when the caller overrides them
+def _refuse_unknown(file: DraftFile) -> None:
+    for key in (IDS_KEY, OUTPUTS_KEY):
+        file.top.raw(key)  # not read when the caller overrides them
     if file.eagle is not None:
         file.eagle.raw(IDS_KEY)
         file.eagle.raw("layer_ids")
@@ -238,19 +228,23 @@ def parse_draft(
     """A head's geometry, its tensors by normalised name, and what its user should know. Raises ConfigError."""
     fields = read_config(directory)
     tensors = open_draft_model(directory)
-    file = _DraftFile(fields, tensors)
+    file = DraftFile(fields, tensors)
     _refuse_unimplemented(file)
     sizes = parse_sizes(file.layer, default_vocab_size=target.vocab_size, default_max_position=target.max_position)
-    num_features = _num_features(file, tensors, target)
+    _check_target(file, target)
+    final_hidden = _has_no_features(file, tensors, sizes, target)
     fc_norm = _norm_flag(file, "fc_norm", any(name.startswith("fc_norm.") for name in tensors.stored))
     norm_before_fc = _norm_flag(file, "norm_before_fc", "input_norm.weight" in tensors)
+    if final_hidden and (fc_norm or norm_before_fc):
+        raise ConfigError(f"{fields.label}: use_aux_hidden_state is false, but there are norms before fc")
     boundaries = capture_boundaries(
         file.top,
         file.eagle,
         file.layout,
         num_layers=target.num_layers,
-        num_features=num_features,
+        num_features=1 if final_hidden else _num_features(file, tensors, target),
         override=capture_layers,
+        final_hidden=final_hidden,
     )
     config = DraftConfig(
         layout=file.layout,
@@ -265,11 +259,13 @@ def parse_draft(
         rms_norm_eps=sizes.rms_norm_eps,
         rope=parse_rope(file.layer, max_position=sizes.max_position),
         capture_boundaries=boundaries,
-        qk_norm=any(f"layers.0.self_attn.{part}_norm.weight" in tensors for part in "qk"),
+        final_hidden=final_hidden,
+        qk_norm=any(tensors.in_any_layer(f"self_attn.{part}_norm.weight") for part in "qk"),
         norm_before_fc=norm_before_fc,
         fc_norm=fc_norm,
         norm_output=_feedback(file, fc_norm),
         norm_before_residual=_residual(file),
+        **_layers(file, tensors, sizes),
         **_biases(file, tensors),
         **_vocabulary(file, tensors, sizes, target),
     )

@@ -1,8 +1,10 @@
 """Drafting inside the step: the draft model over the accepted rows, then over one level of the tree after another.
 
 Source: EAGLE-3, arXiv 2503.01840, section 3. The rows of accepted tokens use the target's true features and leave
-keys and values for all; attention, FFN and LM head run on each slot's last row alone. Deeper levels use the draft
-model's own fed-back state, and their keys and values are overwritten by the next step.
+keys and values for all; the last layer's attention and FFN, and the LM head, run on each slot's last row alone. The
+layers before it, where there are any, run on all accepted rows: the keys and values of the next are made of their
+outputs. Deeper levels use the draft model's own fed-back state, and their keys and values are overwritten by the next
+step.
 """
 
 from collections.abc import Sequence
@@ -29,7 +31,7 @@ class Drafter:
         self.batch, self.rows = scope.bucket.batch, scope.bucket.rows
 
     def extend(self) -> tuple[str, str]:
-        """Keys and values of the accepted rows; returns the attention input [B * T, 2H] and the residual."""
+        """Keys and values of the accepted rows; returns the last layer's attention input and residual, by row."""
         batch, rows = self.batch, self.rows
         ints = self._ints
         names = ("accepted_tokens", "commit_lens", "draft_live", "dense_lens")
@@ -42,13 +44,19 @@ class Drafter:
         }
         self.builder.emit("draft_rows", Stage.EAGLE_DRAFT_FC, reads={n: n for n in names}, writes=outs)
         write = {**BY_SLOT, "row_live": "head.row_live", "write_lens": "head.write_lens", "offsets": "node_offsets"}
-        all_rows = Rows("head.", batch * rows, "head.row_live", "head.positions", {}, write)
+        all_rows = Rows("head.", batch * rows, "head.row_live", "head.positions", self._accepted_rows(), write)
         emitter = Emitter(self.builder, all_rows, self.dtype, Stage.EAGLE_DRAFT_FC)
         hidden = "prefilled_feature" if self.scope.bucket.prefilled else self._features(emitter)
         emitter.stage = Stage.EAGLE_DRAFT_ATTENTION_FMHA
-        both, residual = self.eagle.emit_input(emitter, "head.tokens", hidden)
-        self.eagle.emit_kv(emitter, both)
-        return both, residual
+        return self.eagle.emit_stack(emitter, *self.eagle.emit_input(emitter, "head.tokens", hidden))
+
+    def _accepted_rows(self) -> dict[str, str]:
+        """What attention of the accepted rows reads: each sees those before it, and itself."""
+        if self.draft_config.num_layers == 1:
+            return {}
+        seen = torch.tensor([(2 << row) - 1 for row in range(self.rows)], dtype=torch.int64)
+        masks = self.builder.constant("head.accepted_before", seen.repeat(self.batch, 1))
+        return {**BY_SLOT, "dense_lens": "head.write_lens", "row_masks": masks}
 
     def _features(self, emitter: Emitter) -> str:
         """The draft model's input made of the target's features of the accepted rows, kept where a block ends."""
@@ -66,7 +74,7 @@ class Drafter:
         )
         return hidden
 
-    def draft(self, both: str, residual: str) -> str:
+    def draft(self, x: str, residual: str) -> str:
         """All levels; returns the drafted nodes."""
         batch = self.batch
         alone = self.builder.constant("head.no_ancestors", torch.zeros(batch, 1, dtype=torch.int64))
@@ -74,7 +82,7 @@ class Drafter:
         rows = Rows("draft.0.", batch, "draft_live", "head.live_positions", attention, {})
         level = Emitter(self.builder, rows, self.dtype, Stage.EAGLE_DRAFT_ATTENTION_FMHA)
         live = {}
-        for name, source in (("both", both), ("residual", residual)):
+        for name, source in (("both", x), ("residual", residual)):
             live[name] = level.scratch(name, batch, self.builder.spec(source).shape[1])
             level.emit("take_last", {"x": source, "commit_lens": "commit_lens"}, {"out": live[name]})
         nodes = self.scope.draft_nodes()
@@ -114,16 +122,15 @@ class Drafter:
             {"hidden": hidden, "tokens": tokens, "row_live": live, "positions": positions, "row_masks": masks},
             depth=depth,
         )
-        both, residual = self.eagle.emit_input(level, tokens, hidden)
-        self.eagle.emit_kv(level, both)
-        return self._finish_level(level, depth, both, residual)
+        x, residual = self.eagle.emit_stack(level, *self.eagle.emit_input(level, tokens, hidden))
+        return self._finish_level(level, depth, x, residual)
 
-    def _finish_level(self, level: Emitter, depth: int, both: str, residual: str) -> str:
-        """Attention, FFN and LM head of a level, and its children's tokens; returns the fed-back state."""
+    def _finish_level(self, level: Emitter, depth: int, x: str, residual: str) -> str:
+        """Attention, FFN and LM head of a level's last layer, and its children's tokens; returns the fed-back state."""
         topology, prefix = self.topology, level.rows.prefix
-        middle = self.eagle.emit_attention(level, both, residual)
+        middle = self.eagle.emit_attention(level, x, residual)
         level.stage = Stage.EAGLE_DRAFT_FFN
-        output = self.eagle.emit_ffn(level, middle)
+        output = self.eagle.emit_ffn(level, middle, self.eagle.last)
         tokens, feedback = self.eagle.emit_draft(level, output, topology.max_rank_by_level[depth] + 1)
         branches = topology.levels[depth]
         children = [child for branch in branches for child in branch.children]

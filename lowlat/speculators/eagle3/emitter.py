@@ -4,46 +4,62 @@ A row takes the embedding of a token and the feature before it. The feature is t
 where the target has run, and the draft model's own fed-back state where it has not; fc is never applied to the latter.
 """
 
+from typing import Any
+
 import torch
 
 from lowlat.graphs import BufferSpec, Paging, Role
 from lowlat.models.geometry import DraftConfig, ModelConfig
 from lowlat.models.layers import TORCH_DTYPES, Emitter
 from lowlat.models.program import Stage
+from lowlat.speculators.eagle3.windows import effective_window
 
-__all__ = ["Eagle3Emitter", "draft_kv_specs"]
+__all__ = ["Eagle3Emitter", "draft_kv_specs", "layer_name"]
 
-DRAFT_CACHES = ("head.k_cache", "head.v_cache")
-WINDOW_KEEPS_FIRST = 4
+
+def layer_name(layer: int) -> str:
+    """The beginning of the canonical names of a layer's weights."""
+    return f"head.layers.{layer}" if layer else "head"
+
+
+def _caches(layer: int) -> tuple[str, str]:
+    """The buffers of a layer's keys and values."""
+    return (f"head.k_cache.{layer}", f"head.v_cache.{layer}") if layer else ("head.k_cache", "head.v_cache")
 
 
 def draft_kv_specs(draft: DraftConfig, dtype: torch.dtype, num_blocks: int, block_size: int) -> list[BufferSpec]:
-    """The draft model's KV cache, [P, G, block, D], and the features at block ends, [P, H], and of the last live row of
-    prefill, [1, H]."""
+    """The KV cache of each of the draft model's layers, [P, G, block, D], and the features at block ends, [P, H], and
+    of the last live row of prefill, [1, H]."""
     shape = (num_blocks, draft.num_kv_heads, block_size, draft.head_dim)
+    names = [name for layer in range(draft.num_layers) for name in _caches(layer)]
     return [
-        *(BufferSpec(name, shape, dtype, Role.STATE, Paging.POSITIONS) for name in DRAFT_CACHES),
+        *(BufferSpec(name, shape, dtype, Role.STATE, Paging.POSITIONS) for name in names),
         BufferSpec("block_features", (num_blocks, draft.hidden_size), dtype, Role.STATE, Paging.BLOCKS),
         BufferSpec("prefilled_feature", (1, draft.hidden_size), dtype, Role.STATE),
     ]
 
 
 class Eagle3Emitter:
-    """Appends the draft model's operations; `emitter.stage` moves with the parts of the step."""
+    """Appends the draft model's operations; `emitter.stage` moves with the parts of a step, and stays in prefill."""
 
     def __init__(
         self, config: ModelConfig, draft: DraftConfig, tables: tuple[str, str], draft_window: int | None
     ) -> None:
         self.draft = draft
         self.dtype = TORCH_DTYPES[config.dtype]
+        self.target_eps = config.rms_norm_eps
         self.tables = tables
         self.draft_window = draft_window
+        self.last = draft.num_layers - 1
+        self.name = layer_name(self.last)
         self.embedding = "head.embed.weight" if draft.own_embedding else "embed.weight"
         self.lm_head = "head.lm_head" if draft.own_lm_head else "lm_head"
 
     def emit_fc(self, emitter: Emitter, features: str) -> str:
-        """Captured features [M, F * Ht] to the draft model's hidden width [M, H]."""
+        """Captured features [M, F * Ht] to the draft model's hidden width [M, H]; the final hidden state is it."""
         draft = self.draft
+        if draft.final_hidden:
+            return emitter.norm(features, "norm.weight", self.target_eps, "hidden")
         if draft.norm_before_fc:
             features = emitter.norm(features, "head.input_norm.weight", draft.rms_norm_eps, "features.normed")
         if draft.fc_norm:
@@ -75,42 +91,68 @@ class Eagle3Emitter:
         )
         return both, normed if draft.norm_before_residual else hidden
 
-    def emit_kv(self, emitter: Emitter, both: str) -> None:
-        """Keys and values of all rows, written to the draft model's cache."""
-        draft = self.draft
-        product = emitter.linear(both, "head.kv", 2 * draft.kv_size, "kv", bias=draft.qkv_bias)
+    def emit_stack(self, emitter: Emitter, both: str, residual: str) -> tuple[str, str]:
+        """Keys and values of all layers, for which the layers before the last run over all rows.
+
+        Returns the input of the last layer's attention, [M, H] or of a single layer [M, 2H], and its residual [M, H].
+        """
+        draft, x = self.draft, both
+        for layer in range(self.last):
+            middle = self._emit_layer_attention(emitter, x, residual, layer)
+            _move(emitter, Stage.EAGLE_DRAFT_FFN)
+            residual = self.emit_ffn(emitter, middle, layer)
+            _move(emitter, Stage.EAGLE_DRAFT_ATTENTION_FMHA)
+            x = emitter.norm(residual, f"{layer_name(layer + 1)}.attn_norm.weight", draft.rms_norm_eps, "input.normed")
+        product = emitter.linear(x, f"{self.name}.kv", 2 * draft.kv_size, "kv", bias=draft.qkv_bias)
         if draft.qk_norm:
-            product = emitter.qk_norm(product, "head", (0, draft.num_kv_heads), draft.head_dim, draft.rms_norm_eps)
+            product = self._normed_heads(emitter, product, "k_normed", self.last, (0, draft.num_kv_heads))
         counts = {"k": draft.num_kv_heads, "v": draft.num_kv_heads}
         parts = emitter.rotate(product, counts, draft.head_dim, self.tables)
-        emitter.kv_write(parts["k"], parts["v"], DRAFT_CACHES)
+        emitter.kv_write(parts["k"], parts["v"], _caches(self.last))
+        return x, residual
 
-    def emit_attention(self, emitter: Emitter, both: str, residual: str) -> str:
-        """Queries of these rows against the draft model's cache, and the residual sum [M, H]."""
+    def emit_attention(self, emitter: Emitter, x: str, residual: str) -> str:
+        """Queries of these rows against the last layer's cache, and the residual sum [M, H]."""
         draft = self.draft
-        product = emitter.linear(both, "head.q", draft.query_size, "query", bias=draft.qkv_bias)
+        product = emitter.linear(x, f"{self.name}.q", draft.query_size, "query", bias=draft.qkv_bias)
         if draft.qk_norm:
-            product = emitter.qk_norm(product, "head", (draft.num_heads, 0), draft.head_dim, draft.rms_norm_eps)
+            product = self._normed_heads(emitter, product, "q_normed", self.last, (draft.num_heads, 0))
         query = emitter.rotate(product, {"q": draft.num_heads}, draft.head_dim, self.tables)["q"]
-        attended = emitter.attention(
-            query,
-            DRAFT_CACHES,
-            draft.query_size,
-            scale=draft.head_dim**-0.5,
-            first=1,
-            window=self.draft_window,
-            keep_first=WINDOW_KEEPS_FIRST if self.draft_window else 0,
-        )
-        output = emitter.linear(attended, "head.o", draft.hidden_size, "output", bias=draft.output_bias)
-        return emitter.add(residual, output, "residual.middle")
+        return self._attend(emitter, query, residual, self.last)
 
-    def emit_ffn(self, emitter: Emitter, middle: str) -> str:
-        """The gated FFN and its residual sum [M, H]."""
+    def _emit_layer_attention(self, emitter: Emitter, x: str, residual: str, layer: int) -> str:
+        """Attention of a layer before the last, whose queries, keys and values are of the same rows: [M, H]."""
+        draft, name, heads = self.draft, layer_name(layer), (self.draft.num_heads, self.draft.num_kv_heads)
+        width = draft.query_size + 2 * draft.kv_size
+        product = emitter.linear(x, f"{name}.qkv", width, "qkv", bias=draft.qkv_bias)
+        if draft.qk_norm:
+            product = self._normed_heads(emitter, product, "qk_normed", layer, heads)
+        counts = {"q": heads[0], "k": heads[1], "v": heads[1]}
+        parts = emitter.rotate(product, counts, draft.head_dim, self.tables)
+        emitter.kv_write(parts["k"], parts["v"], _caches(layer))
+        return self._attend(emitter, parts["q"], residual, layer)
+
+    def _normed_heads(self, emitter: Emitter, product: str, name: str, layer: int, heads: tuple[int, int]) -> str:
         draft = self.draft
-        normed = emitter.norm(middle, "head.ffn_norm.weight", draft.rms_norm_eps, "normed")
+        return emitter.qk_norm(product, layer_name(layer), heads, draft.head_dim, draft.rms_norm_eps, name)
+
+    def _attend(self, emitter: Emitter, query: str, residual: str, layer: int) -> str:
+        draft = self.draft
+        window, keep_first = effective_window(draft.windows[layer], self.draft_window)
+        seen: dict[str, Any] = {"scale": draft.head_dim**-0.5, "first": 1, "window": window}
+        if emitter.rows.chunk is None:
+            seen["keep_first"] = keep_first
+        attended = emitter.attention(query, _caches(layer), draft.query_size, **seen)
+        output = emitter.linear(attended, f"{layer_name(layer)}.o", draft.hidden_size, "output", bias=draft.output_bias)
+        return emitter.add(residual, output, self._stream("middle", layer))
+
+    def emit_ffn(self, emitter: Emitter, middle: str, layer: int) -> str:
+        """The gated FFN and its residual sum [M, H]."""
+        draft, name = self.draft, layer_name(layer)
+        normed = emitter.norm(middle, f"{name}.ffn_norm.weight", draft.rms_norm_eps, "normed")
         inner, width = draft.intermediate_size, draft.hidden_size
-        output = emitter.gated_ffn(normed, "head", inner, width, bias=draft.mlp_bias)
-        return emitter.add(middle, output, "residual.out")
+        output = emitter.gated_ffn(normed, name, inner, width, bias=draft.mlp_bias)
+        return emitter.add(middle, output, self._stream("out", layer))
 
     def emit_draft(self, emitter: Emitter, residual: str, num_ranks: int) -> tuple[str, str]:
         """LM head and the likeliest ids, mapped to target ids; returns tokens [M, k] and the fed-back state."""
@@ -128,7 +170,17 @@ class Eagle3Emitter:
         )
         return tokens, normed if draft.norm_output else residual
 
+    def _stream(self, part: str, layer: int) -> str:
+        """The name of a layer's residual stream: the last one's is the draft model's."""
+        return f"residual.{part}" if layer == self.last else f"layers.{layer}.residual.{part}"
+
     def _round(self, emitter: Emitter, product: str, name: str) -> str:
         out = emitter.scratch(name, *emitter.builder.spec(product).shape)
         emitter.emit("cast", {"x": product}, {"out": out})
         return out
+
+
+def _move(emitter: Emitter, stage: Stage) -> None:
+    """Let the operations that follow belong to another stage of the step."""
+    if emitter.rows.chunk is None:
+        emitter.stage = stage

@@ -9,7 +9,7 @@ __all__ = ["emit_draft_prefill"]
 
 
 def emit_draft_prefill(scope: PrefillScope, eagle: Eagle3Emitter) -> None:
-    """Append fc, the shift and the KV write for a program's positions; the boundaries must have been computed."""
+    """Append fc, the shift and the KV writes for a program's positions; the boundaries must have been computed."""
     draft, common = eagle.draft, {"block_table": "prefill_table", "chunk": "prefill_chunk"}
     write = {"row_live": "prefill_draft_live", **common}
     rows = Rows("prefill.head.", scope.size, None, "prefill_draft_positions", common, write, scope.chunk)
@@ -26,5 +26,4 @@ def emit_draft_prefill(scope: PrefillScope, eagle: Eagle3Emitter) -> None:
         block_size=scope.block_size,
     )
     emitter.emit("take_last", {"x": hidden, "commit_lens": "prefill_count"}, {"out": "prefilled_feature"})
-    both, _ = eagle.emit_input(emitter, "prefill_tokens", shifted)
-    eagle.emit_kv(emitter, both)
+    eagle.emit_stack(emitter, *eagle.emit_input(emitter, "prefill_tokens", shifted))

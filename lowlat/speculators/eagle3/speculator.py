@@ -19,6 +19,7 @@ from lowlat.speculators.eagle3.draft import Drafter
 from lowlat.speculators.eagle3.emitter import Eagle3Emitter, draft_kv_specs
 from lowlat.speculators.eagle3.prefill import emit_draft_prefill
 from lowlat.speculators.eagle3.weights import draft_weight_plan, load_draft_model
+from lowlat.speculators.eagle3.windows import check_draft_window
 
 __all__ = ["Eagle3Speculator"]
 
@@ -28,7 +29,8 @@ class Eagle3Speculator(Speculator):
     """Drafts with an EAGLE3 model.
 
     config  the draft model's geometry and flags
-    window  the draft's attention keeps to the first 4 and the last so many rows; None: to all
+    window  the draft's attention keeps to the first 4 and the last so many rows, or to a layer's own window where that
+            is smaller; None: to all, or to a layer's own window
     """
 
     method: ClassVar[str] = "eagle3"
@@ -39,12 +41,14 @@ class Eagle3Speculator(Speculator):
     def plan(cls, options: SpeculativeConfig, target: ModelConfig) -> Self:
         """The geometry alone, from the checkpoint's config and headers. Raises ConfigError."""
         config = read_draft_config(_checkpoint(options), target, capture_layers=options.capture_layers)
+        check_draft_window(config, options.draft_window)
         return cls(config, options.draft_window)
 
     @classmethod
     def load(cls, options: SpeculativeConfig, target: ModelConfig) -> LoadedSpeculator:
         """The draft model with its weights, read whole: one that is damaged must be known in time to go on without."""
         found = load_draft_model(_checkpoint(options), target, capture_layers=options.capture_layers)
+        check_draft_window(found.config, options.draft_window)
         return LoadedSpeculator(cls(found.config, options.draft_window), found.weights, found.directory, found.notes)
 
     @property
@@ -59,11 +63,11 @@ class Eagle3Speculator(Speculator):
 
     @property
     def attends_everything(self) -> bool:
-        """Without a draft window."""
-        return self.window is None
+        """Without a draft window, where a layer has none of its own."""
+        return self.window is None and None in self.config.windows
 
     def state_specs(self, sizes: StateSizes) -> list[BufferSpec]:
-        """KV cache of the draft model, the features at the ends of blocks and of the last prompt prefilled."""
+        """KV caches of the draft model's layers, features at the ends of blocks, that of the last prompt prefilled."""
         return draft_kv_specs(self.config, sizes.dtype, sizes.num_blocks, sizes.block_size)
 
     def weight_plan(self, dtype: str) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -76,6 +80,7 @@ class Eagle3Speculator(Speculator):
             "method": self.method,
             "capture_boundaries": list(self.config.capture_boundaries),
             "draft_vocab_size": self.config.draft_vocab_size,
+            "draft_layers": self.config.num_layers,
             "draft_window": self.window,
         }
 
@@ -84,7 +89,7 @@ class Eagle3Speculator(Speculator):
         emit_draft_prefill(scope, self._emitter(scope))
 
     def emit_extend(self, scope: StepScope) -> tuple[str, ...]:
-        """Keys and values of the accepted rows; returns the attention's input and the residual stream."""
+        """Keys and values of the accepted rows; returns the last attention's input and the residual stream."""
         return Drafter(scope, self._emitter(scope)).extend()
 
     def emit_draft(self, scope: StepScope, extended: tuple[str, ...]) -> str:

@@ -1,8 +1,11 @@
 """The tensors of EAGLE3 draft models under one set of names, whatever their producer called them, and the layout.
 
-Names lose a leading `model.`, and `midlayer.` becomes `layers.0.`. It knows names and shapes, not configs.
+Names lose a leading `model.`; `midlayer.` becomes `layers.0.`, `midlayer.N.` `layers.N.` (ModelOpt's of several
+layers), where the norm before the attention of a later layer is its `input_layernorm`, whatever its producer calls it.
+It knows names and shapes, not configs.
 """
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,14 +16,10 @@ __all__ = ["DraftTensors", "open_draft_model"]
 
 MLA_PARTS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "q_a_layernorm", "kv_a_layernorm")
 # Buffers that are recomputed, and copies of the target's that some trainers leave behind.
-IGNORED = frozenset(
-    {
-        "rotary_emb.inv_freq",
-        "layers.0.self_attn.rotary_emb.inv_freq",
-        "verifier_lm_head.weight",
-        "verifier_norm.weight",
-    }
-)
+IGNORED = re.compile(r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|verifier_(lm_head|norm)\.weight")
+MIDLAYER = re.compile(r"midlayer\.(?:(\d+)\.)?")
+LAYER = re.compile(r"layers\.(\d{1,9})\.")
+LATER_NORM = re.compile(r"(layers\.[1-9]\d*)\.hidden_norm\.weight")
 
 
 @dataclass(frozen=True)
@@ -46,14 +45,46 @@ class DraftTensors:
             )
         return entry
 
+    def in_any_layer(self, part: str) -> bool:
+        """Whether a layer has this part."""
+        return any(name.endswith(part) and LAYER.match(name) for name in self.stored)
+
     def ignored(self) -> set[str]:
         """Stored names of tensors that nobody needs."""
-        return {self.stored[name] for name in IGNORED if name in self.stored}
+        return {stored for name, stored in self.stored.items() if IGNORED.fullmatch(name)}
+
+    def check_layers(self, num_layers: int, hidden_size: int, label: str) -> None:
+        """Raise ConfigError for tensors of more layers than the config names, and for later layers that read more than
+        the layer before them."""
+        for name, stored in self.stored.items():
+            layer = LAYER.match(name)
+            if layer is not None and int(layer[1]) >= num_layers:
+                raise ConfigError(
+                    f"{self.checkpoint.directory}: tensor {stored!r} is of draft layer {int(layer[1])}, but {label}: "
+                    f"num_hidden_layers is {num_layers}"
+                )
+        for number in range(1, num_layers):
+            name = f"layers.{number}.self_attn.q_proj.weight"
+            if name in self and self.entry(name, 2).shape[1] == 2 * hidden_size:
+                raise ConfigError(
+                    f"{self.checkpoint.directory}: tensor {self.stored[name]!r} has {2 * hidden_size} columns: draft "
+                    f"models whose later layers read the embedding, too, are not implemented"
+                )
 
 
 def _normalised(name: str) -> str:
     name = name.removeprefix("model.")
-    return f"layers.0.{name.removeprefix('midlayer.')}" if name.startswith("midlayer.") else name
+    return MIDLAYER.sub(lambda found: f"layers.{found[1] or 0}.", name) if name.startswith("midlayer.") else name
+
+
+def _with_later_norms(stored: dict[str, str]) -> dict[str, str]:
+    """The names with each later layer's norm before its attention as `input_layernorm`, where it has one alone."""
+    renamed = {}
+    for name, original in stored.items():
+        norm = LATER_NORM.fullmatch(name)
+        plain = name if norm is None else f"{norm[1]}.input_layernorm.weight"
+        renamed[name if plain in stored else plain] = original
+    return renamed
 
 
 def _refuse_other_kinds(directory: Path, names: dict[str, str]) -> None:
@@ -68,18 +99,13 @@ def _refuse_other_kinds(directory: Path, names: dict[str, str]) -> None:
             raise refuse(name, "draft models with multi-head latent attention (MLA) are not implemented")
         if parts[0] == "parallel_draft_heads":
             raise refuse(name, "parallel drafting (parallel_draft_step above 1) is not implemented")
+        if parts[0] == "mask_hidden":
+            raise refuse(name, "parallel drafting (P-EAGLE) is not implemented")
         if parts[0].startswith("medusa"):
             raise refuse(name, "Medusa heads are not an EAGLE3 draft model; method must be 'eagle3'")
-        if parts[0] == "layers" and len(parts) > 1 and parts[1] != "0":
-            raise refuse(name, "draft models of more than one layer are not implemented")
     if "fc.bias" in names:
         hint = "" if "layers.0.hidden_norm.weight" in names else ": EAGLE-1 and EAGLE-2 are not EAGLE3"
         raise refuse("fc.bias", f"a bias on fc is not implemented{hint}")
-    if "fc.weight" not in names:
-        raise ConfigError(
-            f"{directory}: tensor 'fc.weight' is missing: not an EAGLE3 draft model, or one trained with "
-            f"use_aux_hidden_state false, which is not implemented"
-        )
     if "layers.0.hidden_norm.weight" not in names:
         raise ConfigError(f"{directory}: tensor 'hidden_norm.weight' is missing: EAGLE-1 and EAGLE-2 are not EAGLE3")
 
@@ -87,8 +113,7 @@ def _refuse_other_kinds(directory: Path, names: dict[str, str]) -> None:
 def open_draft_model(directory: Path) -> DraftTensors:
     """Read the headers of a draft model's weights and bring the names to one form. Raises ConfigError.
 
-    Refused by name: MLA, several layers, parallel drafting, Medusa, EAGLE-1 and EAGLE-2, a bias on fc, two tensors
-    of one name.
+    Refused by name: MLA, parallel drafting, Medusa, EAGLE-1 and EAGLE-2, a bias on fc, two tensors of one name.
     """
     checkpoint = Checkpoint.open(directory)
     stored: dict[str, str] = {}
@@ -97,6 +122,8 @@ def open_draft_model(directory: Path) -> DraftTensors:
         if plain in stored:
             raise ConfigError(f"{directory}: tensors {stored[plain]!r} and {name!r} are both {plain!r}")
         stored[plain] = name
+    stored = _with_later_norms(stored)
     _refuse_other_kinds(directory, stored)
-    has_midlayer = any("midlayer." in name for name in checkpoint.entries)
-    return DraftTensors(checkpoint, stored, has_midlayer)
+    has_midlayer = any(name.removeprefix("model.").startswith("midlayer.") for name in checkpoint.entries)
+    numbered = any(name.removeprefix("model.").startswith("midlayer.0.") for name in checkpoint.entries)
+    return DraftTensors(checkpoint, stored, has_midlayer and not numbered)

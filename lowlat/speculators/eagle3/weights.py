@@ -16,6 +16,7 @@ from lowlat.errors import ConfigError
 from lowlat.models.geometry import DraftConfig, ModelConfig
 from lowlat.models.layers import TORCH_DTYPES
 from lowlat.speculators.eagle3.config import parse_draft
+from lowlat.speculators.eagle3.emitter import layer_name
 from lowlat.speculators.eagle3.tensors import DraftTensors
 
 __all__ = ["LoadedDraftModel", "draft_recipes", "draft_weight_plan", "load_draft_model", "read_draft_map"]
@@ -35,50 +36,66 @@ class LoadedDraftModel:
 
 def draft_recipes(config: DraftConfig, dtype: torch.dtype) -> list[Recipe]:
     """How every canonical weight of a draft model but the draft map is made, of pieces by normalised name."""
-    hidden, inner, both = config.hidden_size, config.intermediate_size, 2 * config.hidden_size
-    width, layer = config.target_hidden_size, "layers.0"
-    features = len(config.capture_boundaries)
-    rows = {"q": config.query_size, "k": config.kv_size, "v": config.kv_size}
+    hidden, width, features = config.hidden_size, config.target_hidden_size, len(config.capture_boundaries)
 
     def one(weight: str, name: str, *shape: int) -> Recipe:
         return Recipe(f"head.{weight}", (Piece(name, shape),), dtype)
 
-    def projections(weight: str, part: str, names: str, *columns: int) -> Recipe:
-        pieces = tuple(Piece(f"{layer}.self_attn.{name}_proj.{part}", (rows[name], *columns)) for name in names)
-        return Recipe(f"head.{weight}.{part}", pieces, dtype)
-
-    def gates(part: str, *columns: int) -> Recipe:
-        pieces = tuple(Piece(f"{layer}.mlp.{name}_proj.{part}", (inner, *columns)) for name in ("gate", "up"))
-        return Recipe(f"head.gate_up.{part}", pieces, dtype)
-
-    made = [
-        one("fc.weight", "fc.weight", hidden, features * width),
-        one("embed_norm.weight", f"{layer}.input_layernorm.weight", hidden),
-        one("hidden_norm.weight", f"{layer}.hidden_norm.weight", hidden),
-        projections("q", "weight", "q", both),
-        projections("kv", "weight", "kv", both),
-        one("o.weight", f"{layer}.self_attn.o_proj.weight", hidden, config.query_size),
-        one("ffn_norm.weight", f"{layer}.post_attention_layernorm.weight", hidden),
-        gates("weight", hidden),
-        one("down.weight", f"{layer}.mlp.down_proj.weight", hidden, inner),
-        one("norm.weight", "norm.weight", hidden),
-    ]
+    made = [] if config.final_hidden else [one("fc.weight", "fc.weight", hidden, features * width)]
+    for layer in range(config.num_layers):
+        made += _layer_recipes(config, dtype, layer)
+    made.append(one("norm.weight", "norm.weight", hidden))
     if config.norm_before_fc:
         made.append(one("input_norm.weight", "input_norm.weight", features * width))
     if config.fc_norm:
         made += [one(f"fc_norm.{k}.weight", f"fc_norm.{k}.weight", width) for k in range(features)]
-    if config.qkv_bias:
-        made += [projections("q", "bias", "q"), projections("kv", "bias", "kv")]
-    if config.qk_norm:
-        made += [one(f"{part}_norm.weight", f"{layer}.self_attn.{part}_norm.weight", config.head_dim) for part in "qk"]
-    if config.output_bias:
-        made.append(one("o.bias", f"{layer}.self_attn.o_proj.bias", hidden))
-    if config.mlp_bias:
-        made += [gates("bias"), one("down.bias", f"{layer}.mlp.down_proj.bias", hidden)]
     if config.own_embedding:
         made.append(one("embed.weight", "embed_tokens.weight", config.vocab_size, hidden))
     if config.own_lm_head:
         made.append(one("lm_head.weight", "lm_head.weight", config.draft_vocab_size, hidden))
+    return made
+
+
+def _layer_recipes(config: DraftConfig, dtype: torch.dtype, layer: int) -> list[Recipe]:
+    """The weights of one layer: the first reads embedding and feature side by side, the others the layer before.
+
+    Of the last, keys and values are made of more rows than queries are.
+    """
+    name, own = layer_name(layer), f"layers.{layer}"
+    hidden, inner = config.hidden_size, config.intermediate_size
+    rows = {"q": config.query_size, "k": config.kv_size, "v": config.kv_size}
+
+    def one(weight: str, tensor: str, *shape: int) -> Recipe:
+        return Recipe(f"{name}.{weight}", (Piece(f"{own}.{tensor}", shape),), dtype)
+
+    def projections(weight: str, part: str, names: str, *columns: int) -> Recipe:
+        pieces = tuple(Piece(f"{own}.self_attn.{each}_proj.{part}", (rows[each], *columns)) for each in names)
+        return Recipe(f"{name}.{weight}.{part}", pieces, dtype)
+
+    def gates(part: str, *columns: int) -> Recipe:
+        pieces = tuple(Piece(f"{own}.mlp.{each}_proj.{part}", (inner, *columns)) for each in ("gate", "up"))
+        return Recipe(f"{name}.gate_up.{part}", pieces, dtype)
+
+    read = hidden if layer else 2 * hidden
+    products = ("q", "kv") if layer == config.num_layers - 1 else ("qkv",)
+    made = [one("attn_norm.weight" if layer else "embed_norm.weight", "input_layernorm.weight", hidden)]
+    if not layer:
+        made.append(one("hidden_norm.weight", "hidden_norm.weight", hidden))
+    made += [
+        *(projections(product, "weight", product, read) for product in products),
+        one("o.weight", "self_attn.o_proj.weight", hidden, config.query_size),
+        one("ffn_norm.weight", "post_attention_layernorm.weight", hidden),
+        gates("weight", hidden),
+        one("down.weight", "mlp.down_proj.weight", hidden, inner),
+    ]
+    if config.qkv_bias:
+        made += [projections(product, "bias", product) for product in products]
+    if config.qk_norm:
+        made += [one(f"{part}_norm.weight", f"self_attn.{part}_norm.weight", config.head_dim) for part in "qk"]
+    if config.output_bias:
+        made.append(one("o.bias", "self_attn.o_proj.bias", hidden))
+    if config.mlp_bias:
+        made += [gates("bias"), one("down.bias", "mlp.down_proj.bias", hidden)]
     return made
 
 
@@ -166,7 +183,8 @@ def load_draft_model(
         raise ConfigError(f"dtype must be 'bfloat16' or 'float32', got {name!r}")
     config, tensors, notes = parse_draft(directory, target, capture_layers)
     draft_map = read_draft_map(tensors, config.draft_vocab_size, config.vocab_size)
-    ignored = tensors.ignored() | {tensors.stored[name] for name in ("d2t", "t2d") if name in tensors}
+    unused = ("d2t", "t2d", "fc.weight") if config.final_hidden else ("d2t", "t2d")
+    ignored = tensors.ignored() | {tensors.stored[name] for name in unused if name in tensors}
     recipes = [_stored(recipe, tensors) for recipe in draft_recipes(config, TORCH_DTYPES[name])]
     check_recipes(tensors.checkpoint, recipes, ignored)
     weights = StoredWeights(tensors.checkpoint, [Group((recipe,)) for recipe in recipes], progress=progress).loaded()

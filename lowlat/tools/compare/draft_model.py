@@ -18,23 +18,26 @@ from lowlat.speculators.eagle3.tensors import open_draft_model
 
 __all__ = ["PlainDraftModel"]
 
-EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING, LM_HEAD, FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 
 
 class PlainDraftModel:
     """One head over one target, in one dtype, on the CPU.
 
-    tensors  the draft model's tensors by normalised name, and what it borrows of the target
+    tensors     the draft model's tensors by normalised name, and what it borrows of the target
+    target_eps  epsilon of the target's final norm
     """
 
-    def __init__(self, config: DraftConfig, tensors: Mapping[str, torch.Tensor]) -> None:
-        self.config = config
+    def __init__(self, config: DraftConfig, tensors: Mapping[str, torch.Tensor], target_eps: float) -> None:
+        self.config, self.target_eps = config, target_eps
         self.tensors = tensors
         offsets = tensors.get("d2t")
         self.offsets = torch.zeros(config.draft_vocab_size, dtype=torch.int64) if offsets is None else offsets.long()
 
     @classmethod
-    def load(cls, config: DraftConfig, head: str | Path, target: str | Path, dtype: torch.dtype) -> "PlainDraftModel":
+    def load(
+        cls, config: DraftConfig, head: str | Path, target: str | Path, dtype: torch.dtype, target_eps: float
+    ) -> "PlainDraftModel":
         """Read the draft model's tensors, and the target's embedding and LM head where it has none of its own."""
         stored = open_draft_model(Path(head))
         names = {name: normalised for normalised, name in stored.stored.items() if normalised != "t2d"}
@@ -45,13 +48,17 @@ class PlainDraftModel:
             borrowed["embed_tokens.weight"] = EMBEDDING
         if not config.own_lm_head:
             borrowed["lm_head.weight"] = LM_HEAD if LM_HEAD in checkpoint.entries else EMBEDDING
+        if config.final_hidden:
+            borrowed["target.norm.weight"] = FINAL_NORM
         for own, name in borrowed.items():
             ((_, tensors[own]),) = checkpoint.read([name])
         floats = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
-        return cls(config, floats)
+        return cls(config, floats, target_eps)
 
     def fc(self, captured: Sequence[torch.Tensor]) -> torch.Tensor:
         """Captured residual streams, each [n, Ht] -> the draft model's features [n, H]."""
+        if self.config.final_hidden:
+            return self._norm(captured[0], "target.norm", self.target_eps)
         if self.config.fc_norm:
             captured = [self._norm(x, f"fc_norm.{k}") for k, x in enumerate(captured)]
         joined = torch.cat(list(captured), dim=-1)
@@ -70,51 +77,60 @@ class PlainDraftModel:
         """
         following, states, result = list(tokens[1:]), features, []
         for draft in drafts:
-            middle, out, normed = self._layer(following, states)
+            found, out = self._layers(following, states)
+            normed = self._norm(out, "norm")
             logits = F.linear(normed, self.tensors["lm_head.weight"])
-            result.append({"attn_out": middle, "ffn_out": out, "pre_head_hidden": normed, "logits": logits})
+            result.append({**found, "pre_head_hidden": normed, "logits": logits})
             states = torch.cat((states, (normed if self.config.norm_output else out)[None]))
             following.append(draft)
         return result
 
-    def _layer(self, tokens: Sequence[int], hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """After attention, after the FFN, after the final norm: the last row of each, [H]."""
+    def _layers(self, tokens: Sequence[int], hidden: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """The last row after each layer's attention and FFN, by stage; and after the last layer, [H]."""
         embedded = self.tensors["embed_tokens.weight"][torch.tensor(list(tokens))]
         normed = self._norm(hidden, "layers.0.hidden_norm")
-        both = torch.cat((self._norm(embedded, "layers.0.input_layernorm"), normed), dim=-1)
-        residual = normed if self.config.norm_before_residual else hidden
-        middle = residual + self._attend(both)
-        inner = self._norm(middle, "layers.0.post_attention_layernorm")
-        gated = F.silu(self._linear(inner, "mlp.gate_proj")) * self._linear(inner, "mlp.up_proj")
-        out = middle + self._linear(gated, "mlp.down_proj")
-        return middle[-1], out[-1], self._norm(out, "norm")[-1]
+        x = torch.cat((self._norm(embedded, "layers.0.input_layernorm"), normed), dim=-1)
+        stream = normed if self.config.norm_before_residual else hidden
+        found: dict[str, torch.Tensor] = {}
+        for layer in range(self.config.num_layers):
+            own = f"layers.{layer}"
+            x = self._norm(stream, f"{own}.input_layernorm") if layer else x
+            middle = stream + self._attend(x, layer)
+            inner = self._norm(middle, f"{own}.post_attention_layernorm")
+            gated = F.silu(self._linear(inner, f"{own}.mlp.gate_proj")) * self._linear(inner, f"{own}.mlp.up_proj")
+            stream = middle + self._linear(gated, f"{own}.mlp.down_proj")
+            prefix = "" if layer == self.config.num_layers - 1 else f"{own}."
+            found |= {f"{prefix}attn_out": middle[-1], f"{prefix}ffn_out": stream[-1]}
+        return found, stream[-1]
 
-    def _attend(self, both: torch.Tensor) -> torch.Tensor:
-        config, count = self.config, both.shape[0]
-        q = self._linear(both, "self_attn.q_proj").view(count, config.num_heads, config.head_dim)
-        k = self._linear(both, "self_attn.k_proj").view(count, config.num_kv_heads, config.head_dim)
-        v = self._linear(both, "self_attn.v_proj").view(count, config.num_kv_heads, config.head_dim)
+    def _attend(self, x: torch.Tensor, layer: int) -> torch.Tensor:
+        config, count, own = self.config, x.shape[0], f"layers.{layer}.self_attn"
+        q = self._linear(x, f"{own}.q_proj").view(count, config.num_heads, config.head_dim)
+        k = self._linear(x, f"{own}.k_proj").view(count, config.num_kv_heads, config.head_dim)
+        v = self._linear(x, f"{own}.v_proj").view(count, config.num_kv_heads, config.head_dim)
         if config.qk_norm:
-            q, k = self._norm(q, "layers.0.self_attn.q_norm"), self._norm(k, "layers.0.self_attn.k_norm")
+            q, k = self._norm(q, f"{own}.q_norm"), self._norm(k, f"{own}.k_norm")
         q, k = self._rotate(q), self._rotate(k)
-        group = config.num_heads // config.num_kv_heads
+        group, window = config.num_heads // config.num_kv_heads, config.windows[layer]
+        visible = torch.ones(count, count, dtype=torch.bool).tril()
+        if window is not None:
+            visible &= ~visible.tril(-window)
         attended = F.scaled_dot_product_attention(
             q.transpose(0, 1),
             k.repeat_interleave(group, dim=1).transpose(0, 1),
             v.repeat_interleave(group, dim=1).transpose(0, 1),
-            is_causal=True,
+            attn_mask=visible,
         )
-        return self._linear(attended.transpose(0, 1).reshape(count, -1), "self_attn.o_proj")
+        return self._linear(attended.transpose(0, 1).reshape(count, -1), f"{own}.o_proj")
 
     def _rotate(self, x: torch.Tensor) -> torch.Tensor:
         cos, sin = (table[:, None] for table in rope_tables(self.config.rope, self.config.head_dim, x.shape[0]))
         low, high = x.float().chunk(2, dim=-1)
         return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
 
-    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+    def _norm(self, x: torch.Tensor, name: str, eps: float | None = None) -> torch.Tensor:
         weight = self.tensors[f"{name}.weight"].float()
-        return F.rms_norm(x.float(), x.shape[-1:], weight, self.config.rms_norm_eps).to(x.dtype)
+        return F.rms_norm(x.float(), x.shape[-1:], weight, eps or self.config.rms_norm_eps).to(x.dtype)
 
     def _linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        name = f"layers.0.{name}"
         return F.linear(x, self.tensors[f"{name}.weight"], self.tensors.get(f"{name}.bias"))

@@ -18,12 +18,12 @@ __all__ = ["Recording", "load_recording", "save_recording"]
 
 STAGE = re.compile(
     r"target\.(residual\.\d{1,5}|pre_head_hidden|logits)"
-    r"|draft\.(fc_out|\d{1,2}\.(attn_out|ffn_out|pre_head_hidden|logits))"
+    r"|draft\.(fc_out|\d{1,2}\.((layers\.\d{1,2}\.)?(attn_out|ffn_out)|pre_head_hidden|logits))"
 )
 INTEGERS = ("tokens", "num_prompt", "positions", "drafts")
 STAGE_NAMES = (
     "target.residual.B, target.pre_head_hidden, target.logits, draft.fc_out, "
-    "draft.K.{attn_out,ffn_out,pre_head_hidden,logits}"
+    "draft.K.{attn_out,ffn_out,pre_head_hidden,logits}, draft.K.layers.J.{attn_out,ffn_out}"
 )
 
 

@@ -34,7 +34,7 @@ def expected_recording(
     stored = STORED_FORMATS["bf16" if config.experts is None else config.experts.weight_format]
     stages = _target_stages(found, Path(target), compute, stored)
     if head is not None and found.positions:
-        plain = PlainDraftModel.load(read_draft_config(head, config), head, target, compute)
+        plain = PlainDraftModel.load(read_draft_config(head, config), head, target, compute, config.rms_norm_eps)
         stages.update(_head_stages(found, plain, stages, compute))
     rounded = {name: rows.float() for name, rows in stages.items()}
     return Recording(found.tokens, found.num_prompt, found.positions, found.drafts, rounded)

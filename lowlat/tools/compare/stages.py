@@ -5,6 +5,7 @@ implementation.
 """
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,9 +26,11 @@ __all__ = ["StageDifference", "common_rows", "differences", "record", "shared_to
 TOP_K = 10
 ROUNDING = 1e-12
 TARGET_STAGES = {"target.final": "target.pre_head_hidden", "target.logits": "target.logits"}
+PARTS = {"middle": "attn_out", "out": "ffn_out"}
+# layers before a draft model's last: they run over accepted rows before level 0, and over each deeper level's rows
+LAYER_STAGE = re.compile(r"(head|draft\.\d+)\.(layers\.\d+)\.residual\.(middle|out)")
 LEVEL_STAGES = {
-    "residual.middle": "attn_out",
-    "residual.out": "ffn_out",
+    **{f"residual.{part}": stage for part, stage in PARTS.items()},
     "final": "pre_head_hidden",
     "logits": "logits",
 }
@@ -104,10 +107,16 @@ class _Recorder:
         """The draft model's rows behind the last token committed; behind a prompt its feature comes out of prefill."""
         count = int(self._buffers["commit_lens"][0])
         feature = self._buffers.get("head.hidden", self._buffers["prefilled_feature"])
+        earlier = {name: LAYER_STAGE.fullmatch(name) for name in self._buffers}
+        layers = {name: found for name, found in earlier.items() if found is not None}
         self.positions.append(int(self._buffers["draft_lens"][0]) - 2)
         self.drafts.append(tuple(self._buffers["draft_nodes"][0, 1:].tolist()))
         self._add("draft.fc_out", feature[count - 1 : count])
         for level in range(len(self.drafts[-1])):
+            for name, found in layers.items():
+                if found[1] == (f"draft.{level}" if level else "head"):
+                    row = 0 if level else count - 1
+                    self._add(f"draft.{level}.{found[2]}.{PARTS[found[3]]}", self._buffers[name][row : row + 1])
             for name, stage in LEVEL_STAGES.items():
                 self._add(f"draft.{level}.{stage}", self._buffers[f"draft.{level}.{name}"][:1])
 

@@ -28,6 +28,9 @@ CASES = [
     Gather(32, 300, 160, 32, window=33),
     Gather(64, 400, 384, 16, window=100, heads=3),
     Gather(64, 400, 320, 64, window=1000),
+    Gather(32, 300, 0, 32, first=1),
+    Gather(32, 300, 64, 32, window=300, first=1),
+    Gather(32, 300, 256, 32, window=40, first=1),
 ]
 
 

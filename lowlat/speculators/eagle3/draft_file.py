@@ -1,0 +1,67 @@
+"""The config.json of an EAGLE3 draft model: its producer's layout, the places where keys may stand, notes for its user.
+
+    layout        told by                                        names          layers' sizes in
+    speculators   speculators_model_type                         layers.0.      transformer_layer_config
+    deepspec      Qwen3Eagle3Model or target_layer_ids           layers.0.      the top level
+    specforge     midlayer, LlamaForCausalLMEagle3 or eagle_config  midlayer.   the top level
+    safeai        midlayer, neither of them                      midlayer.      the top level
+    modelopt      layers.0 or midlayer.0, none of the above      layers.0.      the top level
+
+It knows no weights. Source: SafeAILab/EAGLE, SpecForge, TensorRT Model Optimizer, speculators and DeepSpec.
+"""
+
+from lowlat.checkpoint.fields import Fields
+from lowlat.errors import ConfigError
+from lowlat.models.geometry import DraftLayout
+from lowlat.speculators.eagle3.capture import OUTPUTS_KEY
+from lowlat.speculators.eagle3.tensors import DraftTensors
+
+__all__ = ["DEEPSPEC", "DraftFile"]
+
+DEEPSPEC = "Qwen3Eagle3Model"
+
+
+class DraftFile:
+    """The config's places: the top level, the layers' sizes, eagle_config; and the notes made on the way."""
+
+    def __init__(self, fields: Fields, tensors: DraftTensors) -> None:
+        self.top = fields
+        self.layout = _layout(fields, tensors)
+        nested = fields.optional_object("transformer_layer_config")
+        if self.layout == "speculators" and nested is None:
+            raise ConfigError(f"{fields.label}: transformer_layer_config is missing; speculators' heads have it")
+        if self.layout != "speculators" and nested is not None:
+            raise ConfigError(f"{fields.label}: transformer_layer_config without speculators_model_type is not known")
+        self.layer = nested or fields
+        self.eagle = fields.optional_object("eagle_config")
+        self.notes: list[str] = []
+
+    def places(self) -> list[Fields]:
+        """Where flags may stand: all must agree."""
+        places = [self.top] if self.layer is self.top else [self.top, self.layer]
+        return places if self.eagle is None else [*places, self.eagle]
+
+    def flag(self, key: str) -> bool | None:
+        """A flag from wherever it stands, None when it stands nowhere; contradictions are refused."""
+        values = {place.label: place.optional_boolean(key) for place in self.places()}
+        given = {label: value for label, value in values.items() if value is not None}
+        if len(set(given.values())) > 1:
+            raise ConfigError(
+                f"{key} is contradictory: " + ", ".join(f"{value} in {at}" for at, value in given.items())
+            )
+        return next(iter(given.values()), None)
+
+
+def _layout(fields: Fields, tensors: DraftTensors) -> DraftLayout:
+    kind = fields.optional_string("speculators_model_type")
+    if kind is not None:
+        if kind != "eagle3":
+            raise ConfigError(f"{fields.label}: speculators_model_type must be 'eagle3', found {kind!r}")
+        return "speculators"
+    architectures = fields.optional_strings("architectures", max_count=16) or ()
+    if DEEPSPEC in architectures or fields.values.get(OUTPUTS_KEY):
+        return "deepspec"
+    if not tensors.has_midlayer:
+        return "modelopt"
+    named = "LlamaForCausalLMEagle3" in architectures
+    return "specforge" if named or fields.values.get("eagle_config") else "safeai"

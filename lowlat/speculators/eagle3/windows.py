@@ -1,0 +1,72 @@
+"""Sliding windows of a draft model's layers, from its config, and what `draft_window` makes of them.
+
+A row at position p of a layer with a window of W sees positions above p - W, its own included, drafted ones too. Which
+layers have one is told by, in this order:
+
+1. `layer_types`, an entry a layer: "sliding_attention" (speculators, vLLM).
+2. `use_sliding_window`: true, layers from `max_window_layers` on, or all without it; false, none (transformers).
+3. `sliding_window` alone: all layers; none in Qwen's, where the switch is off unless it is given.
+
+`draft_window`, the caller's option, and a layer's own window: the smaller holds. A layer without one of its own then
+keeps its first rows in sight, to which attention without a window gives what it has no use for; one that was trained
+with a window never saw them, and does not.
+"""
+
+from lowlat.errors import ConfigError
+from lowlat.models.geometry import DraftConfig
+from lowlat.speculators.eagle3.draft_file import DraftFile
+
+__all__ = ["check_draft_window", "draft_windows", "effective_window"]
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+KEEPS_FIRST = 4
+
+
+def draft_windows(file: DraftFile, num_layers: int) -> tuple[int | None, ...]:
+    """The window of each layer, None for full attention. Raises ConfigError for what is contradictory or incomplete."""
+    fields = file.layer
+    uses = fields.optional_boolean("use_sliding_window")
+    size = fields.optional_integer("sliding_window", 0, 1 << 30) or None
+    kinds = fields.optional_strings("layer_types", max_count=4096) or ()
+    for kind in kinds:
+        if kind not in (FULL, SLIDING):
+            raise ConfigError(f"{fields.label}: layer_types entry {kind!r} is not implemented for draft models")
+    if SLIDING in kinds:
+        if len(kinds) != num_layers:
+            raise ConfigError(f"{fields.label}: layer_types has {len(kinds)} entries for {num_layers} draft layers")
+        if uses is False:
+            raise ConfigError(f"{fields.label}: use_sliding_window is false, but layer_types has {SLIDING!r}")
+        windowed = [kind == SLIDING for kind in kinds]
+    elif kinds:
+        windowed = [False] * num_layers
+    elif uses:
+        first = fields.integer("max_window_layers", 0, 1 << 16, default=0)
+        windowed = [layer >= first for layer in range(num_layers)]
+        if not any(windowed):
+            file.notes.append(f"use_sliding_window is true, but max_window_layers is {first}: no layer has a window")
+    else:
+        off = uses is False or fields.values.get("model_type") in ("qwen2", "qwen3")
+        windowed = [size is not None and not off] * num_layers
+    if any(windowed) and size is None:
+        raise ConfigError(f"{fields.label}: sliding_window is missing; expected the window of the layers that slide")
+    return tuple(size if slides else None for slides in windowed)
+
+
+def check_draft_window(config: DraftConfig, draft_window: int | None) -> None:
+    """Raise ConfigError for a `draft_window` over a layer, before the last, that attends to everything.
+
+    Prefill computes such a layer's output for every row of a prompt, and its attention keeps no first rows.
+    """
+    if draft_window is not None and None in config.windows[:-1]:
+        layer = config.windows.index(None)
+        raise ConfigError(
+            f"draft_window {draft_window} is not implemented for a draft model of {config.num_layers} layers of which "
+            f"layer {layer} has no window of its own; leave draft_window out"
+        )
+
+
+def effective_window(own: int | None, draft_window: int | None) -> tuple[int | None, int]:
+    """The window of a layer with one of its `own` under `draft_window`, and the first rows that it keeps in sight."""
+    if own is not None:
+        return own if draft_window is None else min(own, draft_window), 0
+    return draft_window, 0 if draft_window is None else KEEPS_FIRST
