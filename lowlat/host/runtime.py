@@ -204,6 +204,20 @@ class Runtime:
             outputs.extend(self._take(self._launches.wait(), depth, ahead))
         return outputs
 
+    def speculate(self, num_speculative_tokens: int) -> None:
+        """Set the depth S of the steps from here on, 0 to the depth that was loaded, while there is no request.
+
+        Raises ConfigError for a depth without a bucket, while requests are there, and in strict mode for no drafts
+        where there is a speculator.
+        """
+        self._check_open()
+        self.ladder.choose(1, num_speculative_tokens)
+        if self.scheduler.busy:
+            raise ConfigError(f"the depth can become {num_speculative_tokens} between requests, and there are some")
+        if self.config.is_strict and self.speculator is not None and num_speculative_tokens == 0:
+            raise ConfigError("perf_mode 'strict' speculates in every step: num_speculative_tokens must be 1 or more")
+        self.num_speculative_tokens = num_speculative_tokens
+
     def cancel(self, request_id: str) -> None:
         """End a request; its last output says "cancelled". Raises RequestError for an unknown or ended one."""
         self._check_open()

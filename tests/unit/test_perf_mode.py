@@ -101,6 +101,26 @@ def test_sampling_hooks_and_steps_without_drafts_are_refused(runtime: Runtime) -
     run(runtime)
 
 
+def test_another_depth_is_set_between_requests_alone(runtime: Runtime) -> None:
+    name = runtime.submit([5, 6, 7], SamplingParams(max_tokens=6, ignore_eos=True))
+    with pytest.raises(ConfigError, match="between requests"):
+        runtime.speculate(1)
+    runtime.cancel(name)
+    while runtime.busy:
+        runtime.step()
+    for depth, message in ((0, "must be 1 or more"), (99, "no bucket")):
+        with pytest.raises(ConfigError, match=message):
+            runtime.speculate(depth)
+    configured = runtime.num_speculative_tokens
+    runtime.speculate(1)
+    name = runtime.submit([5, 6, 7], SamplingParams(max_tokens=6, ignore_eos=True))
+    while runtime.busy:
+        runtime.step()
+    stats = runtime.metrics(name).speculation
+    assert stats is not None and stats.num_drafts == stats.total_draft_tokens > 0
+    runtime.speculate(configured)
+
+
 @pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
 def test_strict_steps_pass_their_checks_with_the_same_tokens(pair: PairPaths, tree: list[list[int]] | None) -> None:
     speculative = SpeculativeConfig(model=pair.head, tree=tree, num_speculative_tokens=3)

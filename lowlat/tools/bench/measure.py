@@ -159,9 +159,10 @@ class CaseRun:
         bucket = runtime.ladder.choose(max(1, round(fmean(active))), case.num_speculative_tokens)
         moved = step_bytes(runtime, bucket, [length] * max(1, round(fmean(active))), experts)
         floor = None if self._wall is None else moved / self._wall / 1e6
+        imposed = runtime.geometry.simulated_accept_length
         return Row(
             case=case,
-            simulated_accept_length=runtime.geometry.simulated_accept_length,
+            simulated_accept_length=None if imposed is None else min(imposed, case.num_speculative_tokens + 1.0),
             num_steps=len(pooled),
             num_tokens=num_tokens,
             mean_context=round(length, 1),

@@ -20,6 +20,7 @@ __all__ = ["Report", "ScenarioRun", "measure_wall_of"]
 Report = Callable[[Row | Failure], None]
 Progress = Callable[[int, int], None]
 PROFILED_STEPS = 10
+BLOCK_SIZE = 32
 EXTRA_ROWS = 64  # a step's rows behind a request's last token, at most
 
 
@@ -63,7 +64,7 @@ class ScenarioRun:
         return sum(self.result.row(case) is not None for case in self.scenario.cases())
 
     def run(self, report: Report | None = None, progress: Progress | None = None) -> Result:
-        """Measure what is left, all cases of one depth with one runtime.
+        """Measure what is left: cases without drafts with a runtime that has no draft model, all others with another.
 
         report    called with each row, and with each case that could not be measured
         progress  called with repeats done and repeats in all
@@ -77,24 +78,28 @@ class ScenarioRun:
             if progress is not None:
                 progress(done, total)
 
-        for depth in dict.fromkeys(case.num_speculative_tokens for case in self._cases):
-            cases = [case for case in self._cases if case.num_speculative_tokens == depth]
-            self._run_depth(depth, cases, wall, report, advance)
+        for drafting in (False, True):
+            cases = [case for case in self._cases if (case.num_speculative_tokens > 0) is drafting]
+            self._run_cases(cases, wall, report, advance)
         self.result.complete = not self.result.failures
         write_struct(self.path, self.result)
         return self.result
 
-    def _run_depth(
-        self, depth: int, cases: list[Case], wall: float | None, report: Report | None, advance: Callable[[], None]
+    def _run_cases(
+        self, cases: list[Case], wall: float | None, report: Report | None, advance: Callable[[], None]
     ) -> None:
-        """Cases that a runtime for the largest of them serves; where one fails, the next ones have another."""
+        """Cases that a runtime for the largest of them serves; where one fails, or has no bucket, it is made anew."""
         runtime: Runtime | None = None
         try:
             for place, case in enumerate(cases):
                 found: Row | Failure
                 try:
+                    if runtime is not None and not self._serves(runtime, case):
+                        _close(runtime)
+                        runtime = None
                     if runtime is None:
-                        runtime = self._load(depth, cases[place:])
+                        runtime = self._load_largest(cases[place:])
+                    runtime.speculate(case.num_speculative_tokens)
                     found = self._measure(runtime, case, wall, advance)
                     self.result.rows.append(found)
                 except DeviceError:
@@ -129,19 +134,42 @@ class ScenarioRun:
             self.path.with_name(place).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
         return row
 
-    def _load(self, depth: int, cases: list[Case]) -> Runtime:
-        """A runtime with room for the first case, and so for all after it."""
-        block = 32
-        sizes = [case.context + self._room(case) for case in cases]
-        blocks = max(case.batch * -(-(size + EXTRA_ROWS) // block) for case, size in zip(cases, sizes, strict=True))
+    def _load_largest(self, cases: list[Case]) -> Runtime:
+        """A runtime for as many of the cases as there is memory for, the first one at least.
+
+        Raises what a load for the first case alone does.
+        """
+        while len(cases) > 1:
+            try:
+                return self._load(cases)
+            except DeviceError:
+                raise
+            except (LowlatError, torch.OutOfMemoryError):
+                gc.collect()
+                largest = max(self._blocks(case) for case in cases)
+                cases = [cases[0], *(case for case in cases[1:] if self._blocks(case) < largest)]
+        return self._load(cases)
+
+    def _load(self, cases: list[Case]) -> Runtime:
         return self.subject.load(
-            depth,
+            max(case.num_speculative_tokens for case in cases),
             max_batch=max(case.batch for case in cases),
-            max_context=max(sizes),
-            block_size=block,
-            kv_blocks=blocks + 1,
+            max_context=max(case.context + self._room(case) for case in cases),
+            block_size=BLOCK_SIZE,
+            kv_blocks=max(self._blocks(case) for case in cases) + 1,
             prefix_reuse=self.scenario.reuse_prompts,
         )
+
+    def _blocks(self, case: Case) -> int:
+        """KV blocks that a case takes."""
+        return case.batch * -(-(case.context + self._room(case) + EXTRA_ROWS) // BLOCK_SIZE)
+
+    def _serves(self, runtime: Runtime, case: Case) -> bool:
+        """Whether a runtime has a case's depth, and room for it."""
+        config = runtime.config
+        fits = case.batch <= config.max_batch and case.context + self._room(case) <= config.max_context
+        known = case.num_speculative_tokens in runtime.ladder.rows_of
+        return known and fits and self._blocks(case) < (config.kv_blocks or 0)
 
     def _room(self, case: Case) -> int:
         options = self.subject.options

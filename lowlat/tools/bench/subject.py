@@ -28,7 +28,7 @@ __all__ = ["Subject", "open_model", "open_random"]
 
 @dataclass(frozen=True)
 class Subject:
-    """A target and a draft model, loaded anew for every depth.
+    """A target and a draft model, as runtimes are loaded from them.
 
     speculation  fields of SpeculativeConfig but the depth; None: nothing to draft with
     options      fields of RuntimeConfig: device, dtype, executor, device_loop, perf_mode
@@ -56,7 +56,7 @@ class Subject:
         return SpeculativeConfig(**values, num_speculative_tokens=depth, strict=True)
 
     def load(self, depth: int, **sizes: Any) -> Runtime:
-        """A runtime for one depth; sizes are further fields of RuntimeConfig. Raises ConfigError."""
+        """A runtime for depths up to one; sizes are further fields of RuntimeConfig. Raises ConfigError."""
         return Runtime.load(self.target, self.speculative(depth), **self.options, **sizes)
 
     def choice(self) -> DeviceChoice:
