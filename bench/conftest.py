@@ -44,6 +44,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             metafunc.parametrize(kind, names, indirect=True)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give each suite the time that loading a large geometry takes."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.timeout(3600))
+
+
 def _case(request: pytest.FixtureRequest) -> Case:
     kind = str(request.fixturename)
     return next(case for case in suite_cases(kind, request.config.option) if case.name == request.param)

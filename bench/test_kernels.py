@@ -30,7 +30,8 @@ def _device() -> torch.device:
 
 @cache
 def _wall() -> float:
-    return measure_wall(_device()).gb_per_s
+    with own_stream(_device()):
+        return measure_wall(_device()).gb_per_s
 
 
 @cache

@@ -5,6 +5,7 @@ Source: tools/llama-bench/README.md and tools/batched-bench/README.md of github.
 """
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -47,38 +48,42 @@ class LlamaCpp:
         return ""
 
     def commands(self, job: Job) -> list[list[str]]:
-        """What is run: of one request, the prompt and then the steps behind it; of several, each repeat."""
-        model, layers = ["-m", str(job.gguf)], "99" if job.device.startswith("cuda") else "0"
-        context, steps, batch = job.case.context, job.steps, job.case.batch
+        """What is run: of one request, the prompt and then the steps behind it; of several, all repeats and one more.
+
+        The one more is for the log of `llama-batched-bench`, whose last lines are lost where it ends too soon.
+        """
+        model, context, steps, batch = ["-m", str(job.gguf)], job.case.context, job.steps, job.case.batch
+        on_card = job.device.startswith("cuda")
+        where = ["-ngl", "99"] if on_card else ["-ngl", "0", "-t", str(max(1, len(os.sched_getaffinity(0)) - 1))]
         if batch == 1:
-            rest = ["-r", str(job.repeats), "-ngl", layers, "-fa", "1", "-o", "json"]
+            rest = ["-r", str(job.repeats), *where, "-fa", "1", "-o", "json"]
             prompt = ["-p", str(context), "-n", "0"]
             return [[ONE, *model, *each, *rest] for each in (prompt, ["-p", "0", "-n", str(steps), "-d", str(context)])]
-        sizes = ["-c", str(batch * (context + steps)), "-npp", str(context), "-ntg", str(steps), "-npl", str(batch)]
-        one = [SEVERAL, *model, *sizes, "-ngl", layers, "-fa", "on", "--output-format", "jsonl"]
-        return [one] * job.repeats
+        repeats = ",".join([str(batch)] * (job.repeats + 1))
+        sizes = ["-c", str(batch * (context + steps)), "-npp", str(context), "-ntg", str(steps), "-npl", repeats]
+        return [[SEVERAL, *model, *sizes, *where, "-fa", "on", "--output-format", "jsonl"]]
 
     def measure(self, job: Job, mark: Mark) -> Measured:
         """Run the benchmarks. Raises LowlatError where one fails or tells something else."""
         del mark  # the processes that hold the memory have ended
         shown = [_output(command) for command in self.commands(job)]
-        repeats = (
-            self.read_one(job, *shown) if job.case.batch == 1 else [self.read_several(job, text) for text in shown]
-        )
-        command = " ".join(self.commands(job)[-1][3:])
-        return Measured(repeats, {"command": command, "dtype": "bfloat16"}, steps_a_sample=job.steps)
+        settings = {"command": " ".join(self.commands(job)[-1][3:]), "dtype": "bfloat16"}
+        if job.case.batch > 1:
+            return Measured(self.read_several(job, shown[0]), settings, steps_a_sample=job.steps)
+        settings["build"] = str(_parsed(shown[0]).get("build_commit", "unknown"))
+        return Measured(self.read_one(job, *shown), settings, steps_a_sample=job.steps)
 
     def read_one(self, job: Job, prompt: str, steps: str) -> list[Samples]:
         """Repeats of `llama-bench`'s two outputs."""
-        first, later = (_field(_parsed(text)[0], "samples_ns") for text in (prompt, steps))
+        first, later = (_field(_parsed(text), "samples_ns") for text in (prompt, steps))
         return [_samples(job, 1e-6 * one, 1e-6 * other) for one, other in zip(first, later, strict=True)]
 
-    def read_several(self, job: Job, text: str) -> Samples:
-        """A repeat of `llama-batched-bench`."""
-        lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
-        if len(lines) != 1:
-            raise LowlatError(f"{SEVERAL} printed {len(lines)} rows in place of one: {text[-200:]!r}")
-        return _samples(job, 1e3 * _field(lines[0], "t_pp"), 1e3 * _field(lines[0], "t_tg"))
+    def read_several(self, job: Job, text: str) -> list[Samples]:
+        """Repeats of `llama-batched-bench`."""
+        rows = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+        if len(rows) < job.repeats:
+            raise LowlatError(f"{SEVERAL} printed {len(rows)} rows, {job.repeats} are needed: {text[-200:]!r}")
+        return [_samples(job, 1e3 * _field(row, "t_pp"), 1e3 * _field(row, "t_tg")) for row in rows[: job.repeats]]
 
 
 def _samples(job: Job, first_ms: float, steps_ms: float) -> Samples:
@@ -91,14 +96,15 @@ def _lengths(job: Job) -> dict[str, int]:
     return {str(slot): job.case.context + job.steps // 2 for slot in range(job.case.batch)}
 
 
-def _parsed(text: str) -> list[dict[str, Any]]:
+def _parsed(text: str) -> dict[str, Any]:
+    """The one row of `llama-bench`."""
     try:
         rows = json.loads(text)
     except ValueError as error:
         raise LowlatError(f"{ONE} printed no JSON: {text[-200:]!r}") from error
-    if not isinstance(rows, list) or len(rows) != 1:
+    if not isinstance(rows, list) or len(rows) != 1 or not isinstance(rows[0], dict):
         raise LowlatError(f"{ONE} printed {text[:200]!r} in place of one row")
-    return rows
+    return dict(rows[0])
 
 
 def _field(row: dict[str, Any], name: str) -> Any:

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -117,7 +118,8 @@ def _prepare(options: argparse.Namespace, scratch: Path) -> tuple[list[Job], Env
     prompts = scratch / "prompts.json" if stream else None
     if prompts is not None:
         prompts.write_bytes(msgspec.json.encode(stream))
-    gguf = options.gguf or _gguf(options, target, scratch / f"{environment.model.replace('/', '-')}.gguf")
+    known = zlib.crc32(str(target.directory.resolve()).encode())
+    gguf = options.gguf or _gguf(options, target, scratch / f"target-{known:08x}.gguf")
     cases = [Case(context, batch, depth) for depth in options.depth for context in options.context
              for batch in options.batch]  # fmt: skip
     jobs = [

@@ -5,6 +5,7 @@ name and answer as these say. Their figures mean nothing; which arguments go out
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -152,8 +153,8 @@ def test_sglang_is_asked_as_documented(monkeypatch: pytest.MonkeyPatch, depth: i
 PROGRAM = """#!/bin/sh
 echo "$0 $@" >> "$(dirname "$0")/calls"
 case "$*" in
-  *-npl*) printf 'loading\\n{"pp": 16, "tg": 4, "pl": 2, "t_pp": 0.5, "t_tg": 0.04, "speed_tg": 200.0}\\n' ;;
-  *"-n 0"*) echo '[{"n_prompt": 16, "n_gen": 0, "samples_ns": [300000000, 310000000]}]' ;;
+  *-npl*) echo loading; for tg in 0.04 0.05 9; do echo '{"tg": 4, "pl": 2, "t_pp": 0.5, "t_tg": '$tg'}'; done ;;
+  *"-n 0"*) echo '[{"n_prompt": 16, "n_gen": 0, "build_commit": "abc1234", "samples_ns": [300000000, 310000000]}]' ;;
   *-d*) echo '[{"n_prompt": 0, "n_gen": 4, "n_depth": 16, "samples_ns": [40000000, 44000000]}]' ;;
   *) echo 'version: 7000 (abc1234)' ;;
 esac
@@ -171,19 +172,27 @@ def test_llama_cpp_is_asked_as_documented(tmp_path: Path, monkeypatch: pytest.Mo
     found = peers["llama.cpp"].measure(one, lambda: None)
     assert [samples.step_ms for samples in found.repeats] == [[10.0], [11.0]]
     assert [samples.first_ms for samples in found.repeats] == [[300.0], [310.0]]
+    assert found.settings["build"] == "abc1234"
     row = bench("peers.worker").row_of(two, "1", peers["llama.cpp"].measure(two, lambda: None), None)
-    assert row.ms_per_step.p50 == 10.0 and row.tokens_per_s == 200.0 and row.first_token_ms.p50 == 500.0
+    assert (
+        row.ms_per_step.p50 == 11.25
+        and row.tokens_per_s == pytest.approx(2e3 / 11.25, abs=0.01)
+        and row.first_token_ms.p50 == 500.0
+    )
     assert (row.num_steps, row.steps_a_sample) == (8, 4)
     calls = [line.split("/")[-1] for line in (tmp_path / "calls").read_text().splitlines()]
-    shared = "-r 2 -ngl 0 -fa 1 -o json"
+    threads = f"-t {max(1, len(os.sched_getaffinity(0)) - 1)}"
+    shared = f"-r 2 -ngl 0 {threads} -fa 1 -o json"
     assert calls[1:3] == [
         f"llama-bench -m t.gguf -p 16 -n 0 {shared}",
         f"llama-bench -m t.gguf -p 0 -n 4 -d 16 {shared}",
     ]
-    several = "llama-batched-bench -m t.gguf -c 40 -npp 16 -ntg 4 -npl 2 -ngl 0 -fa on --output-format jsonl"
-    assert calls[3:] == [several] * 2
+    several = f"-m t.gguf -c 40 -npp 16 -ntg 4 -npl 2,2,2 -ngl 0 {threads} -fa on --output-format jsonl"
+    assert calls[3:] == [f"llama-batched-bench {several}"]
     with pytest.raises(LowlatError, match="no JSON"):
         peers["llama.cpp"].read_one(one, "no such model", "")
+    with pytest.raises(LowlatError, match="printed 1 rows, 2 are needed"):
+        peers["llama.cpp"].read_several(two, '{"t_pp": 1, "t_tg": 1}')
 
 
 def test_a_gguf_holds_the_targets_weights(tmp_path: Path) -> None:
