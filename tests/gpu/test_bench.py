@@ -3,10 +3,12 @@
 from pathlib import Path
 
 import pytest
+from benches import bench
 from cli_calls import lowlat
 
+from lowlat.cli.options import bundled
 from lowlat.tools.bench.report import read_profiles
-from lowlat.tools.bench.results import read_result
+from lowlat.tools.bench.results import read_result, read_struct
 
 pytestmark = pytest.mark.gpu
 
@@ -29,3 +31,17 @@ def test_rows_stand_beside_the_wall(tmp_path: Path, extra: str) -> None:
     profiles = read_profiles(tmp_path)
     assert len(profiles) == (4 if extra == "--profile" else 0)
     assert all(stage.stage for profile in profiles for stage in profile.stages)
+
+
+def test_tails_stand_beside_the_device_s_own_time(tmp_path: Path) -> None:
+    out, schema = tmp_path / "tails.json", bench("tails_result")
+    given = ["--model", bundled("target"), "--context", 200, "--window", 300, "--steps", 400, "--spinners", 2]
+    bench("tails").main([*map(str, given), "--limit-s", "20", "--out", str(out)])
+    file = read_struct(out, schema.TailsFile)
+    assert len(file.rows) == 10
+    for row in file.rows:
+        if row.case.through == "device":
+            assert row.num_steps > 100
+        else:
+            # no caller gets steps faster than the device makes them
+            assert row.num_steps >= 400 and row.own_us and row.host_share > -0.05
