@@ -9,8 +9,9 @@ import pytest
 from benches import bench
 from cli_calls import lowlat
 
+from lowlat.cli.options import bundled
 from lowlat.tools.bench.report import read_profiles
-from lowlat.tools.bench.results import read_result
+from lowlat.tools.bench.results import read_result, read_struct
 
 pytestmark = pytest.mark.gpu
 
@@ -65,3 +66,17 @@ def test_transformers_beside_lowlat_on_a_card(repository: Path, tmp_path: Path) 
     assert all(row.memory.device_bytes > 10**7 for row in own)
     others = {row.engine for row in result.rows} | {each.engine for each in result.not_compared}
     assert others == {"lowlat", "transformers"}
+
+
+def test_tails_stand_beside_the_device_s_own_time(tmp_path: Path) -> None:
+    out, schema = tmp_path / "tails.json", bench("tails_result")
+    given = ["--model", bundled("target"), "--context", 200, "--window", 300, "--steps", 400, "--spinners", 2]
+    bench("tails").main([*map(str, given), "--limit-s", "20", "--out", str(out)])
+    file = read_struct(out, schema.TailsFile)
+    assert len(file.rows) == 10
+    for row in file.rows:
+        if row.case.through == "device":
+            assert row.num_steps > 100
+        else:
+            # no caller gets steps faster than the device makes them
+            assert row.num_steps >= 400 and row.own_us and row.host_share > -0.05
