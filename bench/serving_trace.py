@@ -3,7 +3,7 @@
     PYTHONPATH=tests python -m bench.serving_trace --out bench/results/cpu/first_token_parts.json
 
 Methods of both sides are wrapped from outside to note when they begin or end: each note costs some microseconds where
-caches are cold, so these parts add up to more than `bench/test_serving.py` measures. Between blocks of requests all
+caches are cold, so these parts add up to more than `bench/test_ipc.py` measures. Between blocks of requests all
 rest. Times are p25 and p50 of each part, us. The clock is one for all processes.
 """
 
