@@ -140,13 +140,15 @@ class ScenarioRun:
         Raises what a load for the first case alone does.
         """
         while len(cases) > 1:
+            largest = max(self._blocks(case) for case in cases)
             try:
                 return self._load(cases)
             except DeviceError:
                 raise
             except (LowlatError, torch.OutOfMemoryError):
+                if self._blocks(cases[0]) == largest:
+                    raise
                 gc.collect()
-                largest = max(self._blocks(case) for case in cases)
                 cases = [cases[0], *(case for case in cases[1:] if self._blocks(case) < largest)]
         return self._load(cases)
 
