@@ -132,7 +132,7 @@ def test_compare_and_report_read_what_run_wrote(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["run", "singel"], "no scenario 'singel'; known: baseline, single, batch"),
-        (["run", "single", "--geometry", "llama"], "'llama' is none of tiny, tiny-experts, .*llama-8b"),
+        (["run", "single", "--geometry", "llama"], "'llama' is none of tiny, tiny-experts, smollm2-135m, llama-8b"),
         (["run", "single", "--geometry", "tiny", "--model", "m"], "one of --model and --geometry"),
         (["run", "single", "--batch", "9"], "<= 8"),
         (["run", "single", "--steps", "0"], ">= 1"),
