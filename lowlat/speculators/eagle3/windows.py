@@ -45,8 +45,10 @@ def draft_windows(file: DraftFile, num_layers: int) -> tuple[int | None, ...]:
         if not any(windowed):
             file.notes.append(f"use_sliding_window is true, but max_window_layers is {first}: no layer has a window")
     else:
-        off = uses is False or fields.values.get("model_type") in ("qwen2", "qwen3")
-        windowed = [size is not None and not off] * num_layers
+        family = fields.values.get("model_type")
+        windowed = [size is not None and uses is None and family not in ("qwen2", "qwen3")] * num_layers
+        if windowed[0] and family != "mistral":
+            file.notes.append(f"sliding_window {size} without layer_types or use_sliding_window: taken for every layer")
     if any(windowed) and size is None:
         raise ConfigError(f"{fields.label}: sliding_window is missing; expected the window of the layers that slide")
     return tuple(size if slides else None for slides in windowed)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cli_calls import answer, lowlat, refusal
-from tiny_models import PairPaths
+from tiny_models import PairPaths, copying_draft_model, make_target
 
 from lowlat.cli.options import bundled
 from lowlat.cli.reports.shifts import ShiftResult, read_prompts, unshifted_is_best
@@ -36,6 +36,22 @@ def test_doctor_measures_the_shifts(pair: PairPaths, tmp_path: Path) -> None:
     best = max(entry["first_position_acceptance"] for entry in shifts.values())
     assert found["healthy"] == (shifts[0]["first_position_acceptance"] == best)
     assert report.exit_code == (0 if found["healthy"] else 1)
+
+
+def test_inspect_and_doctor_take_a_draft_model_of_layers_without_features(tmp_path: Path) -> None:
+    """It reads the final hidden state, behind which no boundary is."""
+    target = make_target(tmp_path / "target", "llama", gain=0.45, num_hidden_layers=2)
+    copying_draft_model(tmp_path / "head", target, final_hidden=True, num_hidden_layers=2, windows=(None, 16))
+    files = ("--target", tmp_path / "target")
+    found = answer("inspect", "draft-model", tmp_path / "head", *files, "--json")
+    assert found["capture"]["convention"] == "no auxiliary features: the target's final hidden state"
+    assert found["geometry"]["windows"] == [None, 16] and found["geometry"]["num_layers"] == 2
+    assert found["flags"]["final_hidden"] is True
+    (tmp_path / "prompts.json").write_text("[[5, 6, 7]]")
+    options = ("--head", tmp_path / "head", "--prompts", tmp_path / "prompts.json", "--max-tokens", 24, "--json")
+    shifts = json.loads(lowlat("doctor", *files, *options).stdout)["capture_shifts"]
+    assert [entry["capture_boundaries"] for entry in shifts] == [[1], [2], [2]]
+    assert shifts[2]["drafted"] is None and shifts[0]["drafted"] > 0 and shifts[1]["accepted"] > 0
 
 
 def test_doctor_reads_the_unshifted_rate_from_the_same_decoding(pair: PairPaths, tmp_path: Path) -> None:
