@@ -1,6 +1,5 @@
 """Cases in which attention and mixtures are timed: what their arguments hold; and the tiles that the command lists."""
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,16 @@ import lowlat as package
 from lowlat.kernels.attention.launch_plan import AttentionPlan
 from lowlat.kernels.formats import BF16, MXFP4
 from lowlat.kernels.moe.decode.mlp_plan import choose_mlp_plan, mlp_plans, plan_mlp
-from lowlat.kernels.moe.plan import DOWN, GATE_UP, ExpertShape, choose_expert_plan, plan_experts
-from lowlat.kernels.moe.prefill.plan import choose_mixture_plan
+from lowlat.kernels.moe.plan import (
+    DOWN,
+    GATE_UP,
+    ExpertShape,
+    choose_expert_plan,
+    expert_plans,
+    next_power,
+    plan_experts,
+)
+from lowlat.kernels.moe.prefill.plan import choose_mixture_plan, mixture_plans
 from lowlat.kernels.toolchain.kernel import H200, Card, KernelCall
 from lowlat.kernels.tuning.table import Entry, TuningTable
 from lowlat.tools.tune.arguments import Places
@@ -107,17 +114,22 @@ def test_a_mixture_s_plans_differ_in_knobs_alone_and_a_table_chooses_among_them(
             assert (plan.up_plan.warps, plan.down_plan.warps) == (plans[0].up_plan.warps, plans[0].down_plan.warps)
         tuned = entry_of("experts_mlp", planned.key, plans[-1].knobs, card)
         assert choose_mlp_plan(rows, up, down, tuned, 128)[0] == plans[-1]
-        plan, alone = choose_expert_plan(rows, down, card, 128)
-        assert plan == plan_experts(rows, down, card) and alone.key.startswith(
-            f"kind=down rows={1 << (rows - 1).bit_length()}"
+        alone, place = choose_expert_plan(rows, down, card, 128)
+        assert alone == plan_experts(rows, down, card) and place.key.startswith(f"kind=down rows={next_power(rows)} ")
+        assert {each.warps for each in expert_plans(rows, down, card)} == {alone.warps}
+
+
+@pytest.mark.parametrize("card", CARDS.values(), ids=map(str, CARDS))
+def test_both_grouped_gemms_of_a_mixture_have_one_plan_in_tables(card: Card) -> None:
+    up, down = ExpertShape(GATE_UP, 5760, 2880, 4, MXFP4), ExpertShape(DOWN, 2880, 2880, 4, MXFP4)
+    for rows in (64, 512, 2048):
+        plans = mixture_plans(4 * rows, 128, (up, down), card)
+        chosen = [choose_mixture_plan(4 * rows, 128, shape, card) for shape in (up, down)]
+        assert chosen[0] == chosen[1] and chosen[0][0] == plans[0] and chosen[0][1].candidates == plans
+        assert len({tuple(each.knobs.values()) for each in plans}) == len(plans) > 1
+        assert all(
+            each.of(shape, card).shared_bytes(shape) <= card.shared_bytes for each in plans for shape in (up, down)
         )
-        assert {each.warps for each in alone.candidates} == {plan.warps}
-    for rows, shape in itertools.product((64, 512, 2048), (up, down)):
-        plan, planned = choose_mixture_plan(4 * rows, 128, shape, card)
-        assert planned.key == choose_mixture_plan(4 * rows, 128, up, card)[1].key
-        assert len({tuple(each.knobs.values()) for each in planned.candidates}) == len(planned.candidates) > 1
-        for each in planned.candidates:
-            assert each.of(shape, card).shared_bytes(shape) <= card.shared_bytes
 
 
 def test_tiles_are_listed_without_a_card() -> None:

@@ -43,7 +43,10 @@ class Case:
 
 
 def cases_of(kind: str, calls: Calls, num_places: int = 1) -> tuple[Case, ...]:
-    """The cases of a launch. num_places: of its weights; copies beyond have the weights of earlier ones."""
+    """The cases of a launch.
+
+    num_places  of its weights; copies beyond have the weights of earlier ones. 0: no numbers are filled
+    """
     made = CASES.get(kind)
     return (Case("", 1, _numbers(num_places)),) if made is None else made(calls, num_places)
 
@@ -94,7 +97,7 @@ def _attention(calls: Calls, num_places: int) -> tuple[Case, ...]:
         copies = max(1, min((pool - 1) // (batch * blocks), -(-ROTATED_BYTES // moved), MOST_PLACES))
 
         def fill(calls: Calls, copy: int) -> Calls:
-            if not copy:
+            if copy < min(1, num_places):
                 fill_numbers(calls)
             state = _step_state(named, context - tail, copy, blocks)
             return tuple(_changed(call, state) for call in calls)
