@@ -16,7 +16,7 @@ from cli_calls import answer, lowlat, refusal
 from kernel_inventory import CARDS
 
 import lowlat as package
-from lowlat.errors import ConfigError
+from lowlat.errors import ConfigError, DeviceError
 from lowlat.kernels.gemm.decode.plan import candidate_plans, plan_decode_gemm, steps_to_hold
 from lowlat.kernels.gemm.prefill.plan import plans_of
 from lowlat.kernels.toolchain.kernel import H200, Card, KernelCall
@@ -246,6 +246,22 @@ def test_a_budget_leaves_the_derived_plans_of_all_launches(shapes: list[Shape]) 
     assert min(ready.values()) >= 1 and max(ready.values()) <= 2
     swept = time_plans(shapes, calls, ready, bench, until=bench.now + 4.5, clock=bench.clock)
     assert 0 < len(swept) <= 5
+
+
+def test_a_device_that_fails_leaves_what_was_timed_before(
+    shapes: list[Shape], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls, bench = calls_by_plan(shapes[:5], H200, 2), FakeBench()
+    timed = bench.times_us
+
+    def times_us(shape: Shape, plans: Any) -> Any:
+        if shape is shapes[2]:
+            raise DeviceError("the device failed")
+        return timed(shape, plans)
+
+    monkeypatch.setattr(bench, "times_us", times_us)
+    swept = time_plans(shapes[:5], calls, dict.fromkeys(calls, 2), bench, until=1e9, clock=bench.clock)
+    assert [each.shape for each in swept] == shapes[:2] and "3 launches are left out" in caplog.text
 
 
 def test_the_command_lists_launches_and_plans_without_a_card(pair: Pair) -> None:
