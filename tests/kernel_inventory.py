@@ -83,8 +83,9 @@ def family(kernel: Kernel) -> str:
 
 
 def fingerprint(kernel: Kernel) -> tuple[Any, ...]:
-    """Everything that decides what a kernel compiles to: its code, the constants it closes over, what it calls."""
-    sizes = (kernel.threads, kernel.min_blocks, kernel.shared_bytes, kernel.linked)
+    """Everything that decides what a kernel compiles to, and how it is loaded: its code, the constants it closes over,
+    what it calls, its sizes."""
+    sizes = (kernel.threads, kernel.min_blocks, kernel.shared_bytes, kernel.linked, kernel.most_blocks)
     return (str(kernel.signature), *sizes, _meaning(kernel.function, set()))
 
 

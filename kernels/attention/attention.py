@@ -193,10 +193,13 @@ def examples(card: Card = H200) -> list[Kernel]:
         (short, 16, 1, False, False),
         (replace(short, group=3, window=512, keep_first=4), 16, 1, False, False),
     )
-    derived = [(work, candidate_plans(work, card)[0], *facts) for work, *facts in examples_for(card, cases, 4)]
-    rows = replace(llama, rows=8)
-    others = [(work, plan, *cases[0][1:]) for work in (rows, oss) for plan in candidate_plans(work, card)[1:3]]
-    return [_make(_shape_of(*each)) for each in (*derived, *examples_for(card, others, 0))]
+    shapes = [
+        _shape_of(work, candidate_plans(work, card)[0], block, first, sinks, early)
+        for work, block, first, sinks, early in examples_for(card, cases, 4)
+    ]
+    tuned = [(work, plan) for work in (replace(llama, rows=8), oss) for plan in candidate_plans(work, card)[1:3]]
+    shapes += [_shape_of(work, plan, 32, 0, False, True) for work, plan in examples_for(card, tuned, 0)]
+    return [_make(shape) for shape in shapes]
 
 
 def _check_sizes(batch: int, rows: int, heads: int, kv_heads: int, head_dim: int, block: int) -> None:

@@ -10,6 +10,7 @@ from attention_cases import Case, chain, check, random_bf16, tree
 
 from lowlat.executors.launcher import Launcher
 from lowlat.kernels.attention.attention import attention
+from lowlat.kernels.attention.launch_plan import AttentionWork, candidate_plans
 
 pytestmark = pytest.mark.gpu
 
@@ -93,6 +94,23 @@ def test_extreme_sinks_at_every_edge(bench: Bench, window: int | None, sink: flo
         else:
             check(got, case.expected())
         assert got.shape[0] == rows * len(lengths)
+
+
+@pytest.mark.parametrize(("head_dim", "group"), [(64, 8), (128, 4)])
+@pytest.mark.parametrize("window", [None, 100, 600])
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+def test_no_plan_changes_a_bit(bench: Bench, head_dim: int, group: int, window: int | None, shape: str) -> None:
+    """One tile of query rows and several, over lengths from none to many splits."""
+    for rows, split in ((2, 256), (8, 512)):
+        masks = [chain(rows) if shape == "chain" else tree(rows, seed) for seed in range(len(DENSE[6:]))]
+        case = Case(list(DENSE[6:]), masks, head_dim=head_dim, group=group, window=window)
+        work = AttentionWork(len(masks), rows, group, 2, head_dim, window, 0, split)
+        results = [
+            bench.run(case, plan=plan, split=split, card=bench.launcher.card)
+            for plan in candidate_plans(work, bench.launcher.card)
+        ]
+        check(results[0], case.expected())
+        assert len(results) > 1 and all(same(result, results[0]) for result in results)
 
 
 def test_a_short_window_takes_one_launch_and_reads_nothing_before_it(bench: Bench) -> None:

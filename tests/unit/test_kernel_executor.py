@@ -91,9 +91,9 @@ def test_prefill_of_every_size_is_bound_to_memory_of_the_executor(name: str, car
 
 
 def planned_of(executor: Any) -> list[tuple[str, Planned]]:
-    """Launches that the card cuts, by the names of their kernels."""
+    """Launches that the card cuts, by the names of their kernels and their grids."""
     calls = [call for groups in executor._groups.values() for group in groups for call in group.kernel_calls]
-    return [(call.kernel.name, call.planned) for call in calls if call.planned is not None]
+    return [(f"{call.kernel.name} {call.grid}", call.planned) for call in calls if call.planned is not None]
 
 
 def test_launches_with_an_entry_are_tuned_and_strict_mode_asks_for_one_of_each(
@@ -113,7 +113,9 @@ def test_launches_with_an_entry_are_tuned_and_strict_mode_asks_for_one_of_each(
     check_launches(strict, replace(tuned.counts, fallbacks=()))
     before, after = planned_of(plain), planned_of(tuned)
     assert [(each.kind, each.key) for _, each in after] == [(each.kind, each.key) for _, each in before]
-    assert {name for name, _ in after}.isdisjoint(name for name, each in before if len(each.candidates) > 1)
+    for place in {(each.kind, each.key) for _, each in before if len(each.candidates) > 1}:
+        old, new = ({name for name, each in some if (each.kind, each.key) == place} for some in (before, after))
+        assert old != new, place
 
 
 def check_counts(executor: Any) -> None:

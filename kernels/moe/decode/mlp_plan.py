@@ -80,12 +80,12 @@ def plan_mlp(
     stages: int | None = None,
     part: int = MOST_PART,
     columns: int = MAX_COLUMNS,
-    overlaps: bool | None = None,
+    overlaps: int | None = None,
 ) -> MlpPlan:
     """The plans of both GEMMs for M rows, as `plan_experts` has them, which share a block's memory.
 
     warps, stages, part, columns  as `plan_experts` has them, of both GEMMs
-    overlaps                      None: for more than one row
+    overlaps                      0 or 1; None: for more than one row
     Raises ShapeError as `plan_experts` does.
     """
     available = card.shared_bytes
@@ -107,7 +107,7 @@ def plan_mlp(
             "stages": min(first.stages, second.stages),
         }
         # a single row's weights are so few that those of the second GEMM would only delay the last of the first
-        ahead = rows > 1 if overlaps is None else overlaps
+        ahead = rows > 1 if overlaps is None else bool(overlaps)
         plan = MlpPlan(up, down, replace(first, **common), replace(second, **common), ahead)
         excess = plan.places[-1] - card.shared_bytes
         if excess <= 0:

@@ -148,7 +148,7 @@ def choose_mixture_plan(
         ExpertShape(GATE_UP, 2 * inner, hidden, shape.ranks, shape.format),
         ExpertShape(DOWN, hidden, inner, shape.ranks, shape.format),
     )
-    facts = {
+    facts: dict[str, int | str] = {
         "rows": num_pairs // shape.ranks, "N": hidden, "inner": inner, "ranks": shape.ranks, "experts": num_experts,
         "format": shape.format.name,
     }  # fmt: skip

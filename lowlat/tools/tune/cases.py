@@ -23,7 +23,7 @@ __all__ = ["CONTEXTS", "Calls", "Case", "cases_of", "contexts_of", "tile_counts"
 CONTEXTS = (1024, 4096, 16384, 65536)  # positions
 SCALES = (112 + SCALE_OFFSET, 122 + SCALE_OFFSET)  # of weights about 1
 MIXTURE_COPIES = 8
-RANDOM, EQUAL = "random", "equal"
+RANDOM, ALIKE, BALANCED = "random", "alike", "balanced"
 
 Calls = tuple[KernelCall, ...]
 
@@ -43,7 +43,10 @@ class Case:
 
 
 def cases_of(kind: str, calls: Calls, num_places: int = 1) -> tuple[Case, ...]:
-    """The cases of a launch. num_places: of its weights; copies beyond have the weights of earlier ones."""
+    """The cases of a launch.
+
+    num_places  of its weights; copies beyond have the weights of earlier ones. 0: no numbers are filled
+    """
     made = CASES.get(kind)
     return (Case("", 1, _numbers(num_places)),) if made is None else made(calls, num_places)
 
@@ -94,7 +97,7 @@ def _attention(calls: Calls, num_places: int) -> tuple[Case, ...]:
         copies = max(1, min((pool - 1) // (batch * blocks), -(-ROTATED_BYTES // moved), MOST_PLACES))
 
         def fill(calls: Calls, copy: int) -> Calls:
-            if not copy:
+            if copy < min(1, num_places):
                 fill_numbers(calls)
             state = _step_state(named, context - tail, copy, blocks)
             return tuple(_changed(call, state) for call in calls)
@@ -137,7 +140,7 @@ def _mixture(calls: Calls, num_places: int) -> tuple[Case, ...]:
 
         return Case(name, copies, fill)
 
-    return tuple(map(case, (RANDOM, EQUAL)))
+    return tuple(map(case, (RANDOM, ALIKE)))
 
 
 def _routed(call: KernelCall, routing: str, copy: int) -> KernelCall:
@@ -146,30 +149,36 @@ def _routed(call: KernelCall, routing: str, copy: int) -> KernelCall:
         return call
     x = _tensor(_named(call), "x")
     drawn = torch.randn(x.shape, generator=torch.Generator().manual_seed(copy)).to(x.device, x.dtype)
-    return _changed(call, {"x": drawn[:1].expand_as(drawn).contiguous() if routing == EQUAL else drawn})
+    return _changed(call, {"x": drawn[:1].expand_as(drawn).contiguous() if routing == ALIKE else drawn})
 
 
 def _grouped(calls: Calls, num_places: int) -> tuple[Case, ...]:
-    """As `_mixture`, with the ids that the router of a prompt left."""
+    """Rows that chose at random, and such that every expert has as many: with the ids that the router of a prompt left,
+    other ones in every launch."""
     named = [_named(call) for call in calls]
     experts = next(_tensor(each, "bias").shape[0] for each in named if "bias" in each)
-    shape = next(_tensor(each, "ids").shape for each in named if "ids" in each)
+    rows, ranks = next(_tensor(each, "ids").shape for each in named if "ids" in each)
     copies = max(num_places, MIXTURE_COPIES)
 
     def case(name: str) -> Case:
         def fill(calls: Calls, copy: int) -> Calls:
             if copy < num_places:
                 _fill_experts(calls)
-            rows = torch.rand(1 if name == EQUAL else shape[0], experts, generator=torch.Generator().manual_seed(copy))
-            ids = rows.argsort(1)[:, : shape[1]].int().expand(*shape).contiguous()
-            return tuple(
-                _changed(call, {"ids": ids.to(_tensor(_named(call), "ids").device)}) if "ids" in _named(call) else call
-                for call in calls
-            )
+            generator = torch.Generator().manual_seed(copy)
+            drawn = torch.rand(rows, experts, generator=generator).argsort(1)[:, :ranks]
+            if name == BALANCED:
+                order = torch.randperm(experts, generator=generator)
+                drawn = order[torch.arange(rows * ranks).view(rows, ranks) % experts]
+            ids = drawn.int().contiguous()
+            filled = []
+            for call in calls:
+                old = _named(call).get("ids")
+                filled.append(_changed(call, {"ids": ids.to(old.device)}) if isinstance(old, torch.Tensor) else call)
+            return tuple(filled)
 
         return Case(name, copies, fill)
 
-    return tuple(map(case, (RANDOM, EQUAL)))
+    return tuple(map(case, (RANDOM, BALANCED)))
 
 
 def _fill_experts(calls: Calls) -> None:

@@ -41,7 +41,8 @@ def walked(case: Case, plan: AttentionPlan, tail: int | None) -> tuple[torch.Ten
 
     walker = Walker(may_leave=True)
     with walkable(walker, *NAMES) as modules:
-        tile, kernel = modules[2], modules[-1]
+        tile: Any = modules[2]
+        kernel: Any = modules[-1]
         products, hide, attend = tile._make_products, tile._make_hide, kernel.make_attend
         tile._make_products = lambda shape: (counted("executed", products(shape)[0]), products(shape)[1])
         tile._make_hide = lambda shape: counted("masked", hide(shape))
