@@ -58,7 +58,10 @@ class PackedWeight:
         if count > 1:
             pairs[: count // 2, :, 1] = x[1::2]
         with _running:
-            self._use_threads(torch.get_num_threads())
+            num_threads = torch.get_num_threads()
+            self._use_threads(num_threads)
+            if torch.get_num_threads() != num_threads:  # Numba's first call sets what torch shares with it, OpenMP's
+                torch.set_num_threads(num_threads)
             self._product(pairs.numpy(), self._panels, self._part, out.numpy())
 
     def agrees(self, weight: torch.Tensor) -> bool:

@@ -1,5 +1,8 @@
 """Packed weights: the bits of products in blocks of rows, whatever the number of rows, or no packed weight at all."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,6 +38,16 @@ def test_a_weight_of_other_bits_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) 
     assert not PackedWeight(weight, 97).agrees(weight)  # parts of K that no library adds up
     monkeypatch.setattr(module, "_part_of", lambda depth, threads: 97)
     assert pack(weight) is None
+
+
+def test_packing_leaves_the_number_of_torch_threads() -> None:
+    code = (
+        "import torch; torch.set_num_threads(1); from lowlat.kernels.reference.gemm.packed import pack\n"
+        "pack(torch.ones(64, 64)); print(torch.get_num_threads())"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.stdout.strip() == "1", done.stderr
 
 
 def test_what_is_no_bf16_stays_as_it_is() -> None:
