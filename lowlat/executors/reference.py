@@ -2,7 +2,8 @@
 
 It is the executable specification, the default where there is no GPU, and what the others are compared with.
 On a CPU, bf16 weights are expanded to float32 once: every product accumulates in float32, and a row's bits do not
-depend on its company (measured: MKL's float32 product gives a row the same bits at every place of a block of 8).
+depend on its company (measured: MKL's float32 product gives a row the same bits at every place of a block of 8). Decode
+reads a large model's weights as bf16, in panels of their own, with the same bits.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
