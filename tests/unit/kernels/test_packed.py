@@ -59,7 +59,12 @@ def test_a_runtime_decodes_the_same_with_and_without_packed_weights(
     monkeypatch: pytest.MonkeyPatch, repository: Path
 ) -> None:
     packs: list[PackedWeight | None] = []
-    monkeypatch.setattr(executor, "pack", lambda weight: packs.append(pack(weight)) or packs[-1])
+
+    def packed(weight: torch.Tensor) -> PackedWeight | None:
+        packs.append(pack(weight))
+        return packs[-1]
+
+    monkeypatch.setattr(executor, "pack", packed)
     answers = []
     for fewest_bytes in (executor.FEWEST_BYTES, 1 << 20):
         monkeypatch.setattr(executor, "FEWEST_BYTES", fewest_bytes)
