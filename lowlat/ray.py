@@ -80,7 +80,8 @@ class Replica:
 def build(arguments: Mapping[str, Any]) -> "Application":
     """Build the application from settings of `lowlat serve` by name, num_replicas (1) and num_gpus of a replica.
 
-    num_gpus  1 by default; 0 for a machine without any. What `arguments` leaves out is taken from the environment
+    num_gpus  1 by default; 0 for a machine without any. A setting that `arguments` leaves out is taken from the
+              environment
     Raises ConfigError for an unknown or ill-typed setting.
     """
     from ray import serve

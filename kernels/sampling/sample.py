@@ -5,8 +5,8 @@ in its first block, whose others leave at once. Where a slot wishes for another 
 block processes its chunk, and the row's largest is the best of theirs. A row that is drawn has its blocks find the
 bounds of top_k and top_p where they are set, add noise, and find the largest. Order and roundings are those of
 `kernels.reference.sample`.
-A draw depends on nothing but its own row, its slot's state and its position. What the step's first kernel settled
-(slots and their state) is read before the kernel before this one has ended.
+A draw depends on nothing but its own row, its slot's state and its position. The state that the step's first
+kernel settled (slots and their parameters) is read before the kernel before this one has ended.
 """
 
 import functools

@@ -49,7 +49,7 @@ def multiply_group(rows: int) -> Any:
 
     It takes the sums, rows / 2 float32; a lane's 16 words of the weights: of both halves of the columns for row g, then
     for row g + 8, g a quarter of the lane; the shared address of the second matrix; and a number: zero where the sums
-    begin anew. What it returns are sums when `await_group` has had them; until then nothing else may.
+    begin anew. The accumulators that it returns hold sums when `await_group` has had them; until then nothing else may.
     """
     count = rows // 2
     text = _multiply_text(rows, count)

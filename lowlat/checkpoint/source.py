@@ -1,6 +1,6 @@
 """Weights on their way to an executor: a mapping that may have nothing in memory yet, handed on one tensor at a time.
 
-Whoever places weights asks `streamed` for them and keeps what it makes of each; what it was given is then let go, so a
+The code that places weights asks `streamed` for them and keeps copies of its own; the original is then let go, so a
 model larger than the host's memory reaches a device. It knows neither files nor kernels.
 """
 

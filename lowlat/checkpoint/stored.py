@@ -1,7 +1,7 @@
 """Canonical weights that still lie in files: read, arranged and checked when asked for, and kept by nobody.
 
 A stream reads ahead: a few threads read and arrange pieces of some megabytes each, straight into their place where
-nothing has to be changed, while the caller uses what was ready before. What lies between files and caller is bounded
+nothing has to be changed, while the caller uses what was ready before. The memory between files and caller is bounded
 by `arena_bytes`, about two of the largest tensors. It knows neither configs nor families nor devices.
 """
 

@@ -61,7 +61,7 @@ def print_json(value: object) -> None:
 def stream_text(text: str, **style: Any) -> None:
     """Write text on stdout at once; on a terminal with a style (see `click.style`), without control characters.
 
-    What a model writes is not trusted with a terminal's escape sequences; a pipe or file gets it unchanged.
+    A model's text is not trusted with a terminal's escape sequences; a pipe or file gets it unchanged.
     """
     if sys.stdout.isatty():
         safe = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)

@@ -1,7 +1,7 @@
 """Weights as the kernels read them: matrices packed, vectors as they are, each tensor placed once.
 
-Whoever lowers a program asks for a weight in a form; the form decides how it is stored, and a weight has one form for
-its whole life. Prefill unpacks a matrix at a time, and none of a mixture's experts where kernels run.
+The code that lowers a program asks for a weight in a form; the form decides how it is stored, and a weight has one form
+for its whole life. Prefill unpacks a matrix at a time, and none of a mixture's experts where kernels run.
 """
 
 from collections.abc import Callable, Mapping

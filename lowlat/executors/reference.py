@@ -1,8 +1,9 @@
 """The reference executor: every operation by its torch meaning, one after the other, on any device.
 
 It is the executable specification, the default where there is no GPU, and what the others are compared with.
-On a CPU, bf16 weights are expanded to float32 once: every product accumulates in float32, and a row's bits do not
-depend on its company (measured: MKL's float32 product gives a row the same bits at every place of a block of 8).
+On a CPU, bf16 weights are expanded to float32 once: every GEMM accumulates in float32, and a row's bits do not
+depend on its company (measured: MKL's float32 GEMM gives a row the same bits at every place of a block of 8). Decode
+reads a large model's weights as bf16, in panels of their own, with the same bits.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -100,7 +101,7 @@ class ReferenceExecutor:
         return own, self._packed(bind(program, view, self._weights))
 
     def _packed(self, bound: tuple[Bound, ...]) -> tuple[Bound, ...]:
-        """The same operations with decode's products packed."""
+        """The same operations with decode's GEMMs packed."""
         operations = list(bound)
         for index, (op, _, arguments) in enumerate(bound):
             if _is_decode_gemm(op) and (packed := self._packs.get(op.weights["weight"])) is not None:

@@ -230,7 +230,7 @@ class Mailbox:
 class _HostView:
     """Buffers as numpy arrays: views of host memory, copies of what lies on a device.
 
-    What was written into a copy goes to the device by `send`, and comes from there by `fetch`; both wait for it.
+    A copy goes to the device by `send`, and comes from there by `fetch`; both wait for it.
     """
 
     def __init__(self, buffers: Mapping[str, torch.Tensor]) -> None:

@@ -1,12 +1,12 @@
 """Performance counters of a runtime, and the checks of `perf_mode="strict"`.
 
-What strict mode refuses, and where: debugging (`RuntimeConfig`), a draft model that cannot be used (`load`), torch's
+Strict mode refuses, each in its place: debugging (`RuntimeConfig`), a draft model that cannot be used (`load`), torch's
 operations in place of kernels and plans that no tuning table has (`check_device`, `check_launches`),
 sampling and requests without drafts (`RequestChecks`), a step at another depth (`Runtime.step`), a step's result that
 does not add up and drafts that fail to come (`StepChecks`).
 
-What needs no check: a step's shapes are those of its bucket, and a size without a bucket is refused in every mode. A
-captured step holds kernels alone, as the audit of its capture says, and the host reads what it publishes from pinned
+Two things need no check: a step's shapes are those of its bucket, and a size without a bucket is refused in every mode.
+A captured step holds kernels alone, as the audit of its capture says, and the host reads its publications from pinned
 memory; the counters of waits and copies are of what is done between steps. A loop on the device begins with a fill of
 its budget, eight bytes, which neither waits nor copies and is not counted. Masks are made on the device, from a tree
 that was checked when it was read. Attention of a prompt is a library's in every mode: no kernel of ours does it.

@@ -1,6 +1,6 @@
 """Checks of a request that one model makes, known from its load on: any thread may ask, for nothing here changes.
 
-What depends on the moment (a full queue, a request's name) is the scheduler's to refuse.
+The scheduler refuses for reasons of the moment: a full queue, a request's name.
 """
 
 from collections.abc import Sequence

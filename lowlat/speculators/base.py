@@ -142,7 +142,7 @@ class Speculator(ABC):
     def emit_prefill(self, scope: PrefillScope) -> None:
         """Append what it does for the positions of a prompt, behind the target's layers.
 
-        What it needs of the last live row to draft behind the first token it keeps in state of its own.
+        It keeps in state of its own the part of the last live row from which it drafts behind the first token.
         """
         return
 

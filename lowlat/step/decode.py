@@ -1,7 +1,7 @@
 """The decode step as a Program, for one bucket: verify, accept, commit, draft, masks, publish.
 
 Behind a prompt's last chunk stands the same with one difference (a `prefilled` bucket): the target's row is there, and
-is the slot's only one. What it publishes does not wait for the drafts. So the first token is a step's, with the same
+is the slot's only one. Its publication does not wait for the drafts. So the first token is a step's, with the same
 sampling, and the first step verifies drafts.
 
 Source of the order and of the rows' meaning: EAGLE-3, arXiv 2503.01840. How drafts are made is the speculator's; how

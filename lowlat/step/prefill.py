@@ -2,7 +2,7 @@
 
 Chunks start at multiples of their fixed size, and a chunk's bits depend on its prefix alone, so that complete chunks
 can be shared. Chunks of one prompt that follow each other may run at once, and a chunk that holds few positions as a
-part of one: no bit of them depends on it. What the last live row leaves behind is kept: of a prompt's last chunk the
+part of one: no bit of them depends on it. The hidden state of the last live row is kept: of a prompt's last chunk the
 first token is chosen from it, see `lowlat.step.decode`.
 """
 

@@ -124,8 +124,8 @@ def attention(
             state = _Softmax(q[place].float().reshape(kv_heads, -1, head_dim), scale)
             for start in range(0, end, TILE):
                 if start + TILE > low or start < first + keep_first:
-                    tile = (x[:, start : start + TILE].contiguous() for x in (k, v))
-                    _add_tile(state, *tile, _View(start, first, low, end, keep_first), end == stored)
+                    tile_k, tile_v = (x[:, start : start + TILE].contiguous() for x in (k, v))
+                    _add_tile(state, tile_k, tile_v, _View(start, first, low, end, keep_first), end == stored)
             out[place].copy_(state.finish(sink_rows).reshape(-1))
 
 

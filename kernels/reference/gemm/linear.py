@@ -1,4 +1,4 @@
-"""The linear operation: blocks of rows through products with float32 accumulation."""
+"""The linear operation: blocks of rows through GEMMs with float32 accumulation."""
 
 import torch
 
@@ -13,7 +13,7 @@ __all__ = ["ROW_BLOCK", "linear", "linear_block", "packed_linear"]
 @operation("""
     read    x       compute  [M, K]
     weight  weight  float    [N, K]  on a CPU best float32 already, anything else is expanded at every call
-    weight  bias    float    [N]     added in float32 after the product
+    weight  bias    float    [N]     added in float32 after the GEMM
     write   out     float32  [M, N]
 """)
 def linear(
@@ -26,7 +26,7 @@ def linear(
 ) -> None:
     """x @ weight.T + bias in float32.
 
-    row_block  rows a product: fixed by the program, so that a row's bits do not depend on M; a chunk of
+    row_block  rows a GEMM: fixed by the program, so that a row's bits do not depend on M; a chunk of
                prefill, whose M is fixed, is one block
     Raises ShapeError on the host for shapes that do not fit.
     """
@@ -48,7 +48,7 @@ def packed_linear(
 ) -> None:
     """The same as `linear`, of a packed weight and in blocks of ROW_BLOCK. Raises ShapeError as `linear` does."""
     check_shape("out", out, x.shape[0], weight.shape[0])
-    weight.product(x, out)
+    weight.multiply(x, out)
     _add_bias(bias, out)
 
 

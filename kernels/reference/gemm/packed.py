@@ -1,7 +1,7 @@
-"""Weights of decode's products in panels of bf16: the bits of `linear_block`, at half the bytes and without padding.
+"""Weights of decode's GEMMs in panels of bf16: the bits of `linear_block`, at half the bytes and without padding.
 
-MKL accumulates a product in float32 over parts of K, in order inside a part, and adds the parts in order, as
-`panel_product` does. The parts depend on the processor: they are found by trial, and a weight whose packed product
+MKL accumulates a GEMM in float32 over parts of K, in order inside a part, and adds the parts in order, as
+`panel_gemm` does. The parts depend on the processor: they are found by trial, and a weight whose packed GEMM
 differs from `linear_block`'s in one bit of a trial stays as it is.
 """
 
@@ -38,7 +38,7 @@ class PackedWeight:
         laid = bits.view(torch.int16).reshape(count, panels.PANEL_WIDTH, depth).transpose(1, 2).contiguous()
         self._panels = laid.numpy().view(np.uint16)
         self._part = part
-        self._product = panels.panel_product
+        self._gemm = panels.panel_gemm
         self._use_threads = use_threads
 
     @property
@@ -46,7 +46,7 @@ class PackedWeight:
         """Its bytes of memory."""
         return int(self._panels.nbytes)
 
-    def product(self, x: torch.Tensor, out: torch.Tensor) -> None:
+    def multiply(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """x @ weight.T.
 
         x    [m, K]  any float dtype
@@ -58,15 +58,18 @@ class PackedWeight:
         if count > 1:
             pairs[: count // 2, :, 1] = x[1::2]
         with _running:
-            self._use_threads(torch.get_num_threads())
-            self._product(pairs.numpy(), self._panels, self._part, out.numpy())
+            num_threads = torch.get_num_threads()
+            self._use_threads(num_threads)
+            if torch.get_num_threads() != num_threads:  # Numba's first call sets what torch shares with it, OpenMP's
+                torch.set_num_threads(num_threads)
+            self._gemm(pairs.numpy(), self._panels, self._part, out.numpy())
 
     def agrees(self, weight: torch.Tensor) -> bool:
         """Whether a block of random rows has the bits of `linear_block`; fewer rows are computed in the same way."""
         drawn = torch.Generator().manual_seed(0)
         x = torch.randn(ROW_BLOCK, self.shape[1], generator=drawn).bfloat16().float()
         found = torch.empty(ROW_BLOCK, self.shape[0])
-        self.product(x, found)
+        self.multiply(x, found)
         return torch.equal(found, linear_block(x, weight))
 
 

@@ -1,8 +1,8 @@
-"""Products of a few rows with a bf16 weight in panels: every sum in float32, in an order that is part of its meaning.
+"""The GEMM of a few rows with a bf16 weight in panels: every sum in float32, in an order that is part of its meaning.
 
 A sum runs over parts of K: fused multiply-adds in order inside a part, starting at zero, and the parts' sums added in
 order. So a row's bits depend on the row, the weight and the width of the parts alone. Panels of PANEL_WIDTH columns lie
-one behind the other as they are read, so a product of a single row runs at the speed of memory; it needs half the
+one behind the other as they are read, so the GEMM of a single row runs at the speed of memory; it needs half the
 bytes of float32.
 """
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from lowlat.kernels.toolchain.numba_cpu import cpu_function, cpu_kernel, fma, prange
 
-__all__ = ["PANEL_WIDTH", "panel_product"]
+__all__ = ["PANEL_WIDTH", "panel_gemm"]
 
 PANEL_WIDTH = 64
 STEPS = 8  # of K between a load and a store of the sums
@@ -44,7 +44,7 @@ def _sum_part(rows, panel, sums):  # type: ignore[no-untyped-def]
 
 
 @cpu_kernel
-def panel_product(pairs, panels, part, out):  # type: ignore[no-untyped-def]
+def panel_gemm(pairs, panels, part, out):  # type: ignore[no-untyped-def]
     """out = rows @ weight.T.
 
     pairs   [ceil(m / 2), K, 2]                       float32  two rows side by side; past m anything

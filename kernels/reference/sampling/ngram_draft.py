@@ -31,8 +31,8 @@ def ngram_draft(
     """Draft what followed the longest ending of the text that stands in it before.
 
     An ending has max_match tokens, or fewer, but no less than min_match, and may overlap the place where it stood
-    before. Of several places the last counts. What follows it up to the text's end is a period: drafts that reach past
-    the end begin it anew. So a slot has T - 1 drafts or none.
+    before. Of several places the last counts. The tokens behind it, up to the text's end, are a period: drafts that
+    reach past the end begin it anew. So a slot has T - 1 drafts or none.
     Time: one read of the text. Captured: yes. Raises ShapeError for shapes and lengths that do not fit.
     """
     check_ngram(tokens, slots, draft_live, draft_lens, draft_nodes, min_match, max_match)

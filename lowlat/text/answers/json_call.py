@@ -1,7 +1,7 @@
 """A tool call written as one JSON object, {"name": ..., "arguments": {...}}, read as it comes.
 
-Its arguments are handed on as they were written, before the object has ended. What is no such object fails; nothing is
-built of nested values, so their depth does not matter.
+Its arguments are handed on as they were written, before the object has ended. Text that is no such object fails;
+nothing is built of nested values, so their depth does not matter.
 """
 
 import json

@@ -1,9 +1,9 @@
 """The time of every call, stage and step, from the starts and ends of recorded kernels.
 
 Kernels overlap: a dependent launch starts early and waits for the one before it, so durations do not add up. A call's
-time is by how much it moves on the latest end so far; the calls' times of a step add up to the step. What a call waits
-for because nothing was launched counts to it as well, and the idle share tells how much of that there is. This module
-knows no device and no profiler.
+time is by how much it moves on the latest end so far; the calls' times of a step add up to the step. The time that
+a call waits because nothing was launched counts to it as well, and the idle share tells how much of that there is. This
+module knows no device and no profiler.
 """
 
 from collections.abc import Iterator, Sequence

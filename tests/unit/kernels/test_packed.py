@@ -1,5 +1,8 @@
 """Packed weights: the bits of products in blocks of rows, whatever the number of rows, or no packed weight at all."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -37,6 +40,16 @@ def test_a_weight_of_other_bits_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) 
     assert pack(weight) is None
 
 
+def test_packing_leaves_the_number_of_torch_threads() -> None:
+    code = (
+        "import torch; torch.set_num_threads(1); from lowlat.kernels.reference.gemm.packed import pack\n"
+        "pack(torch.ones(64, 64)); print(torch.get_num_threads())"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.stdout.strip() == "1", done.stderr
+
+
 def test_what_is_no_bf16_stays_as_it_is() -> None:
     assert pack(drawn(512, 1536).bfloat16()) is None  # a reference on a card reads it so
     assert pack(drawn(512, 1536) + 1e-6) is None
@@ -46,7 +59,12 @@ def test_a_runtime_decodes_the_same_with_and_without_packed_weights(
     monkeypatch: pytest.MonkeyPatch, repository: Path
 ) -> None:
     packs: list[PackedWeight | None] = []
-    monkeypatch.setattr(executor, "pack", lambda weight: packs.append(pack(weight)) or packs[-1])
+
+    def packed(weight: torch.Tensor) -> PackedWeight | None:
+        packs.append(pack(weight))
+        return packs[-1]
+
+    monkeypatch.setattr(executor, "pack", packed)
     answers = []
     for fewest_bytes in (executor.FEWEST_BYTES, 1 << 20):
         monkeypatch.setattr(executor, "FEWEST_BYTES", fewest_bytes)
