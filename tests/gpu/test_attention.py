@@ -11,8 +11,6 @@ from attention_cases import Case, chain, check, random_bf16, tree
 from lowlat.executors.launcher import Launcher
 from lowlat.kernels.attention.attention import attention
 
-pytestmark = pytest.mark.gpu
-
 DENSE = (0, 1, 15, 16, 63, 64, 65, 255, 256, 257, 2049, 9000)
 ROWS = (1, 2, 4, 8, 16, 63)
 GROUPS = (1, 3, 4, 5, 8)

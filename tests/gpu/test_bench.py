@@ -8,8 +8,6 @@ from cli_calls import lowlat
 from lowlat.tools.bench.report import read_profiles
 from lowlat.tools.bench.results import read_result
 
-pytestmark = pytest.mark.gpu
-
 # two drafts: what a loop on the device may run ahead fits the bundled pair's positions
 SMALL = ("--context", 200, "--batch", "1,2", "-S", "0,2", "--steps", 20, "--warm-up", 3, "--repeats", 2)
 

@@ -18,8 +18,6 @@ from lowlat.graphs import Bucket
 from lowlat.models.target import load_target
 from lowlat.speculators.eagle3.weights import load_draft_model
 
-pytestmark = pytest.mark.gpu
-
 DEMO = Path(__file__).parents[2] / "lowlat" / "demo"
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 64}
 OPTIONS: dict[str, Any] = {"max_batch": 4, "max_context": 160, "block_size": 16, "prefill_chunk": 32, "device": "cuda"}

@@ -19,8 +19,6 @@ from lowlat.host.mailbox import Mailbox
 from lowlat.step import state as shapes
 from lowlat.step.prefill import build_prefill
 
-pytestmark = pytest.mark.gpu
-
 DEVICE = torch.device("cuda", 0)
 CHUNK, CONTEXT = 32, 250
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 64}

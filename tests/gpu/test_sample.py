@@ -13,8 +13,6 @@ from lowlat.kernels.sampling.row_pairs import finite
 from lowlat.kernels.sampling.sample import sample
 from lowlat.kernels.sampling.select import FINITE
 
-pytestmark = pytest.mark.gpu
-
 SEED = 1234567890123456789
 OPTIONS: list[dict[str, float]] = [
     {"temperature": 0.0},
@@ -32,12 +30,6 @@ SMALL, LARGE = (5, 97, 4096, 4104, 32001), (128256, 201088)
 CASES = [(vocabulary, kind) for vocabulary in SMALL for kind in ("smooth", "ties", "peaked", "flat")]
 CASES += [(vocabulary, "smooth") for vocabulary in LARGE]
 NEAR = 1e-4
-
-
-@pytest.fixture(scope="module")
-def launcher() -> Launcher:
-    """One launcher for all tests."""
-    return Launcher(torch.device("cuda", 0))
 
 
 class Nodes:
