@@ -86,15 +86,14 @@ def unwritten(kind: str, given: Mapping[str, Any], **sizes: int) -> Arrays:
     """
     declared, made = OPERATIONS[kind].schema.arguments, {}
     held = {name: declared[name] for name, value in given.items() if name in declared and value is not None}
-    known = {
-        symbol: given[name].shape[place] for name, each in held.items() if not each.flat for place, symbol in each.bare
-    }
+    known = {s: given[name].shape[place] for name, each in held.items() if not each.flat for place, s in each.bare}
     compute = [given[name].dtype for name, each in held.items() if each.dtype == "compute"]
+    device = next(given[name].device for name in held)
     for name, each in declared.items():
         if each.access is Access.WRITE and name not in given:
             shape = [evaluate(extent, {**known, **sizes}) for extent in each.extents]
             dtype = compute[0] if each.dtype == "compute" else getattr(torch, each.dtype)
-            made[name] = poisoned(*(size for size in shape if size is not None), dtype=dtype)
+            made[name] = poisoned(*(size for size in shape if size is not None), dtype=dtype).to(device)
     return made
 
 
