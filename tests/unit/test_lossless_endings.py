@@ -134,8 +134,9 @@ def test_a_request_may_limit_or_forbid_its_drafts(pair: PairPaths) -> None:
             longest = max(len(output.token_ids) for output in outputs)
             assert longest == 1 if limit == 0 else 1 < longest <= (7 if limit is None else limit) + 1
             speculation = runtime.metrics(name).speculation
-            if limit == 0:
-                assert speculation is None or speculation.total_draft_tokens == 0
+            assert (speculation is None) == (limit == 0)
+            if speculation is not None:
+                assert not any(speculation.drafted_by_position[7 if limit is None else limit :])
 
 
 def test_a_seed_that_was_drawn_can_be_used_again(pair: PairPaths) -> None:
