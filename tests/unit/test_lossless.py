@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from recording import Depth, Recorder, run_all
+from recording import Depth, Recorder, prompt_of, run_all
 from stages import later, staged
 from tiny_models import DISTINCT_FAMILIES, STAGED_FAMILIES, PairPaths, make_pair
 
@@ -46,11 +46,6 @@ Trace = tuple[list[int], dict[int, torch.Tensor]]
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PairPaths]:
     """A target and a head of every family."""
     return {family: make_pair(tmp_path_factory.mktemp(family), family) for family in DISTINCT_FAMILIES}
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    """A random prompt."""
-    return torch.randint(0, 97, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def params(mode: str, seed: int = 7, max_tokens: int = MAX_TOKENS, **others: Any) -> SamplingParams:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from recording import tokens_of
 
 import lowlat
 from lowlat import CapacityError, ConfigError, LowlatError, RequestError, Runtime, SamplingParams, SpeculativeConfig
@@ -35,10 +36,6 @@ def run(runtime: Runtime, prompt: str | list[int], params: SamplingParams) -> li
         outputs.extend(output for output in runtime.step() if output.request_id == name)
     runtime.scheduler.invariants()
     return outputs
-
-
-def tokens_of(outputs: list[StepOutput]) -> list[int]:
-    return [token for output in outputs for token in output.token_ids]
 
 
 def text_of(outputs: list[StepOutput]) -> str:
@@ -118,21 +115,16 @@ def test_a_prefix_is_reused_and_changes_nothing() -> None:
     params = SamplingParams(max_tokens=24, temperature=1.0, seed=3)
     with Runtime.load(TARGET, HEAD, max_batch=2, max_context=256, prefill_chunk=64, block_size=32) as runtime:
         first = runtime.submit(prompt, params)
-        cold: list[int] = []
-        while runtime.busy:
-            cold.extend(t for output in runtime.step() for t in output.token_ids)
+        cold = tokens_of(_all_steps(runtime))
         second = runtime.submit(prompt, params)
-        warm: list[int] = []
-        while runtime.busy:
-            warm.extend(t for output in runtime.step() for t in output.token_ids)
-        assert warm == cold
+        assert tokens_of(_all_steps(runtime)) == cold
         assert runtime.metrics(first).cached_prompt_tokens == 0
         assert runtime.metrics(second).cached_prompt_tokens == 128
         same = runtime.metrics(first).speculation, runtime.metrics(second).speculation
         assert same[0] == same[1]  # the head's KV too: the very same drafts were accepted
         for salt, cached in (("a", 0), ("b", 0), ("a", 128)):  # nobody learns from another's salt what was asked
             name = runtime.submit(prompt, params, cache_salt=salt)
-            salted = [token for output in _all_steps(runtime) for token in output.token_ids]
+            salted = tokens_of(_all_steps(runtime))
             assert (runtime.metrics(name).cached_prompt_tokens, salted) == (cached, cold)
 
 

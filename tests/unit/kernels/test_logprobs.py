@@ -6,7 +6,6 @@ from kernel_cases import meant
 
 from lowlat.kernels.reference.step.slot_record import MAX_LOGPROBS, NUM_INTS, NUM_LOGPROBS
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 WIDTH = MAX_LOGPROBS + 1
 
 
@@ -21,7 +20,6 @@ def run(
     return found["logprob_values"].cpu(), found["logprob_ids"].cpu()
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("vocabulary", [7, 64, 1003])
 def test_values_ids_and_unused_columns(vocabulary: int, device: str) -> None:
     logits = (torch.randint(-4, 5, (6, vocabulary)) * 0.5).to(device)
@@ -44,7 +42,6 @@ def test_values_ids_and_unused_columns(vocabulary: int, device: str) -> None:
     assert bool((ids[2] == -1).all())
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("vocabulary", [13, 64, 1003])
 def test_a_row_has_the_same_bits_in_any_company(vocabulary: int, device: str) -> None:
     row = torch.randn(vocabulary, device=device) * 5
