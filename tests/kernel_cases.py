@@ -3,9 +3,13 @@
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from lowlat.kernels.reference import OPERATIONS
+from lowlat.kernels.reference.extents import evaluate
+from lowlat.kernels.reference.schema import Access
 from lowlat.kernels.toolchain.kernel import KernelCall
 from lowlat.kernels.toolchain.numba_cuda import cuda
 from lowlat.speculators.tree.topology import TreeTopology
@@ -73,6 +77,31 @@ def poisoned(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
     if dtype.is_floating_point:
         return torch.full(shape, torch.nan, dtype=dtype)
     return torch.full(shape, 177 if dtype is torch.uint8 else -77, dtype=dtype)
+
+
+def unwritten(kind: str, given: Mapping[str, Any], **sizes: int) -> Arrays:
+    """What an operation writes besides the given arguments, poisoned, of the sizes that those and its schema tell.
+
+    sizes   of symbols that no given array has
+    """
+    declared, made = OPERATIONS[kind].schema.arguments, {}
+    held = {name: declared[name] for name, value in given.items() if name in declared and value is not None}
+    known = {s: given[name].shape[place] for name, each in held.items() if not each.flat for place, s in each.bare}
+    compute = [given[name].dtype for name, each in held.items() if each.dtype == "compute"]
+    device = next(given[name].device for name in held)
+    for name, each in declared.items():
+        if each.access is Access.WRITE and name not in given:
+            shape = [evaluate(extent, {**known, **sizes}) for extent in each.extents]
+            dtype = compute[0] if each.dtype == "compute" else getattr(torch, each.dtype)
+            made[name] = poisoned(*(size for size in shape if size is not None), dtype=dtype).to(device)
+    return made
+
+
+def meant(kind: str, given: Mapping[str, Any], **sizes: int) -> Arrays:
+    """What an operation writes, by its reference."""
+    found = unwritten(kind, given, **sizes)
+    OPERATIONS[kind](**given, **found)
+    return found
 
 
 def random_topology(source: random.Random, max_nodes: int, max_depth: int) -> TreeTopology:

@@ -2,7 +2,7 @@
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -11,6 +11,7 @@ from lowlat import Runtime, SamplingParams
 from lowlat.errors import RequestError
 from lowlat.host.scheduler import Phase
 from lowlat.models.program import Op
+from lowlat.options.request import StepOutput
 
 Depth = int | Callable[[int], int] | None  # S of every step, or by the number of the step
 
@@ -31,6 +32,16 @@ def waiting_is_an_error() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    """A random prompt for the small models."""
+    return torch.randint(0, 97, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def tokens_of(outputs: Iterable[StepOutput]) -> list[int]:
+    """The tokens of outputs, joined."""
+    return [token for output in outputs for token in output.token_ids]
 
 
 def run_all(runtime: Runtime, depth: Depth = None, limit: int = 3000) -> dict[str, list[int]]:

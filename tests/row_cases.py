@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable
 
 import torch
-from kernel_cases import Arrays, Bench, poisoned, random_topology
+from kernel_cases import Arrays, Bench, poisoned, random_topology, unwritten
 
 from lowlat.kernels import reference
 from lowlat.kernels.attention.kv_compact import kv_compact, kv_compact_layer
@@ -92,7 +92,7 @@ def compare_alone(
     bench: Bench, arrays: Arrays, kind: str, build: Callable[..., list[KernelCall]], **params: int
 ) -> Arrays:
     """An operation against its kernel, whose arguments all arrays are."""
-    operation = reference.OPERATIONS[kind]
+    operation, arrays = reference.OPERATIONS[kind], arrays | unwritten(kind, arrays)
     return bench.compare(arrays, lambda found: operation(**found, **params), lambda found: build(**found, **params))
 
 
@@ -147,7 +147,6 @@ def check_prefill_rows(bench: Bench, seed: int, *, width: int, start: int, live:
         "chunk": torch.tensor([start, live], dtype=torch.int32),
         "block_table": table,
         "block_features": bf16(used + 1, width),
-        "shifted": poisoned(size, width, dtype=torch.bfloat16),
     }
     before = arrays["block_features"].clone()
     after = compare_alone(bench, arrays, "draft_prefill_rows", draft_rows.draft_prefill_rows, block_size=BLOCK)
@@ -167,11 +166,6 @@ def check_level(bench: Bench, seed: int, *, width: int, batch: int = 3, above: i
         "nodes": torch.randperm(num_nodes)[:wide].int(),
         "parent_rows": torch.randint(0, above, (wide,), dtype=torch.int32),
         "masks": torch.randint(-(1 << 62), 1 << 62, (wide,)),
-        "hidden": poisoned(batch * wide, width, dtype=torch.bfloat16),
-        "tokens": poisoned(batch, wide),
-        "row_live": poisoned(batch, wide, dtype=torch.uint8),
-        "positions": poisoned(batch, wide),
-        "row_masks": poisoned(batch, wide, dtype=torch.int64),
     }
     compare_alone(bench, arrays, "gather_level", draft_level.gather_level, depth=3)
     count, ranks = num_nodes - 1, 4

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from kernel_cases import unwritten
 
 from lowlat.kernels.gemm.packing import pack
 from lowlat.kernels.moe import router
@@ -354,13 +355,7 @@ def check_level_input(lab: Lab, batch: int, wide: int, above: int, width: int, *
         "parent_rows": torch.randint(0, above, (wide,)).int(),
         "masks": torch.randint(1, 1 << 62, (wide,)),
     }
-    level = {
-        "hidden": poison(batch * wide, width),
-        "tokens": poison(batch, wide, dtype=torch.int32),
-        "row_live": poison(batch, wide, dtype=torch.uint8),
-        "positions": poison(batch, wide, dtype=torch.int32),
-        "row_masks": poison(batch, wide, dtype=torch.int64),
-    }
+    level = unwritten("gather_level", reads)
     halves = {"out": poison(batch * wide, 2 * width), "normed_hidden": poison(batch * wide, width)}
     outs = {key: tensor.clone() for key, tensor in (level | halves).items()}
     OPERATIONS["gather_level"](**reads, **level, depth=depth)

@@ -82,20 +82,6 @@ def make_world(vocabulary: int, options: list[dict[str, float]], biased: Sequenc
     return world
 
 
-def state_of(world: World) -> tuple[torch.Tensor, ...]:
-    """The state's arrays in the order of `sample`'s arguments, on the CPU."""
-    return (
-        world.lengths,
-        world.ints,
-        world.floats,
-        world.prompt_seen,
-        world.output_counts,
-        world.bias_ids,
-        world.bias_values,
-        world.stop_ids,
-    )
-
-
 def draw_scores(world: World, logits: torch.Tensor, slot: int, tokens: list[int], mask: int) -> torch.Tensor:
     """What the reference compares at a node, [V] float32, minus infinity where a token may not be drawn."""
     floats, ints = world.floats[slot], world.ints[slot].tolist()

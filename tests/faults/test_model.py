@@ -12,6 +12,7 @@ from cli_calls import refusal
 from raw_client import raw_client
 from served_model import HEAD, TARGET, ServedModel, alone, load_bundled, served_model
 from serving_process import serving
+from stages import later
 
 from lowlat.ipc import Client
 
@@ -19,7 +20,7 @@ PROMPTS = ([11, 12, 13], [21, 22, 23, 24], [31, 32])
 SAMPLING: dict[str, Any] = {"max_tokens": 24, "temperature": 0.8, "ignore_eos": True, "seed": 9}
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [float("nan"), later(float("inf"))])
 def test_not_finite_fails_that_request_by_position_and_its_neighbours_are_identical(
     tmp_path: Path, value: float
 ) -> None:
@@ -68,7 +69,7 @@ def test_kv_blocks_cannot_run_out_in_a_step(tmp_path: Path) -> None:
         assert "kv_blocks" in refused.error.message
 
 
-@pytest.mark.parametrize("fault", ["missing", "truncated"])
+@pytest.mark.parametrize("fault", ["truncated", later("missing")])
 def test_a_head_that_is_not_right_is_one_warning_and_the_baseline(tmp_path: Path, fault: str) -> None:
     head = tmp_path / "head"
     if fault == "truncated":

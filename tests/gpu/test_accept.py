@@ -1,19 +1,8 @@
 """Acceptance and commit on a card."""
 
 import pytest
-import torch
 from accept_cases import check_accept
 from kernel_cases import Bench
-
-from lowlat.executors.launcher import Launcher
-
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(scope="module")
-def bench() -> Bench:
-    device = torch.device("cuda", 0)
-    return Bench(device, Launcher(device).run)
 
 
 @pytest.mark.parametrize("alone", [False, True])

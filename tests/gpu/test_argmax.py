@@ -8,15 +8,7 @@ from lowlat.executors.launcher import Launcher
 from lowlat.kernels.sampling.argmax import argmax
 from lowlat.kernels.sampling.select import INFINITY
 
-pytestmark = pytest.mark.gpu
-
 WIDTHS = (1, 5, 97, 4096, 4097, 32000, 128256, 201088)
-
-
-@pytest.fixture(scope="module")
-def launcher() -> Launcher:
-    """One launcher for all tests."""
-    return Launcher(torch.device("cuda", 0))
 
 
 def run(

@@ -12,8 +12,6 @@ from lowlat.executors.launcher import Launcher
 from lowlat.kernels.attention.attention import attention
 from lowlat.kernels.attention.launch_plan import AttentionWork, candidate_plans
 
-pytestmark = pytest.mark.gpu
-
 DENSE = (0, 1, 15, 16, 63, 64, 65, 255, 256, 257, 2049, 9000)
 ROWS = (1, 2, 4, 8, 16, 63)
 GROUPS = (1, 3, 4, 5, 8)

@@ -1,19 +1,8 @@
 """The start of a step on a card."""
 
 import pytest
-import torch
 from begin_step_cases import check_begin_step
 from kernel_cases import Bench
-
-from lowlat.executors.launcher import Launcher
-
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(scope="module")
-def bench() -> Bench:
-    device = torch.device("cuda", 0)
-    return Bench(device, Launcher(device).run)
 
 
 @pytest.mark.parametrize(("batch", "context"), [(1, 30), (4, 3000), (8, 30)])

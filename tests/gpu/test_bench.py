@@ -13,8 +13,6 @@ from lowlat.cli.options import bundled
 from lowlat.tools.bench.report import read_profiles
 from lowlat.tools.bench.results import read_result, read_struct
 
-pytestmark = pytest.mark.gpu
-
 # two drafts: what a loop on the device may run ahead fits the bundled pair's positions
 SMALL = ("--context", 200, "--batch", "1,2", "-S", "0,2", "--steps", 20, "--warm-up", 3, "--repeats", 2)
 

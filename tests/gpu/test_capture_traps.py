@@ -20,8 +20,6 @@ from lowlat.graphs.launch import KernelLaunch, Launch
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import cuda, types
 
-pytestmark = pytest.mark.gpu
-
 LANES = 32
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 64}
 
@@ -32,12 +30,6 @@ def add(values: Any, step: Any) -> None:
 
 
 ADD = Kernel("trap_add", add, (types.Array(types.int64, 1, "C"), types.int64), LANES)
-
-
-@pytest.fixture(scope="module")
-def launcher() -> Launcher:
-    """One launcher for all tests."""
-    return Launcher(torch.device("cuda", 0))
 
 
 class Straying(KernelLaunch):

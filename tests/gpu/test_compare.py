@@ -2,13 +2,9 @@
 
 from pathlib import Path
 
-import pytest
-
 from lowlat.cli.options import bundled
 from lowlat.tools.compare.recording import load_recording, save_recording
 from lowlat.tools.compare.stages import common_rows, differences, record
-
-pytestmark = pytest.mark.gpu
 
 
 def test_stages_of_the_kernels_lie_by_those_of_the_reference(tmp_path: Path) -> None:

@@ -21,16 +21,8 @@ from lowlat.kernels.rows.norm import rms_norm
 from lowlat.kernels.sampling.select import BROKEN, FINITE
 from lowlat.kernels.toolchain.kernel import H200
 
-pytestmark = pytest.mark.gpu
-
 SHAPES = ((256, 320), (6144, 4096), (320, 896), (97, 200), (4096, 14336), (48, 32))
 ROWS = (1, 3, 8, 9, 17, 40, 64, 70)
-
-
-@pytest.fixture(scope="module")
-def launcher() -> Launcher:
-    """One launcher for all tests."""
-    return Launcher(torch.device("cuda", 0))
 
 
 def _random(*shape: int, scale: float = 1.0) -> torch.Tensor:

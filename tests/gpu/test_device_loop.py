@@ -16,8 +16,6 @@ from lowlat.errors import ConfigError
 from lowlat.executors.graph import GraphExecutor
 from lowlat.step.state import RING_ENTRIES
 
-pytestmark = pytest.mark.gpu
-
 OPTIONS: dict[str, Any] = {"max_batch": 4, "max_context": 2048, "block_size": 16, "prefill_chunk": 32} | {
     "device": "cuda",
     "dtype": "bfloat16",

@@ -6,16 +6,7 @@ import pytest
 import torch
 from rowwise_cases import EPS, Lab, canonical_norm, check_draft_input, check_level_input, poison, same_bits, weights
 
-from lowlat.executors.launcher import Launcher
 from lowlat.kernels.rows.draft_input import concat_norms, draft_input
-
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(scope="module")
-def lab() -> Lab:
-    device = torch.device("cuda", 0)
-    return Lab(device, Launcher(device).run)
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -1,19 +1,8 @@
 """The rows around the draft model on a card."""
 
 import pytest
-import torch
 from kernel_cases import Bench
 from row_cases import check_boundary, check_features, check_last, check_level, check_prefill_rows
-
-from lowlat.executors.launcher import Launcher
-
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(scope="module")
-def bench() -> Bench:
-    device = torch.device("cuda", 0)
-    return Bench(device, Launcher(device).run)
 
 
 @pytest.mark.parametrize("width", [8, 2880, 16384])

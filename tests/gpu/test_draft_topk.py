@@ -10,15 +10,7 @@ from lowlat.kernels.reference.sampling import draft_topk as reference
 from lowlat.kernels.sampling.draft_topk import draft_topk
 from lowlat.kernels.sampling.select import INFINITY
 
-pytestmark = pytest.mark.gpu
-
 WIDTHS = (5, 97, 4096, 4100, 32000, 201088)
-
-
-@pytest.fixture(scope="module")
-def launcher() -> Launcher:
-    """One launcher for all tests."""
-    return Launcher(torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize("k", [1, 2, 10, 64])

@@ -4,16 +4,7 @@ import pytest
 import torch
 from rowwise_cases import Lab, check_elementwise, poison, same_bits
 
-from lowlat.executors.launcher import Launcher
 from lowlat.kernels.rows.elementwise import silu_mul
-
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(scope="module")
-def lab() -> Lab:
-    device = torch.device("cuda", 0)
-    return Lab(device, Launcher(device).run)
 
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 8), (3, 1032), (5, 14336), (64, 2880)])

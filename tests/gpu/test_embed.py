@@ -1,18 +1,7 @@
 """Embedding rows on a card, from both layouts, and with their norm."""
 
 import pytest
-import torch
 from rowwise_cases import Lab, check_embeddings
-
-from lowlat.executors.launcher import Launcher
-
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(scope="module")
-def lab() -> Lab:
-    device = torch.device("cuda", 0)
-    return Lab(device, Launcher(device).run)
 
 
 @pytest.mark.parametrize(("rows", "width"), [(2, 8), (4, 72), (7, 2880), (64, 4096), (3, 4104), (4, 8192), (2, 20000)])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lockstep import Lockstep
-from recording import Recorder, check_invariants, run_all
+from recording import Recorder, check_invariants, prompt_of, run_all
 from safetensors.torch import load_file, save_file
 from tiny_models import PairPaths, copying_draft_model, make_pair, make_target, mxfp4_target
 
@@ -17,8 +17,6 @@ from lowlat.executors.eager import EagerExecutor
 from lowlat.graphs import Bucket
 from lowlat.models.target import load_target
 from lowlat.speculators.eagle3.weights import load_draft_model
-
-pytestmark = pytest.mark.gpu
 
 DEMO = Path(__file__).parents[2] / "lowlat" / "demo"
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 64}
@@ -77,11 +75,6 @@ def load(pair: PairPaths, executor: str, *, tree: Any = None, depth: int = 7, **
     """A runtime that speculates, in bfloat16."""
     config = SpeculativeConfig(model=pair.head, num_speculative_tokens=depth, tree=tree, strict=True)
     return Runtime.load(pair.target, config, **{**OPTIONS, "dtype": "bfloat16", "executor": executor, **options})
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    """A random prompt."""
-    return torch.randint(0, 97, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def params(mode: str, seed: int = 7, max_tokens: int = 40) -> SamplingParams:

@@ -27,15 +27,7 @@ from lowlat.kernels.moe.prefill.pair_tiles import TILE_PAIRS, most_tiles
 from lowlat.kernels.moe.prefill.plan import GroupedPlan, plan_grouped
 from lowlat.kernels.moe.rank_sum import add_ranks
 
-pytestmark = pytest.mark.gpu
-
 FILL = -77
-
-
-@pytest.fixture(scope="module")
-def launcher() -> Launcher:
-    """One launcher for all tests."""
-    return Launcher(torch.device("cuda", 0))
 
 
 def groups(launcher: Launcher, ids: torch.Tensor, num_experts: int, tile_pairs: int) -> dict[str, torch.Tensor]:

@@ -28,16 +28,8 @@ from lowlat.kernels.moe.router import RouterNorm, router_logits
 from lowlat.kernels.moe.topk_routing import TopKRouting
 from lowlat.kernels.toolchain.kernel import KernelCall
 
-pytestmark = pytest.mark.gpu
-
 ROWS = (1, 2, 3, 8, 17, 70)
 RESULTS = ("expert_ids", "expert_weights", "activated", "partials", "total")
-
-
-@pytest.fixture(scope="module")
-def launcher() -> Launcher:
-    """One launcher for all tests."""
-    return Launcher(torch.device("cuda", 0))
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

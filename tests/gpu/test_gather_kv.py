@@ -11,8 +11,6 @@ from prefill_slots import Shape, Slot, close
 from lowlat.executors.launcher import Launcher
 from lowlat.kernels.attention.gather_kv import gather_kv
 
-pytestmark = pytest.mark.gpu
-
 DEVICE = torch.device("cuda", 0)
 LONGEST = 20_000
 LLAMA = Shape(128, 16, 4, 128, 32, LONGEST)
@@ -24,11 +22,6 @@ MASKS: dict[str, dict[str, Any]] = {
     "wide": {"window": 3000},
     "one": {"window": 1},
 }
-
-
-@pytest.fixture(scope="module")
-def launcher() -> Launcher:
-    return Launcher(DEVICE)
 
 
 @pytest.mark.parametrize(

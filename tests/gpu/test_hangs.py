@@ -12,8 +12,6 @@ import pytest
 
 import lowlat
 
-pytestmark = pytest.mark.gpu
-
 TARGET = Path(lowlat.__file__).parent / "demo" / "target"
 WAITING = """
 import sys, time

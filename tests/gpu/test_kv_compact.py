@@ -5,16 +5,6 @@ import torch
 from kernel_cases import Bench
 from row_cases import check_compaction
 
-from lowlat.executors.launcher import Launcher
-
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(scope="module")
-def bench() -> Bench:
-    device = torch.device("cuda", 0)
-    return Bench(device, Launcher(device).run)
-
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_against_the_reference(bench: Bench, dtype: torch.dtype) -> None:

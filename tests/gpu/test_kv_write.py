@@ -10,8 +10,6 @@ from lowlat.executors.launcher import Launcher
 from lowlat.kernels import reference
 from lowlat.kernels.attention.kv_write import prefill_kv_write
 
-pytestmark = pytest.mark.gpu
-
 
 @pytest.mark.parametrize(
     "case",

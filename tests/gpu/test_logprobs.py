@@ -9,16 +9,8 @@ from lowlat.kernels.reference.sampling import logprobs as reference
 from lowlat.kernels.reference.step.slot_record import MAX_LOGPROBS, NUM_INTS, NUM_LOGPROBS
 from lowlat.kernels.sampling.logprobs import logprobs
 
-pytestmark = pytest.mark.gpu
-
 WIDTH = MAX_LOGPROBS + 1
 VOCABULARIES = (7, 97, 4096, 8203, 128256, 201088)
-
-
-@pytest.fixture(scope="module")
-def launcher() -> Launcher:
-    """One launcher for all tests."""
-    return Launcher(torch.device("cuda", 0))
 
 
 class Case:

@@ -1,19 +1,8 @@
 """N-gram drafts on a card."""
 
 import pytest
-import torch
 from kernel_cases import Bench
 from ngram_cases import check_ngram_draft
-
-from lowlat.executors.launcher import Launcher
-
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(scope="module")
-def bench() -> Bench:
-    device = torch.device("cuda", 0)
-    return Bench(device, Launcher(device).run)
 
 
 @pytest.mark.parametrize("matches", [(1, 1), (2, 4), (1, 16)])

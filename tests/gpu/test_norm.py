@@ -14,16 +14,7 @@ from rowwise_cases import (
     weights,
 )
 
-from lowlat.executors.launcher import Launcher
 from lowlat.kernels.rows.norm import MAX_WIDTH, add_norm, rms_norm, split_norms
-
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(scope="module")
-def lab() -> Lab:
-    device = torch.device("cuda", 0)
-    return Lab(device, Launcher(device).run)
 
 
 @pytest.mark.parametrize("width", [8, 264, 2880, 4096, 4104, 5120, 8192, 12296, MAX_WIDTH])

@@ -8,8 +8,6 @@ import pytest
 import lowlat
 from lowlat import ConfigError, Runtime, SamplingParams, SpeculativeConfig
 
-pytestmark = pytest.mark.gpu
-
 DEMO = Path(lowlat.__file__).parent / "demo"
 HEAD = SpeculativeConfig(model=DEMO / "head", num_speculative_tokens=3)
 OPTIONS: dict[str, Any] = {"max_batch": 1, "max_context": 512, "device": "cuda"}

@@ -8,14 +8,7 @@ from prefill_cases import NAMES, chunk_differences, make_named
 
 from lowlat.executors.launcher import Launcher
 
-pytestmark = pytest.mark.gpu
-
 DEVICE = torch.device("cuda", 0)
-
-
-@pytest.fixture(scope="module")
-def launcher() -> Launcher:
-    return Launcher(DEVICE)
 
 
 @pytest.mark.parametrize("live", [None, 5])

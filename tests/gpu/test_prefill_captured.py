@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from prefill_cases import NAMES, Prefill, make_named, make_prefill
-from recording import run_all, waiting_is_an_error
+from recording import prompt_of, run_all, waiting_is_an_error
 from tiny_models import PairPaths, make_pair, mxfp4_target
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
@@ -18,8 +18,6 @@ from lowlat.graphs.capture import CapturedGraph, capture
 from lowlat.host.mailbox import Mailbox
 from lowlat.step import state as shapes
 from lowlat.step.prefill import build_prefill
-
-pytestmark = pytest.mark.gpu
 
 DEVICE = torch.device("cuda", 0)
 CHUNK, CONTEXT = 32, 250
@@ -90,11 +88,6 @@ def load(name: str, pairs: dict[str, PairPaths], executor: str, **options: Any) 
     shape: dict[str, Any] = {"max_batch": 2, "max_context": CONTEXT, "block_size": 16, "prefill_chunk": CHUNK}
     common: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "executor": executor}
     return Runtime.load(pairs[name].target, head, **{**shape, **common, **options})
-
-
-def prompt_of(length: int, seed: int) -> list[int]:
-    found: list[int] = torch.randint(0, 97, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-    return found
 
 
 PARAMS = SamplingParams(seed=3, temperature=0.8, max_tokens=12, ignore_eos=True)

@@ -12,16 +12,8 @@ from lowlat.kernels.gemm.prefill.gemm import prefill_gemm
 from lowlat.kernels.gemm.prefill.plan import PrefillGemmPlan, partials_shape, plan_prefill_gemm, plans_of
 from lowlat.kernels.toolchain.kernel import KernelCall
 
-pytestmark = pytest.mark.gpu
-
 SHAPES = ((8, 8), (200, 72), (5120, 2880), (4096, 14336))
 ROWS = (64, 192, 256, 1024)
-
-
-@pytest.fixture(scope="module")
-def launcher() -> Launcher:
-    """One launcher for all tests."""
-    return Launcher(torch.device("cuda", 0))
 
 
 def random(*shape: int, scale: float = 1.0) -> torch.Tensor:

@@ -9,8 +9,6 @@ from cli_calls import answer, lowlat
 from lowlat.cli.options import bundled
 from lowlat.models.program import Stage
 
-pytestmark = pytest.mark.gpu
-
 STEPS = 5
 STAGES = [str(stage) for stage in Stage if stage not in (Stage.PREFILL, Stage.DRAFT)]
 

@@ -1,19 +1,8 @@
 """The end of a step on a card."""
 
 import pytest
-import torch
 from kernel_cases import Bench
 from publish_cases import check_publish
-
-from lowlat.executors.launcher import Launcher
-
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(scope="module")
-def bench() -> Bench:
-    device = torch.device("cuda", 0)
-    return Bench(device, Launcher(device).run)
 
 
 @pytest.mark.parametrize("drafting", ["no", "fused", "alone"])

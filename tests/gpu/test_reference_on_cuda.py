@@ -10,7 +10,6 @@ import lowlat
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.graphs import Bucket
 
-pytestmark = pytest.mark.gpu
 DEMO = Path(lowlat.__file__).parent / "demo"
 HEAD = SpeculativeConfig(model=DEMO / "head", num_speculative_tokens=3, strict=True)
 

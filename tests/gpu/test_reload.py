@@ -10,8 +10,6 @@ import torch
 import lowlat
 from lowlat import ConfigError, Runtime, SamplingParams, SpeculativeConfig
 
-pytestmark = pytest.mark.gpu
-
 DEMO = Path(lowlat.__file__).parent / "demo"
 HEAD = SpeculativeConfig(model=DEMO / "head", num_speculative_tokens=3, strict=True)
 OPTIONS: dict[str, Any] = {"max_batch": 2, "max_context": 2048, "kv_blocks": 40_000, "device": "cuda:0"}

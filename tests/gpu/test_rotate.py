@@ -4,18 +4,9 @@ import pytest
 import torch
 from rowwise_cases import Lab, check_rotate, poison, same_bits, weights
 
-from lowlat.executors.launcher import Launcher
 from lowlat.kernels.rows.rotate import rotate
 
-pytestmark = pytest.mark.gpu
-
 HEADS = [(32, 8, 128), (64, 8, 64), (4, 2, 256), (6, 2, 40), (3, 1, 8), (32, 0, 128), (0, 8, 128)]
-
-
-@pytest.fixture(scope="module")
-def lab() -> Lab:
-    device = torch.device("cuda", 0)
-    return Lab(device, Launcher(device).run)
 
 
 @pytest.mark.parametrize("eps", [None, 1e-6])

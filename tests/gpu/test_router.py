@@ -17,17 +17,8 @@ from rowwise_cases import (
     same_bits,
 )
 
-from lowlat.executors.launcher import Launcher
 from lowlat.kernels.moe.router import RouterNorm, router
 from lowlat.kernels.moe.topk_routing import TopKRouting, route_top_k
-
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(scope="module")
-def lab() -> Lab:
-    device = torch.device("cuda", 0)
-    return Lab(device, Launcher(device).run)
 
 
 @pytest.mark.parametrize(("width", "experts"), [(2880, 128), (2880, 32), (8, 3), (6144, 256)])

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from selection_cases import Memory, best_pairs, draw_scores, make_world, state_of
+from selection_cases import Memory, best_pairs, draw_scores, make_world
 from unit.kernels.sampling import World
 
 from lowlat.executors.launcher import Launcher
@@ -12,8 +12,6 @@ from lowlat.kernels.reference.sampling import sample as reference
 from lowlat.kernels.sampling.row_pairs import finite
 from lowlat.kernels.sampling.sample import sample
 from lowlat.kernels.sampling.select import FINITE
-
-pytestmark = pytest.mark.gpu
 
 SEED = 1234567890123456789
 OPTIONS: list[dict[str, float]] = [
@@ -34,12 +32,6 @@ CASES += [(vocabulary, "smooth") for vocabulary in LARGE]
 NEAR = 1e-4
 
 
-@pytest.fixture(scope="module")
-def launcher() -> Launcher:
-    """One launcher for all tests."""
-    return Launcher(torch.device("cuda", 0))
-
-
 class Nodes:
     """The rows of a bucket: a chain of two and a third node beside its second."""
 
@@ -58,14 +50,14 @@ class Nodes:
 
     def reference(self, world: World) -> dict[str, torch.Tensor]:
         out = self.outputs()
-        arguments = (self.logits, self.live, self.tokens, self.masks, self.slots, *state_of(world))
+        arguments = (self.logits, self.live, self.tokens, self.masks, self.slots, *world.state().values())
         reference.sample(*arguments, target_tokens=out["target_tokens"])
         reference.finite(self.logits, self.live, finite=out["finite"])
         return out
 
     def kernel(self, world: World, launcher: Launcher) -> dict[str, torch.Tensor]:
         out, memory = {name: array.cuda() for name, array in self.outputs().items()}, Memory("cuda")
-        arguments: list[Any] = [self.logits, self.live, self.tokens, self.masks, self.slots, *state_of(world)]
+        arguments: list[Any] = [self.logits, self.live, self.tokens, self.masks, self.slots, *world.state().values()]
         arguments = [array.cuda() for array in arguments]
         best, first = best_pairs(self.logits, FINITE, 132).cuda(), list[torch.Tensor]()
         for _ in range(3):  # the same bits again, and counters as they were

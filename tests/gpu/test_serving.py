@@ -10,8 +10,6 @@ from serving_process import serving
 import lowlat
 from lowlat.ipc import Client
 
-pytestmark = pytest.mark.gpu
-
 PROMPTS = ("The President shall", "Once upon a time", "def main(", "In the beginning", "A function is", "import os")
 OPTIONS: dict[str, Any] = {"max_batch": 4, "max_context": 1024, "device": "cuda", "executor": "graph"}
 DEMO = Path(lowlat.__file__).parent / "demo"

@@ -5,8 +5,6 @@ import torch
 
 from lowlat.kernels.common.stream_read import stream_read
 
-pytestmark = pytest.mark.gpu
-
 
 def exclusive_or(words: torch.Tensor) -> int:
     folded = 0

@@ -7,14 +7,7 @@ from mixture_cases import make_logits, want_routing
 from lowlat.executors.launcher import Launcher
 from lowlat.kernels.moe.topk_routing import TopKRouting, route_top_k
 
-pytestmark = pytest.mark.gpu
-
 DEVICE = torch.device("cuda", 0)
-
-
-@pytest.fixture(scope="module")
-def launcher() -> Launcher:
-    return Launcher(DEVICE)
 
 
 def chosen(launcher: Launcher, routing: TopKRouting, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,8 +14,6 @@ from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.host import loading
 from lowlat.models.program import Program
 
-pytestmark = pytest.mark.gpu
-
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 64}
 NAMES = ("llama", "qwen3", "qwen2", "mistral", "gpt_oss", "mxfp4", "demo")
 DEMO = Path(loading.__file__).parents[1] / "demo"

@@ -12,8 +12,6 @@ from lowlat.executors.device_weights import DeviceWeights
 from lowlat.kernels.gemm.packing import PackedMatrix, unpack
 from lowlat.models.target import load_target, open_target
 
-pytestmark = pytest.mark.gpu
-
 
 @pytest.fixture(params=["llama", "gpt_oss", "mxfp4"])
 def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Path:

@@ -68,6 +68,7 @@ def test_shell_examples_run(server: Serving, line: str) -> None:
     assert len(done.stdout.strip()) > 20
 
 
+@pytest.mark.second
 def test_serving_over_tcp_with_curve_keys_runs(tmp_path: Path) -> None:
     made, started, asked = [line for line in SHELL if "keys" in line]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

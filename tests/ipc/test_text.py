@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from fake_engine import FakeEngine, FakeOutput
+from stages import staged
 from text_tokenizers import byte_level
 
 from lowlat.cli.options import bundled
@@ -122,8 +123,10 @@ def bundled_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[s
     own.close()
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0, 5.0])
-@pytest.mark.parametrize("window", [1, 1024])
+@pytest.mark.parametrize(
+    ("temperature", "window"),
+    staged([(t, w) for t in (0.0, 1.0, 5.0) for w in (1, 1024)], first=[(0.0, 1024), (1.0, 1)]),
+)
 def test_the_bundled_models_text_is_the_decoding_of_its_ids(
     bundled_server: tuple[str, TextCodec], temperature: float, window: int
 ) -> None:

@@ -3,11 +3,13 @@
 import json
 from pathlib import Path
 
+import pytest
 from benches import bench
 
 first_token = bench("first_token")
 
 
+@pytest.mark.second
 def test_a_row_for_each_prompt_depth_and_way(tmp_path: Path) -> None:
     out = tmp_path / "rows.json"
     given = ["--directory", tmp_path, "--tiny", "--device", "cpu", "--prompt", 5, 140, "--runs", 2, "--out", out]

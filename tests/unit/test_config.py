@@ -49,18 +49,8 @@ def test_every_option_is_covered_here() -> None:
     others = {"model", "method", "capture_layers", "tree", "enabled", "strict", "simulated_accept_length"}
     others |= set(METHOD_OPTIONS["ngram"])
     assert {item.name for item in dataclasses.fields(SpeculativeConfig)} == {*SPECULATIVE_BOUNDS, *others}
-    others = {
-        "dtype",
-        "device",
-        "executor",
-        "prefix_reuse",
-        "share_decoded",
-        "device_loop",
-        "fuse",
-        "perf_mode",
-        "traces",
-    }
-    others |= {"watchdog_factor", "watchdog_min_s"}
+    others = {"dtype", "device", "executor", "prefix_reuse", "share_decoded", "device_loop", "fuse", "perf_mode"}
+    others |= {"traces", "watchdog_factor", "watchdog_min_s"}
     assert {item.name for item in dataclasses.fields(RuntimeConfig)} == {*RUNTIME_BOUNDS, *others}
     assert all(hasattr(module, name) for name in module.__all__)
 

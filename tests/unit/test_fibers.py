@@ -12,18 +12,6 @@ def run(count: int, body: Callable[["Fibers"], None], seed: int = 0) -> Fibers:
     return block
 
 
-def test_values_are_combined_in_the_order_of_numbers() -> None:
-    found: dict[int, list[int]] = {}
-
-    def body(block: Fibers) -> None:
-        number = this_fiber().number
-        sums = [block.meet("sum", 4, turn * 10 + number, lambda values: [sum(values)] * 4) for turn in range(3)]
-        found[number] = [*sums, block.meet(number % 2, 2, number, lambda values: values[::-1])]
-
-    run(4, body)
-    assert found == {number: [6, 46, 86, number ^ 2] for number in range(4)}
-
-
 def test_the_order_is_by_chance_and_can_be_repeated() -> None:
     def order(seed: int) -> list[int]:
         met: list[int] = []
@@ -38,17 +26,6 @@ def test_the_order_is_by_chance_and_can_be_repeated() -> None:
 
     assert order(1) == order(1) != order(2)
     assert sorted(order(1)) == sorted([*range(16), *range(16)])
-
-
-def test_those_that_have_ended_are_not_waited_for() -> None:
-    def body(block: Fibers) -> None:
-        for _ in range(this_fiber().number):
-            met[this_fiber().number] += 1
-            block.meet_all()
-
-    met = [0] * 5
-    run(5, body)
-    assert met == [0, 1, 2, 3, 4]
 
 
 def test_who_waits_for_nothing_is_found() -> None:
@@ -78,19 +55,3 @@ def test_a_failure_comes_out_and_nobody_is_left() -> None:
     with pytest.raises(ValueError, match="wrong"):
         run(4, body)
     assert 2 in left
-
-
-def test_sleepers_wake() -> None:
-    seen: list[str] = []
-
-    def body(block: Fibers) -> None:
-        if this_fiber().number:
-            while not seen:
-                block.sleep("news")
-            seen.append("heard")
-        else:
-            seen.append("said")
-            block.wake("news")
-
-    run(3, body)
-    assert sorted(seen) == ["heard", "heard", "said"]

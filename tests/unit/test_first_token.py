@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from fake_device import load_fake
-from recording import check_invariants, run_all, run_one
+from recording import check_invariants, prompt_of, run_all, run_one
 from tiny_models import PairPaths, make_pair
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
@@ -40,11 +40,6 @@ def num_steps(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
 def load(pair: PairPaths, tree: Any = None, **options: Any) -> Runtime:
     config = SpeculativeConfig(model=pair.head, num_speculative_tokens=3, tree=tree, strict=True)
     return Runtime.load(pair.target, config, **{**OPTIONS, "device": "cpu", **options})
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    found: list[int] = torch.randint(0, 97, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-    return found
 
 
 @pytest.mark.parametrize("cached", [False, True])

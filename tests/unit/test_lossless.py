@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from recording import Depth, Recorder, run_all
+from recording import Depth, Recorder, prompt_of, run_all
 from stages import later, staged
 from tiny_models import DISTINCT_FAMILIES, STAGED_FAMILIES, PairPaths, copying_draft_model, make_pair, make_target
 
@@ -46,11 +46,6 @@ Trace = tuple[list[int], dict[int, torch.Tensor]]
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PairPaths]:
     """A target and a head of every family."""
     return {family: make_pair(tmp_path_factory.mktemp(family), family) for family in DISTINCT_FAMILIES}
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    """A random prompt."""
-    return torch.randint(0, 97, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def params(mode: str, seed: int = 7, max_tokens: int = MAX_TOKENS, **others: Any) -> SamplingParams:
@@ -119,7 +114,7 @@ def test_no_depth_of_ngram_drafts_changes_anything(family: str, mode: str, pairs
     assert speculation["total_accepted_tokens"] > 0 or mode == "penalised"
 
 
-@pytest.mark.parametrize("reuse", [False, True])
+@pytest.mark.parametrize("reuse", [later(False), True])
 @pytest.mark.parametrize("mode", ["greedy", "sampled"])
 @pytest.mark.parametrize("family", STAGED_FAMILIES)
 def test_a_depth_that_changes_at_each_step_changes_nothing(
@@ -181,7 +176,7 @@ def test_no_form_of_draft_model_changes_anything(form: dict[str, Any], mode: str
         assert 0 < speculation["total_accepted_tokens"] < speculation["total_draft_tokens"]
 
 
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("shared", [later(False), True])
 @pytest.mark.parametrize("family", STAGED_FAMILIES)
 def test_random_trees_change_nothing(family: str, shared: bool, pairs: dict[str, PairPaths]) -> None:
     prompt, sampling = prompt_of(17, seed=3), params("sampled", seed=11)
@@ -283,7 +278,7 @@ def test_a_crowded_pool_changes_nothing(family: str, pairs: dict[str, PairPaths]
     assert [tokens[name] for name in names] == expected
 
 
-@pytest.mark.parametrize("length", [1, 8, 9])
+@pytest.mark.parametrize("length", [1, later(8), 9])
 @pytest.mark.parametrize("family", STAGED_FAMILIES)
 def test_bfloat16_loses_nothing(family: str, length: int, pairs: dict[str, PairPaths]) -> None:
     """Prompts of one token, of a chunk, of one more; products add in float32 and round once, in every bucket."""

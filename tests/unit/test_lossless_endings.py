@@ -2,12 +2,11 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
-from recording import check_invariants, run_all, run_one
+from recording import check_invariants, prompt_of, run_all, run_one, tokens_of
 from stages import staged
 from tiny_models import DISTINCT_FAMILIES, PairPaths, make_pair
 
@@ -42,22 +41,12 @@ def load(pair: PairPaths, *, depth: int = 7, tree: Any = None, **options: Any) -
     return Runtime.load(pair.target, config, **{**OPTIONS, **options})
 
 
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    """A random prompt."""
-    return torch.randint(0, 97, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
 def outputs_of(runtime: Runtime, name: str, depth: int | None = None) -> list[StepOutput]:
     """Every output of one request; the others run on."""
     outputs: list[StepOutput] = []
     while runtime.busy and not (outputs and outputs[-1].finish_reason):
         outputs += [output for output in runtime.step(depth) if output.request_id == name]
     return outputs
-
-
-def tokens_of(outputs: Iterable[StepOutput]) -> list[int]:
-    """Their tokens, joined."""
-    return [token for output in outputs for token in output.token_ids]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -134,8 +123,9 @@ def test_a_request_may_limit_or_forbid_its_drafts(pair: PairPaths) -> None:
             longest = max(len(output.token_ids) for output in outputs)
             assert longest == 1 if limit == 0 else 1 < longest <= (7 if limit is None else limit) + 1
             speculation = runtime.metrics(name).speculation
-            if limit == 0:
-                assert speculation is None or speculation.total_draft_tokens == 0
+            assert (speculation is None) == (limit == 0)
+            if speculation is not None:
+                assert not any(speculation.drafted_by_position[7 if limit is None else limit :])
 
 
 def test_a_seed_that_was_drawn_can_be_used_again(pair: PairPaths) -> None:

@@ -103,33 +103,12 @@ def test_the_block_is_absent_without_speculation() -> None:
 
 
 def test_request_metrics_as_json() -> None:
-    metrics = RequestMetrics(
-        "r",
-        prompt_tokens=10,
-        completion_tokens=9,
-        cached_prompt_tokens=4,
-        queued_s=0.1,
-        prefill_s=0.2,
-        time_to_first_token_s=0.4,
-        decode_s=2.0,
-        num_steps=3,
-        finish_reason="length",
-        seed=5,
-    )
-    assert json.loads(json.dumps(metrics.to_dict())) == {
-        "request_id": "r",
-        "prompt_tokens": 10,
-        "completion_tokens": 9,
-        "cached_prompt_tokens": 4,
-        "queued_s": 0.1,
-        "prefill_s": 0.2,
-        "time_to_first_token_s": 0.4,
-        "decode_s": 2.0,
-        "tokens_per_s": 4.0,
-        "num_steps": 3,
-        "finish_reason": "length",
-        "seed": 5,
-    }
+    given: dict[str, Any] = {
+        "prompt_tokens": 10, "completion_tokens": 9, "cached_prompt_tokens": 4, "queued_s": 0.1, "prefill_s": 0.2,
+        "time_to_first_token_s": 0.4, "decode_s": 2.0, "num_steps": 3, "finish_reason": "length", "seed": 5,
+    }  # fmt: skip
+    found = json.loads(json.dumps(RequestMetrics("r", **given).to_dict()))
+    assert found == {"request_id": "r", **given, "tokens_per_s": 4.0}
     assert RequestMetrics("r", completion_tokens=1).tokens_per_s == 0.0
     assert RequestMetrics("r", completion_tokens=1, decode_s=0.0).tokens_per_s == 0.0
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from paper_draft_model import PaperDraftModel
-from recording import check_invariants, run_all, run_one
+from recording import check_invariants, prompt_of, run_all, run_one
 from tiny_models import make_target, random_draft_model, residual_streams
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
@@ -86,11 +86,6 @@ class Pair:
         """The fc of the target's true features of all tokens but the last, [n, H]."""
         streams = residual_streams(self.model, list(tokens[:-1]))
         return self.paper.features([streams[boundary] for boundary in self.captures])
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    """A random prompt."""
-    return torch.randint(0, 97, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def check_drafts(pair: Pair, runtime: Runtime, tokens: list[int], depth: int, first: bool) -> None:

@@ -22,32 +22,15 @@ CASES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 1e6},
     "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.5},
     "llama3": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, **LLAMA3},
-    "llama3-published": {
-        "rope_type": "llama3",
-        "rope_theta": 5e5,
-        "factor": 8.0,
-        **LLAMA3,
-        "original_max_position_embeddings": 8192,
-    },
+    "llama3-published": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}
+    | {**LLAMA3, "original_max_position_embeddings": 8192},
     "yarn": {"rope_type": "yarn", "rope_theta": 1e4, **YARN},
-    "yarn-gpt-oss": {
-        "rope_type": "yarn",
-        "rope_theta": 150000.0,
-        **YARN,
-        "truncate": False,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-    },
+    "yarn-gpt-oss": {"rope_type": "yarn", "rope_theta": 150000.0, **YARN}
+    | {"truncate": False, "beta_fast": 32.0, "beta_slow": 1.0},
     "yarn-given-factor": {"rope_type": "yarn", "rope_theta": 1e4, **YARN, "attention_factor": 0.75},
     "yarn-mscale": {"rope_type": "yarn", "rope_theta": 1e4, **YARN, "mscale": 0.7, "mscale_all_dim": 1.3},
-    "yarn-short": {
-        "rope_type": "yarn",
-        "rope_theta": 1e4,
-        "factor": 0.5,
-        "original_max_position_embeddings": 16,
-        "beta_fast": 1.0,
-        "beta_slow": 1.0,
-    },
+    "yarn-short": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 0.5}
+    | {"original_max_position_embeddings": 16, "beta_fast": 1.0, "beta_slow": 1.0},
 }
 
 

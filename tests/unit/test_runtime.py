@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from recording import tokens_of
 
 import lowlat
 from lowlat import CapacityError, ConfigError, LowlatError, RequestError, Runtime, SamplingParams, SpeculativeConfig
-from lowlat.executors.devices import choose_device
 from lowlat.graphs import BufferSpec, Role
 from lowlat.host.memory.plan import MemoryNeed, check_fits
 from lowlat.options.request import StepOutput
@@ -36,10 +36,6 @@ def run(runtime: Runtime, prompt: str | list[int], params: SamplingParams) -> li
         outputs.extend(output for output in runtime.step() if output.request_id == name)
     runtime.scheduler.invariants()
     return outputs
-
-
-def tokens_of(outputs: list[StepOutput]) -> list[int]:
-    return [token for output in outputs for token in output.token_ids]
 
 
 def text_of(outputs: list[StepOutput]) -> str:
@@ -78,42 +74,6 @@ def test_metrics_add_up_and_stay_readable(runtime: Runtime) -> None:
     assert runtime.summary()["num_live"] == 0
 
 
-def test_the_block_is_absent_without_speculation(runtime: Runtime) -> None:
-    name = runtime.submit(PROMPT, SamplingParams(max_tokens=8, max_draft_tokens=0))
-    while runtime.busy:
-        runtime.step()
-    metrics = runtime.metrics(name)
-    assert metrics.speculation is None
-    assert "eagle_speculation" not in metrics.to_dict()
-    assert metrics.num_steps == 7  # the first token comes out of prefill
-
-
-@pytest.mark.parametrize("limit", [1, 2])
-def test_a_request_may_limit_its_drafts(runtime: Runtime, limit: int) -> None:
-    name = runtime.submit(PROMPT, SamplingParams(max_tokens=16, max_draft_tokens=limit))
-    while runtime.busy:
-        runtime.step()
-    stats = runtime.metrics(name).speculation
-    assert stats is not None
-    assert not any(stats.drafted_by_position[limit:])
-    assert stats.drafted_by_position[limit - 1] > 0
-
-
-def test_the_tree_gives_the_chain_s_tokens(runtime: Runtime) -> None:
-    expected = tokens_of(run(runtime, PROMPT, SamplingParams(max_tokens=32)))
-    tree = SpeculativeConfig(
-        model=DEMO / "head",
-        num_speculative_tokens=3,
-        tree=[[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 1]],
-        strict=True,
-    )
-    with Runtime.load(TARGET, tree, max_batch=1, max_context=256) as other:
-        outputs = run(other, PROMPT, SamplingParams(max_tokens=32))
-        assert tokens_of(outputs) == expected
-        stats = other.summary()["eagle_speculation"]
-        assert stats["mean_acceptance_length"] > 1.5
-
-
 def test_stop_strings_cut_the_text_and_end_the_request(runtime: Runtime) -> None:
     plain = run(runtime, PROMPT, SamplingParams(max_tokens=48))
     text = text_of(plain)
@@ -128,24 +88,6 @@ def test_stop_strings_cut_the_text_and_end_the_request(runtime: Runtime) -> None
     assert runtime.codec is not None
     assert stop in runtime.codec.decode(tokens_of(outputs))
     assert stop not in runtime.codec.decode(tokens_of(outputs)[:-1])
-
-
-def test_stop_tokens_end_inside_an_accepted_run(runtime: Runtime) -> None:
-    tokens = tokens_of(run(runtime, PROMPT, SamplingParams(max_tokens=48)))
-    for place in range(3, 9):
-        stop = tokens[place]
-        first = tokens.index(stop)
-        outputs = run(runtime, PROMPT, SamplingParams(max_tokens=48, stop_token_ids=(stop,)))
-        assert tokens_of(outputs) == tokens[: first + 1]
-        assert (outputs[-1].finish_reason, outputs[-1].stop_reason) == ("stop", stop)
-
-
-def test_min_tokens_keeps_stops_away(runtime: Runtime) -> None:
-    tokens = tokens_of(run(runtime, PROMPT, SamplingParams(max_tokens=24)))
-    stop = tokens[4]
-    outputs = run(runtime, PROMPT, SamplingParams(max_tokens=24, min_tokens=12, stop_token_ids=(stop,)))
-    assert len(tokens_of(outputs)) >= 12
-    assert stop not in tokens_of(outputs)[:12]
 
 
 def test_logprobs_belong_to_the_tokens(runtime: Runtime) -> None:
@@ -173,21 +115,16 @@ def test_a_prefix_is_reused_and_changes_nothing() -> None:
     params = SamplingParams(max_tokens=24, temperature=1.0, seed=3)
     with Runtime.load(TARGET, HEAD, max_batch=2, max_context=256, prefill_chunk=64, block_size=32) as runtime:
         first = runtime.submit(prompt, params)
-        cold: list[int] = []
-        while runtime.busy:
-            cold.extend(t for output in runtime.step() for t in output.token_ids)
+        cold = tokens_of(_all_steps(runtime))
         second = runtime.submit(prompt, params)
-        warm: list[int] = []
-        while runtime.busy:
-            warm.extend(t for output in runtime.step() for t in output.token_ids)
-        assert warm == cold
+        assert tokens_of(_all_steps(runtime)) == cold
         assert runtime.metrics(first).cached_prompt_tokens == 0
         assert runtime.metrics(second).cached_prompt_tokens == 128
         same = runtime.metrics(first).speculation, runtime.metrics(second).speculation
         assert same[0] == same[1]  # the head's KV too: the very same drafts were accepted
         for salt, cached in (("a", 0), ("b", 0), ("a", 128)):  # nobody learns from another's salt what was asked
             name = runtime.submit(prompt, params, cache_salt=salt)
-            salted = [token for output in _all_steps(runtime) for token in output.token_ids]
+            salted = tokens_of(_all_steps(runtime))
             assert (runtime.metrics(name).cached_prompt_tokens, salted) == (cached, cold)
 
 
@@ -353,15 +290,6 @@ def test_a_head_that_does_not_fit_is_one_warning(caplog: pytest.LogCaptureFixtur
 def test_options_are_refused_by_name(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Runtime.load(TARGET, **options)
-
-
-def test_devices_give_their_reason() -> None:
-    choice = choose_device("cpu", "auto")
-    assert (choice.device.type, choice.executor) == ("cpu", "reference")
-    if not torch.cuda.is_available():
-        with pytest.raises(ConfigError, match="cannot be used"):
-            choose_device("cuda", "auto")
-        assert "NVIDIA card" in choose_device("auto", "auto").reason
 
 
 def test_what_does_not_fit_is_refused_with_numbers() -> None:

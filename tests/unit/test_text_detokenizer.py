@@ -52,7 +52,7 @@ def cut(ids: list[int], data: st.DataObject) -> list[list[int]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data(), skip=st.booleans())
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_joined_text_equals_decoding_at_once(kind: str, data: st.DataObject, skip: bool) -> None:
     ids = data.draw(ids_of(kind))
     detokenizer = IncrementalDetokenizer(codec(kind), skip_special_tokens=skip)
@@ -68,7 +68,7 @@ def test_joined_text_equals_decoding_at_once(kind: str, data: st.DataObject, ski
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_a_prefix_takes_its_certain_text_and_no_more(kind: str, data: st.DataObject) -> None:
     prefix, ids = data.draw(ids_of(kind)), data.draw(ids_of(kind))
     before = IncrementalDetokenizer(codec(kind)).push(prefix).text

@@ -52,30 +52,34 @@ def rewrite(directory: Path, change: Callable[[Tensors], object]) -> None:
     save_file(tensors, directory / "model.safetensors")
 
 
-def test_missing_tensor(directory: Path) -> None:
-    rewrite(directory, lambda tensors: tensors.pop(DOWN))
-    refused(directory, str(directory), DOWN, "is missing; expected shape [32, 48]")
+EXTRA = {"model.layers.3.self_attn.q_proj.weight": torch.ones(2, 3), "zzz": torch.ones(1)}
 
 
-def test_extra_tensors(directory: Path) -> None:
-    extra = {"model.layers.3.self_attn.q_proj.weight": torch.ones(2, 3), "zzz": torch.ones(1)}
-    rewrite(directory, lambda tensors: tensors.update(extra))
-    refused(directory, "model.safetensors", "unexpected tensor 'model.layers.3.self_attn.q_proj.weight'", "2 such")
-
-
-def test_wrong_shape(directory: Path) -> None:
-    rewrite(directory, lambda tensors: tensors.update({DOWN: torch.ones(48, 32)}))
-    refused(directory, "model.safetensors", DOWN, "expected shape [32, 48], found [48, 32]")
-
-
-def test_wrong_dtype(directory: Path) -> None:
-    rewrite(directory, lambda tensors: tensors.update({DOWN: torch.ones(32, 48, dtype=torch.int64)}))
-    refused(directory, "model.safetensors", DOWN, "expected dtype BF16 or F16 or F32, found I64")
-
-
-def test_dtype_that_is_never_read(directory: Path) -> None:
-    rewrite(directory, lambda tensors: tensors.update({DOWN: torch.ones(32, 48, dtype=torch.float64)}))
-    refused(directory, "model.safetensors", DOWN, "dtype 'F64' is not one of BF16, F16, F32")
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        (lambda tensors: tensors.pop(DOWN), (DOWN, "is missing; expected shape [32, 48]")),
+        (
+            lambda tensors: tensors.update(EXTRA),
+            ("model.safetensors: unexpected tensor 'model.layers.3.self_attn.q_proj.weight'", "2 such"),
+        ),
+        (
+            lambda tensors: tensors.update({DOWN: torch.ones(48, 32)}),
+            ("model.safetensors", DOWN, "expected shape [32, 48], found [48, 32]"),
+        ),
+        (
+            lambda tensors: tensors.update({DOWN: torch.ones(32, 48, dtype=torch.int64)}),
+            ("model.safetensors", DOWN, "expected dtype BF16 or F16 or F32, found I64"),
+        ),
+        (
+            lambda tensors: tensors.update({DOWN: torch.ones(32, 48, dtype=torch.float64)}),
+            ("model.safetensors", DOWN, "dtype 'F64' is not one of BF16, F16, F32"),
+        ),
+    ],
+)
+def test_tensors_that_do_not_belong(change: Callable[[Tensors], object], parts: list[str], directory: Path) -> None:
+    rewrite(directory, change)
+    refused(directory, str(directory), *parts)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -234,19 +238,20 @@ def test_index_that_leaves_the_directory(file: object, directory: Path) -> None:
     refused(directory, "index.json", DOWN, "a .safetensors file in the same directory", f"found {file!r}")
 
 
-def test_index_that_names_a_missing_file(directory: Path) -> None:
-    index(directory, lambda weight_map: weight_map.update({DOWN: "model-2.safetensors"}))
-    refused(directory, str(directory / "model-2.safetensors"), "no such file")
-
-
-def test_index_that_names_a_missing_tensor(directory: Path) -> None:
-    index(directory, lambda weight_map: weight_map.update({"ghost": "model-00001-of-00001.safetensors"}))
-    refused(directory, "index.json: tensor 'ghost' is not in model-00001-of-00001.safetensors")
-
-
-def test_index_that_leaves_a_tensor_out(directory: Path) -> None:
-    index(directory, lambda weight_map: weight_map.pop(DOWN))
-    refused(directory, f"holds tensor '{DOWN}', which the index does not put there")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda weight_map: weight_map.update({DOWN: "model-2.safetensors"}), "model-2.safetensors: no such file"),
+        (
+            lambda weight_map: weight_map.update({"ghost": "model-00001-of-00001.safetensors"}),
+            "index.json: tensor 'ghost' is not in model-00001-of-00001.safetensors",
+        ),
+        (lambda weight_map: weight_map.pop(DOWN), f"holds tensor '{DOWN}', which the index does not put there"),
+    ],
+)
+def test_index_that_lies(change: Callable[[dict[str, object]], object], message: str, directory: Path) -> None:
+    index(directory, change)
+    refused(directory, str(directory), message)
 
 
 @pytest.mark.parametrize("text", ['{"weight_map": []}', '{"weight_map": {}}', "{}", '{"weight_map": "x"}'])

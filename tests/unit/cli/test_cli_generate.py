@@ -49,17 +49,8 @@ def test_a_depth_of_zero_is_plain_decoding_with_a_draft_model_and_without(pair: 
 
 
 def test_generate_drafts_n_grams_without_a_head(pair: PairPaths) -> None:
-    common = (
-        "generate",
-        pair.target,
-        "--token-ids",
-        "5,6,7,5,6,7,5,6",
-        "--max-tokens",
-        30,
-        "--temperature",
-        0,
-        "--json",
-    )
+    sampling = ("--token-ids", "5,6,7,5,6,7,5,6", "--max-tokens", 30, "--temperature", 0)
+    common = ("generate", pair.target, *sampling, "--json")
     found = answer(*common, "--method", "ngram", "-S", 4, "--prompt-lookup-min", 1)
     plain = answer(*common)
     assert found["token_ids"] == plain["token_ids"]

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from cli_calls import answer, lowlat, refusal
 from safetensors.torch import load_file, save_file
+from stages import staged
 
 from lowlat.cli.options import bundled
 from lowlat.cli.reports.activity import Activity, guess_rate
@@ -36,7 +37,7 @@ def test_the_bundled_pair_speculates() -> None:
     assert found.eagle_speculation["num_drafts"] <= found.num_steps < 62
 
 
-@pytest.mark.parametrize("code", CASES)
+@pytest.mark.parametrize("code", staged(CASES, first=["refused", "few_drafts", "no_drafts"]))
 def test_a_pair_that_does_not_speculate_says_why(code: str) -> None:
     arguments, text = CASES[code]
     found = msgspec.convert(answer("inspect", "run", "--json", *arguments, code=3), Activity)

@@ -74,6 +74,7 @@ def test_a_live_endpoint_is_refused_and_a_dead_ones_socket_is_taken_over(folder:
     assert not Path(server.endpoint.removeprefix("ipc://")).exists()
 
 
+@pytest.mark.second
 def test_a_cache_that_others_may_read_is_no_obstacle(folder: Path, talker: Path) -> None:
     (folder / "lowlat").mkdir(mode=0o755)
     environment = serving_environment(folder)
@@ -99,6 +100,7 @@ def test_a_cache_that_others_may_read_is_no_obstacle(folder: Path, talker: Path)
         assert process.wait(30) == 0
 
 
+@pytest.mark.second
 def test_ready_lines_can_be_copied(folder: Path, talker: Path) -> None:
     endpoint = f"ipc://{folder}/it's.sock"
     command = [sys.executable, "-P", "-m", "lowlat.cli", "serve", "--model", str(talker), "--max-context", "512"]

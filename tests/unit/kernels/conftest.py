@@ -18,6 +18,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(COMPILING_S))
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """The host's processor, and a GPU."""
+    return str(request.param)
+
+
 @pytest.fixture(scope="session")
 def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Compiled:
     """The examples of all kernels, compiled for all capabilities; pytest's cache keeps them for the same sources."""

@@ -12,14 +12,14 @@ import numpy as np
 import rowwise_cases as cases
 import torch
 from fibers import this_fiber
+from kernel_cases import simulate
 from numba.cuda.simulator import kernelapi
 from numba.np import numpy_support
 from simulated_blocks import fibers_for_threads
 
 from lowlat.kernels.moe import router_kernel
 from lowlat.kernels.toolchain import ptx
-from lowlat.kernels.toolchain.kernel import KernelCall
-from lowlat.kernels.toolchain.numba_cuda import SIMULATED, cuda
+from lowlat.kernels.toolchain.numba_cuda import SIMULATED
 
 
 def exchange(mask: int, value: Any, offset: int) -> Any:
@@ -79,18 +79,6 @@ def simulate_router() -> None:
     ptx.load_global_bf16, ptx.copies_commit = bf16_value, lambda: None
     kernelapi.FakeCUDAShared.array = shared_array
     vars(router_kernel)["copies_wait_all"] = lambda: None
-
-
-def simulate(*calls: KernelCall) -> None:
-    """Run calls on tensors of the CPU."""
-    for call in calls:
-        arguments: list[Any] = []
-        for kind, argument in zip(call.kernel.signature, call.arguments, strict=True):
-            if not isinstance(argument, torch.Tensor):
-                arguments.append(argument)
-            else:
-                arguments.append(argument.numpy() if hasattr(kind, "ndim") else argument.data_ptr())
-        cuda.jit(call.kernel.function)[call.grid, call.kernel.threads](*arguments)
 
 
 def main() -> None:

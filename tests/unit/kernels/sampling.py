@@ -62,6 +62,12 @@ class World:
         for column, (token, value) in enumerate(values.items(), first):
             self.bias_ids[slot, column], self.bias_values[slot, column] = token, value
 
+    def state(self) -> dict[str, torch.Tensor]:
+        """The state's arrays on the CPU, by the names and in the order of `sample`'s arguments."""
+        named = {"lengths": self.lengths, "slot_ints": self.ints, "slot_floats": self.floats}
+        names = ("prompt_seen", "output_counts", "bias_ids", "bias_values", "stop_ids")
+        return named | {name: getattr(self, name) for name in names}
+
     def draw(
         self,
         logits: torch.Tensor,
@@ -77,21 +83,9 @@ class World:
         masks = masks or [[(1 << (node + 1)) - 1 for node in range(rows)]] * batch
         live = live or [[1] * rows] * batch
         out = torch.full((batch, rows), 987654, dtype=torch.int32, device=self.device)
-        arrays = (
-            logits,
-            torch.tensor(live, dtype=torch.uint8).reshape(-1),
-            torch.tensor(tokens, dtype=torch.int32),
-            torch.tensor(masks, dtype=torch.int64),
-            torch.tensor(slots, dtype=torch.int32),
-            self.lengths,
-            self.ints,
-            self.floats,
-            self.prompt_seen,
-            self.output_counts,
-            self.bias_ids,
-            self.bias_values,
-            self.stop_ids,
-        )
+        flags, ids = torch.tensor(live, dtype=torch.uint8).reshape(-1), torch.tensor(tokens, dtype=torch.int32)
+        bits, rows_of = torch.tensor(masks, dtype=torch.int64), torch.tensor(slots, dtype=torch.int32)
+        arrays = (logits, flags, ids, bits, rows_of, *self.state().values())
         sample(*(array.to(self.device) for array in arrays), target_tokens=out)
         result: list[list[int]] = out.tolist()
         return result

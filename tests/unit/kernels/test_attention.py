@@ -1,17 +1,32 @@
 """Attention against the plain formula, and its promise: a row's bits are its own."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
+from kernel_cases import meant
 
-from lowlat.kernels.reference.attention.attention import TILE, attention, prefill_attention
+from lowlat.kernels.reference.attention.attention import TILE
 from lowlat.kernels.reference.attention.kv import kv_compact, kv_write, prefill_kv_write
 
 HEADS, KV_HEADS, DIM, BLOCK = 6, 2, 16, 32
 
 
-def make_pool(num_positions: int, seed: int, slots: int = 3) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+Pool = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def attend(
+    q: torch.Tensor, pool: Pool, slots: list[int], lens: list[int], live: list[int], masks: Any, **options: Any
+) -> torch.Tensor:
+    """The reference's attention of rows."""
+    arrays = dict(zip(("q", "k_cache", "v_cache", "block_table"), (q, *pool), strict=True))
+    arrays |= {"slots": torch.tensor(slots).int(), "dense_lens": torch.tensor(lens).int()}
+    arrays |= {"row_live": torch.tensor(live, dtype=torch.uint8), "row_masks": torch.tensor(masks)}
+    return meant("attention", {**arrays, "scale": DIM**-0.5, **options})["out"]
+
+
+def make_pool(num_positions: int, seed: int, slots: int = 3) -> Pool:
     """A pool full of NaN but for the blocks of each slot's table."""
     generator = torch.Generator().manual_seed(seed)
     width = -(-num_positions // BLOCK)
@@ -26,11 +41,7 @@ def make_pool(num_positions: int, seed: int, slots: int = 3) -> tuple[torch.Tens
 
 
 def naive(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    visible: list[int],
-    sinks: torch.Tensor | None,
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: list[int], sinks: torch.Tensor | None
 ) -> torch.Tensor:
     """Double precision, one row: q [H, D]; keys, values [n, G, D]."""
     group = HEADS // KV_HEADS
@@ -69,27 +80,12 @@ def test_attention_equals_the_formula(
     if dense <= first:
         dense = first + 1
     nodes = max(mask.bit_length() for mask in masks)
-    k_cache, v_cache, table = make_pool(dense + nodes, seed=dense)
+    k_cache, v_cache, table = pool = make_pool(dense + nodes, seed=dense)
     generator = torch.Generator().manual_seed(7)
     q = torch.randn(len(masks), HEADS, DIM, generator=generator)
     sinks = torch.randn(HEADS, generator=generator) if with_sinks else None
-    out = torch.full((len(masks), HEADS * DIM), math.nan)
-    attention(
-        q,
-        k_cache,
-        v_cache,
-        table,
-        torch.tensor([1], dtype=torch.int32),
-        torch.tensor([dense], dtype=torch.int32),
-        torch.ones(len(masks), dtype=torch.uint8),
-        torch.tensor([masks]),
-        sinks,
-        out=out,
-        scale=DIM**-0.5,
-        first=first,
-        window=window,
-        keep_first=keep_first,
-    )
+    options = {"first": first, "window": window, "keep_first": keep_first, "sinks": sinks}
+    out = attend(q, pool, [1], [dense], [1] * len(masks), [masks], **options)
     keys, values = (gather(cache, table[1], dense + nodes) for cache in (k_cache, v_cache))
     for row, mask in enumerate(masks):
         order = list(range(dense)) + [dense + a for a in range(nodes) if mask >> a & 1]
@@ -105,25 +101,13 @@ def test_attention_equals_the_formula(
 
 def test_rows_keep_their_bits_in_any_company() -> None:
     dense = TILE + 17
-    k_cache, v_cache, table = make_pool(dense + 8, seed=3)
+    k_cache, v_cache, table = pool = make_pool(dense + 8, seed=3)
     generator = torch.Generator().manual_seed(1)
     q = torch.randn(8, HEADS, DIM, generator=generator)
 
     def run(slots: list[int], rows: list[list[int]], masks: list[list[int]]) -> torch.Tensor:
-        out = torch.full((sum(map(len, rows)), HEADS * DIM), math.nan)
-        attention(
-            torch.cat([q[r] for r in rows]),
-            k_cache,
-            v_cache,
-            table,
-            torch.tensor(slots, dtype=torch.int32),
-            torch.full((len(slots),), dense, dtype=torch.int32),
-            torch.ones(out.shape[0], dtype=torch.uint8),
-            torch.tensor(masks),
-            out=out,
-            scale=0.25,
-        )
-        return out
+        queries = torch.cat([q[r] for r in rows])
+        return attend(queries, pool, slots, [dense] * len(slots), [1] * len(queries), masks)
 
     alone = run([2], [[0]], [[7]])
     many = run([0, 2, 1], [[3, 4, 5], [6, 7, 0], [1, 2, 3]], [[1, 3, 5]] * 1 + [[1, 5, 7]] + [[1, 3, 7]])
@@ -137,20 +121,8 @@ def test_rows_keep_their_bits_in_any_company() -> None:
 
 
 def test_dead_rows_and_pads_are_zero() -> None:
-    k_cache, v_cache, table = make_pool(40, seed=5)
-    out = torch.full((4, HEADS * DIM), math.nan)
-    attention(
-        torch.randn(4, HEADS, DIM),
-        k_cache,
-        v_cache,
-        table,
-        torch.tensor([0, -1], dtype=torch.int32),
-        torch.tensor([30, 0], dtype=torch.int32),
-        torch.tensor([1, 0, 0, 0], dtype=torch.uint8),
-        torch.tensor([[1, 0], [0, 0]]),
-        out=out,
-        scale=0.25,
-    )
+    queries, masks = torch.randn(4, HEADS, DIM), [[1, 0], [0, 0]]
+    out = attend(queries, make_pool(40, seed=5), [0, -1], [30, 0], [1, 0, 0, 0], masks)
     assert torch.isfinite(out[0]).all()
     assert not out[1:].any()
 
@@ -162,18 +134,9 @@ def test_prefill_equals_the_formula(start: int, size: int, count: int, window: i
     generator = torch.Generator().manual_seed(9)
     q = torch.randn(size, HEADS, DIM, generator=generator)
     sinks = torch.randn(HEADS, generator=generator)
-    out = torch.full((size, HEADS * DIM), math.nan)
-    prefill_attention(
-        q,
-        k_cache,
-        v_cache,
-        table,
-        torch.tensor([start, count], dtype=torch.int32),
-        sinks,
-        out=out,
-        scale=DIM**-0.5,
-        window=window,
-    )
+    arrays = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "block_table": table, "sinks": sinks}
+    chunk = torch.tensor([start, count], dtype=torch.int32)
+    out = meant("prefill_attention", {**arrays, "chunk": chunk, "scale": DIM**-0.5, "window": window})["out"]
     keys, values = (gather(cache, table[0], start + count) for cache in (k_cache, v_cache))
     for row in range(0, count, 7):
         p = start + row

@@ -6,7 +6,6 @@ import torch
 from lowlat.errors import ShapeError
 from lowlat.kernels.reference.gemm.linear import linear, linear_block
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SHAPES = [
     *[(1, 1), (2, 21), (3, 722), (5, 7), (6, 5), (7, 14), (8, 213), (11, 25), (13, 33), (33, 97), (63, 64)],
     *[(64, 31), (65, 100), (79, 17), (97, 33), (129, 301), (500, 129), (1001, 96), (96, 1001), (257, 2048)],
@@ -19,7 +18,6 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
     return out
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_row_has_the_same_bits_at_every_place(shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
@@ -62,7 +60,6 @@ def test_random_shapes_and_every_place() -> None:
             assert torch.equal(linear_block(block, weight)[place], alone), (width, depth, place)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-6)])
 @pytest.mark.parametrize("block", [8, 13])
 def test_it_is_the_product(dtype: torch.dtype, tolerance: float, block: int, device: str) -> None:

@@ -2,35 +2,24 @@
 
 import pytest
 import torch
+from kernel_cases import meant
 
-from lowlat.kernels.reference.sampling.logprobs import logprobs
 from lowlat.kernels.reference.step.slot_record import MAX_LOGPROBS, NUM_INTS, NUM_LOGPROBS
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 WIDTH = MAX_LOGPROBS + 1
 
 
 def run(
     logits: torch.Tensor, live: list[int], targets: list[list[int]], slots: list[int], wanted: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    device, batch, rows = logits.device, len(slots), len(targets[0])
     ints = torch.zeros(len(wanted), NUM_INTS, dtype=torch.int64)
     ints[:, NUM_LOGPROBS] = torch.tensor(wanted)
-    values = torch.full((batch, rows, WIDTH), float("nan"), device=device)
-    ids = torch.full((batch, rows, WIDTH), 777, dtype=torch.int32, device=device)
-    logprobs(
-        logits,
-        torch.tensor(live, dtype=torch.uint8, device=device),
-        torch.tensor(targets, dtype=torch.int32, device=device),
-        torch.tensor(slots, dtype=torch.int32, device=device),
-        ints.to(device),
-        logprob_values=values,
-        logprob_ids=ids,
-    )
-    return values.cpu(), ids.cpu()
+    given = {"row_live": torch.tensor(live, dtype=torch.uint8), "target_tokens": torch.tensor(targets).int()}
+    given |= {"slots": torch.tensor(slots).int(), "slot_ints": ints}
+    found = meant("logprobs", {"logits": logits, **{name: array.to(logits.device) for name, array in given.items()}})
+    return found["logprob_values"].cpu(), found["logprob_ids"].cpu()
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("vocabulary", [7, 64, 1003])
 def test_values_ids_and_unused_columns(vocabulary: int, device: str) -> None:
     logits = (torch.randint(-4, 5, (6, vocabulary)) * 0.5).to(device)
@@ -53,7 +42,6 @@ def test_values_ids_and_unused_columns(vocabulary: int, device: str) -> None:
     assert bool((ids[2] == -1).all())
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("vocabulary", [13, 64, 1003])
 def test_a_row_has_the_same_bits_in_any_company(vocabulary: int, device: str) -> None:
     row = torch.randn(vocabulary, device=device) * 5

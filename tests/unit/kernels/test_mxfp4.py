@@ -12,7 +12,6 @@ VALUES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 CODES = [*VALUES, *(-value for value in VALUES)]
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_code_at_every_scale_is_exact(dtype: torch.dtype, device: str) -> None:
     codes = torch.arange(32) % 16

@@ -22,10 +22,6 @@ KERNELS = [
 ]
 
 
-def name_of(kernel: Kernel) -> str:
-    return kernel.name
-
-
 def tensor(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.zeros(shape, dtype=dtype)
 
@@ -44,10 +40,6 @@ def test_registers_stack_and_wide_loads(kernel: Kernel, compiled: Compiled) -> N
     before, after = ptx.split("griddepcontrol.wait;")
     assert "st.global" not in before
     assert "griddepcontrol.launch_dependents;" in after
-
-
-def test_names_tell_specialisations_apart() -> None:
-    assert len({kernel.name for kernel in KERNELS}) == len(KERNELS)
 
 
 def test_one_launch_each() -> None:

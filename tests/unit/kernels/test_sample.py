@@ -10,7 +10,6 @@ from lowlat.errors import ShapeError
 from lowlat.kernels.reference.sampling.random import gumbel
 from lowlat.kernels.reference.sampling.sample import finite, keep, lowest_argmax, penalise
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 INF = float("inf")
 SAMPLED: list[dict[str, float]] = [
     {"temperature": 0.0},
@@ -21,7 +20,6 @@ SAMPLED: list[dict[str, float]] = [
 ]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("options", SAMPLED)
 @pytest.mark.parametrize("vocabulary", [5, 64, 1003])
 def test_a_draw_is_the_same_in_any_company(vocabulary: int, options: dict[str, float], device: str) -> None:
@@ -57,7 +55,6 @@ def test_a_draw_is_the_same_in_any_company(vocabulary: int, options: dict[str, f
             assert [token == -1 for line in got for token in line] == dead
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("vocabulary", [7, 64, 999])
 def test_the_sampled_row_is_the_largest_of_logits_and_noise(vocabulary: int, device: str) -> None:
     world, logits = World(vocabulary, 1, device), torch.randn(12, vocabulary) * 4
@@ -139,7 +136,6 @@ def test_ties_go_to_the_lowest_id() -> None:
     assert lowest_argmax(torch.tensor([-INF, 3.0, 3.0, -INF])) == 1
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("temperature", [0.0, 1e-38, 1e-6, 1.0, 100.0])
 def test_extreme_logits(temperature: float, device: str) -> None:
     world = World(67, 1, device)

@@ -28,9 +28,9 @@ def p_value(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
     [
         (4_000, {"temperature": 1.0}),
         later(20_000, {"temperature": 1.0}),
-        (4_000, {"temperature": 0.6, "top_k": 11}),
-        (4_000, {"temperature": 1.4, "top_p": 0.85}),
-        (4_000, {"temperature": 2.0, "min_p": 0.1}),
+        later(4_000, {"temperature": 0.6, "top_k": 11}),
+        later(4_000, {"temperature": 1.4, "top_p": 0.85}),
+        later(4_000, {"temperature": 2.0, "min_p": 0.1}),
         (4_000, {"temperature": 1.2, "top_k": 30, "top_p": 0.9, "min_p": 0.03}),
     ],
 )

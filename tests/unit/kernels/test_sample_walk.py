@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from kernel_walk import Walker, walkable
-from selection_cases import Memory, best_pairs, make_world, state_of
+from selection_cases import Memory, best_pairs, make_world
 from unit.kernels.sampling import World
 
 from lowlat.kernels.reference.sampling import sample as reference
@@ -30,7 +30,7 @@ def draw(
     shape = (len(slots), 1)
     out = {"target_tokens": torch.full(shape, -77, dtype=torch.int32), "finite": torch.full(shape, 9).byte()}
     rows = torch.zeros(shape, dtype=torch.int32), torch.ones(shape, dtype=torch.int64)
-    arguments = (logits, live, *rows, torch.tensor(slots, dtype=torch.int32), *state_of(world))
+    arguments = (logits, live, *rows, torch.tensor(slots, dtype=torch.int32), *world.state().values())
     with walkable(walker := Walker(may_leave=True), *NAMES) as modules:
         kernels: Any = modules[-1]
         if alone:
@@ -46,7 +46,7 @@ def expected(world: World, logits: torch.Tensor, slots: list[int], live: torch.T
     shape = (len(slots), 1)
     out = {"target_tokens": torch.full(shape, -77, dtype=torch.int32), "finite": torch.full(shape, 9).byte()}
     rows = torch.zeros(shape, dtype=torch.int32), torch.ones(shape, dtype=torch.int64)
-    arguments = (logits, live, *rows, torch.tensor(slots, dtype=torch.int32), *state_of(world))
+    arguments = (logits, live, *rows, torch.tensor(slots, dtype=torch.int32), *world.state().values())
     reference.sample(*arguments, target_tokens=out["target_tokens"])
     reference.finite(logits, live, finite=out["finite"])
     return out

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from compiled_examples import Compiled, staged_cases
-from selection_cases import Memory, draw_scores, state_of
+from selection_cases import Memory, draw_scores
 from unit.kernels.sampling import World
 
 from lowlat.errors import ShapeError
@@ -142,23 +142,13 @@ def test_logprobs_calls_and_refusals() -> None:
 
 def test_sample_calls_and_refusals() -> None:
     memory, world = Memory("cpu"), World(5000, 3)
-    names = (
-        "lengths",
-        "slot_ints",
-        "slot_floats",
-        "prompt_seen",
-        "output_counts",
-        "bias_ids",
-        "bias_values",
-        "stop_ids",
-    )
     good: dict[str, Any] = {
         "logits": torch.zeros(4, 5000),
         "row_live": torch.ones(2, 2, dtype=torch.uint8),
         "row_tokens": ints(2, 2),
         "row_masks": torch.ones(2, 2, dtype=torch.int64),
         "slots": ints(2),
-        **dict(zip(names, state_of(world), strict=True)),
+        **world.state(),
         "target_tokens": ints(2, 2),
         "best": ints(4, 3, 2),
         "finite": torch.zeros(2, 2, dtype=torch.uint8),

@@ -4,38 +4,23 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_cases import Arrays, meant, poisoned
 
-from lowlat.kernels.reference.rows.draft_rows import (
-    assign_drafts,
-    draft_prefill_rows,
-    draft_rows,
-    gather_features,
-    gather_level,
-    store_boundary,
-    take_last,
-    tree_masks,
-)
-from lowlat.kernels.reference.step.accept import (
-    FINISH_ERROR,
-    FINISH_LENGTH,
-    FINISH_STOP,
-    accept,
-    accept_simulated,
-    commit,
-    truncate,
-)
-from lowlat.kernels.reference.step.publish import ACCEPTED, COMMITTED, FINISH, RECORD_WIDTH, SLOT, publish
+from lowlat.kernels.reference import OPERATIONS
+from lowlat.kernels.reference.step.accept import FINISH_ERROR, FINISH_LENGTH, FINISH_STOP
+from lowlat.kernels.reference.step.publish import ACCEPTED, COMMITTED, FINISH, RECORD_WIDTH, SLOT
 from lowlat.kernels.reference.step.slot_record import DRAFT_LIMIT, MAX_LENGTH, NUM_INTS
-from lowlat.kernels.reference.step.slots import gather_rows, list_active_slots
 from lowlat.speculators.tree.topology import TreeTopology
+
+TREE = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
 
 
 def ints(*values: object) -> torch.Tensor:
     return torch.tensor(list(values), dtype=torch.int32)
 
 
-def poisoned(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-    return torch.full(shape, 77, dtype=dtype)
+def flags(*values: object) -> torch.Tensor:
+    return torch.tensor(list(values), dtype=torch.uint8)
 
 
 def pad_paths(topology: TreeTopology, width: int, count: int) -> torch.Tensor:
@@ -45,28 +30,18 @@ def pad_paths(topology: TreeTopology, width: int, count: int) -> torch.Tensor:
 
 
 def test_active_slots_are_listed_in_order() -> None:
-    slots = poisoned(4)
-    list_active_slots(ints(0, 1, 0, 1, 1, 0), slots=slots)
-    assert slots.tolist() == [1, 3, 4, -1]
-
-
-TREE = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
+    found = meant("list_active_slots", {"active": ints(0, 1, 0, 1, 1, 0)}, B=4)
+    assert found["slots"].tolist() == [1, 3, 4, -1]
 
 
 def run_accept(
     topology: TreeTopology, targets: list[int], drafts: list[int], live: int
 ) -> tuple[list[int], list[int], int]:
-    rows = topology.num_nodes
     paths = pad_paths(topology, topology.depth + 1, len(topology.paths))
     dead = (paths >= live) | (paths < 0)
     paths = torch.where(dead.cumsum(-1) > 0, -1, paths)
-    outs = {
-        "accepted_tokens": poisoned(1, rows),
-        "accepted_nodes": poisoned(1, rows),
-        "accepted_lens": poisoned(1),
-        "best_path": poisoned(1),
-    }
-    accept(torch.tensor([targets]), torch.tensor([drafts]), paths[None], ints(0), **outs)
+    arrays = {"target_tokens": ints(targets), "draft_tokens": ints(drafts), "paths": paths[None], "slots": ints(0)}
+    outs = meant("accept", arrays)
     count = int(outs["accepted_lens"])
     assert outs["accepted_tokens"][0, count:].eq(-1).all()
     return outs["accepted_tokens"][0, :count].tolist(), outs["accepted_nodes"][0, :count].tolist(), count
@@ -98,13 +73,8 @@ def test_acceptance_is_the_greedy_walk(data: st.DataObject) -> None:
 
 
 def test_a_dead_slot_accepts_nothing() -> None:
-    outs = {
-        "accepted_tokens": poisoned(1, 2),
-        "accepted_nodes": poisoned(1, 2),
-        "accepted_lens": poisoned(1),
-        "best_path": poisoned(1),
-    }
-    accept(ints(1, 2)[None], ints(1, 2)[None], ints(0, 1)[None, None], ints(-1), **outs)
+    arrays = {"target_tokens": ints([1, 2]), "draft_tokens": ints([1, 2]), "paths": ints([[0, 1]]), "slots": ints(-1)}
+    outs = meant("accept", arrays)
     assert outs["accepted_lens"].tolist() == [0]
     assert outs["accepted_tokens"].tolist() == [[-1, -1]]
     assert outs["best_path"].tolist() == [-1]
@@ -112,51 +82,15 @@ def test_a_dead_slot_accepts_nothing() -> None:
 
 @pytest.mark.parametrize("mean", [1.0, 1.7, 2.5, 3.0, 4.0])
 def test_simulated_acceptance_has_the_mean_asked_for(mean: float) -> None:
-    paths = ints(0, 1, 2, 3)[None, None]
+    arrays = {"target_tokens": ints([5, 6, 7, 8]), "draft_tokens": ints([0, 1, 2, 3]), "paths": ints([[0, 1, 2, 3]])}
     total, rounds = 0, 600
     for position in range(rounds):
-        outs = {
-            "accepted_tokens": poisoned(1, 4),
-            "accepted_nodes": poisoned(1, 4),
-            "accepted_lens": poisoned(1),
-            "best_path": poisoned(1),
-        }
-        accept_simulated(
-            ints(5, 6, 7, 8)[None],
-            ints(0, 1, 2, 3)[None],
-            paths,
-            ints(0),
-            ints(position),
-            **outs,
-            mean_length=mean,
-            seed=3,
-        )
+        state = {"slots": ints(0), "lengths": ints(position), "mean_length": mean, "seed": 3}
+        outs = meant("accept_simulated", {**arrays, **state})
         count = int(outs["accepted_lens"])
-        expected = [*range(1, count), 5 + count - 1]
-        assert outs["accepted_tokens"][0, :count].tolist() == expected
+        assert outs["accepted_tokens"][0, :count].tolist() == [*range(1, count), 5 + count - 1]
         total += count
     assert abs(total / rounds - mean) < 0.07
-
-
-def run_truncate(
-    tokens: list[int], finite: list[int], *, length: int, max_length: int, stops: list[int]
-) -> tuple[int, int]:
-    record = torch.zeros(1, NUM_INTS, dtype=torch.int64)
-    record[0, MAX_LENGTH] = max_length
-    commit_lens, finish = poisoned(1), poisoned(1)
-    truncate(
-        ints(*tokens)[None],
-        torch.arange(len(tokens), dtype=torch.int32)[None],
-        ints(len(tokens)),
-        torch.tensor([finite], dtype=torch.uint8),
-        ints(0),
-        ints(length),
-        record,
-        ints(*stops, -1)[None],
-        commit_lens=commit_lens,
-        finish=finish,
-    )
-    return int(commit_lens), int(finish)
 
 
 @pytest.mark.parametrize(
@@ -177,28 +111,21 @@ def run_truncate(
 def test_truncation_order(
     tokens: list[int], finite: list[int], limits: tuple[int, int], stops: list[int], expected: tuple[int, int]
 ) -> None:
-    length, max_length = limits
-    assert run_truncate(tokens, finite, length=length, max_length=max_length, stops=stops) == expected
+    record, count = torch.zeros(1, NUM_INTS, dtype=torch.int64), len(tokens)
+    record[0, MAX_LENGTH] = limits[1]
+    arrays = {"accepted_tokens": ints(tokens), "accepted_nodes": ints([*range(count)]), "accepted_lens": ints(count)}
+    arrays |= {"finite": flags(finite), "slots": ints(0), "lengths": ints(limits[0]), "slot_ints": record}
+    outs = meant("truncate", {**arrays, "stop_ids": ints([*stops, -1])})
+    assert (int(outs["commit_lens"]), int(outs["finish"])) == expected
 
 
 def test_commit_moves_lengths_and_ends_slots() -> None:
     tokens = torch.zeros(3, 10, dtype=torch.int32)
     lengths, active, drafts = ints(4, 2, 6), ints(1, 1, 1), ints(3, 3, 3)
     counts = torch.zeros(3, 12, dtype=torch.int32)
-    live, draft_lens = poisoned(2, dtype=torch.uint8), poisoned(2)
-    commit(
-        torch.tensor([[8, 8, 9], [7, -1, -1]], dtype=torch.int32),
-        ints(3, 1),
-        ints(0, FINISH_LENGTH),
-        ints(2, 0),
-        tokens=tokens,
-        lengths=lengths,
-        active=active,
-        output_counts=counts,
-        num_drafts=drafts,
-        draft_live=live,
-        draft_lens=draft_lens,
-    )
+    arrays = {"accepted_tokens": ints([8, 8, 9], [7, -1, -1]), "commit_lens": ints(3, 1), "slots": ints(2, 0)}
+    arrays |= {"finish": ints(0, FINISH_LENGTH), "tokens": tokens, "lengths": lengths, "active": active}
+    outs = meant("commit", {**arrays, "output_counts": counts, "num_drafts": drafts})
     assert lengths.tolist() == [5, 2, 9]
     assert active.tolist() == [0, 1, 1]
     assert drafts.tolist() == [0, 3, 0]
@@ -206,11 +133,11 @@ def test_commit_moves_lengths_and_ends_slots() -> None:
     assert tokens[0, 4] == 7
     assert counts[2, 8] == 2
     assert counts.sum() == 4
-    assert live.tolist() == [1, 0]
-    assert draft_lens.tolist() == [9, 0]
+    assert outs["draft_live"].tolist() == [1, 0]
+    assert outs["draft_lens"].tolist() == [9, 0]
 
 
-def gather(topology: TreeTopology, bucket_rows: int, drafted: int, limit: int, room: int) -> dict[str, torch.Tensor]:
+def gather(topology: TreeTopology, bucket_rows: int, drafted: int, limit: int, room: int) -> Arrays:
     state_rows, width, count = 8, topology.depth + 1, len(topology.paths)
     record = torch.zeros(2, NUM_INTS, dtype=torch.int64)
     record[:, MAX_LENGTH] = 5 + room
@@ -221,19 +148,9 @@ def gather(topology: TreeTopology, bucket_rows: int, drafted: int, limit: int, r
     masks[1, : topology.num_nodes] = torch.tensor(topology.packed_masks)
     paths = torch.zeros(2, count, width, dtype=torch.int32)
     paths[1] = pad_paths(topology, width, count)
-    outs = {
-        "row_tokens": poisoned(2, bucket_rows),
-        "row_positions": poisoned(2, bucket_rows),
-        "row_live": poisoned(2, bucket_rows, dtype=torch.uint8),
-        "row_masks": poisoned(2, bucket_rows, dtype=torch.int64),
-        "paths": poisoned(2, count, width),
-        "dense_lens": poisoned(2),
-        "num_verified": poisoned(2),
-        "verified_depth": poisoned(2),
-    }
-    tokens = torch.full((2, 9), 3, dtype=torch.int32)
-    gather_rows(ints(1, -1), ints(0, 5), tokens, drafts, ints(0, drafted), masks, paths, record, **outs)
-    return outs
+    arrays = {"slots": ints(1, -1), "lengths": ints(0, 5), "tokens": torch.full((2, 9), 3, dtype=torch.int32)}
+    arrays |= {"drafts": drafts, "num_drafts": ints(0, drafted), "tree_masks": masks, "tree_paths": paths}
+    return meant("gather_rows", {**arrays, "slot_ints": record}, T=bucket_rows)
 
 
 @pytest.mark.parametrize("bucket_rows", [1, 3, 8])
@@ -260,41 +177,18 @@ def test_a_slot_verifies_the_least_of_its_limits(bucket_rows: int, drafted: int,
 
 
 def test_rows_before_the_first_drafts_are_the_root_alone() -> None:
-    topology = TreeTopology.chain(3)
-    record = torch.zeros(1, NUM_INTS, dtype=torch.int64)
+    record, zeros = torch.zeros(1, NUM_INTS, dtype=torch.int64), torch.zeros(1, 4, dtype=torch.int32)
     record[:, MAX_LENGTH], record[:, DRAFT_LIMIT] = 50, 63
-    outs = {
-        "row_tokens": poisoned(1, 4),
-        "row_positions": poisoned(1, 4),
-        "row_live": poisoned(1, 4, dtype=torch.uint8),
-        "row_masks": poisoned(1, 4, dtype=torch.int64),
-        "paths": poisoned(1, 1, 4),
-        "dense_lens": poisoned(1),
-        "num_verified": poisoned(1),
-        "verified_depth": poisoned(1),
-    }
-    zeros = torch.zeros(1, 4, dtype=torch.int32)
-    gather_rows(ints(0), ints(2), ints(6, 6, 6)[None], zeros, ints(0), zeros.long(), zeros[None], record, **outs)
+    arrays = {"slots": ints(0), "lengths": ints(2), "tokens": ints([6, 6, 6]), "drafts": zeros, "num_drafts": ints(0)}
+    arrays |= {"tree_masks": zeros.long(), "tree_paths": zeros[None], "slot_ints": record}
+    outs = meant("gather_rows", arrays, T=4)
     assert outs["paths"].tolist() == [[[0, -1, -1, -1]]]
     assert outs["row_tokens"].tolist() == [[6, -1, -1, -1]]
-    assert topology.depth == 3
 
 
 def test_head_rows_follow_the_commit() -> None:
-    outs = {
-        "tokens": poisoned(2, 3),
-        "positions": poisoned(2, 3),
-        "row_live": poisoned(2, 3, dtype=torch.uint8),
-        "write_lens": poisoned(2),
-        "live_positions": poisoned(2, 1),
-    }
-    draft_rows(
-        torch.tensor([[4, 5, -1], [6, 7, 8]], dtype=torch.int32),
-        ints(2, 3),
-        torch.tensor([1, 0], dtype=torch.uint8),
-        ints(9, 3),
-        **outs,
-    )
+    arrays = {"accepted_tokens": ints([4, 5, -1], [6, 7, 8]), "commit_lens": ints(2, 3), "draft_live": flags(1, 0)}
+    outs = meant("draft_rows", {**arrays, "dense_lens": ints(9, 3)})
     assert outs["tokens"].tolist() == [[4, 5, -1], [-1, -1, -1]]
     assert outs["positions"].tolist() == [[9, 10, 0], [0, 0, 0]]
     assert outs["write_lens"].tolist() == [10, 0]
@@ -304,70 +198,45 @@ def test_head_rows_follow_the_commit() -> None:
 def test_features_follow_the_accepted_path() -> None:
     low, high = torch.arange(12.0).reshape(6, 2), torch.arange(100.0, 112.0).reshape(6, 2)
     out = torch.full((6, 4), torch.nan)
-    gather_features(torch.tensor([[0, 2, -1], [0, 1, 2]]), out=out, source0=low, source1=high)
+    nodes = ints([0, 2, -1], [0, 1, 2])
+    OPERATIONS["gather_features"](nodes, out=out, source0=low, source1=high)
     assert out[1].tolist() == [4, 5, 104, 105]
     assert not out[2].any()
     assert out[4].tolist() == [8, 9, 108, 109]
-    last = torch.full((2, 4), torch.nan)
-    take_last(out, ints(2, 0), out=last)
+    last = meant("take_last", {"x": out, "commit_lens": ints(2, 0)}, W=4)["out"]
     assert torch.equal(last[0], out[1])
     assert not last[1].any()
 
 
 def test_block_ends_keep_their_features() -> None:
-    features = torch.zeros(9, 2)
-    hidden = torch.arange(8.0).reshape(4, 2) + 1
-    store_boundary(
-        hidden,
-        torch.tensor([[3, 4], [7, 8]]),
-        torch.tensor([[1, 1], [0, 1]], dtype=torch.uint8),
-        torch.tensor([[1, 2, 3], [4, 5, 6]], dtype=torch.int32),
-        ints(1, 0),
-        block_features=features,
-        block_size=4,
-    )
+    features, hidden = torch.zeros(9, 2), torch.arange(8.0).reshape(4, 2) + 1
+    arrays = {"hidden": hidden, "positions": ints([3, 4], [7, 8]), "row_live": flags([1, 1], [0, 1])}
+    arrays |= {"block_table": ints([1, 2, 3], [4, 5, 6]), "slots": ints(1, 0), "block_features": features}
+    meant("store_boundary", {**arrays, "block_size": 4})
     assert torch.equal(features[4], hidden[0])
     assert int((features != 0).any(1).sum()) == 1
 
 
 def test_a_chunk_takes_its_first_feature_from_the_block_before() -> None:
-    features = torch.zeros(6, 2)
+    features, hidden = torch.zeros(6, 2), torch.arange(8.0).reshape(4, 2) + 1
     features[3] = torch.tensor([50.0, 51.0])
-    hidden = torch.arange(8.0).reshape(4, 2) + 1
-    shifted = torch.full((4, 2), torch.nan)
-    table = torch.tensor([[3, 5]], dtype=torch.int32)
-    draft_prefill_rows(hidden, torch.tensor([4, 4]), table, block_features=features, shifted=shifted, block_size=4)
+    arrays = {"hidden": hidden, "block_table": ints([3, 5]), "block_features": features, "block_size": 4}
+    shifted = meant("draft_prefill_rows", {**arrays, "chunk": ints(4, 4)})["shifted"]
     assert shifted.tolist() == [[50, 51], [1, 2], [3, 4], [5, 6]]
     assert torch.equal(features[5], hidden[3])
-    draft_prefill_rows(hidden, torch.tensor([0, 3]), table, block_features=features, shifted=shifted, block_size=4)
+    shifted = meant("draft_prefill_rows", {**arrays, "chunk": ints(0, 3)})["shifted"]
     assert shifted[0].tolist() == [0, 0]
     assert features[3].tolist() == [50, 51]  # the block is not complete: three live rows of four
 
 
 def test_a_level_gives_its_children_tokens_and_states() -> None:
-    draft_nodes = torch.full((2, 5), -7, dtype=torch.int32)
-    top = torch.tensor([[11, 12], [21, 22]], dtype=torch.int32)
-    assign_drafts(top, ints(1, 2), ints(0, 0), ints(1, 0), draft_nodes=draft_nodes)
-    assert draft_nodes[:, 1:3].tolist() == [[12, 11], [22, 21]]
-    outs = {
-        "hidden": torch.full((4, 3), torch.nan),
-        "tokens": poisoned(2, 2),
-        "row_live": poisoned(2, 2, dtype=torch.uint8),
-        "positions": poisoned(2, 2),
-        "row_masks": poisoned(2, 2, dtype=torch.int64),
-    }
-    feedback = torch.arange(6.0).reshape(2, 3)
-    gather_level(
-        feedback,
-        draft_nodes,
-        torch.tensor([1, 0], dtype=torch.uint8),
-        ints(9, 4),
-        ints(2, 1),
-        ints(0, 0),
-        torch.tensor([2, 1]),
-        **outs,
-        depth=1,
-    )
+    nodes, feedback = torch.full((2, 5), -7, dtype=torch.int32), torch.arange(6.0).reshape(2, 3)
+    level = {"children": ints(1, 2), "child_rows": ints(0, 0), "child_ranks": ints(1, 0), "draft_nodes": nodes}
+    meant("assign_drafts", {**level, "top_tokens": ints([11, 12], [21, 22])})
+    assert nodes[:, 1:3].tolist() == [[12, 11], [22, 21]]
+    arrays = {"feedback": feedback, "draft_nodes": nodes, "draft_live": flags(1, 0), "draft_lens": ints(9, 4)}
+    arrays |= {"nodes": ints(2, 1), "parent_rows": ints(0, 0), "masks": torch.tensor([2, 1])}
+    outs = meant("gather_level", {**arrays, "depth": 1}, H=3)
     assert outs["tokens"].tolist() == [[11, 12], [-1, -1]]
     assert outs["positions"].tolist() == [[8, 8], [0, 0]]
     assert outs["row_masks"].tolist() == [[2, 1], [0, 0]]
@@ -386,14 +255,8 @@ def test_masks_drop_what_follows_a_failed_draft() -> None:
         "tree_paths": torch.zeros(3, 6, 5, dtype=torch.int32),
     }
     paths = pad_paths(topology, topology.depth + 1, len(topology.paths))
-    tree_masks(
-        nodes,
-        torch.tensor([1, 1], dtype=torch.uint8),
-        ints(2, 0),
-        torch.tensor(topology.packed_masks),
-        paths,
-        **state,
-    )
+    masks = torch.tensor(topology.packed_masks)
+    OPERATIONS["tree_masks"](nodes, flags(1, 1), ints(2, 0), masks, paths, **state)
     assert state["num_drafts"].tolist() == [2, 0, rows - 1]
     assert state["tree_masks"][2, :rows].tolist() == list(topology.packed_masks)
     assert state["tree_paths"][2, : paths.shape[0], : paths.shape[1]].tolist() == paths.tolist()
@@ -411,24 +274,14 @@ def test_publication_tells_each_slot_and_advances_last() -> None:
     }
     ids = torch.full((2, 4, 21), -1, dtype=torch.int32)
     ids[0, 2, 0] = 42
-    publish(
-        ints(1, -1),
-        ints(2, 0),
-        ints(3, 0),
-        torch.tensor([[8, 9, 10, -1], [-1] * 4], dtype=torch.int32),
-        torch.tensor([[0, 2, 3, -1], [-1] * 4], dtype=torch.int32),
-        ints(FINISH_STOP, 0),
-        ints(3, 0),
-        ints(3, 0),
-        ints(0, 12, 0),
-        torch.zeros(2, 4, 21),
-        ids,
-        **rings,
-    )
+    tokens, nodes = ints([8, 9, 10, -1], [-1] * 4), ints([0, 2, 3, -1], [-1] * 4)
+    counts = (ints(FINISH_STOP, 0), ints(3, 0), ints(3, 0), ints(0, 12, 0))
+    values = torch.zeros(2, 4, 21)
+    OPERATIONS["publish"](ints(1, -1), ints(2, 0), ints(3, 0), tokens, nodes, *counts, values, ids, **rings)
     record = rings["ring_records"][1]
     assert record[:, SLOT].tolist() == [1, -1, -1]
     assert [int(record[0, c]) for c in (COMMITTED, FINISH, ACCEPTED)] == [2, FINISH_STOP, 2]
     assert rings["ring_tokens"][1, 0].tolist() == [8, 9, -1, -1]
     assert rings["ring_logprob_ids"][1, 0, 1, 0] == 42
     assert rings["ring_head"].tolist() == [4]
-    assert (rings["ring_records"][0] == 77).all()
+    assert (rings["ring_records"][0] == -77).all()
