@@ -44,6 +44,23 @@ def argument(call: KernelCall, name: str) -> Any:
     return call.arguments[names.index(name)]
 
 
+def test_rows_that_a_gemm_writes_to_the_cache_have_places_of_their_own() -> None:
+    pair = PairPrograms(open_pair(DEMO / "target", DEMO / "head"), H200, Sizes((8,), (3,), 512))
+    shapes, calls = launches(pair, "gemm")
+    most = 0
+    for shape in shapes:
+        placed = Places(CPU, pair.weights.tensors(), pair.weight_bytes).place(calls[shape.place][0], 0)
+        if not isinstance(argument(placed[0], "slots") if shape.kind == "decode_gemm" else None, torch.Tensor):
+            continue
+        (case,) = cases_of(shape.kind, placed)
+        case.fill(placed, 0)
+        slots, table, offsets = (argument(placed[0], name) for name in ("slots", "table", "offsets"))
+        blocks = table[slots.long(), 0].tolist()
+        assert len(set(blocks)) == len(blocks) and len(set(offsets.tolist())) == len(offsets)
+        most = max(most, len(blocks) * len(offsets))
+    assert most == 32
+
+
 def test_attention_is_timed_over_blocks_of_its_own_in_every_context() -> None:
     pair = PairPrograms(open_pair(DEMO / "target", DEMO / "head"), H200, Sizes((1, 2), (0, 3), 2048))
     shapes, calls = launches(pair, "attention")

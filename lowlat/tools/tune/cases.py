@@ -55,9 +55,22 @@ def _numbers(num_places: int) -> Callable[[Calls, int], Calls]:
     def fill(calls: Calls, copy: int) -> Calls:
         if copy < num_places:
             fill_numbers(calls)
+        for call in calls:
+            _part_rows(_named(call))
         return calls
 
     return fill
+
+
+def _part_rows(named: Mapping[str, Argument]) -> None:
+    """Give rows that are written to the cache places of their own there: two in one would have the bits of either."""
+    tensors = [named.get(name) for name in ("slots", "table", "offsets", "k_cache")]
+    slots, table, offsets, cache = (each if isinstance(each, torch.Tensor) else None for each in tensors)
+    if slots is None or table is None or offsets is None or cache is None:
+        return
+    slots.copy_(torch.arange(len(slots)))
+    offsets.copy_(torch.arange(len(offsets)))
+    table.copy_(torch.arange(len(table))[:, None].expand(table.shape) % cache.shape[0])
 
 
 def _named(call: KernelCall) -> dict[str, Argument]:
