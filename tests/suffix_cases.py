@@ -21,7 +21,7 @@ class Options(NamedTuple):
 
 
 def drafted(text: list[int], count: int, options: Options) -> tuple[int, list[int], list[int]]:
-    """The ending's length, the drafts, and their shares in 256ths."""
+    """The ending's length, the drafts, and their shares in 1024ths."""
     places = [place for place in range(1, len(text)) if text[place - 1] == text[-1]]
     reaches = {}
     for place in places:
@@ -47,7 +47,7 @@ def drafted(text: list[int], count: int, options: Options) -> tuple[int, list[in
             drafts.append(token)
             shares.append(share)
         if drafts and sum(shares) >= best[0]:
-            best = (sum(shares, Fraction(0)), length, drafts, [int(share * 256) for share in shares])
+            best = (sum(shares, Fraction(0)), length, drafts, [int(share * 1024) for share in shares])
     return best[1:]
 
 

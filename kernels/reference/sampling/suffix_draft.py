@@ -18,7 +18,7 @@ __all__ = ["MAX_DEPTH", "SAMPLES", "SHARE", "check_suffix", "fractions", "suffix
 MAX_DEPTH = 32
 MAX_FACTOR = 16.0
 SAMPLES = 32  # places that are counted, at most
-SHARE = 256  # of a whole, in which shares are written
+SHARE = 1024  # of a whole, in which shares are written
 
 
 @operation("""
@@ -27,7 +27,7 @@ SHARE = 256  # of a whole, in which shares are written
     read   draft_live    uint8  [B]        slots that go on
     read   draft_lens    int32  [B]        committed tokens n' of such slots, C at most
     write  draft_nodes   int32  [B, T]     drafts from node 1 on, -1 in node 0 and behind the last
-    write  draft_shares  int32  [B, T]     of the places counted, in 256ths, how many had all drafts up to this one
+    write  draft_shares  int32  [B, T]     of the places counted, in 1024ths, how many had all drafts up to this one
     write  match_lens    int32  [B]        tokens of the ending that was followed; 0 where none was
 """)
 def suffix_draft(

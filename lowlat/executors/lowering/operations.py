@@ -37,6 +37,7 @@ from lowlat.kernels.rows.embed import embed
 from lowlat.kernels.rows.norm import rms_norm, split_norms
 from lowlat.kernels.rows.qk_norm import qk_norm
 from lowlat.kernels.rows.rotate import rotate
+from lowlat.kernels.sampling.choose_drafts import choose_drafts
 from lowlat.kernels.sampling.draft_topk import draft_topk
 from lowlat.kernels.sampling.logprobs import logprobs
 from lowlat.kernels.sampling.ngram_draft import ngram_draft
@@ -181,7 +182,18 @@ def _publish(binding: Binding, op: Op) -> Sequence[Call]:
 
 
 _BY_NAME = (
-    *(accept, accept_simulated, add, apply_commands, assign_drafts, cast, commit, concat_norms, draft_prefill_rows),
+    *(
+        accept,
+        accept_simulated,
+        add,
+        apply_commands,
+        assign_drafts,
+        cast,
+        choose_drafts,
+        commit,
+        concat_norms,
+        draft_prefill_rows,
+    ),
     *(draft_rows, gather_features, gather_level, gather_rows, identity, join_features, kv_write, list_active_slots),
     *(ngram_draft, prefill_kv_write, qk_norm, rms_norm, silu_mul, split_norms, store_boundary, suffix_draft),
     *(tree_masks, truncate),
