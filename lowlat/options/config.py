@@ -20,12 +20,11 @@ MAX_LOOKUP = 16
 MAX_DEPTH = 32
 
 # Options of one method alone: with others they must keep their defaults. Options that stand nowhere are of all methods.
-_SUFFIX = ("suffix_cache_max_depth", "max_spec_factor", "min_token_prob")
 _TREES = ("tree", "max_path_len", "max_non_leaves_per_layer")
 METHOD_OPTIONS: dict[str, tuple[str, ...]] = {
-    "eagle3": ("model", "capture_layers", "draft_window", "text_drafts", *_SUFFIX, *_TREES),
+    "eagle3": ("model", "capture_layers", "draft_window", "text_drafts", *_TREES),
     "ngram": ("prompt_lookup_min", "prompt_lookup_max"),
-    "suffix": _SUFFIX,
+    "suffix": ("suffix_cache_max_depth", "max_spec_factor", "min_token_prob"),
 }
 
 
@@ -118,10 +117,8 @@ class SpeculativeConfig:
 
     def _check_method(self) -> None:
         """The options of the method, and that none of another method was given."""
-        own = set(METHOD_OPTIONS[self.method])
-        if self.method != "suffix" and self.text_drafts is None:
-            own -= set(_SUFFIX)
-        for method, names in (*METHOD_OPTIONS.items(),)[::-1]:
+        own = METHOD_OPTIONS[self.method] + (() if self.text_drafts is None else METHOD_OPTIONS[self.text_drafts])
+        for method, names in METHOD_OPTIONS.items():
             for name in names:
                 if name not in own and getattr(self, name) != getattr(SpeculativeConfig, name):
                     raise ConfigError(f"{name} is an option of method {method!r}, and method is {self.method!r}")
