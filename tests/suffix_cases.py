@@ -93,7 +93,7 @@ def check_suffix_draft(
     values: dict[str, Any] = options._asdict()
     found = bench.compare(
         arrays,
-        lambda given: suffix_draft(**given, **values),
-        lambda given: calls(**given, **values),
+        lambda given: suffix_draft(**{**given, **values}),
+        lambda given: calls(**{**given, **values}),
     )
     return int((found["draft_nodes"] >= 0).sum())

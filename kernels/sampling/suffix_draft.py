@@ -42,7 +42,7 @@ def suffix_draft(
     """Draft the likeliest continuation of an ending, as the reference's `suffix_draft`, whose arguments these are.
 
     Time: 4 bytes a position by one multiprocessor, 32 KiB of them under way: a trip to memory for 8192 positions; then
-    two trips a draft. Raises ShapeError for shapes, lengths and options that do not fit.
+    one more. Raises ShapeError for shapes, lengths and options that do not fit.
     """
     outputs = (draft_nodes, draft_shares, match_lens)
     arguments = (tokens, slots, draft_live, draft_lens, *outputs)
@@ -140,24 +140,21 @@ def _gather(thread: Any, text: Any, last: Any, ending: Any, depth: Any, shared: 
 
 
 @device_function
-def _follow(
-    text: Any, length: Any, reach: Any, place: Any, ending: Any, most: Any, least: Any, lists: Any, at: Any
-) -> Any:
+def _follow(lane: Any, reach: Any, place: Any, ending: Any, most: Any, least: Any, lists: Any, at: Any) -> Any:
     """Draft behind an ending: for a whole warp, a place a lane.
 
     most   drafts at most
-    lists  shared, out from `at` on: the drafts, and how many places had them
+    lists  shared: the tokens that follow each place; out, from `at` on: the drafts, and how many places had them
     Returns the sum of the shares in 65536ths, how many places there are, and how many drafts.
     """
-    drafts, often = lists
+    following, drafts, often = lists
     going_on = reach >= ending
     whole = int64(ptx.count_bits(ptx.ballot(uint32(1) if going_on else uint32(0))))
     total, number = int64(0), int64(0)
     while number < most and whole > 0:
         token = int64(-1)
         if going_on:
-            _, offset = divide(number, length - place)
-            token = int_at(text, place + offset)
+            token = int64(following[number * SAMPLES + lane])
         equal = int64(ptx.count_bits(ptx.lanes_of_same(uint32(token))))
         mine = (equal << LENGTH_BIT) + place if going_on else int64(0)
         best = int64(ptx.warp_max(uint32(mine)))
@@ -179,7 +176,7 @@ def _make(context: int, rows: int, depth: int, factor: int, least: int) -> Kerne
     """Specialised by C, T and the options."""
     num_keys, num_warps = THREADS * LOADS + SAMPLES, THREADS // 32
     drafted = max(1, rows - 1)
-    table = depth * drafted
+    table, num_following = depth * drafted, SAMPLES * drafted
 
     def kernel(
         tokens: Any, slots: Any, draft_live: Any, draft_lens: Any, draft_nodes: Any, draft_shares: Any, match_lens: Any
@@ -194,6 +191,7 @@ def _make(context: int, rows: int, depth: int, factor: int, least: int) -> Kerne
         scores = cuda.shared.array(shape=32, dtype=int32)
         wholes = cuda.shared.array(shape=32, dtype=int32)
         counts = cuda.shared.array(shape=32, dtype=int32)
+        following = cuda.shared.array(shape=num_following, dtype=int32)
         drafts = cuda.shared.array(shape=table, dtype=int32)
         often = cuda.shared.array(shape=table, dtype=int32)
         index, thread = int64(cuda.blockIdx.x), int64(cuda.threadIdx.x)
@@ -209,13 +207,19 @@ def _make(context: int, rows: int, depth: int, factor: int, least: int) -> Kerne
                 held[0] = 0
             cuda.syncthreads()
             count = _gather(thread, text, length - 2, ending, depth, (keys, held, kept, tallies))
+            for number in range(thread, num_following, THREADS):
+                if number & 31 < count:
+                    place = int64(keys[number & 31]) & PLACE
+                    _, offset = divide(number >> 5, length - place)
+                    following[number] = int32(int_at(text, place + offset))
+            cuda.syncthreads()
             lane, ordinal = thread & 31, thread >> 5
             key = int64(keys[lane]) if lane < count else int64(0)
             while ordinal < depth:
                 most = min(int64(rows - 1), (ordinal + 1) * factor >> 16)
                 at = ordinal * drafted
                 score, whole, number = _follow(
-                    text, length, key >> LENGTH_BIT, key & PLACE, ordinal + 1, most, least, (drafts, often), at
+                    lane, key >> LENGTH_BIT, key & PLACE, ordinal + 1, most, least, (following, drafts, often), at
                 )
                 if lane == 0:
                     scores[ordinal], wholes[ordinal], counts[ordinal] = int32(score), int32(whole), int32(number)

@@ -60,7 +60,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_what_is_drafted(text: list[int], options: tuple[Any, ...], drafts: list[int], length: int) -> None:
     found = arguments([text], 5, 64)
-    suffix_draft(**found, **Options(*options)._asdict())
+    suffix_draft(**{**found, **Options(*options)._asdict()})
     assert found["draft_nodes"].tolist() == [[-1, *drafts, *[-1] * (4 - len(drafts))]]
     assert found["match_lens"].tolist() == [length]
 
@@ -68,7 +68,7 @@ def test_what_is_drafted(text: list[int], options: tuple[Any, ...], drafts: list
 @given(st.lists(TEXTS, min_size=1, max_size=3), st.integers(1, 8), CHOICES)
 def test_texts_against_plain_words(texts: list[list[int]], rows: int, options: Options) -> None:
     found = arguments(texts, rows, 96)
-    suffix_draft(**found, **options._asdict())
+    suffix_draft(**{**found, **options._asdict()})
     nodes, shares, lengths = expected_rows(texts, rows, options)
     assert found["draft_nodes"].tolist() == nodes
     assert found["draft_shares"].tolist() == shares

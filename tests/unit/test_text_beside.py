@@ -83,10 +83,10 @@ def test_the_kernel_walked_chooses_and_learns_as_the_reference_does(rows: int) -
                 calls: Sequence[Any] = module.choose_drafts(**given, fresh=fresh)
                 return calls
 
-            bench = Bench(torch.device("cpu"), run)
-            world.arrays = bench.compare(
-                world.arrays, lambda given, fresh=step == 0: choose_drafts(**given, fresh=fresh), make
-            )
+            def check(given: Arrays, fresh: bool = step == 0) -> None:
+                choose_drafts(**given, fresh=fresh)
+
+            world.arrays = Bench(torch.device("cpu"), run).compare(world.arrays, check, make)
         choices += world.arrays["proposals"][[3, 0], CHOSEN].tolist()
         assert world.arrays["proposals"][[1, 2, 4]].eq(99).all()  # of slots that do not draft
     assert 0 < sum(choices) < len(choices)
