@@ -3,8 +3,8 @@
     python -P bench/acceptance.py --out bench/results/cpu/bundled.json
     python -P bench/acceptance.py --method eagle3 eagle3+suffix suffix --text plain repeating copying --temperature 0 \
         --num-speculative-tokens 4 7 --totals --limit 2 --max-tokens 64 --out bench/results/cpu/suffix.json
-    python -P bench/acceptance.py --method ngram eagle3 --text plain repeating --num-speculative-tokens 1 2 4 7 --totals \
-        --limit 2 --max-tokens 64 --out bench/results/cpu/ngram.json
+    python -P bench/acceptance.py --method ngram eagle3 --text plain repeating --num-speculative-tokens 1 2 4 7 \
+        --totals --limit 2 --max-tokens 64 --out bench/results/cpu/ngram.json
 
 Decodes every prompt at S = 0 and at each S, compares the tokens, and writes rows with the commit, the machine and the
 conditions. Nothing is simulated. Prompts whose greedy text repeats itself are also left out in rows of their own,

@@ -2,13 +2,15 @@
 
 import random
 from fractions import Fraction
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from kernel_cases import Arrays, Bench, poisoned
 from ngram_cases import random_text
 
-from lowlat.kernels.reference.sampling.suffix_draft import suffix_draft
+from lowlat.kernels.reference.sampling.choose_drafts import CHOSEN, NUM_BINS, PROPOSAL_WIDTH, choose_drafts
+from lowlat.kernels.reference.sampling.suffix_draft import SHARE, suffix_draft
 from lowlat.kernels.sampling.suffix_draft import suffix_draft as kernel
 
 
@@ -97,3 +99,62 @@ def check_suffix_draft(
         lambda given: calls(**{**given, **values}),
     )
     return int((found["draft_nodes"] >= 0).sum())
+
+
+class World:
+    """A few slots, one of them not drafting and one a pad, with what the operation keeps of them."""
+
+    def __init__(self, seed: int, rows: int) -> None:
+        self.source, self.rows = random.Random(seed), rows
+        ints: dict[str, Any] = {"dtype": torch.int32}
+        self.arrays: Arrays = {
+            "tokens": torch.full((5, 64), -7, **ints),
+            "slots": torch.tensor([3, 0, 4, -1], **ints),
+            "draft_live": torch.tensor([1, 1, 0, 1], dtype=torch.uint8),
+            "draft_lens": torch.tensor([4, 9, 0, 0], **ints),
+            "text_nodes": torch.zeros(4, rows, **ints),
+            "draft_shares": torch.zeros(4, rows, **ints),
+            "match_lens": torch.zeros(4, **ints),
+            "draft_nodes": torch.zeros(4, rows, **ints),
+            "proposals": torch.full((5, PROPOSAL_WIDTH), 99, **ints),
+            "draft_odds": torch.full((5, 2, NUM_BINS, 2), 99, **ints),
+        }
+
+    def go_on(self) -> None:
+        """Some tokens, of two kinds so that drafts are often right, and new proposals of any length."""
+        arrays, source = self.arrays, self.source
+        arrays["draft_nodes"], arrays["text_nodes"] = (torch.full_like(arrays["draft_nodes"], -1) for _ in range(2))
+        arrays["draft_shares"].zero_()
+        for index in range(2):
+            slot, length = int(arrays["slots"][index]), int(arrays["draft_lens"][index])
+            after = min(64, length + source.randint(1, 8))
+            arrays["tokens"][slot, length:after] = torch.tensor(source.choices((1, 2), k=after - length))
+            arrays["draft_lens"][index] = after
+            for name, limit in (("draft_nodes", self.rows - 1), ("text_nodes", source.randrange(self.rows))):
+                for node in range(1, limit + 1):
+                    arrays[name][index, node] = source.choice((1, 1, 2))
+            shares = sorted((source.randint(1, SHARE) for _ in range(limit)), reverse=True)
+            arrays["draft_shares"][index, 1 : limit + 1] = torch.tensor(shares)
+            arrays["match_lens"][index] = source.randint(1, 12) if limit else 0
+
+
+def check_choose_drafts(bench: Bench, rows: int, calls: Any) -> None:
+    """Some steps in a row against the reference; now the model's drafts are chosen and now the text's."""
+    world, choices = World(rows, rows), []
+    for step in range(12):
+        world.go_on()
+        fresh = step == 0
+        world.arrays = bench.compare(
+            world.arrays, partial(_reference, fresh=fresh), partial(_calls, calls=calls, fresh=fresh)
+        )
+        choices += world.arrays["proposals"][[3, 0], CHOSEN].tolist()
+        assert world.arrays["proposals"][[1, 2, 4]].eq(99).all()  # of slots that do not draft
+    assert 0 < sum(choices) < len(choices)
+
+
+def _reference(given: Arrays, fresh: bool) -> None:
+    choose_drafts(**given, fresh=fresh)
+
+
+def _calls(given: Arrays, calls: Any, fresh: bool) -> Any:
+    return calls(given, fresh=fresh)

@@ -1,11 +1,12 @@
-"""Suffix drafts on a card."""
+"""Suffix drafts on a card, and the choice between them and a model's."""
 
 import pytest
 import torch
 from kernel_cases import Bench
-from suffix_cases import Options, check_suffix_draft
+from suffix_cases import Options, check_choose_drafts, check_suffix_draft
 
 from lowlat.executors.launcher import Launcher
+from lowlat.kernels.sampling.choose_drafts import choose_drafts
 
 pytestmark = pytest.mark.gpu
 
@@ -18,3 +19,10 @@ def test_against_the_reference(context: int, options: Options) -> None:
     for seed in range(4 if context > 100000 else 20):
         lengths = [1, 2, 3, 100 + seed, context - seed, context]
         check_suffix_draft(bench, seed, context=context, lengths=lengths, options=options)
+
+
+@pytest.mark.parametrize("rows", [2, 5, 8])
+def test_the_choice_against_the_reference(rows: int) -> None:
+    device = torch.device("cuda", 0)
+    bench = Bench(device, Launcher(device).run)
+    check_choose_drafts(bench, rows, lambda given, fresh: choose_drafts(**given, fresh=fresh))

@@ -1,7 +1,5 @@
 """Drafts from text beside a draft model: what is learnt and chosen, by reference and walked kernel; in a runtime."""
 
-import random
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,6 +8,7 @@ from kernel_cases import Arrays, Bench
 from kernel_walk import Walker, walkable
 from lowered import Pair
 from recording import run_all
+from suffix_cases import World, check_choose_drafts
 from tiny_models import PairPaths, make_pair
 
 from lowlat import ConfigError, Runtime, SamplingParams, SpeculativeConfig
@@ -18,9 +17,7 @@ from lowlat.kernels.reference.sampling.choose_drafts import (
     CHOSEN,
     DECAY,
     MADE_AT,
-    NUM_BINS,
     PRIOR,
-    PROPOSAL_WIDTH,
     choose_drafts,
 )
 from lowlat.kernels.reference.sampling.suffix_draft import SHARE
@@ -30,66 +27,17 @@ from lowlat.speculators.suffix.beside import TextBeside
 SIZES: dict[str, Any] = {"max_batch": 3, "max_context": 128, "block_size": 4, "prefill_chunk": 8, "device": "cpu"}
 
 
-class World:
-    """A few slots, one of them not drafting and one a pad, with what the operation keeps of them."""
-
-    def __init__(self, seed: int, rows: int) -> None:
-        self.source, self.rows = random.Random(seed), rows
-        ints: dict[str, Any] = {"dtype": torch.int32}
-        self.arrays: Arrays = {
-            "tokens": torch.full((5, 64), -7, **ints),
-            "slots": torch.tensor([3, 0, 4, -1], **ints),
-            "draft_live": torch.tensor([1, 1, 0, 1], dtype=torch.uint8),
-            "draft_lens": torch.tensor([4, 9, 0, 0], **ints),
-            "text_nodes": torch.zeros(4, rows, **ints),
-            "draft_shares": torch.zeros(4, rows, **ints),
-            "match_lens": torch.zeros(4, **ints),
-            "draft_nodes": torch.zeros(4, rows, **ints),
-            "proposals": torch.full((5, PROPOSAL_WIDTH), 99, **ints),
-            "draft_odds": torch.full((5, 2, NUM_BINS, 2), 99, **ints),
-        }
-
-    def go_on(self) -> None:
-        """Some tokens, of two kinds so that drafts are often right, and new proposals of any length."""
-        arrays, source = self.arrays, self.source
-        arrays["draft_nodes"], arrays["text_nodes"] = (torch.full_like(arrays["draft_nodes"], -1) for _ in range(2))
-        arrays["draft_shares"].zero_()
-        for index in range(2):
-            slot, length = int(arrays["slots"][index]), int(arrays["draft_lens"][index])
-            after = min(64, length + source.randint(1, 8))
-            arrays["tokens"][slot, length:after] = torch.tensor(source.choices((1, 2), k=after - length))
-            arrays["draft_lens"][index] = after
-            for name, limit in (("draft_nodes", self.rows - 1), ("text_nodes", source.randrange(self.rows))):
-                for node in range(1, limit + 1):
-                    arrays[name][index, node] = source.choice((1, 1, 2))
-            shares = sorted((source.randint(1, SHARE) for _ in range(limit)), reverse=True)
-            arrays["draft_shares"][index, 1 : limit + 1] = torch.tensor(shares)
-            arrays["match_lens"][index] = source.randint(1, 12) if limit else 0
-
-
 @pytest.mark.parametrize("rows", [2, 5, 8])
 def test_the_kernel_walked_chooses_and_learns_as_the_reference_does(rows: int) -> None:
-    world, choices = World(rows, rows), []
-    for step in range(12):
-        world.go_on()
-        walker = Walker()
+    walker = Walker()
+
+    def make(given: Arrays, *, fresh: bool) -> list[Any]:
         with walkable(walker, "common.memory", "sampling.choose_drafts") as modules:
+            for call in modules[-1].choose_drafts(**given, fresh=fresh):
+                walker.run(call)
+        return []
 
-            def run(*calls: Any, walker: Walker = walker) -> None:
-                for call in calls:
-                    walker.run(call)
-
-            def make(given: Arrays, module: Any = modules[-1], fresh: bool = step == 0) -> Sequence[Any]:
-                calls: Sequence[Any] = module.choose_drafts(**given, fresh=fresh)
-                return calls
-
-            def check(given: Arrays, fresh: bool = step == 0) -> None:
-                choose_drafts(**given, fresh=fresh)
-
-            world.arrays = Bench(torch.device("cpu"), run).compare(world.arrays, check, make)
-        choices += world.arrays["proposals"][[3, 0], CHOSEN].tolist()
-        assert world.arrays["proposals"][[1, 2, 4]].eq(99).all()  # of slots that do not draft
-    assert 0 < sum(choices) < len(choices)
+    check_choose_drafts(Bench(torch.device("cpu"), lambda *calls: None), rows, make)
 
 
 def test_odds_are_of_drafts_whose_predecessors_were_right() -> None:
