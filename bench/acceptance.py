@@ -1,12 +1,15 @@
 """Real acceptance of a target and its drafts on held-out prompts, by domain, greedy and sampled, with both speeds.
 
-    python bench/acceptance.py --out bench/results/cpu/bundled.json
-    python bench/acceptance.py --method ngram eagle3 --text plain repeating --num-speculative-tokens 1 2 4 7 --totals \
-        --limit 2 --max-tokens 64 --out bench/results/cpu/ngram.json
+    python -P bench/acceptance.py --out bench/results/cpu/bundled.json
+    python -P bench/acceptance.py --method eagle3 eagle3+suffix suffix --text plain repeating copying --temperature 0 \
+        --num-speculative-tokens 4 7 --totals --limit 2 --max-tokens 64 --out bench/results/cpu/suffix.json
+    python -P bench/acceptance.py --method ngram eagle3 --text plain repeating --num-speculative-tokens 1 2 4 7 \
+        --totals --limit 2 --max-tokens 64 --out bench/results/cpu/ngram.json
 
 Decodes every prompt at S = 0 and at each S, compares the tokens, and writes rows with the commit, the machine and the
 conditions. Nothing is simulated. Prompts whose greedy text repeats itself are also left out in rows of their own,
-since a small model's loops are easy to draft. A repeating text is the prompt, the prompt again, and half of it.
+since a small model's loops are easy to draft. A repeating text is the prompt, the prompt again, and half of it; a
+copying one has what the target says of the prompt behind it, and the prompt again.
 """
 
 import argparse
@@ -32,6 +35,8 @@ from lowlat import (
 from lowlat.tools.bench.machine import commit_at, driver, processor
 
 DEMO = Path(__file__).parent.parent / "lowlat" / "demo"
+METHODS = ("eagle3", "eagle3+suffix", "ngram", "suffix")
+TEXTS = ("plain", "repeating", "copying")
 LOOP = 8  # a text loops when some run of 8 tokens stands in it more than twice
 
 
@@ -56,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "machine": f"{processor()}, {torch.get_num_threads()} threads",
             "runs_on": sorted({row.pop("runs_on") for row in rows if "runs_on" in row}),
             "target": options.target.name,
-            "head": options.head.name if "eagle3" in options.method else None,
+            "head": options.head.name if any("eagle3" in method for method in options.method) else None,
             "batch": 1,
             "max_tokens": options.max_tokens,
             "prompts_a_domain": options.limit,
@@ -75,8 +80,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--target", type=Path, default=DEMO / "target")
     parser.add_argument("--head", type=Path, default=DEMO / "head")
     parser.add_argument("--prompts", type=Path, default=DEMO / "prompts.json", help="JSON: domain -> prompts")
-    parser.add_argument("--method", nargs="+", choices=("eagle3", "ngram"), default=["eagle3"])
-    parser.add_argument("--text", nargs="+", choices=("plain", "repeating"), default=["plain"])
+    parser.add_argument("--method", nargs="+", choices=METHODS, default=["eagle3"])
+    parser.add_argument("--text", nargs="+", choices=TEXTS, default=["plain"])
     parser.add_argument("--totals", action="store_true", help="rows over all domains alone")
     parser.add_argument("--chat", action="store_true", help="wrap each prompt with the model's chat template")
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 0.7])
@@ -91,7 +96,10 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def _load(options: argparse.Namespace, method: str) -> Runtime:
     """A runtime that drafts by a method, as deep as any row needs."""
-    own: dict[str, Any] = {"model": options.head} if method == "eagle3" else {"method": method}
+    name, _, text = method.partition("+")
+    own: dict[str, Any] = {"method": name, "text_drafts": text or None}
+    if name == "eagle3":
+        own["model"] = options.head
     config = SpeculativeConfig(num_speculative_tokens=max(options.num_speculative_tokens), strict=True, **own)
     sizes: dict[str, Any] = {"max_batch": 1, "max_context": 1024, "prefix_reuse": False}
     return Runtime.load(options.target, config, device=options.device, **sizes)
@@ -144,9 +152,17 @@ class _Bench:
         return totals if self.options.totals else [*totals, *rows]
 
     def _prompt(self, prompt: str) -> str | list[int]:
+        if self.text == "copying":
+            return self._copying(prompt)
         if self.text == "repeating":
             prompt = f"{prompt}\n{prompt}\n{prompt[: len(prompt) // 2]}"
         return _wrap(self.runtime, prompt) if self.options.chat else prompt
+
+    def _copying(self, prompt: str) -> list[int]:
+        """A prompt with its answer, and the prompt again: the target stands where it began that answer."""
+        tokens = _encode(self.runtime, prompt)
+        answer, _, _ = self.baselines.of(self.runtime, prompt, self.temperature)
+        return [*tokens, *answer, *tokens]
 
     def _decode_both(self, prompt: str | list[int]) -> "_Sum":
         one = _Sum()
@@ -180,6 +196,13 @@ def _wrap(runtime: Runtime, prompt: str) -> list[int]:
         raise SystemExit("--chat needs a tokenizer")
     text = runtime.codec.apply_chat_template([{"role": "user", "content": prompt}])
     ids: list[int] = runtime.codec.encode(text, add_special_tokens=False, allow_special=True)
+    return ids
+
+
+def _encode(runtime: Runtime, prompt: str) -> list[int]:
+    if runtime.codec is None:
+        raise SystemExit("--text copying needs a tokenizer")
+    ids: list[int] = runtime.codec.encode(prompt, add_special_tokens=False)
     return ids
 
 

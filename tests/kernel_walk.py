@@ -280,9 +280,11 @@ class Walker:
                 launch = _this().home.launch
                 return launch.grid // launch.width
 
-        def atomic(better: Callable[[Any, Any], Any]) -> Callable[[list[Any], int, Any], None]:
-            def update(array: list[Any], place: int, value: Any) -> None:
-                array[place] = better(array[place], value)
+        def atomic(better: Callable[[Any, Any], Any]) -> Callable[[list[Any], int, Any], Any]:
+            def update(array: list[Any], place: int, value: Any) -> Any:
+                before = array[place]
+                array[place] = better(before, value)
+                return before
 
             return update
 

@@ -9,7 +9,7 @@ from lowlat.kernels.reference.attention import attention, kv
 from lowlat.kernels.reference.gemm import linear
 from lowlat.kernels.reference.moe import experts
 from lowlat.kernels.reference.rows import draft_rows, elementwise, rope
-from lowlat.kernels.reference.sampling import draft_topk, logprobs, ngram_draft, sample
+from lowlat.kernels.reference.sampling import choose_drafts, draft_topk, logprobs, ngram_draft, sample, suffix_draft
 from lowlat.kernels.reference.schema import Operation, OperationSchema, operations_of
 from lowlat.kernels.reference.step import accept, publish, slots
 
@@ -19,6 +19,7 @@ OPERATIONS = operations_of(
     accept,
     attention,
     draft_rows,
+    choose_drafts,
     draft_topk,
     elementwise,
     experts,
@@ -30,4 +31,5 @@ OPERATIONS = operations_of(
     rope,
     sample,
     slots,
+    suffix_draft,
 )

@@ -17,12 +17,14 @@ __all__ = ["MAX_SPECULATIVE_TOKENS", "METHOD_OPTIONS", "RuntimeConfig", "Specula
 MAX_SPECULATIVE_TOKENS = 7
 MAX_DECODING_TOKENS = 64
 MAX_LOOKUP = 16
+MAX_DEPTH = 32
 
 # Options of one method alone: with others they must keep their defaults. Options that stand nowhere are of all methods.
 _TREES = ("tree", "max_path_len", "max_non_leaves_per_layer")
 METHOD_OPTIONS: dict[str, tuple[str, ...]] = {
-    "eagle3": ("model", "capture_layers", "draft_window", *_TREES),
+    "eagle3": ("model", "capture_layers", "draft_window", "text_drafts", *_TREES),
     "ngram": ("prompt_lookup_min", "prompt_lookup_max"),
+    "suffix": ("suffix_cache_max_depth", "max_spec_factor", "min_token_prob"),
 }
 
 
@@ -33,7 +35,9 @@ class SpeculativeConfig:
 
     `method` is "eagle3", with the draft model `model`, a directory or `ORG/NAME[@REVISION]`, or "ngram", which needs
     none: it drafts what followed the longest suffix of the text, `prompt_lookup_min` to `prompt_lookup_max` tokens,
-    where it stood before.
+    where it stood before. "suffix" needs none either: it drafts what followed endings of the text most often. With
+    `text_drafts` a draft model has such drafts beside it: each step verifies, by slot, those of which more should be
+    accepted.
     num_speculative_tokens is S, the depth; a chain verifies S + 1 rows a slot. `tree` is a path or the list of paths
     itself, each a list of child ranks; None is the chain. Limits of the tree that are None take what it needs.
     Boundary b of `capture_layers` is the residual stream entering layer b. Without `strict`, a draft model that does
@@ -48,7 +52,7 @@ class SpeculativeConfig:
         metavar="MODEL",
     )
     method: str = declare(
-        "eagle3", "How drafts are made; ngram needs no draft model.", kind="choice", choices=METHOD_OPTIONS
+        "eagle3", "How drafts are made; ngram and suffix need no draft model.", kind="choice", choices=METHOD_OPTIONS
     )
     num_speculative_tokens: int = declare(
         3,
@@ -76,6 +80,16 @@ class SpeculativeConfig:
     )
     prompt_lookup_min: int = declare(2, "Tokens of an n-gram, at least.", 1, MAX_LOOKUP)
     prompt_lookup_max: int = declare(4, "Tokens of an n-gram, at most.", 1, MAX_LOOKUP)
+    text_drafts: Literal["suffix"] | None = declare(
+        None, "Drafts from the request's own text beside the draft model's, where more of them should be accepted."
+    )
+    suffix_cache_max_depth: int = declare(24, "Tokens of an ending that is looked for, at most.", 1, MAX_DEPTH)
+    max_spec_factor: float = declare(
+        1.0, "Suffix drafts for each token of the ending that was found, at most.", 0, 16, above=True
+    )
+    min_token_prob: float = declare(
+        0.1, "Share of an ending's places that must have all drafts up to the last one.", 0, 1
+    )
     enabled: bool = declare(True, "Whether to speculate.", python_only=True)
     strict: bool = declare(False, "A draft model that does not fit is an error.")
     simulated_accept_length: float | None = declare(
@@ -103,10 +117,13 @@ class SpeculativeConfig:
 
     def _check_method(self) -> None:
         """The options of the method, and that none of another method was given."""
+        own = METHOD_OPTIONS[self.method] + (() if self.text_drafts is None else METHOD_OPTIONS[self.text_drafts])
         for method, names in METHOD_OPTIONS.items():
-            for name in names if method != self.method else ():
-                if getattr(self, name) != getattr(SpeculativeConfig, name):
+            for name in names:
+                if name not in own and getattr(self, name) != getattr(SpeculativeConfig, name):
                     raise ConfigError(f"{name} is an option of method {method!r}, and method is {self.method!r}")
+        if self.text_drafts is not None and self.tree is not None:
+            raise ConfigError(f"text_drafts {self.text_drafts!r} goes with a chain, and tree asks for more")
         if "model" in METHOD_OPTIONS[self.method] and not (isinstance(self.model, (str, Path)) and str(self.model)):
             raise ConfigError(
                 f"model must be the path of a draft model's directory for method {self.method!r}, "

@@ -10,16 +10,18 @@ from lowlat.options.config import SpeculativeConfig
 from lowlat.speculators.base import LoadedSpeculator, Speculator
 from lowlat.speculators.eagle3.speculator import Eagle3Speculator
 from lowlat.speculators.ngram.speculator import NgramSpeculator
+from lowlat.speculators.suffix.beside import TextBeside
+from lowlat.speculators.suffix.speculator import SuffixSpeculator
 
 __all__ = ["METHODS", "fetch_speculator", "load_speculator", "plan_speculator"]
 
-_CLASSES: tuple[type[Speculator], ...] = (Eagle3Speculator, NgramSpeculator)
+_CLASSES: tuple[type[Speculator], ...] = (Eagle3Speculator, NgramSpeculator, SuffixSpeculator)
 METHODS: Mapping[str, type[Speculator]] = MappingProxyType({each.method: each for each in _CLASSES})
 
 
 def plan_speculator(options: SpeculativeConfig, target: ModelConfig) -> Speculator:
     """The speculator that the options ask for, no weight read. Raises ConfigError where it does not fit the target."""
-    return METHODS[options.method].plan(options, target)
+    return TextBeside.beside(METHODS[options.method].plan(options, target), options, target)
 
 
 def fetch_speculator(
@@ -41,4 +43,5 @@ def fetch_speculator(
 
 def load_speculator(options: SpeculativeConfig, target: ModelConfig) -> LoadedSpeculator:
     """The speculator that the options ask for, with its weights. Raises ConfigError where it does not fit."""
-    return METHODS[options.method].load(options, target)
+    found = METHODS[options.method].load(options, target)
+    return replace(found, speculator=TextBeside.beside(found.speculator, options, target))

@@ -55,8 +55,14 @@ def params(mode: str, seed: int = 7, max_tokens: int = MAX_TOKENS, **others: Any
 
 def load(pair: PairPaths, depth: int = 7, *, tree: Any = None, method: Any = "eagle3", **options: Any) -> Runtime:
     """A runtime that speculates; a draft model that does not load is an error."""
-    own: dict[str, Any] = {"eagle3": {"model": pair.head, "tree": tree}, "ngram": {"prompt_lookup_min": 1}}[method]
-    config = SpeculativeConfig(method=method, num_speculative_tokens=depth, strict=True, **own)
+    own: dict[str, Any] = {
+        "eagle3": {"model": pair.head, "tree": tree},
+        "beside": {"model": pair.head, "text_drafts": "suffix"},
+        "ngram": {"prompt_lookup_min": 1},
+    }.get(method, {})
+    config = SpeculativeConfig(
+        method="eagle3" if method == "beside" else method, num_speculative_tokens=depth, strict=True, **own
+    )
     return Runtime.load(pair.target, config, **{**OPTIONS, **options})
 
 
@@ -97,10 +103,13 @@ def test_no_depth_changes_anything(family: str, mode: str, pairs: dict[str, Pair
 
 @pytest.mark.parametrize("mode", STAGED_MODES)
 @pytest.mark.parametrize("family", STAGED_FAMILIES)
-def test_no_depth_of_ngram_drafts_changes_anything(family: str, mode: str, pairs: dict[str, PairPaths]) -> None:
+@pytest.mark.parametrize("method", ["ngram", "suffix", "beside"])
+def test_no_depth_of_drafts_from_text_changes_anything(
+    method: str, family: str, mode: str, pairs: dict[str, PairPaths]
+) -> None:
     """The text repeats itself, so that some drafts are right and some are not; lengths of chunks, and one token."""
     repeating = prompt_of(6) * 4
-    with load(pairs[family], method="ngram") as runtime:
+    with load(pairs[family], method=method) as runtime:
         for length, depths in ((23, (0, 1, 2, 4, 7)), (8, (7,)), (1, (7,))):
             prompt, sampling = repeating[:length], params(mode, max_tokens=30)
             expected = baseline(pairs[family], prompt, sampling)
@@ -221,7 +230,10 @@ class Crowd:
             self.runtime.cancel(name)
 
 
-@pytest.mark.parametrize(("method", "tree", "seed"), [("eagle3", None, 0), ("eagle3", "bushy", 1), ("ngram", None, 2)])
+@pytest.mark.parametrize(
+    ("method", "tree", "seed"),
+    [("eagle3", None, 0), ("eagle3", "bushy", 1), ("ngram", None, 2), ("suffix", None, 3), ("beside", None, 4)],
+)
 @pytest.mark.parametrize("family", PLAINEST)
 def test_no_neighbour_changes_anything(
     family: str, method: str, tree: str | None, seed: int, pairs: dict[str, PairPaths]

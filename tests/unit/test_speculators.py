@@ -18,7 +18,7 @@ from lowlat.speculators import methods
 from lowlat.speculators.base import LoadedSpeculator, PrefillScope, Speculator, StateSizes, StepScope
 
 OPTIONS: dict[str, Any] = {"max_batch": 2, "max_context": 96, "block_size": 4, "prefill_chunk": 8, "device": "cpu"}
-IMPLEMENTATIONS = ("lowlat.speculators.eagle3", "lowlat.speculators.ngram")
+IMPLEMENTATIONS = ("lowlat.speculators.eagle3", "lowlat.speculators.ngram", "lowlat.speculators.suffix")
 ABOVE = ("lowlat.step", "lowlat.executors", "lowlat.host", "lowlat.serving", "lowlat.tools", "lowlat.cli")
 
 

@@ -6,7 +6,7 @@ from lowlat.errors import ShapeError
 from lowlat.kernels.reference.schema import operation
 from lowlat.kernels.reference.shapes import check_shape
 
-__all__ = ["MAX_MATCH", "check_ngram", "ngram_draft"]
+__all__ = ["MAX_MATCH", "check_ngram", "check_slots", "ngram_draft"]
 
 MAX_MATCH = 16
 
@@ -74,10 +74,16 @@ def check_ngram(
     max_match: int,
 ) -> None:
     """Raise ShapeError for shapes and lengths that `ngram_draft` does not take."""
-    batch = draft_nodes.shape[0]
+    check_slots(tokens, slots, draft_live, draft_lens, draft_nodes.shape[0])
+    if not 1 <= min_match <= max_match <= MAX_MATCH:
+        raise ShapeError(f"matches must be from 1 to {MAX_MATCH} long, got min {min_match} and max {max_match}")
+
+
+def check_slots(
+    tokens: torch.Tensor, slots: torch.Tensor, draft_live: torch.Tensor, draft_lens: torch.Tensor, batch: int
+) -> None:
+    """Raise ShapeError unless these are the texts of so many slots."""
     if tokens.dim() != 2 or batch > tokens.shape[0]:
         raise ShapeError(f"tokens must have rows for {batch} slots, got shape {list(tokens.shape)}")
     for name, array in (("slots", slots), ("draft_live", draft_live), ("draft_lens", draft_lens)):
         check_shape(name, array, batch)
-    if not 1 <= min_match <= max_match <= MAX_MATCH:
-        raise ShapeError(f"matches must be from 1 to {MAX_MATCH} long, got min {min_match} and max {max_match}")

@@ -228,7 +228,7 @@ def _subject(values: Mapping[str, Any], *, drafts: bool) -> Iterator["Subject"]:
             given = given if given.get("method", "eagle3") != "eagle3" else {"model": bundled("head"), **given}
             prompts = prompts or bundled("prompts.json")
         elif given and given.get("method", "eagle3") == "eagle3" and "model" not in given:
-            raise click.UsageError("options of speculation need a draft model (--draft-model DIR), or --method ngram")
+            raise click.UsageError("options of speculation need a draft model (--draft-model DIR), or --method suffix")
         from lowlat.cli.models import local_draft_model, local_target
         from lowlat.options.model_names import display_name
 

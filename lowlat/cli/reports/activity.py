@@ -129,7 +129,7 @@ def guess_rate(texts: Sequence[Sequence[int]]) -> float | None:
 def _why_off(runtime: Runtime, speculative: SpeculativeConfig | None, params: SamplingParams) -> Reason | None:
     """Why no step can verify a draft, or none truly, by what was loaded and asked for."""
     if speculative is None or not speculative.enabled:
-        return Reason(code="not_asked_for", text="no draft model was given: --draft-model MODEL, or --method ngram")
+        return Reason(code="not_asked_for", text="no draft model was given: --draft-model MODEL, or --method suffix")
     if runtime.speculation_error is not None:
         return Reason(code="refused", text=f"the draft model was refused: {runtime.speculation_error}")
     if runtime.num_speculative_tokens == 0:
@@ -146,12 +146,15 @@ def _why_idle(
     runtime: Runtime, stats: SpeculativeDecodingStats, chance: float | None, completion_tokens: int
 ) -> Reason | None:
     """Why speculation that runs does not help, by its figures."""
-    ngram = runtime.speculator is not None and runtime.speculator.method == "ngram"
+    method = None if runtime.speculator is None else runtime.speculator.method
     drafted, accepted = stats.drafted_by_position[0], stats.accepted_by_position[0]
-    repeats = "the n-gram method drafts only where a text repeats itself (--prompt-lookup-min tokens)"
+    repeats = {
+        "ngram": "the n-gram method drafts only where a text repeats itself (--prompt-lookup-min tokens)",
+        "suffix": "the suffix method drafts only where a text repeats itself (--min-token-prob of the places)",
+    }.get(method or "")
     if drafted == 0:
         short = f"the {completion_tokens} tokens left no step that could verify one: raise --max-tokens"
-        return Reason(code="no_drafts", text=f"no draft was verified: {repeats if ngram else short}")
+        return Reason(code="no_drafts", text=f"no draft was verified: {repeats or short}")
     rate, chance = accepted / drafted, chance or 0.0
     noise = 2 * (chance * (1 - chance) / drafted) ** 0.5
     if accepted and (rate > chance + noise or chance > UNIFORM):
@@ -160,5 +163,5 @@ def _why_idle(
     if drafted < ENOUGH_DRAFTS:
         text = f"{figures}, too few to tell: take more prompts (--num-prompts) or tokens (--max-tokens)"
         return Reason(code="few_drafts", text=text)
-    remedy = repeats if ngram else "is it this target's? `lowlat doctor` checks its capture boundaries"
+    remedy = repeats or "is it this target's? `lowlat doctor` checks its capture boundaries"
     return Reason(code="chance", text=f"{figures}, and guessing reaches {chance:.1%}: {remedy}")

@@ -37,12 +37,14 @@ from lowlat.kernels.rows.embed import embed
 from lowlat.kernels.rows.norm import rms_norm, split_norms
 from lowlat.kernels.rows.qk_norm import qk_norm
 from lowlat.kernels.rows.rotate import rotate
+from lowlat.kernels.sampling.choose_drafts import choose_drafts
 from lowlat.kernels.sampling.draft_topk import draft_topk
 from lowlat.kernels.sampling.logprobs import logprobs
 from lowlat.kernels.sampling.ngram_draft import ngram_draft
 from lowlat.kernels.sampling.row_pairs import finite
 from lowlat.kernels.sampling.sample import sample
 from lowlat.kernels.sampling.select import FINITE, INFINITY
+from lowlat.kernels.sampling.suffix_draft import suffix_draft
 from lowlat.kernels.step.accept import accept, accept_simulated, commit, draft_rows, truncate
 from lowlat.kernels.step.begin_step import apply_commands, gather_rows, list_active_slots
 from lowlat.kernels.step.publish import publish, tree_masks
@@ -180,9 +182,21 @@ def _publish(binding: Binding, op: Op) -> Sequence[Call]:
 
 
 _BY_NAME = (
-    *(accept, accept_simulated, add, apply_commands, assign_drafts, cast, commit, concat_norms, draft_prefill_rows),
+    *(
+        accept,
+        accept_simulated,
+        add,
+        apply_commands,
+        assign_drafts,
+        cast,
+        choose_drafts,
+        commit,
+        concat_norms,
+        draft_prefill_rows,
+    ),
     *(draft_rows, gather_features, gather_level, gather_rows, identity, join_features, kv_write, list_active_slots),
-    *(ngram_draft, prefill_kv_write, qk_norm, rms_norm, silu_mul, split_norms, store_boundary, tree_masks, truncate),
+    *(ngram_draft, prefill_kv_write, qk_norm, rms_norm, silu_mul, split_norms, store_boundary, suffix_draft),
+    *(tree_masks, truncate),
 )
 OPERATIONS: Mapping[str, Lower] = MappingProxyType(
     {

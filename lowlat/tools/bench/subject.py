@@ -49,7 +49,7 @@ class Subject:
         if depth == 0:
             return None
         if self.speculation is None:
-            raise ConfigError(f"S = {depth} needs a draft model (--draft-model DIR), or --method ngram")
+            raise ConfigError(f"S = {depth} needs a draft model (--draft-model DIR), or --method suffix")
         values = dict(self.speculation)
         if values.get("simulated_accept_length") is not None:
             values["simulated_accept_length"] = min(values["simulated_accept_length"], depth + 1.0)

@@ -1,0 +1,4 @@
+"""Suffix drafts: the most frequent continuations of a text's endings in a request's own text, without a checkpoint.
+
+It knows no target.
+"""

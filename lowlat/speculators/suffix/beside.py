@@ -1,0 +1,100 @@
+"""A speculator with drafts from text beside it: whichever of the two is expected to have more accepted is verified.
+
+It knows the model's speculator by the interface alone. A proposal of each is made in every step, for every slot.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+
+from lowlat.errors import ConfigError
+from lowlat.graphs import BufferSpec, Role
+from lowlat.kernels.reference.sampling.choose_drafts import NUM_BINS, PROPOSAL_WIDTH
+from lowlat.models.geometry import DraftConfig, ModelConfig, RopeConfig
+from lowlat.models.program import Stage
+from lowlat.options.config import SpeculativeConfig
+from lowlat.speculators.base import LoadedSpeculator, PrefillScope, Speculator, StateSizes, StepScope
+from lowlat.speculators.suffix.speculator import SuffixSpeculator
+
+__all__ = ["TextBeside"]
+
+
+@dataclass(frozen=True)
+class TextBeside(Speculator):
+    """A model's drafts or those from the request's own text, by slot and step; chains alone."""
+
+    method: ClassVar[str] = "text_beside"
+    model: Speculator
+    text: SuffixSpeculator
+
+    @classmethod
+    def plan(cls, options: SpeculativeConfig, target: ModelConfig) -> Self:
+        """It is made of a planned speculator, by `beside`; no options name it. Raises ConfigError."""
+        raise ConfigError("text_drafts is an option beside a method, and no method of its own")
+
+    @classmethod
+    def load(cls, options: SpeculativeConfig, target: ModelConfig) -> LoadedSpeculator:
+        """As `plan`. Raises ConfigError."""
+        raise ConfigError("text_drafts is an option beside a method, and no method of its own")
+
+    @classmethod
+    def beside(cls, model: Speculator, options: SpeculativeConfig, target: ModelConfig) -> Speculator:
+        """The speculator with the drafts from text that the options ask for; the same where they ask for none."""
+        return model if options.text_drafts is None else cls(model, SuffixSpeculator.plan(options, target))
+
+    @property
+    def draft_config(self) -> DraftConfig | None:
+        """The model's."""
+        return self.model.draft_config
+
+    @property
+    def rope(self) -> tuple[RopeConfig, int] | None:
+        """The model's."""
+        return self.model.rope
+
+    @property
+    def attends_everything(self) -> bool:
+        """Whether the model does."""
+        return self.model.attends_everything
+
+    def state_specs(self, sizes: StateSizes) -> list[BufferSpec]:
+        """The model's, and by slot the last proposals and the odds."""
+        batch, ints = sizes.max_batch, torch.int32
+        return [
+            *self.model.state_specs(sizes),
+            BufferSpec("proposals", (batch, PROPOSAL_WIDTH), ints, Role.STATE),
+            BufferSpec("draft_odds", (batch, 2, NUM_BINS, 2), ints, Role.STATE),
+        ]
+
+    def weight_plan(self, dtype: str) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+        """The model's."""
+        return self.model.weight_plan(dtype)
+
+    def report(self) -> dict[str, Any]:
+        """The model's, and the text's under `text_drafts`."""
+        return {**self.model.report(), "text_drafts": self.text.report()}
+
+    def emit_prefill(self, scope: PrefillScope) -> None:
+        """The model's."""
+        self.model.emit_prefill(scope)
+
+    def emit_extend(self, scope: StepScope) -> tuple[str, ...]:
+        """The model's."""
+        return self.model.emit_extend(scope)
+
+    def emit_draft(self, scope: StepScope, extended: tuple[str, ...]) -> str:
+        """The model's drafts, the text's, and the choice between them."""
+        nodes = self.model.emit_draft(scope, extended)
+        text_nodes = scope.builder.scratch("text_nodes", scope.builder.spec(nodes).shape, torch.int32)
+        _, shares, lengths = self.text.emit_search(scope, text_nodes, Stage.DRAFT)
+        reads = {name: name for name in ("tokens", "slots", "draft_live", "draft_lens")}
+        scope.builder.emit(
+            "choose_drafts",
+            Stage.DRAFT,
+            reads={**reads, "text_nodes": text_nodes, "draft_shares": shares, "match_lens": lengths},
+            writes={"draft_nodes": nodes, "proposals": "proposals", "draft_odds": "draft_odds"},
+            fresh=scope.bucket.prefilled,
+        )
+        return nodes
