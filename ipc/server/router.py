@@ -119,7 +119,7 @@ class Router:
         self._ended: dict[bytes, None] = {}  # routing ids of late; libzmq gives none twice
         self._handlers: Handlers
         self._poll = select.poll()
-        self._wake = self._changes = self._messages = -1
+        self._wake = self._changes = -1
         self._found: dict[int, int] = {}
         self._asked = self._changed = True  # questions to the admission, and the monitor's events, may wait untold of
 
@@ -127,8 +127,8 @@ class Router:
         """Before anything else: who is told, and a descriptor that ends a `wait` when it is readable."""
         self._wake = wake
         self._handlers = handlers
-        self._messages, self._changes = int(self._router.FD), int(self._monitor.FD)
-        for descriptor in (wake, self._messages, self._changes, self._admission.descriptor):
+        self._changes = int(self._monitor.FD)
+        for descriptor in (wake, int(self._router.FD), self._changes, self._admission.descriptor):
             self._poll.register(descriptor, select.POLLIN)
         self._timers.after(self._limits.heartbeat_interval_s, self._look_after)
 
@@ -154,16 +154,12 @@ class Router:
             self._asked = not self._admission.answer()
         if self._changed:
             self._note_connections()
-        router, told = self._router, self._messages in found
+        router = self._router
         for _ in range(MAX_MESSAGES_A_TURN):
             # To ask is cheaper than an exception, while the decode thread waits for the GIL with what was submitted.
-            if not (told or has_message(router)):
+            if not has_message(router):
                 return
-            try:
-                routing_id = router.recv(_NOBLOCK)
-            except zmq.Again:
-                return
-            told = False
+            routing_id = router.recv(_NOBLOCK)
             frame = router.recv(copy=False)
             frames = [frame]
             while frame.more:
