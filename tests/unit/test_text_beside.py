@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+from fake_device import load_fake
 from kernel_cases import Arrays, Bench
 from kernel_walk import Walker, walkable
 from lowered import Pair
-from recording import run_all
+from recording import run_all, run_one
 from suffix_cases import World, check_choose_drafts
 from tiny_models import PairPaths, make_pair
 
@@ -141,3 +142,18 @@ def test_a_step_has_two_operations_more_and_lowers(pair: PairPaths) -> None:
             at:
         ]
         assert {op.params["fresh"] for op in program.ops if op.kind == "choose_drafts"} <= {batch == 0}
+
+
+def test_a_device_that_repeats_steps_by_itself_gives_the_same(pair: PairPaths) -> None:
+    prompts = [[5, 6, 7, 8] * 4, [9, 3], [1, 2, 3] * 6, [4]]
+    samplings = [SamplingParams(max_tokens=30, seed=k, temperature=0.7 * (k % 2)) for k in range(4)]
+    with Runtime.load(pair.target, **SIZES) as runtime:
+        expected = [run_one(runtime, *each) for each in zip(prompts, samplings, strict=True)]
+    config = SpeculativeConfig(pair.head, num_speculative_tokens=5, text_drafts="suffix", strict=True)
+    sizes = {name: value for name, value in SIZES.items() if name != "device"}
+    runtime, device = load_fake(pair.target, config, device_loop=True, seed=3, lead=3, **sizes)
+    with runtime:
+        names = [runtime.submit(*each) for each in zip(prompts, samplings, strict=True)]
+        tokens = run_all(runtime)
+        assert [tokens[name] for name in names] == expected
+        assert device.count("loop") > 0
