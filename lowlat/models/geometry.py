@@ -91,7 +91,7 @@ class ModelConfig(AttentionWidths):
 
 @dataclass(frozen=True)
 class DraftConfig(AttentionWidths):
-    """An EAGLE3 draft model's geometry and flags, every capture convention already turned into boundaries.
+    """An EAGLE3 or P-EAGLE draft model's geometry and flags, every capture convention already turned into boundaries.
 
     Boundary b is the target's residual stream entering layer b, 0 to L (L: after the last layer, before the
     final norm). Source: EAGLE-3, arXiv 2503.01840; SpecForge, ModelOpt and speculators exporters.
@@ -124,3 +124,9 @@ class DraftConfig(AttentionWidths):
     own_embedding: bool = False
     own_lm_head: bool = True
     own_draft_map: bool = True  # the checkpoint carries d2t
+    mask_token: int | None = None  # of P-EAGLE's rows whose token is not known; None: EAGLE3
+
+    @property
+    def method(self) -> str:
+        """The method of speculation that it is for."""
+        return "eagle3" if self.mask_token is None else "peagle"

@@ -23,6 +23,7 @@ _TREES = ("tree", "max_path_len", "max_non_leaves_per_layer")
 METHOD_OPTIONS: dict[str, tuple[str, ...]] = {
     "eagle3": ("model", "capture_layers", "draft_window", *_TREES),
     "ngram": ("prompt_lookup_min", "prompt_lookup_max"),
+    "peagle": ("model", "capture_layers", "draft_window", *_TREES),
 }
 
 
@@ -31,9 +32,9 @@ METHOD_OPTIONS: dict[str, tuple[str, ...]] = {
 class SpeculativeConfig:
     """How to speculate: the method, the depth, and the tree.
 
-    `method` is "eagle3", with the draft model `model`, a directory or `ORG/NAME[@REVISION]`, or "ngram", which needs
-    none: it drafts what followed the longest suffix of the text, `prompt_lookup_min` to `prompt_lookup_max` tokens,
-    where it stood before.
+    `method` is "eagle3" or "peagle", with a draft model of that kind, `model`, a directory or `ORG/NAME[@REVISION]`; or
+    "ngram", which needs none: it drafts what followed the longest suffix of the text, `prompt_lookup_min` to
+    `prompt_lookup_max` tokens, where it stood before.
     num_speculative_tokens is S, the depth; a chain verifies S + 1 rows a slot. `tree` is a path or the list of paths
     itself, each a list of child ranks; None is the chain. Limits of the tree that are None take what it needs.
     Boundary b of `capture_layers` is the residual stream entering layer b. Without `strict`, a draft model that does
@@ -42,7 +43,7 @@ class SpeculativeConfig:
 
     model: str | Path | None = declare(
         None,
-        "An EAGLE3 draft model for it: a directory, or ORG/NAME.",
+        "A draft model for it, EAGLE3 or P-EAGLE: a directory, or ORG/NAME.",
         key="head",
         aliases=("draft_model",),
         metavar="MODEL",
@@ -104,7 +105,7 @@ class SpeculativeConfig:
     def _check_method(self) -> None:
         """The options of the method, and that none of another method was given."""
         for method, names in METHOD_OPTIONS.items():
-            for name in names if method != self.method else ():
+            for name in set(names).difference(METHOD_OPTIONS[self.method]):
                 if getattr(self, name) != getattr(SpeculativeConfig, name):
                     raise ConfigError(f"{name} is an option of method {method!r}, and method is {self.method!r}")
         if "model" in METHOD_OPTIONS[self.method] and not (isinstance(self.model, (str, Path)) and str(self.model)):

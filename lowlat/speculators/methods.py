@@ -10,10 +10,11 @@ from lowlat.options.config import SpeculativeConfig
 from lowlat.speculators.base import LoadedSpeculator, Speculator
 from lowlat.speculators.eagle3.speculator import Eagle3Speculator
 from lowlat.speculators.ngram.speculator import NgramSpeculator
+from lowlat.speculators.peagle.speculator import PeagleSpeculator
 
 __all__ = ["METHODS", "fetch_speculator", "load_speculator", "plan_speculator"]
 
-_CLASSES: tuple[type[Speculator], ...] = (Eagle3Speculator, NgramSpeculator)
+_CLASSES: tuple[type[Speculator], ...] = (Eagle3Speculator, NgramSpeculator, PeagleSpeculator)
 METHODS: Mapping[str, type[Speculator]] = MappingProxyType({each.method: each for each in _CLASSES})
 
 
