@@ -1,4 +1,4 @@
-"""The EAGLE3 head against plain torch from the paper's equations, fed with transformers' features."""
+"""EAGLE3 and P-EAGLE heads against plain torch from the papers' equations, fed with transformers' features."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -54,6 +54,18 @@ FLAGS: dict[str, Mapping[str, Any]] = {
     "two-windows": {"num_hidden_layers": 2, "windows": (7, 7)},
     "no-features": {"final_hidden": True},
     "no-features-three-layers": {"final_hidden": True, "num_hidden_layers": 3, "norm_output": True},
+    "p-eagle": {"mask_token": 7},
+    "p-eagle-four-layers": (
+        {
+            "mask_token": 96,
+            "num_hidden_layers": 4,
+            "norm_before_fc": True,
+            "own_embedding": True,
+            "attention_bias": True,
+        }
+        | {"draft_vocab_size": 50, "hidden_size": 24, "norm_before_residual": True}
+    ),
+    "p-eagle-window": {"mask_token": 0, "num_hidden_layers": 2, "windows": (None, 6), "fc_norm": True, "qk_norm": True},
     "all-at-once": (
         {"norm_before_fc": True, "norm_output": True, "norm_before_residual": True, "qk_norm": True}
         | {"draft_vocab_size": 50, "hidden_size": 24, "own_embedding": True}
@@ -69,11 +81,13 @@ class Pair:
         self.model = make_target(self.target_dir, family, seed=5)
         config, tensors = random_draft_model(self.head_dir, self.model, seed=6, **flags)
         self.paper = PaperDraftModel(config, tensors, self.model, window)
+        self.method = config["speculators_model_type"]
         self.captures = config["eagle_aux_hidden_state_layer_ids"] or [self.model.config.num_hidden_layers]
 
     def load(self, depth: int, **speculative: Any) -> Runtime:
         """A runtime that speculates; a head that does not load is an error."""
         config = SpeculativeConfig(
+            method=self.method,
             model=self.head_dir,
             num_speculative_tokens=depth,
             draft_window=self.window,
@@ -104,7 +118,8 @@ def check_drafts(pair: Pair, runtime: Runtime, tokens: list[int], depth: int, fi
     assert drafts == pair.paper.draft_chain(tokens, features, depth)
     expected = pair.paper.draft_logits(tokens, features, drafts[:-1])
     scratch = runtime.executor.scratch(Bucket.first_token(depth) if first else runtime.ladder.choose(1, depth))
-    found = torch.stack([scratch[f"draft.{level}.logits"][0] for level in range(depth)])
+    levels = [scratch[f"draft.{level}.logits"][0] for level in range(depth if pair.method == "eagle3" else 0)]
+    found = torch.stack(levels) if levels else scratch["draft.0.logits"][:depth]
     difference = (found - expected).abs().amax() / expected.abs().amax()
     assert difference < TOLERANCE, f"relative difference {difference:.2e}"
 
@@ -150,10 +165,25 @@ def test_drafts_equal_the_paper_after_every_acceptance(name: str, family: str, t
     assert set(accepted) >= {0, 1, 2, 3}
 
 
-@pytest.mark.parametrize(("length", "layers"), [(1, 2), (2, 1), (8, 2), (9, 1), (10, 2), (33, 2)])
-def test_drafts_equal_the_paper_at_every_length_of_prompt(length: int, layers: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("length", "layers", "mask_token"),
+    [
+        (1, 2, None),
+        (2, 1, None),
+        (8, 2, None),
+        (9, 1, 5),
+        (10, 2, None),
+        (33, 2, None),
+        (1, 3, 5),
+        (8, 2, 5),
+        (10, 1, 5),
+    ],
+)
+def test_drafts_equal_the_paper_at_every_length_of_prompt(
+    length: int, layers: int, mask_token: int | None, tmp_path: Path
+) -> None:
     """One token, whole chunks, one more and one less than a chunk."""
-    pair = Pair(tmp_path, "qwen3", num_hidden_layers=layers)
+    pair = Pair(tmp_path, "qwen3", num_hidden_layers=layers, mask_token=mask_token)
     prompt = prompt_of(length, seed=length)
     with pair.load(2) as runtime:
         runtime.submit(prompt, SamplingParams(max_tokens=MAX_TOKENS, seed=1))
@@ -161,10 +191,13 @@ def test_drafts_equal_the_paper_at_every_length_of_prompt(length: int, layers: i
         drive(pair, runtime, prompt, cold, depths=[2])
 
 
+@pytest.mark.parametrize("mask_token", [None, 3])
 @pytest.mark.parametrize(("depths", "layers"), [((3, 0, 0, 2, 0, 5), 1), ((0, 7), 1), ((1, 4, 2, 0), 2), ((6,), 2)])
-def test_drafts_equal_the_paper_when_the_depth_changes(depths: tuple[int, ...], layers: int, tmp_path: Path) -> None:
+def test_drafts_equal_the_paper_when_the_depth_changes(
+    depths: tuple[int, ...], layers: int, mask_token: int | None, tmp_path: Path
+) -> None:
     """Steps without speculation extend the head's KV as well, so drafts after them are as good as ever."""
-    pair = Pair(tmp_path, "llama", fc_norm=True, num_hidden_layers=layers)
+    pair = Pair(tmp_path, "llama", fc_norm=True, num_hidden_layers=layers, mask_token=mask_token)
     prompt = prompt_of(11)
     with pair.load(7) as runtime:
         truth = run_one(runtime, prompt, SamplingParams(max_tokens=MAX_TOKENS), depth=0)
@@ -198,7 +231,9 @@ def test_capture_layers_override_those_of_the_head(tmp_path: Path) -> None:
         drive(pair, runtime, prompt, truth, depths=[3])
 
 
-@pytest.mark.parametrize("name", ["plain", "norm_output", "d2t", "two-layers-one-window"])
+@pytest.mark.parametrize(
+    "name", ["plain", "norm_output", "d2t", "two-layers-one-window", "p-eagle", "p-eagle-four-layers"]
+)
 def test_a_trees_nodes_are_the_papers_likeliest_children(name: str, tmp_path: Path) -> None:
     """Node (0, 1) is the second likeliest token after the likeliest: by the paper, along each path on its own."""
     pair = Pair(tmp_path, "llama", **FLAGS[name])
