@@ -31,6 +31,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "five_captures": {"captures": (0, 1, 1, 2, 2)},
     "no_features": {"final_hidden": True},
     "several_layers": {"num_hidden_layers": 3, "windows": (None, 96, 96)},
+    "parallel": {"mask_token": 5, "num_hidden_layers": 2},
     "everything": dict.fromkeys(
         ("norm_before_fc", "fc_norm", "norm_output", "qk_norm", "attention_bias", "mlp_bias", "own_embedding"), True
     ),

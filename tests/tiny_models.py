@@ -170,8 +170,8 @@ def random_draft_model(directory: Path, target: Any, *, seed: int = 0, **flags: 
 
     flags  norm_before_fc, fc_norm, norm_output, norm_before_residual, qk_norm (a Qwen3 layer), attention_bias,
            mlp_bias, own_embedding, own_lm_head (True), draft_vocab_size, captures, final_hidden (no fc), windows (one
-           for each layer, None: full attention), mask_token (a P-EAGLE head), and geometry: num_hidden_layers, hidden_size, num_attention_heads,
-           num_key_value_heads, head_dim, intermediate_size, rope_theta
+           for each layer, None: full attention), mask_token (a P-EAGLE head), and geometry: num_hidden_layers,
+           hidden_size, num_attention_heads, num_key_value_heads, head_dim, intermediate_size, rope_theta
     """
     config = draft_config(target, **flags)
     generator = torch.Generator().manual_seed(seed)

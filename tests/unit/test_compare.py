@@ -29,6 +29,8 @@ HEADS: dict[str, dict[str, Any]] = {
     "five-captures": {"captures": (1, 2, 3, 3, 3)},
     "three-layers": {"num_hidden_layers": 3, "windows": (None, 9, 9), "norm_before_residual": True},
     "no-features": {"final_hidden": True},
+    "p-eagle": {"mask_token": 5, "num_hidden_layers": 3, "norm_before_fc": True},
+    "p-eagle-of-one-layer": {"mask_token": 6, "fc_norm": True, "own_embedding": True, "hidden_size": 20},
 }
 
 

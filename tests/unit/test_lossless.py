@@ -60,7 +60,7 @@ def params(mode: str, seed: int = 7, max_tokens: int = MAX_TOKENS, **others: Any
 
 def load(pair: PairPaths, depth: int = 7, *, tree: Any = None, method: Any = "eagle3", **options: Any) -> Runtime:
     """A runtime that speculates; a draft model that does not load is an error."""
-    own: dict[str, Any] = {"eagle3": {"model": pair.head, "tree": tree}, "ngram": {"prompt_lookup_min": 1}}[method]
+    own: dict[str, Any] = {"prompt_lookup_min": 1} if method == "ngram" else {"model": pair.head, "tree": tree}
     config = SpeculativeConfig(method=method, num_speculative_tokens=depth, strict=True, **own)
     return Runtime.load(pair.target, config, **{**OPTIONS, **options})
 
@@ -164,8 +164,10 @@ def test_trees_accept_what_chains_cannot(pairs: dict[str, PairPaths]) -> None:
         ({"windows": (5,), "norm_before_residual": False}, "penalised"),
         ({"final_hidden": True, "num_hidden_layers": 2}, "filtered"),
         ({"captures": (0, 0, 1, 2, 2), "fc_norm": True, "norm_output": True}, "greedy"),
+        ({"mask_token": 5, "num_hidden_layers": 4}, "greedy"),
+        ({"mask_token": 9, "num_hidden_layers": 2, "windows": (6, None), "fc_norm": True}, "sampled"),
     ],
-    ids=["layers", "layers and windows", "window", "no features", "eagle-3.1 of five"],
+    ids=["layers", "layers and windows", "window", "no features", "eagle-3.1 of five", "p-eagle", "p-eagle, windows"],
 )
 def test_no_form_of_draft_model_changes_anything(form: dict[str, Any], mode: str, tmp_path: Path) -> None:
     pair, sampling = PairPaths(tmp_path / "target", tmp_path / "head"), params(mode)
@@ -174,7 +176,7 @@ def test_no_form_of_draft_model_changes_anything(form: dict[str, Any], mode: str
     prompts = [prompt_of(21), prompt_of(8, seed=1)]
     expected = [baseline(pair, prompt, sampling) for prompt in prompts]
     for tree in (None, TREES["bushy"]):
-        with load(pair, 3 if tree else 5, tree=tree) as runtime:
+        with load(pair, 3 if tree else 5, tree=tree, method="peagle" if "mask_token" in form else "eagle3") as runtime:
             for prompt, trace in zip(prompts * 2, expected * 2, strict=True):  # the second time, prefixes are found
                 assert_same(traced(runtime, prompt, sampling, lambda number: 3 * (number % 4 > 0)), trace)
             speculation = runtime.summary()["eagle_speculation"]

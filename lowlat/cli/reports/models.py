@@ -23,7 +23,7 @@ from lowlat.models.weight_plan import weight_plan
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig, options_from
 from lowlat.speculators.eagle3.capture import IDS_KEY, OUTPUTS_KEY, default_boundaries
 from lowlat.speculators.eagle3.config import parse_draft
-from lowlat.speculators.eagle3.weights import draft_weight_plan
+from lowlat.speculators.methods import plan_speculator
 
 __all__ = ["download_report", "draft_report", "model_report"]
 
@@ -130,12 +130,13 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def draft_report(directory: Path, target: Path, capture_layers: tuple[int, ...] | None) -> dict[str, Any]:
-    """A head's geometry, flags, layout, boundaries with the convention found, draft vocabulary; from headers.
+    """A draft model's method, geometry, flags, layout, boundaries and their convention, draft vocabulary; by headers.
 
     Raises ConfigError for a draft model that does not fit its target.
     """
     target_config = read_model_config(target)
     head, _, notes = parse_draft(directory, target_config, capture_layers)
+    speculative = SpeculativeConfig(method=head.method, model=directory, capture_layers=capture_layers)
     values = _plain(asdict(head))
     boundaries = values.pop("capture_boundaries")
     flags = {name: values.pop(name) for name, value in list(values.items()) if isinstance(value, bool)}
@@ -143,6 +144,7 @@ def draft_report(directory: Path, target: Path, capture_layers: tuple[int, ...] 
     return {
         "directory": str(directory),
         "target": str(target),
+        "method": head.method,
         "layout": head.layout,
         "geometry": values,
         "flags": flags,
@@ -159,7 +161,7 @@ def draft_report(directory: Path, target: Path, capture_layers: tuple[int, ...] 
             "lm_head": "the draft model's own" if head.own_lm_head else "the target's",
             "embedding": "the draft model's own" if head.own_embedding else "the target's",
         },
-        "parts": parts_of(draft_weight_plan(head, dtype=target_config.dtype)),
+        "parts": parts_of(plan_speculator(speculative, target_config).weight_plan(target_config.dtype)),
         "notes": list(notes),
     }
 

@@ -16,6 +16,7 @@ from lowlat.models.target import read_model_config
 from lowlat.options.config import SpeculativeConfig
 from lowlat.options.request import SamplingParams
 from lowlat.speculators.eagle3.config import read_draft_config
+from lowlat.speculators.methods import draft_method
 
 __all__ = ["SHIFTS", "ShiftResult", "measure_shifts", "read_prompts", "unshifted_is_best"]
 
@@ -94,7 +95,11 @@ def measure_shifts(
             results.append(ShiftResult(shift, boundaries, None, 0))
             continue
         speculative = SpeculativeConfig(
-            model=head, num_speculative_tokens=1, capture_layers=None if not shift else boundaries, strict=True
+            model=head,
+            method=draft_method(head),
+            num_speculative_tokens=1,
+            capture_layers=None if not shift else boundaries,
+            strict=True,
         )
         with load_runtime(target, speculative, None, max_batch=BATCH, **options) as runtime:
             drafted, accepted = _first_position(runtime, prompts, max_tokens, chat)

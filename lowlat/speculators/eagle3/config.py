@@ -23,7 +23,7 @@ from lowlat.speculators.eagle3.draft_file import DEEPSPEC, DraftFile
 from lowlat.speculators.eagle3.tensors import MASK_HIDDEN, DraftTensors, open_draft_model
 from lowlat.speculators.eagle3.windows import draft_windows
 
-__all__ = ["parse_draft", "read_draft_config"]
+__all__ = ["MASK_KEYS", "parse_draft", "read_draft_config"]
 
 ARCHITECTURES = (
     "LlamaForCausalLM",
@@ -241,15 +241,17 @@ def _mask_token(file: DraftFile, tensors: DraftTensors, target: ModelConfig, num
     return next(iter(given.values()))
 
 
-def _check_method(config: DraftConfig, method: str | None, tensors: DraftTensors) -> None:
+def _check_method(method: str | None, tensors: DraftTensors) -> None:
     """Refuse a P-EAGLE draft model for EAGLE3, and the other way round."""
-    if method in (None, config.method):
+    found = "peagle" if MASK_HIDDEN in tensors else "eagle3"
+    if method in (None, found):
         return
-    kinds = {"eagle3": "an EAGLE3 draft model: tensor 'mask_hidden' is missing", "peagle": "a P-EAGLE draft model"}
-    found = f"tensor {tensors.stored[MASK_HIDDEN]!r}: " if MASK_HIDDEN in tensors else ""
-    raise ConfigError(
-        f"{tensors.checkpoint.directory}: {found}this is {kinds[config.method]}; method must be {config.method!r}"
+    what = (
+        f"tensor {tensors.stored[MASK_HIDDEN]!r}: this is a P-EAGLE draft model"
+        if MASK_HIDDEN in tensors
+        else f"tensor {MASK_HIDDEN!r} is missing: this is no P-EAGLE draft model"
     )
+    raise ConfigError(f"{tensors.checkpoint.directory}: {what}; method must be {found!r}")
 
 
 def _refuse_unknown(file: DraftFile) -> None:
@@ -272,6 +274,7 @@ def parse_draft(
     fields = read_config(directory)
     tensors = open_draft_model(directory)
     file = DraftFile(fields, tensors)
+    _check_method(method, tensors)
     _refuse_unimplemented(file)
     sizes = parse_sizes(file.layer, default_vocab_size=target.vocab_size, default_max_position=target.max_position)
     _check_target(file, target)
@@ -314,7 +317,6 @@ def parse_draft(
         **_vocabulary(file, tensors, sizes, target),
     )
     _refuse_unknown(file)
-    _check_method(config, method, tensors)
     return config, tensors, tuple(file.notes)
 
 

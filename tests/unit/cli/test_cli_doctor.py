@@ -54,6 +54,19 @@ def test_inspect_and_doctor_take_a_draft_model_of_layers_without_features(tmp_pa
     assert shifts[2]["drafted"] is None and shifts[0]["drafted"] > 0 and shifts[1]["accepted"] > 0
 
 
+def test_inspect_and_doctor_know_a_p_eagle_draft_model_by_itself(tmp_path: Path) -> None:
+    target = make_target(tmp_path / "target", "llama", gain=0.45, num_hidden_layers=2)
+    copying_draft_model(tmp_path / "head", target, mask_token=5, num_hidden_layers=2)
+    files = ("--target", tmp_path / "target")
+    found = answer("inspect", "draft-model", tmp_path / "head", *files, "--json")
+    assert (found["method"], found["geometry"]["mask_token"]) == ("peagle", 5)
+    assert found["parts"]["mask_state"]["parameters"] == found["geometry"]["hidden_size"]
+    (tmp_path / "prompts.json").write_text("[[5, 6, 7]]")
+    options = ("--head", tmp_path / "head", "--prompts", tmp_path / "prompts.json", "--max-tokens", 24, "--json")
+    shifts = json.loads(lowlat("doctor", *files, *options).stdout)["capture_shifts"]
+    assert [entry["shift"] for entry in shifts] == [-1, 0, 1] and shifts[1]["accepted"] > 0
+
+
 def test_doctor_reads_the_unshifted_rate_from_the_same_decoding(pair: PairPaths, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.json"
     prompts.write_text("[[5, 6, 7]]")
