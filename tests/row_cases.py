@@ -180,6 +180,17 @@ def check_block(bench: Bench, seed: int, *, width: int, batch: int = 4, accepted
     arrays = {"x": bf16(batch * count, width), "commit_lens": arrays["commit_lens"]}
     arrays["out"] = poisoned(batch * drafting, width, dtype=torch.bfloat16)
     compare_alone(bench, arrays, "take_block", draft_block.take_block)
+    lens = torch.randint(0, accepted + 1, (batch,), dtype=torch.int32)
+    arrays = {
+        "accepted_tokens": torch.randint(0, 99, (batch, accepted), dtype=torch.int32),
+        "commit_lens": lens,
+        "draft_live": ((lens > 0) & (torch.rand(batch) < 0.8)).to(torch.uint8),
+        "draft_lens": torch.randint(3, 1000, (batch,), dtype=torch.int32),
+        **{name: poisoned(batch, count) for name in ("tokens", "positions")},
+        "row_live": poisoned(batch, count, dtype=torch.uint8),
+        "write_lens": poisoned(batch),
+    }
+    compare_alone(bench, arrays, "mask_rows", draft_block.mask_rows, mask_token=9)
 
 
 def check_level(bench: Bench, seed: int, *, width: int, batch: int = 3, above: int = 2, wide: int = 3) -> None:

@@ -1,4 +1,4 @@
-"""The rows of a drafter that drafts all positions in one pass: laid out, and those that draft taken out of them.
+"""The rows of drafters that draft all positions in one pass: laid out, and those that draft taken out of them.
 
 A block a row. It knows neither model nor dtype: rows are whole multiples of 16 bytes.
 """
@@ -25,7 +25,9 @@ from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import cuda, int64, types
 
-__all__ = ["block_rows", "examples", "take_block"]
+__all__ = ["block_rows", "examples", "mask_rows", "take_block"]
+
+MASK_THREADS = 64
 
 
 def block_rows(
@@ -151,6 +153,66 @@ def _make_take(count: int, drafting: int, width: int) -> Kernel:
     return Kernel(f"take_block_{count}_{drafting}_{width}", kernel, (types.int64,) * 3, threads)
 
 
+def mask_rows(
+    accepted_tokens: torch.Tensor,
+    commit_lens: torch.Tensor,
+    draft_live: torch.Tensor,
+    draft_lens: torch.Tensor,
+    *,
+    tokens: torch.Tensor,
+    positions: torch.Tensor,
+    row_live: torch.Tensor,
+    write_lens: torch.Tensor,
+    mask_token: int,
+) -> list[KernelCall]:
+    """`mask_rows` of the reference, whose arguments these are. Raises ShapeError for shapes that do not fit."""
+    (batch, accepted), count = accepted_tokens.shape, tokens.shape[1]
+    for array in (commit_lens, draft_live, draft_lens, write_lens):
+        check_shape("commit_lens, draft_live, draft_lens and write_lens", array, batch)
+    for array in (tokens, positions, row_live):
+        check_shape("tokens, positions and row_live", array, batch, count)
+    if not 1 <= count <= MASK_THREADS:
+        raise ShapeError(f"mask_rows: a block has 1 to {MASK_THREADS} rows, got {count}")
+    reads = (accepted_tokens, commit_lens, draft_live, draft_lens)
+    kernel = _make_mask_rows(accepted, count)
+    return [KernelCall(kernel, (batch, 1, 1), (*reads, tokens, positions, row_live, write_lens, mask_token))]
+
+
+@cache
+def _make_mask_rows(accepted: int, count: int) -> Kernel:
+    """A block of threads a slot, a thread a row: grid (B,)."""
+
+    def kernel(
+        accepted_tokens: Any,
+        commit_lens: Any,
+        draft_live: Any,
+        draft_lens: Any,
+        tokens: Any,
+        positions: Any,
+        row_live: Any,
+        write_lens: Any,
+        mask_token: Any,
+    ) -> None:
+        ptx.wait_for_previous_kernel()
+        ptx.let_next_kernel_start()
+        owner, row = int64(cuda.blockIdx.x), int64(cuda.threadIdx.x)
+        going = byte_at(draft_live, owner) != 0
+        start = int_at(draft_lens, owner) - 1
+        if row < count:
+            token = int64(mask_token)
+            if row == 0:
+                last = max(int_at(commit_lens, owner) - 1, int64(0))
+                token = int_at(accepted_tokens, owner * accepted + last)
+            place = owner * count + row
+            set_int(tokens, place, token if going else int64(-1))
+            set_int(positions, place, start + row if going else int64(0))
+            set_byte(row_live, place, 1 if going else 0)
+        if row == 0:
+            set_int(write_lens, owner, start if going else int64(0))
+
+    return Kernel(f"mask_rows_{accepted}_{count}", kernel, (types.int64,) * 9, MASK_THREADS)
+
+
 def examples() -> list[Kernel]:
     """Specialisations that CI compiles."""
-    return [_make_rows(4, 6, 3, 512), _make_take(6, 3, 512)]
+    return [_make_rows(4, 6, 3, 512), _make_take(6, 3, 512), _make_mask_rows(4, 4)]

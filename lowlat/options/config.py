@@ -24,6 +24,7 @@ METHOD_OPTIONS: dict[str, tuple[str, ...]] = {
     "eagle3": ("model", "capture_layers", "draft_window", *_TREES),
     "ngram": ("prompt_lookup_min", "prompt_lookup_max"),
     "peagle": ("model", "capture_layers", "draft_window", *_TREES),
+    "dflash": ("model", "capture_layers", *_TREES),
 }
 
 
@@ -32,9 +33,9 @@ METHOD_OPTIONS: dict[str, tuple[str, ...]] = {
 class SpeculativeConfig:
     """How to speculate: the method, the depth, and the tree.
 
-    `method` is "eagle3" or "peagle", with a draft model of that kind, `model`, a directory or `ORG/NAME[@REVISION]`; or
-    "ngram", which needs none: it drafts what followed the longest suffix of the text, `prompt_lookup_min` to
-    `prompt_lookup_max` tokens, where it stood before.
+    `method` is "eagle3", "peagle" or "dflash", with a draft model of that kind, `model`, a directory or
+    `ORG/NAME[@REVISION]`; or "ngram", which needs none: it drafts what followed the longest suffix of the text,
+    `prompt_lookup_min` to `prompt_lookup_max` tokens, where it stood before.
     num_speculative_tokens is S, the depth; a chain verifies S + 1 rows a slot. `tree` is a path or the list of paths
     itself, each a list of child ranks; None is the chain. Limits of the tree that are None take what it needs.
     Boundary b of `capture_layers` is the residual stream entering layer b. Without `strict`, a draft model that does
@@ -43,7 +44,7 @@ class SpeculativeConfig:
 
     model: str | Path | None = declare(
         None,
-        "A draft model for it, EAGLE3 or P-EAGLE: a directory, or ORG/NAME.",
+        "A draft model for it, EAGLE3, P-EAGLE or DFlash: a directory, or ORG/NAME.",
         key="head",
         aliases=("draft_model",),
         metavar="MODEL",

@@ -10,6 +10,7 @@ from lowlat.models.geometry import ModelConfig
 from lowlat.models.hf_config import read_config
 from lowlat.options.config import SpeculativeConfig
 from lowlat.speculators.base import LoadedSpeculator, Speculator
+from lowlat.speculators.dflash.speculator import DflashSpeculator
 from lowlat.speculators.eagle3.config import MASK_KEYS
 from lowlat.speculators.eagle3.speculator import Eagle3Speculator
 from lowlat.speculators.ngram.speculator import NgramSpeculator
@@ -17,7 +18,7 @@ from lowlat.speculators.peagle.speculator import PeagleSpeculator
 
 __all__ = ["METHODS", "draft_method", "fetch_speculator", "load_speculator", "plan_speculator"]
 
-_CLASSES: tuple[type[Speculator], ...] = (Eagle3Speculator, NgramSpeculator, PeagleSpeculator)
+_CLASSES: tuple[type[Speculator], ...] = (DflashSpeculator, Eagle3Speculator, NgramSpeculator, PeagleSpeculator)
 METHODS: Mapping[str, type[Speculator]] = MappingProxyType({each.method: each for each in _CLASSES})
 
 
@@ -32,6 +33,8 @@ def draft_method(model: str | Path) -> str:
     kind = config.get("speculators_model_type")
     if isinstance(kind, str) and kind in METHODS:
         return kind
+    if isinstance(config.get("dflash_config"), dict):
+        return "dflash"
     return "peagle" if any(config.get(key) is not None for key in MASK_KEYS) else "eagle3"
 
 

@@ -268,6 +268,9 @@ def test_parallel_drafts_cost_one_pass_whatever_their_number(depth: int, lowered
         kinds = kinds_of(lowered("llama+parallel", depth, batch), *drafting)
         assert sum(kind.startswith("decode_gemm") for kind in kinds) == 10  # two layers', the LM head's
         assert kinds.count("take_block") == 2 and kinds.count("draft_input") == 1
+        kinds = kinds_of(lowered("llama+dflash", depth, batch), *drafting)
+        products = sum(kind.startswith("decode_gemm") for kind in kinds)
+        assert products == 2 * 5 + 1 + (2 if batch else 0)  # of accepted rows keys and values alone, behind fc
 
 
 def test_no_row_count_has_other_kernels_but_products_and_attention(lowered: LoweredPairs) -> None:

@@ -18,8 +18,8 @@ from lowlat.speculators import methods
 from lowlat.speculators.base import LoadedSpeculator, PrefillScope, Speculator, StateSizes, StepScope
 
 OPTIONS: dict[str, Any] = {"max_batch": 2, "max_context": 96, "block_size": 4, "prefill_chunk": 8, "device": "cpu"}
-IMPLEMENTATIONS = ("lowlat.speculators.eagle3", "lowlat.speculators.ngram", "lowlat.speculators.peagle")
-BUILDS_ON = {"lowlat.speculators.peagle": "lowlat.speculators.eagle3"}
+IMPLEMENTATIONS = tuple(f"lowlat.speculators.{name}" for name in ("dflash", "eagle3", "ngram", "peagle"))
+BUILDS_ON = dict.fromkeys(("lowlat.speculators.dflash", "lowlat.speculators.peagle"), "lowlat.speculators.eagle3")
 ABOVE = ("lowlat.step", "lowlat.executors", "lowlat.host", "lowlat.serving", "lowlat.tools", "lowlat.cli")
 
 

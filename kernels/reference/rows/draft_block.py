@@ -1,13 +1,14 @@
-"""The rows of a drafter that drafts all positions in one pass: accepted rows, and behind them those of the mask.
+"""The rows of drafters that draft all positions in one pass.
 
-Row r of a slot is its r-th committed token; the S - 1 rows behind the last of these take the mask's token and state.
+P-EAGLE's are accepted rows, and behind them those of the mask: row r of a slot is its r-th committed token, and the
+S - 1 rows behind the last of these take the mask's token and state. DFlash's are the last known token and the mask's.
 """
 
 import torch
 
 from lowlat.kernels.reference.schema import operation
 
-__all__ = ["block_rows", "take_block"]
+__all__ = ["block_rows", "mask_rows", "take_block"]
 
 
 @operation("""
@@ -72,3 +73,35 @@ def take_block(x: torch.Tensor, commit_lens: torch.Tensor, *, out: torch.Tensor)
     at = torch.arange(batch, device=x.device)[:, None] * count + row.clamp(0, count - 1)
     taken = x[at.reshape(-1).long()]
     out.copy_(torch.where((commit_lens > 0).repeat_interleave(drafting)[:, None], taken, 0))
+
+
+@operation("""
+    read    accepted_tokens  int32  [B, T]
+    read    commit_lens      int32  [B]
+    read    draft_live       uint8  [B]
+    read    draft_lens       int32  [B]     n', the committed tokens
+    write   tokens           int32  [B, R]  -1 where dead
+    write   positions        int32  [B, R]  for RoPE
+    write   row_live         uint8  [B, R]
+    write   write_lens       int32  [B]     the index of row 0, n' - 1
+""")
+def mask_rows(
+    accepted_tokens: torch.Tensor,
+    commit_lens: torch.Tensor,
+    draft_live: torch.Tensor,
+    draft_lens: torch.Tensor,
+    *,
+    tokens: torch.Tensor,
+    positions: torch.Tensor,
+    row_live: torch.Tensor,
+    write_lens: torch.Tensor,
+    mask_token: int,
+) -> None:
+    """Lay out a block: the last committed token at its position, and the mask's tokens behind it."""
+    row = torch.arange(tokens.shape[1], device=tokens.device)[None]
+    going = (draft_live != 0)[:, None]
+    last = accepted_tokens.gather(1, (commit_lens - 1).clamp(min=0)[:, None].long())
+    row_live.copy_(going.expand_as(row_live))
+    tokens.copy_(torch.where(going, torch.where(row == 0, last, mask_token), -1))
+    positions.copy_(torch.where(going, (draft_lens - 1)[:, None] + row, 0))
+    write_lens.copy_(torch.where(draft_live != 0, draft_lens - 1, 0))

@@ -23,7 +23,7 @@ from lowlat.kernels.gemm.packing import gate_up_permutation
 from lowlat.kernels.moe.decode.experts import experts_down, experts_gate_up
 from lowlat.kernels.moe.prefill.experts import prefill_down, prefill_gate_up
 from lowlat.kernels.moe.router import router
-from lowlat.kernels.rows.draft_block import block_rows, take_block
+from lowlat.kernels.rows.draft_block import block_rows, mask_rows, take_block
 from lowlat.kernels.rows.draft_input import concat_norms
 from lowlat.kernels.rows.draft_level import assign_drafts, gather_level
 from lowlat.kernels.rows.draft_rows import (
@@ -182,29 +182,9 @@ def _publish(binding: Binding, op: Op) -> Sequence[Call]:
 
 _BY_NAME = (
     *(accept, accept_simulated, add, apply_commands, assign_drafts, block_rows, cast, commit, concat_norms),
-    *(
-        draft_prefill_rows,
-        draft_rows,
-        gather_features,
-        gather_level,
-        gather_rows,
-        identity,
-        join_features,
-        kv_write,
-        list_active_slots,
-    ),
-    *(
-        ngram_draft,
-        prefill_kv_write,
-        qk_norm,
-        rms_norm,
-        silu_mul,
-        split_norms,
-        store_boundary,
-        take_block,
-        tree_masks,
-        truncate,
-    ),
+    *(draft_prefill_rows, draft_rows, gather_features, gather_level, gather_rows, identity, join_features),
+    *(kv_write, list_active_slots, mask_rows, ngram_draft, prefill_kv_write, qk_norm, rms_norm, silu_mul),
+    *(split_norms, store_boundary, take_block, tree_masks, truncate),
 )
 OPERATIONS: Mapping[str, Lower] = MappingProxyType(
     {

@@ -24,6 +24,7 @@ from lowlat.tools.compare.recording import Recording
 
 __all__ = ["StageDifference", "common_rows", "differences", "record", "shared_tokens"]
 
+METHODS_COMPARED = ("eagle3", "peagle")
 TOP_K = 10
 ROUNDING = 1e-12
 TARGET_STAGES = {"target.final": "target.pre_head_hidden", "target.logits": "target.logits"}
@@ -149,8 +150,14 @@ def record(
     """
     speculative = None
     if head is not None:
+        method = draft_method(head)
+        if method not in METHODS_COMPARED:
+            raise ConfigError(
+                f"{head}: draft models of method {method!r} cannot be compared, those of "
+                f"{' and '.join(METHODS_COMPARED)} can; without a draft model the target is compared"
+            )
         speculative = SpeculativeConfig(
-            model=head, method=draft_method(head), num_speculative_tokens=num_speculative_tokens, strict=True
+            model=head, method=method, num_speculative_tokens=num_speculative_tokens, strict=True
         )
     options: dict[str, Any] = {"max_batch": 1, "dtype": dtype, "device": device, "executor": executor}
     options |= {"prefix_reuse": False, "fuse": executor != "eager"}  # fused kernels keep some buffers to themselves
