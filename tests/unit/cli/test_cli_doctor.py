@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cli_calls import answer, lowlat, refusal
+from tiny_dflash import MASK, dflash_draft_model
 from tiny_models import PairPaths, copying_draft_model, make_target
 
 from lowlat.cli.options import bundled
@@ -54,13 +55,17 @@ def test_inspect_and_doctor_take_a_draft_model_of_layers_without_features(tmp_pa
     assert shifts[2]["drafted"] is None and shifts[0]["drafted"] > 0 and shifts[1]["accepted"] > 0
 
 
-def test_inspect_and_doctor_know_a_p_eagle_draft_model_by_itself(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["peagle", "dflash"])
+def test_inspect_and_doctor_know_the_method_of_a_draft_model(method: str, tmp_path: Path) -> None:
     target = make_target(tmp_path / "target", "llama", gain=0.45, num_hidden_layers=2)
-    copying_draft_model(tmp_path / "head", target, mask_token=5, num_hidden_layers=2)
+    if method == "peagle":
+        copying_draft_model(tmp_path / "head", target, mask_token=MASK, num_hidden_layers=2)
+    else:
+        dflash_draft_model(tmp_path / "head", target, copies=True)
     files = ("--target", tmp_path / "target")
     found = answer("inspect", "draft-model", tmp_path / "head", *files, "--json")
-    assert (found["method"], found["geometry"]["mask_token"]) == ("peagle", 5)
-    assert found["parts"]["mask_state"]["parameters"] == found["geometry"]["hidden_size"]
+    assert (found["method"], found["geometry"]["mask_token"]) == (method, MASK)
+    assert ("mask_state" in found["parts"]) == (method == "peagle")
     (tmp_path / "prompts.json").write_text("[[5, 6, 7]]")
     options = ("--head", tmp_path / "head", "--prompts", tmp_path / "prompts.json", "--max-tokens", 24, "--json")
     shifts = json.loads(lowlat("doctor", *files, *options).stdout)["capture_shifts"]
