@@ -22,7 +22,7 @@ from lowlat.models.program import Program
 from lowlat.models.target import LoadedTarget, load_target
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig
 from lowlat.speculators.base import LoadedSpeculator
-from lowlat.speculators.methods import load_speculator
+from lowlat.speculators.methods import draft_method, load_speculator
 from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.decode import build_step
 from lowlat.step.prefill import build_prefill
@@ -62,6 +62,8 @@ class Pair:
         self.config: SpeculativeConfig | None = None
         self.topologies = {0: TreeTopology.chain(0)}
         if head is not None or "method" in speculation:
+            if head is not None:
+                speculation = {"method": draft_method(head), **speculation}
             self.config = SpeculativeConfig(model=head, **{"num_speculative_tokens": 7, **speculation})
             self.speculator = load_speculator(self.config, self.target.config)
             self.topologies = make_topologies(self.config)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lowered import Lowered, Pair
+from tiny_dflash import dflash_draft_model
 from tiny_models import make_pair, make_target, mxfp4_target, random_draft_model
 
 from lowlat.kernels.toolchain.kernel import H200, KernelCall
@@ -31,6 +32,9 @@ HEADS: dict[str, dict[str, Any]] = {
     "five_captures": {"captures": (0, 1, 1, 2, 2)},
     "no_features": {"final_hidden": True},
     "several_layers": {"num_hidden_layers": 3, "windows": (None, 96, 96)},
+    "parallel": {"mask_token": 5, "num_hidden_layers": 2},
+    "dflash": {"layout": "z-lab", "captures": (1,)},
+    "dflash_alone": {"layout": "speculators", "own_embedding": True, "own_lm_head": True, "attention_bias": True},
     "everything": dict.fromkeys(
         ("norm_before_fc", "fc_norm", "norm_output", "qk_norm", "attention_bias", "mlp_bias", "own_embedding"), True
     ),
@@ -93,7 +97,8 @@ def write_pair(name: str, directory: Path) -> tuple[Path, Path | None]:
         return paths.target, paths.head
     target = make(directory / "target", num_hidden_layers=2, **SIZES, **options)
     shape = {"hidden_size": 64, "head_dim": 64, "intermediate_size": 96, "captures": (0, 1, 2)}
-    random_draft_model(directory / "head", target, **{**shape, **HEADS[flags]})
+    make_head = dflash_draft_model if "layout" in HEADS[flags] else random_draft_model
+    make_head(directory / "head", target, **{**shape, **HEADS[flags]})
     return directory / "target", directory / "head"
 
 

@@ -44,13 +44,23 @@ class PaperDraftModel:
 
         features are g [n, H] of x[0..n-1]; the head's own states stand in for those of x[n] and of the drafts.
         """
+        if "mask_hidden" in self.tensors:
+            return self._parallel_logits(tokens, features, len(drafted))
         following, states, logits = list(tokens[1:]), features, []
         for token in (*drafted, None):
-            feedback, row = self._forward(following, states)
-            logits.append(row)
-            states = torch.cat((states, feedback[None]))
+            feedback, rows = self._forward(following, states)
+            logits.append(rows[-1])
+            states = torch.cat((states, feedback[-1:]))
             following += [] if token is None else [token]
         return torch.stack(logits)
+
+    def _parallel_logits(self, tokens: Sequence[int], features: torch.Tensor, num_masks: int) -> torch.Tensor:
+        """P-EAGLE's: behind the rows of the tokens those of the mask, all in one pass; whatever was drafted."""
+        hidden = self.tensors["mask_hidden"].reshape(1, -1)
+        state = self.features(hidden.chunk(len(self.config["eagle_aux_hidden_state_layer_ids"]), dim=-1))
+        following = [*tokens[1:], *[self.config["mask_token_id"]] * num_masks]
+        rows = self._forward(following, torch.cat((features, state.expand(num_masks, -1))))[1]
+        return rows[-num_masks - 1 :]
 
     def draft_chain(self, tokens: Sequence[int], features: torch.Tensor, depth: int) -> list[int]:
         """The greedy chain of `depth` drafts, as target ids; arguments as in `draft_logits`."""
@@ -65,7 +75,7 @@ class PaperDraftModel:
         return (best + self.offsets[best]).tolist()
 
     def _forward(self, tokens: Sequence[int], g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """All rows; of the last one, the state to feed back [H] and the logits [Vd]."""
+        """All rows: the states to feed back [n, H] and the logits [n, Vd]."""
         e = self.embedding[torch.tensor(list(tokens))]
         normed = self._norm(g, "layers.0.hidden_norm")
         a = torch.cat((self._norm(e, "layers.0.input_layernorm"), normed), dim=-1)
@@ -77,7 +87,7 @@ class PaperDraftModel:
             gated = F.silu(self._linear(m, layer, "mlp.gate_proj")) * self._linear(m, layer, "mlp.up_proj")
             h = h + self._linear(gated, layer, "mlp.down_proj")
         z = self._norm(h, "norm")
-        return (z if self.config["norm_output"] else h)[-1], z[-1] @ self.lm_head.T
+        return z if self.config["norm_output"] else h, z @ self.lm_head.T
 
     def _attend(self, a: torch.Tensor, layer: int) -> torch.Tensor:
         count, width = a.shape[0], self.layer["head_dim"]

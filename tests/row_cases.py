@@ -9,6 +9,7 @@ from kernel_cases import Arrays, Bench, poisoned, random_topology, unwritten
 from lowlat.kernels import reference
 from lowlat.kernels.attention.kv_compact import kv_compact, kv_compact_layer
 from lowlat.kernels.attention.kv_write import kv_write
+from lowlat.kernels.rows import draft_block
 from lowlat.kernels.rows import draft_level as draft_level
 from lowlat.kernels.rows import draft_rows as draft_rows
 from lowlat.kernels.toolchain.kernel import KernelCall
@@ -152,6 +153,43 @@ def check_prefill_rows(bench: Bench, seed: int, *, width: int, start: int, live:
     after = compare_alone(bench, arrays, "draft_prefill_rows", draft_rows.draft_prefill_rows, block_size=BLOCK)
     kept = (after["block_features"] != before).any(1)
     assert int(kept.sum()) == live // BLOCK
+
+
+def check_block(bench: Bench, seed: int, *, width: int, batch: int = 4, accepted: int = 4, drafting: int = 3) -> None:
+    """The rows of a drafter that drafts all positions at once, and those of them that draft."""
+    torch.manual_seed(seed)
+    count = accepted + drafting - 1
+    arrays = {
+        "tokens": torch.randint(0, 99, (batch, accepted), dtype=torch.int32),
+        "hidden": bf16(batch * accepted, width),
+        "commit_lens": torch.randint(0, accepted + 1, (batch,), dtype=torch.int32),
+        "dense_lens": torch.randint(3, 1000, (batch,), dtype=torch.int32),
+        "mask_state": bf16(1, width)[0],
+        "out": poisoned(batch * count, width, dtype=torch.bfloat16),
+        **{name: poisoned(batch, count) for name in ("block_tokens", "block_positions")},
+        "block_live": poisoned(batch, count, dtype=torch.uint8),
+        "drafting_live": poisoned(batch, drafting, dtype=torch.uint8),
+        "drafting_positions": poisoned(batch, drafting),
+    }
+    arrays["draft_live"] = ((arrays["commit_lens"] > 0) & (torch.rand(batch) < 0.8)).to(torch.uint8)
+    after = compare_alone(bench, arrays, "block_rows", draft_block.block_rows, mask_token=7)
+    live = arrays["draft_live"].bool()
+    assert torch.equal(after["block_live"].sum(1)[live], (arrays["commit_lens"] + drafting - 1)[live])
+    assert not after["block_live"][~live].any() and not after["out"].reshape(batch, -1)[~live].any()
+    arrays = {"x": bf16(batch * count, width), "commit_lens": arrays["commit_lens"]}
+    arrays["out"] = poisoned(batch * drafting, width, dtype=torch.bfloat16)
+    compare_alone(bench, arrays, "take_block", draft_block.take_block)
+    lens = torch.randint(0, accepted + 1, (batch,), dtype=torch.int32)
+    arrays = {
+        "accepted_tokens": torch.randint(0, 99, (batch, accepted), dtype=torch.int32),
+        "commit_lens": lens,
+        "draft_live": ((lens > 0) & (torch.rand(batch) < 0.8)).to(torch.uint8),
+        "draft_lens": torch.randint(3, 1000, (batch,), dtype=torch.int32),
+        **{name: poisoned(batch, count) for name in ("tokens", "positions")},
+        "row_live": poisoned(batch, count, dtype=torch.uint8),
+        "write_lens": poisoned(batch),
+    }
+    compare_alone(bench, arrays, "mask_rows", draft_block.mask_rows, mask_token=9)
 
 
 def check_level(bench: Bench, seed: int, *, width: int, batch: int = 3, above: int = 2, wide: int = 3) -> None:

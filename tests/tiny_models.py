@@ -170,8 +170,8 @@ def random_draft_model(directory: Path, target: Any, *, seed: int = 0, **flags: 
 
     flags  norm_before_fc, fc_norm, norm_output, norm_before_residual, qk_norm (a Qwen3 layer), attention_bias,
            mlp_bias, own_embedding, own_lm_head (True), draft_vocab_size, captures, final_hidden (no fc), windows (one
-           for each layer, None: full attention), and geometry: num_hidden_layers, hidden_size, num_attention_heads,
-           num_key_value_heads, head_dim, intermediate_size, rope_theta
+           for each layer, None: full attention), mask_token (a P-EAGLE head), and geometry: num_hidden_layers,
+           hidden_size, num_attention_heads, num_key_value_heads, head_dim, intermediate_size, rope_theta
     """
     config = draft_config(target, **flags)
     generator = torch.Generator().manual_seed(seed)
@@ -210,9 +210,11 @@ def draft_config(target: Any, **flags: Any) -> dict[str, Any]:
         layer["layer_types"] = ["sliding_attention" if window else "full_attention" for window in windows]
     features = () if flags.get("final_hidden") else flags.get("captures", (0, 2, config.num_hidden_layers))
     switches = ("norm_before_fc", "fc_norm", "norm_output", "norm_before_residual")
+    parallel = flags.get("mask_token") is not None
     return {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
+        "architectures": ["PEagleSpeculator" if parallel else "Eagle3Speculator"],
+        "speculators_model_type": "peagle" if parallel else "eagle3",
+        **({"mask_token_id": flags["mask_token"]} if parallel else {}),
         "draft_vocab_size": flags.get("draft_vocab_size", config.vocab_size),
         "target_hidden_size": config.hidden_size,
         "eagle_aux_hidden_state_layer_ids": list(features),
@@ -232,6 +234,8 @@ def _head_shapes(config: dict[str, Any], flags: dict[str, Any]) -> dict[str, tup
     shapes: dict[str, tuple[int, ...]] = {"norm.weight": (width,)}
     if count:
         shapes["fc.weight"] = (width, count * target)
+    if flags.get("mask_token") is not None:
+        shapes["mask_hidden"] = (1, 1, count * target)
     for number in range(layer["num_hidden_layers"]):
         own, read = f"layers.{number}", width if number else 2 * width
         for name in ("input_layernorm", "post_attention_layernorm", *(() if number else ("hidden_norm",))):
@@ -268,7 +272,7 @@ def _random_head_values(name: str, shape: tuple[int, ...], generator: torch.Gene
         return 1 + 0.2 * noise
     if name.endswith("bias"):
         return 0.3 * noise
-    if "embed_tokens" in name:
+    if "embed_tokens" in name or name == "mask_hidden":
         return noise
     return (3 if "lm_head" in name else 1) * noise / math.sqrt(shape[-1])
 

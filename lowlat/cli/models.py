@@ -10,7 +10,7 @@ from lowlat.cli.console import progress_bar
 from lowlat.models.target import fetch_target, read_model_config
 from lowlat.options.config import SpeculativeConfig
 from lowlat.options.model_names import find_repository
-from lowlat.speculators.methods import fetch_speculator
+from lowlat.speculators.methods import draft_method, fetch_speculator
 
 __all__ = ["local_draft_model", "local_target", "outlined"]
 
@@ -32,11 +32,13 @@ def local_target(model: Path, dtype: str = "auto") -> Path:
 
 
 def local_draft_model(model: Path, target: Path | None) -> Path:
-    """The directory of an EAGLE3 draft model, fetched where it is a repository's name and fits. Raises ConfigError."""
+    """The directory of a draft model, fetched where it is a repository's name and fits. Raises ConfigError."""
     with _bar(model) as update:
         if target is None or find_repository(model) is None:
             return hub.fetch(model, progress=update)
-        options = fetch_speculator(SpeculativeConfig(model=model), read_model_config(target), update)
+        options = fetch_speculator(
+            SpeculativeConfig(model=model, method=draft_method(model)), read_model_config(target), update
+        )
         return Path(str(options.model))
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 __all__ = ["AttentionWidths", "DraftConfig", "ExpertsConfig", "ModelConfig", "RopeConfig"]
 
-DraftLayout = Literal["safeai", "specforge", "modelopt", "speculators", "deepspec"]
+DraftLayout = Literal["safeai", "specforge", "modelopt", "speculators", "deepspec", "z-lab"]
 ComputeDtype = Literal["bfloat16", "float32"]
 
 
@@ -91,7 +91,7 @@ class ModelConfig(AttentionWidths):
 
 @dataclass(frozen=True)
 class DraftConfig(AttentionWidths):
-    """An EAGLE3 draft model's geometry and flags, every capture convention already turned into boundaries.
+    """A draft model's geometry and flags (EAGLE3, P-EAGLE, DFlash), capture conventions turned into boundaries.
 
     Boundary b is the target's residual stream entering layer b, 0 to L (L: after the last layer, before the
     final norm). Source: EAGLE-3, arXiv 2503.01840; SpecForge, ModelOpt and speculators exporters.
@@ -124,3 +124,12 @@ class DraftConfig(AttentionWidths):
     own_embedding: bool = False
     own_lm_head: bool = True
     own_draft_map: bool = True  # the checkpoint carries d2t
+    mask_token: int | None = None  # of rows whose token is not known; None: EAGLE3, which has none
+    block_size: int | None = None  # of DFlash, the last known token included; None: another's
+
+    @property
+    def method(self) -> str:
+        """The method of speculation that it is for."""
+        if self.block_size is not None:
+            return "dflash"
+        return "eagle3" if self.mask_token is None else "peagle"

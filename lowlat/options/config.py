@@ -25,6 +25,8 @@ METHOD_OPTIONS: dict[str, tuple[str, ...]] = {
     "eagle3": ("model", "capture_layers", "draft_window", "text_drafts", *_TREES),
     "ngram": ("prompt_lookup_min", "prompt_lookup_max"),
     "suffix": ("suffix_cache_max_depth", "max_spec_factor", "min_token_prob"),
+    "peagle": ("model", "capture_layers", "draft_window", *_TREES),
+    "dflash": ("model", "capture_layers", *_TREES),
 }
 
 
@@ -33,11 +35,11 @@ METHOD_OPTIONS: dict[str, tuple[str, ...]] = {
 class SpeculativeConfig:
     """How to speculate: the method, the depth, and the tree.
 
-    `method` is "eagle3", with the draft model `model`, a directory or `ORG/NAME[@REVISION]`, or "ngram", which needs
-    none: it drafts what followed the longest suffix of the text, `prompt_lookup_min` to `prompt_lookup_max` tokens,
-    where it stood before. "suffix" needs none either: it drafts what followed endings of the text most often. With
-    `text_drafts` a draft model has such drafts beside it: each step verifies, by slot, those of which more should be
-    accepted.
+    `method` is "eagle3", "peagle" or "dflash", with a draft model of that kind, `model`, a directory or
+    `ORG/NAME[@REVISION]`; or "ngram", which needs none: it drafts what followed the longest suffix of the text,
+    `prompt_lookup_min` to `prompt_lookup_max` tokens, where it stood before. "suffix" needs none either: it drafts what
+    followed endings of the text most often. With `text_drafts` EAGLE3's model has such drafts beside it: each step
+    verifies, by slot, those of which more should be accepted.
     num_speculative_tokens is S, the depth; a chain verifies S + 1 rows a slot. `tree` is a path or the list of paths
     itself, each a list of child ranks; None is the chain. Limits of the tree that are None take what it needs.
     Boundary b of `capture_layers` is the residual stream entering layer b. Without `strict`, a draft model that does
@@ -46,7 +48,7 @@ class SpeculativeConfig:
 
     model: str | Path | None = declare(
         None,
-        "An EAGLE3 draft model for it: a directory, or ORG/NAME.",
+        "A draft model for it, EAGLE3, P-EAGLE or DFlash: a directory, or ORG/NAME.",
         key="head",
         aliases=("draft_model",),
         metavar="MODEL",
@@ -119,8 +121,8 @@ class SpeculativeConfig:
         """The options of the method, and that none of another method was given."""
         own = METHOD_OPTIONS[self.method] + (() if self.text_drafts is None else METHOD_OPTIONS[self.text_drafts])
         for method, names in METHOD_OPTIONS.items():
-            for name in names:
-                if name not in own and getattr(self, name) != getattr(SpeculativeConfig, name):
+            for name in set(names).difference(own):
+                if getattr(self, name) != getattr(SpeculativeConfig, name):
                     raise ConfigError(f"{name} is an option of method {method!r}, and method is {self.method!r}")
         if self.text_drafts is not None and self.tree is not None:
             raise ConfigError(f"text_drafts {self.text_drafts!r} goes with a chain, and tree asks for more")

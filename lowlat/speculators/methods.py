@@ -1,22 +1,49 @@
-"""The methods of speculation by name, and the one that the options ask for."""
+"""The methods of speculation by name, the one that the options ask for, and the one that a draft model is for."""
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
 
 from lowlat.checkpoint import hub
 from lowlat.models.geometry import ModelConfig
+from lowlat.models.hf_config import read_config
 from lowlat.options.config import SpeculativeConfig
 from lowlat.speculators.base import LoadedSpeculator, Speculator
+from lowlat.speculators.dflash.speculator import DflashSpeculator
+from lowlat.speculators.eagle3.config import MASK_KEYS
 from lowlat.speculators.eagle3.speculator import Eagle3Speculator
 from lowlat.speculators.ngram.speculator import NgramSpeculator
+from lowlat.speculators.peagle.speculator import PeagleSpeculator
 from lowlat.speculators.suffix.beside import TextBeside
 from lowlat.speculators.suffix.speculator import SuffixSpeculator
 
-__all__ = ["METHODS", "fetch_speculator", "load_speculator", "plan_speculator"]
+__all__ = ["METHODS", "draft_method", "fetch_speculator", "load_speculator", "plan_speculator"]
 
-_CLASSES: tuple[type[Speculator], ...] = (Eagle3Speculator, NgramSpeculator, SuffixSpeculator)
+_CLASSES: tuple[type[Speculator], ...] = (
+    DflashSpeculator,
+    Eagle3Speculator,
+    NgramSpeculator,
+    PeagleSpeculator,
+    SuffixSpeculator,
+)
 METHODS: Mapping[str, type[Speculator]] = MappingProxyType({each.method: each for each in _CLASSES})
+
+
+def draft_method(model: str | Path) -> str:
+    """The method that a draft model is for, as its config.json says; `model` is a directory or `ORG/NAME`.
+
+    One that says nothing of itself is taken for EAGLE3's; its loader then refuses by name what is none. Raises
+    ConfigError for a config that cannot be read.
+    """
+    with hub.outline(model) as found:
+        config = read_config(found.directory).values
+    kind = config.get("speculators_model_type")
+    if isinstance(kind, str) and kind in METHODS:
+        return kind
+    if isinstance(config.get("dflash_config"), dict):
+        return "dflash"
+    return "peagle" if any(config.get(key) is not None for key in MASK_KEYS) else "eagle3"
 
 
 def plan_speculator(options: SpeculativeConfig, target: ModelConfig) -> Speculator:

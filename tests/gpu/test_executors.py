@@ -10,13 +10,14 @@ import torch
 from lockstep import Lockstep
 from recording import Recorder, check_invariants, prompt_of, run_all
 from safetensors.torch import load_file, save_file
+from tiny_dflash import dflash_draft_model
 from tiny_models import PairPaths, copying_draft_model, make_pair, make_target, mxfp4_target
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.executors.eager import EagerExecutor
 from lowlat.graphs import Bucket
 from lowlat.models.target import load_target
-from lowlat.speculators.eagle3.weights import load_draft_model
+from lowlat.speculators.methods import draft_method, load_speculator
 
 DEMO = Path(__file__).parents[2] / "lowlat" / "demo"
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 64}
@@ -25,6 +26,8 @@ TREE = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (1, 0, 0
 FORMS: dict[str, dict[str, Any]] = {
     "layers": {"num_hidden_layers": 3, "windows": (None, 40, 40)},
     "features": {"final_hidden": True, "windows": (24,)},
+    "peagle": {"mask_token": 9, "num_hidden_layers": 2, "fc_norm": True},
+    "dflash": {"layout": "z-lab"},
 }
 NAMES = ["llama", "mistral", "qwen2", "qwen3", "gpt_oss", "mxfp4", "alike", *FORMS, "demo"]
 MODES: dict[str, dict[str, Any]] = {
@@ -50,7 +53,10 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PairPaths]:
         folder = tmp_path_factory.mktemp(name)
         made[name] = PairPaths(folder / "target", folder / "head")
         target = make_target(made[name].target, "llama", gain=0.45, num_hidden_layers=2, **SIZES)
-        copying_draft_model(made[name].head, target, draft_vocab_size=80, **form)
+        if "layout" in form:
+            dflash_draft_model(made[name].head, target, copies=True)
+        else:
+            copying_draft_model(made[name].head, target, draft_vocab_size=80, **form)
     return {**made, "demo": PairPaths(DEMO / "target", DEMO / "head")}
 
 
@@ -73,7 +79,8 @@ def mixture(directory: Path, *, alike: bool) -> PairPaths:
 
 def load(pair: PairPaths, executor: str, *, tree: Any = None, depth: int = 7, **options: Any) -> Runtime:
     """A runtime that speculates, in bfloat16."""
-    config = SpeculativeConfig(model=pair.head, num_speculative_tokens=depth, tree=tree, strict=True)
+    method = draft_method(pair.head)
+    config = SpeculativeConfig(model=pair.head, method=method, num_speculative_tokens=depth, tree=tree, strict=True)
     return Runtime.load(pair.target, config, **{**OPTIONS, "dtype": "bfloat16", "executor": executor, **options})
 
 
@@ -85,7 +92,8 @@ def params(mode: str, seed: int = 7, max_tokens: int = 40) -> SamplingParams:
 def canonical_weights(pair: PairPaths) -> dict[str, torch.Tensor]:
     """What the checkpoints hold, on the device."""
     target = load_target(pair.target, dtype="bfloat16")
-    head = load_draft_model(pair.head, target.config)
+    options = SpeculativeConfig(model=pair.head, method=draft_method(pair.head))
+    head = load_speculator(options, target.config)
     return {name: tensor.cuda() for name, tensor in {**target.weights, **head.weights}.items()}
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from kernel_cases import Bench, simulate
 from row_cases import (
+    check_block,
     check_boundary,
     check_compaction,
     check_features,
@@ -37,4 +38,5 @@ def test_prefill_rows(start: int, live: int) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_levels_and_writes(seed: int) -> None:
     check_level(BENCH, seed, width=24)
+    check_block(BENCH, seed, width=24, accepted=1 + seed, drafting=2 + seed)
     check_write(BENCH, seed, heads=1 + seed, dim=8 + 8 * seed)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
+from tiny_dflash import dflash_draft_model
 from tiny_models import FAMILIES, make_target, mxfp4_target, random_draft_model
 
 from lowlat.cli.commands.compare import command
@@ -29,6 +30,8 @@ HEADS: dict[str, dict[str, Any]] = {
     "five-captures": {"captures": (1, 2, 3, 3, 3)},
     "three-layers": {"num_hidden_layers": 3, "windows": (None, 9, 9), "norm_before_residual": True},
     "no-features": {"final_hidden": True},
+    "p-eagle": {"mask_token": 5, "num_hidden_layers": 3, "norm_before_fc": True},
+    "p-eagle-of-one-layer": {"mask_token": 6, "fc_norm": True, "own_embedding": True, "hidden_size": 20},
 }
 
 
@@ -72,6 +75,12 @@ def test_every_stage_of_a_target_agrees_with_transformers(family: str, tmp_path:
     assert [stage["num_rows"] for stage in report["stages"]] == [53] * 4 + [6] * 2
     assert all(stage["cosine"] > 0.999999 and stage["max_difference"] < 1e-3 for stage in report["stages"])
     assert report["stages"][-1]["top_k_overlap"] > 0.99
+
+
+def test_a_dflash_draft_model_is_refused_by_name(tmp_path: Path) -> None:
+    dflash_draft_model(tmp_path / "head", make_target(tmp_path / "target", "qwen3"))
+    with pytest.raises(ConfigError, match="method 'dflash' cannot be compared, those of eagle3 and peagle can"):
+        record(tmp_path / "target", tmp_path / "head", [1, 2, 3])
 
 
 @pytest.mark.parametrize("name", HEADS)

@@ -9,11 +9,13 @@ import pytest
 import torch
 from recording import Depth, Recorder, prompt_of, run_all
 from stages import later, staged
+from tiny_dflash import dflash_draft_model
 from tiny_models import DISTINCT_FAMILIES, STAGED_FAMILIES, PairPaths, copying_draft_model, make_pair, make_target
 
 import lowlat
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.errors import RequestError
+from lowlat.speculators.methods import draft_method
 from lowlat.step import state
 
 MAX_TOKENS = 21
@@ -55,11 +57,9 @@ def params(mode: str, seed: int = 7, max_tokens: int = MAX_TOKENS, **others: Any
 
 def load(pair: PairPaths, depth: int = 7, *, tree: Any = None, method: Any = "eagle3", **options: Any) -> Runtime:
     """A runtime that speculates; a draft model that does not load is an error."""
-    own: dict[str, Any] = {
-        "eagle3": {"model": pair.head, "tree": tree},
-        "beside": {"model": pair.head, "text_drafts": "suffix"},
-        "ngram": {"prompt_lookup_min": 1},
-    }.get(method, {})
+    model: dict[str, Any] = {"model": pair.head, "tree": tree}
+    others = {"ngram": {"prompt_lookup_min": 1}, "suffix": {}, "beside": {**model, "text_drafts": "suffix"}}
+    own: dict[str, Any] = others.get(method, model)
     config = SpeculativeConfig(
         method="eagle3" if method == "beside" else method, num_speculative_tokens=depth, strict=True, **own
     )
@@ -168,17 +168,25 @@ def test_trees_accept_what_chains_cannot(pairs: dict[str, PairPaths]) -> None:
         ({"windows": (5,), "norm_before_residual": False}, "penalised"),
         ({"final_hidden": True, "num_hidden_layers": 2}, "filtered"),
         ({"captures": (0, 0, 1, 2, 2), "fc_norm": True, "norm_output": True}, "greedy"),
+        ({"mask_token": 5, "num_hidden_layers": 4}, "greedy"),
+        ({"mask_token": 9, "num_hidden_layers": 2, "windows": (6, None), "fc_norm": True}, "sampled"),
+        ({"layout": "z-lab", "copies": True}, "greedy"),
+        ({"layout": "speculators", "copies": True, "num_hidden_layers": 1}, "sampled"),
     ],
-    ids=["layers", "layers and windows", "window", "no features", "eagle-3.1 of five"],
+    ids=str,
 )
 def test_no_form_of_draft_model_changes_anything(form: dict[str, Any], mode: str, tmp_path: Path) -> None:
     pair, sampling = PairPaths(tmp_path / "target", tmp_path / "head"), params(mode)
     target = make_target(pair.target, "llama", gain=0.45, num_hidden_layers=2)
-    copying_draft_model(pair.head, target, draft_vocab_size=80, **form)
+    if "layout" in form:
+        dflash_draft_model(pair.head, target, **form)
+    else:
+        copying_draft_model(pair.head, target, draft_vocab_size=80, **form)
+    method = draft_method(pair.head)
     prompts = [prompt_of(21), prompt_of(8, seed=1)]
     expected = [baseline(pair, prompt, sampling) for prompt in prompts]
     for tree in (None, TREES["bushy"]):
-        with load(pair, 3 if tree else 5, tree=tree) as runtime:
+        with load(pair, 3 if tree else 5, tree=tree, method=method) as runtime:
             for prompt, trace in zip(prompts * 2, expected * 2, strict=True):  # the second time, prefixes are found
                 assert_same(traced(runtime, prompt, sampling, lambda number: 3 * (number % 4 > 0)), trace)
             speculation = runtime.summary()["eagle_speculation"]

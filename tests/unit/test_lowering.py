@@ -260,6 +260,19 @@ def test_a_draft_model_s_layers_before_its_last_cost_what_a_target_s_do(lowered:
         assert kinds_of(lowered("llama+several_layers", depth, 2), *drafting) == expected
 
 
+@pytest.mark.parametrize("depth", [2, 7])
+def test_parallel_drafts_cost_one_pass_whatever_their_number(depth: int, lowered: LoweredPairs) -> None:
+    """The draft model's weights are read once: each product stands there once."""
+    drafting = [stage for stage in Stage if stage.startswith("EAGLE_DRAFT_") and stage is not Stage.EAGLE_DRAFT_FC]
+    for batch in (0, 1):
+        kinds = kinds_of(lowered("llama+parallel", depth, batch), *drafting)
+        assert sum(kind.startswith("decode_gemm") for kind in kinds) == 10  # two layers', the LM head's
+        assert kinds.count("take_block") == 2 and kinds.count("draft_input") == 1
+        kinds = kinds_of(lowered("llama+dflash", depth, batch), *drafting)
+        products = sum(kind.startswith("decode_gemm") for kind in kinds)
+        assert products == 2 * 5 + 1 + (2 if batch else 0)  # of accepted rows keys and values alone, behind fc
+
+
 def test_no_row_count_has_other_kernels_but_products_and_attention(lowered: LoweredPairs) -> None:
     """What decides bits must not depend on the bucket: plans of products and of attention may, and change none, and
     norms may be made by the product after them."""

@@ -1,4 +1,4 @@
-"""The EAGLE3 head against plain torch from the paper's equations, fed with transformers' features."""
+"""EAGLE3 and P-EAGLE heads against plain torch from the papers' equations, fed with transformers' features."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,6 +8,7 @@ import pytest
 import torch
 from paper_draft_model import PaperDraftModel
 from recording import check_invariants, prompt_of, run_all, run_one
+from tiny_dflash import PaperDflash, dflash_draft_model
 from tiny_models import make_target, random_draft_model, residual_streams
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
@@ -54,6 +55,24 @@ FLAGS: dict[str, Mapping[str, Any]] = {
     "two-windows": {"num_hidden_layers": 2, "windows": (7, 7)},
     "no-features": {"final_hidden": True},
     "no-features-three-layers": {"final_hidden": True, "num_hidden_layers": 3, "norm_output": True},
+    "p-eagle": {"mask_token": 7},
+    "p-eagle-four-layers": (
+        {
+            "mask_token": 96,
+            "num_hidden_layers": 4,
+            "norm_before_fc": True,
+            "own_embedding": True,
+            "attention_bias": True,
+        }
+        | {"draft_vocab_size": 50, "hidden_size": 24, "norm_before_residual": True}
+    ),
+    "p-eagle-window": {"mask_token": 0, "num_hidden_layers": 2, "windows": (None, 6), "fc_norm": True, "qk_norm": True},
+    "dflash": {"layout": "z-lab"},
+    "dflash-speculators": (
+        {"layout": "speculators", "num_hidden_layers": 3, "draft_vocab_size": 40, "own_lm_head": True}
+        | {"own_embedding": True, "hidden_size": 24, "captures": (0, 1, 2, 3), "attention_bias": True}
+    ),
+    "dflash-one-layer": {"layout": "z-lab", "num_hidden_layers": 1, "qk_norm": False, "num_key_value_heads": 1},
     "all-at-once": (
         {"norm_before_fc": True, "norm_output": True, "norm_before_residual": True, "qk_norm": True}
         | {"draft_vocab_size": 50, "hidden_size": 24, "own_embedding": True}
@@ -67,13 +86,20 @@ class Pair:
     def __init__(self, path: Path, family: str, window: int | None = None, **flags: Any) -> None:
         self.target_dir, self.head_dir, self.window = path / "target", path / "head", window
         self.model = make_target(self.target_dir, family, seed=5)
-        config, tensors = random_draft_model(self.head_dir, self.model, seed=6, **flags)
-        self.paper = PaperDraftModel(config, tensors, self.model, window)
-        self.captures = config["eagle_aux_hidden_state_layer_ids"] or [self.model.config.num_hidden_layers]
+        if "layout" in flags:
+            config, tensors = dflash_draft_model(self.head_dir, self.model, seed=6, **flags)
+            self.paper: PaperDraftModel = PaperDflash(config, tensors, self.model)
+            self.captures = config["aux_hidden_state_layer_ids"]
+        else:
+            config, tensors = random_draft_model(self.head_dir, self.model, seed=6, **flags)
+            self.paper = PaperDraftModel(config, tensors, self.model, window)
+            self.captures = config["eagle_aux_hidden_state_layer_ids"] or [self.model.config.num_hidden_layers]
+        self.method = config["speculators_model_type"]
 
     def load(self, depth: int, **speculative: Any) -> Runtime:
         """A runtime that speculates; a head that does not load is an error."""
         config = SpeculativeConfig(
+            method=self.method,
             model=self.head_dir,
             num_speculative_tokens=depth,
             draft_window=self.window,
@@ -99,7 +125,9 @@ def check_drafts(pair: Pair, runtime: Runtime, tokens: list[int], depth: int, fi
     assert drafts == pair.paper.draft_chain(tokens, features, depth)
     expected = pair.paper.draft_logits(tokens, features, drafts[:-1])
     scratch = runtime.executor.scratch(Bucket.first_token(depth) if first else runtime.ladder.choose(1, depth))
-    found = torch.stack([scratch[f"draft.{level}.logits"][0] for level in range(depth)])
+    levels = [scratch[f"draft.{level}.logits"][0] for level in range(depth if pair.method == "eagle3" else 0)]
+    first_mask = int(pair.method == "dflash")
+    found = torch.stack(levels) if levels else scratch["draft.0.logits"][first_mask : first_mask + depth]
     difference = (found - expected).abs().amax() / expected.abs().amax()
     assert difference < TOLERANCE, f"relative difference {difference:.2e}"
 
@@ -145,10 +173,21 @@ def test_drafts_equal_the_paper_after_every_acceptance(name: str, family: str, t
     assert set(accepted) >= {0, 1, 2, 3}
 
 
-@pytest.mark.parametrize(("length", "layers"), [(1, 2), (2, 1), (8, 2), (9, 1), (10, 2), (33, 2)])
-def test_drafts_equal_the_paper_at_every_length_of_prompt(length: int, layers: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("length", "flags"),
+    [
+        *(
+            (length, {"num_hidden_layers": layers})
+            for length, layers in ((1, 2), (2, 1), (8, 2), (9, 1), (10, 2), (33, 2))
+        ),
+        *((length, {"mask_token": 5, "num_hidden_layers": length % 3 + 1}) for length in (1, 8, 9, 10)),
+        *((length, {"layout": "z-lab"}) for length in (1, 8, 9, 10)),
+    ],
+    ids=str,
+)
+def test_drafts_equal_the_paper_at_every_length_of_prompt(length: int, flags: dict[str, Any], tmp_path: Path) -> None:
     """One token, whole chunks, one more and one less than a chunk."""
-    pair = Pair(tmp_path, "qwen3", num_hidden_layers=layers)
+    pair = Pair(tmp_path, "qwen3", **flags)
     prompt = prompt_of(length, seed=length)
     with pair.load(2) as runtime:
         runtime.submit(prompt, SamplingParams(max_tokens=MAX_TOKENS, seed=1))
@@ -156,10 +195,13 @@ def test_drafts_equal_the_paper_at_every_length_of_prompt(length: int, layers: i
         drive(pair, runtime, prompt, cold, depths=[2])
 
 
+@pytest.mark.parametrize("flags", [{"fc_norm": True}, {"mask_token": 3}, {"layout": "z-lab"}], ids=str)
 @pytest.mark.parametrize(("depths", "layers"), [((3, 0, 0, 2, 0, 5), 1), ((0, 7), 1), ((1, 4, 2, 0), 2), ((6,), 2)])
-def test_drafts_equal_the_paper_when_the_depth_changes(depths: tuple[int, ...], layers: int, tmp_path: Path) -> None:
+def test_drafts_equal_the_paper_when_the_depth_changes(
+    depths: tuple[int, ...], layers: int, flags: dict[str, Any], tmp_path: Path
+) -> None:
     """Steps without speculation extend the head's KV as well, so drafts after them are as good as ever."""
-    pair = Pair(tmp_path, "llama", fc_norm=True, num_hidden_layers=layers)
+    pair = Pair(tmp_path, "llama", num_hidden_layers=layers, **flags)
     prompt = prompt_of(11)
     with pair.load(7) as runtime:
         truth = run_one(runtime, prompt, SamplingParams(max_tokens=MAX_TOKENS), depth=0)
@@ -193,7 +235,9 @@ def test_capture_layers_override_those_of_the_head(tmp_path: Path) -> None:
         drive(pair, runtime, prompt, truth, depths=[3])
 
 
-@pytest.mark.parametrize("name", ["plain", "norm_output", "d2t", "two-layers-one-window"])
+@pytest.mark.parametrize(
+    "name", ["plain", "norm_output", "d2t", "two-layers-one-window", "p-eagle", "p-eagle-four-layers"]
+)
 def test_a_trees_nodes_are_the_papers_likeliest_children(name: str, tmp_path: Path) -> None:
     """Node (0, 1) is the second likeliest token after the likeliest: by the paper, along each path on its own."""
     pair = Pair(tmp_path, "llama", **FLAGS[name])

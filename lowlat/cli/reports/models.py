@@ -23,7 +23,7 @@ from lowlat.models.weight_plan import weight_plan
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig, options_from
 from lowlat.speculators.eagle3.capture import IDS_KEY, OUTPUTS_KEY, default_boundaries
 from lowlat.speculators.eagle3.config import parse_draft
-from lowlat.speculators.eagle3.weights import draft_weight_plan
+from lowlat.speculators.methods import draft_method, plan_speculator
 
 __all__ = ["download_report", "draft_report", "model_report"]
 
@@ -130,12 +130,21 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def draft_report(directory: Path, target: Path, capture_layers: tuple[int, ...] | None) -> dict[str, Any]:
-    """A head's geometry, flags, layout, boundaries with the convention found, draft vocabulary; from headers.
+    """A draft model's method, geometry, flags, layout, boundaries and their convention, draft vocabulary; by headers.
 
     Raises ConfigError for a draft model that does not fit its target.
     """
     target_config = read_model_config(target)
-    head, _, notes = parse_draft(directory, target_config, capture_layers)
+    method = draft_method(directory)
+    speculative = SpeculativeConfig(
+        method=method, model=directory, capture_layers=capture_layers, num_speculative_tokens=1
+    )
+    speculator = plan_speculator(speculative, target_config)
+    head, notes = speculator.draft_config, tuple[str, ...]()
+    if head is None:
+        raise ConfigError(f"{directory}: method {method!r} has no draft model")
+    if method != "dflash":
+        _, _, notes = parse_draft(directory, target_config, capture_layers, method)
     values = _plain(asdict(head))
     boundaries = values.pop("capture_boundaries")
     flags = {name: values.pop(name) for name, value in list(values.items()) if isinstance(value, bool)}
@@ -143,6 +152,7 @@ def draft_report(directory: Path, target: Path, capture_layers: tuple[int, ...] 
     return {
         "directory": str(directory),
         "target": str(target),
+        "method": head.method,
         "layout": head.layout,
         "geometry": values,
         "flags": flags,
@@ -159,7 +169,7 @@ def draft_report(directory: Path, target: Path, capture_layers: tuple[int, ...] 
             "lm_head": "the draft model's own" if head.own_lm_head else "the target's",
             "embedding": "the draft model's own" if head.own_embedding else "the target's",
         },
-        "parts": parts_of(draft_weight_plan(head, dtype=target_config.dtype)),
+        "parts": parts_of(speculator.weight_plan(target_config.dtype)),
         "notes": list(notes),
     }
 
@@ -172,6 +182,8 @@ def _convention(directory: Path, head: DraftConfig, *, overridden: bool) -> dict
         meaning = "boundaries, from --capture-layers"
     elif head.final_hidden:
         return {"ids": None, "ids_from": None, "convention": "no auxiliary features: the target's final hidden state"}
+    elif ids is None and head.method == "dflash":
+        meaning = "no ids: layers spread evenly, from the second to the fourth before the end; outputs"
     elif ids is None:
         meaning = "no ids: the default boundaries 2, N / 2, N - 3"
     elif ids == boundaries:
@@ -185,9 +197,13 @@ def _named_ids(config: Fields) -> tuple[str | None, list[int] | None]:
     """The ids that a draft model's config names and under which key; it has been checked that all places agree."""
     eagle = config.values.get("eagle_config")
     nested = eagle if isinstance(eagle, dict) else {}
+    own = config.values.get("dflash_config")
+    block = own if isinstance(own, dict) else {}
     for place, values, key in (
         (IDS_KEY, config.values, IDS_KEY),
         (OUTPUTS_KEY, config.values, OUTPUTS_KEY),
+        ("aux_hidden_state_layer_ids", config.values, "aux_hidden_state_layer_ids"),
+        (f"dflash_config.{OUTPUTS_KEY}", block, OUTPUTS_KEY),
         ("eagle_config.layer_ids", nested, "layer_ids"),
         (f"eagle_config.{IDS_KEY}", nested, IDS_KEY),
     ):

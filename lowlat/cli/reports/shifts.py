@@ -15,7 +15,7 @@ from lowlat.host.runtime import Runtime
 from lowlat.models.target import read_model_config
 from lowlat.options.config import SpeculativeConfig
 from lowlat.options.request import SamplingParams
-from lowlat.speculators.eagle3.config import read_draft_config
+from lowlat.speculators.methods import draft_method, plan_speculator
 
 __all__ = ["SHIFTS", "ShiftResult", "measure_shifts", "read_prompts", "unshifted_is_best"]
 
@@ -86,7 +86,9 @@ def measure_shifts(
     ConfigError and RequestError.
     """
     config = read_model_config(target)
-    own = read_draft_config(head, config).capture_boundaries
+    method = draft_method(head)
+    draft = plan_speculator(SpeculativeConfig(model=head, method=method, num_speculative_tokens=1), config).draft_config
+    own = () if draft is None else draft.capture_boundaries
     results = []
     for shift in SHIFTS:
         boundaries = tuple(min(max(boundary + shift, 0), config.num_layers) for boundary in own)
@@ -94,7 +96,11 @@ def measure_shifts(
             results.append(ShiftResult(shift, boundaries, None, 0))
             continue
         speculative = SpeculativeConfig(
-            model=head, num_speculative_tokens=1, capture_layers=None if not shift else boundaries, strict=True
+            model=head,
+            method=method,
+            num_speculative_tokens=1,
+            capture_layers=None if not shift else boundaries,
+            strict=True,
         )
         with load_runtime(target, speculative, None, max_batch=BATCH, **options) as runtime:
             drafted, accepted = _first_position(runtime, prompts, max_tokens, chat)

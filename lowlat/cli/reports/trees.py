@@ -33,11 +33,14 @@ def tree_report(file: Path | None, chain: int | None, batch: int, target: Path, 
     """The tree of a file, or a chain, and its buffers in a pair's step. Raises ConfigError."""
     from lowlat.cli.reports.sizes import buffer_dict, plan_runtime
     from lowlat.cli.running import default_context
+    from lowlat.speculators.methods import draft_method
     from lowlat.speculators.tree.topology import TreeTopology
 
     topology = TreeTopology.from_choices(file) if file is not None else TreeTopology.chain(chain or 0)
     choices = [list(path) for path in topology.choices]
-    speculative = SpeculativeConfig(model=head, num_speculative_tokens=topology.depth, tree=choices)
+    speculative = SpeculativeConfig(
+        model=head, method=draft_method(head), num_speculative_tokens=topology.depth, tree=choices
+    )
     options = RuntimeConfig(max_batch=batch, max_context=default_context(target, None))
     program = plan_runtime(target, options, speculative).program(batch, topology.depth)
     return {

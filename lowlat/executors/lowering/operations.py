@@ -23,6 +23,7 @@ from lowlat.kernels.gemm.packing import gate_up_permutation
 from lowlat.kernels.moe.decode.experts import experts_down, experts_gate_up
 from lowlat.kernels.moe.prefill.experts import prefill_down, prefill_gate_up
 from lowlat.kernels.moe.router import router
+from lowlat.kernels.rows.draft_block import block_rows, mask_rows, take_block
 from lowlat.kernels.rows.draft_input import concat_norms
 from lowlat.kernels.rows.draft_level import assign_drafts, gather_level
 from lowlat.kernels.rows.draft_rows import (
@@ -110,7 +111,7 @@ def _attention(binding: Binding, op: Op) -> Sequence[Call]:
     given = binding.arguments(op)
     buffers = binding.program.buffers
     max_batch, max_context = buffers["tokens"].shape
-    nodes = buffers.get("draft_nodes", buffers["row_tokens"])
+    most = [given["row_masks"], buffers["row_tokens"], buffers.get("draft_nodes", buffers["row_tokens"])]
     return attention(
         **given,
         split=choose_split(max_batch, max_context, given["k_cache"].shape[1]),
@@ -118,7 +119,7 @@ def _attention(binding: Binding, op: Op) -> Sequence[Call]:
         workspace=binding.workspace,
         card=binding.card,
         early_metadata=op.stage is Stage.BASE_DECODE_STEP,
-        tail=max(nodes.shape[1], buffers["row_tokens"].shape[1]),  # no row has more ancestors than a slot has nodes
+        tail=max(each.shape[1] for each in most),  # no row has more ancestors than a slot has nodes, or such rows
     )
 
 
@@ -182,21 +183,10 @@ def _publish(binding: Binding, op: Op) -> Sequence[Call]:
 
 
 _BY_NAME = (
-    *(
-        accept,
-        accept_simulated,
-        add,
-        apply_commands,
-        assign_drafts,
-        cast,
-        choose_drafts,
-        commit,
-        concat_norms,
-        draft_prefill_rows,
-    ),
-    *(draft_rows, gather_features, gather_level, gather_rows, identity, join_features, kv_write, list_active_slots),
-    *(ngram_draft, prefill_kv_write, qk_norm, rms_norm, silu_mul, split_norms, store_boundary, suffix_draft),
-    *(tree_masks, truncate),
+    *(accept, accept_simulated, add, apply_commands, assign_drafts, block_rows, cast, choose_drafts, commit),
+    *(concat_norms, draft_prefill_rows, draft_rows, gather_features, gather_level, gather_rows, identity),
+    *(join_features, kv_write, list_active_slots, mask_rows, ngram_draft, prefill_kv_write, qk_norm, rms_norm),
+    *(silu_mul, split_norms, store_boundary, suffix_draft, take_block, tree_masks, truncate),
 )
 OPERATIONS: Mapping[str, Lower] = MappingProxyType(
     {

@@ -4,6 +4,7 @@ Where config and tensors could disagree, the tensors are trusted for sizes and p
 refused. It knows no weights. Source: SafeAILab/EAGLE, SpecForge, TensorRT Model Optimizer, speculators and DeepSpec.
 """
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,10 @@ from lowlat.models.hf_config import (
 )
 from lowlat.speculators.eagle3.capture import IDS_KEY, MAX_FEATURES, OUTPUTS_KEY, capture_boundaries
 from lowlat.speculators.eagle3.draft_file import DEEPSPEC, DraftFile
-from lowlat.speculators.eagle3.tensors import DraftTensors, open_draft_model
+from lowlat.speculators.eagle3.tensors import MASK_HIDDEN, DraftTensors, open_draft_model
 from lowlat.speculators.eagle3.windows import draft_windows
 
-__all__ = ["parse_draft", "read_draft_config"]
+__all__ = ["MASK_KEYS", "parse_draft", "read_draft_config"]
 
 ARCHITECTURES = (
     "LlamaForCausalLM",
@@ -31,20 +32,29 @@ ARCHITECTURES = (
     "Eagle3LlamaForCausalLM",
     "Eagle3DraftModel",
     "Eagle3Speculator",
+    "PEagleDraftModel",
+    "PEagleSpeculator",
     DEEPSPEC,
 )
+# The token that rows of P-EAGLE take where none is known, as speculators and the engines before it call it.
+MASK_KEYS = ("mask_token_id", "ptd_token_id", "pard_token")
 MAX_DRAFT_LAYERS = 16
 LAYER_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gpt_oss")
 # What speculators and other trainers write down beside the geometry.
 HARMLESS_HEAD_KEYS = HARMLESS_KEYS | {
     "auto_map",
+    "down_sample_ratio",
+    "down_sample_ratio_min",
     "dtype",
     "embed_requires_grad",
     "enable_sp_ulysses",
     "experts_per_token",
     "has_no_defaults_at_init",
+    "max_seq_len",
     "num_experts_per_tok",
     "num_local_experts",
+    "para_depths",
+    "prediction_loss_weight",
     "speculators_config",
     "speculators_version",
     "step_loss_decay",
@@ -212,6 +222,38 @@ def _num_features(file: DraftFile, tensors: DraftTensors, target: ModelConfig) -
     return count
 
 
+def _mask_token(file: DraftFile, tensors: DraftTensors, target: ModelConfig, num_features: int) -> int | None:
+    """The token of P-EAGLE's rows whose token is not known; None for EAGLE3, which has no such rows."""
+    if MASK_HIDDEN not in tensors:
+        return None
+    entry, width = tensors.checkpoint.entries[tensors.stored[MASK_HIDDEN]], num_features * target.hidden_size
+    if math.prod(entry.shape) != width or entry.shape[-1:] != (width,):
+        raise ConfigError(
+            f"{entry.file}: tensor {entry.name!r}: expected shape [1, 1, {width}], found {list(entry.shape)}"
+        )
+    found = {key: file.top.optional_integer(key, 0, target.vocab_size - 1) for key in MASK_KEYS}
+    given = {key: value for key, value in found.items() if value is not None}
+    if not given:
+        raise ConfigError(f"{file.top.label}: {MASK_KEYS[0]} is missing; a P-EAGLE draft model needs it")
+    if len(set(given.values())) > 1:
+        named = ", ".join(f"{key} {value}" for key, value in given.items())
+        raise ConfigError(f"{file.top.label}: the mask's token is contradictory: {named}")
+    return next(iter(given.values()))
+
+
+def _check_method(method: str | None, tensors: DraftTensors) -> None:
+    """Refuse a P-EAGLE draft model for EAGLE3, and the other way round."""
+    found = "peagle" if MASK_HIDDEN in tensors else "eagle3"
+    if method in (None, found):
+        return
+    what = (
+        f"tensor {tensors.stored[MASK_HIDDEN]!r}: this is a P-EAGLE draft model"
+        if MASK_HIDDEN in tensors
+        else f"tensor {MASK_HIDDEN!r} is missing: this is no P-EAGLE draft model"
+    )
+    raise ConfigError(f"{tensors.checkpoint.directory}: {what}; method must be {found!r}")
+
+
 def _refuse_unknown(file: DraftFile) -> None:
     for key in (IDS_KEY, OUTPUTS_KEY):
         file.top.raw(key)  # not read when the caller overrides them
@@ -223,12 +265,16 @@ def _refuse_unknown(file: DraftFile) -> None:
 
 
 def parse_draft(
-    directory: Path, target: ModelConfig, capture_layers: tuple[int, ...] | None
+    directory: Path, target: ModelConfig, capture_layers: tuple[int, ...] | None, method: str | None = None
 ) -> tuple[DraftConfig, DraftTensors, tuple[str, ...]]:
-    """A head's geometry, its tensors by normalised name, and what its user should know. Raises ConfigError."""
+    """A head's geometry, its tensors by normalised name, and what its user should know. Raises ConfigError.
+
+    method  "eagle3" or "peagle", which it must be of; None: either
+    """
     fields = read_config(directory)
     tensors = open_draft_model(directory)
     file = DraftFile(fields, tensors)
+    _check_method(method, tensors)
     _refuse_unimplemented(file)
     sizes = parse_sizes(file.layer, default_vocab_size=target.vocab_size, default_max_position=target.max_position)
     _check_target(file, target)
@@ -265,6 +311,7 @@ def parse_draft(
         fc_norm=fc_norm,
         norm_output=_feedback(file, fc_norm),
         norm_before_residual=_residual(file),
+        mask_token=_mask_token(file, tensors, target, len(boundaries)),
         **_layers(file, tensors, sizes),
         **_biases(file, tensors),
         **_vocabulary(file, tensors, sizes, target),
@@ -274,11 +321,16 @@ def parse_draft(
 
 
 def read_draft_config(
-    directory: str | Path, target: ModelConfig, *, capture_layers: tuple[int, ...] | None = None
+    directory: str | Path,
+    target: ModelConfig,
+    *,
+    capture_layers: tuple[int, ...] | None = None,
+    method: str | None = None,
 ) -> DraftConfig:
-    """Read and check an EAGLE3 draft model's geometry for a target; of the weights only the headers are read.
+    """Read and check an EAGLE3 or P-EAGLE draft model's geometry for a target; of the weights only headers are read.
 
-    capture_layers, boundaries, overrides what the config says. Raises ConfigError for a draft model that is not EAGLE3,
-    was made for another target, or asks for what is not implemented.
+    capture_layers, boundaries, overrides what the config says; method, where it is given, must be the draft model's.
+    Raises ConfigError for a draft model that is neither, was made for another target, or asks for what is not
+    implemented.
     """
-    return parse_draft(Path(directory), target, capture_layers)[0]
+    return parse_draft(Path(directory), target, capture_layers, method)[0]

@@ -32,8 +32,14 @@ class Drafter:
 
     def extend(self) -> tuple[str, str]:
         """Keys and values of the accepted rows; returns the last layer's attention input and residual, by row."""
+        emitter, hidden = self.accepted()
+        emitter.stage = Stage.EAGLE_DRAFT_ATTENTION_FMHA
+        return self.eagle.emit_stack(emitter, *self.eagle.emit_input(emitter, "head.tokens", hidden))
+
+    def accepted(self) -> tuple[Emitter, str]:
+        """The accepted rows: an emitter over them, with tokens `head.tokens`, and their features [B * T, H]."""
         batch, rows = self.batch, self.rows
-        ints = self._ints
+        ints = self.ints
         names = ("accepted_tokens", "commit_lens", "draft_live", "dense_lens")
         outs = {
             "tokens": ints("head.tokens", batch, rows),
@@ -44,18 +50,20 @@ class Drafter:
         }
         self.builder.emit("draft_rows", Stage.EAGLE_DRAFT_FC, reads={n: n for n in names}, writes=outs)
         write = {**BY_SLOT, "row_live": "head.row_live", "write_lens": "head.write_lens", "offsets": "node_offsets"}
-        all_rows = Rows("head.", batch * rows, "head.row_live", "head.positions", self._accepted_rows(), write)
+        before = self.rows_before("head.accepted_before", rows)
+        all_rows = Rows("head.", batch * rows, "head.row_live", "head.positions", before, write)
         emitter = Emitter(self.builder, all_rows, self.dtype, Stage.EAGLE_DRAFT_FC)
-        hidden = "prefilled_feature" if self.scope.bucket.prefilled else self._features(emitter)
-        emitter.stage = Stage.EAGLE_DRAFT_ATTENTION_FMHA
-        return self.eagle.emit_stack(emitter, *self.eagle.emit_input(emitter, "head.tokens", hidden))
+        return emitter, "prefilled_feature" if self.scope.bucket.prefilled else self._features(emitter)
 
-    def _accepted_rows(self) -> dict[str, str]:
-        """What attention of the accepted rows reads: each sees those before it, and itself."""
+    def rows_before(self, name: str, count: int) -> dict[str, str]:
+        """What attention of `count` rows a slot from the first accepted one on reads: each those before it, and itself.
+
+        name  of the constant that says so
+        """
         if self.draft_config.num_layers == 1:
-            return {}
-        seen = torch.tensor([(2 << row) - 1 for row in range(self.rows)], dtype=torch.int64)
-        masks = self.builder.constant("head.accepted_before", seen.repeat(self.batch, 1))
+            return {}  # keys and values alone are made of them
+        seen = torch.tensor([(2 << row) - 1 for row in range(count)], dtype=torch.int64)
+        masks = self.builder.constant(name, seen.repeat(self.batch, 1))
         return {**BY_SLOT, "dense_lens": "head.write_lens", "row_masks": masks}
 
     def _features(self, emitter: Emitter) -> str:
@@ -96,15 +104,15 @@ class Drafter:
         nodes = [branch.node for branch in topology.levels[depth]]
         above = [branch.node for branch in topology.levels[depth - 1]]
         ordinals = [topology.non_leaf_ordinal[node] for node in nodes]
-        live = self._ints(f"{prefix}row_live", batch, len(nodes), dtype=torch.uint8)
-        masks = self._ints(f"{prefix}row_masks", batch, len(nodes), dtype=torch.int64)
-        positions = self._ints(f"{prefix}positions", batch, len(nodes))
-        offsets = self._constant(f"{prefix}offsets", ordinals)
+        live = self.ints(f"{prefix}row_live", batch, len(nodes), dtype=torch.uint8)
+        masks = self.ints(f"{prefix}row_masks", batch, len(nodes), dtype=torch.int64)
+        positions = self.ints(f"{prefix}positions", batch, len(nodes))
+        offsets = self.constant(f"{prefix}offsets", ordinals)
         attention = {**BY_SLOT, "dense_lens": "draft_lens", "row_masks": masks}
         write = {**BY_SLOT, "row_live": live, "write_lens": "draft_lens", "offsets": offsets}
         rows = Rows(prefix, batch * len(nodes), live, positions, attention, write)
         level = Emitter(self.builder, rows, self.dtype, Stage.EAGLE_DRAFT_ATTENTION_FMHA)
-        tokens = self._ints(f"{prefix}tokens", batch, len(nodes))
+        tokens = self.ints(f"{prefix}tokens", batch, len(nodes))
         hidden = level.scratch("hidden", batch * len(nodes), self.builder.spec(feedback).shape[1])
         parents = [above.index(topology.parents[node]) for node in nodes]
         ancestors = [topology.draft_masks[ordinal] for ordinal in ordinals]
@@ -115,9 +123,9 @@ class Drafter:
                 "draft_nodes": "draft_nodes",
                 "draft_live": "draft_live",
                 "draft_lens": "draft_lens",
-                "nodes": self._constant(f"{prefix}nodes", nodes),
-                "parent_rows": self._constant(f"{prefix}parents", parents),
-                "masks": self._constant(f"{prefix}masks", ancestors, torch.int64),
+                "nodes": self.constant(f"{prefix}nodes", nodes),
+                "parent_rows": self.constant(f"{prefix}parents", parents),
+                "masks": self.constant(f"{prefix}masks", ancestors, torch.int64),
             },
             {"hidden": hidden, "tokens": tokens, "row_live": live, "positions": positions, "row_masks": masks},
             depth=depth,
@@ -127,25 +135,39 @@ class Drafter:
 
     def _finish_level(self, level: Emitter, depth: int, x: str, residual: str) -> str:
         """Attention, FFN and LM head of a level's last layer, and its children's tokens; returns the fed-back state."""
-        topology, prefix = self.topology, level.rows.prefix
-        middle = self.eagle.emit_attention(level, x, residual)
-        level.stage = Stage.EAGLE_DRAFT_FFN
-        output = self.eagle.emit_ffn(level, middle, self.eagle.last)
-        tokens, feedback = self.eagle.emit_draft(level, output, topology.max_rank_by_level[depth] + 1)
+        topology = self.topology
         branches = topology.levels[depth]
         children = [child for branch in branches for child in branch.children]
         rows = [row for row, branch in enumerate(branches) for _ in branch.children]
+        return self.finish(level, (x, residual), topology.max_rank_by_level[depth] + 1, children, rows)
+
+    def finish(
+        self, level: Emitter, live: tuple[str, str], num_ranks: int, children: Sequence[int], child_rows: Sequence[int]
+    ) -> str:
+        """The last layer over the rows that draft, and the tokens of `children`, each of its row of the slot's.
+
+        live       the last layer's attention input and residual, of these rows
+        num_ranks  the likeliest tokens of a row that are named
+        Returns the state that may be fed back.
+        """
+        prefix, ranks = level.rows.prefix, [self.topology.ranks[child] for child in children]
+        middle = self.eagle.emit_attention(level, *live)
+        level.stage = Stage.EAGLE_DRAFT_FFN
+        output = self.eagle.emit_ffn(level, middle, self.eagle.last)
+        tokens, feedback = self.eagle.emit_draft(level, output, num_ranks)
         reads = {
             "top_tokens": tokens,
-            "children": self._constant(f"{prefix}children", children),
-            "child_rows": self._constant(f"{prefix}child_rows", rows),
-            "child_ranks": self._constant(f"{prefix}child_ranks", [topology.ranks[child] for child in children]),
+            "children": self.constant(f"{prefix}children", children),
+            "child_rows": self.constant(f"{prefix}child_rows", child_rows),
+            "child_ranks": self.constant(f"{prefix}child_ranks", ranks),
         }
         level.emit("assign_drafts", reads, {"draft_nodes": "draft_nodes"})
         return feedback
 
-    def _ints(self, name: str, *shape: int, dtype: torch.dtype = torch.int32) -> str:
+    def ints(self, name: str, *shape: int, dtype: torch.dtype = torch.int32) -> str:
+        """A scratch buffer of integers."""
         return self.builder.scratch(name, shape, dtype)
 
-    def _constant(self, name: str, values: Sequence[int], dtype: torch.dtype = torch.int32) -> str:
+    def constant(self, name: str, values: Sequence[int], dtype: torch.dtype = torch.int32) -> str:
+        """A constant of integers."""
         return self.builder.constant(name, torch.tensor(values, dtype=dtype))

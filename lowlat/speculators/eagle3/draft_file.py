@@ -14,11 +14,12 @@ from lowlat.checkpoint.fields import Fields
 from lowlat.errors import ConfigError
 from lowlat.models.geometry import DraftLayout
 from lowlat.speculators.eagle3.capture import OUTPUTS_KEY
-from lowlat.speculators.eagle3.tensors import DraftTensors
+from lowlat.speculators.eagle3.tensors import MASK_HIDDEN, DraftTensors
 
 __all__ = ["DEEPSPEC", "DraftFile"]
 
 DEEPSPEC = "Qwen3Eagle3Model"
+KINDS = {"eagle3": False, "peagle": True}  # and whether a row may stand for a token that is not known
 
 
 class DraftFile:
@@ -55,8 +56,13 @@ class DraftFile:
 def _layout(fields: Fields, tensors: DraftTensors) -> DraftLayout:
     kind = fields.optional_string("speculators_model_type")
     if kind is not None:
-        if kind != "eagle3":
-            raise ConfigError(f"{fields.label}: speculators_model_type must be 'eagle3', found {kind!r}")
+        if kind not in KINDS:
+            raise ConfigError(f"{fields.label}: speculators_model_type must be 'eagle3' or 'peagle', found {kind!r}")
+        if KINDS[kind] != (MASK_HIDDEN in tensors):
+            found = "there" if MASK_HIDDEN in tensors else "missing"
+            raise ConfigError(
+                f"{fields.label}: speculators_model_type is {kind!r}, but tensor 'mask_hidden' is {found}"
+            )
         return "speculators"
     architectures = fields.optional_strings("architectures", max_count=16) or ()
     if DEEPSPEC in architectures or fields.values.get(OUTPUTS_KEY):

@@ -40,14 +40,16 @@ class Eagle3Speculator(Speculator):
     @classmethod
     def plan(cls, options: SpeculativeConfig, target: ModelConfig) -> Self:
         """The geometry alone, from the checkpoint's config and headers. Raises ConfigError."""
-        config = read_draft_config(_checkpoint(options), target, capture_layers=options.capture_layers)
+        config = read_draft_config(
+            _checkpoint(options), target, capture_layers=options.capture_layers, method=cls.method
+        )
         check_draft_window(config, options.draft_window)
         return cls(config, options.draft_window)
 
     @classmethod
     def load(cls, options: SpeculativeConfig, target: ModelConfig) -> LoadedSpeculator:
         """The draft model with its weights, read whole: one that is damaged must be known in time to go on without."""
-        found = load_draft_model(_checkpoint(options), target, capture_layers=options.capture_layers)
+        found = load_draft_model(_checkpoint(options), target, capture_layers=options.capture_layers, method=cls.method)
         check_draft_window(found.config, options.draft_window)
         return LoadedSpeculator(cls(found.config, options.draft_window), found.weights, found.directory, found.notes)
 
@@ -90,11 +92,15 @@ class Eagle3Speculator(Speculator):
 
     def emit_extend(self, scope: StepScope) -> tuple[str, ...]:
         """Keys and values of the accepted rows; returns the last attention's input and the residual stream."""
-        return Drafter(scope, self._emitter(scope)).extend()
+        return self.drafter(scope).extend()
 
     def emit_draft(self, scope: StepScope, extended: tuple[str, ...]) -> str:
         """One level of the tree after another."""
-        return Drafter(scope, self._emitter(scope)).draft(*extended)
+        return self.drafter(scope).draft(*extended)
+
+    def drafter(self, scope: StepScope) -> Drafter:
+        """What appends the draft model's operations behind a commit."""
+        return Drafter(scope, self._emitter(scope))
 
     def _emitter(self, scope: Scope) -> Eagle3Emitter:
         if scope.tables is None:
@@ -104,5 +110,5 @@ class Eagle3Speculator(Speculator):
 
 def _checkpoint(options: SpeculativeConfig) -> str:
     if options.model is None:
-        raise ConfigError("method 'eagle3' needs a model: the directory of an EAGLE3 draft model")
+        raise ConfigError(f"method {options.method!r} needs a model: the directory of a draft model")
     return str(options.model)

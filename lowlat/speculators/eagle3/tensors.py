@@ -12,10 +12,11 @@ from pathlib import Path
 from lowlat.checkpoint.tensors import Checkpoint, TensorEntry
 from lowlat.errors import ConfigError
 
-__all__ = ["DraftTensors", "open_draft_model"]
+__all__ = ["MASK_HIDDEN", "DraftTensors", "open_draft_model"]
 
 MLA_PARTS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "q_a_layernorm", "kv_a_layernorm")
 # Buffers that are recomputed, and copies of the target's that some trainers leave behind.
+MASK_HIDDEN = "mask_hidden"  # P-EAGLE's alone: the features of rows that the target has not run
 IGNORED = re.compile(r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|verifier_(lm_head|norm)\.weight")
 MIDLAYER = re.compile(r"midlayer\.(?:(\d+)\.)?")
 LAYER = re.compile(r"layers\.(\d{1,9})\.")
@@ -99,8 +100,6 @@ def _refuse_other_kinds(directory: Path, names: dict[str, str]) -> None:
             raise refuse(name, "draft models with multi-head latent attention (MLA) are not implemented")
         if parts[0] == "parallel_draft_heads":
             raise refuse(name, "parallel drafting (parallel_draft_step above 1) is not implemented")
-        if parts[0] == "mask_hidden":
-            raise refuse(name, "parallel drafting (P-EAGLE) is not implemented")
         if parts[0].startswith("medusa"):
             raise refuse(name, "Medusa heads are not an EAGLE3 draft model; method must be 'eagle3'")
     if "fc.bias" in names:
@@ -113,7 +112,7 @@ def _refuse_other_kinds(directory: Path, names: dict[str, str]) -> None:
 def open_draft_model(directory: Path) -> DraftTensors:
     """Read the headers of a draft model's weights and bring the names to one form. Raises ConfigError.
 
-    Refused by name: MLA, parallel drafting, Medusa, EAGLE-1 and EAGLE-2, a bias on fc, two tensors of one name.
+    Refused by name: MLA, parallel draft heads, Medusa, EAGLE-1 and EAGLE-2, a bias on fc, two tensors of one name.
     """
     checkpoint = Checkpoint.open(directory)
     stored: dict[str, str] = {}

@@ -17,7 +17,7 @@ from lowlat.models.geometry import DraftConfig, ModelConfig
 from lowlat.models.layers import TORCH_DTYPES
 from lowlat.speculators.eagle3.config import parse_draft
 from lowlat.speculators.eagle3.emitter import layer_name
-from lowlat.speculators.eagle3.tensors import DraftTensors
+from lowlat.speculators.eagle3.tensors import MASK_HIDDEN, DraftTensors
 
 __all__ = ["LoadedDraftModel", "draft_recipes", "draft_weight_plan", "load_draft_model", "read_draft_map"]
 
@@ -169,9 +169,11 @@ def load_draft_model(
     capture_layers: tuple[int, ...] | None = None,
     dtype: str | None = None,
     progress: Progress | None = None,
+    method: str = "eagle3",
 ) -> LoadedDraftModel:
     """Load an EAGLE3 draft model for a target: geometry, and weights by canonical name, on the CPU.
 
+    With the method "peagle" a P-EAGLE draft model, whose `mask_hidden` is left out.
     capture_layers, boundaries, overrides what the config says. dtype is "bfloat16" or "float32", None the
     target's, whatever the draft model is stored in. head.draft_to_target is always there, int32, the identity where the
     head drafts the whole vocabulary. progress is called with (bytes done, bytes in all). Raises ConfigError naming
@@ -181,9 +183,9 @@ def load_draft_model(
     name = target.dtype if dtype is None else dtype
     if name not in TORCH_DTYPES:
         raise ConfigError(f"dtype must be 'bfloat16' or 'float32', got {name!r}")
-    config, tensors, notes = parse_draft(directory, target, capture_layers)
+    config, tensors, notes = parse_draft(directory, target, capture_layers, method)
     draft_map = read_draft_map(tensors, config.draft_vocab_size, config.vocab_size)
-    unused = ("d2t", "t2d", "fc.weight") if config.final_hidden else ("d2t", "t2d")
+    unused = ("d2t", "t2d", MASK_HIDDEN, *(("fc.weight",) if config.final_hidden else ()))
     ignored = tensors.ignored() | {tensors.stored[name] for name in unused if name in tensors}
     recipes = [_stored(recipe, tensors) for recipe in draft_recipes(config, TORCH_DTYPES[name])]
     check_recipes(tensors.checkpoint, recipes, ignored)

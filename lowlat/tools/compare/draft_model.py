@@ -1,4 +1,4 @@
-"""The EAGLE3 draft model in plain torch, for comparison alone: no kernel, no cache, no program.
+"""EAGLE3's and P-EAGLE's draft models in plain torch, for comparison alone: no kernel, no cache, no program.
 
 It reads the checkpoint's own tensors and computes the whole sequence afresh at each call, from the equations of
 EAGLE-3 (arXiv 2503.01840, section 3) and the draft model's flags. It shares with the runtime the reading of the config,
@@ -76,17 +76,32 @@ class PlainDraftModel:
         drafts    [S] the drafts that were made
         """
         following, states, result = list(tokens[1:]), features, []
+        if self.config.mask_token is not None:
+            return self._parallel_stages(following, features, len(drafts), self.config.mask_token)
         for draft in drafts:
-            found, out = self._layers(following, states)
-            normed = self._norm(out, "norm")
-            logits = F.linear(normed, self.tensors["lm_head.weight"])
-            result.append({**found, "pre_head_hidden": normed, "logits": logits})
-            states = torch.cat((states, (normed if self.config.norm_output else out)[None]))
+            found, out = self._last_row(following, states)
+            result.append(found)
+            states = torch.cat((states, (found["pre_head_hidden"] if self.config.norm_output else out)[None]))
             following.append(draft)
         return result
 
-    def _layers(self, tokens: Sequence[int], hidden: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """The last row after each layer's attention and FFN, by stage; and after the last layer, [H]."""
+    def _last_row(self, tokens: Sequence[int], hidden: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """The last row's stages, and what the last layer gives, [H]."""
+        found, out = self._rows(tokens, hidden)
+        return {stage: rows[-1] for stage, rows in found.items()}, out[-1]
+
+    def _parallel_stages(
+        self, tokens: list[int], features: torch.Tensor, depth: int, mask_token: int
+    ) -> list[dict[str, torch.Tensor]]:
+        """P-EAGLE's: S - 1 rows of the mask behind the tokens, and the last S rows of one pass."""
+        captured = self.tensors["mask_hidden"].reshape(1, -1).chunk(len(self.config.capture_boundaries), dim=-1)
+        state = captured[0] if self.config.final_hidden else self.fc(captured)
+        states = torch.cat((features, state.expand(depth - 1, -1)))
+        found, _ = self._rows([*tokens, *[mask_token] * (depth - 1)], states)
+        return [{stage: rows[row] for stage, rows in found.items()} for row in range(-depth, 0)]
+
+    def _rows(self, tokens: Sequence[int], hidden: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """All rows after each layer's attention and FFN and around the LM head, by stage; after the last layer."""
         embedded = self.tensors["embed_tokens.weight"][torch.tensor(list(tokens))]
         normed = self._norm(hidden, "layers.0.hidden_norm")
         x = torch.cat((self._norm(embedded, "layers.0.input_layernorm"), normed), dim=-1)
@@ -100,8 +115,10 @@ class PlainDraftModel:
             gated = F.silu(self._linear(inner, f"{own}.mlp.gate_proj")) * self._linear(inner, f"{own}.mlp.up_proj")
             stream = middle + self._linear(gated, f"{own}.mlp.down_proj")
             prefix = "" if layer == self.config.num_layers - 1 else f"{own}."
-            found |= {f"{prefix}attn_out": middle[-1], f"{prefix}ffn_out": stream[-1]}
-        return found, stream[-1]
+            found |= {f"{prefix}attn_out": middle, f"{prefix}ffn_out": stream}
+        normed = self._norm(stream, "norm")
+        logits = F.linear(normed, self.tensors["lm_head.weight"])
+        return {**found, "pre_head_hidden": normed, "logits": logits}, stream
 
     def _attend(self, x: torch.Tensor, layer: int) -> torch.Tensor:
         config, count, own = self.config, x.shape[0], f"layers.{layer}.self_attn"

@@ -19,16 +19,19 @@ from lowlat.models.program import Op
 from lowlat.models.target import read_model_config
 from lowlat.options.config import SpeculativeConfig
 from lowlat.options.request import SamplingParams
+from lowlat.speculators.methods import draft_method
 from lowlat.tools.compare.recording import Recording
 
 __all__ = ["StageDifference", "common_rows", "differences", "record", "shared_tokens"]
 
+METHODS_COMPARED = ("eagle3", "peagle")
 TOP_K = 10
 ROUNDING = 1e-12
 TARGET_STAGES = {"target.final": "target.pre_head_hidden", "target.logits": "target.logits"}
 PARTS = {"middle": "attn_out", "out": "ffn_out"}
-# layers before a draft model's last: they run over accepted rows before level 0, and over each deeper level's rows
-LAYER_STAGE = re.compile(r"(head|draft\.\d+)\.(layers\.\d+)\.residual\.(middle|out)")
+# layers before a draft model's last: they run over accepted rows before level 0, and over each deeper level's rows; or,
+# where all levels are drafted at once, over one block of rows
+LAYER_STAGE = re.compile(r"(head|block|draft\.\d+)\.(layers\.\d+)\.residual\.(middle|out)")
 LEVEL_STAGES = {
     **{f"residual.{part}": stage for part, stage in PARTS.items()},
     "final": "pre_head_hidden",
@@ -112,13 +115,16 @@ class _Recorder:
         self.positions.append(int(self._buffers["draft_lens"][0]) - 2)
         self.drafts.append(tuple(self._buffers["draft_nodes"][0, 1:].tolist()))
         self._add("draft.fc_out", feature[count - 1 : count])
+        at_once = "block.hidden" in self._buffers
         for level in range(len(self.drafts[-1])):
+            before = "block" if at_once else f"draft.{level}" if level else "head"
+            row = count - 1 + level if at_once else 0 if level else count - 1
             for name, found in layers.items():
-                if found[1] == (f"draft.{level}" if level else "head"):
-                    row = 0 if level else count - 1
+                if found[1] == before:
                     self._add(f"draft.{level}.{found[2]}.{PARTS[found[3]]}", self._buffers[name][row : row + 1])
+            last, row = ("draft.0", level) if at_once else (f"draft.{level}", 0)
             for name, stage in LEVEL_STAGES.items():
-                self._add(f"draft.{level}.{stage}", self._buffers[f"draft.{level}.{name}"][:1])
+                self._add(f"draft.{level}.{stage}", self._buffers[f"{last}.{name}"][row : row + 1])
 
     def _add(self, stage: str, rows: torch.Tensor) -> None:
         self.rows.setdefault(stage, []).append(rows.float().cpu().clone())
@@ -144,7 +150,15 @@ def record(
     """
     speculative = None
     if head is not None:
-        speculative = SpeculativeConfig(model=head, num_speculative_tokens=num_speculative_tokens, strict=True)
+        method = draft_method(head)
+        if method not in METHODS_COMPARED:
+            raise ConfigError(
+                f"{head}: draft models of method {method!r} cannot be compared, those of "
+                f"{' and '.join(METHODS_COMPARED)} can; without a draft model the target is compared"
+            )
+        speculative = SpeculativeConfig(
+            model=head, method=method, num_speculative_tokens=num_speculative_tokens, strict=True
+        )
     options: dict[str, Any] = {"max_batch": 1, "dtype": dtype, "device": device, "executor": executor}
     options |= {"prefix_reuse": False, "fuse": executor != "eager"}  # fused kernels keep some buffers to themselves
     context = _context(target, prompt, num_tokens)

@@ -30,8 +30,9 @@ from lowlat.models.target import read_model_config
 from lowlat.models.weight_plan import weight_plan
 from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig
 from lowlat.speculators.base import Speculator
+from lowlat.speculators.dflash.speculator import DflashSpeculator
 from lowlat.speculators.eagle3.speculator import Eagle3Speculator
-from lowlat.speculators.methods import plan_speculator
+from lowlat.speculators.methods import draft_method, plan_speculator
 from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.decode import build_step
 from lowlat.step.prefill import build_prefills
@@ -77,7 +78,9 @@ def open_pair(target: Path, draft_model: Path | None, dtype: str = "auto") -> Pa
     config = read_model_config(target, dtype=dtype)
     speculator = None
     if draft_model is not None:
-        speculator = plan_speculator(SpeculativeConfig(model=draft_model, num_speculative_tokens=1), config)
+        speculator = plan_speculator(
+            SpeculativeConfig(model=draft_model, method=draft_method(draft_model), num_speculative_tokens=1), config
+        )
     return Pair(target.resolve().name, config, speculator)
 
 
@@ -96,7 +99,7 @@ def _few_layers(pair: Pair) -> Pair:
     """The pair with few layers of each kind."""
     config, speculator = pair.config, pair.speculator
     boundaries: tuple[int, ...] = ()
-    if isinstance(speculator, Eagle3Speculator):
+    if isinstance(speculator, (DflashSpeculator, Eagle3Speculator)):
         boundaries = tuple(range(1, len(speculator.config.capture_boundaries) + 1))
         draft = replace(speculator.config, capture_boundaries=boundaries)
         speculator = replace(speculator, config=draft)

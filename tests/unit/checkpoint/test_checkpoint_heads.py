@@ -363,7 +363,11 @@ def test_maps_that_do_not_ascend_or_disagree(tmp_path: Path) -> None:
         ("specforge", {"config": {"architectures": ["LlamaForCausalLMEagle3Gated"]}}, ["Eagle3Gated"]),
         ("modelopt", {"config": {"architectures": ["Eagle3DeepseekV2ForCausalLM"]}}, ["DeepseekV2"]),
         ("specforge", {"config": {"model_type": "deepseek_v3"}}, ["model_type = 'deepseek_v3'"]),
-        ("speculators", {"config": {"speculators_model_type": "eagle"}}, ["must be 'eagle3', found 'eagle'"]),
+        (
+            "speculators",
+            {"config": {"speculators_model_type": "eagle"}},
+            ["'eagle3' or 'peagle', found 'eagle'"],
+        ),
         ("speculators", {"config": {"transformer_layer_config": None}}, ["transformer_layer_config is missing"]),
         ("safeai", {"config": {"transformer_layer_config": {"a": 1}}}, ["without speculators_model_type"]),
         ("safeai", {"layer": {"rope_scaling": {"type": "dynamic", "factor": 2.0}}}, ["'dynamic' is not implemented"]),
@@ -397,7 +401,7 @@ def test_what_is_not_implemented_is_refused_by_name(
         ({"layers.0.self_attn.kv_a_proj_with_mqa.weight": (4, 4)}, [], ["kv_a_proj_with_mqa", "MLA"]),
         ({"layers.1.mlp.up_proj.weight": (4, 4)}, [], ["of draft layer 1", "num_hidden_layers is 1"]),
         ({"parallel_draft_heads.0.x.weight": (4, 4)}, [], ["parallel drafting"]),
-        ({"mask_hidden": (1, 1, 48)}, [], ["'mask_hidden'", "P-EAGLE"]),
+        ({"mask_hidden": (1, 1, 48)}, [], ["'mask_hidden'", "P-EAGLE", "method must be 'peagle'"]),
         ({"medusa_head.0.linear.weight": (4, 4)}, [], ["Medusa heads are not an EAGLE3 draft model"]),
         ({"layers.0.mlp.experts.gate.weight": (4, 4)}, [], ["unexpected tensor 'layers.0.mlp.experts.gate.weight'"]),
         ({"lm_head.bias": (12,)}, [], ["unexpected tensor 'lm_head.bias'"]),
@@ -478,7 +482,7 @@ def test_mutated_configs_load_or_are_refused(layout: str, tmp_path: Path, data: 
         loaded = load_draft_model(tmp_path, TARGET)
     except ConfigError:
         return
-    assert len(loaded.config.capture_boundaries) == 3
+    assert len(loaded.config.capture_boundaries) == (1 if loaded.config.final_hidden else 3)
     held = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in loaded.weights.items()}
     assert dict(draft_weight_plan(loaded.config, dtype="float32")) == held
 

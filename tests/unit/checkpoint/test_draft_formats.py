@@ -15,6 +15,7 @@ from lowlat.speculators.eagle3.config import read_draft_config
 from lowlat.speculators.eagle3.speculator import Eagle3Speculator
 from lowlat.speculators.eagle3.weights import draft_weight_plan, load_draft_model
 from lowlat.speculators.eagle3.windows import effective_window
+from lowlat.speculators.methods import draft_method, load_speculator, plan_speculator
 
 TARGET = target_geometry()
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -82,6 +83,65 @@ def test_deepspec_s_five_layers_are_outputs(tmp_path: Path) -> None:
 def test_deepspec_s_that_are_refused(changes: dict[str, Any], parts: list[str], tmp_path: Path) -> None:
     write_deepspec(tmp_path, **changes)
     refused(tmp_path, *parts)
+
+
+def write_parallel(
+    directory: Path, layout: str = "speculators", shape: Any = (1, 1, 48), **config: Any
+) -> torch.Tensor:
+    """A P-EAGLE draft model of four layers; `config` changes keys of the top level. Returns its mask's features."""
+    tensors = {**tensors_of(4), "mask_hidden": torch.randn(shape)}
+    own = {"speculators_model_type": "peagle", "architectures": ["PEagleSpeculator"]} if layout == "speculators" else {}
+    write_draft_layout(directory, layout, tensors, layer={"num_hidden_layers": 4}, config={**own, **config})
+    return tensors["mask_hidden"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "config"),
+    [
+        ("speculators", {"mask_token_id": 39}),
+        ("speculators", {"ptd_token_id": 39, "para_depths": 8, "down_sample_ratio": 0.7, "down_sample_ratio_min": 0.1}),
+        ("modelopt", {"pard_token": 39, "mask_token_id": 39, "max_seq_len": 2048, "prediction_loss_weight": 1.0}),
+    ],
+)
+def test_p_eagle_s_mask_stands_in_for_tokens_and_features(layout: str, config: dict[str, Any], tmp_path: Path) -> None:
+    hidden = write_parallel(tmp_path, layout, **config)
+    assert draft_method(tmp_path) == "peagle"
+    options = SpeculativeConfig(method="peagle", model=tmp_path)
+    loaded = load_speculator(options, TARGET)
+    draft = loaded.speculator.draft_config
+    assert draft is not None and (draft.mask_token, draft.num_layers, draft.method) == (39, 4, "peagle")
+    state = loaded.weights["head.mask_state"]
+    assert torch.allclose(state, loaded.weights["head.fc.weight"] @ hidden.reshape(-1), rtol=1e-4, atol=1e-5)
+    held = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in loaded.weights.items()}
+    assert dict(loaded.speculator.weight_plan("float32")) == held
+    assert plan_speculator(options, TARGET) == loaded.speculator
+    refused(tmp_path, "'mask_hidden': this is a P-EAGLE draft model; method must be 'peagle'")
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({}, ["mask_token_id is missing; a P-EAGLE draft model needs it"]),
+        ({"mask_token_id": 40}, ["mask_token_id", "0 to 39"]),
+        ({"mask_token_id": 3, "pard_token": 4}, ["contradictory: mask_token_id 3, pard_token 4"]),
+        ({"mask_token_id": 3, "shape": (1, 1, 32)}, ["'mask_hidden': expected shape [1, 1, 48], found [1, 1, 32]"]),
+        ({"mask_token_id": 3, "shape": (48, 1)}, ["'mask_hidden': expected shape [1, 1, 48], found [48, 1]"]),
+        ({"mask_token_id": 3, "speculators_model_type": "eagle3"}, ["is 'eagle3', but tensor 'mask_hidden' is there"]),
+    ],
+)
+def test_p_eagle_s_that_are_refused(changes: dict[str, Any], parts: list[str], tmp_path: Path) -> None:
+    write_parallel(tmp_path, **changes)
+    refused(tmp_path, *parts, method="peagle")
+
+
+def test_p_eagle_s_kind_is_in_tensors_and_config(tmp_path: Path) -> None:
+    write_draft_layout(tmp_path, "speculators")
+    refused(
+        tmp_path, "'mask_hidden' is missing: this is no P-EAGLE draft model; method must be 'eagle3'", method="peagle"
+    )
+    assert draft_method(tmp_path) == "eagle3"
+    edit_json(tmp_path / "config.json", speculators_model_type="peagle")
+    refused(tmp_path, "is 'peagle', but tensor 'mask_hidden' is missing")
 
 
 @pytest.mark.parametrize("layout", ["speculators", "modelopt", "numbered midlayers"])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cli_calls import answer, lowlat, refusal
+from tiny_dflash import MASK, dflash_draft_model
 from tiny_models import PairPaths, copying_draft_model, make_target
 
 from lowlat.cli.options import bundled
@@ -52,6 +53,23 @@ def test_inspect_and_doctor_take_a_draft_model_of_layers_without_features(tmp_pa
     shifts = json.loads(lowlat("doctor", *files, *options).stdout)["capture_shifts"]
     assert [entry["capture_boundaries"] for entry in shifts] == [[1], [2], [2]]
     assert shifts[2]["drafted"] is None and shifts[0]["drafted"] > 0 and shifts[1]["accepted"] > 0
+
+
+@pytest.mark.parametrize("method", ["peagle", "dflash"])
+def test_inspect_and_doctor_know_the_method_of_a_draft_model(method: str, tmp_path: Path) -> None:
+    target = make_target(tmp_path / "target", "llama", gain=0.45, num_hidden_layers=2)
+    if method == "peagle":
+        copying_draft_model(tmp_path / "head", target, mask_token=MASK, num_hidden_layers=2)
+    else:
+        dflash_draft_model(tmp_path / "head", target, copies=True)
+    files = ("--target", tmp_path / "target")
+    found = answer("inspect", "draft-model", tmp_path / "head", *files, "--json")
+    assert (found["method"], found["geometry"]["mask_token"]) == (method, MASK)
+    assert ("mask_state" in found["parts"]) == (method == "peagle")
+    (tmp_path / "prompts.json").write_text("[[5, 6, 7]]")
+    options = ("--head", tmp_path / "head", "--prompts", tmp_path / "prompts.json", "--max-tokens", 24, "--json")
+    shifts = json.loads(lowlat("doctor", *files, *options).stdout)["capture_shifts"]
+    assert [entry["shift"] for entry in shifts] == [-1, 0, 1] and shifts[1]["accepted"] > 0
 
 
 def test_doctor_reads_the_unshifted_rate_from_the_same_decoding(pair: PairPaths, tmp_path: Path) -> None:

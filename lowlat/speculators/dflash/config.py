@@ -1,0 +1,230 @@
+"""DFlash draft models: config.json and tensor headers to geometry, in z-lab's layout and in speculators'.
+
+    layout       told by                          ids of layers                            sizes in
+    z-lab        DFlashDraftModel, dflash_config  dflash_config.target_layer_ids: id k is  the top level
+                                                  layer k's output, boundary k + 1
+    speculators  speculators_model_type           aux_hidden_state_layer_ids: boundaries   transformer_layer_config
+
+It knows no weights. Source: z-lab/dflash, and vllm-project/speculators' `models/dflash`.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lowlat.checkpoint.fields import Fields
+from lowlat.checkpoint.tensors import Checkpoint
+from lowlat.errors import ConfigError
+from lowlat.models.families.dense import Sizes, parse_sizes
+from lowlat.models.geometry import DraftConfig, ModelConfig
+from lowlat.models.hf_config import (
+    HARMLESS_KEYS,
+    MAX_VOCABULARY,
+    check_architecture,
+    parse_rope,
+    read_config,
+    refuse_windows,
+)
+from lowlat.speculators.eagle3.tensors import DraftTensors
+
+__all__ = ["parse_dflash"]
+
+ARCHITECTURES = ("DFlashDraftModel", "DFlashSpeculator")
+MAX_LAYERS, MAX_FEATURES, MAX_BLOCK = 16, 5, 64
+OVERRIDE = "give capture_layers, the boundaries themselves"
+HARMLESS_DRAFT_KEYS = HARMLESS_KEYS | {
+    *("auto_map", "dtype", "torch_dtype", "speculators_config", "speculators_version", "num_anchors", "max_anchors"),
+    *("loss_decay_gamma", "sliding_window_non_causal"),
+}
+
+
+@dataclass(frozen=True)
+class _File:
+    """The places of a config: the top level, the layers' sizes, what is DFlash's own; and whose layout it is."""
+
+    top: Fields
+    layer: Fields
+    own: Fields
+    is_speculators: bool
+
+
+def _places(fields: Fields) -> _File:
+    kind = fields.optional_string("speculators_model_type")
+    nested, own = fields.optional_object("transformer_layer_config"), fields.optional_object("dflash_config")
+    if kind is None:
+        if own is None:
+            raise ConfigError(f"{fields.label}: dflash_config is missing: this is no DFlash draft model")
+        return _File(fields, fields, own, False)
+    if kind != "dflash":
+        raise ConfigError(f"{fields.label}: speculators_model_type must be 'dflash', found {kind!r}")
+    if nested is None:
+        raise ConfigError(f"{fields.label}: transformer_layer_config is missing; speculators' draft models have it")
+    return _File(fields, nested, fields, True)
+
+
+def _refuse_unimplemented(file: _File) -> None:
+    check_architecture(file.top, ARCHITECTURES)
+    file.layer.refuse_unless("model_type", ("qwen3", "llama"), "Qwen3- and Llama-style layers")
+    file.layer.refuse_unless("hidden_act", ("silu",), "only the SiLU gate")
+    for place in (file.top, file.layer):
+        place.refuse_unless("quantization_config", (), "quantised draft models")
+    file.own.refuse_unless("causal", (False,), "attention that sees the whole block")
+    file.own.refuse_unless("projector_type", (), "DFlash without a projector (Domino, DSpark)")
+    file.own.refuse_unless("attention_mode", ("gqa", "mha"), "grouped-query attention")
+    file.own.refuse_unless("sample_from_anchor", (False,), "drafts from the mask's rows alone")
+    refuse_windows(file.layer, off_by_default=file.layer.values.get("model_type") == "qwen3")
+
+
+def _open(directory: Path) -> DraftTensors:
+    checkpoint = Checkpoint.open(directory)
+    stored: dict[str, str] = {}
+    for name in checkpoint.entries:
+        plain = name.removeprefix("model.")
+        if plain in stored:
+            raise ConfigError(f"{directory}: tensors {stored[plain]!r} and {name!r} are both {plain!r}")
+        stored[plain] = name
+    if "fc.weight" not in stored or "hidden_norm.weight" not in stored:
+        missing = "fc.weight" if "fc.weight" not in stored else "hidden_norm.weight"
+        raise ConfigError(f"{directory}: tensor {missing!r} is missing: this is no DFlash draft model")
+    return DraftTensors(checkpoint, stored, False)
+
+
+def _boundaries(
+    file: _File, target: ModelConfig, num_features: int, num_layers: int, override: tuple[int, ...] | None
+) -> tuple[int, ...]:
+    """The boundaries whose streams fc reads. Raises ConfigError for ids that cannot be meant."""
+    last = target.num_layers
+    if file.is_speculators:
+        key, ids = (
+            "aux_hidden_state_layer_ids",
+            file.own.optional_integers("aux_hidden_state_layer_ids", 0, last, max_count=MAX_FEATURES),
+        )
+        found = ids
+    else:
+        key, ids = (
+            "target_layer_ids",
+            file.own.optional_integers("target_layer_ids", 0, last - 1, max_count=MAX_FEATURES),
+        )
+        if ids is None:
+            ids = _default_ids(last, num_layers)
+        if max(ids, default=0) == last - 1 and override is None:
+            raise ConfigError(
+                f"{file.own.label}: {key} = {list(ids)}: layer {last - 1} is the target's last, whose hidden state may "
+                f"be meant after the final norm or before it; {OVERRIDE}"
+            )
+        found = tuple(layer + 1 for layer in ids)
+    if override is not None:
+        key, found = "capture_layers", override
+    if not found:
+        raise ConfigError(f"{file.own.label}: {key} is missing; a DFlash draft model needs it")
+    if len(found) != num_features or not all(0 <= each <= last for each in found):
+        raise ConfigError(
+            f"{file.own.label}: {key}: expected {num_features} boundaries from 0 to the target's {last} layers, as "
+            f"fc.weight has features, found {list(found)}"
+        )
+    return found
+
+
+def _default_ids(num_target_layers: int, num_layers: int) -> tuple[int, ...]:
+    """z-lab's: spread evenly from layer 1 to the fourth before the end."""
+    if num_layers == 1:
+        return (num_target_layers // 2,)
+    span = num_target_layers - 4
+    return tuple(round(1 + place * span / (num_layers - 1)) for place in range(num_layers))
+
+
+def _vocabulary(file: _File, tensors: DraftTensors, sizes: Sizes, target: ModelConfig) -> dict[str, Any]:
+    """The draft vocabulary, and which of embedding, LM head and map the draft model brings itself."""
+    label = file.top.label
+    if sizes.vocab_size != target.vocab_size:
+        raise ConfigError(f"{label}: vocab_size {sizes.vocab_size} is not the target's {target.vocab_size}")
+    own_head, own_embedding = "lm_head.weight" in tensors, "embed_tokens.weight" in tensors
+    rows = tensors.entry("lm_head.weight", 2).shape[0] if own_head else target.vocab_size
+    stated = file.top.optional_integer("draft_vocab_size", 1, MAX_VOCABULARY)
+    if stated is not None and stated != rows:
+        raise ConfigError(f"{label}: draft_vocab_size {stated} is not the {rows} rows of the LM head")
+    if not 1 <= rows <= target.vocab_size:
+        raise ConfigError(f"{label}: the draft vocabulary of {rows} is not from 1 to the target's {target.vocab_size}")
+    if sizes.hidden_size != target.hidden_size and not (own_head and own_embedding):
+        raise ConfigError(
+            f"{label}: hidden_size {sizes.hidden_size} is not the target's {target.hidden_size}, whose embedding or LM "
+            f"head it uses"
+        )
+    return {
+        "draft_vocab_size": rows,
+        "own_embedding": own_embedding,
+        "own_lm_head": own_head,
+        "own_draft_map": "d2t" in tensors,
+    }
+
+
+def parse_dflash(
+    directory: Path, target: ModelConfig, capture_layers: tuple[int, ...] | None
+) -> tuple[DraftConfig, DraftTensors]:
+    """A DFlash draft model's geometry, and its tensors by name without `model.`; of the weights only headers are read.
+
+    capture_layers, boundaries, overrides what the config says. Raises ConfigError for a draft model that is none of
+    DFlash's, was made for another target, or asks for what is not implemented: sliding windows, attention that is
+    causal inside the block, projectors, drafts from the anchor.
+    """
+    fields = read_config(directory)
+    file, tensors = _places(fields), _open(directory)
+    _refuse_unimplemented(file)
+    sizes = parse_sizes(file.layer, default_vocab_size=target.vocab_size, default_max_position=target.max_position)
+    for key, own in (("target_hidden_size", target.hidden_size), ("num_target_layers", target.num_layers)):
+        stated = file.top.optional_integer(key, 1, 1 << 20)
+        if stated is not None and stated != own:
+            raise ConfigError(f"{file.top.label}: {key} {stated} is not the target's {own}")
+    num_layers = file.layer.integer("num_hidden_layers", 1, MAX_LAYERS)
+    tensors.check_layers(num_layers, sizes.hidden_size, file.layer.label)
+    entry = tensors.entry("fc.weight", 2)
+    num_features, rest = divmod(entry.shape[1], target.hidden_size)
+    if rest or not 1 <= num_features <= MAX_FEATURES:
+        raise ConfigError(
+            f"{entry.file}: tensor {entry.name!r}: expected columns 1 to {MAX_FEATURES} times the target's hidden_size "
+            f"{target.hidden_size}, found {list(entry.shape)}"
+        )
+    biased = {part: tensors.in_any_layer(f"self_attn.{part}_proj.bias") for part in "qkvo"}
+    config = DraftConfig(
+        layout="speculators" if file.is_speculators else "z-lab",
+        hidden_size=sizes.hidden_size,
+        target_hidden_size=target.hidden_size,
+        intermediate_size=sizes.intermediate_size,
+        num_heads=sizes.num_heads,
+        num_kv_heads=sizes.num_kv_heads,
+        head_dim=sizes.head_dim,
+        vocab_size=target.vocab_size,
+        max_position=sizes.max_position,
+        rms_norm_eps=sizes.rms_norm_eps,
+        rope=parse_rope(file.layer, max_position=sizes.max_position),
+        capture_boundaries=_boundaries(file, target, num_features, num_layers, capture_layers),
+        num_layers=num_layers,
+        windows=(None,) * num_layers,
+        qkv_bias=biased["q"] or biased["k"] or biased["v"],
+        output_bias=biased["o"],
+        qk_norm=any(tensors.in_any_layer(f"self_attn.{part}_norm.weight") for part in "qk"),
+        mask_token=_mask_token(file, target),
+        block_size=_block_size(file),
+        **_vocabulary(file, tensors, sizes, target),
+    )
+    for place in {id(each): each for each in (file.top, file.layer, file.own)}.values():
+        for key in ("attention_bias", "mlp_bias", "tie_word_embeddings"):
+            place.optional_boolean(key)  # the tensors say
+        place.refuse_unknown(HARMLESS_DRAFT_KEYS)
+    return config, tensors
+
+
+def _mask_token(file: _File, target: ModelConfig) -> int:
+    token = file.own.optional_integer("mask_token_id", 0, target.vocab_size - 1)
+    if token is None:
+        raise ConfigError(f"{file.own.label}: mask_token_id is missing; a DFlash draft model needs it")
+    return token
+
+
+def _block_size(file: _File) -> int:
+    """Rows of a block as it was trained, the last known token's included; it stands in one of two places."""
+    places = {id(place): place for place in (file.own, file.top)}.values()
+    found = [size for place in places if (size := place.optional_integer("block_size", 2, MAX_BLOCK)) is not None]
+    if not found or len(set(found)) > 1:
+        raise ConfigError(f"{file.top.label}: expected one block_size, found {found or 'none'}")
+    return found[0]

@@ -1,0 +1,173 @@
+"""The DFlash draft model, from its geometry. Source: DFlash, z-lab.
+
+Keys and values of every position that the target has run are made of its features alone: the norm of fc of captured
+residual streams, projected by each layer, stored at the position. Queries come from a block of rows: the last known
+token, and the mask's behind it, each at its position. Every row of the block sees all that is stored and the whole
+block, those behind it, too; the block's own keys and values are overwritten by the next step. The row at a position
+drafts the token that stands there.
+"""
+
+import torch
+
+from lowlat.graphs import BufferSpec, Paging, Role
+from lowlat.models.geometry import DraftConfig
+from lowlat.models.layers import Emitter, Rows
+from lowlat.models.program import Stage
+from lowlat.speculators.base import PrefillScope, Scope, StepScope
+
+__all__ = ["DflashEmitter", "dflash_kv_specs"]
+
+BY_SLOT = {"slots": "slots", "block_table": "block_table"}
+
+
+def _caches(layer: int) -> tuple[str, str]:
+    return f"head.k_cache.{layer}", f"head.v_cache.{layer}"
+
+
+def dflash_kv_specs(draft: DraftConfig, dtype: torch.dtype, num_blocks: int, block_size: int) -> list[BufferSpec]:
+    """The KV cache of each layer, [P, G, block, D]."""
+    shape = (num_blocks, draft.num_kv_heads, block_size, draft.head_dim)
+    names = [name for layer in range(draft.num_layers) for name in _caches(layer)]
+    return [BufferSpec(name, shape, dtype, Role.STATE, Paging.POSITIONS) for name in names]
+
+
+class DflashEmitter:
+    """Appends a DFlash draft model's operations to a program. Shapes: B slots, T rows a slot, S drafts."""
+
+    def __init__(self, scope: Scope, draft: DraftConfig, tables: tuple[str, str]) -> None:
+        self.scope, self.draft, self.tables = scope, draft, tables
+        self.builder, self.dtype = scope.builder, scope.dtype
+
+    def emit_prefill(self, scope: PrefillScope) -> None:
+        """Keys and values of a program's positions; the boundaries must have been computed."""
+        common = {"block_table": "prefill_table", "chunk": "prefill_chunk"}
+        write = {"row_live": "prefill_live", **common}
+        rows = Rows("prefill.head.", scope.size, None, "prefill_positions", common, write, scope.chunk)
+        emitter = Emitter(self.builder, rows, self.dtype, Stage.PREFILL)
+        features = emitter.scratch("features", scope.size, self._feature_width)
+        emitter.emit("join_features", self._sources(), {"out": features})
+        self._emit_context(emitter, features)
+
+    def emit_extend(self, scope: StepScope) -> None:
+        """Keys and values of the positions that a step has run and kept."""
+        batch, rows, scratch = scope.bucket.batch, scope.bucket.rows, self.builder.scratch
+        outs = {
+            "tokens": scratch("head.tokens", (batch, rows), torch.int32),
+            "positions": scratch("head.positions", (batch, rows), torch.int32),
+            "row_live": scratch("head.row_live", (batch, rows), torch.uint8),
+            "write_lens": scratch("head.write_lens", (batch,), torch.int32),
+            "live_positions": scratch("head.live_positions", (batch, 1), torch.int32),
+        }
+        names = ("accepted_tokens", "commit_lens", "draft_live", "dense_lens")
+        self.builder.emit("draft_rows", Stage.EAGLE_DRAFT_FC, reads={name: name for name in names}, writes=outs)
+        write = {**BY_SLOT, "row_live": "head.row_live", "write_lens": "dense_lens", "offsets": "node_offsets"}
+        context = Rows("head.", batch * rows, "head.row_live", "head.positions", {}, write)
+        emitter = Emitter(self.builder, context, self.dtype, Stage.EAGLE_DRAFT_FC)
+        features = emitter.scratch("features", batch * rows, self._feature_width)
+        emitter.emit("gather_features", {"accepted_nodes": "accepted_nodes", **self._sources()}, {"out": features})
+        self._emit_context(emitter, features)
+
+    @property
+    def _feature_width(self) -> int:
+        return len(self.draft.capture_boundaries) * self.draft.target_hidden_size
+
+    def _sources(self) -> dict[str, str]:
+        boundaries = self.draft.capture_boundaries
+        return {f"source{number}": self.scope.boundaries[boundary] for number, boundary in enumerate(boundaries)}
+
+    def _emit_context(self, emitter: Emitter, features: str) -> None:
+        draft = self.draft
+        product = emitter.linear(features, "head.fc", draft.hidden_size, "fc")
+        hidden = emitter.scratch("hidden", *self.builder.spec(product).shape)
+        emitter.emit("cast", {"x": product}, {"out": hidden})
+        normed = emitter.norm(hidden, "head.hidden_norm.weight", draft.rms_norm_eps, "context")
+        if emitter.stage is not Stage.PREFILL:
+            emitter.stage = Stage.EAGLE_DRAFT_ATTENTION_FMHA
+        for layer in range(draft.num_layers):
+            self._emit_keys(emitter, normed, layer)
+
+    def _emit_keys(self, emitter: Emitter, x: str, layer: int) -> None:
+        """Keys and values of these rows, stored."""
+        draft, name = self.draft, f"head.layers.{layer}"
+        product = emitter.linear(x, f"{name}.kv", 2 * draft.kv_size, "kv", bias=draft.qkv_bias)
+        if draft.qk_norm:
+            heads = (0, draft.num_kv_heads)
+            product = emitter.qk_norm(product, name, heads, draft.head_dim, draft.rms_norm_eps, "k_normed")
+        counts = {"k": draft.num_kv_heads, "v": draft.num_kv_heads}
+        parts = emitter.rotate(product, counts, draft.head_dim, self.tables)
+        emitter.kv_write(parts["k"], parts["v"], _caches(layer))
+
+    def emit_draft(self, scope: StepScope) -> str:
+        """The block and all its drafts; returns the drafted nodes."""
+        topology, batch, draft = scope.topology, scope.bucket.batch, self.draft
+        count, constant = topology.depth + 1, self.builder.constant
+        level, tokens = self._block(scope, count)
+        stream = emitted = level.embed(
+            tokens, "head.embed.weight" if draft.own_embedding else "embed.weight", draft.hidden_size, "embedded"
+        )
+        for layer in range(draft.num_layers):
+            stream = self._emit_layer(level, emitted, layer)
+            emitted = stream
+        level.stage = Stage.EAGLE_DRAFT_LM_HEAD
+        normed = level.norm(stream, "head.norm.weight", draft.rms_norm_eps, "final")
+        head = "head.lm_head" if draft.own_lm_head else "lm_head"
+        logits = level.linear(normed, head, draft.draft_vocab_size, "logits")
+        ranks = max(topology.max_rank_by_level) + 1
+        drafted = level.scratch("top_tokens", batch * count, ranks, dtype=torch.int32)
+        weights = {"draft_to_target": "head.draft_to_target"}
+        level.emit("draft_topk", {"logits": logits, **level.live()}, {"out": drafted}, weights=weights, k=ranks)
+        nodes = range(1, topology.num_nodes)
+        lists = {
+            "children": list(nodes),
+            "child_rows": [topology.depths[node] for node in nodes],
+            "child_ranks": [topology.ranks[node] for node in nodes],
+        }
+        own = {name: constant(f"draft.0.{name}", torch.tensor(each, dtype=torch.int32)) for name, each in lists.items()}
+        found = scope.draft_nodes()
+        level.emit("assign_drafts", {"top_tokens": drafted, **own}, {"draft_nodes": found})
+        return found
+
+    def _block(self, scope: StepScope, count: int) -> tuple[Emitter, str]:
+        """The block's rows, laid out: an emitter over them, and their tokens [B, S + 1]."""
+        batch, scratch = scope.bucket.batch, self.builder.scratch
+        outs = {
+            "tokens": scratch("draft.0.tokens", (batch, count), torch.int32),
+            "positions": scratch("draft.0.positions", (batch, count), torch.int32),
+            "row_live": scratch("draft.0.row_live", (batch, count), torch.uint8),
+            "write_lens": scratch("draft.0.write_lens", (batch,), torch.int32),
+        }
+        names = ("accepted_tokens", "commit_lens", "draft_live", "draft_lens")
+        self.builder.emit(
+            "mask_rows",
+            Stage.EAGLE_DRAFT_FC,
+            reads={name: name for name in names},
+            writes=outs,
+            mask_token=self.draft.mask_token,
+        )
+        whole = torch.full((batch, count), (1 << count) - 1, dtype=torch.int64)
+        offsets = self.builder.constant("draft.0.offsets", torch.arange(count, dtype=torch.int32))
+        seen = {"dense_lens": outs["write_lens"], "row_masks": self.builder.constant("draft.0.whole_block", whole)}
+        write = {"row_live": outs["row_live"], "write_lens": outs["write_lens"], "offsets": offsets}
+        rows = Rows(
+            "draft.0.", batch * count, outs["row_live"], outs["positions"], {**BY_SLOT, **seen}, {**BY_SLOT, **write}
+        )
+        return Emitter(self.builder, rows, self.dtype, Stage.EAGLE_DRAFT_ATTENTION_FMHA), outs["tokens"]
+
+    def _emit_layer(self, level: Emitter, stream: str, layer: int) -> str:
+        """A layer over the block; returns the residual stream behind it."""
+        draft, name = self.draft, f"head.layers.{layer}"
+        level.stage = Stage.EAGLE_DRAFT_ATTENTION_FMHA
+        normed = level.norm(stream, f"{name}.attn_norm.weight", draft.rms_norm_eps, "input.normed")
+        self._emit_keys(level, normed, layer)
+        product = level.linear(normed, f"{name}.q", draft.query_size, "query", bias=draft.qkv_bias)
+        if draft.qk_norm:
+            heads = (draft.num_heads, 0)
+            product = level.qk_norm(product, name, heads, draft.head_dim, draft.rms_norm_eps, "q_normed")
+        query = level.rotate(product, {"q": draft.num_heads}, draft.head_dim, self.tables)["q"]
+        attended = level.attention(query, _caches(layer), draft.query_size, scale=draft.head_dim**-0.5)
+        output = level.linear(attended, f"{name}.o", draft.hidden_size, "output", bias=draft.output_bias)
+        middle = level.add(stream, output, f"layers.{layer}.residual.middle")
+        level.stage = Stage.EAGLE_DRAFT_FFN
+        inner = level.norm(middle, f"{name}.ffn_norm.weight", draft.rms_norm_eps, "normed")
+        output = level.gated_ffn(inner, name, draft.intermediate_size, draft.hidden_size)
+        return level.add(middle, output, f"layers.{layer}.residual.out")

@@ -1,0 +1,111 @@
+"""The speculator of method "dflash": a draft model that fills a block of masks in one pass.
+
+Source: DFlash, z-lab; vllm-project/speculators, `models/dflash`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+
+from lowlat.errors import ConfigError
+from lowlat.graphs import BufferSpec
+from lowlat.models.geometry import DraftConfig, ModelConfig, RopeConfig
+from lowlat.options.config import SpeculativeConfig
+from lowlat.speculators.base import LoadedSpeculator, PrefillScope, Scope, Speculator, StateSizes, StepScope
+from lowlat.speculators.dflash.config import parse_dflash
+from lowlat.speculators.dflash.emitter import DflashEmitter, dflash_kv_specs
+from lowlat.speculators.dflash.weights import dflash_weight_plan, load_dflash
+
+__all__ = ["DflashSpeculator"]
+
+
+@dataclass(frozen=True)
+class DflashSpeculator(Speculator):
+    """Drafts with a DFlash model, whose geometry is `config`."""
+
+    method: ClassVar[str] = "dflash"
+    config: DraftConfig
+
+    @classmethod
+    def plan(cls, options: SpeculativeConfig, target: ModelConfig) -> Self:
+        """The geometry alone, from the checkpoint's config and headers. Raises ConfigError."""
+        config, _ = parse_dflash(Path(_model(options)), target, options.capture_layers)
+        _check_depth(config, options)
+        return cls(config)
+
+    @classmethod
+    def load(cls, options: SpeculativeConfig, target: ModelConfig) -> LoadedSpeculator:
+        """The draft model with its weights. Raises ConfigError."""
+        found = load_dflash(_model(options), target, capture_layers=options.capture_layers)
+        _check_depth(found.config, options)
+        return LoadedSpeculator(cls(found.config), found.weights, found.directory, found.notes)
+
+    @property
+    def draft_config(self) -> DraftConfig:
+        """The draft model's geometry."""
+        return self.config
+
+    @property
+    def rope(self) -> tuple[RopeConfig, int]:
+        """The draft model's own."""
+        return self.config.rope, self.config.head_dim
+
+    @property
+    def attends_everything(self) -> bool:
+        """Always: its layers have no windows."""
+        return True
+
+    def state_specs(self, sizes: StateSizes) -> list[BufferSpec]:
+        """KV caches of the draft model's layers."""
+        return dflash_kv_specs(self.config, sizes.dtype, sizes.num_blocks, sizes.block_size)
+
+    def weight_plan(self, dtype: str) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+        """The draft model's weights; embedding and LM head only where it brings its own."""
+        return dflash_weight_plan(self.config, dtype)
+
+    def report(self) -> dict[str, Any]:
+        """The method, the boundaries it reads, its block and the size of its vocabulary."""
+        return {
+            "method": self.method,
+            "capture_boundaries": list(self.config.capture_boundaries),
+            "draft_vocab_size": self.config.draft_vocab_size,
+            "draft_layers": self.config.num_layers,
+            "draft_block_size": self.config.block_size,
+        }
+
+    def emit_prefill(self, scope: PrefillScope) -> None:
+        """Keys and values of the draft model for a prompt's positions."""
+        self._emitter(scope).emit_prefill(scope)
+
+    def emit_extend(self, scope: StepScope) -> tuple[str, ...]:
+        """Keys and values of the accepted rows' positions; behind prefill they are there."""
+        if not scope.bucket.prefilled:
+            self._emitter(scope).emit_extend(scope)
+        return ()
+
+    def emit_draft(self, scope: StepScope, extended: tuple[str, ...]) -> str:
+        """One pass over the block."""
+        return self._emitter(scope).emit_draft(scope)
+
+    def _emitter(self, scope: Scope) -> DflashEmitter:
+        if scope.tables is None:
+            raise ValueError("a DFlash draft model needs the tables of its RoPE")
+        return DflashEmitter(scope, self.config, scope.tables)
+
+
+def _model(options: SpeculativeConfig) -> str:
+    if options.model is None:
+        raise ConfigError("method 'dflash' needs a model: the directory of a DFlash draft model")
+    return str(options.model)
+
+
+def _check_depth(config: DraftConfig, options: SpeculativeConfig) -> None:
+    size = config.block_size or 1
+    if options.num_speculative_tokens >= size:
+        raise ConfigError(
+            f"num_speculative_tokens {options.num_speculative_tokens} is more than the {size - 1} drafts of this draft "
+            f"model's block of {size} rows"
+        )

@@ -1,0 +1,4 @@
+"""P-EAGLE: an EAGLE3 draft model that drafts all positions in one pass. It builds on `lowlat.speculators.eagle3`.
+
+It knows no kernels and no runtime.
+"""

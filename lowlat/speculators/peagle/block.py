@@ -1,0 +1,76 @@
+"""Drafting of all positions in one pass: the accepted rows, and behind them a row for each deeper draft.
+
+The last accepted row drafts the next token. The row behind it takes the mask's token and the mask's state in place of
+a token and a feature that nobody knows yet, stands at the position where they would be, and drafts the token after; so
+do the others, each seeing those before it. So S drafts take S - 1 more rows, and no second pass. A tree's node takes
+the token that its rank has at its depth, whatever its parent drafted.
+
+The rows leave keys and values where the next step's accepted rows will stand; those overwrite them.
+"""
+
+import torch
+
+from lowlat.models.layers import Emitter, Rows
+from lowlat.models.program import Stage
+from lowlat.speculators.eagle3.draft import BY_SLOT, Drafter
+
+__all__ = ["MASK_STATE", "BlockDrafter"]
+
+MASK_STATE = "head.mask_state"
+
+
+class BlockDrafter(Drafter):
+    """Appends what a P-EAGLE draft model does behind a commit. Shapes: B slots, T rows a slot, R rows of the block."""
+
+    def extend(self) -> tuple[str, str]:
+        """Keys and values of the accepted rows and of those that draft with them; see `Drafter.extend`."""
+        depth = self.topology.depth
+        if depth < 2:
+            return super().extend()
+        accepted, hidden = self.accepted()
+        batch, mask_token = self.batch, self.draft_config.mask_token
+        if mask_token is None:
+            raise ValueError("a P-EAGLE draft model has a token for its mask")
+        count = min(self.rows, depth + 1) + depth - 1
+        offsets = self.constant("block.offsets", range(count))
+        outs = {
+            "out": accepted.builder.scratch("block.hidden", (batch * count, self.draft_config.hidden_size), self.dtype),
+            "block_tokens": self.ints("block.tokens", batch, count),
+            "block_live": self.ints("block.row_live", batch, count, dtype=torch.uint8),
+            "block_positions": self.ints("block.positions", batch, count),
+            "drafting_live": self.ints("draft.0.row_live", batch, depth, dtype=torch.uint8),
+            "drafting_positions": self.ints("draft.0.positions", batch, depth),
+        }
+        names = ("commit_lens", "draft_live", "dense_lens")
+        accepted.emit(
+            "block_rows",
+            {"tokens": "head.tokens", "hidden": hidden, **{name: name for name in names}},
+            outs,
+            weights={"mask_state": MASK_STATE},
+            mask_token=mask_token,
+        )
+        write = {**BY_SLOT, "row_live": outs["block_live"], "write_lens": "head.write_lens", "offsets": offsets}
+        before = self.rows_before("block.before", count)
+        rows = Rows("block.", batch * count, outs["block_live"], outs["block_positions"], before, write)
+        block = Emitter(self.builder, rows, self.dtype, Stage.EAGLE_DRAFT_ATTENTION_FMHA)
+        return self.eagle.emit_stack(block, *self.eagle.emit_input(block, outs["block_tokens"], outs["out"]))
+
+    def draft(self, x: str, residual: str) -> str:
+        """All drafts at once; returns the drafted nodes."""
+        topology, batch, depth = self.topology, self.batch, self.topology.depth
+        if depth < 2:
+            return super().draft(x, residual)
+        before = torch.tensor([(1 << row) - 1 for row in range(depth)], dtype=torch.int64).repeat(batch, 1)
+        masks = self.builder.constant("draft.0.before", before)
+        attention = {**BY_SLOT, "dense_lens": "draft_lens", "row_masks": masks}
+        rows = Rows("draft.0.", batch * depth, "draft.0.row_live", "draft.0.positions", attention, {})
+        level = Emitter(self.builder, rows, self.dtype, Stage.EAGLE_DRAFT_ATTENTION_FMHA)
+        live = {}
+        for name, source in (("both", x), ("residual", residual)):
+            live[name] = level.scratch(name, batch * depth, self.builder.spec(source).shape[1])
+            level.emit("take_block", {"x": source, "commit_lens": "commit_lens"}, {"out": live[name]})
+        nodes, drafted = self.scope.draft_nodes(), range(1, topology.num_nodes)
+        num_ranks = max(topology.max_rank_by_level) + 1
+        own = [topology.depths[node] - 1 for node in drafted]
+        self.finish(level, (live["both"], live["residual"]), num_ranks, drafted, own)
+        return nodes

@@ -1,0 +1,41 @@
+"""The hidden state of P-EAGLE's rows without a feature: `mask_hidden` through the norms before fc, and fc.
+
+It is the same for every row, so it is made once, at load.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from lowlat.models.geometry import DraftConfig
+from lowlat.speculators.eagle3.tensors import MASK_HIDDEN, open_draft_model
+
+__all__ = ["mask_state"]
+
+
+def mask_state(directory: Path, config: DraftConfig, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The state [H] in the compute dtype, of the draft model's own tensor [1, 1, F * Ht] and its loaded weights.
+
+    It is rounded where the features of other rows are. A draft model without auxiliary features takes the tensor as it
+    is: there is no fc. Raises ConfigError for a file that cannot be read.
+    """
+    tensors = open_draft_model(directory)
+    ((_, stored),) = tensors.checkpoint.read([tensors.stored[MASK_HIDDEN]])
+    dtype = weights["head.norm.weight"].dtype
+    hidden = stored.reshape(-1).to(dtype)
+    if config.final_hidden:
+        return hidden
+    if config.norm_before_fc:
+        hidden = _norm(hidden, weights["head.input_norm.weight"], config.rms_norm_eps)
+    if config.fc_norm:
+        parts = hidden.chunk(len(config.capture_boundaries))
+        names = [f"head.fc_norm.{number}.weight" for number in range(len(parts))]
+        normed = [_norm(part, weights[name], config.rms_norm_eps) for part, name in zip(parts, names, strict=True)]
+        hidden = torch.cat(normed)
+    return F.linear(hidden.float(), weights["head.fc.weight"].float()).to(dtype)
+
+
+def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return F.rms_norm(x.float(), x.shape, weight.float(), eps).to(x.dtype)

@@ -1,0 +1,124 @@
+"""DFlash draft models from z-lab's and speculators' files: what is read, and what is refused by name."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_files import edit_json
+from safetensors.torch import load_file, save_file
+from tiny_dflash import MASK, dflash_draft_model
+from tiny_models import make_target
+
+from lowlat import SpeculativeConfig
+from lowlat.errors import ConfigError
+from lowlat.models.target import read_model_config
+from lowlat.speculators.dflash.weights import load_dflash
+from lowlat.speculators.methods import draft_method, load_speculator, plan_speculator
+
+LAYOUTS = ("z-lab", "speculators")
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    """A target of three layers, and its geometry."""
+    directory = tmp_path_factory.mktemp("target")
+    return make_target(directory, "qwen3"), read_model_config(directory)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_geometry_and_weights_of_every_layout(layout: str, target: tuple[Any, Any], tmp_path: Path) -> None:
+    flags: dict[str, Any] = {"draft_vocab_size": 40, "own_lm_head": True, "attention_bias": True, "block_size": 5}
+    _, tensors = dflash_draft_model(tmp_path, target[0], layout=layout, **flags)
+    options = SpeculativeConfig(method=draft_method(tmp_path), model=tmp_path, num_speculative_tokens=4)
+    loaded = load_speculator(options, target[1])
+    draft = loaded.speculator.draft_config
+    assert draft is not None and (draft.method, draft.layout, draft.mask_token) == ("dflash", layout, MASK)
+    assert (draft.capture_boundaries, draft.block_size, draft.num_layers) == ((1, 2), 5, 2)
+    assert draft.qk_norm and draft.qkv_bias and not draft.output_bias and not draft.own_embedding
+    keys = torch.cat([tensors[f"layers.1.self_attn.{part}_proj.weight"] for part in "kv"])
+    assert torch.equal(loaded.weights["head.layers.1.kv.weight"], keys)
+    ids = torch.arange(40) + tensors["d2t"]
+    assert loaded.weights["head.draft_to_target"].tolist() == ids.tolist()
+    held = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in loaded.weights.items()}
+    assert dict(loaded.speculator.weight_plan("float32")) == held
+    assert plan_speculator(options, target[1]) == loaded.speculator
+    with pytest.raises(ConfigError, match="num_speculative_tokens 5 is more than the 4 drafts"):
+        plan_speculator(SpeculativeConfig(method="dflash", model=tmp_path, num_speculative_tokens=5), target[1])
+
+
+def test_places_and_names_that_differ(target: tuple[Any, Any], tmp_path: Path) -> None:
+    """Newer files name the block inside; without ids z-lab's are spread evenly; names may begin with `model.`."""
+    dflash_draft_model(tmp_path, target[0], captures=(2,), num_hidden_layers=1)
+    edit_json(tmp_path / "config.json", block_size=..., dflash_config={"mask_token_id": MASK, "block_size": 6})
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({f"model.{name}": tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    config = load_dflash(tmp_path, target[1]).config
+    assert (config.block_size, config.capture_boundaries) == (6, (2,))
+    assert load_dflash(tmp_path, target[1], capture_layers=(3,)).config.capture_boundaries == (3,)
+
+
+ZLAB: dict[str, Any] = {"mask_token_id": MASK, "target_layer_ids": [0, 1]}
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes", "parts"),
+    [
+        ("z-lab", {"architectures": ["DFlash2DraftModel"]}, ["'DFlash2DraftModel' is not implemented"]),
+        ("z-lab", {"dflash_config": ...}, ["dflash_config is missing: this is no DFlash draft model"]),
+        ("z-lab", {"dflash_config": {**ZLAB, "causal": True}}, ["causal = True", "sees the whole block"]),
+        ("z-lab", {"dflash_config": {**ZLAB, "projector_type": "domino"}}, ["projector_type = 'domino'"]),
+        ("z-lab", {"dflash_config": {**ZLAB, "attention_mode": "mla"}}, ["attention_mode = 'mla'"]),
+        ("z-lab", {"dflash_config": {**ZLAB, "conv_kernel_size": 2}}, ["'conv_kernel_size' = 2"]),
+        ("z-lab", {"dflash_config": {**ZLAB, "target_layer_ids": [0, 2]}}, ["layer 2 is the target's last"]),
+        ("z-lab", {"dflash_config": {**ZLAB, "target_layer_ids": [1]}}, ["expected 2 boundaries", "found [2]"]),
+        ("z-lab", {"dflash_config": {"target_layer_ids": [0, 1]}}, ["mask_token_id is missing"]),
+        ("z-lab", {"dflash_config": {**ZLAB, "block_size": 4}}, ["expected one block_size, found [4, 8]"]),
+        ("z-lab", {"block_size": ...}, ["expected one block_size, found none"]),
+        ("z-lab", {"layer_types": ["sliding_attention"] * 2}, ["'sliding_attention' is not implemented"]),
+        ("z-lab", {"use_sliding_window": True, "sliding_window": 64}, ["sliding window attention"]),
+        ("z-lab", {"num_target_layers": 36}, ["num_target_layers 36 is not the target's 3"]),
+        ("z-lab", {"num_hidden_layers": 1}, ["of draft layer 1", "num_hidden_layers is 1"]),
+        ("z-lab", {"num_hidden_layers": 3}, ["'layers.2.input_layernorm.weight' is missing"]),
+        ("z-lab", {"vocab_size": 98}, ["vocab_size 98 is not the target's 97"]),
+        ("z-lab", {"draft_vocab_size": 40}, ["draft_vocab_size 40 is not the 97 rows"]),
+        ("z-lab", {"hidden_act": "relu"}, ["hidden_act = 'relu'"]),
+        ("z-lab", {"odd": 1}, ["'odd' = 1"]),
+        ("speculators", {"sample_from_anchor": True}, ["sample_from_anchor = True"]),
+        ("speculators", {"speculators_model_type": "dspark"}, ["must be 'dflash', found 'dspark'"]),
+        ("speculators", {"transformer_layer_config": ...}, ["transformer_layer_config is missing"]),
+        ("speculators", {"aux_hidden_state_layer_ids": None}, ["aux_hidden_state_layer_ids is missing"]),
+        ("speculators", {"target_hidden_size": 64}, ["target_hidden_size 64 is not the target's"]),
+    ],
+)
+def test_what_is_not_implemented_is_refused_by_name(
+    layout: str, changes: dict[str, Any], parts: list[str], target: tuple[Any, Any], tmp_path: Path
+) -> None:
+    dflash_draft_model(tmp_path, target[0], layout=layout)
+    edit_json(tmp_path / "config.json", **changes)
+    with pytest.raises(ConfigError) as caught:
+        load_dflash(tmp_path, target[1])
+    for part in parts:
+        assert part in str(caught.value), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "parts"),
+    [
+        ("fc.weight", None, ["'fc.weight' is missing: this is no DFlash draft model"]),
+        ("hidden_norm.weight", None, ["'hidden_norm.weight' is missing"]),
+        ("fc.weight", (32, 50), ["expected columns 1 to 5 times the target's hidden_size", "found [32, 50]"]),
+        ("layers.0.mlp.up_proj.weight", (40, 31), ["expected shape [40, 32], found [40, 31]"]),
+        ("markov_head.markov_w1.weight", (97, 4), ["unexpected tensor 'markov_head.markov_w1.weight'"]),
+    ],
+)
+def test_tensors_that_do_not_fit(
+    name: str, shape: Any, parts: list[str], target: tuple[Any, Any], tmp_path: Path
+) -> None:
+    dflash_draft_model(tmp_path, target[0])
+    tensors = {key: tensor for key, tensor in load_file(tmp_path / "model.safetensors").items() if key != name}
+    save_file({**tensors, **({name: torch.ones(shape)} if shape else {})}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError) as caught:
+        load_dflash(tmp_path, target[1])
+    for part in parts:
+        assert part in str(caught.value), str(caught.value)
