@@ -187,6 +187,7 @@ class StandIn:
         self.closed = True
 
 
+@pytest.mark.second
 def test_the_flow_from_cases_to_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,6 +1,7 @@
 """The latency suites in bench/: what they record of a tiny pair, and that a comparison fails where a step is slower."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -32,7 +33,8 @@ sys.exit(pytest.main([*common, "bench/test_step.py", *gate]))
 @pytest.mark.second
 def test_a_slower_step_fails_the_comparison(repository: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-c", RUNS, str(tmp_path)]
-    done = subprocess.run(command, cwd=repository, capture_output=True, text=True, timeout=200, check=False)
+    alone = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}  # xdist's are its own
+    done = subprocess.run(command, cwd=repository, env=alone, capture_output=True, text=True, timeout=200, check=False)
     assert "\n[0, 0]\n" in done.stdout, done.stdout + done.stderr
     assert done.returncode == 1 and "Performance has regressed" in done.stderr, done.stdout
     (saved,) = tmp_path.rglob("0001_first.json")

@@ -54,6 +54,7 @@ def test_the_bundled_pair_runs_and_its_file_keeps_the_schema(tmp_path: Path) -> 
     assert environment.prompts == "prompts.json" and environment.distinct_prompt_tokens > 1000
 
 
+@pytest.mark.second
 def test_an_interrupted_run_goes_on_where_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ("run", "single", *TINY, *SMALL, "-S", "0,3", "--repeats", 1, "--out", tmp_path, "--commit", "c")
     repeat, seen = CaseRun.repeat, []
@@ -88,6 +89,7 @@ def test_a_case_beyond_the_model_is_named_and_the_others_are_measured(tmp_path: 
     assert "no case of baseline fits the 2048 positions of tiny" in message and "--context" in message
 
 
+@pytest.mark.second
 def test_gates_open_the_large_suite_after_three_greens_in_a_row(tmp_path: Path) -> None:
     plan = tmp_path / "own.toml"
     plan.write_text(GATES.format(speed_up=0.01))
@@ -111,6 +113,7 @@ def test_gates_open_the_large_suite_after_three_greens_in_a_row(tmp_path: Path) 
     assert "they were 0 times" in refusal("bench", *large, "--fresh", "--temperature", 0.5)
 
 
+@pytest.mark.second
 def test_compare_and_report_read_what_run_wrote(tmp_path: Path) -> None:
     for place in ("old", "new"):
         last_line("run", "stress", *TINY, *SMALL, "-S", 3, "--repeats", 2, "--out", tmp_path / place)

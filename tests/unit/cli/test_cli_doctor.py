@@ -134,6 +134,7 @@ def test_damaged_prompt_files_are_refused(tmp_path: Path, content: str) -> None:
         read_prompts(path, 4)
 
 
+@pytest.mark.second
 def test_demo_compares_and_ends_with_one_json_object() -> None:
     start = time.perf_counter()
     result = lowlat("demo")
