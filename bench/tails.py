@@ -1,7 +1,7 @@
 """Tails of a step's time and the host's share of it, in the process and through a socket, the host idle and busy.
 
     python -m bench.tails --out bench/results/h200/tails.json --limit-s 60
-    python -m bench.tails --geometry tiny --context 40 --window 60 --steps 100 --device cpu --out /tmp/tails.json
+    python -m bench.tails --geometry tiny --context 40 --window 60 --steps 100 --device cpu --out tails.json
 
 A request is alone. All requests have the same prompt of --context tokens, of which all but the last chunk is read once,
 and decode --window tokens behind it; the steps of one request after the other are timed until there are --steps of

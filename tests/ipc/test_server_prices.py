@@ -243,7 +243,8 @@ def test_turns_and_slots_are_a_keys_over_all_its_connections(keyed: Any) -> None
     late = [other.submit(number, [8], max_tokens=4) for number in range(4)]
     other.finish(*late)
     begun = [salt == engine.salts[0] for salt in engine.salts]
-    assert begun[begun.index(False) :].count(True) <= 5  # one of theirs beside each of its own, not five
+    last = len(begun) - begun[::-1].index(False)  # what begins behind its last may begin while this thread looks
+    assert begun[begun.index(False) : last].count(True) <= 5  # one of theirs beside each of its own, not five
     assert engine.max_seen_running == 2
     for one in many:
         one.finish(*[done for owner, done in first if owner is one])

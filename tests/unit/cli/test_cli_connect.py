@@ -192,9 +192,14 @@ def test_ctrl_c_ends_an_answer_and_not_the_chat(
             num_interrupts += 1
             signal.raise_signal(signal.SIGINT)
 
+    def slow_step(runtime: Runtime, *arguments: Any) -> Any:
+        time.sleep(0.05)  # so the server cannot have ended the answer before it hears of Ctrl-C
+        return step(runtime, *arguments)
+
     monkeypatch.setattr(chat_module, "_write", write)
-    # with so small a window the server cannot have ended the answer before it hears of Ctrl-C
-    with Client(endpoint, window=4) as client, Runtime.load(talker, max_batch=1, max_context=128) as runtime:
+    step = Runtime.step
+    monkeypatch.setattr(Runtime, "step", slow_step)
+    with Client(endpoint) as client, Runtime.load(talker, max_batch=1, max_context=128) as runtime:
         model = LocalModel(runtime) if local else ServedModel(client)
         chat = chat_module._Chat(model, {"max_tokens": 24}, None, plain=False)
         chat._on_terminal = True
