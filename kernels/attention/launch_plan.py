@@ -56,13 +56,13 @@ class AttentionPlan:
 
     @property
     def knobs(self) -> Knobs:
-        """What a table may choose."""
+        """The numbers that a table may choose."""
         return {"row_tiles": self.row_tiles, "stages": self.stages, "blocks": self.blocks}
 
 
 @dataclass(frozen=True)
 class AttentionWork:
-    """What a launch's plan depends on; never the contexts, which change while a bucket is replayed.
+    """The facts that a launch's plan depends on; never the contexts, which change while a bucket is replayed.
 
     batch, rows  slots of the step, and rows of each
     window       None: all positions

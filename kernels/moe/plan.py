@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -111,7 +112,7 @@ class ExpertPlan:
 
     @property
     def knobs(self) -> Knobs:
-        """What a table may choose."""
+        """The numbers that a table may choose."""
         return {"stages": self.stages, "part": self.part, "columns": self.columns}
 
     @property
@@ -227,6 +228,7 @@ def near_cuts(stages: int, part: int, columns: int) -> list[dict[str, int]]:
     return [{"stages": s, "part": p, "columns": c} for s, p, c in cuts if min(s, p, c) > 0]
 
 
+@cache
 def expert_plans(rows: int, shape: ExpertShape, card: Card) -> tuple[ExpertPlan, ...]:
     """The plans of a GEMM for M rows that fit a card, the derived one first. Raises ShapeError as `plan_experts`."""
     derived = plan_experts(rows, shape, card)
@@ -244,7 +246,7 @@ def choose_expert_plan(rows: int, shape: ExpertShape, card: Card, num_experts: i
 
 
 def facts_of(rows: int, shape: ExpertShape, num_experts: int) -> dict[str, int | str]:
-    """What plans of a GEMM of E experts depend on; M rows count by the next power of two."""
+    """The facts that plans of a GEMM of E experts depend on; M rows count by the next power of two."""
     return {
         "rows": next_power(rows), "N": shape.rows, "K": shape.columns, "ranks": shape.ranks, "experts": num_experts,
         "format": shape.format.name,

@@ -78,7 +78,7 @@ class DecodeGemmPlan:
 
     @property
     def knobs(self) -> Knobs:
-        """What a table may choose."""
+        """The numbers that a table may choose."""
         return {"weight_tiles": self.weight_tiles, "stages": self.stages, "areas": self.areas}
 
     def groups(self, width: int) -> int:

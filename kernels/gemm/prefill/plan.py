@@ -77,7 +77,7 @@ class PrefillGemmPlan:
 
     @property
     def knobs(self) -> Knobs:
-        """What a table may choose."""
+        """The numbers that a table may choose."""
         return {"rows": self.rows, "depth": self.depth, "stages": self.stages, "apart": self.apart}
 
     @property

@@ -2,6 +2,7 @@
 
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from lowlat.errors import ShapeError
@@ -38,7 +39,7 @@ class MlpPlan:
 
     @property
     def knobs(self) -> Knobs:
-        """What a table may choose; a part of the GEMM whose parts are longer."""
+        """The numbers that a table may choose; a part of the GEMM whose parts are longer."""
         part = max(self.up_plan.part, self.down_plan.part)
         return {
             "stages": self.up_plan.stages, "part": part, "columns": self.up_plan.columns, "overlaps": self.overlaps,
@@ -115,6 +116,7 @@ def plan_mlp(
         available -= excess
 
 
+@cache
 def mlp_plans(rows: int, up: ExpertShape, down: ExpertShape, card: Card) -> tuple[MlpPlan, ...]:
     """The plans for M rows that fit a card, the derived one first. Raises ShapeError as `plan_mlp` does."""
     derived = plan_mlp(rows, up, down, card)

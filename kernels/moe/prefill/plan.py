@@ -2,6 +2,7 @@
 
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.moe.plan import DOWN, GATE_UP, ExpertShape
@@ -109,7 +110,7 @@ class MixturePlan:
 
     @property
     def knobs(self) -> Knobs:
-        """What a table may choose."""
+        """The numbers that a table may choose."""
         return {"pairs": self.pairs, "warps": self.warps, "stages": self.stages}
 
     def of(self, shape: ExpertShape, card: Card) -> GroupedPlan:
@@ -117,6 +118,7 @@ class MixturePlan:
         return plan_grouped(self.pairs, shape, card, warps=self.warps, most_stages=self.stages)
 
 
+@cache
 def mixture_plans(
     num_pairs: int, num_experts: int, shapes: tuple[ExpertShape, ...], card: Card
 ) -> tuple[MixturePlan, ...]:
