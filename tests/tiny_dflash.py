@@ -4,7 +4,6 @@ A draft model's keys and values of a position that the target has run are made o
 block's rows are the last token and masks. Every call computes the whole sequence afresh.
 """
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from paper_draft_model import PaperDraftModel
-from tiny_models import write_draft_model
+from tiny_models import random_draft_values, write_draft_model
 
 MASK = 11
 
@@ -56,7 +55,8 @@ def dflash_draft_model(
         "transformer_layer_config": layer,
     }
     generator = torch.Generator().manual_seed(seed)
-    tensors = {name: _values(name, shape, generator) for name, shape in _shapes(config, layer, captures, flags).items()}
+    shapes = _shapes(config, layer, captures, flags)
+    tensors = {name: random_draft_values(name, shape, generator) for name, shape in shapes.items()}
     drafted = flags.get("draft_vocab_size", config.vocab_size)
     if drafted < config.vocab_size:
         kept = torch.randperm(config.vocab_size, generator=generator)[:drafted].sort().values
@@ -119,15 +119,6 @@ def _shapes(
     if flags.get("own_lm_head"):
         shapes["lm_head.weight"] = (flags.get("draft_vocab_size", target.vocab_size), width)
     return shapes
-
-
-def _values(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    noise = torch.randn(shape, generator=generator)
-    if "norm" in name:
-        return 1 + 0.2 * noise
-    if name.endswith("bias"):
-        return 0.3 * noise
-    return noise if "embed_tokens" in name else (3 if "lm_head" in name else 1) * noise / math.sqrt(shape[-1])
 
 
 class PaperDflash(PaperDraftModel):

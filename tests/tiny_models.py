@@ -175,7 +175,7 @@ def random_draft_model(directory: Path, target: Any, *, seed: int = 0, **flags: 
     """
     config = draft_config(target, **flags)
     generator = torch.Generator().manual_seed(seed)
-    tensors = {name: _random_head_values(name, shape, generator) for name, shape in _head_shapes(config, flags).items()}
+    tensors = {name: random_draft_values(name, shape, generator) for name, shape in _head_shapes(config, flags).items()}
     vocab, draft_vocab = target.config.vocab_size, config["draft_vocab_size"]
     if draft_vocab < vocab:
         kept = torch.randperm(vocab, generator=generator)[:draft_vocab].sort().values
@@ -266,7 +266,8 @@ def _head_shapes(config: dict[str, Any], flags: dict[str, Any]) -> dict[str, tup
     return shapes
 
 
-def _random_head_values(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+def random_draft_values(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """Random numbers of a draft model's tensor, of a size that keeps activations at theirs."""
     noise = torch.randn(shape, generator=generator)
     if "norm" in name:
         return 1 + 0.2 * noise

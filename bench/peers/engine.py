@@ -14,7 +14,17 @@ from lowlat.tools.bench.measure import Samples
 from lowlat.tools.bench.prompts import Prompts
 from lowlat.tools.bench.scenarios import Case
 
-__all__ = ["Arrivals", "Engine", "Found", "Job", "Mark", "Measured", "found_package", "prompts_of"]
+__all__ = [
+    "Arrivals",
+    "Engine",
+    "Found",
+    "Job",
+    "Mark",
+    "Measured",
+    "found_package",
+    "prompts_of",
+    "without_draft_model",
+]
 
 Mark = Callable[[], None]  # called while the engine still holds all its memory
 
@@ -102,6 +112,11 @@ def found_package(module: str, distribution: str = "") -> Found:
     if find_spec(module) is None:
         return Found("", "not installed")
     return Found(version or "unknown")
+
+
+def without_draft_model(job: Job) -> str:
+    """Why a depth of speculation cannot be measured by those who need a draft model; empty where it can."""
+    return "no draft model" if job.depth and job.draft_directory is None else ""
 
 
 def prompts_of(job: Job) -> list[list[int]]:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from bench.peers.engine import Found, Job, Mark, Measured
+from bench.peers.engine import Found, Job, Mark, Measured, without_draft_model
 from bench.stage import Stage
 from bench.subjects import open_subject
 from lowlat import __version__
@@ -21,7 +21,7 @@ class Own:
 
     def refusal(self, job: Job) -> str:
         """A depth asks for a draft model."""
-        return "no draft model" if job.depth and job.draft_directory is None else ""
+        return without_draft_model(job)
 
     def measure(self, job: Job, mark: Mark) -> Measured:
         """Measure a case by `CaseRun`. Raises LowlatError where it fails."""

@@ -7,7 +7,7 @@ Source: docs.sglang.io, advanced_features/speculative_decoding and server_argume
 import os
 from typing import Any
 
-from bench.peers.engine import Arrivals, Found, Job, Mark, Measured, found_package, prompts_of
+from bench.peers.engine import Arrivals, Found, Job, Mark, Measured, found_package, prompts_of, without_draft_model
 
 __all__ = ["Sglang"]
 
@@ -25,10 +25,10 @@ class Sglang:
         """It needs a card, and for drafts a draft model."""
         if not job.device.startswith("cuda"):
             return "SGLang's CUDA build needs a card"
-        return "no draft model" if job.depth and job.draft_directory is None else ""
+        return without_draft_model(job)
 
     def arguments(self, job: Job) -> dict[str, Any]:
-        """What `Engine` is given: fields of its ServerArgs."""
+        """The arguments of `Engine`: fields of its ServerArgs."""
         found: dict[str, Any] = {
             "model_path": job.directory,
             "skip_tokenizer_init": True,

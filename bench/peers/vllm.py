@@ -6,7 +6,7 @@ Source: docs.vllm.ai, features/speculative_decoding, and the fields of vllm/conf
 
 from typing import Any
 
-from bench.peers.engine import Arrivals, Found, Job, Mark, Measured, found_package, prompts_of
+from bench.peers.engine import Arrivals, Found, Job, Mark, Measured, found_package, prompts_of, without_draft_model
 
 __all__ = ["Vllm"]
 
@@ -24,10 +24,10 @@ class Vllm:
         """It needs a card, and for drafts a draft model."""
         if not job.device.startswith("cuda"):
             return "vLLM's CUDA build needs a card"
-        return "no draft model" if job.depth and job.draft_directory is None else ""
+        return without_draft_model(job)
 
     def arguments(self, job: Job) -> dict[str, Any]:
-        """What `LLM` is given."""
+        """The arguments of `LLM`."""
         found: dict[str, Any] = {
             "model": job.directory,
             "skip_tokenizer_init": True,

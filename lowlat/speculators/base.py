@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 
+from lowlat.errors import ConfigError
 from lowlat.graphs import Bucket, BufferSpec
 from lowlat.models.geometry import DraftConfig, ModelConfig, RopeConfig
 from lowlat.models.layers import TORCH_DTYPES
@@ -20,7 +21,7 @@ from lowlat.models.program import ProgramBuilder
 from lowlat.options.config import SpeculativeConfig
 from lowlat.speculators.tree.topology import TreeTopology
 
-__all__ = ["LoadedSpeculator", "PrefillScope", "Scope", "Speculator", "StateSizes", "StepScope"]
+__all__ = ["LoadedSpeculator", "PrefillScope", "Scope", "Speculator", "StateSizes", "StepScope", "draft_model_of"]
 
 Tables = tuple[str, str]
 
@@ -157,6 +158,13 @@ class Speculator(ABC):
     @abstractmethod
     def emit_draft(self, scope: StepScope, extended: tuple[str, ...]) -> str:
         """Append drafting: a level at a time, a block at once, or from text alone; returns `scope.draft_nodes()`."""
+
+
+def draft_model_of(options: SpeculativeConfig) -> str:
+    """The draft model that the options name. Raises ConfigError where they name none."""
+    if options.model is None:
+        raise ConfigError(f"method {options.method!r} needs a model: the directory of a draft model")
+    return str(options.model)
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,8 @@ from lowlat.checkpoint.tensors import Checkpoint
 from lowlat.errors import ConfigError
 from lowlat.models.families.dense import Sizes, parse_sizes
 from lowlat.models.geometry import DraftConfig, ModelConfig
-from lowlat.models.hf_config import (
-    HARMLESS_KEYS,
-    MAX_VOCABULARY,
-    check_architecture,
-    parse_rope,
-    read_config,
-    refuse_windows,
-)
+from lowlat.models.hf_config import HARMLESS_KEYS, check_architecture, read_config, refuse_windows
+from lowlat.speculators.eagle3.sizes import check_target, size_fields, vocabulary_fields
 from lowlat.speculators.eagle3.tensors import DraftTensors
 
 __all__ = ["parse_dflash"]
@@ -94,17 +88,10 @@ def _boundaries(
 ) -> tuple[int, ...]:
     """The boundaries whose streams fc reads. Raises ConfigError for ids that cannot be meant."""
     last = target.num_layers
-    if file.is_speculators:
-        key, ids = (
-            "aux_hidden_state_layer_ids",
-            file.own.optional_integers("aux_hidden_state_layer_ids", 0, last, max_count=MAX_FEATURES),
-        )
-        found = ids
-    else:
-        key, ids = (
-            "target_layer_ids",
-            file.own.optional_integers("target_layer_ids", 0, last - 1, max_count=MAX_FEATURES),
-        )
+    key = "aux_hidden_state_layer_ids" if file.is_speculators else "target_layer_ids"
+    ids = file.own.optional_integers(key, 0, last if file.is_speculators else last - 1, max_count=MAX_FEATURES)
+    found = ids
+    if not file.is_speculators:
         if ids is None:
             ids = _default_ids(last, num_layers)
         if max(ids, default=0) == last - 1 and override is None:
@@ -134,28 +121,14 @@ def _default_ids(num_target_layers: int, num_layers: int) -> tuple[int, ...]:
 
 
 def _vocabulary(file: _File, tensors: DraftTensors, sizes: Sizes, target: ModelConfig) -> dict[str, Any]:
-    """The draft vocabulary, and which of embedding, LM head and map the draft model brings itself."""
-    label = file.top.label
-    if sizes.vocab_size != target.vocab_size:
-        raise ConfigError(f"{label}: vocab_size {sizes.vocab_size} is not the target's {target.vocab_size}")
-    own_head, own_embedding = "lm_head.weight" in tensors, "embed_tokens.weight" in tensors
-    rows = tensors.entry("lm_head.weight", 2).shape[0] if own_head else target.vocab_size
-    stated = file.top.optional_integer("draft_vocab_size", 1, MAX_VOCABULARY)
-    if stated is not None and stated != rows:
-        raise ConfigError(f"{label}: draft_vocab_size {stated} is not the {rows} rows of the LM head")
-    if not 1 <= rows <= target.vocab_size:
-        raise ConfigError(f"{label}: the draft vocabulary of {rows} is not from 1 to the target's {target.vocab_size}")
-    if sizes.hidden_size != target.hidden_size and not (own_head and own_embedding):
+    """As `vocabulary_fields`; embedding and LM head may be the target's where they have its width."""
+    found = vocabulary_fields(file.top, tensors, sizes, target)
+    if sizes.hidden_size != target.hidden_size and not (found["own_lm_head"] and found["own_embedding"]):
         raise ConfigError(
-            f"{label}: hidden_size {sizes.hidden_size} is not the target's {target.hidden_size}, whose embedding or LM "
-            f"head it uses"
+            f"{file.top.label}: hidden_size {sizes.hidden_size} is not the target's {target.hidden_size}, whose "
+            f"embedding or LM head it uses"
         )
-    return {
-        "draft_vocab_size": rows,
-        "own_embedding": own_embedding,
-        "own_lm_head": own_head,
-        "own_draft_map": "d2t" in tensors,
-    }
+    return found
 
 
 def parse_dflash(
@@ -171,10 +144,7 @@ def parse_dflash(
     file, tensors = _places(fields), _open(directory)
     _refuse_unimplemented(file)
     sizes = parse_sizes(file.layer, default_vocab_size=target.vocab_size, default_max_position=target.max_position)
-    for key, own in (("target_hidden_size", target.hidden_size), ("num_target_layers", target.num_layers)):
-        stated = file.top.optional_integer(key, 1, 1 << 20)
-        if stated is not None and stated != own:
-            raise ConfigError(f"{file.top.label}: {key} {stated} is not the target's {own}")
+    check_target(file.top, target)
     num_layers = file.layer.integer("num_hidden_layers", 1, MAX_LAYERS)
     tensors.check_layers(num_layers, sizes.hidden_size, file.layer.label)
     entry = tensors.entry("fc.weight", 2)
@@ -187,24 +157,14 @@ def parse_dflash(
     biased = {part: tensors.in_any_layer(f"self_attn.{part}_proj.bias") for part in "qkvo"}
     config = DraftConfig(
         layout="speculators" if file.is_speculators else "z-lab",
-        hidden_size=sizes.hidden_size,
-        target_hidden_size=target.hidden_size,
-        intermediate_size=sizes.intermediate_size,
-        num_heads=sizes.num_heads,
-        num_kv_heads=sizes.num_kv_heads,
-        head_dim=sizes.head_dim,
-        vocab_size=target.vocab_size,
-        max_position=sizes.max_position,
-        rms_norm_eps=sizes.rms_norm_eps,
-        rope=parse_rope(file.layer, max_position=sizes.max_position),
         capture_boundaries=_boundaries(file, target, num_features, num_layers, capture_layers),
         num_layers=num_layers,
         windows=(None,) * num_layers,
         qkv_bias=biased["q"] or biased["k"] or biased["v"],
         output_bias=biased["o"],
-        qk_norm=any(tensors.in_any_layer(f"self_attn.{part}_norm.weight") for part in "qk"),
         mask_token=_mask_token(file, target),
         block_size=_block_size(file),
+        **size_fields(file.layer, tensors, sizes, target),
         **_vocabulary(file, tensors, sizes, target),
     )
     for place in {id(each): each for each in (file.top, file.layer, file.own)}.values():

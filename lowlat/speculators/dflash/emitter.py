@@ -102,12 +102,11 @@ class DflashEmitter:
         topology, batch, draft = scope.topology, scope.bucket.batch, self.draft
         count, constant = topology.depth + 1, self.builder.constant
         level, tokens = self._block(scope, count)
-        stream = emitted = level.embed(
+        stream = level.embed(
             tokens, "head.embed.weight" if draft.own_embedding else "embed.weight", draft.hidden_size, "embedded"
         )
         for layer in range(draft.num_layers):
-            stream = self._emit_layer(level, emitted, layer)
-            emitted = stream
+            stream = self._emit_layer(level, stream, layer)
         level.stage = Stage.EAGLE_DRAFT_LM_HEAD
         normed = level.norm(stream, "head.norm.weight", draft.rms_norm_eps, "final")
         head = "head.lm_head" if draft.own_lm_head else "lm_head"

@@ -14,7 +14,15 @@ from lowlat.errors import ConfigError
 from lowlat.graphs import BufferSpec
 from lowlat.models.geometry import DraftConfig, ModelConfig, RopeConfig
 from lowlat.options.config import SpeculativeConfig
-from lowlat.speculators.base import LoadedSpeculator, PrefillScope, Scope, Speculator, StateSizes, StepScope
+from lowlat.speculators.base import (
+    LoadedSpeculator,
+    PrefillScope,
+    Scope,
+    Speculator,
+    StateSizes,
+    StepScope,
+    draft_model_of,
+)
 from lowlat.speculators.dflash.config import parse_dflash
 from lowlat.speculators.dflash.emitter import DflashEmitter, dflash_kv_specs
 from lowlat.speculators.dflash.weights import dflash_weight_plan, load_dflash
@@ -32,14 +40,14 @@ class DflashSpeculator(Speculator):
     @classmethod
     def plan(cls, options: SpeculativeConfig, target: ModelConfig) -> Self:
         """The geometry alone, from the checkpoint's config and headers. Raises ConfigError."""
-        config, _ = parse_dflash(Path(_model(options)), target, options.capture_layers)
+        config, _ = parse_dflash(Path(draft_model_of(options)), target, options.capture_layers)
         _check_depth(config, options)
         return cls(config)
 
     @classmethod
     def load(cls, options: SpeculativeConfig, target: ModelConfig) -> LoadedSpeculator:
         """The draft model with its weights. Raises ConfigError."""
-        found = load_dflash(_model(options), target, capture_layers=options.capture_layers)
+        found = load_dflash(draft_model_of(options), target, capture_layers=options.capture_layers)
         _check_depth(found.config, options)
         return LoadedSpeculator(cls(found.config), found.weights, found.directory, found.notes)
 
@@ -94,12 +102,6 @@ class DflashSpeculator(Speculator):
         if scope.tables is None:
             raise ValueError("a DFlash draft model needs the tables of its RoPE")
         return DflashEmitter(scope, self.config, scope.tables)
-
-
-def _model(options: SpeculativeConfig) -> str:
-    if options.model is None:
-        raise ConfigError("method 'dflash' needs a model: the directory of a DFlash draft model")
-    return str(options.model)
 
 
 def _check_depth(config: DraftConfig, options: SpeculativeConfig) -> None:

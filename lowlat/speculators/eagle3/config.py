@@ -11,15 +11,10 @@ from typing import Any
 from lowlat.errors import ConfigError
 from lowlat.models.families.dense import Sizes, parse_sizes
 from lowlat.models.geometry import DraftConfig, ModelConfig
-from lowlat.models.hf_config import (
-    HARMLESS_KEYS,
-    MAX_VOCABULARY,
-    check_architecture,
-    parse_rope,
-    read_config,
-)
+from lowlat.models.hf_config import HARMLESS_KEYS, check_architecture, read_config
 from lowlat.speculators.eagle3.capture import IDS_KEY, MAX_FEATURES, OUTPUTS_KEY, capture_boundaries
 from lowlat.speculators.eagle3.draft_file import DEEPSPEC, DraftFile
+from lowlat.speculators.eagle3.sizes import check_target, size_fields, vocabulary_fields
 from lowlat.speculators.eagle3.tensors import MASK_HIDDEN, DraftTensors, open_draft_model
 from lowlat.speculators.eagle3.windows import draft_windows
 
@@ -142,35 +137,22 @@ def _residual(file: DraftFile) -> bool:
 
 
 def _vocabulary(file: DraftFile, tensors: DraftTensors, sizes: Sizes, target: ModelConfig) -> dict[str, Any]:
-    """The draft vocabulary, and which of embedding, LM head and map the draft model brings itself."""
-    own_draft_model, own_map = "lm_head.weight" in tensors, "d2t" in tensors
-    own_embedding = "embed_tokens.weight" in tensors
-    label = file.top.label
-    if sizes.vocab_size != target.vocab_size:
-        raise ConfigError(f"{label}: vocab_size {sizes.vocab_size} is not the target's {target.vocab_size}")
-    rows = tensors.entry("lm_head.weight", 2).shape[0] if own_draft_model else target.vocab_size
-    stated = file.top.optional_integer("draft_vocab_size", 1, MAX_VOCABULARY)
-    if stated is not None and stated != rows:
-        raise ConfigError(f"{label}: draft_vocab_size {stated} is not the {rows} rows of the LM head")
-    if not 1 <= rows <= target.vocab_size:
-        raise ConfigError(f"{label}: the draft vocabulary of {rows} is not from 1 to the target's {target.vocab_size}")
-    if rows < target.vocab_size and not own_map:
+    """As `vocabulary_fields`; a missing tensor must be one that the target's can stand for."""
+    found, label = vocabulary_fields(file.top, tensors, sizes, target), file.top.label
+    rows = found["draft_vocab_size"]
+    if rows < target.vocab_size and not found["own_draft_map"]:
         raise ConfigError(f"{label}: tensor 'd2t' is missing; {rows} draft ids cannot be mapped to the target's")
-    shared = [name for name, own in (("lm_head", own_draft_model), ("embed_tokens", own_embedding)) if not own]
+    own_lm_head, own_embedding = found["own_lm_head"], found["own_embedding"]
+    shared = [name for name, own in (("lm_head", own_lm_head), ("embed_tokens", own_embedding)) if not own]
     if shared and sizes.hidden_size != target.hidden_size:
         raise ConfigError(
             f"{label}: {shared[0]}.weight is missing and the target's cannot be used: hidden_size "
             f"{sizes.hidden_size} is not the target's {target.hidden_size}"
         )
     tied = [place.boolean("tie_word_embeddings", False) for place in file.places()]
-    if any(tied) and not own_draft_model and (own_embedding or not target.tie_embeddings):
+    if any(tied) and not own_lm_head and (own_embedding or not target.tie_embeddings):
         raise ConfigError(f"{label}: tie_word_embeddings without lm_head.weight is not implemented for heads")
-    return {
-        "draft_vocab_size": rows,
-        "own_embedding": own_embedding,
-        "own_lm_head": own_draft_model,
-        "own_draft_map": own_map,
-    }
+    return found
 
 
 def _layers(file: DraftFile, tensors: DraftTensors, sizes: Sizes) -> dict[str, Any]:
@@ -198,14 +180,6 @@ def _has_no_features(file: DraftFile, tensors: DraftTensors, sizes: Sizes, targe
     if "fc.weight" in tensors:
         file.notes.append("use_aux_hidden_state is false: fc.weight is not used")
     return True
-
-
-def _check_target(file: DraftFile, target: ModelConfig) -> None:
-    """Refuse a draft model that says it was trained for a target of another shape."""
-    for key, own in (("target_hidden_size", target.hidden_size), ("num_target_layers", target.num_layers)):
-        stated = file.top.optional_integer(key, 1, 1 << 20)
-        if stated is not None and stated != own:
-            raise ConfigError(f"{file.top.label}: {key} {stated} is not the target's {own}")
 
 
 def _num_features(file: DraftFile, tensors: DraftTensors, target: ModelConfig) -> int:
@@ -277,7 +251,7 @@ def parse_draft(
     _check_method(method, tensors)
     _refuse_unimplemented(file)
     sizes = parse_sizes(file.layer, default_vocab_size=target.vocab_size, default_max_position=target.max_position)
-    _check_target(file, target)
+    check_target(file.top, target)
     final_hidden = _has_no_features(file, tensors, sizes, target)
     fc_norm = _norm_flag(file, "fc_norm", any(name.startswith("fc_norm.") for name in tensors.stored))
     norm_before_fc = _norm_flag(file, "norm_before_fc", "input_norm.weight" in tensors)
@@ -294,24 +268,14 @@ def parse_draft(
     )
     config = DraftConfig(
         layout=file.layout,
-        hidden_size=sizes.hidden_size,
-        target_hidden_size=target.hidden_size,
-        intermediate_size=sizes.intermediate_size,
-        num_heads=sizes.num_heads,
-        num_kv_heads=sizes.num_kv_heads,
-        head_dim=sizes.head_dim,
-        vocab_size=target.vocab_size,
-        max_position=sizes.max_position,
-        rms_norm_eps=sizes.rms_norm_eps,
-        rope=parse_rope(file.layer, max_position=sizes.max_position),
         capture_boundaries=boundaries,
         final_hidden=final_hidden,
-        qk_norm=any(tensors.in_any_layer(f"self_attn.{part}_norm.weight") for part in "qk"),
         norm_before_fc=norm_before_fc,
         fc_norm=fc_norm,
         norm_output=_feedback(file, fc_norm),
         norm_before_residual=_residual(file),
         mask_token=_mask_token(file, tensors, target, len(boundaries)),
+        **size_fields(file.layer, tensors, sizes, target),
         **_layers(file, tensors, sizes),
         **_biases(file, tensors),
         **_vocabulary(file, tensors, sizes, target),

@@ -56,7 +56,7 @@ class Drafter:
         return emitter, "prefilled_feature" if self.scope.bucket.prefilled else self._features(emitter)
 
     def rows_before(self, name: str, count: int) -> dict[str, str]:
-        """What attention of `count` rows a slot from the first accepted one on reads: each those before it, and itself.
+        """The reads of attention of `count` rows a slot from the first accepted one on: those before each, and itself.
 
         name  of the constant that says so
         """

@@ -9,11 +9,18 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from lowlat.errors import ConfigError
 from lowlat.graphs import BufferSpec
 from lowlat.models.geometry import DraftConfig, ModelConfig, RopeConfig
 from lowlat.options.config import SpeculativeConfig
-from lowlat.speculators.base import LoadedSpeculator, PrefillScope, Scope, Speculator, StateSizes, StepScope
+from lowlat.speculators.base import (
+    LoadedSpeculator,
+    PrefillScope,
+    Scope,
+    Speculator,
+    StateSizes,
+    StepScope,
+    draft_model_of,
+)
 from lowlat.speculators.eagle3.config import read_draft_config
 from lowlat.speculators.eagle3.draft import Drafter
 from lowlat.speculators.eagle3.emitter import Eagle3Emitter, draft_kv_specs
@@ -41,7 +48,7 @@ class Eagle3Speculator(Speculator):
     def plan(cls, options: SpeculativeConfig, target: ModelConfig) -> Self:
         """The geometry alone, from the checkpoint's config and headers. Raises ConfigError."""
         config = read_draft_config(
-            _checkpoint(options), target, capture_layers=options.capture_layers, method=cls.method
+            draft_model_of(options), target, capture_layers=options.capture_layers, method=cls.method
         )
         check_draft_window(config, options.draft_window)
         return cls(config, options.draft_window)
@@ -49,7 +56,9 @@ class Eagle3Speculator(Speculator):
     @classmethod
     def load(cls, options: SpeculativeConfig, target: ModelConfig) -> LoadedSpeculator:
         """The draft model with its weights, read whole: one that is damaged must be known in time to go on without."""
-        found = load_draft_model(_checkpoint(options), target, capture_layers=options.capture_layers, method=cls.method)
+        found = load_draft_model(
+            draft_model_of(options), target, capture_layers=options.capture_layers, method=cls.method
+        )
         check_draft_window(found.config, options.draft_window)
         return LoadedSpeculator(cls(found.config, options.draft_window), found.weights, found.directory, found.notes)
 
@@ -99,16 +108,10 @@ class Eagle3Speculator(Speculator):
         return self.drafter(scope).draft(*extended)
 
     def drafter(self, scope: StepScope) -> Drafter:
-        """What appends the draft model's operations behind a commit."""
+        """The part that appends the draft model's operations behind a commit."""
         return Drafter(scope, self._emitter(scope))
 
     def _emitter(self, scope: Scope) -> Eagle3Emitter:
         if scope.tables is None:
             raise ValueError("an EAGLE3 draft model needs the tables of its RoPE")
         return Eagle3Emitter(scope.config, self.config, scope.tables, self.window)
-
-
-def _checkpoint(options: SpeculativeConfig) -> str:
-    if options.model is None:
-        raise ConfigError(f"method {options.method!r} needs a model: the directory of a draft model")
-    return str(options.model)

@@ -1,0 +1,63 @@
+"""Sizes of a draft model, and its vocabulary, from config and headers against the target: of EAGLE3's and DFlash's."""
+
+from typing import Any
+
+from lowlat.checkpoint.fields import Fields
+from lowlat.errors import ConfigError
+from lowlat.models.families.dense import Sizes
+from lowlat.models.geometry import ModelConfig
+from lowlat.models.hf_config import MAX_VOCABULARY, parse_rope
+from lowlat.speculators.eagle3.tensors import DraftTensors
+
+__all__ = ["check_target", "size_fields", "vocabulary_fields"]
+
+
+def check_target(top: Fields, target: ModelConfig) -> None:
+    """Refuse a draft model that says it was trained for a target of another shape."""
+    for key, own in (("target_hidden_size", target.hidden_size), ("num_target_layers", target.num_layers)):
+        stated = top.optional_integer(key, 1, 1 << 20)
+        if stated is not None and stated != own:
+            raise ConfigError(f"{top.label}: {key} {stated} is not the target's {own}")
+
+
+def size_fields(layer: Fields, tensors: DraftTensors, sizes: Sizes, target: ModelConfig) -> dict[str, Any]:
+    """The fields of a DraftConfig that every draft model has: sizes, norms of queries and keys, rotary embedding.
+
+    layer  where the config has the layers' sizes
+    """
+    return {
+        "hidden_size": sizes.hidden_size,
+        "target_hidden_size": target.hidden_size,
+        "intermediate_size": sizes.intermediate_size,
+        "num_heads": sizes.num_heads,
+        "num_kv_heads": sizes.num_kv_heads,
+        "head_dim": sizes.head_dim,
+        "vocab_size": target.vocab_size,
+        "max_position": sizes.max_position,
+        "rms_norm_eps": sizes.rms_norm_eps,
+        "rope": parse_rope(layer, max_position=sizes.max_position),
+        "qk_norm": any(tensors.in_any_layer(f"self_attn.{part}_norm.weight") for part in "qk"),
+    }
+
+
+def vocabulary_fields(top: Fields, tensors: DraftTensors, sizes: Sizes, target: ModelConfig) -> dict[str, Any]:
+    """The draft vocabulary, and which of embedding, LM head and map the draft model brings itself.
+
+    Raises ConfigError for another vocabulary than the target's, or one that the tensors contradict.
+    """
+    label = top.label
+    if sizes.vocab_size != target.vocab_size:
+        raise ConfigError(f"{label}: vocab_size {sizes.vocab_size} is not the target's {target.vocab_size}")
+    own_lm_head = "lm_head.weight" in tensors
+    rows = tensors.entry("lm_head.weight", 2).shape[0] if own_lm_head else target.vocab_size
+    stated = top.optional_integer("draft_vocab_size", 1, MAX_VOCABULARY)
+    if stated is not None and stated != rows:
+        raise ConfigError(f"{label}: draft_vocab_size {stated} is not the {rows} rows of the LM head")
+    if not 1 <= rows <= target.vocab_size:
+        raise ConfigError(f"{label}: the draft vocabulary of {rows} is not from 1 to the target's {target.vocab_size}")
+    return {
+        "draft_vocab_size": rows,
+        "own_embedding": "embed_tokens.weight" in tensors,
+        "own_lm_head": own_lm_head,
+        "own_draft_map": "d2t" in tensors,
+    }
