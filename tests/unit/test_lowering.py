@@ -273,6 +273,15 @@ def test_parallel_drafts_cost_one_pass_whatever_their_number(depth: int, lowered
         assert products == 2 * 5 + 1 + (2 if batch else 0)  # of accepted rows keys and values alone, behind fc
 
 
+def test_dsparks_levels_have_small_products_alone(lowered: LoweredPairs) -> None:
+    """A layer over the block, LM head and the gate of all states; by level the gate of a token, and its bias."""
+    kinds = kinds_of(lowered("llama+dspark", 3, 0), *(stage for stage in Stage if stage.startswith("EAGLE_DRAFT_")))
+    products = sum(kind.startswith("decode_gemm") for kind in kinds)
+    assert products == 5 + 2 + 2 * 3
+    for kind in ("parent_tokens", "embed", "markov_gate", "bias_rows", "draft_confidence", "argmax"):
+        assert sum(each.startswith(kind) for each in kinds) >= 3, kind
+
+
 def test_no_row_count_has_other_kernels_but_products_and_attention(lowered: LoweredPairs) -> None:
     """What decides bits must not depend on the bucket: plans of products and of attention may, and change none, and
     norms may be made by the product after them."""
