@@ -5,6 +5,8 @@
         --num-speculative-tokens 4 7 --totals --limit 2 --max-tokens 64 --out bench/results/cpu/suffix.json
     python -P bench/acceptance.py --method ngram eagle3 --text plain repeating --num-speculative-tokens 1 2 4 7 \
         --totals --limit 2 --max-tokens 64 --out bench/results/cpu/ngram.json
+    python -P bench/acceptance.py --method eagle3 peagle dflash dspark --draft-model peagle=DIR dflash=DIR dspark=DIR \
+        --num-speculative-tokens 3 5 --limit 3 --max-tokens 64 --out bench/results/cpu/drafters.json
 
 Decodes every prompt at S = 0 and at each S, compares the tokens, and writes rows with the commit, the machine and the
 conditions. Nothing is simulated. Prompts whose greedy text repeats itself are also left out in rows of their own,
@@ -35,7 +37,8 @@ from lowlat import (
 from lowlat.tools.bench.machine import commit_at, driver, processor
 
 DEMO = Path(__file__).parent.parent / "lowlat" / "demo"
-METHODS = ("eagle3", "eagle3+suffix", "ngram", "suffix")
+METHODS = ("eagle3", "eagle3+suffix", "ngram", "suffix", "peagle", "dflash", "dspark")
+PARALLEL = ("peagle", "dflash", "dspark")
 TEXTS = ("plain", "repeating", "copying")
 LOOP = 8  # a text loops when some run of 8 tokens stands in it more than twice
 
@@ -62,6 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "runs_on": sorted({row.pop("runs_on") for row in rows if "runs_on" in row}),
             "target": options.target.name,
             "head": options.head.name if any("eagle3" in method for method in options.method) else None,
+            **_trained(options),
             "batch": 1,
             "max_tokens": options.max_tokens,
             "prompts_a_domain": options.limit,
@@ -79,6 +83,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", type=Path, default=DEMO / "target")
     parser.add_argument("--head", type=Path, default=DEMO / "head")
+    parser.add_argument(
+        "--draft-model", nargs="+", default=[], metavar="METHOD=DIR", help="of peagle, dflash and dspark"
+    )
     parser.add_argument("--prompts", type=Path, default=DEMO / "prompts.json", help="JSON: domain -> prompts")
     parser.add_argument("--method", nargs="+", choices=METHODS, default=["eagle3"])
     parser.add_argument("--text", nargs="+", choices=TEXTS, default=["plain"])
@@ -91,18 +98,35 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--commit", default="", help="what is measured, where there is no git checkout to ask")
     parser.add_argument("--out", type=Path, required=True)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    options.models = {"eagle3": options.head, **dict(each.split("=", 1) for each in options.draft_model)}
+    missing = [method for method in options.method if method in PARALLEL and method not in options.models]
+    if missing:
+        parser.error(f"--draft-model has no directory for {', '.join(missing)}")
+    return options
 
 
 def _load(options: argparse.Namespace, method: str) -> Runtime:
     """A runtime that drafts by a method, as deep as any row needs."""
     name, _, text = method.partition("+")
     own: dict[str, Any] = {"method": name, "text_drafts": text or None}
-    if name == "eagle3":
-        own["model"] = options.head
+    if name in options.models:
+        own["model"] = options.models[name]
     config = SpeculativeConfig(num_speculative_tokens=max(options.num_speculative_tokens), strict=True, **own)
     sizes: dict[str, Any] = {"max_batch": 1, "max_context": 1024, "prefix_reuse": False}
     return Runtime.load(options.target, config, device=options.device, **sizes)
+
+
+def _trained(options: argparse.Namespace) -> dict[str, Any]:
+    """How the other draft models were trained, as their trainer has written it beside them."""
+    logs = {}
+    for method in options.method:
+        path = Path(options.models.get(method, "")) / "loss.json"
+        if method in PARALLEL and path.exists():
+            found = json.loads(path.read_text(encoding="utf-8"))
+            logs[method] = {name: found[name] for name in ("parameters", "training") if name in found}
+            logs[method] |= {"steps": found["log"][-1]["step"], "tokens": found["log"][-1]["tokens"]}
+    return {"trained": logs} if logs else {}
 
 
 class _Baselines:

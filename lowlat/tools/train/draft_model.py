@@ -315,7 +315,10 @@ def main() -> None:
         save_draft_model(head, out)
     else:
         save_parallel_model(head, out, teacher.num_layers)
-    (out / "loss.json").write_text(json.dumps({"parameters": learned, "log": log}))
+    kept = ("method", "rows", "length", "drafts", "layers", "anchors", "learning_rate")
+    told = {name: getattr(arguments, name) for name in kept}
+    told["start"] = None if arguments.start is None else Path(arguments.start).name
+    (out / "loss.json").write_text(json.dumps({"parameters": learned, "training": told, "log": log}))
     if arguments.eval_prompts and isinstance(head, Eagle3DraftModel):
         prompts = encode_prompts(teacher, read_prompts(arguments.eval_prompts), chat=bool(arguments.prompts))
         result = evaluate(teacher, head, prompts)
