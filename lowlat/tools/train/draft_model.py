@@ -1,12 +1,13 @@
-"""Train an EAGLE3 draft model for a local Hugging Face target (llama, qwen2, qwen3, mistral, gpt_oss and the like).
+"""Train a draft model for a local Hugging Face target (llama, qwen2, qwen3, mistral, gpt_oss and the like).
 
     python -m lowlat.tools.train.draft_model --target DIR --text FILE --out DIR [--prompts FILE] [--draft-vocab N]
-        [--minutes 4]
+        [--minutes 4] [--method peagle|dflash|dspark [--start DIR]]
 
 Half or more of the data is written by the target itself: it continues windows of the text, or answers the
 questions of `--prompts` under its chat template, greedy and at `--temperature`. The loss is the cross-entropy to
 the target's distribution at each of `--ttt-steps` simulated draft steps (training-time test), later steps
-weighing less. Tokens outside the draft vocabulary keep their share of the probability and are not learned.
+weighing less. Tokens outside the draft vocabulary keep their share of the probability and are not learned. A parallel
+draft model (`parallel`) learns the drafts of `--anchors` random positions a row.
 
 The draft model starts from the target: its LM head, its final norm, its last layer where shapes agree, and an fc that
 passes the highest feature through. Learning is driven by elapsed time or `--steps`; the rate ends at zero.
@@ -239,7 +240,7 @@ def train_draft_model(
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train an EAGLE3 draft model for a local Hugging Face target.")
+    parser = argparse.ArgumentParser(description="Train a draft model for a local Hugging Face target.")
     parser.add_argument("--target", required=True, help="Hugging Face directory of the target")
     parser.add_argument("--text", required=True, help="documents separated by <|endoftext|> lines; .xz is read too")
     parser.add_argument("--prompts", help="questions for the chat template: JSON, or one a line")
