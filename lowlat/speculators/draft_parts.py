@@ -7,7 +7,8 @@ import torch
 from lowlat.checkpoint.recipes import Piece, Recipe
 from lowlat.models.geometry import DraftConfig
 from lowlat.models.layers import Emitter
-from lowlat.models.program import ProgramBuilder, Stage
+from lowlat.models.program import Stage
+from lowlat.speculators.base import StepScope
 
 __all__ = ["BY_SLOT", "assign_drafts", "emit_accepted_rows", "layer_recipes", "one_piece"]
 
@@ -69,8 +70,9 @@ def layer_recipes(
     return made
 
 
-def emit_accepted_rows(builder: ProgramBuilder, batch: int, rows: int) -> None:
+def emit_accepted_rows(scope: StepScope) -> None:
     """Lay out the rows of a step's accepted tokens for a draft model, in buffers `head.*`, see `draft_rows`."""
+    builder, batch, rows = scope.builder, scope.bucket.batch, scope.bucket.rows
     outs = {
         "tokens": builder.scratch("head.tokens", (batch, rows), torch.int32),
         "positions": builder.scratch("head.positions", (batch, rows), torch.int32),

@@ -50,7 +50,7 @@ class DflashEmitter:
     def emit_extend(self, scope: StepScope) -> None:
         """Keys and values of the positions that a step has run and kept."""
         batch, rows = scope.bucket.batch, scope.bucket.rows
-        emit_accepted_rows(self.builder, batch, rows)
+        emit_accepted_rows(scope)
         write = {**BY_SLOT, "row_live": "head.row_live", "write_lens": "dense_lens", "offsets": "node_offsets"}
         context = Rows("head.", batch * rows, "head.row_live", "head.positions", {}, write)
         emitter = Emitter(self.builder, context, self.dtype, Stage.EAGLE_DRAFT_FC)

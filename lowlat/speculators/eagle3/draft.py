@@ -38,7 +38,7 @@ class Drafter:
     def accepted(self) -> tuple[Emitter, str]:
         """The accepted rows: an emitter over them, with tokens `head.tokens`, and their features [B * T, H]."""
         batch, rows = self.batch, self.rows
-        emit_accepted_rows(self.builder, batch, rows)
+        emit_accepted_rows(self.scope)
         write = {**BY_SLOT, "row_live": "head.row_live", "write_lens": "head.write_lens", "offsets": "node_offsets"}
         before = self.rows_before("head.accepted_before", rows)
         all_rows = Rows("head.", batch * rows, "head.row_live", "head.positions", before, write)
