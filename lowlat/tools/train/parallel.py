@@ -189,7 +189,8 @@ class ParallelDraftModel(nn.Module):
         attention, sizes = layer.self_attn, self.sizes
 
         def heads(projected: Tensor, count: int) -> Tensor:
-            return projected.unflatten(2, (count, sizes.head_dim)).transpose(1, 2)
+            split: Tensor = projected.reshape(*projected.shape[:2], count, sizes.head_dim)
+            return split.transpose(1, 2)
 
         group = sizes.heads // sizes.kv_heads
         query = rotate(heads(attention.q_proj(x), sizes.heads), queries)
