@@ -176,7 +176,8 @@ class PaperDflash(PaperDraftModel):
             m = self._norm(h, f"layers.{layer}.post_attention_layernorm")
             gated = F.silu(self._linear(m, layer, "mlp.gate_proj")) * self._linear(m, layer, "mlp.up_proj")
             h = h + self._linear(gated, layer, "mlp.down_proj")
-        return self._norm(h, "norm")[first:]
+        normed: torch.Tensor = self._norm(h, "norm")
+        return normed[first:]
 
     def draft_chain(self, tokens: Sequence[int], features: torch.Tensor, depth: int) -> list[int]:
         """The likeliest token of each mask, as target ids."""
@@ -231,4 +232,5 @@ class PaperDspark(PaperDflash):
         if self.config["heads"]["markov_head_type"] == "gated":
             weight, bias = (self.tensors[f"markov_head.gate_proj.{part}"] for part in ("weight", "bias"))
             known = torch.sigmoid(F.linear(torch.cat((states, known), dim=-1), weight, bias)) * known
-        return known @ self.tensors["markov_head.markov_w2.weight"].T
+        bias: torch.Tensor = known @ self.tensors["markov_head.markov_w2.weight"].T
+        return bias

@@ -61,7 +61,7 @@ def test_inspect_and_doctor_know_the_method_of_a_draft_model(method: str, tmp_pa
     if method == "peagle":
         copying_draft_model(tmp_path / "head", target, mask_token=MASK, num_hidden_layers=2)
     else:
-        form = {"layout": "deepspec", "markov_rank": 8} if method == "dspark" else {}
+        form: dict[str, Any] = {"layout": "deepspec", "markov_rank": 8} if method == "dspark" else {}
         dflash_draft_model(tmp_path / "head", target, copies=True, **form)
     files = ("--target", tmp_path / "target")
     found = answer("inspect", "draft-model", tmp_path / "head", *files, "--json")
