@@ -206,7 +206,7 @@ class PaperDspark(PaperDflash):
     def draft_logits(self, tokens: Sequence[int], features: torch.Tensor, drafted: Sequence[int]) -> torch.Tensor:
         """Logits [d + 1, Vd] after x[n] and after each of the d drafted ones."""
         states = self.block_states(tokens, features, len(drafted) + 1)
-        return states @ self.lm_head.T + self._bias(states, [tokens[-1], *drafted])
+        return F.linear(states, self.lm_head) + self._bias(states, [tokens[-1], *drafted])
 
     def draft_chain(self, tokens: Sequence[int], features: torch.Tensor, depth: int) -> list[int]:
         """The likeliest token of each row behind the likeliest of the row before."""
@@ -232,5 +232,4 @@ class PaperDspark(PaperDflash):
         if self.config["heads"]["markov_head_type"] == "gated":
             weight, bias = (self.tensors[f"markov_head.gate_proj.{part}"] for part in ("weight", "bias"))
             known = torch.sigmoid(F.linear(torch.cat((states, known), dim=-1), weight, bias)) * known
-        bias: torch.Tensor = known @ self.tensors["markov_head.markov_w2.weight"].T
-        return bias
+        return F.linear(known, self.tensors["markov_head.markov_w2.weight"])
