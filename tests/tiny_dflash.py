@@ -164,7 +164,7 @@ class PaperDflash(PaperDraftModel):
 
     def draft_logits(self, tokens: Sequence[int], features: torch.Tensor, drafted: Sequence[int]) -> torch.Tensor:
         """Logits [d + 1, Vd] of a block of d + 1 drafts behind x[n], whatever the d drafts were."""
-        return self.block_states(tokens, features, len(drafted) + 1) @ self.lm_head.T
+        return F.linear(self.block_states(tokens, features, len(drafted) + 1), self.lm_head)
 
     def block_states(self, tokens: Sequence[int], features: torch.Tensor, count: int) -> torch.Tensor:
         """The normed states [count, H] of the rows of a block that make `count` drafts behind x[n]."""
