@@ -77,7 +77,7 @@ def matrix_name(weight: str) -> str | None:
 
 
 def matrix_shape(name: str, weights: Mapping[str, torch.Tensor]) -> torch.Size:
-    """The shape [..., N, K] of a matrix in any format, or of any other weight. Raises KeyError for one that is missing."""
+    """The shape of a matrix in any format, or of any other weight. Raises KeyError for one that is missing."""
     if name in weights:
         return weights[name].shape
     names = matrix_parts(name, weights)

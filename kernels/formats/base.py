@@ -1,8 +1,9 @@
 """The interfaces of weight formats: how a matrix's numbers are held, packed for kernels, decoded in them, and counted.
 
 A canonical matrix [N, K] is one or more tensors, the format's parts; a stack of matrices has them with more dimensions
-in front. `MatrixFormat` is what every format has, `WeightFormat` what those of experts' kernels have besides. Packed, it is cut into tiles of 16 rows by 64 columns as `gemm.packing` has them, each with its words and
-perhaps its scales. Files are none of its business: that is `lowlat.checkpoint.formats`.
+in front. `MatrixFormat` is what every format has, `WeightFormat` what those of experts' kernels have besides. Packed, it
+is cut into tiles of 16 rows by 64 columns as `gemm.packing` has them, each with its words and perhaps its scales. Files
+are none of its business: that is `lowlat.checkpoint.formats`.
 """
 
 import math
@@ -49,6 +50,10 @@ class MatrixFormat(ABC):
         """Bytes of a matrix [N, K] without padding: the least that a kernel reads, as floors count it."""
         specs = self.specs(rows, columns, torch.bfloat16).values()
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in specs)
+
+    def packed_bytes(self, rows: int, columns: int) -> int:
+        """Bytes of a matrix [N, K] as kernels hold it; without kernels as it is."""
+        return self.num_bytes(rows, columns)
 
     def check_columns(self, columns: int) -> None:
         """Raise ShapeError unless rows of K numbers can be held."""

@@ -7,6 +7,8 @@ reads them.
 from dataclasses import dataclass
 from typing import Literal
 
+from lowlat.checkpoint.formats import Quantisation
+
 __all__ = ["AttentionWidths", "DraftConfig", "ExpertsConfig", "ModelConfig", "RopeConfig"]
 
 DraftLayout = Literal["safeai", "specforge", "modelopt", "speculators", "deepspec", "z-lab"]
@@ -87,6 +89,7 @@ class ModelConfig(AttentionWidths):
     dtype: ComputeDtype
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+    quantisation: Quantisation | None = None  # of linear layers in files; None: plain
 
 
 @dataclass(frozen=True)
@@ -126,6 +129,7 @@ class DraftConfig(AttentionWidths):
     own_draft_map: bool = True  # the checkpoint carries d2t
     mask_token: int | None = None  # of rows whose token is not known; None: EAGLE3, which has none
     block_size: int | None = None  # of DFlash, the last known token included; None: another's
+    quantisation: Quantisation | None = None  # of linear layers in files; None: plain
 
     @property
     def method(self) -> str:

@@ -75,7 +75,10 @@ def read_model_config(directory: str | Path, *, dtype: str = "auto") -> ModelCon
         raise ConfigError(
             f"{fields.label}: model_type {shown(family)} is not implemented; implemented: {', '.join(FAMILIES)}"
         )
-    return FAMILIES[family].parse(fields, directory, resolve_dtype(fields, dtype, directory))
+    config = FAMILIES[family].parse(fields, directory, resolve_dtype(fields, dtype, directory))
+    if config.quantisation is not None:
+        target_recipes(config)  # a layer that its format cannot hold is known before anything is fetched
+    return config
 
 
 def fetch_target(model: str | Path, *, dtype: str = "auto", progress: Progress | None = None) -> Path:
@@ -96,7 +99,8 @@ def fetch_target(model: str | Path, *, dtype: str = "auto", progress: Progress |
 
 def target_recipes(config: ModelConfig) -> list[Recipe]:
     """How every canonical weight of a target is made of its checkpoint's tensors."""
-    return FAMILIES[config.family].recipes(config)
+    recipes = FAMILIES[config.family].recipes(config)
+    return recipes if config.quantisation is None else config.quantisation.apply(recipes)
 
 
 def _ignored(config: ModelConfig, checkpoint: Checkpoint) -> set[str]:
@@ -105,6 +109,8 @@ def _ignored(config: ModelConfig, checkpoint: Checkpoint) -> set[str]:
     ignored.add("model.rotary_emb.inv_freq")
     if config.tie_embeddings:
         ignored.add("lm_head.weight")
+    if config.quantisation is not None:
+        ignored |= config.quantisation.unused(checkpoint.entries)
     return ignored & set(checkpoint.entries)
 
 
