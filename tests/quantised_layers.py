@@ -6,6 +6,7 @@
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,9 @@ def words(numbers: np.ndarray, axis: int, order: tuple[int, ...] = tuple(range(8
     numbers = np.moveaxis(numbers, axis, -1)
     extra = -numbers.shape[-1] % 8
     eights = np.pad(numbers, [(0, 0), (0, extra)]).reshape(numbers.shape[0], -1, 8).astype(np.uint32)
-    packed = sum(eights[..., column] << np.uint32(4 * place) for place, column in enumerate(order))
+    packed = np.zeros(eights.shape[:-1], np.uint32)
+    for place, column in enumerate(order):
+        packed |= eights[..., column] << np.uint32(4 * place)
     return torch.from_numpy(np.ascontiguousarray(np.moveaxis(packed.view(np.int32), -1, axis)))
 
 
@@ -137,27 +140,27 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, 
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}
 Make = Callable[[np.random.Generator, int, int], Layer]
 LAYOUTS: Mapping[str, tuple[dict[str, Any], Make]] = {
-    "fp8-tensor": (compressed("float-quantized", **FLOAT8, strategy="tensor"), lambda *a: fp8(*a, "tensor")),
-    "fp8-channel": (compressed("float-quantized", **FLOAT8, strategy="channel"), lambda *a: fp8(*a, "channel")),
+    "fp8-tensor": (compressed("float-quantized", **FLOAT8, strategy="tensor"), partial(fp8, per="tensor")),
+    "fp8-channel": (compressed("float-quantized", **FLOAT8, strategy="channel"), partial(fp8, per="channel")),
     "fp8-block": (
         {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
-        lambda *a: fp8(*a, "block", "weight_scale_inv"),
+        partial(fp8, per="block", name="weight_scale_inv"),
     ),
-    "w4a16-32": (compressed("pack-quantized", **INT4, group_size=32), lambda *a: packed(*a, 32, True)),
+    "w4a16-32": (compressed("pack-quantized", **INT4, group_size=32), partial(packed, group=32, symmetric=True)),
     "w4a16-zeros": (
         compressed("pack-quantized", **INT4, group_size=64) | {"version": "0.12"},
-        lambda *a: packed(*a, 64, False),
+        partial(packed, group=64, symmetric=False),
     ),
-    "awq": (AWQ, lambda *a: awq(*a, 32)),
-    "gptq-v1": (GPTQ | {"sym": False, "checkpoint_format": "gptq"}, lambda *a: gptq(*a, 32, 1)),
-    "gptq-v2": (GPTQ | {"sym": False, "checkpoint_format": "gptq_v2"}, lambda *a: gptq(*a, 32, 0)),
-    "gptq-symmetric": (GPTQ | {"checkpoint_format": "gptq"}, lambda *a: gptq(*a, 32, 1, 8)),
-    "gptq-that-says-v1": (GPTQ | {"checkpoint_format": "gptq"}, lambda *a: gptq(*a, 32, 0, 8)),
+    "awq": (AWQ, partial(awq, group=32)),
+    "gptq-v1": (GPTQ | {"sym": False, "checkpoint_format": "gptq"}, partial(gptq, group=32, less=1)),
+    "gptq-v2": (GPTQ | {"sym": False, "checkpoint_format": "gptq_v2"}, partial(gptq, group=32, less=0)),
+    "gptq-symmetric": (GPTQ | {"checkpoint_format": "gptq"}, partial(gptq, group=32, less=1, zero=8)),
+    "gptq-that-says-v1": (GPTQ | {"checkpoint_format": "gptq"}, partial(gptq, group=32, less=0, zero=8)),
     "nvfp4": (
         compressed("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16),
-        lambda *a: nvfp4(*a, ("weight_packed", "weight_global_scale"), divides=True),
+        partial(nvfp4, names=("weight_packed", "weight_global_scale"), divides=True),
     ),
-    "nvfp4-modelopt": (MODELOPT, lambda *a: nvfp4(*a, ("weight", "weight_scale_2"), divides=False)),
+    "nvfp4-modelopt": (MODELOPT, partial(nvfp4, names=("weight", "weight_scale_2"), divides=False)),
 }
 LAYOUTS["w4a16-zeros"][0]["config_groups"]["group_0"]["weights"]["symmetric"] = False
 

@@ -19,8 +19,8 @@ from lowlat.kernels.formats.nvfp4 import NVFP4
 
 __all__ = [
     "BF16", "FORMATS", "FP8", "FP8_BLOCK", "MATRIX_FORMATS", "MXFP4", "NVFP4", "MatrixFormat", "Parts", "Specs",
-    "WeightFormat", "format_of", "matrix_format", "matrix_name", "matrix_parts", "matrix_shape", "numbers_an_entry",
-    "tiles_of",
+    "WeightFormat", "dequantised", "format_of", "matrix_format", "matrix_name", "matrix_parts", "matrix_shape",
+    "numbers_an_entry", "tiles_of",
 ]  # fmt: skip
 
 FORMATS: Mapping[str, WeightFormat] = {each.name: each for each in (BF16, MXFP4)}
@@ -74,6 +74,12 @@ def matrix_name(weight: str) -> str | None:
     """The matrix, as operations have it, of which a weight is a part; None for what is no part of a quantised one."""
     owner, _, part = weight.rpartition(".")
     return f"{owner}{PLAIN}" if any(part in parts for parts in QUANTISED) else None
+
+
+def dequantised(name: str, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """A matrix in float32, whatever holds it. Raises KeyError for one that is missing."""
+    parts = {part: weights[each] for part, each in (matrix_parts(name, weights) or {"weight": name}).items()}
+    return matrix_format(parts).dequantise(parts, torch.float32)
 
 
 def matrix_shape(name: str, weights: Mapping[str, torch.Tensor]) -> torch.Size:

@@ -1,9 +1,9 @@
 """The interfaces of weight formats: how a matrix's numbers are held, packed for kernels, decoded in them, and counted.
 
 A canonical matrix [N, K] is one or more tensors, the format's parts; a stack of matrices has them with more dimensions
-in front. `MatrixFormat` is what every format has, `WeightFormat` what those of experts' kernels have besides. Packed, it
-is cut into tiles of 16 rows by 64 columns as `gemm.packing` has them, each with its words and perhaps its scales. Files
-are none of its business: that is `lowlat.checkpoint.formats`.
+in front. `MatrixFormat` is what every format has, `WeightFormat` what those of experts' kernels have besides. Packed,
+it is cut into tiles of 16 rows by 64 columns as `gemm.packing` has them, each with its words and perhaps its scales.
+Files are none of its business: that is `lowlat.checkpoint.formats`.
 """
 
 import math

@@ -34,7 +34,7 @@ def uncovered(config: ModelConfig, head: DraftConfig | None, block_size: int = 3
     if config.dtype != "bfloat16":
         return f"the kernels compute in bfloat16 and dtype is {config.dtype}"
     for owner, part in (("target", config), ("draft model", head)):
-        names = set() if part is None or part.quantisation is None else part.quantisation.format_names - DENSE_FORMATS
+        names = frozenset() if part is None else part.layer_formats - DENSE_FORMATS
         if names:
             return f"the kernels take linear layers in bf16 and the {owner}'s are in {', '.join(sorted(names))}"
     problem = None if config.experts is None else _uncovered_experts(config, config.experts)

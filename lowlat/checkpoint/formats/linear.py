@@ -245,7 +245,7 @@ def _zeros_along_outputs(rows: int, _label: str, words: torch.Tensor) -> torch.T
 
 def _awq_columns(words: torch.Tensor) -> torch.Tensor:
     """The outputs of each row of words, in order: int32 [n, N / 8] to uint8 [n, N]."""
-    numbers = _nibbles(words).unflatten(-1, (-1, 8))
+    numbers = _nibbles(words).reshape(words.shape[0], -1, 8)
     return numbers[..., [AWQ_ORDER.index(column) for column in range(8)]].flatten(-2)
 
 

@@ -13,6 +13,7 @@ from lowlat.checkpoint.recipes import Piece, Recipe, check_recipes
 from lowlat.checkpoint.stored import Group, StoredWeights
 from lowlat.models.geometry import DraftConfig, ModelConfig
 from lowlat.models.layers import TORCH_DTYPES
+from lowlat.models.weight_plan import rounded_plan
 from lowlat.speculators.dflash.config import parse_dflash
 from lowlat.speculators.eagle3.weights import DRAFT_MAP, LoadedDraftModel, read_draft_map, stored_recipe, unused_tensors
 
@@ -73,7 +74,8 @@ def _layer_recipes(config: DraftConfig, dtype: torch.dtype, layer: int) -> list[
 def dflash_weight_plan(config: DraftConfig, dtype: str) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
     """Canonical name -> (shape, dtype) of every weight of a draft model's own, in a compute dtype."""
     plan = {recipe.weight: (recipe.shape, recipe.dtype) for recipe in dflash_recipes(config, TORCH_DTYPES[dtype])}
-    return MappingProxyType({**plan, DRAFT_MAP: ((config.draft_vocab_size,), torch.int32)})
+    plan[DRAFT_MAP] = ((config.draft_vocab_size,), torch.int32)
+    return MappingProxyType(rounded_plan(plan, config.quantiser))
 
 
 def load_dflash(

@@ -16,6 +16,7 @@ from lowlat.checkpoint.stored import Group, StoredWeights
 from lowlat.errors import ConfigError
 from lowlat.models.geometry import DraftConfig, ModelConfig
 from lowlat.models.layers import TORCH_DTYPES
+from lowlat.models.weight_plan import rounded_plan
 from lowlat.speculators.eagle3.config import parse_draft
 from lowlat.speculators.eagle3.emitter import layer_name
 from lowlat.speculators.eagle3.tensors import MASK_HIDDEN, DraftTensors
@@ -114,7 +115,7 @@ def draft_weight_plan(
         raise ConfigError(f"dtype must be 'bfloat16' or 'float32', got {dtype!r}")
     plan = {recipe.weight: (recipe.shape, recipe.dtype) for recipe in draft_recipes(config, TORCH_DTYPES[dtype])}
     plan[DRAFT_MAP] = ((config.draft_vocab_size,), torch.int32)
-    return MappingProxyType(plan)
+    return MappingProxyType(rounded_plan(plan, config.quantiser))
 
 
 def stored_recipe(recipe: Recipe, tensors: DraftTensors) -> Recipe:

@@ -1,6 +1,7 @@
 """Quantised linear layers: every layout becomes exactly the numbers that NumPy, or its own library, reads in it."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from checkpoint_files import target_geometry, write_draft_layout
 from quantised_layers import INT4, LAYOUTS, compressed, fp8, nvfp4, quantise_target, rewrite
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tiny_models import make_target
 
 from lowlat.checkpoint.fields import Fields
@@ -55,8 +56,9 @@ def golden() -> dict[str, tuple[dict[str, Any], dict[str, torch.Tensor], torch.T
     """
     found = {}
     with safe_open(GOLDEN, "pt") as file:
+        names = list(file.keys())
         for name, config in json.loads(file.metadata()["configs"]).items():
-            own = [key for key in file.keys() if key.startswith(f"{name}.")]
+            own = [key for key in names if key.startswith(f"{name}.")]
             tensors = {f"layer.{key.removeprefix(f'{name}.')}": file.get_tensor(key) for key in own}
             found[name] = (config, tensors, file.get_tensor(f"expected.{name}"))
     return found
@@ -122,7 +124,7 @@ def mixed_config(kind: str) -> dict[str, Any]:
 def test_layers_of_one_model_are_stored_in_several_formats(kind: str, tmp_path: Path) -> None:
     model = make_target(tmp_path, "llama", **SIZES)
     names = ("weight", "weight_scale_2") if kind == "modelopt" else ("weight_packed", "weight_global_scale")
-    makers = {"self_attn": lambda *a: fp8(*a, "tensor"), "mlp": lambda *a: nvfp4(*a, names, kind != "modelopt")}
+    makers = {"self_attn": partial(fp8, per="tensor"), "mlp": partial(nvfp4, names=names, divides=kind != "modelopt")}
     rewrite(tmp_path, makers, model, seed=1, plain=("down_proj",))
     path, config = tmp_path / "config.json", mixed_config(kind)
     fields = json.loads(path.read_text())
@@ -141,12 +143,11 @@ def test_a_draft_model_is_quantised_as_a_target_is(tmp_path: Path) -> None:
 
     write_draft_layout(tmp_path, "safeai")
     plain = load_draft_model(tmp_path, target_geometry()).weights
-    with safe_open(tmp_path / "model.safetensors", "pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}
+    tensors = load_file(tmp_path / "model.safetensors")
     expected = {}
     for name, stored in list(tensors.items()):
         if "proj" in name:
-            parts, values = fp8(np.random.default_rng(len(name)), *stored.shape, "channel")
+            parts, values = fp8(np.random.default_rng(len(name)), stored.shape[0], stored.shape[1], "channel")
             tensors |= {f"{name.removesuffix('weight')}{part}": each for part, each in parts.items()}
             expected[name] = torch.from_numpy(values)
     save_file(tensors, tmp_path / "model.safetensors")
@@ -172,15 +173,24 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "gemv": (HOSTILE | {"version": "gemv"}, "version must be 'gemm'"),
     "no zeros": (HOSTILE | {"zero_point": False}, "zero_point must be true"),
     "order": ({"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True}, "desc_act"),
-    "dynamic": ({"quant_method": "gptq", "bits": 4, "group_size": 32, "dynamic": {"x": {}}}, "'dynamic' = .* is not a key"),
-    "marlin": ({"quant_method": "gptq", "bits": 4, "group_size": 32, "checkpoint_format": "marlin"}, "checkpoint_format"),
+    "dynamic": (
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "dynamic": {"x": {}}},
+        "'dynamic' = .* is not a key",
+    ),
+    "marlin": (
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "checkpoint_format": "marlin"},
+        "checkpoint_format",
+    ),
     "block": ({"quant_method": "fp8", "weight_block_size": [64, 128]}, r"weight_block_size must be \[128, 128\]"),
     "e5m2": ({"quant_method": "fp8", "fmt": "e5m2", "weight_block_size": [128, 128]}, "fmt = 'e5m2'"),
     "algorithm": ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ' is not implemented"),
     "int8": (compressed("int-quantized", num_bits=8, type="int"), "format 'int-quantized' is not implemented"),
     "actorder": (with_group(actorder="group"), "actorder = 'group' is not implemented"),
     "strategy": (with_group(strategy="channel"), "strategy must be 'group'"),
-    "sparse": (with_group() | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config .* not implemented"),
+    "sparse": (
+        with_group() | {"sparsity_config": {"format": "sparse-24-bitmask"}},
+        "sparsity_config .* not implemented",
+    ),
     "transform": (with_group() | {"transform_config": {"config_groups": {"R1": {}}}}, "transform_config .*"),
     "expression": (with_group() | {"ignore": ["re:(a+)+$"]}, "expression 're:.* is not implemented"),
     "repeats": (with_group() | {"ignore": ["re:.*.*.*.*.*x"]}, "at most 4 plain repeats"),
@@ -196,7 +206,16 @@ def test_what_is_not_implemented_is_refused_by_name(name: str, tmp_path: Path) -
 
 def test_names_of_modules_are_whole_parts_expressions_or_wildcards() -> None:
     module = "model.layers.1.self_attn.q_proj"
-    matching = ("Linear", module, "q_proj", "layers.1", "re:.*self_attn.*", r"re:model\.layers\.\d+\..*", "*.q_proj", "model.*")
+    matching = (
+        "Linear",
+        module,
+        "q_proj",
+        "layers.1",
+        "re:.*self_attn.*",
+        r"re:model\.layers\.\d+\..*",
+        "*.q_proj",
+        "model.*",
+    )
     for name in matching:
         assert Names.parse("config", [name]).match(module), name
     for name in ("layers.10", "q", "proj", "re:self_attn", "*.k_proj", "Conv"):
@@ -212,7 +231,7 @@ def test_layers_that_their_format_cannot_hold_are_refused_from_the_config_alone(
         read_model_config(tmp_path)
     ignored = with_group() | {"ignore": ["lm_head", "down_proj", "k_proj"]}
     path.write_text(json.dumps({**fields, "quantization_config": ignored}))
-    with pytest.raises(ConfigError, match="must be stored alike, found .*q_proj: int4_32, .*k_proj: plain"):
+    with pytest.raises(ConfigError, match=r"must be stored alike, found .*q_proj: int4_32, .*k_proj: plain"):
         read_model_config(tmp_path)
 
 
