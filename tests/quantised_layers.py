@@ -169,6 +169,7 @@ def quantise_target(directory: Path, layout: str, model: Any, *, seed: int = 0, 
     """Rewrite a target of transformers', the linear layers of its decoder quantised; the model gets their numbers.
 
     plain  parts of the names of layers that stay as they are; the config must say so
+    model  None: there is none to be given them
     """
     config, make = LAYOUTS[layout]
     rewrite(directory, {"": make}, model, seed=seed, plain=plain)
@@ -178,7 +179,7 @@ def quantise_target(directory: Path, layout: str, model: Any, *, seed: int = 0, 
 
 def rewrite(directory: Path, makers: Mapping[str, Make], model: Any, *, seed: int, plain: tuple[str, ...] = ()) -> None:
     """The tensors of a target, each linear layer by the first maker whose key is in its name."""
-    rng, tensors, state = np.random.default_rng(seed), {}, model.state_dict()
+    rng, tensors, state = np.random.default_rng(seed), {}, {} if model is None else model.state_dict()
     for name, stored in load_file(directory / "model.safetensors").items():
         made = next((make for key, make in makers.items() if key in name), None)
         if made is None or stored.dim() != 2 or ".layers." not in name or any(part in name for part in plain):
@@ -187,5 +188,6 @@ def rewrite(directory: Path, makers: Mapping[str, Make], model: Any, *, seed: in
         parts, values = made(rng, *stored.shape)
         owner = name.removesuffix("weight")
         tensors |= {f"{owner}{part}": each for part, each in parts.items()}
-        state[name].copy_(torch.from_numpy(values))
+        if name in state:
+            state[name].copy_(torch.from_numpy(values))
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})

@@ -22,7 +22,7 @@ from lowlat.executors.allocation import (
 )
 from lowlat.executors.lowering.weight_parts import MatrixParts
 from lowlat.graphs import Bucket, BufferSet, Role
-from lowlat.kernels.formats import matrix_format
+from lowlat.kernels.formats import dequantised, matrix_format, matrix_parts
 from lowlat.kernels.reference import OPERATIONS
 from lowlat.kernels.reference.gemm.linear import ROW_BLOCK, packed_linear
 from lowlat.kernels.reference.gemm.packed import PackedWeight, pack
@@ -38,14 +38,17 @@ Bound = tuple[Op, Callable[..., None], dict[str, object]]
 def bind(
     program: Program, buffers: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]
 ) -> tuple[Bound, ...]:
-    """Resolve every operation's arguments once. Raises ConfigError for a missing weight or operation."""
+    """Resolve every operation's arguments once. Raises ConfigError for a missing weight or operation.
+
+    A quantised matrix, given by its parts, is expanded to float32 for each operation that reads it.
+    """
     bound = []
     for op in program.ops:
         function, arguments = meaning_of(program, op), op.arguments(buffers)
         for name, weight in op.weights.items():
-            if weight not in weights:
+            if not matrix_parts(weight, weights):
                 raise ConfigError(f"{program.name}: operation {op.kind} needs weight {weight}, which is missing")
-            arguments[name] = weights[weight]
+            arguments[name] = weights[weight] if weight in weights else dequantised(weight, weights)
         bound.append((op, function, arguments))
     return tuple(bound)
 

@@ -333,6 +333,11 @@ def examples(card: Card = H200) -> list[Kernel]:
         (8, DecodeGemmShape(97, 2880, FLOAT32, False, False, None, 1e-5)),
         (1, DecodeGemmShape(97, 8192, BFLOAT16, True, False, None, 1e-6)),
     )
+    eighth = replace(rotated, norm_eps=1e-5, weights="fp8"), DecodeGemmShape(4096, 14336, ADD, False, False, weights="fp8")
+    for rows, shape in examples_for(card, ((4, eighth[0]), (64, eighth[1])), 1):
+        held = 0 if shape.norm_eps is None else steps_to_hold(rows, shape.depth, card)
+        most = min(rows, rows_at_once(card))
+        made.append(_make(shape, plan_decode_gemm(most, shape.width, card, held, tile_bytes=shape.tile_bytes)))
     for rows, shape in examples_for(card, normed, 2):
         if held := steps_to_hold(rows, shape.depth, card):
             made.append(_make(shape, plan_decode_gemm(rows, shape.width, card, held)))
