@@ -48,8 +48,7 @@ def check_begin_step(
         arrays["slots"] = torch.tensor([slot if source.random() < 0.8 else -1 for slot in given], dtype=torch.int32)
         bench.compare(arrays, _given, lambda found: begin_step.begin_step(**found, lists=False))
     else:
-        calls = _alone if how == "alone" else lambda found: begin_step.begin_step(**found)
-        bench.compare(arrays, _reference, calls)
+        bench.compare(arrays, _reference, _alone if how == "alone" else _fused)
 
 
 def _same_tail(arrays: Arrays, max_batch: int) -> torch.Tensor:
@@ -77,6 +76,10 @@ def _reference(arrays: Arrays) -> None:
     list_active_slots(**listed)
     gather_rows(**gathered)
     publish_rows(**told)
+
+
+def _fused(arrays: Arrays) -> list[KernelCall]:
+    return begin_step.begin_step(lists=True, **arrays)
 
 
 def _given(arrays: Arrays) -> None:

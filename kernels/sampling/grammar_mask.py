@@ -6,7 +6,7 @@ committed tokens that they follow. A block that needs them waits for that word a
 
 from typing import Any
 
-from lowlat.kernels.sampling.select import CHUNK, GROUPS, MINUS_INFINITY, STRIDE, THREADS
+from lowlat.kernels.sampling.select import CHUNK, GROUPS, MINUS_INFINITY, STRIDE
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int64, types, uint32
 from lowlat.kernels.toolchain.ptx import load_acquire_system, load_volatile_i32, trap
 

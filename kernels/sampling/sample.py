@@ -317,7 +317,8 @@ def _make(width: int, rows: int, blocks: int, max_rows: int) -> Kernel:
     def sample_kernel(
         logits: Any, row_live: Any, row_tokens: Any, row_masks: Any, slots: Any, lengths: Any, slot_ints: Any,
         slot_floats: Any, prompt_seen: Any, output_counts: Any, bias_ids: Any, bias_values: Any, stop_ids: Any,
-        grammar_masks: Any, grammar_ready: Any, best: Any, target_tokens: Any, finite: Any, largest: Any, drawn: Any, counters: Any, masses: Any,
+        grammar_masks: Any, grammar_ready: Any, best: Any, target_tokens: Any, finite: Any, largest: Any, drawn: Any,
+        counters: Any, masses: Any,
     ) -> None:  # fmt: skip
         let_next_kernel_start()
         staged = cuda.shared.array(CHUNK, types.uint32, alignment=16)

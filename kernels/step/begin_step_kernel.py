@@ -65,9 +65,7 @@ class BeginStepPlan:
 
 
 @device_function
-def _load_slots(
-    thread: Any, batch: Any, max_batch: Any, rows: Any, parts: Any, state: Any, shared: Any
-) -> None:
+def _load_slots(thread: Any, batch: Any, max_batch: Any, rows: Any, parts: Any, state: Any, shared: Any) -> None:
     """Copy each slot's state to shared memory; all loads before all stores, or they would queue."""
     lists, gathers, tells = parts
     lengths, active, num_drafts, slot_ints = state

@@ -110,7 +110,7 @@ class ReferenceExecutor:
 
     @torch.inference_mode()
     def step(self, bucket: Bucket, meanwhile: Callable[[], None] | None = None) -> None:
-        """Run one step; the publication is in the ring when this returns. `meanwhile` is called behind its beginning."""
+        """Run one step; the publication is in the ring when this returns. `meanwhile`: see `Executor`."""
         bound = self._bound[bucket]
         if meanwhile is not None:
             count = sum(op.stage is Stage.ACTIVE_SLOTS for op, _, _ in bound)

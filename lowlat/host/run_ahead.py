@@ -7,15 +7,24 @@ publish for, a slot that the host has given up meanwhile: the caller drops such 
 import time
 from collections.abc import Callable, Sequence
 
-from lowlat.errors import DeviceError
+from lowlat.errors import ConfigError, DeviceError
 from lowlat.executors import Executor, LoopingExecutor
 from lowlat.graphs import Bucket
 from lowlat.host.mailbox import Entry, Mailbox
 from lowlat.host.pace import Pace
 
-__all__ = ["Launches"]
+__all__ = ["Launches", "loop_of"]
 
 MAX_STEPS = 2  # under way: with one more behind the step that runs, the device never waits for the host
+
+
+def loop_of(executor: Executor, *, wanted: bool) -> LoopingExecutor | None:
+    """The same executor as one that repeats steps by itself, where wanted. Raises ConfigError where it cannot."""
+    if not wanted:
+        return None
+    if not isinstance(executor, LoopingExecutor):
+        raise ConfigError(f"device_loop needs executor 'graph', and this runtime has {executor.name!r}")
+    return executor
 
 
 class Launches:

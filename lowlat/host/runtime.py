@@ -9,15 +9,13 @@ several threads: one thread owns a runtime.
 
 import itertools
 import secrets
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from lowlat.errors import ConfigError, LowlatError, RequestError
-from lowlat.executors import LoopingExecutor
 from lowlat.executors.devices import make_current
 from lowlat.graphs import Bucket
 from lowlat.host.grammar_masks import GrammarMasks
@@ -25,9 +23,9 @@ from lowlat.host.loading import Loaded, load
 from lowlat.host.mailbox import Entry, Mailbox, SlotPublication
 from lowlat.host.memory.kvcache import KVCache
 from lowlat.host.metrics import MetricsBook, RequestMetrics
-from lowlat.host.perf import PerfCounters, StepChecks, reason_for_no_drafts
+from lowlat.host.perf import PerfCounters, PublishedSteps, StepChecks
 from lowlat.host.request_checks import RequestChecks
-from lowlat.host.run_ahead import Launches
+from lowlat.host.run_ahead import Launches, loop_of
 from lowlat.host.scheduler import Phase, PrefillChunk, ScheduledRequest, Scheduler
 from lowlat.host.session import Session
 from lowlat.host.trace import Tracer
@@ -93,11 +91,10 @@ class Runtime:
         )
         self._mailbox = Mailbox(self.executor.state, geometry.max_rows - 1)
         self._masks = GrammarMasks(self._mailbox, self.executor, self.model_config.vocab_size)
-        self._launches = Launches(self.executor, self._mailbox, self._loop())
+        self._launches = Launches(self.executor, self._mailbox, loop_of(self.executor, wanted=config.device_loop))
         self._tracer = Tracer.from_config(config.traces)
         self._book = MetricsBook()
-        self._undrafted: Counter[str] = Counter()  # steps of slots, by reason
-        self._step_checks = self._make_step_checks() if config.is_strict else None
+        self._published = PublishedSteps(self._step_checks() if config.is_strict else None)
         self._sessions: dict[str, Session] = {}
         self._slots: dict[int, Session] = {}
         self._pending: list[StepOutput] = []
@@ -254,7 +251,7 @@ class Runtime:
 
     def perf(self) -> PerfCounters:
         """Return the launches of its programs, and its waits, copies and steps without drafts since the load."""
-        return PerfCounters.of(self.executor.counts, self._mailbox.num_copies, self._undrafted)
+        return PerfCounters.of(self.executor.counts, self._mailbox.num_copies, self._published.undrafted)
 
     def summary(self) -> dict[str, Any]:
         """Totals since the load, as JSON: `speculator` where one is loaded, `eagle_speculation` only if it drafted."""
@@ -270,17 +267,8 @@ class Runtime:
 
     def slots(self) -> list[dict[str, Any]]:
         """The requests that have a slot, by slot, as JSON: phase, tokens of prompt and completion, and their bound."""
-        return [
-            {
-                "slot": slot,
-                "request_id": session.request_id,
-                "phase": str(self.scheduler.phase(session.request_id)),
-                "prompt_tokens": len(session.prompt),
-                "completion_tokens": len(session.committed) - len(session.prompt),
-                "max_tokens": session.params.max_tokens,
-            }
-            for slot, session in sorted(self._slots.items())
-        ]
+        phase = self.scheduler.phase
+        return [session.describe(str(phase(session.request_id))) for _, session in sorted(self._slots.items())]
 
     def adopt_thread(self) -> None:
         """Hand the runtime to the calling thread; the one before must be done with it. A CUDA context is a thread's."""
@@ -308,19 +296,10 @@ class Runtime:
     ) -> None:
         self.close()
 
-    def _make_step_checks(self) -> StepChecks:
-        return StepChecks(
-            max_drafts=self.geometry.max_rows - 1,
-            vocab_size=self.model_config.vocab_size,
-            must_draft=self.num_speculative_tokens > 0 and self.draft_config is not None,
-        )
-
-    def _loop(self) -> LoopingExecutor | None:
-        if not self.config.device_loop:
-            return None
-        if not isinstance(self.executor, LoopingExecutor):
-            raise ConfigError(f"device_loop needs executor 'graph', and this runtime has {self.executor.name!r}")
-        return self.executor
+    def _step_checks(self) -> StepChecks:
+        must_draft, vocab_size = self.num_speculative_tokens > 0, self.model_config.vocab_size
+        must_draft = must_draft and self.draft_config is not None
+        return StepChecks(max_drafts=self.geometry.max_rows - 1, vocab_size=vocab_size, must_draft=must_draft)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -419,7 +398,9 @@ class Runtime:
         stop id or string cannot be foreseen: where it ends the last request, one step is run for nobody.
         """
         scheduler, launches = self.scheduler, self._launches
-        if self._masks or scheduler.has_work or not scheduler.num_active or not launches.has_room(scheduler.choose_bucket(depth)):
+        if self._masks or scheduler.has_work or not scheduler.num_active:
+            return False
+        if not launches.has_room(scheduler.choose_bucket(depth)):
             return False
         rooms = [self._room_behind(session, depth) for session in self._slots.values()]
         return max(rooms) > 0 and (min(rooms) > 0 or not scheduler.num_queued)
@@ -432,11 +413,10 @@ class Runtime:
 
     def _take(self, entries: Sequence[Entry], depth: int, ahead: bool) -> list[StepOutput]:
         """Outputs of entries; where the step after them is certain, it is launched first."""
-        published = map(self._mailbox.read, entries)
+        published: Iterable[list[SlotPublication]] = map(self._mailbox.read, entries)
         if self._masks:  # nothing but a launch waits for grammars: the text of outputs is made behind it
-            early = list(published)
-            self._masks.advance(publication for each in early for publication in each)
-            published = iter(early)
+            published = list(published)
+            self._masks.advance(publication for each in published for publication in each)
         if ahead and not self._launches.under_way:
             self._launch_ahead(entries, depth)
         bucket = self._launches.bucket
@@ -482,8 +462,7 @@ class Runtime:
 
     def _apply(self, publication: SlotPublication) -> StepOutput:
         session = self._slots[publication.slot]
-        if self._step_checks is not None or (self.num_speculative_tokens and not publication.verified):
-            self._look_at(session, publication)
+        self._published.see(session, publication, speculating=self.num_speculative_tokens > 0)
         output = session.take(*self._masks.judge(publication))
         if output.finish_reason is not None:
             if publication.finish_reason is None:
@@ -491,13 +470,6 @@ class Runtime:
             self._leave(session, poisoned=output.finish_reason == "error")
             self._end(session)
         return output
-
-    def _look_at(self, session: Session, publication: SlotPublication) -> None:
-        """Count a step without drafts where the runtime speculates; in strict mode, check the step."""
-        if session.has_begun and not publication.verified and self.num_speculative_tokens:
-            self._undrafted[reason_for_no_drafts(session.params.max_draft_tokens, session.room)] += 1
-        if self._step_checks is not None:
-            self._step_checks.check(publication, len(session.committed), first=not session.has_begun, room=session.room)
 
     def _leave(self, session: Session, *, poisoned: bool = False) -> Phase:
         # Steps under way may still write to its blocks. Others get them only in a later prefill or step, and all of

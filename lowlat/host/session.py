@@ -6,6 +6,7 @@ It turns a step's publication into the caller's output: text, stop strings, ends
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from lowlat.host.mailbox import SlotPublication
 from lowlat.host.metrics import RequestMetrics, SpeculativeDecodingStats
@@ -80,6 +81,17 @@ class Session:
     def room(self) -> int:
         """Tokens that it may still get."""
         return len(self.prompt) + self.params.max_tokens - len(self.committed)
+
+    def describe(self, phase: str) -> dict[str, Any]:
+        """Its slot, phase, tokens of prompt and completion, and their bound, as JSON."""
+        return {
+            "slot": self.slot,
+            "request_id": self.request_id,
+            "phase": phase,
+            "prompt_tokens": len(self.prompt),
+            "completion_tokens": len(self.committed) - len(self.prompt),
+            "max_tokens": self.params.max_tokens,
+        }
 
     def metrics(self) -> RequestMetrics:
         """Its figures as they stand now."""

@@ -118,12 +118,12 @@ class _StepBuilder:
         emit("finite", stage, reads=logits, writes={"finite": finite})
         state = ("slots", "lengths", "slot_ints", "slot_floats", "prompt_seen", "output_counts")
         same = (*state, "bias_ids", "bias_values", "stop_ids", "row_tokens", "row_masks")
-        same = (*same, "grammar_masks", "grammar_ready")
+        masks = ("grammar_masks", "grammar_ready")
         targets = self._ints("target_tokens", batch, rows)
         emit(
             "sample",
             stage,
-            reads={**logits, **{name: name for name in same}},
+            reads={**logits, **{name: name for name in (*same, *masks)}},
             writes={"target_tokens": targets},
         )
         shape = (batch, rows, MAX_LOGPROBS + 1)

@@ -226,8 +226,8 @@ def sample(
     """Draw the target's token at every live node; the module's docstring gives the order of processing.
 
     The draw after a node of depth d (bits set in its mask - 1) has the absolute position n + d. A node's own ancestors
-    and itself are added to output_counts, node 0 excepted. Where the slot has a grammar, what its node's mask forbids has
-    no probability; a kernel waits for the host to have filled the masks, the reference does not.
+    and itself are added to output_counts, node 0 excepted. Where the slot has a grammar, what its node's mask forbids
+    has no probability; a kernel waits for the host to have filled the masks, the reference does not.
     Time: a few passes over each live row, a sort where top_p is set. Captured: yes, as a kernel.
     Raises ShapeError on the host for shapes that do not fit.
     Source: Gumbel-max over counter-based numbers, see `random`; penalties as OpenAI's and CTRL's (arXiv

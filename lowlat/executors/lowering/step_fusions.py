@@ -39,8 +39,8 @@ def _agree(*kinds: str) -> Any:
 
 def _begin(binding: Binding, run: Run) -> Sequence[Call]:
     """Commands, the list of active slots where it is made, the rows to verify, and what the host is told of them."""
-    parts = {"lists": run.find("list_active_slots") is not None, "tells": run.find("publish_rows") is not None}
-    return begin_step(**_joined(binding, run.ops), **parts)
+    lists, tells = run.find("list_active_slots") is not None, run.find("publish_rows") is not None
+    return begin_step(**_joined(binding, run.ops), lists=lists, tells=tells)
 
 
 def _accept(binding: Binding, run: Run) -> Sequence[Call]:

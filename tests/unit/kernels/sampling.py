@@ -21,7 +21,13 @@ from lowlat.kernels.reference.step.slot_record import (
     TOP_P,
 )
 
-INTS = {"prompt_length": PROMPT_LENGTH, "min_tokens": MIN_TOKENS, "top_k": TOP_K, "seed": SEED, "has_grammar": HAS_GRAMMAR}
+INTS = {
+    "prompt_length": PROMPT_LENGTH,
+    "min_tokens": MIN_TOKENS,
+    "top_k": TOP_K,
+    "seed": SEED,
+    "has_grammar": HAS_GRAMMAR,
+}
 MAX_ROWS = 64
 FLOATS = {
     "temperature": TEMPERATURE,
@@ -79,7 +85,15 @@ class World:
     def state(self) -> dict[str, torch.Tensor]:
         """The state's arrays on the CPU, by the names and in the order of `sample`'s arguments."""
         named = {"lengths": self.lengths, "slot_ints": self.ints, "slot_floats": self.floats}
-        names = ("prompt_seen", "output_counts", "bias_ids", "bias_values", "stop_ids", "grammar_masks", "grammar_ready")
+        names = (
+            "prompt_seen",
+            "output_counts",
+            "bias_ids",
+            "bias_values",
+            "stop_ids",
+            "grammar_masks",
+            "grammar_ready",
+        )
         return named | {name: getattr(self, name) for name in names}
 
     def draw(
