@@ -6,7 +6,6 @@ reads them. It knows no request.
 """
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -67,7 +66,7 @@ def publish_rows(**arguments: torch.Tensor) -> list[KernelCall]:
     return _calls(arguments, tells=True)
 
 
-def begin_step(*, lists: bool = True, tells: bool = True, **arguments: Any) -> list[KernelCall]:
+def begin_step(*, lists: bool = True, tells: bool = True, **arguments: torch.Tensor) -> list[KernelCall]:
     """All four operations, by the arguments of all.
 
     lists  False: without `list_active_slots`; `slots` says which rows are laid out

@@ -308,17 +308,22 @@ def _lay_out(
 
 
 @device_function
-def _tell_rows(thread: Any, slot: Any, sizes: Any, rows_of: Any, told: Any) -> None:
-    """The rows of a slot with a grammar to the host: a warp an entry."""
+def _tell_rows(thread: Any, slot: Any, sizes: Any, record: Any, rows_of: Any, told: Any) -> None:
+    """The rows of a slot with a grammar to the host: a warp an entry, its length behind all else."""
     rows, max_rows = sizes
     row_tokens, row_masks = rows_of
-    tokens, paths = told
+    tokens, paths, lengths = told
     index, lane = thread >> 5, thread & 31
-    for turn in range(turns(rows, 32)):
-        row = lane + turn * 32
-        if row < rows:  # the same lane has laid it out
-            set_int(tokens, slot * max_rows + row, int_at(row_tokens, index * rows + row))
-            set_long(paths, slot * max_rows + row, long_at(row_masks, index * rows + row))
+    guided = slot >= 0 and record[slot * RECORD + GUIDED] != 0
+    if guided:
+        for turn in range(turns(rows, 32)):
+            row = lane + turn * 32
+            if row < rows:  # the same lane has laid it out
+                set_int(tokens, slot * max_rows + row, int_at(row_tokens, index * rows + row))
+                set_long(paths, slot * max_rows + row, long_at(row_masks, index * rows + row))
+    cuda.syncthreads()
+    if guided and lane == 0:
+        ptx.store_release_system(lengths + slot * 8, record[slot * RECORD + COMMITTED])
 
 
 @cache
@@ -396,12 +401,8 @@ def begin_step_kernel(plan: BeginStepPlan) -> Kernel:
             if lays_out:
                 slot = _lay_out(thread, sizes, parts, state, shared, row_arrays, (tree_paths, paths), outs)
         if tells:
-            guided = slot >= 0 and record[slot * RECORD + GUIDED] != 0
-            if guided:
-                _tell_rows(thread, slot, (rows, max_rows), (row_tokens, row_masks), (grammar_tokens, grammar_paths))
-            cuda.syncthreads()
-            if guided and thread & 31 == 0:
-                ptx.store_release_system(grammar_lengths + slot * 8, record[slot * RECORD + COMMITTED])
+            told = (grammar_tokens, grammar_paths, grammar_lengths)
+            _tell_rows(thread, slot, (rows, max_rows), record, (row_tokens, row_masks), told)
 
     name = "begin_step_" + "_".join(str(extent) for extent in astuple(plan))
     return Kernel(name, kernel, (types.int64,) * len(ARGUMENTS), threads)
