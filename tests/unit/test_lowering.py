@@ -148,10 +148,10 @@ def test_a_step_starts_after_the_last_one_and_its_rows_after_its_start(step: Low
     waiting = [number for number, call in enumerate(step.calls) if not call.dependent]
     listed = [op.kind for group in step.groups if group.stage is Stage.ACTIVE_SLOTS for op in group.ops]
     if listed[0] == "identity":
-        assert waiting == [0, 1, 2] and listed == ["identity", "apply_commands", "gather_rows"]
+        assert waiting == [0, 1, 2] and listed == ["identity", "apply_commands", "gather_rows", "publish_rows"]
     else:
         assert waiting == [0, len(step.groups[0].calls)]
-        assert listed == ["apply_commands", "list_active_slots", "gather_rows"]
+        assert listed == ["apply_commands", "list_active_slots", "gather_rows", "publish_rows"]
 
 
 def test_tables_of_addresses_point_at_the_caches(lowered: LoweredPairs) -> None:
