@@ -1,4 +1,4 @@
-"""The kernel of a step's start: one block applies commands, lists active slots, and lays out the rows to verify.
+"""The kernel of a step's start: one block applies commands, lists active slots, lays out the rows to verify, and tells.
 
 The commands and what joining slots begin with lie in pinned host memory, a microsecond away. So the rows are laid out
 while the ring's tail is on its way, and once more where there are commands. It is specialised by a `BeginStepPlan`.
@@ -9,7 +9,14 @@ from functools import cache
 from typing import Any
 
 from lowlat.kernels.common.memory import int_at, long_at, set_byte, set_int, set_long, turns
-from lowlat.kernels.reference.step.slot_record import DRAFT_LIMIT, LENGTH, MAX_LENGTH, NUM_FLOATS, NUM_INTS
+from lowlat.kernels.reference.step.slot_record import (
+    DRAFT_LIMIT,
+    HAS_GRAMMAR,
+    LENGTH,
+    MAX_LENGTH,
+    NUM_FLOATS,
+    NUM_INTS,
+)
 from lowlat.kernels.reference.step.slots import CANCEL, COMMAND_WIDTH, JOIN, SET_DRAFT_LIMIT
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Kernel
@@ -23,8 +30,9 @@ ARGUMENTS = (
     *("tokens", "block_table", "stop_ids", "bias_ids", "bias_values", "lengths", "active", "num_drafts"),
     *("prompt_seen", "output_counts", "drafts", "tree_masks", "tree_paths", "slots", "row_tokens", "row_positions"),
     *("row_live", "row_masks", "paths", "dense_lens", "num_verified", "verified_depth"),
+    *("grammar_tokens", "grammar_paths", "grammar_lengths"),
 )
-ACTIVE, COMMITTED, DRAFTED, DEEPEST, RECORD = 0, 1, 2, 3, 4  # columns of a slot's record in shared memory
+ACTIVE, COMMITTED, DRAFTED, DEEPEST, GUIDED, RECORD = 0, 1, 2, 3, 4, 5  # columns of a slot's record in shared memory
 OPCODE, SLOT, VALUE, COMMAND = 0, 1, 2, 3  # of a command
 WAITING = 64  # commands fetched at a time
 WAITING_WORDS = WAITING * COMMAND
@@ -34,7 +42,7 @@ WAITING_WORDS = WAITING * COMMAND
 class BeginStepPlan:
     """The extents and operations that the kernel is specialised by; extents of operations that it lacks are 1.
 
-    applies, lists, gathers  its operations: `apply_commands`, `list_active_slots`, `gather_rows`
+    applies, lists, gathers, tells  its operations: `apply_commands`, `list_active_slots`, `gather_rows`, `publish_rows`
     """
 
     batch: int
@@ -53,13 +61,13 @@ class BeginStepPlan:
     applies: bool
     lists: bool
     gathers: bool
+    tells: bool
 
 
 @device_function
-def _load_slots(
-    thread: Any, batch: Any, max_batch: Any, rows: Any, lists: Any, gathers: Any, state: Any, shared: Any
-) -> None:
+def _load_slots(thread: Any, batch: Any, max_batch: Any, rows: Any, parts: Any, state: Any, shared: Any) -> None:
     """Copy each slot's state to shared memory; all loads before all stores, or they would queue."""
+    lists, gathers, tells = parts
     lengths, active, num_drafts, slot_ints = state
     record, alive, depths, _nodes = shared
     if thread < batch:
@@ -67,12 +75,17 @@ def _load_slots(
         depths[thread] = 0
     if thread < max_batch:
         is_active, length, drafted, limit, longest = int64(0), int64(0), int64(0), int64(0), int64(0)
+        guided = int64(0)
         if lists:
             is_active = int_at(active, thread)
         if gathers:
             length, drafted = int_at(lengths, thread), int_at(num_drafts, thread)
             limit = long_at(slot_ints, thread * NUM_INTS + DRAFT_LIMIT)
             longest = long_at(slot_ints, thread * NUM_INTS + MAX_LENGTH)
+        if tells:
+            length = int_at(lengths, thread)
+            guided = long_at(slot_ints, thread * NUM_INTS + HAS_GRAMMAR)
+        record[thread * RECORD + GUIDED] = guided
         record[thread * RECORD + ACTIVE] = is_active
         record[thread * RECORD + COMMITTED] = length
         record[thread * RECORD + DRAFTED] = max(min(min(drafted, limit), int64(rows - 1)), int64(0))
@@ -256,14 +269,15 @@ def _apply(
 @device_function
 def _lay_out(
     thread: Any, plan: Any, parts: Any, state: Any, shared: Any, row_arrays: Any, path_arrays: Any, outs: Any
-) -> None:
-    """List the active slots, or take those that are listed, and lay out their rows and paths: a warp an entry."""
+) -> Any:
+    """List the active slots, or take those that are listed, and lay out their rows and paths: a warp an entry, whose
+    slot it returns."""
     batch, rows, num_paths, width, max_batch, max_rows, context = plan
-    lists, gathers = parts
+    lists, gathers, _tells = parts
     record, alive, depths, nodes = shared
     tree_paths, paths = path_arrays
     slots, dense_lens, num_verified, verified_depth = outs
-    _load_slots(thread, batch, max_batch, rows, lists, gathers, state, shared)
+    _load_slots(thread, batch, max_batch, rows, parts, state, shared)
     cuda.syncthreads()
     index, lane, slot = thread >> 5, thread & 31, int64(-1)
     if index < batch:
@@ -290,14 +304,36 @@ def _lay_out(
             set_int(verified_depth, index, depths[index])
     if index < batch and lists and lane == 0:
         set_int(slots, index, slot)
+    return slot
+
+
+@device_function
+def _tell_rows(thread: Any, slot: Any, sizes: Any, record: Any, rows_of: Any, told: Any) -> None:
+    """The rows of a slot with a grammar to the host: a warp an entry, its length behind all else."""
+    rows, max_rows = sizes
+    row_tokens, row_masks = rows_of
+    tokens, paths, lengths = told
+    index, lane = thread >> 5, thread & 31
+    guided = slot >= 0 and record[slot * RECORD + GUIDED] != 0
+    if guided:
+        for turn in range(turns(rows, 32)):
+            row = lane + turn * 32
+            if row < rows:  # the same lane has laid it out
+                set_int(tokens, slot * max_rows + row, int_at(row_tokens, index * rows + row))
+                set_long(paths, slot * max_rows + row, long_at(row_masks, index * rows + row))
+    cuda.syncthreads()
+    if guided and lane == 0:
+        ptx.store_release_system(lengths + slot * 8, record[slot * RECORD + COMMITTED])
 
 
 @cache
 def begin_step_kernel(plan: BeginStepPlan) -> Kernel:
     """The kernel for a plan; arguments are addresses, zero for those of operations that it lacks."""
+    rows, max_rows = plan.rows, plan.max_rows
     sizes, extents, ring, threads = astuple(plan)[:7], astuple(plan)[6:11], plan.ring, plan.threads
     batch, num_records, num_nodes = plan.batch, plan.max_batch * RECORD, plan.batch * plan.num_paths * plan.width
-    applies, lays_out, parts = plan.applies, plan.lists or plan.gathers, (plan.lists, plan.gathers)
+    applies, tells, parts = plan.applies, plan.tells, (plan.lists, plan.gathers, plan.tells)
+    lays_out = any(parts)
 
     def kernel(
         command_ring: Any,
@@ -334,6 +370,9 @@ def begin_step_kernel(plan: BeginStepPlan) -> Kernel:
         dense_lens: Any,
         num_verified: Any,
         verified_depth: Any,
+        grammar_tokens: Any,
+        grammar_paths: Any,
+        grammar_lengths: Any,
     ) -> None:
         ptx.wait_for_previous_kernel()
         ptx.let_next_kernel_start()
@@ -349,8 +388,9 @@ def begin_step_kernel(plan: BeginStepPlan) -> Kernel:
         state, shared = (lengths, active, num_drafts, slot_ints), (record, alive, depths, nodes)
         row_arrays = (tokens, drafts, tree_masks, row_tokens, row_positions, row_live, row_masks)
         outs = (slots, dense_lens, num_verified, verified_depth)
+        slot = int64(-1)
         if lays_out:
-            _lay_out(thread, sizes, parts, state, shared, row_arrays, (tree_paths, paths), outs)
+            slot = _lay_out(thread, sizes, parts, state, shared, row_arrays, (tree_paths, paths), outs)
         if applies and _commands_wait(thread, head, tail, words):
             staged = (staged_ints, staged_floats, staged_tokens, staged_table, staged_stop_ids, staged_bias_ids)
             joined = (slot_ints, slot_floats, tokens, block_table, stop_ids, bias_ids, bias_values)
@@ -359,7 +399,10 @@ def begin_step_kernel(plan: BeginStepPlan) -> Kernel:
             if thread == 0:
                 set_long(command_head, 0, tail)
             if lays_out:
-                _lay_out(thread, sizes, parts, state, shared, row_arrays, (tree_paths, paths), outs)
+                slot = _lay_out(thread, sizes, parts, state, shared, row_arrays, (tree_paths, paths), outs)
+        if tells:
+            told = (grammar_tokens, grammar_paths, grammar_lengths)
+            _tell_rows(thread, slot, (rows, max_rows), record, (row_tokens, row_masks), told)
 
     name = "begin_step_" + "_".join(str(extent) for extent in astuple(plan))
     return Kernel(name, kernel, (types.int64,) * len(ARGUMENTS), threads)

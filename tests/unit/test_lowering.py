@@ -50,6 +50,7 @@ CASES: list[tuple[str, int, int, bool]] = [
     *((f"llama+{flags}", depth, 2, False) for flags in HEADS for depth in (0, 1, 3)),
     *((f"qwen3+{flags}", 3, 4, True) for flags in HEADS),
     ("tied+target_s_lm_head", 3, 2, False),
+    *(("llama_fp8", depth, batch, False) for depth, batch in ((0, 1), (3, 8))),
     ("biased+everything", 3, 2, True),
     *(("llama+alone", 0, batch, False) for batch in BATCHES),
     *((f"{name}+alone", 0, batch, False) for name in MIXTURES for batch in BATCHES),
@@ -147,10 +148,10 @@ def test_a_step_starts_after_the_last_one_and_its_rows_after_its_start(step: Low
     waiting = [number for number, call in enumerate(step.calls) if not call.dependent]
     listed = [op.kind for group in step.groups if group.stage is Stage.ACTIVE_SLOTS for op in group.ops]
     if listed[0] == "identity":
-        assert waiting == [0, 1, 2] and listed == ["identity", "apply_commands", "gather_rows"]
+        assert waiting == [0, 1, 2] and listed == ["identity", "apply_commands", "gather_rows", "publish_rows"]
     else:
         assert waiting == [0, len(step.groups[0].calls)]
-        assert listed == ["apply_commands", "list_active_slots", "gather_rows"]
+        assert listed == ["apply_commands", "list_active_slots", "gather_rows", "publish_rows"]
 
 
 def test_tables_of_addresses_point_at_the_caches(lowered: LoweredPairs) -> None:

@@ -9,6 +9,7 @@ import torch
 from lowlat.kernels.reference.schema import operation
 from lowlat.kernels.reference.step.slot_record import (
     DRAFT_LIMIT,
+    HAS_GRAMMAR,
     LENGTH,
     MAX_BIASES,
     MAX_LENGTH,
@@ -17,7 +18,16 @@ from lowlat.kernels.reference.step.slot_record import (
     NUM_INTS,
 )
 
-__all__ = ["CANCEL", "COMMAND_WIDTH", "JOIN", "SET_DRAFT_LIMIT", "apply_commands", "gather_rows", "list_active_slots"]
+__all__ = [
+    "CANCEL",
+    "COMMAND_WIDTH",
+    "JOIN",
+    "SET_DRAFT_LIMIT",
+    "apply_commands",
+    "gather_rows",
+    "list_active_slots",
+    "publish_rows",
+]
 
 JOIN, CANCEL, SET_DRAFT_LIMIT = 1, 2, 3
 COMMAND_WIDTH = 4  # opcode, slot, value, reserved
@@ -187,3 +197,36 @@ def gather_rows(
         dead |= ~alive[known.clamp(0, count - 1).long()]
         paths[index] = torch.where(dead.cumsum(-1) > 0, -1, known)
         paths[index, :, 0] = 0
+
+
+@operation(f"""
+    read    slots            int32  [B]
+    read    lengths          int32  [max_B]              committed tokens n
+    read    slot_ints        int64  [max_B, {NUM_INTS}]
+    read    row_tokens       int32  [B, T]               as `gather_rows` wrote them
+    read    row_masks        int64  [B, T]
+    update  grammar_tokens   int32  [max_B, max_T]       -1 where dead
+    update  grammar_paths    int64  [max_B, max_T]       ancestors and self of each row; 0 where dead
+    update  grammar_lengths  int64  [max_B]              n, written last
+""")
+def publish_rows(
+    slots: torch.Tensor,
+    lengths: torch.Tensor,
+    slot_ints: torch.Tensor,
+    row_tokens: torch.Tensor,
+    row_masks: torch.Tensor,
+    *,
+    grammar_tokens: torch.Tensor,
+    grammar_paths: torch.Tensor,
+    grammar_lengths: torch.Tensor,
+) -> None:
+    """Tell the host which rows the slots with a grammar verify, so that it fills their masks while the target runs.
+
+    What is past the step's rows stays as it is. Other slots are not told.
+    """
+    rows = row_tokens.shape[1]
+    for index, slot in enumerate(slots.tolist()):
+        if slot >= 0 and slot_ints[slot, HAS_GRAMMAR]:
+            grammar_tokens[slot, :rows] = row_tokens[index].to(grammar_tokens.device)
+            grammar_paths[slot, :rows] = row_masks[index].to(grammar_paths.device)
+            grammar_lengths[slot] = lengths[slot].to(grammar_lengths.dtype)

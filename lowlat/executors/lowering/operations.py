@@ -48,7 +48,7 @@ from lowlat.kernels.sampling.sample import sample
 from lowlat.kernels.sampling.select import FINITE, INFINITY
 from lowlat.kernels.sampling.suffix_draft import suffix_draft
 from lowlat.kernels.step.accept import accept, accept_simulated, commit, draft_rows, truncate
-from lowlat.kernels.step.begin_step import apply_commands, gather_rows, list_active_slots
+from lowlat.kernels.step.begin_step import apply_commands, gather_rows, list_active_slots, publish_rows
 from lowlat.kernels.step.publish import publish, tree_masks
 from lowlat.kernels.toolchain.kernel import KernelCall
 from lowlat.models.program import Op, Program, Stage
@@ -187,7 +187,7 @@ _BY_NAME = (
     *(accept, accept_simulated, add, apply_commands, assign_drafts, bias_rows, block_rows, cast, choose_drafts),
     *(commit, concat_norms, draft_confidence, draft_prefill_rows, draft_rows, gather_features, gather_level),
     *(gather_rows, identity, join_features, kv_write, list_active_slots, markov_gate, mask_rows, ngram_draft),
-    *(parent_tokens, prefill_kv_write, qk_norm, rms_norm),
+    *(parent_tokens, prefill_kv_write, publish_rows, qk_norm, rms_norm),
     *(silu_mul, split_norms, store_boundary, suffix_draft, take_block, tree_masks, truncate),
 )
 OPERATIONS: Mapping[str, Lower] = MappingProxyType(

@@ -4,20 +4,20 @@ A layer's keys and values are made of two kinds of rows, so their projection sta
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
 import torch
 
-from lowlat.checkpoint.recipes import Piece, Recipe, check_recipes
+from lowlat.checkpoint.recipes import Recipe, check_recipes
 from lowlat.checkpoint.stored import Group, StoredWeights
 from lowlat.models.geometry import DraftConfig, ModelConfig
 from lowlat.models.layers import TORCH_DTYPES
+from lowlat.models.weight_plan import rounded_plan
 from lowlat.speculators.dflash.config import parse_dflash
 from lowlat.speculators.draft_parts import layer_recipes, one_piece
 from lowlat.speculators.eagle3.tensors import DraftTensors
-from lowlat.speculators.eagle3.weights import DRAFT_MAP, LoadedDraftModel, read_draft_map
+from lowlat.speculators.eagle3.weights import DRAFT_MAP, LoadedDraftModel, read_draft_map, stored_recipe, unused_tensors
 
 __all__ = ["dflash_recipes", "dflash_weight_plan", "load_block_model", "load_dflash"]
 
@@ -42,13 +42,14 @@ def dflash_recipes(config: DraftConfig, dtype: torch.dtype) -> list[Recipe]:
         made.append(one("embed.weight", "embed_tokens.weight", config.vocab_size, hidden))
     if config.own_lm_head:
         made.append(one("lm_head.weight", "lm_head.weight", config.draft_vocab_size, hidden))
-    return made
+    return made if config.quantisation is None else config.quantisation.apply(made)
 
 
 def dflash_weight_plan(config: DraftConfig, dtype: str) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
     """Canonical name -> (shape, dtype) of every weight of a draft model's own, in a compute dtype."""
     plan = {recipe.weight: (recipe.shape, recipe.dtype) for recipe in dflash_recipes(config, TORCH_DTYPES[dtype])}
-    return MappingProxyType({**plan, DRAFT_MAP: ((config.draft_vocab_size,), torch.int32)})
+    plan[DRAFT_MAP] = ((config.draft_vocab_size,), torch.int32)
+    return MappingProxyType(rounded_plan(plan, config.quantiser))
 
 
 def load_dflash(
@@ -66,11 +67,8 @@ def load_dflash(
 def load_block_model(config: DraftConfig, tensors: DraftTensors, recipes: Sequence[Recipe]) -> LoadedDraftModel:
     """Load the weights of a parsed draft model; recipes name pieces without `model.`. Raises ConfigError."""
     draft_map = read_draft_map(tensors, config.draft_vocab_size, config.vocab_size)
-    ignored = tensors.ignored() | {tensors.stored[name] for name in ("d2t", "t2d") if name in tensors}
-    stored = [
-        replace(each, pieces=tuple(Piece(tensors.stored.get(p.name, p.name), p.shape) for p in each.pieces))
-        for each in recipes
-    ]
+    ignored = unused_tensors(config, tensors) | {tensors.stored[name] for name in ("d2t", "t2d") if name in tensors}
+    stored = [stored_recipe(each, tensors) for each in recipes]
     check_recipes(tensors.checkpoint, stored, ignored)
     weights = StoredWeights(tensors.checkpoint, [Group((recipe,)) for recipe in stored]).loaded()
     return LoadedDraftModel(config, {**weights, DRAFT_MAP: draft_map}, tensors.checkpoint.directory, ())
