@@ -5,7 +5,7 @@ slot waits for its own. So a step with a grammar is launched when the one before
 knows no library of grammars.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from lowlat.errors import LowlatError
 from lowlat.executors import Executor
 from lowlat.host.mailbox import Mailbox, SlotPublication
 from lowlat.host.session import Session
+from lowlat.kernels.reference.step.slots import MAX_FORCED
 from lowlat.text.grammar.state import GrammarState
 
 __all__ = ["GrammarMasks"]
@@ -28,6 +29,8 @@ class GrammarMasks:
         self._mailbox, self._executor, self._vocab_size = mailbox, executor, vocab_size
         self._grammars: dict[int, tuple[Session, GrammarState]] = {}
         self._complaints: dict[int, str] = {}  # of grammars about committed tokens
+        self._forced: dict[int, Sequence[int]] = {}  # as the mailbox has them
+        self._most_forced = min(mailbox.max_draft_tokens, MAX_FORCED)
 
     def __bool__(self) -> bool:
         return bool(self._grammars)
@@ -37,6 +40,7 @@ class GrammarMasks:
         if session.grammar is None:
             return None
         self._grammars[session.slot] = session, session.grammar
+        self._force(session.slot, [])
         return self._fill(session.slot, session.prompt[-1:], (-1,))
 
     def leave(self, slot: int) -> None:
@@ -51,14 +55,21 @@ class GrammarMasks:
             self.leave(slot)
 
     def advance(self, publications: Iterable[SlotPublication]) -> None:
-        """Take the tokens of a step that goes on, before the next is launched."""
+        """Take the tokens of a step that goes on, and have the next, not launched yet, verify what must follow them."""
         for publication in publications:
             slot = publication.slot
             if slot in self._grammars and publication.finish_reason is None:
                 try:
-                    self._grammars[slot][1].advance(publication.token_ids)
+                    grammar = self._grammars[slot][1]
+                    grammar.advance(publication.token_ids)
+                    self._force(slot, grammar.forced(self._most_forced) if self._most_forced else [])
                 except LowlatError as error:
                     self._complaints[slot] = str(error)
+
+    def _force(self, slot: int, tokens: Sequence[int]) -> None:
+        if tokens or self._forced.get(slot):
+            self._mailbox.force_drafts(slot, tokens)
+        self._forced[slot] = tokens
 
     def judge(self, publication: SlotPublication) -> tuple[SlotPublication, str | None]:
         """A publication as its slot's grammar has it, and what is wrong, if that is the grammar's.
