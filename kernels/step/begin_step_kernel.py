@@ -451,11 +451,12 @@ def begin_step_kernel(plan: BeginStepPlan) -> Kernel:
         ptx.wait_for_previous_kernel()
         ptx.let_next_kernel_start()
         record = cuda.shared.array(shape=num_records, dtype=int64)
-        alive = cuda.shared.array(shape=batch, dtype=int64)
+        alive, others = cuda.shared.array(shape=batch, dtype=int64), cuda.shared.array(shape=batch, dtype=int64)
         depths = cuda.shared.array(shape=batch, dtype=int32)
-        nodes = cuda.shared.array(shape=num_nodes, dtype=int32)
-        forced = cuda.shared.array(shape=num_forced, dtype=int32)
-        others = cuda.shared.array(shape=batch, dtype=int64)
+        nodes, forced = (
+            cuda.shared.array(shape=num_nodes, dtype=int32),
+            cuda.shared.array(shape=num_forced, dtype=int32),
+        )
         words = cuda.shared.array(shape=WAITING_WORDS, dtype=int64)
         thread = int64(cuda.threadIdx.x)
         head, tail = int64(0), int64(0)
