@@ -451,21 +451,18 @@ def begin_step_kernel(plan: BeginStepPlan) -> Kernel:
         ptx.wait_for_previous_kernel()
         ptx.let_next_kernel_start()
         record = cuda.shared.array(shape=num_records, dtype=int64)
-        alive, others = cuda.shared.array(shape=batch, dtype=int64), cuda.shared.array(shape=batch, dtype=int64)
+        alive = cuda.shared.array(shape=batch, dtype=int64)
         depths = cuda.shared.array(shape=batch, dtype=int32)
-        nodes, forced = (
-            cuda.shared.array(shape=num_nodes, dtype=int32),
-            cuda.shared.array(shape=num_forced, dtype=int32),
-        )
+        nodes = cuda.shared.array(shape=num_nodes, dtype=int32)
+        forced = cuda.shared.array(shape=num_forced, dtype=int32)
+        others = cuda.shared.array(shape=batch, dtype=int64)
         words = cuda.shared.array(shape=WAITING_WORDS, dtype=int64)
-        thread = int64(cuda.threadIdx.x)
-        head, tail = int64(0), int64(0)
+        thread, slot, head, tail = int64(cuda.threadIdx.x), int64(-1), int64(0), int64(0)
         if applies and thread == 0:
             tail, head = ptx.load_volatile_i64(command_tail), long_at(command_head, 0)
         state, shared = (lengths, active, num_drafts, slot_ints), (record, alive, depths, nodes, forced, others)
         row_arrays = (tokens, drafts, tree_masks, row_tokens, row_positions, row_live, row_masks)
         path_arrays, outs = (tree_paths, paths, grammar_forced), (slots, dense_lens, num_verified, verified_depth)
-        slot = int64(-1)
         if lays_out:
             slot = _lay_out(thread, sizes, parts, state, shared, row_arrays, path_arrays, outs)
         if applies and _commands_wait(thread, head, tail, words):
