@@ -92,6 +92,9 @@ def test_what_is_forced_costs_no_step_of_its_own(tree: str | None, pair: PairPat
             )
             assert len(run_all(runtime)[name]) == 33
             assert runtime.metrics(name).num_steps <= most, limit
+        figures = runtime.summary()["structured_output"]
+    assert figures["num_requests"] == 3 and 0 < figures["mask_s"] <= figures["max_mask_s"] * figures["num_mask_steps"]
+    assert figures["num_forced_accepted"] >= 24 and figures["num_accepted_tokens"] >= figures["num_forced_accepted"]
 
 
 def test_drafts_are_accepted_under_a_grammar(pair: PairPaths) -> None:
