@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lowered import Lowered, Pair
+from quantised_layers import quantise_target
 from tiny_dflash import dflash_draft_model
 from tiny_models import make_pair, make_target, mxfp4_target, random_draft_model
 
@@ -47,6 +48,7 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "tied": ("llama", {"tie_word_embeddings": True}),
     "biased": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "one_group": ("qwen3", {"num_key_value_heads": 1}),
+    "llama_fp8": ("llama", {}),
     "gpt_oss": ("gpt_oss", {"num_local_experts": 6, "num_experts_per_tok": 3}),
     "gpt_oss_mxfp4": ("gpt_oss", {"num_local_experts": 37, "num_experts_per_tok": 4, "sliding_window": 300}),
 }
@@ -94,6 +96,8 @@ def write_pair(name: str, directory: Path) -> tuple[Path, Path | None]:
         return directory / "target", None
     if not flags:
         paths = make_pair(directory, family_name, **SIZES, **options)
+        if kind.endswith("fp8"):
+            quantise_target(paths.target, "fp8-channel", None)
         return paths.target, paths.head
     target = make(directory / "target", num_hidden_layers=2, **SIZES, **options)
     shape = {"hidden_size": 64, "head_dim": 64, "intermediate_size": 96, "captures": (0, 1, 2)}

@@ -7,6 +7,9 @@ reads them.
 from dataclasses import dataclass
 from typing import Literal
 
+from lowlat.checkpoint.formats import Quantisation
+from lowlat.checkpoint.quantising import Quantiser
+
 __all__ = ["AttentionWidths", "DraftConfig", "ExpertsConfig", "ModelConfig", "RopeConfig"]
 
 DraftLayout = Literal["safeai", "specforge", "modelopt", "speculators", "deepspec", "z-lab"]
@@ -61,6 +64,11 @@ class AttentionWidths:
         return self.num_kv_heads * self.head_dim
 
 
+def _layer_formats(stored: Quantisation | None, made: Quantiser | None) -> frozenset[str]:
+    names = frozenset() if stored is None else stored.format_names
+    return names if made is None else names | {made.packed.name}
+
+
 @dataclass(frozen=True)
 class ModelConfig(AttentionWidths):
     """A target's geometry, checked; every field is in use by `lowlat.models.decoder`."""
@@ -87,6 +95,13 @@ class ModelConfig(AttentionWidths):
     dtype: ComputeDtype
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+    quantisation: Quantisation | None = None  # of linear layers in files; None: plain
+    quantiser: Quantiser | None = None  # of linear layers at load; None: they stay as they are
+
+    @property
+    def layer_formats(self) -> frozenset[str]:
+        """The formats of linear layers besides the plain one, those of rules that name no layer included."""
+        return _layer_formats(self.quantisation, self.quantiser)
 
 
 @dataclass(frozen=True)
@@ -126,6 +141,13 @@ class DraftConfig(AttentionWidths):
     own_draft_map: bool = True  # the checkpoint carries d2t
     mask_token: int | None = None  # of rows whose token is not known; None: EAGLE3, which has none
     block_size: int | None = None  # of DFlash, the last known token included; None: another's
+    quantisation: Quantisation | None = None  # of linear layers in files; None: plain
+    quantiser: Quantiser | None = None  # of linear layers at load; None: they stay as they are
+
+    @property
+    def layer_formats(self) -> frozenset[str]:
+        """The formats of linear layers besides the plain one, those of rules that name no layer included."""
+        return _layer_formats(self.quantisation, self.quantiser)
 
     @property
     def method(self) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lowlat.checkpoint.fields import Fields
+from lowlat.checkpoint.formats import read_quantisation
 from lowlat.checkpoint.tensors import Checkpoint
 from lowlat.errors import ConfigError
 from lowlat.models.families.dense import Sizes, parse_sizes
@@ -60,8 +61,6 @@ def _refuse_unimplemented(file: _File) -> None:
     check_architecture(file.top, ARCHITECTURES)
     file.layer.refuse_unless("model_type", ("qwen3", "llama"), "Qwen3- and Llama-style layers")
     file.layer.refuse_unless("hidden_act", ("silu",), "only the SiLU gate")
-    for place in (file.top, file.layer):
-        place.refuse_unless("quantization_config", (), "quantised draft models")
     file.own.refuse_unless("causal", (False,), "attention that sees the whole block")
     file.own.refuse_unless("projector_type", (), "DFlash without a projector (Domino, DSpark)")
     file.own.refuse_unless("attention_mode", ("gqa", "mha"), "grouped-query attention")
@@ -164,6 +163,7 @@ def parse_dflash(
         output_bias=biased["o"],
         mask_token=_mask_token(file, target),
         block_size=_block_size(file),
+        quantisation=read_quantisation(file.top, directory) or read_quantisation(file.layer, directory),
         **size_fields(file.layer, tensors, sizes, target),
         **_vocabulary(file, tensors, sizes, target),
     )

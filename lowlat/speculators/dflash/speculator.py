@@ -4,7 +4,7 @@ Source: DFlash, z-lab; vllm-project/speculators, `models/dflash`.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -55,6 +55,10 @@ class DflashSpeculator(Speculator):
     def draft_config(self) -> DraftConfig:
         """The draft model's geometry."""
         return self.config
+
+    def rounded(self, config: DraftConfig) -> Self:
+        """The same with a draft model whose layers are rounded at load."""
+        return replace(self, config=config)
 
     @property
     def rope(self) -> tuple[RopeConfig, int]:

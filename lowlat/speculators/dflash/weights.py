@@ -13,8 +13,9 @@ from lowlat.checkpoint.recipes import Piece, Recipe, check_recipes
 from lowlat.checkpoint.stored import Group, StoredWeights
 from lowlat.models.geometry import DraftConfig, ModelConfig
 from lowlat.models.layers import TORCH_DTYPES
+from lowlat.models.weight_plan import rounded_plan
 from lowlat.speculators.dflash.config import parse_dflash
-from lowlat.speculators.eagle3.weights import DRAFT_MAP, LoadedDraftModel, read_draft_map
+from lowlat.speculators.eagle3.weights import DRAFT_MAP, LoadedDraftModel, read_draft_map, stored_recipe, unused_tensors
 
 __all__ = ["dflash_weight_plan", "load_dflash"]
 
@@ -37,7 +38,7 @@ def dflash_recipes(config: DraftConfig, dtype: torch.dtype) -> list[Recipe]:
         made.append(one("embed.weight", "embed_tokens.weight", config.vocab_size, hidden))
     if config.own_lm_head:
         made.append(one("lm_head.weight", "lm_head.weight", config.draft_vocab_size, hidden))
-    return made
+    return made if config.quantisation is None else config.quantisation.apply(made)
 
 
 def _layer_recipes(config: DraftConfig, dtype: torch.dtype, layer: int) -> list[Recipe]:
@@ -73,7 +74,8 @@ def _layer_recipes(config: DraftConfig, dtype: torch.dtype, layer: int) -> list[
 def dflash_weight_plan(config: DraftConfig, dtype: str) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
     """Canonical name -> (shape, dtype) of every weight of a draft model's own, in a compute dtype."""
     plan = {recipe.weight: (recipe.shape, recipe.dtype) for recipe in dflash_recipes(config, TORCH_DTYPES[dtype])}
-    return MappingProxyType({**plan, DRAFT_MAP: ((config.draft_vocab_size,), torch.int32)})
+    plan[DRAFT_MAP] = ((config.draft_vocab_size,), torch.int32)
+    return MappingProxyType(rounded_plan(plan, config.quantiser))
 
 
 def load_dflash(
@@ -87,11 +89,8 @@ def load_dflash(
     directory = Path(directory)
     config, tensors = parse_dflash(directory, target, capture_layers)
     draft_map = read_draft_map(tensors, config.draft_vocab_size, config.vocab_size)
-    ignored = tensors.ignored() | {tensors.stored[name] for name in ("d2t", "t2d") if name in tensors}
-    recipes = [
-        Recipe(each.weight, tuple(Piece(tensors.stored.get(p.name, p.name), p.shape) for p in each.pieces), each.dtype)
-        for each in dflash_recipes(config, TORCH_DTYPES[target.dtype])
-    ]
+    ignored = unused_tensors(config, tensors) | {tensors.stored[name] for name in ("d2t", "t2d") if name in tensors}
+    recipes = [stored_recipe(each, tensors) for each in dflash_recipes(config, TORCH_DTYPES[target.dtype])]
     check_recipes(tensors.checkpoint, recipes, ignored)
     weights = StoredWeights(tensors.checkpoint, [Group((recipe,)) for recipe in recipes]).loaded()
     return LoadedDraftModel(config, {**weights, DRAFT_MAP: draft_map}, directory, ())
