@@ -64,7 +64,17 @@ def _each(arrays: Arrays) -> tuple[Arrays, Arrays, Arrays, Arrays]:
     """The arguments of the four operations."""
     staged = (f"staged_{name}" for name in STATE)
     applied = ("command_ring", "command_tail", *staged, "command_head", *JOINED, *COUNTED)
-    read = ("slots", "lengths", "tokens", "drafts", "num_drafts", "tree_masks", "tree_paths", "slot_ints")
+    read = (
+        "slots",
+        "lengths",
+        "tokens",
+        "drafts",
+        "num_drafts",
+        "tree_masks",
+        "tree_paths",
+        "slot_ints",
+        "grammar_forced",
+    )
     every = (applied, LISTED, (*read, *OUTS), (*("slots", "lengths", "slot_ints", "row_tokens", "row_masks"), *TOLD))
     first, second, third, fourth = ({name: arrays[name] for name in names} for names in every)
     return first, second, third, fourth
@@ -144,6 +154,10 @@ def _arrays(
         command_ring=ring, command_head=torch.tensor([head]), command_tail=torch.tensor([head + num_commands])
     )
     arrays["slots"] = poisoned(batch)
+    forced = torch.randint(0, 2, (max_batch, max_rows), dtype=torch.int32)  # some are drafted already, see below
+    forced[:, 0] = torch.randint(0, max_rows, (max_batch,))
+    drafts %= 2
+    arrays["grammar_forced"] = forced
     arrays["grammar_tokens"] = poisoned(max_batch, max_rows)
     for name, shape in (("grammar_paths", (max_batch, max_rows)), ("grammar_lengths", (max_batch,))):
         arrays[name] = poisoned(*shape, dtype=torch.int64)

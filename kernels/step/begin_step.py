@@ -33,6 +33,7 @@ APPLIED = (
 LISTED = ("active", "slots")
 GATHERED = (
     *("slots", "lengths", "tokens", "drafts", "num_drafts", "tree_masks", "tree_paths", "slot_ints"),
+    "grammar_forced",
     *(*BY_ROW, "paths", *BY_ENTRY[1:]),
 )
 TOLD = (
@@ -57,7 +58,7 @@ def list_active_slots(**arguments: torch.Tensor) -> list[KernelCall]:
 
 
 def gather_rows(**arguments: torch.Tensor) -> list[KernelCall]:
-    """`gather_rows` of the reference, whose arguments these are, by name."""
+    """`gather_rows` of the reference, whose arguments these are, by name. grammar_forced may lie in pinned memory."""
     return _calls(arguments, gathers=True)
 
 
@@ -125,6 +126,7 @@ def _check(given: dict[str, torch.Tensor], plan: BeginStepPlan) -> None:
         "command_ring": (plan.ring, COMMAND_WIDTH),
         "drafts": (plan.max_batch, plan.max_rows),
         "tree_masks": (plan.max_batch, plan.max_rows),
+        "grammar_forced": (plan.max_batch, plan.max_rows),
         "grammar_tokens": (plan.max_batch, plan.max_rows),
         "grammar_paths": (plan.max_batch, plan.max_rows),
         "grammar_lengths": (plan.max_batch,),

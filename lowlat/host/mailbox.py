@@ -49,8 +49,9 @@ STAGED = tuple(
 )
 PREFILL = ("tokens", "chunk", "live", "draft_live", "table", "positions", "draft_positions", "slot", "count")
 MASKS = ("grammar_masks", "grammar_ready")
+FORCED = ("grammar_forced",)
 ROWS = ("grammar_tokens", "grammar_paths", "grammar_lengths")
-WRITTEN = (*STAGED, *MASKS, "command_ring", "command_tail", *(f"prefill_{part}" for part in PREFILL))
+WRITTEN = (*STAGED, *MASKS, *FORCED, "command_ring", "command_tail", *(f"prefill_{part}" for part in PREFILL))
 READ = ("ring_records", "ring_tokens", "ring_logprob_values", "ring_logprob_ids", "ring_head")
 NEVER = 1 << 62  # longer than any request
 
@@ -96,7 +97,7 @@ class Mailbox:
         self._host = _HostView({name: state[name] for name in (*WRITTEN, *READ, *ROWS)})
         self._arrays = self._host.arrays
         self._head, self._records = self._arrays["ring_head"], self._arrays["ring_records"]
-        self._max_draft_tokens = max_draft_tokens
+        self.max_draft_tokens = max_draft_tokens
         self._num_read = 0
         self._num_commands = 0
         self.num_seen = 0
@@ -175,7 +176,7 @@ class Mailbox:
         self._command(SET_DRAFT_LIMIT, slot, self._draft_limit(params))
 
     def _draft_limit(self, params: SamplingParams) -> int:
-        return self._max_draft_tokens if params.max_draft_tokens is None else params.max_draft_tokens
+        return self.max_draft_tokens if params.max_draft_tokens is None else params.max_draft_tokens
 
     def _command(self, opcode: int, slot: int, value: int = 0) -> None:
         ring = self._arrays["command_ring"]
@@ -209,6 +210,13 @@ class Mailbox:
         self._host.send(MASKS[:1])
         self._arrays["grammar_ready"][slot] = length  # the last: a draw may be waiting
         self._host.send(MASKS[1:])
+
+    def force_drafts(self, slot: int, tokens: Sequence[int]) -> None:
+        """Let a slot's next step verify these tokens in place of its drafts; none: its drafts. No step is under way."""
+        row = self._arrays["grammar_forced"][slot]
+        row[1 : len(tokens) + 1] = tokens
+        row[0] = len(tokens)
+        self._host.send(FORCED)
 
     def release_masks(self, slot: int) -> None:
         """Let a slot's draw wait for no masks: nobody wants its tokens."""

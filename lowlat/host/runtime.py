@@ -254,7 +254,8 @@ class Runtime:
         return PerfCounters.of(self.executor.counts, self._mailbox.num_copies, self._published.undrafted)
 
     def summary(self) -> dict[str, Any]:
-        """Totals since the load, as JSON: `speculator` where one is loaded, `eagle_speculation` only if it drafted."""
+        """Totals since the load, as JSON: `speculator` where one is loaded, `eagle_speculation` only if it drafted,
+        `structured_output` only if a request had a grammar."""
         for session in self._sessions.values():
             self._book.update(session.metrics())
         return {
@@ -263,6 +264,7 @@ class Runtime:
             "perf": self.perf().to_dict(),
             "device": str(self.device_choice.device),
             **({} if self.speculator is None else {"speculator": self.speculator.report()}),
+            **self._masks.report(),
         }
 
     def slots(self) -> list[dict[str, Any]]:

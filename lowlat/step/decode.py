@@ -85,10 +85,11 @@ class _StepBuilder:
             "verified_depth": self._ints("verified_depth", batch),
         }
         state = ("slots", "lengths", "tokens", "drafts", "num_drafts", "tree_masks", "tree_paths", "slot_ints")
-        self.builder.emit("gather_rows", stage, reads={name: name for name in state}, writes=outs)
-        reads = ("slots", "lengths", "slot_ints", "row_tokens", "row_masks")
+        reads = {name: name for name in (*state, "grammar_forced")}
+        self.builder.emit("gather_rows", stage, reads=reads, writes=outs)
+        asked = ("slots", "lengths", "slot_ints", "row_tokens", "row_masks")
         told = ("grammar_tokens", "grammar_paths", "grammar_lengths")
-        self.builder.emit("publish_rows", stage, reads={n: n for n in reads}, writes={n: n for n in told})
+        self.builder.emit("publish_rows", stage, reads={n: n for n in asked}, writes={n: n for n in told})
 
     def _target(self) -> list[str]:
         """The target's logits; returns the residual stream at its boundaries, of which prefill leaves the last."""

@@ -153,6 +153,7 @@ def _host_buffers(geometry: StepGeometry) -> list[BufferSpec]:
         ("staged_bias_values", (batch, MAX_BIASES), torch.float32),
         ("grammar_masks", (batch, rows, -(-geometry.config.vocab_size // 32)), torch.int32),
         ("grammar_ready", (batch,), torch.int64),
+        ("grammar_forced", (batch, rows), torch.int32),
         ("prefill_tokens", (geometry.prefill_sizes[-1],), torch.int32),
         ("prefill_chunk", (2,), torch.int32),
         ("prefill_live", (geometry.prefill_sizes[-1],), torch.uint8),

@@ -80,6 +80,23 @@ def test_no_speculation_changes_anything(
         assert runtime.summary()["eagle_speculation"]["total_draft_tokens"] > 0
 
 
+@pytest.mark.parametrize("tree", [None, "bushy"])
+def test_what_is_forced_costs_no_step_of_its_own(tree: str | None, pair: PairPaths) -> None:
+    """Runs of forced tokens are accepted as drafts, as many as are verified at once; limits hold, too."""
+    edges = {state: {token: (state + 1) % 8} for state, token in enumerate((5, 9, 33, 64, 2, 2, 96))}
+    edges[7] = dict.fromkeys(range(40), 0)
+    with load(pair, 3, tree=TREES[tree] if tree else None) as runtime:
+        for limit, most in ((None, 14), (1, 24), (0, 32)):
+            name = submit_with(
+                runtime, Automaton(edges), prompt_of(9), params("sampled", 1, 33, max_draft_tokens=limit)
+            )
+            assert len(run_all(runtime)[name]) == 33
+            assert runtime.metrics(name).num_steps <= most, limit
+        figures = runtime.summary()["structured_output"]
+    assert figures["num_requests"] == 3 and 0 < figures["mask_s"] <= figures["max_mask_s"] * figures["num_mask_steps"]
+    assert figures["num_forced_accepted"] >= 24 and figures["num_accepted_tokens"] >= figures["num_forced_accepted"]
+
+
 def test_drafts_are_accepted_under_a_grammar(pair: PairPaths) -> None:
     """Else the masks of deeper rows would not have been looked at."""
     accepted = 0
