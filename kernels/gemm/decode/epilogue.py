@@ -6,7 +6,17 @@ from typing import Any
 from lowlat.kernels.common.activation import silu_times
 from lowlat.kernels.common.handover import Handover
 from lowlat.kernels.gemm.decode.partial_argmax import make_argmax
-from lowlat.kernels.gemm.decode.plan import ADD, FLOAT32, PAD, ROTATE, SCALED, SILU, WARPS, DecodeGemmPlan, DecodeGemmShape
+from lowlat.kernels.gemm.decode.plan import (
+    ADD,
+    FLOAT32,
+    PAD,
+    ROTATE,
+    SCALED,
+    SILU,
+    WARPS,
+    DecodeGemmPlan,
+    DecodeGemmShape,
+)
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int32, int64, uint32
 

@@ -156,7 +156,9 @@ def decode_gemm(
         raise ShapeError(f"no block norms and holds {count} rows of {depth} elements")
     if rotation is not None:
         heads = _heads(weight, rotation, out, head_dim)
-        shape = DecodeGemmShape(weight.rows, depth, ROTATE, bias is not None, False, heads, before, weights=weight.format)
+        shape = DecodeGemmShape(
+            weight.rows, depth, ROTATE, bias is not None, False, heads, before, weights=weight.format
+        )
         row_live = rotation.row_live
     elif out is None:
         raise ShapeError("a GEMM without rotation needs `out`")
@@ -166,7 +168,9 @@ def decode_gemm(
         epilogue = SILU if silu else ADD if residual is not None else wide
         kept = None if best is None else _argmax_shape(best, count, epilogue)
         live, scattered = silu and row_live is not None, columns is not None
-        shape = DecodeGemmShape(weight.rows, depth, epilogue, bias is not None, live, None, before, kept, scattered, weight.format)
+        shape = DecodeGemmShape(
+            weight.rows, depth, epilogue, bias is not None, live, None, before, kept, scattered, weight.format
+        )
     if columns is not None:
         _check_columns(columns, shape)
     calls = []
@@ -333,7 +337,10 @@ def examples(card: Card = H200) -> list[Kernel]:
         (8, DecodeGemmShape(97, 2880, FLOAT32, False, False, None, 1e-5)),
         (1, DecodeGemmShape(97, 8192, BFLOAT16, True, False, None, 1e-6)),
     )
-    eighth = replace(rotated, norm_eps=1e-5, weights="fp8"), DecodeGemmShape(4096, 14336, ADD, False, False, weights="fp8")
+    eighth = (
+        replace(rotated, norm_eps=1e-5, weights="fp8"),
+        DecodeGemmShape(4096, 14336, ADD, False, False, weights="fp8"),
+    )
     for rows, shape in examples_for(card, ((4, eighth[0]), (64, eighth[1])), 1):
         held = 0 if shape.norm_eps is None else steps_to_hold(rows, shape.depth, card)
         most = min(rows, rows_at_once(card))

@@ -316,7 +316,10 @@ def _candidates(
         return next((plan for plan, budget in plans if plan.shared_bytes <= budget), None)
 
     each = 0 if steps_held else row_tiles * columns * ROW_BYTES
-    ranked = sorted((_cost(each, tiles * tile_bytes, tiles, width, card), tiles) for tiles in ((1, 2) if row_tiles == 1 else (1, 2, 4)))
+    ranked = sorted(
+        (_cost(each, tiles * tile_bytes, tiles, width, card), tiles)
+        for tiles in ((1, 2) if row_tiles == 1 else (1, 2, 4))
+    )
     derived = [plan for _, tiles in ranked if (plan := derive(tiles)) is not None]
     if not derived:
         return ()
