@@ -55,6 +55,13 @@ class EagerExecutor(KernelExecutor):
                             self.synchronize()
                             self._call_hook(hook, size, group)
 
+    def step(self, bucket: Bucket) -> None:
+        """Issue one step; where it chooses its width, the host waits for the choice and issues that body."""
+        super().step(bucket)
+        if bucket.chooses:
+            self.synchronize()
+            super().step(bucket.bodies[int(self.state["width_choice"])])
+
     def _call_hook(self, hook: OpHook, size: Size, group: LoweredGroup) -> None:
         buffers = {**self.state, **self._scratch[size]}
         for op in group.ops:

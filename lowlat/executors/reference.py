@@ -112,6 +112,8 @@ class ReferenceExecutor:
     def step(self, bucket: Bucket) -> None:
         """Run one step; the publication is in the ring when this returns."""
         self._run(self._bound[bucket])
+        if bucket.chooses:
+            self._run(self._bound[bucket.bodies[int(self.state["width_choice"])]])
 
     def wait_published(self, count: int) -> None:
         """A step is published when it returns."""

@@ -192,6 +192,7 @@ class Runtime:
             if ahead and len(outputs) > num_ended:
                 return outputs
         # Nothing is under way from here on: whoever joins now is in no step that was launched before.
+        self._mailbox.bound_widths(0 if num_speculative_tokens is None else depth, depth)
         if not (self._owes_step and self.scheduler.num_active):
             entries = self._admit(depth)
             if entries:
@@ -360,7 +361,7 @@ class Runtime:
         if chunk.last:
             self._join(session)
         self.scheduler.prefill_done(chunk)
-        first = Bucket.first_token(depth) if chunk.last else None
+        first = self.ladder.first_token(depth) if chunk.last else None
         return self._launches.prefill(self.geometry.prefill_size(chunk.num_tokens), first)
 
     def _join(self, session: Session) -> None:

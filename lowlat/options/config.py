@@ -64,6 +64,11 @@ class SpeculativeConfig:
         flags=("-S",),
         otherwise="3, or the tree's depth",
     )
+    adaptive_width: bool = declare(
+        False,
+        "Let each step choose how many drafts it makes and verifies, from none to num_speculative_tokens, by what is "
+        "accepted and what it costs; of chains.",
+    )
     max_path_len: int | None = declare(
         None, "Nodes of a tree's longest path, root included, at most.", 1, MAX_SPECULATIVE_TOKENS + 1
     )
@@ -102,6 +107,9 @@ class SpeculativeConfig:
     def __post_init__(self) -> None:
         check_options(self, ConfigError)
         self._check_method()
+        if self.adaptive_width and (self.tree is not None or not self.num_speculative_tokens):
+            problem = "num_speculative_tokens is 0" if self.tree is None else "tree asks for one of its own"
+            raise ConfigError(f"adaptive_width chooses among chains of at least one draft, and {problem}")
         if self.capture_layers is not None:
             if not isinstance(self.capture_layers, (tuple, list)):
                 raise ConfigError(f"capture_layers must be a list of boundaries, got {self.capture_layers!r:.80}")
