@@ -5,8 +5,8 @@ slot, forgetting what is old, and over all requests, from which a new request be
 is taken from the position before it, in the proportion that holds over all requests: so a width that was not tried for
 long is tried again where it would pay if nothing had changed. Expected of a width is a token for each slot and the sum
 over its drafts of the products of the odds up to each; the width of most expected tokens by its cost is chosen, the
-last one unless another is better by more than a 128th. At width zero nothing is seen: then a draft is tried after a
-number of steps that doubles as long as that does not lead away from zero. The same seed gives the same tokens whatever
+last one unless another is better by more than a 256th. At width zero nothing is seen: then drafts are tried after a
+number of steps that doubles as long as that does not lead away from zero, or soon where they should bring as much. The same seed gives the same tokens whatever
 is chosen. All numbers are integers, so that every executor chooses alike.
 """
 
@@ -21,6 +21,8 @@ __all__ = [
     "AGE",
     "ALL_DECAY",
     "BUDGET",
+    "CLOSE",
+    "CLOSE_INTERVAL",
     "DECAY",
     "EDGE",
     "FIRST_INTERVAL",
@@ -42,13 +44,14 @@ __all__ = [
 
 MAX_WIDTH = 7
 ONE = 1024
-DECAY = 5  # an observation of a slot loses a 32nd of its weight to each that follows
-ALL_DECAY = 9  # one over all requests a 512th
-AGE = 7  # and what a slot has not seen anew in a step a 128th
-WEIGHT = 2  # observations that a slot's odds are worth before it has any
+DECAY = 4  # an observation of a slot loses a 16th of its weight to each that follows
+ALL_DECAY = 8  # one over all requests a 256th
+AGE = 6  # and what a slot has not seen anew in a step a 64th
+WEIGHT = 8  # observations: those that stand in for what a slot has not seen
 JOINED = 8  # observations of all requests with which a new one begins
-EDGE = 7  # a width is left for one that is better by more than a 128th
+EDGE = 8  # a width is left for one that is better by more than a 256th
 FIRST_INTERVAL, MAX_INTERVAL = 32, 1024  # steps at width zero until a draft is tried
+CLOSE, CLOSE_INTERVAL = 5, 8  # where drafting would bring at most a 32nd less, it is tried after so many
 SETTLED = 32  # steps in a row with drafts after which the interval begins anew
 LENGTH_SEEN, TRIED = 0, 1  # of a slot, at its last choice
 LAST, WAITED, INTERVAL, BUDGET = 0, 1, 2, 3  # of the policy: the last width, steps at zero, their limit, steps above
@@ -96,8 +99,10 @@ def choose_width(
     expected, limit, waiting = [0] * (most + 1), 0, 0
     slots = [slot for slot, each in enumerate(active.tolist()) if each]
     for slot in slots:
-        length, (before, tried) = int(lengths[slot]), width_seen[slot].tolist()
-        _learn(odds[slot], odds[-1], tried, length - before - 1)
+        before, tried = width_seen[slot].tolist()
+        _learn(odds[slot], odds[-1], tried, int(lengths[slot]) - before - 1)
+    for slot in slots:
+        length = int(lengths[slot])
         allowed = max(0, min(int(slot_ints[slot, DRAFT_LIMIT]), most))
         limit, waiting = max(limit, allowed), max(waiting, length - 1 - int(extended[slot]))
         expected = [a + b for a, b in zip(expected, _expected(odds[slot], odds[-1], allowed), strict=True)]
@@ -122,7 +127,7 @@ def _learn(own: list[list[int]], every: list[list[int]], tried: int, right: int)
                 entry[0] += hit - (entry[0] >> decay)
                 entry[1] += ONE - (entry[1] >> decay)
         else:
-            for entry, age in ((mine, AGE), (others, ALL_DECAY)):
+            for entry, age in ((mine, AGE), (others, ALL_DECAY))[: 2 if position else 1]:
                 entry[0] -= entry[0] >> age
                 entry[1] -= entry[1] >> age
 
@@ -132,7 +137,8 @@ def _expected(own: list[list[int]], every: list[list[int]], allowed: int) -> lis
     total, product, before, before_all = ONE, ONE, ONE, ONE
     found = [total]
     for position, ((right, tried), (all_right, all_tried)) in enumerate(zip(own, every, strict=True)):
-        rate_all = (all_right + WEIGHT * before_all) * ONE // (all_tried + WEIGHT * ONE)
+        weight = WEIGHT if position else 0
+        rate_all = (all_right + weight * before_all) * ONE // max(all_tried + weight * ONE, 1)
         usual = min(rate_all * before // max(before_all, 1), ONE)
         rate = min((right + WEIGHT * usual) * ONE // (tried + WEIGHT * ONE), ONE)
         product = product * rate // ONE
@@ -144,10 +150,13 @@ def _expected(own: list[list[int]], every: list[list[int]], allowed: int) -> lis
 
 def _choose(expected: list[int], costs: list[int], low: int, high: int, policy: list[int]) -> int:
     """The width of most expected tokens by cost between two; `policy` is updated."""
-    best = low
-    for width in range(low + 1, high + 1):
-        if expected[width] * costs[best] > expected[best] * costs[width]:
-            best = width
+    best = drafted = max(low, min(1, high))
+    for width in range(drafted + 1, high + 1):
+        if expected[width] * costs[drafted] > expected[drafted] * costs[width]:
+            best = drafted = width
+    drafting, idle = expected[drafted] * costs[low], expected[low] * costs[drafted]
+    if low == 0 and idle >= drafting:
+        best = 0
     last = policy[LAST]
     if low <= last <= high and last != best:
         gained, kept = expected[best] * costs[last], expected[last] * costs[best]
@@ -162,10 +171,13 @@ def _choose(expected: list[int], costs: list[int], low: int, high: int, policy: 
         return best
     policy[BUDGET] = 0
     policy[WAITED] += 1
-    if high == 0 or policy[WAITED] < policy[INTERVAL]:
+    is_close = idle - drafting <= (idle >> CLOSE)
+    if high == 0 or policy[WAITED] < (CLOSE_INTERVAL if is_close else policy[INTERVAL]):
         return 0
-    policy[WAITED], policy[INTERVAL] = 0, min(2 * max(policy[INTERVAL], 1), MAX_INTERVAL)
-    return 1
+    policy[WAITED] = 0
+    if not is_close:
+        policy[INTERVAL] = min(2 * max(policy[INTERVAL], 1), MAX_INTERVAL)
+    return drafted
 
 
 @operation("""
