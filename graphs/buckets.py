@@ -84,7 +84,7 @@ class BucketLadder:
             if not most or self.rows_of != {depth: depth + 1 for depth in range(most + 1)}:
                 raise ConfigError(f"widths are chosen among chains of every depth, and the ladder has {self.rows_of}")
             self.buckets = tuple(Bucket(b, most + 1, most, chooses=True) for b in reversed(self.batches))
-            self.first_tokens = (Bucket.first_token(0),)
+            self.first_tokens: tuple[Bucket, ...] = (Bucket.first_token(0),)
             return
         self.first_tokens = tuple(Bucket.first_token(depth) for depth in reversed(self.rows_of))
 

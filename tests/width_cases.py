@@ -17,7 +17,7 @@ INTS: dict[str, Any] = {"dtype": torch.int32}
 
 
 class Widths:
-    """Three slots, one of them idle, of which each accepts by odds of its own; the host's bounds change now and then."""
+    """Three slots, one of them idle, each of odds of its own; the host's bounds change now and then."""
 
     def __init__(self, seed: int, most_waiting: int) -> None:
         self.source, self.most_waiting = random.Random(seed), most_waiting
@@ -35,7 +35,7 @@ class Widths:
             "width_choice": poisoned(1),
         }
         self.arrays["slot_ints"][:, DRAFT_LIMIT] = torch.tensor([7, 7, 2])
-        self.rates = [0.9, 0.0, 0.6]
+        self.rates = [0.9, 0.0, 0.6] if seed % 2 else [0.1, 0.0, 0.5]
 
     def join(self, slot: int) -> Arrays:
         """The arrays of `join_widths` for a slot."""
@@ -65,12 +65,14 @@ class Widths:
 def check_widths(bench: Bench, seed: int, most_waiting: int, calls: Any, joins: Any, steps: int = 24) -> set[int]:
     """Steps in a row, choice by choice; returns what was chosen."""
     world = Widths(seed, most_waiting)
-    given = {"row": 1, "most_waiting": most_waiting}
+    given: dict[str, Any] = {"row": 1, "most_waiting": most_waiting}
     chosen = set()
     for step in range(steps):
         if step % 16 == 0:
             for slot in (0, 2):
-                world.arrays |= bench.compare(world.join(slot), partial(_call, widths.join_widths), partial(_call, joins))
+                world.arrays |= bench.compare(
+                    world.join(slot), partial(_call, widths.join_widths), partial(_call, joins)
+                )
         names = [name for name in world.arrays if name not in ("slots", "draft_live")]
         arrays = {name: world.arrays[name] for name in names}
         world.arrays = bench.compare(

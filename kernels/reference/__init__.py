@@ -28,7 +28,6 @@ OPERATIONS = operations_of(
     linear,
     logprobs,
     ngram_draft,
-
     publish,
     rope,
     sample,

@@ -14,7 +14,7 @@ from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Argument, Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import cuda, int64, types
 
-__all__ = ["examples", "keep_features", "waiting_rows", "take_features"]
+__all__ = ["examples", "keep_features", "take_features", "waiting_rows"]
 
 MAX_SOURCES = 5
 MAX_WAITING = 32

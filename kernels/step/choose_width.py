@@ -1,7 +1,7 @@
 """The choice of a step's width and the beginning of a slot's record: `choose_width` and `join_widths` of the reference.
 
-One block: a thread learns and reckons for each slot, one of them chooses, and sets the condition of the SWITCH node whose
-bodies are the widths, where there is one. It knows no request and no model.
+One block: a thread learns and reckons for each slot, and one of them chooses, and sets the condition of the SWITCH node
+whose bodies are the widths, where there is one. It knows no request and no model.
 """
 
 from functools import cache

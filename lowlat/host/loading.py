@@ -237,8 +237,8 @@ def _max_width(speculator: Speculator | None, speculative: SpeculativeConfig | N
         return None
     if speculator.waiting_boundaries is None:
         raise ConfigError(
-            f"num_speculative_tokens 'auto' (adaptive_width) is not implemented for {speculator.report()['method']!r} as "
-            "it is set up here; give a number, or leave text_drafts out"
+            f"adaptive_width (num_speculative_tokens 'auto') is not implemented for method {speculative.method!r} "
+            f"with text_drafts {speculative.text_drafts!r}; give a number of tokens, or leave text_drafts out"
         )
     return speculative.num_speculative_tokens
 

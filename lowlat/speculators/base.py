@@ -21,7 +21,16 @@ from lowlat.models.program import ProgramBuilder
 from lowlat.options.config import SpeculativeConfig
 from lowlat.speculators.tree.topology import TreeTopology
 
-__all__ = ["LoadedSpeculator", "PrefillScope", "Scope", "Speculator", "StateSizes", "StepScope", "WaitedRows", "draft_model_of"]
+__all__ = [
+    "LoadedSpeculator",
+    "PrefillScope",
+    "Scope",
+    "Speculator",
+    "StateSizes",
+    "StepScope",
+    "WaitedRows",
+    "draft_model_of",
+]
 
 Tables = tuple[str, str]
 

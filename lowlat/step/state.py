@@ -168,7 +168,9 @@ def _width_state(geometry: StepGeometry, most: int) -> list[BufferSpec]:
         ("width_policy", (4,), torch.int32),
         ("width_choice", (1,), torch.int32),
     ]
-    floats: list[tuple[str, tuple[int, ...]]] = [(f"prefilled_source.{b}", (1, hidden)) for b in dict.fromkeys(boundaries)]
+    floats: list[tuple[str, tuple[int, ...]]] = [
+        (f"prefilled_source.{boundary}", (1, hidden)) for boundary in dict.fromkeys(boundaries)
+    ]
     if boundaries:
         floats.append(("waiting_features", (batch, geometry.num_waiting, len(boundaries) * hidden)))
     return [

@@ -241,7 +241,14 @@ class Crowd:
 
 @pytest.mark.parametrize(
     ("method", "tree", "seed"),
-    [("eagle3", None, 0), ("eagle3", "bushy", 1), ("ngram", None, 2), ("suffix", None, 3), ("beside", None, 4), ("eagle3+", None, 5)],
+    [
+        ("eagle3", None, 0),
+        ("eagle3", "bushy", 1),
+        ("ngram", None, 2),
+        ("suffix", None, 3),
+        ("beside", None, 4),
+        ("eagle3+", None, 5),
+    ],
 )
 @pytest.mark.parametrize("family", PLAINEST)
 def test_no_neighbour_changes_anything(

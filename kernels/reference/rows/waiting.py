@@ -8,7 +8,7 @@ import torch
 
 from lowlat.kernels.reference.schema import operation
 
-__all__ = ["keep_features", "waiting_rows", "take_features"]
+__all__ = ["keep_features", "take_features", "waiting_rows"]
 
 
 @operation("""

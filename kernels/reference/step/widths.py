@@ -4,10 +4,10 @@ A slot's drafts are a chain. Odds by position say how often a draft whose predec
 slot, forgetting what is old, and over all requests, from which a new request begins. What a slot has not seen lately
 is taken from the position before it, in the proportion that holds over all requests: so a width that was not tried for
 long is tried again where it would pay if nothing had changed. Expected of a width is a token for each slot and the sum
-over its drafts of the products of the odds up to each; the width of most expected tokens by its cost is chosen, the
-last one unless another is better by more than a 256th. At width zero nothing is seen: then drafts are tried after a
-number of steps that doubles as long as that does not lead away from zero, or soon where they should bring as much. The same seed gives the same tokens whatever
-is chosen. All numbers are integers, so that every executor chooses alike.
+over its drafts of the products of the odds up to each. The width of most expected tokens by its cost is chosen, but the
+last one stays unless another is better by more than a 256th. At width zero nothing is seen: then drafts are tried after
+a number of steps that doubles as long as that does not lead away from zero, or soon where they should bring as much.
+The same seed gives the same tokens whatever is chosen. All numbers are integers, so that every executor chooses alike.
 """
 
 import torch
@@ -90,7 +90,7 @@ def choose_width(
 
     row           of the costs: the bucket's
     most_waiting  positions that may wait for the draft model before it must run; 0: nothing waits
-    A body that drafts takes K + 1 waiting positions: where more wait, the draft model runs in a step of width zero first.
+    A body that drafts takes K + 1 waiting positions: where more wait, a step of width zero first runs the draft model.
     Time: some 40 short divisions in a row. Captured: yes. Raises ShapeError for shapes that do not fit.
     """
     check_widths(active, lengths, extended, width_bounds, width_costs, width_odds, width_seen, width_policy, row)
@@ -228,7 +228,7 @@ def check_widths(
     """Raise ShapeError for shapes that `choose_width` does not take."""
     (max_batch,), (buckets, columns) = active.shape, width_costs.shape
     if not 3 <= columns <= MAX_WIDTH + 2 or not 0 <= row < buckets:
-        raise ShapeError(f"costs must be of widths up to 1 to {MAX_WIDTH}, and have row {row}; got {buckets}, {columns}")
+        raise ShapeError(f"costs must be of widths to 1 up to {MAX_WIDTH} and have row {row}; got {buckets}, {columns}")
     for name, tensor in (("lengths", lengths), ("extended", extended)):
         check_shape(name, tensor, max_batch)
     check_shape("width_bounds", width_bounds, 2)
