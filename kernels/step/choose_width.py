@@ -160,11 +160,72 @@ def _bounded(value: Any, most: Any) -> Any:
     return max(int64(0), min(int64(value), int64(most)))
 
 
+@device_function
+def _load(thread: Any, count: Any, source: Any, target: Any) -> None:
+    """Integers into shared memory, one a thread."""
+    if thread < count:
+        target[thread] = int32(int_at(source, thread))
+
+
+@device_function
+def _store(thread: Any, count: Any, source: Any, target: Any) -> None:
+    """Integers out of shared memory, one a thread."""
+    if thread < count:
+        set_int(target, thread, int64(source[thread]))
+
+
+@device_function
+def _load_slot(slot: Any, most: Any, addresses: Any, found: Any, facts: Any) -> None:
+    """Whether a slot is active and its length; the drafts that it is allowed, and its positions that wait."""
+    active, lengths, extended, slot_ints = addresses
+    length = int_at(lengths, slot)
+    found[slot * 2], found[slot * 2 + 1] = int32(int_at(active, slot)), int32(length)
+    facts[slot * 2] = int32(_bounded(long_at(slot_ints, slot * NUM_INTS + DRAFT_LIMIT), most))
+    facts[slot * 2 + 1] = int32(length - 1 - int_at(extended, slot))
+
+
+@device_function
+def _learn_step(slot: Any, record: Any, found: Any, seen: Any, odds: Any, rates: Any, most: Any) -> None:
+    """Count an active slot's last step in a record: its own, or that of all requests."""
+    if found[slot * 2] != 0:
+        decay, age, first = rates
+        tried = int64(seen[slot * 2 + TRIED])
+        right = int64(found[slot * 2 + 1]) - int64(seen[slot * 2 + LENGTH_SEEN]) - 1
+        _learn(record, tried, right, odds, decay, age, first, most)
+
+
+@device_function
+def _decide(bounds: Any, sizes: Any, slots: Any, expected: Any, totals: Any, costs: Any, policy: Any) -> Any:
+    """The body of the step by what all slots expect; the drafts of each are noted."""
+    low, high = bounds
+    max_batch, most, most_waiting = sizes
+    found, facts, seen = slots
+    count, limit, waiting = int64(0), int64(0), int64(0)
+    for width in range(most + 1):
+        totals[width] = int32(0)
+    for slot in range(max_batch):
+        if found[slot * 2] != 0:
+            count += 1
+            limit, waiting = max(limit, int64(facts[slot * 2])), max(waiting, int64(facts[slot * 2 + 1]))
+            for width in range(most + 1):
+                totals[width] += expected[slot * (most + 1) + width]
+    chosen = low
+    if count > 0:
+        chosen = _choose(totals, costs, low, max(low, min(high, limit)), policy)
+    enough = int64(most_waiting) if chosen == 0 else int64(most + 2)
+    must_run = most_waiting > 0 and waiting >= enough
+    for slot in range(max_batch):
+        if found[slot * 2] != 0:
+            tried = int64(0) if must_run else min(chosen, int64(facts[slot * 2]))
+            seen[slot * 2 + LENGTH_SEEN], seen[slot * 2 + TRIED] = found[slot * 2 + 1], int32(tried)
+    return int64(most + 1) if must_run else chosen
+
+
 @cache
 def _make(max_batch: int, most: int, row: int, most_waiting: int, switching: bool) -> Kernel:
     """Specialised by the slots, K, the bucket, what may wait, and whether it sets a condition."""
     num_odds, num_seen, num_expected = (max_batch + 1) * most * 2, max_batch * 2, max_batch * (most + 1)
-    columns, policies = most + 2, 4
+    columns, policies, sizes = most + 2, 4, (max_batch, most, most_waiting)
 
     def kernel(
         active: Any,
@@ -187,70 +248,36 @@ def _make(max_batch: int, most: int, row: int, most_waiting: int, switching: boo
         policy = cuda.shared.array(shape=policies, dtype=int32)
         expected = cuda.shared.array(shape=num_expected, dtype=int32)
         totals = cuda.shared.array(shape=columns, dtype=int32)
-        facts = cuda.shared.array(shape=num_seen, dtype=int32)  # by slot: drafts allowed, positions that wait
-        found = cuda.shared.array(shape=num_seen, dtype=int32)  # by slot: whether it is active, its length
+        facts = cuda.shared.array(shape=num_seen, dtype=int32)
+        found = cuda.shared.array(shape=num_seen, dtype=int32)
         thread = int64(cuda.threadIdx.x)
-        if thread < num_odds:
-            odds[thread] = int32(int_at(width_odds, thread))
-        if thread < num_seen:
-            seen[thread] = int32(int_at(width_seen, thread))
-        if thread < columns:
-            costs[thread] = int32(int_at(width_costs, row * columns + thread))
-        if thread < policies:
-            policy[thread] = int32(int_at(width_policy, thread))
+        _load(thread, num_odds, width_odds, odds)
+        _load(thread, num_seen, width_seen, seen)
+        _load(thread, columns, width_costs + row * columns * 4, costs)
+        _load(thread, policies, width_policy, policy)
         low, high = _bounded(int_at(width_bounds, 0), most), _bounded(int_at(width_bounds, 1), most)
         if thread < max_batch:
-            length = int_at(lengths, thread)
-            found[thread * 2], found[thread * 2 + 1] = int32(int_at(active, thread)), int32(length)
-            facts[thread * 2] = int32(_bounded(long_at(slot_ints, thread * NUM_INTS + DRAFT_LIMIT), most))
-            facts[thread * 2 + 1] = int32(length - 1 - int_at(extended, thread))
+            _load_slot(thread, most, (active, lengths, extended, slot_ints), found, facts)
         cuda.syncthreads()
         if thread < max_batch:
-            if found[thread * 2] != 0:
-                tried = int64(seen[thread * 2 + TRIED])
-                right = int64(found[thread * 2 + 1]) - int64(seen[thread * 2 + LENGTH_SEEN]) - 1
-                _learn(thread, tried, right, odds, int64(DECAY), int64(AGE), int64(0), most)
+            _learn_step(thread, thread, found, seen, odds, (int64(DECAY), int64(AGE), int64(0)), most)
         elif thread == THREADS - 1:
             for slot in range(max_batch):
-                if found[slot * 2] != 0:
-                    tried = int64(seen[slot * 2 + TRIED])
-                    right = int64(found[slot * 2 + 1]) - int64(seen[slot * 2 + LENGTH_SEEN]) - 1
-                    _learn(int64(max_batch), tried, right, odds, int64(ALL_DECAY), int64(ALL_DECAY), int64(1), most)
+                rates = (int64(ALL_DECAY), int64(ALL_DECAY), int64(1))
+                _learn_step(int64(slot), int64(max_batch), found, seen, odds, rates, most)
         cuda.syncthreads()
         if thread < max_batch and found[thread * 2] != 0:
             _reckon(thread, int64(facts[thread * 2]), odds, expected, int64(max_batch), most)
         cuda.syncthreads()
         if thread == 0:
-            count, limit, waiting = int64(0), int64(0), int64(0)
-            for width in range(most + 1):
-                totals[width] = int32(0)
-            for slot in range(max_batch):
-                if found[slot * 2] != 0:
-                    count += 1
-                    limit, waiting = max(limit, int64(facts[slot * 2])), max(waiting, int64(facts[slot * 2 + 1]))
-                    for width in range(most + 1):
-                        totals[width] += expected[slot * (most + 1) + width]
-            high = max(low, min(high, limit))
-            chosen = low
-            if count > 0:
-                chosen = _choose(totals, costs, low, high, policy)
-            enough = int64(most_waiting) if chosen == 0 else int64(most + 2)
-            must_run = most_waiting > 0 and waiting >= enough
-            for slot in range(max_batch):
-                if found[slot * 2] != 0:
-                    tried = int64(0) if must_run else min(chosen, int64(facts[slot * 2]))
-                    seen[slot * 2 + LENGTH_SEEN], seen[slot * 2 + TRIED] = found[slot * 2 + 1], int32(tried)
-            body = int64(most + 1) if must_run else chosen
+            body = _decide((low, high), sizes, (found, facts, seen), expected, totals, costs, policy)
             set_int(width_choice, 0, body)
             if switching:
                 ptx.set_graph_condition(condition, uint32(body))
         cuda.syncthreads()
-        if thread < num_odds:
-            set_int(width_odds, thread, int64(odds[thread]))
-        if thread < num_seen:
-            set_int(width_seen, thread, int64(seen[thread]))
-        if thread < policies:
-            set_int(width_policy, thread, int64(policy[thread]))
+        _store(thread, num_odds, odds, width_odds)
+        _store(thread, num_seen, seen, width_seen)
+        _store(thread, policies, policy, width_policy)
 
     name = f"choose_width_{max_batch}_{most}_{row}_{most_waiting}" + ("_switching" if switching else "")
     signature = (*[types.int64] * 10, types.uint64)

@@ -17,10 +17,10 @@ from lowlat.errors import ConfigError, LowlatError
 from lowlat.executors import Executor
 from lowlat.executors.devices import DeviceChoice, choose_device
 from lowlat.executors.make import check_positions, make_executor, settle_executor
-from lowlat.executors.width_costs import by_bytes, keep_costs
 from lowlat.graphs import Bucket, BucketLadder
 from lowlat.host.memory.plan import check_fits, memory_need
 from lowlat.host.perf import check_device, check_launches
+from lowlat.host.width_costs import set_costs
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.program import Program
 from lowlat.models.target import OpenedTarget, fetch_target, open_target
@@ -31,7 +31,7 @@ from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.adaptive import build_adaptive
 from lowlat.step.decode import build_step
 from lowlat.step.prefill import build_prefills
-from lowlat.step.state import StepGeometry, waiting_boundaries
+from lowlat.step.state import StepGeometry
 from lowlat.text import TextCodec
 
 __all__ = ["Loaded", "bucket_batches", "load", "make_geometry", "make_topologies"]
@@ -126,7 +126,7 @@ def load(
     try:
         check_launches(options, executor.counts)
         if geometry.max_width is not None:
-            _set_costs(executor, ladder, geometry, programs, weights)
+            set_costs(executor, ladder, geometry, programs, weights.shapes(), fuse=options.fuse)
     except LowlatError:
         executor.close()
         raise
@@ -137,18 +137,6 @@ def _build(geometry: StepGeometry, bucket: Bucket, topologies: Mapping[int, Tree
     if geometry.max_width is not None:
         return build_adaptive(geometry, bucket)
     return build_step(geometry, bucket, topologies[bucket.num_speculative_tokens])
-
-
-def _set_costs(
-    executor: Executor,
-    ladder: BucketLadder,
-    geometry: StepGeometry,
-    programs: Mapping[Bucket, Program],
-    weights: JoinedWeights,
-) -> None:
-    """Give the device the costs by which it chooses widths."""
-    costs = {bucket: by_bytes(programs, bucket, weights.shapes()) for bucket in ladder.buckets}
-    keep_costs(executor.state, costs, geometry.num_waiting if waiting_boundaries(geometry) else 0)
 
 
 def _say(choice: DeviceChoice) -> None:
