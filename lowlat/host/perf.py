@@ -20,12 +20,14 @@ from typing import Any
 from lowlat.errors import ConfigError, DeviceError
 from lowlat.executors import LaunchCounts
 from lowlat.executors.devices import DeviceChoice
+from lowlat.graphs import BucketLadder
 from lowlat.host.mailbox import SlotPublication
+from lowlat.host.metrics import SpeculativeDecodingStats
 from lowlat.options.config import RuntimeConfig
 
-__all__ = ["PerfCounters", "StepChecks", "check_device", "check_launches", "reason_for_no_drafts"]
+__all__ = ["PerfCounters", "StepChecks", "check_device", "check_launches", "reason_for_no_drafts", "steps_by_width"]
 
-REQUEST_LIMIT, LAST_TOKEN, NO_DRAFTS = "max_draft_tokens", "last_token", "no_drafts"
+REQUEST_LIMIT, LAST_TOKEN, NO_DRAFTS, CHOSEN = "max_draft_tokens", "last_token", "no_drafts", "chosen_width"
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class PerfCounters:
     copies            between host and device since the load, prompts' excepted
     undrafted_steps   a slot's steps without drafts where the runtime speculates, by reason: `max_draft_tokens` (the
                       request wants none), `last_token` (there is room for one token), `no_drafts` (the speculator had
-                      none, or the step before was asked for without)
+                      none, or the step before was asked for without), `chosen_width` (the step chose none)
     """
 
     launches: int = 0
@@ -91,11 +93,25 @@ class PerfCounters:
         return asdict(self)
 
 
-def reason_for_no_drafts(max_draft_tokens: int | None, room: int) -> str:
+def reason_for_no_drafts(max_draft_tokens: int | None, room: int, *, adaptive: bool = False) -> str:
     """Why a step verified no draft: the request's limit, or no room for any beside the token of the step itself."""
     if max_draft_tokens == 0:
         return REQUEST_LIMIT
-    return LAST_TOKEN if room <= 1 else NO_DRAFTS
+    if room <= 1:
+        return LAST_TOKEN
+    return CHOSEN if adaptive else NO_DRAFTS
+
+
+def steps_by_width(
+    ladder: BucketLadder, undrafted: Mapping[str, int], stats: SpeculativeDecodingStats | None
+) -> dict[str, list[int]]:
+    """Steps of slots that verified 0, 1, 2, ... drafts, under their name; nothing where widths are not chosen."""
+    if not ladder.adaptive:
+        return {}
+    most = max(ladder.rows_of)
+    drafted = [0] * most if stats is None else stats.drafted_by_position[:most]
+    every = sum(undrafted.values()) + (0 if stats is None else stats.num_drafts)
+    return {"steps_by_width": [here - deeper for here, deeper in zip([every, *drafted], [*drafted, 0], strict=True)]}
 
 
 def check_device(config: RuntimeConfig, choice: DeviceChoice) -> None:

@@ -24,7 +24,7 @@ from lowlat.host.loading import Loaded, load
 from lowlat.host.mailbox import Entry, Mailbox, SlotPublication
 from lowlat.host.memory.kvcache import KVCache
 from lowlat.host.metrics import MetricsBook, RequestMetrics
-from lowlat.host.perf import PerfCounters, StepChecks, reason_for_no_drafts
+from lowlat.host.perf import PerfCounters, StepChecks, reason_for_no_drafts, steps_by_width
 from lowlat.host.request_checks import RequestChecks
 from lowlat.host.run_ahead import Launches
 from lowlat.host.scheduler import Phase, PrefillChunk, ScheduledRequest, Scheduler
@@ -265,6 +265,7 @@ class Runtime:
             "perf": self.perf().to_dict(),
             "device": str(self.device_choice.device),
             **({} if self.speculator is None else {"speculator": self.speculator.report()}),
+            **steps_by_width(self.ladder, self._undrafted, self._book.totals().speculation),
         }
 
     def slots(self) -> list[dict[str, Any]]:
@@ -310,7 +311,7 @@ class Runtime:
         return StepChecks(
             max_drafts=self.geometry.max_rows - 1,
             vocab_size=self.model_config.vocab_size,
-            must_draft=self.num_speculative_tokens > 0 and self.draft_config is not None,
+            must_draft=self.num_speculative_tokens > 0 and self.draft_config is not None and not self.ladder.adaptive,
         )
 
     def _loop(self) -> LoopingExecutor | None:
@@ -467,7 +468,9 @@ class Runtime:
     def _look_at(self, session: Session, publication: SlotPublication) -> None:
         """Count a step without drafts where the runtime speculates; in strict mode, check the step."""
         if session.has_begun and not publication.verified and self.num_speculative_tokens:
-            self._undrafted[reason_for_no_drafts(session.params.max_draft_tokens, session.room)] += 1
+            self._undrafted[
+                reason_for_no_drafts(session.params.max_draft_tokens, session.room, adaptive=self.ladder.adaptive)
+            ] += 1
         if self._step_checks is not None:
             self._step_checks.check(publication, len(session.committed), first=not session.has_begun, room=session.room)
 

@@ -108,7 +108,7 @@ class SpeculativeConfig:
 
     def __post_init__(self) -> None:
         check_options(self, ConfigError)
-        if self.num_speculative_tokens == "auto":
+        if str(self.num_speculative_tokens) == "auto":
             object.__setattr__(self, "num_speculative_tokens", MAX_SPECULATIVE_TOKENS)
             object.__setattr__(self, "adaptive_width", True)
         self._check_method()
