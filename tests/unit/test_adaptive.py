@@ -1,4 +1,4 @@
-"""Widths of steps: what is chosen pays where acceptance is simulated, programs lower, drafts are those of fixed widths."""
+"""Widths of steps: what is chosen pays where acceptance is simulated, programs lower, drafts are of fixed widths."""
 
 import json
 import random
@@ -151,7 +151,7 @@ def test_positions_that_wait_are_run_over_before_there_are_too_many(pair: PairPa
     """Steps of width zero leave them, and one in so many runs the draft model; drafts behind it are as ever."""
     with load(pair, max_batch=2) as runtime:
         runtime.submit(prompt_of(20), SamplingParams(max_tokens=90, temperature=0.0))
-        state, waiting = runtime.executor.state, []
+        state, waiting = runtime.executor.state, list[int]()
         while runtime.busy:
             runtime.step(0 if len(waiting) < 70 else 5)
             waiting.append(int(state["lengths"][0] - 1 - state["extended"][0]))
@@ -191,7 +191,7 @@ def test_what_cannot_be_chosen_is_refused(pair: PairPaths) -> None:
     with pytest.raises(ConfigError, match=r"adaptive_width .* text_drafts 'suffix'"):
         Runtime.load(pair.target, config, **OPTIONS)
     with pytest.raises(ConfigError, match="num_speculative_tokens must be an integer, got 'automatic'"):
-        replace(config, num_speculative_tokens="automatic")  # type: ignore[arg-type]
+        replace(config, num_speculative_tokens="automatic")
 
 
 def test_times_are_kept_for_the_same_facts_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
