@@ -47,7 +47,7 @@ def runtime(**options: Any) -> RuntimeConfig:
 
 def test_every_option_is_covered_here() -> None:
     others = {"model", "method", "capture_layers", "tree", "enabled", "strict", "simulated_accept_length"}
-    others |= set(METHOD_OPTIONS["ngram"]) | {"text_drafts", *METHOD_OPTIONS["suffix"]}
+    others |= set(METHOD_OPTIONS["ngram"]) | {"adaptive_width", "text_drafts", *METHOD_OPTIONS["suffix"]}
     assert {item.name for item in dataclasses.fields(SpeculativeConfig)} == {*SPECULATIVE_BOUNDS, *others}
     others = {"dtype", "device", "executor", "prefix_reuse", "share_decoded", "device_loop", "fuse", "perf_mode"}
     others |= {"traces", "watchdog_factor", "watchdog_min_s"}
