@@ -14,8 +14,9 @@ from lowlat.errors import ConfigError, DeviceError
 from lowlat.executors.kernel_executor import KernelExecutor, Size, abandon
 from lowlat.executors.lowering.binding import Call, LibraryCall
 from lowlat.executors.lowering.lower import LoweredGroup
+from lowlat.executors.lowering.operations import RING_COUNT
 from lowlat.executors.watchdog import WATCHDOG
-from lowlat.graphs import Bucket
+from lowlat.graphs import Bucket, Role
 from lowlat.graphs.capture import Body, CapturedGraph, Choice, capture, capture_choice, capture_loop
 from lowlat.graphs.launch import Launch
 from lowlat.kernels.moe.packing import PackedExperts
@@ -153,6 +154,16 @@ class GraphExecutor(KernelExecutor):
         Raises DeviceError when the device has failed, or hangs in a step.
         """
         return self._await_ring(count, self._stop)
+
+    def forget(self) -> None:
+        """Zero what steps have written and published, after all of it: for steps that were run to be timed."""
+        with torch.cuda.stream(self.stream):
+            self._synchronize()
+            for name, spec in self.state.specs.items():
+                if spec.role in (Role.STATE, Role.PUBLICATION):
+                    self.state[name].zero_()
+            self.workspace(RING_COUNT, (1,), torch.int64).zero_()
+            self._synchronize()
 
     def graph(self, size: Size) -> CapturedGraph:
         """The graph of a bucket, or of prefill over so many positions."""

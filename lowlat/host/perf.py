@@ -23,9 +23,10 @@ from lowlat.executors.devices import DeviceChoice
 from lowlat.graphs import BucketLadder
 from lowlat.host.mailbox import SlotPublication
 from lowlat.host.metrics import SpeculativeDecodingStats
+from lowlat.host.session import Session
 from lowlat.options.config import RuntimeConfig
 
-__all__ = ["PerfCounters", "StepChecks", "check_device", "check_launches", "reason_for_no_drafts", "steps_by_width"]
+__all__ = ["PerfCounters", "PublishedSteps", "StepChecks", "check_device", "check_launches", "steps_by_width"]
 
 REQUEST_LIMIT, LAST_TOKEN, NO_DRAFTS, CHOSEN = "max_draft_tokens", "last_token", "no_drafts", "chosen_width"
 
@@ -93,7 +94,7 @@ class PerfCounters:
         return asdict(self)
 
 
-def reason_for_no_drafts(max_draft_tokens: int | None, room: int, *, adaptive: bool = False) -> str:
+def _reason_for_no_drafts(max_draft_tokens: int | None, room: int, *, adaptive: bool) -> str:
     """Why a step verified no draft: the request's limit, or no room for any beside the token of the step itself."""
     if max_draft_tokens == 0:
         return REQUEST_LIMIT
@@ -175,3 +176,25 @@ class StepChecks:
             problem = f"verified no draft with room for {room} tokens"
         if problem is not None:
             raise DeviceError(f"perf_mode 'strict': a step of slot {p.slot} {problem}")
+
+
+class PublishedSteps:
+    """Looks at every publication of a slot: `undrafted` counts those without drafts, by reason.
+
+    checks    of strict mode; None: none are made
+    adaptive  steps choose their width
+    """
+
+    def __init__(self, checks: StepChecks | None, *, adaptive: bool = False) -> None:
+        self.undrafted: Counter[str] = Counter()
+        self._adaptive = adaptive
+        self._checks = checks
+
+    def see(self, session: Session, publication: SlotPublication, *, speculating: bool) -> None:
+        """Count and check one publication, before its session takes it. Raises DeviceError in strict mode."""
+        if speculating and session.has_begun and not publication.verified:
+            limit = session.params.max_draft_tokens
+            self.undrafted[_reason_for_no_drafts(limit, session.room, adaptive=self._adaptive)] += 1
+        if self._checks is not None:
+            begun, room = session.has_begun, session.room
+            self._checks.check(publication, len(session.committed), first=not begun, room=room)

@@ -14,8 +14,8 @@ from width_cases import MOST, check_waiting, check_widths
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.executors.graph import GraphExecutor
-from lowlat.host.width_costs import by_time
 from lowlat.kernels.step.choose_width import choose_width, join_widths
+from lowlat.step.width_times import by_time
 
 OPTIONS: dict[str, Any] = {"max_batch": 4, "max_context": 256, "block_size": 16, "prefill_chunk": 32} | {
     "device": "cuda",

@@ -20,10 +20,10 @@ from lowlat.executors.lowering.binding import Binding
 from lowlat.executors.lowering.lower import lower
 from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import Bucket, BucketLadder, BufferSet
-from lowlat.host import width_costs
 from lowlat.kernels.reference.step.slot_record import DRAFT_LIMIT, NUM_INTS
 from lowlat.kernels.reference.step.widths import MAX_WIDTH, choose_width, join_widths
 from lowlat.kernels.toolchain.kernel import H200
+from lowlat.step import width_times
 from lowlat.step.adaptive import build_adaptive
 
 DEMO = Path(__file__).parents[2] / "lowlat" / "demo"
@@ -203,11 +203,11 @@ def test_times_are_kept_for_the_same_facts_alone(tmp_path: Path, monkeypatch: py
         measured.append(1)
         return {bucket: [1.0, 1.5, 1.75, 1.25]}
 
-    monkeypatch.setattr(width_costs, "by_time", by_time)
-    monkeypatch.setattr(width_costs, "cache_directory", lambda: tmp_path)
+    monkeypatch.setattr(width_times, "by_time", by_time)
+    monkeypatch.setattr(width_times, "cache_directory", lambda: tmp_path)
 
     def times(**facts: Any) -> Any:
-        return width_costs._kept_times(None, [bucket], 8, facts)  # type: ignore[arg-type]
+        return width_times._kept_times(None, [bucket], 8, facts)  # type: ignore[arg-type]
 
     assert times(card="a") == times(card="a") == {bucket: [1.0, 1.5, 1.75, 1.25]}
     assert len(measured) == 1

@@ -12,20 +12,16 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 
-from lowlat.executors import Executor
-from lowlat.graphs import Bucket, BucketLadder, BufferSet, Role
+from lowlat.graphs import Bucket, BucketLadder, BufferSet
 from lowlat.kernels.reference.step.slot_record import DRAFT_LIMIT, MAX_LENGTH, NUM_INTS, REPETITION
 from lowlat.models.program import Program
 from lowlat.options.directories import cache_directory
 from lowlat.step.state import StepGeometry, waiting_boundaries
 from lowlat.step.width_costs import Costs, by_bytes, keep_costs
-
-if TYPE_CHECKING:  # it loads Numba
-    from lowlat.executors.graph import GraphExecutor
 
 __all__ = ["by_time", "set_costs"]
 
@@ -36,8 +32,34 @@ FORMAT = 1  # of the file
 logger = logging.getLogger("lowlat")
 
 
+class StepTimer(Protocol):
+    """The part of an executor that steps are timed with; one whose steps are not captured has neither of the last two.
+
+    stream  on which steps run
+    """
+
+    name: str
+    device: torch.device
+    state: BufferSet
+
+    def step(self, bucket: Bucket) -> None:
+        """Start one step."""
+
+    def synchronize(self) -> None:
+        """Wait until all that was started is done."""
+
+
+class CapturedSteps(StepTimer, Protocol):
+    """A step timer whose steps are captured."""
+
+    stream: Any
+
+    def forget(self) -> None:
+        """Let the state be as if no step had run."""
+
+
 def set_costs(
-    executor: Executor,
+    executor: StepTimer,
     ladder: BucketLadder,
     geometry: StepGeometry,
     programs: Mapping[Bucket, Program],
@@ -52,12 +74,13 @@ def set_costs(
     num_waiting = geometry.num_waiting if waiting_boundaries(geometry) else 0
     costs: Costs = {bucket: by_bytes(programs, bucket, weights) for bucket in ladder.buckets}
     if executor.name == "graph":
-        graph = cast("GraphExecutor", executor)
-        costs = _kept_times(graph, ladder.buckets, num_waiting, _facts(executor, geometry, fuse))
+        costs = _kept_times(
+            cast(CapturedSteps, executor), ladder.buckets, num_waiting, _facts(executor, geometry, fuse)
+        )
     keep_costs(executor.state, costs, num_waiting)
 
 
-def _facts(executor: Executor, geometry: StepGeometry, fuse: bool) -> dict[str, Any]:
+def _facts(executor: StepTimer, geometry: StepGeometry, fuse: bool) -> dict[str, Any]:
     """All that times of steps depend on."""
     properties: Any = torch.cuda.get_device_properties(executor.device)
     speculator = geometry.speculator
@@ -72,28 +95,22 @@ def _facts(executor: Executor, geometry: StepGeometry, fuse: bool) -> dict[str, 
     }
 
 
-def by_time(executor: "GraphExecutor", buckets: Sequence[Bucket], num_waiting: int) -> dict[Bucket, list[float]]:
+def by_time(executor: CapturedSteps, buckets: Sequence[Bucket], num_waiting: int) -> dict[Bucket, list[float]]:
     """Milliseconds of each body of each bucket, in the order of the choice; the state is zero when it returns.
 
     num_waiting  positions that may wait for the draft model; 0: nothing waits
     Nothing may be under way. Raises DeviceError where the device fails.
     """
-    from lowlat.executors.lowering.operations import RING_COUNT
-
     keep_costs(executor.state, {bucket: [1.0] * len(bucket.bodies) for bucket in buckets}, 0)
     with torch.cuda.stream(executor.stream):
         found = {bucket: _times_of(executor, bucket, num_waiting) for bucket in buckets}
         executor.synchronize()
-        for name, spec in executor.state.specs.items():
-            if spec.role in (Role.STATE, Role.PUBLICATION):
-                executor.state[name].zero_()
-        executor.workspace(RING_COUNT, (1,), torch.int64).zero_()
+        executor.forget()
         executor.state["width_bounds"].zero_()
-        executor.synchronize()
     return found
 
 
-def _times_of(executor: "GraphExecutor", bucket: Bucket, num_waiting: int) -> list[float]:
+def _times_of(executor: CapturedSteps, bucket: Bucket, num_waiting: int) -> list[float]:
     """The times of a bucket's bodies; what the draft model has left to run over makes the last one be chosen."""
     most = bucket.num_speculative_tokens
     times: list[float] = []
@@ -149,7 +166,7 @@ def _num_blocks(state: BufferSet) -> int:
 
 
 def _kept_times(
-    executor: "GraphExecutor", buckets: Sequence[Bucket], num_waiting: int, facts: Mapping[str, Any]
+    executor: CapturedSteps, buckets: Sequence[Bucket], num_waiting: int, facts: Mapping[str, Any]
 ) -> Costs:
     """The times of these buckets' bodies: those in the user's cache for the same facts, or measured and put there.
 
