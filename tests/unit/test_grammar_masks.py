@@ -59,6 +59,7 @@ def expected_tokens(pair: PairPaths, edges: Edges, sampling: SamplingParams) -> 
         ("wide", "greedy", "eagle3", None),
         ("wide", "sampled", "eagle3", "bushy"),
         ("narrow", "penalised", "suffix", None),
+        ("narrow", "sampled", "eagle3+", None),
         later("wide", "filtered", "eagle3", "deep"),
         later("narrow", "sampled", "eagle3", None),
         later("narrow", "greedy", "ngram", None),
@@ -73,7 +74,7 @@ def test_no_speculation_changes_anything(
     expected = expected_tokens(pair, edges, sampling)
     depth = max(map(len, TREES[tree])) if tree else 7
     with load(pair, depth, tree=TREES[tree] if tree else None, method=method) as runtime:
-        for asked in (depth, 0) if tree else (0, 1, 3, 7):
+        for asked in (depth, 0) if tree else (None, 0, 3, 7):
             assert decode(runtime, edges, sampling, asked) == expected
         changing = random.Random(2).choices([0, depth] if tree else range(8), k=99)
         assert decode(runtime, edges, sampling, changing.__getitem__) == expected
