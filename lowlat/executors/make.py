@@ -12,6 +12,7 @@ from lowlat.executors.reference import ReferenceExecutor
 from lowlat.executors.watchdog import WATCHDOG
 from lowlat.graphs import Bucket
 from lowlat.kernels.formats import FORMATS
+from lowlat.kernels.formats.dense import DENSE_FORMATS
 from lowlat.models.geometry import DraftConfig, ExpertsConfig, ModelConfig
 from lowlat.models.program import Program
 from lowlat.step.state import StepGeometry
@@ -23,7 +24,6 @@ HEAD_SIZES = (64, 128)
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 WIDTHS_OF, MAX_WIDTH = 8, 65536
 MAX_VOCABULARY = 262144
-DENSE_FORMATS = frozenset({"fp8"})  # besides bf16
 MAX_EXPERTS, MAX_CHOSEN, MAX_ROUTED_WIDTH = 256, 8, 6144
 
 
@@ -34,9 +34,10 @@ def uncovered(config: ModelConfig, head: DraftConfig | None, block_size: int = 3
     if config.dtype != "bfloat16":
         return f"the kernels compute in bfloat16 and dtype is {config.dtype}"
     for owner, part in (("target", config), ("draft model", head)):
-        names = frozenset() if part is None else part.layer_formats - DENSE_FORMATS
+        names = frozenset() if part is None else part.layer_formats - set(DENSE_FORMATS)
         if names:
-            return f"the kernels take linear layers in bf16 or fp8 and the {owner}'s are in {', '.join(sorted(names))}"
+            found, known = ", ".join(sorted(names)), ", ".join(DENSE_FORMATS)
+            return f"the kernels take linear layers in bf16, {known} and the {owner}'s are in {found}"
     problem = None if config.experts is None else _uncovered_experts(config, config.experts)
     if problem is not None:
         return f"the kernels take {problem[0]} and the target's {problem[1]}"

@@ -6,7 +6,16 @@ from typing import Any
 from lowlat.kernels.common.activation import silu_times
 from lowlat.kernels.common.handover import Handover
 from lowlat.kernels.gemm.decode.partial_argmax import make_argmax
-from lowlat.kernels.gemm.decode.plan import ADD, FLOAT32, PAD, ROTATE, SCALED, SILU, WARPS, DecodeGemmPlan, DecodeGemmShape
+from lowlat.kernels.gemm.decode.plan import (
+    ADD,
+    FLOAT32,
+    PAD,
+    ROTATE,
+    SILU,
+    WARPS,
+    DecodeGemmPlan,
+    DecodeGemmShape,
+)
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int32, int64, uint32
 
@@ -91,7 +100,7 @@ def _make_epilogue(shape: DecodeGemmShape, plan: DecodeGemmPlan, keep_argmax: An
     """
     width, epilogue, scattered = shape.width, shape.epilogue, shape.scattered
     has_bias, live, silu, add = shape.bias, shape.live, epilogue == SILU, epilogue == ADD
-    wide, scaled = epilogue == FLOAT32, shape.weights in SCALED
+    wide, scaled = epilogue == FLOAT32, shape.weights.row_scales
     columns = 8 if silu else 16
     out_width = width // 2 if silu else width
     total_of = _make_total(plan)
@@ -168,7 +177,7 @@ def _make_rotated_epilogue(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> _Epi
     Queries go to `out`, keys and values of live rows to the cache. Products and sums are rounded one by one, as the
     reference does.
     """
-    heads, total_of, has_bias, scaled = shape.heads, _make_total(plan), shape.bias, shape.weights in SCALED
+    heads, total_of, has_bias, scaled = shape.heads, _make_total(plan), shape.bias, shape.weights.row_scales
     if heads is None:
         raise ValueError("a GEMM with rotation needs its heads")
     queries, groups, dim = heads.queries, heads.groups, heads.dim
