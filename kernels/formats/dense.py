@@ -10,14 +10,16 @@ import torch
 
 from lowlat.errors import ConfigError
 from lowlat.kernels.formats.base import MatrixFormat, Parts, tiles_of
-from lowlat.kernels.formats.fp8 import FP8, FP8_BLOCK
+from lowlat.kernels.formats.fp8 import FP8, FP8_BLOCK, decode_e4m3
 from lowlat.kernels.formats.int4 import INT4_FORMATS, MIDDLE, unpack_nibbles
+from lowlat.kernels.formats.mxfp4 import MAGNITUDES, pack_codes, unpack_codes
+from lowlat.kernels.formats.nvfp4 import NVFP4
 from lowlat.kernels.gemm.packing import TILE_COLUMNS, TILE_ROWS, PackedMatrix
-from lowlat.kernels.gemm.tiles import FP8_TILES, TileFormat
+from lowlat.kernels.gemm.tiles import FP8_TILES, NVFP4_TILES, TileFormat
 
 __all__ = ["DENSE_FORMATS", "pack_matrix", "unpack_matrix"]
 
-DENSE_FORMATS: Mapping[str, MatrixFormat] = {each.name: each for each in (FP8, FP8_BLOCK, *INT4_FORMATS)}
+DENSE_FORMATS: Mapping[str, MatrixFormat] = {each.name: each for each in (FP8, FP8_BLOCK, *INT4_FORMATS, NVFP4)}
 PANEL = 4 << 20  # numbers that are unpacked at once
 # Of each e4m3 code of a word: bits, and how far they lie to the left of the lowest byte's.
 MOVES = (
@@ -26,6 +28,7 @@ MOVES = (
     ((0x80, 4), (0x70, 8), (0x0F, 0)),
     ((0x80, 20), (0x70, 24), (0x0F, 16)),
 )
+E2M1 = torch.tensor([*MAGNITUDES, *(-each for each in MAGNITUDES)], dtype=torch.bfloat16)
 NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)  # of a word of eight codes: the place of each
 
 
@@ -39,9 +42,9 @@ def pack_matrix(weight_format: MatrixFormat, parts: Parts, order: torch.Tensor |
     rows, columns = weight_format.shape(parts)
     height, width = tiles_of(rows, columns)
     padding = (0, width * TILE_COLUMNS - columns, 0, height * TILE_ROWS - rows)
-    is_fp8 = "fp8" in parts
-    codes = parts["fp8"] if is_fp8 else unpack_nibbles(parts["int4"])
-    codes = torch.nn.functional.pad(codes, padding, value=0 if is_fp8 else MIDDLE)
+    is_fp8, is_int4 = "fp8" in parts, "int4" in parts
+    codes = parts["fp8"] if is_fp8 else unpack_nibbles(parts["int4" if is_int4 else "nvfp4"])
+    codes = torch.nn.functional.pad(codes, padding, value=MIDDLE if is_int4 else 0)
     tiles = _tiles_of(weight_format, parts)
     held = torch.empty(
         height * (width * tiles.step_bytes + 64 * tiles.row_scales), dtype=torch.uint8, device=codes.device
@@ -50,14 +53,20 @@ def pack_matrix(weight_format: MatrixFormat, parts: Parts, order: torch.Tensor |
     # tile, row half, row in its half, k step, column half, quad, 8 columns
     lanes = codes.view(height, 2, 8, width, 2, 4, 8)
     words = (
-        _fp8_words(lanes.permute(0, 3, 1, 2, 5, 4, 6)) if is_fp8 else _int4_words(lanes.permute(0, 3, 2, 5, 1, 4, 6))
+        _fp8_words(lanes.permute(0, 3, 1, 2, 5, 4, 6))
+        if is_fp8
+        else _four_bit_words(lanes.permute(0, 3, 2, 5, 1, 4, 6), is_int4)
     )
     steps[:, :, : tiles.code_bytes] = words.view(torch.uint8).reshape(height, width, tiles.code_bytes)
     if tiles.row_scales:
         behind = held[steps.numel() :].view(torch.float32)
         behind.fill_(1)
-        behind[:rows] = parts["fp8_scales"].reshape(-1)
-    else:
+        behind[:rows] = parts["fp8_scales" if is_fp8 else "nvfp4_factors"].reshape(-1)
+    if weight_format is NVFP4:
+        scales = torch.nn.functional.pad(parts["nvfp4_scales"], (0, width * 4 - columns // 16, 0, padding[3]))
+        scales = scales.view(height, 2, 8, width, 4).permute(0, 3, 1, 2, 4)
+        steps[:, :, tiles.code_bytes :] = scales.reshape(height, width, -1)
+    elif tiles.groups:
         behind_codes = _group_words(tiles, weight_format, parts, height, width)
         steps[:, :, tiles.code_bytes :] = behind_codes.view(torch.uint8).reshape(height, width, -1)
     return PackedMatrix(steps, rows, columns, order, held, tiles)
@@ -65,8 +74,8 @@ def pack_matrix(weight_format: MatrixFormat, parts: Parts, order: torch.Tensor |
 
 def _tiles_of(weight_format: MatrixFormat, parts: Parts) -> TileFormat:
     """The layout of a matrix's steps: scales take 16 bits where bf16 holds all of them."""
-    if weight_format is FP8:
-        return FP8_TILES
+    if weight_format is FP8 or weight_format is NVFP4:
+        return FP8_TILES if weight_format is FP8 else NVFP4_TILES
     scales = parts["fp8_scales" if weight_format is FP8_BLOCK else "int4_scales"]
     wide = not torch.equal(scales.bfloat16().float(), scales)
     if weight_format is FP8_BLOCK:
@@ -99,6 +108,11 @@ def _int4_words(codes: torch.Tensor) -> torch.Tensor:
     for column, place in enumerate(NIBBLES):
         made |= codes[..., column].to(torch.int32) << (4 * place)
     return made
+
+
+def _four_bit_words(codes: torch.Tensor, is_int4: bool) -> torch.Tensor:
+    """Words of eight codes each, as the format's fragment takes them."""
+    return _int4_words(codes) if is_int4 else pack_codes(codes[..., 0::2] | (codes[..., 1::2] << 4))
 
 
 def _int4_codes(words: torch.Tensor) -> torch.Tensor:
@@ -135,8 +149,11 @@ def _group_words(tiles: TileFormat, weight_format: MatrixFormat, parts: Parts, h
 
 
 def unpack_matrix(packed: PackedMatrix) -> torch.Tensor:
-    """The numbers [N, K] of a packed matrix in bf16, rows in the packed order: exactly those of FP8 by row, which come
-    without their scales; others rounded once. It takes memory for some millions of numbers besides."""
+    """The numbers [N, K] of a packed matrix in bf16, rows in the packed order.
+
+    Those of FP8 by row and of NVFP4 come without the scales of their rows, exactly; others are rounded once. It takes
+    memory for some millions of numbers besides.
+    """
     height, width, _ = packed.tiles.shape
     out = torch.empty(height * TILE_ROWS, width * TILE_COLUMNS, dtype=torch.bfloat16, device=packed.tiles.device)
     count = max(1, PANEL // (width * TILE_COLUMNS * TILE_ROWS))
@@ -154,9 +171,13 @@ def _panel(steps: torch.Tensor, tiles: TileFormat) -> torch.Tensor:
         codes = _fp8_codes(words).view(height, width, 2, 8, 4, 2, 8).permute(0, 2, 3, 1, 5, 4, 6).contiguous()
         numbers = codes.view(torch.float8_e4m3fn).to(torch.bfloat16)
     else:
-        codes = _int4_codes(words).view(height, width, 8, 4, 2, 2, 8).permute(0, 4, 2, 1, 5, 3, 6)
-        numbers = codes.to(torch.bfloat16)
+        codes = _int4_codes(words) if tiles.name == "int4" else unpack_nibbles(unpack_codes(words))
+        codes = codes.view(height, width, 8, 4, 2, 2, 8).permute(0, 4, 2, 1, 5, 3, 6)
+        numbers = codes.to(torch.bfloat16) if tiles.name == "int4" else E2M1.to(codes.device)[codes.int()]
     shape = (height * TILE_ROWS, width * TILE_COLUMNS)
+    if tiles.name == "nvfp4":
+        scales = steps[:, :, tiles.code_bytes :].reshape(height, width, 2, 8, 4).permute(0, 2, 3, 1, 4)
+        return (numbers.reshape(height, 2, 8, width, 4, 16) * decode_e4m3(scales).bfloat16()[..., None]).reshape(shape)
     if tiles.row_scales:
         return numbers.reshape(shape)
     behind = steps[:, :, tiles.code_bytes :].contiguous().view(torch.int32).view(height, width, tiles.groups, -1, 8)

@@ -39,7 +39,7 @@ from lowlat.kernels.gemm.decode.plan import (
     steps_to_hold,
 )
 from lowlat.kernels.gemm.packing import RUN, PackedMatrix
-from lowlat.kernels.gemm.tiles import BF16_TILES, FP8_TILES
+from lowlat.kernels.gemm.tiles import BF16_TILES, FP8_TILES, NVFP4_TILES, TileFormat
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.rows.norm import check_dtype, check_row_live
 from lowlat.kernels.sampling.select import FINITE
@@ -340,11 +340,13 @@ def examples(card: Card = H200) -> list[Kernel]:
         (8, DecodeGemmShape(97, 2880, FLOAT32, False, False, None, 1e-5)),
         (1, DecodeGemmShape(97, 8192, BFLOAT16, True, False, None, 1e-6)),
     )
-    eighth = (
-        replace(rotated, norm_eps=1e-5, weights=FP8_TILES),
-        DecodeGemmShape(4096, 14336, ADD, False, False, weights=FP8_TILES),
+    grouped = TileFormat("int4", 512, groups=2, wide=True, zeros=True)
+    quantised = (
+        (64, DecodeGemmShape(4096, 14336, ADD, False, False, weights=grouped)),
+        (4, replace(rotated, norm_eps=1e-5, weights=FP8_TILES)),
+        (1, DecodeGemmShape(28672, 4096, SILU, False, True, None, 1e-5, weights=NVFP4_TILES)),
     )
-    for rows, shape in examples_for(card, ((4, eighth[0]), (64, eighth[1])), 1):
+    for rows, shape in examples_for(card, quantised, 1):
         held = 0 if shape.norm_eps is None else steps_to_hold(rows, shape.depth, card)
         most = min(rows, rows_at_once(card))
         made.append(_make(shape, plan_decode_gemm(most, shape.width, card, held, weights=shape.weights)))

@@ -22,7 +22,7 @@ MINUS_136 = int4_fragment.MINUS_136
 
 @device_function
 def _fp8_half(weights: Any, half: Any, _minus: Any, _low_minus: Any) -> Any:
-    return fp8_fragment.load_half(weights, half)
+    return fp8_fragment.load_half(weights, half, weights)
 
 
 LOADS = {"int4": int4_fragment.load_half, "fp8": _fp8_half}

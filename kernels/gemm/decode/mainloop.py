@@ -7,7 +7,7 @@ whole, they are there before. It knows nothing of the epilogue.
 from typing import Any
 
 from lowlat.kernels.common.handover import Handover
-from lowlat.kernels.formats import bf16_fragment, fp8_fragment
+from lowlat.kernels.formats import bf16_fragment, fp8_fragment, nvfp4_fragment
 from lowlat.kernels.gemm.decode.group_product import make_group_product
 from lowlat.kernels.gemm.decode.plan import PAD, SUM_BYTES, WARPS, DecodeGemmPlan, DecodeGemmShape
 from lowlat.kernels.toolchain import ptx
@@ -15,7 +15,7 @@ from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int64, ui
 
 __all__ = ["make_fill", "make_multiplying"]
 
-LOADS = {"bf16": bf16_fragment.load_half, "fp8": fp8_fragment.load_half}
+LOADS = {"bf16": bf16_fragment.load_half, "fp8": fp8_fragment.load_half, "nvfp4": nvfp4_fragment.load_half}
 
 
 def make_fill(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
@@ -198,21 +198,27 @@ def _multiply(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
     low0, low1, low2, low3 = (ptx.mma_bf16_tiles(total, place, row_tiles, 0) for place in places)
     high0, high1, high2, high3 = (ptx.mma_bf16_tiles(total, place, row_tiles, 2) for place in places)
 
-    def multiply(sums: Any, here: Any, rows: Any, _words: Any) -> Any:
+    def multiply(sums: Any, here: Any, rows: Any, behind: Any) -> Any:
         for half in range(2):
             words = load_rows(rows + uint32(rows_at + half * half_bytes))
-            a0, a1, a2, a3, b0, b1, b2, b3 = load_half(here, half)
+            a0, a1, a2, a3, b0, b1, b2, b3 = load_half(here, half, behind)
             sums = low0(sums, a0, b0, a1, b1, words)
             sums = high0(sums, a2, b2, a3, b3, words)
             if weight_tiles > 1:
-                a0, a1, a2, a3, b0, b1, b2, b3 = load_half(uint32(here + uint32(step_bytes)), half)
+                a0, a1, a2, a3, b0, b1, b2, b3 = load_half(
+                    uint32(here + uint32(step_bytes)), half, uint32(behind + uint32(step_bytes))
+                )
                 sums = low1(sums, a0, b0, a1, b1, words)
                 sums = high1(sums, a2, b2, a3, b3, words)
             if weight_tiles > 2:
-                a0, a1, a2, a3, b0, b1, b2, b3 = load_half(uint32(here + uint32(2 * step_bytes)), half)
+                a0, a1, a2, a3, b0, b1, b2, b3 = load_half(
+                    uint32(here + uint32(2 * step_bytes)), half, uint32(behind + uint32(2 * step_bytes))
+                )
                 sums = low2(sums, a0, b0, a1, b1, words)
                 sums = high2(sums, a2, b2, a3, b3, words)
-                a0, a1, a2, a3, b0, b1, b2, b3 = load_half(uint32(here + uint32(3 * step_bytes)), half)
+                a0, a1, a2, a3, b0, b1, b2, b3 = load_half(
+                    uint32(here + uint32(3 * step_bytes)), half, uint32(behind + uint32(3 * step_bytes))
+                )
                 sums = low3(sums, a0, b0, a1, b1, words)
                 sums = high3(sums, a2, b2, a3, b3, words)
         return sums

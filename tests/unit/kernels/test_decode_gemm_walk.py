@@ -25,7 +25,7 @@ from lowlat.kernels.toolchain.kernel import H200, Card
 
 SHARED = ("common.activation", "common.handover", "common.norm_math", "common.norm_row", "rows.norm", "sampling.select")
 PARTS = ("plan", "norm_prologue", "group_product", "mainloop", "partial_argmax", "epilogue", "gemm")
-FRAGMENTS = ("formats.bf16_fragment", "formats.fp8_fragment", "formats.int4_fragment")
+FRAGMENTS = tuple(f"formats.{name}_fragment" for name in ("bf16", "fp8", "int4", "mxfp4", "nvfp4"))
 NAMES = (*SHARED, *FRAGMENTS, *(f"gemm.decode.{part}" for part in PARTS))
 SMALL = Card(2, 227 * 1024, (9, 0))
 
@@ -222,6 +222,7 @@ def group_weight(name: str, width: int, depth: int, *, wide: bool) -> tuple[dict
         later("int4_64_zeros", False, 11, 192, {"weight_tiles": 2, "stages": 1}),
         later("fp8_block", True, 9, 200, {"weight_tiles": 2, "num_blocks": 1}),
         ("fp8_block", False, 1, 200, {}),
+        ("nvfp4", True, 2, 112, {"weight_tiles": 2, "stages": 2}),
     ],
 )
 def test_groups_have_scales_of_their_own(name: str, wide: bool, rows: int, depth: int, changes: dict[str, int]) -> None:
