@@ -157,9 +157,7 @@ def decode_gemm(
         raise ShapeError(f"no block norms and holds {count} rows of {depth} elements")
     if rotation is not None:
         heads = _heads(weight, rotation, out, head_dim)
-        shape = DecodeGemmShape(
-            weight.rows, depth, ROTATE, bias is not None, False, heads, before, weights=weight.tile_format
-        )
+        shape = DecodeGemmShape(weight.rows, depth, ROTATE, bias is not None, False, heads, before)
         row_live = rotation.row_live
     elif out is None:
         raise ShapeError("a GEMM without rotation needs `out`")
@@ -169,9 +167,8 @@ def decode_gemm(
         epilogue = SILU if silu else ADD if residual is not None else wide
         kept = None if best is None else _argmax_shape(best, count, epilogue)
         live, scattered = silu and row_live is not None, columns is not None
-        shape = DecodeGemmShape(
-            weight.rows, depth, epilogue, bias is not None, live, None, before, kept, scattered, weight.tile_format
-        )
+        shape = DecodeGemmShape(weight.rows, depth, epilogue, bias is not None, live, None, before, kept, scattered)
+    shape = replace(shape, weights=weight.tile_format)
     if columns is not None:
         _check_columns(columns, shape)
     calls = []
@@ -184,9 +181,8 @@ def decode_gemm(
         if plan is None:
             chosen, planned = choose_decode_plan(rows, shape, card, held)
         else:
-            chosen = replace(
-                plan, steps_held=held, keeps_argmax=best is not None, tile_bytes=shape.weights.shared_bytes
-            )
+            own = replace(plan, steps_held=held, keeps_argmax=best is not None)
+            chosen = replace(own, tile_bytes=shape.weights.shared_bytes)
         pairs = None if best is None else _pairs_of(best, part, chosen)
         alive = None if row_live is None else row_live.reshape(-1)[part]
         beside = columns if residual is None else residual[part]

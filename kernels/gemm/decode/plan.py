@@ -310,7 +310,7 @@ def _candidates(
         return next((plan for plan, budget in plans if plan.shared_bytes <= budget), None)
 
     each = 0 if steps_held else row_tiles * columns * ROW_BYTES
-    counts = (1, 2) if row_tiles == 1 or weights.groups else (1, 2, 4)
+    counts: tuple[int, ...] = (1, 2) if row_tiles == 1 or weights.groups else (1, 2, 4)
     if weights.groups and row_tiles == 8:
         counts = (1,)  # a group's own sums take registers
     ranked = sorted((_cost(each, tiles * tile_bytes, tiles, width, card), tiles) for tiles in counts)
