@@ -36,6 +36,10 @@ HEADS: dict[str, dict[str, Any]] = {
     "parallel": {"mask_token": 5, "num_hidden_layers": 2},
     "dflash": {"layout": "z-lab", "captures": (1,)},
     "dflash_alone": {"layout": "speculators", "own_embedding": True, "own_lm_head": True, "attention_bias": True},
+    "dspark": (
+        {"layout": "deepspec", "own_embedding": True, "own_lm_head": True, "markov_rank": 16, "num_hidden_layers": 1}
+        | {"markov_head_type": "gated", "captures": (0, 1)}
+    ),
     "everything": dict.fromkeys(
         ("norm_before_fc", "fc_norm", "norm_output", "qk_norm", "attention_bias", "mlp_bias", "own_embedding"), True
     ),

@@ -45,6 +45,9 @@ def uncovered(config: ModelConfig, head: DraftConfig | None, block_size: int = 3
         problem = None if part is None else _uncovered_sizes(part)
         if problem is not None:
             return f"the kernels take {problem[0]} and the {owner}'s {problem[1]}"
+    rank = 0 if head is None or head.dspark is None else head.dspark.markov_rank
+    if rank % WIDTHS_OF:
+        return f"the kernels take multiples of {WIDTHS_OF} as ranks and the draft model's markov_rank is {rank}"
     return None
 
 

@@ -26,7 +26,7 @@ from lowlat.kernels.formats import dequantised, matrix_format, matrix_parts
 from lowlat.kernels.reference import OPERATIONS
 from lowlat.kernels.reference.gemm.linear import ROW_BLOCK, packed_linear
 from lowlat.kernels.reference.gemm.packed import PackedWeight, pack
-from lowlat.models.program import Op, Program
+from lowlat.models.program import Op, Program, Stage
 
 __all__ = ["ReferenceExecutor", "bind", "meaning_of"]
 
@@ -115,9 +115,18 @@ class ReferenceExecutor:
         return tuple(operations)
 
     @torch.inference_mode()
-    def step(self, bucket: Bucket) -> None:
-        """Run one step; the publication is in the ring when this returns."""
-        self._run(self._bound[bucket])
+    def step(self, bucket: Bucket, meanwhile: Callable[[], None] | None = None) -> None:
+        """Run one step; the publication is in the ring when this returns. `meanwhile`: see `Executor`."""
+        bound = self._bound[bucket]
+        if meanwhile is not None:
+            count = sum(op.stage is Stage.ACTIVE_SLOTS for op, _, _ in bound)
+            self._run(bound[:count])
+            meanwhile()
+            bound = bound[count:]
+        self._run(bound)
+
+    def wait_until(self, seen: Callable[[], bool]) -> None:
+        """What a step writes is there when the host is asked for its part."""
 
     def wait_published(self, count: int) -> None:
         """A step is published when it returns."""

@@ -105,8 +105,24 @@ class ModelConfig(AttentionWidths):
 
 
 @dataclass(frozen=True)
+class DsparkHeads:
+    """What DSpark puts behind the rows of a block.
+
+    markov_rank         of the bias that a draft's logits get by the token before it; 0: no bias
+    markov_gated        whether the row's state gates that token's vector
+    confidence          whether each draft gets a probability of being accepted
+    confidence_markov   whether that reads the token's vector, too
+    """
+
+    markov_rank: int
+    markov_gated: bool
+    confidence: bool
+    confidence_markov: bool
+
+
+@dataclass(frozen=True)
 class DraftConfig(AttentionWidths):
-    """A draft model's geometry and flags (EAGLE3, P-EAGLE, DFlash), capture conventions turned into boundaries.
+    """A draft model's geometry and flags (EAGLE3, P-EAGLE, DFlash, DSpark), captures turned into boundaries.
 
     Boundary b is the target's residual stream entering layer b, 0 to L (L: after the last layer, before the
     final norm). Source: EAGLE-3, arXiv 2503.01840; SpecForge, ModelOpt and speculators exporters.
@@ -140,7 +156,9 @@ class DraftConfig(AttentionWidths):
     own_lm_head: bool = True
     own_draft_map: bool = True  # the checkpoint carries d2t
     mask_token: int | None = None  # of rows whose token is not known; None: EAGLE3, which has none
-    block_size: int | None = None  # of DFlash, the last known token included; None: another's
+    block_size: int | None = None  # of DFlash and DSpark, the last known token included; None: another's
+    anchor_drafts: bool = False  # the last known token's row drafts, and each row the token after its own
+    dspark: DsparkHeads | None = None  # None: not DSpark
     quantisation: Quantisation | None = None  # of linear layers in files; None: plain
     quantiser: Quantiser | None = None  # of linear layers at load; None: they stay as they are
 
@@ -153,5 +171,5 @@ class DraftConfig(AttentionWidths):
     def method(self) -> str:
         """The method of speculation that it is for."""
         if self.block_size is not None:
-            return "dflash"
+            return "dflash" if self.dspark is None else "dspark"
         return "eagle3" if self.mask_token is None else "peagle"

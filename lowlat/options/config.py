@@ -27,6 +27,7 @@ METHOD_OPTIONS: dict[str, tuple[str, ...]] = {
     "suffix": ("suffix_cache_max_depth", "max_spec_factor", "min_token_prob"),
     "peagle": ("model", "draft_quantize", "capture_layers", "draft_window", *_TREES),
     "dflash": ("model", "draft_quantize", "capture_layers", *_TREES),
+    "dspark": ("model", "draft_quantize", "capture_layers", *_TREES),
 }
 
 
@@ -35,7 +36,7 @@ METHOD_OPTIONS: dict[str, tuple[str, ...]] = {
 class SpeculativeConfig:
     """How to speculate: the method, the depth, and the tree.
 
-    `method` is "eagle3", "peagle" or "dflash", with a draft model of that kind, `model`, a directory or
+    `method` is "eagle3", "peagle", "dflash" or "dspark", with a draft model of that kind, `model`, a directory or
     `ORG/NAME[@REVISION]`; or "ngram", which needs none: it drafts what followed the longest suffix of the text,
     `prompt_lookup_min` to `prompt_lookup_max` tokens, where it stood before. "suffix" needs none either: it drafts what
     followed endings of the text most often. With `text_drafts` EAGLE3's model has such drafts beside it: each step
@@ -48,7 +49,7 @@ class SpeculativeConfig:
 
     model: str | Path | None = declare(
         None,
-        "A draft model for it, EAGLE3, P-EAGLE or DFlash: a directory, or ORG/NAME.",
+        "A draft model for it, EAGLE3, P-EAGLE, DFlash or DSpark: a directory, or ORG/NAME.",
         key="head",
         aliases=("draft_model",),
         metavar="MODEL",

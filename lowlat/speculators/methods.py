@@ -13,6 +13,8 @@ from lowlat.models.target import rounding
 from lowlat.options.config import SpeculativeConfig
 from lowlat.speculators.base import LoadedSpeculator, Speculator
 from lowlat.speculators.dflash.speculator import DflashSpeculator
+from lowlat.speculators.dspark.config import DEEPSPEC
+from lowlat.speculators.dspark.speculator import DsparkSpeculator
 from lowlat.speculators.eagle3.config import MASK_KEYS
 from lowlat.speculators.eagle3.speculator import Eagle3Speculator
 from lowlat.speculators.ngram.speculator import NgramSpeculator
@@ -24,6 +26,7 @@ __all__ = ["METHODS", "draft_method", "fetch_speculator", "load_speculator", "pl
 
 _CLASSES: tuple[type[Speculator], ...] = (
     DflashSpeculator,
+    DsparkSpeculator,
     Eagle3Speculator,
     NgramSpeculator,
     PeagleSpeculator,
@@ -45,6 +48,9 @@ def draft_method(model: str | Path) -> str:
         return kind
     if isinstance(config.get("dflash_config"), dict):
         return "dflash"
+    named = config.get("architectures")
+    if isinstance(named, list) and DEEPSPEC in named:
+        return "dspark"
     return "peagle" if any(config.get(key) is not None for key in MASK_KEYS) else "eagle3"
 
 

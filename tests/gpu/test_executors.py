@@ -29,6 +29,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "features": {"final_hidden": True, "windows": (24,)},
     "peagle": {"mask_token": 9, "num_hidden_layers": 2, "fc_norm": True},
     "dflash": {"layout": "z-lab"},
+    "dspark": {"layout": "deepspec", "markov_rank": 8},
+    "dspark_gated": {"layout": "speculators", "markov_rank": 16, "markov_head_type": "gated", "confidence": "states"},
 }
 QUANTISED = ("fp8-channel", "fp8-block", "w4a16-32", "awq", "nvfp4")
 NAMES = ["llama", "mistral", "qwen2", "qwen3", "gpt_oss", "mxfp4", "alike", *QUANTISED, *FORMS, "demo"]
@@ -59,7 +61,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PairPaths]:
         made[name] = PairPaths(folder / "target", folder / "head")
         target = make_target(made[name].target, "llama", gain=0.45, num_hidden_layers=2, **SIZES)
         if "layout" in form:
-            dflash_draft_model(made[name].head, target, copies=True)
+            dflash_draft_model(made[name].head, target, copies=True, **form)
         else:
             copying_draft_model(made[name].head, target, draft_vocab_size=80, **form)
     return {**made, "demo": PairPaths(DEMO / "target", DEMO / "head")}

@@ -17,6 +17,7 @@ from lowlat.errors import ConfigError
 from lowlat.models.geometry import DraftConfig, ModelConfig
 from lowlat.models.layers import TORCH_DTYPES
 from lowlat.models.weight_plan import rounded_plan
+from lowlat.speculators.draft_parts import layer_recipes
 from lowlat.speculators.eagle3.config import parse_draft
 from lowlat.speculators.eagle3.emitter import layer_name
 from lowlat.speculators.eagle3.tensors import MASK_HIDDEN, DraftTensors
@@ -66,42 +67,13 @@ def _layer_recipes(config: DraftConfig, dtype: torch.dtype, layer: int) -> list[
 
     Of the last, keys and values are made of more rows than queries are.
     """
-    name, own = layer_name(layer), f"layers.{layer}"
-    hidden, inner = config.hidden_size, config.intermediate_size
-    rows = {"q": config.query_size, "k": config.kv_size, "v": config.kv_size}
-
-    def one(weight: str, tensor: str, *shape: int) -> Recipe:
-        return Recipe(f"{name}.{weight}", (Piece(f"{own}.{tensor}", shape),), dtype)
-
-    def projections(weight: str, part: str, names: str, *columns: int) -> Recipe:
-        pieces = tuple(Piece(f"{own}.self_attn.{each}_proj.{part}", (rows[each], *columns)) for each in names)
-        return Recipe(f"{name}.{weight}.{part}", pieces, dtype)
-
-    def gates(part: str, *columns: int) -> Recipe:
-        pieces = tuple(Piece(f"{own}.mlp.{each}_proj.{part}", (inner, *columns)) for each in ("gate", "up"))
-        return Recipe(f"{name}.gate_up.{part}", pieces, dtype)
-
-    read = hidden if layer else 2 * hidden
-    products = ("q", "kv") if layer == config.num_layers - 1 else ("qkv",)
-    made = [one("attn_norm.weight" if layer else "embed_norm.weight", "input_layernorm.weight", hidden)]
+    hidden, products = config.hidden_size, ("q", "kv") if layer == config.num_layers - 1 else ("qkv",)
+    norms = {"attn_norm": "input_layernorm"}
     if not layer:
-        made.append(one("hidden_norm.weight", "hidden_norm.weight", hidden))
-    made += [
-        *(projections(product, "weight", product, read) for product in products),
-        one("o.weight", "self_attn.o_proj.weight", hidden, config.query_size),
-        one("ffn_norm.weight", "post_attention_layernorm.weight", hidden),
-        gates("weight", hidden),
-        one("down.weight", "mlp.down_proj.weight", hidden, inner),
-    ]
-    if config.qkv_bias:
-        made += [projections(product, "bias", product) for product in products]
-    if config.qk_norm:
-        made += [one(f"{part}_norm.weight", f"self_attn.{part}_norm.weight", config.head_dim) for part in "qk"]
-    if config.output_bias:
-        made.append(one("o.bias", "self_attn.o_proj.bias", hidden))
-    if config.mlp_bias:
-        made += [gates("bias"), one("down.bias", "mlp.down_proj.bias", hidden)]
-    return made
+        norms = {"embed_norm": "input_layernorm", "hidden_norm": "hidden_norm"}
+    columns = hidden if layer else 2 * hidden
+    names = (layer_name(layer), f"layers.{layer}")
+    return layer_recipes(config, dtype, names, products=products, columns=columns, norms=norms)
 
 
 def draft_weight_plan(
