@@ -12,7 +12,6 @@ from lowlat.executors.reference import ReferenceExecutor
 from lowlat.executors.watchdog import WATCHDOG
 from lowlat.graphs import Bucket
 from lowlat.kernels.formats import FORMATS
-from lowlat.kernels.formats.dense import DENSE_FORMATS
 from lowlat.models.geometry import DraftConfig, ExpertsConfig, ModelConfig
 from lowlat.models.program import Program
 from lowlat.step.state import StepGeometry
@@ -33,11 +32,6 @@ def uncovered(config: ModelConfig, head: DraftConfig | None, block_size: int = 3
         return f"the kernels take KV blocks of {BLOCK_SIZES} positions and block_size is {block_size}"
     if config.dtype != "bfloat16":
         return f"the kernels compute in bfloat16 and dtype is {config.dtype}"
-    for owner, part in (("target", config), ("draft model", head)):
-        names = frozenset() if part is None else part.layer_formats - set(DENSE_FORMATS)
-        if names:
-            found, known = ", ".join(sorted(names)), ", ".join(DENSE_FORMATS)
-            return f"the kernels take linear layers in bf16, {known} and the {owner}'s are in {found}"
     problem = None if config.experts is None else _uncovered_experts(config, config.experts)
     if problem is not None:
         return f"the kernels take {problem[0]} and the target's {problem[1]}"
