@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from lowered import Pair
 from quantised_layers import LAYOUTS, quantise_target
 from recording import Depth, Recorder, prompt_of, run_all
 from safetensors.torch import load_file
@@ -80,6 +81,8 @@ def test_rounding_at_load_is_rounding_in_files(kind: str, tied: bool, tmp_path: 
     assert done.exit_code == 0, done.output
     report = json.loads(done.output)
     assert report["layers"] == 14 + (not tied) and report["new_bytes"] < report["old_bytes"] / 2
+    shown = json.loads(CliRunner().invoke(cli, ["inspect", "model", str(out), "--json"]).output)
+    assert shown["geometry"]["layer_formats"] == [{"fp8": "fp8", "int4": "int4_128"}[kind]]
     prompt, params = prompt_of(13), SamplingParams(max_tokens=12)
     with Runtime.load(out, **OPTIONS) as runtime:
         expected = traced(runtime, prompt, params)
@@ -140,3 +143,16 @@ def test_memory_counts_what_is_held(tmp_path: Path) -> None:
     assert memory_need(programs, target.weights, torch.device("cpu")).weights_bytes == kept
     stored = load_file(tmp_path / "model.safetensors")
     assert sum(each.nbytes for each in target.weights.values()) == sum(each.nbytes for each in stored.values())
+
+
+@pytest.mark.parametrize("layout", ["fp8-channel", "fp8-block", "w4a16-32", "awq", "nvfp4"])
+def test_what_kernels_hold_is_what_is_planned(layout: str, tmp_path: Path) -> None:
+    """Within the bytes that scales of 16 bits save where plans know of none."""
+    quantise_target(tmp_path, layout, make_target(tmp_path, "llama", **{**WIDE, "head_dim": 64}))
+    pair = Pair(tmp_path)
+    programs = [pair.program(0, batch) for batch in (1, 8)]
+    planned = memory_need(programs, pair.source, torch.device("cuda"), has_kernels=True).weights_bytes
+    assert 0.96 * planned <= pair.weights.num_bytes <= 1.05 * planned
+    names = {call.kernel.name for call in pair.lower(0, 1).calls if call.kernel.name.startswith("decode_gemm")}
+    label = {"fp8": "fp8_", "w4a": "int4_2", "awq": "int4_2", "nvf": "nvfp4_"}[layout[:3]]
+    assert sum(label in name for name in names) == 4 and len(names) == 5
