@@ -29,6 +29,7 @@ MOVES = (
     ((0x80, 20), (0x70, 24), (0x0F, 16)),
 )
 E2M1 = torch.tensor([*MAGNITUDES, *(-each for each in MAGNITUDES)], dtype=torch.bfloat16)
+FIRST, SECOND_LEFT, SECOND_RIGHT = 0x87F087F0 - (1 << 32), 0x80F080F0 - (1 << 32), 0x07000700
 NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)  # of a word of eight codes: the place of each
 
 
@@ -96,15 +97,6 @@ def _fp8_words(codes: torch.Tensor) -> torch.Tensor:
     return made
 
 
-def _fp8_codes(words: torch.Tensor) -> torch.Tensor:
-    """The inverse of `_fp8_words`."""
-    made = torch.zeros_like(words)
-    for byte, moves in enumerate(MOVES):
-        for mask, place in moves:
-            made |= ((words >> place) & mask) << (8 * byte)
-    return made.view(torch.uint8)
-
-
 def _int4_words(codes: torch.Tensor) -> torch.Tensor:
     """Words of eight codes each, a pair's in the same place of both halves."""
     made = torch.zeros(codes.shape[:-1], dtype=torch.int32, device=codes.device)
@@ -116,11 +108,6 @@ def _int4_words(codes: torch.Tensor) -> torch.Tensor:
 def _four_bit_words(codes: torch.Tensor, is_int4: bool) -> torch.Tensor:
     """Words of eight codes each, as the format's fragment takes them."""
     return _int4_words(codes) if is_int4 else pack_codes(codes[..., 0::2] | (codes[..., 1::2] << 4))
-
-
-def _int4_codes(words: torch.Tensor) -> torch.Tensor:
-    """The inverse of `_int4_words`."""
-    return torch.stack([(words >> (4 * place)) & 15 for place in NIBBLES], -1).to(torch.uint8)
 
 
 def _spread(
@@ -169,15 +156,12 @@ def unpack_matrix(packed: PackedMatrix) -> torch.Tensor:
 def _panel(steps: torch.Tensor, tiles: TileFormat) -> torch.Tensor:
     """The numbers of some rows of tiles."""
     height, width, _ = steps.shape
-    words = steps[:, :, : tiles.code_bytes].contiguous().view(torch.int32)
-    if tiles.name == "fp8":
-        codes = _fp8_codes(words).view(height, width, 2, 8, 4, 2, 8).permute(0, 2, 3, 1, 5, 4, 6).contiguous()
-        numbers = codes.view(torch.float8_e4m3fn).to(torch.bfloat16)
-    else:
-        codes = _int4_codes(words) if tiles.name == "int4" else unpack_nibbles(unpack_codes(words))
-        codes = codes.view(height, width, 8, 4, 2, 2, 8).permute(0, 4, 2, 1, 5, 3, 6)
-        numbers = codes.to(torch.bfloat16) if tiles.name == "int4" else E2M1.to(codes.device)[codes.int()]
-    shape = (height * TILE_ROWS, width * TILE_COLUMNS)
+    words, shape = steps[:, :, : tiles.code_bytes].contiguous().view(torch.int32), (height * TILE_ROWS, -1)
+    if tiles.name == "fp8":  # tile, step, row half, row, quad, column half, 8 columns
+        numbers = _fp8_numbers(words).view(height, width, 2, 8, 4, 2, 8).permute(0, 2, 3, 1, 5, 4, 6)
+    else:  # tile, step, row, quad, row half, column half, 8 columns
+        made = _int4_numbers(words) if tiles.name == "int4" else _nvfp4_numbers(words)
+        numbers = made.view(height, width, 8, 4, 2, 2, 8).permute(0, 4, 2, 1, 5, 3, 6)
     if tiles.name == "nvfp4":
         scales = steps[:, :, tiles.code_bytes :].reshape(height, width, 2, 8, 4).permute(0, 2, 3, 1, 4)
         return (numbers.reshape(height, 2, 8, width, 4, 16) * decode_e4m3(scales).bfloat16()[..., None]).reshape(shape)
@@ -186,10 +170,26 @@ def _panel(steps: torch.Tensor, tiles: TileFormat) -> torch.Tensor:
     behind = steps[:, :, tiles.code_bytes :].contiguous().view(torch.int32).view(height, width, tiles.groups, -1, 8)
     scales = behind[..., :2, :].view(torch.float32) if tiles.wide else _unpair(behind[..., :1, :])
     numbers = numbers.reshape(height, 2, 8, width, tiles.groups, -1)
-    zeros = _by_row(_unpair(behind[..., tiles.scale_words :, :])) if tiles.zeros else -float(128 + MIDDLE)
-    if tiles.name == "int4":
-        numbers = numbers + (zeros + 128)  # exact in bf16, as all between -15 and 15
+    if tiles.name == "int4":  # exact in bf16: 128 and a code, less 128 and the zero point
+        numbers += _by_row(_unpair(behind[..., tiles.scale_words :, :])).bfloat16() if tiles.zeros else -(128 + MIDDLE)
     return (numbers * _by_row(scales)).to(torch.bfloat16).reshape(shape)
+
+
+def _fp8_numbers(words: torch.Tensor) -> torch.Tensor:
+    """Four numbers of each word, as `fp8_fragment` makes them: [..., n] int32 to [..., 4 n] bf16."""
+    second = ((words << 4) & SECOND_LEFT) | ((words >> 4) & SECOND_RIGHT)
+    return torch.stack((words & FIRST, second), -1).view(torch.bfloat16).flatten(-2).mul_(2.0**120)
+
+
+def _int4_numbers(words: torch.Tensor) -> torch.Tensor:
+    """128 and each of the eight codes of each word, as `int4_fragment` makes them."""
+    pairs = [((words >> (4 * place)) & 0x000F000F) | 0x43004300 for place in range(4)]
+    return torch.stack(pairs, -1).view(torch.bfloat16).flatten(-2)
+
+
+def _nvfp4_numbers(words: torch.Tensor) -> torch.Tensor:
+    """The eight codes of each word as numbers."""
+    return E2M1.to(words.device)[unpack_nibbles(unpack_codes(words)).int()]
 
 
 def _unpair(words: torch.Tensor) -> torch.Tensor:
