@@ -163,6 +163,9 @@ class FakeEngine:
                 f"{self.info.max_context} (max_context)"
             )
 
+    def compile(self, sampling: Sampling, patience_s: float | None) -> bool:
+        return True
+
     def submit(self, request_id: str, prompt: Sequence[int], sampling: Sampling, cache_salt: str = "") -> None:
         self.salts.append(cache_salt)
         del self.salts[:-MAX_REMEMBERED]

@@ -34,6 +34,7 @@ from lowlat.kernels.reference.step.slot_record import MAX_STOPS
 from lowlat.models.target import OpenedTarget
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig, options_from
 from lowlat.options.request import SamplingParams, StepOutput
+from lowlat.text.grammar.compiler import GrammarCompiler
 
 __all__ = ["Runtime"]
 
@@ -43,7 +44,7 @@ class Runtime:
 
     Use `Runtime.load`; as a context manager it closes itself. `codec` is the tokenizer (None without one),
     `device_choice` says where it runs and why, `speculation_error` why a draft model is not used, `checks`
-    refuses requests and may be asked by any thread.
+    refuses requests and may be asked by any thread, as may `grammars`, which compiles theirs.
     """
 
     def __init__(self, loaded: Loaded, config: RuntimeConfig, speculative: SpeculativeConfig | None) -> None:
@@ -89,7 +90,10 @@ class Runtime:
             block_size=geometry.block_size,
             greedy_only=config.is_strict,
             must_draft=config.is_strict and self.num_speculative_tokens > 0,
+            has_masks="grammar_masks" in self.executor.state,
         )
+        target = loaded.target.config
+        self.grammars = GrammarCompiler(self.codec, target.vocab_size, target.eos_token_ids)
         self._mailbox = Mailbox(self.executor.state, geometry.max_rows - 1)
         self._launches = Launches(self.executor, self._mailbox, self._loop())
         self._tracer = Tracer.from_config(config.traces)
@@ -159,6 +163,7 @@ class Runtime:
         seed = secrets.randbits(63) if params.seed is None else params.seed
         stop_ids = self.checks.stop_ids(params)
         session = Session(name, prompt_ids, params, seed, stop_ids, self.codec, simulated=self.simulated)
+        session.grammar = self.grammars.open(params, prompt_ids, stop_ids)
         total = len(prompt_ids) + params.max_tokens
         self.scheduler.enqueue(ScheduledRequest(name, prompt_ids, total, cache_salt))
         self._sessions[name] = session
@@ -293,6 +298,7 @@ class Runtime:
         self._slots.clear()
         self._launches.stop()
         del self._launches, self._mailbox  # their views of the executor's buffers go with them
+        self.grammars.close()
         if self.codec is not None:
             self.codec.close()
         self.executor.close()  # the last: a device that has failed says so

@@ -11,6 +11,7 @@ from lowlat.host.mailbox import SlotPublication
 from lowlat.host.metrics import RequestMetrics, SpeculativeDecodingStats
 from lowlat.options.request import FinishReason, SamplingParams, StepOutput, TokenLogprobs, ToolCallDelta
 from lowlat.text import AnswerDelta, AnswerStream, TextCodec
+from lowlat.text.grammar.state import GrammarState
 
 __all__ = ["Session"]
 
@@ -38,6 +39,7 @@ class Session:
         self.params = params
         self.seed = seed
         self.stop_ids = stop_ids
+        self.grammar: GrammarState | None = None
         self.slot = -1
         self.table: Sequence[int] = ()
         self.committed = list(prompt)

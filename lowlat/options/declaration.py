@@ -57,6 +57,7 @@ class Option:
     aliases      further names of the key
     flags        short spellings on the command line
     metavar      the value's name in the help; None: the kind's
+    from_file    on the command line a file's name stands for its text
     python_only  cannot be set on the command line, in the environment or in a file
     """
 
@@ -74,6 +75,7 @@ class Option:
     flags: tuple[str, ...] = ()
     metavar: str | None = None
     otherwise: str = ""
+    from_file: bool = False
     python_only: bool = False
 
     @property
