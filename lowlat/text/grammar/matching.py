@@ -21,6 +21,7 @@ __all__ = ["MAX_MASK_S", "MatchedGrammar"]
 
 MAX_MASK_S = 0.05  # of processor time, for one row
 ALL = np.int32(-1)
+BITS = (np.uint32(1) << np.arange(32, dtype=np.uint32)).view(np.int32)
 
 
 class _Row(NamedTuple):
@@ -168,7 +169,7 @@ class MatchedGrammar:
         if matcher.is_accepting():
             row |= self._end_row
         if end_id not in self._end_ids:
-            row[end_id >> 5] &= ~self._bit(end_id)
+            row[end_id >> 5] &= ~BITS[end_id & 31]
         if self._gate is not None:
             for token in self._gate.extra.get(place.phase, ()):
                 self._set(row, token)
@@ -186,8 +187,5 @@ class MatchedGrammar:
             raise GrammarError(f"the grammar cannot go on: {self._failure}")
 
     @staticmethod
-    def _bit(token: int) -> np.int32:
-        return np.array([1 << (token & 31)], np.uint32).view(np.int32)[0]
-
-    def _set(self, row: np.ndarray, token: int) -> None:
-        row[token >> 5] |= self._bit(token)
+    def _set(row: np.ndarray, token: int) -> None:
+        row[token >> 5] |= BITS[token & 31]

@@ -102,7 +102,7 @@ class Trials:
         try:
             process = subprocess.Popen(
                 [sys.executable, "-I", "-X", "utf8", str(Path(__file__).with_name("worker.py"))],
-                stdin=theirs,
+                stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 env={name: os.environ[name] for name in inherited if name in os.environ},

@@ -28,7 +28,7 @@ HEADER_BYTES = 8
 MAX_WHY = 300
 MAX_TOKEN_BYTES = 64
 WALK_TOKENS = 32
-STRICT_JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+STRICT_JSON: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 class Vocabulary:
@@ -70,6 +70,7 @@ class Refusal(Exception):
 def library_grammar(kind: str, text: str) -> str:
     """The library's own text of a grammar. Raises Refusal, and what the library raises."""
     if kind == "json_schema":
+        text = "{}" if text.strip() == "true" else text  # a schema, too, which the library takes no options with
         return str(llguidance.LLMatcher.grammar_from_json_schema(text, STRICT_JSON))
     if kind == "regex":
         return str(llguidance.LLMatcher.grammar_from_regex(text))
@@ -109,7 +110,7 @@ def pick(mask: bytes, number: int) -> int | None:
     start = number % len(mask)
     for place in (*range(start, len(mask)), *range(start)):
         if mask[place]:
-            return 8 * place + (mask[place] & -mask[place]).bit_length() - 1
+            return 8 * place + int(mask[place] & -mask[place]).bit_length() - 1
     return None
 
 
