@@ -33,7 +33,15 @@ class GrammarCompiler:
     eos_token_ids  the model's own end tokens
     """
 
-    def __init__(self, codec: TextCodec | None, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        codec: TextCodec | None,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        *,
+        max_compile_s: float = MAX_COMPILE_S,
+    ) -> None:
+        self._max_compile_s = max_compile_s
         self._codec = codec
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
@@ -84,21 +92,22 @@ class GrammarCompiler:
             if found is not None:
                 self._grammars.move_to_end(spec)
         if found is None:
-            limit_s = MAX_COMPILE_S if patience_s is None else min(patience_s, MAX_COMPILE_S)
+            most_s = self._max_compile_s
+            limit_s = most_s if patience_s is None else min(patience_s, most_s)
             try:
                 found = self._compile(spec, limit_s)
             except TooLong:
-                if limit_s < MAX_COMPILE_S:
+                if limit_s < most_s:
                     return None
                 # not kept: on a machine that was busy, it may do better the next time
                 raise RequestError(
-                    f"{spec.kind}: it takes more than {MAX_COMPILE_S:g} s, or {MAX_MEMORY_BYTES >> 20} MiB, to compile"
+                    f"{spec.kind}: it takes more than {most_s:g} s, or {MAX_MEMORY_BYTES >> 20} MiB, to compile"
                 ) from None
             except RequestError as error:
                 found = error
             with self._lock:
                 self._grammars[spec] = found
-                if len(self._grammars) > MAX_GRAMMARS:
+                while len(self._grammars) > MAX_GRAMMARS:
                     self._grammars.popitem(last=False)
         if isinstance(found, RequestError):
             raise RequestError(str(found))
