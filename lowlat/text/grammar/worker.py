@@ -110,7 +110,8 @@ def pick(mask: bytes, number: int) -> int | None:
     start = number % len(mask)
     for place in (*range(start, len(mask)), *range(start)):
         if mask[place]:
-            return 8 * place + int(mask[place] & -mask[place]).bit_length() - 1
+            lowest: int = mask[place] & -mask[place]
+            return 8 * place + lowest.bit_length() - 1
     return None
 
 
