@@ -108,10 +108,10 @@ def walk(matcher: Any, max_mask_s: float, walk_s: float) -> None:
 def pick(mask: bytes, number: int) -> int | None:
     """An allowed token; None where none is."""
     start = number % len(mask)
-    for place in (*range(start, len(mask)), *range(start)):
+    places: list[int] = [*range(start, len(mask)), *range(start)]
+    for place in places:
         if mask[place]:
-            lowest: int = mask[place] & -mask[place]
-            return 8 * place + lowest.bit_length() - 1
+            return 8 * place + f"{mask[place]:b}"[::-1].index("1")
     return None
 
 
