@@ -14,7 +14,7 @@ documents               of those that the first library made by chance, taken by
 cases                   schemas of single keywords: held exactly, refused by name, and wrong: a document that the schema
                         forbids is allowed, or the other way round
 unsupported             schemas of keywords that are rarely held: refused by name, or taken all the same
-hostile                 seconds until a grammar is refused or ready, or what became of the process
+hostile                 seconds until a grammar is refused or served, and with xgrammar for 30 masks, or what became of it
 """
 
 import argparse
@@ -230,7 +230,10 @@ def measure(library: str, tokenizer: Path, documents: Sequence[Sequence[int]]) -
 
 def _hostile(library: str, tokenizer: Path, name: str) -> float:
     codec = _codec(tokenizer)
-    maker = _made(library, codec, min(codec.added_tokens()))
+    end_id = min(codec.added_tokens())
+    if library == "llguidance":
+        return _hostile_to_ours(codec, end_id, *HOSTILE[name])
+    maker = _made(library, codec, end_id)
     masks = np.zeros((1, (codec.vocab_size + 31) // 32), np.int32)
     begin = time.perf_counter()
     try:
@@ -245,6 +248,25 @@ def _hostile(library: str, tokenizer: Path, name: str) -> float:
     except Exception as error:  # whatever each library raises: it is refused
         print(type(error).__name__, file=sys.stderr)
     return time.perf_counter() - begin
+
+
+def _hostile_to_ours(codec: TextCodec, end_id: int, kind: str, value: Any) -> float:
+    """The same through the compiler, which tries a grammar first, and refuses it or serves it."""
+    from lowlat.errors import RequestError
+    from lowlat.options.request import SamplingParams
+    from lowlat.text.grammar.compiler import GrammarCompiler
+
+    compiler = GrammarCompiler(codec, codec.vocab_size, (end_id,))
+    compiler.compile(SamplingParams(regex="ready"))
+    options: dict[str, Any] = {kind: value}
+    begin = time.perf_counter()
+    try:
+        compiler.compile(SamplingParams(**options))
+    except RequestError as error:
+        print(error, file=sys.stderr)
+    spent = time.perf_counter() - begin
+    compiler.close()
+    return spent
 
 
 def _codec(tokenizer: Path) -> TextCodec:

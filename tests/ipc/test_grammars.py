@@ -88,11 +88,12 @@ def test_clients_send_grammars_in_any_of_their_forms(serve: Serve) -> None:
             asyncio.run(ask(options))
             for sampling, _, _ in engine.asked[-2:]:
                 assert sampling == Sampling(max_tokens=1, **wanted) and sampling.has_grammar
-        for options, words in [
+        refused: list[tuple[dict[str, Any], str]] = [
             ({"json_schema": {"a": object()}}, "json_schema must be of JSON values"),
             ({"json_schema": 1}, "json_schema: "),
             ({"regex": ""}, "regex: "),
             ({"choice": [""]}, "choice"),
-        ]:
+        ]
+        for options, words in refused:
             with pytest.raises(RequestError, match=words):
                 client.generate([1], **options)
