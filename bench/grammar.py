@@ -14,7 +14,7 @@ documents               of those that the first library made by chance, taken by
 cases                   schemas of single keywords: held exactly, refused by name, and wrong: a document that the schema
                         forbids is allowed, or the other way round
 unsupported             schemas of keywords that are rarely held: refused by name, or taken all the same
-hostile                 seconds until a grammar is refused or served, and with xgrammar for 30 masks, or what became of it
+hostile                 seconds until a grammar is refused or served (with xgrammar, and 30 masks), or how it ended
 """
 
 import argparse
