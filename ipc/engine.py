@@ -6,7 +6,7 @@ called from the text threads.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from lowlat.ipc.wire import Message, Sampling
 
@@ -80,6 +80,8 @@ class EngineOutput(Protocol):
     def logprobs(self) -> Sequence[TokenLogprobs] | None: ...
     @property
     def error(self) -> str | None: ...
+    @property
+    def error_code(self) -> Literal["not_finite", "grammar"]: ...
     @property
     def simulated(self) -> bool: ...
     @property

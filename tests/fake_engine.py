@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from lowlat.errors import CapacityError, DeviceError, RequestError
 from lowlat.ipc.engine import EngineInfo
@@ -40,6 +40,7 @@ class FakeOutput:
     stop_reason: str | int | None = None
     logprobs: tuple[FakeLogprobs, ...] | None = None
     error: str | None = None
+    error_code: Literal["not_finite", "grammar"] = "not_finite"
     simulated: bool = False
     num_accepted: int = 0
     reasoning: str = ""

@@ -382,7 +382,7 @@ class Runtime:
         """End a request with an error; its last output comes with the next step's."""
         if self._leave(session) is Phase.DECODING:
             self._mailbox.cancel(session.slot)
-        self._pending.append(session.output((), "error", error=problem))
+        self._pending.append(session.output((), "error", error=problem, error_code="grammar"))
         self._end(session)
 
     def _go_on(self, depth: int, ahead: bool) -> list[StepOutput]:

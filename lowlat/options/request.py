@@ -19,6 +19,7 @@ __all__ = [
     "MAX_LOGPROBS",
     "MAX_STOP_STRINGS",
     "MAX_STOP_TOKEN_IDS",
+    "ErrorCode",
     "FinishReason",
     "Parse",
     "SamplingParams",
@@ -36,6 +37,7 @@ MAX_CHOICES = 1024
 GRAMMAR_OPTIONS = ("json_schema", "json_object", "regex", "grammar", "choice", "tool_calls")
 MAX_INT32 = (1 << 31) - 1  # what the device's counters hold
 FinishReason = Literal["stop", "length", "cancelled", "error"]
+ErrorCode = Literal["not_finite", "grammar"]
 Parse = Literal["none", "reasoning", "tools"]
 
 
@@ -199,9 +201,9 @@ class StepOutput:
 
     `token_ids` are new and final. `text` is what they make certain of the text (None without a tokenizer):
     incomplete UTF-8 and what could begin a stop string are held back. `stop_reason` is the stop string or
-    token id that ended the request; `error` says what failed. `simulated` marks imposed acceptance. The first
-    `num_accepted` of token_ids were accepted drafts. With `SamplingParams.parse`, `text` is the content alone, beside
-    `reasoning` and `tool_calls`.
+    token id that ended the request; `error` says what failed, `error_code` whether it was the logits or the grammar.
+    `simulated` marks imposed acceptance. The first `num_accepted` of token_ids were accepted drafts. With
+    `SamplingParams.parse`, `text` is the content alone, beside `reasoning` and `tool_calls`.
     """
 
     request_id: str
@@ -211,6 +213,7 @@ class StepOutput:
     stop_reason: str | int | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
     error: str | None = None
+    error_code: ErrorCode = "not_finite"
     simulated: bool = False
     num_accepted: int = 0
     reasoning: str = ""

@@ -10,7 +10,6 @@ from lowlat.ipc.engine import EngineInfo
 from lowlat.ipc.wire import Sampling
 from lowlat.options.model_names import display_name
 from lowlat.options.request import SamplingParams, StepOutput
-from lowlat.text.grammar.vocabulary import is_installed
 
 __all__ = ["RuntimeEngine", "sampling_params"]
 
@@ -31,7 +30,7 @@ class RuntimeEngine:
         self._runtime = runtime
         self._owner = threading.get_ident()
         codec = runtime.codec
-        if codec is not None and runtime.checks.has_masks and is_installed():
+        if runtime.checks.has_masks:
             runtime.grammars.warm()  # or the first request with one would hold up others' steps
         self.info = EngineInfo(
             model=display_name(runtime.directory) if name is None else name,

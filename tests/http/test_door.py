@@ -265,7 +265,10 @@ def test_histograms_and_speculation_are_exposed() -> None:
     speculation = {"num_drafts": 3, "drafted_by_position": [3, 2], "accepted_by_position": [2, 1]}
     structured = {"num_requests": 2, "mask_s": 0.25}
     kv = {"num_blocks": 10, "num_used": 5, "query_tokens": 20, "hit_tokens": 5}
-    stats = {"model": "fake", "engine": {"kv": kv, "eagle_speculation": speculation, "structured_output": structured}} | statistics.to_dict(0.0)
+    stats = {
+        "model": "fake",
+        "engine": {"kv": kv, "eagle_speculation": speculation, "structured_output": structured},
+    } | statistics.to_dict(0.0)
     found = metrics_of(exposition(stats).decode())
     name = "lowlat:e2e_request_latency_seconds"
     assert found[f"{name}_sum",] == pytest.approx(1000.0030005)

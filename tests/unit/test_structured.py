@@ -75,6 +75,15 @@ def test_answers_are_of_their_grammars_and_the_same_with_drafts(runtime: Runtime
     assert _SEEN.setdefault("tokens", tokens) == tokens
 
 
+def test_a_grammar_that_comes_to_its_limit_fails_its_request_alone(runtime: Runtime) -> None:
+    limited = runtime.submit("a", SamplingParams(regex="(a{1,1000}){1,1000}", max_tokens=120, ignore_eos=True))
+    other = runtime.submit("a", SamplingParams(choice=["yes"], max_tokens=100))
+    ends = {output.request_id: output for _ in iter(lambda: runtime.busy, False) for output in runtime.step()}
+    assert (ends[limited].finish_reason, ends[limited].error_code) == ("error", "grammar")
+    assert "the grammar cannot go on: lexer error" in str(ends[limited].error)
+    assert ends[other].finish_reason == "stop"
+
+
 def test_a_server_compiles_before_it_submits(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = RuntimeEngine(Runtime.load(target, max_batch=1, max_context=64))
     try:

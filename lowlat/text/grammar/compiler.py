@@ -13,7 +13,7 @@ from lowlat.text.grammar.reasoning import gate_of
 from lowlat.text.grammar.spec import GrammarSpec, spec_of
 from lowlat.text.grammar.tool_calls import tool_grammar
 from lowlat.text.grammar.trial import MAX_MEMORY_BYTES, TooLong, Trials
-from lowlat.text.grammar.vocabulary import Vocabulary
+from lowlat.text.grammar.vocabulary import Vocabulary, is_installed
 from lowlat.text.harmony import HarmonyParser
 
 if TYPE_CHECKING:
@@ -52,8 +52,9 @@ class GrammarCompiler:
         self._grammars: OrderedDict[GrammarSpec, llguidance.LLMatcher | RequestError] = OrderedDict()
 
     def warm(self) -> None:
-        """Make what the first grammar needs: the library's tables of the vocabulary, here and in another process."""
-        self._ready()
+        """Make what the first grammar needs, where one can be served: tables of the vocabulary, and the process."""
+        if self._codec is not None and self._eos_token_ids and is_installed():
+            self._ready()
 
     def has(self, params: SamplingParams) -> bool:
         """Whether `open` answers at once."""
