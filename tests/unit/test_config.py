@@ -48,6 +48,7 @@ def runtime(**options: Any) -> RuntimeConfig:
 def test_every_option_is_covered_here() -> None:
     others = {"model", "method", "capture_layers", "tree", "enabled", "strict", "simulated_accept_length"}
     others |= set(METHOD_OPTIONS["ngram"]) | {"text_drafts", "draft_quantize", *METHOD_OPTIONS["suffix"]}
+    others.add("adaptive_width")
     assert {item.name for item in dataclasses.fields(SpeculativeConfig)} == {*SPECULATIVE_BOUNDS, *others}
     others = {"dtype", "device", "executor", "prefix_reuse", "share_decoded", "device_loop", "fuse", "perf_mode"}
     others |= {"traces", "watchdog_factor", "watchdog_min_s", "quantize", "quantize_lm_head"}
