@@ -91,8 +91,7 @@ class Runtime:
             must_draft=config.is_strict and self.num_speculative_tokens > 0,
             has_masks="grammar_masks" in self.executor.state,
         )
-        target = loaded.target.config
-        self.grammars = GrammarCompiler(self.codec, target.vocab_size, target.eos_token_ids)
+        self.grammars = GrammarCompiler(self.codec, self.checks.vocab_size, self.checks.eos_token_ids)
         self._mailbox = Mailbox(self.executor.state, geometry.max_rows - 1)
         self._masks = GrammarMasks(self._mailbox, self.executor, self.model_config.vocab_size)
         self._launches = Launches(self.executor, self._mailbox, loop_of(self.executor, wanted=config.device_loop))
@@ -165,8 +164,7 @@ class Runtime:
         stop_ids = self.checks.stop_ids(params)
         session = Session(name, prompt_ids, params, seed, stop_ids, self.codec, simulated=self.simulated)
         session.grammar = self.grammars.open(params, prompt_ids, stop_ids)
-        total = len(prompt_ids) + params.max_tokens
-        self.scheduler.enqueue(ScheduledRequest(name, prompt_ids, total, cache_salt))
+        self.scheduler.enqueue(ScheduledRequest(name, prompt_ids, len(prompt_ids) + params.max_tokens, cache_salt))
         self._sessions[name] = session
         self._stop_outdated()
         return name
