@@ -16,11 +16,14 @@ __all__ = ["MAX_SPECULATIVE_TOKENS", "METHOD_OPTIONS", "RuntimeConfig", "Specula
 
 MAX_SPECULATIVE_TOKENS = 7
 MAX_DECODING_TOKENS = 64
+MAX_TOPK = 16
+MAX_DRAFT_TOKENS = 31  # of a dynamic tree: with its root 32 rows
 MAX_LOOKUP = 16
 MAX_DEPTH = 32
 
 # Options of one method alone: with others they must keep their defaults. Options that stand nowhere are of all methods.
-_TREES = ("tree", "max_path_len", "max_non_leaves_per_layer")
+_DYNAMIC = ("dynamic_tree_max_topk", "max_draft_len", "max_total_draft_tokens")
+_TREES = ("tree", "max_path_len", "max_non_leaves_per_layer", *_DYNAMIC)
 METHOD_OPTIONS: dict[str, tuple[str, ...]] = {
     "eagle3": ("model", "capture_layers", "draft_window", "text_drafts", *_TREES),
     "ngram": ("prompt_lookup_min", "prompt_lookup_max"),
@@ -42,6 +45,9 @@ class SpeculativeConfig:
     verifies, by slot, those of which more should be accepted.
     num_speculative_tokens is S, the depth; a chain verifies S + 1 rows a slot. `tree` is a path or the list of paths
     itself, each a list of child ranks; None is the chain. Limits of the tree that are None take what it needs.
+    `dynamic_tree_max_topk` makes a tree whose contents are chosen in each step: at each of `max_draft_len` levels (None:
+    S) so many of the likeliest tokens are looked at behind so many of the best drafts of the level before, and the
+    `max_total_draft_tokens` best of all are verified.
     Boundary b of `capture_layers` is the residual stream entering layer b. Without `strict`, a draft model that does
     not fit is one warning and the baseline.
     """
@@ -77,6 +83,18 @@ class SpeculativeConfig:
     tree: str | Path | Sequence[Sequence[int]] | None = declare(
         None, "A table of choices: YAML, TOML or JSON.", metavar="FILE"
     )
+    dynamic_tree_max_topk: int | None = declare(
+        None,
+        "Drafts of a level that a dynamic tree goes on from, and drafts that it looks at behind each; makes the tree.",
+        2,
+        MAX_TOPK,
+    )
+    max_draft_len: int | None = declare(
+        None, "Depth of a dynamic tree.", 2, MAX_SPECULATIVE_TOKENS, otherwise="num_speculative_tokens"
+    )
+    max_total_draft_tokens: int | None = declare(
+        None, "Drafts of a dynamic tree that a slot verifies.", 2, MAX_DRAFT_TOKENS, otherwise="15"
+    )
     draft_window: int | None = declare(
         None, "The draft model attends to the first 4 and the last N rows only.", 1, 1 << 20
     )
@@ -102,6 +120,7 @@ class SpeculativeConfig:
     def __post_init__(self) -> None:
         check_options(self, ConfigError)
         self._check_method()
+        self._check_dynamic_tree()
         if self.capture_layers is not None:
             if not isinstance(self.capture_layers, (tuple, list)):
                 raise ConfigError(f"capture_layers must be a list of boundaries, got {self.capture_layers!r:.80}")
@@ -124,14 +143,32 @@ class SpeculativeConfig:
             for name in set(names).difference(own):
                 if getattr(self, name) != getattr(SpeculativeConfig, name):
                     raise ConfigError(f"{name} is an option of method {method!r}, and method is {self.method!r}")
-        if self.text_drafts is not None and self.tree is not None:
-            raise ConfigError(f"text_drafts {self.text_drafts!r} goes with a chain, and tree asks for more")
+        if self.text_drafts is not None:
+            for name in ("tree", "dynamic_tree_max_topk"):
+                if getattr(self, name) is not None:
+                    raise ConfigError(f"text_drafts {self.text_drafts!r} goes with a chain, and {name} asks for more")
         if "model" in METHOD_OPTIONS[self.method] and not (isinstance(self.model, (str, Path)) and str(self.model)):
             raise ConfigError(
                 f"model must be the path of a draft model's directory for method {self.method!r}, "
                 f"got {self.model!r:.80}"
             )
         check_integer("prompt_lookup_min", self.prompt_lookup_min, 1, self.prompt_lookup_max, ConfigError)
+
+    def _check_dynamic_tree(self) -> None:
+        """That the options of a dynamic tree go together; whether there is such a tree is its shape's to say."""
+        if self.dynamic_tree_max_topk is None:
+            for name in _DYNAMIC:
+                if getattr(self, name) is not None:
+                    raise ConfigError(f"{name} is an option of a dynamic tree, which dynamic_tree_max_topk asks for")
+            return
+        for name in ("tree", "max_path_len", "max_decoding_tokens", "max_non_leaves_per_layer"):
+            if getattr(self, name) is not None:
+                raise ConfigError(f"{name} is an option of static trees, and dynamic_tree_max_topk makes a dynamic one")
+        if self.max_draft_len not in (None, self.num_speculative_tokens):
+            raise ConfigError(
+                f"max_draft_len {self.max_draft_len} is not num_speculative_tokens {self.num_speculative_tokens}; "
+                "give one of them, or the same"
+            )
 
 
 @dataclass(frozen=True)

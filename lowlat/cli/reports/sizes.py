@@ -18,6 +18,7 @@ from lowlat.models.target import read_model_config, target_groups
 from lowlat.models.weight_plan import weight_plan
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig
 from lowlat.speculators.methods import plan_speculator
+from lowlat.speculators.tree.dynamic import Topology
 from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.decode import build_step
 from lowlat.step.prefill import build_prefills
@@ -71,7 +72,7 @@ class Plan:
     """A runtime's shapes and programs, with weights that have shapes and no content."""
 
     geometry: StepGeometry
-    topologies: Mapping[int, TreeTopology]
+    topologies: Mapping[int, Topology]
     weights: Mapping[str, torch.Tensor]
     read_ahead_bytes: int
 
@@ -114,7 +115,8 @@ def plan_runtime(target: Path, options: RuntimeConfig, speculative: SpeculativeC
     weights = _without_content(weight_plan(config))
     if config.tie_embeddings:
         weights["lm_head.weight"] = weights["embed.weight"]
-    speculator, topologies = None, {0: TreeTopology.chain(0)}
+    speculator = None
+    topologies: dict[int, Topology] = {0: TreeTopology.chain(0)}
     if speculative is not None:
         speculator, topologies = plan_speculator(speculative, config), make_topologies(speculative)
         weights.update(_without_content(speculator.weight_plan(config.dtype)))

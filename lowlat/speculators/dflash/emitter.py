@@ -14,6 +14,8 @@ from lowlat.models.geometry import DraftConfig
 from lowlat.models.layers import Emitter, Rows
 from lowlat.models.program import Stage
 from lowlat.speculators.base import PrefillScope, Scope, StepScope
+from lowlat.speculators.tree.dynamic import DynamicTree
+from lowlat.speculators.tree.growth import rank_drafts
 
 __all__ = ["DflashEmitter", "dflash_kv_specs"]
 
@@ -99,8 +101,8 @@ class DflashEmitter:
 
     def emit_draft(self, scope: StepScope) -> str:
         """The block and all its drafts; returns the drafted nodes."""
-        topology, batch, draft = scope.topology, scope.bucket.batch, self.draft
-        count, constant = topology.depth + 1, self.builder.constant
+        batch, draft, constant = scope.bucket.batch, self.draft, self.builder.constant
+        count = scope.topology.depth + 1
         level, tokens = self._block(scope, count)
         stream = level.embed(
             tokens, "head.embed.weight" if draft.own_embedding else "embed.weight", draft.hidden_size, "embedded"
@@ -111,6 +113,11 @@ class DflashEmitter:
         normed = level.norm(stream, "head.norm.weight", draft.rms_norm_eps, "final")
         head = "head.lm_head" if draft.own_lm_head else "lm_head"
         logits = level.linear(normed, head, draft.draft_vocab_size, "logits")
+        if isinstance(scope.topology, DynamicTree):
+            growth = scope.growth()
+            growth.from_block(level, rank_drafts(level, logits, growth.tree.top_k), first_row=1)
+            return growth.nodes
+        topology = scope.tree
         ranks = max(topology.max_rank_by_level) + 1
         drafted = level.scratch("top_tokens", batch * count, ranks, dtype=torch.int32)
         weights = {"draft_to_target": "head.draft_to_target"}
