@@ -167,10 +167,10 @@ def _enter(
     end = start + width * top_k
     if not 0 <= start <= end <= min(tree[0].shape[1], MAX_ENTRIES):
         raise ShapeError(f"entries {start} to {end} do not fit a tree of {tree[0].shape[1]}, at most {MAX_ENTRIES}")
-    tokens = top_tokens.reshape(batch, -1)
+    known = (row_scores >= LOWEST).repeat_interleave(top_k, dim=1)  # behind a missing draft there is none
+    tokens = torch.where(known, top_tokens.reshape(batch, -1), -1)
     scores = (row_scores[..., None] + top_logprobs.reshape(batch, width, top_k)).reshape(batch, -1).clamp(min=LOWEST)
     tree[0][:, start:end] = tokens
-    # the parent of a draft under a missing one is missing itself
     tree[1][:, start:end] = torch.where(tokens >= 0, scores, -torch.inf)
     tree[2][:, start:end] = row_entries.repeat_interleave(top_k, dim=1)
     return end

@@ -50,6 +50,9 @@ from lowlat.kernels.step.accept import accept, accept_simulated, commit, draft_r
 from lowlat.kernels.step.begin_step import apply_commands, gather_rows, list_active_slots
 from lowlat.kernels.step.publish import publish, tree_masks
 from lowlat.kernels.toolchain.kernel import KernelCall
+from lowlat.kernels.trees.draft_scores import draft_topk_logprobs
+from lowlat.kernels.trees.grow import choose_nodes, grow_block_tree, grow_tree
+from lowlat.kernels.trees.hand_over import hand_over_tree
 from lowlat.models.program import Op, Program, Stage
 
 __all__ = [
@@ -183,8 +186,9 @@ def _publish(binding: Binding, op: Op) -> Sequence[Call]:
 
 
 _BY_NAME = (
-    *(accept, accept_simulated, add, apply_commands, assign_drafts, block_rows, cast, choose_drafts, commit),
-    *(concat_norms, draft_prefill_rows, draft_rows, gather_features, gather_level, gather_rows, identity),
+    *(accept, accept_simulated, add, apply_commands, assign_drafts, block_rows, cast, choose_drafts, choose_nodes),
+    *(commit, concat_norms, draft_prefill_rows, draft_rows, gather_features, gather_level, gather_rows),
+    *(grow_block_tree, grow_tree, hand_over_tree, identity),
     *(join_features, kv_write, list_active_slots, mask_rows, ngram_draft, prefill_kv_write, qk_norm, rms_norm),
     *(silu_mul, split_norms, store_boundary, suffix_draft, take_block, tree_masks, truncate),
 )
@@ -193,6 +197,7 @@ OPERATIONS: Mapping[str, Lower] = MappingProxyType(
         **{build.__name__: _by_name(build) for build in _BY_NAME},
         "attention": _attention,
         "draft_topk": draft_topk_alone,
+        "draft_topk_logprobs": _with_workspace(draft_topk_logprobs),
         "embed": _embed,
         "experts_down": down_alone,
         "experts_gate_up": _gate_up,
