@@ -133,5 +133,5 @@ def _make(width: int, k: int, masked: bool) -> Kernel:
 
 
 def examples() -> list[Kernel]:
-    """Specialisations for CI to compile: a small and an unaligned vocabulary."""
-    return [_make(32000, 8, True), _make(97, 3, False)]
+    """Specialisations for CI to compile."""
+    return [_make(32000, 8, True)]

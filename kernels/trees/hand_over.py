@@ -80,7 +80,7 @@ def _make(rows: int, max_rows: int, paths: int, width: int) -> Kernel:
         known = int64(1)
         while known < rows and tokens[known] >= 0:
             known += 1
-        if 0 < node and node < known:
+        if node > 0 and node < known:
             inner[parents[node]] = 1
         if node == 0:
             set_int(num_drafts, slot, known - 1)

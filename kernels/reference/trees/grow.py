@@ -196,4 +196,3 @@ def _choose(tree: tuple[torch.Tensor, ...], draft_nodes: torch.Tensor, draft_par
                 draft_nodes[index, len(nodes)] = tokens[index, entry]
                 draft_parents[index, len(nodes)] = nodes[int(parents[index, entry])]
                 nodes[entry] = len(nodes)
-
