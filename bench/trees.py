@@ -2,11 +2,11 @@
 
     python -m bench.trees --out bench/results/cpu/trees.json
 
-First a probe decodes prompts that are not measured, with a tree that has the eight likeliest tokens behind each draft of
-the likeliest chain: how often the target draws the draft of each rank. From that the planner makes the best static tree
-for each number of rows, one for each temperature. Then every shape decodes the same prompts; tokens are compared with
-those without drafts. Nothing is simulated. What a shape costs is not measured here: a level of a draft model is a pass,
-and a dynamic tree's takes K rows.
+First a probe decodes prompts that are not measured, with a tree that has the eight likeliest tokens behind each draft
+of the likeliest chain: how often the target draws the draft of each rank. From that the planner makes the best static
+tree for each number of rows, one for each temperature. Then every shape decodes the same prompts; tokens are compared
+with those without drafts. Nothing is simulated. What a shape costs is not measured here: a level of a draft model is a
+pass, and a dynamic tree's takes K rows.
 """
 
 import argparse
@@ -127,7 +127,7 @@ def _load(options: argparse.Namespace, shape: dict[str, Any]) -> Runtime:
 
 
 def _acceptance_by_rank(options: argparse.Namespace, prompts: Sequence[str], temperature: float) -> list[list[float]]:
-    """[S][ranks] how often the target draws the draft of a rank behind the likeliest chain, where it went along so far."""
+    """[S][ranks] how often the target draws a rank's draft, where it went along with the likeliest chain so far."""
     tree, tried, drawn = TreeTopology.from_choices(SPINE), [0] * DEPTH, [[0] * RANKS for _ in range(DEPTH)]
 
     def look(op: Op, arguments: dict[str, torch.Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Dynamic trees for tests: a draft model that is a table of random logits, what EAGLE-2 makes of it, and kernels' cases."""
+"""Dynamic trees for tests: a draft model of random logits, what EAGLE-2 makes of it, and the cases of kernels."""
 
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -26,9 +26,10 @@ def logits_after(path: Path, vocabulary: int, seed: int) -> torch.Tensor:
 
 def best_paths(logits: Callable[[Path], torch.Tensor], top_k: int, depth: int, count: int) -> dict[Path, float]:
     """EAGLE-2 in plain words: expand the K likeliest leaves by their K likeliest tokens, then rank all; best first."""
-    frontier, known = {(): 0.0}, dict[Path, float]()
+    frontier: dict[Path, float] = {(): 0.0}
+    known = dict[Path, float]()
     for _ in range(depth):
-        children = {}
+        children = dict[Path, float]()
         for path, score in frontier.items():
             values, tokens = torch.log_softmax(logits(path).double(), 0).topk(top_k)
             children |= {(*path, token): score + value for token, value in zip(tokens.tolist(), values.tolist())}  # noqa: B905
@@ -129,7 +130,7 @@ def _check_hand_over(compare: Callable[..., Arrays], nodes: Arrays) -> None:
     slots = {"slots": torch.tensor([3, 0, 1], dtype=torch.int32), "draft_live": torch.tensor([1, 1, 0]).byte()}
     found = compare("hand_over_tree", {**nodes, **slots, **state})
     for index, slot in enumerate((3, 0)):
-        paths = [()] + paths_of(*(nodes[name][index].tolist() for name in ("draft_nodes", "draft_parents")))
+        paths = [(), *paths_of(*(nodes[name][index].tolist() for name in ("draft_nodes", "draft_parents")))]
         count = int(found["num_drafts"][slot]) + 1
         assert count == len(paths)
         for node, (path, mask) in enumerate(zip(paths, found["tree_masks"][slot].tolist(), strict=False)):

@@ -4,7 +4,6 @@ A draft's place in the order is the number of drafts that are better, which a th
 knows neither model nor dtype: rows are whole multiples of 16 bytes.
 """
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -358,7 +357,7 @@ def _make_block(rows: int, first_row: int, top_k: int, nodes: int) -> Kernel:
     return Kernel(f"grow_block_tree_{rows}_{first_row}_{top_k}_{nodes}", kernel, (types.int64,) * 4, THREADS)
 
 
-def _make_enter(top_k: int) -> Callable[..., None]:
+def _make_enter(top_k: int) -> Any:
     """A device function that enters one draft of a level of a block."""
 
     @device_function

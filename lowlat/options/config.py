@@ -45,9 +45,9 @@ class SpeculativeConfig:
     verifies, by slot, those of which more should be accepted.
     num_speculative_tokens is S, the depth; a chain verifies S + 1 rows a slot. `tree` is a path or the list of paths
     itself, each a list of child ranks; None is the chain. Limits of the tree that are None take what it needs.
-    `dynamic_tree_max_topk` makes a tree whose contents are chosen in each step: at each of `max_draft_len` levels (None:
-    S) so many of the likeliest tokens are looked at behind so many of the best drafts of the level before, and the
-    `max_total_draft_tokens` best of all are verified.
+    `dynamic_tree_max_topk` makes a tree whose contents are chosen in each step: at each of `max_draft_len` levels (S)
+    so many of the likeliest tokens are looked at behind so many of the best drafts of the level before, and of all of
+    them the `max_total_draft_tokens` best are verified.
     Boundary b of `capture_layers` is the residual stream entering layer b. Without `strict`, a draft model that does
     not fit is one warning and the baseline.
     """

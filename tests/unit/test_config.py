@@ -11,9 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowlat.errors import ConfigError
+from lowlat.host.loading import make_topologies
+from lowlat.kernels.reference.trees.grow import first_entry
 from lowlat.options import config as module
 from lowlat.options.config import METHOD_OPTIONS, RuntimeConfig, SpeculativeConfig, TraceConfig, options_from
 from lowlat.speculators.methods import METHODS
+from lowlat.speculators.tree.dynamic import DynamicTree
 
 SPECULATIVE_BOUNDS = {
     "num_speculative_tokens": (0, 7),
@@ -148,7 +151,7 @@ def test_eagle3_refuses_what_ngram_takes() -> None:
         ({"max_draft_len": 3}, "max_draft_len 3 is not num_speculative_tokens 5; give one of them, or the same"),
         ({"tree": ((0,),)}, "tree is an option of static trees, and dynamic_tree_max_topk makes a dynamic one"),
         ({"max_decoding_tokens": 9}, "max_decoding_tokens is an option of static trees"),
-        ({"method": "ngram"}, "dynamic_tree_max_topk is an option of method 'eagle3', and method is 'ngram'"),
+        ({"method": "ngram", "model": None}, "is an option of method 'eagle3', and method is 'ngram'"),
         ({"text_drafts": "suffix"}, "text_drafts 'suffix' goes with a chain, and dynamic_tree_max_topk asks for more"),
         ({"num_speculative_tokens": 1}, r"a dynamic tree is at least 2 deep, got 1 \(max_draft_len\)"),
         ({"num_speculative_tokens": 7, "dynamic_tree_max_topk": 11}, r"11 \* \(max_draft_len 7 - 1\) = 66 is above 64"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from inserted import with_identities
 from lowered import Pair
-from lowering_cases import HEADS, MIXTURES, TARGETS, write_pair
+from lowering_cases import HEADS, MIXTURES, SHAPES, TARGETS, write_pair
 
 from lowlat.errors import ConfigError
 from lowlat.executors.reference import bind

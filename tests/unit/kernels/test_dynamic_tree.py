@@ -68,8 +68,8 @@ def walked(walker: Walker) -> Bench:
     return Bench(torch.device("cpu"), run)
 
 
-def level(depth: int = 2, **others: Any) -> dict[str, Any]:
-    """The arguments of `grow_tree`, of two slots and a tree of two drafts a level, two deep."""
+def level(**others: Any) -> dict[str, Any]:
+    """The arguments of `choose_nodes`, of two slots and a tree of two drafts a level, two deep."""
     ints, floats = partial(torch.zeros, dtype=torch.int32), torch.zeros
     tree = {"tree_tokens": ints(2, 6), "tree_scores": floats(2, 6), "tree_parents": ints(2, 6)}
     rows = {"row_scores": floats(2, 2), "row_entries": ints(2, 2)}
