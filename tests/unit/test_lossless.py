@@ -41,7 +41,7 @@ TREES: dict[str, tuple[tuple[int, ...], ...]] = {
     "bushy": ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 0, 1)),
     "deep": (*((0,) * depth for depth in range(1, 8)), (1,), (1, 0), (1, 0, 0), (0, 1), (0, 1, 0), (0, 0, 0, 1)),
 }
-DYNAMIC = [(2, 2, 3), (3, 7, 20), (8, 3, 31), (16, 2, 8)]
+DYNAMIC = [(2, 2, 3), (3, 7, 20), (16, 3, 31), (10, 7, 8)]  # the last drafts over 60 rows
 Trace = tuple[list[int], dict[int, torch.Tensor]]
 
 
@@ -155,11 +155,12 @@ def dynamic(top_k: int, drafts: int) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(("shape", "mode"), list(zip(DYNAMIC, ["greedy", "sampled"] * 2, strict=True)))
-@pytest.mark.parametrize("family", STAGED_FAMILIES)
+@pytest.mark.parametrize("family", PLAINEST)
 def test_no_dynamic_tree_changes_anything(
     family: str, shape: tuple[int, int, int], mode: str, pairs: dict[str, PairPaths]
 ) -> None:
-    prompt, sampling = prompt_of(13, seed=2), params(mode)
+    """Up to the end of the context, past which a draft model's rows reach."""
+    prompt, sampling = prompt_of(OPTIONS["max_context"] - MAX_TOKENS, seed=2), params(mode)
     expected, (top_k, depth, drafts) = baseline(pairs[family], prompt, sampling), shape
     with load(pairs[family], depth, tree=dynamic(top_k, drafts)) as runtime:
         assert_same(traced(runtime, prompt, sampling), expected)
@@ -205,7 +206,8 @@ def test_no_form_of_draft_model_changes_anything(form: dict[str, Any], mode: str
     method = draft_method(pair.head)
     prompts = [prompt_of(21), prompt_of(8, seed=1)]
     expected = [baseline(pair, prompt, sampling) for prompt in prompts]
-    for tree in (None, TREES["bushy"], dynamic(4, 11)):
+    of_its_own = form.keys() & {"mask_token", "layout", "windows"}
+    for tree in (None, TREES["bushy"], *([dynamic(4, 11)] if of_its_own else ())):
         with load(pair, 3 if tree else 5, tree=tree, method=method) as runtime:
             for prompt, trace in zip(prompts * 2, expected * 2, strict=True):  # the second time, prefixes are found
                 assert_same(traced(runtime, prompt, sampling, lambda number: 3 * (number % 4 > 0)), trace)
