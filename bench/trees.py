@@ -46,7 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 total = Sum()
                 for prompt in measured:
                     total.add(_both(runtime, baselines, prompt, temperature, shape.depth))
-                rows.append({**shape.labels(), **total.row("all", temperature)})
+                row = {**shape.labels(), **total.row("all", temperature)}
+                rows.append({name: value for name, value in row.items() if not name.endswith("tokens_per_s")})
                 print(json.dumps(rows[-1]), file=sys.stderr)
             where = runs_on(runtime)
     result = {
