@@ -34,7 +34,6 @@ SIZES: dict[str, Any] = {"max_batch": 1, "max_context": 512, "prefix_reuse": Fal
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and write one JSON file."""
     options = _options(arguments)
-    torch.set_num_threads(1)
     domains = listed(json.loads(options.prompts.read_text(encoding="utf-8")))
     measured = [prompt for prompts in domains.values() for prompt in prompts[: options.limit]]
     others = [prompt for prompts in domains.values() for prompt in prompts[options.limit :][: options.probes]]
@@ -55,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "commit": options.commit or commit_at(DEMO) or "unknown",
             "lowlat": __version__,
             "torch": torch.__version__,
-            "machine": f"{processor()}, 1 thread",
+            "machine": f"{processor()}, {torch.get_num_threads()} threads",
             "runs_on": where,
             "target": options.target.name,
             "head": options.head.name,
@@ -113,6 +112,10 @@ def _shapes(options: argparse.Namespace, tables: dict[float, list[list[float]]])
     for rows in options.rows:
         for temperature in temperatures:
             choices = what_if(tables[temperature], [rows]).recommended.choices
+            if len(choices) != rows - 1:
+                raise SystemExit(
+                    f"the probe saw no {rows - 1} drafts that may be accepted: raise --probes or --max-tokens"
+                )
             depth = max(map(len, choices))
             yield _Shape("static", rows, depth, [temperature], {"num_speculative_tokens": depth, "tree": choices})
         for text in options.dynamic:
@@ -160,4 +163,5 @@ def _both(runtime: Runtime, baselines: Baselines, prompt: str, temperature: floa
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)
     main()
