@@ -26,6 +26,7 @@ from lowlat.speculators.methods import draft_method
 from lowlat.speculators.tree.topology import TreeTopology, what_if
 from lowlat.tools.bench.machine import commit_at, processor
 
+SHAPES = ("chain", "static", "dynamic")
 DEPTH, RANKS = 7, 8
 SPINE = tuple((0,) * depth + (rank,) for depth in range(DEPTH) for rank in range(RANKS))
 SIZES: dict[str, Any] = {"max_batch": 1, "max_context": 512, "prefix_reuse": False}
@@ -38,7 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     measured = [prompt for prompts in domains.values() for prompt in prompts[: options.limit]]
     others = [prompt for prompts in domains.values() for prompt in prompts[options.limit :][: options.probes]]
     rows, baselines = [], Baselines(options.max_tokens)
-    tables = {temperature: _acceptance_by_rank(options, others, temperature) for temperature in options.temperature}
+    probed = options.temperature if "static" in options.shapes else ()
+    tables = {temperature: _acceptance_by_rank(options, others, temperature) for temperature in probed}
     for shape in _shapes(options, tables):
         with _load(options, shape.options) as runtime:
             for temperature in shape.temperatures:
@@ -80,6 +82,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--limit", type=int, default=3, help="prompts a domain")
     parser.add_argument("--probes", type=int, default=4, help="prompts a domain of the probe")
     parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--chains", type=int, nargs="*", default=[3, 5, 7], help="depths")
     parser.add_argument("--rows", type=int, nargs="*", default=[8, 16, 32], help="of trees")
     parser.add_argument("--dynamic", nargs="*", default=["4x5", "4x7", "8x7"], help="K x depth of dynamic trees")
@@ -107,10 +110,10 @@ class _Shape:
 
 def _shapes(options: argparse.Namespace, tables: dict[float, list[list[float]]]) -> Iterator[_Shape]:
     temperatures = options.temperature
-    for depth in options.chains:
+    for depth in options.chains if "chain" in options.shapes else ():
         yield _Shape("chain", depth + 1, depth, temperatures, {"num_speculative_tokens": depth})
     for rows in options.rows:
-        for temperature in temperatures:
+        for temperature in tables:
             choices = what_if(tables[temperature], [rows]).recommended.choices
             if len(choices) != rows - 1:
                 raise SystemExit(
@@ -118,7 +121,7 @@ def _shapes(options: argparse.Namespace, tables: dict[float, list[list[float]]])
                 )
             depth = max(map(len, choices))
             yield _Shape("static", rows, depth, [temperature], {"num_speculative_tokens": depth, "tree": choices})
-        for text in options.dynamic:
+        for text in options.dynamic if "dynamic" in options.shapes else ():
             top_k, depth = map(int, text.split("x"))
             if rows > depth:
                 own = {"dynamic_tree_max_topk": top_k, "max_total_draft_tokens": rows - 1}
