@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from lowlat.checkpoint.quantising import Quantiser
 from lowlat.checkpoint.source import JoinedWeights
 from lowlat.errors import ConfigError
 from lowlat.executors import Executor
@@ -21,7 +22,7 @@ from lowlat.graphs import BucketLadder
 from lowlat.host.memory.plan import check_fits, memory_need
 from lowlat.host.perf import check_device, check_launches
 from lowlat.models.geometry import ModelConfig
-from lowlat.models.target import OpenedTarget, fetch_target, open_target
+from lowlat.models.target import OpenedTarget, fetch_target, open_target, quantise_target
 from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig
 from lowlat.speculators.base import LoadedSpeculator, Speculator
 from lowlat.speculators.methods import fetch_speculator, load_speculator
@@ -85,6 +86,8 @@ def load(
     if not isinstance(target, OpenedTarget):
         fetched = fetch_target(target, dtype=options.dtype, progress=downloaded)
         target = open_target(fetched, dtype=options.dtype, progress=progress)
+    if options.quantize is not None:
+        target = quantise_target(target, Quantiser(options.quantize, options.quantize_lm_head))
     if options.max_context > target.config.max_position:
         raise ConfigError(
             f"max_context {options.max_context} exceeds the model's max_position_embeddings "

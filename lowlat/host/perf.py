@@ -21,9 +21,10 @@ from lowlat.errors import ConfigError, DeviceError
 from lowlat.executors import LaunchCounts
 from lowlat.executors.devices import DeviceChoice
 from lowlat.host.mailbox import SlotPublication
+from lowlat.host.session import Session
 from lowlat.options.config import RuntimeConfig
 
-__all__ = ["PerfCounters", "StepChecks", "check_device", "check_launches", "reason_for_no_drafts"]
+__all__ = ["PerfCounters", "PublishedSteps", "StepChecks", "check_device", "check_launches"]
 
 REQUEST_LIMIT, LAST_TOKEN, NO_DRAFTS = "max_draft_tokens", "last_token", "no_drafts"
 
@@ -91,7 +92,7 @@ class PerfCounters:
         return asdict(self)
 
 
-def reason_for_no_drafts(max_draft_tokens: int | None, room: int) -> str:
+def _reason_for_no_drafts(max_draft_tokens: int | None, room: int) -> str:
     """Why a step verified no draft: the request's limit, or no room for any beside the token of the step itself."""
     if max_draft_tokens == 0:
         return REQUEST_LIMIT
@@ -159,3 +160,22 @@ class StepChecks:
             problem = f"verified no draft with room for {room} tokens"
         if problem is not None:
             raise DeviceError(f"perf_mode 'strict': a step of slot {p.slot} {problem}")
+
+
+class PublishedSteps:
+    """Looks at every publication of a slot: `undrafted` counts those without drafts, by reason.
+
+    checks  of strict mode; None: none are made
+    """
+
+    def __init__(self, checks: StepChecks | None) -> None:
+        self.undrafted: Counter[str] = Counter()
+        self._checks = checks
+
+    def see(self, session: Session, publication: SlotPublication, *, speculating: bool) -> None:
+        """Count and check one publication, before its session takes it. Raises DeviceError in strict mode."""
+        if speculating and session.has_begun and not publication.verified:
+            self.undrafted[_reason_for_no_drafts(session.params.max_draft_tokens, session.room)] += 1
+        if self._checks is not None:
+            begun, room = session.has_begun, session.room
+            self._checks.check(publication, len(session.committed), first=not begun, room=room)

@@ -23,13 +23,15 @@ MAX_DEPTH = 32
 
 # Options of one method alone: with others they must keep their defaults. Options that stand nowhere are of all methods.
 _DYNAMIC = ("dynamic_tree_max_topk", "max_draft_len", "max_total_draft_tokens")
-_TREES = ("tree", "max_path_len", "max_non_leaves_per_layer", *_DYNAMIC)
+_STATIC = ("tree", "max_path_len", "max_non_leaves_per_layer")
+_TREES = (*_STATIC, *_DYNAMIC)
 METHOD_OPTIONS: dict[str, tuple[str, ...]] = {
-    "eagle3": ("model", "capture_layers", "draft_window", "text_drafts", *_TREES),
+    "eagle3": ("model", "draft_quantize", "capture_layers", "draft_window", "text_drafts", *_TREES),
     "ngram": ("prompt_lookup_min", "prompt_lookup_max"),
     "suffix": ("suffix_cache_max_depth", "max_spec_factor", "min_token_prob"),
-    "peagle": ("model", "capture_layers", "draft_window", *_TREES),
-    "dflash": ("model", "capture_layers", *_TREES),
+    "peagle": ("model", "draft_quantize", "capture_layers", "draft_window", *_TREES),
+    "dflash": ("model", "draft_quantize", "capture_layers", *_TREES),
+    "dspark": ("model", "draft_quantize", "capture_layers", *_STATIC),
 }
 
 
@@ -38,7 +40,7 @@ METHOD_OPTIONS: dict[str, tuple[str, ...]] = {
 class SpeculativeConfig:
     """How to speculate: the method, the depth, and the tree.
 
-    `method` is "eagle3", "peagle" or "dflash", with a draft model of that kind, `model`, a directory or
+    `method` is "eagle3", "peagle", "dflash" or "dspark", with a draft model of that kind, `model`, a directory or
     `ORG/NAME[@REVISION]`; or "ngram", which needs none: it drafts what followed the longest suffix of the text,
     `prompt_lookup_min` to `prompt_lookup_max` tokens, where it stood before. "suffix" needs none either: it drafts what
     followed endings of the text most often. With `text_drafts` EAGLE3's model has such drafts beside it: each step
@@ -54,7 +56,7 @@ class SpeculativeConfig:
 
     model: str | Path | None = declare(
         None,
-        "A draft model for it, EAGLE3, P-EAGLE or DFlash: a directory, or ORG/NAME.",
+        "A draft model for it, EAGLE3, P-EAGLE, DFlash or DSpark: a directory, or ORG/NAME.",
         key="head",
         aliases=("draft_model",),
         metavar="MODEL",
@@ -94,6 +96,9 @@ class SpeculativeConfig:
     )
     max_total_draft_tokens: int | None = declare(
         None, "Drafts of a dynamic tree that a slot verifies.", 2, MAX_DRAFT_TOKENS, otherwise="15"
+    )
+    draft_quantize: Literal["fp8", "int4"] | None = declare(
+        None, "Round a plain draft model's linear layers at load, as quantize does a target's."
     )
     draft_window: int | None = declare(
         None, "The draft model attends to the first 4 and the last N rows only.", 1, 1 << 20
@@ -192,6 +197,10 @@ class RuntimeConfig:
     max_batch: int = declare(4, "Requests that decode together.", 1, 8)
     max_context: int = declare(2048, "Tokens of prompt and text.", 2, 1 << 20, otherwise="2048, or the model's if less")
     dtype: Literal["auto", "bfloat16", "float32"] = declare("auto", "Compute dtype; auto is the checkpoint's.")
+    quantize: Literal["fp8", "int4"] | None = declare(
+        None, "Round a plain target's linear layers at load: to FP8 by row, or to INT4 in groups of 128."
+    )
+    quantize_lm_head: bool = declare(False, "Round the LM head, too.")
     device: str = declare("auto", "auto, cpu, cuda or cuda:N.")
     executor: Literal["auto", "reference", "eager", "graph"] = declare("auto", "How steps are run.")
     block_size: int = declare(32, "Positions of one KV block.", 1, 1024)
@@ -240,6 +249,8 @@ class RuntimeConfig:
             raise ConfigError(f"device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got {self.device!r:.80}")
         if not isinstance(self.traces, TraceConfig):
             raise ConfigError(f"traces must be a TraceConfig, got {self.traces!r:.80}")
+        if self.quantize_lm_head and self.quantize is None:
+            raise ConfigError("quantize_lm_head needs quantize, which says to what")
         if self.share_decoded and not self.prefix_reuse:
             raise ConfigError("share_decoded needs prefix_reuse, which is off")
         self._check_perf_mode()

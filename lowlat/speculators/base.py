@@ -135,6 +135,10 @@ class Speculator(ABC):
         """The geometry of its draft model; None where it has none."""
         return None
 
+    def rounded(self, config: DraftConfig) -> "Speculator":
+        """The same with its draft model's geometry, whose layers are rounded at load; itself where it has none."""
+        return self
+
     @property
     def rope(self) -> tuple[RopeConfig, int] | None:
         """The rotary embedding of its own attention and the size of a head; None where it has no attention."""

@@ -85,7 +85,11 @@ class _StepBuilder:
             "verified_depth": self._ints("verified_depth", batch),
         }
         state = ("slots", "lengths", "tokens", "drafts", "num_drafts", "tree_masks", "tree_paths", "slot_ints")
-        self.builder.emit("gather_rows", stage, reads={name: name for name in state}, writes=outs)
+        reads = {name: name for name in (*state, "grammar_forced")}
+        self.builder.emit("gather_rows", stage, reads=reads, writes=outs)
+        asked = ("slots", "lengths", "slot_ints", "row_tokens", "row_masks")
+        told = ("grammar_tokens", "grammar_paths", "grammar_lengths")
+        self.builder.emit("publish_rows", stage, reads={n: n for n in asked}, writes={n: n for n in told})
 
     def _target(self) -> list[str]:
         """The target's logits; returns the residual stream at its boundaries, of which prefill leaves the last."""
@@ -115,11 +119,12 @@ class _StepBuilder:
         emit("finite", stage, reads=logits, writes={"finite": finite})
         state = ("slots", "lengths", "slot_ints", "slot_floats", "prompt_seen", "output_counts")
         same = (*state, "bias_ids", "bias_values", "stop_ids", "row_tokens", "row_masks")
+        masks = ("grammar_masks", "grammar_ready")
         targets = self._ints("target_tokens", batch, rows)
         emit(
             "sample",
             stage,
-            reads={**logits, **{name: name for name in same}},
+            reads={**logits, **{name: name for name in (*same, *masks)}},
             writes={"target_tokens": targets},
         )
         shape = (batch, rows, MAX_LOGPROBS + 1)

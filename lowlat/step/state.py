@@ -158,6 +158,9 @@ def _host_buffers(geometry: StepGeometry) -> list[BufferSpec]:
         ("staged_stop_ids", (batch, MAX_STOPS), torch.int32),
         ("staged_bias_ids", (batch, MAX_BIASES), torch.int32),
         ("staged_bias_values", (batch, MAX_BIASES), torch.float32),
+        ("grammar_masks", (batch, rows, -(-geometry.config.vocab_size // 32)), torch.int32),
+        ("grammar_ready", (batch,), torch.int64),
+        ("grammar_forced", (batch, rows), torch.int32),
         ("prefill_tokens", (geometry.prefill_sizes[-1],), torch.int32),
         ("prefill_chunk", (2,), torch.int32),
         ("prefill_live", (geometry.prefill_sizes[-1],), torch.uint8),
@@ -174,6 +177,9 @@ def _host_buffers(geometry: StepGeometry) -> list[BufferSpec]:
         ("ring_logprob_values", (RING_ENTRIES, batch, rows, MAX_LOGPROBS + 1), torch.float32),
         ("ring_logprob_ids", (RING_ENTRIES, batch, rows, MAX_LOGPROBS + 1), torch.int32),
         ("ring_head", (1,), torch.int64),
+        ("grammar_tokens", (batch, rows), torch.int32),
+        ("grammar_paths", (batch, rows), torch.int64),
+        ("grammar_lengths", (batch,), torch.int64),
     ]
     return [
         *(BufferSpec(name, shape, dtype, Role.COMMAND) for name, shape, dtype in commands),

@@ -193,6 +193,8 @@ def test_trees_accept_what_chains_cannot(pairs: dict[str, PairPaths]) -> None:
         ({"mask_token": 9, "num_hidden_layers": 2, "windows": (6, None), "fc_norm": True}, "sampled"),
         ({"layout": "z-lab", "copies": True}, "greedy"),
         ({"layout": "speculators", "copies": True, "num_hidden_layers": 1}, "sampled"),
+        ({"layout": "deepspec", "copies": True, "markov_rank": 4}, "penalised"),
+        ({"layout": "speculators", "copies": True, "markov_rank": 8, "markov_head_type": "gated"}, "filtered"),
     ],
     ids=str,
 )

@@ -35,6 +35,7 @@ from lowlat.kernels.rows.draft_rows import (
 )
 from lowlat.kernels.rows.elementwise import add, cast, identity, silu_mul
 from lowlat.kernels.rows.embed import embed
+from lowlat.kernels.rows.markov import bias_rows, draft_confidence, markov_gate, parent_tokens
 from lowlat.kernels.rows.norm import rms_norm, split_norms
 from lowlat.kernels.rows.qk_norm import qk_norm
 from lowlat.kernels.rows.rotate import rotate
@@ -47,7 +48,7 @@ from lowlat.kernels.sampling.sample import sample
 from lowlat.kernels.sampling.select import FINITE, INFINITY
 from lowlat.kernels.sampling.suffix_draft import suffix_draft
 from lowlat.kernels.step.accept import accept, accept_simulated, commit, draft_rows, truncate
-from lowlat.kernels.step.begin_step import apply_commands, gather_rows, list_active_slots
+from lowlat.kernels.step.begin_step import apply_commands, gather_rows, list_active_slots, publish_rows
 from lowlat.kernels.step.publish import publish, tree_masks
 from lowlat.kernels.toolchain.kernel import KernelCall
 from lowlat.kernels.trees.draft_scores import draft_topk_logprobs
@@ -186,10 +187,11 @@ def _publish(binding: Binding, op: Op) -> Sequence[Call]:
 
 
 _BY_NAME = (
-    *(accept, accept_simulated, add, apply_commands, assign_drafts, block_rows, cast, choose_drafts, choose_nodes),
-    *(commit, concat_norms, draft_prefill_rows, draft_rows, gather_features, gather_level, gather_rows),
-    *(grow_block_tree, grow_tree, hand_over_tree, identity),
-    *(join_features, kv_write, list_active_slots, mask_rows, ngram_draft, prefill_kv_write, qk_norm, rms_norm),
+    *(accept, accept_simulated, add, apply_commands, assign_drafts, bias_rows, block_rows, cast, choose_drafts),
+    *(choose_nodes, grow_block_tree, grow_tree, hand_over_tree),
+    *(commit, concat_norms, draft_confidence, draft_prefill_rows, draft_rows, gather_features, gather_level),
+    *(gather_rows, identity, join_features, kv_write, list_active_slots, markov_gate, mask_rows, ngram_draft),
+    *(parent_tokens, prefill_kv_write, publish_rows, qk_norm, rms_norm),
     *(silu_mul, split_norms, store_boundary, suffix_draft, take_block, tree_masks, truncate),
 )
 OPERATIONS: Mapping[str, Lower] = MappingProxyType(

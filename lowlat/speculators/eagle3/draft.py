@@ -14,11 +14,10 @@ import torch
 from lowlat.models.layers import Emitter, Rows
 from lowlat.models.program import Stage
 from lowlat.speculators.base import StepScope
+from lowlat.speculators.draft_parts import BY_SLOT, assign_drafts, emit_accepted_rows
 from lowlat.speculators.eagle3.emitter import Eagle3Emitter
 
 __all__ = ["Drafter"]
-
-BY_SLOT = {"slots": "slots", "block_table": "block_table"}
 
 
 class Drafter:
@@ -39,16 +38,7 @@ class Drafter:
     def accepted(self) -> tuple[Emitter, str]:
         """The accepted rows: an emitter over them, with tokens `head.tokens`, and their features [B * T, H]."""
         batch, rows = self.batch, self.rows
-        ints = self.ints
-        names = ("accepted_tokens", "commit_lens", "draft_live", "dense_lens")
-        outs = {
-            "tokens": ints("head.tokens", batch, rows),
-            "positions": ints("head.positions", batch, rows),
-            "row_live": ints("head.row_live", batch, rows, dtype=torch.uint8),
-            "write_lens": ints("head.write_lens", batch),
-            "live_positions": ints("head.live_positions", batch, 1),
-        }
-        self.builder.emit("draft_rows", Stage.EAGLE_DRAFT_FC, reads={n: n for n in names}, writes=outs)
+        emit_accepted_rows(self.scope)
         write = {**BY_SLOT, "row_live": "head.row_live", "write_lens": "head.write_lens", "offsets": "node_offsets"}
         before = self.rows_before("head.accepted_before", rows)
         all_rows = Rows("head.", batch * rows, "head.row_live", "head.positions", before, write)
@@ -155,16 +145,10 @@ class Drafter:
         num_ranks  the likeliest tokens of a row that are named
         Returns the state that may be fed back.
         """
-        prefix, ranks = level.rows.prefix, [self.scope.tree.ranks[child] for child in children]
         logits, feedback = self.logits(level, live)
         tokens = self.eagle.emit_draft(level, logits, num_ranks)
-        reads = {
-            "top_tokens": tokens,
-            "children": self.constant(f"{prefix}children", children),
-            "child_rows": self.constant(f"{prefix}child_rows", child_rows),
-            "child_ranks": self.constant(f"{prefix}child_ranks", ranks),
-        }
-        level.emit("assign_drafts", reads, {"draft_nodes": "draft_nodes"})
+        ranks = [self.scope.tree.ranks[child] for child in children]
+        assign_drafts(level, tokens, children, child_rows, ranks)
         return feedback
 
     def logits(self, level: Emitter, live: tuple[str, str]) -> tuple[str, str]:

@@ -6,7 +6,8 @@ the committed ones, level after level, and are overwritten by the next step.
 
 from lowlat.models.layers import Emitter, Rows
 from lowlat.models.program import Stage
-from lowlat.speculators.eagle3.draft import BY_SLOT, Drafter
+from lowlat.speculators.draft_parts import BY_SLOT
+from lowlat.speculators.eagle3.draft import Drafter
 from lowlat.speculators.tree.dynamic import DynamicTree
 from lowlat.speculators.tree.growth import LevelRows, rank_drafts
 

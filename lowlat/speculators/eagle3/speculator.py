@@ -4,7 +4,7 @@ Source: EAGLE-3, arXiv 2503.01840.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -68,6 +68,10 @@ class Eagle3Speculator(Speculator):
     def draft_config(self) -> DraftConfig:
         """The draft model's geometry."""
         return self.config
+
+    def rounded(self, config: DraftConfig) -> Self:
+        """The same with a draft model whose layers are rounded at load."""
+        return replace(self, config=config)
 
     @property
     def rope(self) -> tuple[RopeConfig, int]:

@@ -12,7 +12,8 @@ import torch
 
 from lowlat.models.layers import Emitter, Rows
 from lowlat.models.program import Stage
-from lowlat.speculators.eagle3.draft import BY_SLOT, Drafter
+from lowlat.speculators.draft_parts import BY_SLOT
+from lowlat.speculators.eagle3.draft import Drafter
 from lowlat.speculators.tree.dynamic import DynamicTree
 from lowlat.speculators.tree.growth import rank_drafts
 
