@@ -66,7 +66,7 @@ class DeviceWeights:
     def _take_part(
         self, parts: MatrixParts, name: str, tensor: torch.Tensor, orders: Mapping[str, torch.Tensor]
     ) -> None:
-        """Keep a part of a quantised matrix, which is packed with its last one. Raises ConfigError for other formats."""
+        """Keep a part of a quantised matrix, packed with its last one. Raises ConfigError for other formats."""
         made = parts.take(name, tensor)
         if made is None:
             return

@@ -40,7 +40,14 @@ class EagerExecutor(KernelExecutor):
         self._hook: OpHook | None = None
 
     def step(self, bucket: Bucket, meanwhile: Callable[[], None] | None = None) -> None:
-        """Issue one step; `meanwhile` is called behind its beginning: a hook waits for each group behind it."""
+        """Issue one step; `meanwhile` is called behind its beginning: a hook waits for each group behind it.
+
+        Where the step chooses its width, the host waits for the choice and issues that body.
+        """
+        if bucket.chooses:
+            self._issue(bucket, None)
+            self.synchronize()
+            bucket = bucket.bodies[int(self.state["width_choice"])]
         self._issue(bucket, meanwhile)
 
     def _run(self, size: Size) -> None:
@@ -51,9 +58,11 @@ class EagerExecutor(KernelExecutor):
         if prepared is None:
             prepared = self._prepared[size] = self.prepare(size)
         hook = self._hook if isinstance(size, Bucket) else None
+        runs = [(stage, list(run)) for stage, run in groupby(prepared, key=lambda entry: entry[0].stage)]
+        begun = max((place for place, (stage, _) in enumerate(runs) if stage is Stage.ACTIVE_SLOTS), default=-1)
         with torch.cuda.stream(self.stream):
             stream = self.launcher.stream()
-            for stage, run in groupby(prepared, key=lambda entry: entry[0].stage):
+            for place, (stage, run) in enumerate(runs):
                 with torch.cuda.nvtx.range(str(stage)):
                     for group, launches in run:
                         for launch in launches:
@@ -61,7 +70,7 @@ class EagerExecutor(KernelExecutor):
                         if hook is not None:
                             self.synchronize()
                             self._call_hook(hook, size, group)
-                if meanwhile is not None and stage is Stage.ACTIVE_SLOTS:
+                if meanwhile is not None and place == begun:
                     meanwhile()
 
     def _call_hook(self, hook: OpHook, size: Size, group: LoweredGroup) -> None:

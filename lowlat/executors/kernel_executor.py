@@ -66,6 +66,7 @@ class KernelExecutor(ABC):
 
     name = "kernels"
     asynchronous = False
+    switches = False  # whether a choice of the device decides what runs next, without the host
 
     def __init__(
         self,
@@ -121,7 +122,7 @@ class KernelExecutor(ABC):
         buffers = {**self.state, **self._scratch[size]}
         if not isinstance(size, Bucket):
             buffers |= {**arguments, **first_rows(program, arguments)}
-        binding = Binding(program, buffers, self._weights, self.launcher.card, self.workspace, loop)
+        binding = Binding(program, buffers, self._weights, self.launcher.card, self.workspace, loop, self.switches)
         return lower(binding, fuse=self._fuse)
 
     def prepare(self, size: Size) -> list[tuple[LoweredGroup, list[Launch]]]:

@@ -117,9 +117,12 @@ class ReferenceExecutor:
     @torch.inference_mode()
     def step(self, bucket: Bucket, meanwhile: Callable[[], None] | None = None) -> None:
         """Run one step; the publication is in the ring when this returns. `meanwhile`: see `Executor`."""
+        if bucket.chooses:
+            self._run(self._bound[bucket])
+            bucket = bucket.bodies[int(self.state["width_choice"])]
         bound = self._bound[bucket]
         if meanwhile is not None:
-            count = sum(op.stage is Stage.ACTIVE_SLOTS for op, _, _ in bound)
+            count = 1 + max(place for place, (op, _, _) in enumerate(bound) if op.stage is Stage.ACTIVE_SLOTS)
             self._run(bound[:count])
             meanwhile()
             bound = bound[count:]

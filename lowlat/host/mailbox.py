@@ -94,12 +94,14 @@ class Mailbox:
     """
 
     def __init__(self, state: Mapping[str, torch.Tensor], max_draft_tokens: int) -> None:
-        self._host = _HostView({name: state[name] for name in (*WRITTEN, *READ, *ROWS)})
+        held = (*WRITTEN, *READ, *ROWS, *(["width_bounds"] if "width_bounds" in state else []))
+        self._host = _HostView({name: state[name] for name in held})
         self._arrays = self._host.arrays
         self._head, self._records = self._arrays["ring_head"], self._arrays["ring_records"]
         self.max_draft_tokens = max_draft_tokens
         self._num_read = 0
         self._num_commands = 0
+        self._widths: tuple[int, int] | None = None  # as last written
         self.num_seen = 0
 
     @property
@@ -174,6 +176,17 @@ class Mailbox:
     def set_draft_limit(self, slot: int, params: SamplingParams) -> None:
         """Command a slot that decodes to verify so many drafts in a step from now on; the next step sees it."""
         self._command(SET_DRAFT_LIMIT, slot, self._draft_limit(params))
+
+    def bound_widths(self, least: int, most: int) -> None:
+        """Bound the widths that steps choose from the next one on; where none is chosen, nothing is written.
+
+        A request's own limit of drafts goes before `least`.
+        """
+        if (least, most) == self._widths or "width_bounds" not in self._arrays:
+            return
+        self._widths = least, most
+        self._arrays["width_bounds"][:] = least, most
+        self._host.send(("width_bounds",))
 
     def _draft_limit(self, params: SamplingParams) -> int:
         return self.max_draft_tokens if params.max_draft_tokens is None else params.max_draft_tokens

@@ -23,7 +23,7 @@ from lowlat.host.loading import Loaded, load
 from lowlat.host.mailbox import Entry, Mailbox, SlotPublication
 from lowlat.host.memory.kvcache import KVCache
 from lowlat.host.metrics import MetricsBook, RequestMetrics
-from lowlat.host.perf import PerfCounters, PublishedSteps, StepChecks
+from lowlat.host.perf import PerfCounters, PublishedSteps, StepChecks, steps_by_width
 from lowlat.host.request_checks import RequestChecks
 from lowlat.host.run_ahead import Launches, loop_of
 from lowlat.host.scheduler import Phase, PrefillChunk, ScheduledRequest, Scheduler
@@ -94,7 +94,9 @@ class Runtime:
         self._launches = Launches(self.executor, self._mailbox, loop_of(self.executor, wanted=config.device_loop))
         self._tracer = Tracer.from_config(config.traces)
         self._book = MetricsBook()
-        self._published = PublishedSteps(self._step_checks() if config.is_strict else None)
+        self._published = PublishedSteps(
+            self._step_checks() if config.is_strict else None, adaptive=self.ladder.adaptive
+        )
         self._sessions: dict[str, Session] = {}
         self._slots: dict[int, Session] = {}
         self._pending: list[StepOutput] = []
@@ -191,6 +193,7 @@ class Runtime:
             if ahead and len(outputs) > num_ended:
                 return outputs
         # Nothing is under way from here on: whoever joins now is in no step that was launched before.
+        self._mailbox.bound_widths(0 if num_speculative_tokens is None else depth, depth)
         if not (self._owes_step and self.scheduler.num_active):
             entries = self._admit(depth)
             if entries:
@@ -265,6 +268,7 @@ class Runtime:
             "device": str(self.device_choice.device),
             **({} if self.speculator is None else {"speculator": self.speculator.report()}),
             **self._masks.report(),
+            **steps_by_width(self.ladder, self._published.undrafted, self._book.totals().speculation),
         }
 
     def slots(self) -> list[dict[str, Any]]:
@@ -300,7 +304,7 @@ class Runtime:
 
     def _step_checks(self) -> StepChecks:
         must_draft, vocab_size = self.num_speculative_tokens > 0, self.model_config.vocab_size
-        must_draft = must_draft and self.draft_config is not None
+        must_draft = must_draft and self.draft_config is not None and not self.ladder.adaptive
         return StepChecks(max_drafts=self.geometry.max_rows - 1, vocab_size=vocab_size, must_draft=must_draft)
 
     def _check_open(self) -> None:
@@ -348,7 +352,7 @@ class Runtime:
         if chunk.last:
             self._join(session)
         self.scheduler.prefill_done(chunk)
-        first = Bucket.first_token(depth) if chunk.last else None
+        first = self.ladder.first_token(depth) if chunk.last else None
         return self._launches.prefill(self.geometry.prefill_size(chunk.num_tokens), first)
 
     def _join(self, session: Session) -> None:

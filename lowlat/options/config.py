@@ -45,7 +45,8 @@ class SpeculativeConfig:
     `prompt_lookup_min` to `prompt_lookup_max` tokens, where it stood before. "suffix" needs none either: it drafts what
     followed endings of the text most often. With `text_drafts` EAGLE3's model has such drafts beside it: each step
     verifies, by slot, those of which more should be accepted.
-    num_speculative_tokens is S, the depth; a chain verifies S + 1 rows a slot. `tree` is a path or the list of paths
+    num_speculative_tokens is S, the depth; "auto", for which there is no type, is `adaptive_width` with S up to 7. A
+    chain verifies S + 1 rows a slot. `tree` is a path or the list of paths
     itself, each a list of child ranks; None is the chain. Limits of the tree that are None take what it needs.
     `dynamic_tree_max_topk` makes a tree whose contents are chosen in each step: at each of `max_draft_len` levels (S)
     so many of the likeliest tokens are looked at behind so many of the best drafts of the level before, and of all of
@@ -66,11 +67,17 @@ class SpeculativeConfig:
     )
     num_speculative_tokens: int = declare(
         3,
-        "Depth of speculation; 0: none.",
+        "Depth of speculation; 0: none; auto: each step's is chosen, up to 7 (adaptive_width).",
         0,
         MAX_SPECULATIVE_TOKENS,
         flags=("-S",),
+        words=("auto",),
         otherwise="3, or the tree's depth",
+    )
+    adaptive_width: bool = declare(
+        False,
+        "Let each step choose how many drafts it makes and verifies, from none to num_speculative_tokens, by what is "
+        "accepted and what it costs; of chains.",
     )
     max_path_len: int | None = declare(
         None, "Nodes of a tree's longest path, root included, at most.", 1, MAX_SPECULATIVE_TOKENS + 1
@@ -124,8 +131,15 @@ class SpeculativeConfig:
 
     def __post_init__(self) -> None:
         check_options(self, ConfigError)
+        if str(self.num_speculative_tokens) == "auto":
+            object.__setattr__(self, "num_speculative_tokens", MAX_SPECULATIVE_TOKENS)
+            object.__setattr__(self, "adaptive_width", True)
         self._check_method()
         self._check_dynamic_tree()
+        trees = [name for name in ("tree", "dynamic_tree_max_topk") if getattr(self, name) is not None]
+        if self.adaptive_width and (trees or not self.num_speculative_tokens):
+            problem = f"{trees[0]} asks for one of its own" if trees else "num_speculative_tokens is 0"
+            raise ConfigError(f"adaptive_width chooses among chains of at least one draft, and {problem}")
         if self.capture_layers is not None:
             if not isinstance(self.capture_layers, (tuple, list)):
                 raise ConfigError(f"capture_layers must be a list of boundaries, got {self.capture_layers!r:.80}")

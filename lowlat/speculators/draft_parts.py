@@ -72,7 +72,7 @@ def layer_recipes(
 
 def emit_accepted_rows(scope: StepScope) -> None:
     """Lay out the rows of a step's accepted tokens for a draft model, in buffers `head.*`, see `draft_rows`."""
-    builder, batch, rows = scope.builder, scope.bucket.batch, scope.bucket.rows
+    builder, batch, rows = scope.builder, scope.bucket.batch, scope.rows
     outs = {
         "tokens": builder.scratch("head.tokens", (batch, rows), torch.int32),
         "positions": builder.scratch("head.positions", (batch, rows), torch.int32),
@@ -81,7 +81,7 @@ def emit_accepted_rows(scope: StepScope) -> None:
         "live_positions": builder.scratch("head.live_positions", (batch, 1), torch.int32),
     }
     names = ("accepted_tokens", "commit_lens", "draft_live", "dense_lens")
-    builder.emit("draft_rows", Stage.EAGLE_DRAFT_FC, reads={name: name for name in names}, writes=outs)
+    builder.emit("draft_rows", Stage.EAGLE_DRAFT_FC, reads=scope.reads(*names), writes=outs)
 
 
 def assign_drafts(

@@ -270,6 +270,29 @@ class Breaking(Automaton):
             raise RequestError(f"call {self.n} fails")
 
 
+class Interrupted(Automaton):
+    """An automaton that is interrupted in its fifth call of `fill`, as by Ctrl-C."""
+
+    def fill(self, tokens: Any, parents: Any, masks: Any) -> None:
+        super().fill(tokens, parents, masks)
+        if len(self.asked) == 5:
+            raise KeyboardInterrupt
+
+
+def test_masks_that_an_interrupt_held_back_are_filled_by_the_next_step(pair: PairPaths) -> None:
+    """The device's draw waits for them; no token is lost to the session."""
+    sampling = params("sampled", max_tokens=12)
+    expected = expected_tokens(pair, WIDE, sampling)
+    speculative = SpeculativeConfig(model=pair.head, num_speculative_tokens=3)
+    runtime, _ = load_fake(pair.target, speculative, device_loop=False, **ON_DEVICE)
+    with closing(runtime):
+        session = runtime._sessions[submit_with(runtime, Interrupted(WIDE), prompt_of(19), sampling)]
+        with pytest.raises(KeyboardInterrupt):
+            run_all(runtime)
+        run_all(runtime)
+        assert session.committed[19:] == expected
+
+
 @pytest.mark.parametrize("depth", [0, 3])
 @pytest.mark.parametrize(
     ("grammar", "num_tokens", "error"),

@@ -57,12 +57,13 @@ def params(mode: str, seed: int = 7, max_tokens: int = MAX_TOKENS, **others: Any
 
 
 def load(pair: PairPaths, depth: int = 7, *, tree: Any = None, method: Any = "eagle3", **options: Any) -> Runtime:
-    """A runtime that speculates; a draft model that does not load is an error."""
+    """A runtime that speculates; a draft model that does not load is an error. Behind a `method+` widths are chosen."""
     model: dict[str, Any] = {"model": pair.head, **(tree if isinstance(tree, dict) else {"tree": tree})}
     others = {"ngram": {"prompt_lookup_min": 1}, "suffix": {}, "beside": {**model, "text_drafts": "suffix"}}
-    own: dict[str, Any] = others.get(method, model)
+    name = method.rstrip("+")
+    own: dict[str, Any] = {**others.get(name, model), "adaptive_width": name != method}
     config = SpeculativeConfig(
-        method="eagle3" if method == "beside" else method, num_speculative_tokens=depth, strict=True, **own
+        method="eagle3" if name == "beside" else name, num_speculative_tokens=depth, strict=True, **own
     )
     return Runtime.load(pair.target, config, **{**OPTIONS, **options})
 
@@ -104,7 +105,7 @@ def test_no_depth_changes_anything(family: str, mode: str, pairs: dict[str, Pair
 
 @pytest.mark.parametrize("mode", STAGED_MODES)
 @pytest.mark.parametrize("family", STAGED_FAMILIES)
-@pytest.mark.parametrize("method", ["ngram", "suffix", "beside"])
+@pytest.mark.parametrize("method", ["ngram", "suffix", "beside", "eagle3+", later("ngram+")])
 def test_no_depth_of_drafts_from_text_changes_anything(
     method: str, family: str, mode: str, pairs: dict[str, PairPaths]
 ) -> None:
@@ -194,7 +195,7 @@ def test_trees_accept_what_chains_cannot(pairs: dict[str, PairPaths]) -> None:
         ({"layout": "z-lab", "copies": True}, "greedy"),
         ({"layout": "speculators", "copies": True, "num_hidden_layers": 1}, "sampled"),
         ({"layout": "deepspec", "copies": True, "markov_rank": 4}, "penalised"),
-        ({"layout": "speculators", "copies": True, "markov_rank": 8, "markov_head_type": "gated"}, "filtered"),
+        later({"layout": "speculators", "copies": True, "markov_rank": 8, "markov_head_type": "gated"}, "filtered"),
     ],
     ids=str,
 )
@@ -209,8 +210,9 @@ def test_no_form_of_draft_model_changes_anything(form: dict[str, Any], mode: str
     prompts = [prompt_of(21), prompt_of(8, seed=1)]
     expected = [baseline(pair, prompt, sampling) for prompt in prompts]
     of_its_own = form.keys() & {"mask_token", "layout", "windows"} and method != "dspark"
-    for tree in (None, TREES["bushy"], *([dynamic(4, 11)] if of_its_own else ())):
-        with load(pair, 3 if tree else 5, tree=tree, method=method) as runtime:
+    dynamic_trees = [(dynamic(4, 11), method)] if of_its_own else []
+    for tree, how in ((None, method), (TREES["bushy"], method), (None, f"{method}+"), *dynamic_trees):
+        with load(pair, 3 if tree else 5, tree=tree, method=how) as runtime:
             for prompt, trace in zip(prompts * 2, expected * 2, strict=True):  # the second time, prefixes are found
                 assert_same(traced(runtime, prompt, sampling, lambda number: 3 * (number % 4 > 0)), trace)
             speculation = runtime.summary()["eagle_speculation"]
@@ -267,10 +269,11 @@ class Crowd:
     [
         ("eagle3", None, 0),
         ("eagle3", "bushy", 1),
-        ("eagle3", "dynamic", 5),
         ("ngram", None, 2),
         ("suffix", None, 3),
         ("beside", None, 4),
+        ("eagle3+", None, 5),
+        ("eagle3", "dynamic", 6),
     ],
 )
 @pytest.mark.parametrize("family", PLAINEST)

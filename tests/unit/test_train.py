@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from paper_draft_model import PaperDraftModel
+from stages import staged
 from tiny_dflash import PaperDflash, PaperDspark
 from tiny_models import make_target, transformers_logits
 from torch import Tensor
@@ -233,7 +234,7 @@ def test_blocks_of_all_anchors_are_the_papers_of_each(method: str, tmp_path: Pat
     assert loaded.speculator.draft_config.capture_boundaries == head.sizes.boundaries
 
 
-@pytest.mark.parametrize("method", PAPERS)
+@pytest.mark.parametrize("method", staged(PAPERS, first=["dspark"]))
 def test_a_parallel_draft_model_starts_from_its_target_and_learns(method: str, tmp_path: Path) -> None:
     teacher = tiny_teacher(tmp_path)
     head = parallel_model(teacher, method)

@@ -51,13 +51,16 @@ class DflashEmitter:
 
     def emit_extend(self, scope: StepScope) -> None:
         """Keys and values of the positions that a step has run and kept."""
-        batch, rows = scope.bucket.batch, scope.bucket.rows
+        batch, rows = scope.bucket.batch, scope.rows
         emit_accepted_rows(scope)
-        write = {**BY_SLOT, "row_live": "head.row_live", "write_lens": "dense_lens", "offsets": "node_offsets"}
+        lens = scope.buffer("dense_lens")
+        write = {**BY_SLOT, "row_live": "head.row_live", "write_lens": lens, "offsets": scope.offsets}
         context = Rows("head.", batch * rows, "head.row_live", "head.positions", {}, write)
         emitter = Emitter(self.builder, context, self.dtype, Stage.EAGLE_DRAFT_FC)
-        features = emitter.scratch("features", batch * rows, self._feature_width)
-        emitter.emit("gather_features", {"accepted_nodes": "accepted_nodes", **self._sources()}, {"out": features})
+        features = None if scope.waited is None else scope.waited.features
+        if features is None:
+            features = emitter.scratch("features", batch * rows, self._feature_width)
+            emitter.emit("gather_features", {"accepted_nodes": "accepted_nodes", **self._sources()}, {"out": features})
         self._emit_context(emitter, features)
 
     @property
@@ -149,7 +152,7 @@ class DflashEmitter:
         self.builder.emit(
             "mask_rows",
             Stage.EAGLE_DRAFT_FC,
-            reads={name: name for name in names},
+            reads=scope.reads(*names),
             writes=outs,
             mask_token=self.draft.mask_token,
         )

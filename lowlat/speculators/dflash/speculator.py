@@ -70,6 +70,11 @@ class DflashSpeculator(Speculator):
         """Always: its layers have no windows."""
         return True
 
+    @property
+    def waiting_boundaries(self) -> tuple[int, ...]:
+        """Those that it captures."""
+        return self.config.capture_boundaries
+
     def state_specs(self, sizes: StateSizes) -> list[BufferSpec]:
         """KV caches of the draft model's layers."""
         return dflash_kv_specs(self.config, sizes.dtype, sizes.num_blocks, sizes.block_size)

@@ -83,6 +83,11 @@ class Eagle3Speculator(Speculator):
         """Without a draft window, where a layer has none of its own."""
         return self.window is None and None in self.config.windows
 
+    @property
+    def waiting_boundaries(self) -> tuple[int, ...]:
+        """Those that it captures."""
+        return self.config.capture_boundaries
+
     def state_specs(self, sizes: StateSizes) -> list[BufferSpec]:
         """KV caches of the draft model's layers, features at the ends of blocks, that of the last prompt prefilled."""
         return draft_kv_specs(self.config, sizes.dtype, sizes.num_blocks, sizes.block_size)
