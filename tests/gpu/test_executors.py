@@ -112,15 +112,15 @@ def test_every_group_does_what_its_operations_mean(name: str, tree: Any, pairs: 
         executor = runtime.executor
         assert isinstance(executor, EagerExecutor)
         lockstep = Lockstep(executor, canonical_weights(pairs[name]))
-        run = executor._run
+        issue = executor._issue
 
-        def followed(size: Any) -> None:
+        def followed(size: Any, meanwhile: Any) -> None:
             if isinstance(size, Bucket):  # a step, or a first token behind a chunk
                 executor.synchronize()
                 lockstep.begin(size)
-            run(size)
+            issue(size, meanwhile)
 
-        executor._run = followed  # type: ignore[method-assign]
+        executor._issue = followed  # type: ignore[method-assign]
         for number, mode in enumerate(MODES):
             runtime.submit(prompt_of(20 + 13 * number, number), params(mode, max_tokens=12))
         run_all(runtime, lambda number: (depth, 0, depth)[number % 3])
