@@ -12,6 +12,7 @@ from lowlat.kernels.reference.rows import draft_block, draft_rows, elementwise, 
 from lowlat.kernels.reference.sampling import choose_drafts, draft_topk, logprobs, ngram_draft, sample, suffix_draft
 from lowlat.kernels.reference.schema import Operation, OperationSchema, operations_of
 from lowlat.kernels.reference.step import accept, publish, slots, widths
+from lowlat.kernels.reference.trees import draft_scores, grow, hand_over
 
 __all__ = ["OPERATIONS", "Operation", "OperationSchema"]
 
@@ -21,9 +22,12 @@ OPERATIONS = operations_of(
     draft_block,
     draft_rows,
     choose_drafts,
+    draft_scores,
     draft_topk,
     elementwise,
     experts,
+    grow,
+    hand_over,
     kv,
     linear,
     logprobs,

@@ -390,11 +390,10 @@ def _tell_rows(thread: Any, slot: Any, sizes: Any, record: Any, rows_of: Any, to
     guided = slot >= 0 and record[slot * RECORD + GUIDED] != 0
     if guided:
         for turn in range(turns(max_rows, 32)):
-            row = lane + turn * 32
-            if row < max_rows:  # the same lane has laid it out
-                token, path = int64(-1), int64(0)
-                if row < rows:
-                    token, path = int_at(row_tokens, index * rows + row), long_at(row_masks, index * rows + row)
+            row, token, path = lane + turn * 32, int64(-1), int64(0)
+            if row < rows:  # the same lane has laid it out
+                token, path = int_at(row_tokens, index * rows + row), long_at(row_masks, index * rows + row)
+            if row < max_rows:
                 set_int(tokens, slot * max_rows + row, token)
                 set_long(paths, slot * max_rows + row, path)
     cuda.syncthreads()

@@ -81,8 +81,8 @@ def check_positions(geometry: StepGeometry) -> None:
     if speculator is not None and speculator.draft_config is not None and speculator.attends_everything:
         windowless.append(speculator.draft_config)
     for part in windowless:
-        limit = most_positions(geometry.max_batch, geometry.max_context, part.num_kv_heads) - geometry.max_rows
-        most = limit // geometry.block_size * geometry.block_size - geometry.max_rows
+        limit = most_positions(geometry.max_batch, geometry.max_context, part.num_kv_heads) - geometry.overhang
+        most = limit // geometry.block_size * geometry.block_size - geometry.overhang
         if geometry.max_context > most:
             raise ConfigError(
                 f"max_context {geometry.max_context} is above {most}, the most that the kernels' attention reaches "

@@ -77,7 +77,7 @@ class Runtime:
             config.max_queue,
             geometry.prefill_chunk,
             max_prefill_chunks=geometry.max_prefill_chunks,
-            num_overprovision=geometry.max_rows,
+            num_overprovision=geometry.overhang,
         )
         self.checks = RequestChecks(
             max_context=config.max_context,
@@ -85,7 +85,7 @@ class Runtime:
             eos_token_ids=loaded.target.config.eos_token_ids,
             has_text=self.codec is not None,
             max_stop_ids=MAX_STOPS,
-            max_total_tokens=self.kvcache.capacity * geometry.block_size - geometry.max_rows,
+            max_total_tokens=self.kvcache.capacity * geometry.block_size - geometry.overhang,
             block_size=geometry.block_size,
             greedy_only=config.is_strict,
             must_draft=config.is_strict and self.num_speculative_tokens > 0,

@@ -38,6 +38,7 @@ class StepGeometry:
     num_blocks   KV blocks, the null block included
     prefill_chunk       positions of a chunk of prefill
     max_prefill_chunks  chunks of a prompt that run at once, at most
+    num_drafted_rows    rows of a draft model behind a slot's last token
     max_width     the greatest width, where each step's is chosen anew; None: it is the bucket's
     """
 
@@ -55,6 +56,12 @@ class StepGeometry:
     simulated_accept_length: float | None = None
     simulated_seed: int = 0
     max_width: int | None = None
+    num_drafted_rows: int = 0
+
+    @property
+    def overhang(self) -> int:
+        """Positions past a slot's tokens whose keys and values a step may write."""
+        return max(self.max_rows, self.num_drafted_rows)
 
     @property
     def num_waiting(self) -> int:
@@ -74,7 +81,7 @@ class StepGeometry:
     @property
     def table_width(self) -> int:
         """Blocks of one slot's table: the context and a step's overhang."""
-        return -(-(self.max_context + self.max_rows) // self.block_size)
+        return -(-(self.max_context + self.overhang) // self.block_size)
 
     @property
     def num_positions(self) -> int:

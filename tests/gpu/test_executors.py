@@ -23,6 +23,7 @@ from lowlat.speculators.methods import draft_method, load_speculator
 DEMO = Path(__file__).parents[2] / "lowlat" / "demo"
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 64}
 OPTIONS: dict[str, Any] = {"max_batch": 4, "max_context": 160, "block_size": 16, "prefill_chunk": 32, "device": "cuda"}
+DYNAMIC = {"dynamic_tree_max_topk": 4, "max_total_draft_tokens": 11}
 TREE = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (1, 0, 0))
 FORMS: dict[str, dict[str, Any]] = {
     "layers": {"num_hidden_layers": 3, "windows": (None, 40, 40)},
@@ -87,7 +88,8 @@ def mixture(directory: Path, *, alike: bool) -> PairPaths:
 def load(pair: PairPaths, executor: str, *, tree: Any = None, depth: int = 7, **options: Any) -> Runtime:
     """A runtime that speculates, in bfloat16."""
     method = draft_method(pair.head)
-    config = SpeculativeConfig(model=pair.head, method=method, num_speculative_tokens=depth, tree=tree, strict=True)
+    shape = tree if isinstance(tree, dict) else {"tree": tree}
+    config = SpeculativeConfig(model=pair.head, method=method, num_speculative_tokens=depth, strict=True, **shape)
     return Runtime.load(pair.target, config, **{**OPTIONS, "dtype": "bfloat16", "executor": executor, **options})
 
 
@@ -104,7 +106,7 @@ def canonical_weights(pair: PairPaths) -> dict[str, torch.Tensor]:
     return {name: tensor.cuda() for name, tensor in {**target.weights, **head.weights}.items()}
 
 
-@pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("tree", [None, TREE, DYNAMIC], ids=["chain", "tree", "dynamic"])
 @pytest.mark.parametrize("name", NAMES)
 def test_every_group_does_what_its_operations_mean(name: str, tree: Any, pairs: dict[str, PairPaths]) -> None:
     depth = 3
@@ -182,9 +184,10 @@ def test_no_depth_neighbour_or_slot_changes_a_bit(name: str, mode: str, pairs: d
             tokens = run_all(runtime, rng.choices(range(8), k=400).__getitem__)[tracked]
             recorder.stop()
             assert_same((tokens, recorder.logits[tracked]), expected)
-    with load(pairs[name], "eager", tree=TREE, depth=3) as runtime:
-        assert_same(traced(runtime, prompt, sampling), expected)
-        assert_same(traced(runtime, prompt, sampling, lambda number: 3 * (number % 3 > 0)), expected)
+    for tree in (TREE, DYNAMIC):
+        with load(pairs[name], "eager", tree=tree, depth=3) as runtime:
+            assert_same(traced(runtime, prompt, sampling), expected)
+            assert_same(traced(runtime, prompt, sampling, lambda number: 3 * (number % 3 > 0)), expected)
 
 
 @pytest.fixture(scope="module")

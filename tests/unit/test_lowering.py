@@ -42,13 +42,15 @@ def lowered(tmp_path_factory: pytest.TempPathFactory) -> LoweredPairs:
 
 
 CHAINS = [(name, depth, batch, False) for name in ("llama", "qwen3") for depth in range(8) for batch in BATCHES]
-CASES: list[tuple[str, int, int, bool]] = [
+CASES: list[tuple[str, int, int, bool | str]] = [
     *CHAINS,
     *(("demo", depth, batch, False) for depth, batch in ((0, 1), (3, 1), (3, 4), (7, 8))),
     *((name, depth, batch, True) for name in ("llama", "qwen3", "demo") for depth, batch in ((0, 1), (3, 2), (3, 8))),
     *((name, depth, 2, False) for name in ("mistral", "qwen2", "tied", "biased", "one_group") for depth in (0, 3)),
     *((f"llama+{flags}", depth, 2, False) for flags in HEADS for depth in (0, 1, 3)),
     *((f"qwen3+{flags}", 3, 4, True) for flags in HEADS),
+    *(("llama", 3, batch, "dynamic") for batch in (0, 1, 8)),
+    *((f"llama+{flags}", 3, 2, "dynamic") for flags in ("norm_output", "several_layers", "parallel", "dflash")),
     ("tied+target_s_lm_head", 3, 2, False),
     ("llama_fp8", 3, 8, False),
     ("biased+everything", 3, 2, True),
@@ -60,8 +62,10 @@ CASES: list[tuple[str, int, int, bool]] = [
     *(("gpt_oss+alone", 0, 0, False), ("qwen3+everything", 7, 0, False)),
 ]
 
+TREES = {False: "chain", True: "tree", "dynamic": "dynamic"}
 
-@pytest.fixture(params=CASES, ids=lambda case: f"{case[0]}-S{case[1]}-B{case[2]}{'-tree' if case[3] else ''}")
+
+@pytest.fixture(params=CASES, ids=lambda case: f"{case[0]}-S{case[1]}-B{case[2]}-{TREES[case[3]]}")
 def step(request: pytest.FixtureRequest, lowered: LoweredPairs) -> Lowered:
     """One bucket's program, lowered."""
     return lowered(*request.param)

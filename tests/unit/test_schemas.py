@@ -10,7 +10,7 @@ import pytest
 import torch
 from inserted import with_identities
 from lowered import Pair
-from lowering_cases import HEADS, MIXTURES, TARGETS, TREE, write_pair
+from lowering_cases import HEADS, MIXTURES, SHAPES, TARGETS, write_pair
 
 from lowlat.errors import ConfigError
 from lowlat.executors.reference import bind
@@ -23,6 +23,7 @@ from lowlat.kernels.reference.schema_check import ArrayType, check_operation
 from lowlat.models.program import Op, Program, ProgramBuilder, Stage
 from lowlat.step.prefill import build_prefills
 
+KINDS_OF_TREES: dict[str, bool | str] = {"llama": True, "mistral": "dynamic", "llama+parallel": "dynamic"}
 NAMES = (*(f"{target}+alone" for target in MIXTURES), *TARGETS, *(f"llama+{head}" for head in HEADS))
 
 
@@ -32,8 +33,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Pair]:
 
     def make(name: str) -> Pair:
         files = write_pair(name, tmp_path_factory.mktemp(re.sub(r"\W", "_", name)))
-        tree: dict[str, Any] = {"num_speculative_tokens": 3, "tree": TREE} if name == "llama" else {}
-        return Pair(*files, **tree)
+        return Pair(*files, **SHAPES[KINDS_OF_TREES.get(name, False)])
 
     return {name: make(name) for name in NAMES}
 

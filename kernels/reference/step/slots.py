@@ -250,6 +250,8 @@ def publish_rows(
     rows = row_tokens.shape[1]
     for index, slot in enumerate(slots.tolist()):
         if slot >= 0 and slot_ints[slot, HAS_GRAMMAR]:
+            grammar_tokens[slot].fill_(-1)
+            grammar_paths[slot].zero_()
             grammar_tokens[slot, :rows] = row_tokens[index].to(grammar_tokens.device)
             grammar_tokens[slot, rows:] = -1
             grammar_paths[slot, :rows] = row_masks[index].to(grammar_paths.device)

@@ -53,6 +53,9 @@ from lowlat.kernels.step.begin_step import apply_commands, gather_rows, list_act
 from lowlat.kernels.step.choose_width import choose_width, join_widths
 from lowlat.kernels.step.publish import publish, tree_masks
 from lowlat.kernels.toolchain.kernel import KernelCall
+from lowlat.kernels.trees.draft_scores import draft_topk_logprobs
+from lowlat.kernels.trees.grow import choose_nodes, grow_block_tree, grow_tree
+from lowlat.kernels.trees.hand_over import hand_over_tree
 from lowlat.models.program import Op, Program, Stage
 
 __all__ = [
@@ -191,6 +194,7 @@ def _choose_width(binding: Binding, op: Op) -> Sequence[Call]:
 
 _BY_NAME = (
     *(accept, accept_simulated, add, apply_commands, assign_drafts, bias_rows, block_rows, cast, choose_drafts),
+    *(choose_nodes, grow_block_tree, grow_tree, hand_over_tree),
     *(commit, concat_norms, draft_confidence, draft_prefill_rows, draft_rows, gather_features, gather_level),
     *(gather_rows, identity, join_features, join_widths, keep_features, kv_write, list_active_slots, markov_gate),
     *(mask_rows, ngram_draft, parent_tokens, prefill_kv_write, publish_rows, qk_norm, rms_norm),
@@ -203,6 +207,7 @@ OPERATIONS: Mapping[str, Lower] = MappingProxyType(
         "attention": _attention,
         "choose_width": _choose_width,
         "draft_topk": draft_topk_alone,
+        "draft_topk_logprobs": _with_workspace(draft_topk_logprobs),
         "embed": _embed,
         "experts_down": down_alone,
         "experts_gate_up": _gate_up,

@@ -25,10 +25,11 @@ BITS = (np.uint32(1) << np.arange(32, dtype=np.uint32)).view(np.int32)
 
 
 class _Row(NamedTuple):
-    """A row of a step: where it is, and how many tokens the matcher took for it; no place where it is forbidden."""
+    """A row of a step: where it is, no place where it is forbidden, and a matcher that is there, its own or shared."""
 
     place: Place | None
-    num_taken: int
+    matcher: "llguidance.LLMatcher"
+    is_own: bool
 
 
 class MatchedGrammar:
@@ -71,22 +72,13 @@ class MatchedGrammar:
     def fill(self, tokens: Sequence[int], parents: Sequence[int], masks: np.ndarray) -> None:
         """See GrammarState. Raises GrammarError where a grammar cannot go on: it came to a limit, or to a dead end."""
         begin = time.thread_time()
-        rows: list[_Row] = [_Row(self._place, 0)]
-        children: list[list[int]] = [[] for _ in tokens]
+        rows = [_Row(self._place, self._matcher, False)]
+        self._mask(rows[0], masks[0])
         for row in range(1, len(tokens)):
-            children[parents[row]].append(row)
-            rows.append(_Row(None, 0))
-        path: list[int] = []  # the rows from the root to the one that the matcher is at
-        waiting = [0]
-        while waiting:
-            row = waiting.pop()
-            if row:
-                self._back_to(parents[row], path, rows)
-                rows[row] = self._step(rows[parents[row]].place, tokens[row])
-            path.append(row)
-            self._mask(rows[row].place, masks[row])
-            waiting.extend(reversed(children[row]))
-        self._back_to(0, path, rows)
+            parent = parents[row]
+            is_last = parent not in parents[row + 1 :]
+            rows.append(self._below(rows[parent], tokens[row], is_alone=is_last and parents.index(parent) == row))
+            self._mask(rows[row], masks[row])
         spent = time.thread_time() - begin
         if spent > MAX_MASK_S * len(tokens):
             self._fail(f"masks of {len(tokens)} rows took {spent * 1000:.0f} ms; at most {MAX_MASK_S * 1000:g} ms each")
@@ -96,8 +88,8 @@ class MatchedGrammar:
         """See GrammarState."""
         for token in tokens:
             self._check()
-            place, _ = self._step(self._place, token)
-            if place is None:
+            place, taken = self._behind(self._place, token, self._matcher)
+            if place is None or self._matcher.try_consume_tokens(taken) != len(taken):
                 raise GrammarError(f"token {token}, {self._num_committed} tokens into the answer, is not allowed there")
             self._place = place
             self._num_committed += 1
@@ -111,51 +103,40 @@ class MatchedGrammar:
         forced = self._matcher.compute_ff_tokens()[:limit]
         return forced[: self._matcher.validate_tokens(forced)]
 
-    def _back_to(self, row: int, path: list[int], rows: list[_Row]) -> None:
-        num_taken = 0
-        while path[-1] != row:
-            num_taken += rows[path.pop()].num_taken
-        if num_taken:
-            self._matcher.rollback(num_taken)
+    def _below(self, row: _Row, token: int, *, is_alone: bool) -> _Row:
+        """The row behind another one; is_alone: no other row lies behind that one.
 
-    def _step(self, place: Place | None, token: int) -> _Row:
-        """The row behind a token; the matcher has taken what the document has of it."""
-        if place is None:
-            return _Row(None, 0)
-        phase = place.phase
+        Matchers are copied, never rolled back: after a mask the library's rollback leaves parts of the old path behind.
+        """
+        place, taken = (None, []) if row.place is None else self._behind(row.place, token, row.matcher)
+        if not taken:
+            return _Row(place, row.matcher, row.is_own and is_alone)
+        matcher = row.matcher if row.is_own and is_alone else row.matcher.deep_copy()
+        is_allowed = matcher.try_consume_tokens(taken) == len(taken)
+        return _Row(place if is_allowed else None, matcher, True)
+
+    def _behind(self, place: Place, token: int, matcher: "llguidance.LLMatcher") -> tuple[Place | None, list[int]]:
+        """The place behind a token, None for a forbidden one, and what the matcher has to take for it."""
+        phase, gate = place.phase, self._gate
         if phase is Phase.ENDED:
-            return _Row(place if token in self._end_ids else None, 0)
+            return (place if token in self._end_ids else None), []
         if phase is Phase.THINKING:
-            return self._think(place, token)
-        if self._gate is not None and token in self._gate.extra.get(phase, ()):
-            return _Row(self._gate.extra[phase][token], 0)
-        if token in self._end_ids and self._matcher.is_accepting():
-            return _Row(Place(Phase.ENDED), 0)
-        if self._matcher.is_stopped() or self._matcher.try_consume_tokens([token]) != 1:
-            return _Row(None, 0)
-        return _Row(AT_ONCE, 1)
+            if gate is None or token in self._end_ids:
+                return Place(Phase.ENDED), []
+            behind, document = gate.step(place, token)
+            return behind, list(self._vocabulary(document)) if document else []
+        if gate is not None and token in gate.extra.get(phase, ()):
+            return gate.extra[phase][token], []
+        if token in self._end_ids and matcher.is_accepting():
+            return Place(Phase.ENDED), []
+        return (None, []) if matcher.is_stopped() else (AT_ONCE, [token])
 
-    def _think(self, place: Place, token: int) -> _Row:
-        if token in self._end_ids:
-            return _Row(Place(Phase.ENDED), 0)
-        if self._gate is None:
-            return _Row(None, 0)
-        behind, document = self._gate.step(place, token)
-        if not document:
-            return _Row(behind, 0)
-        begun = list(self._vocabulary(document))
-        num_taken = self._matcher.try_consume_tokens(begun)
-        if num_taken < len(begun):
-            self._matcher.rollback(num_taken)
-            return _Row(None, 0)
-        return _Row(behind, num_taken)
-
-    def _mask(self, place: Place | None, row: np.ndarray) -> None:
-        """Write what may follow a place, at which the matcher is."""
+    def _mask(self, at: _Row, row: np.ndarray) -> None:
+        """Write what may follow a row."""
+        place, matcher, end_id = at.place, at.matcher, self._vocabulary.end_id
         if place is None or place.phase is Phase.THINKING:
             row[:] = ALL
             return
-        matcher, end_id = self._matcher, self._vocabulary.end_id
         if place.phase is Phase.ENDED or self._failure or matcher.is_stopped():
             if place.phase is not Phase.ENDED and not self._failure and not matcher.is_accepting():
                 self._fail("nothing may follow")

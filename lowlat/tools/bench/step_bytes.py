@@ -18,7 +18,7 @@ __all__ = ["attended", "step_bytes"]
 
 LIMITS = ("first", "window", "keep_first")  # of the positions that attention reads
 EXPERT_OPS = ("experts_gate_up", "experts_down")
-FEW_ROWS = ("embed", "draft_topk")  # operations that read some rows of a table
+FEW_ROWS = ("embed", "draft_topk", "draft_topk_logprobs")  # operations that read some rows of a table
 
 
 def step_bytes(runtime: Runtime, bucket: Bucket, lengths: Sequence[float], distinct_experts: float | None) -> int:
