@@ -21,6 +21,7 @@ from lowlat.graphs import BucketLadder
 from lowlat.host.memory.plan import check_fits, memory_need
 from lowlat.host.perf import check_device, check_launches
 from lowlat.models.geometry import ModelConfig
+from lowlat.models.partial_kv import partial_kv
 from lowlat.models.target import OpenedTarget, fetch_target, open_target
 from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig
 from lowlat.speculators.base import LoadedSpeculator, Speculator
@@ -189,6 +190,12 @@ def make_geometry(
     worst = -(-(options.max_context + max_rows) // options.block_size)
     num_blocks = options.kv_blocks if options.kv_blocks is not None else options.max_batch * worst + 1
     simulated = speculative if speculator is not None else None
+    partial = None if simulated is None else partial_kv(simulated, options, config, max_rows)
+    if partial is not None:
+        logger.warning(
+            "SpecPV is on, which is lossy: from %d tokens on steps attend to %d of them and the last ones, and tokens "
+            "may differ from the target's", partial.threshold, (partial.num_sinks + partial.num_retrieved) * partial.block
+        )  # fmt: skip
     return StepGeometry(
         config=config,
         speculator=speculator,
@@ -203,6 +210,7 @@ def make_geometry(
         max_prefill_chunks=options.max_prefill_chunks,
         simulated_accept_length=None if simulated is None else simulated.simulated_accept_length,
         simulated_seed=0 if simulated is None else simulated.simulated_seed,
+        partial=partial,
     )
 
 

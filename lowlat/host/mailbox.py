@@ -47,6 +47,7 @@ STAGED = tuple(
     f"staged_{part}" for part in ("ints", "floats", "tokens", "table", "stop_ids", "bias_ids", "bias_values")
 )
 PREFILL = ("tokens", "chunk", "live", "draft_live", "table", "positions", "draft_positions", "slot", "count")
+PARTIAL = ("prefill_span", "prefill_shifts")  # with SpecPV
 WRITTEN = (*STAGED, "command_ring", "command_tail", *(f"prefill_{part}" for part in PREFILL))
 READ = ("ring_records", "ring_tokens", "ring_logprob_values", "ring_logprob_ids", "ring_head")
 
@@ -89,7 +90,8 @@ class Mailbox:
     """
 
     def __init__(self, state: Mapping[str, torch.Tensor], max_draft_tokens: int) -> None:
-        self._host = _HostView({name: state[name] for name in (*WRITTEN, *READ)})
+        self._partial = tuple(name for name in PARTIAL if name in state)
+        self._host = _HostView({name: state[name] for name in (*WRITTEN, *self._partial, *READ)})
         self._arrays = self._host.arrays
         self._head, self._records = self._arrays["ring_head"], self._arrays["ring_records"]
         self._max_draft_tokens = max_draft_tokens
@@ -175,8 +177,20 @@ class Mailbox:
         self._arrays["command_tail"][0] = self._num_commands  # the last: a step may be reading
         self._host.send(("command_tail",))
 
-    def write_chunk(self, slot: int, tokens: Sequence[int], start: int, table: Sequence[int]) -> None:
-        """Write what prefill reads: `tokens` from position `start` on, all of which are live rows."""
+    def write_partial(self, span: tuple[int, int], shifts: Sequence[int]) -> None:
+        """Write what SpecPV adds to a chunk: positions of new keys, and what the lists of all slots leave out;
+        nothing without it."""
+        for name, values in zip(self._partial, (span, shifts), strict=False):
+            self._arrays[name][:] = values
+        self._host.send(self._partial)
+
+    def write_chunk(
+        self, slot: int, tokens: Sequence[int], start: int, table: Sequence[int], *, drafts: bool = True
+    ) -> None:
+        """Write what prefill reads: `tokens` from position `start` on, all of which are live rows.
+
+        drafts  False: the draft model writes nothing
+        """
         arrays, count = self._arrays, len(tokens)
         _fill(arrays["prefill_tokens"], tokens, 0)
         _fill(arrays["prefill_table"][0], table, 0)
@@ -185,7 +199,7 @@ class Mailbox:
         rows = np.arange(len(arrays["prefill_tokens"]))
         arrays["prefill_live"][:] = rows < count
         # row i of a draft model takes token i and the target's feature at i - 1
-        arrays["prefill_draft_live"][:] = (rows < count) & (rows + start >= 1)
+        arrays["prefill_draft_live"][:] = (rows < count) & (rows + start >= 1) & drafts
         arrays["prefill_positions"][:] = rows + start
         arrays["prefill_draft_positions"][:] = np.maximum(rows + start - 1, 0)
         self._host.send(tuple(f"prefill_{part}" for part in PREFILL))

@@ -86,6 +86,9 @@ class _StepBuilder:
         }
         state = ("slots", "lengths", "tokens", "drafts", "num_drafts", "tree_masks", "tree_paths", "slot_ints")
         self.builder.emit("gather_rows", stage, reads={name: name for name in state}, writes=outs)
+        if self.geometry.partial is not None and not self.bucket.prefilled:
+            reads = {"dense_lens": "dense_lens", "slots": "slots", "shifts": "partial_shifts"}
+            self.builder.emit("list_lens", stage, reads=reads, writes={"out": self._ints("list_lens", batch)})
 
     def _target(self) -> list[str]:
         """The target's logits; returns the residual stream at its boundaries, of which prefill leaves the last."""
@@ -98,6 +101,7 @@ class _StepBuilder:
             positions="row_positions",
             attention={**common, "dense_lens": "dense_lens", "row_masks": "row_masks"},
             write={**common, "row_live": "row_live", "write_lens": "dense_lens", "offsets": offsets},
+            partial=self.geometry.partial,
         )
         stage, config = Stage.BASE_DECODE_STEP, self.geometry.config
         if self.bucket.prefilled:

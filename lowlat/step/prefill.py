@@ -4,6 +4,9 @@ Chunks start at multiples of their fixed size, and a chunk's bits depend on its 
 can be shared. Chunks of one prompt that follow each other may run at once, and a chunk that holds few positions as a
 part of one: no bit of them depends on it. The hidden state of the last live row is kept: of a prompt's last chunk the
 first token is chosen from it, see `lowlat.step.decode`.
+
+With SpecPV the same programs refresh a slot that decodes: they run the last tokens over all of the cache, so that
+their keys and values become exact, and the last of these choose the slot's blocks.
 """
 
 from collections.abc import Mapping
@@ -38,7 +41,11 @@ def build_prefill(geometry: StepGeometry, size: int | None = None) -> Program:
     tables = declare_tables(builder, geometry)
     common = {"block_table": "prefill_table", "chunk": "prefill_chunk"}
     write = {"row_live": "prefill_live", **common}
-    rows = Rows("prefill.", size, None, "prefill_positions", common, write, geometry.prefill_chunk)
+    rows = Rows(
+        "prefill.", size, None, "prefill_positions", common, write, geometry.prefill_chunk, geometry.partial
+    )
+    if geometry.partial is not None:
+        builder.emit("identity", stage, reads={"x": "prefill_shifts"}, writes={"out": "partial_shifts"})
     boundaries = emit_decoder(builder, geometry.config, rows, "prefill_tokens", tables["target"], stage)
     builder.emit("identity", stage, reads={"x": "prefill_slot"}, writes={"out": "prefilled_slot"})
     last = {"x": boundaries[-1], "commit_lens": "prefill_count"}

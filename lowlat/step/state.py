@@ -13,9 +13,10 @@ from lowlat.graphs import BufferSpec, Role
 from lowlat.kernels.reference.step.publish import RECORD_WIDTH
 from lowlat.kernels.reference.step.slot_record import MAX_BIASES, MAX_LOGPROBS, MAX_STOPS, NUM_FLOATS, NUM_INTS
 from lowlat.kernels.reference.step.slots import COMMAND_WIDTH
-from lowlat.models.decoder import kv_specs
+from lowlat.models.decoder import kv_specs, partial_specs
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.layers import TORCH_DTYPES
+from lowlat.models.partial_kv import PartialKV
 from lowlat.models.program import ProgramBuilder
 from lowlat.models.rope import rope_tables
 from lowlat.speculators.base import Speculator, StateSizes
@@ -37,6 +38,7 @@ class StepGeometry:
     num_blocks   KV blocks, the null block included
     prefill_chunk       positions of a chunk of prefill
     max_prefill_chunks  chunks of a prompt that run at once, at most
+    partial      SpecPV's sizes; None: everything is attended to
     """
 
     config: ModelConfig
@@ -52,6 +54,7 @@ class StepGeometry:
     max_prefill_chunks: int = 1
     simulated_accept_length: float | None = None
     simulated_seed: int = 0
+    partial: PartialKV | None = None
 
     @property
     def state_sizes(self) -> StateSizes:
@@ -176,6 +179,11 @@ def _host_buffers(geometry: StepGeometry) -> list[BufferSpec]:
 
 def _kv_state(geometry: StepGeometry) -> list[BufferSpec]:
     specs = kv_specs(geometry.config, geometry.num_blocks, geometry.block_size)
+    if geometry.partial is not None:
+        sizes = (geometry.max_batch, geometry.table_width)
+        specs += partial_specs(geometry.config, geometry.partial, specs[0], *sizes)
+        specs.append(BufferSpec("prefill_span", (2,), torch.int32, Role.COMMAND))
+        specs.append(BufferSpec("prefill_shifts", (geometry.max_batch,), torch.int32, Role.COMMAND))
     if geometry.speculator is not None:
         specs += geometry.speculator.state_specs(geometry.state_sizes)
     return specs
