@@ -82,8 +82,8 @@ class PartialCase:
 
     def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values side by side, float32 [G, n, D], rows of the step included."""
-        caches = (cache[self.table[0].long()].transpose(0, 1).flatten(1, 2).float() for cache in (self.k_cache, self.v_cache))
-        keys, values = caches
+        table = self.table[0].long()
+        keys, values = (cache[table].transpose(0, 1).flatten(1, 2).float() for cache in (self.k_cache, self.v_cache))
         return keys, values
 
     def positions(self, num_queries: int = 3) -> torch.Tensor:

@@ -120,14 +120,13 @@ def attention(
     work = AttentionWork(batch, rows, group, kv_heads, head_dim, window, keep, split)
     chosen, planned = (plan, None) if plan is not None else choose_attention_plan(work, card)
     shape = replace(_shape_of(work, chosen, block, first, sinks is not None, early_metadata), parts=parts)
-    width = block_table.shape[-1]
     grid = (chosen.blocks * card.num_multiprocessors if num_blocks is None else num_blocks, 1, 1)
     given = (q, k_cache, v_cache, block_table, slots, dense_lens, row_live, row_masks)
-    numbers = (batch, rows, tail or rows, width)
+    numbers = (batch, rows, tail or rows, block_table.shape[-1])
     if shape.whole:
         ends = (0 if sinks is None else sinks, out)
         return [KernelCall(_make(shape), grid, (*given, *ends, *numbers, 0, scale * LOG2_E), planned=planned)]
-    splits = _capacity(shape, tail or rows, width * (block // max(parts, 1)))
+    splits = _capacity(shape, tail or rows, block_table.shape[-1] * (block // max(parts, 1)))
     tiles = -(-rows * group // (16 * shape.row_tiles)) * shape.row_tiles
     parts = batch * kv_heads * tiles * splits * min(16, rows * group)
     partials = workspace("attention.partials", (parts, head_dim), torch.float32)
@@ -141,7 +140,9 @@ def attention(
     return [first_half, second_half]
 
 
-def partial_attention(*, block_lists: torch.Tensor, block: int, k_cache: torch.Tensor, **given: Any) -> list[KernelCall]:
+def partial_attention(
+    *, block_lists: torch.Tensor, block: int, k_cache: torch.Tensor, **given: Any
+) -> list[KernelCall]:
     """`partial_attention` of the reference: attention whose positions lie in lists, one for each slot and head.
 
     block_lists  [max B, G, n]  int32: entry e is part e % parts of the cache's block e // parts
@@ -149,10 +150,10 @@ def partial_attention(*, block_lists: torch.Tensor, block: int, k_cache: torch.T
     given        the other arguments of `attention`, but a window; dense_lens count positions of the lists
     Where a list holds all of a slot's parts in order its rows have the bits of `attention`. Raises ShapeError.
     """
-    size = k_cache.shape[2]
+    kv_heads, size = k_cache.shape[1:3]
     if block < 16 or size % block or block & (block - 1):
-        raise ShapeError(f"parts of lists must be powers of two from 16 on that divide the block of {size}, got {block}")
-    check_shape("block_lists", block_lists, block_lists.shape[0], k_cache.shape[1], block_lists.shape[-1])
+        raise ShapeError(f"parts must be powers of two from 16 on that divide the cache's block of {size}, got {block}")
+    check_shape("block_lists", block_lists, block_lists.shape[0], kv_heads, block_lists.shape[-1])
     return attention(block_table=block_lists, k_cache=k_cache, parts=size // block, **given)
 
 

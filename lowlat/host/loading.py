@@ -192,10 +192,8 @@ def make_geometry(
     simulated = speculative if speculator is not None else None
     partial = None if simulated is None else partial_kv(simulated, options, config, max_rows)
     if partial is not None:
-        logger.warning(
-            "SpecPV is on, which is lossy: from %d tokens on steps attend to %d of them and the last ones, and tokens "
-            "may differ from the target's", partial.threshold, (partial.num_sinks + partial.num_retrieved) * partial.block
-        )  # fmt: skip
+        logger.warning("SpecPV is on, which is lossy: from %d tokens on steps attend to a part of the KV cache, and "
+                       "tokens may differ from the target's", partial.threshold)  # fmt: skip
     return StepGeometry(
         config=config,
         speculator=speculator,

@@ -23,7 +23,7 @@ from lowlat.graphs import Bucket
 from lowlat.host.loading import Loaded, load
 from lowlat.host.mailbox import Entry, Mailbox, SlotPublication
 from lowlat.host.memory.kvcache import KVCache
-from lowlat.host.memory.partial import PartialSlots
+from lowlat.host.memory.refreshes import Refreshes
 from lowlat.host.metrics import MetricsBook, RequestMetrics
 from lowlat.host.perf import PerfCounters, StepChecks, reason_for_no_drafts
 from lowlat.host.request_checks import RequestChecks
@@ -80,7 +80,6 @@ class Runtime:
             max_prefill_chunks=geometry.max_prefill_chunks,
             num_overprovision=geometry.max_rows,
         )
-        self._partial = PartialSlots(geometry.partial, config.max_batch, geometry.max_rows)
         self.checks = RequestChecks(
             max_context=config.max_context,
             vocab_size=loaded.target.config.vocab_size,
@@ -100,6 +99,7 @@ class Runtime:
         self._step_checks = self._make_step_checks() if config.is_strict else None
         self._sessions: dict[str, Session] = {}
         self._slots: dict[int, Session] = {}
+        self._refreshes = Refreshes(geometry, self.scheduler, self._mailbox, self._launches, self._slots)
         self._pending: list[StepOutput] = []
         self._owes_step = False  # a first token was returned, and no step followed it yet
         self._limited: set[str] = set()  # requests whose limit of drafts was changed since the last launch
@@ -202,8 +202,8 @@ class Runtime:
                 return outputs
         self._owes_step = False
         if self.scheduler.num_active:
-            self._refresh()
-            self._launch(self.scheduler.choose_bucket(depth), ahead, self._num_certain())
+            self._refreshes.run()
+            self._launch(self.scheduler.choose_bucket(depth), ahead, self._refreshes.num_certain(depth))
             outputs.extend(self._go_on(depth, ahead))
         return outputs
 
@@ -267,7 +267,7 @@ class Runtime:
             "perf": self.perf().to_dict(),
             "device": str(self.device_choice.device),
             **({} if self.speculator is None else {"speculator": self.speculator.report()}),
-            **self._partial.report(),
+            **self._refreshes.report(),
         }
 
     def slots(self) -> list[dict[str, Any]]:
@@ -296,7 +296,7 @@ class Runtime:
         self._sessions.clear()
         self._slots.clear()
         self._launches.stop()
-        del self._launches, self._mailbox  # their views of the executor's buffers go with them
+        del self._refreshes, self._launches, self._mailbox  # their views of the executor's buffers go with them
         if self.codec is not None:
             self.codec.close()
         self.executor.close()  # the last: a device that has failed says so
@@ -361,8 +361,7 @@ class Runtime:
         session = self._sessions[chunk.request_id]
         tokens = session.prompt[chunk.start : chunk.start + chunk.num_tokens]
         self._mailbox.write_chunk(session.slot, tokens, chunk.start, session.table)
-        self._partial.join(session.slot, len(session.prompt))
-        self._mailbox.write_partial((chunk.start, chunk.start + chunk.num_tokens), self._partial.shifts)
+        self._refreshes.prefill(session, chunk)
         if chunk.last:
             self._join(session)
         self.scheduler.prefill_done(chunk)
@@ -375,28 +374,6 @@ class Runtime:
             session.slot, session.prompt, session.table, max_length, session.params, session.seed, session.stop_ids
         )
         session.joined(self._mailbox.num_seen)
-
-    def _refresh(self) -> None:
-        """SpecPV: run the last tokens of slots over all of their cache, where that is due. Nothing is under way."""
-        for slot, length in self._lengths().items():
-            if self._partial.is_due(slot, length):
-                session, found = self._slots[slot], self._partial.refresh(slot, length)
-                tokens = session.committed[found.start :]
-                self._mailbox.write_chunk(slot, tokens, found.start, session.table, drafts=False)
-                self._mailbox.write_partial((found.span, length), self._partial.shifts)
-                self._launches.prefill(self.geometry.prefill_size(len(tokens)), None)
-
-    def _lengths(self) -> dict[int, int]:
-        """Tokens of the requests that decode, by slot."""
-        phase, slots = self.scheduler.phase, self._slots.items()
-        return {slot: len(each.committed) for slot, each in slots if phase(each.request_id) is Phase.DECODING}
-
-    def _num_certain(self, num_unread: int = 0) -> int | None:
-        """Steps that may be launched now, see `PartialSlots`; of `num_unread` steps nobody has taken the tokens yet."""
-        most = max(self.ladder.rows_of) + 1
-        if self.geometry.partial is None:
-            return None
-        return self._partial.num_certain(self._lengths(), most, num_unread + self._launches.num_under_way)
 
     def _launch(self, bucket: Bucket, ahead: bool, most: int | None) -> None:
         for name in self._limited & self._sessions.keys():
@@ -414,7 +391,7 @@ class Runtime:
         launches = self._launches
         if not ahead or (launches.in_loop and not self._fits(depth)):
             return self._take(launches.drain(), depth, ahead)
-        if self._is_certain(depth) and (most := self._num_certain()) != 0:
+        if self._is_certain(depth) and (most := self._refreshes.num_certain(depth)) != 0:
             self._launch(self.scheduler.choose_bucket(depth), ahead, most)
         return self._take(launches.wait(), depth, ahead)
 
@@ -458,10 +435,9 @@ class Runtime:
         scheduler = self.scheduler
         num_ended = sum(self._is_live(slot, entry.number) for entry in entries for slot in entry.ended)
         num_left = scheduler.num_active - num_ended
-        if num_left and not scheduler.has_work and not (num_ended and scheduler.num_queued):
-            most = self._num_certain(len(entries))
-            if most != 0:
-                self._launch(self.ladder.choose(num_left, depth), True, most)
+        most = self._refreshes.num_certain(depth, len(entries))
+        if num_left and most != 0 and not scheduler.has_work and not (num_ended and scheduler.num_queued):
+            self._launch(self.ladder.choose(num_left, depth), ahead=True, most=most)
 
     def _is_live(self, slot: int, entry: int) -> bool:
         """Whether an entry is about the session in a slot: not about one before it, nor about one that has ended."""
@@ -485,8 +461,7 @@ class Runtime:
         session = self._slots[publication.slot]
         if self._step_checks is not None or (self.num_speculative_tokens and not publication.verified):
             self._look_at(session, publication)
-        if session.has_begun:
-            self._partial.count_step(session.slot)
+        self._refreshes.count_step(session)
         output = session.take(publication)
         if output.finish_reason is not None:
             if publication.finish_reason is None:
@@ -509,7 +484,7 @@ class Runtime:
         phase = self.scheduler.cancel(session.request_id, committed, num_written=written, poisoned=poisoned)
         if phase is not Phase.QUEUED:
             del self._slots[session.slot]
-            self._partial.leave(session.slot)
+            self._refreshes.leave(session.slot)
         blocks = self.kvcache.take_blocks_to_clear()
         if blocks:
             self._launches.stop()  # a loop would have to end first

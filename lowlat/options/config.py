@@ -143,8 +143,8 @@ class SpeculativeConfig:
         """Refuse what SpecPV does not have, and its sizes where it is off."""
         if self.specpv_lossless:
             raise ConfigError(
-                "specpv_lossless is not implemented: SpecPV's tokens are those of partial steps, and may differ from the "
-                "target's; leave enable_specpv off for lossless decoding"
+                "specpv_lossless is not implemented: SpecPV's tokens are those of partial steps, and may differ from "
+                "the target's; leave enable_specpv off for lossless decoding"
             )
         if not self.enable_specpv:
             for option in options_of(SpeculativeConfig):

@@ -41,9 +41,7 @@ def build_prefill(geometry: StepGeometry, size: int | None = None) -> Program:
     tables = declare_tables(builder, geometry)
     common = {"block_table": "prefill_table", "chunk": "prefill_chunk"}
     write = {"row_live": "prefill_live", **common}
-    rows = Rows(
-        "prefill.", size, None, "prefill_positions", common, write, geometry.prefill_chunk, geometry.partial
-    )
+    rows = Rows("prefill.", size, None, "prefill_positions", common, write, geometry.prefill_chunk, geometry.partial)
     if geometry.partial is not None:
         builder.emit("identity", stage, reads={"x": "prefill_shifts"}, writes={"out": "partial_shifts"})
     boundaries = emit_decoder(builder, geometry.config, rows, "prefill_tokens", tables["target"], stage)

@@ -2,7 +2,9 @@
 
 A block of a list is a part of a block of the paged cache, b positions of its block_size: entry e is part e % parts of
 cache block e // parts. Position p of a slot lies in its list at p where the list holds everything, and from the
-window on at p - shift. Source: SpecPV, arXiv 2512.02337; the score is that of TanZhendong/SpecPV, specpv/kv/kv_cache.py.
+window on at p - shift.
+
+Source: SpecPV, arXiv 2512.02337; the score is that of TanZhendong/SpecPV, specpv/kv/kv_cache.py.
 """
 
 import torch

@@ -90,7 +90,8 @@ class PartialSlots:
         """
         if self.sizes is None:
             return None
-        return min(self._num_certain(self._slots[slot], lengths[slot], most, num_under_way) for slot in lengths)
+        each = (self._num_certain(self._slots[slot], lengths[slot], most, num_under_way) for slot in lengths)
+        return min(each, default=MOST_STEPS)
 
     def _num_certain(self, state: _Slot, length: int, most: int, ahead: int) -> int:
         certain = 0
@@ -122,7 +123,7 @@ class PartialSlots:
         return found
 
     def report(self) -> dict[str, Any]:
-        """A block `specpv` of counts since the load, as JSON, labelled lossy; steps are counted by slot. Empty if off."""
+        """A block `specpv` of counts since the load, as JSON, labelled lossy, of steps by slot; empty if off."""
         if self.sizes is None:
             return {}
         partial_slots = sum(shift > 0 for shift in self.shifts)

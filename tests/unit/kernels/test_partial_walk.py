@@ -54,7 +54,11 @@ def test_lists_are_the_reference_s(length: int, dim: int, equal: bool, monkeypat
 
 def test_lens_are_the_reference_s() -> None:
     lens, slots = torch.tensor([100, 50, 9], dtype=torch.int32), torch.tensor([2, 0, -1], dtype=torch.int32)
-    shifts, found, expected = torch.tensor([0, 7, 32], dtype=torch.int32), torch.empty_like(lens), torch.empty_like(lens)
+    shifts, found, expected = (
+        torch.tensor([0, 7, 32], dtype=torch.int32),
+        torch.empty_like(lens),
+        torch.empty_like(lens),
+    )
     with walkable(walker := Walker(), *COMMON, "partial.block_lists") as modules:
         walker.run(*modules[-1].list_lens(lens, slots, shifts, out=found))
     reference.partial.list_lens(lens, slots, shifts, out=expected)
@@ -68,9 +72,7 @@ def test_attention_over_lists_is_the_reference_s(masks: list[int]) -> None:
     found, expected = case.attended(masks), case.attended(masks)
     walker = Walker(True, may_leave=True)
     with walkable(walker, *ATTENTION) as modules:
-        calls = modules[-1].partial_attention(
-            **found, workspace=workspace, num_blocks=3, early_metadata=True
-        )
+        calls = modules[-1].partial_attention(**found, workspace=workspace, num_blocks=3, early_metadata=True)
         for call in calls:
             walker.run(call)
     reference.partial.partial_attention(**expected)

@@ -1,0 +1,78 @@
+"""SpecPV's part of a runtime: refreshes where they are due, and how many steps may be launched before one can be.
+
+A refresh runs a slot's last tokens by prefill's programs, over all of its cache. It knows the schedule of
+`lowlat.host.memory.partial`, and nothing of what a list holds. Where SpecPV is off nothing here does anything.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from lowlat.host.mailbox import Mailbox
+from lowlat.host.memory.partial import PartialSlots
+from lowlat.host.run_ahead import Launches
+from lowlat.host.scheduler import Phase, PrefillChunk, Scheduler
+from lowlat.host.session import Session
+from lowlat.step.state import StepGeometry
+
+__all__ = ["Refreshes"]
+
+
+class Refreshes:
+    """Refreshes of one runtime's slots; `sessions` are its requests by slot, those that prefill among them."""
+
+    def __init__(
+        self,
+        geometry: StepGeometry,
+        scheduler: Scheduler,
+        mailbox: Mailbox,
+        launches: Launches,
+        sessions: Mapping[int, Session],
+    ) -> None:
+        self.slots = PartialSlots(geometry.partial, geometry.max_batch, geometry.max_rows)
+        self._is_on = geometry.partial is not None
+        self._geometry, self._scheduler = geometry, scheduler
+        self._mailbox, self._launches, self._sessions = mailbox, launches, sessions
+
+    def prefill(self, session: Session, chunk: PrefillChunk) -> None:
+        """Write what SpecPV adds to a prompt's chunk: a slot that prefills attends to everything."""
+        if self._is_on:
+            self.slots.join(session.slot, len(session.prompt))
+            self._mailbox.write_partial((chunk.start, chunk.start + chunk.num_tokens), self.slots.shifts)
+
+    def run(self) -> None:
+        """Refresh the slots for which that is due; nothing may be under way. Raises DeviceError."""
+        for slot, length in self._lengths().items():
+            if self.slots.is_due(slot, length):
+                session, found = self._sessions[slot], self.slots.refresh(slot, length)
+                tokens = session.committed[found.start :]
+                self._mailbox.write_chunk(slot, tokens, found.start, session.table, drafts=False)
+                self._mailbox.write_partial((found.span, length), self.slots.shifts)
+                self._launches.prefill(self._geometry.prefill_size(len(tokens)), None)
+
+    def num_certain(self, depth: int, num_unread: int = 0) -> int | None:
+        """Steps of a depth that may be launched now before a refresh can be due; None: any number.
+
+        num_unread  steps that were seen, of which no request has taken its tokens yet
+        """
+        ahead = num_unread + self._launches.num_under_way
+        return self.slots.num_certain(self._lengths(), depth + 1, ahead) if self._is_on else None
+
+    def count_step(self, session: Session) -> None:
+        """A publication of a request is about to be taken; its first token is no step's."""
+        if self._is_on and session.has_begun:
+            self.slots.count_step(session.slot)
+
+    def leave(self, slot: int) -> None:
+        """The request in a slot has ended."""
+        self.slots.leave(slot)
+
+    def report(self) -> dict[str, Any]:
+        """A block `specpv` of counts, as JSON; empty where it is off."""
+        return self.slots.report()
+
+    def _lengths(self) -> dict[int, int]:
+        """Tokens of the requests that decode, by slot."""
+        if not self._is_on:
+            return {}
+        phase, sessions = self._scheduler.phase, self._sessions.items()
+        return {slot: len(each.committed) for slot, each in sessions if phase(each.request_id) is Phase.DECODING}
