@@ -86,6 +86,8 @@ def test_attention_is_timed_over_blocks_of_its_own_in_every_context() -> None:
                 dense = argument(call, "dense_lens")
                 assert dense.tolist() == [int(case.name) - argument(call, "tail")] * batch
                 assert all(argument(each, "dense_lens") is dense for each in rest)
+            tables = [argument(case.fill(placed, copy)[0], "table") for copy in (0, case.copies)]
+            assert torch.equal(*tables), "copies beyond have the blocks of earlier ones"
 
 
 def test_a_mixture_is_timed_with_rows_that_choose_at_random_and_with_the_extremes(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 import msgspec
 
 from lowlat.tools.bench.results import Environment, Result, read_struct, write_struct
-from lowlat.tools.bench.run import Progress, Report, ScenarioRun
+from lowlat.tools.bench.run import Progress, Report, ScenarioRun, measure_wall_of
+from lowlat.tools.bench.runtimes import Runtimes
 from lowlat.tools.bench.scenarios import Case, Gate
 from lowlat.tools.bench.subject import Subject
 
@@ -72,23 +73,47 @@ def run_gates(
     subject: Subject,
     directory: Path,
     *,
+    times: int = 1,
     commit: str = "",
     report: Report | None = None,
     progress: Progress | None = None,
-) -> GateRun:
-    """Measure every gate, write its rows beside the state, and remember the verdicts. Raises ConfigError."""
+) -> list[GateRun]:
+    """Measure every gate so many times, write the last rows beside the state, and remember the verdicts of each time.
+
+    All that speculates is measured with one load of the model, and all that does not with another, where memory allows.
+    Raises ConfigError.
+    """
     state = read_state(directory)
-    verdicts = []
     environment = subject.environment(commit)
-    for gate in gates:
-        name = f"gate-{gate.name}"
-        run = ScenarioRun(name, gate.scenario(), subject, directory / f"{name}.json", fresh=True, commit=commit)
-        result = run.run(report, progress)
-        verdicts.append(judge(gate, result, mixture=subject.config.experts is not None))
-    done = GateRun(green=all(each.green for each in verdicts), environment=environment, gates=tuple(verdicts))
-    state.runs.append(done)
+    rounds = [[_scenario_run(gate, subject, directory, commit) for gate in gates] for _ in range(times)]
+    runs = [run for each in rounds for run in each]
+    done, total = 0, sum(run.num_repeats for run in runs)
+
+    def advance() -> None:
+        nonlocal done
+        done += 1
+        if progress is not None:
+            progress(done, total)
+
+    wall = measure_wall_of(subject.choice())
+    for drafting in (False, True):
+        with Runtimes(subject, [need for run in runs for need in run.needs(drafting)]) as runtimes:
+            for run in runs:
+                run.measure(drafting, runtimes, wall, report, advance)
+    mixture = subject.config.experts is not None
+    found = []
+    for each in rounds:
+        verdicts = [judge(gate, run.finish(), mixture=mixture) for gate, run in zip(gates, each, strict=True)]
+        green = all(verdict.green for verdict in verdicts)
+        found.append(GateRun(green=green, environment=environment, gates=tuple(verdicts)))
+    state.runs += found
     write_struct(directory / STATE_FILE, state)
-    return done
+    return found
+
+
+def _scenario_run(gate: Gate, subject: Subject, directory: Path, commit: str) -> ScenarioRun:
+    name = f"gate-{gate.name}"
+    return ScenarioRun(name, gate.scenario(), subject, directory / f"{name}.json", fresh=True, commit=commit)
 
 
 def judge(gate: Gate, result: Result, *, mixture: bool) -> Verdict:

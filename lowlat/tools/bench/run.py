@@ -1,6 +1,5 @@
 """A scenario, run case by case into one result file: written after every row, resumed under the same conditions."""
 
-import gc
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ from lowlat.executors.devices import DeviceChoice
 from lowlat.host.runtime import Runtime
 from lowlat.tools.bench.measure import CaseRun, room_of
 from lowlat.tools.bench.results import Environment, Failure, Result, Row, read_result, write_struct
+from lowlat.tools.bench.runtimes import Need, Runtimes
 from lowlat.tools.bench.scenarios import Case, Scenario
 from lowlat.tools.bench.subject import Subject
 
@@ -20,8 +20,6 @@ __all__ = ["Report", "ScenarioRun", "measure_wall_of"]
 Report = Callable[[Row | Failure], None]
 Progress = Callable[[int, int], None]
 PROFILED_STEPS = 10
-BLOCK_SIZE = 32
-EXTRA_ROWS = 64  # a step's rows behind a request's last token, at most
 
 
 class ScenarioRun:
@@ -69,8 +67,7 @@ class ScenarioRun:
         report    called with each row, and with each case that could not be measured
         progress  called with repeats done and repeats in all
         """
-        wall = measure_wall_of(self.subject.choice()) if self._cases else None
-        done, total = 0, len(self._cases) * self.scenario.repeats
+        done, total = 0, self.num_repeats
 
         def advance() -> None:
             nonlocal done
@@ -78,42 +75,57 @@ class ScenarioRun:
             if progress is not None:
                 progress(done, total)
 
+        wall = measure_wall_of(self.subject.choice()) if self._cases else None
         for drafting in (False, True):
-            cases = [case for case in self._cases if (case.num_speculative_tokens > 0) is drafting]
-            self._run_cases(cases, wall, report, advance)
+            with Runtimes(self.subject, self.needs(drafting)) as runtimes:
+                self.measure(drafting, runtimes, wall, report, advance)
+        return self.finish()
+
+    def finish(self) -> Result:
+        """The result of what was measured, written; complete where nothing failed."""
         self.result.complete = not self.result.failures
         write_struct(self.path, self.result)
         return self.result
 
-    def _run_cases(
-        self, cases: list[Case], wall: float | None, report: Report | None, advance: Callable[[], None]
+    @property
+    def num_repeats(self) -> int:
+        """Repeats that are left to do."""
+        return len(self._cases) * self.scenario.repeats
+
+    def needs(self, drafting: bool) -> list[Need]:
+        """What the cases that are left ask of a runtime, in order: those that draft, or those that do not."""
+        return [self._need(case) for case in self._cases_of(drafting)]
+
+    def measure(
+        self,
+        drafting: bool,
+        runtimes: Runtimes,
+        wall: float | None,
+        report: Report | None,
+        advance: Callable[[], None],
     ) -> None:
-        """Cases that a runtime for the largest of them serves; where one fails, or has no bucket, it is made anew."""
-        runtime: Runtime | None = None
-        try:
-            for place, case in enumerate(cases):
-                found: Row | Failure
-                try:
-                    if runtime is not None and not self._serves(runtime, case):
-                        _close(runtime)
-                        runtime = None
-                    if runtime is None:
-                        runtime = self._load_largest(cases[place:])
-                    runtime.speculate(case.num_speculative_tokens)
-                    found = self._measure(runtime, case, wall, advance)
-                    self.result.rows.append(found)
-                except DeviceError:
-                    raise
-                except (LowlatError, torch.OutOfMemoryError) as error:
-                    found = Failure(case, str(error))
-                    self.result.failures.append(found)
-                    _close(runtime)
-                    runtime = None
-                write_struct(self.path, self.result)
-                if report is not None:
-                    report(found)
-        finally:
-            _close(runtime)
+        """Measure the cases that draft, or those that do not; where one fails, the next has a runtime made anew.
+
+        wall     the card's bandwidth, GB/s
+        advance  called after each repeat
+        """
+        for case in self._cases_of(drafting):
+            found: Row | Failure
+            try:
+                found = self._measure(runtimes.take(self._need(case)), case, wall, advance)
+                self.result.rows.append(found)
+            except DeviceError:
+                raise
+            except (LowlatError, torch.OutOfMemoryError) as error:
+                found = Failure(case, str(error))
+                self.result.failures.append(found)
+                runtimes.drop()
+            write_struct(self.path, self.result)
+            if report is not None:
+                report(found)
+
+    def _cases_of(self, drafting: bool) -> list[Case]:
+        return [case for case in self._cases if (case.num_speculative_tokens > 0) is drafting]
 
     def _measure(self, runtime: Runtime, case: Case, wall: float | None, advance: Callable[[], None]) -> Row:
         subject = self.subject
@@ -134,44 +146,9 @@ class ScenarioRun:
             self.path.with_name(place).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
         return row
 
-    def _load_largest(self, cases: list[Case]) -> Runtime:
-        """A runtime for as many of the cases as there is memory for, the first one at least.
-
-        Raises what a load for the first case alone does.
-        """
-        while len(cases) > 1:
-            largest = max(self._blocks(case) for case in cases)
-            try:
-                return self._load(cases)
-            except DeviceError:
-                raise
-            except (LowlatError, torch.OutOfMemoryError):
-                if self._blocks(cases[0]) == largest:
-                    raise
-                gc.collect()
-                cases = [cases[0], *(case for case in cases[1:] if self._blocks(case) < largest)]
-        return self._load(cases)
-
-    def _load(self, cases: list[Case]) -> Runtime:
-        return self.subject.load(
-            max(case.num_speculative_tokens for case in cases),
-            max_batch=max(case.batch for case in cases),
-            max_context=max(case.context + self._room(case) for case in cases),
-            block_size=BLOCK_SIZE,
-            kv_blocks=max(self._blocks(case) for case in cases) + 1,
-            prefix_reuse=self.scenario.reuse_prompts,
-        )
-
-    def _blocks(self, case: Case) -> int:
-        """KV blocks that a case takes."""
-        return case.batch * -(-(case.context + self._room(case) + EXTRA_ROWS) // BLOCK_SIZE)
-
-    def _serves(self, runtime: Runtime, case: Case) -> bool:
-        """Whether a runtime has a case's depth, and room for it."""
-        config = runtime.config
-        fits = case.batch <= config.max_batch and case.context + self._room(case) <= config.max_context
-        known = case.num_speculative_tokens in runtime.ladder.rows_of
-        return known and fits and self._blocks(case) < (config.kv_blocks or 0)
+    def _need(self, case: Case) -> Need:
+        depth, positions = case.num_speculative_tokens, case.context + self._room(case)
+        return Need(depth, case.batch, positions, self.scenario.reuse_prompts)
 
     def _room(self, case: Case) -> int:
         options = self.subject.options
@@ -220,10 +197,3 @@ def measure_wall_of(choice: DeviceChoice) -> float | None:
     from lowlat.tools.profile.recording import card_wall
 
     return card_wall(choice.device)
-
-
-def _close(runtime: Runtime | None) -> None:
-    """Close a runtime and give its memory back before the next one is loaded."""
-    if runtime is not None:
-        runtime.close()
-    gc.collect()

@@ -83,7 +83,7 @@ class Gate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     min_accept_length: Positive
     experts_bound_share: Positive | None = None
     warm_up: Count = 16
-    repeats: Annotated[int, Meta(ge=1, le=100)] = 3
+    repeats: Annotated[int, Meta(ge=1, le=100)] = 1
 
     def scenario(self) -> Scenario:
         """The two rows that it compares."""

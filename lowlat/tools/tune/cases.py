@@ -112,7 +112,7 @@ def _attention(calls: Calls, num_places: int) -> tuple[Case, ...]:
         def fill(calls: Calls, copy: int) -> Calls:
             if copy < min(1, num_places):
                 fill_numbers(calls)
-            state = _step_state(named, context - tail, copy, blocks)
+            state = _step_state(named, context - tail, copy % copies, blocks)
             return tuple(_changed(call, state) for call in calls)
 
         return Case(str(context), copies, fill)

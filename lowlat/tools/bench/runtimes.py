@@ -1,0 +1,105 @@
+"""The runtimes that cases are measured with: one at a time, made for as many cases ahead as there is memory for."""
+
+import gc
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+from lowlat.errors import DeviceError, LowlatError
+from lowlat.host.runtime import Runtime
+from lowlat.tools.bench.subject import Subject
+
+__all__ = ["BLOCK_SIZE", "Need", "Runtimes"]
+
+BLOCK_SIZE = 32
+EXTRA_ROWS = 64  # a step's rows behind a request's last token, at most
+
+
+class Need(NamedTuple):
+    """Sizes that a case asks of a runtime.
+
+    depth      draft tokens
+    positions  of one request, prompt included
+    reuse      share keys and values of prompts
+    """
+
+    depth: int
+    batch: int
+    positions: int
+    reuse: bool
+
+    @property
+    def blocks(self) -> int:
+        """KV blocks of all its requests."""
+        return self.batch * -(-(self.positions + EXTRA_ROWS) // BLOCK_SIZE)
+
+
+class Runtimes:
+    """Runtimes of one subject for needs in order; without a draft model where nothing is drafted.
+
+    A context manager that closes the last one.
+    """
+
+    def __init__(self, subject: Subject, needs: Iterable[Need]) -> None:
+        self._subject = subject
+        self._ahead = list(needs)
+        self._runtime: Runtime | None = None
+
+    def __enter__(self) -> "Runtimes":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.drop()
+
+    def take(self, need: Need) -> Runtime:
+        """A runtime that drafts as deep as a need says, the one at hand where it has room.
+
+        Raises what a load for this need alone does.
+        """
+        self._ahead = self._ahead[self._ahead.index(need) + 1 :]
+        if self._runtime is None or not self._serves(self._runtime, need):
+            self.drop()
+            self._runtime = self._load_largest([need, *self._ahead])
+        self._runtime.speculate(need.depth)
+        return self._runtime
+
+    def drop(self) -> None:
+        """Close the runtime at hand and give its memory back before the next one is loaded."""
+        if self._runtime is not None:
+            self._runtime.close()
+            self._runtime = None
+        gc.collect()
+
+    def _load_largest(self, needs: list[Need]) -> Runtime:
+        first = needs[0]
+        needs = [need for need in needs if (need.depth > 0) is (first.depth > 0) and need.reuse is first.reuse]
+        while len(needs) > 1:
+            largest = max(need.blocks for need in needs)
+            try:
+                return self._load(needs)
+            except DeviceError:
+                raise
+            except (LowlatError, torch.OutOfMemoryError):
+                if first.blocks == largest:
+                    raise
+                gc.collect()
+                needs = [first, *(need for need in needs[1:] if need.blocks < largest)]
+        return self._load(needs)
+
+    def _load(self, needs: list[Need]) -> Runtime:
+        return self._subject.load(
+            max(need.depth for need in needs),
+            max_batch=max(need.batch for need in needs),
+            max_context=max(need.positions for need in needs),
+            block_size=BLOCK_SIZE,
+            kv_blocks=max(need.blocks for need in needs) + 1,
+            prefix_reuse=needs[0].reuse,
+        )
+
+    def _serves(self, runtime: Runtime, need: Need) -> bool:
+        """Whether a runtime has a need's depth, and room for it."""
+        config = runtime.config
+        fits = need.batch <= config.max_batch and need.positions <= config.max_context
+        known = need.depth in runtime.ladder.rows_of and (need.depth > 0) is (runtime.speculator is not None)
+        return known and fits and need.blocks < (config.kv_blocks or 0)
