@@ -85,7 +85,7 @@ def attention(
 
     q                 [B * R, H, D]        bf16; D 64 or 128
     k_cache, v_cache  [P, G, block, D]     bf16; block a power of two from 16 to 256
-    block_table       [max B, C / block]   int32
+    block_table       [max B, C / block]   int32; with `parts` above 0 lists, see `partial_attention`
     slots             [B]                  int32; -1 pads
     dense_lens        [B]                  int32  positions [first, dense) are everybody's
     row_live          [B * R]              uint8
@@ -99,9 +99,8 @@ def attention(
     card              what it runs on
     plan              how to cut the launch; None: by the card's table, or the derived one
     num_blocks        blocks of the grid; None: the plan's on every multiprocessor
-    parts             above 0: the table is lists of parts of blocks, see `partial_attention`
-    With a short window (`is_whole`) there is one launch and no workspace. The window and `keep_first` mean what they
-    mean in the reference. Time: `attention_bytes` over the bandwidth and some 4 us. Captured: yes. Raises ShapeError.
+    With a short window there is one launch and no workspace; the window and `keep_first` mean what they mean in the
+    reference. Time: `attention_bytes` over the bandwidth and some 4 us. Captured: yes. Raises ShapeError.
     """
     batch, rows = row_masks.shape
     heads, head_dim = q.shape[1:]
@@ -109,9 +108,7 @@ def attention(
     _check_sizes(batch, rows, heads, kv_heads, head_dim, block)
     check_shape("q", q, batch * rows, heads, head_dim)
     check_shape("v_cache", v_cache, *k_cache.shape)
-    check_shape("slots", slots, batch)
-    check_shape("dense_lens", dense_lens, batch)
-    check_shape("row_live", row_live.reshape(-1), batch * rows)
+    _check_slots(batch, rows, slots=slots, dense_lens=dense_lens, row_live=row_live.reshape(-1))
     check_shape("out", out, batch * rows, heads * head_dim)
     if sinks is not None:
         check_shape("sinks", sinks, heads)
@@ -128,9 +125,9 @@ def attention(
         return [KernelCall(_make(shape), grid, (*given, *ends, *numbers, 0, scale * LOG2_E), planned=planned)]
     splits = _capacity(shape, tail or rows, block_table.shape[-1] * (block // max(parts, 1)))
     tiles = -(-rows * group // (16 * shape.row_tiles)) * shape.row_tiles
-    parts = batch * kv_heads * tiles * splits * min(16, rows * group)
-    partials = workspace("attention.partials", (parts, head_dim), torch.float32)
-    sums = workspace("attention.sums", (parts, 2), torch.float32)
+    count = batch * kv_heads * tiles * splits * min(16, rows * group)
+    partials = workspace("attention.partials", (count, head_dim), torch.float32)
+    sums = workspace("attention.sums", (count, 2), torch.float32)
     arguments = (*given, partials, sums, *numbers, splits, scale * LOG2_E)
     first_half = KernelCall(_make(shape), grid, arguments, planned=planned)
     second_half = combine_splits(
@@ -237,6 +234,14 @@ def _check_sizes(batch: int, rows: int, heads: int, kv_heads: int, head_dim: int
     for fits, problem in limits:
         if not fits:
             raise ShapeError(f"attention: {problem}")
+
+
+def _check_slots(
+    batch: int, rows: int, *, slots: torch.Tensor, dense_lens: torch.Tensor, row_live: torch.Tensor
+) -> None:
+    check_shape("slots", slots, batch)
+    check_shape("dense_lens", dense_lens, batch)
+    check_shape("row_live", row_live, batch * rows)
 
 
 def _check_dtypes(**tensors: torch.Tensor) -> None:

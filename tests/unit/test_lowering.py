@@ -28,7 +28,7 @@ from lowlat.models.program import Op, Program, ProgramBuilder, Stage
 from lowlat.step.prefill import build_prefill
 
 BATCHES = (1, 2, 4, 8)
-SPECPV = {"enable_specpv": True, "specpv_n_retrieval_blocks": 4, "specpv_partial_threshold": 0}
+SPECPV: dict[str, Any] = {"enable_specpv": True, "specpv_n_retrieval_blocks": 4, "specpv_partial_threshold": 0}
 # operations that write a part of their buffer and leave the rest
 # what calls reach through tables of addresses, made when the program was lowered
 BY_ADDRESS = {"kv_compact"}

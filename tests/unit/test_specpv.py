@@ -69,7 +69,7 @@ def traced(runtime: Runtime, prompt: list[int], params: SamplingParams) -> tuple
 @pytest.mark.parametrize("depth", [later(0), 3])
 def test_below_the_threshold_nothing_changes_and_above_it_the_part_is_seen(pair: PairPaths, depth: int) -> None:
     """Every row up to the threshold's position is exact to the bit; some row behind it is not."""
-    off = {name: False if name == "enable_specpv" else getattr(SpeculativeConfig, name) for name in SPECPV}
+    off: dict[str, Any] = {name: getattr(SpeculativeConfig, name) for name in SPECPV}
     with load(pair, num_speculative_tokens=depth, **off) as runtime:
         expected = traced(runtime, prompt_of(20), SAMPLED)
         assert "specpv" not in runtime.summary()
@@ -133,7 +133,7 @@ def test_a_refresh_makes_all_keys_and_values_exact(pair: PairPaths) -> None:
             caches.append(positions(runtime, session.table, length - 1))  # before it
             return refresh(slot, length)
 
-        runtime._refreshes.slots.refresh = watch  # type: ignore[method-assign]
+        runtime._refreshes.slots.refresh = watch
         while len(refreshed) < 3:
             runtime.step()
         after = positions(runtime, session.table, refreshed[-1] - 1)
