@@ -14,10 +14,10 @@ from lowlat.kernels.common.memory import divide, int_at, set_int, wide_count
 from lowlat.kernels.common.norm_math import high_value, low_value
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain import ptx
-from lowlat.kernels.toolchain.kernel import H200, Card, Kernel, KernelCall, Workspace
+from lowlat.kernels.toolchain.kernel import H200, Card, Kernel, KernelCall, Workspace, WorkspaceShape
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int32, int64, types, uint32
 
-__all__ = ["choose_blocks", "examples", "list_lens"]
+__all__ = ["choose_blocks", "examples", "list_lens", "scores_workspace"]
 
 SCORERS, BLOCKS = 256, 3  # threads that score, and their blocks a multiprocessor
 CHOOSERS = 1024
@@ -44,7 +44,7 @@ def choose_blocks(
 ) -> list[KernelCall]:
     """`choose_blocks` of the reference, whose arguments these are; q and summaries are bf16, heads of 64 or 128.
 
-    workspace  scores of every block, [G, n] float32
+    workspace  see `scores_workspace`
     Time: a read of the summaries, and a few thousand steps of a block for each head. Captured: yes. Raises ShapeError
     for shapes or dtypes that do not fit.
     """
@@ -62,12 +62,17 @@ def choose_blocks(
         )
     wide_count("q", q)
     sizes = (kv_heads, parts, block, num_sinks, num_retrieved)
-    scores = workspace("choose_blocks.scores", (kv_heads, width), torch.float32)
+    scores = workspace(*scores_workspace(kv_heads, width))
     grid = (BLOCKS * card.num_multiprocessors, 1, 1)
     given = (q, key_summary, block_table, chunk, slot, shifts, scores, width, min(num_queries, rows))
     score = KernelCall(_score(dim, heads // kv_heads, *sizes), grid, given)
     own = (block_table, slot, shifts, scores, block_lists, width, block_table.shape[-1] * parts)
     return [score, KernelCall(_choose(*sizes), (kv_heads, 1, 1), own)]
+
+
+def scores_workspace(kv_heads: int, width: int) -> WorkspaceShape:
+    """The workspace of `choose_blocks`, for lists of so many heads and entries: scores of every block."""
+    return ("choose_blocks.scores", (kv_heads, width), torch.float32)
 
 
 @cache

@@ -76,9 +76,11 @@ def test_below_the_threshold_nothing_changes_and_above_it_the_part_is_seen(pair:
     with load(pair, num_speculative_tokens=depth) as runtime:
         found = traced(runtime, prompt_of(20), SAMPLED)
         report = runtime.summary()["specpv"]
+        metrics = runtime.metrics("request-0").to_dict()
     same = [torch.equal(found[1][place], expected[1][place]) for place in sorted(expected[1]) if place in found[1]]
     assert all(same[:10]) and not all(same) and found[0][:10] == expected[0][:10]
     assert report["lossy"] is True and report["refreshes"] >= 2 and report["partial_slots"] == 0
+    assert metrics["specpv"] == {"lossy": True, "partial_steps": report["partial_steps"]}
     assert report["partial_steps"] > report["refreshes"] and report["full_steps"] > 0
 
 

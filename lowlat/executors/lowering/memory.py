@@ -18,6 +18,7 @@ from lowlat.kernels.gemm.prefill.plan import MOST_ROWS
 from lowlat.kernels.moe.plan import partials_workspace
 from lowlat.kernels.moe.prefill.experts import list_workspaces
 from lowlat.kernels.moe.router import router_workspace
+from lowlat.kernels.partial.block_lists import scores_workspace
 from lowlat.kernels.toolchain.kernel import WorkspaceShape
 from lowlat.models.program import Op, Program, Stage
 
@@ -59,6 +60,8 @@ def _workspaces(program: Program, op: Op, shape_of: ShapeOf) -> list[WorkspaceSh
         window = op.params.get("window")
         longest = program.buffers["tokens"].shape[1]
         return attention_workspaces(cache, size, longest, window if isinstance(window, int) else None)
+    if op.kind == "choose_blocks":
+        return [scores_workspace(*program.buffers[op.writes["block_lists"]].shape[1:])]
     if op.kind in EXPERT_GEMMS:
         rows, ranks = program.buffers[op.reads["expert_ids"]].shape
         num_experts, width = shape_of(op.weights["bias"])

@@ -68,14 +68,14 @@ class PartialSlots:
         self.shifts[slot] = 0
         self._slots.pop(slot, None)
 
-    def count_step(self, slot: int) -> None:
-        """A step of a slot was published."""
+    def count_step(self, slot: int) -> bool:
+        """A step of a slot was published; returns whether it was a partial one."""
         state = self._slots[slot]
-        if state.num_exact is None:
-            self._counts.full_steps += 1
-        else:
-            state.num_steps += 1
-            self._counts.partial_steps += 1
+        is_partial = state.num_exact is not None
+        state.num_steps += is_partial
+        self._counts.partial_steps += is_partial
+        self._counts.full_steps += not is_partial
+        return is_partial
 
     def is_due(self, slot: int, length: int) -> bool:
         """Whether a slot whose text has `length` tokens must be refreshed before its next step."""

@@ -60,7 +60,7 @@ class Refreshes:
     def count_step(self, session: Session) -> None:
         """A publication of a request is about to be taken; its first token is no step's."""
         if self._is_on and session.has_begun:
-            self.slots.count_step(session.slot)
+            session.num_partial_steps += self.slots.count_step(session.slot)
 
     def leave(self, slot: int) -> None:
         """The request in a slot has ended."""

@@ -71,6 +71,9 @@ class _Snapshot(Collector):
             yield self._counter("prefix_cache_queries", "Tokens of prompts looked up.", [((), kv["query_tokens"])])
             yield self._counter("prefix_cache_hits", "Of those, tokens found.", [((), kv["hit_tokens"])])
         yield from self._speculation(engine.get("eagle_speculation", {}))
+        if "partial_steps" in (partial := engine.get("specpv", {})):
+            help = "Steps of slots over a part of the KV cache (SpecPV), which are lossy."
+            yield self._counter("specpv_partial_steps", help, [((), partial["partial_steps"])])
 
     def _speculation(self, figures: Mapping[str, Any]) -> Iterator[Metric]:
         for name, (key, help) in SPECULATION.items():
