@@ -66,6 +66,13 @@ def traced(runtime: Runtime, prompt: list[int], params: SamplingParams) -> tuple
     return tokens, recorder.logits[name]
 
 
+def test_a_text_may_fill_the_context(pair: PairPaths) -> None:
+    """A refresh's rows reach behind the last block of the slot's table."""
+    with load(pair, options={"prefill_chunk": 64, "max_prefill_chunks": 1}) as runtime:
+        assert len(run_one(runtime, prompt_of(130), SamplingParams(max_tokens=30))) == 30
+        assert runtime.summary()["specpv"]["refreshes"] > 1
+
+
 @pytest.mark.parametrize("depth", [later(0), 3])
 def test_below_the_threshold_nothing_changes_and_above_it_the_part_is_seen(pair: PairPaths, depth: int) -> None:
     """Every row up to the threshold's position is exact to the bit; some row behind it is not."""

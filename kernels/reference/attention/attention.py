@@ -20,12 +20,12 @@ TILE = 256  # keys a tile
 def _load(cache: torch.Tensor, table: torch.Tensor, count: int) -> torch.Tensor:
     """Positions [0, count) of a slot as float32 [G, n, D], n the tiles that hold them; zero where nothing is stored."""
     blocks = cache[table[: -(-count // cache.shape[2])].long()].transpose(0, 1)
-    return whole_tiles(blocks.reshape(blocks.shape[0], -1, blocks.shape[-1])[:, :count])
+    return whole_tiles(blocks.reshape(blocks.shape[0], -1, blocks.shape[-1])[:, :count], count)
 
 
-def whole_tiles(rows: torch.Tensor) -> torch.Tensor:
-    """Rows [G, n, D] as float32, with zeros behind them up to the next multiple of a tile."""
-    shape = (rows.shape[0], -(-rows.shape[1] // TILE) * TILE, rows.shape[2])
+def whole_tiles(rows: torch.Tensor, count: int) -> torch.Tensor:
+    """Rows [G, n, D] as float32, with zeros behind them up to the end of the tile of the last of `count` positions."""
+    shape = (rows.shape[0], -(-count // TILE) * TILE, rows.shape[2])
     loaded = torch.zeros(shape, dtype=torch.float32, device=rows.device)
     loaded[:, : rows.shape[1]] = rows
     return loaded

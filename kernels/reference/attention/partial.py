@@ -152,4 +152,4 @@ def _load(cache: torch.Tensor, entries: torch.Tensor, count: int, block: int) ->
     parts = cache.shape[2] // block
     heads = torch.arange(cache.shape[1], device=cache.device)[:, None]
     blocks = cache.unflatten(2, (parts, block))[entries // parts, heads, entries % parts]
-    return whole_tiles(blocks.flatten(1, 2)[:, :count])
+    return whole_tiles(blocks.flatten(1, 2)[:, :count], count)
