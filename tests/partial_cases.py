@@ -47,7 +47,7 @@ class PartialCase:
         self.shifts = torch.tensor(shifts, dtype=torch.int32, device=device)
         self.rows = rows
 
-    def span(self, first: int = 0) -> dict[str, torch.Tensor]:
+    def span(self, first: int = 0) -> dict[str, Any]:
         """The arguments of `summarise_blocks` for keys that are new from `first` on."""
         span = torch.tensor([first, self.length], dtype=torch.int32, device=self.table.device)
         return {"k_cache": self.k_cache, "block_table": self.table, "span": span, "key_summary": self.summary}

@@ -184,13 +184,8 @@ class Mailbox:
             self._arrays[name][:] = values
         self._host.send(self._partial)
 
-    def write_chunk(
-        self, slot: int, tokens: Sequence[int], start: int, table: Sequence[int], *, drafts: bool = True
-    ) -> None:
-        """Write what prefill reads: `tokens` from position `start` on, all of which are live rows.
-
-        drafts  False: the draft model writes nothing
-        """
+    def write_chunk(self, slot: int, tokens: Sequence[int], start: int, table: Sequence[int]) -> None:
+        """Write what prefill reads: `tokens` from position `start` on, all of which are live rows."""
         arrays, count = self._arrays, len(tokens)
         _fill(arrays["prefill_tokens"], tokens, 0)
         _fill(arrays["prefill_table"][0], table, 0)
@@ -199,7 +194,7 @@ class Mailbox:
         rows = np.arange(len(arrays["prefill_tokens"]))
         arrays["prefill_live"][:] = rows < count
         # row i of a draft model takes token i and the target's feature at i - 1
-        arrays["prefill_draft_live"][:] = (rows < count) & (rows + start >= 1) & drafts
+        arrays["prefill_draft_live"][:] = (rows < count) & (rows + start >= 1)
         arrays["prefill_positions"][:] = rows + start
         arrays["prefill_draft_positions"][:] = np.maximum(rows + start - 1, 0)
         self._host.send(tuple(f"prefill_{part}" for part in PREFILL))

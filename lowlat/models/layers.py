@@ -27,6 +27,7 @@ class Rows:
     write      buffers of the KV write: row_live, slots, write_lens, offsets, block_table; or chunk, for prefill
     chunk      positions of a chunk of prefill, of which there may be several; None: no prefill
     partial    SpecPV's sizes, where a step's rows may attend to a part of the cache; None: they attend to all of it
+    refresh    they are a refresh's, by the operations of prefill
     """
 
     prefix: str
@@ -37,6 +38,7 @@ class Rows:
     write: dict[str, str]
     chunk: int | None = None
     partial: PartialKV | None = None
+    refresh: bool = False
 
 
 @dataclass
@@ -128,6 +130,9 @@ class Emitter:
         weights = {} if sinks is None else {"sinks": sinks}
         if self.rows.chunk is None:
             self.emit("attention", reads, {"out": out}, weights=weights, **params)
+        elif self.rows.refresh and params["window"] is None:
+            own = {"chunk_size": self.rows.chunk, "scale": params["scale"]}
+            self.emit("refresh_attention", reads, {"out": out}, weights=weights, **own)
         else:
             own = {"chunk_size": self.rows.chunk, **params}
             self.emit("prefill_attention", reads, {"out": out}, weights=weights, **own)

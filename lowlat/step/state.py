@@ -101,6 +101,16 @@ class StepGeometry:
             f"{self.prefill_sizes[-1]}"
         )
 
+    @property
+    def refresh_size(self) -> int:
+        """The key of a refresh's program among those of prefill: the positions that it takes, negative.
+
+        Raises ConfigError where there is none, without SpecPV.
+        """
+        if self.partial is None:
+            raise ConfigError("nothing is refreshed without enable_specpv")
+        return -self.prefill_size(self.partial.buffer)
+
     @cached_property
     def tables(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """RoPE's cos and sin of "target" and, where it has its own, "draft", [C, D / 2] float32; made once for all."""

@@ -9,12 +9,14 @@ import torch
 from attention_cases import chain, check, tree
 from lockstep import Lockstep
 from partial_cases import PartialCase
+from prefill_slots import Shape, Slot, close
 from recording import prompt_of, run_all
 from tiny_models import PairPaths, make_pair
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.executors.eager import EagerExecutor
 from lowlat.executors.launcher import Launcher
+from lowlat.executors.lowering.prefill_attention import refresh_attention
 from lowlat.graphs import Bucket
 from lowlat.kernels import reference
 from lowlat.kernels.attention.attention import attention, partial_attention
@@ -102,6 +104,18 @@ def test_attention_over_lists(bench: Bench, masks: list[int], options: dict[str,
         table = case.table.expand(2, -1).contiguous()
         bench.launcher.run(*attention(**given, block_table=table, workspace=bench.workspace, split=split))
         assert torch.equal(found["out"].view(torch.int16), given["out"].view(torch.int16))
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("start", [0, 4095, 4096, 30_011])
+def test_a_refresh_attends_to_all_before_it(bench: Bench, start: int, sinks: bool) -> None:
+    """Torch's flash attention over parts, of which some are whole, one begun and the rest empty."""
+    shape = Shape(128, 32, 8, 128, 32, 32_768)
+    scores = torch.linspace(-3, 3, 32, device="cuda") if sinks else None
+    for count in (128, 3):
+        slot = Slot(start, count, shape=shape, device="cuda")
+        found = slot.flash(bench.launcher, scores, lower=refresh_attention)
+        assert close(found[: slot.count], slot.expected(scores), 8e-3) and bool(found.isfinite().all())
 
 
 def test_lens(bench: Bench) -> None:

@@ -17,7 +17,7 @@ def test_agreement_is_by_place() -> None:
 @pytest.mark.second
 def test_rows_stand_beside_full_attention(tmp_path: Path) -> None:
     out = tmp_path / "rows.json"
-    sizes = ["--context", "232", "--tokens", "14", "--retrieval", "1", "--refresh", "3", "--threshold", "0"]
+    sizes = ["--context", "256", "--tokens", "36", "--retrieval", "1", "--refresh", "3", "--threshold", "0"]
     assert specpv.main(["--model", "bundled", "--device", "cpu", "--out", str(out), *sizes]) == 0
     full, partial = json.loads(out.read_text())
     assert (full["attention"], full["lossy"], full["agreement"], full["tokens_per_s_of_full"]) == ("full", False, 1, 1)

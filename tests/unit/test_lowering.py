@@ -307,10 +307,11 @@ def test_options_of_speculation_are_lowered_too(speculation: dict[str, Any], low
 
 def test_what_prefill_does_for_specpv_is_lowered(lowered: LoweredPairs) -> None:
     pair = lowered.pair("llama", **SPECPV)
-    made = pair.lower_program(build_prefill(pair.geometry))
-    test_every_operation_is_covered_once_and_in_order(made)
-    names = kinds_of(made, Stage.PREFILL)
-    assert [names.count(name) for name in ("summarise_blocks", "block_scores", "choose_blocks")] == [2, 2, 2]
+    for size in (32, pair.geometry.refresh_size):
+        made = pair.lower_program(build_prefill(pair.geometry, size))
+        test_every_operation_is_covered_once_and_in_order(made)
+        names = kinds_of(made, Stage.PREFILL)
+        assert [names.count(name) for name in ("summarise_blocks", "block_scores", "choose_blocks")] == [2, 2, 2]
 
 
 def small_program(then: str) -> Program:

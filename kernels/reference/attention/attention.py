@@ -12,7 +12,7 @@ import torch
 
 from lowlat.kernels.reference.schema import operation
 
-__all__ = ["AttendedRows", "attend_rows", "attention", "prefill_attention", "whole_tiles"]
+__all__ = ["AttendedRows", "attend_rows", "attention", "prefill_attention", "refresh_attention", "whole_tiles"]
 
 TILE = 256  # keys a tile
 
@@ -235,6 +235,31 @@ def prefill_attention(
         place = start + begin, count - begin
         _attend_chunk(whole, (k_cache, v_cache), block_table[0], place, (first, window), sinks, attended, scale)
         results.copy_(attended[: len(rows)])
+
+
+@operation("""
+    read    q                 compute  [c, H, D]         row i stands at position start + i
+    read    k_cache, v_cache  compute  [P, G, block, D]
+    read    block_table       int32    [1, blocks]
+    read    chunk             int32    [2]               start, live rows; rows past them give rubbish that nobody reads
+    weight  sinks             float    [H]
+    write   out               compute  [c, H * D]
+""")
+def refresh_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    chunk: torch.Tensor,
+    sinks: torch.Tensor | None = None,
+    *,
+    out: torch.Tensor,
+    scale: float,
+    chunk_size: int | None = None,
+) -> None:
+    """`prefill_attention` of few rows far behind a text's start: whoever runs it may take the positions before them in
+    parts, whose sums are added, and so round otherwise than for a prompt's rows."""
+    prefill_attention(q, k_cache, v_cache, block_table, chunk, sinks, out=out, scale=scale, chunk_size=chunk_size)
 
 
 def _attend_chunk(

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from lowlat.executors.lowering.prefill_attention import attention_workspaces
+from lowlat.executors.lowering.prefill_attention import attention_workspaces, refresh_bytes
 from lowlat.executors.lowering.prefill_gemm import gemm_workspaces
 from lowlat.executors.lowering.weight_parts import EXPERT_GEMMS
 from lowlat.graphs import Role
@@ -24,6 +24,7 @@ from lowlat.models.program import Op, Program, Stage
 
 __all__ = ["temporary_bytes", "workspace_bytes", "workspaces_of"]
 
+ATTENTION = ("prefill_attention", "refresh_attention")
 LIBRARY_BYTES = 64 << 20  # workspaces of the matrix libraries, and what the allocator rounds up
 TEMPORARIES = 6  # float32 copies of a row-wise operation's widest operand, at most
 SUMS = 4  # float32 copies of attention's sums of weights, at most
@@ -55,7 +56,7 @@ def _workspaces(program: Program, op: Op, shape_of: ShapeOf) -> list[WorkspaceSh
     if op.kind == "linear":
         rows = min(program.buffers[op.writes["out"]].shape[0], MOST_ROWS)
         return gemm_workspaces(rows, *shape_of(op.weights["weight"]))
-    if op.kind == "prefill_attention":
+    if op.kind in ATTENTION:
         cache, size = program.buffers[op.reads["k_cache"]], program.buffers[op.reads["q"]].shape[0]
         window = op.params.get("window")
         longest = program.buffers["tokens"].shape[1]
@@ -88,7 +89,7 @@ def temporary_bytes(program: Program, shape_of: ShapeOf) -> int:
     for op in ops:
         if op.kind == "linear":
             kind, found = "gemm", _gemm_bytes(size, shape_of(op.weights["weight"]))
-        elif op.kind == "prefill_attention":
+        elif op.kind in ATTENTION:
             kind, found = "attention", _attention_bytes(program, op)
         elif op.kind in EXPERT_GEMMS:
             continue
@@ -111,4 +112,6 @@ def _gemm_bytes(size: int, shape: torch.Size) -> int:
 def _attention_bytes(program: Program, op: Op) -> int:
     """The result and its sums; in float32 where sinks scale it."""
     size, heads, dim = program.buffers[op.reads["q"]].shape
+    if op.kind == "refresh_attention":
+        return refresh_bytes(size, heads, dim, program.buffers["tokens"].shape[1])
     return (6 if "sinks" in op.weights else 2) * size * heads * dim + SUMS * 4 * heads * size

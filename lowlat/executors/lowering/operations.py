@@ -12,7 +12,7 @@ import torch
 
 from lowlat.errors import ConfigError
 from lowlat.executors.lowering.binding import Binding, Call, decodes
-from lowlat.executors.lowering.prefill_attention import prefill_attention
+from lowlat.executors.lowering.prefill_attention import prefill_attention, refresh_attention
 from lowlat.executors.lowering.prefill_gemm import prefill_linear
 from lowlat.executors.lowering.weight_parts import experts_name
 from lowlat.kernels.attention.attention import attention, choose_split, partial_attention
@@ -216,6 +216,7 @@ OPERATIONS: Mapping[str, Lower] = MappingProxyType(
         "partial_attention": _attention,
         "prefill_attention": prefill_attention,
         "publish": _publish,
+        "refresh_attention": refresh_attention,
         "rope": _by_name(rotate),
         "router": _router,
         "sample": _sample,

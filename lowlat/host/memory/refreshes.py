@@ -1,6 +1,6 @@
 """SpecPV's part of a runtime: refreshes where they are due, and how many steps may be launched before one can be.
 
-A refresh runs a slot's last tokens by prefill's programs, over all of its cache. It knows the schedule of
+A refresh runs a slot's last tokens over all of its cache. It knows the schedule of
 `lowlat.host.memory.partial`, and nothing of what a list holds. Where SpecPV is off nothing here does anything.
 """
 
@@ -45,9 +45,9 @@ class Refreshes:
             if self.slots.is_due(slot, length):
                 session, found = self._sessions[slot], self.slots.refresh(slot, length)
                 tokens = session.committed[found.start :]
-                self._mailbox.write_chunk(slot, tokens, found.start, session.table, drafts=False)
+                self._mailbox.write_chunk(slot, tokens, found.start, session.table)
                 self._mailbox.write_partial((found.span, length), self.slots.shifts)
-                self._launches.prefill(self._geometry.prefill_size(len(tokens)), None)
+                self._launches.prefill(self._geometry.refresh_size, None)
 
     def num_certain(self, depth: int, num_unread: int = 0) -> int | None:
         """Steps of a depth that may be launched now before a refresh can be due; None: any number.
