@@ -5,10 +5,13 @@
         --num-speculative-tokens 4 7 --totals --limit 2 --max-tokens 64 --out bench/results/cpu/suffix.json
     python -P bench/acceptance.py --method ngram eagle3 --text plain repeating --num-speculative-tokens 1 2 4 7 \
         --totals --limit 2 --max-tokens 64 --out bench/results/cpu/ngram.json
+    python -P bench/acceptance.py --method eagle3 peagle dflash dspark --draft-model peagle=DIR dflash=DIR dspark=DIR \
+        --num-speculative-tokens 3 5 --limit 3 --max-tokens 64 --out bench/results/cpu/drafters.json
 
 Decodes every prompt at S = 0 and at each S, compares the tokens, and writes rows with the commit, the machine and the
 conditions. Nothing is simulated. Prompts whose greedy text repeats itself are also left out in rows of their own,
-since a small model's loops are easy to draft. A repeating text is the prompt, the prompt again, and half of it; a
+since a small model's loops are easy to draft. Where drafts have confidences, their products stand beside what was
+accepted. A repeating text is the prompt, the prompt again, and half of it; a
 copying one has what the target says of the prompt behind it, and the prompt again.
 """
 
@@ -35,7 +38,8 @@ from lowlat import (
 from lowlat.tools.bench.machine import commit_at, driver, processor
 
 DEMO = Path(__file__).parent.parent / "lowlat" / "demo"
-METHODS = ("eagle3", "eagle3+suffix", "ngram", "suffix")
+METHODS = ("eagle3", "eagle3+suffix", "ngram", "suffix", "peagle", "dflash", "dspark")
+PARALLEL = ("peagle", "dflash", "dspark")
 TEXTS = ("plain", "repeating", "copying")
 LOOP = 8  # a text loops when some run of 8 tokens stands in it more than twice
 
@@ -62,6 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "runs_on": sorted({row.pop("runs_on") for row in rows if "runs_on" in row}),
             "target": options.target.name,
             "head": options.head.name if any("eagle3" in method for method in options.method) else None,
+            **_trained(options),
             "batch": 1,
             "max_tokens": options.max_tokens,
             "prompts_a_domain": options.limit,
@@ -79,6 +84,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", type=Path, default=DEMO / "target")
     parser.add_argument("--head", type=Path, default=DEMO / "head")
+    parser.add_argument(
+        "--draft-model", nargs="+", default=[], metavar="METHOD=DIR", help="of peagle, dflash and dspark"
+    )
     parser.add_argument("--prompts", type=Path, default=DEMO / "prompts.json", help="JSON: domain -> prompts")
     parser.add_argument("--method", nargs="+", choices=METHODS, default=["eagle3"])
     parser.add_argument("--text", nargs="+", choices=TEXTS, default=["plain"])
@@ -91,18 +99,35 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--commit", default="", help="what is measured, where there is no git checkout to ask")
     parser.add_argument("--out", type=Path, required=True)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    options.models = {"eagle3": options.head, **dict(each.split("=", 1) for each in options.draft_model)}
+    missing = [method for method in options.method if method in PARALLEL and method not in options.models]
+    if missing:
+        parser.error(f"--draft-model has no directory for {', '.join(missing)}")
+    return options
 
 
 def _load(options: argparse.Namespace, method: str) -> Runtime:
     """A runtime that drafts by a method, as deep as any row needs."""
     name, _, text = method.partition("+")
     own: dict[str, Any] = {"method": name, "text_drafts": text or None}
-    if name == "eagle3":
-        own["model"] = options.head
+    if name in options.models:
+        own["model"] = options.models[name]
     config = SpeculativeConfig(num_speculative_tokens=max(options.num_speculative_tokens), strict=True, **own)
     sizes: dict[str, Any] = {"max_batch": 1, "max_context": 1024, "prefix_reuse": False}
     return Runtime.load(options.target, config, device=options.device, **sizes)
+
+
+def _trained(options: argparse.Namespace) -> dict[str, Any]:
+    """How the other draft models were trained, as their trainer has written it beside them."""
+    logs = {}
+    for method in options.method:
+        path = Path(options.models.get(method, "")) / "loss.json"
+        if method in PARALLEL and path.exists():
+            found = json.loads(path.read_text(encoding="utf-8"))
+            logs[method] = {name: found[name] for name in ("parameters", "training") if name in found}
+            logs[method] |= {"steps": found["log"][-1]["step"], "tokens": found["log"][-1]["tokens"]}
+    return {"trained": logs} if logs else {}
 
 
 class _Baselines:
@@ -168,7 +193,7 @@ class _Bench:
         one = _Sum()
         baseline, one.baseline_seconds, before = self.baselines.of(self.runtime, prompt, self.temperature)
         params = self.baselines.params(self.temperature)
-        tokens, one.seconds, after = _decode(self.runtime, prompt, params, self.depth)
+        tokens, one.seconds, after = _decode(self.runtime, prompt, params, self.depth, one.expected)
         one.baseline_decode_seconds, one.decode_seconds = before.decode_s or 0.0, after.decode_s or 0.0
         one.prompts, one.tokens, one.steps = 1, len(tokens), after.num_steps
         one.identical = tokens == baseline
@@ -216,6 +241,7 @@ class _Sum:
         self.identical = True
         self.loops = False
         self.stats = SpeculativeDecodingStats()
+        self.expected: list[list[float]] = []  # by step, what a confidence head thinks of each position's acceptance
 
     def add(self, other: "_Sum") -> None:
         self.prompts += other.prompts
@@ -227,6 +253,7 @@ class _Sum:
         self.baseline_decode_seconds += other.baseline_decode_seconds
         self.identical &= other.identical
         self.stats.merge(other.stats)
+        self.expected += other.expected
 
     @property
     def decoded(self) -> int:
@@ -235,6 +262,7 @@ class _Sum:
 
     def row(self, domain: str, temperature: float) -> dict[str, Any]:
         stats = self.stats.to_dict()
+        sure = [round(sum(each) / len(each), 3) for each in zip(*self.expected, strict=True)]
         return {
             "domain": domain,
             "temperature": temperature,
@@ -245,6 +273,7 @@ class _Sum:
             "steps_that_verified_drafts": round(self.stats.num_drafts / self.steps, 3) if self.steps else 0.0,
             "mean_acceptance_length": round(stats["mean_acceptance_length"], 3),
             "acceptance_by_position": [round(share, 3) for share in stats["acceptance_by_position"][:3]],
+            **({"expected_by_position": sure[:3]} if sure else {}),
             "tokens_per_s": round(self.tokens / self.seconds, 1) if self.seconds else 0.0,
             "baseline_tokens_per_s": round(self.tokens / self.baseline_seconds, 1) if self.baseline_seconds else 0.0,
             "decode_tokens_per_s": round(self.decoded / self.decode_seconds, 1) if self.decode_seconds else 0.0,
@@ -255,14 +284,22 @@ class _Sum:
 
 
 def _decode(
-    runtime: Runtime, prompt: str | list[int], params: SamplingParams, depth: int
+    runtime: Runtime,
+    prompt: str | list[int],
+    params: SamplingParams,
+    depth: int,
+    expected: list[list[float]] | None = None,
 ) -> tuple[list[int], float, RequestMetrics]:
+    """Tokens, seconds and figures; `expected` gets what a confidence head thinks of each step's drafts."""
+    confidence = None if expected is None else runtime.executor.state.get("draft_confidence")
     name = runtime.submit(prompt, params)
     tokens: list[int] = []
     start = time.perf_counter()
     while runtime.busy:
         for output in runtime.step(depth):
             tokens.extend(output.token_ids)
+            if confidence is not None and expected is not None and output.finish_reason is None:
+                expected.append(confidence[0, :depth].cumprod(0).tolist())
     return tokens, time.perf_counter() - start, runtime.metrics(name)
 
 

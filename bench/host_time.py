@@ -11,7 +11,7 @@ JSON. `bench.tails` measures the steps of a whole model, the host idle and busy.
 import argparse
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,9 +44,9 @@ class Stopwatch:
         self._seen = 0
         step, wait = executor.step, executor.wait_published
 
-        def timed_step(bucket: Bucket) -> None:
+        def timed_step(bucket: Bucket, meanwhile: Callable[[], None] | None = None) -> None:
             start = time.perf_counter_ns()
-            step(bucket)
+            step(bucket, meanwhile)
             end = time.perf_counter_ns()
             if self._seen:
                 self.gaps_us.append((start - self._seen) / 1e3)
@@ -86,8 +86,11 @@ class FreeExecutor:
                 self._ready[slot, column] = value
             self._ready[slot, LENGTH_AFTER] = len(PROMPT)
 
-    def step(self, bucket: Bucket) -> None:
+    def step(self, bucket: Bucket, meanwhile: Callable[[], None] | None = None) -> None:
         """Nothing to do before somebody waits."""
+
+    def wait_until(self, seen: Callable[[], bool]) -> None:
+        """Nobody has a grammar."""
 
     def wait_published(self, count: int) -> None:
         """Publish."""

@@ -4,8 +4,9 @@ A bucket fixes every shape of a step. The ladder holds them all, largest first, 
 captured into one pool. It knows nothing about what a step computes.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from lowlat.errors import ConfigError
 
@@ -18,12 +19,24 @@ class Bucket:
 
     prefilled  the step behind a prompt's last chunk, which chooses its first token: one slot, one row, and that row
                comes out of prefill
+    chooses    the step chooses among `bodies`, on the device; S is the most that it may choose
+    extends    the body of S = 0 in which the draft model runs over what waits for it
     """
 
     batch: int
     rows: int
     num_speculative_tokens: int
     prefilled: bool = False
+    chooses: bool = False
+    extends: bool = False
+
+    @cached_property
+    def bodies(self) -> "tuple[Bucket, ...]":
+        """The buckets among which the step chooses, by the number of the choice; chains of S = 0 and on."""
+        if not self.chooses:
+            return ()
+        widths = (Bucket(self.batch, depth + 1, depth) for depth in range(self.num_speculative_tokens + 1))
+        return (*widths, Bucket(self.batch, 1, 0, extends=True))
 
     @classmethod
     def first_token(cls, num_speculative_tokens: int) -> "Bucket":
@@ -33,6 +46,10 @@ class Bucket:
     def __str__(self) -> str:
         if self.prefilled:
             return f"first token, S = {self.num_speculative_tokens}"
+        if self.chooses:
+            return f"batch {self.batch}, S up to {self.num_speculative_tokens}"
+        if self.extends:
+            return f"batch {self.batch}, S = 0, draft model runs"
         return f"batch {self.batch}, {self.rows} rows, S = {self.num_speculative_tokens}"
 
 
@@ -41,11 +58,13 @@ class BucketLadder:
 
     batches   batch sizes, each at least 1
     rows_of   for each S that may be chosen, the rows T that a slot verifies (1 for S = 0)
+    adaptive  the device chooses each step's S: of chains, from 0 to the largest
 
-    `buckets` holds those of decode steps, `first_tokens` those that choose first tokens, one for each S.
+    `buckets` holds those of decode steps, `first_tokens` those that choose first tokens, one for each S. Where the
+    device chooses, each of `buckets` has bodies, and one first token's is for all.
     """
 
-    def __init__(self, batches: Iterable[int], rows_of: dict[int, int]) -> None:
+    def __init__(self, batches: Iterable[int], rows_of: dict[int, int], *, adaptive: bool = False) -> None:
         self.batches = tuple(sorted(set(batches)))
         if not self.batches or self.batches[0] < 1:
             raise ConfigError(f"bucket batches must be at least 1, got {list(self.batches)}")
@@ -59,10 +78,18 @@ class BucketLadder:
                 reverse=True,
             )
         )
+        self.adaptive = adaptive
+        most = max(self.rows_of)
+        if adaptive:
+            if not most or self.rows_of != {depth: depth + 1 for depth in range(most + 1)}:
+                raise ConfigError(f"widths are chosen among chains of every depth, and the ladder has {self.rows_of}")
+            self.buckets = tuple(Bucket(b, most + 1, most, chooses=True) for b in reversed(self.batches))
+            self.first_tokens: tuple[Bucket, ...] = (Bucket.first_token(0),)
+            return
         self.first_tokens = tuple(Bucket.first_token(depth) for depth in reversed(self.rows_of))
 
     def choose(self, num_active: int, num_speculative_tokens: int) -> Bucket:
-        """The smallest bucket for `num_active` slots at the depth asked for.
+        """The smallest bucket for `num_active` slots at the depth asked for; where the device chooses, at any.
 
         Raises ConfigError when no batch is large enough or the depth has no bucket.
         """
@@ -70,7 +97,22 @@ class BucketLadder:
             raise ConfigError(
                 f"num_speculative_tokens {num_speculative_tokens} has no bucket; the ladder has {sorted(self.rows_of)}"
             )
+        most = max(self.rows_of)
         for batch in self.batches:
+            if batch >= num_active and self.adaptive:
+                return Bucket(batch, most + 1, most, chooses=True)
             if batch >= num_active:
                 return Bucket(batch, self.rows_of[num_speculative_tokens], num_speculative_tokens)
         raise ConfigError(f"{num_active} active slots exceed the largest bucket, {self.batches[-1]} (max_batch)")
+
+    def first_token(self, num_speculative_tokens: int) -> Bucket:
+        """The bucket that chooses a first token and drafts so deep; where the device chooses, it drafts nothing."""
+        return Bucket.first_token(0 if self.adaptive else num_speculative_tokens)
+
+    @property
+    def programs(self) -> Iterator[Bucket]:
+        """All that programs are made for, the largest first: bodies of steps before what chooses them."""
+        for bucket in self.buckets:
+            yield from reversed(bucket.bodies)
+            yield bucket
+        yield from self.first_tokens

@@ -12,16 +12,18 @@ from typing import Any
 from lowlat.errors import DeviceError, LowlatError
 from lowlat.graphs.launch import KernelLaunch, Launch
 
-__all__ = ["CapturedGraph", "audit", "capture", "capture_loop"]
+__all__ = ["Body", "CapturedGraph", "Choice", "audit", "capture", "capture_choice", "capture_loop"]
 
 KERNEL = "KernelNode"
 LIBRARY = ("KernelNode", "MemcpyNode", "MemsetNode")  # a library's operations may leave these
-CONDITIONAL = ("WhileNode", "ConditionalNode")  # drivers before CUDA 13.2 do not tell which conditional node it is
+# drivers before CUDA 13.2 do not tell which conditional node it is
+CONDITIONAL = ("WhileNode", "SwitchNode", "ConditionalNode")
+Body = Callable[[int], Iterable[Launch]]  # the launches of a part, by the handle of the condition that it sets
 
 
 @dataclass
 class CapturedGraph:
-    """An instantiated graph; `num_kernels` counts its kernel nodes, a loop's body included once."""
+    """An instantiated graph; `num_kernels` counts its kernel nodes: a loop's body once, of a choice every body."""
 
     graph: Any
     num_kernels: int
@@ -36,6 +38,18 @@ class CapturedGraph:
     def close(self) -> None:
         """Release the graph."""
         self.graph.close()
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The parts of a step that chooses among bodies.
+
+    opening  gives the launches before the choice for the handle of the SWITCH node's condition, which one of them sets
+    bodies   the launches of each, by the number that is chosen; in a loop they are given the loop's condition
+    """
+
+    opening: Body
+    bodies: Sequence[Body]
 
 
 def capture(stream: Any, launches: Sequence[Launch]) -> CapturedGraph:
@@ -56,22 +70,68 @@ def capture(stream: Any, launches: Sequence[Launch]) -> CapturedGraph:
     return CapturedGraph(graph, kinds.count(KERNEL))
 
 
-def capture_loop(stream: Any, body: Callable[[int], Iterable[Launch]]) -> CapturedGraph:
-    """Capture a WHILE node around the launches that `body` gives for its condition's handle.
+def capture_choice(stream: Any, choice: Choice) -> CapturedGraph:
+    """Capture an opening, and a SWITCH node over its bodies. Raises DeviceError as `capture` does."""
+    with _building(stream) as builder:
+        count = _issue_choice(builder, choice, 0)
+        builder.end_building()
+        _audit_choice(builder)
+        graph = builder.complete()
+    graph.upload(stream)
+    return CapturedGraph(graph, count)
 
-    One of the body's kernels must set the condition. Raises DeviceError as `capture` does.
+
+def _issue(builder: Any, launches: Iterable[Launch]) -> int:
+    """Record launches; returns their number."""
+    count = 0
+    for launch in launches:
+        launch.issue(builder)
+        count += 1
+    return count
+
+
+def _issue_choice(builder: Any, choice: Choice, condition: int) -> int:
+    """Record a choice; `condition` is what its bodies are given. Returns the number of kernels."""
+    chosen = builder.create_condition(default_value=0)
+    count = _issue(builder, choice.opening(int(chosen.handle)))
+    for body, part in zip(choice.bodies, builder.switch(chosen, len(choice.bodies)), strict=True):
+        part.begin_building("relaxed")
+        issued = _issue(part, body(condition))
+        part.end_building()
+        audit(_kinds(part.graph_definition), issued)
+        count += issued
+    return count
+
+
+def _audit_choice(builder: Any) -> None:
+    """Check that a capture holds kernels, and behind them one conditional node."""
+    kinds = _kinds(builder.graph_definition)
+    conditional = [kind for kind in kinds if kind in CONDITIONAL]
+    if len(conditional) != 1:
+        raise DeviceError(f"a step that chooses its width must hold one conditional node, the capture holds {kinds}")
+    audit([kind for kind in kinds if kind not in CONDITIONAL], len(kinds) - 1)
+
+
+def capture_loop(stream: Any, body: Body | Choice) -> CapturedGraph:
+    """Capture a WHILE node around the launches that `body` gives for its condition's handle, or around a choice.
+
+    One of the body's kernels must set the condition, of a choice one of each body's. Raises DeviceError as `capture`
+    does.
     """
     with _building(stream) as builder:
         condition = builder.create_condition(default_value=1)
         loop = builder.while_loop(condition)
         loop.begin_building("relaxed")
-        count = 0
-        for launch in body(int(condition.handle)):
-            launch.issue(loop)
-            count += 1
+        if isinstance(body, Choice):
+            count = _issue_choice(loop, body, int(condition.handle))
+        else:
+            count = _issue(loop, body(int(condition.handle)))
         loop.end_building()
         builder.end_building()
-        audit(_kinds(loop.graph_definition), count)
+        if isinstance(body, Choice):
+            _audit_choice(loop)
+        else:
+            audit(_kinds(loop.graph_definition), count)
         kinds = _kinds(builder.graph_definition)
         if len(kinds) != 1 or kinds[0] not in CONDITIONAL:
             raise DeviceError(f"a device loop must be one conditional node, the capture holds {kinds}")

@@ -5,7 +5,14 @@ import random
 import torch
 from kernel_cases import SAME_SHAPES, Arrays, Bench, poisoned, random_topology
 
-from lowlat.kernels.reference.step.slot_record import DRAFT_LIMIT, LENGTH, MAX_LENGTH, NUM_FLOATS, NUM_INTS
+from lowlat.kernels.reference.step.slot_record import (
+    DRAFT_LIMIT,
+    HAS_GRAMMAR,
+    LENGTH,
+    MAX_LENGTH,
+    NUM_FLOATS,
+    NUM_INTS,
+)
 from lowlat.kernels.reference.step.slots import (
     CANCEL,
     COMMAND_WIDTH,
@@ -14,6 +21,7 @@ from lowlat.kernels.reference.step.slots import (
     apply_commands,
     gather_rows,
     list_active_slots,
+    publish_rows,
 )
 from lowlat.kernels.step import begin_step
 from lowlat.kernels.toolchain.kernel import KernelCall
@@ -24,6 +32,7 @@ JOINED = ("slot_ints", "slot_floats", "tokens", "block_table", "stop_ids", "bias
 COUNTED = ("lengths", "active", "num_drafts", "prompt_seen", "output_counts")
 LISTED = ("active", "slots")
 OUTS = ("row_tokens", "row_positions", "row_live", "row_masks", "paths", "dense_lens", "num_verified", "verified_depth")
+TOLD = ("grammar_tokens", "grammar_paths", "grammar_lengths")
 
 
 def check_begin_step(
@@ -37,10 +46,9 @@ def check_begin_step(
     if how == "given":
         given = source.sample(range(max_batch), batch)
         arrays["slots"] = torch.tensor([slot if source.random() < 0.8 else -1 for slot in given], dtype=torch.int32)
-        bench.compare(arrays, _given, lambda found: begin_step.begin_step(**found, lists=False))
+        bench.compare(arrays, _given, lambda found: begin_step.begin_step(**found, lists=False, tells=True))
     else:
-        calls = _alone if how == "alone" else lambda found: begin_step.begin_step(**found)
-        bench.compare(arrays, _reference, calls)
+        bench.compare(arrays, _reference, _alone if how == "alone" else _fused)
 
 
 def _same_tail(arrays: Arrays, max_batch: int) -> torch.Tensor:
@@ -52,32 +60,49 @@ def _same_tail(arrays: Arrays, max_batch: int) -> torch.Tensor:
     return staged
 
 
-def _each(arrays: Arrays) -> tuple[Arrays, Arrays, Arrays]:
-    """The arguments of the three operations."""
+def _each(arrays: Arrays) -> tuple[Arrays, Arrays, Arrays, Arrays]:
+    """The arguments of the four operations."""
     staged = (f"staged_{name}" for name in STATE)
     applied = ("command_ring", "command_tail", *staged, "command_head", *JOINED, *COUNTED)
-    read = ("slots", "lengths", "tokens", "drafts", "num_drafts", "tree_masks", "tree_paths", "slot_ints")
-    first, second, third = ({name: arrays[name] for name in names} for names in (applied, LISTED, (*read, *OUTS)))
-    return first, second, third
+    read = (
+        "slots",
+        "lengths",
+        "tokens",
+        "drafts",
+        "num_drafts",
+        "tree_masks",
+        "tree_paths",
+        "slot_ints",
+        "grammar_forced",
+    )
+    every = (applied, LISTED, (*read, *OUTS), (*("slots", "lengths", "slot_ints", "row_tokens", "row_masks"), *TOLD))
+    first, second, third, fourth = ({name: arrays[name] for name in names} for names in every)
+    return first, second, third, fourth
 
 
 def _reference(arrays: Arrays) -> None:
-    applied, listed, gathered = _each(arrays)
+    applied, listed, gathered, told = _each(arrays)
     apply_commands(**applied)
     list_active_slots(**listed)
     gather_rows(**gathered)
+    publish_rows(**told)
+
+
+def _fused(arrays: Arrays) -> list[KernelCall]:
+    return begin_step.begin_step(lists=True, tells=True, **arrays)
 
 
 def _given(arrays: Arrays) -> None:
-    applied, _, gathered = _each(arrays)
+    applied, _, gathered, told = _each(arrays)
     apply_commands(**applied)
     gather_rows(**gathered)
+    publish_rows(**told)
 
 
 def _alone(arrays: Arrays) -> list[KernelCall]:
-    applied, listed, gathered = _each(arrays)
+    applied, listed, gathered, told = _each(arrays)
     calls = begin_step.apply_commands(**applied), begin_step.list_active_slots(**listed)
-    return [*calls[0], *calls[1], *begin_step.gather_rows(**gathered)]
+    return [*calls[0], *calls[1], *begin_step.gather_rows(**gathered), *begin_step.publish_rows(**told)]
 
 
 def _arrays(
@@ -95,6 +120,7 @@ def _arrays(
         ints = torch.randint(-(2**60), 2**60, (max_batch, NUM_INTS))
         ints[:, DRAFT_LIMIT] = torch.randint(0, 14, (max_batch,))
         ints[:, LENGTH] = torch.randint(1, context - 2, (max_batch,))
+        ints[:, HAS_GRAMMAR] = torch.randint(0, 2, (max_batch,))
         ints[:, MAX_LENGTH] = ints[:, LENGTH] + torch.randint(0, 8, (max_batch,))
         widths = (TABLE, STOPS, BIASES)
         parts = [ints, torch.randn(max_batch, NUM_FLOATS)]
@@ -128,6 +154,13 @@ def _arrays(
         command_ring=ring, command_head=torch.tensor([head]), command_tail=torch.tensor([head + num_commands])
     )
     arrays["slots"] = poisoned(batch)
+    forced = torch.randint(0, 2, (max_batch, max_rows), dtype=torch.int32)  # some are drafted already, see below
+    forced[:, 0] = torch.randint(0, max_rows, (max_batch,))
+    drafts %= 2
+    arrays["grammar_forced"] = forced
+    arrays["grammar_tokens"] = poisoned(max_batch, max_rows)
+    for name, shape in (("grammar_paths", (max_batch, max_rows)), ("grammar_lengths", (max_batch,))):
+        arrays[name] = poisoned(*shape, dtype=torch.int64)
     for name in OUTS[:2]:
         arrays[name] = poisoned(batch, rows)
     arrays.update(row_live=poisoned(batch, rows, dtype=torch.uint8), row_masks=poisoned(batch, rows, dtype=torch.int64))

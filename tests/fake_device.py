@@ -20,7 +20,8 @@ from lowlat.executors.reference import ReferenceExecutor
 from lowlat.graphs import Bucket, BufferSet
 from lowlat.host.loading import load
 from lowlat.kernels.reference.step.publish import SLOT
-from lowlat.models.program import Program
+from lowlat.kernels.reference.step.slot_record import HAS_GRAMMAR
+from lowlat.models.program import Program, Stage
 
 
 class FakeDevice:
@@ -46,6 +47,7 @@ class FakeDevice:
         self._random = random.Random(seed)
         self._queue: list[tuple[Bucket, int | None]] = []  # a bucket, and the steps that are left of a loop
         self._stop = False
+        self._begun = False  # the first step of the queue has told its rows
 
     @property
     def idle(self) -> bool:
@@ -62,8 +64,28 @@ class FakeDevice:
         return int(self.state["ring_head"])
 
     def _run(self, bucket: Bucket) -> None:
-        self._publish(lambda: self.inner.step(bucket))
+        self._begin(bucket)
+        self._publish(lambda: self._finish(bucket))
         self.log.append(("ran", bucket))
+
+    def _begin(self, bucket: Bucket) -> None:
+        """Run the stage that tells the rows, once."""
+        if not self._begun:
+            self._begun, bound = True, self.inner._bound[bucket]
+            with torch.inference_mode():
+                self.inner._run(tuple(each for each in bound if each[0].stage is Stage.ACTIVE_SLOTS))
+
+    def _finish(self, bucket: Bucket) -> None:
+        self._begun, bound = False, self.inner._bound[bucket]
+        with torch.inference_mode():
+            self.inner._run(tuple(each for each in bound if each[0].stage is not Stage.ACTIVE_SLOTS))
+
+    def _waits_for_masks(self, bucket: Bucket) -> bool:
+        """Whether the draw of a slot would wait for the host, after the step's beginning."""
+        self._begin(bucket)
+        slots = [slot for slot in self.inner.scratch(bucket)["slots"].tolist() if slot >= 0]
+        guided = [slot for slot in slots if self.state["slot_ints"][slot, HAS_GRAMMAR]]
+        return any(self.state["grammar_ready"][slot] < self.state["lengths"][slot] for slot in guided)
 
     def _publish(self, run: Callable[[], None]) -> None:
         """Run what publishes an entry."""
@@ -78,7 +100,7 @@ class FakeDevice:
 
     def _work(self) -> None:
         """Run the step that is due, if there is one; a loop looks at the flag before its entry is published."""
-        if not self._queue:
+        if not self._queue or self._waits_for_masks(self._queue[0][0]):
             return
         bucket, budget = self._queue.pop(0)
         if not self._queue and (budget is None or budget == 1):
@@ -92,8 +114,13 @@ class FakeDevice:
         for _ in range(self._random.randint(0, self.lead)):
             self._work()
 
-    def step(self, bucket: Bucket) -> None:
-        assert not self._looping
+    def wait_until(self, seen: Callable[[], bool]) -> None:
+        if not seen():
+            self._begin(self._queue[0][0])
+        assert seen(), "the host waits for what no step tells"
+
+    def step(self, bucket: Bucket, meanwhile: Callable[[], None] | None = None) -> None:
+        assert not self._looping and meanwhile is None
         self.log.append(("step", bucket))
         self._queue.append((bucket, None))
         self._hurry()
@@ -114,6 +141,7 @@ class FakeDevice:
         while self.head < count:
             if self.idle:
                 raise DeviceError(f"the device is idle and has published {self.head} of {count} steps")
+            assert not self._waits_for_masks(self._queue[0][0]), "the host waits for a step that waits for its masks"
             self._work()
 
     def wait_loop(self, count: int) -> bool:

@@ -340,6 +340,8 @@ class Walker:
             "load_global_128": words(at),
             "load_relaxed_gpu_128": self._when_others_went_on(words(at)),
             "load_global_nc_128": words(at),
+            "load_acquire_system": self._when_others_went_on(lambda address: int(load(at, np.int64, 8)(address)[0])),
+            "load_volatile_i32": lambda address: int(load(at, np.int32, 4)(address)[0]),
             "load_global_i32": lambda address: int(load(at, np.int32, 4)(address)[0]),
             "load_global_i64": lambda address: int(load(at, np.int64, 8)(address)[0]),
             "load_global_u8": lambda address: int(load(at, np.uint8, 1)(address)[0]),

@@ -17,6 +17,7 @@ from lowlat.executors.lowering.weight_parts import expert_parts, gemm_weights
 from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import Bucket, BufferSet, Role
 from lowlat.host.loading import make_geometry, make_topologies
+from lowlat.kernels.formats import matrix_shape
 from lowlat.kernels.toolchain.kernel import H200, Card, KernelCall
 from lowlat.models.program import Program
 from lowlat.models.target import LoadedTarget, load_target
@@ -106,6 +107,6 @@ class Pair:
         specs = list(program.specs(*STATE_ROLES, Role.SCRATCH, Role.CONSTANT))
         buffers = BufferSet(specs, CPU, program.constants)
         workspace = SharedWorkspace(CPU)
-        workspace.reserve(workspaces_of(program, lambda name: self.source[name].shape))
+        workspace.reserve(workspaces_of(program, lambda name: matrix_shape(name, self.source)))
         groups = lower(Binding(program, buffers, self.weights, card, workspace), fuse=self.fuse)
         return Lowered(program, buffers, self.weights, workspace, groups)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lowered import Lowered, Pair
+from quantised_layers import quantise_target
 from tiny_dflash import dflash_draft_model
 from tiny_models import make_pair, make_target, mxfp4_target, random_draft_model
 
@@ -35,6 +36,10 @@ HEADS: dict[str, dict[str, Any]] = {
     "parallel": {"mask_token": 5, "num_hidden_layers": 2},
     "dflash": {"layout": "z-lab", "captures": (1,)},
     "dflash_alone": {"layout": "speculators", "own_embedding": True, "own_lm_head": True, "attention_bias": True},
+    "dspark": (
+        {"layout": "deepspec", "own_embedding": True, "own_lm_head": True, "markov_rank": 16, "num_hidden_layers": 1}
+        | {"markov_head_type": "gated", "captures": (0, 1)}
+    ),
     "everything": dict.fromkeys(
         ("norm_before_fc", "fc_norm", "norm_output", "qk_norm", "attention_bias", "mlp_bias", "own_embedding"), True
     ),
@@ -47,6 +52,7 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "tied": ("llama", {"tie_word_embeddings": True}),
     "biased": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "one_group": ("qwen3", {"num_key_value_heads": 1}),
+    "llama_fp8": ("llama", {}),
     "gpt_oss": ("gpt_oss", {"num_local_experts": 6, "num_experts_per_tok": 3}),
     "gpt_oss_mxfp4": ("gpt_oss", {"num_local_experts": 37, "num_experts_per_tok": 4, "sliding_window": 300}),
 }
@@ -94,6 +100,8 @@ def write_pair(name: str, directory: Path) -> tuple[Path, Path | None]:
         return directory / "target", None
     if not flags:
         paths = make_pair(directory, family_name, **SIZES, **options)
+        if kind.endswith("fp8"):
+            quantise_target(paths.target, "fp8-channel", None)
         return paths.target, paths.head
     target = make(directory / "target", num_hidden_layers=2, **SIZES, **options)
     shape = {"hidden_size": 64, "head_dim": 64, "intermediate_size": 96, "captures": (0, 1, 2)}

@@ -12,6 +12,7 @@ from lowlat.kernels.attention.kv_write import kv_write
 from lowlat.kernels.rows import draft_block
 from lowlat.kernels.rows import draft_level as draft_level
 from lowlat.kernels.rows import draft_rows as draft_rows
+from lowlat.kernels.rows import markov as markov
 from lowlat.kernels.toolchain.kernel import KernelCall
 
 BLOCK, TABLE = 4, 9
@@ -190,6 +191,26 @@ def check_block(bench: Bench, seed: int, *, width: int, batch: int = 4, accepted
         "write_lens": poisoned(batch),
     }
     compare_alone(bench, arrays, "mask_rows", draft_block.mask_rows, mask_token=9)
+
+
+def check_markov(bench: Bench, seed: int, *, vocabulary: int) -> None:
+    """What stands behind DSpark's block: parents' tokens, biased logits."""
+    torch.manual_seed(seed)
+    batch, block, wide, nodes, row = 3, 4, 1 + seed, 9, seed % 4
+    arrays = {
+        "tokens": torch.randint(0, 99, (batch, block), dtype=torch.int32),
+        "draft_nodes": torch.randint(-1, 99, (batch, nodes), dtype=torch.int32),
+        "nodes": torch.randperm(nodes)[:wide].int(),
+        "parents": poisoned(batch, wide),
+        "row_live": poisoned(batch, wide, dtype=torch.uint8),
+    }
+    arrays["tokens"][1] = -1
+    live = compare_alone(bench, arrays, "parent_tokens", markov.parent_tokens)["row_live"].cpu()
+    del arrays["draft_nodes"]
+    compare_alone(bench, {**arrays, "nodes": arrays["nodes"] * 0}, "parent_tokens", markov.parent_tokens)
+    arrays = {"logits": torch.randn(batch * block, vocabulary), "bias": torch.randn(batch * wide, vocabulary)}
+    arrays |= {"row_live": live, "out": poisoned(batch * wide, vocabulary, dtype=torch.float32)}
+    compare_alone(bench, arrays, "bias_rows", markov.bias_rows, row=row)
 
 
 def check_level(bench: Bench, seed: int, *, width: int, batch: int = 3, above: int = 2, wide: int = 3) -> None:

@@ -4,12 +4,13 @@ import math
 from collections.abc import Sequence
 
 import torch
-from unit.kernels.sampling import World
+from unit.kernels.sampling import MAX_ROWS, World
 
 from lowlat.kernels.reference.sampling.random import gumbel
-from lowlat.kernels.reference.sampling.sample import keep, penalise
+from lowlat.kernels.reference.sampling.sample import allowed, keep, penalise
 from lowlat.kernels.reference.step.slot_record import (
     FREQUENCY,
+    HAS_GRAMMAR,
     MIN_P,
     MIN_TOKENS,
     PRESENCE,
@@ -74,6 +75,8 @@ def make_world(vocabulary: int, options: list[dict[str, float]], biased: Sequenc
     world = World(vocabulary, len(options))
     for slot, each in enumerate(options):
         world.set(slot, length=12 + slot, prompt_length=10, **each)
+        if "has_grammar" in each:
+            world.mask(slot, torch.rand(MAX_ROWS, vocabulary) < 0.4)
     world.prompt_seen.random_(0, 2)
     world.output_counts.random_(0, 3)
     world.stop_ids[:, 1], world.stop_ids[:, 31], world.stop_ids[:, 7] = 2, vocabulary - 1, vocabulary
@@ -82,7 +85,9 @@ def make_world(vocabulary: int, options: list[dict[str, float]], biased: Sequenc
     return world
 
 
-def draw_scores(world: World, logits: torch.Tensor, slot: int, tokens: list[int], mask: int) -> torch.Tensor:
+def draw_scores(
+    world: World, logits: torch.Tensor, slot: int, tokens: list[int], mask: int, node: int = 0
+) -> torch.Tensor:
     """What the reference compares at a node, [V] float32, minus infinity where a token may not be drawn."""
     floats, ints = world.floats[slot], world.ints[slot].tolist()
     counts = world.output_counts[slot].clone()
@@ -100,6 +105,8 @@ def draw_scores(world: World, logits: torch.Tensor, slot: int, tokens: list[int]
     if position - ints[PROMPT_LENGTH] < ints[MIN_TOKENS]:
         stops = world.stop_ids[slot].long()
         row[stops[(stops >= 0) & (stops < row.numel())]] = -math.inf
+    if ints[HAS_GRAMMAR]:
+        row[~allowed(world.grammar_masks[slot, node], row.numel())] = -math.inf
     if float(floats[TEMPERATURE]) == 0.0:
         return row
     scaled = (row - row.max()) / floats[TEMPERATURE]

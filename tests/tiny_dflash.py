@@ -1,7 +1,8 @@
-"""Tiny DFlash draft models on disk, and the same in plain torch, from the equations; no lowlat code.
+"""Tiny DFlash and DSpark draft models on disk, and the same in plain torch, from the equations; no lowlat code.
 
 A draft model's keys and values of a position that the target has run are made of the target's residual streams; the
-block's rows are the last token and masks. Every call computes the whole sequence afresh.
+block's rows are the last token and masks. DSpark's logits get a bias by the token drafted before. Every call computes
+the whole sequence afresh.
 """
 
 from collections.abc import Sequence
@@ -24,7 +25,8 @@ def dflash_draft_model(
     copies  its first mask attends to the token before alone, and answers what the target's embedding, final norm and
             LM head would: of a target made with a low gain, a part of its drafts is accepted
     flags   num_hidden_layers, hidden_size, head_dim, num_key_value_heads, captures (boundaries), draft_vocab_size,
-            own_embedding, own_lm_head, qk_norm (True), attention_bias, block_size
+            own_embedding, own_lm_head, qk_norm (True), attention_bias, block_size, anchor (the first row drafts, too);
+            markov_rank, with which it is DSpark's, markov_head_type, confidence ("markov", "states" or "")
     """
     config = target.config
     if copies:
@@ -48,8 +50,11 @@ def dflash_draft_model(
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
     }
+    method = "dspark" if "markov_rank" in flags else "dflash"
+    anchor = bool(flags.get("anchor", method == "dspark"))
     shared = {
-        "speculators_model_type": "dflash",
+        "speculators_model_type": method,
+        "sample_from_anchor": anchor,
         "aux_hidden_state_layer_ids": captures,
         "mask_token_id": MASK,
         "transformer_layer_config": layer,
@@ -63,16 +68,31 @@ def dflash_draft_model(
         tensors["d2t"] = kept - torch.arange(drafted)
     if copies:
         _copy(tensors, target, layer["num_hidden_layers"])
+    heads = _heads(flags) if method == "dspark" else {}
+    block = {"block_size": flags.get("block_size", 8), "draft_vocab_size": drafted, **heads}
+    ids = {"target_layer_ids": [boundary - 1 for boundary in captures], "mask_token_id": MASK}
+    target_layers = {"num_target_layers": config.num_hidden_layers}
     if layout == "speculators":
-        block = {"block_size": flags.get("block_size", 8), "draft_vocab_size": drafted, "sample_from_anchor": False}
-        own = {"architectures": ["DFlashSpeculator"], "target_hidden_size": config.hidden_size, **block}
+        named = "DSparkSpeculator" if heads else "DFlashSpeculator"
+        own = {"architectures": [named], "target_hidden_size": config.hidden_size, **block}
         write_draft_model(directory, {**shared, **own}, tensors)
-    else:
-        ids = {"target_layer_ids": [boundary - 1 for boundary in captures], "mask_token_id": MASK}
-        own = {"architectures": ["DFlashDraftModel"], "num_target_layers": config.num_hidden_layers}
-        own |= {"block_size": flags.get("block_size", 8), "dflash_config": ids, "draft_vocab_size": drafted}
+    elif layout == "deepspec":
+        own = {"architectures": ["Qwen3DSparkModel"], "num_anchors": 512, **target_layers, **ids, **block}
         write_draft_model(directory, {**layer, **own}, tensors)
-    return shared, tensors
+    else:
+        own = {"architectures": ["DFlashDraftModel"], "dflash_config": ids, **target_layers, **block}
+        write_draft_model(directory, {**layer, **own}, tensors)
+    return {**shared, "heads": heads}, tensors
+
+
+def _heads(flags: dict[str, Any]) -> dict[str, Any]:
+    confidence = flags.get("confidence", "markov")
+    return {
+        "markov_rank": flags["markov_rank"],
+        "markov_head_type": flags.get("markov_head_type", "vanilla"),
+        "enable_confidence_head": bool(confidence),
+        "confidence_head_with_markov": confidence == "markov",
+    }
 
 
 def _copy(tensors: dict[str, torch.Tensor], target: Any, num_layers: int) -> None:
@@ -118,6 +138,20 @@ def _shapes(
         shapes["embed_tokens.weight"] = (target.vocab_size, width)
     if flags.get("own_lm_head"):
         shapes["lm_head.weight"] = (flags.get("draft_vocab_size", target.vocab_size), width)
+    return shapes | (_head_shapes(target.vocab_size, width, flags) if "markov_rank" in flags else {})
+
+
+def _head_shapes(vocabulary: int, width: int, flags: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    heads, shapes = _heads(flags), dict[str, tuple[int, ...]]()
+    rank = heads["markov_rank"]
+    if rank:
+        shapes["markov_head.markov_w1.weight"] = (vocabulary, rank)
+        shapes["markov_head.markov_w2.weight"] = (flags.get("draft_vocab_size", vocabulary), rank)
+    if rank and heads["markov_head_type"] == "gated":
+        shapes |= {"markov_head.gate_proj.weight": (rank, width + rank), "markov_head.gate_proj.bias": (rank,)}
+    if heads["enable_confidence_head"]:
+        reads = width + (rank if heads["confidence_head_with_markov"] else 0)
+        shapes |= {"confidence_head.proj.weight": (1, reads), "confidence_head.proj.bias": (1,)}
     return shapes
 
 
@@ -129,16 +163,21 @@ class PaperDflash(PaperDraftModel):
         return self._norm(torch.cat(list(captured), dim=-1) @ self.tensors["fc.weight"].T, "hidden_norm")
 
     def draft_logits(self, tokens: Sequence[int], features: torch.Tensor, drafted: Sequence[int]) -> torch.Tensor:
-        """Logits [d + 1, Vd] of a block with d + 1 masks behind x[n], whatever the d drafts were."""
-        masks = [self.config["mask_token_id"]] * (len(drafted) + 1)
+        """Logits [d + 1, Vd] of a block of d + 1 drafts behind x[n], whatever the d drafts were."""
+        return F.linear(self.block_states(tokens, features, len(drafted) + 1), self.lm_head)
+
+    def block_states(self, tokens: Sequence[int], features: torch.Tensor, count: int) -> torch.Tensor:
+        """The normed states [count, H] of the rows of a block that make `count` drafts behind x[n]."""
+        first = int(not self.config["sample_from_anchor"])
+        masks = [self.config["mask_token_id"]] * (count - 1 + first)
         h = self.embedding[torch.tensor([tokens[-1], *masks])]
         for layer in range(self.layer["num_hidden_layers"]):
             h = h + self._attend_block(self._norm(h, f"layers.{layer}.input_layernorm"), features, layer)
             m = self._norm(h, f"layers.{layer}.post_attention_layernorm")
             gated = F.silu(self._linear(m, layer, "mlp.gate_proj")) * self._linear(m, layer, "mlp.up_proj")
             h = h + self._linear(gated, layer, "mlp.down_proj")
-        logits: torch.Tensor = self._norm(h, "norm") @ self.lm_head.T
-        return logits[1:]
+        normed: torch.Tensor = self._norm(h, "norm")
+        return normed[first:]
 
     def draft_chain(self, tokens: Sequence[int], features: torch.Tensor, depth: int) -> list[int]:
         """The likeliest token of each mask, as target ids."""
@@ -159,3 +198,38 @@ class PaperDflash(PaperDraftModel):
         scores = torch.einsum("ihd,jhd->hij", q, k) / width**0.5
         mixed = torch.einsum("hij,jhd->ihd", scores.softmax(-1), v).reshape(a.shape[0], heads * width)
         return self._linear(mixed, layer, "self_attn.o_proj")
+
+
+class PaperDspark(PaperDflash):
+    """One DSpark draft model over one target: each draft's logits have a bias by the token before it."""
+
+    def draft_logits(self, tokens: Sequence[int], features: torch.Tensor, drafted: Sequence[int]) -> torch.Tensor:
+        """Logits [d + 1, Vd] after x[n] and after each of the d drafted ones."""
+        states = self.block_states(tokens, features, len(drafted) + 1)
+        return F.linear(states, self.lm_head) + self._bias(states, [tokens[-1], *drafted])
+
+    def draft_chain(self, tokens: Sequence[int], features: torch.Tensor, depth: int) -> list[int]:
+        """The likeliest token of each row behind the likeliest of the row before."""
+        states, chain = self.block_states(tokens, features, depth), [tokens[-1]]
+        for row in states:
+            logits = row @ self.lm_head.T + self._bias(row[None], chain[-1:])[0]
+            chain += self.target_ids(logits, 1)
+        return chain[1:]
+
+    def confidences(self, tokens: Sequence[int], features: torch.Tensor, drafted: Sequence[int]) -> torch.Tensor:
+        """The probability [d] that each draft is accepted."""
+        read = self.block_states(tokens, features, len(drafted))
+        if self.config["heads"]["confidence_head_with_markov"]:
+            before = torch.tensor([tokens[-1], *drafted[:-1]])
+            read = torch.cat((read, self.tensors["markov_head.markov_w1.weight"][before]), dim=-1)
+        weight, bias = (self.tensors[f"confidence_head.proj.{part}"] for part in ("weight", "bias"))
+        return torch.sigmoid(F.linear(read, weight, bias))[:, 0]
+
+    def _bias(self, states: torch.Tensor, before: Sequence[int]) -> torch.Tensor:
+        if not self.config["heads"]["markov_rank"]:
+            return torch.zeros(len(states), 1)
+        known = self.tensors["markov_head.markov_w1.weight"][torch.tensor(list(before))]
+        if self.config["heads"]["markov_head_type"] == "gated":
+            weight, bias = (self.tensors[f"markov_head.gate_proj.{part}"] for part in ("weight", "bias"))
+            known = torch.sigmoid(F.linear(torch.cat((states, known), dim=-1), weight, bias)) * known
+        return F.linear(known, self.tensors["markov_head.markov_w2.weight"])

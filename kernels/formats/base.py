@@ -1,8 +1,9 @@
-"""The interface of a weight format: how a matrix's numbers are held, packed for kernels, decoded in them, and counted.
+"""The interfaces of weight formats: how a matrix's numbers are held, packed for kernels, decoded in them, and counted.
 
 A canonical matrix [N, K] is one or more tensors, the format's parts; a stack of matrices has them with more dimensions
-in front. Packed, it is cut into tiles of 16 rows by 64 columns as `gemm.packing` has them, each with its words and
-perhaps its scales. Files are none of its business: that is `lowlat.checkpoint.formats`.
+in front. `MatrixFormat` is what every format has, `WeightFormat` what those of experts' kernels have besides. Packed,
+it is cut into tiles of 16 rows by 64 columns as `gemm.packing` has them, each with its words and perhaps its scales.
+Files are none of its business: that is `lowlat.checkpoint.formats`.
 """
 
 import math
@@ -15,7 +16,7 @@ import torch
 from lowlat.errors import ShapeError
 from lowlat.kernels.gemm.packing import TILE_COLUMNS, TILE_ROWS
 
-__all__ = ["Parts", "Specs", "WeightFormat", "check_part", "tiles_of"]
+__all__ = ["MatrixFormat", "Parts", "Specs", "WeightFormat", "check_part", "tiles_of"]
 
 Parts = Mapping[str, torch.Tensor]
 Specs = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -32,21 +33,71 @@ def tiles_of(rows: int, columns: int) -> tuple[int, int]:
     return -(-rows // TILE_ROWS), -(-columns // TILE_COLUMNS)
 
 
-class WeightFormat(ABC):
-    """One format; all state is in the class, and there is one object of each.
+class MatrixFormat(ABC):
+    """The numbers of one format; there is one object of each.
 
     name         in the tables of formats, in configs and in kernels' names
     parts        the tensors of a canonical matrix, last in their weights' names, and how many of the matrix's numbers
                  an entry of each holds
     block        numbers of a row that are held together: K is a multiple
+    """
+
+    name: str
+    parts: ClassVar[Mapping[str, int]]
+    block: int = 1
+
+    def num_bytes(self, rows: int, columns: int) -> int:
+        """Bytes of a matrix [N, K] without padding: the least that a kernel reads, as floors count it."""
+        specs = self.specs(rows, columns, torch.bfloat16).values()
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in specs)
+
+    def packed_bytes(self, rows: int, columns: int) -> int:
+        """Bytes of a matrix [N, K] as kernels hold it; without kernels as it is."""
+        return self.num_bytes(rows, columns)
+
+    def check_columns(self, columns: int) -> None:
+        """Raise ShapeError unless rows of K numbers can be held."""
+        if columns % self.block:
+            raise ShapeError(f"{self.name.upper()} needs rows of a multiple of {self.block} numbers, got {columns}")
+
+    def check_parts(self, parts: Mapping[str, object]) -> None:
+        """Raise ShapeError unless these are all parts of a matrix, and nothing else."""
+        if set(parts) != set(self.parts):
+            raise ShapeError(
+                f"a matrix in {self.name} is packed from {' and '.join(self.parts)} alone, not from {', '.join(parts)}"
+            )
+
+    def holds(self, parts: Parts) -> bool:
+        """Whether these tensors, by part, may be a matrix in this format, by names and shapes."""
+        if set(parts) != set(self.parts):
+            return False
+        *outer, rows, columns = self.shape(parts)
+        if columns % self.block:
+            return False
+        specs = self.specs(rows, columns, torch.bfloat16)
+        return all(tuple(parts[part].shape) == (*outer, *shape) for part, (shape, _) in specs.items())
+
+    @abstractmethod
+    def specs(self, rows: int, columns: int, dtype: torch.dtype) -> Specs:
+        """Shape and dtype of every part of a matrix [N, K]; dtype is the compute dtype."""
+
+    @abstractmethod
+    def shape(self, parts: Parts) -> tuple[int, ...]:
+        """The shape [..., N, K] of what the parts hold."""
+
+    @abstractmethod
+    def dequantise(self, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
+        """The numbers [..., N, K] in float32 or bfloat16, rounded once; a part as it is where it holds them plainly."""
+
+
+class WeightFormat(MatrixFormat):
+    """A format that experts' kernels decode in registers.
+
     word_dtype   of the packed words
     tile_words   packed words of a tile
     scale_bytes  packed scales of a tile; 0 for a format without
     """
 
-    name: ClassVar[str]
-    parts: ClassVar[Mapping[str, int]]
-    block: ClassVar[int] = 1
     word_dtype: ClassVar[torch.dtype]
     tile_words: ClassVar[int]
     scale_bytes: ClassVar[int] = 0
@@ -61,39 +112,10 @@ class WeightFormat(ABC):
         """Whether tiles have scales beside their words."""
         return self.scale_bytes > 0
 
-    def num_bytes(self, rows: int, columns: int) -> int:
-        """Bytes of a matrix [N, K] without padding: the least that a kernel reads, as floors count it."""
-        specs = self.specs(rows, columns, torch.bfloat16).values()
-        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in specs)
-
     def packed_bytes(self, rows: int, columns: int) -> int:
         """Bytes of a packed matrix [N, K], words and scales."""
         height, width = tiles_of(rows, columns)
         return height * width * (self.tile_bytes + self.scale_bytes)
-
-    def check_columns(self, columns: int) -> None:
-        """Raise ShapeError unless rows of K numbers can be held."""
-        if columns % self.block:
-            raise ShapeError(f"{self.name.upper()} needs rows of a multiple of {self.block} numbers, got {columns}")
-
-    def check_parts(self, parts: Mapping[str, object]) -> None:
-        """Raise ShapeError unless these are all parts of a matrix, and nothing else."""
-        if set(parts) != set(self.parts):
-            raise ShapeError(
-                f"a matrix in {self.name} is packed from {' and '.join(self.parts)} alone, not from {', '.join(parts)}"
-            )
-
-    @abstractmethod
-    def specs(self, rows: int, columns: int, dtype: torch.dtype) -> Specs:
-        """Shape and dtype of every part of a matrix [N, K]; dtype is the compute dtype."""
-
-    @abstractmethod
-    def shape(self, parts: Parts) -> tuple[int, ...]:
-        """The shape [..., N, K] of what the parts hold."""
-
-    @abstractmethod
-    def dequantise(self, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
-        """The numbers [..., N, K] in float32 or bfloat16, exactly; a part as it is where it holds them plainly."""
 
     @abstractmethod
     def pack_into(

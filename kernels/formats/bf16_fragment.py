@@ -6,7 +6,7 @@ from lowlat.kernels.formats.bf16 import BF16
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.numba_cuda import device_function, uint32
 
-__all__ = ["as_multiplied", "make_multiply_tiles", "multiply_step"]
+__all__ = ["as_multiplied", "load_half", "make_multiply_tiles", "multiply_step"]
 
 TILE_BYTES = BF16.tile_bytes
 
@@ -15,6 +15,14 @@ TILE_BYTES = BF16.tile_bytes
 def as_multiplied(words: Any) -> Any:
     """A lane's inputs of a step, as they are."""
     return words
+
+
+@device_function
+def load_half(weights: Any, half: Any) -> Any:
+    """A lane's numbers of half a step: four words of a row, and four of the row 8 below."""
+    a0, a1, a2, a3 = ptx.load_shared_128(uint32(weights + uint32(half * 512)))
+    b0, b1, b2, b3 = ptx.load_shared_128(uint32(weights + uint32(half * 512 + 1024)))
+    return a0, a1, a2, a3, b0, b1, b2, b3
 
 
 @device_function

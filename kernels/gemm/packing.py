@@ -36,17 +36,34 @@ class PackedMatrix:
     rows     N, before padding
     columns  K, before padding
     order    [N] int64 or None: row i of the packed matrix is row order[i] of the original
+    held     uint8: the tiles and, behind them, float32 scales of the packed rows; None: these have no scales
     """
 
     tiles: torch.Tensor
     rows: int
     columns: int
     order: torch.Tensor | None = None
+    held: torch.Tensor | None = None
+
+    @property
+    def format(self) -> str:
+        """The format's name: plain numbers, or FP8 by row."""
+        return "bf16" if self.held is None else "fp8"
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """All that a GEMM reads."""
+        return self.tiles if self.held is None else self.held
+
+    @property
+    def scales(self) -> torch.Tensor | None:
+        """The scales of the packed rows, [ceil(N / 16) * 16] float32; None where they have none."""
+        return None if self.held is None else self.held[self.tiles.nbytes :].view(torch.float32)
 
     @property
     def num_bytes(self) -> int:
         """Bytes that a GEMM reads."""
-        return self.tiles.numel() * self.tiles.element_size()
+        return self.memory.nbytes
 
 
 def pack(weight: torch.Tensor, order: torch.Tensor | None = None) -> PackedMatrix:

@@ -8,10 +8,10 @@ write into the arrays they are handed and keep a row's bits independent of its c
 from lowlat.kernels.reference.attention import attention, kv, partial
 from lowlat.kernels.reference.gemm import linear
 from lowlat.kernels.reference.moe import experts
-from lowlat.kernels.reference.rows import draft_block, draft_rows, elementwise, rope
+from lowlat.kernels.reference.rows import draft_block, draft_rows, elementwise, markov, rope, waiting
 from lowlat.kernels.reference.sampling import choose_drafts, draft_topk, logprobs, ngram_draft, sample, suffix_draft
 from lowlat.kernels.reference.schema import Operation, OperationSchema, operations_of
-from lowlat.kernels.reference.step import accept, publish, slots
+from lowlat.kernels.reference.step import accept, publish, slots, widths
 
 __all__ = ["OPERATIONS", "Operation", "OperationSchema"]
 
@@ -27,6 +27,7 @@ OPERATIONS = operations_of(
     kv,
     linear,
     logprobs,
+    markov,
     ngram_draft,
     partial,
     publish,
@@ -34,4 +35,6 @@ OPERATIONS = operations_of(
     sample,
     slots,
     suffix_draft,
+    waiting,
+    widths,
 )

@@ -72,7 +72,7 @@ def logprobs(
 
     logits          [B * T, V]        float32  before any processing
     row_live        [B, T] or [B*T]   uint8
-    target_tokens   [B, T]            int32    the draws; -1 dead
+    target_tokens   [B, T]            int32    the draws; -1 where there is none
     slots           [B]               int32    -1 pads
     slot_ints       [max B, NUM_INTS] int64
     logprob_values  [B, T, 21]        float32  out; 0 where unused
@@ -183,7 +183,7 @@ def _make(width: int, rows: int) -> Kernel:
         first, source = chunk * CHUNK, logits + row * (4 * width)
         slot = slots[row // rows]
         wanted = int64(-1)
-        if slot >= 0 and row_live[row] != 0:
+        if slot >= 0 and row_live[row] != 0 and target_tokens[row] >= 0:
             wanted = min(slot_ints[slot, NUM_LOGPROBS], int64(most))
         finishes, largest = chunk == 0, float32(0.0)
         if wanted >= 0:

@@ -1,7 +1,8 @@
 """The target's draw at every live node, and whether its logits are finite, in one launch of a block a chunk.
 
 A row's largest logit comes from the best pairs that the logits' GEMM left (or `row_pairs` makes), and ends a greedy row
-in its first block, whose others leave at once. Where a slot wishes for another order (penalties, biases, bans), each
+in its first block, whose others leave at once. Where a slot wishes for another order (penalties, biases, bans, the
+masks of a grammar, for which it waits), each
 block processes its chunk, and the row's largest is the best of theirs. A row that is drawn has its blocks find the
 bounds of top_k and top_p where they are set, add noise, and find the largest. Order and roundings are those of
 `kernels.reference.sample`.
@@ -18,6 +19,7 @@ import torch
 from lowlat.kernels.common.philox import philox, uniform
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.reference.step.slot_record import (
+    HAS_GRAMMAR,
     MAX_BIASES,
     MAX_STOPS,
     MIN_P,
@@ -29,6 +31,7 @@ from lowlat.kernels.reference.step.slot_record import (
     TOP_P,
 )
 from lowlat.kernels.sampling.cutoff import BINS, PASSES, TALLY_WORDS, clear_masses, make_find_bound, odds, wait_for_row
+from lowlat.kernels.sampling.grammar_mask import apply_mask, await_masks
 from lowlat.kernels.sampling.logit_history import draw_position, make_apply_history, read_wishes, touches, touches_any
 from lowlat.kernels.sampling.row_pairs import row_pairs
 from lowlat.kernels.sampling.select import (
@@ -84,8 +87,8 @@ LONGS = types.Array(types.int64, 1, "C")
 LONGS_2D = types.Array(types.int64, 2, "C")
 LONGS_3D = types.Array(types.int64, 3, "C")
 FLOATS_2D = types.Array(types.float32, 2, "C")
-# lengths, slot_ints, slot_floats, prompt_seen, output_counts, bias_ids, bias_values, stop_ids
-STATE = (INTS, LONGS_2D, FLOATS_2D, types.int64, types.int64, INTS_2D, FLOATS_2D, INTS_2D)
+# lengths, slot_ints, slot_floats, prompt_seen, output_counts, bias_ids, bias_values, stop_ids, grammar_masks and _ready
+STATE = (INTS, LONGS_2D, FLOATS_2D, types.int64, types.int64, INTS_2D, FLOATS_2D, INTS_2D, types.int64, types.int64)
 ROW = (types.int64, BYTES, types.int64, LONGS, INTS, *STATE, types.int64)  # logits to best
 CHOSEN = (INTS, BYTES, types.int64, types.int64, types.int64, LONGS_3D)  # target_tokens to masses
 
@@ -104,6 +107,8 @@ def sample(
     bias_ids: torch.Tensor,
     bias_values: torch.Tensor,
     stop_ids: torch.Tensor,
+    grammar_masks: torch.Tensor,
+    grammar_ready: torch.Tensor,
     *,
     target_tokens: torch.Tensor,
     workspace: Workspace,
@@ -116,7 +121,8 @@ def sample(
     best    [B * T, n, 2]  int32  what the logits' GEMM left, with the limit FINITE (`decode_gemm.PartialArgmax`); None:
                                   one more launch makes them
     finite  [B, T]         uint8  out: 1 for a live row without NaN or infinity; None: kept to itself
-    target_tokens is -1 for a dead row or a pad slot, 0 where logits are not finite.
+    target_tokens is -1 for a dead row, a pad slot, or where a grammar allows nothing, 0 where logits are not finite.
+    grammar_masks and grammar_ready may lie in pinned host memory.
     Time: plain greedy rows are not read, others once. Raises ShapeError for shapes that do not fit, V above 262144,
     and T above 64.
     """
@@ -145,15 +151,19 @@ def sample(
         ("stop_ids", stop_ids, MAX_STOPS),
     ):
         check_shape(name, array, slot_count, columns)
+    max_rows = grammar_masks.shape[1]
+    check_shape("grammar_masks", grammar_masks, slot_count, max(max_rows, rows), -(-width // 32))
+    check_shape("grammar_ready", grammar_ready, slot_count)
     chunks = count_chunks("logits", width)
-    state = (lengths, slot_ints, slot_floats, prompt_seen, output_counts, bias_ids, bias_values, stop_ids)
+    history = (prompt_seen, output_counts, bias_ids, bias_values, stop_ids)
+    state = (lengths, slot_ints, slot_floats, *history, grammar_masks, grammar_ready)
     largest = workspace(f"sample.largest.{count}.{chunks}", (count, chunks, 2), torch.int32)
     drawn = workspace(f"sample.drawn.{count}.{chunks}", (count, chunks, 2), torch.int32)
     counters = workspace(f"sample.counters.{count}", (count, COUNTERS), torch.int32)
     masses = workspace(f"sample.masses.{count}", (count, TABLES, BINS), torch.int64)
     row = (logits, live, row_tokens, row_masks.reshape(-1), slots, *state, best)
     chosen = (target_tokens.reshape(-1), finite.reshape(-1), largest, drawn, counters, masses)
-    return [*calls, KernelCall(_make(width, rows, best.shape[1]), (chunks, count, 1), (*row, *chosen))]
+    return [*calls, KernelCall(_make(width, rows, best.shape[1], max_rows), (chunks, count, 1), (*row, *chosen))]
 
 
 @device_function
@@ -251,12 +261,14 @@ def _make_processed_best(width: int, rows: int) -> Any:
         staged: Any,
         first: Any,
         touched: Any,
+        masked: Any,
         drawing: Any,
         slot: Any,
         wishes: Any,
         tokens: Any,
         mask: Any,
         state: Any,
+        guide: Any,
         pairs: Any,
         largest: Any,
         counter: Any,
@@ -266,7 +278,9 @@ def _make_processed_best(width: int, rows: int) -> Any:
 
         staged   [CHUNK] uint32  shared: the block's chunk, which each thread sees as far as it owns it; processed here
         touched  whether the wishes touch this chunk
+        masked   whether a grammar does
         state    prompt_seen, output_counts, bias_ids, bias_values, stop_ids
+        guide    addresses of the row's mask and of the slot's word, and the slot's length, see `await_masks`
         largest  address of the row's [chunks, 2] uint32
         counter  address of the row's counters
         The key is BROKEN where the row held a number that is not finite before.
@@ -277,6 +291,11 @@ def _make_processed_best(width: int, rows: int) -> Any:
             seen, counts, bias_ids, bias_values, stop_ids = state
             cuda.syncthreads()  # all see what the others copied
             apply_history(staged, first, slot, wishes, tokens, mask, seen, counts, bias_ids, bias_values, stop_ids)
+        if masked:
+            mask_row, ready, length = guide
+            await_masks(ready, length)
+            apply_mask(staged, first, width, mask_row)
+        if touched or masked:
             words = load_words(shared_address(staged))
         key, low = words_best(words, first)
         if broken:
@@ -290,15 +309,16 @@ def _make_processed_best(width: int, rows: int) -> Any:
 
 
 @functools.cache
-def _make(width: int, rows: int, blocks: int) -> Kernel:
-    """Specialised by V, T and the best pairs of a row."""
-    chunks = count_chunks("logits", width)
+def _make(width: int, rows: int, blocks: int, max_rows: int) -> Kernel:
+    """Specialised by V, T, the best pairs of a row, and the masks of a slot."""
+    chunks, mask_bytes = count_chunks("logits", width), 4 * (-(-width // 32))
     stage, processed_best, find_bounds = make_stage(width), _make_processed_best(width, rows), _make_find_bounds(width)
 
     def sample_kernel(
         logits: Any, row_live: Any, row_tokens: Any, row_masks: Any, slots: Any, lengths: Any, slot_ints: Any,
         slot_floats: Any, prompt_seen: Any, output_counts: Any, bias_ids: Any, bias_values: Any, stop_ids: Any,
-        best: Any, target_tokens: Any, finite: Any, largest: Any, drawn: Any, counters: Any, masses: Any,
+        grammar_masks: Any, grammar_ready: Any, best: Any, target_tokens: Any, finite: Any, largest: Any, drawn: Any,
+        counters: Any, masses: Any,
     ) -> None:  # fmt: skip
         let_next_kernel_start()
         staged = cuda.shared.array(CHUNK, types.uint32, alignment=16)
@@ -314,7 +334,8 @@ def _make(width: int, rows: int, blocks: int) -> Kernel:
         drawing = live & (temperature != 0.0)
         position = draw_position(lengths[slot], mask)
         wishes = read_wishes(slot, mask, lengths, slot_ints, slot_floats, bias_ids, stop_ids)
-        changed = live & touches_any(wishes, width, flag)
+        masked = live & (slot_ints[slot, HAS_GRAMMAR] != 0)
+        changed = live & (touches_any(wishes, width, flag) | masked)
         if not drawing and not changed and chunk != 0:
             return
         touched = changed and touches(wishes, first, flag)
@@ -330,9 +351,12 @@ def _make(width: int, rows: int, blocks: int) -> Kernel:
             copies_wait_all()
             state = prompt_seen, output_counts, bias_ids, bias_values, stop_ids
             tokens, at = row_tokens + index * (4 * rows), largest + row * (8 * chunks)
+            node = slot * max_rows + (row - index * rows)
+            guide = grammar_masks + node * mask_bytes, grammar_ready + 8 * slot, int64(lengths[slot])
             settles, key, low = processed_best(
-                staged, first, touched, drawing, slot, wishes, tokens, mask, state, pairs, at, counter, chunk
-            )
+                staged, first, touched, masked, drawing, slot, wishes, tokens, mask, state, guide, pairs, at, counter,
+                chunk,
+            )  # fmt: skip
         else:
             key, low = _whole_best(best + row * (8 * blocks), blocks, pairs)
         broken = key == uint32(BROKEN)
@@ -340,7 +364,8 @@ def _make(width: int, rows: int, blocks: int) -> Kernel:
         if settles and thread == 0:
             finite[row] = 0 if broken else 1
             if settled:
-                target_tokens[row] = 0 if broken else int32(index_of_low(low))
+                nothing = masked and key == uint32(MINUS_INFINITY_KEY)
+                target_tokens[row] = 0 if broken else int32(-1) if nothing else int32(index_of_low(low))
         copies_wait_all()
         if settled:
             if drawing and changed and thread < 32 and is_last(counter, chunks) and thread == 0:
@@ -360,9 +385,9 @@ def _make(width: int, rows: int, blocks: int) -> Kernel:
                 store_global_u32(counter + 8, uint32(0))
                 target_tokens[row] = int32(index_of_low(low))
 
-    return Kernel(f"sample_{width}_{rows}_{blocks}", sample_kernel, (*ROW, *CHOSEN), THREADS, min_blocks=2)
+    return Kernel(f"sample_{width}_{rows}_{blocks}_{max_rows}", sample_kernel, (*ROW, *CHOSEN), THREADS, min_blocks=2)
 
 
 def examples() -> list[Kernel]:
     """Specialisations for CI to compile: with and without wide loads."""
-    return [_make(128256, 4, 132), _make(97, 2, 3)]
+    return [_make(128256, 4, 132, 8), _make(97, 2, 3, 2)]

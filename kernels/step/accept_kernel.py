@@ -88,7 +88,7 @@ def _event(row: Any, node: Any, token: Any, room: Any, num_stops: Any, finite: A
     for place in range(num_stops):
         if stops[place] == token and token >= 0:
             reason = int64(FINISH_STOP)
-    if finite[node] == 0:
+    if finite[node] == 0 or token < 0:
         reason = int64(FINISH_ERROR)
     return int32(row * 4 + reason) if reason != 0 else int32(NOTHING)
 

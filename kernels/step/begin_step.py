@@ -1,4 +1,5 @@
-"""A step's start: `apply_commands`, `list_active_slots` and `gather_rows` of the reference, alone or in one launch.
+"""A step's start: `apply_commands`, `list_active_slots`, `gather_rows` and `publish_rows` of the reference, alone or in
+one launch.
 
 One block does all. Of a joining slot's `tokens`, the first LENGTH are copied and the others stay as they are: nothing
 reads them. It knows no request.
@@ -14,7 +15,7 @@ from lowlat.kernels.reference.step.slots import COMMAND_WIDTH
 from lowlat.kernels.step.begin_step_kernel import ARGUMENTS, BeginStepPlan, begin_step_kernel
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
 
-__all__ = ["apply_commands", "begin_step", "examples", "gather_rows", "list_active_slots"]
+__all__ = ["apply_commands", "begin_step", "examples", "gather_rows", "list_active_slots", "publish_rows"]
 
 THREADS = 512
 MAX_ROWS = 64
@@ -32,7 +33,12 @@ APPLIED = (
 LISTED = ("active", "slots")
 GATHERED = (
     *("slots", "lengths", "tokens", "drafts", "num_drafts", "tree_masks", "tree_paths", "slot_ints"),
+    "grammar_forced",
     *(*BY_ROW, "paths", *BY_ENTRY[1:]),
+)
+TOLD = (
+    *("slots", "lengths", "slot_ints", "row_tokens", "row_masks"),
+    *("grammar_tokens", "grammar_paths", "grammar_lengths"),
 )
 
 
@@ -52,24 +58,36 @@ def list_active_slots(**arguments: torch.Tensor) -> list[KernelCall]:
 
 
 def gather_rows(**arguments: torch.Tensor) -> list[KernelCall]:
-    """`gather_rows` of the reference, whose arguments these are, by name."""
+    """`gather_rows` of the reference, whose arguments these are, by name. grammar_forced may lie in pinned memory."""
     return _calls(arguments, gathers=True)
 
 
-def begin_step(*, lists: bool = True, **arguments: torch.Tensor) -> list[KernelCall]:
-    """All three operations, by the arguments of all.
+def publish_rows(**arguments: torch.Tensor) -> list[KernelCall]:
+    """`publish_rows` of the reference, whose arguments these are, by name. grammar_* may lie in pinned host memory."""
+    return _calls(arguments, tells=True)
+
+
+def begin_step(*, lists: bool = True, tells: bool = True, **arguments: torch.Tensor) -> list[KernelCall]:
+    """All four operations, by the arguments of all.
 
     lists  False: without `list_active_slots`; `slots` says which rows are laid out
+    tells  False: without `publish_rows`
     Time: two trips over memory, and a few microseconds for each slot that joins.
     """
-    return _calls(arguments, applies=True, lists=lists, gathers=True)
+    return _calls(arguments, applies=True, lists=lists, gathers=True, tells=tells)
 
 
 def _calls(
-    given: dict[str, torch.Tensor], *, applies: bool = False, lists: bool = False, gathers: bool = False
+    given: dict[str, torch.Tensor],
+    *,
+    applies: bool = False,
+    lists: bool = False,
+    gathers: bool = False,
+    tells: bool = False,
 ) -> list[KernelCall]:
     """The launch of these operations over arguments by name."""
-    wanted = {*(APPLIED if applies else ()), *(LISTED if lists else ()), *(GATHERED if gathers else ())}
+    parts = ((APPLIED, applies), (LISTED, lists), (GATHERED, gathers), (TOLD, tells))
+    wanted = {name for names, does in parts if does for name in names}
     if given.keys() != wanted:
         raise ShapeError(f"the step's start takes {sorted(wanted)}, got {sorted(given)}")
 
@@ -82,7 +100,7 @@ def _calls(
         num_paths=extent("tree_paths", 1),
         width=extent("tree_paths", 2),
         max_batch=extent("active" if "active" in given else "lengths", 0),
-        max_rows=extent("drafts", 1),
+        max_rows=extent("drafts" if gathers else "grammar_tokens", 1),
         context=extent("tokens", 1),
         vocabulary=extent("prompt_seen", 1),
         table=extent("block_table", 1),
@@ -93,6 +111,7 @@ def _calls(
         applies=applies,
         lists=lists,
         gathers=gathers,
+        tells=tells,
     )
     _check(given, plan)
     return [KernelCall(begin_step_kernel(plan), (1, 1, 1), tuple(given.get(name, 0) for name in ARGUMENTS))]
@@ -107,6 +126,10 @@ def _check(given: dict[str, torch.Tensor], plan: BeginStepPlan) -> None:
         "command_ring": (plan.ring, COMMAND_WIDTH),
         "drafts": (plan.max_batch, plan.max_rows),
         "tree_masks": (plan.max_batch, plan.max_rows),
+        "grammar_forced": (plan.max_batch, plan.max_rows),
+        "grammar_tokens": (plan.max_batch, plan.max_rows),
+        "grammar_paths": (plan.max_batch, plan.max_rows),
+        "grammar_lengths": (plan.max_batch,),
         "tree_paths": (plan.max_batch, plan.num_paths, plan.width),
         "paths": (plan.batch, plan.num_paths, plan.width),
         "prompt_seen": (plan.max_batch, plan.vocabulary),
@@ -126,7 +149,7 @@ def _check(given: dict[str, torch.Tensor], plan: BeginStepPlan) -> None:
 
 def examples() -> list[Kernel]:
     """Specialisations that CI compiles: a chain's bucket, a first token's, a tree's, its operations alone."""
-    parts = dict.fromkeys(("applies", "lists", "gathers"), True)
+    parts = dict.fromkeys(("applies", "lists", "gathers", "tells"), True)
     chain = BeginStepPlan(1, 4, 1, 4, 4, 8, 8192, 128256, 513, 32, 300, 64, THREADS, **parts)
     tree = BeginStepPlan(8, 64, 42, 8, 8, 64, 32768, 201088, 2052, 32, 300, 64, THREADS, **parts)
     lone = [replace(tree, **{other: other == part for other in parts}) for part in parts]

@@ -41,6 +41,7 @@ __all__ = [
     "lanes_of_same",
     "let_next_kernel_start",
     "load_acquire_gpu",
+    "load_acquire_system",
     "load_global_64",
     "load_global_128",
     "load_global_bf16",
@@ -57,6 +58,7 @@ __all__ = [
     "load_shared_matrix_x4_transposed",
     "load_shared_tiles",
     "load_shared_u32",
+    "load_volatile_i32",
     "load_volatile_i64",
     "mma_bf16",
     "mma_bf16_tiles",
@@ -183,6 +185,7 @@ load_global_bf16 = instruction(
     f32,
     (i64,),
 )
+load_volatile_i32 = instruction("ld.volatile.global.s32 $0, [$1];", i32, (i64,))
 load_volatile_i64 = instruction("ld.volatile.global.s64 $0, [$1];", i64, (i64,))
 store_global_128 = instruction("st.global.v4.u32 [$0], {$1,$2,$3,$4};", None, (i64, u32, u32, u32, u32))
 store_global_64 = instruction("st.global.v2.u32 [$0], {$1,$2};", None, (i64, u32, u32))
@@ -389,6 +392,7 @@ def zeros(count: int) -> Any:
 # order between blocks and with the host
 atomic_add_gpu = instruction("atom.acq_rel.gpu.global.add.u32 $0, [$1], $2;", u32, (i64, u32))
 load_acquire_gpu = instruction("ld.acquire.gpu.global.u32 $0, [$1];", u32, (i64,))
+load_acquire_system = instruction("ld.acquire.sys.global.s64 $0, [$1];", i64, (i64,))
 # past L1 as well, but later loads need not wait for it
 load_relaxed_gpu_f32 = instruction("ld.relaxed.gpu.global.f32 $0, [$1];", f32, (i64,))
 load_relaxed_gpu_128 = instruction("ld.relaxed.gpu.global.v4.u32 {$0,$1,$2,$3}, [$4];", (u32, 4), (i64,))

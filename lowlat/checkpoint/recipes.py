@@ -15,7 +15,10 @@ from lowlat.checkpoint.json_file import shown
 from lowlat.checkpoint.tensors import DTYPES, FLOAT_NAMES, Checkpoint, TensorEntry, check_finite
 from lowlat.errors import ConfigError
 
-__all__ = ["Arrange", "Piece", "Progress", "Recipe", "check_recipes", "check_values", "place_rows", "placed_rows"]
+__all__ = [
+    "Arrange", "Conversion", "Piece", "Progress", "Recipe", "check_recipes", "check_values", "place_rows",
+    "placed_rows",
+]  # fmt: skip
 
 Arrange = Literal["rows", "deinterleave", "transpose", "transpose_deinterleave"]
 Progress = Callable[[int, int], None]
@@ -25,10 +28,40 @@ FLOATS = tuple(FLOAT_NAMES)
 
 @dataclass(frozen=True)
 class Piece:
-    """One stored tensor: its name, and the shape that the config makes it have."""
+    """One stored tensor: its name, the shape that the config makes it have, and how it becomes rows where it must."""
 
     name: str
     shape: tuple[int, ...]
+    conversion: "Conversion | None" = None
+
+    @property
+    def made(self) -> tuple[int, ...]:
+        """The shape of the rows that it becomes."""
+        return self.shape if self.conversion is None else self.conversion.shape
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes that it may be stored in."""
+        return (self.shape,) if self.conversion is None else (self.shape, *self.conversion.also)
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """How a tensor that is read whole becomes rows of a part of a quantised weight.
+
+    shape   of the rows
+    dtypes  that the tensor may be stored in, by the names of safetensors
+    make    from the tensor, as it is stored, and those in `beside` to the rows, in any dtype that converts exactly.
+            Its first argument names file and tensor; it raises ConfigError for values that are not implemented
+    also    shapes that the tensor may have besides its piece's
+    beside  small tensors that are read with it
+    """
+
+    shape: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    make: Callable[..., torch.Tensor]
+    also: tuple[tuple[int, ...], ...] = ()
+    beside: tuple[Piece, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -49,9 +82,9 @@ class Recipe:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the canonical weight."""
-        first = self.pieces[0].shape
+        first = self.pieces[0].made
         if self.arrange == "rows":
-            return (sum(piece.shape[0] for piece in self.pieces), *first[1:])
+            return (sum(piece.made[0] for piece in self.pieces), *first[1:])
         if self.arrange == "deinterleave":
             return first
         return (first[0], first[2], first[1])
@@ -61,8 +94,10 @@ class Recipe:
         """Bytes of the canonical weight."""
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def stored_dtypes(self) -> tuple[str, ...]:
-        """The dtypes that the pieces may be stored in."""
+    def stored_dtypes(self, piece: Piece) -> tuple[str, ...]:
+        """The dtypes that one of the pieces may be stored in."""
+        if piece.conversion is not None:
+            return piece.conversion.dtypes
         return FLOATS if self.dtype.is_floating_point else ("U8",)
 
 
@@ -75,28 +110,31 @@ def check_recipes(checkpoint: Checkpoint, recipes: Sequence[Recipe], ignored: Co
     wanted: set[str] = set()
     for recipe in recipes:
         for piece in recipe.pieces:
-            wanted.add(piece.name)
-            entry = checkpoint.entries.get(piece.name)
-            if entry is None:
-                raise ConfigError(
-                    f"{checkpoint.directory}: tensor {piece.name!r} is missing; expected shape {list(piece.shape)}"
-                )
-            if entry.shape != piece.shape:
-                raise ConfigError(
-                    f"{entry.file}: tensor {piece.name!r}: expected shape {list(piece.shape)}, "
-                    f"found {list(entry.shape)}"
-                )
-            allowed = recipe.stored_dtypes()
-            if entry.dtype not in allowed:
-                raise ConfigError(
-                    f"{entry.file}: tensor {piece.name!r}: expected dtype {' or '.join(allowed)}, found {entry.dtype}"
-                )
+            wanted.add(_check_piece(checkpoint, piece, recipe.stored_dtypes(piece)))
+            for each in () if piece.conversion is None else piece.conversion.beside:
+                wanted.add(_check_piece(checkpoint, each, ("I32", "I64")))
     surplus = [entry for name, entry in checkpoint.entries.items() if name not in wanted and name not in ignored]
     if surplus:
         raise ConfigError(
             f"{surplus[0].file}: unexpected tensor {shown(surplus[0].name)} of shape {list(surplus[0].shape)}, "
             f"{len(surplus)} such in all; the config does not ask for it"
         )
+
+
+def _check_piece(checkpoint: Checkpoint, piece: Piece, dtypes: tuple[str, ...]) -> str:
+    """Compare one piece with its header; its name."""
+    entry = checkpoint.entries.get(piece.name)
+    if entry is None:
+        raise ConfigError(
+            f"{checkpoint.directory}: tensor {piece.name!r} is missing; expected shape {list(piece.shape)}"
+        )
+    label = f"{entry.file}: tensor {piece.name!r}"
+    if entry.shape not in piece.shapes:
+        expected = " or ".join(str(list(shape)) for shape in piece.shapes)
+        raise ConfigError(f"{label}: expected shape {expected}, found {list(entry.shape)}")
+    if entry.dtype not in dtypes:
+        raise ConfigError(f"{label}: expected dtype {' or '.join(dtypes)}, found {entry.dtype}")
+    return piece.name
 
 
 def placed_rows(recipe: Recipe, out: torch.Tensor, offset: int, first: int, count: int) -> torch.Tensor:
@@ -126,7 +164,11 @@ def check_values(recipe: Recipe, entry: TensorEntry, placed: torch.Tensor, first
     """Refuse NaN, infinity, and finite values that the compute dtype cannot hold; first is that of `placed_rows`."""
     if not recipe.dtype.is_floating_point:
         return
-    note = "" if DTYPES[entry.dtype] == recipe.dtype else f" (stored as {entry.dtype}, read as {recipe.dtype})"
+    note = (
+        ""
+        if entry.dtype not in FLOAT_NAMES or DTYPES[entry.dtype] == recipe.dtype
+        else f" (stored as {entry.dtype}, read as {recipe.dtype})"
+    )
     row = math.prod(entry.shape[1:])
     label = f"{entry.file}: tensor {entry.name!r}{note}"
     check_finite(placed, label, first=first * row, total=math.prod(entry.shape))

@@ -16,7 +16,7 @@ from functools import cached_property
 
 import torch
 
-from lowlat.checkpoint.recipes import Progress, Recipe, check_values, place_rows, placed_rows
+from lowlat.checkpoint.recipes import Piece, Progress, Recipe, check_values, place_rows, placed_rows
 from lowlat.checkpoint.source import Named, WeightSource
 from lowlat.checkpoint.tensors import DTYPES, Checkpoint, OpenFiles, TensorEntry
 
@@ -152,6 +152,11 @@ class StoredWeights(WeightSource):
             for piece in recipe.pieces:
                 entry = self.checkpoint.entries[piece.name]
                 files.expect(entry)
+                if piece.conversion is not None:
+                    placed = placed_rows(recipe, out, offset, 0, piece.made[0])
+                    reading.jobs.append(pool.submit(self._convert, files, recipe, piece, placed))
+                    offset += piece.made[0]
+                    continue
                 step = max(1, CHUNK_BYTES // entry.row_bytes)
                 for first in range(0, entry.shape[0], step):
                     count = min(step, entry.shape[0] - first)
@@ -159,6 +164,22 @@ class StoredWeights(WeightSource):
                     reading.jobs.append(pool.submit(_read, files, recipe, entry, placed, first))
                 offset += entry.shape[0]
         return reading
+
+    def _convert(self, files: OpenFiles, recipe: Recipe, piece: Piece, placed: torch.Tensor) -> int:
+        """Read a piece whole and place what it becomes; returns its bytes. Runs on a reader. Raises ConfigError."""
+        conversion = piece.conversion
+        if conversion is None:
+            raise ValueError(f"{piece.name} is read as it is")
+        found, size = [], 0
+        for name in (piece.name, *(each.name for each in conversion.beside)):
+            entry = self.checkpoint.entries[name]
+            found.append(torch.empty(entry.shape, dtype=DTYPES[entry.dtype]))
+            files.read(entry, found[-1])
+            size += entry.num_bytes if name == piece.name else 0
+        entry = self.checkpoint.entries[piece.name]
+        placed.copy_(conversion.make(f"{entry.file}: tensor {entry.name!r}", *found))
+        check_values(recipe, entry, placed, 0)
+        return size
 
     def _finish(self, reading: _Reading, advance: Callable[[int], None]) -> dict[str, torch.Tensor]:
         """Wait for a group's pieces. Raises ConfigError."""

@@ -41,6 +41,7 @@ DTYPES = {
     "F16": torch.float16,
     "F32": torch.float32,
     "U8": torch.uint8,
+    "F8_E4M3": torch.uint8,  # as their bits
     "BOOL": torch.bool,
     "I32": torch.int32,
     "I64": torch.int64,

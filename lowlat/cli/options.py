@@ -59,6 +59,19 @@ class IntegerList(click.ParamType[tuple[int, ...]]):
         return tuple(numbers)
 
 
+class NumberOrWord(click.ParamType[int | str]):
+    """An integer, or one of a few words that stand for one."""
+
+    name = "integer"
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self._words = tuple(words)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        """Return the word or the integer; anything else is a usage error."""
+        return value if value in self._words else int(click.INT.convert(value, param, ctx))
+
+
 class GroupedCommand(click.Command):
     """A command whose help lists options in sections; `groups` has an option's section, by its name."""
 
@@ -129,6 +142,8 @@ def _flag(option: Option, *, filled: bool = False) -> Callable[[F], F]:
         "biases": (str, "ID=BIAS"),
     }
     kind, metavar = kinds[option.kind]
+    if option.words:
+        kind, metavar = NumberOrWord(option.words), "|".join((metavar, *option.words))
     return click.option(
         *spellings,
         option.key,

@@ -55,8 +55,14 @@ class Executor(Protocol):
     state: BufferSet
     counts: LaunchCounts
 
-    def step(self, bucket: Bucket) -> None:
-        """Start one step in the bucket; its publication is in the ring when this returns or later."""
+    def step(self, bucket: Bucket, meanwhile: Callable[[], None] | None = None) -> None:
+        """Start one step in the bucket; its publication is in the ring when this returns or later.
+
+        meanwhile  the host's part of the step: called when its first stage was started, before it draws
+        """
+
+    def wait_until(self, seen: Callable[[], bool]) -> None:
+        """Return when `seen` says that a started step has written something. Raises DeviceError when it has failed."""
 
     def wait_published(self, count: int) -> None:
         """Return when `count` steps in all have been published. Raises DeviceError when the device has failed."""

@@ -10,6 +10,8 @@ import torch
 
 from lowlat.checkpoint.source import WeightSource, streamed
 from lowlat.errors import ConfigError
+from lowlat.executors.lowering.weight_parts import MatrixParts
+from lowlat.kernels.formats import FP8, matrix_format
 from lowlat.kernels.gemm.packing import PackedMatrix, pack, runs_of
 from lowlat.kernels.moe.packing import PackedExperts, pack_experts
 
@@ -24,7 +26,8 @@ class DeviceWeights:
     matrices names that GEMMs read: they are packed, the others are placed as they are
     orders   permutations of the rows of packed matrices, by name; a matrix without one keeps its own
     experts  names of a mixture's GEMMs -> the weights that hold their matrices, as `weight_parts` has them
-    Raises ConfigError for a weight whose dtype the kernels do not read.
+    Parts of quantised matrices are packed together, under the name that operations have for the matrix. Raises
+    ConfigError for a weight whose dtype or format the kernels do not read.
     """
 
     def __init__(
@@ -40,9 +43,12 @@ class DeviceWeights:
         self._plain: dict[str, torch.Tensor] = {}
         ready = {} if isinstance(source, WeightSource) else source
         self._experts = {name: part for name, part in ready.items() if isinstance(part, PackedExperts)}
-        waiting = _Waiting(experts or {}, orders or {}, device)
+        waiting, parts = _Waiting(experts or {}, orders or {}, device), MatrixParts(source)
         with streamed(_tensors(source), device) as stream:
             for names, tensor in stream:
+                if parts.owns(names[0]):
+                    self._take_part(parts, names[0], tensor.to(device), orders or {})
+                    continue
                 _check_dtype(names[0], tensor)
                 if waiting.take(names[0], tensor, self._experts):
                     continue
@@ -56,6 +62,19 @@ class DeviceWeights:
         self._orders: dict[str, torch.Tensor] = {}
         self._runs: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._places: list[tuple[torch.Tensor, torch.Tensor]] = []  # of each order that was asked for, once
+
+    def _take_part(
+        self, parts: MatrixParts, name: str, tensor: torch.Tensor, orders: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Keep a part of a quantised matrix, packed with its last one. Raises ConfigError for other formats."""
+        made = parts.take(name, tensor)
+        if made is None:
+            return
+        matrix, found = made
+        weight_format = matrix_format(found)
+        if weight_format is not FP8:
+            raise ConfigError(f"weight {matrix} is in {weight_format.name}; the kernels read bf16 and {FP8.name}")
+        self._packed[matrix] = FP8.pack(found, orders.get(matrix))
 
     def matrix(self, name: str) -> PackedMatrix:
         """A packed matrix. Raises ConfigError for a weight that is missing or was not packed."""
@@ -139,7 +158,7 @@ class DeviceWeights:
     def tensors(self) -> list[torch.Tensor]:
         """Every tensor that a launch may point into."""
         experts = [part for each in self._experts.values() for part in (each.words, each.scales) if part is not None]
-        tiles = [matrix.tiles for matrix in self._packed.values()]
+        tiles = [matrix.memory for matrix in self._packed.values()]
         runs = [each for _, each in (*self._runs, *self._places)]
         return [*tiles, *experts, *runs, *self._plain.values(), *self._orders.values()]
 

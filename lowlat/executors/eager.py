@@ -1,6 +1,6 @@
 """The eager executor: launches issued one by one, an NVTX range a stage. For debugging and profiling."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import groupby
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from lowlat.executors.lowering.lower import LoweredGroup
 from lowlat.executors.watchdog import WATCHDOG
 from lowlat.graphs import Bucket
 from lowlat.graphs.launch import Launch
-from lowlat.models.program import Program
+from lowlat.models.program import Program, Stage
 
 __all__ = ["EagerExecutor"]
 
@@ -39,14 +39,30 @@ class EagerExecutor(KernelExecutor):
         self._prepared: dict[Size, list[tuple[LoweredGroup, list[Launch]]]] = {}
         self._hook: OpHook | None = None
 
+    def step(self, bucket: Bucket, meanwhile: Callable[[], None] | None = None) -> None:
+        """Issue one step; `meanwhile` is called behind its beginning: a hook waits for each group behind it.
+
+        Where the step chooses its width, the host waits for the choice and issues that body.
+        """
+        if bucket.chooses:
+            self._issue(bucket, None)
+            self.synchronize()
+            bucket = bucket.bodies[int(self.state["width_choice"])]
+        self._issue(bucket, meanwhile)
+
     def _run(self, size: Size) -> None:
+        self._issue(size, None)
+
+    def _issue(self, size: Size, meanwhile: Callable[[], None] | None) -> None:
         prepared = self._prepared.get(size)
         if prepared is None:
             prepared = self._prepared[size] = self.prepare(size)
         hook = self._hook if isinstance(size, Bucket) else None
+        runs = [(stage, list(run)) for stage, run in groupby(prepared, key=lambda entry: entry[0].stage)]
+        begun = max((place for place, (stage, _) in enumerate(runs) if stage is Stage.ACTIVE_SLOTS), default=-1)
         with torch.cuda.stream(self.stream):
             stream = self.launcher.stream()
-            for stage, run in groupby(prepared, key=lambda entry: entry[0].stage):
+            for place, (stage, run) in enumerate(runs):
                 with torch.cuda.nvtx.range(str(stage)):
                     for group, launches in run:
                         for launch in launches:
@@ -54,6 +70,8 @@ class EagerExecutor(KernelExecutor):
                         if hook is not None:
                             self.synchronize()
                             self._call_hook(hook, size, group)
+                if meanwhile is not None and place == begun:
+                    meanwhile()
 
     def _call_hook(self, hook: OpHook, size: Size, group: LoweredGroup) -> None:
         buffers = {**self.state, **self._scratch[size]}

@@ -14,9 +14,10 @@ from lowlat.errors import ConfigError, DeviceError
 from lowlat.executors.kernel_executor import KernelExecutor, Size, abandon
 from lowlat.executors.lowering.binding import Call, LibraryCall
 from lowlat.executors.lowering.lower import LoweredGroup
+from lowlat.executors.lowering.operations import RING_COUNT
 from lowlat.executors.watchdog import WATCHDOG
-from lowlat.graphs import Bucket
-from lowlat.graphs.capture import CapturedGraph, capture, capture_loop
+from lowlat.graphs import Bucket, Role
+from lowlat.graphs.capture import Body, CapturedGraph, Choice, capture, capture_choice, capture_loop
 from lowlat.graphs.launch import Launch
 from lowlat.kernels.moe.packing import PackedExperts
 from lowlat.kernels.step.publish import LoopControl, for_condition
@@ -38,6 +39,7 @@ class GraphExecutor(KernelExecutor):
 
     name = "graph"
     asynchronous = True
+    switches = True
 
     def __init__(
         self,
@@ -61,18 +63,20 @@ class GraphExecutor(KernelExecutor):
             self._core_stream = self.launcher.stream()
             self._loop_budget = torch.zeros(1, dtype=torch.int64, device=device)
             self._stop_flag = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+            chosen = {body for bucket in programs for body in bucket.bodies}  # these are captured with what chooses
+            captured = [bucket for bucket in programs if bucket not in chosen]
             repeated = [bucket for bucket in programs if looping and not bucket.prefilled]
             bodies = {bucket: self._lower(bucket, self._control()) for bucket in repeated}
             self.launcher.compile_ahead(call for groups in bodies.values() for call in _calls(groups))
             self._check_addresses([*self._groups.values(), *bodies.values()])
             self._pool = torch.cuda.MemPool()  # of what a library's operations take: it must live as long as the graphs
             self._run_once(prefills)
-            for number, bucket in enumerate(programs):
+            for number, bucket in enumerate(captured):
                 self._graphs[bucket] = self._capture(bucket)
                 if bucket in bodies:
-                    self._loops[bucket] = self._capture_loop(bodies[bucket])
+                    self._loops[bucket] = self._capture_loop(bucket, bodies)
                 if progress is not None:
-                    progress(bucket, number + 1, len(programs))
+                    progress(bucket, number + 1, len(captured))
             for size in sorted(prefills, reverse=True):
                 self._graphs[size] = self._capture(size)
         self._stop = self._stop_flag.numpy()
@@ -90,22 +94,33 @@ class GraphExecutor(KernelExecutor):
                         launch.issue(self._core_stream)
 
     def _capture(self, size: Size) -> CapturedGraph:
+        if isinstance(size, Bucket) and size.chooses:
+            return capture_choice(self._core_stream, self._choice(size, self._groups))
         launches = [launch for _, launches in self.prepare(size) for launch in launches]
         with torch.cuda.use_mem_pool(self._pool):
             return capture(self._core_stream, launches)
 
-    def _capture_loop(self, groups: Sequence[LoweredGroup]) -> CapturedGraph:
-        """Capture a body that was lowered and compiled before: lowering may copy, which a capture would record."""
+    def _choice(self, bucket: Bucket, groups: Mapping[Any, Sequence[LoweredGroup]]) -> Choice:
+        """The opening of a bucket and its bodies."""
+        return Choice(self._part(groups[bucket]), [self._part(groups[body]) for body in bucket.bodies])
+
+    def _capture_loop(self, bucket: Bucket, bodies: Mapping[Bucket, Sequence[LoweredGroup]]) -> CapturedGraph:
+        if bucket.chooses:
+            return capture_loop(self._core_stream, self._choice(bucket, bodies))
+        return capture_loop(self._core_stream, self._part(bodies[bucket]))
+
+    def _part(self, groups: Sequence[LoweredGroup]) -> Body:
+        """Launches that were lowered and compiled before: lowering may copy, which a capture would record."""
         prepared = [(call, self.launcher.prepare(call)) for call in _calls(groups)]
 
         def body(condition: int) -> Iterator[Launch]:
             for call, launch in prepared:
                 if isinstance(call, LibraryCall):
-                    raise DeviceError(f"{call.name} calls a library, which cannot be part of a loop on the device")
+                    raise DeviceError(f"{call.name} calls a library, which cannot be part of what the device repeats")
                 bound = for_condition(call, condition)
                 yield launch if bound is call else self.launcher.prepare(bound)
 
-        return capture_loop(self._core_stream, body)
+        return body
 
     def _check_addresses(self, bodies: Iterable[Sequence[LoweredGroup]]) -> None:
         owned = _Addresses([*self.owned(), self._loop_budget, self._stop_flag])
@@ -139,6 +154,16 @@ class GraphExecutor(KernelExecutor):
         Raises DeviceError when the device has failed, or hangs in a step.
         """
         return self._await_ring(count, self._stop)
+
+    def forget(self) -> None:
+        """Zero what steps have written and published, after all of it: for steps that were run to be timed."""
+        with torch.cuda.stream(self.stream):
+            self._synchronize()
+            for name, spec in self.state.specs.items():
+                if spec.role in (Role.STATE, Role.PUBLICATION):
+                    self.state[name].zero_()
+            self.workspace(RING_COUNT, (1,), torch.int64).zero_()
+            self._synchronize()
 
     def graph(self, size: Size) -> CapturedGraph:
         """The graph of a bucket, or of prefill over so many positions."""

@@ -66,6 +66,7 @@ class KernelExecutor(ABC):
 
     name = "kernels"
     asynchronous = False
+    switches = False  # whether a choice of the device decides what runs next, without the host
 
     def __init__(
         self,
@@ -121,7 +122,7 @@ class KernelExecutor(ABC):
         buffers = {**self.state, **self._scratch[size]}
         if not isinstance(size, Bucket):
             buffers |= {**arguments, **first_rows(program, arguments)}
-        binding = Binding(program, buffers, self._weights, self.launcher.card, self.workspace, loop)
+        binding = Binding(program, buffers, self._weights, self.launcher.card, self.workspace, loop, self.switches)
         return lower(binding, fuse=self._fuse)
 
     def prepare(self, size: Size) -> list[tuple[LoweredGroup, list[Launch]]]:
@@ -141,9 +142,22 @@ class KernelExecutor(ABC):
     def _run(self, size: Size) -> None:
         """Issue a program's launches on the executor's stream, in order."""
 
-    def step(self, bucket: Bucket) -> None:
-        """Issue one step; its publication may come later, see `wait_published`."""
+    def step(self, bucket: Bucket, meanwhile: Callable[[], None] | None = None) -> None:
+        """Issue one step; its publication may come later, see `wait_published`. `meanwhile` is called behind it."""
         self._run(bucket)
+        if meanwhile is not None:
+            meanwhile()
+
+    def wait_until(self, seen: Callable[[], bool]) -> None:
+        """Return when `seen` says so, of a step that was issued. Raises DeviceError when the device fails or hangs."""
+        polls, since, count = 0, 0.0, int(self._ring_head[0]) + 1
+        while not seen():
+            self._let_others_run(0)
+            polls += 1
+            if polls % POLLS_BETWEEN_CHECKS == 0:
+                if self.idle() and not seen():
+                    raise DeviceError("the device is idle and has not told which rows its step verifies")
+                since = self._check_age(since, count)
 
     def prefill(self, size: int, first: Bucket | None = None) -> None:
         """Run the prefill program of so many positions, and the one that chooses the first token behind it."""

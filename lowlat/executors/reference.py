@@ -20,11 +20,13 @@ from lowlat.executors.allocation import (
     first_rows,
     release_cached_memory,
 )
+from lowlat.executors.lowering.weight_parts import MatrixParts
 from lowlat.graphs import Bucket, BufferSet, Role
+from lowlat.kernels.formats import dequantised, matrix_format, matrix_parts
 from lowlat.kernels.reference import OPERATIONS
 from lowlat.kernels.reference.gemm.linear import ROW_BLOCK, packed_linear
 from lowlat.kernels.reference.gemm.packed import PackedWeight, pack
-from lowlat.models.program import Op, Program
+from lowlat.models.program import Op, Program, Stage
 
 __all__ = ["ReferenceExecutor", "bind", "meaning_of"]
 
@@ -36,14 +38,17 @@ Bound = tuple[Op, Callable[..., None], dict[str, object]]
 def bind(
     program: Program, buffers: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]
 ) -> tuple[Bound, ...]:
-    """Resolve every operation's arguments once. Raises ConfigError for a missing weight or operation."""
+    """Resolve every operation's arguments once. Raises ConfigError for a missing weight or operation.
+
+    A quantised matrix, given by its parts, is expanded to float32 for each operation that reads it.
+    """
     bound = []
     for op in program.ops:
         function, arguments = meaning_of(program, op), op.arguments(buffers)
         for name, weight in op.weights.items():
-            if weight not in weights:
+            if not matrix_parts(weight, weights):
                 raise ConfigError(f"{program.name}: operation {op.kind} needs weight {weight}, which is missing")
-            arguments[name] = weights[weight]
+            arguments[name] = weights[weight] if weight in weights else dequantised(weight, weights)
         bound.append((op, function, arguments))
     return tuple(bound)
 
@@ -61,7 +66,8 @@ class ReferenceExecutor:
 
     programs  the step's programs by bucket
     prefills  the prefill programs by the positions that they take, ascending
-    weights   canonical weights; on a CPU they are expanded to float32, integers excepted
+    weights   canonical weights; on a CPU they are expanded to float32, integers excepted, and quantised matrices are
+              everywhere
     hooks     False: hooks are refused
     """
 
@@ -109,9 +115,21 @@ class ReferenceExecutor:
         return tuple(operations)
 
     @torch.inference_mode()
-    def step(self, bucket: Bucket) -> None:
-        """Run one step; the publication is in the ring when this returns."""
-        self._run(self._bound[bucket])
+    def step(self, bucket: Bucket, meanwhile: Callable[[], None] | None = None) -> None:
+        """Run one step; the publication is in the ring when this returns. `meanwhile`: see `Executor`."""
+        if bucket.chooses:
+            self._run(self._bound[bucket])
+            bucket = bucket.bodies[int(self.state["width_choice"])]
+        bound = self._bound[bucket]
+        if meanwhile is not None:
+            count = 1 + max(place for place, (op, _, _) in enumerate(bound) if op.stage is Stage.ACTIVE_SLOTS)
+            self._run(bound[:count])
+            meanwhile()
+            bound = bound[count:]
+        self._run(bound)
+
+    def wait_until(self, seen: Callable[[], bool]) -> None:
+        """What a step writes is there when the host is asked for its part."""
 
     def wait_published(self, count: int) -> None:
         """A step is published when it returns."""
@@ -193,10 +211,19 @@ def _packs(programs: Iterable[Program], weights: Mapping[str, torch.Tensor]) -> 
 
 
 def _place(weights: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-    """Weights on the device; on a CPU floating ones as float32. A tensor that has two names is kept once."""
-    result = {}
+    """Weights on the device; on a CPU floating ones as float32, and quantised matrices on any device.
+
+    A tensor that has two names is kept once.
+    """
+    result: dict[str, torch.Tensor] = {}
+    waiting = MatrixParts(weights)
     with streamed(weights, device) as stream:
         for names, tensor in stream:
+            if waiting.owns(names[0]):
+                matrix = waiting.take(names[0], tensor)
+                if matrix is not None:
+                    result[matrix[0]] = matrix_format(matrix[1]).dequantise(matrix[1], torch.float32).to(device)
+                continue
             expand = device.type == "cpu" and tensor.is_floating_point()
             placed = (tensor.float() if expand else tensor).to(device)
             result.update(dict.fromkeys(names, placed))

@@ -12,24 +12,28 @@ from pathlib import Path
 
 import torch
 
+from lowlat.checkpoint.quantising import Quantiser
 from lowlat.checkpoint.source import JoinedWeights
-from lowlat.errors import ConfigError
+from lowlat.errors import ConfigError, LowlatError
 from lowlat.executors import Executor
 from lowlat.executors.devices import DeviceChoice, choose_device
 from lowlat.executors.make import check_positions, make_executor, settle_executor
-from lowlat.graphs import BucketLadder
+from lowlat.graphs import Bucket, BucketLadder
 from lowlat.host.memory.plan import check_fits, memory_need
 from lowlat.host.perf import check_device, check_launches
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.partial_kv import partial_kv
-from lowlat.models.target import OpenedTarget, fetch_target, open_target
+from lowlat.models.program import Program
+from lowlat.models.target import OpenedTarget, fetch_target, open_target, quantise_target
 from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig
 from lowlat.speculators.base import LoadedSpeculator, Speculator
 from lowlat.speculators.methods import fetch_speculator, load_speculator
 from lowlat.speculators.tree.topology import TreeTopology
+from lowlat.step.adaptive import build_adaptive
 from lowlat.step.decode import build_step
 from lowlat.step.prefill import build_prefills
 from lowlat.step.state import StepGeometry
+from lowlat.step.width_times import set_costs
 from lowlat.text import TextCodec
 
 __all__ = ["Loaded", "bucket_batches", "load", "make_geometry", "make_topologies"]
@@ -85,6 +89,8 @@ def load(
     if not isinstance(target, OpenedTarget):
         fetched = fetch_target(target, dtype=options.dtype, progress=downloaded)
         target = open_target(fetched, dtype=options.dtype, progress=progress)
+    if options.quantize is not None:
+        target = quantise_target(target, Quantiser(options.quantize, options.quantize_lm_head))
     if options.max_context > target.config.max_position:
         raise ConfigError(
             f"max_context {options.max_context} exceeds the model's max_position_embeddings "
@@ -102,9 +108,9 @@ def load(
     check_device(options, choice)
     if choice.has_kernels:
         check_positions(geometry)
-    ladder = BucketLadder(bucket_batches(options.max_batch), {s: t.num_nodes for s, t in topologies.items()})
-    programs = {bucket: build_step(geometry, bucket, topologies[bucket.num_speculative_tokens])
-                for bucket in (*ladder.buckets, *ladder.first_tokens)}  # fmt: skip
+    rows_of = {depth: topology.num_nodes for depth, topology in topologies.items()}
+    ladder = BucketLadder(bucket_batches(options.max_batch), rows_of, adaptive=geometry.max_width is not None)
+    programs = {bucket: _build(geometry, bucket, topologies) for bucket in ladder.programs}
     own: Mapping[str, torch.Tensor] = {} if loaded is None else loaded.weights
     weights = JoinedWeights(target.weights, own)
     prefills = build_prefills(geometry)
@@ -123,10 +129,18 @@ def load(
     )  # fmt: skip
     try:
         check_launches(options, executor.counts)
-    except ConfigError:
+        if geometry.max_width is not None:
+            set_costs(executor, ladder, geometry, programs, weights.shapes(), fuse=options.fuse)
+    except LowlatError:
         executor.close()
         raise
     return Loaded(target, codec, loaded, geometry, ladder, topologies, executor, choice, error)
+
+
+def _build(geometry: StepGeometry, bucket: Bucket, topologies: Mapping[int, TreeTopology]) -> Program:
+    if geometry.max_width is not None:
+        return build_adaptive(geometry, bucket)
+    return build_step(geometry, bucket, topologies[bucket.num_speculative_tokens])
 
 
 def _say(choice: DeviceChoice) -> None:
@@ -163,7 +177,8 @@ def make_topologies(speculative: SpeculativeConfig) -> dict[int, TreeTopology]:
                 f"max_decoding_tokens {limit} is below num_speculative_tokens + 1 = "
                 f"{speculative.num_speculative_tokens + 1}"
             )
-        return {s: TreeTopology.chain(s) for s in range(MAX_SPECULATIVE_TOKENS + 1)}
+        most = speculative.num_speculative_tokens if speculative.adaptive_width else MAX_SPECULATIVE_TOKENS
+        return {s: TreeTopology.chain(s) for s in range(most + 1)}
     tree = TreeTopology.load(
         speculative.tree,
         max_path_len=speculative.max_path_len,
@@ -209,7 +224,20 @@ def make_geometry(
         simulated_accept_length=None if simulated is None else simulated.simulated_accept_length,
         simulated_seed=0 if simulated is None else simulated.simulated_seed,
         partial=partial,
+        max_width=_max_width(speculator, speculative),
     )
+
+
+def _max_width(speculator: Speculator | None, speculative: SpeculativeConfig | None) -> int | None:
+    """The greatest width where the device chooses each step's. Raises ConfigError where it cannot."""
+    if speculator is None or speculative is None or not speculative.adaptive_width:
+        return None
+    if speculator.waiting_boundaries is None:
+        raise ConfigError(
+            f"adaptive_width (num_speculative_tokens 'auto') is not implemented for method {speculative.method!r} "
+            f"with text_drafts {speculative.text_drafts!r}; give a number of tokens, or leave text_drafts out"
+        )
+    return speculative.num_speculative_tokens
 
 
 def bucket_batches(max_batch: int) -> list[int]:

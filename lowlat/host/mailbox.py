@@ -24,6 +24,7 @@ from lowlat.kernels.reference.step.publish import (
 from lowlat.kernels.reference.step.slot_record import (
     DRAFT_LIMIT,
     FREQUENCY,
+    HAS_GRAMMAR,
     LENGTH,
     MAX_LENGTH,
     MIN_P,
@@ -48,8 +49,12 @@ STAGED = tuple(
 )
 PREFILL = ("tokens", "chunk", "live", "draft_live", "table", "positions", "draft_positions", "slot", "count")
 PARTIAL = ("prefill_span", "prefill_shifts")  # with SpecPV
-WRITTEN = (*STAGED, "command_ring", "command_tail", *(f"prefill_{part}" for part in PREFILL))
+MASKS = ("grammar_masks", "grammar_ready")
+FORCED = ("grammar_forced",)
+ROWS = ("grammar_tokens", "grammar_paths", "grammar_lengths")
+WRITTEN = (*STAGED, *MASKS, *FORCED, "command_ring", "command_tail", *(f"prefill_{part}" for part in PREFILL))
 READ = ("ring_records", "ring_tokens", "ring_logprob_values", "ring_logprob_ids", "ring_head")
+NEVER = 1 << 62  # longer than any request
 
 
 class SlotPublication(NamedTuple):
@@ -91,12 +96,14 @@ class Mailbox:
 
     def __init__(self, state: Mapping[str, torch.Tensor], max_draft_tokens: int) -> None:
         self._partial = tuple(name for name in PARTIAL if name in state)
-        self._host = _HostView({name: state[name] for name in (*WRITTEN, *self._partial, *READ)})
+        held = (*WRITTEN, *READ, *ROWS, *self._partial, *(["width_bounds"] if "width_bounds" in state else []))
+        self._host = _HostView({name: state[name] for name in held})
         self._arrays = self._host.arrays
         self._head, self._records = self._arrays["ring_head"], self._arrays["ring_records"]
-        self._max_draft_tokens = max_draft_tokens
+        self.max_draft_tokens = max_draft_tokens
         self._num_read = 0
         self._num_commands = 0
+        self._widths: tuple[int, int] | None = None  # as last written
         self.num_seen = 0
 
     @property
@@ -123,8 +130,13 @@ class Mailbox:
         params: SamplingParams,
         seed: int,
         stop_ids: Sequence[int],
+        *,
+        has_grammar: bool = False,
     ) -> None:
-        """Stage a slot's record and command it to join at the next step, or first token; none may be under way."""
+        """Stage a slot's record and command it to join at the next step, or first token; none may be under way.
+
+        has_grammar  the masks of its first token were sent, and those of each step will be
+        """
         arrays = self._arrays
         ints = arrays["staged_ints"][slot]
         limit = self._draft_limit(params)
@@ -137,6 +149,7 @@ class Mailbox:
             (SEED, seed),
             (DRAFT_LIMIT, limit),
             (NUM_LOGPROBS, -1 if params.logprobs is None else params.logprobs),
+            (HAS_GRAMMAR, has_grammar),
         ):
             ints[column] = value
         floats = arrays["staged_floats"][slot]
@@ -166,8 +179,19 @@ class Mailbox:
         """Command a slot that decodes to verify so many drafts in a step from now on; the next step sees it."""
         self._command(SET_DRAFT_LIMIT, slot, self._draft_limit(params))
 
+    def bound_widths(self, least: int, most: int) -> None:
+        """Bound the widths that steps choose from the next one on; where none is chosen, nothing is written.
+
+        A request's own limit of drafts goes before `least`.
+        """
+        if (least, most) == self._widths or "width_bounds" not in self._arrays:
+            return
+        self._widths = least, most
+        self._arrays["width_bounds"][:] = least, most
+        self._host.send(("width_bounds",))
+
     def _draft_limit(self, params: SamplingParams) -> int:
-        return self._max_draft_tokens if params.max_draft_tokens is None else params.max_draft_tokens
+        return self.max_draft_tokens if params.max_draft_tokens is None else params.max_draft_tokens
 
     def _command(self, opcode: int, slot: int, value: int = 0) -> None:
         ring = self._arrays["command_ring"]
@@ -183,6 +207,42 @@ class Mailbox:
         for name, values in zip(self._partial, (span, shifts), strict=False):
             self._arrays[name][:] = values
         self._host.send(self._partial)
+
+    def masks_wanted(self, slot: int, length: int) -> bool:
+        """Whether the masks of a slot's rows behind so many committed tokens were not sent yet."""
+        return bool(self._arrays["grammar_ready"][slot] < length)
+
+    def rows_told(self, slot: int, length: int) -> bool:
+        """Whether the device has told the rows that the slot's step verifies behind so many committed tokens."""
+        self._host.fetch(ROWS)
+        return bool(self._arrays["grammar_lengths"][slot] == length)
+
+    def rows(self, slot: int, num_rows: int) -> tuple[list[int], list[int]]:
+        """The told tokens of a slot's first rows, -1 where dead, and their ancestors and themselves as bits."""
+        tokens, paths = self._arrays["grammar_tokens"][slot], self._arrays["grammar_paths"][slot]
+        return tokens[:num_rows].tolist(), paths[:num_rows].tolist()
+
+    def masks(self, slot: int) -> np.ndarray[Any, Any]:
+        """The masks of a slot's rows, [T, ceil(V / 32)] int32, to be written; `send_masks` then lets its draw go on."""
+        masks: np.ndarray[Any, Any] = self._arrays["grammar_masks"][slot]
+        return masks
+
+    def send_masks(self, slot: int, length: int) -> None:
+        """The masks of a slot's rows behind so many committed tokens are there."""
+        self._host.send(MASKS[:1])
+        self._arrays["grammar_ready"][slot] = length  # the last: a draw may be waiting
+        self._host.send(MASKS[1:])
+
+    def force_drafts(self, slot: int, tokens: Sequence[int]) -> None:
+        """Let a slot's next step verify these tokens in place of its drafts; none: its drafts. No step is under way."""
+        row = self._arrays["grammar_forced"][slot]
+        row[1 : len(tokens) + 1] = tokens
+        row[0] = len(tokens)
+        self._host.send(FORCED)
+
+    def release_masks(self, slot: int) -> None:
+        """Let a slot's draw wait for no masks: nobody wants its tokens."""
+        self.send_masks(slot, NEVER)
 
     def write_chunk(self, slot: int, tokens: Sequence[int], start: int, table: Sequence[int]) -> None:
         """Write what prefill reads: `tokens` from position `start` on, all of which are live rows."""

@@ -20,12 +20,15 @@ from typing import Any
 from lowlat.errors import ConfigError, DeviceError
 from lowlat.executors import LaunchCounts
 from lowlat.executors.devices import DeviceChoice
+from lowlat.graphs import BucketLadder
 from lowlat.host.mailbox import SlotPublication
+from lowlat.host.metrics import SpeculativeDecodingStats
+from lowlat.host.session import Session
 from lowlat.options.config import RuntimeConfig
 
-__all__ = ["PerfCounters", "StepChecks", "check_device", "check_launches", "reason_for_no_drafts"]
+__all__ = ["PerfCounters", "PublishedSteps", "StepChecks", "check_device", "check_launches", "steps_by_width"]
 
-REQUEST_LIMIT, LAST_TOKEN, NO_DRAFTS = "max_draft_tokens", "last_token", "no_drafts"
+REQUEST_LIMIT, LAST_TOKEN, NO_DRAFTS, CHOSEN = "max_draft_tokens", "last_token", "no_drafts", "chosen_width"
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class PerfCounters:
     copies            between host and device since the load, prompts' excepted
     undrafted_steps   a slot's steps without drafts where the runtime speculates, by reason: `max_draft_tokens` (the
                       request wants none), `last_token` (there is room for one token), `no_drafts` (the speculator had
-                      none, or the step before was asked for without)
+                      none, or the step before was asked for without), `chosen_width` (the step chose none)
     """
 
     launches: int = 0
@@ -91,11 +94,25 @@ class PerfCounters:
         return asdict(self)
 
 
-def reason_for_no_drafts(max_draft_tokens: int | None, room: int) -> str:
+def _reason_for_no_drafts(max_draft_tokens: int | None, room: int, *, adaptive: bool) -> str:
     """Why a step verified no draft: the request's limit, or no room for any beside the token of the step itself."""
     if max_draft_tokens == 0:
         return REQUEST_LIMIT
-    return LAST_TOKEN if room <= 1 else NO_DRAFTS
+    if room <= 1:
+        return LAST_TOKEN
+    return CHOSEN if adaptive else NO_DRAFTS
+
+
+def steps_by_width(
+    ladder: BucketLadder, undrafted: Mapping[str, int], stats: SpeculativeDecodingStats | None
+) -> dict[str, list[int]]:
+    """Steps of slots that verified 0, 1, 2, ... drafts, under their name; nothing where widths are not chosen."""
+    if not ladder.adaptive:
+        return {}
+    most = max(ladder.rows_of)
+    drafted = [0] * most if stats is None else stats.drafted_by_position[:most]
+    every = sum(undrafted.values()) + (0 if stats is None else stats.num_drafts)
+    return {"steps_by_width": [here - deeper for here, deeper in zip([every, *drafted], [*drafted, 0], strict=True)]}
 
 
 def check_device(config: RuntimeConfig, choice: DeviceChoice) -> None:
@@ -159,3 +176,25 @@ class StepChecks:
             problem = f"verified no draft with room for {room} tokens"
         if problem is not None:
             raise DeviceError(f"perf_mode 'strict': a step of slot {p.slot} {problem}")
+
+
+class PublishedSteps:
+    """Looks at every publication of a slot: `undrafted` counts those without drafts, by reason.
+
+    checks    of strict mode; None: none are made
+    adaptive  steps choose their width
+    """
+
+    def __init__(self, checks: StepChecks | None, *, adaptive: bool = False) -> None:
+        self.undrafted: Counter[str] = Counter()
+        self._adaptive = adaptive
+        self._checks = checks
+
+    def see(self, session: Session, publication: SlotPublication, *, speculating: bool) -> None:
+        """Count and check one publication, before its session takes it. Raises DeviceError in strict mode."""
+        if speculating and session.has_begun and not publication.verified:
+            limit = session.params.max_draft_tokens
+            self.undrafted[_reason_for_no_drafts(limit, session.room, adaptive=self._adaptive)] += 1
+        if self._checks is not None:
+            begun, room = session.has_begun, session.room
+            self._checks.check(publication, len(session.committed), first=not begun, room=room)

@@ -5,17 +5,26 @@ publish for, a slot that the host has given up meanwhile: the caller drops such 
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from lowlat.errors import DeviceError
+from lowlat.errors import ConfigError, DeviceError
 from lowlat.executors import Executor, LoopingExecutor
 from lowlat.graphs import Bucket
 from lowlat.host.mailbox import Entry, Mailbox
 from lowlat.host.pace import Pace
 
-__all__ = ["Launches"]
+__all__ = ["Launches", "loop_of"]
 
 MAX_STEPS = 2  # under way: with one more behind the step that runs, the device never waits for the host
+
+
+def loop_of(executor: Executor, *, wanted: bool) -> LoopingExecutor | None:
+    """The same executor as one that repeats steps by itself, where wanted. Raises ConfigError where it cannot."""
+    if not wanted:
+        return None
+    if not isinstance(executor, LoopingExecutor):
+        raise ConfigError(f"device_loop needs executor 'graph', and this runtime has {executor.name!r}")
+    return executor
 
 
 class Launches:
@@ -65,11 +74,19 @@ class Launches:
             return self.num_under_way < MAX_STEPS
         return self.looping and bucket == self.bucket and self.num_under_way <= self._budget // 2
 
-    def start(self, bucket: Bucket, *, may_loop: bool, most: int | None = None) -> None:
+    def start(
+        self,
+        bucket: Bucket,
+        *,
+        may_loop: bool,
+        meanwhile: Callable[[], None] | None = None,
+        most: int | None = None,
+    ) -> None:
         """Launch a step; or a loop, where there is one and the caller's next steps may be like this one.
 
         Where something is under way `has_room` must say so, and a loop is followed by a loop. A loop gets at most half
         of the ring, so that the next can be queued before the host has read all of the last, and at most `most` steps.
+        `meanwhile` is the host's part of a step, see `Executor.step`.
         Raises DeviceError when the device has failed.
         """
         mailbox, ahead = self._mailbox, self.num_under_way
@@ -82,7 +99,7 @@ class Launches:
             self._loop.start_loop(bucket, budget)
             self._expected = self._first + ahead + budget
         else:
-            self._executor.step(bucket)
+            self._executor.step(bucket, meanwhile)
             self._expected = self._first + ahead + 1
 
     def prefill(self, size: int, first: Bucket | None) -> Sequence[Entry]:

@@ -9,25 +9,23 @@ several threads: one thread owns a runtime.
 
 import itertools
 import secrets
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from lowlat.errors import ConfigError, LowlatError, RequestError
-from lowlat.executors import LoopingExecutor
 from lowlat.executors.devices import make_current
 from lowlat.graphs import Bucket
+from lowlat.host.grammar_masks import GrammarMasks
 from lowlat.host.loading import Loaded, load
 from lowlat.host.mailbox import Entry, Mailbox, SlotPublication
 from lowlat.host.memory.kvcache import KVCache
 from lowlat.host.memory.refreshes import Refreshes
 from lowlat.host.metrics import MetricsBook, RequestMetrics
-from lowlat.host.perf import PerfCounters, StepChecks, reason_for_no_drafts
+from lowlat.host.perf import PerfCounters, PublishedSteps, StepChecks, steps_by_width
 from lowlat.host.request_checks import RequestChecks
-from lowlat.host.run_ahead import Launches
+from lowlat.host.run_ahead import Launches, loop_of
 from lowlat.host.scheduler import Phase, PrefillChunk, ScheduledRequest, Scheduler
 from lowlat.host.session import Session
 from lowlat.host.trace import Tracer
@@ -92,11 +90,13 @@ class Runtime:
             must_draft=config.is_strict and self.num_speculative_tokens > 0,
         )
         self._mailbox = Mailbox(self.executor.state, geometry.max_rows - 1)
-        self._launches = Launches(self.executor, self._mailbox, self._loop())
+        self._masks = GrammarMasks(self._mailbox, self.executor, self.model_config.vocab_size)
+        self._launches = Launches(self.executor, self._mailbox, loop_of(self.executor, wanted=config.device_loop))
         self._tracer = Tracer.from_config(config.traces)
         self._book = MetricsBook()
-        self._undrafted: Counter[str] = Counter()  # steps of slots, by reason
-        self._step_checks = self._make_step_checks() if config.is_strict else None
+        self._published = PublishedSteps(
+            self._step_checks() if config.is_strict else None, adaptive=self.ladder.adaptive
+        )
         self._sessions: dict[str, Session] = {}
         self._slots: dict[int, Session] = {}
         self._refreshes = Refreshes(geometry, self.scheduler, self._mailbox, self._launches, self._slots)
@@ -194,6 +194,7 @@ class Runtime:
             if ahead and len(outputs) > num_ended:
                 return outputs
         # Nothing is under way from here on: whoever joins now is in no step that was launched before.
+        self._mailbox.bound_widths(0 if num_speculative_tokens is None else depth, depth)
         if not (self._owes_step and self.scheduler.num_active):
             entries = self._admit(depth)
             if entries:
@@ -255,10 +256,11 @@ class Runtime:
 
     def perf(self) -> PerfCounters:
         """Return the launches of its programs, and its waits, copies and steps without drafts since the load."""
-        return PerfCounters.of(self.executor.counts, self._mailbox.num_copies, self._undrafted)
+        return PerfCounters.of(self.executor.counts, self._mailbox.num_copies, self._published.undrafted)
 
     def summary(self) -> dict[str, Any]:
-        """Totals since the load, as JSON: `speculator` where one is loaded, `eagle_speculation` only if it drafted."""
+        """Totals since the load, as JSON: `speculator` where one is loaded, `eagle_speculation` only if it drafted,
+        `structured_output` only if a request had a grammar."""
         for session in self._sessions.values():
             self._book.update(session.metrics())
         return {
@@ -268,21 +270,14 @@ class Runtime:
             "device": str(self.device_choice.device),
             **({} if self.speculator is None else {"speculator": self.speculator.report()}),
             **self._refreshes.report(),
+            **self._masks.report(),
+            **steps_by_width(self.ladder, self._published.undrafted, self._book.totals().speculation),
         }
 
     def slots(self) -> list[dict[str, Any]]:
         """The requests that have a slot, by slot, as JSON: phase, tokens of prompt and completion, and their bound."""
-        return [
-            {
-                "slot": slot,
-                "request_id": session.request_id,
-                "phase": str(self.scheduler.phase(session.request_id)),
-                "prompt_tokens": len(session.prompt),
-                "completion_tokens": len(session.committed) - len(session.prompt),
-                "max_tokens": session.params.max_tokens,
-            }
-            for slot, session in sorted(self._slots.items())
-        ]
+        phase = self.scheduler.phase
+        return [session.describe(str(phase(session.request_id))) for _, session in sorted(self._slots.items())]
 
     def adopt_thread(self) -> None:
         """Hand the runtime to the calling thread; the one before must be done with it. A CUDA context is a thread's."""
@@ -296,7 +291,8 @@ class Runtime:
         self._sessions.clear()
         self._slots.clear()
         self._launches.stop()
-        del self._refreshes, self._launches, self._mailbox  # their views of the executor's buffers go with them
+        self._masks.release()
+        del self._refreshes, self._launches, self._masks, self._mailbox  # their views of the executor's buffers go, too
         if self.codec is not None:
             self.codec.close()
         self.executor.close()  # the last: a device that has failed says so
@@ -304,24 +300,13 @@ class Runtime:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _make_step_checks(self) -> StepChecks:
-        return StepChecks(
-            max_drafts=self.geometry.max_rows - 1,
-            vocab_size=self.model_config.vocab_size,
-            must_draft=self.num_speculative_tokens > 0 and self.draft_config is not None,
-        )
-
-    def _loop(self) -> LoopingExecutor | None:
-        if not self.config.device_loop:
-            return None
-        if not isinstance(self.executor, LoopingExecutor):
-            raise ConfigError(f"device_loop needs executor 'graph', and this runtime has {self.executor.name!r}")
-        return self.executor
+    def _step_checks(self) -> StepChecks:
+        must_draft, vocab_size = self.num_speculative_tokens > 0, self.model_config.vocab_size
+        must_draft = must_draft and self.draft_config is not None and not self.ladder.adaptive
+        return StepChecks(max_drafts=self.geometry.max_rows - 1, vocab_size=vocab_size, must_draft=must_draft)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -360,19 +345,21 @@ class Runtime:
     def _prefill(self, chunk: PrefillChunk, depth: int) -> Sequence[Entry]:
         session = self._sessions[chunk.request_id]
         tokens = session.prompt[chunk.start : chunk.start + chunk.num_tokens]
-        self._mailbox.write_chunk(session.slot, tokens, chunk.start, session.table)
-        self._refreshes.prefill(session, chunk)
+        problem = self._masks.join(session) if chunk.last else None
+        if problem is not None:
+            self._fail(session, problem)
+            return ()
+        self._refreshes.prefill(session, tokens, chunk.start)
         if chunk.last:
             self._join(session)
         self.scheduler.prefill_done(chunk)
-        first = Bucket.first_token(depth) if chunk.last else None
+        first = self.ladder.first_token(depth) if chunk.last else None
         return self._launches.prefill(self.geometry.prefill_size(chunk.num_tokens), first)
 
     def _join(self, session: Session) -> None:
         max_length = len(session.prompt) + session.params.max_tokens
-        self._mailbox.join(
-            session.slot, session.prompt, session.table, max_length, session.params, session.seed, session.stop_ids
-        )
+        own = (session.table, max_length, session.params, session.seed, session.stop_ids)
+        self._mailbox.join(session.slot, session.prompt, *own, has_grammar=session.grammar is not None)
         session.joined(self._mailbox.num_seen)
 
     def _launch(self, bucket: Bucket, ahead: bool, most: int | None) -> None:
@@ -380,7 +367,22 @@ class Runtime:
             if self.scheduler.phase(name) is Phase.DECODING:  # others bring their limit along when they join
                 self._mailbox.set_draft_limit(self._sessions[name].slot, self._sessions[name].params)
         self._limited.clear()
-        self._launches.start(bucket, may_loop=ahead and not self.scheduler.has_work, most=most)
+        meanwhile = self._fill_masks if self._masks and not self.executor.asynchronous else None
+        may_loop = ahead and not self.scheduler.has_work and not self._masks
+        self._launches.start(bucket, may_loop=may_loop, meanwhile=meanwhile, most=most)
+
+    def _fill_masks(self) -> None:
+        """The host's part of a step that was launched: the masks that its slots' draws wait for."""
+        if self._masks and self._launches.bucket is not None:
+            for session, problem in self._masks.fill(self._launches.bucket.rows):
+                self._fail(session, problem)
+
+    def _fail(self, session: Session, problem: str) -> None:
+        """End a request with an error; its last output comes with the next step's."""
+        if self._leave(session) is Phase.DECODING:
+            self._mailbox.cancel(session.slot)
+        self._pending.append(session.output((), "error", error=problem))
+        self._end(session)
 
     def _go_on(self, depth: int, ahead: bool) -> list[StepOutput]:
         """Outputs of what is under way: of the next step, or of all where others are wanted from now on.
@@ -389,6 +391,7 @@ class Runtime:
         outputs, or stands still.
         """
         launches = self._launches
+        self._fill_masks()
         if not ahead or (launches.in_loop and not self._fits(depth)):
             return self._take(launches.drain(), depth, ahead)
         if self._is_certain(depth) and (most := self._refreshes.num_certain(depth)) != 0:
@@ -402,7 +405,9 @@ class Runtime:
         stop id or string cannot be foreseen: where it ends the last request, one step is run for nobody.
         """
         scheduler, launches = self.scheduler, self._launches
-        if scheduler.has_work or not scheduler.num_active or not launches.has_room(scheduler.choose_bucket(depth)):
+        if self._masks or scheduler.has_work or not scheduler.num_active:
+            return False
+        if not launches.has_room(scheduler.choose_bucket(depth)):
             return False
         rooms = [self._room_behind(session, depth) for session in self._slots.values()]
         return max(rooms) > 0 and (min(rooms) > 0 or not scheduler.num_queued)
@@ -415,15 +420,21 @@ class Runtime:
 
     def _take(self, entries: Sequence[Entry], depth: int, ahead: bool) -> list[StepOutput]:
         """Outputs of entries; where the step after them is certain, it is launched first."""
+        published: Iterable[list[SlotPublication]] = map(self._mailbox.read, entries)
+        if self._masks:  # nothing but a launch waits for grammars: the text of outputs is made behind it
+            published = list(published)
+            self._masks.advance(publication for each in published for publication in each)
         if ahead and not self._launches.under_way:
             self._launch_ahead(entries, depth)
         bucket = self._launches.bucket
         outputs: list[StepOutput] = []
-        for entry in entries:
-            publications = [p for p in self._mailbox.read(entry) if self._is_live(p.slot, entry.number)]
+        for entry, read in zip(entries, published, strict=True):
+            publications = [p for p in read if self._is_live(p.slot, entry.number)]
             if self._tracer is not None and bucket is not None:
                 self._tracer.step(bucket, publications, self.executor, self.kvcache)
             outputs.extend([self._apply(publication) for publication in publications])
+        if self._launches.under_way:
+            self._fill_masks()
         self._stop_outdated()
         return outputs
 
@@ -459,23 +470,15 @@ class Runtime:
 
     def _apply(self, publication: SlotPublication) -> StepOutput:
         session = self._slots[publication.slot]
-        if self._step_checks is not None or (self.num_speculative_tokens and not publication.verified):
-            self._look_at(session, publication)
+        self._published.see(session, publication, speculating=self.num_speculative_tokens > 0)
         self._refreshes.count_step(session)
-        output = session.take(publication)
+        output = session.take(*self._masks.judge(publication))
         if output.finish_reason is not None:
             if publication.finish_reason is None:
                 self._mailbox.cancel(session.slot)  # a stop string: the device does not know yet
             self._leave(session, poisoned=output.finish_reason == "error")
             self._end(session)
         return output
-
-    def _look_at(self, session: Session, publication: SlotPublication) -> None:
-        """Count a step without drafts where the runtime speculates; in strict mode, check the step."""
-        if session.has_begun and not publication.verified and self.num_speculative_tokens:
-            self._undrafted[reason_for_no_drafts(session.params.max_draft_tokens, session.room)] += 1
-        if self._step_checks is not None:
-            self._step_checks.check(publication, len(session.committed), first=not session.has_begun, room=session.room)
 
     def _leave(self, session: Session, *, poisoned: bool = False) -> Phase:
         # Steps under way may still write to its blocks. Others get them only in a later prefill or step, and all of
@@ -484,7 +487,7 @@ class Runtime:
         phase = self.scheduler.cancel(session.request_id, committed, num_written=written, poisoned=poisoned)
         if phase is not Phase.QUEUED:
             del self._slots[session.slot]
-            self._refreshes.leave(session.slot)
+            self._masks.leave(session.slot)
         blocks = self.kvcache.take_blocks_to_clear()
         if blocks:
             self._launches.stop()  # a loop would have to end first

@@ -6,11 +6,13 @@ It turns a step's publication into the caller's output: text, stop strings, ends
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from lowlat.host.mailbox import SlotPublication
 from lowlat.host.metrics import RequestMetrics, SpeculativeDecodingStats
 from lowlat.options.request import FinishReason, SamplingParams, StepOutput, TokenLogprobs, ToolCallDelta
 from lowlat.text import AnswerDelta, AnswerStream, TextCodec
+from lowlat.text.grammar.state import GrammarState
 
 __all__ = ["Session"]
 
@@ -38,6 +40,7 @@ class Session:
         self.params = params
         self.seed = seed
         self.stop_ids = stop_ids
+        self.grammar: GrammarState | None = None
         self.slot = -1
         self.table: Sequence[int] = ()
         self.committed = list(prompt)
@@ -80,6 +83,17 @@ class Session:
         """Tokens that it may still get."""
         return len(self.prompt) + self.params.max_tokens - len(self.committed)
 
+    def describe(self, phase: str) -> dict[str, Any]:
+        """Its slot, phase, tokens of prompt and completion, and their bound, as JSON."""
+        return {
+            "slot": self.slot,
+            "request_id": self.request_id,
+            "phase": phase,
+            "prompt_tokens": len(self.prompt),
+            "completion_tokens": len(self.committed) - len(self.prompt),
+            "max_tokens": self.params.max_tokens,
+        }
+
     def metrics(self) -> RequestMetrics:
         """Its figures as they stand now."""
         start = self._submitted
@@ -99,8 +113,11 @@ class Session:
             num_partial_steps=self.num_partial_steps,
         )
 
-    def take(self, publication: SlotPublication) -> StepOutput:
-        """Add a step's tokens; a stop string found in their text drops the tokens after it and ends the request."""
+    def take(self, publication: SlotPublication, problem: str | None = None) -> StepOutput:
+        """Add a step's tokens; a stop string found in their text drops the tokens after it and ends the request.
+
+        problem  why it ends, where the reason is an error; None: by its logits
+        """
         tokens, reason = publication.token_ids, publication.finish_reason
         deltas: list[AnswerDelta] = []
         stopped = None
@@ -117,11 +134,11 @@ class Session:
         self.committed.extend(tokens)
         num_accepted = self._count(publication, len(tokens))
         stop_reason: str | int | None = stopped
-        if stopped is None and reason == "stop":
+        if stopped is None and reason == "stop" and tokens and tokens[-1] in self.stop_ids:
             stop_reason = tokens[-1]
         error = None
         if reason == "error":
-            error = f"logits at position {len(self.committed)} are not finite"
+            error = problem or f"logits at position {len(self.committed)} are not finite"
         logprobs = publication.logprobs
         if logprobs is not None:
             logprobs = tuple(map(self._with_texts, logprobs[: len(tokens)]))

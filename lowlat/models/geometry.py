@@ -7,6 +7,9 @@ reads them.
 from dataclasses import dataclass
 from typing import Literal
 
+from lowlat.checkpoint.formats import Quantisation
+from lowlat.checkpoint.quantising import Quantiser
+
 __all__ = ["AttentionWidths", "DraftConfig", "ExpertsConfig", "ModelConfig", "RopeConfig"]
 
 DraftLayout = Literal["safeai", "specforge", "modelopt", "speculators", "deepspec", "z-lab"]
@@ -61,6 +64,11 @@ class AttentionWidths:
         return self.num_kv_heads * self.head_dim
 
 
+def _layer_formats(stored: Quantisation | None, made: Quantiser | None) -> frozenset[str]:
+    names = frozenset() if stored is None else stored.format_names
+    return names if made is None else names | {made.packed.name}
+
+
 @dataclass(frozen=True)
 class ModelConfig(AttentionWidths):
     """A target's geometry, checked; every field is in use by `lowlat.models.decoder`."""
@@ -87,11 +95,34 @@ class ModelConfig(AttentionWidths):
     dtype: ComputeDtype
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+    quantisation: Quantisation | None = None  # of linear layers in files; None: plain
+    quantiser: Quantiser | None = None  # of linear layers at load; None: they stay as they are
+
+    @property
+    def layer_formats(self) -> frozenset[str]:
+        """The formats of linear layers besides the plain one, those of rules that name no layer included."""
+        return _layer_formats(self.quantisation, self.quantiser)
+
+
+@dataclass(frozen=True)
+class DsparkHeads:
+    """What DSpark puts behind the rows of a block.
+
+    markov_rank         of the bias that a draft's logits get by the token before it; 0: no bias
+    markov_gated        whether the row's state gates that token's vector
+    confidence          whether each draft gets a probability of being accepted
+    confidence_markov   whether that reads the token's vector, too
+    """
+
+    markov_rank: int
+    markov_gated: bool
+    confidence: bool
+    confidence_markov: bool
 
 
 @dataclass(frozen=True)
 class DraftConfig(AttentionWidths):
-    """A draft model's geometry and flags (EAGLE3, P-EAGLE, DFlash), capture conventions turned into boundaries.
+    """A draft model's geometry and flags (EAGLE3, P-EAGLE, DFlash, DSpark), captures turned into boundaries.
 
     Boundary b is the target's residual stream entering layer b, 0 to L (L: after the last layer, before the
     final norm). Source: EAGLE-3, arXiv 2503.01840; SpecForge, ModelOpt and speculators exporters.
@@ -125,11 +156,20 @@ class DraftConfig(AttentionWidths):
     own_lm_head: bool = True
     own_draft_map: bool = True  # the checkpoint carries d2t
     mask_token: int | None = None  # of rows whose token is not known; None: EAGLE3, which has none
-    block_size: int | None = None  # of DFlash, the last known token included; None: another's
+    block_size: int | None = None  # of DFlash and DSpark, the last known token included; None: another's
+    anchor_drafts: bool = False  # the last known token's row drafts, and each row the token after its own
+    dspark: DsparkHeads | None = None  # None: not DSpark
+    quantisation: Quantisation | None = None  # of linear layers in files; None: plain
+    quantiser: Quantiser | None = None  # of linear layers at load; None: they stay as they are
+
+    @property
+    def layer_formats(self) -> frozenset[str]:
+        """The formats of linear layers besides the plain one, those of rules that name no layer included."""
+        return _layer_formats(self.quantisation, self.quantiser)
 
     @property
     def method(self) -> str:
         """The method of speculation that it is for."""
         if self.block_size is not None:
-            return "dflash"
+            return "dflash" if self.dspark is None else "dspark"
         return "eagle3" if self.mask_token is None else "peagle"

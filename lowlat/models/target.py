@@ -7,19 +7,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from lowlat.checkpoint import hub
 from lowlat.checkpoint.formats import part_groups
 from lowlat.checkpoint.json_file import shown
+from lowlat.checkpoint.quantising import QuantisedWeights, Quantiser
 from lowlat.checkpoint.recipes import Progress, Recipe, check_recipes
 from lowlat.checkpoint.source import WeightSource
 from lowlat.checkpoint.stored import Group, StoredWeights
 from lowlat.checkpoint.tensors import DTYPES, Checkpoint, OpenFiles, TensorEntry
 from lowlat.errors import ConfigError
 from lowlat.models.families import FAMILIES
-from lowlat.models.geometry import ModelConfig
+from lowlat.models.geometry import DraftConfig, ModelConfig
 from lowlat.models.hf_config import read_config, resolve_dtype
 
 __all__ = [
@@ -29,12 +31,15 @@ __all__ = [
     "fetch_target",
     "load_target",
     "open_target",
+    "quantise_target",
     "read_model_config",
+    "rounding",
     "target_groups",
     "target_recipes",
 ]
 
 COMPARED_BYTES = 8 << 20
+Config = TypeVar("Config", ModelConfig, DraftConfig)
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,10 @@ def read_model_config(directory: str | Path, *, dtype: str = "auto") -> ModelCon
         raise ConfigError(
             f"{fields.label}: model_type {shown(family)} is not implemented; implemented: {', '.join(FAMILIES)}"
         )
-    return FAMILIES[family].parse(fields, directory, resolve_dtype(fields, dtype, directory))
+    config = FAMILIES[family].parse(fields, directory, resolve_dtype(fields, dtype, directory))
+    if config.quantisation is not None:
+        target_recipes(config)  # a layer that its format cannot hold is known before anything is fetched
+    return config
 
 
 def fetch_target(model: str | Path, *, dtype: str = "auto", progress: Progress | None = None) -> Path:
@@ -96,7 +104,8 @@ def fetch_target(model: str | Path, *, dtype: str = "auto", progress: Progress |
 
 def target_recipes(config: ModelConfig) -> list[Recipe]:
     """How every canonical weight of a target is made of its checkpoint's tensors."""
-    return FAMILIES[config.family].recipes(config)
+    recipes = FAMILIES[config.family].recipes(config)
+    return recipes if config.quantisation is None else config.quantisation.apply(recipes)
 
 
 def _ignored(config: ModelConfig, checkpoint: Checkpoint) -> set[str]:
@@ -105,6 +114,8 @@ def _ignored(config: ModelConfig, checkpoint: Checkpoint) -> set[str]:
     ignored.add("model.rotary_emb.inv_freq")
     if config.tie_embeddings:
         ignored.add("lm_head.weight")
+    if config.quantisation is not None:
+        ignored |= config.quantisation.unused(checkpoint.entries)
     return ignored & set(checkpoint.entries)
 
 
@@ -169,6 +180,20 @@ def open_target(directory: str | Path, *, dtype: str = "auto", progress: Progres
         progress=progress,
     )
     return StoredTarget(config, weights, directory)
+
+
+def quantise_target(target: OpenedTarget, quantiser: Quantiser) -> OpenedTarget:
+    """The same target, its linear layers rounded as they are streamed. Raises ConfigError where they are already."""
+    config = rounding(target.config, quantiser, f"{target.directory}: the target")
+    return OpenedTarget(config, QuantisedWeights(target.weights, quantiser), target.directory)
+
+
+def rounding(config: Config, quantiser: Quantiser, label: str) -> Config:
+    """The geometry of a model whose linear layers are rounded at load. Raises ConfigError where they are already."""
+    if config.quantisation is not None:
+        formats = ", ".join(sorted(config.quantisation.format_names))
+        raise ConfigError(f"{label} is stored in {formats}, and quantize {quantiser.kind!r} is for plain weights")
+    return replace(config, quantiser=quantiser)
 
 
 def load_target(directory: str | Path, *, dtype: str = "auto", progress: Progress | None = None) -> LoadedTarget:

@@ -5,15 +5,31 @@ from types import MappingProxyType
 
 import torch
 
+from lowlat.checkpoint.quantising import Quantiser
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.target import target_recipes
 
-__all__ = ["weight_plan"]
+__all__ = ["WeightPlan", "rounded_plan", "weight_plan"]
+
+WeightPlan = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
-def weight_plan(config: ModelConfig) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+def weight_plan(config: ModelConfig) -> WeightPlan:
     """Canonical name -> (shape, dtype) of every weight that has storage of its own.
 
     A tied lm_head.weight is therefore absent: it is embed.weight.
     """
-    return MappingProxyType({recipe.weight: (recipe.shape, recipe.dtype) for recipe in target_recipes(config)})
+    plan = {recipe.weight: (recipe.shape, recipe.dtype) for recipe in target_recipes(config)}
+    return MappingProxyType(rounded_plan(plan, config.quantiser, tied=config.tie_embeddings))
+
+
+def rounded_plan(plan: WeightPlan, quantiser: Quantiser | None, *, tied: bool = False) -> WeightPlan:
+    """A plan with the linear layers that are rounded at load by part; tied: the LM head is the embedding before."""
+    if quantiser is None:
+        return plan
+    made: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    for name, (shape, dtype) in plan.items():
+        made.update(quantiser.specs(name, shape) if quantiser.takes(name) else {name: (shape, dtype)})
+    if tied and quantiser.lm_head:
+        made.update(quantiser.specs("lm_head.weight", plan["embed.weight"][0]))
+    return made

@@ -22,11 +22,12 @@ MAX_DEPTH = 32
 # Options of one method alone: with others they must keep their defaults. Options that stand nowhere are of all methods.
 _TREES = ("tree", "max_path_len", "max_non_leaves_per_layer")
 METHOD_OPTIONS: dict[str, tuple[str, ...]] = {
-    "eagle3": ("model", "capture_layers", "draft_window", "text_drafts", *_TREES),
+    "eagle3": ("model", "draft_quantize", "capture_layers", "draft_window", "text_drafts", *_TREES),
     "ngram": ("prompt_lookup_min", "prompt_lookup_max"),
     "suffix": ("suffix_cache_max_depth", "max_spec_factor", "min_token_prob"),
-    "peagle": ("model", "capture_layers", "draft_window", *_TREES),
-    "dflash": ("model", "capture_layers", *_TREES),
+    "peagle": ("model", "draft_quantize", "capture_layers", "draft_window", *_TREES),
+    "dflash": ("model", "draft_quantize", "capture_layers", *_TREES),
+    "dspark": ("model", "draft_quantize", "capture_layers", *_TREES),
 }
 
 
@@ -35,12 +36,13 @@ METHOD_OPTIONS: dict[str, tuple[str, ...]] = {
 class SpeculativeConfig:
     """How to speculate: the method, the depth, and the tree.
 
-    `method` is "eagle3", "peagle" or "dflash", with a draft model of that kind, `model`, a directory or
+    `method` is "eagle3", "peagle", "dflash" or "dspark", with a draft model of that kind, `model`, a directory or
     `ORG/NAME[@REVISION]`; or "ngram", which needs none: it drafts what followed the longest suffix of the text,
     `prompt_lookup_min` to `prompt_lookup_max` tokens, where it stood before. "suffix" needs none either: it drafts what
     followed endings of the text most often. With `text_drafts` EAGLE3's model has such drafts beside it: each step
     verifies, by slot, those of which more should be accepted.
-    num_speculative_tokens is S, the depth; a chain verifies S + 1 rows a slot. `tree` is a path or the list of paths
+    num_speculative_tokens is S, the depth; "auto", for which there is no type, is `adaptive_width` with S up to 7. A
+    chain verifies S + 1 rows a slot. `tree` is a path or the list of paths
     itself, each a list of child ranks; None is the chain. Limits of the tree that are None take what it needs.
     With `enable_specpv` the target's layers without windows verify over a part of their KV cache: sinks, blocks that
     each head chose, the last ones; every few steps a pass over all of it recomputes what was written meanwhile and
@@ -51,7 +53,7 @@ class SpeculativeConfig:
 
     model: str | Path | None = declare(
         None,
-        "A draft model for it, EAGLE3, P-EAGLE or DFlash: a directory, or ORG/NAME.",
+        "A draft model for it, EAGLE3, P-EAGLE, DFlash or DSpark: a directory, or ORG/NAME.",
         key="head",
         aliases=("draft_model",),
         metavar="MODEL",
@@ -61,11 +63,17 @@ class SpeculativeConfig:
     )
     num_speculative_tokens: int = declare(
         3,
-        "Depth of speculation; 0: none.",
+        "Depth of speculation; 0: none; auto: each step's is chosen, up to 7 (adaptive_width).",
         0,
         MAX_SPECULATIVE_TOKENS,
         flags=("-S",),
+        words=("auto",),
         otherwise="3, or the tree's depth",
+    )
+    adaptive_width: bool = declare(
+        False,
+        "Let each step choose how many drafts it makes and verifies, from none to num_speculative_tokens, by what is "
+        "accepted and what it costs; of chains.",
     )
     max_path_len: int | None = declare(
         None, "Nodes of a tree's longest path, root included, at most.", 1, MAX_SPECULATIVE_TOKENS + 1
@@ -79,6 +87,9 @@ class SpeculativeConfig:
     )
     tree: str | Path | Sequence[Sequence[int]] | None = declare(
         None, "A table of choices: YAML, TOML or JSON.", metavar="FILE"
+    )
+    draft_quantize: Literal["fp8", "int4"] | None = declare(
+        None, "Round a plain draft model's linear layers at load, as quantize does a target's."
     )
     draft_window: int | None = declare(
         None, "The draft model attends to the first 4 and the last N rows only.", 1, 1 << 20
@@ -122,7 +133,13 @@ class SpeculativeConfig:
 
     def __post_init__(self) -> None:
         check_options(self, ConfigError)
+        if str(self.num_speculative_tokens) == "auto":
+            object.__setattr__(self, "num_speculative_tokens", MAX_SPECULATIVE_TOKENS)
+            object.__setattr__(self, "adaptive_width", True)
         self._check_method()
+        if self.adaptive_width and (self.tree is not None or not self.num_speculative_tokens):
+            problem = "num_speculative_tokens is 0" if self.tree is None else "tree asks for one of its own"
+            raise ConfigError(f"adaptive_width chooses among chains of at least one draft, and {problem}")
         if self.capture_layers is not None:
             if not isinstance(self.capture_layers, (tuple, list)):
                 raise ConfigError(f"capture_layers must be a list of boundaries, got {self.capture_layers!r:.80}")
@@ -146,6 +163,8 @@ class SpeculativeConfig:
                 "specpv_lossless is not implemented: SpecPV's tokens are those of partial steps, and may differ from "
                 "the target's; leave enable_specpv off for lossless decoding"
             )
+        if self.enable_specpv and self.adaptive_width:
+            raise ConfigError("enable_specpv goes with a fixed number of drafts, and adaptive_width chooses it anew")
         if not self.enable_specpv:
             for option in options_of(SpeculativeConfig):
                 if option.name.startswith("specpv_") and getattr(self, option.name) != option.default:
@@ -189,6 +208,10 @@ class RuntimeConfig:
     max_batch: int = declare(4, "Requests that decode together.", 1, 8)
     max_context: int = declare(2048, "Tokens of prompt and text.", 2, 1 << 20, otherwise="2048, or the model's if less")
     dtype: Literal["auto", "bfloat16", "float32"] = declare("auto", "Compute dtype; auto is the checkpoint's.")
+    quantize: Literal["fp8", "int4"] | None = declare(
+        None, "Round a plain target's linear layers at load: to FP8 by row, or to INT4 in groups of 128."
+    )
+    quantize_lm_head: bool = declare(False, "Round the LM head, too.")
     device: str = declare("auto", "auto, cpu, cuda or cuda:N.")
     executor: Literal["auto", "reference", "eager", "graph"] = declare("auto", "How steps are run.")
     block_size: int = declare(32, "Positions of one KV block.", 1, 1024)
@@ -237,6 +260,8 @@ class RuntimeConfig:
             raise ConfigError(f"device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got {self.device!r:.80}")
         if not isinstance(self.traces, TraceConfig):
             raise ConfigError(f"traces must be a TraceConfig, got {self.traces!r:.80}")
+        if self.quantize_lm_head and self.quantize is None:
+            raise ConfigError("quantize_lm_head needs quantize, which says to what")
         if self.share_decoded and not self.prefix_reuse:
             raise ConfigError("share_decoded needs prefix_reuse, which is off")
         self._check_perf_mode()

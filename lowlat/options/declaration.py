@@ -57,6 +57,7 @@ class Option:
     aliases      further names of the key
     flags        short spellings on the command line
     metavar      the value's name in the help; None: the kind's
+    words        strings that stand for a number
     python_only  cannot be set on the command line, in the environment or in a file
     """
 
@@ -74,6 +75,7 @@ class Option:
     flags: tuple[str, ...] = ()
     metavar: str | None = None
     otherwise: str = ""
+    words: tuple[str, ...] = ()
     python_only: bool = False
 
     @property
@@ -87,6 +89,8 @@ class Option:
 
     def takes(self, value: object) -> bool:
         """Whether a value is of the option's kind; limits are not looked at."""
+        if isinstance(value, str) and value in self.words:
+            return True
         if self.kind == "ints":
             return isinstance(value, (list, tuple)) and all(type(item) is int for item in value)
         types: Any = {"int": int, "float": (int, float), "bool": bool, "path": (str, Path)}.get(self.kind, str)
@@ -144,7 +148,7 @@ def check_options(record: Any, error: type[Exception]) -> None:
     kind: Any = type(record)
     for option in options_of(kind):
         value = getattr(record, option.name)
-        if value is None and option.nullable:
+        if (value is None and option.nullable) or (isinstance(value, str) and value in option.words):
             continue
         if option.kind == "int":
             check_integer(option.name, value, option.low, option.high, error)

@@ -207,6 +207,8 @@ def _read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _from_text(option: Option, text: str, place: str) -> Any:
+    if text in option.words:
+        return text
     readers: dict[str, Callable[[str], Any]] = {
         "int": int,
         "float": float,

@@ -21,7 +21,16 @@ from lowlat.models.program import ProgramBuilder
 from lowlat.options.config import SpeculativeConfig
 from lowlat.speculators.tree.topology import TreeTopology
 
-__all__ = ["LoadedSpeculator", "PrefillScope", "Scope", "Speculator", "StateSizes", "StepScope", "draft_model_of"]
+__all__ = [
+    "LoadedSpeculator",
+    "PrefillScope",
+    "Scope",
+    "Speculator",
+    "StateSizes",
+    "StepScope",
+    "WaitedRows",
+    "draft_model_of",
+]
 
 Tables = tuple[str, str]
 
@@ -84,15 +93,48 @@ class StepScope(Scope):
     (the root's position), `draft_live` (slots that go on) and `draft_lens` (their committed tokens); state: `tokens`,
     `lengths`, `block_table`. The constant `node_offsets` [T] holds 0 to T - 1.
     topology  what the next step is to verify
+    waited    the rows that wait for the speculator, where drafting opens a step; None: they are this step's accepted
     In a `prefilled` bucket the one row came out of prefill, and of the boundaries the last alone is there.
     """
 
     bucket: Bucket
     topology: TreeTopology
+    waited: "WaitedRows | None" = None
+
+    @property
+    def rows(self) -> int:
+        """Rows of a slot that the speculator may have to run over."""
+        return self.bucket.rows if self.waited is None else self.waited.count
+
+    @property
+    def offsets(self) -> str:
+        """The constant that counts these rows."""
+        return "node_offsets" if self.waited is None else "waited.offsets"
+
+    def buffer(self, name: str) -> str:
+        """The buffer of a step that holds `name`, one of those above, of the rows that the speculator runs over."""
+        return name if self.waited is None else self.waited.names.get(name, name)
+
+    def reads(self, *names: str) -> dict[str, str]:
+        """Arguments of an operation by name, with these buffers."""
+        return {name: self.buffer(name) for name in names}
 
     def draft_nodes(self) -> str:
         """The buffer that drafting fills: [B, T] int32 by node, node 0 unused, -1 from the first missing draft on."""
         return self.builder.scratch("draft_nodes", (self.bucket.batch, self.topology.num_nodes), torch.int32)
+
+
+@dataclass(frozen=True)
+class WaitedRows:
+    """Rows committed by earlier steps that the speculator has not run over: up to `count` a slot, oldest first.
+
+    features  the buffer of their features, [B * count, F * Ht]; None for a speculator that reads none
+    names     the buffers that stand in for a step's own, by the names of these
+    """
+
+    count: int
+    features: str | None
+    names: Mapping[str, str]
 
 
 class Speculator(ABC):
@@ -118,6 +160,10 @@ class Speculator(ABC):
         """The geometry of its draft model; None where it has none."""
         return None
 
+    def rounded(self, config: DraftConfig) -> "Speculator":
+        """The same with its draft model's geometry, whose layers are rounded at load; itself where it has none."""
+        return self
+
     @property
     def rope(self) -> tuple[RopeConfig, int] | None:
         """The rotary embedding of its own attention and the size of a head; None where it has no attention."""
@@ -127,6 +173,14 @@ class Speculator(ABC):
     def attends_everything(self) -> bool:
         """Whether its own attention has no window: it then bounds the context, as the target's does."""
         return False
+
+    @property
+    def waiting_boundaries(self) -> tuple[int, ...] | None:
+        """Boundaries of accepted rows by which it can run over them in a later step; None: it cannot wait.
+
+        Where it can, drafting may open a step, of a width that is chosen anew each time; () if it reads none.
+        """
+        return None
 
     def state_specs(self, sizes: StateSizes) -> list[BufferSpec]:
         """The buffers of role STATE that it keeps between steps."""

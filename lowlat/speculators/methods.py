@@ -6,11 +6,15 @@ from pathlib import Path
 from types import MappingProxyType
 
 from lowlat.checkpoint import hub
+from lowlat.checkpoint.quantising import Quantiser, quantised
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.hf_config import read_config
+from lowlat.models.target import rounding
 from lowlat.options.config import SpeculativeConfig
 from lowlat.speculators.base import LoadedSpeculator, Speculator
 from lowlat.speculators.dflash.speculator import DflashSpeculator
+from lowlat.speculators.dspark.config import DEEPSPEC
+from lowlat.speculators.dspark.speculator import DsparkSpeculator
 from lowlat.speculators.eagle3.config import MASK_KEYS
 from lowlat.speculators.eagle3.speculator import Eagle3Speculator
 from lowlat.speculators.ngram.speculator import NgramSpeculator
@@ -22,6 +26,7 @@ __all__ = ["METHODS", "draft_method", "fetch_speculator", "load_speculator", "pl
 
 _CLASSES: tuple[type[Speculator], ...] = (
     DflashSpeculator,
+    DsparkSpeculator,
     Eagle3Speculator,
     NgramSpeculator,
     PeagleSpeculator,
@@ -43,12 +48,15 @@ def draft_method(model: str | Path) -> str:
         return kind
     if isinstance(config.get("dflash_config"), dict):
         return "dflash"
+    named = config.get("architectures")
+    if isinstance(named, list) and DEEPSPEC in named:
+        return "dspark"
     return "peagle" if any(config.get(key) is not None for key in MASK_KEYS) else "eagle3"
 
 
 def plan_speculator(options: SpeculativeConfig, target: ModelConfig) -> Speculator:
     """The speculator that the options ask for, no weight read. Raises ConfigError where it does not fit the target."""
-    return TextBeside.beside(METHODS[options.method].plan(options, target), options, target)
+    return TextBeside.beside(_rounded(METHODS[options.method].plan(options, target), options), options, target)
 
 
 def fetch_speculator(
@@ -71,4 +79,16 @@ def fetch_speculator(
 def load_speculator(options: SpeculativeConfig, target: ModelConfig) -> LoadedSpeculator:
     """The speculator that the options ask for, with its weights. Raises ConfigError where it does not fit."""
     found = METHODS[options.method].load(options, target)
-    return replace(found, speculator=TextBeside.beside(found.speculator, options, target))
+    speculator = _rounded(found.speculator, options)
+    config, weights = speculator.draft_config, found.weights
+    if config is not None and config.quantiser is not None:
+        weights = quantised(weights, config.quantiser)
+    return replace(found, weights=weights, speculator=TextBeside.beside(speculator, options, target))
+
+
+def _rounded(speculator: Speculator, options: SpeculativeConfig) -> Speculator:
+    """The speculator with its draft model's linear layers rounded, its LM head among them, where that is asked for."""
+    config = speculator.draft_config
+    if options.draft_quantize is None or config is None:
+        return speculator
+    return speculator.rounded(rounding(config, Quantiser(options.draft_quantize, lm_head=True), "the draft model"))

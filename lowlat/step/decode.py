@@ -15,11 +15,11 @@ from lowlat.kernels.reference.step.slot_record import MAX_LOGPROBS
 from lowlat.models.decoder import emit_decoder, emit_lm_head
 from lowlat.models.layers import Rows
 from lowlat.models.program import Program, ProgramBuilder, Stage
-from lowlat.speculators.base import StepScope
+from lowlat.speculators.base import StepScope, WaitedRows
 from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.state import StepGeometry, declare_tables, state_specs
 
-__all__ = ["build_step"]
+__all__ = ["StepBuilder", "build_step"]
 
 JOIN_STATE = ("slot_ints", "slot_floats", "tokens", "block_table", "stop_ids", "bias_ids", "bias_values")
 STAGED = ("ints", "floats", "tokens", "table", "stop_ids", "bias_ids", "bias_values")
@@ -27,10 +27,10 @@ STAGED = ("ints", "floats", "tokens", "table", "stop_ids", "bias_ids", "bias_val
 
 def build_step(geometry: StepGeometry, bucket: Bucket, topology: TreeTopology) -> Program:
     """The Program of one step in a bucket; `topology` is what the step drafts, and has the bucket's rows."""
-    return _StepBuilder(geometry, bucket, topology).build()
+    return StepBuilder(geometry, bucket, topology).build()
 
 
-class _StepBuilder:
+class StepBuilder:
     """Emits one step's stages in order. Shapes: B slots, T rows a slot, M = B * T."""
 
     def __init__(self, geometry: StepGeometry, bucket: Bucket, topology: TreeTopology) -> None:
@@ -46,6 +46,7 @@ class _StepBuilder:
     def build(self) -> Program:
         """All stages, checked and frozen."""
         self._active_slots()
+        self._gather_rows()
         boundaries = self._target()
         self._accept()
         self._commit()
@@ -60,20 +61,32 @@ class _StepBuilder:
         return self.builder.scratch(name, shape, dtype)
 
     def _active_slots(self) -> None:
-        stage, batch, rows = Stage.ACTIVE_SLOTS, self.batch, self.width
-        self._ints("slots", batch)
+        """The slots that take part, behind the host's commands."""
+        stage = Stage.ACTIVE_SLOTS
+        self._ints("slots", self.batch)
         if self.bucket.prefilled:
             self.builder.emit("identity", stage, reads={"x": "prefilled_slot"}, writes={"out": "slots"})
+        self._apply_commands()
+        if not self.bucket.prefilled:
+            self._list_slots()
+
+    def _apply_commands(self) -> None:
         staged = {f"staged_{name}": f"staged_{name}" for name in STAGED}
         updated = (*JOIN_STATE, "command_head", "lengths", "active", "num_drafts", "prompt_seen", "output_counts")
         self.builder.emit(
             "apply_commands",
-            stage,
+            Stage.ACTIVE_SLOTS,
             reads={"command_ring": "command_ring", "command_tail": "command_tail", **staged},
             writes={name: name for name in updated},
         )
-        if not self.bucket.prefilled:
-            self.builder.emit("list_active_slots", stage, reads={"active": "active"}, writes={"slots": "slots"})
+
+    def _list_slots(self) -> None:
+        reads, writes = {"active": "active"}, {"slots": self._ints("slots", self.batch)}
+        self.builder.emit("list_active_slots", Stage.ACTIVE_SLOTS, reads=reads, writes=writes)
+
+    def _gather_rows(self) -> None:
+        """The rows to verify: each slot's last token and its drafts."""
+        batch, rows = self.batch, self.width
         outs = {
             "row_tokens": self._ints("row_tokens", batch, rows),
             "row_positions": self._ints("row_positions", batch, rows),
@@ -85,10 +98,17 @@ class _StepBuilder:
             "verified_depth": self._ints("verified_depth", batch),
         }
         state = ("slots", "lengths", "tokens", "drafts", "num_drafts", "tree_masks", "tree_paths", "slot_ints")
-        self.builder.emit("gather_rows", stage, reads={name: name for name in state}, writes=outs)
+        reads = {name: name for name in (*state, "grammar_forced")}
+        self.builder.emit("gather_rows", Stage.ACTIVE_SLOTS, reads=reads, writes=outs)
+        asked = ("slots", "lengths", "slot_ints", "row_tokens", "row_masks")
+        told = ("grammar_tokens", "grammar_paths", "grammar_lengths")
+        reads, writes = {name: name for name in asked}, {name: name for name in told}
+        self.builder.emit("publish_rows", Stage.ACTIVE_SLOTS, reads=reads, writes=writes)
         if self.geometry.partial is not None and not self.bucket.prefilled:
             reads = {"dense_lens": "dense_lens", "slots": "slots", "shifts": "partial_shifts"}
-            self.builder.emit("list_lens", stage, reads=reads, writes={"out": self._ints("list_lens", batch)})
+            self.builder.emit(
+                "list_lens", Stage.ACTIVE_SLOTS, reads=reads, writes={"out": self._ints("list_lens", batch)}
+            )
 
     def _target(self) -> list[str]:
         """The target's logits; returns the residual stream at its boundaries, of which prefill leaves the last."""
@@ -119,11 +139,12 @@ class _StepBuilder:
         emit("finite", stage, reads=logits, writes={"finite": finite})
         state = ("slots", "lengths", "slot_ints", "slot_floats", "prompt_seen", "output_counts")
         same = (*state, "bias_ids", "bias_values", "stop_ids", "row_tokens", "row_masks")
+        masks = ("grammar_masks", "grammar_ready")
         targets = self._ints("target_tokens", batch, rows)
         emit(
             "sample",
             stage,
-            reads={**logits, **{name: name for name in same}},
+            reads={**logits, **{name: name for name in (*same, *masks)}},
             writes={"target_tokens": targets},
         )
         shape = (batch, rows, MAX_LOGPROBS + 1)
@@ -174,24 +195,26 @@ class _StepBuilder:
 
     def _draft(self, boundaries: list[str]) -> None:
         """The speculator's operations over the accepted rows and, where the bucket drafts, the next step's drafts."""
-        geometry, speculator = self.geometry, self.geometry.speculator
+        speculator = self.geometry.speculator
         if speculator is None:
             return
-        own = (geometry.config, boundaries, self.tables.get("draft"), geometry.block_size)
-        scope = StepScope(self.builder, *own, self.bucket, self.topology)
+        scope = self._scope(boundaries)
         extended = speculator.emit_extend(scope)
         if self.bucket.num_speculative_tokens:
-            self._hand_over(speculator.emit_draft(scope, extended))
+            self._hand_over(scope, speculator.emit_draft(scope, extended))
 
-    def _hand_over(self, draft_nodes: str) -> None:
+    def _scope(self, boundaries: list[str], waited: WaitedRows | None = None) -> StepScope:
+        own = (self.geometry.config, boundaries, self.tables.get("draft"), self.geometry.block_size)
+        return StepScope(self.builder, *own, self.bucket, self.topology, waited)
+
+    def _hand_over(self, scope: StepScope, draft_nodes: str) -> None:
         """The drafts with their masks and paths, for the next step."""
         topology, constant = self.topology, self.builder.constant
         width = topology.depth + 1
         paths = [[*path, *[-1] * (width - len(path))] for path in topology.paths]
         reads = {
             "draft_nodes": draft_nodes,
-            "draft_live": "draft_live",
-            "slots": "slots",
+            **scope.reads("draft_live", "slots"),
             "topology_masks": constant("topology.masks", torch.tensor(topology.packed_masks, dtype=torch.int64)),
             "topology_paths": constant("topology.paths", torch.tensor(paths, dtype=torch.int32)),
         }

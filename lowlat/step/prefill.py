@@ -17,7 +17,7 @@ from lowlat.models.decoder import emit_decoder
 from lowlat.models.layers import Rows
 from lowlat.models.program import Program, ProgramBuilder, Stage
 from lowlat.speculators.base import PrefillScope
-from lowlat.step.state import StepGeometry, declare_tables, state_specs
+from lowlat.step.state import StepGeometry, declare_tables, state_specs, waiting_boundaries
 
 __all__ = ["build_prefill", "build_prefills"]
 
@@ -56,4 +56,7 @@ def build_prefill(geometry: StepGeometry, size: int | None = None) -> Program:
     if geometry.speculator is not None:
         own = (geometry.config, boundaries, tables.get("draft"), geometry.block_size)
         geometry.speculator.emit_prefill(PrefillScope(builder, *own, size, geometry.prefill_chunk))
+        for boundary in dict.fromkeys(waiting_boundaries(geometry)):
+            last = {"x": boundaries[boundary], "commit_lens": "prefill_count"}
+            builder.emit("take_last", stage, reads=last, writes={"out": f"prefilled_source.{boundary}"})
     return builder.build()

@@ -21,9 +21,10 @@ from lowlat.models.program import ProgramBuilder
 from lowlat.models.rope import rope_tables
 from lowlat.speculators.base import Speculator, StateSizes
 
-__all__ = ["RING_ENTRIES", "StepGeometry", "declare_tables", "state_specs"]
+__all__ = ["RING_ENTRIES", "StepGeometry", "declare_tables", "state_specs", "waiting_boundaries"]
 
 RING_ENTRIES = 64
+MAX_WAITING, MAX_PASS_ROWS = 32, 64  # positions of a slot that wait for the draft model; rows of all slots in a pass
 SHORT_STEP = 64  # positions: parts of a chunk are multiples of it
 
 
@@ -38,6 +39,7 @@ class StepGeometry:
     num_blocks   KV blocks, the null block included
     prefill_chunk       positions of a chunk of prefill
     max_prefill_chunks  chunks of a prompt that run at once, at most
+    max_width    the greatest width, where each step's is chosen anew; None: it is the bucket's
     partial      SpecPV's sizes; None: everything is attended to
     """
 
@@ -54,7 +56,13 @@ class StepGeometry:
     max_prefill_chunks: int = 1
     simulated_accept_length: float | None = None
     simulated_seed: int = 0
+    max_width: int | None = None
     partial: PartialKV | None = None
+
+    @property
+    def num_waiting(self) -> int:
+        """Committed positions of a slot that may wait for the draft model, at most: as many as one pass takes."""
+        return max(self.max_rows, min(MAX_WAITING, MAX_PASS_ROWS // self.max_batch))
 
     @property
     def state_sizes(self) -> StateSizes:
@@ -124,7 +132,8 @@ class StepGeometry:
 
 def state_specs(geometry: StepGeometry) -> list[BufferSpec]:
     """All buffers of role STATE, COMMAND and PUBLICATION."""
-    return [*_slot_state(geometry), *_host_buffers(geometry), *_kv_state(geometry)]
+    state = [*_slot_state(geometry), *_host_buffers(geometry), *_kv_state(geometry)]
+    return state if geometry.max_width is None else [*state, *_width_state(geometry, geometry.max_width)]
 
 
 def _slot_state(geometry: StepGeometry) -> list[BufferSpec]:
@@ -152,6 +161,38 @@ def _slot_state(geometry: StepGeometry) -> list[BufferSpec]:
     return [BufferSpec(name, shape, dtype, Role.STATE) for name, shape, dtype in specs]
 
 
+def waiting_boundaries(geometry: StepGeometry) -> tuple[int, ...]:
+    """The target's boundaries whose rows wait for the draft model, where the width of steps is chosen; else none."""
+    speculator = geometry.speculator
+    if geometry.max_width is None or speculator is None:
+        return ()
+    return speculator.waiting_boundaries or ()
+
+
+def _width_state(geometry: StepGeometry, most: int) -> list[BufferSpec]:
+    """What the choice of widths keeps, and the features that wait for the draft model."""
+    batch, hidden = geometry.max_batch, geometry.config.hidden_size
+    boundaries = waiting_boundaries(geometry)
+    specs: list[tuple[str, tuple[int, ...], torch.dtype]] = [
+        ("extended", (batch,), torch.int32),
+        ("width_costs", (batch, most + 2), torch.int32),  # by the bucket's slots, less one
+        ("width_odds", (batch + 1, most, 2), torch.int32),
+        ("width_seen", (batch, 2), torch.int32),
+        ("width_policy", (4,), torch.int32),
+        ("width_choice", (1,), torch.int32),
+    ]
+    floats: list[tuple[str, tuple[int, ...]]] = [
+        (f"prefilled_source.{boundary}", (1, hidden)) for boundary in dict.fromkeys(boundaries)
+    ]
+    if boundaries:
+        floats.append(("waiting_features", (batch, geometry.num_waiting, len(boundaries) * hidden)))
+    return [
+        *(BufferSpec(name, shape, dtype, Role.STATE) for name, shape, dtype in specs),
+        *(BufferSpec(name, shape, geometry.dtype, Role.STATE) for name, shape in floats),
+        BufferSpec("width_bounds", (2,), torch.int32, Role.COMMAND),
+    ]
+
+
 def _host_buffers(geometry: StepGeometry) -> list[BufferSpec]:
     batch, rows, context = geometry.max_batch, geometry.max_rows, geometry.max_context
     commands: list[tuple[str, tuple[int, ...], torch.dtype]] = [
@@ -164,6 +205,9 @@ def _host_buffers(geometry: StepGeometry) -> list[BufferSpec]:
         ("staged_stop_ids", (batch, MAX_STOPS), torch.int32),
         ("staged_bias_ids", (batch, MAX_BIASES), torch.int32),
         ("staged_bias_values", (batch, MAX_BIASES), torch.float32),
+        ("grammar_masks", (batch, rows, -(-geometry.config.vocab_size // 32)), torch.int32),
+        ("grammar_ready", (batch,), torch.int64),
+        ("grammar_forced", (batch, rows), torch.int32),
         ("prefill_tokens", (geometry.prefill_sizes[-1],), torch.int32),
         ("prefill_chunk", (2,), torch.int32),
         ("prefill_live", (geometry.prefill_sizes[-1],), torch.uint8),
@@ -180,6 +224,9 @@ def _host_buffers(geometry: StepGeometry) -> list[BufferSpec]:
         ("ring_logprob_values", (RING_ENTRIES, batch, rows, MAX_LOGPROBS + 1), torch.float32),
         ("ring_logprob_ids", (RING_ENTRIES, batch, rows, MAX_LOGPROBS + 1), torch.int32),
         ("ring_head", (1,), torch.int64),
+        ("grammar_tokens", (batch, rows), torch.int32),
+        ("grammar_paths", (batch, rows), torch.int64),
+        ("grammar_lengths", (batch,), torch.int64),
     ]
     return [
         *(BufferSpec(name, shape, dtype, Role.COMMAND) for name, shape, dtype in commands),

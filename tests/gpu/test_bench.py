@@ -10,7 +10,7 @@ from benches import bench
 from cli_calls import lowlat
 
 from lowlat.cli.options import bundled
-from lowlat.tools.bench.report import read_profiles
+from lowlat.tools.bench.report.pages import read_profiles
 from lowlat.tools.bench.results import read_result, read_struct
 
 # two drafts: what a loop on the device may run ahead fits the bundled pair's positions

@@ -2,7 +2,15 @@
 
 import pytest
 from kernel_cases import Bench
-from row_cases import check_block, check_boundary, check_features, check_last, check_level, check_prefill_rows
+from row_cases import (
+    check_block,
+    check_boundary,
+    check_features,
+    check_last,
+    check_level,
+    check_markov,
+    check_prefill_rows,
+)
 
 
 @pytest.mark.parametrize("width", [8, 2880, 16384])
@@ -13,6 +21,7 @@ def test_against_the_reference(bench: Bench, width: int) -> None:
         check_boundary(bench, seed, width=width)
         check_level(bench, seed, width=width)
         check_block(bench, seed, width=width, accepted=1 + 3 * seed, drafting=2 + seed)
+        check_markov(bench, seed, vocabulary=(97, 128, 32000)[seed])
         check_prefill_rows(bench, seed, width=width, start=4 * seed, live=14 - 3 * seed)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from rowwise_cases import Lab, check_elementwise, poison, same_bits
+from rowwise_cases import Lab, check_elementwise, check_markov_heads, poison, same_bits
 
 from lowlat.kernels.rows.elementwise import silu_mul
 
@@ -10,6 +10,7 @@ from lowlat.kernels.rows.elementwise import silu_mul
 @pytest.mark.parametrize(("rows", "width"), [(1, 8), (3, 1032), (5, 14336), (64, 2880)])
 def test_against_the_reference(lab: Lab, rows: int, width: int) -> None:
     check_elementwise(lab, rows, width)
+    check_markov_heads(lab, rows, width, 64)
 
 
 def test_extreme_gates(lab: Lab) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lockstep import Lockstep
+from quantised_layers import quantise_target
 from recording import Recorder, check_invariants, prompt_of, run_all
 from safetensors.torch import load_file, save_file
 from tiny_dflash import dflash_draft_model
@@ -28,8 +29,10 @@ FORMS: dict[str, dict[str, Any]] = {
     "features": {"final_hidden": True, "windows": (24,)},
     "peagle": {"mask_token": 9, "num_hidden_layers": 2, "fc_norm": True},
     "dflash": {"layout": "z-lab"},
+    "dspark": {"layout": "deepspec", "markov_rank": 8},
+    "dspark_gated": {"layout": "speculators", "markov_rank": 16, "markov_head_type": "gated", "confidence": "states"},
 }
-NAMES = ["llama", "mistral", "qwen2", "qwen3", "gpt_oss", "mxfp4", "alike", *FORMS, "demo"]
+NAMES = ["llama", "mistral", "qwen2", "qwen3", "gpt_oss", "mxfp4", "alike", "fp8", *FORMS, "demo"]
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "sampled": {"temperature": 1.0},
@@ -47,6 +50,8 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PairPaths]:
     dense = ("llama", "mistral", "qwen2", "qwen3")
     made = {family: make_pair(tmp_path_factory.mktemp(family), family, **SIZES) for family in dense}
     plain = {"num_local_experts": 5, "num_experts_per_tok": 3}
+    made["fp8"] = make_pair(tmp_path_factory.mktemp("fp8"), "llama", **SIZES)
+    quantise_target(made["fp8"].target, "fp8-channel", None)
     made["gpt_oss"] = make_pair(tmp_path_factory.mktemp("gpt_oss"), "gpt_oss", **SIZES, **plain)
     made |= {name: mixture(tmp_path_factory.mktemp(name), alike=name == "alike") for name in ("mxfp4", "alike")}
     for name, form in FORMS.items():
@@ -54,7 +59,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PairPaths]:
         made[name] = PairPaths(folder / "target", folder / "head")
         target = make_target(made[name].target, "llama", gain=0.45, num_hidden_layers=2, **SIZES)
         if "layout" in form:
-            dflash_draft_model(made[name].head, target, copies=True)
+            dflash_draft_model(made[name].head, target, copies=True, **form)
         else:
             copying_draft_model(made[name].head, target, draft_vocab_size=80, **form)
     return {**made, "demo": PairPaths(DEMO / "target", DEMO / "head")}

@@ -25,6 +25,8 @@ OPTIONS: list[dict[str, float]] = [
     {"temperature": 0.05, "seed": 9, "min_p": 0.2},
     {"temperature": 1e-38, "seed": 11, "top_p": 0.5},
     {"temperature": 100.0, "seed": 12, "top_p": 0.99, "top_k": 3, "min_tokens": 100},
+    {"temperature": 0.0, "has_grammar": 1},
+    {"temperature": 0.8, "seed": 13, "frequency": 0.2, "top_p": 0.9, "has_grammar": 1},
 ]
 SMALL, LARGE = (5, 97, 4096, 4104, 32001), (128256, 201088)
 CASES = [(vocabulary, kind) for vocabulary in SMALL for kind in ("smooth", "ties", "peaked", "flat")]
@@ -87,7 +89,7 @@ def test_tokens_of_the_reference(launcher: Launcher, vocabulary: int, kind: str)
     differing = (found["target_tokens"] != expected["target_tokens"]).nonzero().tolist()
     for index, node in differing:
         mask = int(nodes.masks[index, node])
-        scores = draw_scores(world, logits[index * 3 + node], slots[index], nodes.tokens[index].tolist(), mask)
+        scores = draw_scores(world, logits[index * 3 + node], slots[index], nodes.tokens[index].tolist(), mask, node)
         ours, theirs = (int(out["target_tokens"][index, node]) for out in (found, expected))
         assert float(scores[theirs] - scores[ours]) <= NEAR, (OPTIONS[slots[index]], ours, theirs)
     assert len(differing) <= 1

@@ -56,11 +56,11 @@ def runtime(**options: Any) -> RuntimeConfig:
 
 def test_every_option_is_covered_here() -> None:
     others = {"model", "method", "capture_layers", "tree", "enabled", "strict", "simulated_accept_length"}
-    others |= {"enable_specpv", "specpv_lossless"}
-    others |= set(METHOD_OPTIONS["ngram"]) | {"text_drafts", *METHOD_OPTIONS["suffix"]}
+    others |= set(METHOD_OPTIONS["ngram"]) | {"text_drafts", "draft_quantize", *METHOD_OPTIONS["suffix"]}
+    others |= {"adaptive_width", "enable_specpv", "specpv_lossless"}
     assert {item.name for item in dataclasses.fields(SpeculativeConfig)} == {*SPECULATIVE_BOUNDS, *others}
     others = {"dtype", "device", "executor", "prefix_reuse", "share_decoded", "device_loop", "fuse", "perf_mode"}
-    others |= {"traces", "watchdog_factor", "watchdog_min_s"}
+    others |= {"traces", "watchdog_factor", "watchdog_min_s", "quantize", "quantize_lm_head"}
     assert {item.name for item in dataclasses.fields(RuntimeConfig)} == {*RUNTIME_BOUNDS, *others}
     assert all(hasattr(module, name) for name in module.__all__)
 
@@ -116,7 +116,7 @@ def test_the_draft_model_is_a_path(model: Any) -> None:
 @pytest.mark.parametrize("method", ["eagle", "EAGLE3", "", None, 3])
 def test_a_method_is_one_of_the_table(method: Any) -> None:
     assert METHOD_OPTIONS.keys() == METHODS.keys()
-    known = "'eagle3', 'ngram', 'suffix', 'peagle' or 'dflash'"
+    known = "'eagle3', 'ngram', 'suffix', 'peagle', 'dflash' or 'dspark'"
     with pytest.raises(ConfigError, match=f"^method must be {known}, got {method!r}$"):
         speculative(method=method)
 

@@ -29,9 +29,9 @@ def num_steps(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     """Counts the steps that reference executors run from here on."""
     ran, step = list[Bucket](), ReferenceExecutor.step
 
-    def counted(executor: ReferenceExecutor, bucket: Bucket) -> None:
+    def counted(executor: ReferenceExecutor, bucket: Bucket, meanwhile: None) -> None:
         ran.append(bucket)
-        step(executor, bucket)
+        step(executor, bucket, meanwhile)
 
     monkeypatch.setattr(ReferenceExecutor, "step", counted)
     return lambda: len(ran)

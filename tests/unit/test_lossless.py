@@ -56,12 +56,13 @@ def params(mode: str, seed: int = 7, max_tokens: int = MAX_TOKENS, **others: Any
 
 
 def load(pair: PairPaths, depth: int = 7, *, tree: Any = None, method: Any = "eagle3", **options: Any) -> Runtime:
-    """A runtime that speculates; a draft model that does not load is an error."""
+    """A runtime that speculates; a draft model that does not load is an error. Behind a `method+` widths are chosen."""
     model: dict[str, Any] = {"model": pair.head, "tree": tree}
     others = {"ngram": {"prompt_lookup_min": 1}, "suffix": {}, "beside": {**model, "text_drafts": "suffix"}}
-    own: dict[str, Any] = others.get(method, model)
+    name = method.rstrip("+")
+    own: dict[str, Any] = {**others.get(name, model), "adaptive_width": name != method}
     config = SpeculativeConfig(
-        method="eagle3" if method == "beside" else method, num_speculative_tokens=depth, strict=True, **own
+        method="eagle3" if name == "beside" else name, num_speculative_tokens=depth, strict=True, **own
     )
     return Runtime.load(pair.target, config, **{**OPTIONS, **options})
 
@@ -103,7 +104,7 @@ def test_no_depth_changes_anything(family: str, mode: str, pairs: dict[str, Pair
 
 @pytest.mark.parametrize("mode", STAGED_MODES)
 @pytest.mark.parametrize("family", STAGED_FAMILIES)
-@pytest.mark.parametrize("method", ["ngram", "suffix", "beside"])
+@pytest.mark.parametrize("method", ["ngram", "suffix", "beside", "eagle3+", later("ngram+")])
 def test_no_depth_of_drafts_from_text_changes_anything(
     method: str, family: str, mode: str, pairs: dict[str, PairPaths]
 ) -> None:
@@ -172,6 +173,8 @@ def test_trees_accept_what_chains_cannot(pairs: dict[str, PairPaths]) -> None:
         ({"mask_token": 9, "num_hidden_layers": 2, "windows": (6, None), "fc_norm": True}, "sampled"),
         ({"layout": "z-lab", "copies": True}, "greedy"),
         ({"layout": "speculators", "copies": True, "num_hidden_layers": 1}, "sampled"),
+        ({"layout": "deepspec", "copies": True, "markov_rank": 4}, "penalised"),
+        later({"layout": "speculators", "copies": True, "markov_rank": 8, "markov_head_type": "gated"}, "filtered"),
     ],
     ids=str,
 )
@@ -185,8 +188,8 @@ def test_no_form_of_draft_model_changes_anything(form: dict[str, Any], mode: str
     method = draft_method(pair.head)
     prompts = [prompt_of(21), prompt_of(8, seed=1)]
     expected = [baseline(pair, prompt, sampling) for prompt in prompts]
-    for tree in (None, TREES["bushy"]):
-        with load(pair, 3 if tree else 5, tree=tree, method=method) as runtime:
+    for tree, how in ((None, method), (TREES["bushy"], method), (None, f"{method}+")):
+        with load(pair, 3 if tree else 5, tree=tree, method=how) as runtime:
             for prompt, trace in zip(prompts * 2, expected * 2, strict=True):  # the second time, prefixes are found
                 assert_same(traced(runtime, prompt, sampling, lambda number: 3 * (number % 4 > 0)), trace)
             speculation = runtime.summary()["eagle_speculation"]
@@ -240,7 +243,14 @@ class Crowd:
 
 @pytest.mark.parametrize(
     ("method", "tree", "seed"),
-    [("eagle3", None, 0), ("eagle3", "bushy", 1), ("ngram", None, 2), ("suffix", None, 3), ("beside", None, 4)],
+    [
+        ("eagle3", None, 0),
+        ("eagle3", "bushy", 1),
+        ("ngram", None, 2),
+        ("suffix", None, 3),
+        ("beside", None, 4),
+        ("eagle3+", None, 5),
+    ],
 )
 @pytest.mark.parametrize("family", PLAINEST)
 def test_no_neighbour_changes_anything(

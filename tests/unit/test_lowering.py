@@ -52,6 +52,7 @@ CASES: list[tuple[str, int, int, bool]] = [
     *((f"llama+{flags}", depth, 2, False) for flags in HEADS for depth in (0, 1, 3)),
     *((f"qwen3+{flags}", 3, 4, True) for flags in HEADS),
     ("tied+target_s_lm_head", 3, 2, False),
+    *(("llama_fp8", depth, batch, False) for depth, batch in ((0, 1), (3, 8))),
     ("biased+everything", 3, 2, True),
     *(("llama+alone", 0, batch, False) for batch in BATCHES),
     *((f"{name}+alone", 0, batch, False) for name in MIXTURES for batch in BATCHES),
@@ -149,10 +150,10 @@ def test_a_step_starts_after_the_last_one_and_its_rows_after_its_start(step: Low
     waiting = [number for number, call in enumerate(step.calls) if not call.dependent]
     listed = [op.kind for group in step.groups if group.stage is Stage.ACTIVE_SLOTS for op in group.ops]
     if listed[0] == "identity":
-        assert waiting == [0, 1, 2] and listed == ["identity", "apply_commands", "gather_rows"]
+        assert waiting == [0, 1, 2] and listed == ["identity", "apply_commands", "gather_rows", "publish_rows"]
     else:
         assert waiting == [0, len(step.groups[0].calls)]
-        assert listed == ["apply_commands", "list_active_slots", "gather_rows"]
+        assert listed == ["apply_commands", "list_active_slots", "gather_rows", "publish_rows"]
 
 
 def test_tables_of_addresses_point_at_the_caches(lowered: LoweredPairs) -> None:
@@ -273,6 +274,15 @@ def test_parallel_drafts_cost_one_pass_whatever_their_number(depth: int, lowered
         kinds = kinds_of(lowered("llama+dflash", depth, batch), *drafting)
         products = sum(kind.startswith("decode_gemm") for kind in kinds)
         assert products == 2 * 5 + 1 + (2 if batch else 0)  # of accepted rows keys and values alone, behind fc
+
+
+def test_dsparks_levels_have_small_products_alone(lowered: LoweredPairs) -> None:
+    """A layer over the block, LM head and the gate of all states; by level the gate of a token, and its bias."""
+    kinds = kinds_of(lowered("llama+dspark", 3, 0), *(stage for stage in Stage if stage.startswith("EAGLE_DRAFT_")))
+    products = sum(kind.startswith("decode_gemm") for kind in kinds)
+    assert products == 5 + 2 + 2 * 3
+    for kind in ("parent_tokens", "embed", "markov_gate", "bias_rows", "draft_confidence", "argmax"):
+        assert sum(each.startswith(kind) for each in kinds) >= 3, kind
 
 
 def test_no_row_count_has_other_kernels_but_products_and_attention(lowered: LoweredPairs) -> None:

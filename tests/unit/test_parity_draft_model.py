@@ -1,4 +1,4 @@
-"""EAGLE3 and P-EAGLE heads against plain torch from the papers' equations, fed with transformers' features."""
+"""Draft models of every method against plain torch from the papers' equations, fed with transformers' features."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,7 +8,8 @@ import pytest
 import torch
 from paper_draft_model import PaperDraftModel
 from recording import check_invariants, prompt_of, run_all, run_one
-from tiny_dflash import PaperDflash, dflash_draft_model
+from stages import later
+from tiny_dflash import PaperDflash, PaperDspark, dflash_draft_model
 from tiny_models import make_target, random_draft_model, residual_streams
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
@@ -73,6 +74,14 @@ FLAGS: dict[str, Mapping[str, Any]] = {
         | {"own_embedding": True, "hidden_size": 24, "captures": (0, 1, 2, 3), "attention_bias": True}
     ),
     "dflash-one-layer": {"layout": "z-lab", "num_hidden_layers": 1, "qk_norm": False, "num_key_value_heads": 1},
+    "dflash-from-the-anchor": {"layout": "speculators", "anchor": True},
+    "dspark": {"layout": "deepspec", "own_embedding": True, "own_lm_head": True, "markov_rank": 8},
+    "dspark-gated": (
+        {"layout": "speculators", "draft_vocab_size": 40, "own_lm_head": True, "own_embedding": True, "markov_rank": 12}
+        | {"hidden_size": 24, "captures": (0, 1, 3), "markov_head_type": "gated", "confidence": "states"}
+    ),
+    "dspark-from-masks": {"layout": "speculators", "markov_rank": 4, "anchor": False, "confidence": ""},
+    "dspark-without-bias": {"layout": "deepspec", "captures": (0, 2), "markov_rank": 0, "confidence": "states"},
     "all-at-once": (
         {"norm_before_fc": True, "norm_output": True, "norm_before_residual": True, "qk_norm": True}
         | {"draft_vocab_size": 50, "hidden_size": 24, "own_embedding": True}
@@ -88,7 +97,8 @@ class Pair:
         self.model = make_target(self.target_dir, family, seed=5)
         if "layout" in flags:
             config, tensors = dflash_draft_model(self.head_dir, self.model, seed=6, **flags)
-            self.paper: PaperDraftModel = PaperDflash(config, tensors, self.model)
+            made = PaperDspark if "markov_rank" in flags else PaperDflash
+            self.paper: PaperDraftModel = made(config, tensors, self.model)
             self.captures = config["aux_hidden_state_layer_ids"]
         else:
             config, tensors = random_draft_model(self.head_dir, self.model, seed=6, **flags)
@@ -125,9 +135,16 @@ def check_drafts(pair: Pair, runtime: Runtime, tokens: list[int], depth: int, fi
     assert drafts == pair.paper.draft_chain(tokens, features, depth)
     expected = pair.paper.draft_logits(tokens, features, drafts[:-1])
     scratch = runtime.executor.scratch(Bucket.first_token(depth) if first else runtime.ladder.choose(1, depth))
-    levels = [scratch[f"draft.{level}.logits"][0] for level in range(depth if pair.method == "eagle3" else 0)]
-    first_mask = int(pair.method == "dflash")
-    found = torch.stack(levels) if levels else scratch["draft.0.logits"][first_mask : first_mask + depth]
+    rank = pair.method == "dspark" and pair.paper.config["heads"]["markov_rank"]
+    name = "draft.0.level.{}.logits" if rank else "draft.{}.logits"
+    if rank or pair.method == "eagle3":
+        found = torch.stack([scratch[name.format(level)][0] for level in range(depth)])
+    else:
+        first_row = int(not pair.paper.config.get("sample_from_anchor", True))
+        found = scratch["draft.0.logits"][first_row : first_row + depth]
+    if isinstance(pair.paper, PaperDspark) and pair.paper.config["heads"]["enable_confidence_head"]:
+        sure = pair.paper.confidences(tokens, features, drafts)
+        torch.testing.assert_close(state["draft_confidence"][slot, :depth], sure, atol=TOLERANCE, rtol=0)
     difference = (found - expected).abs().amax() / expected.abs().amax()
     assert difference < TOLERANCE, f"relative difference {difference:.2e}"
 
@@ -182,6 +199,7 @@ def test_drafts_equal_the_paper_after_every_acceptance(name: str, family: str, t
         ),
         *((length, {"mask_token": 5, "num_hidden_layers": length % 3 + 1}) for length in (1, 8, 9, 10)),
         *((length, {"layout": "z-lab"}) for length in (1, 8, 9, 10)),
+        *(later(length, {"layout": "deepspec", "markov_rank": 8}) for length in (1, 9)),
     ],
     ids=str,
 )
@@ -195,7 +213,11 @@ def test_drafts_equal_the_paper_at_every_length_of_prompt(length: int, flags: di
         drive(pair, runtime, prompt, cold, depths=[2])
 
 
-@pytest.mark.parametrize("flags", [{"fc_norm": True}, {"mask_token": 3}, {"layout": "z-lab"}], ids=str)
+@pytest.mark.parametrize(
+    "flags",
+    [{"fc_norm": True}, {"mask_token": 3}, {"layout": "z-lab"}, later({"layout": "deepspec", "markov_rank": 4})],
+    ids=str,
+)
 @pytest.mark.parametrize(("depths", "layers"), [((3, 0, 0, 2, 0, 5), 1), ((0, 7), 1), ((1, 4, 2, 0), 2), ((6,), 2)])
 def test_drafts_equal_the_paper_when_the_depth_changes(
     depths: tuple[int, ...], layers: int, flags: dict[str, Any], tmp_path: Path
@@ -236,7 +258,7 @@ def test_capture_layers_override_those_of_the_head(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["plain", "norm_output", "d2t", "two-layers-one-window", "p-eagle", "p-eagle-four-layers"]
+    "name", ["plain", "norm_output", "d2t", "two-layers-one-window", "p-eagle", "p-eagle-four-layers", "dspark-gated"]
 )
 def test_a_trees_nodes_are_the_papers_likeliest_children(name: str, tmp_path: Path) -> None:
     """Node (0, 1) is the second likeliest token after the likeliest: by the paper, along each path on its own."""
@@ -268,6 +290,7 @@ def check_tree(pair: Pair, runtime: Runtime, tokens: list[int]) -> list[tuple[in
     assert int(state["num_drafts"][0]) == len(paths)
     for path in paths:
         above = [found[path[:depth]] for depth in range(1, len(path))]
-        logits = pair.paper.draft_logits(tokens, features, above)[-1]
+        padded = [*above, 0, 0][:2]  # a block is as long as the tree is deep
+        logits = pair.paper.draft_logits(tokens, features, padded)[len(above)]
         assert found[path] == pair.paper.target_ids(logits, path[-1] + 1)[-1], path
     return paths

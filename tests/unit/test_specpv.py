@@ -86,7 +86,7 @@ def test_below_the_threshold_nothing_changes_and_above_it_the_part_is_seen(pair:
         metrics = runtime.metrics("request-0").to_dict()
     same = [torch.equal(found[1][place], expected[1][place]) for place in sorted(expected[1]) if place in found[1]]
     assert all(same[:10]) and not all(same) and found[0][:10] == expected[0][:10]
-    assert report["lossy"] is True and report["refreshes"] >= 2 and report["partial_slots"] == 0
+    assert report["lossy"] is True and report["refreshes"] >= 2
     assert metrics["specpv"] == {"lossy": True, "partial_steps": report["partial_steps"]}
     assert report["partial_steps"] > report["refreshes"] and report["full_steps"] > 0
 
@@ -197,6 +197,8 @@ def test_what_it_cannot_be_combined_with_is_refused(pair: PairPaths, tmp_path: P
             load(pair, options=options, **own)
     with pytest.raises(ConfigError, match="specpv_lossless is not implemented"):
         speculation(pair, specpv_lossless=True)
+    with pytest.raises(ConfigError, match="enable_specpv goes with a fixed number of drafts"):
+        speculation(pair, adaptive_width=True)
     with pytest.raises(ConfigError, match="specpv_block_size is an option of SpecPV, and enable_specpv is off"):
         SpeculativeConfig(model="head", specpv_block_size=32)
     windowed = tmp_path / "windowed"

@@ -1,5 +1,6 @@
-"""Training: the split, packing, and that parallel draft steps mean what a sequential draft does."""
+"""Training: the split, packing, and that what is drafted at once means what is drafted alone."""
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -7,14 +8,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from paper_draft_model import PaperDraftModel
+from stages import staged
+from tiny_dflash import PaperDflash, PaperDspark
 from tiny_models import make_target, transformers_logits
 from torch import Tensor
 
+from lowlat import SpeculativeConfig
 from lowlat.errors import ConfigError
+from lowlat.models.target import read_model_config
+from lowlat.speculators.methods import draft_method, load_speculator
 from lowlat.tools.train.corpus import domain_of, is_held_out, pack, read_documents, split, tokenize
 from lowlat.tools.train.draft_model import boundaries_of
 from lowlat.tools.train.eagle3 import DraftSizes, Eagle3DraftModel, load_draft_model, save_draft_model
 from lowlat.tools.train.evaluate import draft_matches, loops, walk_cycles
+from lowlat.tools.train.parallel import ParallelDraftModel, ParallelForm, parallel_loss, save_parallel_model
 from lowlat.tools.train.target import learning_rate_scale
 from lowlat.tools.train.teacher import Teacher
 
@@ -173,6 +181,75 @@ def test_features_are_the_streams_entering_layers(tmp_path: Path) -> None:
     assert [len(tokens) for tokens in greedy] == [5, 5]
     with torch.no_grad():
         assert greedy[1][0] == int(teacher.model(torch.tensor([[4]])).logits[0, -1].argmax())
+
+
+PAPERS: dict[str, tuple[type[PaperDraftModel], dict[str, Any]]] = {
+    "peagle": (PaperDraftModel, {"norm_before_fc": False, "fc_norm": False, "norm_before_residual": False}),
+    "dflash": (PaperDflash, {"sample_from_anchor": False}),
+    "dspark": (PaperDspark, {"sample_from_anchor": True}),
+}
+
+
+def parallel_model(teacher: Teacher, method: str) -> ParallelDraftModel:
+    """A small one, random but for the embedding."""
+    sizes = DraftSizes(**{**vars(tiny_sizes(257)), "vocabulary": 257, "rope_theta": 10000.0})
+    form = ParallelForm(method, layers=2, drafts=3, mask_token=9, markov_rank=8 if method == "dspark" else 0)
+    head = ParallelDraftModel(sizes, form, teacher.model.get_input_embeddings().weight.detach())
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(1.0 if parameter.ndim == 1 else 0.0, 0.3)
+    return head
+
+
+@pytest.mark.parametrize("method", PAPERS)
+def test_blocks_of_all_anchors_are_the_papers_of_each(method: str, tmp_path: Path) -> None:
+    """What is trained is what the equations draft behind each anchor alone, and what the runtime loads."""
+    teacher = tiny_teacher(tmp_path / "target")
+    head, tokens = parallel_model(teacher, method), torch.randint(0, 257, (2, 15))
+    anchors = torch.tensor([1, 4, 5, 11])
+    at = anchors[:, None] + torch.arange(3)
+    with torch.no_grad():
+        features, _ = teacher.features(tokens, head.sizes.boundaries)
+        states = head.states(tokens, features[:, :-1], anchors)
+        found = head.logits(states, tokens[:, at])
+    save_parallel_model(head, tmp_path / "head", 7)
+    config = json.loads((tmp_path / "head" / "config.json").read_text())
+    make, own = PAPERS[method]
+    config |= {"norm_output": False, "heads": {**config, "markov_head_type": "vanilla"}, **own}
+    weights = {name: tensor.detach() for name, tensor in head.state_dict().items()}
+    paper = make(config, weights, teacher.model)
+    for row, place in ((0, 0), (1, 1), (0, 2), (1, 3)):
+        anchor = int(anchors[place])
+        known = tokens[row, : anchor + 1].tolist()
+        captured = features[row, :anchor].chunk(3, dim=-1)
+        drafted = tokens[row, anchor + 1 : anchor + 3].tolist()
+        expected = paper.draft_logits(known, paper.features(captured), drafted)
+        torch.testing.assert_close(found[row, place], expected, atol=2e-4, rtol=1e-4)
+    options = SpeculativeConfig(method=draft_method(tmp_path / "head"), model=tmp_path / "head")
+    loaded = load_speculator(options, read_model_config(tmp_path / "target"))
+    assert loaded.speculator.method == method
+    assert loaded.speculator.draft_config is not None
+    assert loaded.speculator.draft_config.capture_boundaries == head.sizes.boundaries
+
+
+@pytest.mark.parametrize("method", staged(PAPERS, first=["dspark"]))
+def test_a_parallel_draft_model_starts_from_its_target_and_learns(method: str, tmp_path: Path) -> None:
+    teacher = tiny_teacher(tmp_path)
+    head = parallel_model(teacher, method)
+    head.start_from(teacher, Eagle3DraftModel(head.sizes))
+    tokens = torch.arange(64).repeat(4, 1) % 16
+    keep, optimizer = torch.ones_like(tokens, dtype=torch.bool), torch.optim.Adam(head.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(12):
+        loss, right = parallel_loss(teacher, head, tokens, keep, anchors=12, decay=0.8, sharpness=1.0)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0] - 0.1 and right.shape == (3,)
+    assert torch.equal(head.embed_tokens.weight, teacher.model.get_input_embeddings().weight)
 
 
 def test_boundaries_are_three_different_streams() -> None:

@@ -6,7 +6,17 @@ from typing import Any
 from lowlat.kernels.common.activation import silu_times
 from lowlat.kernels.common.handover import Handover
 from lowlat.kernels.gemm.decode.partial_argmax import make_argmax
-from lowlat.kernels.gemm.decode.plan import ADD, FLOAT32, PAD, ROTATE, SILU, WARPS, DecodeGemmPlan, DecodeGemmShape
+from lowlat.kernels.gemm.decode.plan import (
+    ADD,
+    FLOAT32,
+    PAD,
+    ROTATE,
+    SCALED,
+    SILU,
+    WARPS,
+    DecodeGemmPlan,
+    DecodeGemmShape,
+)
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int32, int64, uint32
 
@@ -44,7 +54,7 @@ def make_finishing(shape: DecodeGemmShape, plan: DecodeGemmPlan, handover: Hando
     @device_function
     def finish(
         totals: Any, barriers: Any, thread: Any, row_live: Any, bias: Any, residual: Any, out: Any, bests: Any,
-        count: Any, rotation: Any,
+        count: Any, rotation: Any, scales: Any,
     ) -> None:  # fmt: skip
         thread = uint32(thread - uint32(WARPS * 32))
         begin_best(totals, thread)
@@ -56,7 +66,7 @@ def make_finishing(shape: DecodeGemmShape, plan: DecodeGemmPlan, handover: Hando
                     row, column, wanted = locate(number, uint32(thread + uint32(turn * finishing)), count)
                     loaded = nothing()
                     if wanted:
-                        loaded = begin(number, row, column, row_live, bias, residual, out, rotation)
+                        loaded = begin(number, row, column, row_live, bias, residual, out, rotation, scales)
                     if turn == 0:
                         await_full(barriers, area, parity)
                     if wanted:
@@ -91,7 +101,7 @@ def _make_epilogue(shape: DecodeGemmShape, plan: DecodeGemmPlan, keep_argmax: An
     """
     width, epilogue, scattered = shape.width, shape.epilogue, shape.scattered
     has_bias, live, silu, add = shape.bias, shape.live, epilogue == SILU, epilogue == ADD
-    wide = epilogue == FLOAT32
+    wide, scaled = epilogue == FLOAT32, shape.weights in SCALED
     columns = 8 if silu else 16
     out_width = width // 2 if silu else width
     total_of = _make_total(plan)
@@ -107,13 +117,18 @@ def _make_epilogue(shape: DecodeGemmShape, plan: DecodeGemmPlan, keep_argmax: An
 
     @device_function
     def nothing() -> Any:
-        return float32(0), float32(0), uint32(1)
+        return float32(0), float32(0), uint32(1), float32(1), float32(1)
 
     @device_function
     def begin(
-        tile: Any, row: Any, column: Any, row_live: Any, bias: Any, residual: Any, _out: Any, _rotation: Any
-    ) -> Any:
-        own, other, alive = float32(0), float32(0), uint32(1)
+        tile: Any, row: Any, column: Any, row_live: Any, bias: Any, residual: Any, _out: Any, _rotation: Any,
+        scales: Any,
+    ) -> Any:  # fmt: skip
+        own, other, alive, scale, other_scale = float32(0), float32(0), uint32(1), float32(1), float32(1)
+        if scaled:
+            scale = ptx.load_global_f32(scales + (tile * 16 + int64(column)) * 4)
+        if scaled and silu:
+            other_scale = ptx.load_global_f32(scales + (tile * 16 + int64(column)) * 4 + 32)
         if has_bias:
             own = ptx.load_global_bf16(bias + (tile * 16 + int64(column)) * 2)
         if has_bias and silu:
@@ -125,18 +140,22 @@ def _make_epilogue(shape: DecodeGemmShape, plan: DecodeGemmPlan, keep_argmax: An
             alive = uint32(ptx.load_global_i32(residual + run * 4))
         if silu and live:
             alive = ptx.load_global_u8(row_live + int64(row))
-        return own, other, alive
+        return own, other, alive, scale, other_scale
 
     @device_function
     def finish(area: Any, tile: Any, row: Any, column: Any, loaded: Any, out: Any, totals: Any) -> None:
-        own, other, alive = loaded
+        own, other, alive, scale, other_scale = loaded
         at, value = offset_of(tile, row, column), total_of(area, row, column)
+        if scaled:
+            value = ptx.mul_rn(value, scale)
         if scattered:
             at = int64(row) * out_width + int64(uint32(alive + (column & uint32(7))))
         if has_bias:
             value = ptx.add_rn(value, own)
         if silu:
             up = total_of(area, row, column + uint32(8))
+            if scaled:
+                up = ptx.mul_rn(up, other_scale)
             if has_bias:
                 up = ptx.add_rn(up, other)
             value = silu_times(value, up)
@@ -159,7 +178,7 @@ def _make_rotated_epilogue(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> _Epi
     Queries go to `out`, keys and values of live rows to the cache. Products and sums are rounded one by one, as the
     reference does.
     """
-    heads, total_of, has_bias = shape.heads, _make_total(plan), shape.bias
+    heads, total_of, has_bias, scaled = shape.heads, _make_total(plan), shape.bias, shape.weights in SCALED
     if heads is None:
         raise ValueError("a GEMM with rotation needs its heads")
     queries, groups, dim = heads.queries, heads.groups, heads.dim
@@ -175,20 +194,27 @@ def _make_rotated_epilogue(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> _Epi
 
     @device_function
     def nothing() -> Any:
-        return float32(0), float32(0), float32(0), float32(0), int64(0)
+        return float32(0), float32(0), float32(0), float32(0), int64(0), float32(1), float32(1)
 
     @device_function
     def begin(
-        tile: Any, row: Any, column: Any, row_live: Any, bias: Any, _residual: Any, out: Any, rotation: Any
-    ) -> Any:
-        """Bias of a value and its partner, cosine and sine, and the address that the value goes to; 0: nowhere."""
+        tile: Any, row: Any, column: Any, row_live: Any, bias: Any, _residual: Any, out: Any, rotation: Any,
+        scales: Any,
+    ) -> Any:  # fmt: skip
+        """Bias of a value and its partner, cosine and sine, and the address that the value goes to; 0: nowhere. Behind
+        it the scales of both."""
         positions, cosines, sines, k_cache, v_cache, table, slots, write_lens, offsets, first_row = rotation
         head = int32(uint32(tile) // uint32(tiles))
         inner = int32(int32(tile) - head * tiles)
         own, partner, c, s = float32(0), float32(0), float32(0), float32(0)
+        scale, other_scale = float32(1), float32(1)
+        if scaled:
+            scale = ptx.load_global_f32(scales + (tile * 16 + int64(column)) * 4)
         if has_bias:
             own = ptx.load_global_bf16(bias + (tile * 16 + int64(column)) * 2)
         if head < queries + groups:
+            if scaled:
+                other_scale = ptx.load_global_f32(scales + (tile * 16 + int64(column)) * 4 + 32)
             if has_bias:
                 partner = ptx.load_global_bf16(bias + (tile * 16 + int64(column)) * 2 + 16)
             at = int64(inner * 8) + int64(column)
@@ -202,18 +228,22 @@ def _make_rotated_epilogue(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> _Epi
             cached = cache_row(row, head - queries - groups, row_live, table, slots, write_lens, offsets, first_row)
             at = int64(inner * 16) + int64(column)
             target = v_cache + (cached * dim + at) * 2 if cached >= 0 else int64(0)
-        return own, partner, c, s, target
+        return own, partner, c, s, target, scale, other_scale
 
     @device_function
     def finish(area: Any, tile: Any, row: Any, column: Any, loaded: Any, _out: Any, _totals: Any) -> None:
-        own, partner_bias, c, s, target = loaded
+        own, partner_bias, c, s, target, scale, other_scale = loaded
         if target == int64(0):
             return
         value = total_of(area, row, column)
+        if scaled:
+            value = ptx.mul_rn(value, scale)
         if has_bias:
             value = ptx.add_rn(value, own)
         if int32(uint32(tile) // uint32(tiles)) < queries + groups:
             partner = total_of(area, row, column + uint32(8))
+            if scaled:
+                partner = ptx.mul_rn(partner, other_scale)
             if has_bias:
                 partner = ptx.add_rn(partner, partner_bias)
             low = ptx.bf16_bits(ptx.add_rn(ptx.mul_rn(value, c), -ptx.mul_rn(partner, s)))

@@ -131,7 +131,7 @@ def decode_gemm(
     """x @ weight.T with its prologue and epilogue, in one launch for each 64 rows, or `rows_at_once` of the card.
 
     x            [M, K]  bf16
-    weight       [N, K]  packed; with silu in the order of `gate_up_permutation`
+    weight       [N, K]  packed, in bf16 or FP8 by row; with silu in the order of `gate_up_permutation`
     bias         [N]     bf16, in the weight's order
     row_live     [M]     uint8; with silu, dead rows give zeros
     residual     [M, N]  bf16: out is the rounded sum of it and the product
@@ -156,7 +156,9 @@ def decode_gemm(
         raise ShapeError(f"no block norms and holds {count} rows of {depth} elements")
     if rotation is not None:
         heads = _heads(weight, rotation, out, head_dim)
-        shape = DecodeGemmShape(weight.rows, depth, ROTATE, bias is not None, False, heads, before)
+        shape = DecodeGemmShape(
+            weight.rows, depth, ROTATE, bias is not None, False, heads, before, weights=weight.format
+        )
         row_live = rotation.row_live
     elif out is None:
         raise ShapeError("a GEMM without rotation needs `out`")
@@ -166,7 +168,9 @@ def decode_gemm(
         epilogue = SILU if silu else ADD if residual is not None else wide
         kept = None if best is None else _argmax_shape(best, count, epilogue)
         live, scattered = silu and row_live is not None, columns is not None
-        shape = DecodeGemmShape(weight.rows, depth, epilogue, bias is not None, live, None, before, kept, scattered)
+        shape = DecodeGemmShape(
+            weight.rows, depth, epilogue, bias is not None, live, None, before, kept, scattered, weight.format
+        )
     if columns is not None:
         _check_columns(columns, shape)
     calls = []
@@ -179,12 +183,12 @@ def decode_gemm(
         if plan is None:
             chosen, planned = choose_decode_plan(rows, shape, card, held)
         else:
-            chosen = replace(plan, steps_held=held, keeps_argmax=best is not None)
+            chosen = replace(plan, steps_held=held, keeps_argmax=best is not None, tile_bytes=shape.tile_bytes)
         pairs = None if best is None else _pairs_of(best, part, chosen)
         alive = None if row_live is None else row_live.reshape(-1)[part]
         beside = columns if residual is None else residual[part]
         optional = (alive, bias, beside, None if out is None else out[part], pairs)
-        arguments: tuple[Argument, ...] = (weight.tiles, x[part], *(0 if each is None else each for each in optional))
+        arguments: tuple[Argument, ...] = (weight.memory, x[part], *(0 if each is None else each for each in optional))
         turned = (0,) * NUM_ROTATION if rotation is None else _rotation_arguments(rotation, part)
         arguments = (*arguments, rows, *turned, *normed)
         calls.append(KernelCall(_make(shape, chosen), (chosen.num_blocks, 1, 1), arguments, planned=planned))
@@ -253,8 +257,9 @@ def _make(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Kernel:
     heads = "" if shape.heads is None else "_" + "x".join(map(str, astuple(shape.heads)))
     norm = "" if shape.norm_eps is None else f"_norm_eps{shape.norm_eps!r}"
     best = "" if shape.best is None else f"_best{shape.best.blocks}x{shape.best.limit:x}"
+    kind = "" if shape.weights == "bf16" else f"{shape.weights}_"
     name = (
-        f"decode_gemm_{shape.epilogue}{heads}_{shape.width}x{shape.depth}_{flags}_"
+        f"decode_gemm_{kind}{shape.epilogue}{heads}_{shape.width}x{shape.depth}_{flags}_"
         f"{plan.row_tiles}x{plan.columns}x{plan.weight_tiles}x{plan.stages}x{plan.areas}"
         f"{norm}{best}{'' if plan.suspends else '_awake'}"
     )
@@ -270,7 +275,7 @@ def _kernel(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Callable[..., None]
     handover = make_handover(plan.areas, WARPS, finishing, suspends=plan.suspends)
     begin_handover, fill = handover.begin, make_fill(shape, plan)
     multiply_tiles, finish = make_multiplying(shape, plan, handover), make_finishing(shape, plan, handover)
-    norm = make_norm(shape, plan)
+    norm, scales_at = make_norm(shape, plan), shape.scales_at
     begin_norm, norm_rows, num_words, num_scales = norm.begin, norm.finish, norm.words, norm.scales
 
     def decode_gemm(
@@ -298,7 +303,7 @@ def _kernel(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Callable[..., None]
             multiply_tiles(mine, held, totals, barriers, weight, x, count, ahead, thread)
         elif warp < uint32(WARPS + finishing):
             rotation = (positions, cosines, sines, k_cache, v_cache, table, slots, write_lens, offsets, first_row)
-            finish(totals, barriers, thread, row_live, bias, residual, out, bests, count, rotation)
+            finish(totals, barriers, thread, row_live, bias, residual, out, bests, count, rotation, weight + scales_at)
 
     return decode_gemm
 
@@ -332,6 +337,14 @@ def examples(card: Card = H200) -> list[Kernel]:
         (8, DecodeGemmShape(97, 2880, FLOAT32, False, False, None, 1e-5)),
         (1, DecodeGemmShape(97, 8192, BFLOAT16, True, False, None, 1e-6)),
     )
+    eighth = (
+        replace(rotated, norm_eps=1e-5, weights="fp8"),
+        DecodeGemmShape(4096, 14336, ADD, False, False, weights="fp8"),
+    )
+    for rows, shape in examples_for(card, ((4, eighth[0]), (64, eighth[1])), 1):
+        held = 0 if shape.norm_eps is None else steps_to_hold(rows, shape.depth, card)
+        most = min(rows, rows_at_once(card))
+        made.append(_make(shape, plan_decode_gemm(most, shape.width, card, held, tile_bytes=shape.tile_bytes)))
     for rows, shape in examples_for(card, normed, 2):
         if held := steps_to_hold(rows, shape.depth, card):
             made.append(_make(shape, plan_decode_gemm(rows, shape.width, card, held)))

@@ -7,11 +7,14 @@ whole, they are there before. It knows nothing of the epilogue.
 from typing import Any
 
 from lowlat.kernels.common.handover import Handover
-from lowlat.kernels.gemm.decode.plan import PAD, STEP_BYTES, SUM_BYTES, WARPS, DecodeGemmPlan, DecodeGemmShape
+from lowlat.kernels.formats import bf16_fragment, fp8_fragment
+from lowlat.kernels.gemm.decode.plan import PAD, SUM_BYTES, WARPS, DecodeGemmPlan, DecodeGemmShape
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int64, uint32
 
 __all__ = ["make_fill", "make_multiplying"]
+
+LOADS = {"bf16": bf16_fragment.load_half, "fp8": fp8_fragment.load_half}
 
 
 def make_fill(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
@@ -47,7 +50,7 @@ def make_multiplying(shape: DecodeGemmShape, plan: DecodeGemmPlan, handover: Han
     tiles, steps = plan.groups(shape.width), shape.steps
     stages, stage_bytes, sum_bytes, rows_bytes = plan.stages, plan.stage_bytes, plan.sum_bytes, plan.rows_bytes
     issue_weights, issue_rows = _issue_weights(shape, plan), _issue_rows(shape, plan)
-    multiply, store, weight_tiles, columns = _multiply(plan), _store(plan), plan.weight_tiles, plan.columns
+    multiply, store, weight_tiles, columns = _multiply(shape, plan), _store(plan), plan.weight_tiles, plan.columns
     holds = plan.steps_held > 0
     shared = columns < 8 and not holds  # lanes read rows that others copied
     await_free, give, after = handover.await_free, handover.give, handover.after
@@ -131,16 +134,16 @@ def _store(plan: DecodeGemmPlan) -> Any:
 
 def _issue_weights(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
     """Copy a lane's own bytes of one k step of a group of weight tiles to its place in shared memory."""
-    weight_tiles, tile_bytes = plan.weight_tiles, shape.steps * STEP_BYTES
-    last = -(-shape.width // 16) - 1
+    weight_tiles, step_bytes, tile_bytes = plan.weight_tiles, plan.tile_bytes, shape.steps * plan.tile_bytes
+    last, quarters = -(-shape.width // 16) - 1, plan.tile_bytes // 512
 
     def issue(place: Any, weight: Any, tile: Any, step: Any, lane: Any) -> None:
         for part in range(weight_tiles):
             # the last group may lack tiles: it takes the last one again, and nobody reads those sums
             number = min(tile * weight_tiles + part, int64(last))
-            source = weight + number * tile_bytes + step * STEP_BYTES + int64(lane) * 16
-            for quarter in range(4):
-                ptx.copy_async_16_once(place + uint32(part * STEP_BYTES + quarter * 512), source + quarter * 512)
+            source = weight + number * tile_bytes + step * step_bytes + int64(lane) * 16
+            for quarter in range(quarters):
+                ptx.copy_async_16_once(place + uint32(part * step_bytes + quarter * 512), source + quarter * 512)
 
     return device_function(issue)
 
@@ -150,7 +153,7 @@ def _issue_rows(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
 
     Lanes of rows that do not exist copy nothing and feed rubbish to columns of the output that nobody reads.
     """
-    depth, row_tiles, offset = shape.depth, plan.row_tiles, plan.weight_tiles * STEP_BYTES
+    depth, row_tiles, offset = shape.depth, plan.row_tiles, plan.weight_tiles * plan.tile_bytes
     rows_bytes, half_bytes = plan.rows_bytes, plan.rows_bytes // 2
 
     def issue(place: Any, x: Any, step: Any, lane: Any, count: Any) -> None:
@@ -172,12 +175,13 @@ def _issue_rows(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
     return device_function(issue)
 
 
-def _multiply(plan: DecodeGemmPlan) -> Any:
+def _multiply(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
     """Add one k step to the accumulators of all weight and row tiles."""
     weight_tiles, row_tiles = plan.weight_tiles, plan.row_tiles
     load_rows, half_bytes = ptx.load_shared_tiles(row_tiles, plan.rows_bytes), plan.rows_bytes // 2
     total = weight_tiles * row_tiles
-    rows_at = 0 if plan.steps_held else weight_tiles * STEP_BYTES
+    step_bytes, load_half = plan.tile_bytes, LOADS[shape.weights]
+    rows_at = 0 if plan.steps_held else weight_tiles * step_bytes
     # the intrinsics of the first to fourth weight tile; those past the last are never called
     places = [min(part, weight_tiles - 1) * row_tiles for part in range(4)]
     low0, low1, low2, low3 = (ptx.mma_bf16_tiles(total, place, row_tiles, 0) for place in places)
@@ -186,23 +190,18 @@ def _multiply(plan: DecodeGemmPlan) -> Any:
     def multiply(sums: Any, here: Any, rows: Any) -> Any:
         for half in range(2):
             words = load_rows(rows + uint32(rows_at + half * half_bytes))
-            weights = here + uint32(half * 512)
-            a0, a1, a2, a3 = ptx.load_shared_128(weights)
-            b0, b1, b2, b3 = ptx.load_shared_128(weights + uint32(1024))
+            a0, a1, a2, a3, b0, b1, b2, b3 = load_half(here, half)
             sums = low0(sums, a0, b0, a1, b1, words)
             sums = high0(sums, a2, b2, a3, b3, words)
             if weight_tiles > 1:
-                a0, a1, a2, a3 = ptx.load_shared_128(weights + uint32(STEP_BYTES))
-                b0, b1, b2, b3 = ptx.load_shared_128(weights + uint32(STEP_BYTES + 1024))
+                a0, a1, a2, a3, b0, b1, b2, b3 = load_half(uint32(here + uint32(step_bytes)), half)
                 sums = low1(sums, a0, b0, a1, b1, words)
                 sums = high1(sums, a2, b2, a3, b3, words)
             if weight_tiles > 2:
-                a0, a1, a2, a3 = ptx.load_shared_128(weights + uint32(2 * STEP_BYTES))
-                b0, b1, b2, b3 = ptx.load_shared_128(weights + uint32(2 * STEP_BYTES + 1024))
+                a0, a1, a2, a3, b0, b1, b2, b3 = load_half(uint32(here + uint32(2 * step_bytes)), half)
                 sums = low2(sums, a0, b0, a1, b1, words)
                 sums = high2(sums, a2, b2, a3, b3, words)
-                a0, a1, a2, a3 = ptx.load_shared_128(weights + uint32(3 * STEP_BYTES))
-                b0, b1, b2, b3 = ptx.load_shared_128(weights + uint32(3 * STEP_BYTES + 1024))
+                a0, a1, a2, a3, b0, b1, b2, b3 = load_half(uint32(here + uint32(3 * step_bytes)), half)
                 sums = low3(sums, a0, b0, a1, b1, words)
                 sums = high3(sums, a2, b2, a3, b3, words)
         return sums

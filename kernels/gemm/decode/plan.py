@@ -35,7 +35,8 @@ __all__ = [
 WARPS = 8  # that multiply
 MOST_FINISHING = {1: 4, 2: 4, 4: 2, 8: 2}  # warps, by tiles of rows: more rows leave fewer registers
 THROTTLE = 4  # tiles of a warp's k step under way before the kernel before this one has ended
-STEP_BYTES = 2048  # 16 weight rows by 64 columns
+STEP_BYTES = {"bf16": 2048, "fp8": 1024}  # of 16 weight rows by 64 columns, by format
+SCALED = ("fp8",)  # formats whose rows have a scale that the epilogue applies
 ROW_BYTES = 128  # a row by 64 columns
 MAX_ROWS = 64
 MOST_CHUNKS = 16  # of 8 elements of rows that a thread norms: they are in its registers
@@ -63,6 +64,7 @@ class DecodeGemmPlan:
     suspends      a warp that waits for sums may be suspended, as `Card.suspends` has it
     steps_held    k steps of its rows, all of them, that a block norms and holds; 0: rows are copied beside the weights
     keeps_argmax  a block keeps the partial argmax of each of its rows: see `partial_argmax`
+    tile_bytes    of a step of one weight tile
     """
 
     row_tiles: int
@@ -75,6 +77,7 @@ class DecodeGemmPlan:
     suspends: bool
     steps_held: int = 0
     keeps_argmax: bool = False
+    tile_bytes: int = STEP_BYTES["bf16"]
 
     @property
     def knobs(self) -> Knobs:
@@ -113,7 +116,7 @@ class DecodeGemmPlan:
     @property
     def stage_bytes(self) -> int:
         """One warp's copy of one k step."""
-        return self.weight_tiles * STEP_BYTES + (0 if self.steps_held else self.row_tiles * self.rows_bytes)
+        return self.weight_tiles * self.tile_bytes + (0 if self.steps_held else self.row_tiles * self.rows_bytes)
 
     @property
     def held_bytes(self) -> int:
@@ -173,6 +176,7 @@ class DecodeGemmShape:
     heads      with ROTATE alone
     best       with FLOAT32 alone
     scattered  with FLOAT32 and BFLOAT16 alone: columns are written where they lay before the weight was permuted
+    weights    the weight's format: a key of STEP_BYTES
     """
 
     width: int
@@ -184,6 +188,17 @@ class DecodeGemmShape:
     norm_eps: float | None = None
     best: ArgmaxShape | None = None
     scattered: bool = False
+    weights: str = "bf16"
+
+    @property
+    def tile_bytes(self) -> int:
+        """Bytes of a step of one weight tile."""
+        return STEP_BYTES[self.weights]
+
+    @property
+    def scales_at(self) -> int:
+        """Where the scales of its rows begin behind its tiles, in bytes."""
+        return -(-self.width // 16) * self.steps * self.tile_bytes
 
     @property
     def steps(self) -> int:
@@ -217,25 +232,38 @@ def _columns(rows: int) -> int:
 
 
 def candidate_plans(
-    rows: int, width: int, card: Card, steps_held: int = 0, *, keeps_argmax: bool = False
+    rows: int,
+    width: int,
+    card: Card,
+    steps_held: int = 0,
+    *,
+    keeps_argmax: bool = False,
+    tile_bytes: int = STEP_BYTES["bf16"],
 ) -> tuple[DecodeGemmPlan, ...]:
     """The plans for M rows by [N, K] that fit a card, the derived one first, then those that are likely to be faster.
 
     steps_held  of the rows: what `steps_to_hold` gives, or 0
+    tile_bytes  of a step of one weight tile in its format
     Raises ShapeError for a card whose blocks have too little shared memory.
     """
     row_tiles = next(tiles for tiles in (1, 2, 4, 8) if 8 * tiles >= rows)
-    plans = _candidates(row_tiles, _columns(rows), width, card, card.read_gb_s, steps_held, keeps_argmax)
+    plans = _candidates(row_tiles, _columns(rows), width, card, card.read_gb_s, steps_held, keeps_argmax, tile_bytes)
     if not plans:
         raise ShapeError(f"{rows} rows do not fit the {card.shared_bytes} bytes of shared memory that a block may have")
     return plans
 
 
 def plan_decode_gemm(
-    rows: int, width: int, card: Card, steps_held: int = 0, *, keeps_argmax: bool = False
+    rows: int,
+    width: int,
+    card: Card,
+    steps_held: int = 0,
+    *,
+    keeps_argmax: bool = False,
+    tile_bytes: int = STEP_BYTES["bf16"],
 ) -> DecodeGemmPlan:
     """The derived plan for M rows by [N, K]: the first of `candidate_plans`, which see."""
-    return candidate_plans(rows, width, card, steps_held, keeps_argmax=keeps_argmax)[0]
+    return candidate_plans(rows, width, card, steps_held, keeps_argmax=keeps_argmax, tile_bytes=tile_bytes)[0]
 
 
 def choose_decode_plan(
@@ -243,25 +271,37 @@ def choose_decode_plan(
 ) -> tuple[DecodeGemmPlan, Planned]:
     """The plan for M rows by a card's table, or the derived one; and its place in tables. Raises as they do."""
     keeps = shape.best is not None
-    plans = candidate_plans(rows, shape.width, card, steps_held, keeps_argmax=keeps)
+    plans = candidate_plans(rows, shape.width, card, steps_held, keeps_argmax=keeps, tile_bytes=shape.tile_bytes)
     facts: dict[str, Fact] = {
         "rows": 8 * plans[0].row_tiles if rows > 8 else plans[0].columns, "N": shape.width, "K": shape.depth,
         "epilogue": shape.epilogue, "normed": steps_held > 0, "argmax": keeps,
     }  # fmt: skip
+    if shape.weights != "bf16":
+        facts["weights"] = shape.weights
     return choose_plan(card.tuning, KIND, facts, plans)
 
 
 @cache
 def _candidates(
-    row_tiles: int, columns: int, width: int, card: Card, read_gb_s: float, steps_held: int, keeps_argmax: bool
+    row_tiles: int,
+    columns: int,
+    width: int,
+    card: Card,
+    read_gb_s: float,
+    steps_held: int,
+    keeps_argmax: bool,
+    tile_bytes: int,
 ) -> tuple[DecodeGemmPlan, ...]:
     """One block a multiprocessor; the derived plan multiplies as many tiles at once as keep most of them busy."""
+
+    most_stages = MOST_STAGES * STEP_BYTES["bf16"] // tile_bytes  # as many bytes under way
 
     def cut(weight_tiles: int, stages: int, areas: int) -> DecodeGemmPlan:
         num_blocks = min(_groups(width, weight_tiles), card.num_multiprocessors)
         plan = DecodeGemmPlan(
-            row_tiles, columns, weight_tiles, stages, areas, num_blocks, 1, card.suspends, steps_held, keeps_argmax
-        )
+            row_tiles, columns, weight_tiles, stages, areas, num_blocks, 1, card.suspends, steps_held, keeps_argmax,
+            tile_bytes,
+        )  # fmt: skip
         shares = plan.shared_bytes <= card.most_bytes(2) and not steps_held
         return replace(plan, sharing=2) if shares else plan
 
@@ -270,29 +310,32 @@ def _candidates(
         whole, part = card.shared_bytes, int(card.shared_bytes * SHARE)
         sizes = [(stages, areas, part) for stages in range(MOST_STAGES_OF_MORE, 1, -1) for areas in (2, 1)]
         if row_tiles == 1:
-            sizes = [(stages, 2, whole) for stages in range(MOST_STAGES, 0, -1)]
+            sizes = [(stages, 2, whole) for stages in range(most_stages, 0, -1)]
         sizes += [(2, 2, whole), (2, 1, whole), (1, 2, part), (1, 1, whole)]
         plans = ((cut(weight_tiles, stages, areas), budget) for stages, areas, budget in sizes)
         return next((plan for plan, budget in plans if plan.shared_bytes <= budget), None)
 
     each = 0 if steps_held else row_tiles * columns * ROW_BYTES
-    ranked = sorted((_cost(each, tiles, width, card), tiles) for tiles in ((1, 2) if row_tiles == 1 else (1, 2, 4)))
+    ranked = sorted(
+        (_cost(each, tiles * tile_bytes, tiles, width, card), tiles)
+        for tiles in ((1, 2) if row_tiles == 1 else (1, 2, 4))
+    )
     derived = [plan for _, tiles in ranked if (plan := derive(tiles)) is not None]
     if not derived:
         return ()
     tiles, stages, areas = derived[0].weight_tiles, derived[0].stages, derived[0].areas
     near = [(tiles, stages + 1, areas), (tiles, stages * 3 // 4, areas), (tiles, stages, 3 - areas)]
     far = [(tiles, stages // 2, areas), *((p.weight_tiles, p.stages * 3 // 4, p.areas) for p in derived[1:2])]
-    rest = product((tiles for _, tiles in ranked), range(MOST_STAGES, 0, -1), (2, 1))
+    rest = product((tiles for _, tiles in ranked), range(most_stages, 0, -1), (2, 1))
     cuts = ((cut(*sizes) for sizes in some if sizes[1] > 0) for some in (near, far, rest))
     plans = dict.fromkeys((*derived[:2], *next(cuts), *derived[2:], *next(cuts), *next(cuts)))
     return tuple(plan for plan in plans if plan.shared_bytes <= card.shared_bytes)
 
 
-def _cost(rows_bytes: int, weight_tiles: int, width: int, card: Card) -> float:
+def _cost(rows_bytes: int, weight_bytes: int, weight_tiles: int, width: int, card: Card) -> float:
     """Time beside a stream of the weights alone: rows that are read again for every group of tiles cost a part of what
     weights do, by what the L2 gives a multiprocessor, and multiprocessors without a group in the last turn are lost."""
     groups = _groups(width, weight_tiles)
     busy = groups / (-(-groups // card.num_multiprocessors) * card.num_multiprocessors)
     rows_cost = ROWS_COST * card.read_gb_s / card.num_multiprocessors
-    return (1 + rows_cost * rows_bytes / (weight_tiles * STEP_BYTES)) / busy
+    return (1 + rows_cost * rows_bytes / weight_bytes) / busy

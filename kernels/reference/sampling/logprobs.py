@@ -12,7 +12,7 @@ __all__ = ["logprobs"]
 @operation(f"""
     read    logits          float32  [B * T, V]                  before any processing
     read    row_live        uint8    flat [B * T]
-    read    target_tokens   int32    [B, T]                      the draws; -1 dead
+    read    target_tokens   int32    [B, T]                      the draws; -1 where there is none
     read    slots           int32    [B]                         -1 pads
     read    slot_ints       int64    [max_B, {NUM_INTS}]         column NUM_LOGPROBS: -1 none, 0 the drawn token alone
     write   logprob_values  float32  [B, T, {MAX_LOGPROBS + 1}]  the drawn token, then likeliest first; 0 where unused
@@ -30,7 +30,8 @@ def logprobs(
 ) -> None:
     """Log-softmax of the drawn token and of the MAX_LOGPROBS likeliest, for the slots that ask.
 
-    Equal logits come lowest id first. A row whose logits are not finite gives nothing: its request fails.
+    Equal logits come lowest id first. A row without a draw, or whose logits are not finite, gives nothing: its request
+    fails.
     Raises ShapeError on the host for shapes that do not fit.
     """
     batch, rows = target_tokens.shape
@@ -46,7 +47,8 @@ def logprobs(
         wanted = min(wanted, MAX_LOGPROBS, logits.shape[1])
         for node in range(rows):
             row = logits[index * rows + node]
-            if wanted < 0 or not live[index * rows + node] or not bool(row.isfinite().all()):
+            drew = live[index * rows + node] and targets[index][node] >= 0
+            if wanted < 0 or not drew or not bool(row.isfinite().all()):
                 continue
             values = torch.log_softmax(row, 0)
             drawn = row.new_tensor([targets[index][node]], dtype=torch.int64)

@@ -6,7 +6,7 @@ and on nothing else: so drafts change no token (sample-and-match). Order of proc
 1. repetition penalty: a logit of a token in the prompt or the output is divided by it if positive, else multiplied
 2. presence penalty, then frequency penalty: subtracted for tokens of the output
 3. logit bias: added
-4. min_tokens: stop ids are banned while fewer tokens have been generated
+4. min_tokens: stop ids are banned while fewer tokens have been generated; then what the row's grammar forbids
 5. temperature 0: the largest, the lowest id among equals. Otherwise (logit - largest) / temperature, then
 6. top_k, top_p on what top_k kept, min_p; then the largest of logit + Gumbel noise among the kept
 
@@ -19,11 +19,13 @@ import math
 
 import torch
 
+from lowlat.errors import DeviceError
 from lowlat.kernels.reference.sampling.random import gumbel
 from lowlat.kernels.reference.schema import operation
 from lowlat.kernels.reference.shapes import check_shape, live_rows
 from lowlat.kernels.reference.step.slot_record import (
     FREQUENCY,
+    HAS_GRAMMAR,
     MAX_BIASES,
     MAX_STOPS,
     MIN_P,
@@ -39,7 +41,7 @@ from lowlat.kernels.reference.step.slot_record import (
     TOP_P,
 )
 
-__all__ = ["finite", "keep", "lowest_argmax", "penalise", "sample"]
+__all__ = ["allowed", "finite", "keep", "lowest_argmax", "penalise", "sample"]
 
 MASS_UNIT = 2.0**40
 LARGEST = torch.finfo(torch.float32).max
@@ -61,6 +63,12 @@ def finite(logits: torch.Tensor, row_live: torch.Tensor, *, finite: torch.Tensor
 def lowest_argmax(row: torch.Tensor) -> int:
     """The index of the largest of [V] numbers without NaN, the lowest among equals, on any device."""
     return int((row == row.max()).nonzero()[0, 0])
+
+
+def allowed(mask: torch.Tensor, width: int) -> torch.Tensor:
+    """The tokens whose bit is 1 in a row's mask, [width] bool; mask [ceil(width / 32)] int32, little end first."""
+    bits = torch.arange(32, dtype=torch.int32, device=mask.device)
+    return (mask[:, None] >> bits & 1).bool().reshape(-1)[:width]
 
 
 def keep(scaled: torch.Tensor, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
@@ -133,7 +141,11 @@ class _Rows:
         row = self._bias(row, slot)
         if position - ints[PROMPT_LENGTH] < ints[MIN_TOKENS]:
             row[self._listed("stop_ids", slot, row.numel())[1]] = -math.inf
+        if ints[HAS_GRAMMAR]:
+            row[~self._allowed(slot, node, row.numel())] = -math.inf
         largest = row.max()
+        if ints[HAS_GRAMMAR] and float(largest) == -math.inf:
+            return -1
         temperature = floats[TEMPERATURE]
         if float(temperature) == 0.0 or float(largest) == -math.inf:
             return lowest_argmax(row)
@@ -141,6 +153,13 @@ class _Rows:
         kept = keep(scaled, ints[TOP_K], float(floats[TOP_P]), float(floats[MIN_P]))
         noisy = scaled + gumbel(ints[SEED], position, row.numel(), row.device)
         return lowest_argmax(torch.where(kept, noisy, -math.inf))
+
+    def _allowed(self, slot: int, node: int, width: int) -> torch.Tensor:
+        """What a row's grammar allows. Raises DeviceError where the host has not filled the step's masks."""
+        ready, length = int(self.state["grammar_ready"][slot]), self.lengths[slot]
+        if ready < length:
+            raise DeviceError(f"slot {slot} draws behind {length} tokens, and its masks are those behind {ready}")
+        return allowed(self.state["grammar_masks"][slot, node].to(self.state["slot_ints"].device), width)
 
     def _penalise(self, logits: torch.Tensor, slot: int, drafted: list[int]) -> torch.Tensor:
         """Steps 1 and 2, into a new row."""
@@ -181,7 +200,9 @@ class _Rows:
     read    bias_ids       int32    [max_B, {MAX_BIASES}]  distinct; -1 pads
     read    bias_values    float32  [max_B, {MAX_BIASES}]
     read    stop_ids       int32    [max_B, {MAX_STOPS}]   -1 pads
-    write   target_tokens  int32    [B, T]                 the draw; -1 for a dead row, 0 where logits are not finite
+    read    grammar_masks  int32    [max_B, max_T, W]      W = ceil(V / 32); bit 1: allowed, little end first
+    read    grammar_ready  int64    [max_B]                the committed tokens behind which the slot's masks hold
+    write   target_tokens  int32    [B, T]                 the draw; -1 dead or nothing allowed, 0 not finite
 """)
 def sample(
     logits: torch.Tensor,
@@ -197,13 +218,16 @@ def sample(
     bias_ids: torch.Tensor,
     bias_values: torch.Tensor,
     stop_ids: torch.Tensor,
+    grammar_masks: torch.Tensor,
+    grammar_ready: torch.Tensor,
     *,
     target_tokens: torch.Tensor,
 ) -> None:
     """Draw the target's token at every live node; the module's docstring gives the order of processing.
 
     The draw after a node of depth d (bits set in its mask - 1) has the absolute position n + d. A node's own ancestors
-    and itself are added to output_counts, node 0 excepted.
+    and itself are added to output_counts, node 0 excepted. Where the slot has a grammar, what its node's mask forbids
+    has no probability; a kernel waits for the host to have filled the masks, the reference does not.
     Time: a few passes over each live row, a sort where top_p is set. Captured: yes, as a kernel.
     Raises ShapeError on the host for shapes that do not fit.
     Source: Gumbel-max over counter-based numbers, see `random`; penalties as OpenAI's and CTRL's (arXiv
@@ -224,6 +248,8 @@ def sample(
         "bias_ids": bias_ids,
         "bias_values": bias_values,
         "stop_ids": stop_ids,
+        "grammar_masks": grammar_masks,
+        "grammar_ready": grammar_ready,
     }
     reader = _Rows(state)
     live = live_rows(row_live, batch * rows)

@@ -144,7 +144,10 @@ def truncate(
     commit_lens: torch.Tensor,
     finish: torch.Tensor,
 ) -> None:
-    """Cut the accepted run at the first stop token, at the length limit, or before logits that are not finite."""
+    """Cut the accepted run at the first stop token, at the length limit, or before a row that has no draw.
+
+    A row has none where its logits are not finite, or where a grammar allows no token.
+    """
     commit_lens.zero_()
     finish.zero_()
     for index, (slot, count) in enumerate(zip(slots.tolist(), accepted_lens.tolist(), strict=True)):
@@ -153,11 +156,12 @@ def truncate(
         stops = {token for token in stop_ids[slot].tolist() if token >= 0}
         room = int(slot_ints[slot, MAX_LENGTH]) - int(lengths[slot])
         for place in range(count):
-            if not finite[index, int(accepted_nodes[index, place])]:
+            token = int(accepted_tokens[index, place])
+            if token < 0 or not finite[index, int(accepted_nodes[index, place])]:
                 finish[index] = FINISH_ERROR
                 break
             commit_lens[index] = place + 1
-            if int(accepted_tokens[index, place]) in stops:
+            if token in stops:
                 finish[index] = FINISH_STOP
                 break
             if place + 1 >= room:

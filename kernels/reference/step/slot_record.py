@@ -7,6 +7,7 @@ is numbers only, so that kernels, operations and the host agree on them.
 __all__ = [
     "DRAFT_LIMIT",
     "FREQUENCY",
+    "HAS_GRAMMAR",
     "LENGTH",
     "MAX_BIASES",
     "MAX_LENGTH",
@@ -35,7 +36,8 @@ TOP_K = 4  # 0 keeps all
 SEED = 5  # 64 bits
 DRAFT_LIMIT = 6  # drafts verified in a step at most
 NUM_LOGPROBS = 7  # alternatives; -1: no logprobs at all, 0: the drawn token's alone
-NUM_INTS = 8
+HAS_GRAMMAR = 8  # 1: the host fills masks for its rows, see `sample`
+NUM_INTS = 9
 
 # slot_floats
 TEMPERATURE = 0  # 0 is greedy

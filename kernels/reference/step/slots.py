@@ -9,6 +9,7 @@ import torch
 from lowlat.kernels.reference.schema import operation
 from lowlat.kernels.reference.step.slot_record import (
     DRAFT_LIMIT,
+    HAS_GRAMMAR,
     LENGTH,
     MAX_BIASES,
     MAX_LENGTH,
@@ -17,9 +18,22 @@ from lowlat.kernels.reference.step.slot_record import (
     NUM_INTS,
 )
 
-__all__ = ["CANCEL", "COMMAND_WIDTH", "JOIN", "SET_DRAFT_LIMIT", "apply_commands", "gather_rows", "list_active_slots"]
+__all__ = [
+    "CANCEL",
+    "COMMAND_WIDTH",
+    "JOIN",
+    "MAX_FORCED",
+    "MAX_PATHS",
+    "SET_DRAFT_LIMIT",
+    "apply_commands",
+    "gather_rows",
+    "list_active_slots",
+    "publish_rows",
+]
 
 JOIN, CANCEL, SET_DRAFT_LIMIT = 1, 2, 3
+MAX_PATHS = 64  # of a slot, that may begin with what its grammar forces
+MAX_FORCED = 31  # tokens of a grammar that one step verifies
 COMMAND_WIDTH = 4  # opcode, slot, value, reserved
 
 
@@ -103,6 +117,12 @@ def apply_commands(
     command_head.fill_(tail)
 
 
+def _forced(ints: list[int], row: list[int], rows: int, width: int) -> list[int]:
+    """The tokens that a slot's grammar forces and that one step may verify; none where it has no grammar."""
+    count = min(row[0], rows - 1, width - 1, ints[DRAFT_LIMIT], MAX_FORCED) if ints[HAS_GRAMMAR] else 0
+    return row[1 : max(count, 0) + 1]
+
+
 @operation("""
     read    active  int32  [max_B]
     write   slots   int32  [B]      -1 pads
@@ -123,6 +143,7 @@ def list_active_slots(active: torch.Tensor, *, slots: torch.Tensor) -> None:
     read    tree_masks      int64  [max_B, max_T]       ancestors and self of each drafted node
     read    tree_paths      int32  [max_B, P, W]        root to leaf, -1 pads
     read    slot_ints       int64  [max_B, {NUM_INTS}]  per-slot limits
+    read    grammar_forced  int32  [max_B, max_T]       of a slot with a grammar: count, tokens that must follow
     write   row_tokens      int32  [B, T]               -1 where dead
     write   row_positions   int32  [B, T]               absolute; 0 where dead
     write   row_live        uint8  [B, T]
@@ -141,6 +162,7 @@ def gather_rows(
     tree_masks: torch.Tensor,
     tree_paths: torch.Tensor,
     slot_ints: torch.Tensor,
+    grammar_forced: torch.Tensor,
     *,
     row_tokens: torch.Tensor,
     row_positions: torch.Tensor,
@@ -153,7 +175,8 @@ def gather_rows(
 ) -> None:
     """Lay out the rows of this step: the last committed token, then the drafted nodes that may be verified.
 
-    A slot verifies min(its drafts, the bucket's, its request's limit) nodes, none past its maximal length.
+    A slot verifies min(its drafts, the bucket's, its request's limit) nodes, none past its maximal length. What its
+    grammar forces next are its drafts, as a chain, unless a path of those that it has begins so.
     """
     rows = row_tokens.shape[1]
     row_tokens.fill_(-1)
@@ -166,13 +189,24 @@ def gather_rows(
         length = int(lengths[slot])
         limit = min(int(num_drafts[slot]), rows - 1, int(slot_ints[slot, DRAFT_LIMIT]))
         deepest = int(slot_ints[slot, MAX_LENGTH]) - length - 1
-        masks = [1, *tree_masks[slot, 1 : limit + 1].tolist()]
+        node_masks, node_tokens, known = tree_masks[slot], drafts[slot], tree_paths[slot]
+        forced = _forced(slot_ints[slot].tolist(), grammar_forced[slot].tolist(), rows, known.shape[1])
+        at_hand = [
+            [int(node_tokens[node]) if 0 < node <= limit else -1 for node in path[1 : len(forced) + 1]]
+            for path in known[:MAX_PATHS].tolist()
+        ]
+        if forced not in at_hand:
+            limit, known = len(forced), torch.full_like(known, -1)
+            node_masks = torch.tensor([(2 << node) - 1 for node in range(limit + 1)])
+            node_tokens = node_tokens.new_tensor([-1, *forced])
+            known[:, 0], known[0] = 0, torch.arange(known.shape[1])
+        masks = [1, *node_masks[1 : limit + 1].tolist()]
         depths = [(mask & (2**64 - 1)).bit_count() - 1 for mask in masks]
         live = [depth <= max(deepest, 0) for depth in depths]
         count = len(live)
         device = row_tokens.device
         alive = torch.tensor(live, device=device)
-        candidates = torch.cat((tokens[slot, length - 1 : length], drafts[slot, 1:count]))
+        candidates = torch.cat((tokens[slot, length - 1 : length], node_tokens[1:count]))
         row_tokens[index, :count] = torch.where(alive, candidates, -1)
         row_live[index, :count] = alive.to(row_live.dtype)
         positions = torch.tensor([length - 1 + depth for depth in depths], device=device)
@@ -181,9 +215,41 @@ def gather_rows(
         dense_lens[index] = length - 1
         num_verified[index] = sum(live) - 1
         verified_depth[index] = max(depth for depth, alive_ in zip(depths, live, strict=True) if alive_)
-        known = tree_paths[slot]  # all zero until the slot's first drafts: only the root is certain
         dead = (known < 0) | (known >= count)
-        dead[:, 1:] |= known[:, 1:] == 0
+        dead[:, 1:] |= known[:, 1:] == 0  # all zero until the slot's first drafts: only the root is certain
         dead |= ~alive[known.clamp(0, count - 1).long()]
         paths[index] = torch.where(dead.cumsum(-1) > 0, -1, known)
         paths[index, :, 0] = 0
+
+
+@operation(f"""
+    read    slots            int32  [B]
+    read    lengths          int32  [max_B]              committed tokens n
+    read    slot_ints        int64  [max_B, {NUM_INTS}]
+    read    row_tokens       int32  [B, T]               as `gather_rows` wrote them
+    read    row_masks        int64  [B, T]
+    update  grammar_tokens   int32  [max_B, max_T]       -1 where dead
+    update  grammar_paths    int64  [max_B, max_T]       ancestors and self of each row; 0 where dead
+    update  grammar_lengths  int64  [max_B]              n, written last
+""")
+def publish_rows(
+    slots: torch.Tensor,
+    lengths: torch.Tensor,
+    slot_ints: torch.Tensor,
+    row_tokens: torch.Tensor,
+    row_masks: torch.Tensor,
+    *,
+    grammar_tokens: torch.Tensor,
+    grammar_paths: torch.Tensor,
+    grammar_lengths: torch.Tensor,
+) -> None:
+    """Tell the host which rows the slots with a grammar verify, so that it fills their masks while the target runs.
+
+    What is past the step's rows stays as it is. Other slots are not told.
+    """
+    rows = row_tokens.shape[1]
+    for index, slot in enumerate(slots.tolist()):
+        if slot >= 0 and slot_ints[slot, HAS_GRAMMAR]:
+            grammar_tokens[slot, :rows] = row_tokens[index].to(grammar_tokens.device)
+            grammar_paths[slot, :rows] = row_masks[index].to(grammar_paths.device)
+            grammar_lengths[slot] = lengths[slot].to(grammar_lengths.dtype)

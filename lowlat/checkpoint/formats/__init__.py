@@ -1,7 +1,8 @@
-"""Weight formats in files, one file each: names of stored tensors, keys of quantization_config, checks of values.
+"""Weight formats in files: names of stored tensors, keys of quantization_config, checks of values.
 
-`STORED_FORMATS` is the only table of them. A format's other side, packed and decoded in kernels, is in
-`lowlat.kernels.formats` under the same name. They know neither families nor operations.
+`STORED_FORMATS` is the table of experts' formats, whose other side, packed and decoded in kernels, is in
+`lowlat.kernels.formats` under the same name. Linear layers are stored in the layouts of `linear`; `methods` reads from
+configs which layers are, and `quantisation` applies that to recipes. They know neither families nor operations.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,13 +13,19 @@ import torch
 from lowlat.checkpoint.fields import Fields
 from lowlat.checkpoint.formats.base import Matrices, StoredFormat
 from lowlat.checkpoint.formats.bf16 import STORED_BF16
+from lowlat.checkpoint.formats.methods import read_quantisation
 from lowlat.checkpoint.formats.mxfp4 import STORED_MXFP4
+from lowlat.checkpoint.formats.quantisation import Quantisation, renamed
 from lowlat.checkpoint.recipes import Recipe
 from lowlat.checkpoint.stored import Group, Weights
 from lowlat.checkpoint.tensors import TensorEntry
 from lowlat.errors import ConfigError
+from lowlat.kernels.formats import matrix_name
 
-__all__ = ["STORED_FORMATS", "Matrices", "StoredFormat", "check_widths", "part_groups", "read_format"]
+__all__ = [
+    "STORED_FORMATS", "Matrices", "Quantisation", "StoredFormat", "check_widths", "part_groups", "read_format",
+    "read_quantisation", "renamed",
+]  # fmt: skip
 
 STORED_FORMATS: Mapping[str, StoredFormat] = {each.name: each for each in (STORED_BF16, STORED_MXFP4)}
 
@@ -62,11 +69,16 @@ def part_groups(recipes: Sequence[Recipe], entries: Mapping[str, TensorEntry]) -
         part: each for each in STORED_FORMATS.values() if len(each.packed.parts) > 1 for part in each.packed.parts
     }
     by_name = {recipe.weight: recipe for recipe in recipes}
+    matrices: dict[str, list[Recipe]] = {}
+    for recipe in recipes:
+        matrices.setdefault(matrix_name(recipe.weight) or recipe.weight, []).append(recipe)
     groups = []
-    for weight, recipe in by_name.items():
+    for weight in by_name:
         name, _, part = weight.rpartition(".")
+        together = matrices.pop(matrix_name(weight) or weight, None)
         if part not in owners:
-            groups.append(Group((recipe,)))
+            if together is not None:
+                groups.append(Group(tuple(together)))
         elif part == next(iter(owners[part].packed.parts)):
             parts = {each: by_name[f"{name}.{each}"] for each in owners[part].packed.parts}
             labels = {each: _label(found, entries) for each, found in parts.items()}

@@ -202,7 +202,7 @@ def report(directory: Path, out: Path | None, plots: bool) -> None:
 
     Profiles that `lowlat profile --json` wrote there are shown by stage.
     """
-    from lowlat.tools.bench.report import make_report, write_pages
+    from lowlat.tools.bench.report.pages import make_report, write_pages
 
     for path in write_pages(make_report(directory, plots=plots), out or directory):
         click.echo(path)

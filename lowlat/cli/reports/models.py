@@ -143,10 +143,11 @@ def draft_report(directory: Path, target: Path, capture_layers: tuple[int, ...] 
     head, notes = speculator.draft_config, tuple[str, ...]()
     if head is None:
         raise ConfigError(f"{directory}: method {method!r} has no draft model")
-    if method != "dflash":
+    if method in ("eagle3", "peagle"):
         _, _, notes = parse_draft(directory, target_config, capture_layers, method)
     values = _plain(asdict(head))
     boundaries = values.pop("capture_boundaries")
+    values |= values.pop("dspark") or {}
     flags = {name: values.pop(name) for name, value in list(values.items()) if isinstance(value, bool)}
     drafted = values["draft_vocab_size"]
     return {

@@ -7,14 +7,15 @@ from typing import Any
 
 import torch
 
+from lowlat.checkpoint.quantising import Quantiser
 from lowlat.checkpoint.stored import ahead_bytes
 from lowlat.executors.devices import DeviceChoice
 from lowlat.graphs import Bucket, BufferSpec, Paging
 from lowlat.host.loading import bucket_batches, make_geometry, make_topologies
 from lowlat.host.memory.plan import memory_need
-from lowlat.kernels.formats import numbers_an_entry
+from lowlat.kernels.formats import matrix_parts, numbers_an_entry
 from lowlat.models.program import Program
-from lowlat.models.target import read_model_config, target_groups
+from lowlat.models.target import read_model_config, rounding, target_groups
 from lowlat.models.weight_plan import weight_plan
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig
 from lowlat.speculators.methods import plan_speculator
@@ -111,8 +112,10 @@ class Plan:
 def plan_runtime(target: Path, options: RuntimeConfig, speculative: SpeculativeConfig | None) -> Plan:
     """The plan of `Runtime.load` with these options. Raises ConfigError."""
     config = read_model_config(target, dtype=options.dtype)
+    if options.quantize is not None:
+        config = rounding(config, Quantiser(options.quantize, options.quantize_lm_head), str(target))
     weights = _without_content(weight_plan(config))
-    if config.tie_embeddings:
+    if config.tie_embeddings and not matrix_parts("lm_head.weight", weights):
         weights["lm_head.weight"] = weights["embed.weight"]
     speculator, topologies = None, {0: TreeTopology.chain(0)}
     if speculative is not None:

@@ -63,6 +63,7 @@ class Binding:
     """A program with its buffers, weights and workspaces on one device.
 
     loop            the control of the device loop whose body the step is, if it is one
+    switches        whether the choice of a width is for a SWITCH node
     num_awaited     mixtures of experts so far whose logits are awaited; each fills the next one's with sentinels
     left            the partial argmax that the last GEMM left beside its logits, if it did
     """
@@ -73,6 +74,7 @@ class Binding:
     card: Card
     workspace: Workspace
     loop: LoopControl | None = None
+    switches: bool = False
     num_awaited: int = 0
     left: LeftArgmax | None = None
 

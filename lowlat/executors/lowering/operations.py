@@ -37,9 +37,11 @@ from lowlat.kernels.rows.draft_rows import (
 )
 from lowlat.kernels.rows.elementwise import add, cast, identity, silu_mul
 from lowlat.kernels.rows.embed import embed
+from lowlat.kernels.rows.markov import bias_rows, draft_confidence, markov_gate, parent_tokens
 from lowlat.kernels.rows.norm import rms_norm, split_norms
 from lowlat.kernels.rows.qk_norm import qk_norm
 from lowlat.kernels.rows.rotate import rotate
+from lowlat.kernels.rows.waiting import keep_features, take_features, waiting_rows
 from lowlat.kernels.sampling.choose_drafts import choose_drafts
 from lowlat.kernels.sampling.draft_topk import draft_topk
 from lowlat.kernels.sampling.logprobs import logprobs
@@ -49,7 +51,8 @@ from lowlat.kernels.sampling.sample import sample
 from lowlat.kernels.sampling.select import FINITE, INFINITY
 from lowlat.kernels.sampling.suffix_draft import suffix_draft
 from lowlat.kernels.step.accept import accept, accept_simulated, commit, draft_rows, truncate
-from lowlat.kernels.step.begin_step import apply_commands, gather_rows, list_active_slots
+from lowlat.kernels.step.begin_step import apply_commands, gather_rows, list_active_slots, publish_rows
+from lowlat.kernels.step.choose_width import choose_width, join_widths
 from lowlat.kernels.step.publish import publish, tree_masks
 from lowlat.kernels.toolchain.kernel import KernelCall
 from lowlat.models.program import Op, Program, Stage
@@ -194,17 +197,24 @@ def _publish(binding: Binding, op: Op) -> Sequence[Call]:
     return publish(**publication(binding, op), loop=binding.loop)
 
 
+def _choose_width(binding: Binding, op: Op) -> Sequence[Call]:
+    return choose_width(**binding.arguments(op), condition=0 if binding.switches else None)
+
+
 _BY_NAME = (
-    *(accept, accept_simulated, add, apply_commands, assign_drafts, block_rows, cast, choose_drafts, commit),
-    *(concat_norms, draft_prefill_rows, draft_rows, gather_features, gather_level, gather_rows, identity),
-    *(join_features, kv_write, list_active_slots, list_lens, mask_rows, ngram_draft, prefill_kv_write, qk_norm),
-    *(rms_norm, silu_mul, split_norms, store_boundary, suffix_draft, take_block, tree_masks, truncate),
+    *(accept, accept_simulated, add, apply_commands, assign_drafts, bias_rows, block_rows, cast, choose_drafts),
+    *(commit, concat_norms, draft_confidence, draft_prefill_rows, draft_rows, gather_features, gather_level),
+    *(gather_rows, identity, join_features, join_widths, keep_features, kv_write, list_active_slots, list_lens),
+    *(markov_gate, mask_rows, ngram_draft, parent_tokens, prefill_kv_write, publish_rows, qk_norm, rms_norm),
+    *(silu_mul, split_norms, store_boundary, suffix_draft, take_block, take_features, tree_masks, truncate),
+    waiting_rows,
 )
 OPERATIONS: Mapping[str, Lower] = MappingProxyType(
     {
         **{build.__name__: _by_name(build) for build in _BY_NAME},
         "attention": _attention,
         "choose_blocks": _choose_blocks,
+        "choose_width": _choose_width,
         "draft_topk": draft_topk_alone,
         "embed": _embed,
         "experts_down": down_alone,

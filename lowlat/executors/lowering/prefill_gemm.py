@@ -1,5 +1,6 @@
 """GEMMs of a chunk of prefill: by packed weights where the card has wgmma, else by torch from an unpacked matrix.
 
+A matrix in FP8 is unpacked, too: its codes are numbers in bf16, and its rows' scales multiply what comes out.
 A row's bits depend on the row and the weight alone: ours because rows do not know of each other, torch's because it
 multiplies a whole chunk at a time, padded where there are fewer rows.
 """
@@ -9,6 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from lowlat.executors.lowering.binding import Binding, Call, LibraryCall
+from lowlat.kernels.formats import FP8
 from lowlat.kernels.gemm.packing import PackedMatrix, unpack_rows
 from lowlat.kernels.gemm.prefill.activation_layout import arranged_shape
 from lowlat.kernels.gemm.prefill.gemm import prefill_gemm
@@ -73,12 +75,17 @@ def _by_unpacked(
     chunk: int,
     out: torch.Tensor,
 ) -> None:
-    matrix = unpack_rows(weight)
+    scales = weight.scales
+    matrix = unpack_rows(weight) if scales is None else FP8.unpack_rows(weight)
     if places is None:
         _multiply(x, matrix, chunk, out)
+        packed = out
     else:
         packed = torch.empty(x.shape[0], matrix.shape[0], dtype=torch.float32, device=x.device)
         _multiply(x, matrix, chunk, packed)
+    if scales is not None:
+        packed *= scales[: weight.rows]
+    if places is not None:
         torch.index_select(packed, 1, places, out=out)
     if bias is not None:
         out += bias

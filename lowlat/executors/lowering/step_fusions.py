@@ -38,8 +38,9 @@ def _agree(*kinds: str) -> Any:
 
 
 def _begin(binding: Binding, run: Run) -> Sequence[Call]:
-    """Commands, the list of active slots where it is made, and the rows to verify."""
-    return begin_step(**_joined(binding, run.ops), lists=run.find("list_active_slots") is not None)
+    """Commands, the list of active slots where it is made, the rows to verify, and what the host is told of them."""
+    lists, tells = run.find("list_active_slots") is not None, run.find("publish_rows") is not None
+    return begin_step(**_joined(binding, run.ops), lists=lists, tells=tells)
 
 
 def _accept(binding: Binding, run: Run) -> Sequence[Call]:
@@ -100,7 +101,7 @@ def _finish(binding: Binding, run: Run) -> Sequence[Call]:
 
 
 STEP_FUSIONS = (
-    Fusion("begin_step", "apply_commands list_active_slots? gather_rows", 1, _begin, _agree()),
+    Fusion("begin_step", "apply_commands list_active_slots? gather_rows publish_rows?", 1, _begin, _agree()),
     Fusion("accept+commit", "accept|accept_simulated truncate kv_compact* commit draft_rows?", 2, _accept, _accepts),
     Fusion("sample", "finite sample", 1, _sample, _agree()),
     Fusion("kv_compact", "kv_compact kv_compact kv_compact*", 1, _compacted, _compacts),

@@ -1,10 +1,13 @@
-"""Which weights of a program are matrices that GEMMs read, and which make up the experts of a mixture."""
+"""The weights of a program that GEMMs read: matrices, parts of quantised ones, and the experts of a mixture."""
 
 from collections.abc import Iterable
 
+import torch
+
+from lowlat.kernels.formats import matrix_name, matrix_parts
 from lowlat.models.program import Op, Program
 
-__all__ = ["EXPERT_GEMMS", "expert_parts", "experts_name", "gemm_weights"]
+__all__ = ["EXPERT_GEMMS", "MatrixParts", "expert_parts", "experts_name", "gemm_weights"]
 
 EXPERT_GEMMS = ("experts_gate_up", "experts_down")
 
@@ -28,3 +31,25 @@ def expert_parts(programs: Iterable[Program]) -> dict[str, dict[str, str]]:
 def gemm_weights(programs: Iterable[Program]) -> set[str]:
     """The weights that dense GEMMs read: they are packed."""
     return {op.weights["weight"] for program in programs for op in program.ops if op.kind == "linear"}
+
+
+class MatrixParts:
+    """Collects the parts of quantised matrices; names are all weights that will come."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        every = set(names)
+        matrices = {name: None for each in every if (name := matrix_name(each)) is not None}
+        self._parts = {name: parts for name in matrices if "weight" not in (parts := matrix_parts(name, every))}
+        self._owner = {weight: (name, part) for name, parts in self._parts.items() for part, weight in parts.items()}
+        self._found: dict[str, dict[str, torch.Tensor]] = {}
+
+    def owns(self, weight: str) -> bool:
+        """Whether a weight is a part of such a matrix."""
+        return weight in self._owner
+
+    def take(self, weight: str, tensor: torch.Tensor) -> tuple[str, dict[str, torch.Tensor]] | None:
+        """The matrix, by its name in operations, and its parts, where this one is the last of them; else None."""
+        name, part = self._owner[weight]
+        found = self._found.setdefault(name, {})
+        found[part] = tensor
+        return (name, self._found.pop(name)) if len(found) == len(self._parts[name]) else None

@@ -48,7 +48,8 @@ class PartialSlots:
 
     sizes     None: SpecPV is off, and nothing is ever due
     max_rows  rows that a step may write for a slot
-    `shifts` has the positions that each slot's lists leave out, 0 where it attends to everything.
+    `shifts` has the positions that each slot's lists leave out, 0 where it attends to everything; of a slot without a
+    request they mean nothing.
     """
 
     def __init__(self, sizes: PartialKV | None, max_batch: int, max_rows: int) -> None:
@@ -62,11 +63,6 @@ class PartialSlots:
         """A request begins in a slot; prefill summarises the keys of its prompt, and makes its lists whole."""
         self.shifts[slot] = 0
         self._slots[slot] = _Slot(num_prompt)
-
-    def leave(self, slot: int) -> None:
-        """The request in a slot has ended, or never began."""
-        self.shifts[slot] = 0
-        self._slots.pop(slot, None)
 
     def count_step(self, slot: int) -> bool:
         """A step of a slot was published; returns whether it was a partial one."""
@@ -126,5 +122,4 @@ class PartialSlots:
         """A block `specpv` of counts since the load, as JSON, labelled lossy, of steps by slot; empty if off."""
         if self.sizes is None:
             return {}
-        partial_slots = sum(shift > 0 for shift in self.shifts)
-        return {"specpv": {"lossy": True, **asdict(self._counts), "partial_slots": partial_slots}}
+        return {"specpv": {"lossy": True, **asdict(self._counts)}}

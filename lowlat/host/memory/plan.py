@@ -11,7 +11,7 @@ from lowlat.errors import ConfigError
 from lowlat.executors.allocation import release_cached_memory
 from lowlat.executors.lowering.weight_parts import expert_parts, gemm_weights
 from lowlat.graphs import Paging, Role
-from lowlat.kernels.formats import format_of
+from lowlat.kernels.formats import matrix_format, matrix_parts, matrix_shape
 from lowlat.models.program import Program
 
 __all__ = ["MemoryNeed", "available_bytes", "check_fits", "memory_need"]
@@ -63,7 +63,7 @@ def memory_need(
     programs = list(programs)
 
     def shape_of(name: str) -> torch.Size:
-        return weights[name].shape
+        return matrix_shape(name, weights)
 
     for program in programs:
         scratch = 0
@@ -79,29 +79,39 @@ def memory_need(
 
             workspaces = max(workspaces, workspace_bytes(program, shape_of))
             temporary = max(temporary, temporary_bytes(program, shape_of))
-    packed = [{"weight": name} for name in gemm_weights(programs)]
-    packed += expert_parts(programs).values()
-    size = _weight_bytes(weights, packed if has_kernels else (), device)
+    matrices = [matrix_parts(name, weights) for name in gemm_weights(programs)]
+    packed = [*matrices, *expert_parts(programs).values()] if has_kernels else []
+    expanded = [] if has_kernels else [parts for parts in matrices if parts and "weight" not in parts]
+    size = _weight_bytes(weights, packed, expanded, device)
     total = max(parts, default=0) + workspaces if has_kernels else sum(parts)
     return MemoryNeed(size, sum(kv.values()), sum(state.values()), total, host_load_bytes, temporary)
 
 
 def _weight_bytes(
-    weights: Mapping[str, torch.Tensor], products: Iterable[Mapping[str, str]], device: torch.device
+    weights: Mapping[str, torch.Tensor],
+    products: Iterable[Mapping[str, str]],
+    expanded: Iterable[Mapping[str, str]],
+    device: torch.device,
 ) -> int:
     """Bytes that an executor keeps of the weights, each tensor once.
 
     products  by part the weights of every matrix that kernels multiply by: these are packed, as their format counts;
               without any, on a CPU, floating-point weights are kept in float32
+    expanded  by part the quantised matrices that are kept in float32 on every device
     """
     left = {id(tensor): tensor for tensor in weights.values()}
     total, packed = 0, False
+    for names in expanded:
+        parts = {part: weights[name] for part, name in names.items()}
+        total += 4 * math.prod(matrix_format(parts).shape(parts))
+        for tensor in parts.values():
+            left.pop(id(tensor), None)
     for names in products:
         packed = True
         parts = {part: weights[name] for part, name in names.items() if name in weights}
-        if len(parts) < len(names) or any(left.pop(id(tensor), None) is None for tensor in parts.values()):
+        if not parts or len(parts) < len(names) or any(left.pop(id(tensor), None) is None for tensor in parts.values()):
             continue
-        weight_format = format_of(parts)
+        weight_format = matrix_format(parts)
         *outer, rows, columns = weight_format.shape(parts)
         total += math.prod(outer) * weight_format.packed_bytes(rows, columns)
     expand = device.type == "cpu" and not packed

@@ -4,13 +4,13 @@ A refresh runs a slot's last tokens over all of its cache. It knows the schedule
 `lowlat.host.memory.partial`, and nothing of what a list holds. Where SpecPV is off nothing here does anything.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lowlat.host.mailbox import Mailbox
 from lowlat.host.memory.partial import PartialSlots
 from lowlat.host.run_ahead import Launches
-from lowlat.host.scheduler import Phase, PrefillChunk, Scheduler
+from lowlat.host.scheduler import Phase, Scheduler
 from lowlat.host.session import Session
 from lowlat.step.state import StepGeometry
 
@@ -33,11 +33,12 @@ class Refreshes:
         self._geometry, self._scheduler = geometry, scheduler
         self._mailbox, self._launches, self._sessions = mailbox, launches, sessions
 
-    def prefill(self, session: Session, chunk: PrefillChunk) -> None:
-        """Write what SpecPV adds to a prompt's chunk: a slot that prefills attends to everything."""
+    def prefill(self, session: Session, tokens: Sequence[int], start: int) -> None:
+        """Write a prompt's chunk, from position `start` on, and what SpecPV adds: its slot attends to everything."""
+        self._mailbox.write_chunk(session.slot, tokens, start, session.table)
         if self._is_on:
             self.slots.join(session.slot, len(session.prompt))
-            self._mailbox.write_partial((chunk.start, chunk.start + chunk.num_tokens), self.slots.shifts)
+            self._mailbox.write_partial((start, start + len(tokens)), self.slots.shifts)
 
     def run(self) -> None:
         """Refresh the slots for which that is due; nothing may be under way. Raises DeviceError."""
@@ -54,17 +55,15 @@ class Refreshes:
 
         num_unread  steps that were seen, of which no request has taken its tokens yet
         """
-        ahead = num_unread + self._launches.num_under_way
-        return self.slots.num_certain(self._lengths(), depth + 1, ahead) if self._is_on else None
+        if not self._is_on:
+            return None
+        most = self._scheduler.ladder.rows_of.get(depth, self._geometry.max_rows)
+        return self.slots.num_certain(self._lengths(), most, num_unread + self._launches.num_under_way)
 
     def count_step(self, session: Session) -> None:
         """A publication of a request is about to be taken; its first token is no step's."""
         if self._is_on and session.has_begun:
             session.num_partial_steps += self.slots.count_step(session.slot)
-
-    def leave(self, slot: int) -> None:
-        """The request in a slot has ended."""
-        self.slots.leave(slot)
 
     def report(self) -> dict[str, Any]:
         """A block `specpv` of counts, as JSON; empty where it is off."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from lowlat.checkpoint.fields import Fields
-from lowlat.checkpoint.formats import read_format
+from lowlat.checkpoint.formats import read_quantisation
 from lowlat.checkpoint.recipes import Piece, Recipe
 from lowlat.models.geometry import ComputeDtype, ModelConfig
 from lowlat.models.hf_config import (
@@ -103,7 +103,7 @@ def parse_decoder(
     """
     check_architecture(fields, (architecture,))
     fields.refuse_unless("hidden_act", ("silu",), "only the SiLU gate")
-    read_format(fields)
+    quantisation = read_quantisation(fields, directory)
     sizes = parse_sizes(fields, default_head_dim=default_head_dim)
     ends, begin = special_tokens(directory, fields, sizes.vocab_size)
     config = ModelConfig(
@@ -121,6 +121,7 @@ def parse_decoder(
         dtype=dtype,
         eos_token_ids=ends,
         bos_token_id=begin,
+        quantisation=quantisation,
     )
     fields.refuse_unknown(HARMLESS_KEYS)
     return config

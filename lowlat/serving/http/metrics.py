@@ -36,6 +36,17 @@ SPECULATION = {
     "spec_decode_num_rewound_tokens": ("num_rewound_tokens", "Draft tokens verified and rejected."),
     "spec_decode_num_rewind_steps": ("rewind_steps", "Steps that rejected a draft token."),
 }
+STRUCTURED = {
+    "structured_output_requests": ("num_requests", "Requests with a grammar that began to decode."),
+    "structured_output_mask_steps": ("num_mask_steps", "Steps of requests whose masks were filled."),
+    "structured_output_mask_rows": ("num_mask_rows", "Masks filled."),
+    "structured_output_mask_seconds": ("mask_s", "Time in which masks were filled."),
+    "structured_output_rows_wait_seconds": ("rows_wait_s", "Time in which the host waited for the rows of a step."),
+    "structured_output_forced_drafts": ("num_forced_drafts", "Tokens drafted because nothing else may follow."),
+    "structured_output_forced_accepted": ("num_forced_accepted", "Of those, tokens committed."),
+    "structured_output_draft_tokens": ("num_draft_tokens", "Draft tokens verified under a grammar."),
+    "structured_output_accepted_tokens": ("num_accepted_tokens", "Of those, tokens accepted."),
+}
 POSITIONS = {
     "spec_decode_num_accepted_tokens_per_pos": ("accepted_by_position", "Draft tokens accepted, by position."),
     "spec_decode_num_draft_tokens_per_pos": ("drafted_by_position", "Draft tokens verified, by position."),
@@ -70,15 +81,19 @@ class _Snapshot(Collector):
             yield self._gauge("kv_cache_usage_perc", "Share of KV blocks in use; 1 is all.", used)
             yield self._counter("prefix_cache_queries", "Tokens of prompts looked up.", [((), kv["query_tokens"])])
             yield self._counter("prefix_cache_hits", "Of those, tokens found.", [((), kv["hit_tokens"])])
+        yield from self._counters(STRUCTURED, engine.get("structured_output", {}))
         yield from self._speculation(engine.get("eagle_speculation", {}))
         if "partial_steps" in (partial := engine.get("specpv", {})):
             help = "Steps of slots over a part of the KV cache (SpecPV), which are lossy."
             yield self._counter("specpv_partial_steps", help, [((), partial["partial_steps"])])
 
-    def _speculation(self, figures: Mapping[str, Any]) -> Iterator[Metric]:
-        for name, (key, help) in SPECULATION.items():
+    def _counters(self, named: Mapping[str, tuple[str, str]], figures: Mapping[str, Any]) -> Iterator[Metric]:
+        for name, (key, help) in named.items():
             if key in figures:
                 yield self._counter(name, help, [((), figures[key])])
+
+    def _speculation(self, figures: Mapping[str, Any]) -> Iterator[Metric]:
+        yield from self._counters(SPECULATION, figures)
         for name, (key, help) in POSITIONS.items():
             if key in figures:
                 counts = [((str(position),), count) for position, count in enumerate(figures[key])]

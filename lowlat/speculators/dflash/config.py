@@ -1,27 +1,31 @@
-"""DFlash draft models: config.json and tensor headers to geometry, in z-lab's layout and in speculators'.
+"""Draft models that fill a block: config.json and tensor headers to geometry; DFlash's two layouts, and what is common.
 
     layout       told by                          ids of layers                            sizes in
     z-lab        DFlashDraftModel, dflash_config  dflash_config.target_layer_ids: id k is  the top level
                                                   layer k's output, boundary k + 1
     speculators  speculators_model_type           aux_hidden_state_layer_ids: boundaries   transformer_layer_config
+    deepspec     see `lowlat.speculators.dspark`  target_layer_ids, as z-lab's; -1 is      the top level
+                                                  boundary 0
 
 It knows no weights. Source: z-lab/dflash, and vllm-project/speculators' `models/dflash`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lowlat.checkpoint.fields import Fields
+from lowlat.checkpoint.formats import read_quantisation
 from lowlat.checkpoint.tensors import Checkpoint
 from lowlat.errors import ConfigError
 from lowlat.models.families.dense import Sizes, parse_sizes
-from lowlat.models.geometry import DraftConfig, ModelConfig
+from lowlat.models.geometry import DraftConfig, DraftLayout, DsparkHeads, ModelConfig
 from lowlat.models.hf_config import HARMLESS_KEYS, check_architecture, read_config, refuse_windows
 from lowlat.speculators.eagle3.sizes import check_target, size_fields, vocabulary_fields
 from lowlat.speculators.eagle3.tensors import DraftTensors
 
-__all__ = ["parse_dflash"]
+__all__ = ["BlockFile", "BlockKind", "parse_block_model", "parse_dflash"]
 
 ARCHITECTURES = ("DFlashDraftModel", "DFlashSpeculator")
 MAX_LAYERS, MAX_FEATURES, MAX_BLOCK = 16, 5, 64
@@ -33,77 +37,104 @@ HARMLESS_DRAFT_KEYS = HARMLESS_KEYS | {
 
 
 @dataclass(frozen=True)
-class _File:
-    """The places of a config: the top level, the layers' sizes, what is DFlash's own; and whose layout it is."""
+class BlockFile:
+    """The places of a config: the top level, the layers' sizes, what is the method's own; and whose layout it is."""
 
     top: Fields
     layer: Fields
     own: Fields
-    is_speculators: bool
+    layout: DraftLayout
 
 
-def _places(fields: Fields) -> _File:
-    kind = fields.optional_string("speculators_model_type")
-    nested, own = fields.optional_object("transformer_layer_config"), fields.optional_object("dflash_config")
-    if kind is None:
-        if own is None:
-            raise ConfigError(f"{fields.label}: dflash_config is missing: this is no DFlash draft model")
-        return _File(fields, fields, own, False)
-    if kind != "dflash":
-        raise ConfigError(f"{fields.label}: speculators_model_type must be 'dflash', found {kind!r}")
+@dataclass(frozen=True)
+class BlockKind:
+    """How the config of one method is told and read.
+
+    name           as users know it
+    plain          the places of a config that is not speculators'. Raises ConfigError where it is not the method's
+    heads          what stands behind the rows of a block
+    anchor_drafts  whether the last known token's row drafts, where the config does not say
+    """
+
+    method: str
+    name: str
+    architectures: tuple[str, ...]
+    plain: Callable[[Fields], BlockFile]
+    heads: Callable[[BlockFile], DsparkHeads | None]
+    anchor_drafts: bool
+
+
+def _zlab_file(fields: Fields) -> BlockFile:
+    own = fields.optional_object("dflash_config")
+    if own is None:
+        raise ConfigError(f"{fields.label}: dflash_config is missing: this is no DFlash draft model")
+    return BlockFile(fields, fields, own, "z-lab")
+
+
+DFLASH = BlockKind("dflash", "DFlash", ARCHITECTURES, _zlab_file, lambda file: None, False)
+
+
+def _places(fields: Fields, kind: BlockKind) -> BlockFile:
+    found = fields.optional_string("speculators_model_type")
+    nested = fields.optional_object("transformer_layer_config")
+    if found is None:
+        return kind.plain(fields)
+    if found != kind.method:
+        raise ConfigError(f"{fields.label}: speculators_model_type must be {kind.method!r}, found {found!r}")
     if nested is None:
         raise ConfigError(f"{fields.label}: transformer_layer_config is missing; speculators' draft models have it")
-    return _File(fields, nested, fields, True)
+    return BlockFile(fields, nested, fields, "speculators")
 
 
-def _refuse_unimplemented(file: _File) -> None:
-    check_architecture(file.top, ARCHITECTURES)
+def _refuse_unimplemented(file: BlockFile, kind: BlockKind) -> None:
+    check_architecture(file.top, kind.architectures)
     file.layer.refuse_unless("model_type", ("qwen3", "llama"), "Qwen3- and Llama-style layers")
     file.layer.refuse_unless("hidden_act", ("silu",), "only the SiLU gate")
-    for place in (file.top, file.layer):
-        place.refuse_unless("quantization_config", (), "quantised draft models")
     file.own.refuse_unless("causal", (False,), "attention that sees the whole block")
     file.own.refuse_unless("projector_type", (), "DFlash without a projector (Domino, DSpark)")
     file.own.refuse_unless("attention_mode", ("gqa", "mha"), "grouped-query attention")
-    file.own.refuse_unless("sample_from_anchor", (False,), "drafts from the mask's rows alone")
     refuse_windows(file.layer, off_by_default=file.layer.values.get("model_type") == "qwen3")
 
 
-def _open(directory: Path) -> DraftTensors:
+def _open(directory: Path, name: str) -> DraftTensors:
     checkpoint = Checkpoint.open(directory)
     stored: dict[str, str] = {}
-    for name in checkpoint.entries:
-        plain = name.removeprefix("model.")
+    for each in checkpoint.entries:
+        plain = each.removeprefix("model.")
         if plain in stored:
-            raise ConfigError(f"{directory}: tensors {stored[plain]!r} and {name!r} are both {plain!r}")
-        stored[plain] = name
+            raise ConfigError(f"{directory}: tensors {stored[plain]!r} and {each!r} are both {plain!r}")
+        stored[plain] = each
     if "fc.weight" not in stored or "hidden_norm.weight" not in stored:
         missing = "fc.weight" if "fc.weight" not in stored else "hidden_norm.weight"
-        raise ConfigError(f"{directory}: tensor {missing!r} is missing: this is no DFlash draft model")
+        raise ConfigError(f"{directory}: tensor {missing!r} is missing: this is no {name} draft model")
     return DraftTensors(checkpoint, stored, False)
 
 
 def _boundaries(
-    file: _File, target: ModelConfig, num_features: int, num_layers: int, override: tuple[int, ...] | None
+    file: BlockFile, kind: BlockKind, target: ModelConfig, counts: tuple[int, int], override: tuple[int, ...] | None
 ) -> tuple[int, ...]:
-    """The boundaries whose streams fc reads. Raises ConfigError for ids that cannot be meant."""
-    last = target.num_layers
-    key = "aux_hidden_state_layer_ids" if file.is_speculators else "target_layer_ids"
-    ids = file.own.optional_integers(key, 0, last if file.is_speculators else last - 1, max_count=MAX_FEATURES)
-    found = ids
-    if not file.is_speculators:
-        if ids is None:
-            ids = _default_ids(last, num_layers)
-        if max(ids, default=0) == last - 1 and override is None:
+    """The boundaries whose streams fc reads. Raises ConfigError for ids that cannot be meant.
+
+    counts  features of fc, and the draft model's layers
+    """
+    last, (num_features, num_layers) = target.num_layers, counts
+    outputs = file.layout != "speculators"
+    key = "target_layer_ids" if outputs else "aux_hidden_state_layer_ids"
+    lowest = -1 if file.layout == "deepspec" else 0
+    found = file.own.optional_integers(key, lowest, last - 1 if outputs else last, max_count=MAX_FEATURES)
+    if outputs:
+        if found is None and file.layout == "z-lab":
+            found = _default_ids(last, num_layers)
+        if found is not None and max(found, default=0) == last - 1 and override is None:
             raise ConfigError(
-                f"{file.own.label}: {key} = {list(ids)}: layer {last - 1} is the target's last, whose hidden state may "
-                f"be meant after the final norm or before it; {OVERRIDE}"
+                f"{file.own.label}: {key} = {list(found)}: layer {last - 1} is the target's last, whose hidden state "
+                f"may be meant after the final norm or before it; {OVERRIDE}"
             )
-        found = tuple(layer + 1 for layer in ids)
+        found = None if found is None else tuple(layer + 1 for layer in found)
     if override is not None:
         key, found = "capture_layers", override
     if not found:
-        raise ConfigError(f"{file.own.label}: {key} is missing; a DFlash draft model needs it")
+        raise ConfigError(f"{file.own.label}: {key} is missing; a {kind.name} draft model needs it")
     if len(found) != num_features or not all(0 <= each <= last for each in found):
         raise ConfigError(
             f"{file.own.label}: {key}: expected {num_features} boundaries from 0 to the target's {last} layers, as "
@@ -120,7 +151,7 @@ def _default_ids(num_target_layers: int, num_layers: int) -> tuple[int, ...]:
     return tuple(round(1 + place * span / (num_layers - 1)) for place in range(num_layers))
 
 
-def _vocabulary(file: _File, tensors: DraftTensors, sizes: Sizes, target: ModelConfig) -> dict[str, Any]:
+def _vocabulary(file: BlockFile, tensors: DraftTensors, sizes: Sizes, target: ModelConfig) -> dict[str, Any]:
     """As `vocabulary_fields`; embedding and LM head may be the target's where they have its width."""
     found = vocabulary_fields(file.top, tensors, sizes, target)
     if sizes.hidden_size != target.hidden_size and not (found["own_lm_head"] and found["own_embedding"]):
@@ -134,15 +165,22 @@ def _vocabulary(file: _File, tensors: DraftTensors, sizes: Sizes, target: ModelC
 def parse_dflash(
     directory: Path, target: ModelConfig, capture_layers: tuple[int, ...] | None
 ) -> tuple[DraftConfig, DraftTensors]:
-    """A DFlash draft model's geometry, and its tensors by name without `model.`; of the weights only headers are read.
+    """A DFlash draft model's geometry and tensors; see `parse_block_model`."""
+    return parse_block_model(directory, target, capture_layers, DFLASH)
+
+
+def parse_block_model(
+    directory: Path, target: ModelConfig, capture_layers: tuple[int, ...] | None, kind: BlockKind
+) -> tuple[DraftConfig, DraftTensors]:
+    """A draft model's geometry, and its tensors by name without `model.`; of the weights only headers are read.
 
     capture_layers, boundaries, overrides what the config says. Raises ConfigError for a draft model that is none of
-    DFlash's, was made for another target, or asks for what is not implemented: sliding windows, attention that is
-    causal inside the block, projectors, drafts from the anchor.
+    the kind, was made for another target, or asks for what is not implemented: sliding windows, attention that is
+    causal inside the block, projectors.
     """
     fields = read_config(directory)
-    file, tensors = _places(fields), _open(directory)
-    _refuse_unimplemented(file)
+    file, tensors = _places(fields, kind), _open(directory, kind.name)
+    _refuse_unimplemented(file, kind)
     sizes = parse_sizes(file.layer, default_vocab_size=target.vocab_size, default_max_position=target.max_position)
     check_target(file.top, target)
     num_layers = file.layer.integer("num_hidden_layers", 1, MAX_LAYERS)
@@ -156,14 +194,17 @@ def parse_dflash(
         )
     biased = {part: tensors.in_any_layer(f"self_attn.{part}_proj.bias") for part in "qkvo"}
     config = DraftConfig(
-        layout="speculators" if file.is_speculators else "z-lab",
-        capture_boundaries=_boundaries(file, target, num_features, num_layers, capture_layers),
+        layout=file.layout,
+        capture_boundaries=_boundaries(file, kind, target, (num_features, num_layers), capture_layers),
         num_layers=num_layers,
         windows=(None,) * num_layers,
         qkv_bias=biased["q"] or biased["k"] or biased["v"],
         output_bias=biased["o"],
-        mask_token=_mask_token(file, target),
+        mask_token=_mask_token(file, kind, target),
         block_size=_block_size(file),
+        anchor_drafts=file.own.boolean("sample_from_anchor", kind.anchor_drafts),
+        dspark=kind.heads(file),
+        quantisation=read_quantisation(file.top, directory) or read_quantisation(file.layer, directory),
         **size_fields(file.layer, tensors, sizes, target),
         **_vocabulary(file, tensors, sizes, target),
     )
@@ -174,14 +215,14 @@ def parse_dflash(
     return config, tensors
 
 
-def _mask_token(file: _File, target: ModelConfig) -> int:
+def _mask_token(file: BlockFile, kind: BlockKind, target: ModelConfig) -> int:
     token = file.own.optional_integer("mask_token_id", 0, target.vocab_size - 1)
     if token is None:
-        raise ConfigError(f"{file.own.label}: mask_token_id is missing; a DFlash draft model needs it")
+        raise ConfigError(f"{file.own.label}: mask_token_id is missing; a {kind.name} draft model needs it")
     return token
 
 
-def _block_size(file: _File) -> int:
+def _block_size(file: BlockFile) -> int:
     """Rows of a block as it was trained, the last known token's included; it stands in one of two places."""
     places = {id(place): place for place in (file.own, file.top)}.values()
     found = [size for place in places if (size := place.optional_integer("block_size", 2, MAX_BLOCK)) is not None]

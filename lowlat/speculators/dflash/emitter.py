@@ -14,10 +14,9 @@ from lowlat.models.geometry import DraftConfig
 from lowlat.models.layers import Emitter, Rows
 from lowlat.models.program import Stage
 from lowlat.speculators.base import PrefillScope, Scope, StepScope
+from lowlat.speculators.draft_parts import BY_SLOT, assign_drafts, emit_accepted_rows
 
 __all__ = ["DflashEmitter", "dflash_kv_specs"]
-
-BY_SLOT = {"slots": "slots", "block_table": "block_table"}
 
 
 def _caches(layer: int) -> tuple[str, str]:
@@ -50,21 +49,16 @@ class DflashEmitter:
 
     def emit_extend(self, scope: StepScope) -> None:
         """Keys and values of the positions that a step has run and kept."""
-        batch, rows, scratch = scope.bucket.batch, scope.bucket.rows, self.builder.scratch
-        outs = {
-            "tokens": scratch("head.tokens", (batch, rows), torch.int32),
-            "positions": scratch("head.positions", (batch, rows), torch.int32),
-            "row_live": scratch("head.row_live", (batch, rows), torch.uint8),
-            "write_lens": scratch("head.write_lens", (batch,), torch.int32),
-            "live_positions": scratch("head.live_positions", (batch, 1), torch.int32),
-        }
-        names = ("accepted_tokens", "commit_lens", "draft_live", "dense_lens")
-        self.builder.emit("draft_rows", Stage.EAGLE_DRAFT_FC, reads={name: name for name in names}, writes=outs)
-        write = {**BY_SLOT, "row_live": "head.row_live", "write_lens": "dense_lens", "offsets": "node_offsets"}
+        batch, rows = scope.bucket.batch, scope.rows
+        emit_accepted_rows(scope)
+        lens = scope.buffer("dense_lens")
+        write = {**BY_SLOT, "row_live": "head.row_live", "write_lens": lens, "offsets": scope.offsets}
         context = Rows("head.", batch * rows, "head.row_live", "head.positions", {}, write)
         emitter = Emitter(self.builder, context, self.dtype, Stage.EAGLE_DRAFT_FC)
-        features = emitter.scratch("features", batch * rows, self._feature_width)
-        emitter.emit("gather_features", {"accepted_nodes": "accepted_nodes", **self._sources()}, {"out": features})
+        features = None if scope.waited is None else scope.waited.features
+        if features is None:
+            features = emitter.scratch("features", batch * rows, self._feature_width)
+            emitter.emit("gather_features", {"accepted_nodes": "accepted_nodes", **self._sources()}, {"out": features})
         self._emit_context(emitter, features)
 
     @property
@@ -99,9 +93,8 @@ class DflashEmitter:
 
     def emit_draft(self, scope: StepScope) -> str:
         """The block and all its drafts; returns the drafted nodes."""
-        topology, batch, draft = scope.topology, scope.bucket.batch, self.draft
-        count, constant = topology.depth + 1, self.builder.constant
-        level, tokens = self._block(scope, count)
+        draft = self.draft
+        level, tokens = self._block(scope, scope.topology.depth + self.first_row)
         stream = level.embed(
             tokens, "head.embed.weight" if draft.own_embedding else "embed.weight", draft.hidden_size, "embedded"
         )
@@ -111,23 +104,37 @@ class DflashEmitter:
         normed = level.norm(stream, "head.norm.weight", draft.rms_norm_eps, "final")
         head = "head.lm_head" if draft.own_lm_head else "lm_head"
         logits = level.linear(normed, head, draft.draft_vocab_size, "logits")
-        ranks = max(topology.max_rank_by_level) + 1
-        drafted = level.scratch("top_tokens", batch * count, ranks, dtype=torch.int32)
-        weights = {"draft_to_target": "head.draft_to_target"}
-        level.emit("draft_topk", {"logits": logits, **level.live()}, {"out": drafted}, weights=weights, k=ranks)
+        nodes = scope.draft_nodes()
+        self.emit_choice(scope, level, tokens, normed, logits)
+        return nodes
+
+    @property
+    def first_row(self) -> int:
+        """The row of the block that drafts first."""
+        return 0 if self.draft.anchor_drafts else 1
+
+    def emit_choice(self, scope: StepScope, level: Emitter, tokens: str, normed: str, logits: str) -> None:
+        """Each node takes the token that its rank has in the row of its depth, whatever its parent took.
+
+        tokens  [B, R] the block's
+        normed  [B * R, H] what the LM head reads
+        logits  [B * R, Vd]
+        """
+        topology = scope.topology
         nodes = range(1, topology.num_nodes)
-        lists = {
-            "children": list(nodes),
-            "child_rows": [topology.depths[node] for node in nodes],
-            "child_ranks": [topology.ranks[node] for node in nodes],
-        }
-        own = {name: constant(f"draft.0.{name}", torch.tensor(each, dtype=torch.int32)) for name, each in lists.items()}
-        found = scope.draft_nodes()
-        level.emit("assign_drafts", {"top_tokens": drafted, **own}, {"draft_nodes": found})
-        return found
+        drafted = self.emit_ranks(level, logits, max(topology.max_rank_by_level) + 1)
+        rows = [topology.depths[node] - 1 + self.first_row for node in nodes]
+        assign_drafts(level, drafted, nodes, rows, [topology.ranks[node] for node in nodes])
+
+    def emit_ranks(self, level: Emitter, logits: str, count: int) -> str:
+        """The `count` likeliest tokens of these rows, [M, count]."""
+        drafted = level.scratch("top_tokens", level.rows.count, count, dtype=torch.int32)
+        weights = {"draft_to_target": "head.draft_to_target"}
+        level.emit("draft_topk", {"logits": logits, **level.live()}, {"out": drafted}, weights=weights, k=count)
+        return drafted
 
     def _block(self, scope: StepScope, count: int) -> tuple[Emitter, str]:
-        """The block's rows, laid out: an emitter over them, and their tokens [B, S + 1]."""
+        """The block's rows, laid out: an emitter over `count` a slot, and their tokens [B, count]."""
         batch, scratch = scope.bucket.batch, self.builder.scratch
         outs = {
             "tokens": scratch("draft.0.tokens", (batch, count), torch.int32),
@@ -139,7 +146,7 @@ class DflashEmitter:
         self.builder.emit(
             "mask_rows",
             Stage.EAGLE_DRAFT_FC,
-            reads={name: name for name in names},
+            reads=scope.reads(*names),
             writes=outs,
             mask_token=self.draft.mask_token,
         )

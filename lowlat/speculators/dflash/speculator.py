@@ -4,7 +4,7 @@ Source: DFlash, z-lab; vllm-project/speculators, `models/dflash`.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -27,7 +27,7 @@ from lowlat.speculators.dflash.config import parse_dflash
 from lowlat.speculators.dflash.emitter import DflashEmitter, dflash_kv_specs
 from lowlat.speculators.dflash.weights import dflash_weight_plan, load_dflash
 
-__all__ = ["DflashSpeculator"]
+__all__ = ["DflashSpeculator", "check_depth"]
 
 
 @dataclass(frozen=True)
@@ -41,20 +41,24 @@ class DflashSpeculator(Speculator):
     def plan(cls, options: SpeculativeConfig, target: ModelConfig) -> Self:
         """The geometry alone, from the checkpoint's config and headers. Raises ConfigError."""
         config, _ = parse_dflash(Path(draft_model_of(options)), target, options.capture_layers)
-        _check_depth(config, options)
+        check_depth(config, options)
         return cls(config)
 
     @classmethod
     def load(cls, options: SpeculativeConfig, target: ModelConfig) -> LoadedSpeculator:
         """The draft model with its weights. Raises ConfigError."""
         found = load_dflash(draft_model_of(options), target, capture_layers=options.capture_layers)
-        _check_depth(found.config, options)
+        check_depth(found.config, options)
         return LoadedSpeculator(cls(found.config), found.weights, found.directory, found.notes)
 
     @property
     def draft_config(self) -> DraftConfig:
         """The draft model's geometry."""
         return self.config
+
+    def rounded(self, config: DraftConfig) -> Self:
+        """The same with a draft model whose layers are rounded at load."""
+        return replace(self, config=config)
 
     @property
     def rope(self) -> tuple[RopeConfig, int]:
@@ -65,6 +69,11 @@ class DflashSpeculator(Speculator):
     def attends_everything(self) -> bool:
         """Always: its layers have no windows."""
         return True
+
+    @property
+    def waiting_boundaries(self) -> tuple[int, ...]:
+        """Those that it captures."""
+        return self.config.capture_boundaries
 
     def state_specs(self, sizes: StateSizes) -> list[BufferSpec]:
         """KV caches of the draft model's layers."""
@@ -86,28 +95,31 @@ class DflashSpeculator(Speculator):
 
     def emit_prefill(self, scope: PrefillScope) -> None:
         """Keys and values of the draft model for a prompt's positions."""
-        self._emitter(scope).emit_prefill(scope)
+        self.emitter(scope).emit_prefill(scope)
 
     def emit_extend(self, scope: StepScope) -> tuple[str, ...]:
         """Keys and values of the accepted rows' positions; behind prefill they are there."""
         if not scope.bucket.prefilled:
-            self._emitter(scope).emit_extend(scope)
+            self.emitter(scope).emit_extend(scope)
         return ()
 
     def emit_draft(self, scope: StepScope, extended: tuple[str, ...]) -> str:
         """One pass over the block."""
-        return self._emitter(scope).emit_draft(scope)
+        return self.emitter(scope).emit_draft(scope)
 
-    def _emitter(self, scope: Scope) -> DflashEmitter:
+    def emitter(self, scope: Scope) -> DflashEmitter:
+        """The part that appends the draft model's operations."""
         if scope.tables is None:
             raise ValueError("a DFlash draft model needs the tables of its RoPE")
         return DflashEmitter(scope, self.config, scope.tables)
 
 
-def _check_depth(config: DraftConfig, options: SpeculativeConfig) -> None:
+def check_depth(config: DraftConfig, options: SpeculativeConfig) -> None:
+    """Refuse more drafts than a block was trained with. Raises ConfigError."""
     size = config.block_size or 1
-    if options.num_speculative_tokens >= size:
+    drafts = size if config.anchor_drafts else size - 1
+    if options.num_speculative_tokens > drafts:
         raise ConfigError(
-            f"num_speculative_tokens {options.num_speculative_tokens} is more than the {size - 1} drafts of this draft "
+            f"num_speculative_tokens {options.num_speculative_tokens} is more than the {drafts} drafts of this draft "
             f"model's block of {size} rows"
         )

@@ -3,77 +3,53 @@
 A layer's keys and values are made of two kinds of rows, so their projection stands apart from the queries'.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
 import torch
 
-from lowlat.checkpoint.recipes import Piece, Recipe, check_recipes
+from lowlat.checkpoint.recipes import Recipe, check_recipes
 from lowlat.checkpoint.stored import Group, StoredWeights
 from lowlat.models.geometry import DraftConfig, ModelConfig
 from lowlat.models.layers import TORCH_DTYPES
+from lowlat.models.weight_plan import rounded_plan
 from lowlat.speculators.dflash.config import parse_dflash
-from lowlat.speculators.eagle3.weights import DRAFT_MAP, LoadedDraftModel, read_draft_map
+from lowlat.speculators.draft_parts import layer_recipes, one_piece
+from lowlat.speculators.eagle3.tensors import DraftTensors
+from lowlat.speculators.eagle3.weights import DRAFT_MAP, LoadedDraftModel, read_draft_map, stored_recipe, unused_tensors
 
-__all__ = ["dflash_weight_plan", "load_dflash"]
+__all__ = ["dflash_recipes", "dflash_weight_plan", "load_block_model", "load_dflash"]
 
 
 def dflash_recipes(config: DraftConfig, dtype: torch.dtype) -> list[Recipe]:
     """How every canonical weight but the draft map is made, of pieces by name without `model.`."""
     hidden = config.hidden_size
 
-    def one(weight: str, name: str, *shape: int) -> Recipe:
-        return Recipe(f"head.{weight}", (Piece(name, shape),), dtype)
+    def one(weight: str, tensor: str, *shape: int) -> Recipe:
+        return one_piece(f"head.{weight}", tensor, dtype, *shape)
 
     made = [
         one("fc.weight", "fc.weight", hidden, len(config.capture_boundaries) * config.target_hidden_size),
         one("hidden_norm.weight", "hidden_norm.weight", hidden),
         one("norm.weight", "norm.weight", hidden),
     ]
+    norms = {"attn_norm": "input_layernorm"}
     for layer in range(config.num_layers):
-        made += _layer_recipes(config, dtype, layer)
+        names = (f"head.layers.{layer}", f"layers.{layer}")
+        made += layer_recipes(config, dtype, names, products=("q", "kv"), columns=hidden, norms=norms)
     if config.own_embedding:
         made.append(one("embed.weight", "embed_tokens.weight", config.vocab_size, hidden))
     if config.own_lm_head:
         made.append(one("lm_head.weight", "lm_head.weight", config.draft_vocab_size, hidden))
-    return made
-
-
-def _layer_recipes(config: DraftConfig, dtype: torch.dtype, layer: int) -> list[Recipe]:
-    own, hidden, inner = f"layers.{layer}", config.hidden_size, config.intermediate_size
-    rows = {"q": config.query_size, "k": config.kv_size, "v": config.kv_size}
-
-    def one(weight: str, tensor: str, *shape: int) -> Recipe:
-        return Recipe(f"head.{own}.{weight}", (Piece(f"{own}.{tensor}", shape),), dtype)
-
-    def projections(names: str, part: str, *columns: int) -> Recipe:
-        pieces = tuple(Piece(f"{own}.self_attn.{each}_proj.{part}", (rows[each], *columns)) for each in names)
-        return Recipe(f"head.{own}.{names}.{part}", pieces, dtype)
-
-    gates = tuple(Piece(f"{own}.mlp.{each}_proj.weight", (inner, hidden)) for each in ("gate", "up"))
-    made = [
-        one("attn_norm.weight", "input_layernorm.weight", hidden),
-        projections("q", "weight", hidden),
-        projections("kv", "weight", hidden),
-        one("o.weight", "self_attn.o_proj.weight", hidden, config.query_size),
-        one("ffn_norm.weight", "post_attention_layernorm.weight", hidden),
-        Recipe(f"head.{own}.gate_up.weight", gates, dtype),
-        one("down.weight", "mlp.down_proj.weight", hidden, inner),
-    ]
-    if config.qkv_bias:
-        made += [projections("q", "bias"), projections("kv", "bias")]
-    if config.output_bias:
-        made.append(one("o.bias", "self_attn.o_proj.bias", hidden))
-    if config.qk_norm:
-        made += [one(f"{part}_norm.weight", f"self_attn.{part}_norm.weight", config.head_dim) for part in "qk"]
-    return made
+    return made if config.quantisation is None else config.quantisation.apply(made)
 
 
 def dflash_weight_plan(config: DraftConfig, dtype: str) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
     """Canonical name -> (shape, dtype) of every weight of a draft model's own, in a compute dtype."""
     plan = {recipe.weight: (recipe.shape, recipe.dtype) for recipe in dflash_recipes(config, TORCH_DTYPES[dtype])}
-    return MappingProxyType({**plan, DRAFT_MAP: ((config.draft_vocab_size,), torch.int32)})
+    plan[DRAFT_MAP] = ((config.draft_vocab_size,), torch.int32)
+    return MappingProxyType(rounded_plan(plan, config.quantiser))
 
 
 def load_dflash(
@@ -84,14 +60,15 @@ def load_dflash(
     capture_layers, boundaries, overrides what the config says. Raises ConfigError naming file, tensor, expected and
     found.
     """
-    directory = Path(directory)
-    config, tensors = parse_dflash(directory, target, capture_layers)
+    config, tensors = parse_dflash(Path(directory), target, capture_layers)
+    return load_block_model(config, tensors, dflash_recipes(config, TORCH_DTYPES[target.dtype]))
+
+
+def load_block_model(config: DraftConfig, tensors: DraftTensors, recipes: Sequence[Recipe]) -> LoadedDraftModel:
+    """Load the weights of a parsed draft model; recipes name pieces without `model.`. Raises ConfigError."""
     draft_map = read_draft_map(tensors, config.draft_vocab_size, config.vocab_size)
-    ignored = tensors.ignored() | {tensors.stored[name] for name in ("d2t", "t2d") if name in tensors}
-    recipes = [
-        Recipe(each.weight, tuple(Piece(tensors.stored.get(p.name, p.name), p.shape) for p in each.pieces), each.dtype)
-        for each in dflash_recipes(config, TORCH_DTYPES[target.dtype])
-    ]
-    check_recipes(tensors.checkpoint, recipes, ignored)
-    weights = StoredWeights(tensors.checkpoint, [Group((recipe,)) for recipe in recipes]).loaded()
-    return LoadedDraftModel(config, {**weights, DRAFT_MAP: draft_map}, directory, ())
+    ignored = unused_tensors(config, tensors) | {tensors.stored[name] for name in ("d2t", "t2d") if name in tensors}
+    stored = [stored_recipe(each, tensors) for each in recipes]
+    check_recipes(tensors.checkpoint, stored, ignored)
+    weights = StoredWeights(tensors.checkpoint, [Group((recipe,)) for recipe in stored]).loaded()
+    return LoadedDraftModel(config, {**weights, DRAFT_MAP: draft_map}, tensors.checkpoint.directory, ())

@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from lowlat.checkpoint.formats import read_quantisation
 from lowlat.errors import ConfigError
 from lowlat.models.families.dense import Sizes, parse_sizes
 from lowlat.models.geometry import DraftConfig, ModelConfig
@@ -71,7 +72,6 @@ def _refuse_unimplemented(file: DraftFile) -> None:
         for key in ("num_hidden_layers", "draft_num_hidden_layers"):
             layer.refuse_unless(key, (1,), "DeepSpec's draft models of one layer")
     for place in file.places():
-        place.refuse_unless("quantization_config", (), "quantised heads")
         place.refuse_unless("parallel_draft_step", (0, 1), "one token a draft step")
     if file.eagle is not None:
         file.eagle.refuse_unless("use_input_layernorm_in_first_layer", (True,), "the embedding is normed")
@@ -266,8 +266,10 @@ def parse_draft(
         override=capture_layers,
         final_hidden=final_hidden,
     )
+    found = (read_quantisation(place, directory) for place in file.places())
     config = DraftConfig(
         layout=file.layout,
+        quantisation=next((each for each in found if each is not None), None),
         capture_boundaries=boundaries,
         final_hidden=final_hidden,
         norm_before_fc=norm_before_fc,

@@ -14,11 +14,10 @@ import torch
 from lowlat.models.layers import Emitter, Rows
 from lowlat.models.program import Stage
 from lowlat.speculators.base import StepScope
+from lowlat.speculators.draft_parts import BY_SLOT, assign_drafts, emit_accepted_rows
 from lowlat.speculators.eagle3.emitter import Eagle3Emitter
 
 __all__ = ["Drafter"]
-
-BY_SLOT = {"slots": "slots", "block_table": "block_table"}
 
 
 class Drafter:
@@ -28,7 +27,7 @@ class Drafter:
         self.scope, self.eagle = scope, eagle
         self.builder, self.draft_config = scope.builder, eagle.draft
         self.topology, self.dtype = scope.topology, scope.dtype
-        self.batch, self.rows = scope.bucket.batch, scope.bucket.rows
+        self.batch, self.rows = scope.bucket.batch, scope.rows
 
     def extend(self) -> tuple[str, str]:
         """Keys and values of the accepted rows; returns the last layer's attention input and residual, by row."""
@@ -39,17 +38,8 @@ class Drafter:
     def accepted(self) -> tuple[Emitter, str]:
         """The accepted rows: an emitter over them, with tokens `head.tokens`, and their features [B * T, H]."""
         batch, rows = self.batch, self.rows
-        ints = self.ints
-        names = ("accepted_tokens", "commit_lens", "draft_live", "dense_lens")
-        outs = {
-            "tokens": ints("head.tokens", batch, rows),
-            "positions": ints("head.positions", batch, rows),
-            "row_live": ints("head.row_live", batch, rows, dtype=torch.uint8),
-            "write_lens": ints("head.write_lens", batch),
-            "live_positions": ints("head.live_positions", batch, 1),
-        }
-        self.builder.emit("draft_rows", Stage.EAGLE_DRAFT_FC, reads={n: n for n in names}, writes=outs)
-        write = {**BY_SLOT, "row_live": "head.row_live", "write_lens": "head.write_lens", "offsets": "node_offsets"}
+        emit_accepted_rows(self.scope)
+        write = {**BY_SLOT, "row_live": "head.row_live", "write_lens": "head.write_lens", "offsets": self.scope.offsets}
         before = self.rows_before("head.accepted_before", rows)
         all_rows = Rows("head.", batch * rows, "head.row_live", "head.positions", before, write)
         emitter = Emitter(self.builder, all_rows, self.dtype, Stage.EAGLE_DRAFT_FC)
@@ -69,10 +59,13 @@ class Drafter:
     def _features(self, emitter: Emitter) -> str:
         """The draft model's input made of the target's features of the accepted rows, kept where a block ends."""
         draft = self.draft_config
-        captured = [self.scope.boundaries[boundary] for boundary in draft.capture_boundaries]
-        features = emitter.scratch("features", emitter.rows.count, len(captured) * draft.target_hidden_size)
-        sources = {f"source{k}": name for k, name in enumerate(captured)}
-        emitter.emit("gather_features", {"accepted_nodes": "accepted_nodes", **sources}, {"out": features})
+        waited = self.scope.waited
+        features = None if waited is None else waited.features
+        if features is None:
+            captured = [self.scope.boundaries[boundary] for boundary in draft.capture_boundaries]
+            features = emitter.scratch("features", emitter.rows.count, len(captured) * draft.target_hidden_size)
+            sources = {f"source{k}": name for k, name in enumerate(captured)}
+            emitter.emit("gather_features", {"accepted_nodes": "accepted_nodes", **sources}, {"out": features})
         hidden = self.eagle.emit_fc(emitter, features)
         emitter.emit(
             "store_boundary",
@@ -86,13 +79,14 @@ class Drafter:
         """All levels; returns the drafted nodes."""
         batch = self.batch
         alone = self.builder.constant("head.no_ancestors", torch.zeros(batch, 1, dtype=torch.int64))
-        attention = {**BY_SLOT, "dense_lens": "draft_lens", "row_masks": alone}
-        rows = Rows("draft.0.", batch, "draft_live", "head.live_positions", attention, {})
+        attention = {**BY_SLOT, "dense_lens": self.scope.buffer("draft_lens"), "row_masks": alone}
+        live_rows = self.scope.buffer("draft_live")
+        rows = Rows("draft.0.", batch, live_rows, "head.live_positions", attention, {})
         level = Emitter(self.builder, rows, self.dtype, Stage.EAGLE_DRAFT_ATTENTION_FMHA)
         live = {}
         for name, source in (("both", x), ("residual", residual)):
             live[name] = level.scratch(name, batch, self.builder.spec(source).shape[1])
-            level.emit("take_last", {"x": source, "commit_lens": "commit_lens"}, {"out": live[name]})
+            level.emit("take_last", {"x": source, **self.scope.reads("commit_lens")}, {"out": live[name]})
         nodes = self.scope.draft_nodes()
         feedback = self._finish_level(level, 0, live["both"], live["residual"])
         for depth in range(1, self.topology.depth):
@@ -108,8 +102,9 @@ class Drafter:
         masks = self.ints(f"{prefix}row_masks", batch, len(nodes), dtype=torch.int64)
         positions = self.ints(f"{prefix}positions", batch, len(nodes))
         offsets = self.constant(f"{prefix}offsets", ordinals)
-        attention = {**BY_SLOT, "dense_lens": "draft_lens", "row_masks": masks}
-        write = {**BY_SLOT, "row_live": live, "write_lens": "draft_lens", "offsets": offsets}
+        lens = self.scope.buffer("draft_lens")
+        attention = {**BY_SLOT, "dense_lens": lens, "row_masks": masks}
+        write = {**BY_SLOT, "row_live": live, "write_lens": lens, "offsets": offsets}
         rows = Rows(prefix, batch * len(nodes), live, positions, attention, write)
         level = Emitter(self.builder, rows, self.dtype, Stage.EAGLE_DRAFT_ATTENTION_FMHA)
         tokens = self.ints(f"{prefix}tokens", batch, len(nodes))
@@ -121,8 +116,7 @@ class Drafter:
             {
                 "feedback": feedback,
                 "draft_nodes": "draft_nodes",
-                "draft_live": "draft_live",
-                "draft_lens": "draft_lens",
+                **self.scope.reads("draft_live", "draft_lens"),
                 "nodes": self.constant(f"{prefix}nodes", nodes),
                 "parent_rows": self.constant(f"{prefix}parents", parents),
                 "masks": self.constant(f"{prefix}masks", ancestors, torch.int64),
@@ -150,18 +144,11 @@ class Drafter:
         num_ranks  the likeliest tokens of a row that are named
         Returns the state that may be fed back.
         """
-        prefix, ranks = level.rows.prefix, [self.topology.ranks[child] for child in children]
         middle = self.eagle.emit_attention(level, *live)
         level.stage = Stage.EAGLE_DRAFT_FFN
         output = self.eagle.emit_ffn(level, middle, self.eagle.last)
         tokens, feedback = self.eagle.emit_draft(level, output, num_ranks)
-        reads = {
-            "top_tokens": tokens,
-            "children": self.constant(f"{prefix}children", children),
-            "child_rows": self.constant(f"{prefix}child_rows", child_rows),
-            "child_ranks": self.constant(f"{prefix}child_ranks", ranks),
-        }
-        level.emit("assign_drafts", reads, {"draft_nodes": "draft_nodes"})
+        assign_drafts(level, tokens, children, child_rows, [self.topology.ranks[child] for child in children])
         return feedback
 
     def ints(self, name: str, *shape: int, dtype: torch.dtype = torch.int32) -> str:

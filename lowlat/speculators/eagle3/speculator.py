@@ -4,7 +4,7 @@ Source: EAGLE-3, arXiv 2503.01840.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -67,6 +67,10 @@ class Eagle3Speculator(Speculator):
         """The draft model's geometry."""
         return self.config
 
+    def rounded(self, config: DraftConfig) -> Self:
+        """The same with a draft model whose layers are rounded at load."""
+        return replace(self, config=config)
+
     @property
     def rope(self) -> tuple[RopeConfig, int]:
         """The draft model's own."""
@@ -76,6 +80,11 @@ class Eagle3Speculator(Speculator):
     def attends_everything(self) -> bool:
         """Without a draft window, where a layer has none of its own."""
         return self.window is None and None in self.config.windows
+
+    @property
+    def waiting_boundaries(self) -> tuple[int, ...]:
+        """Those that it captures."""
+        return self.config.capture_boundaries
 
     def state_specs(self, sizes: StateSizes) -> list[BufferSpec]:
         """KV caches of the draft model's layers, features at the ends of blocks, that of the last prompt prefilled."""

@@ -4,22 +4,28 @@ It knows the normalised names of head tensors; config and layouts are `draft_con
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
 import torch
 
+from lowlat.checkpoint.formats import renamed
 from lowlat.checkpoint.recipes import Piece, Progress, Recipe, check_recipes
 from lowlat.checkpoint.stored import Group, StoredWeights
 from lowlat.errors import ConfigError
 from lowlat.models.geometry import DraftConfig, ModelConfig
 from lowlat.models.layers import TORCH_DTYPES
+from lowlat.models.weight_plan import rounded_plan
+from lowlat.speculators.draft_parts import layer_recipes
 from lowlat.speculators.eagle3.config import parse_draft
 from lowlat.speculators.eagle3.emitter import layer_name
 from lowlat.speculators.eagle3.tensors import MASK_HIDDEN, DraftTensors
 
-__all__ = ["LoadedDraftModel", "draft_recipes", "draft_weight_plan", "load_draft_model", "read_draft_map"]
+__all__ = [
+    "LoadedDraftModel", "draft_recipes", "draft_weight_plan", "load_draft_model", "read_draft_map",
+    "stored_recipe", "unused_tensors",
+]  # fmt: skip
 
 DRAFT_MAP = "head.draft_to_target"
 
@@ -53,7 +59,7 @@ def draft_recipes(config: DraftConfig, dtype: torch.dtype) -> list[Recipe]:
         made.append(one("embed.weight", "embed_tokens.weight", config.vocab_size, hidden))
     if config.own_lm_head:
         made.append(one("lm_head.weight", "lm_head.weight", config.draft_vocab_size, hidden))
-    return made
+    return made if config.quantisation is None else config.quantisation.apply(made)
 
 
 def _layer_recipes(config: DraftConfig, dtype: torch.dtype, layer: int) -> list[Recipe]:
@@ -61,42 +67,13 @@ def _layer_recipes(config: DraftConfig, dtype: torch.dtype, layer: int) -> list[
 
     Of the last, keys and values are made of more rows than queries are.
     """
-    name, own = layer_name(layer), f"layers.{layer}"
-    hidden, inner = config.hidden_size, config.intermediate_size
-    rows = {"q": config.query_size, "k": config.kv_size, "v": config.kv_size}
-
-    def one(weight: str, tensor: str, *shape: int) -> Recipe:
-        return Recipe(f"{name}.{weight}", (Piece(f"{own}.{tensor}", shape),), dtype)
-
-    def projections(weight: str, part: str, names: str, *columns: int) -> Recipe:
-        pieces = tuple(Piece(f"{own}.self_attn.{each}_proj.{part}", (rows[each], *columns)) for each in names)
-        return Recipe(f"{name}.{weight}.{part}", pieces, dtype)
-
-    def gates(part: str, *columns: int) -> Recipe:
-        pieces = tuple(Piece(f"{own}.mlp.{each}_proj.{part}", (inner, *columns)) for each in ("gate", "up"))
-        return Recipe(f"{name}.gate_up.{part}", pieces, dtype)
-
-    read = hidden if layer else 2 * hidden
-    products = ("q", "kv") if layer == config.num_layers - 1 else ("qkv",)
-    made = [one("attn_norm.weight" if layer else "embed_norm.weight", "input_layernorm.weight", hidden)]
+    hidden, products = config.hidden_size, ("q", "kv") if layer == config.num_layers - 1 else ("qkv",)
+    norms = {"attn_norm": "input_layernorm"}
     if not layer:
-        made.append(one("hidden_norm.weight", "hidden_norm.weight", hidden))
-    made += [
-        *(projections(product, "weight", product, read) for product in products),
-        one("o.weight", "self_attn.o_proj.weight", hidden, config.query_size),
-        one("ffn_norm.weight", "post_attention_layernorm.weight", hidden),
-        gates("weight", hidden),
-        one("down.weight", "mlp.down_proj.weight", hidden, inner),
-    ]
-    if config.qkv_bias:
-        made += [projections(product, "bias", product) for product in products]
-    if config.qk_norm:
-        made += [one(f"{part}_norm.weight", f"self_attn.{part}_norm.weight", config.head_dim) for part in "qk"]
-    if config.output_bias:
-        made.append(one("o.bias", "self_attn.o_proj.bias", hidden))
-    if config.mlp_bias:
-        made += [gates("bias"), one("down.bias", "mlp.down_proj.bias", hidden)]
-    return made
+        norms = {"embed_norm": "input_layernorm", "hidden_norm": "hidden_norm"}
+    columns = hidden if layer else 2 * hidden
+    names = (layer_name(layer), f"layers.{layer}")
+    return layer_recipes(config, dtype, names, products=products, columns=columns, norms=norms)
 
 
 def draft_weight_plan(
@@ -110,13 +87,18 @@ def draft_weight_plan(
         raise ConfigError(f"dtype must be 'bfloat16' or 'float32', got {dtype!r}")
     plan = {recipe.weight: (recipe.shape, recipe.dtype) for recipe in draft_recipes(config, TORCH_DTYPES[dtype])}
     plan[DRAFT_MAP] = ((config.draft_vocab_size,), torch.int32)
-    return MappingProxyType(plan)
+    return MappingProxyType(rounded_plan(plan, config.quantiser))
 
 
-def _stored(recipe: Recipe, tensors: DraftTensors) -> Recipe:
+def stored_recipe(recipe: Recipe, tensors: DraftTensors) -> Recipe:
     """The recipe with the names that this head's file uses."""
-    pieces = tuple(Piece(tensors.stored.get(piece.name, piece.name), piece.shape) for piece in recipe.pieces)
-    return Recipe(recipe.weight, pieces, recipe.dtype, recipe.arrange)
+    return replace(recipe, pieces=tuple(renamed(piece, tensors.stored) for piece in recipe.pieces))
+
+
+def unused_tensors(config: DraftConfig, tensors: DraftTensors) -> set[str]:
+    """Stored names of tensors that nobody needs."""
+    quantisation = config.quantisation
+    return tensors.ignored() | (set() if quantisation is None else quantisation.unused(tensors.checkpoint.entries))
 
 
 def _vocabulary_tensor(tensors: DraftTensors, name: str, dtypes: tuple[str, ...], size: int) -> torch.Tensor:
@@ -186,8 +168,8 @@ def load_draft_model(
     config, tensors, notes = parse_draft(directory, target, capture_layers, method)
     draft_map = read_draft_map(tensors, config.draft_vocab_size, config.vocab_size)
     unused = ("d2t", "t2d", MASK_HIDDEN, *(("fc.weight",) if config.final_hidden else ()))
-    ignored = tensors.ignored() | {tensors.stored[name] for name in unused if name in tensors}
-    recipes = [_stored(recipe, tensors) for recipe in draft_recipes(config, TORCH_DTYPES[name])]
+    ignored = unused_tensors(config, tensors) | {tensors.stored[name] for name in unused if name in tensors}
+    recipes = [stored_recipe(recipe, tensors) for recipe in draft_recipes(config, TORCH_DTYPES[name])]
     check_recipes(tensors.checkpoint, recipes, ignored)
     weights = StoredWeights(tensors.checkpoint, [Group((recipe,)) for recipe in recipes], progress=progress).loaded()
     weights[DRAFT_MAP] = draft_map

@@ -33,6 +33,11 @@ class NgramSpeculator(Speculator):
         """The same: there is nothing to read."""
         return LoadedSpeculator(cls.plan(options, target), {})
 
+    @property
+    def waiting_boundaries(self) -> tuple[int, ...]:
+        """None are read."""
+        return ()
+
     def report(self) -> dict[str, Any]:
         """The method and the lengths that it looks for."""
         return {"method": self.method, "prompt_lookup_min": self.min_match, "prompt_lookup_max": self.max_match}
@@ -43,7 +48,7 @@ class NgramSpeculator(Speculator):
         scope.builder.emit(
             "ngram_draft",
             Stage.DRAFT,
-            reads={name: name for name in ("tokens", "slots", "draft_live", "draft_lens")},
+            reads=scope.reads("tokens", "slots", "draft_live", "draft_lens"),
             writes={"draft_nodes": nodes},
             min_match=self.min_match,
             max_match=self.max_match,

@@ -12,7 +12,8 @@ import torch
 
 from lowlat.models.layers import Emitter, Rows
 from lowlat.models.program import Stage
-from lowlat.speculators.eagle3.draft import BY_SLOT, Drafter
+from lowlat.speculators.draft_parts import BY_SLOT
+from lowlat.speculators.eagle3.draft import Drafter
 
 __all__ = ["MASK_STATE", "BlockDrafter"]
 
@@ -31,7 +32,8 @@ class BlockDrafter(Drafter):
         batch, mask_token = self.batch, self.draft_config.mask_token
         if mask_token is None:
             raise ValueError("a P-EAGLE draft model has a token for its mask")
-        count = min(self.rows, depth + 1) + depth - 1
+        most = self.rows if self.scope.waited is not None else min(self.rows, depth + 1)
+        count = most + depth - 1
         offsets = self.constant("block.offsets", range(count))
         outs = {
             "out": accepted.builder.scratch("block.hidden", (batch * count, self.draft_config.hidden_size), self.dtype),
@@ -44,7 +46,7 @@ class BlockDrafter(Drafter):
         names = ("commit_lens", "draft_live", "dense_lens")
         accepted.emit(
             "block_rows",
-            {"tokens": "head.tokens", "hidden": hidden, **{name: name for name in names}},
+            {"tokens": "head.tokens", "hidden": hidden, **self.scope.reads(*names)},
             outs,
             weights={"mask_state": MASK_STATE},
             mask_token=mask_token,
@@ -62,13 +64,13 @@ class BlockDrafter(Drafter):
             return super().draft(x, residual)
         before = torch.tensor([(1 << row) - 1 for row in range(depth)], dtype=torch.int64).repeat(batch, 1)
         masks = self.builder.constant("draft.0.before", before)
-        attention = {**BY_SLOT, "dense_lens": "draft_lens", "row_masks": masks}
+        attention = {**BY_SLOT, "dense_lens": self.scope.buffer("draft_lens"), "row_masks": masks}
         rows = Rows("draft.0.", batch * depth, "draft.0.row_live", "draft.0.positions", attention, {})
         level = Emitter(self.builder, rows, self.dtype, Stage.EAGLE_DRAFT_ATTENTION_FMHA)
         live = {}
         for name, source in (("both", x), ("residual", residual)):
             live[name] = level.scratch(name, batch * depth, self.builder.spec(source).shape[1])
-            level.emit("take_block", {"x": source, "commit_lens": "commit_lens"}, {"out": live[name]})
+            level.emit("take_block", {"x": source, **self.scope.reads("commit_lens")}, {"out": live[name]})
         nodes, drafted = self.scope.draft_nodes(), range(1, topology.num_nodes)
         num_ranks = max(topology.max_rank_by_level) + 1
         own = [topology.depths[node] - 1 for node in drafted]

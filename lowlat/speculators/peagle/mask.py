@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from lowlat.kernels.formats import dequantised
 from lowlat.models.geometry import DraftConfig
 from lowlat.speculators.eagle3.tensors import MASK_HIDDEN, open_draft_model
 
@@ -34,7 +35,7 @@ def mask_state(directory: Path, config: DraftConfig, weights: Mapping[str, torch
         names = [f"head.fc_norm.{number}.weight" for number in range(len(parts))]
         normed = [_norm(part, weights[name], config.rms_norm_eps) for part, name in zip(parts, names, strict=True)]
         hidden = torch.cat(normed)
-    return F.linear(hidden.float(), weights["head.fc.weight"].float()).to(dtype)
+    return F.linear(hidden.float(), dequantised("head.fc.weight", weights)).to(dtype)
 
 
 def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

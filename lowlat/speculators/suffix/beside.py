@@ -89,7 +89,7 @@ class TextBeside(Speculator):
         nodes = self.model.emit_draft(scope, extended)
         text_nodes = scope.builder.scratch("text_nodes", scope.builder.spec(nodes).shape, torch.int32)
         _, shares, lengths = self.text.emit_search(scope, text_nodes, Stage.DRAFT)
-        reads = {name: name for name in ("tokens", "slots", "draft_live", "draft_lens")}
+        reads = scope.reads("tokens", "slots", "draft_live", "draft_lens")
         scope.builder.emit(
             "choose_drafts",
             Stage.DRAFT,

@@ -36,6 +36,11 @@ class SuffixSpeculator(Speculator):
         """The same: there is nothing to read."""
         return LoadedSpeculator(cls.plan(options, target), {})
 
+    @property
+    def waiting_boundaries(self) -> tuple[int, ...]:
+        """None are read."""
+        return ()
+
     def report(self) -> dict[str, Any]:
         """The method and its options."""
         options = {"max_spec_factor": self.max_spec_factor, "min_token_prob": self.min_token_prob}
@@ -53,7 +58,7 @@ class SuffixSpeculator(Speculator):
         scope.builder.emit(
             "suffix_draft",
             stage,
-            reads={name: name for name in ("tokens", "slots", "draft_live", "draft_lens")},
+            reads=scope.reads("tokens", "slots", "draft_live", "draft_lens"),
             writes={"draft_nodes": nodes, "draft_shares": shares, "match_lens": lengths},
             max_depth=self.max_depth,
             max_spec_factor=self.max_spec_factor,

@@ -96,18 +96,20 @@ def run_gates(
             progress(done, total)
 
     wall = measure_wall_of(subject.choice())
-    for drafting in (False, True):
-        with Runtimes(subject, [need for run in runs for need in run.needs(drafting)]) as runtimes:
-            for run in runs:
-                run.measure(drafting, runtimes, wall, report, advance)
+    with Runtimes(subject, [need for run in runs for need in run.needs(False)]) as runtimes:
+        for run in runs:
+            run.measure(False, runtimes, wall, report, advance)
     mixture = subject.config.experts is not None
     found = []
-    for each in rounds:
-        verdicts = [judge(gate, run.finish(), mixture=mixture) for gate, run in zip(gates, each, strict=True)]
-        green = all(verdict.green for verdict in verdicts)
-        found.append(GateRun(green=green, environment=environment, gates=tuple(verdicts)))
-    state.runs += found
-    write_struct(directory / STATE_FILE, state)
+    with Runtimes(subject, [need for run in runs for need in run.needs(True)]) as runtimes:
+        for each in rounds:
+            for run in each:
+                run.measure(True, runtimes, wall, report, advance)
+            verdicts = [judge(gate, run.finish(), mixture=mixture) for gate, run in zip(gates, each, strict=True)]
+            green = all(verdict.green for verdict in verdicts)
+            found.append(GateRun(green=green, environment=environment, gates=tuple(verdicts)))
+            state.runs.append(found[-1])
+            write_struct(directory / STATE_FILE, state)
     return found
 
 

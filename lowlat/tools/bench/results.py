@@ -237,9 +237,14 @@ def _is_result(path: Path) -> bool:
 
 
 def read_results(place: Path) -> dict[str, Result]:
-    """The results in a file, or in the files of a directory, by name. Raises ConfigError where there are none."""
-    paths = sorted(place.glob("*.json")) if place.is_dir() else [place]
-    found = [read_result(path) for path in paths if not place.is_dir() or _is_result(path)]
-    if not found:
+    """The result in a file by its scenario's name, or those in a directory by their files' names.
+
+    Raises ConfigError where there are none.
+    """
+    if not place.is_dir():
+        found = read_result(place)
+        return {found.name: found}
+    results = {path.stem: read_result(path) for path in sorted(place.glob("*.json")) if _is_result(path)}
+    if not results:
         raise ConfigError(f"{place}: no results of `lowlat bench run` are here")
-    return {result.name: result for result in found}
+    return results

@@ -1,9 +1,9 @@
-"""Training of small targets and of EAGLE3 draft models; nothing in the runtime imports it.
+"""Training of small targets and of draft models for them; nothing in the runtime imports it.
 
     python -m lowlat.tools.train.tokenizer   a byte-level BPE tokenizer made on a text
     python -m lowlat.tools.train.target      a small Llama target trained from scratch on a text
-    python -m lowlat.tools.train.draft_model        an EAGLE3 draft model for any local Hugging Face target
-    python -m lowlat.tools.train.evaluate    the acceptance of such a draft model on held-out prompts
+    python -m lowlat.tools.train.draft_model a draft model of any method for a local Hugging Face target
+    python -m lowlat.tools.train.evaluate    the acceptance of an EAGLE3 draft model on held-out prompts
     python -m lowlat.tools.train.questions   questions for a chat target to answer
     python -m lowlat.tools.train.plot        loss curves
 

@@ -1,12 +1,13 @@
-"""Train an EAGLE3 draft model for a local Hugging Face target (llama, qwen2, qwen3, mistral, gpt_oss and the like).
+"""Train a draft model for a local Hugging Face target (llama, qwen2, qwen3, mistral, gpt_oss and the like).
 
     python -m lowlat.tools.train.draft_model --target DIR --text FILE --out DIR [--prompts FILE] [--draft-vocab N]
-        [--minutes 4]
+        [--minutes 4] [--method peagle|dflash|dspark [--start DIR]]
 
 Half or more of the data is written by the target itself: it continues windows of the text, or answers the
 questions of `--prompts` under its chat template, greedy and at `--temperature`. The loss is the cross-entropy to
 the target's distribution at each of `--ttt-steps` simulated draft steps (training-time test), later steps
-weighing less. Tokens outside the draft vocabulary keep their share of the probability and are not learned.
+weighing less. Tokens outside the draft vocabulary keep their share of the probability and are not learned. A parallel
+draft model (`parallel`) learns the drafts of `--anchors` random positions a row.
 
 The draft model starts from the target: its LM head, its final norm, its last layer where shapes agree, and an fc that
 passes the highest feature through. Learning is driven by elapsed time or `--steps`; the rate ends at zero.
@@ -15,7 +16,8 @@ passes the highest feature through. Learning is driven by elapsed time or `--ste
 import argparse
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +28,15 @@ from torch import Tensor, nn
 from lowlat.errors import ConfigError
 from lowlat.speculators.eagle3.capture import default_boundaries
 from lowlat.tools.train.corpus import read_documents, read_prompts, split, tokenize
-from lowlat.tools.train.eagle3 import DraftSizes, Eagle3DraftModel, save_draft_model
+from lowlat.tools.train.eagle3 import DraftSizes, Eagle3DraftModel, load_draft_model, save_draft_model
 from lowlat.tools.train.evaluate import encode_prompts, evaluate, print_table
+from lowlat.tools.train.parallel import (
+    METHODS,
+    ParallelDraftModel,
+    ParallelForm,
+    parallel_loss,
+    save_parallel_model,
+)
 from lowlat.tools.train.rows import WritingPlan, load_rows, mix_batches, save_rows, write_rows
 from lowlat.tools.train.target import learning_rate_scale
 from lowlat.tools.train.teacher import Teacher
@@ -169,37 +178,53 @@ def draft_loss(
     return loss, torch.stack(matches)
 
 
+def _subject(
+    teacher: Teacher, sizes: DraftSizes, draft_ids: Tensor, arguments: argparse.Namespace
+) -> tuple[Eagle3DraftModel | ParallelDraftModel, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]]:
+    """The draft model to train, and its loss."""
+    common = {"decay": arguments.decay, "sharpness": arguments.label_temperature}
+    if arguments.method == "eagle3":
+        head = load_draft_model(arguments.start) if arguments.start else build_draft_model(teacher, sizes, draft_ids)
+        return head, partial(draft_loss, teacher, head, steps=arguments.ttt_steps, **common)
+    mask = teacher.end_ids[0] if arguments.mask_token is None else arguments.mask_token
+    rank = arguments.markov_rank if arguments.method == "dspark" else 0
+    form = ParallelForm(arguments.method, arguments.layers, arguments.drafts, mask, rank)
+    start = load_draft_model(arguments.start) if arguments.start else None
+    parallel = ParallelDraftModel(sizes, form, teacher.model.get_input_embeddings().weight.detach().float())
+    parallel.start_from(teacher, start)
+    return parallel, partial(parallel_loss, teacher, parallel, anchors=arguments.anchors, **common)
+
+
 def train_draft_model(
-    teacher: Teacher, head: Eagle3DraftModel, batches: Iterator[tuple[Tensor, Tensor]], arguments: argparse.Namespace
+    head: nn.Module,
+    batches: Iterator[tuple[Tensor, Tensor]],
+    loss_of: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    device: torch.device,
+    arguments: argparse.Namespace,
 ) -> list[dict[str, Any]]:
-    """Train in place for `--steps` steps or `--minutes`, whichever is given; return the log."""
-    device = teacher.device
+    """Train in place for `--steps` steps or `--minutes`, whichever is given; return the log.
+
+    loss_of  of tokens and the mask of those worth predicting: the loss, and the share of right drafts by step
+    """
     head.to(device).train()
+    learned = [parameter for parameter in head.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(
-        head.parameters(), lr=arguments.learning_rate, betas=(0.9, 0.95), weight_decay=0.01, fused=device.type == "cuda"
+        learned, lr=arguments.learning_rate, betas=(0.9, 0.95), weight_decay=0.01, fused=device.type == "cuda"
     )
     log: list[dict[str, Any]] = []
     running: list[Tensor] = []
     start, step, tokens_seen, progress = time.monotonic(), 0, 0, 0.0
     while progress < 1:
         tokens, keep = (tensor.to(device, non_blocking=True) for tensor in next(batches))
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
-            loss, matches = draft_loss(
-                teacher,
-                head,
-                tokens,
-                keep,
-                steps=arguments.ttt_steps,
-                decay=arguments.decay,
-                sharpness=arguments.label_temperature,
-            )
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=arguments.bf16):
+            loss, matches = loss_of(tokens, keep)
         step += 1
         elapsed = (time.monotonic() - start) / (60 * arguments.minutes)
         progress = step / arguments.steps if arguments.steps else elapsed
         for group in optimizer.param_groups:
             group["lr"] = arguments.learning_rate * learning_rate_scale(progress, warmup=0.02, hold=0.2)
         loss.backward()
-        nn.utils.clip_grad_norm_(head.parameters(), 0.5)
+        nn.utils.clip_grad_norm_(learned, 0.5)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         tokens_seen += tokens.numel()
@@ -215,7 +240,7 @@ def train_draft_model(
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train an EAGLE3 draft model for a local Hugging Face target.")
+    parser = argparse.ArgumentParser(description="Train a draft model for a local Hugging Face target.")
     parser.add_argument("--target", required=True, help="Hugging Face directory of the target")
     parser.add_argument("--text", required=True, help="documents separated by <|endoftext|> lines; .xz is read too")
     parser.add_argument("--prompts", help="questions for the chat template: JSON, or one a line")
@@ -225,7 +250,15 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--eval-prompts", help="held-out prompts, JSON by domain; measured at the end")
     parser.add_argument("--draft-vocab", type=int, default=0, help="ids that can be drafted; 0: the target's all")
     parser.add_argument("--ffn", type=int, help="the draft model's FFN width; the target's own by default")
+    parser.add_argument("--method", choices=("eagle3", *METHODS), default="eagle3")
+    parser.add_argument("--start", help="an EAGLE3 draft model of the same target that a parallel one starts from")
+    parser.add_argument("--layers", type=int, default=2, help="of a parallel draft model")
+    parser.add_argument("--drafts", type=int, default=7, help="of a parallel draft model's pass")
+    parser.add_argument("--anchors", type=int, default=48, help="a row, of which a parallel draft model drafts")
+    parser.add_argument("--mask-token", type=int, help="id of a parallel draft model's mask; by default an end of text")
+    parser.add_argument("--markov-rank", type=int, default=64, help="of DSpark's Markov head")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, help="arithmetic; by default on a GPU alone")
     parser.add_argument("--steps", type=int, default=0, help="optimizer steps; 0: train for --minutes")
     parser.add_argument("--minutes", type=float, default=4.0)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
@@ -243,14 +276,17 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--label-temperature", type=float, default=0.7, help="of the distribution that is learned")
     parser.add_argument("--text-mb", type=float, default=0.0, help="megabytes of text to use; 0: all")
     parser.add_argument("--log-every", type=int, default=20)
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    arguments.bf16 = arguments.device != "cpu" if arguments.bf16 is None else arguments.bf16
+    return arguments
 
 
 def main() -> None:
     arguments = _arguments()
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
-    teacher = Teacher.load(arguments.target, arguments.device)
+    dtype = torch.bfloat16 if arguments.bf16 else torch.float32
+    teacher = Teacher.load(arguments.target, arguments.device, dtype)
     training, _ = split(read_documents(arguments.text))
     if arguments.text_mb:
         training = training[:: max(1, int(sum(map(len, training)) / 1e6 / arguments.text_mb))]
@@ -263,8 +299,9 @@ def main() -> None:
     draft_ids = choose_draft_ids(seen, sizes)
     if not arguments.out:
         return
-    head = build_draft_model(teacher, sizes, draft_ids)
-    print(f"{sum(p.numel() for p in head.parameters())} parameters in the draft model", flush=True)
+    head, loss_of = _subject(teacher, sizes, draft_ids, arguments)
+    learned = sum(p.numel() for p in head.parameters() if p.requires_grad)
+    print(f"{learned} parameters of the draft model are trained", flush=True)
     batches = mix_batches(
         text,
         written,
@@ -273,11 +310,17 @@ def main() -> None:
         text_length=arguments.text_length,
         own_share=arguments.generated_share,
     )
-    log = train_draft_model(teacher, head, batches, arguments)
+    log = train_draft_model(head, batches, loss_of, teacher.device, arguments)
     out = Path(arguments.out)
-    save_draft_model(head, out)
-    (out / "loss.json").write_text(json.dumps({"log": log}))
-    if arguments.eval_prompts:
+    if isinstance(head, Eagle3DraftModel):
+        save_draft_model(head, out)
+    else:
+        save_parallel_model(head, out, teacher.num_layers)
+    kept = ("method", "rows", "length", "drafts", "layers", "anchors", "learning_rate")
+    told = {name: getattr(arguments, name) for name in kept}
+    told["start"] = None if arguments.start is None else Path(arguments.start).name
+    (out / "loss.json").write_text(json.dumps({"parameters": learned, "training": told, "log": log}))
+    if arguments.eval_prompts and isinstance(head, Eagle3DraftModel):
         prompts = encode_prompts(teacher, read_prompts(arguments.eval_prompts), chat=bool(arguments.prompts))
         result = evaluate(teacher, head, prompts)
         (out / "acceptance.json").write_text(json.dumps(result, indent=1) + "\n")

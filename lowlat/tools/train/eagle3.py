@@ -19,7 +19,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["DraftSizes", "Eagle3DraftModel", "load_draft_model", "save_draft_model"]
+__all__ = [
+    "DraftLayer",
+    "DraftSizes",
+    "Eagle3DraftModel",
+    "RmsNorm",
+    "load_draft_model",
+    "rotate",
+    "rotation_of",
+    "save_draft_model",
+]
 
 
 @dataclass(frozen=True)
@@ -55,9 +64,8 @@ class RmsNorm(nn.Module):
 
 
 class _Attention(nn.Module):
-    def __init__(self, sizes: DraftSizes) -> None:
+    def __init__(self, sizes: DraftSizes, width: int) -> None:
         super().__init__()
-        width = 2 * sizes.hidden
         self.q_proj = nn.Linear(width, sizes.heads * sizes.head_dim, bias=False)
         self.k_proj = nn.Linear(width, sizes.kv_heads * sizes.head_dim, bias=False)
         self.v_proj = nn.Linear(width, sizes.kv_heads * sizes.head_dim, bias=False)
@@ -72,14 +80,24 @@ class _Mlp(nn.Module):
         self.down_proj = nn.Linear(sizes.intermediate, sizes.hidden, bias=False)
 
 
-class _Layer(nn.Module):
-    def __init__(self, sizes: DraftSizes) -> None:
+class DraftLayer(nn.Module):
+    """Parameters of a decoder layer by their published names; one that is `doubled` reads embedding and hidden state
+    side by side, and norms both."""
+
+    def __init__(self, sizes: DraftSizes, *, doubled: bool) -> None:
         super().__init__()
         self.input_layernorm = RmsNorm(sizes.hidden, sizes.rms_norm_eps)
-        self.hidden_norm = RmsNorm(sizes.hidden, sizes.rms_norm_eps)
-        self.self_attn = _Attention(sizes)
+        if doubled:
+            self.hidden_norm = RmsNorm(sizes.hidden, sizes.rms_norm_eps)
+        self.self_attn = _Attention(sizes, (2 if doubled else 1) * sizes.hidden)
         self.post_attention_layernorm = RmsNorm(sizes.hidden, sizes.rms_norm_eps)
         self.mlp = _Mlp(sizes)
+
+    def feed_forward(self, hidden: Tensor) -> Tensor:
+        """The residual stream [..., N] behind the gated FFN."""
+        inner, mlp = self.post_attention_layernorm(hidden), self.mlp
+        out: Tensor = hidden + mlp.down_proj(functional.silu(mlp.gate_proj(inner)) * mlp.up_proj(inner))
+        return out
 
 
 class Eagle3DraftModel(nn.Module):
@@ -95,7 +113,7 @@ class Eagle3DraftModel(nn.Module):
         super().__init__()
         self.sizes = sizes
         self.fc = nn.Linear(3 * sizes.target_hidden, sizes.hidden, bias=False)
-        self.midlayer = _Layer(sizes)
+        self.midlayer = DraftLayer(sizes, doubled=True)
         self.norm = RmsNorm(sizes.hidden, sizes.rms_norm_eps)
         self.lm_head = nn.Linear(sizes.hidden, sizes.draft_vocabulary, bias=False)
         ids = torch.arange(sizes.draft_vocabulary) if draft_ids is None else draft_ids.long().sort().values
@@ -116,7 +134,7 @@ class Eagle3DraftModel(nn.Module):
         features    [rows, length, 3 * Nt]  the target's three residual streams, low to high
         yields      [rows, length, N]           normed; `lm_head` makes draft logits of any of its rows
         """
-        rotation = self._rotation(embeddings.shape[1], embeddings.device)
+        rotation = rotation_of(self.sizes, torch.arange(embeddings.shape[1], device=embeddings.device))
         embedded = self.midlayer.input_layernorm(embeddings)
         hidden = self.fc(features)
         keys: list[Tensor] = []
@@ -143,27 +161,25 @@ class Eagle3DraftModel(nn.Module):
         def split_heads(x: Tensor, count: int) -> Tensor:
             return x.view(rows, length, count, sizes.head_dim).transpose(1, 2)
 
-        query = _rotate(split_heads(attention.q_proj(both), sizes.heads), rotation)
-        key = _rotate(split_heads(attention.k_proj(both), sizes.kv_heads), rotation)
+        query = rotate(split_heads(attention.q_proj(both), sizes.heads), rotation)
+        key = rotate(split_heads(attention.k_proj(both), sizes.kv_heads), rotation)
         value = split_heads(attention.v_proj(both), sizes.kv_heads)
         group = sizes.heads // sizes.kv_heads
         keys.append(key.repeat_interleave(group, dim=1))
         values.append(value.repeat_interleave(group, dim=1))
         mixed = _attend(query, keys, values)
-        hidden = hidden + attention.o_proj(mixed.transpose(1, 2).reshape(rows, length, -1))
-        inner = layer.post_attention_layernorm(hidden)
-        mlp = layer.mlp
-        out: Tensor = hidden + mlp.down_proj(functional.silu(mlp.gate_proj(inner)) * mlp.up_proj(inner))
-        return out
-
-    def _rotation(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        half = torch.arange(0, self.sizes.head_dim, 2, device=device, dtype=torch.float32) / self.sizes.head_dim
-        angles = torch.arange(length, device=device, dtype=torch.float32)[:, None] / self.sizes.rope_theta**half
-        angles = torch.cat([angles, angles], dim=-1)
-        return angles.cos(), angles.sin()
+        return layer.feed_forward(hidden + attention.o_proj(mixed.transpose(1, 2).reshape(rows, length, -1)))
 
 
-def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+def rotation_of(sizes: DraftSizes, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [n, D] of positions [n]."""
+    half = torch.arange(0, sizes.head_dim, 2, device=positions.device, dtype=torch.float32) / sizes.head_dim
+    angles = positions.float()[:, None] / sizes.rope_theta**half
+    angles = torch.cat([angles, angles], dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
     """Rotary embedding of [rows, heads, length, D], the two halves of a head paired."""
     low, high = x.chunk(2, dim=-1)
     turned = torch.cat([-high, low], dim=-1)

@@ -371,7 +371,7 @@ def test_maps_that_do_not_ascend_or_disagree(tmp_path: Path) -> None:
         ("speculators", {"config": {"transformer_layer_config": None}}, ["transformer_layer_config is missing"]),
         ("safeai", {"config": {"transformer_layer_config": {"a": 1}}}, ["without speculators_model_type"]),
         ("safeai", {"layer": {"rope_scaling": {"type": "dynamic", "factor": 2.0}}}, ["'dynamic' is not implemented"]),
-        ("safeai", {"config": {"quantization_config": {"quant_method": "fp8"}}}, ["quantised heads"]),
+        ("safeai", {"config": {"quantization_config": {"quant_method": "hqq"}}}, ["quant_method 'hqq' is not"]),
         ("safeai", {"config": {"draft_vocab_size": 13}}, ["draft_vocab_size 13 is not the 12 rows"]),
         ("safeai", {"config": {"num_aux_hidden_states": 2}}, ["num_aux_hidden_states 2", "columns for 3"]),
         ("safeai", {"layer": {"intermediate_size": 25}}, ["mlp.gate_proj.weight", "shape [25, 16], found [24, 16]"]),

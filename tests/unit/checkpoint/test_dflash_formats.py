@@ -1,4 +1,4 @@
-"""DFlash draft models from z-lab's and speculators' files: what is read, and what is refused by name."""
+"""DFlash and DSpark draft models from every layout's files: what is read, and what is refused by name."""
 
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from lowlat import SpeculativeConfig
 from lowlat.errors import ConfigError
 from lowlat.models.target import read_model_config
 from lowlat.speculators.dflash.weights import load_dflash
+from lowlat.speculators.dspark.weights import load_dspark
 from lowlat.speculators.methods import draft_method, load_speculator, plan_speculator
 
 LAYOUTS = ("z-lab", "speculators")
@@ -84,7 +85,7 @@ ZLAB: dict[str, Any] = {"mask_token_id": MASK, "target_layer_ids": [0, 1]}
         ("z-lab", {"draft_vocab_size": 40}, ["draft_vocab_size 40 is not the 97 rows"]),
         ("z-lab", {"hidden_act": "relu"}, ["hidden_act = 'relu'"]),
         ("z-lab", {"odd": 1}, ["'odd' = 1"]),
-        ("speculators", {"sample_from_anchor": True}, ["sample_from_anchor = True"]),
+        ("speculators", {"sample_from_anchor": 1}, ["sample_from_anchor must be true or false, found 1"]),
         ("speculators", {"speculators_model_type": "dspark"}, ["must be 'dflash', found 'dspark'"]),
         ("speculators", {"transformer_layer_config": ...}, ["transformer_layer_config is missing"]),
         ("speculators", {"aux_hidden_state_layer_ids": None}, ["aux_hidden_state_layer_ids is missing"]),
@@ -98,6 +99,60 @@ def test_what_is_not_implemented_is_refused_by_name(
     edit_json(tmp_path / "config.json", **changes)
     with pytest.raises(ConfigError) as caught:
         load_dflash(tmp_path, target[1])
+    for part in parts:
+        assert part in str(caught.value), str(caught.value)
+
+
+DSPARK: dict[str, Any] = {"own_embedding": True, "own_lm_head": True, "markov_rank": 8, "block_size": 5}
+
+
+@pytest.mark.parametrize(("layout", "kind"), [("deepspec", "vanilla"), ("speculators", "gated")])
+def test_dspark_of_every_layout(layout: str, kind: str, target: tuple[Any, Any], tmp_path: Path) -> None:
+    """A gate's projection is kept in two; boundary 0 is DeepSpec's id -1."""
+    flags = {**DSPARK, "markov_head_type": kind, "captures": (0, 2)}
+    _, tensors = dflash_draft_model(tmp_path, target[0], layout=layout, **flags)
+    options = SpeculativeConfig(method=draft_method(tmp_path), model=tmp_path, num_speculative_tokens=5)
+    loaded = load_speculator(options, target[1])
+    draft = loaded.speculator.draft_config
+    assert draft is not None and draft.dspark is not None and draft.anchor_drafts
+    assert (draft.method, draft.layout, draft.capture_boundaries) == ("dspark", layout, (0, 2))
+    assert (draft.dspark.markov_rank, draft.dspark.markov_gated) == (8, kind == "gated")
+    held = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in loaded.weights.items()}
+    assert dict(loaded.speculator.weight_plan("float32")) == held
+    assert plan_speculator(options, target[1]) == loaded.speculator
+    if kind == "gated":
+        parts = [loaded.weights[f"head.markov.{name}_gate.weight"] for name in ("state", "token")]
+        assert torch.equal(torch.cat(parts, dim=1), tensors["markov_head.gate_proj.weight"])
+    report = loaded.speculator.report()
+    assert (report["markov_head"], report["confidence_head"], report["draft_block_size"]) == (kind, True, 5)
+    with pytest.raises(ConfigError, match="num_speculative_tokens 6 is more than the 5 drafts"):
+        plan_speculator(SpeculativeConfig(method="dspark", model=tmp_path, num_speculative_tokens=6), target[1])
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"markov_head_type": "rnn"}, ["markov_head_type = 'rnn'", "a bias by the token before alone"]),
+        ({"markov_head_type": None}, ["markov_head_type is missing; a Markov head of rank 8"]),
+        ({"markov_rank": None}, ["markov_rank"]),
+        ({"markov_rank": 0}, ["confidence_head_with_markov is true, but markov_rank is 0"]),
+        ({"markov_rank": 4}, ["markov_w1", "expected shape [97, 4]"]),
+        ({"markov_head_type": "gated"}, ["'markov_head.gate_proj.weight' is missing"]),
+        ({"enable_confidence_head": False}, ["unexpected tensor 'confidence_head.proj"]),
+        ({"confidence_head_with_markov": False}, ["expected shape [1, 32]", "found [1, 40]"]),
+        ({"target_layer_ids": [0, -2]}, ["target_layer_ids"]),
+        ({"target_layer_ids": None}, ["target_layer_ids is missing; a DSpark draft model"]),
+        ({"architectures": ["Qwen3Model"]}, ["this is no DSpark draft model"]),
+        ({"num_target_layers": 36}, ["num_target_layers 36 is not the target's 3"]),
+    ],
+)
+def test_what_is_no_dspark_is_refused_by_name(
+    changes: dict[str, Any], parts: list[str], target: tuple[Any, Any], tmp_path: Path
+) -> None:
+    dflash_draft_model(tmp_path, target[0], layout="deepspec", **DSPARK)
+    edit_json(tmp_path / "config.json", **changes)
+    with pytest.raises(ConfigError) as caught:
+        load_dspark(tmp_path, target[1])
     for part in parts:
         assert part in str(caught.value), str(caught.value)
 

@@ -55,17 +55,19 @@ def test_inspect_and_doctor_take_a_draft_model_of_layers_without_features(tmp_pa
     assert shifts[2]["drafted"] is None and shifts[0]["drafted"] > 0 and shifts[1]["accepted"] > 0
 
 
-@pytest.mark.parametrize("method", ["peagle", "dflash"])
+@pytest.mark.parametrize("method", ["peagle", "dflash", "dspark"])
 def test_inspect_and_doctor_know_the_method_of_a_draft_model(method: str, tmp_path: Path) -> None:
     target = make_target(tmp_path / "target", "llama", gain=0.45, num_hidden_layers=2)
     if method == "peagle":
         copying_draft_model(tmp_path / "head", target, mask_token=MASK, num_hidden_layers=2)
     else:
-        dflash_draft_model(tmp_path / "head", target, copies=True)
+        form: dict[str, Any] = {"layout": "deepspec", "markov_rank": 8} if method == "dspark" else {}
+        dflash_draft_model(tmp_path / "head", target, copies=True, **form)
     files = ("--target", tmp_path / "target")
     found = answer("inspect", "draft-model", tmp_path / "head", *files, "--json")
     assert (found["method"], found["geometry"]["mask_token"]) == (method, MASK)
     assert ("mask_state" in found["parts"]) == (method == "peagle")
+    assert found["geometry"].get("markov_rank") == (8 if method == "dspark" else None)
     (tmp_path / "prompts.json").write_text("[[5, 6, 7]]")
     options = ("--head", tmp_path / "head", "--prompts", tmp_path / "prompts.json", "--max-tokens", 24, "--json")
     shifts = json.loads(lowlat("doctor", *files, *options).stdout)["capture_shifts"]

@@ -91,6 +91,8 @@ def main() -> None:
     simulate_router()
     lab = cases.Lab(torch.device("cpu"), simulate)
     cases.check_elementwise(lab, 3, 24)
+    cases.check_markov_heads(lab, 1, 24, 8)
+    cases.check_markov_heads(lab, 3, 304, 16)
     cases.check_norms(lab, 2, 24)
     cases.check_norms(lab, 1, 4096 + 40)
     cases.check_permutation(lab, 2880)

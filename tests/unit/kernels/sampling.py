@@ -5,6 +5,7 @@ import torch
 from lowlat.kernels.reference.sampling.sample import sample
 from lowlat.kernels.reference.step.slot_record import (
     FREQUENCY,
+    HAS_GRAMMAR,
     MAX_BIASES,
     MAX_STOPS,
     MIN_P,
@@ -20,7 +21,14 @@ from lowlat.kernels.reference.step.slot_record import (
     TOP_P,
 )
 
-INTS = {"prompt_length": PROMPT_LENGTH, "min_tokens": MIN_TOKENS, "top_k": TOP_K, "seed": SEED}
+INTS = {
+    "prompt_length": PROMPT_LENGTH,
+    "min_tokens": MIN_TOKENS,
+    "top_k": TOP_K,
+    "seed": SEED,
+    "has_grammar": HAS_GRAMMAR,
+}
+MAX_ROWS = 64
 FLOATS = {
     "temperature": TEMPERATURE,
     "top_p": TOP_P,
@@ -46,6 +54,8 @@ class World:
         self.bias_ids = torch.full((num_slots, MAX_BIASES), -1, dtype=torch.int32)
         self.bias_values = torch.full((num_slots, MAX_BIASES), float("nan"))
         self.stop_ids = torch.full((num_slots, MAX_STOPS), -1, dtype=torch.int32)
+        self.grammar_masks = torch.zeros(num_slots, MAX_ROWS, -(-vocabulary // 32), dtype=torch.int32)
+        self.grammar_ready = torch.zeros(num_slots, dtype=torch.int64)
 
     def set(self, slot: int, **options: float) -> None:
         """Set columns of a slot's record by name, `length` among them."""
@@ -62,10 +72,28 @@ class World:
         for column, (token, value) in enumerate(values.items(), first):
             self.bias_ids[slot, column], self.bias_values[slot, column] = token, value
 
+    def mask(self, slot: int, allowed: torch.Tensor) -> None:
+        """Give a slot a grammar that allows some tokens, [MAX_ROWS, V] bool or fewer rows: masks and their length."""
+        rows, width = allowed.shape[0], self.grammar_masks.shape[2]
+        bits = torch.zeros(rows, width * 32, dtype=torch.int64)
+        bits[:, : self.vocabulary] = allowed
+        words = (bits.view(rows, width, 32) << torch.arange(32)).sum(-1)
+        self.grammar_masks[slot, :rows] = torch.where(words >= 1 << 31, words - (1 << 32), words).int()
+        self.set(slot, has_grammar=1)
+        self.grammar_ready[slot] = self.lengths[slot]
+
     def state(self) -> dict[str, torch.Tensor]:
         """The state's arrays on the CPU, by the names and in the order of `sample`'s arguments."""
         named = {"lengths": self.lengths, "slot_ints": self.ints, "slot_floats": self.floats}
-        names = ("prompt_seen", "output_counts", "bias_ids", "bias_values", "stop_ids")
+        names = (
+            "prompt_seen",
+            "output_counts",
+            "bias_ids",
+            "bias_values",
+            "stop_ids",
+            "grammar_masks",
+            "grammar_ready",
+        )
         return named | {name: getattr(self, name) for name in names}
 
     def draw(

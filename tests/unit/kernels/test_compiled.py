@@ -35,9 +35,8 @@ CASES = [
 WIDE = re.compile(r"(ld|st)\.(global|shared)[.\w:]*\.v4|cp\.async\.cg")
 # what moves a few words at a time: slots, tokens, counters, choices; or rows of a width that 16 bytes do not divide
 NARROW = re.compile(
-    r"accept|argmax|begin_step|finite|publish|assign_drafts|mask_rows|(ngram|suffix)_draft|choose_(drafts|blocks)|"
-    r"route_top_k|list_lens|"
-    r"\w+_97_"
+    r"accept|argmax|begin_step|finite|publish|assign_drafts|(mask_row|parent_token|waiting_row)s|(ngram|suffix)_draft|"
+    r"choose_(drafts|width|blocks)|join_widths|list_lens|route_top_k|\w+_97_"
 )
 PRODUCTS = re.compile(r"decode_gemm|attention_\d|experts_(grouped_|gemm_|mlp)")
 # 8.x lacks registers for attention's tiles and for the widest router's weights: some hundred bytes a thread, once

@@ -13,8 +13,10 @@ from kernel_inventory import B200, CARDS
 from kernel_walk import Walker, walkable
 from rowwise_cases import canonical_norm, flags
 from selection_cases import best_of, best_pairs
+from stages import later
 
 from lowlat.errors import ShapeError
+from lowlat.kernels.formats import FP8
 from lowlat.kernels.gemm.decode.gemm import NormPrologue, PartialArgmax, decode_gemm, plan_decode_gemm, steps_to_hold
 from lowlat.kernels.gemm.packing import gate_up_permutation, pack, rope_permutation, runs_of
 from lowlat.kernels.sampling.select import BROKEN, FINITE, INFINITY
@@ -22,7 +24,8 @@ from lowlat.kernels.toolchain.kernel import H200, Card
 
 SHARED = ("common.activation", "common.handover", "common.norm_math", "common.norm_row", "rows.norm", "sampling.select")
 PARTS = ("plan", "norm_prologue", "mainloop", "partial_argmax", "epilogue", "gemm")
-NAMES = (*SHARED, *(f"gemm.decode.{part}" for part in PARTS))
+FRAGMENTS = ("formats.bf16_fragment", "formats.fp8_fragment")
+NAMES = (*SHARED, *FRAGMENTS, *(f"gemm.decode.{part}" for part in PARTS))
 SMALL = Card(2, 227 * 1024, (9, 0))
 
 
@@ -157,13 +160,54 @@ def test_columns_are_of_plain_products_in_runs() -> None:
             decode_gemm(**(good | options))
 
 
-def test_every_byte_of_the_weights_is_read_once() -> None:
-    x, weight = random(1, 320), random(112, 320)
+def fp8_weight(width: int, depth: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Every e4m3 code but NaN, rows scaled by powers of two, and the same numbers in bf16, exactly."""
+    codes = torch.randint(256, (width, depth), dtype=torch.uint8)
+    codes[(codes & 127) == 127] = 0
+    parts = {"fp8": codes, "fp8_scales": 2.0 ** torch.randint(-12, -6, (width, 1))}
+    return parts, FP8.dequantise(parts, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("late", "rows", "width", "depth", "changes"),
+    [
+        (False, 2, 32, 72, {"stages": 2, "num_blocks": 2}),
+        later(True, 1, 80, 600, {}),
+        later(False, 9, 112, 64, {"weight_tiles": 4, "stages": 2, "areas": 1, "num_blocks": 1}),
+    ],
+)
+def test_fp8_gives_the_bits_of_the_same_numbers_in_bf16(
+    late: bool, rows: int, width: int, depth: int, changes: dict[str, int]
+) -> None:
+    """In float32, in bf16 with scattered columns, behind a norm, with a residual, an activation and best pairs."""
+    parts, weight = fp8_weight(width, depth)
+    order, live = gate_up_permutation(width // 2), torch.ones(rows, dtype=torch.uint8)
+    x, bias, residual = random(rows, depth), random(width), random(rows, width)
+    packs = ((FP8.pack(parts), FP8.pack(parts, order)), (pack(weight), pack(weight, order)))
+    walker, found = Walker(late), []
+    with walked(walker) as modules:
+        norm = None if rows > 8 else modules[-1].NormPrologue(random(depth), 1e-5, live)
+        for plain, gated in packs:
+            outs = [torch.full((rows, width), torch.nan, dtype=kind) for kind in (torch.float32, torch.bfloat16) * 2]
+            act, pairs = torch.full((rows, width // 2), torch.nan).bfloat16(), torch.zeros(rows, 3, 2).int()
+            run(walker, modules, changes, x=x, weight=plain, bias=bias, out=outs[0])
+            run(walker, modules, changes, x=x, weight=gated, out=outs[1], columns=runs_of(order))
+            best = modules[-1].PartialArgmax(pairs, FINITE)
+            run(walker, modules, changes, x=x, weight=plain, out=outs[2], best=best, norm=norm)
+            run(walker, modules, changes, x=x, weight=plain, residual=residual, out=outs[3])
+            run(walker, modules, changes, x=x, weight=gated, bias=bias, silu=True, row_live=live, out=act)
+            found.append((*outs, act, best_of(pairs)[0]))
+    assert all(torch.equal(fp8, bf16) and bool(bf16.isfinite().all()) for fp8, bf16 in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+def test_every_byte_of_the_weights_is_read_once(kind: str) -> None:
+    x = random(1, 320)
     walker = Walker()
-    packed = pack(weight)
+    packed = pack(random(112, 320)) if kind == "bf16" else FP8.pack(fp8_weight(112, 320)[0])
     with walked(walker) as modules:
         run(walker, modules, {"weight_tiles": 1}, x=x, weight=packed, out=torch.empty(1, 112))
-    assert walker.bytes_copied == packed.num_bytes + 7 * x.numel() * 2  # and the row once for each tile
+    assert walker.bytes_copied == packed.tiles.nbytes + 7 * x.numel() * 2  # and the row once for each tile
 
 
 @pytest.mark.parametrize("rows", [1, 5, 12])
@@ -184,12 +228,13 @@ def test_residuals_and_activations(rows: int) -> None:
     torch.testing.assert_close(act.double(), want, rtol=2**-7, atol=1e-3)
 
 
-@pytest.mark.parametrize("rows", [1, 4])
-def test_queries_and_keys_are_rotated_and_the_cache_is_written(rows: int) -> None:
+@pytest.mark.parametrize(("kind", "rows"), [("bf16", 1), ("bf16", 4), ("fp8", 3)])
+def test_queries_and_keys_are_rotated_and_the_cache_is_written(kind: str, rows: int) -> None:
     """Two slots of the other order, a dead row; what nobody writes stays."""
     queries, groups, dim, depth, block, batch = 4, 2, 32, 64, 16, 2
     heads = queries + 2 * groups
     weight, bias = random(heads * dim, depth, scale=0.1), random(heads * dim)
+    parts_of, weight = fp8_weight(heads * dim, depth) if kind == "fp8" else ({}, weight)
     order = rope_permutation(queries + groups, groups, dim)
     count = batch * rows
     x, live = random(count, depth), torch.ones(count, dtype=torch.uint8)
@@ -208,7 +253,7 @@ def test_queries_and_keys_are_rotated_and_the_cache_is_written(rows: int) -> Non
             positions=positions, cos=cos, sin=sin, row_live=live, k_cache=caches[0], v_cache=caches[1],
             block_table=table, slots=slots, write_lens=lens, offsets=offsets,
         )  # fmt: skip
-        packed, ordered = pack(weight, order), bias[order].contiguous()
+        packed, ordered = FP8.pack(parts_of, order) if parts_of else pack(weight, order), bias[order].contiguous()
         run(walker, modules, {}, x=x, weight=packed, bias=ordered, rotation=rotation, head_dim=dim, out=got)
     qkv = (product(x, weight) + bias.double()).float().view(count, heads, dim)
     parts = {name: torch.empty(count, number, dim).bfloat16() for name, number in (("q", queries), ("k", groups))}

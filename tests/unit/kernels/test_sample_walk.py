@@ -12,7 +12,7 @@ from lowlat.kernels.reference.sampling import sample as reference
 from lowlat.kernels.sampling.select import FINITE, INFINITY
 
 SHARED = ("sampling.select", "common.philox", "common.sentinels")
-NAMES = (*SHARED, *(f"sampling.{part}" for part in ("cutoff", "logit_history", "row_pairs", "sample")))
+NAMES = (*SHARED, *(f"sampling.{part}" for part in ("cutoff", "grammar_mask", "logit_history", "row_pairs", "sample")))
 OPTIONS: list[dict[str, float]] = [
     {"temperature": 0.0},
     {"temperature": 0.0, "repetition": 1.3, "presence": 0.7, "frequency": 0.4},
@@ -20,6 +20,8 @@ OPTIONS: list[dict[str, float]] = [
     {"temperature": 0.9, "seed": 5},
     {"temperature": 0.6, "seed": 3, "repetition": 0.8, "min_tokens": 9},
     {"temperature": 1.7, "seed": (1 << 63) - 1, "top_k": 9, "top_p": 0.8, "min_p": 0.05},
+    {"temperature": 0.0, "has_grammar": 1},
+    {"temperature": 0.6, "seed": 4, "repetition": 0.8, "top_k": 20, "has_grammar": 1},
 ]
 
 
@@ -75,6 +77,10 @@ def test_rows_that_are_not_finite_and_rows_without_a_choice_leave_memory_at_rest
         logits[:, 4100] = broken
         got = draw(world, logits, slots, live, memory, alone=broken != torch.inf)
         assert not got["finite"].any() and not got["target_tokens"].any() and memory.at_rest()
+    forbidden = make_world(4104, OPTIONS[-2:], [])
+    forbidden.grammar_masks.zero_()
+    got = draw(forbidden, torch.randn(2, 4104), [0, 1], live[:2], memory := Memory("cpu"))
+    assert got["target_tokens"].tolist() == [[-1], [-1]] and got["finite"].all() and memory.at_rest()
     banned = World(2, 1)
     banned.set(0, min_tokens=100, temperature=1.0)
     banned.stop_ids[0, :2] = torch.tensor([0, 1])

@@ -156,7 +156,7 @@ def test_sample_calls_and_refusals() -> None:
     (call,) = sample_kernels.sample(**good, workspace=memory)
     assert call.grid == (2, 4, 1)
     pairs, alone = sample_kernels.sample(**{**good, "best": None, "finite": None}, workspace=memory)
-    assert pairs.kernel.name == "row_pairs_5000_7f7fffff" and alone.arguments[13] is pairs.arguments[1]
+    assert pairs.kernel.name == "row_pairs_5000_7f7fffff" and alone.arguments[15] is pairs.arguments[1]
     for name, array in good.items():
         if name not in ("lengths", "target_tokens"):
             with pytest.raises(ShapeError, match=f"{name} must"):

@@ -9,7 +9,7 @@ from kernel_cases import Arrays, meant, poisoned
 from lowlat.kernels.reference import OPERATIONS
 from lowlat.kernels.reference.step.accept import FINISH_ERROR, FINISH_LENGTH, FINISH_STOP
 from lowlat.kernels.reference.step.publish import ACCEPTED, COMMITTED, FINISH, RECORD_WIDTH, SLOT
-from lowlat.kernels.reference.step.slot_record import DRAFT_LIMIT, MAX_LENGTH, NUM_INTS
+from lowlat.kernels.reference.step.slot_record import DRAFT_LIMIT, HAS_GRAMMAR, MAX_LENGTH, NUM_INTS
 from lowlat.speculators.tree.topology import TreeTopology
 
 TREE = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
@@ -150,6 +150,7 @@ def gather(topology: TreeTopology, bucket_rows: int, drafted: int, limit: int, r
     paths[1] = pad_paths(topology, width, count)
     arrays = {"slots": ints(1, -1), "lengths": ints(0, 5), "tokens": torch.full((2, 9), 3, dtype=torch.int32)}
     arrays |= {"drafts": drafts, "num_drafts": ints(0, drafted), "tree_masks": masks, "tree_paths": paths}
+    arrays["grammar_forced"] = torch.zeros_like(drafts)
     return meant("gather_rows", {**arrays, "slot_ints": record}, T=bucket_rows)
 
 
@@ -181,9 +182,44 @@ def test_rows_before_the_first_drafts_are_the_root_alone() -> None:
     record[:, MAX_LENGTH], record[:, DRAFT_LIMIT] = 50, 63
     arrays = {"slots": ints(0), "lengths": ints(2), "tokens": ints([6, 6, 6]), "drafts": zeros, "num_drafts": ints(0)}
     arrays |= {"tree_masks": zeros.long(), "tree_paths": zeros[None], "slot_ints": record}
+    arrays["grammar_forced"] = ints([3, 7, 8, 9])
     outs = meant("gather_rows", arrays, T=4)
     assert outs["paths"].tolist() == [[[0, -1, -1, -1]]]
     assert outs["row_tokens"].tolist() == [[6, -1, -1, -1]]
+    record[:, HAS_GRAMMAR] = 1
+    outs = meant("gather_rows", arrays, T=4)
+    assert outs["row_tokens"].tolist() == [[6, 7, 8, 9]] and outs["paths"].tolist() == [[[0, 1, 2, 3]]]
+    assert outs["row_masks"].tolist() == [[1, 3, 7, 15]] and outs["row_positions"].tolist() == [[1, 2, 3, 4]]
+
+
+@pytest.mark.parametrize(
+    ("forced", "expected"),
+    [
+        ((0,), (6, 3, 4, 5, 2)),  # the tree as it was drafted
+        ((1, 3), (6, 3, 4, 5, 2)),
+        ((2, 3, 2), (6, 3, 4, 5, 2)),
+        ((2, 3, 4), (6, 3, 4, -1, -1)),
+        ((3, 9, 9, 9), (6, 9, 9, -1, -1)),  # as many as a path has
+    ],
+    ids=str,
+)
+def test_what_a_grammar_forces_is_verified_unless_it_is_drafted_first(
+    forced: tuple[int, ...], expected: tuple[int, ...]
+) -> None:
+    topology = TreeTopology.from_choices(((0,), (1,), (2,), (0, 0)))
+    record = torch.zeros(1, NUM_INTS, dtype=torch.int64)
+    record[:, MAX_LENGTH], record[:, DRAFT_LIMIT], record[:, HAS_GRAMMAR] = 50, 63, 1
+    arrays = {"slots": ints(0), "lengths": ints(2), "tokens": ints([6, 6, 6]), "drafts": ints([-1, 3, 4, 5, 2])}
+    arrays |= {"num_drafts": ints(4), "tree_masks": torch.tensor([topology.packed_masks])}
+    arrays |= {"tree_paths": ints(*[[*path, -1][:3] for path in topology.paths])[None], "slot_ints": record}
+    arrays["grammar_forced"] = ints([*forced, *[0] * (5 - len(forced))])
+    outs = meant("gather_rows", arrays, T=5)
+    assert outs["row_tokens"].tolist() == [[*expected]]
+    live = sum(token >= 0 for token in expected)
+    assert outs["num_verified"].tolist() == [live - 1] and outs["verified_depth"].tolist() == [2]
+    if live < 5:
+        assert outs["paths"][0].tolist() == [[0, 1, 2], [0, -1, -1], [0, -1, -1]]  # of three leaves
+        assert outs["row_masks"].tolist() == [[1, 3, 7, 0, 0]]
 
 
 def test_head_rows_follow_the_commit() -> None:

@@ -9,7 +9,7 @@ from lowlat.errors import ConfigError
 from lowlat.tools.bench.results import Result, Row
 
 if TYPE_CHECKING:
-    from lowlat.tools.bench.report import StageProfile
+    from lowlat.tools.bench.report.pages import StageProfile
 
 __all__ = ["draw_plots", "draw_profile", "plain_svg"]
 

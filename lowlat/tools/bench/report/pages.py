@@ -9,7 +9,7 @@ import msgspec
 
 from lowlat.errors import ConfigError
 from lowlat.tools.bench.gates import GateRun, read_state
-from lowlat.tools.bench.plots import draw_plots, draw_profile
+from lowlat.tools.bench.report.plots import draw_plots, draw_profile
 from lowlat.tools.bench.results import Environment, Result, read_results
 
 __all__ = ["ReportPages", "Stage", "StageProfile", "Table", "make_report", "read_profiles", "write_pages"]

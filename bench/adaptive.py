@@ -1,0 +1,155 @@
+"""Chosen widths beside fixed ones: tokens/s of S = 0, 2, 3, 5, 7 and of widths that the device chooses, in one run.
+
+    python -m bench.adaptive --out adaptive.json                       the bundled pair on its prompts, by domain
+    python -m bench.adaptive --geometry llama-8b --accept-length 1,1.5,2,3,4 --context 4096 --out adaptive.json
+
+Of the bundled pair acceptance is real, greedy and at temperature 0.7; of a geometry weights are random and the tokens a
+step are imposed. S = 0 has no draft model loaded. Rows are added to a file that is there, in place of their like.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from bench.conditions import stamps_of, write_json
+from bench.subjects import DEMO, open_subject
+from lowlat import Runtime, SamplingParams
+from lowlat.tools.bench.scenarios import Case
+from lowlat.tools.bench.subject import Subject
+
+__all__ = ["main"]
+
+FIXED, MOST = (2, 3, 5, 7), 7
+AUTO = "auto"
+ACCEPT_LENGTHS = (1.0, 1.5, 2.0, 3.0, 4.0)
+Settings = Sequence[tuple[int | str, int | None]]  # S as it is named, and as the runtime is told it
+
+
+@dataclass(frozen=True)
+class Work:
+    """Requests that are decoded one after the other: prompts of a domain, or one of a length, at a temperature."""
+
+    domain: str
+    prompts: Sequence[str | Sequence[int]]
+    temperature: float
+    max_tokens: int
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, and write the rows."""
+    options = _options(arguments)
+    sizes = {"max_batch": 1, "max_context": options.context + 2 * options.max_tokens + 64, "prefix_reuse": False}
+    rows: list[dict[str, Any]] = []
+    lengths = [None] if options.geometry is None else options.accept_length
+    for length in lengths:
+        subject_of = open_subject({"device": options.device}, geometry=options.geometry, accept_length=length)
+        with subject_of as subject:
+            rows += _rows(subject, options, sizes, length)
+    known = json.loads(options.out.read_text())["rows"] if options.out.exists() else []
+    rows = [row for row in known if not any(_same(row, new) for new in rows)] + rows
+    write_json(options.out, {"rows": rows})
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--geometry", help="its shapes, with random weights; the bundled pair without it")
+    lengths = parser.add_argument(
+        "--accept-length", default=ACCEPT_LENGTHS, help="imposed tokens a step, of a geometry"
+    )
+    lengths.type = lambda text: tuple(float(part) for part in text.split(","))
+    parser.add_argument("--context", type=int, default=1024, help="tokens of a geometry's prompt")
+    parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--limit", type=int, default=8, help="prompts a domain")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--commit", default="", help="what is measured, where there is no git checkout to ask")
+    parser.add_argument("--out", type=Path, required=True)
+    return parser.parse_args(arguments)
+
+
+def _rows(
+    subject: Subject, options: argparse.Namespace, sizes: dict[str, Any], length: float | None
+) -> Iterator[dict[str, Any]]:
+    """The rows of a pair at one imposed acceptance, or at its own: one load for S = 0, for fixed S, for chosen ones."""
+    chosen = replace(subject, speculation={**(subject.speculation or {}), "adaptive_width": True})
+    loads: Sequence[tuple[Subject, int, Settings]] = (
+        (subject, 0, [(0, None)]),
+        (subject, MOST, [(depth, depth) for depth in FIXED]),
+        (chosen, MOST, [(AUTO, None)]),
+    )
+    baselines: dict[tuple[str, float], float] = {}
+    for part, depth, settings in loads:
+        with part.load(depth, **sizes) as runtime:
+            stamps = stamps_of(runtime.device_choice.device, options.commit)
+            for work in _works(subject, options):
+                for name, asked in settings:
+                    row = _row(runtime, work, name, asked, options.repeats)
+                    baselines.setdefault((work.domain, work.temperature), row["tokens_per_s"])
+                    row["tokens_per_s_without_drafts"] = baselines[work.domain, work.temperature]
+                    yield {
+                        "pair": options.geometry or "bundled",
+                        "simulated_accept_length": length,
+                        "context": options.context if options.geometry else None,
+                        **row,
+                        **stamps,
+                    }
+
+
+def _works(subject: Subject, options: argparse.Namespace) -> Iterator[Work]:
+    if options.geometry is not None:
+        prompts = subject.prompts.of(Case(options.context, 1, 0))
+        yield Work("random", prompts, 0.0, options.max_tokens)
+        return
+    for domain, prompts in json.loads((DEMO / "prompts.json").read_text(encoding="utf-8")).items():
+        for temperature in (0.0, 0.7):
+            yield Work(domain, prompts[: options.limit], temperature, options.max_tokens)
+
+
+def _row(runtime: Runtime, work: Work, name: int | str, asked: int | None, repeats: int) -> dict[str, Any]:
+    """A row: tokens/s over all requests, the median of the repeats behind one that is not timed."""
+    if asked is not None:
+        runtime.speculate(asked)
+    speeds, steps_ms, tokens, steps = [], [], 0, 0
+    widths: list[int] = []
+    for turn in range(repeats + 1):
+        before = runtime.summary().get("steps_by_width")
+        seconds, tokens, steps = 0.0, 0, 0
+        for prompt in work.prompts:
+            params = SamplingParams(
+                max_tokens=work.max_tokens, temperature=work.temperature, seed=1, ignore_eos=runtime.simulated
+            )
+            request = runtime.submit(prompt, params)
+            while runtime.busy:
+                runtime.step()
+            figures = runtime.metrics(request)
+            seconds += figures.decode_s or 0.0
+            tokens, steps = tokens + figures.decoded_tokens, steps + figures.num_steps
+        after = runtime.summary().get("steps_by_width")
+        widths = [] if after is None or before is None else [b - a for a, b in zip(before, after, strict=True)]
+        if turn:
+            speeds.append(tokens / seconds)
+            steps_ms.append(1000 * seconds / steps)
+    row = {
+        "domain": work.domain,
+        "temperature": work.temperature,
+        "num_speculative_tokens": name,
+        "tokens_a_step": round(tokens / steps, 3),
+        "ms_a_step": round(median(steps_ms), 4),
+        "tokens_per_s": round(median(speeds), 1),
+    }
+    if widths:
+        row["share_of_steps_by_width"] = [round(count / max(sum(widths), 1), 3) for count in widths]
+    return row
+
+
+def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    names = ("pair", "simulated_accept_length", "context", "domain", "temperature", "num_speculative_tokens")
+    return all(one[name] == other[name] for name in names)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""NVFP4: blocks of 16 four-bit floats (E2M1) that share an e4m3 scale, and a float32 factor for a row.
+
+A tensor's factor stands once for each row here: so matrices that are fused keep their own. The earlier number is in
+the low nibble. Source: NVIDIA's and compressed-tensors' exports, which store the factor or what scales were divided by.
+"""
+
+from types import MappingProxyType
+
+import torch
+
+from lowlat.kernels.formats.base import MatrixFormat, Parts, Specs, check_part
+from lowlat.kernels.formats.fp8 import decode_e4m3
+from lowlat.kernels.formats.int4 import unpack_nibbles
+from lowlat.kernels.formats.mxfp4 import MAGNITUDES
+
+__all__ = ["NVFP4"]
+
+BLOCK = 16
+
+
+class _Nvfp4(MatrixFormat):
+    """Codes `nvfp4` [..., N, K / 2], `nvfp4_scales` [..., N, K / 16], both uint8, `nvfp4_factors` [..., N, 1] float32.
+
+    A number is code times scale, which is exact, times the factor.
+    """
+
+    name = "nvfp4"
+    parts = MappingProxyType({"nvfp4": 2, "nvfp4_scales": 0, "nvfp4_factors": 0})
+    block = BLOCK
+
+    def specs(self, rows: int, columns: int, dtype: torch.dtype) -> Specs:
+        """See `MatrixFormat.specs`; the same in any compute dtype."""
+        self.check_columns(columns)
+        return {
+            "nvfp4": ((rows, columns // 2), torch.uint8),
+            "nvfp4_scales": ((rows, columns // BLOCK), torch.uint8),
+            "nvfp4_factors": ((rows, 1), torch.float32),
+        }
+
+    def shape(self, parts: Parts) -> tuple[int, ...]:
+        """See `MatrixFormat.shape`."""
+        *outer, half = parts["nvfp4"].shape
+        return (*outer, 2 * half)
+
+    def dequantise(self, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
+        """See `MatrixFormat.dequantise`."""
+        codes, scales, factors = parts["nvfp4"], parts["nvfp4_scales"], parts["nvfp4_factors"]
+        *outer, half = codes.shape
+        check_part("nvfp4_scales", scales, *outer, 2 * half // BLOCK)
+        check_part("nvfp4_factors", factors, *outer, 1)
+        table = torch.tensor([*MAGNITUDES, *(-m for m in MAGNITUDES)], dtype=torch.float32, device=codes.device)
+        values = table[unpack_nibbles(codes).int()].reshape(*scales.shape, BLOCK)
+        values *= decode_e4m3(scales)[..., None]
+        return values.flatten(-2).mul_(factors).to(dtype)
+
+
+NVFP4 = _Nvfp4()

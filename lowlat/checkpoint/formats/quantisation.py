@@ -1,0 +1,161 @@
+"""Which layers of a checkpoint are quantised, and how: the rules of its config, applied to plain recipes.
+
+Recipes are written for plain weights; those of layers that a rule names become recipes of its format's parts. It knows
+no family and no spelling of configs.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+import torch
+
+from lowlat.checkpoint.formats.linear import StoredLinear
+from lowlat.checkpoint.recipes import Piece, Recipe
+from lowlat.errors import ConfigError
+from lowlat.kernels.formats import MatrixFormat
+
+__all__ = ["Names", "Quantisation", "Rule", "part_recipes"]
+
+LAYER_CLASS = "Linear"
+PLAIN = ("embed", "router")  # canonical weights that no GEMM of a linear layer reads
+SUFFIX = ".weight"
+# tensors of quantised activations and caches, which stay bfloat16 here
+UNUSED = (
+    *("input_scale", "input_global_scale", "input_zero_point", "output_scale", "k_scale", "v_scale", "q_scale"),
+    *("k_zero_point", "v_zero_point"),
+)
+MAX_EXPRESSION, MAX_REPEATS = 256, 4
+PLAIN_EXPRESSION = re.compile(r"(?:[\w.^$|()\[\]?:-]|\\[.dw]|[*+])*")
+NESTED_REPEAT = re.compile(r"\)[*+?{]|[*+][*+]")
+
+
+@dataclass(frozen=True)
+class Names:
+    """Names of modules in a config: whole ones or parts between dots, `re:` expressions, wildcards, or "Linear".
+
+    whole  "Linear" names every linear layer
+    """
+
+    patterns: tuple[str, ...] = ()
+    whole: bool = False
+
+    @classmethod
+    def parse(cls, label: str, names: Iterable[str]) -> "Names":
+        """The names of a list. Raises ConfigError for expressions that could take for ever."""
+        names = tuple(names)
+        for name in names:
+            if name.startswith("re:"):
+                _check_expression(label, name)
+        return cls(tuple(name for name in names if name != LAYER_CLASS), LAYER_CLASS in names)
+
+    def match(self, module: str) -> bool:
+        """Whether a linear layer of this name is among them."""
+        return self.whole or any(_matches(pattern, module) for pattern in self.patterns)
+
+
+def _check_expression(label: str, name: str) -> None:
+    text = name.removeprefix("re:")
+    plain = len(text) <= MAX_EXPRESSION and PLAIN_EXPRESSION.fullmatch(text) and not NESTED_REPEAT.search(text)
+    if not plain or sum(map(text.count, "*+")) > MAX_REPEATS:
+        raise ConfigError(
+            f"{label}: the expression {name!r:.80} is not implemented: at most {MAX_REPEATS} plain repeats"
+        )
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise ConfigError(f"{label}: {name!r:.80} is no expression: {error}") from None
+
+
+def _matches(pattern: str, module: str) -> bool:
+    if pattern.startswith("re:"):
+        return re.match(pattern.removeprefix("re:"), module) is not None
+    if "*" in pattern or "?" in pattern:
+        return fnmatchcase(module, pattern) or fnmatchcase(module, f"{pattern}.*")
+    return f".{pattern}." in f".{module}."
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Layers that are stored in one layout."""
+
+    layers: Names
+    stored: StoredLinear
+
+
+@dataclass(frozen=True)
+class Quantisation:
+    """The quantised layers of a checkpoint.
+
+    label   of the config, for messages
+    rules   the first that names a layer holds
+    plain   layers that no rule holds for
+    """
+
+    label: str
+    rules: tuple[Rule, ...]
+    plain: Names = Names()
+
+    @property
+    def format_names(self) -> frozenset[str]:
+        """The formats of its layers, those of rules that name none included."""
+        return frozenset(rule.stored.packed.name for rule in self.rules)
+
+    def stored(self, module: str) -> StoredLinear | None:
+        """The layout of a linear layer; None for one that is plain."""
+        if self.plain.match(module):
+            return None
+        return next((rule.stored for rule in self.rules if rule.layers.match(module)), None)
+
+    def apply(self, recipes: Sequence[Recipe]) -> list[Recipe]:
+        """The recipes, those of quantised layers by part. Raises ConfigError for a layer that its format cannot hold,
+        and for fused layers of which some are stored otherwise than others."""
+        return [made for recipe in recipes for made in self._made(recipe)]
+
+    def _made(self, recipe: Recipe) -> list[Recipe]:
+        owner, _, part = recipe.weight.rpartition(".")
+        plain = part != "weight" or owner.rpartition(".")[2] in PLAIN or recipe.arrange != "rows"
+        if plain or any(len(piece.shape) != 2 or not piece.name.endswith(SUFFIX) for piece in recipe.pieces):
+            return [recipe]
+        modules = [piece.name.removesuffix(SUFFIX) for piece in recipe.pieces]
+        found = {module: self.stored(module) for module in modules}
+        stored, *others = found.values()
+        if any(other != stored for other in others):
+            shown = ", ".join(
+                f"{name}: {'plain' if each is None else each.packed.name}" for name, each in found.items()
+            )
+            raise ConfigError(f"{self.label}: layers that are multiplied at once must be stored alike, found {shown}")
+        if stored is None:
+            return [recipe]
+        columns = recipe.pieces[0].shape[1]
+        if columns % stored.packed.block:
+            raise ConfigError(
+                f"{self.label}: {modules[0]} has {columns} inputs; {stored.packed.name} needs a multiple of "
+                f"{stored.packed.block}"
+            )
+        pieces = [
+            stored.pieces(module, piece.shape[0], columns) for module, piece in zip(modules, recipe.pieces, strict=True)
+        ]
+        return part_recipes(owner, stored.packed, [*pieces], recipe.dtype)
+
+    def unused(self, names: Iterable[str]) -> set[str]:
+        """Stored tensors that say how activations and caches were quantised; these stay plain."""
+        return {name for name in names if name.rpartition(".")[2] in UNUSED}
+
+
+def part_recipes(
+    owner: str, packed: MatrixFormat, pieces: Sequence[dict[str, Piece]], dtype: torch.dtype
+) -> list[Recipe]:
+    """The recipe of every part of a matrix whose rows are those of some layers."""
+    dtypes = {part: each for part, (_, each) in packed.specs(1, packed.block, dtype).items()}
+    return [Recipe(f"{owner}.{part}", tuple(each[part] for each in pieces), dtypes[part]) for part in packed.parts]
+
+
+def renamed(piece: Piece, names: dict[str, str]) -> Piece:
+    """A piece by other names of tensors."""
+    conversion = piece.conversion
+    if conversion is not None:
+        beside = tuple(replace(each, name=names.get(each.name, each.name)) for each in conversion.beside)
+        conversion = replace(conversion, beside=beside)
+    return replace(piece, name=names.get(piece.name, piece.name), conversion=conversion)

@@ -1,0 +1,99 @@
+"""Parts that draft models of all methods share: weights of a layer, rows of accepted tokens, drafts put into nodes."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from lowlat.checkpoint.recipes import Piece, Recipe
+from lowlat.models.geometry import DraftConfig
+from lowlat.models.layers import Emitter
+from lowlat.models.program import Stage
+from lowlat.speculators.base import StepScope
+
+__all__ = ["BY_SLOT", "assign_drafts", "emit_accepted_rows", "layer_recipes", "one_piece"]
+
+BY_SLOT = {"slots": "slots", "block_table": "block_table"}
+
+
+def one_piece(weight: str, tensor: str, dtype: torch.dtype, *shape: int) -> Recipe:
+    """A canonical weight that is one stored tensor."""
+    return Recipe(weight, (Piece(tensor, shape),), dtype)
+
+
+def layer_recipes(
+    config: DraftConfig,
+    dtype: torch.dtype,
+    names: tuple[str, str],
+    *,
+    products: Sequence[str],
+    columns: int,
+    norms: Mapping[str, str],
+) -> list[Recipe]:
+    """The canonical weights of a decoder layer.
+
+    names     the beginnings of the canonical names, and of the stored ones
+    products  the projections that are made at once, each by its letters of q, k, v
+    columns   what they read
+    norms     canonical -> stored name of the norms before the attention
+    """
+    name, own = names
+    hidden, inner = config.hidden_size, config.intermediate_size
+    rows = {"q": config.query_size, "k": config.kv_size, "v": config.kv_size}
+
+    def one(weight: str, tensor: str, *shape: int) -> Recipe:
+        return one_piece(f"{name}.{weight}", f"{own}.{tensor}", dtype, *shape)
+
+    def projections(product: str, part: str, *width: int) -> Recipe:
+        pieces = tuple(Piece(f"{own}.self_attn.{each}_proj.{part}", (rows[each], *width)) for each in product)
+        return Recipe(f"{name}.{product}.{part}", pieces, dtype)
+
+    def gates(part: str, *width: int) -> Recipe:
+        pieces = tuple(Piece(f"{own}.mlp.{each}_proj.{part}", (inner, *width)) for each in ("gate", "up"))
+        return Recipe(f"{name}.gate_up.{part}", pieces, dtype)
+
+    made = [
+        *(one(f"{weight}.weight", f"{tensor}.weight", hidden) for weight, tensor in norms.items()),
+        *(projections(product, "weight", columns) for product in products),
+        one("o.weight", "self_attn.o_proj.weight", hidden, config.query_size),
+        one("ffn_norm.weight", "post_attention_layernorm.weight", hidden),
+        gates("weight", hidden),
+        one("down.weight", "mlp.down_proj.weight", hidden, inner),
+    ]
+    if config.qkv_bias:
+        made += [projections(product, "bias") for product in products]
+    if config.qk_norm:
+        made += [one(f"{part}_norm.weight", f"self_attn.{part}_norm.weight", config.head_dim) for part in "qk"]
+    if config.output_bias:
+        made.append(one("o.bias", "self_attn.o_proj.bias", hidden))
+    if config.mlp_bias:
+        made += [gates("bias"), one("down.bias", "mlp.down_proj.bias", hidden)]
+    return made
+
+
+def emit_accepted_rows(scope: StepScope) -> None:
+    """Lay out the rows of a step's accepted tokens for a draft model, in buffers `head.*`, see `draft_rows`."""
+    builder, batch, rows = scope.builder, scope.bucket.batch, scope.rows
+    outs = {
+        "tokens": builder.scratch("head.tokens", (batch, rows), torch.int32),
+        "positions": builder.scratch("head.positions", (batch, rows), torch.int32),
+        "row_live": builder.scratch("head.row_live", (batch, rows), torch.uint8),
+        "write_lens": builder.scratch("head.write_lens", (batch,), torch.int32),
+        "live_positions": builder.scratch("head.live_positions", (batch, 1), torch.int32),
+    }
+    names = ("accepted_tokens", "commit_lens", "draft_live", "dense_lens")
+    builder.emit("draft_rows", Stage.EAGLE_DRAFT_FC, reads=scope.reads(*names), writes=outs)
+
+
+def assign_drafts(
+    level: Emitter, top_tokens: str, children: Sequence[int], child_rows: Sequence[int], child_ranks: Sequence[int]
+) -> None:
+    """Put the likeliest tokens of a level's rows into the nodes `children` of `draft_nodes`.
+
+    child_rows, child_ranks  of each child, the row of its slot's in the level, and which of that row's tokens it takes
+    """
+    lists = {"children": children, "child_rows": child_rows, "child_ranks": child_ranks}
+    own = {
+        name: level.builder.constant(f"{level.rows.prefix}{name}", torch.tensor(list(values), dtype=torch.int32))
+        for name, values in lists.items()
+    }
+    level.emit("assign_drafts", {"top_tokens": top_tokens, **own}, {"draft_nodes": "draft_nodes"})

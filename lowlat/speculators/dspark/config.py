@@ -1,0 +1,56 @@
+"""DSpark draft models: config.json and tensor headers to geometry, in DeepSpec's layout and in speculators'.
+
+    layout       told by                 what is DSpark's own
+    deepspec     Qwen3DSparkModel        the top level; each row drafts the token after its own
+    speculators  speculators_model_type  the top level; so, unless `sample_from_anchor` is false
+
+DeepSpec's DFlash draft models are of this form, too, without a bias. It knows no weights.
+Source: deepseek-ai/DeepSpec, `modeling/dspark`, and vllm-project/speculators' `models/dspark`.
+"""
+
+from pathlib import Path
+
+from lowlat.checkpoint.fields import Fields
+from lowlat.errors import ConfigError
+from lowlat.models.geometry import DraftConfig, DsparkHeads, ModelConfig
+from lowlat.speculators.dflash.config import BlockFile, BlockKind, parse_block_model
+from lowlat.speculators.eagle3.tensors import DraftTensors
+
+__all__ = ["DEEPSPEC", "parse_dspark"]
+
+DEEPSPEC = "Qwen3DSparkModel"
+MAX_RANK = 4096
+
+
+def _deepspec_file(fields: Fields) -> BlockFile:
+    if DEEPSPEC not in (fields.optional_strings("architectures", max_count=16) or ()):
+        raise ConfigError(f"{fields.label}: architectures do not name {DEEPSPEC}: this is no DSpark draft model")
+    return BlockFile(fields, fields, fields, "deepspec")
+
+
+def _heads(file: BlockFile) -> DsparkHeads:
+    """The Markov head and the confidence head. Raises ConfigError for one that is not implemented."""
+    own, published = file.own, file.layout == "speculators"
+    rank = own.integer("markov_rank", 0, MAX_RANK, 256 if published else None)
+    own.refuse_unless("markov_head_type", ("vanilla", "gated"), "a bias by the token before alone")
+    kind = own.optional_string("markov_head_type")
+    if rank and kind is None and not published:
+        raise ConfigError(f"{own.label}: markov_head_type is missing; a Markov head of rank {rank} needs it")
+    sure = own.boolean("enable_confidence_head", published)
+    reads = own.boolean("confidence_head_with_markov", published and rank > 0)
+    if sure and reads and not rank:
+        raise ConfigError(f"{own.label}: confidence_head_with_markov is true, but markov_rank is 0")
+    return DsparkHeads(rank, bool(rank) and kind == "gated", sure, sure and reads)
+
+
+DSPARK = BlockKind("dspark", "DSpark", (DEEPSPEC, "DSparkSpeculator"), _deepspec_file, _heads, True)
+
+
+def parse_dspark(
+    directory: Path, target: ModelConfig, capture_layers: tuple[int, ...] | None
+) -> tuple[DraftConfig, DraftTensors]:
+    """A DSpark draft model's geometry, and its tensors; see `parse_block_model`.
+
+    Raises ConfigError, also for a Markov head with a state of its own (rnn).
+    """
+    return parse_block_model(directory, target, capture_layers, DSPARK)

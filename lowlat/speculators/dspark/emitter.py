@@ -1,0 +1,97 @@
+"""The choice of DSpark's drafts, level by level, behind DFlash's block. Source: DSpark, arXiv 2607.05147.
+
+The logits of a row know no draft. To those of the row of a depth comes a bias by the token that was drafted before:
+W2 W1[token], of low rank; where the head is gated, W1[token] is scaled by a sigmoid of the row's state and that vector.
+A tree's nodes each have the bias of their parent's token. The likeliest tokens of a level are the parents of the next.
+"""
+
+import torch
+
+from lowlat.models.geometry import DsparkHeads
+from lowlat.models.layers import Emitter, Rows
+from lowlat.models.program import Stage
+from lowlat.speculators.base import StepScope
+from lowlat.speculators.dflash.emitter import DflashEmitter
+from lowlat.speculators.draft_parts import assign_drafts
+
+__all__ = ["CONFIDENCE", "DsparkEmitter"]
+
+CONFIDENCE = "draft_confidence"
+MARKOV = "head.markov"
+
+
+class DsparkEmitter(DflashEmitter):
+    """Appends a DSpark draft model's operations to a program. Shapes: B slots, R rows of a block, W parents a level."""
+
+    def emit_choice(self, scope: StepScope, level: Emitter, tokens: str, normed: str, logits: str) -> None:
+        """One level of the tree after another, each by the tokens of the level above."""
+        heads = self.draft.dspark
+        if heads is None:
+            raise ValueError("a DSpark draft model has its heads")
+        if not heads.markov_rank:
+            super().emit_choice(scope, level, tokens, normed, logits)
+            if heads.confidence:
+                for depth in range(scope.topology.depth):
+                    self._emit_confidence(level, normed, None, depth)
+            return
+        gate = ""
+        if heads.markov_gated:
+            gate = level.linear(normed, f"{MARKOV}.state_gate", heads.markov_rank, "state_gate", bias=True)
+        for depth in range(scope.topology.depth):
+            parents, known = self._emit_parents(scope, tokens, depth, heads)
+            if heads.confidence:
+                self._emit_confidence(parents, normed, known if heads.confidence_markov else None, depth)
+            self._emit_level(scope, parents, self._gated(parents, known, gate, depth), logits, depth)
+
+    def _emit_parents(self, scope: StepScope, tokens: str, depth: int, heads: DsparkHeads) -> tuple[Emitter, str]:
+        """The rows of a level, one for each node with children: an emitter, and their tokens' vectors [B * W, r]."""
+        topology, batch, prefix = scope.topology, scope.bucket.batch, f"draft.0.level.{depth}."
+        nodes = [branch.node for branch in topology.levels[depth]]
+        parents = self.builder.scratch(f"{prefix}tokens", (batch, len(nodes)), torch.int32)
+        live = self.builder.scratch(f"{prefix}row_live", (batch, len(nodes)), torch.uint8)
+        rows = Rows(prefix, batch * len(nodes), live, "", {}, {})
+        level = Emitter(self.builder, rows, self.dtype, Stage.EAGLE_DRAFT_LM_HEAD)
+        level.emit(
+            "parent_tokens",
+            {
+                "tokens": tokens,
+                **({"draft_nodes": "draft_nodes"} if depth else {}),
+                "nodes": self.builder.constant(f"{prefix}nodes", torch.tensor(nodes, dtype=torch.int32)),
+            },
+            {"parents": parents, "row_live": live},
+        )
+        return level, level.embed(parents, f"{MARKOV}.tokens.weight", heads.markov_rank, "known")
+
+    def _gated(self, level: Emitter, known: str, gate: str, depth: int) -> str:
+        """What the bias is made of: the tokens' vectors, gated where there is a gate."""
+        if not gate:
+            return known
+        width = self.builder.spec(known).shape[1]
+        product = level.linear(known, f"{MARKOV}.token_gate", width, "token_gate")
+        gated = level.scratch("gated", level.rows.count, width)
+        reads = {"x": known, "token_gate": product, "state_gate": gate, **level.live()}
+        level.emit("markov_gate", reads, {"out": gated}, row=depth + self.first_row)
+        return gated
+
+    def _emit_level(self, scope: StepScope, level: Emitter, latent: str, logits: str, depth: int) -> None:
+        """The logits of a level's parents, and the tokens of their children."""
+        topology = scope.topology
+        bias = level.linear(latent, f"{MARKOV}.bias", self.draft.draft_vocab_size, "bias")
+        biased = level.scratch("logits", level.rows.count, self.draft.draft_vocab_size, dtype=torch.float32)
+        reads = {"logits": logits, "bias": bias, **level.live()}
+        level.emit("bias_rows", reads, {"out": biased}, row=depth + self.first_row)
+        drafted = self.emit_ranks(level, biased, topology.max_rank_by_level[depth] + 1)
+        children = [(child, row) for row, each in enumerate(topology.levels[depth]) for child in each.children]
+        nodes, rows = [child for child, _ in children], [row for _, row in children]
+        assign_drafts(level, drafted, nodes, rows, [topology.ranks[child] for child in nodes])
+
+    def _emit_confidence(self, level: Emitter, normed: str, known: str | None, depth: int) -> None:
+        """The probability that the draft of a depth is accepted, behind the level's first parent's token."""
+        level.emit(
+            "draft_confidence",
+            {"hidden": normed, "slots": "slots", **({} if known is None else {"known": known})},
+            {"confidence": CONFIDENCE},
+            weights={"weight": "head.confidence.weight", "bias": "head.confidence.bias"},
+            row=depth + self.first_row,
+            place=depth,
+        )

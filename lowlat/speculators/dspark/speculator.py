@@ -1,0 +1,78 @@
+"""The speculator of method "dspark": a block filled in one pass, its drafts chosen one after another.
+
+Source: DSpark, DeepSeek, arXiv 2607.05147; deepseek-ai/DeepSpec and vllm-project/speculators, `models/dspark`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+
+from lowlat.graphs import BufferSpec, Role
+from lowlat.models.geometry import DsparkHeads, ModelConfig
+from lowlat.options.config import SpeculativeConfig
+from lowlat.speculators.base import LoadedSpeculator, Scope, StateSizes, draft_model_of
+from lowlat.speculators.dflash.speculator import DflashSpeculator, check_depth
+from lowlat.speculators.dspark.config import parse_dspark
+from lowlat.speculators.dspark.emitter import CONFIDENCE, DsparkEmitter
+from lowlat.speculators.dspark.weights import dspark_weight_plan, load_dspark
+
+__all__ = ["DsparkSpeculator"]
+
+
+@dataclass(frozen=True)
+class DsparkSpeculator(DflashSpeculator):
+    """Drafts with a DSpark model; prefill, context and block are DFlash's."""
+
+    method: ClassVar[str] = "dspark"
+
+    @classmethod
+    def plan(cls, options: SpeculativeConfig, target: ModelConfig) -> Self:
+        """The geometry alone, from the checkpoint's config and headers. Raises ConfigError."""
+        config, _ = parse_dspark(Path(draft_model_of(options)), target, options.capture_layers)
+        check_depth(config, options)
+        return cls(config)
+
+    @classmethod
+    def load(cls, options: SpeculativeConfig, target: ModelConfig) -> LoadedSpeculator:
+        """The draft model with its weights. Raises ConfigError."""
+        found = load_dspark(draft_model_of(options), target, capture_layers=options.capture_layers)
+        check_depth(found.config, options)
+        return LoadedSpeculator(cls(found.config), found.weights, found.directory, found.notes)
+
+    @property
+    def heads(self) -> DsparkHeads:
+        """What stands behind the block's rows."""
+        if self.config.dspark is None:
+            raise ValueError("a DSpark draft model has its heads")
+        return self.config.dspark
+
+    def state_specs(self, sizes: StateSizes) -> list[BufferSpec]:
+        """DFlash's, and by slot the probability, for each draft, that it is accepted if those before it are."""
+        specs = super().state_specs(sizes)
+        if self.heads.confidence:
+            shape = (sizes.max_batch, self.config.block_size or 1)
+            specs.append(BufferSpec(CONFIDENCE, shape, torch.float32, Role.STATE))
+        return specs
+
+    def weight_plan(self, dtype: str) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+        """DFlash's, and those of the Markov head and the confidence head."""
+        return dspark_weight_plan(self.config, dtype)
+
+    def report(self) -> dict[str, Any]:
+        """DFlash's, the rank and kind of the Markov head, and whether drafts have confidences."""
+        kind = "gated" if self.heads.markov_gated else "vanilla"
+        return {
+            **super().report(),
+            "markov_rank": self.heads.markov_rank,
+            "markov_head": kind if self.heads.markov_rank else None,
+            "confidence_head": self.heads.confidence,
+        }
+
+    def emitter(self, scope: Scope) -> DsparkEmitter:
+        """The part that appends the draft model's operations."""
+        if scope.tables is None:
+            raise ValueError("a DSpark draft model needs the tables of its RoPE")
+        return DsparkEmitter(scope, self.config, scope.tables)

@@ -1,0 +1,77 @@
+"""DSpark draft models: canonical weights. It knows names and shapes, and no layout of configs.
+
+A gate's projection reads a row's state beside a token's vector; it is kept in two, since the state's part is known for
+all rows before the first token is drafted.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+
+from lowlat.checkpoint.recipes import Recipe
+from lowlat.models.geometry import DraftConfig, ModelConfig
+from lowlat.models.layers import TORCH_DTYPES
+from lowlat.speculators.dflash.weights import dflash_recipes, dflash_weight_plan, load_block_model
+from lowlat.speculators.draft_parts import one_piece
+from lowlat.speculators.dspark.config import parse_dspark
+from lowlat.speculators.eagle3.weights import LoadedDraftModel
+
+__all__ = ["dspark_weight_plan", "load_dspark"]
+
+GATE, STATE_GATE, TOKEN_GATE = (f"head.markov.{name}.weight" for name in ("gate", "state_gate", "token_gate"))
+CONFIDENCE = "head.confidence.weight"
+
+
+def _head_recipes(config: DraftConfig, dtype: torch.dtype) -> list[Recipe]:
+    """What stands behind the block's rows, as it is stored."""
+    heads, hidden = config.dspark, config.hidden_size
+    if heads is None:
+        raise ValueError("a DSpark draft model has its heads")
+    rank, made = heads.markov_rank, list[Recipe]()
+    if rank:
+        stored = "markov_head.markov_"
+        made.append(one_piece("head.markov.tokens.weight", f"{stored}w1.weight", dtype, config.vocab_size, rank))
+        made.append(one_piece("head.markov.bias.weight", f"{stored}w2.weight", dtype, config.draft_vocab_size, rank))
+    if heads.markov_gated:
+        made.append(one_piece(GATE, "markov_head.gate_proj.weight", dtype, rank, hidden + rank))
+        made.append(one_piece("head.markov.state_gate.bias", "markov_head.gate_proj.bias", dtype, rank))
+    if heads.confidence:
+        width = hidden + (rank if heads.confidence_markov else 0)
+        made.append(one_piece(CONFIDENCE, "confidence_head.proj.weight", dtype, 1, width))
+        made.append(one_piece("head.confidence.bias", "confidence_head.proj.bias", dtype, 1))
+    return made
+
+
+def dspark_weight_plan(config: DraftConfig, dtype: str) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Canonical name -> (shape, dtype) of every weight of a draft model's own, in a compute dtype."""
+    own = {recipe.weight: (recipe.shape, recipe.dtype) for recipe in _head_recipes(config, TORCH_DTYPES[dtype])}
+    if GATE in own:
+        (rank, both), stored = own.pop(GATE)
+        own |= {STATE_GATE: ((rank, both - rank), stored), TOKEN_GATE: ((rank, rank), stored)}
+    if CONFIDENCE in own:
+        own[CONFIDENCE] = (own[CONFIDENCE][0][1:], own[CONFIDENCE][1])
+    return MappingProxyType({**dflash_weight_plan(config, dtype), **own})
+
+
+def load_dspark(
+    directory: str | Path, target: ModelConfig, *, capture_layers: tuple[int, ...] | None = None
+) -> LoadedDraftModel:
+    """Load a DSpark draft model in its target's dtype: geometry, and weights by canonical name, on the CPU.
+
+    capture_layers, boundaries, overrides what the config says. Raises ConfigError naming file, tensor, expected and
+    found.
+    """
+    config, tensors = parse_dspark(Path(directory), target, capture_layers)
+    dtype = TORCH_DTYPES[target.dtype]
+    found = load_block_model(config, tensors, [*dflash_recipes(config, dtype), *_head_recipes(config, dtype)])
+    weights = dict(found.weights)
+    if GATE in weights:
+        both = weights.pop(GATE)
+        weights[STATE_GATE] = both[:, : config.hidden_size].contiguous()
+        weights[TOKEN_GATE] = both[:, config.hidden_size :].contiguous()
+    if CONFIDENCE in weights:
+        weights[CONFIDENCE] = weights[CONFIDENCE].reshape(-1)
+    return replace(found, weights=weights)

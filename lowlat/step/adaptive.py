@@ -1,0 +1,118 @@
+"""Steps whose width is chosen on the device: an opening that chooses, and a body for each width.
+
+A body drafts first, then verifies, accepts, commits and publishes: so a step's width is that of its drafts and of its
+rows, and what is chosen needs one choice a step. The draft model runs over the positions committed since it last ran,
+whose features wait in state; a body of width zero runs it not at all but when too many wait. Where a prompt's first
+token is chosen, nothing is drafted.
+"""
+
+import torch
+
+from lowlat.graphs import Bucket
+from lowlat.models.program import Program, Stage
+from lowlat.speculators.base import WaitedRows
+from lowlat.speculators.tree.topology import TreeTopology
+from lowlat.step.decode import StepBuilder
+from lowlat.step.state import StepGeometry, waiting_boundaries
+
+__all__ = ["build_adaptive"]
+
+POLICY = ("width_odds", "width_seen", "width_policy")
+
+
+def build_adaptive(geometry: StepGeometry, bucket: Bucket) -> Program:
+    """The Program of a bucket where widths are chosen: an opening, a body, or that of a prompt's first token."""
+    if bucket.chooses:
+        return _Opening(geometry, bucket, TreeTopology.chain(0)).build()
+    return _Body(geometry, bucket, TreeTopology.chain(bucket.num_speculative_tokens)).build()
+
+
+class _Opening(StepBuilder):
+    """The host's commands, and the choice of the width."""
+
+    def build(self) -> Program:
+        """All operations, checked and frozen."""
+        self._apply_commands()
+        names = ("active", "lengths", "extended", "slot_ints", "width_bounds", "width_costs")
+        written = (*POLICY, "width_choice")
+        self.builder.emit(
+            "choose_width",
+            Stage.ACTIVE_SLOTS,
+            reads={name: name for name in names},
+            writes={name: name for name in written},
+            row=self.batch - 1,
+            most_waiting=self.geometry.num_waiting if waiting_boundaries(self.geometry) else 0,
+        )
+        return self.builder.build()
+
+
+class _Body(StepBuilder):
+    """A step of one width."""
+
+    def build(self) -> Program:
+        """All stages, checked and frozen."""
+        if self.bucket.prefilled:
+            self._active_slots()
+        else:
+            self._list_slots()
+            self._draft_waiting()
+        self._gather_rows()
+        boundaries = self._target()
+        self._accept()
+        self._commit()
+        self._publish()
+        self._keep(boundaries)
+        return self.builder.build()
+
+    def _draft_waiting(self) -> None:
+        """The draft model over the positions that wait, and the drafts of this step."""
+        geometry, speculator, depth = self.geometry, self.geometry.speculator, self.bucket.num_speculative_tokens
+        if speculator is None or not (depth or self.bucket.extends):
+            return
+        scope = self._scope([], self._waited(geometry.num_waiting if self.bucket.extends else geometry.max_rows))
+        extended = speculator.emit_extend(scope)
+        if depth:
+            self._hand_over(scope, speculator.emit_draft(scope, extended))
+
+    def _waited(self, count: int) -> WaitedRows:
+        batch, geometry = self.batch, self.geometry
+        self.builder.constant("waited.offsets", torch.arange(count, dtype=torch.int32))
+        outs = {
+            "waiting_tokens": self._ints("waited.tokens", batch, count),
+            "counts": self._ints("waited.counts", batch),
+            "firsts": self._ints("waited.firsts", batch),
+            "draft_live": self._ints("waited.live", batch, dtype=torch.uint8),
+            "draft_lens": self._ints("waited.lens", batch),
+            "extended": "extended",
+        }
+        reads = {name: name for name in ("slots", "lengths", "tokens")}
+        self.builder.emit("waiting_rows", Stage.EAGLE_DRAFT_FC, reads=reads, writes=outs)
+        names = {
+            "accepted_tokens": outs["waiting_tokens"],
+            "commit_lens": outs["counts"],
+            "dense_lens": outs["firsts"],
+            "draft_live": outs["draft_live"],
+            "draft_lens": outs["draft_lens"],
+        }
+        features = None
+        if waiting_boundaries(geometry):
+            kept = self.builder.spec("waiting_features").shape
+            features = self.builder.scratch("waited.features", (batch * count, kept[2]), geometry.dtype)
+            reads = {"waiting_features": "waiting_features", "slots": "slots"}
+            reads |= {name: outs[name] for name in ("firsts", "counts")}
+            self.builder.emit("take_features", Stage.EAGLE_DRAFT_FC, reads=reads, writes={"out": features})
+        return WaitedRows(count, features, names)
+
+    def _keep(self, boundaries: list[str]) -> None:
+        """The features of what was committed, which wait from now on."""
+        captured, prefilled = waiting_boundaries(self.geometry), self.bucket.prefilled
+        if captured:
+            names = [f"prefilled_source.{each}" if prefilled else boundaries[each] for each in captured]
+            reads = {name: name for name in ("accepted_nodes", "commit_lens", "dense_lens", "slots")}
+            reads |= {f"source{number}": name for number, name in enumerate(names)}
+            writes = {"waiting_features": "waiting_features"}
+            self.builder.emit("keep_features", Stage.EAGLE_TAIL_COMMIT, reads=reads, writes=writes)
+        if prefilled:
+            reads = {name: name for name in ("slots", "lengths", "draft_live")}
+            writes = {name: name for name in ("extended", *POLICY)}
+            self.builder.emit("join_widths", Stage.EAGLE_TAIL_COMMIT, reads=reads, writes=writes)

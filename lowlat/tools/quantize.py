@@ -1,0 +1,155 @@
+"""A quantised checkpoint of a plain one: linear layers rounded to nearest, written as compressed-tensors has them.
+
+FP8 becomes `float-quantized` with a scale for each row, INT4 `pack-quantized` in groups of 128: any engine that reads
+compressed-tensors reads them. Weights are taken and written a file at a time.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from lowlat.checkpoint.json_file import read_object
+from lowlat.checkpoint.quantising import Quantiser
+from lowlat.checkpoint.tensors import INDEX_FILE, SINGLE_FILE, Checkpoint
+from lowlat.errors import ConfigError
+from lowlat.models.geometry import ModelConfig
+from lowlat.models.target import open_target, rounding, target_recipes
+
+__all__ = ["Written", "quantise_checkpoint"]
+
+SHARD_BYTES = 2 << 30
+MAX_COPIED_BYTES = 64 << 20
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+SUFFIX = ".weight"
+LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "fp8": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}),
+    "int4": ("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}),
+}
+
+
+@dataclass(frozen=True)
+class Written:
+    """What was written: the directory, how many layers were rounded, and bytes of all tensors before and after."""
+
+    directory: Path
+    layers: int
+    old_bytes: int
+    new_bytes: int
+
+
+def quantise_checkpoint(directory: Path, out: Path, quantiser: Quantiser) -> Written:
+    """Write a target's directory with its linear layers quantised, in the dtype in which it is stored.
+
+    Embeddings, norms, routers and experts stay as they are, and so does a tied LM head. Raises ConfigError for a target
+    that does not run, is quantised already or has layers that the format cannot hold, and where `out` exists.
+    """
+    if out.exists():
+        raise ConfigError(f"{out} exists; name a directory that does not")
+    target = open_target(directory)
+    rounding(target.config, quantiser, str(directory))
+    if target.config.experts is not None:
+        raise ConfigError(f"{directory}: writing a mixture of experts in {quantiser.kind} is not implemented")
+    layers = _layers(target.config, quantiser)
+    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
+    try:
+        partial.mkdir(parents=True)
+        _copy_beside(directory, partial)
+        sizes = _write_shards(target.weights.checkpoint, partial, quantiser, layers)
+        config = read_object(directory / "config.json")
+        plain = [] if quantiser.lm_head and not target.config.tie_embeddings else ["lm_head"]
+        config["quantization_config"] = _quantization_config(quantiser, plain)
+        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        open_target(partial)
+        partial.replace(out)
+    except OSError as error:
+        raise ConfigError(f"{out}: cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return Written(out, len(layers), *sizes)
+
+
+def _layers(config: ModelConfig, quantiser: Quantiser) -> frozenset[str]:
+    """Stored names of the matrices that are rounded. Raises ConfigError for one that the format cannot hold."""
+    names: set[str] = set()
+    for recipe in target_recipes(config):
+        if quantiser.takes(recipe.weight):
+            quantiser.specs(recipe.weight, (recipe.shape[0], recipe.shape[1]))
+            names.update(piece.name for piece in recipe.pieces)
+    return frozenset(names)
+
+
+def _copy_beside(directory: Path, partial: Path) -> None:
+    """The tokenizer and whatever else is small."""
+    for path in sorted(directory.iterdir()):
+        small = path.is_file() and path.stat().st_size <= MAX_COPIED_BYTES
+        if small and path.name != "config.json" and not path.name.endswith(WEIGHT_SUFFIXES):
+            shutil.copyfile(path, partial / path.name)
+
+
+def _quantization_config(quantiser: Quantiser, plain: list[str]) -> dict[str, Any]:
+    layout, asked = LAYOUTS[quantiser.kind]
+    weights = {**asked, "symmetric": True, "dynamic": False}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": plain,
+        "kv_cache_scheme": None,
+    }
+
+
+def _stored(checkpoint: Checkpoint, quantiser: Quantiser, layers: frozenset[str]) -> Iterator[dict[str, torch.Tensor]]:
+    """The tensors of the new checkpoint, those of a layer together."""
+    for entry, tensor in checkpoint.read(list(checkpoint.entries)):
+        if entry.name not in layers:
+            yield {entry.name: tensor}
+            continue
+        owner = entry.name.removesuffix(SUFFIX)
+        parts = {name.rpartition(".")[2]: each for name, each in quantiser.parts(entry.name, tensor).items()}
+        if quantiser.kind == "fp8":
+            yield {entry.name: parts["fp8"].view(torch.float8_e4m3fn), f"{owner}.weight_scale": parts["fp8_scales"]}
+        else:
+            yield {
+                f"{owner}.weight_packed": parts["int4"].view(torch.int32),
+                f"{owner}.weight_scale": parts["int4_scales"],
+                f"{owner}.weight_shape": torch.tensor(tensor.shape),
+            }
+
+
+def _write_shards(
+    checkpoint: Checkpoint, partial: Path, quantiser: Quantiser, layers: frozenset[str]
+) -> tuple[int, int]:
+    """Write the tensors in files of some gigabytes, with an index where there are several; bytes before and after."""
+    shards: list[dict[str, int]] = []
+    waiting: dict[str, torch.Tensor] = {}
+
+    def write() -> None:
+        path = partial / f"model-{len(shards) + 1:05d}.safetensors"
+        save_file(waiting, path, metadata={"format": "pt"})
+        path.chmod(0o644)  # the library makes it its owner's alone
+        shards.append({name: tensor.nbytes for name, tensor in waiting.items()})
+        waiting.clear()
+
+    for made in _stored(checkpoint, quantiser, layers):
+        waiting.update(made)
+        if sum(tensor.nbytes for tensor in waiting.values()) >= SHARD_BYTES:
+            write()
+    if waiting:
+        write()
+    total = sum(sum(shard.values()) for shard in shards)
+    if len(shards) == 1:
+        (partial / "model-00001.safetensors").rename(partial / SINGLE_FILE)
+    else:
+        files = {name: f"model-{place + 1:05d}.safetensors" for place, shard in enumerate(shards) for name in shard}
+        index = {"metadata": {"total_size": total}, "weight_map": files}
+        (partial / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return sum(entry.num_bytes for entry in checkpoint.entries.values()), total

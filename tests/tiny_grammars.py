@@ -1,0 +1,102 @@
+"""Grammars over token ids for tests: deterministic automata that implement `GrammarState`."""
+
+import random
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from lowlat import Runtime, SamplingParams
+from lowlat.errors import RequestError
+from lowlat.text.grammar.state import GrammarState
+
+Edges = Mapping[int, Mapping[int, int]]  # by state: the next state by token
+
+
+class Automaton:
+    """A request's place in an automaton; a state without edges is the end, where the end ids alone may follow.
+
+    `num_filled` counts rows, `asked` keeps the tokens of every call of `fill`.
+    """
+
+    def __init__(self, edges: Edges, end_ids: Sequence[int] = (), start: int = 0) -> None:
+        self.edges, self.end_ids, self.state = edges, tuple(end_ids), start
+        self.taken: list[int] = []
+        self.asked: list[tuple[int, ...]] = []
+
+    def fill(self, tokens: Sequence[int], parents: Sequence[int], masks: np.ndarray) -> None:
+        """See `GrammarState`."""
+        assert len(tokens) == len(parents) == len(masks)
+        assert parents[0] == -1
+        self.asked.append(tuple(tokens))
+        states: list[int | None] = []
+        masks[:] = 0
+        for row, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+            assert -1 <= parent < row or row == 0
+            above = self.state if row == 0 else states[parent]
+            states.append(above if row == 0 or above is None else self._next(above, token))
+            here = states[row]
+            if here is None:
+                masks[row] = -1
+                continue
+            words = masks[row].view(np.uint32)
+            for allowed in self.edges.get(here) or self.end_ids:
+                words[allowed >> 5] |= np.uint32(1 << (allowed & 31))
+
+    def _next(self, state: int, token: int) -> int | None:
+        if not self.edges.get(state):
+            return state if token in self.end_ids else None
+        return self.edges[state].get(token)
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """See `GrammarState`."""
+        for token in tokens:
+            following = self._next(self.state, token)
+            if following is None:
+                raise RequestError(f"the grammar forbids token {token} after {self.taken}")
+            self.state = following
+            self.taken.append(token)
+
+    @property
+    def active(self) -> bool:
+        """Always."""
+        return True
+
+    @property
+    def terminated(self) -> bool:
+        """Whether it is at an end."""
+        return not self.edges.get(self.state)
+
+    def forced(self, limit: int) -> list[int]:
+        """The only tokens that may follow, until there is a choice."""
+        found: list[int] = []
+        state = self.state
+        while len(found) < limit and len(self.edges.get(state, ())) == 1:
+            token, state = next(iter(self.edges[state].items()))
+            found.append(token)
+        return found
+
+
+def random_edges(seed: int, vocab_size: int, num_states: int = 12, most: int = 9, forced: float = 0.3) -> Edges:
+    """An automaton without an end: some states allow one token, others up to `most`."""
+    source = random.Random(seed)
+    edges: dict[int, dict[int, int]] = {}
+    for state in range(num_states):
+        count = 1 if source.random() < forced else source.randint(2, most)
+        edges[state] = {token: source.randrange(num_states) for token in source.sample(range(vocab_size), count)}
+    return edges
+
+
+def accepts(edges: Edges, tokens: Sequence[int], end_ids: Sequence[int] = ()) -> bool:
+    """Whether an automaton allows these tokens from its start on."""
+    try:
+        Automaton(edges, end_ids).advance(tokens)
+    except RequestError:
+        return False
+    return True
+
+
+def submit_with(runtime: Runtime, grammar: GrammarState, prompt: Sequence[int], sampling: SamplingParams) -> str:
+    """Submit a request whose tokens a grammar restricts."""
+    name: str = runtime.submit(prompt, sampling)
+    runtime._sessions[name].grammar = grammar
+    return name

@@ -1,0 +1,145 @@
+"""Quantised targets run: logits of the numbers that they hold, the same bits with drafts; and rounding at load."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from quantised_layers import LAYOUTS, quantise_target
+from recording import Depth, Recorder, prompt_of, run_all
+from safetensors.torch import load_file
+from stages import staged
+from tiny_models import copying_draft_model, make_target, transformers_logits
+
+from lowlat import Runtime, SamplingParams, SpeculativeConfig
+from lowlat.cli import cli
+from lowlat.errors import ConfigError
+from lowlat.executors.make import uncovered
+from lowlat.host.memory.plan import memory_need
+from lowlat.kernels.formats import dequantised
+from lowlat.kernels.formats.fp8 import quantise_fp8
+from lowlat.kernels.formats.int4 import quantise_int4
+from lowlat.models.target import load_target, read_model_config
+from lowlat.models.weight_plan import weight_plan
+
+SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "num_hidden_layers": 2}
+WIDE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_hidden_layers": 2}
+OPTIONS: dict[str, Any] = {"max_batch": 2, "max_context": 96, "block_size": 4, "prefill_chunk": 8} | {
+    "device": "cpu",
+    "dtype": "float32",
+}
+Trace = tuple[list[int], torch.Tensor]
+
+
+def traced(runtime: Runtime, prompt: list[int], params: SamplingParams, depth: Depth = None) -> Trace:
+    """A request's tokens, and the logits that each was drawn from."""
+    recorder = Recorder(runtime)
+    name = recorder.submit(prompt, params)
+    tokens = run_all(runtime, depth)[name]
+    recorder.stop()
+    return tokens, torch.stack([recorder.logits[name][len(prompt) + k] for k in range(len(tokens))])
+
+
+@pytest.mark.parametrize("layout", staged(LAYOUTS, first=["fp8-block", "w4a16-zeros", "nvfp4", "gptq-v1"]))
+def test_logits_are_those_of_the_dequantised_model(layout: str, tmp_path: Path) -> None:
+    model = make_target(tmp_path, "llama", **SIZES)
+    quantise_target(tmp_path, layout, model)
+    prompt = prompt_of(21)
+    with Runtime.load(tmp_path, **OPTIONS) as runtime:
+        tokens, found = traced(runtime, prompt, SamplingParams(max_tokens=16))
+    expected = transformers_logits(model, prompt + tokens)[len(prompt) - 1 : -1]
+    assert tokens == expected.argmax(-1).tolist()
+    assert ((found - expected).abs() / expected.abs().amax(-1, keepdim=True)).max() < 1e-4
+
+
+@pytest.mark.parametrize("layout", staged(LAYOUTS, first=["fp8-channel", "awq"]))
+def test_drafts_change_nothing_in_any_layout(layout: str, tmp_path: Path) -> None:
+    target, head = tmp_path / "target", tmp_path / "head"
+    model = make_target(target, "llama", **SIZES)
+    quantise_target(target, layout, model)
+    copying_draft_model(head, model)
+    prompt, params = prompt_of(19), SamplingParams(max_tokens=16, temperature=0.9, top_p=0.9, seed=7)
+    with Runtime.load(target, **OPTIONS, prefix_reuse=False) as runtime:
+        expected = traced(runtime, prompt, params)
+    options = SpeculativeConfig(model=head, num_speculative_tokens=7, strict=True, draft_quantize="fp8")
+    with Runtime.load(target, options, **OPTIONS) as runtime:
+        for depth in (0, 3, 7):
+            found = traced(runtime, prompt, params, depth)
+            assert found[0] == expected[0] and torch.equal(found[1], expected[1])
+        assert runtime.summary()["eagle_speculation"]["total_draft_tokens"] > 0
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int4"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_rounding_at_load_is_rounding_in_files(kind: str, tied: bool, tmp_path: Path) -> None:
+    plain, out = tmp_path / "plain", tmp_path / "rounded"
+    make_target(plain, "qwen3", tie_word_embeddings=tied, **WIDE)
+    arguments = ["quantize", str(plain), "--format", kind, "--out", str(out), "--lm-head", "--json"]
+    done = CliRunner().invoke(cli, arguments)
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.output)
+    assert report["layers"] == 14 + (not tied) and report["new_bytes"] < report["old_bytes"] / 2
+    prompt, params = prompt_of(13), SamplingParams(max_tokens=12)
+    with Runtime.load(out, **OPTIONS) as runtime:
+        expected = traced(runtime, prompt, params)
+    with Runtime.load(plain, **OPTIONS, quantize=kind, quantize_lm_head=not tied) as runtime:
+        found = traced(runtime, prompt, params)
+    assert found[0] == expected[0] and torch.equal(found[1], expected[1])
+    with Runtime.load(plain, **OPTIONS, quantize=kind, quantize_lm_head=True) as runtime:
+        assert torch.equal(traced(runtime, prompt, params)[1], expected[1]) is not tied
+    again = CliRunner().invoke(cli, arguments)
+    assert again.exit_code == 2 and "exists" in again.output
+
+
+def test_numbers_are_rounded_to_nearest() -> None:
+    weight = torch.randn(24, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weight[3] = 0
+    for parts, steps in ((quantise_fp8(weight), 2.0**-4), (quantise_int4(weight), 0.5 / 7.5)):
+        found = dequantised("x.weight", {f"x.{part}": each for part, each in parts.items()})
+        scale = weight.float().unflatten(-1, (2, 128)).abs().amax(-1).repeat_interleave(128, -1)
+        bound = steps * (weight.float().abs() if "fp8" in parts else scale) + scale * 2.0**-9
+        assert ((found - weight.float()).abs() <= bound).all() and not found[3].any()
+    exact = torch.randint(-7, 8, (4, 128)).float()
+    exact[:, 0] = 7.5
+    assert torch.equal(
+        dequantised("x.weight", {f"x.{p}": t for p, t in quantise_int4(exact).items()})[:, 1:], exact[:, 1:]
+    )
+    with pytest.raises(ConfigError, match="FP8 cannot hold numbers that are not finite"):
+        quantise_fp8(torch.tensor([[1.0, float("nan")]]))
+
+
+def test_what_rounding_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
+    make_target(tmp_path / "narrow", "llama", **SIZES)
+    with pytest.raises(
+        ConfigError, match=r"quantize 'int4' needs layers of a multiple of 128 inputs, and layers\.0\.qkv"
+    ):
+        Runtime.load(tmp_path / "narrow", **OPTIONS, quantize="int4")
+    model = make_target(tmp_path / "done", "llama", **SIZES)
+    quantise_target(tmp_path / "done", "awq", model)
+    with pytest.raises(ConfigError, match="stored in int4_32_zeros, and quantize 'fp8' is for plain weights"):
+        Runtime.load(tmp_path / "done", **OPTIONS, quantize="fp8")
+    with pytest.raises(ConfigError, match="quantize_lm_head needs quantize"):
+        Runtime.load(tmp_path / "narrow", **OPTIONS, quantize_lm_head=True)
+    reason = uncovered(read_model_config(tmp_path / "done", dtype="bfloat16"), None)
+    assert reason is not None and "int4_32_zeros" in reason
+
+
+def test_memory_counts_what_is_held(tmp_path: Path) -> None:
+    model = make_target(tmp_path, "llama", **WIDE)
+    quantise_target(tmp_path, "fp8-channel", model)
+    target = load_target(tmp_path)
+    plan = {
+        name: torch.empty(shape, dtype=dtype, device="meta")
+        for name, (shape, dtype) in weight_plan(target.config).items()
+    }
+    assert {name: (each.shape, each.dtype) for name, each in plan.items()} == {
+        name: (each.shape, each.dtype) for name, each in target.weights.items()
+    }
+    with Runtime.load(tmp_path, **OPTIONS) as runtime:
+        programs = [runtime.executor.program(bucket) for bucket in runtime.ladder.buckets]
+        kept = sum(each.nbytes for each in runtime.executor._weights.values())
+    assert memory_need(programs, target.weights, torch.device("cpu")).weights_bytes == kept
+    stored = load_file(tmp_path / "model.safetensors")
+    assert sum(each.nbytes for each in target.weights.values()) == sum(each.nbytes for each in stored.values())

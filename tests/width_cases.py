@@ -1,0 +1,118 @@
+"""Slots whose widths are chosen step after step, and rows that wait for the draft model, against the references."""
+
+import random
+from functools import partial
+from typing import Any
+
+import torch
+from kernel_cases import Arrays, Bench, poisoned
+
+from lowlat.kernels.reference.rows import waiting
+from lowlat.kernels.reference.step import widths
+from lowlat.kernels.reference.step.slot_record import DRAFT_LIMIT, NUM_INTS
+from lowlat.kernels.rows import waiting as waiting_kernels
+
+MOST = 5
+INTS: dict[str, Any] = {"dtype": torch.int32}
+
+
+class Widths:
+    """Three slots, one of them idle, each of odds of its own; the host's bounds change now and then."""
+
+    def __init__(self, seed: int, most_waiting: int) -> None:
+        self.source, self.most_waiting = random.Random(seed), most_waiting
+        costs = [100, 130, 140, 150, 160, 170, 104] if seed % 2 else [100, 150, 180, 220, 270, 320, 130]
+        self.arrays: Arrays = {
+            "active": torch.tensor([1, 0, 1], **INTS),
+            "lengths": torch.tensor([9, 5, 7], **INTS),
+            "extended": torch.zeros(3, **INTS),
+            "slot_ints": torch.zeros(3, NUM_INTS, dtype=torch.int64),
+            "width_bounds": torch.tensor([0, MOST], **INTS),
+            "width_costs": torch.tensor([[1] * 7, [cost << 20 for cost in costs]], **INTS),
+            "width_odds": torch.zeros(4, MOST, 2, **INTS),
+            "width_seen": torch.zeros(3, 2, **INTS),
+            "width_policy": torch.zeros(4, **INTS),
+            "width_choice": poisoned(1),
+        }
+        self.arrays["slot_ints"][:, DRAFT_LIMIT] = torch.tensor([7, 7, 2])
+        self.rates = [0.9, 0.0, 0.6] if seed % 2 else [0.1, 0.0, 0.5]
+
+    def join(self, slot: int) -> Arrays:
+        """The arrays of `join_widths` for a slot."""
+        names = ("lengths", "extended", "width_odds", "width_seen", "width_policy")
+        own = {"slots": torch.tensor([slot], **INTS), "draft_live": torch.ones(1, dtype=torch.uint8)}
+        return {**own, **{name: self.arrays[name] for name in names}}
+
+    def go_on(self) -> int:
+        """What a step of the width that was chosen does; returns the width."""
+        arrays, choice = self.arrays, int(self.arrays["width_choice"])
+        width = choice if choice <= MOST else 0
+        for slot in (0, 2):
+            allowed, right = min(width, int(arrays["slot_ints"][slot, DRAFT_LIMIT])), 0
+            while right < allowed and self.source.random() < self.rates[slot]:
+                right += 1
+            if choice:
+                arrays["extended"][slot] = arrays["lengths"][slot] - 1
+            arrays["lengths"][slot] += right + 1
+        if self.source.random() < 0.02:
+            self.rates.reverse()
+        if self.source.random() < 0.1:
+            low = self.source.choice((0, 0, 2))
+            arrays["width_bounds"] = torch.tensor([low, self.source.choice((0, 1, MOST))], **INTS)
+        return choice
+
+
+def check_widths(bench: Bench, seed: int, most_waiting: int, calls: Any, joins: Any, steps: int = 24) -> set[int]:
+    """Steps in a row, choice by choice; returns what was chosen."""
+    world = Widths(seed, most_waiting)
+    given: dict[str, Any] = {"row": 1, "most_waiting": most_waiting}
+    chosen = set()
+    for step in range(steps):
+        if step % 16 == 0:
+            for slot in (0, 2):
+                world.arrays |= bench.compare(
+                    world.join(slot), partial(_call, widths.join_widths), partial(_call, joins)
+                )
+        names = [name for name in world.arrays if name not in ("slots", "draft_live")]
+        arrays = {name: world.arrays[name] for name in names}
+        world.arrays = bench.compare(
+            arrays, partial(_call, widths.choose_width, **given), partial(_call, calls, **given)
+        )
+        chosen.add(world.go_on())
+    return chosen
+
+
+def check_waiting(bench: Bench, seed: int) -> None:
+    """Features of a step's rows are kept, its rows laid out with those that waited before, and their features taken."""
+    generator, source = torch.Generator().manual_seed(seed), random.Random(seed)
+    kept, taken, rows, sources, width = 8, 4 + 4 * (seed % 2), 3, 1 + seed % 5, 8
+    counts = [source.randint(0, rows) for _ in range(3)]
+    first = [source.randint(0, 20) for _ in range(3)]
+    slots = torch.tensor([2, 0, -1, 3], **INTS)
+    arrays: Arrays = {
+        "accepted_nodes": torch.tensor([[source.randrange(rows) for _ in range(rows)] for _ in range(4)], **INTS),
+        "commit_lens": torch.tensor([*counts, 0], **INTS),
+        "dense_lens": torch.tensor([*first, 0], **INTS),
+        "slots": slots,
+        **{f"source{k}": torch.randn(4 * rows, width, generator=generator) for k in range(sources)},
+        "waiting_features": torch.randn(5, kept, sources * width, generator=generator),
+    }
+    done = bench.compare(arrays, partial(_call, waiting.keep_features), partial(_call, waiting_kernels.keep_features))
+    lengths = torch.tensor([source.randint(2, 30) for _ in range(5)], **INTS)
+    rows_of: Arrays = {
+        "slots": slots,
+        "lengths": lengths,
+        "tokens": torch.arange(5 * 40, **INTS).reshape(5, 40),
+        "extended": torch.tensor([max(0, int(each) - 1 - source.randint(1, 6)) for each in lengths], **INTS),
+        "waiting_tokens": poisoned(4, taken),
+        **{name: poisoned(4) for name in ("counts", "firsts", "draft_lens")},
+        "draft_live": torch.full((4,), 9, dtype=torch.uint8),
+    }
+    laid = bench.compare(rows_of, partial(_call, waiting.waiting_rows), partial(_call, waiting_kernels.waiting_rows))
+    features = {name: laid[name] for name in ("slots", "firsts", "counts")}
+    features |= {"waiting_features": done["waiting_features"], "out": torch.full((4 * taken, sources * width), 9.0)}
+    bench.compare(features, partial(_call, waiting.take_features), partial(_call, waiting_kernels.take_features))
+
+
+def _call(function: Any, given: Arrays, **values: Any) -> Any:
+    return function(**given, **values)
