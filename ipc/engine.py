@@ -1,12 +1,12 @@
 """The server's Protocols for an engine that decodes and a codec that knows the text: it knows no model.
 
-An engine is driven by the decode thread alone, but for `validate`, which any thread may call. A codec is called from
-the text threads, of which there are two.
+An engine is driven by the decode thread alone, but for `validate` and `compile`, which any thread may call. A codec is
+called from the text threads.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from lowlat.ipc.wire import Message, Sampling
 
@@ -81,6 +81,8 @@ class EngineOutput(Protocol):
     @property
     def error(self) -> str | None: ...
     @property
+    def error_code(self) -> Literal["not_finite", "grammar"]: ...
+    @property
     def simulated(self) -> bool: ...
     @property
     def num_accepted(self) -> int: ...
@@ -99,6 +101,13 @@ class Engine(Protocol):
 
     def validate(self, prompt: Sequence[int], sampling: Sampling) -> None:
         """Refuse what can never be served. Any thread. Raises RequestError naming value, limit and knob."""
+
+    def compile(self, sampling: Sampling, patience_s: float | None) -> bool:
+        """Make the grammar of a request ready, for `submit` to find.
+
+        patience_s  return False where it takes longer; None: as long as the engine allows any, which is 2 s
+        Any thread. Raises RequestError for one that cannot be served.
+        """
 
     def submit(self, request_id: str, prompt: Sequence[int], sampling: Sampling, cache_salt: str = "") -> None:
         """Take a request, which shares a cached prefix only with those of the same salt.

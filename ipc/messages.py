@@ -40,6 +40,7 @@ __all__ = [
 VERSION = 1
 MAX_MESSAGES = 4096  # of a chat
 MAX_SALT = 256
+MAX_GRAMMAR = 256 << 10
 
 Int32 = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 Number = Annotated[int, Meta(ge=0, le=(1 << 62))]
@@ -55,6 +56,7 @@ Code = Literal[
     "draining",  # the server takes no new requests
     "forbidden",  # this peer may not ask for that
     "not_finite",  # the model's logits had NaN or infinity for this request
+    "grammar",  # the request's grammar came to a limit, or to a place where nothing may follow
     "deadline",  # deadline_ms passed
     "slow_consumer",  # no credit for too long
     "shutdown",  # the server ends
@@ -121,8 +123,14 @@ class Welcome(Struct):
     limits: ServerLimits
 
 
+GrammarText = Annotated[str, Meta(min_length=1, max_length=MAX_GRAMMAR)]
+
+
 class Sampling(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """How tokens are chosen and when the request ends; meanings and ranges are those of lowlat.SamplingParams."""
+    """How tokens are chosen and when the request ends; meanings and ranges are those of lowlat.SamplingParams.
+
+    At most one of json_schema and tool_calls (JSON as text), json_object, regex, grammar and choice.
+    """
 
     temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = 0.0
     top_k: Int32 = 0
@@ -142,7 +150,19 @@ class Sampling(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
     ignore_eos: bool = False
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     max_draft_tokens: Annotated[int, Meta(ge=0, le=63)] | None = None
+    json_schema: GrammarText | None = None
+    json_object: bool = False
+    regex: GrammarText | None = None
+    grammar: GrammarText | None = None
+    choice: Annotated[tuple[GrammarText, ...], Meta(max_length=1024)] = ()
+    tool_calls: GrammarText | None = None
     parse: Parse = "none"
+
+    @property
+    def has_grammar(self) -> bool:
+        """Whether the answer is bound to a grammar, which takes a while to compile."""
+        given = (self.json_schema, self.regex, self.grammar, self.tool_calls)
+        return self.json_object or bool(self.choice) or any(text is not None for text in given)
 
 
 class Message(Struct, forbid_unknown_fields=True, omit_defaults=True):

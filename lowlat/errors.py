@@ -4,6 +4,7 @@ LowlatError
 ├── ConfigError      the model directory, the draft model or an option is wrong; nothing was loaded
 │   └── ShapeError   arrays do not have the shapes that a bucket fixes
 ├── RequestError     one request is wrong; that request alone fails
+│   └── GrammarError a request's grammar forbids what was committed, or cannot go on
 ├── CapacityError    the request is right but there is no capacity for it now; try later
 │   └── Busy         a server says so, and when to try again
 ├── StreamError      a request to a server broke off; what had come of it is kept
@@ -19,6 +20,7 @@ __all__ = [
     "CapacityError",
     "ConfigError",
     "DeviceError",
+    "GrammarError",
     "LowlatError",
     "RequestError",
     "ServerGone",
@@ -41,6 +43,10 @@ class ShapeError(ConfigError):
 
 class RequestError(LowlatError):
     """The caller's request cannot be served; other requests are unaffected."""
+
+
+class GrammarError(RequestError):
+    """A token was committed that the request's grammar forbids, or the grammar came to a limit; the request ends."""
 
 
 class CapacityError(LowlatError):

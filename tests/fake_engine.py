@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from lowlat.errors import CapacityError, DeviceError, RequestError
 from lowlat.ipc.engine import EngineInfo
@@ -40,6 +40,7 @@ class FakeOutput:
     stop_reason: str | int | None = None
     logprobs: tuple[FakeLogprobs, ...] | None = None
     error: str | None = None
+    error_code: Literal["not_finite", "grammar"] = "not_finite"
     simulated: bool = False
     num_accepted: int = 0
     reasoning: str = ""
@@ -162,6 +163,9 @@ class FakeEngine:
                 f"prompt of {len(prompt)} tokens and max_tokens {sampling.max_tokens} exceed "
                 f"{self.info.max_context} (max_context)"
             )
+
+    def compile(self, sampling: Sampling, patience_s: float | None) -> bool:
+        return True
 
     def submit(self, request_id: str, prompt: Sequence[int], sampling: Sampling, cache_salt: str = "") -> None:
         self.salts.append(cache_salt)

@@ -384,6 +384,7 @@ class Walker:
             "mma_bf16": warp.mma,
             "load_shared_tiles": warp.load_tiles,
             "mma_bf16_tiles": warp.mma_tiles,
+            "fma_tiles": warp.fma_tiles,
             "store_shared_tiles": warp.store_tiles,
             "zeros": lambda count: lambda: (np.float32(0),) * count,
             "load_global_bf16": lambda address: bf16_value(int(at(address, 2).view(np.uint16)[0])),

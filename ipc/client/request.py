@@ -1,5 +1,6 @@
 """From a caller's prompt and options to a SUBMIT: everything that can be refused without a server is refused here."""
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ __all__ = ["Prompt", "Request", "make_request"]
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 _OPTIONS = frozenset(field.name for field in msgspec.structs.fields(Sampling))
-_IN_SEVERAL_FORMS = frozenset({"stop", "stop_token_ids", "logit_bias"})
+_IN_SEVERAL_FORMS = frozenset({"stop", "stop_token_ids", "logit_bias", "json_schema", "choice", "tool_calls"})
 _MAX_DEADLINE_S = (1 << 40) / 1000.0
 
 
@@ -156,14 +157,25 @@ def _sampling(given: Mapping[str, Any]) -> Sampling:
 def _plain(given: Mapping[str, Any]) -> dict[str, Any]:
     """A value that callers may give in several forms, in the one that is sent."""
     options = dict(given)
-    if isinstance(options.get("stop"), str):
-        options["stop"] = (options["stop"],)
+    for name in ("stop", "choice"):
+        if isinstance(options.get(name), str):
+            options[name] = (options[name],)
+    for name in ("json_schema", "tool_calls"):
+        if isinstance(options.get(name), Mapping):
+            options[name] = _as_text(name, options[name])
     if isinstance(options.get("logit_bias"), Mapping):
         options["logit_bias"] = dict(options["logit_bias"])
     for name in ("stop", "stop_token_ids"):
         if isinstance(options.get(name), (set, frozenset)):
             options[name] = sorted(options[name])
     return options
+
+
+def _as_text(name: str, value: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RequestError(f"{name} must be of JSON values: {error!s:.200}") from error
 
 
 def _deadline_ms(deadline_s: float) -> int:

@@ -38,6 +38,7 @@ __all__ = [
 F = TypeVar("F", bound=Callable[..., Any])
 DIRECTORY = click.Path(path_type=Path)  # a missing one is the loader's to refuse, with its own message
 MAX_DIGITS = 20
+MAX_OPTION_BYTES = 1 << 20
 CURVE_HELP = "Folder with server.key and client.key_secret, for tcp://."
 
 
@@ -57,6 +58,25 @@ class IntegerList(click.ParamType[tuple[int, ...]]):
                 self.fail(f"{part!r:.40} is not an integer", param, ctx)
             numbers.append(int(part))
         return tuple(numbers)
+
+
+class TextOfFile(click.ParamType[str]):
+    """The text of a file that is named; - is stdin."""
+
+    name = "file"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Return the text; a file that cannot be read, or is too long to be an option, is a usage error."""
+        try:
+            with click.open_file(str(value), "rb") as file:
+                data: bytes = file.read(MAX_OPTION_BYTES + 1)
+            if len(data) > MAX_OPTION_BYTES:
+                self.fail(f"{value!s:.200} has more than {MAX_OPTION_BYTES} bytes", param, ctx)
+            return data.decode("utf-8")
+        except OSError as error:
+            self.fail(f"{value!s:.200}: {error.strerror}", param, ctx)
+        except UnicodeDecodeError as error:
+            self.fail(f"{value!s:.200} is not UTF-8: byte {error.start}", param, ctx)
 
 
 class NumberOrWord(click.ParamType[int | str]):
@@ -147,7 +167,7 @@ def _flag(option: Option, *, filled: bool = False) -> Callable[[F], F]:
     return click.option(
         *spellings,
         option.key,
-        type=kind,
+        type=TextOfFile() if option.from_file else kind,
         metavar=option.metavar or metavar or None,
         multiple=repeatable,
         default=option.default if filled else None,

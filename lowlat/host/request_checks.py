@@ -25,6 +25,7 @@ class RequestChecks:
     block_size        positions of a KV block, for the message
     greedy_only       sampling is refused: perf_mode is strict
     must_draft        so are requests without drafts: perf_mode is strict, and there is a speculator
+    has_masks         steps draw under the masks of grammars; else requests that have one are refused
     """
 
     max_context: int
@@ -36,6 +37,7 @@ class RequestChecks:
     block_size: int
     greedy_only: bool = False
     must_draft: bool = False
+    has_masks: bool = False
 
     def check(self, prompt: Sequence[int], params: SamplingParams) -> tuple[int, ...]:
         """Refuse a prompt and parameters that can never be served; return the prompt as a tuple of ints.
@@ -64,6 +66,8 @@ class RequestChecks:
                 if token >= self.vocab_size:
                     raise RequestError(f"{name}: {token} is not a token id; the vocabulary has {self.vocab_size}")
         self.stop_ids(params)
+        if params.grammar_option is not None and not self.has_masks:
+            raise RequestError(f"{params.grammar_option}: the steps of this runtime draw under no grammar's masks")
         if self.greedy_only and params.temperature:
             raise RequestError(f"perf_mode 'strict' decodes greedily: temperature must be 0, got {params.temperature}")
         self.check_drafts(params.max_draft_tokens)

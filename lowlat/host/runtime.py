@@ -33,6 +33,7 @@ from lowlat.kernels.reference.step.slot_record import MAX_STOPS
 from lowlat.models.target import OpenedTarget
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig, options_from
 from lowlat.options.request import SamplingParams, StepOutput
+from lowlat.text.grammar.compiler import GrammarCompiler
 
 __all__ = ["Runtime"]
 
@@ -42,7 +43,7 @@ class Runtime:
 
     Use `Runtime.load`; as a context manager it closes itself. `codec` is the tokenizer (None without one),
     `device_choice` says where it runs and why, `speculation_error` why a draft model is not used, `checks`
-    refuses requests and may be asked by any thread.
+    refuses requests and may be asked by any thread, as may `grammars`, which compiles theirs.
     """
 
     def __init__(self, loaded: Loaded, config: RuntimeConfig, speculative: SpeculativeConfig | None) -> None:
@@ -88,7 +89,9 @@ class Runtime:
             block_size=geometry.block_size,
             greedy_only=config.is_strict,
             must_draft=config.is_strict and self.num_speculative_tokens > 0,
+            has_masks="grammar_masks" in self.executor.state,
         )
+        self.grammars = GrammarCompiler(self.codec, self.checks.vocab_size, self.checks.eos_token_ids)
         self._mailbox = Mailbox(self.executor.state, geometry.max_rows - 1)
         self._masks = GrammarMasks(self._mailbox, self.executor, self.model_config.vocab_size)
         self._launches = Launches(self.executor, self._mailbox, loop_of(self.executor, wanted=config.device_loop))
@@ -161,8 +164,8 @@ class Runtime:
         seed = secrets.randbits(63) if params.seed is None else params.seed
         stop_ids = self.checks.stop_ids(params)
         session = Session(name, prompt_ids, params, seed, stop_ids, self.codec, simulated=self.simulated)
-        total = len(prompt_ids) + params.max_tokens
-        self.scheduler.enqueue(ScheduledRequest(name, prompt_ids, total, cache_salt))
+        session.grammar = self.grammars.open(params, prompt_ids, stop_ids)
+        self.scheduler.enqueue(ScheduledRequest(name, prompt_ids, len(prompt_ids) + params.max_tokens, cache_salt))
         self._sessions[name] = session
         self._stop_outdated()
         return name
@@ -203,8 +206,7 @@ class Runtime:
                 return outputs
         self._owes_step = False
         if self.scheduler.num_active:
-            self._refreshes.run()
-            self._launch(self.scheduler.choose_bucket(depth), ahead, self._refreshes.num_certain(depth))
+            self._launch(self.scheduler.choose_bucket(depth), ahead, self._refreshes.run(depth))
             outputs.extend(self._go_on(depth, ahead))
         return outputs
 
@@ -259,8 +261,7 @@ class Runtime:
         return PerfCounters.of(self.executor.counts, self._mailbox.num_copies, self._published.undrafted)
 
     def summary(self) -> dict[str, Any]:
-        """Totals since the load, as JSON: `speculator` where one is loaded, `eagle_speculation` only if it drafted,
-        `structured_output` only if a request had a grammar."""
+        """Totals since the load, as JSON: blocks such as `eagle_speculation` and `specpv` only of what has run."""
         for session in self._sessions.values():
             self._book.update(session.metrics())
         return {
@@ -269,8 +270,7 @@ class Runtime:
             "perf": self.perf().to_dict(),
             "device": str(self.device_choice.device),
             **({} if self.speculator is None else {"speculator": self.speculator.report()}),
-            **self._refreshes.report(),
-            **self._masks.report(),
+            **(self._refreshes.report() | self._masks.report()),
             **steps_by_width(self.ladder, self._published.undrafted, self._book.totals().speculation),
         }
 
@@ -293,6 +293,7 @@ class Runtime:
         self._launches.stop()
         self._masks.release()
         del self._refreshes, self._launches, self._masks, self._mailbox  # their views of the executor's buffers go, too
+        self.grammars.close()
         if self.codec is not None:
             self.codec.close()
         self.executor.close()  # the last: a device that has failed says so
@@ -381,7 +382,7 @@ class Runtime:
         """End a request with an error; its last output comes with the next step's."""
         if self._leave(session) is Phase.DECODING:
             self._mailbox.cancel(session.slot)
-        self._pending.append(session.output((), "error", error=problem))
+        self._pending.append(session.output((), "error", error=problem, error_code="grammar"))
         self._end(session)
 
     def _go_on(self, depth: int, ahead: bool) -> list[StepOutput]:

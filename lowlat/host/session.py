@@ -10,7 +10,7 @@ from typing import Any
 
 from lowlat.host.mailbox import SlotPublication
 from lowlat.host.metrics import RequestMetrics, SpeculativeDecodingStats
-from lowlat.options.request import FinishReason, SamplingParams, StepOutput, TokenLogprobs, ToolCallDelta
+from lowlat.options.request import ErrorCode, FinishReason, SamplingParams, StepOutput, TokenLogprobs, ToolCallDelta
 from lowlat.text import AnswerDelta, AnswerStream, TextCodec
 from lowlat.text.grammar.state import GrammarState
 
@@ -149,6 +149,7 @@ class Session:
             stop_reason=stop_reason,
             logprobs=logprobs,
             error=error,
+            error_code="grammar" if problem else "not_finite",
             num_accepted=num_accepted,
         )
 
@@ -183,6 +184,7 @@ class Session:
         stop_reason: str | int | None = None,
         logprobs: tuple[TokenLogprobs, ...] | None = None,
         error: str | None = None,
+        error_code: ErrorCode = "not_finite",
         num_accepted: int = 0,
     ) -> StepOutput:
         """The caller's output; a reason ends the request, and a cancelled one gets the text that was held back."""
@@ -200,6 +202,7 @@ class Session:
             stop_reason=stop_reason,
             logprobs=logprobs,
             error=error,
+            error_code=error_code,
             simulated=self.simulated,
             num_accepted=num_accepted,
             reasoning="".join(delta.reasoning for delta in deltas),

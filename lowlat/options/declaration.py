@@ -57,6 +57,7 @@ class Option:
     aliases      further names of the key
     flags        short spellings on the command line
     metavar      the value's name in the help; None: the kind's
+    from_file    on the command line a file's name stands for its text
     words        strings that stand for a number
     python_only  cannot be set on the command line, in the environment or in a file
     """
@@ -75,6 +76,7 @@ class Option:
     flags: tuple[str, ...] = ()
     metavar: str | None = None
     otherwise: str = ""
+    from_file: bool = False
     words: tuple[str, ...] = ()
     python_only: bool = False
 

@@ -3,6 +3,7 @@
 Limits that depend on the model (vocabulary, context) are checked by `Runtime.submit`.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -11,10 +12,14 @@ from lowlat.errors import RequestError
 from lowlat.options.declaration import check_integer, check_number, check_options, declare, documented, shown
 
 __all__ = [
+    "GRAMMAR_OPTIONS",
+    "MAX_CHOICES",
+    "MAX_GRAMMAR_BYTES",
     "MAX_LOGIT_BIASES",
     "MAX_LOGPROBS",
     "MAX_STOP_STRINGS",
     "MAX_STOP_TOKEN_IDS",
+    "ErrorCode",
     "FinishReason",
     "Parse",
     "SamplingParams",
@@ -27,8 +32,12 @@ MAX_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 16
 MAX_STOP_STRINGS = 16
 MAX_LOGIT_BIASES = 300
+MAX_GRAMMAR_BYTES = 256 << 10
+MAX_CHOICES = 1024
+GRAMMAR_OPTIONS = ("json_schema", "json_object", "regex", "grammar", "choice", "tool_calls")
 MAX_INT32 = (1 << 31) - 1  # what the device's counters hold
 FinishReason = Literal["stop", "length", "cancelled", "error"]
+ErrorCode = Literal["not_finite", "grammar"]
 Parse = Literal["none", "reasoning", "tools"]
 
 
@@ -74,6 +83,20 @@ class SamplingParams:
     max_draft_tokens: int | None = declare(
         None, "Draft tokens verified in one step, at most; 0: no speculation.", 0, 63
     )
+    json_schema: str | Mapping[str, Any] | None = declare(
+        None, "Answer in JSON that this schema describes.", from_file=True, metavar="FILE"
+    )
+    json_object: bool = declare(False, "Answer in one JSON object.")
+    regex: str | None = declare(None, "Answer in a text that this expression matches as a whole.")
+    grammar: str | None = declare(None, "Answer in a text of this EBNF (GBNF, Lark).", from_file=True, metavar="FILE")
+    choice: tuple[str, ...] = declare(
+        (), f"Answer in this text, or in another choice; at most {MAX_CHOICES}.", metavar="TEXT"
+    )
+    tool_calls: str | Mapping[str, Any] | None = declare(
+        None,
+        "Calls that the answer may have: {functions: [{name, parameters, strict}], required, parallel}.",
+        python_only=True,
+    )
     parse: Parse = declare(
         "none",
         "Take from the text what the model's format marks: its reasoning, or tool calls as well.",
@@ -86,6 +109,7 @@ class SamplingParams:
             raise RequestError(f"min_tokens must be at most max_tokens {self.max_tokens}, got {self.min_tokens}")
         self._check_stops()
         self._check_biases()
+        self._check_grammar()
 
     def _check_stops(self) -> None:
         object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
@@ -112,6 +136,34 @@ class SamplingParams:
             check_integer("logit_bias token", token, 0, MAX_INT32, RequestError)
             check_number(f"logit_bias[{token}]", bias, -100.0, 100.0, RequestError)
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))  # the caller's may change after the check
+
+    @property
+    def grammar_option(self) -> str | None:
+        """The option that says what the answer is bound to; None for a free answer."""
+        given = (name for name in GRAMMAR_OPTIONS if getattr(self, name) not in (None, False, ()))
+        return next(given, None)
+
+    def _check_grammar(self) -> None:
+        choice = (self.choice,) if isinstance(self.choice, str) else self.choice
+        object.__setattr__(self, "choice", _as_tuple("choice", choice))
+        given = [name for name in GRAMMAR_OPTIONS if getattr(self, name) not in (None, False, ())]
+        if not given:
+            return
+        if len(given) > 1:
+            raise RequestError(f"{' and '.join(given)} are given; a request has one of {', '.join(GRAMMAR_OPTIONS)}")
+        (name,) = given
+        for option in ("json_schema", "tool_calls"):
+            object.__setattr__(self, option, _as_json(option, getattr(self, option)))
+        if len(self.choice) > MAX_CHOICES:
+            raise RequestError(f"choice holds {len(self.choice)} texts; at most {MAX_CHOICES}")
+        value = getattr(self, name)
+        texts = value if isinstance(value, tuple) else ("{}",) if value is True else (value,)
+        for text in texts:
+            if not isinstance(text, str) or not text:
+                raise RequestError(f"{name} must be text, and not empty, got {shown(text)}")
+        num_bytes = sum(len(text.encode("utf-8", "surrogatepass")) for text in texts)
+        if num_bytes > MAX_GRAMMAR_BYTES:
+            raise RequestError(f"{name} has {num_bytes} bytes; at most {MAX_GRAMMAR_BYTES}")
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> "SamplingParams":
@@ -149,9 +201,9 @@ class StepOutput:
 
     `token_ids` are new and final. `text` is what they make certain of the text (None without a tokenizer):
     incomplete UTF-8 and what could begin a stop string are held back. `stop_reason` is the stop string or
-    token id that ended the request; `error` says what failed. `simulated` marks imposed acceptance. The first
-    `num_accepted` of token_ids were accepted drafts. With `SamplingParams.parse`, `text` is the content alone, beside
-    `reasoning` and `tool_calls`.
+    token id that ended the request; `error` says what failed, `error_code` whether it was the logits or the grammar.
+    `simulated` marks imposed acceptance. The first `num_accepted` of token_ids were accepted drafts. With
+    `SamplingParams.parse`, `text` is the content alone, beside `reasoning` and `tool_calls`.
     """
 
     request_id: str
@@ -161,10 +213,21 @@ class StepOutput:
     stop_reason: str | int | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
     error: str | None = None
+    error_code: ErrorCode = "not_finite"
     simulated: bool = False
     num_accepted: int = 0
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
+
+
+def _as_json(name: str, value: object) -> object:
+    """JSON text of a mapping; whatever else was given as it is."""
+    if not isinstance(value, Mapping):
+        return value
+    try:
+        return json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RequestError(f"{name} must be of JSON values: {error!s:.200}") from error
 
 
 def _as_tuple(name: str, value: object) -> tuple[Any, ...]:

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lowlat.errors import CapacityError
 from lowlat.host.runtime import Runtime
 from lowlat.ipc.engine import EngineInfo
 from lowlat.ipc.wire import Sampling
@@ -29,6 +30,8 @@ class RuntimeEngine:
         self._runtime = runtime
         self._owner = threading.get_ident()
         codec = runtime.codec
+        if runtime.checks.has_masks:
+            runtime.grammars.warm()  # or the first request with one would hold up others' steps
         self.info = EngineInfo(
             model=display_name(runtime.directory) if name is None else name,
             vocab_size=runtime.model_config.vocab_size,
@@ -44,10 +47,17 @@ class RuntimeEngine:
         """Refuse what can never be served; any thread may ask. Raises RequestError."""
         self._runtime.checks.check(prompt, sampling_params(sampling))
 
+    def compile(self, sampling: Sampling, patience_s: float | None) -> bool:
+        """Make a request's grammar ready; False where that takes longer. Any thread may ask. Raises RequestError."""
+        return self._runtime.grammars.compile(sampling_params(sampling), patience_s)
+
     def submit(self, request_id: str, prompt: Sequence[int], sampling: Sampling, cache_salt: str = "") -> None:
         """Take a request. Raises RequestError, CapacityError."""
         self._adopt()
-        self._runtime.submit(prompt, sampling_params(sampling), request_id=request_id, cache_salt=cache_salt)
+        params = sampling_params(sampling)
+        if not self._runtime.grammars.has(params):
+            raise CapacityError(f"{params.grammar_option}: other grammars have taken its place meanwhile; try again")
+        self._runtime.submit(prompt, params, request_id=request_id, cache_salt=cache_salt)
 
     def cancel(self, request_id: str) -> None:
         """End a request; the next step's output of it says so. Raises RequestError for an unknown one."""

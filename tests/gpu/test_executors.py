@@ -32,7 +32,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "dspark": {"layout": "deepspec", "markov_rank": 8},
     "dspark_gated": {"layout": "speculators", "markov_rank": 16, "markov_head_type": "gated", "confidence": "states"},
 }
-NAMES = ["llama", "mistral", "qwen2", "qwen3", "gpt_oss", "mxfp4", "alike", "fp8", *FORMS, "demo"]
+QUANTISED = ("fp8-channel", "fp8-block", "w4a16-32", "awq", "nvfp4")
+NAMES = ["llama", "mistral", "qwen2", "qwen3", "gpt_oss", "mxfp4", "alike", *QUANTISED, *FORMS, "demo"]
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "sampled": {"temperature": 1.0},
@@ -50,8 +51,9 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PairPaths]:
     dense = ("llama", "mistral", "qwen2", "qwen3")
     made = {family: make_pair(tmp_path_factory.mktemp(family), family, **SIZES) for family in dense}
     plain = {"num_local_experts": 5, "num_experts_per_tok": 3}
-    made["fp8"] = make_pair(tmp_path_factory.mktemp("fp8"), "llama", **SIZES)
-    quantise_target(made["fp8"].target, "fp8-channel", None)
+    for name in QUANTISED:
+        made[name] = make_pair(tmp_path_factory.mktemp(name), "llama", **{**SIZES, "intermediate_size": 128})
+        quantise_target(made[name].target, name, None)
     made["gpt_oss"] = make_pair(tmp_path_factory.mktemp("gpt_oss"), "gpt_oss", **SIZES, **plain)
     made |= {name: mixture(tmp_path_factory.mktemp(name), alike=name == "alike") for name in ("mxfp4", "alike")}
     for name, form in FORMS.items():
@@ -110,15 +112,15 @@ def test_every_group_does_what_its_operations_mean(name: str, tree: Any, pairs: 
         executor = runtime.executor
         assert isinstance(executor, EagerExecutor)
         lockstep = Lockstep(executor, canonical_weights(pairs[name]))
-        run = executor._run
+        issue = executor._issue
 
-        def followed(size: Any) -> None:
+        def followed(size: Any, meanwhile: Any) -> None:
             if isinstance(size, Bucket):  # a step, or a first token behind a chunk
                 executor.synchronize()
                 lockstep.begin(size)
-            run(size)
+            issue(size, meanwhile)
 
-        executor._run = followed  # type: ignore[method-assign]
+        executor._issue = followed  # type: ignore[method-assign]
         for number, mode in enumerate(MODES):
             runtime.submit(prompt_of(20 + 13 * number, number), params(mode, max_tokens=12))
         run_all(runtime, lambda number: (depth, 0, depth)[number % 3])

@@ -37,8 +37,8 @@ def nested(depth: int) -> bytes:
     ("path", "body", "status", "param", "words"),
     [
         ("chat/completions", CHAT | {"functions": []}, 400, "functions", "Unsupported parameter: functions"),
-        ("chat/completions", CHAT | {"response_format": {"type": "json_object"}}, 400, "response_format.type", ""),
-        ("chat/completions", CHAT | {"tool_choice": "required"}, 400, "tool_choice", "cannot be forced"),
+        ("chat/completions", CHAT | {"response_format": {"type": "xml"}}, 400, "response_format.type", ""),
+        ("chat/completions", CHAT | {"tool_choice": "required"}, 400, "tool_choice", "no tools"),
         ("chat/completions", CHAT | {"n": 17}, 400, "n", "<= 16"),
         ("chat/completions", CHAT | {"temperature": 101}, 400, "temperature", "101"),
         ("chat/completions", CHAT | {"logit_bias": {"x": 1}}, 400, "logit_bias", "'x' is no token id"),

@@ -131,7 +131,9 @@ class Orders(RuleBasedStateMachine):
             stream, submit, body = self.text.jobs.pop(0).take()
             assert (submit is None) == stream.over
             if submit is not None:
-                self.taken.append(prepare(stream, submit, body, self.engine, None, logging.getLogger("test")))
+                prepared = prepare(stream, submit, body, self.engine, None, logging.getLogger("test"))
+                assert prepared is not None
+                self.taken.append(prepared)
 
     @rule()
     def text_thread_hands_back(self) -> None:

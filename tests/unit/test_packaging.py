@@ -211,7 +211,8 @@ def test_dependencies_are_those_that_are_imported(
 ) -> None:
     base = set(requirements(settings["project"]["dependencies"]))
     extras = settings["project"]["optional-dependencies"]
-    train, door, rays = (base | set(requirements(extras[name])) for name in ("train", "http", "ray"))
+    names = ("train", "http", "ray", "structured")
+    train, door, rays, structured = (base | set(requirements(extras[name])) for name in names)
     rays |= door
     owners = packages_distributions()
     used: set[str] = set()
@@ -224,6 +225,8 @@ def test_dependencies_are_those_that_are_imported(
             allowed = train if training or not at_module_level else base
             if name.parts[:3] == ("lowlat", "serving", "http"):
                 allowed = door
+            if name.parts[:3] == ("lowlat", "text", "grammar"):
+                allowed = structured
             if name == Path("lowlat/ray.py"):
                 allowed = rays
             assert distributions & allowed, f"{name} imports {top}, which pyproject.toml does not declare for it"

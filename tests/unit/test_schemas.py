@@ -15,6 +15,7 @@ from lowering_cases import HEADS, MIXTURES, TARGETS, TREE, write_pair
 from lowlat.errors import ConfigError
 from lowlat.executors.reference import bind
 from lowlat.graphs import BufferSet, BufferSpec, Role
+from lowlat.kernels.formats import dequantised
 from lowlat.kernels.reference import OPERATIONS
 from lowlat.kernels.reference.extents import evaluate, parse, solve
 from lowlat.kernels.reference.schema import operation, operations_of
@@ -73,7 +74,9 @@ def test_all_programs_fit_down_to_the_shapes_of_their_weights(pairs: Mapping[str
         for program in programs_of(pair):
             program.validate()
             for op in program.ops:
-                weights = {argument: pair.source[name] for argument, name in op.weights.items()}
+                names = op.weights.items()
+                weights = {arg: pair.source[name] for arg, name in names if name in pair.source}
+                weights |= {arg: dequantised(name, pair.source) for arg, name in names if arg not in weights}
                 given = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in weights.items()}
                 check_operation(OPERATIONS[op.kind].schema, *types_of(program, op), given, op.params)
                 kinds.add(op.kind)

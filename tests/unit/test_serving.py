@@ -15,6 +15,7 @@ from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.errors import CapacityError, LowlatError, RequestError
 from lowlat.ipc.engine import Codec, Engine
 from lowlat.ipc.wire import Message, Sampling
+from lowlat.options.request import MAX_CHOICES, MAX_GRAMMAR_BYTES
 from lowlat.serving.codec import ServingCodec
 from lowlat.serving.engine import RuntimeEngine, sampling_params
 from lowlat.text import TextCodec
@@ -44,6 +45,12 @@ EDGES: dict[str, tuple[list[Any], list[Any]]] = {
     "ignore_eos": ([True], [1, "yes"]),
     "logprobs": ([0, 20], [-1, 21]),
     "max_draft_tokens": ([0, 63], [-1, 64]),
+    "json_schema": (["{}", "x" * MAX_GRAMMAR_BYTES], ["", "x" * (MAX_GRAMMAR_BYTES + 1), 1]),
+    "json_object": ([True], [1, "yes"]),
+    "regex": (["x", "x" * MAX_GRAMMAR_BYTES], ["", "x" * (MAX_GRAMMAR_BYTES + 1), 1]),
+    "grammar": (["x", "x" * MAX_GRAMMAR_BYTES], ["", "x" * (MAX_GRAMMAR_BYTES + 1), 1]),
+    "choice": ([("x",), ("x",) * MAX_CHOICES], [("",), ("x",) * (MAX_CHOICES + 1)]),
+    "tool_calls": (["{}", "x" * MAX_GRAMMAR_BYTES], ["", "x" * (MAX_GRAMMAR_BYTES + 1), 1]),
     "parse": (["reasoning", "tools"], ["all", 1]),
 }
 
@@ -77,7 +84,7 @@ def test_bounds_stand_in_the_wires_own_types() -> None:
         for name, hint in get_type_hints(Sampling, include_extras=True).items()
         if any(get_origin(part) is Annotated for part in (hint, *get_args(hint)))
     }
-    assert bounded == set(EDGES) - {"ignore_eos", "parse"}
+    assert bounded == set(EDGES) - {"ignore_eos", "json_object", "parse"}
     with pytest.raises(RequestError, match="min_tokens must be at most max_tokens 4, got 5"):
         sampling_params(on_the_wire(max_tokens=4, min_tokens=5))
 

@@ -21,12 +21,22 @@ __all__ = ["MAX_INLINE_BYTES", "TextThreads", "prepare"]
 
 MAX_INLINE_BYTES = 4 * 256  # a prompt of ids up to this is checked in microseconds: two changes of thread cost more
 MAX_SHORT_BYTES = 32 << 10  # a request up to this has its token ids in about 10 ms
+GRAMMAR_PATIENCE_S = 0.1  # a grammar that takes longer to compile waits for others that do
 
 
 def prepare(
-    stream: Stream, submit: Submit, body: bytes, engine: Engine, codec: Codec | None, log: logging.Logger
-) -> Prepared:
-    """Token ids of a request, or the reason why it cannot be served; never an exception."""
+    stream: Stream,
+    submit: Submit,
+    body: bytes,
+    engine: Engine,
+    codec: Codec | None,
+    log: logging.Logger,
+    patience_s: float | None = None,
+) -> Prepared | None:
+    """Token ids of a request, or the reason why it cannot be served; never an exception.
+
+    patience_s  for its grammar, as in `Engine.compile`; None comes of one that takes longer
+    """
     try:
         max_context = engine.info.max_context
         prompt = _encode(submit, body, codec, max_context)
@@ -35,6 +45,8 @@ def prepare(
             if room < submit.sampling.max_tokens:
                 stream.sampling = msgspec.structs.replace(submit.sampling, max_tokens=room)
         engine.validate(prompt, stream.sampling)
+        if stream.sampling.has_grammar and not engine.compile(stream.sampling, patience_s):
+            return None
     except RequestError as error:
         return Prepared(stream, code="invalid", message=str(error))
     except Exception as error:
@@ -68,10 +80,22 @@ class _Stop(Struct, frozen=True):
 
 
 class _TextThread(threading.Thread):
-    """Prepares requests, one after the other: users and their clients by turns."""
+    """Prepares requests, one after the other: users and their clients by turns.
 
-    def __init__(self, name: str, engine: Engine, codec: Codec | None, offer: Post, log: logging.Logger) -> None:
+    slower  takes over requests whose grammars compile for long; None: they are waited for here
+    """
+
+    def __init__(
+        self,
+        name: str,
+        engine: Engine,
+        codec: Codec | None,
+        offer: Post,
+        log: logging.Logger,
+        slower: "_TextThread | None" = None,
+    ) -> None:
         super().__init__(name=name, daemon=True)
+        self._slower = slower
         self._engine = engine
         self._codec = codec
         self._offer = offer
@@ -88,26 +112,40 @@ class _TextThread(threading.Thread):
                 job = jobs.take()
             if job is not None:
                 return
-            stream, submit, body = queue.pop().take()
-            if submit is not None:
-                self._offer(prepare(stream, submit, body, self._engine, self._codec, self._log))
+            job = queue.pop()
+            stream, submit, body = job.take()
+            if submit is None:
+                continue
+            patience_s = None if self._slower is None else GRAMMAR_PATIENCE_S
+            prepared = prepare(stream, submit, body, self._engine, self._codec, self._log, patience_s)
+            if prepared is not None:
+                self._offer(prepared)
+            elif self._slower is not None:
+                job.submit, job.body = submit, body
+                self._slower.jobs.put(job)
 
 
 class TextThreads:
     """Run templates and tokenizers, so that neither sockets nor steps wait for them.
 
-    Short requests have a thread of their own: none waits for a long one's tokens. What they hold is what the I/O
-    thread admitted, which bounds it.
+    Short requests have a thread of their own: none waits for a long one's tokens. So have those with grammars, and
+    among them those whose grammars compile for long. What they hold is what the I/O thread admitted, which bounds it.
     """
 
     def __init__(self, engine: Engine, codec: Codec | None, offer: Post, log: logging.Logger) -> None:
         self._short = _TextThread("lowlat-text", engine, codec, offer, log)
         self._long = _TextThread("lowlat-long-text", engine, codec, offer, log)
-        self.threads: tuple[threading.Thread, ...] = (self._short, self._long)
+        self._slow_grammars = _TextThread("lowlat-slow-grammars", engine, codec, offer, log)
+        self._grammars = _TextThread("lowlat-grammars", engine, codec, offer, log, self._slow_grammars)
+        self.threads = (self._short, self._long, self._grammars, self._slow_grammars)
 
     def put(self, job: Prepare) -> None:
         """Queue a request; its Prepared is offered to the I/O thread, unless the job was dropped before."""
-        (self._short if job.stream.num_bytes <= MAX_SHORT_BYTES else self._long).jobs.put(job)
+        is_short = job.stream.num_bytes <= MAX_SHORT_BYTES
+        if job.stream.sampling.has_grammar:
+            (self._grammars if is_short else self._slow_grammars).jobs.put(job)
+        else:
+            (self._short if is_short else self._long).jobs.put(job)
 
     def start(self) -> None:
         """Take jobs."""
@@ -116,11 +154,11 @@ class TextThreads:
 
     def stop(self) -> None:
         """End after what is under way; what is queued is left."""
-        for thread in (self._short, self._long):
+        for thread in self.threads:
             thread.jobs.put(_Stop())
 
     def close(self) -> None:
         """Give back what wakes the threads that have ended."""
-        for thread in (self._short, self._long):
+        for thread in self.threads:
             if not thread.is_alive():
                 thread.jobs.close()

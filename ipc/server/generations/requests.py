@@ -261,8 +261,11 @@ class Requests:
         self._bytes_of[account] += size
         if submit.deadline_ms is not None:
             stream.deadline = self._timers.after(submit.deadline_ms / 1000, self._late, stream)
-        if 0 < len(body) <= MAX_INLINE_BYTES:
-            self.prepared(prepare(stream, submit, body, self._engine, self._codec, self._log))
+        prepared = None
+        if 0 < len(body) <= MAX_INLINE_BYTES and not submit.sampling.has_grammar:
+            prepared = prepare(stream, submit, body, self._engine, self._codec, self._log)
+        if prepared is not None:
+            self.prepared(prepared)
         else:
             stream.job = Prepare(stream, submit, body)
             self._text_threads.put(stream.job)
@@ -323,7 +326,7 @@ class Requests:
     def _end_decoded(self, stream: Stream, final: EngineOutput) -> None:
         reason = final.finish_reason
         if reason == "error":
-            self._end(stream, "error", code="not_finite", message=final.error)
+            self._end(stream, "error", code=final.error_code, message=final.error)
         elif reason == "stop":
             self._end(stream, "stop", stop_reason=final.stop_reason)
         elif reason == "length":

@@ -40,8 +40,9 @@ class Refreshes:
             self.slots.join(session.slot, len(session.prompt))
             self._mailbox.write_partial((start, start + len(tokens)), self.slots.shifts)
 
-    def run(self) -> None:
-        """Refresh the slots for which that is due; nothing may be under way. Raises DeviceError."""
+    def run(self, depth: int) -> int | None:
+        """Refresh the slots for which that is due; nothing may be under way. Returns `num_certain`, which is then 1 at
+        the least. Raises DeviceError."""
         for slot, length in self._lengths().items():
             if self.slots.is_due(slot, length):
                 session, found = self._sessions[slot], self.slots.refresh(slot, length)
@@ -49,6 +50,7 @@ class Refreshes:
                 self._mailbox.write_chunk(slot, tokens, found.start, session.table)
                 self._mailbox.write_partial((found.span, length), self.slots.shifts)
                 self._launches.prefill(self._geometry.refresh_size, None)
+        return self.num_certain(depth)
 
     def num_certain(self, depth: int, num_unread: int = 0) -> int | None:
         """Steps of a depth that may be launched now before a refresh can be due; None: any number.

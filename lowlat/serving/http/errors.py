@@ -14,7 +14,11 @@ __all__ = ["ApiError", "answer_error", "api_error"]
 INVALID = "invalid_request_error"
 _PARAM = re.compile(r"([a-z][a-z_]*)(?:\[.*?\])?(?:: | must )")
 
-_OWN_NAMES = {"template_options": "chat_template_kwargs"}  # of this interface, for what the server calls otherwise
+_OWN_NAMES = {
+    "template_options": "chat_template_kwargs",
+    "json_schema": "response_format",
+    "tool_calls": "tools",
+}  # of this interface, for what the server calls otherwise
 
 
 class ApiError(Exception):

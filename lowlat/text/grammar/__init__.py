@@ -1,1 +1,1 @@
-"""Structured output: what a request's grammar allows next, for each row of a step; it knows no model."""
+"""Structured output: the grammar of a request, and what it allows next for each row of a step; it knows no device."""

@@ -15,7 +15,16 @@ from lowlat.serving.http.door import Door
 from lowlat.serving.http.errors import ApiError
 from lowlat.serving.http.openai.answers import Choice, ChoicesAnswer, seeded
 from lowlat.serving.http.openai.logprobs import chat_logprobs
-from lowlat.serving.http.openai.schema import ChatMessage, ChatRequest, ContentPart, ToolCall, decode, unsupported
+from lowlat.serving.http.openai.schema import (
+    ChatMessage,
+    ChatRequest,
+    ContentPart,
+    Tool,
+    ToolCall,
+    decode,
+    unsupported,
+)
+from lowlat.serving.http.openai.structured import format_options, offered_tools, structured_options, tool_options
 from lowlat.serving.http.streaming import read_body, respond
 
 __all__ = ["chat_completions", "chat_messages", "check_template", "text_of"]
@@ -29,8 +38,10 @@ async def chat_completions(request: Request) -> Response:
     asked = decode(_DECODER, await read_body(request))
     server = await door.serving(asked.model)
     check_template(server)
-    options = _template_options(asked)
-    sampling = asked.sampling() | _lengths(asked)
+    tools = offered_tools(asked)
+    options = _template_options(asked, tools)
+    bound = _bound(asked)
+    sampling = asked.sampling() | _lengths(asked) | bound | tool_options(asked, tools, bound)
     sampling["parse"] = "tools" if "tools" in options else "reasoning"
     if asked.logprobs:
         sampling["logprobs"] = asked.top_logprobs or 0
@@ -100,12 +111,22 @@ def _call(call: ToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
-def _template_options(asked: ChatRequest) -> dict[str, Any]:
+def _bound(asked: ChatRequest) -> dict[str, Any]:
+    """The option that binds the answer's text, where one does."""
+    bound = format_options(asked.response_format)
+    structured = structured_options(asked.structured_outputs)
+    if bound and structured:
+        raise unsupported("structured_outputs", "response_format binds the answer already; give one of the two")
+    return bound or structured
+
+
+def _template_options(asked: ChatRequest, offered: Sequence[Tool]) -> dict[str, Any]:
     options = dict(asked.chat_template_kwargs or {})
-    if asked.tool_choice not in (None, "auto", "none"):
-        raise unsupported("tool_choice", "a call cannot be forced; 'auto' and 'none' are served")
-    if asked.tools and asked.tool_choice != "none":
-        options["tools"] = [msgspec.to_builtins(tool) for tool in asked.tools]
+    tools: list[dict[str, Any]] = [msgspec.to_builtins(tool) for tool in offered]
+    for tool in tools:
+        tool["function"].pop("strict", None)  # the server's business, not the model's
+    if tools:
+        options["tools"] = tools
     if asked.reasoning_effort is not None:
         options["reasoning_effort"] = asked.reasoning_effort
     return options

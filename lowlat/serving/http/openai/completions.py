@@ -12,6 +12,7 @@ from lowlat.serving.http.door import Door
 from lowlat.serving.http.errors import ApiError
 from lowlat.serving.http.openai.answers import Choice, ChoicesAnswer, seeded
 from lowlat.serving.http.openai.schema import CompletionRequest, decode
+from lowlat.serving.http.openai.structured import structured_options
 from lowlat.serving.http.streaming import read_body, respond
 
 __all__ = ["completions"]
@@ -26,7 +27,7 @@ async def completions(request: Request) -> Response:
     door: Door = request.app.state.door
     asked = decode(_DECODER, await read_body(request))
     await door.serving(asked.model)
-    sampling = asked.sampling()
+    sampling = asked.sampling() | structured_options(asked.structured_outputs)
     sampling["max_tokens"] = DEFAULT_TOKENS if asked.max_tokens is None else asked.max_tokens
     if asked.logprobs is not None:
         sampling["logprobs"] = asked.logprobs

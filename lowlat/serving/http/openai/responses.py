@@ -13,7 +13,8 @@ from lowlat.serving.http.choices import Choices
 from lowlat.serving.http.door import Door
 from lowlat.serving.http.openai.answers import finish_reason, usage_of
 from lowlat.serving.http.openai.chat import check_template, text_of
-from lowlat.serving.http.openai.schema import ResponsesRequest, decode
+from lowlat.serving.http.openai.schema import JsonSchema, ResponseFormat, ResponsesRequest, decode, unsupported
+from lowlat.serving.http.openai.structured import format_options, structured_options
 from lowlat.serving.http.streaming import event, read_body, respond
 
 __all__ = ["responses"]
@@ -39,6 +40,7 @@ async def responses(request: Request) -> Response:
     if asked.reasoning is not None and asked.reasoning.effort is not None:
         options["reasoning_effort"] = asked.reasoning.effort
     most = asked.max_output_tokens
+    bound = _bound(asked)
     generation = door.client.generate(
         messages,
         template_options=options,
@@ -46,8 +48,22 @@ async def responses(request: Request) -> Response:
         max_tokens=server.limits.max_context if most is None else most,
         parse="reasoning",
         **asked.sampling(),
+        **bound,
     )
     return await respond(request, Choices([generation]), _Response(asked), stream=bool(asked.stream))
+
+
+def _bound(asked: ResponsesRequest) -> dict[str, Any]:
+    """The option that binds the answer's text, where one does. Raises ApiError for two."""
+    form = None if asked.text is None else asked.text.format
+    schema = None
+    if form is not None and form.type == "json_schema":
+        schema = JsonSchema(form.name, form.schema, form.strict)
+    bound = format_options(None if form is None else ResponseFormat(form.type, schema), "text.format")
+    structured = structured_options(asked.structured_outputs)
+    if bound and structured:
+        raise unsupported("structured_outputs", "text.format binds the answer already; give one of the two")
+    return bound or structured
 
 
 class _Response:
@@ -55,6 +71,8 @@ class _Response:
 
     def __init__(self, asked: ResponsesRequest) -> None:
         self._asked = asked
+        form = None if asked.text is None else asked.text.format
+        self._format = {"type": "text"} if form is None or form.type == "text" else msgspec.to_builtins(form)
         self._id = f"resp_{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._num_events = 0
@@ -184,7 +202,7 @@ class _Response:
             "previous_response_id": None,
             "store": False,
             "temperature": 1.0 if asked.temperature is None else asked.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": self._format},
             "tool_choice": asked.tool_choice or "auto",
             "tools": [],
             "top_p": 1.0 if asked.top_p is None else asked.top_p,

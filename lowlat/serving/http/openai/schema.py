@@ -16,8 +16,12 @@ __all__ = [
     "CompletionRequest",
     "ContentPart",
     "Generating",
+    "JsonSchema",
+    "NamedTool",
+    "ResponseFormat",
     "ResponsesRequest",
     "StreamOptions",
+    "StructuredOutputs",
     "Tool",
     "decode",
     "unsupported",
@@ -36,12 +40,39 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
     include_obfuscation: bool = False
 
 
+class JsonSchema(Struct, forbid_unknown_fields=True):
+    """A schema of answers, by a name of the caller's."""
+
+    name: Annotated[str, Meta(max_length=256)] = ""
+    schema: dict[str, Any] = {}
+    strict: bool | None = None
+    description: str | None = None
+
+
+class ResponseFormat(Struct, forbid_unknown_fields=True):
+    """The form of a chat's answer: text, a JSON object, or JSON of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(Struct, forbid_unknown_fields=True):
+    """vLLM's field for answers that are bound to a grammar; one of these."""
+
+    json: str | dict[str, Any] | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    choice: list[str] | None = None
+
+
 class Generating(Struct, forbid_unknown_fields=True, kw_only=True):
     """The fields that every kind of request has.
 
     user, safety_identifier, metadata   labels for a service's own books; nothing here depends on them
     lowlat                              adds `lowlat` to the answer: token ids, which of them were accepted drafts, and
                                         in the end the request's metrics
+    structured_outputs                  as vLLM has it
     top_k to max_draft_tokens           as in lowlat.SamplingParams
     """
 
@@ -55,6 +86,7 @@ class Generating(Struct, forbid_unknown_fields=True, kw_only=True):
     service_tier: Literal["auto", "default"] | None = None
     store: Literal[False] | None = None
     lowlat: bool = False
+    structured_outputs: StructuredOutputs | None = None
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -144,7 +176,7 @@ class Function(Struct, forbid_unknown_fields=True, omit_defaults=True):
     name: Annotated[str, Meta(min_length=1, max_length=256)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Literal[False] | None = None
+    strict: bool | None = None
 
 
 class Tool(Struct, forbid_unknown_fields=True):
@@ -154,17 +186,24 @@ class Tool(Struct, forbid_unknown_fields=True):
     function: Function
 
 
-class TextFormat(Struct, forbid_unknown_fields=True, frozen=True):
-    """The form of the answer: text."""
+class FunctionName(Struct, forbid_unknown_fields=True):
+    """The function that must be called."""
 
-    type: Literal["text"] = "text"
+    name: str
+
+
+class NamedTool(Struct, forbid_unknown_fields=True):
+    """The tool that must be called."""
+
+    type: Literal["function"]
+    function: FunctionName
 
 
 class ChatRequest(Choosing, kw_only=True):
     """The body of /v1/chat/completions.
 
     chat_template_kwargs  further variables of the model's template, such as enable_thinking
-    tool_choice           "auto" or "none"
+    tool_choice           "auto", "none", "required", or the one function to call
     """
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=4096)]
@@ -173,9 +212,9 @@ class ChatRequest(Choosing, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: Annotated[list[Tool], Meta(max_length=128)] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: str | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    response_format: TextFormat | None = None
+    response_format: ResponseFormat | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -206,10 +245,16 @@ class Reasoning(Struct, forbid_unknown_fields=True):
     effort: str | None = None
 
 
-class ResponsesText(Struct, forbid_unknown_fields=True):
-    """The form of the answer of /v1/responses: text."""
+class ResponsesFormat(JsonSchema):
+    """The form of the answer of /v1/responses, where a schema's fields stand beside its type."""
 
-    format: TextFormat = TextFormat()
+    type: Literal["text", "json_object", "json_schema"] = "text"
+
+
+class ResponsesText(Struct, forbid_unknown_fields=True):
+    """What /v1/responses calls the text: its form."""
+
+    format: ResponsesFormat | None = None
 
 
 class ResponsesRequest(Generating, kw_only=True):

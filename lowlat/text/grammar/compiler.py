@@ -1,0 +1,139 @@
+"""Compiled grammars of one model: tried first where a hostile one harms nobody, cached, opened for each request."""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from lowlat.errors import RequestError
+from lowlat.options.request import SamplingParams
+from lowlat.text.codec import TextCodec
+from lowlat.text.grammar.matching import MatchedGrammar
+from lowlat.text.grammar.reasoning import gate_of
+from lowlat.text.grammar.spec import GrammarSpec, spec_of
+from lowlat.text.grammar.tool_calls import tool_grammar
+from lowlat.text.grammar.trial import MAX_MEMORY_BYTES, TooLong, Trials
+from lowlat.text.grammar.vocabulary import Vocabulary, is_installed
+from lowlat.text.harmony import HarmonyParser
+
+if TYPE_CHECKING:
+    import llguidance
+
+__all__ = ["MAX_COMPILE_S", "GrammarCompiler"]
+
+MAX_COMPILE_S = 1.0  # of the trial; the second time, here, takes as long: a grammar is served or refused within 2 s
+MAX_GRAMMARS = 64
+
+
+class GrammarCompiler:
+    """Compiles what requests ask for. Safe for several threads; one grammar's compilation holds up no other.
+
+    codec          of the model, None for one without a tokenizer
+    vocab_size     of the model, which may be padded beyond its tokenizer
+    eos_token_ids  the model's own end tokens
+    """
+
+    def __init__(
+        self,
+        codec: TextCodec | None,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        *,
+        max_compile_s: float = MAX_COMPILE_S,
+    ) -> None:
+        self._max_compile_s = max_compile_s
+        self._codec = codec
+        self._vocab_size = vocab_size
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._lock = threading.Lock()  # of the cache
+        self._making = threading.Lock()
+        self._vocabulary: Vocabulary | None = None
+        self._trials: Trials | None = None
+        self._grammars: OrderedDict[GrammarSpec, llguidance.LLMatcher | RequestError] = OrderedDict()
+
+    def warm(self) -> None:
+        """Make what the first grammar needs, where one can be served: tables of the vocabulary, and the process."""
+        if self._codec is not None and self._eos_token_ids and is_installed():
+            self._ready()
+
+    def has(self, params: SamplingParams) -> bool:
+        """Whether `open` answers at once."""
+        spec = spec_of(params)
+        return spec is None or spec in self._grammars
+
+    def compile(self, params: SamplingParams, patience_s: float | None = None) -> bool:
+        """Make the grammar of a request ready, where it has one; False where that takes longer than patience_s.
+
+        Raises RequestError for one that cannot be served, naming what is wrong or which limit it breaks.
+        """
+        spec = spec_of(params)
+        return spec is None or self._find(spec, patience_s) is not None
+
+    def open(self, params: SamplingParams, prompt: Sequence[int], stop_ids: Sequence[int]) -> MatchedGrammar | None:
+        """A request at the beginning of its grammar; None where it has none.
+
+        prompt    token ids, whose end says whether the model reasons first
+        stop_ids  the request's end tokens, the model's own included
+        Compiles what `compile` has not. Raises RequestError.
+        """
+        spec = spec_of(params)
+        found = None if spec is None else self._find(spec, None)
+        if spec is None or found is None:
+            return None
+        vocabulary, codec, _ = self._ready()
+        # Harmony's calls lie in channels of their own, which their grammar has
+        in_channels = spec.kind == "tool_calls" and HarmonyParser.speaks(codec)
+        gate = None if in_channels else gate_of(codec, prompt, parsed=params.parse != "none")
+        return MatchedGrammar(vocabulary, found.deep_copy(), stop_ids, gate)
+
+    def _find(self, spec: GrammarSpec, patience_s: float | None) -> "llguidance.LLMatcher | None":
+        """A grammar's matcher, compiled where it is not cached; None where that takes longer than patience_s."""
+        with self._lock:
+            found = self._grammars.get(spec)
+            if found is not None:
+                self._grammars.move_to_end(spec)
+        if found is None:
+            most_s = self._max_compile_s
+            limit_s = most_s if patience_s is None else min(patience_s, most_s)
+            try:
+                found = self._compile(spec, limit_s)
+            except TooLong:
+                if limit_s < most_s:
+                    return None
+                # not kept: on a machine that was busy, it may do better the next time
+                raise RequestError(
+                    f"{spec.kind}: it takes more than {most_s:g} s, or {MAX_MEMORY_BYTES >> 20} MiB, to compile"
+                ) from None
+            except RequestError as error:
+                found = error
+            with self._lock:
+                self._grammars[spec] = found
+                while len(self._grammars) > MAX_GRAMMARS:
+                    self._grammars.popitem(last=False)
+        if isinstance(found, RequestError):
+            raise RequestError(str(found))
+        return found
+
+    def _compile(self, spec: GrammarSpec, limit_s: float) -> "llguidance.LLMatcher":
+        vocabulary, codec, trials = self._ready()
+        if spec.kind == "tool_calls":
+            spec = GrammarSpec(spec.kind, tool_grammar(codec, spec.text))
+        return vocabulary.matcher(trials.run(spec, limit_s))
+
+    def close(self) -> None:
+        """End the other process; a later grammar starts it again."""
+        with self._making:
+            if self._trials is not None:
+                self._trials.close()
+
+    def _ready(self) -> tuple[Vocabulary, TextCodec, Trials]:
+        with self._making:
+            if self._codec is None:
+                raise RequestError("structured output needs tokenizer.json in the model directory")
+            if not self._eos_token_ids:
+                raise RequestError("structured output needs eos_token_id in the model's config")
+            if self._vocabulary is None or self._trials is None:
+                self._vocabulary = Vocabulary(self._codec, self._vocab_size, self._eos_token_ids[0])
+                self._trials = Trials(self._vocabulary)
+                self._trials.start()
+            return self._vocabulary, self._codec, self._trials

@@ -1,0 +1,67 @@
+"""Documents by schema: what walks through masks make validates, what a schema forbids is never allowed."""
+
+import json
+from typing import Any
+
+import pytest
+from grammar_schemas import CASES, UNSUPPORTED, WRITTEN, schema_by_chance
+from grammars import END, allowed, codec_with, dumped, mask_of, state_of, text_of, walk
+from jsonschema import Draft202012Validator
+
+from lowlat.errors import GrammarError, RequestError
+
+CODEC = codec_with()
+NUM_BY_CHANCE = 175
+
+
+def check_walks(schema: dict[str, Any], seeds: range) -> None:
+    """Every document that comes to its end validates, and one does."""
+    validator = Draft202012Validator(schema, format_checker=Draft202012Validator.FORMAT_CHECKER)
+    ended = 0
+    for seed in seeds:
+        tokens = walk(state_of(CODEC, json_schema=schema), CODEC, seed)
+        if tokens is not None:
+            ended += 1
+            text = text_of(CODEC, tokens)
+            problems = list(validator.iter_errors(json.loads(text)))
+            assert not problems, (text, problems)
+    assert ended, schema
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_walks_make_documents_of_the_schema(name: str) -> None:
+    check_walks(WRITTEN[name], range(2))
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_walks_make_documents_of_schemas_by_chance(seed: int) -> None:
+    check_walks(schema_by_chance(seed), range(2))
+
+
+@pytest.mark.second
+@pytest.mark.parametrize("start", range(15, NUM_BY_CHANCE, 20))
+def test_walks_make_documents_of_many_schemas_by_chance(start: int) -> None:
+    for seed in range(start, start + 20):
+        check_walks(schema_by_chance(seed), range(3))
+
+
+@pytest.mark.parametrize("place", range(len(CASES)))
+def test_documents_are_allowed_exactly_where_the_schema_says_so(place: int) -> None:
+    schema, valid, invalid = CASES[place]
+    validator = Draft202012Validator(schema, format_checker=Draft202012Validator.FORMAT_CHECKER)
+    for value in (*valid, *invalid):
+        assert validator.is_valid(value) == (value in valid and not any(value is one for one in invalid)), value
+        state = state_of(CODEC, json_schema=json.dumps(schema))
+        tokens = CODEC.encode(dumped(value), add_special_tokens=False)
+        try:
+            state.advance(tokens)
+            taken = END in allowed(mask_of(state, CODEC)[0])
+        except GrammarError:
+            taken = False
+        assert taken == validator.is_valid(value), value
+
+
+@pytest.mark.parametrize("schema", UNSUPPORTED, ids=lambda schema: json.dumps(schema)[:40])
+def test_what_cannot_be_held_is_refused_and_never_ignored(schema: dict[str, Any] | bool) -> None:
+    with pytest.raises(RequestError, match=r"json_schema: .{8}"):
+        state_of(CODEC, json_schema=json.dumps(schema))

@@ -1,0 +1,106 @@
+"""Requests with a grammar through a Runtime: documents of the schema, the same with drafts, refusals by name."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jsonschema import validate
+from text_tokenizers import byte_level, write_directory
+from tiny_models import make_target
+
+from lowlat import Runtime, SamplingParams, SpeculativeConfig
+from lowlat.errors import CapacityError, RequestError
+from lowlat.ipc.wire import Sampling
+from lowlat.serving.engine import RuntimeEngine
+from lowlat.text.grammar import compiler
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "kind": {"enum": ["circle", "square"]},
+        "name": {"type": "string", "pattern": "^[a-z]{1,3}$"},
+        "size": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["kind", "name", "size"],
+    "additionalProperties": False,
+}
+REQUESTS: dict[str, dict[str, Any]] = {
+    "schema": {"json_schema": SCHEMA, "temperature": 1.0, "seed": 5},
+    "greedy": {"json_schema": SCHEMA},
+    "choice": {"choice": ["yes", "no"], "temperature": 2.0, "seed": 1},
+    "regex": {"regex": "[0-9]{3}-[a-f]{2}", "temperature": 1.0, "seed": 2},
+    "free": {"temperature": 1.0, "seed": 3, "max_tokens": 12},
+}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("structured")
+    size = byte_level().get_vocab_size() + 13
+    make_target(directory, "llama", vocab_size=size, num_hidden_layers=2, eos_token_id=[1])
+    return write_directory(directory, byte_level())
+
+
+@pytest.fixture(scope="module", params=[None, SpeculativeConfig(method="ngram", num_speculative_tokens=3)])
+def runtime(request: pytest.FixtureRequest, target: Path) -> Iterator[Runtime]:
+    with Runtime.load(target, request.param, max_batch=4, max_context=128) as made:
+        yield made
+
+
+_SEEN: dict[str, Any] = {}  # what the first of the runtimes answered
+
+
+def test_answers_are_of_their_grammars_and_the_same_with_drafts(runtime: Runtime) -> None:
+    names = {}
+    for name, options in REQUESTS.items():
+        names[runtime.submit("a", SamplingParams(**{"max_tokens": 100, **options}))] = name
+    texts = dict.fromkeys(REQUESTS, "")
+    tokens: dict[str, tuple[int, ...]] = dict.fromkeys(REQUESTS, ())
+    reasons: dict[str, str | None] = {}
+    while runtime.busy:
+        for output in runtime.step():
+            name = names[output.request_id]
+            texts[name] += output.text or ""
+            tokens[name] += output.token_ids
+            reasons[name] = output.finish_reason
+    for name in ("schema", "greedy"):
+        validate(json.loads(texts[name]), SCHEMA)
+    assert texts["choice"] in ("yes", "no") and re.fullmatch("[0-9]{3}-[a-f]{2}", texts["regex"])
+    assert {name: reason for name, reason in reasons.items() if name != "free"} == dict.fromkeys(
+        ("schema", "greedy", "choice", "regex"), "stop"
+    )
+    assert _SEEN.setdefault("tokens", tokens) == tokens
+
+
+def test_a_grammar_that_comes_to_its_limit_fails_its_request_alone(runtime: Runtime) -> None:
+    limited = runtime.submit("a", SamplingParams(regex="(a{1,1000}){1,1000}", max_tokens=120, ignore_eos=True))
+    other = runtime.submit("a", SamplingParams(choice=["yes"], max_tokens=100))
+    ends = {output.request_id: output for _ in iter(lambda: runtime.busy, False) for output in runtime.step()}
+    assert (ends[limited].finish_reason, ends[limited].error_code) == ("error", "grammar")
+    assert "the grammar cannot go on: lexer error" in str(ends[limited].error)
+    assert ends[other].finish_reason == "stop"
+
+
+def test_a_server_compiles_before_it_submits(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = RuntimeEngine(Runtime.load(target, max_batch=1, max_context=64))
+    try:
+        sampling = Sampling(max_tokens=8, choice=("yes", "no"))
+        with pytest.raises(CapacityError, match="choice: other grammars have taken its place"):
+            engine.submit("early", [5], sampling)
+        assert engine.compile(sampling, 5.0) and engine.compile(Sampling(), 0.0)
+        engine.submit("one", [5], sampling)
+        outputs = []
+        while engine.busy:
+            outputs += engine.step()
+        assert "".join(output.text or "" for output in outputs) in ("yes", "no")
+        monkeypatch.setattr(compiler, "MAX_GRAMMARS", 1)
+        assert engine.compile(Sampling(regex="a"), None)
+        with pytest.raises(CapacityError):
+            engine.submit("two", [5], sampling)
+        with pytest.raises(RequestError, match="uniqueItems"):
+            engine.compile(Sampling(json_schema='{"uniqueItems": true}'), None)
+    finally:
+        engine.close()
