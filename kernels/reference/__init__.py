@@ -5,7 +5,7 @@ write into the arrays they are handed and keep a row's bits independent of its c
 `gemm.linear`.
 """
 
-from lowlat.kernels.reference.attention import attention, kv
+from lowlat.kernels.reference.attention import attention, kv, partial
 from lowlat.kernels.reference.gemm import linear
 from lowlat.kernels.reference.moe import experts
 from lowlat.kernels.reference.rows import draft_block, draft_rows, elementwise, markov, rope, waiting
@@ -33,6 +33,7 @@ OPERATIONS = operations_of(
     logprobs,
     markov,
     ngram_draft,
+    partial,
     publish,
     rope,
     sample,

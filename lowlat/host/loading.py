@@ -22,6 +22,7 @@ from lowlat.graphs import Bucket, BucketLadder
 from lowlat.host.memory.plan import check_fits, memory_need
 from lowlat.host.perf import check_device, check_launches
 from lowlat.models.geometry import ModelConfig
+from lowlat.models.partial_kv import partial_kv
 from lowlat.models.program import Program
 from lowlat.models.target import OpenedTarget, fetch_target, open_target, quantise_target
 from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig
@@ -210,6 +211,10 @@ def make_geometry(
     worst = -(-(options.max_context + max(max_rows, num_drafted_rows)) // options.block_size)
     num_blocks = options.kv_blocks if options.kv_blocks is not None else options.max_batch * worst + 1
     simulated = speculative if speculator is not None else None
+    partial = None if simulated is None else partial_kv(simulated, options, config, max_rows)
+    if partial is not None:
+        logger.warning("SpecPV is on, which is lossy: from %d tokens on steps attend to a part of the KV cache, and "
+                       "tokens may differ from the target's", partial.threshold)  # fmt: skip
     return StepGeometry(
         config=config,
         speculator=speculator,
@@ -225,6 +230,7 @@ def make_geometry(
         simulated_accept_length=None if simulated is None else simulated.simulated_accept_length,
         simulated_seed=0 if simulated is None else simulated.simulated_seed,
         num_drafted_rows=num_drafted_rows,
+        partial=partial,
         max_width=_max_width(speculator, speculative),
     )
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lowlat.errors import ConfigError
-from lowlat.options.declaration import check_integer, check_options, declare, documented
+from lowlat.options.declaration import check_integer, check_options, declare, documented, options_of
 
 __all__ = ["MAX_SPECULATIVE_TOKENS", "METHOD_OPTIONS", "RuntimeConfig", "SpeculativeConfig", "TraceConfig"]
 
@@ -51,6 +51,9 @@ class SpeculativeConfig:
     `dynamic_tree_max_topk` makes a tree whose contents are chosen in each step: at each of `max_draft_len` levels (S)
     so many of the likeliest tokens are looked at behind so many of the best drafts of the level before, and of all of
     them the `max_total_draft_tokens` best are verified.
+    With `enable_specpv` the target's layers without windows verify over a part of their KV cache: sinks, blocks that
+    each head chose, the last ones; every few steps a pass over all of it recomputes what was written meanwhile and
+    chooses anew. Tokens are then not certain to be the target's: SpecPV is lossy, and says so wherever it shows.
     Boundary b of `capture_layers` is the residual stream entering layer b. Without `strict`, a draft model that does
     not fit is one warning and the baseline.
     """
@@ -124,6 +127,24 @@ class SpeculativeConfig:
     )
     enabled: bool = declare(True, "Whether to speculate.", python_only=True)
     strict: bool = declare(False, "A draft model that does not fit is an error.")
+    enable_specpv: bool = declare(
+        False,
+        "SpecPV, which is lossy: in long contexts the target attends to a part of its KV cache, and tokens may differ.",
+    )
+    specpv_block_size: int = declare(16, "SpecPV: positions of a block that is chosen whole.", 1, 1024)
+    specpv_n_sink_blocks: int = declare(2, "SpecPV: blocks at the text's start that are always attended to.", 1, 4096)
+    specpv_n_retrieval_blocks: int = declare(
+        256, "SpecPV: blocks that each KV head chooses by the last queries.", 1, 1 << 16
+    )
+    specpv_n_window_blocks: int = declare(8, "SpecPV: last blocks, which are always attended to.", 1, 4096)
+    specpv_n_spec_tokens_buf: int = declare(
+        128, "SpecPV: positions that partial steps may write before a refresh recomputes them.", 2, 1 << 14
+    )
+    specpv_partial_threshold: int = declare(
+        4096, "SpecPV: a shorter context is attended to whole, with the bits of a runtime without SpecPV.", 0, 1 << 20
+    )
+    specpv_full_refresh_steps: int = declare(32, "SpecPV: partial steps between two refreshes, at most.", 1, 1 << 16)
+    specpv_lossless: bool = declare(False, "SpecPV whose tokens a full pass verifies again: not implemented, refused.")
     simulated_accept_length: float | None = declare(
         None, "Impose so many tokens a step, 1 to S + 1, for benchmarks; the text then means nothing."
     )
@@ -146,6 +167,7 @@ class SpeculativeConfig:
             for layer in self.capture_layers:
                 check_integer("capture_layers", layer, 0, 1 << 16, ConfigError)
             object.__setattr__(self, "capture_layers", tuple(self.capture_layers))
+        self._check_specpv()
         length = self.simulated_accept_length
         if length is not None and (isinstance(length, bool) or not isinstance(length, (int, float))):
             raise ConfigError(f"simulated_accept_length must be a number, got {length!r:.80}")
@@ -154,6 +176,20 @@ class SpeculativeConfig:
                 f"simulated_accept_length must be from 1 to num_speculative_tokens + 1 = "
                 f"{self.num_speculative_tokens + 1}, got {length}"
             )
+
+    def _check_specpv(self) -> None:
+        """Refuse what SpecPV does not have, and its sizes where it is off."""
+        if self.specpv_lossless:
+            raise ConfigError(
+                "specpv_lossless is not implemented: SpecPV's tokens are those of partial steps, and may differ from "
+                "the target's; leave enable_specpv off for lossless decoding"
+            )
+        if self.enable_specpv and self.adaptive_width:
+            raise ConfigError("enable_specpv goes with a fixed number of drafts, and adaptive_width chooses it anew")
+        if not self.enable_specpv:
+            for option in options_of(SpeculativeConfig):
+                if option.name.startswith("specpv_") and getattr(self, option.name) != option.default:
+                    raise ConfigError(f"{option.name} is an option of SpecPV, and enable_specpv is off")
 
     def _check_method(self) -> None:
         """The options of the method, and that none of another method was given."""

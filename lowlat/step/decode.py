@@ -104,6 +104,11 @@ class StepBuilder:
         told = ("grammar_tokens", "grammar_paths", "grammar_lengths")
         reads, writes = {name: name for name in asked}, {name: name for name in told}
         self.builder.emit("publish_rows", Stage.ACTIVE_SLOTS, reads=reads, writes=writes)
+        if self.geometry.partial is not None and not self.bucket.prefilled:
+            reads = {"dense_lens": "dense_lens", "slots": "slots", "shifts": "partial_shifts"}
+            self.builder.emit(
+                "list_lens", Stage.ACTIVE_SLOTS, reads=reads, writes={"out": self._ints("list_lens", batch)}
+            )
 
     def _target(self) -> list[str]:
         """The target's logits; returns the residual stream at its boundaries, of which prefill leaves the last."""
@@ -116,6 +121,7 @@ class StepBuilder:
             positions="row_positions",
             attention={**common, "dense_lens": "dense_lens", "row_masks": "row_masks"},
             write={**common, "row_live": "row_live", "write_lens": "dense_lens", "offsets": offsets},
+            partial=self.geometry.partial,
         )
         stage, config = Stage.BASE_DECODE_STEP, self.geometry.config
         if self.bucket.prefilled:

@@ -25,6 +25,13 @@ SPECULATIVE_BOUNDS = {
     "max_non_leaves_per_layer": (1, 64),
     "draft_window": (1, 1 << 20),
     "simulated_seed": (0, (1 << 63) - 1),
+    "specpv_block_size": (1, 1024),
+    "specpv_n_sink_blocks": (1, 4096),
+    "specpv_n_retrieval_blocks": (1, 1 << 16),
+    "specpv_n_window_blocks": (1, 4096),
+    "specpv_n_spec_tokens_buf": (2, 1 << 14),
+    "specpv_partial_threshold": (0, 1 << 20),
+    "specpv_full_refresh_steps": (1, 1 << 16),
 }
 RUNTIME_BOUNDS = {
     "max_batch": (1, 8),
@@ -39,6 +46,8 @@ NO_INT: list[Any] = [True, False, 1.0, "1", [1], math.nan]
 
 
 def speculative(**options: Any) -> SpeculativeConfig:
+    if any(name.startswith("specpv_") for name in options):
+        options["enable_specpv"] = True
     return SpeculativeConfig(**{"model": "head", **options})
 
 
@@ -52,7 +61,7 @@ def test_every_option_is_covered_here() -> None:
     others = {"model", "method", "capture_layers", "tree", "enabled", "strict", "simulated_accept_length"}
     others |= {"dynamic_tree_max_topk", "max_draft_len", "max_total_draft_tokens"}
     others |= set(METHOD_OPTIONS["ngram"]) | {"text_drafts", "draft_quantize", *METHOD_OPTIONS["suffix"]}
-    others.add("adaptive_width")
+    others |= {"adaptive_width", "enable_specpv", "specpv_lossless"}
     assert {item.name for item in dataclasses.fields(SpeculativeConfig)} == {*SPECULATIVE_BOUNDS, *others}
     others = {"dtype", "device", "executor", "prefix_reuse", "share_decoded", "device_loop", "fuse", "perf_mode"}
     others |= {"traces", "watchdog_factor", "watchdog_min_s", "quantize", "quantize_lm_head"}
@@ -81,7 +90,13 @@ def test_integer_bounds(make: Any, name: str, low: int, high: int) -> None:
 
 @pytest.mark.parametrize(
     ("make", "name"),
-    [(speculative, "enabled"), (speculative, "strict"), (runtime, "prefix_reuse"), (runtime, "share_decoded")]
+    [
+        (speculative, "enabled"),
+        (speculative, "strict"),
+        (speculative, "enable_specpv"),
+        (runtime, "prefix_reuse"),
+        (runtime, "share_decoded"),
+    ]
     + [(runtime, "device_loop")]
     + [(TraceConfig, name) for name in ("step", "accept", "kv", "tree")],
 )
