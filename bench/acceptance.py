@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and write one JSON file."""
     options = _options(arguments)
     domains = json.loads(options.prompts.read_text(encoding="utf-8"))
-    rows, baselines = [], _Baselines(options.max_tokens)
+    rows, baselines = [], Baselines(options.max_tokens)
     for method in options.method:
         with _load(options, method) as runtime:
             for text, depth in itertools.product(options.text, options.num_speculative_tokens):
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     bench = _Bench(options, runtime, baselines, text, depth, temperature)
                     labels = {"method": method, "text": text, "num_speculative_tokens": depth}
                     rows += [{**labels, **row} for row in bench.rows(domains)]
-        rows[-1]["runs_on"] = _runs_on(runtime)
+        rows[-1]["runs_on"] = runs_on(runtime)
     result = {
         "conditions": {
             "commit": options.commit or commit_at(DEMO) or "unknown",
@@ -130,7 +130,7 @@ def _trained(options: argparse.Namespace) -> dict[str, Any]:
     return {"trained": logs} if logs else {}
 
 
-class _Baselines:
+class Baselines:
     """Prompts decoded without drafts, each once at a temperature, whatever else is asked of the runtime."""
 
     def __init__(self, max_tokens: int) -> None:
@@ -147,7 +147,7 @@ class _Baselines:
         """Tokens, seconds and figures of a prompt at S = 0."""
         key = (temperature, prompt if isinstance(prompt, str) else tuple(prompt))
         if key not in self._known:
-            self._known[key] = _decode(runtime, prompt, self.params(temperature), 0)
+            self._known[key] = decode(runtime, prompt, self.params(temperature), 0)
         return self._known[key]
 
 
@@ -157,16 +157,16 @@ class _Bench:
 
     options: argparse.Namespace
     runtime: Runtime
-    baselines: _Baselines
+    baselines: Baselines
     text: str
     depth: int
     temperature: float
 
     def rows(self, domains: dict[str, Any] | list[str]) -> list[dict[str, Any]]:
         """Over all prompts, over those whose text does not loop, and by domain."""
-        rows, every, straight = [], _Sum(), _Sum()
-        for domain, prompts in _listed(domains).items():
-            own = _Sum()
+        rows, every, straight = [], Sum(), Sum()
+        for domain, prompts in listed(domains).items():
+            own = Sum()
             for prompt in prompts[: self.options.limit]:
                 one = self._decode_both(self._prompt(prompt))
                 for total in (own, every) if one.loops else (own, every, straight):
@@ -189,11 +189,11 @@ class _Bench:
         answer, _, _ = self.baselines.of(self.runtime, prompt, self.temperature)
         return [*tokens, *answer, *tokens]
 
-    def _decode_both(self, prompt: str | list[int]) -> "_Sum":
-        one = _Sum()
+    def _decode_both(self, prompt: str | list[int]) -> "Sum":
+        one = Sum()
         baseline, one.baseline_seconds, before = self.baselines.of(self.runtime, prompt, self.temperature)
         params = self.baselines.params(self.temperature)
-        tokens, one.seconds, after = _decode(self.runtime, prompt, params, self.depth, one.expected)
+        tokens, one.seconds, after = decode(self.runtime, prompt, params, self.depth, one.expected)
         one.baseline_decode_seconds, one.decode_seconds = before.decode_s or 0.0, after.decode_s or 0.0
         one.prompts, one.tokens, one.steps = 1, len(tokens), after.num_steps
         one.identical = tokens == baseline
@@ -203,7 +203,7 @@ class _Bench:
         return one
 
 
-def _runs_on(runtime: Runtime) -> str:
+def runs_on(runtime: Runtime) -> str:
     """The device, its driver and the executor."""
     device = runtime.device_choice.device
     if device.type != "cuda":
@@ -212,7 +212,7 @@ def _runs_on(runtime: Runtime) -> str:
     return f"{name}, driver {driver()}, CUDA {torch.version.cuda}, {runtime.device_choice.executor} executor"
 
 
-def _listed(domains: dict[str, Any] | list[str]) -> dict[str, list[str]]:
+def listed(domains: dict[str, Any] | list[str]) -> dict[str, list[str]]:
     return {"all": domains} if isinstance(domains, list) else dict(domains)
 
 
@@ -231,7 +231,7 @@ def _encode(runtime: Runtime, prompt: str) -> list[int]:
     return ids
 
 
-class _Sum:
+class Sum:
     """Figures added up over prompts."""
 
     def __init__(self) -> None:
@@ -243,7 +243,7 @@ class _Sum:
         self.stats = SpeculativeDecodingStats()
         self.expected: list[list[float]] = []  # by step, what a confidence head thinks of each position's acceptance
 
-    def add(self, other: "_Sum") -> None:
+    def add(self, other: "Sum") -> None:
         self.prompts += other.prompts
         self.tokens += other.tokens
         self.steps += other.steps
@@ -283,7 +283,7 @@ class _Sum:
         }
 
 
-def _decode(
+def decode(
     runtime: Runtime,
     prompt: str | list[int],
     params: SamplingParams,

@@ -13,6 +13,7 @@ from lowlat.kernels.moe.packing import PackedExperts
 from lowlat.kernels.reference.step.slot_record import DRAFT_LIMIT, MAX_LENGTH, NUM_LOGPROBS, REPETITION, TOP_P
 from lowlat.models.geometry import DraftConfig, ModelConfig, RopeConfig
 from lowlat.speculators.eagle3.speculator import Eagle3Speculator
+from lowlat.speculators.tree.dynamic import Topology
 from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.decode import build_step
 from lowlat.step.prefill import build_prefills
@@ -34,10 +35,10 @@ def make_step(
     return GraphStep(geometry, case, weights, device)
 
 
-def step_geometry(geometry: DenseGeometry, case: Case, topology: TreeTopology) -> StepGeometry:
+def step_geometry(geometry: DenseGeometry, case: Case, topology: Topology) -> StepGeometry:
     """The shapes of one case's programs; a head is loaded only where the case drafts."""
     rope = RopeConfig(theta=geometry.rope_theta)
-    depth = case.num_speculative_tokens
+    depth, overhang = case.num_speculative_tokens, max(topology.num_nodes, topology.num_drafted_rows)
     shared = {
         "hidden_size": geometry.hidden_size,
         "intermediate_size": geometry.intermediate_size,
@@ -76,12 +77,13 @@ def step_geometry(geometry: DenseGeometry, case: Case, topology: TreeTopology) -
         max_batch=case.batch,
         max_context=case.context + ROOM,
         max_rows=topology.num_nodes,
-        num_paths=len(topology.paths),
-        path_width=max(len(path) for path in topology.paths),
+        num_paths=topology.num_paths,
+        path_width=topology.path_width,
         block_size=BLOCK_SIZE,
-        num_blocks=case.batch * -(-(case.context + ROOM + topology.num_nodes) // BLOCK_SIZE) + 1,
+        num_blocks=case.batch * -(-(case.context + ROOM + overhang) // BLOCK_SIZE) + 1,
         prefill_chunk=128,
         simulated_accept_length=case.accept_length,
+        num_drafted_rows=topology.num_drafted_rows,
     )
 
 
@@ -99,7 +101,7 @@ class ExecutorStep:
         case: Case,
         weights: Mapping[str, torch.Tensor | PackedExperts],
         device: torch.device,
-        drafted: TreeTopology,
+        drafted: Topology,
     ) -> None:
         self.name = "lowlat"
         self.case = case
@@ -175,7 +177,7 @@ class GraphStep(ExecutorStep):
         case: Case,
         weights: Mapping[str, torch.Tensor],
         device: torch.device,
-        topology: TreeTopology | None = None,
+        topology: Topology | None = None,
     ) -> None:
         drafted = TreeTopology.chain(case.num_speculative_tokens) if topology is None else topology
         super().__init__(step_geometry(geometry, case, drafted), case, weights, device, drafted)

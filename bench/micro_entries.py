@@ -14,6 +14,7 @@ from bench.lowlat_step import GraphStep
 from bench.micro import Entry
 from lowlat.executors.launcher import Launcher
 from lowlat.executors.lowering.lower import LoweredGroup
+from lowlat.speculators.tree.dynamic import DynamicTree, Topology
 from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.tools.profile.recording import moved_bytes
 
@@ -24,6 +25,8 @@ CASE = Case(4, 1024, 3)
 COPIES = 8
 TREE = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (1, 0, 0))
 TREES_OWN = ("accept", "tree_masks", "draft_topk", "gather_level", "apply_commands", "finite")
+DYNAMIC = DynamicTree(depth=3, top_k=4, num_nodes=10)
+DYNAMICS_OWN = ("draft_topk_logprobs", "grow_tree", "choose_nodes", "hand_over_tree")
 _kept: list[GraphStep] = []  # entries know calls alone; the step owns the buffers
 
 
@@ -33,9 +36,14 @@ def chain(launcher: Launcher) -> list[Entry]:
 
 
 def tree(launcher: Launcher) -> list[Entry]:
-    """Those groups of a tree's step that a chain has not, or has of another size."""
-    topology = TreeTopology.from_choices(TREE)
-    return [entry for entry in _entries(launcher, topology, "tree: ") if any(kind in entry.name for kind in TREES_OWN)]
+    """Those groups of a tree's step that a chain has not, or has of another size; of a dynamic tree's its own."""
+    kinds = ((TreeTopology.from_choices(TREE), "tree: ", TREES_OWN), (DYNAMIC, "dynamic: ", DYNAMICS_OWN))
+    return [
+        entry
+        for topology, prefix, own in kinds
+        for entry in _entries(launcher, topology, prefix)
+        if any(kind in entry.name for kind in own)
+    ]
 
 
 def reset() -> None:
@@ -74,7 +82,7 @@ def groups_by_name(groups: Iterable[LoweredGroup]) -> dict[str, list[LoweredGrou
     }
 
 
-def _entries(launcher: Launcher, topology: TreeTopology | None, prefix: str) -> list[Entry]:
+def _entries(launcher: Launcher, topology: Topology | None, prefix: str) -> list[Entry]:
     step = GraphStep(GEOMETRY, CASE, make_weights(GEOMETRY, launcher.device), launcher.device, topology)
     _kept.append(step)
     torch.cuda.synchronize(launcher.device)

@@ -46,7 +46,9 @@ def check_begin_step(
     if how == "given":
         given = source.sample(range(max_batch), batch)
         arrays["slots"] = torch.tensor([slot if source.random() < 0.8 else -1 for slot in given], dtype=torch.int32)
-        bench.compare(arrays, _given, lambda found: begin_step.begin_step(**found, lists=False, tells=True))
+        bench.compare(
+            arrays, _given, lambda found: begin_step.begin_step(applies=True, lists=False, tells=True, **found)
+        )
     else:
         bench.compare(arrays, _reference, _alone if how == "alone" else _fused)
 
@@ -89,7 +91,7 @@ def _reference(arrays: Arrays) -> None:
 
 
 def _fused(arrays: Arrays) -> list[KernelCall]:
-    return begin_step.begin_step(lists=True, tells=True, **arrays)
+    return begin_step.begin_step(applies=True, lists=True, tells=True, **arrays)
 
 
 def _given(arrays: Arrays) -> None:

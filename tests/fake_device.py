@@ -48,6 +48,8 @@ class FakeDevice:
         self._queue: list[tuple[Bucket, int | None]] = []  # a bucket, and the steps that are left of a loop
         self._stop = False
         self._begun = False  # the first step of the queue has told its rows
+        self._body = Bucket(1, 1, 0)  # its bucket, where it chooses its width the one that it chose
+        self._rest: tuple[Any, ...] = ()  # what it has left to do
 
     @property
     def idle(self) -> bool:
@@ -65,25 +67,31 @@ class FakeDevice:
 
     def _run(self, bucket: Bucket) -> None:
         self._begin(bucket)
-        self._publish(lambda: self._finish(bucket))
+        self._publish(self._finish)
         self.log.append(("ran", bucket))
 
     def _begin(self, bucket: Bucket) -> None:
         """Run the stage that tells the rows, once."""
-        if not self._begun:
-            self._begun, bound = True, self.inner._bound[bucket]
-            with torch.inference_mode():
-                self.inner._run(tuple(each for each in bound if each[0].stage is Stage.ACTIVE_SLOTS))
-
-    def _finish(self, bucket: Bucket) -> None:
-        self._begun, bound = False, self.inner._bound[bucket]
+        if self._begun:
+            return
         with torch.inference_mode():
-            self.inner._run(tuple(each for each in bound if each[0].stage is not Stage.ACTIVE_SLOTS))
+            if bucket.chooses:
+                self.inner._run(self.inner._bound[bucket])
+                bucket = bucket.bodies[int(self.state["width_choice"])]
+            bound = self.inner._bound[bucket]
+            count = 1 + max(place for place, each in enumerate(bound) if each[0].stage is Stage.ACTIVE_SLOTS)
+            self._begun, self._body, self._rest = True, bucket, bound[count:]
+            self.inner._run(bound[:count])
+
+    def _finish(self) -> None:
+        self._begun = False
+        with torch.inference_mode():
+            self.inner._run(self._rest)
 
     def _waits_for_masks(self, bucket: Bucket) -> bool:
         """Whether the draw of a slot would wait for the host, after the step's beginning."""
         self._begin(bucket)
-        slots = [slot for slot in self.inner.scratch(bucket)["slots"].tolist() if slot >= 0]
+        slots = [slot for slot in self.inner.scratch(self._body)["slots"].tolist() if slot >= 0]
         guided = [slot for slot in slots if self.state["slot_ints"][slot, HAS_GRAMMAR]]
         return any(self.state["grammar_ready"][slot] < self.state["lengths"][slot] for slot in guided)
 

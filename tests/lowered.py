@@ -24,6 +24,7 @@ from lowlat.models.target import LoadedTarget, load_target
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig
 from lowlat.speculators.base import LoadedSpeculator
 from lowlat.speculators.methods import draft_method, load_speculator
+from lowlat.speculators.tree.dynamic import Topology
 from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.decode import build_step
 from lowlat.step.prefill import build_prefill
@@ -61,7 +62,7 @@ class Pair:
         self.target: LoadedTarget = load_target(target, dtype=dtype)
         self.speculator: LoadedSpeculator | None = None
         self.config: SpeculativeConfig | None = None
-        self.topologies = {0: TreeTopology.chain(0)}
+        self.topologies: dict[int, Topology] = {0: TreeTopology.chain(0)}
         if head is not None or "method" in speculation:
             if head is not None:
                 speculation = {"method": draft_method(head), **speculation}

@@ -18,6 +18,11 @@ from lowlat.models.program import Stage
 DEMO = Path(__file__).parents[1] / "lowlat" / "demo"
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 64}
 TREE = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (1, 0, 0))
+SHAPES: dict[bool | str, dict[str, Any]] = {
+    False: {},
+    True: {"num_speculative_tokens": 3, "tree": TREE},
+    "dynamic": {"num_speculative_tokens": 3, "dynamic_tree_max_topk": 4, "max_total_draft_tokens": 9},
+}
 HEADS: dict[str, dict[str, Any]] = {
     "plain": {},
     "norm_before_fc": {"norm_before_fc": True},
@@ -69,7 +74,7 @@ class LoweredPairs:
         self._made: dict[Any, Lowered] = {}
 
     def __call__(
-        self, name: str, depth: int, batch: int, tree: bool = False, card: Any = H200, **speculation: Any
+        self, name: str, depth: int, batch: int, tree: bool | str = False, card: Any = H200, **speculation: Any
     ) -> Lowered:
         """A bucket's program, lowered."""
         key = (name, depth, batch, tree, card, *speculation.items())
@@ -77,14 +82,13 @@ class LoweredPairs:
             self._made[key] = self.pair(name, tree, **speculation).lower(depth, batch, card)
         return self._made[key]
 
-    def pair(self, name: str, tree: bool = False, **speculation: Any) -> Pair:
+    def pair(self, name: str, tree: bool | str = False, **speculation: Any) -> Pair:
         """A pair by name."""
         key = (name, tree, *speculation.items())
         if key not in self._pairs:
-            options = {"num_speculative_tokens": 3, "tree": TREE} if tree else {}
             if name not in self._files:
                 self._files[name] = write_pair(name, self._factory.mktemp(name))
-            self._pairs[key] = Pair(*self._files[name], **{**options, **speculation})
+            self._pairs[key] = Pair(*self._files[name], **{**SHAPES[tree], **speculation})
         return self._pairs[key]
 
 

@@ -65,7 +65,12 @@ class Slot:
         return float(self.shape.dim**-0.5)
 
     def prepare(
-        self, launcher: Any, sinks: torch.Tensor | None, part: tuple[int, int] | None = None, **mask: Any
+        self,
+        launcher: Any,
+        sinks: torch.Tensor | None,
+        part: tuple[int, int] | None = None,
+        lower: Any = prefill_attention,
+        **mask: Any,
     ) -> tuple[Callable[[], None], torch.Tensor]:
         """A function that runs the chunk's attention, and its result; of a part, (first row, rows), as a chunk alone.
 
@@ -80,7 +85,7 @@ class Slot:
         tensors = (self.q[offset : offset + size], *self.caches, self.table, chunk)
         held = {"sinks": sinks} if sinks is not None else {}
         op = Op(
-            "prefill_attention", Stage.PREFILL, {name: name for name in names}, {"out": "out"},
+            lower.__name__, Stage.PREFILL, {name: name for name in names}, {"out": "out"},
             {name: name for name in held}, {"scale": self.scale, "chunk_size": size, **mask},
         )  # fmt: skip
         tokens = BufferSpec("tokens", (1, self.shape.longest), torch.int32, Role.STATE)
@@ -89,7 +94,7 @@ class Slot:
         buffers = {**dict(zip(names, tensors, strict=True)), "out": out}
         weights = DeviceWeights(held, set(), self._device)
         binding = Binding(program, buffers, weights, launcher.card, self._poisoned)
-        launches = launcher.load(prefill_attention(binding, op))
+        launches = launcher.load(lower(binding, op))
         return lambda: launcher.issue(launches), out
 
     def _poisoned(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -37,6 +37,35 @@ class GatherLauncher:
                 gather(call)
 
 
+def flash_parts(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    firsts: torch.Tensor,
+    ends: torch.Tensor,
+    *,
+    sizes: tuple[int, int],
+    causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The meaning of `prefill_attention.flash_parts`, a sequence after the other."""
+    attended, logarithms = torch.zeros_like(q), torch.full((q.shape[1], len(q)), torch.inf)
+    shared = q.shape[1] // keys.shape[1]
+    for row, last_row, key, last in zip(
+        *(bounds.tolist() for bounds in (firsts[:-1], firsts[1:], ends[:-1], ends[1:])), strict=True
+    ):
+        assert last_row - row <= sizes[0] and 0 <= last - key <= sizes[1] and last <= len(keys)
+        if key == last:
+            continue
+        k, v = (part[key:last].float().repeat_interleave(shared, 1) for part in (keys, values))
+        scores = torch.einsum("chd,nhd->hcn", q[row:last_row].float(), k) * scale
+        if causal:
+            scores = scores + torch.full(scores.shape[1:], -torch.inf).triu(last - key - last_row + row + 1)
+        logarithms[:, row:last_row] = torch.logsumexp(scores, -1)
+        attended[row:last_row] = torch.einsum("hcn,nhd->chd", scores.softmax(-1), v).to(q.dtype)
+    return attended, logarithms
+
+
 def flash_attention(
     q: torch.Tensor,
     keys: torch.Tensor,

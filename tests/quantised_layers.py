@@ -64,23 +64,30 @@ class Drawn:
     values: np.ndarray
 
 
-def draw(rng: np.random.Generator, rows: int, columns: int, group: int, zero: int | None = None) -> Drawn:
-    """A layer of INT4; zero: the zero point of all groups."""
+def draw(
+    rng: np.random.Generator,
+    rows: int,
+    columns: int,
+    group: int,
+    zero: int | None = None,
+    dtype: torch.dtype = torch.float16,
+) -> Drawn:
+    """A layer of INT4; zero: the zero point of all groups; dtype: of the scales, which come as float32."""
     codes = rng.integers(0, 16, (rows, columns), dtype=np.uint8)
     zeros = rng.integers(0, 16, (rows, columns // group), dtype=np.uint8)
     if zero is not None:
         zeros[:] = zero
-    scales = ((rng.random(zeros.shape, np.float32) + 0.5) / 4 / columns**0.5).astype(np.float16)
-    wide = (codes.astype(np.float32) - zeros.repeat(group, 1)) * scales.astype(np.float32).repeat(group, 1)
+    scales = floats((rng.random(zeros.shape, np.float32) + 0.5) / 4 / columns**0.5, dtype).float().numpy()
+    wide = (codes.astype(np.float32) - zeros.repeat(group, 1)) * scales.repeat(group, 1)
     return Drawn(codes, zeros, scales, wide)
 
 
 def packed(rng: np.random.Generator, rows: int, columns: int, group: int, symmetric: bool) -> Layer:
     """compressed-tensors' `pack-quantized`."""
-    made = draw(rng, rows, columns, group, 8 if symmetric else None)
+    made = draw(rng, rows, columns, group, 8 if symmetric else None, torch.bfloat16)
     tensors = {
         "weight_packed": words(made.codes, 1),
-        "weight_scale": floats(made.scales, torch.float16),
+        "weight_scale": floats(made.scales, torch.bfloat16),
         "weight_shape": torch.tensor([rows, columns]),
     }
     return tensors | ({} if symmetric else {"weight_zero_point": words(made.zeros, 0)}), made.values

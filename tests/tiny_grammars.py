@@ -22,6 +22,7 @@ class Automaton:
         self.edges, self.end_ids, self.state = edges, tuple(end_ids), start
         self.taken: list[int] = []
         self.asked: list[tuple[int, ...]] = []
+        self._masks: dict[int, np.ndarray] = {}  # by state
 
     def fill(self, tokens: Sequence[int], parents: Sequence[int], masks: np.ndarray) -> None:
         """See `GrammarState`."""
@@ -29,18 +30,19 @@ class Automaton:
         assert parents[0] == -1
         self.asked.append(tuple(tokens))
         states: list[int | None] = []
-        masks[:] = 0
         for row, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
             assert -1 <= parent < row or row == 0
             above = self.state if row == 0 else states[parent]
             states.append(above if row == 0 or above is None else self._next(above, token))
             here = states[row]
-            if here is None:
-                masks[row] = -1
-                continue
-            words = masks[row].view(np.uint32)
-            for allowed in self.edges.get(here) or self.end_ids:
-                words[allowed >> 5] |= np.uint32(1 << (allowed & 31))
+            masks[row] = -1 if here is None else self._mask(here, masks.shape[1])
+
+    def _mask(self, state: int, num_words: int) -> np.ndarray:
+        if state not in self._masks:
+            bits = np.zeros(num_words * 32, dtype=np.uint8)
+            bits[list(self.edges.get(state) or self.end_ids)] = 1
+            self._masks[state] = np.packbits(bits, bitorder="little").view(np.int32)
+        return self._masks[state]
 
     def _next(self, state: int, token: int) -> int | None:
         if not self.edges.get(state):

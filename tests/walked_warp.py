@@ -80,6 +80,17 @@ class Warp:
 
         return multiply
 
+    def fma_tiles(self, total: int, first: int, count: int) -> Callable[..., tuple[Any, ...]]:
+        def add(sums: tuple[Any, ...], partial: tuple[Any, ...], top: Any, low: Any) -> Any:
+            assert len(sums) == 4 * total and len(partial) == 4 * count
+            made = list(sums)
+            for place, value in enumerate(partial):
+                scale = float(top if place % 4 < 2 else low)
+                made[4 * first + place] = np.float32(float(value) * scale + float(made[4 * first + place]))
+            return tuple(made)
+
+        return add
+
     def store_tiles(self, total: int, first: int, count: int, offsets: Any, stride: int) -> Callable[..., None]:
         def store(address: int, sums: tuple[Any, ...]) -> None:
             assert len(sums) == 4 * total

@@ -48,7 +48,7 @@ from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import H200, Card, Kernel, KernelCall, Workspace, examples_for
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int32, int64, types, uint32
 
-__all__ = ["attention", "attention_bytes", "choose_split", "examples", "most_positions"]
+__all__ = ["attention", "attention_bytes", "choose_split", "examples", "most_positions", "partial_attention"]
 
 MANY_ITEMS = 1024
 
@@ -79,12 +79,13 @@ def attention(
     card: Card = H200,
     plan: AttentionPlan | None = None,
     num_blocks: int | None = None,
+    parts: int = 0,
 ) -> list[KernelCall]:
     """Each row attends to its slot's dense prefix and to its own ancestors in the tree.
 
     q                 [B * R, H, D]        bf16; D 64 or 128
     k_cache, v_cache  [P, G, block, D]     bf16; block a power of two from 16 to 256
-    block_table       [max B, C / block]   int32
+    block_table       [max B, C / block]   int32; with `parts` above 0 lists, see `partial_attention`
     slots             [B]                  int32; -1 pads
     dense_lens        [B]                  int32  positions [first, dense) are everybody's
     row_live          [B * R]              uint8
@@ -98,8 +99,8 @@ def attention(
     card              what it runs on
     plan              how to cut the launch; None: by the card's table, or the derived one
     num_blocks        blocks of the grid; None: the plan's on every multiprocessor
-    With a short window (`is_whole`) there is one launch and no workspace. The window and `keep_first` mean what they
-    mean in the reference. Time: `attention_bytes` over the bandwidth and some 4 us. Captured: yes. Raises ShapeError.
+    With a short window there is one launch and no workspace; the window and `keep_first` mean what they mean in the
+    reference. Time: `attention_bytes` over the bandwidth and some 4 us. Captured: yes. Raises ShapeError.
     """
     batch, rows = row_masks.shape
     heads, head_dim = q.shape[1:]
@@ -107,9 +108,7 @@ def attention(
     _check_sizes(batch, rows, heads, kv_heads, head_dim, block)
     check_shape("q", q, batch * rows, heads, head_dim)
     check_shape("v_cache", v_cache, *k_cache.shape)
-    check_shape("slots", slots, batch)
-    check_shape("dense_lens", dense_lens, batch)
-    check_shape("row_live", row_live.reshape(-1), batch * rows)
+    _check_slots(batch, rows, slots=slots, dense_lens=dense_lens, row_live=row_live.reshape(-1))
     check_shape("out", out, batch * rows, heads * head_dim)
     if sinks is not None:
         check_shape("sinks", sinks, heads)
@@ -117,18 +116,18 @@ def attention(
     group, keep = heads // kv_heads, keep_first if window is not None else 0
     work = AttentionWork(batch, rows, group, kv_heads, head_dim, window, keep, split)
     chosen, planned = (plan, None) if plan is not None else choose_attention_plan(work, card)
-    shape = _shape_of(work, chosen, block, first, sinks is not None, early_metadata)
+    shape = replace(_shape_of(work, chosen, block, first, sinks is not None, early_metadata), parts=parts)
     grid = (chosen.blocks * card.num_multiprocessors if num_blocks is None else num_blocks, 1, 1)
     given = (q, k_cache, v_cache, block_table, slots, dense_lens, row_live, row_masks)
-    numbers = (batch, rows, tail or rows, block_table.shape[1])
+    numbers = (batch, rows, tail or rows, block_table.shape[-1])
     if shape.whole:
         ends = (0 if sinks is None else sinks, out)
         return [KernelCall(_make(shape), grid, (*given, *ends, *numbers, 0, scale * LOG2_E), planned=planned)]
-    splits = _capacity(shape, tail or rows, block_table.shape[1] * block)
+    splits = _capacity(shape, tail or rows, block_table.shape[-1] * (block // max(parts, 1)))
     tiles = -(-rows * group // (16 * shape.row_tiles)) * shape.row_tiles
-    parts = batch * kv_heads * tiles * splits * min(16, rows * group)
-    partials = workspace("attention.partials", (parts, head_dim), torch.float32)
-    sums = workspace("attention.sums", (parts, 2), torch.float32)
+    count = batch * kv_heads * tiles * splits * min(16, rows * group)
+    partials = workspace("attention.partials", (count, head_dim), torch.float32)
+    sums = workspace("attention.sums", (count, 2), torch.float32)
     arguments = (*given, partials, sums, *numbers, splits, scale * LOG2_E)
     first_half = KernelCall(_make(shape), grid, arguments, planned=planned)
     second_half = combine_splits(
@@ -136,6 +135,23 @@ def attention(
         tail=tail or rows, capacity=splits,
     )  # fmt: skip
     return [first_half, second_half]
+
+
+def partial_attention(
+    *, block_lists: torch.Tensor, block: int, k_cache: torch.Tensor, **given: Any
+) -> list[KernelCall]:
+    """`partial_attention` of the reference: attention whose positions lie in lists, one for each slot and head.
+
+    block_lists  [max B, G, n]  int32: entry e is part e % parts of the cache's block e // parts
+    block        positions of a part, a power of two from 16 on
+    given        the other arguments of `attention`, but a window; dense_lens count positions of the lists
+    Where a list holds all of a slot's parts in order its rows have the bits of `attention`. Raises ShapeError.
+    """
+    kv_heads, size = k_cache.shape[1:3]
+    if block < 16 or size % block or block & (block - 1):
+        raise ShapeError(f"parts must be powers of two from 16 on that divide the cache's block of {size}, got {block}")
+    check_shape("block_lists", block_lists, block_lists.shape[0], kv_heads, block_lists.shape[-1])
+    return attention(block_table=block_lists, k_cache=k_cache, parts=size // block, **given)
 
 
 def _shape_of(
@@ -199,6 +215,8 @@ def examples(card: Card = H200) -> list[Kernel]:
     ]
     tuned = [(work, plan) for work in (replace(llama, rows=8), oss) for plan in candidate_plans(work, card)[1:3]]
     shapes += [_shape_of(work, plan, 32, 0, False, True) for work, plan in examples_for(card, tuned, 0)]
+    lists = examples_for(card, [_shape_of(llama, candidate_plans(llama, card)[0], 32, 0, False, True)], 0)
+    shapes += [replace(shape, parts=2) for shape in lists]
     return [_make(shape) for shape in shapes]
 
 
@@ -216,6 +234,14 @@ def _check_sizes(batch: int, rows: int, heads: int, kv_heads: int, head_dim: int
     for fits, problem in limits:
         if not fits:
             raise ShapeError(f"attention: {problem}")
+
+
+def _check_slots(
+    batch: int, rows: int, *, slots: torch.Tensor, dense_lens: torch.Tensor, row_live: torch.Tensor
+) -> None:
+    check_shape("slots", slots, batch)
+    check_shape("dense_lens", dense_lens, batch)
+    check_shape("row_live", row_live, batch * rows)
 
 
 def _check_dtypes(**tensors: torch.Tensor) -> None:

@@ -62,12 +62,33 @@ def _ordinal_bit(mask: Any, ordinal: Any) -> Any:
     return place
 
 
+def _make_in_list(shape: AttentionShape) -> tuple[Any, Any]:
+    """`entry_address`: where the entry of a position stands in a slot's list of parts; `row_in_part`: the row of the
+    cache that holds the position."""
+    kv_heads, block, parts = shape.kv_heads, shape.block, max(shape.parts, 1)
+    size = block // parts
+    size_shift, parts_shift = size.bit_length() - 1, parts.bit_length() - 1
+
+    @device_function
+    def entry_address(lists: Any, slot: Any, head: Any, position: Any, width: Any) -> Any:
+        first = (int64(slot) * int64(kv_heads) + int64(head)) * int64(width)
+        return lists + (first + int64(min(int32(position) >> size_shift, width - 1))) * 4
+
+    @device_function
+    def row_in_part(entry: Any, head: Any, position: Any) -> Any:
+        page, part = int32(entry >> parts_shift), int32(entry & (parts - 1))
+        return int32((page * kv_heads + head) * block + part * size + (position & (size - 1)))
+
+    return entry_address, row_in_part
+
+
 def _make_row_of_cache(shape: AttentionShape) -> Any:
     """Which row of the cache holds a position, for a query row alone or for all; -1: nobody sees it."""
     first, keep_end = shape.first, shape.first + shape.keep_first
     windowed, window = shape.window is not None, shape.window or 0
-    kv_heads, block = shape.kv_heads, shape.block
+    kv_heads, block, listed = shape.kv_heads, shape.block, shape.parts > 0
     block_shift = block.bit_length() - 1
+    entry_address, row_in_part = _make_in_list(shape)
 
     @device_function
     def row_of_cache(
@@ -96,6 +117,10 @@ def _make_row_of_cache(shape: AttentionShape) -> Any:
         if alone >= 0 and position >= dense:
             mask = ptx.load_global_i64(row_masks + int64(entry * rows + alone) * 8)
             stored = int32(dense + _ordinal_bit(mask, position - dense))
+        if listed:
+            head = head_of(cursor[PLACE])
+            entry_of_list = ptx.load_global_i32(entry_address(table, plan[at + SLOT], head, stored, width))
+            return row_in_part(entry_of_list, head, stored)
         index = int64(plan[at + SLOT]) * int64(width) + int64(stored >> block_shift)
         page = ptx.load_global_i32(table + index * 4)
         return int32((page * kv_heads + head_of(cursor[PLACE])) * block + (stored & (block - 1)))
@@ -167,7 +192,8 @@ def make_is_early(shape: AttentionShape) -> Any:
 
 def make_look_up(shape: AttentionShape) -> Any:
     """A function of a warp that reads entries of the block table ahead of their use: 32 tiles' at once, one a lane."""
-    block_shift = shape.block.bit_length() - 1
+    block_shift, listed = shape.block.bit_length() - 1, shape.parts > 0
+    entry_address, _ = _make_in_list(shape)
 
     @device_function
     def look_up(cursor: Any, plan: Any, table: Any, width: Any, warp: Any, lane: Any) -> None:
@@ -176,8 +202,13 @@ def make_look_up(shape: AttentionShape) -> Any:
         if cursor[PLACE] != NO_ITEM and not known:
             cursor[PAGES_ITEM], cursor[PAGES_TILE] = cursor[ITEM], cursor[POSITION_TILE]
             position = (cursor[POSITION_TILE] + int32(lane)) * TILE + int32(warp) * 16
+            slot = plan[entry_of(cursor[PLACE]) * PLAN_STRIDE + SLOT]
+            if listed:
+                address = entry_address(table, slot, head_of(cursor[PLACE]), position, width)
+                cursor[PAGES] = ptx.load_global_i32(address)
+                return
             page = min(position >> block_shift, width - 1)
-            index = int64(plan[entry_of(cursor[PLACE]) * PLAN_STRIDE + SLOT]) * int64(width) + page
+            index = int64(slot) * int64(width) + page
             cursor[PAGES] = ptx.load_global_i32(table + index * 4)
 
     return look_up
@@ -186,6 +217,7 @@ def make_look_up(shape: AttentionShape) -> Any:
 def make_issue(shape: AttentionShape) -> Any:
     """A function that starts the copies of the cursor's step, describes them and moves the cursor on."""
     group, tile_rows, block, kv_heads = shape.group, 16 * shape.row_tiles, shape.block, shape.kv_heads
+    listed, (_, row_in_part) = shape.parts > 0, _make_in_list(shape)
     row_of_cache, (copy_run, copy_rows) = _make_row_of_cache(shape), _make_copy_rows(shape)
     move_on, is_early = advance(shape), make_is_early(shape)
 
@@ -205,8 +237,11 @@ def make_issue(shape: AttentionShape) -> Any:
         if is_early(cursor, plan):
             place = uint32(place | uint32(ALL_VISIBLE))
             page = cuda.shfl_sync(FULL_WARP, cursor[PAGES], int32(cursor[POSITION_TILE] - cursor[PAGES_TILE]))
-            inside = (page * kv_heads + head_of(place)) * block + (position & (block - 1))
-            copy_run(target, k_cache, v_cache, inside, lane)
+            if listed:
+                copy_run(target, k_cache, v_cache, row_in_part(page, head_of(place), position), lane)
+            else:
+                inside = (page * kv_heads + head_of(place)) * block + (position & (block - 1))
+                copy_run(target, k_cache, v_cache, inside, lane)
         else:
             passing = plan[at + TREE] != 0 and tile * TILE + TILE > plan[at + DENSE]
             if passing:

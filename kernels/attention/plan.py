@@ -54,6 +54,7 @@ class AttentionShape:
     whole      an item has all positions of its rows, and writes their results itself: short windows without others
     teams      of four warps: team t takes the tiles whose number leaves t when divided by `teams`
     blocks     that may meet on a multiprocessor; 0: as many as fit
+    parts      of a block of the cache, of which the table is a list for each key-value head; 0: it is of whole blocks
     """
 
     head_dim: int
@@ -71,6 +72,7 @@ class AttentionShape:
     whole: bool = False
     teams: int = 1
     blocks: int = 2
+    parts: int = 0
 
     @property
     def warps(self) -> int:
@@ -90,6 +92,7 @@ class AttentionShape:
         return (
             f"attention_{self.head_dim}x{self.group}x{self.kv_heads}_b{self.block}_{window}_f{self.first}_"
             f"{self.row_tiles}x{self.stages}x{self.split}{flags}{self.teams}x{self.blocks}"
+            + (f"_l{self.parts}" if self.parts else "")
         )
 
 

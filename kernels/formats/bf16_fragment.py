@@ -18,7 +18,7 @@ def as_multiplied(words: Any) -> Any:
 
 
 @device_function
-def load_half(weights: Any, half: Any) -> Any:
+def load_half(weights: Any, half: Any, _words: Any) -> Any:
     """A lane's numbers of half a step: four words of a row, and four of the row 8 below."""
     a0, a1, a2, a3 = ptx.load_shared_128(uint32(weights + uint32(half * 512)))
     b0, b1, b2, b3 = ptx.load_shared_128(uint32(weights + uint32(half * 512 + 1024)))

@@ -10,19 +10,10 @@ import torch
 
 from lowlat.errors import ConfigError
 from lowlat.kernels.formats.base import MatrixFormat, Parts, Specs, check_part, tiles_of
-from lowlat.kernels.gemm.packing import TILE_COLUMNS, TILE_ROWS, PackedMatrix
 
 __all__ = ["FP8", "FP8_BLOCK", "FP8_FORMATS", "decode_e4m3", "has_nan", "quantise_fp8"]
 
 LARGEST = 448.0
-TILE_BYTES = TILE_ROWS * TILE_COLUMNS
-# Of each code of a word: bits, and how far they move to the left of where they lie in the lowest byte.
-MOVES = (
-    ((0x80, 8), (0x7F, 4)),
-    ((0x80, 24), (0x7F, 20)),
-    ((0x80, 4), (0x70, 8), (0x0F, 0)),
-    ((0x80, 20), (0x70, 24), (0x0F, 16)),
-)
 MAGNITUDE = 127  # also the magnitude that means NaN
 
 
@@ -53,6 +44,11 @@ class _Fp8(MatrixFormat):
         groups = 1 if self.columns is None else -(-columns // self.columns)
         return {"fp8": ((rows, columns), torch.uint8), "fp8_scales": ((rows, groups), torch.float32)}
 
+    def packed_bytes(self, rows: int, columns: int) -> int:
+        """See `MatrixFormat.packed_bytes`: scales of rows stand once, others for every 64 columns."""
+        height, width = tiles_of(rows, columns)
+        return height * (width * 1024 + 64) if self.columns is None else height * width * (1024 + 64)
+
     def shape(self, parts: Parts) -> tuple[int, ...]:
         """See `MatrixFormat.shape`."""
         return tuple(parts["fp8"].shape)
@@ -67,64 +63,7 @@ class _Fp8(MatrixFormat):
         return decode_e4m3(codes).mul_(scales).to(dtype)
 
 
-class _Fp8ByRow(_Fp8):
-    """The format that decode's GEMMs read: a byte a number in tiles of 16 by 64, the rows' scales behind them."""
-
-    def packed_bytes(self, rows: int, columns: int) -> int:
-        """See `MatrixFormat.packed_bytes`."""
-        height, width = tiles_of(rows, columns)
-        return height * (width * TILE_BYTES + TILE_ROWS * 4)
-
-    def pack(self, parts: Parts, order: torch.Tensor | None = None) -> PackedMatrix:
-        """Pack a matrix [N, K], its rows taken in `order` first.
-
-        A lane has 16 bytes of a row, 8 columns of either half of a tile, and 16 of the row 8 below; of a word's four
-        codes the first two are in their places, the others where `fp8_fragment` takes them from.
-        """
-        codes, scales = parts["fp8"], parts["fp8_scales"].reshape(-1)
-        rows, columns = codes.shape
-        height, width = tiles_of(rows, columns)
-        if order is not None:
-            codes, scales = codes[order.to(codes.device)], scales[order.to(codes.device)]
-        padding = (0, width * TILE_COLUMNS - columns, 0, height * TILE_ROWS - rows)
-        # tile, row half, row in its half, k step, column half, quad, word, code -> lanes' bytes behind each other
-        lanes = torch.nn.functional.pad(codes, padding).reshape(height, 2, 8, width, 2, 4, 2, 4)
-        lanes = lanes.permute(0, 3, 1, 2, 5, 4, 6, 7).contiguous()
-        held = torch.empty(height * (width * TILE_BYTES + TILE_ROWS * 4), dtype=torch.uint8, device=codes.device)
-        tiles = held[: height * width * TILE_BYTES].view(height, width, TILE_BYTES)
-        tiles.copy_(_words(lanes.view(torch.int32)).view(torch.uint8).reshape(tiles.shape))
-        behind = held[tiles.numel() :].view(torch.float32)
-        behind.fill_(1)
-        behind[:rows] = scales
-        return PackedMatrix(tiles, rows, columns, order, held)
-
-    def unpack_rows(self, packed: PackedMatrix) -> torch.Tensor:
-        """The codes [N, K] in bf16 of a packed matrix, exactly, rows as they are packed and without their scales."""
-        height, width, _ = packed.tiles.shape
-        lanes = _codes(packed.tiles.view(torch.int32)).view(torch.uint8).reshape(height, width, 2, 8, 4, 2, 8)
-        codes = lanes.permute(0, 2, 3, 1, 5, 4, 6).reshape(height * TILE_ROWS, width * TILE_COLUMNS)
-        return codes.contiguous().view(torch.float8_e4m3fn).to(torch.bfloat16)[: packed.rows, : packed.columns]
-
-
-def _words(codes: torch.Tensor) -> torch.Tensor:
-    """Words of four codes, the first in the lowest byte, with their bits where `fp8_fragment` takes them from."""
-    made = torch.zeros_like(codes)
-    for byte, moves in enumerate(MOVES):
-        for mask, place in moves:
-            made |= ((codes >> (8 * byte)) & mask) << place
-    return made
-
-
-def _codes(words: torch.Tensor) -> torch.Tensor:
-    """The inverse of `_words`."""
-    made = torch.zeros_like(words)
-    for byte, moves in enumerate(MOVES):
-        for mask, place in moves:
-            made |= ((words >> place) & mask) << (8 * byte)
-    return made
-
-
-FP8 = _Fp8ByRow("fp8", None)
+FP8 = _Fp8("fp8", None)
 FP8_BLOCK = _Fp8("fp8_block", 128)
 FP8_FORMATS = (FP8, FP8_BLOCK)
 

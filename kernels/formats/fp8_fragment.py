@@ -29,7 +29,7 @@ def expand(word: Any) -> Any:
 
 
 @device_function
-def load_half(weights: Any, half: Any) -> Any:
+def load_half(weights: Any, half: Any, _words: Any) -> Any:
     """A lane's numbers of half a step: four words of a row, and four of the row 8 below."""
     w0, w1, w2, w3 = ptx.load_shared_128(weights)
     v0, v1, v2, v3 = ptx.load_shared_128(uint32(weights + uint32(512)))

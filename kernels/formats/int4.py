@@ -8,7 +8,7 @@ from types import MappingProxyType
 import torch
 
 from lowlat.errors import ConfigError, ShapeError
-from lowlat.kernels.formats.base import MatrixFormat, Parts, Specs, check_part
+from lowlat.kernels.formats.base import MatrixFormat, Parts, Specs, check_part, tiles_of
 
 __all__ = ["GROUPS", "INT4_FORMATS", "int4_format", "quantise_int4", "unpack_nibbles"]
 
@@ -36,6 +36,12 @@ class _Int4(MatrixFormat):
         self.check_columns(columns)
         groups = (rows, columns // self.block)
         return {"int4": ((rows, columns // 2), torch.uint8), "int4_scales": (groups, torch.float32)}
+
+    def packed_bytes(self, rows: int, columns: int) -> int:
+        """See `MatrixFormat.packed_bytes`: for scales that bf16 holds, as those of files without zero points are."""
+        height, width = tiles_of(rows, columns)
+        words = 3 if "int4_zeros" in self.parts else 1
+        return height * width * (512 + 32 * words * max(1, 64 // self.block))
 
     def shape(self, parts: Parts) -> tuple[int, ...]:
         """See `MatrixFormat.shape`."""
@@ -85,8 +91,8 @@ def int4_format(group: int, *, has_zeros: bool) -> MatrixFormat:
 def quantise_int4(weight: torch.Tensor, group: int = 128) -> dict[str, torch.Tensor]:
     """The parts of INT4 without zero points of a matrix [N, K] in any float dtype, rounded to nearest, ties to even.
 
-    A group's largest magnitude is 7.5 scales. Raises ShapeError for a K that is no multiple of the group, ConfigError
-    for numbers that are not finite.
+    A group's largest magnitude is 7.5 scales, which are rounded to bfloat16 first. Raises ShapeError for a K that is
+    no multiple of the group, ConfigError for numbers that are not finite.
     """
     int4_format(group, has_zeros=False).check_columns(weight.shape[-1])
     values = weight.float().unflatten(-1, (-1, group))
@@ -94,5 +100,6 @@ def quantise_int4(weight: torch.Tensor, group: int = 128) -> dict[str, torch.Ten
     if not bool(largest.isfinite().all()):
         raise ConfigError("INT4 cannot hold numbers that are not finite")
     scales = torch.where(largest > 0, largest / HALF_RANGE, 1.0).clamp_min(torch.finfo(torch.float32).tiny)
+    scales = scales.bfloat16().float()
     codes = ((values / scales[..., None]).round_().clamp_(-MIDDLE, MIDDLE - 1) + MIDDLE).to(torch.uint8).flatten(-2)
     return {"int4": codes[..., 0::2] | (codes[..., 1::2] << 4), "int4_scales": scales}

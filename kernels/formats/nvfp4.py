@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 import torch
 
-from lowlat.kernels.formats.base import MatrixFormat, Parts, Specs, check_part
+from lowlat.kernels.formats.base import MatrixFormat, Parts, Specs, check_part, tiles_of
 from lowlat.kernels.formats.fp8 import decode_e4m3
 from lowlat.kernels.formats.int4 import unpack_nibbles
 from lowlat.kernels.formats.mxfp4 import MAGNITUDES
@@ -36,6 +36,11 @@ class _Nvfp4(MatrixFormat):
             "nvfp4_scales": ((rows, columns // BLOCK), torch.uint8),
             "nvfp4_factors": ((rows, 1), torch.float32),
         }
+
+    def packed_bytes(self, rows: int, columns: int) -> int:
+        """See `MatrixFormat.packed_bytes`."""
+        height, width = tiles_of(rows, columns)
+        return height * (width * (512 + 64) + 64)
 
     def shape(self, parts: Parts) -> tuple[int, ...]:
         """See `MatrixFormat.shape`."""

@@ -10,6 +10,7 @@ from functools import cache
 import torch
 
 from lowlat.errors import ShapeError
+from lowlat.kernels.gemm.tiles import BF16_TILES, TileFormat
 
 __all__ = [
     "RUN",
@@ -37,6 +38,7 @@ class PackedMatrix:
     columns  K, before padding
     order    [N] int64 or None: row i of the packed matrix is row order[i] of the original
     held     uint8: the tiles and, behind them, float32 scales of the packed rows; None: these have no scales
+    tile_format  how the tiles hold numbers: other than plain, `tiles` are bytes of steps
     """
 
     tiles: torch.Tensor
@@ -44,11 +46,7 @@ class PackedMatrix:
     columns: int
     order: torch.Tensor | None = None
     held: torch.Tensor | None = None
-
-    @property
-    def format(self) -> str:
-        """The format's name: plain numbers, or FP8 by row."""
-        return "bf16" if self.held is None else "fp8"
+    tile_format: TileFormat = BF16_TILES
 
     @property
     def memory(self) -> torch.Tensor:
@@ -58,7 +56,9 @@ class PackedMatrix:
     @property
     def scales(self) -> torch.Tensor | None:
         """The scales of the packed rows, [ceil(N / 16) * 16] float32; None where they have none."""
-        return None if self.held is None else self.held[self.tiles.nbytes :].view(torch.float32)
+        if self.held is None or not self.tile_format.row_scales:
+            return None
+        return self.held[self.tiles.nbytes :].view(torch.float32)
 
     @property
     def num_bytes(self) -> int:

@@ -5,13 +5,14 @@ write into the arrays they are handed and keep a row's bits independent of its c
 `gemm.linear`.
 """
 
-from lowlat.kernels.reference.attention import attention, kv
+from lowlat.kernels.reference.attention import attention, kv, partial
 from lowlat.kernels.reference.gemm import linear
 from lowlat.kernels.reference.moe import experts
 from lowlat.kernels.reference.rows import draft_block, draft_rows, elementwise, markov, rope, waiting
 from lowlat.kernels.reference.sampling import choose_drafts, draft_topk, logprobs, ngram_draft, sample, suffix_draft
 from lowlat.kernels.reference.schema import Operation, OperationSchema, operations_of
 from lowlat.kernels.reference.step import accept, publish, slots, widths
+from lowlat.kernels.reference.trees import draft_scores, grow, hand_over
 
 __all__ = ["OPERATIONS", "Operation", "OperationSchema"]
 
@@ -21,14 +22,18 @@ OPERATIONS = operations_of(
     draft_block,
     draft_rows,
     choose_drafts,
+    draft_scores,
     draft_topk,
     elementwise,
     experts,
+    grow,
+    hand_over,
     kv,
     linear,
     logprobs,
     markov,
     ngram_draft,
+    partial,
     publish,
     rope,
     sample,

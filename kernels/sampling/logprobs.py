@@ -46,7 +46,7 @@ from lowlat.kernels.toolchain.ptx import (
     wait_for_previous_kernel,
 )
 
-__all__ = ["examples", "logprobs"]
+__all__ = ["chunk_sum", "examples", "logprobs", "row_sum"]
 
 COLUMNS = MAX_LOGPROBS + 1
 RANKED_WORDS = 2 * MAX_LOGPROBS
@@ -112,7 +112,7 @@ def _odds(bits: Any, largest: Any) -> Any:
 
 
 @device_function
-def _chunk_sum(staged: Any, largest: Any, sums: Any) -> Any:
+def chunk_sum(staged: Any, largest: Any, sums: Any) -> Any:
     """The sum of a chunk's exponentials, the same bits in every thread; pads are minus infinity.
 
     sums  [WARPS] float32, shared memory that nobody reads or writes meanwhile
@@ -136,17 +136,17 @@ def _chunk_sum(staged: Any, largest: Any, sums: Any) -> Any:
 
 
 @device_function
-def _row_sum(lists: Any, sums: Any, chunks: Any, largest: Any) -> Any:
+def row_sum(lists: Any, stride: Any, sums: Any, chunks: Any, largest: Any) -> Any:
     """A row's sum of exponentials from its chunks' sums and their largest, for one whole warp.
 
-    lists  [chunks * MAX_LOGPROBS * 2] uint32  shared: the chunks' ranked lists
+    lists  [chunks * stride * 2] uint32  shared: the chunks' ranked lists
     sums   address of the row's [chunks] float32
     """
     lane = int64(cuda.threadIdx.x & 31)
     total = float32(0.0)
     for chunk in (lane, lane + 32):
         if chunk < chunks:
-            its_largest = value_of_key(lists[2 * MAX_LOGPROBS * chunk])
+            its_largest = value_of_key(lists[2 * stride * chunk])
             share = float32(math.exp(add_rn(its_largest, -largest)))
             total = add_rn(total, mul_rn(load_global_f32(sums + 4 * chunk), share))
     return lane_sum(total)
@@ -194,7 +194,7 @@ def _make(width: int, rows: int) -> Kernel:
             broken = cuda.syncthreads_or(int32(1) if bad else int32(0)) != 0
             ranks = max(wanted, int64(1))
             block_ranks(base, first, MAX_LOGPROBS, ranks, memory[CHUNK:], ranked)
-            total = _chunk_sum(base, value_of_key(ranked[0]), sums)
+            total = chunk_sum(base, value_of_key(ranked[0]), sums)
             if thread == 0:
                 store_global_f32(chunk_sums + 4 * (row * chunks + chunk), total)
                 if broken:
@@ -208,7 +208,7 @@ def _make(width: int, rows: int) -> Kernel:
             return
         logarithm = float32(0.0)
         if wanted >= 0:
-            row_total = _row_sum(memory, chunk_sums + 4 * row * chunks, chunks, largest)
+            row_total = row_sum(memory, MAX_LOGPROBS, chunk_sums + 4 * row * chunks, chunks, largest)
             logarithm = float32(math.log(row_total))
         if thread < COLUMNS:
             token, value = int32(-1), float32(0.0)

@@ -67,14 +67,17 @@ def publish_rows(**arguments: torch.Tensor) -> list[KernelCall]:
     return _calls(arguments, tells=True)
 
 
-def begin_step(*, lists: bool = True, tells: bool = True, **arguments: torch.Tensor) -> list[KernelCall]:
+def begin_step(
+    *, applies: bool = True, lists: bool = True, tells: bool = True, **arguments: torch.Tensor
+) -> list[KernelCall]:
     """All four operations, by the arguments of all.
 
-    lists  False: without `list_active_slots`; `slots` says which rows are laid out
-    tells  False: without `publish_rows`
+    applies  False: without `apply_commands`
+    lists    False: without `list_active_slots`; `slots` says which rows are laid out
+    tells    False: without `publish_rows`
     Time: two trips over memory, and a few microseconds for each slot that joins.
     """
-    return _calls(arguments, applies=True, lists=lists, gathers=True, tells=tells)
+    return _calls(arguments, applies=applies, lists=lists, gathers=True, tells=tells)
 
 
 def _calls(

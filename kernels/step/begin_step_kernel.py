@@ -389,11 +389,13 @@ def _tell_rows(thread: Any, slot: Any, sizes: Any, record: Any, rows_of: Any, to
     index, lane = thread >> 5, thread & 31
     guided = slot >= 0 and record[slot * RECORD + GUIDED] != 0
     if guided:
-        for turn in range(turns(rows, 32)):
-            row = lane + turn * 32
+        for turn in range(turns(max_rows, 32)):
+            row, token, path = lane + turn * 32, int64(-1), int64(0)
             if row < rows:  # the same lane has laid it out
-                set_int(tokens, slot * max_rows + row, int_at(row_tokens, index * rows + row))
-                set_long(paths, slot * max_rows + row, long_at(row_masks, index * rows + row))
+                token, path = int_at(row_tokens, index * rows + row), long_at(row_masks, index * rows + row)
+            if row < max_rows:
+                set_int(tokens, slot * max_rows + row, token)
+                set_long(paths, slot * max_rows + row, path)
     cuda.syncthreads()
     if guided and lane == 0:
         ptx.store_release_system(lengths + slot * 8, record[slot * RECORD + COMMITTED])

@@ -36,6 +36,7 @@ __all__ = [
     "float_of_bits",
     "fma_bf16_pair",
     "fma_rn",
+    "fma_tiles",
     "instruction",
     "ir_type",
     "lanes_of_same",
@@ -351,6 +352,32 @@ def mma_bf16_tiles(total: int, first: int, count: int, word: int) -> Any:
         return signature, codegen
 
     return multiply
+
+
+def fma_tiles(total: int, first: int, count: int) -> Any:
+    """An intrinsic: accumulators, 4 * total float32, and `count` tiles of sums, scaled, added to them from `first` on.
+
+    A tile's first two sums are of one row, the others of the row 8 below, which have a scale each.
+    """
+
+    @intrinsic
+    def add(context: Any, accumulators: Any, sums: Any, top: Any, low: Any) -> Any:
+        kinds = types.UniTuple(f32, 4 * total)
+        signature = kinds(kinds, types.UniTuple(f32, 4 * count), f32, f32)
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            function = ir.FunctionType(_IR[f32], [_IR[f32]] * 3)
+            assembly = ir.InlineAsm(function, "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", side_effect=False)
+            results = [builder.extract_value(args[0], k) for k in range(4 * total)]
+            for place in range(4 * count):
+                scale = args[2] if place % 4 < 2 else args[3]
+                at = 4 * first + place
+                results[at] = builder.call(assembly, [builder.extract_value(args[1], place), scale, results[at]])
+            return context.make_tuple(builder, signature.return_type, results)
+
+        return signature, codegen
+
+    return add
 
 
 def store_shared_tiles(total: int, first: int, count: int, offsets: tuple[int, int, int, int], stride: int) -> Any:

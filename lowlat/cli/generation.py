@@ -92,6 +92,8 @@ class Generation:
         if speculation is not None:
             parts.append(f"{speculation['mean_acceptance_length']:.2f} tokens a drafted step")
         parts.append(f"finish: {self.finish_reason}")
+        if "specpv" in metrics:
+            parts.append(f"SpecPV, which is lossy: {metrics['specpv']['partial_steps']} partial steps")
         if self.simulated:
             parts.append("acceptance was simulated: the text means nothing")
         return ", ".join(parts)

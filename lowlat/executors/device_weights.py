@@ -11,7 +11,8 @@ import torch
 from lowlat.checkpoint.source import WeightSource, streamed
 from lowlat.errors import ConfigError
 from lowlat.executors.lowering.weight_parts import MatrixParts
-from lowlat.kernels.formats import FP8, matrix_format
+from lowlat.kernels.formats import matrix_format
+from lowlat.kernels.formats.dense import pack_matrix
 from lowlat.kernels.gemm.packing import PackedMatrix, pack, runs_of
 from lowlat.kernels.moe.packing import PackedExperts, pack_experts
 
@@ -71,10 +72,7 @@ class DeviceWeights:
         if made is None:
             return
         matrix, found = made
-        weight_format = matrix_format(found)
-        if weight_format is not FP8:
-            raise ConfigError(f"weight {matrix} is in {weight_format.name}; the kernels read bf16 and {FP8.name}")
-        self._packed[matrix] = FP8.pack(found, orders.get(matrix))
+        self._packed[matrix] = pack_matrix(matrix_format(found), found, orders.get(matrix))
 
     def matrix(self, name: str) -> PackedMatrix:
         """A packed matrix. Raises ConfigError for a weight that is missing or was not packed."""

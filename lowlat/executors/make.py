@@ -23,7 +23,6 @@ HEAD_SIZES = (64, 128)
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 WIDTHS_OF, MAX_WIDTH = 8, 65536
 MAX_VOCABULARY = 262144
-DENSE_FORMATS = frozenset({"fp8"})  # besides bf16
 MAX_EXPERTS, MAX_CHOSEN, MAX_ROUTED_WIDTH = 256, 8, 6144
 
 
@@ -33,10 +32,6 @@ def uncovered(config: ModelConfig, head: DraftConfig | None, block_size: int = 3
         return f"the kernels take KV blocks of {BLOCK_SIZES} positions and block_size is {block_size}"
     if config.dtype != "bfloat16":
         return f"the kernels compute in bfloat16 and dtype is {config.dtype}"
-    for owner, part in (("target", config), ("draft model", head)):
-        names = frozenset() if part is None else part.layer_formats - DENSE_FORMATS
-        if names:
-            return f"the kernels take linear layers in bf16 or fp8 and the {owner}'s are in {', '.join(sorted(names))}"
     problem = None if config.experts is None else _uncovered_experts(config, config.experts)
     if problem is not None:
         return f"the kernels take {problem[0]} and the target's {problem[1]}"
@@ -86,8 +81,8 @@ def check_positions(geometry: StepGeometry) -> None:
     if speculator is not None and speculator.draft_config is not None and speculator.attends_everything:
         windowless.append(speculator.draft_config)
     for part in windowless:
-        limit = most_positions(geometry.max_batch, geometry.max_context, part.num_kv_heads) - geometry.max_rows
-        most = limit // geometry.block_size * geometry.block_size - geometry.max_rows
+        limit = most_positions(geometry.max_batch, geometry.max_context, part.num_kv_heads) - geometry.overhang
+        most = limit // geometry.block_size * geometry.block_size - geometry.overhang
         if geometry.max_context > most:
             raise ConfigError(
                 f"max_context {geometry.max_context} is above {most}, the most that the kernels' attention reaches "

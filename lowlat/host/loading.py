@@ -22,11 +22,13 @@ from lowlat.graphs import Bucket, BucketLadder
 from lowlat.host.memory.plan import check_fits, memory_need
 from lowlat.host.perf import check_device, check_launches
 from lowlat.models.geometry import ModelConfig
+from lowlat.models.partial_kv import partial_kv
 from lowlat.models.program import Program
 from lowlat.models.target import OpenedTarget, fetch_target, open_target, quantise_target
 from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig
 from lowlat.speculators.base import LoadedSpeculator, Speculator
 from lowlat.speculators.methods import fetch_speculator, load_speculator
+from lowlat.speculators.tree.dynamic import DEFAULT_DRAFT_TOKENS, DynamicTree, Topology
 from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.adaptive import build_adaptive
 from lowlat.step.decode import build_step
@@ -53,7 +55,7 @@ class Loaded:
     speculator: LoadedSpeculator | None
     geometry: StepGeometry
     ladder: BucketLadder
-    topologies: dict[int, TreeTopology]
+    topologies: dict[int, Topology]
     executor: Executor
     choice: DeviceChoice
     speculation_error: str | None
@@ -136,7 +138,7 @@ def load(
     return Loaded(target, codec, loaded, geometry, ladder, topologies, executor, choice, error)
 
 
-def _build(geometry: StepGeometry, bucket: Bucket, topologies: Mapping[int, TreeTopology]) -> Program:
+def _build(geometry: StepGeometry, bucket: Bucket, topologies: Mapping[int, Topology]) -> Program:
     if geometry.max_width is not None:
         return build_adaptive(geometry, bucket)
     return build_step(geometry, bucket, topologies[bucket.num_speculative_tokens])
@@ -150,8 +152,8 @@ def _say(choice: DeviceChoice) -> None:
 
 def _load_speculation(
     target: OpenedTarget, speculative: SpeculativeConfig | None, downloaded: Progress | None, *, must_fit: bool
-) -> tuple[LoadedSpeculator | None, dict[int, TreeTopology], str | None]:
-    baseline = {0: TreeTopology.chain(0)}
+) -> tuple[LoadedSpeculator | None, dict[int, Topology], str | None]:
+    baseline: dict[int, Topology] = {0: TreeTopology.chain(0)}
     if speculative is None or not speculative.enabled:
         return None, baseline, None
     topologies = make_topologies(speculative)
@@ -167,8 +169,12 @@ def _load_speculation(
     return loaded, topologies, None
 
 
-def make_topologies(speculative: SpeculativeConfig) -> dict[int, TreeTopology]:
+def make_topologies(speculative: SpeculativeConfig) -> dict[int, Topology]:
     """The topology for each depth S: chains of every depth, or the baseline and the tree. Raises ConfigError."""
+    depth, top_k = speculative.num_speculative_tokens, speculative.dynamic_tree_max_topk
+    if top_k is not None:
+        drafts = speculative.max_total_draft_tokens or DEFAULT_DRAFT_TOKENS
+        return {0: TreeTopology.chain(0), depth: DynamicTree(depth, top_k, drafts + 1)}
     if speculative.tree is None:
         limit = speculative.max_decoding_tokens
         if limit is not None and limit < speculative.num_speculative_tokens + 1:
@@ -195,29 +201,36 @@ def make_topologies(speculative: SpeculativeConfig) -> dict[int, TreeTopology]:
 def make_geometry(
     config: ModelConfig,
     speculator: Speculator | None,
-    topologies: dict[int, TreeTopology],
+    topologies: Mapping[int, Topology],
     options: RuntimeConfig,
     speculative: SpeculativeConfig | None,
 ) -> StepGeometry:
     """The shapes of all programs; the pool defaults to max_batch requests of the largest size."""
     max_rows = max(topology.num_nodes for topology in topologies.values())
-    worst = -(-(options.max_context + max_rows) // options.block_size)
+    num_drafted_rows = max(topology.num_drafted_rows for topology in topologies.values())
+    worst = -(-(options.max_context + max(max_rows, num_drafted_rows)) // options.block_size)
     num_blocks = options.kv_blocks if options.kv_blocks is not None else options.max_batch * worst + 1
     simulated = speculative if speculator is not None else None
+    partial = None if simulated is None else partial_kv(simulated, options, config, max_rows)
+    if partial is not None:
+        logger.warning("SpecPV is on, which is lossy: from %d tokens on steps attend to a part of the KV cache, and "
+                       "tokens may differ from the target's", partial.threshold)  # fmt: skip
     return StepGeometry(
         config=config,
         speculator=speculator,
         max_batch=options.max_batch,
         max_context=options.max_context,
         max_rows=max_rows,
-        num_paths=max(len(topology.paths) for topology in topologies.values()),
-        path_width=max(len(path) for topology in topologies.values() for path in topology.paths),
+        num_paths=max(topology.num_paths for topology in topologies.values()),
+        path_width=max(topology.path_width for topology in topologies.values()),
         block_size=options.block_size,
         num_blocks=num_blocks,
         prefill_chunk=options.prefill_chunk,
         max_prefill_chunks=options.max_prefill_chunks,
         simulated_accept_length=None if simulated is None else simulated.simulated_accept_length,
         simulated_seed=0 if simulated is None else simulated.simulated_seed,
+        num_drafted_rows=num_drafted_rows,
+        partial=partial,
         max_width=_max_width(speculator, speculative),
     )
 

@@ -48,6 +48,7 @@ STAGED = tuple(
     f"staged_{part}" for part in ("ints", "floats", "tokens", "table", "stop_ids", "bias_ids", "bias_values")
 )
 PREFILL = ("tokens", "chunk", "live", "draft_live", "table", "positions", "draft_positions", "slot", "count")
+PARTIAL = ("prefill_span", "prefill_shifts")  # with SpecPV
 MASKS = ("grammar_masks", "grammar_ready")
 FORCED = ("grammar_forced",)
 ROWS = ("grammar_tokens", "grammar_paths", "grammar_lengths")
@@ -94,7 +95,8 @@ class Mailbox:
     """
 
     def __init__(self, state: Mapping[str, torch.Tensor], max_draft_tokens: int) -> None:
-        held = (*WRITTEN, *READ, *ROWS, *(["width_bounds"] if "width_bounds" in state else []))
+        self._partial = tuple(name for name in PARTIAL if name in state)
+        held = (*WRITTEN, *READ, *ROWS, *self._partial, *(["width_bounds"] if "width_bounds" in state else []))
         self._host = _HostView({name: state[name] for name in held})
         self._arrays = self._host.arrays
         self._head, self._records = self._arrays["ring_head"], self._arrays["ring_records"]
@@ -198,6 +200,13 @@ class Mailbox:
         self._host.send(("command_ring",))
         self._arrays["command_tail"][0] = self._num_commands  # the last: a step may be reading
         self._host.send(("command_tail",))
+
+    def write_partial(self, span: tuple[int, int], shifts: Sequence[int]) -> None:
+        """Write what SpecPV adds to a chunk: positions of new keys, and what the lists of all slots leave out;
+        nothing without it."""
+        for name, values in zip(self._partial, (span, shifts), strict=False):
+            self._arrays[name][:] = values
+        self._host.send(self._partial)
 
     def masks_wanted(self, slot: int, length: int) -> bool:
         """Whether the masks of a slot's rows behind so many committed tokens were not sent yet."""

@@ -155,6 +155,7 @@ class RequestMetrics:
     finish_reason          None while it runs
     seed                   the seed that reproduces it
     speculation            None when no draft token was verified
+    num_partial_steps      of the steps those that attended to a part of the KV cache (SpecPV): its tokens are lossy
     """
 
     request_id: str
@@ -169,6 +170,7 @@ class RequestMetrics:
     finish_reason: str | None = None
     seed: int | None = None
     speculation: SpeculativeDecodingStats | None = None
+    num_partial_steps: int = 0
 
     def __post_init__(self) -> None:
         for name in ("prompt_tokens", "completion_tokens", "cached_prompt_tokens", "num_steps"):
@@ -197,9 +199,13 @@ class RequestMetrics:
         return self.decoded_tokens / self.decode_s if self.decode_s else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON values; `eagle_speculation` is absent when speculation did not run."""
-        values = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "speculation"}
+        """Return JSON values; `eagle_speculation` is absent when speculation did not run, `specpv` where all steps were
+        exact."""
+        blocks = ("speculation", "num_partial_steps")
+        values = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in blocks}
         values["tokens_per_s"] = self.tokens_per_s
+        if self.num_partial_steps:
+            values["specpv"] = {"lossy": True, "partial_steps": self.num_partial_steps}
         return values | _speculation_block(self.speculation)
 
 

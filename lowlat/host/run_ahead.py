@@ -74,16 +74,24 @@ class Launches:
             return self.num_under_way < MAX_STEPS
         return self.looping and bucket == self.bucket and self.num_under_way <= self._budget // 2
 
-    def start(self, bucket: Bucket, *, may_loop: bool, meanwhile: Callable[[], None] | None = None) -> None:
+    def start(
+        self,
+        bucket: Bucket,
+        *,
+        may_loop: bool,
+        meanwhile: Callable[[], None] | None = None,
+        most: int | None = None,
+    ) -> None:
         """Launch a step; or a loop, where there is one and the caller's next steps may be like this one.
 
         Where something is under way `has_room` must say so, and a loop is followed by a loop. A loop gets at most half
-        of the ring, so that the next can be queued before the host has read all of the last. `meanwhile` is the host's
-        part of a step, see `Executor.step`.
+        of the ring, so that the next can be queued before the host has read all of the last, and at most `most` steps.
+        `meanwhile` is the host's part of a step, see `Executor.step`.
         Raises DeviceError when the device has failed.
         """
         mailbox, ahead = self._mailbox, self.num_under_way
         budget = min(self._budget, mailbox.num_entries - mailbox.num_unread - ahead)
+        budget = budget if most is None else min(budget, most)
         self._in_loop = self._loop is not None and may_loop and budget > 0
         self._stopping = False
         self._first, self.bucket = mailbox.num_seen, bucket

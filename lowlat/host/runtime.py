@@ -12,7 +12,6 @@ import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from lowlat.errors import ConfigError, LowlatError, RequestError
@@ -22,6 +21,7 @@ from lowlat.host.grammar_masks import GrammarMasks
 from lowlat.host.loading import Loaded, load
 from lowlat.host.mailbox import Entry, Mailbox, SlotPublication
 from lowlat.host.memory.kvcache import KVCache
+from lowlat.host.memory.refreshes import Refreshes
 from lowlat.host.metrics import MetricsBook, RequestMetrics
 from lowlat.host.perf import PerfCounters, PublishedSteps, StepChecks, steps_by_width
 from lowlat.host.request_checks import RequestChecks
@@ -77,7 +77,7 @@ class Runtime:
             config.max_queue,
             geometry.prefill_chunk,
             max_prefill_chunks=geometry.max_prefill_chunks,
-            num_overprovision=geometry.max_rows,
+            num_overprovision=geometry.overhang,
         )
         self.checks = RequestChecks(
             max_context=config.max_context,
@@ -85,7 +85,7 @@ class Runtime:
             eos_token_ids=loaded.target.config.eos_token_ids,
             has_text=self.codec is not None,
             max_stop_ids=MAX_STOPS,
-            max_total_tokens=self.kvcache.capacity * geometry.block_size - geometry.max_rows,
+            max_total_tokens=self.kvcache.capacity * geometry.block_size - geometry.overhang,
             block_size=geometry.block_size,
             greedy_only=config.is_strict,
             must_draft=config.is_strict and self.num_speculative_tokens > 0,
@@ -102,6 +102,7 @@ class Runtime:
         )
         self._sessions: dict[str, Session] = {}
         self._slots: dict[int, Session] = {}
+        self._refreshes = Refreshes(geometry, self.scheduler, self._mailbox, self._launches, self._slots)
         self._pending: list[StepOutput] = []
         self._owes_step = False  # a first token was returned, and no step followed it yet
         self._limited: set[str] = set()  # requests whose limit of drafts was changed since the last launch
@@ -205,7 +206,7 @@ class Runtime:
                 return outputs
         self._owes_step = False
         if self.scheduler.num_active:
-            self._launch(self.scheduler.choose_bucket(depth), ahead)
+            self._launch(self.scheduler.choose_bucket(depth), ahead, self._refreshes.run(depth))
             outputs.extend(self._go_on(depth, ahead))
         return outputs
 
@@ -260,8 +261,7 @@ class Runtime:
         return PerfCounters.of(self.executor.counts, self._mailbox.num_copies, self._published.undrafted)
 
     def summary(self) -> dict[str, Any]:
-        """Totals since the load, as JSON: `speculator` where one is loaded, `eagle_speculation` only if it drafted,
-        `structured_output` only if a request had a grammar."""
+        """Totals since the load, as JSON: blocks such as `eagle_speculation` and `specpv` only of what has run."""
         for session in self._sessions.values():
             self._book.update(session.metrics())
         return {
@@ -270,7 +270,7 @@ class Runtime:
             "perf": self.perf().to_dict(),
             "device": str(self.device_choice.device),
             **({} if self.speculator is None else {"speculator": self.speculator.report()}),
-            **self._masks.report(),
+            **(self._refreshes.report() | self._masks.report()),
             **steps_by_width(self.ladder, self._published.undrafted, self._book.totals().speculation),
         }
 
@@ -292,7 +292,7 @@ class Runtime:
         self._slots.clear()
         self._launches.stop()
         self._masks.release()
-        del self._launches, self._masks, self._mailbox  # their views of the executor's buffers go with them
+        del self._refreshes, self._launches, self._masks, self._mailbox  # their views of the executor's buffers go, too
         self.grammars.close()
         if self.codec is not None:
             self.codec.close()
@@ -301,9 +301,7 @@ class Runtime:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _step_checks(self) -> StepChecks:
@@ -352,7 +350,7 @@ class Runtime:
         if problem is not None:
             self._fail(session, problem)
             return ()
-        self._mailbox.write_chunk(session.slot, tokens, chunk.start, session.table)
+        self._refreshes.prefill(session, tokens, chunk.start)
         if chunk.last:
             self._join(session)
         self.scheduler.prefill_done(chunk)
@@ -365,14 +363,14 @@ class Runtime:
         self._mailbox.join(session.slot, session.prompt, *own, has_grammar=session.grammar is not None)
         session.joined(self._mailbox.num_seen)
 
-    def _launch(self, bucket: Bucket, ahead: bool) -> None:
+    def _launch(self, bucket: Bucket, ahead: bool, most: int | None) -> None:
         for name in self._limited & self._sessions.keys():
             if self.scheduler.phase(name) is Phase.DECODING:  # others bring their limit along when they join
                 self._mailbox.set_draft_limit(self._sessions[name].slot, self._sessions[name].params)
         self._limited.clear()
         meanwhile = self._fill_masks if self._masks and not self.executor.asynchronous else None
         may_loop = ahead and not self.scheduler.has_work and not self._masks
-        self._launches.start(bucket, may_loop=may_loop, meanwhile=meanwhile)
+        self._launches.start(bucket, may_loop=may_loop, meanwhile=meanwhile, most=most)
 
     def _fill_masks(self) -> None:
         """The host's part of a step that was launched: the masks that its slots' draws wait for."""
@@ -397,8 +395,8 @@ class Runtime:
         self._fill_masks()
         if not ahead or (launches.in_loop and not self._fits(depth)):
             return self._take(launches.drain(), depth, ahead)
-        if self._is_certain(depth):
-            self._launch(self.scheduler.choose_bucket(depth), ahead)
+        if self._is_certain(depth) and (most := self._refreshes.num_certain(depth)) != 0:
+            self._launch(self.scheduler.choose_bucket(depth), ahead, most)
         return self._take(launches.wait(), depth, ahead)
 
     def _is_certain(self, depth: int) -> bool:
@@ -449,8 +447,9 @@ class Runtime:
         scheduler = self.scheduler
         num_ended = sum(self._is_live(slot, entry.number) for entry in entries for slot in entry.ended)
         num_left = scheduler.num_active - num_ended
-        if num_left and not scheduler.has_work and not (num_ended and scheduler.num_queued):
-            self._launch(self.ladder.choose(num_left, depth), ahead=True)
+        most = self._refreshes.num_certain(depth, len(entries))
+        if num_left and most != 0 and not scheduler.has_work and not (num_ended and scheduler.num_queued):
+            self._launch(self.ladder.choose(num_left, depth), ahead=True, most=most)
 
     def _is_live(self, slot: int, entry: int) -> bool:
         """Whether an entry is about the session in a slot: not about one before it, nor about one that has ended."""
@@ -473,6 +472,7 @@ class Runtime:
     def _apply(self, publication: SlotPublication) -> StepOutput:
         session = self._slots[publication.slot]
         self._published.see(session, publication, speculating=self.num_speculative_tokens > 0)
+        self._refreshes.count_step(session)
         output = session.take(*self._masks.judge(publication))
         if output.finish_reason is not None:
             if publication.finish_reason is None:

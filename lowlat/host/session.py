@@ -46,6 +46,7 @@ class Session:
         self.committed = list(prompt)
         self.num_written = 0  # positions before the last step's: that step may not have extended the draft model's KV
         self.first_entry = 0
+        self.num_partial_steps = 0  # with SpecPV
         self.simulated = simulated
         self.finish_reason: FinishReason | None = None
         self._num_steps = 0
@@ -109,6 +110,7 @@ class Session:
             finish_reason=self.finish_reason,
             seed=self.seed,
             speculation=self._stats,
+            num_partial_steps=self.num_partial_steps,
         )
 
     def take(self, publication: SlotPublication, problem: str | None = None) -> StepOutput:

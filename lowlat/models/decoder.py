@@ -8,9 +8,10 @@ from lowlat.graphs import BufferSpec, Paging, Role
 from lowlat.kernels.formats import FORMATS
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.layers import TORCH_DTYPES, Emitter, Rows
+from lowlat.models.partial_kv import PartialKV
 from lowlat.models.program import ProgramBuilder, Stage
 
-__all__ = ["emit_decoder", "emit_lm_head", "kv_specs"]
+__all__ = ["emit_decoder", "emit_lm_head", "kv_specs", "partial_specs"]
 
 
 def kv_specs(config: ModelConfig, num_blocks: int, block_size: int) -> list[BufferSpec]:
@@ -22,6 +23,26 @@ def kv_specs(config: ModelConfig, num_blocks: int, block_size: int) -> list[Buff
         for layer in range(config.num_layers)
         for part in ("k", "v")
     ]
+
+
+def partial_specs(
+    config: ModelConfig, partial: PartialKV, kv: BufferSpec, max_batch: int, table_width: int
+) -> list[BufferSpec]:
+    """SpecPV's state beside a KV cache like `kv`, for slots of so many blocks: of each layer without a window
+
+    key_summary.LAYER  [P, G, parts of a block, 2, D]  compute  largest and smallest key of a part
+    block_lists.LAYER  [max_B, G, parts of a slot]     int32    see `lowlat.kernels.reference.attention.partial`
+    partial_shifts     [max_B]                         int32    positions that a slot's lists leave out, of all layers
+    """
+    num_blocks, kv_heads, block_size, head_dim = kv.shape
+    parts = block_size // partial.block
+    specs = [BufferSpec("partial_shifts", (max_batch,), torch.int32, Role.STATE)]
+    for layer, window in enumerate(config.windows):
+        if window is None:
+            summary, lists = (num_blocks, kv_heads, parts, 2, head_dim), (max_batch, kv_heads, table_width * parts)
+            specs.append(BufferSpec(f"key_summary.{layer}", summary, kv.dtype, Role.STATE, Paging.BLOCKS))
+            specs.append(BufferSpec(f"block_lists.{layer}", lists, torch.int32, Role.STATE))
+    return specs
 
 
 def emit_decoder(
@@ -64,14 +85,15 @@ def _emit_attention(emitter: Emitter, config: ModelConfig, layer: int, residual:
     parts = emitter.rotate(product, {"q": heads[0], "k": heads[1], "v": heads[1]}, config.head_dim, tables)
     caches = (f"k_cache.{layer}", f"v_cache.{layer}")
     emitter.kv_write(parts["k"], parts["v"], caches)
-    attended = emitter.attention(
-        parts["q"],
-        caches,
-        config.query_size,
-        sinks=f"{name}.sinks" if config.sinks else None,
-        scale=config.head_dim**-0.5,
-        window=config.windows[layer],
-    )
+    sinks, scale = f"{name}.sinks" if config.sinks else None, config.head_dim**-0.5
+    partial = emitter.rows.partial if config.windows[layer] is None else None
+    if partial is not None and emitter.rows.chunk is None:
+        attended = emitter.partial_attention(parts["q"], layer, config.query_size, partial, sinks=sinks, scale=scale)
+    else:
+        if partial is not None:
+            emitter.choose_blocks(parts["q"], layer, partial)
+        window = config.windows[layer]
+        attended = emitter.attention(parts["q"], caches, config.query_size, sinks=sinks, scale=scale, window=window)
     return emitter.linear(attended, f"{name}.o", config.hidden_size, "output", bias=config.output_bias)
 
 

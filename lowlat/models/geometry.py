@@ -64,11 +64,6 @@ class AttentionWidths:
         return self.num_kv_heads * self.head_dim
 
 
-def _layer_formats(stored: Quantisation | None, made: Quantiser | None) -> frozenset[str]:
-    names = frozenset() if stored is None else stored.format_names
-    return names if made is None else names | {made.packed.name}
-
-
 @dataclass(frozen=True)
 class ModelConfig(AttentionWidths):
     """A target's geometry, checked; every field is in use by `lowlat.models.decoder`."""
@@ -97,11 +92,6 @@ class ModelConfig(AttentionWidths):
     bos_token_id: int | None = None
     quantisation: Quantisation | None = None  # of linear layers in files; None: plain
     quantiser: Quantiser | None = None  # of linear layers at load; None: they stay as they are
-
-    @property
-    def layer_formats(self) -> frozenset[str]:
-        """The formats of linear layers besides the plain one, those of rules that name no layer included."""
-        return _layer_formats(self.quantisation, self.quantiser)
 
 
 @dataclass(frozen=True)
@@ -161,11 +151,6 @@ class DraftConfig(AttentionWidths):
     dspark: DsparkHeads | None = None  # None: not DSpark
     quantisation: Quantisation | None = None  # of linear layers in files; None: plain
     quantiser: Quantiser | None = None  # of linear layers at load; None: they stay as they are
-
-    @property
-    def layer_formats(self) -> frozenset[str]:
-        """The formats of linear layers besides the plain one, those of rules that name no layer included."""
-        return _layer_formats(self.quantisation, self.quantiser)
 
     @property
     def method(self) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from lowlat.models.partial_kv import PartialKV
 from lowlat.models.program import ProgramBuilder, Stage
 
 __all__ = ["TORCH_DTYPES", "Emitter", "Rows"]
@@ -25,6 +26,8 @@ class Rows:
     attention  buffers of the attention's rows: slots, dense_lens, row_masks; or chunk, for prefill
     write      buffers of the KV write: row_live, slots, write_lens, offsets, block_table; or chunk, for prefill
     chunk      positions of a chunk of prefill, of which there may be several; None: no prefill
+    partial    SpecPV's sizes, where a step's rows may attend to a part of the cache; None: they attend to all of it
+    refresh    they are a refresh's, by the operations of prefill
     """
 
     prefix: str
@@ -34,6 +37,8 @@ class Rows:
     attention: dict[str, str]
     write: dict[str, str]
     chunk: int | None = None
+    partial: PartialKV | None = None
+    refresh: bool = False
 
 
 @dataclass
@@ -125,9 +130,40 @@ class Emitter:
         weights = {} if sinks is None else {"sinks": sinks}
         if self.rows.chunk is None:
             self.emit("attention", reads, {"out": out}, weights=weights, **params)
+        elif self.rows.refresh and params["window"] is None:
+            own = {"chunk_size": self.rows.chunk, "scale": params["scale"]}
+            self.emit("refresh_attention", reads, {"out": out}, weights=weights, **own)
         else:
             own = {"chunk_size": self.rows.chunk, **params}
             self.emit("prefill_attention", reads, {"out": out}, weights=weights, **own)
+        return out
+
+    def choose_blocks(self, q: str, layer: int, partial: PartialKV) -> None:
+        """Summaries of the keys that prefill wrote, and the blocks of its slot's list: all, if it is not partial."""
+        summary, common = f"key_summary.{layer}", self.rows.attention
+        reads = {"k_cache": f"k_cache.{layer}", "block_table": common["block_table"], "span": "prefill_span"}
+        self.emit("summarise_blocks", reads, {"key_summary": summary})
+        self.emit(
+            "choose_blocks",
+            {"q": q, "key_summary": summary, **common, "slot": "prefill_slot", "shifts": "partial_shifts"},
+            {"block_lists": f"block_lists.{layer}"},
+            block=partial.block,
+            num_queries=partial.num_queries,
+            num_sinks=partial.num_sinks,
+            num_retrieved=partial.num_retrieved,
+        )
+
+    def partial_attention(
+        self, q: str, layer: int, width: int, partial: PartialKV, *, sinks: str | None, scale: float
+    ) -> str:
+        """Attention of a step's rows over their slots' lists of blocks, [M, width]."""
+        out = self.scratch("attention", self.rows.count, width)
+        given = {name: self.rows.attention[name] for name in ("slots", "row_masks")}
+        lists = {"block_lists": f"block_lists.{layer}", "dense_lens": "list_lens"}
+        caches = {"k_cache": f"k_cache.{layer}", "v_cache": f"v_cache.{layer}"}
+        weights = {} if sinks is None else {"sinks": sinks}
+        reads = {"q": q, **caches, **lists, **given, **self.live()}
+        self.emit("partial_attention", reads, {"out": out}, weights=weights, scale=scale, block=partial.block)
         return out
 
     def gated_ffn(self, x: str, weight: str, inner: int, width: int, *, bias: bool = False) -> str:

@@ -10,24 +10,28 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lowlat.errors import ConfigError
-from lowlat.options.declaration import check_integer, check_options, declare, documented
+from lowlat.options.declaration import check_integer, check_options, declare, documented, options_of
 
 __all__ = ["MAX_SPECULATIVE_TOKENS", "METHOD_OPTIONS", "RuntimeConfig", "SpeculativeConfig", "TraceConfig"]
 
 MAX_SPECULATIVE_TOKENS = 7
 MAX_DECODING_TOKENS = 64
+MAX_TOPK = 16
+MAX_DRAFT_TOKENS = 31  # of a dynamic tree: with its root 32 rows
 MAX_LOOKUP = 16
 MAX_DEPTH = 32
 
 # Options of one method alone: with others they must keep their defaults. Options that stand nowhere are of all methods.
-_TREES = ("tree", "max_path_len", "max_non_leaves_per_layer")
+_DYNAMIC = ("dynamic_tree_max_topk", "max_draft_len", "max_total_draft_tokens")
+_STATIC = ("tree", "max_path_len", "max_non_leaves_per_layer")
+_TREES = (*_STATIC, *_DYNAMIC)
 METHOD_OPTIONS: dict[str, tuple[str, ...]] = {
     "eagle3": ("model", "draft_quantize", "capture_layers", "draft_window", "text_drafts", *_TREES),
     "ngram": ("prompt_lookup_min", "prompt_lookup_max"),
     "suffix": ("suffix_cache_max_depth", "max_spec_factor", "min_token_prob"),
     "peagle": ("model", "draft_quantize", "capture_layers", "draft_window", *_TREES),
     "dflash": ("model", "draft_quantize", "capture_layers", *_TREES),
-    "dspark": ("model", "draft_quantize", "capture_layers", *_TREES),
+    "dspark": ("model", "draft_quantize", "capture_layers", *_STATIC),
 }
 
 
@@ -44,6 +48,12 @@ class SpeculativeConfig:
     num_speculative_tokens is S, the depth; "auto", for which there is no type, is `adaptive_width` with S up to 7. A
     chain verifies S + 1 rows a slot. `tree` is a path or the list of paths
     itself, each a list of child ranks; None is the chain. Limits of the tree that are None take what it needs.
+    `dynamic_tree_max_topk` makes a tree whose contents are chosen in each step: at each of `max_draft_len` levels (S)
+    so many of the likeliest tokens are looked at behind so many of the best drafts of the level before, and of all of
+    them the `max_total_draft_tokens` best are verified.
+    With `enable_specpv` the target's layers without windows verify over a part of their KV cache: sinks, blocks that
+    each head chose, the last ones; every few steps a pass over all of it recomputes what was written meanwhile and
+    chooses anew. Tokens are then not certain to be the target's: SpecPV is lossy, and says so wherever it shows.
     Boundary b of `capture_layers` is the residual stream entering layer b. Without `strict`, a draft model that does
     not fit is one warning and the baseline.
     """
@@ -85,6 +95,18 @@ class SpeculativeConfig:
     tree: str | Path | Sequence[Sequence[int]] | None = declare(
         None, "A table of choices: YAML, TOML or JSON.", metavar="FILE"
     )
+    dynamic_tree_max_topk: int | None = declare(
+        None,
+        "Drafts of a level that a dynamic tree goes on from, and drafts that it looks at behind each; makes the tree.",
+        2,
+        MAX_TOPK,
+    )
+    max_draft_len: int | None = declare(
+        None, "Depth of a dynamic tree.", 2, MAX_SPECULATIVE_TOKENS, otherwise="num_speculative_tokens"
+    )
+    max_total_draft_tokens: int | None = declare(
+        None, "Drafts of a dynamic tree that a slot verifies.", 2, MAX_DRAFT_TOKENS, otherwise="15"
+    )
     draft_quantize: Literal["fp8", "int4"] | None = declare(
         None, "Round a plain draft model's linear layers at load, as quantize does a target's."
     )
@@ -105,6 +127,24 @@ class SpeculativeConfig:
     )
     enabled: bool = declare(True, "Whether to speculate.", python_only=True)
     strict: bool = declare(False, "A draft model that does not fit is an error.")
+    enable_specpv: bool = declare(
+        False,
+        "SpecPV, which is lossy: in long contexts the target attends to a part of its KV cache, and tokens may differ.",
+    )
+    specpv_block_size: int = declare(16, "SpecPV: positions of a block that is chosen whole.", 1, 1024)
+    specpv_n_sink_blocks: int = declare(2, "SpecPV: blocks at the text's start that are always attended to.", 1, 4096)
+    specpv_n_retrieval_blocks: int = declare(
+        256, "SpecPV: blocks that each KV head chooses by the last queries.", 1, 1 << 16
+    )
+    specpv_n_window_blocks: int = declare(8, "SpecPV: last blocks, which are always attended to.", 1, 4096)
+    specpv_n_spec_tokens_buf: int = declare(
+        128, "SpecPV: positions that partial steps may write before a refresh recomputes them.", 2, 1 << 14
+    )
+    specpv_partial_threshold: int = declare(
+        4096, "SpecPV: a shorter context is attended to whole, with the bits of a runtime without SpecPV.", 0, 1 << 20
+    )
+    specpv_full_refresh_steps: int = declare(32, "SpecPV: partial steps between two refreshes, at most.", 1, 1 << 16)
+    specpv_lossless: bool = declare(False, "SpecPV whose tokens a full pass verifies again: not implemented, refused.")
     simulated_accept_length: float | None = declare(
         None, "Impose so many tokens a step, 1 to S + 1, for benchmarks; the text then means nothing."
     )
@@ -116,8 +156,10 @@ class SpeculativeConfig:
             object.__setattr__(self, "num_speculative_tokens", MAX_SPECULATIVE_TOKENS)
             object.__setattr__(self, "adaptive_width", True)
         self._check_method()
-        if self.adaptive_width and (self.tree is not None or not self.num_speculative_tokens):
-            problem = "num_speculative_tokens is 0" if self.tree is None else "tree asks for one of its own"
+        self._check_dynamic_tree()
+        trees = [name for name in ("tree", "dynamic_tree_max_topk") if getattr(self, name) is not None]
+        if self.adaptive_width and (trees or not self.num_speculative_tokens):
+            problem = f"{trees[0]} asks for one of its own" if trees else "num_speculative_tokens is 0"
             raise ConfigError(f"adaptive_width chooses among chains of at least one draft, and {problem}")
         if self.capture_layers is not None:
             if not isinstance(self.capture_layers, (tuple, list)):
@@ -125,6 +167,7 @@ class SpeculativeConfig:
             for layer in self.capture_layers:
                 check_integer("capture_layers", layer, 0, 1 << 16, ConfigError)
             object.__setattr__(self, "capture_layers", tuple(self.capture_layers))
+        self._check_specpv()
         length = self.simulated_accept_length
         if length is not None and (isinstance(length, bool) or not isinstance(length, (int, float))):
             raise ConfigError(f"simulated_accept_length must be a number, got {length!r:.80}")
@@ -134,6 +177,20 @@ class SpeculativeConfig:
                 f"{self.num_speculative_tokens + 1}, got {length}"
             )
 
+    def _check_specpv(self) -> None:
+        """Refuse what SpecPV does not have, and its sizes where it is off."""
+        if self.specpv_lossless:
+            raise ConfigError(
+                "specpv_lossless is not implemented: SpecPV's tokens are those of partial steps, and may differ from "
+                "the target's; leave enable_specpv off for lossless decoding"
+            )
+        if self.enable_specpv and self.adaptive_width:
+            raise ConfigError("enable_specpv goes with a fixed number of drafts, and adaptive_width chooses it anew")
+        if not self.enable_specpv:
+            for option in options_of(SpeculativeConfig):
+                if option.name.startswith("specpv_") and getattr(self, option.name) != option.default:
+                    raise ConfigError(f"{option.name} is an option of SpecPV, and enable_specpv is off")
+
     def _check_method(self) -> None:
         """The options of the method, and that none of another method was given."""
         own = METHOD_OPTIONS[self.method] + (() if self.text_drafts is None else METHOD_OPTIONS[self.text_drafts])
@@ -141,14 +198,32 @@ class SpeculativeConfig:
             for name in set(names).difference(own):
                 if getattr(self, name) != getattr(SpeculativeConfig, name):
                     raise ConfigError(f"{name} is an option of method {method!r}, and method is {self.method!r}")
-        if self.text_drafts is not None and self.tree is not None:
-            raise ConfigError(f"text_drafts {self.text_drafts!r} goes with a chain, and tree asks for more")
+        if self.text_drafts is not None:
+            for name in ("tree", "dynamic_tree_max_topk"):
+                if getattr(self, name) is not None:
+                    raise ConfigError(f"text_drafts {self.text_drafts!r} goes with a chain, and {name} asks for more")
         if "model" in METHOD_OPTIONS[self.method] and not (isinstance(self.model, (str, Path)) and str(self.model)):
             raise ConfigError(
                 f"model must be the path of a draft model's directory for method {self.method!r}, "
                 f"got {self.model!r:.80}"
             )
         check_integer("prompt_lookup_min", self.prompt_lookup_min, 1, self.prompt_lookup_max, ConfigError)
+
+    def _check_dynamic_tree(self) -> None:
+        """That the options of a dynamic tree go together; whether there is such a tree is its shape's to say."""
+        if self.dynamic_tree_max_topk is None:
+            for name in _DYNAMIC:
+                if getattr(self, name) is not None:
+                    raise ConfigError(f"{name} is an option of a dynamic tree, which dynamic_tree_max_topk asks for")
+            return
+        for name in ("tree", "max_path_len", "max_decoding_tokens", "max_non_leaves_per_layer"):
+            if getattr(self, name) is not None:
+                raise ConfigError(f"{name} is an option of static trees, and dynamic_tree_max_topk makes a dynamic one")
+        if self.max_draft_len not in (None, self.num_speculative_tokens):
+            raise ConfigError(
+                f"max_draft_len {self.max_draft_len} is not num_speculative_tokens {self.num_speculative_tokens}; "
+                "give one of them, or the same"
+            )
 
 
 @dataclass(frozen=True)

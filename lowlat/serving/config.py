@@ -191,6 +191,8 @@ def speculative_config(
         from lowlat.speculators.tree.topology import TreeTopology
 
         values["num_speculative_tokens"] = TreeTopology.from_choices(values["tree"]).depth
+    if values.get("max_draft_len") is not None:
+        values.setdefault("num_speculative_tokens", values["max_draft_len"])
     return SpeculativeConfig(**values)
 
 

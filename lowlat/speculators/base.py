@@ -19,6 +19,8 @@ from lowlat.models.geometry import DraftConfig, ModelConfig, RopeConfig
 from lowlat.models.layers import TORCH_DTYPES
 from lowlat.models.program import ProgramBuilder
 from lowlat.options.config import SpeculativeConfig
+from lowlat.speculators.tree.dynamic import DynamicTree, Topology
+from lowlat.speculators.tree.growth import Growth
 from lowlat.speculators.tree.topology import TreeTopology
 
 __all__ = [
@@ -98,8 +100,15 @@ class StepScope(Scope):
     """
 
     bucket: Bucket
-    topology: TreeTopology
+    topology: Topology
     waited: "WaitedRows | None" = None
+
+    @property
+    def tree(self) -> TreeTopology:
+        """The topology, static."""
+        if isinstance(self.topology, DynamicTree):
+            raise ValueError(f"a dynamic tree has no choices before its drafts are made: {self.topology}")
+        return self.topology
 
     @property
     def rows(self) -> int:
@@ -122,6 +131,14 @@ class StepScope(Scope):
     def draft_nodes(self) -> str:
         """The buffer that drafting fills: [B, T] int32 by node, node 0 unused, -1 from the first missing draft on."""
         return self.builder.scratch("draft_nodes", (self.bucket.batch, self.topology.num_nodes), torch.int32)
+
+    def growth(self) -> Growth:
+        """What grows the dynamic tree that the next step is to verify, into `draft_nodes` and `draft_parents`."""
+        if not isinstance(self.topology, DynamicTree):
+            raise ValueError(f"a tree of {self.topology.num_nodes} nodes is static: it is not grown")
+        batch, nodes = self.bucket.batch, self.draft_nodes()
+        parents = self.builder.scratch("draft_parents", (batch, self.topology.num_nodes), torch.int32)
+        return Growth(self.builder, self.topology, batch, nodes, parents)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from lowlat.models.decoder import emit_decoder, emit_lm_head
 from lowlat.models.layers import Rows
 from lowlat.models.program import Program, ProgramBuilder, Stage
 from lowlat.speculators.base import StepScope, WaitedRows
-from lowlat.speculators.tree.topology import TreeTopology
+from lowlat.speculators.tree.dynamic import DynamicTree, Topology
 from lowlat.step.state import StepGeometry, declare_tables, state_specs
 
 __all__ = ["StepBuilder", "build_step"]
@@ -25,7 +25,7 @@ JOIN_STATE = ("slot_ints", "slot_floats", "tokens", "block_table", "stop_ids", "
 STAGED = ("ints", "floats", "tokens", "table", "stop_ids", "bias_ids", "bias_values")
 
 
-def build_step(geometry: StepGeometry, bucket: Bucket, topology: TreeTopology) -> Program:
+def build_step(geometry: StepGeometry, bucket: Bucket, topology: Topology) -> Program:
     """The Program of one step in a bucket; `topology` is what the step drafts, and has the bucket's rows."""
     return StepBuilder(geometry, bucket, topology).build()
 
@@ -33,7 +33,7 @@ def build_step(geometry: StepGeometry, bucket: Bucket, topology: TreeTopology) -
 class StepBuilder:
     """Emits one step's stages in order. Shapes: B slots, T rows a slot, M = B * T."""
 
-    def __init__(self, geometry: StepGeometry, bucket: Bucket, topology: TreeTopology) -> None:
+    def __init__(self, geometry: StepGeometry, bucket: Bucket, topology: Topology) -> None:
         self.geometry = geometry
         self.bucket = bucket
         self.topology = topology
@@ -104,6 +104,11 @@ class StepBuilder:
         told = ("grammar_tokens", "grammar_paths", "grammar_lengths")
         reads, writes = {name: name for name in asked}, {name: name for name in told}
         self.builder.emit("publish_rows", Stage.ACTIVE_SLOTS, reads=reads, writes=writes)
+        if self.geometry.partial is not None and not self.bucket.prefilled:
+            reads = {"dense_lens": "dense_lens", "slots": "slots", "shifts": "partial_shifts"}
+            self.builder.emit(
+                "list_lens", Stage.ACTIVE_SLOTS, reads=reads, writes={"out": self._ints("list_lens", batch)}
+            )
 
     def _target(self) -> list[str]:
         """The target's logits; returns the residual stream at its boundaries, of which prefill leaves the last."""
@@ -116,6 +121,7 @@ class StepBuilder:
             positions="row_positions",
             attention={**common, "dense_lens": "dense_lens", "row_masks": "row_masks"},
             write={**common, "row_live": "row_live", "write_lens": "dense_lens", "offsets": offsets},
+            partial=self.geometry.partial,
         )
         stage, config = Stage.BASE_DECODE_STEP, self.geometry.config
         if self.bucket.prefilled:
@@ -204,6 +210,12 @@ class StepBuilder:
     def _hand_over(self, scope: StepScope, draft_nodes: str) -> None:
         """The drafts with their masks and paths, for the next step."""
         topology, constant = self.topology, self.builder.constant
+        written = {name: name for name in ("drafts", "num_drafts", "tree_masks", "tree_paths")}
+        if isinstance(topology, DynamicTree):
+            names = ("draft_nodes", "draft_parents", "draft_live", "slots")
+            reads = {name: name for name in names}
+            self.builder.emit("hand_over_tree", Stage.EAGLE_TREE_MASKS, reads=reads, writes=written)
+            return
         width = topology.depth + 1
         paths = [[*path, *[-1] * (width - len(path))] for path in topology.paths]
         reads = {
@@ -212,8 +224,7 @@ class StepBuilder:
             "topology_masks": constant("topology.masks", torch.tensor(topology.packed_masks, dtype=torch.int64)),
             "topology_paths": constant("topology.paths", torch.tensor(paths, dtype=torch.int32)),
         }
-        names = ("drafts", "num_drafts", "tree_masks", "tree_paths")
-        self.builder.emit("tree_masks", Stage.EAGLE_TREE_MASKS, reads=reads, writes={n: n for n in names})
+        self.builder.emit("tree_masks", Stage.EAGLE_TREE_MASKS, reads=reads, writes=written)
 
     def _publish(self) -> None:
         names = (

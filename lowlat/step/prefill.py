@@ -4,6 +4,9 @@ Chunks start at multiples of their fixed size, and a chunk's bits depend on its 
 can be shared. Chunks of one prompt that follow each other may run at once, and a chunk that holds few positions as a
 part of one: no bit of them depends on it. The hidden state of the last live row is kept: of a prompt's last chunk the
 first token is chosen from it, see `lowlat.step.decode`.
+
+With SpecPV one more program refreshes a slot that decodes: it runs the last tokens over all of the cache, so that
+their keys and values become exact, and the last of these choose the slot's blocks.
 """
 
 from collections.abc import Mapping
@@ -24,22 +27,29 @@ BY_ROW = ("prefill_tokens", "prefill_live", "prefill_draft_live", "prefill_posit
 
 
 def build_prefills(geometry: StepGeometry) -> Mapping[int, Program]:
-    """The Programs of all sizes, ascending, by the positions that they take."""
-    return MappingProxyType({size: build_prefill(geometry, size) for size in geometry.prefill_sizes})
+    """The Programs of all sizes, ascending, by the positions that they take; a refresh's by its own, negative."""
+    sizes = geometry.prefill_sizes if geometry.partial is None else (geometry.refresh_size, *geometry.prefill_sizes)
+    return MappingProxyType({size: build_prefill(geometry, size) for size in sizes})
 
 
 def build_prefill(geometry: StepGeometry, size: int | None = None) -> Program:
     """The Program of so many positions, whole chunks or the first part of one, None: one chunk; the host writes
-    `prefill_*` before it runs."""
-    size, stage = size or geometry.prefill_chunk, Stage.PREFILL
-    builder = ProgramBuilder("prefill")
+    `prefill_*` before it runs. Of a negative size: a refresh, of the target alone."""
+    refresh, size = (size or 0) < 0, abs(size or geometry.prefill_chunk)
+    stage = Stage.PREFILL
+    builder = ProgramBuilder("refresh" if refresh else "prefill")
     for spec in state_specs(geometry):
         builder.declare(replace(spec, shape=(size,)) if spec.name in BY_ROW else spec)
     tables = declare_tables(builder, geometry)
     common = {"block_table": "prefill_table", "chunk": "prefill_chunk"}
     write = {"row_live": "prefill_live", **common}
-    rows = Rows("prefill.", size, None, "prefill_positions", common, write, geometry.prefill_chunk)
+    chunk, partial = geometry.prefill_chunk, geometry.partial
+    rows = Rows("prefill.", size, None, "prefill_positions", common, write, chunk, partial, refresh)
+    if partial is not None:
+        builder.emit("identity", stage, reads={"x": "prefill_shifts"}, writes={"out": "partial_shifts"})
     boundaries = emit_decoder(builder, geometry.config, rows, "prefill_tokens", tables["target"], stage)
+    if refresh:
+        return builder.build()
     builder.emit("identity", stage, reads={"x": "prefill_slot"}, writes={"out": "prefilled_slot"})
     last = {"x": boundaries[-1], "commit_lens": "prefill_count"}
     builder.emit("take_last", stage, reads=last, writes={"out": "prefilled_residual"})

@@ -13,9 +13,10 @@ from lowlat.graphs import BufferSpec, Role
 from lowlat.kernels.reference.step.publish import RECORD_WIDTH
 from lowlat.kernels.reference.step.slot_record import MAX_BIASES, MAX_LOGPROBS, MAX_STOPS, NUM_FLOATS, NUM_INTS
 from lowlat.kernels.reference.step.slots import COMMAND_WIDTH
-from lowlat.models.decoder import kv_specs
+from lowlat.models.decoder import kv_specs, partial_specs
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.layers import TORCH_DTYPES
+from lowlat.models.partial_kv import PartialKV
 from lowlat.models.program import ProgramBuilder
 from lowlat.models.rope import rope_tables
 from lowlat.speculators.base import Speculator, StateSizes
@@ -38,7 +39,9 @@ class StepGeometry:
     num_blocks   KV blocks, the null block included
     prefill_chunk       positions of a chunk of prefill
     max_prefill_chunks  chunks of a prompt that run at once, at most
-    max_width     the greatest width, where each step's is chosen anew; None: it is the bucket's
+    num_drafted_rows    rows of a draft model behind a slot's last token
+    max_width    the greatest width, where each step's is chosen anew; None: it is the bucket's
+    partial      SpecPV's sizes; None: everything is attended to
     """
 
     config: ModelConfig
@@ -55,6 +58,13 @@ class StepGeometry:
     simulated_accept_length: float | None = None
     simulated_seed: int = 0
     max_width: int | None = None
+    num_drafted_rows: int = 0
+    partial: PartialKV | None = None
+
+    @property
+    def overhang(self) -> int:
+        """Positions past a slot's tokens whose keys and values a step may write."""
+        return max(self.max_rows, self.num_drafted_rows)
 
     @property
     def num_waiting(self) -> int:
@@ -74,7 +84,7 @@ class StepGeometry:
     @property
     def table_width(self) -> int:
         """Blocks of one slot's table: the context and a step's overhang."""
-        return -(-(self.max_context + self.max_rows) // self.block_size)
+        return -(-(self.max_context + self.overhang) // self.block_size)
 
     @property
     def num_positions(self) -> int:
@@ -105,6 +115,16 @@ class StepGeometry:
             f"{num_positions} positions to prefill at once; max_prefill_chunks {self.max_prefill_chunks} allow "
             f"{self.prefill_sizes[-1]}"
         )
+
+    @property
+    def refresh_size(self) -> int:
+        """The key of a refresh's program among those of prefill: the positions that it takes, negative.
+
+        Raises ConfigError where there is none, without SpecPV.
+        """
+        if self.partial is None:
+            raise ConfigError("nothing is refreshed without enable_specpv")
+        return -self.prefill_size(self.partial.buffer)
 
     @cached_property
     def tables(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
@@ -223,6 +243,11 @@ def _host_buffers(geometry: StepGeometry) -> list[BufferSpec]:
 
 def _kv_state(geometry: StepGeometry) -> list[BufferSpec]:
     specs = kv_specs(geometry.config, geometry.num_blocks, geometry.block_size)
+    if geometry.partial is not None:
+        sizes = (geometry.max_batch, geometry.table_width)
+        specs += partial_specs(geometry.config, geometry.partial, specs[0], *sizes)
+        specs.append(BufferSpec("prefill_span", (2,), torch.int32, Role.COMMAND))
+        specs.append(BufferSpec("prefill_shifts", (geometry.max_batch,), torch.int32, Role.COMMAND))
     if geometry.speculator is not None:
         specs += geometry.speculator.state_specs(geometry.state_sizes)
     return specs

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from lowlat.graphs import Bucket, BufferSet
+from lowlat.kernels.formats import matrix_parts
 from lowlat.models.program import Program
 
 __all__ = ["Costs", "by_bytes", "keep_costs"]
@@ -26,7 +27,8 @@ def by_bytes(programs: Mapping[Bucket, Program], bucket: Bucket, weights: Mappin
 
 
 def _weight_bytes(program: Program, weights: Mapping[str, torch.Tensor]) -> int:
-    return sum(weights[name].nbytes for op in program.ops if op.kind != "embed" for name in op.weights.values())
+    read = [name for op in program.ops if op.kind != "embed" for name in op.weights.values()]
+    return sum(weights[part].nbytes for name in read for part in matrix_parts(name, weights).values())
 
 
 def keep_costs(state: BufferSet, costs: Costs, num_waiting: int) -> None:

@@ -17,7 +17,14 @@ from typing import Any, Protocol, cast
 import torch
 
 from lowlat.graphs import Bucket, BucketLadder, BufferSet
-from lowlat.kernels.reference.step.slot_record import DRAFT_LIMIT, MAX_LENGTH, NUM_INTS, REPETITION
+from lowlat.kernels.reference.step.slot_record import (
+    DRAFT_LIMIT,
+    MAX_LENGTH,
+    NUM_INTS,
+    NUM_LOGPROBS,
+    REPETITION,
+    TOP_P,
+)
 from lowlat.models.program import Program
 from lowlat.options.directories import cache_directory
 from lowlat.step.state import StepGeometry, waiting_boundaries
@@ -143,9 +150,9 @@ def _slots(state: BufferSet, batch: int, num_waiting: int) -> dict[str, torch.Te
     vocabulary, blocks = state["prompt_seen"].shape[1], max(_num_blocks(state) - 1, 1)
     table = torch.arange(state["block_table"].numel(), dtype=torch.int32).view(max_batch, -1) % blocks + 1
     ints = torch.zeros(max_batch, NUM_INTS, dtype=torch.int64)
-    ints[:, MAX_LENGTH], ints[:, DRAFT_LIMIT] = max_context, state["drafts"].shape[1]
+    ints[:, MAX_LENGTH], ints[:, DRAFT_LIMIT], ints[:, NUM_LOGPROBS] = max_context, state["drafts"].shape[1], -1
     floats = torch.zeros(state["slot_floats"].shape)
-    floats[:, REPETITION] = 1.0
+    floats[:, REPETITION], floats[:, TOP_P] = 1.0, 1.0
     lengths = torch.full((max_batch,), length, dtype=torch.int32)
     made = {
         "tokens": torch.randint(vocabulary, (max_batch, max_context), generator=generator).int(),

@@ -7,6 +7,7 @@ import torch
 from selection_cases import best_of, best_pairs
 
 from lowlat.executors.launcher import Launcher
+from lowlat.kernels.formats.dense import DENSE_FORMATS, pack_matrix
 from lowlat.kernels.gemm.decode.gemm import (
     MAX_ROWS,
     DecodeGemmPlan,
@@ -16,6 +17,7 @@ from lowlat.kernels.gemm.decode.gemm import (
     plan_decode_gemm,
     steps_to_hold,
 )
+from lowlat.kernels.gemm.decode.plan import candidate_plans
 from lowlat.kernels.gemm.packing import gate_up_permutation, pack, rope_permutation, runs_of
 from lowlat.kernels.rows.norm import rms_norm
 from lowlat.kernels.sampling.select import BROKEN, FINITE
@@ -45,6 +47,45 @@ def test_product_matches_torch(launcher: Launcher, width: int, depth: int) -> No
             launcher.run(*decode_gemm(x=x, weight=packed, out=out, bias=offset))
             want = x.double() @ weight.double().t() + (0 if offset is None else offset.double())
             assert _error(out, want) < 1e-5
+
+
+@pytest.mark.parametrize("name", DENSE_FORMATS)
+@pytest.mark.parametrize(("width", "depth"), [(256, 384), (6144, 4096), (4096, 14336), (104, 128)])
+def test_quantised_weights_give_the_products_of_their_numbers(
+    launcher: Launcher, name: str, width: int, depth: int
+) -> None:
+    """Every number of rows, scales of 16 and of 32 bits; a row's bits are those of the row alone, in any plan."""
+    for wide in (False, True):
+        parts = _random_parts(name, width, depth, wide=wide)
+        weight = pack_matrix(DENSE_FORMATS[name], parts)
+        numbers, bias = DENSE_FORMATS[name].dequantise(parts, torch.float32).double(), _random(width)
+        row = _random(1, depth)
+        alone = torch.empty(1, width, device="cuda")
+        launcher.run(*decode_gemm(x=row, weight=weight, out=alone, bias=bias))
+        for rows in ROWS:
+            x, out = _random(rows, depth), torch.full((rows, width), torch.nan, device="cuda")
+            x[rows // 2] = row
+            launcher.run(*decode_gemm(x=x, weight=weight, out=out, bias=bias))
+            assert _error(out, x.double() @ numbers.t() + bias.double()) < 1e-5
+            assert torch.equal(out[rows // 2], alone[0])
+            if rows > MAX_ROWS:
+                continue
+            for plan in candidate_plans(rows, width, H200, weights=weight.tile_format)[1:4]:
+                again = torch.full_like(out, torch.nan)
+                launcher.run(*decode_gemm(x=x, weight=weight, out=again, bias=bias, plan=plan))
+                assert torch.equal(again, out)
+
+
+def _random_parts(name: str, width: int, depth: int, *, wide: bool) -> dict[str, torch.Tensor]:
+    """Random parts of a matrix: codes without NaN, and scales about 1 / sqrt(K), of 16 bits or of 32."""
+    parts = {}
+    for part, (shape, dtype) in DENSE_FORMATS[name].specs(width, depth, torch.bfloat16).items():
+        if dtype == torch.float32:
+            scales = (torch.rand(shape, device="cuda") + 0.5) / depth**0.5
+            parts[part] = scales if wide else scales.bfloat16().float()
+        else:
+            parts[part] = torch.randint(16 if part.endswith("zeros") else 127, shape, dtype=dtype, device="cuda")
+    return parts
 
 
 @pytest.mark.parametrize("order", [gate_up_permutation(2048), rope_permutation(40, 8, 64)], ids=["gate_up", "rope"])

@@ -23,6 +23,7 @@ from lowlat.speculators.methods import draft_method, load_speculator
 DEMO = Path(__file__).parents[2] / "lowlat" / "demo"
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 64}
 OPTIONS: dict[str, Any] = {"max_batch": 4, "max_context": 160, "block_size": 16, "prefill_chunk": 32, "device": "cuda"}
+DYNAMIC = {"dynamic_tree_max_topk": 4, "max_total_draft_tokens": 11}
 TREE = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (1, 0, 0))
 FORMS: dict[str, dict[str, Any]] = {
     "layers": {"num_hidden_layers": 3, "windows": (None, 40, 40)},
@@ -32,7 +33,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "dspark": {"layout": "deepspec", "markov_rank": 8},
     "dspark_gated": {"layout": "speculators", "markov_rank": 16, "markov_head_type": "gated", "confidence": "states"},
 }
-NAMES = ["llama", "mistral", "qwen2", "qwen3", "gpt_oss", "mxfp4", "alike", "fp8", *FORMS, "demo"]
+QUANTISED = ("fp8-channel", "fp8-block", "w4a16-32", "awq", "nvfp4")
+NAMES = ["llama", "mistral", "qwen2", "qwen3", "gpt_oss", "mxfp4", "alike", *QUANTISED, *FORMS, "demo"]
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "sampled": {"temperature": 1.0},
@@ -50,8 +52,9 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PairPaths]:
     dense = ("llama", "mistral", "qwen2", "qwen3")
     made = {family: make_pair(tmp_path_factory.mktemp(family), family, **SIZES) for family in dense}
     plain = {"num_local_experts": 5, "num_experts_per_tok": 3}
-    made["fp8"] = make_pair(tmp_path_factory.mktemp("fp8"), "llama", **SIZES)
-    quantise_target(made["fp8"].target, "fp8-channel", None)
+    for name in QUANTISED:
+        made[name] = make_pair(tmp_path_factory.mktemp(name), "llama", **{**SIZES, "intermediate_size": 128})
+        quantise_target(made[name].target, name, None)
     made["gpt_oss"] = make_pair(tmp_path_factory.mktemp("gpt_oss"), "gpt_oss", **SIZES, **plain)
     made |= {name: mixture(tmp_path_factory.mktemp(name), alike=name == "alike") for name in ("mxfp4", "alike")}
     for name, form in FORMS.items():
@@ -85,7 +88,8 @@ def mixture(directory: Path, *, alike: bool) -> PairPaths:
 def load(pair: PairPaths, executor: str, *, tree: Any = None, depth: int = 7, **options: Any) -> Runtime:
     """A runtime that speculates, in bfloat16."""
     method = draft_method(pair.head)
-    config = SpeculativeConfig(model=pair.head, method=method, num_speculative_tokens=depth, tree=tree, strict=True)
+    shape = tree if isinstance(tree, dict) else {"tree": tree}
+    config = SpeculativeConfig(model=pair.head, method=method, num_speculative_tokens=depth, strict=True, **shape)
     return Runtime.load(pair.target, config, **{**OPTIONS, "dtype": "bfloat16", "executor": executor, **options})
 
 
@@ -102,7 +106,7 @@ def canonical_weights(pair: PairPaths) -> dict[str, torch.Tensor]:
     return {name: tensor.cuda() for name, tensor in {**target.weights, **head.weights}.items()}
 
 
-@pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("tree", [None, TREE, DYNAMIC], ids=["chain", "tree", "dynamic"])
 @pytest.mark.parametrize("name", NAMES)
 def test_every_group_does_what_its_operations_mean(name: str, tree: Any, pairs: dict[str, PairPaths]) -> None:
     depth = 3
@@ -110,15 +114,15 @@ def test_every_group_does_what_its_operations_mean(name: str, tree: Any, pairs: 
         executor = runtime.executor
         assert isinstance(executor, EagerExecutor)
         lockstep = Lockstep(executor, canonical_weights(pairs[name]))
-        run = executor._run
+        issue = executor._issue
 
-        def followed(size: Any) -> None:
+        def followed(size: Any, meanwhile: Any) -> None:
             if isinstance(size, Bucket):  # a step, or a first token behind a chunk
                 executor.synchronize()
                 lockstep.begin(size)
-            run(size)
+            issue(size, meanwhile)
 
-        executor._run = followed  # type: ignore[method-assign]
+        executor._issue = followed  # type: ignore[method-assign]
         for number, mode in enumerate(MODES):
             runtime.submit(prompt_of(20 + 13 * number, number), params(mode, max_tokens=12))
         run_all(runtime, lambda number: (depth, 0, depth)[number % 3])
@@ -180,9 +184,10 @@ def test_no_depth_neighbour_or_slot_changes_a_bit(name: str, mode: str, pairs: d
             tokens = run_all(runtime, rng.choices(range(8), k=400).__getitem__)[tracked]
             recorder.stop()
             assert_same((tokens, recorder.logits[tracked]), expected)
-    with load(pairs[name], "eager", tree=TREE, depth=3) as runtime:
-        assert_same(traced(runtime, prompt, sampling), expected)
-        assert_same(traced(runtime, prompt, sampling, lambda number: 3 * (number % 3 > 0)), expected)
+    for tree in (TREE, DYNAMIC):
+        with load(pairs[name], "eager", tree=tree, depth=3) as runtime:
+            assert_same(traced(runtime, prompt, sampling), expected)
+            assert_same(traced(runtime, prompt, sampling, lambda number: 3 * (number % 3 > 0)), expected)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,11 @@ from lowlat.models.program import Program
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 64}
 NAMES = ("llama", "qwen3", "qwen2", "mistral", "gpt_oss", "mxfp4", "demo")
 DEMO = Path(loading.__file__).parents[1] / "demo"
-TREE = ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
+SHAPES: dict[str, dict[str, Any]] = {
+    "chain": {},
+    "tree": {"tree": ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))},
+    "dynamic": {"dynamic_tree_max_topk": 3, "max_total_draft_tokens": 8},
+}
 State = dict[str, torch.Tensor]
 
 
@@ -31,12 +35,11 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PairPaths]:
     return {**made, "mxfp4": PairPaths(directory, directory), "demo": PairPaths(DEMO / "target", DEMO / "head")}
 
 
-def found(name: str, pairs: Mapping[str, PairPaths], *, tree: bool, **options: Any) -> tuple[Any, State]:
+def found(name: str, pairs: Mapping[str, PairPaths], *, shape: str, **options: Any) -> tuple[Any, State]:
     """Tokens and logprobs of three requests, greedy and sampled, and the bits of all that pages hold."""
     config = None
     if name != "mxfp4":
-        shape: dict[str, Any] = {"tree": TREE} if tree else {}
-        config = SpeculativeConfig(model=pairs[name].head, num_speculative_tokens=3, strict=True, **shape)
+        config = SpeculativeConfig(model=pairs[name].head, num_speculative_tokens=3, strict=True, **SHAPES[shape])
     common: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "max_batch": 4, "max_context": 256}
     with Runtime.load(
         pairs[name].target, config, block_size=16, prefill_chunk=64, prefix_reuse=False, **common, **options
@@ -57,11 +60,11 @@ def assert_same(one: tuple[Any, State], other: tuple[Any, State]) -> None:
     assert [key for key in one[1] if not torch.equal(one[1][key], other[1][key])] == []
 
 
-@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", NAMES)
-def test_unfused_programs_give_the_same_bits(name: str, tree: bool, pairs: dict[str, PairPaths]) -> None:
-    fused = found(name, pairs, tree=tree, executor="graph")
-    assert_same(found(name, pairs, tree=tree, executor="eager", fuse=False), fused)
+def test_unfused_programs_give_the_same_bits(name: str, shape: str, pairs: dict[str, PairPaths]) -> None:
+    fused = found(name, pairs, shape=shape, executor="graph")
+    assert_same(found(name, pairs, shape=shape, executor="eager", fuse=False), fused)
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -70,10 +73,10 @@ def test_identities_anywhere_change_no_bit(
     name: str, seed: int, pairs: dict[str, PairPaths], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In steps and in prefill, captured."""
-    fused = found(name, pairs, tree=False, executor="graph")
+    fused = found(name, pairs, shape="chain", executor="graph")
     for part in ("build_step", "build_prefills"):
         monkeypatch.setattr(loading, part, inserting(getattr(loading, part), seed))
-    assert_same(found(name, pairs, tree=False, executor="graph"), fused)
+    assert_same(found(name, pairs, shape="chain", executor="graph"), fused)
 
 
 def inserting(build: Callable[..., Any], seed: int) -> Callable[..., Any]:

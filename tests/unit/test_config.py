@@ -11,9 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowlat.errors import ConfigError
+from lowlat.host.loading import make_topologies
+from lowlat.kernels.reference.trees.grow import first_entry
 from lowlat.options import config as module
 from lowlat.options.config import METHOD_OPTIONS, RuntimeConfig, SpeculativeConfig, TraceConfig, options_from
 from lowlat.speculators.methods import METHODS
+from lowlat.speculators.tree.dynamic import DynamicTree
 
 SPECULATIVE_BOUNDS = {
     "num_speculative_tokens": (0, 7),
@@ -22,6 +25,13 @@ SPECULATIVE_BOUNDS = {
     "max_non_leaves_per_layer": (1, 64),
     "draft_window": (1, 1 << 20),
     "simulated_seed": (0, (1 << 63) - 1),
+    "specpv_block_size": (1, 1024),
+    "specpv_n_sink_blocks": (1, 4096),
+    "specpv_n_retrieval_blocks": (1, 1 << 16),
+    "specpv_n_window_blocks": (1, 4096),
+    "specpv_n_spec_tokens_buf": (2, 1 << 14),
+    "specpv_partial_threshold": (0, 1 << 20),
+    "specpv_full_refresh_steps": (1, 1 << 16),
 }
 RUNTIME_BOUNDS = {
     "max_batch": (1, 8),
@@ -36,6 +46,8 @@ NO_INT: list[Any] = [True, False, 1.0, "1", [1], math.nan]
 
 
 def speculative(**options: Any) -> SpeculativeConfig:
+    if any(name.startswith("specpv_") for name in options):
+        options["enable_specpv"] = True
     return SpeculativeConfig(**{"model": "head", **options})
 
 
@@ -47,8 +59,9 @@ def runtime(**options: Any) -> RuntimeConfig:
 
 def test_every_option_is_covered_here() -> None:
     others = {"model", "method", "capture_layers", "tree", "enabled", "strict", "simulated_accept_length"}
+    others |= {"dynamic_tree_max_topk", "max_draft_len", "max_total_draft_tokens"}
     others |= set(METHOD_OPTIONS["ngram"]) | {"text_drafts", "draft_quantize", *METHOD_OPTIONS["suffix"]}
-    others.add("adaptive_width")
+    others |= {"adaptive_width", "enable_specpv", "specpv_lossless"}
     assert {item.name for item in dataclasses.fields(SpeculativeConfig)} == {*SPECULATIVE_BOUNDS, *others}
     others = {"dtype", "device", "executor", "prefix_reuse", "share_decoded", "device_loop", "fuse", "perf_mode"}
     others |= {"traces", "watchdog_factor", "watchdog_min_s", "quantize", "quantize_lm_head"}
@@ -77,7 +90,13 @@ def test_integer_bounds(make: Any, name: str, low: int, high: int) -> None:
 
 @pytest.mark.parametrize(
     ("make", "name"),
-    [(speculative, "enabled"), (speculative, "strict"), (runtime, "prefix_reuse"), (runtime, "share_decoded")]
+    [
+        (speculative, "enabled"),
+        (speculative, "strict"),
+        (speculative, "enable_specpv"),
+        (runtime, "prefix_reuse"),
+        (runtime, "share_decoded"),
+    ]
     + [(runtime, "device_loop")]
     + [(TraceConfig, name) for name in ("step", "accept", "kv", "tree")],
 )
@@ -132,6 +151,56 @@ def test_ngram_refuses_by_name(options: dict[str, Any], message: str) -> None:
 def test_eagle3_refuses_what_ngram_takes() -> None:
     with pytest.raises(ConfigError, match="prompt_lookup_max is an option of method 'ngram', and method is 'eagle3'"):
         speculative(prompt_lookup_max=3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"dynamic_tree_max_topk": None},
+            "max_total_draft_tokens is an option of a dynamic tree, which dynamic_tree_max",
+        ),
+        ({"dynamic_tree_max_topk": 1}, "dynamic_tree_max_topk must be from 2 to 16, got 1"),
+        ({"dynamic_tree_max_topk": 17}, "dynamic_tree_max_topk must be from 2 to 16, got 17"),
+        ({"max_total_draft_tokens": 32}, "max_total_draft_tokens must be from 2 to 31, got 32"),
+        ({"max_draft_len": 8}, "max_draft_len must be from 2 to 7, got 8"),
+        ({"max_draft_len": 3}, "max_draft_len 3 is not num_speculative_tokens 5; give one of them, or the same"),
+        ({"tree": ((0,),)}, "tree is an option of static trees, and dynamic_tree_max_topk makes a dynamic one"),
+        ({"max_decoding_tokens": 9}, "max_decoding_tokens is an option of static trees"),
+        ({"method": "ngram", "model": None}, "is an option of method 'eagle3', and method is 'ngram'"),
+        ({"text_drafts": "suffix"}, "text_drafts 'suffix' goes with a chain, and dynamic_tree_max_topk asks for more"),
+        (
+            {"adaptive_width": True},
+            "adaptive_width chooses among chains .*, and dynamic_tree_max_topk asks for one of its",
+        ),
+        ({"num_speculative_tokens": 1}, r"a dynamic tree is at least 2 deep, got 1 \(max_draft_len\)"),
+        ({"num_speculative_tokens": 7, "dynamic_tree_max_topk": 11}, r"11 \* \(max_draft_len 7 - 1\) = 66 is above 64"),
+        ({"max_total_draft_tokens": 4}, "must be from max_draft_len 5 to the 68 drafts that dynamic_tree_max_topk 4 l"),
+        ({"num_speculative_tokens": 2, "dynamic_tree_max_topk": 2}, "to the 6 drafts that .* 2 looks at, got 12"),
+    ],
+)
+def test_a_dynamic_tree_that_cannot_be_is_refused_by_name(options: dict[str, Any], message: str) -> None:
+    good: dict[str, Any] = {"num_speculative_tokens": 5, "dynamic_tree_max_topk": 4, "max_total_draft_tokens": 12}
+    assert make_topologies(speculative(max_draft_len=5, **good))[5].num_nodes == 13
+    with pytest.raises(ConfigError, match=message):
+        make_topologies(speculative(**{**good, **options}))
+
+
+@given(st.integers(2, 16), st.integers(2, 7), st.integers(2, 31), st.randoms(use_true_random=False))
+def test_a_dynamic_tree_has_no_more_leaves_than_paths(top_k: int, depth: int, drafts: int, source: Any) -> None:
+    """Trees that grow wherever it adds a leaf, and wherever chance has it."""
+    if top_k * (depth - 1) > 64 or not depth <= drafts <= first_entry(depth + 1, top_k):
+        return
+    shape, parents, children = DynamicTree(depth, top_k, drafts + 1), [-1], [0]
+    greedy = source.random() < 0.5
+    for node in range(1, drafts + 1):
+        open_ones = [above for above in range(node) if children[above] < top_k]
+        inner = [above for above in open_ones if children[above]] if greedy else []
+        parent = source.choice(inner or open_ones)
+        parents.append(parent)
+        children.append(0)
+        children[parent] += 1
+    assert sum(count == 0 for count in children) <= shape.num_paths
 
 
 def test_capture_layers() -> None:

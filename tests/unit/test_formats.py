@@ -8,7 +8,8 @@ import torch
 from lowlat.checkpoint.fields import Fields
 from lowlat.checkpoint.formats import STORED_FORMATS, Matrices, check_widths, part_groups, read_format
 from lowlat.errors import ConfigError, ShapeError
-from lowlat.kernels.formats import BF16, FORMATS, MXFP4, format_of, numbers_an_entry
+from lowlat.kernels.formats import BF16, FORMATS, MATRIX_FORMATS, MXFP4, format_of, matrix_format, numbers_an_entry
+from lowlat.kernels.formats.dense import DENSE_FORMATS, pack_matrix, unpack_matrix
 from lowlat.kernels.moe.packing import bytes_an_expert, pack_experts, unpack_expert
 from lowlat.models.families import FAMILIES
 
@@ -26,6 +27,7 @@ def random_parts(name: str, count: int, rows: int, columns: int) -> dict[str, to
 
 def test_both_sides_know_the_same_formats() -> None:
     assert set(FORMATS) == set(STORED_FORMATS) == {"bf16", "mxfp4"}
+    assert set(MATRIX_FORMATS) == {*FORMATS, *DENSE_FORMATS}
     parts = [part for each in FORMATS.values() for part in each.parts]
     assert len(parts) == len(set(parts)), "a part tells its format"
     for name, each in FORMATS.items():
@@ -87,3 +89,27 @@ def test_quantization_config_names_the_format_or_is_refused() -> None:
 def test_the_readme_of_models_names_every_family(repository: Path) -> None:
     text = (repository / "lowlat" / "models" / "README.md").read_text()
     assert all(f"`{name}`" in text for name in FAMILIES)
+
+
+@pytest.mark.parametrize("name", DENSE_FORMATS)
+@pytest.mark.parametrize(("rows", "columns"), [(40, 256), (16, 384)])
+@pytest.mark.parametrize("wide", [False, True])
+def test_dense_matrices_come_out_of_their_tiles(name: str, rows: int, columns: int, wide: bool) -> None:
+    """Every code of random ones, in the order that was asked for; bytes are those that plans count, or a few more."""
+    parts, held = {}, DENSE_FORMATS[name]
+    for part, (shape, dtype) in held.specs(rows, columns, torch.bfloat16).items():
+        limit = 16 if part.endswith("zeros") else 127 if part.endswith("scales") else 256
+        parts[part] = torch.rand(shape) + 0.5 if dtype == torch.float32 else torch.randint(limit, shape, dtype=dtype)
+        if dtype == torch.float32 and not wide:
+            parts[part] = parts[part].bfloat16().float()
+        elif part == "fp8":
+            parts[part][(parts[part] & 127) == 127] = 0
+    order = torch.randperm(rows)
+    packed = pack_matrix(held, parts, order)
+    found, expected = unpack_matrix(packed).float(), held.dequantise(parts, torch.float32)[order]
+    if packed.scales is None:
+        assert torch.equal(found, expected.bfloat16().float())
+    else:
+        assert torch.equal(found * packed.scales[:rows, None], expected)
+    assert packed.num_bytes == packed.memory.nbytes and packed.num_bytes < 1.12 * held.packed_bytes(rows, columns)
+    assert (packed.rows, packed.columns) == held.shape(parts) and matrix_format(parts) is held

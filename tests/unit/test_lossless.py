@@ -41,6 +41,7 @@ TREES: dict[str, tuple[tuple[int, ...], ...]] = {
     "bushy": ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 0, 1)),
     "deep": (*((0,) * depth for depth in range(1, 8)), (1,), (1, 0), (1, 0, 0), (0, 1), (0, 1, 0), (0, 0, 0, 1)),
 }
+DYNAMIC = [(2, 2, 3), (3, 7, 20), (16, 3, 31), (10, 7, 8)]  # the last drafts over 60 rows
 Trace = tuple[list[int], dict[int, torch.Tensor]]
 
 
@@ -57,7 +58,7 @@ def params(mode: str, seed: int = 7, max_tokens: int = MAX_TOKENS, **others: Any
 
 def load(pair: PairPaths, depth: int = 7, *, tree: Any = None, method: Any = "eagle3", **options: Any) -> Runtime:
     """A runtime that speculates; a draft model that does not load is an error. Behind a `method+` widths are chosen."""
-    model: dict[str, Any] = {"model": pair.head, "tree": tree}
+    model: dict[str, Any] = {"model": pair.head, **(tree if isinstance(tree, dict) else {"tree": tree})}
     others = {"ngram": {"prompt_lookup_min": 1}, "suffix": {}, "beside": {**model, "text_drafts": "suffix"}}
     name = method.rstrip("+")
     own: dict[str, Any] = {**others.get(name, model), "adaptive_width": name != method}
@@ -149,16 +150,36 @@ def test_no_tree_changes_anything(family: str, name: str, mode: str, pairs: dict
         assert_same(traced(runtime, prompt, sampling, lambda number: depth * (number % 3 > 0)), expected)
 
 
+def dynamic(top_k: int, drafts: int) -> dict[str, int]:
+    """The options of a dynamic tree."""
+    return {"dynamic_tree_max_topk": top_k, "max_total_draft_tokens": drafts}
+
+
+@pytest.mark.parametrize(("shape", "mode"), list(zip(DYNAMIC, ["greedy", "sampled"] * 2, strict=True)))
+@pytest.mark.parametrize("family", PLAINEST)
+def test_no_dynamic_tree_changes_anything(
+    family: str, shape: tuple[int, int, int], mode: str, pairs: dict[str, PairPaths]
+) -> None:
+    """Up to the end of the context, past which a draft model's rows reach."""
+    prompt, sampling = prompt_of(OPTIONS["max_context"] - MAX_TOKENS, seed=2), params(mode)
+    expected, (top_k, depth, drafts) = baseline(pairs[family], prompt, sampling), shape
+    with load(pairs[family], depth, tree=dynamic(top_k, drafts)) as runtime:
+        assert_same(traced(runtime, prompt, sampling), expected)
+        assert_same(traced(runtime, prompt, sampling, lambda number: depth * (number % 3 > 0)), expected)
+        speculation = runtime.summary()["eagle_speculation"]
+    assert 0 < speculation["total_accepted_tokens"] < speculation["total_draft_tokens"]
+
+
 def test_trees_accept_what_chains_cannot(pairs: dict[str, PairPaths]) -> None:
     """Else the tests of trees would never have moved a node's KV."""
-    moved = 0
-    for name in ("wide", "bushy"):
-        with load(pairs["llama"], max(map(len, TREES[name])), tree=TREES[name]) as runtime:
+    moved = []
+    for tree in (TREES["wide"], TREES["bushy"], dynamic(5, 12)):
+        with load(pairs["llama"], 3 if isinstance(tree, dict) else max(map(len, tree)), tree=tree) as runtime:
             recorder = Recorder(runtime)
             recorder.submit(prompt_of(13, seed=2), params("sampled"))
             run_all(runtime)
-            moved += recorder.num_moved
-    assert moved > 3
+            moved.append(recorder.num_moved)
+    assert sum(moved) > 3 and moved[-1] > 0
 
 
 @pytest.mark.parametrize(
@@ -188,7 +209,9 @@ def test_no_form_of_draft_model_changes_anything(form: dict[str, Any], mode: str
     method = draft_method(pair.head)
     prompts = [prompt_of(21), prompt_of(8, seed=1)]
     expected = [baseline(pair, prompt, sampling) for prompt in prompts]
-    for tree, how in ((None, method), (TREES["bushy"], method), (None, f"{method}+")):
+    of_its_own = form.keys() & {"mask_token", "layout", "windows"} and method != "dspark"
+    dynamic_trees = [(dynamic(4, 11), method)] if of_its_own else []
+    for tree, how in ((None, method), (TREES["bushy"], method), (None, f"{method}+"), *dynamic_trees):
         with load(pair, 3 if tree else 5, tree=tree, method=how) as runtime:
             for prompt, trace in zip(prompts * 2, expected * 2, strict=True):  # the second time, prefixes are found
                 assert_same(traced(runtime, prompt, sampling, lambda number: 3 * (number % 4 > 0)), trace)
@@ -250,6 +273,7 @@ class Crowd:
         ("suffix", None, 3),
         ("beside", None, 4),
         ("eagle3+", None, 5),
+        ("eagle3", "dynamic", 6),
     ],
 )
 @pytest.mark.parametrize("family", PLAINEST)
@@ -260,7 +284,8 @@ def test_no_neighbour_changes_anything(
     wanted = [(prompt_of(5 + 9 * k, seed=k), params(modes[k], seed=k)) for k in range(4)]
     expected = [baseline(pair, *request) for request in wanted]
     depth = 3 if tree else 7
-    with load(pair, depth, tree=TREES[tree] if tree else None, method=method, max_queue=16) as runtime:
+    shape = dynamic(3, 9) if tree == "dynamic" else TREES.get(tree or "")
+    with load(pair, depth, tree=shape, method=method, max_queue=16) as runtime:
         crowd, recorder = Crowd(runtime, seed), Recorder(runtime)
         names: list[str] = []
         tokens: dict[str, list[int]] = {}

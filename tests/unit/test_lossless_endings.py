@@ -37,7 +37,8 @@ def pair(pairs: dict[str, PairPaths]) -> PairPaths:
 
 def load(pair: PairPaths, *, depth: int = 7, tree: Any = None, **options: Any) -> Runtime:
     """A runtime that speculates; a head that does not load is an error."""
-    config = SpeculativeConfig(model=pair.head, num_speculative_tokens=depth, tree=tree, strict=True)
+    shape = tree if isinstance(tree, dict) else {"tree": tree}
+    config = SpeculativeConfig(model=pair.head, num_speculative_tokens=depth, strict=True, **shape)
     return Runtime.load(pair.target, config, **{**OPTIONS, **options})
 
 
@@ -206,7 +207,7 @@ def test_nan_in_a_shared_prefix_is_not_shared_any_further(pair: PairPaths) -> No
 
 
 @pytest.mark.parametrize("kind", ["head.k_cache", "head.v_cache", "block_features"])
-@pytest.mark.parametrize("tree", [None, TREE])
+@pytest.mark.parametrize("tree", [None, TREE, {"dynamic_tree_max_topk": 3}], ids=["chain", "tree", "dynamic"])
 def test_nan_in_the_head_costs_drafts_and_nothing_else(kind: str, tree: Any, pair: PairPaths) -> None:
     prompt, sampling = prompt_of(14, seed=9), SamplingParams(max_tokens=24, temperature=1.0, seed=2)
     with load(pair, depth=3, tree=tree) as runtime:

@@ -25,8 +25,10 @@ from lowlat.graphs import BufferSet, BufferSpec, Role
 from lowlat.kernels.sampling.select import FINITE, INFINITY
 from lowlat.kernels.toolchain.kernel import H200, Card
 from lowlat.models.program import Op, Program, ProgramBuilder, Stage
+from lowlat.step.prefill import build_prefill
 
 BATCHES = (1, 2, 4, 8)
+SPECPV: dict[str, Any] = {"enable_specpv": True, "specpv_n_retrieval_blocks": 4, "specpv_partial_threshold": 0}
 # operations that write a part of their buffer and leave the rest
 # what calls reach through tables of addresses, made when the program was lowered
 BY_ADDRESS = {"kv_compact"}
@@ -42,15 +44,17 @@ def lowered(tmp_path_factory: pytest.TempPathFactory) -> LoweredPairs:
 
 
 CHAINS = [(name, depth, batch, False) for name in ("llama", "qwen3") for depth in range(8) for batch in BATCHES]
-CASES: list[tuple[str, int, int, bool]] = [
+CASES: list[tuple[str, int, int, bool | str]] = [
     *CHAINS,
     *(("demo", depth, batch, False) for depth, batch in ((0, 1), (3, 1), (3, 4), (7, 8))),
     *((name, depth, batch, True) for name in ("llama", "qwen3", "demo") for depth, batch in ((0, 1), (3, 2), (3, 8))),
     *((name, depth, 2, False) for name in ("mistral", "qwen2", "tied", "biased", "one_group") for depth in (0, 3)),
     *((f"llama+{flags}", depth, 2, False) for flags in HEADS for depth in (0, 1, 3)),
     *((f"qwen3+{flags}", 3, 4, True) for flags in HEADS),
+    *(("llama", 3, batch, "dynamic") for batch in (0, 1, 8)),
+    *((f"llama+{flags}", 3, 2, "dynamic") for flags in ("norm_output", "several_layers", "parallel", "dflash")),
     ("tied+target_s_lm_head", 3, 2, False),
-    *(("llama_fp8", depth, batch, False) for depth, batch in ((0, 1), (3, 8))),
+    ("llama_fp8", 3, 8, False),
     ("biased+everything", 3, 2, True),
     *(("llama+alone", 0, batch, False) for batch in BATCHES),
     *((f"{name}+alone", 0, batch, False) for name in MIXTURES for batch in BATCHES),
@@ -60,8 +64,10 @@ CASES: list[tuple[str, int, int, bool]] = [
     *(("gpt_oss+alone", 0, 0, False), ("qwen3+everything", 7, 0, False)),
 ]
 
+TREES = {False: "chain", True: "tree", "dynamic": "dynamic"}
 
-@pytest.fixture(params=CASES, ids=lambda case: f"{case[0]}-S{case[1]}-B{case[2]}{'-tree' if case[3] else ''}")
+
+@pytest.fixture(params=CASES, ids=lambda case: f"{case[0]}-S{case[1]}-B{case[2]}-{TREES[case[3]]}")
 def step(request: pytest.FixtureRequest, lowered: LoweredPairs) -> Lowered:
     """One bucket's program, lowered."""
     return lowered(*request.param)
@@ -303,14 +309,23 @@ def test_every_card_gets_kernels_that_fit_it(name: str, card: Card, lowered: Low
 
 @pytest.mark.parametrize(
     "speculation",
-    [{"simulated_accept_length": 2.5, "simulated_seed": 3}, {"draft_window": 64}],
-    ids=["simulated", "window"],
+    [{"simulated_accept_length": 2.5, "simulated_seed": 3}, {"draft_window": 64}, SPECPV],
+    ids=["simulated", "window", "specpv"],
 )
 def test_options_of_speculation_are_lowered_too(speculation: dict[str, Any], lowered: LoweredPairs) -> None:
     step, plain = lowered("llama", 3, 2, **speculation), lowered("llama", 3, 2)
     test_every_operation_is_covered_once_and_in_order(step)
     test_calls_reach_what_their_operations_name_and_nothing_hidden(step)
     assert {call.kernel.name for call in step.calls} != {call.kernel.name for call in plain.calls}
+
+
+def test_what_prefill_does_for_specpv_is_lowered(lowered: LoweredPairs) -> None:
+    pair = lowered.pair("llama", **SPECPV)
+    for size in (32, pair.geometry.refresh_size):
+        made = pair.lower_program(build_prefill(pair.geometry, size))
+        test_every_operation_is_covered_once_and_in_order(made)
+        names = kinds_of(made, Stage.PREFILL)
+        assert [names.count(name) for name in ("summarise_blocks", "block_scores", "choose_blocks")] == [2, 2, 2]
 
 
 def small_program(then: str) -> Program:

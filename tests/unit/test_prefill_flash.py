@@ -3,7 +3,7 @@
 import pytest
 import torch
 from prefill_slots import BLOCK, DIM, GROUPS, HEADS, LONGEST, SIZE, Slot, close
-from prefill_stand_ins import GatherLauncher, flash_attention
+from prefill_stand_ins import GatherLauncher, flash_attention, flash_parts
 
 from lowlat.errors import ShapeError
 from lowlat.executors.lowering import prefill_attention as flash
@@ -15,6 +15,7 @@ SINKS = torch.linspace(-3, 3, HEADS)
 @pytest.fixture(autouse=True)
 def _no_card(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash, "flash_attention", flash_attention)
+    monkeypatch.setattr(flash, "flash_parts", flash_parts)
 
 
 @pytest.mark.parametrize("sinks", [None, SINKS], ids=["plain", "sinks"])
@@ -26,6 +27,18 @@ def test_attention_is_the_reference_s(start: int, window: int | None, sinks: tor
         slot = Slot(start, count)
         found = slot.flash(GatherLauncher(), sinks, window=window)
         assert close(found[: slot.count], slot.expected(sinks, window=window), 8e-3)
+        assert bool(found.isfinite().all())
+
+
+@pytest.mark.parametrize("sinks", [None, SINKS], ids=["plain", "sinks"])
+@pytest.mark.parametrize("start", [0, 33, 160, 287])
+def test_a_refresh_adds_up_parts(start: int, sinks: torch.Tensor | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it begins anywhere, in parts that are whole, begun and empty."""
+    monkeypatch.setattr(flash, "PART", 64)
+    for count in (SIZE, 3):
+        slot = Slot(start, count)
+        found = slot.flash(GatherLauncher(), sinks, lower=flash.refresh_attention)
+        assert close(found[: slot.count], slot.expected(sinks), 8e-3)
         assert bool(found.isfinite().all())
 
 

@@ -10,11 +10,12 @@ import pytest
 import torch
 from inserted import with_identities
 from lowered import Pair
-from lowering_cases import HEADS, MIXTURES, TARGETS, TREE, write_pair
+from lowering_cases import HEADS, MIXTURES, SHAPES, TARGETS, write_pair
 
 from lowlat.errors import ConfigError
 from lowlat.executors.reference import bind
 from lowlat.graphs import BufferSet, BufferSpec, Role
+from lowlat.kernels.formats import dequantised
 from lowlat.kernels.reference import OPERATIONS
 from lowlat.kernels.reference.extents import evaluate, parse, solve
 from lowlat.kernels.reference.schema import operation, operations_of
@@ -22,6 +23,7 @@ from lowlat.kernels.reference.schema_check import ArrayType, check_operation
 from lowlat.models.program import Op, Program, ProgramBuilder, Stage
 from lowlat.step.prefill import build_prefills
 
+KINDS_OF_TREES: dict[str, bool | str] = {"llama": True, "mistral": "dynamic", "llama+parallel": "dynamic"}
 NAMES = (*(f"{target}+alone" for target in MIXTURES), *TARGETS, *(f"llama+{head}" for head in HEADS))
 
 
@@ -31,8 +33,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Pair]:
 
     def make(name: str) -> Pair:
         files = write_pair(name, tmp_path_factory.mktemp(re.sub(r"\W", "_", name)))
-        tree: dict[str, Any] = {"num_speculative_tokens": 3, "tree": TREE} if name == "llama" else {}
-        return Pair(*files, **tree)
+        return Pair(*files, **SHAPES[KINDS_OF_TREES.get(name, False)])
 
     return {name: make(name) for name in NAMES}
 
@@ -73,12 +74,16 @@ def test_all_programs_fit_down_to_the_shapes_of_their_weights(pairs: Mapping[str
         for program in programs_of(pair):
             program.validate()
             for op in program.ops:
-                weights = {argument: pair.source[name] for argument, name in op.weights.items()}
+                names = op.weights.items()
+                weights = {arg: pair.source[name] for arg, name in names if name in pair.source}
+                weights |= {arg: dequantised(name, pair.source) for arg, name in names if arg not in weights}
                 given = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in weights.items()}
                 check_operation(OPERATIONS[op.kind].schema, *types_of(program, op), given, op.params)
                 kinds.add(op.kind)
     unused = {"accept_simulated", "ngram_draft", "suffix_draft", "choose_drafts", "choose_width", "join_widths"}
-    assert kinds == set(OPERATIONS) - unused - {"waiting_rows", "take_features", "keep_features"}
+    unused |= {"waiting_rows", "take_features", "keep_features"}
+    unused |= {"summarise_blocks", "choose_blocks", "list_lens", "partial_attention", "refresh_attention"}  # SpecPV's
+    assert kinds == set(OPERATIONS) - unused
 
 
 def types_of(program: Program, op: Op) -> tuple[dict[str, ArrayType], dict[str, ArrayType]]:

@@ -11,7 +11,6 @@ from lowlat.kernels.gemm.decode.plan import (
     FLOAT32,
     PAD,
     ROTATE,
-    SCALED,
     SILU,
     WARPS,
     DecodeGemmPlan,
@@ -93,6 +92,23 @@ def _make_total(plan: DecodeGemmPlan) -> Any:
     return total_of
 
 
+def _make_scales(shape: DecodeGemmShape) -> Any:
+    scaled = shape.weights.row_scales
+
+    @device_function
+    def load_scales(scales: Any, tile: Any, column: Any, paired: Any) -> Any:
+        """The scales of a value's weight row and, where paired, of the one 8 below."""
+        own, other = float32(1), float32(1)
+        if scaled:
+            place = scales + (tile * 16 + int64(column)) * 4
+            own = ptx.load_global_f32(place)
+            if paired:
+                other = ptx.load_global_f32(place + 32)
+        return own, other
+
+    return load_scales
+
+
 def _make_epilogue(shape: DecodeGemmShape, plan: DecodeGemmPlan, keep_argmax: Any) -> _Epilogue:
     """Bias, residual or activation; in float32, or rounded to bf16.
 
@@ -101,10 +117,10 @@ def _make_epilogue(shape: DecodeGemmShape, plan: DecodeGemmPlan, keep_argmax: An
     """
     width, epilogue, scattered = shape.width, shape.epilogue, shape.scattered
     has_bias, live, silu, add = shape.bias, shape.live, epilogue == SILU, epilogue == ADD
-    wide, scaled = epilogue == FLOAT32, shape.weights in SCALED
+    wide, scaled = epilogue == FLOAT32, shape.weights.row_scales
     columns = 8 if silu else 16
     out_width = width // 2 if silu else width
-    total_of = _make_total(plan)
+    total_of, load_scales = _make_total(plan), _make_scales(shape)
 
     @device_function
     def locate(tile: Any, index: Any, count: Any) -> Any:
@@ -124,11 +140,8 @@ def _make_epilogue(shape: DecodeGemmShape, plan: DecodeGemmPlan, keep_argmax: An
         tile: Any, row: Any, column: Any, row_live: Any, bias: Any, residual: Any, _out: Any, _rotation: Any,
         scales: Any,
     ) -> Any:  # fmt: skip
-        own, other, alive, scale, other_scale = float32(0), float32(0), uint32(1), float32(1), float32(1)
-        if scaled:
-            scale = ptx.load_global_f32(scales + (tile * 16 + int64(column)) * 4)
-        if scaled and silu:
-            other_scale = ptx.load_global_f32(scales + (tile * 16 + int64(column)) * 4 + 32)
+        own, other, alive = float32(0), float32(0), uint32(1)
+        scale, other_scale = load_scales(scales, tile, column, silu)
         if has_bias:
             own = ptx.load_global_bf16(bias + (tile * 16 + int64(column)) * 2)
         if has_bias and silu:
@@ -178,12 +191,12 @@ def _make_rotated_epilogue(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> _Epi
     Queries go to `out`, keys and values of live rows to the cache. Products and sums are rounded one by one, as the
     reference does.
     """
-    heads, total_of, has_bias, scaled = shape.heads, _make_total(plan), shape.bias, shape.weights in SCALED
+    heads, total_of, has_bias, scaled = shape.heads, _make_total(plan), shape.bias, shape.weights.row_scales
     if heads is None:
         raise ValueError("a GEMM with rotation needs its heads")
     queries, groups, dim = heads.queries, heads.groups, heads.dim
     tiles, half = dim // 16, dim // 2
-    cache_row = _make_cache_row(shape)
+    cache_row, load_scales = _make_cache_row(shape), _make_scales(shape)
 
     @device_function
     def locate(tile: Any, index: Any, count: Any) -> Any:
@@ -201,20 +214,15 @@ def _make_rotated_epilogue(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> _Epi
         tile: Any, row: Any, column: Any, row_live: Any, bias: Any, _residual: Any, out: Any, rotation: Any,
         scales: Any,
     ) -> Any:  # fmt: skip
-        """Bias of a value and its partner, cosine and sine, and the address that the value goes to; 0: nowhere. Behind
-        it the scales of both."""
+        """Bias of a value and its partner, cosine, sine, the address that the value goes to (0: nowhere); scales."""
         positions, cosines, sines, k_cache, v_cache, table, slots, write_lens, offsets, first_row = rotation
         head = int32(uint32(tile) // uint32(tiles))
         inner = int32(int32(tile) - head * tiles)
         own, partner, c, s = float32(0), float32(0), float32(0), float32(0)
-        scale, other_scale = float32(1), float32(1)
-        if scaled:
-            scale = ptx.load_global_f32(scales + (tile * 16 + int64(column)) * 4)
+        scale, other_scale = load_scales(scales, tile, column, head < queries + groups)
         if has_bias:
             own = ptx.load_global_bf16(bias + (tile * 16 + int64(column)) * 2)
         if head < queries + groups:
-            if scaled:
-                other_scale = ptx.load_global_f32(scales + (tile * 16 + int64(column)) * 4 + 32)
             if has_bias:
                 partner = ptx.load_global_bf16(bias + (tile * 16 + int64(column)) * 2 + 16)
             at = int64(inner * 8) + int64(column)

@@ -39,6 +39,7 @@ from lowlat.kernels.gemm.decode.plan import (
     steps_to_hold,
 )
 from lowlat.kernels.gemm.packing import RUN, PackedMatrix
+from lowlat.kernels.gemm.tiles import BF16_TILES, FP8_TILES, NVFP4_TILES, TileFormat
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.rows.norm import check_dtype, check_row_live
 from lowlat.kernels.sampling.select import FINITE
@@ -156,9 +157,7 @@ def decode_gemm(
         raise ShapeError(f"no block norms and holds {count} rows of {depth} elements")
     if rotation is not None:
         heads = _heads(weight, rotation, out, head_dim)
-        shape = DecodeGemmShape(
-            weight.rows, depth, ROTATE, bias is not None, False, heads, before, weights=weight.format
-        )
+        shape = DecodeGemmShape(weight.rows, depth, ROTATE, bias is not None, False, heads, before)
         row_live = rotation.row_live
     elif out is None:
         raise ShapeError("a GEMM without rotation needs `out`")
@@ -168,9 +167,8 @@ def decode_gemm(
         epilogue = SILU if silu else ADD if residual is not None else wide
         kept = None if best is None else _argmax_shape(best, count, epilogue)
         live, scattered = silu and row_live is not None, columns is not None
-        shape = DecodeGemmShape(
-            weight.rows, depth, epilogue, bias is not None, live, None, before, kept, scattered, weight.format
-        )
+        shape = DecodeGemmShape(weight.rows, depth, epilogue, bias is not None, live, None, before, kept, scattered)
+    shape = replace(shape, weights=weight.tile_format)
     if columns is not None:
         _check_columns(columns, shape)
     calls = []
@@ -183,7 +181,8 @@ def decode_gemm(
         if plan is None:
             chosen, planned = choose_decode_plan(rows, shape, card, held)
         else:
-            chosen = replace(plan, steps_held=held, keeps_argmax=best is not None, tile_bytes=shape.tile_bytes)
+            own = replace(plan, steps_held=held, keeps_argmax=best is not None)
+            chosen = replace(own, tile_bytes=shape.weights.shared_bytes)
         pairs = None if best is None else _pairs_of(best, part, chosen)
         alive = None if row_live is None else row_live.reshape(-1)[part]
         beside = columns if residual is None else residual[part]
@@ -257,7 +256,7 @@ def _make(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Kernel:
     heads = "" if shape.heads is None else "_" + "x".join(map(str, astuple(shape.heads)))
     norm = "" if shape.norm_eps is None else f"_norm_eps{shape.norm_eps!r}"
     best = "" if shape.best is None else f"_best{shape.best.blocks}x{shape.best.limit:x}"
-    kind = "" if shape.weights == "bf16" else f"{shape.weights}_"
+    kind = "" if shape.weights == BF16_TILES else f"{shape.weights.label}_"
     name = (
         f"decode_gemm_{kind}{shape.epilogue}{heads}_{shape.width}x{shape.depth}_{flags}_"
         f"{plan.row_tiles}x{plan.columns}x{plan.weight_tiles}x{plan.stages}x{plan.areas}"
@@ -337,14 +336,16 @@ def examples(card: Card = H200) -> list[Kernel]:
         (8, DecodeGemmShape(97, 2880, FLOAT32, False, False, None, 1e-5)),
         (1, DecodeGemmShape(97, 8192, BFLOAT16, True, False, None, 1e-6)),
     )
-    eighth = (
-        replace(rotated, norm_eps=1e-5, weights="fp8"),
-        DecodeGemmShape(4096, 14336, ADD, False, False, weights="fp8"),
+    grouped = TileFormat("int4", 512, groups=2, wide=True, zeros=True)
+    quantised = (
+        (64, DecodeGemmShape(4096, 14336, ADD, False, False, weights=grouped)),
+        (4, replace(rotated, norm_eps=1e-5, weights=FP8_TILES)),
+        (1, DecodeGemmShape(28672, 4096, SILU, False, True, None, 1e-5, weights=NVFP4_TILES)),
     )
-    for rows, shape in examples_for(card, ((4, eighth[0]), (64, eighth[1])), 1):
+    for rows, shape in examples_for(card, quantised, 1):
         held = 0 if shape.norm_eps is None else steps_to_hold(rows, shape.depth, card)
         most = min(rows, rows_at_once(card))
-        made.append(_make(shape, plan_decode_gemm(most, shape.width, card, held, tile_bytes=shape.tile_bytes)))
+        made.append(_make(shape, plan_decode_gemm(most, shape.width, card, held, weights=shape.weights)))
     for rows, shape in examples_for(card, normed, 2):
         if held := steps_to_hold(rows, shape.depth, card):
             made.append(_make(shape, plan_decode_gemm(rows, shape.width, card, held)))

@@ -7,14 +7,15 @@ whole, they are there before. It knows nothing of the epilogue.
 from typing import Any
 
 from lowlat.kernels.common.handover import Handover
-from lowlat.kernels.formats import bf16_fragment, fp8_fragment
+from lowlat.kernels.formats import bf16_fragment, fp8_fragment, nvfp4_fragment
+from lowlat.kernels.gemm.decode.group_product import make_group_product
 from lowlat.kernels.gemm.decode.plan import PAD, SUM_BYTES, WARPS, DecodeGemmPlan, DecodeGemmShape
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int64, uint32
 
 __all__ = ["make_fill", "make_multiplying"]
 
-LOADS = {"bf16": bf16_fragment.load_half, "fp8": fp8_fragment.load_half}
+LOADS = {"bf16": bf16_fragment.load_half, "fp8": fp8_fragment.load_half, "nvfp4": nvfp4_fragment.load_half}
 
 
 def make_fill(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
@@ -54,6 +55,7 @@ def make_multiplying(shape: DecodeGemmShape, plan: DecodeGemmPlan, handover: Han
     holds = plan.steps_held > 0
     shared = columns < 8 and not holds  # lanes read rows that others copied
     await_free, give, after = handover.await_free, handover.give, handover.after
+    code_bytes = shape.weights.code_bytes
     wait, zeros = ptx.copies_wait(stages - 1), ptx.zeros(4 * weight_tiles * plan.row_tiles)
 
     @device_function
@@ -65,6 +67,7 @@ def make_multiplying(shape: DecodeGemmShape, plan: DecodeGemmPlan, handover: Han
         ahead_tile, ahead_step, filled = ahead
         in_rows = uint32((lane >> uint32(2)) % uint32(columns)) * uint32(64) + (lane & uint32(3)) * uint32(16)
         to_rows = uint32(in_rows - lane * uint32(16))
+        to_words = uint32(uint32(code_bytes) - lane * uint32(12))
         corner = (lane & uint32(3)) * uint32(2 * PAD) + (lane >> uint32(2))
         step = first
         if not holds:
@@ -83,7 +86,7 @@ def make_multiplying(shape: DecodeGemmShape, plan: DecodeGemmPlan, handover: Han
                 if shared:
                     ptx.sync_warp()
                 rows = uint32(held + in_rows + uint32(step) * uint32(rows_bytes)) if holds else uint32(here + to_rows)
-                sums = multiply(sums, here, rows)
+                sums = multiply(sums, here, rows, uint32(here + to_words))
                 if shared:
                     ptx.sync_warp()
                 if ahead_tile < tiles:
@@ -134,16 +137,22 @@ def _store(plan: DecodeGemmPlan) -> Any:
 
 def _issue_weights(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
     """Copy a lane's own bytes of one k step of a group of weight tiles to its place in shared memory."""
-    weight_tiles, step_bytes, tile_bytes = plan.weight_tiles, plan.tile_bytes, shape.steps * plan.tile_bytes
-    last, quarters = -(-shape.width // 16) - 1, plan.tile_bytes // 512
+    weight_tiles, shared_bytes = plan.weight_tiles, plan.tile_bytes
+    step_bytes, tile_bytes = shape.weights.step_bytes, shape.steps * shape.weights.step_bytes
+    code_bytes, words = shape.weights.code_bytes, shape.weights.words
+    last, quarters = -(-shape.width // 16) - 1, shape.weights.code_bytes // 512
 
     def issue(place: Any, weight: Any, tile: Any, step: Any, lane: Any) -> None:
         for part in range(weight_tiles):
             # the last group may lack tiles: it takes the last one again, and nobody reads those sums
             number = min(tile * weight_tiles + part, int64(last))
-            source = weight + number * tile_bytes + step * step_bytes + int64(lane) * 16
+            start = weight + number * tile_bytes + step * step_bytes
+            source = start + int64(lane) * 16
             for quarter in range(quarters):
-                ptx.copy_async_16_once(place + uint32(part * step_bytes + quarter * 512), source + quarter * 512)
+                ptx.copy_async_16_once(place + uint32(part * shared_bytes + quarter * 512), source + quarter * 512)
+            for word in range(words):
+                target = place + uint32(part * shared_bytes + code_bytes + word * 128) - lane * uint32(12)
+                ptx.copy_async_4(uint32(target), start + code_bytes + word * 32 + int64(lane >> uint32(2)) * 4)
 
     return device_function(issue)
 
@@ -177,31 +186,39 @@ def _issue_rows(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
 
 def _multiply(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
     """Add one k step to the accumulators of all weight and row tiles."""
+    if shape.weights.groups:
+        return make_group_product(shape, plan)
     weight_tiles, row_tiles = plan.weight_tiles, plan.row_tiles
     load_rows, half_bytes = ptx.load_shared_tiles(row_tiles, plan.rows_bytes), plan.rows_bytes // 2
     total = weight_tiles * row_tiles
-    step_bytes, load_half = plan.tile_bytes, LOADS[shape.weights]
+    step_bytes, load_half = plan.tile_bytes, LOADS[shape.weights.name]
     rows_at = 0 if plan.steps_held else weight_tiles * step_bytes
     # the intrinsics of the first to fourth weight tile; those past the last are never called
     places = [min(part, weight_tiles - 1) * row_tiles for part in range(4)]
     low0, low1, low2, low3 = (ptx.mma_bf16_tiles(total, place, row_tiles, 0) for place in places)
     high0, high1, high2, high3 = (ptx.mma_bf16_tiles(total, place, row_tiles, 2) for place in places)
 
-    def multiply(sums: Any, here: Any, rows: Any) -> Any:
+    def multiply(sums: Any, here: Any, rows: Any, behind: Any) -> Any:
         for half in range(2):
             words = load_rows(rows + uint32(rows_at + half * half_bytes))
-            a0, a1, a2, a3, b0, b1, b2, b3 = load_half(here, half)
+            a0, a1, a2, a3, b0, b1, b2, b3 = load_half(here, half, behind)
             sums = low0(sums, a0, b0, a1, b1, words)
             sums = high0(sums, a2, b2, a3, b3, words)
             if weight_tiles > 1:
-                a0, a1, a2, a3, b0, b1, b2, b3 = load_half(uint32(here + uint32(step_bytes)), half)
+                a0, a1, a2, a3, b0, b1, b2, b3 = load_half(
+                    uint32(here + uint32(step_bytes)), half, uint32(behind + uint32(step_bytes))
+                )
                 sums = low1(sums, a0, b0, a1, b1, words)
                 sums = high1(sums, a2, b2, a3, b3, words)
             if weight_tiles > 2:
-                a0, a1, a2, a3, b0, b1, b2, b3 = load_half(uint32(here + uint32(2 * step_bytes)), half)
+                a0, a1, a2, a3, b0, b1, b2, b3 = load_half(
+                    uint32(here + uint32(2 * step_bytes)), half, uint32(behind + uint32(2 * step_bytes))
+                )
                 sums = low2(sums, a0, b0, a1, b1, words)
                 sums = high2(sums, a2, b2, a3, b3, words)
-                a0, a1, a2, a3, b0, b1, b2, b3 = load_half(uint32(here + uint32(3 * step_bytes)), half)
+                a0, a1, a2, a3, b0, b1, b2, b3 = load_half(
+                    uint32(here + uint32(3 * step_bytes)), half, uint32(behind + uint32(3 * step_bytes))
+                )
                 sums = low3(sums, a0, b0, a1, b1, words)
                 sums = high3(sums, a2, b2, a3, b3, words)
         return sums

@@ -7,6 +7,7 @@ from itertools import product
 from lowlat.errors import ShapeError
 from lowlat.kernels.common.handover import BARRIER_BYTES
 from lowlat.kernels.common.norm_math import THREADS as NORM_THREADS
+from lowlat.kernels.gemm.tiles import BF16_TILES, TileFormat
 from lowlat.kernels.toolchain.kernel import Card
 from lowlat.kernels.tuning.table import Fact, Knobs, Planned, choose_plan
 
@@ -18,7 +19,6 @@ __all__ = [
     "PAD",
     "ROTATE",
     "SILU",
-    "STEP_BYTES",
     "SUM_BYTES",
     "WARPS",
     "ArgmaxShape",
@@ -35,8 +35,6 @@ __all__ = [
 WARPS = 8  # that multiply
 MOST_FINISHING = {1: 4, 2: 4, 4: 2, 8: 2}  # warps, by tiles of rows: more rows leave fewer registers
 THROTTLE = 4  # tiles of a warp's k step under way before the kernel before this one has ended
-STEP_BYTES = {"bf16": 2048, "fp8": 1024}  # of 16 weight rows by 64 columns, by format
-SCALED = ("fp8",)  # formats whose rows have a scale that the epilogue applies
 ROW_BYTES = 128  # a row by 64 columns
 MAX_ROWS = 64
 MOST_CHUNKS = 16  # of 8 elements of rows that a thread norms: they are in its registers
@@ -64,7 +62,7 @@ class DecodeGemmPlan:
     suspends      a warp that waits for sums may be suspended, as `Card.suspends` has it
     steps_held    k steps of its rows, all of them, that a block norms and holds; 0: rows are copied beside the weights
     keeps_argmax  a block keeps the partial argmax of each of its rows: see `partial_argmax`
-    tile_bytes    of a step of one weight tile
+    tile_bytes    of a step of one weight tile in shared memory
     """
 
     row_tiles: int
@@ -77,7 +75,7 @@ class DecodeGemmPlan:
     suspends: bool
     steps_held: int = 0
     keeps_argmax: bool = False
-    tile_bytes: int = STEP_BYTES["bf16"]
+    tile_bytes: int = BF16_TILES.shared_bytes
 
     @property
     def knobs(self) -> Knobs:
@@ -176,7 +174,7 @@ class DecodeGemmShape:
     heads      with ROTATE alone
     best       with FLOAT32 alone
     scattered  with FLOAT32 and BFLOAT16 alone: columns are written where they lay before the weight was permuted
-    weights    the weight's format: a key of STEP_BYTES
+    weights    how the weight is held
     """
 
     width: int
@@ -188,17 +186,12 @@ class DecodeGemmShape:
     norm_eps: float | None = None
     best: ArgmaxShape | None = None
     scattered: bool = False
-    weights: str = "bf16"
-
-    @property
-    def tile_bytes(self) -> int:
-        """Bytes of a step of one weight tile."""
-        return STEP_BYTES[self.weights]
+    weights: TileFormat = BF16_TILES
 
     @property
     def scales_at(self) -> int:
         """Where the scales of its rows begin behind its tiles, in bytes."""
-        return -(-self.width // 16) * self.steps * self.tile_bytes
+        return -(-self.width // 16) * self.steps * self.weights.step_bytes
 
     @property
     def steps(self) -> int:
@@ -238,16 +231,16 @@ def candidate_plans(
     steps_held: int = 0,
     *,
     keeps_argmax: bool = False,
-    tile_bytes: int = STEP_BYTES["bf16"],
+    weights: TileFormat = BF16_TILES,
 ) -> tuple[DecodeGemmPlan, ...]:
     """The plans for M rows by [N, K] that fit a card, the derived one first, then those that are likely to be faster.
 
     steps_held  of the rows: what `steps_to_hold` gives, or 0
-    tile_bytes  of a step of one weight tile in its format
+    weights     how the weight is held
     Raises ShapeError for a card whose blocks have too little shared memory.
     """
     row_tiles = next(tiles for tiles in (1, 2, 4, 8) if 8 * tiles >= rows)
-    plans = _candidates(row_tiles, _columns(rows), width, card, card.read_gb_s, steps_held, keeps_argmax, tile_bytes)
+    plans = _candidates(row_tiles, _columns(rows), width, card, card.read_gb_s, steps_held, keeps_argmax, weights)
     if not plans:
         raise ShapeError(f"{rows} rows do not fit the {card.shared_bytes} bytes of shared memory that a block may have")
     return plans
@@ -260,10 +253,10 @@ def plan_decode_gemm(
     steps_held: int = 0,
     *,
     keeps_argmax: bool = False,
-    tile_bytes: int = STEP_BYTES["bf16"],
+    weights: TileFormat = BF16_TILES,
 ) -> DecodeGemmPlan:
     """The derived plan for M rows by [N, K]: the first of `candidate_plans`, which see."""
-    return candidate_plans(rows, width, card, steps_held, keeps_argmax=keeps_argmax, tile_bytes=tile_bytes)[0]
+    return candidate_plans(rows, width, card, steps_held, keeps_argmax=keeps_argmax, weights=weights)[0]
 
 
 def choose_decode_plan(
@@ -271,13 +264,13 @@ def choose_decode_plan(
 ) -> tuple[DecodeGemmPlan, Planned]:
     """The plan for M rows by a card's table, or the derived one; and its place in tables. Raises as they do."""
     keeps = shape.best is not None
-    plans = candidate_plans(rows, shape.width, card, steps_held, keeps_argmax=keeps, tile_bytes=shape.tile_bytes)
+    plans = candidate_plans(rows, shape.width, card, steps_held, keeps_argmax=keeps, weights=shape.weights)
     facts: dict[str, Fact] = {
         "rows": 8 * plans[0].row_tiles if rows > 8 else plans[0].columns, "N": shape.width, "K": shape.depth,
         "epilogue": shape.epilogue, "normed": steps_held > 0, "argmax": keeps,
     }  # fmt: skip
-    if shape.weights != "bf16":
-        facts["weights"] = shape.weights
+    if shape.weights != BF16_TILES:
+        facts["weights"] = shape.weights.label
     return choose_plan(card.tuning, KIND, facts, plans)
 
 
@@ -290,11 +283,12 @@ def _candidates(
     read_gb_s: float,
     steps_held: int,
     keeps_argmax: bool,
-    tile_bytes: int,
+    weights: TileFormat,
 ) -> tuple[DecodeGemmPlan, ...]:
     """One block a multiprocessor; the derived plan multiplies as many tiles at once as keep most of them busy."""
 
-    most_stages = MOST_STAGES * STEP_BYTES["bf16"] // tile_bytes  # as many bytes under way
+    tile_bytes = weights.shared_bytes
+    most_stages = MOST_STAGES * BF16_TILES.shared_bytes // tile_bytes  # as many bytes under way
 
     def cut(weight_tiles: int, stages: int, areas: int) -> DecodeGemmPlan:
         num_blocks = min(_groups(width, weight_tiles), card.num_multiprocessors)
@@ -316,10 +310,10 @@ def _candidates(
         return next((plan for plan, budget in plans if plan.shared_bytes <= budget), None)
 
     each = 0 if steps_held else row_tiles * columns * ROW_BYTES
-    ranked = sorted(
-        (_cost(each, tiles * tile_bytes, tiles, width, card), tiles)
-        for tiles in ((1, 2) if row_tiles == 1 else (1, 2, 4))
-    )
+    counts: tuple[int, ...] = (1, 2) if row_tiles == 1 or weights.groups else (1, 2, 4)
+    if weights.groups and row_tiles == 8:
+        counts = (1,)  # a group's own sums take registers
+    ranked = sorted((_cost(each, tiles * tile_bytes, tiles, width, card), tiles) for tiles in counts)
     derived = [plan for _, tiles in ranked if (plan := derive(tiles)) is not None]
     if not derived:
         return ()

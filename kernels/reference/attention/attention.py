@@ -4,6 +4,7 @@ Keys lie in tiles at fixed absolute positions; each tile's product has one fixed
 order, so a row's bits depend on its own positions alone. Masked keys and values are replaced by zero on load.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ import torch
 
 from lowlat.kernels.reference.schema import operation
 
-__all__ = ["attention", "prefill_attention"]
+__all__ = ["AttendedRows", "attend_rows", "attention", "prefill_attention", "refresh_attention", "whole_tiles"]
 
 TILE = 256  # keys a tile
 
@@ -19,9 +20,13 @@ TILE = 256  # keys a tile
 def _load(cache: torch.Tensor, table: torch.Tensor, count: int) -> torch.Tensor:
     """Positions [0, count) of a slot as float32 [G, n, D], n the tiles that hold them; zero where nothing is stored."""
     blocks = cache[table[: -(-count // cache.shape[2])].long()].transpose(0, 1)
-    rows = blocks.reshape(blocks.shape[0], -1, blocks.shape[-1])[:, :count]
+    return whole_tiles(blocks.reshape(blocks.shape[0], -1, blocks.shape[-1])[:, :count], count)
+
+
+def whole_tiles(rows: torch.Tensor, count: int) -> torch.Tensor:
+    """Rows [G, n, D] as float32, with zeros behind them up to the end of the tile of the last of `count` positions."""
     shape = (rows.shape[0], -(-count // TILE) * TILE, rows.shape[2])
-    loaded = torch.zeros(shape, dtype=torch.float32, device=cache.device)
+    loaded = torch.zeros(shape, dtype=torch.float32, device=rows.device)
     loaded[:, : rows.shape[1]] = rows
     return loaded
 
@@ -98,17 +103,51 @@ def attention(
     A row stands at position p = dense + bits - 1. With a window it sees positions above p - window, and
     [first, first + keep_first) besides.
     """
-    rows = row_masks.shape[1]
-    kv_heads, head_dim = k_cache.shape[1], q.shape[-1]
-    sink_rows = None if sinks is None else sinks.float().reshape(kv_heads, -1, 1)
-    live = row_live.reshape(-1, rows).tolist()
+    rows = AttendedRows(q, slots, dense_lens, row_live, row_masks, sinks, k_cache.shape[1])
+    attend_rows(
+        rows,
+        lambda slot, count: (_load(k_cache, block_table[slot], count), _load(v_cache, block_table[slot], count)),
+        out=out,
+        scale=scale,
+        span=(first, window, keep_first),
+    )
+
+
+class AttendedRows(NamedTuple):
+    """The rows of a step that attend, by the arguments of `attention`, and the number of key-value heads."""
+
+    q: torch.Tensor
+    slots: torch.Tensor
+    dense_lens: torch.Tensor
+    row_live: torch.Tensor
+    row_masks: torch.Tensor
+    sinks: torch.Tensor | None
+    kv_heads: int
+
+
+def attend_rows(
+    step: AttendedRows,
+    load: Callable[[int, int], tuple[torch.Tensor, torch.Tensor]],
+    *,
+    out: torch.Tensor,
+    scale: float,
+    span: tuple[int, int | None, int] = (0, None, 0),
+) -> None:
+    """Attention of a step's rows; `load` gives a slot's first keys and values, see `whole_tiles`.
+
+    span  first, window and keep_first of `attention`
+    """
+    rows, kv_heads, head_dim = step.row_masks.shape[1], step.kv_heads, step.q.shape[-1]
+    first, window, keep_first = span
+    sink_rows = None if step.sinks is None else step.sinks.float().reshape(kv_heads, -1, 1)
+    live = step.row_live.reshape(-1, rows).tolist()
     out.zero_()
-    for index, (slot, dense) in enumerate(zip(slots.tolist(), dense_lens.tolist(), strict=True)):
+    for index, (slot, dense) in enumerate(zip(step.slots.tolist(), step.dense_lens.tolist(), strict=True)):
         if slot < 0 or not any(live[index]):
             continue
-        masks = [_bits(mask & (2**64 - 1)) for mask in row_masks[index].tolist()]
+        masks = [_bits(mask & (2**64 - 1)) for mask in step.row_masks[index].tolist()]
         stored = dense + max((m[-1] + 1 for m, alive in zip(masks, live[index], strict=True) if alive and m), default=0)
-        keys, values = (_load(cache, block_table[slot], stored) for cache in (k_cache, v_cache))
+        keys, values = load(slot, stored)
         for row in range(rows):
             if not live[index][row]:
                 continue
@@ -117,11 +156,11 @@ def attention(
             end = dense + len(order)
             k, v = keys, values
             if order and order != list(range(len(order))):
-                tail = torch.tensor([dense + a for a in order], device=q.device)
+                tail = torch.tensor([dense + a for a in order], device=step.q.device)
                 k, v = keys.clone(), values.clone()
                 k[:, dense:end], v[:, dense:end] = keys[:, tail], values[:, tail]
             low = first if window is None else max(first, end - window)
-            state = _Softmax(q[place].float().reshape(kv_heads, -1, head_dim), scale)
+            state = _Softmax(step.q[place].float().reshape(kv_heads, -1, head_dim), scale)
             for start in range(0, end, TILE):
                 if start + TILE > low or start < first + keep_first:
                     tile_k, tile_v = (x[:, start : start + TILE].contiguous() for x in (k, v))
@@ -196,6 +235,31 @@ def prefill_attention(
         place = start + begin, count - begin
         _attend_chunk(whole, (k_cache, v_cache), block_table[0], place, (first, window), sinks, attended, scale)
         results.copy_(attended[: len(rows)])
+
+
+@operation("""
+    read    q                 compute  [c, H, D]         row i stands at position start + i
+    read    k_cache, v_cache  compute  [P, G, block, D]
+    read    block_table       int32    [1, blocks]
+    read    chunk             int32    [2]               start, live rows; rows past them give rubbish that nobody reads
+    weight  sinks             float    [H]
+    write   out               compute  [c, H * D]
+""")
+def refresh_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    chunk: torch.Tensor,
+    sinks: torch.Tensor | None = None,
+    *,
+    out: torch.Tensor,
+    scale: float,
+    chunk_size: int | None = None,
+) -> None:
+    """`prefill_attention` of few rows far behind a text's start: whoever runs it may take the positions before them in
+    parts, whose sums are added, and so round otherwise than for a prompt's rows."""
+    prefill_attention(q, k_cache, v_cache, block_table, chunk, sinks, out=out, scale=scale, chunk_size=chunk_size)
 
 
 def _attend_chunk(

@@ -245,11 +245,15 @@ def publish_rows(
 ) -> None:
     """Tell the host which rows the slots with a grammar verify, so that it fills their masks while the target runs.
 
-    What is past the step's rows stays as it is. Other slots are not told.
+    What is past the step's rows is dead. Other slots are not told.
     """
     rows = row_tokens.shape[1]
     for index, slot in enumerate(slots.tolist()):
         if slot >= 0 and slot_ints[slot, HAS_GRAMMAR]:
+            grammar_tokens[slot].fill_(-1)
+            grammar_paths[slot].zero_()
             grammar_tokens[slot, :rows] = row_tokens[index].to(grammar_tokens.device)
+            grammar_tokens[slot, rows:] = -1
             grammar_paths[slot, :rows] = row_masks[index].to(grammar_paths.device)
+            grammar_paths[slot, rows:] = 0
             grammar_lengths[slot] = lengths[slot].to(grammar_lengths.dtype)

@@ -22,7 +22,10 @@ __all__ = ["command", "compare", "gates", "report", "run"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 ROW_COLUMNS = ("case", "ms p50", "ms p99", "first token, ms", "tokens/s", "accept length", "of the wall")
-SPECULATION = ("head", "method", "capture_layers", "draft_window", "simulated_accept_length", "simulated_seed")
+SPECULATION = (
+    *("head", "method", "capture_layers", "draft_window", "dynamic_tree_max_topk", "max_total_draft_tokens"),
+    *("simulated_accept_length", "simulated_seed"),
+)
 RUNNING = ("device", "dtype", "executor", "device_loop", "perf_mode")
 
 

@@ -53,7 +53,9 @@ def command() -> None:
 
 @command.command("model")
 @click.argument("directory", type=DIRECTORY, required=False)
-@record_options(SpeculativeConfig, "head", "num_speculative_tokens", "tree")
+@record_options(
+    SpeculativeConfig, "head", "num_speculative_tokens", "tree", "dynamic_tree_max_topk", "max_total_draft_tokens"
+)
 @click.option("--context", type=int, metavar="N", help="Tokens of a request.  [default: 2048, or the model's if less]")
 @click.option("--batch", type=int, default=RuntimeConfig.max_batch, show_default=True, metavar="N", help="Slots.")
 @record_options(RuntimeConfig, "dtype", "device", filled=True)

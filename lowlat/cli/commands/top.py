@@ -110,6 +110,9 @@ def render(stats: dict[str, Any], endpoint: str) -> "RenderableType":
     speculation = engine.get("eagle_speculation")
     if speculation:
         parts.append(_acceptance(speculation))
+    if partial := engine.get("specpv"):
+        counts = f"{partial['partial_steps']:,} partial steps, {partial['refreshes']:,} refreshes"
+        parts.append(Text(f"SpecPV    lossy: {counts}"))
     return Group(*parts)
 
 

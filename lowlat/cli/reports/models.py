@@ -1,6 +1,6 @@
 """The reports of `lowlat inspect model` and `inspect draft-model`, as JSON values."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ def model_report(
         "executor": choice.executor,
         "device_reason": choice.reason,
         "files": _files(directory, config),
-        "geometry": _plain(asdict(config)),
+        "geometry": _geometry(config),
         "parts": parts_of(weight_plan(config)),
         "default_capture_boundaries": default_boundaries(config.num_layers),
         "kv": _kv(plan, program, runtime),
@@ -124,6 +124,15 @@ def _kv(plan: Plan, program: Program, options: RuntimeConfig) -> dict[str, int]:
     }
 
 
+def _geometry(config: ModelConfig | DraftConfig) -> dict[str, Any]:
+    """A model's geometry, of its quantised layers their formats alone."""
+    values: dict[str, Any] = _plain(asdict(replace(config, quantisation=None, quantiser=None)))
+    del values["quantisation"], values["quantiser"]
+    names = set() if config.quantisation is None else set(config.quantisation.format_names)
+    names |= set() if config.quantiser is None else {config.quantiser.packed.name}
+    return {**values, "layer_formats": sorted(names)} if names else values
+
+
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
     """Tuples as lists, as JSON has them."""
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
@@ -145,7 +154,7 @@ def draft_report(directory: Path, target: Path, capture_layers: tuple[int, ...] 
         raise ConfigError(f"{directory}: method {method!r} has no draft model")
     if method in ("eagle3", "peagle"):
         _, _, notes = parse_draft(directory, target_config, capture_layers, method)
-    values = _plain(asdict(head))
+    values = _geometry(head)
     boundaries = values.pop("capture_boundaries")
     values |= values.pop("dspark") or {}
     flags = {name: values.pop(name) for name, value in list(values.items()) if isinstance(value, bool)}

@@ -19,6 +19,7 @@ from lowlat.models.target import read_model_config, rounding, target_groups
 from lowlat.models.weight_plan import weight_plan
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig
 from lowlat.speculators.methods import plan_speculator
+from lowlat.speculators.tree.dynamic import Topology
 from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.decode import build_step
 from lowlat.step.prefill import build_prefills
@@ -72,7 +73,7 @@ class Plan:
     """A runtime's shapes and programs, with weights that have shapes and no content."""
 
     geometry: StepGeometry
-    topologies: Mapping[int, TreeTopology]
+    topologies: Mapping[int, Topology]
     weights: Mapping[str, torch.Tensor]
     read_ahead_bytes: int
 
@@ -117,7 +118,8 @@ def plan_runtime(target: Path, options: RuntimeConfig, speculative: SpeculativeC
     weights = _without_content(weight_plan(config))
     if config.tie_embeddings and not matrix_parts("lm_head.weight", weights):
         weights["lm_head.weight"] = weights["embed.weight"]
-    speculator, topologies = None, {0: TreeTopology.chain(0)}
+    speculator = None
+    topologies: dict[int, Topology] = {0: TreeTopology.chain(0)}
     if speculative is not None:
         speculator, topologies = plan_speculator(speculative, config), make_topologies(speculative)
         weights.update(_without_content(speculator.weight_plan(config.dtype)))

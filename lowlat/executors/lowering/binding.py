@@ -104,6 +104,6 @@ class Binding:
         """The positions of a chunk of prefill. Raises ConfigError for a program that is no prefill."""
         for op in self.program.ops:
             size = op.params.get("chunk_size")
-            if op.kind == "prefill_attention" and isinstance(size, int):
+            if op.kind in ("prefill_attention", "refresh_attention") and isinstance(size, int):
                 return size
         raise ConfigError(f"{self.program.name} has no attention of prefill, and so no size of its chunks")

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from lowlat.executors.lowering.prefill_attention import attention_workspaces
+from lowlat.executors.lowering.prefill_attention import attention_workspaces, refresh_bytes
 from lowlat.executors.lowering.prefill_gemm import gemm_workspaces
 from lowlat.executors.lowering.weight_parts import EXPERT_GEMMS
 from lowlat.graphs import Role
@@ -18,11 +18,13 @@ from lowlat.kernels.gemm.prefill.plan import MOST_ROWS
 from lowlat.kernels.moe.plan import partials_workspace
 from lowlat.kernels.moe.prefill.experts import list_workspaces
 from lowlat.kernels.moe.router import router_workspace
+from lowlat.kernels.partial.block_lists import scores_workspace
 from lowlat.kernels.toolchain.kernel import WorkspaceShape
 from lowlat.models.program import Op, Program, Stage
 
 __all__ = ["temporary_bytes", "workspace_bytes", "workspaces_of"]
 
+ATTENTION = ("prefill_attention", "refresh_attention")
 LIBRARY_BYTES = 64 << 20  # workspaces of the matrix libraries, and what the allocator rounds up
 TEMPORARIES = 6  # float32 copies of a row-wise operation's widest operand, at most
 SUMS = 4  # float32 copies of attention's sums of weights, at most
@@ -54,11 +56,13 @@ def _workspaces(program: Program, op: Op, shape_of: ShapeOf) -> list[WorkspaceSh
     if op.kind == "linear":
         rows = min(program.buffers[op.writes["out"]].shape[0], MOST_ROWS)
         return gemm_workspaces(rows, *shape_of(op.weights["weight"]))
-    if op.kind == "prefill_attention":
+    if op.kind in ATTENTION:
         cache, size = program.buffers[op.reads["k_cache"]], program.buffers[op.reads["q"]].shape[0]
         window = op.params.get("window")
         longest = program.buffers["tokens"].shape[1]
         return attention_workspaces(cache, size, longest, window if isinstance(window, int) else None)
+    if op.kind == "choose_blocks":
+        return [scores_workspace(*program.buffers[op.writes["block_lists"]].shape[1:])]
     if op.kind in EXPERT_GEMMS:
         rows, ranks = program.buffers[op.reads["expert_ids"]].shape
         num_experts, width = shape_of(op.weights["bias"])
@@ -85,7 +89,7 @@ def temporary_bytes(program: Program, shape_of: ShapeOf) -> int:
     for op in ops:
         if op.kind == "linear":
             kind, found = "gemm", _gemm_bytes(size, shape_of(op.weights["weight"]))
-        elif op.kind == "prefill_attention":
+        elif op.kind in ATTENTION:
             kind, found = "attention", _attention_bytes(program, op)
         elif op.kind in EXPERT_GEMMS:
             continue
@@ -108,4 +112,6 @@ def _gemm_bytes(size: int, shape: torch.Size) -> int:
 def _attention_bytes(program: Program, op: Op) -> int:
     """The result and its sums; in float32 where sinks scale it."""
     size, heads, dim = program.buffers[op.reads["q"]].shape
+    if op.kind == "refresh_attention":
+        return refresh_bytes(size, heads, dim, program.buffers["tokens"].shape[1])
     return (6 if "sinks" in op.weights else 2) * size * heads * dim + SUMS * 4 * heads * size

@@ -12,10 +12,10 @@ import torch
 
 from lowlat.errors import ConfigError
 from lowlat.executors.lowering.binding import Binding, Call, decodes
-from lowlat.executors.lowering.prefill_attention import prefill_attention
+from lowlat.executors.lowering.prefill_attention import prefill_attention, refresh_attention
 from lowlat.executors.lowering.prefill_gemm import prefill_linear
 from lowlat.executors.lowering.weight_parts import experts_name
-from lowlat.kernels.attention.attention import attention, choose_split
+from lowlat.kernels.attention.attention import attention, choose_split, partial_attention
 from lowlat.kernels.attention.kv_compact import kv_compact_layer
 from lowlat.kernels.attention.kv_write import kv_write, prefill_kv_write
 from lowlat.kernels.gemm.decode.gemm import decode_gemm
@@ -23,6 +23,8 @@ from lowlat.kernels.gemm.packing import gate_up_permutation
 from lowlat.kernels.moe.decode.experts import experts_down, experts_gate_up
 from lowlat.kernels.moe.prefill.experts import prefill_down, prefill_gate_up
 from lowlat.kernels.moe.router import router
+from lowlat.kernels.partial.block_lists import choose_blocks, list_lens
+from lowlat.kernels.partial.block_summary import summarise_blocks
 from lowlat.kernels.rows.draft_block import block_rows, mask_rows, take_block
 from lowlat.kernels.rows.draft_input import concat_norms
 from lowlat.kernels.rows.draft_level import assign_drafts, gather_level
@@ -53,6 +55,9 @@ from lowlat.kernels.step.begin_step import apply_commands, gather_rows, list_act
 from lowlat.kernels.step.choose_width import choose_width, join_widths
 from lowlat.kernels.step.publish import publish, tree_masks
 from lowlat.kernels.toolchain.kernel import KernelCall
+from lowlat.kernels.trees.draft_scores import draft_topk_logprobs
+from lowlat.kernels.trees.grow import choose_nodes, grow_block_tree, grow_tree
+from lowlat.kernels.trees.hand_over import hand_over_tree
 from lowlat.models.program import Op, Program, Stage
 
 __all__ = [
@@ -69,6 +74,7 @@ __all__ = [
 # arguments that kernels read before they wait for the kernel before them, which may not have written these
 EARLY: Mapping[str, tuple[str, ...]] = {
     "attention": ("slots", "block_table", "dense_lens", "row_live", "row_masks"),
+    "partial_attention": ("slots", "block_lists", "dense_lens", "row_live", "row_masks"),
     "sample": (
         *("slots", "row_live", "row_tokens", "row_masks", "lengths", "slot_ints", "slot_floats"),
         *("bias_ids", "bias_values", "stop_ids", "prompt_seen", "output_counts"),
@@ -115,7 +121,8 @@ def _attention(binding: Binding, op: Op) -> Sequence[Call]:
     buffers = binding.program.buffers
     max_batch, max_context = buffers["tokens"].shape
     most = [given["row_masks"], buffers["row_tokens"], buffers.get("draft_nodes", buffers["row_tokens"])]
-    return attention(
+    attend = attention if op.kind == "attention" else partial_attention
+    return attend(
         **given,
         split=choose_split(max_batch, max_context, given["k_cache"].shape[1]),
         sinks=binding.sinks(op),
@@ -124,6 +131,14 @@ def _attention(binding: Binding, op: Op) -> Sequence[Call]:
         early_metadata=op.stage is Stage.BASE_DECODE_STEP,
         tail=max(each.shape[1] for each in most),  # no row has more ancestors than a slot has nodes, or such rows
     )
+
+
+def _summarise_blocks(binding: Binding, op: Op) -> Sequence[Call]:
+    return summarise_blocks(**binding.arguments(op), card=binding.card)
+
+
+def _choose_blocks(binding: Binding, op: Op) -> Sequence[Call]:
+    return choose_blocks(**binding.arguments(op), workspace=binding.workspace, card=binding.card)
 
 
 def left_argmax(binding: Binding, op: Op) -> torch.Tensor | None:
@@ -191,9 +206,10 @@ def _choose_width(binding: Binding, op: Op) -> Sequence[Call]:
 
 _BY_NAME = (
     *(accept, accept_simulated, add, apply_commands, assign_drafts, bias_rows, block_rows, cast, choose_drafts),
+    *(choose_nodes, grow_block_tree, grow_tree, hand_over_tree),
     *(commit, concat_norms, draft_confidence, draft_prefill_rows, draft_rows, gather_features, gather_level),
-    *(gather_rows, identity, join_features, join_widths, keep_features, kv_write, list_active_slots, markov_gate),
-    *(mask_rows, ngram_draft, parent_tokens, prefill_kv_write, publish_rows, qk_norm, rms_norm),
+    *(gather_rows, identity, join_features, join_widths, keep_features, kv_write, list_active_slots, list_lens),
+    *(markov_gate, mask_rows, ngram_draft, parent_tokens, prefill_kv_write, publish_rows, qk_norm, rms_norm),
     *(silu_mul, split_norms, store_boundary, suffix_draft, take_block, take_features, tree_masks, truncate),
     waiting_rows,
 )
@@ -201,8 +217,10 @@ OPERATIONS: Mapping[str, Lower] = MappingProxyType(
     {
         **{build.__name__: _by_name(build) for build in _BY_NAME},
         "attention": _attention,
+        "choose_blocks": _choose_blocks,
         "choose_width": _choose_width,
         "draft_topk": draft_topk_alone,
+        "draft_topk_logprobs": _with_workspace(draft_topk_logprobs),
         "embed": _embed,
         "experts_down": down_alone,
         "experts_gate_up": _gate_up,
@@ -210,11 +228,14 @@ OPERATIONS: Mapping[str, Lower] = MappingProxyType(
         "kv_compact": _by_name(kv_compact_layer),
         "linear": _linear,
         "logprobs": _with_workspace(logprobs),
+        "partial_attention": _attention,
         "prefill_attention": prefill_attention,
         "publish": _publish,
+        "refresh_attention": refresh_attention,
         "rope": _by_name(rotate),
         "router": _router,
         "sample": _sample,
+        "summarise_blocks": _summarise_blocks,
         "take_last": _by_name(take_last_row),
     }
 )

@@ -4,9 +4,13 @@ How much a chunk sees is read on the device, so one captured chunk serves every 
 sees. Flash attention takes keys in blocks of a fixed size, counted from the first that was gathered, the last block
 first; blocks that a row does not see change nothing of its sums. So a row's bits depend neither on the chunk's size nor
 on the rows beside it. It knows no model.
+
+A refresh has few rows behind a long text: a block a head would read it all alone. So the positions before the rows are
+taken in parts, as sequences of their own, and the results are added by the logarithms of their sums of weights.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -18,7 +22,16 @@ from lowlat.kernels.attention.gathered_rows import gathered_rows
 from lowlat.kernels.toolchain.kernel import WorkspaceShape
 from lowlat.models.program import Op
 
-__all__ = ["attention_workspaces", "flash_attention", "prefill_attention"]
+__all__ = [
+    "attention_workspaces",
+    "flash_attention",
+    "flash_parts",
+    "prefill_attention",
+    "refresh_attention",
+    "refresh_bytes",
+]
+
+PART = 4096  # positions before a refresh's rows that one block of flash attention takes for a head
 
 
 def attention_workspaces(cache: BufferSpec, size: int, longest: int, window: int | None) -> list[WorkspaceShape]:
@@ -38,15 +51,29 @@ def prefill_attention(binding: Binding, op: Op) -> Sequence[Call]:
     Rows past the live ones see zeros in place of what was not written: they are finite wherever q is. Raises ShapeError
     for dtypes that do not fit.
     """
-    given, longest = binding.arguments(op), binding.max_context
+    window, longest = op.params.get("window"), binding.max_context
+    if not isinstance(window, int) or window >= longest:
+        window = None
+    gather, attended = _gathered(binding, op, window)
+    return [*gather, LibraryCall("flash_attention", _attend, {**attended, "longest": longest, "window": window})]
+
+
+def refresh_attention(binding: Binding, op: Op) -> Sequence[Call]:
+    """The calls of the reference's `refresh_attention`, as `prefill_attention`'s."""
+    gather, attended = _gathered(binding, op, None)
+    del attended["lengths"]
+    attended |= {"chunk": binding.arguments(op)["chunk"], "longest": binding.max_context}
+    return [*gather, LibraryCall("flash_attention", _attend_in_parts, attended)]
+
+
+def _gathered(binding: Binding, op: Op, window: int | None) -> tuple[Sequence[Call], dict[str, Any]]:
+    """The calls that gather keys and values, and what the library is given of them."""
+    given = binding.arguments(op)
     q, k_cache, v_cache = given["q"], given["k_cache"], given["v_cache"]
     if {q.dtype, k_cache.dtype, v_cache.dtype} != {torch.bfloat16}:
         raise ShapeError(f"queries and caches must be bfloat16, got {q.dtype}, {k_cache.dtype}, {v_cache.dtype}")
-    window = given.get("window")
-    if window is not None and window >= longest:
-        window = None
     cache = binding.program.buffers[op.reads["k_cache"]]
-    asked = attention_workspaces(cache, q.shape[0], longest, window)
+    asked = attention_workspaces(cache, q.shape[0], binding.max_context, window)
     keys, values, lengths = (binding.workspace(*each) for each in asked)
     gather = gather_kv(
         k_cache=k_cache, v_cache=v_cache, block_table=given["block_table"], chunk=given["chunk"], keys=keys,
@@ -54,10 +81,15 @@ def prefill_attention(binding: Binding, op: Op) -> Sequence[Call]:
     )  # fmt: skip
     sinks = binding.sinks(op)
     attended = {
-        "q": q, "keys": keys, "values": values, "lengths": lengths, "longest": longest, "window": window,
-        "scale": given["scale"], "sinks": None if sinks is None else sinks.float(), "out": given["out"].view(q.shape),
+        "q": q, "keys": keys, "values": values, "lengths": lengths, "scale": given["scale"],
+        "sinks": None if sinks is None else sinks.float(), "out": given["out"].view(q.shape),
     }  # fmt: skip
-    return [*gather, LibraryCall("flash_attention", _attend, attended)]
+    return gather, attended
+
+
+def refresh_bytes(size: int, heads: int, dim: int, longest: int) -> int:
+    """Bytes that a refresh's attention takes: queries and results of every part, and these as float32, twice."""
+    return (2 + 2 + 2 * 4) * (-(-longest // PART) + 1) * size * heads * dim
 
 
 def _attend(
@@ -77,6 +109,66 @@ def _attend(
     if sinks is not None:
         attended = attended * torch.sigmoid(logarithms.t() - sinks)[..., None]
     out.copy_(attended)
+
+
+def _attend_in_parts(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    chunk: torch.Tensor,
+    *,
+    longest: int,
+    scale: float,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """Attention of rows to the parts of what stands before them, and to themselves; the results' sum into `out`.
+
+    chunk  [2] int32, start and live rows, read on the device
+    """
+    rows, heads, dim = q.shape
+    count, start = -(-longest // PART), chunk[:1]
+    numbers = torch.arange(count + 1, dtype=torch.int32, device=q.device)
+    firsts, ends = numbers * rows, torch.minimum(numbers * PART, start)
+    before = flash_parts(
+        q.repeat(count, 1, 1), keys, values, firsts, ends, sizes=(rows, PART), causal=False, scale=scale
+    )
+    around = torch.cat((start, start + rows))
+    own = flash_parts(q, keys, values, firsts[:2], around, sizes=(rows, rows), causal=True, scale=scale)
+    logarithms = torch.cat([each[1].view(heads, -1, rows) for each in (before, own)], 1)
+    logarithms = torch.where(torch.isinf(logarithms), -torch.inf, logarithms)  # of a part that is empty
+    total = torch.logsumexp(logarithms, 1, keepdim=True)
+    shares = torch.exp(logarithms - total).permute(1, 2, 0)
+    results = torch.cat([each[0].view(-1, rows, heads, dim) for each in (before, own)])
+    attended = (results.float() * shares[..., None]).sum(0)
+    if sinks is not None:
+        attended = attended * torch.sigmoid(total[:, 0].t() - sinks)[..., None]
+    out.copy_(attended)
+
+
+def flash_parts(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    firsts: torch.Tensor,
+    ends: torch.Tensor,
+    *,
+    sizes: tuple[int, int],
+    causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of sequences: sequence k has rows [firsts[k], firsts[k + 1]) and keys [ends[k], ends[k + 1]).
+
+    q, keys, values  as in `flash_attention`
+    firsts, ends     [n + 1]  int32, read on the device
+    sizes            the most rows and the most keys of a sequence
+    causal           the last row of a sequence stands at its last key; else all rows see all keys
+    Returns what `flash_attention` does.
+    """
+    attended, logarithms, *_ = torch.ops.aten._flash_attention_forward(
+        q, keys, values, firsts, ends, *sizes, 0.0, causal, False, scale=scale
+    )
+    return attended, logarithms
 
 
 def flash_attention(

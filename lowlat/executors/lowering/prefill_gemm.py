@@ -1,6 +1,8 @@
 """GEMMs of a chunk of prefill: by packed weights where the card has wgmma, else by torch from an unpacked matrix.
 
-A matrix in FP8 is unpacked, too: its codes are numbers in bf16, and its rows' scales multiply what comes out.
+A quantised matrix is unpacked, too, its numbers rounded to bf16; FP8 by row is exact, as its rows' scales multiply what
+comes out.
+
 A row's bits depend on the row and the weight alone: ours because rows do not know of each other, torch's because it
 multiplies a whole chunk at a time, padded where there are fewer rows.
 """
@@ -10,11 +12,12 @@ from collections.abc import Sequence
 import torch
 
 from lowlat.executors.lowering.binding import Binding, Call, LibraryCall
-from lowlat.kernels.formats import FP8
+from lowlat.kernels.formats.dense import unpack_matrix
 from lowlat.kernels.gemm.packing import PackedMatrix, unpack_rows
 from lowlat.kernels.gemm.prefill.activation_layout import arranged_shape
 from lowlat.kernels.gemm.prefill.gemm import prefill_gemm
 from lowlat.kernels.gemm.prefill.plan import MOST_ROWS, has_prefill_gemm, segments_of
+from lowlat.kernels.gemm.tiles import BF16_TILES
 from lowlat.kernels.toolchain.kernel import Card, WorkspaceShape
 from lowlat.models.program import Op
 
@@ -76,7 +79,7 @@ def _by_unpacked(
     out: torch.Tensor,
 ) -> None:
     scales = weight.scales
-    matrix = unpack_rows(weight) if scales is None else FP8.unpack_rows(weight)
+    matrix = unpack_rows(weight) if weight.tile_format == BF16_TILES else unpack_matrix(weight)
     if places is None:
         _multiply(x, matrix, chunk, out)
         packed = out

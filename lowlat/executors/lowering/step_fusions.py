@@ -38,9 +38,15 @@ def _agree(*kinds: str) -> Any:
 
 
 def _begin(binding: Binding, run: Run) -> Sequence[Call]:
-    """Commands, the list of active slots where it is made, the rows to verify, and what the host is told of them."""
-    lists, tells = run.find("list_active_slots") is not None, run.find("publish_rows") is not None
-    return begin_step(**_joined(binding, run.ops), lists=lists, tells=tells)
+    """Commands and the list of active slots where they are, the rows to verify, and what the host is told of them."""
+    kinds = ("apply_commands", "list_active_slots", "publish_rows")
+    applies, lists, tells = (run.find(kind) is not None for kind in kinds)
+    return begin_step(**_joined(binding, run.ops), applies=applies, lists=lists, tells=tells)
+
+
+def _begins(run: Run, card: Card) -> bool:
+    """Whether there is more than one operation, all of which name the same buffers alike."""
+    return len(run.ops) > 1 and _agree()(run, card)
 
 
 def _accept(binding: Binding, run: Run) -> Sequence[Call]:
@@ -101,7 +107,7 @@ def _finish(binding: Binding, run: Run) -> Sequence[Call]:
 
 
 STEP_FUSIONS = (
-    Fusion("begin_step", "apply_commands list_active_slots? gather_rows publish_rows?", 1, _begin, _agree()),
+    Fusion("begin_step", "apply_commands? list_active_slots? gather_rows publish_rows?", 1, _begin, _begins),
     Fusion("accept+commit", "accept|accept_simulated truncate kv_compact* commit draft_rows?", 2, _accept, _accepts),
     Fusion("sample", "finite sample", 1, _sample, _agree()),
     Fusion("kv_compact", "kv_compact kv_compact kv_compact*", 1, _compacted, _compacts),

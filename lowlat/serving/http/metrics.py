@@ -83,6 +83,9 @@ class _Snapshot(Collector):
             yield self._counter("prefix_cache_hits", "Of those, tokens found.", [((), kv["hit_tokens"])])
         yield from self._counters(STRUCTURED, engine.get("structured_output", {}))
         yield from self._speculation(engine.get("eagle_speculation", {}))
+        if "partial_steps" in (partial := engine.get("specpv", {})):
+            help = "Steps of slots over a part of the KV cache (SpecPV), which are lossy."
+            yield self._counter("specpv_partial_steps", help, [((), partial["partial_steps"])])
 
     def _counters(self, named: Mapping[str, tuple[str, str]], figures: Mapping[str, Any]) -> Iterator[Metric]:
         for name, (key, help) in named.items():

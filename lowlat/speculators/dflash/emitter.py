@@ -15,6 +15,8 @@ from lowlat.models.layers import Emitter, Rows
 from lowlat.models.program import Stage
 from lowlat.speculators.base import PrefillScope, Scope, StepScope
 from lowlat.speculators.draft_parts import BY_SLOT, assign_drafts, emit_accepted_rows
+from lowlat.speculators.tree.dynamic import DynamicTree
+from lowlat.speculators.tree.growth import rank_drafts
 
 __all__ = ["DflashEmitter", "dflash_kv_specs"]
 
@@ -104,6 +106,10 @@ class DflashEmitter:
         normed = level.norm(stream, "head.norm.weight", draft.rms_norm_eps, "final")
         head = "head.lm_head" if draft.own_lm_head else "lm_head"
         logits = level.linear(normed, head, draft.draft_vocab_size, "logits")
+        if isinstance(scope.topology, DynamicTree):
+            growth = scope.growth()
+            growth.from_block(level, rank_drafts(level, logits, growth.tree.top_k), first_row=self.first_row)
+            return growth.nodes
         nodes = scope.draft_nodes()
         self.emit_choice(scope, level, tokens, normed, logits)
         return nodes
@@ -120,7 +126,7 @@ class DflashEmitter:
         normed  [B * R, H] what the LM head reads
         logits  [B * R, Vd]
         """
-        topology = scope.topology
+        topology = scope.tree
         nodes = range(1, topology.num_nodes)
         drafted = self.emit_ranks(level, logits, max(topology.max_rank_by_level) + 1)
         rows = [topology.depths[node] - 1 + self.first_row for node in nodes]

@@ -45,7 +45,7 @@ class DsparkEmitter(DflashEmitter):
 
     def _emit_parents(self, scope: StepScope, tokens: str, depth: int, heads: DsparkHeads) -> tuple[Emitter, str]:
         """The rows of a level, one for each node with children: an emitter, and their tokens' vectors [B * W, r]."""
-        topology, batch, prefix = scope.topology, scope.bucket.batch, f"draft.0.level.{depth}."
+        topology, batch, prefix = scope.tree, scope.bucket.batch, f"draft.0.level.{depth}."
         nodes = [branch.node for branch in topology.levels[depth]]
         parents = self.builder.scratch(f"{prefix}tokens", (batch, len(nodes)), torch.int32)
         live = self.builder.scratch(f"{prefix}row_live", (batch, len(nodes)), torch.uint8)
@@ -75,7 +75,7 @@ class DsparkEmitter(DflashEmitter):
 
     def _emit_level(self, scope: StepScope, level: Emitter, latent: str, logits: str, depth: int) -> None:
         """The logits of a level's parents, and the tokens of their children."""
-        topology = scope.topology
+        topology = scope.tree
         bias = level.linear(latent, f"{MARKOV}.bias", self.draft.draft_vocab_size, "bias")
         biased = level.scratch("logits", level.rows.count, self.draft.draft_vocab_size, dtype=torch.float32)
         reads = {"logits": logits, "bias": bias, **level.live()}

@@ -26,7 +26,7 @@ class Drafter:
     def __init__(self, scope: StepScope, eagle: Eagle3Emitter) -> None:
         self.scope, self.eagle = scope, eagle
         self.builder, self.draft_config = scope.builder, eagle.draft
-        self.topology, self.dtype = scope.topology, scope.dtype
+        self.dtype = scope.dtype
         self.batch, self.rows = scope.bucket.batch, scope.rows
 
     def extend(self) -> tuple[str, str]:
@@ -77,6 +77,15 @@ class Drafter:
 
     def draft(self, x: str, residual: str) -> str:
         """All levels; returns the drafted nodes."""
+        topology, nodes = self.scope.tree, self.scope.draft_nodes()
+        level, live = self.first_level(x, residual)
+        feedback = self._finish_level(level, 0, live)
+        for depth in range(1, topology.depth):
+            feedback = self._deeper_level(depth, feedback)
+        return nodes
+
+    def first_level(self, x: str, residual: str) -> tuple[Emitter, tuple[str, str]]:
+        """The root's row, each slot's last: an emitter over it, its last attention's input and residual."""
         batch = self.batch
         alone = self.builder.constant("head.no_ancestors", torch.zeros(batch, 1, dtype=torch.int64))
         attention = {**BY_SLOT, "dense_lens": self.scope.buffer("draft_lens"), "row_masks": alone}
@@ -87,14 +96,10 @@ class Drafter:
         for name, source in (("both", x), ("residual", residual)):
             live[name] = level.scratch(name, batch, self.builder.spec(source).shape[1])
             level.emit("take_last", {"x": source, **self.scope.reads("commit_lens")}, {"out": live[name]})
-        nodes = self.scope.draft_nodes()
-        feedback = self._finish_level(level, 0, live["both"], live["residual"])
-        for depth in range(1, self.topology.depth):
-            feedback = self._deeper_level(depth, feedback)
-        return nodes
+        return level, (live["both"], live["residual"])
 
     def _deeper_level(self, depth: int, feedback: str) -> str:
-        topology, batch, prefix = self.topology, self.batch, f"draft.{depth}."
+        topology, batch, prefix = self.scope.tree, self.batch, f"draft.{depth}."
         nodes = [branch.node for branch in topology.levels[depth]]
         above = [branch.node for branch in topology.levels[depth - 1]]
         ordinals = [topology.non_leaf_ordinal[node] for node in nodes]
@@ -124,16 +129,16 @@ class Drafter:
             {"hidden": hidden, "tokens": tokens, "row_live": live, "positions": positions, "row_masks": masks},
             depth=depth,
         )
-        x, residual = self.eagle.emit_stack(level, *self.eagle.emit_input(level, tokens, hidden))
-        return self._finish_level(level, depth, x, residual)
+        live_rows = self.eagle.emit_stack(level, *self.eagle.emit_input(level, tokens, hidden))
+        return self._finish_level(level, depth, live_rows)
 
-    def _finish_level(self, level: Emitter, depth: int, x: str, residual: str) -> str:
+    def _finish_level(self, level: Emitter, depth: int, live: tuple[str, str]) -> str:
         """Attention, FFN and LM head of a level's last layer, and its children's tokens; returns the fed-back state."""
-        topology = self.topology
+        topology = self.scope.tree
         branches = topology.levels[depth]
         children = [child for branch in branches for child in branch.children]
         rows = [row for row, branch in enumerate(branches) for _ in branch.children]
-        return self.finish(level, (x, residual), topology.max_rank_by_level[depth] + 1, children, rows)
+        return self.finish(level, live, topology.max_rank_by_level[depth] + 1, children, rows)
 
     def finish(
         self, level: Emitter, live: tuple[str, str], num_ranks: int, children: Sequence[int], child_rows: Sequence[int]
@@ -144,12 +149,20 @@ class Drafter:
         num_ranks  the likeliest tokens of a row that are named
         Returns the state that may be fed back.
         """
+        logits, feedback = self.logits(level, live)
+        tokens = self.eagle.emit_draft(level, logits, num_ranks)
+        ranks = [self.scope.tree.ranks[child] for child in children]
+        assign_drafts(level, tokens, children, child_rows, ranks)
+        return feedback
+
+    def logits(self, level: Emitter, live: tuple[str, str]) -> tuple[str, str]:
+        """The last layer and the LM head over the rows that draft: logits [M, Vd], and the state that may be fed back.
+
+        live  the last layer's attention input and residual, of these rows
+        """
         middle = self.eagle.emit_attention(level, *live)
         level.stage = Stage.EAGLE_DRAFT_FFN
-        output = self.eagle.emit_ffn(level, middle, self.eagle.last)
-        tokens, feedback = self.eagle.emit_draft(level, output, num_ranks)
-        assign_drafts(level, tokens, children, child_rows, [self.topology.ranks[child] for child in children])
-        return feedback
+        return self.eagle.emit_logits(level, self.eagle.emit_ffn(level, middle, self.eagle.last))
 
     def ints(self, name: str, *shape: int, dtype: torch.dtype = torch.int32) -> str:
         """A scratch buffer of integers."""

@@ -154,12 +154,16 @@ class Eagle3Emitter:
         output = emitter.gated_ffn(normed, name, inner, width, bias=draft.mlp_bias)
         return emitter.add(middle, output, self._stream("out", layer))
 
-    def emit_draft(self, emitter: Emitter, residual: str, num_ranks: int) -> tuple[str, str]:
-        """LM head and the likeliest ids, mapped to target ids; returns tokens [M, k] and the fed-back state."""
+    def emit_logits(self, emitter: Emitter, residual: str) -> tuple[str, str]:
+        """LM head; returns logits [M, Vd] and the state that may be fed back."""
         draft = self.draft
         emitter.stage = Stage.EAGLE_DRAFT_LM_HEAD
         normed = emitter.norm(residual, "head.norm.weight", draft.rms_norm_eps, "final")
         logits = emitter.linear(normed, self.lm_head, draft.draft_vocab_size, "logits")
+        return logits, normed if draft.norm_output else residual
+
+    def emit_draft(self, emitter: Emitter, logits: str, num_ranks: int) -> str:
+        """The likeliest ids, mapped to target ids: tokens [M, k]."""
         tokens = emitter.scratch("top_tokens", emitter.rows.count, num_ranks, dtype=torch.int32)
         emitter.emit(
             "draft_topk",
@@ -168,7 +172,7 @@ class Eagle3Emitter:
             weights={"draft_to_target": "head.draft_to_target"},
             k=num_ranks,
         )
-        return tokens, normed if draft.norm_output else residual
+        return tokens
 
     def _stream(self, part: str, layer: int) -> str:
         """The name of a layer's residual stream: the last one's is the draft model's."""

@@ -23,10 +23,12 @@ from lowlat.speculators.base import (
 )
 from lowlat.speculators.eagle3.config import read_draft_config
 from lowlat.speculators.eagle3.draft import Drafter
+from lowlat.speculators.eagle3.dynamic import DynamicDrafter
 from lowlat.speculators.eagle3.emitter import Eagle3Emitter, draft_kv_specs
 from lowlat.speculators.eagle3.prefill import emit_draft_prefill
 from lowlat.speculators.eagle3.weights import draft_weight_plan, load_draft_model
 from lowlat.speculators.eagle3.windows import check_draft_window
+from lowlat.speculators.tree.dynamic import DynamicTree
 
 __all__ = ["Eagle3Speculator"]
 
@@ -118,7 +120,8 @@ class Eagle3Speculator(Speculator):
 
     def drafter(self, scope: StepScope) -> Drafter:
         """The part that appends the draft model's operations behind a commit."""
-        return Drafter(scope, self._emitter(scope))
+        kind = DynamicDrafter if isinstance(scope.topology, DynamicTree) else Drafter
+        return kind(scope, self._emitter(scope))
 
     def _emitter(self, scope: Scope) -> Eagle3Emitter:
         if scope.tables is None:

@@ -14,6 +14,8 @@ from lowlat.models.layers import Emitter, Rows
 from lowlat.models.program import Stage
 from lowlat.speculators.draft_parts import BY_SLOT
 from lowlat.speculators.eagle3.draft import Drafter
+from lowlat.speculators.tree.dynamic import DynamicTree
+from lowlat.speculators.tree.growth import rank_drafts
 
 __all__ = ["MASK_STATE", "BlockDrafter"]
 
@@ -25,7 +27,7 @@ class BlockDrafter(Drafter):
 
     def extend(self) -> tuple[str, str]:
         """Keys and values of the accepted rows and of those that draft with them; see `Drafter.extend`."""
-        depth = self.topology.depth
+        depth = self.scope.topology.depth
         if depth < 2:
             return super().extend()
         accepted, hidden = self.accepted()
@@ -59,7 +61,7 @@ class BlockDrafter(Drafter):
 
     def draft(self, x: str, residual: str) -> str:
         """All drafts at once; returns the drafted nodes."""
-        topology, batch, depth = self.topology, self.batch, self.topology.depth
+        batch, depth = self.batch, self.scope.topology.depth
         if depth < 2:
             return super().draft(x, residual)
         before = torch.tensor([(1 << row) - 1 for row in range(depth)], dtype=torch.int64).repeat(batch, 1)
@@ -71,8 +73,15 @@ class BlockDrafter(Drafter):
         for name, source in (("both", x), ("residual", residual)):
             live[name] = level.scratch(name, batch * depth, self.builder.spec(source).shape[1])
             level.emit("take_block", {"x": source, **self.scope.reads("commit_lens")}, {"out": live[name]})
+        both = (live["both"], live["residual"])
+        if isinstance(self.scope.topology, DynamicTree):
+            growth = self.scope.growth()
+            logits, _ = self.logits(level, both)
+            growth.from_block(level, rank_drafts(level, logits, growth.tree.top_k), first_row=0)
+            return growth.nodes
+        topology = self.scope.tree
         nodes, drafted = self.scope.draft_nodes(), range(1, topology.num_nodes)
         num_ranks = max(topology.max_rank_by_level) + 1
         own = [topology.depths[node] - 1 for node in drafted]
-        self.finish(level, (live["both"], live["residual"]), num_ranks, drafted, own)
+        self.finish(level, both, num_ranks, drafted, own)
         return nodes

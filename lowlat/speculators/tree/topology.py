@@ -62,6 +62,21 @@ class TreeTopology:
     draft_masks: tuple[int, ...]
     is_chain: bool
 
+    @property
+    def num_paths(self) -> int:
+        """Leaves."""
+        return len(self.paths)
+
+    @property
+    def path_width(self) -> int:
+        """Nodes of the longest path, root included."""
+        return self.depth + 1
+
+    @property
+    def num_drafted_rows(self) -> int:
+        """The rows of all levels but the root's that a draft model runs over."""
+        return len(self.draft_masks)
+
     @classmethod
     def chain(cls, num_speculative_tokens: int) -> "TreeTopology":
         """The chain of S drafts; the root alone for S = 0. Raises ConfigError past the deepest tree."""

@@ -11,14 +11,15 @@ from typing import Any
 
 from lowlat.graphs import Bucket
 from lowlat.host.runtime import Runtime
+from lowlat.models.partial_kv import PartialKV
 from lowlat.models.program import Op, Program
 from lowlat.models.target import target_recipes
 
-__all__ = ["attended", "step_bytes"]
+__all__ = ["attended", "listed", "step_bytes"]
 
 LIMITS = ("first", "window", "keep_first")  # of the positions that attention reads
 EXPERT_OPS = ("experts_gate_up", "experts_down")
-FEW_ROWS = ("embed", "draft_topk")  # operations that read some rows of a table
+FEW_ROWS = ("embed", "draft_topk", "draft_topk_logprobs")  # operations that read some rows of a table
 
 
 def step_bytes(runtime: Runtime, bucket: Bucket, lengths: Sequence[float], distinct_experts: float | None) -> int:
@@ -30,7 +31,9 @@ def step_bytes(runtime: Runtime, bucket: Bucket, lengths: Sequence[float], disti
     total = 0.0
     for op in program.ops:
         if op.kind == "attention":
-            total += _cache_bytes(program, op, lengths)
+            total += _cache_bytes(program, op, [attended(length, **_limits(op)) for length in lengths])
+        elif op.kind == "partial_attention":
+            total += _cache_bytes(program, op, [listed(length, runtime.geometry.partial) for length in lengths])
         elif op.kind not in FEW_ROWS:
             share = part if op.kind in EXPERT_OPS else 1.0
             total += share * sum(sizes.get(name, 0) for name in op.weights.values())
@@ -46,14 +49,23 @@ def attended(length: float, *, first: int = 0, window: int | None = None, keep_f
     return end - low + max(0.0, min(low - first, keep_first)) if end > low else 0.0
 
 
-def _cache_bytes(program: Program, op: Op, lengths: Sequence[float]) -> float:
-    limits: dict[str, Any] = {name: op.params[name] for name in LIMITS if op.params.get(name) is not None}
-    positions = sum(attended(length, **limits) for length in lengths)
+def listed(length: float, partial: PartialKV | None) -> float:
+    """Positions of a slot's list, right behind a refresh, in front of the last of `length` tokens."""
+    end = max(0.0, length - 1)
+    return end if partial is None or end < partial.threshold else end - partial.shift(int(end))
+
+
+def _limits(op: Op) -> dict[str, Any]:
+    return {name: op.params[name] for name in LIMITS if op.params.get(name) is not None}
+
+
+def _cache_bytes(program: Program, op: Op, positions: Sequence[float]) -> float:
+    """Bytes of keys and values of so many positions, of each request."""
     total = 0.0
     for argument in ("k_cache", "v_cache"):
         spec = program.buffers[op.reads[argument]]
         _, kv_heads, _, head_dim = spec.shape
-        total += positions * kv_heads * head_dim * spec.dtype.itemsize
+        total += sum(positions) * kv_heads * head_dim * spec.dtype.itemsize
     return total
 
 

@@ -33,6 +33,8 @@ def expected_recording(
     compute = DTYPES[config.dtype]
     stored = STORED_FORMATS["bf16" if config.experts is None else config.experts.weight_format]
     stages = _target_stages(found, Path(target), compute, stored)
+    if head is not None and read_draft_config(head, config).quantisation is not None:
+        raise ConfigError(f"{head}: comparing a quantised draft model is not implemented; leave it out")
     if head is not None and found.positions:
         plain = PlainDraftModel.load(read_draft_config(head, config), head, target, compute, config.rms_norm_eps)
         stages.update(_head_stages(found, plain, stages, compute))

@@ -283,7 +283,7 @@ def moved_bytes(
         return tiles.numel() * tiles.element_size() if isinstance(tiles, torch.Tensor) else 0
     if any(op.kind in EXPERT_GEMMS for op in group.ops):
         return round(num_experts * bytes_an_expert(call.arguments))
-    op = next((op for op in group.ops if op.kind == "attention"), None)
+    op = next((op for op in group.ops if op.kind in ("attention", "partial_attention")), None)
     if op is None or place:
         return 0
     from lowlat.kernels.attention.attention import attention_bytes
@@ -291,6 +291,9 @@ def moved_bytes(
     _, kv_heads, _, head_dim = buffers[op.reads["k_cache"]].shape
     options: dict[str, Any] = {name: op.params[name] for name in ("first", "window", "keep_first") if name in op.params}
     dense = [max(0, length - 1) for length in lengths]
+    if op.kind == "partial_attention":  # lists of a few requests in the first slots, as they are in a profile
+        shifts = buffers["partial_shifts"].tolist()
+        dense = [max(0, length - shift) for length, shift in zip(dense, shifts, strict=False)]
     return attention_bytes(dense, kv_heads=kv_heads, head_dim=head_dim, **options)
 
 

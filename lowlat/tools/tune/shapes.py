@@ -23,7 +23,12 @@ KINDS: Mapping[str, tuple[str, ...]] = {
 }
 TOGETHER = {"experts_grouped"}  # kinds of which several launches of a group have one plan
 PARTS = {"gate_up": "FFN_GATE_UP", "down": "FFN_DOWN"}
-KERNELS = {"attention": "ATTENTION", "prefill_attention": "ATTENTION", "router": "ROUTER"}
+KERNELS = {
+    "attention": "ATTENTION",
+    "partial_attention": "ATTENTION",
+    "prefill_attention": "ATTENTION",
+    "router": "ROUTER",
+}
 
 
 @dataclass

@@ -239,10 +239,12 @@ def test_top_shows_slots_and_acceptance(capsys: pytest.CaptureFixture[str]) -> N
         "drafted_by_position": [10, 10, 0],
     }
     engine = {"device": "cuda:0", "slots": [slot], "eagle_speculation": speculation}
+    engine["specpv"] = {"lossy": True, "partial_steps": 77, "refreshes": 3}
     stats = {"model": "m", "num_slots": 2, "uptime_s": 3700.0, "inter_token_ms": times, "engine": engine}
     Console(width=100).print(render({**stats, "refusals": {"busy": 3}}, "ipc:///x"))
     shown = capsys.readouterr().out
     parts = ("1 h 1 min", "decoding", "50", "1,234.00", "refused: busy 3", "2.50 tokens", "(simulated)", " 80%", " 40%")
+    assert "SpecPV    lossy: 77 partial steps" in shown
     assert all(part in shown for part in parts), shown
     assert "draft 3" not in shown
     Console(width=100).print(render({}, "ipc:///x"))  # a server of another version may say less

@@ -98,6 +98,9 @@ def test_a_tree_gives_the_same_tokens_and_its_own_depth(pair: PairPaths, tmp_pat
     assert with_tree["token_ids"] == plain["token_ids"]
     assert "eagle_speculation" not in plain["metrics"]
     assert with_tree["metrics"]["eagle_speculation"]["drafted_by_position"][1] > 0
+    grown = answer(*common, "--head", pair.head, "--dynamic-tree-max-topk", 3, "--max-draft-len", 4)
+    assert grown["token_ids"] == plain["token_ids"]
+    assert grown["metrics"]["eagle_speculation"]["drafted_by_position"][3] > 0
     limited = ("--head", pair.head, "--tree", tree, "--max-decoding-tokens", 4)
     assert "the limit is 4 (max_decoding_tokens)" in refusal(*common, *limited)
     assert "num_speculative_tokens is 3" in refusal(*common, "--head", pair.head, "--tree", tree, "-S", 3)

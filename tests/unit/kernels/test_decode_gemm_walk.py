@@ -16,15 +16,16 @@ from selection_cases import best_of, best_pairs
 from stages import later
 
 from lowlat.errors import ShapeError
-from lowlat.kernels.formats import FP8
+from lowlat.kernels.formats import FP8, MATRIX_FORMATS
+from lowlat.kernels.formats.dense import pack_matrix
 from lowlat.kernels.gemm.decode.gemm import NormPrologue, PartialArgmax, decode_gemm, plan_decode_gemm, steps_to_hold
 from lowlat.kernels.gemm.packing import gate_up_permutation, pack, rope_permutation, runs_of
 from lowlat.kernels.sampling.select import BROKEN, FINITE, INFINITY
 from lowlat.kernels.toolchain.kernel import H200, Card
 
 SHARED = ("common.activation", "common.handover", "common.norm_math", "common.norm_row", "rows.norm", "sampling.select")
-PARTS = ("plan", "norm_prologue", "mainloop", "partial_argmax", "epilogue", "gemm")
-FRAGMENTS = ("formats.bf16_fragment", "formats.fp8_fragment")
+PARTS = ("plan", "norm_prologue", "group_product", "mainloop", "partial_argmax", "epilogue", "gemm")
+FRAGMENTS = tuple(f"formats.{name}_fragment" for name in ("bf16", "fp8", "int4", "mxfp4", "nvfp4"))
 NAMES = (*SHARED, *FRAGMENTS, *(f"gemm.decode.{part}" for part in PARTS))
 SMALL = Card(2, 227 * 1024, (9, 0))
 
@@ -171,7 +172,8 @@ def fp8_weight(width: int, depth: int) -> tuple[dict[str, torch.Tensor], torch.T
 @pytest.mark.parametrize(
     ("late", "rows", "width", "depth", "changes"),
     [
-        (False, 2, 32, 72, {"stages": 2, "num_blocks": 2}),
+        (False, 1, 16, 72, {"stages": 2}),
+        later(False, 2, 64, 72, {"stages": 2, "num_blocks": 2}),
         later(True, 1, 80, 600, {}),
         later(False, 9, 112, 64, {"weight_tiles": 4, "stages": 2, "areas": 1, "num_blocks": 1}),
     ],
@@ -183,7 +185,7 @@ def test_fp8_gives_the_bits_of_the_same_numbers_in_bf16(
     parts, weight = fp8_weight(width, depth)
     order, live = gate_up_permutation(width // 2), torch.ones(rows, dtype=torch.uint8)
     x, bias, residual = random(rows, depth), random(width), random(rows, width)
-    packs = ((FP8.pack(parts), FP8.pack(parts, order)), (pack(weight), pack(weight, order)))
+    packs = ((pack_matrix(FP8, parts), pack_matrix(FP8, parts, order)), (pack(weight), pack(weight, order)))
     walker, found = Walker(late), []
     with walked(walker) as modules:
         norm = None if rows > 8 else modules[-1].NormPrologue(random(depth), 1e-5, live)
@@ -200,11 +202,54 @@ def test_fp8_gives_the_bits_of_the_same_numbers_in_bf16(
     assert all(torch.equal(fp8, bf16) and bool(bf16.isfinite().all()) for fp8, bf16 in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+def group_weight(name: str, width: int, depth: int, *, wide: bool) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Random parts of a format whose groups have scales, and the numbers that they stand for in float64."""
+    parts, weight_format = {}, MATRIX_FORMATS[name]
+    for part, (shape, dtype) in weight_format.specs(width, depth, torch.bfloat16).items():
+        if dtype == torch.float32:
+            scales = (torch.rand(shape) + 0.5) / depth**0.5
+            parts[part] = scales if wide else scales.bfloat16().float()
+        else:
+            parts[part] = torch.randint(16 if part.endswith("zeros") else 127, shape, dtype=dtype)
+    return parts, weight_format.dequantise(parts, torch.float32).double()
+
+
+@pytest.mark.parametrize(
+    ("name", "wide", "rows", "depth", "changes"),
+    [
+        later("int4_128", False, 2, 256, {"stages": 2}),
+        later("int4_128", True, 1, 640, {"weight_tiles": 2}),
+        ("int4_32_zeros", True, 3, 96, {"weight_tiles": 1, "areas": 1}),
+        later("int4_64_zeros", False, 11, 192, {"weight_tiles": 2, "stages": 1}),
+        later("fp8_block", True, 9, 200, {"weight_tiles": 2, "num_blocks": 1}),
+        later("fp8_block", False, 1, 200, {}),
+        later("nvfp4", True, 2, 112, {"weight_tiles": 2, "stages": 2}),
+    ],
+)
+def test_groups_have_scales_of_their_own(name: str, wide: bool, rows: int, depth: int, changes: dict[str, int]) -> None:
+    """Also behind a norm, and the same bits at any number of rows."""
+    parts, weight = group_weight(name, 40, depth, wide=wide)
+    packed, bias = pack_matrix(MATRIX_FORMATS[name], parts), random(40)
+    x, walker = random(rows, depth), Walker()
+    outs = [torch.full((count, 40), torch.nan) for count in (rows, 1, 1)]
+    with walked(walker) as modules:
+        run(walker, modules, changes, x=x, weight=packed, bias=bias, out=outs[0])
+        run(walker, modules, {}, x=x[-1:], weight=packed, bias=bias, out=outs[1])
+        norm = modules[-1].NormPrologue(random(depth), 1e-5)
+        run(walker, modules, {}, x=x[-1:], weight=packed, out=outs[2], norm=norm)
+    want = x.double() @ weight.t() + bias.double()
+    torch.testing.assert_close(outs[0].double(), want, rtol=1e-5, atol=1e-5 * float(weight.abs().sum(1).max()))
+    assert torch.equal(outs[0][-1:], outs[1])
+    normed = canonical_norm(x[-1:], norm.weight, norm.eps).bfloat16()
+    limit = 1e-5 * float(weight.abs().sum(1).max())
+    torch.testing.assert_close(outs[2].double(), normed.double() @ weight.t(), rtol=1e-5, atol=limit)
+
+
+@pytest.mark.parametrize("kind", ["bf16", later("fp8")])
 def test_every_byte_of_the_weights_is_read_once(kind: str) -> None:
     x = random(1, 320)
     walker = Walker()
-    packed = pack(random(112, 320)) if kind == "bf16" else FP8.pack(fp8_weight(112, 320)[0])
+    packed = pack(random(112, 320)) if kind == "bf16" else pack_matrix(FP8, fp8_weight(112, 320)[0])
     with walked(walker) as modules:
         run(walker, modules, {"weight_tiles": 1}, x=x, weight=packed, out=torch.empty(1, 112))
     assert walker.bytes_copied == packed.tiles.nbytes + 7 * x.numel() * 2  # and the row once for each tile
@@ -228,7 +273,7 @@ def test_residuals_and_activations(rows: int) -> None:
     torch.testing.assert_close(act.double(), want, rtol=2**-7, atol=1e-3)
 
 
-@pytest.mark.parametrize(("kind", "rows"), [("bf16", 1), ("bf16", 4), ("fp8", 3)])
+@pytest.mark.parametrize(("kind", "rows"), [("bf16", 1), ("bf16", 4), later("fp8", 3)])
 def test_queries_and_keys_are_rotated_and_the_cache_is_written(kind: str, rows: int) -> None:
     """Two slots of the other order, a dead row; what nobody writes stays."""
     queries, groups, dim, depth, block, batch = 4, 2, 32, 64, 16, 2
@@ -253,7 +298,10 @@ def test_queries_and_keys_are_rotated_and_the_cache_is_written(kind: str, rows: 
             positions=positions, cos=cos, sin=sin, row_live=live, k_cache=caches[0], v_cache=caches[1],
             block_table=table, slots=slots, write_lens=lens, offsets=offsets,
         )  # fmt: skip
-        packed, ordered = FP8.pack(parts_of, order) if parts_of else pack(weight, order), bias[order].contiguous()
+        packed, ordered = (
+            pack_matrix(FP8, parts_of, order) if parts_of else pack(weight, order),
+            bias[order].contiguous(),
+        )
         run(walker, modules, {}, x=x, weight=packed, bias=ordered, rotation=rotation, head_dim=dim, out=got)
     qkv = (product(x, weight) + bias.double()).float().view(count, heads, dim)
     parts = {name: torch.empty(count, number, dim).bfloat16() for name, number in (("q", queries), ("k", groups))}

@@ -1,0 +1,219 @@
+"""SpecPV beside full attention: time of steps, tokens/s over a whole schedule, and how long the tokens agree.
+
+    python -m bench.specpv --model llama-8b --context 65536 131072 --out bench/results/h200/specpv.json
+    python -m bench.specpv --model bundled --context 512 1024 --retrieval 4 8 16 --refresh 8 32 --threshold 64 \\
+        --out /tmp/specpv.json
+
+SpecPV is lossy. `bundled` is the bundled pair, greedy, on its own texts: rows say which share of the tokens is the
+same, by place, as with full attention, and where each prompt's first other token comes. Other models are geometries
+with random weights: acceptance is imposed, in tokens a step, and the tokens mean nothing, so nothing is said of them.
+A row is a context, a budget (`specpv_n_retrieval_blocks`) and a number of partial steps between refreshes; the first of
+each context is full attention, by a runtime without SpecPV. One request at a time; times are the host's, from one
+step's tokens to the next's, refreshes between them included.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.clock import percentile
+from bench.conditions import release, stamps_of, write_json
+from lowlat import Runtime, SamplingParams, SpeculativeConfig
+from lowlat.models.target import OpenedTarget
+from lowlat.tools.bench.geometry import random_target, read_geometries, write_draft_model
+from lowlat.tools.bench.step_bytes import step_bytes
+
+__all__ = ["main", "run_requests"]
+
+DEMO = Path(__file__).parents[1] / "lowlat" / "demo"
+BUNDLED = "bundled"
+WARM_UP = 4  # steps
+
+
+@dataclass
+class Run:
+    """The requests of one row: tokens of each, milliseconds of each step, and what the runtime counted."""
+
+    tokens: list[list[int]] = field(default_factory=list)
+    step_ms: list[float] = field(default_factory=list)
+    num_timed: int = 0
+    accept_length: float = 1.0
+    counts: dict[str, Any] = field(default_factory=dict)
+    gigabytes: float = 0.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure every row, print it, and write all of them where that is asked for."""
+    options = _options(arguments)
+    device = torch.device(options.device)
+    stamps, rows = stamps_of(device, options.commit), []
+    full: dict[int, Run] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for specpv in _settings(options):
+            target, draft = _pair(options, Path(folder))
+            config = SpeculativeConfig(
+                model=draft, num_speculative_tokens=options.depth, strict=True, **_simulated(options), **specpv
+            )
+            with Runtime.load(target, config, **_sizes(options)) as runtime:
+                for context in options.context:
+                    found = run_requests(runtime, context, options)
+                    full.setdefault(context, found)
+                    rows.append({**_row(options, context, specpv, found, full[context]), **stamps})
+                    print(json.dumps(rows[-1]), flush=True)
+            release(device)
+    if options.out is not None:
+        write_json(options.out, rows)
+    return 0
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=[BUNDLED, *sorted(read_geometries())], default="llama-8b")
+    parser.add_argument("--context", type=int, nargs="+", default=[65536, 131072], help="positions, text included")
+    parser.add_argument("--retrieval", type=int, nargs="+", default=[256], help="blocks that each head chooses")
+    parser.add_argument("--refresh", type=int, nargs="+", default=[32], help="partial steps between refreshes")
+    parser.add_argument("--threshold", type=int, default=4096)
+    parser.add_argument("--buffer", type=int, default=128, help="positions that partial steps may write")
+    parser.add_argument("--depth", type=int, default=3, help="S")
+    parser.add_argument("--accept", type=float, default=3.0, help="tokens a step that are imposed")
+    parser.add_argument("--tokens", type=int, default=384, help="of each request's completion")
+    parser.add_argument("--prompts", type=int, default=1, help="requests of a row")
+    parser.add_argument("--commit", default="", help="what is measured, where there is no git checkout to ask")
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--out", type=Path, default=None)
+    options = parser.parse_args(arguments)
+    if min(options.context) <= options.tokens:
+        parser.error(f"--context {min(options.context)} leaves no prompt before --tokens {options.tokens}")
+    return options
+
+
+def _settings(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """SpecPV's options of every runtime; none for the first."""
+    common = {
+        "enable_specpv": True,
+        "specpv_partial_threshold": options.threshold,
+        "specpv_n_spec_tokens_buf": options.buffer,
+    }
+    sweep = [(blocks, steps) for blocks in options.retrieval for steps in options.refresh]
+    keys = ("specpv_n_retrieval_blocks", "specpv_full_refresh_steps")
+    return [{}, *({**common, **dict(zip(keys, pair, strict=True))} for pair in sweep)]
+
+
+def _simulated(options: argparse.Namespace) -> dict[str, Any]:
+    return {} if options.model == BUNDLED else {"simulated_accept_length": options.accept}
+
+
+def _pair(options: argparse.Namespace, folder: Path) -> tuple[str | OpenedTarget, Path]:
+    """The target and the draft model, which is written once."""
+    if options.model == BUNDLED:
+        return str(DEMO / "target"), DEMO / "head"
+    geometry = read_geometries()[options.model]
+    target, draft = random_target(geometry, folder / "target"), folder / "draft"
+    return target, draft if draft.exists() else write_draft_model(geometry, target.config, draft)
+
+
+def _sizes(options: argparse.Namespace) -> dict[str, Any]:
+    return {"max_batch": 1, "max_context": max(options.context), "device": options.device, "prefix_reuse": False}
+
+
+def run_requests(runtime: Runtime, context: int, options: argparse.Namespace) -> Run:
+    """Run the requests of a context one after the other."""
+    found, before = Run(), _counts(runtime)
+    accepted = drafted = 0
+    for number in range(options.prompts):
+        prompt = _prompt(runtime, context - options.tokens, number, options)
+        name = runtime.submit(prompt, SamplingParams(max_tokens=options.tokens, ignore_eos=True))
+        found.tokens.append(_drive(runtime, found))
+        speculation = runtime.metrics(name).speculation
+        if speculation is not None:
+            accepted, drafted = accepted + speculation.total_accepted_tokens, drafted + speculation.num_drafts
+    found.accept_length = 1 + accepted / max(drafted, 1)
+    found.counts = {key: value - before[key] for key, value in _counts(runtime).items()}
+    bucket = runtime.ladder.choose(1, options.depth)
+    found.gigabytes = step_bytes(runtime, bucket, [context - options.tokens / 2], None) / 1e9
+    return found
+
+
+def _drive(runtime: Runtime, found: Run) -> list[int]:
+    """Step a request to its end; the first steps are not timed."""
+    tokens: list[int] = []
+    last, num_steps = 0.0, -1  # what comes first comes out of prefill
+    while runtime.busy:
+        outputs = runtime.step()
+        now = time.perf_counter()
+        for output in outputs:
+            tokens += output.token_ids
+        if outputs and num_steps >= WARM_UP:
+            found.step_ms += [1e3 * (now - last) / len(outputs)] * len(outputs)
+            found.num_timed += sum(len(output.token_ids) for output in outputs)
+        num_steps += len(outputs)
+        last = now
+    return tokens
+
+
+def _counts(runtime: Runtime) -> dict[str, int]:
+    figures = runtime.summary().get("specpv", {})
+    return {name: figures.get(name, 0) for name in ("partial_steps", "full_steps", "refreshes", "refreshed_tokens")}
+
+
+def _prompt(runtime: Runtime, length: int, number: int, options: argparse.Namespace) -> list[int]:
+    """The bundled texts one after the other, each prompt from another one on; else random tokens."""
+    if options.model != BUNDLED or runtime.codec is None:
+        generator = torch.Generator().manual_seed(number)
+        return torch.randint(1000, (length,), generator=generator).tolist()
+    texts = [text for kind in json.loads((DEMO / "prompts.json").read_text()).values() for text in kind]
+    place, tokens = 7 * number % len(texts), list[int]()
+    while len(tokens) < length:
+        tokens += runtime.codec.encode(texts[place % len(texts)])
+        place += 1
+    return tokens[:length]
+
+
+def _row(options: argparse.Namespace, context: int, specpv: dict[str, Any], found: Run, full: Run) -> dict[str, Any]:
+    median = percentile(found.step_ms, 50)
+    total = sum(found.step_ms)
+    speed, full_speed = 1e3 * found.num_timed / total, 1e3 * full.num_timed / sum(full.step_ms)
+    row: dict[str, Any] = {
+        "model": options.model,
+        "weights": "bundled" if options.model == BUNDLED else "random",
+        "batch": 1,
+        "context": context,
+        "num_speculative_tokens": options.depth,
+        "attention": "partial" if specpv else "full",
+        "lossy": bool(specpv),
+        **specpv,
+        "ms_p50": round(median, 4),
+        "ms_p99": round(percentile(found.step_ms, 99), 4),
+        "gigabytes": round(found.gigabytes, 3),
+        "tokens_per_s": round(speed, 1),
+        "accept_length": round(found.accept_length, 3),
+        "simulated": options.model != BUNDLED,
+        "steps": len(found.step_ms),
+        **found.counts,
+        "ms_of_full": round(median / percentile(full.step_ms, 50), 4),
+        "gigabytes_of_full": round(found.gigabytes / full.gigabytes, 4),
+        "tokens_per_s_of_full": round(speed / full_speed, 4),
+    }
+    if specpv and found.counts["refreshes"]:
+        row["ms_a_refresh"] = round(max(0.0, total - median * len(found.step_ms)) / found.counts["refreshes"], 3)
+    if options.model == BUNDLED:
+        row |= _agreement(found.tokens, full.tokens)
+    return row
+
+
+def _agreement(found: list[list[int]], full: list[list[int]]) -> dict[str, Any]:
+    """The share of tokens that are the same by place, and the place of each prompt's first other token, None: none."""
+    equal = [[a == b for a, b in zip(mine, theirs, strict=True)] for mine, theirs in zip(found, full, strict=True)]
+    firsts = [row.index(False) if False in row else None for row in equal]
+    return {"agreement": round(sum(map(sum, equal)) / sum(map(len, equal)), 4), "diverged_at": firsts}
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

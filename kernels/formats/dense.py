@@ -1,0 +1,202 @@
+"""Quantised dense matrices packed for decode's GEMMs, and unpacked to bf16 panels for prefill.
+
+A lane of a warp has, of a step of 64 columns, 8 consecutive columns of either half of a row, and of the row 8 below;
+its codes lie together, their bits where fragments take them from. `gemm.tiles` has the layout of a step.
+"""
+
+from collections.abc import Mapping
+
+import torch
+
+from lowlat.errors import ConfigError
+from lowlat.kernels.formats.base import MatrixFormat, Parts, tiles_of
+from lowlat.kernels.formats.fp8 import FP8, FP8_BLOCK, decode_e4m3
+from lowlat.kernels.formats.int4 import INT4_FORMATS, MIDDLE, unpack_nibbles
+from lowlat.kernels.formats.mxfp4 import MAGNITUDES, pack_codes, unpack_codes
+from lowlat.kernels.formats.nvfp4 import NVFP4
+from lowlat.kernels.gemm.packing import TILE_COLUMNS, TILE_ROWS, PackedMatrix
+from lowlat.kernels.gemm.tiles import FP8_TILES, NVFP4_TILES, TileFormat
+
+__all__ = ["DENSE_FORMATS", "pack_matrix", "unpack_matrix"]
+
+DENSE_FORMATS: Mapping[str, MatrixFormat] = {each.name: each for each in (FP8, FP8_BLOCK, *INT4_FORMATS, NVFP4)}
+PANEL = 4 << 20  # numbers that are unpacked at once
+# Of each e4m3 code of a word: bits, and how far they lie to the left of the lowest byte's.
+MOVES = (
+    ((0x80, 8), (0x7F, 4)),
+    ((0x80, 24), (0x7F, 20)),
+    ((0x80, 4), (0x70, 8), (0x0F, 0)),
+    ((0x80, 20), (0x70, 24), (0x0F, 16)),
+)
+E2M1 = torch.tensor([*MAGNITUDES, *(-each for each in MAGNITUDES)], dtype=torch.bfloat16)
+FIRST, SECOND_LEFT, SECOND_RIGHT = 0x87F087F0 - (1 << 32), 0x80F080F0 - (1 << 32), 0x07000700
+NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)  # of a word of eight codes: the place of each
+
+
+def pack_matrix(weight_format: MatrixFormat, parts: Parts, order: torch.Tensor | None = None) -> PackedMatrix:
+    """Pack a matrix [N, K] of one of DENSE_FORMATS, its rows taken in `order` first. Raises ConfigError for others."""
+    if weight_format.name not in DENSE_FORMATS:
+        raise ConfigError(f"the kernels read bf16, {', '.join(DENSE_FORMATS)}, and a matrix is in {weight_format.name}")
+    if order is not None:
+        places = order.to(next(iter(parts.values())).device)
+        parts = {name: part[places] for name, part in parts.items()}
+    rows, columns = weight_format.shape(parts)
+    height, width = tiles_of(rows, columns)
+    padding = (0, width * TILE_COLUMNS - columns, 0, height * TILE_ROWS - rows)
+    is_fp8, is_int4 = "fp8" in parts, "int4" in parts
+    codes = parts["fp8"] if is_fp8 else unpack_nibbles(parts["int4" if is_int4 else "nvfp4"])
+    codes = torch.nn.functional.pad(codes, padding, value=MIDDLE if is_int4 else 0)
+    tiles = _tiles_of(weight_format, parts)
+    held = torch.empty(
+        height * (width * tiles.step_bytes + 64 * tiles.row_scales), dtype=torch.uint8, device=codes.device
+    )
+    steps = held[: height * width * tiles.step_bytes].view(height, width, tiles.step_bytes)
+    # tile, row half, row in its half, k step, column half, quad, 8 columns
+    lanes = codes.view(height, 2, 8, width, 2, 4, 8)
+    words = (
+        _fp8_words(lanes.permute(0, 3, 1, 2, 5, 4, 6))
+        if is_fp8
+        else _four_bit_words(lanes.permute(0, 3, 2, 5, 1, 4, 6), is_int4)
+    )
+    steps[:, :, : tiles.code_bytes] = words.view(torch.uint8).reshape(height, width, tiles.code_bytes)
+    if tiles.row_scales:
+        behind = held[steps.numel() :].view(torch.float32)
+        behind.fill_(1)
+        behind[:rows] = parts["fp8_scales" if is_fp8 else "nvfp4_factors"].reshape(-1)
+    if weight_format is NVFP4:
+        scales = torch.nn.functional.pad(parts["nvfp4_scales"], (0, width * 4 - columns // 16, 0, padding[3]))
+        scales = scales.view(height, 2, 8, width, 4).permute(0, 3, 1, 2, 4)
+        steps[:, :, tiles.code_bytes :] = scales.reshape(height, width, -1)
+    elif tiles.groups:
+        behind_codes = _group_words(tiles, weight_format, parts, height, width)
+        steps[:, :, tiles.code_bytes :] = behind_codes.view(torch.uint8).reshape(height, width, -1)
+    return PackedMatrix(steps, rows, columns, order, held, tiles)
+
+
+def _tiles_of(weight_format: MatrixFormat, parts: Parts) -> TileFormat:
+    """The layout of a matrix's steps: scales take 16 bits where bf16 holds all of them.
+
+    Of tensors without content those with zero points are taken for wide, as files have them.
+    """
+    if weight_format is FP8 or weight_format is NVFP4:
+        return FP8_TILES if weight_format is FP8 else NVFP4_TILES
+    scales = parts["fp8_scales" if weight_format is FP8_BLOCK else "int4_scales"]
+    wide = "int4_zeros" in parts if scales.is_meta else not torch.equal(scales.bfloat16().float(), scales)
+    if weight_format is FP8_BLOCK:
+        return TileFormat("fp8", 1024, groups=1, wide=wide)
+    return TileFormat("int4", 512, groups=max(1, 64 // weight_format.block), wide=wide, zeros="int4_zeros" in parts)
+
+
+def _fp8_words(codes: torch.Tensor) -> torch.Tensor:
+    """Words of four codes each, their bits where `fp8_fragment` takes them from."""
+    plain = codes.contiguous().view(torch.int32)
+    made = torch.zeros_like(plain)
+    for byte, moves in enumerate(MOVES):
+        for mask, place in moves:
+            made |= ((plain >> (8 * byte)) & mask) << place
+    return made
+
+
+def _int4_words(codes: torch.Tensor) -> torch.Tensor:
+    """Words of eight codes each, a pair's in the same place of both halves."""
+    made = torch.zeros(codes.shape[:-1], dtype=torch.int32, device=codes.device)
+    for column, place in enumerate(NIBBLES):
+        made |= codes[..., column].to(torch.int32) << (4 * place)
+    return made
+
+
+def _four_bit_words(codes: torch.Tensor, is_int4: bool) -> torch.Tensor:
+    """Words of eight codes each, as the format's fragment takes them."""
+    return _int4_words(codes) if is_int4 else pack_codes(codes[..., 0::2] | (codes[..., 1::2] << 4))
+
+
+def _spread(
+    values: torch.Tensor, tiles: TileFormat, group: int, height: int, width: int, beyond: float
+) -> torch.Tensor:
+    """Values [N, G] of groups of columns for each tile, step, group of a step, row half and row of it, float32."""
+    rows, count = values.shape
+    size = TILE_COLUMNS // tiles.groups
+    places = torch.arange(width * tiles.groups, device=values.device) * size // group
+    padded = torch.nn.functional.pad(values.float(), (0, 1, 0, height * TILE_ROWS - rows), value=beyond)
+    return padded[:, places.clamp_max(count)].view(height, 2, 8, width, tiles.groups).permute(0, 3, 4, 1, 2)
+
+
+def _pair(values: torch.Tensor) -> torch.Tensor:
+    """Words of two bf16 numbers, of a row and of the row 8 below: [..., 2, 8] to [..., 1, 8] int32."""
+    bits = values.bfloat16().view(torch.int16).to(torch.int32) & 0xFFFF
+    return (bits[..., :1, :] | (bits[..., 1:, :] << 16)).contiguous()
+
+
+def _group_words(tiles: TileFormat, weight_format: MatrixFormat, parts: Parts, height: int, width: int) -> torch.Tensor:
+    """The words behind the codes of all steps, [tile, step, group, word, row] int32."""
+    group = 128 if weight_format is FP8_BLOCK else weight_format.block
+    scales = parts["fp8_scales" if weight_format is FP8_BLOCK else "int4_scales"]
+    spread = _spread(scales, tiles, group, height, width, 1.0)
+    words = [spread.contiguous().view(torch.int32) if tiles.wide else _pair(spread)]
+    if tiles.zeros:
+        words.append(_pair(-(_spread(parts["int4_zeros"], tiles, group, height, width, MIDDLE) + 128)))
+    return torch.cat(words, -2).contiguous()
+
+
+def unpack_matrix(packed: PackedMatrix) -> torch.Tensor:
+    """The numbers [N, K] of a packed matrix in bf16, rows in the packed order.
+
+    Those of FP8 by row and of NVFP4 come without the scales of their rows, exactly; others are rounded once. It takes
+    memory for some millions of numbers besides.
+    """
+    height, width, _ = packed.tiles.shape
+    out = torch.empty(height * TILE_ROWS, width * TILE_COLUMNS, dtype=torch.bfloat16, device=packed.tiles.device)
+    count = max(1, PANEL // (width * TILE_COLUMNS * TILE_ROWS))
+    for first in range(0, height, count):
+        steps = packed.tiles[first : first + count]
+        out[first * TILE_ROWS : (first + steps.shape[0]) * TILE_ROWS] = _panel(steps, packed.tile_format)
+    return out[: packed.rows, : packed.columns]
+
+
+def _panel(steps: torch.Tensor, tiles: TileFormat) -> torch.Tensor:
+    """The numbers of some rows of tiles."""
+    height, width, _ = steps.shape
+    words, shape = steps[:, :, : tiles.code_bytes].contiguous().view(torch.int32), (height * TILE_ROWS, -1)
+    if tiles.name == "fp8":  # tile, step, row half, row, quad, column half, 8 columns
+        numbers = _fp8_numbers(words).view(height, width, 2, 8, 4, 2, 8).permute(0, 2, 3, 1, 5, 4, 6)
+    else:  # tile, step, row, quad, row half, column half, 8 columns
+        made = _int4_numbers(words) if tiles.name == "int4" else _nvfp4_numbers(words)
+        numbers = made.view(height, width, 8, 4, 2, 2, 8).permute(0, 4, 2, 1, 5, 3, 6)
+    if tiles.name == "nvfp4":
+        scales = steps[:, :, tiles.code_bytes :].reshape(height, width, 2, 8, 4).permute(0, 2, 3, 1, 4)
+        return (numbers.reshape(height, 2, 8, width, 4, 16) * decode_e4m3(scales).bfloat16()[..., None]).reshape(shape)
+    if tiles.row_scales:
+        return numbers.reshape(shape)
+    behind = steps[:, :, tiles.code_bytes :].contiguous().view(torch.int32).view(height, width, tiles.groups, -1, 8)
+    scales = behind[..., :2, :].view(torch.float32) if tiles.wide else _unpair(behind[..., :1, :])
+    numbers = numbers.reshape(height, 2, 8, width, tiles.groups, -1)
+    if tiles.name == "int4":  # exact in bf16: 128 and a code, less 128 and the zero point
+        numbers += _by_row(_unpair(behind[..., tiles.scale_words :, :])).bfloat16() if tiles.zeros else -(128 + MIDDLE)
+    return (numbers * _by_row(scales)).to(torch.bfloat16).reshape(shape)
+
+
+def _fp8_numbers(words: torch.Tensor) -> torch.Tensor:
+    """Four numbers of each word, as `fp8_fragment` makes them: [..., n] int32 to [..., 4 n] bf16."""
+    second = ((words << 4) & SECOND_LEFT) | ((words >> 4) & SECOND_RIGHT)
+    return torch.stack((words & FIRST, second), -1).view(torch.bfloat16).flatten(-2).mul_(2.0**120)
+
+
+def _int4_numbers(words: torch.Tensor) -> torch.Tensor:
+    """128 and each of the eight codes of each word, as `int4_fragment` makes them."""
+    pairs = [((words >> (4 * place)) & 0x000F000F) | 0x43004300 for place in range(4)]
+    return torch.stack(pairs, -1).view(torch.bfloat16).flatten(-2)
+
+
+def _nvfp4_numbers(words: torch.Tensor) -> torch.Tensor:
+    """The eight codes of each word as numbers."""
+    return E2M1.to(words.device)[unpack_nibbles(unpack_codes(words)).int()]
+
+
+def _unpair(words: torch.Tensor) -> torch.Tensor:
+    """The inverse of `_pair`, float32."""
+    return torch.cat(((words << 16).view(torch.float32), (words & -65536).view(torch.float32)), -2)
+
+
+def _by_row(values: torch.Tensor) -> torch.Tensor:
+    """Values by tile, step, group, row half and row where numbers stand: tile, row half, row, step, group, 1."""
+    return values.permute(0, 3, 4, 1, 2)[..., None]

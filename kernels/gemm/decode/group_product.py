@@ -1,0 +1,95 @@
+"""The product of a step whose groups of columns have scales of their own: each group's sums are scaled, and added.
+
+A group's sums begin at zero and are exact products in float32; one multiply-add brings them to their size and joins
+them to the others. So the order of accumulation is the weight's alone. It knows neither pipelines nor epilogues.
+"""
+
+from typing import Any
+
+from lowlat.errors import ShapeError
+from lowlat.kernels.formats import fp8_fragment, int4_fragment
+from lowlat.kernels.gemm.decode.plan import DecodeGemmPlan, DecodeGemmShape
+from lowlat.kernels.toolchain import ptx
+from lowlat.kernels.toolchain.numba_cuda import device_function, uint32
+
+__all__ = ["make_group_product"]
+
+HIGH = 0xFFFF0000
+LOW = 0x0000FFFF
+TWICE = 0x00010001
+MINUS_136 = int4_fragment.MINUS_136
+
+
+@device_function
+def _fp8_half(weights: Any, half: Any, _minus: Any, _low_minus: Any) -> Any:
+    return fp8_fragment.load_half(weights, half, weights)
+
+
+LOADS = {"int4": int4_fragment.load_half, "fp8": _fp8_half}
+
+
+def make_group_product(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
+    """A function: add one k step to the accumulators of all weight and row tiles.
+
+    It takes the sums, the addresses of a lane's codes, rows and words behind the codes, in shared memory.
+    """
+    weight_tiles, row_tiles, tile_bytes = plan.weight_tiles, plan.row_tiles, plan.tile_bytes
+    if weight_tiles > 2:
+        raise ShapeError(f"groups of columns are multiplied by one or two weight tiles at once, got {weight_tiles}")
+    total = weight_tiles * row_tiles
+    tile = _make_tile(shape, plan)
+    add0, add1 = (ptx.fma_tiles(total, min(part, weight_tiles - 1) * row_tiles, row_tiles) for part in range(2))
+    groups = shape.weights.groups
+
+    def multiply(sums: Any, here: Any, rows: Any, words: Any) -> Any:
+        for group in range(groups):
+            partial, top, low = tile(here, rows, words, group)
+            sums = add0(sums, partial, top, low)
+            if weight_tiles > 1:
+                partial, top, low = tile(
+                    uint32(here + uint32(tile_bytes)), rows, uint32(words + uint32(tile_bytes)), group
+                )
+                sums = add1(sums, partial, top, low)
+        return sums
+
+    return device_function(multiply)
+
+
+def _make_tile(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
+    """A function: a group's sums of one weight tile, and its scales of a lane's two rows."""
+    row_tiles, weights, half_bytes = plan.row_tiles, shape.weights, plan.rows_bytes // 2
+    load_half, load_rows = LOADS[weights.name], ptx.load_shared_tiles(row_tiles, plan.rows_bytes)
+    zeros = ptx.zeros(4 * row_tiles)
+    first, second = ptx.mma_bf16_tiles(row_tiles, 0, row_tiles, 0), ptx.mma_bf16_tiles(row_tiles, 0, row_tiles, 2)
+    rows_at = 0 if plan.steps_held else plan.weight_tiles * plan.tile_bytes
+    whole, wide, has_zeros = weights.groups == 1, weights.wide, weights.zeros
+    group_bytes, zeros_at = (weights.scale_words + weights.zeros) * 128, weights.scale_words * 128
+
+    @device_function
+    def add_half(sums: Any, here: Any, rows: Any, half: Any, minus: Any, low_minus: Any) -> Any:
+        inputs = load_rows(uint32(rows + uint32(rows_at + half * half_bytes)))
+        a0, a1, a2, a3, b0, b1, b2, b3 = load_half(here, half, minus, low_minus)
+        sums = first(sums, a0, b0, a1, b1, inputs)
+        return second(sums, a2, b2, a3, b3, inputs)
+
+    @device_function
+    def tile(here: Any, rows: Any, words: Any, group: Any) -> Any:
+        place = uint32(words + uint32(group * group_bytes))
+        word = ptx.load_shared_u32(place)
+        if wide:
+            top, low = ptx.float_of_bits(word), ptx.float_of_bits(ptx.load_shared_u32(uint32(place + uint32(128))))
+        else:
+            top, low = ptx.float_of_bits(word << uint32(16)), ptx.float_of_bits(word & uint32(HIGH))
+        minus, low_minus = uint32(MINUS_136), uint32(MINUS_136)
+        if has_zeros:
+            both = ptx.load_shared_u32(uint32(place + uint32(zeros_at)))
+            minus, low_minus = (both & uint32(LOW)) * uint32(TWICE), (both >> uint32(16)) * uint32(TWICE)
+        sums = zeros()
+        if whole:
+            sums = add_half(sums, here, rows, 0, minus, low_minus)
+            sums = add_half(sums, here, rows, 1, minus, low_minus)
+        else:
+            sums = add_half(sums, here, rows, group, minus, low_minus)
+        return sums, top, low
+
+    return tile

@@ -1,0 +1,68 @@
+"""Tiles of dense weights as decode's GEMMs read them: 16 rows by 64 columns, a step of a tile after the other.
+
+A step has codes, and behind them words of scales, one for each group of rows i and i + 8: two bf16 scales, or a float32
+scale of the one and a word of the other; and, where there are zero points, words of two bf16 numbers, 128 and the zero
+point less than zero. NVFP4's words are the four e4m3 scales of row i, and those of row i + 8. A lane has its codes in
+pieces of 16 bytes, 512 bytes from one piece to the next.
+"""
+
+from dataclasses import dataclass
+
+__all__ = ["BF16_TILES", "FP8_TILES", "NVFP4_TILES", "TileFormat"]
+
+ROW_PAIRS = 8
+
+
+@dataclass(frozen=True)
+class TileFormat:
+    """One way to hold a step.
+
+    name        of the codes: "bf16", "fp8", "int4" or "nvfp4"
+    code_bytes  of a step
+    row_scales  rows have a scale each, float32, behind all tiles, which the epilogue applies
+    groups      of columns in a step that have scales of their own: 0, 1 or 2
+    wide        these scales are float32, else bf16
+    zeros       groups have zero points
+    block_words  of scales that codes are multiplied by before anything is added up, as NVFP4's
+    """
+
+    name: str
+    code_bytes: int
+    row_scales: bool = False
+    groups: int = 0
+    wide: bool = False
+    zeros: bool = False
+    block_words: int = 0
+
+    @property
+    def scale_words(self) -> int:
+        """Words of scales that a lane reads for a group."""
+        return 2 if self.wide else 1
+
+    @property
+    def words(self) -> int:
+        """Words behind a step's codes that a lane reads."""
+        return self.block_words + self.groups * (self.scale_words + self.zeros)
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes of a step in memory, where four lanes have a word in common."""
+        return self.code_bytes + self.words * ROW_PAIRS * 4
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of a step in shared memory, where each lane has its own words."""
+        return self.code_bytes + self.words * 128
+
+    @property
+    def label(self) -> str:
+        """The name in kernels' names and tuning tables: all that tells kernels apart."""
+        scales = (
+            "" if not self.groups else f"_{self.groups}{'wide' if self.wide else ''}{'zeros' if self.zeros else ''}"
+        )
+        return f"{self.name}{scales}"
+
+
+BF16_TILES = TileFormat("bf16", 2048)
+FP8_TILES = TileFormat("fp8", 1024, row_scales=True)
+NVFP4_TILES = TileFormat("nvfp4", 512, row_scales=True, block_words=2)

@@ -1,0 +1,267 @@
+"""A slot's lists of blocks, by head: all blocks, or those that the last queries score best between sinks and window.
+
+Two launches: scores of all candidates, a warp for one head's block at a time; and for each head the choice, in order of
+position. Nothing is chosen for a slot whose list leaves nothing out: then the first launch has nothing to do.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from lowlat.errors import ShapeError
+from lowlat.kernels.common.memory import divide, int_at, set_int, wide_count
+from lowlat.kernels.common.norm_math import high_value, low_value
+from lowlat.kernels.reference.shapes import check_shape
+from lowlat.kernels.toolchain import ptx
+from lowlat.kernels.toolchain.kernel import H200, Card, Kernel, KernelCall, Workspace, WorkspaceShape
+from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int32, int64, types, uint32
+
+__all__ = ["choose_blocks", "examples", "list_lens", "scores_workspace"]
+
+SCORERS, BLOCKS = 256, 3  # threads that score, and their blocks a multiprocessor
+CHOOSERS = 1024
+FULL_WARP = 0xFFFFFFFF
+HEAD_SIZES = (64, 128)
+MAX_BATCH = 32
+
+
+def choose_blocks(
+    q: torch.Tensor,
+    key_summary: torch.Tensor,
+    block_table: torch.Tensor,
+    chunk: torch.Tensor,
+    slot: torch.Tensor,
+    shifts: torch.Tensor,
+    *,
+    block_lists: torch.Tensor,
+    block: int,
+    num_queries: int,
+    num_sinks: int,
+    num_retrieved: int,
+    workspace: Workspace,
+    card: Card = H200,
+) -> list[KernelCall]:
+    """`choose_blocks` of the reference, whose arguments these are; q and summaries are bf16, heads of 64 or 128.
+
+    workspace  see `scores_workspace`
+    Time: a read of the summaries, and a few thousand steps of a block for each head. Captured: yes. Raises ShapeError
+    for shapes or dtypes that do not fit.
+    """
+    rows, heads, dim = q.shape
+    pages, kv_heads, parts = key_summary.shape[:3]
+    max_batch, _, width = block_lists.shape
+    check_shape("key_summary", key_summary, pages, kv_heads, parts, 2, dim)
+    check_shape("block_lists", block_lists, max_batch, kv_heads, width)
+    check_shape("block_table", block_table, 1, block_table.shape[-1])
+    for name, array, count in (("chunk", chunk, 2), ("slot", slot, 1), ("shifts", shifts, max_batch)):
+        check_shape(name, array, count)
+    if {q.dtype, key_summary.dtype} != {torch.bfloat16} or dim not in HEAD_SIZES or heads % kv_heads:
+        raise ShapeError(
+            f"choose_blocks takes bfloat16 and heads of {HEAD_SIZES}, got {q.dtype}, {key_summary.dtype}, {dim}"
+        )
+    wide_count("q", q)
+    sizes = (kv_heads, parts, block, num_sinks, num_retrieved)
+    scores = workspace(*scores_workspace(kv_heads, width))
+    grid = (BLOCKS * card.num_multiprocessors, 1, 1)
+    given = (q, key_summary, block_table, chunk, slot, shifts, scores, width, min(num_queries, rows))
+    score = KernelCall(_score(dim, heads // kv_heads, *sizes), grid, given)
+    own = (block_table, slot, shifts, scores, block_lists, width, block_table.shape[-1] * parts)
+    return [score, KernelCall(_choose(*sizes), (kv_heads, 1, 1), own)]
+
+
+def scores_workspace(kv_heads: int, width: int) -> WorkspaceShape:
+    """The workspace of `choose_blocks`, for lists of so many heads and entries: scores of every block."""
+    return ("choose_blocks.scores", (kv_heads, width), torch.float32)
+
+
+@cache
+def _score(dim: int, group: int, kv_heads: int, parts: int, block: int, num_sinks: int, num_retrieved: int) -> Kernel:
+    """A pair of lanes' groups has a block's largest and smallest keys side by side, as they lie in memory."""
+    pieces = dim // 8
+    pair = 2 * pieces  # lanes
+    pairs = 32 // pair  # blocks that a warp scores at once
+    first, fixed = num_sinks, num_retrieved
+
+    def block_scores_kernel(
+        q: Any, summary: Any, table: Any, chunk: Any, slot: Any, shifts: Any, scores: Any, width: Any, queries: Any
+    ) -> None:
+        ptx.wait_for_previous_kernel()
+        ptx.let_next_kernel_start()
+        left_out, _ = divide(int_at(shifts, int_at(slot, int64(0))), block)
+        if left_out == 0:
+            return
+        lane = int64(cuda.threadIdx.x) & int64(31)
+        count = (left_out + int64(fixed)) * int64(kv_heads)
+        live = int_at(chunk, int64(1))
+        taken = min(int64(queries), live)
+        warp = int64(cuda.blockIdx.x) * int64(SCORERS // 32) + (int64(cuda.threadIdx.x) >> int64(5))
+        base = warp * int64(pairs)
+        while base < count:  # the same for all lanes of a warp
+            place = min(base + lane // int64(pair), count - 1)
+            number, head = divide(place, kv_heads)
+            index, part = divide(number + int64(first), parts)
+            owner = int_at(table, index) * int64(kv_heads) + head
+            inner = lane % int64(pair)
+            keys = ptx.load_global_128(summary + ((owner * int64(parts) + part) * int64(pair) + inner) * 16)
+            total = float32(0)
+            for query in range(taken * int64(group)):
+                row, member = divide(query, group)
+                at = ((live - taken + row) * int64(kv_heads) + head) * int64(group) + member
+                words = ptx.load_global_128(q + (at * int64(pieces) + inner % int64(pieces)) * 16)
+                product = _product(keys, words)
+                distance = 1
+                while distance < pieces:
+                    product = ptx.add_rn(product, cuda.shfl_xor_sync(FULL_WARP, product, distance))
+                    distance *= 2
+                other = cuda.shfl_xor_sync(FULL_WARP, product, pieces)
+                total = ptx.add_rn(total, max(product, other))
+            if inner == 0 and base + lane // int64(pair) < count:
+                address = scores + (head * int64(width) + number) * 4
+                ptx.store_global_f32(address, total)
+            base += int64(cuda.gridDim.x) * int64(SCORERS // 32 * pairs)
+
+    name = f"block_scores_{dim}x{group}x{kv_heads}_b{block}x{parts}_{num_sinks}_{num_retrieved}"
+    return Kernel(name, block_scores_kernel, (types.int64,) * 9, SCORERS, min_blocks=BLOCKS)
+
+
+@device_function
+def _product(keys: Any, words: Any) -> Any:
+    """The sum of products of 8 bf16 with 8 others, in order."""
+    a, b, c, d = keys
+    e, f, g, h = words
+    total = ptx.mul_rn(low_value(a), low_value(e))
+    total = ptx.fma_rn(high_value(a), high_value(e), total)
+    total = ptx.fma_rn(low_value(b), low_value(f), total)
+    total = ptx.fma_rn(high_value(b), high_value(f), total)
+    total = ptx.fma_rn(low_value(c), low_value(g), total)
+    total = ptx.fma_rn(high_value(c), high_value(g), total)
+    total = ptx.fma_rn(low_value(d), low_value(h), total)
+    return ptx.fma_rn(high_value(d), high_value(h), total)
+
+
+@device_function
+def _rank_of(scores: Any, number: Any) -> Any:
+    """A score as an integer that orders as scores do."""
+    bits = uint32(ptx.load_global_i32(scores + number * 4))
+    return uint32(bits ^ (uint32(0xFFFFFFFF) if bits >> uint32(31) else uint32(0x80000000)))
+
+
+@device_function
+def _entry(table: Any, logical: Any, parts: Any, held: Any) -> Any:
+    """The entry of a slot's block by its place in the text; 0 behind the table's end."""
+    index, part = divide(min(logical, held - 1), parts)
+    return int_at(table, index) * int64(parts) + part if logical < held else int64(0)
+
+
+@device_function
+def _threshold(scores: Any, count: Any, wanted: Any, thread: Any) -> Any:
+    """The least rank that is chosen: `wanted` scores or more have it or a higher one. All threads call it."""
+    threshold = uint32(0)
+    for bit in range(32):
+        tried, found = uint32(threshold | (uint32(0x80000000) >> uint32(bit))), int64(0)
+        base = int64(0)
+        while base < count and found < wanted:
+            number = base + thread
+            counts = number < count and _rank_of(scores, min(number, count - 1)) >= tried
+            found += int64(cuda.syncthreads_count(int32(1) if counts else int32(0)))
+            base += int64(CHOOSERS)
+        if found >= wanted:
+            threshold = tried
+    return threshold
+
+
+@cache
+def _choose(kv_heads: int, parts: int, block: int, num_sinks: int, num_retrieved: int) -> Kernel:
+    """A block a head. `held` is the number of entries that a slot's table gives, `width` that of a list."""
+    window = num_sinks + num_retrieved
+
+    def choose_blocks_kernel(
+        table: Any, slot: Any, shifts: Any, all_scores: Any, lists: Any, width: Any, held: Any
+    ) -> None:
+        ptx.wait_for_previous_kernel()
+        ptx.let_next_kernel_start()
+        above, equal = cuda.shared.array(32, int32), cuda.shared.array(32, int32)
+        head, thread = int64(cuda.blockIdx.x), int64(cuda.threadIdx.x)
+        lane, warp = int32(thread) & int32(31), int32(thread) >> int32(5)
+        own = int_at(slot, int64(0))
+        left_out, _ = divide(int_at(shifts, own), block)
+        lists += (own * int64(kv_heads) + head) * width * 4
+        scores = all_scores + head * width * 4
+        place = thread
+        while place < width:
+            if left_out == 0 or place < num_sinks:
+                set_int(lists, place, _entry(table, place, parts, held))
+            elif place >= window:
+                set_int(lists, place, _entry(table, place + left_out, parts, held))
+            place += int64(CHOOSERS)
+        if left_out == 0:
+            return
+        count = left_out + int64(num_retrieved)
+        threshold = _threshold(scores, count, int64(num_retrieved), thread)
+        num_above, base = int64(0), int64(0)
+        while base < count:
+            number = base + thread
+            more = number < count and _rank_of(scores, min(number, count - 1)) > threshold
+            num_above += int64(cuda.syncthreads_count(int32(1) if more else int32(0)))
+            base += int64(CHOOSERS)
+        most_equal = int64(num_retrieved) - num_above  # of the last rank as many as are left, the first ones
+        seen_above, seen_equal, base = int64(0), int64(0), int64(0)
+        while base < count:
+            number = base + thread
+            rank = _rank_of(scores, min(number, count - 1))
+            more, same = number < count and rank > threshold, number < count and rank == threshold
+            lanes_above = uint32(cuda.ballot_sync(FULL_WARP, more))
+            lanes_equal = uint32(cuda.ballot_sync(FULL_WARP, same))
+            if lane == 0:
+                above[warp], equal[warp] = int32(cuda.popc(lanes_above)), int32(cuda.popc(lanes_equal))
+            cuda.syncthreads()
+            lower = uint32((uint32(1) << uint32(lane)) - uint32(1))
+            before_above = seen_above + int64(cuda.popc(lanes_above & lower))
+            before_equal = seen_equal + int64(cuda.popc(lanes_equal & lower))
+            for each in range(CHOOSERS // 32):
+                if each < warp:
+                    before_above += int64(above[each])
+                    before_equal += int64(equal[each])
+                seen_above += int64(above[each])
+                seen_equal += int64(equal[each])
+            if more or (same and before_equal < most_equal):
+                target = int64(num_sinks) + before_above + min(before_equal, most_equal)
+                set_int(lists, target, _entry(table, number + int64(num_sinks), parts, held))
+            cuda.syncthreads()
+            base += int64(CHOOSERS)
+
+    name = f"choose_blocks_{kv_heads}_b{block}x{parts}_{num_sinks}_{num_retrieved}"
+    return Kernel(name, choose_blocks_kernel, (types.int64,) * 7, CHOOSERS)
+
+
+def list_lens(
+    dense_lens: torch.Tensor, slots: torch.Tensor, shifts: torch.Tensor, *, out: torch.Tensor
+) -> list[KernelCall]:
+    """`list_lens` of the reference, whose arguments these are. Raises ShapeError for shapes that do not fit."""
+    batch = slots.shape[0]
+    check_shape("dense_lens", dense_lens, batch)
+    check_shape("out", out, batch)
+    if batch > MAX_BATCH:
+        raise ShapeError(f"list_lens takes at most {MAX_BATCH} slots, got {batch}")
+    return [KernelCall(_lens(), (1, 1, 1), (dense_lens, slots, shifts, out, batch))]
+
+
+@cache
+def _lens() -> Kernel:
+    def list_lens_kernel(dense_lens: Any, slots: Any, shifts: Any, out: Any, batch: Any) -> None:
+        ptx.wait_for_previous_kernel()
+        ptx.let_next_kernel_start()
+        index = int64(cuda.threadIdx.x)
+        if index < batch:
+            slot = int_at(slots, index)
+            shift = int_at(shifts, max(slot, int64(0)))
+            set_int(out, index, int_at(dense_lens, index) - (shift if slot >= 0 else int64(0)))
+
+    return Kernel("list_lens", list_lens_kernel, (types.int64,) * 5, MAX_BATCH)
+
+
+def examples() -> list[Kernel]:
+    """Specialisations that CI compiles: Llama-8B's with SpecPV's defaults, scores of gpt-oss's heads."""
+    sizes = (8, 2, 16, 2, 256)
+    return [_score(128, 4, *sizes), _choose(*sizes), _lens(), _score(64, 8, *sizes)]

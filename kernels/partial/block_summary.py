@@ -1,0 +1,115 @@
+"""The largest and the smallest key of each block of a list, dimension by dimension, renewed where keys are new."""
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from lowlat.errors import ShapeError
+from lowlat.kernels.common.memory import divide, int_at, wide_count
+from lowlat.kernels.common.norm_math import high_value, low_value
+from lowlat.kernels.reference.shapes import check_shape
+from lowlat.kernels.toolchain import ptx
+from lowlat.kernels.toolchain.kernel import H200, Card, Kernel, KernelCall
+from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, types, uint32
+
+__all__ = ["examples", "summarise_blocks"]
+
+THREADS = 256
+BLOCKS = 2  # a multiprocessor
+
+
+def summarise_blocks(
+    k_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    span: torch.Tensor,
+    *,
+    key_summary: torch.Tensor,
+    card: Card = H200,
+) -> list[KernelCall]:
+    """`summarise_blocks` of the reference, in one launch; a thread takes 8 dimensions of a block's keys at a time.
+
+    k_cache      [P, G, block, D]     bf16; rows of whole multiples of 16 bytes
+    block_table  [1, C / block]       int32
+    span         [2]                  int32  positions [first, end) are new
+    key_summary  [P, G, parts, 2, D]  bf16, updated
+    Time: a read of the new blocks' keys over the memory's bandwidth. Captured: yes. Raises ShapeError for shapes or
+    dtypes that do not fit.
+    """
+    pages, num_heads, block, dim = k_cache.shape
+    parts = key_summary.shape[2]
+    check_shape("key_summary", key_summary, pages, num_heads, parts, 2, dim)
+    check_shape("block_table", block_table, 1, block_table.shape[-1])
+    check_shape("span", span, 2)
+    if {k_cache.dtype, key_summary.dtype} != {torch.bfloat16} or parts < 1 or block % parts:
+        raise ShapeError(
+            f"summarise_blocks takes bfloat16 and whole parts of a block of {block}, got {k_cache.dtype}, {parts} parts"
+        )
+    pieces = wide_count("k_cache", k_cache)
+    wide_count("key_summary", key_summary)
+    most = -(-block_table.shape[-1] * parts * num_heads * pieces // THREADS)
+    grid = (min(most, BLOCKS * card.num_multiprocessors), 1, 1)
+    kernel = _make(num_heads, block, parts, pieces)
+    return [KernelCall(kernel, grid, (k_cache, block_table, span, key_summary))]
+
+
+@device_function
+def _greater(words: Any, others: Any) -> Any:
+    """The greater of each of the 8 bf16 in four words and of those in four others."""
+    a, b, c, d = words
+    e, f, g, h = others
+    return _greater_pair(a, e), _greater_pair(b, f), _greater_pair(c, g), _greater_pair(d, h)
+
+
+@device_function
+def _greater_pair(word: Any, other: Any) -> Any:
+    low, high = max(low_value(word), low_value(other)), max(high_value(word), high_value(other))
+    return ptx.bf16_pair(float32(low), float32(high))
+
+
+@device_function
+def _negated(words: Any) -> Any:
+    """The 8 bf16 in four words with their signs changed."""
+    a, b, c, d = words
+    signs = uint32(0x80008000)
+    return uint32(a ^ signs), uint32(b ^ signs), uint32(c ^ signs), uint32(d ^ signs)
+
+
+@cache
+def _make(num_heads: int, block: int, parts: int, pieces: int) -> Kernel:
+    """A place is 16 bytes of a summary; the grid takes places in turn until all are done."""
+    size = block // parts
+
+    def summarise_blocks_kernel(k_cache: Any, table: Any, span: Any, summary: Any) -> None:
+        ptx.wait_for_previous_kernel()
+        ptx.let_next_kernel_start()
+        place = int64(cuda.blockIdx.x) * int64(THREADS) + int64(cuda.threadIdx.x)
+        end = int_at(span, int64(1))
+        first = int_at(span, int64(0)) // int64(size)
+        count = ((end + int64(size - 1)) // int64(size) - first) * int64(num_heads * pieces)
+        while place < count:
+            row, piece = divide(place, pieces)
+            number, head = divide(row, num_heads)
+            index, part = divide(first + number, parts)
+            owner = int_at(table, index) * num_heads + head
+            source = k_cache + ((owner * block + part * size) * pieces + piece) * 16
+            held = min(int64(size), end - (first + number) * int64(size))
+            largest = ptx.load_global_128(source)
+            smallest = _negated(largest)
+            for step in range(1, held):
+                words = ptx.load_global_128(source + step * int64(pieces * 16))
+                largest, smallest = _greater(largest, words), _greater(smallest, _negated(words))
+            target = summary + ((owner * parts + part) * (2 * pieces) + piece) * 16
+            a, b, c, d = largest
+            ptx.store_global_128(target, a, b, c, d)
+            e, f, g, h = _negated(smallest)
+            ptx.store_global_128(target + pieces * 16, e, f, g, h)
+            place += int64(cuda.gridDim.x) * int64(THREADS)
+
+    name = f"summarise_blocks_{num_heads}_{block}_{parts}_{pieces}"
+    return Kernel(name, summarise_blocks_kernel, (types.int64,) * 4, THREADS, min_blocks=BLOCKS)
+
+
+def examples() -> list[Kernel]:
+    """A specialisation that CI compiles: Llama-8B's cache with blocks of 16."""
+    return [_make(8, 32, 2, 16)]

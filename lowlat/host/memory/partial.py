@@ -1,0 +1,125 @@
+"""When the slots' lists of blocks are chosen anew: SpecPV's schedule, from counts that the host knows for certain.
+
+A slot attends to everything until its text reaches the threshold. Then a refresh chooses its blocks, and again when
+its partial steps are used up, or the next step might write past what a refresh can recompute. Each decision rests on
+the slot's own published tokens and steps alone, never on what is under way: so it does not depend on how far the host
+runs ahead, nor on other slots. It knows no device and no tokens.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lowlat.models.partial_kv import PartialKV
+
+__all__ = ["PartialSlots", "Refresh"]
+
+MOST_STEPS = 64  # that are looked ahead
+
+
+@dataclass(frozen=True)
+class Refresh:
+    """The positions [start, start + count) to run over all of the cache; from `span` on keys have no summary yet."""
+
+    start: int
+    count: int
+    span: int
+
+
+@dataclass
+class _Slot:
+    """What is known of a slot that decodes; num_exact is None until its first refresh: then all positions are exact."""
+
+    num_summarised: int
+    num_exact: int | None = None
+    num_steps: int = 0
+
+
+@dataclass
+class _Counts:
+    refreshes: int = 0
+    refreshed_tokens: int = 0
+    partial_steps: int = 0
+    full_steps: int = 0
+
+
+class PartialSlots:
+    """The partial state of every slot of one runtime.
+
+    sizes     None: SpecPV is off, and nothing is ever due
+    max_rows  rows that a step may write for a slot
+    `shifts` has the positions that each slot's lists leave out, 0 where it attends to everything; of a slot without a
+    request they mean nothing.
+    """
+
+    def __init__(self, sizes: PartialKV | None, max_batch: int, max_rows: int) -> None:
+        self.sizes = sizes
+        self.max_rows = max_rows
+        self.shifts = [0] * max_batch
+        self._slots: dict[int, _Slot] = {}
+        self._counts = _Counts()
+
+    def join(self, slot: int, num_prompt: int) -> None:
+        """A request begins in a slot; prefill summarises the keys of its prompt, and makes its lists whole."""
+        self.shifts[slot] = 0
+        self._slots[slot] = _Slot(num_prompt)
+
+    def count_step(self, slot: int) -> bool:
+        """A step of a slot was published; returns whether it was a partial one."""
+        state = self._slots[slot]
+        is_partial = state.num_exact is not None
+        state.num_steps += is_partial
+        self._counts.partial_steps += is_partial
+        self._counts.full_steps += not is_partial
+        return is_partial
+
+    def is_due(self, slot: int, length: int) -> bool:
+        """Whether a slot whose text has `length` tokens must be refreshed before its next step."""
+        return self._is_due(self._slots[slot], length, 0)
+
+    def num_certain(self, lengths: Mapping[int, int], most: int, num_under_way: int) -> int | None:
+        """Steps that may be launched behind those under way before a refresh can be due; None: any number.
+
+        lengths        tokens of each slot's text, without those under way
+        most           tokens that a step brings a slot, at most
+        num_under_way  steps that were launched and not counted yet
+        """
+        if self.sizes is None:
+            return None
+        each = (self._num_certain(self._slots[slot], lengths[slot], most, num_under_way) for slot in lengths)
+        return min(each, default=MOST_STEPS)
+
+    def _num_certain(self, state: _Slot, length: int, most: int, ahead: int) -> int:
+        certain = 0
+        while certain < MOST_STEPS and not self._is_due(state, length + most * ahead, ahead):
+            certain, ahead = certain + 1, ahead + 1
+        return certain
+
+    def _is_due(self, state: _Slot, length: int, num_more: int) -> bool:
+        if self.sizes is None:
+            return False
+        if state.num_exact is None:
+            return length - 1 >= self.sizes.threshold
+        too_many = length - state.num_exact + self.max_rows > self.sizes.buffer
+        return too_many or state.num_steps + num_more >= self.sizes.num_refresh_steps
+
+    def refresh(self, slot: int, length: int) -> Refresh:
+        """Begin new lists for a slot whose text has `length` tokens, where that is due; the caller runs the positions
+        that it returns."""
+        if self.sizes is None:
+            raise ValueError("there is nothing to refresh: SpecPV is off")
+        state = self._slots[slot]
+        start = length - 1 if state.num_exact is None else state.num_exact
+        found = Refresh(start, length - start, min(start, state.num_summarised))
+        self.shifts[slot] = self.sizes.shift(length - 1)
+        state.num_exact = state.num_summarised = length - 1
+        state.num_steps = 0
+        self._counts.refreshes += 1
+        self._counts.refreshed_tokens += found.count
+        return found
+
+    def report(self) -> dict[str, Any]:
+        """A block `specpv` of counts since the load, as JSON, labelled lossy, of steps by slot; empty if off."""
+        if self.sizes is None:
+            return {}
+        return {"specpv": {"lossy": True, **asdict(self._counts)}}

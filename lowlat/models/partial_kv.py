@@ -1,0 +1,108 @@
+"""SpecPV's sizes: the part of a KV cache that layers without windows attend to, and when it is chosen anew.
+
+A slot in the partial state has, for each such layer and key-value head, a list of blocks: the text's first ones
+(sinks), those that the last queries scored best, and all from the last ones (the window) on, to which steps append.
+Position p of the window's part stands `shift` positions before p in the list. What steps write is made from a part of
+the cache and so inexact; a refresh recomputes it over all of the cache, and chooses the blocks from it. SpecPV is
+lossy: what was accepted between two refreshes is not verified again.
+
+Source: SpecPV, arXiv 2512.02337, and its authors' TanZhendong/SpecPV, specpv/kv/kv_cache.py. They copy the part, take
+its window to the position, score by the root and its drafts; here blocks stay where they are, the window begins with a
+block, and the last tokens before a step score, which are certain.
+"""
+
+from dataclasses import dataclass
+
+from lowlat.errors import ConfigError
+from lowlat.models.geometry import ModelConfig
+from lowlat.options.config import RuntimeConfig, SpeculativeConfig
+
+__all__ = ["PartialKV", "partial_kv"]
+
+
+@dataclass(frozen=True)
+class PartialKV:
+    """The sizes of partial steps.
+
+    block              positions of a block of a list
+    num_sinks          blocks at the start
+    num_retrieved      blocks that each head chooses
+    num_window         whole blocks before the last position, at least
+    num_queries        last rows of a refresh that score blocks, at most
+    buffer             positions that partial steps may write between two refreshes
+    threshold          positions from which a slot is in the partial state, and more than a list has at the start
+    num_refresh_steps  partial steps between two refreshes, at most
+    """
+
+    block: int
+    num_sinks: int
+    num_retrieved: int
+    num_window: int
+    num_queries: int
+    buffer: int
+    threshold: int
+    num_refresh_steps: int
+
+    def shift(self, num_positions: int) -> int:
+        """The positions that lists chosen behind so many exact ones leave out; above 0 from the threshold on."""
+        first_of_window = num_positions // self.block - self.num_window
+        return (first_of_window - self.num_sinks - self.num_retrieved) * self.block
+
+
+def partial_kv(
+    speculative: SpeculativeConfig, options: RuntimeConfig, config: ModelConfig, max_rows: int
+) -> PartialKV | None:
+    """SpecPV's sizes for a runtime; None where it is off.
+
+    max_rows  rows that a step may write for a slot
+    Raises ConfigError for options that cannot be combined with it, or that never let a partial step run.
+    """
+    if not speculative.enable_specpv:
+        return None
+    block = speculative.specpv_block_size
+    fixed = speculative.specpv_n_sink_blocks + speculative.specpv_n_retrieval_blocks
+    least = (fixed + speculative.specpv_n_window_blocks + 1) * block
+    found = PartialKV(
+        block=block,
+        num_sinks=speculative.specpv_n_sink_blocks,
+        num_retrieved=speculative.specpv_n_retrieval_blocks,
+        num_window=speculative.specpv_n_window_blocks,
+        num_queries=speculative.num_speculative_tokens + 1,
+        buffer=speculative.specpv_n_spec_tokens_buf,
+        threshold=max(speculative.specpv_partial_threshold, least),
+        num_refresh_steps=speculative.specpv_full_refresh_steps,
+    )
+    _check(found, options, config, max_rows)
+    return found
+
+
+def _check(partial: PartialKV, options: RuntimeConfig, config: ModelConfig, max_rows: int) -> None:
+    at_once = options.prefill_chunk * options.max_prefill_chunks
+    problems = (
+        (None not in config.windows, "it has nothing to leave out: every layer of this model has a window"),
+        (
+            options.block_size % partial.block > 0,
+            f"block_size {options.block_size} must be a multiple of specpv_block_size {partial.block}",
+        ),
+        (
+            options.share_decoded,
+            "share_decoded would hand the keys and values of partial steps, which are inexact, to other requests",
+        ),
+        (
+            partial.buffer <= max_rows,
+            f"specpv_n_spec_tokens_buf {partial.buffer} must be above {max_rows}, the rows that a step may write",
+        ),
+        (
+            partial.buffer > at_once,
+            f"specpv_n_spec_tokens_buf {partial.buffer} exceeds {at_once}, the positions that a refresh recomputes at "
+            "once (prefill_chunk times max_prefill_chunks)",
+        ),
+        (
+            options.max_context <= partial.threshold,
+            f"max_context {options.max_context} never reaches {partial.threshold} tokens, from which on steps are "
+            "partial (specpv_partial_threshold, and a block more than sinks, retrieval and window have)",
+        ),
+    )
+    for is_problem, text in problems:
+        if is_problem:
+            raise ConfigError(f"enable_specpv: {text}")

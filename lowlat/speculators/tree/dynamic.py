@@ -1,0 +1,77 @@
+"""The dynamic tree: a shape that is fixed, with contents that are chosen in each step, on the device.
+
+From the root and from each of the K best drafts of a level, the K likeliest tokens are looked at; after the last level
+the T - 1 best of all are verified. `lowlat.kernels.reference.trees.grow` says what is best.
+Source: EAGLE-2, arXiv 2406.16858, section 4.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from lowlat.errors import ConfigError
+from lowlat.kernels.reference.trees.grow import first_entry
+from lowlat.speculators.tree.topology import TreeTopology
+
+__all__ = ["DEFAULT_DRAFT_TOKENS", "DynamicTree", "Topology"]
+
+DEFAULT_DRAFT_TOKENS = 15
+MAX_DRAFTED_ROWS = 64  # of the draft model behind a slot's last token: a mask is one word
+
+
+@dataclass(frozen=True)
+class DynamicTree:
+    """The shape of a dynamic tree of T nodes, S deep; node 0, the root, is the last committed token.
+
+    depth      S
+    top_k      K: drafts that are looked at behind one, and drafts of a level that are gone on from
+    num_nodes  T, root included: the rows that a slot verifies
+    Raises ConfigError, naming the options, for a shape that cannot be.
+    """
+
+    depth: int
+    top_k: int
+    num_nodes: int
+
+    def __post_init__(self) -> None:
+        if self.depth < 2:
+            raise ConfigError(f"a dynamic tree is at least 2 deep, got {self.depth} (max_draft_len)")
+        if self.num_drafted_rows > MAX_DRAFTED_ROWS:
+            raise ConfigError(
+                f"dynamic_tree_max_topk {self.top_k} * (max_draft_len {self.depth} - 1) = {self.num_drafted_rows} is "
+                f"above {MAX_DRAFTED_ROWS}, the rows that a draft model may run over"
+            )
+        drafts = self.num_nodes - 1
+        if not self.depth <= drafts <= self.num_entries:
+            raise ConfigError(
+                f"max_total_draft_tokens must be from max_draft_len {self.depth} to the {self.num_entries} drafts that "
+                f"dynamic_tree_max_topk {self.top_k} looks at, got {drafts}"
+            )
+
+    @property
+    def is_chain(self) -> bool:
+        """Never: a chain is what it may come to."""
+        return False
+
+    @cached_property
+    def num_entries(self) -> int:
+        """The drafts that are looked at."""
+        return first_entry(self.depth + 1, self.top_k)
+
+    @property
+    def num_drafted_rows(self) -> int:
+        """The rows of all levels but the root's that a draft model runs over."""
+        return self.top_k * (self.depth - 1)
+
+    @property
+    def num_paths(self) -> int:
+        """The most leaves that it may have: as few nodes as can be have children."""
+        drafts = self.num_nodes - 1
+        return drafts - max(0, -(-drafts // self.top_k) - 1)
+
+    @property
+    def path_width(self) -> int:
+        """Nodes of the longest path, root included."""
+        return self.depth + 1
+
+
+Topology = TreeTopology | DynamicTree

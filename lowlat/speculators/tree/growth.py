@@ -1,0 +1,92 @@
+"""The operations that grow a dynamic tree, level by level or from the lists of a block, appended to a step.
+
+It knows no speculator: what a draft model is, and what it is run over, are its own.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from lowlat.models.layers import Emitter
+from lowlat.models.program import ProgramBuilder
+from lowlat.speculators.tree.dynamic import DynamicTree
+
+__all__ = ["Growth", "LevelRows", "rank_drafts"]
+
+PARTS = (("tokens", torch.int32), ("scores", torch.float32), ("parents", torch.int32))
+
+
+def rank_drafts(emitter: Emitter, logits: str, top_k: int) -> dict[str, str]:
+    """The likeliest ids of each row, mapped to target ids, and their logarithmic probabilities: [M, K] each."""
+    names = {"top_tokens": torch.int32, "top_logprobs": torch.float32}
+    found = {name: emitter.scratch(name, emitter.rows.count, top_k, dtype=dtype) for name, dtype in names.items()}
+    weights = {"draft_to_target": "head.draft_to_target"}
+    emitter.emit("draft_topk_logprobs", {"logits": logits, **emitter.live()}, found, weights=weights, k=top_k)
+    return found
+
+
+@dataclass(frozen=True)
+class LevelRows:
+    """The rows of a level, by buffer: what the draft model runs over, and [B, W] each row's path, entry and mask."""
+
+    hidden: str
+    tokens: str
+    row_live: str
+    positions: str
+    scores: str
+    entries: str
+    masks: str
+
+
+class Growth:
+    """A dynamic tree in a step of B slots, from its first drafts to the nodes that are verified.
+
+    nodes, parents  [B, T] int32  the buffers in which the nodes are handed over to the next step
+    """
+
+    def __init__(self, builder: ProgramBuilder, tree: DynamicTree, batch: int, nodes: str, parents: str) -> None:
+        self.builder, self.tree, self.batch = builder, tree, batch
+        self.nodes = nodes
+        self._chosen = {"draft_nodes": nodes, "draft_parents": parents}
+
+    def begin(self) -> dict[str, str]:
+        """The only row of the first level, the root: its path, entry and mask, and no entries yet."""
+        size = (self.batch, self.tree.num_entries)
+        self._entries = {f"tree_{part}": self.builder.scratch(f"tree.{part}", size, dtype) for part, dtype in PARTS}
+        root = (("scores", 0, torch.float32), ("entries", -1, torch.int32), ("masks", 0, torch.int64))
+        return {
+            name: self.builder.constant(f"tree.root.{name}", torch.full((self.batch, 1), value, dtype=dtype))
+            for name, value, dtype in root
+        }
+
+    def next_level(
+        self, emitter: Emitter, ranked: dict[str, str], above: dict[str, str], feedback: str, depth: int
+    ) -> LevelRows:
+        """Enter a level's drafts, of this depth; returns the best of them as the rows of the next level."""
+        top_k, prefix = self.tree.top_k, f"draft.{depth}."
+        width = self.builder.spec(feedback).shape[1]
+        scratch, by_row = self.builder.scratch, (self.batch, top_k)
+        rows = LevelRows(
+            hidden=scratch(f"{prefix}hidden", (self.batch * top_k, width), emitter.dtype),
+            tokens=scratch(f"{prefix}tokens", by_row, torch.int32),
+            row_live=scratch(f"{prefix}row_live", by_row, torch.uint8),
+            positions=scratch(f"{prefix}positions", by_row, torch.int32),
+            scores=scratch(f"{prefix}scores", by_row, torch.float32),
+            entries=scratch(f"{prefix}entries", by_row, torch.int32),
+            masks=scratch(f"{prefix}row_masks", by_row, torch.int64),
+        )
+        outs = {"hidden": rows.hidden, "tokens": rows.tokens, "row_live": rows.row_live, "positions": rows.positions}
+        outs |= {"next_scores": rows.scores, "next_entries": rows.entries, "next_masks": rows.masks}
+        reads = {**ranked, **{f"row_{name}": buffer for name, buffer in above.items()}}
+        reads |= {"feedback": feedback, "draft_lens": "draft_lens"}
+        emitter.emit("grow_tree", reads, {**self._entries, **outs}, depth=depth)
+        return rows
+
+    def finish(self, emitter: Emitter, ranked: dict[str, str], above: dict[str, str]) -> None:
+        """Enter the last level's drafts, and choose the nodes."""
+        reads = {**ranked, "row_scores": above["scores"], "row_entries": above["entries"]}
+        emitter.emit("choose_nodes", reads, {**self._entries, **self._chosen})
+
+    def from_block(self, emitter: Emitter, ranked: dict[str, str], first_row: int) -> None:
+        """Choose the nodes from the lists of a block, of which that of `first_row` holds the root's children."""
+        emitter.emit("grow_block_tree", ranked, self._chosen, first_row=first_row)

@@ -1,0 +1,230 @@
+"""SpecPV whole: lossless below its threshold, the same tokens however and beside whomever a request runs above it."""
+
+import random
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_device import load_fake
+from hypothesis import given
+from hypothesis import strategies as st
+from recording import Recorder, prompt_of, run_all, run_one
+from stages import later, staged
+from tiny_models import PairPaths, make_pair, make_target
+
+from lowlat import Runtime, SamplingParams, SpeculativeConfig
+from lowlat.errors import ConfigError
+from lowlat.host.memory.partial import PartialSlots
+from lowlat.models.partial_kv import PartialKV
+from lowlat.models.program import Op
+
+OPTIONS: dict[str, Any] = {"max_batch": 3, "max_context": 160, "block_size": 4, "prefill_chunk": 8, "dtype": "float32"}
+SPECPV: dict[str, Any] = {
+    "enable_specpv": True,
+    "specpv_block_size": 2,
+    "specpv_n_sink_blocks": 1,
+    "specpv_n_retrieval_blocks": 6,
+    "specpv_n_window_blocks": 2,
+    "specpv_n_spec_tokens_buf": 24,
+    "specpv_partial_threshold": 30,
+    "specpv_full_refresh_steps": 7,
+}
+BUSHY = ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
+METHODS: dict[str, dict[str, Any]] = {
+    "chain": {},
+    "tree": {"tree": BUSHY},
+    "ngram": {"method": "ngram", "model": None},
+    "beside": {"text_drafts": "suffix"},
+}
+GREEDY = SamplingParams(seed=3, max_tokens=45)
+SAMPLED = SamplingParams(seed=5, max_tokens=45, temperature=0.9)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> PairPaths:
+    """A small target and a draft model."""
+    return make_pair(tmp_path_factory.mktemp("llama"), "llama")
+
+
+def speculation(pair: PairPaths, **others: Any) -> SpeculativeConfig:
+    """SpecPV in small."""
+    return SpeculativeConfig(strict=True, **{"model": pair.head, **SPECPV, **others})
+
+
+def load(pair: PairPaths, *, options: dict[str, Any] | None = None, **others: Any) -> Runtime:
+    return Runtime.load(pair.target, speculation(pair, **others), device="cpu", **{**OPTIONS, **(options or {})})
+
+
+def traced(runtime: Runtime, prompt: list[int], params: SamplingParams) -> tuple[list[int], dict[int, torch.Tensor]]:
+    """One request alone: its tokens, and the logits that each was drawn from by its place in the text."""
+    recorder = Recorder(runtime)
+    name = recorder.submit(prompt, params)
+    tokens = run_all(runtime)[name]
+    recorder.stop()
+    return tokens, recorder.logits[name]
+
+
+def test_a_text_may_fill_the_context(pair: PairPaths) -> None:
+    """A refresh's rows reach behind the last block of the slot's table."""
+    with load(pair, options={"prefill_chunk": 64, "max_prefill_chunks": 1}) as runtime:
+        assert len(run_one(runtime, prompt_of(130), SamplingParams(max_tokens=30))) == 30
+        assert runtime.summary()["specpv"]["refreshes"] > 1
+
+
+@pytest.mark.parametrize("depth", [later(0), 3])
+def test_below_the_threshold_nothing_changes_and_above_it_the_part_is_seen(pair: PairPaths, depth: int) -> None:
+    """Every row up to the threshold's position is exact to the bit; some row behind it is not."""
+    off: dict[str, Any] = {name: getattr(SpeculativeConfig, name) for name in SPECPV}
+    with load(pair, num_speculative_tokens=depth, **off) as runtime:
+        expected = traced(runtime, prompt_of(20), SAMPLED)
+        assert "specpv" not in runtime.summary()
+    with load(pair, num_speculative_tokens=depth) as runtime:
+        found = traced(runtime, prompt_of(20), SAMPLED)
+        report = runtime.summary()["specpv"]
+        metrics = runtime.metrics("request-0").to_dict()
+    same = [torch.equal(found[1][place], expected[1][place]) for place in sorted(expected[1]) if place in found[1]]
+    assert all(same[:10]) and not all(same) and found[0][:10] == expected[0][:10]
+    assert report["lossy"] is True and report["refreshes"] >= 2
+    assert metrics["specpv"] == {"lossy": True, "partial_steps": report["partial_steps"]}
+    assert report["partial_steps"] > report["refreshes"] and report["full_steps"] > 0
+
+
+@pytest.mark.parametrize("others", staged(METHODS, first=["tree"]))
+def test_tokens_depend_on_nobody_else(pair: PairPaths, others: str) -> None:
+    """Alone, after others in the same slot, with a cached prefix, beside requests that join, end and are cancelled."""
+    method = {"num_speculative_tokens": 3, **METHODS[others]}
+    prompts = [prompt_of(60, seed=1), prompt_of(9, seed=2), prompt_of(26, seed=3)]
+    with load(pair, options={"prefix_reuse": False}, **method) as runtime:
+        expected = [run_one(runtime, prompt, GREEDY) for prompt in prompts]
+    with load(pair, **method) as runtime:
+        for _ in range(2):  # the second time prefixes are cached
+            names = [runtime.submit(prompt, GREEDY) for prompt in prompts]
+            gone = runtime.submit(prompt_of(50, seed=4), SAMPLED)
+            tokens: dict[str, list[int]] = {name: [] for name in (*names, gone)}
+            while runtime.busy:
+                for output in runtime.step():
+                    tokens[output.request_id] += output.token_ids
+                if gone and len(tokens[gone]) > 15:
+                    runtime.cancel(gone)
+                    gone = ""
+            assert [tokens[name] for name in names] == expected
+        assert runtime.summary()["kv"]["hit_tokens"] > 0
+
+
+@pytest.mark.parametrize("loop", [True, later(False)], ids=["loops", "steps"])
+def test_tokens_do_not_depend_on_how_far_the_host_runs_ahead(pair: PairPaths, loop: bool) -> None:
+    prompts = [prompt_of(30, seed=1), prompt_of(50, seed=2)]
+    with load(pair) as runtime:
+        expected = [run_one(runtime, prompt, SAMPLED) for prompt in prompts]
+    runtime, device = load_fake(pair.target, speculation(pair), device_loop=loop, seed=1, lead=3, **OPTIONS)
+    with closing(runtime):
+        names = [runtime.submit(prompt, SAMPLED) for prompt in prompts]
+        tokens = run_all(runtime)
+        assert [tokens[name] for name in names] == expected
+        assert device.count("prefill") > 4
+        assert len(device.last_ones) < device.head  # where no refresh can be due a step stands behind another
+
+
+def test_a_refresh_makes_all_keys_and_values_exact(pair: PairPaths) -> None:
+    """What partial steps wrote is inexact; after a refresh every position has what prefill makes of the text."""
+    caches: list[dict[str, torch.Tensor]] = []
+    with load(pair) as runtime:
+        name = runtime.submit(prompt_of(45), GREEDY)
+        while runtime.scheduler.slot(name) is None:
+            runtime.step()
+        session = runtime._sessions[name]
+        refresh, refreshed = runtime._refreshes.slots.refresh, []
+
+        def watch(slot: int, length: int) -> Any:
+            refreshed.append(length)
+            caches.append(positions(runtime, session.table, length - 1))  # before it
+            return refresh(slot, length)
+
+        runtime._refreshes.slots.refresh = watch
+        while len(refreshed) < 3:
+            runtime.step()
+        after = positions(runtime, session.table, refreshed[-1] - 1)
+        text = session.committed[: refreshed[-1] - 1]
+    with Runtime.load(pair.target, device="cpu", **OPTIONS) as runtime:
+        run_one(runtime, text, SamplingParams(max_tokens=1))
+        cached = runtime.kvcache.admit("again", text, len(text), 0)
+        assert cached is not None and cached.num_cached_tokens >= 40
+        exact = positions(runtime, cached.table, cached.num_cached_tokens)
+    errors = [
+        max(float((found[cache][:, : wanted.shape[1]] - wanted).abs().max()) for cache, wanted in exact.items())
+        for found in (caches[-1], after)
+    ]
+    assert errors[0] > 1e-3 > 1e-4 > errors[1]
+
+
+def positions(runtime: Runtime, table: Any, count: int) -> dict[str, torch.Tensor]:
+    """The target's keys and values of a slot's first positions, [G, n, D] by cache."""
+    state = runtime.executor.state
+    names = [name for name in state if name.startswith(("k_cache.", "v_cache."))]
+    return {name: state[name][list(table)].transpose(0, 1).flatten(1, 2)[:, :count].clone() for name in names}
+
+
+def test_layers_with_windows_attend_as_ever(tmp_path: Path) -> None:
+    """A mixture with sinks, in which every other layer has a window."""
+    pair = make_pair(tmp_path, "gpt_oss", sliding_window=8)
+    with load(pair) as runtime:
+        kinds: list[tuple[str, Any]] = []
+
+        def hook(op: Op, _: Any) -> None:
+            if op.kind in ("attention", "partial_attention") and op.reads["k_cache"].startswith("k_cache"):
+                kinds.append((op.kind, op.params.get("window")))
+
+        runtime.executor.set_hook(hook)
+        tokens = run_one(runtime, prompt_of(50), GREEDY)
+        assert len(tokens) == GREEDY.max_tokens
+        assert set(kinds) == {("attention", 8), ("partial_attention", None)}
+        assert runtime.summary()["specpv"]["partial_steps"] > 10
+
+
+def test_what_it_cannot_be_combined_with_is_refused(pair: PairPaths, tmp_path: Path) -> None:
+    cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+        ({}, {"share_decoded": True}, "share_decoded"),
+        ({"specpv_block_size": 3}, {}, "block_size 4 must be a multiple of specpv_block_size 3"),
+        ({"specpv_n_spec_tokens_buf": 8}, {}, "specpv_n_spec_tokens_buf 8 must be above 8"),
+        ({}, {"max_prefill_chunks": 2}, "specpv_n_spec_tokens_buf 24 exceeds 16"),
+        ({"specpv_partial_threshold": 160}, {}, "max_context 160 never reaches 160 tokens"),
+        ({"specpv_n_retrieval_blocks": 77}, {}, "max_context 160 never reaches 162 tokens"),
+    ]
+    for own, options, message in cases:
+        with pytest.raises(ConfigError, match=message):
+            load(pair, options=options, **own)
+    with pytest.raises(ConfigError, match="specpv_lossless is not implemented"):
+        speculation(pair, specpv_lossless=True)
+    with pytest.raises(ConfigError, match="enable_specpv goes with a fixed number of drafts"):
+        speculation(pair, adaptive_width=True)
+    with pytest.raises(ConfigError, match="specpv_block_size is an option of SpecPV, and enable_specpv is off"):
+        SpeculativeConfig(model="head", specpv_block_size=32)
+    windowed = tmp_path / "windowed"
+    make_target(windowed, "gpt_oss", layer_types=["sliding_attention"] * 2, num_hidden_layers=2)
+    config = SpeculativeConfig(method="ngram", **SPECPV)
+    with pytest.raises(ConfigError, match="every layer of this model has a window"):
+        Runtime.load(windowed, config, device="cpu", **OPTIONS)
+
+
+@given(st.integers(0, 1 << 30), st.integers(1, 8))
+def test_no_refresh_falls_due_where_steps_are_certain(seed: int, most: int) -> None:
+    """However many tokens each step brings: a refresh recomputes no more than it can, and the schedule says before."""
+    draw = random.Random(seed)
+    sizes = PartialKV(4, 1, 2, 1, 4, draw.randint(most + 1, 40), draw.randint(20, 60), draw.randint(1, 9))
+    slots, length = PartialSlots(sizes, 1, most), draw.randint(1, 70)
+    slots.join(0, length)
+    for _ in range(40):
+        if slots.is_due(0, length):
+            found = slots.refresh(0, length)
+            assert 1 <= found.count <= sizes.buffer and found.start + found.count == length
+            assert slots.shifts[0] == sizes.shift(length - 1) >= sizes.block
+            assert found.span <= found.start and not slots.is_due(0, length)
+        certain = slots.num_certain({0: length}, most, 0)
+        assert certain is not None and certain >= 1
+        for behind in range(draw.randint(1, certain)):
+            assert not slots.is_due(0, length) or behind == 0
+            length += draw.randint(1, most)
+            slots.count_step(0)
+    assert slots.report()["specpv"]["lossy"]
