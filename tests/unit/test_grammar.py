@@ -113,7 +113,7 @@ def test_drafts_change_nothing_accepted_or_rejected() -> None:
 
 def test_a_drafts_masks_leave_nothing_of_its_path_behind() -> None:
     """The library's rollback keeps parts of a path whose mask was computed: siblings as long as it got its masks."""
-    options = {"grammar": 'root ::= "(" root ")" root | "x"*'}
+    options: dict[str, Any] = {"grammar": 'root ::= "(" root ")" root | "x"*'}
     taken, (one, other) = ids_of("(()(())"), (ids_of("()")[0], ids_of("((")[0])
     plain = state_of(CODEC, **options)
     plain.advance([*taken, other])
