@@ -253,7 +253,5 @@ def publish_rows(
             grammar_tokens[slot].fill_(-1)
             grammar_paths[slot].zero_()
             grammar_tokens[slot, :rows] = row_tokens[index].to(grammar_tokens.device)
-            grammar_tokens[slot, rows:] = -1
             grammar_paths[slot, :rows] = row_masks[index].to(grammar_paths.device)
-            grammar_paths[slot, rows:] = 0
             grammar_lengths[slot] = lengths[slot].to(grammar_lengths.dtype)
