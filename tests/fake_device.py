@@ -168,13 +168,13 @@ class FakeDevice:
             self._publish(lambda: self.inner.prefill(size, first))
 
     def clear_blocks(self, blocks: Sequence[int]) -> None:
-        while not self.idle:
-            self._work()
+        self.synchronize()
         self.log.append(("clear", *blocks))
         self.inner.clear_blocks(blocks)
 
     def synchronize(self) -> None:
         while not self.idle:
+            assert not self._waits_for_masks(self._queue[0][0]), "the host waits for a step that waits for its masks"
             self._work()
 
     def scratch(self, bucket: Bucket) -> BufferSet:

@@ -120,6 +120,12 @@ class Launches:
             self._loop.stop_loop()
             self._stopping = True
 
+    def clear_blocks(self, blocks: Sequence[int]) -> None:
+        """Zero KV blocks, if there are any; a loop ends first. What is under way may wait for nothing of the host's."""
+        if blocks:
+            self.stop()
+            self._executor.clear_blocks(blocks)
+
     def wait(self) -> Sequence[Entry]:
         """The next entries, at least one; none where all loops have ended without more. Raises DeviceError."""
         if self._pace is None:

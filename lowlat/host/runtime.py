@@ -436,6 +436,7 @@ class Runtime:
             outputs.extend([self._apply(publication) for publication in publications])
         if self._launches.under_way:
             self._fill_masks()
+        self._launches.clear_blocks(self.kvcache.take_blocks_to_clear())
         self._stop_outdated()
         return outputs
 
@@ -489,10 +490,8 @@ class Runtime:
         if phase is not Phase.QUEUED:
             del self._slots[session.slot]
             self._masks.leave(session.slot)
-        blocks = self.kvcache.take_blocks_to_clear()
-        if blocks:
-            self._launches.stop()  # a loop would have to end first
-            self.executor.clear_blocks(blocks)
+        if not (self._masks and self._launches.under_way):  # else `_take` does, when the step under way has its masks
+            self._launches.clear_blocks(self.kvcache.take_blocks_to_clear())
         return phase
 
     def _end(self, session: Session) -> None:

@@ -202,6 +202,22 @@ def test_a_stop_string_frees_a_draw_that_nobody_wants() -> None:
         assert device.idle and not runtime.busy
 
 
+def test_blocks_of_a_failed_request_are_cleared_behind_the_masks_of_others(pair: PairPaths) -> None:
+    """The next step is under way when a request turns out to have failed, and clearing waits for that step."""
+    runtime, device = load_fake(pair.target, None, device_loop=False, **ON_DEVICE)
+    with closing(runtime):
+        good = submit_with(runtime, Automaton(WIDE), prompt_of(19), params("sampled", max_tokens=30))
+        bad = runtime.submit(prompt_of(9, seed=1), params("greedy", max_tokens=60))
+        outputs = [output for _ in range(9) for output in runtime.step()]
+        device.state["v_cache.0"][runtime._sessions[bad].table[0]] = torch.nan
+        while runtime.busy:
+            outputs.extend(runtime.step())
+        assert {o.request_id: o.finish_reason for o in outputs if o.finish_reason} == {good: "length", bad: "error"}
+        tokens = [token for output in outputs if output.request_id == good for token in output.token_ids]
+        assert len(tokens) == 30 and accepts(WIDE, tokens)
+        assert device.count("clear") == 1 and runtime.kvcache.stats().num_to_clear == 0
+
+
 def test_draws_are_renormalised_over_what_is_allowed() -> None:
     """A forbidden token is never drawn; the others are as likely as their shares say, and biased ones as biased."""
     logits = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(5)) * 1.5
