@@ -3,6 +3,7 @@
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from lowlat.errors import RequestError
@@ -84,7 +85,13 @@ class GrammarCompiler:
         # Harmony's calls lie in channels of their own, which their grammar has
         in_channels = spec.kind == "tool_calls" and HarmonyParser.speaks(codec)
         gate = None if in_channels else gate_of(codec, prompt, parsed=params.parse != "none")
-        return MatchedGrammar(vocabulary, found.deep_copy(), stop_ids, gate)
+        return MatchedGrammar(vocabulary, found.deep_copy(), stop_ids, gate, partial(self._forget, spec, found))
+
+    def _forget(self, spec: GrammarSpec, matcher: "llguidance.LLMatcher") -> None:
+        """Let a grammar be compiled anew: copies of this matcher can do nothing any more."""
+        with self._lock:
+            if self._grammars.get(spec) is matcher:
+                del self._grammars[spec]
 
     def _find(self, spec: GrammarSpec, patience_s: float | None) -> "llguidance.LLMatcher | None":
         """A grammar's matcher, compiled where it is not cached; None where that takes longer than patience_s."""
@@ -105,7 +112,7 @@ class GrammarCompiler:
                     f"{spec.kind}: it takes more than {most_s:g} s, or {MAX_MEMORY_BYTES >> 20} MiB, to compile"
                 ) from None
             except RequestError as error:
-                found = error
+                found = RequestError(str(error))  # without its frames
             with self._lock:
                 self._grammars[spec] = found
                 while len(self._grammars) > MAX_GRAMMARS:
