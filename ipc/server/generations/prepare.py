@@ -120,8 +120,7 @@ class _TextThread(threading.Thread):
             prepared = prepare(stream, submit, body, self._engine, self._codec, self._log, patience_s)
             if prepared is not None:
                 self._offer(prepared)
-            elif self._slower is not None:
-                job.submit, job.body = submit, body
+            elif self._slower is not None and job.put_back(submit, body):
                 self._slower.jobs.put(job)
 
 
