@@ -76,11 +76,17 @@ def test_answers_are_of_their_grammars_and_the_same_with_drafts(runtime: Runtime
 
 
 def test_a_grammar_that_comes_to_its_limit_fails_its_request_alone(runtime: Runtime) -> None:
-    limited = runtime.submit("a", SamplingParams(regex="(a{1,1000}){1,1000}", max_tokens=120, ignore_eos=True))
+    options: dict[str, Any] = {"max_tokens": 120, "ignore_eos": True, "stop": "aab"}  # "aa" may begin it: held back
+    limited = runtime.submit("a", SamplingParams(regex="(a{1,1000}){1,1000}", **options))
     other = runtime.submit("a", SamplingParams(choice=["yes"], max_tokens=100))
-    ends = {output.request_id: output for _ in iter(lambda: runtime.busy, False) for output in runtime.step()}
+    outputs = [output for _ in iter(lambda: runtime.busy, False) for output in runtime.step()]
+    ends = {output.request_id: output for output in outputs}
     assert (ends[limited].finish_reason, ends[limited].error_code) == ("error", "grammar")
     assert "the grammar cannot go on: lexer error" in str(ends[limited].error)
+    own = [output for output in outputs if output.request_id == limited]
+    tokens = [token for output in own for token in output.token_ids]
+    assert runtime.codec is not None
+    assert "".join(output.text or "" for output in own) == runtime.codec.decode(tokens) != ""
     assert ends[other].finish_reason == "stop"
 
 
