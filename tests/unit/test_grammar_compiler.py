@@ -134,7 +134,7 @@ def test_the_process_is_started_again_and_ends(compiler: GrammarCompiler) -> Non
 
 
 def test_a_process_that_cannot_start_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial.sys, "executable", shutil.which("false"))
+    monkeypatch.setattr("sys.executable", shutil.which("false"))
     large: Any = SimpleNamespace(tokens=[bytes(1000)] * 4000, special_token_ids=[], end_id=0)
     trials = Trials(large)
     for _ in range(2):

@@ -94,9 +94,10 @@ def test_a_server_compiles_before_it_submits(target: Path, monkeypatch: pytest.M
     engine = RuntimeEngine(Runtime.load(target, max_batch=1, max_context=64))
     try:
         sampling = Sampling(max_tokens=8, choice=("yes", "no"))
-        with pytest.raises(CapacityError, match="choice: other grammars have taken its place"):
+        with pytest.raises(CapacityError, match="choice: its compiled grammar was let go of"):
             engine.submit("early", [5], sampling)
-        assert engine.compile(sampling, 5.0) and engine.compile(Sampling(), 0.0)
+        held = engine.compile(sampling, 5.0)
+        assert held and engine.compile(Sampling(), 0.0)
         engine.submit("one", [5], sampling)
         outputs = []
         while engine.busy:
@@ -104,6 +105,11 @@ def test_a_server_compiles_before_it_submits(target: Path, monkeypatch: pytest.M
         assert "".join(output.text or "" for output in outputs) in ("yes", "no")
         monkeypatch.setattr(compiler, "MAX_GRAMMARS", 1)
         assert engine.compile(Sampling(regex="a"), None)
+        engine.submit("held", [5], sampling)
+        engine.cancel("held")
+        engine.step()
+        assert engine.compile(Sampling(regex="a"), None)
+        del held
         with pytest.raises(CapacityError):
             engine.submit("two", [5], sampling)
         with pytest.raises(RequestError, match="uniqueItems"):

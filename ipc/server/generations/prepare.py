@@ -45,8 +45,10 @@ def prepare(
             if room < submit.sampling.max_tokens:
                 stream.sampling = msgspec.structs.replace(submit.sampling, max_tokens=room)
         engine.validate(prompt, stream.sampling)
-        if stream.sampling.has_grammar and not engine.compile(stream.sampling, patience_s):
-            return None
+        if stream.sampling.has_grammar:
+            stream.grammar = engine.compile(stream.sampling, patience_s)
+            if not stream.grammar:
+                return None
     except RequestError as error:
         return Prepared(stream, code="invalid", message=str(error))
     except Exception as error:
