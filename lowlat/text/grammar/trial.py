@@ -52,7 +52,7 @@ class Trials:
         """The library's text of a grammar that can be served.
 
         limit_s  of time by the clock, from when the process begins with it
-        Raises RequestError that says what is wrong with it, TooLong.
+        Raises RequestError that says what is wrong with it, TooLong, and ConfigError where the process cannot be had.
         """
         job = json.dumps({"kind": spec.kind, "text": spec.text, "limit_s": limit_s}).encode("ascii")
         receiving, sending = os.pipe()
