@@ -74,14 +74,14 @@ def pack_matrix(weight_format: MatrixFormat, parts: Parts, order: torch.Tensor |
 
 
 def _tiles_of(weight_format: MatrixFormat, parts: Parts) -> TileFormat:
-    """The layout of a matrix's steps: scales take 16 bits where bf16 holds all of them.
-
-    Of tensors without content those with zero points are taken for wide, as files have them.
-    """
+    """The layout of a matrix's steps: scales take 16 bits where bf16 holds all of them; without content by dtype."""
     if weight_format is FP8 or weight_format is NVFP4:
         return FP8_TILES if weight_format is FP8 else NVFP4_TILES
     scales = parts["fp8_scales" if weight_format is FP8_BLOCK else "int4_scales"]
-    wide = "int4_zeros" in parts if scales.is_meta else not torch.equal(scales.bfloat16().float(), scales)
+    is_narrow = scales.dtype == torch.bfloat16 or (
+        not scales.is_meta and torch.equal(scales.bfloat16().float(), scales)
+    )
+    wide = not is_narrow
     if weight_format is FP8_BLOCK:
         return TileFormat("fp8", 1024, groups=1, wide=wide)
     return TileFormat("int4", 512, groups=max(1, 64 // weight_format.block), wide=wide, zeros="int4_zeros" in parts)

@@ -60,13 +60,19 @@ class Quantiser:
                 f"{columns}"
             )
         owner = weight.removesuffix(SUFFIX)
-        return {f"{owner}.{part}": spec for part, spec in self.packed.specs(rows, columns, torch.bfloat16).items()}
+        specs = self.packed.specs(rows, columns, torch.bfloat16)
+        if "int4_scales" in specs:
+            specs["int4_scales"] = (specs["int4_scales"][0], torch.bfloat16)  # as `quantise_int4` rounds them
+        return {f"{owner}.{part}": spec for part, spec in specs.items()}
 
     def parts(self, weight: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         """The parts of a matrix by name. Raises ConfigError as `specs` does, and for numbers that are not finite."""
         self.specs(weight, tuple(tensor.shape))
         step = max(1, CHUNK // tensor.shape[1])
-        pieces = [KINDS[self.kind][1](rows) for rows in tensor.split(step)]
+        try:
+            pieces = [KINDS[self.kind][1](rows) for rows in tensor.split(step)]
+        except ConfigError as error:
+            raise ConfigError(f"{weight}: {error}") from None
         owner = weight.removesuffix(SUFFIX)
         return {f"{owner}.{part}": torch.cat([each[part] for each in pieces]) for part in self.packed.parts}
 
