@@ -59,7 +59,7 @@ def quantise_checkpoint(directory: Path, out: Path, quantiser: Quantiser) -> Wri
         raise ConfigError(f"{directory}: writing a mixture of experts in {quantiser.kind} is not implemented")
     if quantiser.lm_head and target.config.tie_embeddings:
         raise ConfigError(
-            f"{directory}: the LM head is the embedding (tie_word_embeddings), which stays as it is; leave --lm-head out"
+            f"{directory}: the LM head is the embedding (tie_word_embeddings), which stays plain; leave --lm-head out"
         )
     layers = _layers(target.config, quantiser)
     partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
