@@ -1,6 +1,8 @@
 """Weight formats: both sides know the same ones, and what is counted is what is held."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -113,3 +115,19 @@ def test_dense_matrices_come_out_of_their_tiles(name: str, rows: int, columns: i
         assert torch.equal(found * packed.scales[:rows, None], expected)
     assert packed.num_bytes == packed.memory.nbytes == held.packed_bytes(rows, columns, wide=wide)
     assert (packed.rows, packed.columns) == held.shape(parts) and matrix_format(parts) is held
+
+
+@pytest.mark.parametrize("name", DENSE_FORMATS)
+def test_unpacking_can_be_captured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It brings nothing from the host to the device, which no capture may."""
+    held = DENSE_FORMATS[name]
+    specs = held.specs(32, 128, torch.bfloat16).items()
+    packed = pack_matrix(held, {part: torch.ones(shape).to(dtype) for part, (shape, dtype) in specs})
+    on_device, convert = replace(packed, tiles=packed.tiles.to("meta")), torch.Tensor.to
+
+    def to(tensor: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
+        assert tensor.is_meta, "a copy from the host"
+        return convert(tensor, *arguments, **named)
+
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    assert unpack_matrix(on_device).shape == (32, 128)
