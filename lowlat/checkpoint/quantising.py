@@ -22,6 +22,7 @@ __all__ = ["LAYERS", "QuantisedWeights", "Quantiser", "quantised"]
 GROUP = 128
 LAYERS = ("qkv", "q", "kv", "o", "gate_up", "down", "fc")  # canonical names of linear layers; the LM head is by choice
 LM_HEAD = "lm_head"
+EXPERTS = ".experts"  # of a mixture: they stay as they are
 SUFFIX = ".weight"
 CHUNK = 16 << 20  # numbers that are rounded at once
 KINDS: Mapping[str, tuple[MatrixFormat, Callable[[torch.Tensor], dict[str, torch.Tensor]]]] = {
@@ -48,7 +49,9 @@ class Quantiser:
     def takes(self, weight: str) -> bool:
         """Whether a canonical weight is a matrix that is rounded."""
         owner, _, part = weight.rpartition(".")
-        name = owner.removeprefix("head.").rpartition(".")[2]
+        outer, _, name = owner.removeprefix("head.").rpartition(".")
+        if outer.endswith(EXPERTS):
+            return False
         return part == "weight" and (name in LAYERS or (self.lm_head and name == LM_HEAD))
 
     def specs(self, weight: str, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

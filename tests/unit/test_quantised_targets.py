@@ -101,6 +101,15 @@ def test_rounding_at_load_is_rounding_in_files(kind: str, tied: bool, tmp_path: 
     assert again.exit_code == 2 and "exists" in again.output
 
 
+def test_experts_stay_as_they_are(tmp_path: Path) -> None:
+    make_target(tmp_path, "gpt_oss", num_hidden_layers=2)
+    prompt, params = prompt_of(9), SamplingParams(max_tokens=4)
+    with Runtime.load(tmp_path, **OPTIONS, quantize="fp8") as runtime:
+        assert runtime.model_config.quantiser is not None and len(traced(runtime, prompt, params)[0]) == 4
+        names = set(weight_plan(runtime.model_config))
+    assert {"layers.1.qkv.fp8", "layers.1.experts.down.weight"} < names
+
+
 def test_numbers_are_rounded_to_nearest() -> None:
     weight = torch.randn(24, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
     weight[3] = 0
