@@ -36,10 +36,12 @@ class Quantiser:
     """The rounding of a model's linear layers: to FP8 by row, or to INT4 in groups of 128.
 
     lm_head  whether the LM head is among them
+    option   that asked for it, for messages
     """
 
     kind: Literal["fp8", "int4"]
     lm_head: bool = False
+    option: str = "quantize"
 
     @property
     def packed(self) -> MatrixFormat:
@@ -59,8 +61,8 @@ class Quantiser:
         rows, columns = shape
         if columns % self.packed.block:
             raise ConfigError(
-                f"quantize {self.kind!r} needs layers of a multiple of {self.packed.block} inputs, and {weight} has "
-                f"{columns}"
+                f"{self.option} {self.kind!r} needs layers of a multiple of {self.packed.block} inputs, and {weight} "
+                f"has {columns}"
             )
         owner = weight.removesuffix(SUFFIX)
         specs = self.packed.specs(rows, columns, torch.bfloat16)

@@ -192,7 +192,9 @@ def rounding(config: Config, quantiser: Quantiser, label: str) -> Config:
     """The geometry of a model whose linear layers are rounded at load. Raises ConfigError where they are already."""
     if config.quantisation is not None:
         formats = ", ".join(sorted(config.quantisation.format_names))
-        raise ConfigError(f"{label} is stored in {formats}, and quantize {quantiser.kind!r} is for plain weights")
+        raise ConfigError(
+            f"{label} is stored in {formats}, and {quantiser.option} {quantiser.kind!r} is for plain weights"
+        )
     return replace(config, quantiser=quantiser)
 
 
