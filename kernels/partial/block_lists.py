@@ -164,6 +164,7 @@ def _threshold(scores: Any, count: Any, wanted: Any, thread: Any) -> Any:
         while base < count and found < wanted:
             number = base + thread
             counts = number < count and _rank_of(scores, min(number, count - 1)) >= tried
+            ptx.sync_warp()  # the barrier that counts wants whole warps
             found += int64(cuda.syncthreads_count(int32(1) if counts else int32(0)))
             base += int64(CHOOSERS)
         if found >= wanted:
@@ -203,6 +204,7 @@ def _choose(kv_heads: int, parts: int, block: int, num_sinks: int, num_retrieved
         while base < count:
             number = base + thread
             more = number < count and _rank_of(scores, min(number, count - 1)) > threshold
+            ptx.sync_warp()  # the barrier that counts wants whole warps
             num_above += int64(cuda.syncthreads_count(int32(1) if more else int32(0)))
             base += int64(CHOOSERS)
         most_equal = int64(num_retrieved) - num_above  # of the last rank as many as are left, the first ones

@@ -21,6 +21,7 @@ from lowlat.graphs.capture import Body, CapturedGraph, Choice, capture, capture_
 from lowlat.graphs.launch import Launch
 from lowlat.kernels.moe.packing import PackedExperts
 from lowlat.kernels.step.publish import LoopControl, for_condition
+from lowlat.kernels.toolchain.kernel import KernelCall
 from lowlat.models.program import Program
 
 __all__ = ["CaptureProgress", "GraphExecutor"]
@@ -111,12 +112,14 @@ class GraphExecutor(KernelExecutor):
 
     def _part(self, groups: Sequence[LoweredGroup]) -> Body:
         """Launches that were lowered and compiled before: lowering may copy, which a capture would record."""
-        prepared = [(call, self.launcher.prepare(call)) for call in _calls(groups)]
+        prepared: list[tuple[KernelCall, Launch]] = []
+        for call in _calls(groups):
+            if isinstance(call, LibraryCall):
+                raise DeviceError(f"{call.name} calls a library, which cannot be part of what the device repeats")
+            prepared.append((call, self.launcher.prepare(call)))
 
         def body(condition: int) -> Iterator[Launch]:
             for call, launch in prepared:
-                if isinstance(call, LibraryCall):
-                    raise DeviceError(f"{call.name} calls a library, which cannot be part of what the device repeats")
                 bound = for_condition(call, condition)
                 yield launch if bound is call else self.launcher.prepare(bound)
 

@@ -15,7 +15,7 @@ from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.errors import DeviceError, LowlatError
 from lowlat.executors.graph import GraphExecutor
 from lowlat.executors.launcher import Launcher
-from lowlat.graphs.capture import CapturedGraph, capture, capture_loop
+from lowlat.graphs.capture import CapturedGraph, Choice, capture, capture_choice, capture_loop
 from lowlat.graphs.launch import KernelLaunch, Launch
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import cuda, types
@@ -123,15 +123,20 @@ def test_a_capture_that_does_anything_else_is_refused(stray: Callable[[Any], obj
 
 
 @pytest.mark.parametrize("stray", STRAYS, ids=lambda stray: stray.__name__)
-def test_so_is_a_loop_s_body(stray: Callable[[Any], object], bench: Bench) -> None:
+@pytest.mark.parametrize("kind", ["loop", "choice", "choice in a loop"])
+def test_so_is_a_body(kind: str, stray: Callable[[Any], object], bench: Bench) -> None:
     def body(condition: int) -> Iterator[Launch]:
         launch = bench.launch_of(1)
         straying = Straying(launch.name, launch.kernel, launch.config, launch.arguments)
         object.__setattr__(straying, "stray", stray)
         yield straying
 
+    choice = Choice(lambda condition: [bench.launch_of(1)], [lambda condition: [bench.launch_of(2)], body])
     with pytest.raises(DeviceError):
-        capture_loop(bench.core_stream, body)
+        if kind == "choice":
+            capture_choice(bench.core_stream, choice)
+        else:
+            capture_loop(bench.core_stream, body if kind == "loop" else choice)
     assert bench.replayed(bench.capture()) == [1]
 
 

@@ -11,7 +11,7 @@ import torch
 from lowlat.errors import ConfigError, DeviceError, ShapeError
 from lowlat.executors.launcher import default_cache_directory, parameters_of
 from lowlat.graphs import BufferSet, BufferSpec, Role, aligned_bytes
-from lowlat.graphs.capture import audit, capture, capture_loop
+from lowlat.graphs.capture import Choice, audit, capture, capture_choice, capture_loop
 from lowlat.graphs.launch import KernelLaunch
 from lowlat.ipc.endpoint import default_endpoint
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
@@ -102,8 +102,17 @@ class WhileNode:
     """Another one."""
 
 
+class SwitchNode:
+    """Another one."""
+
+
+LOOPING, SWITCHING = 77, 78  # handles of conditions: of a loop, which runs at least once, and of a choice
+
+
 class FakeBuilder:
-    """A graph builder that collects nodes; `stray` are captured besides."""
+    """A graph builder that collects nodes; `stray` are captured besides, `stray_of_bodies` in bodies of a choice."""
+
+    stray_of_bodies: tuple[Any, ...] = ()
 
     def __init__(self, stray: tuple[Any, ...] = ()) -> None:
         self.found: list[Any] = list(stray)
@@ -122,12 +131,17 @@ class FakeBuilder:
     def end_building(self) -> None: ...
 
     def create_condition(self, default_value: int) -> Any:
-        assert default_value == 1
-        return SimpleNamespace(handle=77)
+        return SimpleNamespace(handle=(SWITCHING, LOOPING)[default_value])
 
     def while_loop(self, condition: Any) -> "FakeBuilder":
+        assert condition.handle == LOOPING
         self.found.append(WhileNode())
         return FakeBuilder()
+
+    def switch(self, condition: Any, count: int) -> "list[FakeBuilder]":
+        assert condition.handle == SWITCHING
+        self.found.append(SwitchNode())
+        return [FakeBuilder(self.stray_of_bodies) for _ in range(count)]
 
     def complete(self) -> "FakeBuilder":
         return self
@@ -207,10 +221,34 @@ def test_a_loop_is_one_node_around_its_body(issued: list[tuple[Any, ...]]) -> No
         return launches(2)
 
     graph = capture_loop(FakeBuilder(), body)
-    assert handles == [77]
+    assert handles == [LOOPING]
     assert graph.num_kernels == 2
     with pytest.raises(DeviceError, match="must be one conditional node"):
         capture_loop(FakeBuilder((KernelNode(),)), body)
+
+
+@pytest.mark.parametrize("loops", [False, True])
+def test_a_choice_is_its_opening_and_one_node_around_its_bodies(
+    loops: bool, issued: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handles: list[int] = []
+
+    def part(count: int) -> Any:
+        def issue(handle: int) -> list[KernelLaunch]:
+            handles.append(handle)
+            return launches(count)
+
+        return issue
+
+    choice, record = Choice(part(2), [part(3), part(1), part(4)]), capture_loop if loops else capture_choice
+    assert record(FakeBuilder(), choice).num_kernels == 10
+    assert handles == [SWITCHING, *[LOOPING if loops else 0] * 3], "bodies decide about the loop, not about the choice"
+    assert [first for _, _, first, _ in issued] == [0, 1, 0, 1, 2, 0, 0, 1, 2, 3]
+    with pytest.raises(DeviceError, match="must be one conditional node" if loops else "must hold one conditional"):
+        record(FakeBuilder((SwitchNode(),)), choice)
+    monkeypatch.setattr(FakeBuilder, "stray_of_bodies", (MemcpyNode(),))
+    with pytest.raises(DeviceError, match=r"must hold 3 kernels, it holds 4 nodes, others: \['MemcpyNode'\]"):
+        record(FakeBuilder(), choice)
 
 
 def test_a_graph_that_cannot_be_launched_is_a_device_s_failure(

@@ -105,6 +105,10 @@ def test_a_kernel_has_the_instructions_that_were_meant(
     approximations = {each for each in used if ".approx" in each or ".full" in each}
     assert approximations <= {"ex2.approx.f32", "ex2.approx.ftz.f32"}
     assert any(each.startswith("call") for each in used) == (not kernel.linked), "a function that was not inlined"
+    # a vote of a block's threads where lanes of a warp come from different branches is an instruction no card executes
+    for block in re.split(r"^\$L__\w+:", ptx, flags=re.MULTILINE):
+        before, vote, _ = block.partition("bar.red.")
+        assert not vote or "bar.warp.sync" in before, "a barrier that votes wants whole warps"
 
 
 @pytest.mark.second
