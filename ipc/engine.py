@@ -102,10 +102,10 @@ class Engine(Protocol):
     def validate(self, prompt: Sequence[int], sampling: Sampling) -> None:
         """Refuse what can never be served. Any thread. Raises RequestError naming value, limit and knob."""
 
-    def compile(self, sampling: Sampling, patience_s: float | None) -> bool:
-        """Make the grammar of a request ready, for `submit` to find.
+    def compile(self, sampling: Sampling, patience_s: float | None) -> object:
+        """Make the grammar of a request ready, for `submit` to find while what this returns is held.
 
-        patience_s  return False where it takes longer; None: as long as the engine allows any, which is 2 s
+        patience_s  return None or False where it takes longer; None: as long as the engine allows any, which is 2 s
         Any thread. Raises RequestError for one that cannot be served.
         """
 

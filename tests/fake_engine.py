@@ -164,7 +164,7 @@ class FakeEngine:
                 f"{self.info.max_context} (max_context)"
             )
 
-    def compile(self, sampling: Sampling, patience_s: float | None) -> bool:
+    def compile(self, sampling: Sampling, patience_s: float | None) -> object:
         return True
 
     def submit(self, request_id: str, prompt: Sequence[int], sampling: Sampling, cache_salt: str = "") -> None:

@@ -23,7 +23,7 @@ class GrammarEngine(ScriptedEngine):
         self.compiler = compiler_of(self.codec)
         self.answers: dict[str, list[int]] = {}
 
-    def compile(self, sampling: Sampling, patience_s: float | None) -> bool:
+    def compile(self, sampling: Sampling, patience_s: float | None) -> object:
         """Make the grammar of a request ready."""
         return self.compiler.compile(sampling_params(sampling), patience_s)
 

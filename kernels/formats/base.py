@@ -51,8 +51,11 @@ class MatrixFormat(ABC):
         specs = self.specs(rows, columns, torch.bfloat16).values()
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in specs)
 
-    def packed_bytes(self, rows: int, columns: int) -> int:
-        """Bytes of a matrix [N, K] as kernels hold it; without kernels as it is."""
+    def packed_bytes(self, rows: int, columns: int, *, wide: bool = True) -> int:
+        """Bytes of a matrix [N, K] as kernels hold it; without kernels as it is.
+
+        wide  scales of groups are float32; False: bfloat16 holds all of them, and kernels take it
+        """
         return self.num_bytes(rows, columns)
 
     def check_columns(self, columns: int) -> None:
@@ -112,7 +115,7 @@ class WeightFormat(MatrixFormat):
         """Whether tiles have scales beside their words."""
         return self.scale_bytes > 0
 
-    def packed_bytes(self, rows: int, columns: int) -> int:
+    def packed_bytes(self, rows: int, columns: int, *, wide: bool = True) -> int:
         """Bytes of a packed matrix [N, K], words and scales."""
         height, width = tiles_of(rows, columns)
         return height * width * (self.tile_bytes + self.scale_bytes)

@@ -12,7 +12,7 @@ from lowlat.errors import ConfigError
 from lowlat.kernels.formats.base import MatrixFormat, Parts, tiles_of
 from lowlat.kernels.formats.fp8 import FP8, FP8_BLOCK, decode_e4m3
 from lowlat.kernels.formats.int4 import INT4_FORMATS, MIDDLE, unpack_nibbles
-from lowlat.kernels.formats.mxfp4 import MAGNITUDES, pack_codes, unpack_codes
+from lowlat.kernels.formats.mxfp4 import pack_codes, unpack_codes
 from lowlat.kernels.formats.nvfp4 import NVFP4
 from lowlat.kernels.gemm.packing import TILE_COLUMNS, TILE_ROWS, PackedMatrix
 from lowlat.kernels.gemm.tiles import FP8_TILES, NVFP4_TILES, TileFormat
@@ -28,7 +28,6 @@ MOVES = (
     ((0x80, 4), (0x70, 8), (0x0F, 0)),
     ((0x80, 20), (0x70, 24), (0x0F, 16)),
 )
-E2M1 = torch.tensor([*MAGNITUDES, *(-each for each in MAGNITUDES)], dtype=torch.bfloat16)
 FIRST, SECOND_LEFT, SECOND_RIGHT = 0x87F087F0 - (1 << 32), 0x80F080F0 - (1 << 32), 0x07000700
 NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)  # of a word of eight codes: the place of each
 
@@ -74,14 +73,14 @@ def pack_matrix(weight_format: MatrixFormat, parts: Parts, order: torch.Tensor |
 
 
 def _tiles_of(weight_format: MatrixFormat, parts: Parts) -> TileFormat:
-    """The layout of a matrix's steps: scales take 16 bits where bf16 holds all of them.
-
-    Of tensors without content those with zero points are taken for wide, as files have them.
-    """
+    """The layout of a matrix's steps: scales take 16 bits where bf16 holds all of them; without content by dtype."""
     if weight_format is FP8 or weight_format is NVFP4:
         return FP8_TILES if weight_format is FP8 else NVFP4_TILES
     scales = parts["fp8_scales" if weight_format is FP8_BLOCK else "int4_scales"]
-    wide = "int4_zeros" in parts if scales.is_meta else not torch.equal(scales.bfloat16().float(), scales)
+    is_narrow = scales.dtype == torch.bfloat16 or (
+        not scales.is_meta and torch.equal(scales.bfloat16().float(), scales)
+    )
+    wide = not is_narrow
     if weight_format is FP8_BLOCK:
         return TileFormat("fp8", 1024, groups=1, wide=wide)
     return TileFormat("int4", 512, groups=max(1, 64 // weight_format.block), wide=wide, zeros="int4_zeros" in parts)
@@ -188,8 +187,10 @@ def _int4_numbers(words: torch.Tensor) -> torch.Tensor:
 
 
 def _nvfp4_numbers(words: torch.Tensor) -> torch.Tensor:
-    """The eight codes of each word as numbers."""
-    return E2M1.to(words.device)[unpack_nibbles(unpack_codes(words)).int()]
+    """The eight codes of each word as numbers, by their bits: a table would be copied to the device, which a capture
+    forbids."""
+    codes = unpack_nibbles(unpack_codes(words)).to(torch.int16)
+    return ((codes & 7) << 6 | (codes & 8) * -4096).view(torch.bfloat16).mul_(2.0**126)
 
 
 def _unpair(words: torch.Tensor) -> torch.Tensor:

@@ -44,10 +44,12 @@ class _Fp8(MatrixFormat):
         groups = 1 if self.columns is None else -(-columns // self.columns)
         return {"fp8": ((rows, columns), torch.uint8), "fp8_scales": ((rows, groups), torch.float32)}
 
-    def packed_bytes(self, rows: int, columns: int) -> int:
+    def packed_bytes(self, rows: int, columns: int, *, wide: bool = True) -> int:
         """See `MatrixFormat.packed_bytes`: scales of rows stand once, others for every 64 columns."""
         height, width = tiles_of(rows, columns)
-        return height * (width * 1024 + 64) if self.columns is None else height * width * (1024 + 64)
+        if self.columns is None:
+            return height * (width * 1024 + 64)
+        return height * width * (1024 + (64 if wide else 32))
 
     def shape(self, parts: Parts) -> tuple[int, ...]:
         """See `MatrixFormat.shape`."""

@@ -37,10 +37,10 @@ class _Int4(MatrixFormat):
         groups = (rows, columns // self.block)
         return {"int4": ((rows, columns // 2), torch.uint8), "int4_scales": (groups, torch.float32)}
 
-    def packed_bytes(self, rows: int, columns: int) -> int:
-        """See `MatrixFormat.packed_bytes`: for scales that bf16 holds, as those of files without zero points are."""
+    def packed_bytes(self, rows: int, columns: int, *, wide: bool = True) -> int:
+        """See `MatrixFormat.packed_bytes`."""
         height, width = tiles_of(rows, columns)
-        words = 3 if "int4_zeros" in self.parts else 1
+        words = (2 if wide else 1) + ("int4_zeros" in self.parts)
         return height * width * (512 + 32 * words * max(1, 64 // self.block))
 
     def shape(self, parts: Parts) -> tuple[int, ...]:
@@ -102,4 +102,4 @@ def quantise_int4(weight: torch.Tensor, group: int = 128) -> dict[str, torch.Ten
     scales = torch.where(largest > 0, largest / HALF_RANGE, 1.0).clamp_min(torch.finfo(torch.float32).tiny)
     scales = scales.bfloat16().float()
     codes = ((values / scales[..., None]).round_().clamp_(-MIDDLE, MIDDLE - 1) + MIDDLE).to(torch.uint8).flatten(-2)
-    return {"int4": codes[..., 0::2] | (codes[..., 1::2] << 4), "int4_scales": scales}
+    return {"int4": codes[..., 0::2] | (codes[..., 1::2] << 4), "int4_scales": scales.bfloat16()}

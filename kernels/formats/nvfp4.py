@@ -37,7 +37,7 @@ class _Nvfp4(MatrixFormat):
             "nvfp4_factors": ((rows, 1), torch.float32),
         }
 
-    def packed_bytes(self, rows: int, columns: int) -> int:
+    def packed_bytes(self, rows: int, columns: int, *, wide: bool = True) -> int:
         """See `MatrixFormat.packed_bytes`."""
         height, width = tiles_of(rows, columns)
         return height * (width * (512 + 64) + 64)

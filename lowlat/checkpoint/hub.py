@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lowlat.checkpoint.json_file import read_object, shown
-from lowlat.checkpoint.tensors import INDEX_FILE, MAX_HEADER_BYTES, SINGLE_FILE
+from lowlat.checkpoint.tensors import INDEX_FILE, MAX_HEADER_BYTES, QUANTISATION_FILE, SINGLE_FILE
 from lowlat.errors import ConfigError
 from lowlat.options.model_names import Repository, find_repository
 
@@ -27,7 +27,7 @@ logger = logging.getLogger("lowlat")
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
 CONFIG_FILE = "config.json"
-CONFIG_FILES = (CONFIG_FILE, "generation_config.json", INDEX_FILE)
+CONFIG_FILES = (CONFIG_FILE, "generation_config.json", QUANTISATION_FILE, INDEX_FILE)
 TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 COMMIT = re.compile("[0-9a-f]{40}")
 CHUNK = 1 << 16  # bytes of a header that are asked for at once

@@ -22,6 +22,7 @@ __all__ = ["LAYERS", "QuantisedWeights", "Quantiser", "quantised"]
 GROUP = 128
 LAYERS = ("qkv", "q", "kv", "o", "gate_up", "down", "fc")  # canonical names of linear layers; the LM head is by choice
 LM_HEAD = "lm_head"
+EXPERTS = ".experts"  # of a mixture: they stay as they are
 SUFFIX = ".weight"
 CHUNK = 16 << 20  # numbers that are rounded at once
 KINDS: Mapping[str, tuple[MatrixFormat, Callable[[torch.Tensor], dict[str, torch.Tensor]]]] = {
@@ -35,10 +36,12 @@ class Quantiser:
     """The rounding of a model's linear layers: to FP8 by row, or to INT4 in groups of 128.
 
     lm_head  whether the LM head is among them
+    option   that asked for it, for messages
     """
 
     kind: Literal["fp8", "int4"]
     lm_head: bool = False
+    option: str = "quantize"
 
     @property
     def packed(self) -> MatrixFormat:
@@ -48,7 +51,9 @@ class Quantiser:
     def takes(self, weight: str) -> bool:
         """Whether a canonical weight is a matrix that is rounded."""
         owner, _, part = weight.rpartition(".")
-        name = owner.removeprefix("head.").rpartition(".")[2]
+        outer, _, name = owner.removeprefix("head.").rpartition(".")
+        if outer.endswith(EXPERTS):
+            return False
         return part == "weight" and (name in LAYERS or (self.lm_head and name == LM_HEAD))
 
     def specs(self, weight: str, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -56,17 +61,23 @@ class Quantiser:
         rows, columns = shape
         if columns % self.packed.block:
             raise ConfigError(
-                f"quantize {self.kind!r} needs layers of a multiple of {self.packed.block} inputs, and {weight} has "
-                f"{columns}"
+                f"{self.option} {self.kind!r} needs layers of a multiple of {self.packed.block} inputs, and {weight} "
+                f"has {columns}"
             )
         owner = weight.removesuffix(SUFFIX)
-        return {f"{owner}.{part}": spec for part, spec in self.packed.specs(rows, columns, torch.bfloat16).items()}
+        specs = self.packed.specs(rows, columns, torch.bfloat16)
+        if "int4_scales" in specs:
+            specs["int4_scales"] = (specs["int4_scales"][0], torch.bfloat16)  # as `quantise_int4` rounds them
+        return {f"{owner}.{part}": spec for part, spec in specs.items()}
 
     def parts(self, weight: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         """The parts of a matrix by name. Raises ConfigError as `specs` does, and for numbers that are not finite."""
         self.specs(weight, tuple(tensor.shape))
         step = max(1, CHUNK // tensor.shape[1])
-        pieces = [KINDS[self.kind][1](rows) for rows in tensor.split(step)]
+        try:
+            pieces = [KINDS[self.kind][1](rows) for rows in tensor.split(step)]
+        except ConfigError as error:
+            raise ConfigError(f"{weight}: {error}") from None
         owner = weight.removesuffix(SUFFIX)
         return {f"{owner}.{part}": torch.cat([each[part] for each in pieces]) for part in self.packed.parts}
 

@@ -21,6 +21,7 @@ __all__ = [
     "DTYPES",
     "FLOAT_NAMES",
     "INDEX_FILE",
+    "QUANTISATION_FILE",
     "SINGLE_FILE",
     "Checkpoint",
     "OpenFiles",
@@ -31,6 +32,7 @@ __all__ = [
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+QUANTISATION_FILE = "hf_quant_config.json"  # ModelOpt's, beside config.json
 MAX_HEADER_BYTES = 100 << 20
 MAX_DIMENSIONS = 8
 MAX_EXTENT = 1 << 40

@@ -131,7 +131,8 @@ def check_launches(config: RuntimeConfig, counts: LaunchCounts) -> None:
     if counts.fallbacks:
         raise ConfigError(
             f"perf_mode 'strict' runs kernels, and torch stands in for kernels in {len(counts.fallbacks)} calls, the "
-            f"first {counts.fallbacks[0]}: no kernel takes such sizes on this card; perf_mode 'default' goes on so"
+            f"first {counts.fallbacks[0]}: no kernel takes such sizes, or weights of 8 and 4 bits, on this "
+            "card; perf_mode 'default' goes on so"
         )
     if counts.tuned < counts.planned:
         raise ConfigError(

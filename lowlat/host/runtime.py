@@ -478,7 +478,7 @@ class Runtime:
         if output.finish_reason is not None:
             if publication.finish_reason is None:
                 self._mailbox.cancel(session.slot)  # a stop string: the device does not know yet
-            self._leave(session, poisoned=output.finish_reason == "error")
+            self._leave(session, poisoned=output.finish_reason == "error" and output.error_code == "not_finite")
             self._end(session)
         return output
 

@@ -187,9 +187,9 @@ class Session:
         error_code: ErrorCode = "not_finite",
         num_accepted: int = 0,
     ) -> StepOutput:
-        """The caller's output; a reason ends the request, and a cancelled one gets the text that was held back."""
+        """The caller's output; a reason ends the request, and one that is cut off gets the text that was held back."""
         self.finish_reason = reason
-        if reason == "cancelled" and self._text is not None:
+        if reason in ("cancelled", "error") and not deltas and self._text is not None:
             deltas = (self._text.finish(),)
         tool_calls: tuple[ToolCallDelta, ...] = ()
         for delta in deltas:

@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 
 from lowlat.checkpoint import hub
-from lowlat.checkpoint.formats import part_groups
+from lowlat.checkpoint.formats import narrowed, part_groups
 from lowlat.checkpoint.json_file import shown
 from lowlat.checkpoint.quantising import QuantisedWeights, Quantiser
 from lowlat.checkpoint.recipes import Progress, Recipe, check_recipes
@@ -115,7 +115,7 @@ def _ignored(config: ModelConfig, checkpoint: Checkpoint) -> set[str]:
     if config.tie_embeddings:
         ignored.add("lm_head.weight")
     if config.quantisation is not None:
-        ignored |= config.quantisation.unused(checkpoint.entries)
+        ignored |= config.quantisation.unused(checkpoint)
     return ignored & set(checkpoint.entries)
 
 
@@ -151,7 +151,7 @@ def target_groups(config: ModelConfig, checkpoint: Checkpoint | None = None) -> 
     if checkpoint is None:
         return part_groups(recipes, {})
     check_recipes(checkpoint, recipes, _ignored(config, checkpoint))
-    groups = part_groups(recipes, checkpoint.entries)
+    groups = part_groups(narrowed(recipes, checkpoint.entries), checkpoint.entries)
     if config.tie_embeddings and "lm_head.weight" in checkpoint.entries:
         tied = partial(_check_tied_copy, checkpoint)
         groups = [replace(group, finish=tied) if _is_embedding(group) else group for group in groups]
@@ -192,7 +192,9 @@ def rounding(config: Config, quantiser: Quantiser, label: str) -> Config:
     """The geometry of a model whose linear layers are rounded at load. Raises ConfigError where they are already."""
     if config.quantisation is not None:
         formats = ", ".join(sorted(config.quantisation.format_names))
-        raise ConfigError(f"{label} is stored in {formats}, and quantize {quantiser.kind!r} is for plain weights")
+        raise ConfigError(
+            f"{label} is stored in {formats}, and {quantiser.option} {quantiser.kind!r} is for plain weights"
+        )
     return replace(config, quantiser=quantiser)
 
 

@@ -24,12 +24,22 @@ def weight_plan(config: ModelConfig) -> WeightPlan:
 
 
 def rounded_plan(plan: WeightPlan, quantiser: Quantiser | None, *, tied: bool = False) -> WeightPlan:
-    """A plan with the linear layers that are rounded at load by part; tied: the LM head is the embedding before."""
+    """A plan with the linear layers that are rounded at load by part; tied: the LM head is the embedding before.
+
+    Of layers that files have quantised, scales of groups are taken for what most files store: float32 beside zero
+    points, else bfloat16.
+    """
     if quantiser is None:
-        return plan
+        return {name: (shape, _usual_dtype(name, shape, dtype, plan)) for name, (shape, dtype) in plan.items()}
     made: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for name, (shape, dtype) in plan.items():
         made.update(quantiser.specs(name, shape) if quantiser.takes(name) else {name: (shape, dtype)})
     if tied and quantiser.lm_head:
         made.update(quantiser.specs("lm_head.weight", plan["embed.weight"][0]))
     return made
+
+
+def _usual_dtype(name: str, shape: tuple[int, ...], dtype: torch.dtype, plan: WeightPlan) -> torch.dtype:
+    owner, _, part = name.rpartition(".")
+    is_narrow = part == "int4_scales" and f"{owner}.int4_zeros" not in plan
+    return torch.bfloat16 if is_narrow or (part == "fp8_scales" and shape[1] > 1) else dtype

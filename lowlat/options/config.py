@@ -219,6 +219,9 @@ class SpeculativeConfig:
         for name in ("tree", "max_path_len", "max_decoding_tokens", "max_non_leaves_per_layer"):
             if getattr(self, name) is not None:
                 raise ConfigError(f"{name} is an option of static trees, and dynamic_tree_max_topk makes a dynamic one")
+        default = type(self).num_speculative_tokens
+        if self.max_draft_len is not None and self.num_speculative_tokens == default:
+            object.__setattr__(self, "num_speculative_tokens", self.max_draft_len)
         if self.max_draft_len not in (None, self.num_speculative_tokens):
             raise ConfigError(
                 f"max_draft_len {self.max_draft_len} is not num_speculative_tokens {self.num_speculative_tokens}; "

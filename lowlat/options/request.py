@@ -157,11 +157,14 @@ class SamplingParams:
         if len(self.choice) > MAX_CHOICES:
             raise RequestError(f"choice holds {len(self.choice)} texts; at most {MAX_CHOICES}")
         value = getattr(self, name)
-        texts = value if isinstance(value, tuple) else ("{}",) if value is True else (value,)
+        texts = value if isinstance(value, tuple) else ("{}",) if name == "json_object" else (value,)
         for text in texts:
             if not isinstance(text, str) or not text:
                 raise RequestError(f"{name} must be text, and not empty, got {shown(text)}")
-        num_bytes = sum(len(text.encode("utf-8", "surrogatepass")) for text in texts)
+        try:
+            num_bytes = sum(len(text.encode()) for text in texts)
+        except UnicodeEncodeError as error:
+            raise RequestError(f"{name} must be Unicode text: {error.reason} at {error.start}") from None
         if num_bytes > MAX_GRAMMAR_BYTES:
             raise RequestError(f"{name} has {num_bytes} bytes; at most {MAX_GRAMMAR_BYTES}")
 

@@ -47,8 +47,8 @@ class RuntimeEngine:
         """Refuse what can never be served; any thread may ask. Raises RequestError."""
         self._runtime.checks.check(prompt, sampling_params(sampling))
 
-    def compile(self, sampling: Sampling, patience_s: float | None) -> bool:
-        """Make a request's grammar ready; False where that takes longer. Any thread may ask. Raises RequestError."""
+    def compile(self, sampling: Sampling, patience_s: float | None) -> object:
+        """Make a request's grammar ready; None where that takes longer. Any thread may ask. Raises RequestError."""
         return self._runtime.grammars.compile(sampling_params(sampling), patience_s)
 
     def submit(self, request_id: str, prompt: Sequence[int], sampling: Sampling, cache_salt: str = "") -> None:
@@ -56,7 +56,7 @@ class RuntimeEngine:
         self._adopt()
         params = sampling_params(sampling)
         if not self._runtime.grammars.has(params):
-            raise CapacityError(f"{params.grammar_option}: other grammars have taken its place meanwhile; try again")
+            raise CapacityError(f"{params.grammar_option}: its compiled grammar was let go of meanwhile; try again")
         self._runtime.submit(prompt, params, request_id=request_id, cache_salt=cache_salt)
 
     def cancel(self, request_id: str) -> None:

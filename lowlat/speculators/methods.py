@@ -91,4 +91,5 @@ def _rounded(speculator: Speculator, options: SpeculativeConfig) -> Speculator:
     config = speculator.draft_config
     if options.draft_quantize is None or config is None:
         return speculator
-    return speculator.rounded(rounding(config, Quantiser(options.draft_quantize, lm_head=True), "the draft model"))
+    quantiser = Quantiser(options.draft_quantize, lm_head=True, option="draft_quantize")
+    return speculator.rounded(rounding(config, quantiser, "the draft model"))

@@ -47,8 +47,9 @@ class Written:
 def quantise_checkpoint(directory: Path, out: Path, quantiser: Quantiser) -> Written:
     """Write a target's directory with its linear layers quantised, in the dtype in which it is stored.
 
-    Embeddings, norms, routers and experts stay as they are, and so does a tied LM head. Raises ConfigError for a target
-    that does not run, is quantised already or has layers that the format cannot hold, and where `out` exists.
+    Embeddings and norms stay as they are. Raises ConfigError for a target that does not run, is quantised already, is a
+    mixture of experts or has layers that the format cannot hold, for an LM head that is the embedding, and where `out`
+    exists.
     """
     if out.exists():
         raise ConfigError(f"{out} exists; name a directory that does not")
@@ -56,6 +57,10 @@ def quantise_checkpoint(directory: Path, out: Path, quantiser: Quantiser) -> Wri
     rounding(target.config, quantiser, str(directory))
     if target.config.experts is not None:
         raise ConfigError(f"{directory}: writing a mixture of experts in {quantiser.kind} is not implemented")
+    if quantiser.lm_head and target.config.tie_embeddings:
+        raise ConfigError(
+            f"{directory}: the LM head is the embedding (tie_word_embeddings), which stays plain; leave --lm-head out"
+        )
     layers = _layers(target.config, quantiser)
     partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
     try:
@@ -63,7 +68,7 @@ def quantise_checkpoint(directory: Path, out: Path, quantiser: Quantiser) -> Wri
         _copy_beside(directory, partial)
         sizes = _write_shards(target.weights.checkpoint, partial, quantiser, layers)
         config = read_object(directory / "config.json")
-        plain = [] if quantiser.lm_head and not target.config.tie_embeddings else ["lm_head"]
+        plain = [] if quantiser.lm_head else ["lm_head"]
         config["quantization_config"] = _quantization_config(quantiser, plain)
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         open_target(partial)

@@ -132,6 +132,13 @@ def test_misfits_are_refused_by_name(chat: Any, fields: dict[str, Any], param: s
     assert (body["param"], body["type"]) == (param, "invalid_request_error") and words in body["message"]
 
 
+def test_a_schema_that_would_bind_nothing_is_refused(chat: Any) -> None:
+    with pytest.raises(openai.BadRequestError, match="'json_schema' alone") as caught:
+        chat.client.responses.create(model="fake", input="Hi", text={"format": {"type": "text", "schema": SCHEMA}})
+    body: Any = caught.value.body
+    assert body["param"] == "text.format.schema"
+
+
 def test_a_schema_that_is_not_strict_holds_as_far_as_it_can(chat: Any) -> None:
     value = json.loads(chat(response_format=schema_format(UNIQUE)).message.content)
     validate(value, UNIQUE | {"uniqueItems": False})

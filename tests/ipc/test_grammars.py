@@ -11,6 +11,7 @@ from served import Serve, eventually
 
 from lowlat.errors import RequestError
 from lowlat.ipc import AsyncClient, Client
+from lowlat.ipc.server.threads.events import Prepare
 from lowlat.ipc.wire import Sampling
 
 SCHEMA = {"type": "object", "properties": {"é": {"const": 'q"'}}}
@@ -62,6 +63,18 @@ def test_a_slow_grammar_holds_up_neither_grammars_nor_plain_requests(serve: Serv
     assert refused == ["regex: it takes too long"] * 3
     names = {name for _, _, name in engine.asked}
     assert names == {"lowlat-grammars", "lowlat-slow-grammars"} and threading.current_thread().name not in names
+
+
+def test_what_ends_while_it_is_compiled_is_let_go_of() -> None:
+    given: Any = object()
+    for dropped in (False, True):
+        job = Prepare(given, given, b"prompt")
+        _, submit, body = job.take()
+        assert submit is given and not job.body
+        if dropped:
+            job.drop()
+        assert job.put_back(submit, body) is not dropped
+        assert (job.submit, job.body) == ((None, b"") if dropped else (given, b"prompt"))
 
 
 def test_clients_send_grammars_in_any_of_their_forms(serve: Serve) -> None:

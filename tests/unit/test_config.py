@@ -182,6 +182,7 @@ def test_eagle3_refuses_what_ngram_takes() -> None:
 def test_a_dynamic_tree_that_cannot_be_is_refused_by_name(options: dict[str, Any], message: str) -> None:
     good: dict[str, Any] = {"num_speculative_tokens": 5, "dynamic_tree_max_topk": 4, "max_total_draft_tokens": 12}
     assert make_topologies(speculative(max_draft_len=5, **good))[5].num_nodes == 13
+    assert speculative(dynamic_tree_max_topk=4, max_draft_len=5).num_speculative_tokens == 5, "the depth alone"
     with pytest.raises(ConfigError, match=message):
         make_topologies(speculative(**{**good, **options}))
 

@@ -137,7 +137,7 @@ class Script:
     ("device_loop", "lead", "seed"),
     [
         *(later(*way, number % 2) for number, way in enumerate(WAYS) if number != 1),
-        (*WAYS[1], 1),
+        later(*WAYS[1], 1),
         (*WAYS[-1], 1),
     ],
 )

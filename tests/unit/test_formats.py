@@ -1,6 +1,7 @@
 """Weight formats: both sides know the same ones, and what is counted is what is held."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -95,7 +96,7 @@ def test_the_readme_of_models_names_every_family(repository: Path) -> None:
 @pytest.mark.parametrize(("rows", "columns"), [(40, 256), (16, 384)])
 @pytest.mark.parametrize("wide", [False, True])
 def test_dense_matrices_come_out_of_their_tiles(name: str, rows: int, columns: int, wide: bool) -> None:
-    """Every code of random ones, in the order that was asked for; bytes are those that plans count, or a few more."""
+    """Every code of random ones, in the order that was asked for; bytes are those that plans count."""
     parts, held = {}, DENSE_FORMATS[name]
     for part, (shape, dtype) in held.specs(rows, columns, torch.bfloat16).items():
         limit = 16 if part.endswith("zeros") else 127 if part.endswith("scales") else 256
@@ -111,5 +112,20 @@ def test_dense_matrices_come_out_of_their_tiles(name: str, rows: int, columns: i
         assert torch.equal(found, expected.bfloat16().float())
     else:
         assert torch.equal(found * packed.scales[:rows, None], expected)
-    assert packed.num_bytes == packed.memory.nbytes and packed.num_bytes < 1.12 * held.packed_bytes(rows, columns)
+    assert packed.num_bytes == packed.memory.nbytes == held.packed_bytes(rows, columns, wide=wide)
     assert (packed.rows, packed.columns) == held.shape(parts) and matrix_format(parts) is held
+
+
+@pytest.mark.parametrize("name", DENSE_FORMATS)
+def test_unpacking_can_be_captured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It brings nothing from the host to the device, which no capture may."""
+    held, convert = DENSE_FORMATS[name], torch.Tensor.to
+    specs = held.specs(32, 128, torch.bfloat16).items()
+    packed = pack_matrix(held, {part: torch.ones(shape).to(dtype) for part, (shape, dtype) in specs})
+
+    def to(tensor: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
+        assert not named and all(isinstance(each, torch.dtype) for each in arguments)
+        return convert(tensor, *arguments)
+
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    assert unpack_matrix(packed).shape == (32, 128)

@@ -3,15 +3,17 @@
 import json
 import os
 import random
+import shutil
 import signal
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from grammars import END, PADDING, allowed, codec_with, mask_of, state_of
 
-from lowlat.errors import GrammarError, RequestError
+from lowlat.errors import ConfigError, GrammarError, RequestError
 from lowlat.host.request_checks import RequestChecks
 from lowlat.options.request import GRAMMAR_OPTIONS, MAX_CHOICES, MAX_GRAMMAR_BYTES, SamplingParams
 from lowlat.text.grammar import compiler as compiler_module
@@ -131,6 +133,16 @@ def test_the_process_is_started_again_and_ends(compiler: GrammarCompiler) -> Non
     assert compiler.compile(SamplingParams(regex="after the end"))
 
 
+def test_a_process_that_cannot_start_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.executable", shutil.which("false"))
+    large: Any = SimpleNamespace(tokens=[bytes(1000)] * 4000, special_token_ids=[], end_id=0)
+    trials = Trials(large)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="the process for grammars ended"):
+            trials.start()
+    assert trials._process is None
+
+
 def test_grammars_are_cached_and_the_oldest_leave(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler_module, "MAX_GRAMMARS", 3)
     first, *others = (SamplingParams(regex=f"cached {number}") for number in range(4))
@@ -153,6 +165,8 @@ def test_a_limit_that_comes_later_ends_the_request_by_name(monkeypatch: pytest.M
             state.advance([chance.choice(may_follow)])
     with pytest.raises(GrammarError, match="cannot go on"):
         state.advance([END])
+    state = state_of(CODEC, regex="(a{1,1000}){1,1000}")  # copies of one matcher share what it may use
+    state.advance(allowed(mask_of(state, CODEC)[0])[-1:])
     monkeypatch.setattr(matching, "MAX_MASK_S", 0.0)
     with pytest.raises(GrammarError, match=r"masks of 1 rows took .* at most 0 ms each"):
         mask_of(state_of(CODEC, regex="[a-z]*"), CODEC)
@@ -184,6 +198,8 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"regex": "é" * MAX_GRAMMAR_BYTES}, f"regex has {2 * MAX_GRAMMAR_BYTES} bytes; at most {MAX_GRAMMAR_BYTES}"),
         ({"json_schema": {"const": float("nan")}}, "json_schema must be of JSON values"),
         ({"json_schema": {"const": object()}}, "json_schema must be of JSON values"),
+        ({"json_schema": True}, "json_schema must be text"),
+        ({"choice": ["a", "\ud800"]}, "choice must be Unicode text"),
         ({"json_object": 1}, "json_object must be true or false"),
     ],
 )

@@ -35,6 +35,16 @@ MODES: dict[str, dict[str, Any]] = {
 # for tests that many others resemble: the first stage runs them with one family
 PLAINEST = staged(DISTINCT_FAMILIES, first=["llama"])
 STAGED_MODES = staged(MODES, first=["greedy", "penalised"])
+METHODS = ["ngram", "suffix", "beside", "eagle3+", "ngram+"]
+# every method meets every family, each in another mode: the first stage has each method once
+SQUARE = staged(
+    [
+        (method, family, list(MODES)[(row + column) % len(MODES)])
+        for row, method in enumerate(METHODS)
+        for column, family in enumerate(DISTINCT_FAMILIES)
+    ],
+    first=[(method, "llama", mode) for method, mode in zip(METHODS, [*MODES, "greedy"], strict=True)],
+)
 TREES: dict[str, tuple[tuple[int, ...], ...]] = {
     "chain-as-tree": ((0,), (0, 0), (0, 0, 0)),
     "wide": tuple((rank,) for rank in range(6)),
@@ -103,9 +113,7 @@ def test_no_depth_changes_anything(family: str, mode: str, pairs: dict[str, Pair
     assert 0 < speculation["total_accepted_tokens"] < speculation["total_draft_tokens"]
 
 
-@pytest.mark.parametrize("mode", STAGED_MODES)
-@pytest.mark.parametrize("family", STAGED_FAMILIES)
-@pytest.mark.parametrize("method", ["ngram", "suffix", "beside", "eagle3+", later("ngram+")])
+@pytest.mark.parametrize(("method", "family", "mode"), SQUARE)
 def test_no_depth_of_drafts_from_text_changes_anything(
     method: str, family: str, mode: str, pairs: dict[str, PairPaths]
 ) -> None:
@@ -186,14 +194,14 @@ def test_trees_accept_what_chains_cannot(pairs: dict[str, PairPaths]) -> None:
     ("form", "mode"),
     [
         ({"num_hidden_layers": 2}, "greedy"),
-        ({"num_hidden_layers": 3, "windows": (6, None, 4)}, "sampled"),
-        ({"windows": (5,), "norm_before_residual": False}, "penalised"),
-        ({"final_hidden": True, "num_hidden_layers": 2}, "filtered"),
-        ({"captures": (0, 0, 1, 2, 2), "fc_norm": True, "norm_output": True}, "greedy"),
-        ({"mask_token": 5, "num_hidden_layers": 4}, "greedy"),
+        later({"num_hidden_layers": 3, "windows": (6, None, 4)}, "sampled"),
+        later({"windows": (5,), "norm_before_residual": False}, "penalised"),
+        later({"final_hidden": True, "num_hidden_layers": 2}, "filtered"),
+        later({"captures": (0, 0, 1, 2, 2), "fc_norm": True, "norm_output": True}, "greedy"),
+        later({"mask_token": 5, "num_hidden_layers": 4}, "greedy"),
         ({"mask_token": 9, "num_hidden_layers": 2, "windows": (6, None), "fc_norm": True}, "sampled"),
         ({"layout": "z-lab", "copies": True}, "greedy"),
-        ({"layout": "speculators", "copies": True, "num_hidden_layers": 1}, "sampled"),
+        later({"layout": "speculators", "copies": True, "num_hidden_layers": 1}, "sampled"),
         ({"layout": "deepspec", "copies": True, "markov_rank": 4}, "penalised"),
         later({"layout": "speculators", "copies": True, "markov_rank": 8, "markov_head_type": "gated"}, "filtered"),
     ],
@@ -271,7 +279,7 @@ class Crowd:
         ("eagle3", "bushy", 1),
         ("ngram", None, 2),
         ("suffix", None, 3),
-        ("beside", None, 4),
+        later("beside", None, 4),
         ("eagle3+", None, 5),
         ("eagle3", "dynamic", 6),
     ],

@@ -109,6 +109,7 @@ def run_installed(site: Path, code: str, cwd: Path) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.second
 def test_wheel_holds_every_module_and_all_data_under_lowlat(wheel: Path, expected_files: set[str]) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in names}
@@ -135,6 +136,7 @@ def test_sdist_builds_the_same_wheel(clone: Path, wheel: Path) -> None:
             assert direct.read(name) == through.read(name), name
 
 
+@pytest.mark.second
 def test_wheel_leaves_foreign_kernels_alone(installed: Path, tmp_path: Path) -> None:
     code = """
 import kernels, lowlat, lowlat.graphs, lowlat.ipc, lowlat.kernels
@@ -157,6 +159,7 @@ def test_bare_names_are_not_ours_under_pytest(repository: Path) -> None:
         assert not any(place and place.startswith(ours) for place in places), f"{folder} is the checkout's folder"
 
 
+@pytest.mark.second
 def test_ipc_imports_nothing_heavy_and_fast(installed: Path, tmp_path: Path) -> None:
     code = """
 import time

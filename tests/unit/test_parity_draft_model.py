@@ -218,7 +218,9 @@ def test_drafts_equal_the_paper_at_every_length_of_prompt(length: int, flags: di
     [{"fc_norm": True}, {"mask_token": 3}, {"layout": "z-lab"}, later({"layout": "deepspec", "markov_rank": 4})],
     ids=str,
 )
-@pytest.mark.parametrize(("depths", "layers"), [((3, 0, 0, 2, 0, 5), 1), ((0, 7), 1), ((1, 4, 2, 0), 2), ((6,), 2)])
+@pytest.mark.parametrize(
+    ("depths", "layers"), [((3, 0, 0, 2, 0, 5), 1), later((0, 7), 1), ((1, 4, 2, 0), 2), later((6,), 2)]
+)
 def test_drafts_equal_the_paper_when_the_depth_changes(
     depths: tuple[int, ...], layers: int, flags: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -10,11 +10,12 @@ from click.testing import CliRunner
 from lowered import Pair
 from quantised_layers import LAYOUTS, quantise_target
 from recording import Depth, Recorder, prompt_of, run_all
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from stages import later, staged
 from tiny_models import copying_draft_model, make_target, transformers_logits
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
+from lowlat.checkpoint.quantising import Quantiser
 from lowlat.cli import cli
 from lowlat.errors import ConfigError
 from lowlat.host.memory.plan import memory_need
@@ -76,7 +77,12 @@ def test_drafts_change_nothing_in_any_layout(layout: str, tmp_path: Path) -> Non
 def test_rounding_at_load_is_rounding_in_files(kind: str, tied: bool, tmp_path: Path) -> None:
     plain, out = tmp_path / "plain", tmp_path / "rounded"
     make_target(plain, "qwen3", tie_word_embeddings=tied, **WIDE)
-    arguments = ["quantize", str(plain), "--format", kind, "--out", str(out), "--lm-head", "--json"]
+    arguments = ["quantize", str(plain), "--format", kind, "--out", str(out), "--json"]
+    if tied:
+        refused = CliRunner().invoke(cli, [*arguments, "--lm-head"])
+        assert refused.exit_code == 2 and "leave --lm-head out" in refused.output and not out.exists()
+    else:
+        arguments.append("--lm-head")
     done = CliRunner().invoke(cli, arguments)
     assert done.exit_code == 0, done.output
     report = json.loads(done.output)
@@ -95,6 +101,15 @@ def test_rounding_at_load_is_rounding_in_files(kind: str, tied: bool, tmp_path: 
     assert again.exit_code == 2 and "exists" in again.output
 
 
+def test_experts_stay_as_they_are(tmp_path: Path) -> None:
+    make_target(tmp_path, "gpt_oss", num_hidden_layers=2)
+    prompt, params = prompt_of(9), SamplingParams(max_tokens=4)
+    with Runtime.load(tmp_path, **OPTIONS, quantize="fp8") as runtime:
+        assert runtime.model_config.quantiser is not None and len(traced(runtime, prompt, params)[0]) == 4
+        names = set(weight_plan(runtime.model_config))
+    assert {"layers.1.qkv.fp8", "layers.1.experts.down.weight"} < names
+
+
 def test_numbers_are_rounded_to_nearest() -> None:
     weight = torch.randn(24, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
     weight[3] = 0
@@ -110,6 +125,8 @@ def test_numbers_are_rounded_to_nearest() -> None:
     )
     with pytest.raises(ConfigError, match="FP8 cannot hold numbers that are not finite"):
         quantise_fp8(torch.tensor([[1.0, float("nan")]]))
+    with pytest.raises(ConfigError, match=r"layers\.0\.o\.weight: INT4 cannot hold numbers that are not finite"):
+        Quantiser("int4").parts("layers.0.o.weight", torch.full((1, 128), torch.inf))
 
 
 def test_what_rounding_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
@@ -145,14 +162,27 @@ def test_memory_counts_what_is_held(tmp_path: Path) -> None:
     assert sum(each.nbytes for each in target.weights.values()) == sum(each.nbytes for each in stored.values())
 
 
-@pytest.mark.parametrize("layout", ["fp8-channel", "fp8-block", "w4a16-32", "awq", "nvfp4"])
-def test_what_kernels_hold_is_what_is_planned(layout: str, tmp_path: Path) -> None:
-    """Within the bytes that scales of 16 bits save where plans know of none."""
+@pytest.mark.parametrize(
+    ("layout", "stored"),
+    [
+        *((layout, None) for layout in ("fp8-channel", "fp8-block", "w4a16-32", "w4a16-zeros", "awq", "nvfp4")),
+        ("fp8-block", torch.bfloat16),
+        ("w4a16-32", torch.float16),
+    ],
+)
+def test_what_kernels_hold_is_what_is_planned(layout: str, stored: torch.dtype | None, tmp_path: Path) -> None:
+    """Also where scales are stored in another dtype than those of the layout."""
     quantise_target(tmp_path, layout, make_target(tmp_path, "llama", **{**WIDE, "head_dim": 64}))
+    if stored is not None:
+        path = tmp_path / "model.safetensors"
+        noise = 1 if stored == torch.bfloat16 else 1 + 2.0**-10
+        tensors = load_file(path)
+        scaled = {name: (each.float() * noise).to(stored) for name, each in tensors.items() if "weight_scale" in name}
+        save_file(tensors | scaled, path)
     pair = Pair(tmp_path)
     programs = [pair.program(0, batch) for batch in (1, 8)]
     planned = memory_need(programs, pair.source, torch.device("cuda"), has_kernels=True).weights_bytes
-    assert 0.96 * planned <= pair.weights.num_bytes <= 1.05 * planned
+    assert 0.995 * planned <= pair.weights.num_bytes <= 1.005 * planned
     names = {call.kernel.name for call in pair.lower(0, 1).calls if call.kernel.name.startswith("decode_gemm")}
-    label = {"fp8": "fp8_", "w4a": "int4_2", "awq": "int4_2", "nvf": "nvfp4_"}[layout[:3]]
+    label = {"fp8": "fp8_", "w4a": "int4_", "awq": "int4_2", "nvf": "nvfp4_"}[layout[:3]]
     assert sum(label in name for name in names) == 4 and len(names) == 5

@@ -76,11 +76,17 @@ def test_answers_are_of_their_grammars_and_the_same_with_drafts(runtime: Runtime
 
 
 def test_a_grammar_that_comes_to_its_limit_fails_its_request_alone(runtime: Runtime) -> None:
-    limited = runtime.submit("a", SamplingParams(regex="(a{1,1000}){1,1000}", max_tokens=120, ignore_eos=True))
+    options: dict[str, Any] = {"max_tokens": 120, "ignore_eos": True, "stop": "aab"}  # "aa" may begin it: held back
+    limited = runtime.submit("a", SamplingParams(regex="(a{1,1000}){1,1000}", **options))
     other = runtime.submit("a", SamplingParams(choice=["yes"], max_tokens=100))
-    ends = {output.request_id: output for _ in iter(lambda: runtime.busy, False) for output in runtime.step()}
+    outputs = [output for _ in iter(lambda: runtime.busy, False) for output in runtime.step()]
+    ends = {output.request_id: output for output in outputs}
     assert (ends[limited].finish_reason, ends[limited].error_code) == ("error", "grammar")
     assert "the grammar cannot go on: lexer error" in str(ends[limited].error)
+    own = [output for output in outputs if output.request_id == limited]
+    tokens = [token for output in own for token in output.token_ids]
+    assert runtime.codec is not None
+    assert "".join(output.text or "" for output in own) == runtime.codec.decode(tokens) != ""
     assert ends[other].finish_reason == "stop"
 
 
@@ -88,9 +94,10 @@ def test_a_server_compiles_before_it_submits(target: Path, monkeypatch: pytest.M
     engine = RuntimeEngine(Runtime.load(target, max_batch=1, max_context=64))
     try:
         sampling = Sampling(max_tokens=8, choice=("yes", "no"))
-        with pytest.raises(CapacityError, match="choice: other grammars have taken its place"):
+        with pytest.raises(CapacityError, match="choice: its compiled grammar was let go of"):
             engine.submit("early", [5], sampling)
-        assert engine.compile(sampling, 5.0) and engine.compile(Sampling(), 0.0)
+        held = engine.compile(sampling, 5.0)
+        assert held and engine.compile(Sampling(), 0.0)
         engine.submit("one", [5], sampling)
         outputs = []
         while engine.busy:
@@ -98,6 +105,11 @@ def test_a_server_compiles_before_it_submits(target: Path, monkeypatch: pytest.M
         assert "".join(output.text or "" for output in outputs) in ("yes", "no")
         monkeypatch.setattr(compiler, "MAX_GRAMMARS", 1)
         assert engine.compile(Sampling(regex="a"), None)
+        engine.submit("held", [5], sampling)
+        engine.cancel("held")
+        engine.step()
+        assert engine.compile(Sampling(regex="a"), None)
+        del held
         with pytest.raises(CapacityError):
             engine.submit("two", [5], sampling)
         with pytest.raises(RequestError, match="uniqueItems"):

@@ -45,8 +45,10 @@ def prepare(
             if room < submit.sampling.max_tokens:
                 stream.sampling = msgspec.structs.replace(submit.sampling, max_tokens=room)
         engine.validate(prompt, stream.sampling)
-        if stream.sampling.has_grammar and not engine.compile(stream.sampling, patience_s):
-            return None
+        if stream.sampling.has_grammar:
+            stream.grammar = engine.compile(stream.sampling, patience_s)
+            if not stream.grammar:
+                return None
     except RequestError as error:
         return Prepared(stream, code="invalid", message=str(error))
     except Exception as error:
@@ -120,8 +122,7 @@ class _TextThread(threading.Thread):
             prepared = prepare(stream, submit, body, self._engine, self._codec, self._log, patience_s)
             if prepared is not None:
                 self._offer(prepared)
-            elif self._slower is not None:
-                job.submit, job.body = submit, body
+            elif self._slower is not None and job.put_back(submit, body):
                 self._slower.jobs.put(job)
 
 

@@ -35,6 +35,7 @@ class Stream(Struct, eq=False):
     balance    tokens that may be sent; negative by less than a step
     waiting    outputs that were not sent, in order
     cache_salt  its user, and what the request says: only those of the same share cached prefixes
+    grammar    what the engine gave for its grammar: held, it stays compiled
     job        at the text thread's, while it is prepared there
     deadline   ends it when its time has passed
     starving   ends it when it has been without credit for too long; None while it has credit
@@ -49,6 +50,7 @@ class Stream(Struct, eq=False):
     num_bytes: int
     balance: int
     cache_salt: str = ""
+    grammar: object = None
     prompt: Sequence[int] = ()
     job: "Prepare | None" = None
     phase: Phase = Phase.PREPARING

@@ -99,15 +99,24 @@ class Prepare(Struct):
     stream: Stream
     submit: Submit | None
     body: bytes
+    dropped: bool = False
 
     def take(self) -> tuple[Stream, Submit | None, bytes]:
         """The text thread: the request, and None for one that was dropped."""
         submit, body = self.submit, self.body
-        self.drop()
+        self.submit, self.body = None, b""
         return self.stream, submit, body
+
+    def put_back(self, submit: Submit, body: bytes) -> bool:
+        """The text thread that took it: another is to take it; False where it was dropped meanwhile."""
+        self.submit, self.body = submit, body
+        if self.dropped:  # looked at behind the write, as `drop` sets it before its own
+            self.drop()
+        return not self.dropped
 
     def drop(self) -> None:
         """The I/O thread: the request has ended."""
+        self.dropped = True
         self.submit, self.body = None, b""
 
 

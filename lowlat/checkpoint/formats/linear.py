@@ -7,7 +7,7 @@ GPTQModel's packing, TensorRT Model Optimizer's exports.
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 
@@ -29,7 +29,12 @@ Shape = tuple[int, ...]
 
 
 class StoredLinear(ABC):
-    """One layout."""
+    """One layout.
+
+    spare_biases  layers that have no bias are stored with one of zeros
+    """
+
+    spare_biases: ClassVar[bool] = False
 
     @property
     @abstractmethod
@@ -135,6 +140,7 @@ class GptqLinear(StoredLinear):
     group: int
     has_offset: bool
     symmetric: bool
+    spare_biases: ClassVar[bool] = True
 
     @property
     def packed(self) -> MatrixFormat:

@@ -12,13 +12,13 @@ from lowlat.checkpoint.formats.group_methods import parse_awq, parse_gptq
 from lowlat.checkpoint.formats.linear import Fp8Linear, Nvfp4Linear, PackedLinear, StoredLinear
 from lowlat.checkpoint.formats.quantisation import Names, Quantisation, Rule
 from lowlat.checkpoint.json_file import read_object, shown
+from lowlat.checkpoint.tensors import QUANTISATION_FILE
 from lowlat.errors import ConfigError
 from lowlat.kernels.formats.int4 import GROUPS
 
 __all__ = ["METHODS", "read_quantisation"]
 
 MAX_MODULES = 1 << 16
-BESIDE_CONFIG = "hf_quant_config.json"
 FORMATS_OF = {  # compressed-tensors' names of layouts, and what they hold: type, bits, strategies
     "float-quantized": ("float", 8, ("tensor", "channel", "block")),
     "naive-quantized": ("float", 8, ("tensor", "channel", "block")),
@@ -38,7 +38,7 @@ def read_quantisation(fields: Fields, directory: Path) -> Quantisation | None:
     Raises ConfigError for a quant_method, and for keys and values of one, that are not implemented.
     """
     own = fields.optional_object("quantization_config")
-    beside = directory / BESIDE_CONFIG
+    beside = directory / QUANTISATION_FILE
     if own is None and beside.exists():
         file = Fields(read_object(beside), str(beside))
         own = file.optional_object("quantization")

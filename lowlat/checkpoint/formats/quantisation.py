@@ -5,7 +5,7 @@ no family and no spelling of configs.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
@@ -13,14 +13,16 @@ import torch
 
 from lowlat.checkpoint.formats.linear import StoredLinear
 from lowlat.checkpoint.recipes import Piece, Recipe
+from lowlat.checkpoint.tensors import Checkpoint, TensorEntry
 from lowlat.errors import ConfigError
 from lowlat.kernels.formats import MatrixFormat
 
-__all__ = ["Names", "Quantisation", "Rule", "part_recipes"]
+__all__ = ["Names", "Quantisation", "Rule", "narrowed", "part_recipes", "renamed"]
 
 LAYER_CLASS = "Linear"
 PLAIN = ("embed", "router")  # canonical weights that no GEMM of a linear layer reads
-SUFFIX = ".weight"
+SUFFIX, BIAS = ".weight", ".bias"
+SCALES = (".int4_scales", ".fp8_scales")  # not those of NVFP4, which are bytes
 # tensors of quantised activations and caches, which stay bfloat16 here
 UNUSED = (
     *("input_scale", "input_global_scale", "input_zero_point", "output_scale", "k_scale", "v_scale", "q_scale"),
@@ -139,9 +141,15 @@ class Quantisation:
         ]
         return part_recipes(owner, stored.packed, [*pieces], recipe.dtype)
 
-    def unused(self, names: Iterable[str]) -> set[str]:
-        """Stored tensors that say how activations and caches were quantised; these stay plain."""
-        return {name for name in names if name.rpartition(".")[2] in UNUSED}
+    def unused(self, checkpoint: Checkpoint) -> set[str]:
+        """Stored tensors that say how activations and caches were quantised, which stay plain, and biases of zeros."""
+        found = {name for name in checkpoint.entries if name.rpartition(".")[2] in UNUSED}
+        biases = [name for name in checkpoint.entries if name.endswith(BIAS) and self._may_be_spare(name)]
+        return found | {entry.name for entry, bias in checkpoint.read(biases) if not bool(bias.any())}
+
+    def _may_be_spare(self, bias: str) -> bool:
+        stored = self.stored(bias.removesuffix(BIAS))
+        return stored is not None and stored.spare_biases
 
 
 def part_recipes(
@@ -150,6 +158,16 @@ def part_recipes(
     """The recipe of every part of a matrix whose rows are those of some layers."""
     dtypes = {part: each for part, (_, each) in packed.specs(1, packed.block, dtype).items()}
     return [Recipe(f"{owner}.{part}", tuple(each[part] for each in pieces), dtypes[part]) for part in packed.parts]
+
+
+def narrowed(recipes: Sequence[Recipe], entries: Mapping[str, TensorEntry]) -> list[Recipe]:
+    """The recipes, scales that are stored in bfloat16 left so: kernels hold these in half the bytes."""
+    return [
+        replace(recipe, dtype=torch.bfloat16)
+        if recipe.weight.endswith(SCALES) and all(entries[piece.name].dtype == "BF16" for piece in recipe.pieces)
+        else recipe
+        for recipe in recipes
+    ]
 
 
 def renamed(piece: Piece, names: dict[str, str]) -> Piece:

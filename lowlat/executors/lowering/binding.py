@@ -22,7 +22,7 @@ class LibraryCall:
 
     function     called with `arguments`; it must not wait for the device, and nothing in it may depend on the contents
                  of tensors
-    is_fallback  a kernel of ours would do it for another card or other sizes
+    is_fallback  a kernel of ours would do it for another card, other sizes or plain weights
     """
 
     name: str

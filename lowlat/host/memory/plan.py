@@ -113,7 +113,8 @@ def _weight_bytes(
             continue
         weight_format = matrix_format(parts)
         *outer, rows, columns = weight_format.shape(parts)
-        total += math.prod(outer) * weight_format.packed_bytes(rows, columns)
+        wide = all(tensor.dtype != torch.bfloat16 for tensor in parts.values())
+        total += math.prod(outer) * weight_format.packed_bytes(rows, columns, wide=wide)
     expand = device.type == "cpu" and not packed
     for tensor in left.values():
         total += tensor.numel() * (4 if expand and tensor.is_floating_point() else tensor.element_size())

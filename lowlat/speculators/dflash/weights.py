@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 import torch
 
+from lowlat.checkpoint.formats import narrowed
 from lowlat.checkpoint.recipes import Recipe, check_recipes
 from lowlat.checkpoint.stored import Group, StoredWeights
 from lowlat.models.geometry import DraftConfig, ModelConfig
@@ -70,5 +71,6 @@ def load_block_model(config: DraftConfig, tensors: DraftTensors, recipes: Sequen
     ignored = unused_tensors(config, tensors) | {tensors.stored[name] for name in ("d2t", "t2d") if name in tensors}
     stored = [stored_recipe(each, tensors) for each in recipes]
     check_recipes(tensors.checkpoint, stored, ignored)
+    stored = narrowed(stored, tensors.checkpoint.entries)
     weights = StoredWeights(tensors.checkpoint, [Group((recipe,)) for recipe in stored]).loaded()
     return LoadedDraftModel(config, {**weights, DRAFT_MAP: draft_map}, tensors.checkpoint.directory, ())

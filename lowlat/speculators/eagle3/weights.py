@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 import torch
 
-from lowlat.checkpoint.formats import renamed
+from lowlat.checkpoint.formats import narrowed, renamed
 from lowlat.checkpoint.recipes import Piece, Progress, Recipe, check_recipes
 from lowlat.checkpoint.stored import Group, StoredWeights
 from lowlat.errors import ConfigError
@@ -98,7 +98,7 @@ def stored_recipe(recipe: Recipe, tensors: DraftTensors) -> Recipe:
 def unused_tensors(config: DraftConfig, tensors: DraftTensors) -> set[str]:
     """Stored names of tensors that nobody needs."""
     quantisation = config.quantisation
-    return tensors.ignored() | (set() if quantisation is None else quantisation.unused(tensors.checkpoint.entries))
+    return tensors.ignored() | (set() if quantisation is None else quantisation.unused(tensors.checkpoint))
 
 
 def _vocabulary_tensor(tensors: DraftTensors, name: str, dtypes: tuple[str, ...], size: int) -> torch.Tensor:
@@ -171,6 +171,7 @@ def load_draft_model(
     ignored = unused_tensors(config, tensors) | {tensors.stored[name] for name in unused if name in tensors}
     recipes = [stored_recipe(recipe, tensors) for recipe in draft_recipes(config, TORCH_DTYPES[name])]
     check_recipes(tensors.checkpoint, recipes, ignored)
+    recipes = narrowed(recipes, tensors.checkpoint.entries)
     weights = StoredWeights(tensors.checkpoint, [Group((recipe,)) for recipe in recipes], progress=progress).loaded()
     weights[DRAFT_MAP] = draft_map
     return LoadedDraftModel(config, weights, directory, notes)

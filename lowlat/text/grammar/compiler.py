@@ -1,8 +1,10 @@
 """Compiled grammars of one model: tried first where a hostile one harms nobody, cached, opened for each request."""
 
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from lowlat.errors import RequestError
@@ -23,6 +25,16 @@ __all__ = ["MAX_COMPILE_S", "GrammarCompiler"]
 
 MAX_COMPILE_S = 1.0  # of the trial; the second time, here, takes as long: a grammar is served or refused within 2 s
 MAX_GRAMMARS = 64
+
+
+class Compiled:
+    """A compiled grammar, kept at least as long as somebody holds it.
+
+    matcher  at its beginning: copies are taken
+    """
+
+    def __init__(self, matcher: "llguidance.LLMatcher") -> None:
+        self.matcher = matcher
 
 
 class GrammarCompiler:
@@ -49,7 +61,8 @@ class GrammarCompiler:
         self._making = threading.Lock()
         self._vocabulary: Vocabulary | None = None
         self._trials: Trials | None = None
-        self._grammars: OrderedDict[GrammarSpec, llguidance.LLMatcher | RequestError] = OrderedDict()
+        self._grammars: OrderedDict[GrammarSpec, Compiled | RequestError] = OrderedDict()
+        self._held: weakref.WeakValueDictionary[GrammarSpec, Compiled] = weakref.WeakValueDictionary()
 
     def warm(self) -> None:
         """Make what the first grammar needs, where one can be served: tables of the vocabulary, and the process."""
@@ -59,15 +72,16 @@ class GrammarCompiler:
     def has(self, params: SamplingParams) -> bool:
         """Whether `open` answers at once."""
         spec = spec_of(params)
-        return spec is None or spec in self._grammars
+        return spec is None or spec in self._grammars or spec in self._held
 
-    def compile(self, params: SamplingParams, patience_s: float | None = None) -> bool:
-        """Make the grammar of a request ready, where it has one; False where that takes longer than patience_s.
+    def compile(self, params: SamplingParams, patience_s: float | None = None) -> object:
+        """Make the grammar of a request ready, where it has one; None where that takes longer than patience_s.
 
+        Who holds what it returns finds the grammar ready, however many others come meanwhile.
         Raises RequestError for one that cannot be served, naming what is wrong or which limit it breaks.
         """
         spec = spec_of(params)
-        return spec is None or self._find(spec, patience_s) is not None
+        return True if spec is None else self._find(spec, patience_s)
 
     def open(self, params: SamplingParams, prompt: Sequence[int], stop_ids: Sequence[int]) -> MatchedGrammar | None:
         """A request at the beginning of its grammar; None where it has none.
@@ -84,19 +98,37 @@ class GrammarCompiler:
         # Harmony's calls lie in channels of their own, which their grammar has
         in_channels = spec.kind == "tool_calls" and HarmonyParser.speaks(codec)
         gate = None if in_channels else gate_of(codec, prompt, parsed=params.parse != "none")
-        return MatchedGrammar(vocabulary, found.deep_copy(), stop_ids, gate)
+        used_up = partial(self._forget, spec, found)
+        return MatchedGrammar(vocabulary, found.matcher.deep_copy(), stop_ids, gate, used_up)
 
-    def _find(self, spec: GrammarSpec, patience_s: float | None) -> "llguidance.LLMatcher | None":
-        """A grammar's matcher, compiled where it is not cached; None where that takes longer than patience_s."""
+    def _forget(self, spec: GrammarSpec, compiled: Compiled) -> None:
+        """Let a grammar be compiled anew: copies of this one's matcher can do nothing any more."""
         with self._lock:
-            found = self._grammars.get(spec)
+            if self._grammars.get(spec) is compiled:
+                del self._grammars[spec]
+            if self._held.get(spec) is compiled:
+                del self._held[spec]
+
+    def _keep(self, spec: GrammarSpec, found: Compiled | RequestError) -> None:
+        """Put a grammar, or why it is none, last in the cache; the lock is taken."""
+        self._grammars[spec] = found
+        self._grammars.move_to_end(spec)
+        if isinstance(found, Compiled):
+            self._held[spec] = found
+        while len(self._grammars) > MAX_GRAMMARS:
+            self._grammars.popitem(last=False)
+
+    def _find(self, spec: GrammarSpec, patience_s: float | None) -> Compiled | None:
+        """A grammar, compiled where it is neither cached nor held; None where that takes longer than patience_s."""
+        with self._lock:
+            found = self._grammars.get(spec) or self._held.get(spec)
             if found is not None:
-                self._grammars.move_to_end(spec)
+                self._keep(spec, found)
         if found is None:
             most_s = self._max_compile_s
             limit_s = most_s if patience_s is None else min(patience_s, most_s)
             try:
-                found = self._compile(spec, limit_s)
+                found = Compiled(self._compile(spec, limit_s))
             except TooLong:
                 if limit_s < most_s:
                     return None
@@ -105,11 +137,9 @@ class GrammarCompiler:
                     f"{spec.kind}: it takes more than {most_s:g} s, or {MAX_MEMORY_BYTES >> 20} MiB, to compile"
                 ) from None
             except RequestError as error:
-                found = error
+                found = RequestError(str(error))  # without its frames
             with self._lock:
-                self._grammars[spec] = found
-                while len(self._grammars) > MAX_GRAMMARS:
-                    self._grammars.popitem(last=False)
+                self._keep(spec, found)
         if isinstance(found, RequestError):
             raise RequestError(str(found))
         return found

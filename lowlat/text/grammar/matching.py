@@ -5,7 +5,7 @@ request's own end tokens, which may follow where the document may end.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -38,6 +38,7 @@ class MatchedGrammar:
     matcher  its own, at the document's beginning
     end_ids  the request's end tokens; the state is over behind one
     gate     None where the document begins at once
+    used_up  called when the library gives up: all copies of a matcher share what they may use, and have used it up
     """
 
     def __init__(
@@ -46,8 +47,10 @@ class MatchedGrammar:
         matcher: "llguidance.LLMatcher",
         end_ids: Sequence[int],
         gate: Gate | None = None,
+        used_up: Callable[[], None] | None = None,
     ) -> None:
         self._vocabulary = vocabulary
+        self._used_up = used_up
         self._matcher = matcher
         self._gate = gate
         self._place = AT_ONCE if gate is None else gate.begin
@@ -90,6 +93,8 @@ class MatchedGrammar:
             self._check()
             place, taken = self._behind(self._place, token, self._matcher)
             if place is None or self._matcher.try_consume_tokens(taken) != len(taken):
+                self._look_at(self._matcher)
+                self._check()
                 raise GrammarError(f"token {token}, {self._num_committed} tokens into the answer, is not allowed there")
             self._place = place
             self._num_committed += 1
@@ -139,12 +144,12 @@ class MatchedGrammar:
             return
         if place.phase is Phase.ENDED or self._failure or matcher.is_stopped():
             if place.phase is not Phase.ENDED and not self._failure and not matcher.is_accepting():
+                self._look_at(matcher)
                 self._fail("nothing may follow")
             row[:] = self._end_row
             return
         matcher.unsafe_compute_mask_ptr(row.ctypes.data, 4 * self._num_words)
-        if matcher.is_error():
-            self._fail(" ".join(matcher.get_error().partition("<non-verbose")[0].split())[:200])
+        if self._look_at(matcher):
             row[:] = self._end_row
             return
         if matcher.is_accepting():
@@ -159,6 +164,15 @@ class MatchedGrammar:
         if place.phase is Phase.DOCUMENT:
             return self._matcher.is_stopped() and not self._matcher.is_error()
         return place.phase is Phase.ENDED
+
+    def _look_at(self, matcher: "llguidance.LLMatcher") -> bool:
+        """Whether the library has given up, which is a failure."""
+        if not matcher.is_error():
+            return False
+        self._fail(" ".join(matcher.get_error().partition("<non-verbose")[0].split())[:200])
+        if self._used_up is not None:
+            self._used_up()
+        return True
 
     def _fail(self, why: str) -> None:
         self._failure = self._failure or why

@@ -52,7 +52,7 @@ class Trials:
         """The library's text of a grammar that can be served.
 
         limit_s  of time by the clock, from when the process begins with it
-        Raises RequestError that says what is wrong with it, TooLong.
+        Raises RequestError that says what is wrong with it, TooLong, and ConfigError where the process cannot be had.
         """
         job = json.dumps({"kind": spec.kind, "text": spec.text, "limit_s": limit_s}).encode("ascii")
         receiving, sending = os.pipe()
@@ -66,7 +66,10 @@ class Trials:
             os.close(receiving)
         if not answer:
             raise TooLong
-        reply = json.loads(answer)
+        try:
+            reply = json.loads(answer)
+        except ValueError:  # its time was over while it answered
+            raise TooLong from None
         if "grammar" not in reply:
             raise RequestError(f"{spec.kind}: {reply['why']!s:.300}")
         return str(reply["grammar"])
@@ -98,10 +101,10 @@ class Trials:
 
     def _start(self) -> None:
         own, theirs = socket.socketpair()
-        inherited = ("LD_LIBRARY_PATH",)
+        inherited = ("HOME", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONUSERBASE")  # where the library may lie
         try:
             process = subprocess.Popen(
-                [sys.executable, "-I", "-X", "utf8", str(Path(__file__).with_name("worker.py"))],
+                [sys.executable, "-P", "-X", "utf8", str(Path(__file__).with_name("worker.py"))],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -126,8 +129,12 @@ class Trials:
             "walk_s": WALK_S,
         }
         own.settimeout(START_TIMEOUT_S)
-        for frame in (json.dumps(start).encode("ascii"), b"".join(vocabulary.tokens)):
-            own.sendall(len(frame).to_bytes(HEADER_BYTES, "little") + frame)
+        try:
+            for frame in (json.dumps(start).encode("ascii"), b"".join(vocabulary.tokens)):
+                own.sendall(len(frame).to_bytes(HEADER_BYTES, "little") + frame)
+        except OSError as error:
+            self._stop()
+            raise ConfigError(f"the process for grammars ended: {error.strerror or error}") from error
 
     def _stop(self) -> None:
         if self._end is not None:

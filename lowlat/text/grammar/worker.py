@@ -170,6 +170,7 @@ def main() -> None:
     """Build the tokenizer of the first frames, then try grammars until the stream ends."""
     connection = socket.socket(fileno=os.dup(0))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children: the kernel does
     start = json.loads(receive_frame(connection))
     vocabulary = Vocabulary(start["lengths"], receive_frame(connection), start["special"], start["end_id"])
     tokenizer: Any = llguidance.LLTokenizer(vocabulary, eos_token=[start["end_id"]])  # type: ignore[arg-type]
@@ -188,16 +189,6 @@ def main() -> None:
             finally:
                 os._exit(0)
         os.close(pipes[0])
-        while reap():
-            pass
-
-
-def reap() -> bool:
-    """Whether a child that has ended was there to wait for."""
-    try:
-        return os.waitpid(-1, os.WNOHANG)[0] != 0
-    except ChildProcessError:
-        return False
 
 
 if __name__ == "__main__":

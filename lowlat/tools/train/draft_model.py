@@ -251,7 +251,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--draft-vocab", type=int, default=0, help="ids that can be drafted; 0: the target's all")
     parser.add_argument("--ffn", type=int, help="the draft model's FFN width; the target's own by default")
     parser.add_argument("--method", choices=("eagle3", *METHODS), default="eagle3")
-    parser.add_argument("--start", help="an EAGLE3 draft model of the same target that a parallel one starts from")
+    parser.add_argument("--start", help="an EAGLE3 draft model of the same target to go on from")
     parser.add_argument("--layers", type=int, default=2, help="of a parallel draft model")
     parser.add_argument("--drafts", type=int, default=7, help="of a parallel draft model's pass")
     parser.add_argument("--anchors", type=int, default=48, help="a row, of which a parallel draft model drafts")
@@ -277,6 +277,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--text-mb", type=float, default=0.0, help="megabytes of text to use; 0: all")
     parser.add_argument("--log-every", type=int, default=20)
     arguments = parser.parse_args()
+    if arguments.method != "eagle3" and (arguments.eval_prompts or arguments.draft_vocab):
+        parser.error(f"--eval-prompts and --draft-vocab are for --method eagle3 alone, got {arguments.method}")
     arguments.bf16 = arguments.device != "cpu" if arguments.bf16 is None else arguments.bf16
     return arguments
 

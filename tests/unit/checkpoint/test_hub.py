@@ -121,6 +121,10 @@ def test_what_does_not_run_is_refused_before_its_weights_are_fetched(hub: Hub) -
     hub.add("other/half", DEMO / "target", config_json=json.dumps(half))
     with pytest.raises(ConfigError, match="stored in 'float16'"):
         fetch_target("other/half")
+    quantised = json.dumps({"quantization": {"quant_algo": "W4A8_AWQ"}})
+    (hub.add("other/quantised", DEMO / "target") / "hf_quant_config.json").write_text(quantised)
+    with pytest.raises(ConfigError, match="quant_algo 'W4A8_AWQ' is not implemented"):
+        fetch_target("other/quantised")
     draft = json.loads((DEMO / "head" / "config.json").read_text())
     hub.add("other/head", DEMO / "head", config_json=json.dumps({**draft, "hidden_size": draft["hidden_size"] * 2}))
     with pytest.raises(ConfigError, match="other/head"):

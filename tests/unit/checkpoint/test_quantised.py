@@ -263,6 +263,21 @@ def test_values_that_cannot_be_meant_are_refused(layout: str, tmp_path: Path) ->
         load_layer(tmp_path, config, 48, 128)
 
 
+def test_biases_of_zeros_that_gptq_files_have_besides_are_passed_over(tmp_path: Path) -> None:
+    model = make_target(tmp_path, "qwen2", **SIZES)
+    quantise_target(tmp_path, "gptq-v1", model)
+    path = tmp_path / "model.safetensors"
+    tensors, bias = load_file(path), "model.layers.0.mlp.down_proj.bias"
+    expected = load_target(tmp_path).weights
+    save_file(tensors | {bias: torch.zeros(64)}, path)
+    found = load_target(tmp_path).weights
+    assert found.keys() == expected.keys() and "layers.0.qkv.bias" in found
+    assert all(torch.equal(each, expected[name]) for name, each in found.items())
+    save_file(tensors | {bias: torch.ones(64)}, path)
+    with pytest.raises(ConfigError, match=f"unexpected tensor '{bias}'"):
+        open_target(tmp_path)
+
+
 def test_a_missing_tensor_is_named_before_anything_is_read(tmp_path: Path) -> None:
     model = make_target(tmp_path, "llama", **SIZES)
     config, _ = LAYOUTS["awq"]

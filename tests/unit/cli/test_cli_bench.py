@@ -80,6 +80,7 @@ def test_an_interrupted_run_goes_on_where_it_ended(tmp_path: Path, monkeypatch: 
     assert last_line(*arguments, "--steps", 5, "--fresh")["complete"] and len(seen) == 5
 
 
+@pytest.mark.second
 def test_a_case_beyond_the_model_is_named_and_the_others_are_measured(tmp_path: Path) -> None:
     arguments = ("run", "baseline", *TINY, "--batch", 1, "--steps", 4, "--repeats", 1, "--out", tmp_path)
     shown = last_line(*arguments, "--context", "40,4096", code=1)

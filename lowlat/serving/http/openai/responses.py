@@ -11,6 +11,7 @@ from starlette.responses import Response
 from lowlat.ipc.client import Chunk
 from lowlat.serving.http.choices import Choices
 from lowlat.serving.http.door import Door
+from lowlat.serving.http.errors import ApiError
 from lowlat.serving.http.openai.answers import finish_reason, usage_of
 from lowlat.serving.http.openai.chat import check_template, text_of
 from lowlat.serving.http.openai.schema import JsonSchema, ResponseFormat, ResponsesRequest, decode, unsupported
@@ -54,11 +55,14 @@ async def responses(request: Request) -> Response:
 
 
 def _bound(asked: ResponsesRequest) -> dict[str, Any]:
-    """The option that binds the answer's text, where one does. Raises ApiError for two."""
+    """The option that binds the answer's text, where one does. Raises ApiError for two, or a schema that binds none."""
     form = None if asked.text is None else asked.text.format
     schema = None
     if form is not None and form.type == "json_schema":
         schema = JsonSchema(form.name, form.schema, form.strict)
+    elif form is not None and form.schema:
+        message, param = "text.format.schema stands with type 'json_schema' alone", "text.format.schema"
+        raise ApiError(400, message, param=param, code="invalid_value")
     bound = format_options(None if form is None else ResponseFormat(form.type, schema), "text.format")
     structured = structured_options(asked.structured_outputs)
     if bound and structured:
