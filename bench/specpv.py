@@ -2,7 +2,7 @@
 
     python -m bench.specpv --model llama-8b --context 65536 131072 --out bench/results/h200/specpv.json
     python -m bench.specpv --model bundled --context 512 1024 --retrieval 4 8 16 --refresh 8 32 --threshold 64 \\
-        --out /tmp/specpv.json
+        --out specpv.json
 
 SpecPV is lossy. `bundled` is the bundled pair, greedy, on its own texts: rows say which share of the tokens is the
 same, by place, as with full attention, and where each prompt's first other token comes. Other models are geometries

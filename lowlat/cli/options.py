@@ -236,8 +236,9 @@ def speculative_config(values: Mapping[str, Any], default_draft_model: Path | No
 
 
 def runtime_options(function: F) -> F:
-    """Add device, dtype, executor and context of a runtime; `given_options` has those that were given."""
-    return record_options(RuntimeConfig, "max_context", "device", "dtype", "executor")(function)
+    """Add device, dtype, executor, context and rounding of a runtime; `given_options` has those that were given."""
+    names = ("max_context", "device", "dtype", "executor", "quantize", "quantize_lm_head")
+    return record_options(RuntimeConfig, *names)(function)
 
 
 def trace_config(names: str | None) -> TraceConfig:

@@ -15,9 +15,9 @@ from lowlat.cli import cli
 from lowlat.cli.options import bundled
 
 
-def expected_tokens(pair: PairPaths, prompt: list[int], params: SamplingParams) -> list[int]:
+def expected_tokens(pair: PairPaths, prompt: list[int], params: SamplingParams, **options: Any) -> list[int]:
     tokens: list[int] = []
-    with Runtime.load(pair.target, max_batch=1, max_context=128) as runtime:
+    with Runtime.load(pair.target, max_batch=1, max_context=128, **options) as runtime:
         runtime.submit(prompt, params)
         while runtime.busy:
             tokens.extend(token for output in runtime.step() for token in output.token_ids)
@@ -38,6 +38,13 @@ def test_generate_answers_in_json_with_the_runtimes_own_tokens(pair: PairPaths) 
     assert [entry["token_id"] for entry in found["logprobs"]] == found["token_ids"]
     assert all(len(entry["top"]) == 2 for entry in found["logprobs"])
     assert found["metrics"]["eagle_speculation"]["drafted_by_position"][2] == 0
+
+
+def test_a_target_is_rounded_at_load_where_that_is_asked_for(pair: PairPaths) -> None:
+    params, line = SamplingParams(max_tokens=20), ("generate", pair.target, "--token-ids", "5,6 7", "--max-tokens", 20)
+    found = answer(*line, "--quantize", "fp8", "--quantize-lm-head", "--json")["token_ids"]
+    assert found == expected_tokens(pair, [5, 6, 7], params, quantize="fp8", quantize_lm_head=True)
+    assert found != expected_tokens(pair, [5, 6, 7], params)
 
 
 def test_a_depth_of_zero_is_plain_decoding_with_a_draft_model_and_without(pair: PairPaths) -> None:
