@@ -19,12 +19,11 @@ from typing import Any
 
 import torch
 
-from bench.acceptance import DEMO, Baselines, Sum, decode, listed, runs_on
-from lowlat import Runtime, SpeculativeConfig, __version__
+from bench.acceptance import DEMO, Baselines, Sum, conditions_of, decode, listed, runs_on, write_result
+from lowlat import Runtime, SpeculativeConfig
 from lowlat.models.program import Op
 from lowlat.speculators.methods import draft_method
 from lowlat.speculators.tree.topology import TreeTopology, what_if
-from lowlat.tools.bench.machine import commit_at, processor
 
 SHAPES = ("chain", "static", "dynamic")
 DEPTH, RANKS = 7, 8
@@ -53,24 +52,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
             where = runs_on(runtime)
     result = {
         "conditions": {
-            "commit": options.commit or commit_at(DEMO) or "unknown",
-            "lowlat": __version__,
-            "torch": torch.__version__,
-            "machine": f"{processor()}, {torch.get_num_threads()} threads",
+            **conditions_of(options),
             "runs_on": where,
-            "target": options.target.name,
             "head": options.head.name,
-            "batch": 1,
-            "max_tokens": options.max_tokens,
             "prompts": len(measured),
             "probed_prompts": len(others),
             "acceptance_by_rank": {str(temperature): table for temperature, table in tables.items()},
-            "simulated": "nothing: trained weights, real prompts, real acceptance",
         },
         "rows": rows,
     }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_result(options.out, result)
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -94,7 +85,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 @dataclass(frozen=True)
 class _Shape:
-    """What is drafted. temperatures  at which it is measured: a static tree at the one that it was planned for."""
+    """A shape of drafts. temperatures  at which it is measured: a static tree at the one that it was planned for."""
 
     name: str
     rows: int

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from lowlat.errors import ConfigError, RequestError
+from lowlat.text.children import end_child
 
 __all__ = ["ChatLimits", "ChatTemplates"]
 
@@ -201,16 +202,8 @@ def _wait(descriptor: int, event: int, deadline: float) -> None:
 
 
 def _end(worker: "subprocess.Popen[bytes]") -> None:
-    """End a worker and wait for it, so that neither process nor pipe stays behind.
-
-    One that ended by itself (the kernel took its processor time away) keeps its own exit status: closing its
-    output comes before the kernel reaps it, hence the short wait.
-    """
+    """End a worker and wait for it, so that neither process nor pipe stays behind."""
     for pipe in (worker.stdin, worker.stdout):
         if pipe is not None:
             pipe.close()
-    try:
-        worker.wait(timeout=0.2)
-    except subprocess.TimeoutExpired:
-        worker.kill()
-        worker.wait()
+    end_child(worker)

@@ -32,22 +32,27 @@ __all__ = ["DflashSpeculator", "check_depth"]
 
 @dataclass(frozen=True)
 class DflashSpeculator(Speculator):
-    """Drafts with a DFlash model, whose geometry is `config`."""
+    """Drafts with a DFlash model, whose geometry is `config`.
+
+    parse_files, load_files   how its directory is read: config and headers, and with them the weights
+    """
 
     method: ClassVar[str] = "dflash"
+    parse_files = staticmethod(parse_dflash)
+    load_files = staticmethod(load_dflash)
     config: DraftConfig
 
     @classmethod
     def plan(cls, options: SpeculativeConfig, target: ModelConfig) -> Self:
         """The geometry alone, from the checkpoint's config and headers. Raises ConfigError."""
-        config, _ = parse_dflash(Path(draft_model_of(options)), target, options.capture_layers)
+        config, _ = cls.parse_files(Path(draft_model_of(options)), target, options.capture_layers)
         check_depth(config, options)
         return cls(config)
 
     @classmethod
     def load(cls, options: SpeculativeConfig, target: ModelConfig) -> LoadedSpeculator:
         """The draft model with its weights. Raises ConfigError."""
-        found = load_dflash(draft_model_of(options), target, capture_layers=options.capture_layers)
+        found = cls.load_files(draft_model_of(options), target, capture_layers=options.capture_layers)
         check_depth(found.config, options)
         return LoadedSpeculator(cls(found.config), found.weights, found.directory, found.notes)
 

@@ -5,16 +5,14 @@ Source: DSpark, DeepSeek, arXiv 2607.05147; deepseek-ai/DeepSpec and vllm-projec
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 
 from lowlat.graphs import BufferSpec, Role
-from lowlat.models.geometry import DsparkHeads, ModelConfig
-from lowlat.options.config import SpeculativeConfig
-from lowlat.speculators.base import LoadedSpeculator, Scope, StateSizes, draft_model_of
-from lowlat.speculators.dflash.speculator import DflashSpeculator, check_depth
+from lowlat.models.geometry import DsparkHeads
+from lowlat.speculators.base import Scope, StateSizes
+from lowlat.speculators.dflash.speculator import DflashSpeculator
 from lowlat.speculators.dspark.config import parse_dspark
 from lowlat.speculators.dspark.emitter import CONFIDENCE, DsparkEmitter
 from lowlat.speculators.dspark.weights import dspark_weight_plan, load_dspark
@@ -27,24 +25,12 @@ class DsparkSpeculator(DflashSpeculator):
     """Drafts with a DSpark model; prefill, context and block are DFlash's."""
 
     method: ClassVar[str] = "dspark"
-
-    @classmethod
-    def plan(cls, options: SpeculativeConfig, target: ModelConfig) -> Self:
-        """The geometry alone, from the checkpoint's config and headers. Raises ConfigError."""
-        config, _ = parse_dspark(Path(draft_model_of(options)), target, options.capture_layers)
-        check_depth(config, options)
-        return cls(config)
-
-    @classmethod
-    def load(cls, options: SpeculativeConfig, target: ModelConfig) -> LoadedSpeculator:
-        """The draft model with its weights. Raises ConfigError."""
-        found = load_dspark(draft_model_of(options), target, capture_layers=options.capture_layers)
-        check_depth(found.config, options)
-        return LoadedSpeculator(cls(found.config), found.weights, found.directory, found.notes)
+    parse_files = staticmethod(parse_dspark)
+    load_files = staticmethod(load_dspark)
 
     @property
     def heads(self) -> DsparkHeads:
-        """What stands behind the block's rows."""
+        """The heads behind the block's rows."""
         if self.config.dspark is None:
             raise ValueError("a DSpark draft model has its heads")
         return self.config.dspark

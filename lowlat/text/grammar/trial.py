@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lowlat.errors import ConfigError, RequestError
+from lowlat.text.children import end_child
 from lowlat.text.grammar.spec import GrammarSpec
 from lowlat.text.grammar.vocabulary import LIMITS, Vocabulary
 
@@ -171,8 +172,4 @@ def _receive(pipe: int, deadline: float) -> bytes:
 def _end(process: "subprocess.Popen[bytes]", connection: socket.socket) -> None:
     """End the process and wait for it, so that neither it nor its socket stays behind."""
     connection.close()
-    try:
-        process.wait(timeout=0.2)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    end_child(process)

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 
 from lowlat.tools.bench.results import Environment, Result, read_struct, write_struct
-from lowlat.tools.bench.run import Progress, Report, ScenarioRun, measure_wall_of
+from lowlat.tools.bench.run import Progress, Report, ScenarioRun, counter, measure_wall_of
 from lowlat.tools.bench.runtimes import Runtimes
 from lowlat.tools.bench.scenarios import Case, Gate
 from lowlat.tools.bench.subject import Subject
@@ -87,14 +87,7 @@ def run_gates(
     environment = subject.environment(commit)
     rounds = [[_scenario_run(gate, subject, directory, commit) for gate in gates] for _ in range(times)]
     runs = [run for each in rounds for run in each]
-    done, total = 0, sum(run.num_repeats for run in runs)
-
-    def advance() -> None:
-        nonlocal done
-        done += 1
-        if progress is not None:
-            progress(done, total)
-
+    advance = counter(sum(run.num_repeats for run in runs), progress)
     wall = measure_wall_of(subject.choice())
     with Runtimes(subject, [need for run in runs for need in run.needs(False)]) as runtimes:
         for run in runs:

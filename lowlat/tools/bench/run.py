@@ -1,5 +1,6 @@
 """A scenario, run case by case into one result file: written after every row, resumed under the same conditions."""
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from lowlat.tools.bench.runtimes import Need, Runtimes
 from lowlat.tools.bench.scenarios import Case, Scenario
 from lowlat.tools.bench.subject import Subject
 
-__all__ = ["Report", "ScenarioRun", "measure_wall_of"]
+__all__ = ["Progress", "Report", "ScenarioRun", "counter", "measure_wall_of"]
 
 Report = Callable[[Row | Failure], None]
 Progress = Callable[[int, int], None]
@@ -67,14 +68,7 @@ class ScenarioRun:
         report    called with each row, and with each case that could not be measured
         progress  called with repeats done and repeats in all
         """
-        done, total = 0, self.num_repeats
-
-        def advance() -> None:
-            nonlocal done
-            done += 1
-            if progress is not None:
-                progress(done, total)
-
+        advance = counter(self.num_repeats, progress)
         wall = measure_wall_of(self.subject.choice()) if self._cases else None
         for drafting in (False, True):
             with Runtimes(self.subject, self.needs(drafting)) as runtimes:
@@ -93,7 +87,7 @@ class ScenarioRun:
         return len(self._cases) * self.scenario.repeats
 
     def needs(self, drafting: bool) -> list[Need]:
-        """What the cases that are left ask of a runtime, in order: those that draft, or those that do not."""
+        """The sizes that the cases that are left ask of a runtime, in order: those that draft, or those that do not."""
         return [self._need(case) for case in self._cases_of(drafting)]
 
     def measure(
@@ -188,6 +182,18 @@ class ScenarioRun:
             )
         self.result.rows = list(known.rows)
         self.result.forced = self.result.forced or known.forced
+
+
+def counter(total: int, progress: Progress | None) -> Callable[[], None]:
+    """A function that is called after each repeat, and tells `progress` how many of all are done."""
+    numbers = itertools.count(1)
+
+    def advance() -> None:
+        done = next(numbers)
+        if progress is not None:
+            progress(done, total)
+
+    return advance
 
 
 def measure_wall_of(choice: DeviceChoice) -> float | None:
