@@ -1,4 +1,4 @@
-"""What DSpark does behind its block's rows: parents' tokens, the gate of their vectors, biased logits, confidences.
+"""DSpark's kernels behind its block's rows: parents' tokens, the gate of their vectors, biased logits, confidences.
 
 It knows no model. Sums of a confidence are made in one order: a lane's elements, then the lanes by a butterfly.
 """

@@ -129,7 +129,7 @@ class ReferenceExecutor:
         self._run(bound)
 
     def wait_until(self, seen: Callable[[], bool]) -> None:
-        """What a step writes is there when the host is asked for its part."""
+        """A step has written all that it tells before the host is asked for its part."""
 
     def wait_published(self, count: int) -> None:
         """A step is published when it returns."""

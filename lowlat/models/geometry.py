@@ -96,7 +96,7 @@ class ModelConfig(AttentionWidths):
 
 @dataclass(frozen=True)
 class DsparkHeads:
-    """What DSpark puts behind the rows of a block.
+    """The heads that DSpark puts behind the rows of a block.
 
     markov_rank         of the bias that a draft's logits get by the token before it; 0: no bias
     markov_gated        whether the row's state gates that token's vector

@@ -133,7 +133,7 @@ class StepScope(Scope):
         return self.builder.scratch("draft_nodes", (self.bucket.batch, self.topology.num_nodes), torch.int32)
 
     def growth(self) -> Growth:
-        """What grows the dynamic tree that the next step is to verify, into `draft_nodes` and `draft_parents`."""
+        """The part that grows the next step's dynamic tree, into `draft_nodes` and `draft_parents`."""
         if not isinstance(self.topology, DynamicTree):
             raise ValueError(f"a tree of {self.topology.num_nodes} nodes is static: it is not grown")
         batch, nodes = self.bucket.batch, self.draft_nodes()

@@ -177,7 +177,7 @@ def waiting_boundaries(geometry: StepGeometry) -> tuple[int, ...]:
 
 
 def _width_state(geometry: StepGeometry, most: int) -> list[BufferSpec]:
-    """What the choice of widths keeps, and the features that wait for the draft model."""
+    """The buffers that the choice of widths keeps, and the features that wait for the draft model."""
     batch, hidden = geometry.max_batch, geometry.config.hidden_size
     boundaries = waiting_boundaries(geometry)
     specs: list[tuple[str, tuple[int, ...], torch.dtype]] = [

@@ -1,4 +1,4 @@
-"""What steps cost by their width, for the choice of it: times of captured steps, or bytes of weights.
+"""The costs of steps by their width, for the choice of it: times of captured steps, or bytes of weights.
 
 Times are measured at load, on active slots of random tokens at a usual context, and kept in the user's cache: for the
 same card, models and sizes they are read there.

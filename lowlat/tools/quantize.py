@@ -36,7 +36,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Written:
-    """What was written: the directory, how many layers were rounded, and bytes of all tensors before and after."""
+    """The checkpoint that was written: directory, rounded layers, and bytes of all tensors before and after."""
 
     directory: Path
     layers: int

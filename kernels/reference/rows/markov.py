@@ -1,4 +1,4 @@
-"""What DSpark does behind the rows of its block: the tokens that drafts follow, a bias by them, confidences.
+"""DSpark's operations behind the rows of its block: the tokens that drafts follow, a bias by them, confidences.
 
 Shapes: B slots, R rows of a block, W nodes of a level that have children, r the bias' rank.
 Source: DSpark, DeepSeek, arXiv 2607.05147.

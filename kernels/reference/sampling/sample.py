@@ -155,7 +155,7 @@ class _Rows:
         return lowest_argmax(torch.where(kept, noisy, -math.inf))
 
     def _allowed(self, slot: int, node: int, width: int) -> torch.Tensor:
-        """What a row's grammar allows. Raises DeviceError where the host has not filled the step's masks."""
+        """The tokens that a row's grammar allows. Raises DeviceError where the host has not filled the step's masks."""
         ready, length = int(self.state["grammar_ready"][slot]), self.lengths[slot]
         if ready < length:
             raise DeviceError(f"slot {slot} draws behind {length} tokens, and its masks are those behind {ready}")

@@ -28,7 +28,7 @@ class Refresh:
 
 @dataclass
 class _Slot:
-    """What is known of a slot that decodes; num_exact is None until its first refresh: then all positions are exact."""
+    """The state of a slot that decodes; num_exact is None until its first refresh: then all positions are exact."""
 
     num_summarised: int
     num_exact: int | None = None

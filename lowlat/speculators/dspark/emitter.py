@@ -63,7 +63,7 @@ class DsparkEmitter(DflashEmitter):
         return level, level.embed(parents, f"{MARKOV}.tokens.weight", heads.markov_rank, "known")
 
     def _gated(self, level: Emitter, known: str, gate: str, depth: int) -> str:
-        """What the bias is made of: the tokens' vectors, gated where there is a gate."""
+        """The vectors that the bias is made of: the tokens' vectors, gated where there is a gate."""
         if not gate:
             return known
         width = self.builder.spec(known).shape[1]

@@ -26,7 +26,7 @@ CONFIDENCE = "head.confidence.weight"
 
 
 def _head_recipes(config: DraftConfig, dtype: torch.dtype) -> list[Recipe]:
-    """What stands behind the block's rows, as it is stored."""
+    """The weights of the heads behind the block's rows, as they are stored."""
     heads, hidden = config.dspark, config.hidden_size
     if heads is None:
         raise ValueError("a DSpark draft model has its heads")

@@ -33,7 +33,7 @@ METHODS = ("peagle", "dflash", "dspark")
 
 @dataclass(frozen=True)
 class ParallelForm:
-    """What a parallel draft model is besides its sizes.
+    """The form of a parallel draft model besides its sizes.
 
     drafts       S, of a pass
     markov_rank  of DSpark's bias by the token before, which its confidence reads, too

@@ -252,7 +252,7 @@ class ResponsesFormat(JsonSchema):
 
 
 class ResponsesText(Struct, forbid_unknown_fields=True):
-    """What /v1/responses calls the text: its form."""
+    """The field `text` of /v1/responses: the form of its text."""
 
     format: ResponsesFormat | None = None
 
