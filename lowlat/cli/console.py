@@ -16,7 +16,13 @@ import click
 from lowlat.errors import ConfigError
 
 __all__ = [
-    *("format_bytes", "loading_bar", "log_to_stderr", "print_json", "print_table", "progress_bar", "stream_text"),
+    "format_bytes",
+    "loading_bar",
+    "log_to_stderr",
+    "print_json",
+    "print_table",
+    "progress_bar",
+    "stream_text",
     "write_json",
 ]
 

@@ -260,4 +260,6 @@ def as_json(function: F) -> F:
 def json_file_option(function: F) -> F:
     """Add --json, with or without the name of a file; `write_json` takes it."""
     help_text = "Write one JSON object, to stdout and nothing else there, or to FILE."
-    return click.option("--json", "json_file", is_flag=False, flag_value="-", metavar="[FILE]", help=help_text)(function)
+    return click.option("--json", "json_file", is_flag=False, flag_value="-", metavar="[FILE]", help=help_text)(
+        function
+    )

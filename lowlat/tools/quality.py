@@ -220,11 +220,13 @@ def _check_comparable(target: Runtime, against: Runtime, tokens: tuple[list[int]
     sizes = [runtime.model_config.vocab_size for runtime in (target, against)]
     if sizes[0] != sizes[1]:
         raise ConfigError(
-            f"{target.directory} has a vocabulary of {sizes[0]} tokens and {against.directory} one of {sizes[1]}: their "
-            "distributions cannot be compared"
+            f"{target.directory} has a vocabulary of {sizes[0]} tokens and {against.directory} one of {sizes[1]}, so "
+            "that their distributions cannot be compared"
         )
     if _codec(target).fingerprint != _codec(against).fingerprint and _tokens(against, text) != tokens:
-        raise ConfigError(f"the tokenizers of {target.directory} and {against.directory} give other tokens for the text")
+        raise ConfigError(
+            f"the tokenizers of {target.directory} and {against.directory} give other tokens for the text"
+        )
 
 
 def _windows(head: Sequence[int], tokens: Sequence[int], room: int) -> Iterator[list[int]]:

@@ -1,5 +1,6 @@
 """Quantised targets run: logits of the numbers that they hold, the same bits with drafts; and rounding at load."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,10 @@ OPTIONS: dict[str, Any] = {"max_batch": 2, "max_context": 96, "block_size": 4, "
     "device": "cpu",
     "dtype": "float32",
 }
+# a family for each layout, so that every one of both is met
+CASES = dict(zip(LAYOUTS, itertools.cycle(["llama", "qwen3", "mistral", "qwen2"]), strict=False))
+FIRST = ("fp8-block", "w4a16-zeros", "nvfp4", "gptq-v1")
+TREE: dict[str, Any] = {"tree": ((0,), (1,), (2,), (0, 0), (1, 0)), "num_speculative_tokens": 2}
 Trace = tuple[list[int], torch.Tensor]
 
 
@@ -43,10 +48,16 @@ def traced(runtime: Runtime, prompt: list[int], params: SamplingParams, depth: D
     return tokens, torch.stack([recorder.logits[name][len(prompt) + k] for k in range(len(tokens))])
 
 
-@pytest.mark.parametrize("layout", staged(LAYOUTS, first=["fp8-block", "w4a16-zeros", "nvfp4", "gptq-v1"]))
-def test_logits_are_those_of_the_dequantised_model(layout: str, tmp_path: Path) -> None:
-    model = make_target(tmp_path, "llama", **SIZES)
-    quantise_target(tmp_path, layout, model)
+def make_quantised(directory: Path, layout: str, family: str) -> Any:
+    """A target in a layout, and transformers' model of the numbers that it holds."""
+    model = make_target(directory, family, **SIZES)
+    quantise_target(directory, layout, model)
+    return model
+
+
+@pytest.mark.parametrize(("layout", "family"), staged(CASES.items(), first=[(each, CASES[each]) for each in FIRST]))
+def test_logits_are_those_of_the_dequantised_model(layout: str, family: str, tmp_path: Path) -> None:
+    model = make_quantised(tmp_path, layout, family)
     prompt = prompt_of(21)
     with Runtime.load(tmp_path, **OPTIONS) as runtime:
         tokens, found = traced(runtime, prompt, SamplingParams(max_tokens=16))
@@ -55,28 +66,37 @@ def test_logits_are_those_of_the_dequantised_model(layout: str, tmp_path: Path) 
     assert ((found - expected).abs() / expected.abs().amax(-1, keepdim=True)).max() < 1e-4
 
 
-@pytest.mark.parametrize("layout", staged(LAYOUTS, first=["awq"]))
-def test_drafts_change_nothing_in_any_layout(layout: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("layout", "family"), staged(CASES.items(), first=[(each, CASES[each]) for each in FIRST[:2]]))
+def test_nothing_but_the_seed_chooses_tokens(layout: str, family: str, tmp_path: Path) -> None:
+    """No drafts, chains, trees; alone and beside a neighbour; greedy and sampled: the same tokens and logits."""
     target, head = tmp_path / "target", tmp_path / "head"
-    model = make_target(target, "llama", **SIZES)
-    quantise_target(target, layout, model)
-    copying_draft_model(head, model)
-    prompt, params = prompt_of(19), SamplingParams(max_tokens=16, temperature=0.9, top_p=0.9, seed=7)
+    copying_draft_model(head, make_quantised(target, layout, family))
+    requests = [
+        (prompt_of(19), SamplingParams(max_tokens=16, temperature=0.0)),
+        (prompt_of(10, seed=1), SamplingParams(max_tokens=12, temperature=1.0, seed=7)),
+    ]
     with Runtime.load(target, **OPTIONS, prefix_reuse=False) as runtime:
-        expected = traced(runtime, prompt, params)
-    options = SpeculativeConfig(model=head, num_speculative_tokens=7, strict=True, draft_quantize="fp8")
-    with Runtime.load(target, options, **OPTIONS) as runtime:
-        for depth in (0, 3, 7):
-            found = traced(runtime, prompt, params, depth)
-            assert found[0] == expected[0] and torch.equal(found[1], expected[1])
-        assert runtime.summary()["eagle_speculation"]["total_draft_tokens"] > 0
+        expected = [traced(runtime, *request) for request in requests]
+    for shape, depths in (({"num_speculative_tokens": 7}, (0, 3, 7)), (TREE, (2,))):
+        options = SpeculativeConfig(model=head, strict=True, draft_quantize="fp8", **shape)
+        with Runtime.load(target, options, **OPTIONS) as runtime:
+            for depth in depths:
+                recorder = Recorder(runtime)
+                names = [recorder.submit(*request) for request in requests]
+                found = run_all(runtime, depth)
+                recorder.stop()
+                for name, (prompt, _), (tokens, logits) in zip(names, requests, expected, strict=True):
+                    assert found[name] == tokens
+                    rows = [recorder.logits[name][len(prompt) + k] for k in range(len(tokens))]
+                    assert torch.equal(torch.stack(rows), logits)
+            assert runtime.summary()["eagle_speculation"]["total_draft_tokens"] > 0
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int4"])
 @pytest.mark.parametrize("tied", [False, later(True)])
 def test_rounding_at_load_is_rounding_in_files(kind: str, tied: bool, tmp_path: Path) -> None:
     plain, out = tmp_path / "plain", tmp_path / "rounded"
-    make_target(plain, "qwen3", tie_word_embeddings=tied, **WIDE)
+    make_target(plain, "qwen3", tie_word_embeddings=tied, **{**WIDE, "intermediate_size": 192})
     arguments = ["quantize", str(plain), "--format", kind, "--out", str(out), "--json"]
     if tied:
         refused = CliRunner().invoke(cli, [*arguments, "--lm-head"])
@@ -88,7 +108,7 @@ def test_rounding_at_load_is_rounding_in_files(kind: str, tied: bool, tmp_path: 
     report = json.loads(done.output)
     assert report["layers"] == 14 + (not tied) and report["new_bytes"] < report["old_bytes"] / 2
     shown = json.loads(CliRunner().invoke(cli, ["inspect", "model", str(out), "--json"]).output)
-    assert shown["geometry"]["layer_formats"] == [{"fp8": "fp8", "int4": "int4_128"}[kind]]
+    assert shown["geometry"]["layer_formats"] == [{"fp8": "fp8", "int4": "int4_64"}[kind]]
     prompt, params = prompt_of(13), SamplingParams(max_tokens=12)
     with Runtime.load(out, **OPTIONS) as runtime:
         expected = traced(runtime, prompt, params)
@@ -102,11 +122,17 @@ def test_rounding_at_load_is_rounding_in_files(kind: str, tied: bool, tmp_path: 
 
 
 def test_experts_stay_as_they_are(tmp_path: Path) -> None:
-    make_target(tmp_path, "gpt_oss", num_hidden_layers=2)
+    model = make_target(tmp_path, "gpt_oss", num_hidden_layers=2)
+    for name, weight in model.named_parameters():
+        if name.endswith("_proj.weight"):
+            parts = quantise_fp8(weight)
+            weight.copy_(dequantised("x.weight", {f"x.{part}": each for part, each in parts.items()}))
     prompt, params = prompt_of(9), SamplingParams(max_tokens=4)
     with Runtime.load(tmp_path, **OPTIONS, quantize="fp8") as runtime:
-        assert runtime.model_config.quantiser is not None and len(traced(runtime, prompt, params)[0]) == 4
+        tokens, found = traced(runtime, prompt, params)
         names = set(weight_plan(runtime.model_config))
+    expected = transformers_logits(model, prompt + tokens)[len(prompt) - 1 : -1]
+    assert ((found - expected).abs() / expected.abs().amax(-1, keepdim=True)).max() < 1e-4
     assert {"layers.1.qkv.fp8", "layers.1.experts.down.weight"} < names
 
 
@@ -130,9 +156,9 @@ def test_numbers_are_rounded_to_nearest() -> None:
 
 
 def test_what_rounding_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
-    make_target(tmp_path / "narrow", "llama", **SIZES)
+    make_target(tmp_path / "narrow", "llama", **{**SIZES, "intermediate_size": 120})
     with pytest.raises(
-        ConfigError, match=r"quantize 'int4' needs layers of a multiple of 128 inputs, and layers\.0\.qkv"
+        ConfigError, match=r"quantize 'int4' needs layers of a multiple of 32 inputs, and layers\.0\.down"
     ):
         Runtime.load(tmp_path / "narrow", **OPTIONS, quantize="int4")
     model = make_target(tmp_path / "done", "llama", **SIZES)

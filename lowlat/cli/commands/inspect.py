@@ -320,8 +320,8 @@ def _print_run(found: "Activity") -> None:
     "--against",
     type=DIRECTORY,
     metavar="MODEL",
-    help="The target to compare with: the plain original of MODEL.  [default: MODEL itself, where --quantize or another "
-    "way to store its numbers is given]",
+    help="The target to compare with: the plain original of MODEL.  [default: MODEL itself, where --quantize or "
+    "another way to store numbers is given]",
 )
 @click.option("--max-tokens", type=click.IntRange(2), metavar="N", help="The text's first tokens alone.")
 @runtime_options

@@ -32,9 +32,7 @@ def run_quality(
         target = stack.enter_context(load_runtime(model, None, **options))
         other = None if against is None else stack.enter_context(load_runtime(against, None, **plain))
         with progress_bar("predicting") as update:
-            found = measure_quality(
-                target, other, content, max_tokens=max_tokens, text_name=str(text), progress=update
-            )
+            found = measure_quality(target, other, content, max_tokens=max_tokens, text_name=str(text), progress=update)
     report: dict[str, Any] = msgspec.to_builtins(found)
     report["target"]["model"] = str(model)
     if against is not None:
