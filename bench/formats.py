@@ -30,6 +30,9 @@ SIZES: dict[str, Any] = {"max_batch": 1, "max_context": 1024, "prefix_reuse": Fa
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and write one JSON file."""
     options = _options(arguments)
+    if options.table:
+        print(table(json.loads(options.out.read_text(encoding="utf-8"))))
+        return
     domains = listed(json.loads(options.prompts.read_text(encoding="utf-8")))
     prompts = [prompt for each in domains.values() for prompt in each[: options.limit]]
     rows: list[dict[str, Any]] = []
@@ -58,6 +61,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
     write_result(options.out, result)
 
 
+def table(result: dict[str, Any]) -> str:
+    """The rows as Markdown: acceptance, and what the target's format costs."""
+    lines = [
+        "| pair | target | draft model | length, greedy | accepted by position | identical | perplexity "
+        "| KL, mean / p99 | same likeliest token |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in result["rows"]:
+        shares = " ".join(f"{share:.2f}"[1:] for share in row["acceptance_by_position"])
+        cells = [
+            row["pair"],
+            *(row[name].replace("bfloat16", "bf16") for name in ("weights", "draft_weights")),
+            f"{row['mean_acceptance_length']:.2f}",
+            shares,
+            "yes" if row["identical"] else "no",
+            f"{row['perplexity']:.2f}",
+            f"{row['mean_kl']:.4f} / {row['p99_kl']:.3f}" if "mean_kl" in row else "",
+            f"{row['top1_agreement']:.1%}" if "mean_kl" in row else "",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--name", default="bundled", help="of the pair, in the file")
@@ -74,6 +100,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quality-tokens", type=int, help="of the text of perplexity, at most")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--commit", default="", help="what is measured, where there is no git checkout to ask")
+    parser.add_argument("--table", action="store_true", help="print the table of the file, and measure nothing")
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args(arguments)
 
