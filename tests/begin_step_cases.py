@@ -76,6 +76,7 @@ def _each(arrays: Arrays) -> tuple[Arrays, Arrays, Arrays, Arrays]:
         "tree_paths",
         "slot_ints",
         "grammar_forced",
+        "grammar_decided",
     )
     every = (applied, LISTED, (*read, *OUTS), (*("slots", "lengths", "slot_ints", "row_tokens", "row_masks"), *TOLD))
     first, second, third, fourth = ({name: arrays[name] for name in names} for names in every)
@@ -160,6 +161,7 @@ def _arrays(
     forced[:, 0] = torch.randint(0, max_rows, (max_batch,))
     drafts %= 2
     arrays["grammar_forced"] = forced
+    arrays["grammar_decided"] = torch.full((max_batch,), context + source.randrange(3))
     arrays["grammar_tokens"] = poisoned(max_batch, max_rows)
     for name, shape in (("grammar_paths", (max_batch, max_rows)), ("grammar_lengths", (max_batch,))):
         arrays[name] = poisoned(*shape, dtype=torch.int64)

@@ -88,8 +88,18 @@ class FakeDevice:
         with torch.inference_mode():
             self.inner._run(self._rest)
 
-    def _waits_for_masks(self, bucket: Bucket) -> bool:
-        """Whether the draw of a slot would wait for the host, after the step's beginning."""
+    def _waits_to_begin(self, bucket: Bucket) -> bool:
+        """Whether a step waits for what the grammar of a slot forces; it looks before it takes commands, too."""
+        if self._begun or bucket.rows == 1:
+            return False
+        slots = self.state["active"].nonzero().flatten().tolist()[: bucket.batch]
+        guided = [slot for slot in slots if self.state["slot_ints"][slot, HAS_GRAMMAR]]
+        return any(self.state["grammar_decided"][slot] < self.state["lengths"][slot] for slot in guided)
+
+    def _waits(self, bucket: Bucket) -> bool:
+        """Whether a step waits for the host: to begin, or with the draw of a slot after that."""
+        if self._waits_to_begin(bucket):
+            return True
         self._begin(bucket)
         slots = [slot for slot in self.inner.scratch(self._body)["slots"].tolist() if slot >= 0]
         guided = [slot for slot in slots if self.state["slot_ints"][slot, HAS_GRAMMAR]]
@@ -108,7 +118,7 @@ class FakeDevice:
 
     def _work(self) -> None:
         """Run the step that is due, if there is one; a loop looks at the flag before its entry is published."""
-        if not self._queue or self._waits_for_masks(self._queue[0][0]):
+        if not self._queue or self._waits(self._queue[0][0]):
             return
         bucket, budget = self._queue.pop(0)
         if not self._queue and (budget is None or budget == 1):
@@ -124,6 +134,7 @@ class FakeDevice:
 
     def wait_until(self, seen: Callable[[], bool]) -> None:
         if not seen():
+            assert not self._waits_to_begin(self._queue[0][0]), "the host waits for rows that wait for what is forced"
             self._begin(self._queue[0][0])
         assert seen(), "the host waits for what no step tells"
 
@@ -149,7 +160,7 @@ class FakeDevice:
         while self.head < count:
             if self.idle:
                 raise DeviceError(f"the device is idle and has published {self.head} of {count} steps")
-            assert not self._waits_for_masks(self._queue[0][0]), "the host waits for a step that waits for its masks"
+            assert not self._waits(self._queue[0][0]), "the host waits for a step that waits for it"
             self._work()
 
     def wait_loop(self, count: int) -> bool:
@@ -174,7 +185,7 @@ class FakeDevice:
 
     def synchronize(self) -> None:
         while not self.idle:
-            assert not self._waits_for_masks(self._queue[0][0]), "the host waits for a step that waits for its masks"
+            assert not self._waits(self._queue[0][0]), "the host waits for a step that waits for it"
             self._work()
 
     def scratch(self, bucket: Bucket) -> BufferSet:
