@@ -166,7 +166,7 @@ class GrammarMasks:
         return None
 
     def fill(self, num_rows: int) -> Failures:
-        """Fill what the step that runs, of so many rows a slot, still lacks; returns the sessions whose masks cannot be.
+        """Fill what the step that runs still lacks, of so many rows a slot; returns sessions whose masks cannot be.
 
         It waits for the device to tell the rows. Raises DeviceError when the device has failed.
         """

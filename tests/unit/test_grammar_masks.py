@@ -14,7 +14,7 @@ import torch
 from fake_device import load_fake
 from recording import prompt_of, run_all
 from stages import later
-from tiny_grammars import Automaton, Edges, accepts, random_edges, submit_with
+from tiny_grammars import Automaton, Breaking, Edges, accepts, random_edges, submit_with
 from tiny_models import PairPaths, make_pair
 from unit.kernels.sampling import World
 from unit.kernels.test_sample_distribution import ROWS, VOCABULARY, p_value
@@ -22,7 +22,7 @@ from unit.test_lossless import MAX_TOKENS, OPTIONS, TREES, load, params
 
 import lowlat
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
-from lowlat.errors import DeviceError, RequestError
+from lowlat.errors import DeviceError
 
 # Wide: many tokens at each state, of which drafts are accepted; narrow: few, and often one alone.
 WIDE, NARROW = random_edges(3, 97, num_states=5, most=70, forced=0.0), random_edges(1, 97)
@@ -285,19 +285,6 @@ class Dead(Automaton):
     @property
     def terminated(self) -> bool:
         return False
-
-
-class Breaking(Automaton):
-    """An automaton that fails in its n-th call of `fill`, 0 the first."""
-
-    def __init__(self, edges: Edges, n: int) -> None:
-        super().__init__(edges)
-        self.n = n
-
-    def fill(self, tokens: Any, parents: Any, masks: Any) -> None:
-        super().fill(tokens, parents, masks)
-        if len(self.asked) > self.n:
-            raise RequestError(f"call {self.n} fails")
 
 
 class Interrupted(Automaton):
