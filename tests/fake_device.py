@@ -145,7 +145,7 @@ class FakeDevice:
         self._hurry()
 
     def start_loop(self, bucket: Bucket, budget: int) -> None:
-        assert self.idle or not self._stop
+        assert not self._looping or not self._stop
         assert budget >= 1
         self.log.append(("loop", bucket, budget))
         self._queue.append((bucket, budget))
