@@ -21,6 +21,7 @@ from lowlat.graphs import Bucket, BufferSet
 from lowlat.host.loading import load
 from lowlat.kernels.reference.step.publish import SLOT
 from lowlat.kernels.reference.step.slot_record import HAS_GRAMMAR
+from lowlat.kernels.reference.step.slots import CANCEL
 from lowlat.models.program import Program, Stage
 
 
@@ -89,11 +90,15 @@ class FakeDevice:
             self.inner._run(self._rest)
 
     def _waits_to_begin(self, bucket: Bucket) -> bool:
-        """Whether a step waits for what the grammar of a slot forces; it looks before it takes commands, too."""
+        """Whether a step waits for what the grammar of a slot forces; it looks before it takes commands, and behind."""
         if self._begun or bucket.rows == 1:
             return False
-        slots = self.state["active"].nonzero().flatten().tolist()[: bucket.batch]
-        guided = [slot for slot in slots if self.state["slot_ints"][slot, HAS_GRAMMAR]]
+        ring, (head,), (tail,) = (self.state[f"command_{part}"].tolist() for part in ("ring", "head", "tail"))
+        commands = [ring[number % len(ring)] for number in range(head, tail)]
+        cancelled = {slot for opcode, slot, _, _ in commands if opcode == CANCEL}
+        active = self.state["active"].nonzero().flatten().tolist()
+        listed = {*active[: bucket.batch], *[slot for slot in active if slot not in cancelled][: bucket.batch]}
+        guided = [slot for slot in listed if self.state["slot_ints"][slot, HAS_GRAMMAR]]
         return any(self.state["grammar_decided"][slot] < self.state["lengths"][slot] for slot in guided)
 
     def _waits(self, bucket: Bucket) -> bool:
