@@ -1,7 +1,7 @@
 """Spellings of quantisation in configs, by quant_method: keys that are read, refused by name, or of no effect.
 
-Weights alone are quantised here: what a config says of activations and of the KV cache, which stay bfloat16, is of no
-effect. GPTQ's and AutoAWQ's own keys are in `group_methods`.
+Weights alone are quantised here: what a config says of activations, which stay bfloat16, is of no effect, nor what it
+says of the KV cache, for which the option kv_cache_dtype asks. GPTQ's and AutoAWQ's own keys are in `group_methods`.
 """
 
 from collections.abc import Callable, Mapping
