@@ -11,7 +11,9 @@ import torch
 from attention_cases import Case, chain, check, tree
 from kernel_walk import Walker, walkable
 
-NAMES = tuple(f"attention.{part}" for part in ("plan", "copies", "tile", "merge", "combine"))
+NAMES = ("common.kv_codes",) + tuple(
+    f"attention.{part}" for part in ("plan", "copies", "coded_products", "tile", "merge", "combine")
+)
 HEAD_DIM = 64
 
 
@@ -95,7 +97,7 @@ def test_sums_of_many_splits_are_one(early: bool) -> None:
         peaks[slot, count:], norms[slot, count:], values[slot, count:] = math.nan, math.nan, math.nan
     out = torch.full((batch * rows, group * HEAD_DIM), math.nan).bfloat16()
     with walkable(walker := Walker(may_leave=True), *NAMES) as modules:
-        shape = modules[0].AttentionShape(HEAD_DIM, group, 1, 16, 0, None, 0, 1, 3, True, early)
+        shape = modules[1].AttentionShape(HEAD_DIM, group, 1, 16, 0, None, 0, 1, 3, True, early)
         call = modules[-1].combine_splits(
             shape, values, torch.stack([peaks, norms], -1).contiguous(),
             slots=torch.tensor([4, 0, -1], dtype=torch.int32), dense_lens=torch.tensor(dense, dtype=torch.int32),
