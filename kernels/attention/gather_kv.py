@@ -71,7 +71,9 @@ def gather_kv(
         check_shape("kv_scales", kv_scales, 2, num_heads)
         held, made = torch.uint8, torch.bfloat16
     if {k_cache.dtype, v_cache.dtype} != {held} or {keys.dtype, values.dtype} != {made}:
-        raise ShapeError(f"keys and values must have the caches' dtype {k_cache.dtype}, or be bf16 of codes by kv_scales")
+        raise ShapeError(
+            f"keys and values must have the caches' dtype {k_cache.dtype}, or be bf16 of codes by kv_scales"
+        )
     parts = wide_count("k_cache", k_cache)
     for name, rows in (("v_cache", v_cache), ("keys", keys), ("values", values)):
         wide_count(name, rows)

@@ -130,9 +130,7 @@ def choose_attention_plan(work: AttentionWork, card: Card) -> tuple[AttentionPla
 
 
 @cache
-def _split_plans(
-    head_dim: int, query_tiles: int, windowed: bool, card: Card, coded: bool
-) -> tuple[AttentionPlan, ...]:
+def _split_plans(head_dim: int, query_tiles: int, windowed: bool, card: Card, coded: bool) -> tuple[AttentionPlan, ...]:
     """Two blocks a multiprocessor are derived, of as many stages as pay and fit, else one; heads of 64 share keys and
     values between two tiles of query rows, for which those of 128 have just the registers, and only on 9.0."""
 

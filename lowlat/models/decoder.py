@@ -45,7 +45,9 @@ def partial_specs(
     for layer, window in enumerate(config.windows):
         if window is None:
             summary, lists = (num_blocks, kv_heads, parts, 2, head_dim), (max_batch, kv_heads, table_width * parts)
-            specs.append(BufferSpec(f"key_summary.{layer}", summary, TORCH_DTYPES[config.dtype], Role.STATE, Paging.BLOCKS))
+            specs.append(
+                BufferSpec(f"key_summary.{layer}", summary, TORCH_DTYPES[config.dtype], Role.STATE, Paging.BLOCKS)
+            )
             specs.append(BufferSpec(f"block_lists.{layer}", lists, torch.int32, Role.STATE))
     return specs
 

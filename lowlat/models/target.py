@@ -14,7 +14,7 @@ import torch
 from lowlat.checkpoint import hub
 from lowlat.checkpoint.formats import narrowed, part_groups
 from lowlat.checkpoint.json_file import shown
-from lowlat.checkpoint.kv_scales import read_kv_scales
+from lowlat.checkpoint.kv_scales import kv_scale_names, read_kv_scales
 from lowlat.checkpoint.quantising import QuantisedWeights, Quantiser
 from lowlat.checkpoint.recipes import Progress, Recipe, check_recipes
 from lowlat.checkpoint.source import WeightSource
@@ -112,8 +112,9 @@ def target_recipes(config: ModelConfig) -> list[Recipe]:
 
 
 def _ignored(config: ModelConfig, checkpoint: Checkpoint) -> set[str]:
-    """Buffers that old versions of transformers stored, and the copy of a tied embedding."""
+    """Buffers that old versions of transformers stored, scales of the KV cache, and the copy of a tied embedding."""
     ignored = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(config.num_layers)}
+    ignored |= {name for layer in range(config.num_layers) for names in kv_scale_names(layer) for name in names}
     ignored.add("model.rotary_emb.inv_freq")
     if config.tie_embeddings:
         ignored.add("lm_head.weight")

@@ -77,7 +77,9 @@ class StepGeometry:
     @property
     def state_sizes(self) -> StateSizes:
         """The extents of a speculator's state."""
-        return StateSizes(self.dtype, kv_dtype(self.config), self.max_batch, self.max_context, self.num_blocks, self.block_size)
+        return StateSizes(
+            self.dtype, kv_dtype(self.config), self.max_batch, self.max_context, self.num_blocks, self.block_size
+        )
 
     @property
     def dtype(self) -> torch.dtype:
