@@ -137,8 +137,8 @@ def attention(
     arguments = (*given, partials, sums, scales, *numbers, splits, scale * LOG2_E)
     first_half = KernelCall(_make(shape), grid, arguments, planned=planned)
     second_half = combine_splits(
-        replace(shape, coded=False), partials, sums, slots=slots, dense_lens=dense_lens, row_live=row_live, sinks=sinks, out=out, rows=rows,
-        tail=tail or rows, capacity=splits,
+        replace(shape, coded=False), partials, sums, slots=slots, dense_lens=dense_lens, row_live=row_live, sinks=sinks,
+        out=out, rows=rows, tail=tail or rows, capacity=splits,
     )  # fmt: skip
     return [first_half, second_half]
 

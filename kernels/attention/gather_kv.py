@@ -216,5 +216,5 @@ def _make(num_heads: int, block: int, parts: int, first: int = 0, coded: bool = 
 
 
 def examples() -> list[Kernel]:
-    """Specialisations that CI compiles: Llama-8B's and gpt-oss's caches, one of a single head, a draft model's, codes."""
+    """Specialisations that CI compiles: Llama-8B's and gpt-oss's caches, of one head, a draft model's, of codes."""
     return [_make(8, 32, 16), _make(8, 64, 8), _make(1, 16, 16), _make(8, 32, 16, 1), _make(8, 32, 8, 0, True)]

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from lowlat.errors import ShapeError
-from lowlat.kernels.common.memory import byte_at, divide, int_at, threads_for, turns, wide_count
 from lowlat.kernels.common.kv_codes import four_codes, load_scale
+from lowlat.kernels.common.memory import byte_at, divide, int_at, threads_for, turns, wide_count
 from lowlat.kernels.common.norm_math import high_value, low_value
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain import ptx
@@ -35,9 +35,8 @@ def kv_write(
 ) -> list[KernelCall]:
     """`kv_write` of the reference, whose arguments these are; row_live may be [B, R] too.
 
-    k, v and the caches are of one dtype, in rows of whole multiples of 16 bytes; with kv_scales k and v are bf16 and the
-    caches uint8. Raises ShapeError for shapes or dtypes
-    that do not fit.
+    k, v and the caches are of one dtype, in rows of whole multiples of 16 bytes; with kv_scales k and v are bf16 and
+    the caches uint8. Raises ShapeError for shapes or dtypes that do not fit.
     """
     batch, rows = slots.shape[0], offsets.shape[0]
     check_shape("k", k, batch * rows, *k.shape[1:])

@@ -47,7 +47,8 @@ def summarise_blocks(
     held = torch.bfloat16 if kv_scales is None else torch.uint8
     if (k_cache.dtype, key_summary.dtype) != (held, torch.bfloat16) or parts < 1 or block % parts:
         raise ShapeError(
-            f"summarise_blocks takes bfloat16, or codes with kv_scales, and whole parts of a block of {block}, got {k_cache.dtype}, {parts} parts"
+            f"summarise_blocks takes bfloat16, or codes with kv_scales, and whole parts of a block of {block}, got "
+            f"{k_cache.dtype}, {parts} parts"
         )
     if kv_scales is not None:
         check_shape("kv_scales", kv_scales, 2, num_heads)

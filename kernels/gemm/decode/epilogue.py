@@ -216,7 +216,8 @@ def _make_rotated_epilogue(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> _Epi
         tile: Any, row: Any, column: Any, row_live: Any, bias: Any, _residual: Any, out: Any, rotation: Any,
         scales: Any,
     ) -> Any:  # fmt: skip
-        """Bias of a value and its partner, cosine, sine, the address that the value goes to (0: nowhere); scales; the cache's."""
+        """Bias of a value and its partner, cosine, sine, the address that the value goes to (0: nowhere), scales, the
+        cache's scale."""
         positions, cosines, sines, k_cache, v_cache, table, slots, write_lens, offsets, kv_scales, first_row = rotation
         head = int32(uint32(tile) // uint32(tiles))
         inner = int32(int32(tile) - head * tiles)

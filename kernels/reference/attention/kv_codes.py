@@ -8,8 +8,8 @@ product with the scale, rounded once to the compute dtype.
 
 import torch
 
-from lowlat.kernels.formats.fp8 import decode_e4m3
 from lowlat.kernels.formats.fp8 import LARGEST as LARGEST_CODE
+from lowlat.kernels.formats.fp8 import decode_e4m3
 
 __all__ = ["LARGEST", "SMALLEST", "dequantised_kv", "quantised_kv"]
 

@@ -82,7 +82,8 @@ def _gathered(binding: Binding, op: Op, window: int | None) -> tuple[Sequence[Ca
     keys, values, lengths = (binding.workspace(*each) for each in asked)
     gather = gather_kv(
         k_cache=k_cache, v_cache=v_cache, block_table=given["block_table"], chunk=given["chunk"], keys=keys,
-        values=values, lengths=lengths, size=q.shape[0], window=window, card=binding.card, first=given.get("first", 0), kv_scales=given.get("kv_scales"),
+        values=values, lengths=lengths, size=q.shape[0], window=window, card=binding.card, first=given.get("first", 0),
+        kv_scales=given.get("kv_scales"),
     )  # fmt: skip
     sinks = binding.sinks(op)
     attended = {
