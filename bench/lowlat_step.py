@@ -3,6 +3,7 @@ long context with random keys and values. Acceptance is imposed where the step d
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -12,6 +13,7 @@ from lowlat.graphs import Bucket, Paging
 from lowlat.kernels.moe.packing import PackedExperts
 from lowlat.kernels.reference.step.slot_record import DRAFT_LIMIT, MAX_LENGTH, NUM_LOGPROBS, REPETITION, TOP_P
 from lowlat.models.geometry import DraftConfig, ModelConfig, RopeConfig
+from lowlat.models.target import coded as coded_config
 from lowlat.speculators.eagle3.speculator import Eagle3Speculator
 from lowlat.speculators.tree.dynamic import Topology
 from lowlat.speculators.tree.topology import TreeTopology
@@ -22,7 +24,7 @@ from lowlat.tools.profile.recording import LEAD, call_sites, record_kernels
 from lowlat.tools.profile.report import Summary, summarise
 from lowlat.tools.profile.times import CallSite, attribute
 
-__all__ = ["BLOCK_SIZE", "ROOM", "ExecutorStep", "GraphStep", "make_step", "step_geometry"]
+__all__ = ["BLOCK_SIZE", "ROOM", "ExecutorStep", "GraphStep", "make_coded_step", "make_step", "step_geometry"]
 
 ROOM = 1024  # tokens past the case's context that replays between resets may add
 BLOCK_SIZE = 32
@@ -33,6 +35,13 @@ def make_step(
 ) -> "GraphStep":
     """A `StepFactory`."""
     return GraphStep(geometry, case, weights, device)
+
+
+def make_coded_step(
+    geometry: DenseGeometry, case: Case, weights: Mapping[str, torch.Tensor], device: torch.device
+) -> "GraphStep":
+    """A `StepFactory` of steps whose KV caches hold codes."""
+    return GraphStep(geometry, case, weights, device, coded=True)
 
 
 def step_geometry(geometry: DenseGeometry, case: Case, topology: Topology) -> StepGeometry:
@@ -115,7 +124,9 @@ class ExecutorStep:
     def _fill(self, shapes: StepGeometry) -> None:
         state, batch = self.executor.state, self.case.batch
         for name, spec in state.specs.items():
-            if spec.paging is Paging.POSITIONS:
+            if spec.paging is Paging.POSITIONS and spec.dtype == torch.uint8:
+                state[name].random_(0, 127)  # codes of no NaN
+            elif spec.paging is Paging.POSITIONS:
                 state[name].normal_()
         width = state["block_table"].shape[1]
         blocks = 1 + torch.randperm(shapes.num_blocks - 1)[: batch * width].view(batch, width)
@@ -178,6 +189,11 @@ class GraphStep(ExecutorStep):
         weights: Mapping[str, torch.Tensor],
         device: torch.device,
         topology: Topology | None = None,
+        *,
+        coded: bool = False,
     ) -> None:
         drafted = TreeTopology.chain(case.num_speculative_tokens) if topology is None else topology
-        super().__init__(step_geometry(geometry, case, drafted), case, weights, device, drafted)
+        shapes = step_geometry(geometry, case, drafted)
+        if coded:
+            shapes = replace(shapes, config=coded_config(shapes.config))
+        super().__init__(shapes, case, weights, device, drafted)

@@ -184,6 +184,21 @@ def quantise_target(directory: Path, layout: str, model: Any, *, seed: int = 0, 
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": config}))
 
 
+def store_kv_scales(directory: Path) -> None:
+    """Add scales of a KV cache to a checkpoint: of the first layer by head, as ModelOpt names them, of others one."""
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    config = json.loads((directory / "config.json").read_text())
+    for layer in range(config["num_hidden_layers"]):
+        owner = f"model.layers.{layer}.self_attn"
+        if layer:
+            tensors |= {f"{owner}.k_scale": torch.tensor([0.03]), f"{owner}.v_scale": torch.tensor(0.011)}
+        else:
+            by_head = torch.linspace(0.02, 0.3, config["num_key_value_heads"])
+            tensors |= {f"{owner}.k_proj.k_scale": by_head, f"{owner}.v_proj.v_scale": by_head.flip(0).bfloat16()}
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
 def rewrite(directory: Path, makers: Mapping[str, Make], model: Any, *, seed: int, plain: tuple[str, ...] = ()) -> None:
     """The tensors of a target, each linear layer by the first maker whose key is in its name."""
     rng, tensors, state = np.random.default_rng(seed), {}, {} if model is None else model.state_dict()
