@@ -1,4 +1,4 @@
-"""A quantised weight unpacked to bf16 in one launch, in packed tiles or row by row; bound by memory.
+"""A quantised weight unpacked to rows of bf16 in one launch, for a library's products; bound by memory.
 
 It knows neither products nor rows of activations.
 """
@@ -24,32 +24,31 @@ THREADS, MIN_BLOCKS = 256, 4
 STEPS = 4  # of a warp, one behind the other
 
 
-def unpacked_shape(rows: int, columns: int) -> tuple[int, int, int]:
-    """The shape of a weight [N, K] in packed tiles of bf16."""
-    return -(-rows // TILE_ROWS), -(-columns // TILE_COLUMNS), TILE_ROWS * TILE_COLUMNS
+def unpacked_shape(rows: int, columns: int) -> tuple[int, int]:
+    """The shape of a weight [N, K] unpacked: multiples of 16 and of 64."""
+    return -(-rows // TILE_ROWS) * TILE_ROWS, -(-columns // TILE_COLUMNS) * TILE_COLUMNS
 
 
 def unpack_weight(*, weight: PackedMatrix, out: torch.Tensor) -> list[KernelCall]:
     """Unpack a weight, in one launch; no kernel writes it, so nothing waits but what writes the result.
 
     weight  [N, K]  packed in any format
-    out     bf16, out: [ceil(N / 16), ceil(K / 64), 1024], tiles as packed bf16 has them; or
-            [16 * ceil(N / 16), 64 * ceil(K / 64)], rows as they are packed; zeros past N and K
+    out     bf16, out: as `unpacked_shape` has it, rows in the packed order; zeros past N and K
     Numbers are those of `formats.dense.unpack_matrix`, bit for bit: without the scales of rows, rounded once.
     Time: both over the memory's bandwidth. Captured: yes. Raises ShapeError for shapes that do not fit.
     """
-    height, width, count = unpacked_shape(weight.rows, weight.columns)
-    in_tiles = out.dim() == 3
-    check_shape("out", out, *((height, width, count) if in_tiles else (height * TILE_ROWS, width * TILE_COLUMNS)))
+    rows, columns = unpacked_shape(weight.rows, weight.columns)
+    check_shape("out", out, rows, columns)
     check_dtype(torch.bfloat16, out=out)
     if weight.tile_format == BF16_TILES:
-        raise ShapeError("a weight of bf16 is not unpacked: its tiles are what this would write")
-    steps = height * width
+        raise ShapeError("a weight of bf16 is unpacked by `packing.unpack_rows`, not by this kernel")
+    width = columns // TILE_COLUMNS
+    steps = rows // TILE_ROWS * width
     blocks = -(-steps // (STEPS * THREADS // 32))
-    return [KernelCall(_make(weight.tile_format, 1 if in_tiles else width, in_tiles), (blocks, 1, 1), (weight.memory, out, steps))]
+    return [KernelCall(_make(weight.tile_format, width), (blocks, 1, 1), (weight.memory, out, steps))]
 
 
-def _make_store(width: int, in_tiles: bool) -> Any:
+def _make_store(width: int) -> Any:
     """A function: a lane's sixteen words to their places."""
     pitch = 2 * TILE_COLUMNS * width
 
@@ -60,27 +59,23 @@ def _make_store(width: int, in_tiles: bool) -> Any:
 
     @device_function
     def store(out: Any, step: Any, lane: Any, words: Any) -> None:
-        if in_tiles:
-            target = out + int64(step) * int64(2 * TILE_ROWS * TILE_COLUMNS) + int64(lane) * int64(16)
-            below, beside = int64(1024), int64(512)
-        else:
-            tile = uint32(step // uint32(width))
-            row = uint32(tile * uint32(TILE_ROWS) + uint32(lane >> uint32(2)))
-            target = out + int64(row) * int64(pitch) + int64(uint32(step - uint32(tile * uint32(width)))) * int64(128)
-            target = target + int64(lane & uint32(3)) * int64(16)
-            below, beside = int64(8 * pitch), int64(64)
+        tile = uint32(step // uint32(width))
+        row = uint32(tile * uint32(TILE_ROWS) + uint32(lane >> uint32(2)))
+        target = out + int64(row) * int64(pitch) + int64(uint32(step - uint32(tile * uint32(width)))) * int64(128)
+        target = target + int64(lane & uint32(3)) * int64(16)
+        below = target + int64(8 * pitch)
         store_piece(target, words[:4])
-        store_piece(target + beside, words[4:8])
-        store_piece(target + below, words[8:12])
-        store_piece(target + below + beside, words[12:])
+        store_piece(target + int64(64), words[4:8])
+        store_piece(below, words[8:12])
+        store_piece(below + int64(64), words[12:])
 
     return store
 
 
 @cache
-def _make(tiles: TileFormat, width: int, in_tiles: bool) -> Kernel:
+def _make(tiles: TileFormat, width: int) -> Kernel:
     """A warp has some steps behind each other, and the next one's numbers are under way while it stores one's."""
-    load, store, step_bytes = make_load_step(tiles, is_shared=False), _make_store(width, in_tiles), tiles.step_bytes
+    load, store, step_bytes = make_load_step(tiles, is_shared=False), _make_store(width), tiles.step_bytes
 
     def unpack(weight: Any, out: Any, steps: Any) -> None:
         thread = uint32(cuda.threadIdx.x)
@@ -100,8 +95,7 @@ def _make(tiles: TileFormat, width: int, in_tiles: bool) -> Kernel:
             store(out, step, lane, words)
             step, words = later, ahead
 
-    name = f"unpack_{tiles.label}_{'tiles' if in_tiles else f'rows_{width}'}"
-    return Kernel(name, unpack, (types.int64,) * 3, THREADS, MIN_BLOCKS)
+    return Kernel(f"unpack_{tiles.label}_{width}", unpack, (types.int64,) * 3, THREADS, MIN_BLOCKS)
 
 
 def examples() -> list[Kernel]:
@@ -109,4 +103,4 @@ def examples() -> list[Kernel]:
     grouped = TileFormat("int4", 512, groups=1)
     zeros = TileFormat("int4", 512, groups=2, wide=True, zeros=True)
     wide = TileFormat("fp8", 1024, groups=1, wide=True)
-    return [_make(tiles, 1 if tiles is zeros else 64, tiles is zeros) for tiles in (FP8_TILES, grouped, zeros, wide, NVFP4_TILES)]
+    return [_make(tiles, 64) for tiles in (FP8_TILES, grouped, zeros, wide, NVFP4_TILES)]

@@ -7,6 +7,7 @@ knows neither copies nor products.
 
 from typing import Any
 
+from lowlat.errors import ShapeError
 from lowlat.kernels.formats import fp8_fragment, int4_fragment, nvfp4_fragment
 from lowlat.kernels.gemm.tiles import TileFormat
 from lowlat.kernels.toolchain import ptx
@@ -24,9 +25,14 @@ scale_of = nvfp4_fragment.scale_of
 
 
 def make_load_step(tiles: TileFormat, *, is_shared: bool) -> Any:
-    """A function: a lane's sixteen words of the step at an address, in shared memory or in global memory."""
+    """A function: a lane's sixteen words of the step at an address, in shared memory or in global memory.
+
+    Raises ShapeError for bf16 in global memory.
+    """
     if tiles.name == "bf16":
-        return _make_bf16(is_shared)
+        if not is_shared:
+            raise ShapeError("steps of bf16 are in registers what they are in memory: only those in shared memory load")
+        return _make_bf16()
     if tiles.name == "nvfp4":
         return _make_nvfp4(tiles, is_shared)
     return _make_fp8(tiles, is_shared) if tiles.name == "fp8" else _make_int4(tiles, is_shared)
@@ -57,15 +63,12 @@ def _loads(is_shared: bool) -> tuple[Any, Any]:
     return far_four, far_one
 
 
-def _make_bf16(is_shared: bool) -> Any:
-    four, _ = _loads(is_shared)
+def _make_bf16() -> Any:
+    load = ptx.load_shared_tiles(4, PIECE_BYTES)
 
     @device_function
     def load_bf16(step: Any, lane: Any) -> Any:
-        at = uint32(lane * uint32(16))
-        a, b = four(step, at), four(step, uint32(at + uint32(PIECE_BYTES)))
-        c, d = four(step, uint32(at + uint32(2 * PIECE_BYTES))), four(step, uint32(at + uint32(3 * PIECE_BYTES)))
-        return a + b + c + d
+        return load(uint32(step + uint32(lane * uint32(16))))
 
     return load_bf16
 
