@@ -236,17 +236,18 @@ def make_consume(cut: Cut, plan: PrefillGemmPlan, handover: Handover, finish: Ca
         within = uint32(uint32(depth * x_bytes) + first * uint32(depth * step_bytes))
         sums, stage, parity = zeros(), uint32(0), uint32(0)
         ptx.wait_for_previous_kernel()
-        while unit < units:
-            x_tile, block, segment = unit_of(unit, x_tiles)
+        while unit < units:  # a unit's place is found when it is wanted: beside totals no register is free
             if whole:
                 total = zeros()
                 for part in range(segments):
                     number = min(uint32(length), uint32(uint32(steps) - uint32(part) * uint32(length)))
                     sums, stage, parity = run(sums, base, barriers, within, stage, parity, number, lane, rows)
                     total = add(total, sums)
+                x_tile, block, segment = unit_of(unit, x_tiles)
                 finish(total, beside, out, rows, x_tile, block, segment, first, lane)
             else:
                 number = uint32(steps)
+                x_tile, block, segment = unit_of(unit, x_tiles)
                 if apart:
                     number = min(uint32(length), uint32(uint32(steps) - segment * uint32(length)))
                 sums, stage, parity = run(sums, base, barriers, within, stage, parity, number, lane, rows)

@@ -124,11 +124,13 @@ def _make_fp8(tiles: TileFormat, is_shared: bool) -> Any:
     def load_fp8(step: Any, lane: Any) -> Any:
         at = uint32(lane * uint32(16))
         a, b = load_row(step, at)
+        if not grouped:
+            c, d = load_row(step, uint32(at + uint32(PIECE_BYTES)))
+            return a + b + c + d
+        top, low = scales(step, uint32(uint32(lane >> uint32(2)) * uint32(4)), 0)
+        a, b = times(a, top), times(b, top)
         c, d = load_row(step, uint32(at + uint32(PIECE_BYTES)))
-        if grouped:
-            top, low = scales(step, uint32(uint32(lane >> uint32(2)) * uint32(4)), 0)
-            a, b, c, d = times(a, top), times(b, top), times(c, low), times(d, low)
-        return a + b + c + d
+        return a + b + times(c, low) + times(d, low)
 
     return load_fp8
 
