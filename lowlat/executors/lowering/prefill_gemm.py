@@ -1,7 +1,7 @@
 """GEMMs of a chunk of prefill: by packed weights where the card has wgmma, else by torch from an unpacked matrix.
 
-Numbers of a quantised matrix are rounded to bf16, in registers or by the launch that unpacks it; FP8 by row and NVFP4 are
-exact, as the scales of their rows multiply what comes out.
+Numbers of a quantised matrix are rounded to bf16, in registers or by the launch that unpacks it; FP8 by row and NVFP4
+are exact, as the scales of their rows multiply what comes out.
 
 A row's bits depend on the row and the weight alone: ours because rows do not know of each other, torch's because it
 multiplies a whole chunk at a time, padded where there are fewer rows.
@@ -38,9 +38,8 @@ def gemm_workspaces(rows: int, height: int, width: int) -> list[WorkspaceShape]:
 def takes(chunk: int, weight: PackedMatrix, card: Card) -> bool:
     """Whether a weight is multiplied by our GEMM, in chunks of so many rows."""
     fits = chunk % ROWS == 0 and weight.rows % WIDTH == 0 and weight.columns % WIDTH == 0
-    return (
-        fits and has_prefill_gemm(card) and (weight.tile_format != BF16_TILES or weight.tiles.dtype == torch.bfloat16)
-    )
+    is_read = weight.tile_format != BF16_TILES or weight.tiles.dtype == torch.bfloat16
+    return fits and has_prefill_gemm(card) and is_read
 
 
 def prefill_linear(binding: Binding, op: Op) -> Sequence[Call]:
