@@ -239,8 +239,9 @@ def make_weights(geometry: DenseGeometry, case: WeightsCase, device: torch.devic
             mean, spread = (1.0, 0.1) if len(shape) == 1 else (0.0, 1.0 if name == "embed.weight" else shape[1] ** -0.5)
             weights[name] = torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(mean, spread)
             continue
-        scale = shape[1] ** -0.5 / SPREAD.get(kind, 4.6)
-        for part, (extents, dtype) in MATRIX_FORMATS[kind].specs(*shape, torch.bfloat16).items():
+        rows, columns = shape
+        scale = columns**-0.5 / SPREAD.get(kind, 4.6)
+        for part, (extents, dtype) in MATRIX_FORMATS[kind].specs(rows, columns, torch.bfloat16).items():
             made = torch.empty(extents, dtype=dtype, device=device)
             if dtype == torch.float32:
                 made = made.fill_(scale).bfloat16().to(torch.bfloat16 if part == "int4_scales" else dtype)
@@ -267,8 +268,9 @@ def weight_bytes(geometry: DenseGeometry, case: WeightsCase) -> int:
             kind = case.format_of(name)
             scales = 2 if kind.startswith("int4") else 0  # a group's are bfloat16 numbers
             held = MATRIX_FORMATS[kind]
-            groups = shape[0] * shape[1] // held.block if scales else 0
-            total += uses * (held.num_bytes(*shape) - scales * groups)
+            rows, columns = shape
+            groups = rows * columns // held.block if scales else 0
+            total += uses * (held.num_bytes(rows, columns) - scales * groups)
     layers = geometry.num_layers + depth
     kept = 1 if case.kv == "fp8" else 2
     return total + layers * case.step.batch * case.step.context * 2 * geometry.kv_size * kept
