@@ -27,6 +27,7 @@ ROWS_AT_ONCE = 32  # rows of logits that are held in float64
 class Model(msgspec.Struct, frozen=True, kw_only=True):
     """One target's figures.
 
+    kv_cache           how keys and values are kept: fp8, or the compute dtype
     formats            in which quantised layers and experts are held; empty where all are plain
     mean_log_loss      nats a token that was predicted
     perplexity         e to that power
@@ -35,6 +36,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     formats: tuple[str, ...]
     dtype: str
+    kv_cache: str
     mean_log_loss: float
     perplexity: float
 
@@ -249,6 +251,7 @@ def _model(runtime: Runtime, log_loss: float) -> Model:
         model=str(runtime.directory),
         formats=tuple(sorted(names)),
         dtype=config.dtype,
+        kv_cache=config.dtype if config.coded_kv is None else "fp8",
         mean_log_loss=log_loss,
         perplexity=math.exp(min(log_loss, 700.0)),
     )

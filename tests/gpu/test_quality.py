@@ -12,20 +12,9 @@ from lowlat.tools.quality import Quality
 TEXT = Path(__file__).parents[2] / "LICENSE"
 
 
-@pytest.mark.parametrize("kind", [None, "fp8", "int4"])
-def test_figures_of_a_card_are_those_of_the_reference(kind: str | None) -> None:
-    command: tuple[object, ...] = (
-        "inspect",
-        "quality",
-        "--text",
-        TEXT,
-        "--max-tokens",
-        2000,
-        "--max-context",
-        600,
-        "--json",
-    )
-    command += () if kind is None else ("--quantize", kind)
+@pytest.mark.parametrize("how", [(), ("--quantize", "fp8"), ("--quantize", "int4", "--kv-cache-dtype", "fp8")])
+def test_figures_of_a_card_are_those_of_the_reference(how: tuple[str, ...]) -> None:
+    command = ("inspect", "quality", "--text", TEXT, "--max-tokens", 2000, "--max-context", 600, *how, "--json")
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     found = msgspec.convert(answer(*command, "--device", "cuda"), Quality)

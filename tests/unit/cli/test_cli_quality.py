@@ -68,7 +68,9 @@ def test_a_target_is_itself_and_reports_have_two_forms(tmp_path: Path) -> None:
     assert (found.divergence.max_kl, found.divergence.top1_agreement, found.divergence.log_loss_increase) == (0, 1, 0)
     shown = lowlat(*short).stdout
     assert f"{found.target.perplexity:.3f}" in shown and "against" not in shown
-    shown = lowlat(*short, "--quantize", "fp8").stdout
+    shown = lowlat(*short, "--kv-cache-dtype", "fp8").stdout
+    kept = next(line for line in shown.splitlines() if "KV cache" in line)
+    assert kept.split()[2:] == ["fp8", "bfloat16"]
     assert f"{found.target.perplexity:.3f}" in shown and "99th percentile" in shown
     assert "cannot be written" in refusal(*short, "--json", tmp_path / "none" / "x.json")
 
