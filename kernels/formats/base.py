@@ -99,11 +99,13 @@ class WeightFormat(MatrixFormat):
     word_dtype   of the packed words
     tile_words   packed words of a tile
     scale_bytes  packed scales of a tile; 0 for a format without
+    row_scales   rows have float32 scales, which epilogues apply
     """
 
     word_dtype: ClassVar[torch.dtype]
     tile_words: ClassVar[int]
     scale_bytes: ClassVar[int] = 0
+    row_scales: ClassVar[bool] = False
 
     @property
     def tile_bytes(self) -> int:

@@ -10,8 +10,13 @@ import torch
 
 from lowlat.errors import ConfigError, ShapeError
 from lowlat.kernels.formats import WeightFormat, format_of, tiles_of
+from lowlat.kernels.moe.plan import ExpertShape
+from lowlat.kernels.reference.shapes import check_shape
 
-__all__ = ["PackedExperts", "allocate_experts", "bytes_an_expert", "pack_expert_into", "pack_experts", "unpack_expert"]
+__all__ = [
+    "PackedExperts", "allocate_experts", "bytes_an_expert", "check_expert_bias", "pack_expert_into", "pack_experts",
+    "shape_of", "unpack_expert",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -21,6 +26,7 @@ class PackedExperts:
     format       of the words and scales
     words        [E, ceil(N / 16), ceil(K / 64), format.tile_words]   format.word_dtype
     scales       [E, ceil(N / 16), ceil(K / 64), format.scale_bytes]  uint8; None for a format without
+    row_scales   [E, ceil(N / 16) * 16]  float32, of packed rows; None for a format without
     num_experts  E
     rows         N, before padding
     columns      K, before padding
@@ -34,6 +40,17 @@ class PackedExperts:
     rows: int
     columns: int
     order: torch.Tensor | None = None
+    row_scales: torch.Tensor | None = None
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Words and scales."""
+        return [each for each in (self.words, self.scales, self.row_scales) if each is not None]
+
+    @property
+    def arguments(self) -> tuple[torch.Tensor, torch.Tensor | int, torch.Tensor | int]:
+        """Words, scales and scales of rows as kernels take them: 0 where there are none."""
+        return self.words, 0 if self.scales is None else self.scales, 0 if self.row_scales is None else self.row_scales
 
     @property
     def num_bytes(self) -> int:
@@ -63,6 +80,21 @@ def allocate_experts(
     if weight_format.has_scales:
         scales = torch.empty(*tiles, weight_format.scale_bytes, dtype=torch.uint8, device=device)
     return PackedExperts(weight_format, words, scales, num_experts, rows, columns, order)
+
+
+def shape_of(
+    kind: str, experts: PackedExperts, ranks: int, *, biased: bool, clamped: bool = True
+) -> ExpertShape:
+    """The shape of a GEMM of experts, of which a row chooses so many; the others as `ExpertShape` has them."""
+    return ExpertShape(kind, experts.rows, experts.columns, ranks, experts.format, biased, clamped)
+
+
+def check_expert_bias(bias: torch.Tensor | None, experts: PackedExperts, name: str = "bias") -> None:
+    """Raise ShapeError unless a bias is [E, N] bf16, or None."""
+    if bias is not None:
+        check_shape(name, bias, experts.num_experts, experts.rows)
+        if bias.dtype != torch.bfloat16:
+            raise ShapeError(f"{name} must be torch.bfloat16, got {bias.dtype}")
 
 
 def pack_expert_into(packed: PackedExperts, index: int, **parts: torch.Tensor) -> None:

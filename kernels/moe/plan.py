@@ -53,6 +53,8 @@ class ExpertShape:
     kind    GATE_UP or DOWN
     ranks   experts a row
     format  of the weights
+    biased  experts have biases
+    clamped gate and up values are those of the clamped SwiGLU; else of the plain one
     """
 
     kind: str
@@ -60,11 +62,23 @@ class ExpertShape:
     columns: int
     ranks: int
     format: WeightFormat
+    biased: bool = True
+    clamped: bool = True
+
+    @property
+    def label(self) -> str:
+        """The part of kernels' names that tells formats and epilogues apart."""
+        return f"{self.format.name}{'' if self.biased else '_unbiased'}{'' if self.clamped else '_plain'}"
 
     @property
     def tiles(self) -> int:
         """Tiles of 16 rows."""
         return -(-self.rows // 16)
+
+    @property
+    def padded_rows(self) -> int:
+        """Rows of a matrix as it is packed."""
+        return 16 * self.tiles
 
     @property
     def steps(self) -> int:

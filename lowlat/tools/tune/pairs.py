@@ -150,7 +150,7 @@ class PairPrograms:
     @cached_property
     def weights(self) -> DeviceWeights:
         """The weights as kernels read them, without memory."""
-        layouts, parts = weight_layouts(self.programs, self._card), expert_parts(self.programs)
+        layouts, parts = weight_layouts(self.programs, self._card), expert_parts(self.programs, self.weight_shapes)
         source: dict[str, torch.Tensor | PackedExperts] = dict(self.weight_shapes)
         for name, weights in parts.items():
             given = {part: self.weight_shapes[weight] for part, weight in weights.items()}
