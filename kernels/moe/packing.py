@@ -9,7 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from lowlat.errors import ConfigError, ShapeError
-from lowlat.kernels.formats import WeightFormat, format_of, tiles_of
+from lowlat.kernels.formats import WeightFormat, tiles_of
+from lowlat.kernels.gemm.packing import TILE_ROWS
+from lowlat.kernels.moe.formats import experts_format
 from lowlat.kernels.moe.plan import ExpertShape
 from lowlat.kernels.reference.shapes import check_shape
 
@@ -79,7 +81,10 @@ def allocate_experts(
     words = torch.empty(*tiles, weight_format.tile_words, dtype=weight_format.word_dtype, device=device)
     if weight_format.has_scales:
         scales = torch.empty(*tiles, weight_format.scale_bytes, dtype=torch.uint8, device=device)
-    return PackedExperts(weight_format, words, scales, num_experts, rows, columns, order)
+    row_scales = None
+    if weight_format.row_scales:
+        row_scales = torch.empty(num_experts, tiles[1] * TILE_ROWS, device=device)
+    return PackedExperts(weight_format, words, scales, num_experts, rows, columns, order, row_scales)
 
 
 def shape_of(
@@ -105,9 +110,10 @@ def pack_expert_into(packed: PackedExperts, index: int, **parts: torch.Tensor) -
     if not 0 <= index < packed.num_experts:
         raise ShapeError(f"expert {index} of {packed.num_experts} experts")
     packed.format.check_parts(parts)
-    scales = None if packed.scales is None else packed.scales[index]
+    scales, row_scales = (None if each is None else each[index] for each in (packed.scales, packed.row_scales))
+    shape = (packed.rows, packed.columns)
     try:
-        packed.format.pack_into(parts, (packed.rows, packed.columns), packed.order, packed.words[index], scales)
+        packed.format.pack_into(parts, shape, packed.order, packed.words[index], scales, row_scales)
     except ConfigError as error:
         raise type(error)(f"expert {index}: {error}") from error
 
@@ -125,7 +131,7 @@ def pack_experts(
     One expert is packed after the other: on another device there is never a second copy of all of them. Raises as
     `allocate_experts` and `pack_expert_into` do.
     """
-    weight_format = format_of(parts)
+    weight_format = experts_format(parts)
     firsts = {name: part[0] for name, part in parts.items()}
     rows, columns = weight_format.shape(firsts)
     count = len(next(iter(parts.values())))
@@ -152,9 +158,9 @@ def bytes_an_expert(arguments: Iterable[object]) -> int:
 
 
 def unpack_expert(packed: PackedExperts, expert: int) -> torch.Tensor:
-    """One expert's matrix [N, K] bf16, exactly, its rows in their original order."""
-    scales = None if packed.scales is None else packed.scales[expert]
-    matrix = packed.format.unpack((packed.rows, packed.columns), packed.words[expert], scales)
+    """One expert's matrix [N, K] bf16, rounded where its scales want it, its rows in their original order."""
+    scales, row_scales = (None if each is None else each[expert] for each in (packed.scales, packed.row_scales))
+    matrix = packed.format.unpack((packed.rows, packed.columns), packed.words[expert], scales, row_scales)
     if packed.order is None:
         return matrix.contiguous()
     restored = torch.empty(packed.rows, packed.columns, dtype=matrix.dtype, device=matrix.device)

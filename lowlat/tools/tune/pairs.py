@@ -21,7 +21,7 @@ from lowlat.executors.make import uncovered
 from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import Bucket, Role
 from lowlat.host.loading import make_geometry
-from lowlat.kernels.formats import format_of
+from lowlat.kernels.moe.formats import experts_format
 from lowlat.kernels.moe.packing import PackedExperts, allocate_experts
 from lowlat.kernels.toolchain.kernel import Card
 from lowlat.models.geometry import ModelConfig
@@ -156,7 +156,7 @@ class PairPrograms:
             given = {part: self.weight_shapes[weight] for part, weight in weights.items()}
             for weight in weights.values():
                 del source[weight]
-            weight_format = format_of(given)
+            weight_format = experts_format(given)
             rows, columns = weight_format.shape({part: tensor[0] for part, tensor in given.items()})
             count = len(next(iter(given.values())))
             source[name] = allocate_experts(
