@@ -31,6 +31,7 @@ OPTIONS: dict[str, Any] = {"max_batch": 2, "max_context": 96, "block_size": 4, "
     "device": "cpu",
     "dtype": "float32",
 }
+EXPERTS = ("fp8-channel", "fp8-block", "w4a16-32", "awq", "gptq-v1", "nvfp4")  # layouts of experts, one by one
 Trace = tuple[list[int], torch.Tensor]
 
 
@@ -43,9 +44,13 @@ def traced(runtime: Runtime, prompt: list[int], params: SamplingParams, depth: D
     return tokens, torch.stack([recorder.logits[name][len(prompt) + k] for k in range(len(tokens))])
 
 
-@pytest.mark.parametrize("layout", staged(LAYOUTS, first=["fp8-block", "w4a16-zeros", "nvfp4", "gptq-v1"]))
-def test_logits_are_those_of_the_dequantised_model(layout: str, tmp_path: Path) -> None:
-    model = make_target(tmp_path, "llama", **SIZES)
+CASES = [*(("llama", layout) for layout in LAYOUTS), *(("qwen3_moe", layout) for layout in EXPERTS)]
+FIRST = [("llama", "fp8-block"), ("llama", "w4a16-zeros"), ("llama", "nvfp4"), ("llama", "gptq-v1")]
+
+
+@pytest.mark.parametrize(("family", "layout"), staged(CASES, first=[*FIRST, ("qwen3_moe", "fp8-block")]))
+def test_logits_are_those_of_the_dequantised_model(family: str, layout: str, tmp_path: Path) -> None:
+    model = make_target(tmp_path, family, **SIZES)
     quantise_target(tmp_path, layout, model)
     prompt = prompt_of(21)
     with Runtime.load(tmp_path, **OPTIONS) as runtime:
@@ -101,13 +106,20 @@ def test_rounding_at_load_is_rounding_in_files(kind: str, tied: bool, tmp_path: 
     assert again.exit_code == 2 and "exists" in again.output
 
 
-def test_experts_stay_as_they_are(tmp_path: Path) -> None:
-    make_target(tmp_path, "gpt_oss", num_hidden_layers=2)
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
+def test_experts_are_rounded_at_load_and_routers_are_not(family: str, tmp_path: Path) -> None:
+    make_target(tmp_path, family, num_hidden_layers=2)
     prompt, params = prompt_of(9), SamplingParams(max_tokens=4)
     with Runtime.load(tmp_path, **OPTIONS, quantize="fp8") as runtime:
-        assert runtime.model_config.quantiser is not None and len(traced(runtime, prompt, params)[0]) == 4
-        names = set(weight_plan(runtime.model_config))
-    assert {"layers.1.qkv.fp8", "layers.1.experts.down.weight"} < names
+        assert len(traced(runtime, prompt, params)[0]) == 4
+        plan, experts = weight_plan(runtime.model_config), runtime.model_config.experts
+        plain = load_target(tmp_path, dtype="float32").weights["layers.1.experts.down.weight"]
+        rounded = runtime.executor._weights["layers.1.experts.down.weight"]  # type: ignore[attr-defined]
+    assert experts is not None and plan["layers.1.experts.down.fp8"] == (tuple(plain.shape), torch.uint8)
+    assert {"layers.1.qkv.fp8", "layers.1.router.weight"} < set(plan)
+    for expert in range(experts.num_experts):
+        parts = {f"x.{part}": each for part, each in quantise_fp8(plain[expert]).items()}
+        assert torch.equal(rounded[expert], dequantised("x.weight", parts))
 
 
 def test_numbers_are_rounded_to_nearest() -> None:
