@@ -35,7 +35,7 @@ class Experts:
         return self.bias[:, self.order.to(self.bias.device)].contiguous()
 
     @property
-    def limits(self) -> dict[str, float]:
+    def limits(self) -> dict[str, Any]:
         """The parameters of clamped SwiGLU, or none."""
         return {} if self.bias is None else {"limit": LIMIT, "alpha": ALPHA}
 

@@ -190,7 +190,12 @@ def rewrite(directory: Path, makers: Mapping[str, Make], model: Any, *, seed: in
     rng, tensors, state = np.random.default_rng(seed), {}, {} if model is None else model.state_dict()
     for name, stored in load_file(directory / "model.safetensors").items():
         made = next((make for key, make in makers.items() if key in name), None)
-        if made is None or stored.dim() != 2 or ".layers." not in name or any(part in name for part in (*plain, *ROUTERS)):
+        if (
+            made is None
+            or stored.dim() != 2
+            or ".layers." not in name
+            or any(part in name for part in (*plain, *ROUTERS))
+        ):
             tensors[name] = stored
             continue
         parts, values = made(rng, *stored.shape)

@@ -68,7 +68,7 @@ GPT_OSS: dict[str, Any] = {
         "original_max_position_embeddings": 32,
     },
 }
-QWEN3_MOE: dict[str, Any] = {"num_experts": 5, "num_experts_per_tok": 3, "norm_topk_prob": True}
+QWEN3_MOE: dict[str, Any] = {"num_local_experts": 5, "num_experts_per_tok": 3, "norm_topk_prob": True}
 OWN_FIELDS: dict[str, dict[str, Any]] = {
     "gpt_oss": GPT_OSS,
     "qwen3_moe": QWEN3_MOE,

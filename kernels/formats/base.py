@@ -140,7 +140,7 @@ class WeightFormat(MatrixFormat):
         self, shape: tuple[int, int], words: torch.Tensor, scales: torch.Tensor | None,
         row_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """The numbers [N, K] bf16 of a packed matrix, rows in the packed order; exactly where scales are powers of two."""
+        """The numbers [N, K] bf16 of a packed matrix, rows in the packed order; rounded where scales want it."""
 
     @abstractmethod
     def decode_fragment(self) -> tuple[Any, Any]:

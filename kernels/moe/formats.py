@@ -92,9 +92,7 @@ class _TiledFormat(WeightFormat):
         if row_scales is not None:
             behind = row_scales.contiguous().view(torch.uint8)
         held = torch.cat((steps.reshape(-1), behind))
-        matrix = unpack_matrix(
-            PackedMatrix(held[: steps.numel()].view(steps.shape), *shape, None, held, self._tiles)
-        )
+        matrix = unpack_matrix(PackedMatrix(held[: steps.numel()].view(steps.shape), *shape, None, held, self._tiles))
         if row_scales is None:
             return matrix
         return (matrix.float() * row_scales[: shape[0], None]).to(torch.bfloat16)

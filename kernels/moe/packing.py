@@ -87,9 +87,7 @@ def allocate_experts(
     return PackedExperts(weight_format, words, scales, num_experts, rows, columns, order, row_scales)
 
 
-def shape_of(
-    kind: str, experts: PackedExperts, ranks: int, *, biased: bool, clamped: bool = True
-) -> ExpertShape:
+def shape_of(kind: str, experts: PackedExperts, ranks: int, *, biased: bool, clamped: bool = True) -> ExpertShape:
     """The shape of a GEMM of experts, of which a row chooses so many; the others as `ExpertShape` has them."""
     return ExpertShape(kind, experts.rows, experts.columns, ranks, experts.format, biased, clamped)
 

@@ -94,7 +94,10 @@ class DeviceWeights:
         return self._packed[name]
 
     def shape(self, name: str) -> torch.Size:
-        """The shape of a matrix, of a stack of experts or of anything that is not packed. Raises ConfigError as `vector` does."""
+        """The shape of a matrix, of a stack of experts or of anything that is not packed.
+
+        Raises ConfigError as `vector` does.
+        """
         packed, experts = self._packed.get(name), self._experts.get(name.rpartition(".")[0])
         if experts is not None:
             return torch.Size((experts.num_experts, experts.rows, experts.columns))

@@ -52,8 +52,7 @@ def run_gate_up(
 ) -> torch.Tensor:
     packed = experts.packed
     out = torch.full((*ids.shape, packed.rows // 2), FILL, device="cuda", dtype=torch.bfloat16)
-    assert experts.order is not None
-    bias = experts.bias[:, experts.order.cuda()].contiguous()
+    bias = experts.packed_bias
     plan = plan_of(launcher, GATE_UP, experts, ids, tile_pairs, **changes)
     lists = groups(launcher, ids, packed.num_experts, tile_pairs)
     launcher.run(*grouped_gate_up(x=x, **lists, weight=packed, bias=bias, out=out, limit=LIMIT, alpha=ALPHA, plan=plan))
@@ -132,7 +131,7 @@ def test_a_down_gemm_stands_alone_or_behind_the_gate_up_gemm(launcher: Launcher,
         ids = choices(kind, rows, 4, 16, "cuda")
         shares, activated = shares_of(ids), torch.full((rows, 4, 320), torch.nan, device="cuda").bfloat16()
         outs = torch.full((2, rows, 96), torch.nan, device="cuda")
-        bias = up.bias[:, up.order.cuda()].contiguous()
+        bias = up.packed_bias
         calls = prefill_gate_up(
             x, ids, experts=up.packed, bias=bias, out=activated, limit=LIMIT, alpha=ALPHA, workspace=chain, card=card
         )
@@ -155,6 +154,8 @@ def test_down_is_float64_s(
 ) -> None:
     """Dead pairs are neither read nor written; what is added by rank is the reference's sum, bit for bit."""
     experts = make_experts(num_experts, width, depth, quantised=quantised, gated=False, device="cuda")
+    bias = experts.bias
+    assert bias is not None
     matrices = torch.stack([unpack_expert(experts.packed, expert) for expert in range(num_experts)])
     for tile_pairs, rows in ((16, 3), (32, 40), (64, 150), (96, 260)):
         for kind in ("random", "shared", "dead"):
@@ -166,7 +167,7 @@ def test_down_is_float64_s(
             want, shares = torch.zeros_like(got, dtype=torch.float64), shares_of(ids).double()
             for expert in range(num_experts):
                 mine = ids == expert
-                products = activated[mine].double() @ matrices[expert].double().T + experts.bias[expert].double()
+                products = activated[mine].double() @ matrices[expert].double().T + bias[expert].double()
                 want[mine] = shares[mine][:, None] * products
             assert apart(got[live], want[live]) < 1e-5, (tile_pairs, kind)
             total, summed = torch.full((2, rows, width), torch.nan, device="cuda")

@@ -114,7 +114,7 @@ def test_experts_are_rounded_at_load_and_routers_are_not(family: str, tmp_path: 
         assert len(traced(runtime, prompt, params)[0]) == 4
         plan, experts = weight_plan(runtime.model_config), runtime.model_config.experts
         plain = load_target(tmp_path, dtype="float32").weights["layers.1.experts.down.weight"]
-        rounded = runtime.executor._weights["layers.1.experts.down.weight"]  # type: ignore[attr-defined]
+        rounded = runtime.executor._weights["layers.1.experts.down.weight"]
     assert experts is not None and plan["layers.1.experts.down.fp8"] == (tuple(plain.shape), torch.uint8)
     assert {"layers.1.qkv.fp8", "layers.1.router.weight"} < set(plan)
     for expert in range(experts.num_experts):
