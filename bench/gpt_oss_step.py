@@ -119,22 +119,6 @@ class OssStep(ExecutorStep):
         self.model = model
         super().__init__(shapes_of(model, case, drafted, simulated=simulated), case.step, weights, device, drafted)
 
-    def distinct_experts(self) -> list[int]:
-        """The experts that the rows of each layer chose, counted over one step that is launched kernel by kernel."""
-        executor, counts = self.executor, []
-        ids = executor.scratch(self.bucket)["expert_ids"]
-        torch.cuda.synchronize(executor.device)  # replays may be under way on another stream
-        with torch.cuda.stream(executor.stream):
-            stream = executor.launcher.stream()
-            for group, launches in executor.prepare(self.bucket):
-                for launch in launches:
-                    launch.issue(stream)
-                if any(op.kind == "router" for op in group.ops):
-                    executor.stream.synchronize()
-                    counts.append(len(set(ids.flatten().tolist()) - {-1}))
-            executor.stream.synchronize()
-        return counts
-
 
 def with_experts(sites: Sequence[CallSite], model: OssModel, distinct_experts: Sequence[int]) -> list[CallSite]:
     """The sites of a step, with the bytes of the experts that their layers chose."""

@@ -12,6 +12,8 @@ from lowlat.kernels.moe.packing import PackedExperts, pack_experts
 from lowlat.kernels.reference.moe import experts as reference
 
 LIMIT, ALPHA = 7.0, 1.702
+# dense formats of experts, with scales that bf16 holds and others, zero points, one group a step and two
+FORMATS = ("fp8", "fp8_block", "fp8_block narrow", "int4_64 narrow", "int4_64_zeros", "int4_32_zeros", "nvfp4")
 
 
 @dataclass

@@ -22,8 +22,6 @@ FRAGMENTS = (
     *(f"formats.{name}_fragment" for name in ("bf16", "mxfp4", "fp8", "int4", "nvfp4")),
     "moe.fragments",
 )
-# dense formats of experts, with scales that bf16 holds and others, zero points, one group a step and two
-FORMATS = ("fp8", "fp8_block", "fp8_block narrow", "int4_64 narrow", "int4_64_zeros", "int4_32_zeros", "nvfp4")
 OWN = ("moe.plan", "moe.topk_routing", *(f"moe.decode.{part}" for part in (*PARTS, "mlp_plan", "mlp")))
 NAMES = (*SHARED, *FRAGMENTS, *OWN)
 

@@ -72,8 +72,7 @@ def make_router(width: int, experts: int, held: int, min_blocks: int, eps: float
     ) -> None:  # fmt: skip
         ptx.let_next_kernel_start()
         shared_rows = cuda.shared.array(shared_words, types.uint32, alignment=16)
-        sums = cuda.shared.array(parts, float32)
-        partials = cuda.shared.array(parts, float32)
+        sums, partials = cuda.shared.array(parts, float32), cuda.shared.array(parts, float32)
         inverses = cuda.shared.array(held, float32)
         weights = cuda.local.array(weight_words, uint32)
         words = cuda.local.array(row_words, uint32)

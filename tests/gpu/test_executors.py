@@ -34,7 +34,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "dspark_gated": {"layout": "speculators", "markov_rank": 16, "markov_head_type": "gated", "confidence": "states"},
 }
 QUANTISED = ("fp8-channel", "fp8-block", "w4a16-32", "awq", "nvfp4")
-NAMES = ["llama", "mistral", "qwen2", "qwen3", "gpt_oss", "mxfp4", "alike", *QUANTISED, *FORMS, "demo"]
+MIXTURES = {"qwen3_moe": None, "moe_fp8": "fp8-channel", "moe_int4": "w4a16-zeros"}  # of Qwen3, by experts' layouts
+NAMES = [*MIXTURES, "llama", "mistral", "qwen2", "qwen3", "gpt_oss", "mxfp4", "alike", *QUANTISED, *FORMS, "demo"]
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "sampled": {"temperature": 1.0},
@@ -55,6 +56,11 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PairPaths]:
     for name in QUANTISED:
         made[name] = make_pair(tmp_path_factory.mktemp(name), "llama", **{**SIZES, "intermediate_size": 128})
         quantise_target(made[name].target, name, None)
+    for name, layout in MIXTURES.items():
+        sizes = {**SIZES, "intermediate_size": 128, "num_local_experts": 9, "num_experts_per_tok": 8}
+        made[name] = make_pair(tmp_path_factory.mktemp(name), "qwen3_moe", **sizes)
+        if layout is not None:
+            quantise_target(made[name].target, layout, None)
     made["gpt_oss"] = make_pair(tmp_path_factory.mktemp("gpt_oss"), "gpt_oss", **SIZES, **plain)
     made |= {name: mixture(tmp_path_factory.mktemp(name), alike=name == "alike") for name in ("mxfp4", "alike")}
     for name, form in FORMS.items():

@@ -7,18 +7,20 @@ import pytest
 import torch
 from expert_cases import (
     ALPHA,
+    FORMATS,
     LIMIT,
     Experts,
     all_codes_and_scales,
     choices,
     make_experts,
     shares_of,
+    want_down,
     want_gate_up,
 )
 from mixture_cases import Poisoned
 
 from lowlat.executors.launcher import Launcher
-from lowlat.kernels.moe.packing import unpack_expert
+from lowlat.kernels.moe.packing import pack_experts, unpack_expert
 from lowlat.kernels.moe.plan import DOWN, GATE_UP, ExpertShape
 from lowlat.kernels.moe.prefill.experts import prefill_down, prefill_gate_up
 from lowlat.kernels.moe.prefill.grouped_gemm import grouped_down, grouped_gate_up
@@ -55,7 +57,7 @@ def run_gate_up(
     bias = experts.packed_bias
     plan = plan_of(launcher, GATE_UP, experts, ids, tile_pairs, **changes)
     lists = groups(launcher, ids, packed.num_experts, tile_pairs)
-    launcher.run(*grouped_gate_up(x=x, **lists, weight=packed, bias=bias, out=out, limit=LIMIT, alpha=ALPHA, plan=plan))
+    launcher.run(*grouped_gate_up(x=x, **lists, weight=packed, bias=bias, out=out, **experts.limits, plan=plan))
     return out
 
 
@@ -118,6 +120,27 @@ def test_gate_up_is_the_reference_s(
             got, live = run_gate_up(launcher, experts, x, ids, tile_pairs), ids >= 0
             assert (got[~live] == FILL).all()
             assert apart(got[live], want_gate_up(experts, x, ids)[live]) < 4e-3, (tile_pairs, kind)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_quantised_experts_multiply_as_the_numbers_that_they_hold(launcher: Launcher, name: str) -> None:
+    """Groups' scales are in the numbers, which are rounded to bf16; those of rows in the epilogue, and in no number."""
+    up = make_experts(128, 1536, 2048, quantised=name, gated=True, device="cuda", biased=False)
+    down = make_experts(128, 2048, 768, quantised=name, gated=False, device="cuda", biased=False)
+    for rows, tile_pairs in ((40, 16), (600, 96)):
+        ids, x = choices("random", rows, 8, 128, "cuda"), torch.randn(rows, 2048, device="cuda").bfloat16()
+        activated = torch.randn(rows, 8, 768, device="cuda").bfloat16()
+        got = run_gate_up(launcher, up, x, ids, tile_pairs), run_down(launcher, down, activated, ids, tile_pairs)
+        if up.packed.row_scales is None:
+            plain = [
+                replace(each, packed=pack_experts({"weight": each.matrices["weight"].bfloat16()}, order=each.order))
+                for each in (up, down)
+            ]
+            assert torch.equal(got[0], run_gate_up(launcher, plain[0], x, ids, tile_pairs))
+            assert torch.equal(got[1], run_down(launcher, plain[1], activated, ids, tile_pairs))
+        elif rows < 100:
+            assert apart(got[0], want_gate_up(up, x, ids)) < 4e-3
+            assert apart(got[1], want_down(down, activated, ids)) < 1e-5
 
 
 @pytest.mark.parametrize("rows", [5, 128, 600])

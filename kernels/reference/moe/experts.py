@@ -69,7 +69,9 @@ def _expert_matrices(
 
     A quantised one is expanded to float32 on a CPU and to `dtype`, as exactly, on a device that multiplies it natively.
     """
-    weight_format, expanded = format_of(parts), dtype if expert_ids.is_cuda else torch.float32
+    weight_format, given = format_of(parts), parts.get("weight")
+    is_wide = not expert_ids.is_cuda or (given is not None and given.dtype == torch.float32)
+    expanded = torch.float32 if is_wide else dtype
     flat = expert_ids.reshape(-1)
     for expert in sorted(set(flat.tolist()) - {-1}):
         pairs = (flat == expert).nonzero()[:, 0]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from expert_cases import (
+    FORMATS,
     Experts,
     all_codes_and_scales,
     choices,
@@ -20,7 +21,7 @@ from expert_cases import (
 )
 from kernel_inventory import B200, CARDS
 from kernel_walk import Walker, walkable
-from mixture_walk import FORMATS, FRAGMENTS
+from mixture_walk import FRAGMENTS
 from stages import staged
 
 from lowlat.errors import ShapeError
