@@ -56,7 +56,7 @@ def run_gate_up(
     out = torch.full((*ids.shape, packed.rows // 2), FILL, device="cuda", dtype=torch.bfloat16)
     bias = experts.packed_bias
     plan = plan_of(launcher, GATE_UP, experts, ids, tile_pairs, **changes)
-    lists = groups(launcher, ids, packed.num_experts, tile_pairs)
+    lists: dict[str, Any] = groups(launcher, ids, packed.num_experts, tile_pairs)
     launcher.run(*grouped_gate_up(x=x, **lists, weight=packed, bias=bias, out=out, **experts.limits, plan=plan))
     return out
 
