@@ -60,10 +60,13 @@ def test_logits_are_those_of_the_dequantised_model(family: str, layout: str, tmp
     assert ((found - expected).abs() / expected.abs().amax(-1, keepdim=True)).max() < 1e-4
 
 
-@pytest.mark.parametrize("layout", staged(LAYOUTS, first=["awq"]))
-def test_drafts_change_nothing_in_any_layout(layout: str, tmp_path: Path) -> None:
+DRAFTING = [*(("llama", layout) for layout in LAYOUTS), ("qwen3_moe", "fp8-channel"), ("qwen3_moe", "w4a16-32")]
+
+
+@pytest.mark.parametrize(("family", "layout"), staged(DRAFTING, first=[("llama", "awq"), ("qwen3_moe", "fp8-channel")]))
+def test_drafts_change_nothing_in_any_layout(family: str, layout: str, tmp_path: Path) -> None:
     target, head = tmp_path / "target", tmp_path / "head"
-    model = make_target(target, "llama", **SIZES)
+    model = make_target(target, family, **SIZES)
     quantise_target(target, layout, model)
     copying_draft_model(head, model)
     prompt, params = prompt_of(19), SamplingParams(max_tokens=16, temperature=0.9, top_p=0.9, seed=7)
@@ -77,11 +80,14 @@ def test_drafts_change_nothing_in_any_layout(layout: str, tmp_path: Path) -> Non
         assert runtime.summary()["eagle_speculation"]["total_draft_tokens"] > 0
 
 
-@pytest.mark.parametrize("kind", ["fp8", "int4"])
-@pytest.mark.parametrize("tied", [False, later(True)])
-def test_rounding_at_load_is_rounding_in_files(kind: str, tied: bool, tmp_path: Path) -> None:
+ROUNDED = [("fp8", False), ("int4", False), later("fp8", True), later("int4", True)]
+
+
+@pytest.mark.parametrize(("kind", "tied"), ROUNDED)
+@pytest.mark.parametrize(("family", "layers"), [("qwen3", 14), later("qwen3_moe", 38)])
+def test_rounding_at_load_is_rounding_in_files(kind: str, tied: bool, family: str, layers: int, tmp_path: Path) -> None:
     plain, out = tmp_path / "plain", tmp_path / "rounded"
-    make_target(plain, "qwen3", tie_word_embeddings=tied, **WIDE)
+    make_target(plain, family, tie_word_embeddings=tied, **WIDE)
     arguments = ["quantize", str(plain), "--format", kind, "--out", str(out), "--json"]
     if tied:
         refused = CliRunner().invoke(cli, [*arguments, "--lm-head"])
@@ -91,7 +97,7 @@ def test_rounding_at_load_is_rounding_in_files(kind: str, tied: bool, tmp_path: 
     done = CliRunner().invoke(cli, arguments)
     assert done.exit_code == 0, done.output
     report = json.loads(done.output)
-    assert report["layers"] == 14 + (not tied) and report["new_bytes"] < report["old_bytes"] / 2
+    assert report["layers"] == layers + (not tied) and report["new_bytes"] < report["old_bytes"] / 2
     shown = json.loads(CliRunner().invoke(cli, ["inspect", "model", str(out), "--json"]).output)
     assert shown["geometry"]["layer_formats"] == [{"fp8": "fp8", "int4": "int4_128"}[kind]]
     prompt, params = prompt_of(13), SamplingParams(max_tokens=12)
