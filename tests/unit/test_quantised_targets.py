@@ -32,9 +32,8 @@ OPTIONS: dict[str, Any] = {"max_batch": 2, "max_context": 96, "block_size": 4, "
     "device": "cpu",
     "dtype": "float32",
 }
-# a family for each layout, so that every one of both is met
-CASES = dict(zip(LAYOUTS, itertools.cycle(["llama", "qwen3", "mistral", "qwen2"]), strict=False))
-FIRST = ("fp8-block", "w4a16-zeros", "nvfp4", "gptq-v1")
+EXPERTS = ("fp8-channel", "fp8-block", "w4a16-32", "awq", "gptq-v1", "nvfp4")  # layouts of experts, one by one
+FAMILIES = ("llama", "qwen3", "mistral", "qwen2")  # one for each layout in turn, so that every one is met
 TREE: dict[str, Any] = {"tree": ((0,), (1,), (2,), (0, 0), (1, 0)), "num_speculative_tokens": 2}
 Trace = tuple[list[int], torch.Tensor]
 
@@ -48,16 +47,25 @@ def traced(runtime: Runtime, prompt: list[int], params: SamplingParams, depth: D
     return tokens, torch.stack([recorder.logits[name][len(prompt) + k] for k in range(len(tokens))])
 
 
-def make_quantised(directory: Path, layout: str, family: str) -> Any:
+CASES = [
+    *zip(itertools.cycle(FAMILIES), LAYOUTS, strict=False),
+    *(("qwen3_moe", layout) for layout in EXPERTS),
+]
+FIRST = [
+    case for case in CASES if case[0] != "qwen3_moe" and case[1] in ("fp8-block", "w4a16-zeros", "nvfp4", "gptq-v1")
+]
+
+
+def make_quantised(directory: Path, family: str, layout: str) -> Any:
     """A target in a layout, and transformers' model of the numbers that it holds."""
     model = make_target(directory, family, **SIZES)
     quantise_target(directory, layout, model)
     return model
 
 
-@pytest.mark.parametrize(("layout", "family"), staged(CASES.items(), first=[(each, CASES[each]) for each in FIRST]))
-def test_logits_are_those_of_the_dequantised_model(layout: str, family: str, tmp_path: Path) -> None:
-    model = make_quantised(tmp_path, layout, family)
+@pytest.mark.parametrize(("family", "layout"), staged(CASES, first=[*FIRST, ("qwen3_moe", "fp8-block")]))
+def test_logits_are_those_of_the_dequantised_model(family: str, layout: str, tmp_path: Path) -> None:
+    model = make_quantised(tmp_path, family, layout)
     prompt = prompt_of(21)
     with Runtime.load(tmp_path, **OPTIONS) as runtime:
         tokens, found = traced(runtime, prompt, SamplingParams(max_tokens=16))
@@ -66,11 +74,14 @@ def test_logits_are_those_of_the_dequantised_model(layout: str, family: str, tmp
     assert ((found - expected).abs() / expected.abs().amax(-1, keepdim=True)).max() < 1e-4
 
 
-@pytest.mark.parametrize(("layout", "family"), staged(CASES.items(), first=[(each, CASES[each]) for each in FIRST[:2]]))
-def test_nothing_but_the_seed_chooses_tokens(layout: str, family: str, tmp_path: Path) -> None:
+DRAFTING = [*CASES[: len(LAYOUTS)], ("qwen3_moe", "fp8-channel"), ("qwen3_moe", "w4a16-32")]
+
+
+@pytest.mark.parametrize(("family", "layout"), staged(DRAFTING, first=[FIRST[0], ("qwen3_moe", "fp8-channel")]))
+def test_nothing_but_the_seed_chooses_tokens(family: str, layout: str, tmp_path: Path) -> None:
     """No drafts, chains, trees; alone and beside a neighbour; greedy and sampled: the same tokens and logits."""
     target, head = tmp_path / "target", tmp_path / "head"
-    copying_draft_model(head, make_quantised(target, layout, family))
+    copying_draft_model(head, make_quantised(target, family, layout))
     requests = [
         (prompt_of(19), SamplingParams(max_tokens=16, temperature=0.0)),
         (prompt_of(10, seed=1), SamplingParams(max_tokens=12, temperature=1.0, seed=7)),
@@ -92,11 +103,14 @@ def test_nothing_but_the_seed_chooses_tokens(layout: str, family: str, tmp_path:
             assert runtime.summary()["eagle_speculation"]["total_draft_tokens"] > 0
 
 
-@pytest.mark.parametrize("kind", ["fp8", "int4"])
-@pytest.mark.parametrize("tied", [False, later(True)])
-def test_rounding_at_load_is_rounding_in_files(kind: str, tied: bool, tmp_path: Path) -> None:
+ROUNDED = [("fp8", False), ("int4", False), later("fp8", True), later("int4", True)]
+
+
+@pytest.mark.parametrize(("kind", "tied"), ROUNDED)
+@pytest.mark.parametrize(("family", "layers"), [("qwen3", 14), later("qwen3_moe", 38)])
+def test_rounding_at_load_is_rounding_in_files(kind: str, tied: bool, family: str, layers: int, tmp_path: Path) -> None:
     plain, out = tmp_path / "plain", tmp_path / "rounded"
-    make_target(plain, "qwen3", tie_word_embeddings=tied, **{**WIDE, "intermediate_size": 192})
+    make_target(plain, family, tie_word_embeddings=tied, **{**WIDE, "intermediate_size": 192})
     arguments = ["quantize", str(plain), "--format", kind, "--out", str(out), "--json"]
     if tied:
         refused = CliRunner().invoke(cli, [*arguments, "--lm-head"])
@@ -106,7 +120,7 @@ def test_rounding_at_load_is_rounding_in_files(kind: str, tied: bool, tmp_path: 
     done = CliRunner().invoke(cli, arguments)
     assert done.exit_code == 0, done.output
     report = json.loads(done.output)
-    assert report["layers"] == 14 + (not tied) and report["new_bytes"] < report["old_bytes"] / 2
+    assert report["layers"] == layers + (not tied) and report["new_bytes"] < report["old_bytes"] / 2
     shown = json.loads(CliRunner().invoke(cli, ["inspect", "model", str(out), "--json"]).output)
     assert shown["geometry"]["layer_formats"] == [{"fp8": "fp8", "int4": "int4_64"}[kind]]
     prompt, params = prompt_of(13), SamplingParams(max_tokens=12)
@@ -121,19 +135,20 @@ def test_rounding_at_load_is_rounding_in_files(kind: str, tied: bool, tmp_path: 
     assert again.exit_code == 2 and "exists" in again.output
 
 
-def test_experts_stay_as_they_are(tmp_path: Path) -> None:
-    model = make_target(tmp_path, "gpt_oss", num_hidden_layers=2)
-    for name, weight in model.named_parameters():
-        if name.endswith("_proj.weight"):
-            parts = quantise_fp8(weight)
-            weight.copy_(dequantised("x.weight", {f"x.{part}": each for part, each in parts.items()}))
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
+def test_experts_are_rounded_at_load_and_routers_are_not(family: str, tmp_path: Path) -> None:
+    make_target(tmp_path, family, num_hidden_layers=2)
     prompt, params = prompt_of(9), SamplingParams(max_tokens=4)
     with Runtime.load(tmp_path, **OPTIONS, quantize="fp8") as runtime:
-        tokens, found = traced(runtime, prompt, params)
-        names = set(weight_plan(runtime.model_config))
-    expected = transformers_logits(model, prompt + tokens)[len(prompt) - 1 : -1]
-    assert ((found - expected).abs() / expected.abs().amax(-1, keepdim=True)).max() < 1e-4
-    assert {"layers.1.qkv.fp8", "layers.1.experts.down.weight"} < names
+        assert len(traced(runtime, prompt, params)[0]) == 4
+        plan, experts = weight_plan(runtime.model_config), runtime.model_config.experts
+        plain = load_target(tmp_path, dtype="float32").weights["layers.1.experts.down.weight"]
+        rounded = runtime.executor._weights["layers.1.experts.down.weight"]
+    assert experts is not None and plan["layers.1.experts.down.fp8"] == (tuple(plain.shape), torch.uint8)
+    assert {"layers.1.qkv.fp8", "layers.1.router.weight"} < set(plan)
+    for expert in range(experts.num_experts):
+        parts = {f"x.{part}": each for part, each in quantise_fp8(plain[expert]).items()}
+        assert torch.equal(rounded[expert], dequantised("x.weight", parts))
 
 
 def test_numbers_are_rounded_to_nearest() -> None:
