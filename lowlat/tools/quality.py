@@ -246,7 +246,7 @@ def _model(runtime: Runtime, log_loss: float) -> Model:
     config = runtime.model_config
     names = set() if config.quantisation is None else set(config.quantisation.format_names)
     names |= set() if config.quantiser is None else {config.quantiser.packed.name}
-    names |= set() if config.experts is None else {config.experts.weight_format}
+    names |= set() if config.experts is None else {config.experts.weight_format} - {"bf16"}
     return Model(
         model=str(runtime.directory),
         formats=tuple(sorted(names)),

@@ -3,12 +3,15 @@
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
 from cli_calls import answer, lowlat, refusal
+from lowered import Pair
+from tiny_models import make_target
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
@@ -18,6 +21,7 @@ from lowlat.cli.options import bundled
 from lowlat.errors import ConfigError, LowlatError
 from lowlat.kernels.formats import dequantised
 from lowlat.kernels.formats.int4 import quantise_int4
+from lowlat.step.prefill import build_prefill
 from lowlat.tools.quality import OPTIONS, Quality, measure_quality
 
 TEXT = Path(__file__).parents[3] / "LICENSE"
@@ -94,6 +98,17 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:
     assert "cannot be read" in refusal(*command[:-1], tmp_path / "none")
     with pytest.raises(ConfigError, match="prompt_logits needs prefix_reuse off"):
         Runtime.load(other, device="cpu", prompt_logits=True)
+
+
+def test_kernels_leave_the_logits_of_all_positions(tmp_path: Path) -> None:
+    make_target(tmp_path, "llama", hidden_size=128, intermediate_size=256, head_dim=64, vocab_size=256)
+    pair = Pair(tmp_path)
+    geometry = replace(pair.geometry, prompt_logits=True, prefill_chunk=64)
+    lowered = pair.lower_program(build_prefill(geometry))
+    products = [call.arguments for call in lowered.calls if call.kernel.name.startswith("prefill_gemm")]
+    logits = lowered.buffers["prompt_logits"]
+    assert geometry.prefill_sizes == (64,) and logits.shape == (64, 256)
+    assert any(isinstance(each, torch.Tensor) and each.data_ptr() == logits.data_ptr() for each in products[-1])
 
 
 def test_logits_that_are_not_finite_are_no_figures() -> None:
