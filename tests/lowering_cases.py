@@ -58,6 +58,8 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "biased": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "one_group": ("qwen3", {"num_key_value_heads": 1}),
     "llama_fp8": ("llama", {}),
+    "llama_codes": ("llama", {}),
+    "qwen3_codes": ("qwen3", {}),
     "gpt_oss": ("gpt_oss", {"num_local_experts": 6, "num_experts_per_tok": 3}),
     "gpt_oss_mxfp4": ("gpt_oss", {"num_local_experts": 37, "num_experts_per_tok": 4, "sliding_window": 300}),
 }
@@ -88,7 +90,8 @@ class LoweredPairs:
         if key not in self._pairs:
             if name not in self._files:
                 self._files[name] = write_pair(name, self._factory.mktemp(name))
-            self._pairs[key] = Pair(*self._files[name], **{**SHAPES[tree], **speculation})
+            own = {**SHAPES[tree], **speculation, "codes": "codes" in name}
+            self._pairs[key] = Pair(*self._files[name], **own)
         return self._pairs[key]
 
 
