@@ -128,6 +128,7 @@ def test_a_cache_of_codes_takes_half_the_memory_and_has_the_checkpoint_s_scales(
             for runtime in (coded, plain)
         )
         assert {tensor.dtype for tensor in one.values()} == {torch.uint8}
+        assert [runtime.summary()["kv"]["cache_dtype"] for runtime in (coded, plain)] == ["fp8", "bfloat16"]
         assert 2 * sum(each.nbytes for each in one.values()) == sum(each.nbytes for each in other.values())
         assert coded.model_config.coded_kv is not None and plain.model_config.coded_kv is None
         first, second = coded.model_config.coded_kv.scales
