@@ -97,7 +97,7 @@ class StepBuilder:
             "verified_depth": self._ints("verified_depth", batch),
         }
         state = ("slots", "lengths", "tokens", "drafts", "num_drafts", "tree_masks", "tree_paths", "slot_ints")
-        reads = {name: name for name in (*state, "grammar_forced")}
+        reads = {name: name for name in (*state, "grammar_forced", "grammar_decided")}
         self.builder.emit("gather_rows", Stage.ACTIVE_SLOTS, reads=reads, writes=outs)
         asked = ("slots", "lengths", "slot_ints", "row_tokens", "row_masks")
         told = ("grammar_tokens", "grammar_paths", "grammar_lengths")

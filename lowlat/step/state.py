@@ -220,6 +220,7 @@ def _host_buffers(geometry: StepGeometry) -> list[BufferSpec]:
         ("grammar_masks", (batch, rows, -(-geometry.config.vocab_size // 32)), torch.int32),
         ("grammar_ready", (batch,), torch.int64),
         ("grammar_forced", (batch, rows), torch.int32),
+        ("grammar_decided", (batch,), torch.int64),
         ("prefill_tokens", (geometry.prefill_sizes[-1],), torch.int32),
         ("prefill_chunk", (2,), torch.int32),
         ("prefill_live", (geometry.prefill_sizes[-1],), torch.uint8),

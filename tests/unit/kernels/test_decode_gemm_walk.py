@@ -11,6 +11,7 @@ import pytest
 import torch
 from kernel_inventory import B200, CARDS
 from kernel_walk import Walker, walkable
+from quantised_layers import random_parts
 from rowwise_cases import canonical_norm, flags
 from selection_cases import best_of, best_pairs
 from stages import later
@@ -206,18 +207,6 @@ def test_fp8_gives_the_bits_of_the_same_numbers_in_bf16(
     assert all(torch.equal(fp8, bf16) and bool(bf16.isfinite().all()) for fp8, bf16 in zip(*found, strict=True))
 
 
-def group_weight(name: str, width: int, depth: int, *, wide: bool) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Random parts of a format whose groups have scales, and the numbers that they stand for in float64."""
-    parts, weight_format = {}, MATRIX_FORMATS[name]
-    for part, (shape, dtype) in weight_format.specs(width, depth, torch.bfloat16).items():
-        if dtype == torch.float32:
-            scales = (torch.rand(shape) + 0.5) / depth**0.5
-            parts[part] = scales if wide else scales.bfloat16().float()
-        else:
-            parts[part] = torch.randint(16 if part.endswith("zeros") else 127, shape, dtype=dtype)
-    return parts, weight_format.dequantise(parts, torch.float32).double()
-
-
 @pytest.mark.parametrize(
     ("name", "wide", "rows", "depth", "changes"),
     [
@@ -232,7 +221,8 @@ def group_weight(name: str, width: int, depth: int, *, wide: bool) -> tuple[dict
 )
 def test_groups_have_scales_of_their_own(name: str, wide: bool, rows: int, depth: int, changes: dict[str, int]) -> None:
     """Also behind a norm, and the same bits at any number of rows."""
-    parts, weight = group_weight(name, 40, depth, wide=wide)
+    parts = random_parts(name, 40, depth, wide=wide)
+    weight = MATRIX_FORMATS[name].dequantise(parts, torch.float32).double()
     packed, bias = pack_matrix(MATRIX_FORMATS[name], parts), random(40)
     x, walker = random(rows, depth), Walker()
     outs = [torch.full((count, 40), torch.nan) for count in (rows, 1, 1)]
