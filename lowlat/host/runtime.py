@@ -266,18 +266,13 @@ class Runtime:
             self._book.update(session.metrics())
         return {
             **self._book.totals().to_dict(),
-            "kv": {**asdict(self.kvcache.stats()), "cache_dtype": self._cache_dtype},
+            "kv": {**asdict(self.kvcache.stats()), "cache_dtype": self.model_config.cache_dtype},
             "perf": self.perf().to_dict(),
             "device": str(self.device_choice.device),
             **({} if self.speculator is None else {"speculator": self.speculator.report()}),
             **(self._refreshes.report() | self._masks.report()),
             **steps_by_width(self.ladder, self._published.undrafted, self._book.totals().speculation),
         }
-
-    @property
-    def _cache_dtype(self) -> str:
-        """How keys and values are kept: "fp8", or the compute dtype."""
-        return self.model_config.dtype if self.model_config.coded_kv is None else "fp8"
 
     def slots(self) -> list[dict[str, Any]]:
         """The requests that have a slot, by slot, as JSON: phase, tokens of prompt and completion, and their bound."""
