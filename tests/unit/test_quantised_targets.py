@@ -103,11 +103,13 @@ def test_nothing_but_the_seed_chooses_tokens(family: str, layout: str, tmp_path:
             assert runtime.summary()["eagle_speculation"]["total_draft_tokens"] > 0
 
 
-ROUNDED = [("fp8", False), ("int4", False), later("fp8", True), later("int4", True)]
+ROUNDED = [
+    *(("fp8", False, "qwen3", 14), ("int4", False, "qwen3", 14)),
+    *(later("fp8", True, "qwen3", 14), later("int4", True, "qwen3", 14), later("int4", False, "qwen3_moe", 38)),
+]
 
 
-@pytest.mark.parametrize(("kind", "tied"), ROUNDED)
-@pytest.mark.parametrize(("family", "layers"), [("qwen3", 14), later("qwen3_moe", 38)])
+@pytest.mark.parametrize(("kind", "tied", "family", "layers"), ROUNDED)
 def test_rounding_at_load_is_rounding_in_files(kind: str, tied: bool, family: str, layers: int, tmp_path: Path) -> None:
     plain, out = tmp_path / "plain", tmp_path / "rounded"
     make_target(plain, family, tie_word_embeddings=tied, **{**WIDE, "intermediate_size": 192})
