@@ -1,6 +1,7 @@
 """Quantised targets run: logits of the numbers that they hold, the same bits with drafts; and rounding at load."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,15 @@ from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.checkpoint.quantising import Quantiser
 from lowlat.cli import cli
 from lowlat.errors import ConfigError
+from lowlat.executors.lowering.binding import LibraryCall
 from lowlat.host.memory.plan import memory_need
 from lowlat.kernels.formats import dequantised
 from lowlat.kernels.formats.fp8 import quantise_fp8
 from lowlat.kernels.formats.int4 import quantise_int4
+from lowlat.kernels.toolchain.kernel import H200, Card, KernelCall
 from lowlat.models.target import load_target
 from lowlat.models.weight_plan import weight_plan
+from lowlat.step.prefill import build_prefill
 
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "num_hidden_layers": 2}
 WIDE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_hidden_layers": 2}
@@ -31,6 +35,7 @@ OPTIONS: dict[str, Any] = {"max_batch": 2, "max_context": 96, "block_size": 4, "
     "device": "cpu",
     "dtype": "float32",
 }
+AMPERE = Card(108, 163 * 1024, (8, 0))
 Trace = tuple[list[int], torch.Tensor]
 
 
@@ -186,3 +191,12 @@ def test_what_kernels_hold_is_what_is_planned(layout: str, stored: torch.dtype |
     names = {call.kernel.name for call in pair.lower(0, 1).calls if call.kernel.name.startswith("decode_gemm")}
     label = {"fp8": "fp8_", "w4a": "int4_", "awq": "int4_2", "nvf": "nvfp4_"}[layout[:3]]
     assert sum(label in name for name in names) == 4 and len(names) == 5
+    prefill = build_prefill(replace(pair.geometry, prefill_chunk=64, max_context=128))
+    for card, kernel in ((H200, f"prefill_gemm_{label}"), (AMPERE, f"unpack_{label}")):
+        lowered = pair.lower_program(prefill, card)
+        names_of = [call.kernel.name for call in lowered.calls if isinstance(call, KernelCall)]
+        assert sum(name.startswith(kernel) for name in names_of) == 8
+        libraries = [call for group in lowered.groups for call in group.calls if isinstance(call, LibraryCall)]
+        assert sum(call.is_fallback for call in libraries) == (0 if card is H200 else 8)
+        unpacked = [each.nbytes for each in lowered.workspace.tensors()]
+        assert card is H200 or (max(unpacked) >= 2 * 512 * 128 and lowered.weights.most_unpacked == 512 * 128)

@@ -1,6 +1,6 @@
 """The bytes that a decode step must read, from its Program: what any executor would have to move. It knows no kernel.
 
-Every weight counts once each time that an operation uses it, in the format that the checkpoint has; of a mixture the
+Every weight counts once each time that an operation uses it, in the format in which it is held; of a mixture the
 experts that rows chose; keys and values in front of the last token. Left out, because they are small beside them:
 embedding rows, activations, what the step writes.
 """
@@ -11,9 +11,10 @@ from typing import Any
 
 from lowlat.graphs import Bucket
 from lowlat.host.runtime import Runtime
+from lowlat.kernels.formats import matrix_name
 from lowlat.models.partial_kv import PartialKV
 from lowlat.models.program import Op, Program
-from lowlat.models.target import target_recipes
+from lowlat.models.weight_plan import weight_plan
 
 __all__ = ["attended", "listed", "step_bytes"]
 
@@ -70,11 +71,14 @@ def _cache_bytes(program: Program, op: Op, positions: Sequence[float]) -> float:
 
 
 def _weight_sizes(runtime: Runtime) -> dict[str, int]:
-    """Bytes of every canonical weight of target and draft model."""
+    """Bytes of all weights of target and draft model by their names in operations, parts of a matrix together."""
     config = runtime.model_config
-    sizes = {recipe.weight: recipe.num_bytes for recipe in target_recipes(config)}
-    sizes.setdefault("lm_head.weight", sizes["embed.weight"])  # tied
+    plan = dict(weight_plan(config))
     if runtime.speculator is not None:
-        plan = runtime.speculator.weight_plan(config.dtype)
-        sizes |= {name: prod(shape) * dtype.itemsize for name, (shape, dtype) in plan.items()}
+        plan |= runtime.speculator.weight_plan(config.dtype)
+    sizes: dict[str, int] = {}
+    for name, (shape, dtype) in plan.items():
+        matrix = matrix_name(name) or name
+        sizes[matrix] = sizes.get(matrix, 0) + prod(shape) * dtype.itemsize
+    sizes.setdefault("lm_head.weight", sizes["embed.weight"])  # tied
     return sizes
