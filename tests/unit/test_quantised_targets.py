@@ -16,7 +16,7 @@ from stages import later, staged
 from tiny_models import copying_draft_model, make_target, transformers_logits
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
-from lowlat.checkpoint.quantising import Quantiser
+from lowlat.checkpoint.quantising import Quantiser, rounding_bytes
 from lowlat.cli import cli
 from lowlat.errors import ConfigError
 from lowlat.executors.lowering.binding import LibraryCall
@@ -104,6 +104,27 @@ def test_rounding_at_load_is_rounding_in_files(kind: str, tied: bool, tmp_path: 
         assert torch.equal(traced(runtime, prompt, params)[1], expected[1]) is not tied
     again = CliRunner().invoke(cli, arguments)
     assert again.exit_code == 2 and "exists" in again.output
+
+
+def test_what_loading_takes_is_planned(tmp_path: Path) -> None:
+    """A card's memory for packing an LM head that is larger than the cache; the host's for rounding it."""
+    make_target(tmp_path, "llama", **WIDE)
+    pair = Pair(tmp_path)
+    large = torch.empty(1 << 22, 128, dtype=torch.bfloat16, device="meta")
+    parts = {
+        "fp8": torch.empty(large.shape, dtype=torch.uint8, device="meta"),
+        "fp8_scales": torch.empty(1 << 22, 1, device="meta"),
+    }
+    rounded = {f"lm_head.{name}": each for name, each in parts.items()}
+    plain = {name: each for name, each in pair.source.items() if name != "lm_head.weight"}
+    for held, takes in (
+        ({"lm_head.weight": large}, 2 * large.nbytes),
+        (rounded, sum(each.nbytes for each in parts.values())),
+    ):
+        need = memory_need([pair.program(0, 1)], plain | held, torch.device("cuda"), has_kernels=True)
+        beyond = need.total_bytes - need.weights_bytes
+        assert takes <= beyond <= 1.2 * takes and need.loading_bytes > 0
+    assert rounding_bytes(rounded) >= parts["fp8"].nbytes + parts["fp8_scales"].nbytes
 
 
 def test_experts_stay_as_they_are(tmp_path: Path) -> None:
