@@ -12,8 +12,8 @@ from lowlat.kernels.toolchain.numba_cuda import SIMULATED, cuda, intrinsic, type
 
 __all__ = [
     "add_rn",
-    "array_address",
     "and_or",
+    "array_address",
     "atomic_add_gpu",
     "ballot",
     "barrier_arrive",
