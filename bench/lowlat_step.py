@@ -8,6 +8,7 @@ from typing import cast
 import torch
 
 from bench.dense_cases import Case, DenseGeometry
+from lowlat.checkpoint.source import WeightSource
 from lowlat.executors.devices import DeviceChoice
 from lowlat.executors.graph import GraphExecutor
 from lowlat.executors.make import make_executor
@@ -110,7 +111,9 @@ class ExecutorStep:
         self.case = case
         self.bucket = Bucket(case.batch, drafted.num_nodes, drafted.depth)
         program = build_step(shapes, self.bucket, drafted)
-        used = {name: weights[name] for name in weights if drafted.depth or not name.startswith("head.")}
+        used = weights
+        if not isinstance(weights, WeightSource) and not drafted.depth:
+            used = {name: weights[name] for name in weights if not name.startswith("head.")}
         kind = "graph" if device.type == "cuda" else "reference"
         choice = DeviceChoice(device, kind, "a benchmark")
         made = make_executor(choice, {self.bucket: program}, build_prefills(shapes), used)  # type: ignore[arg-type]
@@ -145,6 +148,22 @@ class ExecutorStep:
         for _ in range(2):  # the first step has no drafts yet
             self.executor.step(self.bucket)
         self.executor.synchronize()
+
+    def distinct_experts(self) -> list[int]:
+        """The experts that the rows of each layer chose, counted over one step that is launched kernel by kernel."""
+        executor, counts = self.executor, []
+        ids = executor.scratch(self.bucket)["expert_ids"]
+        torch.cuda.synchronize(executor.device)  # replays may be under way on another stream
+        with torch.cuda.stream(executor.stream):
+            stream = executor.launcher.stream()
+            for group, launches in executor.prepare(self.bucket):
+                for launch in launches:
+                    launch.issue(stream)
+                if any(op.kind == "router" for op in group.ops):
+                    executor.stream.synchronize()
+                    counts.append(len(set(ids.flatten().tolist()) - {-1}))
+            executor.stream.synchronize()
+        return counts
 
     def replay(self) -> None:
         """Launch one step on torch's current stream; the reference runs it."""

@@ -171,6 +171,7 @@ LAYOUTS: Mapping[str, tuple[dict[str, Any], Make]] = {
     ),
     "nvfp4-modelopt": (MODELOPT, partial(nvfp4, names=("weight", "weight_scale_2"), divides=False)),
 }
+ROUTERS = (".mlp.gate.",)  # stay as they are
 LAYOUTS["w4a16-zeros"][0]["config_groups"]["group_0"]["weights"]["symmetric"] = False
 
 
@@ -201,17 +202,48 @@ def quantise_target(directory: Path, layout: str, model: Any, *, seed: int = 0, 
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": config}))
 
 
+def store_kv_scales(directory: Path) -> None:
+    """Add scales of a KV cache to a checkpoint: of the first layer by head, as ModelOpt names them, of others one."""
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    config = json.loads((directory / "config.json").read_text())
+    for layer in range(config["num_hidden_layers"]):
+        owner = f"model.layers.{layer}.self_attn"
+        if layer:
+            tensors |= {f"{owner}.k_scale": torch.tensor([0.03]), f"{owner}.v_scale": torch.tensor(0.011)}
+        else:
+            by_head = torch.linspace(0.02, 0.3, config["num_key_value_heads"])
+            tensors |= {f"{owner}.k_proj.k_scale": by_head, f"{owner}.v_proj.v_scale": by_head.flip(0).bfloat16()}
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
 def rewrite(directory: Path, makers: Mapping[str, Make], model: Any, *, seed: int, plain: tuple[str, ...] = ()) -> None:
     """The tensors of a target, each linear layer by the first maker whose key is in its name."""
     rng, tensors, state = np.random.default_rng(seed), {}, {} if model is None else model.state_dict()
     for name, stored in load_file(directory / "model.safetensors").items():
         made = next((make for key, make in makers.items() if key in name), None)
-        if made is None or stored.dim() != 2 or ".layers." not in name or any(part in name for part in plain):
+        if (
+            made is None
+            or stored.dim() != 2
+            or ".layers." not in name
+            or any(part in name for part in (*plain, *ROUTERS))
+        ):
             tensors[name] = stored
             continue
         parts, values = made(rng, *stored.shape)
         owner = name.removesuffix("weight")
         tensors |= {f"{owner}{part}": each for part, each in parts.items()}
-        if name in state:
-            state[name].copy_(torch.from_numpy(values))
+        if model is not None:
+            _place_of(state, name).copy_(torch.from_numpy(values))
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def _place_of(state: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    """A stored layer's place among transformers' tensors, where all experts' are stacked, gate over up."""
+    outer, found, rest = name.partition(".experts.")
+    if not found:
+        return state[name]
+    expert, part, _ = rest.split(".")
+    if part == "down_proj":
+        return state[f"{outer}.experts.{part}"][int(expert)]
+    return state[f"{outer}.experts.gate_up_proj"][int(expert)].chunk(2)[part == "up_proj"]

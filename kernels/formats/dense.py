@@ -17,7 +17,7 @@ from lowlat.kernels.formats.nvfp4 import NVFP4
 from lowlat.kernels.gemm.packing import TILE_COLUMNS, TILE_ROWS, PackedMatrix
 from lowlat.kernels.gemm.tiles import FP8_TILES, NVFP4_TILES, TileFormat
 
-__all__ = ["DENSE_FORMATS", "PANEL_BYTES", "pack_matrix", "unpack_matrix"]
+__all__ = ["DENSE_FORMATS", "PANEL_BYTES", "pack_matrix", "tile_format_of", "unpack_matrix"]
 
 DENSE_FORMATS: Mapping[str, MatrixFormat] = {each.name: each for each in (FP8, FP8_BLOCK, *INT4_FORMATS, NVFP4)}
 PANEL = 4 << 20  # numbers that are packed or unpacked at once
@@ -33,13 +33,18 @@ FIRST, SECOND_LEFT, SECOND_RIGHT = 0x87F087F0 - (1 << 32), 0x80F080F0 - (1 << 32
 NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)  # of a word of eight codes: the place of each
 
 
-def pack_matrix(weight_format: MatrixFormat, parts: Parts, order: torch.Tensor | None = None) -> PackedMatrix:
-    """Pack a matrix [N, K] of one of DENSE_FORMATS, its rows taken in `order` first. Raises ConfigError for others."""
+def pack_matrix(
+    weight_format: MatrixFormat, parts: Parts, order: torch.Tensor | None = None, tiles: TileFormat | None = None
+) -> PackedMatrix:
+    """Pack a matrix [N, K] of one of DENSE_FORMATS, its rows taken in `order` first. Raises ConfigError for others.
+
+    tiles  the layout of its steps; None: `tile_format_of`'s
+    """
     if weight_format.name not in DENSE_FORMATS:
         raise ConfigError(f"the kernels read bf16, {', '.join(DENSE_FORMATS)}, and a matrix is in {weight_format.name}")
     (rows, columns), device = weight_format.shape(parts), next(iter(parts.values())).device
     height, width = tiles_of(rows, columns)
-    tiles = _tiles_of(weight_format, parts)
+    tiles = tiles or tile_format_of(weight_format, parts)
     held = torch.empty(height * (width * tiles.step_bytes + 64 * tiles.row_scales), dtype=torch.uint8, device=device)
     steps = held[: height * width * tiles.step_bytes].view(height, width, tiles.step_bytes)
     scales = held[steps.numel() :].view(torch.float32).fill_(1)
@@ -80,7 +85,7 @@ def _pack_panel(
         steps[:, :, tiles.code_bytes :] = behind_codes.view(torch.uint8).reshape(height, width, -1)
 
 
-def _tiles_of(weight_format: MatrixFormat, parts: Parts) -> TileFormat:
+def tile_format_of(weight_format: MatrixFormat, parts: Parts) -> TileFormat:
     """The layout of a matrix's steps: scales take 16 bits where bf16 holds all of them; without content by dtype."""
     if weight_format is FP8 or weight_format is NVFP4:
         return FP8_TILES if weight_format is FP8 else NVFP4_TILES
