@@ -108,6 +108,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     floor_ms                 those bytes at that bandwidth
     share_of_wall            the floor over the median step
     perf                     None in files of before there were counters
+    steps_by_width           steps of a request that verified 0, 1, 2, ... drafts, where each step chose (policy auto)
+    mean_width               drafts that they verified, mean
     """
 
     case: Case
@@ -130,6 +132,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     eagle_speculation: Speculation | None
     repeats: tuple[Repeat, ...]
     perf: Perf | None = None
+    steps_by_width: list[int] | None = None
+    mean_width: float | None = None
 
     @property
     def accept_length(self) -> float | None:
