@@ -31,7 +31,10 @@ STATE = ("ints", "floats", "tokens", "table", "stop_ids", "bias_ids", "bias_valu
 JOINED = ("slot_ints", "slot_floats", "tokens", "block_table", "stop_ids", "bias_ids", "bias_values")
 COUNTED = ("lengths", "active", "num_drafts", "prompt_seen", "output_counts")
 LISTED = ("active", "slots")
-OUTS = ("row_tokens", "row_positions", "row_live", "row_masks", "paths", "dense_lens", "num_verified", "verified_depth")
+OUTS = (
+    *("row_tokens", "row_positions", "row_live", "row_masks", "paths"),
+    *("dense_lens", "num_verified", "verified_depth", "verified_source"),
+)
 TOLD = ("grammar_tokens", "grammar_paths", "grammar_lengths")
 
 
@@ -76,6 +79,7 @@ def _each(arrays: Arrays) -> tuple[Arrays, Arrays, Arrays, Arrays]:
         "tree_paths",
         "slot_ints",
         "grammar_forced",
+        "draft_sources",
     )
     every = (applied, LISTED, (*read, *OUTS), (*("slots", "lengths", "slot_ints", "row_tokens", "row_masks"), *TOLD))
     first, second, third, fourth = ({name: arrays[name] for name in names} for names in every)
@@ -131,6 +135,7 @@ def _arrays(
         arrays.update(zip(names, [*parts, torch.randn(max_batch, BIASES)], strict=True))
     arrays["lengths"] = (arrays["slot_ints"][:, MAX_LENGTH] - torch.randint(0, 9, (max_batch,))).clamp(min=1).int()
     arrays["lengths"].clamp_(max=context)
+    arrays["draft_sources"] = torch.randint(0, 2, (max_batch,), dtype=torch.int32)
     arrays["active"] = torch.randint(0, 2, (max_batch,), dtype=torch.int32)
     arrays["prompt_seen"] = torch.randint(0, 2, (max_batch, vocabulary), dtype=torch.uint8)
     arrays["output_counts"] = torch.randint(0, 9, (max_batch, vocabulary), dtype=torch.int32)

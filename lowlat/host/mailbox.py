@@ -20,6 +20,7 @@ from lowlat.kernels.reference.step.publish import (
     SLOT,
     VERIFIED,
     VERIFIED_DEPTH,
+    VERIFIED_SOURCE,
 )
 from lowlat.kernels.reference.step.slot_record import (
     DRAFT_LIMIT,
@@ -65,6 +66,7 @@ class SlotPublication(NamedTuple):
     finish_reason: FinishReason | None
     verified: int
     verified_depth: int
+    verified_source: int
     accepted: int
     length: int
     logprobs: tuple[TokenLogprobs, ...] | None
@@ -290,6 +292,7 @@ class Mailbox:
             finish_reason=FINISH_REASONS.get(record[FINISH]),
             verified=record[VERIFIED],
             verified_depth=record[VERIFIED_DEPTH],
+            verified_source=record[VERIFIED_SOURCE],
             accepted=record[ACCEPTED],
             length=record[LENGTH_AFTER],
             logprobs=logprobs,

@@ -57,8 +57,7 @@ class Runtime:
         self.speculator = loaded.geometry.speculator
         self.draft_config = None if self.speculator is None else self.speculator.draft_config
         self.codec = loaded.codec
-        geometry = loaded.geometry
-        self.geometry = geometry
+        self.geometry = geometry = loaded.geometry
         self.num_speculative_tokens = 0
         if speculative is not None and self.speculator is not None:
             self.num_speculative_tokens = speculative.num_speculative_tokens
@@ -163,7 +162,9 @@ class Runtime:
             raise RequestError(f"request id {name!r:.80} was used by a request that has ended")
         seed = secrets.randbits(63) if params.seed is None else params.seed
         stop_ids = self.checks.stop_ids(params)
-        session = Session(name, prompt_ids, params, seed, stop_ids, self.codec, simulated=self.simulated)
+        sources = ("", "") if self.speculator is None else self.speculator.draft_sources
+        own = (prompt_ids, params, seed, stop_ids, self.codec, sources)
+        session = Session(name, *own, simulated=self.simulated)
         session.grammar = self.grammars.open(params, prompt_ids, stop_ids)
         self.scheduler.enqueue(ScheduledRequest(name, prompt_ids, len(prompt_ids) + params.max_tokens, cache_salt))
         self._sessions[name] = session

@@ -10,6 +10,7 @@ from typing import Any
 
 from lowlat.host.mailbox import SlotPublication
 from lowlat.host.metrics import RequestMetrics, SpeculativeDecodingStats
+from lowlat.kernels.reference.step.slots import FROM_GRAMMAR, FROM_METHOD, FROM_TEXT
 from lowlat.options.request import ErrorCode, FinishReason, SamplingParams, StepOutput, TokenLogprobs, ToolCallDelta
 from lowlat.text import AnswerDelta, AnswerStream, TextCodec
 from lowlat.text.grammar.state import GrammarState
@@ -32,6 +33,7 @@ class Session:
         seed: int,
         stop_ids: tuple[int, ...],
         codec: TextCodec | None,
+        draft_sources: tuple[str, str],
         *,
         simulated: bool,
     ) -> None:
@@ -48,6 +50,7 @@ class Session:
         self.first_entry = 0
         self.num_partial_steps = 0  # with SpecPV
         self.simulated = simulated
+        self._sources = dict(zip((FROM_METHOD, FROM_TEXT, FROM_GRAMMAR), (*draft_sources, "grammar"), strict=True))
         self.finish_reason: FinishReason | None = None
         self._num_steps = 0
         self._num_cached = 0
@@ -168,7 +171,8 @@ class Session:
             self._num_steps += 1
         # drafts behind a stop string were dropped with their tokens: they count as rewound
         accepted = min(publication.accepted, num_tokens)
-        self._stats.record(publication.verified, accepted, drafted_depth=publication.verified_depth)
+        depth, source = publication.verified_depth, self._sources.get(publication.verified_source)
+        self._stats.record(publication.verified, accepted, drafted_depth=depth, source=source)
         if num_tokens:
             self._last = now
             if self._first is None:

@@ -96,9 +96,10 @@ class StepBuilder:
             "dense_lens": self._ints("dense_lens", batch),
             "num_verified": self._ints("num_verified", batch),
             "verified_depth": self._ints("verified_depth", batch),
+            "verified_source": self._ints("verified_source", batch),
         }
         state = ("slots", "lengths", "tokens", "drafts", "num_drafts", "tree_masks", "tree_paths", "slot_ints")
-        reads = {name: name for name in (*state, "grammar_forced")}
+        reads = {name: name for name in (*state, "grammar_forced", "draft_sources")}
         self.builder.emit("gather_rows", Stage.ACTIVE_SLOTS, reads=reads, writes=outs)
         asked = ("slots", "lengths", "slot_ints", "row_tokens", "row_masks")
         told = ("grammar_tokens", "grammar_paths", "grammar_lengths")
@@ -236,6 +237,7 @@ class StepBuilder:
             "finish",
             "num_verified",
             "verified_depth",
+            "verified_source",
             "lengths",
             "logprob_values",
             "logprob_ids",

@@ -178,7 +178,7 @@ class CaseRun:
             floor_ms=floor,
             share_of_wall=None if floor is None else floor / times.p50,
             memory=_memory(runtime.device_choice.device),
-            eagle_speculation=Speculation(**stats.to_dict()) if stats.num_drafts else None,
+            eagle_speculation=Speculation(**stats.to_dict(sum(active))) if stats.num_drafts else None,
             repeats=tuple(samples.summary() for samples in self._samples),
             perf=Perf(**perf.to_dict()),
             steps_by_width=widths,
@@ -337,7 +337,12 @@ def _since(before: SpeculativeDecodingStats, after: SpeculativeDecodingStats) ->
     values: dict[str, Any] = {"simulated": after.simulated}
     for item in fields(SpeculativeDecodingStats):
         old, new = getattr(before, item.name), getattr(after, item.name)
-        if isinstance(new, list):
+        if isinstance(new, dict):
+            values[item.name] = {
+                name: [b - a for a, b in zip(old.get(name, [0] * len(counts)), counts, strict=True)]
+                for name, counts in new.items()
+            }
+        elif isinstance(new, list):
             values[item.name] = [b - a for a, b in zip(old, new, strict=True)]
         elif item.name not in values:
             values[item.name] = new - old

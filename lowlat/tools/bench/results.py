@@ -67,6 +67,7 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
     drafted_by_position: list[int]
     accepted_by_position: list[int]
     simulated: bool
+    by_source: dict[str, dict[str, int]] = {}
 
 
 class Perf(msgspec.Struct, frozen=True, kw_only=True):
