@@ -17,6 +17,7 @@ from lowlat.kernels.reference.step.slots import (
     CANCEL,
     COMMAND_WIDTH,
     JOIN,
+    REWIND,
     SET_DRAFT_LIMIT,
     apply_commands,
     gather_rows,
@@ -126,7 +127,7 @@ def _arrays(
         ints = torch.randint(-(2**60), 2**60, (max_batch, NUM_INTS))
         ints[:, DRAFT_LIMIT] = torch.randint(0, 14, (max_batch,))
         ints[:, LENGTH] = torch.randint(1, context - 2, (max_batch,))
-        ints[:, HAS_GRAMMAR] = torch.randint(0, 2, (max_batch,))
+        ints[:, HAS_GRAMMAR] = torch.randint(0, 3, (max_batch,))
         ints[:, MAX_LENGTH] = ints[:, LENGTH] + torch.randint(0, 8, (max_batch,))
         widths = (TABLE, STOPS, BIASES)
         parts = [ints, torch.randn(max_batch, NUM_FLOATS)]
@@ -155,8 +156,9 @@ def _arrays(
     head = source.randint(0, 100)
     ring = torch.randint(-5, 5, (RING, COMMAND_WIDTH))
     for index in range(head, head + num_commands):
-        opcode = source.choice((JOIN, CANCEL, SET_DRAFT_LIMIT, 9))
-        ring[index % RING] = torch.tensor([opcode, source.randrange(max_batch), source.randint(0, 7), 0])
+        opcode, slot = source.choice((JOIN, CANCEL, SET_DRAFT_LIMIT, REWIND, 9)), source.randrange(max_batch)
+        most = min(int(arrays["lengths"][slot]), *arrays["staged_ints"][:, LENGTH].tolist())
+        ring[index % RING] = torch.tensor([opcode, slot, source.randint(1, max(1, min(7, most))), 0])
     arrays.update(
         command_ring=ring, command_head=torch.tensor([head]), command_tail=torch.tensor([head + num_commands])
     )

@@ -92,7 +92,7 @@ class FakeDevice:
         """Whether the draw of a slot would wait for the host, after the step's beginning."""
         self._begin(bucket)
         slots = [slot for slot in self.inner.scratch(self._body)["slots"].tolist() if slot >= 0]
-        guided = [slot for slot in slots if self.state["slot_ints"][slot, HAS_GRAMMAR]]
+        guided = [slot for slot in slots if self.state["slot_ints"][slot, HAS_GRAMMAR] == 1]
         return any(self.state["grammar_ready"][slot] < self.state["lengths"][slot] for slot in guided)
 
     def _publish(self, run: Callable[[], None]) -> None:

@@ -12,11 +12,12 @@ from lowlat.kernels.common.memory import divide, int_at, long_at, set_byte, set_
 from lowlat.kernels.reference.step.slot_record import (
     DRAFT_LIMIT,
     HAS_GRAMMAR,
+    MASKED,
     MAX_LENGTH,
     NUM_INTS,
 )
 from lowlat.kernels.reference.step.slots import (
-    FROM_GRAMMAR,
+    FORCED_DRAFTS,
     FROM_METHOD,
     FROM_TEXT,
     MAX_FORCED,
@@ -212,7 +213,7 @@ def _keep_paths(
 def _source_of(verified: Any, chained: Any, from_text: Any) -> Any:
     """The source of what an entry verifies."""
     source = int64(FROM_TEXT) if from_text != 0 else int64(FROM_METHOD)
-    source = int64(FROM_GRAMMAR) if chained > 0 else source
+    source = int64(FORCED_DRAFTS) if chained > 0 else source
     return source if verified > 0 else int64(NO_SOURCE)
 
 
@@ -295,7 +296,7 @@ def _tell_rows(thread: Any, slot: Any, sizes: Any, record: Any, rows_of: Any, to
     row_tokens, row_masks = rows_of
     tokens, paths, lengths = told
     index, lane = thread >> 5, thread & 31
-    guided = slot >= 0 and record[slot * RECORD + GUIDED] != 0
+    guided = slot >= 0 and record[slot * RECORD + GUIDED] == MASKED
     if guided:
         for turn in range(turns(max_rows, 32)):
             row, token, path = lane + turn * 32, int64(-1), int64(0)

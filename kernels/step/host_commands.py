@@ -6,8 +6,8 @@ Commands and what joining slots begin with lie in pinned host memory. It knows n
 from typing import Any
 
 from lowlat.kernels.common.memory import int_at, long_at, set_byte, set_int, set_long
-from lowlat.kernels.reference.step.slot_record import DRAFT_LIMIT, LENGTH, NUM_FLOATS, NUM_INTS
-from lowlat.kernels.reference.step.slots import CANCEL, COMMAND_WIDTH, JOIN, SET_DRAFT_LIMIT
+from lowlat.kernels.reference.step.slot_record import DRAFT_LIMIT, FORCED, HAS_GRAMMAR, LENGTH, NUM_FLOATS, NUM_INTS
+from lowlat.kernels.reference.step.slots import CANCEL, COMMAND_WIDTH, JOIN, REWIND, SET_DRAFT_LIMIT
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int64
 
@@ -99,6 +99,21 @@ def _set_slot(opcode: Any, slot: Any, value: Any, state: Any) -> None:
 
 
 @device_function
+def _rewind(slot: Any, length: Any, extents: Any, tokens: Any, counts: Any, state: Any) -> None:
+    """Take a slot's last tokens back, to be verified as the host forces them; by one thread."""
+    context, vocabulary = extents[0], extents[1]
+    lengths, active, num_drafts, slot_ints = state
+    for place in range(length, int_at(lengths, slot)):
+        token = int_at(tokens, slot * context + place)
+        if token >= 0 and token < vocabulary:
+            set_int(counts, slot * vocabulary + token, int_at(counts, slot * vocabulary + token) - 1)
+    set_int(lengths, slot, length)
+    set_int(active, slot, 1)
+    set_int(num_drafts, slot, 0)
+    set_long(slot_ints, slot * NUM_INTS + HAS_GRAMMAR, FORCED)
+
+
+@device_function
 def apply_waiting(
     thread: Any, threads: Any, ring: Any, extents: Any, words: Any, commands: Any, rows: Any, state: Any, counts: Any
 ) -> None:
@@ -120,7 +135,9 @@ def apply_waiting(
             opcode, slot = words[number * COMMAND + OPCODE], words[number * COMMAND + SLOT]
             if opcode == JOIN:
                 _join(thread, threads, slot, extents, staged, joined, counts)
-            if thread == 0:
+            if thread == 0 and opcode == REWIND:
+                _rewind(slot, words[number * COMMAND + VALUE], extents, joined[2], counts[1], state)
+            elif thread == 0:
                 _set_slot(opcode, slot, words[number * COMMAND + VALUE], state)
             cuda.syncthreads()
         head += count

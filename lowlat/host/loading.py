@@ -110,7 +110,11 @@ def load(
     if choice.has_kernels:
         check_positions(geometry)
     rows_of = {depth: topology.num_nodes for depth, topology in topologies.items()}
-    ladder = BucketLadder(bucket_batches(options.max_batch), rows_of, adaptive=geometry.max_width is not None)
+    verifier = None
+    if geometry.partial is not None and geometry.partial.lossless and speculative is not None:
+        verifier = geometry.partial.buffer + 1, speculative.num_speculative_tokens
+    adaptive = geometry.max_width is not None
+    ladder = BucketLadder(bucket_batches(options.max_batch), rows_of, adaptive=adaptive, verifier=verifier)
     programs = {bucket: _build(geometry, bucket, topologies) for bucket in ladder.programs}
     own: Mapping[str, torch.Tensor] = {} if loaded is None else loaded.weights
     weights = JoinedWeights(target.weights, own)
@@ -212,7 +216,12 @@ def make_geometry(
     num_blocks = options.kv_blocks if options.kv_blocks is not None else options.max_batch * worst + 1
     simulated = speculative if speculator is not None else None
     partial = None if simulated is None else partial_kv(simulated, options, config, max_rows)
-    if partial is not None:
+    path_width = max(topology.path_width for topology in topologies.values())
+    if partial is not None and partial.lossless:
+        max_rows = path_width = max(max_rows, partial.buffer + 1)
+        worst = -(-(options.max_context + max_rows) // options.block_size)
+        num_blocks = options.kv_blocks if options.kv_blocks is not None else options.max_batch * worst + 1
+    elif partial is not None:
         logger.warning("SpecPV is on, which is lossy: from %d tokens on steps attend to a part of the KV cache, and "
                        "tokens may differ from the target's", partial.threshold)  # fmt: skip
     return StepGeometry(
@@ -222,7 +231,7 @@ def make_geometry(
         max_context=options.max_context,
         max_rows=max_rows,
         num_paths=max(topology.num_paths for topology in topologies.values()),
-        path_width=max(topology.path_width for topology in topologies.values()),
+        path_width=path_width,
         block_size=options.block_size,
         num_blocks=num_blocks,
         prefill_chunk=options.prefill_chunk,

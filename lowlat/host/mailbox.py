@@ -39,7 +39,7 @@ from lowlat.kernels.reference.step.slot_record import (
     TOP_K,
     TOP_P,
 )
-from lowlat.kernels.reference.step.slots import CANCEL, JOIN, SET_DRAFT_LIMIT
+from lowlat.kernels.reference.step.slots import CANCEL, JOIN, REWIND, SET_DRAFT_LIMIT
 from lowlat.options.request import FinishReason, SamplingParams, TokenLogprobs
 
 __all__ = ["Entry", "Mailbox", "SlotPublication"]
@@ -180,6 +180,10 @@ class Mailbox:
     def set_draft_limit(self, slot: int, params: SamplingParams) -> None:
         """Command a slot that decodes to verify so many drafts in a step from now on; the next step sees it."""
         self._command(SET_DRAFT_LIMIT, slot, self._draft_limit(params))
+
+    def rewind(self, slot: int, length: int) -> None:
+        """Command a slot to go back to so many committed tokens; see `force_drafts` for what it then verifies."""
+        self._command(REWIND, slot, length)
 
     def bound_widths(self, least: int, most: int) -> None:
         """Bound the widths that steps choose from the next one on; where none is chosen, nothing is written.

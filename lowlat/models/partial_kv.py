@@ -4,7 +4,8 @@ A slot in the partial state has, for each such layer and key-value head, a list 
 (sinks), those that the last queries scored best, and all from the last ones (the window) on, to which steps append.
 Position p of the window's part stands `shift` positions before p in the list. What steps write is made from a part of
 the cache and so inexact; a refresh recomputes it over all of the cache, and chooses the blocks from it. SpecPV is
-lossy: what was accepted between two refreshes is not verified again.
+lossy: what was accepted between two refreshes is not verified again. Where it is lossless the tokens of partial steps
+are proposals: a step over all of the cache verifies them as drafts, and recomputes their keys and values.
 
 Source: SpecPV, arXiv 2512.02337, and its authors' TanZhendong/SpecPV, specpv/kv/kv_cache.py. They copy the part, take
 its window to the position, score by the root and its drafts; here blocks stay where they are, the window begins with a
@@ -14,6 +15,7 @@ block, and the last tokens before a step score, which are certain.
 from dataclasses import dataclass
 
 from lowlat.errors import ConfigError
+from lowlat.kernels.reference.step.slots import MAX_FORCED
 from lowlat.models.geometry import ModelConfig
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig
 
@@ -32,6 +34,7 @@ class PartialKV:
     buffer             positions that partial steps may write between two refreshes
     threshold          positions from which a slot is in the partial state, and more than a list has at the start
     num_refresh_steps  partial steps between two refreshes, at most
+    lossless           what partial steps write is proposed, and verified before the buffer is full
     """
 
     block: int
@@ -42,6 +45,7 @@ class PartialKV:
     buffer: int
     threshold: int
     num_refresh_steps: int
+    lossless: bool = False
 
     def shift(self, num_positions: int) -> int:
         """The positions that lists chosen behind so many exact ones leave out; above 0 from the threshold on."""
@@ -62,15 +66,19 @@ def partial_kv(
     block = speculative.specpv_block_size
     fixed = speculative.specpv_n_sink_blocks + speculative.specpv_n_retrieval_blocks
     least = (fixed + speculative.specpv_n_window_blocks + 1) * block
+    lossless, buffer = speculative.specpv_lossless, speculative.specpv_n_spec_tokens_buf
+    if lossless and buffer == SpeculativeConfig.specpv_n_spec_tokens_buf:
+        buffer = MAX_FORCED
     found = PartialKV(
         block=block,
         num_sinks=speculative.specpv_n_sink_blocks,
         num_retrieved=speculative.specpv_n_retrieval_blocks,
         num_window=speculative.specpv_n_window_blocks,
         num_queries=speculative.num_speculative_tokens + 1,
-        buffer=speculative.specpv_n_spec_tokens_buf,
+        buffer=buffer,
         threshold=max(speculative.specpv_partial_threshold, least),
         num_refresh_steps=speculative.specpv_full_refresh_steps,
+        lossless=lossless,
     )
     _check(found, options, config, max_rows)
     return found
@@ -91,6 +99,11 @@ def _check(partial: PartialKV, options: RuntimeConfig, config: ModelConfig, max_
         (
             partial.buffer <= max_rows,
             f"specpv_n_spec_tokens_buf {partial.buffer} must be above {max_rows}, the rows that a step may write",
+        ),
+        (
+            partial.lossless and partial.buffer > MAX_FORCED,
+            f"specpv_n_spec_tokens_buf {partial.buffer} exceeds {MAX_FORCED}, the proposals that a step can verify "
+            "(specpv_lossless)",
         ),
         (
             partial.buffer > at_once,

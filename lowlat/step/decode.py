@@ -38,6 +38,7 @@ class StepBuilder:
         self.bucket = bucket
         self.topology = topology
         self.batch, self.width = bucket.batch, bucket.rows
+        self.partial = None if bucket.verifies else geometry.partial
         self.builder = ProgramBuilder(f"step[{bucket}]")
         for spec in state_specs(geometry):
             self.builder.declare(spec)
@@ -50,10 +51,11 @@ class StepBuilder:
         boundaries = self._target()
         self._accept()
         self._commit()
-        if self.bucket.prefilled:
+        early = self.bucket.prefilled or self.bucket.verifies  # their drafts have other rows than they
+        if early:
             self._publish()
         self._draft(boundaries)
-        if not self.bucket.prefilled:
+        if not early:
             self._publish()
         return self.builder.build()
 
@@ -105,7 +107,7 @@ class StepBuilder:
         told = ("grammar_tokens", "grammar_paths", "grammar_lengths")
         reads, writes = {name: name for name in asked}, {name: name for name in told}
         self.builder.emit("publish_rows", Stage.ACTIVE_SLOTS, reads=reads, writes=writes)
-        if self.geometry.partial is not None and not self.bucket.prefilled:
+        if self.partial is not None and not self.bucket.prefilled:
             reads = {"dense_lens": "dense_lens", "slots": "slots", "shifts": "partial_shifts"}
             self.builder.emit(
                 "list_lens", Stage.ACTIVE_SLOTS, reads=reads, writes={"out": self._ints("list_lens", batch)}
@@ -122,7 +124,7 @@ class StepBuilder:
             positions="row_positions",
             attention={**common, "dense_lens": "dense_lens", "row_masks": "row_masks"},
             write={**common, "row_live": "row_live", "write_lens": "dense_lens", "offsets": offsets},
-            partial=self.geometry.partial,
+            partial=self.partial,
         )
         stage, config = Stage.BASE_DECODE_STEP, self.geometry.config
         if self.bucket.prefilled:

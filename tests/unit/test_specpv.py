@@ -15,7 +15,7 @@ from stages import later, staged
 from tiny_models import PairPaths, make_pair, make_target
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
-from lowlat.errors import ConfigError
+from lowlat.errors import ConfigError, RequestError
 from lowlat.host.memory.partial import PartialSlots
 from lowlat.models.partial_kv import PartialKV
 from lowlat.models.program import Op
@@ -38,6 +38,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "model": None},
     "beside": {"text_drafts": "suffix"},
 }
+LOSSLESS = {"specpv_lossless": True, "specpv_full_refresh_steps": 12}
 GREEDY = SamplingParams(seed=3, max_tokens=45)
 SAMPLED = SamplingParams(seed=5, max_tokens=45, temperature=0.9)
 
@@ -127,6 +128,53 @@ def test_tokens_do_not_depend_on_how_far_the_host_runs_ahead(pair: PairPaths, lo
         assert len(device.last_ones) < device.head  # where no refresh can be due a step stands behind another
 
 
+@pytest.mark.parametrize("case", staged(("chain", "limited", "ngram", "beside", "loops"), first=["chain"]))
+def test_what_is_proposed_and_verified_is_what_the_target_says(pair: PairPaths, case: str) -> None:
+    """Tokens and logprobs are those of the target alone, beside requests that are short, cancelled or end by a stop."""
+    method = METHODS.get(case, {})
+    draws: list[dict[str, Any]] = [
+        {"temperature": 0.0, "repetition_penalty": 1.3, "frequency_penalty": 0.4},
+        {"temperature": 0.7, "logprobs": 2, "max_draft_tokens": 3 if case == "limited" else None},
+        {"temperature": 0.7, "presence_penalty": 0.5},
+    ]
+
+    def decode(runtime: Runtime) -> list[Any]:
+        submit = runtime.submit
+        names = [
+            submit(prompt_of(20 * k + 20, seed=k), SamplingParams(seed=k, max_tokens=50, **each))
+            for k, each in enumerate(draws)
+        ]
+        gone = submit(prompt_of(40, seed=7), SAMPLED)
+        names.append(
+            submit(
+                prompt_of(50, seed=8),
+                SamplingParams(seed=9, max_tokens=50, temperature=0.7, stop_token_ids=(*range(16),)),
+            )
+        )
+        found: dict[str, list[Any]] = {name: [] for name in (*names, gone)}
+        while runtime.busy:
+            for output in runtime.step():
+                found[output.request_id] += zip(output.token_ids, output.logprobs or output.token_ids, strict=True)
+            if len(found[gone]) > 8 and runtime.metrics(gone).finish_reason is None:
+                runtime.cancel(gone)
+        return [found[name] for name in names]
+
+    with Runtime.load(pair.target, device="cpu", **OPTIONS) as runtime:
+        expected = decode(runtime)
+    config = speculation(pair, **LOSSLESS, **method)
+    if case == "loops":
+        runtime, device = load_fake(pair.target, config, device_loop=True, seed=1, lead=3, **OPTIONS)
+    else:
+        runtime, device = Runtime.load(pair.target, config, device="cpu", **OPTIONS), None
+    with closing(runtime):
+        assert decode(runtime) == expected
+        report, stats = runtime.summary()["specpv"], runtime.summary()["eagle_speculation"]
+        assert report["lossy"] is False and report["partial_steps"] > 20 and report["refreshes"] > 3
+        assert 0 < report["accepted_tokens"] < report["verified_tokens"]
+        assert stats["by_source"]["specpv"]["accepted_tokens"] <= report["accepted_tokens"]
+        assert device is None or device.count("loop") > 0
+
+
 def test_a_refresh_makes_all_keys_and_values_exact(pair: PairPaths) -> None:
     """What partial steps wrote is inexact; after a refresh every position has what prefill makes of the text."""
     caches: list[dict[str, torch.Tensor]] = []
@@ -191,12 +239,15 @@ def test_what_it_cannot_be_combined_with_is_refused(pair: PairPaths, tmp_path: P
         ({}, {"max_prefill_chunks": 2}, "specpv_n_spec_tokens_buf 24 exceeds 16"),
         ({"specpv_partial_threshold": 160}, {}, "max_context 160 never reaches 160 tokens"),
         ({"specpv_n_retrieval_blocks": 77}, {}, "max_context 160 never reaches 162 tokens"),
+        ({**LOSSLESS, "specpv_n_spec_tokens_buf": 32}, {}, "specpv_n_spec_tokens_buf 32 exceeds 31, the proposals"),
     ]
     for own, options, message in cases:
         with pytest.raises(ConfigError, match=message):
             load(pair, options=options, **own)
-    with pytest.raises(ConfigError, match="specpv_lossless is not implemented"):
-        speculation(pair, specpv_lossless=True)
+    with pytest.raises(ConfigError, match="specpv_lossless goes with chains and their own acceptance, and tree is"):
+        speculation(pair, specpv_lossless=True, tree=BUSHY, num_speculative_tokens=3)
+    with load(pair, specpv_lossless=True) as runtime, pytest.raises(RequestError, match="no grammar's masks"):
+        runtime.submit(prompt_of(5), SamplingParams(max_tokens=9, choice=("a", "b")))
     with pytest.raises(ConfigError, match="enable_specpv goes with a fixed number of drafts"):
         speculation(pair, adaptive_width=True)
     with pytest.raises(ConfigError, match="specpv_block_size is an option of SpecPV, and enable_specpv is off"):

@@ -9,8 +9,10 @@ import torch
 from lowlat.kernels.reference.schema import operation
 from lowlat.kernels.reference.step.slot_record import (
     DRAFT_LIMIT,
+    FORCED,
     HAS_GRAMMAR,
     LENGTH,
+    MASKED,
     MAX_BIASES,
     MAX_LENGTH,
     MAX_STOPS,
@@ -21,13 +23,14 @@ from lowlat.kernels.reference.step.slot_record import (
 __all__ = [
     "CANCEL",
     "COMMAND_WIDTH",
-    "FROM_GRAMMAR",
+    "FORCED_DRAFTS",
     "FROM_METHOD",
     "FROM_TEXT",
     "JOIN",
     "MAX_FORCED",
     "MAX_PATHS",
     "NO_SOURCE",
+    "REWIND",
     "SET_DRAFT_LIMIT",
     "apply_commands",
     "gather_rows",
@@ -35,8 +38,8 @@ __all__ = [
     "publish_rows",
 ]
 
-JOIN, CANCEL, SET_DRAFT_LIMIT = 1, 2, 3
-NO_SOURCE, FROM_METHOD, FROM_TEXT, FROM_GRAMMAR = range(4)  # of what a slot verifies; text: beside a draft model
+JOIN, CANCEL, SET_DRAFT_LIMIT, REWIND = 1, 2, 3, 4
+NO_SOURCE, FROM_METHOD, FROM_TEXT, FORCED_DRAFTS = range(4)  # of what a slot verifies; text: beside a draft model
 MAX_PATHS = 64  # of a slot, that may begin with what its grammar forces
 MAX_FORCED = 31  # tokens of a grammar that one step verifies
 COMMAND_WIDTH = 4  # opcode, slot, value, reserved
@@ -91,7 +94,10 @@ def apply_commands(
     prompt_seen: torch.Tensor,
     output_counts: torch.Tensor,
 ) -> None:
-    """Take the commands between head and tail off the ring: a slot joins, leaves, or changes its draft limit."""
+    """Take the commands between head and tail off the ring: a slot joins or leaves, gets a draft limit, or goes back.
+
+    A slot that goes back to fewer committed tokens is active, has no drafts, and verifies what the host forces.
+    """
     tail = int(command_tail)
     for index in range(int(command_head), tail):
         opcode, slot, value, _ = command_ring[index % command_ring.shape[0]].tolist()
@@ -119,11 +125,16 @@ def apply_commands(
             num_drafts[slot] = 0
         elif opcode == SET_DRAFT_LIMIT:
             slot_ints[slot, DRAFT_LIMIT] = value
+        elif opcode == REWIND:
+            dropped = tokens[slot, value : int(lengths[slot])].long()
+            output_counts[slot].index_add_(0, dropped, -torch.ones_like(dropped, dtype=output_counts.dtype))
+            lengths[slot], num_drafts[slot], active[slot] = value, 0, 1
+            slot_ints[slot, HAS_GRAMMAR] = FORCED
     command_head.fill_(tail)
 
 
 def _forced(ints: list[int], row: list[int], rows: int, width: int) -> list[int]:
-    """The tokens that a slot's grammar forces and that one step may verify; none where it has no grammar."""
+    """The tokens that the host forces and that one step may verify; none where it forces nothing."""
     count = min(row[0], rows - 1, width - 1, ints[DRAFT_LIMIT], MAX_FORCED) if ints[HAS_GRAMMAR] else 0
     return row[1 : max(count, 0) + 1]
 
@@ -206,7 +217,7 @@ def gather_rows(
         ]
         source = FROM_TEXT if draft_sources[slot] else FROM_METHOD
         if forced not in at_hand:
-            source = FROM_GRAMMAR
+            source = FORCED_DRAFTS
             limit, known = len(forced), torch.full_like(known, -1)
             node_masks = torch.tensor([(2 << node) - 1 for node in range(limit + 1)])
             node_tokens = node_tokens.new_tensor([-1, *forced])
@@ -261,7 +272,7 @@ def publish_rows(
     """
     rows = row_tokens.shape[1]
     for index, slot in enumerate(slots.tolist()):
-        if slot >= 0 and slot_ints[slot, HAS_GRAMMAR]:
+        if slot >= 0 and slot_ints[slot, HAS_GRAMMAR] == MASKED:
             grammar_tokens[slot].fill_(-1)
             grammar_paths[slot].zero_()
             grammar_tokens[slot, :rows] = row_tokens[index].to(grammar_tokens.device)

@@ -10,7 +10,7 @@ from lowlat.kernels.reference import OPERATIONS
 from lowlat.kernels.reference.step.accept import FINISH_ERROR, FINISH_LENGTH, FINISH_STOP
 from lowlat.kernels.reference.step.publish import ACCEPTED, COMMITTED, FINISH, RECORD_WIDTH, SLOT, VERIFIED_SOURCE
 from lowlat.kernels.reference.step.slot_record import DRAFT_LIMIT, HAS_GRAMMAR, MAX_LENGTH, NUM_INTS
-from lowlat.kernels.reference.step.slots import FROM_GRAMMAR, FROM_TEXT
+from lowlat.kernels.reference.step.slots import FORCED_DRAFTS, FROM_TEXT
 from lowlat.speculators.tree.topology import TreeTopology
 
 TREE = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
@@ -218,7 +218,7 @@ def test_what_a_grammar_forces_is_verified_unless_it_is_drafted_first(
     assert outs["row_tokens"].tolist() == [[*expected]]
     live = sum(token >= 0 for token in expected)
     assert outs["num_verified"].tolist() == [live - 1] and outs["verified_depth"].tolist() == [2]
-    assert outs["verified_source"].tolist() == [FROM_GRAMMAR if live < 5 else FROM_TEXT]
+    assert outs["verified_source"].tolist() == [FORCED_DRAFTS if live < 5 else FROM_TEXT]
     if live < 5:
         assert outs["paths"][0].tolist() == [[0, 1, 2], [0, -1, -1], [0, -1, -1]]  # of three leaves
         assert outs["row_masks"].tolist() == [[1, 3, 7, 0, 0]]
@@ -313,13 +313,13 @@ def test_publication_tells_each_slot_and_advances_last() -> None:
     ids = torch.full((2, 4, 21), -1, dtype=torch.int32)
     ids[0, 2, 0] = 42
     tokens, nodes = ints([8, 9, 10, -1], [-1] * 4), ints([0, 2, 3, -1], [-1] * 4)
-    counts = (ints(FINISH_STOP, 0), ints(3, 0), ints(3, 0), ints(FROM_GRAMMAR, 0), ints(0, 12, 0))
+    counts = (ints(FINISH_STOP, 0), ints(3, 0), ints(3, 0), ints(FORCED_DRAFTS, 0), ints(0, 12, 0))
     values = torch.zeros(2, 4, 21)
     OPERATIONS["publish"](ints(1, -1), ints(2, 0), ints(3, 0), tokens, nodes, *counts, values, ids, **rings)
     record = rings["ring_records"][1]
     assert record[:, SLOT].tolist() == [1, -1, -1]
     assert [int(record[0, c]) for c in (COMMITTED, FINISH, ACCEPTED, VERIFIED_SOURCE)] == [
-        2, FINISH_STOP, 2, FROM_GRAMMAR,
+        2, FINISH_STOP, 2, FORCED_DRAFTS,
     ]  # fmt: skip
     assert rings["ring_tokens"][1, 0].tolist() == [8, 9, -1, -1]
     assert rings["ring_logprob_ids"][1, 0, 1, 0] == 42
