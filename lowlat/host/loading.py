@@ -24,7 +24,7 @@ from lowlat.host.perf import check_device, check_launches
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.partial_kv import partial_kv
 from lowlat.models.program import Program
-from lowlat.models.target import OpenedTarget, fetch_target, open_target, quantise_target
+from lowlat.models.target import OpenedTarget, fetch_target, open_target, quantise_target, target_recipes
 from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig
 from lowlat.speculators.base import LoadedSpeculator, Speculator
 from lowlat.speculators.methods import fetch_speculator, load_speculator
@@ -215,12 +215,15 @@ def make_geometry(
     worst = -(-(options.max_context + max(max_rows, num_drafted_rows)) // options.block_size)
     num_blocks = options.kv_blocks if options.kv_blocks is not None else options.max_batch * worst + 1
     simulated = speculative if speculator is not None else None
-    partial = None if simulated is None else partial_kv(simulated, options, config, max_rows)
+    weight_bytes = float(sum(recipe.num_bytes for recipe in target_recipes(config)))
+    partial = None if simulated is None else partial_kv(simulated, options, config, max_rows, weight_bytes)
     path_width = max(topology.path_width for topology in topologies.values())
     if partial is not None and partial.lossless:
         max_rows = path_width = max(max_rows, partial.buffer + 1)
         worst = -(-(options.max_context + max_rows) // options.block_size)
         num_blocks = options.kv_blocks if options.kv_blocks is not None else options.max_batch * worst + 1
+        logger.info("SpecPV is lossless: from %d tokens on steps over a part of the KV cache propose, and steps over "
+                    "all of it verify", partial.threshold)  # fmt: skip
     elif partial is not None:
         logger.warning("SpecPV is on, which is lossy: from %d tokens on steps attend to a part of the KV cache, and "
                        "tokens may differ from the target's", partial.threshold)  # fmt: skip

@@ -12,14 +12,17 @@ its window to the position, score by the root and its drafts; here blocks stay w
 block, and the last tokens before a step score, which are certain.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lowlat.errors import ConfigError
 from lowlat.kernels.reference.step.slots import MAX_FORCED
 from lowlat.models.geometry import ModelConfig
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig
 
-__all__ = ["PartialKV", "partial_kv"]
+__all__ = ["PartialKV", "lossless_gain", "partial_kv"]
+
+AGREEMENT = 0.97  # of a partial step's tokens, the share that a step over all of the cache gives, too: assumed
+GRAIN = 1024  # positions: lossless SpecPV begins at a multiple
 
 
 @dataclass(frozen=True)
@@ -53,12 +56,46 @@ class PartialKV:
         return (first_of_window - self.num_sinks - self.num_retrieved) * self.block
 
 
+def lossless_gain(sizes: PartialKV, positions: int, weight_bytes: float, position_bytes: float) -> float:
+    """By what factor lossless SpecPV should be faster than steps over all of the cache, by bytes, at a context.
+
+    weight_bytes    that every step reads
+    position_bytes  keys and values of a position, of layers without windows and of all slots that decode
+    A step brings a token and half of its drafts; of what is proposed the first AGREEMENT ** n should hold.
+    """
+    listed = min(positions, (sizes.num_sinks + sizes.num_retrieved + sizes.num_window) * sizes.block)
+    whole = weight_bytes + positions * position_bytes
+    tokens_a_step = 1 + (sizes.num_queries - 1) / 2
+    held = sum(AGREEMENT**place for place in range(sizes.buffer + 1))
+    cycle = sizes.buffer / tokens_a_step * (weight_bytes + listed * position_bytes) + whole
+    return held / cycle * whole / tokens_a_step
+
+
+def _begin_lossless(sizes: PartialKV, options: RuntimeConfig, config: ModelConfig, weight_bytes: float) -> PartialKV:
+    """The sizes with the threshold from which lossless SpecPV pays by bytes, with all slots decoding."""
+    itemsize = 2 if config.dtype == "bfloat16" else 4
+    attended = config.windows.count(None) * config.num_kv_heads * config.head_dim * 2 * itemsize
+    for positions in range(-(-sizes.threshold // GRAIN) * GRAIN, options.max_context, GRAIN):
+        if lossless_gain(sizes, positions, weight_bytes, options.max_batch * attended) > 1:
+            return replace(sizes, threshold=positions)
+    raise ConfigError(
+        f"specpv_lossless: by bytes it is slower than steps over all of the cache up to max_context "
+        f"{options.max_context} with max_batch {options.max_batch}; a specpv_partial_threshold other than "
+        f"{SpeculativeConfig.specpv_partial_threshold} begins it there all the same"
+    )
+
+
 def partial_kv(
-    speculative: SpeculativeConfig, options: RuntimeConfig, config: ModelConfig, max_rows: int
+    speculative: SpeculativeConfig,
+    options: RuntimeConfig,
+    config: ModelConfig,
+    max_rows: int,
+    weight_bytes: float = 0.0,
 ) -> PartialKV | None:
     """SpecPV's sizes for a runtime; None where it is off.
 
-    max_rows  rows that a step may write for a slot
+    max_rows      rows that a step may write for a slot
+    weight_bytes  of the target: lossless SpecPV begins where it pays, unless a threshold is given
     Raises ConfigError for options that cannot be combined with it, or that never let a partial step run.
     """
     if not speculative.enable_specpv:
@@ -81,6 +118,8 @@ def partial_kv(
         lossless=lossless,
     )
     _check(found, options, config, max_rows)
+    if lossless and speculative.specpv_partial_threshold == SpeculativeConfig.specpv_partial_threshold:
+        return _begin_lossless(found, options, config, weight_bytes)
     return found
 
 

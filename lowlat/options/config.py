@@ -53,7 +53,8 @@ class SpeculativeConfig:
     them the `max_total_draft_tokens` best are verified.
     With `enable_specpv` the target's layers without windows verify over a part of their KV cache: sinks, blocks that
     each head chose, the last ones; every few steps a pass over all of it recomputes what was written meanwhile and
-    chooses anew. Tokens are then not certain to be the target's: SpecPV is lossy, and says so wherever it shows.
+    chooses anew. Tokens are then not certain to be the target's: SpecPV is lossy, and says so wherever it shows, unless
+    `specpv_lossless` verifies what such steps propose.
     Boundary b of `capture_layers` is the residual stream entering layer b. Without `strict`, a draft model that does
     not fit is one warning and the baseline.
     """

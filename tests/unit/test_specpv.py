@@ -2,6 +2,7 @@
 
 import random
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ from recording import Recorder, prompt_of, run_all, run_one
 from stages import later, staged
 from tiny_models import PairPaths, make_pair, make_target
 
-from lowlat import Runtime, SamplingParams, SpeculativeConfig
+from lowlat import Runtime, RuntimeConfig, SamplingParams, SpeculativeConfig
 from lowlat.errors import ConfigError, RequestError
 from lowlat.host.memory.partial import PartialSlots
-from lowlat.models.partial_kv import PartialKV
+from lowlat.models.partial_kv import PartialKV, partial_kv
 from lowlat.models.program import Op
+from lowlat.tools.bench.geometry import random_target, read_geometries
 
 OPTIONS: dict[str, Any] = {"max_batch": 3, "max_context": 160, "block_size": 4, "prefill_chunk": 8, "dtype": "float32"}
 SPECPV: dict[str, Any] = {
@@ -128,51 +130,49 @@ def test_tokens_do_not_depend_on_how_far_the_host_runs_ahead(pair: PairPaths, lo
         assert len(device.last_ones) < device.head  # where no refresh can be due a step stands behind another
 
 
-@pytest.mark.parametrize("case", staged(("chain", "limited", "ngram", "beside", "loops"), first=["chain"]))
-def test_what_is_proposed_and_verified_is_what_the_target_says(pair: PairPaths, case: str) -> None:
-    """Tokens and logprobs are those of the target alone, beside requests that are short, cancelled or end by a stop."""
-    method = METHODS.get(case, {})
+def decode_all(runtime: Runtime, max_draft_tokens: int | None = None) -> list[Any]:
+    """Tokens, or logprobs, of requests of all kinds, beside one that is cancelled and one that ends by a stop."""
     draws: list[dict[str, Any]] = [
         {"temperature": 0.0, "repetition_penalty": 1.3, "frequency_penalty": 0.4},
-        {"temperature": 0.7, "logprobs": 2, "max_draft_tokens": 3 if case == "limited" else None},
-        {"temperature": 0.7, "presence_penalty": 0.5},
+        {"logprobs": 2, "max_draft_tokens": max_draft_tokens},
+        {"stop_token_ids": (*range(12),), "presence_penalty": 0.5},
     ]
-
-    def decode(runtime: Runtime) -> list[Any]:
-        submit = runtime.submit
-        names = [
-            submit(prompt_of(20 * k + 20, seed=k), SamplingParams(seed=k, max_tokens=50, **each))
-            for k, each in enumerate(draws)
-        ]
-        gone = submit(prompt_of(40, seed=7), SAMPLED)
-        names.append(
-            submit(
-                prompt_of(50, seed=8),
-                SamplingParams(seed=9, max_tokens=50, temperature=0.7, stop_token_ids=(*range(16),)),
-            )
+    names = [
+        runtime.submit(
+            prompt_of(25 * k + 20, k), SamplingParams(**{"seed": k, "max_tokens": 36, "temperature": 0.7, **each})
         )
-        found: dict[str, list[Any]] = {name: [] for name in (*names, gone)}
-        while runtime.busy:
-            for output in runtime.step():
-                found[output.request_id] += zip(output.token_ids, output.logprobs or output.token_ids, strict=True)
-            if len(found[gone]) > 8 and runtime.metrics(gone).finish_reason is None:
-                runtime.cancel(gone)
-        return [found[name] for name in names]
+        for k, each in enumerate(draws)
+    ]
+    gone = runtime.submit(prompt_of(40, seed=7), SAMPLED)
+    found: dict[str, list[Any]] = {name: [] for name in (*names, gone)}
+    while runtime.busy:
+        for output in runtime.step():
+            found[output.request_id] += zip(output.token_ids, output.logprobs or output.token_ids, strict=True)
+        if len(found[gone]) > 8 and runtime.metrics(gone).finish_reason is None:
+            runtime.cancel(gone)
+    return [found[name] for name in names]
 
+
+@pytest.fixture(scope="module")
+def alone(pair: PairPaths) -> list[Any]:
+    """What the target alone says to `decode_all`."""
     with Runtime.load(pair.target, device="cpu", **OPTIONS) as runtime:
-        expected = decode(runtime)
-    config = speculation(pair, **LOSSLESS, **method)
+        return decode_all(runtime)
+
+
+@pytest.mark.parametrize("case", staged(("chain", "ngram", "loops"), first=["chain"]))
+def test_what_is_proposed_and_verified_is_what_the_target_says(pair: PairPaths, alone: list[Any], case: str) -> None:
+    config = speculation(pair, **LOSSLESS, **METHODS.get(case, {}))
     if case == "loops":
-        runtime, device = load_fake(pair.target, config, device_loop=True, seed=1, lead=3, **OPTIONS)
+        runtime, _ = load_fake(pair.target, config, device_loop=True, seed=1, lead=3, **OPTIONS)
     else:
-        runtime, device = Runtime.load(pair.target, config, device="cpu", **OPTIONS), None
+        runtime = Runtime.load(pair.target, config, device="cpu", **OPTIONS)
     with closing(runtime):
-        assert decode(runtime) == expected
+        assert decode_all(runtime, 3 if case == "loops" else None) == alone
         report, stats = runtime.summary()["specpv"], runtime.summary()["eagle_speculation"]
         assert report["lossy"] is False and report["partial_steps"] > 20 and report["refreshes"] > 3
         assert 0 < report["accepted_tokens"] < report["verified_tokens"]
         assert stats["by_source"]["specpv"]["accepted_tokens"] <= report["accepted_tokens"]
-        assert device is None or device.count("loop") > 0
 
 
 def test_a_refresh_makes_all_keys_and_values_exact(pair: PairPaths) -> None:
@@ -257,6 +257,22 @@ def test_what_it_cannot_be_combined_with_is_refused(pair: PairPaths, tmp_path: P
     config = SpeculativeConfig(method="ngram", **SPECPV)
     with pytest.raises(ConfigError, match="every layer of this model has a window"):
         Runtime.load(windowed, config, device="cpu", **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("batch", "context", "begins"), [(1, 32768, None), (1, 131072, 91), (4, 131072, 28), (8, 131072, 18)]
+)
+def test_lossless_begins_where_it_pays_by_bytes(tmp_path: Path, batch: int, context: int, begins: int | None) -> None:
+    """Of Llama-3.1-8B's shape, by its defaults; a threshold that was chosen is kept."""
+    config = random_target(read_geometries()["llama-8b"], tmp_path, "bfloat16").config
+    options = RuntimeConfig(max_batch=batch, max_context=context)
+    lossless = SpeculativeConfig("head", enable_specpv=True, specpv_lossless=True)
+    if begins is None:
+        with pytest.raises(ConfigError, match=f"slower than .* up to max_context {context} with max_batch {batch}"):
+            partial_kv(lossless, options, config, 8, 16e9)
+        lossless = replace(lossless, specpv_partial_threshold=8192)
+    sizes = partial_kv(lossless, options, config, 8, 16e9)
+    assert sizes is not None and (sizes.threshold, sizes.buffer) == (1024 * (begins or 8), 31)
 
 
 @given(st.integers(0, 1 << 30), st.integers(1, 8))

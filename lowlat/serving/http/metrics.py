@@ -91,7 +91,7 @@ class _Snapshot(Collector):
         yield from self._counters(STRUCTURED, engine.get("structured_output", {}))
         yield from self._speculation(engine.get("eagle_speculation", {}))
         if "partial_steps" in (partial := engine.get("specpv", {})):
-            help = "Steps of slots over a part of the KV cache (SpecPV), which are lossy."
+            help = "Steps of slots over a part of the KV cache (SpecPV), lossy unless they only propose."
             yield self._counter("specpv_partial_steps", help, [((), partial["partial_steps"])])
 
     def _counters(self, named: Mapping[str, tuple[str, str]], figures: Mapping[str, Any]) -> Iterator[Metric]:
