@@ -1,13 +1,16 @@
 """The kernel of a step's start: one block applies commands, lists active slots, lays out the rows to verify, and tells.
 
 The commands and what joining slots begin with lie in pinned host memory, a microsecond away. So the rows are laid out
-while the ring's tail is on its way, and once more where there are commands. It is specialised by a `BeginStepPlan`.
+while the ring's tail is on its way, and once more where there are commands. A step may have been launched before the
+host has read the one ahead of it: where it verifies drafts, a slot with a grammar waits for what the host forces. It is
+specialised by a `BeginStepPlan`.
 """
 
 from dataclasses import astuple, dataclass
 from functools import cache
 from typing import Any
 
+from lowlat.kernels.common.host_word import await_host
 from lowlat.kernels.common.memory import divide, int_at, long_at, set_byte, set_int, set_long, turns
 from lowlat.kernels.reference.step.slot_record import (
     DRAFT_LIMIT,
@@ -37,7 +40,7 @@ ARGUMENTS = (
     *("tokens", "block_table", "stop_ids", "bias_ids", "bias_values", "lengths", "active", "num_drafts"),
     *("prompt_seen", "output_counts", "drafts", "tree_masks", "tree_paths", "slots", "row_tokens", "row_positions"),
     *("row_live", "row_masks", "paths", "dense_lens", "num_verified", "verified_depth", "verified_source"),
-    *("draft_sources", "grammar_forced", "grammar_tokens", "grammar_paths", "grammar_lengths"),
+    *("draft_sources", "grammar_forced", "grammar_decided", "grammar_tokens", "grammar_paths", "grammar_lengths"),
 )
 ACTIVE, COMMITTED, DRAFTED, DEEPEST, GUIDED, LIMIT, RECORD = (
     0,
@@ -125,7 +128,7 @@ def _find(index: Any, max_batch: Any, record: Any) -> Any:
 def _load_forced(lane: Any, index: Any, slot: Any, max_rows: Any, source: Any, forced: Any) -> None:
     """The tokens that an entry's grammar forces, from the host's memory, by a warp."""
     if lane < max_rows:
-        forced[index * FORCED_WORDS + lane] = int_at(source, slot * max_rows + lane)
+        forced[index * FORCED_WORDS + lane] = ptx.load_volatile_i32(source + (slot * max_rows + lane) * 4)
 
 
 @device_function
@@ -243,7 +246,7 @@ def _lay_out(
     batch, rows, num_paths, width, max_batch, max_rows, context = plan
     lists, gathers, _tells = parts
     record, alive, depths, nodes, forced, others = shared
-    tree_paths, paths, grammar_forced, draft_sources = path_arrays
+    tree_paths, paths, grammar_forced, grammar_decided, draft_sources = path_arrays
     slots, dense_lens, num_verified, verified_depth, verified_source = outs
     chained, from_text = int64(0), int64(0)
     _load_slots(thread, batch, max_batch, rows, parts, state, shared)
@@ -251,7 +254,11 @@ def _lay_out(
     index, lane, slot = thread >> 5, thread & 31, int64(-1)
     if index < batch:
         slot = _find(index, max_batch, record) if lists else int_at(slots, index)
-    guided = gathers and slot >= 0 and record[max(slot, int64(0)) * RECORD + GUIDED] != 0
+    place = max(slot, int64(0)) * RECORD
+    guided = gathers and rows > 1 and slot >= 0 and record[place + GUIDED] != 0
+    if guided and lane == 0:
+        await_host(grammar_decided + slot * 8, record[place + COMMITTED])
+    cuda.syncthreads()
     if guided:
         _load_forced(lane, index, slot, max_rows, grammar_forced, forced)
     cuda.syncthreads()
@@ -356,6 +363,7 @@ def begin_step_kernel(plan: BeginStepPlan) -> Kernel:
         verified_source: Any,
         draft_sources: Any,
         grammar_forced: Any,
+        grammar_decided: Any,
         grammar_tokens: Any,
         grammar_paths: Any,
         grammar_lengths: Any,
@@ -374,7 +382,7 @@ def begin_step_kernel(plan: BeginStepPlan) -> Kernel:
             tail, head = ptx.load_volatile_i64(command_tail), long_at(command_head, 0)
         state, shared = (lengths, active, num_drafts, slot_ints), (record, alive, depths, nodes, forced, others)
         row_arrays = (tokens, drafts, tree_masks, row_tokens, row_positions, row_live, row_masks)
-        path_arrays = (tree_paths, paths, grammar_forced, draft_sources)
+        path_arrays = (tree_paths, paths, grammar_forced, grammar_decided, draft_sources)
         outs = (slots, dense_lens, num_verified, verified_depth, verified_source)
         if lays_out:
             slot = _lay_out(thread, sizes, parts, state, shared, row_arrays, path_arrays, outs)
@@ -382,8 +390,9 @@ def begin_step_kernel(plan: BeginStepPlan) -> Kernel:
             staged = (staged_ints, staged_floats, staged_tokens, staged_table, staged_stop_ids, staged_bias_ids)
             joined = (slot_ints, slot_floats, tokens, block_table, stop_ids, bias_ids, bias_values)
             rows_joined, counts = ((*staged, staged_bias_values), joined), (prompt_seen, output_counts)
-            commands = (command_ring, command_head)
-            apply_waiting(thread, threads, ring, extents, words, commands, rows_joined, state, counts)
+            apply_waiting(
+                thread, threads, ring, extents, words, (command_ring, command_head), rows_joined, state, counts
+            )
             if lays_out:
                 slot = _lay_out(thread, sizes, parts, state, shared, row_arrays, path_arrays, outs)
         if tells:

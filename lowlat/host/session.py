@@ -37,7 +37,6 @@ class Session:
         stop_ids: tuple[int, ...],
         codec: TextCodec | None,
         speculator: Speculator | None,
-        *,
         simulated: bool,
     ) -> None:
         self.request_id = request_id

@@ -73,7 +73,7 @@ def lossless_gain(sizes: PartialKV, positions: int, weight_bytes: float, positio
 
 def _begin_lossless(sizes: PartialKV, options: RuntimeConfig, config: ModelConfig, weight_bytes: float) -> PartialKV:
     """The sizes with the threshold from which lossless SpecPV pays by bytes, with all slots decoding."""
-    itemsize = 2 if config.dtype == "bfloat16" else 4
+    itemsize = 1 if config.coded_kv is not None else 2 if config.dtype == "bfloat16" else 4
     attended = config.windows.count(None) * config.num_kv_heads * config.head_dim * 2 * itemsize
     for positions in range(-(-sizes.threshold // GRAIN) * GRAIN, options.max_context, GRAIN):
         if lossless_gain(sizes, positions, weight_bytes, options.max_batch * attended) > 1:

@@ -6,6 +6,7 @@ active slots, so that a step may run in another bucket than the step before.
 
 import torch
 
+from lowlat.errors import DeviceError
 from lowlat.kernels.reference.schema import operation
 from lowlat.kernels.reference.step.slot_record import (
     DRAFT_LIMIT,
@@ -160,6 +161,7 @@ def list_active_slots(active: torch.Tensor, *, slots: torch.Tensor) -> None:
     read   tree_paths       int32  [max_B, P, W]        root to leaf, -1 pads
     read   slot_ints        int64  [max_B, {NUM_INTS}]  per-slot limits
     read   grammar_forced   int32  [max_B, max_T]       of a slot with a grammar: count, tokens that must follow
+    read   grammar_decided  int64  [max_B]              the committed tokens behind which they hold
     read   draft_sources    int32  [max_B]              1: the drafts are from text beside a draft model; else 0
     write  row_tokens       int32  [B, T]               -1 where dead
     write  row_positions    int32  [B, T]               absolute; 0 where dead
@@ -181,6 +183,7 @@ def gather_rows(
     tree_paths: torch.Tensor,
     slot_ints: torch.Tensor,
     grammar_forced: torch.Tensor,
+    grammar_decided: torch.Tensor,
     draft_sources: torch.Tensor,
     *,
     row_tokens: torch.Tensor,
@@ -196,7 +199,8 @@ def gather_rows(
     """Lay out the rows of this step: the last committed token, then the drafted nodes that may be verified.
 
     A slot verifies min(its drafts, the bucket's, its request's limit) nodes, none past its maximal length. What its
-    grammar forces next are its drafts, as a chain, unless a path of those that it has begins so.
+    grammar forces next are its drafts, as a chain, unless a path of those that it has begins so. Where T is more than 1
+    a kernel waits for the host to have said what that is; the reference raises DeviceError where it has not.
     """
     rows = row_tokens.shape[1]
     row_tokens.fill_(-1)
@@ -210,6 +214,9 @@ def gather_rows(
         limit = min(int(num_drafts[slot]), rows - 1, int(slot_ints[slot, DRAFT_LIMIT]))
         deepest = int(slot_ints[slot, MAX_LENGTH]) - length - 1
         node_masks, node_tokens, known = tree_masks[slot], drafts[slot], tree_paths[slot]
+        decided = int(grammar_decided[slot])
+        if rows > 1 and slot_ints[slot, HAS_GRAMMAR] and decided < length:
+            raise DeviceError(f"slot {slot} begins behind {length} tokens, and what is forced is that behind {decided}")
         forced = _forced(slot_ints[slot].tolist(), grammar_forced[slot].tolist(), rows, known.shape[1])
         at_hand = [
             [int(node_tokens[node]) if 0 < node <= limit else -1 for node in path[1 : len(forced) + 1]]

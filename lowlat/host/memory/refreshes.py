@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lowlat.graphs import Bucket
-from lowlat.host.mailbox import Mailbox, SlotPublication
+from lowlat.host.mailbox import NEVER, Mailbox, SlotPublication
 from lowlat.host.memory.partial import PartialSlots
 from lowlat.host.run_ahead import Launches
 from lowlat.host.scheduler import Phase, Scheduler
@@ -87,7 +87,7 @@ class Refreshes:
         for slot, tokens in self.slots.proposals().items():
             if slot in lengths:
                 self._mailbox.rewind(slot, lengths[slot])
-                self._mailbox.force_drafts(slot, tokens)
+                self._mailbox.force_drafts(slot, tokens, NEVER)
                 self._verifying.add(slot)
         return True
 
@@ -97,7 +97,7 @@ class Refreshes:
         if not self._is_lossless or not session.has_begun:
             return publication
         if slot in self._verifying:
-            self._mailbox.force_drafts(slot, ())
+            self._mailbox.force_drafts(slot, (), NEVER)
             self.slots.verified(slot, publication.accepted)
             return publication._replace(verified_source=FROM_PART)
         ended = publication.finish_reason is not None
