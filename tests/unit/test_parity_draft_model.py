@@ -15,6 +15,7 @@ from tiny_models import make_target, random_draft_model, residual_streams
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.graphs import Bucket
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
 TOLERANCE = 1e-4
 MAX_TOKENS = 24
 TREE = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (0, 1, 1))
@@ -52,6 +53,8 @@ FLAGS: dict[str, Mapping[str, Any]] = {
         | {"hidden_size": 24, "own_embedding": True, "norm_output": True}
     ),
     "window": {"windows": (5,)},
+    "yarn": {"rope_scaling": YARN},
+    "yarn-window": {"rope_scaling": {**YARN, "truncate": False}, "windows": (9,)},
     "two-layers-one-window": {"num_hidden_layers": 2, "windows": (None, 6), "attention_bias": True},
     "two-windows": {"num_hidden_layers": 2, "windows": (7, 7)},
     "no-features": {"final_hidden": True},
