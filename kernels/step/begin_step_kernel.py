@@ -389,10 +389,8 @@ def begin_step_kernel(plan: BeginStepPlan) -> Kernel:
         if applies and commands_wait(thread, head, tail, words):
             staged = (staged_ints, staged_floats, staged_tokens, staged_table, staged_stop_ids, staged_bias_ids)
             joined = (slot_ints, slot_floats, tokens, block_table, stop_ids, bias_ids, bias_values)
-            rows_joined, counts = ((*staged, staged_bias_values), joined), (prompt_seen, output_counts)
-            apply_waiting(
-                thread, threads, ring, extents, words, (command_ring, command_head), rows_joined, state, counts
-            )
+            given, counts = ((*staged, staged_bias_values), joined), (prompt_seen, output_counts)
+            apply_waiting(thread, threads, ring, extents, words, (command_ring, command_head), given, state, counts)
             if lays_out:
                 slot = _lay_out(thread, sizes, parts, state, shared, row_arrays, path_arrays, outs)
         if tells:
