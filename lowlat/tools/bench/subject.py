@@ -44,8 +44,11 @@ class Subject:
     prompts: Prompts
     temperature: float = 0.0
 
-    def speculative(self, depth: int) -> SpeculativeConfig | None:
-        """The configuration at one depth; None at 0. Raises ConfigError where there is nothing to draft with."""
+    def speculative(self, depth: int, *, adaptive: bool = False) -> SpeculativeConfig | None:
+        """The configuration at one depth, or of chosen ones up to it; None at 0.
+
+        Raises ConfigError where there is nothing to draft with.
+        """
         if depth == 0:
             return None
         if self.speculation is None:
@@ -53,11 +56,12 @@ class Subject:
         values = dict(self.speculation)
         if values.get("simulated_accept_length") is not None:
             values["simulated_accept_length"] = min(values["simulated_accept_length"], depth + 1.0)
+        values["adaptive_width"] = adaptive or bool(values.get("adaptive_width"))
         return SpeculativeConfig(**values, num_speculative_tokens=depth, strict=True)
 
-    def load(self, depth: int, **sizes: Any) -> Runtime:
-        """A runtime for depths up to one; sizes are further fields of RuntimeConfig. Raises ConfigError."""
-        return Runtime.load(self.target, self.speculative(depth), **self.options, **sizes)
+    def load(self, depth: int, *, adaptive: bool = False, **sizes: Any) -> Runtime:
+        """A runtime for depths up to one, or that chooses; sizes are fields of RuntimeConfig. Raises ConfigError."""
+        return Runtime.load(self.target, self.speculative(depth, adaptive=adaptive), **self.options, **sizes)
 
     def choice(self) -> DeviceChoice:
         """Where it will run, and by which executor. Raises ConfigError."""
