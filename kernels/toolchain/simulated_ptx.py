@@ -13,6 +13,7 @@ __all__ = [
     "bf16_bits",
     "bf16_pair",
     "bits_of_float",
+    "div_rn",
     "exp2_approx",
     "fence_system",
     "float_of_bits",
@@ -116,6 +117,11 @@ def add_rn(a: float, b: float) -> np.float32:
 def mul_rn(a: float, b: float) -> np.float32:
     """One rounding."""
     return np.float32(a) * np.float32(b)
+
+
+def div_rn(a: float, b: float) -> np.float32:
+    """One rounding."""
+    return np.float32(a) / np.float32(b)
 
 
 def fma_rn(a: float, b: float, c: float) -> np.float32:

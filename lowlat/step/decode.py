@@ -17,7 +17,7 @@ from lowlat.models.layers import Rows
 from lowlat.models.program import Program, ProgramBuilder, Stage
 from lowlat.speculators.base import StepScope, WaitedRows
 from lowlat.speculators.tree.dynamic import DynamicTree, Topology
-from lowlat.step.state import StepGeometry, declare_tables, state_specs
+from lowlat.step.state import StepGeometry, declare_state, declare_tables
 
 __all__ = ["StepBuilder", "build_step"]
 
@@ -39,8 +39,7 @@ class StepBuilder:
         self.topology = topology
         self.batch, self.width = bucket.batch, bucket.rows
         self.builder = ProgramBuilder(f"step[{bucket}]")
-        for spec in state_specs(geometry):
-            self.builder.declare(spec)
+        declare_state(self.builder, geometry)
         self.tables = declare_tables(self.builder, geometry)
 
     def build(self) -> Program:
