@@ -411,11 +411,10 @@ def _tell_rows(thread: Any, slot: Any, sizes: Any, record: Any, rows_of: Any, to
 @cache
 def begin_step_kernel(plan: BeginStepPlan) -> Kernel:
     """The kernel for a plan; arguments are addresses, zero for those of operations that it lacks."""
-    rows, max_rows, num_forced = plan.rows, plan.max_rows, plan.batch * FORCED_WORDS
-    sizes, extents, ring, threads = astuple(plan)[:7], astuple(plan)[6:11], plan.ring, plan.threads
+    sizes, extents, parts = astuple(plan)[:7], astuple(plan)[6:11], (plan.lists, plan.gathers, plan.tells)
+    rows, max_rows, ring, threads, lays_out = plan.rows, plan.max_rows, plan.ring, plan.threads, any(parts)
     batch, num_records, num_nodes = plan.batch, plan.max_batch * RECORD, plan.batch * plan.num_paths * plan.width
-    applies, tells, parts = plan.applies, plan.tells, (plan.lists, plan.gathers, plan.tells)
-    lays_out = any(parts)
+    applies, tells, num_forced = plan.applies, plan.tells, plan.batch * FORCED_WORDS
 
     def kernel(
         command_ring: Any,
@@ -489,5 +488,4 @@ def begin_step_kernel(plan: BeginStepPlan) -> Kernel:
             told = (grammar_tokens, grammar_paths, grammar_lengths)
             _tell_rows(thread, slot, (rows, max_rows), record, (row_tokens, row_masks), told)
 
-    name = "begin_step_" + "_".join(str(extent) for extent in astuple(plan))
-    return Kernel(name, kernel, (types.int64,) * len(ARGUMENTS), threads)
+    return Kernel("_".join(map(str, ("begin_step", *astuple(plan)))), kernel, (types.int64,) * len(ARGUMENTS), threads)
