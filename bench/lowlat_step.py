@@ -3,12 +3,12 @@ long context with random keys and values. Acceptance is imposed where the step d
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import cast
 
 import torch
 
 from bench.dense_cases import Case, DenseGeometry
+from lowlat.checkpoint.source import WeightSource
 from lowlat.executors.devices import DeviceChoice
 from lowlat.executors.graph import GraphExecutor
 from lowlat.executors.make import make_executor
@@ -16,7 +16,6 @@ from lowlat.graphs import Bucket, Paging
 from lowlat.kernels.moe.packing import PackedExperts
 from lowlat.kernels.reference.step.slot_record import DRAFT_LIMIT, MAX_LENGTH, NUM_LOGPROBS, REPETITION, TOP_P
 from lowlat.models.geometry import DraftConfig, ModelConfig, RopeConfig
-from lowlat.models.target import coded as coded_config
 from lowlat.speculators.eagle3.speculator import Eagle3Speculator
 from lowlat.speculators.tree.dynamic import Topology
 from lowlat.speculators.tree.topology import TreeTopology
@@ -27,7 +26,7 @@ from lowlat.tools.profile.recording import LEAD, call_sites, record_kernels
 from lowlat.tools.profile.report import Summary, summarise
 from lowlat.tools.profile.times import CallSite, attribute
 
-__all__ = ["BLOCK_SIZE", "ROOM", "ExecutorStep", "GraphStep", "make_coded_step", "make_step", "step_geometry"]
+__all__ = ["BLOCK_SIZE", "ROOM", "ExecutorStep", "GraphStep", "make_step", "step_geometry"]
 
 ROOM = 1024  # tokens past the case's context that replays between resets may add
 BLOCK_SIZE = 32
@@ -38,13 +37,6 @@ def make_step(
 ) -> "GraphStep":
     """A `StepFactory`."""
     return GraphStep(geometry, case, weights, device)
-
-
-def make_coded_step(
-    geometry: DenseGeometry, case: Case, weights: Mapping[str, torch.Tensor], device: torch.device
-) -> "GraphStep":
-    """A `StepFactory` of steps whose KV caches hold codes."""
-    return GraphStep(geometry, case, weights, device, coded=True)
 
 
 def step_geometry(geometry: DenseGeometry, case: Case, topology: Topology) -> StepGeometry:
@@ -119,7 +111,9 @@ class ExecutorStep:
         self.case = case
         self.bucket = Bucket(case.batch, drafted.num_nodes, drafted.depth)
         program = build_step(shapes, self.bucket, drafted)
-        used = {name: weights[name] for name in weights if drafted.depth or not name.startswith("head.")}
+        used = weights
+        if not isinstance(weights, WeightSource) and not drafted.depth:
+            used = {name: weights[name] for name in weights if not name.startswith("head.")}
         kind = "graph" if device.type == "cuda" else "reference"
         choice = DeviceChoice(device, kind, "a benchmark")
         made = make_executor(choice, {self.bucket: program}, build_prefills(shapes), used)  # type: ignore[arg-type]
@@ -154,6 +148,22 @@ class ExecutorStep:
         for _ in range(2):  # the first step has no drafts yet
             self.executor.step(self.bucket)
         self.executor.synchronize()
+
+    def distinct_experts(self) -> list[int]:
+        """The experts that the rows of each layer chose, counted over one step that is launched kernel by kernel."""
+        executor, counts = self.executor, []
+        ids = executor.scratch(self.bucket)["expert_ids"]
+        torch.cuda.synchronize(executor.device)  # replays may be under way on another stream
+        with torch.cuda.stream(executor.stream):
+            stream = executor.launcher.stream()
+            for group, launches in executor.prepare(self.bucket):
+                for launch in launches:
+                    launch.issue(stream)
+                if any(op.kind == "router" for op in group.ops):
+                    executor.stream.synchronize()
+                    counts.append(len(set(ids.flatten().tolist()) - {-1}))
+            executor.stream.synchronize()
+        return counts
 
     def replay(self) -> None:
         """Launch one step on torch's current stream; the reference runs it."""
@@ -201,11 +211,7 @@ class GraphStep(ExecutorStep):
         device: torch.device,
         topology: Topology | None = None,
         shapes: StepGeometry | None = None,
-        *,
-        coded: bool = False,
     ) -> None:
         drafted = TreeTopology.chain(case.num_speculative_tokens) if topology is None else topology
         shapes = step_geometry(geometry, case, drafted) if shapes is None else shapes
-        if coded:
-            shapes = replace(shapes, config=coded_config(shapes.config))
         super().__init__(shapes, case, weights, device, drafted)

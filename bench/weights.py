@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -32,10 +33,10 @@ from bench.gpt_oss_report import show_kernels
 from bench.gpt_oss_step import OssStep
 from bench.gpt_oss_step import make_weights as make_oss_weights
 from bench.lowlat_step import ExecutorStep, GraphStep, step_geometry
+from bench.table_step import TableModel, TableStep
 from bench.wall import Wall, measure_wall
 from lowlat.kernels.formats import MATRIX_FORMATS
-from lowlat.models import target as targets
-from lowlat.models.families import FAMILIES
+from lowlat.models.target import coded
 from lowlat.speculators.tree.topology import TreeTopology
 
 __all__ = ["CASES", "SMALL_CASES", "WeightsCase", "main", "make_weights", "weight_bytes"]
@@ -74,16 +75,6 @@ class WeightsCase:
         if weight == "lm_head.weight":
             return self.lm_head
         return "bf16" if weight == "embed.weight" else self.weights
-
-    @property
-    def missing(self) -> str | None:
-        """The reason why this build cannot run it; None where it can."""
-        if self.kv == "fp8" and not hasattr(targets, "coded"):
-            return "this build has no KV cache of 8 bits"
-        if self.model == QWEN:
-            has_family = "qwen3_moe" in FAMILIES
-            return "no benchmark of the family's experts" if has_family else "this build has no family qwen3_moe"
-        return None
 
 
 def _dense(model: str, places: tuple[Case, Case, Case]) -> tuple[WeightsCase, ...]:
@@ -154,9 +145,7 @@ def _measure_all(options: argparse.Namespace, device: torch.device) -> int:
     for case in cases:
         start = time.perf_counter()
         row = _described(case)
-        if case.missing is not None:
-            row["skipped"] = case.missing
-        elif start - begin > options.limit_s:
+        if start - begin > options.limit_s:
             row["skipped"] = f"{options.limit_s:g} s were over"
         else:
             try:
@@ -217,13 +206,15 @@ def _make_step(case: WeightsCase, device: torch.device) -> tuple[ExecutorStep, i
     if case.model == OSS:
         model, oss = MODELS["120b"], OssCase("120b", case.step)
         weights = make_oss_weights(model, device, alike=False, draft_vocab_size=64)
-        made = OssStep(model, oss, weights, device)
-        counts = made.distinct_experts()
-        return made, oss_bytes(model, oss, sum(counts) / len(counts))
+        made = OssStep(model, oss, weights, device, has_codes=case.kv == "fp8")
+        return made, oss_bytes(model, oss, fmean(made.distinct_experts()), 1 if case.kv == "fp8" else 2)
+    if case.model == QWEN:
+        table = TableStep(TableModel(case.model, case.weights), case.step, device)
+        return table, table.bytes(fmean(table.distinct_experts()))
     geometry, chain = GEOMETRIES[case.model], TreeTopology.chain(case.step.num_speculative_tokens)
     shapes = step_geometry(geometry, case.step, chain)
     if case.kv == "fp8":
-        shapes = replace(shapes, config=targets.coded(shapes.config))  # type: ignore[attr-defined]
+        shapes = replace(shapes, config=coded(shapes.config))
     dense = make_weights(geometry, case, device)
     return GraphStep(geometry, case.step, dense, device, shapes=shapes), weight_bytes(geometry, case)
 

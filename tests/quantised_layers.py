@@ -171,6 +171,7 @@ LAYOUTS: Mapping[str, tuple[dict[str, Any], Make]] = {
     ),
     "nvfp4-modelopt": (MODELOPT, partial(nvfp4, names=("weight", "weight_scale_2"), divides=False)),
 }
+ROUTERS = (".mlp.gate.",)  # stay as they are
 LAYOUTS["w4a16-zeros"][0]["config_groups"]["group_0"]["weights"]["symmetric"] = False
 
 
@@ -221,12 +222,28 @@ def rewrite(directory: Path, makers: Mapping[str, Make], model: Any, *, seed: in
     rng, tensors, state = np.random.default_rng(seed), {}, {} if model is None else model.state_dict()
     for name, stored in load_file(directory / "model.safetensors").items():
         made = next((make for key, make in makers.items() if key in name), None)
-        if made is None or stored.dim() != 2 or ".layers." not in name or any(part in name for part in plain):
+        if (
+            made is None
+            or stored.dim() != 2
+            or ".layers." not in name
+            or any(part in name for part in (*plain, *ROUTERS))
+        ):
             tensors[name] = stored
             continue
         parts, values = made(rng, *stored.shape)
         owner = name.removesuffix("weight")
         tensors |= {f"{owner}{part}": each for part, each in parts.items()}
-        if name in state:
-            state[name].copy_(torch.from_numpy(values))
+        if model is not None:
+            _place_of(state, name).copy_(torch.from_numpy(values))
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def _place_of(state: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    """A stored layer's place among transformers' tensors, where all experts' are stacked, gate over up."""
+    outer, found, rest = name.partition(".experts.")
+    if not found:
+        return state[name]
+    expert, part, _ = rest.split(".")
+    if part == "down_proj":
+        return state[f"{outer}.experts.{part}"][int(expert)]
+    return state[f"{outer}.experts.gate_up_proj"][int(expert)].chunk(2)[part == "up_proj"]

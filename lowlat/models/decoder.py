@@ -111,13 +111,15 @@ def _emit_experts(emitter: Emitter, config: ModelConfig, layer: int, normed: str
     name, count, chosen = f"layers.{layer}", emitter.rows.count, experts.num_experts_per_token
     ids = emitter.scratch("expert_ids", count, chosen, dtype=torch.int32)
     shares = emitter.scratch("expert_weights", count, chosen, dtype=torch.float32)
+    biases = ("bias",) if experts.biased else ()
     emitter.emit(
         "router",
         {"x": normed, **emitter.wanted()},
         {"expert_ids": ids, "expert_weights": shares},
-        weights={"weight": f"{name}.router.weight", "bias": f"{name}.router.bias"},
+        weights={part: f"{name}.router.{part}" for part in ("weight", *biases)},
+        over_all=experts.shares_of_all,
     )
-    parts = (*FORMATS[experts.weight_format].parts, "bias")
+    parts = (*FORMATS[experts.weight_format].parts, *biases)
     activated = emitter.scratch("activated", count, chosen, config.intermediate_size)
     emitter.emit(
         "experts_gate_up",

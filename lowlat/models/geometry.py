@@ -38,13 +38,15 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """A mixture of experts in place of the dense FFN (gpt-oss): softmax over the chosen, clamped SwiGLU."""
+    """A mixture of experts in place of the dense FFN."""
 
     num_experts: int
     num_experts_per_token: int
-    swiglu_limit: float
-    swiglu_alpha: float
+    swiglu_limit: float | None  # of the clamped SwiGLU; None: SwiGLU is plain
+    swiglu_alpha: float | None
     weight_format: str  # of its matrices: a name in the table of `lowlat.kernels.formats`
+    biased: bool = True  # router and experts have biases
+    shares_of_all: bool = False  # shares are of the softmax over all experts; else over the chosen, and sum to 1
 
 
 @dataclass(frozen=True)

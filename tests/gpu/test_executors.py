@@ -35,7 +35,9 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 QUANTISED = ("fp8-channel", "fp8-block", "w4a16-32", "awq", "nvfp4")
 CODED = ("llama:codes", "qwen3:codes", "mxfp4:codes", "dflash:codes")  # with a KV cache of 8 bits
-NAMES = ["llama", "mistral", "qwen2", "qwen3", "gpt_oss", "mxfp4", "alike", *QUANTISED, *FORMS, *CODED, "demo"]
+MIXTURES = {"qwen3_moe": None, "moe_fp8": "fp8-channel", "moe_int4": "w4a16-zeros"}  # of Qwen3, by experts' layouts
+DENSE = ("llama", "mistral", "qwen2", "qwen3")
+NAMES = [*MIXTURES, *DENSE, "gpt_oss", "mxfp4", "alike", *QUANTISED, *FORMS, *CODED, "demo"]
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "sampled": {"temperature": 1.0},
@@ -88,6 +90,12 @@ def make(name: str, folder: Path) -> PairPaths:
         paths = make_pair(folder, "llama", **{**SIZES, "intermediate_size": 128})
         quantise_target(paths.target, name, None)
         return paths
+    if name in MIXTURES:
+        sizes = {**SIZES, "intermediate_size": 128, "num_local_experts": 9, "num_experts_per_tok": 8}
+        paths, layout = make_pair(folder, "qwen3_moe", **sizes), MIXTURES[name]
+        if layout is not None:
+            quantise_target(paths.target, layout, None)
+        return paths
     if name not in FORMS:
         return make_pair(folder, name, **SIZES)
     form, paths = FORMS[name], PairPaths(folder / "target", folder / "head")
@@ -118,7 +126,7 @@ def mixture(directory: Path, *, alike: bool) -> PairPaths:
 
 def trees_of(name: str) -> tuple[Any, ...]:
     """A chain and the trees that the pair's drafts may be."""
-    own = FORMS.get(name, {})
+    own = FORMS.get(name.removesuffix(":codes"), {})
     return (None, TREE) if "layout" in own or "mask_token" in own else (None, TREE, DYNAMIC)
 
 

@@ -139,7 +139,7 @@ class Quantisation:
         pieces = [
             stored.pieces(module, piece.shape[0], columns) for module, piece in zip(modules, recipe.pieces, strict=True)
         ]
-        return part_recipes(owner, stored.packed, [*pieces], recipe.dtype)
+        return [replace(made, count=recipe.count) for made in part_recipes(owner, stored.packed, pieces, recipe.dtype)]
 
     def unused(self, checkpoint: Checkpoint) -> set[str]:
         """Stored tensors that say how activations and caches were quantised, and biases of zeros."""
