@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import lru_cache
 from pathlib import Path
 
 # before anything imports the libraries that read them
@@ -91,6 +92,19 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         with _locked(folder / "gate", fcntl.LOCK_EX):  # nobody else begins
             held.enter_context(_locked(folder / "running", fcntl.LOCK_EX if alone else fcntl.LOCK_SH))
         return (yield)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def steps_built_once() -> Iterator[None]:
+    """A step's Program, which nothing changes, is built once for its geometry: else it is most of a small model's load."""
+    loading = sys.modules.get("lowlat.host.loading")  # imported by the modules that load one
+    if loading is None:
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("build_step", "build_adaptive"):
+            patch.setattr(loading, name, lru_cache(maxsize=512)(getattr(loading, name)))
+        yield
 
 
 @pytest.fixture(scope="session")
