@@ -69,13 +69,15 @@ class _Groups:
 
         return wait
 
-    def store_group_half(self, rows: int, half: int, pitch: int) -> Callable[..., None]:
-        def store(address: int, extra: Any, sums: Any) -> None:
+    def store_group_half(self, rows: int, half: int, pitch: int, *, is_scaled: bool) -> Callable[..., None]:
+        def store(address: int, scale: Any, extra: Any, sums: Any) -> None:
             assert not isinstance(sums, _Flying), "sums that were not awaited"
             for tile in range(rows // 8):
                 for part in range(2):
                     place = self._walker.at(int(address) + (8 * tile + part) * pitch, 4)
-                    place.view(np.float32)[0] = plain(np.float32(sums[4 * tile + 2 * half + part]) + np.float32(extra))
+                    value = np.float32(sums[4 * tile + 2 * half + part])
+                    value = plain(value * np.float32(scale)) if is_scaled else value
+                    place.view(np.float32)[0] = plain(np.float32(value) + np.float32(extra))
 
         return store
 

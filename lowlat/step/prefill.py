@@ -10,14 +10,13 @@ their keys and values become exact, and the last of these choose the slot's bloc
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from types import MappingProxyType
 
-from lowlat.models.decoder import emit_decoder
+from lowlat.models.decoder import emit_decoder, emit_prompt_logits
 from lowlat.models.layers import Rows
 from lowlat.models.program import Program, ProgramBuilder, Stage
 from lowlat.speculators.base import PrefillScope
-from lowlat.step.state import StepGeometry, declare_tables, state_specs, waiting_boundaries
+from lowlat.step.state import StepGeometry, declare_state, declare_tables, waiting_boundaries
 
 __all__ = ["build_prefill", "build_prefills"]
 
@@ -38,8 +37,7 @@ def build_prefill(geometry: StepGeometry, size: int | None = None) -> Program:
     refresh, size = (size or 0) < 0, abs(size or geometry.prefill_chunk)
     stage = Stage.PREFILL
     builder = ProgramBuilder("refresh" if refresh else "prefill")
-    for spec in state_specs(geometry):
-        builder.declare(replace(spec, shape=(size,)) if spec.name in BY_ROW else spec)
+    declare_state(builder, geometry, dict.fromkeys(BY_ROW, size))
     tables = declare_tables(builder, geometry)
     common = {"block_table": "prefill_table", "chunk": "prefill_chunk"}
     write = {"row_live": "prefill_live", **common}
@@ -53,6 +51,8 @@ def build_prefill(geometry: StepGeometry, size: int | None = None) -> Program:
     builder.emit("identity", stage, reads={"x": "prefill_slot"}, writes={"out": "prefilled_slot"})
     last = {"x": boundaries[-1], "commit_lens": "prefill_count"}
     builder.emit("take_last", stage, reads=last, writes={"out": "prefilled_residual"})
+    if geometry.prompt_logits:
+        emit_prompt_logits(builder, geometry.config, rows, boundaries[-1], "prompt_logits", stage)
     if geometry.speculator is not None:
         own = (geometry.config, boundaries, tables.get("draft"), geometry.block_size)
         geometry.speculator.emit_prefill(PrefillScope(builder, *own, size, geometry.prefill_chunk))

@@ -1,7 +1,8 @@
-"""GEMMs of many rows with a packed bf16 weight by warpgroups' tensor cores, for cards of capability 9.0.
+"""GEMMs of many rows with a packed weight by warpgroups' tensor cores, for cards of capability 9.0.
 
-The weight's tiles are the first matrix, in registers, as they were packed; rows of x, arranged once, are the second one
-in shared memory. A persistent grid, one block a multiprocessor. A row's bits depend on the row and the weight alone.
+The weight's tiles are the first matrix, in registers, as they were packed or decoded there; rows of x, arranged once,
+are the second one in shared memory. A persistent grid, one block a multiprocessor. A row's bits depend on the row and
+the weight alone.
 """
 
 from functools import cache
@@ -27,6 +28,7 @@ from lowlat.kernels.gemm.prefill.plan import (
     segments_of,
 )
 from lowlat.kernels.gemm.prefill.split_k_sum import add_segments
+from lowlat.kernels.gemm.tiles import BF16_TILES, FP8_TILES, NVFP4_TILES, TileFormat
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain import ptx, ptx_hopper
 from lowlat.kernels.toolchain.kernel import H200, Card, Kernel, KernelCall
@@ -52,7 +54,8 @@ def prefill_gemm(
     """out = x @ weight.T + bias, in two or three launches, accumulated in float32.
 
     x         [M, K]              bf16, M a multiple of 64 up to 1024
-    weight    [N, K]              packed bf16, N and K multiples of 8
+    weight    [N, K]              packed, N and K multiples of 8; bf16, or quantised: numbers are rounded to bf16, and
+                                  scales of rows multiply the sums
     bias      [N]                 bf16, in the packed order, or None
     columns   [N / 8]             int32, as `runs_of` the weight's order has it; None: rows are packed in their order
     arranged  [ceil(K/64), M, 64] bf16: workspace, as `arranged_shape` has it
@@ -66,20 +69,21 @@ def prefill_gemm(
     rows, depth = x.shape
     planned: Planned | None = None
     if plan is None:
-        plan, planned = choose_prefill_plan(rows, weight.rows, weight.columns, card)
-    elif plan not in plans_of(rows, weight.rows, weight.columns, card):
+        plan, planned = choose_prefill_plan(rows, weight.rows, weight.columns, card, weight.tile_format)
+    elif plan not in plans_of(rows, weight.rows, weight.columns, card, weight.tile_format):
         raise ShapeError(f"{plan} is no plan for {rows} rows by a weight of {weight.rows} x {weight.columns}")
     check_shape("x", x, rows, weight.columns)
     check_shape("out", out, rows, weight.rows)
     check_shape("arranged", arranged, *arranged_shape(rows, depth))
-    if weight.tiles.dtype != torch.bfloat16 or x.dtype != torch.bfloat16:
+    is_plain = weight.tile_format == BF16_TILES
+    if (is_plain and weight.tiles.dtype != torch.bfloat16) or x.dtype != torch.bfloat16:
         raise ShapeError(f"a prefill GEMM is of bf16, got {x.dtype} and {weight.tiles.dtype}")
     if bias is not None:
         check_shape("bias", bias, weight.rows)
     if columns is not None:
         check_shape("columns", columns, weight.rows // RUN)
     segments, length = segments_of(weight.rows, weight.columns)
-    cut, x_tiles = Cut(weight.rows, weight.columns, segments, length), rows // plan.rows
+    cut, x_tiles = Cut(weight.rows, weight.columns, segments, length, weight.tile_format), rows // plan.rows
     units = plan.units(rows, weight.rows, segments)
     kernel = _make(cut, plan, bias is not None, columns is not None)
     target = out
@@ -89,13 +93,14 @@ def prefill_gemm(
         check_shape("partials", partials, *partials_shape(plan, rows, weight.rows, weight.columns))
         target = partials
     arguments = (
-        weight.tiles, arranged, 0 if bias is None else bias, 0 if columns is None else columns, target, rows, x_tiles,
-        units, READ_ONCE if x_tiles == 1 else KEPT_AS_USUAL,
+        weight.memory, arranged, 0 if bias is None else bias, 0 if columns is None else columns,
+        0 if weight.scales is None else weight.scales, target, rows, x_tiles, units,
+        READ_ONCE if x_tiles == 1 else KEPT_AS_USUAL,
     )  # fmt: skip
     calls = arrange(x=x, out=arranged)
     calls.append(KernelCall(kernel, (min(units, card.num_multiprocessors), 1, 1), arguments, planned=planned))
     if plan.apart:
-        calls += add_segments(partials=target, bias=bias, columns=columns, out=out)
+        calls += add_segments(partials=target, scales=weight.scales, bias=bias, columns=columns, out=out)
     return calls
 
 
@@ -108,7 +113,7 @@ def _make(cut: Cut, plan: PrefillGemmPlan, with_bias: bool, with_columns: bool) 
     begin, barriers_at, last_warp = handover.begin, plan.stages * plan.stage_bytes, 4 * CONSUMERS
 
     def prefill_gemm_kernel(
-        weight: Any, x: Any, bias: Any, columns: Any, out: Any, rows: Any, x_tiles: Any, units: Any,
+        weight: Any, x: Any, bias: Any, columns: Any, scales: Any, out: Any, rows: Any, x_tiles: Any, units: Any,
         policy: Any,
     ) -> None:  # fmt: skip
         start = uint32(ptx.shared_address(cuda.shared.array(shape=0, dtype=float32)))
@@ -127,33 +132,40 @@ def _make(cut: Cut, plan: PrefillGemmPlan, with_bias: bool, with_columns: bool) 
                 base, barriers, weight, x, uint32(rows), uint32(x_tiles), uint32(units), unit, grid, part, lane, policy
             )  # fmt: skip
         else:
-            beside = (bias, columns)
+            beside = (bias, columns, scales)
             consume(
                 base, barriers, beside, out, uint32(rows), uint32(x_tiles), uint32(units), unit, grid, warp, lane
             )  # fmt: skip
 
+    kind = "" if cut.weights == BF16_TILES else f"{cut.weights.label}_"
     name = (
-        f"prefill_gemm_{cut.weight_rows}x{cut.columns}_{cut.segments}x{cut.length}_"
+        f"prefill_gemm_{kind}{cut.weight_rows}x{cut.columns}_{cut.segments}x{cut.length}_"
         f"{plan.rows}x{plan.depth}x{plan.stages}_{'apart' if plan.apart else 'whole'}_"
         f"{'bias' if with_bias else 'plain'}_{'columns' if with_columns else 'inplace'}"
     )
-    return Kernel(name, prefill_gemm_kernel, (types.int64,) * 9, plan.threads, 1, plan.shared_bytes, specific=True)
+    return Kernel(name, prefill_gemm_kernel, (types.int64,) * 10, plan.threads, 1, plan.shared_bytes, specific=True)
 
 
 def examples(card: Card = H200) -> list[Kernel]:
     """Representative specialisations, for a card that has the instructions: Llama's GEMMs, and an odd one."""
     if not has_prefill_gemm(card):
         return []
+    grouped = TileFormat("int4", 512, groups=1)
+    zeros = TileFormat("int4", 512, groups=2, wide=True, zeros=True)
     cases = (
-        (128, 6144, 4096, False, True),
-        (512, 4096, 4096, False, False),
-        (512, 28672, 4096, False, True),
-        (128, 4096, 14336, False, False),
-        (64, 200, 72, True, True),
+        (128, 6144, 4096, False, True, BF16_TILES),
+        (512, 4096, 4096, False, False, BF16_TILES),
+        (512, 28672, 4096, False, True, BF16_TILES),
+        (128, 4096, 14336, False, False, BF16_TILES),
+        (64, 200, 72, True, True, BF16_TILES),
+        (128, 6144, 4096, False, True, FP8_TILES),
+        (512, 28672, 4096, False, True, grouped),
+        (512, 4096, 4096, True, False, zeros),
+        (512, 4096, 4096, False, False, NVFP4_TILES),
     )
     made = []
-    for rows, weight_rows, columns, with_bias, with_columns in cases:
-        plan = plan_prefill_gemm(rows, weight_rows, columns, card)
-        cut = Cut(weight_rows, columns, *segments_of(weight_rows, columns))
+    for rows, weight_rows, columns, with_bias, with_columns, weights in cases:
+        plan = plan_prefill_gemm(rows, weight_rows, columns, card, weights)
+        cut = Cut(weight_rows, columns, *segments_of(weight_rows, columns), weights)
         made.append(_make(cut, plan, with_bias, with_columns))
     return made

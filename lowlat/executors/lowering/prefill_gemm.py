@@ -1,7 +1,7 @@
 """GEMMs of a chunk of prefill: by packed weights where the card has wgmma, else by torch from an unpacked matrix.
 
-A quantised matrix is unpacked, too, its numbers rounded to bf16; FP8 by row is exact, as its rows' scales multiply what
-comes out.
+Numbers of a quantised matrix are rounded to bf16, in registers or by the launch that unpacks it; FP8 by row and NVFP4
+are exact, as the scales of their rows multiply what comes out.
 
 A row's bits depend on the row and the weight alone: ours because rows do not know of each other, torch's because it
 multiplies a whole chunk at a time, padded where there are fewer rows.
@@ -12,12 +12,12 @@ from collections.abc import Sequence
 import torch
 
 from lowlat.executors.lowering.binding import Binding, Call, LibraryCall
-from lowlat.kernels.formats.dense import unpack_matrix
 from lowlat.kernels.gemm.packing import PackedMatrix, unpack_rows
 from lowlat.kernels.gemm.prefill.activation_layout import arranged_shape
 from lowlat.kernels.gemm.prefill.gemm import prefill_gemm
 from lowlat.kernels.gemm.prefill.plan import MOST_ROWS, has_prefill_gemm, segments_of
 from lowlat.kernels.gemm.tiles import BF16_TILES
+from lowlat.kernels.gemm.unpacking import unpack_weight, unpacked_shape
 from lowlat.kernels.toolchain.kernel import Card, WorkspaceShape
 from lowlat.models.program import Op
 
@@ -38,7 +38,8 @@ def gemm_workspaces(rows: int, height: int, width: int) -> list[WorkspaceShape]:
 def takes(chunk: int, weight: PackedMatrix, card: Card) -> bool:
     """Whether a weight is multiplied by our GEMM, in chunks of so many rows."""
     fits = chunk % ROWS == 0 and weight.rows % WIDTH == 0 and weight.columns % WIDTH == 0
-    return fits and has_prefill_gemm(card) and weight.tiles.dtype == torch.bfloat16
+    is_read = weight.tile_format != BF16_TILES or weight.tiles.dtype == torch.bfloat16
+    return fits and has_prefill_gemm(card) and is_read
 
 
 def prefill_linear(binding: Binding, op: Op) -> Sequence[Call]:
@@ -48,11 +49,18 @@ def prefill_linear(binding: Binding, op: Op) -> Sequence[Call]:
     if takes(chunk, weight, binding.card):
         return _by_packed(binding, op, weight)
     bias = binding.weights.vector(op.weights["bias"]) if "bias" in op.weights else None
+    calls: list[Call] = []
+    unpacked: torch.Tensor | None = None
+    if weight.tile_format != BF16_TILES:
+        shape = unpacked_shape(weight.rows, weight.columns)
+        held = binding.workspace("prefill.unpacked", (binding.weights.most_unpacked,), torch.bfloat16)
+        unpacked = held[: shape[0] * shape[1]].view(shape)
+        calls += unpack_weight(weight=weight, out=unpacked)
     arguments = {
-        "x": given["x"], "weight": weight, "bias": bias, "places": binding.weights.places(name), "chunk": chunk,
-        "out": given["out"],
+        "x": given["x"], "weight": weight, "unpacked": unpacked, "bias": bias, "places": binding.weights.places(name),
+        "chunk": chunk, "out": given["out"],
     }  # fmt: skip
-    return [LibraryCall("linear", _by_unpacked, arguments, is_fallback=True)]
+    return [*calls, LibraryCall("linear", _by_unpacked, arguments, is_fallback=True)]
 
 
 def _by_packed(binding: Binding, op: Op, weight: PackedMatrix) -> Sequence[Call]:
@@ -73,13 +81,14 @@ def _by_unpacked(
     x: torch.Tensor,
     *,
     weight: PackedMatrix,
+    unpacked: torch.Tensor | None,
     bias: torch.Tensor | None,
     places: torch.Tensor | None,
     chunk: int,
     out: torch.Tensor,
 ) -> None:
     scales = weight.scales
-    matrix = unpack_rows(weight) if weight.tile_format == BF16_TILES else unpack_matrix(weight)
+    matrix = unpack_rows(weight) if unpacked is None else unpacked[: weight.rows, : weight.columns]
     if places is None:
         _multiply(x, matrix, chunk, out)
         packed = out

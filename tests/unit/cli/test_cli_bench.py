@@ -37,8 +37,10 @@ def last_line(*arguments: object, code: int = 0) -> dict[str, Any]:
 
 
 def test_the_bundled_pair_runs_and_its_file_keeps_the_schema(tmp_path: Path) -> None:
-    strict = ("--device", "cpu", "--executor", "reference", "--perf-mode", "strict")
-    shown = last_line("run", "single", *SMALL, "-S", "0,3", *strict, "--repeats", 2, "--out", tmp_path)
+    strict = ("--device", "cpu", "--executor", "reference", "--perf-mode", "strict", "--quantize", "fp8")
+    shown = last_line(
+        "run", "single", *SMALL, "-S", "0,3", *strict, "--draft-quantize", "fp8", "--repeats", 2, "--out", tmp_path
+    )
     found = read_result(tmp_path / "single.json")
     assert found.complete and not found.failures and shown["complete"] and shown["simulated"] == []
     assert [each["case"] for each in shown["rows"]] == ["1 x 40, S=0", "1 x 40, S=3"]
@@ -49,7 +51,8 @@ def test_the_bundled_pair_runs_and_its_file_keeps_the_schema(tmp_path: Path) -> 
     assert plain.perf is not None and drafted.perf is not None and drafted.perf.undrafted_steps == {}
     assert 0 < plain.perf.library_calls < drafted.perf.library_calls and drafted.perf.copies == 0
     environment = found.environment
-    assert environment.perf_mode == "strict"
+    assert environment.perf_mode == "strict" and environment.quantize == "fp8"
+    assert environment.speculator == "eagle3, head, draft_quantize fp8"
     assert (environment.model, environment.executor, environment.simulated) == ("bundled pair", "reference", ())
     assert environment.prompts == "prompts.json" and environment.distinct_prompt_tokens > 1000
 
