@@ -22,9 +22,17 @@ from lowlat.kernels.toolchain.kernel import H200, Kernel
 from lowlat.kernels.toolchain.numba_cuda import compile_ptx, fork_compiler
 
 Capability = tuple[int, int]
+# The usual card compiles all; the oldest and the newest of the others every variant in one size; those between, each
+# kind once.
+ENDS = ((8, 0), (12, 0))
 EXAMPLES = {
-    **{capability: list(examples(card)) for capability, card in CARDS.items()},
-    **{capability: list(first_examples(card)) for capability, card in MINOR_CARDS.items()},
+    H200.capability: list(examples(H200)),
+    **{capability: list(first_examples(CARDS[capability], variants=True)) for capability in ENDS},
+    **{
+        capability: list(first_examples(card))
+        for capability, card in {**CARDS, **MINOR_CARDS}.items()
+        if capability not in (H200.capability, *ENDS)
+    },
 }
 # One of each kind for the usual card; the other sizes and capabilities are left to the second stage.
 FIRST_STAGE = {(H200.capability, kernel.name) for _, kernel in first_examples(H200)}
@@ -48,10 +56,10 @@ def lowered_once() -> Iterator[None]:
 
 
 def _examples(first: bool) -> Iterator[tuple[Capability, str, Kernel]]:
-    """The examples of one stage, each with its capability and module."""
+    """The examples of the first stage or of both, each with its capability and module."""
     for capability, made in EXAMPLES.items():
         for module, kernel in made:
-            if ((capability, kernel.name) in FIRST_STAGE) == first:
+            if not first or (capability, kernel.name) in FIRST_STAGE:
                 yield capability, module, kernel
 
 
@@ -66,7 +74,8 @@ def staged_cases(kernels: Iterable[Kernel]) -> list[Any]:
 
 
 class Compiled:
-    """Examples, compiled a stage at a time at first use in as many processes as there are cores.
+    """Examples, compiled at first use in as many processes as there are cores: the first stage's, or those of both, of
+    which the first then compiles none, since most of its functions are the others', too.
 
     directory   what was compiled from these sources, by this run or an earlier one
     run         of this run, and shared by its workers: whoever comes first compiles for all

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import lru_cache
 from pathlib import Path
 
 # before anything imports the libraries that read them
@@ -40,6 +41,19 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.load_profile("lowlat")
+
+
+TURN = pytest.StashKey[ExitStack]()  # the locks of the test that runs
+KEPT = pytest.StashKey[bool]()  # whether the test before left them to the next
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Tests of a card are not even imported for the second stage where there is none: the first has looked at them."""
+    if config.getoption("markexpr") != "second" or collection_path != REPOSITORY / "tests" / "gpu":
+        return None
+    import torch
+
+    return None if torch.cuda.is_available() else True
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -76,21 +90,42 @@ def _locked(path: Path, how: int) -> Iterator[None]:
         yield
 
 
+def _is_alone(item: pytest.Item | None) -> bool:
+    return item is not None and item.get_closest_marker("alone") is not None
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
     """Run beside other workers' tests, and when nobody is or wants to be alone; a test marked `alone` runs by itself.
 
     Its times say something only where nobody computes beside it: it waits until no other worker runs a test, and holds
-    them up until it is through. What a test waits here is no part of its own time.
+    them up until it and those like it that follow are through. What a test waits here is no part of its own time.
     """
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return (yield)
-    folder = Path(item.config.getoption("basetemp")).parent  # the same for all workers
-    alone = item.get_closest_marker("alone") is not None
-    with ExitStack() as held:
+    folder, turn = Path(item.config.getoption("basetemp")).parent, item.config.stash.setdefault(TURN, ExitStack())
+    if not item.config.stash.get(KEPT, False):
         with _locked(folder / "gate", fcntl.LOCK_EX):  # nobody else begins
-            held.enter_context(_locked(folder / "running", fcntl.LOCK_EX if alone else fcntl.LOCK_SH))
+            turn.enter_context(_locked(folder / "running", fcntl.LOCK_EX if _is_alone(item) else fcntl.LOCK_SH))
+    try:
         return (yield)
+    finally:
+        kept = item.config.stash[KEPT] = _is_alone(item) and _is_alone(nextitem)
+        if not kept:
+            turn.close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def steps_built_once() -> Iterator[None]:
+    """A step's Program, which nothing changes, is built once for its geometry: it is most of a small model's load."""
+    loading = sys.modules.get("lowlat.host.loading")  # imported by the modules that load one
+    if loading is None:
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("build_step", "build_adaptive"):
+            patch.setattr(loading, name, lru_cache(maxsize=512)(getattr(loading, name)))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -77,9 +77,9 @@ class FakeDevice:
             return
         with torch.inference_mode():
             if bucket.chooses:
-                self.inner._run(self.inner._bound[bucket])
+                self.inner._run(self.inner._prepare(bucket)[1])
                 bucket = bucket.bodies[int(self.state["width_choice"])]
-            bound = self.inner._bound[bucket]
+            bound = self.inner._prepare(bucket)[1]
             count = 1 + max(place for place, each in enumerate(bound) if each[0].stage is Stage.ACTIVE_SLOTS)
             self._begun, self._body, self._rest = True, bucket, bound[count:]
             self.inner._run(bound[:count])

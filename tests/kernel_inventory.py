@@ -4,6 +4,7 @@ import ast
 import importlib
 import inspect
 import pkgutil
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -14,8 +15,8 @@ from lowlat.kernels.toolchain.kernel import H200, Card, Kernel
 
 B200 = Card(148, 227 * 1024, (10, 0))
 # A card of each capability for which kernels must compile: A100, H200, RTX 5090. 10.0 stands for the capability alone,
-# with H200's size: it has the same functions, of which Numba's part of a compilation is done once for both. What a
-# B200's own size changes are counts of tiles, blocks and stages, which tests of plans look at.
+# with H200's size: it has the same functions, of which Numba's part of a compilation is done once for both. A B200's
+# own size changes counts of tiles, blocks and stages, which tests of plans look at.
 CARDS = {
     card.capability: card
     for card in (
@@ -47,11 +48,12 @@ def examples(card: Card = H200) -> Iterator[tuple[str, Kernel]]:
                 yield name, kernel
 
 
-def first_examples(card: Card) -> Iterator[tuple[str, Kernel]]:
-    """(module, kernel) for the first example of each kind of kernel."""
-    kinds: dict[str, tuple[str, Kernel]] = {}
+def first_examples(card: Card, *, variants: bool = False) -> Iterator[tuple[str, Kernel]]:
+    """(module, kernel) for the first example of each kind of kernel. variants: of each that differs in more than sizes,
+    which are the digits of its name."""
+    kinds: dict[tuple[str, str], tuple[str, Kernel]] = {}
     for name, kernel in examples(card):
-        kinds.setdefault(family(kernel), (name, kernel))
+        kinds.setdefault((family(kernel), re.sub(r"\d+", "", kernel.name) if variants else ""), (name, kernel))
     yield from kinds.values()
 
 

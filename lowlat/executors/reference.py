@@ -42,15 +42,23 @@ def bind(
 
     A quantised matrix, given by its parts, is expanded to float32 for each operation that reads it.
     """
+    check_meanings(program, weights)
     bound = []
     for op in program.ops:
-        function, arguments = meaning_of(program, op), op.arguments(buffers)
+        arguments = op.arguments(buffers)
         for name, weight in op.weights.items():
-            if not matrix_parts(weight, weights):
-                raise ConfigError(f"{program.name}: operation {op.kind} needs weight {weight}, which is missing")
             arguments[name] = weights[weight] if weight in weights else dequantised(weight, weights)
-        bound.append((op, function, arguments))
+        bound.append((op, meaning_of(program, op), arguments))
     return tuple(bound)
+
+
+def check_meanings(program: Program, weights: Mapping[str, torch.Tensor]) -> None:
+    """Raise ConfigError for a missing weight or operation."""
+    for op in program.ops:
+        meaning_of(program, op)
+        for weight in op.weights.values():
+            if weight not in weights and not matrix_parts(weight, weights):
+                raise ConfigError(f"{program.name}: operation {op.kind} needs weight {weight}, which is missing")
 
 
 def meaning_of(program: Program, op: Op) -> Callable[..., None]:
@@ -91,20 +99,25 @@ class ReferenceExecutor:
         self.state = BufferSet((spec for program in every for spec in program.specs(*STATE_ROLES)), device)
         self._constants = SharedConstants(device)
         self._packs = _packs(programs.values(), self._weights)
-        self._scratch: dict[Bucket, BufferSet] = {}
-        self._bound: dict[Bucket, tuple[Bound, ...]] = {}
+        self._prefills = dict(prefills)
+        self._prepared: dict[Bucket | int, tuple[BufferSet, tuple[Bound, ...]]] = {}
         self._hook: OpHook | None = None
-        for bucket, program in programs.items():
-            self._scratch[bucket], self._bound[bucket] = self._allocate(program)
-        operations = sum(len(program.ops) for program in (*programs.values(), *prefills.values()))
-        self.counts = LaunchCounts(library_calls=operations)
-        self._prefills = {size: self._allocate(prefill)[1] for size, prefill in prefills.items()}
+        every = (*programs.values(), *prefills.values())
+        for program in every:
+            check_meanings(program, self._weights)
+        self.counts = LaunchCounts(library_calls=sum(len(program.ops) for program in every))
 
-    def _allocate(self, program: Program) -> tuple[BufferSet, tuple[Bound, ...]]:
-        specs = program.specs(Role.SCRATCH, Role.CONSTANT)
-        own = BufferSet(specs, self.device, self._constants.place(program.constants))
-        view = {**self.state, **own, **first_rows(program, self.state)}
-        return own, self._packed(bind(program, view, self._weights))
+    @torch.inference_mode(False)  # a hook may change what it is shown
+    def _prepare(self, key: Bucket | int) -> tuple[BufferSet, tuple[Bound, ...]]:
+        """A program's own buffers and its operations, made at its first use: few of the buckets are ever used."""
+        known = self._prepared.get(key)
+        if known is None:
+            program = self._prefills[key] if isinstance(key, int) else self._programs[key]
+            specs = program.specs(Role.SCRATCH, Role.CONSTANT)
+            own = BufferSet(specs, self.device, self._constants.place(program.constants))
+            view = {**self.state, **own, **first_rows(program, self.state)}
+            known = self._prepared[key] = own, self._packed(bind(program, view, self._weights))
+        return known
 
     def _packed(self, bound: tuple[Bound, ...]) -> tuple[Bound, ...]:
         """The same operations with decode's GEMMs packed."""
@@ -118,9 +131,9 @@ class ReferenceExecutor:
     def step(self, bucket: Bucket, meanwhile: Callable[[], None] | None = None) -> None:
         """Run one step; the publication is in the ring when this returns. `meanwhile`: see `Executor`."""
         if bucket.chooses:
-            self._run(self._bound[bucket])
+            self._run(self._prepare(bucket)[1])
             bucket = bucket.bodies[int(self.state["width_choice"])]
-        bound = self._bound[bucket]
+        bound = self._prepare(bucket)[1]
         if meanwhile is not None:
             count = 1 + max(place for place, (op, _, _) in enumerate(bound) if op.stage is Stage.ACTIVE_SLOTS)
             self._run(bound[:count])
@@ -137,9 +150,9 @@ class ReferenceExecutor:
     @torch.inference_mode()
     def prefill(self, size: int, first: Bucket | None = None) -> None:
         """Run the prefill program of so many positions, and the one that chooses the first token behind it."""
-        self._run(self._prefills[size])
+        self._run(self._prepare(size)[1])
         if first is not None:
-            self._run(self._bound[first])
+            self._run(self._prepare(first)[1])
 
     def _run(self, bound: tuple[Bound, ...]) -> None:
         hook = self._hook
@@ -165,7 +178,7 @@ class ReferenceExecutor:
 
     def scratch(self, bucket: Bucket) -> BufferSet:
         """The scratch buffers and constants of a bucket."""
-        return self._scratch[bucket]
+        return self._prepare(bucket)[0]
 
     def program(self, bucket: Bucket) -> Program:
         """The program of a bucket."""
@@ -181,8 +194,7 @@ class ReferenceExecutor:
         """Drop every reference to programs, buffers and weights."""
         self._hook = None
         self._programs.clear()
-        self._bound.clear()
-        self._scratch.clear()
+        self._prepared.clear()
         self._constants.clear()
         self._prefills.clear()
         self._packs.clear()

@@ -35,7 +35,7 @@ class Memory:
 
 def memory_of(executor: Any) -> set[int]:
     """State, weights and scratch; not constants, which are the programs' own on a CPU."""
-    sets = [(each, spec.name) for each in executor._scratch.values() for spec in each.specs.values()
+    sets = [(each, spec.name) for each, _ in executor._prepared.values() for spec in each.specs.values()
             if spec.role is Role.SCRATCH]  # fmt: skip
     scratch = [each[name] for each, name in sets]
     return storages([*executor.state.values(), *executor._weights.values(), *scratch])

@@ -19,7 +19,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 TOLERANCE = 1e-4
 MAX_TOKENS = 24
 TREE = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (0, 1, 1))
-OPTIONS: dict[str, Any] = {"max_batch": 2, "max_context": 128, "block_size": 4, "prefill_chunk": 8} | {
+OPTIONS: dict[str, Any] = {"max_batch": 1, "max_context": 128, "block_size": 4, "prefill_chunk": 8} | {
     "device": "cpu",
     "dtype": "float32",
 }

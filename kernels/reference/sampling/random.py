@@ -5,6 +5,8 @@ everywhere. Source: Salmon, Moraes, Dror, Shaw, "Parallel Random Numbers: As Eas
 4x32 with 10 rounds.
 """
 
+from functools import lru_cache
+
 import torch
 
 __all__ = ["gumbel", "philox", "uniforms"]
@@ -55,8 +57,9 @@ def uniforms(seed: int, position: int, count: int, device: torch.device, *, stre
     return ((2 * words + 1).float() * 2.0**-33).clamp(max=LARGEST)
 
 
+@lru_cache(maxsize=64)  # nodes of a tree that stand at one position draw with the same noise
 def gumbel(seed: int, position: int, count: int, device: torch.device, *, stream: int = 0) -> torch.Tensor:
-    """Standard Gumbel noise for each token at an absolute position: [count] float32 on `device`.
+    """Standard Gumbel noise for each token at an absolute position: [count] float32 on `device`, not to be changed.
 
     -log(-log1p(-u)): the large values, which decide draws, come from small u, where float32 is finest; so the
     noise reaches 22.9 upwards and -2.9 downwards, and the likeliest of logits + noise is a draw from softmax.
