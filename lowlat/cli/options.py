@@ -43,17 +43,23 @@ MAX_OPTION_BYTES = 1 << 20
 CURVE_HELP = "Folder with server.key and client.key_secret, for tcp://."
 
 
-class IntegerList(click.ParamType[tuple[int, ...]]):
-    """Integers with commas or blanks between them, such as "1,2,3"."""
+class IntegerList(click.ParamType[tuple[int | str, ...]]):
+    """Integers with commas or blanks between them, such as "1,2,3"; words that stand for one may be among them."""
 
     name = "integers"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+    def __init__(self, words: Sequence[str] = ()) -> None:
+        self._words = tuple(words)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int | str, ...]:
         """Return the integers; a value that is not a list of them is a usage error."""
         if isinstance(value, tuple):
             return value
-        numbers = []
+        numbers: list[int | str] = []
         for part in str(value).replace(",", " ").split():
+            if part in self._words:
+                numbers.append(part)
+                continue
             digits = part.removeprefix("-")
             if not (digits.isascii() and digits.isdecimal()) or len(digits) > MAX_DIGITS:
                 self.fail(f"{part!r:.40} is not an integer", param, ctx)

@@ -53,7 +53,8 @@ class SpeculativeConfig:
     them the `max_total_draft_tokens` best are verified.
     With `enable_specpv` the target's layers without windows verify over a part of their KV cache: sinks, blocks that
     each head chose, the last ones; every few steps a pass over all of it recomputes what was written meanwhile and
-    chooses anew. Tokens are then not certain to be the target's: SpecPV is lossy, and says so wherever it shows.
+    chooses anew. Tokens are then not certain to be the target's: SpecPV is lossy, and says so wherever it shows, unless
+    `specpv_lossless` verifies what such steps propose.
     Boundary b of `capture_layers` is the residual stream entering layer b. Without `strict`, a draft model that does
     not fit is one warning and the baseline.
     """
@@ -144,7 +145,10 @@ class SpeculativeConfig:
         4096, "SpecPV: a shorter context is attended to whole, with the bits of a runtime without SpecPV.", 0, 1 << 20
     )
     specpv_full_refresh_steps: int = declare(32, "SpecPV: partial steps between two refreshes, at most.", 1, 1 << 16)
-    specpv_lossless: bool = declare(False, "SpecPV whose tokens a full pass verifies again: not implemented, refused.")
+    specpv_lossless: bool = declare(
+        False,
+        "SpecPV whose partial steps only propose: a step over all of the cache verifies up to 31 tokens.",
+    )
     simulated_accept_length: float | None = declare(
         None, "Impose so many tokens a step, 1 to S + 1, for benchmarks; the text then means nothing."
     )
@@ -180,10 +184,9 @@ class SpeculativeConfig:
     def _check_specpv(self) -> None:
         """Refuse what SpecPV does not have, and its sizes where it is off."""
         if self.specpv_lossless:
-            raise ConfigError(
-                "specpv_lossless is not implemented: SpecPV's tokens are those of partial steps, and may differ from "
-                "the target's; leave enable_specpv off for lossless decoding"
-            )
+            for name in ("tree", "dynamic_tree_max_topk", "simulated_accept_length"):
+                if getattr(self, name) is not None:
+                    raise ConfigError(f"specpv_lossless goes with chains and their own acceptance, and {name} is given")
         if self.enable_specpv and self.adaptive_width:
             raise ConfigError("enable_specpv goes with a fixed number of drafts, and adaptive_width chooses it anew")
         if not self.enable_specpv:

@@ -169,6 +169,7 @@ def _slot_state(geometry: StepGeometry) -> list[BufferSpec]:
         ("output_counts", (batch, vocab), torch.int32),
         ("drafts", (batch, rows), torch.int32),
         ("num_drafts", (batch,), torch.int32),
+        ("draft_sources", (batch,), torch.int32),
         ("tree_masks", (batch, rows), torch.int64),
         ("tree_paths", (batch, geometry.num_paths, geometry.path_width), torch.int32),
         ("prefilled_slot", (1,), torch.int32),  # below: the last prompt whose chunks were run, for its first token
