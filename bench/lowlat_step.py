@@ -179,10 +179,13 @@ class ExecutorStep:
         state["lengths"].fill_(self.case.context)
         state["active"].fill_(1)
 
-    def sites(self) -> Sequence[CallSite]:
-        """The launches of a step at the case's context, with the bytes that each must read."""
+    def sites(self, num_experts: float = 0.0) -> Sequence[CallSite]:
+        """The launches of a step at the case's context, with the bytes that each must read.
+
+        num_experts  distinct experts that a layer's rows choose
+        """
         lengths = [self.case.context] * self.case.batch
-        return call_sites(self.executor.groups(self.bucket), self.executor.state, [lengths])
+        return call_sites(self.executor.groups(self.bucket), self.executor.state, [lengths], num_experts)
 
     def profile(self, num_steps: int, wall_gb_per_s: float, sites: Sequence[CallSite] | None = None) -> Summary:
         """Record steps and sum them up by kernel; sites: None takes `sites()`."""

@@ -80,7 +80,8 @@ def _measure(
         moved = step.bytes(distinct)
         floor = moved / gb_per_s / 1e6
         if options.profile:
-            show_kernels(f"{model.geometry}, {model.weights}, {case.name}", step.profile(PROFILED_STEPS, gb_per_s))
+            summary = step.profile(PROFILED_STEPS, gb_per_s, step.sites(distinct or 0.0))
+            show_kernels(f"{model.geometry}, {model.weights}, {case.name}", summary)
         return {
             "model": model.geometry,
             "weights": model.weights,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from lowlat.errors import ConfigError, ShapeError
-from lowlat.kernels.formats import WeightFormat, tiles_of
+from lowlat.kernels.formats import FORMATS, WeightFormat, tiles_of
 from lowlat.kernels.gemm.packing import TILE_ROWS
 from lowlat.kernels.moe.formats import experts_format
 from lowlat.kernels.moe.plan import ExpertShape
@@ -19,6 +19,9 @@ __all__ = [
     "PackedExperts", "allocate_experts", "bytes_an_expert", "check_expert_bias", "pack_expert_into", "pack_experts",
     "shape_of", "unpack_expert",
 ]  # fmt: skip
+
+
+TOGETHER = 1 << 26  # numbers that are packed at once
 
 
 @dataclass(frozen=True)
@@ -126,8 +129,8 @@ def pack_experts(
 
     order   [N] int64
     device  where the packed matrices are; None: where the parts are
-    One expert is packed after the other: on another device there is never a second copy of all of them. Raises as
-    `allocate_experts` and `pack_expert_into` do.
+    A few experts are packed after the others: on another device there is never a second copy of all of them. Raises
+    as `allocate_experts` and `pack_expert_into` do.
     """
     weight_format = experts_format(parts)
     firsts = {name: part[0] for name, part in parts.items()}
@@ -144,9 +147,29 @@ def pack_experts(
         order=order,
         device=next(iter(firsts.values())).device if device is None else device,
     )
-    for index in range(count):
-        pack_expert_into(packed, index, **{name: part[index] for name, part in parts.items()})
+    together = {name: part for name, part in parts.items() if isinstance(part, torch.Tensor)}
+    if weight_format.name in FORMATS or rows % TILE_ROWS or len(together) < len(parts):
+        for index in range(count):
+            pack_expert_into(packed, index, **{name: part[index] for name, part in parts.items()})
+        return packed
+    step = max(1, TOGETHER // (rows * columns))
+    for first in range(0, count, step):
+        _pack_together(packed, first, {name: part[first : first + step] for name, part in together.items()})
     return packed
+
+
+def _pack_together(packed: PackedExperts, first: int, parts: Mapping[str, torch.Tensor]) -> None:
+    """Pack some experts as one tall matrix: their tiles lie behind each other."""
+    count, order = len(next(iter(parts.values()))), packed.order
+    if order is not None:
+        order = (packed.rows * torch.arange(count)[:, None] + order.cpu()).flatten()
+    places = slice(first, first + count)
+    scales, row_scales = (
+        None if each is None else each[places].flatten(0, 1) for each in (packed.scales, packed.row_scales)
+    )
+    tall = {name: part.flatten(0, 1) for name, part in parts.items()}
+    shape = (count * packed.rows, packed.columns)
+    packed.format.pack_into(tall, shape, order, packed.words[places].flatten(0, 1), scales, row_scales)
 
 
 def bytes_an_expert(arguments: Iterable[object]) -> int:

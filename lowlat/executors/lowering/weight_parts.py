@@ -1,6 +1,6 @@
 """The weights of a program that GEMMs read: matrices, parts of quantised ones, and the experts of a mixture."""
 
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 
 import torch
 
@@ -17,17 +17,18 @@ def experts_name(op: Op) -> str:
     return next(iter(op.weights.values())).rpartition(".")[0]
 
 
-def expert_parts(programs: Iterable[Program], held: Container[str]) -> dict[str, dict[str, str]]:
+def expert_parts(programs: Iterable[Program], held: Iterable[str]) -> dict[str, dict[str, str]]:
     """The weights that hold experts' matrices by part, for each GEMM: as operations name them, or in their place.
 
     held  names of all weights
     """
+    known = set(held)  # a source that reads files would read a weight to say whether it has it
     found: dict[str, dict[str, str]] = {}
     for program in programs:
         for op in program.ops:
             if op.kind in EXPERT_GEMMS and experts_name(op) not in found:
                 parts = {argument: weight for argument, weight in op.weights.items() if argument != "bias"}
-                stands = matrix_parts(parts["weight"], held) if "weight" in parts else {}
+                stands = matrix_parts(parts["weight"], known) if "weight" in parts else {}
                 found[experts_name(op)] = stands or parts
     return found
 
