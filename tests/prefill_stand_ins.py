@@ -12,10 +12,11 @@ from lowlat.kernels.toolchain.kernel import H200, KernelCall
 
 def gather(call: KernelCall) -> None:
     """A call of `gather_kv`, by what it means."""
-    names = ("k_cache", "v_cache", "block_table", "chunk", "keys", "values", "lengths", "size", "window")
+    names = ("k_cache", "v_cache", "block_table", "chunk", "keys", "values", "lengths", "size", "window", "kv_scales")
     given: dict[str, Any] = dict(zip(names, call.arguments, strict=True))
-    first = call.kernel.name.partition("_from")[2]
-    wanted_rows(**{**given, "window": given["window"] or None}, first=int(first or 0))
+    first = call.kernel.name.removesuffix("_coded").partition("_from")[2]
+    scales = given["kv_scales"] if isinstance(given["kv_scales"], torch.Tensor) else None
+    wanted_rows(**{**given, "window": given["window"] or None, "kv_scales": scales}, first=int(first or 0))
 
 
 class GatherLauncher:
