@@ -1,9 +1,8 @@
 """The masks of a slot's grammar on a chunk of logits in shared memory: device functions of `sample`.
 
 The host writes the masks of a step into pinned memory while the step runs, and their length behind them: the count of
-committed tokens that they follow. A block that needs them waits for that word alone, and reads its part of a mask behind
-it, 16 bytes a lane where rows are aligned: what is read past the caches, 4 bytes at a time, is so many trips over the
-bus. It knows no grammar.
+committed tokens that they follow. A block that needs them waits for that word alone, and reads its part of a mask
+behind it, 16 bytes a lane where rows are aligned: trips over the bus are few then. It knows no grammar.
 """
 
 from typing import Any
