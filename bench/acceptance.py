@@ -10,8 +10,7 @@
 
 Decodes every prompt at S = 0 and at each S, compares the tokens, and writes rows with the commit, the machine and the
 conditions. Nothing is simulated. Prompts whose greedy text repeats itself are also left out in rows of their own,
-since a small model's loops are easy to draft. Where drafts have confidences, their products stand beside what was
-accepted. A repeating text is the prompt, the prompt again, and half of it; a
+since a small model's loops are easy to draft. A repeating text is the prompt, the prompt again, and half of it; a
 copying one has what the target says of the prompt behind it, and the prompt again.
 """
 
@@ -193,7 +192,7 @@ class _Bench:
             return self._copying(prompt)
         if self.text == "repeating":
             prompt = f"{prompt}\n{prompt}\n{prompt[: len(prompt) // 2]}"
-        return _wrap(self.runtime, prompt) if self.options.chat else prompt
+        return wrap(self.runtime, prompt) if self.options.chat else prompt
 
     def _copying(self, prompt: str) -> list[int]:
         """A prompt with its answer, and the prompt again: the target stands where it began that answer."""
@@ -205,7 +204,7 @@ class _Bench:
         one = Sum()
         baseline, one.baseline_seconds, before = self.baselines.of(self.runtime, prompt, self.temperature)
         params = self.baselines.params(self.temperature)
-        tokens, one.seconds, after = decode(self.runtime, prompt, params, self.depth, one.expected)
+        tokens, one.seconds, after = decode(self.runtime, prompt, params, self.depth)
         one.baseline_decode_seconds, one.decode_seconds = before.decode_s or 0.0, after.decode_s or 0.0
         one.prompts, one.tokens, one.steps = 1, len(tokens), after.num_steps
         one.identical = tokens == baseline
@@ -228,7 +227,8 @@ def listed(domains: dict[str, Any] | list[str]) -> dict[str, list[str]]:
     return {"all": domains} if isinstance(domains, list) else dict(domains)
 
 
-def _wrap(runtime: Runtime, prompt: str) -> list[int]:
+def wrap(runtime: Runtime, prompt: str) -> list[int]:
+    """A prompt in the model's chat template."""
     if runtime.codec is None:
         raise SystemExit("--chat needs a tokenizer")
     text = runtime.codec.apply_chat_template([{"role": "user", "content": prompt}])
@@ -253,7 +253,6 @@ class Sum:
         self.identical = True
         self.loops = False
         self.stats = SpeculativeDecodingStats()
-        self.expected: list[list[float]] = []  # by step, what a confidence head thinks of each position's acceptance
 
     def add(self, other: "Sum") -> None:
         self.prompts += other.prompts
@@ -265,7 +264,6 @@ class Sum:
         self.baseline_decode_seconds += other.baseline_decode_seconds
         self.identical &= other.identical
         self.stats.merge(other.stats)
-        self.expected += other.expected
 
     @property
     def decoded(self) -> int:
@@ -274,7 +272,6 @@ class Sum:
 
     def row(self, domain: str, temperature: float) -> dict[str, Any]:
         stats = self.stats.to_dict()
-        sure = [round(sum(each) / len(each), 3) for each in zip(*self.expected, strict=True)]
         return {
             "domain": domain,
             "temperature": temperature,
@@ -285,7 +282,6 @@ class Sum:
             "steps_that_verified_drafts": round(self.stats.num_drafts / self.steps, 3) if self.steps else 0.0,
             "mean_acceptance_length": round(stats["mean_acceptance_length"], 3),
             "acceptance_by_position": [round(share, 3) for share in stats["acceptance_by_position"][:3]],
-            **({"expected_by_position": sure[:3]} if sure else {}),
             "tokens_per_s": round(self.tokens / self.seconds, 1) if self.seconds else 0.0,
             "baseline_tokens_per_s": round(self.tokens / self.baseline_seconds, 1) if self.baseline_seconds else 0.0,
             "decode_tokens_per_s": round(self.decoded / self.decode_seconds, 1) if self.decode_seconds else 0.0,
@@ -296,22 +292,15 @@ class Sum:
 
 
 def decode(
-    runtime: Runtime,
-    prompt: str | list[int],
-    params: SamplingParams,
-    depth: int,
-    expected: list[list[float]] | None = None,
+    runtime: Runtime, prompt: str | list[int], params: SamplingParams, depth: int
 ) -> tuple[list[int], float, RequestMetrics]:
-    """Tokens, seconds and figures; `expected` gets what a confidence head thinks of each step's drafts."""
-    confidence = None if expected is None else runtime.executor.state.get("draft_confidence")
+    """Tokens, seconds and figures of one request."""
     name = runtime.submit(prompt, params)
     tokens: list[int] = []
     start = time.perf_counter()
     while runtime.busy:
         for output in runtime.step(depth):
             tokens.extend(output.token_ids)
-            if confidence is not None and expected is not None and output.finish_reason is None:
-                expected.append(confidence[0, :depth].cumprod(0).tolist())
     return tokens, time.perf_counter() - start, runtime.metrics(name)
 
 

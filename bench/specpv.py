@@ -4,12 +4,13 @@
     python -m bench.specpv --model bundled --context 512 1024 --retrieval 4 8 16 --refresh 8 32 --threshold 64 \\
         --out specpv.json
 
-SpecPV is lossy. `bundled` is the bundled pair, greedy, on its own texts: rows say which share of the tokens is the
-same, by place, as with full attention, and where each prompt's first other token comes. Other models are geometries
-with random weights: acceptance is imposed, in tokens a step, and the tokens mean nothing, so nothing is said of them.
-A row is a context, a budget (`specpv_n_retrieval_blocks`) and a number of partial steps between refreshes; the first of
-each context is full attention, by a runtime without SpecPV. One request at a time; times are the host's, from one
-step's tokens to the next's, refreshes between them included.
+SpecPV is lossy but for `--lossless`, of which a step is a cycle: what is proposed, and its verification. `bundled` is
+the bundled pair, greedy, on its own texts: rows say which share of the tokens is the same, by place, as with full
+attention, and where each prompt's first other token comes. Other models are geometries with random weights: acceptance
+is imposed, in tokens a step, and the tokens mean nothing, so nothing is said of them. A row is a context, a budget
+(`specpv_n_retrieval_blocks`) and a number of partial steps between refreshes; the first of each context is full
+attention, by a runtime without SpecPV. One request at a time; times are the host's, from one step's tokens to the
+next's, refreshes between them included.
 """
 
 import argparse
@@ -81,6 +82,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--refresh", type=int, nargs="+", default=[32], help="partial steps between refreshes")
     parser.add_argument("--threshold", type=int, default=4096)
     parser.add_argument("--buffer", type=int, default=128, help="positions that partial steps may write")
+    parser.add_argument("--lossless", action="store_true", help="what they say is verified; of the bundled pair alone")
     parser.add_argument("--depth", type=int, default=3, help="S")
     parser.add_argument("--accept", type=float, default=3.0, help="tokens a step that are imposed")
     parser.add_argument("--tokens", type=int, default=384, help="of each request's completion")
@@ -91,6 +93,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if min(options.context) <= options.tokens:
         parser.error(f"--context {min(options.context)} leaves no prompt before --tokens {options.tokens}")
+    if options.lossless and options.model != BUNDLED:
+        parser.error("--lossless takes real acceptance: --model bundled")
     return options
 
 
@@ -100,6 +104,7 @@ def _settings(options: argparse.Namespace) -> list[dict[str, Any]]:
         "enable_specpv": True,
         "specpv_partial_threshold": options.threshold,
         "specpv_n_spec_tokens_buf": options.buffer,
+        **({"specpv_lossless": True} if options.lossless else {}),
     }
     sweep = [(blocks, steps) for blocks in options.retrieval for steps in options.refresh]
     keys = ("specpv_n_retrieval_blocks", "specpv_full_refresh_steps")
@@ -154,13 +159,14 @@ def _drive(runtime: Runtime, found: Run) -> list[int]:
             found.step_ms += [1e3 * (now - last) / len(outputs)] * len(outputs)
             found.num_timed += sum(len(output.token_ids) for output in outputs)
         num_steps += len(outputs)
-        last = now
+        last = now if outputs else last  # steps that only propose count with the one that verifies
     return tokens
 
 
 def _counts(runtime: Runtime) -> dict[str, int]:
     figures = runtime.summary().get("specpv", {})
-    return {name: figures.get(name, 0) for name in ("partial_steps", "full_steps", "refreshes", "refreshed_tokens")}
+    names = ("partial_steps", "full_steps", "refreshes", "refreshed_tokens", "verified_tokens", "accepted_tokens")
+    return {name: figures.get(name, 0) for name in names}
 
 
 def _prompt(runtime: Runtime, length: int, number: int, options: argparse.Namespace) -> list[int]:
@@ -187,7 +193,7 @@ def _row(options: argparse.Namespace, context: int, specpv: dict[str, Any], foun
         "context": context,
         "num_speculative_tokens": options.depth,
         "attention": "partial" if specpv else "full",
-        "lossy": bool(specpv),
+        "lossy": bool(specpv) and not options.lossless,
         **specpv,
         "ms_p50": round(median, 4),
         "ms_p99": round(percentile(found.step_ms, 99), 4),

@@ -21,6 +21,7 @@ class Bucket:
                comes out of prefill
     chooses    the step chooses among `bodies`, on the device; S is the most that it may choose
     extends    the body of S = 0 in which the draft model runs over what waits for it
+    verifies   the step of more rows that verifies over all of the cache what steps over a part of it have proposed
     """
 
     batch: int
@@ -29,6 +30,7 @@ class Bucket:
     prefilled: bool = False
     chooses: bool = False
     extends: bool = False
+    verifies: bool = False
 
     @cached_property
     def bodies(self) -> "tuple[Bucket, ...]":
@@ -50,7 +52,8 @@ class Bucket:
             return f"batch {self.batch}, S up to {self.num_speculative_tokens}"
         if self.extends:
             return f"batch {self.batch}, S = 0, draft model runs"
-        return f"batch {self.batch}, {self.rows} rows, S = {self.num_speculative_tokens}"
+        name = f"batch {self.batch}, {self.rows} rows, S = {self.num_speculative_tokens}"
+        return f"{name}, verifies" if self.verifies else name
 
 
 class BucketLadder:
@@ -59,12 +62,20 @@ class BucketLadder:
     batches   batch sizes, each at least 1
     rows_of   for each S that may be chosen, the rows T that a slot verifies (1 for S = 0)
     adaptive  the device chooses each step's S: of chains, from 0 to the largest
+    verifier  the rows T of a step that verifies what steps over a part of the cache propose, and its S; None: none does
 
     `buckets` holds those of decode steps, `first_tokens` those that choose first tokens, one for each S. Where the
     device chooses, each of `buckets` has bodies, and one first token's is for all.
     """
 
-    def __init__(self, batches: Iterable[int], rows_of: dict[int, int], *, adaptive: bool = False) -> None:
+    def __init__(
+        self,
+        batches: Iterable[int],
+        rows_of: dict[int, int],
+        *,
+        adaptive: bool = False,
+        verifier: tuple[int, int] | None = None,
+    ) -> None:
         self.batches = tuple(sorted(set(batches)))
         if not self.batches or self.batches[0] < 1:
             raise ConfigError(f"bucket batches must be at least 1, got {list(self.batches)}")
@@ -79,6 +90,8 @@ class BucketLadder:
             )
         )
         self.adaptive = adaptive
+        wide = () if verifier is None else tuple(reversed(self.batches))
+        self.verifiers = tuple(Bucket(b, *(verifier or (1, 0)), verifies=True) for b in wide)
         most = max(self.rows_of)
         if adaptive:
             if not most or self.rows_of != {depth: depth + 1 for depth in range(most + 1)}:
@@ -105,6 +118,13 @@ class BucketLadder:
                 return Bucket(batch, self.rows_of[num_speculative_tokens], num_speculative_tokens)
         raise ConfigError(f"{num_active} active slots exceed the largest bucket, {self.batches[-1]} (max_batch)")
 
+    def verifier(self, num_active: int) -> Bucket:
+        """The smallest bucket that verifies `num_active` slots. Raises ConfigError where there is none."""
+        for bucket in reversed(self.verifiers):
+            if bucket.batch >= num_active:
+                return bucket
+        raise ConfigError(f"no bucket verifies {num_active} slots; the ladder has {len(self.verifiers)} that verify")
+
     def first_token(self, num_speculative_tokens: int) -> Bucket:
         """The bucket that chooses a first token and drafts so deep; where the device chooses, it drafts nothing."""
         return Bucket.first_token(0 if self.adaptive else num_speculative_tokens)
@@ -112,6 +132,7 @@ class BucketLadder:
     @property
     def programs(self) -> Iterator[Bucket]:
         """All that programs are made for, the largest first: bodies of steps before what chooses them."""
+        yield from self.verifiers
         for bucket in self.buckets:
             yield from reversed(bucket.bodies)
             yield bucket

@@ -19,6 +19,7 @@ from lowlat.kernels.reference.step.slots import (
     CANCEL,
     COMMAND_WIDTH,
     JOIN,
+    REWIND,
     SET_DRAFT_LIMIT,
     apply_commands,
     gather_rows,
@@ -33,7 +34,10 @@ STATE = ("ints", "floats", "tokens", "table", "stop_ids", "bias_ids", "bias_valu
 JOINED = ("slot_ints", "slot_floats", "tokens", "block_table", "stop_ids", "bias_ids", "bias_values")
 COUNTED = ("lengths", "active", "num_drafts", "prompt_seen", "output_counts")
 LISTED = ("active", "slots")
-OUTS = ("row_tokens", "row_positions", "row_live", "row_masks", "paths", "dense_lens", "num_verified", "verified_depth")
+OUTS = (
+    *("row_tokens", "row_positions", "row_live", "row_masks", "paths"),
+    *("dense_lens", "num_verified", "verified_depth", "verified_source"),
+)
 TOLD = ("grammar_tokens", "grammar_paths", "grammar_lengths")
 
 
@@ -112,6 +116,7 @@ def _each(arrays: Arrays) -> tuple[Arrays, Arrays, Arrays, Arrays]:
         "slot_ints",
         "grammar_forced",
         "grammar_decided",
+        "draft_sources",
     )
     every = (applied, LISTED, (*read, *OUTS), (*("slots", "lengths", "slot_ints", "row_tokens", "row_masks"), *TOLD))
     first, second, third, fourth = ({name: arrays[name] for name in names} for names in every)
@@ -158,7 +163,7 @@ def _arrays(
         ints = torch.randint(-(2**60), 2**60, (max_batch, NUM_INTS))
         ints[:, DRAFT_LIMIT] = torch.randint(0, 14, (max_batch,))
         ints[:, LENGTH] = torch.randint(1, context - 2, (max_batch,))
-        ints[:, HAS_GRAMMAR] = torch.randint(0, 2, (max_batch,))
+        ints[:, HAS_GRAMMAR] = torch.randint(0, 3, (max_batch,))
         ints[:, MAX_LENGTH] = ints[:, LENGTH] + torch.randint(0, 8, (max_batch,))
         widths = (TABLE, STOPS, BIASES)
         parts = [ints, torch.randn(max_batch, NUM_FLOATS)]
@@ -167,6 +172,7 @@ def _arrays(
         arrays.update(zip(names, [*parts, torch.randn(max_batch, BIASES)], strict=True))
     arrays["lengths"] = (arrays["slot_ints"][:, MAX_LENGTH] - torch.randint(0, 9, (max_batch,))).clamp(min=1).int()
     arrays["lengths"].clamp_(max=context)
+    arrays["draft_sources"] = torch.randint(0, 2, (max_batch,), dtype=torch.int32)
     arrays["active"] = torch.randint(0, 2, (max_batch,), dtype=torch.int32)
     arrays["prompt_seen"] = torch.randint(0, 2, (max_batch, vocabulary), dtype=torch.uint8)
     arrays["output_counts"] = torch.randint(0, 9, (max_batch, vocabulary), dtype=torch.int32)
@@ -186,8 +192,9 @@ def _arrays(
     head = source.randint(0, 100)
     ring = torch.randint(-5, 5, (RING, COMMAND_WIDTH))
     for index in range(head, head + num_commands):
-        opcode = source.choice((JOIN, CANCEL, SET_DRAFT_LIMIT, 9))
-        ring[index % RING] = torch.tensor([opcode, source.randrange(max_batch), source.randint(0, 7), 0])
+        opcode, slot = source.choice((JOIN, CANCEL, SET_DRAFT_LIMIT, REWIND, 9)), source.randrange(max_batch)
+        most = min(int(arrays["lengths"][slot]), *arrays["staged_ints"][:, LENGTH].tolist())
+        ring[index % RING] = torch.tensor([opcode, slot, source.randint(1, max(1, min(7, most))), 0])
     arrays.update(
         command_ring=ring, command_head=torch.tensor([head]), command_tail=torch.tensor([head + num_commands])
     )

@@ -107,7 +107,7 @@ class FakeDevice:
             return True
         self._begin(bucket)
         slots = [slot for slot in self.inner.scratch(self._body)["slots"].tolist() if slot >= 0]
-        guided = [slot for slot in slots if self.state["slot_ints"][slot, HAS_GRAMMAR]]
+        guided = [slot for slot in slots if self.state["slot_ints"][slot, HAS_GRAMMAR] == 1]
         return any(self.state["grammar_ready"][slot] < self.state["lengths"][slot] for slot in guided)
 
     def _publish(self, run: Callable[[], None]) -> None:

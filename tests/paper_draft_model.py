@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 WINDOW_SINKS = 4  # rows that a windowed head keeps seeing
 
@@ -118,8 +120,13 @@ class PaperDraftModel:
     def _rotate(self, x: torch.Tensor) -> torch.Tensor:
         """Rotary embedding [n, heads, D], the halves of a head paired."""
         half = x.shape[-1] // 2
-        angles = torch.arange(x.shape[0])[:, None] * self.layer["rope_theta"] ** (-torch.arange(half) / half)
-        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+        frequencies, factor = self.layer["rope_theta"] ** (-torch.arange(half) / half), 1.0
+        if scaling := self.layer.get("rope_scaling"):
+            rope = {"rope_theta": self.layer["rope_theta"], **scaling}
+            config = LlamaConfig(head_dim=2 * half, max_position_embeddings=4096, rope_parameters=rope)
+            frequencies, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config)
+        angles = torch.arange(x.shape[0])[:, None] * frequencies
+        cos, sin = factor * angles.cos()[:, None], factor * angles.sin()[:, None]
         low, high = x[..., :half], x[..., half:]
         return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
 

@@ -14,7 +14,7 @@ from lowlat.kernels.toolchain.kernel import KernelCall
 RING, COLUMNS = 4, 5
 READS = (
     *("slots", "commit_lens", "accepted_lens", "accepted_tokens", "accepted_nodes", "finish", "num_verified"),
-    *("verified_depth", "lengths", "logprob_values", "logprob_ids"),
+    *("verified_depth", "verified_source", "lengths", "logprob_values", "logprob_ids"),
 )
 RINGS = ("ring_records", "ring_tokens", "ring_logprob_values", "ring_logprob_ids", "ring_head")
 DRAFT_READS = ("draft_nodes", "draft_live", "topology_masks", "topology_paths")
@@ -89,5 +89,5 @@ def _arrays(shapes: random.Random, source: random.Random, batch: int, max_batch:
         "tree_paths": poisoned(max_batch, num_paths + shapes.randint(0, 1), width + shapes.randint(0, 1)),
     }
     arrays.update({name: torch.randint(0, 9, (batch,), dtype=torch.int32) for name in ("finish", "num_verified")})
-    arrays["verified_depth"] = torch.randint(0, 9, (batch,), dtype=torch.int32)
+    arrays |= {name: torch.randint(0, 9, (batch,), dtype=torch.int32) for name in ("verified_depth", "verified_source")}
     return arrays

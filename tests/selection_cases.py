@@ -105,7 +105,7 @@ def draw_scores(
     if position - ints[PROMPT_LENGTH] < ints[MIN_TOKENS]:
         stops = world.stop_ids[slot].long()
         row[stops[(stops >= 0) & (stops < row.numel())]] = -math.inf
-    if ints[HAS_GRAMMAR]:
+    if ints[HAS_GRAMMAR] == 1:
         row[~allowed(world.grammar_masks[slot, node], row.numel())] = -math.inf
     if float(floats[TEMPERATURE]) == 0.0:
         return row

@@ -118,6 +118,7 @@ class World:
             "draft_nodes": torch.zeros(4, rows, **ints),
             "proposals": torch.full((5, PROPOSAL_WIDTH), 99, **ints),
             "draft_odds": torch.full((5, 2, NUM_BINS, 2), 99, **ints),
+            "draft_sources": torch.full((5,), 99, **ints),
         }
 
     def go_on(self) -> None:
@@ -148,6 +149,7 @@ def check_choose_drafts(bench: Bench, rows: int, calls: Any) -> None:
             world.arrays, partial(_reference, fresh=fresh), partial(_calls, calls=calls, fresh=fresh)
         )
         choices += world.arrays["proposals"][[3, 0], CHOSEN].tolist()
+        assert torch.equal(world.arrays["draft_sources"][[3, 0]], world.arrays["proposals"][[3, 0], CHOSEN])
         assert world.arrays["proposals"][[1, 2, 4]].eq(99).all()  # of slots that do not draft
     assert 0 < sum(choices) < len(choices)
 

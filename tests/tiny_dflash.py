@@ -216,15 +216,6 @@ class PaperDspark(PaperDflash):
             chain += self.target_ids(logits, 1)
         return chain[1:]
 
-    def confidences(self, tokens: Sequence[int], features: torch.Tensor, drafted: Sequence[int]) -> torch.Tensor:
-        """The probability [d] that each draft is accepted."""
-        read = self.block_states(tokens, features, len(drafted))
-        if self.config["heads"]["confidence_head_with_markov"]:
-            before = torch.tensor([tokens[-1], *drafted[:-1]])
-            read = torch.cat((read, self.tensors["markov_head.markov_w1.weight"][before]), dim=-1)
-        weight, bias = (self.tensors[f"confidence_head.proj.{part}"] for part in ("weight", "bias"))
-        return torch.sigmoid(F.linear(read, weight, bias))[:, 0]
-
     def _bias(self, states: torch.Tensor, before: Sequence[int]) -> torch.Tensor:
         if not self.config["heads"]["markov_rank"]:
             return torch.zeros(len(states), 1)

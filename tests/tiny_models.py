@@ -213,6 +213,7 @@ def draft_config(target: Any, **flags: Any) -> dict[str, Any]:
         "rope_theta": flags.get("rope_theta", 10000.0),
         "attention_bias": flags.get("attention_bias", False),
         "mlp_bias": flags.get("mlp_bias", False),
+        **({"rope_scaling": flags["rope_scaling"]} if "rope_scaling" in flags else {}),
     }
     windows = flags.get("windows", (None,))
     if any(windows):

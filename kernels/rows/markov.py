@@ -1,6 +1,6 @@
-"""DSpark's kernels behind its block's rows: parents' tokens, the gate of their vectors, biased logits, confidences.
+"""DSpark's kernels behind its block's rows: parents' tokens, the gate of their vectors, biased logits.
 
-It knows no model. Sums of a confidence are made in one order: a lane's elements, then the lanes by a butterfly.
+It knows no model.
 """
 
 import math
@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from lowlat.errors import ShapeError
-from lowlat.kernels.common.memory import divide, int_at, set_byte, set_int, turns
-from lowlat.kernels.common.norm_math import lane_sum
+from lowlat.kernels.common.memory import divide, int_at, set_byte, set_int
 from lowlat.kernels.common.norm_row import chunk_values, is_live
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.rows.norm import check_dtype
@@ -19,7 +18,7 @@ from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, types, uint32
 
-__all__ = ["bias_rows", "draft_confidence", "examples", "markov_gate", "parent_tokens"]
+__all__ = ["bias_rows", "examples", "markov_gate", "parent_tokens"]
 
 THREADS = 128
 CHUNK = 8
@@ -185,75 +184,12 @@ def _sum(a: Any, b: Any) -> Any:
     return ptx.bits_of_float(ptx.add_rn(ptx.float_of_bits(a), ptx.float_of_bits(b)))
 
 
-def draft_confidence(
-    hidden: torch.Tensor,
-    slots: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    known: torch.Tensor | None = None,
-    *,
-    confidence: torch.Tensor,
-    row: int,
-    place: int,
-) -> list[KernelCall]:
-    """`draft_confidence` of the reference, whose arguments these are. Raises ShapeError for shapes that do not fit."""
-    batch, width, rank = slots.shape[0], hidden.shape[1], 0 if known is None else known.shape[1]
-    block, wide = hidden.shape[0] // batch, 1 if known is None else known.shape[0] // batch
-    check_dtype(torch.bfloat16, hidden=hidden, weight=weight, bias=bias)
-    check_dtype(torch.float32, confidence=confidence)
-    check_shape("hidden", hidden, batch * block, width)
-    check_shape("weight", weight, width + rank)
-    check_shape("bias", bias, 1)
-    if known is not None:
-        check_dtype(torch.bfloat16, known=known)
-        check_shape("known", known, batch * wide, rank)
-    if width % CHUNK or rank % CHUNK or not 0 <= row < block or not 0 <= place < confidence.shape[1]:
-        raise ShapeError(
-            f"draft_confidence: widths {width} and {rank} must be multiples of {CHUNK}, row {row} below {block}, place "
-            f"{place} below {confidence.shape[1]}"
-        )
-    kernel = _make_confidence(width, rank, (block, row), wide, (confidence.shape[1], place))
-    reads = (hidden, hidden if known is None else known, slots, weight, bias)
-    return [KernelCall(kernel, (batch, 1, 1), (*reads, confidence))]
-
-
-@cache
-def _make_confidence(width: int, rank: int, at: tuple[int, int], wide: int, to: tuple[int, int]) -> Kernel:
-    """A warp a slot: grid (B,)."""
-    (block, row), (places, place) = at, to
-    own, all_chunks = width // CHUNK, (width + rank) // CHUNK
-
-    def kernel(hidden: Any, known: Any, slots: Any, weight: Any, bias: Any, confidence: Any) -> None:
-        ptx.wait_for_previous_kernel()
-        ptx.let_next_kernel_start()
-        owner, lane = int64(cuda.blockIdx.x), int64(cuda.threadIdx.x)
-        total = float32(0.0)
-        states, vectors = hidden + (owner * block + row) * int64(2 * width), known + owner * int64(2 * wide * rank)
-        for turn in range(turns(all_chunks, 32)):
-            chunk = lane + turn * 32
-            if chunk < all_chunks:
-                w = chunk_values(weight, chunk, False)
-                source = states if chunk < own else vectors - int64(2 * width)
-                x = chunk_values(source, chunk, False)
-                for k in range(CHUNK):
-                    total = ptx.fma_rn(x[k], w[k], total)
-        total = lane_sum(total)
-        slot = int_at(slots, owner)
-        if lane == 0 and slot >= 0:
-            found = _sigmoid(ptx.add_rn(total, ptx.load_global_bf16(bias)))
-            ptx.store_global_f32(confidence + (slot * places + place) * int64(4), found)
-
-    name = f"draft_confidence_{width}_{rank}_{block}_{row}_{wide}_{places}_{place}"
-    return Kernel(name, kernel, (types.int64,) * 6, 32)
-
-
 def examples() -> list[Kernel]:
     """Specialisations that CI compiles."""
-    made = [
+    return [
         _make_parents(7, 0, 1),
         _make_parents(7, 8, 1),
         _make_gate(256, 1, 7, 3),
         _make_bias(151936, 1, 7, 3),
         _make_bias(97, 2, 4, 1),
     ]
-    return [*made, _make_confidence(2560, 256, (7, 3), 1, (7, 3))]

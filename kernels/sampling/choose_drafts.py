@@ -47,6 +47,7 @@ def choose_drafts(
     draft_nodes: torch.Tensor,
     proposals: torch.Tensor,
     draft_odds: torch.Tensor,
+    draft_sources: torch.Tensor,
     fresh: bool,
 ) -> list[KernelCall]:
     """Learn from the last proposals and choose, as the reference's `choose_drafts`, whose arguments these are.
@@ -54,7 +55,7 @@ def choose_drafts(
     Time: three trips to memory and some 30 short divisions in a row. Raises ShapeError for shapes that do not fit.
     """
     given = (tokens, slots, draft_live, draft_lens, text_nodes, draft_shares, match_lens)
-    arguments = (*given, draft_nodes, proposals, draft_odds)
+    arguments = (*given, draft_nodes, proposals, draft_odds, draft_sources)
     check_choice(*arguments)
     batch, rows = draft_nodes.shape
     return [KernelCall(_make(tokens.shape[1], rows, fresh), (batch, 1, 1), arguments)]
@@ -147,6 +148,7 @@ def _make(context: int, rows: int, fresh: bool) -> Kernel:
         draft_nodes: Any,
         proposals: Any,
         draft_odds: Any,
+        draft_sources: Any,
     ) -> None:
         ptx.wait_for_previous_kernel()
         ptx.let_next_kernel_start()
@@ -181,11 +183,13 @@ def _make(context: int, rows: int, fresh: bool) -> Kernel:
             set_int(proposals, kept + thread, int64(now[thread]))
         if thread < NUM_ODDS:
             set_int(draft_odds, own + thread, int64(odds[thread]))
+        if thread == 0:
+            set_int(draft_sources, slot, int64(now[CHOSEN]))
         if now[CHOSEN] == 1 and thread < count:
             set_int(draft_nodes, index * rows + 1 + thread, int64(now[TEXT + thread]))
 
     name = f"choose_drafts_{context}_{rows}_{'fresh' if fresh else 'known'}"
-    return Kernel(name, kernel, (types.int64,) * 10, THREADS)
+    return Kernel(name, kernel, (types.int64,) * 11, THREADS)
 
 
 def examples() -> list[Kernel]:

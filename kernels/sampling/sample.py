@@ -20,6 +20,7 @@ from lowlat.kernels.common.philox import philox, uniform
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.reference.step.slot_record import (
     HAS_GRAMMAR,
+    MASKED,
     MAX_BIASES,
     MAX_STOPS,
     MIN_P,
@@ -335,7 +336,7 @@ def _make(width: int, rows: int, blocks: int, max_rows: int) -> Kernel:
         drawing = live & (temperature != 0.0)
         position = draw_position(lengths[slot], mask)
         wishes = read_wishes(slot, mask, lengths, slot_ints, slot_floats, bias_ids, stop_ids)
-        masked = live & (slot_ints[slot, HAS_GRAMMAR] != 0)
+        masked = live & (slot_ints[slot, HAS_GRAMMAR] == MASKED)
         changed = live & (touches_any(wishes, width, flag) | masked)
         if not drawing and not changed and chunk != 0:
             return

@@ -24,7 +24,7 @@ MAX_NODES = 10240  # of all paths: 40 KiB of shared memory
 STAGED = ("ints", "floats", "tokens", "table", "stop_ids", "bias_ids", "bias_values")
 JOINED = ("slot_ints", "slot_floats", "tokens", "block_table", "stop_ids", "bias_ids", "bias_values")
 BY_SLOT = ("lengths", "active", "num_drafts")
-BY_ENTRY = ("slots", "dense_lens", "num_verified", "verified_depth")
+BY_ENTRY = ("slots", "dense_lens", "num_verified", "verified_depth", "verified_source")
 BY_ROW = ("row_tokens", "row_positions", "row_live", "row_masks")
 APPLIED = (
     *("command_ring", "command_tail", *(f"staged_{name}" for name in STAGED)),
@@ -33,7 +33,7 @@ APPLIED = (
 LISTED = ("active", "slots")
 GATHERED = (
     *("slots", "lengths", "tokens", "drafts", "num_drafts", "tree_masks", "tree_paths", "slot_ints"),
-    *("grammar_forced", "grammar_decided"),
+    *("grammar_forced", "grammar_decided", "draft_sources"),
     *(*BY_ROW, "paths", *BY_ENTRY[1:]),
 )
 TOLD = (
@@ -127,7 +127,7 @@ def _calls(
 def _check(given: dict[str, torch.Tensor], plan: BeginStepPlan) -> None:
     """Raise ShapeError for shapes that do not fit each other, or one block."""
     shapes: dict[str, tuple[int, ...]] = {
-        **dict.fromkeys(BY_SLOT, (plan.max_batch,)),
+        **dict.fromkeys((*BY_SLOT, "draft_sources"), (plan.max_batch,)),
         **dict.fromkeys(BY_ENTRY, (plan.batch,)),
         **dict.fromkeys(BY_ROW, (plan.batch, plan.rows)),
         "command_ring": (plan.ring, COMMAND_WIDTH),

@@ -15,12 +15,19 @@ from lowlat.kernels.common.memory import divide, int_at, long_at, set_byte, set_
 from lowlat.kernels.reference.step.slot_record import (
     DRAFT_LIMIT,
     HAS_GRAMMAR,
-    LENGTH,
+    MASKED,
     MAX_LENGTH,
-    NUM_FLOATS,
     NUM_INTS,
 )
-from lowlat.kernels.reference.step.slots import CANCEL, COMMAND_WIDTH, JOIN, MAX_FORCED, MAX_PATHS, SET_DRAFT_LIMIT
+from lowlat.kernels.reference.step.slots import (
+    FORCED_DRAFTS,
+    FROM_METHOD,
+    FROM_TEXT,
+    MAX_FORCED,
+    MAX_PATHS,
+    NO_SOURCE,
+)
+from lowlat.kernels.step.host_commands import WAITING_WORDS, apply_waiting, commands_wait
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Kernel
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int32, int64, types, uint64
@@ -32,8 +39,8 @@ ARGUMENTS = (
     *("staged_stop_ids", "staged_bias_ids", "staged_bias_values", "command_head", "slot_ints", "slot_floats"),
     *("tokens", "block_table", "stop_ids", "bias_ids", "bias_values", "lengths", "active", "num_drafts"),
     *("prompt_seen", "output_counts", "drafts", "tree_masks", "tree_paths", "slots", "row_tokens", "row_positions"),
-    *("row_live", "row_masks", "paths", "dense_lens", "num_verified", "verified_depth"),
-    *("grammar_forced", "grammar_decided", "grammar_tokens", "grammar_paths", "grammar_lengths"),
+    *("row_live", "row_masks", "paths", "dense_lens", "num_verified", "verified_depth", "verified_source"),
+    *("draft_sources", "grammar_forced", "grammar_decided", "grammar_tokens", "grammar_paths", "grammar_lengths"),
 )
 ACTIVE, COMMITTED, DRAFTED, DEEPEST, GUIDED, LIMIT, RECORD = (
     0,
@@ -45,9 +52,6 @@ ACTIVE, COMMITTED, DRAFTED, DEEPEST, GUIDED, LIMIT, RECORD = (
     6,
 )  # columns of a slot's record in shared memory
 FORCED_WORDS = MAX_FORCED + 1  # of an entry: a count, then tokens
-OPCODE, SLOT, VALUE, COMMAND = 0, 1, 2, 3  # of a command
-WAITING = 64  # commands fetched at a time
-WAITING_WORDS = WAITING * COMMAND
 
 
 @dataclass(frozen=True)
@@ -209,6 +213,14 @@ def _keep_paths(
 
 
 @device_function
+def _source_of(verified: Any, chained: Any, from_text: Any) -> Any:
+    """The source of what an entry verifies."""
+    source = int64(FROM_TEXT) if from_text != 0 else int64(FROM_METHOD)
+    source = int64(FORCED_DRAFTS) if chained > 0 else source
+    return source if verified > 0 else int64(NO_SOURCE)
+
+
+@device_function
 def _lay_out_path(first: Any, slot: Any, width: Any, live: Any, nodes: Any, out: Any) -> None:
     """One path up to its first dead node, and the root in any case.
 
@@ -226,113 +238,6 @@ def _lay_out_path(first: Any, slot: Any, width: Any, live: Any, nodes: Any, out:
 
 
 @device_function
-def _commands_wait(thread: Any, head: Any, tail: Any, words: Any) -> Any:
-    """Tell all threads what the first knows: head and tail, as the first two words; whether they differ."""
-    if thread == 0:
-        if head != tail:
-            ptx.fence_system()
-        words[0] = head
-        words[1] = tail
-    cuda.syncthreads()
-    return words[0] != words[1]
-
-
-@device_function
-def _copy_row(thread: Any, threads: Any, slot: Any, num_words: Any, source: Any, target: Any) -> None:
-    """Copy a slot's row of 32-bit words."""
-    place = thread
-    while place < num_words:
-        set_int(target, slot * num_words + place, int_at(source, slot * num_words + place))
-        place += threads
-
-
-@device_function
-def _keep_token(slot: Any, place: Any, end: Any, token: Any, context: Any, vocabulary: Any, arrays: Any) -> None:
-    tokens, prompt_seen = arrays
-    if place < end:
-        set_int(tokens, slot * context + place, token)
-        if token >= 0 and token < vocabulary:
-            set_byte(prompt_seen, slot * vocabulary + token, 1)
-
-
-@device_function
-def _join_tokens(thread: Any, threads: Any, slot: Any, end: Any, sizes: Any, staged: Any, arrays: Any) -> None:
-    """Copy and mark the tokens of the prompt: four loads at a time, because each takes a trip over the bus."""
-    context, vocabulary = sizes
-    first, place = slot * context, thread
-    while place < end:
-        second, third, fourth = place + threads, place + threads * 2, place + threads * 3
-        a, b = int_at(staged, first + place), int_at(staged, first + min(second, end - 1))
-        c, d = int_at(staged, first + min(third, end - 1)), int_at(staged, first + min(fourth, end - 1))
-        _keep_token(slot, place, end, a, context, vocabulary, arrays)
-        _keep_token(slot, second, end, b, context, vocabulary, arrays)
-        _keep_token(slot, third, end, c, context, vocabulary, arrays)
-        _keep_token(slot, fourth, end, d, context, vocabulary, arrays)
-        place += threads * 4
-
-
-@device_function
-def _join(thread: Any, threads: Any, slot: Any, extents: Any, staged: Any, joined: Any, counts: Any) -> None:
-    """Copy what is staged for a slot and forget its last request, by all threads."""
-    context, vocabulary, table, stops, biases = extents
-    _copy_row(thread, threads, slot, 2 * NUM_INTS, staged[0], joined[0])
-    _copy_row(thread, threads, slot, NUM_FLOATS, staged[1], joined[1])
-    _copy_row(thread, threads, slot, table, staged[3], joined[3])
-    _copy_row(thread, threads, slot, stops, staged[4], joined[4])
-    _copy_row(thread, threads, slot, biases, staged[5], joined[5])
-    _copy_row(thread, threads, slot, biases, staged[6], joined[6])
-    prompt_seen, output_counts = counts
-    token = thread
-    while token < vocabulary:
-        set_byte(prompt_seen, slot * vocabulary + token, 0)
-        set_int(output_counts, slot * vocabulary + token, 0)
-        token += threads
-    cuda.syncthreads()
-    end = min(long_at(joined[0], slot * NUM_INTS + LENGTH), int64(context))
-    _join_tokens(thread, threads, slot, end, (context, vocabulary), staged[2], (joined[2], prompt_seen))
-
-
-@device_function
-def _set_slot(opcode: Any, slot: Any, value: Any, state: Any) -> None:
-    """A command's changes beside the rows that a join copies; by one thread."""
-    lengths, active, num_drafts, slot_ints = state
-    if opcode == SET_DRAFT_LIMIT:
-        set_long(slot_ints, slot * NUM_INTS + DRAFT_LIMIT, value)
-    elif opcode in (JOIN, CANCEL):
-        set_int(active, slot, 1 if opcode == JOIN else 0)
-        set_int(num_drafts, slot, 0)
-        if opcode == JOIN:
-            set_int(lengths, slot, long_at(slot_ints, slot * NUM_INTS + LENGTH))
-
-
-@device_function
-def _apply(
-    thread: Any, threads: Any, ring: Any, extents: Any, words: Any, source: Any, rows: Any, state: Any, counts: Any
-) -> None:
-    """All commands, in order; head and tail are the first two words at first."""
-    staged, joined = rows
-    head, tail = words[0], words[1]
-    while head < tail:
-        cuda.syncthreads()
-        if thread < WAITING and head + thread < tail:
-            entry = (head + thread) % ring * COMMAND_WIDTH
-            opcode, slot, value = long_at(source, entry), long_at(source, entry + 1), long_at(source, entry + 2)
-            words[thread * COMMAND + OPCODE] = opcode
-            words[thread * COMMAND + SLOT] = slot
-            words[thread * COMMAND + VALUE] = value
-        cuda.syncthreads()
-        count = min(tail - head, int64(WAITING))
-        for number in range(count):
-            opcode, slot = words[number * COMMAND + OPCODE], words[number * COMMAND + SLOT]
-            if opcode == JOIN:
-                _join(thread, threads, slot, extents, staged, joined, counts)
-            if thread == 0:
-                _set_slot(opcode, slot, words[number * COMMAND + VALUE], state)
-            cuda.syncthreads()
-        head += count
-
-
-@device_function
 def _lay_out(
     thread: Any, plan: Any, parts: Any, state: Any, shared: Any, row_arrays: Any, path_arrays: Any, outs: Any
 ) -> Any:
@@ -341,8 +246,9 @@ def _lay_out(
     batch, rows, num_paths, width, max_batch, max_rows, context = plan
     lists, gathers, _tells = parts
     record, alive, depths, nodes, forced, others = shared
-    tree_paths, paths, grammar_forced, grammar_decided = path_arrays
-    slots, dense_lens, num_verified, verified_depth = outs
+    tree_paths, paths, grammar_forced, grammar_decided, draft_sources = path_arrays
+    slots, dense_lens, num_verified, verified_depth, verified_source = outs
+    chained, from_text = int64(0), int64(0)
     _load_slots(thread, batch, max_batch, rows, parts, state, shared)
     cuda.syncthreads()
     index, lane, slot = thread >> 5, thread & 31, int64(-1)
@@ -361,11 +267,12 @@ def _lay_out(
         _compare_forced(lane, index, slot, places, compared, row_arrays[1], tree_paths)
     cuda.syncthreads()
     if index < batch and gathers:
-        count, early, chained = num_paths * width, int64(-1), int64(0)
+        count, early = num_paths * width, int64(-1)
         if int64(cuda.popc(uint64(others[index]))) == min(num_paths, MAX_PATHS):
             chained = _count_forced(index, slot, width, record, forced)
         if slot >= 0:
             early = int_at(tree_paths, slot * count + min(lane, int64(count - 1)))
+            from_text = int_at(draft_sources, slot)
         for turn in range(turns(rows, 32)):
             row = lane + turn * 32
             if row < rows:
@@ -380,7 +287,9 @@ def _lay_out(
                 _lay_out_path((index * num_paths + path) * width, slot, width, live, nodes, paths)
         if lane == 0:
             set_int(dense_lens, index, record[slot * RECORD + COMMITTED] - 1 if slot >= 0 else int64(0))
-            set_int(num_verified, index, int64(cuda.popc(uint64(live))) - 1 if slot >= 0 else int64(0))
+            verified = int64(cuda.popc(uint64(live))) - 1 if slot >= 0 else int64(0)
+            set_int(num_verified, index, verified)
+            set_int(verified_source, index, _source_of(verified, chained, from_text))
             set_int(verified_depth, index, depths[index])
     if index < batch and lists and lane == 0:
         set_int(slots, index, slot)
@@ -394,7 +303,7 @@ def _tell_rows(thread: Any, slot: Any, sizes: Any, record: Any, rows_of: Any, to
     row_tokens, row_masks = rows_of
     tokens, paths, lengths = told
     index, lane = thread >> 5, thread & 31
-    guided = slot >= 0 and record[slot * RECORD + GUIDED] != 0
+    guided = slot >= 0 and record[slot * RECORD + GUIDED] == MASKED
     if guided:
         for turn in range(turns(max_rows, 32)):
             row, token, path = lane + turn * 32, int64(-1), int64(0)
@@ -411,10 +320,10 @@ def _tell_rows(thread: Any, slot: Any, sizes: Any, record: Any, rows_of: Any, to
 @cache
 def begin_step_kernel(plan: BeginStepPlan) -> Kernel:
     """The kernel for a plan; arguments are addresses, zero for those of operations that it lacks."""
-    sizes, extents, parts = astuple(plan)[:7], astuple(plan)[6:11], (plan.lists, plan.gathers, plan.tells)
-    rows, max_rows, ring, threads, lays_out = plan.rows, plan.max_rows, plan.ring, plan.threads, any(parts)
+    rows, num_forced, lays_out = plan.rows, plan.batch * FORCED_WORDS, plan.lists or plan.gathers or plan.tells
+    sizes, extents, ring, threads = astuple(plan)[:7], astuple(plan)[6:11], plan.ring, plan.threads
     batch, num_records, num_nodes = plan.batch, plan.max_batch * RECORD, plan.batch * plan.num_paths * plan.width
-    applies, tells, num_forced = plan.applies, plan.tells, plan.batch * FORCED_WORDS
+    applies, tells, parts = plan.applies, plan.tells, (plan.lists, plan.gathers, plan.tells)
 
     def kernel(
         command_ring: Any,
@@ -451,6 +360,8 @@ def begin_step_kernel(plan: BeginStepPlan) -> Kernel:
         dense_lens: Any,
         num_verified: Any,
         verified_depth: Any,
+        verified_source: Any,
+        draft_sources: Any,
         grammar_forced: Any,
         grammar_decided: Any,
         grammar_tokens: Any,
@@ -471,21 +382,19 @@ def begin_step_kernel(plan: BeginStepPlan) -> Kernel:
             tail, head = ptx.load_volatile_i64(command_tail), long_at(command_head, 0)
         state, shared = (lengths, active, num_drafts, slot_ints), (record, alive, depths, nodes, forced, others)
         row_arrays = (tokens, drafts, tree_masks, row_tokens, row_positions, row_live, row_masks)
-        path_arrays = (tree_paths, paths, grammar_forced, grammar_decided)
-        outs = (slots, dense_lens, num_verified, verified_depth)
+        path_arrays = (tree_paths, paths, grammar_forced, grammar_decided, draft_sources)
+        outs = (slots, dense_lens, num_verified, verified_depth, verified_source)
         if lays_out:
             slot = _lay_out(thread, sizes, parts, state, shared, row_arrays, path_arrays, outs)
-        if applies and _commands_wait(thread, head, tail, words):
+        if applies and commands_wait(thread, head, tail, words):
             staged = (staged_ints, staged_floats, staged_tokens, staged_table, staged_stop_ids, staged_bias_ids)
             joined = (slot_ints, slot_floats, tokens, block_table, stop_ids, bias_ids, bias_values)
-            rows_joined, counts = ((*staged, staged_bias_values), joined), (prompt_seen, output_counts)
-            _apply(thread, threads, ring, extents, words, command_ring, rows_joined, state, counts)
-            if thread == 0:
-                set_long(command_head, 0, tail)
+            given, counts = ((*staged, staged_bias_values), joined), (prompt_seen, output_counts)
+            apply_waiting(thread, threads, ring, extents, words, (command_ring, command_head), given, state, counts)
             if lays_out:
                 slot = _lay_out(thread, sizes, parts, state, shared, row_arrays, path_arrays, outs)
         if tells:
             told = (grammar_tokens, grammar_paths, grammar_lengths)
-            _tell_rows(thread, slot, (rows, max_rows), record, (row_tokens, row_masks), told)
+            _tell_rows(thread, slot, (rows, sizes[5]), record, (row_tokens, row_masks), told)
 
-    return Kernel("_".join(map(str, ("begin_step", *astuple(plan)))), kernel, (types.int64,) * len(ARGUMENTS), threads)
+    return Kernel("_".join(("begin_step", *map(str, astuple(plan)))), kernel, (types.int64,) * len(ARGUMENTS), threads)

@@ -47,6 +47,7 @@ def publish(
     finish: torch.Tensor,
     num_verified: torch.Tensor,
     verified_depth: torch.Tensor,
+    verified_source: torch.Tensor,
     lengths: torch.Tensor,
     logprob_values: torch.Tensor,
     logprob_ids: torch.Tensor,
@@ -130,7 +131,7 @@ def _publishing(plan: PublishPlan, given: Mapping[str, torch.Tensor]) -> Publish
     entries, logprobs = (plan.batch,), (plan.batch, plan.rows, columns)
     shapes: dict[str, tuple[int, ...]] = {
         **dict.fromkeys(("slots", "commit_lens", "accepted_lens", "finish"), entries),
-        **dict.fromkeys(("num_verified", "verified_depth"), entries),
+        **dict.fromkeys(("num_verified", "verified_depth", "verified_source"), entries),
         **dict.fromkeys(("accepted_tokens", "accepted_nodes"), (plan.batch, plan.rows)),
         **dict.fromkeys(("logprob_values", "logprob_ids"), logprobs),
         **dict.fromkeys(("ring_logprob_values", "ring_logprob_ids"), (ring, plan.max_batch, plan.max_rows, columns)),

@@ -18,6 +18,7 @@ from lowlat.kernels.reference.step.publish import (
     SLOT,
     VERIFIED,
     VERIFIED_DEPTH,
+    VERIFIED_SOURCE,
 )
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Kernel
@@ -27,8 +28,16 @@ __all__ = ["ARGUMENTS", "PublishPlan", "publish_kernel"]
 
 ARGUMENTS = (
     *("slots", "commit_lens", "accepted_lens", "accepted_tokens", "accepted_nodes", "finish", "num_verified"),
-    *("verified_depth", "lengths", "logprob_values", "logprob_ids", "ring_count", "ring_records", "ring_tokens"),
-    *("ring_logprob_values", "ring_logprob_ids", "ring_head", "draft_nodes", "draft_live", "topology_masks"),
+    *("verified_depth", "verified_source", "lengths", "logprob_values", "logprob_ids", "ring_count", "ring_records"),
+    *(
+        "ring_tokens",
+        "ring_logprob_values",
+        "ring_logprob_ids",
+        "ring_head",
+        "draft_nodes",
+        "draft_live",
+        "topology_masks",
+    ),
     *("topology_paths", "drafts", "num_drafts", "tree_masks", "tree_paths"),
     *("active", "loop_budget", "stop_flag", "condition"),
 )
@@ -62,10 +71,10 @@ class PublishPlan:
 @device_function
 def _load_record(index: Any, addresses: Any, record: Any) -> None:
     """An entry's record into shared memory: all loads that do not depend on the slot first."""
-    slots, commit_lens, accepted_lens, finish, num_verified, verified_depth, lengths = addresses
+    slots, commit_lens, accepted_lens, finish, num_verified, verified_depth, verified_source, lengths = addresses
     slot, committed, accepted = int_at(slots, index), int_at(commit_lens, index), int_at(accepted_lens, index)
     reason, verified, depth = int_at(finish, index), int_at(num_verified, index), int_at(verified_depth, index)
-    length = int_at(lengths, max(slot, int64(0)))
+    source, length = int_at(verified_source, index), int_at(lengths, max(slot, int64(0)))
     first = index * RECORD_WIDTH
     record[first + SLOT] = slot
     record[first + COMMITTED] = committed if slot >= 0 else int64(0)
@@ -74,6 +83,7 @@ def _load_record(index: Any, addresses: Any, record: Any) -> None:
     record[first + ACCEPTED] = min(accepted - 1, committed)
     record[first + LENGTH_AFTER] = length
     record[first + VERIFIED_DEPTH] = depth
+    record[first + VERIFIED_SOURCE] = source
 
 
 @device_function
@@ -246,6 +256,7 @@ def publish_kernel(plan: PublishPlan) -> Kernel:
         finish: Any,
         num_verified: Any,
         verified_depth: Any,
+        verified_source: Any,
         lengths: Any,
         logprob_values: Any,
         logprob_ids: Any,
@@ -283,7 +294,8 @@ def publish_kernel(plan: PublishPlan) -> Kernel:
         if looping and thread == 0:
             state = _loop_state(max_batch, active, loop_budget, stop_flag)
         if publishing:
-            columns_of = (slots, commit_lens, accepted_lens, finish, num_verified, verified_depth, lengths)
+            verified = (num_verified, verified_depth, verified_source)
+            columns_of = (slots, commit_lens, accepted_lens, finish, *verified, lengths)
             _load_entry(thread, threads, batch, rows, columns_of, (accepted_tokens, accepted_nodes), shared)
         if drafting:
             _load_going(thread, batch, slots, draft_live, going)

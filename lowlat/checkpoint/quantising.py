@@ -4,48 +4,54 @@ The matrices of a layer become the parts of their format one at a time; there is
 knows neither files nor families.
 """
 
-from collections.abc import Callable, Generator, Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial
+import math
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
 from lowlat.checkpoint.source import Named, WeightSource, shapes_of
 from lowlat.errors import ConfigError
-from lowlat.kernels.formats import FP8, MatrixFormat
+from lowlat.kernels.formats import FP8, MatrixFormat, matrix_name
 from lowlat.kernels.formats.fp8 import quantise_fp8
-from lowlat.kernels.formats.int4 import int4_format, quantise_int4
+from lowlat.kernels.formats.int4 import GROUPS, int4_format, quantise_int4
 
-__all__ = ["LAYERS", "QuantisedWeights", "Quantiser", "quantised"]
+__all__ = ["LAYERS", "QuantisedWeights", "Quantiser", "quantised", "rounding_bytes"]
 
-GROUP = 128
 LAYERS = ("qkv", "q", "kv", "o", "gate_up", "down", "fc")  # canonical names of linear layers; the LM head is by choice
 LM_HEAD = "lm_head"
 SUFFIX = ".weight"
-CHUNK = 16 << 20  # numbers that are rounded at once
-KINDS: Mapping[str, tuple[MatrixFormat, Callable[[torch.Tensor], dict[str, torch.Tensor]]]] = {
-    "fp8": (FP8, quantise_fp8),
-    "int4": (int4_format(GROUP, has_zeros=False), partial(quantise_int4, group=GROUP)),
-}
+CHUNK = 4 << 20  # numbers that are rounded at once
+COPIES = 5  # float32 copies of them, at most
 
 
 @dataclass(frozen=True)
 class Quantiser:
-    """The rounding of a model's linear layers, those of experts among them: to FP8 by row, or to INT4 in groups of 128.
+    """The rounding of a model's linear layers, those of experts among them: to FP8 by row, or to INT4 in groups.
 
     lm_head  whether the LM head is among them
     option   that asked for it, for messages
+    group    inputs that share a scale of INT4
     """
 
     kind: Literal["fp8", "int4"]
     lm_head: bool = False
     option: str = "quantize"
+    group: int = GROUPS[-1]
+
+    def fitted(self, *widths: int) -> "Quantiser":
+        """The same with the largest groups into which layers of so many inputs can be cut; the smallest if none."""
+        common = math.gcd(*widths)
+        return replace(self, group=max((group for group in GROUPS if common % group == 0), default=GROUPS[0]))
 
     @property
     def packed(self) -> MatrixFormat:
         """The format of the layers."""
-        return KINDS[self.kind][0]
+        return FP8 if self.kind == "fp8" else int4_format(self.group, has_zeros=False)
+
+    def _round(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        return quantise_fp8(rows) if self.kind == "fp8" else quantise_int4(rows, self.group)
 
     def takes(self, weight: str) -> bool:
         """Whether a canonical weight is a matrix that is rounded."""
@@ -72,14 +78,17 @@ class Quantiser:
 
     def parts(self, weight: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         """The parts of a matrix by name. Raises ConfigError as `specs` does, and for numbers that are not finite."""
-        shapes = {name: shape for name, (shape, _) in self.specs(weight, tuple(tensor.shape)).items()}
-        step = max(1, CHUNK // tensor.shape[-1])
+        specs, step = self.specs(weight, tuple(tensor.shape)), max(1, CHUNK // tensor.shape[-1])
+        made = {name: torch.empty(shape, dtype=dtype, device=tensor.device) for name, (shape, dtype) in specs.items()}
+        rows, wholes = tensor.flatten(0, -2), {name: whole.flatten(0, -2) for name, whole in made.items()}
         try:
-            pieces = [KINDS[self.kind][1](rows) for rows in tensor.flatten(0, -2).split(step)]
+            for first in range(0, rows.shape[0], step):
+                rounded = self._round(rows[first : first + step])
+                for name, whole in wholes.items():
+                    whole[first : first + step] = rounded[name.rpartition(".")[2]]
         except ConfigError as error:
             raise ConfigError(f"{weight}: {error}") from None
-        made = {part: torch.cat([each[part] for each in pieces]) for part in self.packed.parts}
-        return {name: made[name.rpartition(".")[2]].view(shape) for name, shape in shapes.items()}
+        return made
 
 
 def quantised(weights: Mapping[str, torch.Tensor], quantiser: Quantiser) -> dict[str, torch.Tensor]:
@@ -88,6 +97,19 @@ def quantised(weights: Mapping[str, torch.Tensor], quantiser: Quantiser) -> dict
     for name, tensor in weights.items():
         made.update(quantiser.parts(name, tensor) if quantiser.takes(name) else {name: tensor})
     return made
+
+
+def rounding_bytes(shapes: Mapping[str, torch.Tensor]) -> int:
+    """Host memory in which weights are rounded one matrix at a time: the parts of the largest one, and some numbers.
+
+    shapes  tensors of the rounded weights' shapes and dtypes
+    """
+    sizes: dict[str, int] = {}
+    for name, tensor in shapes.items():
+        matrix = matrix_name(name)
+        if matrix is not None:
+            sizes[matrix] = sizes.get(matrix, 0) + tensor.nbytes
+    return max(sizes.values()) + 4 * COPIES * CHUNK if sizes else 0
 
 
 class QuantisedWeights(WeightSource):
@@ -139,3 +161,8 @@ class QuantisedWeights(WeightSource):
     def arena_bytes(self) -> int:
         """See `WeightSource.arena_bytes`."""
         return self._source.arena_bytes
+
+    @property
+    def made_bytes(self) -> int:
+        """See `WeightSource.made_bytes`."""
+        return self._source.made_bytes + rounding_bytes({name: self._shapes[name] for name in self._owners})

@@ -24,6 +24,7 @@ __all__ = [
     "depth_option",
     "draft_model_option",
     "given_options",
+    "json_file_option",
     "parse_biases",
     "record_options",
     "runtime_options",
@@ -42,17 +43,23 @@ MAX_OPTION_BYTES = 1 << 20
 CURVE_HELP = "Folder with server.key and client.key_secret, for tcp://."
 
 
-class IntegerList(click.ParamType[tuple[int, ...]]):
-    """Integers with commas or blanks between them, such as "1,2,3"."""
+class IntegerList(click.ParamType[tuple[int | str, ...]]):
+    """Integers with commas or blanks between them, such as "1,2,3"; words that stand for one may be among them."""
 
     name = "integers"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+    def __init__(self, words: Sequence[str] = ()) -> None:
+        self._words = tuple(words)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int | str, ...]:
         """Return the integers; a value that is not a list of them is a usage error."""
         if isinstance(value, tuple):
             return value
-        numbers = []
+        numbers: list[int | str] = []
         for part in str(value).replace(",", " ").split():
+            if part in self._words:
+                numbers.append(part)
+                continue
             digits = part.removeprefix("-")
             if not (digits.isascii() and digits.isdecimal()) or len(digits) > MAX_DIGITS:
                 self.fail(f"{part!r:.40} is not an integer", param, ctx)
@@ -254,3 +261,11 @@ def trace_config(names: str | None) -> TraceConfig:
 def as_json(function: F) -> F:
     """Add the flag --json."""
     return click.option("--json", "json_output", is_flag=True, help="Write one JSON object and nothing else.")(function)
+
+
+def json_file_option(function: F) -> F:
+    """Add --json, with or without the name of a file; `write_json` takes it."""
+    help_text = "Write one JSON object, to stdout and nothing else there, or to FILE."
+    return click.option("--json", "json_file", is_flag=False, flag_value="-", metavar="[FILE]", help=help_text)(
+        function
+    )

@@ -66,7 +66,7 @@ class GraphExecutor(KernelExecutor):
             self._stop_flag = torch.zeros(1, dtype=torch.int64, pin_memory=True)
             chosen = {body for bucket in programs for body in bucket.bodies}  # these are captured with what chooses
             captured = [bucket for bucket in programs if bucket not in chosen]
-            repeated = [bucket for bucket in programs if looping and not bucket.prefilled]
+            repeated = [bucket for bucket in programs if looping and not bucket.prefilled and not bucket.verifies]
             bodies = {bucket: self._lower(bucket, self._control()) for bucket in repeated}
             self.launcher.compile_ahead(call for groups in bodies.values() for call in _calls(groups))
             self._check_addresses([*self._groups.values(), *bodies.values()])

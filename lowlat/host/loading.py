@@ -24,7 +24,14 @@ from lowlat.host.perf import check_device, check_launches
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.partial_kv import partial_kv
 from lowlat.models.program import Program
-from lowlat.models.target import OpenedTarget, code_kv, fetch_target, open_target, quantise_target
+from lowlat.models.target import (
+    OpenedTarget,
+    code_kv,
+    fetch_target,
+    open_target,
+    quantise_target,
+    target_recipes,
+)
 from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig
 from lowlat.speculators.base import LoadedSpeculator, Speculator
 from lowlat.speculators.methods import fetch_speculator, load_speculator
@@ -115,7 +122,11 @@ def load(
     if choice.has_kernels:
         check_positions(geometry)
     rows_of = {depth: topology.num_nodes for depth, topology in topologies.items()}
-    ladder = BucketLadder(bucket_batches(options.max_batch), rows_of, adaptive=geometry.max_width is not None)
+    verifier = None
+    if geometry.partial is not None and geometry.partial.lossless and speculative is not None:
+        verifier = geometry.partial.buffer + 1, speculative.num_speculative_tokens
+    adaptive = geometry.max_width is not None
+    ladder = BucketLadder(bucket_batches(options.max_batch), rows_of, adaptive=adaptive, verifier=verifier)
     programs = {bucket: _build(geometry, bucket, topologies) for bucket in ladder.programs}
     own: Mapping[str, torch.Tensor] = {} if loaded is None else loaded.weights
     weights = JoinedWeights(target.weights, own)
@@ -125,7 +136,7 @@ def load(
         weights.shapes(),
         choice.device,
         has_kernels=choice.has_kernels,
-        host_load_bytes=weights.arena_bytes,
+        host_load_bytes=weights.arena_bytes + weights.made_bytes,
     )
     check_fits(need, choice.device)
     watchdog = options.watchdog_factor, options.watchdog_min_s
@@ -216,8 +227,16 @@ def make_geometry(
     worst = -(-(options.max_context + max(max_rows, num_drafted_rows)) // options.block_size)
     num_blocks = options.kv_blocks if options.kv_blocks is not None else options.max_batch * worst + 1
     simulated = speculative if speculator is not None else None
-    partial = None if simulated is None else partial_kv(simulated, options, config, max_rows)
-    if partial is not None:
+    weight_bytes = float(sum(recipe.num_bytes for recipe in target_recipes(config)))
+    partial = None if simulated is None else partial_kv(simulated, options, config, max_rows, weight_bytes)
+    path_width = max(topology.path_width for topology in topologies.values())
+    if partial is not None and partial.lossless:
+        max_rows = path_width = max(max_rows, partial.buffer + 1)
+        worst = -(-(options.max_context + max_rows) // options.block_size)
+        num_blocks = options.kv_blocks if options.kv_blocks is not None else options.max_batch * worst + 1
+        logger.info("SpecPV is lossless: from %d tokens on steps over a part of the KV cache propose, and steps over "
+                    "all of it verify", partial.threshold)  # fmt: skip
+    elif partial is not None:
         logger.warning("SpecPV is on, which is lossy: from %d tokens on steps attend to a part of the KV cache, and "
                        "tokens may differ from the target's", partial.threshold)  # fmt: skip
     return StepGeometry(
@@ -227,16 +246,17 @@ def make_geometry(
         max_context=options.max_context,
         max_rows=max_rows,
         num_paths=max(topology.num_paths for topology in topologies.values()),
-        path_width=max(topology.path_width for topology in topologies.values()),
+        path_width=path_width,
         block_size=options.block_size,
         num_blocks=num_blocks,
         prefill_chunk=options.prefill_chunk,
-        max_prefill_chunks=options.max_prefill_chunks,
+        max_prefill_chunks=1 if options.prompt_logits else options.max_prefill_chunks,
         simulated_accept_length=None if simulated is None else simulated.simulated_accept_length,
         simulated_seed=0 if simulated is None else simulated.simulated_seed,
         num_drafted_rows=num_drafted_rows,
         partial=partial,
         max_width=_max_width(speculator, speculative),
+        prompt_logits=options.prompt_logits,
     )
 
 

@@ -20,6 +20,7 @@ from lowlat.kernels.reference.step.publish import (
     SLOT,
     VERIFIED,
     VERIFIED_DEPTH,
+    VERIFIED_SOURCE,
 )
 from lowlat.kernels.reference.step.slot_record import (
     DRAFT_LIMIT,
@@ -38,10 +39,10 @@ from lowlat.kernels.reference.step.slot_record import (
     TOP_K,
     TOP_P,
 )
-from lowlat.kernels.reference.step.slots import CANCEL, JOIN, SET_DRAFT_LIMIT
+from lowlat.kernels.reference.step.slots import CANCEL, JOIN, REWIND, SET_DRAFT_LIMIT
 from lowlat.options.request import FinishReason, SamplingParams, TokenLogprobs
 
-__all__ = ["Entry", "Mailbox", "SlotPublication"]
+__all__ = ["NEVER", "Entry", "Mailbox", "SlotPublication"]
 
 FINISH_REASONS: dict[int, FinishReason] = {FINISH_STOP: "stop", FINISH_LENGTH: "length", FINISH_ERROR: "error"}
 STAGED = tuple(
@@ -65,6 +66,7 @@ class SlotPublication(NamedTuple):
     finish_reason: FinishReason | None
     verified: int
     verified_depth: int
+    verified_source: int
     accepted: int
     length: int
     logprobs: tuple[TokenLogprobs, ...] | None
@@ -178,6 +180,10 @@ class Mailbox:
     def set_draft_limit(self, slot: int, params: SamplingParams) -> None:
         """Command a slot that decodes to verify so many drafts in a step from now on; the next step sees it."""
         self._command(SET_DRAFT_LIMIT, slot, self._draft_limit(params))
+
+    def rewind(self, slot: int, length: int) -> None:
+        """Command a slot to go back to so many committed tokens; see `force_drafts` for what it then verifies."""
+        self._command(REWIND, slot, length)
 
     def bound_widths(self, least: int, most: int) -> None:
         """Bound the widths that steps choose from the next one on; where none is chosen, nothing is written.
@@ -295,6 +301,7 @@ class Mailbox:
             finish_reason=FINISH_REASONS.get(record[FINISH]),
             verified=record[VERIFIED],
             verified_depth=record[VERIFIED_DEPTH],
+            verified_source=record[VERIFIED_SOURCE],
             accepted=record[ACCEPTED],
             length=record[LENGTH_AFTER],
             logprobs=logprobs,

@@ -5,7 +5,7 @@ Pure Python: it knows neither devices nor the scheduler. The names of the fields
 """
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -16,6 +16,7 @@ from lowlat.options.config import MAX_SPECULATIVE_TOKENS
 __all__ = ["MetricsBook", "RequestMetrics", "RuntimeMetrics", "SpeculativeDecodingStats"]
 
 MAX_ENDED = 1000
+SOURCE_COUNTS = ("steps", "draft_tokens", "accepted_tokens")
 NUM_LENGTHS = MAX_SPECULATIVE_TOKENS + 1  # 0 to 6, and 7 or more
 
 
@@ -32,6 +33,8 @@ class SpeculativeDecodingStats:
     accepted_length_histogram  drafts by accepted tokens: 0 to 6, and 7 or more
     drafted_by_position        drafts that verified a token at depth 1, 2, ... (index 0 is depth 1)
     accepted_by_position       of those, drafts that accepted it
+    by_source                  drafts, draft tokens and accepted tokens, by the name of their source: a method, the text
+                               beside a draft model (suffix), a request's grammar, which forced them
     simulated                  acceptance was imposed for a benchmark; the text means nothing
 
     Every ratio is 0.0 while there is nothing to divide by.
@@ -46,14 +49,18 @@ class SpeculativeDecodingStats:
     accepted_length_histogram: list[int] = field(default_factory=lambda: [0] * NUM_LENGTHS)
     drafted_by_position: list[int] = field(default_factory=lambda: [0] * MAX_SPECULATIVE_TOKENS)
     accepted_by_position: list[int] = field(default_factory=lambda: [0] * MAX_SPECULATIVE_TOKENS)
+    by_source: dict[str, list[int]] = field(default_factory=dict)
     simulated: bool = False
 
-    def record(self, drafted: int, accepted: int, *, drafted_depth: int | None = None) -> None:
+    def record(
+        self, drafted: int, accepted: int, *, drafted_depth: int | None = None, source: str | None = None
+    ) -> None:
         """Add one slot's step; one that verified nothing changes nothing.
 
         drafted        draft tokens verified, the root excluded; of a tree all nodes
         accepted       tokens of the accepted path, root and bonus excluded
         drafted_depth  depth of the tree's deepest verified node; None: a chain, whose depth is `drafted`
+        source         that the drafts are from; None: it is not told
         Raises ValueError for counts that no step can have; then nothing was added.
         """
         depth = drafted if drafted_depth is None else drafted_depth
@@ -71,9 +78,15 @@ class SpeculativeDecodingStats:
         self.num_rewound_tokens += drafted - accepted
         self.rewind_steps += accepted < drafted
         self.accepted_length_histogram[min(accepted, NUM_LENGTHS - 1)] += 1
+        if source is not None:
+            self._add(source, (1, drafted, accepted))
         for position in range(min(depth, MAX_SPECULATIVE_TOKENS)):
             self.drafted_by_position[position] += 1
             self.accepted_by_position[position] += position < accepted
+
+    def _add(self, source: str, counts: Sequence[int]) -> None:
+        known = self.by_source.get(source, [0] * len(SOURCE_COUNTS))
+        self.by_source[source] = [a + b for a, b in zip(known, counts, strict=True)]
 
     def merge(self, other: "SpeculativeDecodingStats") -> None:
         """Add another's counts, as a total over requests does."""
@@ -82,6 +95,8 @@ class SpeculativeDecodingStats:
         for name in _COUNT_LISTS:
             mine, theirs = getattr(self, name), getattr(other, name)
             setattr(self, name, [a + b for a, b in zip(mine, theirs, strict=True)])
+        for source, counts in other.by_source.items():
+            self._add(source, counts)
         self.simulated = self.simulated or other.simulated
 
     def snapshot(self) -> "SpeculativeDecodingStats":
@@ -109,8 +124,14 @@ class SpeculativeDecodingStats:
         pairs = zip(self.accepted_by_position, self.drafted_by_position, strict=True)
         return [_ratio(accepted, drafted) for accepted, drafted in pairs]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return counts and ratios as JSON values: the block `eagle_speculation`."""
+    def to_dict(self, num_steps: int | None = None) -> dict[str, Any]:
+        """Return counts and ratios as JSON values: the block `eagle_speculation`.
+
+        num_steps  of which the others had no drafts, and are told as `none` among the sources; None: they are not
+        """
+        sources = {name: dict(zip(SOURCE_COUNTS, counts, strict=True)) for name, counts in self.by_source.items()}
+        if num_steps is not None and num_steps > self.num_drafts:
+            sources["none"] = dict.fromkeys(SOURCE_COUNTS, 0) | {SOURCE_COUNTS[0]: num_steps - self.num_drafts}
         return {
             "num_drafts": self.num_drafts,
             "total_draft_tokens": self.total_draft_tokens,
@@ -124,6 +145,7 @@ class SpeculativeDecodingStats:
             "acceptance_by_position": self.acceptance_by_position,
             "drafted_by_position": list(self.drafted_by_position),
             "accepted_by_position": list(self.accepted_by_position),
+            "by_source": sources,
             "simulated": self.simulated,
         }
 
@@ -206,7 +228,7 @@ class RequestMetrics:
         values["tokens_per_s"] = self.tokens_per_s
         if self.num_partial_steps:
             values["specpv"] = {"lossy": True, "partial_steps": self.num_partial_steps}
-        return values | _speculation_block(self.speculation)
+        return values | _speculation_block(self.speculation, self.num_steps)
 
 
 @dataclass(frozen=True)
@@ -243,7 +265,7 @@ class RuntimeMetrics:
         values = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "speculation"}
         values["finish_reasons"] = dict(self.finish_reasons)
         values["tokens_per_s"] = self.tokens_per_s
-        return values | _speculation_block(self.speculation)
+        return values | _speculation_block(self.speculation, self.num_steps)
 
 
 class _Sums:
@@ -328,8 +350,8 @@ class MetricsBook:
         )
 
 
-def _speculation_block(stats: SpeculativeDecodingStats | None) -> dict[str, Any]:
-    return {"eagle_speculation": stats.to_dict()} if stats is not None and stats.num_drafts else {}
+def _speculation_block(stats: SpeculativeDecodingStats | None, num_steps: int) -> dict[str, Any]:
+    return {"eagle_speculation": stats.to_dict(num_steps)} if stats is not None and stats.num_drafts else {}
 
 
 def _ratio(part: int, whole: int) -> float:

@@ -57,11 +57,9 @@ class Runtime:
         self.speculator = loaded.geometry.speculator
         self.draft_config = None if self.speculator is None else self.speculator.draft_config
         self.codec = loaded.codec
-        geometry = loaded.geometry
-        self.geometry = geometry
-        self.num_speculative_tokens = 0
-        if speculative is not None and self.speculator is not None:
-            self.num_speculative_tokens = speculative.num_speculative_tokens
+        self.geometry = geometry = loaded.geometry
+        used = None if self.speculator is None else speculative
+        self.num_speculative_tokens = 0 if used is None else used.num_speculative_tokens
         self.simulated = geometry.simulated_accept_length is not None
         self.kvcache = KVCache(
             geometry.num_blocks,
@@ -89,7 +87,7 @@ class Runtime:
             block_size=geometry.block_size,
             greedy_only=config.is_strict,
             must_draft=config.is_strict and self.num_speculative_tokens > 0,
-            has_masks="grammar_masks" in self.executor.state,
+            has_masks="grammar_masks" in self.executor.state and not self.ladder.verifiers,
         )
         self.grammars = GrammarCompiler(self.codec, self.checks.vocab_size, self.checks.eos_token_ids)
         self._mailbox = Mailbox(self.executor.state, geometry.max_rows - 1)
@@ -163,7 +161,7 @@ class Runtime:
             raise RequestError(f"request id {name!r:.80} was used by a request that has ended")
         seed = secrets.randbits(63) if params.seed is None else params.seed
         stop_ids = self.checks.stop_ids(params)
-        session = Session(name, prompt_ids, params, seed, stop_ids, self.codec, simulated=self.simulated)
+        session = Session(name, prompt_ids, params, seed, stop_ids, self.codec, self.speculator, self.simulated)
         session.grammar = self.grammars.open(params, prompt_ids, stop_ids)
         self.scheduler.enqueue(ScheduledRequest(name, prompt_ids, len(prompt_ids) + params.max_tokens, cache_salt))
         self._sessions[name] = session
@@ -206,7 +204,7 @@ class Runtime:
                 return outputs
         self._owes_step = False
         if self.scheduler.num_active:
-            self._launch(self.scheduler.choose_bucket(depth), ahead, self._refreshes.run(depth))
+            self._launch(*self._refreshes.next_step(depth), ahead)
             outputs.extend(self._go_on(depth, ahead))
         return outputs
 
@@ -266,7 +264,7 @@ class Runtime:
             self._book.update(session.metrics())
         return {
             **self._book.totals().to_dict(),
-            "kv": asdict(self.kvcache.stats()),
+            "kv": {**asdict(self.kvcache.stats()), "cache_dtype": self.model_config.cache_dtype},
             "perf": self.perf().to_dict(),
             "device": str(self.device_choice.device),
             **({} if self.speculator is None else {"speculator": self.speculator.report()}),
@@ -363,13 +361,13 @@ class Runtime:
         self._mailbox.join(session.slot, session.prompt, *own, has_grammar=session.grammar is not None)
         session.joined(self._mailbox.num_seen)
 
-    def _launch(self, bucket: Bucket, ahead: bool, most: int | None) -> None:
+    def _launch(self, bucket: Bucket, most: int | None, ahead: bool) -> None:
         for name in self._limited & self._sessions.keys():
             if self.scheduler.phase(name) is Phase.DECODING:  # others bring their limit along when they join
                 self._mailbox.set_draft_limit(self._sessions[name].slot, self._sessions[name].params)
         self._limited.clear()
         meanwhile = self._fill_masks if self._masks and not self.executor.asynchronous else None
-        may_loop = ahead and not self.scheduler.has_work and not self._masks
+        may_loop = ahead and not self.scheduler.has_work and not self._masks and not bucket.verifies
         self._launches.start(bucket, may_loop=may_loop, meanwhile=meanwhile, most=most)
 
     def _fill_masks(self) -> None:
@@ -396,7 +394,7 @@ class Runtime:
         if not ahead or (launches.in_loop and not self._fits(depth)):
             return self._take(launches.wait() if self._masks else launches.drain(), depth, ahead)
         if self._is_certain(depth) and (most := self._refreshes.num_certain(depth)) != 0:
-            self._launch(self.scheduler.choose_bucket(depth), ahead, most)
+            self._launch(self.scheduler.choose_bucket(depth), most, ahead)
         return self._take(launches.wait(), depth, ahead)
 
     def _is_certain(self, depth: int) -> bool:
@@ -434,7 +432,7 @@ class Runtime:
             publications = [p for p in read if self._is_live(p.slot, entry.number)]
             if self._tracer is not None and bucket is not None:
                 self._tracer.step(bucket, publications, self.executor, self.kvcache)
-            outputs.extend([self._apply(publication) for publication in publications])
+            outputs.extend(filter(None, map(self._apply, publications)))
         if self._launches.under_way:
             self._fill_masks()
         self._launches.clear_blocks(self.kvcache.take_blocks_to_clear())
@@ -451,7 +449,7 @@ class Runtime:
         num_left = scheduler.num_active - num_ended
         most = self._refreshes.num_certain(depth, len(entries))
         if num_left and most != 0 and not scheduler.has_work and not (num_ended and scheduler.num_queued):
-            self._launch(self.ladder.choose(num_left, depth), ahead=True, most=most)
+            self._launch(self.ladder.choose(num_left, depth), most, ahead=True)
 
     def _is_live(self, slot: int, entry: int) -> bool:
         """Whether an entry is about the session in a slot: not about one before it, nor about one that has ended."""
@@ -471,8 +469,10 @@ class Runtime:
         if launches.looping and launches.bucket and not self._fits(launches.bucket.num_speculative_tokens):
             launches.stop()
 
-    def _apply(self, publication: SlotPublication) -> StepOutput:
-        session = self._slots[publication.slot]
+    def _apply(self, published: SlotPublication) -> StepOutput | None:
+        session = self._slots[published.slot]
+        if (publication := self._refreshes.judge(session, published)) is None:
+            return None
         self._published.see(session, publication, speculating=self.num_speculative_tokens > 0)
         self._refreshes.count_step(session)
         output = session.take(*self._masks.judge(publication))

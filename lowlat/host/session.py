@@ -10,11 +10,15 @@ from typing import Any
 
 from lowlat.host.mailbox import SlotPublication
 from lowlat.host.metrics import RequestMetrics, SpeculativeDecodingStats
+from lowlat.kernels.reference.step.slots import FORCED_DRAFTS, FROM_METHOD, FROM_TEXT
 from lowlat.options.request import ErrorCode, FinishReason, SamplingParams, StepOutput, TokenLogprobs, ToolCallDelta
+from lowlat.speculators.base import Speculator
 from lowlat.text import AnswerDelta, AnswerStream, TextCodec
 from lowlat.text.grammar.state import GrammarState
 
-__all__ = ["Session"]
+__all__ = ["FROM_PART", "Session"]
+
+FROM_PART = 4  # besides the sources of drafts that the device knows: steps over a part of the cache
 
 
 class Session:
@@ -32,7 +36,7 @@ class Session:
         seed: int,
         stop_ids: tuple[int, ...],
         codec: TextCodec | None,
-        *,
+        speculator: Speculator | None,
         simulated: bool,
     ) -> None:
         self.request_id = request_id
@@ -48,6 +52,9 @@ class Session:
         self.first_entry = 0
         self.num_partial_steps = 0  # with SpecPV
         self.simulated = simulated
+        own = ("", "") if speculator is None else speculator.draft_sources
+        numbers = (FROM_METHOD, FROM_TEXT, FORCED_DRAFTS, FROM_PART)
+        self._sources = dict(zip(numbers, (*own, "grammar", "specpv"), strict=True))
         self.finish_reason: FinishReason | None = None
         self._num_steps = 0
         self._num_cached = 0
@@ -168,7 +175,8 @@ class Session:
             self._num_steps += 1
         # drafts behind a stop string were dropped with their tokens: they count as rewound
         accepted = min(publication.accepted, num_tokens)
-        self._stats.record(publication.verified, accepted, drafted_depth=publication.verified_depth)
+        depth, source = publication.verified_depth, self._sources.get(publication.verified_source)
+        self._stats.record(publication.verified, accepted, drafted_depth=depth, source=source)
         if num_tokens:
             self._last = now
             if self._first is None:

@@ -128,7 +128,9 @@ class Emitter:
         return {"kv_scales": scales_name(k_cache)}
 
     def kv_write(self, k: str, v: str, caches: tuple[str, str]) -> None:
-        """Store keys and values of the live rows."""
+        """Store keys and values of the live rows; of a refresh that only chooses blocks, nothing."""
+        if self.rows.refresh and self.rows.partial is not None and self.rows.partial.lossless:
+            return
         kind = "kv_write" if self.rows.live is not None else "prefill_kv_write"
         reads = {"k": k, "v": v, **self.rows.write, **self.scales(caches[0])}
         self.emit(kind, reads, {"k_cache": caches[0], "v_cache": caches[1]})

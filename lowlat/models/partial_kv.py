@@ -4,20 +4,25 @@ A slot in the partial state has, for each such layer and key-value head, a list 
 (sinks), those that the last queries scored best, and all from the last ones (the window) on, to which steps append.
 Position p of the window's part stands `shift` positions before p in the list. What steps write is made from a part of
 the cache and so inexact; a refresh recomputes it over all of the cache, and chooses the blocks from it. SpecPV is
-lossy: what was accepted between two refreshes is not verified again.
+lossy: what was accepted between two refreshes is not verified again. Where it is lossless the tokens of partial steps
+are proposals: a step over all of the cache verifies them as drafts, and recomputes their keys and values.
 
 Source: SpecPV, arXiv 2512.02337, and its authors' TanZhendong/SpecPV, specpv/kv/kv_cache.py. They copy the part, take
 its window to the position, score by the root and its drafts; here blocks stay where they are, the window begins with a
 block, and the last tokens before a step score, which are certain.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lowlat.errors import ConfigError
+from lowlat.kernels.reference.step.slots import MAX_FORCED
 from lowlat.models.geometry import ModelConfig
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig
 
-__all__ = ["PartialKV", "partial_kv"]
+__all__ = ["PartialKV", "lossless_gain", "partial_kv"]
+
+AGREEMENT = 0.97  # of a partial step's tokens, the share that a step over all of the cache gives, too: assumed
+GRAIN = 1024  # positions: lossless SpecPV begins at a multiple
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,7 @@ class PartialKV:
     buffer             positions that partial steps may write between two refreshes
     threshold          positions from which a slot is in the partial state, and more than a list has at the start
     num_refresh_steps  partial steps between two refreshes, at most
+    lossless           what partial steps write is proposed, and verified before the buffer is full
     """
 
     block: int
@@ -42,6 +48,7 @@ class PartialKV:
     buffer: int
     threshold: int
     num_refresh_steps: int
+    lossless: bool = False
 
     def shift(self, num_positions: int) -> int:
         """The positions that lists chosen behind so many exact ones leave out; above 0 from the threshold on."""
@@ -49,12 +56,46 @@ class PartialKV:
         return (first_of_window - self.num_sinks - self.num_retrieved) * self.block
 
 
+def lossless_gain(sizes: PartialKV, positions: int, weight_bytes: float, position_bytes: float) -> float:
+    """By what factor lossless SpecPV should be faster than steps over all of the cache, by bytes, at a context.
+
+    weight_bytes    that every step reads
+    position_bytes  keys and values of a position, of layers without windows and of all slots that decode
+    A step brings a token and half of its drafts; of what is proposed the first AGREEMENT ** n should hold.
+    """
+    listed = min(positions, (sizes.num_sinks + sizes.num_retrieved + sizes.num_window) * sizes.block)
+    whole = weight_bytes + positions * position_bytes
+    tokens_a_step = 1 + (sizes.num_queries - 1) / 2
+    held = sum(AGREEMENT**place for place in range(sizes.buffer + 1))
+    cycle = sizes.buffer / tokens_a_step * (weight_bytes + listed * position_bytes) + whole
+    return held / cycle * whole / tokens_a_step
+
+
+def _begin_lossless(sizes: PartialKV, options: RuntimeConfig, config: ModelConfig, weight_bytes: float) -> PartialKV:
+    """The sizes with the threshold from which lossless SpecPV pays by bytes, with all slots decoding."""
+    itemsize = 1 if config.coded_kv is not None else 2 if config.dtype == "bfloat16" else 4
+    attended = config.windows.count(None) * config.num_kv_heads * config.head_dim * 2 * itemsize
+    for positions in range(-(-sizes.threshold // GRAIN) * GRAIN, options.max_context, GRAIN):
+        if lossless_gain(sizes, positions, weight_bytes, options.max_batch * attended) > 1:
+            return replace(sizes, threshold=positions)
+    raise ConfigError(
+        f"specpv_lossless: by bytes it is slower than steps over all of the cache up to max_context "
+        f"{options.max_context} with max_batch {options.max_batch}; a specpv_partial_threshold other than "
+        f"{SpeculativeConfig.specpv_partial_threshold} begins it there all the same"
+    )
+
+
 def partial_kv(
-    speculative: SpeculativeConfig, options: RuntimeConfig, config: ModelConfig, max_rows: int
+    speculative: SpeculativeConfig,
+    options: RuntimeConfig,
+    config: ModelConfig,
+    max_rows: int,
+    weight_bytes: float = 0.0,
 ) -> PartialKV | None:
     """SpecPV's sizes for a runtime; None where it is off.
 
-    max_rows  rows that a step may write for a slot
+    max_rows      rows that a step may write for a slot
+    weight_bytes  of the target: lossless SpecPV begins where it pays, unless a threshold is given
     Raises ConfigError for options that cannot be combined with it, or that never let a partial step run.
     """
     if not speculative.enable_specpv:
@@ -62,17 +103,23 @@ def partial_kv(
     block = speculative.specpv_block_size
     fixed = speculative.specpv_n_sink_blocks + speculative.specpv_n_retrieval_blocks
     least = (fixed + speculative.specpv_n_window_blocks + 1) * block
+    lossless, buffer = speculative.specpv_lossless, speculative.specpv_n_spec_tokens_buf
+    if lossless and buffer == SpeculativeConfig.specpv_n_spec_tokens_buf:
+        buffer = MAX_FORCED
     found = PartialKV(
         block=block,
         num_sinks=speculative.specpv_n_sink_blocks,
         num_retrieved=speculative.specpv_n_retrieval_blocks,
         num_window=speculative.specpv_n_window_blocks,
         num_queries=speculative.num_speculative_tokens + 1,
-        buffer=speculative.specpv_n_spec_tokens_buf,
+        buffer=buffer,
         threshold=max(speculative.specpv_partial_threshold, least),
         num_refresh_steps=speculative.specpv_full_refresh_steps,
+        lossless=lossless,
     )
     _check(found, options, config, max_rows)
+    if lossless and speculative.specpv_partial_threshold == SpeculativeConfig.specpv_partial_threshold:
+        return _begin_lossless(found, options, config, weight_bytes)
     return found
 
 
@@ -91,6 +138,11 @@ def _check(partial: PartialKV, options: RuntimeConfig, config: ModelConfig, max_
         (
             partial.buffer <= max_rows,
             f"specpv_n_spec_tokens_buf {partial.buffer} must be above {max_rows}, the rows that a step may write",
+        ),
+        (
+            partial.lossless and partial.buffer > MAX_FORCED,
+            f"specpv_n_spec_tokens_buf {partial.buffer} exceeds {MAX_FORCED}, the proposals that a step can verify "
+            "(specpv_lossless)",
         ),
         (
             partial.buffer > at_once,

@@ -53,7 +53,8 @@ class SpeculativeConfig:
     them the `max_total_draft_tokens` best are verified.
     With `enable_specpv` the target's layers without windows verify over a part of their KV cache: sinks, blocks that
     each head chose, the last ones; every few steps a pass over all of it recomputes what was written meanwhile and
-    chooses anew. Tokens are then not certain to be the target's: SpecPV is lossy, and says so wherever it shows.
+    chooses anew. Tokens are then not certain to be the target's: SpecPV is lossy, and says so wherever it shows, unless
+    `specpv_lossless` verifies what such steps propose.
     Boundary b of `capture_layers` is the residual stream entering layer b. Without `strict`, a draft model that does
     not fit is one warning and the baseline.
     """
@@ -144,7 +145,10 @@ class SpeculativeConfig:
         4096, "SpecPV: a shorter context is attended to whole, with the bits of a runtime without SpecPV.", 0, 1 << 20
     )
     specpv_full_refresh_steps: int = declare(32, "SpecPV: partial steps between two refreshes, at most.", 1, 1 << 16)
-    specpv_lossless: bool = declare(False, "SpecPV whose tokens a full pass verifies again: not implemented, refused.")
+    specpv_lossless: bool = declare(
+        False,
+        "SpecPV whose partial steps only propose: a step over all of the cache verifies up to 31 tokens.",
+    )
     simulated_accept_length: float | None = declare(
         None, "Impose so many tokens a step, 1 to S + 1, for benchmarks; the text then means nothing."
     )
@@ -180,10 +184,9 @@ class SpeculativeConfig:
     def _check_specpv(self) -> None:
         """Refuse what SpecPV does not have, and its sizes where it is off."""
         if self.specpv_lossless:
-            raise ConfigError(
-                "specpv_lossless is not implemented: SpecPV's tokens are those of partial steps, and may differ from "
-                "the target's; leave enable_specpv off for lossless decoding"
-            )
+            for name in ("tree", "dynamic_tree_max_topk", "simulated_accept_length"):
+                if getattr(self, name) is not None:
+                    raise ConfigError(f"specpv_lossless goes with chains and their own acceptance, and {name} is given")
         if self.enable_specpv and self.adaptive_width:
             raise ConfigError("enable_specpv goes with a fixed number of drafts, and adaptive_width chooses it anew")
         if not self.enable_specpv:
@@ -251,7 +254,7 @@ class RuntimeConfig:
     max_context: int = declare(2048, "Tokens of prompt and text.", 2, 1 << 20, otherwise="2048, or the model's if less")
     dtype: Literal["auto", "bfloat16", "float32"] = declare("auto", "Compute dtype; auto is the checkpoint's.")
     quantize: Literal["fp8", "int4"] | None = declare(
-        None, "Round a plain target's linear layers at load: to FP8 by row, or to INT4 in groups of 128."
+        None, "Round a plain target's linear layers at load: to FP8 by row, or to INT4 in groups of 128, 64 or 32."
     )
     quantize_lm_head: bool = declare(False, "Round the LM head, too.")
     kv_cache_dtype: Literal["auto", "bf16", "fp8"] = declare(
@@ -271,6 +274,11 @@ class RuntimeConfig:
     prefix_reuse: bool = declare(True, "Share the KV of complete prefill chunks between requests with equal prefixes.")
     share_decoded: bool = declare(
         False, "Also share what decoding wrote: a later request's bits may then differ from a cold start."
+    )
+    prompt_logits: bool = declare(
+        False,
+        "Keep the logits of all positions of the chunk that was prefilled last: for measuring. Needs prefix_reuse off.",
+        python_only=True,
     )
     max_queue: int = declare(
         256, "Requests that may wait for a slot; more are refused with CapacityError.", 0, 1 << 20, python_only=True
@@ -308,6 +316,8 @@ class RuntimeConfig:
             raise ConfigError(f"traces must be a TraceConfig, got {self.traces!r:.80}")
         if self.quantize_lm_head and self.quantize is None:
             raise ConfigError("quantize_lm_head needs quantize, which says to what")
+        if self.prompt_logits and self.prefix_reuse:
+            raise ConfigError("prompt_logits needs prefix_reuse off: shared chunks are not run again")
         if self.share_decoded and not self.prefix_reuse:
             raise ConfigError("share_decoded needs prefix_reuse, which is off")
         self._check_perf_mode()

@@ -189,6 +189,11 @@ class Speculator(ABC):
         return None
 
     @property
+    def draft_sources(self) -> tuple[str, str]:
+        """The names, in statistics, of the sources of its drafts: of its own, and of text beside it."""
+        return self.method, ""
+
+    @property
     def attends_everything(self) -> bool:
         """Whether its own attention has no window: it then bounds the context, as the target's does."""
         return False

@@ -38,6 +38,7 @@ class StepBuilder:
         self.bucket = bucket
         self.topology = topology
         self.batch, self.width = bucket.batch, bucket.rows
+        self.partial = None if bucket.verifies else geometry.partial
         self.builder = ProgramBuilder(f"step[{bucket}]")
         declare_state(self.builder, geometry)
         self.tables = declare_tables(self.builder, geometry)
@@ -49,10 +50,11 @@ class StepBuilder:
         boundaries = self._target()
         self._accept()
         self._commit()
-        if self.bucket.prefilled:
+        early = self.bucket.prefilled or self.bucket.verifies  # their drafts have other rows than they
+        if early:
             self._publish()
         self._draft(boundaries)
-        if not self.bucket.prefilled:
+        if not early:
             self._publish()
         return self.builder.build()
 
@@ -95,15 +97,16 @@ class StepBuilder:
             "dense_lens": self._ints("dense_lens", batch),
             "num_verified": self._ints("num_verified", batch),
             "verified_depth": self._ints("verified_depth", batch),
+            "verified_source": self._ints("verified_source", batch),
         }
         state = ("slots", "lengths", "tokens", "drafts", "num_drafts", "tree_masks", "tree_paths", "slot_ints")
-        reads = {name: name for name in (*state, "grammar_forced", "grammar_decided")}
+        reads = {name: name for name in (*state, "grammar_forced", "grammar_decided", "draft_sources")}
         self.builder.emit("gather_rows", Stage.ACTIVE_SLOTS, reads=reads, writes=outs)
         asked = ("slots", "lengths", "slot_ints", "row_tokens", "row_masks")
         told = ("grammar_tokens", "grammar_paths", "grammar_lengths")
         reads, writes = {name: name for name in asked}, {name: name for name in told}
         self.builder.emit("publish_rows", Stage.ACTIVE_SLOTS, reads=reads, writes=writes)
-        if self.geometry.partial is not None and not self.bucket.prefilled:
+        if self.partial is not None and not self.bucket.prefilled:
             reads = {"dense_lens": "dense_lens", "slots": "slots", "shifts": "partial_shifts"}
             self.builder.emit(
                 "list_lens", Stage.ACTIVE_SLOTS, reads=reads, writes={"out": self._ints("list_lens", batch)}
@@ -120,7 +123,7 @@ class StepBuilder:
             positions="row_positions",
             attention={**common, "dense_lens": "dense_lens", "row_masks": "row_masks"},
             write={**common, "row_live": "row_live", "write_lens": "dense_lens", "offsets": offsets},
-            partial=self.geometry.partial,
+            partial=self.partial,
         )
         stage, config = Stage.BASE_DECODE_STEP, self.geometry.config
         if self.bucket.prefilled:
@@ -235,6 +238,7 @@ class StepBuilder:
             "finish",
             "num_verified",
             "verified_depth",
+            "verified_source",
             "lengths",
             "logprob_values",
             "logprob_ids",

@@ -89,6 +89,8 @@ def set_costs(
 
 def _facts(executor: StepTimer, geometry: StepGeometry, fuse: bool) -> dict[str, Any]:
     """All that times of steps depend on."""
+    from lowlat.kernels.toolchain.compiler import source_digest  # the compiler's imports are for machines with a card
+
     properties: Any = torch.cuda.get_device_properties(executor.device)
     speculator = geometry.speculator
     return {
@@ -99,6 +101,7 @@ def _facts(executor: StepTimer, geometry: StepGeometry, fuse: bool) -> dict[str,
         "draft_model": None if speculator is None else [repr(speculator.draft_config), speculator.report()],
         "sizes": [geometry.max_batch, geometry.max_context, geometry.max_rows, geometry.block_size],
         "fuse": fuse,
+        "kernels": source_digest(),
     }
 
 

@@ -131,8 +131,9 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return make_pair(tmp_path_factory.mktemp(request.param), request.param, **sizes)
 
 
-def load(pair: PairPaths, executor: str, *, partial: bool = True, **options: Any) -> Runtime:
-    config = SpeculativeConfig(model=pair.head, strict=True, **(SPECPV if partial else {}))
+def load(pair: PairPaths, executor: str, *, partial: bool = True, lossless: bool = False, **options: Any) -> Runtime:
+    own = {**SPECPV, "specpv_lossless": True, "specpv_n_spec_tokens_buf": 31} if lossless else SPECPV
+    config = SpeculativeConfig(model=pair.head, strict=True, **(own if partial else {}))
     return Runtime.load(pair.target, config, dtype="bfloat16", executor=executor, **{**OPTIONS, **options})
 
 
@@ -179,5 +180,10 @@ def test_executors_loops_and_neighbours_change_no_token(pair: PairPaths, tmp_pat
         with load(pair, "graph", device_loop=loop) as runtime:
             assert tokens_of(runtime, 4) == expected
     with load(pair, "graph", partial=False) as runtime:
-        exact = tokens_of(runtime, 2)
-    assert [each[:15] for each in exact] == [each[:15] for each in expected[:2]]
+        exact = tokens_of(runtime, 4)
+    for loop in (False, True):
+        with load(pair, "graph", device_loop=loop, lossless=True) as runtime:
+            assert tokens_of(runtime, 4) == exact
+            report = runtime.summary()["specpv"]
+            assert report["partial_steps"] > 50 and report["accepted_tokens"] > 50 and not report["lossy"]
+    assert [each[:15] for each in exact[:2]] == [each[:15] for each in expected[:2]]

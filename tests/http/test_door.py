@@ -263,6 +263,7 @@ def test_histograms_and_speculation_are_exposed() -> None:
     for seconds, times in ((0.5e-6, 1), (1.5e-3, 2), (1000.0, 1)):
         statistics.duration.record(seconds, times)
     speculation = {"num_drafts": 3, "drafted_by_position": [3, 2], "accepted_by_position": [2, 1]}
+    speculation["by_source"] = {"suffix": {"steps": 3, "draft_tokens": 5, "accepted_tokens": 2}}
     structured = {"num_requests": 2, "mask_s": 0.25}
     kv = {"num_blocks": 10, "num_used": 5, "query_tokens": 20, "hit_tokens": 5}
     stats = {
@@ -277,4 +278,5 @@ def test_histograms_and_speculation_are_exposed() -> None:
     assert found["lowlat:kv_cache_usage_perc",] == 0.5
     assert found["lowlat:spec_decode_num_accepted_tokens_per_pos_total", "1"] == 1
     assert found["lowlat:spec_decode_num_drafts_total",] == 3
+    assert found["lowlat:spec_decode_num_accepted_tokens_per_source_total", "suffix"] == 2
     assert found["lowlat:structured_output_mask_seconds_total",] == 0.25

@@ -21,10 +21,12 @@ from lowlat.executors.lowering.binding import Binding
 from lowlat.executors.lowering.fusion import Fusion, cover
 from lowlat.executors.lowering.lower import FUSIONS, lower
 from lowlat.executors.workspace import SharedWorkspace
-from lowlat.graphs import BufferSet, BufferSpec, Role
+from lowlat.graphs import Bucket, BufferSet, BufferSpec, Role
 from lowlat.kernels.sampling.select import FINITE, INFINITY
 from lowlat.kernels.toolchain.kernel import H200, Card
 from lowlat.models.program import Op, Program, ProgramBuilder, Stage
+from lowlat.speculators.tree.topology import TreeTopology
+from lowlat.step.decode import build_step
 from lowlat.step.prefill import build_prefill
 
 BATCHES = (1, 2, 4, 8)
@@ -55,6 +57,7 @@ CASES: list[tuple[str, int, int, bool | str]] = [
     *((f"llama+{flags}", 3, 2, "dynamic") for flags in ("norm_output", "several_layers", "parallel", "dflash")),
     ("tied+target_s_lm_head", 3, 2, False),
     ("llama_fp8", 3, 8, False),
+    *(("llama_codes", 3, 2, True), ("qwen3_codes", 3, 4, False), ("llama_codes+dflash", 3, 2, False)),
     ("biased+everything", 3, 2, True),
     *(("llama+alone", 0, batch, False) for batch in BATCHES),
     *((f"{name}+alone", 0, batch, False) for name in MIXTURES for batch in BATCHES),
@@ -285,7 +288,7 @@ def test_dsparks_levels_have_small_products_alone(lowered: LoweredPairs) -> None
     kinds = kinds_of(lowered("llama+dspark", 3, 0), *(stage for stage in Stage if stage.startswith("EAGLE_DRAFT_")))
     products = sum(kind.startswith("decode_gemm") for kind in kinds)
     assert products == 5 + 2 + 2 * 3
-    for kind in ("parent_tokens", "embed", "markov_gate", "bias_rows", "draft_confidence", "argmax"):
+    for kind in ("parent_tokens", "embed", "markov_gate", "bias_rows", "argmax"):
         assert sum(each.startswith(kind) for each in kinds) >= 3, kind
 
 
@@ -326,6 +329,13 @@ def test_what_prefill_does_for_specpv_is_lowered(lowered: LoweredPairs) -> None:
         test_every_operation_is_covered_once_and_in_order(made)
         names = kinds_of(made, Stage.PREFILL)
         assert [names.count(name) for name in ("summarise_blocks", "block_scores", "choose_blocks")] == [2, 2, 2]
+    lossless = lowered.pair("llama", **SPECPV, specpv_lossless=True)
+    geometry = lossless.geometry
+    verifier = build_step(geometry, Bucket(8, geometry.max_rows, 7, verifies=True), TreeTopology.chain(7))
+    for program in (verifier, build_prefill(geometry, geometry.refresh_size)):
+        test_every_operation_is_covered_once_and_in_order(lossless.lower_program(program))
+    assert geometry.max_rows == 32 and not any(op.kind == "partial_attention" for op in verifier.ops)
+    assert not any(op.kind == "prefill_kv_write" for op in program.ops)  # a refresh's
 
 
 def small_program(then: str) -> Program:

@@ -47,6 +47,7 @@ def naive(found: list[tuple[int, int, int | None]]) -> dict[str, Any]:
         "acceptance_by_position": [sum(x) / len(x) if x else 0.0 for x in at],
         "drafted_by_position": [len(x) for x in at],
         "accepted_by_position": [sum(x) for x in at],
+        "by_source": {},
         "simulated": False,
     }
 
@@ -99,6 +100,20 @@ def test_the_block_is_absent_without_speculation() -> None:
         assert "eagle_speculation" not in RuntimeMetrics(speculation=stats).to_dict()
     with_it = RequestMetrics("r", speculation=recorded([(3, 2, None)])).to_dict()
     assert with_it["eagle_speculation"]["mean_acceptance_length"] == 3.0
+
+
+def test_sources_are_told_apart_and_steps_without_any_are_told() -> None:
+    stats, other = SpeculativeDecodingStats(), SpeculativeDecodingStats()
+    for drafted, accepted, source in ((3, 1, "eagle3"), (0, 0, "eagle3"), (4, 4, "suffix"), (2, 2, "eagle3")):
+        stats.record(drafted, accepted, source=source)
+    other.record(1, 1, source="grammar")
+    other.merge(stats)
+    found = RequestMetrics("r", num_steps=9, speculation=other).to_dict()["eagle_speculation"]["by_source"]
+    assert found["eagle3"] == {"steps": 2, "draft_tokens": 5, "accepted_tokens": 3}
+    assert [(name, each["steps"]) for name, each in found.items()] == [
+        ("grammar", 1), ("eagle3", 2), ("suffix", 1), ("none", 5),
+    ]  # fmt: skip
+    with_it = RequestMetrics("r", speculation=stats).to_dict()
     assert "speculation" not in with_it
 
 
@@ -186,7 +201,10 @@ def test_totals_are_sums(requests: list[tuple[list[tuple[int, int, int | None]],
         assert totals.num_live == sum(entry[1] is None for entry in requests)
         assert totals.num_requests == len(requests) - totals.num_live == sum(totals.finish_reasons.values())
         block = json.loads(json.dumps(totals.to_dict())).get("eagle_speculation")
-        assert block == (naive(everything) if any(step[0] for step in everything) else None)
+        idle = sum(step[0] == 0 for step in everything)
+        sources = {"none": {"steps": idle, "draft_tokens": 0, "accepted_tokens": 0}} if idle else {}
+        drafted = any(step[0] for step in everything)
+        assert block == (naive(everything) | {"by_source": sources} if drafted else None)
 
 
 def test_names() -> None:

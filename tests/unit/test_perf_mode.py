@@ -153,7 +153,9 @@ def test_steps_without_drafts_are_counted_by_reason(pair: PairPaths) -> None:
         assert since.plus(since).undrafted_steps == {"last_token": 4, "no_drafts": 14}
 
 
-GOOD = SlotPublication(1, (4, 5, 6), None, verified=3, verified_depth=3, accepted=2, length=23, logprobs=None)
+GOOD = SlotPublication(
+    1, (4, 5, 6), None, verified=3, verified_depth=3, verified_source=1, accepted=2, length=23, logprobs=None
+)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import random
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ from recording import Recorder, prompt_of, run_all, run_one
 from stages import later, staged
 from tiny_models import PairPaths, make_pair, make_target
 
-from lowlat import Runtime, SamplingParams, SpeculativeConfig
-from lowlat.errors import ConfigError
+from lowlat import Runtime, RuntimeConfig, SamplingParams, SpeculativeConfig
+from lowlat.errors import ConfigError, RequestError
 from lowlat.host.memory.partial import PartialSlots
-from lowlat.models.partial_kv import PartialKV
+from lowlat.models.partial_kv import PartialKV, partial_kv
 from lowlat.models.program import Op
+from lowlat.tools.bench.geometry import random_target, read_geometries
 
 OPTIONS: dict[str, Any] = {"max_batch": 3, "max_context": 160, "block_size": 4, "prefill_chunk": 8, "dtype": "float32"}
 SPECPV: dict[str, Any] = {
@@ -38,6 +40,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "model": None},
     "beside": {"text_drafts": "suffix"},
 }
+LOSSLESS = {"specpv_lossless": True, "specpv_full_refresh_steps": 12}
 GREEDY = SamplingParams(seed=3, max_tokens=45)
 SAMPLED = SamplingParams(seed=5, max_tokens=45, temperature=0.9)
 
@@ -127,6 +130,51 @@ def test_tokens_do_not_depend_on_how_far_the_host_runs_ahead(pair: PairPaths, lo
         assert len(device.last_ones) < device.head  # where no refresh can be due a step stands behind another
 
 
+def decode_all(runtime: Runtime, max_draft_tokens: int | None = None) -> list[Any]:
+    """Tokens, or logprobs, of requests of all kinds, beside one that is cancelled and one that ends by a stop."""
+    draws: list[dict[str, Any]] = [
+        {"temperature": 0.0, "repetition_penalty": 1.3, "frequency_penalty": 0.4},
+        {"logprobs": 2, "max_draft_tokens": max_draft_tokens},
+        {"stop_token_ids": (*range(12),), "presence_penalty": 0.5},
+    ]
+    names = [
+        runtime.submit(
+            prompt_of(25 * k + 20, k), SamplingParams(**{"seed": k, "max_tokens": 36, "temperature": 0.7, **each})
+        )
+        for k, each in enumerate(draws)
+    ]
+    gone = runtime.submit(prompt_of(40, seed=7), SAMPLED)
+    found: dict[str, list[Any]] = {name: [] for name in (*names, gone)}
+    while runtime.busy:
+        for output in runtime.step():
+            found[output.request_id] += zip(output.token_ids, output.logprobs or output.token_ids, strict=True)
+        if len(found[gone]) > 8 and runtime.metrics(gone).finish_reason is None:
+            runtime.cancel(gone)
+    return [found[name] for name in names]
+
+
+@pytest.fixture(scope="module")
+def alone(pair: PairPaths) -> list[Any]:
+    """What the target alone says to `decode_all`."""
+    with Runtime.load(pair.target, device="cpu", **OPTIONS) as runtime:
+        return decode_all(runtime)
+
+
+@pytest.mark.parametrize("case", staged(("chain", "ngram", "loops"), first=["chain"]))
+def test_what_is_proposed_and_verified_is_what_the_target_says(pair: PairPaths, alone: list[Any], case: str) -> None:
+    config = speculation(pair, **LOSSLESS, **METHODS.get(case, {}))
+    if case == "loops":
+        runtime, _ = load_fake(pair.target, config, device_loop=True, seed=1, lead=3, **OPTIONS)
+    else:
+        runtime = Runtime.load(pair.target, config, device="cpu", **OPTIONS)
+    with closing(runtime):
+        assert decode_all(runtime, 3 if case == "loops" else None) == alone
+        report, stats = runtime.summary()["specpv"], runtime.summary()["eagle_speculation"]
+        assert report["lossy"] is False and report["partial_steps"] > 20 and report["refreshes"] > 3
+        assert 0 < report["accepted_tokens"] < report["verified_tokens"]
+        assert stats["by_source"]["specpv"]["accepted_tokens"] <= report["accepted_tokens"]
+
+
 def test_a_refresh_makes_all_keys_and_values_exact(pair: PairPaths) -> None:
     """What partial steps wrote is inexact; after a refresh every position has what prefill makes of the text."""
     caches: list[dict[str, torch.Tensor]] = []
@@ -191,12 +239,15 @@ def test_what_it_cannot_be_combined_with_is_refused(pair: PairPaths, tmp_path: P
         ({}, {"max_prefill_chunks": 2}, "specpv_n_spec_tokens_buf 24 exceeds 16"),
         ({"specpv_partial_threshold": 160}, {}, "max_context 160 never reaches 160 tokens"),
         ({"specpv_n_retrieval_blocks": 77}, {}, "max_context 160 never reaches 162 tokens"),
+        ({**LOSSLESS, "specpv_n_spec_tokens_buf": 32}, {}, "specpv_n_spec_tokens_buf 32 exceeds 31, the proposals"),
     ]
     for own, options, message in cases:
         with pytest.raises(ConfigError, match=message):
             load(pair, options=options, **own)
-    with pytest.raises(ConfigError, match="specpv_lossless is not implemented"):
-        speculation(pair, specpv_lossless=True)
+    with pytest.raises(ConfigError, match="specpv_lossless goes with chains and their own acceptance, and tree is"):
+        speculation(pair, specpv_lossless=True, tree=BUSHY, num_speculative_tokens=3)
+    with load(pair, specpv_lossless=True) as runtime, pytest.raises(RequestError, match="no grammar's masks"):
+        runtime.submit(prompt_of(5), SamplingParams(max_tokens=9, choice=("a", "b")))
     with pytest.raises(ConfigError, match="enable_specpv goes with a fixed number of drafts"):
         speculation(pair, adaptive_width=True)
     with pytest.raises(ConfigError, match="specpv_block_size is an option of SpecPV, and enable_specpv is off"):
@@ -206,6 +257,22 @@ def test_what_it_cannot_be_combined_with_is_refused(pair: PairPaths, tmp_path: P
     config = SpeculativeConfig(method="ngram", **SPECPV)
     with pytest.raises(ConfigError, match="every layer of this model has a window"):
         Runtime.load(windowed, config, device="cpu", **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("batch", "context", "begins"), [(1, 32768, None), (1, 131072, 91), (4, 131072, 28), (8, 131072, 18)]
+)
+def test_lossless_begins_where_it_pays_by_bytes(tmp_path: Path, batch: int, context: int, begins: int | None) -> None:
+    """Of Llama-3.1-8B's shape, by its defaults; a threshold that was chosen is kept."""
+    config = random_target(read_geometries()["llama-8b"], tmp_path, "bfloat16").config
+    options = RuntimeConfig(max_batch=batch, max_context=context)
+    lossless = SpeculativeConfig("head", enable_specpv=True, specpv_lossless=True)
+    if begins is None:
+        with pytest.raises(ConfigError, match=f"slower than .* up to max_context {context} with max_batch {batch}"):
+            partial_kv(lossless, options, config, 8, 16e9)
+        lossless = replace(lossless, specpv_partial_threshold=8192)
+    sizes = partial_kv(lossless, options, config, 8, 16e9)
+    assert sizes is not None and (sizes.threshold, sizes.buffer) == (1024 * (begins or 8), 31)
 
 
 @given(st.integers(0, 1 << 30), st.integers(1, 8))

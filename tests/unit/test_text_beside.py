@@ -99,6 +99,9 @@ def test_a_text_that_is_copied_is_drafted_from_the_text(pair: PairPaths) -> None
             stats = runtime.metrics(first).speculation
             assert stats is not None
             found[text] = (tokens, stats.total_accepted_tokens)
+            counts = {name: each["accepted_tokens"] for name, each in stats.to_dict()["by_source"].items()}
+            assert sum(counts.values()) == stats.total_accepted_tokens
+            assert counts.keys() == ({"eagle3", "suffix"} if text else {"eagle3"})
             report = runtime.summary()["speculator"]
             assert report["method"] == "eagle3" and ("text_drafts" in report) == (text is not None)
             assert isinstance(runtime.speculator, TextBeside) == (text is not None)

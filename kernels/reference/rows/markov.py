@@ -1,4 +1,4 @@
-"""DSpark's operations behind the rows of its block: the tokens that drafts follow, a bias by them, confidences.
+"""DSpark's operations behind the rows of its block: the tokens that drafts follow, a bias by them.
 
 Shapes: B slots, R rows of a block, W nodes of a level that have children, r the bias' rank.
 Source: DSpark, DeepSeek, arXiv 2607.05147.
@@ -9,7 +9,7 @@ import torch
 from lowlat.kernels.reference.row_blocks import map_rows
 from lowlat.kernels.reference.schema import operation
 
-__all__ = ["bias_rows", "draft_confidence", "markov_gate", "parent_tokens"]
+__all__ = ["bias_rows", "markov_gate", "parent_tokens"]
 
 
 @operation("""
@@ -73,35 +73,3 @@ def _rows_of(block: torch.Tensor, row_live: torch.Tensor, row: int) -> torch.Ten
     """Row `row` of each slot's block [B * R, N], for each of its W rows: [B * W, N]."""
     batch, wide = row_live.shape
     return block.reshape(batch, -1, block.shape[1])[:, row].repeat_interleave(wide, dim=0)
-
-
-@operation("""
-    read    hidden      compute  [B * R, H]        the states that the LM head reads
-    read    known       compute  [M, r]            vectors of the tokens before, W a slot; absent: not read
-    read    slots       int32    [B]               -1 pads
-    weight  weight      float    [K]               K = H + r, or H
-    weight  bias        float    [1]
-    write   confidence  float32  [max_batch, D]
-""")
-def draft_confidence(
-    hidden: torch.Tensor,
-    slots: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    known: torch.Tensor | None = None,
-    *,
-    confidence: torch.Tensor,
-    row: int,
-    place: int,
-) -> None:
-    """The probability that the draft of row `row` of each block is accepted, at `place` of its slot.
-
-    sigmoid(weight . (hidden, known) + bias) in float32; of a level's rows the first has the vector of the token before.
-    """
-    batch = slots.shape[0]
-    states = hidden.reshape(batch, -1, hidden.shape[1])[:, row]
-    firsts = None if known is None else known.reshape(batch, -1, known.shape[1])[:, 0]
-    for index, slot in enumerate(slots.tolist()):
-        if slot >= 0:
-            read = states[index] if firsts is None else torch.cat((states[index], firsts[index]))
-            confidence[slot, place] = torch.sigmoid(torch.dot(read.float(), weight.float()) + bias[0].float())

@@ -40,16 +40,17 @@ PRIOR = tuple(tuple((rate * PRIOR_WEIGHT, SHARE * PRIOR_WEIGHT) for rate in rate
 
 
 @operation(f"""
-    read    tokens        int32  [Bmax, C]                   committed tokens
-    read    slots         int32  [B]                         -1 pads
-    read    draft_live    uint8  [B]                         slots that go on
-    read    draft_lens    int32  [B]                         committed tokens n' of such slots
-    read    text_nodes    int32  [B, T]                      as `suffix_draft` wrote them, with shares and lengths
-    read    draft_shares  int32  [B, T]
-    read    match_lens    int32  [B]
-    update  draft_nodes   int32  [B, T]                      the model's drafts; out: those that are chosen
-    update  proposals     int32  [Bmax, {PROPOSAL_WIDTH}]    the last of both: where, ending, choice, drafts
-    update  draft_odds    int32  [Bmax, 2, {NUM_BINS}, 2]    model and text: drafts that were right, and were to be
+    read    tokens         int32  [Bmax, C]                   committed tokens
+    read    slots          int32  [B]                         -1 pads
+    read    draft_live     uint8  [B]                         slots that go on
+    read    draft_lens     int32  [B]                         committed tokens n' of such slots
+    read    text_nodes     int32  [B, T]                      as `suffix_draft` wrote them, with shares and lengths
+    read    draft_shares   int32  [B, T]
+    read    match_lens     int32  [B]
+    update  draft_nodes    int32  [B, T]                      the model's drafts; out: those that are chosen
+    update  proposals      int32  [Bmax, {PROPOSAL_WIDTH}]    the last of both: where, ending, choice, drafts
+    update  draft_odds     int32  [Bmax, 2, {NUM_BINS}, 2]    model and text: drafts that were right, and were to be
+    update  draft_sources  int32  [Bmax]                      1: the text's are chosen; 0: the model's
 """)
 def choose_drafts(
     tokens: torch.Tensor,
@@ -63,6 +64,7 @@ def choose_drafts(
     draft_nodes: torch.Tensor,
     proposals: torch.Tensor,
     draft_odds: torch.Tensor,
+    draft_sources: torch.Tensor,
     fresh: bool,
 ) -> None:
     """Learn from the last proposals, and take the drafts of which more should be accepted; a tie is the model's.
@@ -73,7 +75,7 @@ def choose_drafts(
     Time: some dozen integers a slot. Captured: yes. Raises ShapeError for shapes that do not fit.
     """
     given = (tokens, slots, draft_live, draft_lens, text_nodes, draft_shares, match_lens)
-    check_choice(*given, draft_nodes, proposals, draft_odds)
+    check_choice(*given, draft_nodes, proposals, draft_odds, draft_sources)
     for index, (slot, live) in enumerate(zip(slots.tolist(), draft_live.tolist(), strict=True)):
         if slot < 0 or not live:
             continue
@@ -90,6 +92,7 @@ def choose_drafts(
         kept = [length, match, chosen, *model, *pads, *text, *pads, *promises, *pads]
         proposals[slot] = torch.tensor(kept, dtype=torch.int32)
         draft_odds[slot] = torch.tensor(odds, dtype=torch.int32)
+        draft_sources[slot] = chosen
         if chosen:
             draft_nodes[index, 1:] = text_nodes[index, 1:]
 
@@ -145,6 +148,7 @@ def check_choice(
     draft_nodes: torch.Tensor,
     proposals: torch.Tensor,
     draft_odds: torch.Tensor,
+    draft_sources: torch.Tensor,
 ) -> None:
     """Raise ShapeError for shapes that `choose_drafts` does not take."""
     batch, rows = draft_nodes.shape
@@ -156,3 +160,4 @@ def check_choice(
     check_shape("match_lens", match_lens, batch)
     check_shape("proposals", proposals, tokens.shape[0], PROPOSAL_WIDTH)
     check_shape("draft_odds", draft_odds, tokens.shape[0], 2, NUM_BINS, 2)
+    check_shape("draft_sources", draft_sources, tokens.shape[0])

@@ -26,6 +26,7 @@ from lowlat.kernels.reference.shapes import check_shape, live_rows
 from lowlat.kernels.reference.step.slot_record import (
     FREQUENCY,
     HAS_GRAMMAR,
+    MASKED,
     MAX_BIASES,
     MAX_STOPS,
     MIN_P,
@@ -141,10 +142,10 @@ class _Rows:
         row = self._bias(row, slot)
         if position - ints[PROMPT_LENGTH] < ints[MIN_TOKENS]:
             row[self._listed("stop_ids", slot, row.numel())[1]] = -math.inf
-        if ints[HAS_GRAMMAR]:
+        if ints[HAS_GRAMMAR] == MASKED:
             row[~self._allowed(slot, node, row.numel())] = -math.inf
         largest = row.max()
-        if ints[HAS_GRAMMAR] and float(largest) == -math.inf:
+        if ints[HAS_GRAMMAR] == MASKED and float(largest) == -math.inf:
             return -1
         temperature = floats[TEMPERATURE]
         if float(temperature) == 0.0 or float(largest) == -math.inf:

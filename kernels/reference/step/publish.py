@@ -13,10 +13,11 @@ __all__ = [
     "SLOT",
     "VERIFIED",
     "VERIFIED_DEPTH",
+    "VERIFIED_SOURCE",
     "publish",
 ]
 
-SLOT, COMMITTED, FINISH, VERIFIED, ACCEPTED, LENGTH_AFTER, VERIFIED_DEPTH, RECORD_WIDTH = range(8)
+SLOT, COMMITTED, FINISH, VERIFIED, ACCEPTED, LENGTH_AFTER, VERIFIED_DEPTH, VERIFIED_SOURCE, RECORD_WIDTH = range(9)
 
 
 @operation(f"""
@@ -28,6 +29,7 @@ SLOT, COMMITTED, FINISH, VERIFIED, ACCEPTED, LENGTH_AFTER, VERIFIED_DEPTH, RECOR
     read    finish               int32    [B]
     read    num_verified         int32    [B]
     read    verified_depth       int32    [B]
+    read    verified_source      int32    [B]
     read    lengths              int32    [max_B]
     read    logprob_values       float32  [B, T, n]
     read    logprob_ids          int32    [B, T, n]
@@ -46,6 +48,7 @@ def publish(
     finish: torch.Tensor,
     num_verified: torch.Tensor,
     verified_depth: torch.Tensor,
+    verified_source: torch.Tensor,
     lengths: torch.Tensor,
     logprob_values: torch.Tensor,
     logprob_ids: torch.Tensor,
@@ -76,6 +79,7 @@ def publish(
         records[index, ACCEPTED] = min(int(accepted_lens[index]) - 1, count)
         records[index, LENGTH_AFTER] = lengths[slot]
         records[index, VERIFIED_DEPTH] = verified_depth[index]
+        records[index, VERIFIED_SOURCE] = verified_source[index]
         tokens[index, :count] = accepted_tokens[index, :count]
         nodes = accepted_nodes[index, :count].long()
         ring_logprob_values[entry, index, :count] = logprob_values[index, nodes].to(ring_logprob_values.device)

@@ -6,9 +6,11 @@ is numbers only, so that kernels, operations and the host agree on them.
 
 __all__ = [
     "DRAFT_LIMIT",
+    "FORCED",
     "FREQUENCY",
     "HAS_GRAMMAR",
     "LENGTH",
+    "MASKED",
     "MAX_BIASES",
     "MAX_LENGTH",
     "MAX_LOGPROBS",
@@ -27,6 +29,8 @@ __all__ = [
     "TOP_P",
 ]
 
+MASKED, FORCED = 1, 2  # values of HAS_GRAMMAR
+
 # slot_ints
 LENGTH = 0  # committed tokens when the request joins
 MAX_LENGTH = 1  # prompt and output tokens at most
@@ -36,7 +40,7 @@ TOP_K = 4  # 0 keeps all
 SEED = 5  # 64 bits
 DRAFT_LIMIT = 6  # drafts verified in a step at most
 NUM_LOGPROBS = 7  # alternatives; -1: no logprobs at all, 0: the drawn token's alone
-HAS_GRAMMAR = 8  # 1: the host fills masks for its rows, see `sample`
+HAS_GRAMMAR = 8  # MASKED: the host fills masks for its rows, see `sample`; FORCED: it forces drafts alone
 NUM_INTS = 9
 
 # slot_floats

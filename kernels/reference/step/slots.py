@@ -10,8 +10,10 @@ from lowlat.errors import DeviceError
 from lowlat.kernels.reference.schema import operation
 from lowlat.kernels.reference.step.slot_record import (
     DRAFT_LIMIT,
+    FORCED,
     HAS_GRAMMAR,
     LENGTH,
+    MASKED,
     MAX_BIASES,
     MAX_LENGTH,
     MAX_STOPS,
@@ -22,9 +24,14 @@ from lowlat.kernels.reference.step.slot_record import (
 __all__ = [
     "CANCEL",
     "COMMAND_WIDTH",
+    "FORCED_DRAFTS",
+    "FROM_METHOD",
+    "FROM_TEXT",
     "JOIN",
     "MAX_FORCED",
     "MAX_PATHS",
+    "NO_SOURCE",
+    "REWIND",
     "SET_DRAFT_LIMIT",
     "apply_commands",
     "gather_rows",
@@ -32,7 +39,8 @@ __all__ = [
     "publish_rows",
 ]
 
-JOIN, CANCEL, SET_DRAFT_LIMIT = 1, 2, 3
+JOIN, CANCEL, SET_DRAFT_LIMIT, REWIND = 1, 2, 3, 4
+NO_SOURCE, FROM_METHOD, FROM_TEXT, FORCED_DRAFTS = range(4)  # of what a slot verifies; text: beside a draft model
 MAX_PATHS = 64  # of a slot, that may begin with what its grammar forces
 MAX_FORCED = 31  # tokens of a grammar that one step verifies
 COMMAND_WIDTH = 4  # opcode, slot, value, reserved
@@ -87,7 +95,10 @@ def apply_commands(
     prompt_seen: torch.Tensor,
     output_counts: torch.Tensor,
 ) -> None:
-    """Take the commands between head and tail off the ring: a slot joins, leaves, or changes its draft limit."""
+    """Take the commands between head and tail off the ring: a slot joins or leaves, gets a draft limit, or goes back.
+
+    A slot that goes back to fewer committed tokens is active, has no drafts, and verifies what the host forces.
+    """
     tail = int(command_tail)
     for index in range(int(command_head), tail):
         opcode, slot, value, _ = command_ring[index % command_ring.shape[0]].tolist()
@@ -115,11 +126,16 @@ def apply_commands(
             num_drafts[slot] = 0
         elif opcode == SET_DRAFT_LIMIT:
             slot_ints[slot, DRAFT_LIMIT] = value
+        elif opcode == REWIND:
+            dropped = tokens[slot, value : int(lengths[slot])].long()
+            output_counts[slot].index_add_(0, dropped, -torch.ones_like(dropped, dtype=output_counts.dtype))
+            lengths[slot], num_drafts[slot], active[slot] = value, 0, 1
+            slot_ints[slot, HAS_GRAMMAR] = FORCED
     command_head.fill_(tail)
 
 
 def _forced(ints: list[int], row: list[int], rows: int, width: int) -> list[int]:
-    """The tokens that a slot's grammar forces and that one step may verify; none where it has no grammar."""
+    """The tokens that the host forces and that one step may verify; none where it forces nothing."""
     count = min(row[0], rows - 1, width - 1, ints[DRAFT_LIMIT], MAX_FORCED) if ints[HAS_GRAMMAR] else 0
     return row[1 : max(count, 0) + 1]
 
@@ -136,24 +152,26 @@ def list_active_slots(active: torch.Tensor, *, slots: torch.Tensor) -> None:
 
 
 @operation(f"""
-    read    slots            int32  [B]
-    read    lengths          int32  [max_B]              committed tokens n
-    read    tokens           int32  [max_B, C]           committed tokens
-    read    drafts           int32  [max_B, max_T]       drafted nodes, topological order, node 0 unused
-    read    num_drafts       int32  [max_B]
-    read    tree_masks       int64  [max_B, max_T]       ancestors and self of each drafted node
-    read    tree_paths       int32  [max_B, P, W]        root to leaf, -1 pads
-    read    slot_ints        int64  [max_B, {NUM_INTS}]  per-slot limits
-    read    grammar_forced   int32  [max_B, max_T]       of a slot with a grammar: count, tokens that must follow
-    read    grammar_decided  int64  [max_B]              the committed tokens behind which they hold
-    write   row_tokens       int32  [B, T]               -1 where dead
-    write   row_positions    int32  [B, T]               absolute; 0 where dead
-    write   row_live         uint8  [B, T]
-    write   row_masks        int64  [B, T]
-    write   paths            int32  [B, P, W]            -1 from the first dead node on
-    write   dense_lens       int32  [B]                  n - 1, the root's position; 0 for a pad
-    write   num_verified     int32  [B]                  live drafted nodes
-    write   verified_depth   int32  [B]                  depth of the deepest
+    read   slots            int32  [B]
+    read   lengths          int32  [max_B]              committed tokens n
+    read   tokens           int32  [max_B, C]           committed tokens
+    read   drafts           int32  [max_B, max_T]       drafted nodes, topological order, node 0 unused
+    read   num_drafts       int32  [max_B]
+    read   tree_masks       int64  [max_B, max_T]       ancestors and self of each drafted node
+    read   tree_paths       int32  [max_B, P, W]        root to leaf, -1 pads
+    read   slot_ints        int64  [max_B, {NUM_INTS}]  per-slot limits
+    read   grammar_forced   int32  [max_B, max_T]       of a slot with a grammar: count, tokens that must follow
+    read   grammar_decided  int64  [max_B]              the committed tokens behind which they hold
+    read   draft_sources    int32  [max_B]              1: the drafts are from text beside a draft model; else 0
+    write  row_tokens       int32  [B, T]               -1 where dead
+    write  row_positions    int32  [B, T]               absolute; 0 where dead
+    write  row_live         uint8  [B, T]
+    write  row_masks        int64  [B, T]
+    write  paths            int32  [B, P, W]            -1 from the first dead node on
+    write  dense_lens       int32  [B]                  n - 1, the root's position; 0 for a pad
+    write  num_verified     int32  [B]                  live drafted nodes
+    write  verified_depth   int32  [B]                  depth of the deepest
+    write  verified_source  int32  [B]                  NO_SOURCE where there are none
 """)
 def gather_rows(
     slots: torch.Tensor,
@@ -166,6 +184,7 @@ def gather_rows(
     slot_ints: torch.Tensor,
     grammar_forced: torch.Tensor,
     grammar_decided: torch.Tensor,
+    draft_sources: torch.Tensor,
     *,
     row_tokens: torch.Tensor,
     row_positions: torch.Tensor,
@@ -175,6 +194,7 @@ def gather_rows(
     dense_lens: torch.Tensor,
     num_verified: torch.Tensor,
     verified_depth: torch.Tensor,
+    verified_source: torch.Tensor,
 ) -> None:
     """Lay out the rows of this step: the last committed token, then the drafted nodes that may be verified.
 
@@ -185,7 +205,7 @@ def gather_rows(
     rows = row_tokens.shape[1]
     row_tokens.fill_(-1)
     paths.fill_(-1)
-    for out in (row_positions, row_live, row_masks, dense_lens, num_verified, verified_depth):
+    for out in (row_positions, row_live, row_masks, dense_lens, num_verified, verified_depth, verified_source):
         out.zero_()
     for index, slot in enumerate(slots.tolist()):
         if slot < 0:
@@ -202,7 +222,9 @@ def gather_rows(
             [int(node_tokens[node]) if 0 < node <= limit else -1 for node in path[1 : len(forced) + 1]]
             for path in known[:MAX_PATHS].tolist()
         ]
+        source = FROM_TEXT if draft_sources[slot] else FROM_METHOD
         if forced not in at_hand:
+            source = FORCED_DRAFTS
             limit, known = len(forced), torch.full_like(known, -1)
             node_masks = torch.tensor([(2 << node) - 1 for node in range(limit + 1)])
             node_tokens = node_tokens.new_tensor([-1, *forced])
@@ -221,6 +243,7 @@ def gather_rows(
         row_masks[index, :count] = torch.where(alive, torch.tensor(masks, device=device), 0)
         dense_lens[index] = length - 1
         num_verified[index] = sum(live) - 1
+        verified_source[index] = source if sum(live) > 1 else NO_SOURCE
         verified_depth[index] = max(depth for depth, alive_ in zip(depths, live, strict=True) if alive_)
         dead = (known < 0) | (known >= count)
         dead[:, 1:] |= known[:, 1:] == 0  # all zero until the slot's first drafts: only the root is certain
@@ -256,7 +279,7 @@ def publish_rows(
     """
     rows = row_tokens.shape[1]
     for index, slot in enumerate(slots.tolist()):
-        if slot >= 0 and slot_ints[slot, HAS_GRAMMAR]:
+        if slot >= 0 and slot_ints[slot, HAS_GRAMMAR] == MASKED:
             grammar_tokens[slot].fill_(-1)
             grammar_paths[slot].zero_()
             grammar_tokens[slot, :rows] = row_tokens[index].to(grammar_tokens.device)

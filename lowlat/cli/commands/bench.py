@@ -24,9 +24,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 ROW_COLUMNS = ("case", "ms p50", "ms p99", "first token, ms", "tokens/s", "accept length", "of the wall")
 SPECULATION = (
     *("head", "method", "capture_layers", "draft_window", "dynamic_tree_max_topk", "max_total_draft_tokens"),
-    *("simulated_accept_length", "simulated_seed"),
+    *("simulated_accept_length", "simulated_seed", "draft_quantize"),
 )
-RUNNING = ("device", "dtype", "executor", "device_loop", "perf_mode")
+RUNNING = ("device", "dtype", "executor", "device_loop", "perf_mode", "quantize", "quantize_lm_head")
 
 
 @click.group("bench")
@@ -75,9 +75,9 @@ def _subject_options(function: F) -> F:
     "-S",
     "--num-speculative-tokens",
     "depths",
-    type=IntegerList(),
+    type=IntegerList(words=("auto",)),
     metavar="N,N",
-    help="Depths of speculation in place of its own.",
+    help="Depths of speculation in place of its own; auto: each step chooses.",
 )
 @click.option("--steps", type=int, metavar="N", help="Timed steps of a repeat, in place of the scenario's.")
 @click.option("--warm-up", type=int, metavar="N", help="Steps before them.")
@@ -97,7 +97,7 @@ def run(
     from lowlat.tools.bench.scenarios import read_plan
 
     chosen = _overridden(read_plan(plan_file).scenario(scenario), values)
-    with _subject(values, drafts=max(chosen.num_speculative_tokens) > 0) as subject:
+    with _subject(values, drafts=chosen.drafts) as subject:
         from lowlat.tools.bench.run import ScenarioRun
 
         forced = chosen.gated and _check_gates(scenario, subject, out, values["commit"], force)
@@ -298,7 +298,7 @@ def _tell(found: "Row | Failure") -> None:
 def _show(result: "Result") -> None:
     rows = [
         (
-            row.case.name,
+            row.case.name if row.mean_width is None else f"{row.case.name}, {row.mean_width:.2f} on average",
             f"{row.ms_per_step.p50:.3f}",
             f"{row.ms_per_step.p99:.3f}",
             "" if row.time_to_first_token_ms is None else f"{row.time_to_first_token_ms.p50:.1f}",
@@ -321,6 +321,7 @@ def _summary(result: "Result", path: Path) -> dict[str, Any]:
             "ms_per_step_p99": row.ms_per_step.p99,
             "tokens_per_s": row.tokens_per_s,
             "accept_length": row.accept_length,
+            **({} if row.mean_width is None else {"mean_width": row.mean_width}),
             "share_of_wall": row.share_of_wall,
         }
         for row in result.rows

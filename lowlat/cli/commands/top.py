@@ -112,7 +112,7 @@ def render(stats: dict[str, Any], endpoint: str) -> "RenderableType":
         parts.append(_acceptance(speculation))
     if partial := engine.get("specpv"):
         counts = f"{partial['partial_steps']:,} partial steps, {partial['refreshes']:,} refreshes"
-        parts.append(Text(f"SpecPV    lossy: {counts}"))
+        parts.append(Text(f"SpecPV    {'lossy' if partial['lossy'] else 'lossless'}: {counts}"))
     return Group(*parts)
 
 

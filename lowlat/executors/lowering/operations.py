@@ -37,7 +37,7 @@ from lowlat.kernels.rows.draft_rows import (
 )
 from lowlat.kernels.rows.elementwise import add, cast, identity, silu_mul
 from lowlat.kernels.rows.embed import embed
-from lowlat.kernels.rows.markov import bias_rows, draft_confidence, markov_gate, parent_tokens
+from lowlat.kernels.rows.markov import bias_rows, markov_gate, parent_tokens
 from lowlat.kernels.rows.norm import rms_norm, split_norms
 from lowlat.kernels.rows.qk_norm import qk_norm
 from lowlat.kernels.rows.rotate import rotate
@@ -208,7 +208,7 @@ def _choose_width(binding: Binding, op: Op) -> Sequence[Call]:
 _BY_NAME = (
     *(accept, accept_simulated, add, apply_commands, assign_drafts, bias_rows, block_rows, cast, choose_drafts),
     *(choose_nodes, grow_block_tree, grow_tree, hand_over_tree),
-    *(commit, concat_norms, draft_confidence, draft_prefill_rows, draft_rows, gather_features, gather_level),
+    *(commit, concat_norms, draft_prefill_rows, draft_rows, gather_features, gather_level),
     *(gather_rows, identity, join_features, join_widths, keep_features, kv_write, list_active_slots, list_lens),
     *(markov_gate, mask_rows, ngram_draft, parent_tokens, prefill_kv_write, publish_rows, qk_norm, rms_norm),
     *(silu_mul, split_norms, store_boundary, suffix_draft, take_block, take_features, tree_masks, truncate),

@@ -6,8 +6,8 @@ the slot's own published tokens and steps alone, never on what is under way: so 
 runs ahead, nor on other slots. It knows no device and no tokens.
 """
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lowlat.models.partial_kv import PartialKV
@@ -33,6 +33,8 @@ class _Slot:
     num_summarised: int
     num_exact: int | None = None
     num_steps: int = 0
+    proposed: list[int] = field(default_factory=list)  # by partial steps, where they are to be verified
+    has_ended: bool = False  # by what was proposed
 
 
 @dataclass
@@ -41,6 +43,8 @@ class _Counts:
     refreshed_tokens: int = 0
     partial_steps: int = 0
     full_steps: int = 0
+    verified_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class PartialSlots:
@@ -73,9 +77,47 @@ class PartialSlots:
         self._counts.full_steps += not is_partial
         return is_partial
 
+    def propose(self, slot: int, tokens: Sequence[int], *, ended: bool) -> bool:
+        """Keep what a step brought a slot, to be verified; returns whether it is that, or was exact already."""
+        state = self._slots[slot]
+        if self.sizes is None or not self.sizes.lossless or state.num_exact is None:
+            return False
+        state.proposed += tokens
+        state.has_ended = ended
+        return True
+
+    def proposals(self) -> dict[int, tuple[int, ...]]:
+        """What is proposed and not verified, by slot."""
+        waiting = ((slot, state) for slot, state in self._slots.items() if state.proposed or state.has_ended)
+        return {slot: tuple(state.proposed) for slot, state in waiting}
+
+    def must_verify(self, slot: int, most: int) -> bool:
+        """Whether what is proposed for a slot must be verified before a step that brings it up to `most` tokens."""
+        state = self._slots[slot]
+        return bool(state.proposed or state.has_ended) and self._is_full(state, len(state.proposed) + most, 0)
+
+    def verified(self, slot: int, num_accepted: int) -> None:
+        """What was proposed for a slot was verified, and so many tokens of it were right."""
+        state = self._slots[slot]
+        self._counts.verified_tokens += len(state.proposed)
+        self._counts.accepted_tokens += num_accepted
+        self._counts.full_steps += 1
+        state.proposed.clear()
+        state.has_ended = False
+
     def is_due(self, slot: int, length: int) -> bool:
         """Whether a slot whose text has `length` tokens must be refreshed before its next step."""
-        return self._is_due(self._slots[slot], length, 0)
+        state = self._slots[slot]
+        if self.sizes is not None and self.sizes.lossless and state.num_exact is not None:
+            return not state.proposed and state.num_steps >= self.sizes.num_refresh_steps
+        return self._is_due(state, length, 0)
+
+    def _is_full(self, state: _Slot, num_proposed: int, num_more: int) -> bool:
+        """Whether a step with which so many tokens are proposed, behind so many more, must wait for a verification."""
+        if self.sizes is None:
+            return False
+        too_many = num_proposed > self.sizes.buffer
+        return state.has_ended or too_many or state.num_steps + num_more >= self.sizes.num_refresh_steps
 
     def num_certain(self, lengths: Mapping[int, int], most: int, num_under_way: int) -> int | None:
         """Steps that may be launched behind those under way before a refresh can be due; None: any number.
@@ -91,6 +133,8 @@ class PartialSlots:
 
     def _num_certain(self, state: _Slot, length: int, most: int, ahead: int) -> int:
         certain = 0
+        if self.sizes is not None and self.sizes.lossless and state.num_exact is not None:
+            length = len(state.proposed) + most
         while certain < MOST_STEPS and not self._is_due(state, length + most * ahead, ahead):
             certain, ahead = certain + 1, ahead + 1
         return certain
@@ -100,6 +144,8 @@ class PartialSlots:
             return False
         if state.num_exact is None:
             return length - 1 >= self.sizes.threshold
+        if self.sizes.lossless:
+            return self._is_full(state, length, num_more)
         too_many = length - state.num_exact + self.max_rows > self.sizes.buffer
         return too_many or state.num_steps + num_more >= self.sizes.num_refresh_steps
 
@@ -111,6 +157,9 @@ class PartialSlots:
         state = self._slots[slot]
         start = length - 1 if state.num_exact is None else state.num_exact
         found = Refresh(start, length - start, min(start, state.num_summarised))
+        if self.sizes.lossless:  # its rows choose blocks alone: all that is in the cache is exact
+            count = min(self.sizes.num_queries, length - 1)
+            found = Refresh(length - 1 - count, count, state.num_summarised)
         self.shifts[slot] = self.sizes.shift(length - 1)
         state.num_exact = state.num_summarised = length - 1
         state.num_steps = 0
@@ -122,4 +171,4 @@ class PartialSlots:
         """A block `specpv` of counts since the load, as JSON, labelled lossy, of steps by slot; empty if off."""
         if self.sizes is None:
             return {}
-        return {"specpv": {"lossy": True, **asdict(self._counts)}}
+        return {"specpv": {"lossy": not self.sizes.lossless, **asdict(self._counts)}}

@@ -7,11 +7,12 @@ A refresh runs a slot's last tokens over all of its cache. It knows the schedule
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lowlat.host.mailbox import Mailbox
+from lowlat.graphs import Bucket
+from lowlat.host.mailbox import NEVER, Mailbox, SlotPublication
 from lowlat.host.memory.partial import PartialSlots
 from lowlat.host.run_ahead import Launches
 from lowlat.host.scheduler import Phase, Scheduler
-from lowlat.host.session import Session
+from lowlat.host.session import FROM_PART, Session
 from lowlat.step.state import StepGeometry
 
 __all__ = ["Refreshes"]
@@ -30,6 +31,8 @@ class Refreshes:
     ) -> None:
         self.slots = PartialSlots(geometry.partial, geometry.max_batch, geometry.max_rows)
         self._is_on = geometry.partial is not None
+        self._is_lossless = geometry.partial is not None and geometry.partial.lossless
+        self._verifying: set[int] = set()  # slots whose proposals the step that was launched last verifies
         self._geometry, self._scheduler = geometry, scheduler
         self._mailbox, self._launches, self._sessions = mailbox, launches, sessions
 
@@ -40,15 +43,15 @@ class Refreshes:
             self.slots.join(session.slot, len(session.prompt))
             self._mailbox.write_partial((start, start + len(tokens)), self.slots.shifts)
 
-    def run(self, depth: int) -> int | None:
+    def _run(self, depth: int) -> int | None:
         """Refresh the slots for which that is due; nothing may be under way. Returns `num_certain`, which is then 1 at
         the least. Raises DeviceError."""
         for slot, length in self._lengths().items():
             if self.slots.is_due(slot, length):
                 session, found = self._sessions[slot], self.slots.refresh(slot, length)
-                tokens = session.committed[found.start :]
+                tokens = session.committed[found.start : found.start + found.count]
                 self._mailbox.write_chunk(slot, tokens, found.start, session.table)
-                self._mailbox.write_partial((found.span, length), self.slots.shifts)
+                self._mailbox.write_partial((found.span, found.start + found.count), self.slots.shifts)
                 self._launches.prefill(self._geometry.refresh_size, None)
         return self.num_certain(depth)
 
@@ -59,12 +62,55 @@ class Refreshes:
         """
         if not self._is_on:
             return None
-        most = self._scheduler.ladder.rows_of.get(depth, self._geometry.max_rows)
-        return self.slots.num_certain(self._lengths(), most, num_unread + self._launches.num_under_way)
+        if self._verifying:
+            return 0
+        return self.slots.num_certain(self._lengths(), self._most(depth), num_unread + self._launches.num_under_way)
+
+    def next_step(self, depth: int) -> tuple[Bucket, int | None]:
+        """The bucket of the next step, and how many like it are certain; nothing may be under way. Raises DeviceError.
+
+        It verifies what is proposed, of all slots, where some must be; else slots for which that is due are refreshed.
+        """
+        self._verifying.clear()
+        if self._verify(self._most(depth)):
+            return self._scheduler.ladder.verifier(self._scheduler.num_active), 1
+        return self._scheduler.choose_bucket(depth), self._run(depth)
+
+    def _most(self, depth: int) -> int:
+        """Tokens that a step of a depth brings a slot, at most."""
+        return self._scheduler.ladder.rows_of.get(depth, self._geometry.max_rows)
+
+    def _verify(self, most: int) -> bool:
+        lengths = self._lengths() if self._is_lossless else {}
+        if not any(self.slots.must_verify(slot, most) for slot in lengths):
+            return False
+        for slot, tokens in self.slots.proposals().items():
+            if slot in lengths:
+                self._mailbox.rewind(slot, lengths[slot])
+                self._mailbox.force_drafts(slot, tokens, NEVER)
+                self._verifying.add(slot)
+        return True
+
+    def judge(self, session: Session, publication: SlotPublication) -> SlotPublication | None:
+        """A publication of a request as it is to be taken; None where its tokens are proposed, and to be verified."""
+        slot = session.slot
+        if not self._is_lossless or not session.has_begun:
+            return publication
+        if slot in self._verifying:
+            self._mailbox.force_drafts(slot, (), NEVER)
+            self.slots.verified(slot, publication.accepted)
+            return publication._replace(verified_source=FROM_PART)
+        ended = publication.finish_reason is not None
+        if self.slots.propose(slot, publication.token_ids, ended=ended):
+            self.slots.count_step(slot)
+            return None
+        return publication
 
     def count_step(self, session: Session) -> None:
         """A publication of a request is about to be taken; its first token is no step's."""
-        if self._is_on and session.has_begun:
+        if self._is_lossless and session.has_begun and session.slot not in self._verifying:
+            self.slots.count_step(session.slot)
+        elif self._is_on and not self._is_lossless and session.has_begun:
             session.num_partial_steps += self.slots.count_step(session.slot)
 
     def report(self) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 __all__ = ["CONTENT_TYPE", "exposition"]
 
 FIRST_OCTAVE = 6  # buckets of histograms begin at 64 us: nothing that is timed is faster
+CACHE_BITS = {"fp8": 8, "bfloat16": 16, "float32": 32}
 GAUGES = {
     "num_requests_running": ("num_running", "Requests inside the engine."),
     "num_requests_waiting": ("num_waiting", "Requests that wait for a slot."),
@@ -53,6 +54,13 @@ POSITIONS = {
 }
 
 
+SOURCES = {
+    "spec_decode_num_steps_per_source": ("steps", "Steps of slots, by the source of the drafts that they verified."),
+    "spec_decode_num_draft_tokens_per_source": ("draft_tokens", "Draft tokens verified, by their source."),
+    "spec_decode_num_accepted_tokens_per_source": ("accepted_tokens", "Draft tokens accepted, by their source."),
+}
+
+
 class _Snapshot(Collector):
     """One answer to STATS as metrics; what the server does not say is left out."""
 
@@ -79,12 +87,15 @@ class _Snapshot(Collector):
         if "query_tokens" in (kv := engine.get("kv", {})):
             used = kv["num_used"] / max(kv["num_blocks"], 1)
             yield self._gauge("kv_cache_usage_perc", "Share of KV blocks in use; 1 is all.", used)
+            if kv.get("cache_dtype") in CACHE_BITS:
+                bits = CACHE_BITS[kv["cache_dtype"]]
+                yield self._gauge("kv_cache_bits", "Bits of a number in the KV cache.", bits)
             yield self._counter("prefix_cache_queries", "Tokens of prompts looked up.", [((), kv["query_tokens"])])
             yield self._counter("prefix_cache_hits", "Of those, tokens found.", [((), kv["hit_tokens"])])
         yield from self._counters(STRUCTURED, engine.get("structured_output", {}))
         yield from self._speculation(engine.get("eagle_speculation", {}))
         if "partial_steps" in (partial := engine.get("specpv", {})):
-            help = "Steps of slots over a part of the KV cache (SpecPV), which are lossy."
+            help = "Steps of slots over a part of the KV cache (SpecPV), lossy unless they only propose."
             yield self._counter("specpv_partial_steps", help, [((), partial["partial_steps"])])
 
     def _counters(self, named: Mapping[str, tuple[str, str]], figures: Mapping[str, Any]) -> Iterator[Metric]:
@@ -98,6 +109,10 @@ class _Snapshot(Collector):
             if key in figures:
                 counts = [((str(position),), count) for position, count in enumerate(figures[key])]
                 yield self._counter(name, help, counts, "position")
+        for name, (key, help) in SOURCES.items():
+            if "by_source" in figures:
+                counts = [((source,), each[key]) for source, each in figures["by_source"].items()]
+                yield self._counter(name, help, counts, "source")
 
     def _gauge(self, name: str, help: str, value: float) -> Metric:
         family = GaugeMetricFamily(f"lowlat:{name}", help, labels=["model_name"])

@@ -1,4 +1,4 @@
-"""DSpark: DFlash's block with the last known token's row drafting, too, a bias by each drafted token, and confidences.
+"""DSpark: DFlash's block with the last known token's row drafting, too, and a bias by each drafted token.
 
 It builds on `lowlat.speculators.dflash`, and knows no kernels and no runtime.
 """

@@ -14,9 +14,8 @@ from lowlat.speculators.base import StepScope
 from lowlat.speculators.dflash.emitter import DflashEmitter
 from lowlat.speculators.draft_parts import assign_drafts
 
-__all__ = ["CONFIDENCE", "DsparkEmitter"]
+__all__ = ["DsparkEmitter"]
 
-CONFIDENCE = "draft_confidence"
 MARKOV = "head.markov"
 
 
@@ -30,17 +29,12 @@ class DsparkEmitter(DflashEmitter):
             raise ValueError("a DSpark draft model has its heads")
         if not heads.markov_rank:
             super().emit_choice(scope, level, tokens, normed, logits)
-            if heads.confidence:
-                for depth in range(scope.topology.depth):
-                    self._emit_confidence(level, normed, None, depth)
             return
         gate = ""
         if heads.markov_gated:
             gate = level.linear(normed, f"{MARKOV}.state_gate", heads.markov_rank, "state_gate", bias=True)
         for depth in range(scope.topology.depth):
             parents, known = self._emit_parents(scope, tokens, depth, heads)
-            if heads.confidence:
-                self._emit_confidence(parents, normed, known if heads.confidence_markov else None, depth)
             self._emit_level(scope, parents, self._gated(parents, known, gate, depth), logits, depth)
 
     def _emit_parents(self, scope: StepScope, tokens: str, depth: int, heads: DsparkHeads) -> tuple[Emitter, str]:
@@ -84,14 +78,3 @@ class DsparkEmitter(DflashEmitter):
         children = [(child, row) for row, each in enumerate(topology.levels[depth]) for child in each.children]
         nodes, rows = [child for child, _ in children], [row for _, row in children]
         assign_drafts(level, drafted, nodes, rows, [topology.ranks[child] for child in nodes])
-
-    def _emit_confidence(self, level: Emitter, normed: str, known: str | None, depth: int) -> None:
-        """The probability that the draft of a depth is accepted, behind the level's first parent's token."""
-        level.emit(
-            "draft_confidence",
-            {"hidden": normed, "slots": "slots", **({} if known is None else {"known": known})},
-            {"confidence": CONFIDENCE},
-            weights={"weight": "head.confidence.weight", "bias": "head.confidence.bias"},
-            row=depth + self.first_row,
-            place=depth,
-        )

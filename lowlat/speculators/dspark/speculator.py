@@ -9,12 +9,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from lowlat.graphs import BufferSpec, Role
 from lowlat.models.geometry import DsparkHeads
-from lowlat.speculators.base import Scope, StateSizes
+from lowlat.speculators.base import Scope
 from lowlat.speculators.dflash.speculator import DflashSpeculator
 from lowlat.speculators.dspark.config import parse_dspark
-from lowlat.speculators.dspark.emitter import CONFIDENCE, DsparkEmitter
+from lowlat.speculators.dspark.emitter import DsparkEmitter
 from lowlat.speculators.dspark.weights import dspark_weight_plan, load_dspark
 
 __all__ = ["DsparkSpeculator"]
@@ -35,20 +34,12 @@ class DsparkSpeculator(DflashSpeculator):
             raise ValueError("a DSpark draft model has its heads")
         return self.config.dspark
 
-    def state_specs(self, sizes: StateSizes) -> list[BufferSpec]:
-        """DFlash's, and by slot the probability, for each draft, that it is accepted if those before it are."""
-        specs = super().state_specs(sizes)
-        if self.heads.confidence:
-            shape = (sizes.max_batch, self.config.block_size or 1)
-            specs.append(BufferSpec(CONFIDENCE, shape, torch.float32, Role.STATE))
-        return specs
-
     def weight_plan(self, dtype: str) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
-        """DFlash's, and those of the Markov head and the confidence head."""
+        """DFlash's, and those of the Markov head."""
         return dspark_weight_plan(self.config, dtype)
 
     def report(self) -> dict[str, Any]:
-        """DFlash's, the rank and kind of the Markov head, and whether drafts have confidences."""
+        """DFlash's, the rank and kind of the Markov head, and whether there is a confidence head."""
         kind = "gated" if self.heads.markov_gated else "vanilla"
         return {
             **super().report(),

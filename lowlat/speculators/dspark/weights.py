@@ -22,7 +22,7 @@ from lowlat.speculators.eagle3.weights import LoadedDraftModel
 __all__ = ["dspark_weight_plan", "load_dspark"]
 
 GATE, STATE_GATE, TOKEN_GATE = (f"head.markov.{name}.weight" for name in ("gate", "state_gate", "token_gate"))
-CONFIDENCE = "head.confidence.weight"
+CONFIDENCE = ("head.confidence.weight", "head.confidence.bias")  # checked, and read by no step
 
 
 def _head_recipes(config: DraftConfig, dtype: torch.dtype) -> list[Recipe]:
@@ -40,19 +40,18 @@ def _head_recipes(config: DraftConfig, dtype: torch.dtype) -> list[Recipe]:
         made.append(one_piece("head.markov.state_gate.bias", "markov_head.gate_proj.bias", dtype, rank))
     if heads.confidence:
         width = hidden + (rank if heads.confidence_markov else 0)
-        made.append(one_piece(CONFIDENCE, "confidence_head.proj.weight", dtype, 1, width))
-        made.append(one_piece("head.confidence.bias", "confidence_head.proj.bias", dtype, 1))
+        made.append(one_piece(CONFIDENCE[0], "confidence_head.proj.weight", dtype, 1, width))
+        made.append(one_piece(CONFIDENCE[1], "confidence_head.proj.bias", dtype, 1))
     return made
 
 
 def dspark_weight_plan(config: DraftConfig, dtype: str) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
     """Canonical name -> (shape, dtype) of every weight of a draft model's own, in a compute dtype."""
-    own = {recipe.weight: (recipe.shape, recipe.dtype) for recipe in _head_recipes(config, TORCH_DTYPES[dtype])}
+    recipes = [recipe for recipe in _head_recipes(config, TORCH_DTYPES[dtype]) if recipe.weight not in CONFIDENCE]
+    own = {recipe.weight: (recipe.shape, recipe.dtype) for recipe in recipes}
     if GATE in own:
         (rank, both), stored = own.pop(GATE)
         own |= {STATE_GATE: ((rank, both - rank), stored), TOKEN_GATE: ((rank, rank), stored)}
-    if CONFIDENCE in own:
-        own[CONFIDENCE] = (own[CONFIDENCE][0][1:], own[CONFIDENCE][1])
     return MappingProxyType({**dflash_weight_plan(config, dtype), **own})
 
 
@@ -72,6 +71,6 @@ def load_dspark(
         both = weights.pop(GATE)
         weights[STATE_GATE] = both[:, : config.hidden_size].contiguous()
         weights[TOKEN_GATE] = both[:, config.hidden_size :].contiguous()
-    if CONFIDENCE in weights:
-        weights[CONFIDENCE] = weights[CONFIDENCE].reshape(-1)
+    for name in CONFIDENCE:
+        weights.pop(name, None)
     return replace(found, weights=weights)

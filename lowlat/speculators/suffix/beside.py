@@ -55,6 +55,11 @@ class TextBeside(Speculator):
         return self.model.rope
 
     @property
+    def draft_sources(self) -> tuple[str, str]:
+        """The model's method, and the text's."""
+        return self.model.method, self.text.method
+
+    @property
     def attends_everything(self) -> bool:
         """Whether the model does."""
         return self.model.attends_everything
@@ -94,7 +99,7 @@ class TextBeside(Speculator):
             "choose_drafts",
             Stage.DRAFT,
             reads={**reads, "text_nodes": text_nodes, "draft_shares": shares, "match_lens": lengths},
-            writes={"draft_nodes": nodes, "proposals": "proposals", "draft_odds": "draft_odds"},
+            writes={"draft_nodes": nodes, **{name: name for name in ("proposals", "draft_odds", "draft_sources")}},
             fresh=scope.bucket.prefilled,
         )
         return nodes

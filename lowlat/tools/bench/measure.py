@@ -17,7 +17,7 @@ import torch
 from lowlat.checkpoint.files import find_text
 from lowlat.errors import LowlatError
 from lowlat.host.metrics import SpeculativeDecodingStats
-from lowlat.host.perf import PerfCounters
+from lowlat.host.perf import PerfCounters, steps_by_width
 from lowlat.host.runtime import Runtime
 from lowlat.options.config import RuntimeConfig
 from lowlat.options.request import SamplingParams, StepOutput
@@ -156,8 +156,8 @@ class CaseRun:
             perf = perf.plus(samples.perf)
         times = Spread.of(pooled)
         experts = fmean(self._experts) if self._experts else None
-        bucket = runtime.ladder.choose(max(1, round(fmean(active))), case.num_speculative_tokens)
-        moved = step_bytes(runtime, bucket, [length] * max(1, round(fmean(active))), experts)
+        widths = steps_by_width(runtime.ladder, perf.undrafted_steps, stats).get("steps_by_width")
+        moved = self._bytes([length] * max(1, round(fmean(active))), experts, widths)
         floor = None if self._wall is None else moved / self._wall / 1e6
         imposed = runtime.geometry.simulated_accept_length
         return Row(
@@ -178,10 +178,22 @@ class CaseRun:
             floor_ms=floor,
             share_of_wall=None if floor is None else floor / times.p50,
             memory=_memory(runtime.device_choice.device),
-            eagle_speculation=Speculation(**stats.to_dict()) if stats.num_drafts else None,
+            eagle_speculation=Speculation(**stats.to_dict(sum(active))) if stats.num_drafts else None,
             repeats=tuple(samples.summary() for samples in self._samples),
             perf=Perf(**perf.to_dict()),
+            steps_by_width=widths,
+            mean_width=None if widths is None else round(_mean_width(widths), 4),
         )
+
+    def _bytes(self, lengths: Sequence[float], experts: float | None, widths: Sequence[int] | None) -> int:
+        """Bytes of a step of active requests of these lengths; of chosen widths the mean over what was chosen."""
+        runtime = self._runtime
+        bucket = runtime.ladder.choose(len(lengths), self._case.num_speculative_tokens)
+        if widths is None:
+            return step_bytes(runtime, bucket, lengths, experts)
+        bodies = zip(bucket.bodies, widths, strict=False)
+        total = sum(count * step_bytes(runtime, body, lengths, experts) for body, count in bodies if count)
+        return round(total / sum(widths))
 
     def _params(self, max_tokens: int, number: int) -> SamplingParams:
         return SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=number, temperature=self._temperature)
@@ -315,6 +327,8 @@ class CaseRun:
         scheduler = self._runtime.scheduler
         if scheduler.num_active:
             bucket = scheduler.choose_bucket(self._runtime.num_speculative_tokens)
+            if bucket.chooses:
+                bucket = bucket.bodies[int(self._runtime.executor.state["width_choice"])]
             self._experts.append(chosen_experts(self._runtime, bucket))
 
 
@@ -323,11 +337,21 @@ def _since(before: SpeculativeDecodingStats, after: SpeculativeDecodingStats) ->
     values: dict[str, Any] = {"simulated": after.simulated}
     for item in fields(SpeculativeDecodingStats):
         old, new = getattr(before, item.name), getattr(after, item.name)
-        if isinstance(new, list):
+        if isinstance(new, dict):
+            values[item.name] = {
+                name: [b - a for a, b in zip(old.get(name, [0] * len(counts)), counts, strict=True)]
+                for name, counts in new.items()
+            }
+        elif isinstance(new, list):
             values[item.name] = [b - a for a, b in zip(old, new, strict=True)]
         elif item.name not in values:
             values[item.name] = new - old
     return SpeculativeDecodingStats(**values)
+
+
+def _mean_width(widths: Sequence[int]) -> float:
+    """The mean of widths that were chosen so often, by width."""
+    return sum(width * count for width, count in enumerate(widths)) / max(sum(widths), 1)
 
 
 def _memory(device: torch.device) -> Memory:

@@ -67,6 +67,7 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
     drafted_by_position: list[int]
     accepted_by_position: list[int]
     simulated: bool
+    by_source: dict[str, dict[str, int]] = {}
 
 
 class Perf(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,6 +109,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     floor_ms                 those bytes at that bandwidth
     share_of_wall            the floor over the median step
     perf                     None in files of before there were counters
+    steps_by_width           steps of a request that verified 0, 1, 2, ... drafts, where each step chose (policy auto)
+    mean_width               drafts that they verified, mean
     """
 
     case: Case
@@ -130,6 +133,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     eagle_speculation: Speculation | None
     repeats: tuple[Repeat, ...]
     perf: Perf | None = None
+    steps_by_width: list[int] | None = None
+    mean_width: float | None = None
 
     @property
     def accept_length(self) -> float | None:
@@ -149,6 +154,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
 
     simulated               what was not measured on real weights, prompts or acceptance
     distinct_prompt_tokens  tokens of the text that prompts are cut from: longer ones repeat it; 0: random tokens
+    quantize                to what the target's weights were rounded at load; empty: not at all
     """
 
     lowlat: str
@@ -171,6 +177,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float
     simulated: tuple[str, ...]
     perf_mode: str = "default"
+    quantize: str = ""
 
     def differences(self, other: "Environment") -> list[str]:
         """The fields that differ, as `field: mine, theirs`."""

@@ -49,13 +49,15 @@ class ScenarioRun:
         environment = subject.environment(commit)
         if profile and (environment.executor == "reference" or environment.device_loop):
             raise ConfigError("a profile needs an NVIDIA card and steps that are launched one by one: no --device-loop")
+        if profile and "auto" in scenario.num_speculative_tokens:
+            raise ConfigError("a profile is of steps of one width, and S = auto chooses among several: no --profile")
         self.result = Result(name=name, scenario=scenario, environment=environment, forced=forced)
         if path.exists() and not fresh:
             self._resume(read_result(path), environment)
         self._cases = [case for case in scenario.cases() if self.result.row(case) is None]
         self._check_room()
-        for depth in sorted({case.num_speculative_tokens for case in self._cases}):
-            subject.speculative(depth)  # refused before anything is loaded
+        for depth, policy in sorted({(case.num_speculative_tokens, case.policy) for case in self._cases}):
+            subject.speculative(depth, adaptive=policy == "auto")  # refused before anything is loaded
 
     @property
     def num_done(self) -> int:
@@ -133,7 +135,7 @@ class ScenarioRun:
         row = run.row()
         if self.profile:
             environment = self.result.environment
-            place = f"{self.path.stem}-profile-{case.batch}x{case.context}-{case.num_speculative_tokens}.json"
+            place = f"{self.path.stem}-profile-{case.batch}x{case.context}-{case.depth}.json"
             conditions = {"model": environment.model, "card": environment.card, "executor": environment.executor}
             figures = {**conditions, "wall_gb_per_s": wall, **run.profile(PROFILED_STEPS)}
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -142,7 +144,7 @@ class ScenarioRun:
 
     def _need(self, case: Case) -> Need:
         depth, positions = case.num_speculative_tokens, case.context + self._room(case)
-        return Need(depth, case.batch, positions, self.scenario.reuse_prompts)
+        return Need(depth, case.batch, positions, self.scenario.reuse_prompts, case.policy == "auto")
 
     def _room(self, case: Case) -> int:
         options = self.subject.options

@@ -22,12 +22,14 @@ class Need(NamedTuple):
     depth      draft tokens
     positions  of one request, prompt included
     reuse      share keys and values of prompts
+    adaptive   each step chooses its depth
     """
 
     depth: int
     batch: int
     positions: int
     reuse: bool
+    adaptive: bool = False
 
     @property
     def blocks(self) -> int:
@@ -73,7 +75,7 @@ class Runtimes:
 
     def _load_largest(self, needs: list[Need]) -> Runtime:
         first = needs[0]
-        needs = [need for need in needs if (need.depth > 0) is (first.depth > 0) and need.reuse is first.reuse]
+        needs = [need for need in needs if _kind(need) == _kind(first)]
         while len(needs) > 1:
             largest = max(need.blocks for need in needs)
             try:
@@ -90,6 +92,7 @@ class Runtimes:
     def _load(self, needs: list[Need]) -> Runtime:
         return self._subject.load(
             max(need.depth for need in needs),
+            adaptive=needs[0].adaptive,
             max_batch=max(need.batch for need in needs),
             max_context=max(need.positions for need in needs),
             block_size=BLOCK_SIZE,
@@ -102,4 +105,10 @@ class Runtimes:
         config = runtime.config
         fits = need.batch <= config.max_batch and need.positions <= config.max_context
         known = need.depth in runtime.ladder.rows_of and (need.depth > 0) is (runtime.speculator is not None)
+        known = known and runtime.ladder.adaptive is need.adaptive
         return known and fits and need.blocks < (config.kv_blocks or 0)
+
+
+def _kind(need: Need) -> tuple[bool, bool, bool]:
+    """The traits that runtimes of one load share, whatever their sizes."""
+    return need.depth > 0, need.reuse, need.adaptive

@@ -16,26 +16,36 @@ SHIPPED = Path(__file__).parent / "scenarios.toml"
 Context = Annotated[int, Meta(ge=1, le=1 << 20)]
 Batch = Annotated[int, Meta(ge=1, le=8)]
 Depth = Annotated[int, Meta(ge=0, le=MAX_SPECULATIVE_TOKENS)]
+Policy = Literal["fixed", "auto"]
 Count = Annotated[int, Meta(ge=1, le=1 << 20)]
 Positive = Annotated[float, Meta(gt=0)]
 
 
 class Case(msgspec.Struct, frozen=True):
-    """One row of a scenario: `batch` requests of `context` tokens each, S draft tokens deep."""
+    """One row of a scenario: `batch` requests of `context` tokens each, S draft tokens deep.
+
+    policy  auto: each step chooses how many, from none to S
+    """
 
     context: Context
     batch: Batch
     num_speculative_tokens: Depth
+    policy: Policy = "fixed"
+
+    @property
+    def depth(self) -> str:
+        """S as `-S` takes it."""
+        return str(self.num_speculative_tokens) if self.policy == "fixed" else self.policy
 
     @property
     def name(self) -> str:
         """For instance `1 x 8K, S=3`."""
         context = f"{self.context // 1024}K" if self.context % 1024 == 0 else str(self.context)
-        return f"{self.batch} x {context}, S={self.num_speculative_tokens}"
+        return f"{self.batch} x {context}, S={self.depth}"
 
 
 class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The cases and sizes that one result file measures.
+    """The cases and sizes that one result file measures; an S of auto is a width that each step chooses.
 
     steps          timed steps of a repeat; of churn the tokens of the longest request
     warm_up        steps before them
@@ -47,7 +57,7 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     contexts: Annotated[tuple[Context, ...], Meta(min_length=1)]
     batches: Annotated[tuple[Batch, ...], Meta(min_length=1)]
-    num_speculative_tokens: Annotated[tuple[Depth, ...], Meta(min_length=1)]
+    num_speculative_tokens: Annotated[tuple[Depth | Literal["auto"], ...], Meta(min_length=1)]
     help: str = ""
     steps: Count = 400
     warm_up: Count = 16
@@ -59,7 +69,16 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def cases(self) -> list[Case]:
         """All rows: those of one depth together, the largest first."""
         sizes = sorted(((c, b) for c in set(self.contexts) for b in set(self.batches)), key=_size, reverse=True)
-        return [Case(c, b, depth) for depth in dict.fromkeys(self.num_speculative_tokens) for c, b in sizes]
+        own = dict.fromkeys(self.num_speculative_tokens)
+        depths: list[tuple[int, Policy]] = [
+            (MAX_SPECULATIVE_TOKENS, "auto") if isinstance(depth, str) else (depth, "fixed") for depth in own
+        ]
+        return [Case(c, b, depth, policy) for depth, policy in depths for c, b in sizes]
+
+    @property
+    def drafts(self) -> bool:
+        """Whether some case has drafts."""
+        return any(depth != 0 for depth in self.num_speculative_tokens)
 
     def measuring(self) -> "Scenario":
         """How rows are measured, whichever they are: equal for scenarios whose rows can stand in one file."""

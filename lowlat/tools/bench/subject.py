@@ -31,7 +31,7 @@ class Subject:
     """A target and a draft model, as runtimes are loaded from them.
 
     speculation  fields of SpeculativeConfig but the depth; None: nothing to draft with
-    options      fields of RuntimeConfig: device, dtype, executor, device_loop, perf_mode
+    options      fields of RuntimeConfig: device, dtype, executor, device_loop, perf_mode, quantize, quantize_lm_head
     prompts      that are decoded
     temperature  of sampling; 0: greedy
     """
@@ -44,8 +44,11 @@ class Subject:
     prompts: Prompts
     temperature: float = 0.0
 
-    def speculative(self, depth: int) -> SpeculativeConfig | None:
-        """The configuration at one depth; None at 0. Raises ConfigError where there is nothing to draft with."""
+    def speculative(self, depth: int, *, adaptive: bool = False) -> SpeculativeConfig | None:
+        """The configuration at one depth, or of chosen ones up to it; None at 0.
+
+        Raises ConfigError where there is nothing to draft with.
+        """
         if depth == 0:
             return None
         if self.speculation is None:
@@ -53,11 +56,12 @@ class Subject:
         values = dict(self.speculation)
         if values.get("simulated_accept_length") is not None:
             values["simulated_accept_length"] = min(values["simulated_accept_length"], depth + 1.0)
+        values["adaptive_width"] = adaptive or bool(values.get("adaptive_width"))
         return SpeculativeConfig(**values, num_speculative_tokens=depth, strict=True)
 
-    def load(self, depth: int, **sizes: Any) -> Runtime:
-        """A runtime for depths up to one; sizes are further fields of RuntimeConfig. Raises ConfigError."""
-        return Runtime.load(self.target, self.speculative(depth), **self.options, **sizes)
+    def load(self, depth: int, *, adaptive: bool = False, **sizes: Any) -> Runtime:
+        """A runtime for depths up to one, or that chooses; sizes are fields of RuntimeConfig. Raises ConfigError."""
+        return Runtime.load(self.target, self.speculative(depth, adaptive=adaptive), **self.options, **sizes)
 
     def choice(self) -> DeviceChoice:
         """Where it will run, and by which executor. Raises ConfigError."""
@@ -97,7 +101,12 @@ class Subject:
             temperature=self.temperature,
             simulated=self._simulated(),
             perf_mode=str(self.options.get("perf_mode", "default")),
+            quantize=self._quantize(),
         )
+
+    def _quantize(self) -> str:
+        kind = self.options.get("quantize") or ""
+        return f"{kind}, LM head too" if kind and self.options.get("quantize_lm_head") else kind
 
     def _speculator(self) -> str:
         if self.speculation is None:

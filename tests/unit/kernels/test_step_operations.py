@@ -9,8 +9,9 @@ from kernel_cases import Arrays, meant, poisoned
 from lowlat.errors import DeviceError
 from lowlat.kernels.reference import OPERATIONS
 from lowlat.kernels.reference.step.accept import FINISH_ERROR, FINISH_LENGTH, FINISH_STOP
-from lowlat.kernels.reference.step.publish import ACCEPTED, COMMITTED, FINISH, RECORD_WIDTH, SLOT
+from lowlat.kernels.reference.step.publish import ACCEPTED, COMMITTED, FINISH, RECORD_WIDTH, SLOT, VERIFIED_SOURCE
 from lowlat.kernels.reference.step.slot_record import DRAFT_LIMIT, HAS_GRAMMAR, MAX_LENGTH, NUM_INTS
+from lowlat.kernels.reference.step.slots import FORCED_DRAFTS, FROM_TEXT
 from lowlat.speculators.tree.topology import TreeTopology
 
 TREE = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
@@ -152,6 +153,7 @@ def gather(topology: TreeTopology, bucket_rows: int, drafted: int, limit: int, r
     arrays = {"slots": ints(1, -1), "lengths": ints(0, 5), "tokens": torch.full((2, 9), 3, dtype=torch.int32)}
     arrays |= {"drafts": drafts, "num_drafts": ints(0, drafted), "tree_masks": masks, "tree_paths": paths}
     arrays |= {"grammar_forced": torch.zeros_like(drafts), "grammar_decided": torch.zeros(2, dtype=torch.int64)}
+    arrays["draft_sources"] = torch.zeros_like(arrays["num_drafts"])
     return meant("gather_rows", {**arrays, "slot_ints": record}, T=bucket_rows)
 
 
@@ -183,7 +185,7 @@ def test_rows_before_the_first_drafts_are_the_root_alone() -> None:
     record[:, MAX_LENGTH], record[:, DRAFT_LIMIT] = 50, 63
     arrays = {"slots": ints(0), "lengths": ints(2), "tokens": ints([6, 6, 6]), "drafts": zeros, "num_drafts": ints(0)}
     arrays |= {"tree_masks": zeros.long(), "tree_paths": zeros[None], "slot_ints": record}
-    arrays |= {"grammar_forced": ints([3, 7, 8, 9]), "grammar_decided": torch.tensor([1])}
+    arrays |= {"grammar_forced": ints([3, 7, 8, 9]), "grammar_decided": torch.tensor([1]), "draft_sources": ints(0)}
     outs = meant("gather_rows", arrays, T=4)
     assert outs["paths"].tolist() == [[[0, -1, -1, -1]]]
     assert outs["row_tokens"].tolist() == [[6, -1, -1, -1]]
@@ -218,10 +220,12 @@ def test_what_a_grammar_forces_is_verified_unless_it_is_drafted_first(
     arrays |= {"num_drafts": ints(4), "tree_masks": torch.tensor([topology.packed_masks])}
     arrays |= {"tree_paths": ints(*[[*path, -1][:3] for path in topology.paths])[None], "slot_ints": record}
     arrays |= {"grammar_forced": ints([*forced, *[0] * (5 - len(forced))]), "grammar_decided": torch.tensor([2])}
+    arrays["draft_sources"] = ints(1)
     outs = meant("gather_rows", arrays, T=5)
     assert outs["row_tokens"].tolist() == [[*expected]]
     live = sum(token >= 0 for token in expected)
     assert outs["num_verified"].tolist() == [live - 1] and outs["verified_depth"].tolist() == [2]
+    assert outs["verified_source"].tolist() == [FORCED_DRAFTS if live < 5 else FROM_TEXT]
     if live < 5:
         assert outs["paths"][0].tolist() == [[0, 1, 2], [0, -1, -1], [0, -1, -1]]  # of three leaves
         assert outs["row_masks"].tolist() == [[1, 3, 7, 0, 0]]
@@ -316,12 +320,14 @@ def test_publication_tells_each_slot_and_advances_last() -> None:
     ids = torch.full((2, 4, 21), -1, dtype=torch.int32)
     ids[0, 2, 0] = 42
     tokens, nodes = ints([8, 9, 10, -1], [-1] * 4), ints([0, 2, 3, -1], [-1] * 4)
-    counts = (ints(FINISH_STOP, 0), ints(3, 0), ints(3, 0), ints(0, 12, 0))
+    counts = (ints(FINISH_STOP, 0), ints(3, 0), ints(3, 0), ints(FORCED_DRAFTS, 0), ints(0, 12, 0))
     values = torch.zeros(2, 4, 21)
     OPERATIONS["publish"](ints(1, -1), ints(2, 0), ints(3, 0), tokens, nodes, *counts, values, ids, **rings)
     record = rings["ring_records"][1]
     assert record[:, SLOT].tolist() == [1, -1, -1]
-    assert [int(record[0, c]) for c in (COMMITTED, FINISH, ACCEPTED)] == [2, FINISH_STOP, 2]
+    assert [int(record[0, c]) for c in (COMMITTED, FINISH, ACCEPTED, VERIFIED_SOURCE)] == [
+        2, FINISH_STOP, 2, FORCED_DRAFTS,
+    ]  # fmt: skip
     assert rings["ring_tokens"][1, 0].tolist() == [8, 9, -1, -1]
     assert rings["ring_logprob_ids"][1, 0, 1, 0] == 42
     assert rings["ring_head"].tolist() == [4]

@@ -128,6 +128,7 @@ def _conditions(environment: Environment) -> str:
     """One line of what rows stand for."""
     e = environment
     strict = ", strict" if e.perf_mode == "strict" else ""
+    strict += f", weights rounded to {e.quantize}" if e.quantize else ""
     machine = f"{e.card}, driver {e.driver}, CUDA {e.cuda}" if e.card else f"{e.processor}, {e.threads} threads"
     parts = [
         f"{e.model}, {e.dtype}" + (f", drafts by {e.speculator}" if e.speculator else ""),
@@ -151,7 +152,7 @@ def _rows(result: Result) -> Table:
     rows = []
     for row in result.rows:
         case = row.case
-        baseline = result.row(msgspec.structs.replace(case, num_speculative_tokens=0))
+        baseline = result.row(msgspec.structs.replace(case, num_speculative_tokens=0, policy="fixed"))
         gain = (
             row.tokens_per_s / baseline.tokens_per_s if baseline is not None and case.num_speculative_tokens else None
         )
@@ -159,7 +160,7 @@ def _rows(result: Result) -> Table:
         simulated = " (sim.)" if row.simulated_accept_length is not None else ""
         rows.append(
             (
-                case.name,
+                case.name if row.mean_width is None else f"{case.name}, {row.mean_width:.2f} on average",
                 f"{step.p50:.3f} / {step.p99:.3f} / {step.p999:.3f}",
                 f"{row.ms_per_token.mean:.3f}",
                 "" if first is None else f"{first.p50:.1f}",

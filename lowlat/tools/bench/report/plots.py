@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from io import StringIO
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lowlat.errors import ConfigError
 from lowlat.tools.bench.results import Result, Row
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["draw_plots", "draw_profile", "plain_svg"]
 
 WIDTH, HEIGHT = 8.0, 4.2  # inches
+K = TypeVar("K")
 Plot = Callable[[Any, Sequence[Row]], bool]
 
 
@@ -73,7 +74,7 @@ def _drawn(title: str, plot: Plot, rows: Sequence[Row]) -> str:
 
 
 def _against_context(axes: Any, rows: Sequence[Row]) -> bool:
-    for (batch, depth), line in _lines(rows, lambda row: (row.case.batch, row.case.num_speculative_tokens)).items():
+    for (batch, depth), line in _lines(rows, lambda row: (row.case.batch, row.case.depth)).items():
         line.sort(key=lambda row: row.case.context)
         axes.plot(
             [row.mean_context for row in line],
@@ -114,7 +115,7 @@ def _against_accept_length(axes: Any, rows: Sequence[Row]) -> bool:
             ]
             axes.plot(lengths, bound, linestyle="--", color=drawn.get_color(), label="bound by bytes")
     for row in drafted:
-        axes.annotate(f"S={row.case.num_speculative_tokens}", (row.accept_length, row.tokens_per_s), fontsize="small")
+        axes.annotate(f"S={row.case.depth}", (row.accept_length, row.tokens_per_s), fontsize="small")
     axes.set_xlabel("accept length, tokens a drafted step")
     axes.set_ylabel("tokens/s")
     axes.set_ylim(bottom=0)
@@ -158,8 +159,8 @@ def _fit_bars(axes: Any, count: int) -> None:
     axes.figure.set_figheight(1.2 + 0.3 * count)
 
 
-def _lines(rows: Iterable[Row], key: Callable[[Row], tuple[int, int]]) -> Mapping[tuple[int, int], list[Row]]:
-    found: dict[tuple[int, int], list[Row]] = {}
+def _lines(rows: Iterable[Row], key: Callable[[Row], K]) -> Mapping[K, list[Row]]:
+    found: dict[K, list[Row]] = {}
     for row in rows:
         found.setdefault(key(row), []).append(row)
     return found
