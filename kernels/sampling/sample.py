@@ -256,6 +256,7 @@ def _agreed_best(key: Any, low: Any, pairs: Any, largest: Any, counter: Any, chu
 def _make_processed_best(width: int, rows: int) -> Any:
     """A device function: the best pair of a row whose numbers a slot's wishes change, after that."""
     chunks, apply_history = count_chunks("logits", width), make_apply_history(width, rows)
+    aligned = -(-width // 32) % 4 == 0  # each row's mask
 
     @device_function
     def processed_best(
@@ -295,7 +296,7 @@ def _make_processed_best(width: int, rows: int) -> Any:
         if masked:
             mask_row, ready, length = guide
             await_masks(ready, length)
-            apply_mask(staged, first, width, mask_row)
+            apply_mask(staged, first, width, mask_row, aligned)
         if touched or masked:
             words = load_words(shared_address(staged))
         key, low = words_best(words, first)

@@ -241,11 +241,12 @@ class Mailbox:
 
     def force_drafts(self, slot: int, tokens: Sequence[int], length: int) -> None:
         """Let a slot's step behind so many committed tokens begin, and verify these in place of its drafts, if any."""
-        row = self._arrays["grammar_forced"][slot]
+        forced = self._arrays["grammar_forced"]
         if tokens:
-            row[1 : len(tokens) + 1] = tokens
-        row[0] = len(tokens)
-        self._host.send(FORCED[:1])
+            forced[slot, 1 : len(tokens) + 1] = tokens
+        if tokens or forced[slot, 0]:
+            forced[slot, 0] = len(tokens)
+            self._host.send(FORCED[:1])
         self._arrays["grammar_decided"][slot] = length  # the last: a step may be waiting to begin
         self._host.send(FORCED[1:])
 

@@ -67,8 +67,8 @@ class Played:
 
     def _submit(self, runtime: Runtime, grammar: Automaton | None) -> str:
         if grammar is None:
-            return runtime.submit(prompt_of(7), self.sampling)
-        return submit_with(runtime, grammar, prompt_of(7), self.sampling)
+            return str(runtime.submit(prompt_of(7), self.sampling))
+        return str(submit_with(runtime, grammar, prompt_of(7), self.sampling))
 
     def play(self, which: int, lead: int, moves: list[tuple[str, int]]) -> None:
         """Make moves, then step to the end: nobody waits for ever, and each has the tokens that it has alone."""
